@@ -1,0 +1,110 @@
+"""Whole LoRA tensors under Hugging Face names <-> this rank's shards: what checkpoints hold, so any layout loads any.
+
+A whole factor is named after the fused Hugging Face module, e.g. `model.layers.0.self_attn.qkv_proj.B` with rows
+[q; k; v], or `model.layers.0.mlp.experts.gate_up_proj.A` (E, in, R). Optimizer moments have their factor's shape and
+travel the same way. E experts, R rank.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import lora_megatron
+import weights_hf
+from config import InputError
+from hf_config import Architecture
+from parallel_setup import Parallel
+
+HF_NAMES = {  # Megatron module -> the Hugging Face module, or the fused one that stands for several
+    "self_attention.linear_qkv": "self_attn.qkv_proj",
+    "self_attention.linear_proj": "self_attn.o_proj",
+    "mlp.linear_fc1": "mlp.gate_up_proj",
+    "mlp.linear_fc2": "mlp.down_proj",
+    "mlp.experts.linear_fc1": "mlp.experts.gate_up_proj",
+    "mlp.experts.linear_fc2": "mlp.experts.down_proj",
+    "mlp.shared_experts.linear_fc1": "mlp.shared_expert.gate_up_proj",
+    "mlp.shared_experts.linear_fc2": "mlp.shared_expert.down_proj",
+    "mlp.router.lora": "mlp.gate",
+}
+
+
+def hf_name(name: str) -> str:
+    """decoder.layers.3.mlp.experts.linear_fc1.A -> model.layers.3.mlp.experts.gate_up_proj.A"""
+    _, _, layer, rest = name.split(".", 3)
+    module, _, letter = rest.rpartition(".")
+    return f"model.layers.{layer}.{HF_NAMES[module]}.{letter}"
+
+
+@torch.no_grad()
+def gather(
+    adapters: dict[str, torch.nn.Module], values: dict[str, Tensor], arch: Architecture, parallel: Parallel
+) -> dict[str, Tensor]:
+    """Whole tensors from every rank's ``values`` (by factor name, shaped as the factors). Collective; same on all."""
+    whole = {}
+    for name, factor in lora_megatron.factors(adapters).items():
+        value = values[name]
+        if factor.is_expert:
+            value = torch.cat(weights_hf.gather(value, parallel.expert, parallel.expert_group))
+        whole[hf_name(name)] = _join(value, factor, name, arch, parallel)
+    return whole
+
+
+def _join(value: Tensor, factor, name: str, arch: Architecture, parallel: Parallel) -> Tensor:
+    dim = factor.shard_dim
+    if dim is None:
+        return value.clone()
+    size, _, group = _group(factor, parallel)
+    if name.endswith("linear_qkv.B"):
+        value = weights_hf.separate_qkv(value, arch.num_kv_heads // size, arch)
+    blocks = [size_of // size for size_of in _block_sizes(value.shape[dim] * size, name, arch)]
+    by_rank = [shard.split(blocks, dim) for shard in weights_hf.gather(value, size, group)]
+    return torch.cat([torch.cat([parts[i] for parts in by_rank], dim) for i in range(len(blocks))], dim)
+
+
+@torch.no_grad()
+def scatter(
+    adapters: dict[str, torch.nn.Module], whole: dict[str, Tensor], arch: Architecture, parallel: Parallel
+) -> dict[str, Tensor]:
+    """This rank's piece of every whole tensor, by factor name.
+
+    Raises InputError when names or shapes are not those of these adapters.
+    """
+    expected = {hf_name(name): name for name in lora_megatron.factors(adapters)}
+    if expected.keys() != whole.keys():
+        odd = sorted(expected.keys() ^ whole.keys())
+        raise InputError(f"checkpoint: the adapters do not match lora.targets; {odd[0]} is on one side only")
+    pieces = {}
+    for name, factor in lora_megatron.factors(adapters).items():
+        value = whole[hf_name(name)]
+        if factor.is_expert:
+            value = value.chunk(parallel.expert)[parallel.expert_rank]
+        if factor.shard_dim is not None:
+            size, rank, _ = _group(factor, parallel)
+            blocks = value.split(_block_sizes(value.shape[factor.shard_dim], name, arch), factor.shard_dim)
+            value = torch.cat([block.chunk(size, factor.shard_dim)[rank] for block in blocks], factor.shard_dim)
+            if name.endswith("linear_qkv.B"):
+                value = weights_hf.interleave_qkv(value, arch.num_kv_heads // size, arch)
+        if value.shape != factor.shape:
+            raise InputError(
+                f"checkpoint: {hf_name(name)} gives this rank {list(value.shape)}, the model needs {list(factor.shape)}"
+            )
+        pieces[name] = value.contiguous()
+    return pieces
+
+
+def _group(factor, parallel: Parallel):
+    """Size of the group that shares the factor, this rank's place in it, and the group."""
+    if factor.is_expert:
+        return parallel.expert_tensor, parallel.expert_tensor_rank, parallel.expert_tensor_group
+    return parallel.tensor, parallel.tensor_rank, parallel.tensor_group
+
+
+def _block_sizes(size: int, name: str, arch: Architecture) -> list[int]:
+    """Sizes, in the whole tensor, of the fused blocks along the dimension that is split."""
+    if name.endswith("linear_qkv.B"):
+        kv = arch.num_kv_heads * arch.head_dim
+        return [arch.num_heads * arch.head_dim, kv, kv]
+    if name.endswith("linear_fc1.B"):
+        return [size // 2, size // 2]  # gate, up
+    return [size]

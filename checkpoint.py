@@ -1,0 +1,210 @@
+"""Checkpoints of a run: LoRA factors, optimizer moments and where the run stands; any layout loads any other's.
+
+run_dir/checkpoints/step-000020/          "20 steps are done"
+    adapter.safetensors  optimizer.safetensors     one file per kind of tensor; nothing is ever pickled
+    state.json  checksums.json                     {step, config, config_hash, state}; sha256 of every other file
+One appears whole or not at all, whenever the process is killed, and is used only if its checksums hold.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from config import Config, InputError, changed_keys, config_hash, to_dict
+from run_record import fsync_path, sha256_file, write_atomically
+from runlog import lock_run
+
+# The second name is a checkpoint that a newer one of the same step was about to replace when the process was killed.
+NAME = re.compile(r"(step-|\.replaced-step-)(\d{6,})")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    step: int  # steps done
+    tensors: dict[str, dict[str, Tensor]]  # kind -> name -> full-size tensor on the CPU
+    state: dict[str, Any]  # what save() was given
+    config: dict[str, Any]  # of the run that wrote it
+    path: Path
+
+
+def _found(folder: Path) -> list[tuple[int, Path]]:
+    """(step, path) of what may be a checkpoint, the best candidate first."""
+    matches = [(NAME.fullmatch(path.name), path) for path in folder.iterdir()] if folder.is_dir() else []
+    ordered = sorted((int(match[2]), match[1] == "step-", path) for match, path in matches if match)
+    return [(step, path) for step, _, path in reversed(ordered)]
+
+
+def _discard(path: Path) -> None:
+    """Remove a folder; a kill half-way leaves a name that is no checkpoint's, for the next save to remove."""
+    doomed = path.with_name(f".tmp-discarded-{path.name}")
+    os.rename(path, doomed)
+    shutil.rmtree(doomed)
+
+
+def save(run_dir: Path, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any], cfg: Config) -> Path:
+    """Write the checkpoint of ``step`` finished steps and keep the newest cfg.train.keep_last; one process calls it.
+
+    Also puts the run's .jsonl files on the disk first: a checkpoint vouches for the steps before it.  Checkpoints of
+    later steps are removed: they are from before the run was rewound.  A step saved again replaces the old one.
+    Raises InputError when the disk is full or cannot be written; earlier checkpoints are then as they were.
+    """
+    folder = Path(run_dir) / "checkpoints"
+    target = folder / f"step-{step:06d}"
+    aside = folder / f".tmp-{target.name}"
+    replaced = folder / f".replaced-{target.name}"
+    try:
+        folder.mkdir(exist_ok=True)
+        for path in folder.glob(".tmp-*"):  # of a process that was killed
+            shutil.rmtree(path)
+        for path in Path(run_dir).glob("*.jsonl"):
+            fsync_path(path)
+        aside.mkdir()
+        for kind, named in tensors.items():
+            # A copy: safetensors refuses tensors that share memory.
+            plain = {
+                name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+                for name, tensor in named.items()
+            }
+            save_file(plain, aside / f"{kind}.safetensors")
+        about = {"step": step, "config": to_dict(cfg), "config_hash": config_hash(cfg), "state": state}
+        write_atomically(aside / "state.json", json.dumps(about, indent=1) + "\n")
+        checksums = {path.name: sha256_file(path) for path in sorted(aside.iterdir())}
+        write_atomically(aside / "checksums.json", json.dumps(checksums, indent=1) + "\n")
+        for path in aside.iterdir():
+            fsync_path(path)
+        fsync_path(aside)
+        if target.exists():
+            if replaced.exists():
+                _discard(replaced)
+            os.rename(target, replaced)  # still found by latest() if the process is killed here
+        os.rename(aside, target)
+        fsync_path(folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise InputError(_write_failure(target, tensors, error)) from error
+    kept = [path for found, path in _found(folder) if found <= step and path.name == f"step-{found:06d}"]
+    for _, path in _found(folder):
+        if path not in kept[: cfg.train.keep_last]:
+            _discard(path)
+    return target
+
+
+def _write_failure(target: Path, tensors: dict[str, dict[str, Tensor]], error: OSError | SafetensorError) -> str:
+    """One line for a checkpoint that could not be written."""
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    if getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in reason:
+        size = sum(tensor.numel() * tensor.element_size() for named in tensors.values() for tensor in named.values())
+        free = shutil.disk_usage(target.parent).free
+        reason = f"disk full: {size / 2**20:.1f} MiB needed, {free / 2**20:.1f} MiB free"
+    return f"{target}: checkpoint not written: {reason}; earlier checkpoints are intact, the run can be resumed"
+
+
+def _read_json(path: Path, keys: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The object in a JSON file; InputError when it is missing, no JSON, or lacks one of ``keys``."""
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise InputError(f"{path}: missing") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: not readable as JSON ({error})") from None
+    if not isinstance(content, dict) or any(key not in content for key in keys):
+        raise InputError(f"{path}: expected an object with {', '.join(keys) or 'file names'}")
+    return content
+
+
+def verify(path: Path) -> None:
+    """Raises InputError that names the file when one is missing, or does not have the checksum it was saved with."""
+    if not path.is_dir():
+        raise InputError(f"{path}: no such checkpoint")
+    checksums = _read_json(path / "checksums.json")
+    present = {file.name for file in path.iterdir()} - {"checksums.json"}
+    for name in sorted(present | checksums.keys() | {"state.json"}):
+        if name not in checksums:
+            raise InputError(f"{path / name}: not listed in checksums.json")
+        if name not in present:
+            raise InputError(f"{path / name}: missing")
+        if sha256_file(path / name) != checksums[name]:
+            raise InputError(f"{path / name}: corrupted: its sha256 is not the one it was saved with")
+
+
+def load(path: Path) -> Checkpoint:
+    """The checkpoint in the folder ``path``; raises InputError that names the file if it is torn or corrupted."""
+    path = Path(path)
+    verify(path)
+    about = _read_json(path / "state.json", ("step", "config", "config_hash", "state"))
+    match = NAME.fullmatch(path.name)
+    if match and int(match[2]) != about["step"]:
+        raise InputError(f"{path / 'state.json'}: step {about['step']} in a folder of step {int(match[2])}")
+    tensors = {}
+    for file in sorted(path.glob("*.safetensors")):
+        try:
+            tensors[file.stem] = load_file(file)
+        except SafetensorError as error:
+            raise InputError(f"{file}: not a safetensors file ({error})") from None
+    return Checkpoint(about["step"], tensors, about["state"], about["config"], path)
+
+
+def _newest_good(run_dir: Path, say: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint whose checksums hold; ``say`` hears which were skipped and why."""
+    for _, path in _found(Path(run_dir) / "checkpoints"):
+        try:
+            verify(path)
+            return path
+        except InputError as error:
+            say(f"checkpoint skipped: {error}")
+    return None
+
+
+def latest(run_dir: Path, say: Callable[[str], None] = print) -> Checkpoint | None:
+    """The newest checkpoint of the run whose checksums hold; ``say`` hears which were skipped and why."""
+    path = _newest_good(run_dir, say)
+    return None if path is None else load(path)
+
+
+def check_resume(checkpoint: Checkpoint, cfg: Config) -> None:
+    """Raises InputError that lists the configuration keys which differ from the checkpoint's and may not."""
+    changed = changed_keys(checkpoint.config, cfg)
+    if changed:
+        listed = "; ".join(changed)
+        raise InputError(f"{checkpoint.path}: changed since: {listed}; needed: the old values, or train.resume=never")
+
+
+def find_resumable(cfg: Config, say: Callable[[str], None] = print) -> Path | None:
+    """The newest run folder that train.resume=auto goes on with, or None.
+
+    It has this name and configuration, is not finished, has a checkpoint whose checksums hold, and no live process
+    writes it.
+    """
+    pattern = re.compile(re.escape(cfg.name) + r"-(\d{8}-\d{6})(?:-(\d+))?")
+    out_dir = Path(cfg.train.out_dir)
+    matches = [(pattern.fullmatch(path.name), path) for path in out_dir.iterdir()] if out_dir.is_dir() else []
+    runs = sorted((match[1], int(match[2] or 1), path) for match, path in matches if match)
+    for _, _, run_dir in reversed(runs):
+        try:
+            same = _read_json(run_dir / "run.json", ("config_hash",))["config_hash"] == config_hash(cfg)
+        except InputError:
+            continue  # killed while the folder was made: nothing in it to go on with
+        if not same or (run_dir / "finished.json").exists():
+            continue
+        try:
+            with lock_run(run_dir):
+                if _newest_good(run_dir, say):
+                    return run_dir
+        except BlockingIOError:
+            say(f"{run_dir}: not resumed: a live process writes it")
+        except OSError as error:
+            say(f"{run_dir}: not resumed: {error.strerror}; if no process writes it: train.resume={run_dir}")
+    return None

@@ -1,0 +1,256 @@
+"""A Qwen3-MoE or Qwen2-MoE decoder in plain torch, for sampling: weights under their Hugging Face names, static caches.
+
+Rows decode one token at a time. The rows that sample one prompt lie side by side, a line, and share the keys and values
+of their prompt, which are computed once; each row has its own for what it sampled. No process group, no autograd.
+P prompts, T prompt tokens, N new tokens, R rows, L lines, H / KV query / key-value heads, D head size, h hidden size,
+E experts, K experts a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import device as kernels
+from config import InputError
+from hf_config import Architecture
+
+PREFILL_TOKENS = 16384  # prompt tokens, padding included, that are computed at once: bounds the activations
+
+
+@dataclass
+class Cache:
+    """What rows have seen. Heads lead in the lists over layers, so that the rows of a line are adjacent."""
+
+    cos: Tensor  # (T + N, D) by position
+    sin: Tensor  # (T + N, D), the first half negative
+    prompt_length: Tensor  # (R,)
+    padding: Tensor  # (L, 1, T) 0, or -inf at a prompt's padding
+    prompt_keys: list[Tensor]  # (KV, L, D, T)
+    prompt_values: list[Tensor]  # (KV, L, T, D)
+    keys: list[Tensor]  # (KV, R, N, D)
+    values: list[Tensor]  # (KV, R, N, D)
+
+
+def keep_rows_(cache: Cache, rows: Tensor) -> None:
+    """Keep the given rows only, each as a line of its own.
+
+    Sharing ends here: the prompts' caches are copied to the rows that remain. Measured, that is as fast as lines of
+    several rows, and once half of the rows are gone the copies take less than caches that were never shared.
+    """
+    lines = rows.div(len(cache.prompt_length) // len(cache.padding), rounding_mode="floor")
+    cache.prompt_length, cache.padding = cache.prompt_length[rows], cache.padding[lines]
+    for layers, kept in (
+        (cache.prompt_keys, lines), (cache.prompt_values, lines), (cache.keys, rows), (cache.values, rows),
+    ):
+        layers[:] = [layer.index_select(1, kept) for layer in layers]
+
+
+class Decoder:
+    """The model's weights as the kernels want them. Not `ready` until `load_weights` has brought a whole model."""
+
+    def __init__(self, arch: Architecture, dtype: torch.dtype, device: str | torch.device) -> None:
+        self.arch, self.dtype, self.device = arch, dtype, torch.device(device)
+        self.ready = False
+        self._slots: dict[str, tuple[Tensor, str]] = {}  # HF name -> its part of a storage, and which storage that is
+        table = (arch.vocab_size, arch.hidden_size)
+        self.embedding = self._allocate("embedding", table, {"model.embed_tokens.weight": ...})
+        self.head = self.embedding if arch.tied_head else self._allocate("head", table, {"lm_head.weight": ...})
+        self.final_norm = self._allocate("final_norm", table[1:], {"model.norm.weight": ...})
+        self.layers = [self._allocate_layer(index) for index in range(arch.num_layers)]
+
+    # -------------------------------------------------------------------------------------------------------- weights
+    def _allocate(self, group: str, shape: tuple[int, ...], pieces: dict) -> Tensor:
+        """Storage of ``shape``; ``pieces`` says which part of it each HF tensor fills (name -> index)."""
+        storage = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self._slots |= {name: (storage[index], group) for name, index in pieces.items()}
+        return storage
+
+    def _allocate_layer(self, layer: int) -> dict[str, Tensor]:
+        """One layer's weights: fused where one product can do the work of several, rows as output as HF has them."""
+        arch, hidden, weights = self.arch, self.arch.hidden_size, {}
+
+        def add(part: str, shape: tuple[int, ...], pieces: dict) -> None:
+            names = {f"model.layers.{layer}.{name}": index for name, index in pieces.items()}
+            weights[part] = self._allocate(f"layer {layer} {part}", shape, names)
+
+        query, key = arch.num_heads * arch.head_dim, (arch.num_heads + arch.num_kv_heads) * arch.head_dim
+        rows = {"q": slice(query), "k": slice(query, key), "v": slice(key, None)}
+        add("input_norm", (hidden,), {"input_layernorm.weight": ...})
+        add("qkv", (arch.qkv_size, hidden), {f"self_attn.{x}_proj.weight": part for x, part in rows.items()})
+        if arch.qkv_bias:
+            add("qkv_bias", (arch.qkv_size,), {f"self_attn.{x}_proj.bias": part for x, part in rows.items()})
+        if arch.qk_norm:
+            add("q_norm", (arch.head_dim,), {"self_attn.q_norm.weight": ...})
+            add("k_norm", (arch.head_dim,), {"self_attn.k_norm.weight": ...})
+        add("out", (hidden, query), {"self_attn.o_proj.weight": ...})
+        add("mlp_norm", (hidden,), {"post_attention_layernorm.weight": ...})
+        if arch.moe_layers[layer]:
+            width, experts = arch.expert_ffn_size, range(arch.num_experts)
+            gates = {f"mlp.experts.{e}.gate_proj.weight": (e, slice(width)) for e in experts}
+            ups = {f"mlp.experts.{e}.up_proj.weight": (e, slice(width, None)) for e in experts}
+            downs = {f"mlp.experts.{e}.down_proj.weight": e for e in experts}
+            add("router", (arch.num_experts, hidden), {"mlp.gate.weight": ...})
+            add("expert_gate_up", (arch.num_experts, 2 * width, hidden), gates | ups)
+            add("expert_down", (arch.num_experts, hidden, width), downs)
+        if arch.moe_layers[layer] and arch.shared_expert_ffn_size:
+            add("shared_gate", (1, hidden), {"mlp.shared_expert_gate.weight": ...})
+        width = arch.shared_expert_ffn_size if arch.moe_layers[layer] else arch.dense_ffn_size
+        if width:  # the shared expert, or the MLP of a dense layer
+            mlp = "mlp.shared_expert" if arch.moe_layers[layer] else "mlp"
+            halves = {f"{mlp}.gate_proj.weight": slice(width), f"{mlp}.up_proj.weight": slice(width, None)}
+            add("gate_up", (2 * width, hidden), halves)
+            add("down", (hidden, width), {f"{mlp}.down_proj.weight": ...})
+        return weights
+
+    @torch.no_grad()
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy full tensors, under their Hugging Face names, into the decoder.
+
+        The first call must bring the whole model, later ones whole fused groups (q+k+v; gate+up of all experts; ...).
+        Raises InputError for a missing, surplus, repeated, misshapen or non-finite tensor, by name. Tensors are copied
+        as they come, so after any failure the decoder is not `ready` until a whole model has been loaded.
+        """
+        whole, self.ready = not self.ready, False
+        finite: dict[str, Tensor] = {}
+        for name, tensor in named_tensors:
+            if name not in self._slots:
+                raise InputError(f"load_weights: {name} is not a tensor of this {self.arch.model_type} model")
+            if name in finite:
+                raise InputError(f"load_weights: {name} came twice")
+            slot = self._slots[name][0]
+            if tensor.shape != slot.shape or not tensor.is_floating_point():
+                raise InputError(f"load_weights: {name}: found {tensor.dtype} {tuple(tensor.shape)}; "
+                                 f"needed: floating point {tuple(slot.shape)}")
+            slot.copy_(tensor)
+            finite[name] = slot.isfinite().all()  # of the copy, since a cast can overflow
+        groups = {self._slots[name][1] for name in finite}
+        needed = [name for name, (_, group) in self._slots.items() if whole or group in groups]
+        missing = [name for name in needed if name not in finite]
+        if missing:
+            raise InputError(f"load_weights: {missing[0]} is missing ({len(missing)} missing, {len(finite)} found); "
+                             f"needed: {'the whole model' if whole else 'whole fused groups'}")
+        # Read once, at the end: on an accelerator every look waits for the device.
+        flags = torch.stack([*finite.values()]).tolist() if finite else []
+        broken = [name for name, good in zip(finite, flags, strict=True) if not good]
+        if broken:
+            raise InputError(f"load_weights: {broken[0]} has NaN or infinity ({len(broken)} such tensors)")
+        self.ready = True
+
+    # ------------------------------------------------------------------------------------------------------ the model
+    def _qkv(self, weights: dict[str, Tensor], x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys (both rotated) and values.  (..., h) -> (..., H, D), (..., KV, D), (..., KV, D)"""
+        arch = self.arch
+        x = kernels.rms_norm(x, weights["input_norm"], arch.rms_norm_eps)
+        heads = F.linear(x, weights["qkv"], weights.get("qkv_bias")).unflatten(-1, (-1, arch.head_dim))
+        query, key, value = heads.split([arch.num_heads, arch.num_kv_heads, arch.num_kv_heads], dim=-2)
+        if arch.qk_norm:
+            query = kernels.rms_norm(query, weights["q_norm"], arch.rms_norm_eps)
+            key = kernels.rms_norm(key, weights["k_norm"], arch.rms_norm_eps)
+        both = torch.cat([query, key], dim=-2)
+        both = torch.addcmul(both * cos, both.roll(arch.head_dim // 2, -1), sin)  # roll swaps the halves
+        return *both.split([arch.num_heads, arch.num_kv_heads], dim=-2), value
+
+    def _mlp(self, weights: dict[str, Tensor], x: Tensor, routes: list[Tensor]) -> Tensor:
+        """The residual stream after the MLP block; a MoE layer appends its (R, K) experts to ``routes``.  (R, h)"""
+        arch = self.arch
+        h = kernels.rms_norm(x, weights["mlp_norm"], arch.rms_norm_eps)
+        if "gate_up" in weights:
+            gate, up = F.linear(h, weights["gate_up"]).chunk(2, -1)
+            dense = F.linear(F.silu(gate).mul_(up), weights["down"])
+            if "shared_gate" in weights:
+                dense *= torch.sigmoid(F.linear(h, weights["shared_gate"]))
+            x = x + dense
+        if "router" not in weights:
+            return x
+        # The router works in fp32 whatever the model's dtype, as the trainer's does.
+        logits = F.linear(h.float(), weights["router"].float())
+        score, experts = logits.topk(arch.experts_per_token, dim=-1)  # (R, K)
+        score = score.softmax(-1) if arch.norm_topk_prob else (score - logits.logsumexp(-1, keepdim=True)).exp()
+        routes.append(experts)
+        # Each (row, choice) pair becomes a row, sorted by expert: two grouped products then serve all experts.
+        in_order, pair = experts.view(-1).sort(stable=True)
+        tokens_per_expert = torch.bincount(in_order, minlength=arch.num_experts)
+        mine = h.index_select(0, pair.div(arch.experts_per_token, rounding_mode="floor"))
+        gate, up = kernels.grouped_mm(mine, weights["expert_gate_up"].transpose(1, 2), tokens_per_expert).chunk(2, -1)
+        mine = kernels.grouped_mm(F.silu(gate).mul_(up), weights["expert_down"].transpose(1, 2), tokens_per_expert)
+        # Back to (row, choice) order, then a sum: index_add_ would add in no fixed order on an accelerator.
+        mine = torch.empty_like(mine).index_copy_(0, pair, mine).view(*experts.shape, -1)
+        return x + (mine * score.to(x.dtype)[..., None]).sum(1)
+
+    def prefill(self, prompts: list[list[int]], num_samples: int, new_tokens: int, pad_token: int,
+                ) -> tuple[Tensor, Cache, Tensor | None]:
+        """Run the prompts, ready to decode ``num_samples`` rows of each: last hidden states, cache, tokens' experts.
+
+        Shapes (P, h), and (P, T, MoE layers, K) uint8, None without MoE layers. Padding is on the right and attention
+        causal, so no token that counts sees any of it.
+        """
+        arch, device, longest = self.arch, self.device, max(map(len, prompts))
+        rows, length = len(prompts) * num_samples, longest + new_tokens
+
+        def empty(*shape: int) -> list[Tensor]:
+            return [torch.empty(arch.num_kv_heads, *shape, dtype=self.dtype, device=device) for _ in self.layers]
+
+        lengths = torch.tensor([len(p) for p in prompts], device=device)
+        padding = torch.zeros(len(prompts), 1, longest, dtype=self.dtype, device=device)
+        padding.masked_fill_(torch.arange(longest, device=device) >= lengths[:, None, None], float("-inf"))
+        exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.float32) / arch.head_dim
+        angle = torch.outer(torch.arange(length, dtype=torch.float32), 1.0 / arch.rope_theta**exponents)
+        cos, sin = torch.cat([angle.cos(), angle.cos()], -1), torch.cat([-angle.sin(), angle.sin()], -1)
+        cos, sin = cos.to(device, self.dtype), sin.to(device, self.dtype)
+        cache = Cache(
+            cos, sin, lengths.repeat_interleave(num_samples), padding,
+            prompt_keys=empty(len(prompts), arch.head_dim, longest),
+            prompt_values=empty(len(prompts), longest, arch.head_dim),
+            keys=empty(rows, new_tokens, arch.head_dim),
+            values=empty(rows, new_tokens, arch.head_dim),
+        )
+
+        ids = torch.tensor([[*p, *[pad_token] * (longest - len(p))] for p in prompts], device=device)
+        hidden, experts = [], []
+        step = max(1, PREFILL_TOKENS // longest)
+        for part in (slice(start, start + step) for start in range(0, len(prompts), step)):
+            x, routes = F.embedding(ids[part], self.embedding), []  # (p, T, h)
+            for layer, weights in enumerate(self.layers):
+                qkv = self._qkv(weights, x, cos[:longest, None], sin[:longest, None])
+                query, key, value = (heads.transpose(1, 2) for heads in qkv)  # (p, heads, T, D)
+                cache.prompt_keys[layer][:, part] = key.permute(1, 0, 3, 2)
+                cache.prompt_values[layer][:, part] = value.transpose(0, 1)
+                mixed = kernels.causal_attention(query, key, value, arch.head_dim**-0.5)
+                x = x + F.linear(mixed.transpose(1, 2).flatten(2), weights["out"])
+                x = self._mlp(weights, x.flatten(0, 1), routes).view_as(x)
+            hidden.append(x[torch.arange(len(x), device=device), lengths[part] - 1])
+            experts += [torch.stack(routes, 1).to(torch.uint8).unflatten(0, (-1, longest))] if routes else []
+        return torch.cat(hidden), cache, torch.cat(experts) if experts else None
+
+    def decode(self, token: Tensor, n: int, cache: Cache) -> tuple[Tensor, Tensor | None]:
+        """Run every row's ``n``-th sampled token: hidden states, experts.  (R,) -> (R, h), (R, MoE layers, K) uint8"""
+        head_dim, routes = self.arch.head_dim, []
+        kv_heads, lines, _, longest = cache.prompt_keys[0].shape
+        position = cache.prompt_length + n
+        cos, sin = cache.cos.index_select(0, position)[:, None], cache.sin.index_select(0, position)[:, None]
+        x = F.embedding(token, self.embedding)
+        for layer, weights in enumerate(self.layers):
+            query, key, value = self._qkv(weights, x, cos, sin)
+            own_keys, own_values = cache.keys[layer][:, :, : n + 1], cache.values[layer][:, :, : n + 1]
+            own_keys[:, :, n], own_values[:, :, n] = key.transpose(0, 1), value.transpose(0, 1)
+            # A line's rows times its query heads per key head: all of them meet the same prompt in one product.
+            query = (query * head_dim**-0.5).unflatten(1, (kv_heads, -1)).transpose(0, 1).contiguous()
+            by_row, by_line = query.shape[:3], (kv_heads, lines, -1)  # (KV, R, H/KV), (KV, L, R/L * H/KV)
+            on_prompt = query.view(*by_line, head_dim).matmul(cache.prompt_keys[layer]).add_(cache.padding)
+            on_own = query.matmul(own_keys.transpose(-1, -2))
+            attention = torch.cat([on_prompt.view(*by_row, longest), on_own], -1).softmax(-1, dtype=torch.float32)
+            on_prompt, on_own = attention.to(x.dtype).split([longest, n + 1], dim=-1)
+            mixed = on_own.matmul(own_values)  # (KV, R, H/KV, D)
+            mixed += on_prompt.view(*by_line, longest).matmul(cache.prompt_values[layer]).view_as(mixed)
+            x = torch.addmm(x, mixed.transpose(0, 1).flatten(1), weights["out"].t())
+            x = self._mlp(weights, x, routes)
+        return x, torch.stack(routes, 1).to(torch.uint8) if routes else None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(R, h) -> (R, V)"""
+        return F.linear(kernels.rms_norm(hidden, self.final_norm, self.arch.rms_norm_eps), self.head)

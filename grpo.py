@@ -1,0 +1,247 @@
+"""The GRPO objective as plain tensor functions: advantages, KL estimates, policy losses, aggregation. Only needs torch.
+
+Shapes: P prompts, G completions a prompt, B rows, T tokens of a padded row. A log-probability belongs to the token at
+the same position; mask is non-zero on completion tokens. What stands outside the mask, NaN included, reaches neither a
+value nor a gradient, and a row without a token in the mask contributes exactly 0.
+
+A micro-batch's loss is its share of the update's: divided by the counts of the whole update over all data ranks, so
+that the shares add up to the same loss however the rows are split.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+NORMS = ("std", "none", "loo")
+KL_KINDS = ("k1", "k2", "k3", "low_var_kl", "low_var_kl+", "abs")
+LOSS_KINDS = ("ppo", "gspo", "cispo")
+AGGREGATES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "dr-grpo")
+WEIGHT_MODES = ("none", "token", "sequence")
+
+STD_EPS = 1e-6
+LOG_RATIO_LIMIT = 20.0  # nats: e^20 is still far from float32's largest number
+LOW_VAR_KL_LIMIT = 10.0  # largest value of low_var_kl a token; beyond it the gradient is 0
+GSPO_LOG_RATIO_LIMIT = 10.0  # nats, above only
+
+
+# ----------------------------------------------------------------------------------------------------------- advantages
+def group_advantages(rewards: Tensor, norm: str = "std") -> Tensor:
+    """How much better each completion is than its group.  (P, G) -> (P, G)
+
+    std: minus the group's mean, over its standard deviation (ddof 1) + 1e-6 (GRPO, arXiv 2402.03300); none: minus the
+    mean only (Dr. GRPO, arXiv 2503.20783); loo: minus the mean of the G - 1 others (RLOO, arXiv 2402.14740).
+    A group of equal rewards gets exactly 0. A group of one has nothing to compare with: its mean counts as 0 and its
+    standard deviation as 1. Raises ValueError for another shape, another norm, or a reward that is not finite.
+    """
+    _require("norm", norm, NORMS)
+    if rewards.dim() != 2 or not rewards.numel():
+        raise ValueError(f"rewards: found shape {tuple(rewards.shape)}; needed: (prompts, group_size), not empty")
+    rewards = _at_least_float32(rewards)
+    if not torch.isfinite(rewards).all():
+        raise ValueError("rewards: found NaN or infinity; needed: finite numbers")
+    group_size = rewards.shape[1]
+    if group_size == 1:
+        return rewards / (1.0 + STD_EPS) if norm == "std" else rewards.clone()
+    # Measured from the group's smallest reward, equal rewards are 0 before any rounding: the mean of seven float32 0.1
+    # is not 0.1. It also keeps a large common offset out of the variance.
+    above = rewards - rewards.amin(dim=1, keepdim=True)
+    centred = above - above.mean(dim=1, keepdim=True)
+    if norm == "std":
+        return centred / (above.std(dim=1, keepdim=True) + STD_EPS)
+    return centred * (group_size / (group_size - 1)) if norm == "loo" else centred
+
+
+# ------------------------------------------------------------------------------------------------------------------- KL
+def kl(logp: Tensor, ref_logp: Tensor, kind: str = "low_var_kl", mask: Tensor | None = None) -> Tensor:
+    """Per-token estimate of KL(policy || reference) for tokens drawn from the policy.  (B, T) -> (B, T)
+
+    With d = ref_logp - logp: k1 = -d; k2 = d^2 / 2; k3 = e^d - d - 1; abs = |d| (Schulman, "Approximating KL
+    divergence"). low_var_kl is what trainers use: k3 of d held within +-20, and at most 10. low_var_kl+ has its value
+    and k2's gradient. Outside a given mask the result is 0. The gradient goes to logp only.
+
+    As a loss, k1's expected gradient is 0, and k3's is that of the forward KL; low_var_kl has none at all once the
+    policy is more than 2.611 nats below the reference. Only k2 and low_var_kl+ have the reverse KL's.
+    """
+    _require("kl", kind, KL_KINDS)
+    _same_shape(logp=logp, ref_logp=ref_logp, mask=mask)
+    logp, ref_logp = _at_least_float32(logp), _at_least_float32(ref_logp).detach()
+    if mask is not None:
+        logp, ref_logp = _inside(mask, logp), _inside(mask, ref_logp)
+    d = ref_logp - logp
+    if kind == "k1":
+        return -d
+    if kind == "abs":
+        return d.abs()
+    if kind == "k2":
+        return 0.5 * d.square()
+    if kind == "k3":
+        return torch.expm1(d) - d
+    limited = d.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    value = (torch.expm1(limited) - limited).clamp(-LOW_VAR_KL_LIMIT, LOW_VAR_KL_LIMIT)
+    if kind == "low_var_kl":
+        return value
+    return value.detach() - d.detach() * (logp - logp.detach())  # the bracket is exactly 0, with gradient 1
+
+
+# ---------------------------------------------------------------------------------------------------------- policy loss
+def policy_loss(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    kind: str = "ppo",
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = 3.0,
+    aggregate: str = "token-mean",
+    num_tokens: int | Tensor | None = None,
+    num_sequences: int | Tensor | None = None,
+    max_new_tokens: int | None = None,
+    weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """This micro-batch's share of the update's policy loss, and of its statistics.  (B, T) -> (), dict of ()
+
+    advantages: (B,), (B, 1) or (B, T). weights: constant factors of the tokens' losses (rollout_weights), (B, T).
+    r = exp(logp - old_logp), A = advantage, clip(r) = r between 1 - clip_low and 1 + clip_high.
+    ppo (arXiv 1707.06347): max(-A r, -A clip(r)) with the log-ratio held within +-20; for A < 0 at most -A dual_clip
+    (arXiv 1912.09729; 0 or None: off). gspo (arXiv 2507.18071): the same maximum with r the geometric mean of the row's
+    ratios, its gradient spread over the row's tokens, no dual clip. cispo (arXiv 2506.13585): -clip(r) A logp, with
+    clip(r) a constant: the only gradient is logp's.
+
+    aggregate, num_tokens, num_sequences, max_new_tokens: see aggregate_loss. GSPO's paper has seq-mean-token-mean.
+    The statistics, without gradient: policy_loss (the loss itself), and means over tokens, so shares that add up over
+    micro-batches and ranks when num_tokens is the update's, whatever the aggregate: clip_frac, dual_clip_frac, ppo_kl
+    (old_logp - logp), ratio_mean, and ratio_gap, the mean of |r - 1|: exactly 0 while the policy is the old one.
+    """
+    _require("kind", kind, LOSS_KINDS)
+    if clip_low < 0 or clip_high < 0:
+        raise ValueError(f"clip_low, clip_high: found {clip_low}, {clip_high}; needed: 0 or more")
+    if dual_clip and dual_clip <= 1:
+        raise ValueError(f"dual_clip: found {dual_clip}; needed: more than 1, or 0 for off")
+    _same_shape(logp=logp, old_logp=old_logp, mask=mask, weights=weights)
+    rows, tokens = logp.shape
+    if tuple(advantages.shape) not in (possible := ((rows,), (rows, 1), (rows, tokens))):
+        raise ValueError(f"advantages: found shape {tuple(advantages.shape)}; needed: one of {possible}")
+    # Garbage is taken out at the door: a mask on the finished loss would still let 0 x NaN through into the gradient.
+    logp, old_logp = _inside(mask, _at_least_float32(logp)), _inside(mask, _at_least_float32(old_logp).detach())
+    advantages = advantages[:, None] if advantages.dim() == 1 else advantages
+    advantages = _inside(mask, advantages.detach().to(logp.dtype).expand(rows, tokens))
+
+    log_ratio = logp - old_logp
+    if kind == "gspo":
+        row_tokens = (mask != 0).sum(dim=1, keepdim=True).clamp(min=1)  # (B, 1)
+        row_log_ratio = log_ratio.detach().sum(dim=1, keepdim=True) / row_tokens
+        ratio = (row_log_ratio + (logp - logp.detach())).clamp(max=GSPO_LOG_RATIO_LIMIT).exp()
+    else:
+        log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        ratio = log_ratio.exp()
+    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
+    was_dual_clipped = torch.zeros_like(ratio, dtype=torch.bool)
+    if kind == "cispo":
+        per_token = -clipped_ratio.detach() * advantages * logp
+        was_clipped = clipped_ratio != ratio
+    else:
+        plain, clipped = -advantages * ratio, -advantages * clipped_ratio
+        per_token, was_clipped = torch.maximum(plain, clipped), clipped > plain
+        if kind == "ppo" and dual_clip:
+            ceiling = -advantages * dual_clip
+            was_dual_clipped = (advantages < 0) & (per_token > ceiling)
+            per_token = torch.where(was_dual_clipped, ceiling, per_token)
+    if weights is not None:
+        per_token = per_token * _inside(mask, weights.detach().to(per_token.dtype))
+
+    counts = {"num_tokens": num_tokens, "num_sequences": num_sequences, "max_new_tokens": max_new_tokens}
+    loss = aggregate_loss(per_token, mask, aggregate=aggregate, **counts)
+    with torch.no_grad():
+        measured = {
+            "clip_frac": was_clipped.to(ratio.dtype),
+            "dual_clip_frac": was_dual_clipped.to(ratio.dtype),
+            "ppo_kl": -log_ratio,
+            "ratio_mean": ratio,
+            "ratio_gap": (ratio - 1).abs(),
+        }
+        stats = {name: aggregate_loss(value, mask, num_tokens=num_tokens) for name, value in measured.items()}
+    return loss, {"policy_loss": loss.detach(), **stats}
+
+
+def aggregate_loss(
+    per_token: Tensor,
+    mask: Tensor,
+    *,
+    aggregate: str = "token-mean",
+    num_tokens: int | Tensor | None = None,
+    num_sequences: int | Tensor | None = None,
+    max_new_tokens: int | None = None,
+) -> Tensor:
+    """This micro-batch's share of the update's mean of a per-token quantity.  (B, T) -> ()
+
+    token-mean: sum / num_tokens. seq-mean-token-sum: sum / num_sequences. seq-mean-token-mean: sum of the rows' means /
+    num_sequences. dr-grpo: sum / (num_sequences x max_new_tokens).
+    num_tokens and num_sequences are the whole update's over all data ranks, rows that were left out of the forward for
+    their equal rewards included; None: the tokens in the mask, and the rows that have any, of this micro-batch alone.
+    Raises ValueError for an unknown aggregate, and for dr-grpo without max_new_tokens.
+    """
+    _require("aggregate", aggregate, AGGREGATES)
+    _same_shape(per_token=per_token, mask=mask)
+    if aggregate == "dr-grpo" and (max_new_tokens is None or max_new_tokens < 1):
+        raise ValueError(f"max_new_tokens: found {max_new_tokens}; needed by aggregate dr-grpo: 1 or more")
+    row_tokens = (mask != 0).sum(dim=1)  # (B,)
+    row_sums = _inside(mask, _at_least_float32(per_token)).sum(dim=1)  # (B,)
+    if aggregate == "token-mean":
+        return row_sums.sum() / _at_least_one(row_tokens.sum() if num_tokens is None else num_tokens)
+    if aggregate == "seq-mean-token-mean":
+        row_sums = row_sums / row_tokens.clamp(min=1)
+    share = row_sums.sum() / _at_least_one((row_tokens > 0).sum() if num_sequences is None else num_sequences)
+    return share / max_new_tokens if aggregate == "dr-grpo" else share
+
+
+# --------------------------------------------------------------------------------------------------- rollout correction
+def rollout_weights(
+    old_logp: Tensor, rollout_logp: Tensor, mask: Tensor, mode: str = "token", clip: float = 2.0
+) -> Tensor:
+    """Truncated importance weights for tokens sampled by an engine whose numerics differ.  (B, T) -> (B, T)
+
+    token: exp(old_logp - rollout_logp) of each token; sequence: the product of a row's ratios, at each of its tokens;
+    both at most clip. none: 1. Outside the mask 0. No gradient. old_logp is the trainer's, of the policy that sampled.
+    """
+    _require("mode", mode, WEIGHT_MODES)
+    if not clip > 0:
+        raise ValueError(f"clip: found {clip}; needed: more than 0")
+    _same_shape(old_logp=old_logp, rollout_logp=rollout_logp, mask=mask)
+    old_logp, rollout_logp = _at_least_float32(old_logp).detach(), _at_least_float32(rollout_logp).detach()
+    if mode == "none":
+        return _inside(mask, torch.ones_like(old_logp))
+    log_ratio = _inside(mask, old_logp) - _inside(mask, rollout_logp)
+    if mode == "sequence":
+        log_ratio = log_ratio.sum(dim=1, keepdim=True).expand_as(log_ratio)
+    return _inside(mask, log_ratio.exp().clamp(max=clip))
+
+
+# -------------------------------------------------------------------------------------------------------- small helpers
+def _inside(mask: Tensor, value: Tensor) -> Tensor:
+    """The value inside the mask and 0 outside, where its gradient is 0 too, even of a NaN."""
+    return torch.where(mask != 0, value, torch.zeros_like(value))
+
+
+def _at_least_float32(value: Tensor) -> Tensor:
+    """bf16 holds 8 bits of a log-probability, and rewards may come as integers: both are computed in float32."""
+    return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+def _at_least_one(count: int | Tensor) -> int | Tensor:
+    """A divisor: an update without a single token has loss 0, not 0 / 0."""
+    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+
+
+def _require(name: str, found: str, choices: tuple[str, ...]) -> None:
+    if found not in choices:
+        raise ValueError(f"{name}: found {found!r}; needed: one of {', '.join(choices)}")
+
+
+def _same_shape(**tensors: Tensor | None) -> None:
+    """Broadcasting a (B, 1) against a (B, T) would be silently wrong in a sum over tokens."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
+    if len(set(shapes.values())) > 1 or any(len(shape) != 2 for shape in shapes.values()):
+        raise ValueError(f"found shapes {shapes}; needed: one shape (rows, tokens) for all")

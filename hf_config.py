@@ -1,0 +1,138 @@
+"""A Hugging Face config.json -> the architecture this project trains, or a refusal by name.
+
+Supported: Qwen3MoeForCausalLM (Qwen3-30B-A3B) and Qwen2MoeForCausalLM (Qwen1.5-MoE-A2.7B), with dense layers mixed in.
+Every option that would change the computation is either read here or refused here; nothing is ignored. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from config import InputError
+
+ARCHITECTURES = {"qwen3_moe": "Qwen3MoeForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM"}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What the model computes; sizes are of the whole, unsharded model."""
+
+    model_type: str  # qwen3_moe | qwen2_moe
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dense_ffn_size: int  # width of the layers that are not MoE
+    expert_ffn_size: int
+    shared_expert_ffn_size: int  # 0: no shared expert
+    num_experts: int
+    experts_per_token: int
+    norm_topk_prob: bool  # softmax over the chosen experts (True) or over all of them (False)
+    moe_layers: tuple[bool, ...]  # per layer: MoE or dense
+    qk_norm: bool  # RMSNorm on each head's query and key (Qwen3)
+    qkv_bias: bool  # (Qwen2)
+    tied_head: bool  # lm_head is the embedding
+    rope_theta: float
+    rms_norm_eps: float
+    max_positions: int
+
+    @property
+    def qkv_size(self) -> int:
+        """Rows of the fused query, key and value projection."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+def read(model_dir: str | Path) -> Architecture:
+    """The architecture described by ``model_dir``/config.json.
+
+    Raises InputError when the file is missing or broken, and for every architecture or option that is not supported.
+    """
+    path = Path(model_dir) / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise InputError(f"model.path: no config.json in {model_dir}; needed: a Hugging Face model directory") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise InputError(f"{path}: expected a JSON object, found {type(raw).__name__}")
+    return parse(raw, str(path))
+
+
+def parse(raw: dict, where: str = "config.json") -> Architecture:
+    """The architecture in a decoded config.json; ``where`` leads its error messages."""
+
+    def need(key: str, kind: type = int):
+        if key not in raw:
+            raise InputError(f"{where}: {key} is missing")
+        value = raw[key]
+        if type(value) is not kind or (kind is int and value < 1):
+            raise InputError(f"{where}: {key}: expected a {'positive ' * (kind is int)}{kind.__name__}, found {value!r}")
+        return value
+
+    def refuse_unless(key: str, found: object, supported: object) -> None:
+        if found != supported:
+            raise InputError(f"{where}: {key} = {found!r} is not supported; only {supported!r} is")
+
+    model_type = raw.get("model_type")
+    if model_type not in ARCHITECTURES:
+        raise InputError(f"{where}: model_type {model_type!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
+    names = raw.get("architectures") or [ARCHITECTURES[model_type]]
+    refuse_unless("architectures", list(names), [ARCHITECTURES[model_type]])
+    qwen3 = model_type == "qwen3_moe"
+
+    refuse_unless("hidden_act", raw.get("hidden_act", "silu"), "silu")
+    # use_sliding_window decides; Qwen configs carry a sliding_window number that is unused while it is false.
+    refuse_unless("use_sliding_window", raw.get("use_sliding_window", False), False)
+    layer_types = raw.get("layer_types") or ["full_attention"]
+    refuse_unless("layer_types", sorted(set(layer_types)), ["full_attention"])
+    refuse_unless("attention_dropout", raw.get("attention_dropout", 0.0), 0.0)
+    refuse_unless("quantization_config", raw.get("quantization_config"), None)
+    if qwen3:
+        refuse_unless("attention_bias", raw.get("attention_bias", False), False)
+    # transformers 4 writes rope_theta and rope_scaling, transformers 5 one rope_parameters object.
+    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    refuse_unless("rope scaling", rope.pop("rope_type", rope.pop("type", "default")), "default")
+    theta = rope.pop("rope_theta", raw.get("rope_theta", 10000.0))
+    refuse_unless("partial_rotary_factor", rope.pop("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)), 1.0)
+    if rope:
+        raise InputError(f"{where}: rope_parameters: {', '.join(sorted(rope))} not supported")
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
+        raise InputError(f"{where}: rope_theta: expected a positive number, found {theta!r}")
+
+    # transformers 5 saves Qwen3MoE's num_experts as num_local_experts.
+    num_layers = need("num_hidden_layers")
+    num_experts = need("num_local_experts" if "num_local_experts" in raw else "num_experts")
+    hidden, heads, kv_heads = need("hidden_size"), need("num_attention_heads"), need("num_key_value_heads")
+    if heads % kv_heads:
+        raise InputError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    head_dim = raw.get("head_dim") or hidden // heads
+    if need("num_experts_per_tok") > num_experts:
+        raise InputError(f"{where}: num_experts_per_tok {raw['num_experts_per_tok']} exceeds num_experts {num_experts}")
+    sparse_step, dense = raw.get("decoder_sparse_step", 1), set(raw.get("mlp_only_layers") or [])
+    return Architecture(
+        model_type=model_type,
+        vocab_size=need("vocab_size"),
+        hidden_size=hidden,
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        dense_ffn_size=need("intermediate_size"),
+        expert_ffn_size=need("moe_intermediate_size"),
+        shared_expert_ffn_size=0 if qwen3 else need("shared_expert_intermediate_size"),
+        num_experts=num_experts,
+        experts_per_token=raw["num_experts_per_tok"],
+        norm_topk_prob=bool(raw.get("norm_topk_prob", False)),
+        moe_layers=tuple(i not in dense and (i + 1) % sparse_step == 0 for i in range(num_layers)),
+        qk_norm=qwen3,
+        qkv_bias=not qwen3 and bool(raw.get("qkv_bias", True)),
+        tied_head=bool(raw.get("tie_word_embeddings", False)),
+        rope_theta=float(theta),
+        rms_norm_eps=need("rms_norm_eps", float),
+        max_positions=need("max_position_embeddings"),
+    )

@@ -1,0 +1,263 @@
+"""The Megatron MoE model for a Hugging Face config, and what training asks of it: token log-probs and entropy.
+
+Megatron's own router, dispatcher, parallel linears and embedding; through its layer spec our RMSNorm, attention and
+grouped experts, one implementation for every device. b rows, T tokens, h hidden size, N completion tokens,
+V vocabulary (V / tensor on a rank). Rows are padded on the right and attention is causal, so no mask is needed.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import device as devices
+from experts_megatron import GroupedExperts
+from hf_config import Architecture
+from parallel_setup import Parallel
+
+LOGITS_PER_CHUNK = 2**24  # 64 MiB of fp32 logits exist at a time, whatever the batch
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm with a learned weight, in the slot of Megatron's layer norms."""
+
+    def __init__(self, config, hidden_size: int, eps: float = 1e-6, **unused) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        return devices.rms_norm(x, self.weight, self.eps)
+
+
+class CausalAttention(torch.nn.Module):
+    """Scaled dot-product attention in the slot of Megatron's core attention."""
+
+    def __init__(self, config, *args, **kwargs) -> None:
+        super().__init__()
+        self.scale = config.kv_channels**-0.5
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask, **unused) -> Tensor:
+        """(T, b, heads, d), (T, b, kv heads, d) twice -> (T, b, heads x d)"""
+        assert attention_mask is None, "rows are right-padded: causal attention needs no mask"
+        heads_first = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = devices.causal_attention(*heads_first, scale=self.scale)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+# ------------------------------------------------------------------------------------------------ building
+
+
+def build(
+    arch: Architecture, parallel: Parallel, *, dtype: torch.dtype, recompute: bool, aux_loss: float = 0.0
+) -> torch.nn.Module:
+    """This rank's shard of the model with uninitialised weights; weights_hf.load fills it.
+
+    ``aux_loss`` is the router's load-balancing coefficient, for the supervised warm start of tiny models only.
+    """
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    config = _transformer_config(arch, parallel, dtype, recompute, aux_loss)
+    layers = [_layer_spec(arch, is_moe) for is_moe in arch.moe_layers]
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
+        vocab_size=arch.vocab_size,
+        max_sequence_length=arch.max_positions,
+        share_embeddings_and_output_weights=arch.tied_head,
+        position_embedding_type="rope",
+        rotary_base=arch.rope_theta,
+        parallel_output=True,
+    )
+    return model.train()
+
+
+def _transformer_config(arch: Architecture, parallel: Parallel, dtype: torch.dtype, recompute: bool, aux_loss: float):
+    from dataclasses import fields
+
+    import torch.nn.functional as F
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    settings = dict(
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden_size,
+        num_attention_heads=arch.num_heads,
+        num_query_groups=arch.num_kv_heads,
+        kv_channels=arch.head_dim,
+        ffn_hidden_size=arch.dense_ffn_size,
+        qk_layernorm=arch.qk_norm,
+        add_qkv_bias=arch.qkv_bias,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        normalization="RMSNorm",
+        layernorm_epsilon=arch.rms_norm_eps,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # mixture of experts
+        num_moe_experts=arch.num_experts,
+        moe_layer_freq=[int(is_moe) for is_moe in arch.moe_layers],
+        moe_ffn_hidden_size=arch.expert_ffn_size,
+        moe_router_topk=arch.experts_per_token,
+        moe_router_pre_softmax=not arch.norm_topk_prob,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="aux_loss" if aux_loss else "none",
+        moe_aux_loss_coeff=aux_loss,
+        moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=False,  # our experts replace Megatron's
+        moe_shared_expert_intermediate_size=arch.shared_expert_ffn_size or None,
+        moe_shared_expert_gate=bool(arch.shared_expert_ffn_size),
+        moe_shared_expert_overlap=False,
+        # layout; MoE with tensor parallelism is only allowed with sequence parallelism
+        tensor_model_parallel_size=parallel.tensor,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+        sequence_parallel=parallel.tensor > 1,
+        # activation recompute: only the input of each layer is kept
+        recompute_granularity="full" if recompute else None,
+        recompute_method="uniform" if recompute else None,
+        recompute_num_layers=1 if recompute else None,
+        # nothing is initialised here, and every fused CUDA kernel is off
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        deallocate_pipeline_outputs=False,
+    )
+    # 0.12.1 has no field for the shared expert's gate; there it is a parameter of the spec.
+    known = {field.name for field in fields(TransformerConfig)}
+    assert settings.keys() - known <= {"moe_shared_expert_gate"}, settings.keys() - known
+    return TransformerConfig(**{key: value for key, value in settings.items() if key in known})
+
+
+def _layer_spec(arch: Architecture, is_moe: bool):
+    from dataclasses import fields
+
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    spec = get_gpt_layer_local_spec(
+        num_experts=arch.num_experts if is_moe else None, qk_layernorm=arch.qk_norm, normalization="RMSNorm"
+    )
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    layer.self_attention.submodules.core_attention = CausalAttention
+    if arch.qk_norm:
+        layer.self_attention.submodules.q_layernorm = layer.self_attention.submodules.k_layernorm = RMSNorm
+    if is_moe:
+        layer.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
+        if "moe_shared_expert_gate" not in {field.name for field in fields(TransformerConfig)}:
+            layer.mlp.submodules.shared_experts.params = {"gate": True}
+    return spec
+
+
+# ------------------------------------------------------------------------------------------------ forward
+
+
+def hidden_states(model: torch.nn.Module, tokens: Tensor) -> Tensor:
+    """The final norm's output at every position, on every tensor rank.  (b, T) -> (T, b, h)
+
+    T must be a multiple of the tensor-parallel size (sequence parallelism splits it).
+    """
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+    config = model.config
+    assert tokens.shape[1] % config.tensor_model_parallel_size == 0, (tokens.shape, config.tensor_model_parallel_size)
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    x = model.embedding(input_ids=tokens, position_ids=positions)  # (T / tensor, b, h)
+    if config.recompute_granularity and torch.is_grad_enabled() and not x.requires_grad:
+        x.requires_grad_()  # a checkpointed layer returns gradients only if its input wants one
+    x = model.decoder(
+        hidden_states=x, attention_mask=None, rotary_pos_emb=model.rotary_pos_emb(tokens.shape[1])
+    )
+    if config.sequence_parallel:
+        # Each tensor rank sends back the gradient of its vocabulary shard only: the backward pass adds them up.
+        x = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True)
+    return x
+
+
+def output_weight(model: torch.nn.Module) -> Tensor:
+    """This rank's rows of the language-model head; the embedding where the two are tied.  -> (V / tensor, h)"""
+    if model.share_embeddings_and_output_weights:
+        return model.shared_embedding_or_output_weight()
+    return model.output_layer.weight
+
+
+def token_logprobs(
+    model: torch.nn.Module, tokens: Tensor, mask: Tensor, parallel: Parallel, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy at every token where ``mask`` is 1, and 0 elsewhere.  (b, T), (b, T) -> (b, T) twice
+
+    Position t holds log p(tokens[t] | tokens[:t]) under softmax(logits / temperature), so mask[:, 0] must be 0.
+    Only masked positions reach the language-model head, and the (N, V) logits exist only a chunk at a time.
+    """
+    row, position = mask.nonzero(as_tuple=True)
+    hidden = hidden_states(model, tokens)[position - 1, row]  # (N, h): the state that predicts the token
+    chosen = tokens[row, position]
+    logp, entropy = _VocabularyLogProbs.apply(hidden, output_weight(model), chosen, temperature, parallel)
+    place = (row, position)
+    return hidden.new_zeros(mask.shape, dtype=torch.float32).index_put(place, logp), hidden.new_zeros(
+        mask.shape, dtype=torch.float32
+    ).index_put(place, entropy)
+
+
+class _VocabularyLogProbs(torch.autograd.Function):
+    """Log-softmax at the chosen tokens, and its entropy, over a vocabulary that is split over the tensor ranks.
+
+    (N, h), (V / tensor, h), (N,) -> (N,), (N,).  The backward pass makes each chunk's logits again:
+    d logp / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy).  The weight is frozen.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, chosen: Tensor, temperature: float, parallel: Parallel):
+        first = parallel.tensor_rank * len(weight)  # this rank's slice of the vocabulary
+        logp, entropy, log_norm = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
+        for rows in _chunks(len(hidden), len(weight)):
+            logits = (hidden[rows] @ weight.t()).float() / temperature  # (n, V / tensor)
+            top = logits.amax(dim=-1)
+            if parallel.tensor > 1:
+                dist.all_reduce(top, op=dist.ReduceOp.MAX, group=parallel.tensor_group)
+            weights = (logits - top[:, None]).exp()
+            local = chosen[rows] - first
+            mine = (local >= 0) & (local < len(weight))
+            picked = logits.gather(1, local.clamp(0, len(weight) - 1)[:, None])[:, 0] * mine
+            sums = torch.stack([weights.sum(-1), (weights * logits).sum(-1), picked])  # (3, n)
+            if parallel.tensor > 1:
+                dist.all_reduce(sums, group=parallel.tensor_group)
+            log_norm[rows] = top + sums[0].log()
+            entropy[rows] = log_norm[rows] - sums[1] / sums[0]
+            logp[rows] = sums[2] - log_norm[rows]
+        ctx.save_for_backward(hidden, weight, chosen, log_norm, entropy)
+        ctx.temperature, ctx.first = temperature, first
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logp: Tensor, grad_entropy: Tensor):
+        hidden, weight, chosen, log_norm, entropy = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        for rows in _chunks(len(hidden), len(weight)):
+            log_p = (hidden[rows] @ weight.t()).float() / ctx.temperature - log_norm[rows, None]
+            p = log_p.exp()
+            grad = -p * grad_logp[rows, None] - p * (log_p + entropy[rows, None]) * grad_entropy[rows, None]
+            local = chosen[rows] - ctx.first
+            mine = (local >= 0) & (local < len(weight))
+            grad.scatter_add_(
+                1, local.clamp(0, len(weight) - 1)[:, None], (grad_logp[rows] * mine)[:, None].to(grad.dtype)
+            )
+            grad_hidden[rows] = ((grad / ctx.temperature).to(weight.dtype) @ weight).to(hidden.dtype)
+        return grad_hidden, None, None, None, None
+
+
+def _chunks(num_rows: int, vocabulary: int) -> list[slice]:
+    size = max(1, LOGITS_PER_CHUNK // vocabulary)
+    return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]

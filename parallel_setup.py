@@ -1,0 +1,203 @@
+"""Ranks, process groups and reductions: tensor (TP), expert (EP) and data (DP) parallelism on Megatron's groups.
+
+The rank grid is TP x DP for everything but the experts, and expert_tensor x EP x expert_data for those:
+TP x DP = expert_tensor x EP x expert_data = number of ranks. Every collective here is called by every rank, in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import device as devices
+from config import Config, InputError
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """This rank's place in the grid, its groups, and the reductions over them."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    tensor: int
+    tensor_rank: int
+    data: int
+    data_rank: int
+    expert: int
+    expert_rank: int
+    expert_tensor: int
+    expert_tensor_rank: int
+    expert_data: int
+    tensor_group: dist.ProcessGroup
+    data_group: dist.ProcessGroup
+    expert_group: dist.ProcessGroup
+    expert_tensor_group: dist.ProcessGroup
+    expert_data_group: dist.ProcessGroup
+
+    def sum_over_data(self, values: Tensor) -> Tensor:
+        """Sum over the data-parallel ranks; a new tensor, the same on every rank."""
+        total = values.detach().clone()
+        dist.all_reduce(total, group=self.data_group)
+        return total
+
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """Every rank's equally shaped ``rows``, in rank order.  (n, ...) -> (world_size, n, ...)"""
+        out = rows.new_empty((self.world_size, *rows.shape))
+        dist.all_gather_into_tensor(out.flatten(0, 1) if rows.dim() else out, rows.contiguous())
+        return out
+
+    def max_over_ranks(self, value: float) -> float:
+        """Largest of every rank's ``value``."""
+        largest = torch.tensor(value, dtype=torch.float32, device=self.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return largest.item()
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        dist.barrier()
+
+    def sync_gradients_(self, parameters: list[torch.nn.Parameter]) -> None:
+        """Make every gradient the whole batch's: sum it over the ranks that hold a share of it, in place.
+
+        ``parameter.partial_over``: None, "tensor" or "expert_tensor": the group whose ranks each saw only a part of
+        the tokens or columns behind a factor that they all hold whole. ``parameter.is_expert``: routed experts have
+        already met the tokens of all their expert-parallel ranks, so they sum over expert_data, all others over data.
+        """
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        steps = [
+            (self.tensor_group, [p for p in parameters if p.partial_over == "tensor"]),
+            (self.expert_tensor_group, [p for p in parameters if p.partial_over == "expert_tensor"]),
+            (self.data_group, [p for p in parameters if not p.is_expert]),
+            (self.expert_data_group, [p for p in parameters if p.is_expert]),
+        ]
+        for group, members in steps:
+            if members and dist.get_world_size(group) > 1:
+                sum_gradients_(members, group)
+
+    def gradient_norm(self, parameters: list[torch.nn.Parameter]) -> Tensor:
+        """L2 norm of the gradient of the whole, unsharded parameter set.  -> ()
+
+        A factor held by c ranks counts 1/c on each, so that the sum over all ranks counts every element once.
+        """
+        total = torch.zeros((), device=self.device)
+        for parameter in parameters:
+            total += parameter.grad.float().square().sum() / self.copies(parameter)
+        dist.all_reduce(total)
+        return total.sqrt()
+
+    def copies(self, parameter: torch.nn.Parameter) -> int:
+        """How many ranks hold this very piece of ``parameter``."""
+        if parameter.is_expert:
+            return self.expert_data * (1 if parameter.shard_dim is not None else self.expert_tensor)
+        return self.data * (1 if parameter.shard_dim is not None else self.tensor)
+
+
+def sum_gradients_(parameters: list[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Sum the gradients of ``parameters`` over ``group``, in place."""
+    # One flat message: the latency of a collective, not its size, is what small adapters pay for.
+    flat = torch.cat([p.grad.flatten() for p in parameters])
+    dist.all_reduce(flat, group=group)
+    for parameter, total in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad.copy_(total.view_as(parameter))
+
+
+def launched_world_size() -> int:
+    """Number of processes torchrun started; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def launched_rank() -> int:
+    """This process's rank as torchrun numbered it; 0 without torchrun."""
+    return int(os.environ.get("RANK", "0"))
+
+
+@contextlib.contextmanager
+def open_world(cfg: Config) -> Iterator[torch.device]:
+    """This process's device, with all ranks met and seeded; closed in order on the way out.
+
+    After an exception the groups are left as they are: taking them down would wait for ranks that never come.
+    The caller ends the process, and torchrun ends the others.
+    """
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    device = devices.resolve(cfg.device)
+    init_process_group(device, cfg.parallel.timeout_seconds)
+    seed_everything(cfg.train.seed)
+    yield device
+    dist.barrier()
+    close_model_parallel()
+    dist.destroy_process_group()
+
+
+def init_process_group(device: torch.device, timeout_seconds: int) -> None:
+    """Join the ranks that torchrun started, or be a world of one without it."""
+    if "RANK" in os.environ:
+        options = {"init_method": "env://"}
+    else:
+        options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    try:
+        dist.init_process_group(
+            devices.backend(device), timeout=datetime.timedelta(seconds=timeout_seconds), **options
+        )
+    except (dist.DistStoreError, dist.DistNetworkError, ValueError) as error:
+        raise InputError(f"torch.distributed: the ranks did not find each other: {error}") from None
+
+
+def init_model_parallel(device: torch.device, *, tensor: int, expert: int, expert_tensor: int) -> Parallel:
+    """Megatron's groups for the given sizes over the current world. config.check_layout has checked the sizes."""
+    devices.before_megatron()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    devices.after_megatron()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=expert_tensor,
+        create_gloo_process_groups=False,
+    )
+    model_parallel_cuda_manual_seed(0)  # Megatron's tracker must exist for activation recompute; we draw from seeds
+    return Parallel(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        device=device,
+        tensor=tensor,
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        data=parallel_state.get_data_parallel_world_size(),
+        data_rank=parallel_state.get_data_parallel_rank(),
+        expert=expert,
+        expert_rank=parallel_state.get_expert_model_parallel_rank(),
+        expert_tensor=expert_tensor,
+        expert_tensor_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        expert_data=dist.get_world_size(parallel_state.get_expert_data_parallel_group()),
+        tensor_group=parallel_state.get_tensor_model_parallel_group(),
+        data_group=parallel_state.get_data_parallel_group(),
+        expert_group=parallel_state.get_expert_model_parallel_group(),
+        expert_tensor_group=parallel_state.get_expert_tensor_parallel_group(),
+        expert_data_group=parallel_state.get_expert_data_parallel_group(),
+    )
+
+
+def close_model_parallel() -> None:
+    """Forget Megatron's groups, so that another layout can be opened in the same world."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the global generators. The method itself draws only from explicit ones, keyed by (seed, step, name)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

@@ -1,0 +1,167 @@
+"""What a rollout is, who samples it, and how its sequences become the micro-batches of the update.
+
+P prompts, G completions a prompt, S = P x G sequences, N = max_new_tokens, b rows of a micro-batch, T tokens of a row.
+Every rank samples its own prompts (rank r those at r, r + ranks, ...); afterwards every rank knows the whole rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import seeds
+from config import Config
+from data_gsm8k import Question
+from hf_config import Architecture
+from parallel_setup import Parallel
+
+
+@dataclass
+class Completion:
+    """One sampled answer to one prompt."""
+
+    tokens: list[int]  # the stop token included when there is one
+    logp: list[float]  # float32, one a token: log-probability under the temperature-scaled, untruncated distribution
+    finish_reason: str  # stop | length
+    routed_experts: np.ndarray | None = None  # uint8 (prompt + generated - 1, num_moe_layers, K); the last token has no row
+
+
+@dataclass
+class Rollout:
+    """A step's sequences, the same on every rank; sequence s answers prompt s // G."""
+
+    prompts: list[list[int]]  # P
+    tokens: Tensor  # (S, N) int64, 0 after the end
+    logp: Tensor  # (S, N) the sampler's, of each sampled token
+    lengths: list[int]  # S completion lengths
+    truncated: Tensor  # (S,) bool: stopped by max_new_tokens
+    rewards: Tensor  # (P, G)
+    parsable: Tensor  # (P, G) 1 where an answer was found
+
+    def row_length(self, sequence: int) -> int:
+        """Prompt and completion, tokens."""
+        return len(self.prompts[sequence // self.rewards.shape[1]]) + self.lengths[sequence]
+
+
+@dataclass
+class MicroBatch:
+    """Rows of one forward pass, padded on the right."""
+
+    tokens: Tensor  # (b, T)
+    mask: Tensor  # (b, T) 1 on completion tokens that are trained
+    rollout_logp: Tensor  # (b, T) the sampler's log-probs, 0 outside the mask
+    advantages: Tensor  # (b,)
+
+
+# ------------------------------------------------------------------------------------------------ sampling
+
+
+def open_engine(cfg: Config, arch: Architecture, stop_tokens: set[int], pad_token: int):
+    """The engine that cfg.rollout.engine names. Its weights come with its first load_weights."""
+    from rollout_torch import TorchSampler
+
+    assert cfg.rollout.engine == "torch"  # config.check_runnable refuses the rest
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.model.dtype]
+    return TorchSampler(arch, stop_tokens=stop_tokens, pad_token=pad_token, dtype=dtype)
+
+
+def sample(
+    engine,
+    asked: list[Question],
+    score: Callable[[Question, Completion], tuple[float, bool]],
+    cfg: Config,
+    parallel: Parallel,
+    step: int,
+) -> tuple[Rollout, list[list[Completion]]]:
+    """G scored completions of each question, all of them on every rank, and this rank's own in full.
+
+    ``score`` gives a completion's reward and whether an answer was found in it; each is scored where it was sampled.
+    What is sampled depends on (seed, step, place of the prompt) alone, not on which rank does it.
+    """
+    own = asked[parallel.rank :: parallel.world_size]
+    places = range(parallel.rank, len(asked), parallel.world_size)
+    completions = engine.sample(
+        [question.prompt for question in own],
+        seeds=[seeds.derive(cfg.train.seed, "rollout", step, place) for place in places],
+        num_samples=cfg.rollout.group_size,
+        max_new_tokens=cfg.rollout.max_new_tokens,
+        temperature=cfg.rollout.temperature,
+        top_p=cfg.rollout.top_p,
+        top_k=cfg.rollout.top_k,
+    )
+    scores = [[score(question, one) for one in group] for question, group in zip(own, completions, strict=True)]
+    return _gather(asked, completions, scores, cfg, parallel), completions
+
+
+def _gather(asked, completions, scores, cfg: Config, parallel: Parallel) -> Rollout:
+    """Exchange what each rank sampled: one integer and one fp32 message of equal shape from every rank."""
+    group, longest = cfg.rollout.group_size, cfg.rollout.max_new_tokens
+    num_own = -(-len(asked) // parallel.world_size)  # the fullest rank's; others send unused rows
+    whole = torch.zeros(num_own, group, longest + 2, dtype=torch.int64)
+    real = torch.zeros(num_own, group, longest + 2, dtype=torch.float32)
+    for i, answers in enumerate(completions):
+        for j, answer in enumerate(answers):
+            n = len(answer.tokens)
+            whole[i, j, :n] = torch.tensor(answer.tokens)
+            whole[i, j, longest:] = torch.tensor([n, answer.finish_reason == "length"])
+            real[i, j, :n] = torch.tensor(answer.logp)
+            real[i, j, longest:] = torch.tensor(scores[i][j], dtype=torch.float32)
+    # (ranks, own, G, ...) -> place p = own index x ranks + rank
+    whole, real = (
+        parallel.gather_rows(x.to(parallel.device)).transpose(0, 1).flatten(0, 1)[: len(asked)].cpu()
+        for x in (whole, real)
+    )
+    return Rollout(
+        prompts=[question.prompt for question in asked],
+        tokens=whole[..., :longest].flatten(0, 1),
+        logp=real[..., :longest].flatten(0, 1),
+        lengths=whole[..., longest].flatten().tolist(),
+        truncated=whole[..., longest + 1].flatten().bool(),
+        rewards=real[..., longest],
+        parsable=real[..., longest + 1],
+    )
+
+
+# ------------------------------------------------------------------------------------------------ packing
+
+
+def plan(lengths: dict[int, int], data_ranks: int, tokens_per_micro_batch: int, multiple: int) -> list[list[list[int]]]:
+    """Which sequences each data rank takes in each micro-batch: [micro-batch][data rank] -> sequences.
+
+    ``lengths``: row length of each sequence, in tokens. Sequences are sorted by length and dealt out, so that rows of
+    one micro-batch are alike and ranks finish together. Every rank gets the same number of micro-batches, some of
+    them empty if need be: expert-parallel ranks meet in every layer. A pure function, so all ranks agree.
+    """
+    todo = sorted(lengths, key=lambda sequence: (-lengths[sequence], sequence))
+    micro_batches = []
+    while todo:
+        longest = -(-lengths[todo[0]] // multiple) * multiple
+        take = max(1, tokens_per_micro_batch // longest) * data_ranks
+        micro_batches.append([todo[:take][rank::data_ranks] for rank in range(data_ranks)])
+        todo = todo[take:]
+    return micro_batches
+
+
+def pack(
+    rollout: Rollout, sequences: list[int], advantages: Tensor, device: torch.device, pad_token: int, multiple: int
+) -> MicroBatch:
+    """The rows of ``sequences``, padded on the right to the longest and to a multiple of ``multiple``.
+
+    ``advantages``: (S,). No sequences make one row that is all padding and trains nothing.
+    """
+    longest = max([rollout.row_length(sequence) for sequence in sequences], default=1)
+    shape = (max(1, len(sequences)), -(-longest // multiple) * multiple)
+    tokens, mask, logp = torch.full(shape, pad_token), torch.zeros(shape), torch.zeros(shape)
+    for row, sequence in enumerate(sequences):
+        prompt = rollout.prompts[sequence // rollout.rewards.shape[1]]
+        start, n = len(prompt), rollout.lengths[sequence]
+        tokens[row, :start] = torch.tensor(prompt)
+        tokens[row, start : start + n] = rollout.tokens[sequence, :n]
+        mask[row, start : start + n] = 1
+        logp[row, start : start + n] = rollout.logp[sequence, :n]
+    chosen = advantages[sequences] if sequences else torch.zeros(1)
+    return MicroBatch(*(x.to(device) for x in (tokens, mask, logp, chosen)))

@@ -1,0 +1,173 @@
+"""The paper trail of a run: files that a kill cannot tear, rows of JSON, and how the run was started.
+
+A step's numbers are rows of a .jsonl file, one object a line; floats are written so that reading gives the same bits.
+`write_records` keeps the resolved configuration, the environment, the source's git state and the command.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import numbers
+import os
+import platform
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from config import Config, to_yaml
+
+PACKAGES = """torch megatron-core transformers tokenizers safetensors peft numpy pydantic pandas pyarrow matplotlib tqdm
+    torch-npu mindspeed vllm vllm-ascend triton ray tensorboard""".split()
+VARIABLES = re.compile(r"(OMP|MKL|CUDA|ASCEND|HCCL|NCCL|GLOO|VLLM|PYTORCH|TORCH)_")
+SECRETS = re.compile(r"(API_KEY|_TOKEN$|SECRET|PASSW)")
+
+
+# ---------------------------------------------------------------- files
+
+
+def fsync_path(path: Path) -> None:
+    """Wait until the file, or the names in the directory, at ``path`` would survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """``path`` holds its old content or all of the new one, whenever the process or the machine stops."""
+    aside = path.with_name(f".{path.name}.tmp")
+    aside.write_bytes(content.encode() if isinstance(content, str) else content)
+    fsync_path(aside)
+    os.replace(aside, path)
+    fsync_path(path.parent)
+
+
+def sha256_file(path: Path) -> str:
+    """Hex digest of the file's bytes, read a mebibyte at a time."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """``value`` in what JSON knows; a number that is not finite becomes None, floats keep every bit."""
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):  # numpy and torch, scalars and arrays
+        return _plain(value.tolist())
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if math.isfinite(value) else None
+
+
+def json_line(row: dict[str, Any]) -> str:
+    """One line of strict JSON, keys in the given order; "nonfinite" names the keys whose number is NaN or infinite."""
+    plain = _plain(row)
+    lost = [key for key, value in row.items() if value is not None and plain[str(key)] is None]
+    if lost:
+        plain["nonfinite"] = lost
+    return json.dumps(plain, allow_nan=False) + "\n"
+
+
+def whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    """Lines of a .jsonl file up to the first that a kill or a power cut tore, each as it stands and decoded."""
+    lines = []
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
+        try:
+            row = json.loads(line) if line.endswith(b"\n") else None
+        except ValueError:
+            break
+        if not isinstance(row, dict) or "step" not in row:
+            break
+        lines.append((line, row))
+    return lines
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of one of the run's .jsonl files, oldest first; none when the file is absent."""
+    return [row for _, row in whole_lines(path)]
+
+
+# ---------------------------------------------------------------- how the run was started
+
+
+def _private(text: str) -> str:
+    """``text`` without the home directory, the user, the machine's name and addresses: run records get published."""
+    home = os.path.expanduser("~")
+    text = text.replace(home, "$HOME") if len(home) > 1 else text
+    text = re.sub(r"/(home|Users)/[^/:\s]+", r"/\1/USER", text)
+    text = re.sub(r"\b\d{1,3}(\.\d{1,3}){3}\b", "ADDRESS", text)
+    host = socket.gethostname()
+    names = {os.environ.get("USER", ""), os.environ.get("LOGNAME", ""), Path(home).name, host, host.split(".")[0]}
+    for name in sorted(names - {"localhost"}, key=len, reverse=True):  # the longest first: one may hold another
+        if len(name) > 2:  # shorter ones would hit ordinary words
+            text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "PRIVATE", text)
+    return text
+
+
+def environment(world_size: int) -> dict[str, Any]:
+    """Versions, machine and the variables that change results or speed."""
+    versions: dict[str, str | None] = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    cpuinfo = Path("/proc/cpuinfo")
+    models = re.findall(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.M) if cpuinfo.exists() else []
+    variables = {key: value for key, value in sorted(os.environ.items()) if VARIABLES.match(key)}
+    return {
+        "python": platform.python_version(),
+        "packages": versions,
+        "platform": _private(platform.platform()),
+        "cpu": models[0] if models else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "cores_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "world_size": world_size,
+        "variables": {key: "(set)" if SECRETS.search(key) else _private(value) for key, value in variables.items()},
+    }
+
+
+def _git(*arguments: str) -> bytes | None:
+    """Output of git in the source directory; None when git, the repository or its first commit is absent."""
+    command = ["git", "-C", str(Path(__file__).resolve().parent), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def write_records(folder: Path, cfg: Config, world_size: int) -> None:
+    """config.yaml, environment.json, git.json, git.patch and command.txt of this start of the run."""
+    write_atomically(folder / "config.yaml", to_yaml(cfg))
+    write_atomically(folder / "environment.json", json.dumps(environment(world_size), indent=1) + "\n")
+    commit = _git("rev-parse", "HEAD")
+    git: dict[str, Any] = {"commit": None, "dirty": None}
+    if commit is not None:
+        patch = _git("-c", "color.ui=false", "diff", "--no-ext-diff", "--binary", "HEAD", "--", ".") or b""
+        untracked = (_git("ls-files", "--others", "--exclude-standard", "--", "*.py") or b"").splitlines()
+        git = {"commit": commit.decode().strip(), "dirty": bool(patch or untracked)}
+        # Lines before the first "diff" are skipped by `git apply`.
+        write_atomically(folder / "git.patch", b"".join(b"# untracked: %s\n" % name for name in untracked) + patch)
+    write_atomically(folder / "git.json", json.dumps(git) + "\n")
+    launcher = ["python"]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        launcher = ["torchrun", f"--nnodes={world_size // processes}", f"--nproc_per_node={processes}"]
+    command = shlex.join([*launcher, os.path.basename(sys.argv[0]), *sys.argv[1:]])
+    write_atomically(folder / "command.txt", _private(command) + "\n")

@@ -1,0 +1,113 @@
+# Makes the Python environment of the CPU runs. Sourced by run_cpu.sh and run_tests.sh, which set PYTHON, VENV and TORCH_INDEX.
+#
+#   set_up cpu         $VENV holds requirements/cpu.txt
+#   set_up cpu test    ... and requirements/test.txt
+#
+# $VENV/.set-up says whose folder it is and what is in it: a line "<list> <sha256>" for each list that is installed
+# completely, where the sum covers the pins, the Python version and the machine's kind. It is empty while pip works, so
+# what a killed install leaves behind is made anew, and a second run reads it, finds its lines and calls no pip.
+
+NEEDED_GB=2.5   # 1.6 GB installed, and what pip unpacks on the way
+
+fail() {
+    printf 'error: %s\n' "$*" >&2
+    exit 1
+}
+
+# The lines $VENV/.set-up must hold for the lists "$@", and before them the version and path of the interpreter itself:
+# with an activated $VENV, "python3" is the very file that a rebuild deletes, so the one behind it makes the environment.
+probe_python() {
+    "$PYTHON" -c '
+import hashlib, platform, sys
+version = "%d.%d" % sys.version_info[:2]
+print(version)
+print(getattr(sys, "_base_executable", None) or sys.executable)
+for name in sys.argv[1:]:
+    with open("requirements/%s.txt" % name, "rb") as pins:
+        covered = (version + sys.platform + platform.machine()).encode() + pins.read()
+    print(name + " " + hashlib.sha256(covered).hexdigest())
+' "$@"
+}
+
+installed() {  # are all lines of $1 in the stamp, and is the interpreter still there (a system upgrade may remove it)?
+    local line
+    [ -x "$VENV/bin/python" ] && [ -f "$VENV/.set-up" ] || return 1
+    while read -r line; do
+        grep -qxF -- "$line" "$VENV/.set-up" || return 1
+    done <<<"$1"
+}
+
+# --no-deps: the lists name everything, so pip has nothing to choose and no CUDA package can slip in; `pip check` proves
+# afterwards that nothing is missing. (Older megatron-core wheels ask for dozens of packages that they never import.)
+pip_install() {
+    "$VENV/bin/python" -m pip install --no-deps --no-input --disable-pip-version-check --progress-bar off "$@" \
+        >"$VENV/set-up.log" 2>&1 </dev/null
+}
+
+pip_failed() {
+    tail -n 5 "$VENV/set-up.log" | sed 's/^/  pip: /' >&2
+    if grep -qi 'no space left' "$VENV/set-up.log"; then
+        fail "the disk ran full while installing $1; needed: $NEEDED_GB GB free for $VENV and for the temporary folder (TMPDIR)"
+    fi
+    fail "pip could not install $1 (its last lines are above, the others in $VENV/set-up.log); is there a network?"
+}
+
+install_cpu() {  # $1: version, $2: interpreter
+    local free_kb
+    free_kb=$(df -Pk "$(dirname "$VENV")" | awk 'NR == 2 {print $4}')
+    awk -v free="$free_kb" -v need="$NEEDED_GB" 'BEGIN {exit !(free >= need * 1e6)}' ||
+        fail "$VENV: $((free_kb / 1024)) MB are free on its disk; needed: $NEEDED_GB GB"
+    "$2" -c 'import ensurepip, venv' 2>/dev/null ||
+        fail "PYTHON: $PYTHON has no venv module, which makes $VENV; needed: the package python$1-venv (Debian, Ubuntu)"
+    echo "making $VENV: Python $1 and requirements/cpu.txt, 1.6 GB on disk; about a minute, once"
+    find "$VENV" -mindepth 1 -maxdepth 1 ! -name .set-up -exec rm -rf {} +
+    "$2" -m venv "$VENV" >"$VENV/set-up.log" 2>&1 || fail "$2 could not make $VENV: $(tail -n 1 "$VENV/set-up.log")"
+
+    # The build of torch without CUDA has a version of its own ("+cpu"), which PyPI does not carry. A machine's own pip
+    # set-up may: it is asked first, then PyTorch's index. The plain version would bring gigabytes of CUDA packages.
+    grep '^torch==' requirements/cpu.txt >"$VENV/torch.txt"
+    if ! pip_install -r "$VENV/torch.txt"; then
+        grep -q 'No matching distribution found' "$VENV/set-up.log" || pip_failed torch
+        pip_install --index-url "$TORCH_INDEX" -r "$VENV/torch.txt" || pip_failed "torch from $TORCH_INDEX (TORCH_INDEX)"
+    fi
+    pip_install -r requirements/cpu.txt || pip_failed requirements/cpu.txt
+}
+
+set_up() {
+    local probe version interpreter wanted
+    command -v "$PYTHON" >/dev/null || fail "PYTHON: there is no $PYTHON here; needed: Python 3.11, 3.12 or 3.13"
+    probe=$(probe_python "$@") || fail "PYTHON: $PYTHON does not work; needed: Python 3.11, 3.12 or 3.13"
+    { read -r version; read -r interpreter; wanted=$(cat); } <<<"$probe"
+    case $version in
+        3.11 | 3.12 | 3.13) ;;
+        *) fail "PYTHON: $PYTHON is Python $version; needed: 3.11, 3.12 or 3.13 (the pinned packages have wheels for these)" ;;
+    esac
+    if installed "$wanted"; then return; fi
+
+    # One set-up at a time. The lock belongs to file descriptor 9, which pip inherits: should this script be killed, the
+    # next one still waits until that pip has ended. (Python takes it because macOS has no flock command.)
+    mkdir -p "$(dirname "$VENV")"
+    exec 9>"$VENV.lock"
+    if ! "$interpreter" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 2>/dev/null; then
+        echo "waiting: another set-up of $VENV is at work"
+        "$interpreter" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' || fail "cannot lock $VENV.lock"
+    fi
+    if ! installed "$wanted"; then
+        if [ ! -f "$VENV/.set-up" ] && [ -n "$(ls -A "$VENV" 2>/dev/null)" ]; then
+            fail "$VENV: not made by this script, so left alone; delete it, or name another folder (VENV=.venv-cpu)"
+        fi
+        local cpu_ready=no
+        if installed "$(grep '^cpu ' <<<"$wanted")"; then cpu_ready=yes; fi
+        mkdir -p "$VENV"
+        : >"$VENV/.set-up"
+        if [ "$cpu_ready" = no ]; then install_cpu "$version" "$interpreter"; fi
+        if grep -q '^test ' <<<"$wanted"; then
+            echo "installing requirements/test.txt into $VENV"
+            pip_install -r requirements/test.txt || pip_failed requirements/test.txt
+        fi
+        "$VENV/bin/python" -m pip check >"$VENV/set-up.log" 2>&1 || fail "$VENV: $(head -n 1 "$VENV/set-up.log")"
+        printf '%s\n' "$wanted" >"$VENV/.set-up.new"
+        mv "$VENV/.set-up.new" "$VENV/.set-up"
+    fi
+    exec 9>&-
+}

@@ -1,0 +1,435 @@
+"""Checkpoints: whole or not there, never believed when damaged; a killed run ends as if it had never been stopped."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from pytest import MonkeyPatch
+from safetensors import SafetensorError
+from torch import Tensor
+
+import checkpoint
+import runlog
+from config import Config, DataConfig, InputError, ModelConfig, OptimConfig, TrainConfig
+
+RECORDS = ("metrics.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl")
+
+
+def config_in(folder: Path, **train: object) -> Config:
+    settings = {"steps": 6, "checkpoint_every": 2, "out_dir": str(folder / "out"), **train}
+    return Config(
+        name="tiny", model=ModelConfig(path="none"), data=DataConfig(source="arithmetic"), train=TrainConfig(**settings)
+    )
+
+
+@pytest.fixture
+def cfg(tmp_path: Path) -> Config:
+    return config_in(tmp_path)
+
+
+def tensors_of(step: int, size: int = 64) -> dict[str, dict[str, Tensor]]:
+    """All values are the step's number, so that a mixture of two checkpoints shows."""
+    return {
+        "adapter": {"layers.0.lora_A": torch.full((size,), float(step)), "b": torch.full((2, 3), step).bfloat16()},
+        "optimizer": {"layers.0.lora_A.exp_avg": torch.full((size,), float(step)), "count": torch.tensor(step)},
+    }
+
+
+def is_whole(found: checkpoint.Checkpoint) -> bool:
+    values = {float(value) for named in found.tensors.values() for t in named.values() for value in t.unique()}
+    return values == {float(found.step)} and found.state == {"cursor": found.step}
+
+
+def saved(run_dir: Path, cfg: Config, *steps: int) -> list[Path]:
+    run_dir.mkdir(exist_ok=True)
+    return [checkpoint.save(run_dir, step, tensors_of(step), {"cursor": step}, cfg) for step in steps]
+
+
+def names(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def in_child(work: Callable[[], None], kill_after_seconds: float | None = None) -> int:
+    """Run ``work`` in a forked process, SIGKILLed after a while if asked; its exit status (-9 when killed)."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            work()
+            status = 0
+        except BaseException as error:
+            os.write(2, f"in the child: {error!r}\n".encode())
+        finally:
+            os._exit(status)
+    if kill_after_seconds is not None:
+        time.sleep(kill_after_seconds)
+        os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def kill_me_at(moment: int) -> None:
+    """SIGKILL this process at its n-th opening, renaming, making or removing of a file from now on."""
+    left = [moment]
+
+    def count(event: str, _: tuple) -> None:
+        if event in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"):
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+
+
+# ---------------------------------------------------------------- save and load
+
+
+def test_what_is_loaded_is_what_was_saved(tmp_path: Path, cfg: Config) -> None:
+    whole = torch.arange(12.0).reshape(3, 4)
+    tensors = {
+        "adapter": {"transposed": whole.T, "row": whole[1], "same": whole[1], "half": torch.tensor([1e-3]).bfloat16()},
+        "optimizer": {"step": torch.tensor(7, dtype=torch.int64), "none": torch.empty(0, 4)},
+    }
+    state = {"rng": [1, 2, 3], "lr": 0.1 + 0.2}
+    path = checkpoint.save(tmp_path, 20, tensors, state, cfg)
+    assert path == tmp_path / "checkpoints" / "step-000020"
+    assert {file.name for file in path.iterdir()} == {
+        "adapter.safetensors", "optimizer.safetensors", "state.json", "checksums.json"
+    }  # fmt: skip
+    found = checkpoint.latest(tmp_path)
+    assert (found.step, found.state, found.path) == (20, state, path)
+    for kind, named in tensors.items():
+        assert found.tensors[kind].keys() == named.keys()
+        for name, tensor in named.items():
+            assert found.tensors[kind][name].dtype == tensor.dtype and torch.equal(found.tensors[kind][name], tensor)
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    for keep_last, kept in ((1, ["step-000005"]), (2, ["step-000004", "step-000005"])):
+        run_dir = tmp_path / str(keep_last)
+        saved(run_dir, config_in(tmp_path, keep_last=keep_last), 1, 2, 3, 4, 5)
+        assert names(run_dir) == kept
+
+
+def test_a_step_saved_again_replaces_the_old_one(tmp_path: Path, cfg: Config) -> None:
+    saved(tmp_path, cfg, 1, 2)
+    checkpoint.save(tmp_path, 2, tensors_of(5), {"again": True}, cfg)
+    found = checkpoint.latest(tmp_path)
+    assert (found.step, found.state) == (2, {"again": True}) and float(found.tensors["adapter"]["b"][0, 0]) == 5
+    assert names(tmp_path) == ["step-000001", "step-000002"]
+
+
+def test_after_a_rewind_the_damaged_later_ones_never_push_out_the_good_one(tmp_path: Path) -> None:
+    cfg = config_in(tmp_path, keep_last=1)
+    for path in saved(tmp_path, config_in(tmp_path, keep_last=3), 1, 2, 3)[1:]:
+        (path / "state.json").write_text("{")
+    saved(tmp_path, cfg, 2)  # resumed from 1; 3 is still there, damaged
+    assert checkpoint.latest(tmp_path).step == 2 and names(tmp_path) == ["step-000002"]
+
+
+def test_leftovers_of_killed_saves_are_removed(tmp_path: Path, cfg: Config) -> None:
+    for name in (".tmp-step-000001", ".tmp-discarded-step-000009"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "adapter.safetensors").write_bytes(b"torn")
+    assert checkpoint.latest(tmp_path) is None
+    saved(tmp_path, cfg, 1)
+    assert names(tmp_path) == ["step-000001"]
+
+
+def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(
+    tmp_path: Path, cfg: Config, monkeypatch: MonkeyPatch
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    events: list[str] = []
+    fsync, rename = os.fsync, os.rename
+    monkeypatch.setattr(os, "fsync", lambda fd: (events.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    monkeypatch.setattr(os, "rename", lambda old, new: (events.append(f"-> {new}"), rename(old, new)))
+    saved(tmp_path, cfg, 1)
+    named = events.index(f"-> {tmp_path / 'checkpoints' / 'step-000001'}")
+    aside = str(tmp_path / "checkpoints" / ".tmp-step-000001")
+    files = ("adapter.safetensors", "optimizer.safetensors", "state.json", "checksums.json")
+    assert {aside, str(tmp_path / "metrics.jsonl"), *(f"{aside}/{name}" for name in files)} <= set(events[:named])
+    assert str(tmp_path / "checkpoints") in events[named:]
+
+
+# ---------------------------------------------------------------- damage
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+FILES = ("adapter.safetensors", "optimizer.safetensors", "state.json", "checksums.json")
+
+
+@pytest.mark.parametrize("damage", [flip_a_byte, cut, Path.unlink, lambda path: path.write_bytes(b"")])
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    tmp_path: Path, cfg: Config, name: str, damage: Callable[[Path], None]
+) -> None:
+    newest = saved(tmp_path, cfg, 1, 2)[-1]
+    damage(newest / name)
+    with pytest.raises(InputError, match="step-000002/"):
+        checkpoint.load(newest)
+    said: list[str] = []
+    found = checkpoint.latest(tmp_path, said.append)
+    assert found.step == 1 and is_whole(found)
+    assert len(said) == 1 and "step-000002/" in said[0]
+    if name != "checksums.json":  # a flipped byte in there makes any of the files look wrong
+        assert name in said[0]
+
+
+def test_a_file_that_was_not_saved_is_refused(tmp_path: Path, cfg: Config) -> None:
+    (path,) = saved(tmp_path, cfg, 1)
+    (path / "more.safetensors").write_bytes(b"")
+    with pytest.raises(InputError, match=r"more.safetensors: not listed in checksums.json"):
+        checkpoint.load(path)
+
+
+def test_a_renamed_checkpoint_is_refused(tmp_path: Path, cfg: Config) -> None:
+    (path,) = saved(tmp_path, cfg, 1)
+    path.rename(path.with_name("step-000009"))
+    with pytest.raises(InputError, match="step 1 in a folder of step 9"):
+        checkpoint.load(path.with_name("step-000009"))
+
+
+def test_no_checkpoint_is_none_and_a_missing_folder_is_an_error(tmp_path: Path) -> None:
+    assert checkpoint.latest(tmp_path / "absent") is None
+    with pytest.raises(InputError, match="no such checkpoint"):
+        checkpoint.load(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("where", ["tensors", "json"])
+def test_a_full_disk_is_a_clear_error_and_leaves_the_earlier_ones(
+    tmp_path: Path, cfg: Config, monkeypatch: MonkeyPatch, where: str
+) -> None:
+    saved(tmp_path, cfg, 1, 2)
+    before = names(tmp_path)
+
+    def full(*_: object) -> None:
+        if where == "tensors":
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_file" if where == "tensors" else "write_atomically", full)
+        with pytest.raises(InputError, match=r"step-000003: .*disk full: 0.0 MiB needed, .* free; earlier .* intact"):
+            saved(tmp_path, cfg, 3)
+    assert names(tmp_path) == before and is_whole(checkpoint.latest(tmp_path))
+
+
+def test_a_write_that_the_system_cuts_short_is_a_clear_error(tmp_path: Path, cfg: Config) -> None:
+    saved(tmp_path, cfg, 1)
+
+    def save_under_a_limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))  # the kernel refuses what is beyond
+        with pytest.raises(InputError, match="step-000002: checkpoint not written: .*too large"):
+            checkpoint.save(tmp_path, 2, tensors_of(2, size=100_000), {}, cfg)
+
+    assert in_child(save_under_a_limit) == 0
+    assert names(tmp_path) == ["step-000001"] and is_whole(checkpoint.latest(tmp_path))
+
+
+# ---------------------------------------------------------------- kills
+
+
+def test_random_kills_during_saves_always_leave_a_whole_checkpoint(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    """Tensors are written in small pieces, slowly, so that most kills strike inside a file."""
+    cfg = config_in(tmp_path, keep_last=1)
+
+    def write_slowly(tensors: dict[str, Tensor], path: Path) -> None:
+        content = safetensors.torch.save(tensors)
+        with open(path, "wb", buffering=0) as file:
+            for start in range(0, len(content), 1000):
+                file.write(content[start : start + 1000])
+                time.sleep(0.0005)
+
+    monkeypatch.setattr(checkpoint, "save_file", write_slowly)
+    saved(tmp_path, cfg, 1)
+    generator = random.Random(0)
+    torn, step = 0, 1
+    for _ in range(30):
+
+        def save_for_ever(step: int = step) -> None:
+            while True:
+                for _ in range(2):  # the second replaces
+                    checkpoint.save(tmp_path, step, tensors_of(step, size=1000), {"cursor": step}, cfg)
+                step += 1
+
+        assert in_child(save_for_ever, generator.uniform(0.01, 0.12)) == -signal.SIGKILL
+        torn += any(name.startswith(".tmp-step") for name in names(tmp_path))
+        said: list[str] = []
+        found = checkpoint.latest(tmp_path, said.append)
+        assert is_whole(found) and found.step >= step and said == []
+        step = found.step
+    assert torn >= 10, "the kills did not strike while a checkpoint was being written"
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_kill_at_any_file_operation_of_a_save_leaves_a_whole_one(tmp_path: Path, cfg: Config, step: int) -> None:
+    """Step 1 and 2 exist: 3 is new and prunes 1, 2 replaces the newest, 1 is saved by a run that was rewound to 0."""
+    saved(tmp_path / "start", cfg, 1, 2)
+    for moment in range(1, 200):
+        run_dir = tmp_path / "run"
+        shutil.copytree(tmp_path / "start", run_dir)
+
+        def save(run_dir: Path = run_dir, moment: int = moment) -> None:
+            kill_me_at(moment)
+            saved(run_dir, cfg, step)
+
+        status = in_child(save)
+        said: list[str] = []
+        assert is_whole(checkpoint.latest(run_dir, said.append)) and said == []
+        saved(run_dir, cfg, step)  # the redone save tidies up
+        assert names(run_dir) == [f"step-{n:06d}" for n in range(max(1, step - 1), step + 1)]
+        shutil.rmtree(run_dir)
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL
+    assert 15 < moment < 199
+
+
+def train(cfg: Config) -> None:
+    """A run in miniature: the next weight follows from this one, so a step lost or done twice shows in every line."""
+    run_dir = checkpoint.find_resumable(cfg)
+    found = checkpoint.latest(run_dir) if run_dir else None
+    log = runlog.open_run(cfg, 1, 0, resume=run_dir)
+    weight, first = torch.ones(3), 0
+    if found:
+        checkpoint.check_resume(found, cfg)
+        weight, first = found.tensors["adapter"]["weight"], found.step
+        log.rewind(first)
+    else:
+        log.log_eval(0, {"eval/greedy_accuracy": 0.0}, [{"question": q} for q in range(3)])
+    for step in range(first, cfg.train.steps):
+        weight = weight * 1.1 + step
+        log.log_completions(step, [{"text": f"a {step}"}, {"text": f"b {step}"}])
+        log.log_step(step, {"weight": weight.sum()}, {"timing/update_s": 0.1})
+        if (step + 1) % 3 == 0:
+            log.log_eval(step + 1, {"eval/greedy_accuracy": weight.max()}, [{"question": q} for q in range(3)])
+        if (step + 1) % cfg.train.checkpoint_every == 0:
+            checkpoint.save(log.run_dir, step + 1, {"adapter": {"weight": weight}}, {}, cfg)
+    log.finish("done")
+
+
+def records(cfg: Config) -> dict[str, bytes]:
+    (done,) = Path(cfg.train.out_dir).glob("*/finished.json")
+    return {name: (done.parent / name).read_bytes() for name in RECORDS}
+
+
+def test_a_run_killed_anywhere_ends_byte_identical_when_started_again(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(runlog, "write_records", lambda *_: None)  # slow; nothing in there is read again
+    monkeypatch.setattr(runlog, "draw_curves", lambda *_: None)
+    whole = config_in(tmp_path / "whole")
+    assert in_child(lambda: train(whole)) == 0
+    resumed = 0
+    for moment in range(1, 1000, 3):
+        cfg = config_in(tmp_path / str(moment))
+
+        def killed(cfg: Config = cfg, moment: int = moment) -> None:
+            kill_me_at(moment)
+            train(cfg)
+
+        status = in_child(killed)
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL
+        if not list(Path(cfg.train.out_dir).glob("*/finished.json")):
+            assert in_child(lambda cfg=cfg: train(cfg)) == 0
+        resumed += any(Path(cfg.train.out_dir).glob("*/resume-1"))
+        assert records(cfg) == records(whole)
+        shutil.rmtree(cfg.train.out_dir)
+    assert status == 0 and resumed >= 20
+
+
+# ---------------------------------------------------------------- what may be resumed
+
+
+def start_a_run(cfg: Config, *steps: int) -> runlog.RunLog:
+    log = runlog.open_run(cfg, 1, 0)
+    saved(log.run_dir, cfg, *steps)
+    return log
+
+
+def test_the_newest_unfinished_run_with_a_good_checkpoint_is_resumed(cfg: Config) -> None:
+    assert checkpoint.find_resumable(cfg) is None
+    runs = [start_a_run(cfg, 1) for _ in range(2)]
+    empty, damaged, finished = start_a_run(cfg), start_a_run(cfg, 1), start_a_run(cfg, 1)
+    (damaged.run_dir / "checkpoints" / "step-000001" / "state.json").write_text("{}")
+    (finished.run_dir / "finished.json").write_text("{}")
+    other = start_a_run(cfg.model_copy(update={"name": "tiny-20300101-000000"}), 1)
+    for log in (*runs, empty, damaged, finished, other):
+        log.close()
+    said: list[str] = []
+    assert checkpoint.find_resumable(cfg, said.append) == runs[-1].run_dir
+    assert len(said) == 1 and "state.json: corrupted" in said[0]
+
+
+def test_more_than_ten_runs_of_one_second_are_ordered_by_number(tmp_path: Path, cfg: Config) -> None:
+    for suffix in ("", *(f"-{n}" for n in range(2, 12))):
+        log = start_a_run(cfg, 1)
+        log.close()
+        log.run_dir.rename(tmp_path / "out" / f"tiny-20300102-030405{suffix}")
+    assert checkpoint.find_resumable(cfg).name == "tiny-20300102-030405-11"
+
+
+def test_a_run_that_lives_is_not_resumed_until_it_is_killed(cfg: Config) -> None:
+    start_a_run(cfg, 1).close()
+    (run_dir,) = Path(cfg.train.out_dir).iterdir()
+    ready, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        log = runlog.open_run(cfg, 1, 0, resume=run_dir)
+        os.write(tell, log.run_dir.name.encode())
+        time.sleep(60)
+        os._exit(0)
+    try:
+        os.read(ready, 100)
+        said: list[str] = []
+        assert checkpoint.find_resumable(cfg, said.append) is None
+        assert said == [f"{run_dir}: not resumed: a live process writes it"]
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert checkpoint.find_resumable(cfg) == run_dir
+
+
+def test_a_run_with_another_configuration_is_not_resumed(cfg: Config) -> None:
+    start_a_run(cfg, 1).close()
+    assert checkpoint.find_resumable(cfg.model_copy(update={"optim": OptimConfig(lr=0.5)})) is None
+
+
+def test_resuming_lists_what_may_not_change_and_allows_what_may(tmp_path: Path, cfg: Config) -> None:
+    saved(tmp_path, cfg, 1)
+    found = checkpoint.latest(tmp_path)
+    checkpoint.check_resume(found, cfg)
+    checkpoint.check_resume(found, config_in(tmp_path, keep_last=7))
+    changed = cfg.model_copy(update={"optim": OptimConfig(lr=0.5, max_grad_norm=3.0)})
+    with pytest.raises(InputError, match=r"step-000001: changed since: optim.lr.*; optim.max_grad_norm"):
+        checkpoint.check_resume(found, changed)
+
+
+def test_a_checkpoint_is_plain_json_and_safetensors(tmp_path: Path, cfg: Config) -> None:
+    (path,) = saved(tmp_path, cfg, 1)
+    assert set(json.loads((path / "state.json").read_text())) == {"step", "config", "config_hash", "state"}
+    assert safetensors.torch.load_file(path / "adapter.safetensors").keys() == tensors_of(1)["adapter"].keys()

@@ -1,0 +1,307 @@
+"""What a well-typed configuration may still get wrong: idle keys, contradictions, layouts; and the files we ship.
+
+Refusals of layouts use the real sizes of Qwen3-30B-A3B and Qwen1.5-MoE-A2.7B. No weights, no torch, no processes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+import config
+from config import InputError, check_layout, check_runnable, load_config
+from config_rules import IDLE
+from hf_config import Architecture
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+TINY = ROOT / "configs" / "tiny_cpu.yaml"
+MINIMAL = "model: {path: m}\ndata: {source: arithmetic}\ntrain: {steps: 100}\n"
+
+QWEN3_30B_A3B = Architecture(
+    model_type="qwen3_moe",
+    vocab_size=151936,
+    hidden_size=2048,
+    num_layers=48,
+    num_heads=32,
+    num_kv_heads=4,
+    head_dim=128,
+    dense_ffn_size=6144,
+    expert_ffn_size=768,
+    shared_expert_ffn_size=0,
+    num_experts=128,
+    experts_per_token=8,
+    norm_topk_prob=True,
+    moe_layers=(True,) * 48,
+    qk_norm=True,
+    qkv_bias=False,
+    tied_head=False,
+    rope_theta=1e6,
+    rms_norm_eps=1e-6,
+    max_positions=40960,
+)
+QWEN15_MOE = dataclasses.replace(
+    QWEN3_30B_A3B,
+    model_type="qwen2_moe",
+    num_layers=24,
+    num_heads=16,
+    num_kv_heads=16,
+    dense_ffn_size=5632,
+    expert_ffn_size=1408,
+    shared_expert_ffn_size=5632,
+    num_experts=60,
+    experts_per_token=4,
+    norm_topk_prob=False,
+    moe_layers=(True,) * 24,
+    qk_norm=False,
+    qkv_bias=True,
+    max_positions=8192,
+)
+
+
+def refusal(path: Path | str, *overrides: str) -> str:
+    """The one line with which load_config refuses."""
+    with pytest.raises(InputError) as caught:
+        load_config(path, list(overrides))
+    message = str(caught.value)
+    assert "\n" not in message and "pydantic" not in message
+    return message
+
+
+# ------------------------------------------------------------------------------------------------ the files we ship
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_every_shipped_file_loads_and_holds_every_key_that_it_makes_the_run_read(path):
+    cfg = load_config(path)
+    written = set(config.flatten(yaml.safe_load(path.read_text())))
+    # A template is read only if the tokenizer has no chat template, which ours have.
+    assert set(config.flatten(config.to_dict(cfg))) - written == {"data.prompt_template"}
+
+
+def test_four_files_are_shipped():
+    assert [path.stem for path in CONFIGS] == ["qwen15_moe", "qwen3", "tiny_16", "tiny_cpu"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "world"), [("qwen3", QWEN3_30B_A3B, 16), ("qwen15_moe", QWEN15_MOE, 16)], ids=["qwen3", "qwen15"]
+)
+def test_the_real_models_fit_their_layouts_but_do_not_run_yet(name, arch, world):
+    cfg = load_config(ROOT / "configs" / f"{name}.yaml")
+    check_layout(cfg, arch, world)
+    with pytest.raises(InputError, match="device: npu is not supported yet, only cpu has been run"):
+        check_runnable(cfg)
+
+
+@pytest.mark.parametrize(("name", "world"), [("tiny_cpu", 2), ("tiny_16", 16)])
+def test_the_tiny_models_fit_their_layouts_and_run(name, world):
+    cfg = load_config(ROOT / "configs" / f"{name}.yaml")
+    tiny = cfg.tiny_model
+    arch = dataclasses.replace(
+        QWEN3_30B_A3B,
+        vocab_size=tiny.vocab_size,
+        num_heads=tiny.num_heads,
+        num_kv_heads=tiny.num_kv_heads,
+        expert_ffn_size=tiny.expert_width,
+        num_experts=tiny.num_experts,
+    )
+    check_layout(cfg, arch, world)
+    check_runnable(cfg)
+
+
+def test_the_arithmetic_in_the_comments_of_the_tiny_recipe_is_its_values():
+    cfg = load_config(TINY)
+    assert cfg.rollout.prompts_per_step * cfg.rollout.group_size == 256 == 2 * 128
+    assert cfg.data.num_train // cfg.rollout.prompts_per_step == 128
+    assert cfg.train.steps * 256 == 30_720
+
+
+# -------------------------------------------------------------------------------------------- keys that are not read
+
+
+RANDOM_WEIGHTS = "tiny_model: {architecture: qwen3_moe, warm_start_steps: 0, %s}"
+IDLE_CASES = [
+    # (selectors, key, value, reason)
+    ("loss: {kl: none, %s}", "kl_coef", "1e-3", "loss.kl is none"),
+    ("loss: {kind: gspo, %s}", "dual_clip", "3", "loss.kind is not ppo"),
+    ("loss: {%s}", "importance_clip", "2", "loss.importance is none"),
+    ("optim: {%s}", "min_lr_ratio", "0.1", "optim.decay is constant"),
+    ("eval: {samples: 0, %s}", "temperature", "1", "eval.samples is 0"),
+    ("lora: {targets: [linear_qkv, router], %s}", "expert_rank", "4", "neither linear_fc1 nor linear_fc2"),
+    ("tiny_model: {architecture: qwen3_moe, %s}", "shared_expert_width", "64", "not qwen2_moe"),
+    (RANDOM_WEIGHTS, "warm_start_lr", "1e-3", "warm_start_steps is 0"),
+    (RANDOM_WEIGHTS, "teacher_right", "0.3", "warm_start_steps is 0"),
+    (RANDOM_WEIGHTS, "drills_per_batch", "8", "warm_start_steps is 0"),
+    ("train: {steps: 100, checkpoint_every: 0, %s}", "keep_last", "2", "train.checkpoint_every is 0"),
+    ("data: {source: arithmetic, %s}", "train_path", "a.jsonl", "data.source is arithmetic"),
+    ("data: {source: gsm8k, train_path: a, test_path: b, %s}", "num_train", "8", "data.source is not arithmetic"),
+    ("data: {source: gsm8k, train_path: a, test_path: b, %s}", "operand_low", "8", "data.source is not arithmetic"),
+]
+
+
+@pytest.mark.parametrize(("text", "key", "value", "reason"), IDLE_CASES, ids=[case[1] for case in IDLE_CASES])
+def test_a_key_that_the_run_would_not_read_is_refused_wherever_it_is_given(tmp_path, text, key, value, reason):
+    section = text.split(":")[0]
+    base = "".join(line for line in MINIMAL.splitlines(keepends=True) if not line.startswith(section))
+    path = tmp_path / "run.yaml"
+    path.write_text(base + text % f"{key}: {value}" + "\n")
+    message = refusal(path)
+    assert message.startswith(f"{path}: {section}.{key}: not read, ") and reason in message
+    path.write_text(base + text.replace(", %s", "").replace("%s", "") + "\n")
+    load_config(path)
+    assert reason in refusal(path, f"{section}.{key}={value}")
+
+
+def test_a_key_of_the_file_that_an_override_makes_idle_is_noted_and_takes_its_default():
+    notes: list[str] = []
+    cfg = load_config(TINY, ["loss.kl=none", "lora.targets=[linear_qkv]"], notes)
+    assert notes == [
+        "lora.expert_rank: not read, lora.targets has neither linear_fc1 nor linear_fc2",
+        "loss.kl_coef: not read, loss.kl is none",
+    ]
+    assert "kl_coef" not in config.to_dict(cfg)["loss"]
+    assert "loss.kl_coef: not read" in refusal(TINY, "loss.kl=none", "loss.kl_coef=0.1")
+
+
+def test_a_key_that_became_idle_leaves_no_trace_in_the_run(tmp_path):
+    with_value, without = tmp_path / "with.yaml", tmp_path / "without.yaml"
+    with_value.write_text(MINIMAL + "loss: {kl_coef: 0.5}\n")
+    without.write_text(MINIMAL + "loss: {kl: none}\n")
+    assert load_config(with_value, ["loss.kl=none"]) == load_config(without)
+
+
+def test_an_override_can_make_a_key_of_the_same_command_line_read():
+    cfg = load_config(TINY, ["optim.min_lr_ratio=0.2", "optim.decay=cosine"])
+    assert cfg.optim.min_lr_ratio == 0.2
+
+
+def test_a_key_given_twice_on_the_command_line_is_noted_and_the_last_one_counts():
+    notes: list[str] = []
+    assert load_config(TINY, ["train.steps=30", "train.steps=40"], notes).train.steps == 40
+    assert notes == ["train.steps: given twice on the command line, the last one counts"]
+
+
+def test_gsm8k_keeps_the_operands_that_the_warm_start_reads():
+    notes: list[str] = []
+    load_config(TINY, ["data.source=gsm8k", "data.train_path=a", "data.test_path=b"], notes)
+    assert [note.split(":")[0] for note in notes] == ["data.num_train", "data.num_test", "data.seed"]
+
+
+def test_the_tiny_model_can_be_left_out_but_not_made_by_accident():
+    assert load_config(TINY, ["tiny_model=null"]).tiny_model is None
+    assert "tiny_model.architecture: missing" in refusal(ROOT / "configs" / "qwen3.yaml", "tiny_model.seed=1")
+
+
+def test_every_idle_rule_names_a_field():
+    sections = {name: kind.model_fields for name, kind in config._sections().items()}
+    assert all(key.split(".")[1] in sections[key.split(".")[0]] for key in IDLE)
+
+
+# ---------------------------------------------------------------------------------------- values that contradict
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["optim.prompts_per_update=12"], "12 does not divide rollout.prompts_per_step 32; nearest: 8, 16"),
+        (["parallel.pipeline=2"], "parallel.pipeline: 2 is not supported yet"),
+        (["parallel.context=4"], "parallel.context: 4 is not supported yet"),
+        (["rollout.max_new_tokens=8192"], "data.max_prompt_tokens 64 + rollout.max_new_tokens 8192 = 8256 tokens"),
+        (["data.operand_low=50"], "data.operand_low: 50 exceeds data.operand_high 49"),
+        (["loss.kl_coef=0"], "use loss.kl: none"),
+        (["loss.dual_clip=0.5"], "needed: more than 1, or 0 for off"),
+        (["data.source=gsm8k", "data.train_path=a"], "data.test_path: missing"),
+        (["data.prompt_template='Q:'"], "does not contain {question}"),
+        (["lora.targets=[router, router]"], "lora.targets: router given twice"),
+        (["data.num_train=16"], "rollout.prompts_per_step: 32 exceeds data.num_train 16"),
+        (["eval.num_questions=2000"], "eval.num_questions: 2000 exceeds data.num_test 1024"),
+        (["tiny_model.num_kv_heads=3"], "tiny_model.num_kv_heads: 3 does not divide num_heads 4; nearest: 2, 4"),
+        (["tiny_model.experts_per_token=9"], "tiny_model.experts_per_token: 9 exceeds num_experts 8"),
+        (["tiny_model.teacher_right=0.5"], "tiny_model.teacher_right: 0.5 + teacher_wrong_operation 0.55 exceeds 1"),
+        (["parallel.pipeline=2", "loss.kl_coef=0"], "only 1 is; loss.kl_coef"),
+    ],
+)
+def test_values_that_cannot_work_together_are_refused_with_their_numbers(overrides, expected):
+    assert expected in refusal(TINY, *overrides)
+
+
+@pytest.mark.parametrize("device", ["cuda", "npu"])
+def test_what_cannot_run_yet_loads_and_is_refused_by_the_trainer(device):
+    with pytest.raises(InputError, match=f"device: {device} is not supported yet, only cpu has been run"):
+        check_runnable(load_config(TINY, [f"device={device}"]))
+    with pytest.raises(InputError, match="rollout.engine: vllm .* use torch"):
+        check_runnable(load_config(TINY, ["rollout.engine=vllm"]))
+    check_runnable(load_config(TINY, ["device=auto"]))
+
+
+# ------------------------------------------------------------------------------------------------------------ layouts
+
+
+@pytest.mark.parametrize(
+    ("arch", "world", "layout", "expected"),
+    [
+        (QWEN3_30B_A3B, 16, {"tensor": 3}, "parallel.tensor: 3 does not divide 4 key/value heads; nearest: 2, 4"),
+        (QWEN3_30B_A3B, 16, {"tensor": 8}, "parallel.tensor: 8 does not divide 4 key/value heads; nearest: 4"),
+        (QWEN3_30B_A3B, 6, {"tensor": 4}, "parallel.tensor: 4 does not divide 6 ranks; nearest: 2"),
+        (QWEN3_30B_A3B, 16, {"expert": 32}, "32 does not divide 16 ranks (16 / expert_tensor 1); nearest: 16"),
+        (QWEN3_30B_A3B, 12, {"expert": 3}, "parallel.expert: 3 does not divide 128 experts; nearest: 2, 4"),
+        (QWEN3_30B_A3B, 16, {"expert": 8, "expert_tensor": 4}, "divide 4 ranks (16 / expert_tensor 4); nearest: 4"),
+        (QWEN3_30B_A3B, 10, {"expert_tensor": 5}, "parallel.expert_tensor: 5 does not divide 768 columns of an expert"),
+        (QWEN3_30B_A3B, 16, {"expert_tensor": 32}, "parallel.expert_tensor: 32 does not divide 16 ranks; nearest: 16"),
+        (QWEN15_MOE, 16, {"expert": 16}, "parallel.expert: 16 does not divide 60 experts; nearest: 4"),
+        (QWEN15_MOE, 16, {"expert": 8}, "parallel.expert: 8 does not divide 60 experts; nearest: 4"),
+        (QWEN15_MOE, 7, {"tensor": 7}, "parallel.tensor: 7 does not divide 16 key/value heads; nearest: 1"),
+        (
+            dataclasses.replace(QWEN15_MOE, shared_expert_ffn_size=5630),
+            16,
+            {"tensor": 4},
+            "parallel.tensor: 4 does not divide 5630 columns of the shared expert; nearest: 2",
+        ),
+        (
+            dataclasses.replace(QWEN15_MOE, vocab_size=151937),
+            16,
+            {"tensor": 4},
+            "parallel.tensor: 4 does not divide 151937 tokens of the vocabulary; nearest: 1",
+        ),
+        (
+            dataclasses.replace(QWEN3_30B_A3B, dense_ffn_size=6142, moe_layers=(False,) + (True,) * 47),
+            16,
+            {"tensor": 4},
+            "parallel.tensor: 4 does not divide 6142 columns of a dense layer; nearest: 2",
+        ),
+        (
+            dataclasses.replace(QWEN3_30B_A3B, max_positions=1024),
+            16,
+            {},
+            "data.max_prompt_tokens: 512 + rollout.max_new_tokens 1024 = 1536 exceeds the model's 1024 positions",
+        ),
+    ],
+)
+def test_an_impossible_layout_is_refused_with_numbers_and_the_nearest_that_works(arch, world, layout, expected):
+    sizes = {"tensor": 1, "expert": 1, "expert_tensor": 1} | layout
+    cfg = load_config(ROOT / "configs" / "qwen3.yaml", [f"parallel.{key}={size}" for key, size in sizes.items()])
+    with pytest.raises(InputError) as caught:
+        check_layout(cfg, arch, world)
+    assert str(caught.value).endswith(expected) or str(caught.value).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("arch", "world", "tensor", "expert", "expert_tensor"),
+    [
+        (QWEN3_30B_A3B, 16, 4, 16, 1),
+        (QWEN3_30B_A3B, 16, 4, 4, 4),
+        (QWEN3_30B_A3B, 16, 4, 4, 1),
+        (QWEN3_30B_A3B, 16, 1, 16, 1),
+        (QWEN3_30B_A3B, 16, 2, 8, 2),
+        (QWEN3_30B_A3B, 1, 1, 1, 1),
+        (QWEN15_MOE, 16, 4, 4, 4),
+        (QWEN15_MOE, 12, 4, 12, 1),
+        (QWEN15_MOE, 8, 8, 4, 2),
+    ],
+)
+def test_a_possible_layout_is_accepted(arch, world, tensor, expert, expert_tensor):
+    layout = [f"parallel.tensor={tensor}", f"parallel.expert={expert}", f"parallel.expert_tensor={expert_tensor}"]
+    check_layout(load_config(ROOT / "configs" / "qwen3.yaml", layout), arch, world)

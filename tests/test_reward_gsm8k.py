@@ -1,0 +1,376 @@
+"""The rewards: every method against hand-made cases, the real gold answers, time on absurd input, nothing evaluated.
+
+The expected values of the peers' methods were reasoned from their published definitions, not read off this code.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+import reward_gsm8k as reward
+
+GSM8K = Path(__file__).resolve().parents[2] / "shared" / "data" / "gsm8k"
+BOX = "<think>steps</think> <answer>so \\boxed{%s} it is</answer>"
+
+# (response, gold, score). Under strict, 0 is also the score of a text without a readable answer: see UNREADABLE.
+STRICT = [
+    ("9 * 2 = 18\n#### 18", "18", 1),
+    ("#### 18", "18", 1),
+    ("####18", "18", 1),
+    ("####  \t 18", "18", 1),
+    ("so the answer is #### 18", "18", 1),
+    ("#### 19", "18", 0),
+    ("#### -5", "-5", 1),
+    ("#### 5", "-5", 0),
+    ("#### +18", "18", 1),
+    ("#### $18", "18", 1),
+    ("#### $ 18", "18", 1),
+    ("#### \\$18", "18", 1),
+    ("#### -$18", "-18", 1),
+    ("#### $-18", "-18", 1),
+    ("#### $18$", "18", 1),
+    ("#### **18**", "18", 1),
+    ("**#### 18**", "18", 1),
+    ("#### **$18.00**.", "18", 1),
+    ("#### `18`", "18", 1),
+    ("#### 18.", "18", 1),
+    ("#### 18.0", "18", 1),
+    ("#### 18.01", "18", 0),
+    ("#### 018", "18", 1),
+    ("#### .5", "0.5", 1),
+    ("#### 0.50", "0.5", 1),
+    ("#### 0.1", "0.10000000000000000001", 0),  # equal as floats, not as decimals
+    ("#### 1,800", "1800", 1),
+    ("#### 1800", "1,800", 1),
+    ("#### 1,234,567.50", "1234567.5", 1),
+    ("#### 18%", "18", 1),
+    ("#### 18 dollars", "18", 1),
+    ("#### 18 dollars a day.", "18", 1),
+    ("#### 18 (eggs)", "18", 1),
+    ("#### 18\nSo it is not 19.", "18", 1),
+    ("#### 18\r\n", "18", 1),
+    ("#### 18\n#### 18", "18", 1),
+    ("#### 18 #### 18.0", "18", 1),
+    ("#### 18 ####", "18", 1),
+    ("#### Step 1: add 3 and 4\n#### **Result**\n#### 18", "18", 1),
+    ("#### 18<|im_end|>\n#### 19", "18", 1),
+    ("#### 18</s>", "18", 1),
+    ("#### 18<|endoftext|>Question: 2 + 2? #### 4", "18", 1),
+    ("#### 4<|endoftext|>#### 18", "18", 0),
+    ("<|im_end|>#### 18", "18", 0),
+    ("#### 19\n#### 18", "18", 0),
+]
+UNREADABLE = [
+    "",
+    "The answer is 18.",
+    "#### ",
+    "####\n18",
+    "### 18",
+    "##### 18",  # a heading of another level
+    "#### The answer is 18",
+    "#### x = 18",
+    "#### 18 or 19",
+    "#### 18 or nineteen",
+    "#### 18 and a half",
+    "#### 18 thousand",
+    "#### 18 Million dollars",
+    "#### 18k",
+    "#### 18kg",
+    "#### 18-20",
+    "#### 18 = 18",
+    "#### 9 + 9",
+    "#### 18/1",
+    "#### 1.8e1",
+    "#### 18.0.0",
+    "#### 1 800",
+    "#### 1,8",
+    "#### 18,00",
+    "#### 0,018",
+    "#### 1800,000",
+    "#### 1,800,00",
+    "#### --18",
+    "#### -$-18",
+    "#### - 18",
+    "#### \\boxed{18}",
+    "#### [18]",
+    "#### 18\n#### 19",
+    "#### 18\n#### 18 or 19",
+    "#### 18\n#### 1. First, add",
+    "#### \uff11\uff18",  # full-width digits
+    "#### 18\uff15",
+    "#### \u0661\u0668",  # Arabic-Indic digits
+    "#### \u221218",  # the minus sign of typesetting
+    "#### \u221218\n#### 18",
+    "#### 18\u00b2",
+    "#### 18 \u00bd",
+    "#### 18 \u5143",
+    "#### NaN",
+    "#### Infinity",
+]
+PEERS = {
+    "verl_strict": [  # last "#### number" of the last 300 characters, commas removed, equal as text
+        ("#### 18", "18", 1),
+        ("#### 19\n#### 18", "18", 1),
+        ("#### 18\n#### 19", "18", 0),
+        ("#### 1,800", "1800", 1),
+        ("#### 1,8,0,0", "1800", 1),
+        ("#### 18 or 19", "18", 1),
+        ("#### 18 dollars", "18", 1),
+        ("##### 18", "18", 1),
+        ("#### -5", "-5", 1),
+        ("#### 18.", "18", 0),
+        ("#### 18.0", "18", 0),
+        ("#### $18", "18", 0),
+        ("#### **18**", "18", 0),
+        ("####18", "18", 0),
+        ("####  18", "18", 0),
+        ("18", "18", 0),
+        ("#### 18" + "x" * 293, "18", 1),  # 300 characters
+        ("#### 18" + "x" * 294, "18", 0),  # the first # is cut off
+        ("#### 1" + "x" * 293 + "#### 18", "18", 1),
+    ],
+    "verl_flexible": [  # last run of digits, dots and commas of the last 300 characters, but "."; commas stay
+        ("The answer is 18", "18", 1),
+        ("The answer is 18 . ", "18", 1),
+        ("1 2 3 4 18", "18", 1),
+        ("#### 18 or 19", "18", 0),
+        ("#### 18 or 19", "19", 1),
+        ("$18", "18", 1),
+        ("It is 18.", "18", 0),
+        ("18 , that is all", "18", 0),  # "," is taken for a number
+        ("18 ...", "18", 0),
+        ("1,800", "1800", 0),
+        ("5-18", "-18", 1),
+        ("18" + "x" * 298, "18", 1),
+        ("18" + "x" * 299, "8", 1),
+        ("no number", "18", 0),
+        (" . ", "18", 0),
+    ],
+    "openai": [  # first "#### number", commas removed, equal as text
+        ("#### 18", "18", 1),
+        ("#### 18\n#### 19", "18", 1),
+        ("#### 19\n#### 18", "18", 0),
+        ("#### 1,800", "1800", 1),
+        ("#### 18" + "x" * 1000, "18", 1),
+        ("#### 18.", "18", 0),
+        ("#### 18.0", "18", 0),
+        ("#### $18", "18", 0),
+        ("####18", "18", 0),
+        ("#### x\n#### 18", "18", 1),
+        ("[invalid]", "18", 0),
+    ],
+    "lm_eval_strict": [  # first "#### number"; commas, "$" and one final dot ignored on both sides
+        ("#### 18", "18", 1),
+        ("#### 18.", "18", 1),
+        ("#### 18.,", "18", 1),
+        ("#### 18..", "18", 0),
+        ("#### 18.0", "18", 0),
+        ("#### 1,800", "1800", 1),
+        ("#### 1800", "1,800", 1),
+        ("#### $18", "18", 0),
+        ("#### 18\n#### 19", "18", 1),
+        ("#### 19\n#### 18", "18", 0),
+        ("####18", "18", 0),
+        ("#### 18 or 19", "18", 1),
+    ],
+    "lm_eval_flexible": [  # last run of two or more of [$0-9.,], or of digits
+        ("The answer is 18.", "18", 1),
+        ("The answer is $1,800.", "1800", 1),
+        ("#### $18", "18", 1),
+        ("It is 8", "8", 1),
+        ("It is 8 . ", "8", 1),  # a single dot is no run of two
+        ("18 ...", "18", 0),  # three dots are
+        ("18 or 19", "18", 0),
+        ("5 - 18", "18", 1),
+        ("-18", "-18", 1),
+        ("18.0", "18", 0),
+        ("18" + "x" * 1000, "18", 1),
+        ("none", "18", 0),
+    ],
+    "base_acc": [  # the whole text in its frame, the last box compared after a clean-up
+        (BOX % "18", "18", 1),
+        (BOX % "19", "18", 0),
+        ("#### 18", "18", 0),
+        ("\\boxed{18}", "18", 0),
+        ("<answer>\\boxed{18}</answer>", "18", 0),
+        ("<think></think><answer>\\boxed{18}</answer>", "18", 1),
+        ("<think>a</think>\n\n<answer>\n\\boxed{18}\n</answer>", "18", 1),
+        (" " + BOX % "18", "18", 0),
+        (BOX % "18" + "\n", "18", 0),
+        ("<think>a</think><answer>18</answer>", "18", 0),
+        ("<think>\\boxed{18}</think><answer>18</answer>", "18", 0),
+        ("<answer>\\boxed{18}</answer><think></think>", "18", 0),
+        ("<think>a</think><answer>\\boxed{18</answer>", "18", 0),
+        ("<think>a</think><answer>\\boxed{19} \\boxed{18}</answer>", "18", 1),
+        ("<think>a</think><answer>\\boxed{18} \\boxed{19}</answer>", "18", 0),
+        ("<think>a</think><answer>\\boxed{18} \\boxed{18</answer>", "18", 0),
+        (BOX % " 18 ", "18", 1),
+        (BOX % "{18}", "18", 1),
+        (BOX % "\\$18", "18", 1),
+        (BOX % "18.00", "18", 1),
+        (BOX % "18\\%", "18", 1),
+        (BOX % "1,800", "1800", 1),
+        (BOX % "18\\text{ dollars}", "18", 1),
+        (BOX % "18 miles", "18", 1),
+        (BOX % "x=18", "18", 1),
+        (BOX % "\\text{18}", "18", 1),
+        (BOX % "(18)", "18", 1),
+        (BOX % "-5", "-5", 1),
+        (BOX % "18 dollars", "18", 0),
+        (BOX % "18 or 19", "18", 0),
+        (BOX % "\\frac{36}{2}", "18", 0),
+        (BOX % "9+9", "18", 0),
+        (BOX % "18 million", "18", 0),
+        (BOX % "2.50", "2.5", 1),
+        (BOX % "", "18", 0),
+        (BOX % "nan", "18", 0),
+        (BOX % "inf", "18", 0),
+    ],
+}
+
+
+def gold_rows() -> list[dict[str, str]]:
+    if not GSM8K.is_dir():
+        pytest.skip(f"needs GSM8K's train.jsonl and test.jsonl in {GSM8K}")
+    texts = [(GSM8K / f"{name}.jsonl").read_text(encoding="utf-8") for name in ("train", "test")]
+    return [json.loads(line) for text in texts for line in text.split("\n") if line]
+
+
+@pytest.mark.parametrize(("response", "gold", "expected"), STRICT)
+def test_strict(response: str, gold: str, expected: int) -> None:
+    assert reward.score(response, gold) == expected
+
+
+@pytest.mark.parametrize("response", UNREADABLE)
+def test_strict_finds_no_answer_where_there_is_not_exactly_one_number(response: str) -> None:
+    assert reward.score(response, "18") == 0.0
+    assert not reward.parsable(response)
+
+
+@pytest.mark.parametrize(
+    ("method", "response", "gold", "expected"), [(method, *case) for method, cases in PEERS.items() for case in cases]
+)
+def test_peers(method: str, response: str, gold: str, expected: int) -> None:
+    found = reward.score(response, gold, method)
+    assert found == expected and isinstance(found, float)
+
+
+@pytest.mark.parametrize(
+    ("method", "readable", "unreadable"),
+    [
+        ("strict", "#### 19", "18"),
+        ("verl_strict", "#### 19", "#### x"),
+        ("verl_flexible", "19", "."),
+        ("openai", "#### 19", "18"),
+        ("lm_eval_strict", "#### 19", "18"),
+        ("lm_eval_flexible", "19", "."),
+        ("base_acc", BOX % "a cat", "#### 18"),
+    ],
+)
+def test_parsable_tells_a_wrong_answer_from_none(method: str, readable: str, unreadable: str) -> None:
+    assert reward.parsable(readable, method) and not reward.parsable(unreadable, method)
+    assert reward.score(readable, "18", method) == reward.score(unreadable, "18", method) == 0.0
+
+
+def test_all_real_gold_answers_score_one() -> None:
+    """As worked answers under the methods that read '####'; base_acc's frame does not occur in them."""
+    rows = gold_rows()
+    assert len(rows) == 8792
+    for row in rows:
+        gold = reward.gold_answer(row["answer"])
+        for method in ("strict", "verl_strict", "openai", "lm_eval_strict", "lm_eval_flexible"):
+            assert reward.score(row["answer"], gold, method) == 1.0, (method, row["answer"])
+            assert reward.score(row["answer"], gold + "1", method) == 0.0, (method, row["answer"])
+        assert reward.score(BOX % gold, gold, "base_acc") == 1.0
+        assert reward.score(row["answer"], gold, "base_acc") == 0.0
+
+
+def test_verl_flexible_refuses_real_gold_answers_with_commas_only() -> None:
+    """Its fault, kept: the gold answer loses its thousands commas, the response does not."""
+    for row in gold_rows():
+        final = row["answer"].rpartition("#### ")[2]
+        expected = float("," not in final)
+        assert reward.score(row["answer"], reward.gold_answer(row["answer"]), "verl_flexible") == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "gold"),
+    [("a\n#### 18", "18"), ("#### 1,234,567", "1234567"), ("#### -5\n", "-5"), ("#### 3\nno, #### 4", "4")],
+)
+def test_gold_answer(field: str, gold: str) -> None:
+    assert reward.gold_answer(field) == gold
+
+
+@pytest.mark.parametrize("field", ["", "18", "####18", "#### ", "#### ,"])
+def test_gold_answer_refuses_a_field_without_one(field: str) -> None:
+    with pytest.raises(ValueError, match="answer: found .*; needed: '#### ' and the final number"):
+        reward.gold_answer(field)
+
+
+@pytest.mark.parametrize("gold", ["", "abc", "1/2", "18 or 19", "\uff11\uff18"])
+def test_strict_refuses_a_gold_answer_that_is_not_one_number(gold: str) -> None:
+    """Scoring every response 0 without a word is what users of other trainers suffer from."""
+    for response in ("#### 18", "nothing"):
+        with pytest.raises(ValueError, match="gold: found .*; needed: one number"):
+            reward.score(response, gold)
+
+
+def test_an_unknown_method_is_refused_with_the_choices() -> None:
+    for call in (lambda: reward.score("#### 18", "18", "exact"), lambda: reward.parsable("#### 18", "exact")):
+        with pytest.raises(ValueError, match="found 'exact'; needed: one of strict, verl_strict"):
+            call()
+
+
+def test_score_all_pairs_each_question_with_its_gold_answer() -> None:
+    responses = [["#### 1", "#### 2"], [], ["#### 2"]]
+    assert reward.score_all(responses, ["1", "5", "2"]) == [[1.0, 0.0], [], [1.0]]
+    assert reward.score_all([["It is 2."]], ["2"], "lm_eval_flexible") == [[1.0]]
+    with pytest.raises(ValueError, match="found 3 lists for 2 gold answers"):
+        reward.score_all(responses, ["1", "2"])
+
+
+def absurd_texts() -> list[str]:
+    size = 10**6
+    starts = ["#### ", "#### $", "#### 18 ", "<think>a</think><answer>\\boxed{", "<think></think>"]
+    fillers = ["9", "0", "#", "-", "$", "*", " ", ",000", ".", "a", "or ", "{", "}", "{}", "\\", "^ ", "day ", "1 "]
+    fillers += ["#### ", "#### 18 ", "#### 18\n", "<think>", "</think>", "<answer>", "\\boxed{", "\\text{", "<|im_end"]
+    return [start + filler * (size // len(filler)) + "}</answer>" for start in starts for filler in fillers]
+
+
+@pytest.mark.parametrize("method", reward.METHODS)
+def test_a_million_characters_take_no_time(method: str) -> None:
+    """Each text would take minutes to hours under a quadratic search; 2 s leaves room for a busy machine."""
+    for text in absurd_texts():
+        start = time.process_time()
+        reward.score(text, "18", method)
+        assert time.process_time() - start < 2.0, text[:60]
+
+
+def test_numbers_of_absurd_length_are_compared_exactly() -> None:
+    long = "9" * 10**6
+    assert reward.score("#### " + long, long) == 1.0
+    assert reward.score("#### " + long, long[:-1] + "8") == 0.0
+    assert reward.score("#### 18." + "0" * 10**6, "18") == 1.0
+    assert reward.score("#### 18." + "0" * 10**6 + "1", "18") == 0.0
+
+
+@pytest.mark.parametrize("method", reward.METHODS)
+def test_model_text_is_never_evaluated(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    touched = tmp_path / "touched"
+    codes = [f'__import__("os").system("touch {touched}")', f'open("{touched}", "w")', '__import__("math").gcd(36,54)']
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("model text was evaluated")
+
+    with monkeypatch.context() as patch:
+        for name in ("eval", "exec", "compile"):
+            patch.setattr(builtins, name, refuse)
+        for code in codes:
+            for text in (f"\\boxed{{{code}}}", BOX % code, f"#### {code}"):
+                assert reward.score(text, "18", method) == 0.0
+    assert not touched.exists()

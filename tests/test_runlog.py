@@ -1,0 +1,373 @@
+"""A run's folder: nothing in it is lost, overwritten, torn or private, and a rewound one repeats itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pytest import MonkeyPatch
+
+import run_record
+import runlog
+from config import Config, DataConfig, InputError, ModelConfig, TrainConfig
+
+
+def config_in(folder: Path, **train: object) -> Config:
+    settings = {"steps": 200, "out_dir": str(folder / "out"), **train}
+    return Config(
+        name="tiny", model=ModelConfig(path="none"), data=DataConfig(source="arithmetic"), train=TrainConfig(**settings)
+    )
+
+
+@pytest.fixture
+def cfg(tmp_path: Path) -> Config:
+    return config_in(tmp_path)
+
+
+OpenRun = Callable[..., runlog.RunLog]
+
+
+@pytest.fixture
+def open_run() -> Iterator[OpenRun]:
+    """runlog.open_run; what it opened is closed when the test ends."""
+    logs = []
+
+    def opened(*arguments: object, **named: object) -> runlog.RunLog:
+        logs.append(runlog.open_run(*arguments, **named))
+        return logs[-1]
+
+    yield opened
+    for log in logs:
+        log.close()
+
+
+@pytest.fixture
+def log(cfg: Config, open_run: OpenRun) -> runlog.RunLog:
+    return open_run(cfg, world_size=1, rank=0)
+
+
+def fill(log: runlog.RunLog, first: int, end: int) -> None:
+    """Steps first..end-1 of a run whose numbers depend on the step alone; an evaluation before and every 2 steps."""
+    if first == 0:
+        log.log_eval(0, {"eval/greedy_accuracy": 0.25}, [{"question": q, "greedy": [0]} for q in range(3)])
+    for step in range(first, end):
+        log.log_completions(step, [{"text": f"{step}\n{n}\u2028"} for n in range(2)])
+        log.log_step(step, {"reward/mean": step / 7}, {"timing/generate_s": 1.0})
+        if (step + 1) % 2 == 0:
+            outcomes = [{"question": q, "greedy": [q]} for q in range(3)]
+            log.log_eval(step + 1, {"eval/greedy_accuracy": step / 3}, outcomes)
+
+
+RECORDS = ("metrics.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl")
+
+
+def records(run_dir: Path) -> dict[str, bytes]:
+    return {name: (run_dir / name).read_bytes() for name in RECORDS}
+
+
+# ---------------------------------------------------------------- the folder
+
+
+def test_two_runs_of_one_second_get_two_folders(cfg: Config, monkeypatch: MonkeyPatch, open_run: OpenRun) -> None:
+    moment = runlog.datetime(2030, 1, 2, 3, 4, 5)
+    monkeypatch.setattr(runlog, "datetime", types.SimpleNamespace(now=lambda: moment))
+    logs = [open_run(cfg, 1, 0) for _ in range(3)]
+    assert [log.run_dir.name for log in logs] == [f"tiny-20300102-030405{suffix}" for suffix in ("", "-2", "-3")]
+
+
+def test_the_start_is_recorded(log: runlog.RunLog) -> None:
+    assert "steps: 200" in (log.run_dir / "config.yaml").read_text()
+    environment = json.loads((log.run_dir / "environment.json").read_text())
+    assert environment["packages"]["numpy"] == np.__version__
+    assert environment["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert environment["world_size"] == 1 and environment["cores"] >= 1 and environment["memory_gib"] > 0
+    assert json.loads((log.run_dir / "run.json").read_text())["name"] == "tiny"
+    assert (log.run_dir / "command.txt").read_text().startswith("python ")
+    assert set(json.loads((log.run_dir / "git.json").read_text())) == {"commit", "dirty"}
+
+
+def test_command_of_a_torchrun_start_can_be_typed_again(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(sys, "argv", ["/somewhere/train_grpo.py", "configs/a b.yaml", "train.steps=3"])
+    run_record.write_records(tmp_path, config_in(tmp_path), world_size=16)
+    expected = "torchrun --nnodes=2 --nproc_per_node=8 train_grpo.py 'configs/a b.yaml' train.steps=3\n"
+    assert (tmp_path / "command.txt").read_text() == expected
+
+
+def test_environment_names_no_host_user_or_home(cfg: Config, monkeypatch: MonkeyPatch, open_run: OpenRun) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "node-17.cluster")
+    for key, value in {
+        "HOME": "/data/people/somebody",
+        "USER": "somebody",
+        "TORCH_HOME": "/data/people/somebody/.cache",
+        "ASCEND_HOME_PATH": "/home/another/Ascend:/opt/node-17/x",
+        "HCCL_IF_IP": "10.11.12.13",
+        "VLLM_API_KEY": "sk-123",
+        "NCCL_DEBUG": "INFO",
+        "NOT_OURS": "kept out",
+    }.items():
+        monkeypatch.setenv(key, value)
+    run_dir = open_run(cfg, 1, 0).run_dir
+    text = (run_dir / "environment.json").read_text()
+    for private in ("somebody", "another", "node-17", "cluster", "10.11.12.13", "sk-123", "NOT_OURS"):
+        assert private not in text
+    variables = json.loads(text)["variables"]
+    assert variables["TORCH_HOME"] == "$HOME/.cache" and variables["NCCL_DEBUG"] == "INFO"
+    assert variables["VLLM_API_KEY"] == "(set)"
+
+
+def test_git_patch_holds_the_changes_and_untracked_sources(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    source, record, second = tmp_path / "source", tmp_path / "record", tmp_path / "second"
+    for folder in (source, record, second):
+        folder.mkdir()
+    monkeypatch.setattr(run_record, "__file__", str(source / "run_record.py"))
+    for key in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
+        monkeypatch.delenv(key, raising=False)
+    (source / "old.py").write_text("a = 1\n")
+
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false"]
+        done = subprocess.run(["git", *identity, *arguments], cwd=source, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    run_record.write_records(record, config_in(tmp_path), 1)  # no repository yet: no patch, no error
+    assert json.loads((record / "git.json").read_text()) == {"commit": None, "dirty": None}
+    git("init", "-q")
+    git("add", "old.py")
+    git("commit", "-q", "-m", "first")
+    run_record.write_records(record, config_in(tmp_path), 1)
+    assert json.loads((record / "git.json").read_text()) == {"commit": git("rev-parse", "HEAD").strip(), "dirty": False}
+    (source / "old.py").write_text("a = 2\n")
+    (source / "new.py").write_text("b = 3\n")
+    run_record.write_records(second, config_in(tmp_path), 1)
+    patch = (second / "git.patch").read_text()
+    assert json.loads((second / "git.json").read_text())["dirty"] is True
+    assert patch.startswith("# untracked: new.py\n") and "+a = 2" in patch
+    (source / "old.py").write_text("a = 1\n")
+    git("apply", str(second / "git.patch"))  # the patch with its heading still applies
+    assert (source / "old.py").read_text() == "a = 2\n"
+
+
+def test_other_ranks_write_nothing(cfg: Config, open_run: OpenRun) -> None:
+    log = open_run(cfg, world_size=2, rank=1)
+    fill(log, 0, 2)
+    log.rewind(1)
+    log.say("quiet")
+    log.finish("quiet")
+    assert log.evaluations() == [] and not Path(cfg.train.out_dir).exists()
+
+
+def test_an_unwritable_out_dir_is_one_clear_error(tmp_path: Path, open_run: OpenRun) -> None:
+    (tmp_path / "out").write_text("a file, not a folder")
+    with pytest.raises(InputError, match="out: File exists"):
+        open_run(config_in(tmp_path), 1, 0)
+
+
+# ---------------------------------------------------------------- lines
+
+
+def test_floats_survive_exactly_and_keep_their_order(log: runlog.RunLog) -> None:
+    metrics = {"b": 0.1 + 0.2, "a": np.float32(0.1), "tiny": 5e-324, "count": np.int64(3)}
+    log.log_step(0, metrics, {"timing/generate_s": 1.0})
+    line = (log.run_dir / "metrics.jsonl").read_text()
+    assert line == '{"step": 0, "b": 0.30000000000000004, "a": 0.10000000149011612, "tiny": 5e-324, "count": 3}\n'
+
+
+def test_metrics_hold_no_times_and_timing_holds_memory(log: runlog.RunLog) -> None:
+    log.log_step(0, {"reward/mean": 0.5}, {"timing/generate_s": 1.5, "perf/tokens_per_s": 99.0})
+    assert (log.run_dir / "metrics.jsonl").read_text() == '{"step": 0, "reward/mean": 0.5}\n'
+    timing = json.loads((log.run_dir / "timing.jsonl").read_text())
+    assert timing["timing/generate_s"] == 1.5 and timing["perf/tokens_per_s"] == 99.0
+    assert 0.001 < timing["perf/peak_rss_gib"] < 1000
+
+
+def test_numbers_that_are_not_finite_become_null_and_are_named(log: runlog.RunLog) -> None:
+    log.log_step(0, {"a": math.nan, "b": 1.0, "c": math.inf, "d": np.float32("-inf")}, {})
+    text = (log.run_dir / "metrics.jsonl").read_text()
+    row = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert row == {"step": 0, "a": None, "b": 1.0, "c": None, "d": None, "nonfinite": ["a", "c", "d"]}
+
+
+def test_progress_line_has_the_fixed_order_and_adds_up(log: runlog.RunLog, capsys: pytest.CaptureFixture) -> None:
+    metrics = {
+        "response_length/mean": 187.2,
+        "rollout/logp_gap_mean": 3.1e-7,
+        "actor/grad_norm": 0.84,
+        "actor/clip_frac": 0.01,
+        "actor/kl_loss": 0.0021,
+        "reward/mean": 0.6131,
+    }
+    phases = {"generate": 18.0, "sync": 2.1, "reference": 6.0, "update": 5.1}
+    log.log_step(11, metrics, {f"timing/{name}_s": seconds for name, seconds in phases.items()})
+    line = (
+        "step 12/200  reward 0.613  kl 0.0021  clip 0.01  grad 0.84  gap 3.1e-7  len 187"
+        "  31.2 s = gen 18.0 + sync 2.1 + ref 6.0 + update 5.1"
+    )
+    assert capsys.readouterr().out.splitlines()[-1] == line
+    assert (log.run_dir / "log.txt").read_text().rstrip().endswith(line)
+    log.log_step(12, {"reward/mean": 0.0}, {"timing/generate_s": 18.0, "timing/step_s": 20.0})
+    assert capsys.readouterr().out.strip() == "step 13/200  reward 0.000  20.0 s = gen 18.0 + other 2.0"
+
+
+def test_a_full_disk_is_one_clear_error(log: runlog.RunLog, monkeypatch: MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("builtins.open", full)
+    with pytest.raises(InputError, match=r"metrics.jsonl: No space left on device"):
+        log.log_step(0, {}, {})
+
+
+# ---------------------------------------------------------------- finish
+
+
+def test_finish_hashes_the_records_and_draws_the_curves(log: runlog.RunLog, capsys: pytest.CaptureFixture) -> None:
+    fill(log, 0, 4)
+    log.finish("arithmetic accuracy 25.0 % -> 66.7 %")
+    done = json.loads((log.run_dir / "finished.json").read_text())
+    assert done["result"] == "arithmetic accuracy 25.0 % -> 66.7 %"
+    for name in ("metrics.jsonl", "eval.jsonl", "eval_outcomes.jsonl"):
+        assert done["sha256"][name] == hashlib.sha256((log.run_dir / name).read_bytes()).hexdigest()
+    assert capsys.readouterr().out.splitlines()[-1] == done["result"]
+    assert (log.run_dir / "curves.png").exists()
+
+
+def test_the_curves_are_not_blank(log: runlog.RunLog) -> None:
+    from matplotlib.image import imread
+
+    empty = Path(log.run_dir)
+    runlog.draw_curves(empty)  # a run without a step: axes only, no error
+    blank = imread(empty / "curves.png")
+    generator = np.random.default_rng(0)
+    for step in range(60):
+        metrics = {key: float(generator.random() + step / 60) / 2 for _, key, _ in runlog.PANELS}
+        metrics["rollout/logp_gap_mean"] *= 1e-6
+        if step == 30:
+            metrics["actor/grad_norm"] = math.nan
+        log.log_step(step, metrics, {})
+        if step % 20 == 0:
+            log.log_eval(step, {"eval/greedy_accuracy": step / 60, "eval/sampled_accuracy": step / 90}, [])
+    runlog.draw_curves(log.run_dir)
+    picture = imread(log.run_dir / "curves.png")
+    assert picture.shape == blank.shape
+    rows, columns = picture.shape[0] // 2, picture.shape[1] // 3
+    for row in range(2):
+        for column in range(3):  # every panel has ink that the empty figure lacks
+            window = np.s_[row * rows : (row + 1) * rows, column * columns : (column + 1) * columns]
+            assert np.abs(picture[window] - blank[window]).mean() > 0.01
+
+
+def test_tensorboard_is_written_or_refused(tmp_path: Path, monkeypatch: MonkeyPatch, open_run: OpenRun) -> None:
+    cfg = config_in(tmp_path, tensorboard=True)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # what an absent package looks like
+    for rank in (0, 1):  # every rank alike, so that none waits for the others
+        with pytest.raises(InputError, match="pip install tensorboard"):
+            open_run(cfg, 2, rank)
+    written = []
+
+    class SummaryWriter:
+        def __init__(self, folder: str, purge_step: int) -> None:
+            written.append(("purge", Path(folder).name, purge_step))
+
+        def add_scalar(self, key: str, value: float, step: int) -> None:
+            written.append((key, value, step))
+
+        def flush(self) -> None: ...
+
+        close = flush
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=SummaryWriter))
+    log = open_run(cfg, 1, 0)
+    log.log_step(3, {"reward/mean": 0.5}, {"timing/generate_s": 1.0})
+    log.close()
+    assert written == [("purge", "tensorboard", 3), ("reward/mean", 0.5, 3), ("timing/generate_s", 1.0, 3)]
+
+
+# ---------------------------------------------------------------- resume
+
+
+@pytest.mark.parametrize("tear", [b"", b'{"step": 4, "rew', b"\x00" * 40, b'{"step": 4, "x": "\xff'])
+@pytest.mark.parametrize("back_to", [4, 3, 2, 1])
+def test_a_rewound_run_equals_one_never_stopped(cfg: Config, tear: bytes, back_to: int, open_run: OpenRun) -> None:
+    whole = open_run(cfg, 1, 0)
+    fill(whole, 0, 6)
+    killed = open_run(cfg, 1, 0)
+    fill(killed, 0, 4)
+    killed.close()
+    for name in (*RECORDS, "timing.jsonl"):
+        with open(killed.run_dir / name, "ab") as file:
+            file.write(tear)
+    again = open_run(cfg, 1, 0, resume=killed.run_dir)
+    again.rewind(back_to)
+    fill(again, back_to, 6)
+    assert records(again.run_dir) == records(whole.run_dir)
+    assert len(run_record.read_lines(again.run_dir / "timing.jsonl")) == 6
+    assert [row["step"] for row in again.evaluations()] == [0, 2, 4, 6]
+    assert (again.run_dir / "resume-1" / "environment.json").exists()
+
+
+def test_outcomes_whose_summary_was_not_written_are_forgotten(cfg: Config, open_run: OpenRun) -> None:
+    log = open_run(cfg, 1, 0)
+    fill(log, 0, 2)
+    before = records(log.run_dir)
+    with open(log.run_dir / "eval_outcomes.jsonl", "a") as file:  # killed in the evaluation at step 2, logged again
+        file.write('{"step": 3, "question": 0}\n')
+    log.rewind(2)
+    log.log_eval(2, log.evaluations()[-1] | {}, [{"question": q, "greedy": [q]} for q in range(3)])
+    assert records(log.run_dir) == before
+
+
+def test_rewinding_needs_every_step_before(cfg: Config, open_run: OpenRun) -> None:
+    log = open_run(cfg, 1, 0)
+    fill(log, 0, 3)
+    with pytest.raises(InputError, match=r"metrics.jsonl: 3 whole lines before step 4"):
+        log.rewind(4)
+    metrics = log.run_dir / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes()[:-1])  # a line is whole only with its end: more would be appended to it
+    with pytest.raises(InputError, match=r"metrics.jsonl: 2 whole lines before step 3"):
+        log.rewind(3)
+
+
+def test_a_summary_is_written_after_its_outcomes(log: runlog.RunLog, monkeypatch: MonkeyPatch) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(log, "_append", lambda name, _: written.append(name))
+    log.log_eval(0, {"eval/greedy_accuracy": 0.5}, [{"question": 0}])
+    assert written == ["eval_outcomes.jsonl", "eval.jsonl"]
+
+
+def test_an_atomic_write_is_on_the_disk_before_it_has_the_name(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    events: list[str] = []
+    replace = os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: events.append(os.readlink(f"/proc/self/fd/{fd}")))
+    monkeypatch.setattr(os, "replace", lambda old, new: (events.append("replace"), replace(old, new)))
+    run_record.write_atomically(tmp_path / "a.json", "{}")
+    assert events == [str(tmp_path / ".a.json.tmp"), "replace", str(tmp_path)]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_live_run_cannot_be_opened_twice(cfg: Config, open_run: OpenRun) -> None:
+    log = open_run(cfg, 1, 0)
+    with pytest.raises(InputError, match="a live process writes this run"):
+        open_run(cfg, 1, 0, resume=log.run_dir)
+    log.close()
+    open_run(cfg, 1, 0, resume=log.run_dir).close()
+
+
+def test_rewinding_a_finished_run_opens_it_again(cfg: Config, open_run: OpenRun) -> None:
+    log = open_run(cfg, 1, 0)
+    fill(log, 0, 2)
+    log.finish("done")
+    again = open_run(cfg, 1, 0, resume=log.run_dir)
+    again.rewind(2)
+    assert not (log.run_dir / "finished.json").exists()

@@ -1,0 +1,253 @@
+"""The shell scripts, without installing anything: a stub stands for Python and writes down what it was asked to do.
+
+What this does not cover is a real installation; .ci/run makes one in an empty clone.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = [*sorted(ROOT.glob("*.sh")), ROOT / ".ci" / "run"]
+
+# Answers for Python, pip, venv, torchrun and the trainer. `-c` goes to the real interpreter, whose path is replaced by
+# the stub's own, so that the environment is "made" by the stub and its bin/python is the stub again.
+STUB = """#!/usr/bin/env bash
+set -o pipefail
+case "$1 ${2:-} ${3:-}" in
+    "-c "*ensurepip*) exit "${STUB_NO_VENV:-0}" ;;
+    "-c "*) "$REAL_PYTHON" "$@" | sed -e "s#^/.*#$0#" -e "s#^3[.][0-9]*\\$#${STUB_VERSION:-&}#"; exit ;;
+esac
+echo "$*" >>"$STUB_CALLS"
+case "$1 ${2:-} ${3:-}" in
+    "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+    "-m pip install")
+        sleep "${STUB_PIP_SECONDS:-0}"
+        if [ -n "${STUB_PIP_FAILS:-}" ] && [[ "$*" == *$STUB_PIP_FAILS ]]; then
+            printf 'Collecting\\nERROR: %s\\n' "$STUB_PIP_SAYS"
+            exit 1
+        fi ;;
+    "train_grpo.py "*) exit "${STUB_CHECK:-0}" ;;
+    "-m torch.distributed.run "*) echo "torchrun is process $$" ;;
+esac
+"""
+
+
+@dataclass
+class Checkout:
+    """A copy of the scripts with two short lists of pins, and the stub in the place of python3."""
+
+    root: Path
+
+    def start(self, script: str, *arguments: str, **environment: str) -> subprocess.Popen:
+        known = {"PATH": f"{self.root / 'bin'}:{os.environ['PATH']}", "REAL_PYTHON": sys.executable}
+        known |= {"STUB_CALLS": str(self.root / "calls"), "STUB_VERSION": "3.11", "HOME": str(self.root)}
+        command = ["bash", str(self.root / script), *arguments]
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, env=known | environment, cwd="/", **pipes)
+
+    def run(self, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+        """Runs to the end, and forgets the calls of earlier runs."""
+        (self.root / "calls").write_text("")
+        process = self.start(script, *arguments, **environment)
+        out, err = process.communicate(timeout=30)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def calls(self, containing: str = "") -> list[str]:
+        return [line for line in (self.root / "calls").read_text().splitlines() if containing in line]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    root = tmp_path / "a folder"  # with a space, as many have
+    for folder in ("bin", "requirements", ".cache/megatron-core-0.12.1"):
+        (root / folder).mkdir(parents=True)
+    for name in ("run_cpu.sh", "run_tests.sh", "setup_cpu.sh"):
+        shutil.copy(ROOT / name, root)
+    (root / "requirements" / "cpu.txt").write_text("torch==2.0+cpu\nnumpy==1.0\n")
+    (root / "requirements" / "test.txt").write_text("pytest==9.0\n")
+    (root / "bin" / "python3").write_text(STUB)
+    (root / "bin" / "python3").chmod(0o755)
+    return Checkout(root)
+
+
+# ---- every script ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_script_parses_is_strict_and_gives_reasons_for_what_it_exports(script: Path) -> None:
+    parsed = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
+    assert parsed.returncode == 0, parsed.stderr
+    text = script.read_text()
+    if text.startswith("#!"):  # a file without it is sourced by one that has it
+        assert "\nset -euo pipefail\n" in text
+        assert os.access(script, os.X_OK), f"{script.name} is not executable"
+    for line in text.splitlines():
+        if re.match(r"\s*(export|unset)\s", line):
+            assert re.search(r"\S\s+# \w", line), f"{script.name}: no reason beside: {line}"
+
+
+# ---- the environment ------------------------------------------------------------------------------------------------
+
+
+def test_first_run_installs_only_what_is_listed_and_the_second_starts_at_once(checkout: Checkout) -> None:
+    assert checkout.run("run_cpu.sh").returncode == 0
+    installs = checkout.calls("pip install")
+    assert [call.split()[-1] for call in installs] == [".venv/torch.txt", "requirements/cpu.txt"]
+    assert all("--no-deps" in call for call in installs)
+    assert checkout.calls("pip check")
+    assert (checkout.root / ".venv" / "torch.txt").read_text() == "torch==2.0+cpu\n"
+    second = checkout.run("run_cpu.sh")
+    assert (second.returncode, checkout.calls("-m pip"), checkout.calls("-m venv")) == (0, [], [])
+    assert second.stdout.startswith("torchrun is process")
+
+
+def test_tests_add_their_list_to_the_same_environment(checkout: Checkout) -> None:
+    assert checkout.run("run_cpu.sh").returncode == 0
+    assert checkout.run("run_tests.sh", "-m", "not slow").returncode == 0
+    assert [call.split()[-1] for call in checkout.calls("pip install")] == ["requirements/test.txt"]
+    assert checkout.calls()[-1] == "-m pytest -m not slow"
+    for script in ("run_cpu.sh", "run_tests.sh"):
+        assert checkout.run(script).returncode == 0
+        assert checkout.calls("-m pip") == []
+
+
+def test_older_megatron_is_installed_aside_and_only_when_complete_gets_its_name(checkout: Checkout) -> None:
+    folder = checkout.root / ".cache" / "megatron-core-0.12.1"
+    folder.rmdir()
+    failed = checkout.run("run_tests.sh", STUB_PIP_FAILS="megatron-core==0.12.1", STUB_PIP_SAYS="no network")
+    assert failed.returncode == 1 and not folder.exists()
+    assert checkout.run("run_tests.sh").returncode == 0
+    assert folder.is_dir() and len(checkout.calls("megatron-core==0.12.1")) == 1
+
+
+def test_changed_pins_make_the_environment_anew(checkout: Checkout) -> None:
+    assert checkout.run("run_cpu.sh").returncode == 0
+    (checkout.root / ".venv" / "old").touch()
+    (checkout.root / "requirements" / "cpu.txt").write_text("torch==2.0+cpu\nnumpy==2.0\n")
+    assert checkout.run("run_cpu.sh").returncode == 0
+    assert checkout.calls("-m venv") and not (checkout.root / ".venv" / "old").exists()
+
+
+def test_environment_of_an_install_that_was_killed_is_made_anew(checkout: Checkout) -> None:
+    (checkout.root / "calls").touch()
+    with checkout.start("run_cpu.sh", STUB_PIP_SECONDS="1") as killed:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and not checkout.calls("pip install"):
+            time.sleep(0.02)
+        killed.kill()
+        assert killed.wait(timeout=20) == -signal.SIGKILL
+        (checkout.root / ".venv" / "half a package").touch()
+        next_run = checkout.run("run_cpu.sh")
+    assert next_run.returncode == 0 and "waiting" in next_run.stdout  # for the pip that the killed script left behind
+    assert checkout.calls("-m venv") and not (checkout.root / ".venv" / "half a package").exists()
+
+
+def test_environment_whose_interpreter_vanished_is_made_anew(checkout: Checkout) -> None:
+    assert checkout.run("run_cpu.sh").returncode == 0
+    (checkout.root / ".venv" / "bin" / "python").unlink()
+    assert checkout.run("run_cpu.sh").returncode == 0
+    assert checkout.calls("-m venv")
+
+
+def test_two_scripts_at_once_install_once(checkout: Checkout) -> None:
+    started = [checkout.start("run_cpu.sh", STUB_PIP_SECONDS="0.3") for _ in range(2)]
+    outputs = [process.communicate(timeout=30)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0]
+    assert len(checkout.calls("-m venv")) == 1 and len(checkout.calls("pip install")) == 2
+    assert sum("waiting: another set-up" in output for output in outputs) == 1
+
+
+def test_folder_that_the_script_did_not_make_is_left_alone(checkout: Checkout) -> None:
+    (checkout.root / "mine").mkdir()
+    (checkout.root / "mine" / "thesis").touch()
+    done = checkout.run("run_cpu.sh", VENV="mine")
+    assert done.returncode == 1 and done.stderr.startswith("error: mine: not made by this script")
+    assert [path.name for path in (checkout.root / "mine").iterdir()] == ["thesis"]
+
+
+def test_torch_comes_from_its_own_index_when_the_usual_one_lacks_the_cpu_build(checkout: Checkout) -> None:
+    lacks = {"STUB_PIP_FAILS": "progress-bar off -r .venv/torch.txt", "STUB_PIP_SAYS": "No matching distribution found"}
+    done = checkout.run("run_cpu.sh", TORCH_INDEX="https://mirror.example/cpu", **lacks)
+    assert done.returncode == 0, done.stderr
+    assert len(checkout.calls("--index-url https://mirror.example/cpu -r .venv/torch.txt")) == 1
+    assert not [call for call in checkout.calls("cpu.txt") if "mirror.example" in call]
+
+
+FAILURES = {  # what is wrong -> environment of the script, what the one error line says
+    "no Python": ({"PYTHON": "python-that-is-not-here"}, "error: PYTHON: there is no python-that-is-not-here here"),
+    "broken Python": ({"PYTHON": "false"}, "error: PYTHON: false does not work"),
+    "old Python": ({"STUB_VERSION": "3.9"}, "error: PYTHON: python3 is Python 3.9; needed: 3.11, 3.12 or 3.13"),
+    "new Python": ({"STUB_VERSION": "3.14"}, "error: PYTHON: python3 is Python 3.14; needed: 3.11, 3.12 or 3.13"),
+    "no venv module": ({"STUB_NO_VENV": "1"}, "error: PYTHON: python3 has no venv module"),
+    "no network": ({"STUB_PIP_FAILS": "cpu.txt", "STUB_PIP_SAYS": "No route"}, "error: pip could not install req"),
+    "no torch": ({"STUB_PIP_FAILS": "torch.txt", "STUB_PIP_SAYS": "No route"}, "error: pip could not install torch ("),
+    "no torch index": (
+        {"STUB_PIP_FAILS": "torch.txt", "STUB_PIP_SAYS": "No matching distribution found"},
+        "error: pip could not install torch from https://",
+    ),
+    "disk fills up": (
+        {"STUB_PIP_FAILS": "cpu.txt", "STUB_PIP_SAYS": "[Errno 28] No space left on device"},
+        "error: the disk ran full while installing requirements/cpu.txt",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", FAILURES)
+def test_failed_set_up_says_so_in_one_line_and_starts_nothing(wrong: str, checkout: Checkout) -> None:
+    environment, message = FAILURES[wrong]
+    done = checkout.run("run_cpu.sh", **environment)
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("  pip: ")]
+    assert done.returncode == 1 and len(lines) == 1, done.stderr
+    assert lines[0].startswith(message)
+    assert not checkout.calls("train_grpo.py")
+
+
+def test_pip_is_quoted_only_when_it_fails(checkout: Checkout) -> None:
+    done = checkout.run("run_cpu.sh", STUB_PIP_FAILS="cpu.txt", STUB_PIP_SAYS="No route")
+    assert done.stderr.splitlines()[:2] == ["  pip: Collecting", "  pip: ERROR: No route"]
+
+
+def test_too_little_disk_is_refused_before_anything_is_downloaded(checkout: Checkout) -> None:
+    df = checkout.root / "bin" / "df"
+    df.write_text("#!/bin/sh\necho Filesystem 1024-blocks Used Free Capacity Mounted\necho disk 9 9 1024000 1% /\n")
+    df.chmod(0o755)
+    done = checkout.run("run_cpu.sh")
+    assert done.returncode == 1 and done.stderr == "error: .venv: 1000 MB are free on its disk; needed: 2.5 GB\n"
+    assert checkout.calls() == []
+
+
+# ---- the run --------------------------------------------------------------------------------------------------------
+
+
+def test_overrides_reach_the_check_and_the_trainer_unchanged(checkout: Checkout) -> None:
+    assert checkout.run("run_cpu.sh", "name=two words", "train.steps=3", NPROC="4").returncode == 0
+    check, run = checkout.calls("train_grpo.py")
+    assert check == "train_grpo.py configs/tiny_cpu.yaml name=two words train.steps=3 --check --ranks 4"
+    assert run.startswith("-m torch.distributed.run --standalone --local-addr=localhost --nproc_per_node=4 ")
+    assert run.endswith(" train_grpo.py configs/tiny_cpu.yaml name=two words train.steps=3")
+
+
+def test_refused_input_ends_the_script_with_the_exit_code_of_the_check(checkout: Checkout) -> None:
+    done = checkout.run("run_cpu.sh", "train.step=3", STUB_CHECK="2")
+    assert (done.returncode, done.stderr, checkout.calls("torch.distributed")) == (2, "", [])
+
+
+def test_signals_reach_the_launcher_because_it_takes_the_place_of_the_script(checkout: Checkout) -> None:
+    process = checkout.start("run_cpu.sh")
+    out, _ = process.communicate(timeout=30)
+    assert f"torchrun is process {process.pid}\n" in out
+
+
+def test_help_prints_the_header_and_does_nothing(checkout: Checkout) -> None:
+    done = checkout.run("run_cpu.sh", "--help")
+    assert done.returncode == 0 and "bash run_cpu.sh [section.key=value ...]" in done.stdout
+    assert "set -euo" not in done.stdout and not (checkout.root / ".venv").exists()

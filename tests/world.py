@@ -1,0 +1,129 @@
+"""A world of gloo ranks inside a test: forked, so that torch and Megatron are imported once, not once a rank."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+import device as devices
+import parallel_setup
+
+LAYOUTS = {  # name: (ranks, tensor, expert, expert_tensor)
+    "TP1": (1, 1, 1, 1),
+    "DP2": (2, 1, 1, 1),
+    "TP2": (2, 2, 1, 1),
+    "EP2": (2, 1, 2, 1),
+    "ETP2": (2, 1, 1, 2),
+    "TP2_EP2": (2, 2, 2, 1),
+    "EP2_DP4": (4, 1, 2, 1),
+    "TP2_EP2_DP2": (4, 2, 2, 1),
+    "TP2_EP4": (4, 2, 4, 1),
+    "TP2_EP2_ETP2": (4, 2, 2, 2),
+    "TP4_EP4": (4, 4, 4, 1),
+    "TP4_EP4_DP2": (8, 4, 4, 1),
+    "TP8": (8, 8, 1, 1),
+    "TP8_EP8": (8, 8, 8, 1),
+    "TP4_EP4_ETP4": (16, 4, 4, 4),
+    "TP4_EP16": (16, 4, 16, 1),
+}
+
+
+def run(ranks: int, function: Callable, *args) -> list:
+    """``function(*args)`` on every rank of a gloo world; what each returned, in rank order.
+
+    Raises RuntimeError with the traceback of the first rank that failed.
+    """
+    _import_megatron()
+    context = multiprocessing.get_context("fork")
+    with tempfile.NamedTemporaryFile() as rendezvous:
+        pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
+        processes = [
+            context.Process(target=_rank, args=(rank, ranks, rendezvous.name, pipes[rank][1], function, args))
+            for rank in range(ranks)
+        ]
+        with warnings.catch_warnings():  # Python 3.12 warns of every fork of a process that has threads
+            warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
+            for process in processes:
+                process.start()
+        for _, sender in pipes:
+            sender.close()
+        results = []
+        try:
+            for rank, (receiver, _) in enumerate(pipes):
+                if not receiver.poll(600):
+                    raise RuntimeError(f"rank {rank} gave no answer in 600 s")
+                try:
+                    ok, value = pickle.loads(receiver.recv_bytes())
+                except EOFError:
+                    raise RuntimeError(f"rank {rank} died") from None
+                if not ok:
+                    raise RuntimeError(f"rank {rank} failed:\n{value}")
+                results.append(value)
+        finally:
+            for process in processes:
+                process.join(0.1 if len(results) < ranks else 30)
+                if process.is_alive():
+                    process.kill()
+    return results
+
+
+def in_layouts(names: list[str], function: Callable, *args) -> dict[str, list]:
+    """``function(parallel, *args)`` in each layout; one world a number of ranks, opened again for each layout."""
+    results = {}
+    for ranks in sorted({LAYOUTS[name][0] for name in names}):
+        chosen = [name for name in names if LAYOUTS[name][0] == ranks]
+        by_rank = run(ranks, _each_layout, chosen, function, args)
+        results |= {name: [answers[name] for answers in by_rank] for name in chosen}
+    return results
+
+
+def open_layout(name: str) -> parallel_setup.Parallel:
+    """Megatron's groups for one of LAYOUTS in the current world."""
+    _, tensor, expert, expert_tensor = LAYOUTS[name]
+    cpu = torch.device("cpu")
+    return parallel_setup.init_model_parallel(cpu, tensor=tensor, expert=expert, expert_tensor=expert_tensor)
+
+
+def _each_layout(names: list[str], function: Callable, args: tuple) -> dict:
+    answers = {}
+    for name in names:
+        answers[name] = function(open_layout(name), *args)
+        parallel_setup.close_model_parallel()
+    return answers
+
+
+def _rank(rank: int, ranks: int, rendezvous: str, sender, function: Callable, args: tuple) -> None:
+    try:
+        torch.set_num_threads(1)
+        _quiet_third_parties()
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+        # Plain pickle: a Connection's own send would share tensor memory that dies with this process.
+        sender.send_bytes(pickle.dumps((True, function(*args))))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
+        sender.close()
+        os._exit(1)
+
+
+def _quiet_third_parties() -> None:
+    # pytest turns warnings into errors, in forked ranks too. These are about CUDA or about names newer than our oldest
+    # torch; raised in their files, not ours.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")
+
+
+def _import_megatron() -> None:
+    torch.set_num_threads(1)
+    devices.before_megatron()
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.transformer.moe.moe_layer  # noqa: F401

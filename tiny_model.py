@@ -1,0 +1,226 @@
+"""Makes the tiny Hugging Face model of a CPU run: random weights, then a supervised warm start on Megatron.
+
+The warm start teaches sums with bare drills, and the answer's form with a sloppy teacher who often takes the wrong
+operation. The result knows how to compute and what an answer looks like, and chooses badly: what is left for
+reinforcement learning is to choose. b rows, T tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import data_gsm8k
+import hf_config
+import model_megatron
+import parallel_setup
+import seeds
+import tiny_tokenizer
+import weights_hf
+from config import Config, InputError
+from parallel_setup import Parallel
+
+RECORD = "tiny_model.json"  # how the model was made; the last file to be written
+AUX_LOSS = 1e-2  # load balancing, warm start only: without it a few experts take every token
+BETAS, WEIGHT_DECAY, MAX_GRAD_NORM, WARMUP_STEPS, LAST_LR_SHARE = (0.9, 0.98), 0.01, 1.0, 50, 0.05
+
+
+def hf_settings(cfg: Config) -> dict:
+    """config.json of the model that cfg.tiny_model describes."""
+    tiny = cfg.tiny_model
+    qwen3 = tiny.architecture == "qwen3_moe"
+    settings = {
+        "architectures": [hf_config.ARCHITECTURES[tiny.architecture]],
+        "model_type": tiny.architecture,
+        "vocab_size": tiny.vocab_size,
+        "hidden_size": tiny.hidden_size,
+        "intermediate_size": 4 * tiny.hidden_size,
+        "num_hidden_layers": tiny.num_layers,
+        "num_attention_heads": tiny.num_heads,
+        "num_key_value_heads": tiny.num_kv_heads,
+        "head_dim": tiny.head_dim,
+        "num_experts": tiny.num_experts,
+        "num_experts_per_tok": tiny.experts_per_token,
+        "moe_intermediate_size": tiny.expert_width,
+        "norm_topk_prob": qwen3,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": max(512, cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens),
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "pad_token_id": 0,
+        "eos_token_id": 2,
+    }
+    if not qwen3:
+        settings |= {"shared_expert_intermediate_size": tiny.shared_expert_width, "qkv_bias": True}
+    return settings
+
+
+def recipe(cfg: Config) -> dict:
+    """All that decides the model's weights: it is made again only under another path."""
+    return {
+        "tiny_model": cfg.tiny_model.model_dump(mode="json"),
+        "config": hf_settings(cfg),
+        "operands": [cfg.data.operand_low, cfg.data.operand_high],
+    }
+
+
+def exists(cfg: Config) -> bool:
+    """Whether cfg.model.path already holds this very model. InputError if it holds anything else."""
+    folder = Path(cfg.model.path)
+    if not folder.exists():
+        return False
+    try:
+        found = json.loads((folder / RECORD).read_text())
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError):
+        raise InputError(
+            f"model.path: {folder} exists and has no readable {RECORD}, so it is not a model made here; "
+            "needed: another path, or no tiny_model section"
+        ) from None
+    wanted = recipe(cfg)
+    for part in wanted:
+        old, new = found.get(part), wanted[part]
+        if old != new:
+            keys = [k for k in new if isinstance(old, dict) and old.get(k) != new[k]] if isinstance(new, dict) else []
+            raise InputError(
+                f"model.path: {folder} was made with another {part} ({', '.join(keys) or old}); "
+                f"needed: another model.path, or delete {folder}"
+            )
+    return True
+
+
+def make(cfg: Config, device: torch.device) -> None:
+    """Write the model that cfg.tiny_model describes to cfg.model.path, if it is not there. Collective.
+
+    All ranks share the warm start as data-parallel replicas, whatever cfg.parallel says.
+    """
+    if exists(cfg):
+        return
+    parallel = parallel_setup.init_model_parallel(device, tensor=1, expert=1, expert_tensor=1)
+    folder = Path(cfg.model.path)
+    aside = folder.with_name(f".making-{folder.name}")
+    if parallel.rank == 0:
+        print(f"making {folder}: {cfg.tiny_model.warm_start_steps} supervised steps", flush=True)
+        _write_random_model(cfg, aside)
+    parallel.barrier()
+    if cfg.tiny_model.warm_start_steps:
+        arch = hf_config.read(aside)
+        model = model_megatron.build(arch, parallel, dtype=torch.float32, recompute=False, aux_loss=AUX_LOSS)
+        weights_hf.load(model, arch, parallel, aside)
+        _warm_start(model, cfg, parallel, data_gsm8k.load_tokenizer(aside))
+        if parallel.rank == 0:
+            weights_hf.save_model(weights_hf.export(model, arch, parallel), aside)
+    if parallel.rank == 0:
+        (aside / RECORD).write_text(json.dumps(recipe(cfg), indent=1) + "\n")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        os.rename(aside, folder)
+    parallel.barrier()
+    parallel_setup.close_model_parallel()
+
+
+def _write_random_model(cfg: Config, folder: Path) -> None:
+    """config.json, tokenizer and random weights in a fresh ``folder``."""
+    shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(hf_settings(cfg), indent=1) + "\n")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "pad_token_id": 0}) + "\n")
+    rng, texts = random.Random(1), []
+    for _ in range(2000):
+        problem = data_gsm8k.problem(rng, cfg.data.operand_low, cfg.data.operand_high, False)
+        texts.append(f"user\n{problem.question}\nassistant\n{data_gsm8k.solution(problem)}")
+    tiny_tokenizer.build_tokenizer(texts, cfg.tiny_model.vocab_size, folder)
+    arch = hf_config.read(folder)
+    weights_hf.save_model(_random_weights(arch, cfg.tiny_model.seed), folder)
+
+
+def _random_weights(arch: hf_config.Architecture, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Normal weights of std 0.5 / sqrt(inputs), smaller towards the residual stream; routers 0.02, norms 1, biases 0."""
+    for name, shape in weights_hf.tensor_shapes(arch).items():
+        if name.endswith("norm.weight") or name.endswith("layernorm.weight"):
+            yield name, torch.ones(shape)
+        elif name.endswith(".bias"):
+            yield name, torch.zeros(shape)
+        else:
+            std = 0.5 / math.sqrt(shape[-1])
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                std /= math.sqrt(2 * arch.num_layers)
+            if name.endswith(("mlp.gate.weight", "shared_expert_gate.weight")):
+                std = 0.02
+            generator = torch.Generator().manual_seed(seeds.derive(seed, "weights", name))
+            yield name, torch.empty(shape).normal_(0, std, generator=generator)
+
+
+# ------------------------------------------------------------------------------------------------ warm start
+
+
+def _warm_start(model: torch.nn.Module, cfg: Config, parallel: Parallel, tokenizer) -> None:
+    """Supervised AdamW steps on every weight, in place; word problems and drills take turns."""
+    tiny = cfg.tiny_model
+    parameters = list(model.parameters())
+    matrices, vectors = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}],
+        lr=tiny.warm_start_lr,
+        betas=BETAS,
+    )
+    rng = random.Random(tiny.seed * 1000 + parallel.rank)
+    steps = tqdm(range(tiny.warm_start_steps), desc="warm start", disable=None if parallel.rank == 0 else True)
+    for step in steps:
+        share = step / tiny.warm_start_steps
+        decay = 1 - (1 - LAST_LR_SHARE) * max(0.0, 2 * share - 1)  # flat for half of the steps, then linear
+        for group in optimizer.param_groups:
+            group["lr"] = tiny.warm_start_lr * min(1.0, (step + 1) / WARMUP_STEPS) * decay
+        tokens, mask = _batch(cfg, rng, parallel, tokenizer, drills=step % 2 == 1)
+        count = parallel.sum_over_data(mask.sum())
+        labels = tokens.roll(-1, dims=1)  # position t predicts token t + 1; the last column is never trained
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        losses = model(tokens, positions, None, labels=labels)  # (b, T)
+        trained = mask.roll(-1, dims=1)
+        loss = (losses * trained).sum() / count
+        loss.backward()
+        parallel_setup.sum_gradients_(parameters, parallel.data_group)
+        torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 100 == 99:
+            steps.set_postfix(loss=f"{parallel.sum_over_data(loss).item():.3f}")
+
+
+def _batch(cfg: Config, rng: random.Random, parallel: Parallel, tokenizer, drills: bool) -> tuple[Tensor, Tensor]:
+    """This rank's share of a batch, padded on the right, and where its answers are.  -> (b, T), (b, T)"""
+    tiny, low, high = cfg.tiny_model, cfg.data.operand_low, cfg.data.operand_high
+    prompts, answers = [], []
+    total = tiny.drills_per_batch if drills else tiny.words_per_batch
+    for _ in range(-(-total // parallel.world_size)):
+        if drills:
+            prompt, answer = data_gsm8k.drill(rng, low, high)
+        else:
+            problem = data_gsm8k.problem(rng, low, high, False)
+            prompt = tokenizer.apply_chat_template(
+                [{"role": "user", "content": problem.question}], add_generation_prompt=True, tokenize=False
+            )
+            answer = data_gsm8k.sloppy_solution(problem, rng, tiny.teacher_right, tiny.teacher_wrong_operation)
+        prompts.append(prompt)
+        answers.append(answer)
+    asked = tokenizer(prompts, add_special_tokens=False)["input_ids"]
+    answered = tokenizer(answers, add_special_tokens=False)["input_ids"]
+    rows = [(a, b + [tokenizer.eos_token_id]) for a, b in zip(asked, answered, strict=True)]
+    longest = max(len(a) + len(b) for a, b in rows)
+    tokens = torch.full((len(rows), longest), tokenizer.pad_token_id)
+    mask = torch.zeros(len(rows), longest)
+    for i, (prompt, answer) in enumerate(rows):
+        tokens[i, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
+        mask[i, len(prompt) : len(prompt) + len(answer)] = 1
+    return tokens, mask

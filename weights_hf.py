@@ -1,0 +1,342 @@
+"""Hugging Face safetensors <-> this rank's Megatron shards, streamed, both ways, LoRA merged or apart.
+
+A Megatron weight is one or more Hugging Face tensors ("blocks": q, k, v or gate, up) that are each cut over the tensor
+ranks and joined; `Slot` says which, and everything below follows from the list of slots. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from config import InputError
+from hf_config import Architecture
+from parallel_setup import Parallel
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One Megatron weight of this rank and the Hugging Face tensors it is made of."""
+
+    weight: Tensor  # this rank's shard; for a routed expert one expert's matrix, stored (in, out)
+    names: tuple[str, ...]  # the blocks, in the order in which they are joined along dim
+    dim: int | None = None  # dimension of the Hugging Face tensors that is split over the group; None: held whole
+    qkv_groups: int = 0  # > 0: rows interleaved by key/value group, as Megatron keeps q, k and v
+    expert: int | None = None  # local index of a routed expert
+    adapter: torch.nn.Module | None = None  # its LoRA, once attached
+
+
+# ------------------------------------------------------------------------------------------------ the map
+
+
+def tensor_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a checkpoint of this architecture holds, no more and no fewer."""
+    hidden, heads, kv = arch.hidden_size, arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    shapes = {"model.embed_tokens.weight": (arch.vocab_size, hidden), "model.norm.weight": (hidden,)}
+    if not arch.tied_head:
+        shapes["lm_head.weight"] = (arch.vocab_size, hidden)
+
+    def swiglu(prefix: str, width: int) -> None:
+        for name, shape in (("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width))):
+            shapes[f"{prefix}.{name}_proj.weight"] = shape
+
+    for i, is_moe in enumerate(arch.moe_layers):
+        layer = f"model.layers.{i}"
+        shapes |= {f"{layer}.{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")}
+        for letter, rows in (("q", heads), ("k", kv), ("v", kv)):
+            shapes[f"{layer}.self_attn.{letter}_proj.weight"] = (rows, hidden)
+            if arch.qkv_bias:
+                shapes[f"{layer}.self_attn.{letter}_proj.bias"] = (rows,)
+        shapes[f"{layer}.self_attn.o_proj.weight"] = (hidden, heads)
+        if arch.qk_norm:
+            shapes |= {f"{layer}.self_attn.{letter}_norm.weight": (arch.head_dim,) for letter in "qk"}
+        if not is_moe:
+            swiglu(f"{layer}.mlp", arch.dense_ffn_size)
+            continue
+        shapes[f"{layer}.mlp.gate.weight"] = (arch.num_experts, hidden)
+        for expert in range(arch.num_experts):
+            swiglu(f"{layer}.mlp.experts.{expert}", arch.expert_ffn_size)
+        if arch.shared_expert_ffn_size:
+            swiglu(f"{layer}.mlp.shared_expert", arch.shared_expert_ffn_size)
+            shapes[f"{layer}.mlp.shared_expert_gate.weight"] = (1, hidden)
+    return shapes
+
+
+def slots(model: torch.nn.Module, arch: Architecture, parallel: Parallel) -> Iterator[Slot]:
+    """Every weight of this rank in the order of the layers; the same number and order on every rank."""
+
+    def linear(module: torch.nn.Module, names: list[str], dim: int, **more) -> Slot:
+        base, adapter = _base_and_adapter(module)
+        return Slot(base.weight, tuple(f"{name}_proj.weight" for name in names), dim, adapter=adapter, **more)
+
+    def swiglu(module: torch.nn.Module, prefix: str) -> Iterator[Slot]:
+        yield linear(module.linear_fc1, [f"{prefix}.gate", f"{prefix}.up"], 0)
+        yield linear(module.linear_fc2, [f"{prefix}.down"], 1)
+
+    yield Slot(model.embedding.word_embeddings.weight, ("model.embed_tokens.weight",), 0)
+    for i, layer in enumerate(model.decoder.layers):
+        name, attention = f"model.layers.{i}", layer.self_attention
+        groups = arch.num_kv_heads // parallel.tensor
+        yield Slot(layer.input_layernorm.weight, (f"{name}.input_layernorm.weight",))
+        qkv = [f"{name}.self_attn.{letter}" for letter in "qkv"]
+        yield linear(attention.linear_qkv, qkv, 0, qkv_groups=groups)
+        if arch.qkv_bias:
+            bias = _base_and_adapter(attention.linear_qkv)[0].bias
+            yield Slot(bias, tuple(f"{letter}_proj.bias" for letter in qkv), 0, qkv_groups=groups)
+        if arch.qk_norm:
+            yield Slot(attention.q_layernorm.weight, (f"{name}.self_attn.q_norm.weight",))
+            yield Slot(attention.k_layernorm.weight, (f"{name}.self_attn.k_norm.weight",))
+        yield linear(attention.linear_proj, [f"{name}.self_attn.o"], 1)
+        yield Slot(layer.pre_mlp_layernorm.weight, (f"{name}.post_attention_layernorm.weight",))
+        if not arch.moe_layers[i]:
+            yield from swiglu(layer.mlp, f"{name}.mlp")
+            continue
+        router = layer.mlp.router
+        yield Slot(router.weight, (f"{name}.mlp.gate.weight",), adapter=getattr(router, "lora", None))
+        experts = layer.mlp.experts
+        first = parallel.expert_rank * (arch.num_experts // parallel.expert)
+        for linear_name, blocks, dim in (("linear_fc1", ("gate", "up"), 0), ("linear_fc2", ("down",), 1)):
+            base, adapter = _base_and_adapter(getattr(experts, linear_name))
+            for local, weight in enumerate(base.weight):
+                names = tuple(f"{name}.mlp.experts.{first + local}.{block}_proj.weight" for block in blocks)
+                yield Slot(weight, names, dim, expert=local, adapter=adapter)
+        if arch.shared_expert_ffn_size:
+            yield from swiglu(layer.mlp.shared_experts, f"{name}.mlp.shared_expert")
+            gate = layer.mlp.shared_experts.gate_weight
+            yield Slot(gate, (f"{name}.mlp.shared_expert_gate.weight",))
+    yield Slot(model.decoder.final_layernorm.weight, ("model.norm.weight",))
+    if not arch.tied_head:
+        yield Slot(model.output_layer.weight, ("lm_head.weight",), 0)
+
+
+def _base_and_adapter(module: torch.nn.Module) -> tuple[torch.nn.Module, torch.nn.Module | None]:
+    return (module.base, module) if hasattr(module, "base") else (module, None)
+
+
+def interleave_qkv(rows: Tensor, groups: int, arch: Architecture) -> Tensor:
+    """[all q; all k; all v] -> per key/value group [its q heads; k; v], Megatron's order.  (rows, ...) -> same shape"""
+    q_size, d = arch.num_heads // arch.num_kv_heads * arch.head_dim, arch.head_dim
+    blocks = rows.split([groups * q_size, groups * d, groups * d])
+    return torch.cat([block.view(groups, -1, *rows.shape[1:]) for block in blocks], dim=1).view(rows.shape)
+
+
+def separate_qkv(rows: Tensor, groups: int, arch: Architecture) -> Tensor:
+    """The inverse of interleave_qkv."""
+    q_size, d = arch.num_heads // arch.num_kv_heads * arch.head_dim, arch.head_dim
+    by_group = rows.view(groups, q_size + 2 * d, *rows.shape[1:]).split([q_size, d, d], dim=1)
+    return torch.cat([block.reshape(-1, *rows.shape[1:]) for block in by_group])
+
+
+# ------------------------------------------------------------------------------------------------ loading
+
+
+class Checkpoint:
+    """The safetensors files of a model directory, opened lazily; tensors and slices of them by name."""
+
+    def __init__(self, model_dir: str | Path, stack: ExitStack) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self.where: dict[str, object] = {}
+        for path in _weight_files(Path(model_dir)):
+            try:
+                file = stack.enter_context(safe_open(path, framework="pt"))
+                names = list(file.keys())
+            except (SafetensorError, OSError) as error:
+                raise InputError(f"{path}: not a readable safetensors file ({error})") from None
+            for name in names:
+                if name in self.where:
+                    raise InputError(f"{path}: {name} is also in another file of this directory")
+                self.where[name] = file
+
+    def slice(self, name: str):
+        """A lazy view of one tensor: get_shape(), get_dtype(), and indexing that reads only what is asked for."""
+        return self.where[name].get_slice(name)
+
+    def check(self, expected: dict[str, tuple[int, ...]], model_dir: str | Path) -> None:
+        """Raise InputError unless names, shapes and dtypes are exactly those of the architecture."""
+        problems = []
+        for label, names in (
+            ("missing", [name for name in expected if name not in self.where]),
+            ("not part of this architecture", [name for name in self.where if name not in expected]),
+        ):
+            if names:
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                problems.append(f"{label}: {', '.join(names[:3])}{more}")
+        for name in expected.keys() & self.where.keys():
+            view = self.slice(name)
+            if tuple(view.get_shape()) != expected[name]:
+                problems.append(f"{name} has shape {list(view.get_shape())}, config.json needs {list(expected[name])}")
+            elif view.get_dtype() not in DTYPES:
+                problems.append(f"{name} has dtype {view.get_dtype()}; supported: {', '.join(DTYPES)}")
+        if problems:
+            raise InputError(f"{model_dir}: weights do not fit config.json: {'; '.join(problems[:3])}")
+
+
+def _weight_files(model_dir: Path) -> list[Path]:
+    index = model_dir / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+            raise InputError(f"{index}: not a valid weight index ({error!r})") from None
+        missing = [name for name in names if not (model_dir / name).is_file()]
+        if missing:
+            raise InputError(f"{index}: names {missing[0]}, which is not in {model_dir}")
+        return [model_dir / name for name in names]
+    files = sorted(model_dir.glob("*.safetensors"))
+    if not files:
+        pickled = [path.name for path in model_dir.glob("*.bin")]
+        found = f"found {pickled[0]}, and pickled files are never opened" if pickled else "found none"
+        raise InputError(f"model.path: no *.safetensors in {model_dir}: {found}")
+    return files
+
+
+def check(model_dir: str | Path, arch: Architecture) -> None:
+    """Raise InputError unless ``model_dir`` holds exactly this architecture's tensors. Reads headers only."""
+    with ExitStack() as stack:
+        Checkpoint(model_dir, stack).check(tensor_shapes(arch), model_dir)
+
+
+@torch.no_grad()
+def load(model: torch.nn.Module, arch: Architecture, parallel: Parallel, model_dir: str | Path) -> None:
+    """Fill this rank's shards from the safetensors of ``model_dir``, reading only the slices that it holds.
+
+    Raises InputError that names a missing, surplus, misshapen, unreadable or non-finite tensor.
+    """
+    from safetensors import SafetensorError
+    from tqdm import tqdm
+
+    with ExitStack() as stack:
+        checkpoint = Checkpoint(model_dir, stack)
+        checkpoint.check(tensor_shapes(arch), model_dir)
+        todo = list(slots(model, arch, parallel))
+        for slot in tqdm(todo, desc="loading weights", disable=None if parallel.rank == 0 else True, leave=False):
+            size, rank = _split(slot, parallel)
+            try:
+                blocks = [_shard(checkpoint.slice(name), slot.dim, size, rank) for name in slot.names]
+            except SafetensorError as error:
+                raise InputError(f"{model_dir}: {slot.names[0]} cannot be read ({error})") from None
+            value = blocks[0] if len(blocks) == 1 else torch.cat(blocks, slot.dim)
+            if not value.isfinite().all():
+                raise InputError(f"{model_dir}: {' or '.join(slot.names)} holds values that are not finite")
+            if slot.qkv_groups:
+                value = interleave_qkv(value, slot.qkv_groups, arch)
+            slot.weight.copy_(value.t() if slot.expert is not None else value)
+
+
+def _split(slot: Slot, parallel: Parallel) -> tuple[int, int]:
+    """Over how many ranks the slot's blocks are cut, and which share is this rank's."""
+    if slot.expert is not None:
+        return parallel.expert_tensor, parallel.expert_tensor_rank
+    return parallel.tensor, parallel.tensor_rank
+
+
+def _shard(view, dim: int | None, size: int, rank: int) -> Tensor:
+    if dim is None or size == 1:
+        return view[:]
+    share = view.get_shape()[dim] // size
+    rows = slice(rank * share, (rank + 1) * share)
+    return view[rows] if dim == 0 else view[:, rows]
+
+
+# ------------------------------------------------------------------------------------------------ export
+
+
+@torch.no_grad()
+def export(
+    model: torch.nn.Module, arch: Architecture, parallel: Parallel, *, adapted_only: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the model under its Hugging Face name, whole, with LoRA merged, layer by layer.
+
+    Merged is W + (alpha / R) B A in fp32 from the untouched base, cast once to the model's dtype. Collective: every
+    rank walks the whole stream, and gets the same tensors. ``adapted_only`` leaves out what training cannot change.
+    At most expert-parallel-size experts exist whole at a time.
+    """
+    for slot in slots(model, arch, parallel):
+        if adapted_only and slot.adapter is None:
+            continue
+        value = slot.weight
+        if slot.adapter is not None:
+            value = (value.float() + _delta(slot)).to(value.dtype)
+        if slot.expert is None:
+            yield from _whole(slot, value, slot.names, arch, parallel.tensor, parallel.tensor_group)
+            continue
+        local = arch.num_experts // parallel.expert
+        for rank, peer in enumerate(gather(value, parallel.expert, parallel.expert_group)):
+            number = rank * local + slot.expert
+            names = tuple(re.sub(r"experts\.\d+", f"experts.{number}", name) for name in slot.names)
+            yield from _whole(slot, peer.t(), names, arch, parallel.expert_tensor, parallel.expert_tensor_group)
+
+
+def _delta(slot: Slot) -> Tensor:
+    adapter = slot.adapter
+    if slot.expert is None:
+        return adapter.delta()
+    return adapter.scale * (adapter.A[slot.expert] @ adapter.B[slot.expert])
+
+
+def _whole(slot: Slot, value: Tensor, names: tuple[str, ...], arch: Architecture, size: int, group):
+    """The slot's blocks, whole, from this rank's shard of them joined."""
+    if slot.qkv_groups:
+        value = separate_qkv(value, slot.qkv_groups, arch)
+    shards = gather(value, size if slot.dim is not None else 1, group)
+    if len(names) == 1:
+        yield names[0], shards[0] if len(shards) == 1 else torch.cat(shards, slot.dim)
+        return
+    if slot.qkv_groups:
+        kv = slot.qkv_groups * arch.head_dim
+        sizes = [slot.qkv_groups * (arch.num_heads // arch.num_kv_heads) * arch.head_dim, kv, kv]
+    else:
+        sizes = [value.shape[0] // 2] * 2  # gate, up
+    by_rank = [shard.split(sizes) for shard in shards]
+    for i, name in enumerate(names):
+        yield name, torch.cat([blocks[i] for blocks in by_rank])
+
+
+def gather(value: Tensor, size: int, group) -> list[Tensor]:
+    """Every rank's ``value`` over ``group``, in rank order."""
+    if size == 1:
+        return [value]
+    out = value.new_empty((size, *value.shape))
+    dist.all_gather_into_tensor(out.flatten(0, 1), value.contiguous(), group=group)
+    return list(out)
+
+
+def save_model(tensors: Iterator[tuple[str, Tensor]], out_dir: Path, shard_bytes: int = 4 * 2**30) -> None:
+    """Write a stream of named tensors as safetensors files of at most ``shard_bytes`` and, if several, their index."""
+    from safetensors.torch import save_file
+
+    batch: dict[str, Tensor] = {}
+    paths, weight_map, held, total = [], {}, 0, 0
+
+    def flush() -> None:
+        path = out_dir / f"model-{len(paths) + 1:05d}.safetensors"
+        save_file(batch, path, metadata={"format": "pt"})
+        paths.append(path)
+        weight_map.update(dict.fromkeys(batch, path.name))
+        batch.clear()
+
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if batch and held + size > shard_bytes:
+            flush()
+            held = 0
+        batch[name] = tensor.contiguous().clone()
+        held, total = held + size, total + size
+    flush()
+    if len(paths) == 1:
+        paths[0].rename(out_dir / "model.safetensors")
+        return
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (out_dir / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+
