@@ -77,18 +77,21 @@ def scatter(
     pieces = {}
     for name, factor in lora_megatron.factors(adapters).items():
         value = whole[hf_name(name)]
+        size, rank, _ = _group(factor, parallel)
+        shape = list(factor.shape)
+        if factor.is_expert:
+            shape[0] *= parallel.expert
+        if factor.shard_dim is not None:
+            shape[factor.shard_dim] *= size
+        if list(value.shape) != shape:
+            raise InputError(f"checkpoint: {hf_name(name)} has shape {list(value.shape)}, the model needs {shape}")
         if factor.is_expert:
             value = value.chunk(parallel.expert)[parallel.expert_rank]
         if factor.shard_dim is not None:
-            size, rank, _ = _group(factor, parallel)
             blocks = value.split(_block_sizes(value.shape[factor.shard_dim], name, arch), factor.shard_dim)
             value = torch.cat([block.chunk(size, factor.shard_dim)[rank] for block in blocks], factor.shard_dim)
             if name.endswith("linear_qkv.B"):
                 value = weights_hf.interleave_qkv(value, arch.num_kv_heads // size, arch)
-        if value.shape != factor.shape:
-            raise InputError(
-                f"checkpoint: {hf_name(name)} gives this rank {list(value.shape)}, the model needs {list(factor.shape)}"
-            )
         pieces[name] = value.contiguous()
     return pieces
 

@@ -77,7 +77,7 @@ class ParallelConfig(Section):
     expert_tensor: int = knob(1, "ranks that split one expert's matrices; 1: an expert is whole on its rank", ge=1)
     pipeline: int = knob(1, "ranks that split the layers; only 1 so far", ge=1)
     context: int = knob(1, "ranks that split a sequence; only 1 so far", ge=1)
-    timeout_seconds: int = knob(600, "a collective that waits longer ends the run", ge=1)
+    timeout_seconds: int = knob(600, "a collective that waits longer ends the run", ge=1, lt=2**31)
 
 
 class DataConfig(Section):

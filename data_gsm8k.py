@@ -81,18 +81,24 @@ class Questions(Sequence[Question]):
         return np.random.Generator(np.random.PCG64(derive(self.seed, "epoch", epoch))).permutation(len(self))
 
 
-def load(cfg: Config, split: str, tokenizer: PreTrainedTokenizerBase) -> Questions:
-    """The questions of `split` ("train" | "test") with their prompts; InputError for any row that cannot be used."""
+def read(cfg: Config, split: str) -> tuple[list[tuple[str, str]], str, str]:
+    """(question, worked answer) of every row of `split` ("train" | "test"), where they come from and in what form.
+
+    InputError for any row that cannot be used. Needs no tokenizer, so it works before there is a model.
+    """
     assert split in ("train", "test")
     if cfg.data.source == "arithmetic":
         num, low, high = getattr(cfg.data, f"num_{split}"), cfg.data.operand_low, cfg.data.operand_high
         pairs = arithmetic(num, split == "test", cfg.data.seed, low, high)
-        where, form = f"arithmetic ({split})", f"generated, operands {low} to {high}"
-    else:
-        where = getattr(cfg.data, f"{split}_path")
-        rows, form = gsm8k_files.read(where)
-        pairs = [(question, answer) for question, answer, _ in rows]
+        return pairs, f"arithmetic ({split})", f"generated, operands {low} to {high}"
+    where = getattr(cfg.data, f"{split}_path")
+    rows, form = gsm8k_files.read(where)
+    return [(question, answer) for question, answer, _ in rows], where, form
 
+
+def load(cfg: Config, split: str, tokenizer: PreTrainedTokenizerBase) -> Questions:
+    """The questions of `split` ("train" | "test") with their prompts; InputError if any of them cannot be used."""
+    pairs, where, form = read(cfg, split)
     limit = cfg.data.max_prompt_tokens
     prompts = [prompt_ids(question, tokenizer, cfg) for question, _ in pairs]
     lengths = [len(prompt) for prompt in prompts]
@@ -162,7 +168,11 @@ def prompt_ids(question: str, tokenizer: PreTrainedTokenizerBase, cfg: Config) -
         question = f"{question} {cfg.data.instruction}"
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": question}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template is a program of the model's author, and fails in any way it likes
+            found = f"{tokenizer.name_or_path}: the chat template fails ({gsm8k_files.first_line(error)})"
+            raise InputError(f"{found}; needed: one that takes a single user turn") from error
     elif "{question}" in cfg.data.prompt_template:
         text = cfg.data.prompt_template.replace("{question}", question)  # not str.format: questions may hold braces
     else:
@@ -170,7 +180,10 @@ def prompt_ids(question: str, tokenizer: PreTrainedTokenizerBase, cfg: Config) -
             f"data.prompt_template: found {cfg.data.prompt_template!r}; needed: a text with {{question}}, "
             "as this tokenizer has no chat template"
         )
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    prompt = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if not prompt:
+        raise InputError(f"{tokenizer.name_or_path}: the chat template makes an empty prompt; needed: the question in it")
+    return prompt
 
 
 # ------------------------------------------------------------------------------------------------- generated arithmetic

@@ -7,10 +7,12 @@ Every option that would change the computation is either read here or refused he
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from config import InputError
+from strict_yaml import shown
 
 ARCHITECTURES = {"qwen3_moe": "Qwen3MoeForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM"}
 
@@ -56,7 +58,10 @@ def read(model_dir: str | Path) -> Architecture:
         raw = json.loads(path.read_text())
     except FileNotFoundError:
         raise InputError(f"model.path: no config.json in {model_dir}; needed: a Hugging Face model directory") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        needed = "needed: a Hugging Face model directory"
+        raise InputError(f"model.path: {path} cannot be read ({error.strerror}); {needed}") from None
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(raw, dict):
         raise InputError(f"{path}: expected a JSON object, found {type(raw).__name__}")
@@ -66,54 +71,68 @@ def read(model_dir: str | Path) -> Architecture:
 def parse(raw: dict, where: str = "config.json") -> Architecture:
     """The architecture in a decoded config.json; ``where`` leads its error messages."""
 
-    def need(key: str, kind: type = int):
-        if key not in raw:
+    def need(key: str, kind: type = int, default: object = None):
+        """The value of ``key``, a positive one if it is a number; ``default`` where it is absent or null."""
+        value = default if raw.get(key) is None else raw[key]
+        if value is None:
             raise InputError(f"{where}: {key} is missing")
-        value = raw[key]
-        if type(value) is not kind or (kind is int and value < 1):
-            raise InputError(f"{where}: {key}: expected a {'positive ' * (kind is int)}{kind.__name__}, found {value!r}")
+        number = kind in (int, float)
+        if type(value) is not kind or (number and not 0 < value < math.inf):
+            raise InputError(f"{where}: {key}: expected a {'positive ' * number}{kind.__name__}, found {shown(value)}")
         return value
 
     def refuse_unless(key: str, found: object, supported: object) -> None:
         if found != supported:
-            raise InputError(f"{where}: {key} = {found!r} is not supported; only {supported!r} is")
+            raise InputError(f"{where}: {key} = {shown(found)} is not supported; only {shown(supported)} is")
 
     model_type = raw.get("model_type")
-    if model_type not in ARCHITECTURES:
-        raise InputError(f"{where}: model_type {model_type!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
+    if model_type not in list(ARCHITECTURES):  # a list, as JSON may give what has no hash
+        names = ", ".join(ARCHITECTURES)
+        raise InputError(f"{where}: model_type {shown(model_type)} is not supported; supported: {names}")
     names = raw.get("architectures") or [ARCHITECTURES[model_type]]
-    refuse_unless("architectures", list(names), [ARCHITECTURES[model_type]])
+    refuse_unless("architectures", names, [ARCHITECTURES[model_type]])
     qwen3 = model_type == "qwen3_moe"
 
     refuse_unless("hidden_act", raw.get("hidden_act", "silu"), "silu")
     # use_sliding_window decides; Qwen configs carry a sliding_window number that is unused while it is false.
     refuse_unless("use_sliding_window", raw.get("use_sliding_window", False), False)
-    layer_types = raw.get("layer_types") or ["full_attention"]
-    refuse_unless("layer_types", sorted(set(layer_types)), ["full_attention"])
+    for layer_type in need("layer_types", list, []):
+        refuse_unless("layer_types", layer_type, "full_attention")
     refuse_unless("attention_dropout", raw.get("attention_dropout", 0.0), 0.0)
     refuse_unless("quantization_config", raw.get("quantization_config"), None)
     if qwen3:
         refuse_unless("attention_bias", raw.get("attention_bias", False), False)
     # transformers 4 writes rope_theta and rope_scaling, transformers 5 one rope_parameters object.
-    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    refuse_unless("rope scaling", rope.pop("rope_type", rope.pop("type", "default")), "default")
+    rope = need("rope_parameters", dict, {}) | need("rope_scaling", dict, {})
+    for key in ("rope_type", "type"):
+        refuse_unless("rope scaling", rope.pop(key, "default"), "default")
     theta = rope.pop("rope_theta", raw.get("rope_theta", 10000.0))
-    refuse_unless("partial_rotary_factor", rope.pop("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)), 1.0)
+    rotary = rope.pop("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    refuse_unless("partial_rotary_factor", rotary, 1.0)
     if rope:
         raise InputError(f"{where}: rope_parameters: {', '.join(sorted(rope))} not supported")
-    if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
-        raise InputError(f"{where}: rope_theta: expected a positive number, found {theta!r}")
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < math.inf:
+        raise InputError(f"{where}: rope_theta: expected a positive number, found {shown(theta)}")
 
     # transformers 5 saves Qwen3MoE's num_experts as num_local_experts.
     num_layers = need("num_hidden_layers")
     num_experts = need("num_local_experts" if "num_local_experts" in raw else "num_experts")
+    if raw.get("num_experts", num_experts) != num_experts:
+        raise InputError(f"{where}: num_local_experts {num_experts} and num_experts {shown(raw['num_experts'])} differ")
     hidden, heads, kv_heads = need("hidden_size"), need("num_attention_heads"), need("num_key_value_heads")
     if heads % kv_heads:
         raise InputError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    head_dim = raw.get("head_dim") or hidden // heads
+    head_dim = need("head_dim", int, hidden // heads)
+    if head_dim % 2:
+        raise InputError(f"{where}: head_dim: found {head_dim}; needed: an even number, for RoPE")
     if need("num_experts_per_tok") > num_experts:
         raise InputError(f"{where}: num_experts_per_tok {raw['num_experts_per_tok']} exceeds num_experts {num_experts}")
-    sparse_step, dense = raw.get("decoder_sparse_step", 1), set(raw.get("mlp_only_layers") or [])
+    if raw["num_experts_per_tok"] == 1 and need("norm_topk_prob", bool, False):
+        # Each weight would be softmax over one logit, 1: the router cannot learn, and Megatron refuses it.
+        raise InputError(f"{where}: norm_topk_prob = true with num_experts_per_tok 1 is not supported")
+    sparse_step, dense = need("decoder_sparse_step", int, 1), need("mlp_only_layers", list, [])
+    if odd := [layer for layer in dense if layer not in range(num_layers)]:
+        raise InputError(f"{where}: mlp_only_layers: found {shown(odd[0])}; needed: layers from 0 to {num_layers - 1}")
     return Architecture(
         model_type=model_type,
         vocab_size=need("vocab_size"),
@@ -127,11 +146,11 @@ def parse(raw: dict, where: str = "config.json") -> Architecture:
         shared_expert_ffn_size=0 if qwen3 else need("shared_expert_intermediate_size"),
         num_experts=num_experts,
         experts_per_token=raw["num_experts_per_tok"],
-        norm_topk_prob=bool(raw.get("norm_topk_prob", False)),
+        norm_topk_prob=need("norm_topk_prob", bool, False),
         moe_layers=tuple(i not in dense and (i + 1) % sparse_step == 0 for i in range(num_layers)),
         qk_norm=qwen3,
-        qkv_bias=not qwen3 and bool(raw.get("qkv_bias", True)),
-        tied_head=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=not qwen3 and need("qkv_bias", bool, True),
+        tied_head=need("tie_word_embeddings", bool, False),
         rope_theta=float(theta),
         rms_norm_eps=need("rms_norm_eps", float),
         max_positions=need("max_position_embeddings"),

@@ -227,16 +227,18 @@ class _VocabularyLogProbs(torch.autograd.Function):
             top = logits.amax(dim=-1)
             if parallel.tensor > 1:
                 dist.all_reduce(top, op=dist.ReduceOp.MAX, group=parallel.tensor_group)
-            weights = (logits - top[:, None]).exp()
+            logits -= top[:, None]  # entropy and log-prob would cancel between numbers of the logits' size
+            weights = logits.exp()
             local = chosen[rows] - first
             mine = (local >= 0) & (local < len(weight))
             picked = logits.gather(1, local.clamp(0, len(weight) - 1)[:, None])[:, 0] * mine
             sums = torch.stack([weights.sum(-1), (weights * logits).sum(-1), picked])  # (3, n)
             if parallel.tensor > 1:
                 dist.all_reduce(sums, group=parallel.tensor_group)
-            log_norm[rows] = top + sums[0].log()
-            entropy[rows] = log_norm[rows] - sums[1] / sums[0]
-            logp[rows] = sums[2] - log_norm[rows]
+            log_sum = sums[0].log()
+            log_norm[rows] = top + log_sum
+            entropy[rows] = log_sum - sums[1] / sums[0]
+            logp[rows] = sums[2] - log_sum
         ctx.save_for_backward(hidden, weight, chosen, log_norm, entropy)
         ctx.temperature, ctx.first = temperature, first
         return logp, entropy

@@ -154,7 +154,9 @@ def init_process_group(device: torch.device, timeout_seconds: int) -> None:
         raise InputError(f"torch.distributed: the ranks did not find each other: {error}") from None
 
 
-def init_model_parallel(device: torch.device, *, tensor: int, expert: int, expert_tensor: int) -> Parallel:
+def init_model_parallel(
+    device: torch.device, *, tensor: int, expert: int, expert_tensor: int, timeout_seconds: int = 600
+) -> Parallel:
     """Megatron's groups for the given sizes over the current world. config.check_layout has checked the sizes."""
     devices.before_megatron()
     from megatron.core import parallel_state
@@ -166,6 +168,7 @@ def init_model_parallel(device: torch.device, *, tensor: int, expert: int, exper
         expert_model_parallel_size=expert,
         expert_tensor_parallel_size=expert_tensor,
         create_gloo_process_groups=False,
+        distributed_timeout_minutes=timeout_seconds / 60,
     )
     model_parallel_cuda_manual_seed(0)  # Megatron's tracker must exist for activation recompute; we draw from seeds
     return Parallel(

@@ -8,6 +8,7 @@ verl_strict, verl_flexible (verl's gsm8k score), openai (grade-school-math), lm_
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterable
 from decimal import Decimal
 
@@ -17,7 +18,7 @@ METHODS = ("strict", "verl_strict", "verl_flexible", "openai", "lm_eval_strict",
 EOS_TEXTS = ("<|im_end|>", "<|endoftext|>", "</s>", "<|eot_id|>", "<|end_of_text|>", "<eos>")
 
 # ASCII digits only: [0-9] and not \d. Thousands commas are all there and in place, or there are none.
-NUMBER = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
+NUMBER = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 MARKER = re.compile(r"(?<!#)####(?!#)")
 ANSWER = re.compile(rf"[ \t*_`]*(?:([-+]?)(?:\\?\$[ \t]*)?|\\?\$[ \t]*([-+]))({NUMBER})")
 HEADING = re.compile(r"[ \t*_`]*(?:[^\W\d_]|$)")  # "#### Step 1": a letter first, or nothing at all
@@ -157,8 +158,6 @@ def _boxed_answer(response: str) -> str | None:
         if (found := response.find(part, position)) < 0:
             return None
         position = found + len(part)
-    if position > len(response) - len("</answer>"):
-        return None
     start, depth = response.rfind(BOXED) + len(BOXED), 0
     for brace in re.compile("[{}]").finditer(response, start):
         depth += 1 if brace[0] == "{" else -1
@@ -191,10 +190,7 @@ def _boxed_value(text: str) -> float | str:
 
 # -------------------------------------------------------------------------------------------------------- small helpers
 def _last(matches: Iterable[re.Match[str]]) -> re.Match[str] | None:
-    last = None
-    for match in matches:
-        last = match
-    return last
+    return next(iter(deque(matches, maxlen=1)), None)
 
 
 def _short(text: str) -> str:

@@ -23,8 +23,6 @@ from typing import Any
 
 from config import Config, to_yaml
 
-PACKAGES = """torch megatron-core transformers tokenizers safetensors peft numpy pydantic pandas pyarrow matplotlib tqdm
-    torch-npu mindspeed vllm vllm-ascend triton ray tensorboard""".split()
 VARIABLES = re.compile(r"(OMP|MKL|CUDA|ASCEND|HCCL|NCCL|GLOO|VLLM|PYTORCH|TORCH)_")
 SECRETS = re.compile(r"(API_KEY|_TOKEN$|SECRET|PASSW)")
 
@@ -105,14 +103,19 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------- how the run was started
 
 
-def _private(text: str) -> str:
-    """``text`` without the home directory, the user, the machine's name and addresses: run records get published."""
+def _without_homes(text: str) -> str:
+    """``text`` with $HOME for the user's home directory and USER for another's name in a path."""
     home = os.path.expanduser("~")
-    text = text.replace(home, "$HOME") if len(home) > 1 else text
-    text = re.sub(r"/(home|Users)/[^/:\s]+", r"/\1/USER", text)
-    text = re.sub(r"\b\d{1,3}(\.\d{1,3}){3}\b", "ADDRESS", text)
-    host = socket.gethostname()
-    names = {os.environ.get("USER", ""), os.environ.get("LOGNAME", ""), Path(home).name, host, host.split(".")[0]}
+    if len(home) > 1:
+        text = re.sub(rf"{re.escape(home)}(?![\w.-])", "$HOME", text)
+    return re.sub(r"/(home|Users)/[^/:\s]+", r"/\1/USER", text)
+
+
+def _private(text: str) -> str:
+    """``text`` without homes, the user, the machine's name and addresses: run records get published."""
+    text = re.sub(r"\b\d{1,3}(\.\d{1,3}){3}\b", "ADDRESS", _without_homes(text))
+    host, home = socket.gethostname(), Path(os.path.expanduser("~"))
+    names = {os.environ.get("USER", ""), os.environ.get("LOGNAME", ""), home.name, host, host.split(".")[0]}
     for name in sorted(names - {"localhost"}, key=len, reverse=True):  # the longest first: one may hold another
         if len(name) > 2:  # shorter ones would hit ordinary words
             text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "PRIVATE", text)
@@ -121,18 +124,15 @@ def _private(text: str) -> str:
 
 def environment(world_size: int) -> dict[str, Any]:
     """Versions, machine and the variables that change results or speed."""
-    versions: dict[str, str | None] = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = None
+    installed: dict[str, str] = {}
+    for item in metadata.distributions():  # in sys.path's order: the first of a name is the one that is imported
+        installed.setdefault((item.metadata.get("Name") or "unnamed").lower().replace("_", "-"), item.version)
     cpuinfo = Path("/proc/cpuinfo")
     models = re.findall(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.M) if cpuinfo.exists() else []
     variables = {key: value for key, value in sorted(os.environ.items()) if VARIABLES.match(key)}
     return {
         "python": platform.python_version(),
-        "packages": versions,
+        "packages": dict(sorted(installed.items())),
         "platform": _private(platform.platform()),
         "cpu": models[0] if models else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
@@ -159,7 +159,8 @@ def write_records(folder: Path, cfg: Config, world_size: int) -> None:
     commit = _git("rev-parse", "HEAD")
     git: dict[str, Any] = {"commit": None, "dirty": None}
     if commit is not None:
-        patch = _git("-c", "color.ui=false", "diff", "--no-ext-diff", "--binary", "HEAD", "--", ".") or b""
+        plain = ["-c", "color.ui=false", "-c", "diff.noprefix=false", "-c", "diff.mnemonicPrefix=false"]
+        patch = _git(*plain, "diff", "--no-ext-diff", "--no-textconv", "--binary", "HEAD", "--", ".") or b""
         untracked = (_git("ls-files", "--others", "--exclude-standard", "--", "*.py") or b"").splitlines()
         git = {"commit": commit.decode().strip(), "dirty": bool(patch or untracked)}
         # Lines before the first "diff" are skipped by `git apply`.
@@ -170,4 +171,5 @@ def write_records(folder: Path, cfg: Config, world_size: int) -> None:
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         launcher = ["torchrun", f"--nnodes={world_size // processes}", f"--nproc_per_node={processes}"]
     command = shlex.join([*launcher, os.path.basename(sys.argv[0]), *sys.argv[1:]])
-    write_atomically(folder / "command.txt", _private(command) + "\n")
+    # A user's or machine's name stays here: taken out of `name=tiny`, the command would be another one.
+    write_atomically(folder / "command.txt", _without_homes(command) + "\n")

@@ -23,10 +23,12 @@ unset PYTHONPATH PYTHONHOME           # set by CANN and some editors; packages f
 source ./setup_cpu.sh
 set_up cpu test
 
-if [ ! -d "$MEGATRON_0_12_DIR" ]; then   # aside and then renamed: a folder of that name is always complete
-    mkdir -p "$(dirname "$MEGATRON_0_12_DIR")"
-    aside=$(mktemp -d "$MEGATRON_0_12_DIR.XXXXXX")
-    pip_install --target "$aside" megatron-core==0.12.1 || pip_failed "megatron-core 0.12.1 into $MEGATRON_0_12_DIR"
+# Aside and then renamed: a folder of that name is always complete. The wheel says 3.11, what it holds for us is plain Python.
+if [ ! -d "$MEGATRON_0_12_DIR" ]; then
+    aside=$MEGATRON_0_12_DIR.$$
+    mkdir -p "$aside"
+    pip_install --target "$aside" --python-version 3.11 --only-binary=:all: megatron-core==0.12.1 ||
+        pip_failed "megatron-core 0.12.1 into $MEGATRON_0_12_DIR"
     mv "$aside" "$MEGATRON_0_12_DIR"
 fi
 

@@ -54,7 +54,7 @@ def _disk_errors(where: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InputError(f"{error.filename or where}: {error.strerror}; the run can be resumed") from None
+        raise InputError(f"{error.filename or where}: {error.strerror}; needed: a folder to write, with room") from None
 
 
 def lock_run(run_dir: Path) -> BinaryIO:
@@ -170,7 +170,8 @@ class RunLog:
         """
         if self.rank != 0:
             return
-        (self.run_dir / "finished.json").unlink(missing_ok=True)
+        with _disk_errors(self.run_dir):
+            (self.run_dir / "finished.json").unlink(missing_ok=True)
         for name in ("metrics.jsonl", "timing.jsonl", "completions.jsonl"):
             self._keep(name, lambda row: row["step"] < step)
         self._keep("eval.jsonl", lambda row: row["step"] <= step)
@@ -214,6 +215,7 @@ class RunLog:
         return read_lines(self.run_dir / "eval.jsonl") if self.rank == 0 else []
 
     def log_completions(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """One line a completion that was sampled in ``step``."""
         if self.rank == 0:
             self._append("completions.jsonl", "".join(json_line({"step": step, **row}) for row in rows))
 
@@ -301,9 +303,9 @@ def draw_curves(run_dir: Path) -> None:
             marks = zip(("#d55e00", "#009e73", "#cc79a7", "#000000"), "osD^", strict=True)
             names = sorted({name for row in evaluations for name in row if name.endswith("accuracy")})
             for (color, marker), name in zip(marks, names, strict=False):
-                points = [(row["step"], row[name]) for row in evaluations if row.get(name) is not None]
                 label = name.removeprefix("eval/").replace("_", " ")
-                axes.plot(*zip(*points, strict=True), color=color, marker=marker, ls="--", lw=1, label=label)
+                points = numpy.array([(row["step"], row.get(name)) for row in evaluations], dtype=float)  # None -> nan
+                axes.plot(*points.T, color=color, marker=marker, ls="--", lw=1, label=label)
             axes.set_title("Reward and held-out accuracy" if names else title, fontsize=11, loc="left")
             axes.set_ylim(-0.02, 1.02)
             if axes.get_legend_handles_labels()[1]:

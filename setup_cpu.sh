@@ -45,7 +45,7 @@ pip_install() {
 }
 
 pip_failed() {
-    tail -n 5 "$VENV/set-up.log" | sed 's/^/  pip: /' >&2
+    awk 'NF && !/^WARNING/' "$VENV/set-up.log" | tail -n 3 | sed 's/^/  pip: /' >&2
     if grep -qi 'no space left' "$VENV/set-up.log"; then
         fail "the disk ran full while installing $1; needed: $NEEDED_GB GB free for $VENV and for the temporary folder (TMPDIR)"
     fi
@@ -54,13 +54,13 @@ pip_failed() {
 
 install_cpu() {  # $1: version, $2: interpreter
     local free_kb
+    find "$VENV" -mindepth 1 -maxdepth 1 ! -name .set-up -exec rm -rf {} +
     free_kb=$(df -Pk "$(dirname "$VENV")" | awk 'NR == 2 {print $4}')
     awk -v free="$free_kb" -v need="$NEEDED_GB" 'BEGIN {exit !(free >= need * 1e6)}' ||
         fail "$VENV: $((free_kb / 1024)) MB are free on its disk; needed: $NEEDED_GB GB"
     "$2" -c 'import ensurepip, venv' 2>/dev/null ||
         fail "PYTHON: $PYTHON has no venv module, which makes $VENV; needed: the package python$1-venv (Debian, Ubuntu)"
     echo "making $VENV: Python $1 and requirements/cpu.txt, 1.6 GB on disk; about a minute, once"
-    find "$VENV" -mindepth 1 -maxdepth 1 ! -name .set-up -exec rm -rf {} +
     "$2" -m venv "$VENV" >"$VENV/set-up.log" 2>&1 || fail "$2 could not make $VENV: $(tail -n 1 "$VENV/set-up.log")"
 
     # The build of torch without CUDA has a version of its own ("+cpu"), which PyPI does not carry. A machine's own pip

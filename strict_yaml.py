@@ -84,7 +84,7 @@ def parse_override(item: str) -> tuple[str, Any]:
     """`section.key=value` -> (dotted key, value read as YAML)."""
     key, equals, text = item.partition("=")
     if not equals or not key or key.startswith("-"):
-        raise InputError(f"override {item!r}: expected section.key=value")
+        raise InputError(f"override {shown(item)}: expected section.key=value")
     if " #" in text and text.lstrip()[:1] not in ("'", '"'):
         raise InputError(f"override {key}: YAML would drop what follows ' #' as a comment; put the value in quotes")
     return key, parse_yaml(text, f"override {key}") if text.strip() else ""

@@ -13,9 +13,11 @@ import os
 import random
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from tqdm import tqdm
 
@@ -82,16 +84,17 @@ def exists(cfg: Config) -> bool:
     folder = Path(cfg.model.path)
     if not folder.exists():
         return False
+    wanted = recipe(cfg)
     try:
-        found = json.loads((folder / RECORD).read_text())
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError):
+        record = json.loads((folder / RECORD).read_text())
+        found = {part: record[part] for part in wanted}
+    except (OSError, ValueError, KeyError, TypeError):
         raise InputError(
             f"model.path: {folder} exists and has no readable {RECORD}, so it is not a model made here; "
             "needed: another path, or no tiny_model section"
         ) from None
-    wanted = recipe(cfg)
     for part in wanted:
-        old, new = found.get(part), wanted[part]
+        old, new = found[part], wanted[part]
         if old != new:
             keys = [k for k in new if isinstance(old, dict) and old.get(k) != new[k]] if isinstance(new, dict) else []
             raise InputError(
@@ -113,7 +116,8 @@ def make(cfg: Config, device: torch.device) -> None:
     aside = folder.with_name(f".making-{folder.name}")
     if parallel.rank == 0:
         print(f"making {folder}: {cfg.tiny_model.warm_start_steps} supervised steps", flush=True)
-        _write_random_model(cfg, aside)
+        with _writing(folder):
+            _write_random_model(cfg, aside)
     parallel.barrier()
     if cfg.tiny_model.warm_start_steps:
         arch = hf_config.read(aside)
@@ -121,13 +125,24 @@ def make(cfg: Config, device: torch.device) -> None:
         weights_hf.load(model, arch, parallel, aside)
         _warm_start(model, cfg, parallel, data_gsm8k.load_tokenizer(aside))
         if parallel.rank == 0:
-            weights_hf.save_model(weights_hf.export(model, arch, parallel), aside)
+            with _writing(folder):
+                weights_hf.save_model(weights_hf.export(model, arch, parallel), aside)
     if parallel.rank == 0:
-        (aside / RECORD).write_text(json.dumps(recipe(cfg), indent=1) + "\n")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        os.rename(aside, folder)
+        with _writing(folder):
+            (aside / RECORD).write_text(json.dumps(recipe(cfg), indent=1) + "\n")
+            os.rename(aside, folder)
     parallel.barrier()
     parallel_setup.close_model_parallel()
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """A full disk or a folder that cannot be made is the user's to mend: one line, not a traceback."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"model.path: {folder} cannot be made: {reason}; needed: a place to write") from None
 
 
 def _write_random_model(cfg: Config, folder: Path) -> None:
@@ -146,7 +161,7 @@ def _write_random_model(cfg: Config, folder: Path) -> None:
 
 
 def _random_weights(arch: hf_config.Architecture, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Normal weights of std 0.5 / sqrt(inputs), smaller towards the residual stream; routers 0.02, norms 1, biases 0."""
+    """Normal weights of std 0.5 / sqrt(inputs), less towards the residual stream; routers 0.02, norms 1, biases 0."""
     for name, shape in weights_hf.tensor_shapes(arch).items():
         if name.endswith("norm.weight") or name.endswith("layernorm.weight"):
             yield name, torch.ones(shape)

@@ -1,7 +1,7 @@
 """GRPO with LoRA on a mixture-of-experts model, start to finish.
 
     torchrun --nproc_per_node=16 train_grpo.py configs/qwen3.yaml [section.key=value ...]
-    python train_grpo.py CONFIG [section.key=value ...] --check [--ranks N]     refuse bad input in seconds, train nothing
+    python train_grpo.py CONFIG [section.key=value ...] --check [--ranks N]     only refuse bad input
 
 One step: give the sampler the current policy, sample G answers to each of P questions, score them, compare each score
 with its group's, and step the LoRA weights on the clipped objective with a KL leash to the reference, which is the
@@ -11,7 +11,6 @@ same model with its LoRA off. Each module imported below is one of those verbs. 
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 import time
@@ -23,10 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import adapter_weights
 import checkpoint
 import data_gsm8k
-import device as devices
 import evaluate
 import grpo
 import hf_config
@@ -40,8 +37,9 @@ import seeds
 import tiny_model
 import weights_hf
 from config import Config, InputError, check_layout, check_runnable, load_config
+from learner import Clock, Learner
 from parallel_setup import Parallel
-from rollout import MicroBatch, Rollout
+from rollout import Rollout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -56,13 +54,13 @@ def train(cfg: Config, parallel: Parallel) -> None:
     model = model_megatron.build(arch, parallel, dtype=DTYPES[cfg.model.dtype], recompute=cfg.model.recompute)
     weights_hf.load(model, arch, parallel, cfg.model.path)
     adapters = lora_megatron.attach(model, cfg.lora, parallel, cfg.train.seed)
-    optimizer = make_optimizer(adapters, cfg)
+    stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
+    pad_token = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stop_tokens)
+    learner = Learner(cfg, arch, parallel, model, adapters, pad_token)
     if saved:
-        restore(saved, adapters, optimizer, arch, parallel)
-    pad_token = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    engine = rollout.open_engine(cfg, arch, data_gsm8k.stop_token_ids(cfg.model.path, tokenizer), pad_token)
+        learner.restore(saved.tensors, saved.state)
+    engine = rollout.open_engine(cfg, arch, stop_tokens, pad_token)
     engine.load_weights(weights_hf.export(model, arch, parallel))
-    learner = Learner(cfg, parallel, model, adapters, optimizer, pad_token)
     score = scorer(cfg, tokenizer)
     first_step = saved.step if saved else 0
     introduce(log, cfg, parallel, adapters, questions, held_out)
@@ -93,151 +91,13 @@ def train(cfg: Config, parallel: Parallel) -> None:
             engine.load_weights(weights_hf.export(model, arch, parallel, adapted_only=True))
             log_evaluation(log, done, engine, held_out, score, cfg, parallel)
         if done == cfg.train.steps or (cfg.train.checkpoint_every and done % cfg.train.checkpoint_every == 0):
-            save(log, done, adapters, optimizer, cfg, arch, parallel)
+            tensors, counts = learner.state()
+            if parallel.rank == 0:
+                checkpoint.save(log.run_dir, done, tensors, counts, cfg)
+            parallel.barrier()
 
     evaluations = log.evaluations()
     log.finish(evaluate.result_line(evaluations[0], evaluations[-1], cfg.data.source) if evaluations else "")
-
-
-class Learner:
-    """The policy under training: model, adapters and optimizer, and how a rollout becomes optimizer steps."""
-
-    def __init__(self, cfg: Config, parallel: Parallel, model, adapters, optimizer, pad_token: int) -> None:
-        self.cfg, self.parallel, self.model, self.adapters, self.optimizer = cfg, parallel, model, adapters, optimizer
-        self.pad_token = pad_token
-        self.parameters = list(lora_megatron.factors(adapters).values())
-
-    def update(self, batch: Rollout, advantages: Tensor, step: int, clock: Clock) -> dict[str, float]:
-        """Optimizer steps on one rollout, and their metrics.  ``advantages``: (P x G,)
-
-        One count of tokens and sequences for all ranks and micro-batches of an update, known before its first
-        backward, makes the split irrelevant.
-        """
-        cfg, group = self.cfg, self.cfg.rollout.group_size
-        per_update = cfg.optim.prompts_per_update * group
-        updates = [list(range(i, i + per_update)) for i in range(0, len(advantages), per_update)]
-        packed = [self._pack(batch, sequences, advantages) for sequences in updates]
-        old_logp = None
-        if len(updates) > 1:  # with one update the policy that sampled is the policy that learns: the ratio is 1
-            with torch.no_grad():
-                old_logp = [[self._logp(micro)[0] for micro in micro_batches] for micro_batches, _ in packed]
-            clock.lap("old_logp")
-        sums: dict[str, Tensor] = {}
-        peak_gap, norms = torch.zeros(()), []
-        for index, (micro_batches, counts) in enumerate(packed):
-            for i, micro in enumerate(micro_batches):
-                seed_dropout(cfg, step, index, i, self.parallel.rank)
-                loss, stats, gap = self._loss(micro, old_logp[index][i] if old_logp else None, counts, clock)
-                loss.backward()
-                for name, value in stats.items():
-                    sums[name] = sums.get(name, 0) + value / len(updates)
-                peak_gap = torch.maximum(peak_gap, gap)
-            self.parallel.sync_gradients_(self.parameters)
-            norms.append(self._step(step))
-            clock.lap("update")
-        totals = self.parallel.sum_over_data(torch.stack(list(sums.values())))
-        metrics = dict(zip(sums, totals.tolist(), strict=True))
-        return metrics | {
-            "rollout/logp_gap_max": self.parallel.max_over_ranks(peak_gap.item()),
-            "actor/grad_norm": sum(norms) / len(norms),
-            "actor/lr": learning_rate(cfg, step),
-        }
-
-    def _pack(self, batch: Rollout, sequences: list[int], advantages: Tensor) -> tuple[list[MicroBatch], dict]:
-        """This rank's micro-batches of one update, and the update's counts over all data ranks."""
-        cfg, parallel = self.cfg, self.parallel
-        if cfg.loss.mask_truncated:
-            sequences = [s for s in sequences if not batch.truncated[s]]
-        counts = {
-            "num_tokens": sum(batch.lengths[s] for s in sequences),
-            "num_sequences": len(sequences),
-            "max_new_tokens": cfg.rollout.max_new_tokens,
-        }
-        if cfg.loss.skip_equal_groups:
-            mixed = batch.rewards.amax(dim=1) > batch.rewards.amin(dim=1)
-            sequences = [s for s in sequences if mixed[s // cfg.rollout.group_size]]
-        lengths = {s: batch.row_length(s) for s in sequences}
-        shares = rollout.plan(lengths, parallel.data, cfg.optim.tokens_per_micro_batch, parallel.tensor)
-        shares = shares or [[[]] * parallel.data]  # nothing to learn from: one empty micro-batch keeps ranks in step
-        mine = [share[parallel.data_rank] for share in shares]
-        make = [rollout.pack(batch, rows, advantages, parallel.device, self.pad_token, parallel.tensor) for rows in mine]
-        return make, counts
-
-    def _logp(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        return model_megatron.token_logprobs(
-            self.model, micro.tokens, micro.mask, self.parallel, self.cfg.rollout.temperature
-        )
-
-    def _loss(
-        self, micro: MicroBatch, old_logp: Tensor | None, counts: dict, clock: Clock
-    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """This micro-batch's share of the loss and of the metrics, and its largest sampler-trainer gap."""
-        loss_cfg = self.cfg.loss
-        ref_logp = None
-        if loss_cfg.kl != "none":
-            with lora_megatron.disabled(self.adapters), torch.no_grad():
-                ref_logp = self._logp(micro)[0]  # (b, T)
-            clock.lap("reference")
-        logp, entropy = self._logp(micro)  # (b, T) twice
-        old_logp = logp.detach() if old_logp is None else old_logp
-        weights = grpo.rollout_weights(
-            old_logp, micro.rollout_logp, micro.mask, loss_cfg.importance, loss_cfg.importance_clip
-        )
-        policy_loss, stats = grpo.policy_loss(
-            logp, old_logp, micro.advantages, micro.mask, weights=weights, kind=loss_cfg.kind,
-            clip_low=loss_cfg.clip_low, clip_high=loss_cfg.clip_high, dual_clip=loss_cfg.dual_clip,
-            aggregate=loss_cfg.aggregate, **counts,
-        )  # fmt: skip
-
-        def per_token_mean(value: Tensor) -> Tensor:
-            return grpo.aggregate_loss(value.detach(), micro.mask, num_tokens=counts["num_tokens"])
-
-        metrics = {f"actor/{name}": value for name, value in stats.items()}
-        loss = policy_loss
-        if ref_logp is not None:
-            kl = grpo.kl(logp, ref_logp, loss_cfg.kl, micro.mask)
-            loss = loss + loss_cfg.kl_coef * grpo.aggregate_loss(kl, micro.mask, aggregate=loss_cfg.aggregate, **counts)
-            metrics["actor/kl_loss"] = per_token_mean(kl)
-        if loss_cfg.entropy_coef:
-            bonus = grpo.aggregate_loss(entropy, micro.mask, aggregate=loss_cfg.aggregate, **counts)
-            loss = loss - loss_cfg.entropy_coef * bonus
-        gap = (old_logp - micro.rollout_logp).abs() * micro.mask
-        metrics |= {
-            "actor/loss": loss.detach(),
-            "actor/entropy": per_token_mean(entropy),
-            "rollout/logp_gap_mean": per_token_mean(gap),
-        }
-        if loss_cfg.importance != "none":
-            metrics["rollout/importance_mean"] = per_token_mean(weights)
-            clipped = (weights >= loss_cfg.importance_clip) * micro.mask
-            metrics["rollout/importance_clip_frac"] = per_token_mean(clipped)
-        return loss, metrics, gap.amax()
-
-    def _step(self, step: int) -> float:
-        """Clip over the whole sharded parameter set, one AdamW step, and the norm before clipping."""
-        norm = self.parallel.gradient_norm(self.parameters).item()
-        if not math.isfinite(norm):
-            raise FloatingPointError(f"step {step + 1}: the gradient norm is {norm}; nothing was updated or saved")
-        shrink = min(1.0, self.cfg.optim.max_grad_norm / (norm + 1e-6))
-        for parameter in self.parameters:
-            parameter.grad *= shrink
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.cfg, step)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return norm
-
-
-def learning_rate(cfg: Config, step: int) -> float:
-    """AdamW's rate at ``step`` (from 0): linear warm-up, then constant, linear or cosine to min_lr_ratio of the peak."""
-    optim = cfg.optim
-    if step < optim.warmup_steps:
-        return optim.lr * (step + 1) / optim.warmup_steps
-    if optim.decay == "constant":
-        return optim.lr
-    share = (step - optim.warmup_steps) / max(1, cfg.train.steps - 1 - optim.warmup_steps)  # 0 -> 1 at the last step
-    fall = share if optim.decay == "linear" else (1 - math.cos(math.pi * share)) / 2
-    return optim.lr * (1 - (1 - optim.min_lr_ratio) * fall)
 
 
 def permuted(rewards: Tensor, seed: int) -> Tensor:
@@ -246,37 +106,44 @@ def permuted(rewards: Tensor, seed: int) -> Tensor:
     return rewards.flatten()[order].view_as(rewards)
 
 
-def seed_dropout(cfg: Config, step: int, update: int, micro: int, rank: int) -> None:
-    """LoRA dropout is the one draw from the global generator: it depends on the step, and on how rows are split."""
-    if cfg.lora.dropout:
-        torch.manual_seed(seeds.derive(cfg.train.seed, "dropout", step, update, micro, rank))
-
-
 # ------------------------------------------------------------------------------------------------ setting up
 
 
 def check_inputs(cfg: Config, world_size: int):
-    """Architecture, tokenizer, training and held-out questions; InputError for whatever cannot work, weights untouched.
-
-    Every gold answer must score 1.0 under the chosen reward, or every advantage of the run would be noise.
-    """
+    """Architecture, tokenizer, training and held-out questions; InputError for whatever cannot work, weights unread."""
     arch = hf_config.read(cfg.model.path)
     check_layout(cfg, arch, world_size)
     weights_hf.check(cfg.model.path, arch)
     tokenizer = data_gsm8k.load_tokenizer(cfg.model.path)
+    check_answers(cfg)
     questions, held_out = (data_gsm8k.load(cfg, split, tokenizer) for split in ("train", "test"))
-    for split, part in (("training", questions), ("held-out", held_out)):
-        wrong = [q for q in part if reward_gsm8k.score(q.answer, q.gold, cfg.reward.method) != 1.0]
-        if wrong:
-            raise InputError(
-                f"reward.method: {cfg.reward.method} gives {len(wrong)} of {len(part)} gold {split} answers less than "
-                f"1.0, the first being {wrong[0].answer[-60:]!r}; needed: a method that fits the data's answers"
-            )
-    if cfg.rollout.prompts_per_step > len(questions):
+    for key, count, part, kind in (
+        ("rollout.prompts_per_step", cfg.rollout.prompts_per_step, questions, "training"),
+        ("eval.num_questions", cfg.eval.num_questions, held_out, "held-out"),
+    ):
+        if count > len(part):
+            raise InputError(f"{key}: {count} exceeds the {len(part)} {kind} questions")
+    used = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
+    largest = max(used.union(*(question.prompt for part in (questions, held_out) for question in part)))
+    if largest >= arch.vocab_size:
         raise InputError(
-            f"rollout.prompts_per_step: {cfg.rollout.prompts_per_step} exceeds the {len(questions)} training questions"
+            f"model.path: prompts or stop tokens of {cfg.model.path} use token {largest}, beyond its vocabulary of "
+            f"{arch.vocab_size}; needed: the model's own tokenizer and generation_config.json"
         )
     return arch, tokenizer, questions, held_out
+
+
+def check_answers(cfg: Config) -> None:
+    """InputError unless every gold answer scores 1.0 under the chosen reward: else all advantages would be noise."""
+    for split, kind in (("train", "training"), ("test", "held-out")):
+        answers = [answer for _, answer in data_gsm8k.read(cfg, split)[0]]
+        method = cfg.reward.method
+        wrong = [a for a in answers if reward_gsm8k.score(a, reward_gsm8k.gold_answer(a), method) != 1.0]
+        if wrong:
+            raise InputError(
+                f"reward.method: {method} gives {len(wrong)} of {len(answers)} gold {kind} answers less than 1.0, the "
+                f"first being {wrong[0][-60:]!r}; needed: a method that fits the data's answers"
+            )
 
 
 def open_log(cfg: Config, parallel: Parallel) -> tuple[runlog.RunLog, checkpoint.Checkpoint | None]:
@@ -284,12 +151,7 @@ def open_log(cfg: Config, parallel: Parallel) -> tuple[runlog.RunLog, checkpoint
     choice: list[str | None] = [None]
     if parallel.rank == 0 and cfg.train.resume != "never":
         run = checkpoint.find_resumable(cfg) if cfg.train.resume == "auto" else Path(cfg.train.resume)
-        saved = checkpoint.latest(run) if run else None
-        if run and saved is None:
-            raise InputError(f"train.resume: {run} holds no usable checkpoint")
-        if saved:
-            checkpoint.check_resume(saved, cfg)
-            choice = [str(saved.path)]
+        choice = [str(checkpoint_to_resume(run, cfg).path) if run else None]
     dist.broadcast_object_list(choice)
     if choice[0] is None:
         return runlog.open_run(cfg, parallel.world_size, parallel.rank), None
@@ -299,52 +161,13 @@ def open_log(cfg: Config, parallel: Parallel) -> tuple[runlog.RunLog, checkpoint
     return log, saved
 
 
-def make_optimizer(adapters, cfg: Config) -> torch.optim.AdamW:
-    """AdamW on the adapters alone, with its moments in place from the start so that a checkpoint can fill them."""
-    factors = lora_megatron.factors(adapters).values()
-    optim = cfg.optim
-    optimizer = torch.optim.AdamW(
-        factors, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
-    )
-    for factor in factors:
-        optimizer.state[factor] = {
-            "step": torch.zeros(()),
-            "exp_avg": torch.zeros_like(factor),
-            "exp_avg_sq": torch.zeros_like(factor),
-        }
-    return optimizer
-
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def save(log: runlog.RunLog, step: int, adapters, optimizer, cfg: Config, arch, parallel: Parallel) -> None:
-    """A checkpoint after ``step`` steps: whole factors and moments, so that any layout can load it. Collective."""
-    factors = lora_megatron.factors(adapters)
-    whole = {"adapter": adapter_weights.gather(adapters, factors, arch, parallel), "optimizer": {}}
-    for moment in MOMENTS:
-        values = {name: optimizer.state[factor][moment] for name, factor in factors.items()}
-        gathered = adapter_weights.gather(adapters, values, arch, parallel)
-        whole["optimizer"] |= {f"{name}.{moment}": value for name, value in gathered.items()}
-    if parallel.rank == 0:
-        updates = int(optimizer.state[next(iter(factors.values()))]["step"])
-        checkpoint.save(log.run_dir, step, whole, {"optimizer_steps": updates}, cfg)
-    parallel.barrier()
-
-
-@torch.no_grad()
-def restore(saved: checkpoint.Checkpoint, adapters, optimizer, arch, parallel: Parallel) -> None:
-    """Adapters and optimizer as they were after ``saved.step`` steps, whatever layout wrote them."""
-    factors = lora_megatron.factors(adapters)
-    for name, value in adapter_weights.scatter(adapters, saved.tensors["adapter"], arch, parallel).items():
-        factors[name].copy_(value)
-    for moment in MOMENTS:
-        suffix = f".{moment}"
-        whole = {k.removesuffix(suffix): v for k, v in saved.tensors["optimizer"].items() if k.endswith(suffix)}
-        for name, value in adapter_weights.scatter(adapters, whole, arch, parallel).items():
-            optimizer.state[factors[name]][moment].copy_(value)
-    for factor in factors.values():
-        optimizer.state[factor]["step"].fill_(saved.state["optimizer_steps"])
+def checkpoint_to_resume(run: Path, cfg: Config) -> checkpoint.Checkpoint:
+    """The newest good checkpoint of the folder ``run``; InputError if it has none, or one of another configuration."""
+    saved = checkpoint.latest(run)
+    if saved is None:
+        raise InputError(f"train.resume: {run} holds no usable checkpoint; needed: auto, never, or a run's folder")
+    checkpoint.check_resume(saved, cfg)
+    return saved
 
 
 def scorer(cfg: Config, tokenizer):
@@ -409,36 +232,26 @@ def shown_completions(completions, asked, batch: Rollout, tokenizer, cfg: Config
     return rows
 
 
-class Clock:
-    """Wall time of a step's phases, which add up; a phase met several times counts once, with its sum."""
-
-    def __init__(self) -> None:
-        self.start = self.last = time.perf_counter()
-        self.seconds: dict[str, float] = {}
-
-    def lap(self, phase: str) -> None:
-        """Everything since the last lap was ``phase``."""
-        now = time.perf_counter()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.last
-        self.last = now
-
-    def timing(self, new_tokens: int) -> dict[str, float]:
-        """Seconds by phase and of the whole step, and generated tokens a second of the whole step."""
-        total = time.perf_counter() - self.start
-        phases = {f"timing/{phase}_s": round(seconds, 4) for phase, seconds in self.seconds.items()}
-        return phases | {"timing/step_s": round(total, 4), "perf/tokens_per_s": round(new_tokens / total, 1)}
-
-
 # ------------------------------------------------------------------------------------------------ the command
 
 
 def check_only(cfg: Config, ranks: int) -> None:
     """All that can be refused without other ranks. A tiny model that is yet to be made is checked by its config."""
     check_runnable(cfg)
+    check_writable("train.out_dir", Path(cfg.train.out_dir))
     if cfg.tiny_model is not None and not tiny_model.exists(cfg):
+        check_writable("model.path", Path(cfg.model.path))
         check_layout(cfg, hf_config.parse(tiny_model.hf_settings(cfg), "tiny_model"), ranks)
+        check_answers(cfg)
         return
     check_inputs(cfg, ranks)
+
+
+def check_writable(key: str, folder: Path) -> None:
+    """InputError unless ``folder`` is or can be made a folder to write in; nothing is made."""
+    nearest = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise InputError(f"{key}: {folder}: {nearest} is not a folder that can be written; needed: one that can")
 
 
 def run(cfg: Config) -> None:
@@ -449,7 +262,11 @@ def run(cfg: Config) -> None:
             tiny_model.make(cfg, device)
         layout = cfg.parallel
         parallel = parallel_setup.init_model_parallel(
-            device, tensor=layout.tensor, expert=layout.expert, expert_tensor=layout.expert_tensor
+            device,
+            tensor=layout.tensor,
+            expert=layout.expert,
+            expert_tensor=layout.expert_tensor,
+            timeout_seconds=layout.timeout_seconds,
         )
         train(cfg, parallel)
 
@@ -469,11 +286,15 @@ def main(arguments: list[str]) -> int:
         if rank == 0:
             print("".join(f"note: {note}\n" for note in notes), end="", flush=True)
         if args.check:
+            if args.ranks < 1:
+                raise InputError(f"--ranks: {args.ranks}; needed: 1 or more")
             check_only(cfg, args.ranks)
+            if cfg.train.resume not in ("auto", "never"):
+                checkpoint_to_resume(Path(cfg.train.resume), cfg)
         else:
             run(cfg)
     except InputError as error:
-        report(rank, f"error: {error}")
+        report(rank, f"error: {' '.join(str(error).split())}")  # one line, whatever it quotes
         return 2
     except Exception as error:
         lost = isinstance(error, RuntimeError) and any(word in str(error) for word in ("onnection", "peer"))

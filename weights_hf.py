@@ -172,7 +172,7 @@ class Checkpoint:
             if names:
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 problems.append(f"{label}: {', '.join(names[:3])}{more}")
-        for name in expected.keys() & self.where.keys():
+        for name in (name for name in expected if name in self.where):
             view = self.slice(name)
             if tuple(view.get_shape()) != expected[name]:
                 problems.append(f"{name} has shape {list(view.get_shape())}, config.json needs {list(expected[name])}")
@@ -186,8 +186,8 @@ def _weight_files(model_dir: Path) -> list[Path]:
     index = model_dir / "model.safetensors.index.json"
     if index.exists():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+            names = sorted({Path(name) for name in json.loads(index.read_text())["weight_map"].values()})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"{index}: not a valid weight index ({error!r})") from None
         missing = [name for name in names if not (model_dir / name).is_file()]
         if missing:

@@ -58,6 +58,7 @@ STRICT = [
     ("#### 18 #### 18.0", "18", 1),
     ("#### 18 ####", "18", 1),
     ("#### Step 1: add 3 and 4\n#### **Result**\n#### 18", "18", 1),
+    ("##### Part 2\n#### 18\n#######", "18", 1),
     ("#### 18<|im_end|>\n#### 19", "18", 1),
     ("#### 18</s>", "18", 1),
     ("#### 18<|endoftext|>Question: 2 + 2? #### 4", "18", 1),
@@ -334,21 +335,23 @@ def test_score_all_pairs_each_question_with_its_gold_answer() -> None:
         reward.score_all(responses, ["1", "2"])
 
 
-def absurd_texts() -> list[str]:
-    size = 10**6
-    starts = ["#### ", "#### $", "#### 18 ", "<think>a</think><answer>\\boxed{", "<think></think>"]
-    fillers = ["9", "0", "#", "-", "$", "*", " ", ",000", ".", "a", "or ", "{", "}", "{}", "\\", "^ ", "day ", "1 "]
-    fillers += ["#### ", "#### 18 ", "#### 18\n", "<think>", "</think>", "<answer>", "\\boxed{", "\\text{", "<|im_end"]
-    return [start + filler * (size // len(filler)) + "}</answer>" for start in starts for filler in fillers]
-
-
 @pytest.mark.parametrize("method", reward.METHODS)
 def test_a_million_characters_take_no_time(method: str) -> None:
-    """Each text would take minutes to hours under a quadratic search; 2 s leaves room for a busy machine."""
-    for text in absurd_texts():
-        start = time.process_time()
-        reward.score(text, "18", method)
-        assert time.process_time() - start < 2.0, text[:60]
+    """Each text would take minutes to hours under a quadratic search; 2 s leaves room for a slow machine."""
+    starts, fillers = ["#### ", "#### 18 "], ["9", "#", "-", "$", "*", " ", ",000", ".", "a", "or ", "<|im_end"]
+    fillers += ["#### ", "#### 18 ", "#### 18\n"]
+    if method == "base_acc":
+        starts, fillers = (
+            [BOX.partition("%s")[0], "<think></think>"],
+            ["9", " ", ",000", "{", "}", "{}", "\\", "^ ", "day "],
+        )
+        fillers += ["<think>", "</think>", "<answer>", "\\boxed{", "\\text{"]
+    for start in starts:
+        for filler in fillers:
+            text = start + filler * (10**6 // len(filler)) + "}</answer>"
+            began = time.process_time()
+            reward.score(text, "18", method)
+            assert time.process_time() - began < 2.0, text[:60]
 
 
 def test_numbers_of_absurd_length_are_compared_exactly() -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import socket
-import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -38,8 +35,9 @@ OpenRun = Callable[..., runlog.RunLog]
 
 
 @pytest.fixture
-def open_run() -> Iterator[OpenRun]:
-    """runlog.open_run; what it opened is closed when the test ends."""
+def open_run(monkeypatch: MonkeyPatch) -> Iterator[OpenRun]:
+    """runlog.open_run without the slow look at the environment; what it opened is closed when the test ends."""
+    monkeypatch.setattr(run_record, "environment", lambda world_size: {"world_size": world_size})
     logs = []
 
     def opened(*arguments: object, **named: object) -> runlog.RunLog:
@@ -85,7 +83,9 @@ def test_two_runs_of_one_second_get_two_folders(cfg: Config, monkeypatch: Monkey
     assert [log.run_dir.name for log in logs] == [f"tiny-20300102-030405{suffix}" for suffix in ("", "-2", "-3")]
 
 
-def test_the_start_is_recorded(log: runlog.RunLog) -> None:
+def test_the_start_is_recorded(cfg: Config) -> None:
+    log = runlog.open_run(cfg, world_size=1, rank=0)
+    log.close()
     assert "steps: 200" in (log.run_dir / "config.yaml").read_text()
     environment = json.loads((log.run_dir / "environment.json").read_text())
     assert environment["packages"]["numpy"] == np.__version__
@@ -94,69 +94,6 @@ def test_the_start_is_recorded(log: runlog.RunLog) -> None:
     assert json.loads((log.run_dir / "run.json").read_text())["name"] == "tiny"
     assert (log.run_dir / "command.txt").read_text().startswith("python ")
     assert set(json.loads((log.run_dir / "git.json").read_text())) == {"commit", "dirty"}
-
-
-def test_command_of_a_torchrun_start_can_be_typed_again(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    monkeypatch.setattr(sys, "argv", ["/somewhere/train_grpo.py", "configs/a b.yaml", "train.steps=3"])
-    run_record.write_records(tmp_path, config_in(tmp_path), world_size=16)
-    expected = "torchrun --nnodes=2 --nproc_per_node=8 train_grpo.py 'configs/a b.yaml' train.steps=3\n"
-    assert (tmp_path / "command.txt").read_text() == expected
-
-
-def test_environment_names_no_host_user_or_home(cfg: Config, monkeypatch: MonkeyPatch, open_run: OpenRun) -> None:
-    monkeypatch.setattr(socket, "gethostname", lambda: "node-17.cluster")
-    for key, value in {
-        "HOME": "/data/people/somebody",
-        "USER": "somebody",
-        "TORCH_HOME": "/data/people/somebody/.cache",
-        "ASCEND_HOME_PATH": "/home/another/Ascend:/opt/node-17/x",
-        "HCCL_IF_IP": "10.11.12.13",
-        "VLLM_API_KEY": "sk-123",
-        "NCCL_DEBUG": "INFO",
-        "NOT_OURS": "kept out",
-    }.items():
-        monkeypatch.setenv(key, value)
-    run_dir = open_run(cfg, 1, 0).run_dir
-    text = (run_dir / "environment.json").read_text()
-    for private in ("somebody", "another", "node-17", "cluster", "10.11.12.13", "sk-123", "NOT_OURS"):
-        assert private not in text
-    variables = json.loads(text)["variables"]
-    assert variables["TORCH_HOME"] == "$HOME/.cache" and variables["NCCL_DEBUG"] == "INFO"
-    assert variables["VLLM_API_KEY"] == "(set)"
-
-
-def test_git_patch_holds_the_changes_and_untracked_sources(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    source, record, second = tmp_path / "source", tmp_path / "record", tmp_path / "second"
-    for folder in (source, record, second):
-        folder.mkdir()
-    monkeypatch.setattr(run_record, "__file__", str(source / "run_record.py"))
-    for key in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
-        monkeypatch.delenv(key, raising=False)
-    (source / "old.py").write_text("a = 1\n")
-
-    def git(*arguments: str) -> str:
-        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false"]
-        done = subprocess.run(["git", *identity, *arguments], cwd=source, capture_output=True, text=True, check=True)
-        return done.stdout
-
-    run_record.write_records(record, config_in(tmp_path), 1)  # no repository yet: no patch, no error
-    assert json.loads((record / "git.json").read_text()) == {"commit": None, "dirty": None}
-    git("init", "-q")
-    git("add", "old.py")
-    git("commit", "-q", "-m", "first")
-    run_record.write_records(record, config_in(tmp_path), 1)
-    assert json.loads((record / "git.json").read_text()) == {"commit": git("rev-parse", "HEAD").strip(), "dirty": False}
-    (source / "old.py").write_text("a = 2\n")
-    (source / "new.py").write_text("b = 3\n")
-    run_record.write_records(second, config_in(tmp_path), 1)
-    patch = (second / "git.patch").read_text()
-    assert json.loads((second / "git.json").read_text())["dirty"] is True
-    assert patch.startswith("# untracked: new.py\n") and "+a = 2" in patch
-    (source / "old.py").write_text("a = 1\n")
-    git("apply", str(second / "git.patch"))  # the patch with its heading still applies
-    assert (source / "old.py").read_text() == "a = 2\n"
 
 
 def test_other_ranks_write_nothing(cfg: Config, open_run: OpenRun) -> None:
@@ -257,7 +194,7 @@ def test_the_curves_are_not_blank(log: runlog.RunLog) -> None:
             metrics["actor/grad_norm"] = math.nan
         log.log_step(step, metrics, {})
         if step % 20 == 0:
-            log.log_eval(step, {"eval/greedy_accuracy": step / 60, "eval/sampled_accuracy": step / 90}, [])
+            log.log_eval(step, {"eval/greedy_accuracy": step / 60, "eval/sampled_accuracy": math.nan}, [])
     runlog.draw_curves(log.run_dir)
     picture = imread(log.run_dir / "curves.png")
     assert picture.shape == blank.shape
@@ -344,16 +281,6 @@ def test_a_summary_is_written_after_its_outcomes(log: runlog.RunLog, monkeypatch
     monkeypatch.setattr(log, "_append", lambda name, _: written.append(name))
     log.log_eval(0, {"eval/greedy_accuracy": 0.5}, [{"question": 0}])
     assert written == ["eval_outcomes.jsonl", "eval.jsonl"]
-
-
-def test_an_atomic_write_is_on_the_disk_before_it_has_the_name(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    events: list[str] = []
-    replace = os.replace
-    monkeypatch.setattr(os, "fsync", lambda fd: events.append(os.readlink(f"/proc/self/fd/{fd}")))
-    monkeypatch.setattr(os, "replace", lambda old, new: (events.append("replace"), replace(old, new)))
-    run_record.write_atomically(tmp_path / "a.json", "{}")
-    assert events == [str(tmp_path / ".a.json.tmp"), "replace", str(tmp_path)]
-    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
 def test_a_live_run_cannot_be_opened_twice(cfg: Config, open_run: OpenRun) -> None:

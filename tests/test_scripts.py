@@ -19,14 +19,15 @@ ROOT = Path(__file__).parents[1]
 SCRIPTS = [*sorted(ROOT.glob("*.sh")), ROOT / ".ci" / "run"]
 
 # Answers for Python, pip, venv, torchrun and the trainer. `-c` goes to the real interpreter, whose path is replaced by
-# the stub's own, so that the environment is "made" by the stub and its bin/python is the stub again.
+# the stub's own, so that the environment is "made" by the stub and its bin/python is the stub again. A space inside an
+# argument is written down as "_", which shows whether the argument arrived as one.
 STUB = """#!/usr/bin/env bash
 set -o pipefail
 case "$1 ${2:-} ${3:-}" in
     "-c "*ensurepip*) exit "${STUB_NO_VENV:-0}" ;;
     "-c "*) "$REAL_PYTHON" "$@" | sed -e "s#^/.*#$0#" -e "s#^3[.][0-9]*\\$#${STUB_VERSION:-&}#"; exit ;;
 esac
-echo "$*" >>"$STUB_CALLS"
+echo "${*// /_}" >>"$STUB_CALLS"
 case "$1 ${2:-} ${3:-}" in
     "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
     "-m pip install")
@@ -114,7 +115,7 @@ def test_tests_add_their_list_to_the_same_environment(checkout: Checkout) -> Non
     assert checkout.run("run_cpu.sh").returncode == 0
     assert checkout.run("run_tests.sh", "-m", "not slow").returncode == 0
     assert [call.split()[-1] for call in checkout.calls("pip install")] == ["requirements/test.txt"]
-    assert checkout.calls()[-1] == "-m pytest -m not slow"
+    assert checkout.calls()[-1] == "-m pytest -m not_slow"
     for script in ("run_cpu.sh", "run_tests.sh"):
         assert checkout.run(script).returncode == 0
         assert checkout.calls("-m pip") == []
@@ -163,6 +164,7 @@ def test_two_scripts_at_once_install_once(checkout: Checkout) -> None:
     outputs = [process.communicate(timeout=30)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0]
     assert len(checkout.calls("-m venv")) == 1 and len(checkout.calls("pip install")) == 2
+    assert len(checkout.calls("pip check")) == 1
     assert sum("waiting: another set-up" in output for output in outputs) == 1
 
 
@@ -231,9 +233,9 @@ def test_too_little_disk_is_refused_before_anything_is_downloaded(checkout: Chec
 def test_overrides_reach_the_check_and_the_trainer_unchanged(checkout: Checkout) -> None:
     assert checkout.run("run_cpu.sh", "name=two words", "train.steps=3", NPROC="4").returncode == 0
     check, run = checkout.calls("train_grpo.py")
-    assert check == "train_grpo.py configs/tiny_cpu.yaml name=two words train.steps=3 --check --ranks 4"
+    assert check == "train_grpo.py configs/tiny_cpu.yaml name=two_words train.steps=3 --check --ranks 4"
     assert run.startswith("-m torch.distributed.run --standalone --local-addr=localhost --nproc_per_node=4 ")
-    assert run.endswith(" train_grpo.py configs/tiny_cpu.yaml name=two words train.steps=3")
+    assert run.endswith(" train_grpo.py configs/tiny_cpu.yaml name=two_words train.steps=3")
 
 
 def test_refused_input_ends_the_script_with_the_exit_code_of_the_check(checkout: Checkout) -> None:

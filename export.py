@@ -1,0 +1,369 @@
+"""A run's trained adapters as files that other programs load: a merged Hugging Face model, or a PEFT adapter.
+
+    python export.py RUN --merged DIR | --adapter DIR [--step N]       N steps done; without it the newest checkpoint
+
+One process on the CPU, tensor by tensor, without Megatron, transformers or peft. E experts, R a pair's own rank.
+What was written is read back (names, shapes, finite values) before DIR appears, whole, under its name. That
+transformers and peft compute the trainer's log-probabilities from it is a test: tests/test_export.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import checkpoint
+import hf_config
+import weights_hf
+from config import Config, InputError, LoraConfig, changed_keys, load_config
+from hf_config import Architecture
+from run_record import fsync_path
+
+COPIED = """generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json
+    vocab.json merges.txt tokenizer.model chat_template.jinja chat_template.json LICENSE""".split()
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A module that the checkpoint holds an A and a B for, and the base model's weights that these change."""
+
+    parent: str  # model.layers.0.self_attn
+    fused: str  # qkv_proj: the checkpoint has <parent>.<fused>.A and .B
+    rows: dict[str, int]  # the base model's modules in the order of B's output rows: {q_proj: 64, k_proj: 32, ..}
+    in_size: int
+    rank: int
+    num_experts: int = 0  # 0: A (R, in), B (out, R); routed experts: A (E, in, R), B (E, R, out)
+
+    @property
+    def name(self) -> str:
+        return f"{self.parent}.{self.fused}"
+
+    def factor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name in the checkpoint -> shape."""
+        out_size = sum(self.rows.values())
+        if self.num_experts:
+            a, b = (self.num_experts, self.in_size, self.rank), (self.num_experts, self.rank, out_size)
+        else:
+            a, b = (self.rank, self.in_size), (out_size, self.rank)
+        return {f"{self.name}.A": a, f"{self.name}.B": b}
+
+    def pairs(self, factors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """(weight of the base model, A (R, in), B (out, R)) for each weight that this changes; views, not copies."""
+        a, b = factors[f"{self.name}.A"], factors[f"{self.name}.B"]
+        by_expert = [(f"{self.parent}.{e}", a[e].t(), b[e].t()) for e in range(self.num_experts)]
+        for parent, a_whole, b_whole in by_expert or [(self.parent, a, b)]:
+            blocks = b_whole.split(list(self.rows.values()))
+            for module, block in zip(self.rows, blocks, strict=True):
+                yield f"{parent}.{module}.weight", a_whole, block
+
+
+def adapted_modules(arch: Architecture, lora: LoraConfig) -> Iterator[Adapted]:
+    """Every module of ``arch`` that ``lora`` trains, in the order of the layers."""
+    hidden, heads, kv = arch.hidden_size, arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+
+    def swiglu(parent: str, width: int, rank: int, num_experts: int = 0) -> Iterator[Adapted]:
+        if "linear_fc1" in lora.targets:
+            yield Adapted(parent, "gate_up_proj", {"gate_proj": width, "up_proj": width}, hidden, rank, num_experts)
+        if "linear_fc2" in lora.targets:
+            yield Adapted(parent, "down_proj", {"down_proj": hidden}, width, rank, num_experts)
+
+    for i, is_moe in enumerate(arch.moe_layers):
+        attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
+        if "linear_qkv" in lora.targets:
+            yield Adapted(attention, "qkv_proj", {"q_proj": heads, "k_proj": kv, "v_proj": kv}, hidden, lora.rank)
+        if "linear_proj" in lora.targets:
+            yield Adapted(attention, "o_proj", {"o_proj": hidden}, heads, lora.rank)
+        if not is_moe:
+            yield from swiglu(mlp, arch.dense_ffn_size, lora.rank)
+            continue
+        if "router" in lora.targets:
+            yield Adapted(mlp, "gate", {"gate": arch.num_experts}, hidden, lora.rank)
+        yield from swiglu(f"{mlp}.experts", arch.expert_ffn_size, lora.expert_rank or lora.rank, arch.num_experts)
+        if arch.shared_expert_ffn_size:
+            yield from swiglu(f"{mlp}.shared_expert", arch.shared_expert_ffn_size, lora.rank)
+
+
+# ------------------------------------------------------------------------------------------------ reading the run
+
+
+def read_run(run_dir: Path, step: int | None) -> tuple[Config, checkpoint.Checkpoint]:
+    """The run's configuration and its checkpoint of ``step`` finished steps, or the newest whose checksums hold.
+
+    Raises InputError for a folder that is no run, has no such checkpoint, or was configured anew since.
+    """
+    if not (run_dir / "config.yaml").is_file():
+        raise InputError(f"{run_dir}: no config.yaml; needed: a run folder that train_grpo.py made")
+    cfg = load_config(run_dir / "config.yaml")
+    folder = run_dir / "checkpoints"
+    if step is None:
+        found = checkpoint.latest(run_dir, say=_note)
+        if found is None:
+            raise InputError(f"{folder}: no checkpoint whose checksums hold; needed: one that train_grpo.py finished")
+    else:
+        path = folder / f"step-{step:06d}"
+        if not path.is_dir():
+            there = ", ".join(sorted(other.name for other in folder.glob("step-*"))) or "none"
+            raise InputError(f"--step {step}: no {path.name} in {folder}; there: {there}")
+        found = checkpoint.load(path)
+    changed = [line for line in changed_keys(found.config, cfg) if line.startswith(("lora.", "model.dtype"))]
+    if changed:
+        raise InputError(f"{run_dir / 'config.yaml'}: changed since {found.path.name}: {'; '.join(changed)}")
+    return cfg, found
+
+
+def check_factors(found: checkpoint.Checkpoint, modules: Iterable[Adapted]) -> dict[str, Tensor]:
+    """The checkpoint's factors, fp32; InputError unless names, shapes and values are those of ``modules``."""
+    where = found.path / "adapter.safetensors"
+    factors = found.tensors.get("adapter", {})
+    expected = {name: shape for module in modules for name, shape in module.factor_shapes().items()}
+    for label, names in (
+        ("is missing", expected.keys() - factors.keys()),
+        ("is not what lora.targets trains in this base model", factors.keys() - expected.keys()),
+    ):
+        if names:
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            raise InputError(f"{where}: {min(names)}{more} {label}")
+    for name, shape in expected.items():
+        if tuple(factors[name].shape) != shape:
+            raise InputError(f"{where}: {name} has shape {list(factors[name].shape)}, the run needs {list(shape)}")
+        if not factors[name].isfinite().all():
+            raise InputError(f"{where}: {name} holds values that are not finite")
+    return {name: factor.float() for name, factor in factors.items()}
+
+
+# ------------------------------------------------------------------------------------------------ merged model
+
+
+@torch.no_grad()
+def merged_tensors(
+    base: weights_hf.Checkpoint,
+    arch: Architecture,
+    modules: Iterable[Adapted],
+    factors: dict[str, Tensor],
+    alpha: float,
+    dtype: torch.dtype,
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the base model by name, W + (alpha / R) B A in fp32 where trained, cast once; one at a time.
+
+    The base is rounded to ``dtype`` first, because that is the weight the adapters were trained on.
+    """
+    pairs = {name: (alpha / module.rank, a, b) for module in modules for name, a, b in module.pairs(factors)}
+    for name in weights_hf.tensor_shapes(arch):
+        weight = base.slice(name)[:].to(dtype)
+        if name in pairs:
+            scale, a, b = pairs[name]
+            weight = (weight.float() + scale * (b @ a)).to(dtype)
+        yield name, weight
+
+
+def write_merged(
+    out_dir: Path, cfg: Config, arch: Architecture, modules: list[Adapted], factors: dict[str, Tensor]
+) -> tuple[int, int]:
+    """The merged model as a Hugging Face directory with the base model's tensor names.  -> (tensors, bytes)"""
+    model_dir = Path(cfg.model.path)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.model.dtype]
+    shapes = weights_hf.tensor_shapes(arch)
+    num_bytes = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
+    with _appears_whole(out_dir, num_bytes) as aside:
+        with contextlib.ExitStack() as stack:
+            base = weights_hf.Checkpoint(model_dir, stack)
+            weights_hf.save_model(merged_tensors(base, arch, modules, factors, cfg.lora.alpha, dtype), aside)
+        about = json.loads((model_dir / "config.json").read_text())
+        for key in {"dtype", "torch_dtype"} & about.keys():
+            about[key] = str(dtype).removeprefix("torch.")  # what transformers loads the weights as by default
+        (aside / "config.json").write_text(json.dumps(about, indent=2) + "\n")
+        for name in COPIED:
+            if (model_dir / name).is_file():
+                shutil.copyfile(model_dir / name, aside / name)
+        weights_hf.check(aside, arch)
+        with contextlib.ExitStack() as stack:
+            written = weights_hf.Checkpoint(aside, stack)
+            for name in shapes:
+                weight = written.slice(name)[:]
+                if weight.dtype != dtype or not weight.isfinite().all():
+                    raise InputError(f"{model_dir}: {name}, merged, is not a finite {dtype} tensor")
+    return len(shapes), num_bytes
+
+
+# ------------------------------------------------------------------------------------------------ PEFT adapter
+
+
+def adapter_tensors(modules: Iterable[Adapted], factors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The factors as PEFT names and lays them out.
+
+    PEFT adapts q, k, v, gate and up one by one, so each gets the A that ours share and its own rows of B.
+    transformers holds routed experts as two 3-D parameters, and PEFT both experts' factors as one 2-D pair:
+    lora_A (E R, in) with R fastest, lora_B (out, R E) with E fastest.
+    """
+    modules = list(modules)
+    both = {module.fused for module in modules if module.num_experts} == {"gate_up_proj", "down_proj"}
+    tensors = {}
+    for module in modules:
+        if module.num_experts:
+            # PEFT wraps the experts once a parameter: down_proj's wrapper is around gate_up_proj's.
+            inner = ".base_layer" if both and module.fused == "gate_up_proj" else ""
+            prefix = f"base_model.model.{module.parent}{inner}"
+            a = factors[f"{module.name}.A"].transpose(1, 2).flatten(0, 1)  # (E, in, R) -> (E R, in)
+            b = factors[f"{module.name}.B"].permute(2, 1, 0).flatten(1)  # (E, R, out) -> (out, R E)
+            tensors |= {f"{prefix}.lora_A.weight": a.contiguous(), f"{prefix}.lora_B.weight": b.contiguous()}
+            continue
+        for name, a, b in module.pairs(factors):
+            prefix = f"base_model.model.{name.removesuffix('.weight')}"
+            # Copies: safetensors refuses tensors that share memory.
+            tensors |= {f"{prefix}.lora_A.weight": a.clone(), f"{prefix}.lora_B.weight": b.clone()}
+    return tensors
+
+
+def adapter_config(cfg: Config, modules: Iterable[Adapted]) -> dict:
+    """PEFT's adapter_config.json for these modules.
+
+    Everything in the MLP is targeted as a parameter: for Qwen MoE models PEFT takes any target module called
+    gate_proj, up_proj, down_proj or gate for the routed experts and the router of older checkpoints.
+    PEFT computes no dropout for parameters, and an exported adapter is for inference: lora_dropout is 0.
+    """
+    attention, dense, experts, ranks = [], [], [], set()
+    for module in modules:
+        where = re.sub(r"^model\.layers\.\d+\.", "", module.parent)
+        ranks.add(module.rank)
+        if module.num_experts:
+            experts.append(f"{where}.{module.fused}")
+        elif where == "self_attn":
+            attention += [f"{where}.{part}" for part in module.rows]
+        else:
+            dense += [f"{where}.{part}.weight" for part in module.rows]
+    attention, dense, experts = (list(dict.fromkeys(names)) for names in (attention, dense, experts))
+    rank, pattern = cfg.lora.rank, {}
+    if experts:
+        rank = cfg.lora.expert_rank or rank
+    if len(ranks) > 1:
+        # One pattern for all that is not a routed expert: PEFT warns of a pattern that matches no module.
+        pattern = {"|".join(re.escape(name) for name in attention + dense): cfg.lora.rank}
+        if not attention:
+            _note("PEFT will warn that rank_pattern matched no module; it does apply it, to parameters")
+    alpha = cfg.lora.alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": cfg.model.path,
+        "r": rank,
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,  # the scale is lora_alpha / a pair's own rank
+        "lora_dropout": 0.0,
+        "use_rslora": False,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "target_modules": attention,
+        "target_parameters": dense + experts,
+        "rank_pattern": pattern,
+        "alpha_pattern": {},
+        "inference_mode": True,
+    }
+
+
+def write_adapter(
+    out_dir: Path, cfg: Config, modules: list[Adapted], factors: dict[str, Tensor]
+) -> tuple[int, int]:
+    """adapter_config.json and adapter_model.safetensors for peft.PeftModel.from_pretrained.  -> (tensors, bytes)"""
+    from safetensors.torch import load_file, save_file
+
+    tensors = adapter_tensors(modules, factors)
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    with _appears_whole(out_dir, num_bytes) as aside:
+        path = aside / "adapter_model.safetensors"
+        save_file(tensors, path, metadata={"format": "pt"})
+        (aside / "adapter_config.json").write_text(json.dumps(adapter_config(cfg, modules), indent=2) + "\n")
+        written = load_file(path)
+        wrong = written.keys() ^ tensors.keys()
+        wrong |= {name for name in written.keys() & tensors.keys() if not torch.equal(written[name], tensors[name])}
+        if wrong:
+            raise InputError(f"{out_dir}: {min(wrong)} is not in the file as it was written; is the disk sound?")
+    return len(tensors), num_bytes
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
+
+
+def _refuse_used(out_dir: Path) -> None:
+    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+        raise InputError(f"{out_dir}: already there and not an empty directory; needed: a new one")
+
+
+@contextlib.contextmanager
+def _appears_whole(out_dir: Path, num_bytes: int) -> Iterator[Path]:
+    """A directory beside ``out_dir`` to write to; it takes the name when all is written, and goes when not."""
+    from safetensors import SafetensorError
+
+    target = out_dir.resolve()
+    aside = target.with_name(f".tmp-{target.name}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if aside.exists():  # of a process that was killed
+            shutil.rmtree(aside)
+        free = shutil.disk_usage(target.parent).free
+        if free < num_bytes:
+            raise InputError(f"{out_dir}: {num_bytes / 2**20:.1f} MiB needed, {free / 2**20:.1f} MiB free on the disk")
+        aside.mkdir()
+        yield aside
+        for path in aside.iterdir():
+            fsync_path(path)
+        os.rename(aside, target)
+        fsync_path(target.parent)
+    except (OSError, SafetensorError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise InputError(f"{out_dir}: not written: {reason}") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def export(run_dir: Path, out_dir: Path, *, as_adapter: bool, step: int | None = None) -> str:
+    """Write the run's model or adapter to ``out_dir``; the line that says what was written.
+
+    Raises InputError for an ``out_dir`` in use, a run without a good checkpoint, or a base model that does not fit.
+    """
+    _refuse_used(out_dir)
+    cfg, found = read_run(run_dir, step)
+    arch = hf_config.read(cfg.model.path)
+    weights_hf.check(cfg.model.path, arch)
+    modules = list(adapted_modules(arch, cfg.lora))
+    factors = check_factors(found, modules)
+    if as_adapter:
+        num_tensors, num_bytes = write_adapter(out_dir, cfg, modules, factors)
+    else:
+        num_tensors, num_bytes = write_merged(out_dir, cfg, arch, modules, factors)
+    what = "PEFT adapter" if as_adapter else "merged model"
+    return f"wrote {out_dir}: {what} after step {found.step} ({num_tensors} tensors, {num_bytes / 2**20:.1f} MiB)"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints what was written, or one error line; returns the exit code, 2 on an InputError."""
+    parser = argparse.ArgumentParser(description="Write a run's trained model for other programs.")
+    parser.add_argument("run", metavar="RUN", type=Path, help="run folder: config.yaml and checkpoints/")
+    kind = parser.add_mutually_exclusive_group(required=True)
+    kind.add_argument("--merged", metavar="DIR", type=Path, help="Hugging Face model, LoRA merged into the weights")
+    kind.add_argument("--adapter", metavar="DIR", type=Path, help="PEFT adapter for the base model")
+    parser.add_argument("--step", metavar="N", type=int, help="finished steps of the checkpoint; default: the newest")
+    args = parser.parse_args(arguments)
+    try:
+        print(export(args.run, args.merged or args.adapter, as_adapter=args.adapter is not None, step=args.step))
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

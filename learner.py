@@ -1,0 +1,235 @@
+"""How a rollout becomes optimizer steps: the policy under training, its loss, its AdamW, and its state.
+
+The loss of an update is one number over all its tokens on all ranks; each micro-batch adds its share, so neither the
+number of ranks nor the size of a micro-batch changes it. S = P x G sequences, b rows, T tokens of a row.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+from torch import Tensor
+
+import adapter_weights
+import grpo
+import lora_megatron
+import model_megatron
+import rollout
+import seeds
+from config import Config
+from hf_config import Architecture
+from parallel_setup import Parallel
+from rollout import MicroBatch, Rollout
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, in torch's names
+
+
+class Learner:
+    """The policy under training: model, adapters and optimizer, and how a rollout becomes optimizer steps."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        arch: Architecture,
+        parallel: Parallel,
+        model: torch.nn.Module,
+        adapters: dict[str, torch.nn.Module],
+        pad_token: int,
+    ) -> None:
+        self.cfg, self.arch, self.parallel, self.model, self.adapters = cfg, arch, parallel, model, adapters
+        self.pad_token = pad_token
+        self.factors = lora_megatron.factors(adapters)
+        self.parameters = list(self.factors.values())
+        optim = cfg.optim
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
+        )
+        for parameter in self.parameters:  # in place from the start, so that a checkpoint can fill them
+            moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
+            self.optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
+
+    def update(self, batch: Rollout, advantages: Tensor, step: int, clock: Clock) -> dict[str, float]:
+        """Optimizer steps on one rollout, and their metrics.  ``advantages``: (P x G,)
+
+        One count of tokens and sequences for all ranks and micro-batches of an update, known before its first
+        backward, makes the split irrelevant.
+        """
+        cfg, group = self.cfg, self.cfg.rollout.group_size
+        per_update = cfg.optim.prompts_per_update * group
+        updates = [list(range(i, i + per_update)) for i in range(0, len(advantages), per_update)]
+        packed = [self._pack(batch, sequences, advantages) for sequences in updates]
+        old_logp = None
+        if len(updates) > 1:  # with one update the policy that sampled is the policy that learns: the ratio is 1
+            with torch.no_grad():
+                old_logp = [[self._logp(micro)[0] for micro in micro_batches] for micro_batches, _ in packed]
+            clock.lap("old_logp")
+        sums: dict[str, Tensor] = {}
+        peak_gap, norms = torch.zeros(()), []
+        for index, (micro_batches, counts) in enumerate(packed):
+            for i, micro in enumerate(micro_batches):
+                seed_dropout(cfg, step, index, i, self.parallel.rank)
+                loss, stats, gap = self._loss(micro, old_logp[index][i] if old_logp else None, counts, clock)
+                loss.backward()
+                for name, value in stats.items():
+                    sums[name] = sums.get(name, 0) + value / len(updates)
+                peak_gap = torch.maximum(peak_gap, gap)
+            self.parallel.sync_gradients_(self.parameters)
+            norms.append(self._step(step))
+            clock.lap("update")
+        totals = self.parallel.sum_over_data(torch.stack(list(sums.values())))
+        metrics = dict(zip(sums, totals.tolist(), strict=True))
+        return metrics | {
+            "rollout/logp_gap_max": self.parallel.max_over_ranks(peak_gap.item()),
+            "actor/grad_norm": sum(norms) / len(norms),
+            "actor/lr": learning_rate(cfg, step),
+        }
+
+    def _pack(self, batch: Rollout, sequences: list[int], advantages: Tensor) -> tuple[list[MicroBatch], dict]:
+        """This rank's micro-batches of one update, and the update's counts over all data ranks."""
+        cfg, parallel = self.cfg, self.parallel
+        if cfg.loss.mask_truncated:
+            sequences = [s for s in sequences if not batch.truncated[s]]
+        counts = {
+            "num_tokens": sum(batch.lengths[s] for s in sequences),
+            "num_sequences": len(sequences),
+            "max_new_tokens": cfg.rollout.max_new_tokens,
+        }
+        if cfg.loss.skip_equal_groups:
+            mixed = batch.rewards.amax(dim=1) > batch.rewards.amin(dim=1)
+            sequences = [s for s in sequences if mixed[s // cfg.rollout.group_size]]
+        lengths = {s: batch.row_length(s) for s in sequences}
+        shares = rollout.plan(lengths, parallel.data, cfg.optim.tokens_per_micro_batch, parallel.tensor)
+        shares = shares or [[[]] * parallel.data]  # nothing to learn from: one empty micro-batch keeps ranks in step
+        mine = [share[parallel.data_rank] for share in shares]
+        pack = (advantages, parallel.device, self.pad_token, parallel.tensor)
+        return [rollout.pack(batch, rows, *pack) for rows in mine], counts
+
+    def _logp(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        return model_megatron.token_logprobs(
+            self.model, micro.tokens, micro.mask, self.parallel, self.cfg.rollout.temperature
+        )
+
+    def _loss(
+        self, micro: MicroBatch, old_logp: Tensor | None, counts: dict, clock: Clock
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """This micro-batch's share of the loss and of the metrics, and its largest sampler-trainer gap."""
+        loss_cfg = self.cfg.loss
+        ref_logp = None
+        if loss_cfg.kl != "none":
+            with lora_megatron.disabled(self.adapters), torch.no_grad():
+                ref_logp = self._logp(micro)[0]  # (b, T)
+            clock.lap("reference")
+        logp, entropy = self._logp(micro)  # (b, T) twice
+        old_logp = logp.detach() if old_logp is None else old_logp
+        weights = grpo.rollout_weights(
+            old_logp, micro.rollout_logp, micro.mask, loss_cfg.importance, loss_cfg.importance_clip
+        )
+        policy_loss, stats = grpo.policy_loss(
+            logp, old_logp, micro.advantages, micro.mask, weights=weights, kind=loss_cfg.kind,
+            clip_low=loss_cfg.clip_low, clip_high=loss_cfg.clip_high, dual_clip=loss_cfg.dual_clip,
+            aggregate=loss_cfg.aggregate, **counts,
+        )  # fmt: skip
+
+        def per_token_mean(value: Tensor) -> Tensor:
+            return grpo.aggregate_loss(value.detach(), micro.mask, num_tokens=counts["num_tokens"])
+
+        metrics = {f"actor/{name}": value for name, value in stats.items()}
+        loss = policy_loss
+        if ref_logp is not None:
+            kl = grpo.kl(logp, ref_logp, loss_cfg.kl, micro.mask)
+            loss = loss + loss_cfg.kl_coef * grpo.aggregate_loss(kl, micro.mask, aggregate=loss_cfg.aggregate, **counts)
+            metrics["actor/kl_loss"] = per_token_mean(kl)
+        if loss_cfg.entropy_coef:
+            bonus = grpo.aggregate_loss(entropy, micro.mask, aggregate=loss_cfg.aggregate, **counts)
+            loss = loss - loss_cfg.entropy_coef * bonus
+        gap = (old_logp - micro.rollout_logp).abs() * micro.mask
+        metrics |= {
+            "actor/loss": loss.detach(),
+            "actor/entropy": per_token_mean(entropy),
+            "rollout/logp_gap_mean": per_token_mean(gap),
+        }
+        if loss_cfg.importance != "none":
+            metrics["rollout/importance_mean"] = per_token_mean(weights)
+            clipped = (weights >= loss_cfg.importance_clip) * micro.mask
+            metrics["rollout/importance_clip_frac"] = per_token_mean(clipped)
+        return loss, metrics, gap.amax()
+
+    def _step(self, step: int) -> float:
+        """Clip over the whole sharded parameter set, one AdamW step, and the norm before clipping."""
+        norm = self.parallel.gradient_norm(self.parameters).item()
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"step {step + 1}: the gradient norm is {norm}; nothing was updated or saved")
+        shrink = min(1.0, self.cfg.optim.max_grad_norm / (norm + 1e-6))
+        for parameter in self.parameters:
+            parameter.grad *= shrink
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.cfg, step)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, int]]:
+        """Whole factors and moments by Hugging Face name, which any layout can load, and the count of optimizer steps.
+
+        Collective; the same on every rank.
+        """
+        whole = {"adapter": adapter_weights.gather(self.adapters, self.factors, self.arch, self.parallel)}
+        whole["optimizer"] = {}
+        for moment in MOMENTS:
+            values = {name: self.optimizer.state[factor][moment] for name, factor in self.factors.items()}
+            gathered = adapter_weights.gather(self.adapters, values, self.arch, self.parallel)
+            whole["optimizer"] |= {f"{name}.{moment}": value for name, value in gathered.items()}
+        return whole, {"optimizer_steps": int(self.optimizer.state[self.parameters[0]]["step"])}
+
+    @torch.no_grad()
+    def restore(self, tensors: dict[str, dict[str, Tensor]], counts: dict[str, int]) -> None:
+        """Take up a state(), whatever layout wrote it. InputError where names or shapes are not this model's."""
+        for name, value in adapter_weights.scatter(self.adapters, tensors["adapter"], self.arch, self.parallel).items():
+            self.factors[name].copy_(value)
+        for moment in MOMENTS:
+            end = f".{moment}"
+            whole = {key.removesuffix(end): value for key, value in tensors["optimizer"].items() if key.endswith(end)}
+            for name, value in adapter_weights.scatter(self.adapters, whole, self.arch, self.parallel).items():
+                self.optimizer.state[self.factors[name]][moment].copy_(value)
+        for parameter in self.parameters:
+            self.optimizer.state[parameter]["step"].fill_(counts["optimizer_steps"])
+
+
+def learning_rate(cfg: Config, step: int) -> float:
+    """AdamW's rate at ``step`` (from 0): linear warm-up, then constant, or linear or cosine to min_lr_ratio x peak."""
+    optim = cfg.optim
+    if step < optim.warmup_steps:
+        return optim.lr * (step + 1) / optim.warmup_steps
+    if optim.decay == "constant":
+        return optim.lr
+    share = (step - optim.warmup_steps) / max(1, cfg.train.steps - 1 - optim.warmup_steps)  # 0 -> 1 at the last step
+    fall = share if optim.decay == "linear" else (1 - math.cos(math.pi * share)) / 2
+    return optim.lr * (1 - (1 - optim.min_lr_ratio) * fall)
+
+
+def seed_dropout(cfg: Config, step: int, update: int, micro: int, rank: int) -> None:
+    """LoRA dropout is the one draw from the global generator: it depends on the step, and on how rows are split."""
+    if cfg.lora.dropout:
+        torch.manual_seed(seeds.derive(cfg.train.seed, "dropout", step, update, micro, rank))
+
+
+class Clock:
+    """Wall time of a step's phases, which add up; a phase met several times counts once, with its sum."""
+
+    def __init__(self) -> None:
+        self.start = self.last = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def lap(self, phase: str) -> None:
+        """Everything since the last lap was ``phase``."""
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.last
+        self.last = now
+
+    def timing(self, new_tokens: int) -> dict[str, float]:
+        """Seconds by phase and of the whole step, and generated tokens a second of the whole step."""
+        total = time.perf_counter() - self.start
+        phases = {f"timing/{phase}_s": round(seconds, 4) for phase, seconds in self.seconds.items()}
+        return phases | {"timing/step_s": round(total, 4), "perf/tokens_per_s": round(new_tokens / total, 1)}

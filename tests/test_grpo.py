@@ -1,0 +1,557 @@
+"""The GRPO objective against scalar Python written from the formulas, hand-worked numbers and closed-form gradients.
+
+Nothing here shows that the trainer passes the whole update's counts, or that its log-probabilities are right.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import grpo
+
+AGGREGATES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "dr-grpo")
+KINDS = ("ppo", "gspo", "cispo")
+KL_KINDS = ("k1", "k2", "k3", "low_var_kl", "low_var_kl+", "abs")
+EVERY_LOSS = list(itertools.product(KINDS, AGGREGATES))
+GARBAGE = (math.nan, math.inf, -math.inf, 1e30, -1e30)
+
+
+def batch(rows: int = 6, tokens: int = 7, seed: int = 0) -> dict[str, Tensor]:
+    """Rows of different lengths, the last but one without a token, with ratios on both sides of every clip."""
+    make = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([tokens, 3, 1, 5, 0, 4])[:rows]
+    return {
+        "logp": -3 * torch.rand(rows, tokens, generator=make, dtype=torch.float64) - 0.1,
+        "old_logp": -3 * torch.rand(rows, tokens, generator=make, dtype=torch.float64) - 0.1,
+        "advantages": torch.randn(rows, generator=make, dtype=torch.float64),
+        "mask": (torch.arange(tokens) < lengths[:, None]).float(),
+        "weights": 2 * torch.rand(rows, tokens, generator=make, dtype=torch.float64),
+    }
+
+
+def loss_and_gradient(data: dict[str, Tensor], **options: object) -> tuple[float, Tensor]:
+    logp = data["logp"].clone().requires_grad_()
+    loss, _ = grpo.policy_loss(**{**data, "logp": logp}, **options)
+    loss.backward()
+    return loss.item(), logp.grad
+
+
+def clip(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
+
+
+def reference_tokens(
+    data: dict[str, Tensor], kind: str, low: float, high: float, dual: float | None
+) -> list[list[tuple[float, float]]]:
+    """Per row and token in the mask: (loss, its derivative by that token's logp), from the formulas, one by one."""
+    rows = []
+    for logp, old_logp, advantage, mask, weights in zip(*(data[name].tolist() for name in data), strict=True):
+        inside = [t for t in range(len(mask)) if mask[t]]
+        row = []
+        for t in inside:
+            log_ratio = logp[t] - old_logp[t]
+            if kind == "gspo":
+                log_ratio = sum(logp[i] - old_logp[i] for i in inside) / len(inside)
+            ratio = math.exp(log_ratio)
+            if kind == "cispo":
+                loss = -clip(ratio, 1 - low, 1 + high) * advantage * logp[t]
+                slope = -clip(ratio, 1 - low, 1 + high) * advantage
+            else:
+                loss, slope = -advantage * ratio, -advantage * ratio
+                if -advantage * clip(ratio, 1 - low, 1 + high) > loss:
+                    loss, slope = -advantage * clip(ratio, 1 - low, 1 + high), 0.0
+                if kind == "ppo" and dual and advantage < 0 and loss > -advantage * dual:
+                    loss, slope = -advantage * dual, 0.0
+            row.append((loss * weights[t], slope * weights[t]))
+        rows.append(row)
+    return rows
+
+
+def reference_total(rows: list[list[float]], aggregate: str, tokens: int, sequences: int, max_new: int) -> float:
+    if aggregate == "token-mean":
+        return sum(sum(row) for row in rows) / tokens
+    if aggregate == "seq-mean-token-sum":
+        return sum(sum(row) for row in rows) / sequences
+    if aggregate == "seq-mean-token-mean":
+        return sum(sum(row) / len(row) for row in rows if row) / sequences
+    return sum(sum(row) for row in rows) / (sequences * max_new)
+
+
+# ----------------------------------------------------------------------------------------------------------- advantages
+def test_advantages_by_hand() -> None:
+    """Rewards 1 0 0 1: mean 1/2, variance (4 x 1/4) / 3. Rewards 3 1 2: mean 2, variance 1."""
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0]])
+    scale = 0.5 / (math.sqrt(1 / 3) + 1e-6)
+    torch.testing.assert_close(grpo.group_advantages(rewards), torch.tensor([[scale, -scale, -scale, scale]]))
+    rewards = torch.tensor([[3.0, 1.0, 2.0], [5.0, 5.0, 5.0]])
+    zeros = [0.0, 0.0, 0.0]
+    one = 1 / (1 + 1e-6)
+    torch.testing.assert_close(grpo.group_advantages(rewards, "std"), torch.tensor([[one, -one, 0.0], zeros]))
+    torch.testing.assert_close(grpo.group_advantages(rewards, "none"), torch.tensor([[1.0, -1.0, 0.0], zeros]))
+    torch.testing.assert_close(grpo.group_advantages(rewards, "loo"), torch.tensor([[1.5, -1.5, 0.0], zeros]))
+
+
+@pytest.mark.parametrize("norm", ["std", "none", "loo"])
+def test_advantages_against_the_formula(norm: str) -> None:
+    rewards = torch.randn(5, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    rewards[1] = rewards[1].round()
+    found = grpo.group_advantages(rewards, norm).tolist()
+    for group, advantages in zip(rewards.tolist(), found, strict=True):
+        mean = statistics.fmean(group)
+        for reward, advantage in zip(group, advantages, strict=True):
+            expected = {
+                "std": (reward - mean) / (statistics.stdev(group) + 1e-6),
+                "none": reward - mean,
+                "loo": reward - (sum(group) - reward) / (len(group) - 1),
+            }[norm]
+            assert advantage == pytest.approx(expected, rel=1e-12, abs=1e-12)
+            if norm == "loo":
+                assert advantage == pytest.approx((len(group) * reward - len(group) * mean) / (len(group) - 1))
+        assert sum(advantages) == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("norm", ["std", "none", "loo"])
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -0.3, 1 / 3, 1e-30, 1e8 + 8, -1e30])
+@pytest.mark.parametrize("size", [2, 3, 7, 8, 13])
+def test_equal_rewards_have_advantage_exactly_zero(norm: str, reward: float, size: int) -> None:
+    """In float32 the mean of seven 0.1 is not 0.1; over a standard deviation of 0 the difference was 0.41 elsewhere."""
+    rewards = torch.full((3, size), reward, dtype=torch.float32)
+    rewards[1] = torch.arange(size)  # the neighbours of an ordinary group are not touched by it
+    found = grpo.group_advantages(rewards, norm)
+    assert torch.equal(found[[0, 2]], torch.zeros(2, size)) and found[1].min() < 0 < found[1].max()
+
+
+@pytest.mark.parametrize("norm", ["std", "none", "loo"])
+def test_advantages_do_not_depend_on_a_common_offset(norm: str) -> None:
+    rewards = torch.tensor([[0.0, 8.0, 16.0, 0.0], [8.0, 0.0, 0.0, 0.0]])
+    shifted = grpo.group_advantages(rewards + 1e8, norm)  # 1e8 + 8 is exact in float32, and so is the shift back
+    assert torch.equal(shifted, grpo.group_advantages(rewards, norm))
+
+
+def test_a_group_of_one_counts_as_mean_zero_and_deviation_one() -> None:
+    rewards = torch.tensor([[2.0], [0.0]], dtype=torch.float64)
+    assert grpo.group_advantages(rewards, "std")[:, 0].tolist() == [pytest.approx(2 / (1 + 1e-6), rel=1e-15), 0.0]
+    assert torch.equal(grpo.group_advantages(rewards, "none"), rewards)
+    assert torch.equal(grpo.group_advantages(rewards, "loo"), rewards)
+
+
+def test_advantages_leave_the_rewards_alone_and_take_integers() -> None:
+    rewards = torch.tensor([[1, 0, 0, 1]])
+    found = grpo.group_advantages(rewards, "none")
+    assert found.dtype == torch.float32 and found.tolist() == [[0.5, -0.5, -0.5, 0.5]]
+    assert rewards.tolist() == [[1, 0, 0, 1]]
+
+
+# ------------------------------------------------------------------------------------------------------------------- KL
+def kl_of(difference: float, kind: str, dtype: torch.dtype = torch.float64) -> tuple[float, float]:
+    """Value and derivative by logp, where logp - ref_logp is the given difference."""
+    logp = torch.tensor([[difference]], dtype=dtype).requires_grad_()
+    value = grpo.kl(logp, torch.zeros(1, 1, dtype=dtype), kind)
+    value.sum().backward()
+    return value.item(), logp.grad.item()
+
+
+@pytest.mark.parametrize("difference", [0.0, 0.5, -0.5, 2.0, -2.0, -2.61, -2.62, 10.9, 11.5, -25.0, 30.0])
+def test_kl_values_and_gradients_by_formula(difference: float) -> None:
+    d = -difference
+    raw, raw_slope = math.exp(d) - d - 1, 1 - math.exp(d)
+    held = clip(d, -20, 20)
+    limited = min(math.exp(held) - held - 1, 10.0)
+    limited_slope = 0.0 if limited == 10.0 else raw_slope
+    expected = {
+        "k1": (difference, 1.0),
+        "k2": (difference**2 / 2, difference),
+        "k3": (raw, raw_slope),
+        "low_var_kl": (limited, limited_slope),
+        "low_var_kl+": (limited, difference),
+        "abs": (abs(difference), math.copysign(1, difference) if difference else 0.0),
+    }
+    for kind in KL_KINDS:
+        assert kl_of(difference, kind) == pytest.approx(expected[kind], rel=1e-12, abs=1e-12), kind
+
+
+@pytest.mark.parametrize("kind", KL_KINDS)
+def test_kl_of_equal_inputs_is_exactly_zero(kind: str) -> None:
+    logp = -20 * torch.rand(4, 50, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(grpo.kl(logp, logp.clone(), kind), torch.zeros(4, 50))
+
+
+def test_low_var_kl_has_no_gradient_beyond_2_611_nats_below_the_reference() -> None:
+    """e^d - d - 1 passes 10 at d = 2.6109..: there the policy is no longer pulled back."""
+    assert kl_of(-2.610, "low_var_kl")[1] < 0
+    for difference in (-2.612, -5.0, -19.0, -21.0, -1000.0):
+        assert kl_of(difference, "low_var_kl", torch.float32) == (10.0, 0.0)
+        assert kl_of(difference, "low_var_kl+", torch.float32) == (10.0, pytest.approx(difference))
+
+
+def test_low_var_kl_plus_has_the_value_of_low_var_kl_and_the_gradient_of_k2() -> None:
+    make = torch.Generator().manual_seed(3)
+    logp, ref_logp = -5 * torch.rand(8, 9, generator=make), -5 * torch.rand(8, 9, generator=make)
+    gradients = {}
+    for kind in ("low_var_kl+", "k2"):
+        leaf = logp.clone().requires_grad_()
+        grpo.kl(leaf, ref_logp, kind).sum().backward()
+        gradients[kind] = leaf.grad
+    assert torch.equal(grpo.kl(logp, ref_logp, "low_var_kl+"), grpo.kl(logp, ref_logp, "low_var_kl"))
+    assert torch.equal(gradients["low_var_kl+"], gradients["k2"])
+
+
+@pytest.mark.parametrize("kind", KL_KINDS)
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_kl_ignores_what_is_outside_the_mask(kind: str, garbage: float) -> None:
+    data = batch()
+    outside = data["mask"] == 0
+    leaf = data["logp"].masked_fill(outside, garbage).requires_grad_()
+    value = grpo.kl(leaf, data["old_logp"].masked_fill(outside, -garbage), kind, data["mask"])
+    value.sum().backward()
+    assert torch.equal(value, grpo.kl(data["logp"], data["old_logp"], kind).masked_fill(outside, 0.0))
+    assert torch.equal(leaf.grad[outside], torch.zeros(int(outside.sum()), dtype=torch.float64))
+    assert torch.isfinite(leaf.grad).all()
+
+
+# ---------------------------------------------------------------------------------------------------------- policy loss
+@pytest.mark.parametrize(("kind", "aggregate"), EVERY_LOSS)
+@pytest.mark.parametrize(("low", "high", "dual"), [(0.2, 0.2, 3.0), (0.2, 0.28, None), (0.1, 0.5, 1.5), (0.2, 0.2, 0)])
+def test_loss_and_gradient_against_the_formulas(
+    kind: str, aggregate: str, low: float, high: float, dual: float | None
+) -> None:
+    data = batch()
+    inside = reference_tokens(data, kind, low, high, dual)
+    losses = [[loss for loss, _ in row] for row in inside]
+    tokens, sequences = sum(map(len, inside)), sum(map(bool, inside))
+    assert (tokens, sequences) == (20, 5)
+    found, gradient = loss_and_gradient(
+        data, kind=kind, aggregate=aggregate, clip_low=low, clip_high=high, dual_clip=dual, max_new_tokens=16
+    )
+    assert found == pytest.approx(reference_total(losses, aggregate, tokens, sequences, 16), rel=1e-12)
+    for r, row in enumerate(inside):
+        for t in range(7):
+            alone = [[0.0] * len(other) for other in inside]
+            if t < len(row):
+                alone[r][t] = row[t][1]
+            expected = reference_total(alone, aggregate, tokens, sequences, 16)
+            assert gradient[r, t].item() == pytest.approx(expected, rel=1e-12, abs=1e-15)
+
+
+def test_the_formula_test_meets_every_branch() -> None:
+    """Else the agreement above would say little: clipped above and below, not clipped, and dual-clipped."""
+    data = batch()
+    _, stats = grpo.policy_loss(**data, dual_clip=1.5)
+    assert 0.1 < stats["clip_frac"] < 0.9 and 0.1 < stats["dual_clip_frac"] < 0.9
+
+
+@pytest.mark.parametrize(
+    ("advantage", "log_ratio", "loss", "slope"),
+    [
+        (1.0, 0.0, -1.0, -1.0),  # on policy: the plain policy gradient
+        (-1.0, 0.0, 1.0, 1.0),
+        (1.0, math.log(1.1), -1.1, -1.1),
+        (1.0, math.log(1.5), -1.2, 0.0),  # good, and already more likely: clipped at 1 + 0.2
+        (1.0, math.log(0.5), -0.5, -0.5),  # good, but less likely: pulled back
+        (-1.0, math.log(0.5), 0.8, 0.0),  # bad, and already less likely: clipped at 1 - 0.2
+        (-1.0, math.log(2.0), 2.0, 2.0),  # bad, but more likely: pushed down
+        (-1.0, math.log(4.0), 3.0, 0.0),  # far more likely: dual clip at 3
+        (-2.0, math.log(4.0), 6.0, 0.0),
+        (-1.0, 25.0, 3.0, 0.0),
+        (0.0, 3.0, 0.0, 0.0),
+    ],
+)
+def test_ppo_regions_by_hand(advantage: float, log_ratio: float, loss: float, slope: float) -> None:
+    data = {"logp": torch.full((1, 1), -1.0 + log_ratio, dtype=torch.float64), "old_logp": -torch.ones(1, 1)}
+    found, gradient = loss_and_gradient({**data, "advantages": torch.tensor([advantage]), "mask": torch.ones(1, 1)})
+    assert (found, gradient.item()) == pytest.approx((loss, slope), rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("log_ratio", [25.0, 80.0, 1e4, -25.0, -1e4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_absurd_log_ratio_stays_bounded(kind: str, log_ratio: float, advantage: float) -> None:
+    """Without a limit one token of +25 nats makes a loss of 7e10; here at most e^20 (gspo e^10) without dual clip."""
+    logp = torch.full((1, 1), log_ratio).requires_grad_()
+    options = {"kind": kind, "mask": torch.ones(1, 1), "advantages": torch.tensor([advantage])}
+    with_dual, stats = grpo.policy_loss(logp, torch.zeros(1, 1), **options)
+    without, _ = grpo.policy_loss(logp, torch.zeros(1, 1), **options, dual_clip=0)
+    limit = {"ppo": 3.0, "gspo": math.exp(10), "cispo": 1.2 * abs(log_ratio)}[kind]
+    assert abs(with_dual.item()) <= limit * (1 + 1e-6)
+    assert abs(without.item()) <= max(math.exp(20), limit) * (1 + 1e-6)
+    with_dual.backward()
+    assert torch.isfinite(logp.grad).all()
+    assert all(torch.isfinite(value) for value in stats.values())
+
+
+def test_gspo_by_hand() -> None:
+    """Log-ratios 0.3 and -0.1 have mean 0.1: s = e^0.1 for both tokens, gradient -A s / 2 each; padding not counted."""
+    data = {
+        "logp": torch.tensor([[-1.0, -2.0, -9.0]], dtype=torch.float64),
+        "old_logp": torch.tensor([[-1.3, -1.9, -1.0]], dtype=torch.float64),
+        "advantages": torch.tensor([2.0]),
+        "mask": torch.tensor([[1, 1, 0]]),
+    }
+    found, gradient = loss_and_gradient(data, kind="gspo", aggregate="seq-mean-token-mean")
+    assert found == pytest.approx(-2 * math.exp(0.1), rel=1e-12)
+    torch.testing.assert_close(gradient, torch.tensor([[-math.exp(0.1), -math.exp(0.1), 0.0]], dtype=torch.float64))
+
+
+def test_gspo_keeps_a_small_ratio_beside_a_large_log_probability() -> None:
+    """One token of 1024 moved by 2^-12: the mean 2^-22 would be lost if it were added to a float32 logp of -30."""
+    logp = torch.full((1, 1024), -30.0)
+    old_logp = logp.clone()
+    old_logp[0, 0] -= 2**-12
+    _, stats = grpo.policy_loss(logp, old_logp, torch.ones(1), torch.ones(1, 1024), kind="gspo")
+    assert stats["ratio_gap"].item() == pytest.approx(2**-22, rel=1e-3)
+
+
+def test_cispo_by_hand() -> None:
+    """Ratio 2 is clipped to 1.2, but the token keeps its gradient, -1.2 A; one below at 0.5 has 0.8."""
+    data = {
+        "logp": torch.tensor([[-1.0], [-2.0]], dtype=torch.float64),
+        "old_logp": torch.tensor([[-1.0 - math.log(2)], [-2.0 + math.log(2)]], dtype=torch.float64),
+        "advantages": torch.tensor([3.0, 3.0]),
+        "mask": torch.ones(2, 1),
+    }
+    found, gradient = loss_and_gradient(data, kind="cispo", aggregate="seq-mean-token-sum")
+    assert found == pytest.approx((1.2 * 3 * 1 + 0.8 * 3 * 2) / 2, rel=1e-12)
+    torch.testing.assert_close(gradient, torch.tensor([[-1.8], [-1.2]], dtype=torch.float64))
+
+
+def test_on_policy_gradient_is_minus_advantage_for_every_kind() -> None:
+    """With one update a rollout the ratio is 1 and all three are REINFORCE with the group's baseline."""
+    data = {**batch(), "weights": None}
+    data["old_logp"] = data["logp"].clone()
+    expected = -data["advantages"][:, None] * data["mask"] / 20
+    for kind in KINDS:
+        _, gradient = loss_and_gradient(data, kind=kind)
+        torch.testing.assert_close(gradient, expected)
+        _, stats = grpo.policy_loss(**data, kind=kind)
+        assert stats["ratio_gap"] == 0 and stats["clip_frac"] == 0 and stats["ppo_kl"] == 0
+
+
+# ----------------------------------------------------------------------------------------- what must make no difference
+@pytest.mark.parametrize(("kind", "aggregate"), EVERY_LOSS)
+@pytest.mark.parametrize(
+    "split", [[[0, 1, 2, 3, 4, 5]], [[0], [1], [2], [3], [4], [5]], [[5, 0, 4], [1, 2, 3]], [[4], [3, 1], [0, 5, 2]]]
+)
+def test_loss_does_not_depend_on_how_rows_are_split(kind: str, aggregate: str, split: list[list[int]]) -> None:
+    """Over micro-batches and ranks alike: shares, their gradients and the statistics add up; padding differs."""
+    data = batch()
+    options = {"kind": kind, "aggregate": aggregate, "max_new_tokens": 16, "num_tokens": 20, "num_sequences": 6}
+    whole_loss, whole_stats = grpo.policy_loss(**data, **options)
+    _, whole_gradient = loss_and_gradient(data, **options)
+    loss, gradient, stats = 0.0, torch.zeros_like(whole_gradient), dict.fromkeys(whole_stats, 0.0)
+    for rows in split:
+        longest = max(int(data["mask"][rows].sum(dim=1).max()), 1)
+        part = {name: value[rows, :longest] if value.dim() == 2 else value[rows] for name, value in data.items()}
+        share, share_gradient = loss_and_gradient(part, **options)
+        loss += share
+        gradient[rows, :longest] += share_gradient
+        for name, value in grpo.policy_loss(**part, **options)[1].items():
+            stats[name] += value.item()
+    assert loss == pytest.approx(whole_loss.item(), rel=1e-12)
+    torch.testing.assert_close(gradient, whole_gradient)
+    assert stats == pytest.approx({name: value.item() for name, value in whole_stats.items()}, rel=1e-12)
+
+
+def test_shares_of_the_micro_batches_own_counts_would_not_add_up() -> None:
+    """The negative control of the test above: what goes wrong when the update's counts are not passed."""
+    data = batch()
+    whole, _ = grpo.policy_loss(**data)
+    halves = [{name: value[rows] for name, value in data.items()} for rows in ([0], [1, 2, 3, 4, 5])]
+    mean_of_means = sum(grpo.policy_loss(**half)[0].item() for half in halves) / 2
+    assert abs(mean_of_means - whole.item()) > 0.01 * abs(whole.item())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_inside_the_mask_is_not_hidden(kind: str) -> None:
+    data = batch()
+    data["logp"][0, 2] = math.nan
+    loss, stats = grpo.policy_loss(**data, kind=kind)
+    assert loss.isnan() and stats["ratio_gap"].isnan()
+    assert all(grpo.kl(data["logp"], data["old_logp"], name)[0, 2].isnan() for name in KL_KINDS)
+
+
+@pytest.mark.parametrize(("kind", "aggregate"), EVERY_LOSS)
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_what_is_outside_the_mask_makes_no_difference(kind: str, aggregate: str, garbage: float) -> None:
+    data = batch()
+    data["advantages"] = data["advantages"][:, None].expand(6, 7)
+    outside = data["mask"] == 0
+    dirty = {name: value.masked_fill(outside, garbage) for name, value in data.items() if name != "mask"}
+    dirty["mask"] = data["mask"]
+    options = {"kind": kind, "aggregate": aggregate, "max_new_tokens": 16}
+    (clean_loss, clean_gradient), (loss, gradient) = (loss_and_gradient(each, **options) for each in (data, dirty))
+    assert loss == clean_loss and torch.equal(gradient, clean_gradient)
+    assert torch.equal(gradient[outside], torch.zeros(int(outside.sum()), dtype=torch.float64))
+    (_, clean_stats), (_, stats) = (grpo.policy_loss(**each, **options) for each in (data, dirty))
+    assert stats == clean_stats
+
+
+@pytest.mark.parametrize(("kind", "aggregate"), EVERY_LOSS)
+@pytest.mark.parametrize("counts", [{}, {"num_tokens": 0, "num_sequences": 0}, {"num_tokens": 9, "num_sequences": 3}])
+def test_rows_without_a_token_contribute_exactly_zero(kind: str, aggregate: str, counts: dict[str, int]) -> None:
+    data = {name: value.masked_fill(torch.tensor(True), math.nan) for name, value in batch().items()}
+    data["mask"] = torch.zeros(6, 7)
+    loss, gradient = loss_and_gradient(data, kind=kind, aggregate=aggregate, max_new_tokens=16, **counts)
+    assert loss == 0.0 and torch.equal(gradient, torch.zeros(6, 7, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("kind", "aggregate"), EVERY_LOSS)
+def test_dummy_rows_and_the_order_of_rows_make_no_difference(kind: str, aggregate: str) -> None:
+    data = batch()
+    order = torch.tensor([3, 5, 0, 4, 2, 1])
+    options = {"kind": kind, "aggregate": aggregate, "max_new_tokens": 16}
+    loss, gradient = loss_and_gradient(data, **options)
+    moved_loss, moved_gradient = loss_and_gradient({name: value[order] for name, value in data.items()}, **options)
+    assert moved_loss == pytest.approx(loss, rel=1e-12)
+    torch.testing.assert_close(moved_gradient, gradient[order])
+    used = [0, 1, 2, 3, 5]
+    used_loss, used_gradient = loss_and_gradient({name: value[used] for name, value in data.items()}, **options)
+    assert used_loss == pytest.approx(loss, rel=1e-12)
+    torch.testing.assert_close(used_gradient, gradient[used])
+
+
+def test_the_forms_of_advantages_and_mask_make_no_difference() -> None:
+    data = batch()
+    expected = loss_and_gradient(data)
+    column = data["advantages"][:, None]
+    for change in ({"advantages": column}, {"advantages": column.expand(6, 7)}, {"mask": data["mask"].bool()}):
+        loss, gradient = loss_and_gradient({**data, **change})
+        assert loss == expected[0] and torch.equal(gradient, expected[1])
+    loss, _ = grpo.policy_loss(**data, num_tokens=torch.tensor(20), num_sequences=torch.tensor(6))
+    assert loss.item() == expected[0]
+
+
+def test_only_logp_gets_a_gradient_and_no_input_is_modified() -> None:
+    data = {name: value.clone().requires_grad_(name != "mask") for name, value in batch().items()}
+    before = {name: value.detach().clone() for name, value in data.items()}
+    loss, stats = grpo.policy_loss(**data)
+    loss.backward()
+    assert data["logp"].grad is not None and not any(value.requires_grad for value in stats.values())
+    assert all(data[name].grad is None for name in ("old_logp", "advantages", "weights"))
+    assert all(torch.equal(value.detach(), before[name]) for name, value in data.items())
+
+
+def test_half_precision_inputs_are_computed_in_float32() -> None:
+    data = {name: value.to(torch.bfloat16) for name, value in batch().items()}
+    loss, _ = grpo.policy_loss(**data)
+    same, _ = grpo.policy_loss(**{name: value.float() for name, value in data.items()})
+    assert loss.dtype == torch.float32 and torch.equal(loss, same)
+
+
+# ------------------------------------------------------------------------------------------- aggregation and statistics
+def test_aggregates_by_hand() -> None:
+    """Rows 1 2 3 and 10: sums 6 and 10, means 2 and 10, four tokens, two sequences."""
+    values, mask = torch.tensor([[1.0, 2.0, 3.0], [10.0, 99.0, 99.0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
+    alone = {"token-mean": 4.0, "seq-mean-token-sum": 8.0, "seq-mean-token-mean": 6.0, "dr-grpo": 2.0}
+    shared = {"token-mean": 1.6, "seq-mean-token-sum": 3.2, "seq-mean-token-mean": 2.4, "dr-grpo": 0.8}
+    for aggregate in AGGREGATES:
+        options = {"aggregate": aggregate, "max_new_tokens": 4}
+        assert grpo.aggregate_loss(values, mask, **options).item() == pytest.approx(alone[aggregate])
+        update = grpo.aggregate_loss(values, mask, **options, num_tokens=10, num_sequences=5)
+        assert update.item() == pytest.approx(shared[aggregate])
+
+
+def test_statistics_by_hand() -> None:
+    """Ratios 1, 1.5, 0.5, 4 with A = 1 1 -1 -1: clipped 1.5 and 0.5, dual-clipped 4; the last row is masked."""
+    ratios = torch.tensor([[1.0, 1.5], [0.5, 4.0], [9.0, 9.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1], [1, 1], [0, 0]])
+    loss, stats = grpo.policy_loss(ratios.log(), torch.zeros(3, 2), torch.tensor([1.0, -1.0, -1.0]), mask)
+    assert loss.item() == pytest.approx((-1 - 1.2 + 0.8 + 3) / 4)
+    assert {name: value.item() for name, value in stats.items()} == pytest.approx(
+        {
+            "policy_loss": loss.item(),
+            "clip_frac": 2 / 4,
+            "dual_clip_frac": 1 / 4,
+            "ppo_kl": -(math.log(1.5) + math.log(0.5) + math.log(4)) / 4,
+            "ratio_mean": 7 / 4,
+            "ratio_gap": (0.5 + 0.5 + 3) / 4,
+        }
+    )
+
+
+# --------------------------------------------------------------------------------------------------- rollout correction
+def test_rollout_weights_by_hand() -> None:
+    """Ratios 1.5 0.5 8 | 1.5 1.2: products 6 and 1.8, cut at 2."""
+    ratios = torch.tensor([[1.5, 0.5, 8.0], [1.5, 1.2, 7.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    expected = {
+        "none": [[1, 1, 1], [1, 1, 0]],
+        "token": [[1.5, 0.5, 2], [1.5, 1.2, 0]],
+        "sequence": [[2, 2, 2], [1.8, 1.8, 0]],
+    }
+    old_logp = ratios.log().requires_grad_()
+    for mode, weights in expected.items():
+        found = grpo.rollout_weights(old_logp, torch.zeros_like(ratios), mask, mode)
+        torch.testing.assert_close(found, torch.tensor(weights, dtype=torch.float64))
+        assert not found.requires_grad
+    assert grpo.rollout_weights(old_logp, torch.zeros_like(ratios), mask, clip=1.1).max().item() == pytest.approx(1.1)
+
+
+@pytest.mark.parametrize("mode", ["none", "token", "sequence"])
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_rollout_weights_ignore_what_is_outside_the_mask(mode: str, garbage: float) -> None:
+    data = batch()
+    outside = data["mask"] == 0
+    expected = grpo.rollout_weights(data["old_logp"], data["logp"], data["mask"], mode)
+    old_logp, rollout_logp = (data[name].masked_fill(outside, garbage) for name in ("old_logp", "logp"))
+    assert torch.equal(grpo.rollout_weights(old_logp, rollout_logp, data["mask"], mode), expected)
+    assert torch.equal(expected[outside], torch.zeros(int(outside.sum()), dtype=torch.float64))
+
+
+def test_rollout_weights_of_an_exact_sampler_are_one_and_of_an_absurd_one_bounded() -> None:
+    logp, mask = batch()["logp"].float(), torch.ones(6, 7)
+    for mode in ("token", "sequence"):
+        assert torch.equal(grpo.rollout_weights(logp, logp.clone(), mask, mode), mask)
+        assert torch.equal(grpo.rollout_weights(logp + 1e4, logp, mask, mode), 2 * mask)
+        assert torch.equal(grpo.rollout_weights(logp - 1e4, logp, mask, mode), 0 * mask)
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+ROW = torch.zeros(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: grpo.group_advantages(ROW, "mean"), "norm: found 'mean'; needed: one of std, none, loo"),
+        (
+            lambda: grpo.group_advantages(torch.zeros(4)),
+            r"rewards: found shape \(4,\); needed: \(prompts, group_size\)",
+        ),
+        (lambda: grpo.group_advantages(torch.zeros(0, 4)), "rewards: found shape"),
+        (lambda: grpo.group_advantages(torch.tensor([[1.0, math.nan]])), "rewards: found NaN or infinity"),
+        (
+            lambda: grpo.kl(ROW, ROW, "full"),
+            r"kl: found 'full'; needed: one of k1, k2, k3, low_var_kl, low_var_kl\+, abs",
+        ),
+        (lambda: grpo.kl(ROW, ROW[:1]), r"found shapes .*'ref_logp': \(1, 3\).*; needed: one shape"),
+        (
+            lambda: grpo.policy_loss(ROW, ROW, ROW, ROW, kind="trpo"),
+            "kind: found 'trpo'; needed: one of ppo, gspo, cispo",
+        ),
+        (
+            lambda: grpo.policy_loss(ROW, ROW, ROW, ROW, aggregate="mean"),
+            "aggregate: found 'mean'; needed: one of token-mean",
+        ),
+        (lambda: grpo.policy_loss(ROW, ROW, ROW, ROW, aggregate="dr-grpo"), "max_new_tokens: found None; needed by"),
+        (lambda: grpo.policy_loss(ROW, ROW, ROW, ROW, dual_clip=0.5), "dual_clip: found 0.5; needed: more than 1"),
+        (lambda: grpo.policy_loss(ROW, ROW, ROW, ROW, clip_low=-0.1), "clip_low, clip_high: found -0.1, 0.2"),
+        (lambda: grpo.policy_loss(ROW, ROW, torch.zeros(3), ROW), r"advantages: found shape \(3,\); needed: one of"),
+        (lambda: grpo.policy_loss(ROW, ROW, ROW, ROW[:, :1]), "found shapes .*'mask'"),
+        (lambda: grpo.policy_loss(ROW, ROW, ROW, ROW, weights=ROW[:, :1]), "found shapes .*'weights'"),
+        (
+            lambda: grpo.rollout_weights(ROW, ROW, ROW, "icepop"),
+            "mode: found 'icepop'; needed: one of none, token, sequence",
+        ),
+        (lambda: grpo.rollout_weights(ROW, ROW, ROW, clip=0.0), "clip: found 0.0; needed: more than 0"),
+    ],
+)
+def test_bad_arguments_are_refused_with_what_was_found_and_what_is_needed(call: Callable, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,185 @@
+"""Killed with SIGKILL at any moment, or stopped by the system: a whole checkpoint is left and the run ends the same."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from pytest import MonkeyPatch
+from test_checkpoint import config_in, is_whole, names, saved, tensors_of
+from torch import Tensor
+
+import checkpoint
+import runlog
+from config import Config, InputError
+
+RECORDS = ("metrics.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl")
+
+
+@pytest.fixture
+def cfg(tmp_path: Path) -> Config:
+    return config_in(tmp_path)
+
+
+def in_child(work: Callable[[], None], kill_after_seconds: float | None = None) -> int:
+    """Run ``work`` in a forked process, SIGKILLed after a while if asked; its exit status (-9 when killed)."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            work()
+            status = 0
+        except BaseException as error:
+            os.write(2, f"in the child: {error!r}\n".encode())
+        finally:
+            os._exit(status)
+    if kill_after_seconds is not None:
+        time.sleep(kill_after_seconds)
+        os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def kill_me_at(moment: int) -> None:
+    """SIGKILL this process at its n-th opening, renaming, making or removing of a file from now on."""
+    left = [moment]
+
+    def count(event: str, _: tuple) -> None:
+        if event in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"):
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+
+
+def test_a_write_that_the_system_cuts_short_is_a_clear_error(tmp_path: Path, cfg: Config) -> None:
+    saved(tmp_path, cfg, 1)
+
+    def save_under_a_limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))  # the kernel refuses what is beyond
+        with pytest.raises(InputError, match="step-000002: checkpoint not written: .*too large"):
+            checkpoint.save(tmp_path, 2, tensors_of(2, size=100_000), {}, cfg)
+
+    assert in_child(save_under_a_limit) == 0
+    assert names(tmp_path) == ["step-000001"] and is_whole(checkpoint.latest(tmp_path))
+
+
+def test_random_kills_during_saves_always_leave_a_whole_checkpoint(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    """Tensors are written in small pieces, slowly, so that most kills strike inside a file."""
+    cfg = config_in(tmp_path, keep_last=1)
+
+    def write_slowly(tensors: dict[str, Tensor], path: Path) -> None:
+        content = safetensors.torch.save(tensors)
+        with open(path, "wb", buffering=0) as file:
+            for start in range(0, len(content), 1000):
+                file.write(content[start : start + 1000])
+                time.sleep(0.0005)
+
+    monkeypatch.setattr(checkpoint, "save_file", write_slowly)
+    saved(tmp_path, cfg, 1)
+    generator = random.Random(0)
+    torn, step = 0, 1
+    for _ in range(30):
+
+        def save_for_ever(step: int = step) -> None:
+            while True:
+                for _ in range(2):  # the second replaces
+                    checkpoint.save(tmp_path, step, tensors_of(step, size=1000), {"cursor": step}, cfg)
+                step += 1
+
+        assert in_child(save_for_ever, generator.uniform(0.02, 0.15)) == -signal.SIGKILL
+        torn += any(name.startswith(".tmp-step") for name in names(tmp_path))
+        said: list[str] = []
+        found = checkpoint.latest(tmp_path, said.append)
+        assert is_whole(found) and found.step >= step and said == []
+        step = found.step
+    assert torn >= 5, "the kills did not strike while a checkpoint was being written"
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_kill_at_any_file_operation_of_a_save_leaves_a_whole_one(tmp_path: Path, cfg: Config, step: int) -> None:
+    """Step 1 and 2 exist: 3 is new and prunes 1, 2 replaces the newest, 1 is saved by a run that was rewound to 0."""
+    saved(tmp_path / "start", cfg, 1, 2)
+    for moment in range(1, 200):
+        run_dir = tmp_path / "run"
+        shutil.copytree(tmp_path / "start", run_dir)
+
+        def save(run_dir: Path = run_dir, moment: int = moment) -> None:
+            kill_me_at(moment)
+            saved(run_dir, cfg, step)
+
+        status = in_child(save)
+        said: list[str] = []
+        assert is_whole(checkpoint.latest(run_dir, said.append)) and said == []
+        saved(run_dir, cfg, step)  # the redone save tidies up
+        assert names(run_dir) == [f"step-{n:06d}" for n in range(max(1, step - 1), step + 1)]
+        shutil.rmtree(run_dir)
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL
+    assert 15 < moment < 199
+
+
+def train(cfg: Config) -> None:
+    """A run in miniature: the next weight follows from this one, so a step lost or done twice shows in every line."""
+    run_dir = checkpoint.find_resumable(cfg)
+    found = checkpoint.latest(run_dir) if run_dir else None
+    log = runlog.open_run(cfg, 1, 0, resume=run_dir)
+    weight, first = torch.ones(3), 0
+    if found:
+        checkpoint.check_resume(found, cfg)
+        weight, first = found.tensors["adapter"]["weight"], found.step
+        log.rewind(first)
+    else:
+        log.log_eval(0, {"eval/greedy_accuracy": 0.0}, [{"question": q} for q in range(3)])
+    for step in range(first, cfg.train.steps):
+        weight = weight * 1.1 + step
+        log.log_completions(step, [{"text": f"a {step}"}, {"text": f"b {step}"}])
+        log.log_step(step, {"weight": weight.sum()}, {"timing/update_s": 0.1})
+        if (step + 1) % 3 == 0:
+            log.log_eval(step + 1, {"eval/greedy_accuracy": weight.max()}, [{"question": q} for q in range(3)])
+        if (step + 1) % cfg.train.checkpoint_every == 0:
+            checkpoint.save(log.run_dir, step + 1, {"adapter": {"weight": weight}}, {}, cfg)
+    log.finish("done")
+
+
+def records(cfg: Config) -> dict[str, bytes]:
+    (done,) = Path(cfg.train.out_dir).glob("*/finished.json")
+    return {name: (done.parent / name).read_bytes() for name in RECORDS}
+
+
+def test_a_run_killed_anywhere_ends_byte_identical_when_started_again(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(runlog, "write_records", lambda *_: None)  # slow; nothing in there is read again
+    monkeypatch.setattr(runlog, "draw_curves", lambda *_: None)
+    whole = config_in(tmp_path / "whole")
+    assert in_child(lambda: train(whole)) == 0
+    resumed = 0
+    for moment in range(1, 1000, 5):
+        cfg = config_in(tmp_path / str(moment))
+
+        def killed(cfg: Config = cfg, moment: int = moment) -> None:
+            kill_me_at(moment)
+            train(cfg)
+
+        status = in_child(killed)
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL
+        if not list(Path(cfg.train.out_dir).glob("*/finished.json")):
+            assert in_child(lambda cfg=cfg: train(cfg)) == 0
+        resumed += any(Path(cfg.train.out_dir).glob("*/resume-1"))
+        assert records(cfg) == records(whole)
+        shutil.rmtree(cfg.train.out_dir)
+    assert status == 0 and resumed >= 15

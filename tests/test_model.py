@@ -1,0 +1,335 @@
+"""The sharded model's log-probs, entropy and logits against transformers in fp32, at every layout of 1 to 16 ranks.
+
+transformers is the independent reference: random weights, no norm, bias or router at its identity. One forked world a
+number of ranks computes everything (the fixtures); each test then reads one property off.
+b rows, T tokens, N completion tokens, h hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import reference
+import torch
+import world
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hf_config
+import model_megatron
+import weights_hf
+from parallel_setup import Parallel
+
+TOLERANCE = 1e-5  # of a log-prob near -5; measured 1e-6. 1e-4 is what the project promises
+TEMPERATURE = 0.7
+TWO_LAYOUTS = ["TP1", "TP2_EP2"]
+MODELS = {  # name: (kind, what differs from reference.SIZES)
+    "qwen3": ("qwen3_moe", {}),  # one dense layer between two MoE layers, head_dim 24 != 64 / 8, own rope theta
+    "qwen2": ("qwen2_moe", {}),
+    "qwen3_tied_head": ("qwen3_moe", {"tie_word_embeddings": True}),
+    "qwen3_2_of_8_kv_heads": ("qwen3_moe", {"num_key_value_heads": 2}),
+    "qwen2_2_of_8_kv_heads": ("qwen2_moe", {"num_key_value_heads": 2}),
+    "qwen3_sparse_step_2": ("qwen3_moe", {"mlp_only_layers": [], "decoder_sparse_step": 2}),
+    "qwen3_all_moe": ("qwen3_moe", {"mlp_only_layers": []}),
+    "qwen3_softmax_over_all": ("qwen3_moe", {"norm_topk_prob": False}),
+    "qwen2_softmax_over_chosen": ("qwen2_moe", {"norm_topk_prob": True}),
+    "qwen2_no_qkv_bias": ("qwen2_moe", {"qkv_bias": False}),
+    "qwen2_top_1": ("qwen2_moe", {"num_experts_per_tok": 1}),
+    "qwen3_other_rope": (
+        "qwen3_moe",
+        {"head_dim": 16, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "rms_norm_eps": 1e-3},
+    ),
+}
+KINDS = ["qwen3", "qwen2"]
+
+
+def distribution(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """The plain formulas: log-prob of each next token, and entropy.  (b, T, V), (b, T) -> (b, T - 1) twice"""
+    log_p = torch.log_softmax(logits[:, :-1] / temperature, -1)
+    return log_p.gather(2, tokens[:, 1:, None])[..., 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def load(path: Path, parallel: Parallel, dtype: torch.dtype = torch.float32, recompute: bool = False):
+    arch = hf_config.read(path)
+    model = model_megatron.build(arch, parallel, dtype=dtype, recompute=recompute)
+    weights_hf.load(model, arch, parallel, path)
+    return model
+
+
+def after_first(tokens: Tensor) -> Tensor:
+    """The mask that scores every token but the first.  (b, T) -> (b, T)"""
+    mask = torch.ones_like(tokens)
+    mask[:, 0] = 0
+    return mask
+
+
+# ------------------------------------------------------------------------------------------------ what a rank computes
+
+
+def log_probs(parallel: Parallel, paths: dict[str, Path], tokens: Tensor) -> dict[str, tuple[int, Tensor, Tensor]]:
+    """For each model this data rank's number, log-probs and entropies of its share of the rows."""
+    mine = tokens.chunk(parallel.data)[parallel.data_rank]
+    answers = {}
+    for name, path in paths.items():
+        model = load(path, parallel)
+        with torch.no_grad():
+            logp, entropy = model_megatron.token_logprobs(model, mine, after_first(mine), parallel, TEMPERATURE)
+        answers[name] = parallel.data_rank, logp, entropy
+    return answers
+
+
+def other_forwards(parallel: Parallel, path: Path, tokens: Tensor) -> dict[str, object]:
+    """Whole logits, padded rows, small chunks, an empty mask, recompute and bf16."""
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    answers: dict[str, object] = {}
+    model = load(path, parallel)
+    mask = after_first(tokens)
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    with torch.no_grad():
+        answers["logits"] = gather_from_tensor_model_parallel_region(model(tokens, positions, None))
+        answers["logp"], answers["entropy"] = model_megatron.token_logprobs(model, tokens, mask, parallel)
+        short = tokens[:, :8]
+        answers["short"] = model_megatron.token_logprobs(model, short, after_first(short), parallel)[0]
+        padded = torch.cat([short, torch.zeros_like(short)], 1)
+        answers["padded"] = model_megatron.token_logprobs(model, padded, after_first(padded), parallel)[0]
+        some = mask * (tokens % 3 == 0)
+        answers["some"] = some, *model_megatron.token_logprobs(model, tokens, some, parallel)
+
+    gradients = []
+    for recompute in (False, True):
+        model = load(path, parallel, recompute=recompute)
+        logp, entropy = model_megatron.token_logprobs(model, tokens, mask, parallel, TEMPERATURE)
+        (logp.sum() + entropy.sum()).backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    answers["num_gradients"] = len(gradients[0])
+    answers["recompute_gap"] = max(float((gradients[1][n] - g).abs().max()) for n, g in gradients[0].items())
+
+    model.zero_grad()
+    nothing = model_megatron.token_logprobs(model, tokens, torch.zeros_like(mask), parallel)
+    (nothing[0].sum() + nothing[1].sum()).backward()  # a rank whose rows are all padding still meets every collective
+    answers["of_nothing"] = float((nothing[0].abs() + nothing[1].abs()).detach().sum())
+    answers["gradient_of_nothing"] = max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
+
+    vocabulary_shard = len(model_megatron.output_weight(model))
+    model_megatron.LOGITS_PER_CHUNK = 16 * vocabulary_shard  # 16 of the 120 rows at a time; this process ends soon
+    model.zero_grad()
+    with _WidestTensor(model_megatron.output_weight(model), vocabulary_shard) as widest:
+        logp, entropy = model_megatron.token_logprobs(model, tokens, mask, parallel, TEMPERATURE)
+        (logp.sum() + entropy.sum()).backward()
+    answers["rows_of_logits"] = widest.rows
+    answers["chunk_gap"] = max(
+        float((p.grad - gradients[1][name]).abs().max())
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    )
+    model_megatron.LOGITS_PER_CHUNK = 2**24
+
+    model = load(path, parallel, torch.bfloat16)
+    with torch.no_grad():
+        answers["bf16"] = model_megatron.token_logprobs(model, tokens, mask, parallel)[0]
+    return answers
+
+
+class _WidestTensor(TorchDispatchMode):
+    """Records how many rows of logits any operation returns at once; the (V, h) weight itself does not count."""
+
+    def __init__(self, weight: Tensor, vocabulary: int) -> None:
+        super().__init__()
+        self.weight, self.vocabulary, self.rows = weight.untyped_storage().data_ptr(), vocabulary, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for value in out if isinstance(out, tuple | list) else [out]:
+            if not isinstance(value, Tensor) or value.dim() == 0 or value.shape[-1] != self.vocabulary:
+                continue
+            if value.untyped_storage().data_ptr() != self.weight:
+                self.rows = max(self.rows, value.numel() // self.vocabulary)
+        return out
+
+
+def sharded_gradient(parallel: Parallel, hidden: Tensor, weight: Tensor, chosen: Tensor, signs: Tensor) -> Tensor:
+    """d (signs . logp + 0.3 signs . entropy) / d hidden, added up over the tensor ranks."""
+    state = hidden.clone().requires_grad_()
+    shard = weight.chunk(parallel.tensor)[parallel.tensor_rank]
+    logp, entropy = model_megatron._VocabularyLogProbs.apply(state, shard, chosen, TEMPERATURE, parallel)
+    (signs @ logp + 0.3 * signs @ entropy).backward()
+    if parallel.tensor > 1:
+        torch.distributed.all_reduce(state.grad, group=parallel.tensor_group)
+    return state.grad
+
+
+# ------------------------------------------------------------------------------------------------ fixtures
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    size = {"vocab_size": 320}  # no other tensor of these models is 320 or 160 wide: _WidestTensor relies on it
+    return {name: reference.save(kind, folder / name, **size, **more) for name, (kind, more) in MODELS.items()}
+
+
+@pytest.fixture(scope="module")
+def tokens() -> Tensor:
+    return reference.tokens(rows=8, length=16)
+
+
+@pytest.fixture(scope="module")
+def true_logits(paths, tokens) -> dict[str, Tensor]:
+    with torch.no_grad():
+        return {name: reference.load(path)(tokens).logits for name, path in paths.items()}
+
+
+@pytest.fixture(scope="module")
+def everywhere(paths, tokens) -> dict[str, list]:
+    """The two base models in every layout."""
+    return world.in_layouts(list(world.LAYOUTS), log_probs, {name: paths[name] for name in KINDS}, tokens)
+
+
+@pytest.fixture(scope="module")
+def variants(paths, tokens) -> dict[str, list]:
+    return world.in_layouts(TWO_LAYOUTS, log_probs, paths, tokens)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module", params=TWO_LAYOUTS)
+def layout(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def by_kind(paths, tokens) -> dict[str, dict[str, list]]:
+    return {kind: world.in_layouts(TWO_LAYOUTS, other_forwards, paths[kind], tokens) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def forwards(by_kind, kind, layout) -> dict[str, object]:
+    """What rank 0 of a layout computed."""
+    return by_kind[kind][layout][0]
+
+
+# ------------------------------------------------------------------------------------------------ against transformers
+
+
+def assert_as_transformers(by_rank: list, name: str, logits: Tensor, tokens: Tensor) -> None:
+    logp, entropy = distribution(logits, tokens, TEMPERATURE)
+    shares = len({answers[name][0] for answers in by_rank})
+    for answers in by_rank:
+        share, found_logp, found_entropy = answers[name]
+        torch.testing.assert_close(found_logp[:, 1:], logp.chunk(shares)[share], rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(found_entropy[:, 1:], entropy.chunk(shares)[share], rtol=0, atol=TOLERANCE)
+        assert not found_logp[:, 0].any() and not found_entropy[:, 0].any()
+
+
+@pytest.mark.parametrize("name", list(world.LAYOUTS))
+def test_every_layout_gives_the_log_probs_and_entropy_of_transformers(name, kind, everywhere, true_logits, tokens):
+    assert_as_transformers(everywhere[name], kind, true_logits[kind], tokens)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_every_architecture_option_is_computed_as_transformers_does(name, layout, variants, true_logits, tokens):
+    assert_as_transformers(variants[layout], name, true_logits[name], tokens)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in KINDS])
+def test_every_architecture_option_matters(name, true_logits):
+    """Control: a model that ignored the option would be told apart."""
+    base = true_logits["qwen3" if name.startswith("qwen3") else "qwen2"]
+    assert (true_logits[name] - base).abs().max() > 1e-2
+
+
+def test_megatrons_own_logits_are_those_of_transformers(forwards, kind, true_logits):
+    assert (forwards["logits"] - true_logits[kind]).abs().max() < TOLERANCE
+
+
+def test_temperature_1_is_the_plain_distribution(forwards, kind, true_logits, tokens):
+    logp, entropy = distribution(true_logits[kind], tokens, 1.0)
+    torch.testing.assert_close(forwards["logp"][:, 1:], logp, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(forwards["entropy"][:, 1:], entropy, rtol=0, atol=TOLERANCE)
+
+
+def test_all_ranks_of_a_tensor_group_hold_the_same_bits(everywhere, kind):
+    _, tensor, _, _ = world.LAYOUTS["TP4_EP16"]
+    ranks = [answers[kind] for answers in everywhere["TP4_EP16"]]
+    for first in range(0, len(ranks), tensor):
+        for other in ranks[first : first + tensor]:
+            assert torch.equal(other[1], ranks[first][1]) and torch.equal(other[2], ranks[first][2])
+
+
+# ------------------------------------------------------------------------------------------------ rows, chunks, memory
+
+
+def test_right_padding_changes_no_log_prob(forwards):
+    torch.testing.assert_close(forwards["padded"][:, :8], forwards["short"], rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(forwards["short"], forwards["logp"][:, :8], rtol=0, atol=TOLERANCE)
+
+
+def test_only_masked_positions_are_scored(forwards):
+    mask, logp, entropy = forwards["some"]
+    assert 0 < mask.sum() < mask.numel() / 2
+    torch.testing.assert_close(logp, forwards["logp"] * mask, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(entropy, forwards["entropy"] * mask, rtol=0, atol=TOLERANCE)
+
+
+def test_a_batch_without_completion_tokens_gives_zeros(forwards):
+    assert forwards["of_nothing"] == 0.0
+    assert forwards["gradient_of_nothing"] == 0.0
+
+
+def test_recompute_changes_no_gradient(forwards):
+    assert forwards["num_gradients"] > 25
+    assert forwards["recompute_gap"] < 1e-5
+
+
+def test_logits_never_exist_whole(forwards):
+    assert forwards["rows_of_logits"] == 16  # LOGITS_PER_CHUNK / (V / tensor), of 120 rows
+
+
+def test_chunk_size_changes_no_gradient(forwards):
+    assert forwards["chunk_gap"] < 1e-5
+
+
+def test_bf16_stays_near_fp32(forwards, kind, layout):
+    gap = (forwards["bf16"] - forwards["logp"]).abs()
+    print(f"bf16 against fp32, {kind} {layout}: log-prob gap mean {gap.mean():.4f}, largest {gap.max():.4f}")
+    assert 0 < gap.mean() < 0.05
+
+
+# ------------------------------------------------------------------------------------------------ the vocabulary layer
+
+
+def vocabulary_problem(scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(50, 16, generator=generator) * scale
+    weight = torch.randn(96, 16, generator=generator)
+    return hidden, weight, torch.randint(0, 96, (50,), generator=generator), torch.randn(50, generator=generator)
+
+
+@pytest.mark.parametrize("where", ["TP1", "TP2", "TP4_EP4"])
+def test_gradient_of_log_prob_and_entropy_is_that_of_the_plain_formula(where):
+    hidden, weight, chosen, signs = vocabulary_problem()
+    state = hidden.clone().requires_grad_()
+    log_p = torch.log_softmax(state @ weight.t() / TEMPERATURE, -1)
+    logp, entropy = log_p.gather(1, chosen[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    (signs @ logp + 0.3 * signs @ entropy).backward()
+    for found in world.in_layouts([where], sharded_gradient, hidden, weight, chosen, signs)[where]:
+        assert (found - state.grad).abs().max() / state.grad.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0, 1000.0])
+def test_log_probs_and_entropy_stay_exact_for_large_logits(scale):
+    """Logits of 1e4 in fp32 have steps of 1e-3: entropy must not be the difference of two such numbers."""
+    hidden, weight, chosen, _ = vocabulary_problem(scale)
+    one_rank = SimpleNamespace(tensor=1, tensor_rank=0)
+    logp, entropy = model_megatron._VocabularyLogProbs.apply(hidden, weight, chosen, 1.0, one_rank)
+    exact = torch.log_softmax((hidden @ weight.t()).double(), -1)
+    entropy_gap = (entropy - -(exact.exp() * exact).sum(-1)).abs().max()
+    assert entropy_gap < 1e-5 and entropy.min() >= -1e-6
+    gap = (logp - exact.gather(1, chosen[:, None])[:, 0]).abs() / exact.gather(1, chosen[:, None])[:, 0].abs().clamp(1)
+    assert gap.max() < 1e-6

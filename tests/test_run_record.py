@@ -1,0 +1,99 @@
+"""What a run records of its start can be published, and what it writes survives a power cut."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from pytest import MonkeyPatch
+from test_runlog import config_in
+
+import run_record
+
+
+def test_command_of_a_torchrun_start_can_be_typed_again(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setenv("HOME", "/data/people/train")
+    arguments = ["configs/a b.yaml", "train.steps=3", "model.path=/data/people/train/model"]
+    monkeypatch.setattr(sys, "argv", ["/somewhere/train_grpo.py", *arguments])
+    run_record.write_records(tmp_path, config_in(tmp_path), world_size=16)
+    typed = "train_grpo.py 'configs/a b.yaml' train.steps=3 model.path=$HOME/model"
+    expected = f"torchrun --nnodes=2 --nproc_per_node=8 {typed}\n"
+    assert (tmp_path / "command.txt").read_text() == expected
+
+
+def test_environment_names_no_host_user_or_home(monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "node-17.cluster")
+    for key, value in {
+        "HOME": "/data/people/somebody",
+        "USER": "somebody",
+        "TORCH_HOME": "/data/people/somebody/.cache",
+        "ASCEND_HOME_PATH": "/" + "home/another/Ascend:/opt/node-17/x",
+        "HCCL_IF_IP": "192.0.2.17",
+        "VLLM_API_KEY": "sk-123",
+        "NCCL_DEBUG": "INFO",
+        "NOT_OURS": "kept out",
+    }.items():
+        monkeypatch.setenv(key, value)
+    text = json.dumps(run_record.environment(world_size=1))
+    for private in ("somebody", "another", "node-17", "cluster", "192.0.2.17", "sk-123", "NOT_OURS"):
+        assert private not in text
+    variables = json.loads(text)["variables"]
+    assert variables["TORCH_HOME"] == "$HOME/.cache" and variables["NCCL_DEBUG"] == "INFO"
+    assert variables["VLLM_API_KEY"] == "(set)"
+
+
+def test_git_patch_holds_the_changes_and_untracked_sources(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    source, record, second = tmp_path / "source", tmp_path / "record", tmp_path / "second"
+    for folder in (source, record, second):
+        folder.mkdir()
+    monkeypatch.setattr(run_record, "__file__", str(source / "run_record.py"))
+    for key in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
+        monkeypatch.delenv(key, raising=False)
+    (source / "old.py").write_text("a = 1\n")
+
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false"]
+        done = subprocess.run(["git", *identity, *arguments], cwd=source, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    run_record.write_records(record, config_in(tmp_path), 1)  # no repository yet: no patch, no error
+    assert json.loads((record / "git.json").read_text()) == {"commit": None, "dirty": None}
+    git("init", "-q")
+    git("add", "old.py")
+    git("commit", "-q", "-m", "first")
+    run_record.write_records(record, config_in(tmp_path), 1)
+    assert json.loads((record / "git.json").read_text()) == {"commit": git("rev-parse", "HEAD").strip(), "dirty": False}
+    (source / "old.py").write_text("a = 2\n")
+    (source / "new.py").write_text("b = 3\n")
+    run_record.write_records(second, config_in(tmp_path), 1)
+    patch = (second / "git.patch").read_text()
+    assert json.loads((second / "git.json").read_text())["dirty"] is True
+    assert patch.startswith("# untracked: new.py\n") and "+a = 2" in patch
+    (source / "old.py").write_text("a = 1\n")
+    git("apply", str(second / "git.patch"))  # the patch with its heading still applies
+    assert (source / "old.py").read_text() == "a = 2\n"
+
+
+def test_an_atomic_write_is_on_the_disk_before_it_has_the_name(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    events: list[str] = []
+    replace = os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: events.append(os.readlink(f"/proc/self/fd/{fd}")))
+    monkeypatch.setattr(os, "replace", lambda old, new: (events.append("replace"), replace(old, new)))
+    run_record.write_atomically(tmp_path / "a.json", "{}")
+    assert events == [str(tmp_path / ".a.json.tmp"), "replace", str(tmp_path)]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_of_two_versions_the_one_that_is_imported_is_recorded(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    for version in ("0.12.1", "0.16.1"):
+        folder = tmp_path / version / f"some_package-{version}.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: some_package\nVersion: {version}\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "0.12.1"), str(tmp_path / "0.16.1")])
+    assert run_record.environment(world_size=1)["packages"] == {"some-package": "0.12.1"}

@@ -1,0 +1,247 @@
+"""One step's numbers do not depend on how ranks, rows or memory share the work, and repeat to the last byte.
+
+Every run is the whole trainer on a random tiny model, in forked worlds of 1 to 16 processes. The reward is lenient
+(training.lenient_score): a random model would earn none. What this does not cover is a reward that is hard to earn.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import grpo
+import learner
+import parallel_setup
+import training
+import world
+
+TWO_UPDATES = {"optim__prompts_per_update": 3, "train__steps": 2}
+ONE_ROW = {"optim__tokens_per_micro_batch": 108}  # = max_prompt_tokens + max_new_tokens: a micro-batch is one row
+OPTIONS = {  # every loss kind, aggregate, KL estimate, advantage and importance weight at least once
+    "gspo": {
+        "loss__kind": "gspo", "loss__kl": "k1", "loss__aggregate": "seq-mean-token-sum", "loss__advantage": "none",
+        "rollout__temperature": 0.7,
+    },
+    "cispo": {
+        "loss__kind": "cispo", "loss__kl": "k2", "loss__aggregate": "seq-mean-token-mean", "loss__advantage": "loo",
+        "rollout__top_p": 0.9,
+    },
+    "dr_grpo": {
+        "loss__kl": "k3", "loss__aggregate": "dr-grpo", "loss__entropy_coef": 0.05, "loss__dual_clip": 1.05,
+        "optim__decay": "cosine",
+    },
+    "masked": {"loss__kl": "low_var_kl+", "loss__importance": "token", "loss__mask_truncated": True},
+    "skipped": {"loss__kl": "abs", "loss__importance": "sequence", "loss__skip_equal_groups": True},
+    "masked_and_skipped": {
+        "loss__kl": "none", "loss__mask_truncated": True, "loss__skip_equal_groups": True, "rollout__top_k": 20,
+        "loss__aggregate": "seq-mean-token-mean",
+    },
+    "router": {
+        "lora__targets": ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router"), "reward__permute": True,
+    },
+}  # fmt: skip
+SPLITS = {  # the same step, split otherwise
+    "one row, recompute": ("TP1", ONE_ROW | {"model__recompute": True}),
+    "TP2_EP2": ("TP2_EP2", {}),
+    "EP2, one row, recompute": ("EP2", ONE_ROW | {"model__recompute": True}),
+}
+FEW = {  # fewer sequences than data ranks, and sometimes none that is trained
+    "two rows an update": {"rollout__prompts_per_step": 2, "rollout__group_size": 2, "optim__prompts_per_update": 1},
+    "nothing to learn": {
+        "rollout__top_k": 1, "rollout__group_size": 2, "loss__skip_equal_groups": True,
+    },
+}  # fmt: skip
+KINDS = ("qwen3_moe", "qwen2_moe")
+
+
+def assert_same_metrics(found: Path, expected: Path) -> None:
+    """Every number of metrics.jsonl to 1e-4 relative; counts and what was sampled and evaluated exactly."""
+    rows, wanted = training.metrics(found), training.metrics(expected)
+    assert len(rows) == len(wanted)
+    for row, want in zip(rows, wanted, strict=True):
+        assert row.keys() == want.keys()
+        gaps = {key: abs(row[key] - want[key]) for key in want}
+        wrong = {key: (row[key], want[key]) for key, gap in gaps.items() if not gap <= 1e-6 + 1e-4 * abs(want[key])}
+        assert not wrong, (row["step"], wrong)
+    for name in ("eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl"):
+        assert (found / name).read_bytes() == (expected / name).read_bytes(), name
+
+
+def column(run_dir: Path, key: str) -> list[float]:
+    return [row[key] for row in training.metrics(run_dir)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {kind: training.make_model(folder / kind, kind) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def runs(models, tmp_path_factory) -> dict[str, Path]:
+    """All runs that are only compared with each other, so that a number of ranks needs one world."""
+    out = tmp_path_factory.mktemp("runs")
+    jobs = {layout: (layout, TWO_UPDATES) for layout in world.LAYOUTS}
+    jobs |= {f"{kind} {layout}": (layout, {}) for kind in KINDS for layout in ("TP1", "TP2_EP2")}
+    jobs |= {option: ("TP1", TWO_UPDATES | changes) for option, changes in OPTIONS.items()}
+    jobs |= {
+        f"{option}: {split}": (layout, TWO_UPDATES | OPTIONS[option] | changes)
+        for option in OPTIONS
+        for split, (layout, changes) in SPLITS.items()
+    }
+    jobs |= {f"{name} {where}": (where, TWO_UPDATES | FEW[name]) for name in FEW for where in ("TP1", "EP2_DP4")}
+    jobs |= {f"repeat {i}": ("TP2_EP2", TWO_UPDATES | ONE_ROW | {"lora__dropout": 0.1}) for i in (1, 2)}
+    jobs |= {f"dropout {on}": ("TP2_EP2", {"lora__dropout": 0.1, "model__recompute": on}) for on in (False, True)}
+    jobs |= {f"bf16 {kind}": ("TP2_EP2", {"model__dtype": "bf16"}) for kind in KINDS}
+    jobs["seed 5"] = ("DP2", {"train__seed": 5, "eval__batch_size": 9})
+    return training.run_all(
+        {
+            label: (layout, training.config(models["qwen2_moe" if "qwen2" in label else "qwen3_moe"], out / label, **changes))
+            for label, (layout, changes) in jobs.items()
+        }
+    )
+
+
+# ------------------------------------------------------------------------------------------------ splits
+
+
+@pytest.mark.parametrize("layout", [name for name in world.LAYOUTS if name != "TP1"])
+def test_a_step_is_the_same_in_every_layout(layout, runs) -> None:
+    assert_same_metrics(runs[layout], runs["TP1"])
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_step_is_the_same_however_its_rows_are_split(option, split, runs) -> None:
+    assert_same_metrics(runs[f"{option}: {split}"], runs[option])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_architectures_and_one_update_a_step(kind, runs) -> None:
+    assert_same_metrics(runs[f"{kind} TP2_EP2"], runs[f"{kind} TP1"])
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_ranks_without_a_row_of_their_own_change_nothing(name, runs) -> None:
+    assert_same_metrics(runs[f"{name} EP2_DP4"], runs[f"{name} TP1"])
+    if name == "nothing to learn":
+        rows = training.metrics(runs[f"{name} TP1"])
+        assert all(row["actor/loss"] == row["actor/grad_norm"] == 0.0 for row in rows)
+
+
+def test_the_adapters_move_and_every_option_matters(runs) -> None:
+    """Control: equal numbers of runs that learn nothing, or of options that are not read, would prove nothing."""
+    for option in ("TP1", *OPTIONS):
+        assert min(column(runs[option], "actor/grad_norm")) > 0
+        if option != "masked_and_skipped":
+            assert abs(column(runs[option], "actor/kl_loss")[1]) > 1e-5
+    assert max(column(runs["TP1"], "actor/clip_frac")) > 0 and max(column(runs["dr_grpo"], "actor/dual_clip_frac")) > 0
+    assert 0 < sum(column(runs["TP1"], "reward/equal_groups")) < 12
+    assert 0 < min(column(runs["TP1"], "response_length/truncated_frac"))
+    losses = [tuple(column(runs[option], "actor/loss")) for option in ("TP1", *OPTIONS)]
+    assert len(set(losses)) == len(losses)
+    assert runs["repeat 1"] != runs["repeat 2"]
+
+
+def train_without(dropped: str, jobs: list) -> None:
+    """Train with one of the reductions of sync_gradients_ left out."""
+    real = parallel_setup.Parallel.sync_gradients_
+    real_sum = parallel_setup.sum_gradients_
+
+    def sync(parallel, parameters) -> None:
+        group = getattr(parallel, f"{dropped}_group")
+        parallel_setup.sum_gradients_ = lambda members, over: None if over is group else real_sum(members, over)
+        real(parallel, parameters)
+
+    parallel_setup.Parallel.sync_gradients_ = sync
+    training.train_each(jobs)
+
+
+@pytest.mark.parametrize(
+    ("layout", "dropped"),
+    [("DP2", "data"), ("TP2_EP2_DP2", "tensor"), ("TP2_EP2_DP2", "data"), ("TP2_EP2_DP2", "expert_data"),
+     ("TP2_EP2_ETP2", "expert_tensor")],
+)  # fmt: skip
+def test_a_dropped_reduction_shows_at_the_second_step(layout, dropped, models, runs, tmp_path) -> None:
+    """Negative control of the tests above."""
+    cfg = training.in_layout(training.config(models["qwen3_moe"], tmp_path), layout)
+    training.in_world(layout, train_without, dropped, [(layout, cfg)])
+    found, expected = training.metrics(training.only_run(cfg)), training.metrics(runs["qwen3_moe TP1"])
+    assert found[0]["reward/mean"] == expected[0]["reward/mean"]
+    for key in ("actor/kl_loss", "actor/grad_norm"):
+        assert abs(found[1][key] - expected[1][key]) > 1e-3 * abs(expected[1][key])
+
+
+# ------------------------------------------------------------------------------------------------ repetition
+
+
+def test_the_same_run_twice_is_the_same_to_the_byte(runs) -> None:
+    for name in ("metrics.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl"):
+        assert (runs["repeat 1"] / name).read_bytes() == (runs["repeat 2"] / name).read_bytes()
+        assert (runs["repeat 1"] / name).stat().st_size
+
+
+def test_recompute_repeats_the_dropout_of_the_forward(runs) -> None:
+    assert_same_metrics(runs["dropout True"], runs["dropout False"])
+    assert column(runs["dropout False"], "actor/grad_norm") != column(runs["qwen3_moe TP2_EP2"], "actor/grad_norm")
+
+
+def test_the_first_evaluation_depends_neither_on_the_seed_nor_on_the_world(runs) -> None:
+    first = {label: (run / "eval.jsonl").read_text().splitlines()[0] for label, run in runs.items()}
+    assert first["seed 5"] == first["TP1"] == first["TP4_EP16"]
+    assert json.loads(first["TP1"])["eval/num_questions"] == 9
+    assert column(runs["seed 5"], "reward/mean") != column(runs["TP1"], "reward/mean")
+
+
+# ------------------------------------------------------------------------------------------------ the first step
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("run", ["{} TP1", "{} TP2_EP2", "bf16 {}"])
+def test_the_first_step_starts_at_the_reference(run, kind, runs) -> None:
+    """B is 0, so policy and reference are one model; one update, so the ratio is 1."""
+    first, second, *_ = training.metrics(runs[run.format(kind)])
+    assert first["actor/kl_loss"] == 0.0 and second["actor/kl_loss"] > 0
+    assert first["actor/ratio_gap"] == 0.0 and abs(first["actor/ratio_mean"] - 1) < 1e-6
+    assert first["actor/ppo_kl"] == first["actor/clip_frac"] == 0.0
+
+
+def test_sampler_and_trainer_agree_in_fp32_and_nearly_in_bf16(runs) -> None:
+    for label, run in runs.items():
+        if not label.startswith(("bf16", "dropout", "repeat")):
+            assert max(column(run, "rollout/logp_gap_max")) <= 1e-5, label
+    for kind in KINDS:
+        gaps = [column(runs[f"bf16 {kind}"], f"rollout/logp_gap_{what}") for what in ("mean", "max")]
+        print(f"bf16 {kind}: gap of sampler and trainer, mean {max(gaps[0]):.5f}, largest {max(gaps[1]):.5f} nats")
+        assert 0 < max(gaps[0]) < 0.02 and max(gaps[1]) < 0.2
+
+
+def ratio_gaps(jobs: list) -> list[list[float]]:
+    """The ratio's distance from 1 in each micro-batch, by update."""
+    updates: list[list[float]] = [[]]
+    real_loss, real_step = grpo.policy_loss, learner.Learner._step
+
+    def policy_loss(*args, **kwargs):
+        loss, stats = real_loss(*args, **kwargs)
+        updates[-1].append(stats["ratio_gap"].item())
+        return loss, stats
+
+    def step(*args) -> float:
+        updates.append([])
+        return real_step(*args)
+
+    grpo.policy_loss, learner.Learner._step = policy_loss, step
+    training.train_each(jobs)
+    return updates[:-1]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_ratio_is_exactly_1_before_each_steps_first_update_only(dropout, models, tmp_path) -> None:
+    changes = {"lora__dropout": dropout, "optim__tokens_per_micro_batch": 400, "optim__prompts_per_update": 2}
+    cfg = training.in_layout(training.config(models["qwen3_moe"], tmp_path, **changes), "TP2_EP2")
+    for updates in training.in_world("TP2_EP2", ratio_gaps, [("TP2_EP2", cfg)]):
+        assert len(updates) == 9 and min(len(update) for update in updates) > 1
+        for number, gaps in enumerate(updates):
+            assert (max(gaps) == 0.0) == (number % 3 == 0), (number, gaps)

@@ -1,0 +1,373 @@
+"""Weights between Hugging Face files and Megatron shards: the same bits after a round trip in every layout, no byte
+read in vain, and one clear line for every kind of broken file. transformers writes the files, safetensors reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import reference
+import torch
+import world
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import hf_config
+import model_megatron
+import weights_hf
+from config import InputError
+from parallel_setup import Parallel
+
+KINDS = ["qwen3_moe", "qwen2_moe"]
+LAYOUTS = list(world.LAYOUTS)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
+KEY = "model.layers.0.self_attn.k_proj.weight"
+EXPERT = "model.layers.0.mlp.experts.3.down_proj.weight"
+
+
+def build(arch: hf_config.Architecture, parallel: Parallel, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    return model_megatron.build(arch, parallel, dtype=dtype, recompute=False)
+
+
+# ------------------------------------------------------------------------------------------------ round trip
+
+
+def round_trip(parallel: Parallel, folders: dict[tuple[str, str], Path]) -> dict:
+    """Per kind and file dtype: the tensors that came back different, and what this rank read and holds."""
+    answers = {}
+    for (kind, stored), folder in folders.items():
+        arch = hf_config.read(folder)
+        expected = load_file(folder / "model.safetensors")
+        for held, dtype in DTYPES.items():
+            model = build(arch, parallel, dtype)
+            with _CountElements() as count:
+                weights_hf.load(model, arch, parallel, folder)
+            weights = list(weights_hf.slots(model, arch, parallel))
+            found = dict(weights_hf.export(model, arch, parallel))
+            answers[kind, stored, held] = {
+                "different": [name for name, t in expected.items() if not torch.equal(found[name], t.to(dtype))],
+                "surplus": sorted(found.keys() - expected.keys()),
+                "read": count.elements,
+                "shard": sum(slot.weight.numel() for slot in weights),
+                "parameters": sum(parameter.numel() for parameter in model.parameters()),
+                "without adapters": list(weights_hf.export(model, arch, parallel, adapted_only=True)),
+            }
+    return answers
+
+
+class _CountElements:
+    """Counts the elements that loading takes out of the files."""
+
+    def __enter__(self):
+        self.elements, self.slice = 0, weights_hf.Checkpoint.slice
+        weights_hf.Checkpoint.slice = lambda checkpoint, name: _CountedView(self, self.slice(checkpoint, name))
+        return self
+
+    def __exit__(self, *_) -> None:
+        weights_hf.Checkpoint.slice = self.slice
+
+
+class _CountedView:
+    def __init__(self, count: _CountElements, view) -> None:
+        self.count, self.view = count, view
+        self.get_shape, self.get_dtype = view.get_shape, view.get_dtype
+
+    def __getitem__(self, index) -> Tensor:
+        value = self.view[index]
+        self.count.elements += value.numel()
+        return value
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[tuple[str, str], Path]:
+    folder, found = tmp_path_factory.mktemp("weights"), {}
+    for kind in KINDS:
+        for stored, dtype in DTYPES.items():
+            model = reference.model(kind, num_key_value_heads=8).to(dtype)
+            model.save_pretrained(folder / f"{kind}_{stored}")
+            found[kind, stored] = folder / f"{kind}_{stored}"
+    return found
+
+
+@pytest.fixture(scope="module")
+def everywhere(folders) -> dict[str, list]:
+    return world.in_layouts(LAYOUTS, round_trip, folders)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("stored", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_come_back_bit_for_bit(kind, stored, layout, everywhere):
+    """Files in fp32 and in bf16, each held in fp32 and in bf16; every rank exports the same whole tensors."""
+    for rank in everywhere[layout]:
+        for held in DTYPES:
+            assert rank[kind, stored, held]["different"] == rank[kind, stored, held]["surplus"] == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_reads_only_the_slices_it_holds(layout, everywhere):
+    for rank in everywhere[layout]:
+        for answer in rank.values():
+            assert answer["read"] == answer["shard"] == answer["parameters"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_together_hold_no_more_than_their_copies(layout, everywhere, folders):
+    """The embedding is held by data ranks, an expert by expert-data ranks: no shard is larger than it must be."""
+    ranks, tensor, expert, expert_tensor = world.LAYOUTS[layout]
+    for (kind, stored), folder in folders.items():
+        tensors = load_file(folder / "model.safetensors")
+        experts = sum(value.numel() for name, value in tensors.items() if ".experts." in name)
+        linear = r"embed_tokens|lm_head|self_attn\.._proj|mlp\.(gate|up|down)_proj|shared_expert\."
+        split = sum(v.numel() for n, v in tensors.items() if re.search(linear, n) and ".experts." not in n)
+        whole = sum(value.numel() for value in tensors.values()) - experts - split
+        for rank in everywhere[layout]:
+            assert rank[kind, stored, "fp32"]["shard"] == experts // (expert * expert_tensor) + split // tensor + whole
+
+
+def test_without_adapters_training_changes_no_tensor(everywhere):
+    assert everywhere["TP1"][0]["qwen3_moe", "fp32", "fp32"]["without adapters"] == []
+
+
+# ------------------------------------------------------------------------------------------------ several files
+
+
+def test_transformers_shards_load(folders, tmp_path):
+    source = folders["qwen3_moe", "fp32"]
+    reference.load(source).save_pretrained(tmp_path, max_shard_size="200KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    (tmp_path / "unrelated.safetensors").write_bytes(b"the index decides which files belong to the model")
+    answers = world.in_layouts(["TP2_EP2"], exported, tmp_path)["TP2_EP2"]
+    expected = load_file(source / "model.safetensors")
+    for found in answers:
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(torch.from_numpy(found[name]), value) for name, value in expected.items())
+
+
+def exported(parallel: Parallel, folder: Path) -> dict:
+    arch = hf_config.read(folder)
+    model = build(arch, parallel)
+    weights_hf.load(model, arch, parallel, folder)
+    return {name: value.detach().numpy() for name, value in weights_hf.export(model, arch, parallel)}
+
+
+@pytest.mark.parametrize("shard_bytes", [50_000, 2**30])
+def test_transformers_reads_what_save_model_writes(shard_bytes, folders, tmp_path):
+    source = folders["qwen2_moe", "fp32"]
+    tensors = load_file(source / "model.safetensors")
+    weights_hf.save_model(iter(tensors.items()), tmp_path, shard_bytes)
+    shutil.copy(source / "config.json", tmp_path)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert (len(files) == 1) == (shard_bytes == 2**30)
+    for path in files:
+        held = load_file(path)
+        assert len(held) == 1 or sum(value.nbytes for value in held.values()) <= shard_bytes
+    if len(files) > 1:
+        index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+        assert index["weight_map"].keys() == tensors.keys()
+        assert index["metadata"]["total_size"] == sum(value.nbytes for value in tensors.values())
+    weights_hf.check(tmp_path, hf_config.read(tmp_path))
+    tokens = reference.tokens(rows=2)
+    with torch.no_grad():
+        assert torch.equal(reference.load(tmp_path)(tokens).logits, reference.load(source)(tokens).logits)
+
+
+def test_save_model_takes_views_and_transposed_tensors(tmp_path):
+    base = torch.arange(12.0).view(3, 4)
+    weights_hf.save_model(iter([("a", base.t()), ("b", base[1:]), ("c", base)]), tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(found["a"], base.t()) and torch.equal(found["b"], base[1:]) and torch.equal(found["c"], base)
+
+
+# ------------------------------------------------------------------------------------------------ broken files
+
+
+@pytest.fixture
+def model_dir(folders, tmp_path) -> Path:
+    """A copy that a test may break; one file."""
+    return Path(shutil.copytree(folders["qwen3_moe", "fp32"], tmp_path / "model"))
+
+
+def change(edit: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
+    """A break that rewrites the file with other tensors."""
+
+    def apply(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        edit(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return apply
+
+
+def rewrite(edit: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    """A break of the file's bytes."""
+
+    def apply(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        path.write_bytes(edit(path.read_bytes()))
+
+    return apply
+
+
+def index(text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "model.safetensors.index.json").write_text(text)
+
+
+def two_files(folder: Path) -> None:
+    save_file({NORM: torch.ones(64)}, folder / "more.safetensors")
+
+
+def wrong_offset(data: bytes) -> bytes:
+    """The header promises 8 bytes more than the file holds."""
+    length = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + length])
+    last = max((v for k, v in header.items() if k != "__metadata__"), key=lambda value: value["data_offsets"][1])
+    last["data_offsets"][1] += 8
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data[8 + length :]
+
+
+UNREADABLE = r"model\.safetensors: not a readable safetensors file \(.+\)"
+BROKEN = {  # what is wrong: (how it gets there, what the one line says)
+    "missing tensor": (change(lambda t: t.pop(EXPERT)), f"missing: {EXPERT}"),
+    "several missing": (
+        change(lambda t: [t.pop(name) for name in list(t) if ".q_norm" in name or ".k_norm" in name]),
+        r"missing: .*q_norm.*, .*k_norm.*, .*q_norm.* and 3 more",
+    ),
+    "surplus tensor": (change(lambda t: t.update(extra=torch.ones(1))), "not part of this architecture: extra"),
+    "wrong shape": (
+        change(lambda t: t.update({NORM: torch.ones(63)})),
+        rf"{NORM} has shape \[63\], config.json needs \[64\]",
+    ),
+    "transposed": (
+        change(lambda t: t.update({EXPERT: t[EXPERT].t().contiguous()})),
+        rf"{EXPERT} has shape \[32, 64\], config.json needs \[64, 32\]",
+    ),
+    "int8": (
+        change(lambda t: t.update({EXPERT: t[EXPERT].to(torch.int8)})),
+        f"{EXPERT} has dtype I8; supported: F32, BF16, F16",
+    ),
+    "float8": (
+        change(lambda t: t.update({EXPERT: t[EXPERT].to(torch.float8_e4m3fn)})),
+        f"{EXPERT} has dtype F8_E4M3; supported: F32, BF16, F16",
+    ),
+    "cut short": (rewrite(lambda data: data[:-100]), UNREADABLE),
+    "cut in the header": (rewrite(lambda data: data[:100]), UNREADABLE),
+    "longer than its header says": (rewrite(lambda data: data + b"more"), UNREADABLE),
+    "header of garbage": (rewrite(lambda data: data[:8] + b"\xff" * 64 + data[72:]), UNREADABLE),
+    "header of zeros": (rewrite(lambda data: bytes(len(data))), UNREADABLE),
+    "header length flipped": (rewrite(lambda data: data[7::-1] + data[8:]), UNREADABLE),
+    "header length huge": (rewrite(lambda data: struct.pack("<Q", 2**63) + data[8:]), UNREADABLE),
+    "offset past the end": (rewrite(wrong_offset), UNREADABLE),
+    "empty": (rewrite(lambda data: b""), UNREADABLE),
+    "an LFS pointer": (rewrite(lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:0"), UNREADABLE),
+    "a directory": (lambda d: ((d / "model.safetensors").unlink(), (d / "model.safetensors").mkdir()), UNREADABLE),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), r"model.path: no \*\.safetensors in .*: found none"),
+    "same tensor in two files": (two_files, f"more.safetensors: {NORM} is also in another file|{NORM} is also in"),
+    "index of an absent file": (
+        index('{"weight_map": {"a": "model-00002.safetensors"}}'),
+        "index.json: names model-00002.safetensors, which is not in",
+    ),
+    "index cut short": (index('{"weight_map": {"a": "mod'), "index.json: not a valid weight index"),
+    "index without map": (index('{"metadata": {}}'), "index.json: not a valid weight index"),
+    "index a list": (index("[]"), "index.json: not a valid weight index"),
+    "index map a list": (index('{"weight_map": ["model.safetensors"]}'), "index.json: not a valid weight index"),
+    "index of numbers": (index('{"weight_map": {"a": 3}}'), "index.json: not a valid weight index"),
+    "index of a directory": (index('{"weight_map": {"a": "."}}'), "index.json: names .*, which is not in"),
+    "index of nothing": (index('{"weight_map": {}}'), "missing: model.embed_tokens.weight"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_files_are_refused_in_one_line(what, model_dir):
+    break_it, line = BROKEN[what]
+    arch = hf_config.read(model_dir)
+    weights_hf.check(model_dir, arch)  # whole before it is broken
+    break_it(model_dir)
+    with pytest.raises(InputError, match=line) as caught:
+        weights_hf.check(model_dir, arch)
+    assert str(model_dir) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_pickled_weights_are_never_opened(model_dir):
+    (model_dir / "model.safetensors").unlink()
+    trap = model_dir / "opened"
+    (model_dir / "pytorch_model.bin").write_bytes(pickle.dumps(_Trap(trap)))
+    with pytest.raises(InputError, match=r"found pytorch_model\.bin, and pickled files are never opened"):
+        weights_hf.check(model_dir, hf_config.read(model_dir))
+    assert not trap.exists()
+    pickle.loads((model_dir / "pytorch_model.bin").read_bytes())
+    assert trap.exists()  # the trap works
+
+
+class _Trap:
+    """Unpickling this creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def refusal(parallel: Parallel, folders: dict[str, Path]) -> dict[str, str]:
+    """What load says about each folder."""
+    said = {}
+    for what, folder in folders.items():
+        arch = hf_config.read(folder)
+        try:
+            weights_hf.load(build(arch, parallel), arch, parallel, folder)
+            said[what] = "loaded"
+        except InputError as error:
+            said[what] = str(error)
+    return said
+
+
+VALUES = {
+    "nan": (EMBEDDING, lambda t: t[EMBEDDING][100].fill_(torch.nan)),
+    "inf": (EXPERT, lambda t: t[EXPERT][5, 5].fill_(torch.inf)),
+    "-inf": (KEY, lambda t: t[KEY][0].fill_(-torch.inf)),
+    "missing": ("missing: model.norm.weight", lambda t: t.pop(NORM)),
+}
+
+
+@pytest.fixture(scope="module")
+def said(folders, tmp_path_factory) -> list[dict[str, str]]:
+    broken = {}
+    for what, (_, edit) in VALUES.items():
+        broken[what] = tmp_path_factory.mktemp("values") / "model"
+        shutil.copytree(folders["qwen3_moe", "fp32"], broken[what])
+        change(edit)(broken[what])
+    return world.in_layouts(["TP1"], refusal, broken)["TP1"]
+
+
+@pytest.mark.parametrize("what", VALUES)
+def test_load_refuses_values_that_are_not_finite_by_name(what, said):
+    assert VALUES[what][0] in said[0][what]
+    if what != "missing":
+        assert said[0][what].endswith("holds values that are not finite")
+
+
+# ------------------------------------------------------------------------------------------------ q, k, v in one matrix
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2), (4, 1)])
+def test_qkv_is_interleaved_by_key_value_group(heads, kv_heads):
+    sizes = reference.model("qwen3_moe", num_attention_heads=heads, num_key_value_heads=kv_heads).config.to_dict()
+    arch = hf_config.parse(sizes)
+    d, each = arch.head_dim, heads // kv_heads
+    head_numbers = [*range(heads), *range(1000, 1000 + kv_heads), *range(2000, 2000 + kv_heads)]  # q, k, v
+    rows = torch.tensor(head_numbers).repeat_interleave(d)
+    found = weights_hf.interleave_qkv(rows, kv_heads, arch)
+    expected = [head for g in range(kv_heads) for head in [*range(g * each, (g + 1) * each), 1000 + g, 2000 + g]]
+    assert found.view(-1, d)[:, 0].tolist() == expected
+    assert torch.equal(weights_hf.separate_qkv(found, kv_heads, arch), rows)
