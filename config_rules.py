@@ -27,6 +27,10 @@ def _no_arithmetic(cfg: Config) -> bool:
     return cfg.data.source != "arithmetic"
 
 
+def _no_noise(cfg: Config) -> bool:
+    return cfg.aqn.schedule == "off"
+
+
 # key -> (is it unread under this configuration?, why)
 IDLE: dict[str, tuple[Callable[[Config], bool], str]] = {
     "tiny_model.shared_expert_width": (
@@ -54,6 +58,12 @@ IDLE: dict[str, tuple[Callable[[Config], bool], str]] = {
     "loss.kl_coef": (lambda c: c.loss.kl == "none", "loss.kl is none"),
     "loss.importance_clip": (lambda c: c.loss.importance == "none", "loss.importance is none"),
     "optim.min_lr_ratio": (lambda c: c.optim.decay == "constant", "optim.decay is constant"),
+    "aqn.sigma_start": (_no_noise, "aqn.schedule is off"),
+    "aqn.sigma_end": (lambda c: c.aqn.schedule in ("off", "constant"), "aqn.schedule is off or constant"),
+    "aqn.num_stages": (lambda c: c.aqn.schedule in ("off", "constant"), "aqn.schedule is off or constant"),
+    "aqn.targets": (_no_noise, "aqn.schedule is off"),
+    "aqn.router": (_no_noise, "aqn.schedule is off"),
+    "replay.reference": (lambda c: c.replay.mode == "off" or c.loss.kl == "none", "replay.mode is off or loss.kl none"),
     "eval.temperature": (lambda c: c.eval.samples == 0, "eval.samples is 0: greedy answers only"),
     "train.keep_last": (lambda c: c.train.checkpoint_every == 0, "train.checkpoint_every is 0: one checkpoint"),
 }

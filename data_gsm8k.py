@@ -182,7 +182,7 @@ def prompt_ids(question: str, tokenizer: PreTrainedTokenizerBase, cfg: Config) -
         )
     prompt = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not prompt:
-        raise InputError(f"{tokenizer.name_or_path}: the chat template makes an empty prompt; needed: the question in it")
+        raise InputError(f"{tokenizer.name_or_path}: its template makes an empty prompt; needed: one with the question")
     return prompt
 
 

@@ -6,6 +6,7 @@ number of ranks nor the size of a micro-batch changes it. S = P x G sequences, b
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 
@@ -17,11 +18,13 @@ import grpo
 import lora_megatron
 import model_megatron
 import rollout
+import routing_replay
 import seeds
 from config import Config
 from hf_config import Architecture
 from parallel_setup import Parallel
-from rollout import MicroBatch, Rollout
+from rollout import Completion, MicroBatch, Rollout
+from routing_replay import RoutingReplay
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, in torch's names
 
@@ -40,6 +43,7 @@ class Learner:
     ) -> None:
         self.cfg, self.arch, self.parallel, self.model, self.adapters = cfg, arch, parallel, model, adapters
         self.pad_token = pad_token
+        self.replay = RoutingReplay(model, arch, parallel) if cfg.replay.mode != "off" else None
         self.factors = lora_megatron.factors(adapters)
         self.parameters = list(self.factors.values())
         optim = cfg.optim
@@ -50,28 +54,36 @@ class Learner:
             moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
             self.optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
 
-    def update(self, batch: Rollout, advantages: Tensor, step: int, clock: Clock) -> dict[str, float]:
+    def update(
+        self, batch: Rollout, own: list[list[Completion]], advantages: Tensor, step: int, clock: Clock
+    ) -> dict[str, float]:
         """Optimizer steps on one rollout, and their metrics.  ``advantages``: (P x G,)
 
-        One count of tokens and sequences for all ranks and micro-batches of an update, known before its first
-        backward, makes the split irrelevant.
+        ``own``: what this rank sampled, with the engine's routes under replay r3. One count of tokens and sequences for
+        all ranks and micro-batches of an update, known before its first backward, makes the split irrelevant.
         """
         cfg, group = self.cfg, self.cfg.rollout.group_size
         per_update = cfg.optim.prompts_per_update * group
         updates = [list(range(i, i + per_update)) for i in range(0, len(advantages), per_update)]
-        packed = [self._pack(batch, sequences, advantages) for sequences in updates]
+        packed = [self._pack(batch, own, sequences, advantages) for sequences in updates]
         old_logp = None
-        if len(updates) > 1:  # with one update the policy that sampled is the policy that learns: the ratio is 1
-            with torch.no_grad():
-                old_logp = [[self._logp(micro)[0] for micro in micro_batches] for micro_batches, _ in packed]
+        if len(updates) > 1 or cfg.replay.mode == "r2":
+            # With one update the policy that sampled is the policy that learns, and the ratio is 1 without this pass.
+            old_logp = [
+                [self._old_logp(micro, step, index, i) for i, micro in enumerate(micro_batches)]
+                for index, (micro_batches, _) in enumerate(packed)
+            ]
             clock.lap("old_logp")
         sums: dict[str, Tensor] = {}
         peak_gap, norms = torch.zeros(()), []
         for index, (micro_batches, counts) in enumerate(packed):
             for i, micro in enumerate(micro_batches):
                 seed_dropout(cfg, step, index, i, self.parallel.rank)
-                loss, stats, gap = self._loss(micro, old_logp[index][i] if old_logp else None, counts, clock)
-                loss.backward()
+                ref_logp = self._reference_logp(micro, clock)
+                with self._routed(micro):
+                    loss, stats, gap = self._loss(micro, old_logp[index][i] if old_logp else None, ref_logp, counts)
+                    loss.backward()  # inside: activation recompute routes again
+                clock.lap("update")
                 for name, value in stats.items():
                     sums[name] = sums.get(name, 0) + value / len(updates)
                 peak_gap = torch.maximum(peak_gap, gap)
@@ -80,13 +92,17 @@ class Learner:
             clock.lap("update")
         totals = self.parallel.sum_over_data(torch.stack(list(sums.values())))
         metrics = dict(zip(sums, totals.tolist(), strict=True))
+        if self.replay:
+            metrics["replay/differing_frac"] = self.replay.differing_share()
         return metrics | {
             "rollout/logp_gap_max": self.parallel.max_over_ranks(peak_gap.item()),
             "actor/grad_norm": sum(norms) / len(norms),
             "actor/lr": learning_rate(cfg, step),
         }
 
-    def _pack(self, batch: Rollout, sequences: list[int], advantages: Tensor) -> tuple[list[MicroBatch], dict]:
+    def _pack(
+        self, batch: Rollout, own: list[list[Completion]], sequences: list[int], advantages: Tensor
+    ) -> tuple[list[MicroBatch], dict]:
         """This rank's micro-batches of one update, and the update's counts over all data ranks."""
         cfg, parallel = self.cfg, self.parallel
         if cfg.loss.mask_truncated:
@@ -103,8 +119,42 @@ class Learner:
         shares = rollout.plan(lengths, parallel.data, cfg.optim.tokens_per_micro_batch, parallel.tensor)
         shares = shares or [[[]] * parallel.data]  # nothing to learn from: one empty micro-batch keeps ranks in step
         mine = [share[parallel.data_rank] for share in shares]
-        pack = (advantages, parallel.device, self.pad_token, parallel.tensor)
+        records = None
+        if cfg.replay.mode == "r3":
+            records = routing_replay.collect(batch, own, shares, self.arch, parallel)
+        pack = (advantages, parallel.device, self.pad_token, parallel.tensor, records)
         return [rollout.pack(batch, rows, *pack) for rows in mine], counts
+
+    def _routed(self, micro: MicroBatch) -> contextlib.AbstractContextManager:
+        """Inside, every forward of ``micro`` is routed by its record, if it has one."""
+        if micro.routes is None:
+            return contextlib.nullcontext()
+        return self.replay.replaying(micro.routes, micro.replayed)
+
+    @torch.no_grad()
+    def _old_logp(self, micro: MicroBatch, step: int, update: int, place: int) -> Tensor:
+        """The policy before its first update of this rollout; under r2 its routes become the micro-batch's.  (b, T)"""
+        # The masks that the update will draw: its ratio starts at 1, and a resumed run repeats the uninterrupted one.
+        seed_dropout(self.cfg, step, update, place, self.parallel.rank)
+        if self.cfg.replay.mode == "r2":
+            with self.replay.recording() as recorded:
+                logp = self._logp(micro)[0]
+            micro.routes = routing_replay.rows_of(recorded[0], len(micro.tokens))
+            micro.replayed = torch.ones_like(micro.tokens, dtype=torch.bool)
+            return logp
+        with self._routed(micro):
+            return self._logp(micro)[0]
+
+    def _reference_logp(self, micro: MicroBatch, clock: Clock) -> Tensor | None:
+        """Log-probs of the base model, adapters off; None without a KL penalty.  -> (b, T)"""
+        cfg = self.cfg
+        if cfg.loss.kl == "none":
+            return None
+        routed = self._routed(micro) if cfg.replay.reference == "replayed" else contextlib.nullcontext()
+        with routed, lora_megatron.disabled(self.adapters), torch.no_grad():
+            logp = self._logp(micro)[0]
+        clock.lap("reference")
+        return logp
 
     def _logp(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         return model_megatron.token_logprobs(
@@ -112,15 +162,10 @@ class Learner:
         )
 
     def _loss(
-        self, micro: MicroBatch, old_logp: Tensor | None, counts: dict, clock: Clock
+        self, micro: MicroBatch, old_logp: Tensor | None, ref_logp: Tensor | None, counts: dict
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """This micro-batch's share of the loss and of the metrics, and its largest sampler-trainer gap."""
         loss_cfg = self.cfg.loss
-        ref_logp = None
-        if loss_cfg.kl != "none":
-            with lora_megatron.disabled(self.adapters), torch.no_grad():
-                ref_logp = self._logp(micro)[0]  # (b, T)
-            clock.lap("reference")
         logp, entropy = self._logp(micro)  # (b, T) twice
         old_logp = logp.detach() if old_logp is None else old_logp
         weights = grpo.rollout_weights(

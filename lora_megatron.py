@@ -151,7 +151,7 @@ def attach(model: torch.nn.Module, cfg: LoraConfig, parallel: Parallel, seed: in
 
 @torch.no_grad()
 def _initialise_(adapter: torch.nn.Module, name: str, parallel: Parallel, seed: int) -> None:
-    """A uniform in +-1/sqrt(in) as PEFT draws it, from (seed, name, expert), so that no layout changes it; B stays 0."""
+    """A uniform in +-1/sqrt(in) as PEFT draws it, from (seed, name, expert), which no layout changes; B stays 0."""
     if isinstance(adapter, LoRAGroupedLinear):
         local, in_size, _ = adapter.A.shape
         first = parallel.expert_rank * local

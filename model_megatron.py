@@ -201,6 +201,7 @@ def token_logprobs(
     Position t holds log p(tokens[t] | tokens[:t]) under softmax(logits / temperature), so mask[:, 0] must be 0.
     Only masked positions reach the language-model head, and the (N, V) logits exist only a chunk at a time.
     """
+    assert not mask[:, 0].any(), "nothing predicts the first token of a row"
     row, position = mask.nonzero(as_tuple=True)
     hidden = hidden_states(model, tokens)[position - 1, row]  # (N, h): the state that predicts the token
     chosen = tokens[row, position]

@@ -53,14 +53,12 @@ class Parallel:
     def gather_rows(self, rows: Tensor) -> Tensor:
         """Every rank's equally shaped ``rows``, in rank order.  (n, ...) -> (world_size, n, ...)"""
         out = rows.new_empty((self.world_size, *rows.shape))
-        dist.all_gather_into_tensor(out.flatten(0, 1) if rows.dim() else out, rows.contiguous())
+        dist.all_gather_into_tensor(out.flatten(0, 1), rows.contiguous())
         return out
 
     def max_over_ranks(self, value: float) -> float:
-        """Largest of every rank's ``value``."""
-        largest = torch.tensor(value, dtype=torch.float32, device=self.device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return largest.item()
+        """Largest of every rank's ``value``; nan if any rank's is, which a MAX reduction would drop."""
+        return self.gather_rows(torch.tensor([value], dtype=torch.float32, device=self.device)).max().item()
 
     def barrier(self) -> None:
         """Wait for every rank."""

@@ -27,7 +27,7 @@ class Completion:
     tokens: list[int]  # the stop token included when there is one
     logp: list[float]  # float32, one a token: log-probability under the temperature-scaled, untruncated distribution
     finish_reason: str  # stop | length
-    routed_experts: np.ndarray | None = None  # uint8 (prompt + generated - 1, num_moe_layers, K); the last token has no row
+    routed_experts: np.ndarray | None = None  # uint8 (prompt + generated - 1, MoE layers, K); the last token has no row
 
 
 @dataclass
@@ -55,6 +55,8 @@ class MicroBatch:
     mask: Tensor  # (b, T) 1 on completion tokens that are trained
     rollout_logp: Tensor  # (b, T) the sampler's log-probs, 0 outside the mask
     advantages: Tensor  # (b,)
+    routes: Tensor | None = None  # (b, T, L, K) experts to replay, L MoE layers
+    replayed: Tensor | None = None  # (b, T) true where there is a route: not on a last token, not on padding
 
 
 # ------------------------------------------------------------------------------------------------ sampling
@@ -92,6 +94,7 @@ def sample(
         temperature=cfg.rollout.temperature,
         top_p=cfg.rollout.top_p,
         top_k=cfg.rollout.top_k,
+        return_routed_experts=cfg.replay.mode == "r3",
     )
     scores = [[score(question, one) for one in group] for question, group in zip(own, completions, strict=True)]
     return _gather(asked, completions, scores, cfg, parallel), completions
@@ -147,11 +150,18 @@ def plan(lengths: dict[int, int], data_ranks: int, tokens_per_micro_batch: int, 
 
 
 def pack(
-    rollout: Rollout, sequences: list[int], advantages: Tensor, device: torch.device, pad_token: int, multiple: int
+    rollout: Rollout,
+    sequences: list[int],
+    advantages: Tensor,
+    device: torch.device,
+    pad_token: int,
+    multiple: int,
+    records: dict[int, Tensor] | None = None,
 ) -> MicroBatch:
     """The rows of ``sequences``, padded on the right to the longest and to a multiple of ``multiple``.
 
-    ``advantages``: (S,). No sequences make one row that is all padding and trains nothing.
+    ``advantages``: (S,). ``records``: routes of each sequence's tokens but the last, (row length - 1, L, K).
+    No sequences make one row that is all padding and trains nothing.
     """
     longest = max([rollout.row_length(sequence) for sequence in sequences], default=1)
     shape = (max(1, len(sequences)), -(-longest // multiple) * multiple)
@@ -164,4 +174,12 @@ def pack(
         mask[row, start : start + n] = 1
         logp[row, start : start + n] = rollout.logp[sequence, :n]
     chosen = advantages[sequences] if sequences else torch.zeros(1)
-    return MicroBatch(*(x.to(device) for x in (tokens, mask, logp, chosen)))
+    micro = MicroBatch(*(x.to(device) for x in (tokens, mask, logp, chosen)))
+    if records is not None and sequences:
+        routes = torch.zeros(*shape, *records[sequences[0]].shape[1:], dtype=torch.uint8)
+        replayed = torch.zeros(shape, dtype=torch.bool)
+        for row, sequence in enumerate(sequences):
+            record = records[sequence]
+            routes[row, : len(record)], replayed[row, : len(record)] = record, True
+        micro.routes, micro.replayed = routes.to(device), replayed.to(device)
+    return micro

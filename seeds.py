@@ -1,4 +1,4 @@
-"""Every random draw of a run is a function of a key such as (seed, "rollout", step, prompt), never of what was drawn before."""
+"""Every random draw of a run is a function of a key like (seed, "rollout", step, prompt), not of earlier draws."""
 
 from __future__ import annotations
 

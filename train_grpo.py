@@ -81,7 +81,7 @@ def train(cfg: Config, parallel: Parallel) -> None:
             batch.rewards = permuted(batch.rewards, seeds.derive(cfg.train.seed, "permute", step))
         advantages = grpo.group_advantages(batch.rewards, cfg.loss.advantage)  # (P, G)
         # 4. Update the adapters, once for every prompts_per_update prompts.
-        metrics = learner.update(batch, advantages.flatten(), step, clock)
+        metrics = learner.update(batch, completions, advantages.flatten(), step, clock)
         # 5. Book-keeping.
         metrics = rollout_metrics(batch) | metrics
         log.log_completions(step, shown_completions(completions, asked, batch, tokenizer, cfg))
@@ -277,7 +277,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("config", help="YAML file, e.g. configs/tiny_cpu.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--check", action="store_true", help="check the input and stop")
-    parser.add_argument("--ranks", type=int, default=parallel_setup.launched_world_size(), help="with --check")
+    parser.add_argument("--ranks", type=int, help="with --check: how many the run will have")
     args = parser.parse_intermixed_args(arguments)
     rank = parallel_setup.launched_rank()
     try:
@@ -285,10 +285,10 @@ def main(arguments: list[str]) -> int:
         cfg = load_config(args.config, args.overrides, notes)
         if rank == 0:
             print("".join(f"note: {note}\n" for note in notes), end="", flush=True)
+        if args.ranks is not None and (args.ranks < 1 or not args.check):
+            raise InputError(f"--ranks: found {args.ranks}; needed: 1 or more, and --check: torchrun starts the ranks")
         if args.check:
-            if args.ranks < 1:
-                raise InputError(f"--ranks: {args.ranks}; needed: 1 or more")
-            check_only(cfg, args.ranks)
+            check_only(cfg, args.ranks or parallel_setup.launched_world_size())
             if cfg.train.resume not in ("auto", "never"):
                 checkpoint_to_resume(Path(cfg.train.resume), cfg)
         else:

@@ -247,6 +247,8 @@ def other_values(cfg: Config) -> dict[str, object]:
         "tiny_model.teacher_right": 0.1,
         "tiny_model.teacher_wrong_operation": 0.1,
         "lora.dropout": 0.1,
+        "aqn.schedule": "constant",
+        "replay.mode": "r3",
     }
 
     def changed(value: object) -> object:

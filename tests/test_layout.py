@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [  # a file may import only from the rows above its own
-    {"strict_yaml", "seeds"},
+    {"strict_yaml", "seeds", "knobs"},
     {"config_rules"},
     {"config"},
     {"hf_config", "device", "grpo", "reward_gsm8k", "run_record", "tiny_tokenizer"},
@@ -22,7 +22,8 @@ LAYERS = [  # a file may import only from the rows above its own
     {"weights_hf"},
     {"adapter_weights", "rollout"},
     {"rollout_torch"},
-    {"evaluate", "checkpoint", "tiny_model", "learner"},
+    {"evaluate", "checkpoint", "tiny_model", "routing_replay"},
+    {"learner"},
     {"train_grpo", "export"},
 ]
 LAZY = {("rollout", "rollout_torch")}  # upward, but only inside a function: opens the engine that the config asks for

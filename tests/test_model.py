@@ -33,6 +33,7 @@ MODELS = {  # name: (kind, what differs from reference.SIZES)
     "qwen2_2_of_8_kv_heads": ("qwen2_moe", {"num_key_value_heads": 2}),
     "qwen3_sparse_step_2": ("qwen3_moe", {"mlp_only_layers": [], "decoder_sparse_step": 2}),
     "qwen3_all_moe": ("qwen3_moe", {"mlp_only_layers": []}),
+    "qwen3_all_dense": ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}),
     "qwen3_softmax_over_all": ("qwen3_moe", {"norm_topk_prob": False}),
     "qwen2_softmax_over_chosen": ("qwen2_moe", {"norm_topk_prob": True}),
     "qwen2_no_qkv_bias": ("qwen2_moe", {"qkv_bias": False}),

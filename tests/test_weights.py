@@ -337,6 +337,8 @@ VALUES = {
     "inf": (EXPERT, lambda t: t[EXPERT][5, 5].fill_(torch.inf)),
     "-inf": (KEY, lambda t: t[KEY][0].fill_(-torch.inf)),
     "missing": ("missing: model.norm.weight", lambda t: t.pop(NORM)),
+    "fp16": ("loaded", lambda t: t.update({name: value.half() for name, value in t.items()})),
+    "one fp64": ("model.norm.weight has dtype F64; supported", lambda t: t.update({NORM: t[NORM].double()})),
 }
 
 
@@ -351,9 +353,9 @@ def said(folders, tmp_path_factory) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("what", VALUES)
-def test_load_refuses_values_that_are_not_finite_by_name(what, said):
+def test_load_refuses_what_it_cannot_use_by_name(what, said):
     assert VALUES[what][0] in said[0][what]
-    if what != "missing":
+    if "inf" in what or what == "nan":
         assert said[0][what].endswith("holds values that are not finite")
 
 

@@ -84,10 +84,14 @@ def in_layout(cfg: Config, layout: str) -> Config:
 
 def in_world(layout: str, function: Callable, *args) -> list:
     """``function(*args)`` on every rank of a forked world of the layout's size; what each returned."""
-    import torch._dynamo  # noqa: F401  once, before the fork, and not once a rank
-    from transformers import AutoTokenizer  # noqa: F401
-
+    import_before_the_fork()
     return world.run(world.LAYOUTS[layout][0], function, *args)
+
+
+def import_before_the_fork() -> None:
+    """What a run imports when it comes to it: seconds, here once and not once a rank."""
+    import torch._dynamo  # noqa: F401
+    from transformers import AutoTokenizer  # noqa: F401
 
 
 def train_each(jobs: list[tuple[str, Config]]) -> None:

@@ -43,10 +43,10 @@ def run(ranks: int, function: Callable, *args) -> list:
     """
     _import_megatron()
     context = multiprocessing.get_context("fork")
-    with tempfile.NamedTemporaryFile() as rendezvous:
+    with tempfile.TemporaryDirectory() as folder:  # not a file of ours: the last rank to leave deletes its store
         pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
         processes = [
-            context.Process(target=_rank, args=(rank, ranks, rendezvous.name, pipes[rank][1], function, args))
+            context.Process(target=_rank, args=(rank, ranks, f"{folder}/rendezvous", pipes[rank][1], function, args))
             for rank in range(ranks)
         ]
         with warnings.catch_warnings():  # Python 3.12 warns of every fork of a process that has threads

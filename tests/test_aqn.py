@@ -1,0 +1,551 @@
+"""AQN against tables worked out apart from it, the moments it promises, and what each matrix behind a norm then sees.
+
+Nothing here shows that an engine takes what the stream brings, or that evaluation and the trainer stay clean.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import Tensor
+
+import aqn
+import hf_config
+from aqn import AqnError
+from config import InputError
+from weights_hf import tensor_shapes
+
+SIGMAS = (0.01, 0.00316, 0.001)
+EVERY_NORM = ("*norm.weight",)
+
+
+def architecture(kind: str, **changes: object) -> hf_config.Architecture:
+    """Three layers, the second dense. Qwen3: q and k norms; Qwen2: a shared expert."""
+    sizes = dict(
+        model_type=kind, vocab_size=32, hidden_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=64, moe_intermediate_size=40, num_experts=8, num_experts_per_tok=2,
+        shared_expert_intermediate_size=48, mlp_only_layers=[1], norm_topk_prob=True, rms_norm_eps=1e-6,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    return hf_config.parse(sizes | changes)
+
+
+def weights(arch: hf_config.Architecture, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
+    """Random weights of a whole model; norms around 1, none near 0."""
+    make = torch.Generator().manual_seed(seed)
+    return {
+        name: (0.1 * torch.randn(shape, generator=make) + (len(shape) == 1 and "norm" in name)).to(dtype)
+        for name, shape in tensor_shapes(arch).items()
+    }
+
+
+def push(
+    model: dict[str, Tensor],
+    arch: hf_config.Architecture,
+    targets: Iterable[str],
+    *,
+    router: str = "noisy",
+    sigma: float = 0.01,
+    seed: int = 3,
+    step: int = 5,
+    bf16: str = "grid",
+) -> tuple[dict[str, Tensor], aqn.NoiseReport]:
+    plan = aqn.norm_targets(arch, tuple(targets), router=router)
+    clean = aqn.clean_norms(model.items(), plan)
+    noisy, report = aqn.perturb(model.items(), plan, clean, sigma=sigma, seed=seed, step=step, bf16=bf16)
+    return dict(noisy), report
+
+
+# ------------------------------------------------------------------------------------------------------------- schedule
+def table(total: int, stages: int, start: float, end: float, schedule: str) -> list[float]:
+    """Sigma of every step, walked through step by step with fractions: no stage is computed from a quotient."""
+    levels = [0.0]
+    intervals = stages - 1 if schedule == "qerl" else stages  # e would be reached after so many noisy stages
+    for i in range(stages - 1):
+        levels.append(start * math.exp(i / (intervals - 1) * math.log(end / start)) if intervals > 1 else start)
+    length = Fraction(total, stages) if schedule == "qerl" else Fraction(max(1, total // stages))
+    sigmas, stage = [], 0
+    for step in range(total + 1):
+        while stage < stages - 1 and (stage + 1) * length <= step:
+            stage += 1
+        sigmas.append(levels[stage])
+    return sigmas
+
+
+@pytest.mark.parametrize("schedule", ["qerl", "paper"])
+@pytest.mark.parametrize(
+    ("total", "stages", "start", "end"),
+    [
+        (100, 10, 0.01, 0.001),
+        (100, 1, 0.01, 0.001),
+        (100, 2, 0.01, 0.001),
+        (7, 3, 0.05, 0.0005),
+        (25, 10, 0.02, 0.01),
+        (3, 10, 0.01, 0.001),
+        (1161, 43, 0.01, 0.0001),
+    ],
+)
+def test_sigma_of_every_step(total: int, stages: int, start: float, end: float, schedule: str) -> None:
+    options = {"sigma_start": start, "sigma_end": end, "num_stages": stages, "schedule": schedule}
+    found = [aqn.sigma_at(step, total, **options) for step in range(total + 1)]
+    assert found == pytest.approx(table(total, stages, start, end, schedule), rel=1e-12)
+    assert aqn.sigma_at(total + 5, total, **options) == found[-1]
+
+
+def test_sigma_in_numbers_known_from_the_qerl_code_and_the_paper() -> None:
+    """0.01 -> 0.001, 10 stages, 100 steps: 0.01 x 10^(-(k-1)/8) in stage k of the code, 10^(-(k-1)/9) in the paper."""
+    options = {"sigma_start": 0.01, "sigma_end": 0.001, "num_stages": 10}
+    code = [0, 0.01, 0.00749894, 0.00562341, 0.00421697, 0.00316228, 0.00237137, 0.00177828, 0.00133352, 0.001]
+    paper = [0, 0.01, 0.00774264, 0.00599484, 0.00464159, 0.00359381, 0.00278256, 0.00215443, 0.00166810, 0.00129155]
+    for step in range(100):
+        assert aqn.sigma_at(step, 100, **options) == pytest.approx(code[step // 10], abs=5e-9)
+        assert aqn.sigma_at(step, 100, **options, schedule="paper") == pytest.approx(paper[step // 10], abs=5e-9)
+        assert aqn.sigma_at(step, 100, **options, schedule="constant") == 0.01
+    assert (aqn.sigma_at(10, 100, **options), aqn.sigma_at(90, 100, **options)) == (0.01, 0.001)  # to the last bit
+
+
+def test_sigma_at_boundaries_that_floats_miss() -> None:
+    """49 steps, 49 stages: step k opens stage k, though 1 / 49 x 49 is less than 1 in floats."""
+    options = {"sigma_start": 0.01, "sigma_end": 0.001, "num_stages": 49}
+    found = [aqn.sigma_at(step, 49, **options) for step in range(49)]
+    assert len(set(found)) == 49 and found == sorted(found[:1]) + sorted(found[1:], reverse=True)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"step": -1}, {"step": 1.0}, {"total_steps": 0}, {"num_stages": 0}, {"num_stages": True}, {"sigma_start": 0.0},
+     {"sigma_end": 0.0}, {"sigma_end": math.inf}, {"sigma_start": math.nan}, {"schedule": "off"}],
+)  # fmt: skip
+def test_sigma_of_impossible_arguments_is_refused(wrong: dict) -> None:
+    right = {"step": 1, "total_steps": 10, "sigma_start": 0.01, "sigma_end": 0.001, "num_stages": 5}
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        aqn.sigma_at(**right | wrong)
+
+
+# ---------------------------------------------------------------------------------------------------------------- noise
+@pytest.mark.parametrize("weight", [0.5, 1.0, 1.3, 2.0, 4.0])
+@pytest.mark.parametrize("sigma", SIGMAS)
+def test_grid_noise_has_the_asked_mean_and_std(weight: float, sigma: float) -> None:
+    clean = torch.full((10**6,), weight).to(torch.bfloat16)
+    noisy = aqn.bf16_grid_noise(clean, sigma, torch.Generator().manual_seed(1))
+    assert noisy.dtype is torch.bfloat16
+    change = noisy.double() - clean.double()
+    assert abs(change.mean()) < 0.03 * sigma
+    assert change.std().item() == pytest.approx(sigma, rel=0.05)
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.72, 1.01, 1.5])
+def test_grid_noise_is_right_for_mantissas_of_all_kinds_and_both_signs(ratio: float) -> None:
+    """Of the 128 bf16 numbers of [1, 2) those around the powers of 2 and some between, 25,000 times each.
+
+    Sigma in units of the step above, 2^-7: under the grid, just above it for the powers of 2, and for the others.
+    """
+    sigma = ratio * 2.0**-7
+    numbers = torch.tensor([128, 129, 130, 132, 160, 200, 250, 253, 254, 255]) / 128
+    clean = torch.cat([numbers, -numbers]).to(torch.bfloat16)[:, None].expand(-1, 25_000)
+    change = aqn.bf16_grid_noise(clean, sigma, torch.Generator().manual_seed(2)).double() - clean.double()
+    assert change.mean(1).abs().max() < 0.03 * sigma
+    assert (change.std(1) / sigma - 1).abs().max() < 0.05
+
+
+def test_grid_noise_far_under_the_grid_jumps_to_neighbours_only() -> None:
+    """At 1 the steps are 2^-7 up and 2^-8 down: probabilities sigma^2 2^14 / 1.5 and sigma^2 2^15 / 1.5."""
+    clean, sigma = torch.ones(10**6, dtype=torch.bfloat16), 0.001
+    noisy = aqn.bf16_grid_noise(clean, sigma, torch.Generator().manual_seed(3)).double()
+    values, counts = noisy.unique(return_counts=True)
+    assert values.tolist() == [1 - 2**-8, 1, 1 + 2**-7]
+    assert counts[2].item() / 1e6 == pytest.approx(sigma**2 * 2**14 / 1.5, rel=0.03)
+    assert counts[0].item() / 1e6 == pytest.approx(sigma**2 * 2**15 / 1.5, rel=0.03)
+
+
+def test_grid_noise_on_zeros_and_subnormals_is_gaussian() -> None:
+    for value in (0.0, -0.0, 1e-40, -1e-40, 1e-6):
+        clean = torch.full((10**5,), value).to(torch.bfloat16)
+        change = aqn.bf16_grid_noise(clean, 0.01, torch.Generator().manual_seed(4)).double()
+        assert abs(change.mean()) < 0.02 * 0.01 and change.std().item() == pytest.approx(0.01, rel=0.02)
+    with pytest.raises(ValueError, match="bfloat16"):
+        aqn.bf16_grid_noise(torch.ones(3), 0.01, torch.Generator())
+
+
+def test_rounding_a_gaussian_would_not_do() -> None:
+    """Why the grid matters: at w = 2 rounding to the nearest loses all of sigma 0.001, so the tests above can fail."""
+    clean = torch.full((10**5,), 2.0)
+    rounded = (clean + 0.001 * torch.randn(10**5, generator=torch.Generator().manual_seed(0))).to(torch.bfloat16)
+    assert (rounded.float() != clean).float().mean() < 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_noise_depends_on_seed_step_and_name_alone(dtype: torch.dtype) -> None:
+    arch = architecture("qwen2_moe")
+    model = weights(arch, dtype)
+    first, _ = push(model, arch, EVERY_NORM)
+    assert all(torch.equal(first[name], again) for name, again in push(model, arch, EVERY_NORM)[0].items())
+    # Fewer targets, another order and other matrices leave a norm's noise as it is.
+    some, _ = push(dict(reversed(weights(arch, dtype).items())), arch, ["attention"])
+    name = "model.layers.2.input_layernorm.weight"
+    assert torch.equal(first[name], some[name])
+    for other in ({"seed": 4}, {"step": 6}):
+        assert not torch.equal(first[name], push(model, arch, EVERY_NORM, **other)[0][name])
+    ones = {name: torch.ones_like(value) if "norm" in name else value for name, value in model.items()}
+    noisy, _ = push(ones, arch, EVERY_NORM)
+    rows = [value.float() for name, value in noisy.items() if "norm" in name]
+    assert len({tuple(row.tolist()) for row in rows}) == len(rows) == 7  # each norm has its own
+
+
+def test_noise_is_added_to_the_clean_weight_each_time() -> None:
+    """Two pushes at one step agree, nothing given is changed, and noise on noise is refused."""
+    arch = architecture("qwen2_moe")
+    model = weights(arch)
+    before = {name: value.clone() for name, value in model.items()}
+    plan = aqn.norm_targets(arch, ("attention", "experts"), router="clean")
+    clean = aqn.clean_norms(model.items(), plan)
+    first = dict(aqn.perturb(model.items(), plan, clean, sigma=0.01, seed=1, step=2)[0])
+    second = dict(aqn.perturb(model.items(), plan, clean, sigma=0.01, seed=1, step=2)[0])
+    for name, value in first.items():
+        assert torch.equal(value, second[name]) and torch.equal(model[name], before[name])
+    for norm in plan:
+        make = torch.Generator().manual_seed(aqn.seeds.derive(1, "aqn", 2, norm))
+        assert torch.equal(first[norm], before[norm] + 0.01 * torch.randn(before[norm].shape, generator=make))
+    with pytest.raises(AqnError, match="not the clean weight"):
+        dict(aqn.perturb(first.items(), plan, clean, sigma=0.01, seed=1, step=3)[0])
+    with pytest.raises(AqnError, match="no clean copy"):
+        aqn.perturb(model.items(), plan, {}, sigma=0.01, seed=1, step=3)
+
+
+def test_clean_copies_do_not_follow_the_weights() -> None:
+    arch = architecture("qwen3_moe")
+    model = weights(arch)
+    clean = aqn.clean_norms(model.items(), aqn.norm_targets(arch, ("attention",), router="noisy"))
+    model["model.layers.0.input_layernorm.weight"].add_(1)
+    assert clean["model.layers.0.input_layernorm.weight"].mean() < 1.5
+
+
+@pytest.mark.parametrize("order", ["reversed", "touched", "consumers only"])
+def test_part_of_a_stream_in_any_order_is_changed_as_the_whole(order: str) -> None:
+    arch = architecture("qwen2_moe")
+    model = weights(arch)
+    plan = aqn.norm_targets(arch, ("attention", "experts"), router="clean")
+    clean = aqn.clean_norms(model.items(), plan)
+    whole = dict(aqn.perturb(model.items(), plan, clean, sigma=0.01, seed=1, step=2)[0])
+    touched = aqn.touched_names(plan)
+    part = list(reversed(model)) if order == "reversed" else [name for name in model if name in touched]
+    if order == "consumers only":
+        part = [name for name in part if name not in plan]
+    found, _ = aqn.perturb([(name, model[name]) for name in part], plan, clean, sigma=0.01, seed=1, step=2)
+    assert [name for name, _ in found] == part
+    found, _ = aqn.perturb([(name, model[name]) for name in part], plan, clean, sigma=0.01, seed=1, step=2)
+    assert all(torch.equal(value, whole[name]) for name, value in found)
+
+
+def test_without_sigma_nothing_changes() -> None:
+    arch = architecture("qwen2_moe")
+    model = weights(arch)
+    noisy, report = push(model, arch, ["experts"], router="clean", sigma=0.0)
+    assert all(noisy[name] is value for name, value in model.items()) and report.num_modules == 0
+    aqn.check_report(report)
+    for wrong in (-0.1, math.nan, math.inf):
+        with pytest.raises(ValueError, match="sigma"):
+            push(model, arch, ["experts"], sigma=wrong)
+    with pytest.raises(ValueError, match="bf16"):
+        push(model, arch, ["experts"], bf16="half")
+
+
+def test_bf16_norms_stay_on_the_grid_or_leave_as_fp32() -> None:
+    arch = architecture("qwen3_moe")
+    model = weights(arch, torch.bfloat16)
+    name = "model.layers.0.input_layernorm.weight"
+    grid, _ = push(model, arch, ["attention"])
+    precise, _ = push(model, arch, ["attention"], bf16="fp32")
+    assert {value.dtype for value in grid.values()} == {torch.bfloat16}
+    assert [key for key, value in precise.items() if value.dtype is torch.float32] == [
+        f"model.layers.{i}.input_layernorm.weight" for i in range(3)
+    ]
+    assert not torch.equal(precise[name], precise[name].to(torch.bfloat16).float())
+
+
+# ----------------------------------------------------------------------------------------------- who sees the noise
+def behind(arch: hf_config.Architecture, layer: int) -> dict[str, list[str]]:
+    """Who reads a layer's two norms: group -> matrices, by name as in the checkpoints."""
+    at = f"model.layers.{layer}"
+    groups = {"attention": [f"{at}.self_attn.{x}_proj.weight" for x in "qkv"]}
+    if not arch.moe_layers[layer]:
+        return groups | {"dense": [f"{at}.mlp.{x}_proj.weight" for x in ("gate", "up")]}
+    groups["router"] = [f"{at}.mlp.gate.weight"]
+    experts = range(arch.num_experts)
+    groups["experts"] = [f"{at}.mlp.experts.{e}.{x}_proj.weight" for e in experts for x in ("gate", "up")]
+    if arch.shared_expert_ffn_size:
+        names = ("shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert_gate")
+        groups["shared"] = [f"{at}.mlp.{name}.weight" for name in names]
+    return groups
+
+
+CASES = [  # targets, router -> who sees noise in Qwen3 (no shared expert), in Qwen2
+    (["attention"], "noisy", {"attention"}, {"attention"}),
+    (["experts"], "noisy", {"experts", "router"}, {"experts", "router"}),
+    (["experts"], "clean", {"experts"}, {"experts"}),
+    (["mlp"], "noisy", {"dense"}, {"dense", "shared"}),
+    (["mlp"], "clean", {"dense"}, {"dense", "shared"}),
+    (["experts", "mlp"], "noisy", {"experts", "router", "dense"}, {"experts", "router", "dense", "shared"}),
+    (["experts", "mlp"], "clean", {"experts", "dense"}, {"experts", "dense", "shared"}),
+    (["mlp", "attention"], "clean", {"dense", "attention"}, {"dense", "shared", "attention"}),
+    (["*.post_attention_layernorm.weight"], "noisy", {"experts", "router", "dense"},
+     {"experts", "router", "dense", "shared"}),
+    (["*.post_attention_layernorm.weight", "experts"], "clean", {"experts", "dense"}, {"experts", "dense", "shared"}),
+    (["*.self_attn.q_norm.weight", "model.norm.weight"], "clean", set(), None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe"])
+@pytest.mark.parametrize(("targets", "router", "qwen3", "qwen2"), CASES, ids=lambda value: str(value)[:45])
+def test_noise_reaches_exactly_the_consumers_that_were_asked_for(
+    kind: str, targets: list[str], router: str, qwen3: set[str], qwen2: set[str] | None
+) -> None:
+    """A consumer computes W (w x): it sees the clean w if W' diag(w') = W diag(w), the noise if it is W diag(w + d)."""
+    arch, seeing = architecture(kind), qwen3 if kind == "qwen3_moe" else qwen2
+    model = weights(arch)
+    if seeing is None:  # there is no q norm to match
+        with pytest.raises(InputError):
+            push(model, arch, targets, router=router)
+        return
+    noisy, report = push(model, arch, targets, router=router)
+    aqn.check_report(report)
+    changed = {name for name in model if not torch.equal(model[name], noisy[name])}
+    assert changed == aqn.touched_names(aqn.norm_targets(arch, targets, router=router))
+    for layer in range(arch.num_layers):
+        for group, names in behind(arch, layer).items():
+            norm = f"model.layers.{layer}.{'input' if group == 'attention' else 'post_attention'}_layernorm.weight"
+            make = torch.Generator().manual_seed(aqn.seeds.derive(3, "aqn", 5, norm))
+            noise = 0.01 * torch.randn(model[norm].shape, generator=make) if group in seeing else 0.0
+            for name in names:
+                wanted = model[name] * (model[norm] + noise)
+                torch.testing.assert_close(noisy[name] * noisy[norm], wanted, rtol=1e-6, atol=0, msg=name)
+    explicit = {"model.layers.0.self_attn.q_norm.weight", "model.norm.weight"}
+    assert explicit <= changed if "model.norm.weight" in targets else not explicit & changed
+
+
+@pytest.mark.parametrize(("router", "changes"), [("clean", False), ("noisy", True)])
+def test_a_clean_router_picks_the_experts_that_it_picked_before(router: str, changes: bool) -> None:
+    arch = architecture("qwen3_moe", num_experts=64, hidden_size=256, num_experts_per_tok=8)
+    model = weights(arch)
+    noisy, _ = push(model, arch, ["experts"], router=router)
+    x = torch.randn(10_000, 256, generator=torch.Generator().manual_seed(9))
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    def chosen(tensors: dict[str, Tensor]) -> Tensor:
+        hidden = x * tensors["model.layers.0.post_attention_layernorm.weight"]
+        return (hidden @ tensors["model.layers.0.mlp.gate.weight"].T).topk(8).indices.sort().values
+
+    differ = (chosen(model) != chosen(noisy)).any(1).sum().item()
+    assert differ > 100 if changes else differ == 0
+
+
+@pytest.mark.parametrize("sigma", SIGMAS)
+@pytest.mark.parametrize("bf16", ["grid", "fp32"])
+def test_in_bf16_most_of_the_noise_is_kept_from_a_clean_router(bf16: str, sigma: float) -> None:
+    """What is left in W' w' is rounding: in rms, over the noise that the router would see, under a half."""
+    arch = architecture("qwen2_moe", hidden_size=512)
+    model = weights(arch, torch.bfloat16)
+    noisy, report = push(model, arch, ["experts"], router="clean", sigma=sigma, bf16=bf16)
+    aqn.check_report(report)
+    gate, norm = "model.layers.0.mlp.gate.weight", "model.layers.0.post_attention_layernorm.weight"
+    left = noisy[gate].float() * noisy[norm].float() - model[gate].float() * model[norm].float()
+    noise = model[gate].float() * (noisy[norm].float() - model[norm].float())
+    assert left.std() < 0.5 * noise.std()
+
+
+def test_compensation_holds_where_a_weight_or_its_noisy_copy_is_near_zero() -> None:
+    """A weight of 0 passes nothing on, noise or not, to whom it is kept from; w + d is kept away from 0."""
+    arch = architecture("qwen2_moe")
+    model = weights(arch)
+    norm = "model.layers.0.post_attention_layernorm.weight"
+    make = torch.Generator().manual_seed(aqn.seeds.derive(3, "aqn", 5, norm))
+    noise = 0.01 * torch.randn(96, generator=make)
+    model[norm][0], model[norm][1], model[norm][2] = 0.0, -noise[1], -noise[2] * (1 + 1e-5)  # w + d = 0 in the second
+    noisy, report = push(model, arch, ["experts"], router="clean")
+    assert (noisy[norm][1:3].abs() >= model[norm][1:3].abs() / 1024).all() and noisy[norm][0] == noise[0]
+    for name in ("gate", "shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert_gate"):
+        changed = noisy[f"model.layers.0.mlp.{name}.weight"]
+        assert changed.isfinite().all()
+        torch.testing.assert_close(
+            changed * noisy[norm], model[f"model.layers.0.mlp.{name}.weight"] * model[norm], rtol=1e-6, atol=0
+        )
+    nothing, _ = push(model, arch, ["experts"], router="clean", sigma=1e-46)  # noise under fp32: 0 / 0 at the weight 0
+    assert all(value.isfinite().all() for value in nothing.values())
+    only_shared, report = push(model, arch, ["mlp"])
+    column = only_shared["model.layers.0.mlp.shared_expert_gate.weight"][0]
+    assert column.isfinite().all() and column[0] == model["model.layers.0.mlp.shared_expert_gate.weight"][0, 0]
+    assert report.num_changed == report.num_elements - 1
+
+
+# -------------------------------------------------------------------------------------------------------------- targets
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        ("experts", "needed: a list"),
+        ('["experts","mlp"]', "needed: a list"),
+        (('["experts","mlp"]',), "matches no RMSNorm"),
+        (tuple('["experts","mlp"]'), "matches no RMSNorm"),
+        ((), "empty list"),
+        (None, "needed: a list"),
+        ((3,), "needed: a list"),
+        (("expert",), "matches no RMSNorm.*attention, experts, mlp"),
+        (("attention", "model.layers.7.input_layernorm.weight"), "model.layers.7"),
+        (("model.layers.0.*",), "model.layers.0.mlp.gate.weight, which is not an RMSNorm"),
+        (("*attn*",), "q_proj.weight, which is not an RMSNorm"),
+        (("*",), "which is not an RMSNorm"),
+        (("*weight",), "which is not an RMSNorm"),
+        (("model.layers.0.mlp.gate.weight",), "matches no RMSNorm"),
+        (("MODEL.NORM.WEIGHT",), "matches no RMSNorm"),
+    ],
+)
+def test_targets_that_cannot_be_meant_are_refused(targets: object, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        aqn.norm_targets(architecture("qwen3_moe"), targets, router="noisy")
+
+
+def test_a_role_that_the_model_lacks_is_refused() -> None:
+    only_moe, only_dense = (architecture("qwen3_moe", mlp_only_layers=dense) for dense in ([], [0, 1, 2]))
+    with pytest.raises(InputError, match="no dense layer and no shared expert"):
+        aqn.norm_targets(only_moe, ("attention", "mlp"), router="noisy")
+    with pytest.raises(InputError, match="no MoE layer"):
+        aqn.norm_targets(only_dense, ("experts",), router="noisy")
+    with pytest.raises(InputError, match="q_norm"):
+        aqn.norm_targets(architecture("qwen2_moe"), ("*.q_norm.weight",), router="noisy")
+    with pytest.raises(ValueError, match="router"):
+        aqn.norm_targets(only_moe, ("experts",), router="off")
+    assert len(aqn.norm_targets(architecture("qwen2_moe", mlp_only_layers=[]), ("mlp",), router="noisy")) == 3
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe"])
+def test_every_tensor_is_known_as_a_norm_or_not(kind: str) -> None:
+    """A checkpoint's names, by the module that loads it: one that aqn did not know could slip through a pattern."""
+    arch = architecture(kind)
+    norms = {name for name, shape in tensor_shapes(arch).items() if name.endswith("norm.weight")}
+    assert aqn.norm_targets(arch, tuple(norms), router="noisy").keys() == norms
+    assert tensor_shapes(arch).keys() - norms <= set(aqn._other_names(arch))
+
+
+# --------------------------------------------------------------------------------------------------------------- report
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sigma", SIGMAS)
+def test_report_says_what_the_weights_say(dtype: torch.dtype, sigma: float) -> None:
+    arch = architecture("qwen3_moe", hidden_size=2048, num_experts=2)
+    make = torch.Generator().manual_seed(1)
+    norms = [f"model.layers.{i}.{which}_layernorm.weight" for i in range(3) for which in ("input", "post_attention")]
+    model = {name: (1 + 0.1 * torch.randn(2048, generator=make)).to(dtype) for name in norms}
+    noisy, report = push(model, arch, ["attention", "experts", "mlp"], sigma=sigma)
+    aqn.check_report(report)
+    change = torch.cat([noisy[name].double() - model[name].double() for name in norms])
+    assert (report.num_modules, report.num_elements, report.sigma) == (6, 6 * 2048, sigma)
+    assert report.num_changed == (change != 0).sum() and report.missing == set()
+    assert report.changed_share == pytest.approx((change != 0).double().mean().item())
+    assert report.mean == pytest.approx(change.mean().item(), abs=1e-9)
+    assert report.std == pytest.approx(change.std(correction=0).item(), rel=1e-6)
+    assert report.std == pytest.approx(sigma, rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sigma", SIGMAS)
+def test_report_measures_noise_that_is_in_columns(dtype: torch.dtype, sigma: float) -> None:
+    """mlp alone on MoE layers: no norm changes, yet the shared expert's columns amount to noise of std sigma."""
+    arch = architecture("qwen2_moe", hidden_size=1024, num_experts=2, mlp_only_layers=[])
+    noisy, report = push(weights(arch, dtype), arch, ["mlp"], sigma=sigma)
+    aqn.check_report(report)
+    assert (report.num_modules, report.num_elements) == (3, 3 * 1024)
+    assert report.std == pytest.approx(sigma, rel=0.1) and noisy["model.norm.weight"].dtype is dtype
+
+
+def test_a_push_without_the_norms_is_stopped() -> None:
+    arch = architecture("qwen2_moe")
+    model = weights(arch)
+    plan = aqn.norm_targets(arch, ("attention", "experts"), router="clean")
+    clean = aqn.clean_norms(model.items(), plan)
+
+    def report_of(names: Iterable[str]) -> aqn.NoiseReport:
+        stream = [(name, model[name]) for name in names]
+        noisy, report = aqn.perturb(stream, plan, clean, sigma=0.01, seed=0, step=0)
+        for _ in noisy:
+            pass
+        return report
+
+    aqn.check_report(report_of(model))
+    aqn.check_report(report_of(aqn.touched_names(plan)))
+    with pytest.raises(AqnError, match="no norm got noise"):
+        aqn.check_report(report_of(name for name in model if "norm" not in name))
+    for lost in ("model.layers.2.mlp.gate.weight", "model.layers.1.input_layernorm.weight"):
+        with pytest.raises(AqnError, match=lost):
+            aqn.check_report(report_of(name for name in model if name != lost))
+    unread = aqn.perturb(model.items(), plan, clean, sigma=0.01, seed=0, step=0)[1]
+    with pytest.raises(AqnError, match="no norm got noise"):
+        aqn.check_report(unread)
+
+
+def report_of_noise(sigma: float, scale: float, shift: float, n: int) -> aqn.NoiseReport:
+    """A report on n elements whose change has mean shift x sigma and std scale x sigma, exactly."""
+    report = aqn.NoiseReport(sigma)
+    change = torch.tensor([1.0, -1.0]).repeat(n // 2) * scale + shift
+    report.add_(sigma * change, torch.ones(n), False)
+    return report
+
+
+@pytest.mark.parametrize(
+    ("scale", "shift", "n", "stopped"),
+    [
+        (1.0, 0.0, 10_000, ""),
+        (1.09, 0.0, 10_000, ""),
+        (0.91, 0.0, 10_000, ""),
+        (1.11, 0.0, 10_000, "std"),
+        (0.89, 0.0, 10_000, "std"),
+        (0.0, 0.0, 10_000, "std"),
+        (math.nan, 0.0, 10_000, "std"),
+        (1.4, 0.0, 64, ""),  # five standard errors of 64 elements are 44 %
+        (1.5, 0.0, 64, "std"),
+        (0.5, 0.0, 64, "std"),
+        (1.0, 0.09, 10_000, ""),
+        (1.0, 0.11, 10_000, "mean"),
+        (1.0, -0.11, 10_000, "mean"),
+    ],
+)
+def test_noise_of_another_std_or_mean_is_stopped(scale: float, shift: float, n: int, stopped: str) -> None:
+    report = report_of_noise(0.005, scale, shift, n)
+    if not stopped:
+        return aqn.check_report(report)
+    with pytest.raises(AqnError, match=f"realised {stopped}"):
+        aqn.check_report(report)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_small_model_with_sound_noise_is_not_stopped(dtype: torch.dtype) -> None:
+    """64 wide, two norms: few elements, and in bf16 at sigma 0.001 a jump in one of 30 of them; 200 pushes each."""
+    arch = architecture("qwen3_moe", hidden_size=64, num_hidden_layers=2, num_experts=2)
+    norms = {f"model.layers.{i}.input_layernorm.weight": torch.ones(64, dtype=dtype) for i in range(2)}
+    plan = aqn.norm_targets(arch, ("attention",), router="noisy")
+    for sigma in SIGMAS:
+        for step in range(200):
+            noisy, report = aqn.perturb(norms.items(), plan, norms, sigma=sigma, seed=0, step=step)
+            list(noisy)
+            aqn.check_report(report)
+
+
+def test_noise_lost_in_bf16_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the grid's rule, at sigma 0.001 most of the noise is rounded away and the rest is wrong."""
+    arch = architecture("qwen3_moe", hidden_size=1024, num_experts=2)
+    model = weights(arch, torch.bfloat16)
+
+    def rounded(weight: Tensor, sigma: float, generator: torch.Generator) -> Tensor:
+        return (weight.float() + sigma * torch.randn(weight.shape, generator=generator)).to(torch.bfloat16)
+
+    monkeypatch.setattr(aqn, "bf16_grid_noise", rounded)
+    with pytest.raises(AqnError, match="realised std"):
+        aqn.check_report(push(model, arch, ["attention"], sigma=0.001)[1])
+
+
+def test_the_norms_of_one_plan_are_immutable() -> None:
+    effect = aqn.norm_targets(architecture("qwen3_moe"), ("experts",), router="clean")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        next(iter(effect.values())).noisy = False

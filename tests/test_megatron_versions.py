@@ -1,0 +1,120 @@
+"""The same parity on the older megatron-core (0.12.1, of MindSpeed 2.2.0_core_r0.12.1): one code for both versions.
+
+A process of its own has MEGATRON_0_12_DIR before everything else on its path, computes what test_model.py and
+test_lora.py compute in a few layouts, and prints the errors as JSON.    python tests/test_megatron_versions.py FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import lora_reference
+import pytest
+import reference
+import torch
+import world
+from test_lora import CONTROLS, measure
+from test_model import TEMPERATURE, distribution, log_probs
+
+ROOT = Path(__file__).parents[1]
+OLD_MEGATRON = Path(os.environ.get("MEGATRON_0_12_DIR", ".cache/megatron-core-0.12.1"))
+KINDS = ["qwen3_moe", "qwen2_moe"]
+LAYOUTS = ["TP1", "TP2_EP2_DP2", "TP2_EP2_ETP2"]
+
+
+def main(folder: Path) -> dict:
+    """Errors against transformers by layout and kind, the worst of all ranks (of controls the least)."""
+    import megatron.core
+
+    paths = {kind: reference.save(kind, folder / kind) for kind in KINDS}
+    tokens = reference.tokens(rows=8, length=16)
+    with torch.no_grad():
+        logits = {kind: reference.load(path)(tokens).logits for kind, path in paths.items()}
+    truth = {kind: distribution(logits[kind], tokens, TEMPERATURE) for kind in KINDS}
+    references = {kind: lora_reference.compute(reference.load(path), tokens) for kind, path in paths.items()}
+    forwards = world.in_layouts(LAYOUTS, log_probs, paths, tokens)
+    adapted = world.in_layouts(LAYOUTS, measure, paths, references, tokens)
+    answers = {"version": megatron.core.__version__, "file": megatron.core.__file__}
+    for layout in LAYOUTS:
+        for kind in KINDS:
+            gaps = []
+            for rank in forwards[layout]:
+                share, *found = rank[kind]
+                shares = len({other[kind][0] for other in forwards[layout]})
+                gaps += [
+                    float((mine[:, 1:] - true.chunk(shares)[share]).abs().max())
+                    for mine, true in zip(found, truth[kind], strict=True)
+                ]
+            ranks = [rank[kind] for rank in adapted[layout]]
+            answers[f"{layout} {kind}"] = {
+                "log-probs": max(gaps),
+                "gradients": max(rank["error"] for rank in ranks),
+                "with recompute": max(rank["error with recompute"] for rank in ranks),
+                "merged": max(rank["merged error"] for rank in ranks),
+                "norm": max(abs(rank["norm"] / references[kind].norm - 1) for rank in ranks),
+                "bit-equal": all(rank["zero B"] and rank["disabled"] and rank["round trip"] for rank in ranks),
+            } | {control: min(rank[control] for rank in ranks) for control in CONTROLS if layout in CONTROLS[control]}
+    return answers
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory) -> dict:
+    side = OLD_MEGATRON if OLD_MEGATRON.is_absolute() else ROOT / OLD_MEGATRON
+    if not (side / "megatron" / "core").is_dir():
+        pytest.skip(f"megatron-core 0.12.1 is not in {OLD_MEGATRON} (MEGATRON_0_12_DIR); run_tests.sh puts it there")
+    paths = os.pathsep.join(str(path) for path in (side, ROOT, ROOT / "tests"))
+    done = subprocess.run(
+        [sys.executable, __file__, str(tmp_path_factory.mktemp("old"))],
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=580,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request) -> str:
+    return request.param
+
+
+@pytest.fixture(params=KINDS)
+def kind(request) -> str:
+    return request.param
+
+
+def test_the_older_version_is_what_ran(old):
+    assert old["version"] == "0.12.1"
+    assert str(OLD_MEGATRON) in old["file"]
+
+
+def test_log_probs_and_entropy_are_those_of_transformers(old, layout, kind):
+    assert old[f"{layout} {kind}"]["log-probs"] < 1e-5
+
+
+def test_lora_gradients_are_those_of_the_unsharded_model(old, layout, kind):
+    answers = old[f"{layout} {kind}"]
+    assert answers["gradients"] < 1e-4
+    assert answers["with recompute"] < 1e-4
+    assert answers["norm"] < 1e-5
+
+
+def test_export_merges_and_disabled_restores(old, layout, kind):
+    assert old[f"{layout} {kind}"]["merged"] < 1e-6
+    assert old[f"{layout} {kind}"]["bit-equal"]
+
+
+@pytest.mark.parametrize(
+    ("control", "where"), [(control, where) for control in CONTROLS for where in LAYOUTS if where in CONTROLS[control]]
+)
+def test_leaving_out_a_reduction_is_noticed(old, control, where, kind):
+    assert old[f"{where} {kind}"][control] > 1e-2
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]))))

@@ -1,0 +1,93 @@
+"""The rank grid and its reductions, in the layouts of world.py: what each rank holds must add up to the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import world
+
+from parallel_setup import Parallel
+
+LAYOUTS = list(world.LAYOUTS)
+
+
+def measure(parallel: Parallel) -> dict:
+    """This rank's place, its groups, and every reduction of numbers that name their ranks."""
+    values = torch.tensor([2 ** (2 * parallel.data_rank), 10])
+    summed = parallel.sum_over_data(values)
+    members = {}
+    for name in ("tensor", "data", "expert", "expert_tensor", "expert_data"):
+        members[name] = sorted(dist.get_process_group_ranks(getattr(parallel, f"{name}_group")))
+    return {
+        "parallel": {name: getattr(parallel, name) for name in parallel.__dataclass_fields__ if "group" not in name},
+        "members": members,
+        "summed": summed.tolist(),
+        "values after": values.tolist(),
+        "rows": parallel.gather_rows(torch.full((2, 3), parallel.rank)),
+        "no rows": tuple(parallel.gather_rows(torch.zeros(0, 3)).shape),
+        "max": parallel.max_over_ranks(float(-parallel.rank)),
+        "max with nan": parallel.max_over_ranks(float("nan") if parallel.rank == 1 else 1.0),
+    }
+
+
+@pytest.fixture(scope="module")
+def everywhere() -> dict[str, list]:
+    return world.in_layouts(LAYOUTS, measure)
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request) -> str:
+    return request.param
+
+
+def test_sizes_multiply_to_the_number_of_ranks(layout, everywhere):
+    ranks, tensor, expert, expert_tensor = world.LAYOUTS[layout]
+    for rank, answers in enumerate(everywhere[layout]):
+        found = answers["parallel"]
+        assert (found["rank"], found["world_size"]) == (rank, ranks)
+        assert (found["tensor"], found["expert"], found["expert_tensor"]) == (tensor, expert, expert_tensor)
+        assert tensor * found["data"] == expert_tensor * expert * found["expert_data"] == ranks
+
+
+def test_groups_have_the_sizes_they_claim_and_cover_the_grid_once(layout, everywhere):
+    answers = everywhere[layout]
+    for name in ("tensor", "data", "expert", "expert_tensor", "expert_data"):
+        groups = {tuple(rank["members"][name]) for rank in answers}
+        assert all(len(group) == answers[0]["parallel"][name] for group in groups)
+        assert sorted(rank for group in groups for rank in group) == list(range(len(answers)))
+    for first, second in (("tensor", "data"), ("expert", "expert_data"), ("expert", "expert_tensor")):
+        for rank in answers:
+            assert len(set(rank["members"][first]) & set(rank["members"][second])) == 1
+
+
+def test_ranks_of_a_group_have_different_places_in_it(layout, everywhere):
+    answers = everywhere[layout]
+    for name in ("tensor", "data", "expert", "expert_tensor"):
+        for rank in answers:
+            places = [answers[other]["parallel"][f"{name}_rank"] for other in rank["members"][name]]
+            assert places == list(range(len(places)))
+
+
+def test_sum_over_data_adds_each_data_rank_once_and_leaves_its_input(layout, everywhere):
+    for rank in everywhere[layout]:
+        data = rank["parallel"]["data"]
+        assert rank["summed"] == [sum(4**i for i in range(data)), 10 * data]
+        assert rank["values after"] == [4 ** rank["parallel"]["data_rank"], 10]
+
+
+def test_gather_rows_is_in_rank_order(layout, everywhere):
+    for rank in everywhere[layout]:
+        size = rank["parallel"]["world_size"]
+        assert torch.equal(rank["rows"], torch.arange(size).view(-1, 1, 1).expand(size, 2, 3))
+        assert rank["no rows"] == (size, 0, 3)
+
+
+def test_max_over_ranks_is_the_largest(layout, everywhere):
+    assert all(rank["max"] == 0.0 for rank in everywhere[layout])
+
+
+def test_max_over_ranks_does_not_hide_a_nan(layout, everywhere):
+    for rank in everywhere[layout]:
+        if rank["parallel"]["world_size"] > 1:
+            assert rank["max with nan"] != rank["max with nan"]

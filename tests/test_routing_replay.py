@@ -1,0 +1,232 @@
+"""Routing replay: own routes change nothing, other routes do, gradients are the gating formula's, and a disturbed
+rollout router is made harmless. Reference for the gradients: the formula written out densely over all experts."""
+
+from __future__ import annotations
+
+import pytest
+import reference
+import torch
+import world
+
+import hf_config
+import model_megatron
+import rollout
+import routing_replay
+import weights_hf
+from rollout_torch import TorchSampler
+
+KINDS = ("qwen3_moe", "qwen2_moe")
+LAYOUTS = ["TP1", "EP2", "TP2_EP2_DP2"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request, tmp_path_factory):
+    return reference.save(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def open_model(path, parallel, recompute=False):
+    arch = hf_config.read(path)
+    model = model_megatron.build(arch, parallel, dtype=torch.float32, recompute=recompute)
+    weights_hf.load(model, arch, parallel, path)
+    return arch, model, routing_replay.RoutingReplay(model, arch, parallel)
+
+
+# ------------------------------------------------------------------------------------------------ in every layout
+
+
+def replays(parallel, path, tokens):
+    arch, model, replay = open_model(path, parallel)
+    mine = tokens.chunk(parallel.data)[parallel.data_rank]
+    mask = torch.ones_like(mine)
+    mask[:, 0] = 0
+
+    def logp(routes=None, replayed=None):
+        with torch.no_grad():
+            if routes is None:
+                return model_megatron.token_logprobs(model, mine, mask, parallel)[0]
+            with replay.replaying(routes, replayed):
+                return model_megatron.token_logprobs(model, mine, mask, parallel)[0]
+
+    native = logp()
+    with replay.recording() as recorded, torch.no_grad():
+        model_megatron.token_logprobs(model, mine, mask, parallel)
+    routes = routing_replay.rows_of(recorded[0], len(mine))
+    everywhere = torch.ones_like(mine, dtype=torch.bool)
+    shifted = (routes + 1) % arch.num_experts
+    one_row_late = routes.roll(1, dims=1)
+    own = logp(routes, everywhere)
+    differing_own = replay.differing_share()
+    other = logp(shifted, everywhere)
+    differing_other = replay.differing_share()
+    return {
+        "native": native,
+        "routes": routes,
+        "own": torch.equal(native, own),
+        "other": (native - other).abs().max().item(),
+        "late": (native - logp(one_row_late, everywhere)).abs().max().item(),
+        "nowhere": torch.equal(native, logp(shifted, torch.zeros_like(everywhere))),
+        "differing": (differing_own, differing_other),
+        "free": replay.routes is None and replay.written is None,
+    }
+
+
+@pytest.fixture(scope="module")
+def answers(folder):
+    return world.in_layouts(LAYOUTS, replays, folder, reference.tokens(rows=4, length=12))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_replaying_the_models_own_routes_is_bit_identical(answers, layout):
+    assert all(answer["own"] and answer["free"] for answer in answers[layout])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_other_routes_and_routes_one_token_late_change_the_result(answers, layout):
+    assert all(answer["other"] > 1e-2 and answer["late"] > 1e-2 for answer in answers[layout])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_without_a_record_are_routed_natively(answers, layout):
+    assert all(answer["nowhere"] for answer in answers[layout])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_share_of_differing_choices_is_measured(answers, layout):
+    assert all(answer["differing"][0] == 0 and answer["differing"][1] > 0.9 for answer in answers[layout])
+
+
+def test_every_layout_records_the_same_routes(answers):
+    whole = answers["TP1"][0]["routes"]
+    for layout in LAYOUTS:
+        ranks, tensor, _, _ = world.LAYOUTS[layout]
+        rows = whole.chunk(ranks // tensor)
+        assert all(torch.equal(answer["routes"], rows[i // tensor]) for i, answer in enumerate(answers[layout]))
+
+
+# ------------------------------------------------------------------------------------------------ the router's gradient
+
+
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
+def test_weights_and_router_gradient_equal_the_dense_formula(norm_topk_prob):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(20, 8, generator=generator, dtype=torch.float64)
+    chosen = torch.rand(20, 8, generator=generator).argsort(-1)[:, :3]  # not the top ones
+    upstream = torch.randn(20, 3, generator=generator, dtype=torch.float64)
+    # dense: I_i exp(s_i) / sum_j I_j exp(s_j), or exp(s_i) / sum_j exp(s_j)
+    dense = logits.clone().requires_grad_()
+    indicator = torch.zeros_like(logits).scatter(1, chosen, 1.0)
+    among = indicator if norm_topk_prob else torch.ones_like(indicator)
+    gates = indicator * dense.exp() / (among * dense.exp()).sum(-1, keepdim=True)
+    (gates.gather(1, chosen) * upstream).sum().backward()
+    live = logits.float().requires_grad_()
+    weights = routing_replay.routing_weights(live, chosen, norm_topk_prob)
+    (weights * upstream).sum().backward()
+    torch.testing.assert_close(weights.double(), gates.gather(1, chosen), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(live.grad.double(), dense.grad, rtol=1e-4, atol=1e-6)
+    assert (live.grad.abs() > 0).any()
+    if norm_topk_prob:  # experts that were not chosen get none; without renormalising, all do
+        assert (live.grad[indicator == 0] == 0).all()
+    else:
+        assert (live.grad != 0).all()
+
+
+def router_gradients(parallel, path, tokens, recompute):
+    arch, model, replay = open_model(path, parallel, recompute)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    router = model.decoder.layers[arch.moe_layers.index(True)].mlp.router
+    router.weight.requires_grad_(True)
+    mask = torch.ones_like(tokens)
+    mask[:, 0] = 0
+    shape = (*tokens.shape, sum(arch.moe_layers), arch.experts_per_token)
+    generator = torch.Generator().manual_seed(3)
+    routes = torch.rand(*shape[:3], arch.num_experts, generator=generator).argsort(-1)[..., : shape[3]].to(torch.uint8)
+    with replay.replaying(routes, torch.ones_like(tokens, dtype=torch.bool)):
+        model_megatron.token_logprobs(model, tokens, mask, parallel)[0].sum().backward()
+        uses = list(replay.uses)
+    return router.weight.grad, uses
+
+
+def test_replay_survives_activation_recompute(folder):
+    tokens = reference.tokens(rows=2, length=8)
+    plain, once = world.in_layouts(["TP1"], router_gradients, folder, tokens, False)["TP1"][0]
+    again, twice = world.in_layouts(["TP1"], router_gradients, folder, tokens, True)["TP1"][0]
+    assert plain.abs().max() > 0
+    torch.testing.assert_close(again, plain, rtol=1e-5, atol=1e-7)
+    assert set(once) == {1} and set(twice) == {2}  # forward, and forward again inside the backward
+
+
+# ------------------------------------------------------------------------------------------------ records
+
+
+def exchanged(sizes, owner, needed_by):
+    rank = torch.distributed.get_rank()
+    shapes = {s: (size, 2, 3) for s, size in sizes.items()}
+
+    def record(sequence):
+        return torch.full(shapes[sequence], sequence, dtype=torch.uint8)
+
+    own = {s: record(s) for s in sizes if owner[s] == rank}
+    got = routing_replay.exchange(own, owner, needed_by, shapes, rank)
+    return {s: torch.equal(tensor, record(s)) for s, tensor in got.items()}
+
+
+def test_each_rank_gets_the_records_that_it_trains_and_no_others():
+    sizes = {0: 4, 1: 1, 2: 7, 3: 2, 9: 5}
+    owner = {0: 0, 1: 3, 2: 1, 3: 0, 9: 2}
+    needed_by = {0: [2, 3], 1: [0, 1], 2: [0, 1], 3: [0, 1], 9: [2, 3]}
+    results = world.run(4, exchanged, sizes, owner, needed_by)
+    for rank, got in enumerate(results):
+        assert got == {s: True for s, ranks in needed_by.items() if rank in ranks}
+
+
+def perturbed_gap(parallel, path):
+    """Mean |trainer - sampler| log-prob with the sampler's routers disturbed, without and with replay.
+
+    The routers are nearly undecided, as they are at the edge of the top-k: a disturbance then changes which experts are
+    chosen, which is replayed, far more than how much each weighs, which is not.
+    """
+    arch, model, replay = open_model(path, parallel)
+    with torch.no_grad():
+        for layer, is_moe in zip(model.decoder.layers, arch.moe_layers, strict=True):
+            if is_moe:
+                layer.mlp.router.weight.mul_(0.02)
+    engine = TorchSampler(arch, stop_tokens=set(), pad_token=0)
+    generator = torch.Generator().manual_seed(7)
+
+    def disturbed():
+        for name, tensor in weights_hf.export(model, arch, parallel):
+            if name.endswith("mlp.gate.weight"):
+                tensor = tensor + 0.002 * torch.randn(tensor.shape, generator=generator)
+            yield name, tensor
+
+    engine.load_weights(disturbed())
+    prompts = [[5, 6, 7, 8 + i] for i in range(8)]
+    sampled = engine.sample(
+        prompts, seeds=list(range(8)), num_samples=4, max_new_tokens=24, temperature=1.0, return_routed_experts=True
+    )
+    batch = rollout.Rollout(
+        prompts=prompts,
+        tokens=torch.tensor([one.tokens for group in sampled for one in group]),
+        logp=torch.tensor([one.logp for group in sampled for one in group]),
+        lengths=[24] * 32,
+        truncated=torch.ones(32, dtype=torch.bool),
+        rewards=torch.zeros(8, 4),
+        parsable=torch.zeros(8, 4),
+    )
+    shares = [[list(range(32))]]
+    records = routing_replay.collect(batch, sampled, shares, arch, parallel)
+    micro = rollout.pack(batch, shares[0][0], torch.zeros(32), torch.device("cpu"), 0, 1, records)
+    assert not micro.replayed[:, -1].any() and micro.replayed[:, :-1].all()  # the last token was never routed
+    with torch.no_grad():
+        free = model_megatron.token_logprobs(model, micro.tokens, micro.mask, parallel)[0]
+        with replay.replaying(micro.routes, micro.replayed):
+            bound = model_megatron.token_logprobs(model, micro.tokens, micro.mask, parallel)[0]
+    tokens = micro.mask.sum()
+    return tuple((((x - micro.rollout_logp).abs() * micro.mask).sum() / tokens).item() for x in (free, bound))
+
+
+def test_replay_takes_most_of_a_disturbed_routers_gap_away(folder):
+    free, bound = world.in_layouts(["TP1"], perturbed_gap, folder)["TP1"][0]
+    assert bound < free / 5, (free, bound)
+    print(f"gap {free:.4f} -> {bound:.4f}")
