@@ -369,7 +369,8 @@ class NoiseReport:
 
     @property
     def std(self) -> float:
-        return math.sqrt(max(0.0, self.sum_squares / max(1, self.num_elements) - self.mean**2))
+        variance = self.sum_squares / max(1, self.num_elements) - self.mean**2
+        return math.sqrt(max(variance, 0.0))  # in this order NaN stays NaN
 
 
 def check_report(report: NoiseReport, tolerance: float = 0.1) -> None:

@@ -17,6 +17,7 @@ import adapter_weights
 import grpo
 import lora_megatron
 import model_megatron
+import parallel_setup
 import rollout
 import routing_replay
 import seeds
@@ -255,9 +256,9 @@ def learning_rate(cfg: Config, step: int) -> float:
 
 
 def seed_dropout(cfg: Config, step: int, update: int, micro: int, rank: int) -> None:
-    """LoRA dropout is the one draw from the global generator: it depends on the step, and on how rows are split."""
+    """LoRA dropout is the one draw from global generators: it depends on the step, and on how rows are split."""
     if cfg.lora.dropout:
-        torch.manual_seed(seeds.derive(cfg.train.seed, "dropout", step, update, micro, rank))
+        parallel_setup.seed_dropout(seeds.derive(cfg.train.seed, "dropout", step, update, micro, rank))
 
 
 class Clock:

@@ -98,9 +98,9 @@ class LoRAGroupedLinear(torch.nn.Module):
 class LoRARouter(torch.nn.Module):
     """A low-rank update of the router's weight, added to its logits in fp32.  A (R, h), B (all experts, R)"""
 
-    def __init__(self, router: torch.nn.Module, rank: int, alpha: float, tensor: int) -> None:
+    def __init__(self, router: torch.nn.Module, rank: int, alpha: float, dropout: float, tensor: int) -> None:
         super().__init__()
-        self.scale, self.enabled = alpha / rank, True
+        self.scale, self.dropout, self.enabled = alpha / rank, dropout, True
         partial = "tensor" if tensor > 1 else None
         self.A = _factor((rank, router.weight.shape[1]), False, None, partial)
         self.B = _factor((router.weight.shape[0], rank), False, None, partial)
@@ -108,7 +108,10 @@ class LoRARouter(torch.nn.Module):
 
         def gating(x: Tensor) -> Tensor:
             logits = base_gating(x)
-            return logits + self.scale * F.linear(F.linear(x.float(), self.A), self.B) if self.enabled else logits
+            if not self.enabled:
+                return logits
+            x = F.dropout(x.float(), self.dropout, self.training)
+            return logits + self.scale * F.linear(F.linear(x, self.A), self.B)
 
         router.gating = gating
 
@@ -131,7 +134,9 @@ def attach(model: torch.nn.Module, cfg: LoraConfig, parallel: Parallel, seed: in
             continue
         parent = model.get_submodule(parent_name)
         if target == "router":
-            module.lora = adapters[f"{name}.lora"] = LoRARouter(module, cfg.rank, cfg.alpha, parallel.tensor)
+            module.lora = adapters[f"{name}.lora"] = LoRARouter(
+                module, cfg.rank, cfg.alpha, cfg.dropout, parallel.tensor
+            )
         else:
             is_column = target in ("linear_qkv", "linear_fc1")
             if isinstance(module, GroupedLinear):
@@ -177,13 +182,14 @@ def factors(adapters: dict[str, torch.nn.Module]) -> dict[str, torch.nn.Paramete
 @contextlib.contextmanager
 def disabled(adapters: dict[str, torch.nn.Module]) -> Iterator[None]:
     """The model as it was before training: every adapter off inside the block."""
+    before = {name: adapter.enabled for name, adapter in adapters.items()}
     for adapter in adapters.values():
         adapter.enabled = False
     try:
         yield
     finally:
-        for adapter in adapters.values():
-            adapter.enabled = True
+        for name, adapter in adapters.items():
+            adapter.enabled = before[name]
 
 
 def describe(adapters: dict[str, torch.nn.Module], parallel: Parallel) -> str:

@@ -197,6 +197,14 @@ def close_model_parallel() -> None:
     parallel_state.destroy_model_parallel()
 
 
+def seed_dropout(seed: int) -> None:
+    """Seed what dropout draws from: the global generator, and Megatron's own under tensor parallelism."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(seed % 2**31)  # Megatron adds the rank to it
+    torch.manual_seed(seed)
+
+
 def seed_everything(seed: int) -> None:
     """Seed the global generators. The method itself draws only from explicit ones, keyed by (seed, step, name)."""
     random.seed(seed)

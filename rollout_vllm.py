@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import random
 import re
@@ -35,12 +36,13 @@ CPU_VERSION = "0.30.0"  # the only one of 0.28 to 0.32 that returns routed exper
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of its CPU attention kernel
 CPU_WIDTH = 32  # its grouped kernel for experts takes hidden sizes that are multiples of this
 CPU_BLOCK = 128  # tokens of one block of the key-value cache on a CPU
+PREFILL_TOKENS = 8192  # prompt tokens that are computed at once: bounds the activations
 LOWEST_TEMPERATURE = 0.01  # below it vLLM would sample at this one
 
 ENVIRONMENT = {  # what vLLM reads while it is imported; a user's own value stays
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process: weights are handed over by reference
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else it pins this process, trainer included, to cores of its choice
-    "VLLM_LOGGING_LEVEL": "ERROR",  # at WARNING each push lists the layers that it leaves as they are
+    "VLLM_LOGGING_LEVEL": "CRITICAL",  # what fails raises here; it would first print all requests, and every push's layers
     "VLLM_NO_USAGE_STATS": "1",  # no report to its makers
     "HF_HUB_OFFLINE": "1",  # the model is a local folder
     "OMP_NUM_THREADS": "1",  # ranks share the cores
@@ -222,6 +224,7 @@ class VllmEngine:
         assert launched or ranks == 1
         with surroundings_kept(self.device), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # its own deprecations
+            logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # without CUDA there is no triton
             try:
                 from vllm import LLM
             except ImportError as error:
@@ -232,12 +235,15 @@ class VllmEngine:
             self.llm = LLM(
                 model=str(model_dir),
                 load_format="dummy",  # the weights come by push
+                hf_overrides={"tie_word_embeddings": False},  # on a CPU a push would leave a tied head as it was packed
                 skip_tokenizer_init=True,  # tokens in, tokens out
                 generation_config="vllm",  # that of the folder would add end tokens and defaults of its own
                 dtype=dtype,
                 seed=0,  # every request has its own
                 max_model_len=max_tokens,
                 max_num_seqs=max_sequences,
+                max_num_batched_tokens=max(PREFILL_TOKENS, max_tokens),
+                enable_chunked_prefill=False,  # part of a prompt draws from its generator, which on a CPU cannot go back
                 tensor_parallel_size=tensor,
                 enable_expert_parallel=self.device.type != "cpu" and tensor > 1,  # on a CPU it crashes
                 distributed_executor_backend="external_launcher" if launched else "uni",
@@ -296,6 +302,8 @@ class VllmEngine:
                 if len(tensors) == len(self.members[group]):
                     _refuse_broken(held.pop(group))
                     yield from tensors.items()
+                    if name == "model.embed_tokens.weight" and self.arch.tied_head:
+                        yield "lm_head.weight", tensors[name]
             groups = self.members if whole else {fused_group(name) for name in came}
             missing = [name for name in self.shapes if fused_group(name) in groups and name not in came]
             if missing:
@@ -376,6 +384,13 @@ class VllmEngine:
         in_order = np.sort(routes, axis=-1)  # ids of physical copies (EPLB) could repeat or exceed the experts
         assert in_order.max() < self.arch.num_experts and (in_order[..., 1:] > in_order[..., :-1]).all()
         return routes.astype(np.uint8)
+
+    def close(self) -> None:
+        """Give up the replica's groups and shared memory, before the world closes; there can be another engine then."""
+        from vllm.distributed.parallel_state import destroy_model_parallel
+
+        self.ready = False
+        destroy_model_parallel()
 
 
 def _refuse_broken(tensors: dict[str, Tensor]) -> None:

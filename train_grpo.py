@@ -40,6 +40,7 @@ from config import Config, InputError, check_layout, check_runnable, load_config
 from learner import Clock, Learner
 from parallel_setup import Parallel
 from rollout import Rollout
+from weight_sync import WeightSync
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -60,7 +61,7 @@ def train(cfg: Config, parallel: Parallel) -> None:
     if saved:
         learner.restore(saved.tensors, saved.state)
     engine = rollout.open_engine(cfg, arch, stop_tokens, pad_token)
-    engine.load_weights(weights_hf.export(model, arch, parallel))
+    weights = WeightSync(engine, model, arch, parallel, cfg)
     score = scorer(cfg, tokenizer)
     first_step = saved.step if saved else 0
     introduce(log, cfg, parallel, adapters, questions, held_out)
@@ -69,8 +70,8 @@ def train(cfg: Config, parallel: Parallel) -> None:
 
     for step in range(first_step, cfg.train.steps):
         clock = Clock()
-        # 1. Hand over the policy: W + (alpha / R) B A. The base is whole in the engine already and never moves.
-        engine.load_weights(weights_hf.export(model, arch, parallel, adapted_only=True))
+        # 1. Hand over the policy: W + (alpha / R) B A. Noise lives in the sampler's copy; the trainer never sees it.
+        noise = weights.push(step)
         clock.lap("sync")
         # 2. Sample and score G completions for each of P questions; both depend on (seed, step) alone.
         asked = questions.pick(step, cfg.rollout.prompts_per_step)
@@ -83,12 +84,12 @@ def train(cfg: Config, parallel: Parallel) -> None:
         # 4. Update the adapters, once for every prompts_per_update prompts.
         metrics = learner.update(batch, completions, advantages.flatten(), step, clock)
         # 5. Book-keeping.
-        metrics = rollout_metrics(batch) | metrics
+        metrics = rollout_metrics(batch) | metrics | noise
         log.log_completions(step, shown_completions(completions, asked, batch, tokenizer, cfg))
         log.log_step(step, metrics, clock.timing(sum(batch.lengths)))
         done = step + 1
         if done == cfg.train.steps or (cfg.eval.every and done % cfg.eval.every == 0):
-            engine.load_weights(weights_hf.export(model, arch, parallel, adapted_only=True))
+            weights.push_clean()
             log_evaluation(log, done, engine, held_out, score, cfg, parallel)
         if done == cfg.train.steps or (cfg.train.checkpoint_every and done % cfg.train.checkpoint_every == 0):
             tensors, counts = learner.state()

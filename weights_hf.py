@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,7 +189,7 @@ def _weight_files(model_dir: Path) -> list[Path]:
             names = sorted({Path(name) for name in json.loads(index.read_text())["weight_map"].values()})
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"{index}: not a valid weight index ({error!r})") from None
-        missing = [name for name in names if not (model_dir / name).is_file()]
+        missing = [name for name in names if name != Path(name.name) or not (model_dir / name).is_file()]
         if missing:
             raise InputError(f"{index}: names {missing[0]}, which is not in {model_dir}")
         return [model_dir / name for name in names]
@@ -254,16 +254,17 @@ def _shard(view, dim: int | None, size: int, rank: int) -> Tensor:
 
 @torch.no_grad()
 def export(
-    model: torch.nn.Module, arch: Architecture, parallel: Parallel, *, adapted_only: bool = False
+    model: torch.nn.Module, arch: Architecture, parallel: Parallel, *, only: Collection[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the model under its Hugging Face name, whole, with LoRA merged, layer by layer.
 
     Merged is W + (alpha / R) B A in fp32 from the untouched base, cast once to the model's dtype. Collective: every
-    rank walks the whole stream, and gets the same tensors. ``adapted_only`` leaves out what training cannot change.
-    At most expert-parallel-size experts exist whole at a time.
+    rank walks the whole stream, and gets the same tensors. At most expert-parallel-size experts exist whole at a time.
+    ``only`` leaves out what training cannot change, but for these names; what is fused comes whole in any case.
+    A tensor may be the model's own memory: it is for reading.
     """
     for slot in slots(model, arch, parallel):
-        if adapted_only and slot.adapter is None:
+        if only is not None and slot.adapter is None and not any(name in only for name in slot.names):
             continue
         value = slot.weight
         if slot.adapter is not None:
@@ -335,6 +336,7 @@ def save_model(tensors: Iterator[tuple[str, Tensor]], out_dir: Path, shard_bytes
         held, total = held + size, total + size
     flush()
     if len(paths) == 1:
+        (out_dir / "model.safetensors.index.json").unlink(missing_ok=True)  # an older one would be followed
         paths[0].rename(out_dir / "model.safetensors")
         return
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}

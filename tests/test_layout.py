@@ -20,9 +20,9 @@ LAYERS = [  # a file may import only from the rows above its own
     {"data_gsm8k", "lora_megatron", "runlog"},
     {"model_megatron"},
     {"weights_hf"},
-    {"adapter_weights", "rollout"},
+    {"adapter_weights", "rollout", "aqn"},
     {"rollout_torch"},
-    {"evaluate", "checkpoint", "tiny_model", "routing_replay"},
+    {"evaluate", "checkpoint", "tiny_model", "routing_replay", "weight_sync"},
     {"learner"},
     {"train_grpo", "export"},
 ]

@@ -84,7 +84,7 @@ def test_killed_again_and_again_at_any_moment(model, tmp_path) -> None:
 
 
 def test_killed_at_exact_places_under_torchrun(model, tmp_path) -> None:
-    """In a step, between the lines of its records and in a checkpoint; then the very same command runs to the end."""
+    """In the middle of a step, then of a checkpoint; then the real command runs to the end."""
     changes = EVERYTHING | {"parallel__expert": 2}
     paths = {}
     for name in ("whole", "killed"):
@@ -93,8 +93,8 @@ def test_killed_at_exact_places_under_torchrun(model, tmp_path) -> None:
         paths[name].write_text(to_yaml(cfg))
     with launched.launch(2, "train_grpo.py", paths["whole"], log=tmp_path / "whole.log") as whole:
         assert whole.wait() == 0, whole.text
-    # (place, how often it is passed first): a step has two updates, and the count starts again with each process.
-    for number, (place, count, rank) in enumerate([("update", 4, 1), ("checkpoint", 2, 0), ("log", 2, 0)]):
+    # The fourth update is the second one of the second step; the second checkpoint from there is that of three steps.
+    for number, (place, count, rank) in enumerate([("update", 4, 1), ("checkpoint", 2, 0)]):
         flag = tmp_path / f"flag{number}"
         fault = ("hang", place, count, rank, flag)
         with launched.launch(
@@ -106,10 +106,11 @@ def test_killed_at_exact_places_under_torchrun(model, tmp_path) -> None:
         folder = training.only_run(cfg)
         aside = list(folder.glob("checkpoints/.tmp-*"))
         assert len(aside) == (place == "checkpoint"), (place, aside)
-        assert f"after {number} of 5" in killed.text or number == 0, killed.text
+        steps = sorted(path.name for path in folder.glob("checkpoints/step-*"))
+        assert steps == [["step-000001"], ["step-000001", "step-000002"]][number]
     with launched.launch(2, "train_grpo.py", paths["killed"], log=tmp_path / "last.log") as last:
         assert last.wait() == 0, last.text
-    assert "resumed tiny-" in last.text
+    assert "after 2 of 5 steps" in last.text
     assert_same_bytes(training.only_run(cfg), *finished_runs(training.config(model, tmp_path / "whole", **changes)))
 
 

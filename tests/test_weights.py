@@ -58,7 +58,7 @@ def round_trip(parallel: Parallel, folders: dict[tuple[str, str], Path]) -> dict
                 "read": count.elements,
                 "shard": sum(slot.weight.numel() for slot in weights),
                 "parameters": sum(parameter.numel() for parameter in model.parameters()),
-                "without adapters": list(weights_hf.export(model, arch, parallel, adapted_only=True)),
+                "without adapters": list(weights_hf.export(model, arch, parallel, only=())),
             }
     return answers
 

@@ -1,0 +1,117 @@
+"""Accuracy and its interval: textbook values, sums by hand, and no dependence on ranks, waves or the run's seed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import training
+import world
+
+import evaluate
+from config import Config
+from data_gsm8k import Question
+from rollout import Completion
+
+
+@pytest.mark.parametrize(
+    ("successes", "n", "low", "high"),
+    [  # Newcombe, Statistics in Medicine 17 (1998), table I, method 3
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0000, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+        (29, 29, 1 - 0.1170, 1.0),  # by hand: n / (n + z^2)
+    ],
+)
+def test_wilson_gives_the_textbook_intervals(successes, n, low, high) -> None:
+    assert evaluate.wilson(successes / n, n) == pytest.approx((low, high), abs=5e-5)
+
+
+@pytest.mark.parametrize("n", [1, 9, 1024])
+def test_wilson_holds_the_proportion_and_mirrors_it(n) -> None:
+    for successes in range(0, n + 1, max(1, n // 9)):
+        low, high = evaluate.wilson(successes / n, n)
+        assert 0 <= low <= successes / n <= high <= 1 and low < high
+        assert evaluate.wilson(1 - successes / n, n) == pytest.approx((1 - high, 1 - low))
+
+
+# ------------------------------------------------------------------------------------------------ evaluate
+
+QUESTIONS = [Question(f"q{i}", "", str(i), [1, i + 3]) for i in range(7)]
+
+
+class SeedEngine:
+    """Greedy: one token, the prompt's. Sampled: as many tokens as the seed's last digit says, and one more a sample."""
+
+    def sample(self, prompts, *, seeds, num_samples, max_new_tokens, temperature):
+        assert (num_samples == 1) if temperature == 0 else (temperature == 0.5)
+        return [
+            [
+                Completion([prompt[-1]] * (1 if temperature == 0 else seed % 10 + 1 + sample), [], "stop")
+                for sample in range(num_samples)
+            ]
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+
+
+def score(question: Question, completion: Completion) -> tuple[float, bool]:
+    """Greedy answers of even questions are right; sampled ones when their length is even."""
+    n = len(completion.tokens)
+    return float(completion.tokens[0] % 2 if n == 1 else n % 2 == 0), n != 2
+
+
+def evaluated(cfg: Config, layout: str) -> tuple[dict, list[dict]]:
+    return evaluate.evaluate(SeedEngine(), QUESTIONS, score, cfg, world.open_layout(layout))
+
+
+def config(tmp_path: Path, **changes: object) -> Config:
+    return training.config(tmp_path, tmp_path, **{"eval__samples": 2, "eval__temperature": 0.5, **changes})
+
+
+def test_an_evaluation_depends_neither_on_ranks_nor_on_waves_nor_on_the_seed(tmp_path) -> None:
+    (expected,) = training.in_world("TP1", evaluated, config(tmp_path), "TP1")
+    for layout in ("DP2", "TP2_EP2_DP2", "TP4_EP4_DP2"):  # eight ranks have less than one question each
+        for batch_size in (1, 99):
+            cfg = config(tmp_path, eval__batch_size=batch_size, train__seed=batch_size)
+            assert training.in_world(layout, evaluated, cfg, layout) == [expected] * world.LAYOUTS[layout][0]
+
+
+def test_summary_and_outcomes_by_hand(tmp_path) -> None:
+    ((summary, outcomes),) = training.in_world("TP1", evaluated, config(tmp_path), "TP1")
+    assert [row["question"] for row in outcomes] == list(range(7))
+    assert [row["gold"] for row in outcomes] == ["0", "1", "2", "3", "4", "5", "6"]
+    assert [row["greedy"] for row in outcomes] == [1, 0, 1, 0, 1, 0, 1]
+    assert summary["eval/greedy_accuracy"] == pytest.approx(4 / 7)
+    assert (summary["eval/greedy_low"], summary["eval/greedy_high"]) == evaluate.wilson(4 / 7, 7)
+    assert summary["eval/greedy_unparsable"] == 0 and summary["eval/greedy_length_mean"] == 1
+    # Two lengths in a row, so unless the shorter one is a single token, exactly one of the two samples is right.
+    samples = [row["sampled"] for row in outcomes]
+    assert all(len(pair) == 2 for pair in samples)
+    assert summary["eval/sampled_accuracy"] == pytest.approx(sum(map(sum, samples)) / 14)
+    assert summary["eval/pass@2"] == pytest.approx(sum(map(max, samples)) / 7)
+    low, high = evaluate.wilson(summary["eval/sampled_accuracy"], 7)  # questions are counted, not samples
+    assert (summary["eval/sampled_low"], summary["eval/sampled_high"]) == (low, high)
+    assert summary["eval/num_questions"] == 7 and summary["eval/samples"] == 2
+
+
+def test_no_samples_and_fewer_questions(tmp_path) -> None:
+    cfg = config(tmp_path, eval__samples=0, eval__num_questions=3)
+    ((summary, outcomes),) = training.in_world("TP1", evaluated, cfg, "TP1")
+    assert summary["eval/greedy_accuracy"] == pytest.approx(2 / 3) and len(outcomes) == 3
+    assert not [key for key in summary if "sampled" in key or "pass@" in key]
+    assert all(row["sampled"] == [] for row in outcomes)
+
+
+def test_the_result_is_told_in_one_line() -> None:
+    before = {"eval/sampled_accuracy": 0.312, "eval/sampled_low": 0.285, "eval/sampled_high": 0.341}
+    after = {"eval/sampled_accuracy": 0.84, "eval/sampled_low": 0.816, "eval/sampled_high": 0.861}
+    greedy = {"eval/greedy_accuracy": 0.24, "eval/greedy_low": 0.215, "eval/greedy_high": 0.267}
+    counts = {"eval/num_questions": 1024}
+    assert evaluate.result_line(before, after | counts, "arithmetic") == (
+        "arithmetic accuracy 31.2 % -> 84.0 % (95 % interval 81.6-86.1, sampled, n = 1,024 held-out questions)"
+    )
+    assert evaluate.headline(before | greedy | counts) == (
+        "sampled 31.2 % (28.5-34.1), greedy 24.0 % (21.5-26.7), n = 1,024"
+    )
+    assert "greedy" in evaluate.result_line(greedy, greedy | counts, "gsm8k")

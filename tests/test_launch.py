@@ -1,0 +1,48 @@
+"""Real torchrun processes: sixteen ranks on few cores, and a rank that fails brings the others down at once."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+
+import launched
+import pytest
+import training
+
+from config import to_yaml
+
+
+def test_sixteen_ranks_run_the_shape_of_the_large_layout(tmp_path) -> None:
+    """TP4 EP16 as on 16 NPUs. The model is random, so the reward is 0; what is shown is that every collective meets."""
+    arguments = ["configs/tiny_16.yaml", "train.steps=3", f"train.out_dir={tmp_path}/out", f"model.path={tmp_path}/model"]
+    with launched.launch(16, "train_grpo.py", *arguments, log=tmp_path / "log") as started:
+        assert started.wait(500) == 0, started.text
+    assert "layout: 16 ranks = tensor 4 x data 4 = expert_tensor 1 x expert 16 x expert_data 1" in started.text
+    assert re.search(r"arithmetic accuracy \S+ % -> \S+ % \(95 % interval .*, n = 64 held-out questions\)", started.text)
+    (run,) = (tmp_path / "out").glob("tiny_16-*")
+    rows = training.metrics(run)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(row["rollout/logp_gap_max"] <= 1e-5 and row["actor/ratio_gap"] == 0.0 for row in rows)
+    assert json.loads((run / "finished.json").read_text())["result"] and (run / "curves.png").stat().st_size > 1000
+    assert not started.living()
+
+
+@pytest.mark.parametrize(("fault", "rank"), [("raise", 1), ("raise", 0), ("die", 1)])
+def test_a_rank_that_fails_brings_the_others_down_within_seconds(fault, rank, tmp_path) -> None:
+    model = training.make_model(tmp_path / "model")
+    cfg = training.config(model, tmp_path / "out", parallel__expert=2, parallel__timeout_seconds=600)
+    (tmp_path / "config.yaml").write_text(to_yaml(cfg))
+    flag = tmp_path / "flag"
+    arguments = (fault, "update", 2, rank, flag, tmp_path / "config.yaml")
+    with launched.launch(2, "tests/faulty_train.py", *arguments, log=tmp_path / "log") as started:
+        started.until(flag.exists)
+        struck = time.monotonic()
+        code = started.wait(60)
+        seconds = time.monotonic() - struck
+        assert code != 0 and seconds < 15, (code, seconds, started.text)
+        assert not started.living()
+    assert ("a deliberate fault in process" in started.text) == (fault == "raise")
+    assert "step 1/3" in started.text and "step 2/3" not in started.text
+    assert started.text.count("Traceback") <= 2, started.text  # the rank's own, and torchrun's about its child
+    print(f"{fault} on rank {rank}: all ended {seconds:.1f} s later with exit code {code}\n{started.text}")

@@ -1,0 +1,139 @@
+"""Who samples what, and how sequences become micro-batches: properties over random cases, and rows written by hand."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import training
+import world
+
+import rollout
+from config import Config
+from data_gsm8k import Question
+from rollout import Completion, Rollout
+
+CPU = torch.device("cpu")
+
+
+# ------------------------------------------------------------------------------------------------ plan
+
+
+def padded(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_plan_takes_every_sequence_once_within_the_budget_on_all_ranks(seed) -> None:
+    rng = random.Random(seed)
+    ranks, multiple, budget = rng.choice([1, 2, 3, 4, 16]), rng.choice([1, 2, 4, 8]), rng.choice([1, 64, 300, 2000])
+    chosen = rng.sample(range(500), rng.randint(0, 60))
+    lengths = {sequence: rng.choice([rng.randint(1, 200), 50]) for sequence in chosen}
+    plan = rollout.plan(lengths, ranks, budget, multiple)
+
+    assert sorted(sequence for micro in plan for rows in micro for sequence in rows) == sorted(chosen)
+    for micro in plan:
+        assert len(micro) == ranks and any(micro)
+        for rows in micro:
+            longest = max([padded(lengths[sequence], multiple) for sequence in rows], default=0)
+            assert len(rows) <= 1 or len(rows) * longest <= budget
+        sizes = [len(rows) for rows in micro]
+        assert max(sizes) - min(sizes) <= 1  # ranks finish together
+    order = [lengths[sequence] for micro in plan for sequence in sorted(sum(micro, []), key=lambda s: -lengths[s])]
+    assert order == sorted(order, reverse=True)  # rows of a micro-batch are alike
+
+    shuffled = list(lengths.items())
+    rng.shuffle(shuffled)
+    assert rollout.plan(dict(shuffled), ranks, budget, multiple) == plan
+
+
+def test_a_plan_by_hand() -> None:
+    lengths = {10: 5, 11: 8, 12: 3, 13: 8, 14: 6}
+    # budget 16, rows padded to a multiple of 4: two rows of 8 a rank; 8, 8, 6, 5 are dealt out in turn, then 3
+    assert rollout.plan(lengths, 2, 16, 4) == [[[11, 14], [13, 10]], [[12], []]]
+    assert rollout.plan(lengths, 1, 1, 4) == [[[11]], [[13]], [[14]], [[10]], [[12]]]
+    assert rollout.plan({}, 2, 16, 4) == []
+
+
+# ------------------------------------------------------------------------------------------------ pack
+
+
+@pytest.fixture
+def batch() -> Rollout:
+    """Two prompts, two completions each."""
+    return Rollout(
+        prompts=[[7, 8], [5, 6, 7]],
+        tokens=torch.tensor([[11, 2, 0], [12, 13, 14], [2, 0, 0], [15, 16, 2]]),
+        logp=-torch.tensor([[1.0, 2.0, 0.0], [3.0, 4.0, 5.0], [6.0, 0.0, 0.0], [7.0, 8.0, 9.0]]),
+        lengths=[2, 3, 1, 3],
+        truncated=torch.tensor([False, True, False, False]),
+        rewards=torch.tensor([[1.0, 0.0], [0.0, 1.0]]),
+        parsable=torch.tensor([[1.0, 0.0], [1.0, 1.0]]),
+    )
+
+
+def test_rows_are_prompt_then_completion_padded_on_the_right(batch) -> None:
+    assert [batch.row_length(sequence) for sequence in range(4)] == [4, 5, 4, 6]
+    micro = rollout.pack(batch, [3, 0], torch.tensor([0.1, 0.2, 0.3, 0.4]), CPU, 9, 4)
+    assert micro.tokens.tolist() == [[5, 6, 7, 15, 16, 2, 9, 9], [7, 8, 11, 2, 9, 9, 9, 9]]
+    assert micro.mask.tolist() == [[0, 0, 0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 0, 0, 0, 0]]
+    assert micro.rollout_logp.tolist() == [[0, 0, 0, -7, -8, -9, 0, 0], [0, 0, -1, -2, 0, 0, 0, 0]]
+    assert micro.advantages.tolist() == pytest.approx([0.4, 0.1])
+    assert rollout.pack(batch, [2], torch.zeros(4), CPU, 9, 1).tokens.tolist() == [[5, 6, 7, 2]]
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_no_sequences_make_one_row_that_trains_nothing(multiple, batch) -> None:
+    micro = rollout.pack(batch, [], torch.ones(4), CPU, 9, multiple)
+    assert micro.tokens.tolist() == [[9] * multiple]
+    assert not micro.mask.any() and not micro.rollout_logp.any() and not micro.advantages.any()
+
+
+# ------------------------------------------------------------------------------------------------ sample
+
+
+class EchoEngine:
+    """Answers with the prompt's last token and its seed's digits; the second sample never ends."""
+
+    def sample(self, prompts, *, seeds, num_samples, max_new_tokens, temperature, top_p, top_k, **rest):
+        answers = []
+        for prompt, seed in zip(prompts, seeds, strict=True):
+            digits = [int(digit) for digit in str(seed)[:4]]
+            ended = Completion([prompt[-1], *digits, 2], [-0.5, *(-1.0 * d for d in digits), -0.25], "stop")
+            cut = Completion([prompt[-1]] * max_new_tokens, [-1.5] * max_new_tokens, "length")
+            answers.append([ended, cut, ended][:num_samples])
+        return answers
+
+
+def gathered(cfg: Config, num_prompts: int, step: int) -> Rollout:
+    asked = [Question(f"q{i}", "", "", [1, 40 + i]) for i in range(num_prompts)]
+    ranks = torch.distributed.get_world_size()
+    parallel = world.open_layout({1: "TP1", 2: "TP2", 4: "TP2_EP4"}[ranks])
+    batch, own = rollout.sample(EchoEngine(), asked, lambda q, one: (float(len(one.tokens)), q.question == "q1"),
+                                cfg, parallel, step)  # fmt: skip
+    assert len(own) == len(range(parallel.rank, num_prompts, ranks))
+    return batch
+
+
+@pytest.mark.parametrize("num_prompts", [1, 3, 5])
+def test_every_rank_knows_the_same_rollout_whoever_sampled_it(num_prompts, tmp_path: Path) -> None:
+    """Also with fewer prompts than ranks, and with a number that the ranks do not divide."""
+    cfg = training.config(tmp_path, tmp_path, rollout__group_size=3, rollout__max_new_tokens=8)
+    (alone,) = training.in_world("TP1", gathered, cfg, num_prompts, 7)
+    assert alone.prompts == [[1, 40 + i] for i in range(num_prompts)]
+    assert alone.lengths == [6, 8, 6] * num_prompts and alone.truncated.tolist() == [False, True, False] * num_prompts
+    assert alone.rewards.tolist() == [[6, 8, 6]] * num_prompts
+    assert alone.parsable.tolist() == [[float(i == 1)] * 3 for i in range(num_prompts)]
+    for place in range(num_prompts):
+        first, cut, _ = alone.tokens[3 * place : 3 * place + 3].tolist()
+        assert first[0] == 40 + place and first[5:] == [2, 0, 0] and cut == [40 + place] * 8
+        assert alone.logp[3 * place].tolist() == [-0.5, *(-1.0 * d for d in first[1:5]), -0.25, 0, 0]
+    for layout in ("TP2", "TP2_EP4"):
+        for batch in training.in_world(layout, gathered, cfg, num_prompts, 7):
+            assert batch.prompts == alone.prompts and batch.lengths == alone.lengths
+            for name in ("tokens", "logp", "truncated", "rewards", "parsable"):
+                assert torch.equal(getattr(batch, name), getattr(alone, name)), name
+    (other_step,) = training.in_world("TP1", gathered, cfg, num_prompts, 8)
+    assert not torch.equal(other_step.tokens, alone.tokens)
