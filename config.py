@@ -21,7 +21,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from config_rules import check_layout, check_runnable, idle_keys, problems
-from knobs import Config, LoraConfig, ParallelConfig, Section
+from knobs import ChecksConfig, Config, LoraConfig, ParallelConfig, Section
 from strict_yaml import InputError, dump_yaml, parse_override, read_file, shown
 
 __all__ = ["Config", "InputError", "LoraConfig", "check_layout", "check_runnable", "load_config"]
@@ -164,7 +164,8 @@ MAY_CHANGE = frozenset(
     {"name", "device", "model.recompute", "optim.tokens_per_micro_batch", "eval.batch_size"}
     | {f"parallel.{key}" for key in ParallelConfig.model_fields}
     | {"train.out_dir", "train.checkpoint_every", "train.keep_last", "train.resume"}
-    | {"train.completions_logged", "train.tensorboard"}
+    | {"train.completions_logged", "train.tensorboard", "train.stall_seconds"}
+    | {f"checks.{key}" for key in ChecksConfig.model_fields}
 )
 
 

@@ -64,6 +64,19 @@ IDLE: dict[str, tuple[Callable[[Config], bool], str]] = {
     "aqn.targets": (_no_noise, "aqn.schedule is off"),
     "aqn.router": (_no_noise, "aqn.schedule is off"),
     "replay.reference": (lambda c: c.replay.mode == "off" or c.loss.kl == "none", "replay.mode is off or loss.kl none"),
+    "checks.reward_constant_steps": (lambda c: c.checks.reward_constant == "off", "checks.reward_constant is off"),
+    "checks.unparsable_share": (lambda c: c.checks.unparsable == "off", "checks.unparsable is off"),
+    "checks.logp_gap_fp32": (
+        lambda c: c.checks.logp_gap == "off" or c.model.dtype != "fp32",
+        "checks.logp_gap is off, or model.dtype is not fp32",
+    ),
+    "checks.logp_gap_bf16": (
+        lambda c: c.checks.logp_gap == "off" or c.model.dtype != "bf16",
+        "checks.logp_gap is off, or model.dtype is not bf16",
+    ),
+    "checks.noise": (_no_noise, "aqn.schedule is off"),
+    "checks.gradient_spike_factor": (lambda c: c.checks.gradient_spike == "off", "checks.gradient_spike is off"),
+    "checks.entropy_floor": (lambda c: c.checks.entropy == "off", "checks.entropy is off"),
     "eval.temperature": (lambda c: c.eval.samples == 0, "eval.samples is 0: greedy answers only"),
     "train.keep_last": (lambda c: c.train.checkpoint_every == 0, "train.checkpoint_every is 0: one checkpoint"),
 }

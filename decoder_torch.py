@@ -183,11 +183,11 @@ class Decoder:
         return x + (mine * score.to(x.dtype)[..., None]).sum(1)
 
     def prefill(self, prompts: list[list[int]], num_samples: int, new_tokens: int, pad_token: int,
-                ) -> tuple[Tensor, Cache, Tensor | None]:
+                layer_outputs: list[Tensor] | None = None) -> tuple[Tensor, Cache, Tensor | None]:
         """Run the prompts, ready to decode ``num_samples`` rows of each: last hidden states, cache, tokens' experts.
 
         Shapes (P, h), and (P, T, MoE layers, K) uint8, None without MoE layers. Padding is on the right and attention
-        causal, so no token that counts sees any of it.
+        causal, so no token that counts sees any of it. ``layer_outputs`` collects the (P, T, h) after each layer.
         """
         arch, device, longest = self.arch, self.device, max(map(len, prompts))
         rows, length = len(prompts) * num_samples, longest + new_tokens
@@ -223,6 +223,8 @@ class Decoder:
                 mixed = kernels.causal_attention(query, key, value, arch.head_dim**-0.5)
                 x = x + F.linear(mixed.transpose(1, 2).flatten(2), weights["out"])
                 x = self._mlp(weights, x.flatten(0, 1), routes).view_as(x)
+                if layer_outputs is not None:
+                    layer_outputs.append(x)
             hidden.append(x[torch.arange(len(x), device=device), lengths[part] - 1])
             experts += [torch.stack(routes, 1).to(torch.uint8).unflatten(0, (-1, longest))] if routes else []
         return torch.cat(hidden), cache, torch.cat(experts) if experts else None

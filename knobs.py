@@ -182,6 +182,29 @@ class ReplayConfig(Section):
     reference: Literal["replayed", "native"] = knob("replayed", "whether the reference pass replays them too")
 
 
+Action = Literal["warn", "stop", "off"]
+
+
+class ChecksConfig(Section):
+    """Tripwires against silently wrong runs: `warn` says it and goes on, `stop` ends the run with the cause."""
+
+    reward_constant: Action = knob("stop", "every reward of the first reward_constant_steps steps is the same")
+    reward_constant_steps: int = knob(20, "steps until a constant reward counts", ge=1)
+    unparsable: Action = knob("warn", "more completions than unparsable_share hold no answer at all, in any step")
+    unparsable_share: float = knob(0.95, "of the completions of a step", gt=0, lt=1)
+    logp_gap: Action = knob("stop", "sampler and trainer disagree: mean |log-prob difference| of a step without noise")
+    logp_gap_fp32: float = knob(1e-3, "bound in fp32, nats a token; the gap is some 1e-7 when all is well", gt=0)
+    logp_gap_bf16: float = knob(0.1, "bound in bf16; the gap is some 1e-2 when all is well", gt=0)
+    reference_kl: Action = knob("stop", "the KL to the reference is not exactly 0 before the first update")
+    adapters: Action = knob("stop", "after an update the sampler still gets the tensors of before")
+    noise: Action = knob("stop", "AQN: noise that is not what was asked for, or that the sampler does not feel")
+    non_finite: Action = knob("stop", "a metric is NaN or infinite; a gradient that is always stops the run")
+    gradient_spike: Action = knob("warn", "gradient norm over gradient_spike_factor x its median of the last 50 steps")
+    gradient_spike_factor: float = knob(20.0, "how large is a spike", gt=1)
+    entropy: Action = knob("warn", "the policy's entropy falls under entropy_floor: it has stopped exploring")
+    entropy_floor: float = knob(1e-4, "nats a token", gt=0)
+
+
 class TrainConfig(Section):
     steps: int = knob(..., "a step is one rollout and its updates", ge=1)
     seed: int = knob(0, "of the order of questions, sampling and LoRA's start", ge=0, lt=2**32)
@@ -191,6 +214,7 @@ class TrainConfig(Section):
     resume: str = knob("auto", "auto: the newest unfinished run of this name; never; or a run folder", min_length=1)
     completions_logged: int = knob(2, "completions written to the run folder a step", ge=0)
     tensorboard: bool = knob(False, "also write TensorBoard events")
+    stall_seconds: int = knob(1800, "a rank that stands still longer says where and ends the run; 0: it waits", ge=0)
 
 
 class Config(Section):
@@ -207,5 +231,6 @@ class Config(Section):
     optim: OptimConfig = knob(OptimConfig(), "AdamW and how a step is cut into updates")
     aqn: AqnConfig = knob(AqnConfig(), "noise on the sampler's weights")
     replay: ReplayConfig = knob(ReplayConfig(), "routing of the trainer's forward passes")
+    checks: ChecksConfig = knob(ChecksConfig(), "what stops a run that is silently wrong")
     eval: EvalConfig = knob(EvalConfig(), "accuracy of the clean policy on held-out questions")
     train: TrainConfig = knob(..., "length, seeds, run folder")

@@ -22,6 +22,7 @@ import rollout
 import routing_replay
 import seeds
 from config import Config
+from heartbeat import Heartbeat
 from hf_config import Architecture
 from parallel_setup import Parallel
 from rollout import Completion, MicroBatch, Rollout
@@ -202,6 +203,32 @@ class Learner:
             metrics["rollout/importance_clip_frac"] = per_token_mean(clipped)
         return loss, metrics, gap.amax()
 
+    def _alone(self, tokens: list[int]) -> Tensor:
+        """One row, padded to what tensor parallelism needs.  -> (1, T)"""
+        length = -(-len(tokens) // self.parallel.tensor) * self.parallel.tensor
+        row = tokens + [self.pad_token] * (length - len(tokens))
+        return torch.tensor([row], device=self.parallel.device)
+
+    @torch.no_grad()
+    def probe(self, engine, prompt: list[int]) -> float:
+        """How far engine and trainer are apart in the log-prob of the engine's greedy next token. Collective."""
+        answer = engine.sample([prompt], seeds=[0], num_samples=1, max_new_tokens=1, temperature=0.0)[0][0]
+        tokens = self._alone(prompt + answer.tokens)
+        mask = torch.zeros(tokens.shape, device=tokens.device)
+        mask[0, len(prompt)] = 1
+        logp, _ = model_megatron.token_logprobs(self.model, tokens, mask, self.parallel)
+        return abs(logp[0, len(prompt)].item() - answer.logp[0])
+
+    def first_differing_layer(self, engine, prompt: list[int], bound: float) -> str:
+        """Where, on ``prompt``, the engine's forward pass leaves the trainer's. Collective."""
+        ours = [output[0, : len(prompt)] for output in model_megatron.layer_outputs(self.model, self._alone(prompt))]
+        for layer, (mine, its) in enumerate(zip(ours, engine.layer_outputs(prompt), strict=True)):
+            scale = mine.float().abs().max().item()
+            apart = (mine.float() - its.to(mine.device).float()).abs().max().item()
+            if not apart <= bound * scale:
+                return f"layer {layer} is the first whose output differs, by {apart / scale:.2g} of its largest value"
+        return "all layers agree on the probe prompt: look at the final norm, the head, and the sampling"
+
     def _step(self, step: int) -> float:
         """Clip over the whole sharded parameter set, one AdamW step, and the norm before clipping."""
         norm = self.parallel.gradient_norm(self.parameters).item()
@@ -264,12 +291,14 @@ def seed_dropout(cfg: Config, step: int, update: int, micro: int, rank: int) -> 
 class Clock:
     """Wall time of a step's phases, which add up; a phase met several times counts once, with its sum."""
 
-    def __init__(self) -> None:
+    def __init__(self, heartbeat: Heartbeat, step: int) -> None:
+        self.heartbeat, self.step = heartbeat, step
         self.start = self.last = time.perf_counter()
         self.seconds: dict[str, float] = {}
 
     def lap(self, phase: str) -> None:
         """Everything since the last lap was ``phase``."""
+        self.heartbeat.beat(f"{phase} of step {self.step + 1}")
         now = time.perf_counter()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.last
         self.last = now

@@ -186,6 +186,26 @@ def hidden_states(model: torch.nn.Module, tokens: Tensor) -> Tensor:
     return x
 
 
+@torch.no_grad()
+def layer_outputs(model: torch.nn.Module, tokens: Tensor) -> list[Tensor]:
+    """The residual stream after each layer, on every tensor rank.  (b, T) -> L x (b, T, h)"""
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+    outputs: list[Tensor] = []
+    hooks = [
+        layer.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
+        for layer in model.decoder.layers
+    ]
+    try:
+        hidden_states(model, tokens)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if model.config.sequence_parallel:
+        outputs = [gather_from_sequence_parallel_region(output) for output in outputs]
+    return [output.transpose(0, 1) for output in outputs]
+
+
 def output_weight(model: torch.nn.Module) -> Tensor:
     """This rank's rows of the language-model head; the embedding where the two are tied.  -> (V / tensor, h)"""
     if model.share_embeddings_and_output_weights:

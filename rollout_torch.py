@@ -98,6 +98,13 @@ class TorchSampler:
         self.decoder.load_weights(named_tensors)
 
     @torch.inference_mode()
+    def layer_outputs(self, prompt: list[int]) -> list[Tensor]:
+        """The residual stream after each layer, to find where another implementation leaves this one.  -> L x (T, h)"""
+        outputs: list[Tensor] = []
+        self.decoder.prefill([prompt], 1, 1, self.pad_token, outputs)
+        return [output[0] for output in outputs]
+
+    @torch.inference_mode()
     def sample(self, prompts: list[list[int]], *, seeds: list[int], num_samples: int, max_new_tokens: int,
                temperature: float, top_p: float = 1.0, top_k: int = 0, return_routed_experts: bool = False,
                ) -> list[list[Completion]]:

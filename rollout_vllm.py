@@ -42,7 +42,7 @@ LOWEST_TEMPERATURE = 0.01  # below it vLLM would sample at this one
 ENVIRONMENT = {  # what vLLM reads while it is imported; a user's own value stays
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process: weights are handed over by reference
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else it pins this process, trainer included, to cores of its choice
-    "VLLM_LOGGING_LEVEL": "CRITICAL",  # what fails raises here; it would first print all requests, and every push's layers
+    "VLLM_LOGGING_LEVEL": "CRITICAL",  # what fails raises here, too; before that it would print every request
     "VLLM_NO_USAGE_STATS": "1",  # no report to its makers
     "HF_HUB_OFFLINE": "1",  # the model is a local folder
     "OMP_NUM_THREADS": "1",  # ranks share the cores
@@ -55,11 +55,17 @@ ENVIRONMENT = {  # what vLLM reads while it is imported; a user's own value stay
 
 def check(arch: Architecture, *, device_type: str, ranks: int, tensor: int, dtype: torch.dtype, max_tokens: int,
           kv_cache_mib: int) -> None:
-    """Raise InputError for what this engine cannot run, without importing vLLM. ``max_tokens``: prompt and answer."""
+    """Raise InputError for what this engine cannot run, without importing vLLM. ``max_tokens``: prompt and answer,
+    which config_rules.check_layout has compared with the model's positions.
+    """
     _check_installed(device_type)
-    parts = {"ranks": ranks, "attention heads": arch.num_heads, "columns of an expert": arch.expert_ffn_size}
-    parts |= {"columns of the shared expert": arch.shared_expert_ffn_size}
-    parts |= {} if all(arch.moe_layers) else {"columns of a dense layer": arch.dense_ffn_size}
+    parts = {
+        "ranks": ranks,
+        "attention heads": arch.num_heads,
+        "columns of an expert": arch.expert_ffn_size,
+        "columns of the shared expert": arch.shared_expert_ffn_size,
+        "columns of a dense layer": 0 if all(arch.moe_layers) else arch.dense_ffn_size,
+    }
     for what, number in parts.items():
         if number % tensor:
             working = [d for d in divisors(ranks) if all(n % d == 0 for n in parts.values())]
@@ -67,9 +73,6 @@ def check(arch: Architecture, *, device_type: str, ranks: int, tensor: int, dtyp
                              f"nearest: {nearest(tensor, working)}")
     if arch.num_kv_heads % tensor and tensor % arch.num_kv_heads:
         raise InputError(f"rollout.tensor: {tensor} and {arch.num_kv_heads} key/value heads: one must divide the other")
-    if max_tokens > arch.max_positions:
-        raise InputError(f"rollout.max_new_tokens: with data.max_prompt_tokens {max_tokens} tokens, "
-                         f"more than the model's {arch.max_positions} positions")
     heads = max(1, arch.num_kv_heads // tensor)
     blocks = -(-max_tokens // CPU_BLOCK)
     needed = blocks * CPU_BLOCK * 2 * arch.num_layers * heads * arch.head_dim * dtype.itemsize  # keys and values
@@ -89,17 +92,17 @@ def check(arch: Architecture, *, device_type: str, ranks: int, tensor: int, dtyp
 
 
 def _check_installed(device_type: str) -> None:
-    recipe = "needed on a CPU: pip install --no-deps -r requirements/cpu-vllm.txt (run_cpu.sh --vllm does it)"
+    recipe = "needed on a CPU: requirements/cpu-vllm.txt, which run_cpu.sh --vllm installs (or rollout.engine torch)"
     if importlib.util.find_spec("vllm") is None:
-        raise InputError(f"rollout.engine: vllm is not installed; {recipe}, or rollout.engine torch")
+        raise InputError(f"rollout.engine: vllm is not installed; {recipe}")
     if device_type != "cpu":
         return
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+    try:
         found = importlib.metadata.version("vllm-cpu")
-        if found == CPU_VERSION:
-            return
-        raise InputError(f"rollout.engine: found vllm-cpu {found}; {recipe}, which pins {CPU_VERSION}")
-    raise InputError(f"rollout.engine: the installed vLLM is not a CPU build; {recipe}")
+    except importlib.metadata.PackageNotFoundError:
+        raise InputError(f"rollout.engine: the installed vLLM is not a CPU build; {recipe}") from None
+    if found != CPU_VERSION:
+        raise InputError(f"rollout.engine: found vllm-cpu {found}; {recipe}")
 
 
 def fused_group(name: str) -> str:
@@ -194,7 +197,8 @@ class VllmEngine:
         ``routed_experts``: keep what return_routed_experts asks for.
         """
         self.arch, self.device, self.dtype, self.max_tokens = arch, torch.device(device), dtype, max_tokens
-        self.stop_tokens, self.routed_experts, self.ready, self.pushing = sorted(stop_tokens), routed_experts, False, False
+        self.stop_tokens, self.routed_experts = sorted(stop_tokens), routed_experts
+        self.ready = self.pushing = False
         assert dist.is_initialized()  # else vLLM would open a world of its own, which nobody else could then open
         rank, ranks = dist.get_rank(), dist.get_world_size()
         self.replica_rank, self.num_replicas = rank // tensor, ranks // tensor  # of this rank's replica, by rank order
@@ -203,8 +207,6 @@ class VllmEngine:
         outside = [token for token in self.stop_tokens if not 0 <= token < arch.vocab_size]
         if outside:
             raise InputError(f"sampler: stop token {outside[0]} is not in the vocabulary of {arch.vocab_size}")
-        if max_sequences < 1:
-            raise InputError(f"sampler: max_sequences is {max_sequences}; at least 1 is needed")
         if routed_experts and not any(arch.moe_layers):
             raise InputError("sampler: routed experts asked of a model without MoE layers")
         if routed_experts and arch.num_experts > 256:
@@ -225,11 +227,8 @@ class VllmEngine:
         with surroundings_kept(self.device), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # its own deprecations
             logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # without CUDA there is no triton
-            try:
-                from vllm import LLM
-            except ImportError as error:
-                raise InputError(f"rollout.engine: vllm does not import ({error}); needed on a CPU: "
-                                 "requirements/cpu-vllm.txt") from None
+            from vllm import LLM
+
             if self.device.type == "cpu":
                 correct_cpu_defects(job[0])
             self.llm = LLM(
@@ -243,7 +242,7 @@ class VllmEngine:
                 max_model_len=max_tokens,
                 max_num_seqs=max_sequences,
                 max_num_batched_tokens=max(PREFILL_TOKENS, max_tokens),
-                enable_chunked_prefill=False,  # part of a prompt draws from its generator, which on a CPU cannot go back
+                enable_chunked_prefill=False,  # a part would draw from its row's generator and, on a CPU, fail
                 tensor_parallel_size=tensor,
                 enable_expert_parallel=self.device.type != "cpu" and tensor > 1,  # on a CPU it crashes
                 distributed_executor_backend="external_launcher" if launched else "uni",
@@ -339,11 +338,11 @@ class VllmEngine:
         completions: list[list[Completion]] = [[] for _ in prompts]
         for (i, _), answer in zip(places, answers, strict=True):
             (one,) = answer.outputs
-            routes = self._routes(one.routed_experts, len(prompts[i]) + len(one.token_ids) - 1) if return_routed_experts \
-                else None
-            assert len(one.logprobs.logprobs) == len(one.token_ids) and one.finish_reason in ("stop", "length")
-            logp = list(one.logprobs.logprobs)
-            completions[i].append(Completion(list(one.token_ids), logp, one.finish_reason, routes))
+            tokens, logp, routes = list(one.token_ids), list(one.logprobs.logprobs), None
+            assert len(logp) == len(tokens) and one.finish_reason in ("stop", "length")
+            if return_routed_experts:
+                routes = self._routes(one.routed_experts, len(prompts[i]) + len(tokens) - 1)
+            completions[i].append(Completion(tokens, logp, one.finish_reason, routes))
         logps = [one.logp for group in completions for one in group]
         if not np.isfinite(np.concatenate([[0.0], *logps])).all():
             # What is not finite in a cache stays so for the next rows there, which attention masks by adding -inf.
@@ -363,8 +362,8 @@ class VllmEngine:
         if temperature != 0 and not LOWEST_TEMPERATURE <= temperature < float("inf"):
             raise InputError(f"sample: temperature {temperature}; vLLM needs 0 or at least {LOWEST_TEMPERATURE}")
         if temperature and (top_p, top_k) != (1, 0):
-            # Its log-probabilities are then of the truncated distribution, which no trainer's can be compared with.
-            raise InputError(f"sample: top_p {top_p}, top_k {top_k} with vLLM; needed: 1 and 0 (or rollout.engine torch)")
+            # It would report log-probabilities of the truncated distribution, which compare with no trainer's.
+            raise InputError(f"sample: top_p {top_p}, top_k {top_k}; vLLM needs 1 and 0 (or rollout.engine torch)")
         if routed and not self.routed_experts:
             raise InputError("sample: routed experts asked of an engine that was made without routed_experts")
         for i, prompt in enumerate(prompts):
@@ -386,7 +385,7 @@ class VllmEngine:
         return routes.astype(np.uint8)
 
     def close(self) -> None:
-        """Give up the replica's groups and shared memory, before the world closes; there can be another engine then."""
+        """Give up the replica's groups and shared memory, before the world closes; another engine can follow."""
         from vllm.distributed.parallel_state import destroy_model_parallel
 
         self.ready = False

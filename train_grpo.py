@@ -36,10 +36,13 @@ import runlog
 import seeds
 import tiny_model
 import weights_hf
+from aqn import AqnError
 from config import Config, InputError, check_layout, check_runnable, load_config
+from heartbeat import Heartbeat
 from learner import Clock, Learner
 from parallel_setup import Parallel
 from rollout import Rollout
+from tripwires import Tripped, Tripwires
 from weight_sync import WeightSync
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -48,7 +51,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # ------------------------------------------------------------------------------------------------ the algorithm
 
 
-def train(cfg: Config, parallel: Parallel) -> None:
+def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat) -> None:
     """The whole run: set up or resume, then cfg.train.steps steps, evaluated before the first and after the last."""
     arch, tokenizer, questions, held_out = check_inputs(cfg, parallel.world_size)
     log, saved = open_log(cfg, parallel)
@@ -68,10 +71,20 @@ def train(cfg: Config, parallel: Parallel) -> None:
     if first_step == 0:
         log_evaluation(log, 0, engine, held_out, score, cfg, parallel)
 
+    probe = held_out[0].prompt
+
+    def where_apart(bound: float) -> str:
+        weights.push_clean()
+        return learner.first_differing_layer(engine, probe, bound)
+
+    tripwires, norm = Tripwires(cfg, log.say, where_apart), None
     for step in range(first_step, cfg.train.steps):
-        clock = Clock()
+        clock = Clock(heartbeat, step)
         # 1. Hand over the policy: W + (alpha / R) B A. Noise lives in the sampler's copy; the trainer never sees it.
-        noise = weights.push(step)
+        pushed = weights.push(step)
+        tripwires.after_push(step, weights.checksum, norm)
+        if "aqn/sigma" in pushed:
+            pushed["aqn/probe_shift"] = learner.probe(engine, probe)
         clock.lap("sync")
         # 2. Sample and score G completions for each of P questions; both depend on (seed, step) alone.
         asked = questions.pick(step, cfg.rollout.prompts_per_step)
@@ -84,9 +97,11 @@ def train(cfg: Config, parallel: Parallel) -> None:
         # 4. Update the adapters, once for every prompts_per_update prompts.
         metrics = learner.update(batch, completions, advantages.flatten(), step, clock)
         # 5. Book-keeping.
-        metrics = rollout_metrics(batch) | metrics | noise
+        metrics = rollout_metrics(batch) | metrics | pushed
+        norm = metrics["actor/grad_norm"]
         log.log_completions(step, shown_completions(completions, asked, batch, tokenizer, cfg))
         log.log_step(step, metrics, clock.timing(sum(batch.lengths)))
+        tripwires.after_step(step, metrics, (batch.rewards.min().item(), batch.rewards.max().item()))
         done = step + 1
         if done == cfg.train.steps or (cfg.eval.every and done % cfg.eval.every == 0):
             weights.push_clean()
@@ -269,11 +284,13 @@ def run(cfg: Config) -> None:
             expert_tensor=layout.expert_tensor,
             timeout_seconds=layout.timeout_seconds,
         )
-        train(cfg, parallel)
+        heartbeat = Heartbeat(parallel.rank, cfg.train.stall_seconds)
+        train(cfg, parallel, heartbeat)
+        heartbeat.stop()
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code 0; 2 with one line for input that cannot be used; 1 with a traceback for anything else."""
+    """Exit code 0; 2: input that cannot be used, one line; 3: a tripwire, its cause; 1: anything else, a traceback."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("config", help="YAML file, e.g. configs/tiny_cpu.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
@@ -297,6 +314,9 @@ def main(arguments: list[str]) -> int:
     except InputError as error:
         report(rank, f"error: {' '.join(str(error).split())}")  # one line, whatever it quotes
         return 2
+    except (Tripped, AqnError) as error:
+        report(rank, f"stopped: {error}")
+        return 3
     except Exception as error:
         lost = isinstance(error, RuntimeError) and any(word in str(error) for word in ("onnection", "peer"))
         report(rank, "another rank ended; its message says why" if lost else traceback.format_exc(), late=lost)

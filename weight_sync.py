@@ -28,27 +28,22 @@ class WeightSync:
         if cfg.aqn.schedule != "off":
             self.noise = aqn.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
         self.touched = aqn.touched_names(self.noise)
-        self.clean: dict[str, Tensor] = {}
-        engine.load_weights(self._remember_norms(weights_hf.export(model, arch, parallel)))
-
-    def _remember_norms(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in stream:
-            if name in self.noise:
-                self.clean[name] = tensor.detach().cpu().clone()
-            yield name, tensor
+        self.clean = aqn.clean_norms(weights_hf.export(model, arch, parallel, only=self.touched), self.noise)
+        self.checksum = 0.0  # sum of the adapted tensors of the last push, without noise
+        engine.load_weights(weights_hf.export(model, arch, parallel))
 
     def push_clean(self) -> None:
         """The policy as the trainer has it: W + (alpha / R) B A, and the norms without noise."""
         self.engine.load_weights(self._changed())
 
     def push(self, step: int) -> dict[str, float]:
-        """The policy with the noise of ``step`` (from 0), and what the noise came to; {} when AQN is off.
+        """The policy with the noise of ``step`` (from 0), and what went: its checksum, and what the noise came to.
 
         Raises AqnError when the noise that arrived is not the noise that was asked for.
         """
         if not self.noise:
             self.push_clean()
-            return {}
+            return {"sync/checksum": self.checksum}
         cfg = self.cfg
         sigma = aqn.sigma_at(
             step,
@@ -64,6 +59,7 @@ class WeightSync:
         self.engine.load_weights(stream)
         aqn.check_report(report)
         return {
+            "sync/checksum": self.checksum,
             "aqn/sigma": sigma,
             "aqn/modules": report.num_modules,
             "aqn/changed_elements": report.num_changed,
@@ -71,4 +67,9 @@ class WeightSync:
         }
 
     def _changed(self) -> Iterator[tuple[str, Tensor]]:
-        return weights_hf.export(self.model, self.arch, self.parallel, only=self.touched)
+        """What training or noise changes, clean."""
+        self.checksum = 0.0
+        for name, tensor in weights_hf.export(self.model, self.arch, self.parallel, only=self.touched):
+            if name not in self.touched:
+                self.checksum += tensor.float().sum().item()
+            yield name, tensor

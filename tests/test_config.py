@@ -249,6 +249,9 @@ def other_values(cfg: Config) -> dict[str, object]:
         "lora.dropout": 0.1,
         "aqn.schedule": "constant",
         "replay.mode": "r3",
+        **{f"checks.{key}": "warn" for key in ("reward_constant", "logp_gap", "reference_kl", "adapters", "non_finite")},
+        **{f"checks.{key}": "stop" for key in ("unparsable", "gradient_spike", "entropy")},
+        "checks.unparsable_share": 0.5,
     }
 
     def changed(value: object) -> object:

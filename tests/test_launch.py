@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from pathlib import Path
 
 import launched
 import pytest
@@ -13,6 +14,7 @@ import training
 from config import to_yaml
 
 
+@pytest.mark.slow
 def test_sixteen_ranks_run_the_shape_of_the_large_layout(tmp_path) -> None:
     """TP4 EP16 as on 16 NPUs. The model is random, so the reward is 0; what is shown is that every collective meets."""
     arguments = ["configs/tiny_16.yaml", "train.steps=3", f"train.out_dir={tmp_path}/out", f"model.path={tmp_path}/model"]
@@ -28,9 +30,14 @@ def test_sixteen_ranks_run_the_shape_of_the_large_layout(tmp_path) -> None:
     assert not started.living()
 
 
-@pytest.mark.parametrize(("fault", "rank"), [("raise", 1), ("raise", 0), ("die", 1)])
-def test_a_rank_that_fails_brings_the_others_down_within_seconds(fault, rank, tmp_path) -> None:
-    model = training.make_model(tmp_path / "model")
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return training.make_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "rank"), [("raise", 1), ("die", 0)])
+def test_a_rank_that_fails_brings_the_others_down_within_seconds(fault, rank, model, tmp_path) -> None:
     cfg = training.config(model, tmp_path / "out", parallel__expert=2, parallel__timeout_seconds=600)
     (tmp_path / "config.yaml").write_text(to_yaml(cfg))
     flag = tmp_path / "flag"

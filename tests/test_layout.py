@@ -12,11 +12,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [  # a file may import only from the rows above its own
-    {"strict_yaml", "seeds", "knobs"},
+    {"strict_yaml", "seeds", "knobs", "heartbeat"},
     {"config_rules"},
     {"config"},
     {"hf_config", "device", "grpo", "reward_gsm8k", "run_record", "tiny_tokenizer"},
-    {"parallel_setup", "experts_megatron", "decoder_torch", "gsm8k_files"},
+    {"parallel_setup", "experts_megatron", "decoder_torch", "gsm8k_files", "tripwires"},
     {"data_gsm8k", "lora_megatron", "runlog"},
     {"model_megatron"},
     {"weights_hf"},

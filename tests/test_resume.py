@@ -85,20 +85,18 @@ def test_killed_again_and_again_at_any_moment(model, tmp_path) -> None:
 
 def test_killed_at_exact_places_under_torchrun(model, tmp_path) -> None:
     """In the middle of a step, then of a checkpoint; then the real command runs to the end."""
-    changes = EVERYTHING | {"parallel__expert": 2}
-    paths = {}
-    for name in ("whole", "killed"):
-        cfg = training.config(model, tmp_path / name, **changes)
-        paths[name] = tmp_path / f"{name}.yaml"
-        paths[name].write_text(to_yaml(cfg))
-    with launched.launch(2, "train_grpo.py", paths["whole"], log=tmp_path / "whole.log") as whole:
-        assert whole.wait() == 0, whole.text
+    whole, cfg = (
+        training.in_layout(training.config(model, tmp_path / name, **EVERYTHING), "EP2") for name in ("whole", "killed")
+    )
+    training.in_world("EP2", training.train_each, [("EP2", whole)], False)
+    path = tmp_path / "killed.yaml"
+    path.write_text(to_yaml(cfg))
     # The fourth update is the second one of the second step; the second checkpoint from there is that of three steps.
     for number, (place, count, rank) in enumerate([("update", 4, 1), ("checkpoint", 2, 0)]):
         flag = tmp_path / f"flag{number}"
         fault = ("hang", place, count, rank, flag)
         with launched.launch(
-            2, "tests/faulty_train.py", *fault, paths["killed"], log=tmp_path / f"killed{number}.log"
+            2, "tests/faulty_train.py", *fault, path, log=tmp_path / f"killed{number}.log"
         ) as killed:
             killed.until(flag.exists)
             killed.kill()
@@ -108,10 +106,10 @@ def test_killed_at_exact_places_under_torchrun(model, tmp_path) -> None:
         assert len(aside) == (place == "checkpoint"), (place, aside)
         steps = sorted(path.name for path in folder.glob("checkpoints/step-*"))
         assert steps == [["step-000001"], ["step-000001", "step-000002"]][number]
-    with launched.launch(2, "train_grpo.py", paths["killed"], log=tmp_path / "last.log") as last:
+    with launched.launch(2, "train_grpo.py", path, log=tmp_path / "last.log") as last:
         assert last.wait() == 0, last.text
     assert "after 2 of 5 steps" in last.text
-    assert_same_bytes(training.only_run(cfg), *finished_runs(training.config(model, tmp_path / "whole", **changes)))
+    assert_same_bytes(training.only_run(cfg), training.only_run(whole))
 
 
 # ------------------------------------------------------------------------------------------------ other circumstances

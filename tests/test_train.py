@@ -10,12 +10,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+import training
+import world
 
+import data_gsm8k
 import grpo
 import learner
 import parallel_setup
-import training
-import world
+import train_grpo
+from rollout import Completion
 
 TWO_UPDATES = {"optim__prompts_per_update": 3, "train__steps": 2}
 ONE_ROW = {"optim__tokens_per_micro_batch": 108}  # = max_prompt_tokens + max_new_tokens: a micro-batch is one row
@@ -49,6 +53,9 @@ SPLITS = {  # the same step, split otherwise
 }
 FEW = {  # fewer sequences than data ranks, and sometimes none that is trained
     "two rows an update": {"rollout__prompts_per_step": 2, "rollout__group_size": 2, "optim__prompts_per_update": 1},
+    "two rows an update, replayed": {
+        "rollout__prompts_per_step": 2, "rollout__group_size": 2, "optim__prompts_per_update": 1, "replay__mode": "r3",
+    },
     "nothing to learn": {
         "rollout__top_k": 1, "rollout__group_size": 2, "loss__skip_equal_groups": True,
     },
@@ -245,3 +252,47 @@ def test_the_ratio_is_exactly_1_before_each_steps_first_update_only(dropout, mod
         assert len(updates) == 9 and min(len(update) for update in updates) > 1
         for number, gaps in enumerate(updates):
             assert (max(gaps) == 0.0) == (number % 3 == 0), (number, gaps)
+
+
+# ------------------------------------------------------------------------------------------------ small pieces
+
+
+def test_the_learning_rate_by_hand(tmp_path) -> None:
+    expected = {
+        "constant": [0.025, 0.05, 0.075, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1],
+        "linear": [0.025, 0.05, 0.075, 0.1, 0.1, 0.08, 0.06, 0.04, 0.02],
+        "cosine": [0.025, 0.05, 0.075, 0.1, 0.1, 0.0882843, 0.06, 0.0317157, 0.02],
+    }
+    for decay, rates in expected.items():
+        changes = {"optim__lr": 0.1, "optim__warmup_steps": 4, "optim__min_lr_ratio": 0.2, "train__steps": 9}
+        cfg = training.config(tmp_path, tmp_path, optim__decay=decay, **changes)
+        assert [learner.learning_rate(cfg, step) for step in range(9)] == pytest.approx(rates, abs=1e-7)
+        only = training.config(tmp_path, tmp_path, optim__decay=decay, optim__warmup_steps=0, train__steps=1)
+        assert learner.learning_rate(only, 0) == only.optim.lr
+
+
+def test_permuted_rewards_are_the_same_rewards_elsewhere() -> None:
+    rewards = torch.arange(24.0).view(6, 4)
+    before = rewards.clone()
+    orders = [train_grpo.permuted(rewards, seed) for seed in (1, 1, 2)]
+    assert torch.equal(rewards, before)
+    for order in orders:
+        assert order.shape == (6, 4) and sorted(order.flatten().tolist()) == list(range(24))
+        assert (order // 4 != rewards // 4).double().mean() > 0.5  # across groups, not within
+    assert torch.equal(orders[0], orders[1]) and not torch.equal(orders[0], orders[2])
+
+
+def test_the_permuted_control_has_the_rewards_of_the_run_that_it_controls(runs) -> None:
+    assert column(runs["router"], "reward/mean")[0] == column(runs["TP1"], "reward/mean")[0]
+    assert column(runs["router"], "actor/policy_loss")[0] != column(runs["TP1"], "actor/policy_loss")[0]
+
+
+def test_an_answer_is_scored_without_its_stop_token(models, tmp_path) -> None:
+    tokenizer = data_gsm8k.load_tokenizer(models["qwen3_moe"])
+    score = train_grpo.scorer(training.config(tmp_path, tmp_path), tokenizer)
+    question = data_gsm8k.Question("", "", "12", [])
+    tokens = tokenizer("7 + 5 = 12\n#### 12", add_special_tokens=False)["input_ids"]
+    assert score(question, Completion([*tokens, 2], [], "stop")) == (1.0, True)
+    assert score(question, Completion(tokens, [], "length")) == (1.0, True)
+    assert score(question, Completion([*tokens[:-1], 2], [], "stop")) == (0.0, True)  # "#### 1"
+    assert score(question, Completion(tokens[:5], [], "length")) == (0.0, False)

@@ -11,14 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import world
 
-import data_gsm8k
 import parallel_setup
 import reward_gsm8k
 import runlog
 import tiny_model
 import train_grpo
-import world
 from config import Config
 
 SIZES = dict(
@@ -94,17 +93,18 @@ def import_before_the_fork() -> None:
     from transformers import AutoTokenizer  # noqa: F401
 
 
-def train_each(jobs: list[tuple[str, Config]]) -> None:
+def train_each(jobs: list[tuple[str, Config]], lenient: bool = True) -> None:
     """On every rank of a world: one run after the other."""
-    lighten()
+    lighten(lenient)
     for layout, cfg in jobs:
         train_grpo.train(cfg, world.open_layout(layout))
         parallel_setup.close_model_parallel()
 
 
-def lighten() -> None:
-    """Score leniently, and leave out figures and records of the machine; in a forked process that ends soon."""
-    reward_gsm8k.score = lenient_score
+def lighten(lenient: bool = True) -> None:
+    """Score leniently if asked, and leave out figures and records of the machine; in a forked process that ends soon."""
+    if lenient:
+        reward_gsm8k.score = lenient_score
     runlog.draw_curves = runlog.write_records = lambda *args: None
 
 

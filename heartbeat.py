@@ -1,0 +1,46 @@
+"""A rank that stands still says where, and ends the run, instead of hanging until someone looks."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+
+EXIT_CODE = 4
+
+
+class Heartbeat:
+    """A watcher thread: without a `beat` for ``stall_seconds`` it prints the phase and every thread's stack, and exits.
+
+    The stack names the collective that waits, if one does. 0 seconds: no watcher.
+    """
+
+    def __init__(self, rank: int, stall_seconds: int) -> None:
+        self.rank, self.stall_seconds = rank, stall_seconds
+        self.place, self.last = "start", time.monotonic()
+        self.stopped = threading.Event()
+        if stall_seconds:
+            threading.Thread(target=self._watch, name="heartbeat", daemon=True).start()
+
+    def beat(self, place: str) -> None:
+        """This rank is alive, and now at ``place``."""
+        self.place, self.last = place, time.monotonic()
+
+    def stop(self) -> None:
+        """No more watching."""
+        self.stopped.set()
+
+    def _watch(self) -> None:
+        while not self.stopped.wait(min(1.0, self.stall_seconds / 4)):
+            still = time.monotonic() - self.last
+            if still > self.stall_seconds:
+                print(
+                    f"rank {self.rank}: stood still for {still:.0f} s after: {self.place} (train.stall_seconds = "
+                    f"{self.stall_seconds}); its stacks:",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                faulthandler.dump_traceback(file=sys.stderr)
+                os._exit(EXIT_CODE)

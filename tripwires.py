@@ -1,0 +1,122 @@
+"""What must hold in every step of a sound run, and what stops one that is silently wrong, with the cause to look for.
+
+Each tripwire is a key of the config's `checks` section: warn, stop or off. A stop is a Tripped, at most ten lines.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+
+from config import Config
+
+SPIKE_WINDOW = 50  # steps whose median gradient norm says what is usual
+SPIKE_START = 10  # steps before which nothing is usual yet
+
+
+class Tripped(RuntimeError):
+    """A run that went on would be silently wrong; the message says what was found and what to look at."""
+
+
+class Tripwires:
+    """Looks at the metrics of every step. Every rank sees the same metrics, so every rank stops or none."""
+
+    def __init__(self, cfg: Config, say: Callable[[str], None], where_apart: Callable[[float], str]) -> None:
+        """``say`` prints; ``where_apart`` finds, collectively, the layer in which sampler and trainer part."""
+        self.cfg, self.checks, self.say, self.where_apart = cfg, cfg.checks, say, where_apart
+        self.warned: set[str] = set()
+        self.rewards: set[float] = set()
+        self.norms: list[float] = []
+        self.checksum: float | None = None
+
+    def trip(self, check: str, found: str, look_at: str) -> None:
+        """Act on a broken check as its action says; a warning is given once."""
+        action = getattr(self.checks, check)
+        message = f"checks.{check}: {found}\n  look at: {look_at}"
+        if action == "stop":
+            raise Tripped(f"{message}\n  to go on regardless: checks.{check}=warn")
+        if action == "warn" and check not in self.warned:
+            self.warned.add(check)
+            self.say(f"warning: {message}")
+
+    def after_step(self, step: int, metrics: dict[str, float], rewards: tuple[float, float]) -> None:
+        """Check the metrics of ``step`` (from 0); ``rewards``: the smallest and the largest of its rewards."""
+        broken = [key for key, value in metrics.items() if not math.isfinite(value)]
+        if broken:
+            self.trip("non_finite", f"step {step + 1}: {', '.join(broken)} not finite", "optim.lr, and the data")
+        self._reward(step, metrics, rewards)
+        self._agreement(step, metrics)
+        self._health(step, metrics)
+
+    def _reward(self, step: int, metrics: dict[str, float], rewards: tuple[float, float]) -> None:
+        self.rewards.update(rewards)
+        if step + 1 == self.checks.reward_constant_steps and len(self.rewards) == 1:
+            self.trip(
+                "reward_constant",
+                f"every reward of {step + 1} steps is {rewards[0]:g}: all advantages are 0 and nothing is learned",
+                "completions.jsonl of the run folder, against reward.method and data.instruction",
+            )
+        if metrics["reward/unparsable_frac"] > self.checks.unparsable_share:
+            self.trip(
+                "unparsable",
+                f"step {step + 1}: {metrics['reward/unparsable_frac']:.1%} of the completions hold no answer",
+                "the prompt's form (data.instruction, chat template) and rollout.max_new_tokens",
+            )
+
+    def _agreement(self, step: int, metrics: dict[str, float]) -> None:
+        """Sampler and trainer, trainer and reference."""
+        bound = getattr(self.checks, f"logp_gap_{self.cfg.model.dtype}")
+        gap, noisy = metrics["rollout/logp_gap_mean"], metrics.get("aqn/sigma", 0) > 0
+        if not noisy and not gap <= bound and self.checks.logp_gap != "off":
+            self.trip(
+                "logp_gap",
+                f"step {step + 1}: sampler and trainer differ by {gap:.2g} nats a token, at most {bound:g} expected;\n"
+                f"  with the weights pushed once more, {self.where_apart(bound)}",
+                "that layer's tensors in what is pushed (weight_sync.py, weights_hf.export), and how it is computed",
+            )
+        if noisy and metrics["aqn/probe_shift"] == 0:
+            self.trip(
+                "noise",
+                f"step {step + 1}: sigma is {metrics['aqn/sigma']:g} but the sampler's log-probs on the probe prompt "
+                "are those of the clean trainer",
+                "whether the engine takes pushed norms (aqn.targets, the engine's load_weights)",
+            )
+        if step == 0 and metrics.get("actor/kl_loss", 0) != 0:
+            updates = self.cfg.rollout.prompts_per_step // self.cfg.optim.prompts_per_update
+            if updates == 1 and not self.cfg.lora.dropout:  # later updates of the first step have moved already
+                self.trip(
+                    "reference_kl",
+                    f"before the first update the KL to the reference is {metrics['actor/kl_loss']:.2g}, not 0",
+                    "whether the adapters start at 0 and the reference is the same model with them off",
+                )
+
+    def _health(self, step: int, metrics: dict[str, float]) -> None:
+        norm, factor = metrics["actor/grad_norm"], self.checks.gradient_spike_factor
+        if len(self.norms) >= SPIKE_START:
+            usual = statistics.median(self.norms)
+            if usual and norm > factor * usual:
+                self.trip(
+                    "gradient_spike",
+                    f"step {step + 1}: gradient norm {norm:.3g}, {norm / usual:.0f} x the usual {usual:.3g}",
+                    "the step's completions, optim.lr, loss.clip_high",
+                )
+        self.norms = [*self.norms, norm][-SPIKE_WINDOW:]
+        if metrics["actor/entropy"] < self.checks.entropy_floor:
+            self.trip(
+                "entropy",
+                f"step {step + 1}: entropy {metrics['actor/entropy']:.2g} nats a token: completions repeat themselves",
+                "loss.entropy_coef, optim.lr, loss.kl_coef",
+            )
+
+    def after_push(self, step: int, checksum: float, last_norm: float | None) -> None:
+        """Check what was pushed for ``step``: it must not be what was pushed before an update that had a gradient."""
+        if self.checksum is not None and last_norm and checksum == self.checksum:
+            self.trip(
+                "adapters",
+                f"step {step + 1}: the last update had a gradient norm of {last_norm:.3g}, but the tensors pushed to "
+                "the sampler are the ones of before",
+                "the merge of the adapters (weights_hf.export); in bf16 also whether optim.lr can move the weights",
+            )
+        self.checksum = checksum
+
