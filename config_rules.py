@@ -50,6 +50,10 @@ IDLE: dict[str, tuple[Callable[[Config], bool], str]] = {
     "data.operand_low": (lambda c: _no_arithmetic(c) and _no_warm_start(c), "data.source is not arithmetic"),
     "data.operand_high": (lambda c: _no_arithmetic(c) and _no_warm_start(c), "data.source is not arithmetic"),
     "data.seed": (_no_arithmetic, "data.source is not arithmetic"),
+    **{
+        f"rollout.{key}": (lambda c: c.rollout.engine != "vllm", "rollout.engine is not vllm")
+        for key in ("tensor", "enforce_eager", "kv_cache_mib")
+    },
     "lora.expert_rank": (
         lambda c: not {"linear_fc1", "linear_fc2"} & set(c.lora.targets),
         "lora.targets has neither linear_fc1 nor linear_fc2",
@@ -182,8 +186,6 @@ def check_runnable(cfg: Config) -> None:
     """Raises InputError for what loads but cannot run yet. For the trainer, not for what only plans a run."""
     if cfg.device in ("cuda", "npu"):
         raise InputError(f"device: {cfg.device} is not supported yet, only cpu has been run")
-    if cfg.rollout.engine == "vllm":
-        raise InputError("rollout.engine: vllm comes with rollout_vllm.py, not here yet; use torch")
 
 
 def check_layout(cfg: Config, arch: Architecture, world_size: int) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+import rollout
 import seeds
 from config import Config
 from data_gsm8k import Question, Questions
@@ -38,8 +39,8 @@ def evaluate(
     """
     count = min(cfg.eval.num_questions or len(questions), len(questions))
     k = cfg.eval.samples
-    places = list(range(count))[parallel.rank :: parallel.world_size]
-    num_own = -(-count // parallel.world_size)
+    places = rollout.own_places(count, cfg, parallel)
+    num_own = len(range(0, count, parallel.world_size // cfg.rollout.tensor))
     results = torch.zeros(num_own, 3 * (1 + k))  # reward, parsable and length of the greedy answer and of k samples
     for start in range(0, len(places), cfg.eval.batch_size):
         wave = places[start : start + cfg.eval.batch_size]
@@ -57,7 +58,7 @@ def evaluate(
                 found = [[*score(questions[place], one), len(one.tokens)] for one in group]
                 results[start + i, columns] = torch.tensor(found, dtype=torch.float32).flatten()
     by_rank = parallel.gather_rows(results.to(parallel.device))  # (ranks, own, 3 + 3k)
-    by_place = by_rank.transpose(0, 1).flatten(0, 1)[:count].cpu().view(count, 1 + k, 3)
+    by_place = rollout.in_place(by_rank, count, cfg).view(count, 1 + k, 3)
     return _summary(by_place), _outcomes(by_place, questions)
 
 

@@ -9,6 +9,7 @@ import threading
 import time
 
 EXIT_CODE = 4
+GRACE_SECONDS = 2.0  # from the report to the exit: the other ranks, which wait for this one, say where they are
 
 
 class Heartbeat:
@@ -43,4 +44,5 @@ class Heartbeat:
                     flush=True,
                 )
                 faulthandler.dump_traceback(file=sys.stderr)
+                time.sleep(GRACE_SECONDS)
                 os._exit(EXIT_CODE)

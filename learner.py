@@ -123,7 +123,7 @@ class Learner:
         mine = [share[parallel.data_rank] for share in shares]
         records = None
         if cfg.replay.mode == "r3":
-            records = routing_replay.collect(batch, own, shares, self.arch, parallel)
+            records = routing_replay.collect(batch, own, shares, self.arch, parallel, cfg.rollout.tensor)
         pack = (advantages, parallel.device, self.pad_token, parallel.tensor, records)
         return [rollout.pack(batch, rows, *pack) for rows in mine], counts
 
@@ -209,18 +209,10 @@ class Learner:
         row = tokens + [self.pad_token] * (length - len(tokens))
         return torch.tensor([row], device=self.parallel.device)
 
-    @torch.no_grad()
-    def probe(self, engine, prompt: list[int]) -> float:
-        """How far engine and trainer are apart in the log-prob of the engine's greedy next token. Collective."""
-        answer = engine.sample([prompt], seeds=[0], num_samples=1, max_new_tokens=1, temperature=0.0)[0][0]
-        tokens = self._alone(prompt + answer.tokens)
-        mask = torch.zeros(tokens.shape, device=tokens.device)
-        mask[0, len(prompt)] = 1
-        logp, _ = model_megatron.token_logprobs(self.model, tokens, mask, self.parallel)
-        return abs(logp[0, len(prompt)].item() - answer.logp[0])
-
     def first_differing_layer(self, engine, prompt: list[int], bound: float) -> str:
         """Where, on ``prompt``, the engine's forward pass leaves the trainer's. Collective."""
+        if not hasattr(engine, "layer_outputs"):
+            return "this engine's layers cannot be looked into (rollout.engine torch can)"
         ours = [output[0, : len(prompt)] for output in model_megatron.layer_outputs(self.model, self._alone(prompt))]
         for layer, (mine, its) in enumerate(zip(ours, engine.layer_outputs(prompt), strict=True)):
             scale = mine.float().abs().max().item()

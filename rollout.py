@@ -1,7 +1,8 @@
 """What a rollout is, who samples it, and how its sequences become the micro-batches of the update.
 
 P prompts, G completions a prompt, S = P x G sequences, N = max_new_tokens, b rows of a micro-batch, T tokens of a row.
-Every rank samples its own prompts (rank r those at r, r + ranks, ...); afterwards every rank knows the whole rollout.
+A replica is the rollout.tensor ranks that hold one copy of the model; replica r of n samples the prompts at r, r + n,
+..., and afterwards every rank knows the whole rollout.
 """
 
 from __future__ import annotations
@@ -62,13 +63,46 @@ class MicroBatch:
 # ------------------------------------------------------------------------------------------------ sampling
 
 
-def open_engine(cfg: Config, arch: Architecture, stop_tokens: set[int], pad_token: int):
-    """The engine that cfg.rollout.engine names. Its weights come with its first load_weights."""
-    from rollout_torch import TorchSampler
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-    assert cfg.rollout.engine == "torch"  # config.check_runnable refuses the rest
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.model.dtype]
-    return TorchSampler(arch, stop_tokens=stop_tokens, pad_token=pad_token, dtype=dtype)
+
+def check_engine(cfg: Config, arch: Architecture, ranks: int) -> None:
+    """Raise InputError for what the engine cannot run or is not installed for."""
+    if cfg.rollout.engine == "vllm":
+        import rollout_vllm
+
+        rollout_vllm.check(
+            arch,
+            device_type="cpu",
+            ranks=ranks,
+            tensor=cfg.rollout.tensor,
+            dtype=DTYPES[cfg.model.dtype],
+            max_tokens=cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens,
+            kv_cache_mib=cfg.rollout.kv_cache_mib,
+        )
+
+
+def open_engine(cfg: Config, arch: Architecture, device: torch.device, stop_tokens: set[int], pad_token: int):
+    """The engine that cfg.rollout.engine names. Its weights come with its first load_weights."""
+    dtype = DTYPES[cfg.model.dtype]
+    if cfg.rollout.engine == "torch":
+        from rollout_torch import TorchSampler
+
+        return TorchSampler(arch, stop_tokens=stop_tokens, pad_token=pad_token, dtype=dtype, device=device)
+    from rollout_vllm import VllmEngine
+
+    return VllmEngine(
+        arch,
+        cfg.model.path,
+        stop_tokens=stop_tokens,
+        max_tokens=cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens,
+        dtype=dtype,
+        device=device,
+        tensor=cfg.rollout.tensor,
+        enforce_eager=cfg.rollout.enforce_eager,
+        kv_cache_mib=cfg.rollout.kv_cache_mib,
+        routed_experts=cfg.replay.mode == "r3",
+    )
 
 
 def sample(
@@ -84,8 +118,8 @@ def sample(
     ``score`` gives a completion's reward and whether an answer was found in it; each is scored where it was sampled.
     What is sampled depends on (seed, step, place of the prompt) alone, not on which rank does it.
     """
-    own = asked[parallel.rank :: parallel.world_size]
-    places = range(parallel.rank, len(asked), parallel.world_size)
+    places = own_places(len(asked), cfg, parallel)
+    own = [asked[place] for place in places]
     completions = engine.sample(
         [question.prompt for question in own],
         seeds=[seeds.derive(cfg.train.seed, "rollout", step, place) for place in places],
@@ -100,10 +134,20 @@ def sample(
     return _gather(asked, completions, scores, cfg, parallel), completions
 
 
+def own_places(count: int, cfg: Config, parallel: Parallel) -> range:
+    """Which of ``count`` prompts this rank's replica samples."""
+    return range(parallel.rank // cfg.rollout.tensor, count, parallel.world_size // cfg.rollout.tensor)
+
+
+def in_place(by_rank: Tensor, count: int, cfg: Config) -> Tensor:
+    """What every rank found for its own places, in the order of the prompts.  (ranks, own, ...) -> (count, ...)"""
+    return by_rank[:: cfg.rollout.tensor].transpose(0, 1).flatten(0, 1)[:count].cpu()
+
+
 def _gather(asked, completions, scores, cfg: Config, parallel: Parallel) -> Rollout:
     """Exchange what each rank sampled: one integer and one fp32 message of equal shape from every rank."""
     group, longest = cfg.rollout.group_size, cfg.rollout.max_new_tokens
-    num_own = -(-len(asked) // parallel.world_size)  # the fullest rank's; others send unused rows
+    num_own = len(range(0, len(asked), parallel.world_size // cfg.rollout.tensor))  # of replica 0, which has the most
     whole = torch.zeros(num_own, group, longest + 2, dtype=torch.int64)
     real = torch.zeros(num_own, group, longest + 2, dtype=torch.float32)
     for i, answers in enumerate(completions):
@@ -113,11 +157,7 @@ def _gather(asked, completions, scores, cfg: Config, parallel: Parallel) -> Roll
             whole[i, j, longest:] = torch.tensor([n, answer.finish_reason == "length"])
             real[i, j, :n] = torch.tensor(answer.logp)
             real[i, j, longest:] = torch.tensor(scores[i][j], dtype=torch.float32)
-    # (ranks, own, G, ...) -> place p = own index x ranks + rank
-    whole, real = (
-        parallel.gather_rows(x.to(parallel.device)).transpose(0, 1).flatten(0, 1)[: len(asked)].cpu()
-        for x in (whole, real)
-    )
+    whole, real = (in_place(parallel.gather_rows(x.to(parallel.device)), len(asked), cfg) for x in (whole, real))
     return Rollout(
         prompts=[question.prompt for question in asked],
         tokens=whole[..., :longest].flatten(0, 1),

@@ -97,6 +97,9 @@ class TorchSampler:
         """Copy full tensors, under their Hugging Face names, into the sampler: see Decoder.load_weights."""
         self.decoder.load_weights(named_tensors)
 
+    def close(self) -> None:
+        """Nothing is held that would have to be given back."""
+
     @torch.inference_mode()
     def layer_outputs(self, prompt: list[int]) -> list[Tensor]:
         """The residual stream after each layer, to find where another implementation leaves this one.  -> L x (T, h)"""

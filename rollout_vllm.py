@@ -55,9 +55,7 @@ ENVIRONMENT = {  # what vLLM reads while it is imported; a user's own value stay
 
 def check(arch: Architecture, *, device_type: str, ranks: int, tensor: int, dtype: torch.dtype, max_tokens: int,
           kv_cache_mib: int) -> None:
-    """Raise InputError for what this engine cannot run, without importing vLLM. ``max_tokens``: prompt and answer,
-    which config_rules.check_layout has compared with the model's positions.
-    """
+    """Raise InputError for what this engine cannot run, without importing vLLM. ``max_tokens``: prompt and answer."""
     _check_installed(device_type)
     parts = {
         "ranks": ranks,
@@ -74,7 +72,7 @@ def check(arch: Architecture, *, device_type: str, ranks: int, tensor: int, dtyp
     if arch.num_kv_heads % tensor and tensor % arch.num_kv_heads:
         raise InputError(f"rollout.tensor: {tensor} and {arch.num_kv_heads} key/value heads: one must divide the other")
     heads = max(1, arch.num_kv_heads // tensor)
-    blocks = -(-max_tokens // CPU_BLOCK)
+    blocks = -(-max_tokens // CPU_BLOCK) + 1  # vLLM keeps one for padding
     needed = blocks * CPU_BLOCK * 2 * arch.num_layers * heads * arch.head_dim * dtype.itemsize  # keys and values
     if needed > kv_cache_mib * 2**20:
         raise InputError(f"rollout.kv_cache_mib: {kv_cache_mib} is too small for one row of {max_tokens} tokens; "

@@ -134,13 +134,19 @@ def routing_weights(logits: Tensor, chosen: Tensor, norm_topk_prob: bool) -> Ten
 
 
 def collect(
-    batch: Rollout, own: list[list[Completion]], shares: list[list[list[int]]], arch: Architecture, parallel: Parallel
+    batch: Rollout,
+    own: list[list[Completion]],
+    shares: list[list[list[int]]],
+    arch: Architecture,
+    parallel: Parallel,
+    sampler_tensor: int = 1,
 ) -> dict[int, Tensor]:
     """The engine's routes of every sequence that this rank trains, sequence -> (row length - 1, L, K). Collective.
 
     ``shares``: rollout.plan's [micro-batch][data rank] -> sequences. The tensor ranks of one data rank train the same.
+    ``sampler_tensor``: ranks of one replica of the sampler, the first of which sends what they sampled.
     """
-    group, world = batch.rewards.shape[1], parallel.world_size
+    group, replicas = batch.rewards.shape[1], parallel.world_size // sampler_tensor
     needed_by = {
         sequence: [data_rank * parallel.tensor + i for i in range(parallel.tensor)]
         for share in shares
@@ -150,11 +156,11 @@ def collect(
     assert parallel.rank == parallel.data_rank * parallel.tensor + parallel.tensor_rank
     rest = (sum(arch.moe_layers), arch.experts_per_token)
     records = {
-        (parallel.rank + i * world) * group + j: torch.from_numpy(answer.routed_experts)
+        (parallel.rank // sampler_tensor + i * replicas) * group + j: torch.from_numpy(answer.routed_experts)
         for i, answers in enumerate(own)
         for j, answer in enumerate(answers)
     }
-    owner = {sequence: sequence // group % world for sequence in needed_by}
+    owner = {sequence: sequence // group % replicas * sampler_tensor for sequence in needed_by}
     shapes = {sequence: (batch.row_length(sequence) - 1, *rest) for sequence in needed_by}
     for sequence, record in records.items():
         assert sequence not in shapes or record.shape == shapes[sequence], (record.shape, shapes[sequence])

@@ -3,8 +3,9 @@
 # are absent, trains, and prints the accuracy before and after.
 #
 #   bash run_cpu.sh [section.key=value ...]       e.g.  bash run_cpu.sh train.seed=2 rollout.group_size=16
+#   bash run_cpu.sh --vllm [section.key=value ...]      with vLLM as the sampler, not the embedded one; installs it first
 #
-# Every key is documented in config.py and set in configs/tiny_cpu.yaml. Exit code: 0 done, 2 unusable input, 1 otherwise.
+# Every key is documented in knobs.py and set in configs/tiny_cpu.yaml. Exit code: 0 done, 2 unusable input, 1 otherwise.
 # The settings below can be given in the environment too:  NPROC=1 bash run_cpu.sh
 
 set -euo pipefail
@@ -13,7 +14,7 @@ set -euo pipefail
 PYTHON=${PYTHON:-python3}                  # 3.11, 3.12 or 3.13; makes the environment
 NPROC=${NPROC:-2}                          # processes; a core each is best
 CONFIG=${CONFIG:-configs/tiny_cpu.yaml}    # seen from the repository's folder
-VENV=${VENV:-.venv}                        # the environment's folder, 1.6 GB
+VENV=${VENV:-.venv}                        # the environment's folder, 1.6 GB; 2.2 GB with vLLM
 TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}    # where torch without CUDA comes from, or a mirror
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -29,7 +30,13 @@ export HF_HUB_OFFLINE=1               # models are local folders: a mistyped pat
 unset PYTHONPATH PYTHONHOME           # set by CANN and some editors; packages from there would hide the pinned ones
 
 source ./setup_cpu.sh
-set_up cpu
+if [ "${1:-}" = --vllm ]; then
+    shift
+    set -- rollout.engine=vllm "$@"
+    set_up cpu vllm
+else
+    set_up cpu
+fi
 
 "$VENV/bin/python" train_grpo.py "$CONFIG" "$@" --check --ranks "$NPROC"   # bad input: one line, before any process starts
 # --local-addr: a laptop whose host name nobody resolves would otherwise hang at the start. exec: signals reach torchrun,

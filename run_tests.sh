@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tests, in the environment of run_cpu.sh plus requirements/test.txt.
+# The tests, in the environment of run_cpu.sh plus requirements/test.txt and, for the tests of vLLM, cpu-vllm.txt.
 #
 #   bash run_tests.sh [pytest arguments]          e.g.  bash run_tests.sh -m "not slow" tests/test_grpo.py
 
@@ -7,7 +7,7 @@ set -euo pipefail
 
 # --- yours to change -------------------------------------------------------------------------------------------------
 PYTHON=${PYTHON:-python3}                  # 3.11, 3.12 or 3.13; makes the environment
-VENV=${VENV:-.venv}                        # the environment's folder, 1.6 GB
+VENV=${VENV:-.venv}                        # the environment's folder, 2.2 GB
 TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}    # where torch without CUDA comes from, or a mirror
 MEGATRON_0_12_DIR=${MEGATRON_0_12_DIR:-.cache/megatron-core-0.12.1} # the older Megatron of the parity tests
 # ---------------------------------------------------------------------------------------------------------------------
@@ -21,7 +21,7 @@ export HF_HUB_OFFLINE=1               # no test may need a network
 unset PYTHONPATH PYTHONHOME           # set by CANN and some editors; packages from there would hide the pinned ones
 
 source ./setup_cpu.sh
-set_up cpu test
+set_up cpu test vllm
 
 # Aside and then renamed: a folder of that name is always complete. The wheel says 3.11, what it holds for us is plain Python.
 if [ ! -d "$MEGATRON_0_12_DIR" ]; then

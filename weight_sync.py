@@ -36,14 +36,17 @@ class WeightSync:
         """The policy as the trainer has it: W + (alpha / R) B A, and the norms without noise."""
         self.engine.load_weights(self._changed())
 
-    def push(self, step: int) -> dict[str, float]:
+    def push(self, step: int, probe: list[int]) -> dict[str, float]:
         """The policy with the noise of ``step`` (from 0), and what went: its checksum, and what the noise came to.
 
-        Raises AqnError when the noise that arrived is not the noise that was asked for.
+        Noise goes after the clean policy, so that its effect on the prompt ``probe`` shows by itself: it is exactly 0
+        for an engine that does not take it. Raises AqnError when the noise is not the noise that was asked for.
         """
         if not self.noise:
             self.push_clean()
             return {"sync/checksum": self.checksum}
+        touched: dict[str, Tensor] = {}
+        self.engine.load_weights(self._changed(touched))
         cfg = self.cfg
         sigma = aqn.sigma_at(
             step,
@@ -54,9 +57,13 @@ class WeightSync:
             schedule=cfg.aqn.schedule,
         )
         stream, report = aqn.perturb(
-            self._changed(), self.noise, self.clean, sigma=sigma, seed=cfg.train.seed, step=step
+            touched.items(), self.noise, self.clean, sigma=sigma, seed=cfg.train.seed, step=step
         )
-        self.engine.load_weights(stream)
+        shift = 0.0
+        if sigma:
+            clean_logp = self._greedy_logp(probe)
+            self.engine.load_weights(stream)
+            shift = self._greedy_logp(probe) - clean_logp
         aqn.check_report(report)
         return {
             "sync/checksum": self.checksum,
@@ -64,12 +71,19 @@ class WeightSync:
             "aqn/modules": report.num_modules,
             "aqn/changed_elements": report.num_changed,
             "aqn/realised_std": report.std,
+            "aqn/probe_shift": abs(shift),
         }
 
-    def _changed(self) -> Iterator[tuple[str, Tensor]]:
-        """What training or noise changes, clean."""
+    def _greedy_logp(self, prompt: list[int]) -> float:
+        """The engine's log-prob of its likeliest next token."""
+        return self.engine.sample([prompt], seeds=[0], num_samples=1, max_new_tokens=1, temperature=0.0)[0][0].logp[0]
+
+    def _changed(self, touched: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """What training or noise changes, clean; what noise changes is also kept in ``touched``."""
         self.checksum = 0.0
         for name, tensor in weights_hf.export(self.model, self.arch, self.parallel, only=self.touched):
             if name not in self.touched:
                 self.checksum += tensor.float().sum().item()
+            elif touched is not None:
+                touched[name] = tensor
             yield name, tensor

@@ -1,4 +1,4 @@
-"""A run that works, and the ways to break one thing about it: for tests/test_bad_input.py.
+"""A run that works, the ways to break one thing about it, and the command in a process: for tests/test_bad_input.py.
 
 A `Break` changes a `Place`: the row's own copy of what works, and what the user types after the configuration's name.
 """
@@ -8,6 +8,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import sys
+import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +20,7 @@ from pytest import MonkeyPatch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import train_grpo
 from run_record import sha256_file
 
 CONFIG = """\
@@ -58,6 +63,28 @@ Break = Callable[[Place], object]
 
 def write_config(path: Path, model: Path, out_dir: Path) -> None:
     path.write_text(CONFIG.replace("MODEL", str(model)).replace("OUT", str(out_dir)))
+
+
+def exit_code(arguments: list[str]) -> int:
+    """train_grpo.main in a forked process, which writes where this one writes.
+
+    Not in this one: torch's threads, once started, would block every process that a later test forks.
+    """
+    with warnings.catch_warnings():  # Python 3.12 warns of every fork of a process that has threads
+        warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            signal.alarm(300)
+            code = train_grpo.main(arguments)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def typed(*arguments: str) -> Break:

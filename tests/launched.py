@@ -37,9 +37,12 @@ class Launch:
         """torchrun and all that it has started: (process, start time), as far as they have been seen alive."""
         found = _processes()
         self.known |= {process for process in found if process[0] == self.process.pid}
-        while born := {child for child, parent in found.items() if parent in {pid for pid, _ in self.known}} - self.known:
+        while True:
+            parents = {pid for pid, _ in self.known}
+            born = {child for child, parent in found.items() if parent in parents} - self.known
+            if not born:
+                return self.known
             self.known |= born
-        return self.known
 
     def until(self, happened: Callable[[], bool], seconds: float = 240) -> None:
         """Wait until ``happened()``; an AssertionError with the output if the launch ends or time is up before."""

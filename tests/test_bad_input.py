@@ -6,7 +6,6 @@ refused by `--check`; the rest (run=True) in a world of one process. Some rows a
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import subprocess
@@ -16,13 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+import world
 from breaking import (
     QUESTIONS,
     Break,
     Place,
     cut,
     each_adapter,
+    exit_code,
     file,
     flip_a_bit,
     folder_instead,
@@ -43,14 +43,12 @@ from breaking import (
 )
 from pytest import CaptureFixture, MonkeyPatch
 
-import parallel_setup
+import data_gsm8k
 import runlog
-import train_grpo
 
 pytestmark = [  # notes of others about GPUs and about each other; train_grpo.py silences them when run as a command
     pytest.mark.filterwarnings(r"ignore:::megatron\."),
     pytest.mark.filterwarnings(r"ignore:::torch\."),
-    pytest.mark.filterwarnings("ignore:unclosed file .*run.lock:ResourceWarning"),  # the end of the process closes it
 ]
 ROOT = Path(__file__).resolve().parent.parent
 NORM, EMBED = "model.norm.weight", "model.embed_tokens.weight"
@@ -132,7 +130,7 @@ LAYOUT = [
     row("context", "parallel.context: 2 is not supported yet; only 1 is", "parallel.context=2"),
     row("npu", "device: npu is not supported yet, only cpu", "device=npu"),
     row("cuda", "device: cuda is not supported yet, only cpu", "device=cuda", run=True),
-    row("vllm", "rollout.engine: vllm comes with ... use torch", "rollout.engine=vllm"),
+    row("vllm", "rollout.engine: vllm ... or rollout.engine torch", "rollout.engine=vllm"),
     row("half a torchrun", "torch.distributed: the ranks did not find each other", variables(RANK="0"), run=True),
     row("positions", "data.max_prompt_tokens: 96 + rollout.max_new_tokens 4 = 100 exceeds the model's 64 positions",
         option(max_position_embeddings=64)),
@@ -270,11 +268,13 @@ PROCESSES = [param for param in TABLE if param.id in ("unknown-key", "one-infini
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a configuration, the model that it made and the run that it did."""
+    world._import_megatron()
     folder = tmp_path_factory.mktemp("good")
     write_config(folder / "run.yaml", folder / "model", folder / "out")
-    assert train_grpo.main([str(folder / "run.yaml")]) == 0
+    assert exit_code([str(folder / "run.yaml")]) == 0
     (made,) = (folder / "out").iterdir()
     made.rename(folder / "run")
+    data_gsm8k.load_tokenizer(folder / "model")  # imports what every row's process would otherwise import anew
     return folder
 
 
@@ -286,10 +286,6 @@ def place(good: Path, tmp_path: Path, monkeypatch: MonkeyPatch) -> Iterator[Plac
     for opened in place.held:
         if hasattr(opened, "close"):
             opened.close()
-    if dist.is_initialized():  # after an error the end of the process would close the world
-        gc.collect()
-        parallel_setup.close_model_parallel()
-        dist.destroy_process_group()
 
 
 def command(place: Place, changes: tuple[str | Break, ...], run: bool) -> list[str]:
@@ -315,13 +311,13 @@ def assert_one_line(stderr: str, expected: str) -> None:
     ids=["made", "new", "model", "gsm8k", "resume"],
 )
 def test_what_is_not_broken_runs_without_a_word_on_stderr(broken, run, place: Place, capfd: CaptureFixture) -> None:
-    assert train_grpo.main(command(place, (broken,), run)) == 0
+    assert exit_code(command(place, (broken,), run)) == 0
     assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(("expected", "changes", "run"), TABLE)
 def test_bad_input_gives_one_line_and_code_2(expected, changes, run, place: Place, capfd: CaptureFixture) -> None:
-    assert train_grpo.main(command(place, changes, run)) == 2
+    assert exit_code(command(place, changes, run)) == 2
     assert_one_line(capfd.readouterr().err, expected)
 
 
@@ -335,5 +331,5 @@ def test_the_process_ends_with_that_line_and_code(expected, changes, run, place:
 
 
 def test_check_leaves_nothing_behind(place: Place) -> None:
-    assert train_grpo.main(command(place, (typed("model.path=FOLDER/new"),), run=False)) == 0
+    assert exit_code(command(place, (typed("model.path=FOLDER/new"),), run=False)) == 0
     assert [path.name for path in place.folder.iterdir()] == ["run.yaml"]

@@ -17,11 +17,12 @@ from config import to_yaml
 @pytest.mark.slow
 def test_sixteen_ranks_run_the_shape_of_the_large_layout(tmp_path) -> None:
     """TP4 EP16 as on 16 NPUs. The model is random, so the reward is 0; what is shown is that every collective meets."""
-    arguments = ["configs/tiny_16.yaml", "train.steps=3", f"train.out_dir={tmp_path}/out", f"model.path={tmp_path}/model"]
+    folders = (f"train.out_dir={tmp_path}/out", f"model.path={tmp_path}/model")
+    arguments = ("configs/tiny_16.yaml", "train.steps=3", *folders)
     with launched.launch(16, "train_grpo.py", *arguments, log=tmp_path / "log") as started:
         assert started.wait(500) == 0, started.text
     assert "layout: 16 ranks = tensor 4 x data 4 = expert_tensor 1 x expert 16 x expert_data 1" in started.text
-    assert re.search(r"arithmetic accuracy \S+ % -> \S+ % \(95 % interval .*, n = 64 held-out questions\)", started.text)
+    assert re.search(r"arithmetic accuracy \S+ % -> \S+ % \(.*, n = 64 held-out questions\)", started.text)
     (run,) = (tmp_path / "out").glob("tiny_16-*")
     rows = training.metrics(run)
     assert [row["step"] for row in rows] == [0, 1, 2]

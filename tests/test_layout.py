@@ -21,12 +21,12 @@ LAYERS = [  # a file may import only from the rows above its own
     {"model_megatron"},
     {"weights_hf"},
     {"adapter_weights", "rollout", "aqn"},
-    {"rollout_torch"},
+    {"rollout_torch", "rollout_vllm"},
     {"evaluate", "checkpoint", "tiny_model", "routing_replay", "weight_sync"},
     {"learner"},
     {"train_grpo", "export"},
 ]
-LAZY = {("rollout", "rollout_torch")}  # upward, but only inside a function: opens the engine that the config asks for
+LAZY = {("rollout", "rollout_torch"), ("rollout", "rollout_vllm")}  # upward, but only inside a function: opens the engine that the config asks for
 HEAVY = {"megatron", "vllm", "ray", "transformers", "torch_npu", "mindspeed", "pandas", "pyarrow", "matplotlib", "peft"}
 OPTIONAL = {"torch_npu", "mindspeed", "vllm", "ray", "tensorboard"}  # used where present, asked for by no CPU run
 PACKAGE = {"yaml": "PyYAML", "megatron": "megatron-core"}  # import name -> name on PyPI where they differ

