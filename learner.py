@@ -27,8 +27,10 @@ from hf_config import Architecture
 from parallel_setup import Parallel
 from rollout import Completion, MicroBatch, Rollout
 from routing_replay import RoutingReplay
+from tripwires import Tripped
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, in torch's names
+LOSSES = ("actor/loss", "actor/policy_loss")  # all else that a micro-batch reports is a mean over tokens
 
 
 class Learner:
@@ -73,12 +75,13 @@ class Learner:
             # With one update the policy that sampled is the policy that learns, and the ratio is 1 without this pass.
             old_logp = [
                 [self._old_logp(micro, step, index, i) for i, micro in enumerate(micro_batches)]
-                for index, (micro_batches, _) in enumerate(packed)
+                for index, (micro_batches, _, _) in enumerate(packed)
             ]
             clock.lap("old_logp")
         sums: dict[str, Tensor] = {}
         peak_gap, norms = torch.zeros(()), []
-        for index, (micro_batches, counts) in enumerate(packed):
+        measured = sum(num_tokens for _, _, num_tokens in packed)
+        for index, (micro_batches, counts, _) in enumerate(packed):
             for i, micro in enumerate(micro_batches):
                 seed_dropout(cfg, step, index, i, self.parallel.rank)
                 ref_logp = self._reference_logp(micro, clock)
@@ -87,7 +90,8 @@ class Learner:
                     loss.backward()  # inside: activation recompute routes again
                 clock.lap("update")
                 for name, value in stats.items():
-                    sums[name] = sums.get(name, 0) + value / len(updates)
+                    share = 1 / len(updates) if name in LOSSES else counts["num_tokens"] / max(1, measured)
+                    sums[name] = sums.get(name, 0) + value * share
                 peak_gap = torch.maximum(peak_gap, gap)
             self.parallel.sync_gradients_(self.parameters)
             norms.append(self._step(step))
@@ -104,8 +108,11 @@ class Learner:
 
     def _pack(
         self, batch: Rollout, own: list[list[Completion]], sequences: list[int], advantages: Tensor
-    ) -> tuple[list[MicroBatch], dict]:
-        """This rank's micro-batches of one update, and the update's counts over all data ranks."""
+    ) -> tuple[list[MicroBatch], dict, int]:
+        """This rank's micro-batches of one update, its counts over all data ranks, and its tokens in the forward.
+
+        The last are fewer where groups of equal reward are left out: a loss counts those, as 0; a metric cannot.
+        """
         cfg, parallel = self.cfg, self.parallel
         if cfg.loss.mask_truncated:
             sequences = [s for s in sequences if not batch.truncated[s]]
@@ -125,7 +132,8 @@ class Learner:
         if cfg.replay.mode == "r3":
             records = routing_replay.collect(batch, own, shares, self.arch, parallel, cfg.rollout.tensor)
         pack = (advantages, parallel.device, self.pad_token, parallel.tensor, records)
-        return [rollout.pack(batch, rows, *pack) for rows in mine], counts
+        measured = sum(batch.lengths[s] for s in sequences)
+        return [rollout.pack(batch, rows, *pack) for rows in mine], counts, measured
 
     def _routed(self, micro: MicroBatch) -> contextlib.AbstractContextManager:
         """Inside, every forward of ``micro`` is routed by its record, if it has one."""
@@ -225,7 +233,10 @@ class Learner:
         """Clip over the whole sharded parameter set, one AdamW step, and the norm before clipping."""
         norm = self.parallel.gradient_norm(self.parameters).item()
         if not math.isfinite(norm):
-            raise FloatingPointError(f"step {step + 1}: the gradient norm is {norm}; nothing was updated or saved")
+            raise Tripped(
+                f"step {step + 1}: the gradient norm is {norm}; nothing was updated or saved\n"
+                "  look at: optim.lr and the checkpoint before; in bf16 also loss.aggregate and the longest completions"
+            )
         shrink = min(1.0, self.cfg.optim.max_grad_norm / (norm + 1e-6))
         for parameter in self.parameters:
             parameter.grad *= shrink

@@ -19,7 +19,8 @@ from torch import Tensor
 
 import checkpoint
 import runlog
-from config import Config, DataConfig, InputError, ModelConfig, OptimConfig, TrainConfig
+from config import Config, InputError
+from knobs import DataConfig, ModelConfig, OptimConfig, TrainConfig
 
 
 def config_in(folder: Path, **train: object) -> Config:

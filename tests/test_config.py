@@ -249,8 +249,9 @@ def other_values(cfg: Config) -> dict[str, object]:
         "lora.dropout": 0.1,
         "aqn.schedule": "constant",
         "replay.mode": "r3",
-        **{f"checks.{key}": "warn" for key in ("reward_constant", "logp_gap", "reference_kl", "adapters", "non_finite")},
-        **{f"checks.{key}": "stop" for key in ("unparsable", "gradient_spike", "entropy")},
+        **dict.fromkeys(["checks.reward_constant", "checks.logp_gap", "checks.reference_kl"], "warn"),
+        **dict.fromkeys(["checks.adapters", "checks.non_finite"], "warn"),
+        **dict.fromkeys(["checks.unparsable", "checks.gradient_spike", "checks.entropy"], "stop"),
         "checks.unparsable_share": 0.5,
     }
 

@@ -20,7 +20,8 @@ import pytest
 
 import data_gsm8k
 import gsm8k_files
-from config import DataConfig, InputError
+from config import InputError
+from knobs import DataConfig
 from tiny_tokenizer import build_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -26,7 +26,8 @@ LAYERS = [  # a file may import only from the rows above its own
     {"learner"},
     {"train_grpo", "export"},
 ]
-LAZY = {("rollout", "rollout_torch"), ("rollout", "rollout_vllm")}  # upward, but only inside a function: opens the engine that the config asks for
+# Upward, but only inside a function: opens the engine that the config asks for.
+LAZY = {("rollout", "rollout_torch"), ("rollout", "rollout_vllm")}
 HEAVY = {"megatron", "vllm", "ray", "transformers", "torch_npu", "mindspeed", "pandas", "pyarrow", "matplotlib", "peft"}
 OPTIONAL = {"torch_npu", "mindspeed", "vllm", "ray", "tensorboard"}  # used where present, asked for by no CPU run
 PACKAGE = {"yaml": "PyYAML", "megatron": "megatron-core"}  # import name -> name on PyPI where they differ

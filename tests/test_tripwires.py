@@ -1,0 +1,338 @@
+"""Each tripwire is shown to fire by the fault it is for, planted in a whole run, and to keep still in sound ones.
+
+A run is the whole trainer on a random tiny model in a forked world, where the fault is planted; the reward is lenient
+(training.lenient_score) unless a constant one is wanted. Not here: the vLLM engine, and a rank that stands still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import breaking
+import pytest
+import torch
+import training
+import world
+from torch import Tensor
+
+import aqn
+import grpo
+import lora_megatron
+import parallel_setup
+import reward_gsm8k
+import runlog
+import train_grpo
+import weights_hf
+from aqn import AqnError
+from config import Config, InputError, load_config, to_yaml
+from decoder_torch import Decoder
+from heartbeat import Heartbeat
+from knobs import Action, ChecksConfig
+from learner import Learner
+from tripwires import Tripped
+
+FEW = {  # a step of some 50 ms
+    "rollout__prompts_per_step": 4, "rollout__group_size": 2, "optim__prompts_per_update": 4,
+    "rollout__max_new_tokens": 4, "eval__samples": 0, "eval__num_questions": 1,
+}  # fmt: skip
+CHECKS = [name for name, field in ChecksConfig.model_fields.items() if field.annotation == Action]
+ALL_STOP = {f"checks__{name}": "stop" for name in CHECKS}
+NOISE = {"aqn__schedule": "constant"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return training.make_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def raised(plant: Callable[[], None], cfg: Config, layout: str = "TP1", lenient: bool = True) -> list[tuple[type, str]]:
+    """On every rank, what ended a run with the fault that ``plant`` plants; InputError and "" if nothing did."""
+    return training.in_world(layout, run_planted, plant, layout, training.in_layout(cfg, layout), lenient)
+
+
+def run_planted(plant: Callable[[], None], layout: str, cfg: Config, lenient: bool) -> tuple[type, str]:
+    training.lighten(lenient)
+    plant()
+    try:
+        train_grpo.train(cfg, world.open_layout(layout), Heartbeat(0, 0))
+    except (Tripped, AqnError, InputError, FloatingPointError) as error:
+        return type(error), str(error)
+    return InputError, ""
+
+
+# ------------------------------------------------------------------------------------------------ the faults
+
+
+def nothing() -> None:
+    pass
+
+
+def after(owner: object, name: str, change: Callable) -> None:
+    """From now on ``owner.name`` returns ``change(what it returns, *its arguments)``."""
+    real = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: change(real(*args, **kwargs), *args))
+
+
+def pushed_otherwise(change: Callable[[str, Tensor], Tensor]) -> None:
+    """Every tensor that leaves the trainer as ``change(name, tensor)``."""
+    after(weights_hf, "export", lambda stream, *_: ((name, change(name, tensor)) for name, tensor in stream))
+
+
+def experts_delta_dropped() -> None:
+    """The merge forgets the LoRA of the routed experts of layer 1."""
+
+    def delta(value: Tensor, slot: weights_hf.Slot) -> Tensor:
+        return value * 0 if slot.expert is not None and ".layers.1." in slot.names[0] else value
+
+    after(weights_hf, "_delta", delta)
+
+
+def gate_transposed() -> None:
+    """Layer 1's router comes with its memory in the other order, as a square one would without any complaint."""
+    gate = "model.layers.1.mlp.gate.weight"
+    pushed_otherwise(lambda name, tensor: tensor.t().reshape(tensor.shape) if name == gate else tensor)
+
+
+def gate_permuted() -> None:
+    """Layer 0's router has its experts in another order."""
+    gate = "model.layers.0.mlp.gate.weight"
+    pushed_otherwise(lambda name, tensor: tensor.roll(1, 0) if name == gate else tensor)
+
+
+def adapters_never_pushed() -> None:
+    after(weights_hf, "_delta", lambda value, slot: value * 0)
+
+
+def nan_in_one_expert() -> None:
+    broken, seen = "model.layers.1.mlp.experts.5.down_proj.weight", []
+
+    def change(name: str, tensor: Tensor) -> Tensor:
+        seen.append(name)
+        return tensor * float("nan") if name == broken and seen.count(name) == 4 else tensor
+
+    pushed_otherwise(change)
+
+
+def engine_without_norms() -> None:
+    """An engine that, once loaded, takes every tensor but the norms."""
+    real = Decoder.load_weights
+
+    def load_weights(self: Decoder, stream) -> None:
+        keep = self.ready
+        slots = self._slots
+        real(self, ((name, slots[name][0].clone() if keep and "norm" in name else value) for name, value in stream))
+
+    Decoder.load_weights = load_weights
+
+
+def noise_too_strong() -> None:
+    real = aqn._noisy
+    aqn._noisy = lambda clean, sigma, *rest: real(clean, 2 * sigma, *rest)
+
+
+def noise_in_the_trainer() -> None:
+    """The noise of a push stays in the trainer's own weights, so that the next would come on top."""
+
+    def leak(metrics: dict, learner: Learner, *_) -> dict:
+        with torch.no_grad():
+            learner.model.decoder.layers[1].input_layernorm.weight.add_(0.01)
+        return metrics
+
+    after(Learner, "update", leak)
+
+
+def noise_on_a_class_that_is_not_pushed() -> None:
+    """What is pushed are the names of another class of norms."""
+    real = aqn.touched_names
+    aqn.touched_names = lambda plan: {name.replace("input", "post_attention") for name in real(plan)}
+    after(aqn, "clean_norms", lambda clean, *_: clean | {
+        f"model.layers.{layer}.input_layernorm.weight": torch.ones(32) for layer in (0, 1)
+    })  # fmt: skip
+
+
+def adapters_not_at_zero() -> None:
+    def attach(adapters: dict, *_) -> dict:
+        with torch.no_grad():
+            for name, factor in lora_megatron.factors(adapters).items():
+                if name.endswith(".B"):
+                    factor.fill_(0.01)
+        return adapters
+
+    after(lora_megatron, "attach", attach)
+
+
+def loss_metric_not_finite() -> None:
+    after(grpo, "policy_loss", lambda result, *_: (result[0], result[1] | {"ppo_kl": torch.tensor(float("nan"))}))
+
+
+def gradient_not_finite() -> None:
+    after(grpo, "group_advantages", lambda advantages, *_: advantages / 0)
+
+
+def twelfth_gradient_is_large() -> None:
+    calls = []
+
+    def grow(_: None, parallel: parallel_setup.Parallel, parameters: list) -> None:
+        calls.append(1)
+        if len(calls) == 12:
+            for parameter in parameters:
+                parameter.grad *= 1000
+
+    after(parallel_setup.Parallel, "sync_gradients_", grow)
+
+
+def policy_without_entropy() -> None:
+    """A head so sharp that one token has all the probability, on both sides."""
+
+    def sharpen(_: None, model: torch.nn.Module, *__) -> None:
+        with torch.no_grad():
+            model.output_layer.weight.mul_(1e4)
+
+    after(weights_hf, "load", sharpen)
+
+
+STOPS = {  # fault: its plant, the changes to the run, then what the message must hold
+    "experts' delta dropped": (
+        experts_delta_dropped, {},
+        ["checks.logp_gap", "step 2", "layer 1 is the first whose output differs", "weights_hf.export"],
+    ),
+    "gate transposed": (gate_transposed, {}, ["checks.logp_gap", "step 1", "layer 1 is the first"]),
+    "gate permuted": (gate_permuted, {}, ["checks.logp_gap", "step 1", "layer 0 is the first"]),
+    "adapters never pushed": (
+        adapters_never_pushed, {}, ["checks.adapters", "step 2", "the merge of the adapters"],
+    ),
+    "engine without norms": (engine_without_norms, NOISE, ["checks.noise", "step 1", "takes pushed norms"]),
+    "adapters not at zero": (adapters_not_at_zero, {}, ["checks.reference_kl", "adapters start at 0"]),
+    "metric not finite": (loss_metric_not_finite, {}, ["checks.non_finite", "step 1", "actor/ppo_kl"]),
+    "gradient spike": (
+        twelfth_gradient_is_large, {"train__steps": 13, "checks__gradient_spike": "stop"},
+        ["checks.gradient_spike", "step 12", "x the usual", "optim.lr"],
+    ),
+    "entropy": (
+        policy_without_entropy, {"checks__entropy": "stop", "checks__logp_gap": "off"},
+        ["checks.entropy", "step 1", "loss.entropy_coef"],
+    ),
+    "reward constant": (
+        nothing, {"checks__reward_constant_steps": 2},
+        ["checks.reward_constant", "every reward of 2 steps is 0", "completions.jsonl"],
+    ),
+    "no answers": (nothing, {"checks__unparsable": "stop"}, ["checks.unparsable", "step 1: 100.0%", "chat template"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", STOPS)
+def test_a_planted_fault_stops_the_run_and_is_named(fault: str, model: Path, tmp_path: Path) -> None:
+    plant, changes, expected = STOPS[fault]
+    cfg = training.config(model, tmp_path, **FEW | changes)
+    ((kind, message),) = raised(plant, cfg, lenient=fault != "reward constant")
+    assert kind is Tripped and all(part in message for part in expected), message
+    assert len(message.splitlines()) <= 10 and expected[0] + "=warn" in message
+    print(message)
+
+
+@pytest.mark.parametrize("fault", ["experts' delta dropped", "gate permuted", "adapters never pushed"])
+def test_every_rank_stops_with_the_same_report(fault: str, model: Path, tmp_path: Path) -> None:
+    plant, changes, expected = STOPS[fault]
+    reports = raised(plant, training.config(model, tmp_path, **FEW | changes), "TP2_EP2")
+    assert reports[0] == reports[1] and all(part in reports[0][1] for part in expected), reports
+
+
+OTHER_STOPS = {  # what is refused elsewhere than in tripwires.py
+    "NaN in one expert": (
+        nan_in_one_expert, {}, InputError, "model.layers.1.mlp.experts.5.down_proj.weight has NaN or infinity"
+    ),
+    "gradient not finite": (gradient_not_finite, {}, FloatingPointError, "step 1: the gradient norm is nan; nothing"),
+    "noise too strong": (noise_too_strong, NOISE, AqnError, "AQN: realised std 0.0196, needed 0.01"),
+    "noise in the trainer": (
+        noise_in_the_trainer, NOISE, AqnError, "model.layers.1.input_layernorm.weight is not the clean weight any more"
+    ),
+    "noise on a wrong class": (
+        noise_on_a_class_that_is_not_pushed, NOISE | {"aqn__targets": ("attention",)}, AqnError,
+        "none of the targets was in the push",
+    ),
+    "targets that touch nothing": (
+        nothing, NOISE | {"aqn__targets": ("mlp",)}, InputError, "aqn.targets: mlp touches no norm"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", OTHER_STOPS)
+def test_a_fault_that_has_its_own_error_is_named_too(fault: str, model: Path, tmp_path: Path) -> None:
+    plant, changes, kind, expected = OTHER_STOPS[fault]
+    cfg = training.config(model, tmp_path, train__checkpoint_every=1, **FEW | changes)
+    ((found, message),) = raised(plant, cfg)
+    assert found is kind and expected in message and len(message.splitlines()) <= 10, (found, message)
+    saved = len(list(training.only_run(cfg).glob("checkpoints/step-*")))
+    assert saved == {"NaN in one expert": 1, "noise in the trainer": 1}.get(fault, 0)  # those of the sound steps
+
+
+# ------------------------------------------------------------------------------------------------ warn, off, the exit
+
+
+@pytest.mark.parametrize(("action", "warnings"), [("warn", 1), ("off", 0)])
+def test_warn_says_it_once_and_goes_on_and_off_is_silent(action, warnings, model: Path, tmp_path: Path) -> None:
+    cfg = training.config(model, tmp_path, checks__logp_gap=action, checks__unparsable="off", **FEW)
+    assert raised(gate_permuted, cfg) == [(InputError, "")]
+    run = training.only_run(cfg)
+    assert (run / "log.txt").read_text().count("warning: checks.logp_gap: step 1: sampler and trainer") == warnings
+    assert "warning" not in (run / "log.txt").read_text().replace("warning: checks.logp_gap", "")
+    assert [row["step"] for row in training.metrics(run)] == [0, 1, 2] and (run / "finished.json").exists()
+    assert min(row["rollout/logp_gap_mean"] for row in training.metrics(run)) > 1e-3
+
+
+def test_the_command_ends_with_code_3_and_the_report(model: Path, tmp_path: Path, monkeypatch, capfd) -> None:
+    (tmp_path / "run.yaml").write_text(to_yaml(training.config(model, tmp_path, **FEW)))
+    for name in ("draw_curves", "write_records"):
+        monkeypatch.setattr(runlog, name, lambda *args: None)
+    monkeypatch.setattr(weights_hf, "export", weights_hf.export)  # the fault ends with this test
+    gate_permuted()
+    assert breaking.exit_code([str(tmp_path / "run.yaml")]) == 3
+    message = capfd.readouterr().err
+    assert message.startswith("stopped: checks.logp_gap: step 1") and "layer 0" in message
+    assert "Traceback" not in message and len(message.splitlines()) <= 10 and message.endswith("to go on regardless: checks.logp_gap=warn\n")
+
+
+def test_a_key_that_is_not_read_is_refused(tmp_path: Path) -> None:
+    lines = to_yaml(training.config(tmp_path, tmp_path, checks__logp_gap="off"))
+    (tmp_path / "run.yaml").write_text(lines.replace("logp_gap: 'off'", "logp_gap: 'off'\n  logp_gap_fp32: 0.01"))
+    with pytest.raises(InputError, match="checks.logp_gap_fp32: not read, checks.logp_gap is off"):
+        load_config(tmp_path / "run.yaml")
+
+
+# ------------------------------------------------------------------------------------------------ sound runs
+
+
+def every_answer_parsable() -> None:
+    """A random model never answers in the right form, which is a fault that is meant to be seen."""
+    reward_gsm8k.parsable = lambda *args: True
+
+
+MANY = {"train__steps": 200, "optim__lr": 1e-3}
+SOUND = {  # all tripwires on `stop`
+    "200 steps": ("TP1", MANY),
+    "200 steps of noise and replay": (
+        "TP1",
+        MANY | {"aqn__schedule": "qerl", "replay__mode": "r3", "loss__importance": "token",
+                "lora__targets": ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router")},
+    ),
+    "dropout": ("TP1", {"lora__dropout": 0.1}),
+    "bf16, the reference routes natively": (
+        "TP2_EP2", {"model__dtype": "bf16", "replay__mode": "r3", "replay__reference": "native"}
+    ),
+    "noise in bf16": ("TP2_EP2", NOISE | {"model__dtype": "bf16"}),
+    "a step without anything to learn": (
+        "TP1", {"rollout__top_k": 1, "loss__skip_equal_groups": True, "loss__kl": "none"}
+    ),
+    "several updates a step": ("TP1", {"optim__prompts_per_update": 2, "replay__mode": "r2"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_no_tripwire_fires_in_a_sound_run(name: str, model: Path, tmp_path: Path) -> None:
+    layout, changes = SOUND[name]
+    cfg = training.config(model, tmp_path, **FEW | ALL_STOP | changes)
+    assert raised(every_answer_parsable, cfg, layout) == [(InputError, "")] * world.LAYOUTS[layout][0]
+    run = training.only_run(cfg)
+    assert "warning" not in (run / "log.txt").read_text()
+    assert len(training.metrics(run)) == cfg.train.steps

@@ -1,0 +1,205 @@
+"""What the engine holds after a push: of the adapters, of the noise, and of nothing else, in every layout.
+
+The reference is an engine that is loaded whole, from nothing, with the policy that was to be pushed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import adapted
+import pytest
+import reference
+import torch
+import training
+import world
+from torch import Tensor
+
+import adapter_weights
+import aqn
+import lora_megatron
+import train_grpo
+import weights_hf
+from config import Config
+from heartbeat import Heartbeat
+from parallel_setup import Parallel
+from rollout_torch import TorchSampler
+from weight_sync import WeightSync
+
+KINDS = ("qwen3_moe", "qwen2_moe")
+LAYOUTS = ["TP1", "TP2_EP2"]
+ALL = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router")
+PROBE = [5, 6, 7, 8]
+SIGMAS = [0.0, 0.01, 0.001]  # of a qerl run of three steps in three stages
+NOISES = {
+    "off": {},
+    "noisy router": {"aqn__targets": ("attention", "experts")},
+    "clean router, shared expert": {"aqn__targets": ("attention", "experts", "mlp"), "aqn__router": "clean"},
+    "patterns": {"aqn__targets": ("*norm.weight",)},
+}
+
+
+def config(model: Path, noise: dict) -> Config:
+    schedule = {"aqn__schedule": "qerl", "aqn__num_stages": 3} if noise else {}
+    return training.config(model, model, lora__targets=ALL, train__steps=3, **schedule, **noise)
+
+
+def held(engine: TorchSampler) -> dict[str, Tensor]:
+    """A copy of every tensor in the engine."""
+    return {name: slot.clone() for name, (slot, _) in engine.decoder._slots.items()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def loaded(arch, stream) -> dict[str, Tensor]:
+    """What an engine holds that got this stream and nothing before."""
+    engine = TorchSampler(arch, stop_tokens=set(), pad_token=0)
+    engine.load_weights(stream)
+    return held(engine)
+
+
+def move(adapters: dict, arch, parallel: Parallel, step: int) -> None:
+    """Other adapters, as an update would leave them; the same policy in every layout."""
+    whole = adapter_weights.gather(adapters, lora_megatron.factors(adapters), arch, parallel)
+    generator = torch.Generator().manual_seed(step)
+    whole = {name: 0.1 * torch.randn(value.shape, generator=generator) for name, value in whole.items()}
+    adapted.fill(adapters, whole, arch, parallel)
+
+
+def follow(parallel: Parallel, path: Path, noises: dict[str, dict]) -> dict[str, dict]:
+    """Three updates, each pushed; by kind of noise, which promises held, and the noisy norms of each step."""
+    answers = {}
+    for label, noise in noises.items():
+        cfg = config(path, noise)
+        model, arch = adapted.load(path, parallel)
+        adapters = lora_megatron.attach(model, cfg.lora, parallel, cfg.train.seed)
+        engine = TorchSampler(arch, stop_tokens=set(), pad_token=0)
+        sync = WeightSync(engine, model, arch, parallel, cfg)
+        trained = {id(factor) for factor in lora_megatron.factors(adapters).values()}
+        base = [tensor for tensor in model.parameters() if id(tensor) not in trained]
+        before = [tensor.clone() for tensor in base]
+        answer = {"first": same(held(engine), loaded(arch, weights_hf.export(model, arch, parallel)))}
+        for step in range(3):
+            move(adapters, arch, parallel, step)
+            clean = loaded(arch, weights_hf.export(model, arch, parallel))
+            expected, pushed = clean, sync.push(step, PROBE)
+            if noise:
+                stream = weights_hf.export(model, arch, parallel)
+                plan = aqn.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
+                norms = aqn.clean_norms(weights_hf.export(model, arch, parallel), plan)
+                expected = loaded(arch, aqn.perturb(stream, plan, norms, sigma=SIGMAS[step], seed=0, step=step)[0])
+            first = held(engine)
+            again = sync.push(step, PROBE)
+            twice = held(engine)
+            sync.push_clean()
+            answer[step] = {
+                "equals a full push": same(first, expected),
+                "no drift": same(first, twice) and again == pushed,
+                "clean again": same(held(engine), clean),
+                "noisy": not same(first, clean),
+                "sigma": pushed.get("aqn/sigma"),
+                "shift": pushed.get("aqn/probe_shift"),
+                "norms": {name: tensor for name, tensor in first.items() if "norm" in name},
+                "held": first,
+            }
+        answers[label] = answer | {"trainer unmoved": len(base) > 20 and all(map(torch.equal, base, before))}
+    return answers
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def answers(request, tmp_path_factory) -> dict[str, list[dict]]:
+    path = reference.save(request.param, tmp_path_factory.mktemp(request.param))
+    return world.in_layouts(LAYOUTS, follow, path, NOISES)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("noise", NOISES)
+def test_a_push_of_what_changes_equals_a_full_push(noise: str, layout: str, answers) -> None:
+    for answer in answers[layout]:
+        assert answer[noise]["first"] and all(answer[noise][step]["equals a full push"] for step in range(3))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("noise", NOISES)
+def test_two_pushes_at_one_step_are_one_and_a_clean_one_leaves_nothing(noise: str, layout: str, answers) -> None:
+    for answer in answers[layout]:
+        assert all(answer[noise][step]["no drift"] and answer[noise][step]["clean again"] for step in range(3))
+        assert answer[noise]["trainer unmoved"]
+        for step, sigma in enumerate(SIGMAS):
+            noisy = noise != "off" and sigma > 0
+            assert answer[noise][step]["noisy"] == noisy
+            assert answer[noise][step]["sigma"] == (None if noise == "off" else sigma)
+            assert bool(answer[noise][step]["shift"]) == noisy
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_every_rank_of_a_layout_holds_the_same_and_every_layout_the_same_noise(noise: str, answers) -> None:
+    one, other = answers["TP2_EP2"]
+    for step in range(3):
+        assert same(one[noise][step]["held"], other[noise][step]["held"])
+        assert same(one[noise][step]["norms"], answers["TP1"][0][noise][step]["norms"])
+        if noise != "off" and step:
+            assert not same(one[noise][step]["norms"], one["off"][step]["norms"])
+
+
+# ------------------------------------------------------------------------------------------------ whole runs
+
+
+def train(jobs: list[tuple[str, Config, bool]]) -> None:
+    """One run after the other; those with a fault do not get their norms back for an evaluation."""
+    training.lighten()
+    sound = WeightSync.push_clean
+
+    def push_clean(self: WeightSync) -> None:
+        self.engine.load_weights((name, tensor) for name, tensor in self._changed() if name not in self.touched)
+
+    for layout, cfg, faulty in jobs:
+        WeightSync.push_clean = push_clean if faulty else sound
+        train_grpo.train(cfg, world.open_layout(layout), Heartbeat(0, 0))
+        training.parallel_setup.close_model_parallel()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Path]:
+    """A policy that stays as it is, evaluated after every step: with noise, without, and with a safeguard gone."""
+    model = training.make_model(tmp_path_factory.mktemp("models") / "tiny")
+    out = tmp_path_factory.mktemp("runs")
+    still = {"optim__lr": 1e-30, "checks__adapters": "off", "eval__every": 1, "loss__kl": "none"}
+    noise = {"aqn__schedule": "constant", "aqn__sigma_start": 0.1}
+    few = {
+        "rollout__prompts_per_step": 2, "rollout__group_size": 2, "optim__prompts_per_update": 2,
+        "rollout__max_new_tokens": 2, "eval__samples": 0, "eval__num_questions": 1,
+    }  # fmt: skip
+    staged = {"aqn__schedule": "qerl", "aqn__num_stages": 5, "train__steps": 20}
+    changes = {"clean": still, "noisy": still | noise, "faulty": still | noise, "staged": few | staged}
+    cfgs = {label: training.config(model, out / label, **changes[label]) for label in changes}
+    training.in_world("TP1", train, [("TP1", cfg, label == "faulty") for label, cfg in cfgs.items()])
+    return {label: training.only_run(cfg) for label, cfg in cfgs.items()}
+
+
+def test_evaluation_is_the_same_to_the_last_bit_with_and_without_noise(runs: dict[str, Path]) -> None:
+    for name in ("eval.jsonl", "eval_outcomes.jsonl"):
+        assert (runs["noisy"] / name).read_bytes() == (runs["clean"] / name).read_bytes()
+    evaluations = (runs["clean"] / "eval.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in evaluations] == [0, 1, 2, 3]
+    sampled = [(runs[label] / "completions.jsonl").read_text() for label in ("noisy", "clean")]
+    assert sampled[0] != sampled[1], "control: the noise changes what is sampled for training"
+
+
+def test_without_the_restoring_push_the_evaluation_differs(runs: dict[str, Path]) -> None:
+    """Negative control of the test above."""
+    faulty, clean = ((runs[label] / "eval_outcomes.jsonl").read_text().splitlines() for label in ("faulty", "clean"))
+    assert faulty[:9] == clean[:9] and faulty[9:] != clean[9:]  # nine questions; the first time there was no noise yet
+
+
+def test_sigma_of_every_step_in_the_log(runs: dict[str, Path]) -> None:
+    """20 steps in 5 stages from 0.01 to 0.001: none, then 0.01 times 1, 10^(-1/3), 10^(-2/3), 1/10."""
+    found = [row["aqn/sigma"] for row in training.metrics(runs["staged"])]
+    by_hand = [0.0] * 4 + [0.01] * 4 + [0.00464158883] * 4 + [0.00215443469] * 4 + [0.001] * 4
+    assert found == pytest.approx(by_hand, rel=1e-8, abs=0)
+    for row in training.metrics(runs["staged"]):
+        assert (row["aqn/probe_shift"] > 0) == (row["aqn/modules"] == 4) == (row["aqn/sigma"] > 0)
+        assert row["aqn/realised_std"] == pytest.approx(row["aqn/sigma"], rel=0.35)  # of 128 elements: 5 x 6 %
