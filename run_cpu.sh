@@ -32,6 +32,9 @@ unset PYTHONPATH PYTHONHOME           # set by CANN and some editors; packages f
 source ./setup_cpu.sh
 if [ "${1:-}" = --vllm ]; then
     shift
+    if [ "$CONFIG" = configs/tiny_cpu.yaml ]; then   # its heads of 16 are too small for vLLM's attention on a CPU
+        set -- model.path=models/tiny_qwen3_moe_heads32 tiny_model.head_dim=32 "$@"
+    fi
     set -- rollout.engine=vllm "$@"
     set_up cpu vllm
 else
