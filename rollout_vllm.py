@@ -34,7 +34,6 @@ from seeds import derive
 
 CPU_VERSION = "0.30.0"  # the only one of 0.28 to 0.32 that returns routed experts on a CPU; corrections below fit it
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of its CPU attention kernel
-CPU_WIDTH = 32  # its grouped kernel for experts takes hidden sizes that are multiples of this
 CPU_BLOCK = 128  # tokens of one block of the key-value cache on a CPU
 PREFILL_TOKENS = 8192  # prompt tokens that are computed at once: bounds the activations
 LOWEST_TEMPERATURE = 0.01  # below it vLLM would sample at this one
@@ -82,9 +81,9 @@ def check(arch: Architecture, *, device_type: str, ranks: int, tensor: int, dtyp
     if arch.head_dim not in CPU_HEAD_DIMS:
         raise InputError(f"rollout.engine: vllm on a CPU cannot run head_dim {arch.head_dim}; "
                          f"needed: {', '.join(map(str, CPU_HEAD_DIMS))} (or rollout.engine torch)")
-    if arch.hidden_size % CPU_WIDTH:
+    if arch.hidden_size % 32:  # of its grouped kernel for the experts
         raise InputError(f"rollout.engine: vllm on a CPU cannot run hidden_size {arch.hidden_size}; "
-                         f"needed: a multiple of {CPU_WIDTH} (or rollout.engine torch)")
+                         "needed: a multiple of 32 (or rollout.engine torch)")
     if "VLLM_CPU_KVCACHE_SPACE" in os.environ:
         raise InputError("rollout.kv_cache_mib: the environment's VLLM_CPU_KVCACHE_SPACE would override it; unset that")
 
@@ -138,13 +137,13 @@ def correct_cpu_defects(job: str) -> None:
     1. A reload leaves the experts in the checkpoint's layout, while the kernel reads the prepacked one: the packing is
        done at the first load only. Nothing fails; log-probabilities are off by 0.2.
     2. Tensor-parallel ranks meet in shared memory whose name is a constant under torchrun: two jobs on a machine
-       collide, and so does a job with what a killed one left behind (errno 17).
+       collide, and so does a job with what a killed one left behind (errno 17). Unlinked at once, it leaves nothing.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     _CPUSHMDistributed.job = job
-    set_up, make_name = UnquantizedFusedMoEMethod._setup_kernel, _CPUSHMDistributed.make_group_name
+    set_up, meet = UnquantizedFusedMoEMethod._setup_kernel, _CPUSHMDistributed._init_cpu_shm
     if hasattr(set_up, "__wrapped__"):
         return
 
@@ -155,12 +154,15 @@ def correct_cpu_defects(job: str) -> None:
         if is_reload:
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
-    @functools.wraps(make_name)
-    def name_of_this_job(communicator) -> str:
-        return f"{_CPUSHMDistributed.job}-{make_name(communicator).lstrip('/')}"
+    @functools.wraps(meet)
+    def meet_in_own_memory(self) -> int:
+        self.group_name = f"{_CPUSHMDistributed.job}-{self.group_name.lstrip('/')}"
+        handle = meet(self)
+        Path("/dev/shm", f"{self.group_name}_{self.communicator.rank}").unlink(missing_ok=True)  # all have it mapped
+        return handle
 
     UnquantizedFusedMoEMethod._setup_kernel = set_up_and_pack
-    _CPUSHMDistributed.make_group_name = staticmethod(name_of_this_job)
+    _CPUSHMDistributed._init_cpu_shm = meet_in_own_memory
 
 
 def _reload(worker, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -205,8 +207,6 @@ class VllmEngine:
         outside = [token for token in self.stop_tokens if not 0 <= token < arch.vocab_size]
         if outside:
             raise InputError(f"sampler: stop token {outside[0]} is not in the vocabulary of {arch.vocab_size}")
-        if routed_experts and not any(arch.moe_layers):
-            raise InputError("sampler: routed experts asked of a model without MoE layers")
         if routed_experts and arch.num_experts > 256:
             raise InputError(f"sampler: routed experts are stored as uint8, too small for {arch.num_experts} experts")
         self.shapes = weights_hf.tensor_shapes(arch)
@@ -220,7 +220,7 @@ class VllmEngine:
             raise InputError("rollout.engine: the environment's VLLM_ENABLE_V1_MULTIPROCESSING must be 0 or unset")
         job = [f"grpo-{os.getpid()}-{time.time_ns()}"]
         dist.broadcast_object_list(job)
-        launched = "RANK" in os.environ
+        launched = "RANK" in os.environ  # by torchrun
         assert launched or ranks == 1
         with surroundings_kept(self.device), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # its own deprecations
@@ -316,8 +316,7 @@ class VllmEngine:
         """``num_samples`` completions of each prompt, in the callers' order. Temperature 0 is greedy.
 
         Sample j of prompt i draws from a generator seeded with (seeds[i], j), so which prompts share a call changes
-        nothing but rounding. All ranks of a replica make the same call. Raises InputError, before any work, for what
-        cannot be sampled.
+        nothing but rounding. All ranks of a replica make the same call. Raises InputError for what cannot be sampled.
         """
         from vllm import SamplingParams
 

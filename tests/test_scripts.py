@@ -182,7 +182,7 @@ def test_changed_pins_make_the_environment_anew(checkout: Checkout) -> None:
 
 def test_environment_of_an_install_that_was_killed_is_made_anew(checkout: Checkout) -> None:
     (checkout.root / "calls").touch()
-    with checkout.start("run_cpu.sh", STUB_PIP_SECONDS="1") as killed:
+    with checkout.start("run_cpu.sh", STUB_PIP_SECONDS="4") as killed:
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline and not checkout.calls("pip install"):
             time.sleep(0.02)

@@ -182,7 +182,7 @@ def train_without(dropped: str, jobs: list) -> None:
      ("TP2_EP2_ETP2", "expert_tensor")],
 )  # fmt: skip
 def test_a_dropped_reduction_shows_at_the_second_step(layout, dropped, models, runs, tmp_path) -> None:
-    """Negative control of the tests above. Ranks then sample from different policies, which the trainer would notice."""
+    """Negative control of the tests above. Ranks then sample from different policies, which a tripwire would see."""
     cfg = training.in_layout(training.config(models["qwen3_moe"], tmp_path, checks__logp_gap="off"), layout)
     training.in_world(layout, train_without, dropped, [(layout, cfg)])
     found, expected = training.metrics(training.only_run(cfg)), training.metrics(runs["qwen3_moe TP1"])
@@ -232,7 +232,7 @@ def test_sampler_and_trainer_agree_in_fp32_and_nearly_in_bf16(runs) -> None:
     for kind in KINDS:
         gaps = [column(runs[f"bf16 {kind}"], f"rollout/logp_gap_{what}") for what in ("mean", "max")]
         print(f"bf16 {kind}: gap of sampler and trainer, mean {max(gaps[0]):.5f}, largest {max(gaps[1]):.5f} nats")
-        assert 0 < max(gaps[0]) < 0.02 and max(gaps[1]) < 0.2
+        assert 0 < max(gaps[0]) < 0.02 and max(gaps[1]) < 1  # one token of another expert is far off
 
 
 def ratio_gaps(jobs: list) -> list[list[float]]:

@@ -203,6 +203,9 @@ STOPS = {  # fault: its plant, the changes to the run, then what the message mus
         adapters_never_pushed, {}, ["checks.adapters", "step 2", "the merge of the adapters"],
     ),
     "engine without norms": (engine_without_norms, NOISE, ["checks.noise", "step 1", "takes pushed norms"]),
+    "engine without norms, bf16": (
+        engine_without_norms, NOISE | {"model__dtype": "bf16"}, ["checks.noise", "step 1", "takes pushed norms"],
+    ),
     "adapters not at zero": (adapters_not_at_zero, {}, ["checks.reference_kl", "adapters start at 0"]),
     "metric not finite": (loss_metric_not_finite, {}, ["checks.non_finite", "step 1", "actor/ppo_kl"]),
     "gradient spike": (

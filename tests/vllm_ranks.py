@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node=2 tests/vllm_ranks.py OUT_DIR MODEL_DIR [MODEL_DIR ...]
 
-Each model as two replicas (tensor 1) and as one (tensor 2), before and after a perturbed push.
+Each model as one replica (tensor 2) and as two (tensor 1), before and after a perturbed push.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ def perturbed(tensors: dict[str, torch.Tensor], seed: int = 0, scale: float = 0.
 
 def main(out_dir: str, *model_dirs: str) -> None:
     dist.init_process_group("gloo")
-    results = []
+    results, shared = [], []
     for model_dir in model_dirs:
         arch, tensors = hf_config.read(model_dir), load_file(Path(model_dir) / "model.safetensors")
-        for tensor in (1, 2):
+        for tensor in (2, 1):
             engine = VllmEngine(arch, model_dir, stop_tokens={9}, max_tokens=360, kv_cache_mib=4, tensor=tensor,
                                 routed_experts=True)  # fmt: skip
+            shared += [path.name for path in Path("/dev/shm").glob("grpo-*cpushm*")]  # would outlive a killed job
             mine = slice(engine.replica_rank, None, engine.num_replicas)
             for weights in (tensors, perturbed(tensors)):
                 engine.load_weights(weights.items())
@@ -49,7 +50,8 @@ def main(out_dir: str, *model_dirs: str) -> None:
             engine.close()
     total = torch.ones(1)
     dist.all_reduce(total)  # the world is still the trainer's to use
-    Path(out_dir, f"{dist.get_rank()}.json").write_text(json.dumps({"results": results, "ranks": total.item()}))
+    summary = {"results": results, "ranks": total.item(), "shared": shared}
+    Path(out_dir, f"{dist.get_rank()}.json").write_text(json.dumps(summary))
     dist.destroy_process_group()
 
 
