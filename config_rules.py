@@ -119,6 +119,13 @@ def _batch_problems(cfg: Config) -> Iterator[str]:
         )
 
 
+def _engine_problems(cfg: Config) -> Iterator[str]:
+    if cfg.rollout.engine == "vllm":
+        for key, off in (("top_p", 1.0), ("top_k", 0)):
+            if (value := getattr(cfg.rollout, key)) != off:
+                yield f"rollout.{key}: {value} is for rollout.engine torch; vllm reports no untruncated log-probs then"
+
+
 def _parallel_problems(cfg: Config) -> Iterator[str]:
     for axis in ("pipeline", "context"):
         if (size := getattr(cfg.parallel, axis)) != 1:
@@ -170,6 +177,7 @@ def _tiny_model_problems(cfg: Config) -> Iterator[str]:
 
 PROBLEMS = (
     _parallel_problems,
+    _engine_problems,
     _batch_problems,
     _data_problems,
     _loss_problems,

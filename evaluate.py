@@ -30,12 +30,13 @@ def evaluate(
     score: Callable[[Question, Completion], tuple[float, bool]],
     cfg: Config,
     parallel: Parallel,
+    beat: Callable[[str], None] = lambda place: None,
 ) -> tuple[dict, list[dict]]:
     """Summary (keys eval/...) and one outcome a question, the same on every rank. Collective.
 
     What is sampled depends on the place of the question alone, neither on the seed nor on the step of the run: two
     evaluations differ by their policies. Intervals count questions, not samples: the k samples of one are not
-    independent.
+    independent. ``beat`` hears of every wave, for the watcher of ranks that stand still.
     """
     count = min(cfg.eval.num_questions or len(questions), len(questions))
     k = cfg.eval.samples
@@ -47,6 +48,7 @@ def evaluate(
         for columns, num_samples, temperature in ((slice(0, 3), 1, 0.0), (slice(3, None), k, cfg.eval.temperature)):
             if not num_samples:
                 continue
+            beat(f"evaluation of question {wave[0]}")
             answers = engine.sample(
                 [questions[place].prompt for place in wave],
                 seeds=[seeds.derive("evaluation", place) for place in wave],

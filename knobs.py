@@ -112,7 +112,7 @@ class LoraConfig(Section):
     rank: int = knob(32, "R of attention, shared expert and dense layers; under 32 large models under-learn", ge=1)
     alpha: float = knob(32.0, "the update is alpha / R x B A, R being that pair's own rank", gt=0)
     expert_rank: int = knob(0, "R of routed experts, e.g. rank / experts_per_token; 0: the same as rank", ge=0)
-    dropout: float = knob(0.0, "on the input of the A factor; above 0 the first ratio is no longer 1", ge=0, lt=1)
+    dropout: float = knob(0.0, "on the input of the A factor; above 0 a run depends on its layout", ge=0, lt=1)
 
 
 class LossConfig(Section):

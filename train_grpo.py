@@ -54,6 +54,7 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat) -> None:
     log, saved = open_log(cfg, parallel)
     model = model_megatron.build(arch, parallel, dtype=rollout.DTYPES[cfg.model.dtype], recompute=cfg.model.recompute)
     weights_hf.load(model, arch, parallel, cfg.model.path)
+    heartbeat.beat("loading the base weights")
     adapters = lora_megatron.attach(model, cfg.lora, parallel, cfg.train.seed)
     stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
     pad_token = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stop_tokens)
@@ -62,11 +63,12 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat) -> None:
         learner.restore(saved.tensors, saved.state)
     engine = rollout.open_engine(cfg, arch, parallel.device, stop_tokens, pad_token)
     weights = WeightSync(engine, model, arch, parallel, cfg)
+    heartbeat.beat("the first push of the whole model")
     score = scorer(cfg, tokenizer)
     first_step = saved.step if saved else 0
     introduce(log, cfg, parallel, adapters, questions, held_out)
     if first_step == 0:
-        log_evaluation(log, 0, engine, held_out, score, cfg, parallel)
+        log_evaluation(log, 0, engine, held_out, score, cfg, parallel, heartbeat)
 
     probe = held_out[0].prompt
 
@@ -99,9 +101,8 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat) -> None:
         tripwires.after_step(step, metrics, (batch.rewards.min().item(), batch.rewards.max().item()))
         done = step + 1
         if done == cfg.train.steps or (cfg.eval.every and done % cfg.eval.every == 0):
-            heartbeat.beat(f"evaluation after {done} steps")
             weights.push_clean()
-            log_evaluation(log, done, engine, held_out, score, cfg, parallel)
+            log_evaluation(log, done, engine, held_out, score, cfg, parallel, heartbeat)
         if done == cfg.train.steps or (cfg.train.checkpoint_every and done % cfg.train.checkpoint_every == 0):
             tensors, counts = learner.state()
             if parallel.rank == 0:
@@ -215,9 +216,11 @@ def introduce(log: runlog.RunLog, cfg: Config, parallel: Parallel, adapters, que
     )
 
 
-def log_evaluation(log: runlog.RunLog, step: int, engine, held_out, score, cfg: Config, parallel: Parallel) -> None:
+def log_evaluation(
+    log: runlog.RunLog, step: int, engine, held_out, score, cfg: Config, parallel: Parallel, heartbeat: Heartbeat
+) -> None:
     """Evaluate the policy that the engine holds, after ``step`` steps."""
-    summary, outcomes = evaluate.evaluate(engine, held_out, score, cfg, parallel)
+    summary, outcomes = evaluate.evaluate(engine, held_out, score, cfg, parallel, heartbeat.beat)
     log.log_eval(step, summary, outcomes)
     log.say(f"held-out accuracy after {step} steps: {evaluate.headline(summary)}")
 
@@ -319,7 +322,8 @@ def main(arguments: list[str]) -> int:
         return 3
     except Exception as error:
         lost = isinstance(error, RuntimeError) and any(word in str(error) for word in ("onnection", "peer"))
-        report(rank, "another rank ended; its message says why" if lost else traceback.format_exc(), late=lost)
+        found = f"another rank ended, and its message says why ({error})" if lost else traceback.format_exc()
+        report(rank, found, late=lost)
         return 1
     return 0
 

@@ -27,6 +27,7 @@ class Tripwires:
         self.cfg, self.checks, self.say, self.where_apart = cfg, cfg.checks, say, where_apart
         self.warned: set[str] = set()
         self.rewards: set[float] = set()
+        self.steps = 0  # that this process has seen: a resumed run looks again
         self.norms: list[float] = []
         self.checksum: float | None = None
 
@@ -51,10 +52,11 @@ class Tripwires:
 
     def _reward(self, step: int, metrics: dict[str, float], rewards: tuple[float, float]) -> None:
         self.rewards.update(rewards)
-        if step + 1 == self.checks.reward_constant_steps and len(self.rewards) == 1:
+        self.steps += 1
+        if self.steps == self.checks.reward_constant_steps and len(self.rewards) == 1:
             self.trip(
                 "reward_constant",
-                f"every reward of {step + 1} steps is {rewards[0]:g}: all advantages are 0 and nothing is learned",
+                f"every reward of {self.steps} steps is {rewards[0]:g}: all advantages are 0 and nothing is learned",
                 "completions.jsonl of the run folder, against reward.method and data.instruction",
             )
         if metrics["reward/unparsable_frac"] > self.checks.unparsable_share:

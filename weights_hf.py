@@ -260,12 +260,14 @@ def export(
 
     Merged is W + (alpha / R) B A in fp32 from the untouched base, cast once to the model's dtype. Collective: every
     rank walks the whole stream, and gets the same tensors. At most expert-parallel-size experts exist whole at a time.
-    ``only`` leaves out what training cannot change, but for these names; what is fused comes whole in any case.
+    ``only`` leaves out what training cannot change, but for these names; what an engine fuses comes whole in any case.
     A tensor may be the model's own memory: it is for reading.
     """
-    for slot in slots(model, arch, parallel):
-        if only is not None and slot.adapter is None and not any(name in only for name in slot.names):
-            continue
+    todo = list(slots(model, arch, parallel))
+    if only is not None:
+        wanted = {fused_group(s.names[0]) for s in todo if s.adapter or any(name in only for name in s.names)}
+        todo = [slot for slot in todo if fused_group(slot.names[0]) in wanted]
+    for slot in todo:
         value = slot.weight
         if slot.adapter is not None:
             value = (value.float() + _delta(slot)).to(value.dtype)
@@ -277,6 +279,16 @@ def export(
             number = rank * local + slot.expert
             names = tuple(re.sub(r"experts\.\d+", f"experts.{number}", name) for name in slot.names)
             yield from _whole(slot, peer.t(), names, arch, parallel.expert_tensor, parallel.expert_tensor_group)
+
+
+def fused_group(name: str) -> str:
+    """Which fused module of an engine holds the Hugging Face tensor ``name``: what it holds can only change together.
+
+    q, k, v and their biases; gate and up; all three matrices of all experts of a layer; each other tensor by itself.
+    """
+    name = re.sub(r"\.self_attn\.[qkv]_proj\.(weight|bias)$", ".self_attn.qkv_proj", name)
+    name = re.sub(r"\.mlp\.experts\..+$", ".mlp.experts", name)
+    return re.sub(r"\.(gate|up)_proj\.weight$", ".gate_up_proj", name)
 
 
 def _delta(slot: Slot) -> Tensor:

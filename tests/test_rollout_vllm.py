@@ -33,7 +33,8 @@ import hf_config
 import rollout_vllm
 from config import InputError
 from rollout_torch import TorchSampler
-from rollout_vllm import VllmEngine, fused_group
+from rollout_vllm import VllmEngine
+from weights_hf import fused_group
 
 ABSENT = importlib.util.find_spec("vllm") is None
 HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=512)
