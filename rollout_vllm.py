@@ -75,6 +75,9 @@ def check(arch: Architecture, *, device_type: str, ranks: int, tensor: int, dtyp
     if needed > kv_cache_mib * 2**20:
         raise InputError(f"rollout.kv_cache_mib: {kv_cache_mib} is too small for one row of {max_tokens} tokens; "
                          f"needed: {-(-needed // 2**20)} for one, and as much for each row that runs beside it")
+    if arch.model_type == "qwen2_moe" and arch.head_dim * arch.num_heads != arch.hidden_size:
+        raise InputError(f"rollout.engine: vllm's qwen2_moe has heads of hidden_size / heads, which head_dim "
+                         f"{arch.head_dim} is not; needed: {arch.hidden_size // arch.num_heads} (or engine torch)")
     if device_type != "cpu":
         return
     if arch.head_dim not in CPU_HEAD_DIMS:
