@@ -126,6 +126,14 @@ def _engine_problems(cfg: Config) -> Iterator[str]:
                 yield f"rollout.{key}: {value} is for rollout.engine torch; vllm reports no untruncated log-probs then"
 
 
+def _noise_problems(cfg: Config) -> Iterator[str]:
+    if cfg.aqn.schedule in ("qerl", "paper") and (cfg.aqn.num_stages < 2 or cfg.train.steps < 2):
+        yield (
+            f"aqn.num_stages: {cfg.aqn.num_stages} over {cfg.train.steps} steps has no noisy stage under "
+            f"{cfg.aqn.schedule}; needed: 2 or more of both, or schedule constant"
+        )
+
+
 def _parallel_problems(cfg: Config) -> Iterator[str]:
     for axis in ("pipeline", "context"):
         if (size := getattr(cfg.parallel, axis)) != 1:
@@ -178,6 +186,7 @@ def _tiny_model_problems(cfg: Config) -> Iterator[str]:
 PROBLEMS = (
     _parallel_problems,
     _engine_problems,
+    _noise_problems,
     _batch_problems,
     _data_problems,
     _loss_problems,

@@ -63,13 +63,6 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
     )
 
 
-def peak_memory_mib() -> float:
-    """Largest resident memory of this process so far, MiB."""
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
 # ------------------------------------------------------------------------------------------------ Megatron on a CPU
 
 

@@ -58,7 +58,7 @@ class ParallelConfig(Section):
     expert_tensor: int = knob(1, "ranks that split one expert's matrices; 1: an expert is whole on its rank", ge=1)
     pipeline: int = knob(1, "ranks that split the layers; only 1 so far", ge=1)
     context: int = knob(1, "ranks that split a sequence; only 1 so far", ge=1)
-    timeout_seconds: int = knob(600, "a collective that waits longer ends the run", ge=1, lt=2**31)
+    timeout_seconds: int = knob(1800, "a collective that waits longer ends the run", ge=1, lt=2**31)
 
 
 class DataConfig(Section):
@@ -200,7 +200,7 @@ class ChecksConfig(Section):
     logp_gap_bf16: float = knob(0.1, "bound in bf16; the gap is some 1e-2 when all is well", gt=0)
     reference_kl: Action = knob("stop", "the KL to the reference is not exactly 0 before the first update")
     adapters: Action = knob("stop", "after an update the sampler still gets the tensors of before")
-    noise: Action = knob("stop", "AQN: noise that is not what was asked for, or that the sampler does not feel")
+    noise: Action = knob("stop", "AQN noise that the sampler does not feel; noise not as asked always stops")
     non_finite: Action = knob("stop", "a metric is NaN or infinite; a gradient that is always stops the run")
     gradient_spike: Action = knob("warn", "gradient norm over gradient_spike_factor x its median of the last 50 steps")
     gradient_spike_factor: float = knob(20.0, "how large is a spike", gt=1)
@@ -217,12 +217,12 @@ class TrainConfig(Section):
     resume: str = knob("auto", "auto: the newest unfinished run of this name; never; or a run folder", min_length=1)
     completions_logged: int = knob(2, "completions written to the run folder a step", ge=0)
     tensorboard: bool = knob(False, "also write TensorBoard events")
-    stall_seconds: int = knob(1800, "a rank that stands still longer says where and ends the run; 0: it waits", ge=0)
+    stall_seconds: int = knob(1200, "a rank that stands still longer says where and ends the run; 0: off", ge=0)
 
 
 class Config(Section):
     name: str = knob("unnamed", "leads the run folder's name", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    device: Literal["auto", "cpu", "cuda", "npu"] = knob("auto", "auto: the accelerator that is there, else cpu")
+    device: Literal["auto", "cpu", "cuda", "npu"] = knob("auto", "auto: cpu, the only one that has been run so far")
     model: ModelConfig = knob(..., "which model is trained")
     tiny_model: TinyModelConfig | None = knob(None, "absent for real models")
     parallel: ParallelConfig = knob(ParallelConfig(), "how ranks share the model")

@@ -85,7 +85,7 @@ class Learner:
             for i, micro in enumerate(micro_batches):
                 seed_dropout(cfg, step, index, i, self.parallel.rank)
                 ref_logp = self._reference_logp(micro, clock)
-                with self._routed(micro):
+                with self._routed(micro, count=True):
                     loss, stats, gap = self._loss(micro, old_logp[index][i] if old_logp else None, ref_logp, counts)
                     loss.backward()  # inside: activation recompute routes again
                 clock.lap("update")
@@ -135,11 +135,11 @@ class Learner:
         measured = sum(batch.lengths[s] for s in sequences)
         return [rollout.pack(batch, rows, *pack) for rows in mine], counts, measured
 
-    def _routed(self, micro: MicroBatch) -> contextlib.AbstractContextManager:
-        """Inside, every forward of ``micro`` is routed by its record, if it has one."""
+    def _routed(self, micro: MicroBatch, count: bool = False) -> contextlib.AbstractContextManager:
+        """Inside, every forward of ``micro`` is routed by its record, if it has one; ``count`` compares own choices."""
         if micro.routes is None:
             return contextlib.nullcontext()
-        return self.replay.replaying(micro.routes, micro.replayed)
+        return self.replay.replaying(micro.routes, micro.replayed, count=count)
 
     @torch.no_grad()
     def _old_logp(self, micro: MicroBatch, step: int, update: int, place: int) -> Tensor:

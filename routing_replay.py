@@ -33,6 +33,7 @@ class RoutingReplay:
         self.replayed: Tensor | None = None  # (N,) which tokens have a record; the others are routed natively
         self.written: list[Tensor | None] | None = None  # per layer (N, K), while recording
         self.uses = [0] * sum(arch.moe_layers)  # how often each layer read the bound record
+        self.counting = False
         self.differing = self.compared = 0  # (token, layer) pairs whose own choice was another set of experts
         moe_layers = [layer for layer, is_moe in zip(model.decoder.layers, arch.moe_layers, strict=True) if is_moe]
         for index, layer in enumerate(moe_layers):
@@ -53,7 +54,7 @@ class RoutingReplay:
         chosen = logits.topk(self.arch.experts_per_token, dim=-1).indices  # (N, K)
         if self.routes is not None:
             record = self.routes[:, layer]
-            if not self.uses[layer]:  # a recompute is not counted again
+            if self.counting and not self.uses[layer]:  # a recompute is not counted again
                 same = (chosen.sort(-1).values == record.sort(-1).values).all(-1)
                 self.differing += int((~same & self.replayed).sum())
                 self.compared += int(self.replayed.sum())
@@ -66,15 +67,16 @@ class RoutingReplay:
         return probs, torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
 
     @contextlib.contextmanager
-    def replaying(self, routes: Tensor, replayed: Tensor) -> Iterator[None]:
+    def replaying(self, routes: Tensor, replayed: Tensor, *, count: bool = False) -> Iterator[None]:
         """Every forward and recompute inside the block is routed by ``routes`` where ``replayed`` is true.
 
-        (b, T, L, K), (b, T) of the whole rows; each rank takes its sequence shard. Every layer must have used the
+        (b, T, L, K), (b, T) of the whole rows; each rank takes its sequence shard. ``count``: this pass is the policy's
+        own, which differing_share compares with the record. Every layer must have used the
         record when the block ends: a record that nobody read is a run that only looks replayed.
         """
         self.routes = self._local(routes).long()
         self.replayed = self._local(replayed)
-        self.uses = [0] * len(self.uses)
+        self.uses, self.counting = [0] * len(self.uses), count
         try:
             yield
             assert all(self.uses), f"routing replay: not every MoE layer read its record: {self.uses}"

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 from tqdm import tqdm
@@ -71,7 +72,7 @@ def hf_settings(cfg: Config) -> dict:
 
 
 def recipe(cfg: Config) -> dict:
-    """All that decides the model's weights: it is made again only under another path."""
+    """What decides the model's weights, but for the number of ranks; made again only under another path."""
     return {
         "tiny_model": cfg.tiny_model.model_dump(mode="json"),
         "config": hf_settings(cfg),
@@ -109,7 +110,9 @@ def make(cfg: Config, device: torch.device) -> None:
 
     All ranks share the warm start as data-parallel replicas, whatever cfg.parallel says.
     """
-    if exists(cfg):
+    present = [exists(cfg)]
+    dist.broadcast_object_list(present)  # rank 0 says: another run may finish the model between two ranks' looks
+    if present[0]:
         return
     parallel = parallel_setup.init_model_parallel(device, tensor=1, expert=1, expert_tensor=1)
     folder = Path(cfg.model.path)
@@ -129,7 +132,8 @@ def make(cfg: Config, device: torch.device) -> None:
                 weights_hf.save_model(weights_hf.export(model, arch, parallel), aside)
     if parallel.rank == 0:
         with _writing(folder):
-            (aside / RECORD).write_text(json.dumps(recipe(cfg), indent=1) + "\n")
+            record = recipe(cfg) | {"made_by_ranks": parallel.world_size}
+            (aside / RECORD).write_text(json.dumps(record, indent=1) + "\n")
             os.rename(aside, folder)
     parallel.barrier()
     parallel_setup.close_model_parallel()

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import aqn
 import checkpoint
 import data_gsm8k
 import evaluate
@@ -36,7 +37,6 @@ import runlog
 import seeds
 import tiny_model
 import weights_hf
-from aqn import AqnError
 from config import Config, InputError, check_layout, check_runnable, load_config
 from heartbeat import Heartbeat
 from learner import Clock, Learner
@@ -128,6 +128,10 @@ def check_inputs(cfg: Config, world_size: int):
     arch = hf_config.read(cfg.model.path)
     check_layout(cfg, arch, world_size)
     rollout.check_engine(cfg, arch, world_size)
+    if cfg.aqn.schedule != "off":
+        aqn.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
+    if cfg.replay.mode != "off" and (arch.num_experts > 256 or not any(arch.moe_layers)):
+        raise InputError(f"replay.mode: {cfg.replay.mode} needs MoE layers of at most 256 experts")
     weights_hf.check(cfg.model.path, arch)
     tokenizer = data_gsm8k.load_tokenizer(cfg.model.path)
     check_answers(cfg)
@@ -317,7 +321,7 @@ def main(arguments: list[str]) -> int:
     except InputError as error:
         report(rank, f"error: {' '.join(str(error).split())}")  # one line, whatever it quotes
         return 2
-    except (Tripped, AqnError) as error:
+    except (Tripped, aqn.AqnError) as error:
         report(rank, f"stopped: {error}")
         return 3
     except Exception as error:

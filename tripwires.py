@@ -71,7 +71,8 @@ class Tripwires:
         bound = getattr(self.checks, f"logp_gap_{self.cfg.model.dtype}")
         gap, noisy = metrics["rollout/logp_gap_mean"], metrics.get("aqn/sigma", 0) > 0
         dropout = self.cfg.lora.dropout  # on in the trainer's pass, not in the sampler's
-        if not noisy and not dropout and not gap <= bound and self.checks.logp_gap != "off":
+        watched = self.checks.logp_gap != "off" and "logp_gap" not in self.warned
+        if watched and not noisy and not dropout and not gap <= bound:
             self.trip(
                 "logp_gap",
                 f"step {step + 1}: sampler and trainer differ by {gap:.2g} nats a token, at most {bound:g} expected;\n"

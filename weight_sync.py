@@ -28,7 +28,9 @@ class WeightSync:
         if cfg.aqn.schedule != "off":
             self.noise = aqn.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
         self.touched = aqn.touched_names(self.noise)
-        self.clean = aqn.clean_norms(weights_hf.export(model, arch, parallel, only=self.touched), self.noise)
+        self.clean: dict[str, Tensor] = {}
+        if self.noise:
+            self.clean = aqn.clean_norms(weights_hf.export(model, arch, parallel, only=self.touched), self.noise)
         self.checksum = 0.0  # sum of the adapted tensors of the last push, without noise
         engine.load_weights(weights_hf.export(model, arch, parallel))
 

@@ -44,7 +44,7 @@ def replays(parallel, path, tokens):
         with torch.no_grad():
             if routes is None:
                 return model_megatron.token_logprobs(model, mine, mask, parallel)[0]
-            with replay.replaying(routes, replayed):
+            with replay.replaying(routes, replayed, count=True):
                 return model_megatron.token_logprobs(model, mine, mask, parallel)[0]
 
     native = logp()

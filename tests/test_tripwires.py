@@ -109,7 +109,7 @@ def nan_in_one_expert() -> None:
 
     def change(name: str, tensor: Tensor) -> Tensor:
         seen.append(name)
-        return tensor * float("nan") if name == broken and seen.count(name) == 4 else tensor
+        return tensor * float("nan") if name == broken and seen.count(name) == 3 else tensor  # in the push of step 2
 
     pushed_otherwise(change)
 
