@@ -89,7 +89,7 @@ def _measure(parallel: Parallel, path: Path, expected: Reference, tokens: Tensor
     out["merged error"] = max(float((exported[name] - value).abs().max()) for name, value in expected.merged.items())
     if parallel.world_size <= 4:
         partial = dict(weights_hf.export(model, arch, parallel, only=()))
-        out["partial names"] = sorted(partial)
+        out["partial names"], out["names"] = sorted(partial), sorted(exported)
         out["partial equal"] = all(torch.equal(exported[name], value) for name, value in partial.items())
 
     out["describe"] = lora_megatron.describe(adapters, parallel)
@@ -240,7 +240,9 @@ def test_partial_export_brings_exactly_what_the_adapters_change(layout, everywhe
     base = load_file(paths[kind] / "model.safetensors")
     changed = sorted(name for name, value in references[kind].merged.items() if not torch.equal(value, base[name]))
     for by_kind in everywhere[layout]:
-        assert by_kind[kind]["partial names"] == changed
+        fused = {weights_hf.fused_group(name) for name in changed}  # q, k and v take their biases along
+        whole = sorted(name for name in by_kind[kind]["names"] if weights_hf.fused_group(name) in fused)
+        assert by_kind[kind]["partial names"] == whole
         assert by_kind[kind]["partial equal"]
 
 
