@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import sys
 import threading
 import time
+import traceback
 
 EXIT_CODE = 4
 GRACE_SECONDS = 2.0  # from the report to the exit: the other ranks, which wait for this one, say where they are
@@ -37,12 +37,21 @@ class Heartbeat:
         while not self.stopped.wait(min(1.0, self.stall_seconds / 4)):
             still = time.monotonic() - self.last
             if still > self.stall_seconds:
-                print(
+                said = (
                     f"rank {self.rank}: stood still for {still:.0f} s after: {self.place} (train.stall_seconds = "
-                    f"{self.stall_seconds}); its stacks:",
-                    file=sys.stderr,
-                    flush=True,
+                    f"{self.stall_seconds}); its stacks:\n{stacks()}"
                 )
-                faulthandler.dump_traceback(file=sys.stderr)
+                os.write(sys.stderr.fileno(), said.encode())  # at once: the ranks share a terminal or a log
                 time.sleep(GRACE_SECONDS)
                 os._exit(EXIT_CODE)
+
+
+def stacks() -> str:
+    """Where every other thread of this process is: innermost call last, the main thread at the end."""
+    frames = sys._current_frames()
+    others = [thread for thread in reversed(threading.enumerate()) if thread is not threading.current_thread()]
+    return "\n".join(
+        f"thread {thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident]))}"
+        for thread in others
+        if thread.ident in frames
+    )
