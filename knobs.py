@@ -195,7 +195,7 @@ class ChecksConfig(Section):
     reward_constant_steps: int = knob(20, "steps until a constant reward counts", ge=1)
     unparsable: Action = knob("warn", "more completions than unparsable_share hold no answer at all, in any step")
     unparsable_share: float = knob(0.95, "of the completions of a step", gt=0, lt=1)
-    logp_gap: Action = knob("stop", "sampler and trainer disagree: mean |log-prob difference| of a step without noise")
+    logp_gap: Action = knob("stop", "sampler and trainer disagree: mean |log-prob difference|; of a probe under noise")
     logp_gap_fp32: float = knob(1e-3, "bound in fp32, nats a token; the gap is some 1e-7 when all is well", gt=0)
     logp_gap_bf16: float = knob(0.1, "bound in bf16; the gap is some 1e-2 when all is well", gt=0)
     reference_kl: Action = knob("stop", "the KL to the reference is not exactly 0 before the first update")

@@ -211,17 +211,10 @@ class Learner:
             metrics["rollout/importance_clip_frac"] = per_token_mean(clipped)
         return loss, metrics, gap.amax()
 
-    def _alone(self, tokens: list[int]) -> Tensor:
-        """One row, padded to what tensor parallelism needs.  -> (1, T)"""
-        length = -(-len(tokens) // self.parallel.tensor) * self.parallel.tensor
-        row = tokens + [self.pad_token] * (length - len(tokens))
-        return torch.tensor([row], device=self.parallel.device)
-
     def first_differing_layer(self, engine, prompt: list[int], bound: float) -> str:
         """Where, on ``prompt``, the engine's forward pass leaves the trainer's. Collective."""
-        if not hasattr(engine, "layer_outputs"):
-            return "this engine's layers cannot be looked into (rollout.engine torch can)"
-        ours = [output[0, : len(prompt)] for output in model_megatron.layer_outputs(self.model, self._alone(prompt))]
+        row = model_megatron.one_row(prompt, self.parallel)
+        ours = [output[0, : len(prompt)] for output in model_megatron.layer_outputs(self.model, row)]
         for layer, (mine, its) in enumerate(zip(ours, engine.layer_outputs(prompt), strict=True)):
             scale = mine.float().abs().max().item()
             apart = (mine.float() - its.to(mine.device).float()).abs().max().item()

@@ -186,6 +186,11 @@ def hidden_states(model: torch.nn.Module, tokens: Tensor) -> Tensor:
     return x
 
 
+def one_row(tokens: list[int], parallel: Parallel) -> Tensor:
+    """``tokens`` alone, repeated at the end up to a length that tensor parallelism can split.  -> (1, T)"""
+    return torch.tensor([tokens + tokens[-1:] * (-len(tokens) % parallel.tensor)], device=parallel.device)
+
+
 @torch.no_grad()
 def layer_outputs(model: torch.nn.Module, tokens: Tensor) -> list[Tensor]:
     """The residual stream after each layer, on every tensor rank.  (b, T) -> L x (b, T, h)"""

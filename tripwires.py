@@ -69,10 +69,11 @@ class Tripwires:
     def _agreement(self, step: int, metrics: dict[str, float]) -> None:
         """Sampler and trainer, trainer and reference."""
         bound = getattr(self.checks, f"logp_gap_{self.cfg.model.dtype}")
-        gap, noisy = metrics["rollout/logp_gap_mean"], metrics.get("aqn/sigma", 0) > 0
+        noisy = metrics.get("aqn/sigma", 0) > 0
+        gap = metrics["aqn/probe_gap" if noisy else "rollout/logp_gap_mean"]  # noisy answers say nothing about the sync
         dropout = self.cfg.lora.dropout  # on in the trainer's pass, not in the sampler's
         watched = self.checks.logp_gap != "off" and "logp_gap" not in self.warned
-        if watched and not noisy and not dropout and not gap <= bound:
+        if watched and not dropout and not gap <= bound:
             self.trip(
                 "logp_gap",
                 f"step {step + 1}: sampler and trainer differ by {gap:.2g} nats a token, at most {bound:g} expected;\n"

@@ -12,10 +12,15 @@ import torch
 from torch import Tensor
 
 import aqn
+import model_megatron
 import weights_hf
-from config import Config
+from config import Config, InputError
 from hf_config import Architecture
 from parallel_setup import Parallel
+from rollout import Completion
+from tripwires import Tripped
+
+PROBE_TOKENS = 16  # of the greedy answer to the probe prompt, on which engine and trainer are compared on noisy steps
 
 
 class WeightSync:
@@ -36,19 +41,20 @@ class WeightSync:
 
     def push_clean(self) -> None:
         """The policy as the trainer has it: W + (alpha / R) B A, and the norms without noise."""
-        self.engine.load_weights(self._changed())
+        self._load(self._changed())
 
     def push(self, step: int, probe: list[int]) -> dict[str, float]:
         """The policy with the noise of ``step`` (from 0), and what went: its checksum, and what the noise came to.
 
-        Noise goes after the clean policy, so that its effect on the prompt ``probe`` shows by itself: it is exactly 0
-        for an engine that does not take it. Raises AqnError when the noise is not the noise that was asked for.
+        Noise goes after the clean policy, so that both can be seen on the prompt ``probe``: that the engine has the
+        trainer's policy (aqn/probe_gap, nats a token), and that the noise changes it (aqn/probe_shift is exactly 0 for
+        an engine that does not take it). Raises AqnError when the noise is not the noise that was asked for.
         """
         if not self.noise:
             self.push_clean()
             return {"sync/checksum": self.checksum}
         touched: dict[str, Tensor] = {}
-        self.engine.load_weights(self._changed(touched))
+        self._load(self._changed(touched))
         cfg = self.cfg
         sigma = aqn.sigma_at(
             step,
@@ -61,11 +67,12 @@ class WeightSync:
         stream, report = aqn.perturb(
             touched.items(), self.noise, self.clean, sigma=sigma, seed=cfg.train.seed, step=step
         )
-        shift = 0.0
+        gap = shift = 0.0
         if sigma:
-            clean_logp = self._greedy_logp(probe)
-            self.engine.load_weights(stream)
-            shift = self._greedy_logp(probe) - clean_logp
+            clean = self._greedy(probe, min(PROBE_TOKENS, cfg.rollout.max_new_tokens))
+            gap = self._gap(probe, clean)
+            self._load(stream)
+            shift = abs(self._greedy(probe, 1).logp[0] - clean.logp[0])
         aqn.check_report(report)
         return {
             "sync/checksum": self.checksum,
@@ -73,12 +80,29 @@ class WeightSync:
             "aqn/modules": report.num_modules,
             "aqn/changed_elements": report.num_changed,
             "aqn/realised_std": report.std,
-            "aqn/probe_shift": abs(shift),
+            "aqn/probe_shift": shift,
+            "aqn/probe_gap": gap,
         }
 
-    def _greedy_logp(self, prompt: list[int]) -> float:
-        """The engine's log-prob of its likeliest next token."""
-        return self.engine.sample([prompt], seeds=[0], num_samples=1, max_new_tokens=1, temperature=0.0)[0][0].logp[0]
+    def _load(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Into the engine. The base was sound when it was read, so what it refuses now was spoilt by training."""
+        try:
+            self.engine.load_weights(named_tensors)
+        except InputError as error:
+            raise Tripped(f"the push to the sampler failed: {error}\n  look at: optim.lr, the last steps' norms") from None
+
+    def _greedy(self, prompt: list[int], length: int) -> Completion:
+        """The engine's likeliest continuation of ``prompt``, at temperature 1."""
+        return self.engine.sample([prompt], seeds=[0], num_samples=1, max_new_tokens=length, temperature=0.0)[0][0]
+
+    @torch.no_grad()
+    def _gap(self, prompt: list[int], answer: Completion) -> float:
+        """Mean difference between the engine's and the trainer's log-probs of ``answer``, nats a token. Collective."""
+        tokens = model_megatron.one_row(prompt + answer.tokens, self.parallel)
+        mask = torch.zeros_like(tokens)
+        mask[0, len(prompt) : len(prompt) + len(answer.tokens)] = 1
+        logp = model_megatron.token_logprobs(self.model, tokens, mask, self.parallel)[0]
+        return (logp[mask == 1].cpu() - torch.tensor(answer.logp)).abs().mean().item()
 
     def _changed(self, touched: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """What training or noise changes, clean; what noise changes is also kept in ``touched``."""

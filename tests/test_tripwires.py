@@ -197,6 +197,9 @@ STOPS = {  # fault: its plant, the changes to the run, then what the message mus
         experts_delta_dropped, {},
         ["checks.logp_gap", "step 2", "layer 1 is the first whose output differs", "weights_hf.export"],
     ),
+    "experts' delta dropped under noise": (
+        experts_delta_dropped, NOISE, ["checks.logp_gap", "step 2", "layer 1 is the first whose output differs"],
+    ),
     "gate transposed": (gate_transposed, {}, ["checks.logp_gap", "step 1", "layer 1 is the first"]),
     "gate permuted": (gate_permuted, {}, ["checks.logp_gap", "step 1", "layer 0 is the first"]),
     "adapters never pushed": (
@@ -243,7 +246,7 @@ def test_every_rank_stops_with_the_same_report(fault: str, model: Path, tmp_path
 
 OTHER_STOPS = {  # what is refused elsewhere than in tripwires.py
     "NaN in one expert": (
-        nan_in_one_expert, {}, InputError, "model.layers.1.mlp.experts.5.down_proj.weight has NaN or infinity"
+        nan_in_one_expert, {}, Tripped, "model.layers.1.mlp.experts.5.down_proj.weight has NaN or infinity"
     ),
     "gradient not finite": (gradient_not_finite, {}, Tripped, "step 1: the gradient norm is nan; nothing"),
     "noise too strong": (noise_too_strong, NOISE, AqnError, "AQN: realised std 0.0196, needed 0.01"),

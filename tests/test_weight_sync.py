@@ -102,6 +102,7 @@ def follow(parallel: Parallel, path: Path, noises: dict[str, dict]) -> dict[str,
                 "noisy": not same(first, clean),
                 "sigma": pushed.get("aqn/sigma"),
                 "shift": pushed.get("aqn/probe_shift"),
+                "gap": pushed.get("aqn/probe_gap"),
                 "norms": {name: tensor for name, tensor in first.items() if "norm" in name},
                 "held": first,
             }
@@ -133,6 +134,7 @@ def test_two_pushes_at_one_step_are_one_and_a_clean_one_leaves_nothing(noise: st
             assert answer[noise][step]["noisy"] == noisy
             assert answer[noise][step]["sigma"] == (None if noise == "off" else sigma)
             assert bool(answer[noise][step]["shift"]) == noisy
+            assert (answer[noise][step]["gap"] or 0) < 1e-5, "engine and trainer, before the noise"
 
 
 @pytest.mark.parametrize("noise", NOISES)
