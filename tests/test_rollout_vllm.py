@@ -31,6 +31,7 @@ from vllm_ranks import PROMPTS, SEEDS, STALE, perturbed
 
 import hf_config
 import rollout_vllm
+import vllm_inside
 from config import InputError
 from rollout_torch import TorchSampler
 from rollout_vllm import VllmEngine
@@ -229,6 +230,25 @@ def test_routed_experts_are_those_of_the_embedded_decoder_and_of_transformers(fr
                 assert (np.sort(one.routed_experts, -1) == expected.sort(-1).values.numpy()).all()
 
 
+@needs_vllm
+@pytest.mark.parametrize("name", MODELS)
+def test_layer_outputs_are_those_of_transformers_and_show_the_first_layer_that_differs(fresh, name: str) -> None:
+    """transformers' hidden states: before the first layer, after each, the last one through the final norm."""
+    engine, model = fresh(name)
+    prompt = PROMPTS[LONG]
+    engine.sample([prompt], seeds=[0], num_samples=1, max_new_tokens=1, temperature=0)  # leaves it in the prefix cache
+    with torch.no_grad():
+        expected = model.hf(torch.tensor([prompt]), output_hidden_states=True).hidden_states[1:]
+    outputs = engine.layer_outputs(prompt)
+    assert [output.shape for output in outputs] == [(322, model.arch.hidden_size)] * model.arch.num_layers
+    for found, right in zip(outputs[:-1], expected[:-1], strict=True):
+        torch.testing.assert_close(found, right[0], rtol=1e-4, atol=1e-4)
+    name = f"{LAYER_2}post_attention_layernorm.weight"
+    engine.load_weights([(name, 1.5 * model.tensors[name])])
+    apart = [not torch.equal(now, before) for now, before in zip(engine.layer_outputs(prompt), outputs, strict=True)]
+    assert apart == [layer >= 2 for layer in range(model.arch.num_layers)]
+
+
 # ------------------------------------------------------------------------------------------- what must not matter
 
 
@@ -335,10 +355,10 @@ def test_overflow_is_an_error_and_nothing_of_it_stays_in_the_caches(fresh, monke
 
     overflow_and_recover()
     with monkeypatch.context() as without:
-        without.setattr(rollout_vllm, "_clear_caches", lambda worker: None)
+        without.setattr(vllm_inside, "clear_caches", lambda worker: None)
         with pytest.raises((InputError, AssertionError)):
             overflow_and_recover()
-    engine.llm.collective_rpc(rollout_vllm._clear_caches)
+    engine.llm.collective_rpc(vllm_inside.clear_caches)
     overflow_and_recover()
 
 
