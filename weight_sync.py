@@ -65,7 +65,7 @@ class WeightSync:
             schedule=cfg.aqn.schedule,
         )
         stream, report = aqn.perturb(
-            touched.items(), self.noise, self.clean, sigma=sigma, seed=cfg.train.seed, step=step
+            touched.items(), self.noise, self.clean, sigma=sigma, seed=cfg.train.seed, step=step, bf16=cfg.aqn.bf16
         )
         gap = shift = 0.0
         if sigma:
