@@ -20,7 +20,7 @@ from parallel_setup import Parallel
 from rollout import Completion
 from tripwires import Tripped
 
-PROBE_TOKENS = 16  # of the answer to the probe prompt, on which engine and trainer are compared on noisy steps
+PROBE_TOKENS = 16  # most of an answer to the probe prompt, on which noisy steps are judged
 FLAT = 10.0  # temperature at which noise shows: a sure policy's log-probs are 0 to the last bit, with noise or without
 
 
@@ -48,9 +48,9 @@ class WeightSync:
         """The policy with the noise of ``step`` (from 0), and what went: its checksum, and what the noise came to.
 
         Noise goes after the clean policy, so that both can be seen on the prompt ``probe``: that the engine has the
-        trainer's policy (aqn/probe_gap, nats a token), and that the noise changes it (aqn/probe_shift, of a token's
-        log-prob at temperature FLAT; exactly 0 for an engine that does not take it). Raises AqnError when the noise is
-        not the noise that was asked for.
+        trainer's policy (aqn/probe_gap, nats a token), and that the noise changes it (aqn/probe_shift, the largest
+        change of a token's log-prob at temperature FLAT; exactly 0 for an engine that does not take it). Raises
+        AqnError when the noise is not the noise that was asked for.
         """
         if not self.noise:
             self.push_clean()
@@ -72,9 +72,10 @@ class WeightSync:
         gap = shift = 0.0
         if sigma:
             gap = self._gap(probe)
-            clean = self._answer(probe, 1, FLAT)
+            clean = self._answer(probe, FLAT)
             self._load(stream)
-            shift = abs(self._answer(probe, 1, FLAT).logp[0] - clean.logp[0])
+            noisy = self._answer(probe, FLAT)
+            shift = max(abs(after - before) for after, before in zip(noisy.logp, clean.logp, strict=False))
         aqn.check_report(report)
         return {
             "sync/checksum": self.checksum,
@@ -95,20 +96,21 @@ class WeightSync:
                 f"the push to the sampler failed: {error}\n  look at: optim.lr, the last steps' norms"
             ) from None
 
-    def _answer(self, prompt: list[int], length: int, temperature: float) -> Completion:
+    def _answer(self, prompt: list[int], temperature: float) -> Completion:
         """What the engine samples after ``prompt``, always with the same random numbers."""
+        length = min(PROBE_TOKENS, self.cfg.rollout.max_new_tokens)
         call = {"seeds": [0], "num_samples": 1, "max_new_tokens": length, "temperature": temperature}
         return self.engine.sample([prompt], **call)[0][0]
 
     @torch.no_grad()
     def _gap(self, prompt: list[int]) -> float:
         """Mean difference between the engine's and the trainer's log-probs of an answer, nats a token. Collective."""
-        rollout = self.cfg.rollout
-        answer = self._answer(prompt, min(PROBE_TOKENS, rollout.max_new_tokens), rollout.temperature)
+        temperature = self.cfg.rollout.temperature
+        answer = self._answer(prompt, temperature)
         tokens = model_megatron.one_row(prompt + answer.tokens, self.parallel)
         mask = torch.zeros_like(tokens)
         mask[0, len(prompt) : len(prompt) + len(answer.tokens)] = 1
-        logp = model_megatron.token_logprobs(self.model, tokens, mask, self.parallel, rollout.temperature)[0]
+        logp = model_megatron.token_logprobs(self.model, tokens, mask, self.parallel, temperature)[0]
         return (logp[mask == 1].cpu() - torch.tensor(answer.logp)).abs().mean().item()
 
     def _changed(self, touched: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
