@@ -60,7 +60,7 @@ def llm_arguments(lora: LoraConfig) -> dict:
 
 
 class Adapter:
-    """The one adapter of an engine. Every change gets a new number: vLLM would not look again at what an old one is."""
+    """The one adapter of an engine. Every change is a new name to vLLM, under which nothing old can be cached."""
 
     def __init__(self, lora: LoraConfig, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
         self.lora, self.shapes, self.dtype = lora, shapes, dtype

@@ -1,7 +1,7 @@
 """rollout.sync adapter: what vLLM samples with base weights and LoRA factors is the policy, after every kind of push.
 
-The references: transformers with the merged weights, and the trainer. On a CPU vLLM runs models that are all dense; that the
-factors of MoE models are right is shown without it. Not covered: adapters on a GPU.
+The references: transformers with the merged weights, and the trainer. On a CPU vLLM runs models that are all dense;
+that the factors of MoE models are right is shown without it. Not covered: adapters on a GPU.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def test_a_run_samples_and_evaluates_as_with_merged_weights(tmp_path: Path) -> N
     rows, merged_rows = (training.metrics(runs[sync]) for sync in cfgs)
     assert rows[0]["rollout/logp_gap_mean"] < 1e-5 and rows[0]["aqn/sigma"] == 0
     for row, other in zip(rows[1:], merged_rows[1:], strict=True):
-        assert row["aqn/probe_gap"] < 1e-5 < 1e-3 < row["aqn/probe_shift"]
+        assert row["aqn/probe_gap"] < 1e-5 < 1e-4 < row["aqn/probe_shift"]
         assert row["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-3)
     evaluations = [(runs[sync] / "eval_outcomes.jsonl").read_text() for sync in cfgs]
     assert evaluations[0] == evaluations[1] and len(set(evaluations[0].splitlines())) > 9
