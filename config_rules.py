@@ -54,6 +54,10 @@ IDLE: dict[str, tuple[Callable[[Config], bool], str]] = {
         f"rollout.{key}": (lambda c: c.rollout.engine != "vllm", "rollout.engine is not vllm")
         for key in ("tensor", "enforce_eager", "kv_cache_mib")
     },
+    "rollout.sync": (
+        lambda c: c.rollout.engine != "vllm",
+        "rollout.engine is not vllm, and the embedded sampler's is always merged",
+    ),
     "lora.expert_rank": (
         lambda c: not {"linear_fc1", "linear_fc2"} & set(c.lora.targets),
         "lora.targets has neither linear_fc1 nor linear_fc2",
@@ -129,6 +133,18 @@ def _engine_problems(cfg: Config) -> Iterator[str]:
             yield "aqn.bf16: fp32 is for rollout.engine torch; vllm keeps its norms in model.dtype; needed: grid"
 
 
+def _adapter_problems(cfg: Config) -> Iterator[str]:
+    if cfg.rollout.sync != "adapter" or "rollout.sync" in idle_keys(cfg):
+        return
+    lora = cfg.lora
+    if "router" in lora.targets:  # vLLM's logits with it would be of model.dtype, the trainer's are fp32
+        yield "lora.targets: router cannot go with rollout.sync adapter; needed: merged, or targets without it"
+    if lora.expert_rank not in (0, lora.rank):  # vLLM ignores PEFT's rank_pattern, and scales all by one alpha / rank
+        yield f"lora.expert_rank: {lora.expert_rank} cannot go with rollout.sync adapter; needed: 0 or {lora.rank}"
+    if lora.rank > 512:
+        yield f"lora.rank: {lora.rank} is more than vLLM takes under rollout.sync adapter; needed: at most 512"
+
+
 def _noise_problems(cfg: Config) -> Iterator[str]:
     if cfg.aqn.schedule in ("qerl", "paper") and (cfg.aqn.num_stages < 2 or cfg.train.steps < 2):
         yield (
@@ -189,6 +205,7 @@ def _tiny_model_problems(cfg: Config) -> Iterator[str]:
 PROBLEMS = (
     _parallel_problems,
     _engine_problems,
+    _adapter_problems,
     _noise_problems,
     _batch_problems,
     _data_problems,

@@ -81,6 +81,7 @@ class RolloutConfig(Section):
     tensor: int = knob(1, "vllm: ranks that hold one copy of the model; the others sample prompts of their own", ge=1)
     enforce_eager: bool = knob(True, "vllm: no graph capture; false on an accelerator, whose decoding is launch-bound")
     kv_cache_mib: int = knob(512, "vllm: key-value cache of a rank", ge=1)
+    sync: Literal["merged", "adapter"] = knob("merged", "vllm: it gets whole weights, or the LoRA factors alone")
     prompts_per_step: int = knob(32, "P, questions a step; P x group_size = sequences a step", ge=1)
     group_size: int = knob(8, "G, completions a prompt; a group of one has no advantage", ge=2)
     max_new_tokens: int = knob(1024, "longest completion, its end token included", ge=1)

@@ -179,6 +179,12 @@ def factors(adapters: dict[str, torch.nn.Module]) -> dict[str, torch.nn.Paramete
     return {f"{name}.{letter}": getattr(adapter, letter) for name, adapter in adapters.items() for letter in "AB"}
 
 
+def attached(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The adapters that `attach` put on ``model``, as it returned them."""
+    kinds = LoRALinear, LoRAGroupedLinear, LoRARouter
+    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+
+
 @contextlib.contextmanager
 def disabled(adapters: dict[str, torch.nn.Module]) -> Iterator[None]:
     """The model as it was before training: every adapter off inside the block."""

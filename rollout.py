@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import adapter_vllm
 import device as devices
 import seeds
 from config import Config
@@ -81,6 +82,9 @@ def check_engine(cfg: Config, arch: Architecture, ranks: int) -> None:
             max_tokens=cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens,
             kv_cache_mib=cfg.rollout.kv_cache_mib,
         )
+        if cfg.rollout.sync == "adapter":
+            device_type = devices.resolve(cfg.device).type
+            adapter_vllm.check(arch, cfg.lora, device_type=device_type, dtype=DTYPES[cfg.model.dtype])
 
 
 def open_engine(cfg: Config, arch: Architecture, device: torch.device, stop_tokens: set[int], pad_token: int):
@@ -106,6 +110,7 @@ def open_engine(cfg: Config, arch: Architecture, device: torch.device, stop_toke
         enforce_eager=cfg.rollout.enforce_eager,
         kv_cache_mib=cfg.rollout.kv_cache_mib,
         routed_experts=cfg.replay.mode == "r3",
+        adapter=cfg.lora if cfg.rollout.sync == "adapter" else None,
     )
 
 

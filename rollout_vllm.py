@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import adapter_vllm
 import vllm_inside
 import weights_hf
-from config import InputError
+from config import InputError, LoraConfig
 from config_rules import divisors, nearest
 from hf_config import Architecture
 from rollout import Completion
@@ -66,6 +67,8 @@ def check(arch: Architecture, *, device_type: str, ranks: int, tensor: int, dtyp
     if arch.model_type == "qwen2_moe" and arch.head_dim * arch.num_heads != arch.hidden_size:
         raise InputError(f"rollout.engine: vllm's qwen2_moe has heads of hidden_size / heads, which head_dim "
                          f"{arch.head_dim} is not; needed: {arch.hidden_size // arch.num_heads} (or engine torch)")
+    if arch.model_type == "qwen3_moe" and not any(arch.moe_layers):
+        raise InputError("rollout.engine: vllm's qwen3_moe needs a MoE layer, this model has none; needed: torch")
     if device_type != "cpu":
         return
     if arch.head_dim not in CPU_HEAD_DIMS:
@@ -104,10 +107,10 @@ class VllmEngine:
     def __init__(self, arch: Architecture, model_dir: str | Path, *, stop_tokens: set[int], max_tokens: int,
                  dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu", tensor: int = 1,
                  enforce_eager: bool = True, kv_cache_mib: int = 512, max_sequences: int = 256,
-                 routed_experts: bool = False) -> None:
+                 routed_experts: bool = False, adapter: LoraConfig | None = None) -> None:
         """``model_dir`` needs its config.json only. ``max_tokens`` of prompt and completion, ``max_sequences`` at once.
 
-        ``routed_experts``: keep what return_routed_experts asks for.
+        ``routed_experts``: keep what return_routed_experts asks for. ``adapter``: what load_adapter is going to bring.
         """
         self.arch, self.device, self.dtype, self.max_tokens = arch, torch.device(device), dtype, max_tokens
         self.stop_tokens, self.routed_experts = sorted(stop_tokens), routed_experts
@@ -123,6 +126,7 @@ class VllmEngine:
         if routed_experts and arch.num_experts > 256:
             raise InputError(f"sampler: routed experts are stored as uint8, too small for {arch.num_experts} experts")
         self.shapes = weights_hf.tensor_shapes(arch)
+        self.adapter = adapter_vllm.Adapter(adapter, self.shapes, dtype) if adapter else None
         self.members: dict[str, set[str]] = {}
         for name in self.shapes:
             self.members.setdefault(weights_hf.fused_group(name), set()).add(name)
@@ -164,6 +168,7 @@ class VllmEngine:
                 enable_prefix_caching=True,  # the S samples of a prompt share its keys and values
                 enable_return_routed_experts=routed_experts,
                 disable_log_stats=True,
+                **(adapter_vllm.llm_arguments(adapter) if adapter else {}),
                 **({"additional_config": {"weight_nz_mode": 0}} if self.device.type == "npu" else {}),  # as NZ above
             )
 
@@ -182,12 +187,28 @@ class VllmEngine:
         failures: list[BaseException] = []
         with vllm_inside.surroundings_kept(self.device):
             self.llm.collective_rpc(vllm_inside.reload, args=(self._complete_groups(named_tensors, whole, failures),))
-            if not self.llm.reset_prefix_cache():  # what it holds was computed with other weights
-                raise RuntimeError("load_weights: vLLM kept its prefix cache; are there requests in flight?")
+            if self.adapter:
+                self.adapter.put(self.llm)
+            self._forget("load_weights")
         self.pushing = False
         if failures:
             raise failures[0]
         self.ready = True
+
+    def load_adapter(self, factors: dict[str, tuple[Tensor, Tensor]]) -> None:
+        """Sample with W + (alpha / R) B A from now on, whatever adapter there was; W is what load_weights has brought.
+
+        ``factors``: see adapter_vllm.Adapter.take. Every rank of a replica gives the same.
+        """
+        self.adapter.take(factors)
+        with vllm_inside.surroundings_kept(self.device):
+            self.adapter.put(self.llm)
+            self._forget("load_adapter")
+
+    def _forget(self, where: str) -> None:
+        """Empty the prefix cache: what it holds was computed with other weights."""
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError(f"{where}: vLLM kept its prefix cache; are there requests in flight?")
 
     def _complete_groups(self, named_tensors: Iterable[tuple[str, Tensor]], whole: bool, failures: list[BaseException],
                          ) -> Iterator[tuple[str, Tensor]]:
@@ -244,7 +265,8 @@ class VllmEngine:
         ]  # fmt: skip
         with vllm_inside.surroundings_kept(self.device):
             asked = [{"prompt_token_ids": prompts[i]} for i, _ in places]
-            answers = self.llm.generate(asked, rules, use_tqdm=False) if asked else []
+            adapter = self.adapter and self.adapter.request()
+            answers = self.llm.generate(asked, rules, use_tqdm=False, lora_request=adapter) if asked else []
         completions: list[list[Completion]] = [[] for _ in prompts]
         for (i, _), answer in zip(places, answers, strict=True):
             (one,) = answer.outputs

@@ -1,17 +1,20 @@
 """Handing the policy to the engine: the whole model once, then what training changes, with the step's noise if any.
 
+Under rollout.sync adapter the engine keeps the base and gets the LoRA factors; merged, the weights with them.
 The engine's copy is written from clean weights at every push, so noise never piles up; the trainer, the reference and
 evaluations never see it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+import adapter_weights
 import aqn
+import lora_megatron
 import model_megatron
 import weights_hf
 from config import Config, InputError
@@ -37,12 +40,15 @@ class WeightSync:
         self.clean: dict[str, Tensor] = {}
         if self.noise:
             self.clean = aqn.clean_norms(weights_hf.export(model, arch, parallel, only=self.touched), self.noise)
-        self.checksum = 0.0  # sum of the adapted tensors of the last push, without noise
-        engine.load_weights(weights_hf.export(model, arch, parallel))
+        self.checksum = 0.0  # sum of the adapted tensors, or of the factors, of the last push, without noise
+        self.apart = cfg.rollout.sync == "adapter"
+        engine.load_weights(weights_hf.export(model, arch, parallel, merge=not self.apart))
+        if self.apart:
+            engine.load_adapter(self._factors())
 
     def push_clean(self) -> None:
         """The policy as the trainer has it: W + (alpha / R) B A, and the norms without noise."""
-        self._load(self._changed())
+        self._push_policy()
 
     def push(self, step: int, probe: list[int]) -> dict[str, float]:
         """The policy with the noise of ``step`` (from 0), and what went: its checksum, and what the noise came to.
@@ -56,7 +62,7 @@ class WeightSync:
             self.push_clean()
             return {"sync/checksum": self.checksum}
         touched: dict[str, Tensor] = {}
-        self._load(self._changed(touched))
+        self._push_policy(touched)
         cfg = self.cfg
         sigma = aqn.sigma_at(
             step,
@@ -87,10 +93,17 @@ class WeightSync:
             "aqn/probe_gap": gap,
         }
 
-    def _load(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
+    def _push_policy(self, touched: dict[str, Tensor] | None = None) -> None:
+        """What training or noise changes, clean; what noise changes is also kept in ``touched``."""
+        if self.noise or not self.apart:
+            self._load(self._changed(touched))
+        if self.apart:
+            self._load(self._factors(), self.engine.load_adapter)
+
+    def _load(self, tensors, load: Callable | None = None) -> None:
         """Into the engine. The base was sound when it was read, so what it refuses now was spoilt by training."""
         try:
-            self.engine.load_weights(named_tensors)
+            (load or self.engine.load_weights)(tensors)
         except InputError as error:
             raise Tripped(
                 f"the push to the sampler failed: {error}\n  look at: optim.lr, the last steps' norms"
@@ -114,11 +127,20 @@ class WeightSync:
         return (logp[mask == 1].cpu() - torch.tensor(answer.logp)).abs().mean().item()
 
     def _changed(self, touched: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """What training or noise changes, clean; what noise changes is also kept in ``touched``."""
+        """The weights that do, LoRA merged; under rollout.sync adapter only what noise changes."""
         self.checksum = 0.0
-        for name, tensor in weights_hf.export(self.model, self.arch, self.parallel, only=self.touched):
+        merge = not self.apart
+        for name, tensor in weights_hf.export(self.model, self.arch, self.parallel, only=self.touched, merge=merge):
             if name not in self.touched:
                 self.checksum += tensor.float().sum().item()
             elif touched is not None:
                 touched[name] = tensor
             yield name, tensor
+
+    def _factors(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Name of each adapted weight -> its A (R, in) and B (out, R), whole, fp32. Collective."""
+        adapters = lora_megatron.attached(self.model)
+        whole = adapter_weights.gather(adapters, lora_megatron.factors(adapters), self.arch, self.parallel)
+        self.checksum = sum(factor.double().sum().item() for factor in whole.values())
+        modules = adapter_weights.adapted_modules(self.arch, self.cfg.lora)
+        return {name: (a, b) for module in modules for name, a, b in module.pairs(whole)}

@@ -254,9 +254,14 @@ def _shard(view, dim: int | None, size: int, rank: int) -> Tensor:
 
 @torch.no_grad()
 def export(
-    model: torch.nn.Module, arch: Architecture, parallel: Parallel, *, only: Collection[str] | None = None
+    model: torch.nn.Module,
+    arch: Architecture,
+    parallel: Parallel,
+    *,
+    only: Collection[str] | None = None,
+    merge: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the model under its Hugging Face name, whole, with LoRA merged, layer by layer.
+    """Every tensor of the model under its Hugging Face name, whole, with LoRA merged if ``merge``, layer by layer.
 
     Merged is W + (alpha / R) B A in fp32 from the untouched base, cast once to the model's dtype. Collective: every
     rank walks the whole stream, and gets the same tensors. At most expert-parallel-size experts exist whole at a time.
@@ -265,11 +270,12 @@ def export(
     """
     todo = list(slots(model, arch, parallel))
     if only is not None:
-        wanted = {fused_group(s.names[0]) for s in todo if s.adapter or any(name in only for name in s.names)}
+        changed = [slot for slot in todo if (merge and slot.adapter) or any(name in only for name in slot.names)]
+        wanted = {fused_group(slot.names[0]) for slot in changed}
         todo = [slot for slot in todo if fused_group(slot.names[0]) in wanted]
     for slot in todo:
         value = slot.weight
-        if slot.adapter is not None:
+        if merge and slot.adapter is not None:
             value = (value.float() + _delta(slot)).to(value.dtype)
         if slot.expert is None:
             yield from _whole(slot, value, slot.names, arch, parallel.tensor, parallel.tensor_group)
