@@ -52,7 +52,7 @@ IDLE: dict[str, tuple[Callable[[Config], bool], str]] = {
     "data.seed": (_no_arithmetic, "data.source is not arithmetic"),
     **{
         f"rollout.{key}": (lambda c: c.rollout.engine != "vllm", "rollout.engine is not vllm")
-        for key in ("tensor", "enforce_eager", "kv_cache_mib")
+        for key in ("tensor", "expert_parallel", "enforce_eager", "kv_cache_mib")
     },
     "lora.expert_rank": (
         lambda c: not {"linear_fc1", "linear_fc2"} & set(c.lora.targets),
@@ -124,6 +124,27 @@ def _engine_problems(cfg: Config) -> Iterator[str]:
         for key, off in (("top_p", 1.0), ("top_k", 0)):
             if (value := getattr(cfg.rollout, key)) != off:
                 yield f"rollout.{key}: {value} is for rollout.engine torch; vllm reports no untruncated log-probs then"
+    if cfg.rollout.expert_parallel:
+        yield from _shared_shards_problems(cfg)
+
+
+STREAMED = "(or rollout.expert_parallel false, which pushes whole tensors)"
+
+
+def _shared_shards_problems(cfg: Config) -> Iterator[str]:
+    """What would make vLLM's shards others than the trainer's, whatever the model."""
+    if cfg.device in ("cpu", "cuda"):
+        yield f"rollout.expert_parallel: device {cfg.device} packs vLLM's weights; needed: npu {STREAMED}"
+    if cfg.rollout.tensor != cfg.parallel.tensor:
+        yield (
+            f"rollout.tensor: {cfg.rollout.tensor} with rollout.expert_parallel splits attention differently than "
+            f"parallel.tensor {cfg.parallel.tensor}; needed: the same {STREAMED}"
+        )
+    if cfg.parallel.expert_tensor != 1:
+        yield (
+            f"parallel.expert_tensor: {cfg.parallel.expert_tensor} splits experts, which vLLM keeps whole under "
+            f"rollout.expert_parallel; needed: 1 {STREAMED}"
+        )
 
 
 def _noise_problems(cfg: Config) -> Iterator[str]:
@@ -230,6 +251,36 @@ def check_layout(cfg: Config, arch: Architecture, world_size: int) -> None:
         raise InputError(
             f"data.max_prompt_tokens: {cfg.data.max_prompt_tokens} + rollout.max_new_tokens "
             f"{cfg.rollout.max_new_tokens} = {longest} exceeds the model's {arch.max_positions} positions"
+        )
+    if cfg.rollout.expert_parallel:
+        _check_shared_shards(cfg, arch, world_size)
+
+
+VOCABULARY_BLOCK = 64  # tokens; vLLM's embedding and head have a multiple of it
+
+
+def _check_shared_shards(cfg: Config, arch: Architecture, world_size: int) -> None:
+    """Raises InputError where vLLM's shards of this model on these ranks would not be the trainer's."""
+    if arch.num_experts % world_size:
+        sizes = [d for d in divisors(arch.num_experts) if d % cfg.parallel.tensor == 0]
+        raise InputError(
+            f"rollout.expert_parallel: {arch.num_experts} experts cannot be shared out evenly over all {world_size} "
+            f"ranks; nearest: {nearest(world_size, sizes)} ranks {STREAMED}"
+        )
+    if cfg.parallel.expert != world_size:
+        raise InputError(
+            f"parallel.expert: {cfg.parallel.expert}, while rollout.expert_parallel spreads vLLM's experts over all "
+            f"{world_size} ranks; needed: {world_size} {STREAMED}"
+        )
+    if arch.vocab_size % VOCABULARY_BLOCK:
+        raise InputError(
+            f"rollout.expert_parallel: vLLM pads a vocabulary of {arch.vocab_size} to a multiple of "
+            f"{VOCABULARY_BLOCK} before it splits it, the trainer does not; needed: a multiple {STREAMED}"
+        )
+    if arch.shared_expert_ffn_size and cfg.aqn.schedule != "off":
+        raise InputError(
+            f"aqn.schedule: {cfg.aqn.schedule} needs the shared expert's whole matrices, of which "
+            f"rollout.expert_parallel leaves every rank its part; needed: off {STREAMED}"
         )
 
 

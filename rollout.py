@@ -81,6 +81,10 @@ def check_engine(cfg: Config, arch: Architecture, ranks: int) -> None:
             max_tokens=cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens,
             kv_cache_mib=cfg.rollout.kv_cache_mib,
         )
+        if cfg.rollout.expert_parallel:
+            import rollout_colocated
+
+            rollout_colocated.check(devices.resolve(cfg.device).type)
 
 
 def open_engine(cfg: Config, arch: Architecture, device: torch.device, stop_tokens: set[int], pad_token: int):
@@ -90,9 +94,12 @@ def open_engine(cfg: Config, arch: Architecture, device: torch.device, stop_toke
         from rollout_torch import TorchSampler
 
         return TorchSampler(arch, stop_tokens=stop_tokens, pad_token=pad_token, dtype=dtype, device=device)
-    from rollout_vllm import VllmEngine
+    if cfg.rollout.expert_parallel:
+        from rollout_colocated import ColocatedEngine as Engine
+    else:
+        from rollout_vllm import VllmEngine as Engine
 
-    return VllmEngine(
+    return Engine(
         arch,
         cfg.model.path,
         stop_tokens=stop_tokens,

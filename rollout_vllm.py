@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import rollout_ascend
 import vllm_inside
 import weights_hf
 from config import InputError
@@ -43,6 +44,7 @@ def check(arch: Architecture, *, device_type: str, ranks: int, tensor: int, dtyp
           kv_cache_mib: int) -> None:
     """Raise InputError for what this engine cannot run, without importing vLLM. ``max_tokens``: prompt and answer."""
     _check_installed(device_type)
+    rollout_ascend.check_environment(device_type)
     parts = {
         "ranks": ranks,
         "attention heads": arch.num_heads,
@@ -101,6 +103,8 @@ class VllmEngine:
     All ranks of a torch.distributed world make one at the same time; a world of several must come from torchrun.
     """
 
+    lockstep = False  # replicas need not sample at the same time
+
     def __init__(self, arch: Architecture, model_dir: str | Path, *, stop_tokens: set[int], max_tokens: int,
                  dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu", tensor: int = 1,
                  enforce_eager: bool = True, kv_cache_mib: int = 512, max_sequences: int = 256,
@@ -127,7 +131,7 @@ class VllmEngine:
         for name in self.shapes:
             self.members.setdefault(weights_hf.fused_group(name), set()).add(name)
 
-        for key, value in vllm_inside.ENVIRONMENT.items():
+        for key, value in (vllm_inside.ENVIRONMENT | rollout_ascend.ENVIRONMENT).items():
             os.environ.setdefault(key, value)
         if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
             raise InputError("rollout.engine: the environment's VLLM_ENABLE_V1_MULTIPROCESSING must be 0 or unset")
@@ -135,7 +139,8 @@ class VllmEngine:
         dist.broadcast_object_list(job)
         launched = "RANK" in os.environ  # by torchrun
         assert launched or ranks == 1
-        with vllm_inside.surroundings_kept(self.device), warnings.catch_warnings():
+        kept, compiling = vllm_inside.surroundings_kept(self.device), rollout_ascend.original_compile(enforce_eager)
+        with kept, compiling, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # its own deprecations
             logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # without CUDA there is no triton
             from vllm import LLM
@@ -155,7 +160,6 @@ class VllmEngine:
                 max_num_batched_tokens=max(PREFILL_TOKENS, max_tokens),
                 enable_chunked_prefill=False,  # a part would draw from its row's generator and, on a CPU, fail
                 tensor_parallel_size=tensor,
-                enable_expert_parallel=self.device.type != "cpu" and tensor > 1,  # on a CPU it crashes
                 distributed_executor_backend="external_launcher" if launched else "uni",
                 enforce_eager=enforce_eager,
                 kv_cache_memory_bytes=kv_cache_mib * 2**20,
@@ -164,8 +168,13 @@ class VllmEngine:
                 enable_prefix_caching=True,  # the S samples of a prompt share its keys and values
                 enable_return_routed_experts=routed_experts,
                 disable_log_stats=True,
-                **({"additional_config": {"weight_nz_mode": 0}} if self.device.type == "npu" else {}),  # as NZ above
+                **self._more_arguments(tensor, ranks, enforce_eager=enforce_eager, max_sequences=max_sequences),
             )
+
+    def _more_arguments(self, tensor: int, ranks: int, *, enforce_eager: bool, max_sequences: int) -> dict:
+        """Arguments of vllm.LLM that depend on the device, and on how the ranks share an engine."""
+        more = {"enable_expert_parallel": self.device.type != "cpu" and tensor > 1}  # on a CPU it crashes
+        return more | (rollout_ascend.arguments(enforce_eager, max_sequences) if self.device.type == "npu" else {})
 
     # -------------------------------------------------------------------------------------------------------- weights
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -181,13 +190,19 @@ class VllmEngine:
         whole, self.ready, self.pushing = not self.ready, False, True
         failures: list[BaseException] = []
         with vllm_inside.surroundings_kept(self.device):
-            self.llm.collective_rpc(vllm_inside.reload, args=(self._complete_groups(named_tensors, whole, failures),))
+            self._hand_over(self._complete_groups(named_tensors, whole, failures))
             if not self.llm.reset_prefix_cache():  # what it holds was computed with other weights
                 raise RuntimeError("load_weights: vLLM kept its prefix cache; are there requests in flight?")
         self.pushing = False
         if failures:
             raise failures[0]
         self.ready = True
+
+    def _hand_over(self, stream: Iterator[tuple[str, Tensor]]) -> None:
+        self.llm.collective_rpc(vllm_inside.reload, args=(stream,))
+
+    def _cast(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor.detach().to(self.device, self.dtype)
 
     def _complete_groups(self, named_tensors: Iterable[tuple[str, Tensor]], whole: bool, failures: list[BaseException],
                          ) -> Iterator[tuple[str, Tensor]]:
@@ -208,7 +223,7 @@ class VllmEngine:
                 came.add(name)
                 group = weights_hf.fused_group(name)
                 tensors = held.setdefault(group, {})
-                tensors[name] = tensor.detach().to(self.device, self.dtype)
+                tensors[name] = self._cast(name, tensor)
                 if len(tensors) == len(self.members[group]):
                     _refuse_broken(held.pop(group))
                     yield from tensors.items()
@@ -244,7 +259,7 @@ class VllmEngine:
         ]  # fmt: skip
         with vllm_inside.surroundings_kept(self.device):
             asked = [{"prompt_token_ids": prompts[i]} for i, _ in places]
-            answers = self.llm.generate(asked, rules, use_tqdm=False) if asked else []
+            answers = self.llm.generate(asked, rules, use_tqdm=False) if asked or self.lockstep else []
         completions: list[list[Completion]] = [[] for _ in prompts]
         for (i, _), answer in zip(places, answers, strict=True):
             (one,) = answer.outputs

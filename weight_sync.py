@@ -13,6 +13,7 @@ from torch import Tensor
 
 import aqn
 import model_megatron
+import weight_sync_local
 import weights_hf
 from config import Config, InputError
 from hf_config import Architecture
@@ -24,7 +25,11 @@ PROBE_TOKENS = 16  # of the greedy answer to the probe prompt, on which engine a
 
 
 class WeightSync:
-    """The one way from the trainer to the engine. Collective: every rank pushes the same tensors to its own engine."""
+    """The one way from the trainer to the engine. Every rank makes the same calls.
+
+    Collective: every rank pushes the same whole tensors to its own engine. Under rollout.expert_parallel it pushes its
+    own shards, which need not travel.
+    """
 
     def __init__(self, engine, model: torch.nn.Module, arch: Architecture, parallel: Parallel, cfg: Config) -> None:
         """Push the whole model. Raises InputError for noise targets that this model does not have."""
@@ -35,9 +40,35 @@ class WeightSync:
         self.touched = aqn.touched_names(self.noise)
         self.clean: dict[str, Tensor] = {}
         if self.noise:
-            self.clean = aqn.clean_norms(weights_hf.export(model, arch, parallel, only=self.touched), self.noise)
-        self.checksum = 0.0  # sum of the adapted tensors of the last push, without noise
-        engine.load_weights(weights_hf.export(model, arch, parallel))
+            self.clean = aqn.clean_norms(self._export(self.touched), self.noise)
+        self.checksum = 0.0  # sum of the adapted tensors of the last push, without noise; of this rank's, if local
+        if cfg.rollout.expert_parallel:
+            weight_sync_local.check_placement(engine.placement(), arch, parallel)
+        engine.load_weights(self._export())
+
+    def _export(self, only: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """What the engine takes: whole tensors, or where it holds the trainer's shards, those."""
+        local = self.cfg.rollout.expert_parallel
+        export = weight_sync_local.shards if local else weights_hf.export
+        return export(self.model, self.arch, self.parallel, only=only)
+
+    def check_start(self, probe: list[int]) -> None:
+        """Raise Tripped unless engine and trainer agree on a greedy answer to ``probe``; twice, the second time after a
+        push of the same policy, which must change nothing. Catches a shard in the wrong place, order or layout, and a
+        captured graph that reads elsewhere.
+        """
+        bound = getattr(self.cfg.checks, f"logp_gap_{self.cfg.model.dtype}")
+        if self.cfg.checks.logp_gap != "stop" or self.cfg.lora.dropout:
+            return
+        for push in ("the first push", "a second push of the same policy"):
+            gap = self._gap(probe, self._greedy(probe, min(PROBE_TOKENS, self.cfg.rollout.max_new_tokens)))
+            if not gap <= bound:
+                raise Tripped(
+                    f"checks.logp_gap: after {push} sampler and trainer differ by {gap:.2g} nats a token on the probe, "
+                    f"at most {bound:g} expected\n  look at: whether rollout.expert_parallel=false (whole tensors are "
+                    "pushed) or rollout.enforce_eager=true agrees"
+                )
+            self.push_clean()
 
     def push_clean(self) -> None:
         """The policy as the trainer has it: W + (alpha / R) B A, and the norms without noise."""
@@ -109,7 +140,7 @@ class WeightSync:
     def _changed(self, touched: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """What training or noise changes, clean; what noise changes is also kept in ``touched``."""
         self.checksum = 0.0
-        for name, tensor in weights_hf.export(self.model, self.arch, self.parallel, only=self.touched):
+        for name, tensor in self._export(self.touched):
             if name not in self.touched:
                 self.checksum += tensor.float().sum().item()
             elif touched is not None:
