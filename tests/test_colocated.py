@@ -8,7 +8,10 @@ experts. Not covered: collectives, kernels, and vLLM 0.23, whose loaders the NPU
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +23,7 @@ import reference
 import torch
 import torch.distributed as dist
 import world
+from lockstep_ranks import CALLS
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -56,7 +60,6 @@ class Group:
 
 def trainer(rank: int, path: Path) -> tuple[dict, dict[str, Tensor]]:
     """Megatron's groups and this rank's shards as they are pushed, under the names of vLLM."""
-    parallel, arch = SimpleNamespace(), hf_config.read(path)
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=RANKS, store=FakeStore())
@@ -243,3 +246,38 @@ def test_graphs_are_captured_for_few_sizes_with_torchs_own_compile(monkeypatch) 
     monkeypatch.setattr(rollout_ascend, "TORCH_COMPILE", lambda model: model)
     with pytest.raises(InputError, match="enforce_eager"), rollout_ascend.original_compile(enforce_eager=False):
         pass
+
+
+# ------------------------------------------------------------------------------------------------ in lockstep
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.skipif(ABSENT, reason="vllm is not installed; needed: requirements/cpu-vllm.txt")
+def test_ranks_sample_in_lockstep_what_they_would_alone_and_end_together(tmp_path: Path) -> None:
+    """A dense model over two data ranks: more prompts, fewer, or none on one of them; then a rank that fails."""
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, head_dim=32,
+                 num_key_value_heads=2, vocab_size=128, max_position_embeddings=64, rms_norm_eps=1e-6,
+                 tie_word_embeddings=False)  # fmt: skip
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**sizes)).save_pretrained(tmp_path)
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, mlp_only_layers=[0, 1])
+    as_moe = sizes | experts | {"model_type": "qwen3_moe", "norm_topk_prob": True, "hidden_act": "silu"}
+    (tmp_path / "as_moe.json").write_text(json.dumps(as_moe))  # what our Architecture is read from
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
+    command += ["--nproc_per_node=2", str(Path(__file__).parent / "lockstep_ranks.py"), str(tmp_path), str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    answers = [tmp_path / f"{rank}.json" for rank in range(2)]
+    assert all(path.exists() for path in answers), ran.stderr[-3000:]
+    ranks = [json.loads(path.read_text()) for path in answers]
+    alone, together = ([rows[start : start + len(CALLS)] for rows in ranks] for start in (0, len(CALLS)))
+    for rank in range(2):
+        assert [tokens for tokens, _ in together[rank]] == [tokens for tokens, _ in alone[rank]]
+        assert [len(tokens) for tokens, _ in together[rank]] == [len(call[rank]) for call in CALLS]
+    forwards = [[count for _, count in rows] for rows in together]
+    assert forwards[0] == forwards[1] and all(count > 0 for count in forwards[0])
+    assert [count for _, count in alone[0]] != [count for _, count in alone[1]]  # control: replicas stop when done
+    assert ran.returncode != 0 and "rank 1: sample: prompt 0 is empty" in ran.stderr
+    assert not list(tmp_path.glob("*.went_on"))
