@@ -100,7 +100,8 @@ def placement(worker) -> dict[str, list[int]]:
     found = {name: list(getattr(parallel_state, f"get_{short}_group")().ranks) for name, short in names.items()}
     for name, module in worker.model_runner.get_model().named_modules():
         if hasattr(module, "w13_weight"):
-            places = module._expert_map.tolist()  # expert -> local place, -1: on another rank
+            places = module._expert_map  # expert -> local place, -1: on another rank; None: all are here, in order
+            places = list(range(len(module.w13_weight))) if places is None else places.tolist()
             owned = sorted((local, expert) for expert, local in enumerate(places) if local >= 0)
             layer = re.search(r"layers\.(\d+)", name).group(1)
             found[f"layer {layer} experts"] = [expert for _, expert in owned]

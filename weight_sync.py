@@ -61,7 +61,8 @@ class WeightSync:
         if self.cfg.checks.logp_gap != "stop" or self.cfg.lora.dropout:
             return
         for push in ("the first push", "a second push of the same policy"):
-            gap = self._gap(probe, self._greedy(probe, min(PROBE_TOKENS, self.cfg.rollout.max_new_tokens)))
+            answer = self._greedy(probe, min(PROBE_TOKENS, self.cfg.rollout.max_new_tokens))
+            gap = self.parallel.max_over_ranks(self._gap(probe, answer))  # every rank stops or none
             if not gap <= bound:
                 raise Tripped(
                     f"checks.logp_gap: after {push} sampler and trainer differ by {gap:.2g} nats a token on the probe, "
