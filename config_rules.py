@@ -67,6 +67,7 @@ IDLE: dict[str, tuple[Callable[[Config], bool], str]] = {
     "aqn.num_stages": (lambda c: c.aqn.schedule in ("off", "constant"), "aqn.schedule is off or constant"),
     "aqn.targets": (_no_noise, "aqn.schedule is off"),
     "aqn.router": (_no_noise, "aqn.schedule is off"),
+    "aqn.bf16": (lambda c: _no_noise(c) or c.model.dtype != "bf16", "aqn.schedule is off, or model.dtype is not bf16"),
     "replay.reference": (lambda c: c.replay.mode == "off" or c.loss.kl == "none", "replay.mode is off or loss.kl none"),
     "checks.reward_constant_steps": (lambda c: c.checks.reward_constant == "off", "checks.reward_constant is off"),
     "checks.unparsable_share": (lambda c: c.checks.unparsable == "off", "checks.unparsable is off"),
@@ -124,6 +125,8 @@ def _engine_problems(cfg: Config) -> Iterator[str]:
         for key, off in (("top_p", 1.0), ("top_k", 0)):
             if (value := getattr(cfg.rollout, key)) != off:
                 yield f"rollout.{key}: {value} is for rollout.engine torch; vllm reports no untruncated log-probs then"
+        if cfg.aqn.bf16 == "fp32" and "aqn.bf16" not in idle_keys(cfg):
+            yield "aqn.bf16: fp32 is for rollout.engine torch; vllm keeps its norms in model.dtype; needed: grid"
     if cfg.rollout.expert_parallel:
         yield from _shared_shards_problems(cfg)
 

@@ -53,8 +53,11 @@ def keep_rows_(cache: Cache, rows: Tensor) -> None:
 class Decoder:
     """The model's weights as the kernels want them. Not `ready` until `load_weights` has brought a whole model."""
 
-    def __init__(self, arch: Architecture, dtype: torch.dtype, device: str | torch.device) -> None:
+    def __init__(self, arch: Architecture, dtype: torch.dtype, device: str | torch.device, *,
+                 norm_dtype: torch.dtype | None = None) -> None:
+        """``norm_dtype``: of the RMSNorm weights, if not ``dtype``."""
         self.arch, self.dtype, self.device = arch, dtype, torch.device(device)
+        self.norm_dtype = norm_dtype or dtype
         self.ready = False
         self._slots: dict[str, tuple[Tensor, str]] = {}  # HF name -> its part of a storage, and which storage that is
         table = (arch.vocab_size, arch.hidden_size)
@@ -66,7 +69,8 @@ class Decoder:
     # -------------------------------------------------------------------------------------------------------- weights
     def _allocate(self, group: str, shape: tuple[int, ...], pieces: dict) -> Tensor:
         """Storage of ``shape``; ``pieces`` says which part of it each HF tensor fills (name -> index)."""
-        storage = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        dtype = self.norm_dtype if group.endswith("norm") else self.dtype
+        storage = torch.zeros(shape, dtype=dtype, device=self.device)
         self._slots |= {name: (storage[index], group) for name, index in pieces.items()}
         return storage
 

@@ -49,11 +49,14 @@ def _grouped_mm_takes(weight: Tensor) -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight, the mean square taken in fp32 as transformers does.  (..., h) -> (..., h)"""
+    """x / rms(x) * weight, the mean square taken in fp32 as transformers does.  (..., h) -> (..., h)
+
+    An fp32 weight on bf16 ``x``: one rounding, so a weight that bf16 holds gives the same bits in either dtype.
+    """
     if x.dtype == torch.float32:
         return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
     wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return (weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)).to(x.dtype)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

@@ -179,6 +179,7 @@ class AqnConfig(Section):
         min_length=1,
     )
     router: Literal["noisy", "clean"] = knob("noisy", "clean: the router is compensated exactly and routes as without")
+    bf16: Literal["grid", "fp32"] = knob("grid", "bf16 models: noise on bf16's grid, or the sampler's norms in fp32")
 
 
 class ReplayConfig(Section):

@@ -93,7 +93,10 @@ def open_engine(cfg: Config, arch: Architecture, device: torch.device, stop_toke
     if cfg.rollout.engine == "torch":
         from rollout_torch import TorchSampler
 
-        return TorchSampler(arch, stop_tokens=stop_tokens, pad_token=pad_token, dtype=dtype, device=device)
+        norms = torch.float32 if cfg.aqn.bf16 == "fp32" else dtype  # which then take noise that bf16 would round away
+        return TorchSampler(
+            arch, stop_tokens=stop_tokens, pad_token=pad_token, dtype=dtype, device=device, norm_dtype=norms
+        )
     if cfg.rollout.expert_parallel:
         from rollout_colocated import ColocatedEngine as Engine
     else:

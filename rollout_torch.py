@@ -81,14 +81,15 @@ class TorchSampler:
     """The policy's copy that samples. Useless until `load_weights` has brought a whole model."""
 
     def __init__(self, arch: Architecture, *, stop_tokens: set[int], pad_token: int, dtype: torch.dtype = torch.float32,
-                 device: str | torch.device = "cpu", max_sequences: int = 512) -> None:
-        """``max_sequences`` bounds the rows of a wave, and so the key-value cache."""
+                 device: str | torch.device = "cpu", max_sequences: int = 512,
+                 norm_dtype: torch.dtype | None = None) -> None:
+        """``max_sequences`` bounds the rows of a wave, and so the key-value cache; ``norm_dtype``: see Decoder."""
         outside = [token for token in (*stop_tokens, pad_token) if not 0 <= token < arch.vocab_size]
         if outside:
             raise InputError(f"sampler: stop or pad token {outside[0]} is not in the vocabulary of {arch.vocab_size}")
         if max_sequences < 1:
             raise InputError(f"sampler: max_sequences is {max_sequences}; at least 1 is needed")
-        self.arch, self.decoder = arch, Decoder(arch, dtype, device)
+        self.arch, self.decoder = arch, Decoder(arch, dtype, device, norm_dtype=norm_dtype)
         self.stop_tokens, self.pad_token, self.max_sequences = frozenset(stop_tokens), pad_token, max_sequences
         self.is_stop = torch.zeros(arch.vocab_size, dtype=torch.bool, device=device)
         self.is_stop[list(stop_tokens)] = True

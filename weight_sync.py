@@ -21,7 +21,8 @@ from parallel_setup import Parallel
 from rollout import Completion
 from tripwires import Tripped
 
-PROBE_TOKENS = 16  # of the greedy answer to the probe prompt, on which engine and trainer are compared on noisy steps
+PROBE_TOKENS = 16  # most of an answer to the probe prompt, on which noisy steps are judged
+FLAT = 10.0  # temperature at which noise shows: a sure policy's log-probs are 0 to the last bit, with noise or without
 
 
 class WeightSync:
@@ -53,16 +54,15 @@ class WeightSync:
         return export(self.model, self.arch, self.parallel, only=only)
 
     def check_start(self, probe: list[int]) -> None:
-        """Raise Tripped unless engine and trainer agree on a greedy answer to ``probe``; twice, the second time after a
-        push of the same policy, which must change nothing. Catches a shard in the wrong place, order or layout, and a
-        captured graph that reads elsewhere.
+        """Raise Tripped unless engine and trainer agree on an answer to ``probe``; twice, the second time after a push of
+        the same policy, which must change nothing. Catches a shard in the wrong place, order or layout, and a captured
+        graph that reads elsewhere.
         """
         bound = getattr(self.cfg.checks, f"logp_gap_{self.cfg.model.dtype}")
         if self.cfg.checks.logp_gap != "stop" or self.cfg.lora.dropout:
             return
         for push in ("the first push", "a second push of the same policy"):
-            answer = self._greedy(probe, min(PROBE_TOKENS, self.cfg.rollout.max_new_tokens))
-            gap = self.parallel.max_over_ranks(self._gap(probe, answer))  # every rank stops or none
+            gap = self.parallel.max_over_ranks(self._gap(probe))  # every rank stops or none
             if not gap <= bound:
                 raise Tripped(
                     f"checks.logp_gap: after {push} sampler and trainer differ by {gap:.2g} nats a token on the probe, "
@@ -79,8 +79,9 @@ class WeightSync:
         """The policy with the noise of ``step`` (from 0), and what went: its checksum, and what the noise came to.
 
         Noise goes after the clean policy, so that both can be seen on the prompt ``probe``: that the engine has the
-        trainer's policy (aqn/probe_gap, nats a token), and that the noise changes it (aqn/probe_shift is exactly 0 for
-        an engine that does not take it). Raises AqnError when the noise is not the noise that was asked for.
+        trainer's policy (aqn/probe_gap, nats a token), and that the noise changes it (aqn/probe_shift, the largest
+        change of a token's log-prob at temperature FLAT; exactly 0 for an engine that does not take it). Raises
+        AqnError when the noise is not the noise that was asked for.
         """
         if not self.noise:
             self.push_clean()
@@ -97,14 +98,15 @@ class WeightSync:
             schedule=cfg.aqn.schedule,
         )
         stream, report = aqn.perturb(
-            touched.items(), self.noise, self.clean, sigma=sigma, seed=cfg.train.seed, step=step
+            touched.items(), self.noise, self.clean, sigma=sigma, seed=cfg.train.seed, step=step, bf16=cfg.aqn.bf16
         )
         gap = shift = 0.0
         if sigma:
-            clean = self._greedy(probe, min(PROBE_TOKENS, cfg.rollout.max_new_tokens))
-            gap = self._gap(probe, clean)
+            gap = self._gap(probe)
+            clean = self._answer(probe, FLAT)
             self._load(stream)
-            shift = abs(self._greedy(probe, 1).logp[0] - clean.logp[0])
+            noisy = self._answer(probe, FLAT)
+            shift = max(abs(after - before) for after, before in zip(noisy.logp, clean.logp, strict=False))
         aqn.check_report(report)
         return {
             "sync/checksum": self.checksum,
@@ -125,17 +127,21 @@ class WeightSync:
                 f"the push to the sampler failed: {error}\n  look at: optim.lr, the last steps' norms"
             ) from None
 
-    def _greedy(self, prompt: list[int], length: int) -> Completion:
-        """The engine's likeliest continuation of ``prompt``, at temperature 1."""
-        return self.engine.sample([prompt], seeds=[0], num_samples=1, max_new_tokens=length, temperature=0.0)[0][0]
+    def _answer(self, prompt: list[int], temperature: float) -> Completion:
+        """What the engine samples after ``prompt``, always with the same random numbers."""
+        length = min(PROBE_TOKENS, self.cfg.rollout.max_new_tokens)
+        call = {"seeds": [0], "num_samples": 1, "max_new_tokens": length, "temperature": temperature}
+        return self.engine.sample([prompt], **call)[0][0]
 
     @torch.no_grad()
-    def _gap(self, prompt: list[int], answer: Completion) -> float:
-        """Mean difference between the engine's and the trainer's log-probs of ``answer``, nats a token. Collective."""
+    def _gap(self, prompt: list[int]) -> float:
+        """Mean difference between the engine's and the trainer's log-probs of an answer, nats a token. Collective."""
+        temperature = self.cfg.rollout.temperature
+        answer = self._answer(prompt, temperature)
         tokens = model_megatron.one_row(prompt + answer.tokens, self.parallel)
         mask = torch.zeros_like(tokens)
         mask[0, len(prompt) : len(prompt) + len(answer.tokens)] = 1
-        logp = model_megatron.token_logprobs(self.model, tokens, mask, self.parallel)[0]
+        logp = model_megatron.token_logprobs(self.model, tokens, mask, self.parallel, temperature)[0]
         return (logp[mask == 1].cpu() - torch.tensor(answer.logp)).abs().mean().item()
 
     def _changed(self, touched: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:

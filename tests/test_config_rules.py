@@ -222,6 +222,12 @@ def test_every_idle_rule_names_a_field():
         (["tiny_model.experts_per_token=9"], "tiny_model.experts_per_token: 9 exceeds num_experts 8"),
         (["tiny_model.teacher_right=0.5"], "tiny_model.teacher_right: 0.5 + teacher_wrong_operation 0.55 exceeds 1"),
         (["parallel.pipeline=2", "loss.kl_coef=0"], "only 1 is; loss.kl_coef"),
+        (["rollout.engine=vllm", "rollout.top_p=0.9"], "rollout.top_p: 0.9 is for rollout.engine torch"),
+        (
+            ["rollout.engine=vllm", "model.dtype=bf16", "aqn.schedule=constant", "aqn.bf16=fp32"],
+            "aqn.bf16: fp32 is for rollout.engine torch",
+        ),
+        (["aqn.schedule=qerl", "aqn.num_stages=1"], "aqn.num_stages: 1 over 120 steps has no noisy stage"),
     ],
 )
 def test_values_that_cannot_work_together_are_refused_with_their_numbers(overrides, expected):

@@ -72,6 +72,15 @@ def test_rms_norm_is_that_of_transformers(dtype):
         torch.testing.assert_close(found, norm(x), rtol=1e-6, atol=1e-6)
 
 
+def test_rms_norm_of_a_bf16_weight_kept_in_fp32_has_the_same_bits():
+    generator = torch.Generator().manual_seed(3)
+    x, weight = (torch.randn(shape, generator=generator).bfloat16() for shape in ((50, 64), (64,)))
+    found = devices.rms_norm(x, weight.float(), 1e-5)
+    assert found.dtype == torch.bfloat16 and torch.equal(found, devices.rms_norm(x, weight, 1e-5))
+    slightly = devices.rms_norm(x, weight.float() * 1.001, 1e-5)
+    assert not torch.equal(slightly, found), "what fp32 adds to the weight is not lost before the product"
+
+
 @pytest.mark.parametrize("kv_heads", [8, 2, 1])
 def test_causal_attention_is_softmax_over_the_past(kv_heads):
     generator = torch.Generator().manual_seed(4)

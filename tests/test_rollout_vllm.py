@@ -173,6 +173,18 @@ def test_logp_is_that_of_transformers_after_every_kind_of_push(fresh, tmp_path: 
     assert flat(engine.sample(PROMPTS, seeds=SEEDS, **FREE)) == flat(by_part)  # bit for bit what a full push gives
 
 
+@pytest.mark.slow
+@needs_vllm
+def test_compiled_model_takes_every_push_too(models, engine_of, tmp_path: Path) -> None:
+    """enforce_eager false: weights that the compiler had folded into its code would stay what they were."""
+    engine, model = engine_of("qwen3", kv_cache_mib=4, enforce_eager=False), models("qwen3")
+    for push, tensors in enumerate((model.tensors, perturbed(model.tensors))):
+        engine.load_weights(tensors.items())
+        answers = engine.sample(PROMPTS, seeds=SEEDS, **FREE)
+        assert gaps(model.changed(tensors, tmp_path / str(push)), answers).max() <= 1e-5
+    assert engine.layer_outputs(PROMPTS[0]) == [], "it runs as a graph: no hooks"
+
+
 @needs_vllm
 def test_bf16_stays_close_to_fp32(models, engine_of) -> None:
     engine = engine_of("qwen3", dtype=torch.bfloat16, kv_cache_mib=4)

@@ -176,7 +176,9 @@ def runs(tmp_path_factory) -> dict[str, Path]:
         "rollout__max_new_tokens": 2, "eval__samples": 0, "eval__num_questions": 1,
     }  # fmt: skip
     staged = {"aqn__schedule": "qerl", "aqn__num_stages": 5, "train__steps": 20}
+    small = few | {"model__dtype": "bf16", "aqn__schedule": "constant", "aqn__sigma_start": 0.001}
     changes = {"clean": still, "noisy": still | noise, "faulty": still | noise, "staged": few | staged}
+    changes |= {"grid": small, "fp32": small | {"aqn__bf16": "fp32"}}
     cfgs = {label: training.config(model, out / label, **changes[label]) for label in changes}
     training.in_world("TP1", train, [("TP1", cfg, label == "faulty") for label, cfg in cfgs.items()])
     return {label: training.only_run(cfg) for label, cfg in cfgs.items()}
@@ -189,6 +191,14 @@ def test_evaluation_is_the_same_to_the_last_bit_with_and_without_noise(runs: dic
     assert [json.loads(line)["step"] for line in evaluations] == [0, 1, 2, 3]
     sampled = [(runs[label] / "completions.jsonl").read_text() for label in ("noisy", "clean")]
     assert sampled[0] != sampled[1], "control: the noise changes what is sampled for training"
+
+
+def test_fp32_norms_take_noise_that_bf16_takes_in_rare_jumps(runs: dict[str, Path]) -> None:
+    """Sigma 0.001 on weights of 1, where bf16's steps are 0.004 and 0.008: 3 % of the elements jump."""
+    for row in training.metrics(runs["fp32"]):
+        assert row["aqn/changed_elements"] == 128 and row["aqn/realised_std"] == pytest.approx(0.001, rel=0.35)
+        assert row["aqn/probe_shift"] > 0
+    assert all(row["aqn/changed_elements"] < 16 for row in training.metrics(runs["grid"]))
 
 
 def test_without_the_restoring_push_the_evaluation_differs(runs: dict[str, Path]) -> None:

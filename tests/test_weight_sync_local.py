@@ -113,7 +113,7 @@ def cut(whole: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
 def both_ways(parallel: Parallel, path: Path) -> dict[str, list]:
     """By kind of noise, after the first push and three updates: what is wrong on this rank, and the local checksums."""
     answers = {}
-    WeightSync._gap = lambda self, prompt, answer: 0.0  # the keepers know no language
+    WeightSync._gap = lambda self, prompt: 0.0  # the keepers know no language
     for label, noise in NOISES.items():
         model, arch = adapted.load(path, parallel)
         adapters = lora_megatron.attach(model, config(path, noise, True).lora, parallel, 0)
