@@ -54,9 +54,9 @@ class WeightSync:
         return export(self.model, self.arch, self.parallel, only=only)
 
     def check_start(self, probe: list[int]) -> None:
-        """Raise Tripped unless engine and trainer agree on an answer to ``probe``; twice, the second time after a push of
-        the same policy, which must change nothing. Catches a shard in the wrong place, order or layout, and a captured
-        graph that reads elsewhere.
+        """Raise Tripped unless engine and trainer agree on an answer to ``probe``, and again after a second, equal push.
+
+        Catches a shard in the wrong place, order or layout, and a captured graph that reads elsewhere.
         """
         bound = getattr(self.cfg.checks, f"logp_gap_{self.cfg.model.dtype}")
         if self.cfg.checks.logp_gap != "stop" or self.cfg.lora.dropout:
