@@ -84,7 +84,8 @@ def check_engine(cfg: Config, arch: Architecture, ranks: int) -> None:
         if cfg.rollout.expert_parallel:
             import rollout_colocated
 
-            rollout_colocated.check(devices.resolve(cfg.device).type)
+            device_type = devices.resolve(cfg.device).type
+            rollout_colocated.check(arch, device_type=device_type, ranks=ranks, tensor=cfg.rollout.tensor)
 
 
 def open_engine(cfg: Config, arch: Architecture, device: torch.device, stop_tokens: set[int], pad_token: int):

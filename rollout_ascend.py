@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from config import InputError
+from hf_config import Architecture
 
 ENVIRONMENT = {  # before vLLM is imported; a user's own value stays
     "VLLM_ASCEND_ENABLE_NZ": "0",  # tiled weights could not be written as plain ones
@@ -24,6 +25,7 @@ MUST_BE_OFF = {  # read by vllm-ascend itself
     "EXPERT_MAP_RECORD": "it moves experts to other ranks",
 }
 CAPTURE_SIZES = (16, 64, 128, 192, 256)  # tokens of a decoding step; each graph takes streams, of which there are few
+HCCL_BUFFSIZE = "200"  # MiB; HCCL's own where the variable is unset
 TORCH_COMPILE = torch.compile  # MindSpeed, imported later, puts a function that does nothing in its place
 
 
@@ -39,6 +41,37 @@ def check_environment(device_type: str) -> None:
     for name, reason in MUST_BE_OFF.items():
         if os.environ.get(name, "0").lower() not in ("0", "false", ""):
             raise InputError(f"rollout.engine: the environment's {name} must be 0 or unset: {reason}")
+
+
+def check_dispatch(arch: Architecture, ranks: int, tokens: int) -> None:
+    """Raise InputError where MC2, which takes a decoding step's tokens to their experts, cannot.
+
+    ``tokens``: most on one of the ``ranks`` that share the experts. Its window is all of HCCL_BUFFSIZE, and it fails
+    where others would send in slices. Bounds and formula: CANN's documentation of aclnnMoeDistributeDispatchV2.
+    """
+    for what, found, low, high in (
+        ("hidden_size", arch.hidden_size, 1024, 8192),
+        ("experts a token", arch.experts_per_token, 1, 16),
+        ("tokens a rank", tokens, 1, 512),
+    ):
+        if not low <= found <= high:
+            raise InputError(
+                f"rollout.expert_parallel: on an NPU the experts take {what} from {low} to {high}, not {found} "
+                "(or rollout.engine torch)"
+            )
+    row = 2 * arch.hidden_size  # bytes of one token in bf16
+    sent = arch.num_experts // ranks * tokens * ranks * _up(_up(row, 32) + 64, 512)
+    needed = -(-2 * (sent + arch.experts_per_token * tokens * _up(row, 512)) // 2**20)
+    window = os.environ.get("HCCL_BUFFSIZE", HCCL_BUFFSIZE)
+    if not window.isdigit() or int(window) < needed:
+        raise InputError(
+            f"rollout.expert_parallel: the environment's HCCL_BUFFSIZE is {window}; needed: {needed} or more (MiB) for "
+            f"{tokens} tokens a rank, the same on all ranks"
+        )
+
+
+def _up(size: int, block: int) -> int:
+    return -(-size // block) * block
 
 
 def arguments(enforce_eager: bool, max_sequences: int) -> dict:

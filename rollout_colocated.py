@@ -16,20 +16,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import rollout_ascend
 import vllm_inside
 from config import InputError
 from hf_config import Architecture
-from rollout_vllm import VllmEngine
+from rollout_vllm import MAX_SEQUENCES, VllmEngine
 from weights_hf import fused_group
 
 
-def check(device_type: str) -> None:
-    """Raise InputError for a device whose kernels want the weights in another layout than the trainer's."""
+def check(arch: Architecture, *, device_type: str, ranks: int, tensor: int) -> None:
+    """Raise InputError for a device whose kernels want another layout than the trainer's, or cannot take the model."""
     if device_type != "npu":
         raise InputError(
             f"rollout.expert_parallel: on {device_type} vLLM packs its weights for its kernels, so a shard cannot be "
             "written in place; needed: device npu (or rollout.expert_parallel false)"
         )
+    rollout_ascend.check_dispatch(arch, ranks, -(-MAX_SEQUENCES // tensor))  # tensor ranks share out the tokens
 
 
 class ColocatedEngine(VllmEngine):

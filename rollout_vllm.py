@@ -33,6 +33,7 @@ from seeds import derive
 CPU_VERSION = "0.30.0"  # the only one of 0.28 to 0.32 that returns routed experts on a CPU; corrections below fit it
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of its CPU attention kernel
 CPU_BLOCK = 128  # tokens of one block of the key-value cache on a CPU
+MAX_SEQUENCES = 256  # rows that are decoded together
 PREFILL_TOKENS = 8192  # prompt tokens that are computed at once: bounds the activations
 LOWEST_TEMPERATURE = 0.01  # below it vLLM would sample at this one
 
@@ -107,7 +108,7 @@ class VllmEngine:
 
     def __init__(self, arch: Architecture, model_dir: str | Path, *, stop_tokens: set[int], max_tokens: int,
                  dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu", tensor: int = 1,
-                 enforce_eager: bool = True, kv_cache_mib: int = 512, max_sequences: int = 256,
+                 enforce_eager: bool = True, kv_cache_mib: int = 512, max_sequences: int = MAX_SEQUENCES,
                  routed_experts: bool = False) -> None:
         """``model_dir`` needs its config.json only. ``max_tokens`` of prompt and completion, ``max_sequences`` at once.
 

@@ -54,7 +54,7 @@ class WeightSync:
         return export(self.model, self.arch, self.parallel, only=only)
 
     def check_start(self, probe: list[int]) -> None:
-        """Raise Tripped unless engine and trainer agree on an answer to ``probe``, and again after a second, equal push.
+        """Raise Tripped unless engine and trainer agree on an answer to ``probe``, also after a second, equal push.
 
         Catches a shard in the wrong place, order or layout, and a captured graph that reads elsewhere.
         """

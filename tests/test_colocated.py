@@ -7,6 +7,7 @@ experts. Not covered: collectives, kernels, and vLLM 0.23, whose loaders the NPU
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -25,6 +26,7 @@ import torch.distributed as dist
 import world
 from lockstep_ranks import CALLS
 from safetensors.torch import load_file
+from test_config_rules import QWEN3_30B_A3B
 from torch import Tensor
 
 import hf_config
@@ -226,6 +228,33 @@ def test_a_variable_that_would_move_or_tile_weights_is_refused(monkeypatch, name
         return
     with pytest.raises(InputError, match=f"the environment's {name} "):
         rollout_ascend.check_environment(device)
+
+
+@pytest.mark.parametrize(("tokens", "needed"), [(48, 57), (64, 76), (128, 152), (256, 304), (512, 608)])
+def test_the_window_for_the_experts_is_refused_if_too_small(monkeypatch, tokens: int, needed: int) -> None:
+    """8 experts on each of 16 ranks, hidden size 2,048, 8 experts a token; MiB by hand from CANN's formula, rounded."""
+    for window, refused in ((None, needed > 200), (str(needed + 1), False), (str(needed - 1), True), ("", True)):
+        monkeypatch.delenv("HCCL_BUFFSIZE", raising=False)
+        if window is not None:
+            monkeypatch.setenv("HCCL_BUFFSIZE", window)
+        if not refused:
+            rollout_ascend.check_dispatch(QWEN3_30B_A3B, 16, tokens)
+            continue
+        with pytest.raises(InputError, match="HCCL_BUFFSIZE is .*; needed: "):
+            rollout_ascend.check_dispatch(QWEN3_30B_A3B, 16, tokens)
+
+
+@pytest.mark.parametrize(
+    ("change", "tokens", "message"),
+    [
+        ({"hidden_size": 512}, 64, "hidden_size from 1024 to 8192, not 512"),
+        ({"experts_per_token": 20}, 64, "experts a token from 1 to 16, not 20"),
+        ({}, 600, "tokens a rank from 1 to 512, not 600"),
+    ],
+)
+def test_a_model_beyond_the_experts_kernels_is_refused(change: dict, tokens: int, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        rollout_ascend.check_dispatch(dataclasses.replace(QWEN3_30B_A3B, **change), 16, tokens)
 
 
 def test_graphs_are_captured_for_few_sizes_with_torchs_own_compile(monkeypatch) -> None:

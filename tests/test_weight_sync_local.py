@@ -6,6 +6,7 @@ that the cut is vLLM's is test_colocated.py's matter.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -265,11 +266,14 @@ def test_what_fits_without_loss_is_taken(engine, shards) -> None:
     assert torch.equal(engine.parameters[GATE], coarse[GATE].float())
 
 
-def test_on_other_devices_it_is_refused_by_name() -> None:
+def test_on_other_devices_it_is_refused_by_name(path: Path) -> None:
+    arch = dataclasses.replace(hf_config.read(path), hidden_size=2048)
     for device in ("cpu", "cuda"):
         with pytest.raises(InputError, match=f"rollout.expert_parallel: on {device} vLLM packs its weights"):
-            rollout_colocated.check(device)
-    rollout_colocated.check("npu")
+            rollout_colocated.check(arch, device_type=device, ranks=4, tensor=2)
+    rollout_colocated.check(arch, device_type="npu", ranks=4, tensor=2)
+    with pytest.raises(InputError, match="hidden_size from 1024 to 8192, not 64"):
+        rollout_colocated.check(hf_config.read(path), device_type="npu", ranks=4, tensor=2)
     engine = object.__new__(ColocatedEngine)
     engine.device = SimpleNamespace(type="npu")
     assert engine._more_arguments(4, 16, enforce_eager=True, max_sequences=192) == {
@@ -314,8 +318,6 @@ def placements(parallel: Parallel, path: Path) -> dict[str, str]:
         else:
             found[key] = change(found.get(key))
         said[label] = refusal(found, parallel)
-    import dataclasses
-
     said["a rank too many"] = refusal(sound, dataclasses.replace(parallel, world_size=5))
     return said
 
