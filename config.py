@@ -163,7 +163,7 @@ def _suggestion(*loc: Any) -> str:
 MAY_CHANGE = frozenset(
     {"name", "device", "model.recompute", "optim.tokens_per_micro_batch", "eval.batch_size"}
     | {f"parallel.{key}" for key in ParallelConfig.model_fields}
-    | {"rollout.tensor", "rollout.kv_cache_mib"}
+    | {"rollout.tensor", "rollout.expert_parallel", "rollout.kv_cache_mib"}
     | {"train.out_dir", "train.checkpoint_every", "train.keep_last", "train.resume"}
     | {"train.completions_logged", "train.tensorboard", "train.stall_seconds"}
     | {f"checks.{key}" for key in ChecksConfig.model_fields}

@@ -52,7 +52,7 @@ IDLE: dict[str, tuple[Callable[[Config], bool], str]] = {
     "data.seed": (_no_arithmetic, "data.source is not arithmetic"),
     **{
         f"rollout.{key}": (lambda c: c.rollout.engine != "vllm", "rollout.engine is not vllm")
-        for key in ("tensor", "enforce_eager", "kv_cache_mib")
+        for key in ("tensor", "expert_parallel", "enforce_eager", "kv_cache_mib")
     },
     "rollout.sync": (
         lambda c: c.rollout.engine != "vllm",
@@ -131,12 +131,35 @@ def _engine_problems(cfg: Config) -> Iterator[str]:
                 yield f"rollout.{key}: {value} is for rollout.engine torch; vllm reports no untruncated log-probs then"
         if cfg.aqn.bf16 == "fp32" and "aqn.bf16" not in idle_keys(cfg):
             yield "aqn.bf16: fp32 is for rollout.engine torch; vllm keeps its norms in model.dtype; needed: grid"
+    if cfg.rollout.expert_parallel:
+        yield from _shared_shards_problems(cfg)
+
+
+STREAMED = "(or rollout.expert_parallel false, which pushes whole tensors)"
+
+
+def _shared_shards_problems(cfg: Config) -> Iterator[str]:
+    """What would make vLLM's shards others than the trainer's, whatever the model."""
+    if cfg.device in ("cpu", "cuda"):
+        yield f"rollout.expert_parallel: device {cfg.device} packs vLLM's weights; needed: npu {STREAMED}"
+    if cfg.rollout.tensor != cfg.parallel.tensor:
+        yield (
+            f"rollout.tensor: {cfg.rollout.tensor} with rollout.expert_parallel splits attention differently than "
+            f"parallel.tensor {cfg.parallel.tensor}; needed: the same {STREAMED}"
+        )
+    if cfg.parallel.expert_tensor != 1:
+        yield (
+            f"parallel.expert_tensor: {cfg.parallel.expert_tensor} splits experts, which vLLM keeps whole under "
+            f"rollout.expert_parallel; needed: 1 {STREAMED}"
+        )
 
 
 def _adapter_problems(cfg: Config) -> Iterator[str]:
     if cfg.rollout.sync != "adapter" or "rollout.sync" in idle_keys(cfg):
         return
     lora = cfg.lora
+    if cfg.rollout.expert_parallel:
+        yield "rollout.sync: adapter cannot go with rollout.expert_parallel, which writes merged shards; needed: merged"
     if "router" in lora.targets:  # vLLM's logits with it would be of model.dtype, the trainer's are fp32
         yield "lora.targets: router cannot go with rollout.sync adapter; needed: merged, or targets without it"
     if lora.expert_rank not in (0, lora.rank):  # vLLM ignores PEFT's rank_pattern, and scales all by one alpha / rank
@@ -250,6 +273,36 @@ def check_layout(cfg: Config, arch: Architecture, world_size: int) -> None:
         raise InputError(
             f"data.max_prompt_tokens: {cfg.data.max_prompt_tokens} + rollout.max_new_tokens "
             f"{cfg.rollout.max_new_tokens} = {longest} exceeds the model's {arch.max_positions} positions"
+        )
+    if cfg.rollout.expert_parallel:
+        _check_shared_shards(cfg, arch, world_size)
+
+
+VOCABULARY_BLOCK = 64  # tokens; vLLM's embedding and head have a multiple of it
+
+
+def _check_shared_shards(cfg: Config, arch: Architecture, world_size: int) -> None:
+    """Raises InputError where vLLM's shards of this model on these ranks would not be the trainer's."""
+    if arch.num_experts % world_size:
+        sizes = [d for d in divisors(arch.num_experts) if d % cfg.parallel.tensor == 0]
+        raise InputError(
+            f"rollout.expert_parallel: {arch.num_experts} experts cannot be shared out evenly over all {world_size} "
+            f"ranks; nearest: {nearest(world_size, sizes)} ranks {STREAMED}"
+        )
+    if cfg.parallel.expert != world_size:
+        raise InputError(
+            f"parallel.expert: {cfg.parallel.expert}, while rollout.expert_parallel spreads vLLM's experts over all "
+            f"{world_size} ranks; needed: {world_size} {STREAMED}"
+        )
+    if arch.vocab_size % VOCABULARY_BLOCK:
+        raise InputError(
+            f"rollout.expert_parallel: vLLM pads a vocabulary of {arch.vocab_size} to a multiple of "
+            f"{VOCABULARY_BLOCK} before it splits it, the trainer does not; needed: a multiple {STREAMED}"
+        )
+    if arch.shared_expert_ffn_size and cfg.aqn.schedule != "off":
+        raise InputError(
+            f"aqn.schedule: {cfg.aqn.schedule} needs the shared expert's whole matrices, of which "
+            f"rollout.expert_parallel leaves every rank its part; needed: off {STREAMED}"
         )
 
 

@@ -43,12 +43,12 @@ def evaluate(
     places = rollout.own_places(count, cfg, parallel)
     num_own = len(range(0, count, parallel.world_size // cfg.rollout.tensor))
     results = torch.zeros(num_own, 3 * (1 + k))  # reward, parsable and length of the greedy answer and of k samples
-    for start in range(0, len(places), cfg.eval.batch_size):
+    for start in range(0, num_own, cfg.eval.batch_size):  # as often on every rank: engines may sample in lockstep
         wave = places[start : start + cfg.eval.batch_size]
         for columns, num_samples, temperature in ((slice(0, 3), 1, 0.0), (slice(3, None), k, cfg.eval.temperature)):
             if not num_samples:
                 continue
-            beat(f"evaluation of question {wave[0]}")
+            beat(f"evaluation of question {places.start + start * places.step}")
             answers = engine.sample(
                 [questions[place].prompt for place in wave],
                 seeds=[seeds.derive("evaluation", place) for place in wave],

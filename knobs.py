@@ -79,6 +79,9 @@ class DataConfig(Section):
 class RolloutConfig(Section):
     engine: Literal["torch", "vllm"] = knob("torch", "the embedded sampler, or vLLM")
     tensor: int = knob(1, "vllm: ranks that hold one copy of the model; the others sample prompts of their own", ge=1)
+    expert_parallel: bool = knob(
+        False, "vllm on npu: one engine over all ranks with the trainer's very shards; nothing travels in a push"
+    )
     enforce_eager: bool = knob(True, "vllm: no graph capture; false on an accelerator, whose decoding is launch-bound")
     kv_cache_mib: int = knob(512, "vllm: key-value cache of a rank", ge=1)
     sync: Literal["merged", "adapter"] = knob("merged", "vllm: it gets whole weights, or the LoRA factors alone")

@@ -73,18 +73,22 @@ def check_engine(cfg: Config, arch: Architecture, ranks: int) -> None:
     if cfg.rollout.engine == "vllm":
         import rollout_vllm
 
+        device_type, dtype = devices.resolve(cfg.device).type, DTYPES[cfg.model.dtype]
         rollout_vllm.check(
             arch,
-            device_type=devices.resolve(cfg.device).type,
+            device_type=device_type,
             ranks=ranks,
             tensor=cfg.rollout.tensor,
-            dtype=DTYPES[cfg.model.dtype],
+            dtype=dtype,
             max_tokens=cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens,
             kv_cache_mib=cfg.rollout.kv_cache_mib,
         )
         if cfg.rollout.sync == "adapter":
-            device_type = devices.resolve(cfg.device).type
-            adapter_vllm.check(arch, cfg.lora, device_type=device_type, dtype=DTYPES[cfg.model.dtype])
+            adapter_vllm.check(arch, cfg.lora, device_type=device_type, dtype=dtype)
+        if cfg.rollout.expert_parallel:
+            import rollout_colocated
+
+            rollout_colocated.check(arch, device_type=device_type, ranks=ranks, tensor=cfg.rollout.tensor)
 
 
 def open_engine(cfg: Config, arch: Architecture, device: torch.device, stop_tokens: set[int], pad_token: int):
@@ -97,9 +101,12 @@ def open_engine(cfg: Config, arch: Architecture, device: torch.device, stop_toke
         return TorchSampler(
             arch, stop_tokens=stop_tokens, pad_token=pad_token, dtype=dtype, device=device, norm_dtype=norms
         )
-    from rollout_vllm import VllmEngine
+    if cfg.rollout.expert_parallel:
+        from rollout_colocated import ColocatedEngine as Engine
+    else:
+        from rollout_vllm import VllmEngine as Engine
 
-    return VllmEngine(
+    return Engine(
         arch,
         cfg.model.path,
         stop_tokens=stop_tokens,

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import adapter_vllm
+import rollout_ascend
 import vllm_inside
 import weights_hf
 from config import InputError, LoraConfig
@@ -33,6 +34,7 @@ from seeds import derive
 CPU_VERSION = "0.30.0"  # the only one of 0.28 to 0.32 that returns routed experts on a CPU; corrections below fit it
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of its CPU attention kernel
 CPU_BLOCK = 128  # tokens of one block of the key-value cache on a CPU
+MAX_SEQUENCES = 256  # rows that are decoded together
 PREFILL_TOKENS = 8192  # prompt tokens that are computed at once: bounds the activations
 LOWEST_TEMPERATURE = 0.01  # below it vLLM would sample at this one
 
@@ -44,6 +46,7 @@ def check(arch: Architecture, *, device_type: str, ranks: int, tensor: int, dtyp
           kv_cache_mib: int) -> None:
     """Raise InputError for what this engine cannot run, without importing vLLM. ``max_tokens``: prompt and answer."""
     _check_installed(device_type)
+    rollout_ascend.check_environment(device_type)
     parts = {
         "ranks": ranks,
         "attention heads": arch.num_heads,
@@ -104,9 +107,11 @@ class VllmEngine:
     All ranks of a torch.distributed world make one at the same time; a world of several must come from torchrun.
     """
 
+    lockstep = False  # replicas need not sample at the same time
+
     def __init__(self, arch: Architecture, model_dir: str | Path, *, stop_tokens: set[int], max_tokens: int,
                  dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu", tensor: int = 1,
-                 enforce_eager: bool = True, kv_cache_mib: int = 512, max_sequences: int = 256,
+                 enforce_eager: bool = True, kv_cache_mib: int = 512, max_sequences: int = MAX_SEQUENCES,
                  routed_experts: bool = False, adapter: LoraConfig | None = None) -> None:
         """``model_dir`` needs its config.json only. ``max_tokens`` of prompt and completion, ``max_sequences`` at once.
 
@@ -131,7 +136,7 @@ class VllmEngine:
         for name in self.shapes:
             self.members.setdefault(weights_hf.fused_group(name), set()).add(name)
 
-        for key, value in vllm_inside.ENVIRONMENT.items():
+        for key, value in (vllm_inside.ENVIRONMENT | rollout_ascend.ENVIRONMENT).items():
             os.environ.setdefault(key, value)
         if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
             raise InputError("rollout.engine: the environment's VLLM_ENABLE_V1_MULTIPROCESSING must be 0 or unset")
@@ -139,7 +144,8 @@ class VllmEngine:
         dist.broadcast_object_list(job)
         launched = "RANK" in os.environ  # by torchrun
         assert launched or ranks == 1
-        with vllm_inside.surroundings_kept(self.device), warnings.catch_warnings():
+        kept, compiling = vllm_inside.surroundings_kept(self.device), rollout_ascend.original_compile(enforce_eager)
+        with kept, compiling, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # its own deprecations
             logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # without CUDA there is no triton
             from vllm import LLM
@@ -159,7 +165,6 @@ class VllmEngine:
                 max_num_batched_tokens=max(PREFILL_TOKENS, max_tokens),
                 enable_chunked_prefill=False,  # a part would draw from its row's generator and, on a CPU, fail
                 tensor_parallel_size=tensor,
-                enable_expert_parallel=self.device.type != "cpu" and tensor > 1,  # on a CPU it crashes
                 distributed_executor_backend="external_launcher" if launched else "uni",
                 enforce_eager=enforce_eager,
                 kv_cache_memory_bytes=kv_cache_mib * 2**20,
@@ -169,8 +174,13 @@ class VllmEngine:
                 enable_return_routed_experts=routed_experts,
                 disable_log_stats=True,
                 **(adapter_vllm.llm_arguments(adapter) if adapter else {}),
-                **({"additional_config": {"weight_nz_mode": 0}} if self.device.type == "npu" else {}),  # as NZ above
+                **self._more_arguments(tensor, ranks, enforce_eager=enforce_eager, max_sequences=max_sequences),
             )
+
+    def _more_arguments(self, tensor: int, ranks: int, *, enforce_eager: bool, max_sequences: int) -> dict:
+        """Arguments of vllm.LLM that depend on the device, and on how the ranks share an engine."""
+        more = {"enable_expert_parallel": self.device.type != "cpu" and tensor > 1}  # on a CPU it crashes
+        return more | (rollout_ascend.arguments(enforce_eager, max_sequences) if self.device.type == "npu" else {})
 
     # -------------------------------------------------------------------------------------------------------- weights
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -186,7 +196,7 @@ class VllmEngine:
         whole, self.ready, self.pushing = not self.ready, False, True
         failures: list[BaseException] = []
         with vllm_inside.surroundings_kept(self.device):
-            self.llm.collective_rpc(vllm_inside.reload, args=(self._complete_groups(named_tensors, whole, failures),))
+            self._hand_over(self._complete_groups(named_tensors, whole, failures))
             if self.adapter:
                 self.adapter.put(self.llm)
             self._forget("load_weights")
@@ -209,6 +219,11 @@ class VllmEngine:
         """Empty the prefix cache: what it holds was computed with other weights."""
         if not self.llm.reset_prefix_cache():
             raise RuntimeError(f"{where}: vLLM kept its prefix cache; are there requests in flight?")
+    def _hand_over(self, stream: Iterator[tuple[str, Tensor]]) -> None:
+        self.llm.collective_rpc(vllm_inside.reload, args=(stream,))
+
+    def _cast(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor.detach().to(self.device, self.dtype)
 
     def _complete_groups(self, named_tensors: Iterable[tuple[str, Tensor]], whole: bool, failures: list[BaseException],
                          ) -> Iterator[tuple[str, Tensor]]:
@@ -229,7 +244,7 @@ class VllmEngine:
                 came.add(name)
                 group = weights_hf.fused_group(name)
                 tensors = held.setdefault(group, {})
-                tensors[name] = tensor.detach().to(self.device, self.dtype)
+                tensors[name] = self._cast(name, tensor)
                 if len(tensors) == len(self.members[group]):
                     _refuse_broken(held.pop(group))
                     yield from tensors.items()
@@ -266,7 +281,8 @@ class VllmEngine:
         with vllm_inside.surroundings_kept(self.device):
             asked = [{"prompt_token_ids": prompts[i]} for i, _ in places]
             adapter = self.adapter and self.adapter.request()
-            answers = self.llm.generate(asked, rules, use_tqdm=False, lora_request=adapter) if asked else []
+            together = asked or self.lockstep  # an engine over all ranks samples with those too that have no prompts
+            answers = self.llm.generate(asked, rules, use_tqdm=False, lora_request=adapter) if together else []
         completions: list[list[Completion]] = [[] for _ in prompts]
         for (i, _), answer in zip(places, answers, strict=True):
             (one,) = answer.outputs

@@ -64,13 +64,14 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat) -> None:
     engine = rollout.open_engine(cfg, arch, parallel.device, stop_tokens, pad_token)
     weights = WeightSync(engine, model, arch, parallel, cfg)
     heartbeat.beat("the first push of the whole model")
+    probe = held_out[0].prompt
+    if cfg.rollout.expert_parallel:
+        weights.check_start(probe)
     score = scorer(cfg, tokenizer)
     first_step = saved.step if saved else 0
     introduce(log, cfg, parallel, adapters, questions, held_out)
     if first_step == 0:
         log_evaluation(log, 0, engine, held_out, score, cfg, parallel, heartbeat)
-
-    probe = held_out[0].prompt
 
     def where_apart(bound: float) -> str:
         weights.push_clean()

@@ -16,6 +16,7 @@ import adapter_weights
 import aqn
 import lora_megatron
 import model_megatron
+import weight_sync_local
 import weights_hf
 from config import Config, InputError
 from hf_config import Architecture
@@ -28,7 +29,11 @@ FLAT = 10.0  # temperature at which noise shows: a sure policy's log-probs are 0
 
 
 class WeightSync:
-    """The one way from the trainer to the engine. Collective: every rank pushes the same tensors to its own engine."""
+    """The one way from the trainer to the engine. Every rank makes the same calls.
+
+    Collective: every rank pushes the same whole tensors to its own engine. Under rollout.expert_parallel it pushes its
+    own shards, which need not travel.
+    """
 
     def __init__(self, engine, model: torch.nn.Module, arch: Architecture, parallel: Parallel, cfg: Config) -> None:
         """Push the whole model. Raises InputError for noise targets that this model does not have."""
@@ -39,12 +44,40 @@ class WeightSync:
         self.touched = aqn.touched_names(self.noise)
         self.clean: dict[str, Tensor] = {}
         if self.noise:
-            self.clean = aqn.clean_norms(weights_hf.export(model, arch, parallel, only=self.touched), self.noise)
-        self.checksum = 0.0  # sum of the adapted tensors, or of the factors, of the last push, without noise
+            self.clean = aqn.clean_norms(self._export(self.touched), self.noise)
+        # Sum of the adapted tensors, or of the factors, of the last push, without noise; of this rank's, if local.
+        self.checksum = 0.0
         self.apart = cfg.rollout.sync == "adapter"
-        engine.load_weights(weights_hf.export(model, arch, parallel, merge=not self.apart))
+        if cfg.rollout.expert_parallel:
+            weight_sync_local.check_placement(engine.placement(), arch, parallel)
+        engine.load_weights(self._export())
         if self.apart:
             engine.load_adapter(self._factors())
+
+    def _export(self, only: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """What the engine takes: whole tensors, or where it holds the trainer's shards, those."""
+        if self.cfg.rollout.expert_parallel:
+            return weight_sync_local.shards(self.model, self.arch, self.parallel, only=only)
+        merge = self.cfg.rollout.sync == "merged"
+        return weights_hf.export(self.model, self.arch, self.parallel, only=only, merge=merge)
+
+    def check_start(self, probe: list[int]) -> None:
+        """Raise Tripped unless engine and trainer agree on an answer to ``probe``, also after a second, equal push.
+
+        Catches a shard in the wrong place, order or layout, and a captured graph that reads elsewhere.
+        """
+        bound = getattr(self.cfg.checks, f"logp_gap_{self.cfg.model.dtype}")
+        if self.cfg.checks.logp_gap != "stop" or self.cfg.lora.dropout:
+            return
+        for push in ("the first push", "a second push of the same policy"):
+            gap = self.parallel.max_over_ranks(self._gap(probe))  # every rank stops or none
+            if not gap <= bound:
+                raise Tripped(
+                    f"checks.logp_gap: after {push} sampler and trainer differ by {gap:.2g} nats a token on the probe, "
+                    f"at most {bound:g} expected\n  look at: whether rollout.expert_parallel=false (whole tensors are "
+                    "pushed) or rollout.enforce_eager=true agrees"
+                )
+            self.push_clean()
 
     def push_clean(self) -> None:
         """The policy as the trainer has it: W + (alpha / R) B A, and the norms without noise."""
@@ -129,8 +162,7 @@ class WeightSync:
     def _changed(self, touched: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """The weights that do, LoRA merged; under rollout.sync adapter only what noise changes."""
         self.checksum = 0.0
-        merge = not self.apart
-        for name, tensor in weights_hf.export(self.model, self.arch, self.parallel, only=self.touched, merge=merge):
+        for name, tensor in self._export(self.touched):
             if name not in self.touched:
                 self.checksum += tensor.float().sum().item()
             elif touched is not None:

@@ -16,18 +16,20 @@ LAYERS = [  # a file may import only from the rows above its own
     {"config_rules"},
     {"config"},
     {"hf_config", "device", "grpo", "reward_gsm8k", "run_record", "tiny_tokenizer"},
-    {"parallel_setup", "experts_megatron", "decoder_torch", "gsm8k_files", "tripwires", "vllm_inside", "adapter_vllm"},
+    {"parallel_setup", "experts_megatron", "decoder_torch", "gsm8k_files", "tripwires", "adapter_vllm"},
+    {"vllm_inside", "rollout_ascend"},
     {"data_gsm8k", "lora_megatron", "runlog"},
     {"model_megatron"},
     {"weights_hf"},
-    {"adapter_weights", "rollout", "aqn"},
+    {"adapter_weights", "rollout", "aqn", "weight_sync_local"},
     {"rollout_torch", "rollout_vllm"},
+    {"rollout_colocated"},
     {"evaluate", "checkpoint", "tiny_model", "routing_replay", "weight_sync"},
     {"learner"},
     {"train_grpo", "export"},
 ]
 # Upward, but only inside a function: opens the engine that the config asks for.
-LAZY = {("rollout", "rollout_torch"), ("rollout", "rollout_vllm")}
+LAZY = {("rollout", name) for name in ("rollout_torch", "rollout_vllm", "rollout_colocated")}
 HEAVY = {"megatron", "vllm", "ray", "transformers", "torch_npu", "mindspeed", "pandas", "pyarrow", "matplotlib", "peft"}
 OPTIONAL = {"torch_npu", "mindspeed", "vllm", "ray", "tensorboard"}  # used where present, asked for by no CPU run
 PACKAGE = {"yaml": "PyYAML", "megatron": "megatron-core"}  # import name -> name on PyPI where they differ
