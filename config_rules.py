@@ -126,6 +126,9 @@ def _batch_problems(cfg: Config) -> Iterator[str]:
 
 def _engine_problems(cfg: Config) -> Iterator[str]:
     if cfg.rollout.engine == "vllm":
+        for key, temperature in (("rollout", cfg.rollout.temperature), ("eval", cfg.eval.temperature)):
+            if not 0.01 <= temperature <= 2:
+                yield f"{key}.temperature: {temperature} is for rollout.engine torch; vllm needs 0.01 to 2"
         for key, off in (("top_p", 1.0), ("top_k", 0)):
             if (value := getattr(cfg.rollout, key)) != off:
                 yield f"rollout.{key}: {value} is for rollout.engine torch; vllm reports no untruncated log-probs then"

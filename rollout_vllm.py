@@ -36,7 +36,7 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of its CP
 CPU_BLOCK = 128  # tokens of one block of the key-value cache on a CPU
 MAX_SEQUENCES = 256  # rows that are decoded together
 PREFILL_TOKENS = 8192  # prompt tokens that are computed at once: bounds the activations
-LOWEST_TEMPERATURE = 0.01  # below it vLLM would sample at this one
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0  # below it vLLM would sample at this one; above it refuses
 
 
 # -------------------------------------------------------------------------------------------------- what can be refused
@@ -108,6 +108,7 @@ class VllmEngine:
     """
 
     lockstep = False  # replicas need not sample at the same time
+    adapter: adapter_vllm.Adapter | None = None  # only under rollout.sync adapter
 
     def __init__(self, arch: Architecture, model_dir: str | Path, *, stop_tokens: set[int], max_tokens: int,
                  dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu", tensor: int = 1,
@@ -131,7 +132,8 @@ class VllmEngine:
         if routed_experts and arch.num_experts > 256:
             raise InputError(f"sampler: routed experts are stored as uint8, too small for {arch.num_experts} experts")
         self.shapes = weights_hf.tensor_shapes(arch)
-        self.adapter = adapter_vllm.Adapter(adapter, self.shapes, dtype) if adapter else None
+        if adapter:
+            self.adapter = adapter_vllm.Adapter(adapter, self.shapes, dtype)
         self.members: dict[str, set[str]] = {}
         for name in self.shapes:
             self.members.setdefault(weights_hf.fused_group(name), set()).add(name)
@@ -320,8 +322,9 @@ class VllmEngine:
             raise InputError(f"sample: {len(prompts)} prompts but {len(seeds)} seeds; needed: one a prompt")
         if num_samples < 1 or max_new_tokens < 1:
             raise InputError(f"sample: num_samples {num_samples}, max_new_tokens {max_new_tokens}; needed: >= 1")
-        if temperature != 0 and not LOWEST_TEMPERATURE <= temperature < float("inf"):
-            raise InputError(f"sample: temperature {temperature}; vLLM needs 0 or at least {LOWEST_TEMPERATURE}")
+        if temperature != 0 and not LOWEST_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE:
+            needed = f"0, or {LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE}"
+            raise InputError(f"sample: temperature {temperature}; vLLM needs {needed}")
         if temperature and (top_p, top_k) != (1, 0):
             # It would report log-probabilities of the truncated distribution, which compare with no trainer's.
             raise InputError(f"sample: top_p {top_p}, top_k {top_k}; vLLM needs 1 and 0 (or rollout.engine torch)")

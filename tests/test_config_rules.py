@@ -223,6 +223,8 @@ def test_every_idle_rule_names_a_field():
         (["tiny_model.teacher_right=0.5"], "tiny_model.teacher_right: 0.5 + teacher_wrong_operation 0.55 exceeds 1"),
         (["parallel.pipeline=2", "loss.kl_coef=0"], "only 1 is; loss.kl_coef"),
         (["rollout.engine=vllm", "rollout.top_p=0.9"], "rollout.top_p: 0.9 is for rollout.engine torch"),
+        (["rollout.engine=vllm", "rollout.temperature=2.5"], "rollout.temperature: 2.5 is for rollout.engine torch"),
+        (["rollout.engine=vllm", "eval.temperature=0.001"], "eval.temperature: 0.001 is for rollout.engine torch"),
         (
             ["rollout.engine=vllm", "model.dtype=bf16", "aqn.schedule=constant", "aqn.bf16=fp32"],
             "aqn.bf16: fp32 is for rollout.engine torch",

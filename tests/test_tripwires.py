@@ -195,7 +195,7 @@ def policy_without_entropy(sharper: float = 1e4) -> None:
 
 def sure_policy() -> None:
     """The likeliest token has log-prob 0 to the last bit, but not at temperature FLAT; all answers are parsable."""
-    policy_without_entropy(300)
+    policy_without_entropy(80)
     every_answer_parsable()
 
 
