@@ -1,6 +1,6 @@
 """What is wrong with this machine, before a run finds out: CANN, versions, devices, ports, limits, model, data, disk.
 
-    python doctor.py [CONFIG] [section.key=value ...] [--ranks N] [--json]      or: python preflight.py --doctor [CONFIG]
+    python doctor.py [CONFIG] [section.key=value ...] [--ranks N] [--json]     or: python preflight.py --doctor [CONFIG]
 
 One line each: ok, warn or fail, what was found, what to do. Exit code 0 without a fail, 1 with one, 2 for a
 configuration that cannot be read. What only an NPU machine has is in doctor_npu.py and doctor_variables.py. No torch.
