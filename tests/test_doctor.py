@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from test_hf_config import QWEN3_30B_A3B
 
 import doctor
 import doctor_npu
@@ -35,13 +36,6 @@ ENVIRONMENT = {
     "HCCL_EXEC_TIMEOUT": "3600",
     "LD_PRELOAD": "/usr/lib/libjemalloc.so.2",
 }
-QWEN3 = {  # the sizes of Qwen3-30B-A3B's config.json
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
-    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
-    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "rope_theta": 1e6, "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 40960, "tie_word_embeddings": False, "hidden_act": "silu",
-}  # fmt: skip
 
 
 def write(path: Path, text: str = "") -> Path:
@@ -61,7 +55,7 @@ def qwen3(tmp_path: Path, *overrides: str) -> Config:
     """configs/qwen3.yaml on a folder that holds a complete little download and two data files."""
     folder = tmp_path / "Qwen3"
     if not folder.exists():
-        write(folder / "config.json", json.dumps(QWEN3))
+        write(folder / "config.json", json.dumps(QWEN3_30B_A3B))
         write(folder / "tokenizer_config.json", "{}")
         shards = [safetensors(folder / f"model-0000{i}-of-00002.safetensors").name for i in (1, 2)]
         index = {"weight_map": {"a": shards[0], "b": shards[1]}}
@@ -499,7 +493,7 @@ def test_truncated_weight_file_is_told_by_its_own_header(tmp_path) -> None:
 
 def test_lora_parameters_are_those_counted_by_hand(tmp_path) -> None:
     """Qwen3-30B-A3B, per layer: qkv 32 (2048 + 5120), proj 32 (4096 + 2048); an expert R 3584 + R 2816."""
-    arch = hf_config.parse(QWEN3)
+    arch = hf_config.parse(QWEN3_30B_A3B)
     attention, expert = 48 * (32 * 7168 + 32 * 6144), 48 * 128 * 6400
     assert doctor.lora_parameters(qwen3(tmp_path, "lora.rank=32", "lora.expert_rank=4"), arch) == attention + 4 * expert
     assert (
