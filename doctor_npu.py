@@ -33,6 +33,7 @@ VERSION_SETS = (
         "mindspeed": ("0.12.1",),  # branch 2.2.0_core_r0.12.1
     },
 )
+MANAGERS = ("davinci_manager", "devmm_svm", "hisi_hdc")  # device files that every process opens beside its die's
 CANN_FOLDERS = ("usr/local/Ascend/cann", "usr/local/Ascend/ascend-toolkit")  # from CANN 8.5 on, and before
 RAY_NPUS = 'import ray; ray.init(address="auto", logging_level="ERROR"); print(ray.cluster_resources().get("NPU", 0))'
 
@@ -182,6 +183,9 @@ def check_dies(machine: Machine) -> list[Finding]:
     if not nodes:
         todo = "on the host: npu-smi info; in a container: --device=/dev/davinci0 ... (docs/npu.md)"
         return [fail("dies", "no /dev/davinci*", todo)]
+    if lacking := [name for name in MANAGERS if not (machine.root / "dev" / name).exists()]:
+        flags = " ".join(f"--device=/dev/{name}" for name in lacking)
+        return [fail("dies", f"no /dev/{', no /dev/'.join(lacking)}", f"start the container again with {flags}")]
     variable = f"ASCEND_RT_VISIBLE_DEVICES={machine.env.get('ASCEND_RT_VISIBLE_DEVICES')}"
     if wrong:
         return [fail("dies", f"{variable} {wrong}", f"export ASCEND_RT_VISIBLE_DEVICES={','.join(map(str, nodes))}")]

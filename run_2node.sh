@@ -3,8 +3,8 @@
 #
 #   RENDEZVOUS=<first machine>:29400 bash run_2node.sh [--plan-only] [section.key=value ...]
 #
-# The two torchruns meet at RENDEZVOUS; a machine that is lost ends the run on the other one. In one super node HCCL uses
-# the dies' own links, else RoCE. To try it on one machine without any device, in two terminals:
+# The two torchruns meet at RENDEZVOUS; a machine that is lost ends the run on the other one within seconds. To try it on
+# one machine without any device, in two terminals:
 #
 #   DEVICE=cpu bash run_2node.sh name=two train.steps=5
 #

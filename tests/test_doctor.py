@@ -84,7 +84,8 @@ def npu(tmp_path: Path, *overrides: str) -> Machine:
     root = tmp_path / "root"
     for die in range(16):
         write(root / "dev" / f"davinci{die}")
-    write(root / "dev" / "davinci_manager")  # no die
+    for name in ("davinci_manager", "devmm_svm", "hisi_hdc"):  # no dies
+        write(root / "dev" / name)
     (root / "dev" / "shm").mkdir()
     for tool in ("g++", "ninja"):
         write(root / "usr/bin" / tool)
@@ -260,6 +261,11 @@ FAULTS = [  # (check, fault, the line it must give)
         "warn  compiler: no ninja: MindSpeed compiles some of its operators",
     ),
     (N.check_dies, dies(), "fail  dies: no /dev/davinci*"),
+    (
+        N.check_dies,
+        file("dev/hisi_hdc", None),
+        "fail  dies: no /dev/hisi_hdc; start the container again with --device=",
+    ),
     (
         N.check_dies,
         dies(*range(12)),
