@@ -7,6 +7,9 @@
 #   ENVIRONMENT                        the files that export variables, to print them
 #   RENDEZVOUS                         several machines: host:port of the first one
 #   PYTHON                             the interpreter
+# From the environment: DOCTOR=off starts in spite of the doctor, RESTARTS=1 lets torchrun start lost processes again.
+
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1   # else a restarted process meets the addresses of dead ones in torchrun's store
 
 usage() {
     awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' "$0"
@@ -16,7 +19,7 @@ usage() {
 # What `source npu_env.sh` has set and unset, as commands.
 print_environment() {
     local name
-    sed -n 's/^ *export \([A-Z_]*\)=.*/\1/p' "${ENVIRONMENT[@]}" | while read -r name; do
+    sed -n 's/^ *export \([A-Z_]*\)=.*/\1/p' "${ENVIRONMENT[@]}" launch.sh | while read -r name; do
         if [ -n "${!name+set}" ]; then printf 'export %s=%q\n' "$name" "${!name}"; fi
     done
     sed -n 's/^ *\(unset [A-Z_ ]*[A-Z_]\) *#.*/\1/p' "${ENVIRONMENT[@]}"
@@ -42,9 +45,9 @@ launch() {
     overrides+=("${EXTRA[@]}" "${given[@]}")   # the last of a key counts: the command line's own come last
 
     # --tee: every rank's output is in a file of its own, $OUT/logs/<launch>/attempt_0/<rank>/, and on the terminal, after
-    # its [rank]. No restarts: a run that ends is started again by the same command, and resumes.
+    # its [rank]. A restart resumes from the last checkpoint, as the same command does when it is given again.
     local torchrun=("$PYTHON" -m torch.distributed.run --nnodes="$NODES" --nproc_per_node="$RANKS_PER_NODE"
-        --role=rank --log-dir="${OUT:-out}/logs" --tee=3 --max-restarts=0)
+        --role=rank --log-dir="${OUT:-out}/logs" --tee=3 --max-restarts="${RESTARTS:-0}")
     if [ "$NODES" = 1 ]; then
         torchrun+=(--standalone --local-addr=localhost)   # else a host name that nobody resolves would hang the start
     else

@@ -9,14 +9,14 @@
 #   DEVICE=cpu bash run_2node.sh name=two train.steps=5
 #
 # First the doctor looks at the machine and preflight.py at the layout. Each rank's output is in $OUT/logs. Started again,
-# the same command resumes from the last checkpoint. Exit code: 1 refused or failed, 2 unusable input. Two processes on a
+# the same command resumes from the last checkpoint; RESTARTS=1 on both lets torchrun do that for a lost process. Exit code: 1 refused or failed, 2 unusable input. Two processes on a
 # CPU are tested (tests/test_two_nodes.py); not run on NPUs yet.
 
 set -euo pipefail
 
 # --- yours to change -------------------------------------------------------------------------------------------------
 DEVICE=${DEVICE:-npu}                        # or cpu: two processes of the tiny model
-RENDEZVOUS=${RENDEZVOUS:-localhost:29400}    # host:port of the first machine, the same on both; the port must be free
+RENDEZVOUS=${RENDEZVOUS:-}                   # host:port of the first machine, the same on both; the port must be free
 RANKS_PER_NODE=${RANKS_PER_NODE:-16}         # or 8
 INTERFACE=${INTERFACE:-}                     # network interface between the machines, e.g. eth0; "": their own choice
 MODEL=${MODEL-models/Qwen3-30B-A3B}          # folder of the Hugging Face model, as downloaded; on both machines
@@ -34,8 +34,12 @@ if [ -n "$INTERFACE" ]; then
     export HCCL_SOCKET_IFNAME="$INTERFACE"   # likewise HCCL
 fi
 if [ "$DEVICE" = cpu ]; then
+    RENDEZVOUS=${RENDEZVOUS:-localhost:29400}
     CONFIG=configs/tiny_cpu.yaml RANKS_PER_NODE=1 LAYOUT=tp1_ep2 MODEL="" TRAIN="" EXTRA=(device=cpu) ENVIRONMENT=(run_2node.sh)
     export OMP_NUM_THREADS=1                 # the processes share the cores
+elif [ -z "$RENDEZVOUS" ]; then
+    echo "error: RENDEZVOUS: not given; needed: host:port of the first machine, the same on both, e.g. node1:29400" >&2
+    exit 2
 else
     source ./npu_env.sh
 fi

@@ -23,11 +23,13 @@ class Launch:
         # --standalone: a free port, so that tests and trainings of one machine do not meet.
         launcher = ["-m", "torch.distributed.run", *meet, f"--nproc_per_node={ranks}"]
         command = [sys.executable, *launcher, script, *map(str, arguments)]
+        # As launch.sh does: in torchrun's own store a restarted process would meet the addresses of dead ones.
+        variables = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         self.log = log
         self.known: set[tuple[int, str]] = set()
         with open(log, "wb") as file:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=file, stderr=subprocess.STDOUT
+                command, cwd=ROOT, env=os.environ | variables, stdout=file, stderr=subprocess.STDOUT
             )
 
     @property

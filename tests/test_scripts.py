@@ -317,7 +317,7 @@ RUNS = {  # script -> (processes, machines, model, layout)
 
 def accelerator(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """One of the scripts above, in the repository and a plain environment."""
-    known = {"PATH": os.environ["PATH"], "HOME": "/nowhere"} | environment
+    known = {"PATH": os.environ["PATH"], "HOME": "/nowhere", "RENDEZVOUS": "first:29400"} | environment
     command = ["bash", str(ROOT / script), *arguments]
     return subprocess.run(command, env=known, cwd="/", capture_output=True, text=True, timeout=30)
 
@@ -393,11 +393,18 @@ def test_users_own_settings_reach_the_run() -> None:
 
 
 def test_two_machines_meet_where_they_are_told() -> None:
-    lines, command = planned("run_2node.sh", RENDEZVOUS="first:29400", INTERFACE="eth1", RANKS_PER_NODE="8")
+    lines, command = planned("run_2node.sh", INTERFACE="eth1", RANKS_PER_NODE="8")
     assert {"--rdzv-backend=c10d", "--rdzv-endpoint=first:29400", "--nproc_per_node=8"} <= set(command)
+    assert "--max-restarts=0" in command and "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in lines
     assert {"export GLOO_SOCKET_IFNAME=eth1", "export HCCL_SOCKET_IFNAME=eth1"} <= set(lines)
-    _, command = planned("run_2node.sh", DEVICE="cpu")
-    assert {"--local-addr=localhost", "--nproc_per_node=1", "device=cpu", "configs/tiny_cpu.yaml"} <= set(command)
+    _, command = planned("run_2node.sh", DEVICE="cpu", RESTARTS="2", RENDEZVOUS="")
+    assert {
+        "--local-addr=localhost",
+        "--nproc_per_node=1",
+        "device=cpu",
+        "configs/tiny_cpu.yaml",
+        "--max-restarts=2",
+    } <= set(command)
 
 
 @pytest.mark.parametrize(
