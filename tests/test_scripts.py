@@ -398,13 +398,9 @@ def test_two_machines_meet_where_they_are_told() -> None:
     assert "--max-restarts=0" in command and "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in lines
     assert {"export GLOO_SOCKET_IFNAME=eth1", "export HCCL_SOCKET_IFNAME=eth1"} <= set(lines)
     _, command = planned("run_2node.sh", DEVICE="cpu", RESTARTS="2", RENDEZVOUS="")
-    assert {
-        "--local-addr=localhost",
-        "--nproc_per_node=1",
-        "device=cpu",
-        "configs/tiny_cpu.yaml",
-        "--max-restarts=2",
-    } <= set(command)
+    alone = {"--rdzv-endpoint=localhost:29400", "--local-addr=localhost", "--nproc_per_node=1", "--max-restarts=2"}
+    assert alone | {"configs/tiny_cpu.yaml", "device=cpu"} <= set(command)
+    assert accelerator("run_2node.sh", RENDEZVOUS="").stderr.startswith("error: RENDEZVOUS: not given; needed:")
 
 
 @pytest.mark.parametrize(
