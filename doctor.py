@@ -102,9 +102,10 @@ def check_model_files(machine: Machine) -> Finding:
     if machine.run.tiny_model is not None and not (folder / "config.json").exists():
         return ok("model", f"{folder} will be made")
     todo = f"download it again into {folder} (docs/npu.md); a broken download is resumed by the same command"
-    lacking = [name for name in ("config.json", "tokenizer_config.json") if not (folder / name).is_file()]
-    if lacking:
-        return fail("model", f"no {' and no '.join(lacking)} in {folder}", todo)
+    if not (folder / "config.json").is_file():
+        return fail("model", f"no config.json in {folder}", todo)
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        return fail("model", f"no tokenizer.json and no vocab.json in {folder}", todo)
     try:
         index = folder / "model.safetensors.index.json"
         names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else []
@@ -200,7 +201,8 @@ def check_git(machine: Machine) -> Finding:
 
 Check = Callable[[Machine], Finding | list[Finding]]
 SYSTEM: dict[Check, bool] = {check_open_files: True, check_shared_memory: False, check_ram: False}
-CUDA: dict[Check, bool] = {check_cuda: True, check_cuda_runtime: False}
+CUDA: dict[Check, bool] = {check_cuda: True, check_cuda_runtime: False, doctor_npu.check_torch_build: True}
+CPU: dict[Check, bool] = {doctor_npu.check_autoload: False, check_shared_memory: False, check_ram: False}
 RUN: dict[Check, bool] = {check_model_files: False, check_data_files: False, check_disk: False, check_git: False}
 
 
@@ -209,7 +211,7 @@ def checks(machine: Machine, quick: bool = False) -> Iterator[Check]:
     tables = {
         "npu": [doctor_npu.CHECKS, doctor_variables.CHECKS, SYSTEM],
         "cuda": [CUDA, SYSTEM],
-        "cpu": [{check_shared_memory: False, check_ram: False}],
+        "cpu": [CPU],
     }[machine.kind]
     for table in tables + ([RUN] if machine.run is not None else []):
         yield from (check for check, is_quick in table.items() if is_quick or not quick)

@@ -83,10 +83,13 @@ def check_driver(machine: Machine) -> Finding:
 def check_autoload(machine: Machine) -> Finding:
     """torch imports every installed backend by itself: torch_npu without CANN makes `import torch` fail."""
     installed = machine.version("torch-npu")
+    if not installed and machine.kind != "npu":
+        return ok("torch_npu", "not installed, not needed")
     if not installed:
         return fail("torch_npu", "not installed", "pip install -r requirements/npu.txt")
     if "ASCEND_HOME_PATH" not in machine.env and machine.env.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0":
-        todo = f"{source_command(machine)}; to go without NPUs: export TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+        without = "to go without NPUs: pip uninstall torch-npu, or export TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+        todo = f"{source_command(machine)}; {without}"
         return fail("torch_npu", f"{installed} without CANN: `import torch` fails on libhccl.so", todo)
     return ok("torch_npu", installed)
 

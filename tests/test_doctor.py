@@ -56,7 +56,7 @@ def qwen3(tmp_path: Path, *overrides: str) -> Config:
     folder = tmp_path / "Qwen3"
     if not folder.exists():
         write(folder / "config.json", json.dumps(QWEN3_30B_A3B))
-        write(folder / "tokenizer_config.json", "{}")
+        write(folder / "tokenizer.json", "{}")
         shards = [safetensors(folder / f"model-0000{i}-of-00002.safetensors").name for i in (1, 2)]
         index = {"weight_map": {"a": shards[0], "b": shards[1]}}
         write(folder / "model.safetensors.index.json", json.dumps(index))
@@ -209,6 +209,7 @@ def memory(count: int, taken: int = 2) -> Callable[[Machine], None]:
     return command("mem_get_info", 0, json.dumps({"memory": free, "nccl": "2"}))
 
 
+AUTO = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 SHARD = "model-00002-of-00002.safetensors"
 WHOLE = ",".join(map(str, range(16)))
 N, V, D = doctor_npu, doctor_variables, doctor
@@ -430,6 +431,7 @@ FAULTS = [  # (check, fault, the line it must give)
         f"fail  model: {SHARD} is no safetensors file, or c",
     ),
     (D.check_model_files, model("config.json", None), "fail  model: no config.json in"),
+    (D.check_model_files, model("tokenizer.json", None), "fail  model: no tokenizer.json and no vocab.json in"),
     (D.check_model_files, model("model.safetensors.index.json", b"{"), "fail  model: "),
     (D.check_data_files, lambda where: Path(where.run.data.test_path).write_text(""), "fail  data: data.test_path: "),
     (D.check_data_files, run("data.train_path=nowhere.jsonl"), "fail  data: data.train_path: nowhere.jsonl is not th"),
@@ -480,8 +482,19 @@ def test_planted_fault_of_a_cuda_machine_is_found(check, plant, line, tmp_path) 
     assert any(str(finding).startswith(line) for finding in one_of(check, where)), one_of(check, where)
 
 
+@pytest.mark.parametrize(
+    ("installed", "autoload", "level"), [(True, {}, "fail"), (False, {}, "ok"), (True, {AUTO: "0"}, "ok")]
+)
+def test_torch_npu_on_a_machine_without_npus_is_the_trap_that_it_is(installed, autoload, level, tmp_path) -> None:
+    version = {"torch": "2.13.0+cpu", "torch-npu": "2.13.0" if installed else None}.get
+    where = Machine(root=tmp_path, env=autoload, version=version, free_bytes=lambda folder: GIB)
+    assert where.kind == "cpu"
+    said = {f.what: f for f in doctor.examine(where)}["torch_npu"]
+    assert said.level == level and (AUTO in said.todo) == (level == "fail")
+
+
 def test_every_check_has_a_planted_fault() -> None:
-    tables = (doctor_npu.CHECKS, doctor_variables.CHECKS, doctor.SYSTEM, doctor.CUDA, doctor.RUN)
+    tables = (doctor_npu.CHECKS, doctor_variables.CHECKS, doctor.SYSTEM, doctor.CUDA, doctor.CPU, doctor.RUN)
     checks = {check for table in tables for check in table}
     assert checks == {check for check, _, _ in FAULTS + CUDA_FAULTS}
 

@@ -71,9 +71,9 @@ def test_a_node_that_is_lost_ends_the_other_with_a_message(rank, model, tmp_path
         (left,) = [node for node in nodes if node is not lost]
         struck = time.monotonic()
         lost.kill()
-        code = left.wait(60)
+        code = left.wait(90)
         seconds = time.monotonic() - struck
-        assert code not in (0, None) and seconds < 30, (code, seconds, left.text)
+        assert code not in (0, None) and seconds < 60, (code, seconds, left.text)
         assert not left.living()
     holder = "the store's holder" if lost is nodes[0] else "the other node"
     print(f"{holder} lost, the other ended {seconds:.1f} s later with exit code {code}\n{left.text}")
