@@ -278,8 +278,8 @@ def check_writable(key: str, folder: Path) -> None:
 
 def run(cfg: Config) -> None:
     """Train in the world that torchrun opened, or alone."""
-    doctor.quick(cfg)
     check_only(cfg, parallel_setup.launched_world_size())
+    doctor.quick(cfg)
     with parallel_setup.open_world(cfg) as device:
         if cfg.tiny_model is not None:
             tiny_model.make(cfg, device)
