@@ -25,6 +25,7 @@ from torch import Tensor
 import aqn
 import checkpoint
 import data_gsm8k
+import doctor
 import evaluate
 import grpo
 import hf_config
@@ -279,6 +280,7 @@ def check_writable(key: str, folder: Path) -> None:
 def run(cfg: Config) -> None:
     """Train in the world that torchrun opened, or alone."""
     check_only(cfg, parallel_setup.launched_world_size())
+    doctor.quick(cfg)
     with parallel_setup.open_world(cfg) as device:
         if cfg.tiny_model is not None:
             tiny_model.make(cfg, device)

@@ -282,7 +282,7 @@ def test_what_cannot_run_yet_loads_and_is_refused_by_the_trainer(device):
             dataclasses.replace(QWEN3_30B_A3B, max_positions=1024),
             16,
             {},
-            "data.max_prompt_tokens: 512 + rollout.max_new_tokens 1024 = 1536 exceeds the model's 1024 positions",
+            "data.max_prompt_tokens: 512 + rollout.max_new_tokens 1536 = 2048 exceeds the model's 1024 positions",
         ),
     ],
 )

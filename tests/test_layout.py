@@ -15,9 +15,11 @@ LAYERS = [  # a file may import only from the rows above its own
     {"strict_yaml", "seeds", "knobs", "heartbeat"},
     {"config_rules"},
     {"config"},
-    {"hf_config", "device", "grpo", "reward_gsm8k", "run_record", "tiny_tokenizer"},
+    {"hf_config", "device", "grpo", "reward_gsm8k", "run_record", "tiny_tokenizer", "machine"},
     {"parallel_setup", "experts_megatron", "decoder_torch", "gsm8k_files", "tripwires", "adapter_vllm"},
     {"vllm_inside", "rollout_ascend"},
+    {"doctor_npu", "doctor_variables"},
+    {"doctor"},
     {"data_gsm8k", "lora_megatron", "runlog"},
     {"model_megatron"},
     {"weights_hf"},
@@ -33,7 +35,8 @@ LAZY = {("rollout", name) for name in ("rollout_torch", "rollout_vllm", "rollout
 HEAVY = {"megatron", "vllm", "ray", "transformers", "torch_npu", "mindspeed", "pandas", "pyarrow", "matplotlib", "peft"}
 OPTIONAL = {"torch_npu", "mindspeed", "vllm", "ray", "tensorboard"}  # used where present, asked for by no CPU run
 PACKAGE = {"yaml": "PyYAML", "megatron": "megatron-core"}  # import name -> name on PyPI where they differ
-ONLY_DEVICE = r"torch\.(?:cuda|npu)\b|\btorch_npu\b|\bmindspeed\b"  # the one file that may say this is device.py
+ONLY_DEVICE = r"torch\.(?:cuda|npu)\b|\btorch_npu\b|\bmindspeed\b"  # the one file that may say this is device.py,
+NAME_PACKAGES = {"device", "machine", "doctor_npu", "doctor_variables"}  # and those that ask what is installed
 LINES, TEST_LINES = 400, 600  # a test file is a list that one reads in parts
 
 LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
@@ -92,15 +95,18 @@ def test_every_imported_package_is_pinned(path: Path) -> None:
     assert not unpinned, f"{path.name} imports {sorted(unpinned)}, which requirements/cpu.txt does not name"
 
 
-@pytest.mark.parametrize("name", ["strict_yaml", "config_rules", "config"])
-def test_config_and_what_it_imports_need_no_torch(name: str) -> None:
+NO_TORCH = ["strict_yaml", "config_rules", "config", "hf_config", "machine", "doctor_npu", "doctor_variables", "doctor"]
+
+
+@pytest.mark.parametrize("name", NO_TORCH)
+def test_config_and_doctor_and_what_they_import_need_no_torch(name: str) -> None:
     assert "torch" not in imports(ROOT / f"{name}.py")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_only_device_names_an_accelerator(path: Path) -> None:
     found = re.findall(ONLY_DEVICE, path.read_text())
-    assert path.stem == "device" or not found, f"{path.name} names {found[0]}; device.py is the place for that"
+    assert path.stem in NAME_PACKAGES or not found, f"{path.name} names {found[0]}; device.py is the place for that"
 
 
 @pytest.mark.parametrize("path", [*FILES, *ROOT.glob("tests/*.py"), *ROOT.glob("*.sh")], ids=lambda path: path.name)
