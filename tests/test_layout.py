@@ -15,21 +15,28 @@ LAYERS = [  # a file may import only from the rows above its own
     {"strict_yaml", "seeds", "knobs", "heartbeat"},
     {"config_rules"},
     {"config"},
-    {"hf_config", "device", "grpo", "reward_gsm8k", "run_record", "tiny_tokenizer"},
-    {"parallel_setup", "experts_megatron", "decoder_torch", "gsm8k_files", "tripwires"},
-    {"data_gsm8k", "lora_megatron", "runlog"},
-    {"model_megatron"},
+    {"hf_config", "device", "grpo", "reward_gsm8k", "run_record", "tiny_tokenizer", "layout_plan"},
+    {"parallel_setup", "experts_megatron", "decoder_torch", "gsm8k_files", "tripwires", "memory_plan"},
+    {"data_gsm8k", "lora_megatron", "runlog", "time_plan"},
+    {"model_megatron", "layout_search"},
     {"weights_hf"},
     {"adapter_weights", "rollout", "aqn"},
     {"rollout_torch", "rollout_vllm"},
     {"evaluate", "checkpoint", "tiny_model", "routing_replay", "weight_sync"},
     {"learner"},
-    {"train_grpo", "export"},
+    {"train_grpo", "export", "preflight"},
 ]
 # Upward, but only inside a function: opens the engine that the config asks for.
 LAZY = {("rollout", "rollout_torch"), ("rollout", "rollout_vllm")}
 HEAVY = {"megatron", "vllm", "ray", "transformers", "torch_npu", "mindspeed", "pandas", "pyarrow", "matplotlib", "peft"}
-OPTIONAL = {"torch_npu", "mindspeed", "vllm", "ray", "tensorboard"}  # used where present, asked for by no CPU run
+OPTIONAL = {
+    "torch_npu",
+    "mindspeed",
+    "vllm",
+    "ray",
+    "tensorboard",
+    "doctor",
+}  # used where present, asked for by no CPU run
 PACKAGE = {"yaml": "PyYAML", "megatron": "megatron-core"}  # import name -> name on PyPI where they differ
 ONLY_DEVICE = r"torch\.(?:cuda|npu)\b|\btorch_npu\b|\bmindspeed\b"  # the one file that may say this is device.py
 LINES, TEST_LINES = 400, 600  # a test file is a list that one reads in parts
@@ -90,9 +97,14 @@ def test_every_imported_package_is_pinned(path: Path) -> None:
     assert not unpinned, f"{path.name} imports {sorted(unpinned)}, which requirements/cpu.txt does not name"
 
 
-@pytest.mark.parametrize("name", ["strict_yaml", "config_rules", "config"])
-def test_config_and_what_it_imports_need_no_torch(name: str) -> None:
-    assert "torch" not in imports(ROOT / f"{name}.py")
+@pytest.mark.parametrize("name", ["config", "preflight"])
+def test_reading_a_config_and_planning_a_run_need_no_torch(name: str) -> None:
+    seen, todo = set(), {name}
+    while todo:
+        seen |= todo
+        todo = {found for each in todo for found in imports(ROOT / f"{each}.py") & LEVEL.keys()} - seen - {"doctor"}
+    needy = {each for each in seen if "torch" in imports(ROOT / f"{each}.py")}
+    assert "config_rules" in seen and not needy, f"{sorted(needy)} import torch"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
