@@ -10,7 +10,7 @@ exit 0 it fits, 1 it is refused, with the nearest layouts that fit, 2 the input 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import glob
 import json
 import math
 import sys
@@ -166,11 +166,14 @@ def _time_lines(plan: Plan, setting: Setting) -> list[str]:
 # --------------------------------------------------------------------------------------------------------- the command
 
 
+DEVICE_FILES = {"npu": "/dev/davinci[0-9]*", "cuda": "/dev/nvidia[0-9]*"}
+
+
 def device_of(cfg: Config) -> str:
-    """The device that the run would take; `auto` is the NPU where its package is installed."""
+    """The device to plan for; under `auto` the one whose device files this machine has, else cpu."""
     if cfg.device != "auto":
         return cfg.device
-    return "npu" if importlib.util.find_spec("torch_npu") else "cpu"
+    return next((name for name, pattern in DEVICE_FILES.items() if glob.glob(pattern)), "cpu")
 
 
 def default_ranks(cfg: Config, device: str, ranks_per_node: int) -> int:
