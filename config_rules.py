@@ -260,14 +260,20 @@ def engine_layout_problems(cfg: Config, arch: Architecture, world_size: int) -> 
     yield from _split_problem("rollout.tensor", tensor, split, world_size)
     if arch.num_kv_heads % tensor and tensor % arch.num_kv_heads:
         yield f"rollout.tensor: {tensor} and {arch.num_kv_heads} key/value heads: one must divide the other"
-    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
-    blocks = -(-longest // CACHE_BLOCK) + 1
-    needed = blocks * CACHE_BLOCK * cache_bytes_per_token(arch, tensor, 2 if cfg.model.dtype == "bf16" else 4)
-    if needed > cfg.rollout.kv_cache_mib * 2**20:
+    needed = cache_mib_per_row(cfg, arch)
+    if needed > cfg.rollout.kv_cache_mib:
+        longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
         yield (
             f"rollout.kv_cache_mib: {cfg.rollout.kv_cache_mib} is too small for one row of {longest} tokens; "
-            f"needed: {-(-needed // 2**20)} for one, and as much for each row that runs beside it"
+            f"needed: {needed} for one, and as much for each row that runs beside it"
         )
+
+
+def cache_mib_per_row(cfg: Config, arch: Architecture) -> int:
+    """MiB of vLLM's key-value cache on a rank that the longest row takes, rounded up."""
+    blocks = -(-(cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens) // CACHE_BLOCK) + 1
+    element = 2 if cfg.model.dtype == "bf16" else 4
+    return -(-blocks * CACHE_BLOCK * cache_bytes_per_token(arch, cfg.rollout.tensor, element) // 2**20)
 
 
 def cache_bytes_per_token(arch: Architecture, tensor: int, element: int) -> int:

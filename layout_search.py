@@ -5,6 +5,7 @@ judge() applies every rule of config_rules.py and then memory; whatever alternat
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import layout_plan
 import memory_plan
 import time_plan
 from config import Config
-from config_rules import LAYOUT_RULES, divisors, engine_layout_problems, layout_problems, problems
+from config_rules import LAYOUT_RULES, cache_mib_per_row, divisors, engine_layout_problems, layout_problems, problems
 from hf_config import Architecture
 from layout_plan import Layout
 from memory_plan import GIB, Memory
@@ -79,7 +80,7 @@ def alternatives(refused: Plan, setting: Setting) -> list[Plan]:
     What is changed, in this order, until something fits: how the ranks are laid out; also the engine's copy; also
     recompute and the micro-batch; at last the number of ranks.
     """
-    cfg = _mended(refused.cfg)
+    cfg = _mended(refused.cfg, setting.arch)
     ranks = refused.layout.ranks
     smaller = _with(cfg, model={"recompute": True}, optim={"tokens_per_micro_batch": _one_row(cfg)})
     found: list[Plan] = []
@@ -91,7 +92,7 @@ def alternatives(refused: Plan, setting: Setting) -> list[Plan]:
         (smaller, _other_counts(ranks, setting), True),
     ):
         candidates = sorted(
-            ((distance, number, plan) for number, plan in enumerate(_candidates(base, counts, engines))
+            ((distance, number, plan) for number, plan in enumerate(_candidates(base, counts, engines, setting.arch))
              for distance in [_distance(refused, *plan)]),
             key=lambda item: item[:2],
         )  # fmt: skip
@@ -109,8 +110,8 @@ def alternatives(refused: Plan, setting: Setting) -> list[Plan]:
     return sorted(found, key=lambda plan: (round(plan.memory.peak / GIB, 1), plan.times.total))
 
 
-def _mended(cfg: Config) -> Config:
-    """With the batch equation and the axes that are not supported set right; the layout is left to be searched."""
+def _mended(cfg: Config, arch: Architecture) -> Config:
+    """With batch equation, cache and the axes that are not supported set right; the layout is left to be searched."""
     prompts, update = cfg.rollout.prompts_per_step, cfg.optim.prompts_per_update
     update = min(divisors(prompts), key=lambda d: abs(math.log(d / update)))
     tokens = max(cfg.optim.tokens_per_micro_batch, _one_row(cfg))
@@ -118,7 +119,13 @@ def _mended(cfg: Config) -> Config:
         cfg,
         parallel={"pipeline": 1, "context": 1},
         optim={"prompts_per_update": update, "tokens_per_micro_batch": tokens},
+        rollout={"kv_cache_mib": max(cfg.rollout.kv_cache_mib, _cache_mib(cfg, arch))},
     )
+
+
+def _cache_mib(cfg: Config, arch: Architecture) -> int:
+    """Room for one row however the engine is split; 0 where the cache is not vLLM's."""
+    return cache_mib_per_row(_with(cfg, rollout={"tensor": 1}), arch) if cfg.rollout.engine == "vllm" else 0
 
 
 def _one_row(cfg: Config) -> int:
@@ -139,17 +146,26 @@ def _other_counts(ranks: int, setting: Setting) -> list[int]:
     return sorted((n for n in counts - {ranks} if n > 0), key=lambda n: (abs(math.log2(n / ranks)), -n))
 
 
-def _candidates(cfg: Config, counts: list[int], engines: bool) -> Iterator[tuple[Config, int]]:
-    """Every layout of the numbers of ranks; judge() tells which ones work."""
+def _candidates(cfg: Config, counts: list[int], engines: bool, arch: Architecture) -> Iterator[tuple[Config, int]]:
+    """Every layout of the numbers of ranks whose sizes divide what they must; judge() looks at the rest."""
+    whole = {"tensor": 1, "expert": 1, "expert_tensor": 1}
     for ranks in counts:
+
+        def splits(ranks: int = ranks, **sizes: int) -> bool:
+            return not any(layout_problems(_with(cfg, parallel=whole | sizes), arch, ranks))
+
+        def samples(tensor: int, ranks: int = ranks) -> bool:
+            return not any(engine_layout_problems(_with(cfg, rollout={"tensor": tensor}), arch, ranks))
+
         sizes = divisors(ranks)
-        replicas = sizes if engines and cfg.rollout.engine == "vllm" else [cfg.rollout.tensor]
-        for tensor in sizes:
-            for expert_tensor in {1, cfg.parallel.expert_tensor} & set(sizes):
-                for expert in divisors(ranks // expert_tensor):
-                    split = {"tensor": tensor, "expert": expert, "expert_tensor": expert_tensor}
-                    for replica in replicas:
-                        yield _with(cfg, parallel=split, rollout={"tensor": replica}), ranks
+        tensors = [size for size in sizes if splits(tensor=size)]
+        asked = [(size, cut) for cut in sorted({1, cfg.parallel.expert_tensor}) for size in sizes]
+        experts = [(size, cut) for size, cut in asked if splits(expert=size, expert_tensor=cut)]
+        searched = sizes if engines and cfg.rollout.engine == "vllm" else [cfg.rollout.tensor]
+        replicas = [size for size in searched if samples(size)]
+        for tensor, (expert, cut), replica in itertools.product(tensors, experts, replicas):
+            split = {"tensor": tensor, "expert": expert, "expert_tensor": cut}
+            yield _with(cfg, parallel=split, rollout={"tensor": replica}), ranks
 
 
 def _distance(plan: Plan, cfg: Config, ranks: int) -> float:
@@ -166,6 +182,8 @@ def overrides(plan: Plan, asked: Config) -> list[str]:
                             ("tensor", "expert", "expert_tensor")]  # fmt: skip
     if new.rollout.engine == "vllm":
         given.append(f"rollout.tensor={new.rollout.tensor}")
+        if new.rollout.kv_cache_mib != asked.rollout.kv_cache_mib:
+            given.append(f"rollout.kv_cache_mib={new.rollout.kv_cache_mib}")
     given += [f"parallel.{axis}=1" for axis in ("pipeline", "context") if getattr(asked.parallel, axis) != 1]
     if new.optim.prompts_per_update != asked.optim.prompts_per_update:
         given.append(f"rollout.prompts_per_step={new.rollout.prompts_per_step}")

@@ -42,14 +42,20 @@ def base_parameters(arch: Architecture, layout: Layout) -> int:
     moe = experts + shared + arch.num_experts * h  # the router is whole on every rank
     dense = 3 * h * arch.dense_ffn_size // tensor
     vocabulary = arch.vocab_size * h // tensor * (1 if arch.tied_head else 2)
-    per_layer = sum(moe if is_moe else dense for is_moe in arch.moe_layers)
-    return vocabulary + h + arch.num_layers * (attention + norms) + per_layer
+    ffn = sum(count * (moe if is_moe else dense) for is_moe, count in _kinds(arch))
+    return vocabulary + h + arch.num_layers * (attention + norms) + ffn
 
 
 def lora_parameters(arch: Architecture, lora: LoraConfig, layout: Layout) -> int:
     """Trainable parameters of one rank."""
     attention = _lora_attention(arch, lora, layout)
-    return sum(attention + _lora_ffn(arch, lora, layout, is_moe) for is_moe in arch.moe_layers)
+    return sum(count * (attention + _lora_ffn(arch, lora, layout, is_moe)) for is_moe, count in _kinds(arch))
+
+
+def _kinds(arch: Architecture) -> list[tuple[bool, int]]:
+    """MoE and dense layers, and how many there are of each."""
+    moe = sum(arch.moe_layers)
+    return [(is_moe, count) for is_moe, count in ((True, moe), (False, arch.num_layers - moe)) if count]
 
 
 def _pair(lora: LoraConfig, target: str, rank: int, in_size: int, out_size: int) -> int:
@@ -107,24 +113,26 @@ def activations(
     """
     h, s = arch.hidden_size, tokens // layout.tensor
     rows = s * arch.experts_per_token * layout.expert_tensor * (imbalance if layout.expert > 1 else 1)  # N
-    layers = [_kept_by_layer(arch, lora, layout, is_moe, element, tokens, rows) for is_moe in arch.moe_layers]
-    in_flight = [_in_flight(arch, layout, is_moe, element, tokens, rows) for is_moe in arch.moe_layers]
+    kinds = _kinds(arch)
+    layers = [_kept_by_layer(arch, lora, layout, is_moe, element, tokens, rows) for is_moe, _ in kinds]
+    in_flight = [_in_flight(arch, layout, is_moe, element, tokens, rows) for is_moe, _ in kinds]
     vocabulary = arch.vocab_size // layout.tensor
     chunk = min(scored, max(1, LOGITS_PER_CHUNK // vocabulary)) * vocabulary * 4  # fp32
     head = scored * (h * element + 12) + 5 * chunk + scored * h * element  # five copies of a chunk in the backward
     head_kept = scored * (h * element + 12) + s * h * _norm_element(element)
     # The dispatcher holds its last routes whether or not anything is kept.
-    routes = sum(s * (5 * arch.num_experts + 8 * arch.experts_per_token) for is_moe in arch.moe_layers if is_moe)
-    # A chained freeze: the embedding needs no gradient, so without recompute layer 0 does not keep its input.
+    routes = sum(arch.moe_layers) * s * (5 * arch.num_experts + 8 * arch.experts_per_token)
     inputs = arch.num_layers * s * h * element
     if recompute:
         # What a checkpointed layer took in and its gradient live until the loss of the micro-batch is let go.
         kept = inputs + routes + head_kept
         backward = max(layer + more for layer, more in zip(layers, in_flight, strict=True)) + inputs
     else:
-        kept = sum(layers) - s * h * _norm_element(element) + head_kept
+        # The embedding is frozen, so layer 0 need not keep its input.
+        kept = sum(count * layer for (_, count), layer in zip(kinds, layers, strict=True)) + head_kept
+        kept -= s * h * _norm_element(element)
         backward = max(in_flight)
-    forward = max(_forward_only(arch, layout, is_moe, element, tokens, rows) for is_moe in arch.moe_layers)
+    forward = max(_forward_only(arch, layout, is_moe, element, tokens, rows) for is_moe, _ in kinds)
     reference = max(forward, head - scored * h * element - 2 * chunk) + routes + s * h * element
     return Activations(int(kept), int(kept + max(backward, head)), int(reference))
 
