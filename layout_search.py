@@ -119,13 +119,16 @@ def _mended(cfg: Config, arch: Architecture) -> Config:
         cfg,
         parallel={"pipeline": 1, "context": 1},
         optim={"prompts_per_update": update, "tokens_per_micro_batch": tokens},
-        rollout={"kv_cache_mib": max(cfg.rollout.kv_cache_mib, _cache_mib(cfg, arch))},
+        rollout={"kv_cache_mib": _cache_mib(cfg, arch)},
     )
 
 
 def _cache_mib(cfg: Config, arch: Architecture) -> int:
-    """Room for one row however the engine is split; 0 where the cache is not vLLM's."""
-    return cache_mib_per_row(_with(cfg, rollout={"tensor": 1}), arch) if cfg.rollout.engine == "vllm" else 0
+    """What is asked for, or, where one row does not fit, room for one however the engine is split."""
+    asked = cfg.rollout.kv_cache_mib
+    if cfg.rollout.engine != "vllm" or cache_mib_per_row(cfg, arch) <= asked:
+        return asked
+    return cache_mib_per_row(_with(cfg, rollout={"tensor": 1}), arch)
 
 
 def _one_row(cfg: Config) -> int:
