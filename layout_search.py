@@ -62,7 +62,10 @@ def judge(cfg: Config, ranks: int, setting: Setting) -> Plan:
     memory = memory_plan.plan(cfg, arch, layout, setting.device, capacity)
     times = time_plan.plan(cfg, arch, layout, machine, memory, setting.prompt_tokens, setting.completion_tokens)
     if memory.peak > capacity:
-        parts = sorted(((size, name) for name, size in memory.parts.items() if name != "margin"), reverse=True)
+        parts = sorted(
+            ((size, name) for name, size in memory.parts.items() if name not in ("margin", "logits chunk")),
+            reverse=True,
+        )
         largest = ", ".join(f"{name} {size / GIB:.1f}" for size, name in parts[:3])
         reasons.append(
             f"memory: {memory.fullest} needs {memory.peak / GIB:.1f} GiB on a rank, margin included, of "

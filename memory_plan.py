@@ -93,6 +93,7 @@ class Activations:
 
     kept: int  # for the backward pass, over all layers and the head
     peak: int  # the most at one time, ``kept`` included
+    logits: int  # of it, a chunk of logits and what their gradient takes
     reference: int  # the most of a forward pass that keeps nothing
 
 
@@ -118,7 +119,8 @@ def activations(
     in_flight = [_in_flight(arch, layout, is_moe, element, tokens, rows) for is_moe, _ in kinds]
     vocabulary = arch.vocab_size // layout.tensor
     chunk = min(scored, max(1, LOGITS_PER_CHUNK // vocabulary)) * vocabulary * 4  # fp32
-    head = scored * (h * element + 12) + 5 * chunk + scored * h * element  # five copies of a chunk in the backward
+    logits = 5 * chunk  # copies of it in the backward
+    head = scored * (h * element + 12) + logits + scored * h * element
     head_kept = scored * (h * element + 12) + s * h * _norm_element(element)
     # The dispatcher holds its last routes whether or not anything is kept.
     routes = sum(arch.moe_layers) * s * (5 * arch.num_experts + 8 * arch.experts_per_token)
@@ -134,7 +136,7 @@ def activations(
         backward = max(in_flight)
     forward = max(_forward_only(arch, layout, is_moe, element, tokens, rows) for is_moe, _ in kinds)
     reference = max(forward, head - scored * h * element - 2 * chunk) + routes + s * h * element
-    return Activations(int(kept), int(kept + max(backward, head)), int(reference))
+    return Activations(int(kept), int(kept + max(backward, head)), int(logits), int(reference))
 
 
 def _norm_element(element: int) -> int:
@@ -251,6 +253,7 @@ def plan(cfg: Config, arch: Architecture, layout: Layout, device: str, capacity:
         "runtime": int(RUNTIME_BYTES[device] + (GRAPH_BYTES[device] if cfg.rollout.engine == "vllm" else 0)),
         "gradients": lora,
         "activations": work.peak,
+        "logits chunk": work.logits,  # within the activations
         "margin": int(MARGIN * capacity),
     }
     stays = ("base", "lora", "optimizer", "engine weights", "key-value cache", "communication buffers", "runtime")

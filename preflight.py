@@ -139,7 +139,8 @@ def _shared(number: int, ranks: int, kind: str, what: str) -> str:
 def _memory_lines(plan: Plan, device: str) -> list[str]:
     memory = plan.memory
     lines = ["", f"memory of the fullest rank, of {memory.capacity / GIB:.1f} GiB:"]
-    lines += [f"  {name:22} {size / GIB:8.3f} GiB" for name, size in memory.parts.items()]
+    for name, size in memory.parts.items():
+        lines.append(f"  {name:22} {size / GIB:8.3f} GiB{', within the activations' * (name == 'logits chunk')}")
     lines.append("  in each phase, all that stays included:")
     for name, size in memory.phases.items():
         lines.append(f"  {name:22} {size / GIB:8.3f} GiB{'  <- fullest' * (name == memory.fullest)}")
