@@ -140,10 +140,10 @@ def _memory_lines(plan: Plan, device: str) -> list[str]:
     memory = plan.memory
     lines = ["", f"memory of the fullest rank, of {memory.capacity / GIB:.1f} GiB:"]
     for name, size in memory.parts.items():
-        lines.append(f"  {name:22} {size / GIB:8.3f} GiB{', within the activations' * (name == 'logits chunk')}")
+        lines.append(f"  {name:22} {_size(size)}{', within the activations' * (name == 'logits chunk')}")
     lines.append("  in each phase, all that stays included:")
     for name, size in memory.phases.items():
-        lines.append(f"  {name:22} {size / GIB:8.3f} GiB{'  <- fullest' * (name == memory.fullest)}")
+        lines.append(f"  {name:22} {_size(size)}{'  <- fullest' * (name == memory.fullest)}")
     lines.append(
         f"  assumed: {memory_plan.IMBALANCE} x the mean rows on the busiest experts,"
         f" {memory_plan.RUNTIME_BYTES[device] / GIB:g} GiB for runtime, {memory_plan.MARGIN:.0%} margin;"
@@ -152,10 +152,15 @@ def _memory_lines(plan: Plan, device: str) -> list[str]:
     return lines
 
 
+def _size(size: int) -> str:
+    """GiB, or MiB where that would be nearly nothing."""
+    return f"{size / GIB:8.3f} GiB" if size >= GIB / 32 else f"{size / 2**20:8.3f} MiB"
+
+
 def _time_lines(plan: Plan, setting: Setting) -> list[str]:
     times = plan.times
-    lines = ["", f"estimated step: {times.total:.1f} s"]
-    lines += [f"  {name:22} {seconds:8.2f} s" for name, seconds in times.phases.items() if seconds]
+    lines = ["", f"estimated step: {times.total:.3g} s"]
+    lines += [f"  {name:22} {seconds:8.3f} s" for name, seconds in times.phases.items() if seconds]
     parts = ", ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in times.decode.items())
     lines.append(f"  a decode step, ms: {parts}; {times.waves} wave{'s' * (times.waves > 1)}")
     machine = time_plan.MACHINES[setting.device]

@@ -164,6 +164,7 @@ def assumptions(machine: Machine, prompt: float, completion: float) -> str:
     return (
         f"{machine.flops / 1e12:g} TFLOP/s at {machine.training_share:.0%} in training, "
         f"{machine.bandwidth / 1e12:g} TB/s, {machine.link / 1e9:g} GB/s link at {machine.link_share:.0%}, "
+        "the same between nodes, "
         f"a decode step takes at least {machine.decode_step_seconds * 1e3:g} ms, "
         f"prompts of {prompt:g} and completions of {completion:g} tokens; a roofline, not a measurement"
     )
