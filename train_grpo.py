@@ -39,6 +39,7 @@ import seeds
 import tiny_model
 import weights_hf
 from config import Config, InputError, check_layout, check_runnable, load_config
+from config_rules import check_engine_layout
 from heartbeat import Heartbeat
 from learner import Clock, Learner
 from parallel_setup import Parallel
@@ -129,11 +130,10 @@ def check_inputs(cfg: Config, world_size: int):
     """Architecture, tokenizer, training and held-out questions; InputError for whatever cannot work, weights unread."""
     arch = hf_config.read(cfg.model.path)
     check_layout(cfg, arch, world_size)
+    check_engine_layout(cfg, arch, world_size)
     rollout.check_engine(cfg, arch, world_size)
     if cfg.aqn.schedule != "off":
         aqn.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
-    if cfg.replay.mode != "off" and (arch.num_experts > 256 or not any(arch.moe_layers)):
-        raise InputError(f"replay.mode: {cfg.replay.mode} needs MoE layers of at most 256 experts")
     weights_hf.check(cfg.model.path, arch)
     tokenizer = data_gsm8k.load_tokenizer(cfg.model.path)
     check_answers(cfg)
@@ -264,7 +264,9 @@ def check_only(cfg: Config, ranks: int) -> None:
     check_writable("train.out_dir", Path(cfg.train.out_dir))
     if cfg.tiny_model is not None and not tiny_model.exists(cfg):
         check_writable("model.path", Path(cfg.model.path))
-        check_layout(cfg, hf_config.parse(tiny_model.hf_settings(cfg), "tiny_model"), ranks)
+        arch, _ = hf_config.planned(cfg)
+        check_layout(cfg, arch, ranks)
+        check_engine_layout(cfg, arch, ranks)
         check_answers(cfg)
         return
     check_inputs(cfg, ranks)

@@ -130,6 +130,8 @@ LAYOUT = [
     row("context", "parallel.context: 2 is not supported yet; only 1 is", "parallel.context=2"),
     row("npu", "device: npu is not supported yet, only cpu", "device=npu"),
     row("cuda", "device: cuda is not supported yet, only cpu", "device=cuda", run=True),
+    row("engine ranks", "rollout.tensor: 3 does not divide 1 ranks; nearest: 1",
+        "rollout.engine=vllm", "rollout.tensor=3"),
     row("vllm", "rollout.engine: vllm ... or rollout.engine torch", "rollout.engine=vllm"),
     row("half a torchrun", "torch.distributed: the ranks did not find each other", variables(RANK="0"), run=True),
     row("positions", "data.max_prompt_tokens: 96 + rollout.max_new_tokens 4 = 100 exceeds the model's 64 positions",

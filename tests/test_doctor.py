@@ -112,7 +112,7 @@ def npu(tmp_path: Path, *overrides: str) -> Machine:
 
 
 def cuda(tmp_path: Path) -> Machine:
-    healthy = npu(tmp_path, "device=cuda")
+    healthy = npu(tmp_path, "device=cuda", "rollout.expert_parallel=false")
     for die in range(8):
         write(healthy.root / "dev" / f"nvidia{die}")
     write(healthy.root / "proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX Kernel Module  570.86  Wed\n")

@@ -358,7 +358,8 @@ def test_run_script_plans_a_run_whose_configuration_loads_and_fits(script: str) 
     for name, value in re.findall(r'^export (\w+)="\$\{\w+:-(.*?)\}"', (ROOT / sourced).read_text(), re.M):
         assert f"export {name}={value}" in lines
     assert shlex.split(lines[-3])[:2] == ["python3", "doctor.py"] and lines[-3].split()[-1] == str(ranks)
-    assert shlex.split(lines[-2])[:2] == ["python3", "preflight.py"] and lines[-2].split()[-1] == str(ranks * machines)
+    assert shlex.split(lines[-2])[:2] == ["python3", "preflight.py"]
+    assert shlex.split(lines[-2])[-4:] == ["--ranks", str(ranks * machines), "--ranks-per-node", str(ranks)]
 
 
 @pytest.mark.parametrize("script", RUNS)
@@ -381,11 +382,12 @@ def test_what_the_script_of_12_dies_says_does_not_fit_is_refused(script: str, la
 
 def test_users_own_settings_reach_the_run() -> None:
     lines, command = planned(
-        "run_16npu.sh", "data.instruction=a b", "parallel.expert=4", MODEL="/m/q", HCCL_BUFFSIZE="100", OUT="/o"
+        "run_16npu.sh", "data.instruction=a b", "parallel.tensor=2", MODEL="/m/q", HCCL_BUFFSIZE="100", OUT="/o",
+        LAYOUT="tp4_ep8",
     )
     assert {"data.instruction=a b", "model.path=/m/q", "train.out_dir=/o", "--log-dir=/o/logs"} <= set(command)
     assert "export HCCL_BUFFSIZE=100" in lines
-    assert checked(command, QWEN3_30B_A3B) == (4, 4)  # the command line's own comes last
+    assert checked(command, QWEN3_30B_A3B) == (2, 8)  # the command line's own comes last
     for wrong in (("train.steps",), ("--ranks",)):
         done = accelerator("run_16npu.sh", *wrong)
         assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(f"error: {wrong[0]}: expected")
