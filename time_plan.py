@@ -145,7 +145,7 @@ def plan(
 
 
 def _sync_seconds(cfg: Config, arch: Architecture, layout: Layout, machine: Machine, element: int) -> float:
-    """Every rank receives each adapted tensor whole and writes its share of it; or it reads and writes its own shards."""
+    """Every rank receives each adapted tensor whole and writes its share; or it reads and writes its own shards."""
     h = arch.hidden_size
     split = experts = 0
     if "linear_qkv" in cfg.lora.targets:

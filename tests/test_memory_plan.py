@@ -80,7 +80,7 @@ def check_parameters(arch: Architecture, sizes: tuple, lora: LoraConfig, dtype: 
     """Planned bytes of the base and parameters of LoRA against those of the last rank's model."""
     monkeypatch.setattr(lora_megatron, "_initialise_", lambda *args: None)  # values cost time, and meta has none
     ranks, tensor, expert, expert_tensor = sizes
-    layout = Layout(ranks, tensor, expert, expert_tensor, 1)
+    layout = Layout(ranks, tensor, expert, expert_tensor, 1, 1)
     with as_rank(ranks - 1, *sizes) as parallel, torch.device("meta"):
         model = model_megatron.build(arch, parallel, dtype=dtype, recompute=False)
         base = sum(parameter.nbytes for parameter in model.parameters())
@@ -121,7 +121,7 @@ def test_parameters_are_those_of_the_instantiated_qwen15_moe(monkeypatch):
 
 def test_the_published_configs_have_the_published_numbers_of_parameters():
     """30.5 and 14.3 billion, from the model cards; LoRA of rank 32 on every expert of the first is 1.258 billion."""
-    one = Layout(1, 1, 1, 1, 1)
+    one = Layout(1, 1, 1, 1, 1, 1)
     assert round(memory_plan.base_parameters(real("qwen3"), one) / 1e9, 1) == 30.5
     assert round(memory_plan.base_parameters(real("qwen15_moe"), one) / 1e9, 1) == 14.3
     experts = LoraConfig(rank=32, targets=("linear_fc1", "linear_fc2"))
@@ -140,7 +140,7 @@ def megatron_groups(parallel: parallel_setup.Parallel) -> dict[str, list[int]]:
 @pytest.mark.parametrize("name", ["TP4_EP4_DP2", "TP2_EP2_ETP2", "TP4_EP4_ETP4", "TP4_EP16", "12 ranks"])
 def test_groups_are_megatrons(name):
     sizes = (world.LAYOUTS | {"12 ranks": (12, 4, 4, 1)})[name]
-    planned = layout_plan.groups(Layout(*sizes, engine_tensor=1))
+    planned = layout_plan.groups(Layout(*sizes, engine_tensor=1, engine_expert=1))
     for rank in range(sizes[0]):
         with as_rank(rank, *sizes) as parallel:
             found = megatron_groups(parallel)
@@ -210,7 +210,7 @@ def test_activations_are_within_15_percent_of_what_a_tiny_model_allocates():
     pass, with up to all of the gradients in it.
     """
     for name, by_rank in world.in_layouts(["TP1", "EP2", "TP2_EP2", "TP2_EP2_ETP2"], allocated).items():
-        layout = Layout(*world.LAYOUTS[name], engine_tensor=1)
+        layout = Layout(*world.LAYOUTS[name], engine_tensor=1, engine_expert=1)
         for rank, answers in enumerate(by_rank):
             for (model_type, changes, recompute), found in zip(CASES, answers, strict=True):
                 planned = memory_plan.activations(
