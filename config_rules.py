@@ -199,12 +199,6 @@ def problems(cfg: Config) -> list[str]:
     return [problem for rule in PROBLEMS for problem in rule(cfg)]
 
 
-def check_runnable(cfg: Config) -> None:
-    """Raises InputError for what loads but cannot run yet. For the trainer, not for what only plans a run."""
-    if cfg.device in ("cuda", "npu"):
-        raise InputError(f"device: {cfg.device} is not supported yet, only cpu has been run")
-
-
 def check_layout(cfg: Config, arch: Architecture, world_size: int) -> None:
     """Raises InputError unless ``world_size`` ranks can hold ``arch`` as cfg.parallel says, and its positions suffice.
 
