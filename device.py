@@ -14,7 +14,6 @@ import functools
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
