@@ -164,6 +164,12 @@ def make_deterministic(device: torch.device) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait for all that ``device`` was asked to do."""
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()
+
+
 def backend(device: torch.device) -> str:
     """The torch.distributed backend that moves this device's tensors."""
     return {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[device.type]

@@ -12,10 +12,14 @@ which activations and gradients go, are the device's own. Reductions are of fp32
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime
 import os
 import random
+import sys
+import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -25,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import device as devices
-from config import Config, InputError
+from config import Config, InputError, load_config
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,19 @@ class Parallel:
     expert_group: dist.ProcessGroup
     expert_tensor_group: dist.ProcessGroup
     expert_data_group: dist.ProcessGroup
+
+    def groups(self) -> dict[str, dist.ProcessGroup]:
+        """This rank's groups of several ranks that anything is sent over, by name."""
+        found = {
+            name: getattr(self, f"{name}_group")
+            for name in ("tensor", "expert", "expert_tensor", "data", "expert_data")
+            if getattr(self, name) > 1
+        }
+        if self.expert_tensor > 1:  # Megatron gathers the numbers of tokens an expert over this one
+            from megatron.core import parallel_state
+
+            found["expert_tensor x expert"] = parallel_state.get_expert_tensor_and_model_parallel_group()
+        return found
 
     def sum_over_data(self, values: Tensor) -> Tensor:
         """Sum over the data-parallel ranks; a new tensor, the same on every rank."""
@@ -249,3 +266,43 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def check_groups(cfg: Config) -> bool:
+    """Build the groups of ``cfg``, prove and time them, and print one table; whether every answer was right."""
+    import groups_check
+
+    layout = cfg.parallel
+    ranks, used = launched_world_size(), {"tensor": layout.tensor, "expert": layout.expert * layout.expert_tensor}
+    for key, size in used.items():
+        if ranks % size:
+            raise InputError(f"parallel.{key}: {size} ranks of a group do not divide the {ranks} that were started")
+    with open_world(cfg) as device:
+        sizes = {"tensor": layout.tensor, "expert": layout.expert, "expert_tensor": layout.expert_tensor}
+        parallel = init_model_parallel(device, **sizes, timeout_seconds=layout.timeout_seconds)
+        table, right = groups_check.report(groups_check.check(parallel))
+        if parallel.rank == 0:
+            print(f"{parallel.world_size} ranks on {device.type}, {devices.backend(device)}\n{table}", flush=True)
+    return right
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code 0: every group works; 1: a wrong answer, named in the table; 2: unusable input, one line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--check", action="store_true", required=True, help="prove and time the groups")
+    parser.add_argument("config", help="YAML file, e.g. configs/qwen3.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    args = parser.parse_intermixed_args(arguments)
+    try:
+        return 0 if check_groups(load_config(args.config, args.overrides)) else 1
+    except InputError as error:
+        rank = launched_rank()
+        if rank:
+            time.sleep(2)  # what all ranks find is said once: torchrun ends the others meanwhile
+        print(f"error: {error}" if rank == 0 else f"rank {rank}: error: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
+    sys.exit(main(sys.argv[1:]))

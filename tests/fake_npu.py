@@ -3,8 +3,8 @@ an importable torch_npu with the five kernels that device.py calls, and the 'hcc
 
 It runs the Python of `device: npu` and refuses what the hardware refuses: tensors of two devices in one operation,
 reductions of float64, arguments that a kernel's documentation rules out. It says nothing of CANN's numerics, speed or
-memory. `install()` cannot be undone, so use it in a process of its own. All tensors say npu:0, whatever set_device says:
-torch's guard for devices written in Python knows one. Each kernel is its documented formula in plain torch.
+memory. `install()` cannot be undone, so use it in a process of its own. All tensors say npu:0, whatever set_device
+says: torch's guard for devices written in Python knows one. Each kernel is its documented formula in plain torch.
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ def torch_npu_module() -> types.ModuleType:
     module.synchronize = module.reset_peak_memory_stats = lambda device=None: None
     module.get_device_name = lambda device=None: "Ascend910_9392"
     module.memory_allocated = module.max_memory_allocated = module.memory_reserved = lambda device=None: 0
-    module.manual_seed = module.manual_seed_all = generator.manual_seed
-    module.initial_seed = generator.initial_seed
+    module.manual_seed = module.manual_seed_all = lambda seed: generator.manual_seed(seed)
+    module.initial_seed = lambda: generator.initial_seed()
     module.get_rng_state = lambda device=None: generator.get_state()
     module.set_rng_state = lambda new_state, device=None: generator.set_state(new_state)
     module.default_generators = (generator,) * 16
@@ -370,10 +370,12 @@ def npu_grouped_matmul(
 
 
 def transfer_to_npu() -> None:
-    """What importing torch_npu.contrib.transfer_to_npu does, as far as Megatron notices: cuda means npu from here on."""
+    """What importing torch_npu.contrib.transfer_to_npu does, as far as Megatron notices: cuda means npu from now on."""
     for name in dir(torch.npu):
         if not name.startswith("__"):
             setattr(torch.cuda, name, getattr(torch.npu, name))
+    for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all", "initial_seed"):
+        setattr(torch.cuda.random, name, getattr(torch.npu, name))
 
     def renamed(x):
         if isinstance(x, str) and x.startswith("cuda"):

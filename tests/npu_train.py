@@ -23,12 +23,12 @@ def main(config_path: str, answer: str) -> None:
     fake_npu.install()
     sys.path.insert(0, str(ROOT))
     import training
-    from learner import Learner
 
     import config
     import parallel_setup
     import train_grpo
     from heartbeat import Heartbeat
+    from learner import Learner
 
     training.lighten()
     cfg = config.load_config(config_path)

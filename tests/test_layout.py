@@ -16,6 +16,7 @@ LAYERS = [  # a file may import only from the rows above its own
     {"config_rules"},
     {"config"},
     {"hf_config", "device", "grpo", "reward_gsm8k", "run_record", "tiny_tokenizer"},
+    {"groups_check"},
     {"parallel_setup", "experts_megatron", "decoder_torch", "gsm8k_files", "tripwires"},
     {"data_gsm8k", "lora_megatron", "runlog"},
     {"model_megatron"},
