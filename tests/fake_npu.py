@@ -112,6 +112,7 @@ def run(function, args: tuple, kwargs: dict):
         not (on_npu and on_cpu) or function in COPIES or "index" in function.__name__,
         f"Expected all tensors to be on the same device, but found at least two devices, npu:0 and cpu! ({function})",
     )
+    require(not (on_npu and function.namespace == "c10d"), "No backend type associated with device type npu")
     devices = [x for x in flat if isinstance(x, torch.device)]
     if devices:
         on_npu = devices[0].type == "npu"
@@ -425,11 +426,62 @@ class _Hooks(torch._C._acc.PrivateUse1Hooks):
         return torch.default_generator
 
 
+class _Stub:
+    """A name that MindSpeed imports or decorates with and our run never needs."""
+
+    def __call__(self, *args, **kwargs):
+        if args and isinstance(args[0], torch._ops.OpOverload):  # a decorator for what converts that operation
+            return lambda function: function
+        return args[0] if args and callable(args[0]) and not isinstance(args[0], _Stub) else self
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Stub()
+
+    def __getitem__(self, key):
+        return 1  # a number of cores
+
+    def __mro_entries__(self, bases):
+        return (object,)
+
+
+class _StubModule(types.ModuleType):
+    """A module in which every name is there."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__, self.__spec__ = [], importlib.machinery.ModuleSpec(name, None, is_package=True)
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Stub()
+
+
+class _StubFinder:
+    """Finds every module of STUBBED that is not imitated."""
+
+    def find_spec(self, name: str, path=None, target=None):
+        root = name.split(".")[0]
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if root in STUBBED else None
+
+    def create_module(self, spec):
+        return _StubModule(spec.name)
+
+    def exec_module(self, module) -> None:
+        pass
+
+
+STUBBED = ("scipy", "torchair", "triton", "torch_npu")
 libraries = []  # a library's registrations last as long as it
 
 
-def install() -> None:
-    """Make this process one with 16 NPUs, or as many as ASCEND_RT_VISIBLE_DEVICES names."""
+def install(stubs: bool = False) -> None:
+    """Make this process one with 16 NPUs, or as many as ASCEND_RT_VISIBLE_DEVICES names.
+
+    ``stubs``: what else of torch_npu, torchair and triton MindSpeed asks for while it is imported is there, and empty.
+    """
     npu = torch_npu_module()
     _setup_privateuseone_for_python_backend(rename="npu", backend_module=npu, hook=_Hooks())
     every, aten, autocast = (torch.library.Library(name, "IMPL") for name in ("_", "aten", "_"))
@@ -440,9 +492,16 @@ def install() -> None:
     autocast.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     libraries.extend((every, aten, autocast))
 
-    module = types.ModuleType("torch_npu")
+    module = (_StubModule if stubs else types.ModuleType)("torch_npu")
+    if stubs:
+        sys.meta_path.insert(0, _StubFinder())
+        target = types.SimpleNamespace(backend="npu", arch="Ascend910_9392", warp_size=0)
+        importlib.import_module("triton").__version__ = "3.2.2"
+        driver = importlib.import_module("triton.runtime.driver")
+        driver.active = types.SimpleNamespace(get_current_target=lambda: target, utils=_Stub())
+        npu.mstx, npu.__path__ = _Stub(), []
     module.__spec__ = importlib.machinery.ModuleSpec("torch_npu", None, is_package=True)
-    module.__path__, module.__version__, module.npu = [], "0.0+fake", npu
+    module.__path__, module.__file__, module.__version__, module.npu = [], __file__, "0.0+fake", npu
     module.contrib = _Contrib("torch_npu.contrib")
     options = types.SimpleNamespace(Options=types.SimpleNamespace)
     module._C = types.SimpleNamespace(_distributed_c10d=types.SimpleNamespace(ProcessGroupHCCL=options))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -20,8 +21,9 @@ class Interrupted(Exception):
 
 
 def main(config_path: str, answer: str) -> None:
-    fake_npu.install()
-    sys.path.insert(0, str(ROOT))
+    mindspeed = os.environ.get("MINDSPEED_DIR")
+    fake_npu.install(stubs=bool(mindspeed))
+    sys.path[:0] = [str(ROOT), *([mindspeed] if mindspeed else [])]
     import training
 
     import config
