@@ -442,6 +442,9 @@ class _Stub:
     def __getitem__(self, key):
         return 1  # a number of cores
 
+    def __iter__(self):
+        return iter(())
+
     def __mro_entries__(self, bases):
         return (object,)
 

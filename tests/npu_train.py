@@ -1,12 +1,11 @@
 """A training on tests/fake_npu.py, started by torchrun: interrupted after step 3, resumed in the same processes.
 
-    torchrun --nproc_per_node=N tests/npu_train.py CONFIG ANSWER     rank r writes what the device was asked to ANSWER-r
+    torchrun --nproc_per_node=N tests/npu_train.py CONFIG ANSWER [MINDSPEED_DIR]     rank r writes what the device was asked to ANSWER-r
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -20,8 +19,7 @@ class Interrupted(Exception):
     """The end of the run's first life."""
 
 
-def main(config_path: str, answer: str) -> None:
-    mindspeed = os.environ.get("MINDSPEED_DIR")
+def main(config_path: str, answer: str, mindspeed: str = "") -> None:
     fake_npu.install(stubs=bool(mindspeed))
     sys.path[:0] = [str(ROOT), *([mindspeed] if mindspeed else [])]
     import training
