@@ -1,6 +1,8 @@
 """A training on tests/fake_npu.py, started by torchrun: interrupted after step 3, resumed in the same processes.
 
-    torchrun --nproc_per_node=N tests/npu_train.py CONFIG ANSWER [MINDSPEED_DIR]     rank r writes what the device was asked to ANSWER-r
+    torchrun --nproc_per_node=N tests/npu_train.py CONFIG ANSWER [MINDSPEED_DIR]
+
+Rank r writes to ANSWER-r what the device was asked to do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`device: npu` on a stand-in for the device (fake_npu.py) against cpu and gloo: the trainer's whole path but CANN.
 
-Not covered: the kernels' numerics, their speed and memory, HCCL's timeouts, and anything asynchronous. With MINDSPEED_DIR,
-the folder of a checkout of MindSpeed core_r0.16.0, one test has its adaptor patch Megatron as on hardware:
+Not covered: the kernels' numerics, their speed and memory, HCCL's timeouts, and anything asynchronous. With
+MINDSPEED_DIR, a checkout of MindSpeed core_r0.16.0, one test has its adaptor patch Megatron as on hardware:
 
     MINDSPEED_DIR=../MindSpeed bash run_tests.sh tests/test_npu.py
 """
