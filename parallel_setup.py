@@ -202,7 +202,7 @@ def init_model_parallel(
             create_gloo_process_groups=False,
             distributed_timeout_minutes=timeout_seconds / 60,
         )
-    if device.type != "cpu" and expert_tensor == 1:
+    if device.type == "npu" and expert_tensor == 1:
         # Megatron gathers the numbers of tokens an expert over this group: the expert group's ranks by another name,
         # and another communicator.
         parallel_state._EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP = parallel_state.get_expert_model_parallel_group()
