@@ -50,7 +50,6 @@ HCCL_BUFFER_MIB = {
     "ep_tp": 128,  # expert_tensor > 1: what "ep" brought, gathered
     "tp_ep_mp": 4,  # expert_tensor > 1: numbers of tokens an expert, 16 KiB
     "dp": 50,  # fp32 gradients of the attention's LoRA, 39 MiB at rank 32
-    "dp_cp": 50,  # the same ranks, made as a group of its own
     "ep_dp": 50,  # fp32 gradients of the experts' LoRA, in slices
 }
 

@@ -92,7 +92,7 @@ def test_communicators_are_built_for_the_groups_that_carry_traffic_only(on_npu):
     sizes = {
         "TENSOR_MODEL_PARALLEL_GROUP": (tensor, 64),
         "EXPERT_MODEL_PARALLEL_GROUP": (expert, 128),
-        "DATA_PARALLEL_GROUP_WITH_CP": (ranks // tensor, 50),
+        "DATA_PARALLEL_GROUP": (ranks // tensor, 50),
         "EXPERT_DATA_PARALLEL_GROUP": (ranks // expert, 50),
     }
     for rank in answers:
