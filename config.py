@@ -20,11 +20,11 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from config_rules import LAYOUT_RULES, OTHER_RULES, Rules, check_layout, check_runnable, idle_keys, problems
+from config_rules import LAYOUT_RULES, OTHER_RULES, Rules, check_layout, idle_keys, problems
 from knobs import ChecksConfig, Config, LoraConfig, ParallelConfig, Section
 from strict_yaml import InputError, dump_yaml, parse_override, read_file, shown
 
-__all__ = ["Config", "InputError", "LoraConfig", "check_layout", "check_runnable", "load_config"]
+__all__ = ["Config", "InputError", "LoraConfig", "check_layout", "load_config"]
 
 
 # ------------------------------------------------------------------------------------------------------------ loading

@@ -241,12 +241,6 @@ def problems(cfg: Config, rules: Rules = LAYOUT_RULES + OTHER_RULES) -> list[str
     return [problem for rule in rules for problem in rule(cfg)]
 
 
-def check_runnable(cfg: Config) -> None:
-    """Raises InputError for what loads but cannot run yet. For the trainer, not for what only plans a run."""
-    if cfg.device in ("cuda", "npu"):
-        raise InputError(f"device: {cfg.device} is not supported yet, only cpu has been run")
-
-
 def check_layout(cfg: Config, arch: Architecture, world_size: int) -> None:
     """Raises InputError for the first of layout_problems."""
     for problem in layout_problems(cfg, arch, world_size):

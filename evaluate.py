@@ -59,7 +59,7 @@ def evaluate(
             for i, (place, group) in enumerate(zip(wave, answers, strict=True)):
                 found = [[*score(questions[place], one), len(one.tokens)] for one in group]
                 results[start + i, columns] = torch.tensor(found, dtype=torch.float32).flatten()
-    by_rank = parallel.gather_rows(results.to(parallel.device))  # (ranks, own, 3 + 3k)
+    by_rank = parallel.gather_rows(results)  # (ranks, own, 3 + 3k)
     by_place = rollout.in_place(by_rank, count, cfg).view(count, 1 + k, 3)
     return _summary(by_place), _outcomes(by_place, questions)
 

@@ -35,6 +35,6 @@ class GroupedExperts(torch.nn.Module):
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """(N, h), (E,), (N,) -> (N, h) and no bias.  With expert_tensor > 1 the dispatcher adds up the parts."""
-        gate, up = self.linear_fc1(x, tokens_per_expert).chunk(2, dim=-1)  # (N, w) each
-        out = self.linear_fc2(torch.nn.functional.silu(gate) * up, tokens_per_expert)
+        gate_up = self.linear_fc1(x, tokens_per_expert)  # (N, 2 w)
+        out = self.linear_fc2(devices.swiglu(gate_up), tokens_per_expert)
         return out * probs.unsqueeze(-1).to(out.dtype), None

@@ -222,12 +222,15 @@ class TrainConfig(Section):
     resume: str = knob("auto", "auto: the newest unfinished run of this name; never; or a run folder", min_length=1)
     completions_logged: int = knob(2, "completions written to the run folder a step", ge=0)
     tensorboard: bool = knob(False, "also write TensorBoard events")
+    deterministic: bool = knob(
+        False, "a run repeats itself to the last bit on npu and cuda too, at some speed; on a cpu it does so anyway"
+    )
     stall_seconds: int = knob(1200, "a rank that stands still longer says where and ends the run; 0: off", ge=0)
 
 
 class Config(Section):
     name: str = knob("unnamed", "leads the run folder's name", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    device: Literal["auto", "cpu", "cuda", "npu"] = knob("auto", "auto: cpu, the only one that has been run so far")
+    device: Literal["auto", "cpu", "cuda", "npu"] = knob("auto", "auto: the first of npu, cuda, cpu that is there")
     model: ModelConfig = knob(..., "which model is trained")
     tiny_model: TinyModelConfig | None = knob(None, "absent for real models")
     parallel: ParallelConfig = knob(ParallelConfig(), "how ranks share the model")

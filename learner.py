@@ -79,7 +79,7 @@ class Learner:
             ]
             clock.lap("old_logp")
         sums: dict[str, Tensor] = {}
-        peak_gap, norms = torch.zeros(()), []
+        peak_gap, norms = torch.zeros((), device=self.parallel.device), []
         measured = sum(num_tokens for _, _, num_tokens in packed)
         for index, (micro_batches, counts, _) in enumerate(packed):
             for i, micro in enumerate(micro_batches):

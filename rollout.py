@@ -173,7 +173,7 @@ def _gather(asked, completions, scores, cfg: Config, parallel: Parallel) -> Roll
             whole[i, j, longest:] = torch.tensor([n, answer.finish_reason == "length"])
             real[i, j, :n] = torch.tensor(answer.logp)
             real[i, j, longest:] = torch.tensor(scores[i][j], dtype=torch.float32)
-    whole, real = (in_place(parallel.gather_rows(x.to(parallel.device)), len(asked), cfg) for x in (whole, real))
+    whole, real = (in_place(parallel.gather_rows(x), len(asked), cfg) for x in (whole, real))
     return Rollout(
         prompts=[question.prompt for question in asked],
         tokens=whole[..., :longest].flatten(0, 1),

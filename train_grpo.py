@@ -25,6 +25,7 @@ from torch import Tensor
 import aqn
 import checkpoint
 import data_gsm8k
+import device as devices
 import doctor
 import evaluate
 import grpo
@@ -38,7 +39,7 @@ import runlog
 import seeds
 import tiny_model
 import weights_hf
-from config import Config, InputError, check_layout, check_runnable, load_config
+from config import Config, InputError, check_layout, load_config
 from config_rules import check_engine_layout
 from heartbeat import Heartbeat
 from learner import Clock, Learner
@@ -260,7 +261,7 @@ def shown_completions(completions, asked, batch: Rollout, tokenizer, cfg: Config
 
 def check_only(cfg: Config, ranks: int) -> None:
     """All that can be refused without other ranks. A tiny model that is yet to be made is checked by its config."""
-    check_runnable(cfg)
+    devices.resolve(cfg.device)
     check_writable("train.out_dir", Path(cfg.train.out_dir))
     if cfg.tiny_model is not None and not tiny_model.exists(cfg):
         check_writable("model.path", Path(cfg.model.path))
