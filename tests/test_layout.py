@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [  # a file may import only from the rows above its own
-    {"strict_yaml", "seeds", "knobs", "heartbeat"},
+    {"strict_yaml", "seeds", "knobs", "heartbeat", "statistics_paired"},
     {"config_rules"},
     {"config"},
     {"hf_config", "device", "grpo", "reward_gsm8k", "run_record", "tiny_tokenizer"},
@@ -28,8 +28,10 @@ LAYERS = [  # a file may import only from the rows above its own
 ]
 # Upward, but only inside a function: opens the engine that the config asks for.
 LAZY = {("rollout", "rollout_torch"), ("rollout", "rollout_vllm")}
-HEAVY = {"megatron", "vllm", "ray", "transformers", "torch_npu", "mindspeed", "pandas", "pyarrow", "matplotlib", "peft"}
+HEAVY = {"megatron", "vllm", "ray", "transformers", "torch_npu", "mindspeed", "peft"}
+HEAVY |= {"pandas", "pyarrow", "matplotlib", "scipy"}
 OPTIONAL = {"torch_npu", "mindspeed", "vllm", "ray", "tensorboard"}  # used where present, asked for by no CPU run
+REPORTING = {"statistics_paired"}  # reads records; needs requirements/report.txt only
 PACKAGE = {"yaml": "PyYAML", "megatron": "megatron-core"}  # import name -> name on PyPI where they differ
 ONLY_DEVICE = r"torch\.(?:cuda|npu)\b|\btorch_npu\b|\bmindspeed\b"  # the one file that may say this is device.py
 LINES, TEST_LINES = 400, 600  # a test file is a list that one reads in parts
@@ -84,10 +86,34 @@ def test_heavy_packages_are_imported_inside_the_function_that_needs_them(path: P
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_every_imported_package_is_pinned(path: Path) -> None:
     """requirements/test.txt brings along packages that a user lacks; no other test would notice an import of one."""
-    pins = {line.split("==")[0].lower() for line in (ROOT / "requirements" / "cpu.txt").read_text().splitlines()}
+    lists = ("cpu", "report") if path.stem in REPORTING else ("cpu",)
+    pins = {name for which in lists for name in pinned(which)}
     packages = imports(path) - LEVEL.keys() - sys.stdlib_module_names - OPTIONAL
     unpinned = {name for name in packages if PACKAGE.get(name, name).lower() not in pins}
-    assert not unpinned, f"{path.name} imports {sorted(unpinned)}, which requirements/cpu.txt does not name"
+    assert not unpinned, f"{path.name} imports {sorted(unpinned)}, which no list of its own names: {', '.join(lists)}"
+
+
+def pinned(which: str) -> dict[str, str]:
+    """name -> version of every package that requirements/WHICH.txt pins."""
+    lines = (ROOT / "requirements" / f"{which}.txt").read_text().splitlines()
+    pins = [line.split(" ")[0].split("==") for line in lines if line and not line.startswith("#")]
+    return {name.lower(): version for name, version in pins}
+
+
+def test_report_needs_the_versions_of_the_runs_and_of_the_tests() -> None:
+    """One environment can hold both; the tests run on the very versions that a reader of records installs."""
+    report, installed = pinned("report"), pinned("cpu") | pinned("test")
+    assert report.items() <= installed.items()
+
+
+@pytest.mark.parametrize("name", sorted(REPORTING))
+def test_reporting_needs_no_torch(name: str) -> None:
+    """What reads records runs on any laptop with requirements/report.txt alone."""
+    below = {name} | imports(ROOT / f"{name}.py") & LEVEL.keys()
+    while (more := below | {m for b in below for m in imports(ROOT / f"{b}.py") & LEVEL.keys()}) != below:
+        below = more
+    needed = {package for b in below for package in imports(ROOT / f"{b}.py")} - LEVEL.keys() - sys.stdlib_module_names
+    assert {PACKAGE.get(package, package).lower() for package in needed - OPTIONAL} <= pinned("report").keys()
 
 
 @pytest.mark.parametrize("name", ["strict_yaml", "config_rules", "config"])
