@@ -17,21 +17,22 @@ LAYERS = [  # a file may import only from the rows above its own
     {"config"},
     {"hf_config", "device", "grpo", "reward_gsm8k", "run_record", "tiny_tokenizer"},
     {"parallel_setup", "experts_megatron", "decoder_torch", "gsm8k_files", "tripwires"},
-    {"data_gsm8k", "lora_megatron", "runlog"},
-    {"model_megatron"},
-    {"weights_hf"},
-    {"adapter_weights", "rollout", "aqn"},
+    {"data_gsm8k", "lora_megatron", "runlog", "records", "run_page"},
+    {"model_megatron", "comparisons", "sweep"},
+    {"weights_hf", "figures"},
+    {"adapter_weights", "rollout", "aqn", "results_page"},
     {"rollout_torch", "rollout_vllm"},
     {"evaluate", "checkpoint", "tiny_model", "routing_replay", "weight_sync"},
     {"learner"},
-    {"train_grpo", "export"},
+    {"train_grpo", "export", "report"},
 ]
 # Upward, but only inside a function: opens the engine that the config asks for.
 LAZY = {("rollout", "rollout_torch"), ("rollout", "rollout_vllm")}
 HEAVY = {"megatron", "vllm", "ray", "transformers", "torch_npu", "mindspeed", "peft"}
 HEAVY |= {"pandas", "pyarrow", "matplotlib", "scipy"}
 OPTIONAL = {"torch_npu", "mindspeed", "vllm", "ray", "tensorboard"}  # used where present, asked for by no CPU run
-REPORTING = {"statistics_paired"}  # reads records; needs requirements/report.txt only
+# Reads records and starts runs; needs requirements/report.txt only.
+REPORTING = {"statistics_paired", "records", "comparisons", "figures", "results_page", "run_page", "report", "sweep"}
 PACKAGE = {"yaml": "PyYAML", "megatron": "megatron-core"}  # import name -> name on PyPI where they differ
 ONLY_DEVICE = r"torch\.(?:cuda|npu)\b|\btorch_npu\b|\bmindspeed\b"  # the one file that may say this is device.py
 LINES, TEST_LINES = 400, 600  # a test file is a list that one reads in parts
