@@ -35,7 +35,8 @@ when a record was edited or lost, or when this page does not follow from the rec
 
 READING = """Accuracies in % of the held-out questions; intervals are 95 %. Of a run: Wilson's, which counts questions.
 Of a variant: the gain from its first to its last evaluation with seeds and questions both as samples
-(statistics_paired.py). Times and speed are medians over the steps; memory is the largest resident memory of rank 0."""
+(statistics_paired.py). Times and speed are medians over the steps; memory is the largest resident memory of rank 0.
+The generated word problems share pairs of operands, so what an interval owes to the questions is somewhat too narrow."""
 
 
 class Planned(Part):
@@ -198,7 +199,8 @@ def generated(results: Path) -> str:
 
 def not_run(plan: Plan, groups: dict[str, list[Source]]) -> str:
     """The rows and comparisons that are planned and have no record yet, with their command and empty cells."""
-    rows = [[r.what, f"`{r.command}`", r.plan, "", "", "", ""] for r in plan.rows if r.group not in groups]
+    wanted = [row for row in plan.rows if row.group not in groups]
+    rows = [[row.what, f"`{row.command}`" if row.command else "", row.plan, "", "", "", ""] for row in wanted]
     for planned in plan.comparisons:
         if missing := [name for name in (planned.base, *planned.others) if name not in groups]:
             command = f"`python sweep.py {planned.sweep}`" if planned.sweep else ""

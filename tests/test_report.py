@@ -129,6 +129,34 @@ def test_the_repositorys_own_records_and_page_agree() -> None:
     assert results_page.check(recorded.ROOT / "results", recorded.ROOT / "RESULTS.md") == []
 
 
+def test_every_metric_of_a_run_is_in_the_glossary() -> None:
+    """RESULTS.md explains what the source logs; `/name` after another metric stands for the same section's."""
+    glossary = (recorded.ROOT / "RESULTS.md").read_text().split("## Metrics")[1]
+    explained = set()
+    for cell in re.findall(r"^\| (`.*?`) \|", glossary, re.M):
+        section = ""
+        for name in re.findall(r"`([^`]+)`", cell):
+            section = name.split("/")[0] or section
+            explained.add(f"{section}/{name.split('/')[1]}")
+    sections = "reward|response_length|actor|rollout|aqn|replay|sync|timing|perf|eval"
+    logged = set()
+    for path in recorded.ROOT.glob("*.py"):
+        logged |= set(re.findall(rf'"((?:{sections})/[a-z_]+)"(?: ?:|\] = )', path.read_text()))
+    assert len(logged) > 20 and logged <= explained, logged - explained
+
+
+def test_the_protocols_numbers_are_what_plan_prints(capsys: pytest.CaptureFixture) -> None:
+    """docs/gsm8k_protocol.md: every row of its table of effects, computed again."""
+    text = (recorded.ROOT / "docs" / "gsm8k_protocol.md").read_text().replace("**", "")
+    rows = re.findall(r"^\| (\d) \| (\d+) %[^|]*\| ([\d.]+|not measurable) \| ([\d.]+)", text, re.M)
+    assert len(rows) == 7
+    for seeds, discordant, spread, finds in rows:
+        points = "0" if spread == "not measurable" else spread
+        design = ["--seeds", seeds, "--discordant", str(int(discordant) / 100), "--seed-spread", str(float(points) / 100)]
+        assert run("plan", "--questions", "1319", *design) == 0
+        assert f"finds {finds} points" in capsys.readouterr().out
+
+
 # ---------------------------------------------------------------- the other commands
 
 

@@ -21,12 +21,11 @@ import records
 import sweep
 from config import InputError
 
-SIZES = {key: value for key, value in training.SIZES.items()}
 CONFIG = f"""
 name: unnamed
 device: cpu
 model: {{path: none, dtype: fp32}}
-tiny_model: {json.dumps({"architecture": "qwen3_moe", **SIZES})}
+tiny_model: {json.dumps({"architecture": "qwen3_moe", **training.SIZES})}
 data: {{source: arithmetic, max_prompt_tokens: 96, num_train: 40, num_test: 9, operand_high: 20}}
 rollout: {{prompts_per_step: 4, group_size: 2, max_new_tokens: 8}}
 lora: {{rank: 4, alpha: 8.0}}
