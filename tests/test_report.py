@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,14 +20,15 @@ from config import InputError
 TEXT = "# Results\n\nWritten by people.\n\n{}\n\n{}\n\nAlso by people.\n"
 
 
-@pytest.fixture
-def places(tmp_path: Path) -> list[str]:
-    """--results and --page of a project with two variants of three seeds."""
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two variants of three seeds, recorded and built."""
+    folder = tmp_path_factory.mktemp("project")
     for name, after, change in (("base", 0.5, ()), ("better", 0.9, ("lora.rank=8",))):
         for seed in range(3):
-            run = recorded.make_run(tmp_path / "out", f"{name}-seed{seed}", seed, after, overrides=change)
-            records.add(run, tmp_path / "results")
-    (tmp_path / "results" / "plan.yaml").write_text(
+            made = recorded.make_run(folder / "out", f"{name}-seed{seed}", seed, after, overrides=change)
+            records.add(made, folder / "results")
+    (folder / "results" / "plan.yaml").write_text(
         "comparisons:\n"
         "- {title: Better or not, base: base, others: [better]}\n"
         "- {title: Never run, base: base, others: [absent], sweep: configs/sweeps/x.yaml}\n"
@@ -34,7 +36,16 @@ def places(tmp_path: Path) -> list[str]:
         "- {group: big, what: A big model, command: torchrun big, plan: later}\n"
         "- {group: base, what: The base, command: torchrun base, plan: done}\n"
     )
-    (tmp_path / "RESULTS.md").write_text(TEXT.format(results_page.BEGIN, results_page.END))
+    (folder / "RESULTS.md").write_text(TEXT.format(results_page.BEGIN, results_page.END))
+    results_page.build(folder / "results", folder / "RESULTS.md")
+    return folder
+
+
+@pytest.fixture
+def places(project: Path, tmp_path: Path) -> list[str]:
+    """--results and --page of a copy of the project."""
+    shutil.copytree(project / "results", tmp_path / "results")
+    shutil.copy(project / "RESULTS.md", tmp_path / "RESULTS.md")
     return ["--results", str(tmp_path / "results"), "--page", str(tmp_path / "RESULTS.md")]
 
 
@@ -43,7 +54,6 @@ def run(*arguments: str) -> int:
 
 
 def test_every_number_of_the_page_is_a_records(places: list[str], tmp_path: Path) -> None:
-    assert run(*places, "build") == 0
     text = (tmp_path / "RESULTS.md").read_text()
     assert text.startswith("# Results\n\nWritten by people.") and text.endswith("Also by people.\n")
     for record in records.load_all(tmp_path / "results"):
@@ -69,7 +79,6 @@ def test_building_twice_changes_nothing(places: list[str], tmp_path: Path) -> No
     def everything() -> dict[str, bytes]:
         return {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
-    run(*places, "build")
     once = everything()
     assert run(*places, "build") == 0 and everything() == once
     for figure in (tmp_path / "results" / "figures").iterdir():
@@ -104,7 +113,6 @@ FAULTS = {
 def test_check_fails_when_something_does_not_follow(
     places: list[str], tmp_path: Path, fault: str, capsys: pytest.CaptureFixture
 ) -> None:
-    run(*places, "build")
     assert run(*places, "--check") == 0
     FAULTS[fault](tmp_path)
     assert run(*places, "--check") == 1
@@ -152,7 +160,14 @@ def test_the_protocols_numbers_are_what_plan_prints(capsys: pytest.CaptureFixtur
     assert len(rows) == 7
     for seeds, discordant, spread, finds in rows:
         points = "0" if spread == "not measurable" else spread
-        design = ["--seeds", seeds, "--discordant", str(int(discordant) / 100), "--seed-spread", str(float(points) / 100)]
+        design = [
+            "--seeds",
+            seeds,
+            "--discordant",
+            f"{int(discordant) / 100}",
+            "--seed-spread",
+            f"{float(points) / 100}",
+        ]
         assert run("plan", "--questions", "1319", *design) == 0
         assert f"finds {finds} points" in capsys.readouterr().out
 
