@@ -64,8 +64,10 @@ def draw(variants: dict[str, list[Source]]) -> bytes:
             if key == "reward/mean":
                 for one in group:
                     axes.plot(*_evaluations(one), color=color, marker="o", ms=4, ls="")
-        if logarithmic and shown:
+        if logarithmic and shown:  # whole decades: noise within one should look like noise
             axes.set_yscale("log")
+            low, high = axes.get_ylim()
+            axes.set_ylim(10 ** numpy.floor(numpy.log10(low)), 10 ** numpy.ceil(numpy.log10(high)))
         if key == "reward/mean":
             axes.set_ylim(-0.02, 1.02)
             axes.legend(fontsize=8, frameon=False, loc="lower right")

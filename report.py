@@ -44,7 +44,8 @@ def rerun_commands(record: records.Record) -> str:
     else:
         lines.append(f"# install what results/{record.id}/environment.json lists, as {record.machine.device} needs it")
     exports = "".join(f" {key}={value}" for key, value in record.machine.variables.items() if key.startswith("OMP_"))
-    return "\n".join([*lines, f'PATH="$PWD/.venv/bin:$PATH"{exports} {record.command}'])
+    lines.append(f'PATH="$PWD/.venv/bin:$PATH"{exports} {record.command}')
+    return "\n".join([*lines, f"# is it the same?  python report.py compare {record.id} ../rerun-{record.id}/out/RUN"])
 
 
 def rerun(record: records.Record, execute: bool) -> int:

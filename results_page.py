@@ -36,7 +36,7 @@ when a record was edited or lost, or when this page does not follow from the rec
 READING = """Accuracies in % of the held-out questions; intervals are 95 %. Of a run: Wilson's, which counts questions.
 Of a variant: the gain from its first to its last evaluation with seeds and questions both as samples
 (statistics_paired.py). Times and speed are medians over the steps; memory is the largest resident memory of rank 0.
-The generated word problems share pairs of operands, so what an interval owes to the questions is somewhat too narrow."""
+The generated word problems share pairs of operands, so what intervals owe to the questions is somewhat too narrow."""
 
 
 class Planned(Part):

@@ -55,11 +55,10 @@ class Effect:
     freedom: Array  # degrees of freedom of the t distribution that goes with it
 
     def p_value(self) -> Array:
-        """Two-sided, of no difference; 1 where nothing differs at all."""
+        """Two-sided, of no difference."""
         from scipy.stats import t
 
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return np.where(self.mean == 0, 1.0, 2 * t.sf(np.abs(self.mean) / self.error, self.freedom))
+        return 2 * t.sf(np.abs(self.mean) / self.error, self.freedom)
 
     def interval(self, confidence: float = 0.95) -> tuple[Array, Array]:
         """Confidence interval of the mean."""
@@ -74,13 +73,15 @@ def effect(differences: Array) -> Effect:
 
     Seeds and questions are crossed random effects: Var = (MS_seeds + MS_questions - MS_rest) / (S n) from the mean
     squares of the two-way table, never under the larger of the first two; Satterthwaite's (1946) degrees of freedom,
-    at least S - 1. One seed leaves the questions' part alone: such an effect is of these weights only.
+    at least S - 1. One seed leaves the questions' part alone: such an effect is of these weights only. Scores are
+    shares: the error is never under what one answer better and one worse make, so that no interval has width 0.
     """
     seeds, questions = differences.shape[-2:]
     mean = differences.mean((-2, -1))
+    least = math.sqrt(2) / (seeds * questions)
     if seeds == 1:
         error = differences[..., 0, :].std(-1, ddof=1) / math.sqrt(questions)
-        return Effect(mean, error, np.full_like(mean, questions - 1))
+        return Effect(mean, np.maximum(error, least), np.full_like(mean, questions - 1))
     by_seed = questions * differences.mean(-1).var(-1, ddof=1)
     by_question = seeds * differences.mean(-2).var(-1, ddof=1)
     free_seeds, free_questions = seeds - 1, questions - 1
@@ -91,7 +92,7 @@ def effect(differences: Array) -> Effect:
     spread = by_seed**2 / free_seeds + by_question**2 / free_questions + rest**2 / (free_seeds * free_questions)
     with np.errstate(divide="ignore", invalid="ignore"):
         freedom = np.fmax(np.where(spread > 0, variance**2 / spread, free_seeds), free_seeds)
-    return Effect(mean, np.sqrt(variance / (seeds * questions)), freedom)
+    return Effect(mean, np.maximum(np.sqrt(variance / (seeds * questions)), least), freedom)
 
 
 def bootstrap_weights(seeds: int, questions: int, draws: int, seed: int = 0) -> tuple[Array, Array]:
@@ -131,8 +132,6 @@ def detectable(error: float, freedom: float, alpha: float = 0.05, wanted: float 
     from scipy.optimize import brentq
     from scipy.stats import t
 
-    if error == 0:
-        return 0.0
     about = t.ppf(1 - alpha / 2, freedom) + t.ppf(wanted, freedom)  # exact for many degrees of freedom
     return error * float(brentq(lambda size: power(size, 1.0, freedom, alpha) - wanted, 0.0, 2 * about))
 

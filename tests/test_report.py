@@ -190,7 +190,7 @@ def test_rerun_prints_checkout_installation_and_command(places: list[str], capsy
     text = capsys.readouterr().out
     record = records.load(Path(places[1]), "base-seed1")
     assert f"git worktree add --detach ../rerun-base-seed1 {record.commit}" in text
-    assert "requirements/cpu.txt" in text and text.rstrip().endswith(f"OMP_NUM_THREADS=1 {record.command}")
+    assert "requirements/cpu.txt" in text and text.splitlines()[-2].endswith(f"OMP_NUM_THREADS=1 {record.command}")
     assert subprocess.run(["bash", "-n", "-c", text]).returncode == 0
 
 

@@ -60,9 +60,12 @@ def test_mean_squares_of_a_table_by_hand() -> None:
     assert found.mean == 3 and found.error == pytest.approx(math.sqrt(2 / 6))
 
 
-def test_nothing_that_differs_is_no_difference() -> None:
-    found = paired.effect(np.zeros((3, 50)))
-    assert found.p_value() == 1 and found.interval() == (0, 0)
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_nothing_that_differs_is_no_difference_but_no_certainty_either(seeds: int) -> None:
+    """No change in n answers bounds the rate of changes by about 3 / n (the rule of three), not by 0."""
+    found = paired.effect(np.zeros((seeds, 100)))
+    low, high = found.interval()
+    assert found.p_value() == 1 and low == -high and high >= 0.9 * 3 / (100 * seeds)
 
 
 def test_smallest_detectable_effect_is_cohens() -> None:
