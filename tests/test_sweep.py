@@ -184,6 +184,24 @@ def test_without_ray_it_says_how_to_get_it(write_sweep, monkeypatch: pytest.Monk
     assert f"pip install {sweep.RAY}" in error and "--local" in error
 
 
+def test_an_interrupted_sweep_ends_its_job_and_says_how_to_go_on(
+    write_sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """Ctrl-C, or SIGTERM from a scheduler, while a job runs."""
+    sleeper = subprocess.Popen(["sleep", "600"])
+    monkeypatch.setattr(sweep, "start_job", lambda *arguments: sleeper)
+    monkeypatch.setattr(sweep.time, "sleep", lambda seconds: os.kill(os.getpid(), signal.SIGTERM))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        assert sweep.main([str(write_sweep([0], a=variant())), "--local"]) == 130
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        sleeper.kill()
+    assert sleeper.returncode == -signal.SIGTERM and "the same command goes on" in capsys.readouterr().err
+    assert json.loads((tmp_path / "out/sweep-trial/sweep.json").read_text())["jobs"]["a-seed0"]["state"] == "running"
+
+
 # ---------------------------------------------------------------- real processes
 
 
