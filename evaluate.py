@@ -5,7 +5,6 @@ Greedy answers, and k sampled ones a question: their mean and pass@k. Every ques
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -16,12 +15,7 @@ from config import Config
 from data_gsm8k import Question, Questions
 from parallel_setup import Parallel
 from rollout import Completion
-
-
-def wilson(share: float, n: int, z: float = 1.959964) -> tuple[float, float]:
-    """95 % interval of a proportion measured on n questions (Wilson, 1927); inside [0, 1] even at 0 and 1."""
-    centre, half = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return max(0.0, (centre - half) / (1 + z * z / n)), min(1.0, (centre + half) / (1 + z * z / n))
+from statistics_paired import wilson
 
 
 def evaluate(

@@ -252,7 +252,8 @@ def shown_completions(completions, asked, batch: Rollout, tokenizer, cfg: Config
     for j, answer in enumerate(completions[0][: cfg.train.completions_logged] if completions else []):
         text = tokenizer.decode(answer.tokens)
         reward = batch.rewards[0, j].item()
-        rows.append({"question": asked[0].question, "gold": asked[0].gold, "completion": text, "reward": reward})
+        shown = {"question": asked[0].question, "gold": asked[0].gold, "completion": text, "reward": reward}
+        rows.append(shown | {"tokens": len(answer.tokens)})
     return rows
 
 
