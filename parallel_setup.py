@@ -231,6 +231,9 @@ def init_model_parallel(
 @contextlib.contextmanager
 def _groups_of(device: torch.device) -> Iterator[None]:
     """Inside, Megatron makes its groups on the device's backend, not the world's, and with device.py's options."""
+    if device.type == "cpu":  # the world's is its own
+        yield
+        return
     from megatron.core import parallel_state
 
     create, options = parallel_state.create_group, parallel_state.get_nccl_options

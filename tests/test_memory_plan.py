@@ -82,6 +82,7 @@ def check_parameters(arch: Architecture, sizes: tuple, lora: LoraConfig, dtype: 
     ranks, tensor, expert, expert_tensor = sizes
     layout = Layout(ranks, tensor, expert, expert_tensor, 1, 1)
     with as_rank(ranks - 1, *sizes) as parallel, torch.device("meta"):
+        parallel = dataclasses.replace(parallel, device=torch.device("meta"))
         model = model_megatron.build(arch, parallel, dtype=dtype, recompute=False)
         base = sum(parameter.nbytes for parameter in model.parameters())
         adapters = lora_megatron.attach(model, lora, parallel, 0)
@@ -274,7 +275,7 @@ def test_a_cache_holds_the_rows_that_its_bytes_are_for():
     memory = memory_plan.plan(cfg, arch, layout, "npu", 61 * 2**30)
     assert config_rules.cache_bytes_per_token(arch, 4, 2) == 24_576
     assert memory.wanted_rows == 96 // 4 * 8
-    assert memory.cached_rows == 2048 * 2**20 // (24_576 * (512 // 8 + 1024))
+    assert memory.cached_rows == 2048 * 2**20 // (24_576 * (512 // 8 + 1536))
     roomy = dataclasses.replace(layout, engine_tensor=8)
     assert config_rules.cache_bytes_per_token(arch, 8, 2) == 24_576  # 4 heads over 8 ranks: each held twice
     assert (

@@ -51,17 +51,24 @@ REFUSALS = {  # name: (arguments, a piece of the reason)
     ),
     "a prime number of prompts": (
         [QWEN3, "rollout.prompts_per_step=97"],
-        "optim.prompts_per_update: 96 does not divide rollout.prompts_per_step 97",
+        "optim.prompts_per_update: 24 does not divide rollout.prompts_per_step 97",
     ),
     "a row longer than a micro-batch": ([QWEN3, "optim.tokens_per_micro_batch=1000"], "cannot hold one row"),
-    "the whole 30B on every rank": ([QWEN3, "parallel.tensor=1", "parallel.expert=1"], "memory: update needs"),
+    "the whole 30B on every rank": (
+        [QWEN3, "parallel.tensor=1", "parallel.expert=1", "rollout.expert_parallel=false"],
+        "GiB on a rank, margin incl",
+    ),
     "30B on one rank": (
         [QWEN3, "parallel.tensor=1", "parallel.expert=1", "rollout.tensor=1", "--ranks", "1"],
-        "memory: update needs",
+        "GiB on a rank, margin incl",
     ),
-    "a cache too small for one row": (  # 13 blocks of 128 tokens, 24,576 bytes a token
+    "the trainer's shards in another layout": (
+        [QWEN3, "parallel.tensor=2"],
+        "rollout.tensor: 4 with rollout.expert_parallel splits attention differently",
+    ),
+    "a cache too small for one row": (  # 17 blocks of 128 tokens, 24,576 bytes a token
         [QWEN3, "rollout.kv_cache_mib=10"],
-        "rollout.kv_cache_mib: 10 is too small for one row of 1536 tokens; needed: 39 for one",
+        "rollout.kv_cache_mib: 10 is too small for one row of 2048 tokens; needed: 51 for one",
     ),
     "pipeline": ([QWEN3, "parallel.pipeline=2"], "parallel.pipeline: 2 is not supported yet"),
     "a vocabulary that 2 ranks cannot share": (
@@ -92,7 +99,7 @@ def test_twelve_ranks_take_four_expert_ranks_in_three_blocks(capsys):
     """3 does not divide the heads and 12 not the 128 experts: TP 1, 2 or 4 with EP 4 remain."""
     listed = report(capsys, QWEN3, "--ranks", "12")["alternatives"]
     for tensor in (1, 4):
-        layout = {f"parallel.tensor={tensor}", "parallel.expert=4", "parallel.expert_tensor=1"}
+        layout = {f"parallel.tensor={tensor}", "parallel.expert=4", "rollout.expert_parallel=false"}
         assert any(other["ranks"] == 12 and layout <= set(other["overrides"]) for other in listed)
         found = report(capsys, QWEN3, *layout, "--ranks", "12")
         assert found["verdict"] == "fits"
@@ -134,14 +141,17 @@ def test_nodes_cut_the_groups_that_span_them(capsys):
     found = report(capsys, QWEN3, "parallel.expert=32", "--ranks", "32")
     crossing = {kind: count for kind, count in found["groups_across_nodes"].items() if count}
     assert crossing == {"data": 4, "expert": 1}  # 8 data ranks 4 apart; the 32 expert ranks; TP4 stays within a node
-    assert report(capsys, QWEN3, "--ranks", "32")["groups_across_nodes"]["expert"] == 0
+    streamed = report(capsys, QWEN3, "rollout.expert_parallel=false", "--ranks", "32")
+    assert streamed["groups_across_nodes"]["expert"] == 0
     two = report(capsys, QWEN3, "--ranks", "16", "--ranks-per-node", "2")["groups_across_nodes"]
     assert two["tensor"] == two["rollout"] == 4
 
 
 def test_every_rank_is_in_one_group_of_each_kind(capsys):
     for ranks in (16, 48, 1024):
-        for members in report(capsys, QWEN3, "--ranks", str(ranks))["groups"].values():
+        found = report(capsys, QWEN3, "rollout.expert_parallel=false", "--ranks", str(ranks))
+        assert len(found["groups"]) == 6
+        for members in found["groups"].values():
             assert sorted(rank for group in members for rank in group) == list(range(ranks))
 
 
@@ -163,7 +173,7 @@ def test_the_text_says_layout_memory_seconds_and_verdict(capsys):
         "16 ranks on 1 node of 16 = tensor 4 x data 4 = expert_tensor 1 x expert 16 x expert_data 1",
         "8 of 32 heads, 1 of 4 key/value heads, 8 of 128 experts, 37,984 of 151,936 tokens, all 48 layers",
         "96 prompts x 8 = 768 sequences = 4 replicas of 24 prompts x 8",
-        "= 4 data ranks of 192 sequences",
+        "4 updates of 24 x 8 = 192 sequences = 4 data ranks of 48 sequences",
         "logits chunk              0.312 GiB, within the activations",  # 5 copies of 2^24 fp32
         "a roofline, not a measurement",
         "verdict: fits",

@@ -47,7 +47,7 @@ def test_decode_step_with_the_experts_over_16_dies(prompt, completion, step_ms, 
 def test_update_with_recompute_and_reference_pass(prompt, completion, seconds):
     """At 20 % of the peak: three forward passes' worth and one, exchange left out."""
     unlinked = dataclasses.replace(NPU, link=1e18)
-    times, _, _ = planned(machine=unlinked, prompt=prompt, completion=completion)
+    times, _, _ = planned("optim.prompts_per_update=96", machine=unlinked, prompt=prompt, completion=completion)
     phases = times.phases
     assert phases["update forward"] + phases["update backward"] + phases["reference"] == pytest.approx(
         seconds, rel=0.02
@@ -57,7 +57,7 @@ def test_update_with_recompute_and_reference_pass(prompt, completion, seconds):
 
 def test_experts_exchange_as_worked_out_for_four_passes():
     """2.17 s for EP16 in the short case; attention unsplit."""
-    cfg = load_config("configs/qwen3.yaml", ["parallel.tensor=1"])
+    cfg = load_config("configs/qwen3.yaml", ["parallel.tensor=1", "rollout.expert_parallel=false"])
     layout = layout_plan.of(cfg, 16)
     assert 4 * time_plan.exchange_seconds(QWEN3, NPU, layout, 768 * 376, 2) == pytest.approx(2.17, rel=0.01)
 
