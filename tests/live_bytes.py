@@ -1,41 +1,54 @@
-"""Bytes of tensors that are alive at one time, counted at the dispatcher: what a run allocates, to the byte."""
+"""Bytes of tensors that are alive at one time, by torch's profiler: what its allocator gave and took back."""
 
 from __future__ import annotations
 
-import weakref
+import gc
 
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+import torch
 
 
-class LiveBytes(TorchDispatchMode):
-    """Inside the block, every storage that an operation makes counts from then until it is freed.
+class LiveBytes:
+    """Inside the block, every allocation counts from then until it is freed. Afterwards ``now`` and ``peak``, bytes.
 
-    ``now`` and ``peak`` in bytes; what existed before the block does not count. Views share their storage's bytes.
+    ``mark()`` names a moment: ``marks`` are the bytes alive at each. Python's collector is off inside: when it runs is
+    chance, and what waits for it is really there.
     """
 
-    def __init__(self, existing: list) -> None:
-        super().__init__()
+    now = peak = 0
+
+    def __enter__(self) -> LiveBytes:
+        gc.collect()
+        gc.disable()
+        self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        self.profile.__enter__()
+        return self
+
+    def mark(self) -> None:
+        with torch.profiler.record_function("mark"):
+            pass
+
+    def __exit__(self, *error) -> None:
+        self.profile.__exit__(*error)
+        gc.enable()
         self.now = self.peak = 0
-        self.seen = {tensor.untyped_storage().data_ptr() for tensor in existing}
+        self.marks: list[int] = []
+        sizes: dict[int, int] = {}  # of what was allocated inside; what is older may be freed inside as well
+        for event in sorted(_all(self.profile.profiler.kineto_results.experimental_event_tree()), key=_start):
+            if event.name == "mark":
+                self.marks.append(sum(sizes.values()))
+            elif event.name == "[memory]":
+                pointer, size = event.extra_fields.ptr, event.extra_fields.alloc_size
+                if size > 0:
+                    sizes[pointer] = size
+                else:
+                    sizes.pop(pointer, None)
+                self.now = sum(sizes.values())
+                self.peak = max(self.peak, self.now)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if hasattr(leaf, "_cdata")}
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if hasattr(leaf, "untyped_storage"):
-                self._count(leaf.untyped_storage(), given)
-        return result
 
-    def _count(self, storage, given: set[int]) -> None:
-        if storage._cdata in given or storage.nbytes() == 0 or storage.data_ptr() in self.seen:
-            return
-        pointer, size = storage.data_ptr(), storage.nbytes()
-        self.seen.add(pointer)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._free, pointer, size)
+def _start(event) -> int:
+    return event.start_time_ns
 
-    def _free(self, pointer: int, size: int) -> None:
-        self.seen.discard(pointer)
-        self.now -= size
+
+def _all(events: list) -> list:
+    return [one for event in events for one in (event, *_all(event.children))]
