@@ -17,6 +17,7 @@ import adapter_weights
 import grpo
 import lora_megatron
 import model_megatron
+import packing
 import parallel_setup
 import rollout
 import routing_replay
@@ -133,7 +134,11 @@ class Learner:
             records = routing_replay.collect(batch, own, shares, self.arch, parallel, cfg.rollout.tensor)
         pack = (advantages, parallel.device, self.pad_token, parallel.tensor, records)
         measured = sum(batch.lengths[s] for s in sequences)
-        return [rollout.pack(batch, rows, *pack) for rows in mine], counts, measured
+        micro_batches = [rollout.pack(batch, rows, *pack) for rows in mine]
+        if self.replay is None:  # whose records follow the rows, padding included
+            for micro in micro_batches:
+                micro.packing = packing.pack(micro.tokens, micro.mask, parallel.tensor)
+        return micro_batches, counts, measured
 
     def _routed(self, micro: MicroBatch, count: bool = False) -> contextlib.AbstractContextManager:
         """Inside, every forward of ``micro`` is routed by its record, if it has one; ``count`` compares own choices."""
@@ -168,7 +173,7 @@ class Learner:
 
     def _logp(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         return model_megatron.token_logprobs(
-            self.model, micro.tokens, micro.mask, self.parallel, self.cfg.rollout.temperature
+            self.model, micro.tokens, micro.mask, self.parallel, self.cfg.rollout.temperature, micro.packing
         )
 
     def _loss(

@@ -14,6 +14,7 @@ from torch import Tensor
 import device as devices
 from experts_megatron import GroupedExperts
 from hf_config import Architecture
+from packing import Packing
 from parallel_setup import Parallel
 
 LOGITS_PER_CHUNK = 2**24  # 64 MiB of fp32 logits exist at a time, whatever the batch
@@ -38,10 +39,13 @@ class CausalAttention(torch.nn.Module):
     def __init__(self, config, *args, **kwargs) -> None:
         super().__init__()
         self.scale = config.kv_channels**-0.5
+        self.packing: Packing | None = None  # of the model's last forward, which activation recompute runs again
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask, **unused) -> Tensor:
-        """(T, b, heads, d), (T, b, kv heads, d) twice -> (T, b, heads x d)"""
+        """(T, b, heads, d), (T, b, kv heads, d) twice -> (T, b, heads x d); of a packing's line b is 1"""
         assert attention_mask is None, "rows are right-padded: causal attention needs no mask"
+        if self.packing is not None:
+            return self.packing.attention(query[:, 0], key[:, 0], value[:, 0], self.scale)[:, None]
         heads_first = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out = devices.causal_attention(*heads_first, scale=self.scale)
         return out.permute(2, 0, 1, 3).flatten(2)
@@ -164,10 +168,11 @@ def _layer_spec(arch: Architecture, is_moe: bool):
 # ------------------------------------------------------------------------------------------------ forward
 
 
-def hidden_states(model: torch.nn.Module, tokens: Tensor) -> Tensor:
+def hidden_states(model: torch.nn.Module, tokens: Tensor, packing: Packing | None = None) -> Tensor:
     """The final norm's output at every position, on every tensor rank.  (b, T) -> (T, b, h)
 
-    T must be a multiple of the tensor-parallel size (sequence parallelism splits it).
+    T must be a multiple of the tensor-parallel size (sequence parallelism splits it). ``packing``: of ``tokens``, which
+    are then its line.  (1, M) -> (M, 1, h)
     """
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
@@ -177,9 +182,12 @@ def hidden_states(model: torch.nn.Module, tokens: Tensor) -> Tensor:
     x = model.embedding(input_ids=tokens, position_ids=positions)  # (T / tensor, b, h)
     if config.recompute_granularity and torch.is_grad_enabled() and not x.requires_grad:
         x.requires_grad_()  # a checkpointed layer returns gradients only if its input wants one
-    x = model.decoder(
-        hidden_states=x, attention_mask=None, rotary_pos_emb=model.rotary_pos_emb(tokens.shape[1])
-    )
+    for layer in model.decoder.layers:
+        layer.self_attention.core_attention.packing = packing
+    angles = model.rotary_pos_emb(tokens.shape[1] if packing is None else packing.line.shape[1])  # (T, 1, 1, d)
+    if packing is not None:
+        angles = angles[packing.position]
+    x = model.decoder(hidden_states=x, attention_mask=None, rotary_pos_emb=angles)
     if config.sequence_parallel:
         # Each tensor rank sends back the gradient of its vocabulary shard only: the backward pass adds them up.
         x = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True)
@@ -219,16 +227,22 @@ def output_weight(model: torch.nn.Module) -> Tensor:
 
 
 def token_logprobs(
-    model: torch.nn.Module, tokens: Tensor, mask: Tensor, parallel: Parallel, temperature: float = 1.0
+    model: torch.nn.Module, tokens: Tensor, mask: Tensor, parallel: Parallel, temperature: float = 1.0,
+    packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability and entropy at every token where ``mask`` is 1, and 0 elsewhere.  (b, T), (b, T) -> (b, T) twice
 
     Position t holds log p(tokens[t] | tokens[:t]) under softmax(logits / temperature), so mask[:, 0] must be 0.
     Only masked positions reach the language-model head, and the (N, V) logits exist only a chunk at a time.
+    ``packing``: packing.pack of these very rows; the same numbers from fewer tokens.
     """
     assert not mask[:, 0].any(), "nothing predicts the first token of a row"
     row, position = mask.nonzero(as_tuple=True)
-    hidden = hidden_states(model, tokens)[position - 1, row]  # (N, h): the state that predicts the token
+    if packing is None:
+        hidden = hidden_states(model, tokens)[position - 1, row]  # (N, h): the state that predicts the token
+    else:
+        line = hidden_states(model, tokens.flatten()[packing.source][None], packing)[:, 0]  # (M, h)
+        hidden = line.index_select(0, packing.line[row, position - 1])
     chosen = tokens[row, position]
     logp, entropy = _VocabularyLogProbs.apply(hidden, output_weight(model), chosen, temperature, parallel)
     place = (row, position)

@@ -19,6 +19,7 @@ import seeds
 from config import Config
 from data_gsm8k import Question
 from hf_config import Architecture
+from packing import Packing
 from parallel_setup import Parallel
 
 
@@ -58,6 +59,7 @@ class MicroBatch:
     rollout_logp: Tensor  # (b, T) the sampler's log-probs, 0 outside the mask
     advantages: Tensor  # (b,)
     routes: Tensor | None = None  # (b, T, L, K) experts to replay, L MoE layers
+    packing: Packing | None = None  # the rows as one line of tokens, where no routes are replayed
     replayed: Tensor | None = None  # (b, T) true where there is a route: not on a last token, not on padding
 
 

@@ -25,6 +25,7 @@ import adapter_weights
 import cases
 import data_gsm8k
 import export
+import packing
 import reward_gsm8k
 import rollout
 import train_grpo
@@ -100,6 +101,7 @@ class Side:
             rewards=torch.zeros(rows, 1), parsable=torch.ones(1),
         )  # fmt: skip
         micro = rollout.pack(batch, list(range(rows)), torch.tensor(theirs["advantages"]), torch.device("cpu"), 0, 1)
+        micro.packing = packing.pack(micro.tokens, micro.mask, 1)
         counts = {"num_tokens": rows * width, "num_sequences": rows, "max_new_tokens": width}
         with torch.no_grad():
             reference = learner._reference_logp(micro, _NoClock())

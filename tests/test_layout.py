@@ -16,7 +16,7 @@ LAYERS = [  # a file may import only from the rows above its own
     {"config_rules"},
     {"config"},
     {"hf_config", "device", "grpo", "reward_gsm8k", "run_record", "tiny_tokenizer"},
-    {"parallel_setup", "experts_megatron", "decoder_torch", "gsm8k_files", "tripwires", "vllm_inside"},
+    {"parallel_setup", "experts_megatron", "packing", "decoder_torch", "gsm8k_files", "tripwires", "vllm_inside"},
     {"data_gsm8k", "lora_megatron", "runlog"},
     {"model_megatron"},
     {"weights_hf"},
