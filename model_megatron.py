@@ -263,7 +263,9 @@ class _VocabularyLogProbs(torch.autograd.Function):
         first = parallel.tensor_rank * len(weight)  # this rank's slice of the vocabulary
         logp, entropy, log_norm = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
         for rows in _chunks(len(hidden), len(weight)):
-            logits = (hidden[rows] @ weight.t()).float() / temperature  # (n, V / tensor)
+            logits = (hidden[rows] @ weight.t()).float()  # (n, V / tensor)
+            if temperature != 1:
+                logits /= temperature
             top = logits.amax(dim=-1)
             if parallel.tensor > 1:
                 dist.all_reduce(top, op=dist.ReduceOp.MAX, group=parallel.tensor_group)
@@ -272,7 +274,7 @@ class _VocabularyLogProbs(torch.autograd.Function):
             local = chosen[rows] - first
             mine = (local >= 0) & (local < len(weight))
             picked = logits.gather(1, local.clamp(0, len(weight) - 1)[:, None])[:, 0] * mine
-            sums = torch.stack([weights.sum(-1), (weights * logits).sum(-1), picked])  # (3, n)
+            sums = torch.stack([weights.sum(-1), torch.linalg.vecdot(weights, logits), picked])  # (3, n)
             if parallel.tensor > 1:
                 dist.all_reduce(sums, group=parallel.tensor_group)
             log_sum = sums[0].log()
@@ -281,22 +283,32 @@ class _VocabularyLogProbs(torch.autograd.Function):
             logp[rows] = sums[2] - log_sum
         ctx.save_for_backward(hidden, weight, chosen, log_norm, entropy)
         ctx.temperature, ctx.first = temperature, first
+        ctx.set_materialize_grads(False)
         return logp, entropy
 
     @staticmethod
-    def backward(ctx, grad_logp: Tensor, grad_entropy: Tensor):
+    def backward(ctx, grad_logp: Tensor | None, grad_entropy: Tensor | None):
         hidden, weight, chosen, log_norm, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
+        grad_logp = torch.zeros_like(log_norm) if grad_logp is None else grad_logp
         for rows in _chunks(len(hidden), len(weight)):
-            log_p = (hidden[rows] @ weight.t()).float() / ctx.temperature - log_norm[rows, None]
-            p = log_p.exp()
-            grad = -p * grad_logp[rows, None] - p * (log_p + entropy[rows, None]) * grad_entropy[rows, None]
+            log_p = (hidden[rows] @ weight.t()).float()
+            if ctx.temperature != 1:
+                log_p /= ctx.temperature
+            log_p -= log_norm[rows, None]
+            if grad_entropy is None:  # it is only logged
+                grad = log_p.exp_().mul_(-grad_logp[rows, None])
+            else:
+                p = log_p.exp()
+                grad = -p * grad_logp[rows, None] - p * (log_p + entropy[rows, None]) * grad_entropy[rows, None]
             local = chosen[rows] - ctx.first
             mine = (local >= 0) & (local < len(weight))
             grad.scatter_add_(
                 1, local.clamp(0, len(weight) - 1)[:, None], (grad_logp[rows] * mine)[:, None].to(grad.dtype)
             )
-            grad_hidden[rows] = ((grad / ctx.temperature).to(weight.dtype) @ weight).to(hidden.dtype)
+            if ctx.temperature != 1:
+                grad /= ctx.temperature
+            grad_hidden[rows] = (grad.to(weight.dtype) @ weight).to(hidden.dtype)
         return grad_hidden, None, None, None, None
 
 
