@@ -12,6 +12,7 @@ import time
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 import adapter_weights
 import grpo
@@ -51,13 +52,10 @@ class Learner:
         self.replay = RoutingReplay(model, arch, parallel) if cfg.replay.mode != "off" else None
         self.factors = lora_megatron.factors(adapters)
         self.parameters = list(self.factors.values())
-        optim = cfg.optim
-        self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
-        )
-        for parameter in self.parameters:  # in place from the start, so that a checkpoint can fill them
-            moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
-            self.optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
+        self.moments = {
+            moment: {name: torch.zeros_like(factor) for name, factor in self.factors.items()} for moment in MOMENTS
+        }
+        self.optimizer_steps = 0
 
     def update(
         self, batch: Rollout, own: list[list[Completion]], advantages: Tensor, step: int, clock: Clock
@@ -230,6 +228,7 @@ class Learner:
                 return f"layer {layer} is the first whose output differs, by {apart / scale:.2g} of its largest value"
         return "all layers agree on the probe prompt: look at the final norm, the head, and the sampling"
 
+    @torch.no_grad()
     def _step(self, step: int) -> float:
         """Clip over the whole sharded parameter set, one AdamW step, and the norm before clipping."""
         norm = self.parallel.gradient_norm(self.parameters).item()
@@ -241,10 +240,18 @@ class Learner:
         shrink = min(1.0, self.cfg.optim.max_grad_norm / (norm + 1e-6))
         for parameter in self.parameters:
             parameter.grad *= shrink
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.cfg, step)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        optim, steps = self.cfg.optim, [torch.tensor(float(self.optimizer_steps)) for _ in self.parameters]
+        # The function of torch.optim.AdamW without its class, whose first use imports torch's compiler: half a second
+        # and 40 MiB.
+        adamw(
+            self.parameters, [parameter.grad for parameter in self.parameters],
+            *(list(self.moments[moment].values()) for moment in MOMENTS), [], steps, amsgrad=False, maximize=False,
+            lr=learning_rate(self.cfg, step), beta1=optim.betas[0], beta2=optim.betas[1], eps=optim.eps,
+            weight_decay=optim.weight_decay,
+        )  # fmt: skip
+        self.optimizer_steps += 1
+        for parameter in self.parameters:
+            parameter.grad = None
         return norm
 
     def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, int]]:
@@ -255,10 +262,9 @@ class Learner:
         whole = {"adapter": adapter_weights.gather(self.adapters, self.factors, self.arch, self.parallel)}
         whole["optimizer"] = {}
         for moment in MOMENTS:
-            values = {name: self.optimizer.state[factor][moment] for name, factor in self.factors.items()}
-            gathered = adapter_weights.gather(self.adapters, values, self.arch, self.parallel)
+            gathered = adapter_weights.gather(self.adapters, self.moments[moment], self.arch, self.parallel)
             whole["optimizer"] |= {f"{name}.{moment}": value for name, value in gathered.items()}
-        return whole, {"optimizer_steps": int(self.optimizer.state[self.parameters[0]]["step"])}
+        return whole, {"optimizer_steps": self.optimizer_steps}
 
     @torch.no_grad()
     def restore(self, tensors: dict[str, dict[str, Tensor]], counts: dict[str, int]) -> None:
@@ -269,9 +275,8 @@ class Learner:
             end = f".{moment}"
             whole = {key.removesuffix(end): value for key, value in tensors["optimizer"].items() if key.endswith(end)}
             for name, value in adapter_weights.scatter(self.adapters, whole, self.arch, self.parallel).items():
-                self.optimizer.state[self.factors[name]][moment].copy_(value)
-        for parameter in self.parameters:
-            self.optimizer.state[parameter]["step"].fill_(counts["optimizer_steps"])
+                self.moments[moment][name].copy_(value)
+        self.optimizer_steps = counts["optimizer_steps"]
 
 
 def learning_rate(cfg: Config, step: int) -> float:
