@@ -34,15 +34,18 @@ PHASES = ("sync", "generate", "reference", "forward", "backward", "optimizer", "
 class Peer:
     """A process that takes its steps when it is told to, and answers with one line of JSON."""
 
-    def __init__(self, command: list[str], log: Path) -> None:
+    def __init__(self, command: list[str], log: Path, **environment: str) -> None:
         self.log, self.began = log, time.perf_counter()
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+        environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"} | environment
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True, env=environment
-            )
-        self.ready = self.read()
-        self.ready["startup_wall_s"] = time.perf_counter() - self.began
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True,
+                env=os.environ | environment,
+            )  # fmt: skip
+
+    def wait_until_ready(self) -> dict:
+        ready = self.read()
+        return ready | {"startup_wall_s": time.perf_counter() - self.began}
 
     def read(self) -> dict:
         line = self.process.stdout.readline()
@@ -50,13 +53,17 @@ class Peer:
             raise RuntimeError(f"{self.log} ended early:\n{self.log.read_text()[-3000:]}")
         return json.loads(line)
 
-    def ask(self, line: str) -> dict:
+    def tell(self, line: str) -> None:
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
+
+    def ask(self, line: str) -> dict:
+        self.tell(line)
         return self.read()
 
     def close(self) -> None:
         self.process.stdin.close()
+        self.process.stdout.close()
         self.process.wait(60)
 
 
@@ -101,8 +108,10 @@ def compare(name: str, work: Path, python: Path, steps: int, warmup: int) -> dic
     """Both trainers on one case, step by step in turn."""
     log = f"{name}_{time.strftime('%H%M%S')}.log"
     ours = Peer(our_command(name, work), work / f"ours_{log}")
+    ready = {"ours": ours.wait_until_ready()}  # it writes the adapter that TRL starts from
     theirs = Peer(trl_command(name, work, python), work / f"trl_{log}")
-    assert sorted(ours.ready["prompts"]) == sorted(theirs.ready["prompts"]), "not the same prompts"
+    ready["trl"] = theirs.wait_until_ready()
+    assert sorted(ready["ours"]["prompts"]) == sorted(ready["trl"]["prompts"]), "not the same prompts"
     theirs.ask("step")
     agreed = ours.ask(f"check {work / f'record_{name}.json'}")
     check_equal_work(name, agreed)
@@ -117,7 +126,7 @@ def compare(name: str, work: Path, python: Path, steps: int, warmup: int) -> dic
                 found[side].append(record)
     ours.close()
     theirs.close()
-    return summary(name, found, {"ours": ours.ready, "trl": theirs.ready}, agreed, expected)
+    return summary(name, found, ready, agreed, expected)
 
 
 def summary(name: str, found: dict[str, list[dict]], ready: dict[str, dict], agreed: dict, tokens: int) -> dict:

@@ -61,7 +61,7 @@ def config(case: Case, model_dir: Path, out_dir: Path, steps: int, **changes: ob
     }
     for key, value in changes.items():
         section, name = key.split("__")
-        tree[section][name] = value
+        tree.setdefault(section, {})[name] = value
     return Config.model_validate(tree)
 
 
