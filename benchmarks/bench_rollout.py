@@ -22,9 +22,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import cases
 import torch
 
-import cases
 import data_gsm8k
 import hf_config
 from rollout_torch import TorchSampler

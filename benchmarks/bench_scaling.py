@@ -118,8 +118,8 @@ def memory(work: Path, num_steps: int) -> dict:
     peer.close()
     quarter = len(seen) // 4
     early, late = (statistics.median(part) for part in (seen[quarter : 2 * quarter], seen[-quarter:]))
-    return {"what": f"{num_steps} steps", "cost": late / early, "bar": "<= 1.02", "pairs": "", "once": early, "twice": late,
-            "peak MiB": f"{max(seen):.0f}"}  # fmt: skip
+    return {"what": f"{num_steps} steps", "cost": late / early, "bar": "<= 1.02", "pairs": "", "once": early,
+            "twice": late, "peak MiB": f"{max(seen):.0f}"}  # fmt: skip
 
 
 def main() -> None:

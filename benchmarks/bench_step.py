@@ -175,7 +175,8 @@ def show(found: list[dict]) -> None:
         {"case": case["name"], "step ours/TRL": case["step_cpu_ratio"], "bar": case["bar"],
          "pairs": "{min:.2f}-{max:.2f}".format(**case["ratio_by_pair"]), "generate": f"{case['generate_speedup']:.2f}x",
          "memory": case["peak_memory_ratio"], "memory bar": MEMORY_BAR, "start-up": case["startup_cpu_ratio"],
-         "log-prob gap": case["agreed"]["logp_gap"], "loss gap": abs(case["agreed"]["loss"] - case["agreed"]["their_loss"])}
+         "log-prob gap": case["agreed"]["logp_gap"],
+         "loss gap": abs(case["agreed"]["loss"] - case["agreed"]["their_loss"])}
         for case in found
     ]))  # fmt: skip
 

@@ -19,10 +19,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import cases
 import torch
 
 import adapter_weights
-import cases
 import data_gsm8k
 import export
 import packing

@@ -101,8 +101,9 @@ def rewards(completions, **kwargs) -> list[float]:
 
 def see_batch(inputs: dict) -> None:
     """The rows as the loss gets them: TRL shuffles them after sampling."""
+    ids, masks = inputs["prompt_ids"], inputs["prompt_mask"]
     first.update(
-        prompts=[row[mask.bool()].tolist() for row, mask in zip(inputs["prompt_ids"], inputs["prompt_mask"], strict=True)],
+        prompts=[row[row_mask.bool()].tolist() for row, row_mask in zip(ids, masks, strict=True)],
         tokens=inputs["completion_ids"].tolist(), advantages=inputs["advantages"].tolist(),
         reference=inputs["ref_per_token_logps"].tolist(),
     )  # fmt: skip
