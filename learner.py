@@ -124,7 +124,8 @@ class Learner:
             mixed = batch.rewards.amax(dim=1) > batch.rewards.amin(dim=1)
             sequences = [s for s in sequences if mixed[s // cfg.rollout.group_size]]
         lengths = {s: batch.row_length(s) for s in sequences}
-        shares = rollout.plan(lengths, parallel.data, cfg.optim.tokens_per_micro_batch, parallel.tensor)
+        budget, whole = cfg.optim.tokens_per_micro_batch, cfg.rollout.group_size if self.replay is None else 1
+        shares = rollout.plan(lengths, parallel.data, budget, parallel.tensor, whole)
         shares = shares or [[[]] * parallel.data]  # nothing to learn from: one empty micro-batch keeps ranks in step
         mine = [share[parallel.data_rank] for share in shares]
         records = None
