@@ -75,12 +75,12 @@ def doubled(work: Path, name: str, steps: int) -> dict:
 
 
 def two_processes(work: Path, steps: int) -> dict:
-    """Steps a second of two processes, each with a core to itself, over those of one: experts split in two."""
-    one = start(work, "once", {})
+    """Steps of 128 sequences a second: two processes, each with a core to itself, over one; experts split in two."""
+    one = start(work, "once", TWICE_THE_PROMPTS)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    command = our_command(CASE, work / "once", *settings({"parallel__expert": 2}))
+    command = our_command(CASE, work / "once", *settings(TWICE_THE_PROMPTS | {"parallel__expert": 2}))
     ranks = [
         Peer(command, work / f"rank{rank}.log", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2",
              MASTER_ADDR="127.0.0.1", MASTER_PORT=port)

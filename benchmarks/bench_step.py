@@ -137,7 +137,8 @@ def summary(name: str, found: dict[str, list[dict]], ready: dict[str, dict], agr
         phases = {}
         for phase in PHASES[:-1]:
             phases[phase] = statistics.median(record["phases"].get(phase, 0.0) for record in records)
-        if side == "ours":  # the clock's `update` holds forward, backward and optimizer
+        if side == "ours":  # the clock's `generate` holds scoring, its `update` forward, backward and optimizer
+            phases["generate"] = statistics.median(record["phases"]["sampling"] for record in records)
             update = statistics.median(record["phases"]["update"] for record in records)
             phases["backward"] = update - phases["forward"] - phases["optimizer"]
         phases["other"] = statistics.median(cpu) - sum(phases.values())

@@ -162,11 +162,13 @@ def install(side: Side) -> None:
         def __init__(self, cfg, arch, parallel, model, adapters, pad_token: int) -> None:
             super().__init__(cfg, arch, parallel, model, adapters, pad_token)
             generator = torch.Generator().manual_seed(0)
-            with torch.no_grad():
-                for name, factor in self.factors.items():
-                    if name.endswith(".B"):
-                        factor.normal_(0, FACTOR_STD, generator=generator)
             whole = adapter_weights.gather(adapters, self.factors, arch, parallel)
+            for name, factor in whole.items():
+                if name.endswith(".B"):  # whole, so that every layout starts from the same adapters
+                    factor.normal_(0, FACTOR_STD, generator=generator)
+            with torch.no_grad():
+                for name, piece in adapter_weights.scatter(adapters, whole, arch, parallel).items():
+                    self.factors[name].copy_(piece)
             if parallel.rank == 0 and not side.adapter_dir.exists():
                 export.write_adapter(side.adapter_dir, cfg, list(export.adapted_modules(arch, cfg.lora)), whole)
             side.learner = self
@@ -178,7 +180,10 @@ def install(side: Side) -> None:
         write_step(self, step, metrics, timing)
 
     def sample(engine, asked, *args):
+        sampling = engine.sample
+        engine.sample = side.timed(sampling, "sampling")
         batch, completions = real_sample(engine, asked, *args)
+        engine.sample = sampling
         side.num_tokens += sum(len(answer.tokens) for group in completions for answer in group)
         return batch, completions
 
