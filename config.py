@@ -20,17 +20,22 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from config_rules import check_layout, check_runnable, idle_keys, problems
+from config_rules import LAYOUT_RULES, OTHER_RULES, Rules, check_layout, idle_keys, problems
 from knobs import ChecksConfig, Config, LoraConfig, ParallelConfig, Section
 from strict_yaml import InputError, dump_yaml, parse_override, read_file, shown
 
-__all__ = ["Config", "InputError", "LoraConfig", "check_layout", "check_runnable", "load_config"]
+__all__ = ["Config", "InputError", "LoraConfig", "check_layout", "load_config"]
 
 
 # ------------------------------------------------------------------------------------------------------------ loading
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), notes: list[str] | None = None) -> Config:
+def load_config(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    notes: list[str] | None = None,
+    rules: Rules = LAYOUT_RULES + OTHER_RULES,
+) -> Config:
     """The file at ``path`` with ``section.key=value`` overrides applied, every value checked; InputError otherwise.
 
     The file must be right on its own. A key of the file that only the overrides made idle takes its default again and
@@ -51,7 +56,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), notes: list[str
             del tree[section][name]
             notes.append(f"{key}: not read, {reason}")
     cfg = _typed(tree, "")
-    if found := problems(cfg):
+    if found := problems(cfg, rules):
         raise InputError("; ".join(found))
     return cfg
 
@@ -163,7 +168,7 @@ def _suggestion(*loc: Any) -> str:
 MAY_CHANGE = frozenset(
     {"name", "device", "model.recompute", "optim.tokens_per_micro_batch", "eval.batch_size"}
     | {f"parallel.{key}" for key in ParallelConfig.model_fields}
-    | {"rollout.tensor", "rollout.kv_cache_mib"}
+    | {"rollout.tensor", "rollout.expert_parallel", "rollout.kv_cache_mib"}
     | {"train.out_dir", "train.checkpoint_every", "train.keep_last", "train.resume"}
     | {"train.completions_logged", "train.tensorboard", "train.stall_seconds"}
     | {f"checks.{key}" for key in ChecksConfig.model_fields}

@@ -1,5 +1,6 @@
 """What a typed configuration may still get wrong: keys that the run would not read, values that contradict each other,
-and layouts that do not fit the model or the ranks. config.py calls the first two, the trainer check_layout as well.
+and layouts that do not fit the model or the ranks. config.py calls the first two, the trainer check_layout as well;
+preflight.py asks for all of them at once.
 
 A rule says the key, what was found, what is needed, and the nearest sizes that work.
 """
@@ -52,8 +53,12 @@ IDLE: dict[str, tuple[Callable[[Config], bool], str]] = {
     "data.seed": (_no_arithmetic, "data.source is not arithmetic"),
     **{
         f"rollout.{key}": (lambda c: c.rollout.engine != "vllm", "rollout.engine is not vllm")
-        for key in ("tensor", "enforce_eager", "kv_cache_mib")
+        for key in ("tensor", "expert_parallel", "enforce_eager", "kv_cache_mib")
     },
+    "rollout.sync": (
+        lambda c: c.rollout.engine != "vllm",
+        "rollout.engine is not vllm, and the embedded sampler's is always merged",
+    ),
     "lora.expert_rank": (
         lambda c: not {"linear_fc1", "linear_fc2"} & set(c.lora.targets),
         "lora.targets has neither linear_fc1 nor linear_fc2",
@@ -122,11 +127,49 @@ def _batch_problems(cfg: Config) -> Iterator[str]:
 
 def _engine_problems(cfg: Config) -> Iterator[str]:
     if cfg.rollout.engine == "vllm":
+        for key, temperature in (("rollout", cfg.rollout.temperature), ("eval", cfg.eval.temperature)):
+            if not 0.01 <= temperature <= 2:
+                yield f"{key}.temperature: {temperature} is for rollout.engine torch; vllm needs 0.01 to 2"
         for key, off in (("top_p", 1.0), ("top_k", 0)):
             if (value := getattr(cfg.rollout, key)) != off:
                 yield f"rollout.{key}: {value} is for rollout.engine torch; vllm reports no untruncated log-probs then"
         if cfg.aqn.bf16 == "fp32" and "aqn.bf16" not in idle_keys(cfg):
             yield "aqn.bf16: fp32 is for rollout.engine torch; vllm keeps its norms in model.dtype; needed: grid"
+
+
+STREAMED = "(or rollout.expert_parallel false, which pushes whole tensors)"
+
+
+def _shared_shards_problems(cfg: Config) -> Iterator[str]:
+    """What would make vLLM's shards others than the trainer's, whatever the model."""
+    if not cfg.rollout.expert_parallel:
+        return
+    if cfg.device in ("cpu", "cuda"):
+        yield f"rollout.expert_parallel: device {cfg.device} packs vLLM's weights; needed: npu {STREAMED}"
+    if cfg.rollout.tensor != cfg.parallel.tensor:
+        yield (
+            f"rollout.tensor: {cfg.rollout.tensor} with rollout.expert_parallel splits attention differently than "
+            f"parallel.tensor {cfg.parallel.tensor}; needed: the same {STREAMED}"
+        )
+    if cfg.parallel.expert_tensor != 1:
+        yield (
+            f"parallel.expert_tensor: {cfg.parallel.expert_tensor} splits experts, which vLLM keeps whole under "
+            f"rollout.expert_parallel; needed: 1 {STREAMED}"
+        )
+
+
+def _adapter_problems(cfg: Config) -> Iterator[str]:
+    if cfg.rollout.sync != "adapter" or "rollout.sync" in idle_keys(cfg):
+        return
+    lora = cfg.lora
+    if cfg.rollout.expert_parallel:
+        yield "rollout.sync: adapter cannot go with rollout.expert_parallel, which writes merged shards; needed: merged"
+    if "router" in lora.targets:  # vLLM's logits with it would be of model.dtype, the trainer's are fp32
+        yield "lora.targets: router cannot go with rollout.sync adapter; needed: merged, or targets without it"
+    if lora.expert_rank not in (0, lora.rank):  # vLLM ignores PEFT's rank_pattern, and scales all by one alpha / rank
+        yield f"lora.expert_rank: {lora.expert_rank} cannot go with rollout.sync adapter; needed: 0 or {lora.rank}"
+    if lora.rank > 512:
+        yield f"lora.rank: {lora.rank} is more than vLLM takes under rollout.sync adapter; needed: at most 512"
 
 
 def _noise_problems(cfg: Config) -> Iterator[str]:
@@ -186,30 +229,26 @@ def _tiny_model_problems(cfg: Config) -> Iterator[str]:
         )
 
 
-PROBLEMS = (
-    _parallel_problems,
-    _engine_problems,
-    _noise_problems,
-    _batch_problems,
-    _data_problems,
-    _loss_problems,
-    _tiny_model_problems,
-)
+Rules = tuple[Callable[["Config"], Iterator[str]], ...]
+LAYOUT_RULES: Rules = (_parallel_problems, _shared_shards_problems, _batch_problems)  # preflight.py names what works
+OTHER_RULES: Rules = (
+    _engine_problems, _adapter_problems, _noise_problems, _data_problems, _loss_problems, _tiny_model_problems,
+)  # fmt: skip
 
 
-def problems(cfg: Config) -> list[str]:
+def problems(cfg: Config, rules: Rules = LAYOUT_RULES + OTHER_RULES) -> list[str]:
     """One sentence for every set of values that cannot work together, whatever the model and the number of ranks."""
-    return [problem for rule in PROBLEMS for problem in rule(cfg)]
-
-
-def check_runnable(cfg: Config) -> None:
-    """Raises InputError for what loads but cannot run yet. For the trainer, not for what only plans a run."""
-    if cfg.device in ("cuda", "npu"):
-        raise InputError(f"device: {cfg.device} is not supported yet, only cpu has been run")
+    return [problem for rule in rules for problem in rule(cfg)]
 
 
 def check_layout(cfg: Config, arch: Architecture, world_size: int) -> None:
-    """Raises InputError unless ``world_size`` ranks can hold ``arch`` as cfg.parallel says, and its positions suffice.
+    """Raises InputError for the first of layout_problems."""
+    for problem in layout_problems(cfg, arch, world_size):
+        raise InputError(problem)
+
+
+def layout_problems(cfg: Config, arch: Architecture, world_size: int) -> Iterator[str]:
+    """Why ``world_size`` ranks cannot train ``arch`` as cfg says: splits, positions, routing replay.
 
     tensor x data = expert_tensor x expert x expert_data = world_size; a split matrix has equal parts on all ranks.
     """
@@ -222,23 +261,101 @@ def check_layout(cfg: Config, arch: Architecture, world_size: int) -> None:
         "columns of the shared expert": arch.shared_expert_ffn_size,
         "ranks": world_size,
     }
-    _check_split("parallel.tensor", tensor, split_by_tensor, world_size)
+    yield from _split_problem("parallel.tensor", tensor, split_by_tensor, world_size)
     split_by_expert_tensor = {"columns of an expert": arch.expert_ffn_size, "ranks": world_size}
-    _check_split("parallel.expert_tensor", expert_tensor, split_by_expert_tensor, world_size)
+    yield from _split_problem("parallel.expert_tensor", expert_tensor, split_by_expert_tensor, world_size)
     expert_ranks = f"ranks ({world_size} / expert_tensor {expert_tensor})"
     split_by_expert = {"experts": arch.num_experts, expert_ranks: world_size // expert_tensor}
-    _check_split("parallel.expert", expert, split_by_expert, world_size)
+    yield from _split_problem("parallel.expert", expert, split_by_expert, world_size)
     longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
     if longest > arch.max_positions:
-        raise InputError(
+        yield (
             f"data.max_prompt_tokens: {cfg.data.max_prompt_tokens} + rollout.max_new_tokens "
             f"{cfg.rollout.max_new_tokens} = {longest} exceeds the model's {arch.max_positions} positions"
         )
+    if cfg.replay.mode != "off" and (arch.num_experts > 256 or not any(arch.moe_layers)):
+        yield f"replay.mode: {cfg.replay.mode} needs MoE layers of at most 256 experts"
+    if cfg.rollout.expert_parallel:
+        yield from _shared_shards_of(cfg, arch, world_size)
 
 
-def _check_split(key: str, ranks: int, parts: Mapping[str, int], world_size: int) -> None:
-    """Raises InputError unless ``ranks`` divides every number of ``parts``, naming the nearest that does."""
+VOCABULARY_BLOCK = 64  # tokens; vLLM's embedding and head have a multiple of it
+
+
+def _shared_shards_of(cfg: Config, arch: Architecture, world_size: int) -> Iterator[str]:
+    """Why vLLM's shards of this model on these ranks would not be the trainer's."""
+    if arch.num_experts % world_size:
+        sizes = [d for d in divisors(arch.num_experts) if d % cfg.parallel.tensor == 0]
+        yield (
+            f"rollout.expert_parallel: {arch.num_experts} experts cannot be shared out evenly over all {world_size} "
+            f"ranks; nearest: {nearest(world_size, sizes)} ranks {STREAMED}"
+        )
+    elif cfg.parallel.expert != world_size:
+        yield (
+            f"parallel.expert: {cfg.parallel.expert}, while rollout.expert_parallel spreads vLLM's experts over all "
+            f"{world_size} ranks; needed: {world_size} {STREAMED}"
+        )
+    if arch.vocab_size % VOCABULARY_BLOCK:
+        yield (
+            f"rollout.expert_parallel: vLLM pads a vocabulary of {arch.vocab_size} to a multiple of "
+            f"{VOCABULARY_BLOCK} before it splits it, the trainer does not; needed: a multiple {STREAMED}"
+        )
+    if arch.shared_expert_ffn_size and cfg.aqn.schedule != "off":
+        yield (
+            f"aqn.schedule: {cfg.aqn.schedule} needs the shared expert's whole matrices, of which "
+            f"rollout.expert_parallel leaves every rank its part; needed: off {STREAMED}"
+        )
+
+
+def check_engine_layout(cfg: Config, arch: Architecture, world_size: int) -> None:
+    """Raises InputError for the first of engine_layout_problems."""
+    for problem in engine_layout_problems(cfg, arch, world_size):
+        raise InputError(problem)
+
+
+CACHE_BLOCK = 128  # tokens; vLLM hands out its key-value cache in blocks, and keeps one for padding
+
+
+def engine_layout_problems(cfg: Config, arch: Architecture, world_size: int) -> Iterator[str]:
+    """Why rollout.tensor ranks cannot hold one copy of ``arch`` and one row's keys and values in vLLM."""
+    if cfg.rollout.engine != "vllm":
+        return
+    tensor = cfg.rollout.tensor
+    split = {
+        "ranks": world_size,
+        "attention heads": arch.num_heads,
+        "columns of an expert": arch.expert_ffn_size,
+        "columns of the shared expert": arch.shared_expert_ffn_size,
+        "columns of a dense layer": 0 if all(arch.moe_layers) else arch.dense_ffn_size,
+    }
+    yield from _split_problem("rollout.tensor", tensor, split, world_size)
+    if arch.num_kv_heads % tensor and tensor % arch.num_kv_heads:
+        yield f"rollout.tensor: {tensor} and {arch.num_kv_heads} key/value heads: one must divide the other"
+    needed = cache_mib_per_row(cfg, arch)
+    if needed > cfg.rollout.kv_cache_mib:
+        longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
+        yield (
+            f"rollout.kv_cache_mib: {cfg.rollout.kv_cache_mib} is too small for one row of {longest} tokens; "
+            f"needed: {needed} for one, and as much for each row that runs beside it"
+        )
+
+
+def cache_mib_per_row(cfg: Config, arch: Architecture) -> int:
+    """MiB of vLLM's key-value cache on a rank that the longest row takes, rounded up."""
+    blocks = -(-(cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens) // CACHE_BLOCK) + 1
+    element = 2 if cfg.model.dtype == "bf16" else 4
+    return -(-blocks * CACHE_BLOCK * cache_bytes_per_token(arch, cfg.rollout.tensor, element) // 2**20)
+
+
+def cache_bytes_per_token(arch: Architecture, tensor: int, element: int) -> int:
+    """Keys and values of one token in all layers on one of ``tensor`` ranks, in elements of ``element`` bytes."""
+    return 2 * arch.num_layers * max(1, arch.num_kv_heads // tensor) * arch.head_dim * element
+
+
+def _split_problem(key: str, ranks: int, parts: Mapping[str, int], world_size: int) -> Iterator[str]:
+    """The first number of ``parts`` that ``ranks`` does not divide, with the nearest sizes that divide all."""
     for what, number in parts.items():
         if number % ranks:
             working = [d for d in divisors(world_size) if all(n % d == 0 for n in parts.values())]
-            raise InputError(f"{key}: {ranks} does not divide {number} {what}; nearest: {nearest(ranks, working)}")
+            yield f"{key}: {ranks} does not divide {number} {what}; nearest: {nearest(ranks, working)}"
+            return

@@ -27,7 +27,7 @@ class Cache:
     """What rows have seen. Heads lead in the lists over layers, so that the rows of a line are adjacent."""
 
     cos: Tensor  # (T + N, D) by position
-    sin: Tensor  # (T + N, D), the first half negative
+    sin: Tensor  # (T + N, D)
     prompt_length: Tensor  # (R,)
     padding: Tensor  # (L, 1, T) 0, or -inf at a prompt's padding
     prompt_keys: list[Tensor]  # (KV, L, D, T)
@@ -160,7 +160,7 @@ class Decoder:
         if arch.qk_norm:  # one norm for all heads, then each head's weight
             both = kernels.rms_norm(both, self.head_ones, arch.rms_norm_eps)
             both = (both * weights["qk_norm"]).to(x.dtype)
-        both = torch.addcmul(both * cos, both.roll(arch.head_dim // 2, -1), sin)  # roll swaps the halves
+        both = kernels.rotary(both, cos, sin)
         return *both.split([arch.num_heads, arch.num_kv_heads], dim=-2), value
 
     def _mlp(self, weights: dict[str, Tensor], x: Tensor, routes: list[Tensor]) -> Tensor:
@@ -168,8 +168,7 @@ class Decoder:
         arch = self.arch
         h = kernels.rms_norm(x, weights["mlp_norm"], arch.rms_norm_eps)
         if "gate_up" in weights:
-            gate, up = F.linear(h, weights["gate_up"]).chunk(2, -1)
-            dense = F.linear(F.silu(gate).mul_(up), weights["down"])
+            dense = F.linear(kernels.swiglu(F.linear(h, weights["gate_up"])), weights["down"])
             if "shared_gate" in weights:
                 dense *= torch.sigmoid(F.linear(h, weights["shared_gate"]))
             x = x + dense
@@ -184,8 +183,8 @@ class Decoder:
         in_order, pair = experts.view(-1).sort(stable=True)
         tokens_per_expert = torch.bincount(in_order, minlength=arch.num_experts)
         mine = h.index_select(0, pair.div(arch.experts_per_token, rounding_mode="floor"))
-        gate, up = kernels.grouped_mm(mine, weights["expert_gate_up"].transpose(1, 2), tokens_per_expert).chunk(2, -1)
-        mine = kernels.grouped_mm(F.silu(gate).mul_(up), weights["expert_down"].transpose(1, 2), tokens_per_expert)
+        mine = kernels.grouped_mm(mine, weights["expert_gate_up"].transpose(1, 2), tokens_per_expert)
+        mine = kernels.grouped_mm(kernels.swiglu(mine), weights["expert_down"].transpose(1, 2), tokens_per_expert)
         # Back to (row, choice) order, then a sum: index_add_ would add in no fixed order on an accelerator.
         mine = torch.empty_like(mine).index_copy_(0, pair, mine).view(*experts.shape, -1)
         return x + (mine * score.to(x.dtype)[..., None]).sum(1)
@@ -208,8 +207,8 @@ class Decoder:
         padding.masked_fill_(torch.arange(longest, device=device) >= lengths[:, None, None], float("-inf"))
         exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.float32) / arch.head_dim
         angle = torch.outer(torch.arange(length, dtype=torch.float32), 1.0 / arch.rope_theta**exponents)
-        cos, sin = torch.cat([angle.cos(), angle.cos()], -1), torch.cat([-angle.sin(), angle.sin()], -1)
-        cos, sin = cos.to(device, self.dtype), sin.to(device, self.dtype)
+        angle = torch.cat([angle, angle], -1)
+        cos, sin = angle.cos().to(device, self.dtype), angle.sin().to(device, self.dtype)
         cache = Cache(
             cos, sin, lengths.repeat_interleave(num_samples), padding,
             prompt_keys=empty(len(prompts), arch.head_dim, longest),
@@ -224,7 +223,7 @@ class Decoder:
         for part in (slice(start, start + step) for start in range(0, len(prompts), step)):
             x, routes = F.embedding(ids[part], self.embedding), []  # (p, T, h)
             for layer, weights in enumerate(self.layers):
-                qkv = self._qkv(weights, x, cos[:longest, None], sin[:longest, None])
+                qkv = self._qkv(weights, x, cos[None, :longest, None], sin[None, :longest, None])
                 query, key, value = (heads.transpose(1, 2) for heads in qkv)  # (p, heads, T, D)
                 cache.prompt_keys[layer][:, part] = key.permute(1, 0, 3, 2)
                 cache.prompt_values[layer][:, part] = value.transpose(0, 1)

@@ -1,30 +1,188 @@
-"""The one file that knows which device the code runs on: backend, fused operations, and what Megatron needs on a CPU.
+"""The one file that knows which device the code runs on: its choice and start-up, fused operations, and what Megatron
+needs on a CPU.
 
-Only the CPU has been run. Megatron-core 0.12 and 0.16 assume CUDA in a dozen places; `before_megatron` and
-`after_megatron` redirect exactly those, and only where there is no accelerator.
+Only the CPU, and the NPU's Python on a stand-in for the device (tests/fake_npu.py), have been run; CUDA has not.
+parallel_setup.open_world calls the start-up in this order, which matters: set_environment -> resolve (torch_npu) ->
+adapt (MindSpeed, before Megatron) -> select (set_device) -> make_deterministic -> the groups -> the seeds.
 N rows, E local experts, h input width, o output width.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
+import os
+import sys
 
 import torch
 from torch import Tensor
 
 from config import InputError
 
+# Which devices of the machine a process sees. Read by the drivers, set by whoever starts the job, never here.
+VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
 
+# train.deterministic: what each variable may be, the first being what it is set to. All are read at the first operation
+# or communicator, not at the import of torch.
+DETERMINISTIC = {
+    "npu": {
+        "HCCL_DETERMINISTIC": ("true", "True", "strict"),  # sums of a reduction in one order
+        "LCCL_DETERMINISTIC": ("1",),  # the same for the reductions inside ATB
+        "CLOSE_MATMUL_K_SHIFT": ("1",),  # else cores start a product's K axis at different places
+        "ATB_MATMUL_SHUFFLE_K_ENABLE": ("0",),  # the same inside ATB
+        "ATB_LLM_LCOC_ENABLE": ("0",),  # no communication overlapped with products, which splits them by timing
+    },
+    "cuda": {
+        "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),  # else cuBLAS picks a workspace, and so an order, per stream
+        "NCCL_ALGO": ("Ring",),  # else the algorithm, and so the order of a sum, depends on sizes and tuning
+        "NCCL_PROTO": ("Simple",),
+    },
+    "cpu": {},  # with one thread a rank it is deterministic as it is
+}
+
+# MiB of an HCCL communicator's buffer, by Megatron's name of the group; it takes two of them on every rank. A smaller
+# one only cuts a transfer into more slices. The default, 200, is what a group not named here gets; Megatron's other
+# groups carry nothing, and HCCL builds a communicator at its first use.
+HCCL_BUFFER_MIB = {
+    "tp": 64,  # 8192 tokens x 2048 x 2 bytes = 32 MiB, gathered and scattered
+    "ep": 128,  # 2048 tokens x 8 experts x 2048 x 2 bytes = 64 MiB if balanced, twice that if not
+    "ep_tp": 128,  # expert_tensor > 1: what "ep" brought, gathered
+    "tp_ep_mp": 4,  # expert_tensor > 1: numbers of tokens an expert, 16 KiB
+    "dp": 50,  # fp32 gradients of the attention's LoRA, 39 MiB at rank 32
+    "ep_dp": 50,  # fp32 gradients of the experts' LoRA, in slices
+}
+
+
+# ------------------------------------------------------------------------------------------------ start-up
+
+
+def set_environment(name: str, deterministic: bool) -> None:
+    """Set the variables that must be there before the first operation; ``name`` as in resolve.
+
+    A value that the user has set stays. InputError if it contradicts train.deterministic.
+    """
+    kinds = ("npu", "cuda") if name == "auto" else (name,)
+    for kind in kinds if deterministic else ():
+        for variable, accepted in DETERMINISTIC[kind].items():
+            if os.environ.setdefault(variable, accepted[0]) not in accepted:
+                raise InputError(
+                    f"train.deterministic: true, but {variable} is {os.environ[variable]} in the environment; needed: "
+                    f"{' or '.join(accepted)}, or unset"
+                )
+
+
+@functools.cache
 def resolve(name: str) -> torch.device:
-    """The device for `device: auto | cpu | cuda | npu`. Raises InputError for what has not been built yet."""
-    if name in ("cuda", "npu"):
-        raise InputError(f"device: {name} is not supported yet; only cpu has been run (use device: cpu)")
-    return torch.device("cpu")
+    """The device for `device: auto | npu | cuda | cpu`; auto is the first of npu, cuda and cpu that is there.
+
+    Cached: what was decided first holds, since torch.cuda answers for the NPU once MindSpeed is imported. InputError if
+    the device cannot be used, and under auto also if torch_npu is installed but does not work: on such a machine a
+    training on the CPU is not what was meant.
+    """
+    if name == "npu" or (name == "auto" and importlib.util.find_spec("torch_npu")):
+        _open_npu(name)
+        return torch.device("npu")
+    if name == "cuda" and not torch.cuda.is_available():
+        build = f"is built for CUDA {torch.version.cuda} and sees no GPU" if torch.version.cuda else "has no CUDA"
+        raise InputError(f"device: cuda: torch {torch.__version__} {build}; {VISIBLE['cuda']} is {_visible('cuda')}")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _open_npu(name: str) -> None:
+    if importlib.util.find_spec("torch_npu") is None:
+        raise InputError(f"device: {name}: torch_npu is not installed; needed: requirements/npu.txt")
+    try:
+        import torch_npu  # noqa: F401
+    except (ImportError, OSError, RuntimeError) as error:
+        raise InputError(
+            f"device: {name}: torch_npu does not load ({error}); needed: CANN's variables, `source set_env.sh` of its "
+            "toolkit and of nnal/atb"
+        ) from None
+    if not torch.npu.is_available():
+        raise InputError(
+            f"device: {name}: torch_npu sees no NPU; needed: one that npu-smi lists; {VISIBLE['npu']} is "
+            f"{_visible('npu')}"
+        )
+
+
+def _visible(kind: str) -> str:
+    return os.environ.get(VISIBLE[kind], "unset")
+
+
+def adapt(device: torch.device) -> None:
+    """Make Megatron's CUDA calls mean the NPU; before the first import of Megatron, or RuntimeError.
+
+    With MindSpeed by its adaptor. MindSpeed is not required: of all that it replaces, our model needs torch.cuda to
+    mean torch.npu and torch.compile to be left alone. torch_npu's own transfer_to_npu does the first, import_megatron
+    the second; norms, attention, rotary embedding and experts are ours (below), and Transformer Engine, apex and the
+    CUDA kernels that MindSpeed replaces are switched off in model_megatron.py. With it present it is used: it is what
+    Ascend tests Megatron with, and corrects what we have not met.
+    """
+    if device.type != "npu":
+        return
+    early = sorted(name for name in sys.modules if name.split(".")[0] == "megatron")
+    if early:
+        raise RuntimeError(
+            f"device.adapt: {early[0]} is imported already; MindSpeed must be imported before the first of Megatron, "
+            "or it silently adapts only a part of it"
+        )
+    if importlib.util.find_spec("mindspeed") is None:
+        from torch_npu.contrib import transfer_to_npu  # noqa: F401
+
+        return
+    arguments, sys.argv = sys.argv, sys.argv[:1]  # it would parse ours, and put unknown ones into every model's config
+    try:
+        from mindspeed.megatron_adaptor import repatch
+
+        repatch({"use_flash_attn": True})  # what verl asks for; our attention calls the same kernel
+    finally:
+        sys.argv = arguments
+
+
+def select(device: torch.device) -> None:
+    """Make the LOCAL_RANK-th visible device the current one. InputError if there is none."""
+    if device.type == "cpu":
+        return
+    module = getattr(torch, device.type)
+    local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), module.device_count()
+    if local_rank >= count:
+        raise InputError(
+            f"LOCAL_RANK: {local_rank} needs {local_rank + 1} {device.type} devices on this host, found {count} "
+            f"({VISIBLE[device.type]} is {_visible(device.type)}); needed: --nproc_per_node of at most {count}"
+        )
+    module.set_device(local_rank)
+
+
+def make_deterministic(device: torch.device) -> None:
+    """Have torch choose deterministic kernels; it warns at one that has none (cumsum of the embedded sampler on CUDA).
+
+    Nothing to do on a CPU. set_environment has set what torch does not reach.
+    """
+    if device.type != "cpu":
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all that ``device`` was asked to do."""
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()
 
 
 def backend(device: torch.device) -> str:
     """The torch.distributed backend that moves this device's tensors."""
     return {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[device.type]
+
+
+def group_options(device: torch.device, name: str):
+    """Options of the process group that Megatron calls ``name``: its buffer's size on HCCL, else None."""
+    if device.type != "npu" or name not in HCCL_BUFFER_MIB:
+        return None
+    import torch_npu
+
+    options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()  # a fresh one: torch_npu writes into it
+    options.hccl_config = {"hccl_buffer_size": HCCL_BUFFER_MIB[name]}
+    return options
 
 
 # ------------------------------------------------------------------------------------------------ operations
@@ -36,6 +194,10 @@ def grouped_mm(x: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
     Rows are sorted by expert. Autograd forms a weight gradient only for a weight that requires one, so frozen
     experts cost no (E, h, o) gradient.
     """
+    if x.device.type == "npu":
+        if len(weight) == 1 or not len(x):  # the kernel takes neither one group nor no rows
+            return x @ weight[0]
+        return _GroupedMatmul.apply(x, weight, tokens_per_expert.to(x.device, torch.int64))
     if _grouped_mm_takes(weight) and len(x):
         ends = tokens_per_expert.cumsum(0).to(device=x.device, dtype=torch.int32)
         return torch._grouped_mm(x.contiguous(), weight, offs=ends)
@@ -44,8 +206,42 @@ def grouped_mm(x: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
 
 
 def _grouped_mm_takes(weight: Tensor) -> bool:
-    # The kernel wants every row of every operand to start on a 16-byte boundary.
-    return all(width * weight.element_size() % 16 == 0 for width in weight.shape[1:])
+    # The kernel wants every row of every operand to start on a 16-byte boundary; CUDA's is for bf16 only.
+    aligned = all(width * weight.element_size() % 16 == 0 for width in weight.shape[1:])
+    return aligned and (weight.device.type == "cpu" or weight.dtype == torch.bfloat16)
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    """grouped_mm by torch_npu's kernel. MindSpeed's own forms the gradient of frozen experts too: a product as large as
+    the forward's, and a tensor as large as all local experts."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, counts)
+        return _npu_grouped(x.contiguous(), weight, counts)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        import torch_npu
+
+        x, weight, counts = ctx.saved_tensors
+        grad, grad_x, grad_weight = grad.contiguous(), None, None
+        if ctx.needs_input_grad[0]:
+            grad_x = _npu_grouped(grad, weight.transpose(1, 2), counts)
+        if ctx.needs_input_grad[1]:  # group_type 2: the rows are what is summed over
+            (grad_weight,) = torch_npu.npu_grouped_matmul(
+                [x.contiguous().t()], [grad], group_list=counts, split_item=3, group_type=2, group_list_type=1
+            )
+        return grad_x, grad_weight, None
+
+
+def _npu_grouped(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """group_type 0: the rows of x are cut, group_list_type 1: into ``counts`` of them; split_item 3: one output."""
+    import torch_npu
+
+    return torch_npu.npu_grouped_matmul(
+        [x], [weight], group_list=counts, split_item=3, group_type=0, group_list_type=1
+    )[0]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -53,6 +249,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     An fp32 weight on bf16 ``x``: one rounding, so a weight that bf16 holds gives the same bits in either dtype.
     """
+    if x.device.type == "npu" and x.dtype == weight.dtype:
+        import torch_npu
+
+        return torch_npu.npu_rms_norm(x, weight, eps)[0]
     if x.dtype == torch.float32:
         return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
     wide = x.float()
@@ -61,12 +261,70 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Causal attention, the key/value heads shared by groups of query heads.  (b, heads, T, d) -> (b, heads, T, d)"""
+    if query.device.type == "npu":
+        import torch_npu
+
+        return torch_npu.npu_fusion_attention(
+            query.contiguous(), key.contiguous(), value.contiguous(), query.shape[1], "BNSD", scale=scale,
+            atten_mask=_causal_mask(query.device), sparse_mode=2, keep_prob=1.0,
+        )[0]  # fmt: skip
     return torch.nn.functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
 
 
-# ------------------------------------------------------------------------------------------------ Megatron on a CPU
+@functools.cache
+def _causal_mask(device: torch.device) -> Tensor:
+    """What sparse_mode 2 wants whatever T is: true where the kernel must not look, made once.  -> (2048, 2048)"""
+    with torch.inference_mode(False):  # the sampler may be the first to ask, the trainer's backward the next
+        return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu(1)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(first half) * second half.  (..., 2 w) -> (..., w)"""
+    if gate_up.device.type == "npu":
+        import torch_npu
+
+        return torch_npu.npu_swiglu(gate_up, dim=-1)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of the two halves of each head: x cos + (-second, first) sin.  (..., d)
+
+    ``x`` is (T, b, heads, d), (b, T, heads, d) or (T, heads, d); ``cos`` and ``sin`` have a 1 for b and heads.
+    """
+    if x.device.type == "npu":
+        import torch_npu
+
+        if x.dim() == 3:  # the kernel knows four axes
+            return torch_npu.npu_rotary_mul(x[:, None].contiguous(), cos[:, None], sin[:, None])[:, 0]
+        return torch_npu.npu_rotary_mul(x.contiguous(), cos, sin)
+    first, second = x.chunk(2, dim=-1)
+    return torch.addcmul(x * cos, torch.cat([-second, first], dim=-1), sin)
+
+
+# ------------------------------------------------------------------------------------------------ Megatron
+
+
+def import_megatron(device: torch.device) -> None:
+    """Import all of Megatron that the model needs, and correct what it assumes and ``device`` does not have.
+
+    Megatron decorates functions with torch.compile while it is imported, which loads torch's compiler: a second of
+    start-up, for kernels that we switch off, and that an NPU could not run. Inside, torch.compile does nothing.
+    """
+    if device.type == "cpu":
+        _redirect_cuda()
+    compiler = torch.compile
+    torch.compile = lambda model=None, **options: model if model is not None else lambda function: function
+    try:
+        import megatron.core.models.gpt.gpt_layer_specs
+        import megatron.core.tensor_parallel
+        import megatron.core.transformer.moe.moe_layer  # noqa: F401
+    finally:
+        torch.compile = compiler
+    _correct_megatron(device)
 
 
 class _NoStream:
@@ -81,10 +339,8 @@ class _NoStream:
         return lambda *args, **kwargs: self
 
 
-def before_megatron() -> None:
-    """Redirect the torch.cuda calls that megatron.core makes while it is imported or built. A no-op with CUDA."""
-    if torch.cuda.is_available():
-        return
+def _redirect_cuda() -> None:
+    """Redirect the torch.cuda calls that megatron.core makes while it is imported, built or run, on a CPU."""
     no_stream = _NoStream()
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.Stream = torch.cuda.Event = _NoStream
@@ -96,16 +352,21 @@ def before_megatron() -> None:
     torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
 
 
-def after_megatron() -> None:
+def _correct_megatron(device: torch.device) -> None:
     """Correct what megatron.core binds at import: RNG state, split sizes as numpy, and gathers that gloo lacks."""
     import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.tensor_parallel.random as random
+    import megatron.core.transformer.attention as attention
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
     if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 reads this name without importing it when there is no TE
         moe_utils.te_general_gemm = None
-    if torch.cuda.is_available() or getattr(mappings._gather_along_first_dim, "padded", False):
+    if device.type == "npu":
+        attention.apply_rotary_pos_emb = lambda x, angles, config, *args, **kwargs: rotary(
+            x, angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        )
+    if device.type != "cpu" or getattr(mappings._gather_along_first_dim, "padded", False):
         return
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()

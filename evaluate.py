@@ -5,7 +5,6 @@ Greedy answers, and k sampled ones a question: their mean and pass@k. Every ques
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -16,12 +15,7 @@ from config import Config
 from data_gsm8k import Question, Questions
 from parallel_setup import Parallel
 from rollout import Completion
-
-
-def wilson(share: float, n: int, z: float = 1.959964) -> tuple[float, float]:
-    """95 % interval of a proportion measured on n questions (Wilson, 1927); inside [0, 1] even at 0 and 1."""
-    centre, half = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return max(0.0, (centre - half) / (1 + z * z / n)), min(1.0, (centre + half) / (1 + z * z / n))
+from statistics_paired import wilson
 
 
 def evaluate(
@@ -43,12 +37,12 @@ def evaluate(
     places = rollout.own_places(count, cfg, parallel)
     num_own = len(range(0, count, parallel.world_size // cfg.rollout.tensor))
     results = torch.zeros(num_own, 3 * (1 + k))  # reward, parsable and length of the greedy answer and of k samples
-    for start in range(0, len(places), cfg.eval.batch_size):
+    for start in range(0, num_own, cfg.eval.batch_size):  # as often on every rank: engines may sample in lockstep
         wave = places[start : start + cfg.eval.batch_size]
         for columns, num_samples, temperature in ((slice(0, 3), 1, 0.0), (slice(3, None), k, cfg.eval.temperature)):
             if not num_samples:
                 continue
-            beat(f"evaluation of question {wave[0]}")
+            beat(f"evaluation of question {places.start + start * places.step}")
             answers = engine.sample(
                 [questions[place].prompt for place in wave],
                 seeds=[seeds.derive("evaluation", place) for place in wave],
@@ -59,7 +53,7 @@ def evaluate(
             for i, (place, group) in enumerate(zip(wave, answers, strict=True)):
                 found = [[*score(questions[place], one), len(one.tokens)] for one in group]
                 results[start + i, columns] = torch.tensor(found, dtype=torch.float32).flatten()
-    by_rank = parallel.gather_rows(results.to(parallel.device))  # (ranks, own, 3 + 3k)
+    by_rank = parallel.gather_rows(results)  # (ranks, own, 3 + 3k)
     by_place = rollout.in_place(by_rank, count, cfg).view(count, 1 + k, 3)
     return _summary(by_place), _outcomes(by_place, questions)
 

@@ -17,7 +17,6 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,72 +25,13 @@ from torch import Tensor
 import checkpoint
 import hf_config
 import weights_hf
-from config import Config, InputError, LoraConfig, changed_keys, load_config
+from adapter_weights import Adapted, adapted_modules
+from config import Config, InputError, changed_keys, load_config
 from hf_config import Architecture
 from run_record import fsync_path
 
 COPIED = """generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json
     vocab.json merges.txt tokenizer.model chat_template.jinja chat_template.json LICENSE""".split()
-
-
-@dataclass(frozen=True)
-class Adapted:
-    """A module that the checkpoint holds an A and a B for, and the base model's weights that these change."""
-
-    parent: str  # model.layers.0.self_attn
-    fused: str  # qkv_proj: the checkpoint has <parent>.<fused>.A and .B
-    rows: dict[str, int]  # the base model's modules in the order of B's output rows: {q_proj: 64, k_proj: 32, ..}
-    in_size: int
-    rank: int
-    num_experts: int = 0  # 0: A (R, in), B (out, R); routed experts: A (E, in, R), B (E, R, out)
-
-    @property
-    def name(self) -> str:
-        return f"{self.parent}.{self.fused}"
-
-    def factor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name in the checkpoint -> shape."""
-        out_size = sum(self.rows.values())
-        if self.num_experts:
-            a, b = (self.num_experts, self.in_size, self.rank), (self.num_experts, self.rank, out_size)
-        else:
-            a, b = (self.rank, self.in_size), (out_size, self.rank)
-        return {f"{self.name}.A": a, f"{self.name}.B": b}
-
-    def pairs(self, factors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """(weight of the base model, A (R, in), B (out, R)) for each weight that this changes; views, not copies."""
-        a, b = factors[f"{self.name}.A"], factors[f"{self.name}.B"]
-        by_expert = [(f"{self.parent}.{e}", a[e].t(), b[e].t()) for e in range(self.num_experts)]
-        for parent, a_whole, b_whole in by_expert or [(self.parent, a, b)]:
-            blocks = b_whole.split(list(self.rows.values()))
-            for module, block in zip(self.rows, blocks, strict=True):
-                yield f"{parent}.{module}.weight", a_whole, block
-
-
-def adapted_modules(arch: Architecture, lora: LoraConfig) -> Iterator[Adapted]:
-    """Every module of ``arch`` that ``lora`` trains, in the order of the layers."""
-    hidden, heads, kv = arch.hidden_size, arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-
-    def swiglu(parent: str, width: int, rank: int, num_experts: int = 0) -> Iterator[Adapted]:
-        if "linear_fc1" in lora.targets:
-            yield Adapted(parent, "gate_up_proj", {"gate_proj": width, "up_proj": width}, hidden, rank, num_experts)
-        if "linear_fc2" in lora.targets:
-            yield Adapted(parent, "down_proj", {"down_proj": hidden}, width, rank, num_experts)
-
-    for i, is_moe in enumerate(arch.moe_layers):
-        attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
-        if "linear_qkv" in lora.targets:
-            yield Adapted(attention, "qkv_proj", {"q_proj": heads, "k_proj": kv, "v_proj": kv}, hidden, lora.rank)
-        if "linear_proj" in lora.targets:
-            yield Adapted(attention, "o_proj", {"o_proj": hidden}, heads, lora.rank)
-        if not is_moe:
-            yield from swiglu(mlp, arch.dense_ffn_size, lora.rank)
-            continue
-        if "router" in lora.targets:
-            yield Adapted(mlp, "gate", {"gate": arch.num_experts}, hidden, lora.rank)
-        yield from swiglu(f"{mlp}.experts", arch.expert_ffn_size, lora.expert_rank or lora.rank, arch.num_experts)
-        if arch.shared_expert_ffn_size:
-            yield from swiglu(f"{mlp}.shared_expert", arch.shared_expert_ffn_size, lora.rank)
 
 
 # ------------------------------------------------------------------------------------------------ reading the run

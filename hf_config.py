@@ -11,8 +11,10 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from config import InputError
+from config import Config, InputError
 from strict_yaml import shown
+
+PUBLISHED = Path(__file__).resolve().parent / "configs"  # <name>.config.json: what can be planned before it is here
 
 ARCHITECTURES = {"qwen3_moe": "Qwen3MoeForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM"}
 
@@ -155,3 +157,52 @@ def parse(raw: dict, where: str = "config.json") -> Architecture:
         rms_norm_eps=need("rms_norm_eps", float),
         max_positions=need("max_position_embeddings"),
     )
+
+
+def planned(cfg: Config) -> tuple[Architecture, str]:
+    """The architecture that a run of ``cfg`` would have, and where it is described; no weights are needed.
+
+    That is the tiny_model section, or model.path, or, where that folder is absent, the published config.json of the
+    model of that name in configs/. Raises InputError where there is none of these.
+    """
+    if cfg.tiny_model is not None:
+        return parse(tiny_settings(cfg), "tiny_model"), "tiny_model"
+    folder = Path(cfg.model.path)
+    published = PUBLISHED / f"{folder.name}.config.json"
+    if folder.exists() or not published.is_file():
+        return read(folder), str(folder / "config.json")
+    return parse(json.loads(published.read_text()), str(published)), f"configs/{published.name}, as published"
+
+
+def tiny_settings(cfg: Config) -> dict:
+    """config.json of the model that cfg.tiny_model describes."""
+    tiny = cfg.tiny_model
+    qwen3 = tiny.architecture == "qwen3_moe"
+    settings = {
+        "architectures": [ARCHITECTURES[tiny.architecture]],
+        "model_type": tiny.architecture,
+        "vocab_size": tiny.vocab_size,
+        "hidden_size": tiny.hidden_size,
+        "intermediate_size": 4 * tiny.hidden_size,
+        "num_hidden_layers": tiny.num_layers,
+        "num_attention_heads": tiny.num_heads,
+        "num_key_value_heads": tiny.num_kv_heads,
+        "head_dim": tiny.head_dim,
+        "num_experts": tiny.num_experts,
+        "num_experts_per_tok": tiny.experts_per_token,
+        "moe_intermediate_size": tiny.expert_width,
+        "norm_topk_prob": qwen3,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": max(512, cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens),
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "pad_token_id": 0,
+        "eos_token_id": 2,
+    }
+    if not qwen3:
+        settings |= {"shared_expert_intermediate_size": tiny.shared_expert_width, "qkv_bias": True}
+    return settings

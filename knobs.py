@@ -79,8 +79,12 @@ class DataConfig(Section):
 class RolloutConfig(Section):
     engine: Literal["torch", "vllm"] = knob("torch", "the embedded sampler, or vLLM")
     tensor: int = knob(1, "vllm: ranks that hold one copy of the model; the others sample prompts of their own", ge=1)
+    expert_parallel: bool = knob(
+        False, "vllm on npu: one engine over all ranks with the trainer's very shards; nothing travels in a push"
+    )
     enforce_eager: bool = knob(True, "vllm: no graph capture; false on an accelerator, whose decoding is launch-bound")
     kv_cache_mib: int = knob(512, "vllm: key-value cache of a rank", ge=1)
+    sync: Literal["merged", "adapter"] = knob("merged", "vllm: it gets whole weights, or the LoRA factors alone")
     prompts_per_step: int = knob(32, "P, questions a step; P x group_size = sequences a step", ge=1)
     group_size: int = knob(8, "G, completions a prompt; a group of one has no advantage", ge=2)
     max_new_tokens: int = knob(1024, "longest completion, its end token included", ge=1)
@@ -218,12 +222,15 @@ class TrainConfig(Section):
     resume: str = knob("auto", "auto: the newest unfinished run of this name; never; or a run folder", min_length=1)
     completions_logged: int = knob(2, "completions written to the run folder a step", ge=0)
     tensorboard: bool = knob(False, "also write TensorBoard events")
+    deterministic: bool = knob(
+        False, "a run repeats itself to the last bit on npu and cuda too, at some speed; on a cpu it does so anyway"
+    )
     stall_seconds: int = knob(1200, "a rank that stands still longer says where and ends the run; 0: off", ge=0)
 
 
 class Config(Section):
     name: str = knob("unnamed", "leads the run folder's name", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    device: Literal["auto", "cpu", "cuda", "npu"] = knob("auto", "auto: cpu, the only one that has been run so far")
+    device: Literal["auto", "cpu", "cuda", "npu"] = knob("auto", "auto: the first of npu, cuda, cpu that is there")
     model: ModelConfig = knob(..., "which model is trained")
     tiny_model: TinyModelConfig | None = knob(None, "absent for real models")
     parallel: ParallelConfig = knob(ParallelConfig(), "how ranks share the model")

@@ -50,6 +50,8 @@ class Learner:
         self.cfg, self.arch, self.parallel, self.model, self.adapters = cfg, arch, parallel, model, adapters
         self.pad_token = pad_token
         self.replay = RoutingReplay(model, arch, parallel) if cfg.replay.mode != "off" else None
+        # Records of routes follow the rows, padding included; an NPU's attention takes rows, padded on the right.
+        self.packs = self.replay is None and parallel.device.type != "npu"
         self.factors = lora_megatron.factors(adapters)
         self.parameters = list(self.factors.values())
         self.moments = {
@@ -78,7 +80,7 @@ class Learner:
             ]
             clock.lap("old_logp")
         sums: dict[str, Tensor] = {}
-        peak_gap, norms = torch.zeros(()), []
+        peak_gap, norms = torch.zeros((), device=self.parallel.device), []
         measured = sum(num_tokens for _, _, num_tokens in packed)
         for index, (micro_batches, counts, _) in enumerate(packed):
             for i, micro in enumerate(micro_batches):
@@ -124,8 +126,8 @@ class Learner:
             mixed = batch.rewards.amax(dim=1) > batch.rewards.amin(dim=1)
             sequences = [s for s in sequences if mixed[s // cfg.rollout.group_size]]
         lengths = {s: batch.row_length(s) for s in sequences}
-        budget, whole = cfg.optim.tokens_per_micro_batch, cfg.rollout.group_size if self.replay is None else 1
-        shares = rollout.plan(lengths, parallel.data, budget, parallel.tensor, whole)
+        together = cfg.rollout.group_size if self.packs else 1
+        shares = rollout.plan(lengths, parallel.data, cfg.optim.tokens_per_micro_batch, parallel.tensor, together)
         shares = shares or [[[]] * parallel.data]  # nothing to learn from: one empty micro-batch keeps ranks in step
         mine = [share[parallel.data_rank] for share in shares]
         records = None
@@ -134,7 +136,7 @@ class Learner:
         pack = (advantages, parallel.device, self.pad_token, parallel.tensor, records)
         measured = sum(batch.lengths[s] for s in sequences)
         micro_batches = [rollout.pack(batch, rows, *pack) for rows in mine]
-        if self.replay is None:  # whose records follow the rows, padding included
+        if self.packs:
             for micro in micro_batches:
                 micro.packing = packing.pack(micro.tokens, micro.mask, parallel.tensor)
         return micro_batches, counts, measured

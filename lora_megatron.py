@@ -23,9 +23,14 @@ from experts_megatron import GroupedLinear
 from parallel_setup import Parallel
 
 
-def _factor(shape: tuple[int, ...], is_expert: bool, shard_dim: int | None, partial_over: str | None):
-    """A zero fp32 factor that says how it lies over the ranks (Parallel.sync_gradients_ and checkpoints read this)."""
-    factor = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32))
+def _factor(
+    weight: Tensor, shape: tuple[int, ...], is_expert: bool, shard_dim: int | None, partial_over: str | None
+) -> torch.nn.Parameter:
+    """A zero fp32 factor beside ``weight`` that says how it lies over the ranks.
+
+    Parallel.sync_gradients_ and checkpoints read this. Made where it stays: Module.to may make another parameter of it.
+    """
+    factor = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=weight.device))
     factor.is_expert, factor.shard_dim, factor.partial_over = is_expert, shard_dim, partial_over
     return factor
 
@@ -44,8 +49,10 @@ class LoRALinear(torch.nn.Module):
         self.sequence_parallel = tensor > 1
         partial = "tensor" if self.sequence_parallel else None
         out_size, in_size = base.weight.shape
-        self.A = _factor((rank, in_size), False, None if self.is_column else 1, partial if self.is_column else None)
-        self.B = _factor((out_size, rank), False, 0 if self.is_column else None, None if self.is_column else partial)
+        place = (None, partial) if is_column else (1, None)
+        self.A = _factor(base.weight, (rank, in_size), False, *place)
+        place = (0, None) if is_column else (None, partial)
+        self.B = _factor(base.weight, (out_size, rank), False, *place)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         from megatron.core.tensor_parallel import mappings
@@ -80,8 +87,10 @@ class LoRAGroupedLinear(torch.nn.Module):
         self.is_column = is_column
         experts, in_size, out_size = base.weight.shape
         partial = "expert_tensor" if expert_tensor > 1 else None
-        self.A = _factor((experts, in_size, rank), True, None if is_column else 1, partial if is_column else None)
-        self.B = _factor((experts, rank, out_size), True, 2 if is_column else None, None if is_column else partial)
+        place = (None, partial) if is_column else (1, None)
+        self.A = _factor(base.weight, (experts, in_size, rank), True, *place)
+        place = (2, None) if is_column else (None, partial)
+        self.B = _factor(base.weight, (experts, rank, out_size), True, *place)
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
         y = self.base(x, tokens_per_expert)
@@ -102,8 +111,8 @@ class LoRARouter(torch.nn.Module):
         super().__init__()
         self.scale, self.dropout, self.enabled = alpha / rank, dropout, True
         partial = "tensor" if tensor > 1 else None
-        self.A = _factor((rank, router.weight.shape[1]), False, None, partial)
-        self.B = _factor((router.weight.shape[0], rank), False, None, partial)
+        self.A = _factor(router.weight, (rank, router.weight.shape[1]), False, None, partial)
+        self.B = _factor(router.weight, (router.weight.shape[0], rank), False, None, partial)
         base_gating = router.gating
 
         def gating(x: Tensor) -> Tensor:
@@ -177,6 +186,12 @@ def _initialise_(adapter: torch.nn.Module, name: str, parallel: Parallel, seed: 
 def factors(adapters: dict[str, torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
     """Every trainable tensor by name, `<module>.A` and `<module>.B`."""
     return {f"{name}.{letter}": getattr(adapter, letter) for name, adapter in adapters.items() for letter in "AB"}
+
+
+def attached(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The adapters that `attach` put on ``model``, as it returned them."""
+    kinds = LoRALinear, LoRAGroupedLinear, LoRARouter
+    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
 
 
 @contextlib.contextmanager

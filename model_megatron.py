@@ -76,7 +76,7 @@ def build(
         rotary_base=arch.rope_theta,
         parallel_output=True,
     )
-    return model.train()
+    return model.to(parallel.device).train()  # Megatron makes some weights on the CPU whatever it is told
 
 
 def _transformer_config(arch: Architecture, parallel: Parallel, dtype: torch.dtype, recompute: bool, aux_loss: float):

@@ -2,14 +2,24 @@
 
 The rank grid is TP x DP for everything but the experts, and expert_tensor x EP x expert_data for those:
 TP x DP = expert_tensor x EP x expert_data = number of ranks. Every collective here is called by every rank, in order.
+
+The world of all ranks is gloo on every device: what crosses it (metrics, barriers, objects) is small and lies on the
+host, and an HCCL or NCCL communicator over all ranks would take some 400 MiB of each device. Megatron's groups, over
+which activations and gradients go, are the device's own. Reductions are of fp32 or narrower: HCCL has no fp64.
+
+    torchrun --nproc_per_node=N parallel_setup.py --check CONFIG [section.key=value ...]     proves and times the groups
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime
 import os
 import random
+import sys
+import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import device as devices
-from config import Config, InputError
+from config import Config, InputError, load_config
 
 
 @dataclass(frozen=True)
@@ -44,21 +54,42 @@ class Parallel:
     expert_tensor_group: dist.ProcessGroup
     expert_data_group: dist.ProcessGroup
 
+    def groups(self) -> dict[str, dist.ProcessGroup]:
+        """This rank's groups of several ranks that anything is sent over, by name."""
+        found = {
+            name: getattr(self, f"{name}_group")
+            for name in ("tensor", "expert", "expert_tensor", "data", "expert_data")
+            if getattr(self, name) > 1
+        }
+        if self.expert_tensor > 1:  # Megatron gathers the numbers of tokens an expert over this one
+            from megatron.core import parallel_state
+
+            found["expert_tensor x expert"] = parallel_state.get_expert_tensor_and_model_parallel_group()
+        return found
+
     def sum_over_data(self, values: Tensor) -> Tensor:
         """Sum over the data-parallel ranks; a new tensor, the same on every rank."""
         total = values.detach().clone()
-        dist.all_reduce(total, group=self.data_group)
+        if self.data > 1:
+            dist.all_reduce(total, group=self.data_group)
+        return total
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """Sum over all ranks; a new tensor on the host, the same on every rank."""
+        total = values.detach().cpu().clone()
+        dist.all_reduce(total)
         return total
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        """Every rank's equally shaped ``rows``, in rank order.  (n, ...) -> (world_size, n, ...)"""
+        """Every rank's equally shaped ``rows``, in rank order, on the host.  (n, ...) -> (world_size, n, ...)"""
+        rows = rows.cpu().contiguous()
         out = rows.new_empty((self.world_size, *rows.shape))
-        dist.all_gather_into_tensor(out.flatten(0, 1), rows.contiguous())
+        dist.all_gather_into_tensor(out.flatten(0, 1), rows)
         return out
 
     def max_over_ranks(self, value: float) -> float:
         """Largest of every rank's ``value``; nan if any rank's is, which a MAX reduction would drop."""
-        return self.gather_rows(torch.tensor([value], dtype=torch.float32, device=self.device)).max().item()
+        return self.gather_rows(torch.tensor([value], dtype=torch.float32)).max().item()
 
     def barrier(self) -> None:
         """Wait for every rank."""
@@ -85,15 +116,14 @@ class Parallel:
                 sum_gradients_(members, group)
 
     def gradient_norm(self, parameters: list[torch.nn.Parameter]) -> Tensor:
-        """L2 norm of the gradient of the whole, unsharded parameter set.  -> ()
+        """L2 norm of the gradient of the whole, unsharded parameter set, on the host.  -> ()
 
         A factor held by c ranks counts 1/c on each, so that the sum over all ranks counts every element once.
         """
         total = torch.zeros((), device=self.device)
         for parameter in parameters:
             total += parameter.grad.float().square().sum() / self.copies(parameter)
-        dist.all_reduce(total)
-        return total.sqrt()
+        return self.sum_over_ranks(total).sqrt()
 
     def copies(self, parameter: torch.nn.Parameter) -> int:
         """How many ranks hold this very piece of ``parameter``."""
@@ -125,12 +155,18 @@ def launched_rank() -> int:
 def open_world(cfg: Config) -> Iterator[torch.device]:
     """This process's device, with all ranks met and seeded; closed in order on the way out.
 
-    After an exception the groups are left as they are: taking them down would wait for ranks that never come.
-    The caller ends the process, and torchrun ends the others.
+    The one place that starts a device; the order is device.py's, and init_model_parallel comes next. After an exception
+    the groups are left as they are: taking them down would wait for ranks that never come. The caller ends the process,
+    and torchrun ends the others.
     """
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    devices.set_environment(cfg.device, cfg.train.deterministic)
     device = devices.resolve(cfg.device)
-    init_process_group(device, cfg.parallel.timeout_seconds)
+    devices.adapt(device)
+    devices.select(device)
+    if cfg.train.deterministic:
+        devices.make_deterministic(device)
+    init_process_group(cfg.parallel.timeout_seconds)
     seed_everything(cfg.train.seed)
     yield device
     dist.barrier()
@@ -138,16 +174,14 @@ def open_world(cfg: Config) -> Iterator[torch.device]:
     dist.destroy_process_group()
 
 
-def init_process_group(device: torch.device, timeout_seconds: int) -> None:
+def init_process_group(timeout_seconds: int) -> None:
     """Join the ranks that torchrun started, or be a world of one without it."""
     if "RANK" in os.environ:
         options = {"init_method": "env://"}
     else:
         options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     try:
-        dist.init_process_group(
-            devices.backend(device), timeout=datetime.timedelta(seconds=timeout_seconds), **options
-        )
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_seconds), **options)
     except (dist.DistStoreError, dist.DistNetworkError, ValueError) as error:
         raise InputError(f"torch.distributed: the ranks did not find each other: {error}") from None
 
@@ -156,18 +190,22 @@ def init_model_parallel(
     device: torch.device, *, tensor: int, expert: int, expert_tensor: int, timeout_seconds: int = 600
 ) -> Parallel:
     """Megatron's groups for the given sizes over the current world. config.check_layout has checked the sizes."""
-    devices.before_megatron()
+    devices.import_megatron(device)
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    devices.after_megatron()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor,
-        expert_model_parallel_size=expert,
-        expert_tensor_parallel_size=expert_tensor,
-        create_gloo_process_groups=False,
-        distributed_timeout_minutes=timeout_seconds / 60,
-    )
+    with _groups_of(device):
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor,
+            expert_model_parallel_size=expert,
+            expert_tensor_parallel_size=expert_tensor,
+            create_gloo_process_groups=False,
+            distributed_timeout_minutes=timeout_seconds / 60,
+        )
+    if device.type == "npu" and expert_tensor == 1:
+        # Megatron gathers the numbers of tokens an expert over this group: the expert group's ranks by another name,
+        # and another communicator.
+        parallel_state._EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP = parallel_state.get_expert_model_parallel_group()
     model_parallel_cuda_manual_seed(0)  # Megatron's tracker must exist for activation recompute; we draw from seeds
     return Parallel(
         rank=dist.get_rank(),
@@ -190,6 +228,27 @@ def init_model_parallel(
     )
 
 
+@contextlib.contextmanager
+def _groups_of(device: torch.device) -> Iterator[None]:
+    """Inside, Megatron makes its groups on the device's backend, not the world's, and with device.py's options."""
+    if device.type == "cpu":  # the world's is its own
+        yield
+        return
+    from megatron.core import parallel_state
+
+    create, options = parallel_state.create_group, parallel_state.get_nccl_options
+
+    def create_group(*args, backend: str | None = None, **kwargs):
+        return create(*args, backend=backend or devices.backend(device), **kwargs)
+
+    parallel_state.create_group = create_group
+    parallel_state.get_nccl_options = lambda name, configs: devices.group_options(device, name)
+    try:
+        yield
+    finally:
+        parallel_state.create_group, parallel_state.get_nccl_options = create, options
+
+
 def close_model_parallel() -> None:
     """Forget Megatron's groups, so that another layout can be opened in the same world."""
     from megatron.core import parallel_state
@@ -210,3 +269,43 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def check_groups(cfg: Config) -> bool:
+    """Build the groups of ``cfg``, prove and time them, and print one table; whether every answer was right."""
+    import groups_check
+
+    layout = cfg.parallel
+    ranks, used = launched_world_size(), {"tensor": layout.tensor, "expert": layout.expert * layout.expert_tensor}
+    for key, size in used.items():
+        if ranks % size:
+            raise InputError(f"parallel.{key}: {size} ranks of a group do not divide the {ranks} that were started")
+    with open_world(cfg) as device:
+        sizes = {"tensor": layout.tensor, "expert": layout.expert, "expert_tensor": layout.expert_tensor}
+        parallel = init_model_parallel(device, **sizes, timeout_seconds=layout.timeout_seconds)
+        table, right = groups_check.report(groups_check.check(parallel))
+        if parallel.rank == 0:
+            print(f"{parallel.world_size} ranks on {device.type}, {devices.backend(device)}\n{table}", flush=True)
+    return right
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code 0: every group works; 1: a wrong answer, named in the table; 2: unusable input, one line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--check", action="store_true", required=True, help="prove and time the groups")
+    parser.add_argument("config", help="YAML file, e.g. configs/qwen3.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    args = parser.parse_intermixed_args(arguments)
+    try:
+        return 0 if check_groups(load_config(args.config, args.overrides)) else 1
+    except InputError as error:
+        rank = launched_rank()
+        if rank:
+            time.sleep(2)  # what all ranks find is said once: torchrun ends the others meanwhile
+        print(f"error: {error}" if rank == 0 else f"rank {rank}: error: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
+    sys.exit(main(sys.argv[1:]))

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import adapter_vllm
 import device as devices
 import seeds
 from config import Config
@@ -74,15 +75,22 @@ def check_engine(cfg: Config, arch: Architecture, ranks: int) -> None:
     if cfg.rollout.engine == "vllm":
         import rollout_vllm
 
+        device_type, dtype = devices.resolve(cfg.device).type, DTYPES[cfg.model.dtype]
         rollout_vllm.check(
             arch,
-            device_type=devices.resolve(cfg.device).type,
+            device_type=device_type,
             ranks=ranks,
             tensor=cfg.rollout.tensor,
-            dtype=DTYPES[cfg.model.dtype],
+            dtype=dtype,
             max_tokens=cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens,
             kv_cache_mib=cfg.rollout.kv_cache_mib,
         )
+        if cfg.rollout.sync == "adapter":
+            adapter_vllm.check(arch, cfg.lora, device_type=device_type, dtype=dtype)
+        if cfg.rollout.expert_parallel:
+            import rollout_colocated
+
+            rollout_colocated.check(arch, device_type=device_type, ranks=ranks, tensor=cfg.rollout.tensor)
 
 
 def open_engine(cfg: Config, arch: Architecture, device: torch.device, stop_tokens: set[int], pad_token: int):
@@ -95,9 +103,12 @@ def open_engine(cfg: Config, arch: Architecture, device: torch.device, stop_toke
         return TorchSampler(
             arch, stop_tokens=stop_tokens, pad_token=pad_token, dtype=dtype, device=device, norm_dtype=norms
         )
-    from rollout_vllm import VllmEngine
+    if cfg.rollout.expert_parallel:
+        from rollout_colocated import ColocatedEngine as Engine
+    else:
+        from rollout_vllm import VllmEngine as Engine
 
-    return VllmEngine(
+    return Engine(
         arch,
         cfg.model.path,
         stop_tokens=stop_tokens,
@@ -108,6 +119,7 @@ def open_engine(cfg: Config, arch: Architecture, device: torch.device, stop_toke
         enforce_eager=cfg.rollout.enforce_eager,
         kv_cache_mib=cfg.rollout.kv_cache_mib,
         routed_experts=cfg.replay.mode == "r3",
+        adapter=cfg.lora if cfg.rollout.sync == "adapter" else None,
     )
 
 
@@ -163,7 +175,7 @@ def _gather(asked, completions, scores, cfg: Config, parallel: Parallel) -> Roll
             whole[i, j, longest:] = torch.tensor([n, answer.finish_reason == "length"])
             real[i, j, :n] = torch.tensor(answer.logp)
             real[i, j, longest:] = torch.tensor(scores[i][j], dtype=torch.float32)
-    whole, real = (in_place(parallel.gather_rows(x.to(parallel.device)), len(asked), cfg) for x in (whole, real))
+    whole, real = (in_place(parallel.gather_rows(x), len(asked), cfg) for x in (whole, real))
     return Rollout(
         prompts=[question.prompt for question in asked],
         tokens=whole[..., :longest].flatten(0, 1),

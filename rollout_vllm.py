@@ -21,9 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import adapter_vllm
+import rollout_ascend
 import vllm_inside
 import weights_hf
-from config import InputError
+from config import InputError, LoraConfig
 from config_rules import divisors, nearest
 from hf_config import Architecture
 from rollout import Completion
@@ -32,8 +34,9 @@ from seeds import derive
 CPU_VERSION = "0.30.0"  # the only one of 0.28 to 0.32 that returns routed experts on a CPU; corrections below fit it
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of its CPU attention kernel
 CPU_BLOCK = 128  # tokens of one block of the key-value cache on a CPU
+MAX_SEQUENCES = 256  # rows that are decoded together
 PREFILL_TOKENS = 8192  # prompt tokens that are computed at once: bounds the activations
-LOWEST_TEMPERATURE = 0.01  # below it vLLM would sample at this one
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0  # below it vLLM would sample at this one; above it refuses
 
 
 # -------------------------------------------------------------------------------------------------- what can be refused
@@ -43,6 +46,7 @@ def check(arch: Architecture, *, device_type: str, ranks: int, tensor: int, dtyp
           kv_cache_mib: int) -> None:
     """Raise InputError for what this engine cannot run, without importing vLLM. ``max_tokens``: prompt and answer."""
     _check_installed(device_type)
+    rollout_ascend.check_environment(device_type)
     parts = {
         "ranks": ranks,
         "attention heads": arch.num_heads,
@@ -66,6 +70,8 @@ def check(arch: Architecture, *, device_type: str, ranks: int, tensor: int, dtyp
     if arch.model_type == "qwen2_moe" and arch.head_dim * arch.num_heads != arch.hidden_size:
         raise InputError(f"rollout.engine: vllm's qwen2_moe has heads of hidden_size / heads, which head_dim "
                          f"{arch.head_dim} is not; needed: {arch.hidden_size // arch.num_heads} (or engine torch)")
+    if arch.model_type == "qwen3_moe" and not any(arch.moe_layers):
+        raise InputError("rollout.engine: vllm's qwen3_moe needs a MoE layer, this model has none; needed: torch")
     if device_type != "cpu":
         return
     if arch.head_dim not in CPU_HEAD_DIMS:
@@ -101,13 +107,16 @@ class VllmEngine:
     All ranks of a torch.distributed world make one at the same time; a world of several must come from torchrun.
     """
 
+    lockstep = False  # replicas need not sample at the same time
+    adapter: adapter_vllm.Adapter | None = None  # only under rollout.sync adapter
+
     def __init__(self, arch: Architecture, model_dir: str | Path, *, stop_tokens: set[int], max_tokens: int,
                  dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu", tensor: int = 1,
-                 enforce_eager: bool = True, kv_cache_mib: int = 512, max_sequences: int = 256,
-                 routed_experts: bool = False) -> None:
+                 enforce_eager: bool = True, kv_cache_mib: int = 512, max_sequences: int = MAX_SEQUENCES,
+                 routed_experts: bool = False, adapter: LoraConfig | None = None) -> None:
         """``model_dir`` needs its config.json only. ``max_tokens`` of prompt and completion, ``max_sequences`` at once.
 
-        ``routed_experts``: keep what return_routed_experts asks for.
+        ``routed_experts``: keep what return_routed_experts asks for. ``adapter``: what load_adapter is going to bring.
         """
         self.arch, self.device, self.dtype, self.max_tokens = arch, torch.device(device), dtype, max_tokens
         self.stop_tokens, self.routed_experts = sorted(stop_tokens), routed_experts
@@ -123,11 +132,13 @@ class VllmEngine:
         if routed_experts and arch.num_experts > 256:
             raise InputError(f"sampler: routed experts are stored as uint8, too small for {arch.num_experts} experts")
         self.shapes = weights_hf.tensor_shapes(arch)
+        if adapter:
+            self.adapter = adapter_vllm.Adapter(adapter, self.shapes, dtype)
         self.members: dict[str, set[str]] = {}
         for name in self.shapes:
             self.members.setdefault(weights_hf.fused_group(name), set()).add(name)
 
-        for key, value in vllm_inside.ENVIRONMENT.items():
+        for key, value in (vllm_inside.ENVIRONMENT | rollout_ascend.ENVIRONMENT).items():
             os.environ.setdefault(key, value)
         if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
             raise InputError("rollout.engine: the environment's VLLM_ENABLE_V1_MULTIPROCESSING must be 0 or unset")
@@ -135,7 +146,8 @@ class VllmEngine:
         dist.broadcast_object_list(job)
         launched = "RANK" in os.environ  # by torchrun
         assert launched or ranks == 1
-        with vllm_inside.surroundings_kept(self.device), warnings.catch_warnings():
+        kept, compiling = vllm_inside.surroundings_kept(self.device), rollout_ascend.original_compile(enforce_eager)
+        with kept, compiling, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # its own deprecations
             logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # without CUDA there is no triton
             from vllm import LLM
@@ -155,7 +167,6 @@ class VllmEngine:
                 max_num_batched_tokens=max(PREFILL_TOKENS, max_tokens),
                 enable_chunked_prefill=False,  # a part would draw from its row's generator and, on a CPU, fail
                 tensor_parallel_size=tensor,
-                enable_expert_parallel=self.device.type != "cpu" and tensor > 1,  # on a CPU it crashes
                 distributed_executor_backend="external_launcher" if launched else "uni",
                 enforce_eager=enforce_eager,
                 kv_cache_memory_bytes=kv_cache_mib * 2**20,
@@ -164,8 +175,14 @@ class VllmEngine:
                 enable_prefix_caching=True,  # the S samples of a prompt share its keys and values
                 enable_return_routed_experts=routed_experts,
                 disable_log_stats=True,
-                **({"additional_config": {"weight_nz_mode": 0}} if self.device.type == "npu" else {}),  # as NZ above
+                **(adapter_vllm.llm_arguments(adapter) if adapter else {}),
+                **self._more_arguments(tensor, ranks, enforce_eager=enforce_eager, max_sequences=max_sequences),
             )
+
+    def _more_arguments(self, tensor: int, ranks: int, *, enforce_eager: bool, max_sequences: int) -> dict:
+        """Arguments of vllm.LLM that depend on the device, and on how the ranks share an engine."""
+        more = {"enable_expert_parallel": self.device.type != "cpu" and tensor > 1}  # on a CPU it crashes
+        return more | (rollout_ascend.arguments(enforce_eager, max_sequences) if self.device.type == "npu" else {})
 
     # -------------------------------------------------------------------------------------------------------- weights
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -181,13 +198,34 @@ class VllmEngine:
         whole, self.ready, self.pushing = not self.ready, False, True
         failures: list[BaseException] = []
         with vllm_inside.surroundings_kept(self.device):
-            self.llm.collective_rpc(vllm_inside.reload, args=(self._complete_groups(named_tensors, whole, failures),))
-            if not self.llm.reset_prefix_cache():  # what it holds was computed with other weights
-                raise RuntimeError("load_weights: vLLM kept its prefix cache; are there requests in flight?")
+            self._hand_over(self._complete_groups(named_tensors, whole, failures))
+            if self.adapter:
+                self.adapter.put(self.llm)
+            self._forget("load_weights")
         self.pushing = False
         if failures:
             raise failures[0]
         self.ready = True
+
+    def load_adapter(self, factors: dict[str, tuple[Tensor, Tensor]]) -> None:
+        """Sample with W + (alpha / R) B A from now on, whatever adapter there was; W is what load_weights has brought.
+
+        ``factors``: see adapter_vllm.Adapter.take. Every rank of a replica gives the same.
+        """
+        self.adapter.take(factors)
+        with vllm_inside.surroundings_kept(self.device):
+            self.adapter.put(self.llm)
+            self._forget("load_adapter")
+
+    def _forget(self, where: str) -> None:
+        """Empty the prefix cache: what it holds was computed with other weights."""
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError(f"{where}: vLLM kept its prefix cache; are there requests in flight?")
+    def _hand_over(self, stream: Iterator[tuple[str, Tensor]]) -> None:
+        self.llm.collective_rpc(vllm_inside.reload, args=(stream,))
+
+    def _cast(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor.detach().to(self.device, self.dtype)
 
     def _complete_groups(self, named_tensors: Iterable[tuple[str, Tensor]], whole: bool, failures: list[BaseException],
                          ) -> Iterator[tuple[str, Tensor]]:
@@ -208,7 +246,7 @@ class VllmEngine:
                 came.add(name)
                 group = weights_hf.fused_group(name)
                 tensors = held.setdefault(group, {})
-                tensors[name] = tensor.detach().to(self.device, self.dtype)
+                tensors[name] = self._cast(name, tensor)
                 if len(tensors) == len(self.members[group]):
                     _refuse_broken(held.pop(group))
                     yield from tensors.items()
@@ -244,7 +282,9 @@ class VllmEngine:
         ]  # fmt: skip
         with vllm_inside.surroundings_kept(self.device):
             asked = [{"prompt_token_ids": prompts[i]} for i, _ in places]
-            answers = self.llm.generate(asked, rules, use_tqdm=False) if asked else []
+            adapter = self.adapter and self.adapter.request()
+            together = asked or self.lockstep  # an engine over all ranks samples with those too that have no prompts
+            answers = self.llm.generate(asked, rules, use_tqdm=False, lora_request=adapter) if together else []
         completions: list[list[Completion]] = [[] for _ in prompts]
         for (i, _), answer in zip(places, answers, strict=True):
             (one,) = answer.outputs
@@ -282,8 +322,9 @@ class VllmEngine:
             raise InputError(f"sample: {len(prompts)} prompts but {len(seeds)} seeds; needed: one a prompt")
         if num_samples < 1 or max_new_tokens < 1:
             raise InputError(f"sample: num_samples {num_samples}, max_new_tokens {max_new_tokens}; needed: >= 1")
-        if temperature != 0 and not LOWEST_TEMPERATURE <= temperature < float("inf"):
-            raise InputError(f"sample: temperature {temperature}; vLLM needs 0 or at least {LOWEST_TEMPERATURE}")
+        if temperature != 0 and not LOWEST_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE:
+            needed = f"0, or {LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE}"
+            raise InputError(f"sample: temperature {temperature}; vLLM needs {needed}")
         if temperature and (top_p, top_k) != (1, 0):
             # It would report log-probabilities of the truncated distribution, which compare with no trainer's.
             raise InputError(f"sample: top_p {top_p}, top_k {top_k}; vLLM needs 1 and 0 (or rollout.engine torch)")

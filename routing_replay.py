@@ -98,8 +98,7 @@ class RoutingReplay:
 
         Collective; counts since the last call.
         """
-        counts = torch.tensor([self.differing, self.compared], dtype=torch.float32, device=self.parallel.device)
-        dist.all_reduce(counts)
+        counts = self.parallel.sum_over_ranks(torch.tensor([self.differing, self.compared], dtype=torch.float32))
         self.differing = self.compared = 0
         return (counts[0] / counts[1].clamp(min=1)).item()
 

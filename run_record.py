@@ -1,7 +1,8 @@
 """The paper trail of a run: files that a kill cannot tear, rows of JSON, and how the run was started.
 
 A step's numbers are rows of a .jsonl file, one object a line; floats are written so that reading gives the same bits.
-`write_records` keeps the resolved configuration, the environment, the source's git state and the command.
+`write_records` keeps the resolved configuration, the environment, the source's git state, the checksums of model and
+data, and the command; `checksums` seals what a finished run has written.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from typing import Any
 from config import Config, to_yaml
 
 VARIABLES = re.compile(r"(OMP|MKL|CUDA|ASCEND|HCCL|NCCL|GLOO|VLLM|PYTORCH|TORCH)_")
+RECORDED = ("*.json", "*.jsonl", "config.yaml", "command.txt", "git.patch", "resume-*/*")
+WARNED = re.compile(r"^\d\d:\d\d:\d\d warning: checks\.(\w+): (.*)$", re.M)
 SECRETS = re.compile(r"(API_KEY|_TOKEN$|SECRET|PASSW)")
 
 
@@ -55,6 +58,24 @@ def sha256_file(path: Path) -> str:
         while block := file.read(2**20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def checksums(run_dir: Path) -> dict[str, str]:
+    """sha256 of the records of a run, its resumed starts' (resume-N/) included, by their path in its folder.
+
+    Not of the log, the figure, the lock and the checkpoints, nor of finished.json, which holds them.
+    """
+    found = {path for pattern in RECORDED for path in run_dir.glob(pattern) if path.name != "finished.json"}
+    return {path.relative_to(run_dir).as_posix(): sha256_file(path) for path in sorted(found)}
+
+
+def checks_fired(run_dir: Path) -> dict[str, str]:
+    """Check -> its first warning, of the tripwires that only warned; from log.txt, resumed starts included."""
+    found: dict[str, str] = {}
+    log = run_dir / "log.txt"
+    for match in WARNED.finditer(log.read_text()) if log.exists() else ():
+        found.setdefault(match[1], match[2])
+    return found
 
 
 def _plain(value: Any) -> Any:
@@ -152,9 +173,24 @@ def _git(*arguments: str) -> bytes | None:
         return None
 
 
+def inputs(cfg: Config) -> dict[str, dict[str, str]]:
+    """sha256 of every file of the model's folder and of the data files; generated questions have none.
+
+    Reads all weights once more: a minute for 60 GB, so that a record says which weights, not what they were called.
+    """
+    folder = Path(cfg.model.path)
+    model = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
+    given = (cfg.data.train_path, cfg.data.test_path) if cfg.data.source == "gsm8k" else ()
+    return {
+        "model": {path.name: sha256_file(path) for path in model},
+        "data": {kind: sha256_file(Path(path)) for kind, path in zip(("train", "test"), given, strict=False)},
+    }
+
+
 def write_records(folder: Path, cfg: Config, world_size: int) -> None:
-    """config.yaml, environment.json, git.json, git.patch and command.txt of this start of the run."""
+    """config.yaml, environment.json, inputs.json, git.json, git.patch and command.txt of this start of the run."""
     write_atomically(folder / "config.yaml", to_yaml(cfg))
+    write_atomically(folder / "inputs.json", json.dumps(inputs(cfg), indent=1) + "\n")
     write_atomically(folder / "environment.json", json.dumps(environment(world_size), indent=1) + "\n")
     commit = _git("rev-parse", "HEAD")
     git: dict[str, Any] = {"commit": None, "dirty": None}

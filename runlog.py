@@ -1,7 +1,8 @@
 """A run's folder: what is needed to believe, repeat and resume the run.  Rank 0 writes; elsewhere nothing happens.
 
 out/<name>-<YYYYmmdd-HHMMSS>/
-    config.yaml  environment.json  git.json  git.patch  command.txt  run.json    how it was started (resume-N/: resumed)
+    config.yaml  environment.json  inputs.json  git.json  git.patch  command.txt  run.json    its start
+    resume-N/                                                                    the same of each resumed start
     metrics.jsonl  eval.jsonl  eval_outcomes.jsonl  completions.jsonl            what it did: no times, so runs compare
     timing.jsonl  log.txt  curves.png  finished.json  run.lock  checkpoints/
 """
@@ -24,7 +25,16 @@ from typing import Any, BinaryIO
 from tqdm import tqdm
 
 from config import Config, InputError, config_hash
-from run_record import fsync_path, json_line, read_lines, sha256_file, whole_lines, write_atomically, write_records
+from run_record import (
+    checks_fired,
+    checksums,
+    fsync_path,
+    json_line,
+    read_lines,
+    whole_lines,
+    write_atomically,
+    write_records,
+)
 
 PROGRESS = (  # label, metric, decimals (None: two significant digits)
     ("reward", "reward/mean", 3),
@@ -239,15 +249,14 @@ class RunLog:
             self._append("log.txt", f"{datetime.now():%H:%M:%S} {text}\n")
 
     def finish(self, result_line: str) -> None:
-        """Mark the run as done: the result with the hashes of the records that it rests on; then the figure."""
+        """Mark the run as done: the result, the checks that warned, the hashes of all its records; then the figure."""
         if self.rank != 0:
             return
-        records = [self.run_dir / name for name in ("metrics.jsonl", "eval.jsonl", "eval_outcomes.jsonl")]
-        records = [path for path in records if path.exists()]
-        done = {"result": result_line, "sha256": {path.name: sha256_file(path) for path in records}}
         with _disk_errors(self.run_dir):
-            for path in records:
-                fsync_path(path)
+            hashes = checksums(self.run_dir)
+            done = {"result": result_line, "checks": checks_fired(self.run_dir), "sha256": hashes}
+            for name in hashes:
+                fsync_path(self.run_dir / name)
             write_atomically(self.run_dir / "finished.json", json.dumps(done, indent=1) + "\n")
             try:
                 draw_curves(self.run_dir)

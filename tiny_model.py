@@ -37,45 +37,11 @@ AUX_LOSS = 1e-2  # load balancing, warm start only: without it a few experts tak
 BETAS, WEIGHT_DECAY, MAX_GRAD_NORM, WARMUP_STEPS, LAST_LR_SHARE = (0.9, 0.98), 0.01, 1.0, 50, 0.05
 
 
-def hf_settings(cfg: Config) -> dict:
-    """config.json of the model that cfg.tiny_model describes."""
-    tiny = cfg.tiny_model
-    qwen3 = tiny.architecture == "qwen3_moe"
-    settings = {
-        "architectures": [hf_config.ARCHITECTURES[tiny.architecture]],
-        "model_type": tiny.architecture,
-        "vocab_size": tiny.vocab_size,
-        "hidden_size": tiny.hidden_size,
-        "intermediate_size": 4 * tiny.hidden_size,
-        "num_hidden_layers": tiny.num_layers,
-        "num_attention_heads": tiny.num_heads,
-        "num_key_value_heads": tiny.num_kv_heads,
-        "head_dim": tiny.head_dim,
-        "num_experts": tiny.num_experts,
-        "num_experts_per_tok": tiny.experts_per_token,
-        "moe_intermediate_size": tiny.expert_width,
-        "norm_topk_prob": qwen3,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": max(512, cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens),
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-        "pad_token_id": 0,
-        "eos_token_id": 2,
-    }
-    if not qwen3:
-        settings |= {"shared_expert_intermediate_size": tiny.shared_expert_width, "qkv_bias": True}
-    return settings
-
-
 def recipe(cfg: Config) -> dict:
     """What decides the model's weights, but for the number of ranks; made again only under another path."""
     return {
         "tiny_model": cfg.tiny_model.model_dump(mode="json"),
-        "config": hf_settings(cfg),
+        "config": hf_config.tiny_settings(cfg),
         "operands": [cfg.data.operand_low, cfg.data.operand_high],
     }
 
@@ -153,7 +119,7 @@ def _write_random_model(cfg: Config, folder: Path) -> None:
     """config.json, tokenizer and random weights in a fresh ``folder``."""
     shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(hf_settings(cfg), indent=1) + "\n")
+    (folder / "config.json").write_text(json.dumps(hf_config.tiny_settings(cfg), indent=1) + "\n")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "pad_token_id": 0}) + "\n")
     rng, texts = random.Random(1), []
     for _ in range(2000):

@@ -25,6 +25,8 @@ from torch import Tensor
 import aqn
 import checkpoint
 import data_gsm8k
+import device as devices
+import doctor
 import evaluate
 import grpo
 import hf_config
@@ -37,7 +39,8 @@ import runlog
 import seeds
 import tiny_model
 import weights_hf
-from config import Config, InputError, check_layout, check_runnable, load_config
+from config import Config, InputError, check_layout, load_config
+from config_rules import check_engine_layout
 from heartbeat import Heartbeat
 from learner import Clock, Learner
 from parallel_setup import Parallel
@@ -64,13 +67,14 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat) -> None:
     engine = rollout.open_engine(cfg, arch, parallel.device, stop_tokens, pad_token)
     weights = WeightSync(engine, model, arch, parallel, cfg)
     heartbeat.beat("the first push of the whole model")
+    probe = held_out[0].prompt
+    if cfg.rollout.expert_parallel:
+        weights.check_start(probe)
     score = scorer(cfg, tokenizer)
     first_step = saved.step if saved else 0
     introduce(log, cfg, parallel, adapters, questions, held_out)
     if first_step == 0:
         log_evaluation(log, 0, engine, held_out, score, cfg, parallel, heartbeat)
-
-    probe = held_out[0].prompt
 
     def where_apart(bound: float) -> str:
         weights.push_clean()
@@ -127,11 +131,10 @@ def check_inputs(cfg: Config, world_size: int):
     """Architecture, tokenizer, training and held-out questions; InputError for whatever cannot work, weights unread."""
     arch = hf_config.read(cfg.model.path)
     check_layout(cfg, arch, world_size)
+    check_engine_layout(cfg, arch, world_size)
     rollout.check_engine(cfg, arch, world_size)
     if cfg.aqn.schedule != "off":
         aqn.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
-    if cfg.replay.mode != "off" and (arch.num_experts > 256 or not any(arch.moe_layers)):
-        raise InputError(f"replay.mode: {cfg.replay.mode} needs MoE layers of at most 256 experts")
     weights_hf.check(cfg.model.path, arch)
     tokenizer = data_gsm8k.load_tokenizer(cfg.model.path)
     check_answers(cfg)
@@ -249,7 +252,8 @@ def shown_completions(completions, asked, batch: Rollout, tokenizer, cfg: Config
     for j, answer in enumerate(completions[0][: cfg.train.completions_logged] if completions else []):
         text = tokenizer.decode(answer.tokens)
         reward = batch.rewards[0, j].item()
-        rows.append({"question": asked[0].question, "gold": asked[0].gold, "completion": text, "reward": reward})
+        shown = {"question": asked[0].question, "gold": asked[0].gold, "completion": text, "reward": reward}
+        rows.append(shown | {"tokens": len(answer.tokens)})
     return rows
 
 
@@ -258,11 +262,13 @@ def shown_completions(completions, asked, batch: Rollout, tokenizer, cfg: Config
 
 def check_only(cfg: Config, ranks: int) -> None:
     """All that can be refused without other ranks. A tiny model that is yet to be made is checked by its config."""
-    check_runnable(cfg)
+    devices.resolve(cfg.device)
     check_writable("train.out_dir", Path(cfg.train.out_dir))
     if cfg.tiny_model is not None and not tiny_model.exists(cfg):
         check_writable("model.path", Path(cfg.model.path))
-        check_layout(cfg, hf_config.parse(tiny_model.hf_settings(cfg), "tiny_model"), ranks)
+        arch, _ = hf_config.planned(cfg)
+        check_layout(cfg, arch, ranks)
+        check_engine_layout(cfg, arch, ranks)
         check_answers(cfg)
         return
     check_inputs(cfg, ranks)
@@ -278,6 +284,7 @@ def check_writable(key: str, folder: Path) -> None:
 def run(cfg: Config) -> None:
     """Train in the world that torchrun opened, or alone."""
     check_only(cfg, parallel_setup.launched_world_size())
+    doctor.quick(cfg)
     with parallel_setup.open_world(cfg) as device:
         if cfg.tiny_model is not None:
             tiny_model.make(cfg, device)

@@ -25,7 +25,6 @@ ENVIRONMENT = {  # what vLLM reads while it is imported; a user's own value stay
     "VLLM_NO_USAGE_STATS": "1",  # no report to its makers
     "HF_HUB_OFFLINE": "1",  # the model is a local folder
     "OMP_NUM_THREADS": "1",  # ranks share the cores
-    "VLLM_ASCEND_ENABLE_NZ": "0",  # npu: a push needs weights in the plain layout, not in the tiled one
 }
 
 
@@ -85,6 +84,28 @@ def reload(worker, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
 
     with torch.no_grad(), set_current_vllm_config(worker.vllm_config), torch.device(worker.device):
         worker.model_runner.reload_weights(weights_iterator=named_tensors)
+
+
+def parameters(worker) -> dict[str, Tensor]:
+    """The loaded model's own parameters by name, in the layout of its kernels."""
+    found = worker.model_runner.get_model().named_parameters()  # without the wrapper that captures graphs
+    return {name.replace(".routed_experts.", "."): parameter for name, parameter in found}  # a level of newer versions
+
+
+def placement(worker) -> dict[str, list[int]]:
+    """The ranks of this rank's groups, in order, and by MoE layer its experts' ids, in the order of its weights."""
+    from vllm.distributed import parallel_state
+
+    names = {"tensor": "tp", "data": "dp", "expert": "ep"}
+    found = {name: list(getattr(parallel_state, f"get_{short}_group")().ranks) for name, short in names.items()}
+    for name, module in worker.model_runner.get_model().named_modules():
+        if hasattr(module, "w13_weight"):
+            places = module._expert_map  # expert -> local place, -1: on another rank; None: all are here, in order
+            places = list(range(len(module.w13_weight))) if places is None else places.tolist()
+            owned = sorted((local, expert) for expert, local in enumerate(places) if local >= 0)
+            layer = re.search(r"layers\.(\d+)", name).group(1)
+            found[f"layer {layer} experts"] = [expert for _, expert in owned]
+    return found
 
 
 def layer_outputs(worker, run: Callable[[], object]) -> list[Tensor]:

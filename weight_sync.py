@@ -1,18 +1,22 @@
 """Handing the policy to the engine: the whole model once, then what training changes, with the step's noise if any.
 
+Under rollout.sync adapter the engine keeps the base and gets the LoRA factors; merged, the weights with them.
 The engine's copy is written from clean weights at every push, so noise never piles up; the trainer, the reference and
 evaluations never see it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+import adapter_weights
 import aqn
+import lora_megatron
 import model_megatron
+import weight_sync_local
 import weights_hf
 from config import Config, InputError
 from hf_config import Architecture
@@ -20,11 +24,16 @@ from parallel_setup import Parallel
 from rollout import Completion
 from tripwires import Tripped
 
-PROBE_TOKENS = 16  # of the greedy answer to the probe prompt, on which engine and trainer are compared on noisy steps
+PROBE_TOKENS = 16  # most of an answer to the probe prompt, on which noisy steps are judged
+FLAT = 2.0  # temperature at which noise shows, vLLM's highest: a sure policy's log-probs are 0 to the last bit at 1
 
 
 class WeightSync:
-    """The one way from the trainer to the engine. Collective: every rank pushes the same tensors to its own engine."""
+    """The one way from the trainer to the engine. Every rank makes the same calls.
+
+    Collective: every rank pushes the same whole tensors to its own engine. Under rollout.expert_parallel it pushes its
+    own shards, which need not travel.
+    """
 
     def __init__(self, engine, model: torch.nn.Module, arch: Architecture, parallel: Parallel, cfg: Config) -> None:
         """Push the whole model. Raises InputError for noise targets that this model does not have."""
@@ -35,26 +44,58 @@ class WeightSync:
         self.touched = aqn.touched_names(self.noise)
         self.clean: dict[str, Tensor] = {}
         if self.noise:
-            self.clean = aqn.clean_norms(weights_hf.export(model, arch, parallel, only=self.touched), self.noise)
-        self.checksum = 0.0  # sum of the adapted tensors of the last push, without noise
-        engine.load_weights(weights_hf.export(model, arch, parallel))
+            self.clean = aqn.clean_norms(self._export(self.touched), self.noise)
+        # Sum of the adapted tensors, or of the factors, of the last push, without noise; of this rank's, if local.
+        self.checksum = 0.0
+        self.apart = cfg.rollout.sync == "adapter"
+        if cfg.rollout.expert_parallel:
+            weight_sync_local.check_placement(engine.placement(), arch, parallel)
+        engine.load_weights(self._export())
+        if self.apart:
+            engine.load_adapter(self._factors())
+
+    def _export(self, only: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """What the engine takes: whole tensors, or where it holds the trainer's shards, those."""
+        if self.cfg.rollout.expert_parallel:
+            return weight_sync_local.shards(self.model, self.arch, self.parallel, only=only)
+        merge = self.cfg.rollout.sync == "merged"
+        return weights_hf.export(self.model, self.arch, self.parallel, only=only, merge=merge)
+
+    def check_start(self, probe: list[int]) -> None:
+        """Raise Tripped unless engine and trainer agree on an answer to ``probe``, also after a second, equal push.
+
+        Catches a shard in the wrong place, order or layout, and a captured graph that reads elsewhere.
+        """
+        bound = getattr(self.cfg.checks, f"logp_gap_{self.cfg.model.dtype}")
+        if self.cfg.checks.logp_gap != "stop" or self.cfg.lora.dropout:
+            return
+        for push in ("the first push", "a second push of the same policy"):
+            gap = self.parallel.max_over_ranks(self._gap(probe))  # every rank stops or none
+            if not gap <= bound:
+                raise Tripped(
+                    f"checks.logp_gap: after {push} sampler and trainer differ by {gap:.2g} nats a token on the probe, "
+                    f"at most {bound:g} expected\n  look at: whether rollout.expert_parallel=false (whole tensors are "
+                    "pushed) or rollout.enforce_eager=true agrees"
+                )
+            self.push_clean()
 
     def push_clean(self) -> None:
         """The policy as the trainer has it: W + (alpha / R) B A, and the norms without noise."""
-        self._load(self._changed())
+        self._push_policy()
 
     def push(self, step: int, probe: list[int]) -> dict[str, float]:
         """The policy with the noise of ``step`` (from 0), and what went: its checksum, and what the noise came to.
 
         Noise goes after the clean policy, so that both can be seen on the prompt ``probe``: that the engine has the
-        trainer's policy (aqn/probe_gap, nats a token), and that the noise changes it (aqn/probe_shift is exactly 0 for
-        an engine that does not take it). Raises AqnError when the noise is not the noise that was asked for.
+        trainer's policy (aqn/probe_gap, nats a token), and that the noise changes it (aqn/probe_shift, the largest
+        change of a token's log-prob, at temperature FLAT and after half of it; exactly 0 for an engine that does not
+        take it). Raises AqnError when the noise is not the noise that was asked for.
         """
         if not self.noise:
             self.push_clean()
             return {"sync/checksum": self.checksum}
         touched: dict[str, Tensor] = {}
-        self._load(self._changed(touched))
+        self._push_policy(touched)
         cfg = self.cfg
         sigma = aqn.sigma_at(
             step,
@@ -69,10 +110,12 @@ class WeightSync:
         )
         gap = shift = 0.0
         if sigma:
-            clean = self._greedy(probe, min(PROBE_TOKENS, cfg.rollout.max_new_tokens))
-            gap = self._gap(probe, clean)
+            gap = self._gap(probe)
+            half = probe[: -(-len(probe) // 2)]  # how a question goes on is never sure
+            clean = self._answer(half, FLAT)
             self._load(stream)
-            shift = abs(self._greedy(probe, 1).logp[0] - clean.logp[0])
+            noisy = self._answer(half, FLAT)
+            shift = max(abs(after - before) for after, before in zip(noisy.logp, clean.logp, strict=False))
         aqn.check_report(report)
         return {
             "sync/checksum": self.checksum,
@@ -84,34 +127,53 @@ class WeightSync:
             "aqn/probe_gap": gap,
         }
 
-    def _load(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
+    def _push_policy(self, touched: dict[str, Tensor] | None = None) -> None:
+        """What training or noise changes, clean; what noise changes is also kept in ``touched``."""
+        if self.noise or not self.apart:
+            self._load(self._changed(touched))
+        if self.apart:
+            self._load(self._factors(), self.engine.load_adapter)
+
+    def _load(self, tensors, load: Callable | None = None) -> None:
         """Into the engine. The base was sound when it was read, so what it refuses now was spoilt by training."""
         try:
-            self.engine.load_weights(named_tensors)
+            (load or self.engine.load_weights)(tensors)
         except InputError as error:
             raise Tripped(
                 f"the push to the sampler failed: {error}\n  look at: optim.lr, the last steps' norms"
             ) from None
 
-    def _greedy(self, prompt: list[int], length: int) -> Completion:
-        """The engine's likeliest continuation of ``prompt``, at temperature 1."""
-        return self.engine.sample([prompt], seeds=[0], num_samples=1, max_new_tokens=length, temperature=0.0)[0][0]
+    def _answer(self, prompt: list[int], temperature: float) -> Completion:
+        """What the engine samples after ``prompt``, always with the same random numbers."""
+        length = min(PROBE_TOKENS, self.cfg.rollout.max_new_tokens)
+        call = {"seeds": [0], "num_samples": 1, "max_new_tokens": length, "temperature": temperature}
+        return self.engine.sample([prompt], **call)[0][0]
 
     @torch.no_grad()
-    def _gap(self, prompt: list[int], answer: Completion) -> float:
-        """Mean difference between the engine's and the trainer's log-probs of ``answer``, nats a token. Collective."""
+    def _gap(self, prompt: list[int]) -> float:
+        """Mean difference between the engine's and the trainer's log-probs of an answer, nats a token. Collective."""
+        temperature = self.cfg.rollout.temperature
+        answer = self._answer(prompt, temperature)
         tokens = model_megatron.one_row(prompt + answer.tokens, self.parallel)
         mask = torch.zeros_like(tokens)
         mask[0, len(prompt) : len(prompt) + len(answer.tokens)] = 1
-        logp = model_megatron.token_logprobs(self.model, tokens, mask, self.parallel)[0]
+        logp = model_megatron.token_logprobs(self.model, tokens, mask, self.parallel, temperature)[0]
         return (logp[mask == 1].cpu() - torch.tensor(answer.logp)).abs().mean().item()
 
     def _changed(self, touched: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """What training or noise changes, clean; what noise changes is also kept in ``touched``."""
+        """The weights that do, LoRA merged; under rollout.sync adapter only what noise changes."""
         self.checksum = 0.0
-        for name, tensor in weights_hf.export(self.model, self.arch, self.parallel, only=self.touched):
+        for name, tensor in self._export(self.touched):
             if name not in self.touched:
                 self.checksum += tensor.float().sum().item()
             elif touched is not None:
                 touched[name] = tensor
             yield name, tensor
+
+    def _factors(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Name of each adapted weight -> its A (R, in) and B (out, R), whole, fp32. Collective."""
+        adapters = lora_megatron.attached(self.model)
+        whole = adapter_weights.gather(adapters, lora_megatron.factors(adapters), self.arch, self.parallel)
+        self.checksum = sum(factor.double().sum().item() for factor in whole.values())
+        modules = adapter_weights.adapted_modules(self.arch, self.cfg.lora)
+        return {name: (a, b) for module in modules for name, a, b in module.pairs(whole)}

@@ -254,9 +254,14 @@ def _shard(view, dim: int | None, size: int, rank: int) -> Tensor:
 
 @torch.no_grad()
 def export(
-    model: torch.nn.Module, arch: Architecture, parallel: Parallel, *, only: Collection[str] | None = None
+    model: torch.nn.Module,
+    arch: Architecture,
+    parallel: Parallel,
+    *,
+    only: Collection[str] | None = None,
+    merge: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the model under its Hugging Face name, whole, with LoRA merged, layer by layer.
+    """Every tensor of the model under its Hugging Face name, whole, with LoRA merged if ``merge``, layer by layer.
 
     Merged is W + (alpha / R) B A in fp32 from the untouched base, cast once to the model's dtype. Collective: every
     rank walks the whole stream, and gets the same tensors. At most expert-parallel-size experts exist whole at a time.
@@ -265,12 +270,9 @@ def export(
     """
     todo = list(slots(model, arch, parallel))
     if only is not None:
-        wanted = {fused_group(s.names[0]) for s in todo if s.adapter or any(name in only for name in s.names)}
-        todo = [slot for slot in todo if fused_group(slot.names[0]) in wanted]
+        todo = changing(todo, only, merge)
     for slot in todo:
-        value = slot.weight
-        if slot.adapter is not None:
-            value = (value.float() + _delta(slot)).to(value.dtype)
+        value = merged(slot) if merge else slot.weight
         if slot.expert is None:
             yield from _whole(slot, value, slot.names, arch, parallel.tensor, parallel.tensor_group)
             continue
@@ -279,6 +281,23 @@ def export(
             number = rank * local + slot.expert
             names = tuple(re.sub(r"experts\.\d+", f"experts.{number}", name) for name in slot.names)
             yield from _whole(slot, peer.t(), names, arch, parallel.expert_tensor, parallel.expert_tensor_group)
+
+
+def changing(todo: list[Slot], only: Collection[str], adapted: bool = True) -> list[Slot]:
+    """The slots that hold a tensor of ``only``, or are ``adapted`` by LoRA, with all that an engine fuses with them."""
+    wanted = {
+        fused_group(slot.names[0])
+        for slot in todo
+        if (adapted and slot.adapter) or any(name in only for name in slot.names)
+    }
+    return [slot for slot in todo if fused_group(slot.names[0]) in wanted]
+
+
+def merged(slot: Slot) -> Tensor:
+    """This rank's W + (alpha / R) B A, in fp32 from the untouched base, cast once; the base itself without LoRA."""
+    if slot.adapter is None:
+        return slot.weight
+    return (slot.weight.float() + _delta(slot)).to(slot.weight.dtype)
 
 
 def fused_group(name: str) -> str:

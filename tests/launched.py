@@ -17,15 +17,19 @@ ROOT = Path(__file__).parents[1]
 class Launch:
     """A torchrun and the processes it has started."""
 
-    def __init__(self, ranks: int, script: str, *arguments: object, log: Path) -> None:
+    def __init__(
+        self, ranks: int, script: str, *arguments: object, log: Path, meet: tuple[str, ...] = ("--standalone",)
+    ) -> None:
         # --standalone: a free port, so that tests and trainings of one machine do not meet.
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        launcher = ["-m", "torch.distributed.run", *meet, f"--nproc_per_node={ranks}"]
         command = [sys.executable, *launcher, script, *map(str, arguments)]
+        # As launch.sh does: in torchrun's own store a restarted process would meet the addresses of dead ones.
+        variables = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         self.log = log
         self.known: set[tuple[int, str]] = set()
         with open(log, "wb") as file:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=file, stderr=subprocess.STDOUT
+                command, cwd=ROOT, env=os.environ | variables, stdout=file, stderr=subprocess.STDOUT
             )
 
     @property
@@ -79,9 +83,9 @@ class Launch:
 
 
 @contextmanager
-def launch(ranks: int, script: str, *arguments: object, log: Path) -> Iterator[Launch]:
-    """A torchrun that is gone with all its processes when the block ends, however it ends."""
-    started = Launch(ranks, script, *arguments, log=log)
+def launch(ranks: int, script: str, *arguments: object, log: Path, **options: tuple[str, ...]) -> Iterator[Launch]:
+    """A torchrun that is gone with all its processes when the block ends, however it ends. ``meet``: how ranks do."""
+    started = Launch(ranks, script, *arguments, log=log, **options)
     try:
         yield started
     finally:

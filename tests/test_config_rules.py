@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import config
-from config import InputError, check_layout, check_runnable, load_config
+from config import InputError, check_layout, load_config
 from config_rules import IDLE
 from hf_config import Architecture
 
@@ -89,15 +89,12 @@ def test_four_files_are_shipped():
 @pytest.mark.parametrize(
     ("name", "arch", "world"), [("qwen3", QWEN3_30B_A3B, 16), ("qwen15_moe", QWEN15_MOE, 16)], ids=["qwen3", "qwen15"]
 )
-def test_the_real_models_fit_their_layouts_but_do_not_run_yet(name, arch, world):
-    cfg = load_config(ROOT / "configs" / f"{name}.yaml")
-    check_layout(cfg, arch, world)
-    with pytest.raises(InputError, match="device: npu is not supported yet, only cpu has been run"):
-        check_runnable(cfg)
+def test_the_real_models_fit_their_layouts(name, arch, world):
+    check_layout(load_config(ROOT / "configs" / f"{name}.yaml"), arch, world)
 
 
 @pytest.mark.parametrize(("name", "world"), [("tiny_cpu", 2), ("tiny_16", 16)])
-def test_the_tiny_models_fit_their_layouts_and_run(name, world):
+def test_the_tiny_models_fit_their_layouts(name, world):
     cfg = load_config(ROOT / "configs" / f"{name}.yaml")
     tiny = cfg.tiny_model
     arch = dataclasses.replace(
@@ -109,7 +106,6 @@ def test_the_tiny_models_fit_their_layouts_and_run(name, world):
         num_experts=tiny.num_experts,
     )
     check_layout(cfg, arch, world)
-    check_runnable(cfg)
 
 
 def test_the_arithmetic_in_the_comments_of_the_tiny_recipe_is_its_values():
@@ -223,6 +219,8 @@ def test_every_idle_rule_names_a_field():
         (["tiny_model.teacher_right=0.5"], "tiny_model.teacher_right: 0.5 + teacher_wrong_operation 0.55 exceeds 1"),
         (["parallel.pipeline=2", "loss.kl_coef=0"], "only 1 is; loss.kl_coef"),
         (["rollout.engine=vllm", "rollout.top_p=0.9"], "rollout.top_p: 0.9 is for rollout.engine torch"),
+        (["rollout.engine=vllm", "rollout.temperature=2.5"], "rollout.temperature: 2.5 is for rollout.engine torch"),
+        (["rollout.engine=vllm", "eval.temperature=0.001"], "eval.temperature: 0.001 is for rollout.engine torch"),
         (
             ["rollout.engine=vllm", "model.dtype=bf16", "aqn.schedule=constant", "aqn.bf16=fp32"],
             "aqn.bf16: fp32 is for rollout.engine torch",
@@ -232,13 +230,6 @@ def test_every_idle_rule_names_a_field():
 )
 def test_values_that_cannot_work_together_are_refused_with_their_numbers(overrides, expected):
     assert expected in refusal(TINY, *overrides)
-
-
-@pytest.mark.parametrize("device", ["cuda", "npu"])
-def test_what_cannot_run_yet_loads_and_is_refused_by_the_trainer(device):
-    with pytest.raises(InputError, match=f"device: {device} is not supported yet, only cpu has been run"):
-        check_runnable(load_config(TINY, [f"device={device}"]))
-    check_runnable(load_config(TINY, ["device=auto"]))
 
 
 # ------------------------------------------------------------------------------------------------------------ layouts
@@ -280,13 +271,14 @@ def test_what_cannot_run_yet_loads_and_is_refused_by_the_trainer(device):
             dataclasses.replace(QWEN3_30B_A3B, max_positions=1024),
             16,
             {},
-            "data.max_prompt_tokens: 512 + rollout.max_new_tokens 1024 = 1536 exceeds the model's 1024 positions",
+            "data.max_prompt_tokens: 512 + rollout.max_new_tokens 1536 = 2048 exceeds the model's 1024 positions",
         ),
     ],
 )
 def test_an_impossible_layout_is_refused_with_numbers_and_the_nearest_that_works(arch, world, layout, expected):
     sizes = {"tensor": 1, "expert": 1, "expert_tensor": 1} | layout
-    cfg = load_config(ROOT / "configs" / "qwen3.yaml", [f"parallel.{key}={size}" for key, size in sizes.items()])
+    layout = [f"parallel.{key}={size}" for key, size in sizes.items()]
+    cfg = load_config(ROOT / "configs" / "qwen3.yaml", [*layout, "rollout.expert_parallel=false"])
     with pytest.raises(InputError) as caught:
         check_layout(cfg, arch, world)
     assert str(caught.value).endswith(expected) or str(caught.value).startswith(expected)
@@ -308,4 +300,75 @@ def test_an_impossible_layout_is_refused_with_numbers_and_the_nearest_that_works
 )
 def test_a_possible_layout_is_accepted(arch, world, tensor, expert, expert_tensor):
     layout = [f"parallel.tensor={tensor}", f"parallel.expert={expert}", f"parallel.expert_tensor={expert_tensor}"]
-    check_layout(load_config(ROOT / "configs" / "qwen3.yaml", layout), arch, world)
+    check_layout(load_config(ROOT / "configs" / "qwen3.yaml", [*layout, "rollout.expert_parallel=false"]), arch, world)
+
+
+# ------------------------------------------------------------------------------------------------ shards in common
+
+
+SHARED = ["parallel.tensor=4", "rollout.tensor=4", "rollout.expert_parallel=true"]
+STREAMED = "(or rollout.expert_parallel false, which pushes whole tensors)"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["device=cpu"], "rollout.expert_parallel: device cpu packs vLLM's weights; needed: npu"),
+        (["device=cuda"], "rollout.expert_parallel: device cuda packs vLLM's weights; needed: npu"),
+        (
+            ["rollout.tensor=2"],
+            "rollout.tensor: 2 with rollout.expert_parallel splits attention differently than parallel.tensor 4; "
+            "needed: the same",
+        ),
+        (["parallel.expert_tensor=4"], "parallel.expert_tensor: 4 splits experts"),
+        (["rollout.engine=torch"], "override rollout.expert_parallel: not read, rollout.engine is not vllm"),
+    ],
+)
+def test_what_cannot_share_shards_whatever_the_model_is_refused(overrides, expected):
+    assert expected in refusal(ROOT / "configs" / "qwen3.yaml", *SHARED, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("arch", "world", "overrides", "expected"),
+    [
+        (QWEN3_30B_A3B, 16, [], None),
+        (QWEN3_30B_A3B, 8, ["parallel.expert=8"], None),
+        (QWEN3_30B_A3B, 32, ["parallel.expert=32"], None),
+        (QWEN15_MOE, 12, ["parallel.expert=12"], None),
+        (
+            QWEN15_MOE,
+            16,
+            ["parallel.expert=4"],
+            "rollout.expert_parallel: 60 experts cannot be shared out evenly over all 16 ranks; nearest: 12, 20 ranks",
+        ),
+        (
+            QWEN3_30B_A3B,
+            16,
+            ["parallel.expert=4"],
+            "parallel.expert: 4, while rollout.expert_parallel spreads vLLM's experts over all 16 ranks; needed: 16",
+        ),
+        (
+            dataclasses.replace(QWEN3_30B_A3B, vocab_size=151940),
+            16,
+            [],
+            "rollout.expert_parallel: vLLM pads a vocabulary of 151940 to a multiple of 64 before it splits it, the "
+            "trainer does not; needed: a multiple",
+        ),
+        (
+            QWEN15_MOE,
+            12,
+            ["parallel.expert=12", "aqn.schedule=constant"],
+            "aqn.schedule: constant needs the shared expert's whole matrices, of which rollout.expert_parallel leaves "
+            "every rank its part; needed: off",
+        ),
+        (QWEN3_30B_A3B, 16, ["aqn.schedule=constant"], None),
+    ],
+)
+def test_a_model_whose_shards_would_differ_is_refused_with_what_would_do(arch, world, overrides, expected):
+    cfg = load_config(ROOT / "configs" / "qwen3.yaml", [*SHARED, *overrides])
+    if expected is None:
+        check_layout(cfg, arch, world)
+        return
+    with pytest.raises(InputError) as caught:
+        check_layout(cfg, arch, world)
+    assert str(caught.value) == f"{expected} {STREAMED}"

@@ -5,11 +5,20 @@ N rows, E experts, h input width, o output width, b rows, T tokens, d head size.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 import device as devices
+from config import InputError
+
+ROOT = Path(__file__).parents[1]
+OLD_MEGATRON = ROOT / os.environ.get("MEGATRON_0_12_DIR", ".cache/megatron-core-0.12.1")
 
 
 def plain_grouped(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
@@ -93,3 +102,78 @@ def test_causal_attention_is_softmax_over_the_past(kv_heads):
             for t in range(5):
                 weights = torch.softmax(0.3 * k[: t + 1] @ query[row, head, t], 0)
                 torch.testing.assert_close(found[row, head, t], weights @ v[: t + 1], rtol=1e-5, atol=1e-5)
+
+
+def test_swiglu_gates_the_second_half_with_the_first():
+    gate_up = torch.randn(5, 8, generator=torch.Generator().manual_seed(5))
+    gate, up = gate_up[:, :4], gate_up[:, 4:]
+    torch.testing.assert_close(devices.swiglu(gate_up), gate / (1 + torch.exp(-gate)) * up)
+
+
+def test_rotary_turns_each_pair_by_its_angle():
+    """Element i of the first half and i of the second are a point in the plane."""
+    generator = torch.Generator().manual_seed(6)
+    x, angle = torch.randn(2, 5, 3, 8, generator=generator), torch.randn(1, 5, 1, 4, generator=generator)
+    doubled = torch.cat([angle, angle], -1)
+    found = devices.rotary(x, doubled.cos(), doubled.sin())
+    turned = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angle), angle)
+    torch.testing.assert_close(found, torch.cat([turned.real, turned.imag], -1))
+
+
+# ------------------------------------------------------------------------------------------------ start-up
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("npu", "device: npu: torch_npu is not installed; needed: requirements/npu.txt"),
+        ("cuda", r"device: cuda: torch .* has no CUDA|sees no GPU"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_by_name(name, words):
+    with pytest.raises(InputError, match=words):
+        devices.resolve.__wrapped__(name)  # not from the cache
+
+
+def test_deterministic_changes_nothing_on_a_cpu(monkeypatch):
+    environment: dict[str, str] = {}
+    monkeypatch.setattr(os, "environ", environment)
+    devices.set_environment("cpu", deterministic=True)
+    devices.make_deterministic(torch.device("cpu"))
+    assert not environment and not torch.are_deterministic_algorithms_enabled()
+
+
+def test_deterministic_sets_what_is_unset_and_refuses_the_contrary(monkeypatch):
+    environment = {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}  # as good as ours
+    monkeypatch.setattr(os, "environ", environment)
+    devices.set_environment("auto", deterministic=False)
+    assert len(environment) == 1
+    devices.set_environment("cuda", deterministic=True)
+    assert environment == {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+    environment["NCCL_ALGO"] = "Tree"
+    with pytest.raises(InputError, match="NCCL_ALGO is Tree in the environment; needed: Ring, or unset"):
+        devices.set_environment("auto", deterministic=True)
+
+
+IMPORT = """
+import sys, warnings
+warnings.filterwarnings("ignore")
+import torch, device
+compiler = torch.compile
+device.import_megatron(torch.device("cpu"))
+import megatron.core
+assert torch.compile is compiler
+print(megatron.core.__version__, *(name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules))
+"""
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.12.1"])
+def test_importing_megatron_leaves_torchs_compiler_alone(version):
+    """It would cost more than all the rest of the import."""
+    if version == "0.12.1" and not (OLD_MEGATRON / "megatron").is_dir():
+        pytest.skip("megatron-core 0.12.1 is not there (MEGATRON_0_12_DIR); run_tests.sh puts it there")
+    path = os.pathsep.join([str(ROOT), *([str(OLD_MEGATRON)] if version == "0.12.1" else [])])
+    command, environment = [sys.executable, "-c", IMPORT], os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == [version]

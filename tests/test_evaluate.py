@@ -77,6 +77,24 @@ def test_an_evaluation_depends_neither_on_ranks_nor_on_waves_nor_on_the_seed(tmp
             assert training.in_world(layout, evaluated, cfg, layout) == [expected] * world.LAYOUTS[layout][0]
 
 
+def calls(cfg: Config, layout: str) -> list[int]:
+    made: list[int] = []
+
+    class Counting(SeedEngine):
+        def sample(self, prompts, **how):
+            made.append(len(prompts))
+            return super().sample(prompts, **how)
+
+    evaluate.evaluate(Counting(), QUESTIONS, score, cfg, world.open_layout(layout))
+    return made
+
+
+def test_every_rank_samples_equally_often_even_without_questions(tmp_path) -> None:
+    """Engines that sample in lockstep wait for each other in every call: seven questions, 4 and 3, in waves of 3."""
+    found = training.in_world("DP2", calls, config(tmp_path, eval__batch_size=3), "DP2")
+    assert found == [[3, 3, 1, 1], [3, 3, 0, 0]]  # a greedy and a sampled call for each wave
+
+
 def test_summary_and_outcomes_by_hand(tmp_path) -> None:
     ((summary, outcomes),) = training.in_world("TP1", evaluated, config(tmp_path), "TP1")
     assert [row["question"] for row in outcomes] == list(range(7))

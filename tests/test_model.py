@@ -122,9 +122,7 @@ def other_forwards(parallel: Parallel, path: Path, tokens: Tensor) -> dict[str, 
         (logp.sum() + entropy.sum()).backward()
     answers["rows_of_logits"] = widest.rows
     answers["chunk_gap"] = max(
-        float((p.grad - gradients[1][name]).abs().max())
-        for name, p in model.named_parameters()
-        if p.grad is not None
+        float((p.grad - gradients[1][name]).abs().max()) for name, p in model.named_parameters() if p.grad is not None
     )
     model_megatron.LOGITS_PER_CHUNK = 2**24
 

@@ -95,9 +95,7 @@ def test_killed_at_exact_places_under_torchrun(model, tmp_path) -> None:
     for number, (place, count, rank) in enumerate([("update", 4, 1), ("checkpoint", 2, 0)]):
         flag = tmp_path / f"flag{number}"
         fault = ("hang", place, count, rank, flag)
-        with launched.launch(
-            2, "tests/faulty_train.py", *fault, path, log=tmp_path / f"killed{number}.log"
-        ) as killed:
+        with launched.launch(2, "tests/faulty_train.py", *fault, path, log=tmp_path / f"killed{number}.log") as killed:
             killed.until(flag.exists)
             killed.kill()
             assert not killed.living()

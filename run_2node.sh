@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Qwen3-30B-A3B, GRPO with LoRA, on two machines of 8 or 16 dies each. Start it on both, with the same settings:
+#
+#   RENDEZVOUS=<first machine>:29400 bash run_2node.sh [--plan-only] [section.key=value ...]
+#
+# The two torchruns meet at RENDEZVOUS; a machine that is lost ends the run on the other one within seconds. To try it on
+# one machine without any device, in two terminals:
+#
+#   DEVICE=cpu bash run_2node.sh name=two train.steps=5
+#
+# First the doctor looks at the machine and preflight.py at the layout. Each rank's output is in $OUT/logs. Started again,
+# the same command resumes from the last checkpoint; RESTARTS=1 on both lets torchrun do that for a lost process. Exit code:
+# 1 refused or failed, 2 unusable input. Two processes on a CPU are tested (tests/test_two_nodes.py); not run on NPUs yet.
+
+set -euo pipefail
+
+# --- yours to change -------------------------------------------------------------------------------------------------
+DEVICE=${DEVICE:-npu}                        # or cpu: two processes of the tiny model
+RENDEZVOUS=${RENDEZVOUS:-}                   # host:port of the first machine, the same on both; the port must be free
+RANKS_PER_NODE=${RANKS_PER_NODE:-16}         # or 8
+INTERFACE=${INTERFACE:-}                     # network interface between the machines, e.g. eth0; "": their own choice
+MODEL=${MODEL-models/Qwen3-30B-A3B}          # folder of the Hugging Face model, as downloaded; on both machines
+TRAIN=${TRAIN-data/gsm8k/train.jsonl}        # GSM8K: .jsonl or .parquet; on both machines
+TEST=${TEST-data/gsm8k/test.jsonl}           # its held-out questions
+OUT=${OUT-out}                               # runs, checkpoints, logs; a folder that both machines share: both resume from it
+LAYOUT=${LAYOUT:-tp4_ep16}                   # 8 or 16 a machine: EP16 fits both; or tp4_ep8, tp4_ep4: EP inside a machine
+PYTHON=${PYTHON:-python3}                    # with requirements/npu.txt and MindSpeed (docs/npu.md)
+# ---------------------------------------------------------------------------------------------------------------------
+
+cd "$(dirname "$0")"
+CONFIG=configs/qwen3.yaml NODES=2 EXTRA=() ENVIRONMENT=(npu_env.sh run_2node.sh)
+if [ -n "$INTERFACE" ]; then
+    export GLOO_SOCKET_IFNAME="$INTERFACE"   # else gloo takes the interface that the host's name belongs to
+    export HCCL_SOCKET_IFNAME="$INTERFACE"   # likewise HCCL
+fi
+if [ "$DEVICE" = cpu ]; then
+    RENDEZVOUS=${RENDEZVOUS:-localhost:29400}
+    CONFIG=configs/tiny_cpu.yaml RANKS_PER_NODE=1 LAYOUT=tp1_ep2 MODEL="" TRAIN="" EXTRA=(device=cpu) ENVIRONMENT=(run_2node.sh)
+    export OMP_NUM_THREADS=1                 # the processes share the cores
+elif [ -z "$RENDEZVOUS" ]; then
+    echo "error: RENDEZVOUS: not given; needed: host:port of the first machine, the same on both, e.g. node1:29400" >&2
+    exit 2
+else
+    source ./npu_env.sh
+fi
+source ./launch.sh
+launch "$@"

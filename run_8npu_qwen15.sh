@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Qwen1.5-MoE-A2.7B, GRPO with LoRA and AQN noise, on 8 dies of an Ascend server. Its 60 experts exclude EP 8; what divides
+# both 60 and 8 is EP 1, 2 or 4.
+#
+#   bash run_8npu_qwen15.sh [--plan-only] [section.key=value ...]     --plan-only: print exports and commands, start nothing
+#
+# First the doctor looks at the machine and preflight.py at the layout. Each rank's output is in $OUT/logs. Started again,
+# the same command resumes from the last checkpoint. Exit code: 1 refused or failed, 2 unusable input. Not run on an NPU yet.
+
+set -euo pipefail
+
+# --- yours to change -------------------------------------------------------------------------------------------------
+MODEL=${MODEL-models/Qwen1.5-MoE-A2.7B}   # folder of the Hugging Face model, as downloaded
+TRAIN=${TRAIN-data/gsm8k/train.jsonl}     # GSM8K: .jsonl or .parquet
+TEST=${TEST-data/gsm8k/test.jsonl}        # its held-out questions
+OUT=${OUT-out}                            # runs, checkpoints, logs
+LAYOUT=${LAYOUT:-tp4_ep4}                 # or tp4_ep2, tp2_ep2, tp2_ep4
+PYTHON=${PYTHON:-python3}                 # with requirements/npu.txt and MindSpeed (docs/npu.md)
+# ---------------------------------------------------------------------------------------------------------------------
+
+cd "$(dirname "$0")"
+CONFIG=configs/qwen15_moe.yaml NODES=1 RANKS_PER_NODE=8 RENDEZVOUS="" EXTRA=() ENVIRONMENT=(npu_env.sh)
+source ./npu_env.sh
+source ./launch.sh
+launch "$@"

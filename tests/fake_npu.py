@@ -1,0 +1,515 @@
+"""A pretend Ascend NPU for machines that have none: tensors of device type 'npu' whose data lies on the CPU, torch.npu,
+an importable torch_npu with the five kernels that device.py calls, and the 'hccl' backend on gloo.
+
+It runs the Python of `device: npu` and refuses what the hardware refuses: tensors of two devices in one operation,
+reductions of float64, arguments that a kernel's documentation rules out. It says nothing of CANN's numerics, speed or
+memory. `install()` cannot be undone, so use it in a process of its own. All tensors say npu:0, whatever set_device
+says: torch's guard for devices written in Python knows one. Each kernel is its documented formula in plain torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.machinery
+import os
+import sys
+import types
+from collections.abc import Callable
+
+import torch
+import torch._C._distributed_c10d as c10d
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+GROUPS: list[_Hccl] = []  # every hccl group made in this process
+KERNELS: dict[str, int] = {}  # how often each kernel was called
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+REDUCED = (*FLOATS, torch.int8, torch.int16, torch.int32, torch.int64)
+state = {"device": 0, "resizing": False}
+
+
+def require(condition: object, message: str) -> None:
+    """RuntimeError, as from the hardware, unless ``condition``."""
+    if not condition:
+        raise RuntimeError(message)
+
+
+# ------------------------------------------------------------------------------------------------ tensors
+
+
+class NpuTensor(Tensor):
+    """A tensor of device npu:0 around ``raw``, a CPU tensor that holds its data."""
+
+    @staticmethod
+    def __new__(cls, raw: Tensor, requires_grad: bool = False):
+        tensor = Tensor._make_wrapper_subclass(
+            cls,
+            raw.size(),
+            strides=raw.stride(),
+            storage_offset=raw.storage_offset(),
+            dtype=raw.dtype,
+            layout=raw.layout,
+            device=torch.device("npu", 0),
+            requires_grad=requires_grad,
+        )
+        tensor.raw = raw
+        return tensor
+
+    def __init__(self, *args, **kwargs) -> None:
+        pass
+
+    def __repr__(self, **unused) -> str:
+        return f"NpuTensor({self.raw})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, function, classes, args=(), kwargs=None):
+        return run(function, args, kwargs or {})
+
+    def numpy(self, *, force: bool = False):
+        require(force, "can't convert npu:0 device type tensor to numpy. Use Tensor.cpu() first.")
+        return self.raw.detach().numpy()
+
+    def tolist(self):
+        return self.raw.tolist()
+
+    def data_ptr(self) -> int:
+        return self.raw.data_ptr()
+
+    def record_stream(self, stream) -> None:
+        pass
+
+    @property
+    def data(self):
+        return self.detach()
+
+    @data.setter
+    def data(self, new: NpuTensor) -> None:
+        Tensor.data.__set__(self, new)
+        self.raw = new.raw.detach()
+
+
+COPIES = {
+    torch.ops.aten.copy_.default,
+    torch.ops.aten._copy_from.default,
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten._foreach_copy_.default,
+}
+
+
+def run(function, args: tuple, kwargs: dict):
+    """One operation of torch on npu tensors, or that makes one: done on their data."""
+    flat = tree_flatten((args, kwargs))[0]
+    on_npu = any(isinstance(x, NpuTensor) for x in flat)
+    on_cpu = any(isinstance(x, Tensor) and not isinstance(x, NpuTensor) and x.dim() > 0 for x in flat)
+    # Index tensors may lie on the CPU, numbers as tensors too.
+    require(
+        not (on_npu and on_cpu) or function in COPIES or "index" in function.__name__,
+        f"Expected all tensors to be on the same device, but found at least two devices, npu:0 and cpu! ({function})",
+    )
+    require(not (on_npu and function.namespace == "c10d"), "No backend type associated with device type npu")
+    devices = [x for x in flat if isinstance(x, torch.device)]
+    if devices:
+        on_npu = devices[0].type == "npu"
+    raw = tree_map(_raw, (args, kwargs))
+    raw[1].update({"pin_memory": False} if kwargs.get("pin_memory") else {})
+    out = function(*raw[0], **raw[1])
+    for x in flat:  # out= and resize_ change the shape of the data: the wrapper follows
+        if isinstance(x, NpuTensor) and not state["resizing"] and x.size() != x.raw.size():
+            state["resizing"] = True
+            try:
+                Tensor.data.__set__(x, NpuTensor(x.raw))
+            finally:
+                state["resizing"] = False
+    if function is torch.ops.aten.copy_.default:
+        return args[0]
+    if function is torch.ops.aten._copy_from.default:
+        return args[1]
+    if not on_npu:
+        return out
+    # In inference mode a view of a normal tensor is a normal one, whatever else is made there is not.
+    normal = function.is_view and not args[0].is_inference()
+    with torch.inference_mode(False) if normal else contextlib.nullcontext():
+        out = tree_map(lambda x: NpuTensor(x) if isinstance(x, Tensor) and not isinstance(x, NpuTensor) else x, out)
+    return return_and_correct_aliasing(function, args, kwargs, out)
+
+
+def _raw(x):
+    if isinstance(x, NpuTensor):
+        return x.raw
+    return torch.device("cpu") if isinstance(x, torch.device) else x
+
+
+# ------------------------------------------------------------------------------------------------ torch.npu
+
+
+class Stream:
+    """Nothing is asynchronous here: all its methods do nothing."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        pass
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: self
+
+
+def torch_npu_module() -> types.ModuleType:
+    """torch.npu, as far as Megatron and the trainer ask for it."""
+    module = types.ModuleType("torch.npu")
+    generator = torch.default_generator
+
+    def set_device(device) -> None:
+        index = device if isinstance(device, int) else torch.device(device).index or 0
+        require(0 <= index < module.device_count(), f"Invalid device ID {index}")
+        state["device"] = index
+
+    def device_count() -> int:
+        visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
+        return 16 if visible is None else len(visible.split(","))
+
+    module.set_device, module.device_count = set_device, device_count
+    module.is_available = module.is_initialized = module.is_bf16_supported = lambda: True
+    module._is_in_bad_fork = lambda: False
+    module.init = module._lazy_init = module.empty_cache = lambda: None
+    module.current_device = lambda: state["device"]
+    module.synchronize = module.reset_peak_memory_stats = lambda device=None: None
+    module.get_device_name = lambda device=None: "Ascend910_9392"
+    module.memory_allocated = module.max_memory_allocated = module.memory_reserved = lambda device=None: 0
+    module.manual_seed = module.manual_seed_all = lambda seed: generator.manual_seed(seed)
+    module.initial_seed = lambda: generator.initial_seed()
+    module.get_rng_state = lambda device=None: generator.get_state()
+    module.set_rng_state = lambda new_state, device=None: generator.set_state(new_state)
+    module.default_generators = (generator,) * 16
+    module._lazy_call = lambda function, **kwargs: function()
+    module.Stream = module.Event = Stream
+    module.current_stream = module.default_stream = lambda device=None: Stream()
+    module.stream = module.device = lambda chosen: contextlib.nullcontext()
+    return module
+
+
+# ------------------------------------------------------------------------------------------------ hccl
+
+
+class _Hccl(dist.ProcessGroup):
+    """The collectives of hccl on gloo. ``used``: whether hardware would have built a communicator, at its first use."""
+
+    def __init__(self, options, pg_options) -> None:
+        super().__init__(options.group_rank, options.group_size)
+        self.gloo = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
+        self.own_rank, self.ranks = options.group_rank, options.group_size
+        self.members = options.global_ranks_in_group
+        self.buffer_mib = getattr(pg_options, "hccl_config", {}).get("hccl_buffer_size")
+        self.used, self.names = False, {"name": "", "desc": ""}
+        GROUPS.append(self)
+
+    def data(self, x, reduced: bool = False):
+        """The CPU tensors behind npu tensors, which must be fit for hccl."""
+        self.used = True
+        if isinstance(x, (list, tuple)):
+            return [self.data(y, reduced) for y in x]
+        require(x.device.type == "npu", f"No backend type associated with device type {x.device.type}")
+        require(x.is_contiguous(), "Tensors must be contiguous")
+        require(not reduced or x.dtype in REDUCED, f"HCCL reduction: unsupported data type {x.dtype}")
+        return x.raw
+
+    def allreduce(self, tensors, options=None):
+        return self.gloo.allreduce(self.data(tensors, True), options or c10d.AllreduceOptions())
+
+    def broadcast(self, tensors, options=None):
+        return self.gloo.broadcast(self.data(tensors), options or c10d.BroadcastOptions())
+
+    def allgather(self, out, given, options=None):
+        return self.gloo.allgather(self.data(out), self.data(given), options or c10d.AllgatherOptions())
+
+    def _allgather_base(self, out, given, options=None):
+        return self.gloo._allgather_base(self.data(out), self.data(given), options or c10d.AllgatherOptions())
+
+    def _reduce_scatter_base(self, out, given, options=None):
+        return self.gloo._reduce_scatter_base(
+            self.data(out), self.data(given, True), options or c10d.ReduceScatterOptions()
+        )
+
+    def alltoall_base(self, out, given, out_splits, in_splits, options=None):
+        options = options or c10d.AllToAllOptions()
+        return self.gloo.alltoall_base(self.data(out), self.data(given), out_splits, in_splits, options)
+
+    def barrier(self, options=None):
+        self.used = True
+        return self.gloo.barrier(c10d.BarrierOptions())
+
+    # torch 2.13's names
+    all_gather_single, reduce_scatter_single, all_to_all_single = _allgather_base, _reduce_scatter_base, alltoall_base
+
+    def getBackendName(self) -> str:
+        return "hccl"
+
+    name = getBackendName
+
+    def size(self) -> int:
+        return self.ranks
+
+    def rank(self) -> int:
+        return self.own_rank
+
+    @property
+    def _device_types(self):
+        return [torch.device("npu")]
+
+    @property
+    def group_name(self) -> str:
+        return self.names["name"]
+
+    def _set_group_name(self, name: str) -> None:
+        self.names["name"] = name
+
+    @property
+    def group_desc(self) -> str:
+        return self.names["desc"]
+
+    def _set_group_desc(self, desc: str) -> None:
+        self.names["desc"] = desc
+
+
+# ------------------------------------------------------------------------------------------------ kernels
+
+
+def kernel(function: Callable) -> Callable:
+    """A function of torch_npu: counted, and for npu tensors of one floating-point type only."""
+
+    @functools.wraps(function)
+    def checked(*args, **kwargs):
+        KERNELS[function.__name__] = KERNELS.get(function.__name__, 0) + 1
+        tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        require(all(isinstance(x, NpuTensor) for x in tensors), f"{function.__name__}: a tensor is not on the npu")
+        dtypes = {x.dtype for x in tensors} - {torch.bool, torch.int64}
+        require(len(dtypes) == 1 and dtypes <= set(FLOATS), f"{function.__name__}: unsupported types {dtypes}")
+        return function(*args, **kwargs)
+
+    return checked
+
+
+@kernel
+def npu_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    require(gamma.shape == x.shape[-1:], f"npu_rms_norm: gamma {gamma.shape} of x {x.shape}")
+    scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + epsilon)
+    return (x.float() * scale).to(x.dtype) * gamma, scale
+
+
+@kernel
+def npu_swiglu(x: Tensor, dim: int = -1) -> Tensor:
+    require(x.shape[dim] % 2 == 0, f"npu_swiglu: axis of {x.shape[dim]}")
+    gate, up = x.chunk(2, dim)
+    return torch.nn.functional.silu(gate) * up
+
+
+@kernel
+def npu_rotary_mul(x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half") -> Tensor:
+    require(rotary_mode == "half" and x.is_contiguous(), "npu_rotary_mul: mode half of a contiguous x is imitated")
+    require(x.dim() == r1.dim() == 4 and r1.shape == r2.shape, f"npu_rotary_mul: {x.shape}, {r1.shape}, {r2.shape}")
+    require(r1.shape[-1] == x.shape[-1] and r1.shape[-1] % 2 == 0, f"npu_rotary_mul: {x.shape}, {r1.shape}")
+    # BNSD, BSND or SBND: the angles have the sequence's length on one axis, and 1 on the other two.
+    places = [i for i in range(3) if r1.shape[i] != 1]
+    require(len(places) <= 1 and all(r1.shape[i] == x.shape[i] for i in places), f"npu_rotary_mul: {r1.shape}")
+    first, second = x.chunk(2, -1)
+    return x * r1 + torch.cat((-second, first), -1) * r2
+
+
+@kernel
+def npu_fusion_attention(
+    query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, pse=None, padding_mask=None,
+    atten_mask: Tensor | None = None, scale: float = 1.0, keep_prob: float = 1.0, pre_tockens: int = 2**31 - 1,
+    next_tockens: int = 2**31 - 1, inner_precise: int = 0, prefix=None, actual_seq_qlen=None, actual_seq_kvlen=None,
+    sparse_mode: int = 0, gen_mask_parallel: bool = True, sync: bool = False,
+) -> tuple:  # fmt: skip
+    where = "npu_fusion_attention"
+    require(input_layout == "BNSD" and sparse_mode == 2 and keep_prob == 1.0, f"{where}: only what device.py asks for")
+    require(query.dim() == key.dim() == 4 and key.shape == value.shape, f"{where}: {query.shape} and {key.shape}")
+    batch, heads, length, size = query.shape
+    require(head_num == heads and heads % key.shape[1] == 0, f"{where}: {head_num} of {heads}, {key.shape[1]} heads")
+    require((batch, length, size) == (key.shape[0], *key.shape[2:]), f"{where}: {query.shape} and {key.shape}")
+    require(atten_mask is not None and atten_mask.dtype == torch.bool, f"{where}: sparse_mode 2 wants a bool mask")
+    whole = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+    require(atten_mask.shape == whole.shape and torch.equal(atten_mask.raw, whole), f"{where}: not the causal mask")
+    key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
+    position = torch.arange(length, device=query.device)
+    scores = (query.float() @ key.float().transpose(-1, -2)) * scale
+    weights = scores.masked_fill(position[None] > position[:, None], float("-inf")).softmax(-1)
+    statistics = scores.detach().amax(-1, keepdim=True)
+    return (weights.to(query.dtype) @ value, statistics, statistics, query.new_empty(0), 0, 0, 0)
+
+
+@kernel
+def npu_grouped_matmul(
+    x: list[Tensor], weight: list[Tensor], *, bias=None, group_list: Tensor | None = None, split_item: int = 0,
+    group_type: int = -1, group_list_type: int = 0,
+) -> list[Tensor]:  # fmt: skip
+    where = "npu_grouped_matmul"
+    require(isinstance(x, list) and isinstance(weight, list) and len(x) == len(weight) == 1, f"{where}: lists of one")
+    require(bias is None and split_item in (2, 3) and group_list_type == 1, f"{where}: only what device.py asks for")
+    require(group_list is not None and group_list.dtype == torch.int64, f"{where}: group_list is int64 on the device")
+    (x,), (weight,), counts = x, weight, group_list.tolist()
+    require(x.dim() == 2 and len(x) and len(counts) > 1, f"{where}: x {x.shape}, {len(counts)} groups")
+    if group_type == 0:  # rows of x are cut
+        require(x.is_contiguous() and weight.dim() == 3, f"{where}: x must be contiguous, the weight 3-D")
+        require(weight.is_contiguous() or weight.transpose(1, 2).is_contiguous(), f"{where}: weight {weight.stride()}")
+        require(len(weight) == len(counts) and sum(counts) == len(x), f"{where}: {counts} of {x.shape}")
+        return [torch.cat([block @ weight[e] for e, block in enumerate(x.split(counts))])]
+    require(group_type == 2, f"{where}: group_type {group_type}")  # what is summed over is cut
+    require(x.t().is_contiguous() and weight.is_contiguous(), f"{where}: x must be a transposed view")
+    require(weight.dim() == 2 and sum(counts) == x.shape[1] == len(weight), f"{where}: {counts} of {x.shape}")
+    return [torch.stack([a @ b for a, b in zip(x.split(counts, 1), weight.split(counts), strict=True)])]
+
+
+# ------------------------------------------------------------------------------------------------ torch_npu
+
+
+def transfer_to_npu() -> None:
+    """What importing torch_npu.contrib.transfer_to_npu does, as far as Megatron notices: cuda means npu from now on."""
+    for name in dir(torch.npu):
+        if not name.startswith("__"):
+            setattr(torch.cuda, name, getattr(torch.npu, name))
+    for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all", "initial_seed"):
+        setattr(torch.cuda.random, name, getattr(torch.npu, name))
+
+    def renamed(x):
+        if isinstance(x, str) and x.startswith("cuda"):
+            return x.replace("cuda", "npu")
+        return torch.device("npu") if isinstance(x, torch.device) and x.type == "cuda" else x
+
+    def rename(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def wrapped(*args, **kwargs):
+            device = {"device": _device(renamed(kwargs["device"]))} if "device" in kwargs else {}
+            return function(*map(renamed, args), **(kwargs | device))
+
+        return wrapped
+
+    for name in ("arange", "empty", "full", "ones", "rand", "randn", "tensor", "zeros", "empty_like", "zeros_like"):
+        setattr(torch, name, rename(getattr(torch, name)))
+    Tensor.to, torch.nn.Module.to = rename(Tensor.to), rename(torch.nn.Module.to)
+    Tensor.cuda, Tensor.is_cuda, torch.nn.Module.cuda = Tensor.npu, Tensor.is_npu, torch.nn.Module.npu
+
+
+def _device(x):
+    return torch.device("npu", x) if isinstance(x, int) and not isinstance(x, bool) else x
+
+
+class _Contrib(types.ModuleType):
+    """torch_npu.contrib: importing transfer_to_npu from it patches torch, as on hardware."""
+
+    def __getattr__(self, name: str):
+        if name != "transfer_to_npu":
+            raise AttributeError(name)
+        transfer_to_npu()
+        self.transfer_to_npu = types.ModuleType("torch_npu.contrib.transfer_to_npu")
+        return self.transfer_to_npu
+
+
+class _Hooks(torch._C._acc.PrivateUse1Hooks):
+    def is_available(self) -> bool:
+        return True
+
+    def is_built(self) -> bool:
+        return True
+
+    def has_primary_context(self, index: int) -> bool:
+        return True
+
+    def get_default_generator(self, index: int = -1):
+        return torch.default_generator
+
+
+class _Stub:
+    """A name that MindSpeed imports or decorates with and our run never needs."""
+
+    def __call__(self, *args, **kwargs):
+        if args and isinstance(args[0], torch._ops.OpOverload):  # a decorator for what converts that operation
+            return lambda function: function
+        return args[0] if args and callable(args[0]) and not isinstance(args[0], _Stub) else self
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Stub()
+
+    def __getitem__(self, key):
+        return 1  # a number of cores
+
+    def __iter__(self):
+        return iter(())
+
+    def __mro_entries__(self, bases):
+        return (object,)
+
+
+class _StubModule(types.ModuleType):
+    """A module in which every name is there."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__, self.__spec__ = [], importlib.machinery.ModuleSpec(name, None, is_package=True)
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Stub()
+
+
+class _StubFinder:
+    """Finds every module of STUBBED that is not imitated."""
+
+    def find_spec(self, name: str, path=None, target=None):
+        root = name.split(".")[0]
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if root in STUBBED else None
+
+    def create_module(self, spec):
+        return _StubModule(spec.name)
+
+    def exec_module(self, module) -> None:
+        pass
+
+
+STUBBED = ("scipy", "torchair", "triton", "torch_npu")
+libraries = []  # a library's registrations last as long as it
+
+
+def install(stubs: bool = False) -> None:
+    """Make this process one with 16 NPUs, or as many as ASCEND_RT_VISIBLE_DEVICES names.
+
+    ``stubs``: what else of torch_npu, torchair and triton MindSpeed asks for while it is imported is there, and empty.
+    """
+    npu = torch_npu_module()
+    _setup_privateuseone_for_python_backend(rename="npu", backend_module=npu, hook=_Hooks())
+    every, aten, autocast = (torch.library.Library(name, "IMPL") for name in ("_", "aten", "_"))
+    every.fallback(lambda operation, *args, **kwargs: run(operation, args, kwargs), "PrivateUse1")
+    for operation in (torch.ops.aten.copy_.default, torch.ops.aten._copy_from.default):
+        name = operation.overloadpacket.__name__
+        aten.impl(name, functools.partial(lambda op, *args, **kwargs: run(op, args, kwargs), operation), "PrivateUse1")
+    autocast.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    libraries.extend((every, aten, autocast))
+
+    module = (_StubModule if stubs else types.ModuleType)("torch_npu")
+    if stubs:
+        sys.meta_path.insert(0, _StubFinder())
+        target = types.SimpleNamespace(backend="npu", arch="Ascend910_9392", warp_size=0)
+        importlib.import_module("triton").__version__ = "3.2.2"
+        driver = importlib.import_module("triton.runtime.driver")
+        driver.active = types.SimpleNamespace(get_current_target=lambda: target, utils=_Stub())
+        npu.mstx, npu.__path__ = _Stub(), []
+    module.__spec__ = importlib.machinery.ModuleSpec("torch_npu", None, is_package=True)
+    module.__path__, module.__file__, module.__version__, module.npu = [], __file__, "0.0+fake", npu
+    module.contrib = _Contrib("torch_npu.contrib")
+    options = types.SimpleNamespace(Options=types.SimpleNamespace)
+    module._C = types.SimpleNamespace(_distributed_c10d=types.SimpleNamespace(ProcessGroupHCCL=options))
+    for function in (npu_rms_norm, npu_swiglu, npu_rotary_mul, npu_fusion_attention, npu_grouped_matmul):
+        setattr(module, function.__name__, function)
+    names = {"torch_npu": module, "torch.npu": npu, "torch_npu.npu": npu, "torch_npu.contrib": module.contrib}
+    sys.modules.update(names)
+    dist.Backend.register_backend("hccl", _Hccl, extended_api=True, devices=["npu"])

@@ -1,0 +1,297 @@
+"""rollout.sync adapter: what vLLM samples with base weights and LoRA factors is the policy, after every kind of push.
+
+The references: transformers with the merged weights, and the trainer. On a CPU vLLM runs models that are all dense;
+that the factors of MoE models are right is shown without it. Not covered: adapters on a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import re
+from pathlib import Path
+
+import adapted
+import pytest
+import reference
+import torch
+import training
+import world
+from safetensors.torch import load_file, save_file
+from test_config_rules import QWEN3_30B_A3B, refusal
+from test_rollout_vllm import needs_vllm
+from test_weight_sync import move
+from vllm_ranks import PROMPTS, SEEDS
+
+import adapter_vllm
+import aqn
+import hf_config
+import lora_megatron
+import train_grpo
+import weights_hf
+from config import InputError, LoraConfig
+from heartbeat import Heartbeat
+from parallel_setup import Parallel
+from rollout_vllm import VllmEngine
+from weight_sync import WeightSync
+
+ROOT = Path(__file__).parents[1]
+ALL = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+RANK, ALPHA = 4, 6.5  # of 8 that vLLM makes room for; a scale that is no power of two
+DENSE = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32, hidden_size=128, vocab_size=131,
+             max_position_embeddings=512, mlp_only_layers=[0, 1, 2])  # fmt: skip
+NOISE = {"aqn__schedule": "constant", "aqn__sigma_start": 0.05, "aqn__targets": ("attention", "mlp")}
+FREE = dict(seeds=SEEDS, num_samples=2, max_new_tokens=12, temperature=1.0)
+ADAPTER = {"rollout__engine": "vllm", "rollout__sync": "adapter", "lora__targets": ALL}
+
+
+def config(path: Path, **changes):
+    return training.config(path, path, **ADAPTER, lora__rank=RANK, lora__alpha=ALPHA, **changes)
+
+
+# ----------------------------------------------------------------------------------------- what the trainer hands over
+
+
+class Recorder:
+    """Stands for the engine, and keeps what it is given."""
+
+    def load_weights(self, named_tensors) -> None:
+        self.base = {name: tensor.clone() for name, tensor in named_tensors}
+
+    def load_adapter(self, factors) -> None:
+        self.factors = factors
+
+
+def hand_over(parallel: Parallel, path: Path) -> dict[str, float]:
+    """By weight that the factors are for: how far base and factors are from what a merged push brings."""
+    cfg = config(path)
+    model, arch = adapted.load(path, parallel)
+    untouched = {name: tensor.clone() for name, tensor in weights_hf.export(model, arch, parallel)}
+    adapters = lora_megatron.attach(model, cfg.lora, parallel, cfg.train.seed)
+    move(adapters, arch, parallel, step=0)
+    engine = Recorder()
+    WeightSync(engine, model, arch, parallel, cfg)
+    assert engine.base.keys() == untouched.keys()
+    assert all(torch.equal(tensor, untouched[name]) for name, tensor in engine.base.items())
+    merged = dict(weights_hf.export(model, arch, parallel))
+    assert {name for name in merged if not torch.equal(merged[name], engine.base[name])} == engine.factors.keys()
+    assert all(a.shape[0] == b.shape[1] == RANK for a, b in engine.factors.values())
+    by_hand = {name: engine.base[name] + ALPHA / RANK * b @ a for name, (a, b) in engine.factors.items()}
+    return {name: (by_hand[name] - merged[name]).abs().max().item() for name in by_hand}
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe"])
+def test_base_and_factors_are_the_merged_weights_in_every_layout(kind: str, tmp_path: Path) -> None:
+    path = reference.save(kind, tmp_path)
+    answers = world.in_layouts(["TP1", "TP2_EP2"], hand_over, path)
+    gaps = [gap for ranks in answers.values() for gap in ranks]
+    # Two MoE layers of 16 experts, one dense; q, k, v, o in three; a shared expert in qwen2's two.
+    assert [len(gap) for gap in gaps] == [2 * 16 * 3 + 3 + 3 * 4 + (6 if kind == "qwen2_moe" else 0)] * 3
+    assert max(max(gap.values()) for gap in gaps) < 1e-6
+
+
+# ------------------------------------------------------------------------------------------------ what vLLM samples
+
+
+def follow(parallel: Parallel, path: Path) -> dict:
+    """A run's pushes, clean and with noise; the largest log-prob gap to transformers with the policy that was meant."""
+    hf = reference.load(path)
+    model, arch = adapted.load(path, parallel)
+    adapters = lora_megatron.attach(model, config(path).lora, parallel, 0)
+    engine = VllmEngine(arch, path, stop_tokens={9}, max_tokens=360, kv_cache_mib=8, adapter=config(path).lora)
+
+    def sampled() -> list[tuple]:
+        answers = engine.sample(PROMPTS, **FREE)
+        return [(prompt, one.tokens, one.logp) for prompt, group in zip(PROMPTS, answers, strict=True) for one in group]
+
+    @torch.no_grad()
+    def gap(rows: list[tuple], **changed) -> float:
+        hf.load_state_dict(dict(weights_hf.export(model, arch, parallel)) | changed)
+        gaps = []
+        for prompt, tokens, logp in rows:
+            logits = hf(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+            expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+            gaps.append((expected - torch.tensor(logp)).abs().max().item())
+        return max(gaps)
+
+    answer = {}
+    for label, changes in (("off", {}), ("noise", NOISE)):
+        cfg = config(path, **changes)
+        move(adapters, arch, parallel, step=7)  # as a resumed run finds them
+        sync = WeightSync(engine, model, arch, parallel, cfg)
+        found = answer[label] = {"resumed": gap(sampled()), "pushes": [], "steps": [], "clean": []}
+        seen = {}
+        for step in (0, 1, 0):  # the third policy is the first again
+            move(adapters, arch, parallel, step)
+            found["stale"] = gap(sampled())
+            found["pushes"].append(sync.push(step, PROMPTS[0]))
+            noisy = {}
+            if changes:
+                plan = aqn.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
+                norms = aqn.clean_norms(weights_hf.export(model, arch, parallel), plan)
+                stream = weights_hf.export(model, arch, parallel, only=aqn.touched_names(plan))
+                noisy = dict(aqn.perturb(stream, plan, norms, sigma=0.05, seed=0, step=step)[0])
+            rows = sampled()
+            found["steps"].append(gap(rows, **noisy))
+            sync.push(step, PROMPTS[0])
+            assert rows == sampled(), "twice is once"
+            assert seen.setdefault(step, rows) == rows, "the first policy again is what it was"
+            sync.push_clean()
+            found["clean"].append(gap(sampled()))
+        engine.ready = False  # the next gets a whole model
+    engine.close()
+    return answer
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory) -> dict:
+    path = reference.save("qwen2_moe", tmp_path_factory.mktemp("dense"), **DENSE)
+    assert not any(hf_config.read(path).moe_layers)
+    return world.in_layouts(["TP1"], follow, path)["TP1"][0]
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_logp_is_that_of_transformers_with_merged_weights_after_every_push(answers) -> None:
+    for found in answers.values():
+        assert max(found["resumed"], *found["steps"], *found["clean"]) <= 1e-5
+        assert found["stale"] > 1e-3, "control: before the push the gap is large"
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_what_a_push_reports_is_the_trainers_policy_and_the_noise_on_it(answers) -> None:
+    for label, found in answers.items():
+        sums = [push["sync/checksum"] for push in found["pushes"]]
+        assert sums[0] == sums[2] != sums[1]
+        for push in found["pushes"]:
+            assert push.get("aqn/probe_gap", 0) <= 1e-5  # Megatron's, adapters apart, against vLLM's
+            assert (push.get("aqn/probe_shift", 0) > 1e-3) == (label == "noise")
+
+
+def make_dense(folder: Path) -> Path:
+    """A tiny model of training.make_model without its experts: random dense layers in their place."""
+    sizes = dict(num_heads=4, num_kv_heads=2, head_dim=32, hidden_size=128)
+    training.make_model(folder, "qwen2_moe", **sizes)
+    about = json.loads((folder / "config.json").read_text()) | {"mlp_only_layers": [0, 1], "intermediate_size": 96}
+    (folder / "config.json").write_text(json.dumps(about))
+    old, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(0)
+    shapes = weights_hf.tensor_shapes(hf_config.read(folder))
+    new = {name: old.get(name, 0.08 * torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
+    save_file(new, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def train(cfgs: list) -> None:
+    training.lighten()
+    for cfg in cfgs:
+        train_grpo.train(cfg, world.open_layout("TP1"), Heartbeat(0, 0))
+        training.parallel_setup.close_model_parallel()
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_a_run_samples_and_evaluates_as_with_merged_weights(tmp_path: Path) -> None:
+    """The same questions, seeds and tripwires; log-probs agree to rounding, so do the answers and what is learned."""
+    model = make_dense(tmp_path / "model")
+    shared = dict(lora__rank=RANK, lora__alpha=ALPHA, eval__every=1, **NOISE | {"aqn__schedule": "qerl"})
+    shared |= {"aqn__num_stages": 3}
+    cfgs = {
+        sync: training.config(model, tmp_path / sync, **ADAPTER | {"rollout__sync": sync}, **shared)
+        for sync in ("adapter", "merged")
+    }
+    training.in_world("TP1", train, list(cfgs.values()))
+    runs = {sync: training.only_run(cfg) for sync, cfg in cfgs.items()}
+    rows, merged_rows = (training.metrics(runs[sync]) for sync in cfgs)
+    assert rows[0]["rollout/logp_gap_mean"] < 1e-5 and rows[0]["aqn/sigma"] == 0
+    for row, other in zip(rows[1:], merged_rows[1:], strict=True):
+        assert row["aqn/probe_gap"] < 1e-5 < 1e-4 < row["aqn/probe_shift"]
+        assert row["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-3)
+    evaluations = [(runs[sync] / "eval_outcomes.jsonl").read_text() for sync in cfgs]
+    assert evaluations[0] == evaluations[1] and len(set(evaluations[0].splitlines())) > 9
+
+
+# ------------------------------------------------------------------------------------------------------ refusals
+
+
+LORA = LoraConfig(targets=ALL, rank=RANK, alpha=ALPHA)
+DENSE_ARCH = dataclasses.replace(QWEN3_30B_A3B, moe_layers=(False,) * 48)
+
+
+@pytest.mark.parametrize(
+    ("arch", "device_type", "dtype", "targets", "version", "message"),
+    [
+        (DENSE_ARCH, "cpu", torch.float32, ALL, "", None),
+        (QWEN3_30B_A3B, "cpu", torch.float32, ALL[:1], "", "MoE layers by Triton kernels, which do not run on a CPU"),
+        (DENSE_ARCH, "npu", torch.bfloat16, ALL, "", "vllm-ascend 0.23 takes none beside shared experts or with"),
+        (QWEN3_30B_A3B, "cuda", torch.bfloat16, ALL, "0.30.0", None),
+        (QWEN3_30B_A3B, "cuda", torch.bfloat16, ALL[:2], "0.31.1+cu130", None),
+        (QWEN3_30B_A3B, "cuda", torch.bfloat16, ALL, "0.23.0", "vLLM 0.23.0 may drop what is pushed"),
+        (QWEN3_30B_A3B, "cuda", torch.float32, ALL, "0.30.0", "no fp32 on a GPU"),
+        (QWEN3_30B_A3B, "cuda", torch.bfloat16, ALL[:3], "0.30.0", "all three matrices of an expert or none"),
+        (DENSE_ARCH, "cuda", torch.bfloat16, ALL[:3], "0.30.0", None),
+    ],
+)
+def test_what_vllm_cannot_take_is_refused_without_it(
+    arch, device_type, dtype, targets, version, message, monkeypatch
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    call = dict(device_type=device_type, dtype=dtype)
+    lora = LORA.model_copy(update={"targets": targets})
+    if message is None:
+        adapter_vllm.check(arch, lora, **call)
+        return
+    with pytest.raises(InputError, match=f"^rollout.sync: adapter: .*{message}.*; needed: merged$"):
+        adapter_vllm.check(arch, lora, **call)
+
+
+def test_it_is_refused_before_any_weight_is_read(tmp_path: Path, monkeypatch) -> None:
+    path = reference.save("qwen3_moe", tmp_path, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+    (path / "model.safetensors").unlink()
+    monkeypatch.setattr("rollout_vllm._check_installed", lambda device_type: None)
+    with pytest.raises(InputError, match="rollout.sync: adapter: vLLM adapts models with MoE layers by Triton"):
+        train_grpo.check_inputs(config(path), 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.engine=torch"], "rollout.sync: not read, rollout.engine is not vllm, and the embedded sampler's"),
+        (["lora.targets=[linear_qkv, router]"], "lora.targets: router cannot go with rollout.sync adapter; needed"),
+        (["lora.rank=8", "lora.expert_rank=4"], "lora.expert_rank: 4 cannot go with .*; needed: 0 or 8"),
+        (["lora.rank=513", "lora.expert_rank=0"], "lora.rank: 513 is more than vLLM takes .*needed: at most 512"),
+    ],
+)  # fmt: skip
+def test_what_no_device_can_take_is_refused_by_its_key(overrides: list[str], message: str) -> None:
+    found = refusal(ROOT / "configs" / "tiny_cpu.yaml", "rollout.engine=vllm", "rollout.sync=adapter", *overrides)
+    assert re.search(message, found), found
+
+
+WEIGHT = "model.layers.0.self_attn.o_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "a", "b", "message"),
+    [
+        (WEIGHT, torch.ones(RANK, 6), torch.ones(8, RANK), None),
+        ("model.layers.9.mlp.weight", torch.ones(RANK, 6), torch.ones(8, RANK), "layers.9.mlp.weight is not a matrix"),
+        ("model.norm.weight", torch.ones(RANK, 8), torch.ones(8, RANK), "model.norm.weight is not a matrix"),
+        (WEIGHT, torch.ones(2, 6), torch.ones(8, 2), r"A of .*o_proj.weight: found \(2, 6\); needed: \(4, 6\)"),
+        (WEIGHT, torch.ones(RANK, 6), torch.ones(7, RANK), r"B of .*found \(7, 4\); needed: \(8, 4\)"),
+        (WEIGHT, torch.ones(RANK, 6), torch.full((8, RANK), torch.nan), "B of .*o_proj.weight has NaN or infinity"),
+    ],
+)
+def test_broken_factors_are_refused_and_those_before_stay(name, a, b, message) -> None:
+    adapter = adapter_vllm.Adapter(LORA, {WEIGHT: (8, 6), "model.norm.weight": (8,)}, torch.float32)
+    with pytest.raises(InputError, match="sample: no adapter"):
+        adapter.request()
+    adapter.take({WEIGHT: (torch.zeros(RANK, 6), torch.zeros(8, RANK))})
+    if message is None:
+        adapter.take({name: (a, b)})
+        a += 1  # the trainer's own tensor moves on, the copy does not
+        assert adapter.tensors["model.layers.0.self_attn.o_proj.lora_A.weight"].sum() == RANK * 6
+        return
+    with pytest.raises(InputError, match=message):
+        adapter.take({name: (a, b)})
+    assert all(tensor.sum() == 0 for tensor in adapter.tensors.values())

@@ -1,0 +1,312 @@
+"""The trainer's shards against vLLM's own, on all 16 ranks of tensor 4 x data 4, experts over 16.
+
+vLLM 0.30's group arithmetic, model classes and weight loaders run here as each rank in turn, over groups that only know
+their members; Megatron's over torch's fake backend. What vllm-ascend does after loading is restated: it transposes the
+experts. Not covered: collectives, kernels, and vLLM 0.23, whose loaders the NPU will run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import adapted
+import pytest
+import reference
+import torch
+import torch.distributed as dist
+import world
+from lockstep_ranks import CALLS
+from safetensors.torch import load_file
+from test_config_rules import QWEN3_30B_A3B
+from torch import Tensor
+
+import hf_config
+import parallel_setup
+import rollout_ascend
+import vllm_inside
+import weight_sync_local
+from config import InputError
+
+ABSENT = importlib.util.find_spec("vllm") is None
+RANKS, TENSOR, DATA = 16, 4, 4
+# Qwen3-30B-A3B's heads and experts, everything else small; a dense layer in the middle.
+QWEN3 = dict(num_attention_heads=32, num_key_value_heads=4, head_dim=32, num_experts=128, num_experts_per_tok=8,
+             moe_intermediate_size=16, vocab_size=1024)  # fmt: skip
+# Biases, two key/value groups a rank, a shared expert, one table for both ends.
+QWEN2 = dict(hidden_size=256, num_attention_heads=8, num_key_value_heads=8, num_experts=32, vocab_size=256,
+             mlp_only_layers=[], tie_word_embeddings=True)  # fmt: skip
+MODELS = {"qwen3_moe": (QWEN3, range(RANKS)), "qwen2_moe": (QWEN2, (0, 6, 15))}
+
+
+class Group:
+    """What vLLM's modules ask of a process group while they are built and loaded."""
+
+    def __init__(self, ranks: list[int], rank: int) -> None:
+        self.ranks, self.rank, self.local_rank = ranks, rank, rank
+        self.world_size, self.rank_in_group = len(ranks), ranks.index(rank)
+        self.is_first_rank, self.is_last_rank = rank == ranks[0], rank == ranks[-1]
+        self.device_group = self.cpu_group = self
+
+    def size(self) -> int:
+        return self.world_size
+
+
+def trainer(rank: int, path: Path) -> tuple[dict, dict[str, Tensor]]:
+    """Megatron's groups and this rank's shards as they are pushed, under the names of vLLM."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=RANKS, store=FakeStore())
+    try:
+        parallel = world.open_layout("TP4_EP16")
+        model, arch = adapted.load(path, parallel)
+        pushed = list(weight_sync_local.shards(model, arch, parallel))
+        local = arch.num_experts // parallel.expert
+        groups = {
+            "tensor": dist.get_process_group_ranks(parallel.tensor_group),
+            "data": dist.get_process_group_ranks(parallel.data_group),
+            "expert": dist.get_process_group_ranks(parallel.expert_group),
+            "experts": list(range(parallel.expert_rank * local, (parallel.expert_rank + 1) * local)),
+        }
+        parallel_setup.close_model_parallel()
+    finally:
+        dist.destroy_process_group()
+    names = [name for name, _ in pushed]
+    assert len(names) == len(set(names))
+    return groups, dict(pushed)
+
+
+def vllm(rank: int, path: Path, patch: pytest.MonkeyPatch) -> tuple[dict, dict[str, Tensor]]:
+    """vLLM's groups and experts on this rank, and what its loaders cut from the whole tensors, as on an NPU."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.models.qwen2_moe import Qwen2MoeForCausalLM
+    from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+
+    for key, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS}.items():
+        patch.setenv(key, str(value))
+    patch.setattr(parallel_state, "_WORLD", Group(list(range(RANKS)), rank))
+    for name in ("_TP", "_ETP", "_DCP", "_PCP", "_PP", "_DP", "_EP", "_EPLB", "_ENGRAM_DP"):
+        patch.setattr(parallel_state, name, None)
+
+    def members(group_ranks, local_rank, backend, **options) -> Group:
+        (mine,) = [ranks for ranks in group_ranks if rank in ranks]
+        return Group(mine, rank)
+
+    patch.setattr(parallel_state, "init_model_parallel_group", members)
+    dist.init_process_group("fake", rank=rank, world_size=RANKS, store=FakeStore())
+    try:
+        config = VllmConfig(
+            model_config=ModelConfig(
+                str(path), dtype="float32", skip_tokenizer_init=True, max_model_len=64,
+                hf_overrides={"tie_word_embeddings": False},
+            ),
+            parallel_config=ParallelConfig(
+                tensor_parallel_size=TENSOR, data_parallel_size=DATA, enable_expert_parallel=True,
+                distributed_executor_backend="external_launcher",
+            ),
+        )  # fmt: skip
+        assert config.parallel_config.data_parallel_rank == rank // TENSOR
+        with set_current_vllm_config(config):
+            parallel_state.initialize_model_parallel(TENSOR, backend="gloo")
+            qwen3 = hf_config.read(path).model_type == "qwen3_moe"
+            model = (Qwen3MoeForCausalLM if qwen3 else Qwen2MoeForCausalLM)(vllm_config=config)
+            tensors = load_file(path / "model.safetensors")
+            tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"])
+            model.load_weights(iter(tensors.items()))
+    finally:
+        dist.destroy_process_group()
+    worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
+    loaded = {
+        name: value.detach().transpose(1, 2) if name.endswith(("w13_weight", "w2_weight")) else value.detach()
+        for name, value in vllm_inside.parameters(worker).items()
+    }
+    return vllm_inside.placement(worker), loaded
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def ranks(request, tmp_path_factory) -> Iterator[tuple[str, dict[int, tuple]]]:
+    """By rank: what the trainer has, and what vLLM has."""
+    kind = request.param
+    sizes, chosen = MODELS[kind]
+    path = reference.save(kind, tmp_path_factory.mktemp(kind), **sizes)
+    world._import_megatron()
+    found = {}
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # vLLM's and Megatron's own deprecations
+        for key, value in vllm_inside.ENVIRONMENT.items():
+            patch.setenv(key, os.environ.get(key, value))
+        set_num_threads = torch.set_num_threads
+        for rank in chosen:
+            with pytest.MonkeyPatch.context() as of_rank:
+                found[rank] = (trainer(rank, path), vllm(rank, path, of_rank))
+        torch.set_num_threads = set_num_threads
+    yield kind, found
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.skipif(ABSENT, reason="vllm is not installed; needed: requirements/cpu-vllm.txt")
+class TestAgainstVllm:
+    def test_every_rank_has_one_place_in_both(self, ranks) -> None:
+        """And it is the one that vLLM's source gives: ranks reshaped to (data, tensor), experts dealt out in order."""
+        kind, found = ranks
+        for rank, ((groups, _), (placement, _)) in found.items():
+            local = 8 if kind == "qwen3_moe" else 2
+            experts = list(range(local * rank, local * (rank + 1)))
+            first = rank // TENSOR * TENSOR
+            assert groups["tensor"] == placement["tensor"] == list(range(first, first + TENSOR))
+            assert groups["data"] == placement["data"] == list(range(rank % TENSOR, RANKS, TENSOR))
+            assert groups["expert"] == placement["expert"] == list(range(RANKS))
+            layers = {name: ids for name, ids in placement.items() if name.endswith(" experts")}
+            assert list(layers) == [f"layer {i} experts" for i in ((0, 2) if kind == "qwen3_moe" else (0, 1, 2))]
+            assert groups["experts"] == experts and all(ids == experts for ids in layers.values())
+
+    def test_every_shard_is_to_the_bit_what_vllm_loads(self, ranks) -> None:
+        kind, found = ranks
+        for (_, pushed), (_, loaded) in found.values():
+            if kind == "qwen2_moe":
+                pushed = pushed | {"lm_head.weight": pushed["model.embed_tokens.weight"]}
+            assert pushed.keys() == loaded.keys()
+            for name, value in loaded.items():
+                assert torch.equal(pushed[name], value), name
+
+    def test_ranks_differ_where_they_should(self, ranks) -> None:
+        """Control of the test above: with the shards of a neighbour it would fail."""
+        _, found = ranks
+        one, other = (found[rank][0][1] for rank in list(found)[:2])
+        same = {name for name in one if torch.equal(one[name], other[name])}
+        assert same and all("norm" in name or "gate.weight" in name for name in same)
+
+
+@pytest.mark.skipif(ABSENT, reason="vllm is not installed; needed: requirements/cpu-vllm.txt")
+@pytest.mark.vllm
+def test_the_real_vocabulary_is_split_alike() -> None:
+    """151,936 tokens over 4 ranks: a multiple of vLLM's block, so that padding moves no boundary; 151,937 is not."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import DEFAULT_VOCAB_PADDING_SIZE, pad_vocab_size
+
+    import config_rules
+
+    assert DEFAULT_VOCAB_PADDING_SIZE == config_rules.VOCABULARY_BLOCK
+    assert pad_vocab_size(151936, DEFAULT_VOCAB_PADDING_SIZE) == 151936 == 4 * 37984
+    assert pad_vocab_size(151937, DEFAULT_VOCAB_PADDING_SIZE) != 151937
+
+
+# ------------------------------------------------------------------------------------------------ around vllm-ascend
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "device", "refused"),
+    [
+        ("VLLM_DP_SIZE", "4", "npu", True),
+        ("VLLM_DP_MASTER_IP", "localhost", "cpu", True),
+        ("VLLM_ASCEND_ENABLE_NZ", "1", "npu", True),
+        ("VLLM_ASCEND_ENABLE_NZ", "1", "cpu", False),
+        ("VLLM_ASCEND_ENABLE_NZ", "0", "npu", False),
+        ("VLLM_ASCEND_ENABLE_FUSED_MC2", "2", "npu", True),
+        ("DYNAMIC_EPLB", "true", "npu", True),
+        ("DYNAMIC_EPLB", "false", "npu", False),
+        ("EXPERT_MAP_RECORD", "true", "npu", True),
+    ],
+)
+def test_a_variable_that_would_move_or_tile_weights_is_refused(monkeypatch, name, value, device, refused) -> None:
+    for variable in [*rollout_ascend.MUST_BE_OFF, *(key for key in os.environ if key.startswith("VLLM_DP_"))]:
+        monkeypatch.delenv(variable, raising=False)
+    rollout_ascend.check_environment(device)
+    monkeypatch.setenv(name, value)
+    if not refused:
+        rollout_ascend.check_environment(device)
+        return
+    with pytest.raises(InputError, match=f"the environment's {name} "):
+        rollout_ascend.check_environment(device)
+
+
+@pytest.mark.parametrize(("tokens", "needed"), [(48, 57), (64, 76), (128, 152), (256, 304), (512, 608)])
+def test_the_window_for_the_experts_is_refused_if_too_small(monkeypatch, tokens: int, needed: int) -> None:
+    """8 experts on each of 16 ranks, hidden size 2,048, 8 experts a token; MiB by hand from CANN's formula, rounded."""
+    for window, refused in ((None, needed > 200), (str(needed + 1), False), (str(needed - 1), True), ("", True)):
+        monkeypatch.delenv("HCCL_BUFFSIZE", raising=False)
+        if window is not None:
+            monkeypatch.setenv("HCCL_BUFFSIZE", window)
+        if not refused:
+            rollout_ascend.check_dispatch(QWEN3_30B_A3B, 16, tokens)
+            continue
+        with pytest.raises(InputError, match="HCCL_BUFFSIZE is .*; needed: "):
+            rollout_ascend.check_dispatch(QWEN3_30B_A3B, 16, tokens)
+
+
+@pytest.mark.parametrize(
+    ("change", "tokens", "message"),
+    [
+        ({"hidden_size": 512}, 64, "hidden_size from 1024 to 8192, not 512"),
+        ({"experts_per_token": 20}, 64, "experts a token from 1 to 16, not 20"),
+        ({}, 600, "tokens a rank from 1 to 512, not 600"),
+    ],
+)
+def test_a_model_beyond_the_experts_kernels_is_refused(change: dict, tokens: int, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        rollout_ascend.check_dispatch(dataclasses.replace(QWEN3_30B_A3B, **change), 16, tokens)
+
+
+def test_graphs_are_captured_for_few_sizes_with_torchs_own_compile(monkeypatch) -> None:
+    assert rollout_ascend.arguments(True, 256).keys() == {"additional_config"}
+    graphs = rollout_ascend.arguments(False, 192)["compilation_config"]
+    assert graphs == {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [16, 64, 128, 192]}
+
+    def nothing(model=None, **options):
+        return model
+
+    torchs = torch.compile
+    monkeypatch.setattr(torch, "compile", nothing)
+    with rollout_ascend.original_compile(enforce_eager=False):
+        assert torch.compile is torchs
+    assert torch.compile is nothing
+    with rollout_ascend.original_compile(enforce_eager=True):
+        assert torch.compile is nothing
+    monkeypatch.setattr(rollout_ascend, "TORCH_COMPILE", lambda model: model)
+    with pytest.raises(InputError, match="enforce_eager"), rollout_ascend.original_compile(enforce_eager=False):
+        pass
+
+
+# ------------------------------------------------------------------------------------------------ in lockstep
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.skipif(ABSENT, reason="vllm is not installed; needed: requirements/cpu-vllm.txt")
+def test_ranks_sample_in_lockstep_what_they_would_alone_and_end_together(tmp_path: Path) -> None:
+    """A dense model over two data ranks: more prompts, fewer, or none on one of them; then a rank that fails."""
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, head_dim=32,
+                 num_key_value_heads=2, vocab_size=128, max_position_embeddings=64, rms_norm_eps=1e-6,
+                 tie_word_embeddings=False)  # fmt: skip
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**sizes)).save_pretrained(tmp_path)
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, mlp_only_layers=[0, 1])
+    as_moe = sizes | experts | {"model_type": "qwen3_moe", "norm_topk_prob": True, "hidden_act": "silu"}
+    (tmp_path / "as_moe.json").write_text(json.dumps(as_moe))  # what our Architecture is read from
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
+    command += ["--nproc_per_node=2", str(Path(__file__).parent / "lockstep_ranks.py"), str(tmp_path), str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    answers = [tmp_path / f"{rank}.json" for rank in range(2)]
+    assert all(path.exists() for path in answers), ran.stderr[-3000:]
+    ranks = [json.loads(path.read_text()) for path in answers]
+    alone, together = ([rows[start : start + len(CALLS)] for rows in ranks] for start in (0, len(CALLS)))
+    for rank in range(2):
+        assert [tokens for tokens, _ in together[rank]] == [tokens for tokens, _ in alone[rank]]
+        assert [len(tokens) for tokens, _ in together[rank]] == [len(call[rank]) for call in CALLS]
+    forwards = [[count for _, count in rows] for rows in together]
+    assert forwards[0] == forwards[1] and all(count > 0 for count in forwards[0])
+    assert [count for _, count in alone[0]] != [count for _, count in alone[1]]  # control: replicas stop when done
+    assert ran.returncode != 0 and "rank 1: sample: prompt 0 is empty" in ran.stderr
+    assert not list(tmp_path.glob("*.went_on"))

@@ -1,0 +1,573 @@
+"""Every check of the doctor finds its planted fault in a machine of files, variables and stand-ins; no hardware."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from test_hf_config import QWEN3_30B_A3B
+
+import doctor
+import doctor_npu
+import doctor_variables
+import hf_config
+from config import Config, load_config
+from machine import Finding, Machine
+
+ROOT = Path(__file__).parents[1]
+GIB = 2**30
+VERSIONS = {  # what requirements/npu.txt's set would report
+    "torch": "2.10.0+cpu",
+    "torch-npu": "2.10.0.post4",
+    "vllm": "0.23.0+empty",
+    "vllm-ascend": "0.23.0",
+    "megatron-core": "0.16.1",
+    "mindspeed": "0.16.0",
+    "ray": "2.53.0",
+}
+ENVIRONMENT = {
+    "ASCEND_HOME_PATH": "/usr/local/Ascend/cann",
+    "PATH": "/usr/bin",
+    "HCCL_CONNECT_TIMEOUT": "1800",
+    "HCCL_EXEC_TIMEOUT": "3600",
+    "LD_PRELOAD": "/usr/lib/libjemalloc.so.2",
+}
+
+
+def write(path: Path, text: str = "") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def safetensors(path: Path, data: int = 64) -> Path:
+    """A file whose header promises ``data`` bytes, and holds them."""
+    header = json.dumps({"w": {"dtype": "F32", "shape": [data // 4], "data_offsets": [0, data]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(data))
+    return path
+
+
+def qwen3(tmp_path: Path, *overrides: str) -> Config:
+    """configs/qwen3.yaml on a folder that holds a complete little download and two data files."""
+    folder = tmp_path / "Qwen3"
+    if not folder.exists():
+        write(folder / "config.json", json.dumps(QWEN3_30B_A3B))
+        write(folder / "tokenizer.json", "{}")
+        shards = [safetensors(folder / f"model-0000{i}-of-00002.safetensors").name for i in (1, 2)]
+        index = {"weight_map": {"a": shards[0], "b": shards[1]}}
+        write(folder / "model.safetensors.index.json", json.dumps(index))
+        write(tmp_path / "train.jsonl", "{}\n")
+        write(tmp_path / "test.jsonl", "{}\n")
+    paths = [f"model.path={folder}", f"data.train_path={tmp_path}/train.jsonl", f"data.test_path={tmp_path}/test.jsonl"]
+    timeout = "parallel.timeout_seconds=3900"
+    return load_config(ROOT / "configs" / "qwen3.yaml", [*paths, timeout, f"train.out_dir={tmp_path}/out", *overrides])
+
+
+def answers(command: list[str]) -> tuple[int, str]:
+    """What a healthy machine's programs print."""
+    if command[0] == "git":
+        return 0, ""
+    if "mem_get_info" in command[2]:
+        nccl = "2.27.5" if command[3] == "cuda" else ""
+        return 0, "a warning\n" + json.dumps({"memory": [[59 * GIB, 61 * GIB]] * 16, "nccl": nccl}) + "\n"
+    if "ray" in command[2]:
+        return 0, "16.0\n"
+    return 0, ""
+
+
+def npu(tmp_path: Path, *overrides: str) -> Machine:
+    """A 910C server on which all is well."""
+    root = tmp_path / "root"
+    for die in range(16):
+        write(root / "dev" / f"davinci{die}")
+    for name in ("davinci_manager", "devmm_svm", "hisi_hdc"):  # no dies
+        write(root / "dev" / name)
+    (root / "dev" / "shm").mkdir()
+    for tool in ("g++", "ninja"):
+        write(root / "usr/bin" / tool)
+    write(root / "usr/local/Ascend/driver/version.info", "Version=25.3.rc1\npackage=driver\n")
+    write(root / "usr/local/Ascend/cann/set_env.sh")
+    info = root / "usr/local/Ascend/cann/aarch64-linux/ascend_toolkit_install.info"
+    write(info, "package_name=Ascend-cann-toolkit\nversion=9.1.0\n")
+    write(root / "proc/meminfo", "MemTotal: 2000000000 kB\nMemAvailable: 1900000000 kB\n")
+    write(root / "proc/sys/net/ipv4/ip_local_port_range", "32768\t60999\n")
+    write(root / "proc/sys/net/ipv4/ip_local_reserved_ports", "60000-60050\n")
+    write(root / "tmp/ray/ray_current_cluster")
+    return Machine(
+        run=qwen3(tmp_path, *overrides),
+        ranks=16,
+        env=dict(ENVIRONMENT),
+        root=root,
+        version=VERSIONS.get,
+        command=answers,
+        library_error=lambda name: "",
+        port_is_free=lambda port: True,
+        free_bytes=lambda folder: 500 * GIB,
+        open_files=65536,
+    )
+
+
+def cuda(tmp_path: Path) -> Machine:
+    healthy = npu(tmp_path, "device=cuda", "rollout.expert_parallel=false")
+    for die in range(8):
+        write(healthy.root / "dev" / f"nvidia{die}")
+    write(healthy.root / "proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX Kernel Module  570.86  Wed\n")
+    healthy.ranks, healthy.version = 8, {"torch": "2.10.0+cu128"}.get
+    return healthy
+
+
+def one_of(check: Callable, where: Machine) -> list[Finding]:
+    found = check(where)
+    return found if isinstance(found, list) else [found]
+
+
+# -------------------------------------------------------------------------------------------------- healthy machines
+
+
+@pytest.mark.parametrize("healthy", [npu, cuda])
+def test_a_healthy_machine_has_nothing_but_ok(healthy, tmp_path) -> None:
+    findings = doctor.examine(healthy(tmp_path))
+    assert [str(f) for f in findings if f.level != "ok"] == []
+    assert len({f.what for f in findings}) >= (20 if healthy is npu else 8)
+
+
+def test_the_older_set_of_versions_is_a_set_of_its_own(tmp_path) -> None:
+    old = npu(tmp_path)
+    old.version = {
+        "torch": "2.7.1+cpu", "torch-npu": "2.7.1.post1", "vllm": "0.11.0", "vllm-ascend": "0.11.0rc1",
+        "megatron-core": "0.12.1", "mindspeed": "0.12.1",
+    }.get  # fmt: skip
+    info = old.root / "usr/local/Ascend/cann/aarch64-linux/ascend_toolkit_install.info"
+    write(info, "version=8.3.RC1\n")
+    assert [f.level for f in one_of(doctor_npu.check_versions, old)] == ["ok"]
+    write(info, "version=9.1.0\n")
+    assert [str(f)[:34] for f in one_of(doctor_npu.check_versions, old)] == ["warn  versions: CANN 9.1.0; needed"]
+
+
+# ------------------------------------------------------------------------------------------------------ planted faults
+
+
+def environment(**changes: str | None) -> Callable[[Machine], None]:
+    def plant(where: Machine) -> None:
+        where.env = {k: v for k, v in (ENVIRONMENT | changes).items() if v is not None}
+
+    return plant
+
+
+def versions(**changes: str | None) -> Callable[[Machine], None]:
+    renamed = {name.replace("_", "-"): version for name, version in changes.items()}
+    return lambda where: setattr(where, "version", (VERSIONS | renamed).get)
+
+
+def command(containing: str, code: int, output: str) -> Callable[[Machine], None]:
+    """The program whose command line contains the text answers this."""
+    return lambda where: setattr(
+        where, "command", lambda c: (code, output) if containing in " ".join(c) else answers(c)
+    )
+
+
+def attribute(**changes: object) -> Callable[[Machine], None]:
+    return lambda where: [setattr(where, name, value) for name, value in changes.items()]
+
+
+def file(path: str, text: str | None) -> Callable[[Machine], None]:
+    """A system file with other content, or gone."""
+    return lambda where: write(where.root / path, text) if text is not None else (where.root / path).unlink()
+
+
+def dies(*present: int, **changes: str) -> Callable[[Machine], None]:
+    def plant(where: Machine) -> None:
+        for die in set(range(16)) - set(present):
+            (where.root / "dev" / f"davinci{die}").unlink()
+        environment(**changes)(where)
+
+    return plant
+
+
+def run(*overrides: str) -> Callable[[Machine], None]:
+    return lambda where: setattr(where, "run", qwen3(where.root.parent, *overrides))
+
+
+def model(name: str, content: bytes | None) -> Callable[[Machine], None]:
+    def plant(where: Machine) -> None:
+        path = Path(where.run.model.path) / name
+        path.unlink() if content is None else path.write_bytes(content)
+
+    return plant
+
+
+def both(*plants: Callable[[Machine], None]) -> Callable[[Machine], None]:
+    return lambda where: [plant(where) for plant in plants]
+
+
+def memory(count: int, taken: int = 2) -> Callable[[Machine], None]:
+    free = [[59 * GIB, 61 * GIB]] * (count - 1) + [[(61 - taken) * GIB, 61 * GIB]]
+    return command("mem_get_info", 0, json.dumps({"memory": free, "nccl": "2"}))
+
+
+AUTO = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+SHARD = "model-00002-of-00002.safetensors"
+WHOLE = ",".join(map(str, range(16)))
+N, V, D = doctor_npu, doctor_variables, doctor
+FAULTS = [  # (check, fault, the line it must give)
+    (
+        N.check_driver,
+        file("usr/local/Ascend/driver/version.info", None),
+        "fail  driver: no /usr/local/Ascend/driver/ver",
+    ),
+    (N.check_cann, environment(ASCEND_HOME_PATH=None), "fail  CANN: ASCEND_HOME_PATH is not set; source /usr/local/"),
+    (N.check_cann, environment(ASCEND_HOME_PATH="/opt/x"), "fail  CANN: ASCEND_HOME_PATH is /opt/x, which does not"),
+    (
+        N.check_cann_libraries,
+        attribute(library_error=lambda name: "no such file" if name == "libatb.so" else ""),
+        "fail  CANN libraries: libatb.so cannot be loaded (no such file); source /usr/local/Ascend/cann/set_env.sh && ",
+    ),
+    (
+        N.check_cann_libraries,
+        command("import acl", 1, "Traceback\nModuleNotFoundError: No module named 'acl'\n"),
+        "fail  CANN libraries: import acl: ModuleNotFoundError: No module named 'acl'; source CANN's set_env.sh",
+    ),
+    (N.check_autoload, versions(torch_npu=None), "fail  torch_npu: not installed; pip install -r requirements/npu.txt"),
+    (
+        N.check_autoload,
+        environment(ASCEND_HOME_PATH=None),
+        "fail  torch_npu: 2.10.0.post4 without CANN: `import torch` fails on libhccl.so; source /usr/local/",
+    ),
+    (
+        N.check_torch_build,
+        versions(torch="2.10.0+cu128"),
+        "fail  torch build: 2.10.0+cu128 is for CUDA; torch_npu refu",
+    ),
+    (N.check_versions, versions(mindspeed=None), "fail  versions: mindspeed is not installed; needed: 0.16.0"),
+    (N.check_versions, versions(megatron_core="0.15.0"), "warn  versions: megatron-core 0.15.0; needed: 0.16.1"),
+    (N.check_versions, versions(torch_npu="2.9.0"), "fail  versions: torch-npu 2.9.0 beside torch 2.10.0+cpu; both"),
+    (N.check_versions, versions(vllm="0.22.1"), "fail  versions: vllm-ascend 0.23.0 beside vllm 0.22.1; both must"),
+    (
+        N.check_versions,
+        both(run("rollout.engine=torch"), versions(vllm_ascend=None)),
+        "warn  versions: vllm-ascend is not installed; only rollout.engine torch works",
+    ),
+    (
+        N.check_vllm_kernels,
+        command("vllm_ascend_C", 1, "ImportError: undefined symbol"),
+        "warn  vLLM kernels: vllm_ascend_C: ImportError: undefined symbol; rebuild",
+    ),
+    (
+        N.check_compiler,
+        file("usr/bin/ninja", None),
+        "warn  compiler: no ninja: MindSpeed compiles some of its operators",
+    ),
+    (N.check_dies, dies(), "fail  dies: no /dev/davinci*"),
+    (
+        N.check_dies,
+        file("dev/hisi_hdc", None),
+        "fail  dies: no /dev/hisi_hdc; start the container again with --device=",
+    ),
+    (
+        N.check_dies,
+        dies(*range(12)),
+        "fail  dies: 12 of 16 dies in /dev; missing: 12-15; start the container again with --device=/dev/davinci12 "
+        "--device=/dev/davinci13 --device=/dev/davinci14 --device=/dev/davinci15",
+    ),
+    (
+        N.check_dies,
+        both(dies(*range(12)), attribute(ranks=None)),
+        "fail  dies: 12 of 16 dies in /dev; missing: 12-15",
+    ),
+    (
+        N.check_dies,
+        environment(ASCEND_RT_VISIBLE_DEVICES="0,1,2,3,4,5,6,7,8,9,10,11"),
+        f"fail  dies: ASCEND_RT_VISIBLE_DEVICES=0,1,2,3,4,5,6,7,8,9,10,11 shows 12 of the 16 dies that are wanted; "
+        f"left out: 12-15; export ASCEND_RT_VISIBLE_DEVICES={WHOLE}",
+    ),
+    (
+        N.check_dies,
+        environment(ASCEND_RT_VISIBLE_DEVICES="0,2,1"),
+        "fail  dies: ASCEND_RT_VISIBLE_DEVICES=0,2,1 is not",
+    ),
+    (
+        N.check_dies,
+        environment(ASCEND_RT_VISIBLE_DEVICES="0-15"),
+        "fail  dies: ASCEND_RT_VISIBLE_DEVICES=0-15 is no li",
+    ),
+    (
+        N.check_dies,
+        environment(ASCEND_RT_VISIBLE_DEVICES=WHOLE + ",16"),
+        f"fail  dies: ASCEND_RT_VISIBLE_DEVICES={WHOLE},16 names dies that are not in /dev (16)",
+    ),
+    (
+        N.check_dies,
+        both(environment(ASCEND_RT_VISIBLE_DEVICES="0,1,4,5"), attribute(ranks=4)),
+        "warn  dies: 16 in /dev, 4 visible, 4 ranks, with gaps: 0-1, 4-5; meant?",
+    ),
+    (
+        N.check_runtime,
+        command("mem_get_info", 1, "Traceback\nRuntimeError: open device 3 failed 107001"),
+        "fail  torch_npu devices: torch cannot open the NPUs: RuntimeError: open device 3 failed 107001; source",
+    ),
+    (
+        N.check_runtime,
+        memory(12),
+        "fail  torch_npu devices: torch_npu counts 12, the environment shows 16, ranks: 16; export ASCEND_RT_VISIBLE_",
+    ),
+    (N.check_runtime, memory(16, taken=30), "fail  device memory: taken before the run starts: 15: 30 GiB; npu-smi"),
+    (
+        N.check_ray,
+        command("ray", 0, "12.0\n"),
+        "warn  Ray: the cluster counts 12 of the 16 NPUs; missing: 12-15; ray stop && unset ASCEND_RT_VISIBLE_DEVICES "
+        "&& ray start --head --resources='{\"NPU\": 16}'",
+    ),
+    (N.check_ray, command("ray", 1, "ConnectionError: none"), "warn  Ray: the cluster does not answer (ConnectionErro"),
+    (
+        V.check_ports,
+        attribute(port_is_free=lambda port: port not in (60000, 60001)),
+        "fail  HCCL ports: in use: 60000-60001 of 60000-60031 (EJ0003, EI0019); ss -ltnp 'sport = :60000'",
+    ),
+    (
+        V.check_ports,
+        both(
+            environment(HCCL_HOST_SOCKET_PORT_RANGE="50000-50001,50010"),
+            attribute(port_is_free=lambda port: port < 50010),
+        ),
+        "fail  HCCL ports: in use: 50010 of 50000-50010",
+    ),
+    (
+        V.check_ports,
+        environment(HCCL_IF_BASE_PORT="many"),
+        "fail  HCCL ports: HCCL_HOST_SOCKET_PORT_RANGE or HCCL_IF_B",
+    ),
+    (
+        V.check_ports,
+        file("proc/sys/net/ipv4/ip_local_reserved_ports", "\n"),
+        "warn  HCCL ports: 60000-60031 are free, but the system may lend them to outgoing connections; on",
+    ),
+    (V.check_timeouts, environment(HCCL_CONNECT_TIMEOUT=None), "warn  time-outs: HCCL_CONNECT_TIMEOUT is 120 s; ranks"),
+    (V.check_timeouts, environment(HCCL_CONNECT_TIMEOUT="7201"), "fail  time-outs: HCCL_CONNECT_TIMEOUT is not in 120"),
+    (
+        V.check_timeouts,
+        environment(HCCL_EXEC_TIMEOUT="1h"),
+        "fail  time-outs: HCCL_EXEC_TIMEOUT is not a number of sec",
+    ),
+    (V.check_timeouts, environment(HCCL_EXEC_TIMEOUT="0"), "warn  time-outs: HCCL_EXEC_TIMEOUT=0 waits for ever"),
+    (
+        V.check_timeouts,
+        run("parallel.timeout_seconds=1800"),
+        "warn  time-outs: parallel.timeout_seconds 1800 is not above HCCL's 3600 s, so torch ends the run; "
+        "parallel.timeout_seconds=3900",
+    ),
+    (V.check_timeouts, run("train.stall_seconds=3900"), "warn  time-outs: train.stall_seconds 3900 is not under paral"),
+    (
+        V.check_expansion_mode,
+        environment(HCCL_OP_EXPANSION_MODE="AIV"),
+        "fail  HCCL_OP_EXPANSION_MODE: AIV allows HCCL_EXEC_TIMEOUT 1091 at most",
+    ),
+    (
+        V.check_expansion_mode,
+        environment(HCCL_OP_EXPANSION_MODE="AIV", HCCL_EXEC_TIMEOUT="1000"),
+        "warn  HCCL_OP_EXPANSION_MODE: AIV has open defects on 910C (vllm-ascend #9873)",
+    ),
+    (
+        V.check_determinism,
+        environment(HCCL_DETERMINISTIC="true", LCCL_DETERMINISTIC="1"),
+        "warn  determinism: asked for in part only; export ATB_MATMUL_SHUFFLE_K_ENABLE=0 ATB_LLM_LCOC_ENABLE=0",
+    ),
+    (
+        V.check_weight_layout,
+        environment(VLLM_ASCEND_ENABLE_NZ="1"),
+        "fail  weight layout: VLLM_ASCEND_ENABLE_NZ=1: pus",
+    ),
+    (
+        V.check_allocator,
+        environment(PYTORCH_NPU_ALLOC_CONF="max_split_size_mb:64", PYTORCH_ALLOC_CONF="x"),
+        "fail  allocator: PYTORCH_NPU_ALLOC_CONF and PYTORCH_ALLOC_CONF are both set",
+    ),
+    (
+        V.check_allocator,
+        environment(PYTORCH_NPU_ALLOC_CONF="expandable_segments:True"),
+        "fail  allocator: expandable_segments and vLLM's memory pools (graph capture, sleep mode) exclude each other",
+    ),
+    (
+        V.check_allocator,
+        both(run("rollout.enforce_eager=true"), environment(PYTORCH_NPU_ALLOC_CONF="expandable_segments:True")),
+        "warn  allocator: expandable_segments: vLLM's sleep mode asserts that it is off",
+    ),
+    (
+        V.check_task_queue,
+        environment(TASK_QUEUE_ENABLE="2"),
+        "fail  TASK_QUEUE_ENABLE: 2 and graph capture (rollout.enforce_eager: false) exclude each other",
+    ),
+    (V.check_task_queue, environment(ASCEND_LAUNCH_BLOCKING="1"), "warn  TASK_QUEUE_ENABLE: ASCEND_LAUNCH_BLOCKING=1"),
+    (
+        V.check_vllm_variables,
+        environment(VLLM_DP_SIZE="16", VLLM_DP_RANK="0"),
+        "fail  vLLM variables: VLLM_DP_RANK, VL",
+    ),
+    (
+        V.check_vllm_variables,
+        environment(VLLM_ASCEND_ENABLE_FUSED_MC2="1"),
+        "fail  vLLM variables: VLLM_ASCEND_ENABLE_",
+    ),
+    (V.check_jemalloc, environment(LD_PRELOAD=None), "warn  jemalloc: not preloaded: host memory grows more"),
+    (D.check_open_files, attribute(open_files=1024), "warn  open files: ulimit -n is 1024; ulimit -n 32768"),
+    (
+        D.check_shared_memory,
+        attribute(free_bytes=lambda folder: 2**26 if folder.name == "shm" else 500 * GIB),
+        "warn  /dev/shm: 64 MiB free; docker run --shm-size=64g",
+    ),
+    (
+        D.check_ram,
+        file("proc/meminfo", "MemAvailable: 8388608 kB\n"),
+        "warn  memory: 8.0 GiB available, 32.0 wanted by 16",
+    ),
+    (D.check_model_files, model(SHARD, None), f"fail  model: {SHARD} is missing, of 2 files in"),
+    (D.check_model_files, model(SHARD, b""), f"fail  model: {SHARD} is empty, of 2 files in"),
+    (
+        D.check_model_files,
+        model(SHARD, b"version https://git-lfs"),
+        f"fail  model: {SHARD} is no safetensors file, or c",
+    ),
+    (D.check_model_files, model("config.json", None), "fail  model: no config.json in"),
+    (D.check_model_files, model("tokenizer.json", None), "fail  model: no tokenizer.json and no vocab.json in"),
+    (D.check_model_files, model("model.safetensors.index.json", b"{"), "fail  model: "),
+    (D.check_data_files, lambda where: Path(where.run.data.test_path).write_text(""), "fail  data: data.test_path: "),
+    (D.check_data_files, run("data.train_path=nowhere.jsonl"), "fail  data: data.train_path: nowhere.jsonl is not th"),
+    (
+        D.check_disk,
+        attribute(free_bytes=lambda folder: 5 * GIB),
+        "fail  disk: 5.0 GiB free for ",
+    ),
+    (
+        D.check_git,
+        command("git", 0, " M train_grpo.py\n?? new.py\n"),
+        "warn  git: 2 changed or new files, e.g. train_grpo",
+    ),
+    (D.check_git, command("git", 128, "fatal: not a git repository"), "warn  git: no git checkout"),
+]
+
+
+@pytest.mark.parametrize(("check", "plant", "line"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
+def test_planted_fault_is_found_by_its_check(check, plant, line, tmp_path) -> None:
+    where = npu(tmp_path)
+    assert check in doctor.checks(where)
+    plant(where)
+    lines = [str(finding) for finding in one_of(check, where)]
+    assert any(said.startswith(line) for said in lines), lines
+    level = line.split()[0]
+    assert all(finding.todo for finding in one_of(check, where) if finding.level in ("warn", "fail"))
+    assert any(finding.level == level for finding in doctor.examine(where))
+
+
+CUDA_FAULTS = [
+    (D.check_cuda, file("proc/driver/nvidia/version", None), "fail  driver: no /proc/driver/nvidia/version"),
+    (D.check_cuda, environment(CUDA_VISIBLE_DEVICES="0,1"), "fail  devices: 8 in /dev, 2 visible, 8 wanted"),
+    (D.check_cuda, versions(torch="2.10.0+cpu"), "fail  torch build: 2.10.0+cpu is not for CUDA"),
+    (D.check_cuda_runtime, memory(4), "fail  CUDA: torch counts 4 devices, 8 wanted"),
+    (D.check_cuda_runtime, memory(8, taken=50), "fail  device memory: taken before the run starts: 7: 50 GiB"),
+    (
+        D.check_cuda_runtime,
+        command("mem_get_info", 1, "driver too old"),
+        "fail  CUDA: torch cannot open the devices: dri",
+    ),
+]
+
+
+@pytest.mark.parametrize(("check", "plant", "line"), CUDA_FAULTS, ids=lambda value: getattr(value, "__name__", None))
+def test_planted_fault_of_a_cuda_machine_is_found(check, plant, line, tmp_path) -> None:
+    where = cuda(tmp_path)
+    plant(where)
+    assert any(str(finding).startswith(line) for finding in one_of(check, where)), one_of(check, where)
+
+
+@pytest.mark.parametrize(
+    ("installed", "autoload", "level"), [(True, {}, "fail"), (False, {}, "ok"), (True, {AUTO: "0"}, "ok")]
+)
+def test_torch_npu_on_a_machine_without_npus_is_the_trap_that_it_is(installed, autoload, level, tmp_path) -> None:
+    version = {"torch": "2.13.0+cpu", "torch-npu": "2.13.0" if installed else None}.get
+    where = Machine(root=tmp_path, env=autoload, version=version, free_bytes=lambda folder: GIB)
+    assert where.kind == "cpu"
+    said = {f.what: f for f in doctor.examine(where)}["torch_npu"]
+    assert said.level == level and (AUTO in said.todo) == (level == "fail")
+
+
+def test_every_check_has_a_planted_fault() -> None:
+    tables = (doctor_npu.CHECKS, doctor_variables.CHECKS, doctor.SYSTEM, doctor.CUDA, doctor.CPU, doctor.RUN)
+    checks = {check for table in tables for check in table}
+    assert checks == {check for check, _, _ in FAULTS + CUDA_FAULTS}
+
+
+# ------------------------------------------------------------------------------------------------------------ details
+
+
+def test_truncated_weight_file_is_told_by_its_own_header(tmp_path) -> None:
+    whole = safetensors(tmp_path / "a.safetensors", data=64)
+    assert doctor.file_fault(whole) == ""
+    content = whole.read_bytes()
+    whole.write_bytes(content[:-1])
+    assert doctor.file_fault(whole) == f"has {len(content) - 1} of {len(content)} bytes"
+
+
+def test_lora_parameters_are_those_counted_by_hand(tmp_path) -> None:
+    """Qwen3-30B-A3B, per layer: qkv 32 (2048 + 5120), proj 32 (4096 + 2048); an expert R 3584 + R 2816."""
+    arch = hf_config.parse(QWEN3_30B_A3B)
+    attention, expert = 48 * (32 * 7168 + 32 * 6144), 48 * 128 * 6400
+    assert doctor.lora_parameters(qwen3(tmp_path, "lora.rank=32", "lora.expert_rank=4"), arch) == attention + 4 * expert
+    assert (
+        doctor.lora_parameters(qwen3(tmp_path, "lora.rank=32", "lora.expert_rank=0"), arch) == attention + 32 * expert
+    )
+
+
+# -------------------------------------------------------------------------------------------------- quick, and the CLI
+
+
+def test_quick_says_nothing_on_a_cpu_and_starts_no_process(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("a process was started"))
+    doctor.quick(load_config(ROOT / "configs" / "tiny_cpu.yaml"))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_quick_asks_no_program_library_or_port_and_says_what_is_wrong(tmp_path, monkeypatch, capsys) -> None:
+    where = npu(tmp_path)
+    environment(TASK_QUEUE_ENABLE="2")(where)
+
+    def refuse(*args):
+        raise AssertionError("not quick")
+
+    where.command = where.library_error = where.port_is_free = refuse
+    monkeypatch.setattr(doctor, "Machine", lambda **given: where)
+    doctor.quick(where.run)
+    assert capsys.readouterr().err.splitlines() == [
+        "fail  TASK_QUEUE_ENABLE: 2 and graph capture (rollout.enforce_eager: false) exclude each other; "
+        "export TASK_QUEUE_ENABLE=1, or rollout.enforce_eager=true"
+    ]
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    doctor.quick(where.run)
+    assert capsys.readouterr().err == ""
+
+
+def test_command_line_exit_codes(tmp_path, monkeypatch, capsys) -> None:
+    where = npu(tmp_path)
+    monkeypatch.setattr(doctor, "Machine", lambda **given: where)
+    assert doctor.main(None) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("npu: ")
+    where.open_files = 1024
+    assert doctor.main(None) == 0  # a warning is no fail
+    environment(VLLM_DP_SIZE="4")(where)
+    assert doctor.main(None) == 1
+    capsys.readouterr()
+    assert doctor.main(None, as_json=True) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert {"level", "what", "found", "todo"} == set(found[0]) and "fail" in {f["level"] for f in found}
+    assert doctor.main("nowhere.yaml") == 2
+
+
+def test_the_doctor_runs_on_this_very_machine() -> None:
+    done = subprocess.run(
+        [sys.executable, "doctor.py", "configs/tiny_cpu.yaml", "device=cpu", "--ranks", "2"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0 and "fail" not in done.stdout.splitlines()[-2], done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("cpu: ")

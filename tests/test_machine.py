@@ -1,0 +1,53 @@
+"""What the doctor asks a machine: the questions really reach libraries, ports, commands and packages."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+import machine
+from config import load_config
+from machine import Machine
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_library_and_port_are_really_tried() -> None:
+    assert "no_such_library" in machine.library_error("no_such_library.so")
+    with socket.socket() as server:
+        server.bind(("", 0))
+        server.listen(1)
+        port = server.getsockname()[1]
+        assert not machine.port_is_free(port)
+    assert machine.port_is_free(port)
+
+
+def test_a_command_that_is_not_there_or_hangs_is_an_answer() -> None:
+    assert machine.run_command(["no-such-command"])[0] == 127
+    assert machine.run_command([sys.executable, "-c", "import time; time.sleep(60)"], seconds=0.2)[0] == 124
+    assert machine.run_command([sys.executable, "-c", "print(1)"]) == (0, "1\n")
+
+
+def test_installed_versions_tell_torchs_build_and_a_missing_package() -> None:
+    assert machine.installed_version("torch").endswith("+cpu")
+    assert machine.installed_version("no-such-package") is None
+
+
+@pytest.mark.parametrize(
+    ("node", "variable", "device", "kind"),
+    [
+        ("davinci0", {}, "auto", "npu"),
+        ("nvidia0", {}, "auto", "cuda"),
+        ("null", {}, "auto", "cpu"),
+        ("null", {"ASCEND_HOME_PATH": "/x"}, "auto", "npu"),
+        ("davinci0", {}, "cpu", "cpu"),
+    ],
+)
+def test_kind_of_machine(node, variable, device, kind, tmp_path) -> None:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / node).touch()
+    cfg = load_config(ROOT / "configs" / "tiny_cpu.yaml", [f"device={device}"])
+    assert Machine(run=cfg, root=tmp_path, env=variable).kind == kind

@@ -1,0 +1,279 @@
+"""What a rank holds, as planned, against Megatron's groups, the instantiated model, and what a tiny model allocates.
+
+Groups and parameters need one process: torch's fake backend lets it be any rank of any world, on the meta device.
+Activations are counted at the dispatcher (live_bytes.py) while real ranks run a forward and a backward pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import training
+import world
+from live_bytes import LiveBytes
+
+import config_rules
+import hf_config
+import layout_plan
+import lora_megatron
+import memory_plan
+import model_megatron
+import parallel_setup
+import rollout_torch
+import rollout_vllm
+from config import LoraConfig, load_config
+from heartbeat import Heartbeat
+from hf_config import Architecture
+from layout_plan import Layout
+from learner import Clock, Learner
+from rollout import Rollout
+
+KINDS = ("tensor", "data", "expert_tensor", "expert", "expert_data")
+ALL_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router")
+REAL_LAYOUTS = [(16, 4, 4, 1), (16, 2, 8, 1), (16, 1, 16, 1), (16, 4, 16, 1)]  # ranks, tensor, expert, expert_tensor
+
+
+def tiny(model_type: str, **changes) -> Architecture:
+    """Sizes that every layout of tests/world.py divides."""
+    raw = {
+        "model_type": model_type, "vocab_size": 400, "hidden_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8, "num_experts": 16,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 48, "intermediate_size": 96,
+        "norm_topk_prob": model_type == "qwen3_moe", "rms_norm_eps": 1e-6, "max_position_embeddings": 512,
+    }  # fmt: skip
+    if model_type == "qwen2_moe":
+        raw["shared_expert_intermediate_size"] = 80
+    return hf_config.parse(raw | changes)
+
+
+def real(name: str) -> Architecture:
+    return hf_config.planned(load_config(f"configs/{name}.yaml"))[0]
+
+
+@contextlib.contextmanager
+def as_rank(rank: int, ranks: int, tensor: int, expert: int, expert_tensor: int):
+    """This process as one rank of a world that does not exist."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    with warnings.catch_warnings():
+        world._quiet_third_parties()
+        world._import_megatron()
+        dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+        try:
+            yield parallel_setup.init_model_parallel(
+                torch.device("cpu"), tensor=tensor, expert=expert, expert_tensor=expert_tensor
+            )
+        finally:
+            parallel_setup.close_model_parallel()
+            dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------------------------------------------- parameters
+
+
+def check_parameters(arch: Architecture, sizes: tuple, lora: LoraConfig, dtype: torch.dtype, monkeypatch) -> None:
+    """Planned bytes of the base and parameters of LoRA against those of the last rank's model."""
+    monkeypatch.setattr(lora_megatron, "_initialise_", lambda *args: None)  # values cost time, and meta has none
+    ranks, tensor, expert, expert_tensor = sizes
+    layout = Layout(ranks, tensor, expert, expert_tensor, 1, 1)
+    with as_rank(ranks - 1, *sizes) as parallel, torch.device("meta"):
+        parallel = dataclasses.replace(parallel, device=torch.device("meta"))
+        model = model_megatron.build(arch, parallel, dtype=dtype, recompute=False)
+        base = sum(parameter.nbytes for parameter in model.parameters())
+        adapters = lora_megatron.attach(model, lora, parallel, 0)
+        factors = lora_megatron.factors(adapters).values()
+    assert memory_plan.base_parameters(arch, layout) * dtype.itemsize == base
+    assert memory_plan.lora_parameters(arch, lora, layout) == sum(factor.numel() for factor in factors)
+
+
+@pytest.mark.parametrize("name", world.LAYOUTS)
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe"])
+def test_parameters_are_those_of_the_instantiated_tiny_model(model_type, name, monkeypatch):
+    lora = LoraConfig(rank=8, expert_rank=3, targets=ALL_TARGETS)
+    check_parameters(tiny(model_type), world.LAYOUTS[name], lora, torch.float32, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["TP1", "TP2_EP2_ETP2"])
+@pytest.mark.parametrize(
+    ("changes", "lora"),
+    [
+        ({"mlp_only_layers": [0], "tie_word_embeddings": True}, LoraConfig(rank=4)),
+        ({"head_dim": 16, "num_key_value_heads": 2}, LoraConfig(rank=4, targets=("linear_qkv",))),
+        ({"num_hidden_layers": 3, "decoder_sparse_step": 2}, LoraConfig(rank=4, targets=("linear_fc2",))),
+    ],
+)
+def test_parameters_follow_every_option_of_the_model(changes, lora, name, monkeypatch):
+    check_parameters(tiny("qwen3_moe", **changes), world.LAYOUTS[name], lora, torch.bfloat16, monkeypatch)
+
+
+@pytest.mark.parametrize("sizes", REAL_LAYOUTS)
+def test_parameters_are_those_of_the_instantiated_qwen3_30b(sizes, monkeypatch):
+    check_parameters(real("qwen3"), sizes, LoraConfig(rank=32), torch.bfloat16, monkeypatch)
+
+
+def test_parameters_are_those_of_the_instantiated_qwen15_moe(monkeypatch):
+    check_parameters(real("qwen15_moe"), (16, 4, 4, 1), LoraConfig(rank=32), torch.bfloat16, monkeypatch)
+
+
+def test_the_published_configs_have_the_published_numbers_of_parameters():
+    """30.5 and 14.3 billion, from the model cards; LoRA of rank 32 on every expert of the first is 1.258 billion."""
+    one = Layout(1, 1, 1, 1, 1, 1)
+    assert round(memory_plan.base_parameters(real("qwen3"), one) / 1e9, 1) == 30.5
+    assert round(memory_plan.base_parameters(real("qwen15_moe"), one) / 1e9, 1) == 14.3
+    experts = LoraConfig(rank=32, targets=("linear_fc1", "linear_fc2"))
+    assert memory_plan.lora_parameters(real("qwen3"), experts, one) == 1_258_291_200
+    attention = LoraConfig(rank=32, targets=("linear_qkv", "linear_proj"))
+    assert memory_plan.lora_parameters(real("qwen3"), attention, one) == 20_447_232
+
+
+# -------------------------------------------------------------------------------------------------------------- groups
+
+
+def megatron_groups(parallel: parallel_setup.Parallel) -> dict[str, list[int]]:
+    return {kind: dist.get_process_group_ranks(getattr(parallel, f"{kind}_group")) for kind in KINDS}
+
+
+@pytest.mark.parametrize("name", ["TP4_EP4_DP2", "TP2_EP2_ETP2", "TP4_EP4_ETP4", "TP4_EP16", "12 ranks"])
+def test_groups_are_megatrons(name):
+    sizes = (world.LAYOUTS | {"12 ranks": (12, 4, 4, 1)})[name]
+    planned = layout_plan.groups(Layout(*sizes, engine_tensor=1, engine_expert=1))
+    for rank in range(sizes[0]):
+        with as_rank(rank, *sizes) as parallel:
+            found = megatron_groups(parallel)
+        assert found == {kind: next(group for group in planned[kind] if rank in group) for kind in KINDS}
+
+
+def test_the_plan_knows_the_constants_of_the_files_that_it_may_not_import():
+    import inspect
+
+    assert memory_plan.LOGITS_PER_CHUNK == model_megatron.LOGITS_PER_CHUNK
+    assert memory_plan.PREFILL_TOKENS == rollout_vllm.PREFILL_TOKENS
+    assert config_rules.CACHE_BLOCK == rollout_vllm.CPU_BLOCK
+    sampler = inspect.signature(rollout_torch.TorchSampler.__init__).parameters
+    assert memory_plan.CACHED_ROWS == sampler["max_sequences"].default
+
+
+# --------------------------------------------------------------------------------------------------------- activations
+
+LORA = LoraConfig(rank=8)
+ROWS, LENGTH = 8, 64  # of the micro-batch; the second half of each row is scored
+CASES = [
+    (model_type, changes, recompute)
+    for model_type, changes in (
+        ("qwen3_moe", {"num_key_value_heads": 4, "mlp_only_layers": [1], "num_hidden_layers": 3}),
+        ("qwen2_moe", {"num_experts_per_tok": 4, "num_hidden_layers": 3}),
+    )
+    for recompute in (False, True)
+]
+
+
+def allocated(parallel: parallel_setup.Parallel) -> list[dict[str, float]]:
+    """Of each case: bytes alive after the forward pass, the most at any time, and how full this rank's experts were."""
+    return [_allocated(parallel, tiny(model_type, **changes), recompute) for model_type, changes, recompute in CASES]
+
+
+def _allocated(parallel: parallel_setup.Parallel, arch: Architecture, recompute: bool) -> dict[str, float]:
+    model = model_megatron.build(arch, parallel, dtype=torch.float32, recompute=recompute)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            drawn = torch.randn(weight.shape, generator=generator) * 0.05
+            weight.copy_(drawn if weight.dim() > 1 else torch.ones_like(weight))
+    adapters = lora_megatron.attach(model, LORA, parallel, 0)
+    rows: list[int] = []
+    experts = [layer.mlp.experts for layer in model.decoder.layers if hasattr(layer.mlp, "experts")]
+    hooks = [e.register_forward_hook(lambda module, args, out: rows.append(int(args[1].sum()))) for e in experts]
+    tokens = torch.randint(3, 400, (ROWS, LENGTH), generator=torch.Generator().manual_seed(parallel.data_rank + 2))
+    mask = torch.ones(ROWS, LENGTH)
+    mask[:, : LENGTH // 2] = 0
+    with LiveBytes() as live:
+        logp, _ = model_megatron.token_logprobs(model, tokens, mask, parallel)
+        live.mark()
+        logp.sum().backward()
+    (kept,) = live.marks
+    for hook in hooks:
+        hook.remove()
+    mean = tokens.numel() / parallel.tensor * arch.experts_per_token * parallel.expert_tensor
+    fullest = max(rows) if recompute else sum(rows) / len(rows)  # one layer is there at a time, or all of them
+    gradients = sum(factor.grad.nbytes for factor in lora_megatron.factors(adapters).values())
+    return {"kept": kept, "peak": live.peak, "imbalance": fullest / mean, "gradients": gradients}
+
+
+@pytest.mark.slow
+def test_activations_are_within_15_percent_of_what_a_tiny_model_allocates():
+    """Both architectures, a dense layer among the MoE ones, with and without recompute, on one rank: on several, what
+    a rank allocates varies with the timing of gloo's copies. The peak has up to all of the gradients in it.
+    """
+    for name, by_rank in world.in_layouts(["TP1"], allocated).items():
+        layout = Layout(*world.LAYOUTS[name], engine_tensor=1, engine_expert=1)
+        for rank, answers in enumerate(by_rank):
+            for (model_type, changes, recompute), found in zip(CASES, answers, strict=True):
+                planned = memory_plan.activations(
+                    tiny(model_type, **changes), LORA, layout, element=4, recompute=recompute,
+                    tokens=ROWS * LENGTH, scored=ROWS * LENGTH // 2, imbalance=found["imbalance"],
+                )  # fmt: skip
+                where = (name, rank, model_type, recompute)
+                assert planned.kept == pytest.approx(found["kept"], rel=0.1), where
+                most = planned.peak + found["gradients"]
+                assert planned.peak * 0.85 <= found["peak"] <= most * 1.15, (*where, planned.peak, found["peak"])
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_an_update_of_the_learner_takes_the_planned_bytes(recompute, tmp_path):
+    """Three micro-batches of the trainer's own update on one rank: activations and gradients, and AdamW's moments."""
+    cfg = training.config(
+        tmp_path, tmp_path, model__recompute=recompute, data__max_prompt_tokens=4, rollout__max_new_tokens=60,
+        rollout__group_size=4, optim__tokens_per_micro_batch=512,
+    )  # fmt: skip
+    arch = tiny("qwen3_moe")
+    by_rank = world.in_layouts(["TP1"], updated, cfg, arch)["TP1"]
+    layout = layout_plan.of(cfg, 1)
+    planned = memory_plan.plan(cfg, arch, layout, "cpu", 2**33).parts
+    assert memory_plan.micro_batch_tokens(cfg, layout) == 512
+    (found,) = by_rank
+    assert found["optimizer"] == pytest.approx(planned["optimizer"], rel=0.01)
+    assert found["update"] == pytest.approx(planned["activations"] + planned["gradients"], rel=0.1)
+
+
+def updated(parallel: parallel_setup.Parallel, cfg, arch: Architecture) -> dict[str, int]:
+    """Bytes that a Learner holds, and the most beyond that which its update ever needs."""
+    model = model_megatron.build(arch, parallel, dtype=torch.float32, recompute=cfg.model.recompute)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(0, 0.05)
+    adapters = lora_megatron.attach(model, cfg.lora, parallel, 0)
+    with LiveBytes() as making:
+        learner = Learner(cfg, arch, parallel, model, adapters, pad_token=0)
+    prompts, group = cfg.rollout.prompts_per_step, cfg.rollout.group_size
+    sequences, new = prompts * group, cfg.rollout.max_new_tokens
+    tokens = torch.randint(3, 400, (sequences, new), generator=torch.Generator().manual_seed(0))
+    batch = Rollout(
+        prompts=[[5, 6, 7, 8]] * prompts, tokens=tokens, logp=torch.full((sequences, new), -6.0),
+        lengths=[new] * sequences, truncated=torch.zeros(sequences, dtype=torch.bool),
+        rewards=torch.rand(prompts, group), parsable=torch.ones(prompts, group),
+    )  # fmt: skip
+    heartbeat = Heartbeat(0, 0)
+    with LiveBytes() as work:
+        learner.update(batch, [], torch.randn(sequences), 0, Clock(heartbeat, 0))
+    heartbeat.stop()
+    return {"optimizer": making.now, "update": work.peak}
+
+
+def test_a_cache_holds_the_rows_that_its_bytes_are_for():
+    """48 layers x 2 x 1 head x 128 x 2 bytes = 24,576 a token; a group of 8 shares its prompt's keys and values."""
+    cfg, arch = load_config("configs/qwen3.yaml", ["rollout.kv_cache_mib=2048"]), real("qwen3")
+    layout = layout_plan.of(cfg, 16)
+    memory = memory_plan.plan(cfg, arch, layout, "npu", 61 * 2**30)
+    assert config_rules.cache_bytes_per_token(arch, 4, 2) == 24_576
+    assert memory.wanted_rows == 96 // 4 * 8
+    assert memory.cached_rows == 2048 * 2**20 // (24_576 * (512 // 8 + 1536))
+    roomy = dataclasses.replace(layout, engine_tensor=8)
+    assert config_rules.cache_bytes_per_token(arch, 8, 2) == 24_576  # 4 heads over 8 ranks: each held twice
+    assert (
+        memory_plan.plan(cfg, arch, roomy, "npu", 61 * 2**30).parts["engine weights"] < memory.parts["engine weights"]
+    )

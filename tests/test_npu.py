@@ -1,0 +1,177 @@
+"""`device: npu` on a stand-in for the device (fake_npu.py) against cpu and gloo: the trainer's whole path but CANN.
+
+Not covered: the kernels' numerics, their speed and memory, HCCL's timeouts, and anything asynchronous. With
+MINDSPEED_DIR, a checkout of MindSpeed core_r0.16.0, one test has its adaptor patch Megatron as on hardware:
+
+    MINDSPEED_DIR=../MindSpeed bash run_tests.sh tests/test_npu.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import training
+import world
+from launched import launch
+
+import config
+
+RUNS = {  # layout: changes
+    "TP1": {"rollout__top_p": 0.9},
+    "TP2_EP2": {"model__recompute": True},
+    "TP2_EP2_DP2": {"aqn__schedule": "constant", "replay__mode": "r3", "replay__reference": "native"},
+}
+MINDSPEED = os.environ.get("MINDSPEED_DIR", "")
+FIVE = {
+    "train__steps": 5, "train__checkpoint_every": 2, "parallel__timeout_seconds": 300,
+    "optim__lr": 1e-3, "optim__eps": 1e-4,  # AdamW divides by small numbers: rounding must not grow in five steps
+}  # fmt: skip
+
+
+def settings(layout: str, model: Path, out: Path) -> config.Config:
+    return training.in_layout(training.config(model, out, **FIVE, **RUNS[layout]), layout)
+
+
+def train_on_npu(layout: str, model: Path, folder: Path, mindspeed: str = "") -> tuple[Path, list[dict]]:
+    """The run folder of an interrupted and resumed training, and each rank's answers."""
+    folder.mkdir()
+    cfg = settings(layout, model, folder / "out").model_copy(update={"device": "npu"})
+    (folder / "config.yaml").write_text(config.to_yaml(cfg))
+    answer = folder / "answer"
+    ranks = world.LAYOUTS[layout][0]
+    with launch(ranks, "tests/npu_train.py", folder / "config.yaml", answer, mindspeed, log=folder / "log") as started:
+        assert started.wait(500) == 0, started.text[-6000:]
+    return training.only_run(cfg), [json.loads(Path(f"{answer}-{rank}").read_text()) for rank in range(ranks)]
+
+
+def assert_equal_to_1e_6(found: Path, expected: Path) -> None:
+    rows, wanted = training.metrics(found), training.metrics(expected)
+    assert [row["step"] for row in rows] == [row["step"] for row in wanted] == list(range(5))
+    for row, want in zip(rows, wanted, strict=True):
+        assert row.keys() == want.keys()
+        gaps = {key: abs(row[key] - want[key]) / max(1, abs(want[key])) for key in want}
+        apart = {key: (row[key], want[key]) for key, gap in gaps.items() if not gap <= 1e-6}
+        assert not apart, (row["step"], apart)
+    for name in ("eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl"):
+        assert (found / name).read_bytes() == (expected / name).read_bytes(), name
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return training.make_model(tmp_path_factory.mktemp("model") / "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def on_cpu(model, tmp_path_factory) -> dict[str, Path]:
+    out = tmp_path_factory.mktemp("cpu")
+    return training.run_all({layout: (layout, settings(layout, model, out / layout)) for layout in RUNS})
+
+
+@pytest.fixture(scope="module", params=list(RUNS))
+def on_npu(request, model, tmp_path_factory) -> tuple[str, Path, list[dict]]:
+    return request.param, *train_on_npu(request.param, model, tmp_path_factory.mktemp("npu") / request.param)
+
+
+@pytest.mark.slow
+def test_a_resumed_training_on_the_npu_has_the_cpus_metrics(on_npu, on_cpu):
+    layout, run, answers = on_npu
+    assert_equal_to_1e_6(run, on_cpu[layout])
+    assert all(rank["device"] == "npu" for rank in answers)
+
+
+@pytest.mark.slow
+def test_communicators_are_built_for_the_groups_that_carry_traffic_only(on_npu):
+    """None over all ranks, none for a group of one, and the buffers of device.HCCL_BUFFER_MIB."""
+    layout, _, answers = on_npu
+    ranks, tensor, expert, _ = world.LAYOUTS[layout]
+    sizes = {
+        "TENSOR_MODEL_PARALLEL_GROUP": (tensor, 64),
+        "EXPERT_MODEL_PARALLEL_GROUP": (expert, 128),
+        "DATA_PARALLEL_GROUP": (ranks // tensor, 50),
+        "EXPERT_DATA_PARALLEL_GROUP": (ranks // expert, 50),
+    }
+    for rank in answers:
+        found = {group["desc"]: (len(group["ranks"]), group["buffer"]) for group in rank["groups"]}
+        assert found == {name: value for name, value in sizes.items() if value[0] > 1}
+
+
+@pytest.mark.slow
+def test_the_npus_kernels_are_what_ran(on_npu):
+    kernels = {"npu_rms_norm", "npu_fusion_attention", "npu_swiglu", "npu_rotary_mul", "npu_grouped_matmul"}
+    assert all(rank["kernels"].keys() == kernels for rank in on_npu[2])
+    assert not any(rank["mindspeed"] for rank in on_npu[2])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MINDSPEED, reason="MINDSPEED_DIR names no checkout of MindSpeed core_r0.16.0")
+def test_with_mindspeeds_adaptor_the_metrics_are_the_same(model, on_cpu, tmp_path):
+    run, answers = train_on_npu("TP2_EP2", model, tmp_path / "npu", MINDSPEED)
+    assert all(rank["mindspeed"] for rank in answers)
+    assert_equal_to_1e_6(run, on_cpu["TP2_EP2"])
+
+
+# ------------------------------------------------------------------------------------------------ without Megatron
+
+
+@pytest.fixture(scope="module")
+def found() -> dict:
+    """What npu_operations.py printed."""
+    command = [sys.executable, str(Path(__file__).with_name("npu_operations.py"))]
+    done = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_auto_is_the_npu_where_there_is_one(found):
+    assert found["auto"] == "npu"
+
+
+def test_operations_and_their_gradients_are_the_cpus(found):
+    assert len(found["apart"]) == 11
+    for name, gaps in found["apart"].items():
+        assert max(gaps) < 2e-6, name
+
+
+def test_frozen_experts_cost_no_weight_gradient(found):
+    """One grouped product forward, one for the rows' gradient; a third only for a weight that wants one."""
+    assert found["calls"] == {"frozen": 2, "trained": 3}
+
+
+@pytest.mark.parametrize(
+    ("attempt", "words"),
+    [
+        ("two devices", "at least two devices, npu:0 and cpu"),
+        ("float64 reduction", "unsupported data type torch.float64"),
+        ("CPU tensor over hccl", "No backend type associated with device type cpu"),
+        ("npu tensor over the world", "No backend type associated with device type npu"),
+        ("numpy", "can't convert npu:0"),
+        ("own mask", "not the causal mask"),
+        ("Megatron first", "RuntimeError: device.adapt: megatron.core is imported already"),
+        (
+            "third of two devices",
+            "InputError: LOCAL_RANK: 2 needs 3 npu devices on this host, found 2 (ASCEND_RT_VISIBLE_DEVICES is 4,5)",
+        ),
+        ("contradiction", "InputError: train.deterministic: true, but HCCL_DETERMINISTIC is false"),
+    ],
+)
+def test_what_hardware_or_start_up_refuses(attempt, words, found):
+    assert words in found["refused"][attempt]
+
+
+def test_deterministic_sets_the_npus_variables_and_torchs_switch(found):
+    expected = {
+        "HCCL_DETERMINISTIC": "true", "LCCL_DETERMINISTIC": "1", "CLOSE_MATMUL_K_SHIFT": "1",
+        "ATB_MATMUL_SHUFFLE_K_ENABLE": "0", "ATB_LLM_LCOC_ENABLE": "0",
+    }  # fmt: skip
+    assert found["variables"] == expected and found["deterministic"]
+
+
+def test_groups_without_traffic_get_no_options(found):
+    assert found["buffers"] == {"tp": {"hccl_buffer_size": 64}, "pp": None}

@@ -1,0 +1,194 @@
+"""preflight.py as a command: what it accepts, what it refuses, and that its way out of a refusal works.
+
+Sizes of the real models come from their published config.json; no weights, no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import config
+import config_rules
+import hf_config
+import preflight
+
+ROOT = Path(__file__).parents[1]
+QWEN3, QWEN15, TINY = (str(ROOT / "configs" / f"{name}.yaml") for name in ("qwen3", "qwen15_moe", "tiny_cpu"))
+
+
+def report(capsys, *arguments: str) -> dict:
+    """The JSON object of one call, whose exit code must fit its verdict."""
+    code = preflight.main([*arguments, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert (code, found["verdict"]) in ((0, "fits"), (1, "refused"))
+    return found
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen15_moe", "tiny_cpu", "tiny_16"])
+def test_the_configurations_we_ship_fit(name, capsys):
+    found = report(capsys, str(ROOT / "configs" / f"{name}.yaml"))
+    assert found["verdict"] == "fits" and found["reasons"] == [] and found["alternatives"] == []
+    assert found["ranks"] == (2 if name == "tiny_cpu" else 16)
+    assert all(0 < size < found["per_rank"]["capacity_bytes"] for size in found["per_rank"]["phases"].values())
+
+
+REFUSALS = {  # name: (arguments, a piece of the reason)
+    "TP3 for 32 heads": ([QWEN3, "parallel.tensor=3"], "parallel.tensor: 3 does not divide 4 key/value heads"),
+    "TP3 on a divisible world": ([QWEN3, "parallel.tensor=3", "--ranks", "48"], "3 does not divide 4 key/value heads"),
+    "EP8 for 60 experts": ([QWEN15, "parallel.expert=8"], "parallel.expert: 8 does not divide 60 experts"),
+    "rollout TP6": ([QWEN3, "rollout.tensor=6"], "rollout.tensor: 6 does not divide 16 ranks"),
+    "8 ranks for EP16": ([QWEN3, "--ranks", "8"], "parallel.expert: 16 does not divide 8 ranks"),
+    "12 ranks for EP16": ([QWEN3, "--ranks", "12"], "parallel.expert: 16 does not divide 12 ranks"),
+    "a batch that is not a whole number of updates": (
+        [QWEN3, "optim.prompts_per_update=36"],
+        "optim.prompts_per_update: 36 does not divide rollout.prompts_per_step 96; nearest: 32, 48",
+    ),
+    "a prime number of prompts": (
+        [QWEN3, "rollout.prompts_per_step=97"],
+        "optim.prompts_per_update: 24 does not divide rollout.prompts_per_step 97",
+    ),
+    "a row longer than a micro-batch": ([QWEN3, "optim.tokens_per_micro_batch=1000"], "cannot hold one row"),
+    "the whole 30B on every rank": (
+        [QWEN3, "parallel.tensor=1", "parallel.expert=1", "rollout.expert_parallel=false"],
+        "GiB on a rank, margin incl",
+    ),
+    "30B on one rank": (
+        [QWEN3, "parallel.tensor=1", "parallel.expert=1", "rollout.tensor=1", "--ranks", "1"],
+        "GiB on a rank, margin incl",
+    ),
+    "the trainer's shards in another layout": (
+        [QWEN3, "parallel.tensor=2"],
+        "rollout.tensor: 4 with rollout.expert_parallel splits attention differently",
+    ),
+    "a cache too small for one row": (  # 17 blocks of 128 tokens, 24,576 bytes a token
+        [QWEN3, "rollout.kv_cache_mib=10"],
+        "rollout.kv_cache_mib: 10 is too small for one row of 2048 tokens; needed: 51 for one",
+    ),
+    "pipeline": ([QWEN3, "parallel.pipeline=2"], "parallel.pipeline: 2 is not supported yet"),
+    "a vocabulary that 2 ranks cannot share": (
+        [TINY, "tiny_model.vocab_size=401", "parallel.tensor=2", "--ranks", "2"],
+        "parallel.tensor: 2 does not divide 401 tokens of the vocabulary",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_refusal_names_its_rule_and_lists_layouts_that_fit(name, capsys):
+    arguments, reason = REFUSALS[name]
+    found = report(capsys, *arguments)
+    assert found["verdict"] == "refused" and any(reason in each for each in found["reasons"]), found["reasons"]
+    assert found["alternatives"]
+    own_overrides = [argument for argument in arguments[1:] if "=" in argument]
+    for other in found["alternatives"]:
+        again = report(capsys, arguments[0], *own_overrides, *other["overrides"], "--ranks", str(other["ranks"]))
+        assert again["verdict"] == "fits" and again["per_rank"]["peak_bytes"] == other["peak_bytes"]
+        # The rules of the trainer itself agree.
+        cfg = config.load_config(arguments[0], [*own_overrides, *other["overrides"]])
+        config_rules.check_layout(cfg, hf_config.planned(cfg)[0], other["ranks"])
+    memory = [round(other["peak_bytes"] / 2**30, 1) for other in found["alternatives"]]
+    assert memory == sorted(memory)
+
+
+def test_twelve_ranks_take_four_expert_ranks_in_three_blocks(capsys):
+    """3 does not divide the heads and 12 not the 128 experts: TP 1, 2 or 4 with EP 4 remain."""
+    listed = report(capsys, QWEN3, "--ranks", "12")["alternatives"]
+    for tensor in (1, 4):
+        layout = {f"parallel.tensor={tensor}", "parallel.expert=4", "rollout.expert_parallel=false"}
+        assert any(other["ranks"] == 12 and layout <= set(other["overrides"]) for other in listed)
+        found = report(capsys, QWEN3, *layout, "--ranks", "12")
+        assert found["verdict"] == "fits"
+        assert found["layout"]["data"] == 12 / tensor and found["layout"]["expert_data"] == 3
+
+
+def test_a_configuration_on_too_few_ranks_is_offered_as_it_is_on_enough(capsys):
+    listed = report(capsys, QWEN3, "--ranks", "8")["alternatives"]
+    assert {8, 16} == {other["ranks"] for other in listed}
+
+
+def test_memory_refusals_follow_the_size_of_the_device(capsys):
+    needed = report(capsys, QWEN3)["per_rank"]["phases"]
+    smallest = max(needed.values()) / 0.95 / 2**30  # the margin is a twentieth
+    assert report(capsys, QWEN3, "--device-gib", str(smallest + 0.01))["verdict"] == "fits"
+    assert report(capsys, QWEN3, "--device-gib", str(smallest - 0.01))["verdict"] == "refused"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["no/such.yaml"],
+        [QWEN3, "parallel.tensor=x"],
+        [QWEN3, "parallel.tensors=4"],
+        [QWEN3, "loss.kl_coef=0"],
+        [QWEN3, "--ranks", "0"],
+        [QWEN3, "--ranks-per-node", "-1"],
+        [QWEN3, "model.path=models/unheard-of"],
+    ],
+)
+def test_unusable_input_is_one_line_and_exit_code_2(arguments, capsys):
+    assert preflight.main([*arguments, "--json"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1
+
+
+def test_nodes_cut_the_groups_that_span_them(capsys):
+    found = report(capsys, QWEN3, "parallel.expert=32", "--ranks", "32")
+    crossing = {kind: count for kind, count in found["groups_across_nodes"].items() if count}
+    assert crossing == {"data": 4, "expert": 1}  # 8 data ranks 4 apart; the 32 expert ranks; TP4 stays within a node
+    streamed = report(capsys, QWEN3, "rollout.expert_parallel=false", "--ranks", "32")
+    assert streamed["groups_across_nodes"]["expert"] == 0
+    two = report(capsys, QWEN3, "--ranks", "16", "--ranks-per-node", "2")["groups_across_nodes"]
+    assert two["tensor"] == two["rollout"] == 4
+
+
+def test_every_rank_is_in_one_group_of_each_kind(capsys):
+    for ranks in (16, 48, 1024):
+        found = report(capsys, QWEN3, "rollout.expert_parallel=false", "--ranks", str(ranks))
+        assert len(found["groups"]) == 6
+        for members in found["groups"].values():
+            assert sorted(rank for group in members for rank in group) == list(range(ranks))
+
+
+@pytest.mark.parametrize("arguments", [["parallel.tensor=3"], ["--device-gib", "1"]])
+def test_a_plan_takes_seconds_without_torch_and_prints_one_object(arguments):
+    """Refusals on 1,024 ranks, one of them beyond help, in a process that cannot import torch. CPU seconds count."""
+    blocked = "import sys; sys.modules['torch'] = None; import preflight; sys.exit(preflight.main(sys.argv[1:]))"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    command = [sys.executable, "-c", blocked, QWEN3, *arguments, "--ranks", "1024", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 5
+    assert done.returncode == 1 and json.loads(done.stdout)["verdict"] == "refused" and done.stderr == ""
+
+
+def test_the_text_says_layout_memory_seconds_and_verdict(capsys):
+    assert preflight.main([QWEN3]) == 0
+    text = capsys.readouterr().out
+    for piece in (
+        "16 ranks on 1 node of 16 = tensor 4 x data 4 = expert_tensor 1 x expert 16 x expert_data 1",
+        "8 of 32 heads, 1 of 4 key/value heads, 8 of 128 experts, 37,984 of 151,936 tokens, all 48 layers",
+        "96 prompts x 8 = 768 sequences = 4 replicas of 24 prompts x 8",
+        "4 updates of 24 x 8 = 192 sequences = 4 data ranks of 48 sequences",
+        "logits chunk              0.312 GiB, within the activations",  # 5 copies of 2^24 fp32
+        "a roofline, not a measurement",
+        "verdict: fits",
+    ):
+        assert piece in text
+    assert preflight.main([QWEN3, "rollout.prompts_per_step=98", "optim.prompts_per_update=98"]) == 0
+    assert "4 replicas of 25 prompts at most (uneven: 98 / 4)" in capsys.readouterr().out
+
+
+def test_a_model_folder_comes_before_the_published_config(tmp_path, capsys):
+    raw = json.loads((ROOT / "configs" / "Qwen3-30B-A3B.config.json").read_text())
+    folder = tmp_path / "Qwen3-30B-A3B"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": 24}))
+    whole = report(capsys, QWEN3)["per_rank"]["base_bytes"]
+    half = report(capsys, QWEN3, f"model.path={folder}")["per_rank"]["base_bytes"]
+    vocabulary = 2 * 2 * 151936 * 2048 // 4
+    assert half - vocabulary == pytest.approx((whole - vocabulary) / 2, rel=1e-5)

@@ -1,0 +1,248 @@
+"""RESULTS.md follows from the records, and --check notices when it does not; the commands do what they say."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import recorded
+
+import records
+import report
+import results_page
+from config import InputError
+
+TEXT = "# Results\n\nWritten by people.\n\n{}\n\n{}\n\nAlso by people.\n"
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two variants of three seeds, recorded and built."""
+    folder = tmp_path_factory.mktemp("project")
+    for name, after, change in (("base", 0.5, ()), ("better", 0.9, ("lora.rank=8",))):
+        for seed in range(3):
+            made = recorded.make_run(folder / "out", f"{name}-seed{seed}", seed, after, overrides=change)
+            records.add(made, folder / "results")
+    (folder / "results" / "plan.yaml").write_text(
+        "comparisons:\n"
+        "- {title: Better or not, base: base, others: [better]}\n"
+        "- {title: Never run, base: base, others: [absent], sweep: configs/sweeps/x.yaml}\n"
+        "rows:\n"
+        "- {group: big, what: A big model, command: torchrun big, plan: later}\n"
+        "- {group: base, what: The base, command: torchrun base, plan: done}\n"
+    )
+    (folder / "RESULTS.md").write_text(TEXT.format(results_page.BEGIN, results_page.END))
+    results_page.build(folder / "results", folder / "RESULTS.md")
+    return folder
+
+
+@pytest.fixture
+def places(project: Path, tmp_path: Path) -> list[str]:
+    """--results and --page of a copy of the project."""
+    shutil.copytree(project / "results", tmp_path / "results")
+    shutil.copy(project / "RESULTS.md", tmp_path / "RESULTS.md")
+    return ["--results", str(tmp_path / "results"), "--page", str(tmp_path / "RESULTS.md")]
+
+
+def run(*arguments: str) -> int:
+    return report.main(list(arguments))
+
+
+def test_every_number_of_the_page_is_a_records(places: list[str], tmp_path: Path) -> None:
+    text = (tmp_path / "RESULTS.md").read_text()
+    assert text.startswith("# Results\n\nWritten by people.") and text.endswith("Also by people.\n")
+    for record in records.load_all(tmp_path / "results"):
+        (row,) = re.findall(rf"^\| \[{record.id}\].*$", text, re.M)
+        low, high = 100 * record.last.sampled.low, 100 * record.last.sampled.high
+        assert f"{100 * record.last.sampled.accuracy:.1f} ({low:.1f}-{high:.1f})" in row
+        assert f"`{record.commit[:7]}`" in row and f"{record.seconds_per_step:.2f}" in row
+    assert "different: better is better" in text
+    missing = text.split("## Not run yet")[1]
+    assert "| A big model | `torchrun big` | later |  |  |  |  |" in missing and "missing: absent" in missing
+    assert "The base" not in missing and "No record yet" in text  # nothing on a GPU
+    for figure in ("base", "better", "better-or-not"):
+        assert f"results/figures/{figure}.png" in text
+        assert (tmp_path / "results" / "figures" / f"{figure}.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_a_page_without_records_has_no_number(tmp_path: Path) -> None:
+    (tmp_path / "RESULTS.md").write_text(TEXT.format(results_page.BEGIN, results_page.END))
+    assert not re.search(r"\d \||\| \d", results_page.page(tmp_path / "results", tmp_path / "RESULTS.md"))
+
+
+def test_building_twice_changes_nothing(places: list[str], tmp_path: Path) -> None:
+    def everything() -> dict[str, bytes]:
+        return {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    once = everything()
+    assert run(*places, "build") == 0 and everything() == once
+    for figure in (tmp_path / "results" / "figures").iterdir():
+        figure.unlink()
+    assert run(*places, "build") == 0 and everything() == once  # drawn anew: the same bytes
+
+
+def edit(path: str, old: str, new: str):
+    def change(folder: Path) -> None:
+        text = (folder / path).read_text()
+        assert old in text
+        (folder / path).write_text(text.replace(old, new, 1))
+
+    return change
+
+
+def another_record(folder: Path) -> None:
+    records.add(recorded.make_run(folder / "more", "new-seed0"), folder / "results")
+
+
+FAULTS = {
+    "stale": edit("RESULTS.md", "different: better is better", "different: better is far better"),
+    "stale: ": another_record,
+    "edited": edit("results/better-seed1/record.json", "AMD EPYC", "Apple M9"),
+    "altered": edit("results/better-seed1/eval.jsonl", "0.", "0.9"),
+    "better.png: missing": lambda folder: (folder / "results/figures/better.png").unlink(),
+    "better.png: edited": lambda folder: (folder / "results/figures/better.png").write_bytes(b"\x89PNG"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_check_fails_when_something_does_not_follow(
+    places: list[str], tmp_path: Path, fault: str, capsys: pytest.CaptureFixture
+) -> None:
+    assert run(*places, "--check") == 0
+    FAULTS[fault](tmp_path)
+    assert run(*places, "--check") == 1
+    assert fault in capsys.readouterr().err
+
+
+def test_nothing_is_built_on_records_that_were_tampered_with(places: list[str], tmp_path: Path) -> None:
+    before = (tmp_path / "RESULTS.md").read_text()
+    FAULTS["edited"](tmp_path)
+    assert run(*places, "build") == 2 and (tmp_path / "RESULTS.md").read_text() == before
+
+
+@pytest.mark.parametrize("text", ["no markers", f"{results_page.BEGIN}", f"{results_page.END} {results_page.BEGIN}"])
+def test_a_page_without_markers_is_left_alone(tmp_path: Path, text: str) -> None:
+    (tmp_path / "RESULTS.md").write_text(text)
+    with pytest.raises(InputError, match="once each"):
+        results_page.build(tmp_path / "results", tmp_path / "RESULTS.md")
+    assert (tmp_path / "RESULTS.md").read_text() == text
+
+
+def test_the_repositorys_own_records_and_page_agree() -> None:
+    assert results_page.check(recorded.ROOT / "results", recorded.ROOT / "RESULTS.md") == []
+
+
+def test_every_metric_of_a_run_is_in_the_glossary() -> None:
+    """RESULTS.md explains what the source logs; `/name` after another metric stands for the same section's."""
+    glossary = (recorded.ROOT / "RESULTS.md").read_text().split("## Metrics")[1]
+    explained = set()
+    for cell in re.findall(r"^\| (`.*?`) \|", glossary, re.M):
+        section = ""
+        for name in re.findall(r"`([^`]+)`", cell):
+            section = name.split("/")[0] or section
+            explained.add(f"{section}/{name.split('/')[1]}")
+    sections = "reward|response_length|actor|rollout|aqn|replay|sync|timing|perf|eval"
+    logged = set()
+    for path in recorded.ROOT.glob("*.py"):
+        logged |= set(re.findall(rf'"((?:{sections})/[a-z_]+)"(?: ?:|\] = )', path.read_text()))
+    assert len(logged) > 20 and logged <= explained, logged - explained
+
+
+def test_the_protocols_numbers_are_what_plan_prints(capsys: pytest.CaptureFixture) -> None:
+    """docs/gsm8k_protocol.md: every row of its table of effects, computed again."""
+    text = (recorded.ROOT / "docs" / "gsm8k_protocol.md").read_text().replace("**", "")
+    rows = re.findall(r"^\| (\d) \| (\d+) %[^|]*\| ([\d.]+|not measurable) \| ([\d.]+)", text, re.M)
+    assert len(rows) == 7
+    for seeds, discordant, spread, finds in rows:
+        points = "0" if spread == "not measurable" else spread
+        design = [
+            "--seeds",
+            seeds,
+            "--discordant",
+            f"{int(discordant) / 100}",
+            "--seed-spread",
+            f"{float(points) / 100}",
+        ]
+        assert run("plan", "--questions", "1319", *design) == 0
+        assert f"finds {finds} points" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- the other commands
+
+
+def test_add_names_the_record_and_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = recorded.make_run(tmp_path / "out", "tiny")
+    places = ["--results", str(tmp_path / "results")]
+    assert run(*places, "add", str(folder), "--id", "mine") == 0 and (tmp_path / "results/mine/record.json").exists()
+    assert run(*places, "add", str(folder), "--id", "mine") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert run(*places, "add", str(folder), str(folder), "--id", "x") == 2
+
+
+def test_rerun_prints_checkout_installation_and_command(places: list[str], capsys: pytest.CaptureFixture) -> None:
+    assert run(*places, "rerun", "base-seed1") == 0
+    text = capsys.readouterr().out
+    record = records.load(Path(places[1]), "base-seed1")
+    assert f"git worktree add --detach ../rerun-base-seed1 {record.commit}" in text
+    assert "requirements/cpu.txt" in text and text.splitlines()[-2].endswith(f"OMP_NUM_THREADS=1 {record.command}")
+    assert subprocess.run(["bash", "-n", "-c", text]).returncode == 0
+
+
+def test_rerun_executes_what_it_prints(places: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setattr(report, "rerun_commands", lambda record: f"echo {record.id} > done")
+    assert run(*places, "rerun", "base-seed1", "--run") == 0
+    assert (tmp_path / "done").read_text() == "base-seed1\n"
+
+
+def test_compare_says_same_for_a_repeat_and_intervals_for_groups(
+    places: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    again = recorded.make_run(tmp_path / "again", "base-seed0", 0, 0.5)
+    assert run(*places, "compare", "base-seed0", str(again)) == 0
+    assert capsys.readouterr().out.startswith("same: ")
+    assert run(*places, "compare", "base", "better") == 0
+    text = capsys.readouterr().out
+    assert "different: better is better" in text and "3 paired seeds x 200 questions" in text
+    assert run(*places, "compare", "base", "better", "--kind", "greedy") == 0 and "greedy" in capsys.readouterr().out
+    assert run(*places, "compare", "base", "base") == 2 and run(*places, "compare", "base", "nobody") == 2
+
+
+def test_plan_prints_what_a_design_can_see(capsys: pytest.CaptureFixture) -> None:
+    assert run("plan", "--questions", "1319", "--seeds", "1", "--discordant", "0.2") == 0
+    # By hand: sqrt(0.2 / 1319) = 1.231 points; x (1.960 + 0.842) = 3.45.
+    text = capsys.readouterr().out
+    assert "error 1.23 points" in text and "finds 3.5 points" in text and "these weights only" in text
+
+
+def test_the_commands_need_no_torch() -> None:
+    """On a laptop with requirements/report.txt alone."""
+    code = "import sys; sys.modules['torch'] = None; import report, sweep; print(report.__doc__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=recorded.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_schema_is_documented() -> None:
+    """Every field of record.json that does not say itself what it holds has a description."""
+    schema = records.Record.model_json_schema()
+    plain = {
+        "schema_version",
+        "id",
+        "commit",
+        "command",
+        "seed",
+        "inputs",
+        "machine",
+        "layout",
+        "steps",
+        "first",
+        "last",
+    }
+    assert {name for name, field in schema["properties"].items() if "description" not in field} <= plain
+    assert json.dumps(schema)

@@ -1,0 +1,176 @@
+"""The page about a run is one file that opens without a network and shows what the run folder holds."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import recorded
+
+import report
+import run_page
+from config import InputError
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+VOID = {"meta", "input", "br"}
+
+
+class Outline(HTMLParser):
+    """Elements that are opened and closed in order, what they refer to, and the text of scripts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.references: list[str] = []
+        self.scripts: list[str] = []
+        self.ids: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+        self.references += [value or "" for key, value in attrs if key in ("src", "href", "srcset", "data", "action")]
+        self.ids += [value for key, value in attrs if key == "id"]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] == ["script"]:
+            self.scripts.append(data)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return recorded.make_run(tmp_path / "out", "base-seed0", checks={"entropy": "step 2: <low>"}, questions=20)
+
+
+@pytest.fixture
+def sweep_folder(tmp_path: Path, run: Path) -> Path:
+    folder = tmp_path / "sweep-x"
+    folder.mkdir()
+    job = {"state": "finished", "attempts": 1, "run": str(run), "result": "done"}
+    absent = {"state": "failed", "attempts": 2, "run": "", "result": "error: <no>"}
+    (folder / "sweep.json").write_text(json.dumps({"jobs": {"base-seed0": job, "other-seed0": absent}}))
+    return folder
+
+
+def test_the_page_parses_and_refers_to_nothing_outside(run: Path, sweep_folder: Path) -> None:
+    for folder in (run, sweep_folder):
+        text = run_page.page(folder)
+        found = Outline(text)
+        assert found.references == [] and not re.search(r"https?://|url\(|@import|fetch\(|XMLHttp|//\w+\.\w+/", text)
+        for svg in re.findall(r"<svg.*?</svg>", text, re.S):
+            assert ElementTree.fromstring(svg).findall(".//polyline")
+
+
+def test_what_the_policy_wrote_is_text_and_never_markup(run: Path) -> None:
+    """The completions hold "</script>" and "<b>": a model writes what it likes."""
+    text = run_page.page(run)
+    (data, script) = Outline(text).scripts
+    shown = json.loads(data)
+    assert [step["step"] for step in shown] == [0, 1, 2, 3]
+    assert (
+        shown[2]["answers"][0] == {"text": "</script>#### 2", "reward": 0} and shown[0]["question"] == "1 + 1 <b>?</b>"
+    )
+    assert "<b>" not in text and "<low>" not in text and "&lt;low&gt;" in text and "textContent" in script
+
+
+def test_slowest_longest_checks_questions_and_configuration_are_there(run: Path) -> None:
+    text = run_page.page(run)
+    slowest = text.split("Slowest steps")[1].split("</table>")[0]
+    assert re.findall(r"<tr><td>(\d+)", slowest) == ["4", "3", "2", "1"]  # 0.5 s + 0.1 s a step
+    longest = text.split("Longest")[1].split("</table>")[0]
+    assert re.findall(r"<tr><td>(\d+)</td><td>(\d+)", longest)[:3] == [("4", "9"), ("3", "8"), ("4", "8")]
+    cells = text.split("Reward by question")[1]
+    outcomes = [json.loads(line) for line in (run / "eval_outcomes.jsonl").read_text().splitlines()]
+    assert len(re.findall("<i ", cells)) == len(outcomes) == 40
+    right = sum(row["sampled"][0] for row in outcomes)
+    assert len(re.findall(r"hsl\(120 ", cells)) == right
+    assert "prompts_per_step: 32" in text and "entropy" in text.split("Checks")[1] and "torchrun --nnodes=1" in text
+
+
+def test_a_sweep_shows_every_job_and_lays_the_runs_over_each_other(sweep_folder: Path) -> None:
+    text = run_page.page(sweep_folder)
+    assert "error: &lt;no&gt;" in text and text.count("base-seed0") > 2
+
+
+@pytest.mark.parametrize(
+    ("points", "lines", "dots"),
+    [([(0, 1), (1, None), (2, 3), (3, 4)], 2, 1), ([(0, 5), (1, 5)], 1, 0), ([(0, None)], 0, 0), ([], 0, 0)],
+)
+def test_a_chart_has_gaps_where_nothing_was_measured(points: list, lines: int, dots: int) -> None:
+    svg = run_page.chart("x", [("a", points)])
+    spots = [line.split() for line in re.findall(r'points="([^"]*)"', svg)]
+    assert len(spots) == lines and sum(len(set(line)) == 1 for line in spots) == dots and "nan" not in svg
+
+
+def test_a_logarithmic_chart_spaces_decades_evenly() -> None:
+    svg = run_page.chart("x", [("a", [(0, 1e-8), (1, 1e-7), (2, 1e-6), (3, 0.0)])], log=True)
+    heights = [float(spot.split(",")[1]) for spot in re.findall(r'points="([^"]*)"', svg)[0].split()]
+    assert len(heights) == 3 and heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=0.11)
+
+
+def test_the_command_writes_the_page_beside_the_run(run: Path, tmp_path: Path) -> None:
+    assert report.main(["html", str(run)]) == 0 and (run / "report.html").exists()
+    with pytest.raises(InputError, match="no config.yaml"):
+        run_page.page(tmp_path)
+    assert report.main(["html", str(tmp_path)]) == 2
+
+
+def test_an_unfinished_run_has_a_page_too(run: Path) -> None:
+    for name in ("finished.json", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl"):
+        (run / name).unlink()
+    assert "not finished" in run_page.page(run)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed to open the page in")
+def test_a_browser_shows_the_last_completion(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(run_page.page(run))
+    options = ["--headless", "--disable-gpu", "--no-sandbox", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    command = [BROWSER, *options, (tmp_path / "page.html").as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert 'data-ready="yes"' in shown.stdout, shown.stderr
+    assert "step 4: 1 + 1 &lt;b&gt;?&lt;/b&gt;" in shown.stdout
+
+
+STAND_IN = """
+const boxes = {completions: {textContent: %s}};
+class Element {
+  constructor() { this.children = []; this.textContent = ""; this.value = "3"; this.heard = {}; }
+  append(child) { this.children.push(child); }
+  replaceChildren() { this.children = []; }
+  addEventListener(name, act) { this.heard[name] = act; }
+}
+globalThis.document = {
+  body: {dataset: {}},
+  createElement: () => new Element(),
+  getElementById: (id) => boxes[id] ??= new Element(),
+};
+%s
+const before = boxes.early.children.map((one) => one.className + " " + one.textContent);
+boxes["early-slider"].value = "0";
+boxes["early-slider"].heard.input();
+const after = boxes.early.children.map((one) => one.className + " " + one.textContent);
+console.log(JSON.stringify([document.body.dataset.ready, before, after]));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no Node.js is installed to run the page's script in")
+def test_the_slider_changes_the_completions(run: Path, tmp_path: Path) -> None:
+    """The page's own script in a stand-in for a browser's document."""
+    data, script = Outline(run_page.page(run)).scripts
+    (tmp_path / "page.js").write_text(STAND_IN % (json.dumps(data), script))
+    done = subprocess.run(["node", str(tmp_path / "page.js")], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    ready, before, after = json.loads(done.stdout)
+    assert ready == "yes" and "step 4: 1 + 1 <b>?</b>" in before[0] and "step 1: " in after[0]
+    assert before[1] == "right </script>#### 3\n[reward 1]" and after[1] == "wrong </script>#### 0\n[reward 0]"

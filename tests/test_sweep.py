@@ -1,0 +1,276 @@
+"""A sweep runs every variant with every seed once: what is finished is not repeated, what was interrupted goes on."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import launched
+import pytest
+import recorded
+import training
+
+import records
+import sweep
+from config import InputError
+
+CONFIG = f"""
+name: unnamed
+device: cpu
+model: {{path: none, dtype: fp32}}
+tiny_model: {json.dumps({"architecture": "qwen3_moe", **training.SIZES})}
+data: {{source: arithmetic, max_prompt_tokens: 96, num_train: 40, num_test: 9, operand_high: 20}}
+rollout: {{prompts_per_step: 4, group_size: 2, max_new_tokens: 8}}
+lora: {{rank: 4, alpha: 8.0}}
+optim: {{lr: 1e-2, warmup_steps: 1, prompts_per_update: 4, tokens_per_micro_batch: 1024}}
+eval: {{samples: 1, batch_size: 9}}
+train: {{steps: 3, checkpoint_every: 1}}
+"""
+
+
+@pytest.fixture
+def write_sweep(tmp_path: Path):
+    """A sweep of random tiny models in tmp_path; its jobs take seconds."""
+
+    def write(seeds: list[int], resources: str = "{CPU: 1}", **variants: list[str]) -> Path:
+        (tmp_path / "tiny.yaml").write_text(CONFIG)
+        folder = f"[train.out_dir={tmp_path / 'out'}, 'model.path={tmp_path / 'model'}{{seed}}']"
+        text = f"config: {tmp_path / 'tiny.yaml'}\nprocesses: 1\nseeds: {seeds}\nresources: {resources}\n"
+        text += f"each_seed: ['train.seed={{seed}}', *]\nvariants: {json.dumps(variants)}\n".replace("*", folder[1:-1])
+        path = tmp_path / "trial.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def variant(*overrides: str) -> dict[str, list[str]]:
+    return {"overrides": list(overrides)}
+
+
+# ---------------------------------------------------------------- what a sweep is
+
+
+def test_every_variant_meets_every_seed_and_seeds_come_first(write_sweep) -> None:
+    path = write_sweep([4, 7], base=variant(), wide=variant("lora.rank=8"))
+    _, jobs = sweep.read_sweep(path, ["train.steps=2"])
+    assert [job.name for job in jobs] == ["base-seed4", "wide-seed4", "base-seed7", "wide-seed7"]
+    assert [(job.cfg.train.seed, job.cfg.lora.rank, job.cfg.train.steps) for job in jobs] == [
+        (4, 4, 2), (4, 8, 2), (7, 4, 2), (7, 8, 2),
+    ]  # fmt: skip
+    assert jobs[3].cfg.model.path.endswith("model7")
+
+
+def test_a_sweep_that_cannot_run_is_refused_before_anything_starts(write_sweep, tmp_path: Path) -> None:
+    path = write_sweep([0], base=variant(), wrong=variant("lora.rnak=8"))
+    with pytest.raises(InputError, match="wrong-seed0: override lora.rnak: unknown key"):
+        sweep.read_sweep(path, [])
+    path.write_text(path.read_text().replace("processes: 1", "procs: 1"))
+    assert sweep.main([str(path), "--local"]) == 2
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("path", sorted(recorded.ROOT.glob("configs/sweeps/*.yaml")), ids=lambda path: path.stem)
+def test_the_sweeps_of_the_repository_load_and_differ_as_they_say(path: Path) -> None:
+    read, jobs = sweep.read_sweep(path, [])
+    assert len(jobs) == len(read.seeds) * len(read.variants)
+    assert len({(sweep.config_hash(job.cfg), job.processes) for job in jobs}) == len(jobs), "two jobs are the same"
+    assert len(read.seeds) >= 3, "fewer seeds decide nothing"
+
+
+def test_variants_of_one_name_are_one_variant_in_all_sweeps() -> None:
+    """A baseline that several sweeps share is run once; so its name must mean the same everywhere."""
+    seen: dict[str, str] = {}
+    for path in recorded.ROOT.glob("configs/sweeps/*.yaml"):
+        for job in sweep.read_sweep(path, [])[1]:
+            assert seen.setdefault(job.name, sweep.config_hash(job.cfg)) == sweep.config_hash(job.cfg), job.name
+
+
+# ---------------------------------------------------------------- who runs when, without processes
+
+
+class Scripted:
+    """A launcher whose jobs end at once, with the next of the codes written for them."""
+
+    def __init__(self, codes: dict[str, list[int]], out: Path, day: str) -> None:
+        self.codes, self.out, self.day, self.started, self.over = codes, out, day, [], []
+
+    def has_room(self) -> bool:
+        return True
+
+    def start(self, job: sweep.Job) -> bool:
+        self.started.append(job.name)
+        code = self.codes.get(job.name, [0]).pop(0)
+        if code == 0:
+            folder = self.out / f"{job.cfg.name}-203001{self.day}-030405"
+            folder.mkdir(parents=True)
+            identity = {"name": job.cfg.name, "config_hash": sweep.config_hash(job.cfg)}
+            (folder / "run.json").write_text(json.dumps(identity))
+            (folder / "finished.json").write_text('{"result": "done"}')
+        self.over.append((job, code))
+        return True
+
+    def ended(self) -> list[tuple[sweep.Job, int]]:
+        found, self.over = self.over, []
+        return found
+
+    def show(self, jobs: list[sweep.Job]) -> None: ...
+
+
+def run_scripted(
+    path: Path, tmp_path: Path, codes: dict[str, list[int]], log: str = "", day: str = "02"
+) -> tuple[Scripted, list]:
+    read, jobs = sweep.read_sweep(path, [])
+    for job in jobs:
+        job.look()
+        (tmp_path / f"{job.name}.log").write_text(log)
+    launcher = Scripted(codes, tmp_path / "out", day)
+    sweep.run_sweep(read, jobs, launcher, tmp_path, launcher)
+    return launcher, jobs
+
+
+def test_a_failed_job_is_tried_again_reported_and_does_not_stop_the_others(write_sweep, tmp_path: Path) -> None:
+    path = write_sweep([0, 1], a=variant(), b=variant("lora.rank=8"))
+    launcher, jobs = run_scripted(path, tmp_path, {"a-seed0": [1, 0], "b-seed0": [1, 1]}, "RuntimeError: lost")
+    assert {job.name: (job.state, job.attempts) for job in jobs} == {
+        "a-seed0": ("finished", 2), "b-seed0": ("failed", 2), "a-seed1": ("finished", 1), "b-seed1": ("finished", 1),
+    }  # fmt: skip
+    assert (
+        json.loads((tmp_path / "sweep.json").read_text())["jobs"]["b-seed0"]["result"]
+        == "exit code 1: RuntimeError: lost"
+    )
+    again, jobs = run_scripted(path, tmp_path, {})
+    assert again.started == ["b-seed0"]  # what is finished is not repeated
+
+
+def test_a_tripwire_is_not_tried_again(write_sweep, tmp_path: Path) -> None:
+    path = write_sweep([0], a=variant())
+    launcher, (job,) = run_scripted(path, tmp_path, {"a-seed0": [1, 0]}, "stopped: checks.entropy: gone\nW1120 torch")
+    assert (job.state, job.attempts, job.said) == ("failed", 1, "stopped: checks.entropy: gone")
+
+
+def test_a_run_of_another_configuration_does_not_count(write_sweep, tmp_path: Path) -> None:
+    run_scripted(write_sweep([0], a=variant()), tmp_path, {})
+    changed, _ = run_scripted(write_sweep([0], a=variant("lora.rank=8")), tmp_path, {}, day="03")
+    assert changed.started == ["a-seed0"]
+
+
+def test_one_job_makes_the_tiny_model_that_others_wait_for(write_sweep, tmp_path: Path) -> None:
+    _, jobs = sweep.read_sweep(write_sweep([0, 1], a=variant(), b=variant("lora.rank=8")), [])
+    jobs[0].state = "running"
+    assert [sweep._waits_for_model(job, jobs) for job in jobs[1:]] == [True, False, False]
+    (tmp_path / "model0").mkdir()
+    assert not sweep._waits_for_model(jobs[1], jobs)
+
+
+def test_a_job_that_another_process_runs_is_left_alone(write_sweep, tmp_path: Path) -> None:
+    with open(tmp_path / "a-seed0.lock", "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert sweep.run_job("a-seed0", [], 1, str(tmp_path)) == sweep.BUSY
+    assert (tmp_path / "a-seed0.log").read_text() == ""
+
+
+def test_without_ray_it_says_how_to_get_it(write_sweep, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert sweep.main([str(write_sweep([0], a=variant()))]) == 2
+    error = capsys.readouterr().err
+    assert f"pip install {sweep.RAY}" in error and "--local" in error
+
+
+def test_an_interrupted_sweep_ends_its_job_and_says_how_to_go_on(
+    write_sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """Ctrl-C, or SIGTERM from a scheduler, while a job runs."""
+    sleeper = subprocess.Popen(["sleep", "600"])
+    monkeypatch.setattr(sweep, "start_job", lambda *arguments: sleeper)
+    monkeypatch.setattr(sweep.time, "sleep", lambda seconds: os.kill(os.getpid(), signal.SIGTERM))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        assert sweep.main([str(write_sweep([0], a=variant())), "--local"]) == 130
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        sleeper.kill()
+    assert sleeper.returncode == -signal.SIGTERM and "the same command goes on" in capsys.readouterr().err
+    assert json.loads((tmp_path / "out/sweep-trial/sweep.json").read_text())["jobs"]["a-seed0"]["state"] == "running"
+
+
+# ---------------------------------------------------------------- real processes
+
+
+def start(path: Path, log: Path, *options: str) -> subprocess.Popen:
+    with open(log, "ab") as file:
+        command = [sys.executable, "sweep.py", str(path), *options]
+        return subprocess.Popen(command, cwd=recorded.ROOT, stdout=file, stderr=subprocess.STDOUT)
+
+
+def family(root: int) -> set[int]:
+    """A living process and all its descendants."""
+    parents = {pid: parent for (pid, _), parent in launched._processes().items()}
+    found = {root} & parents.keys()
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def wait_for(happened, process: subprocess.Popen, log: Path, seconds: float = 300) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_goes_on_and_repeats_nothing(write_sweep, tmp_path: Path) -> None:
+    """2 variants x 3 seeds; all processes killed in the second job, after a checkpoint; then the same command again."""
+    path, log, out = write_sweep([0, 1, 2], a=variant(), b=variant("lora.rank=8")), tmp_path / "log", tmp_path / "out"
+    first = start(path, log, "--local")
+    try:
+        wait_for(lambda: any(out.glob("b-seed0-*/checkpoints/step-000001/checksums.json")), first, log)
+    finally:
+        victims = family(first.pid)
+        for sent in (signal.SIGSTOP, signal.SIGKILL):  # stopped first, so that none sees another one end
+            for pid in victims:
+                os.kill(pid, sent)
+        first.wait(10)
+    (whole,) = out.glob("a-seed0-*")
+    untouched = {file: file.stat().st_mtime_ns for file in whole.rglob("*") if file.is_file()}
+    (torn,) = out.glob("b-seed0-*")
+    assert not (torn / "finished.json").exists(), "killed too late to prove anything"
+
+    second = start(path, log, "--local")
+    assert second.wait(400) == 0, log.read_text()
+    folders = sorted(out.glob("*-seed*-*"))
+    assert [folder.name[:7] for folder in folders] == ["a-seed0", "a-seed1", "a-seed2", "b-seed0", "b-seed1", "b-seed2"]
+    assert untouched == {file: file.stat().st_mtime_ns for file in whole.rglob("*") if file.is_file()}
+    assert (torn / "resume-1").is_dir() and len(training.metrics(torn)) == 3
+    jobs = json.loads((out / "sweep-trial" / "sweep.json").read_text())["jobs"]
+    assert [(job["state"], job["attempts"]) for job in jobs.values()] == [("finished", 0)] + [("finished", 1)] * 5
+    for folder in folders:  # what real runs leave is what a record needs, whether or not this checkout is clean
+        for start_of in (folder, *folder.glob("resume-*")):
+            (start_of / "git.json").write_text(json.dumps({"commit": recorded.COMMIT, "dirty": False}))
+        finished = json.loads((folder / "finished.json").read_text())
+        sealed = finished["sha256"] | {name: records.checksums(folder)[name] for name in finished["sha256"]}
+        (folder / "finished.json").write_text(json.dumps(finished | {"sha256": sealed}))
+        assert records.derive(folder, "x").resumed == (folder == torn)
+    assert start(path, log, "--local").wait(120) == 0
+    assert sorted(out.glob("*-seed*-*")) == folders
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason=f"needs Ray: pip install {sweep.RAY}")
+def test_jobs_run_on_ray(write_sweep, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    path = write_sweep([0], a=variant(), b=variant("lora.rank=8"))
+    assert start(path, log).wait(400) == 0, log.read_text()
+    assert len(list((tmp_path / "out").glob("*-seed0-*/finished.json"))) == 2
+    path = write_sweep([0], resources="{CPU: 1, NPU: 16}", a=variant())
+    assert start(path, log).wait(200) == 2
+    assert "resources.NPU: 16 a job; Ray reports 0 in all" in log.read_text()

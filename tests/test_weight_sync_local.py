@@ -1,0 +1,397 @@
+"""The push of a rank's own shards: what arrives, what is refused, and what the start of a run would notice.
+
+The reference is the push of whole tensors, cut here once more by hand. Engines are stand-ins that keep what they get;
+that the cut is vLLM's is test_colocated.py's matter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import adapted
+import pytest
+import reference
+import torch
+import training
+import world
+from test_weight_sync import ALL, PROBE, move
+from torch import Tensor
+
+import hf_config
+import lora_megatron
+import rollout
+import rollout_colocated
+import vllm_inside
+import weight_sync_local
+import weights_hf
+from config import Config, InputError
+from parallel_setup import Parallel
+from rollout import Completion
+from rollout_colocated import ColocatedEngine
+from rollout_torch import TorchSampler
+from tripwires import Tripped
+from weight_sync import WeightSync
+
+LAYOUT, TENSOR, EXPERT = "TP2_EP4", 2, 4  # 4 ranks: tensor 2 x data 2, experts over all
+NOISES = {
+    "off": {},
+    "noisy router": {"aqn__targets": ("attention", "experts")},
+    "clean router": {"aqn__targets": ("attention", "experts"), "aqn__router": "clean"},
+}
+
+
+def config(path: Path, noise: dict, local: bool) -> Config:
+    schedule = {"aqn__schedule": "constant", "aqn__sigma_start": 0.01} if noise else {}
+    return training.config(
+        path, path, lora__targets=ALL, train__steps=3, rollout__engine="vllm", rollout__tensor=TENSOR,
+        rollout__expert_parallel=local, parallel__tensor=TENSOR, parallel__expert=EXPERT, **schedule, **noise,
+    )  # fmt: skip
+
+
+class Keeper:
+    """An engine that keeps what it is given."""
+
+    def __init__(self, parallel: Parallel) -> None:
+        self.held: dict[str, Tensor] = {}
+        self.pushes: list[set[str]] = []
+        self.rank = parallel.rank
+
+    def placement(self) -> dict:
+        """By the formulas of vLLM's source, for 4 ranks, 16 experts and MoE layers 0 and 2."""
+        tensor, data = [[0, 1], [2, 3]][self.rank // 2], [[0, 2], [1, 3]][self.rank % 2]
+        experts = list(range(4 * self.rank, 4 * self.rank + 4))
+        placed = {"tensor": tensor, "data": data, "expert": [0, 1, 2, 3]}
+        return placed | {"layer 0 experts": experts, "layer 2 experts": experts}
+
+    def load_weights(self, named_tensors) -> None:
+        arrived = {name: tensor.clone() for name, tensor in named_tensors}
+        self.held |= arrived
+        self.pushes.append(set(arrived))
+
+    def sample(self, prompts, **how) -> list[list[Completion]]:
+        mass = sum(tensor.double().sum().item() for name, tensor in self.held.items() if "norm" in name)
+        return [[Completion([1], [mass], "length")] for _ in prompts]
+
+
+def cut(whole: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """This rank's parts of whole tensors in vLLM's fused form, experts transposed, by hand."""
+    part = rank % TENSOR
+    mine: dict[str, Tensor] = {}
+    for name, tensor in whole.items():
+        stem, _, last = name.rpartition(".")
+        if ".experts." in name:
+            continue
+        if "q_proj" in name:
+            trio = [whole[f"{stem[: -len('q_proj')]}{x}_proj.{last}"].chunk(TENSOR)[part] for x in "qkv"]
+            mine[name.replace("q_proj", "qkv_proj")] = torch.cat(trio)
+        elif stem.endswith(("k_proj", "v_proj", "up_proj")):
+            continue
+        elif stem.endswith("gate_proj"):
+            pair = [tensor.chunk(TENSOR)[part], whole[name.replace("gate_proj", "up_proj")].chunk(TENSOR)[part]]
+            mine[name.replace("gate_proj", "gate_up_proj")] = torch.cat(pair)
+        elif stem.endswith(("o_proj", "down_proj")):
+            mine[name] = tensor.chunk(TENSOR, dim=1)[part]
+        elif stem in ("model.embed_tokens", "lm_head"):
+            mine[name] = tensor.chunk(TENSOR)[part]
+        else:
+            mine[name] = tensor
+    for layer in (0, 2):
+        stem = f"model.layers.{layer}.mlp.experts"
+        if f"{stem}.0.up_proj.weight" not in whole:
+            continue
+        gate, up, down = (
+            [whole[f"{stem}.{expert}.{block}_proj.weight"].t() for expert in range(4 * rank, 4 * rank + 4)]
+            for block in ("gate", "up", "down")
+        )
+        mine[f"{stem}.w13_weight"] = torch.stack([torch.cat([g, u], dim=1) for g, u in zip(gate, up, strict=True)])
+        mine[f"{stem}.w2_weight"] = torch.stack(down)
+    return mine
+
+
+def both_ways(parallel: Parallel, path: Path) -> dict[str, list]:
+    """By kind of noise, after the first push and three updates: what is wrong on this rank, and the local checksums."""
+    answers = {}
+    WeightSync._gap = lambda self, prompt: 0.0  # the keepers know no language
+    for label, noise in NOISES.items():
+        model, arch = adapted.load(path, parallel)
+        adapters = lora_megatron.attach(model, config(path, noise, True).lora, parallel, 0)
+        keepers = {local: Keeper(parallel) for local in (False, True)}
+        syncs = {
+            local: WeightSync(keeper, model, arch, parallel, config(path, noise, local))
+            for local, keeper in keepers.items()
+        }
+        wrong, checksums, names = [], [], []
+        for step in range(-1, 3):
+            if step >= 0:
+                move(adapters, arch, parallel, step)
+                pushed = {local: sync.push(step, PROBE) for local, sync in syncs.items()}
+                if noise:
+                    keys = [key for key in pushed[True] if key not in ("sync/checksum", "aqn/probe_shift")]
+                    wrong += [key for key in keys if pushed[True][key] != pushed[False][key]]
+                checksums.append(pushed[True]["sync/checksum"])
+            needed = cut(keepers[False].held, parallel.rank)
+            held = keepers[True].held
+            wrong += sorted(needed.keys() ^ held.keys())
+            wrong += [name for name in needed if name in held and not torch.equal(needed[name], held[name])]
+            names.append(keepers[True].pushes[-2 if noise and step >= 0 else -1])
+        answers[label] = (wrong, checksums, names)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> Path:
+    return reference.save("qwen3_moe", tmp_path_factory.mktemp("qwen3_moe"))
+
+
+@pytest.fixture(scope="module")
+def answers(path: Path) -> list[dict[str, list]]:
+    return world.in_layouts([LAYOUT], both_ways, path)[LAYOUT]
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_a_local_push_is_the_streamed_one_cut(noise: str, answers) -> None:
+    for answer in answers:
+        wrong, checksums, names = answer[noise]
+        assert not wrong
+        assert len(set(checksums)) == 3 and all(math.isfinite(checksum) for checksum in checksums)
+        first, *later = names
+        assert "lm_head.weight" in first and all(brought == later[0] < first for brought in later)
+        touched = {name for name in later[0] if "layernorm" in name}
+        assert bool(touched) == (noise != "off") and "model.norm.weight" not in later[0]
+
+
+def test_nothing_travels_in_a_local_push(path: Path) -> None:
+    assert world.in_layouts([LAYOUT], without_collectives, path)[LAYOUT] == [(True, False)] * 4
+
+
+def without_collectives(parallel: Parallel, path: Path) -> tuple[bool, bool]:
+    """Whether the local and the streamed push get through while torch.distributed only raises."""
+    model, arch = adapted.load(path, parallel)
+    lora_megatron.attach(model, config(path, {}, True).lora, parallel, 0)
+
+    def refuse(*args, **options) -> None:
+        raise RuntimeError("a collective")
+
+    def passes(export) -> bool:
+        try:
+            return len(dict(export(model, arch, parallel))) > 20
+        except RuntimeError:
+            return False
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather_into_tensor", "all_gather", "all_gather_object", "all_reduce", "broadcast", "barrier",
+                     "all_to_all_single", "reduce_scatter_tensor", "send", "recv"):  # fmt: skip
+            patch.setattr(torch.distributed, name, refuse)
+        return passes(weight_sync_local.shards), passes(weights_hf.export)
+
+
+# ------------------------------------------------------------------------------------------------ into vLLM's memory
+
+
+@pytest.fixture(scope="module")
+def shards(path: Path) -> dict[str, Tensor]:
+    """Of rank 1, as a push brings them."""
+    return world.in_layouts([LAYOUT], own_shards, path)[LAYOUT][1]
+
+
+def own_shards(parallel: Parallel, path: Path) -> dict[str, Tensor]:
+    model, arch = adapted.load(path, parallel)
+    return {name: tensor.clone() for name, tensor in weight_sync_local.shards(model, arch, parallel)}
+
+
+@pytest.fixture
+def engine(path: Path, shards: dict[str, Tensor]) -> ColocatedEngine:
+    """One without vLLM: the memory that a push writes to, full of zeros; its router is in fp32 as on an NPU."""
+    made = object.__new__(ColocatedEngine)
+    made.arch, made.device, made.dtype = hf_config.read(path), torch.device("cpu"), torch.float32
+    made.ready = made.pushing = False
+    model = torch.nn.Module()
+    model.named_parameters = lambda: [
+        (name.replace(".experts.", ".experts.routed_experts."), torch.nn.Parameter(torch.zeros_like(shard)))
+        for name, shard in shards.items()
+    ]
+    worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
+    made.llm = SimpleNamespace(reset_prefix_cache=lambda: True)
+    made.parameters = vllm_inside.parameters(worker)
+    made.take_parameters_as_they_are()
+    return made
+
+
+def test_a_push_leaves_every_address_as_it_was(engine, shards) -> None:
+    before = {name: (id(parameter), parameter.data_ptr()) for name, parameter in engine.parameters.items()}
+    engine.load_weights(shards.items())
+    some = {name: shard + 1 for name, shard in shards.items() if "layers.2.mlp.experts" in name or "q_norm" in name}
+    engine.load_weights(some.items())
+    assert before == {name: (id(parameter), parameter.data_ptr()) for name, parameter in engine.parameters.items()}
+    assert len(some) == 5 and all(torch.equal(engine.parameters[n], x) for n, x in (shards | some).items())
+
+
+W13, W2, GATE = (f"model.layers.2.mlp.{name}" for name in ("experts.w13_weight", "experts.w2_weight", "gate.weight"))
+BROKEN = {
+    "an expert too few": (W13, lambda x: x[1:], rf"{W13}: found torch.float32 \(3, 64, 64\); needed"),
+    "not transposed": (W2, lambda x: x.transpose(1, 2), rf"{W2}: found torch.float32 \(4, 64, 32\); needed"),
+    "missing": (W2, None, f"{W2} is missing"),
+    "surplus": (f"{W2}_scale", lambda _: torch.ones(1), f"{W2}_scale is not a tensor of this"),
+    "NaN": (W13, lambda x: x / 0 * 0, f"{W13} has NaN or infinity"),
+    "would lose digits": (GATE, lambda x: x.double(), f"{GATE}: found torch.float64; needed: torch.float32"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_broken_push_is_refused_by_name(engine, shards, case: str, first: bool) -> None:
+    name, change, message = BROKEN[case]
+    brought = dict(shards)
+    if not first:
+        engine.load_weights(brought.items())
+        brought = {n: x for n, x in shards.items() if "layers.2." in n}
+    if change is None:
+        del brought[name]
+    else:
+        brought[name] = change(brought.get(name))
+    with pytest.raises(InputError, match=message):
+        engine.load_weights(brought.items())
+    assert not engine.ready
+    engine.load_weights(shards.items())
+    assert engine.ready and all(torch.equal(engine.parameters[n], shard) for n, shard in shards.items())
+
+
+def test_what_fits_without_loss_is_taken(engine, shards) -> None:
+    coarse = {name: shard.bfloat16() if name == GATE else shard for name, shard in shards.items()}
+    engine.load_weights(coarse.items())
+    assert engine.parameters[GATE].dtype == torch.float32
+    assert torch.equal(engine.parameters[GATE], coarse[GATE].float())
+
+
+def test_on_other_devices_it_is_refused_by_name(path: Path) -> None:
+    arch = dataclasses.replace(hf_config.read(path), hidden_size=2048)
+    for device in ("cpu", "cuda"):
+        with pytest.raises(InputError, match=f"rollout.expert_parallel: on {device} vLLM packs its weights"):
+            rollout_colocated.check(arch, device_type=device, ranks=4, tensor=2)
+    rollout_colocated.check(arch, device_type="npu", ranks=4, tensor=2)
+    with pytest.raises(InputError, match="hidden_size from 1024 to 8192, not 64"):
+        rollout_colocated.check(hf_config.read(path), device_type="npu", ranks=4, tensor=2)
+    engine = object.__new__(ColocatedEngine)
+    engine.device = SimpleNamespace(type="npu")
+    assert engine._more_arguments(4, 16, enforce_eager=True, max_sequences=192) == {
+        "data_parallel_size": 4,
+        "enable_expert_parallel": True,
+        "async_scheduling": False,
+        "additional_config": {"weight_nz_mode": 0, "enable_cpu_binding": False},
+    }
+
+
+# ------------------------------------------------------------------------------------------------ the start of a run
+
+
+FAULTS = {
+    "tensor": ("tensor", lambda ranks: ranks[::-1]),
+    "data": ("data", lambda ranks: ranks[:1]),
+    "expert": ("expert", lambda ranks: ranks[:-1]),
+    "experts elsewhere": ("layer 2 experts", lambda ids: [i + 4 for i in ids]),
+    "experts in another order": ("layer 2 experts", lambda ids: ids[::-1]),
+    "an expert too many": ("layer 0 experts", lambda ids: [*ids, 15]),
+    "no such layer": ("layer 0 experts", None),
+    "one more layer": ("layer 1 experts", lambda _: [0]),
+}
+
+
+def placements(parallel: Parallel, path: Path) -> dict[str, str]:
+    """What each fault is refused with; empty where nothing is."""
+    arch, sound = hf_config.read(path), Keeper(parallel).placement()
+
+    def refusal(found: dict, place: Parallel) -> str:
+        try:
+            weight_sync_local.check_placement(found, arch, place)
+        except InputError as error:
+            return str(error)
+        return ""
+
+    said = {"none": refusal(sound, parallel)}
+    for label, (key, change) in FAULTS.items():
+        found = dict(sound)
+        if change is None:
+            del found[key]
+        else:
+            found[key] = change(found.get(key))
+        said[label] = refusal(found, parallel)
+    said["a rank too many"] = refusal(sound, dataclasses.replace(parallel, world_size=5))
+    return said
+
+
+def test_a_place_that_is_not_the_trainers_is_refused(path: Path) -> None:
+    for rank, said in enumerate(world.in_layouts([LAYOUT], placements, path)[LAYOUT]):
+        assert said.pop("none") == ""
+        assert "tensor 2 x data 2 ranks are not the 5 of the world" in said.pop("a rank too many")
+        for label, message in said.items():
+            assert f"rank {rank}: vLLM's {FAULTS[label][0]}: " in message, label
+
+
+class Faulty(TorchSampler):
+    """A sampler that gets one layer's o_proj with its columns in another order: once, from a push on, or never."""
+
+    fault_from = 10**9
+    pushes = 0
+
+    def load_weights(self, named_tensors) -> None:
+        self.pushes += 1
+        wrong = self.pushes >= self.fault_from
+        super().load_weights(
+            (name, tensor.flip(1) if wrong and name == "model.layers.0.self_attn.o_proj.weight" else tensor)
+            for name, tensor in named_tensors
+        )
+
+
+def starts(parallel: Parallel, path: Path) -> dict[int, str]:
+    """How the check at the start ends, by the push from which on the engine gets a wrong matrix."""
+    cfg = training.config(path, path)
+    said = {}
+    for fault_from in (10**9, 1, 2):
+        model, arch = adapted.load(path, parallel)
+        lora_megatron.attach(model, cfg.lora, parallel, 0)
+        engine = Faulty(arch, stop_tokens=set(), pad_token=0)
+        engine.fault_from = fault_from
+        sync = WeightSync(engine, model, arch, parallel, cfg)
+        try:
+            sync.check_start(PROBE)
+            said[fault_from] = ""
+        except Tripped as error:
+            said[fault_from] = str(error)
+    return said
+
+
+def test_a_run_does_not_start_unless_sampler_and_trainer_agree_and_go_on_to(path: Path) -> None:
+    for said in world.in_layouts([LAYOUT], starts, path)[LAYOUT]:
+        assert said[10**9] == ""
+        assert "after the first push sampler and trainer differ by" in said[1]
+        assert "after a second push of the same policy" in said[2]
+
+
+def test_the_engine_is_the_one_that_the_configuration_asks_for(path: Path, monkeypatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(rollout_colocated.ColocatedEngine, "__init__", lambda self, *a, **k: asked.append("colocated"))
+    import rollout_vllm
+
+    monkeypatch.setattr(rollout_vllm, "check", lambda *a, **k: asked.append("checked"))
+    arch = hf_config.read(path)
+    rollout.open_engine(config(path, {}, True), arch, torch.device("cpu"), {1}, 0)
+    with pytest.raises(InputError, match="on cpu vLLM packs its weights"):
+        rollout.check_engine(config(path, {}, True), arch, 4)
+    rollout.check_engine(config(path, {}, False), arch, 4)
+    assert asked == ["colocated", "checked", "checked"]
+
+
+def test_weights_hf_gives_every_slot_once(path: Path) -> None:
+    """Every slot has its own vLLM name but for the experts of a layer, which share two."""
+    names = world.in_layouts([LAYOUT], slot_names, path)[LAYOUT][0]
+    shared = {name: count for name, count in names.items() if count > 1}
+    assert shared == {f"model.layers.{i}.mlp.experts.{w}_weight": 4 for i in (0, 2) for w in ("w13", "w2")}
+
+
+def slot_names(parallel: Parallel, path: Path) -> dict[str, int]:
+    model, arch = adapted.load(path, parallel)
+    names = [weight_sync_local.vllm_name(slot) for slot in weights_hf.slots(model, arch, parallel)]
+    return {name: names.count(name) for name in names}
