@@ -123,8 +123,6 @@ def load(cfg: Config, split: str, tokenizer: PreTrainedTokenizerBase) -> Questio
 # ------------------------------------------------------------------------------------------------ tokenizer and prompts
 def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer saved in a model directory; local files only, no code from the directory is run."""
-    from transformers import AutoTokenizer
-
     folder = Path(model_dir)
     if not folder.is_dir():
         raise InputError(f"{folder}: no such directory; needed: a model directory with tokenizer.json")
@@ -132,9 +130,20 @@ def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:
     if "tokenizer.json" not in files and not {"vocab.json", "merges.txt"} <= files:
         raise InputError(f"{folder}: no tokenizer found; needed: tokenizer.json, or vocab.json and merges.txt")
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        if _is_plain(folder / "tokenizer_config.json"):
+            # AutoTokenizer would find this class, and import all model code and torch's compiler to do so: a second.
+            from transformers import PreTrainedTokenizerFast as Tokenizer
+        else:
+            from transformers import AutoTokenizer as Tokenizer
+        return Tokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a damaged tokenizer.json surfaces as a plain Exception from the tokenizers library
         raise InputError(f"{folder}: the tokenizer cannot be loaded: {gsm8k_files.first_line(error)}") from error
+
+
+def _is_plain(settings: Path) -> bool:
+    """Whether the tokenizer is nothing but its tokenizer.json, by its own account."""
+    plain = "PreTrainedTokenizerFast"
+    return settings.exists() and json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class") == plain
 
 
 def stop_token_ids(model_dir: str | Path, tokenizer: PreTrainedTokenizerBase) -> set[int]:

@@ -64,6 +64,7 @@ class Decoder:
         self.embedding = self._allocate("embedding", table, {"model.embed_tokens.weight": ...})
         self.head = self.embedding if arch.tied_head else self._allocate("head", table, {"lm_head.weight": ...})
         self.final_norm = self._allocate("final_norm", table[1:], {"model.norm.weight": ...})
+        self.head_ones = torch.ones(arch.head_dim, dtype=self.norm_dtype, device=self.device)
         self.layers = [self._allocate_layer(index) for index in range(arch.num_layers)]
 
     # -------------------------------------------------------------------------------------------------------- weights
@@ -143,6 +144,10 @@ class Decoder:
         broken = [name for name, good in zip(finite, flags, strict=True) if not good]
         if broken:
             raise InputError(f"load_weights: {broken[0]} has NaN or infinity ({len(broken)} such tensors)")
+        if self.arch.qk_norm:
+            for weights in self.layers:
+                heads = (("q_norm", self.arch.num_heads), ("k_norm", self.arch.num_kv_heads))
+                weights["qk_norm"] = torch.cat([weights[name].expand(count, -1) for name, count in heads])
         self.ready = True
 
     # ------------------------------------------------------------------------------------------------------ the model
@@ -151,11 +156,11 @@ class Decoder:
         arch = self.arch
         x = kernels.rms_norm(x, weights["input_norm"], arch.rms_norm_eps)
         heads = F.linear(x, weights["qkv"], weights.get("qkv_bias")).unflatten(-1, (-1, arch.head_dim))
-        query, key, value = heads.split([arch.num_heads, arch.num_kv_heads, arch.num_kv_heads], dim=-2)
-        if arch.qk_norm:
-            query = kernels.rms_norm(query, weights["q_norm"], arch.rms_norm_eps)
-            key = kernels.rms_norm(key, weights["k_norm"], arch.rms_norm_eps)
-        both = kernels.rotary(torch.cat([query, key], dim=-2), cos, sin)
+        both, value = heads.split([arch.num_heads + arch.num_kv_heads, arch.num_kv_heads], dim=-2)
+        if arch.qk_norm:  # one norm for all heads, then each head's weight
+            both = kernels.rms_norm(both, self.head_ones, arch.rms_norm_eps)
+            both = (both * weights["qk_norm"]).to(x.dtype)
+        both = kernels.rotary(both, cos, sin)
         return *both.split([arch.num_heads, arch.num_kv_heads], dim=-2), value
 
     def _mlp(self, weights: dict[str, Tensor], x: Tensor, routes: list[Tensor]) -> Tensor:

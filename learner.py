@@ -12,11 +12,13 @@ import time
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 import adapter_weights
 import grpo
 import lora_megatron
 import model_megatron
+import packing
 import parallel_setup
 import rollout
 import routing_replay
@@ -48,15 +50,14 @@ class Learner:
         self.cfg, self.arch, self.parallel, self.model, self.adapters = cfg, arch, parallel, model, adapters
         self.pad_token = pad_token
         self.replay = RoutingReplay(model, arch, parallel) if cfg.replay.mode != "off" else None
+        # Records of routes follow the rows, padding included; an NPU's attention takes rows, padded on the right.
+        self.packs = self.replay is None and parallel.device.type != "npu"
         self.factors = lora_megatron.factors(adapters)
         self.parameters = list(self.factors.values())
-        optim = cfg.optim
-        self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
-        )
-        for parameter in self.parameters:  # in place from the start, so that a checkpoint can fill them
-            moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
-            self.optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
+        self.moments = {
+            moment: {name: torch.zeros_like(factor) for name, factor in self.factors.items()} for moment in MOMENTS
+        }
+        self.optimizer_steps = 0
 
     def update(
         self, batch: Rollout, own: list[list[Completion]], advantages: Tensor, step: int, clock: Clock
@@ -125,7 +126,8 @@ class Learner:
             mixed = batch.rewards.amax(dim=1) > batch.rewards.amin(dim=1)
             sequences = [s for s in sequences if mixed[s // cfg.rollout.group_size]]
         lengths = {s: batch.row_length(s) for s in sequences}
-        shares = rollout.plan(lengths, parallel.data, cfg.optim.tokens_per_micro_batch, parallel.tensor)
+        together = cfg.rollout.group_size if self.packs else 1
+        shares = rollout.plan(lengths, parallel.data, cfg.optim.tokens_per_micro_batch, parallel.tensor, together)
         shares = shares or [[[]] * parallel.data]  # nothing to learn from: one empty micro-batch keeps ranks in step
         mine = [share[parallel.data_rank] for share in shares]
         records = None
@@ -133,7 +135,11 @@ class Learner:
             records = routing_replay.collect(batch, own, shares, self.arch, parallel, cfg.rollout.tensor)
         pack = (advantages, parallel.device, self.pad_token, parallel.tensor, records)
         measured = sum(batch.lengths[s] for s in sequences)
-        return [rollout.pack(batch, rows, *pack) for rows in mine], counts, measured
+        micro_batches = [rollout.pack(batch, rows, *pack) for rows in mine]
+        if self.packs:
+            for micro in micro_batches:
+                micro.packing = packing.pack(micro.tokens, micro.mask, parallel.tensor)
+        return micro_batches, counts, measured
 
     def _routed(self, micro: MicroBatch, count: bool = False) -> contextlib.AbstractContextManager:
         """Inside, every forward of ``micro`` is routed by its record, if it has one; ``count`` compares own choices."""
@@ -168,7 +174,7 @@ class Learner:
 
     def _logp(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         return model_megatron.token_logprobs(
-            self.model, micro.tokens, micro.mask, self.parallel, self.cfg.rollout.temperature
+            self.model, micro.tokens, micro.mask, self.parallel, self.cfg.rollout.temperature, micro.packing
         )
 
     def _loss(
@@ -225,6 +231,7 @@ class Learner:
                 return f"layer {layer} is the first whose output differs, by {apart / scale:.2g} of its largest value"
         return "all layers agree on the probe prompt: look at the final norm, the head, and the sampling"
 
+    @torch.no_grad()
     def _step(self, step: int) -> float:
         """Clip over the whole sharded parameter set, one AdamW step, and the norm before clipping."""
         norm = self.parallel.gradient_norm(self.parameters).item()
@@ -236,10 +243,18 @@ class Learner:
         shrink = min(1.0, self.cfg.optim.max_grad_norm / (norm + 1e-6))
         for parameter in self.parameters:
             parameter.grad *= shrink
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.cfg, step)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        optim, steps = self.cfg.optim, [torch.tensor(float(self.optimizer_steps)) for _ in self.parameters]
+        # The function of torch.optim.AdamW without its class, whose first use imports torch's compiler: half a second
+        # and 40 MiB.
+        adamw(
+            self.parameters, [parameter.grad for parameter in self.parameters],
+            *(list(self.moments[moment].values()) for moment in MOMENTS), [], steps, amsgrad=False, maximize=False,
+            lr=learning_rate(self.cfg, step), beta1=optim.betas[0], beta2=optim.betas[1], eps=optim.eps,
+            weight_decay=optim.weight_decay,
+        )  # fmt: skip
+        self.optimizer_steps += 1
+        for parameter in self.parameters:
+            parameter.grad = None
         return norm
 
     def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, int]]:
@@ -250,10 +265,9 @@ class Learner:
         whole = {"adapter": adapter_weights.gather(self.adapters, self.factors, self.arch, self.parallel)}
         whole["optimizer"] = {}
         for moment in MOMENTS:
-            values = {name: self.optimizer.state[factor][moment] for name, factor in self.factors.items()}
-            gathered = adapter_weights.gather(self.adapters, values, self.arch, self.parallel)
+            gathered = adapter_weights.gather(self.adapters, self.moments[moment], self.arch, self.parallel)
             whole["optimizer"] |= {f"{name}.{moment}": value for name, value in gathered.items()}
-        return whole, {"optimizer_steps": int(self.optimizer.state[self.parameters[0]]["step"])}
+        return whole, {"optimizer_steps": self.optimizer_steps}
 
     @torch.no_grad()
     def restore(self, tensors: dict[str, dict[str, Tensor]], counts: dict[str, int]) -> None:
@@ -264,9 +278,8 @@ class Learner:
             end = f".{moment}"
             whole = {key.removesuffix(end): value for key, value in tensors["optimizer"].items() if key.endswith(end)}
             for name, value in adapter_weights.scatter(self.adapters, whole, self.arch, self.parallel).items():
-                self.optimizer.state[self.factors[name]][moment].copy_(value)
-        for parameter in self.parameters:
-            self.optimizer.state[parameter]["step"].fill_(counts["optimizer_steps"])
+                self.moments[moment][name].copy_(value)
+        self.optimizer_steps = counts["optimizer_steps"]
 
 
 def learning_rate(cfg: Config, step: int) -> float:

@@ -66,7 +66,7 @@ class LoRALinear(torch.nn.Module):
             low = mappings.gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
         elif self.sequence_parallel:
             low = mappings.reduce_scatter_to_sequence_parallel_region(low)
-        return y + self.scale * F.linear(low, self.B.to(x.dtype)), bias
+        return y + F.linear(self.scale * low, self.B.to(x.dtype)), bias  # scaled where it is R wide
 
     def delta(self) -> Tensor:
         """This rank's shard of the update, fp32.  -> (out, in)"""
@@ -97,7 +97,7 @@ class LoRAGroupedLinear(torch.nn.Module):
         if not self.enabled:
             return y
         low = devices.grouped_mm(F.dropout(x, self.dropout, self.training), self.A.to(x.dtype), tokens_per_expert)
-        return y + self.scale * devices.grouped_mm(low, self.B.to(x.dtype), tokens_per_expert)
+        return y + devices.grouped_mm(self.scale * low, self.B.to(x.dtype), tokens_per_expert)
 
     def delta(self) -> Tensor:
         """This rank's shard of every local expert's update, fp32.  -> (E, in, out)"""

@@ -2,8 +2,9 @@
 
 Parameters are exact: tests/test_memory_plan.py compares them with the instantiated model's. Activations follow what
 autograd keeps in model_megatron.py and lora_megatron.py, and are compared with what a tiny model really allocates.
-h hidden size, t tokens of a micro-batch, s = t / tensor of them on a rank, N rows that its experts get, e bytes of an
-element. All ranks of a layout hold the same; only the routing decides which experts' rank is the fullest.
+Rows count as padded: packing.py, on CPUs and GPUs, only takes from that. h hidden size, t tokens of a micro-batch,
+s = t / tensor of them on a rank, N rows that its experts get, e bytes of an element. All ranks of a layout hold the
+same; only the routing decides which experts' rank is the fullest.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ def activations(
     tokens: int,
     scored: int,
     imbalance: float = 1.0,
+    entropy_bonus: bool = False,
 ) -> Activations:
     """One micro-batch of ``tokens`` (rows x padded length), ``scored`` of which reach the language-model head.
 
@@ -119,7 +121,8 @@ def activations(
     in_flight = [_in_flight(arch, layout, is_moe, element, tokens, rows) for is_moe, _ in kinds]
     vocabulary = arch.vocab_size // layout.tensor
     chunk = min(scored, max(1, LOGITS_PER_CHUNK // vocabulary)) * vocabulary * 4  # fp32
-    logits = 5 * chunk  # copies of it in the backward
+    # Logits and their exponentials in the forward, first in the model's dtype; five in an entropy bonus's backward.
+    logits = 5 * chunk if entropy_bonus else 2 * chunk + (chunk // 2 if element < 4 else 0)
     head = scored * (h * element + 12) + logits + scored * h * element
     head_kept = scored * (h * element + 12) + s * h * _norm_element(element)
     # The dispatcher holds its last routes whether or not anything is kept.
@@ -171,7 +174,7 @@ def _kept_by_layer(
     if not is_moe:
         return kept + swiglu(arch.dense_ffn_size // layout.tensor)
     width, rank = arch.expert_ffn_size // layout.expert_tensor, lora.expert_rank or lora.rank
-    a_row = h * on["linear_fc1"] + h + (3 + on["linear_fc2"]) * width  # in, out, gate and up, silu, their product
+    a_row = h * on["linear_fc1"] + (2 + on["linear_fc2"]) * width  # in, gate and up, what comes of them
     a_row += rank * (on["linear_fc1"] + on["linear_fc2"])
     kept += rows * (a_row * e + 24) + s * 10 * arch.num_experts  # and the router's scores and maps
     if arch.shared_expert_ffn_size:
@@ -232,7 +235,7 @@ def plan(cfg: Config, arch: Architecture, layout: Layout, device: str, capacity:
     tokens = micro_batch_tokens(cfg, layout)
     work = activations(
         arch, cfg.lora, layout, element=element, recompute=cfg.model.recompute, tokens=tokens, scored=tokens,
-        imbalance=IMBALANCE,
+        imbalance=IMBALANCE, entropy_bonus=cfg.loss.entropy_coef > 0,
     )  # fmt: skip
     lora = 4 * lora_parameters(arch, cfg.lora, layout)
     wanted_rows = -(-cfg.rollout.prompts_per_step // layout.replicas) * cfg.rollout.group_size

@@ -14,6 +14,7 @@ from torch import Tensor
 import device as devices
 from experts_megatron import GroupedExperts
 from hf_config import Architecture
+from packing import Packing
 from parallel_setup import Parallel
 
 LOGITS_PER_CHUNK = 2**24  # 64 MiB of fp32 logits exist at a time, whatever the batch
@@ -38,10 +39,13 @@ class CausalAttention(torch.nn.Module):
     def __init__(self, config, *args, **kwargs) -> None:
         super().__init__()
         self.scale = config.kv_channels**-0.5
+        self.packing: Packing | None = None  # of the model's last forward, which activation recompute runs again
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask, **unused) -> Tensor:
-        """(T, b, heads, d), (T, b, kv heads, d) twice -> (T, b, heads x d)"""
+        """(T, b, heads, d), (T, b, kv heads, d) twice -> (T, b, heads x d); of a packing's line b is 1"""
         assert attention_mask is None, "rows are right-padded: causal attention needs no mask"
+        if self.packing is not None:
+            return self.packing.attention(query[:, 0], key[:, 0], value[:, 0], self.scale)[:, None]
         heads_first = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out = devices.causal_attention(*heads_first, scale=self.scale)
         return out.permute(2, 0, 1, 3).flatten(2)
@@ -164,10 +168,11 @@ def _layer_spec(arch: Architecture, is_moe: bool):
 # ------------------------------------------------------------------------------------------------ forward
 
 
-def hidden_states(model: torch.nn.Module, tokens: Tensor) -> Tensor:
+def hidden_states(model: torch.nn.Module, tokens: Tensor, packing: Packing | None = None) -> Tensor:
     """The final norm's output at every position, on every tensor rank.  (b, T) -> (T, b, h)
 
-    T must be a multiple of the tensor-parallel size (sequence parallelism splits it).
+    T must be a multiple of the tensor-parallel size (sequence parallelism splits it). ``packing``: of ``tokens``, which
+    are then its line.  (1, M) -> (M, 1, h)
     """
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
@@ -177,9 +182,12 @@ def hidden_states(model: torch.nn.Module, tokens: Tensor) -> Tensor:
     x = model.embedding(input_ids=tokens, position_ids=positions)  # (T / tensor, b, h)
     if config.recompute_granularity and torch.is_grad_enabled() and not x.requires_grad:
         x.requires_grad_()  # a checkpointed layer returns gradients only if its input wants one
-    x = model.decoder(
-        hidden_states=x, attention_mask=None, rotary_pos_emb=model.rotary_pos_emb(tokens.shape[1])
-    )
+    for layer in model.decoder.layers:
+        layer.self_attention.core_attention.packing = packing
+    angles = model.rotary_pos_emb(tokens.shape[1] if packing is None else packing.line.shape[1])  # (T, 1, 1, d)
+    if packing is not None:
+        angles = angles[packing.position]
+    x = model.decoder(hidden_states=x, attention_mask=None, rotary_pos_emb=angles)
     if config.sequence_parallel:
         # Each tensor rank sends back the gradient of its vocabulary shard only: the backward pass adds them up.
         x = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True)
@@ -219,16 +227,22 @@ def output_weight(model: torch.nn.Module) -> Tensor:
 
 
 def token_logprobs(
-    model: torch.nn.Module, tokens: Tensor, mask: Tensor, parallel: Parallel, temperature: float = 1.0
+    model: torch.nn.Module, tokens: Tensor, mask: Tensor, parallel: Parallel, temperature: float = 1.0,
+    packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability and entropy at every token where ``mask`` is 1, and 0 elsewhere.  (b, T), (b, T) -> (b, T) twice
 
     Position t holds log p(tokens[t] | tokens[:t]) under softmax(logits / temperature), so mask[:, 0] must be 0.
     Only masked positions reach the language-model head, and the (N, V) logits exist only a chunk at a time.
+    ``packing``: packing.pack of these very rows; the same numbers from fewer tokens.
     """
     assert not mask[:, 0].any(), "nothing predicts the first token of a row"
     row, position = mask.nonzero(as_tuple=True)
-    hidden = hidden_states(model, tokens)[position - 1, row]  # (N, h): the state that predicts the token
+    if packing is None:
+        hidden = hidden_states(model, tokens)[position - 1, row]  # (N, h): the state that predicts the token
+    else:
+        line = hidden_states(model, tokens.flatten()[packing.source][None], packing)[:, 0]  # (M, h)
+        hidden = line.index_select(0, packing.line[row, position - 1])
     chosen = tokens[row, position]
     logp, entropy = _VocabularyLogProbs.apply(hidden, output_weight(model), chosen, temperature, parallel)
     place = (row, position)
@@ -249,7 +263,9 @@ class _VocabularyLogProbs(torch.autograd.Function):
         first = parallel.tensor_rank * len(weight)  # this rank's slice of the vocabulary
         logp, entropy, log_norm = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
         for rows in _chunks(len(hidden), len(weight)):
-            logits = (hidden[rows] @ weight.t()).float() / temperature  # (n, V / tensor)
+            logits = (hidden[rows] @ weight.t()).float()  # (n, V / tensor)
+            if temperature != 1:
+                logits /= temperature
             top = logits.amax(dim=-1)
             if parallel.tensor > 1:
                 dist.all_reduce(top, op=dist.ReduceOp.MAX, group=parallel.tensor_group)
@@ -258,7 +274,7 @@ class _VocabularyLogProbs(torch.autograd.Function):
             local = chosen[rows] - first
             mine = (local >= 0) & (local < len(weight))
             picked = logits.gather(1, local.clamp(0, len(weight) - 1)[:, None])[:, 0] * mine
-            sums = torch.stack([weights.sum(-1), (weights * logits).sum(-1), picked])  # (3, n)
+            sums = torch.stack([weights.sum(-1), torch.linalg.vecdot(weights, logits), picked])  # (3, n)
             if parallel.tensor > 1:
                 dist.all_reduce(sums, group=parallel.tensor_group)
             log_sum = sums[0].log()
@@ -267,22 +283,32 @@ class _VocabularyLogProbs(torch.autograd.Function):
             logp[rows] = sums[2] - log_sum
         ctx.save_for_backward(hidden, weight, chosen, log_norm, entropy)
         ctx.temperature, ctx.first = temperature, first
+        ctx.set_materialize_grads(False)
         return logp, entropy
 
     @staticmethod
-    def backward(ctx, grad_logp: Tensor, grad_entropy: Tensor):
+    def backward(ctx, grad_logp: Tensor | None, grad_entropy: Tensor | None):
         hidden, weight, chosen, log_norm, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
+        grad_logp = torch.zeros_like(log_norm) if grad_logp is None else grad_logp
         for rows in _chunks(len(hidden), len(weight)):
-            log_p = (hidden[rows] @ weight.t()).float() / ctx.temperature - log_norm[rows, None]
-            p = log_p.exp()
-            grad = -p * grad_logp[rows, None] - p * (log_p + entropy[rows, None]) * grad_entropy[rows, None]
+            log_p = (hidden[rows] @ weight.t()).float()
+            if ctx.temperature != 1:
+                log_p /= ctx.temperature
+            log_p -= log_norm[rows, None]
+            if grad_entropy is None:  # it is only logged
+                grad = log_p.exp_().mul_(-grad_logp[rows, None])
+            else:
+                p = log_p.exp()
+                grad = -p * grad_logp[rows, None] - p * (log_p + entropy[rows, None]) * grad_entropy[rows, None]
             local = chosen[rows] - ctx.first
             mine = (local >= 0) & (local < len(weight))
             grad.scatter_add_(
                 1, local.clamp(0, len(weight) - 1)[:, None], (grad_logp[rows] * mine)[:, None].to(grad.dtype)
             )
-            grad_hidden[rows] = ((grad / ctx.temperature).to(weight.dtype) @ weight).to(hidden.dtype)
+            if ctx.temperature != 1:
+                grad /= ctx.temperature
+            grad_hidden[rows] = (grad.to(weight.dtype) @ weight).to(hidden.dtype)
         return grad_hidden, None, None, None, None
 
 

@@ -20,6 +20,7 @@ import seeds
 from config import Config
 from data_gsm8k import Question
 from hf_config import Architecture
+from packing import Packing
 from parallel_setup import Parallel
 
 
@@ -59,6 +60,7 @@ class MicroBatch:
     rollout_logp: Tensor  # (b, T) the sampler's log-probs, 0 outside the mask
     advantages: Tensor  # (b,)
     routes: Tensor | None = None  # (b, T, L, K) experts to replay, L MoE layers
+    packing: Packing | None = None  # the rows as one line of tokens, where no routes are replayed
     replayed: Tensor | None = None  # (b, T) true where there is a route: not on a last token, not on padding
 
 
@@ -188,20 +190,29 @@ def _gather(asked, completions, scores, cfg: Config, parallel: Parallel) -> Roll
 # ------------------------------------------------------------------------------------------------ packing
 
 
-def plan(lengths: dict[int, int], data_ranks: int, tokens_per_micro_batch: int, multiple: int) -> list[list[list[int]]]:
+def plan(
+    lengths: dict[int, int], data_ranks: int, tokens_per_micro_batch: int, multiple: int, group_size: int = 1
+) -> list[list[list[int]]]:
     """Which sequences each data rank takes in each micro-batch: [micro-batch][data rank] -> sequences.
 
-    ``lengths``: row length of each sequence, in tokens. Sequences are sorted by length and dealt out, so that rows of
-    one micro-batch are alike and ranks finish together. Every rank gets the same number of micro-batches, some of
-    them empty if need be: expert-parallel ranks meet in every layer. A pure function, so all ranks agree.
+    ``lengths``: row length of each sequence, in tokens. Groups are sorted by their longest row and dealt out, so that
+    rows of one micro-batch are alike and ranks finish together; a group stays whole where it can, since its rows share
+    the work on their prompt. Every rank gets the same number of micro-batches, some of them empty if need be:
+    expert-parallel ranks meet in every layer. A pure function, so all ranks agree.
     """
-    todo = sorted(lengths, key=lambda sequence: (-lengths[sequence], sequence))
+    longest_row: dict[int, int] = {}
+    for sequence, length in lengths.items():
+        longest_row[sequence // group_size] = max(length, longest_row.get(sequence // group_size, 0))
+    todo = sorted(lengths, key=lambda sequence: (-longest_row[sequence // group_size], sequence))
     micro_batches = []
     while todo:
-        longest = -(-lengths[todo[0]] // multiple) * multiple
-        take = max(1, tokens_per_micro_batch // longest) * data_ranks
-        micro_batches.append([todo[:take][rank::data_ranks] for rank in range(data_ranks)])
-        todo = todo[take:]
+        longest = -(-longest_row[todo[0] // group_size] // multiple) * multiple
+        take = max(1, tokens_per_micro_batch // longest)
+        take -= take % group_size if take > group_size else 0
+        dealt, todo = todo[: take * data_ranks], todo[take * data_ranks :]
+        block = min(group_size, take, -(-len(dealt) // data_ranks))
+        blocks = [dealt[start : start + block] for start in range(0, len(dealt), block)]
+        micro_batches.append([[s for part in blocks[rank::data_ranks] for s in part] for rank in range(data_ranks)])
     return micro_batches
 
 

@@ -225,7 +225,10 @@ def test_activations_are_within_15_percent_of_what_a_tiny_model_allocates():
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_an_update_of_the_learner_takes_the_planned_bytes(recompute, tmp_path):
-    """Three micro-batches of the trainer's own update on one rank: activations and gradients, and AdamW's moments."""
+    """Three micro-batches of the trainer's own update on one rank: activations and gradients, and AdamW's moments.
+
+    Of padded rows, which is what the plan counts: packing takes from it as much as prompts and lengths allow.
+    """
     cfg = training.config(
         tmp_path, tmp_path, model__recompute=recompute, data__max_prompt_tokens=4, rollout__max_new_tokens=60,
         rollout__group_size=4, optim__tokens_per_micro_batch=512,
@@ -249,6 +252,7 @@ def updated(parallel: parallel_setup.Parallel, cfg, arch: Architecture) -> dict[
     adapters = lora_megatron.attach(model, cfg.lora, parallel, 0)
     with LiveBytes() as making:
         learner = Learner(cfg, arch, parallel, model, adapters, pad_token=0)
+    learner.packs = False
     prompts, group = cfg.rollout.prompts_per_step, cfg.rollout.group_size
     sequences, new = prompts * group, cfg.rollout.max_new_tokens
     tokens = torch.randint(3, 400, (sequences, new), generator=torch.Generator().manual_seed(0))

@@ -59,6 +59,17 @@ def test_a_plan_by_hand() -> None:
     assert rollout.plan({}, 2, 16, 4) == []
 
 
+def test_a_plan_keeps_groups_whole_where_the_budget_lets_it() -> None:
+    lengths = {sequence: 5 + sequence % 4 for sequence in range(12)} | {4: 9}  # three groups of four, 5 to 9 tokens
+    groups = [set(range(start, start + 4)) for start in (4, 0, 8)]  # the one with the longest row comes first
+    shares = rollout.plan(lengths, 2, 36, 1, group_size=4)  # 36 / 9 = four rows
+    assert [[set(rank) for rank in micro] for micro in shares] == [groups[:2], [{8, 9}, {10, 11}]]
+    assert rollout.plan(lengths, 1, 45, 1, group_size=4) == [[sorted(group)] for group in groups]  # five rows: a group
+    split = rollout.plan(lengths, 2, 27, 1, group_size=4)  # three rows: no group fits
+    assert sorted(s for micro in split for rank in micro for s in rank) == list(range(12))
+    assert all(sum(lengths[s] for s in rank) <= 27 for micro in split for rank in micro)
+
+
 # ------------------------------------------------------------------------------------------------ pack
 
 

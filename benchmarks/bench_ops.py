@@ -1,0 +1,150 @@
+"""Every heavy operation against what this machine can do: matrix products in GFLOP/s, the rest in GB/s.
+
+    python benchmarks/bench_ops.py [--rounds 20] [--json]
+
+One thread, fp32, minima of CPU seconds (an operation has no noise below its own cost, only above). The ceilings are
+measured in the same run: a large matrix product, and a copy that does not fit the caches. Sizes are those of a training
+step of the tiny model: 4,286 packed tokens of 128 with 2 of 8 experts, or 64 rows that decode.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import cases
+import torch
+import torch.nn.functional as F
+
+import device as devices
+import experts_megatron
+import model_megatron
+import packing
+from rollout_torch import Rule, pick
+
+TOKENS, HIDDEN, WIDTH, EXPERTS, TOP_K, VOCABULARY, RANK = 4286, 128, 128, 8, 2, 512, 32
+PROMPTS, GROUP, PROMPT_TOKENS, OWN_TOKENS = 8, 8, 33, 64
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
+
+
+def best(work: Callable[[], object], rounds: int) -> float:
+    """The least CPU seconds of ``rounds`` calls."""
+    seconds = []
+    for _ in range(rounds + 1):
+        before = time.process_time()
+        work()
+        seconds.append(time.process_time() - before)
+    return max(min(seconds[1:]), 1e-9)
+
+
+def both_passes(work: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Callable[[], None]:
+    """Forward and backward of ``work`` on inputs that want gradients."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    grad = torch.randn_like(work(*leaves))
+
+    def run() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        work(*leaves).backward(grad)
+
+    return run
+
+
+def products() -> dict[str, tuple[Callable, float]]:
+    """Name -> (work, floating-point operations)."""
+    rows, counts = TOKENS * TOP_K, torch.full((EXPERTS,), TOKENS * TOP_K // EXPERTS)
+    counts[0] += rows - int(counts.sum())
+    x, weight = torch.randn(rows, HIDDEN), torch.randn(EXPERTS, HIDDEN, 2 * WIDTH)
+    thin, wide = torch.randn(EXPERTS, HIDDEN, RANK), torch.randn(EXPERTS, RANK, 2 * WIDTH)
+    few, few_counts = torch.randn(128, HIDDEN), torch.full((EXPERTS,), 128 // EXPERTS)
+    flop = 2 * rows * HIDDEN * 2 * WIDTH
+    hidden, head = torch.randn(TOKENS, HIDDEN), torch.randn(VOCABULARY, HIDDEN)
+    chosen, alone = torch.randint(VOCABULARY, (TOKENS,)), SimpleNamespace(tensor=1, tensor_rank=0)
+    prompts = torch.arange(PROMPTS)[:, None].expand(-1, PROMPT_TOKENS).repeat_interleave(GROUP, 0)
+    tokens = torch.cat([prompts, torch.zeros(PROMPTS * GROUP, OWN_TOKENS, dtype=torch.long)], 1)
+    mask = torch.zeros(tokens.shape).index_fill_(1, torch.arange(PROMPT_TOKENS, tokens.shape[1]), 1)
+    packed = packing.pack(tokens, mask, 1)
+    line = len(packed.source)
+    query = torch.randn(line, HEADS, HEAD_DIM)
+    key, value = torch.randn(2, line, KV_HEADS, HEAD_DIM)
+    pairs = PROMPTS * PROMPT_TOKENS**2 / 2 + len(tokens) * OWN_TOKENS * (PROMPT_TOKENS + OWN_TOKENS / 2)
+    attention = 4 * pairs * HEADS * HEAD_DIM  # query x key and weights x value, what a token may see only
+
+    def log_probs(hidden: torch.Tensor) -> torch.Tensor:
+        return model_megatron._VocabularyLogProbs.apply(hidden, head, chosen, 1.0, alone)[0]
+
+    def low_rank(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return devices.grouped_mm(devices.grouped_mm(x, a, counts), b, counts)
+
+    def attend(*inputs: torch.Tensor) -> torch.Tensor:
+        return packed.attention(*inputs, HEAD_DIM**-0.5)
+
+    def head_flop(products: int) -> float:
+        return 2.0 * products * TOKENS * HIDDEN * VOCABULARY
+
+    return {
+        "linear qkv": (lambda: F.linear(hidden, weight[0].t()), 2 * TOKENS * HIDDEN * 2 * WIDTH),
+        "experts forward": (lambda: devices.grouped_mm(x, weight, counts), flop),
+        "experts both passes": (both_passes(lambda x: devices.grouped_mm(x, weight, counts), x), 2 * flop),
+        "expert LoRA both passes": (both_passes(low_rank, x, thin, wide), 6 * rows * RANK * (HIDDEN + 2 * WIDTH)),
+        "experts, decoding": (lambda: devices.grouped_mm(few, weight, few_counts), 2 * 128 * HIDDEN * 2 * WIDTH),
+        "attention forward": (lambda: attend(query, key, value), attention),
+        "attention both passes": (both_passes(attend, query, key, value), 3.5 * attention),  # scores are made again
+        "log-probs forward": (lambda: log_probs(hidden), head_flop(1)),
+        "log-probs both passes": (both_passes(log_probs, hidden), head_flop(3)),
+    }
+
+
+def passes() -> dict[str, tuple[Callable, float]]:
+    """Name -> (work, bytes that have to move)."""
+    x, weight = torch.randn(TOKENS, HIDDEN), torch.ones(HIDDEN)
+    gate_up, probs = torch.randn(TOKENS * TOP_K, 2 * WIDTH), torch.rand(TOKENS * TOP_K)
+    logits, uniform, rule = torch.randn(64, VOCABULARY), torch.rand(64, 1), Rule(64, 1.0, 1.0, 0)
+    swiglu = experts_megatron._WeightedSwiglu.apply
+    return {
+        "RMSNorm forward": (lambda: devices.rms_norm(x, weight, 1e-6), 8 * x.numel()),
+        "RMSNorm both passes": (both_passes(lambda x: devices.rms_norm(x, weight, 1e-6), x), 20 * x.numel()),
+        "SwiGLU forward": (lambda: swiglu(gate_up, probs), 6 * gate_up.numel()),
+        "SwiGLU both passes": (both_passes(lambda x: swiglu(x, probs), gate_up), 16 * gate_up.numel()),
+        "picking 64 tokens": (lambda: pick(logits, uniform, rule), 4 * logits.numel()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--json", action="store_true", help="print the JSON, not the table")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    square, large = torch.randn(1024, 1024), torch.randn(2**24)
+    target = torch.empty_like(large)
+    ceilings = {
+        "GFLOP/s": 2 * 1024**3 / best(lambda: square @ square, args.rounds) / 1e9,
+        "GB/s": 2 * large.nbytes / best(lambda: target.copy_(large), args.rounds) / 1e9,
+    }
+    rows = []
+    for unit, operations in (("GFLOP/s", products()), ("GB/s", passes())):
+        for name, (work, amount) in operations.items():
+            seconds = best(work, args.rounds)
+            rate = amount / seconds / 1e9
+            rows.append({"operation": name, "ms": 1e3 * seconds, "rate": rate, "unit": unit,
+                         "of the ceiling": rate / ceilings[unit]})  # fmt: skip
+    path = cases.store({"ceilings": ceilings, "operations": rows}, "bench_ops", args.out)
+    if args.json:
+        print(json.dumps({"ceilings": ceilings, "operations": rows}))
+        return
+    print("ceilings:", ", ".join(f"{rate:.3g} {unit}" for unit, rate in ceilings.items()))
+    print(f"{cases.table(rows)}\n\nstored in {path}")
+
+
+if __name__ == "__main__":
+    main()

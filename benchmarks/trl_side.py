@@ -1,0 +1,165 @@
+"""TRL's side of bench_step.py: GRPOTrainer on the same model, questions, adapter and forced lengths, on the CPU.
+
+    PYTHON_WITH_TRL benchmarks/trl_side.py '{"model": DIR, "questions": [...], "rank": 8, ...}'
+
+It answers as our_side.py does, and writes what its first step sampled and computed to `record`. Runs in an environment
+of its own (requirements/bench.txt), so it imports nothing of this repository.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import tempfile
+import time
+
+settings = json.loads(sys.argv[1])
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # what the libraries print goes to stderr
+
+import torch  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from peft import LoraConfig, set_peft_model_state_dict  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+phases: dict[str, float] = {}
+first: dict = {}  # what the first step sampled and computed
+
+
+def answer(record: dict) -> None:
+    print(json.dumps(record), file=answers, flush=True)
+
+
+def timed(owner, name: str, phase, seen=None) -> None:
+    """Add the CPU seconds of ``owner.name`` to a phase, and show ``seen`` what it returns."""
+    function = getattr(owner, name)
+
+    def run(*args, **kwargs):
+        key = phase() if callable(phase) else phase
+        before = time.process_time()
+        result = function(*args, **kwargs)
+        phases[key] = phases.get(key, 0.0) + time.process_time() - before
+        if seen is not None and "written" not in first:
+            seen(result)
+        return result
+
+    setattr(owner, name, run)
+
+
+class Turns(TrainerCallback):
+    """Between two steps: report the one that ended, and wait until the next is asked for."""
+
+    def __init__(self) -> None:
+        self.logs: dict = {}
+        self.ended: tuple[float, float] | None = None
+
+    def wait(self) -> None:
+        if not sys.stdin.readline():
+            os._exit(0)
+        phases.clear()
+        self.start = time.process_time(), time.perf_counter()
+
+    def on_train_begin(self, *args, **kwargs) -> None:
+        times = os.times()
+        startup = times.user + times.system + times.children_user + times.children_system
+        answer({"ready": True, "startup_cpu_s": startup, "prompts": prompts()})
+        self.wait()
+
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+        """The last thing of a step: its metrics are computed from what it kept, and so belong to it."""
+        if not logs or "completions/mean_length" not in logs:
+            return
+        cpu, wall = time.process_time() - self.start[0], time.perf_counter() - self.start[1]
+        if "written" not in first:
+            first["written"] = True
+            with open(settings["record"], "w") as file:
+                json.dump({key: value for key, value in first.items() if key != "written"}, file)
+        lengths = {logs[f"completions/{x}_length"] for x in ("min", "mean", "max")}
+        (length,) = lengths  # fails unless every completion has the same length
+        known = {key: phases.get(key, 0.0) for key in ("generate", "reference", "forward", "backward", "optimizer")}
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 2**20)
+        answer({"cpu_s": cpu, "wall_s": wall, "phases": known, "new_tokens": int(length) * rows, "loss": logs["loss"],
+                "kl": logs["kl"], "peak_mib": peak})  # fmt: skip
+        self.wait()
+
+
+def prompts() -> list[list[int]]:
+    chats = [[{"role": "user", "content": question}] for question in settings["questions"]]
+    encoded = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+    return tokenizer(encoded, add_special_tokens=False)["input_ids"]
+
+
+def rewards(completions, **kwargs) -> list[float]:
+    """cases.reward, on TRL's form of a completion."""
+    return [sum(map(ord, completion[0]["content"])) % 100 / 100 for completion in completions]
+
+
+def see_batch(inputs: dict) -> None:
+    """The rows as the loss gets them: TRL shuffles them after sampling."""
+    ids, masks = inputs["prompt_ids"], inputs["prompt_mask"]
+    first.update(
+        prompts=[row[row_mask.bool()].tolist() for row, row_mask in zip(ids, masks, strict=True)],
+        tokens=inputs["completion_ids"].tolist(), advantages=inputs["advantages"].tolist(),
+        reference=inputs["ref_per_token_logps"].tolist(),
+    )  # fmt: skip
+
+
+def see_logps(result) -> None:
+    if torch.is_grad_enabled():
+        first["logp"] = (result[0] if isinstance(result, tuple) else result).tolist()
+
+
+def see_loss(result) -> None:
+    first["loss"] = (result[0] if isinstance(result, tuple) else result).item()
+
+
+rows = len(settings["questions"]) * settings["group"]
+tokenizer = AutoTokenizer.from_pretrained(settings["model"])
+data = Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in settings["questions"]])
+length = settings["new_tokens"]
+config = GRPOConfig(
+    output_dir=tempfile.mkdtemp(dir=settings["work"]), use_cpu=True, bf16=False, fp16=False, seed=0, report_to="none",
+    save_strategy="no", logging_steps=1, disable_tqdm=True, max_steps=10**6, learning_rate=settings["lr"],
+    lr_scheduler_type="constant", gradient_checkpointing=False, per_device_train_batch_size=rows,
+    gradient_accumulation_steps=1, num_generations=settings["group"], max_completion_length=length, temperature=1.0,
+    beta=settings["beta"], num_iterations=1, loss_type="grpo", max_grad_norm=1.0, dataloader_pin_memory=False,
+    generation_kwargs={"min_new_tokens": length, "max_new_tokens": length}, remove_unused_columns=False,
+)  # fmt: skip
+lora = LoraConfig(
+    r=settings["rank"], lora_alpha=2 * settings["rank"], lora_dropout=0.0, bias="none", task_type="CAUSAL_LM",
+    target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+    target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if settings["experts"] else None,
+)  # fmt: skip
+model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32, router_aux_loss_coef=0.0)
+trainer = GRPOTrainer(
+    model=model, reward_funcs=[rewards], args=config, train_dataset=data, processing_class=tokenizer, peft_config=lora,
+    callbacks=[Turns()],
+)  # fmt: skip
+loaded = set_peft_model_state_dict(trainer.model, load_file(settings["adapter"] + "/adapter_model.safetensors"))
+assert not loaded.unexpected_keys, loaded.unexpected_keys
+timed(trainer, "_generate_single_turn", "generate")
+timed(
+    trainer, "_get_per_token_logps_and_entropies", lambda: "forward" if torch.is_grad_enabled() else "reference",
+    see_logps,
+)  # fmt: skip
+timed(trainer, "compute_loss", "loss", see_loss)
+timed(trainer, "_prepare_inputs", "prepared", see_batch)
+timed(trainer.accelerator, "backward", "backward")
+create_optimizer = trainer.create_optimizer
+
+
+def timed_optimizer(*args, **kwargs):
+    optimizer = create_optimizer(*args, **kwargs)
+    if not hasattr(optimizer, "is_timed"):
+        timed(optimizer, "step", "optimizer")
+        optimizer.is_timed = True
+    return optimizer
+
+
+trainer.create_optimizer = timed_optimizer
+trainer.train()

@@ -1,0 +1,84 @@
+"""Rows as one line of tokens give the numbers of the padded rows: log-probs, entropies, and every gradient.
+
+Prompts that several rows share, rows of many lengths, rows that train nothing, masks with holes, in several layouts.
+"""
+
+from __future__ import annotations
+
+import adapted
+import pytest
+import reference
+import torch
+import torch.distributed as dist
+import world
+from torch import Tensor
+
+import model_megatron
+import packing
+
+TEMPERATURE = 0.7
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    """Eight rows on three prompts of 3, 5 and 5 tokens; own tokens: 1 to 9; the last row trains nothing."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, 128, (8, 16), generator=generator)
+    mask = torch.zeros(8, 16)
+    for row, (prompt, length, own) in enumerate(
+        [(0, 3, 4), (0, 3, 9), (1, 5, 1), (1, 5, 7), (1, 5, 9), (2, 5, 2), (0, 3, 1), (2, 5, 0)]
+    ):
+        tokens[row, :length] = 40 + 10 * prompt + torch.arange(length)
+        mask[row, length : length + own] = 1
+    mask[4, 8] = 0
+    return tokens, mask
+
+
+def test_line_holds_each_prompt_once_and_no_token_that_predicts_nothing() -> None:
+    packed = packing.pack(*rows(), multiple=1)
+    # Prompts 3 + 5 + 5; a row's last token predicts nothing: 3 + 8 + 0 + 6 + 8 + 1 + 0.
+    assert len(packed.source) == 13 + 26
+    tokens = rows()[0].flatten()[packed.source]
+    assert tokens[:13].tolist() == [40, 41, 42, 50, 51, 52, 53, 54, 60, 61, 62, 63, 64]
+    assert len(packing.pack(*rows(), multiple=4).source) == 40
+
+
+def both_ways(parallel, path, recompute: bool) -> tuple[float, float, float]:
+    """Largest differences of log-probs, entropies and (relative) gradients of packed and padded rows, on this rank."""
+    tokens, mask = (part.chunk(parallel.data)[parallel.data_rank] for part in rows())
+    found = []
+    for packed in (None, packing.pack(tokens, mask, parallel.tensor)):
+        model, _ = adapted.load(path, parallel, recompute=recompute)
+        logp, entropy = model_megatron.token_logprobs(model, tokens, mask, parallel, TEMPERATURE, packed)
+        (logp * torch.arange(16) + 0.3 * entropy).sum().backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        for gradient in gradients:  # what a tensor rank has of a norm's is the share of its part of the sequence
+            dist.all_reduce(gradient, group=parallel.tensor_group)
+        found.append((logp.detach(), entropy.detach(), gradients))
+    (logp, entropy, gradients), (packed_logp, packed_entropy, packed_gradients) = found
+    assert len(gradients) == len(packed_gradients) > 10
+    scale = max(gradient.abs().max() for gradient in gradients)
+    apart = max((a - b).abs().max() / scale for a, b in zip(gradients, packed_gradients, strict=True))
+    return (logp - packed_logp).abs().max().item(), (entropy - packed_entropy).abs().max().item(), apart.item()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_packed_rows_give_the_numbers_of_padded_rows(tmp_path_factory, recompute: bool) -> None:
+    path = reference.save("qwen3_moe", tmp_path_factory.mktemp("model"))
+    for layout, by_rank in world.in_layouts(["TP1", "TP2_EP2", "EP2"], both_ways, path, recompute).items():
+        for logp, entropy, gradient in by_rank:
+            assert logp < 1e-5 and entropy < 1e-5 and gradient < 1e-5, (layout, logp, entropy, gradient)
+
+
+def of_nothing(parallel, path) -> float:
+    """The largest gradient of rows that train nothing; every rank takes part all the same."""
+    model, _ = adapted.load(path, parallel)
+    tokens, mask = rows()[0], torch.zeros(8, 16)
+    packed = packing.pack(tokens, mask, parallel.tensor)
+    logp, entropy = model_megatron.token_logprobs(model, tokens, mask, parallel, TEMPERATURE, packed)
+    (logp.sum() + entropy.sum()).backward()
+    return max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
+
+
+def test_rows_that_train_nothing_have_gradients_of_zero(tmp_path) -> None:
+    path = reference.save("qwen3_moe", tmp_path / "model")
+    assert world.in_layouts(["TP2_EP2"], of_nothing, path) == {"TP2_EP2": [0.0, 0.0]}
