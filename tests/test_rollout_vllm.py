@@ -476,7 +476,7 @@ def test_biases_travel_with_their_weights(fresh) -> None:
         (dict(num_samples=0), "num_samples 0"),
         (dict(temperature=-0.1), "temperature"),
         (dict(temperature=math.nan), "temperature"),
-        (dict(temperature=0.001), "temperature 0.001; vLLM needs 0 or at least 0.01"),
+        (dict(temperature=0.001), "temperature 0.001; vLLM needs 0, or 0.01 to 2.0"),
         (dict(top_p=0.9), "top_p 0.9, top_k 0; vLLM needs 1 and 0"),
         (dict(top_k=5), "top_p 1.0, top_k 5"),
     ],
