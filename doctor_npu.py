@@ -86,7 +86,7 @@ def check_autoload(machine: Machine) -> Finding:
     if not installed and machine.kind != "npu":
         return ok("torch_npu", "not installed, not needed")
     if not installed:
-        return fail("torch_npu", "not installed", "pip install -r requirements/npu.txt")
+        return fail("torch_npu", "not installed", "pip install --no-deps -r requirements/npu.txt (docs/npu.md)")
     if "ASCEND_HOME_PATH" not in machine.env and machine.env.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0":
         without = "to go without NPUs: pip uninstall torch-npu, or export TORCH_DEVICE_BACKEND_AUTOLOAD=0"
         todo = f"{source_command(machine)}; {without}"

@@ -69,9 +69,12 @@ launch() {
         printf '%q ' "${torchrun[@]}"; echo
         exit 0
     fi
-    if [ "${DOCTOR:-on}" != off ] && ! "${doctor[@]}"; then
-        echo "error: not started, see the lines that begin with fail (DOCTOR=off starts in spite of them)" >&2
-        exit 1
+    if [ "${DOCTOR:-on}" != off ]; then
+        local code=0
+        "${doctor[@]}" || code=$?
+        [ "$code" != 2 ] || exit 2   # unusable input, which it has named
+        [ "$code" = 0 ] ||
+            { echo "error: not started, see the lines that begin with fail (DOCTOR=off starts in spite of them)" >&2; exit 1; }
     fi
     "${plan[@]}"            # refuses a layout that does not fit, and says which do
     exec "${torchrun[@]}"   # exec: signals reach torchrun, which ends its processes

@@ -109,7 +109,8 @@ def alternatives(refused: Plan, setting: Setting) -> list[Plan]:
             break
     if cfg == refused.cfg:  # perhaps it only met the wrong number of ranks
         as_it_is = (judge(cfg, count, setting) for count in _other_counts(ranks, setting))
-        found = found[: LISTED - 1] + [plan for plan in as_it_is if not plan.reasons][:1]
+        listed = {(plan.cfg, plan.layout) for plan in found}
+        found = found[: LISTED - 1] + [p for p in as_it_is if not p.reasons and (p.cfg, p.layout) not in listed][:1]
     return sorted(found, key=lambda plan: (round(plan.memory.peak / GIB, 1), plan.times.total))
 
 
@@ -145,10 +146,11 @@ def _with(cfg: Config, **sections: dict) -> Config:
 
 
 def _other_counts(ranks: int, setting: Setting) -> list[int]:
-    """Numbers of ranks that one could have instead: halves, doubles and whole nodes, the nearest first."""
+    """Numbers of ranks that one could have instead: halves, doubles, powers of two, whole nodes."""
     node = setting.ranks_per_node
     counts = {ranks // 2, ranks // 4, 2 * ranks, 4 * ranks, 8 * ranks, node, 2 * node}
     counts |= {ranks // node * node, -(-ranks // node) * node}
+    counts |= {1 << (ranks.bit_length() - 1), 1 << ranks.bit_length()}  # the powers of two around it
     return sorted((n for n in counts - {ranks} if n > 0), key=lambda n: (abs(math.log2(n / ranks)), -n))
 
 

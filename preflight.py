@@ -196,11 +196,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("config", nargs="?", help="YAML file, e.g. configs/qwen3.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--ranks", type=int, help="default: one node, or on a CPU the fewest that the layout takes")
-    parser.add_argument("--ranks-per-node", type=int, default=16)
+    parser.add_argument("--ranks-per-node", type=int, default=16, help="devices of one server")
     parser.add_argument("--device-gib", type=float, help="memory of one rank, in place of the device's own")
     parser.add_argument("--prompt-tokens", type=float, help="mean, for the seconds; default: the longest")
     parser.add_argument("--completion-tokens", type=float, help="mean, for the seconds; default: the longest")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--json", action="store_true", help="print one JSON object; for unusable input none")
     parser.add_argument("--doctor", action="store_true", help="examine this machine instead")
     return parser.parse_intermixed_args(arguments)
 

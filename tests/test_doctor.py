@@ -231,7 +231,11 @@ FAULTS = [  # (check, fault, the line it must give)
         command("import acl", 1, "Traceback\nModuleNotFoundError: No module named 'acl'\n"),
         "fail  CANN libraries: import acl: ModuleNotFoundError: No module named 'acl'; source CANN's set_env.sh",
     ),
-    (N.check_autoload, versions(torch_npu=None), "fail  torch_npu: not installed; pip install -r requirements/npu.txt"),
+    (
+        N.check_autoload,
+        versions(torch_npu=None),
+        "fail  torch_npu: not installed; pip install --no-deps -r requirements/npu.txt (docs/npu.md)",
+    ),
     (
         N.check_autoload,
         environment(ASCEND_HOME_PATH=None),

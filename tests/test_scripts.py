@@ -410,6 +410,7 @@ def test_two_machines_meet_where_they_are_told() -> None:
     [
         ("0", "0", "on", 0, ["doctor.py", "preflight.py", "-m"]),
         ("1", "0", "on", 1, ["doctor.py"]),
+        ("2", "0", "on", 2, ["doctor.py"]),
         ("1", "0", "off", 0, ["preflight.py", "-m"]),
         ("0", "1", "on", 1, ["doctor.py", "preflight.py"]),
     ],
@@ -423,7 +424,7 @@ case $1 in doctor.py) exit {doctor} ;; preflight.py) exit {plan} ;; esac\n""")
     done = accelerator("run_16npu.sh", PYTHON=str(stub), DOCTOR=switch)
     assert done.returncode == code, done.stderr
     assert (tmp_path / "calls").read_text().split() == called
-    assert ("DOCTOR=off" in done.stderr) == (called == ["doctor.py"])
+    assert ("DOCTOR=off" in done.stderr) == (doctor == "1" and switch == "on")
 
 
 def test_shellcheck_finds_nothing() -> None:
