@@ -125,11 +125,15 @@ def _batch_problems(cfg: Config) -> Iterator[str]:
         )
 
 
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0  # below it vLLM would sample at this one; above it refuses
+
+
 def _engine_problems(cfg: Config) -> Iterator[str]:
     if cfg.rollout.engine == "vllm":
         for key, temperature in (("rollout", cfg.rollout.temperature), ("eval", cfg.eval.temperature)):
-            if not 0.01 <= temperature <= 2:
-                yield f"{key}.temperature: {temperature} is for rollout.engine torch; vllm needs 0.01 to 2"
+            if not LOWEST_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE:
+                bounds = f"{LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}"
+                yield f"{key}.temperature: {temperature} is for rollout.engine torch; vllm needs {bounds}"
         for key, off in (("top_p", 1.0), ("top_k", 0)):
             if (value := getattr(cfg.rollout, key)) != off:
                 yield f"rollout.{key}: {value} is for rollout.engine torch; vllm reports no untruncated log-probs then"
@@ -317,34 +321,51 @@ CACHE_BLOCK = 128  # tokens; vLLM hands out its key-value cache in blocks, and k
 
 
 def engine_layout_problems(cfg: Config, arch: Architecture, world_size: int) -> Iterator[str]:
-    """Why rollout.tensor ranks cannot hold one copy of ``arch`` and one row's keys and values in vLLM."""
-    if cfg.rollout.engine != "vllm":
-        return
-    tensor = cfg.rollout.tensor
+    """Why vLLM, if it samples, cannot hold ``arch`` on ``world_size`` ranks as cfg.rollout says."""
+    if cfg.rollout.engine == "vllm":
+        longest, element = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens, _element(cfg)
+        yield from replica_problems(arch, world_size, cfg.rollout.tensor, longest, cfg.rollout.kv_cache_mib, element)
+
+
+def replica_problems(
+    arch: Architecture, ranks: int, tensor: int, longest: int, kv_cache_mib: int, element: int
+) -> Iterator[str]:
+    """Why ``tensor`` of ``ranks`` ranks cannot hold one copy of ``arch`` in vLLM, and the keys and values of one row.
+
+    A row has up to ``longest`` tokens; an element has ``element`` bytes.
+    """
     split = {
-        "ranks": world_size,
+        "ranks": ranks,
         "attention heads": arch.num_heads,
         "columns of an expert": arch.expert_ffn_size,
         "columns of the shared expert": arch.shared_expert_ffn_size,
         "columns of a dense layer": 0 if all(arch.moe_layers) else arch.dense_ffn_size,
     }
-    yield from _split_problem("rollout.tensor", tensor, split, world_size)
+    yield from _split_problem("rollout.tensor", tensor, split, ranks)
     if arch.num_kv_heads % tensor and tensor % arch.num_kv_heads:
         yield f"rollout.tensor: {tensor} and {arch.num_kv_heads} key/value heads: one must divide the other"
-    needed = cache_mib_per_row(cfg, arch)
-    if needed > cfg.rollout.kv_cache_mib:
-        longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
+    needed = _cache_mib(arch, tensor, longest, element)
+    if needed > kv_cache_mib:
         yield (
-            f"rollout.kv_cache_mib: {cfg.rollout.kv_cache_mib} is too small for one row of {longest} tokens; "
+            f"rollout.kv_cache_mib: {kv_cache_mib} is too small for one row of {longest} tokens; "
             f"needed: {needed} for one, and as much for each row that runs beside it"
         )
 
 
 def cache_mib_per_row(cfg: Config, arch: Architecture) -> int:
     """MiB of vLLM's key-value cache on a rank that the longest row takes, rounded up."""
-    blocks = -(-(cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens) // CACHE_BLOCK) + 1
-    element = 2 if cfg.model.dtype == "bf16" else 4
-    return -(-blocks * CACHE_BLOCK * cache_bytes_per_token(arch, cfg.rollout.tensor, element) // 2**20)
+    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
+    return _cache_mib(arch, cfg.rollout.tensor, longest, _element(cfg))
+
+
+def _cache_mib(arch: Architecture, tensor: int, longest: int, element: int) -> int:
+    blocks = -(-longest // CACHE_BLOCK) + 1
+    return -(-blocks * CACHE_BLOCK * cache_bytes_per_token(arch, tensor, element) // 2**20)
+
+
+def _element(cfg: Config) -> int:
+    """Bytes of one number in model.dtype."""
+    return 2 if cfg.model.dtype == "bf16" else 4
 
 
 def cache_bytes_per_token(arch: Architecture, tensor: int, element: int) -> int:

@@ -26,17 +26,15 @@ import rollout_ascend
 import vllm_inside
 import weights_hf
 from config import InputError, LoraConfig
-from config_rules import divisors, nearest
+from config_rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, replica_problems
 from hf_config import Architecture
 from rollout import Completion
 from seeds import derive
 
 CPU_VERSION = "0.30.0"  # the only one of 0.28 to 0.32 that returns routed experts on a CPU; corrections below fit it
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of its CPU attention kernel
-CPU_BLOCK = 128  # tokens of one block of the key-value cache on a CPU
 MAX_SEQUENCES = 256  # rows that are decoded together
 PREFILL_TOKENS = 8192  # prompt tokens that are computed at once: bounds the activations
-LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0  # below it vLLM would sample at this one; above it refuses
 
 
 # -------------------------------------------------------------------------------------------------- what can be refused
@@ -47,26 +45,8 @@ def check(arch: Architecture, *, device_type: str, ranks: int, tensor: int, dtyp
     """Raise InputError for what this engine cannot run, without importing vLLM. ``max_tokens``: prompt and answer."""
     _check_installed(device_type)
     rollout_ascend.check_environment(device_type)
-    parts = {
-        "ranks": ranks,
-        "attention heads": arch.num_heads,
-        "columns of an expert": arch.expert_ffn_size,
-        "columns of the shared expert": arch.shared_expert_ffn_size,
-        "columns of a dense layer": 0 if all(arch.moe_layers) else arch.dense_ffn_size,
-    }
-    for what, number in parts.items():
-        if number % tensor:
-            working = [d for d in divisors(ranks) if all(n % d == 0 for n in parts.values())]
-            raise InputError(f"rollout.tensor: {tensor} does not divide {number} {what}; "
-                             f"nearest: {nearest(tensor, working)}")
-    if arch.num_kv_heads % tensor and tensor % arch.num_kv_heads:
-        raise InputError(f"rollout.tensor: {tensor} and {arch.num_kv_heads} key/value heads: one must divide the other")
-    heads = max(1, arch.num_kv_heads // tensor)
-    blocks = -(-max_tokens // CPU_BLOCK) + 1  # vLLM keeps one for padding
-    needed = blocks * CPU_BLOCK * 2 * arch.num_layers * heads * arch.head_dim * dtype.itemsize  # keys and values
-    if needed > kv_cache_mib * 2**20:
-        raise InputError(f"rollout.kv_cache_mib: {kv_cache_mib} is too small for one row of {max_tokens} tokens; "
-                         f"needed: {-(-needed // 2**20)} for one, and as much for each row that runs beside it")
+    for problem in replica_problems(arch, ranks, tensor, max_tokens, kv_cache_mib, dtype.itemsize):
+        raise InputError(problem)
     if arch.model_type == "qwen2_moe" and arch.head_dim * arch.num_heads != arch.hidden_size:
         raise InputError(f"rollout.engine: vllm's qwen2_moe has heads of hidden_size / heads, which head_dim "
                          f"{arch.head_dim} is not; needed: {arch.hidden_size // arch.num_heads} (or engine torch)")

@@ -153,7 +153,7 @@ def test_the_plan_knows_the_constants_of_the_files_that_it_may_not_import():
 
     assert memory_plan.LOGITS_PER_CHUNK == model_megatron.LOGITS_PER_CHUNK
     assert memory_plan.PREFILL_TOKENS == rollout_vllm.PREFILL_TOKENS
-    assert config_rules.CACHE_BLOCK == rollout_vllm.CPU_BLOCK
+    assert config_rules.CACHE_BLOCK == 128  # tokens; vLLM's on a CPU
     sampler = inspect.signature(rollout_torch.TorchSampler.__init__).parameters
     assert memory_plan.CACHED_ROWS == sampler["max_sequences"].default
 
@@ -207,7 +207,7 @@ def _allocated(parallel: parallel_setup.Parallel, arch: Architecture, recompute:
 @pytest.mark.slow
 def test_activations_are_within_15_percent_of_what_a_tiny_model_allocates():
     """Both architectures, a dense layer among the MoE ones, with and without recompute, on one rank: on several, what
-    a rank allocates varies with the timing of gloo's copies. The peak has up to all of the gradients in it.
+    a rank allocates varied from run to run, for a reason that was not found. The peak has up to all of the gradients in it.
     """
     for name, by_rank in world.in_layouts(["TP1"], allocated).items():
         layout = Layout(*world.LAYOUTS[name], engine_tensor=1, engine_expert=1)
