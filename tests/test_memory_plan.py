@@ -207,7 +207,8 @@ def _allocated(parallel: parallel_setup.Parallel, arch: Architecture, recompute:
 @pytest.mark.slow
 def test_activations_are_within_15_percent_of_what_a_tiny_model_allocates():
     """Both architectures, a dense layer among the MoE ones, with and without recompute, on one rank: on several, what
-    a rank allocates varied from run to run, for a reason that was not found. The peak has up to all of the gradients in it.
+    a rank allocates varied from run to run, for a reason that was not found. The peak has up to all of the gradients
+    in it.
     """
     for name, by_rank in world.in_layouts(["TP1"], allocated).items():
         layout = Layout(*world.LAYOUTS[name], engine_tensor=1, engine_expert=1)
