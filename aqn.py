@@ -23,7 +23,7 @@ import seeds
 from config import InputError
 from hf_config import Architecture
 
-ROLES = ("attention", "experts", "mlp")
+ROLES = ("attention", "experts", "mlp", "router")
 NEAREST_ZERO = 2.0**-10  # a noisy weight stays this share of its clean size away from 0, so that w / (w + d) exists
 DEAD = 2.0**-30  # a channel with a smaller clean weight passes nothing on: no scaling of columns can put noise there
 
@@ -94,6 +94,8 @@ def norm_targets(arch: Architecture, targets: Sequence[str], *, router: str) -> 
     mlp         post_attention_layernorm of every dense layer; in a MoE layer the shared expert's share of that norm:
                 its gate_proj, up_proj and shared_expert_gate see the noise. Without `experts` the norm itself stays
                 clean and the noise is in their columns; `experts` without `mlp` takes it out of their columns.
+    router      the gate of every MoE layer, in its columns: alone, the sampler's router is off and nothing else is,
+                which is what routing replay is for.
     a pattern   (fnmatch) of whole names, such as model.layers.3.*_layernorm.weight: everything behind those norms
                 sees the noise. The only way to q_norm, k_norm and the final norm.
     ``router`` clean takes the noise of every MoE layer's norm out of its gate's columns; noisy lets the gate see what
@@ -101,8 +103,8 @@ def norm_targets(arch: Architecture, targets: Sequence[str], *, router: str) -> 
     14 % at sigma 0.01 and 40 % at 0.001 (w = 1); with 128 experts, 8 a token, at sigma 0.01 2 % of the tokens change
     experts, against 9 % with noisy.
 
-    Raises InputError for a string in place of a list, an empty list, a target that touches nothing, and a pattern that
-    matches a tensor which is not an RMSNorm's weight.
+    Raises InputError for a string in place of a list, an empty list, a target that touches nothing, a pattern that
+    matches a tensor which is not an RMSNorm's weight, and the target router where ``router`` is clean.
     """
     if router not in ("noisy", "clean"):
         raise ValueError(f"router: found {router!r}; needed: noisy or clean")
@@ -110,6 +112,8 @@ def norm_targets(arch: Architecture, targets: Sequence[str], *, router: str) -> 
         raise InputError(f"aqn.targets: found {targets!r}; needed: a list of names, such as [attention, experts]")
     if not targets:
         raise InputError(f"aqn.targets: found an empty list; needed: some of {', '.join(ROLES)}, or name patterns")
+    if "router" in targets and router == "clean":
+        raise InputError("aqn.targets: found router while aqn.router is clean; needed: one of the two")
     seen_by: dict[str, set[str]] = {}
     for target in targets:
         for norm, consumers in _resolve(arch, target).items():
@@ -146,7 +150,7 @@ def _other_names(arch: Architecture) -> Iterator[str]:
 
 
 def _resolve(arch: Architecture, target: str) -> dict[str, set[str]]:
-    """The norms of one target -> who sees the noise: all, or of a MoE layer only its routed or shared experts."""
+    """The norms of a target -> who sees it: all, or of a MoE layer its experts (and router), router or shared."""
     norms = _norms(arch)
     if target not in ROLES:
         if found := {norm: {"all"} for norm in norms if fnmatchcase(norm, target)}:
@@ -159,13 +163,13 @@ def _resolve(arch: Architecture, target: str) -> dict[str, set[str]]:
     if target == "attention":
         return {norm: {"all"} for norm in norms if norm.endswith(".input_layernorm.weight")}
     behind = {norm: layer >= 0 for norm, layer in norms.items() if norm.endswith(".post_attention_layernorm.weight")}
-    if target == "experts":
-        found = {norm: {"experts"} for norm, is_moe in behind.items() if is_moe}
+    if target in ("experts", "router"):
+        found = {norm: {target} for norm, is_moe in behind.items() if is_moe}
     else:
         shared = bool(arch.shared_expert_ffn_size)
         found = {norm: {"shared" if is_moe else "all"} for norm, is_moe in behind.items() if shared or not is_moe}
     if not found:
-        lacks = "MoE layer" if target == "experts" else "dense layer and no shared expert"
+        lacks = "dense layer and no shared expert" if target == "mlp" else "MoE layer"
         raise InputError(f"aqn.targets: {target} touches no norm: this {arch.model_type} model has no {lacks}")
     return found
 
@@ -175,13 +179,14 @@ def _effect(arch: Architecture, norm: str, seen_by: set[str], router: str) -> No
     if layer < 0:
         return NormNoise()
     mlp = f"model.layers.{layer}.mlp"
-    shared: tuple[str, ...] = ()
+    gate, shared = (f"{mlp}.gate.weight",), ()
     if arch.shared_expert_ffn_size:
         inputs = ("shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert_gate")
         shared = tuple(f"{mlp}.{name}.weight" for name in inputs)
-    if seen_by == {"shared"}:
-        return NormNoise(noisy=False, scaled=shared)
-    restored = (f"{mlp}.gate.weight",) if router == "clean" else ()
+    if seen_by <= {"router", "shared"}:
+        scaled = (gate if "router" in seen_by else ()) + (shared if "shared" in seen_by else ())
+        return NormNoise(noisy=False, scaled=scaled)
+    restored = gate if router == "clean" else ()
     return NormNoise(restored=restored if seen_by & {"shared", "all"} else restored + shared)
 
 

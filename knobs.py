@@ -175,7 +175,7 @@ class AqnConfig(Section):
     targets: tuple[str, ...] = knob(
         ("attention", "experts"),
         "norms by role (attention: before qkv; experts: before router and experts; mlp: before dense layers and the "
-        "shared expert) or by pattern of their Hugging Face name",
+        "shared expert; router: only as the router sees it) or by pattern of their Hugging Face name",
         strict=False,
         min_length=1,
     )

@@ -296,6 +296,10 @@ CASES = [  # targets, router -> who sees noise in Qwen3 (no shared expert), in Q
     (["*.post_attention_layernorm.weight"], "noisy", {"experts", "router", "dense"},
      {"experts", "router", "dense", "shared"}),
     (["*.post_attention_layernorm.weight", "experts"], "clean", {"experts", "dense"}, {"experts", "dense", "shared"}),
+    (["router"], "noisy", {"router"}, {"router"}),
+    (["router", "attention"], "noisy", {"router", "attention"}, {"router", "attention"}),
+    (["router", "mlp"], "noisy", {"router", "dense"}, {"router", "dense", "shared"}),
+    (["experts", "router"], "noisy", {"experts", "router"}, {"experts", "router"}),
     (["*.self_attn.q_norm.weight", "model.norm.weight"], "clean", set(), None),
 ]  # fmt: skip
 
@@ -328,11 +332,14 @@ def test_noise_reaches_exactly_the_consumers_that_were_asked_for(
     assert explicit <= changed if "model.norm.weight" in targets else not explicit & changed
 
 
-@pytest.mark.parametrize(("router", "changes"), [("clean", False), ("noisy", True)])
-def test_a_clean_router_picks_the_experts_that_it_picked_before(router: str, changes: bool) -> None:
+@pytest.mark.parametrize(
+    ("target", "router", "changes"),
+    [("experts", "clean", False), ("experts", "noisy", True), ("router", "noisy", True)],
+)
+def test_a_clean_router_picks_the_experts_that_it_picked_before(target: str, router: str, changes: bool) -> None:
     arch = architecture("qwen3_moe", num_experts=64, hidden_size=256, num_experts_per_tok=8)
     model = weights(arch)
-    noisy, _ = push(model, arch, ["experts"], router=router)
+    noisy, _ = push(model, arch, [target], router=router)
     x = torch.randn(10_000, 256, generator=torch.Generator().manual_seed(9))
     x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
@@ -416,8 +423,12 @@ def test_a_role_that_the_model_lacks_is_refused() -> None:
         aqn.norm_targets(only_dense, ("experts",), router="noisy")
     with pytest.raises(InputError, match="q_norm"):
         aqn.norm_targets(architecture("qwen2_moe"), ("*.q_norm.weight",), router="noisy")
+    with pytest.raises(InputError, match="router touches no norm"):
+        aqn.norm_targets(only_dense, ("router",), router="noisy")
     with pytest.raises(ValueError, match="router"):
         aqn.norm_targets(only_moe, ("experts",), router="off")
+    with pytest.raises(InputError, match="router is clean"):
+        aqn.norm_targets(only_moe, ("experts", "router"), router="clean")
     assert len(aqn.norm_targets(architecture("qwen2_moe", mlp_only_layers=[]), ("mlp",), router="noisy")) == 3
 
 
