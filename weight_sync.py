@@ -44,7 +44,7 @@ class WeightSync:
         self.touched = aqn.touched_names(self.noise)
         self.clean: dict[str, Tensor] = {}
         if self.noise:
-            self.clean = aqn.clean_norms(self._export(self.touched), self.noise)
+            self.clean = aqn.clean_norms(self._export(set(self.noise)), self.noise)
         # Sum of the adapted tensors, or of the factors, of the last push, without noise; of this rank's, if local.
         self.checksum = 0.0
         self.apart = cfg.rollout.sync == "adapter"
