@@ -318,7 +318,7 @@ def check(results: Path) -> list[str]:
     present = {path.name for path in results.iterdir() if path.is_dir()} if results.is_dir() else set()
     for name in sorted(index.keys() - present):
         faults.append(f"{results / name}: the record was deleted")
-    for name in sorted(present - index.keys() - {"figures"}):
+    for name in sorted(present - index.keys() - {"figures", "benchmarks"}):
         faults.append(f"{results / name}: not in index.json; needed: report.py add")
     for name in sorted(present & index.keys()):
         try:

@@ -1,9 +1,10 @@
 """Records of runs, and what follows from them: RESULTS.md, comparisons with their uncertainty, repeats.
 
     python report.py add out/RUN [--id ID]      keep a finished run as results/ID (its name by default)
+    python report.py add out/bench_step.json    keep what a benchmark stored as results/benchmarks/bench_step.json
     python report.py build                      write the generated part of RESULTS.md and the figures
     python report.py --check                    exit 1 if a record was edited or lost, or RESULTS.md is stale
-    python report.py rerun ID [--run]           print (or execute) what repeats a run
+    python report.py rerun ID [--run]           print what repeats a run (or execute and compare)
     python report.py compare A B [C ...]        same or different, and why: records, groups of seeds, run folders
     python report.py plan                       the smallest effect that a design can see, before it is run
     python report.py html out/RUN               one page about a run, or about a sweep; needs no network
@@ -18,6 +19,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import benchmark_records
 import comparisons
 import records
 import results_page
@@ -37,10 +39,10 @@ def rerun_commands(record: records.Record) -> str:
     if "tiny_model" not in record.config:
         lines.append(f"# put the model into {record.config['model']['path']}, and the data where config.yaml says")
     if record.machine.device == "cpu":
-        lists = "-r requirements/cpu.txt"
-        lists += " -r requirements/cpu-vllm.txt" * (record.config["rollout"]["engine"] == "vllm")
-        lines.append(f"python{'.'.join(record.machine.python.split('.')[:2])} -m venv .venv")
-        lines.append(f".venv/bin/pip install --no-deps --extra-index-url {TORCH_INDEX} {lists}")
+        lines.append(f"PYTHON=python{'.'.join(record.machine.python.split('.')[:2])} VENV=.venv")
+        lines.append(f"TORCH_INDEX=${{TORCH_INDEX:-{TORCH_INDEX}}}")
+        lines.append("source ./setup_cpu.sh")
+        lines.append("set_up cpu" + " vllm" * (record.config["rollout"]["engine"] == "vllm"))
     else:
         lines.append(f"# install what results/{record.id}/environment.json lists, as {record.machine.device} needs it")
     exports = "".join(f" {key}={value}" for key, value in record.machine.variables.items() if key.startswith("OMP_"))
@@ -48,10 +50,17 @@ def rerun_commands(record: records.Record) -> str:
     return "\n".join([*lines, f"# is it the same?  python report.py compare {record.id} ../rerun-{record.id}/out/RUN"])
 
 
-def rerun(record: records.Record, execute: bool) -> int:
+def rerun(results: Path, record: records.Record, execute: bool) -> int:
+    """Print the commands; with ``execute``, repeat the run and compare it with its record.  -> exit code"""
     commands = rerun_commands(record)
     print(commands, flush=True)
-    return subprocess.run(["bash", "-c", commands], cwd=ROOT).returncode if execute else 0
+    if not execute:
+        return 0
+    if code := subprocess.run(["bash", "-c", commands], cwd=ROOT).returncode:
+        return code
+    out = ROOT.parent / f"rerun-{record.id}" / record.config["train"]["out_dir"]
+    repeated = max(out.glob(f"{record.config['name']}-*"), key=lambda run: run.stat().st_mtime)
+    return compare(results, [record.id, str(repeated)], None)
 
 
 def compare(results: Path, names: list[str], kind: str | None) -> int:
@@ -93,13 +102,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder of the records")
     parser.add_argument("--page", type=Path, default=ROOT / "RESULTS.md")
     verbs = parser.add_subparsers(dest="verb")
-    verb = verbs.add_parser("add", help="keep finished runs as records")
+    verb = verbs.add_parser("add", help="keep finished runs, or what benchmarks stored")
     verb.add_argument("runs", nargs="+", type=Path, metavar="out/RUN")
     verb.add_argument("--id", default="", help="the record's name; the run's by default")
     verbs.add_parser("build", help="write RESULTS.md and the figures")
     verb = verbs.add_parser("rerun", help="what repeats a run")
     verb.add_argument("id")
-    verb.add_argument("--run", action="store_true", help="execute it")
+    verb.add_argument("--run", action="store_true", help="execute it, and compare with the record")
     verb = verbs.add_parser("compare", help="same or different, and why")
     verb.add_argument("names", nargs="+", metavar="NAME", help="record, group of seeds, or run folder")
     verb.add_argument("--kind", choices=("sampled", "greedy"), help="which answers; sampled where there are any")
@@ -127,11 +136,13 @@ def act(args: argparse.Namespace) -> int:
         if args.id and len(args.runs) > 1:
             raise InputError(f"--id: {args.id} for {len(args.runs)} runs; needed: one run, or no --id")
         for run in args.runs:
-            print(f"{args.results / records.add(run, args.results, args.id).id}: added; next: python report.py build")
+            is_file = run.suffix == ".json"
+            kept = (benchmark_records.add if is_file else records.add)(run, args.results, args.id)
+            print(f"{kept if is_file else args.results / kept.id}: added; next: python report.py build")
     elif args.verb == "build":
         results_page.build(args.results, args.page)
     elif args.verb == "rerun":
-        return rerun(records.load(args.results, args.id), args.run)
+        return rerun(args.results, records.load(args.results, args.id), args.run)
     elif args.verb == "compare":
         return compare(args.results, args.names, args.kind)
     elif args.verb == "plan":

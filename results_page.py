@@ -13,12 +13,13 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
+import benchmark_records
 import comparisons
 import figures
 import records
 from comparisons import Comparison, Source
 from records import Evaluation, Part, Record
-from run_record import write_atomically
+from run_record import read_lines, write_atomically
 from strict_yaml import InputError, read_file
 
 BEGIN = "<!-- report.py build writes from here: edit results/plan.yaml, or the text outside -->"
@@ -37,6 +38,10 @@ READING = """Accuracies in % of the held-out questions; intervals are 95 %. Of a
 Of a variant: the gain from its first to its last evaluation with seeds and questions both as samples
 (statistics_paired.py). Times and speed are medians over the steps; memory is the largest resident memory of rank 0.
 The generated word problems share pairs of operands, so what intervals owe to the questions is somewhat too narrow."""
+
+
+GAPS = """The largest differences between the sampler's and the trainer's log-prob of a sampled token, in nats. At noisy
+steps the two policies differ on purpose; the probe is answered before the noise goes in."""
 
 
 class Planned(Part):
@@ -124,6 +129,17 @@ def group_row(name: str, group: list[Source]) -> list[str]:
     return [name, kind, str(len(group)), *means, spread, f"{100 * found.mean:+.1f}", interval, figure_link(name)]
 
 
+def gap_row(name: str, group: list[Source]) -> list[str]:
+    """Sampler against trainer over all steps of all seeds: mean of a step, largest of a token, largest on the probe."""
+    rows = [row for one in group for row in read_lines(one.folder / "metrics.jsonl")]
+    cells = []
+    for key in ("rollout/logp_gap_mean", "rollout/logp_gap_max", "aqn/probe_gap"):
+        found = [row[key] for row in rows if row.get(key) is not None]
+        cells.append(f"{max(found):.1e}" if found else "")
+    noisy = sum(row.get("aqn/sigma", 0.0) > 0 for row in rows)
+    return [name, f"{len(rows):,}", f"{noisy:,}" if noisy else "none", *cells]
+
+
 def figure_link(name: str) -> str:
     return f"[curves](results/figures/{name}.png)"
 
@@ -139,7 +155,9 @@ def device_section(title: str, groups: dict[str, list[Source]]) -> str:
     parts = [f"## {title}", "\n".join(f"- {machine}" for machine in machines)]
     parts += ["### Variants", table(head, (group_row(name, group) for name, group in groups.items()))]
     parts += [f"![{name}](results/figures/{name}.png)" for name in groups]
-    return "\n\n".join([*parts, "### Runs", run_table(rows)])
+    parts += ["### Runs", run_table(rows), "### Sampler against trainer", GAPS]
+    head = ["variant", "steps", "noisy steps", "mean of a step", "of a token", "on the probe, without noise"]
+    return "\n\n".join([*parts, table(head, (gap_row(name, group) for name, group in groups.items()))])
 
 
 def _machine(record: Record) -> str:
@@ -168,6 +186,17 @@ def comparison_section(planned: Planned, found: list[Comparison]) -> str:
     return "\n\n".join([*parts, f"![{planned.title}](results/figures/{figures.slug(planned.title)}.png)"])
 
 
+def benchmark_section(results: Path) -> str:
+    """What the benchmarks printed, with the command that gives it."""
+    parts = ["## Benchmarks"]
+    for name, found in benchmark_records.load_all(results).items():
+        versions = ", ".join(f"{key} {value}" for key, value in found.machine.items())
+        rows = [[f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()] for row in found.table]
+        parts += [f"### {name}", f"{found.about} `{found.command}`, commit `{found.commit[:7]}`; {versions}."]
+        parts.append(table(found.table[0], rows))
+    return "\n\n".join(parts if len(parts) > 1 else [*parts, "No record yet."])
+
+
 # ---------------------------------------------------------------------------------------------------------------- page
 
 
@@ -193,6 +222,7 @@ def generated(results: Path) -> str:
     for planned in ready:
         sides = {name: groups[name] for name in (planned.base, *planned.others)}
         parts.append(comparison_section(planned, comparisons.compare(sides, planned.kind)))
+    parts.append(benchmark_section(results))
     parts.append(not_run(plan, groups))
     return "\n\n".join(parts)
 
@@ -231,7 +261,7 @@ def wanted_figures(results: Path) -> dict[str, dict[str, list[Source]]]:
 
 def build(results: Path, path: Path) -> None:
     """Write the page and its figures. Refuses records that were tampered with: nothing may rest on them."""
-    if faults := records.check(results):
+    if faults := records.check(results) + benchmark_records.check(results):
         raise InputError("; ".join(faults))
     fresh = page(results, path)
     figures.draw_all(wanted_figures(results), results / "figures")
@@ -240,7 +270,7 @@ def build(results: Path, path: Path) -> None:
 
 def check(results: Path, path: Path) -> list[str]:
     """What is wrong with the records, the page and the figures, a sentence each; nothing when all is well."""
-    if faults := records.check(results):
+    if faults := records.check(results) + benchmark_records.check(results):
         return faults
     fresh, written = page(results, path), path.read_text()
     if fresh != written:

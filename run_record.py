@@ -173,6 +173,19 @@ def _git(*arguments: str) -> bytes | None:
         return None
 
 
+def git_state() -> tuple[dict[str, Any], bytes]:
+    """The source's commit and whether it has changes (both None without a repository), and those as a patch."""
+    commit = _git("rev-parse", "HEAD")
+    if commit is None:
+        return {"commit": None, "dirty": None}, b""
+    plain = ["-c", "color.ui=false", "-c", "diff.noprefix=false", "-c", "diff.mnemonicPrefix=false"]
+    patch = _git(*plain, "diff", "--no-ext-diff", "--no-textconv", "--binary", "HEAD", "--", ".") or b""
+    untracked = (_git("ls-files", "--others", "--exclude-standard", "--", "*.py") or b"").splitlines()
+    # Lines before the first "diff" are skipped by `git apply`.
+    whole = b"".join(b"# untracked: %s\n" % name for name in untracked) + patch
+    return {"commit": commit.decode().strip(), "dirty": bool(whole)}, whole
+
+
 def inputs(cfg: Config) -> dict[str, dict[str, str]]:
     """sha256 of every file of the model's folder and of the data files; generated questions have none.
 
@@ -192,15 +205,9 @@ def write_records(folder: Path, cfg: Config, world_size: int) -> None:
     write_atomically(folder / "config.yaml", to_yaml(cfg))
     write_atomically(folder / "inputs.json", json.dumps(inputs(cfg), indent=1) + "\n")
     write_atomically(folder / "environment.json", json.dumps(environment(world_size), indent=1) + "\n")
-    commit = _git("rev-parse", "HEAD")
-    git: dict[str, Any] = {"commit": None, "dirty": None}
-    if commit is not None:
-        plain = ["-c", "color.ui=false", "-c", "diff.noprefix=false", "-c", "diff.mnemonicPrefix=false"]
-        patch = _git(*plain, "diff", "--no-ext-diff", "--no-textconv", "--binary", "HEAD", "--", ".") or b""
-        untracked = (_git("ls-files", "--others", "--exclude-standard", "--", "*.py") or b"").splitlines()
-        git = {"commit": commit.decode().strip(), "dirty": bool(patch or untracked)}
-        # Lines before the first "diff" are skipped by `git apply`.
-        write_atomically(folder / "git.patch", b"".join(b"# untracked: %s\n" % name for name in untracked) + patch)
+    git, patch = git_state()
+    if git["commit"]:
+        write_atomically(folder / "git.patch", patch)
     write_atomically(folder / "git.json", json.dumps(git) + "\n")
     launcher = ["python"]
     if "TORCHELASTIC_RUN_ID" in os.environ:

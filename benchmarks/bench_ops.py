@@ -138,9 +138,10 @@ def main() -> None:
             rate = amount / seconds / 1e9
             rows.append({"operation": name, "ms": 1e3 * seconds, "rate": rate, "unit": unit,
                          "of the ceiling": rate / ceilings[unit]})  # fmt: skip
-    path = cases.store({"ceilings": ceilings, "operations": rows}, "bench_ops", args.out)
+    measured = {"ceilings": ceilings, "operations": rows}
+    path = cases.store("bench_ops", __doc__, rows, measured, args.out)
     if args.json:
-        print(json.dumps({"ceilings": ceilings, "operations": rows}))
+        print(json.dumps(measured))
         return
     print("ceilings:", ", ".join(f"{rate:.3g} {unit}" for unit, rate in ceilings.items()))
     print(f"{cases.table(rows)}\n\nstored in {path}")

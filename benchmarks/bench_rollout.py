@@ -148,18 +148,15 @@ def main() -> None:
         result = {"sizes": [compare(size, args.rounds, engines, model, pool) for size in args.sizes]}
         for engine in own.values():
             engine.close()
-    path = cases.store(result, "bench_rollout", args.out)
-    if args.json:
-        print(json.dumps(result))
-        return
-    print(cases.table([
+    rows = [
         {"rows x tokens": case["size"], "speed-up": case["speedup"], "bar": case["bar"],
          "pairs": f"{case['pairs'][0]:.2f}-{case['pairs'][-1]:.2f}", "log-prob gap": case["logp_gap"],
          **{f"{name} ms/step": ms for name, ms in case["ms_per_token_step"].items()},
          **{f"{name} tok/s": rate for name, rate in case["tokens_per_cpu_s"].items()}}
         for case in result["sizes"]
-    ]))  # fmt: skip
-    print(f"\nstored in {path}")
+    ]  # fmt: skip
+    path = cases.store("bench_rollout", __doc__, rows, result, args.out)
+    print(json.dumps(result) if args.json else f"{cases.table(rows)}\n\nstored in {path}")
 
 
 def vllm(model_dir: Path, new_tokens: int):

@@ -141,7 +141,7 @@ def main() -> None:
                 rows.append(memory(work, args.num_steps))
             else:
                 rows.append(doubled(work, name, args.steps))
-    path = cases.store({"scaling": rows}, "bench_scaling", args.out)
+    path = cases.store("bench_scaling", __doc__, rows, {"scaling": rows}, args.out)
     print(json.dumps({"scaling": rows}) if args.json else f"{cases.table(rows)}\n\nstored in {path}")
 
 

@@ -161,25 +161,27 @@ def summary(name: str, found: dict[str, list[dict]], ready: dict[str, dict], agr
     }  # fmt: skip
 
 
-def show(found: list[dict]) -> None:
-    """One table: a row a side of each case, then the ratios with their bars."""
-    rows = [
+def sides(found: list[dict]) -> list[dict]:
+    """A row a side of each case: CPU seconds, medians; wall seconds; tokens a CPU second; MiB; start-up's seconds."""
+    return [
         {"case": case["name"], "": side, "step": case[side]["cpu_s"], "min": case[side]["cpu_s_min"],
          "max": case[side]["cpu_s_max"], "wall": case[side]["wall_s"], **case[side]["phases_cpu_s"],
          "tok/s": case["new_tokens"] / case[side]["cpu_s"], "MiB": round(case[side]["peak_mib"]),
          "startup": case[side]["startup_cpu_s"]}
         for case in found for side in ("ours", "trl")
     ]  # fmt: skip
-    print("CPU seconds, medians (wall: wall seconds)")
-    print(cases.table(rows), end="\n\n")
-    print(cases.table([
+
+
+def ratios(found: list[dict]) -> list[dict]:
+    """A row a case: ours over TRL's, with the bars."""
+    return [
         {"case": case["name"], "step ours/TRL": case["step_cpu_ratio"], "bar": case["bar"],
          "pairs": "{min:.2f}-{max:.2f}".format(**case["ratio_by_pair"]), "generate": f"{case['generate_speedup']:.2f}x",
          "memory": case["peak_memory_ratio"], "memory bar": MEMORY_BAR, "start-up": case["startup_cpu_ratio"],
          "log-prob gap": case["agreed"]["logp_gap"],
          "loss gap": abs(case["agreed"]["loss"] - case["agreed"]["their_loss"])}
         for case in found
-    ]))  # fmt: skip
+    ]  # fmt: skip
 
 
 def main() -> None:
@@ -200,12 +202,13 @@ def main() -> None:
         work.mkdir(parents=True, exist_ok=True)
         subprocess.run(our_command(args.cases[0], work, "--make"), check=True, stdout=sys.stderr)
         result = {"cases": [compare(name, work, python, args.steps, args.warmup) for name in args.cases]}
-    path = cases.store(result, "bench_step", args.out)
+    rows = ratios(result["cases"])
+    path = cases.store("bench_step", __doc__, rows, result, args.out)
     if args.json:
         print(json.dumps(result))
     else:
-        show(result["cases"])
-        print(f"\nstored in {path}")
+        print("CPU seconds, medians (wall: wall seconds)")
+        print(f"{cases.table(sides(result['cases']))}\n\n{cases.table(rows)}\n\nstored in {path}")
 
 
 if __name__ == "__main__":

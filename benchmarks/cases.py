@@ -79,16 +79,30 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def store(result: dict, name: str, out: Path | None) -> Path:
-    """Write ``result`` with the machine and versions it was made with; out/<name>.json unless told otherwise."""
+def store(name: str, about: str, rows: list[dict], measured: dict, out: Path | None) -> Path:
+    """Write the printed table, what it was made from, commit and machine; out/<name>.json unless told otherwise.
+
+    ``about``: the benchmark's docstring; its first paragraph says what was measured. `report.py add` keeps the file.
+    """
     import os
     import platform
+    import shlex
+    import sys
 
     import torch
 
+    from run_record import git_state
+
     model = next((x.split(":")[1].strip() for x in _cpu_info() if x.startswith("model name")), platform.processor())
-    result["machine"] = {"cpu": model, "cores": os.cpu_count(), "python": platform.python_version(),
-                         "torch": torch.__version__, "load": [round(x, 1) for x in os.getloadavg()]}  # fmt: skip
+    result = {
+        "about": about.split("\n\n")[0].replace("\n", " "),
+        "command": shlex.join(["python", f"benchmarks/{name}.py", *sys.argv[1:]]),
+        **git_state()[0],
+        "machine": {"cpu": model, "cores": os.cpu_count(), "python": platform.python_version(),
+                    "torch": torch.__version__, "load": " ".join(f"{load:.1f}" for load in os.getloadavg())},
+        "table": rows,
+        "measured": measured,
+    }  # fmt: skip
     path = out or ROOT / "out" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")

@@ -21,7 +21,7 @@ LAYERS = [  # a file may import only from the rows above its own
     {"vllm_inside", "rollout_ascend", "adapter_vllm"},
     {"data_gsm8k", "lora_megatron", "runlog", "time_plan", "records", "run_page"},
     {"model_megatron", "layout_search", "comparisons", "sweep"},
-    {"weights_hf", "figures"},
+    {"weights_hf", "figures", "benchmark_records"},
     {"adapter_weights", "rollout", "aqn", "weight_sync_local", "results_page"},
     {"rollout_torch", "rollout_vllm"},
     {"rollout_colocated"},
@@ -35,7 +35,8 @@ HEAVY = {"megatron", "vllm", "ray", "transformers", "torch_npu", "mindspeed", "p
 HEAVY |= {"pandas", "pyarrow", "matplotlib", "scipy"}
 OPTIONAL = {"torch_npu", "mindspeed", "vllm", "ray", "tensorboard"}  # used where present, asked for by no CPU run
 # Reads records and starts runs; needs requirements/report.txt only.
-REPORTING = {"statistics_paired", "records", "comparisons", "figures", "results_page", "run_page", "report", "sweep"}
+REPORTING = {"statistics_paired", "records", "benchmark_records", "comparisons", "figures", "results_page", "run_page"}
+REPORTING |= {"report", "sweep"}
 PACKAGE = {"yaml": "PyYAML", "megatron": "megatron-core"}  # import name -> name on PyPI where they differ
 ONLY_DEVICE = r"torch\.(?:cuda|npu)\b|\btorch_npu\b|\bmindspeed\b"  # the one file that may say this is device.py,
 NAME_PACKAGES = {"device", "machine", "doctor_npu", "doctor_variables"}  # and those that ask what is installed

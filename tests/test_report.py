@@ -75,6 +75,36 @@ def test_a_page_without_records_has_no_number(tmp_path: Path) -> None:
     assert not re.search(r"\d \||\| \d", results_page.page(tmp_path / "results", tmp_path / "RESULTS.md"))
 
 
+def test_a_benchmark_is_kept_as_it_was_printed(
+    places: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    stored = tmp_path / "bench_step.json"
+    rows = [{"case": "small", "ratio": 0.51234, "bar": 0.7}, {"case": "large", "ratio": 12.0, "bar": 0.7}]
+    content = {"about": "Ours against theirs.", "command": "python benchmarks/bench_step.py", "commit": "ab" * 20,
+               "machine": {"cpu": "AMD EPYC", "cores": 2}, "table": rows, "measured": {"cases": []}}  # fmt: skip
+    for spoilt, needed in (
+        ({"dirty": True}, "git status clean"),
+        ({}, "dirty"),
+        ({"dirty": False, "table": []}, "table"),
+    ):
+        stored.write_text(json.dumps(content | spoilt))
+        assert run(*places, "add", str(stored)) == 2 and needed in capsys.readouterr().err
+    stored.write_text(json.dumps(content | {"dirty": False}))
+    assert run(*places, "add", str(stored)) == 0 and run(*places, "add", str(stored)) == 2
+    assert run(*places, "add", str(stored), "--id", "again") == 0 and run(*places, "--check") == 1
+    assert run(*places, "build") == 0 and run(*places, "--check") == 0
+    text = (tmp_path / "RESULTS.md").read_text()
+    assert "### bench_step\n\nOurs against theirs. `python benchmarks/bench_step.py`, commit `abababa`" in text
+    assert "| case | ratio | bar |\n| --- | --- | --- |\n| small | 0.5123 | 0.7 |\n| large | 12 | 0.7 |" in text
+    kept = tmp_path / "results" / "benchmarks" / "again.json"
+    kept.write_text(kept.read_text().replace("0.51234", "0.41234"))
+    assert run(*places, "--check") == 1 and "again.json: edited" in capsys.readouterr().err
+    kept.unlink()
+    assert run(*places, "--check") == 1 and "was deleted" in capsys.readouterr().err
+    kept.with_name("new.json").write_text(stored.read_text())
+    assert run(*places, "--check") == 1 and "not in index.json" in capsys.readouterr().err
+
+
 def test_building_twice_changes_nothing(places: list[str], tmp_path: Path) -> None:
     def everything() -> dict[str, bytes]:
         return {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -190,15 +220,31 @@ def test_rerun_prints_checkout_installation_and_command(places: list[str], capsy
     text = capsys.readouterr().out
     record = records.load(Path(places[1]), "base-seed1")
     assert f"git worktree add --detach ../rerun-base-seed1 {record.commit}" in text
-    assert "requirements/cpu.txt" in text and text.splitlines()[-2].endswith(f"OMP_NUM_THREADS=1 {record.command}")
+    assert "set_up cpu\n" in text and text.splitlines()[-2].endswith(f"OMP_NUM_THREADS=1 {record.command}")
     assert subprocess.run(["bash", "-n", "-c", text]).returncode == 0
 
 
-def test_rerun_executes_what_it_prints(places: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "ROOT", tmp_path)
-    monkeypatch.setattr(report, "rerun_commands", lambda record: f"echo {record.id} > done")
-    assert run(*places, "rerun", "base-seed1", "--run") == 0
-    assert (tmp_path / "done").read_text() == "base-seed1\n"
+@pytest.mark.parametrize(("luck", "said", "code"), [(None, "same: ", 0), (7, "different, and it should not be", 1)])
+def test_rerun_executes_what_it_prints_and_compares(
+    places: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    luck: int | None,
+    said: str,
+    code: int,
+) -> None:
+    made = recorded.make_run(tmp_path / "made", "base-seed1", 1, 0.5, luck=luck)
+    monkeypatch.setattr(report, "ROOT", tmp_path / "checkout")
+    report.ROOT.mkdir()
+    monkeypatch.setattr(
+        report,
+        "rerun_commands",
+        lambda record: f"mkdir -p ../rerun-{record.id}; cp -r {made.parent} ../rerun-{record.id}/out",
+    )
+    assert run(*places, "rerun", "base-seed1", "--run") == code and said in capsys.readouterr().out
+    monkeypatch.setattr(report, "rerun_commands", lambda record: "exit 5")
+    assert run(*places, "rerun", "base-seed1", "--run") == 5
 
 
 def test_compare_says_same_for_a_repeat_and_intervals_for_groups(
