@@ -12,7 +12,8 @@ from __future__ import annotations
 import html
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,16 @@ def _document(title: str, body: str) -> str:
 # -------------------------------------------------------------------------------------------------------------- charts
 
 
-def chart(title: str, lines: Sequence[tuple[str, list[tuple[float, float | None]]]], log: bool = False) -> str:
-    """An SVG of named lines of (x, y) points; what is None, or not above 0 on a log scale, is a gap."""
+def chart(
+    title: str,
+    lines: Sequence[tuple[str, list[tuple[float, float | None]]]],
+    log: bool = False,
+    colors: Mapping[str, str] | None = None,
+) -> str:
+    """An SVG of named lines of (x, y) points; what is None, or not above 0 on a log scale, is a gap.
+
+    ``colors``: name -> color; one each if not given.
+    """
     kept = [
         (name, [(x, y if y is not None and (y > 0 or not log) else None) for x, y in points]) for name, points in lines
     ]
@@ -97,7 +106,8 @@ def chart(title: str, lines: Sequence[tuple[str, list[tuple[float, float | None]
         return f"{across:.1f},{20 + (1 - (scale(y) - y_low) / y_span) * (HEIGHT - BOTTOM - 28):.1f}"
 
     drawn = []
-    for (name, points), color in zip(kept, COLORS * len(kept), strict=False):
+    colors = colors or dict(zip((name for name, _ in kept), COLORS * len(kept), strict=False))
+    for name, points in kept:
         parts: list[list[str]] = [[]]
         for x, y in points:
             if y is None:
@@ -107,7 +117,7 @@ def chart(title: str, lines: Sequence[tuple[str, list[tuple[float, float | None]
         for part in filter(None, parts):
             spot = part if len(part) > 1 else part * 2  # a single point is a dot
             drawn.append(
-                f'<polyline fill="none" stroke="{color}" stroke-width="1.4" stroke-linecap="round" '
+                f'<polyline fill="none" stroke="{colors[name]}" stroke-width="1.4" stroke-linecap="round" '
                 f'points="{" ".join(spot)}"><title>{html.escape(name)}</title></polyline>'
             )
     low, high = (f"{10**y if log else y:.3g}" for y in (y_low, y_high))
@@ -223,20 +233,20 @@ def _by_question(folder: Path) -> str:
 
 
 def _sweep(folder: Path) -> str:
-    """Every run of a sweep over each other, one chart a metric, and where each job stands."""
+    """Every run of a sweep over each other, one chart a metric, a color a variant; and where each job stands."""
     jobs = json.loads((folder / "sweep.json").read_text())["jobs"]
-    curves = {name: _curves(Path(job["run"])) for name, job in jobs.items() if job["run"] and Path(job["run"]).is_dir()}
-    keys = _ordered({key for found in curves.values() for key in found})
+    runs = {name: folder.parent / Path(job["run"]).name for name, job in jobs.items() if job["run"]}  # beside it
+    curves = {name: _curves(run) for name, run in runs.items() if run.is_dir()}
+    variants = {name: re.sub(r"-seed\d+$", "", name) for name in curves}
+    legend = dict(zip(dict.fromkeys(variants.values()), COLORS * len(curves), strict=False))
+    colors = {name: legend[variant] for name, variant in variants.items()}
     charts = "".join(
-        chart(key, [(name, found[key]) for name, found in curves.items() if key in found], key in LOGARITHMIC)
-        for key in keys
+        chart(key, [(name, found[key]) for name, found in curves.items() if key in found], key in LOGARITHMIC, colors)
+        for key in _ordered({key for found in curves.values() for key in found})
     )
-    colors = " ".join(
-        f'<span style="color:{color}">{html.escape(name)}</span>'
-        for name, color in zip(curves, COLORS * len(curves), strict=False)
-    )
+    names = " ".join(f'<span style="color:{color}">{html.escape(name)}</span>' for name, color in legend.items())
     rows = [[name, job["state"], job["attempts"], job["run"], job["result"]] for name, job in jobs.items()]
     return (
+        f'<h2>Curves</h2><p>{names}</p><div class="charts">{charts}</div>'
         f"<h2>Jobs</h2>{_table(('job', 'state', 'attempts', 'run', 'result'), rows)}"
-        f'<h2>Curves</h2><p>{colors}</p><div class="charts">{charts}</div>'
     )

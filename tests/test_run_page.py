@@ -55,11 +55,15 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def sweep_folder(tmp_path: Path, run: Path) -> Path:
-    folder = tmp_path / "sweep-x"
+    """As sweep.py leaves it: two seeds and a variant, the runs beside it, their paths seen from the checkout."""
+    folder = run.parent / "sweep-x"
     folder.mkdir()
-    job = {"state": "finished", "attempts": 1, "run": str(run), "result": "done"}
-    absent = {"state": "failed", "attempts": 2, "run": "", "result": "error: <no>"}
-    (folder / "sweep.json").write_text(json.dumps({"jobs": {"base-seed0": job, "other-seed0": absent}}))
+    jobs = {"absent-seed0": {"state": "failed", "attempts": 2, "run": "", "result": "error: <no>"}}
+    for name, seed in (("base", 0), ("base", 1), ("other", 0)):
+        made = run if (name, seed) == ("base", 0) else recorded.make_run(run.parent, f"{name}-seed{seed}", seed)
+        found = {"state": "finished", "attempts": 1, "run": f"out/{made.name}", "result": "done"}
+        jobs[f"{name}-seed{seed}"] = found
+    (folder / "sweep.json").write_text(json.dumps({"jobs": jobs}))
     return folder
 
 
@@ -101,6 +105,12 @@ def test_slowest_longest_checks_questions_and_configuration_are_there(run: Path)
 def test_a_sweep_shows_every_job_and_lays_the_runs_over_each_other(sweep_folder: Path) -> None:
     text = run_page.page(sweep_folder)
     assert "error: &lt;no&gt;" in text and text.count("base-seed0") > 2
+    reward = next(svg for svg in re.findall(r"<svg.*?</svg>", text) if "reward/mean" in svg)
+    by_name = {name: color for color, name in re.findall(r'stroke="(#\w+)"[^>]*><title>([^<]*)', reward)}
+    assert by_name.keys() == {"base-seed0", "base-seed1", "other-seed0"}
+    assert by_name["base-seed0"] == by_name["base-seed1"] != by_name["other-seed0"]
+    legend = [(by_name["base-seed0"], "base"), (by_name["other-seed0"], "other")]
+    assert re.findall(r'color:(#\w+)">(\w+)<', text) == legend
 
 
 @pytest.mark.parametrize(
@@ -136,6 +146,7 @@ def test_an_unfinished_run_has_a_page_too(run: Path) -> None:
 def test_a_browser_shows_the_last_completion(run: Path, tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text(run_page.page(run))
     options = ["--headless", "--disable-gpu", "--no-sandbox", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    options += ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
     command = [BROWSER, *options, (tmp_path / "page.html").as_uri()]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert 'data-ready="yes"' in shown.stdout, shown.stderr
