@@ -78,7 +78,7 @@ def judge(cfg: Config, ranks: int, setting: Setting) -> Plan:
 
 
 def alternatives(refused: Plan, setting: Setting) -> list[Plan]:
-    """The accepted plans nearest to a refused one, ranked by memory, then by estimated time.
+    """The accepted plans nearest to a refused one; no more ranks than asked first, then by memory and estimated time.
 
     What is changed, in this order, until something fits: how the ranks are laid out; also the engine's copy; also
     recompute and the micro-batch; at last the number of ranks.
@@ -111,7 +111,11 @@ def alternatives(refused: Plan, setting: Setting) -> list[Plan]:
         as_it_is = (judge(cfg, count, setting) for count in _other_counts(ranks, setting))
         listed = {(plan.cfg, plan.layout) for plan in found}
         found = found[: LISTED - 1] + [p for p in as_it_is if not p.reasons and (p.cfg, p.layout) not in listed][:1]
-    return sorted(found, key=lambda plan: (round(plan.memory.peak / GIB, 1), plan.times.total))
+
+    def rank(plan: Plan) -> tuple[bool, float, float]:
+        return plan.layout.ranks > ranks, round(plan.memory.peak / GIB, 1), plan.times.total
+
+    return sorted(found, key=rank)
 
 
 def _mended(cfg: Config, arch: Architecture) -> Config:
