@@ -197,6 +197,33 @@ def benchmark_section(results: Path) -> str:
     return "\n\n".join(parts if len(parts) > 1 else [*parts, "No record yet."])
 
 
+def step_by_step(base: list[Source], others: dict[str, list[Source]]) -> str:
+    """Of variants that are the same method in another layout: the first step's differences, and when answers part.
+
+    Empty if one of them differs from ``base`` in more than its layout.
+    """
+    rows = []
+    by_seed = {one.record.seed: read_lines(one.folder / "metrics.jsonl") for one in base}
+    for name, group in others.items():
+        changed = records.differing(base[0].record, group[0].record)
+        if not all(change.startswith(("parallel.", "ranks:")) for change in changed):
+            return ""
+        loss = norm = 0.0
+        parted = []
+        for one in group:
+            mine, theirs = read_lines(one.folder / "metrics.jsonl"), by_seed.get(one.record.seed)
+            if theirs is None:
+                continue
+            loss = max(loss, abs(mine[0]["actor/loss"] - theirs[0]["actor/loss"]))
+            norm = max(norm, abs(mine[0]["actor/grad_norm"] / theirs[0]["actor/grad_norm"] - 1))
+            same = (a["reward/mean"] == b["reward/mean"] for a, b in zip(mine, theirs, strict=True))
+            parted.append(next((str(step) for step, equal in enumerate(same, 1) if not equal), "never"))
+        rows.append([name, f"{loss:.1e}", f"{norm:.1e}", ", ".join(parted)])
+    head = ["variant", "loss, largest difference", "gradient norm, relative", "first step with other rewards, by seed"]
+    said = "The first step of each seed (same questions, same random numbers), and how long rounding changed no reward:"
+    return f"{said}\n\n{table(head, rows)}"
+
+
 # ---------------------------------------------------------------------------------------------------------------- page
 
 
@@ -222,6 +249,8 @@ def generated(results: Path) -> str:
     for planned in ready:
         sides = {name: groups[name] for name in (planned.base, *planned.others)}
         parts.append(comparison_section(planned, comparisons.compare(sides, planned.kind)))
+        base, *_ = sides.values()
+        parts += filter(None, [step_by_step(base, {name: sides[name] for name in planned.others})])
     parts.append(benchmark_section(results))
     parts.append(not_run(plan, groups))
     return "\n\n".join(parts)

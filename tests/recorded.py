@@ -63,6 +63,7 @@ def make_run(
     for step in range(steps):
         reward = before + (after - before) * (step + generator.random()) / steps
         metrics = {"reward/mean": reward, "rollout/logp_gap_mean": 1e-7, "actor/entropy": 1 / (step + 1)}
+        metrics |= {"actor/loss": reward / 10, "actor/grad_norm": 2 * reward}
         timing = {"timing/generate_s": 0.1, "timing/step_s": 0.5 + step / 10, "perf/tokens_per_s": 2000.0 + step}
         answer = {"question": "1 + 1 <b>?</b>", "gold": "2", "completion": f"</script>#### {step}", "reward": step % 2}
         append(folder / "metrics.jsonl", {"step": step, **metrics})

@@ -105,6 +105,29 @@ def test_a_benchmark_is_kept_as_it_was_printed(
     assert run(*places, "--check") == 1 and "not in index.json" in capsys.readouterr().err
 
 
+def test_layouts_of_one_method_are_compared_step_by_step(tmp_path: Path) -> None:
+    """Equal luck makes equal metrics; another luck other rewards from the first step on."""
+    for name, luck, change in (
+        ("two", 1, ()),
+        ("one", 1, ("parallel.expert=1",)),
+        ("four", 2, ("parallel.tensor=2",)),
+        ("method", 1, ("parallel.expert=1", "lora.rank=8")),
+    ):
+        for seed in range(3):
+            made = recorded.make_run(tmp_path, f"{name}-seed{seed}", seed, luck=luck, overrides=change)
+            records.add(made, tmp_path / "results")
+    groups = results_page.grouped(tmp_path / "results")
+
+    def first(name: str) -> float:
+        return json.loads((groups[name][0].folder / "metrics.jsonl").read_text().splitlines()[0])["reward/mean"]
+
+    text = results_page.step_by_step(groups["two"], {name: groups[name] for name in ("one", "four")})
+    assert "| one | 0.0e+00 | 0.0e+00 | never, never, never |" in text
+    loss, norm = abs(first("four") - first("two")) / 10, abs(first("four") / first("two") - 1)
+    assert f"| four | {loss:.1e} | {norm:.1e} | 1, 1, 1 |" in text
+    assert results_page.step_by_step(groups["two"], {name: groups[name] for name in ("one", "method")}) == ""
+
+
 def test_building_twice_changes_nothing(places: list[str], tmp_path: Path) -> None:
     def everything() -> dict[str, bytes]:
         return {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
