@@ -7,7 +7,7 @@ set -euo pipefail
 
 # --- yours to change -------------------------------------------------------------------------------------------------
 PYTHON=${PYTHON:-python3}                  # 3.11, 3.12 or 3.13; makes the environment
-VENV=${VENV:-.venv}                        # the environment's folder, 2.2 GB
+VENV=${VENV:-.venv}                        # the environment's folder, 2.5 GB
 TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}    # where torch without CUDA comes from, or a mirror
 MEGATRON_0_12_DIR=${MEGATRON_0_12_DIR:-.cache/megatron-core-0.12.1} # the older Megatron of the parity tests
 # ---------------------------------------------------------------------------------------------------------------------

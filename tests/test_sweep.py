@@ -182,6 +182,7 @@ def test_without_ray_it_says_how_to_get_it(write_sweep, monkeypatch: pytest.Monk
     assert sweep.main([str(write_sweep([0], a=variant()))]) == 2
     error = capsys.readouterr().err
     assert f"pip install {sweep.RAY}" in error and "--local" in error
+    assert sweep.RAY in (sweep.ROOT / "requirements" / "test.txt").read_text(), "the version that the tests run"
 
 
 def test_an_interrupted_sweep_ends_its_job_and_says_how_to_go_on(
