@@ -90,9 +90,12 @@ def trl_python(given: Path | None) -> Path:
     if not (venv / "installed").exists():
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
         requirements = cases.ROOT / "requirements" / "bench.txt"
-        index = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
-        pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "-q", "--no-deps", *index, "-r", str(requirements)]
-        subprocess.run(pip, check=True, stdout=sys.stderr)
+        pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "-q", "--no-deps"]
+        torch = next(line for line in requirements.read_text().splitlines() if line.startswith("torch=="))
+        if subprocess.run([*pip, torch], stdout=sys.stderr).returncode:  # PyPI does not carry the build without CUDA
+            index = ["--index-url", "https://download.pytorch.org/whl/cpu"]
+            subprocess.run([*pip, *index, torch], check=True, stdout=sys.stderr)
+        subprocess.run([*pip, "-r", str(requirements)], check=True, stdout=sys.stderr)
         (venv / "installed").touch()
     return venv / "bin" / "python"
 
