@@ -29,7 +29,7 @@ class Cache:
     cos: Tensor  # (T + N, D) by position
     sin: Tensor  # (T + N, D)
     prompt_length: Tensor  # (R,)
-    padding: Tensor  # (L, 1, T) 0, or -inf at a prompt's padding
+    padding: Tensor  # (KV, L, 1, T) 0, or -inf at a prompt's padding
     prompt_keys: list[Tensor]  # (KV, L, D, T)
     prompt_values: list[Tensor]  # (KV, L, T, D)
     keys: list[Tensor]  # (KV, R, N, D)
@@ -42,8 +42,8 @@ def keep_rows_(cache: Cache, rows: Tensor) -> None:
     Sharing ends here: the prompts' caches are copied to the rows that remain. Measured, that is as fast as lines of
     several rows, and once half of the rows are gone the copies take less than caches that were never shared.
     """
-    lines = rows.div(len(cache.prompt_length) // len(cache.padding), rounding_mode="floor")
-    cache.prompt_length, cache.padding = cache.prompt_length[rows], cache.padding[lines]
+    lines = rows.div(len(cache.prompt_length) // cache.padding.shape[1], rounding_mode="floor")
+    cache.prompt_length, cache.padding = cache.prompt_length[rows], cache.padding[:, lines]
     for layers, kept in (
         (cache.prompt_keys, lines), (cache.prompt_values, lines), (cache.keys, rows), (cache.values, rows),
     ):
@@ -69,14 +69,18 @@ class Decoder:
 
     # -------------------------------------------------------------------------------------------------------- weights
     def _allocate(self, group: str, shape: tuple[int, ...], pieces: dict) -> Tensor:
-        """Storage of ``shape``; ``pieces`` says which part of it each HF tensor fills (name -> index)."""
+        """Storage of ``shape``; ``pieces`` says which part of it each HF tensor fills (name -> index).
+
+        Experts' matrices lie (E, in, out): a sixth less time a product of few rows. HF's fill them transposed.
+        """
         dtype = self.norm_dtype if group.endswith("norm") else self.dtype
         storage = torch.zeros(shape, dtype=dtype, device=self.device)
-        self._slots |= {name: (storage[index], group) for name, index in pieces.items()}
+        as_filled = storage.mT if storage.dim() == 3 else storage
+        self._slots |= {name: (as_filled[index], group) for name, index in pieces.items()}
         return storage
 
     def _allocate_layer(self, layer: int) -> dict[str, Tensor]:
-        """One layer's weights: fused where one product can do the work of several, rows as output as HF has them."""
+        """One layer's weights: fused where one product can do the work of several, rows as outputs but the experts'."""
         arch, hidden, weights = self.arch, self.arch.hidden_size, {}
 
         def add(part: str, shape: tuple[int, ...], pieces: dict) -> None:
@@ -100,8 +104,8 @@ class Decoder:
             ups = {f"mlp.experts.{e}.up_proj.weight": (e, slice(width, None)) for e in experts}
             downs = {f"mlp.experts.{e}.down_proj.weight": e for e in experts}
             add("router", (arch.num_experts, hidden), {"mlp.gate.weight": ...})
-            add("expert_gate_up", (arch.num_experts, 2 * width, hidden), gates | ups)
-            add("expert_down", (arch.num_experts, hidden, width), downs)
+            add("expert_gate_up", (arch.num_experts, hidden, 2 * width), gates | ups)
+            add("expert_down", (arch.num_experts, width, hidden), downs)
         if arch.moe_layers[layer] and arch.shared_expert_ffn_size:
             add("shared_gate", (1, hidden), {"mlp.shared_expert_gate.weight": ...})
         width = arch.shared_expert_ffn_size if arch.moe_layers[layer] else arch.dense_ffn_size
@@ -183,8 +187,8 @@ class Decoder:
         in_order, pair = experts.view(-1).sort(stable=True)
         tokens_per_expert = torch.bincount(in_order, minlength=arch.num_experts)
         mine = h.index_select(0, pair.div(arch.experts_per_token, rounding_mode="floor"))
-        mine = kernels.grouped_mm(mine, weights["expert_gate_up"].transpose(1, 2), tokens_per_expert)
-        mine = kernels.grouped_mm(kernels.swiglu(mine), weights["expert_down"].transpose(1, 2), tokens_per_expert)
+        mine = kernels.grouped_mm(mine, weights["expert_gate_up"], tokens_per_expert)
+        mine = kernels.grouped_mm(kernels.swiglu(mine), weights["expert_down"], tokens_per_expert)
         # Back to (row, choice) order, then a sum: index_add_ would add in no fixed order on an accelerator.
         mine = torch.empty_like(mine).index_copy_(0, pair, mine).view(*experts.shape, -1)
         return x + (mine * score.to(x.dtype)[..., None]).sum(1)
@@ -203,7 +207,7 @@ class Decoder:
             return [torch.empty(arch.num_kv_heads, *shape, dtype=self.dtype, device=device) for _ in self.layers]
 
         lengths = torch.tensor([len(p) for p in prompts], device=device)
-        padding = torch.zeros(len(prompts), 1, longest, dtype=self.dtype, device=device)
+        padding = torch.zeros(arch.num_kv_heads, len(prompts), 1, longest, dtype=self.dtype, device=device)
         padding.masked_fill_(torch.arange(longest, device=device) >= lengths[:, None, None], float("-inf"))
         exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.float32) / arch.head_dim
         angle = torch.outer(torch.arange(length, dtype=torch.float32), 1.0 / arch.rope_theta**exponents)
@@ -236,8 +240,8 @@ class Decoder:
             experts += [torch.stack(routes, 1).to(torch.uint8).unflatten(0, (-1, longest))] if routes else []
         return torch.cat(hidden), cache, torch.cat(experts) if experts else None
 
-    def decode(self, token: Tensor, n: int, cache: Cache) -> tuple[Tensor, Tensor | None]:
-        """Run every row's ``n``-th sampled token: hidden states, experts.  (R,) -> (R, h), (R, MoE layers, K) uint8"""
+    def decode(self, token: Tensor, n: int, cache: Cache) -> tuple[Tensor, list[Tensor]]:
+        """Run every row's ``n``-th sampled token: hidden states, each MoE layer's experts.  (R,) -> (R, h), (R, K)"""
         head_dim, routes = self.arch.head_dim, []
         kv_heads, lines, _, longest = cache.prompt_keys[0].shape
         position = cache.prompt_length + n
@@ -249,16 +253,18 @@ class Decoder:
             own_keys[:, :, n], own_values[:, :, n] = key.transpose(0, 1), value.transpose(0, 1)
             # A line's rows times its query heads per key head: all of them meet the same prompt in one product.
             query = (query * head_dim**-0.5).unflatten(1, (kv_heads, -1)).transpose(0, 1).contiguous()
-            by_row, by_line = query.shape[:3], (kv_heads, lines, -1)  # (KV, R, H/KV), (KV, L, R/L * H/KV)
-            on_prompt = query.view(*by_line, head_dim).matmul(cache.prompt_keys[layer]).add_(cache.padding)
-            on_own = query.matmul(own_keys.transpose(-1, -2))
-            attention = torch.cat([on_prompt.view(*by_row, longest), on_own], -1).softmax(-1, dtype=torch.float32)
-            on_prompt, on_own = attention.to(x.dtype).split([longest, n + 1], dim=-1)
-            mixed = on_own.matmul(own_values)  # (KV, R, H/KV, D)
-            mixed += on_prompt.view(*by_line, longest).matmul(cache.prompt_values[layer]).view_as(mixed)
+            by_row, by_line = query.flatten(0, 1), query.view(kv_heads * lines, -1, head_dim)
+            keys, values = cache.prompt_keys[layer].flatten(0, 1), cache.prompt_values[layer].flatten(0, 1)
+            on_prompt = torch.baddbmm(cache.padding.flatten(0, 1), by_line, keys)  # (KV * L, R/L * H/KV, T)
+            on_own = torch.bmm(by_row, own_keys.flatten(0, 1).transpose(1, 2))  # (KV * R, H/KV, n + 1)
+            scores = torch.cat([on_prompt.view(*by_row.shape[:2], longest), on_own], -1)
+            attention = scores.softmax(-1, dtype=torch.float32).to(x.dtype)
+            on_prompt, on_own = attention.split([longest, n + 1], dim=-1)
+            mixed = torch.bmm(on_prompt.view(*by_line.shape[:2], longest), values).view_as(by_row)
+            mixed = mixed.baddbmm_(on_own, own_values.flatten(0, 1)).view_as(query)  # (KV, R, H/KV, D)
             x = torch.addmm(x, mixed.transpose(0, 1).flatten(1), weights["out"].t())
             x = self._mlp(weights, x, routes)
-        return x, torch.stack(routes, 1).to(torch.uint8) if routes else None
+        return x, routes
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(R, h) -> (R, V)"""

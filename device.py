@@ -62,6 +62,8 @@ def set_environment(name: str, deterministic: bool) -> None:
 
     A value that the user has set stays. InputError if it contradicts train.deterministic.
     """
+    # torch then asks Linux for huge pages where a tensor fills some: on a CPU the heap stays smaller.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     kinds = ("npu", "cuda") if name == "auto" else (name,)
     for kind in kinds if deterministic else ():
         for variable, accepted in DETERMINISTIC[kind].items():
@@ -199,7 +201,7 @@ def grouped_mm(x: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
             return x @ weight[0]
         return _GroupedMatmul.apply(x, weight, tokens_per_expert.to(x.device, torch.int64))
     if _grouped_mm_takes(weight) and len(x):
-        ends = tokens_per_expert.cumsum(0).to(device=x.device, dtype=torch.int32)
+        ends = tokens_per_expert.cumsum(0, dtype=torch.int32).to(x.device)
         return torch._grouped_mm(x.contiguous(), weight, offs=ends)
     blocks = x.split(tokens_per_expert.tolist())
     return torch.cat([block @ weight[e] for e, block in enumerate(blocks)])
@@ -362,10 +364,8 @@ def _correct_megatron(device: torch.device) -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 reads this name without importing it when there is no TE
         moe_utils.te_general_gemm = None
-    if device.type == "npu":
-        attention.apply_rotary_pos_emb = lambda x, angles, config, *args, **kwargs: rotary(
-            x, angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        )
+    # model_megatron.build has the model compute both once a forward; Megatron would in every layer, for q and for k.
+    attention.apply_rotary_pos_emb = lambda x, cos_sin, *args, **kwargs: rotary(x, *cos_sin)
     if device.type != "cpu" or getattr(mappings._gather_along_first_dim, "padded", False):
         return
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)

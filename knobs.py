@@ -154,7 +154,9 @@ class OptimConfig(Section):
     min_lr_ratio: float = knob(0.1, "lr at the last step / peak", ge=0, le=1)
     max_grad_norm: float = knob(1.0, "gradients are scaled down to this norm over all ranks", gt=0)
     prompts_per_update: int = knob(32, "prompts an optimizer step; divides prompts_per_step", ge=1)
-    tokens_per_micro_batch: int = knob(8192, "most tokens, padding included, of one forward on one rank", ge=1)
+    tokens_per_micro_batch: int = knob(
+        8192, "most tokens of one forward on one rank, padding included; packed rows count as rollout.plan says", ge=1
+    )
 
 
 class EvalConfig(Section):

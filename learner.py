@@ -89,6 +89,7 @@ class Learner:
                 with self._routed(micro, count=True):
                     loss, stats, gap = self._loss(micro, old_logp[index][i] if old_logp else None, ref_logp, counts)
                     loss.backward()  # inside: activation recompute routes again
+                del loss  # with it what the graph still holds, before the next micro-batch's forward
                 clock.lap("update")
                 for name, value in stats.items():
                     share = 1 / len(updates) if name in LOSSES else counts["num_tokens"] / max(1, measured)
@@ -126,8 +127,12 @@ class Learner:
             mixed = batch.rewards.amax(dim=1) > batch.rewards.amin(dim=1)
             sequences = [s for s in sequences if mixed[s // cfg.rollout.group_size]]
         lengths = {s: batch.row_length(s) for s in sequences}
-        together = cfg.rollout.group_size if self.packs else 1
-        shares = rollout.plan(lengths, parallel.data, cfg.optim.tokens_per_micro_batch, parallel.tensor, together)
+        how = (parallel.data, cfg.optim.tokens_per_micro_batch, parallel.tensor)
+        if self.packs:
+            prompts = {s: lengths[s] - batch.lengths[s] for s in sequences}
+            shares = rollout.plan(lengths, *how, cfg.rollout.group_size, prompts)
+        else:
+            shares = rollout.plan(lengths, *how)
         shares = shares or [[[]] * parallel.data]  # nothing to learn from: one empty micro-batch keeps ranks in step
         mine = [share[parallel.data_rank] for share in shares]
         records = None

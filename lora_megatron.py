@@ -97,7 +97,7 @@ class LoRAGroupedLinear(torch.nn.Module):
         if not self.enabled:
             return y
         low = devices.grouped_mm(F.dropout(x, self.dropout, self.training), self.A.to(x.dtype), tokens_per_expert)
-        return y + devices.grouped_mm(self.scale * low, self.B.to(x.dtype), tokens_per_expert)
+        return y.add_(devices.grouped_mm(self.scale * low, self.B.to(x.dtype), tokens_per_expert))
 
     def delta(self) -> Tensor:
         """This rank's shard of every local expert's update, fp32.  -> (E, in, out)"""

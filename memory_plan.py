@@ -2,8 +2,9 @@
 
 Parameters are exact: tests/test_memory_plan.py compares them with the instantiated model's. Activations follow what
 autograd keeps in model_megatron.py and lora_megatron.py, and are compared with what a tiny model really allocates.
-Rows count as padded: packing.py, on CPUs and GPUs, only takes from that. h hidden size, t tokens of a micro-batch,
-s = t / tensor of them on a rank, N rows that its experts get, e bytes of an element. All ranks of a layout hold the
+Rows count as padded; of packed ones (CPUs and GPUs) rollout.plan lets as many into a forward as take no more, except
+where one row fills it. h hidden size, t tokens of a micro-batch, s = t / tensor of them on a
+rank, N rows that its experts get, e bytes of an element. All ranks of a layout hold the
 same; only the routing decides which experts' rank is the fullest.
 """
 
@@ -18,7 +19,7 @@ from layout_plan import Layout
 
 GIB = 2**30
 ELEMENT = {"fp32": 4, "bf16": 2}
-LOGITS_PER_CHUNK = 2**24  # model_megatron.py's
+LOGITS_PER_CHUNK, ROWS_PER_CHUNK = 2**24, 2048  # model_megatron.py's
 CACHED_ROWS = 512  # rows of a wave of rollout_torch.py
 PREFILL_TOKENS = 8192  # of rollout_vllm.py: prompt tokens computed at once
 
@@ -120,7 +121,7 @@ def activations(
     layers = [_kept_by_layer(arch, lora, layout, is_moe, element, tokens, rows) for is_moe, _ in kinds]
     in_flight = [_in_flight(arch, layout, is_moe, element, tokens, rows) for is_moe, _ in kinds]
     vocabulary = arch.vocab_size // layout.tensor
-    chunk = min(scored, max(1, LOGITS_PER_CHUNK // vocabulary)) * vocabulary * 4  # fp32
+    chunk = min(scored, max(1, min(ROWS_PER_CHUNK, LOGITS_PER_CHUNK // vocabulary))) * vocabulary * 4  # fp32
     # Logits and their exponentials in the forward, first in the model's dtype; five in an entropy bonus's backward.
     logits = 5 * chunk if entropy_bonus else 2 * chunk + (chunk // 2 if element < 4 else 0)
     head = scored * (h * element + 12) + logits + scored * h * element
@@ -162,8 +163,8 @@ def _kept_by_layer(
         kept += t * 4 * (heads + kv_heads)
         if e < norm:
             kept += t * (q + kv) * norm
-        elif heads > kv_heads:
-            kept += t * q * e  # grouped queries are copied out of qkv
+        else:
+            kept += t * (q + kv) * e  # copied out of qkv
     kept += lora.rank * e * (t * on["linear_qkv"] + s * on["linear_proj"])
     if e < 4:  # the factors, cast
         kept += e * (_lora_attention(arch, lora, layout) + _lora_ffn(arch, lora, layout, is_moe))

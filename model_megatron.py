@@ -18,6 +18,7 @@ from packing import Packing
 from parallel_setup import Parallel
 
 LOGITS_PER_CHUNK = 2**24  # 64 MiB of fp32 logits exist at a time, whatever the batch
+ROWS_PER_CHUNK = 2048  # enough for any device, and a small vocabulary's logits stay in the cache
 
 
 class RMSNorm(torch.nn.Module):
@@ -30,7 +31,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        return devices.rms_norm(x, self.weight, self.eps)
+        return devices.rms_norm(x.contiguous(), self.weight, self.eps)  # a view of qkv would keep all three
 
 
 class CausalAttention(torch.nn.Module):
@@ -76,6 +77,8 @@ def build(
         rotary_base=arch.rope_theta,
         parallel_output=True,
     )
+    # What the model calls its angles are their cosines and sines, (2, T, 1, 1, d): device.py's rotary takes those.
+    model.rotary_pos_emb.register_forward_hook(lambda module, args, a: torch.stack([a.cos(), a.sin()]).to(dtype))
     return model.to(parallel.device).train()  # Megatron makes some weights on the CPU whatever it is told
 
 
@@ -184,10 +187,10 @@ def hidden_states(model: torch.nn.Module, tokens: Tensor, packing: Packing | Non
         x.requires_grad_()  # a checkpointed layer returns gradients only if its input wants one
     for layer in model.decoder.layers:
         layer.self_attention.core_attention.packing = packing
-    angles = model.rotary_pos_emb(tokens.shape[1] if packing is None else packing.line.shape[1])  # (T, 1, 1, d)
+    cos_sin = model.rotary_pos_emb(tokens.shape[1] if packing is None else packing.line.shape[1])  # (2, T, 1, 1, d)
     if packing is not None:
-        angles = angles[packing.position]
-    x = model.decoder(hidden_states=x, attention_mask=None, rotary_pos_emb=angles)
+        cos_sin = cos_sin[:, packing.position]
+    x = model.decoder(hidden_states=x, attention_mask=None, rotary_pos_emb=cos_sin)
     if config.sequence_parallel:
         # Each tensor rank sends back the gradient of its vocabulary shard only: the backward pass adds them up.
         x = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True)
@@ -313,5 +316,5 @@ class _VocabularyLogProbs(torch.autograd.Function):
 
 
 def _chunks(num_rows: int, vocabulary: int) -> list[slice]:
-    size = max(1, LOGITS_PER_CHUNK // vocabulary)
+    size = max(1, min(ROWS_PER_CHUNK, LOGITS_PER_CHUNK // vocabulary))
     return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]

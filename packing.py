@@ -25,7 +25,7 @@ class Packing:
     line: Tensor  # (b, T) the other way round
     prompts: Tensor  # (P, longest prompt) places of the prompts' tokens
     own: Tensor  # (b, N) places of the rows' own tokens
-    visible: Tensor  # (b, 1, N, T) which of its row an own token sees
+    bias: Tensor  # (b, 1, N, T) fp32: 0 where an own token sees its row, else -inf; made once for all layers
     result: Tensor  # (M,) where attention's results of [prompts; own], flattened, hold each token's
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -35,7 +35,7 @@ class Packing:
         if self.own.numel():
             mixed = F.scaled_dot_product_attention(
                 rows_of(query, self.own), rows_of(key, self.line), rows_of(value, self.line),
-                attn_mask=self.visible, scale=scale, enable_gqa=query.shape[1] != key.shape[1],
+                attn_mask=self.bias.to(query.dtype), scale=scale, enable_gqa=query.shape[1] != key.shape[1],
             )  # fmt: skip
             results.append(mixed.transpose(1, 2).flatten(0, 1))  # (b x N, heads, d)
         return torch.cat(results).flatten(1).index_select(0, self.result)
@@ -86,6 +86,6 @@ def pack(tokens: Tensor, mask: Tensor, multiple: int) -> Packing:
     filler = -len(source) % multiple
     source, result = (torch.tensor(places + [0] * filler) for places in (source, result))
     last_seen = torch.tensor(sees)[:, None, None, None] + torch.arange(longest_own)[:, None]  # (b, 1, N, 1)
-    visible = torch.arange(width) <= last_seen
-    fields = (source, source % width, line, torch.tensor(prompts), own, visible, result)
+    bias = torch.zeros(b, 1, longest_own, width).masked_fill_(torch.arange(width) > last_seen, float("-inf"))
+    fields = (source, source % width, line, torch.tensor(prompts), own, bias, result)
     return Packing(*(field.to(tokens.device) for field in fields))

@@ -69,6 +69,8 @@ def as_json(plan: Plan, others: list[Plan], setting: Setting) -> dict:
         "total": plan.times.total,
         "phases": plan.times.phases,
         "bottleneck": plan.times.bottleneck,
+        "causes": plan.times.causes,
+        "advice": {name: time_plan.advice(plan.cfg, plan.times, plan.memory, name) for name in _told(plan.times)},
         "decode_step": plan.times.decode,
     }
     return report
@@ -160,13 +162,25 @@ def _size(size: int) -> str:
 def _time_lines(plan: Plan, setting: Setting) -> list[str]:
     times = plan.times
     lines = ["", f"estimated step: {times.total:.3g} s"]
-    lines += [f"  {name:22} {seconds:8.3f} s" for name, seconds in times.phases.items() if seconds]
+    told = _told(times)
+    for name, seconds in times.phases.items():
+        shares = [f"{cause} {part / seconds:.0%}" for cause, part in times.causes[name].items() if part > seconds / 20]
+        what = f"; {time_plan.advice(plan.cfg, times, plan.memory, name)}" if name in told else ""
+        lines += [f"  {name:22} {seconds:8.3f} s  {', '.join(shares)}{what}"] * bool(shares)
     parts = ", ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in times.decode.items())
     lines.append(f"  a decode step, ms: {parts}; {times.waves} wave{'s' * (times.waves > 1)}")
-    machine = time_plan.MACHINES[setting.device]
+    machine, forward = time_plan.MACHINES[setting.device], times.causes["update forward"]
+    if plan.layout.expert > 1 and "arithmetic" in forward:
+        link = machine.link * forward["expert exchange"] / forward["arithmetic"]
+        lines.append(f"  a link of {link / 1e9:.3g} GB/s or less: experts' traffic takes as long as the arithmetic")
     lines.append(f"  assumed: {time_plan.assumptions(machine, setting.prompt_tokens, setting.completion_tokens)}")
-    lines.append(f"  longest: {times.bottleneck}; {time_plan.advice(plan.cfg, times, plan.memory)}")
+    lines.append(f"  longest: {times.bottleneck}, bound by {times.bound(times.bottleneck)}")
     return lines
+
+
+def _told(times: time_plan.Times) -> list[str]:
+    """The phases that are worth shortening: a tenth of the step or more."""
+    return [name for name, seconds in times.phases.items() if seconds >= 0.1 * times.total]
 
 
 # --------------------------------------------------------------------------------------------------------- the command

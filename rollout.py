@@ -7,6 +7,7 @@ A replica is the rollout.tensor ranks that hold one copy of the model; replica r
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -191,29 +192,57 @@ def _gather(asked, completions, scores, cfg: Config, parallel: Parallel) -> Roll
 
 
 def plan(
-    lengths: dict[int, int], data_ranks: int, tokens_per_micro_batch: int, multiple: int, group_size: int = 1
+    lengths: dict[int, int],
+    data_ranks: int,
+    tokens_per_micro_batch: int,
+    multiple: int,
+    group_size: int = 1,
+    prompts: dict[int, int] | None = None,
 ) -> list[list[list[int]]]:
     """Which sequences each data rank takes in each micro-batch: [micro-batch][data rank] -> sequences.
 
-    ``lengths``: row length of each sequence, in tokens. Groups are sorted by their longest row and dealt out, so that
-    rows of one micro-batch are alike and ranks finish together; a group stays whole where it can, since its rows share
-    the work on their prompt. Every rank gets the same number of micro-batches, some of them empty if need be:
+    ``lengths``: row length of each sequence, ``prompts``: of each one's prompt, where rows are packed; tokens. Groups
+    are sorted by their longest row and dealt out, so that rows of one micro-batch are alike and ranks finish together;
+    a group stays whole where it can, since its rows share the work on their prompt. The micro-batches are as few as
+    the bound allows, and then as even as their number allows. Rows count with their padding; packed ones as their line,
+    which has each prompt once, and a quarter of that. Every rank gets the same number, some of them empty if need be:
     expert-parallel ranks meet in every layer. A pure function, so all ranks agree.
     """
     longest_row: dict[int, int] = {}
     for sequence, length in lengths.items():
         longest_row[sequence // group_size] = max(length, longest_row.get(sequence // group_size, 0))
-    todo = sorted(lengths, key=lambda sequence: (-longest_row[sequence // group_size], sequence))
-    micro_batches = []
-    while todo:
-        longest = -(-longest_row[todo[0] // group_size] // multiple) * multiple
-        take = max(1, tokens_per_micro_batch // longest)
-        take -= take % group_size if take > group_size else 0
-        dealt, todo = todo[: take * data_ranks], todo[take * data_ranks :]
-        block = min(group_size, take, -(-len(dealt) // data_ranks))
-        blocks = [dealt[start : start + block] for start in range(0, len(dealt), block)]
-        micro_batches.append([[s for part in blocks[rank::data_ranks] for s in part] for rank in range(data_ranks)])
-    return micro_batches
+    in_order = sorted(lengths, key=lambda sequence: (-longest_row[sequence // group_size], sequence))
+
+    def tokens(rows: list[int]) -> float:
+        padded = len(rows) * -(-max(lengths[s] for s in rows) // multiple) * multiple
+        if prompts is None:
+            return padded
+        line = sum(lengths[s] - prompts[s] for s in rows) + sum({s // group_size: prompts[s] for s in rows}.values())
+        return line + padded / 4  # attention's copies are of padded rows: at most a quarter of what autograd keeps
+
+    def fill(room: int) -> list[list[list[int]]]:
+        """In order, a round of one block a rank into the last micro-batch where all have room, else into a new one."""
+        micro_batches: list[list[list[int]]] = []
+        todo = in_order
+        while todo:
+            block = min(group_size, -(-len(todo) // data_ranks))
+            while block > 1 and tokens(todo[:block]) > tokens_per_micro_batch:
+                block -= 1
+            round_ = [todo[rank * block : (rank + 1) * block] for rank in range(data_ranks)]
+            todo = todo[data_ranks * block :]
+            if micro_batches:
+                grown = [[*rows, *more] for rows, more in zip(micro_batches[-1], round_, strict=True)]
+                if all(tokens(rows) <= room for rows in grown if rows):
+                    micro_batches[-1] = grown
+                    continue
+            micro_batches.append(round_)
+        return micro_batches
+
+    fewest = len(fill(tokens_per_micro_batch))
+    if fewest < 2:
+        return fill(tokens_per_micro_batch)
+    rooms = range(tokens_per_micro_batch + 1)
+    return fill(rooms[bisect.bisect_left(rooms, True, key=lambda room: len(fill(room)) <= fewest)])
 
 
 def pack(

@@ -187,7 +187,7 @@ class TorchSampler:
                 row_ids, token = row_ids[running], token[running]
             hidden, experts = decoder.decode(token, n, cache)
             if routes is not None:
-                routes[n].index_copy_(0, row_ids, experts)
+                routes[n].index_copy_(0, row_ids, torch.stack(experts, 1).to(torch.uint8))
 
         if not logps.isfinite().all():
             raise InputError(f"sample: a log-probability is not finite: the loaded model overflows in {decoder.dtype}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from config import Config
 from hf_config import Architecture
 from layout_plan import Layout
-from memory_plan import ELEMENT, GIB, Memory
+from memory_plan import ELEMENT, GIB, Memory, lora_parameters
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,15 @@ class Machine:
     link: float  # bytes per second to other ranks of the node
     training_share: float  # of flops, in training and prefill
     link_share: float
-    decode_step_seconds: float  # least time of a decode step: launches, not arithmetic
+    decode_step_seconds: float  # least time of a decode step that replays a graph: launches, not arithmetic
+    eager_pass_seconds: float  # the same without a graph, and of a forward pass of the trainer, which has none
 
 
 MACHINES = {
     # 910C: half a package's 752 TFLOP/s, 3.2 TB/s and 392 GB/s; decode steps of 20-34 ms are published.
-    "npu": Machine(61, 376e12, 1.6e12, 196e9, 0.2, 0.5, 0.020),
-    "cuda": Machine(80, 989e12, 3.35e12, 450e9, 0.2, 0.5, 0.010),  # an 80 GB H100's data sheet
-    "cpu": Machine(0, 100e9, 13e9, 2e9, 0.5, 0.5, 0.0),  # one core of a server, fp32
+    "npu": Machine(61, 376e12, 1.6e12, 196e9, 0.2, 0.5, 0.020, 0.034),
+    "cuda": Machine(80, 989e12, 3.35e12, 450e9, 0.2, 0.5, 0.010, 0.020),  # an 80 GB H100's data sheet; guesses
+    "cpu": Machine(0, 100e9, 13e9, 2e9, 0.5, 0.5, 0.0, 0.0),  # one core of a server, fp32
 }
 
 
@@ -86,23 +87,29 @@ def decode_step(
     return seconds | {"total": max(seconds["weights"] + seconds["cache"], seconds["arithmetic"]) + seconds["exchange"]}
 
 
-def exchange_seconds(arch: Architecture, machine: Machine, layout: Layout, tokens: float, element: int) -> float:
+def exchange_seconds(
+    arch: Architecture, machine: Machine, layout: Layout, tokens: float, element: int
+) -> dict[str, float]:
     """Of the trainer's forward pass over ``tokens``: tensor ranks gather and scatter, experts' ranks trade rows."""
-    h = arch.hidden_size
+    h, rate = arch.hidden_size, machine.link * machine.link_share
     tensor = 4 * arch.num_layers * tokens / layout.data * h * element * (layout.tensor - 1) / layout.tensor
     experts = layout.expert * layout.expert_tensor
     traded = 2 * sum(arch.moe_layers) * tokens / layout.ranks * arch.experts_per_token * h * element
-    return (tensor + traded * (1 - 1 / experts)) / (machine.link * machine.link_share)
+    return {"tensor exchange": tensor / rate, "expert exchange": traded * (1 - 1 / experts) / rate}
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a step's phases, and what they rest on."""
+    """Seconds of a step's phases by cause, and what they rest on."""
 
-    phases: dict[str, float]
+    causes: dict[str, dict[str, float]]  # phase -> what takes its time
     decode: dict[str, float]  # one decode step
     waves: int  # rounds of sampling that the key-value cache allows at once
-    launch_bound: bool  # a decode step takes its least time, not its roofline's
+    micro_batches: int  # of a rank in one update
+
+    @property
+    def phases(self) -> dict[str, float]:
+        return {phase: sum(causes.values()) for phase, causes in self.causes.items()}
 
     @property
     def total(self) -> float:
@@ -112,6 +119,10 @@ class Times:
     def bottleneck(self) -> str:
         return max(self.phases, key=self.phases.__getitem__)
 
+    def bound(self, phase: str) -> str:
+        """What takes most of ``phase``."""
+        return max(self.causes[phase], key=self.causes[phase].__getitem__)
+
 
 def plan(
     cfg: Config, arch: Architecture, layout: Layout, machine: Machine, memory: Memory, prompt: float, completion: float
@@ -119,33 +130,57 @@ def plan(
     """Every phase of a step for prompts of ``prompt`` and completions of ``completion`` tokens on average."""
     element, rollout = ELEMENT[cfg.model.dtype], cfg.rollout
     sequences = rollout.prompts_per_step * rollout.group_size
-    tokens = -(-sequences // layout.data) * layout.data * (prompt + completion)  # ranks wait for the fullest
+    length = prompt + completion
+    tokens = -(-sequences // layout.data) * layout.data * length  # ranks wait for the fullest
     waves = -(-memory.wanted_rows // max(1, memory.cached_rows))
     decode = decode_step(
         arch, machine, ranks=layout.ranks, tensor=layout.engine_tensor, expert=layout.engine_expert,
         sequences=-(-memory.wanted_rows // waves) * layout.replicas,
         context=prompt + completion / 2, element=element,
     )  # fmt: skip
-    one_step = max(decode["total"], machine.decode_step_seconds)
     rate = layout.ranks * machine.flops * machine.training_share
-    forward = forward_flops(arch, tokens, prompt + completion) / rate
-    exchange = exchange_seconds(arch, machine, layout, tokens, element)
     updates = rollout.prompts_per_step // max(1, cfg.optim.prompts_per_update)
-    again = 1 if cfg.model.recompute else 0
-    phases = {
+    rows = -(-cfg.optim.prompts_per_update * rollout.group_size // layout.data)
+    micro_batches = -(-rows // max(1, int(cfg.optim.tokens_per_micro_batch // length)))
+    forward = _slower(
+        {"arithmetic": forward_flops(arch, tokens, length) / rate},
+        {"launches": updates * micro_batches * machine.eager_pass_seconds},
+    ) | exchange_seconds(arch, machine, layout, tokens, element)
+    backward = {cause: seconds * (2 if cfg.model.recompute else 1) for cause, seconds in forward.items()}
+    again = updates > 1 or cfg.replay.mode == "r2"
+    causes = {
         "sync": _sync_seconds(cfg, arch, layout, machine, element),
-        "prefill": forward_flops(arch, rollout.prompts_per_step * prompt, prompt) / rate,
-        "decode": waves * completion * one_step,
-        "old policy": forward + exchange if updates > 1 or cfg.replay.mode == "r2" else 0.0,
-        "reference": forward + exchange if cfg.loss.kl != "none" else 0.0,
-        "update forward": forward + exchange,
-        "update backward": (1 + again) * (forward + exchange),
+        "prefill": {"arithmetic": forward_flops(arch, rollout.prompts_per_step * prompt, prompt) / rate},
+        "decode": {
+            cause: seconds * waves * completion
+            for cause, seconds in _decode_causes(decode, machine, rollout.enforce_eager).items()
+        },
+        "old policy": forward if again else {"": 0.0},
+        "reference": forward if cfg.loss.kl != "none" else {"": 0.0},
+        "update forward": forward,
+        "update backward": backward,
+        "optimizer": _optimizer_seconds(cfg, arch, layout, machine, updates),
     }
-    return Times(phases, decode, int(waves), one_step > decode["total"])
+    return Times(causes, decode, int(waves), micro_batches)
 
 
-def _sync_seconds(cfg: Config, arch: Architecture, layout: Layout, machine: Machine, element: int) -> float:
-    """Every rank receives each adapted tensor whole and writes its share; or it reads and writes its own shards."""
+def _slower(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+    """What takes longer of two that go on at the same time."""
+    return max(one, other, key=lambda causes: sum(causes.values()))
+
+
+def _decode_causes(decode: dict[str, float], machine: Machine, eager: bool) -> dict[str, float]:
+    """Seconds of one decode step: its roofline, or its launches where those take longer."""
+    reads = {name: decode[name] for name in ("weights", "cache")}
+    roofline = _slower(reads, {"arithmetic": decode["arithmetic"]}) | {"exchange": decode["exchange"]}
+    return _slower(roofline, {"launches": machine.eager_pass_seconds if eager else machine.decode_step_seconds})
+
+
+def _sync_seconds(cfg: Config, arch: Architecture, layout: Layout, machine: Machine, element: int) -> dict[str, float]:
+    """Every rank receives each adapted tensor whole and writes its share; or it reads and writes its own shards.
+
+    With rollout.sync=adapter only the fp32 factors travel.
+    """
     h = arch.hidden_size
     split = experts = 0
     if "linear_qkv" in cfg.lora.targets:
@@ -157,8 +192,22 @@ def _sync_seconds(cfg: Config, arch: Architecture, layout: Layout, machine: Mach
         split += 3 * h * dense
         experts += 3 * h * sum(arch.moe_layers) * arch.num_experts * arch.expert_ffn_size
     if layout.engine_expert > layout.engine_tensor:
-        return (split / layout.tensor + experts / layout.expert) * element * 2 / machine.bandwidth
-    return (split + experts) * element * (1 / (machine.link * machine.link_share) + 2 / machine.bandwidth)
+        return {"memory": (split / layout.tensor + experts / layout.expert) * element * 2 / machine.bandwidth}
+    size = (split + experts) * element
+    if cfg.rollout.sync == "adapter":
+        size = 4 * lora_parameters(arch, cfg.lora, Layout(1, 1, 1, 1, 1, 1))
+    return {"exchange": size / (machine.link * machine.link_share), "memory": size * 2 / machine.bandwidth}
+
+
+def _optimizer_seconds(
+    cfg: Config, arch: Architecture, layout: Layout, machine: Machine, updates: int
+) -> dict[str, float]:
+    """Of all updates: fp32 gradients of the factors summed over the ranks that share them, and AdamW's traffic."""
+    size = 4 * lora_parameters(arch, cfg.lora, layout)
+    shared = 2 * (1 - 1 / max(layout.data, layout.expert_data))  # of a ring's all-reduce, at most
+    # Two copies into and out of the message, clipping, and AdamW's four reads and three writes.
+    seconds = {"exchange": size * shared / (machine.link * machine.link_share), "memory": 13 * size / machine.bandwidth}
+    return {cause: updates * value for cause, value in seconds.items()}
 
 
 def assumptions(machine: Machine, prompt: float, completion: float) -> str:
@@ -167,37 +216,40 @@ def assumptions(machine: Machine, prompt: float, completion: float) -> str:
         f"{machine.flops / 1e12:g} TFLOP/s at {machine.training_share:.0%} in training, "
         f"{machine.bandwidth / 1e12:g} TB/s, {machine.link / 1e9:g} GB/s link at {machine.link_share:.0%}, "
         "the same between nodes, "
-        f"a decode step takes at least {machine.decode_step_seconds * 1e3:g} ms, "
+        f"a decode step takes at least {machine.decode_step_seconds * 1e3:g} ms, a pass without a graph "
+        f"{machine.eager_pass_seconds * 1e3:g} ms, "
         f"prompts of {prompt:g} and completions of {completion:g} tokens; a roofline, not a measurement"
     )
 
 
-def advice(cfg: Config, times: Times, memory: Memory) -> str:
-    """What would shorten the longest phase."""
-    if times.bottleneck == "decode":
-        if times.waves > 1:
-            return f"the key-value cache allows {times.waves} waves: more rollout.kv_cache_mib, up to one wave"
-        if times.launch_bound:
-            eager = "rollout.enforce_eager=false; then " if cfg.rollout.enforce_eager else ""
-            return f"decoding is bound by launches: {eager}more sequences a step cost almost nothing"
-        kind = max(("weights", "cache", "arithmetic", "exchange"), key=times.decode.__getitem__)
-        return (
-            f"decoding is bound by {kind}: "
-            + {
-                "weights": "a larger rollout.tensor reads fewer bytes a rank, more sequences share each read",
-                "cache": "shorter completions, or more ranks",
-                "arithmetic": "more ranks",
-                "exchange": "a smaller rollout.tensor",
-            }[kind]
-        )
-    if times.bottleneck == "update backward" and cfg.model.recompute:
-        return "model.recompute=false saves a forward pass, if the activations fit; then more ranks"
-    return {
-        "sync": "fewer lora.targets: what is not adapted does not travel",
-        "prefill": "shorter prompts, or more ranks",
-        "old policy": "one update a step (optim.prompts_per_update = rollout.prompts_per_step) needs no such pass",
-        "reference": "loss.kl=none needs no such pass; or more ranks",
-    }.get(times.bottleneck, "fuller micro-batches (optim.tokens_per_micro_batch), or more ranks")
+def advice(cfg: Config, times: Times, memory: Memory, phase: str) -> str:
+    """What would shorten ``phase``."""
+    bound = times.bound(phase)
+    if phase == "decode" and times.waves > 1:
+        return f"the key-value cache allows {times.waves} waves: more rollout.kv_cache_mib, up to one wave"
+    if phase == "decode" and bound == "launches" and cfg.rollout.enforce_eager:
+        return "rollout.enforce_eager=false: graphs launch a step at once"
+    if phase == "old policy":
+        return "one update a step (optim.prompts_per_update = rollout.prompts_per_step) needs no such pass"
+    if phase == "update backward" and cfg.model.recompute:
+        return "model.recompute=false saves a forward pass, if the activations fit"
+    if bound == "launches" and phase != "decode":
+        more = "optim.tokens_per_micro_batch" if times.micro_batches > 1 else "optim.prompts_per_update"
+        return f"fuller micro-batches: a larger {more}"
+    for known, what in (
+        (("decode", "launches"), "more sequences a step cost almost nothing"),
+        (("decode", "weights"), "a larger rollout.tensor reads fewer bytes a rank, more sequences share each read"),
+        (("decode", "cache"), "shorter completions, or more ranks"),
+        (("decode", "exchange"), "a smaller rollout.tensor"),
+        (("sync", bound), "fewer lora.targets: what is not adapted does not travel"),
+        (("optimizer", bound), "a smaller lora.expert_rank, fewer updates a step"),
+        (("reference", "arithmetic"), "loss.kl=none needs no such pass; or more ranks"),
+        ((phase, "expert exchange"), "experts trade rows: a smaller parallel.expert, if the experts fit"),
+        ((phase, "tensor exchange"), "a smaller parallel.tensor, if attention and vocabulary fit"),
+    ):
+        if known == (phase, bound):
+            return what
+    return "more ranks"
 
 
 def capacity_bytes(machine: Machine, ranks_here: int, host_bytes: int) -> int:

@@ -22,6 +22,7 @@ from hf_config import Architecture
 from parallel_setup import Parallel
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+MESSAGE = 2**24  # numbers, once gathered, of the experts that travel together: small ones pay for latency, not size
 
 
 @dataclass(frozen=True)
@@ -264,23 +265,45 @@ def export(
     """Every tensor of the model under its Hugging Face name, whole, with LoRA merged if ``merge``, layer by layer.
 
     Merged is W + (alpha / R) B A in fp32 from the untouched base, cast once to the model's dtype. Collective: every
-    rank walks the whole stream, and gets the same tensors. At most expert-parallel-size experts exist whole at a time.
+    rank walks the whole stream, and gets the same tensors. Experts that exist whole at a time: one of every rank, or
+    as many as MESSAGE allows.
     ``only`` leaves out what training cannot change, but for these names; what an engine fuses comes whole in any case.
     A tensor may be the model's own memory: it is for reading.
     """
     todo = list(slots(model, arch, parallel))
     if only is not None:
         todo = changing(todo, only, merge)
-    for slot in todo:
-        value = merged(slot) if merge else slot.weight
-        if slot.expert is None:
-            yield from _whole(slot, value, slot.names, arch, parallel.tensor, parallel.tensor_group)
+    for together in _messages(todo, parallel.expert):
+        values = [merged(slot) if merge else slot.weight for slot in together]
+        if together[0].expert is None:
+            (slot,) = together
+            yield from _whole(slot, values[0], slot.names, arch, parallel.tensor, parallel.tensor_group)
             continue
         local = arch.num_experts // parallel.expert
-        for rank, peer in enumerate(gather(value, parallel.expert, parallel.expert_group)):
-            number = rank * local + slot.expert
-            names = tuple(re.sub(r"experts\.\d+", f"experts.{number}", name) for name in slot.names)
-            yield from _whole(slot, peer.t(), names, arch, parallel.expert_tensor, parallel.expert_tensor_group)
+        mine = values[0][None] if len(values) == 1 else torch.stack(values)
+        by_rank = gather(mine, parallel.expert, parallel.expert_group)
+        for place, slot in enumerate(together):
+            for rank, peer in enumerate(by_rank):
+                number = rank * local + slot.expert
+                names = tuple(re.sub(r"experts\.\d+", f"experts.{number}", name) for name in slot.names)
+                value = peer[place].t()
+                yield from _whole(slot, value, names, arch, parallel.expert_tensor, parallel.expert_tensor_group)
+
+
+def _messages(todo: list[Slot], ranks: int) -> Iterator[list[Slot]]:
+    """The slots in order, one at a time, but experts of one matrix together if they are to be gathered over ``ranks``.
+
+    The same split on every rank, since all have slots of the same shapes in the same order.
+    """
+    together: list[Slot] = []
+    for slot in todo:
+        most = MESSAGE // (ranks * slot.weight.numel()) if ranks > 1 and slot.expert else 1  # local expert 0 begins
+        if together and len(together) >= most:
+            yield together
+            together = []
+        together.append(slot)
+    if together:
+        yield together
 
 
 def changing(todo: list[Slot], only: Collection[str], adapted: bool = True) -> list[Slot]:
@@ -372,4 +395,3 @@ def save_model(tensors: Iterator[tuple[str, Tensor]], out_dir: Path, shard_bytes
         return
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (out_dir / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
-

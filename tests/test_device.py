@@ -140,16 +140,17 @@ def test_deterministic_changes_nothing_on_a_cpu(monkeypatch):
     monkeypatch.setattr(os, "environ", environment)
     devices.set_environment("cpu", deterministic=True)
     devices.make_deterministic(torch.device("cpu"))
-    assert not environment and not torch.are_deterministic_algorithms_enabled()
+    assert environment == {"THP_MEM_ALLOC_ENABLE": "1"} and not torch.are_deterministic_algorithms_enabled()
 
 
 def test_deterministic_sets_what_is_unset_and_refuses_the_contrary(monkeypatch):
-    environment = {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}  # as good as ours
+    environment = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "THP_MEM_ALLOC_ENABLE": "0"}  # as good as ours; the user's wish
     monkeypatch.setattr(os, "environ", environment)
+    asked = dict(environment)
     devices.set_environment("auto", deterministic=False)
-    assert len(environment) == 1
+    assert environment == asked
     devices.set_environment("cuda", deterministic=True)
-    assert environment == {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+    assert environment == asked | {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
     environment["NCCL_ALGO"] = "Tree"
     with pytest.raises(InputError, match="NCCL_ALGO is Tree in the environment; needed: Ring, or unset"):
         devices.set_environment("auto", deterministic=True)

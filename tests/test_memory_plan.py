@@ -152,6 +152,7 @@ def test_the_plan_knows_the_constants_of_the_files_that_it_may_not_import():
     import inspect
 
     assert memory_plan.LOGITS_PER_CHUNK == model_megatron.LOGITS_PER_CHUNK
+    assert memory_plan.ROWS_PER_CHUNK == model_megatron.ROWS_PER_CHUNK
     assert memory_plan.PREFILL_TOKENS == rollout_vllm.PREFILL_TOKENS
     assert config_rules.CACHE_BLOCK == 128  # tokens; vLLM's on a CPU
     sampler = inspect.signature(rollout_torch.TorchSampler.__init__).parameters
@@ -244,8 +245,26 @@ def test_an_update_of_the_learner_takes_the_planned_bytes(recompute, tmp_path):
     assert found["update"] == pytest.approx(planned["activations"] + planned["gradients"], rel=0.1)
 
 
-def updated(parallel: parallel_setup.Parallel, cfg, arch: Architecture) -> dict[str, int]:
-    """Bytes that a Learner holds, and the most beyond that which its update ever needs."""
+@pytest.mark.parametrize("shortest", [60, 5])
+def test_an_update_of_packed_rows_takes_no_more_than_planned(shortest, tmp_path):
+    """Rows of one length, and of many, whose padding attention meets: more of them share a forward than padded."""
+    cfg = training.config(
+        tmp_path, tmp_path, data__max_prompt_tokens=4, rollout__max_new_tokens=60, rollout__group_size=4,
+        optim__tokens_per_micro_batch=512,
+    )  # fmt: skip
+    arch = tiny("qwen3_moe")
+    (found,) = world.in_layouts(["TP1"], updated, cfg, arch, shortest)["TP1"]
+    planned = memory_plan.plan(cfg, arch, layout_plan.of(cfg, 1), "cpu", 2**33).parts
+    assert 0.5 < found["update"] / (planned["activations"] + planned["gradients"]) < 1.1
+
+
+def updated(
+    parallel: parallel_setup.Parallel, cfg, arch: Architecture, packed_from: int | None = None
+) -> dict[str, int]:
+    """Bytes that a Learner holds, and the most beyond that which its update ever needs.
+
+    Of padded rows, all of one length, or packed ones of ``packed_from`` tokens and more.
+    """
     model = model_megatron.build(arch, parallel, dtype=torch.float32, recompute=cfg.model.recompute)
     with torch.no_grad():
         for weight in model.parameters():
@@ -253,13 +272,14 @@ def updated(parallel: parallel_setup.Parallel, cfg, arch: Architecture) -> dict[
     adapters = lora_megatron.attach(model, cfg.lora, parallel, 0)
     with LiveBytes() as making:
         learner = Learner(cfg, arch, parallel, model, adapters, pad_token=0)
-    learner.packs = False
+    learner.packs = packed_from is not None
     prompts, group = cfg.rollout.prompts_per_step, cfg.rollout.group_size
     sequences, new = prompts * group, cfg.rollout.max_new_tokens
     tokens = torch.randint(3, 400, (sequences, new), generator=torch.Generator().manual_seed(0))
+    lengths = [new if packed_from is None else new - i % (new - packed_from + 1) for i in range(sequences)]
     batch = Rollout(
         prompts=[[5, 6, 7, 8]] * prompts, tokens=tokens, logp=torch.full((sequences, new), -6.0),
-        lengths=[new] * sequences, truncated=torch.zeros(sequences, dtype=torch.bool),
+        lengths=lengths, truncated=torch.zeros(sequences, dtype=torch.bool),
         rewards=torch.rand(prompts, group), parsable=torch.ones(prompts, group),
     )  # fmt: skip
     heartbeat = Heartbeat(0, 0)

@@ -70,6 +70,29 @@ def test_a_plan_keeps_groups_whole_where_the_budget_lets_it() -> None:
     assert all(sum(lengths[s] for s in rank) <= 27 for micro in split for rank in micro)
 
 
+def test_micro_batches_are_as_few_as_fit_and_then_as_even() -> None:
+    lengths = dict.fromkeys(range(64), 161)  # 50 rows fit, of which 48 are whole groups
+    assert [len(rows) for (rows,) in rollout.plan(lengths, 1, 8192, 1, group_size=8)] == [32, 32]
+    for seed in range(100):
+        rng = random.Random(seed)
+        lengths = {sequence: rng.randint(1, 100) for sequence in range(rng.randint(2, 60))}
+        ranks, budget = rng.choice([1, 2, 4]), rng.choice([100, 300, 1000])
+        plan = rollout.plan(lengths, ranks, budget, 1)
+        shared = [rows for micro in plan for rows in micro if len(rows) > 1]
+        largest = max((len(rows) * max(lengths[s] for s in rows) for rows in shared), default=0)
+        assert not shared or len(rollout.plan(lengths, ranks, largest - 1, 1)) > len(plan), seed
+
+
+def test_packed_rows_count_their_prompt_once_and_a_quarter_of_their_padded_size() -> None:
+    lengths, prompts = dict.fromkeys(range(8), 12), dict.fromkeys(range(8), 10)  # two groups of four
+    # A group: 10 + 4 x 2 = 18 in the line, 48 as padded rows: 18 + 48 / 4 = 30. Both: 60.
+    assert rollout.plan(lengths, 1, 60, 1, 4, prompts) == [[list(range(8))]]
+    assert rollout.plan(lengths, 1, 59, 1, 4, prompts) == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
+    assert rollout.plan(lengths, 2, 30, 1, 4, prompts) == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
+    assert all(len(rows) < 4 for micro in rollout.plan(lengths, 1, 29, 1, 4, prompts) for rows in micro)
+    assert len(rollout.plan(lengths, 1, 60, 1, 4)) == 2  # as padded rows
+
+
 # ------------------------------------------------------------------------------------------------ pack
 
 

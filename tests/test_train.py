@@ -256,7 +256,7 @@ def ratio_gaps(jobs: list) -> list[list[float]]:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_the_ratio_is_exactly_1_before_each_steps_first_update_only(dropout, models, tmp_path) -> None:
-    changes = {"lora__dropout": dropout, "optim__tokens_per_micro_batch": 400, "optim__prompts_per_update": 2}
+    changes = {"lora__dropout": dropout, "optim__tokens_per_micro_batch": 200, "optim__prompts_per_update": 2}
     cfg = training.in_layout(training.config(models["qwen3_moe"], tmp_path, **changes), "TP2_EP2")
     for updates in training.in_world("TP2_EP2", ratio_gaps, [("TP2_EP2", cfg)]):
         assert len(updates) == 9 and min(len(update) for update in updates) > 1

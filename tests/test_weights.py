@@ -52,9 +52,13 @@ def round_trip(parallel: Parallel, folders: dict[tuple[str, str], Path]) -> dict
                 weights_hf.load(model, arch, parallel, folder)
             weights = list(weights_hf.slots(model, arch, parallel))
             found = dict(weights_hf.export(model, arch, parallel))
+            whole, weights_hf.MESSAGE = weights_hf.MESSAGE, 2 * parallel.expert * max(s.weight.numel() for s in weights)
+            by_two = list(weights_hf.export(model, arch, parallel))  # experts travel two at a time
+            weights_hf.MESSAGE = whole
             answers[kind, stored, held] = {
                 "different": [name for name, t in expected.items() if not torch.equal(found[name], t.to(dtype))],
                 "surplus": sorted(found.keys() - expected.keys()),
+                "in small messages": [name for name, t in by_two if not torch.equal(found[name], t)],
                 "read": count.elements,
                 "shard": sum(slot.weight.numel() for slot in weights),
                 "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -109,7 +113,8 @@ def test_weights_come_back_bit_for_bit(kind, stored, layout, everywhere):
     """Files in fp32 and in bf16, each held in fp32 and in bf16; every rank exports the same whole tensors."""
     for rank in everywhere[layout]:
         for held in DTYPES:
-            assert rank[kind, stored, held]["different"] == rank[kind, stored, held]["surplus"] == []
+            found = rank[kind, stored, held]
+            assert found["different"] == found["surplus"] == found["in small messages"] == []
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
