@@ -3,9 +3,9 @@
 Parameters are exact: tests/test_memory_plan.py compares them with the instantiated model's. Activations follow what
 autograd keeps in model_megatron.py and lora_megatron.py, and are compared with what a tiny model really allocates.
 Rows count as padded; of packed ones (CPUs and GPUs) rollout.plan lets as many into a forward as take no more, except
-where one row fills it. h hidden size, t tokens of a micro-batch, s = t / tensor of them on a
-rank, N rows that its experts get, e bytes of an element. All ranks of a layout hold the
-same; only the routing decides which experts' rank is the fullest.
+where one row fills it. h hidden size, t tokens of a micro-batch, s = t / tensor of them on a rank, N rows that its
+experts get, e bytes of an element. All ranks of a layout hold the same; only the routing decides which experts' rank is
+the fullest.
 """
 
 from __future__ import annotations
