@@ -154,7 +154,6 @@ def device_section(title: str, groups: dict[str, list[Source]]) -> str:
     head += ["gain, points", "95 %", "figure"]
     parts = [f"## {title}", "\n".join(f"- {machine}" for machine in machines)]
     parts += ["### Variants", table(head, (group_row(name, group) for name, group in groups.items()))]
-    parts += [f"![{name}](results/figures/{name}.png)" for name in groups]
     parts += ["### Runs", run_table(rows), "### Sampler against trainer", GAPS]
     head = ["variant", "steps", "noisy steps", "mean of a step", "of a token", "on the probe, without noise"]
     return "\n\n".join([*parts, table(head, (gap_row(name, group) for name, group in groups.items()))])
@@ -180,9 +179,17 @@ def comparison_section(planned: Planned, found: list[Comparison]) -> str:
         ]
         for c in found
     ]
-    notes = sorted({f"{c.other}: {note}" for c in found for note in c.notes})
+    notes: dict[str, list[str]] = {}  # note -> the variants that it is about
+    for c in found:
+        for note in dict.fromkeys(c.notes):
+            notes.setdefault(note, []).append(c.other)
     about = f"Against {planned.base}, {planned.kind} answers, paired by seed and question."
-    parts = [f"### {planned.title}", about, table(head, rows), *(f"Note: {note}." for note in notes)]
+    parts = [
+        f"### {planned.title}",
+        about,
+        table(head, rows),
+        *(f"Note: {', '.join(who)}: {note}." for note, who in sorted(notes.items())),
+    ]
     return "\n\n".join([*parts, f"![{planned.title}](results/figures/{figures.slug(planned.title)}.png)"])
 
 
