@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from records import PRIVATE, Part
+from records import ID, PRIVATE, Part
 from run_record import sha256_file, write_atomically
 from strict_yaml import InputError
 
@@ -53,7 +53,7 @@ def add(path: Path, results: Path, name: str = "") -> Path:
     """
     found, name = load(path), name or path.stem
     target = results / "benchmarks" / f"{name}.json"
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or name == "index":
+    if not re.fullmatch(ID, name) or name == "index":
         raise InputError(f"--id: found {name!r}; needed: letters, digits, . _ and -, and not index")
     if found.dirty:
         raise InputError(f"{path}: measured with changes that are in no commit; needed: git status clean")

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from config import MAY_CHANGE, flatten
-from run_record import checksums, read_lines, sha256_file, write_atomically
+from run_record import checksums, read_lines, sha256_file, variant_name, write_atomically
 from statistics_paired import wilson
 from strict_yaml import InputError, read_file, shown
 
@@ -24,6 +24,7 @@ NEEDED = ("config.yaml", "environment.json", "inputs.json", "git.json", "run.jso
 NEEDED += ("metrics.jsonl", "timing.jsonl", "eval.jsonl", "eval_outcomes.jsonl")
 VERSIONS = ("torch", "megatron", "transformers", "numpy", "vllm", "mind")  # how the names begin of packages that matter
 LARGEST_MIB = 50
+ID = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 # Keys that tell the seeds of one variant apart, and keys of bookkeeping; all others make another variant.
 SEEDS = {"name", "train.seed", "tiny_model.seed"}
 BOOKKEEPING = {key for key in MAY_CHANGE if key.split(".")[0] in ("train", "checks", "device")}
@@ -82,7 +83,7 @@ class Record(Part):
     """record.json."""
 
     schema_version: int = Field(1, ge=1, le=1)
-    id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    id: str = Field(pattern=ID)
     commit: str = Field(pattern=r"^[0-9a-f]{40}$")
     command: str = Field(min_length=1)
     config_hash: str = Field(pattern=r"^[0-9a-f]{64}$", description="of what the run computes, config.py")
@@ -104,7 +105,7 @@ class Record(Part):
     @property
     def group(self) -> str:
         """The variant: the id without its seed."""
-        return re.sub(r"-seed\d+$", "", self.id)
+        return variant_name(self.id)
 
 
 # ---------------------------------------------------------------------------------------------------- deriving a record

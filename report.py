@@ -136,9 +136,11 @@ def act(args: argparse.Namespace) -> int:
         if args.id and len(args.runs) > 1:
             raise InputError(f"--id: {args.id} for {len(args.runs)} runs; needed: one run, or no --id")
         for run in args.runs:
-            is_file = run.suffix == ".json"
-            kept = (benchmark_records.add if is_file else records.add)(run, args.results, args.id)
-            print(f"{kept if is_file else args.results / kept.id}: added; next: python report.py build")
+            if run.suffix == ".json":
+                kept = benchmark_records.add(run, args.results, args.id)
+            else:
+                kept = args.results / records.add(run, args.results, args.id).id
+            print(f"{kept}: added; next: python report.py build")
     elif args.verb == "build":
         results_page.build(args.results, args.page)
     elif args.verb == "rerun":

@@ -256,8 +256,8 @@ def generated(results: Path) -> str:
     for planned in ready:
         sides = {name: groups[name] for name in (planned.base, *planned.others)}
         parts.append(comparison_section(planned, comparisons.compare(sides, planned.kind)))
-        base, *_ = sides.values()
-        parts += filter(None, [step_by_step(base, {name: sides[name] for name in planned.others})])
+        if text := step_by_step(sides[planned.base], {name: sides[name] for name in planned.others}):
+            parts.append(text)
     parts.append(benchmark_section(results))
     parts.append(not_run(plan, groups))
     return "\n\n".join(parts)

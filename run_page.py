@@ -12,12 +12,11 @@ from __future__ import annotations
 import html
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from run_record import read_lines
+from run_record import read_lines, variant_name
 from strict_yaml import InputError
 
 CURVES = (
@@ -237,7 +236,7 @@ def _sweep(folder: Path) -> str:
     jobs = json.loads((folder / "sweep.json").read_text())["jobs"]
     runs = {name: folder.parent / Path(job["run"]).name for name, job in jobs.items() if job["run"]}  # beside it
     curves = {name: _curves(run) for name, run in runs.items() if run.is_dir()}
-    variants = {name: re.sub(r"-seed\d+$", "", name) for name in curves}
+    variants = {name: variant_name(name) for name in curves}
     legend = dict(zip(dict.fromkeys(variants.values()), COLORS * len(curves), strict=False))
     colors = {name: legend[variant] for name, variant in variants.items()}
     charts = "".join(

@@ -143,19 +143,24 @@ def _private(text: str) -> str:
     return text
 
 
+def cpu_name() -> str:
+    """As Linux calls it, or else the platform."""
+    cpuinfo = Path("/proc/cpuinfo")
+    models = re.findall(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.M) if cpuinfo.exists() else []
+    return models[0] if models else platform.processor() or platform.machine()
+
+
 def environment(world_size: int) -> dict[str, Any]:
     """Versions, machine and the variables that change results or speed."""
     installed: dict[str, str] = {}
     for item in metadata.distributions():  # in sys.path's order: the first of a name is the one that is imported
         installed.setdefault((item.metadata.get("Name") or "unnamed").lower().replace("_", "-"), item.version)
-    cpuinfo = Path("/proc/cpuinfo")
-    models = re.findall(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.M) if cpuinfo.exists() else []
     variables = {key: value for key, value in sorted(os.environ.items()) if VARIABLES.match(key)}
     return {
         "python": platform.python_version(),
         "packages": dict(sorted(installed.items())),
         "platform": _private(platform.platform()),
-        "cpu": models[0] if models else platform.processor() or platform.machine(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "cores_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
@@ -171,6 +176,11 @@ def _git(*arguments: str) -> bytes | None:
         return subprocess.run(command, capture_output=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def variant_name(name: str) -> str:
+    """A run's or record's name without its seed."""
+    return re.sub(r"-seed\d+$", "", name)
 
 
 def git_state() -> tuple[dict[str, Any], bytes]:

@@ -91,14 +91,13 @@ def store(name: str, about: str, rows: list[dict], measured: dict, out: Path | N
 
     import torch
 
-    from run_record import git_state
+    from run_record import cpu_name, git_state
 
-    model = next((x.split(":")[1].strip() for x in _cpu_info() if x.startswith("model name")), platform.processor())
     result = {
         "about": about.split("\n\n")[0].replace("\n", " "),
         "command": shlex.join(["python", f"benchmarks/{name}.py", *sys.argv[1:]]),
         **git_state()[0],
-        "machine": {"cpu": model, "cores": os.cpu_count(), "python": platform.python_version(),
+        "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "python": platform.python_version(),
                     "torch": torch.__version__, "load": " ".join(f"{load:.1f}" for load in os.getloadavg())},
         "table": rows,
         "measured": measured,
@@ -107,8 +106,3 @@ def store(name: str, about: str, rows: list[dict], measured: dict, out: Path | N
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path
-
-
-def _cpu_info() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []
