@@ -15,11 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import device as kernels
+import kernels
 from config import InputError
 from hf_config import Architecture
 
 PREFILL_TOKENS = 16384  # prompt tokens, padding included, that are computed at once: bounds the activations
+# Slots that a cache grows by. Read in one stream, with few unused slots between the rows, a cache that the processor's
+# own does not hold costs half of one with a slot for every token to come; the copies are a sixteenth of the reading.
+SLOTS = 16
 
 
 @dataclass
@@ -29,11 +32,11 @@ class Cache:
     cos: Tensor  # (T + N, D) by position
     sin: Tensor  # (T + N, D)
     prompt_length: Tensor  # (R,)
-    padding: Tensor  # (KV, L, 1, T) 0, or -inf at a prompt's padding
-    prompt_keys: list[Tensor]  # (KV, L, D, T)
-    prompt_values: list[Tensor]  # (KV, L, T, D)
-    keys: list[Tensor]  # (KV, R, N, D)
-    values: list[Tensor]  # (KV, R, N, D)
+    padding: Tensor  # (KV * L, 1, T) 0, or -inf at a prompt's padding
+    prompt_keys: list[Tensor]  # (KV * L, D, T)
+    prompt_values: list[Tensor]  # (KV * L, T, D)
+    keys: list[Tensor]  # (KV * R, C, D): C slots, of which those after the tokens sampled so far hold 0
+    values: list[Tensor]  # (KV * R, C, D)
 
 
 def keep_rows_(cache: Cache, rows: Tensor) -> None:
@@ -42,12 +45,24 @@ def keep_rows_(cache: Cache, rows: Tensor) -> None:
     Sharing ends here: the prompts' caches are copied to the rows that remain. Measured, that is as fast as lines of
     several rows, and once half of the rows are gone the copies take less than caches that were never shared.
     """
-    lines = rows.div(len(cache.prompt_length) // cache.padding.shape[1], rounding_mode="floor")
-    cache.prompt_length, cache.padding = cache.prompt_length[rows], cache.padding[:, lines]
+    kv_heads = len(cache.keys[0]) // len(cache.prompt_length)
+    lines = rows.div(len(cache.keys[0]) // len(cache.padding), rounding_mode="floor")
+
+    def keep(x: Tensor, kept: Tensor) -> Tensor:
+        return x.unflatten(0, (kv_heads, -1)).index_select(1, kept).flatten(0, 1)
+
+    cache.prompt_length, cache.padding = cache.prompt_length[rows], keep(cache.padding, lines)
     for layers, kept in (
         (cache.prompt_keys, lines), (cache.prompt_values, lines), (cache.keys, rows), (cache.values, rows),
     ):
-        layers[:] = [layer.index_select(1, kept) for layer in layers]
+        layers[:] = [keep(layer, kept) for layer in layers]
+
+
+def add_slots_(cache: Cache) -> None:
+    """Room for SLOTS more tokens of every row, layer by layer so that only one is there twice."""
+    for caches in (cache.keys, cache.values):
+        for layer, own in enumerate(caches):
+            caches[layer] = F.pad(own, (0, 0, 0, SLOTS))
 
 
 class Decoder:
@@ -201,24 +216,24 @@ class Decoder:
         causal, so no token that counts sees any of it. ``layer_outputs`` collects the (P, T, h) after each layer.
         """
         arch, device, longest = self.arch, self.device, max(map(len, prompts))
-        rows, length = len(prompts) * num_samples, longest + new_tokens
 
-        def empty(*shape: int) -> list[Tensor]:
-            return [torch.empty(arch.num_kv_heads, *shape, dtype=self.dtype, device=device) for _ in self.layers]
+        def empty(sequences: int, *shape: int) -> list[Tensor]:
+            shape = (arch.num_kv_heads * sequences, *shape)
+            return [torch.empty(shape, dtype=self.dtype, device=device) for _ in self.layers]
 
         lengths = torch.tensor([len(p) for p in prompts], device=device)
-        padding = torch.zeros(arch.num_kv_heads, len(prompts), 1, longest, dtype=self.dtype, device=device)
+        padding = torch.zeros(len(prompts), 1, longest, dtype=self.dtype, device=device)
         padding.masked_fill_(torch.arange(longest, device=device) >= lengths[:, None, None], float("-inf"))
         exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.float32) / arch.head_dim
-        angle = torch.outer(torch.arange(length, dtype=torch.float32), 1.0 / arch.rope_theta**exponents)
+        angle = torch.outer(torch.arange(longest + new_tokens, dtype=torch.float32), 1.0 / arch.rope_theta**exponents)
         angle = torch.cat([angle, angle], -1)
         cos, sin = angle.cos().to(device, self.dtype), angle.sin().to(device, self.dtype)
         cache = Cache(
-            cos, sin, lengths.repeat_interleave(num_samples), padding,
+            cos, sin, lengths.repeat_interleave(num_samples), padding.repeat(arch.num_kv_heads, 1, 1),
             prompt_keys=empty(len(prompts), arch.head_dim, longest),
             prompt_values=empty(len(prompts), longest, arch.head_dim),
-            keys=empty(rows, new_tokens, arch.head_dim),
-            values=empty(rows, new_tokens, arch.head_dim),
+            keys=empty(len(prompts) * num_samples, 0, arch.head_dim),
+            values=empty(len(prompts) * num_samples, 0, arch.head_dim),
         )
 
         ids = torch.tensor([[*p, *[pad_token] * (longest - len(p))] for p in prompts], device=device)
@@ -229,8 +244,9 @@ class Decoder:
             for layer, weights in enumerate(self.layers):
                 qkv = self._qkv(weights, x, cos[None, :longest, None], sin[None, :longest, None])
                 query, key, value = (heads.transpose(1, 2) for heads in qkv)  # (p, heads, T, D)
-                cache.prompt_keys[layer][:, part] = key.permute(1, 0, 3, 2)
-                cache.prompt_values[layer][:, part] = value.transpose(0, 1)
+                heads = (arch.num_kv_heads, -1)
+                cache.prompt_keys[layer].unflatten(0, heads)[:, part] = key.permute(1, 0, 3, 2)
+                cache.prompt_values[layer].unflatten(0, heads)[:, part] = value.transpose(0, 1)
                 mixed = kernels.causal_attention(query, key, value, arch.head_dim**-0.5)
                 x = x + F.linear(mixed.transpose(1, 2).flatten(2), weights["out"])
                 x = self._mlp(weights, x.flatten(0, 1), routes).view_as(x)
@@ -242,26 +258,32 @@ class Decoder:
 
     def decode(self, token: Tensor, n: int, cache: Cache) -> tuple[Tensor, list[Tensor]]:
         """Run every row's ``n``-th sampled token: hidden states, each MoE layer's experts.  (R,) -> (R, h), (R, K)"""
-        head_dim, routes = self.arch.head_dim, []
-        kv_heads, lines, _, longest = cache.prompt_keys[0].shape
+        head_dim, heads, routes = self.arch.head_dim, (self.arch.num_kv_heads, -1), []
+        scale = head_dim**-0.5
+        if n == cache.keys[0].shape[1]:
+            add_slots_(cache)
+        lines, _, longest = cache.padding.shape
+        slots = cache.keys[0].shape[1]
+        unused = torch.zeros(slots, dtype=self.dtype, device=self.device)
+        unused[n + 1 :] = float("-inf")
         position = cache.prompt_length + n
         cos, sin = cache.cos.index_select(0, position)[:, None], cache.sin.index_select(0, position)[:, None]
         x = F.embedding(token, self.embedding)
         for layer, weights in enumerate(self.layers):
             query, key, value = self._qkv(weights, x, cos, sin)
-            own_keys, own_values = cache.keys[layer][:, :, : n + 1], cache.values[layer][:, :, : n + 1]
-            own_keys[:, :, n], own_values[:, :, n] = key.transpose(0, 1), value.transpose(0, 1)
+            keys, values = cache.keys[layer], cache.values[layer]
+            keys.select(1, n).unflatten(0, heads).copy_(key.transpose(0, 1))
+            values.select(1, n).unflatten(0, heads).copy_(value.transpose(0, 1))
             # A line's rows times its query heads per key head: all of them meet the same prompt in one product.
-            query = (query * head_dim**-0.5).unflatten(1, (kv_heads, -1)).transpose(0, 1).contiguous()
-            by_row, by_line = query.flatten(0, 1), query.view(kv_heads * lines, -1, head_dim)
-            keys, values = cache.prompt_keys[layer].flatten(0, 1), cache.prompt_values[layer].flatten(0, 1)
-            on_prompt = torch.baddbmm(cache.padding.flatten(0, 1), by_line, keys)  # (KV * L, R/L * H/KV, T)
-            on_own = torch.bmm(by_row, own_keys.flatten(0, 1).transpose(1, 2))  # (KV * R, H/KV, n + 1)
-            scores = torch.cat([on_prompt.view(*by_row.shape[:2], longest), on_own], -1)
+            by_row = query.unflatten(1, heads).transpose(0, 1).flatten(0, 1)  # (KV * R, H/KV, D)
+            by_line = by_row.view(lines, -1, head_dim)
+            on_prompt = torch.baddbmm(cache.padding, by_line, cache.prompt_keys[layer], alpha=scale)
+            on_own = torch.baddbmm(unused, by_row, keys.mT, alpha=scale)
+            scores = torch.cat([on_prompt.view(*by_row.shape[:2], longest), on_own], -1)  # (KV * R, H/KV, T + C)
             attention = scores.softmax(-1, dtype=torch.float32).to(x.dtype)
-            on_prompt, on_own = attention.split([longest, n + 1], dim=-1)
-            mixed = torch.bmm(on_prompt.view(*by_line.shape[:2], longest), values).view_as(by_row)
-            mixed = mixed.baddbmm_(on_own, own_values.flatten(0, 1)).view_as(query)  # (KV, R, H/KV, D)
+            on_prompt, on_own = attention.split([longest, slots], dim=-1)
+            mixed = torch.bmm(on_prompt.view(*by_line.shape[:2], longest), cache.prompt_values[layer])
+            mixed = mixed.view_as(by_row).baddbmm_(on_own, values).unflatten(0, heads)  # (KV, R, H/KV, D)
             x = torch.addmm(x, mixed.transpose(0, 1).flatten(1), weights["out"].t())
             x = self._mlp(weights, x, routes)
         return x, routes

@@ -1,10 +1,8 @@
-"""The one file that knows which device the code runs on: its choice and start-up, fused operations, and what Megatron
-needs on a CPU.
+"""The device the code runs on: its choice and start-up, and what Megatron needs on a CPU. Operations: kernels.py.
 
 Only the CPU, and the NPU's Python on a stand-in for the device (tests/fake_npu.py), have been run; CUDA has not.
 parallel_setup.open_world calls the start-up in this order, which matters: set_environment -> resolve (torch_npu) ->
 adapt (MindSpeed, before Megatron) -> select (set_device) -> make_deterministic -> the groups -> the seeds.
-N rows, E local experts, h input width, o output width.
 """
 
 from __future__ import annotations
@@ -16,8 +14,8 @@ import os
 import sys
 
 import torch
-from torch import Tensor
 
+import kernels
 from config import InputError
 
 # Which devices of the machine a process sees. Read by the drivers, set by whoever starts the job, never here.
@@ -187,126 +185,6 @@ def group_options(device: torch.device, name: str):
     return options
 
 
-# ------------------------------------------------------------------------------------------------ operations
-
-
-def grouped_mm(x: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
-    """Row block e of ``x`` times ``weight[e]``.  (N, h), (E, h, o), (E,) -> (N, o)
-
-    Rows are sorted by expert. Autograd forms a weight gradient only for a weight that requires one, so frozen
-    experts cost no (E, h, o) gradient.
-    """
-    if x.device.type == "npu":
-        if len(weight) == 1 or not len(x):  # the kernel takes neither one group nor no rows
-            return x @ weight[0]
-        return _GroupedMatmul.apply(x, weight, tokens_per_expert.to(x.device, torch.int64))
-    if _grouped_mm_takes(weight) and len(x):
-        ends = tokens_per_expert.cumsum(0, dtype=torch.int32).to(x.device)
-        return torch._grouped_mm(x.contiguous(), weight, offs=ends)
-    blocks = x.split(tokens_per_expert.tolist())
-    return torch.cat([block @ weight[e] for e, block in enumerate(blocks)])
-
-
-def _grouped_mm_takes(weight: Tensor) -> bool:
-    # The kernel wants every row of every operand to start on a 16-byte boundary; CUDA's is for bf16 only.
-    aligned = all(width * weight.element_size() % 16 == 0 for width in weight.shape[1:])
-    return aligned and (weight.device.type == "cpu" or weight.dtype == torch.bfloat16)
-
-
-class _GroupedMatmul(torch.autograd.Function):
-    """grouped_mm by torch_npu's kernel. MindSpeed's own forms the gradient of frozen experts too: a product as large as
-    the forward's, and a tensor as large as all local experts."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, counts)
-        return _npu_grouped(x.contiguous(), weight, counts)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        import torch_npu
-
-        x, weight, counts = ctx.saved_tensors
-        grad, grad_x, grad_weight = grad.contiguous(), None, None
-        if ctx.needs_input_grad[0]:
-            grad_x = _npu_grouped(grad, weight.transpose(1, 2), counts)
-        if ctx.needs_input_grad[1]:  # group_type 2: the rows are what is summed over
-            (grad_weight,) = torch_npu.npu_grouped_matmul(
-                [x.contiguous().t()], [grad], group_list=counts, split_item=3, group_type=2, group_list_type=1
-            )
-        return grad_x, grad_weight, None
-
-
-def _npu_grouped(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """group_type 0: the rows of x are cut, group_list_type 1: into ``counts`` of them; split_item 3: one output."""
-    import torch_npu
-
-    return torch_npu.npu_grouped_matmul(
-        [x], [weight], group_list=counts, split_item=3, group_type=0, group_list_type=1
-    )[0]
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight, the mean square taken in fp32 as transformers does.  (..., h) -> (..., h)
-
-    An fp32 weight on bf16 ``x``: one rounding, so a weight that bf16 holds gives the same bits in either dtype.
-    """
-    if x.device.type == "npu" and x.dtype == weight.dtype:
-        import torch_npu
-
-        return torch_npu.npu_rms_norm(x, weight, eps)[0]
-    if x.dtype == torch.float32:
-        return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
-    wide = x.float()
-    return (weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)).to(x.dtype)
-
-
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Causal attention, the key/value heads shared by groups of query heads.  (b, heads, T, d) -> (b, heads, T, d)"""
-    if query.device.type == "npu":
-        import torch_npu
-
-        return torch_npu.npu_fusion_attention(
-            query.contiguous(), key.contiguous(), value.contiguous(), query.shape[1], "BNSD", scale=scale,
-            atten_mask=_causal_mask(query.device), sparse_mode=2, keep_prob=1.0,
-        )[0]  # fmt: skip
-    return torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-    )
-
-
-@functools.cache
-def _causal_mask(device: torch.device) -> Tensor:
-    """What sparse_mode 2 wants whatever T is: true where the kernel must not look, made once.  -> (2048, 2048)"""
-    with torch.inference_mode(False):  # the sampler may be the first to ask, the trainer's backward the next
-        return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu(1)
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(first half) * second half.  (..., 2 w) -> (..., w)"""
-    if gate_up.device.type == "npu":
-        import torch_npu
-
-        return torch_npu.npu_swiglu(gate_up, dim=-1)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up
-
-
-def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of the two halves of each head: x cos + (-second, first) sin.  (..., d)
-
-    ``x`` is (T, b, heads, d), (b, T, heads, d) or (T, heads, d); ``cos`` and ``sin`` have a 1 for b and heads.
-    """
-    if x.device.type == "npu":
-        import torch_npu
-
-        if x.dim() == 3:  # the kernel knows four axes
-            return torch_npu.npu_rotary_mul(x[:, None].contiguous(), cos[:, None], sin[:, None])[:, 0]
-        return torch_npu.npu_rotary_mul(x.contiguous(), cos, sin)
-    first, second = x.chunk(2, dim=-1)
-    return torch.addcmul(x * cos, torch.cat([-second, first], dim=-1), sin)
-
-
 # ------------------------------------------------------------------------------------------------ Megatron
 
 
@@ -365,7 +243,7 @@ def _correct_megatron(device: torch.device) -> None:
     if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 reads this name without importing it when there is no TE
         moe_utils.te_general_gemm = None
     # model_megatron.build has the model compute both once a forward; Megatron would in every layer, for q and for k.
-    attention.apply_rotary_pos_emb = lambda x, cos_sin, *args, **kwargs: rotary(x, *cos_sin)
+    attention.apply_rotary_pos_emb = lambda x, cos_sin, *args, **kwargs: kernels.rotary(x, *cos_sin)
     if device.type != "cpu" or getattr(mappings._gather_along_first_dim, "padded", False):
         return
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)

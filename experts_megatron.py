@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import device as devices
+import kernels
 
 
 class GroupedLinear(torch.nn.Module):
@@ -21,7 +21,7 @@ class GroupedLinear(torch.nn.Module):
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
         """(N, in), (E,) -> (N, out)"""
-        return devices.grouped_mm(x, self.weight, tokens_per_expert)
+        return kernels.grouped_mm(x, self.weight, tokens_per_expert)
 
 
 class GroupedExperts(torch.nn.Module):
@@ -38,7 +38,7 @@ class GroupedExperts(torch.nn.Module):
         gate_up = self.linear_fc1(x, tokens_per_expert)  # (N, 2 w)
         # The second matrix is linear, so the probability may as well come before it, where rows are narrower.
         if x.device.type == "npu":  # whose kernel differentiates itself
-            return self.linear_fc2(devices.swiglu(gate_up) * probs.unsqueeze(-1).to(x.dtype), tokens_per_expert), None
+            return self.linear_fc2(kernels.swiglu(gate_up) * probs.unsqueeze(-1).to(x.dtype), tokens_per_expert), None
         return self.linear_fc2(_WeightedSwiglu.apply(gate_up, probs), tokens_per_expert), None
 
 

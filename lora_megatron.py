@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import device as devices
+import kernels
 import seeds
 from config import InputError, LoraConfig
 from experts_megatron import GroupedLinear
@@ -96,8 +96,8 @@ class LoRAGroupedLinear(torch.nn.Module):
         y = self.base(x, tokens_per_expert)
         if not self.enabled:
             return y
-        low = devices.grouped_mm(F.dropout(x, self.dropout, self.training), self.A.to(x.dtype), tokens_per_expert)
-        return y.add_(devices.grouped_mm(self.scale * low, self.B.to(x.dtype), tokens_per_expert))
+        low = kernels.grouped_mm(F.dropout(x, self.dropout, self.training), self.A.to(x.dtype), tokens_per_expert)
+        return y.add_(kernels.grouped_mm(self.scale * low, self.B.to(x.dtype), tokens_per_expert))
 
     def delta(self) -> Tensor:
         """This rank's shard of every local expert's update, fp32.  -> (E, in, out)"""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import device as devices
+import kernels
 from experts_megatron import GroupedExperts
 from hf_config import Architecture
 from packing import Packing
@@ -31,7 +31,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        return devices.rms_norm(x.contiguous(), self.weight, self.eps)  # a view of qkv would keep all three
+        return kernels.rms_norm(x.contiguous(), self.weight, self.eps)  # a view of qkv would keep all three
 
 
 class CausalAttention(torch.nn.Module):
@@ -48,7 +48,7 @@ class CausalAttention(torch.nn.Module):
         if self.packing is not None:
             return self.packing.attention(query[:, 0], key[:, 0], value[:, 0], self.scale)[:, None]
         heads_first = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out = devices.causal_attention(*heads_first, scale=self.scale)
+        out = kernels.causal_attention(*heads_first, scale=self.scale)
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -77,7 +77,7 @@ def build(
         rotary_base=arch.rope_theta,
         parallel_output=True,
     )
-    # What the model calls its angles are their cosines and sines, (2, T, 1, 1, d): device.py's rotary takes those.
+    # What the model calls its angles are their cosines and sines, (2, T, 1, 1, d): kernels.py's rotary takes those.
     model.rotary_pos_emb.register_forward_hook(lambda module, args, a: torch.stack([a.cos(), a.sin()]).to(dtype))
     return model.to(parallel.device).train()  # Megatron makes some weights on the CPU whatever it is told
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import device as devices
+import kernels
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Packing:
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Causal attention within each row.  (M, heads, d), (M, kv heads, d) twice -> (M, heads x d)"""
-        shared = devices.causal_attention(*(rows_of(x, self.prompts) for x in (query, key, value)), scale=scale)
+        shared = kernels.causal_attention(*(rows_of(x, self.prompts) for x in (query, key, value)), scale=scale)
         results = [shared.transpose(1, 2).flatten(0, 1)]  # (P x longest prompt, heads, d)
         if self.own.numel():
             mixed = F.scaled_dot_product_attention(

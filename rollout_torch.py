@@ -64,16 +64,16 @@ def pick(logits: Tensor, uniform: Tensor | None, rule: Rule) -> tuple[Tensor, Te
     Greedy without ``uniform``; the log-probability is then that of temperature 1.
     """
     if uniform is None:
-        logp = torch.log_softmax(logits.float(), -1)
+        probs = torch.softmax(logits.float(), -1)
         token = logits.argmax(-1, keepdim=True)
     else:
-        logp = torch.log_softmax(logits.float() / rule.temperature, -1)
+        probs = torch.softmax(logits.float() / rule.temperature, -1)
         if rule.top_k or rule.top_p < 1:
-            kept, ids = truncate(logp.exp(), rule.top_p, rule.top_k)
+            kept, ids = truncate(probs, rule.top_p, rule.top_k)
             token = ids.gather(-1, inverse_cdf(kept, uniform))
         else:
-            token = inverse_cdf(logp.exp(), uniform)
-    return token[:, 0], logp.gather(-1, token)[:, 0]
+            token = inverse_cdf(probs, uniform)
+    return token[:, 0], probs.gather(-1, token)[:, 0].log()
 
 
 # ---------------------------------------------------------------------------------------------------------- the sampler

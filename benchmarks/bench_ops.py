@@ -23,8 +23,8 @@ import cases
 import torch
 import torch.nn.functional as F
 
-import device as devices
 import experts_megatron
+import kernels
 import model_megatron
 import packing
 from rollout_torch import Rule, pick
@@ -81,7 +81,7 @@ def products() -> dict[str, tuple[Callable, float]]:
         return model_megatron._VocabularyLogProbs.apply(hidden, head, chosen, 1.0, alone)[0]
 
     def low_rank(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return devices.grouped_mm(devices.grouped_mm(x, a, counts), b, counts)
+        return kernels.grouped_mm(kernels.grouped_mm(x, a, counts), b, counts)
 
     def attend(*inputs: torch.Tensor) -> torch.Tensor:
         return packed.attention(*inputs, HEAD_DIM**-0.5)
@@ -91,10 +91,10 @@ def products() -> dict[str, tuple[Callable, float]]:
 
     return {
         "linear qkv": (lambda: F.linear(hidden, weight[0].t()), 2 * TOKENS * HIDDEN * 2 * WIDTH),
-        "experts forward": (lambda: devices.grouped_mm(x, weight, counts), flop),
-        "experts both passes": (both_passes(lambda x: devices.grouped_mm(x, weight, counts), x), 2 * flop),
+        "experts forward": (lambda: kernels.grouped_mm(x, weight, counts), flop),
+        "experts both passes": (both_passes(lambda x: kernels.grouped_mm(x, weight, counts), x), 2 * flop),
         "expert LoRA both passes": (both_passes(low_rank, x, thin, wide), 6 * rows * RANK * (HIDDEN + 2 * WIDTH)),
-        "experts, decoding": (lambda: devices.grouped_mm(few, weight, few_counts), 2 * 128 * HIDDEN * 2 * WIDTH),
+        "experts, decoding": (lambda: kernels.grouped_mm(few, weight, few_counts), 2 * 128 * HIDDEN * 2 * WIDTH),
         "attention forward": (lambda: attend(query, key, value), attention),
         "attention both passes": (both_passes(attend, query, key, value), 3.5 * attention),  # scores are made again
         "log-probs forward": (lambda: log_probs(hidden), head_flop(1)),
@@ -109,8 +109,8 @@ def passes() -> dict[str, tuple[Callable, float]]:
     logits, uniform, rule = torch.randn(64, VOCABULARY), torch.rand(64, 1), Rule(64, 1.0, 1.0, 0)
     swiglu = experts_megatron._WeightedSwiglu.apply
     return {
-        "RMSNorm forward": (lambda: devices.rms_norm(x, weight, 1e-6), 8 * x.numel()),
-        "RMSNorm both passes": (both_passes(lambda x: devices.rms_norm(x, weight, 1e-6), x), 20 * x.numel()),
+        "RMSNorm forward": (lambda: kernels.rms_norm(x, weight, 1e-6), 8 * x.numel()),
+        "RMSNorm both passes": (both_passes(lambda x: kernels.rms_norm(x, weight, 1e-6), x), 20 * x.numel()),
         "SwiGLU forward": (lambda: swiglu(gate_up, probs), 6 * gate_up.numel()),
         "SwiGLU both passes": (both_passes(lambda x: swiglu(x, probs), gate_up), 16 * gate_up.numel()),
         "picking 64 tokens": (lambda: pick(logits, uniform, rule), 4 * logits.numel()),

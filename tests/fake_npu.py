@@ -1,5 +1,5 @@
 """A pretend Ascend NPU for machines that have none: tensors of device type 'npu' whose data lies on the CPU, torch.npu,
-an importable torch_npu with the five kernels that device.py calls, and the 'hccl' backend on gloo.
+an importable torch_npu with the five kernels that kernels.py calls, and the 'hccl' backend on gloo.
 
 It runs the Python of `device: npu` and refuses what the hardware refuses: tensors of two devices in one operation,
 reductions of float64, arguments that a kernel's documentation rules out. It says nothing of CANN's numerics, speed or
@@ -329,7 +329,7 @@ def npu_fusion_attention(
     sparse_mode: int = 0, gen_mask_parallel: bool = True, sync: bool = False,
 ) -> tuple:  # fmt: skip
     where = "npu_fusion_attention"
-    require(input_layout == "BNSD" and sparse_mode == 2 and keep_prob == 1.0, f"{where}: only what device.py asks for")
+    require(input_layout == "BNSD" and sparse_mode == 2 and keep_prob == 1.0, f"{where}: only what kernels.py asks for")
     require(query.dim() == key.dim() == 4 and key.shape == value.shape, f"{where}: {query.shape} and {key.shape}")
     batch, heads, length, size = query.shape
     require(head_num == heads and heads % key.shape[1] == 0, f"{where}: {head_num} of {heads}, {key.shape[1]} heads")
@@ -352,7 +352,7 @@ def npu_grouped_matmul(
 ) -> list[Tensor]:  # fmt: skip
     where = "npu_grouped_matmul"
     require(isinstance(x, list) and isinstance(weight, list) and len(x) == len(weight) == 1, f"{where}: lists of one")
-    require(bias is None and split_item in (2, 3) and group_list_type == 1, f"{where}: only what device.py asks for")
+    require(bias is None and split_item in (2, 3) and group_list_type == 1, f"{where}: only what kernels.py asks for")
     require(group_list is not None and group_list.dtype == torch.int64, f"{where}: group_list is int64 on the device")
     (x,), (weight,), counts = x, weight, group_list.tolist()
     require(x.dim() == 2 and len(x) and len(counts) > 1, f"{where}: x {x.shape}, {len(counts)} groups")

@@ -1,4 +1,4 @@
-"""device.py's operations and start-up on tests/fake_npu.py, in a process of its own: prints what it found as JSON."""
+"""kernels.py, and device.py's start-up, on tests/fake_npu.py, in a process of its own: prints what it found as JSON."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import device as devices  # noqa: E402
+import kernels  # noqa: E402
 
 COUNTS = torch.tensor([5, 0, 7])
 
@@ -36,30 +37,30 @@ def operations() -> dict[str, tuple[Callable, list[Tensor]]]:
     prefilled = [random(2, 5, 4, 8), *angles(1, 5, 1, 8)]
     decoded = [random(7, 4, 8), *angles(7, 1, 8)]
     return {
-        "rms_norm": (lambda x, weight: devices.rms_norm(x, weight, 1e-5), [random(6, 16), random(16)]),
+        "rms_norm": (lambda x, weight: kernels.rms_norm(x, weight, 1e-5), [random(6, 16), random(16)]),
         "causal_attention": (
-            lambda *args: devices.causal_attention(*args, scale=0.3),
+            lambda *args: kernels.causal_attention(*args, scale=0.3),
             [random(2, 4, 7, 8), random(2, 2, 7, 8), random(2, 2, 7, 8)],
         ),
-        "swiglu": (devices.swiglu, [random(6, 12)]),
-        "rotary of the trainer": (devices.rotary, trained),
-        "rotary of a prefill": (devices.rotary, prefilled),
-        "rotary of a decode": (devices.rotary, decoded),
-        "grouped_mm": (lambda x, w: devices.grouped_mm(x, w, COUNTS.to(x.device)), [random(12, 16), random(3, 16, 8)]),
+        "swiglu": (kernels.swiglu, [random(6, 12)]),
+        "rotary of the trainer": (kernels.rotary, trained),
+        "rotary of a prefill": (kernels.rotary, prefilled),
+        "rotary of a decode": (kernels.rotary, decoded),
+        "grouped_mm": (lambda x, w: kernels.grouped_mm(x, w, COUNTS.to(x.device)), [random(12, 16), random(3, 16, 8)]),
         "grouped_mm, widths of 5 and 3": (
-            lambda x, w: devices.grouped_mm(x, w, COUNTS),
+            lambda x, w: kernels.grouped_mm(x, w, COUNTS),
             [random(12, 5), random(3, 5, 3)],
         ),
         "grouped_mm, transposed weight": (
-            lambda x, w: devices.grouped_mm(x, w.transpose(1, 2), COUNTS),
+            lambda x, w: kernels.grouped_mm(x, w.transpose(1, 2), COUNTS),
             [random(12, 16), random(3, 8, 16)],
         ),
         "grouped_mm, one expert": (
-            lambda x, w: devices.grouped_mm(x, w, torch.tensor([12])),
+            lambda x, w: kernels.grouped_mm(x, w, torch.tensor([12])),
             [random(12, 16), random(1, 16, 8)],
         ),
         "grouped_mm, no rows": (
-            lambda x, w: devices.grouped_mm(x, w, torch.tensor([0, 0, 0])),
+            lambda x, w: kernels.grouped_mm(x, w, torch.tensor([0, 0, 0])),
             [random(0, 16), random(3, 16, 8)],
         ),
     }
@@ -83,7 +84,7 @@ def kernel_calls(frozen: bool) -> int:
     x = torch.randn(12, 16).to("npu").requires_grad_()
     weight = torch.randn(3, 16, 8).to("npu").requires_grad_(not frozen)
     fake_npu.KERNELS.clear()
-    devices.grouped_mm(x, weight, COUNTS).sum().backward()
+    kernels.grouped_mm(x, weight, COUNTS).sum().backward()
     return fake_npu.KERNELS["npu_grouped_matmul"]
 
 

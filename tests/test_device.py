@@ -1,4 +1,4 @@
-"""The operations of device.py against the plainest formula for each, forward and backward.
+"""The operations of kernels.py against the plainest formula for each, forward and backward.
 
 N rows, E experts, h input width, o output width, b rows, T tokens, d head size.
 """
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import device as devices
+import kernels
 from config import InputError
 
 ROOT = Path(__file__).parents[1]
@@ -36,9 +37,9 @@ def test_grouped_mm_multiplies_each_row_by_its_experts_matrix(widths, counts):
     weight = torch.randn(3, *widths, generator=generator)
     out_grad = torch.randn(12, widths[1], generator=generator)
     found, expected = [], []
-    for operation, gradients in ((devices.grouped_mm, found), (plain_grouped, expected)):
+    for operation, gradients in ((kernels.grouped_mm, found), (plain_grouped, expected)):
         leaf_x, leaf_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        given = torch.tensor(counts) if operation is devices.grouped_mm else counts
+        given = torch.tensor(counts) if operation is kernels.grouped_mm else counts
         out = operation(leaf_x, leaf_weight, given)
         out.backward(out_grad)
         gradients += [out.detach(), leaf_x.grad, leaf_weight.grad]
@@ -50,7 +51,7 @@ def test_grouped_mm_multiplies_each_row_by_its_experts_matrix(widths, counts):
 def test_grouped_mm_of_no_rows_is_empty_and_differentiable(widths):
     x = torch.zeros(0, widths[0], requires_grad=True)
     weight = torch.ones(3, *widths, requires_grad=True)
-    out = devices.grouped_mm(x, weight, torch.zeros(3, dtype=torch.long))
+    out = kernels.grouped_mm(x, weight, torch.zeros(3, dtype=torch.long))
     assert out.shape == (0, widths[1])
     out.sum().backward()
     assert x.grad.shape == x.shape
@@ -61,7 +62,7 @@ def test_grouped_mm_takes_rows_that_are_not_contiguous():
     x = torch.randn(16, 12, generator=torch.Generator().manual_seed(1)).t()
     weight = torch.randn(3, 16, 8, generator=torch.Generator().manual_seed(2))
     counts = [5, 0, 7]
-    torch.testing.assert_close(devices.grouped_mm(x, weight, torch.tensor(counts)), plain_grouped(x, weight, counts))
+    torch.testing.assert_close(kernels.grouped_mm(x, weight, torch.tensor(counts)), plain_grouped(x, weight, counts))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -73,7 +74,7 @@ def test_rms_norm_is_that_of_transformers(dtype):
     norm = Qwen3MoeRMSNorm(64, eps=1e-5).to(dtype)
     with torch.no_grad():
         norm.weight.copy_(torch.randn(64, generator=generator))
-    found = devices.rms_norm(x, norm.weight, 1e-5)
+    found = kernels.rms_norm(x, norm.weight, 1e-5)
     assert found.dtype == dtype
     if dtype == torch.bfloat16:
         assert torch.equal(found, norm(x))  # rounded in the same places
@@ -81,12 +82,37 @@ def test_rms_norm_is_that_of_transformers(dtype):
         torch.testing.assert_close(found, norm(x), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("trained", ["input", "weight", "input and weight"])
+@pytest.mark.parametrize("shape", [(50, 64), (7, 3, 4, 16)], ids=["hidden states", "heads"])
+def test_gradients_of_rms_norm_are_those_of_its_formula_in_float64(shape, trained):
+    generator = torch.Generator().manual_seed(4)
+    x, grad = (torch.randn(shape, generator=generator) * 10 for _ in range(2))
+    x[0] = 0  # a row of nothing: only eps keeps it finite
+    inputs = [x, torch.randn(shape[-1], generator=generator)]
+    wanted = [name in trained for name in ("input", "weight")]
+
+    def gradients(norm, dtype: torch.dtype) -> list:
+        leaves = [x.detach().to(dtype, copy=True).requires_grad_(want) for x, want in zip(inputs, wanted, strict=True)]
+        norm(*leaves).backward(grad.to(dtype))
+        return [leaf.grad for leaf in leaves]
+
+    def formula(x, weight):
+        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+    found = gradients(lambda x, weight: kernels.rms_norm(x, weight, 1e-5), torch.float32)
+    expected = gradients(formula, torch.float64)
+    for one, other, want in zip(found, expected, wanted, strict=True):
+        assert (one is not None) == want
+        if want:
+            torch.testing.assert_close(one, other.float(), rtol=1e-5, atol=1e-5 * float(other.abs().mean()))
+
+
 def test_rms_norm_of_a_bf16_weight_kept_in_fp32_has_the_same_bits():
     generator = torch.Generator().manual_seed(3)
     x, weight = (torch.randn(shape, generator=generator).bfloat16() for shape in ((50, 64), (64,)))
-    found = devices.rms_norm(x, weight.float(), 1e-5)
-    assert found.dtype == torch.bfloat16 and torch.equal(found, devices.rms_norm(x, weight, 1e-5))
-    slightly = devices.rms_norm(x, weight.float() * 1.001, 1e-5)
+    found = kernels.rms_norm(x, weight.float(), 1e-5)
+    assert found.dtype == torch.bfloat16 and torch.equal(found, kernels.rms_norm(x, weight, 1e-5))
+    slightly = kernels.rms_norm(x, weight.float() * 1.001, 1e-5)
     assert not torch.equal(slightly, found), "what fp32 adds to the weight is not lost before the product"
 
 
@@ -95,7 +121,7 @@ def test_causal_attention_is_softmax_over_the_past(kv_heads):
     generator = torch.Generator().manual_seed(4)
     query = torch.randn(2, 8, 5, 6, generator=generator)
     key, value = (torch.randn(2, kv_heads, 5, 6, generator=generator) for _ in range(2))
-    found = devices.causal_attention(query, key, value, scale=0.3)
+    found = kernels.causal_attention(query, key, value, scale=0.3)
     for row in range(2):
         for head in range(8):
             k, v = (x[row, head // (8 // kv_heads)] for x in (key, value))
@@ -107,7 +133,7 @@ def test_causal_attention_is_softmax_over_the_past(kv_heads):
 def test_swiglu_gates_the_second_half_with_the_first():
     gate_up = torch.randn(5, 8, generator=torch.Generator().manual_seed(5))
     gate, up = gate_up[:, :4], gate_up[:, 4:]
-    torch.testing.assert_close(devices.swiglu(gate_up), gate / (1 + torch.exp(-gate)) * up)
+    torch.testing.assert_close(kernels.swiglu(gate_up), gate / (1 + torch.exp(-gate)) * up)
 
 
 def test_rotary_turns_each_pair_by_its_angle():
@@ -115,7 +141,7 @@ def test_rotary_turns_each_pair_by_its_angle():
     generator = torch.Generator().manual_seed(6)
     x, angle = torch.randn(2, 5, 3, 8, generator=generator), torch.randn(1, 5, 1, 4, generator=generator)
     doubled = torch.cat([angle, angle], -1)
-    found = devices.rotary(x, doubled.cos(), doubled.sin())
+    found = kernels.rotary(x, doubled.cos(), doubled.sin())
     turned = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angle), angle)
     torch.testing.assert_close(found, torch.cat([turned.real, turned.imag], -1))
 

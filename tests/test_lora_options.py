@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import adapter_weights
-import device as devices
+import kernels
 import lora_megatron
 from config import InputError, LoraConfig
 from parallel_setup import Parallel
@@ -206,7 +206,7 @@ def expert_gradient_shapes(parallel: Parallel, path: Path, tokens: Tensor) -> tu
 @pytest.mark.parametrize("loop", [False, True], ids=["grouped kernel", "loop over experts"])
 def test_no_weight_gradient_of_frozen_experts_is_formed(loop, paths, tokens, monkeypatch):
     if loop:  # what grouped_mm falls back to for widths that the kernel does not take
-        monkeypatch.setattr(devices, "_grouped_mm_takes", lambda weight: False)
+        monkeypatch.setattr(kernels, "_grouped_mm_takes", lambda weight: False)
     args = paths["qwen3_moe"], tokens
     shapes, frozen, trained = world.in_layouts(["TP1"], expert_gradient_shapes, *args)["TP1"][0]
     assert shapes == {(16, 64, 64), (16, 32, 64)}  # (E, h, 2 w) and (E, w, h)

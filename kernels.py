@@ -1,0 +1,166 @@
+"""Operations of one meaning, implemented for each device: by torch on a CPU or GPU, by torch_npu on an NPU.
+
+Only the CPU, and the NPU's Python on a stand-in for its kernels (tests/fake_npu.py), have been run; CUDA has not.
+N rows, E local experts, h input width, o output width.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+
+def grouped_mm(x: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
+    """Row block e of ``x`` times ``weight[e]``.  (N, h), (E, h, o), (E,) -> (N, o)
+
+    Rows are sorted by expert. Autograd forms a weight gradient only for a weight that requires one, so frozen
+    experts cost no (E, h, o) gradient.
+    """
+    if x.device.type == "npu":
+        if len(weight) == 1 or not len(x):  # the kernel takes neither one group nor no rows
+            return x @ weight[0]
+        return _GroupedMatmul.apply(x, weight, tokens_per_expert.to(x.device, torch.int64))
+    if _grouped_mm_takes(weight) and len(x):
+        ends = tokens_per_expert.cumsum(0, dtype=torch.int32).to(x.device)
+        return torch._grouped_mm(x.contiguous(), weight, offs=ends)
+    blocks = x.split(tokens_per_expert.tolist())
+    return torch.cat([block @ weight[e] for e, block in enumerate(blocks)])
+
+
+def _grouped_mm_takes(weight: Tensor) -> bool:
+    # The kernel wants every row of every operand to start on a 16-byte boundary; CUDA's is for bf16 only.
+    aligned = all(width * weight.element_size() % 16 == 0 for width in weight.shape[1:])
+    return aligned and (weight.device.type == "cpu" or weight.dtype == torch.bfloat16)
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    """grouped_mm by torch_npu's kernel. MindSpeed's own forms the gradient of frozen experts too: a product as large as
+    the forward's, and a tensor as large as all local experts."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, counts)
+        return _npu_grouped(x.contiguous(), weight, counts)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        import torch_npu
+
+        x, weight, counts = ctx.saved_tensors
+        grad, grad_x, grad_weight = grad.contiguous(), None, None
+        if ctx.needs_input_grad[0]:
+            grad_x = _npu_grouped(grad, weight.transpose(1, 2), counts)
+        if ctx.needs_input_grad[1]:  # group_type 2: the rows are what is summed over
+            (grad_weight,) = torch_npu.npu_grouped_matmul(
+                [x.contiguous().t()], [grad], group_list=counts, split_item=3, group_type=2, group_list_type=1
+            )
+        return grad_x, grad_weight, None
+
+
+def _npu_grouped(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """group_type 0: the rows of x are cut, group_list_type 1: into ``counts`` of them; split_item 3: one output."""
+    import torch_npu
+
+    return torch_npu.npu_grouped_matmul(
+        [x], [weight], group_list=counts, split_item=3, group_type=0, group_list_type=1
+    )[0]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight, the mean square taken in fp32 as transformers does.  (..., h) -> (..., h)
+
+    An fp32 weight on bf16 ``x``: one rounding, so a weight that bf16 holds gives the same bits in either dtype.
+    """
+    if x.device.type == "npu" and x.dtype == weight.dtype:
+        import torch_npu
+
+        return torch_npu.npu_rms_norm(x, weight, eps)[0]
+    if x.dtype != torch.float32:
+        wide = x.float()
+        return (weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)).to(x.dtype)
+    if x.requires_grad or weight.requires_grad:
+        return _RmsNorm.apply(x, weight, eps)
+    return (x * _reciprocal_rms(x, eps)).mul_(weight)
+
+
+def _reciprocal_rms(x: Tensor, eps: float) -> Tensor:
+    """(..., h) -> (..., 1)"""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return torch.addcmul(_scalar(eps, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+
+
+@functools.cache
+def _scalar(value: float, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # as in _causal_mask
+        return torch.tensor(value, device=device)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """rms_norm in fp32. torch has no kernel of it for a CPU, and autograd's backward of the parts takes four times as
+    long as this one."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        scale = _reciprocal_rms(x, eps)
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, weight, scale = ctx.saved_tensors
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:  # scale * (g - x * scale^2 * mean(g * x)), g = grad * weight
+            wanted = grad * weight
+            along_x = (wanted * x).sum(-1, keepdim=True).mul_(scale * scale)
+            grad_x = wanted.addcmul_(x, along_x, value=-1 / x.shape[-1]).mul_(scale)
+        if ctx.needs_input_grad[1]:
+            grad_weight = (grad * x).mul_(scale).flatten(0, -2).sum(0)
+        return grad_x, grad_weight, None
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Causal attention, the key/value heads shared by groups of query heads.  (b, heads, T, d) -> (b, heads, T, d)"""
+    if query.device.type == "npu":
+        import torch_npu
+
+        return torch_npu.npu_fusion_attention(
+            query.contiguous(), key.contiguous(), value.contiguous(), query.shape[1], "BNSD", scale=scale,
+            atten_mask=_causal_mask(query.device), sparse_mode=2, keep_prob=1.0,
+        )[0]  # fmt: skip
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+
+
+@functools.cache
+def _causal_mask(device: torch.device) -> Tensor:
+    """What sparse_mode 2 wants whatever T is: true where the kernel must not look, made once.  -> (2048, 2048)"""
+    with torch.inference_mode(False):  # the sampler may be the first to ask, the trainer's backward the next
+        return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu(1)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(first half) * second half.  (..., 2 w) -> (..., w)"""
+    if gate_up.device.type == "npu":
+        import torch_npu
+
+        return torch_npu.npu_swiglu(gate_up, dim=-1)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of the two halves of each head: x cos + (-second, first) sin.  (..., d)
+
+    ``x`` is (T, b, heads, d), (b, T, heads, d) or (T, heads, d); ``cos`` and ``sin`` have a 1 for b and heads.
+    """
+    if x.device.type == "npu":
+        import torch_npu
+
+        if x.dim() == 3:  # the kernel knows four axes
+            return torch_npu.npu_rotary_mul(x[:, None].contiguous(), cos[:, None], sin[:, None])[:, 0]
+        return torch_npu.npu_rotary_mul(x.contiguous(), cos, sin)
+    first, second = x.chunk(2, dim=-1)
+    return torch.addcmul(x * cos, torch.cat([-second, first], dim=-1), sin)
