@@ -172,15 +172,16 @@ class Decoder:
     # ------------------------------------------------------------------------------------------------------ the model
     def _qkv(self, weights: dict[str, Tensor], x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys (both rotated) and values.  (..., h) -> (..., H, D), (..., KV, D), (..., KV, D)"""
-        arch = self.arch
+        arch, query_heads, key_heads = self.arch, self.arch.num_heads, self.arch.num_kv_heads
         x = kernels.rms_norm(x, weights["input_norm"], arch.rms_norm_eps)
-        heads = F.linear(x, weights["qkv"], weights.get("qkv_bias")).unflatten(-1, (-1, arch.head_dim))
-        both, value = heads.split([arch.num_heads + arch.num_kv_heads, arch.num_kv_heads], dim=-2)
+        heads = F.linear(x, weights["qkv"], weights.get("qkv_bias")).view(*x.shape[:-1], -1, arch.head_dim)
+        both = heads.narrow(-2, 0, query_heads + key_heads)
         if arch.qk_norm:  # one norm for all heads, then each head's weight
             both = kernels.rms_norm(both, self.head_ones, arch.rms_norm_eps)
             both = (both * weights["qk_norm"]).to(x.dtype)
         both = kernels.rotary(both, cos, sin)
-        return *both.split([arch.num_heads, arch.num_kv_heads], dim=-2), value
+        query, key = both.narrow(-2, 0, query_heads), both.narrow(-2, query_heads, key_heads)
+        return query, key, heads.narrow(-2, query_heads + key_heads, key_heads)
 
     def _mlp(self, weights: dict[str, Tensor], x: Tensor, routes: list[Tensor]) -> Tensor:
         """The residual stream after the MLP block; a MoE layer appends its (R, K) experts to ``routes``.  (R, h)"""
@@ -206,7 +207,7 @@ class Decoder:
         mine = kernels.grouped_mm(kernels.swiglu(mine), weights["expert_down"], tokens_per_expert)
         # Back to (row, choice) order, then a sum: index_add_ would add in no fixed order on an accelerator.
         mine = torch.empty_like(mine).index_copy_(0, pair, mine).view(*experts.shape, -1)
-        return x + (mine * score.to(x.dtype)[..., None]).sum(1)
+        return x + (mine * score.to(x.dtype).unsqueeze(-1)).sum(1)
 
     def prefill(self, prompts: list[list[int]], num_samples: int, new_tokens: int, pad_token: int,
                 layer_outputs: list[Tensor] | None = None) -> tuple[Tensor, Cache, Tensor | None]:
@@ -258,8 +259,8 @@ class Decoder:
 
     def decode(self, token: Tensor, n: int, cache: Cache) -> tuple[Tensor, list[Tensor]]:
         """Run every row's ``n``-th sampled token: hidden states, each MoE layer's experts.  (R,) -> (R, h), (R, K)"""
-        head_dim, heads, routes = self.arch.head_dim, (self.arch.num_kv_heads, -1), []
-        scale = head_dim**-0.5
+        kv_heads, head_dim, routes = self.arch.num_kv_heads, self.arch.head_dim, []
+        rows, scale = len(token), head_dim**-0.5
         if n == cache.keys[0].shape[1]:
             add_slots_(cache)
         lines, _, longest = cache.padding.shape
@@ -272,18 +273,18 @@ class Decoder:
         for layer, weights in enumerate(self.layers):
             query, key, value = self._qkv(weights, x, cos, sin)
             keys, values = cache.keys[layer], cache.values[layer]
-            keys.select(1, n).unflatten(0, heads).copy_(key.transpose(0, 1))
-            values.select(1, n).unflatten(0, heads).copy_(value.transpose(0, 1))
+            keys.select(1, n).view(kv_heads, rows, head_dim).copy_(key.transpose(0, 1))
+            values.select(1, n).view(kv_heads, rows, head_dim).copy_(value.transpose(0, 1))
             # A line's rows times its query heads per key head: all of them meet the same prompt in one product.
-            by_row = query.unflatten(1, heads).transpose(0, 1).flatten(0, 1)  # (KV * R, H/KV, D)
+            by_row = query.view(rows, kv_heads, -1, head_dim).transpose(0, 1).flatten(0, 1)  # (KV * R, H/KV, D)
             by_line = by_row.view(lines, -1, head_dim)
             on_prompt = torch.baddbmm(cache.padding, by_line, cache.prompt_keys[layer], alpha=scale)
             on_own = torch.baddbmm(unused, by_row, keys.mT, alpha=scale)
             scores = torch.cat([on_prompt.view(*by_row.shape[:2], longest), on_own], -1)  # (KV * R, H/KV, T + C)
             attention = scores.softmax(-1, dtype=torch.float32).to(x.dtype)
-            on_prompt, on_own = attention.split([longest, slots], dim=-1)
+            on_prompt, on_own = attention.narrow(-1, 0, longest), attention.narrow(-1, longest, slots)
             mixed = torch.bmm(on_prompt.view(*by_line.shape[:2], longest), cache.prompt_values[layer])
-            mixed = mixed.view_as(by_row).baddbmm_(on_own, values).unflatten(0, heads)  # (KV, R, H/KV, D)
+            mixed = mixed.view_as(by_row).baddbmm_(on_own, values).view(kv_heads, rows, -1)  # (KV, R, H/KV * D)
             x = torch.addmm(x, mixed.transpose(0, 1).flatten(1), weights["out"].t())
             x = self._mlp(weights, x, routes)
         return x, routes
