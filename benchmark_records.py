@@ -1,10 +1,12 @@
 """What benchmarks/ measured, kept for good in results/benchmarks/<id>.json and shown in RESULTS.md as it was printed.
 
-results/benchmarks/index.json holds the checksum of every file, so that none is edited or lost unnoticed. No torch.
+results/benchmarks/index.json holds the checksum of every file, in the order of their adding, so that none is edited or
+lost unnoticed. No torch.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -41,18 +43,32 @@ def load(path: Path) -> Benchmark:
         raise InputError(f"{path}: {where}: {fault['msg']}; needed: a file that a benchmark stored") from None
 
 
-def load_all(results: Path) -> dict[str, Benchmark]:
-    """Id -> benchmark, by id."""
-    return {path.stem: load(path) for path in sorted(_files(results))}
+def by_script(results: Path) -> dict[str, dict[str, Benchmark]]:
+    """benchmarks/<name>.py -> id -> what it measured, the newest last."""
+    found: dict[str, dict[str, Benchmark]] = {}
+    order = list(_index(results))
+    for path in sorted(_files(results), key=lambda path: order.index(path.name) if path.name in order else len(order)):
+        benchmark = load(path)
+        script = re.search(r"(\w+)\.py", benchmark.command)
+        found.setdefault(script[1] if script else path.stem, {})[path.stem] = benchmark
+    return dict(sorted(found.items()))
 
 
 def add(path: Path, results: Path, name: str = "") -> Path:
-    """Copy a benchmark's file to results/benchmarks/<name>.json; its own name by default.  -> the copy
+    """Copy a benchmark's file to results/benchmarks/<name>.json; its own name, with a number from the second on, by
+    default.  -> the copy
 
-    InputError for a tree that was not clean, a name that exists or is none, and a private path in its command.
+    InputError for a tree that was not clean, a file that is there already, a name that exists or is none, and a private
+    path in its command.
     """
-    found, name = load(path), name or path.stem
-    target = results / "benchmarks" / f"{name}.json"
+    found, folder = load(path), results / "benchmarks"
+    for kept, checksum in _index(results).items():
+        if checksum == sha256_file(path):
+            raise InputError(f"{path}: is {folder / kept} already; needed: a measurement of its own")
+    if not name:
+        names = itertools.chain([path.stem], (f"{path.stem}-{number}" for number in itertools.count(2)))
+        name = next(free for free in names if not (folder / f"{free}.json").exists())
+    target = folder / f"{name}.json"
     if not re.fullmatch(ID, name) or name == "index":
         raise InputError(f"--id: found {name!r}; needed: letters, digits, . _ and -, and not index")
     if found.dirty:
@@ -64,7 +80,7 @@ def add(path: Path, results: Path, name: str = "") -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target, path.read_text())
     index = _index(results) | {target.name: sha256_file(target)}
-    write_atomically(target.parent / "index.json", json.dumps(dict(sorted(index.items())), indent=1) + "\n")
+    write_atomically(target.parent / "index.json", json.dumps(index, indent=1) + "\n")
     return target
 
 

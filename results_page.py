@@ -196,11 +196,15 @@ def comparison_section(planned: Planned, found: list[Comparison]) -> str:
 def benchmark_section(results: Path) -> str:
     """What the benchmarks printed, with the command that gives it."""
     parts = ["## Benchmarks"]
-    for name, found in benchmark_records.load_all(results).items():
+    for script, measured in benchmark_records.by_script(results).items():
+        *earlier, newest = measured
+        found = measured[newest]
         versions = ", ".join(f"{key} {value}" for key, value in found.machine.items())
         rows = [[f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()] for row in found.table]
-        parts += [f"### {name}", f"{found.about} `{found.command}`, commit `{found.commit[:7]}`; {versions}."]
+        parts += [f"### {script}", f"{found.about} `{found.command}`, commit `{found.commit[:7]}`; {versions}."]
         parts.append(table(found.table[0], rows))
+        links = (f"[{name}](results/benchmarks/{name}.json) at `{measured[name].commit[:7]}`" for name in earlier)
+        parts += [f"Before: {', '.join(links)}."] if earlier else []
     return "\n\n".join(parts if len(parts) > 1 else [*parts, "No record yet."])
 
 

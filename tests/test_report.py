@@ -90,19 +90,41 @@ def test_a_benchmark_is_kept_as_it_was_printed(
         stored.write_text(json.dumps(content | spoilt))
         assert run(*places, "add", str(stored)) == 2 and needed in capsys.readouterr().err
     stored.write_text(json.dumps(content | {"dirty": False}))
-    assert run(*places, "add", str(stored)) == 0 and run(*places, "add", str(stored)) == 2
-    assert run(*places, "add", str(stored), "--id", "again") == 0 and run(*places, "--check") == 1
+    assert run(*places, "add", str(stored)) == 0 and run(*places, "--check") == 1
     assert run(*places, "build") == 0 and run(*places, "--check") == 0
     text = (tmp_path / "RESULTS.md").read_text()
     assert "### bench_step\n\nOurs against theirs. `python benchmarks/bench_step.py`, commit `abababa`" in text
-    assert "| case | ratio | bar |\n| --- | --- | --- |\n| small | 0.5123 | 0.7 |\n| large | 12 | 0.7 |" in text
-    kept = tmp_path / "results" / "benchmarks" / "again.json"
+    table = "| case | ratio | bar |\n| --- | --- | --- |\n| small | 0.5123 | 0.7 |\n| large | 12 | 0.7 |"
+    assert table in text and "Before" not in text
+    kept = tmp_path / "results" / "benchmarks" / "bench_step.json"
     kept.write_text(kept.read_text().replace("0.51234", "0.41234"))
-    assert run(*places, "--check") == 1 and "again.json: edited" in capsys.readouterr().err
+    assert run(*places, "--check") == 1 and "bench_step.json: edited" in capsys.readouterr().err
     kept.unlink()
     assert run(*places, "--check") == 1 and "was deleted" in capsys.readouterr().err
     kept.with_name("new.json").write_text(stored.read_text())
     assert run(*places, "--check") == 1 and "not in index.json" in capsys.readouterr().err
+
+
+def test_a_page_shows_a_benchmarks_newest_measurement_and_links_those_before(
+    places: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    stored = tmp_path / "bench_step.json"
+
+    def add(commit: str, ratio: float, *more: str) -> int:
+        stored.write_text(json.dumps({
+            "about": "Ours against theirs.", "command": "python benchmarks/bench_step.py --steps 8", "dirty": False,
+            "commit": commit * 40, "machine": {}, "table": [{"case": "small", "ratio": ratio}], "measured": {},
+        }))  # fmt: skip
+        return run(*places, "add", str(stored), *more)
+
+    assert add("a", 0.61) == add("b", 0.52) == add("c", 0.43, "--id", "after_a_change") == 0
+    assert add("c", 0.43) == 2 and "after_a_change.json already" in capsys.readouterr().err
+    assert add("d", 0.34, "--id", "bench_step-2") == 2 and "never replaced" in capsys.readouterr().err
+    assert run(*places, "build") == 0
+    text = (tmp_path / "RESULTS.md").read_text()
+    assert text.count("### bench_step") == 1 and "| small | 0.43 |" in text and "0.61" not in text
+    before = "[bench_step](results/benchmarks/bench_step.json) at `aaaaaaa`, "
+    assert f"Before: {before}[bench_step-2](results/benchmarks/bench_step-2.json) at `bbbbbbb`." in text
 
 
 def test_layouts_of_one_method_are_compared_step_by_step(tmp_path: Path) -> None:
