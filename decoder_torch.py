@@ -1,4 +1,4 @@
-"""A Qwen3-MoE or Qwen2-MoE decoder in plain torch, for sampling: weights under their Hugging Face names, static caches.
+"""A Qwen3-MoE or Qwen2-MoE decoder in plain torch, for sampling; weights under their Hugging Face names.
 
 Rows decode one token at a time. The rows that sample one prompt lie side by side, a line, and share the keys and values
 of their prompt, which are computed once; each row has its own for what it sampled. No process group, no autograd.
@@ -20,8 +20,8 @@ from config import InputError
 from hf_config import Architecture
 
 PREFILL_TOKENS = 16384  # prompt tokens, padding included, that are computed at once: bounds the activations
-# Slots that a cache grows by. Read in one stream, with few unused slots between the rows, a cache that the processor's
-# own does not hold costs half of one with a slot for every token to come; the copies are a sixteenth of the reading.
+# Slots that a row's cache grows by. Where the processor's own cache does not hold it, reading it with few unused slots
+# between the rows takes half of the time of one with a slot for every token to come; growing moves an eighth as much.
 SLOTS = 16
 
 

@@ -98,8 +98,8 @@ def _scalar(value: float, device: torch.device) -> Tensor:
 
 
 class _RmsNorm(torch.autograd.Function):
-    """rms_norm in fp32. torch has no kernel of it for a CPU, and autograd's backward of the parts takes four times as
-    long as this one."""
+    """rms_norm in fp32. torch has no kernel of it for a CPU, and with autograd's backward of its parts both passes take
+    three times as long."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -73,7 +73,7 @@ def doubled(work: Path, name: str, steps: int) -> dict:
     pairs = [b["cpu_s"] / a["cpu_s"] for a, b in zip(*records.values(), strict=True)]
     return {"what": f"twice the {name}", "cost": cpu["twice"] / cpu["once"], "bar": f"<= {BAR}",
             "pairs": f"{min(pairs):.2f}-{max(pairs):.2f}", **cpu,
-            "peak MiB": " -> ".join(f"{rows[-1]['peak_mib']:.0f}" for rows in records.values())}  # fmt: skip
+            "also": " -> ".join(f"{rows[-1]['peak_mib']:.0f} MiB" for rows in records.values())}  # fmt: skip
 
 
 def two_ranks(work: Path, expert: int) -> list[Peer]:
@@ -133,7 +133,7 @@ def two_processes(work: Path, steps: int) -> list[dict]:
         bar = "" if name == apart else f">= {TWO_PROCESSES_BAR}"
         rows.append({"what": name, "cost": both_busy / two, "bar": bar,
                      "pairs": f"{both_busy / max(busier):.2f}-{both_busy / min(busier):.2f}", "once": both_busy,
-                     "twice": two, "peak MiB": f"alone {alone / two:.2f}x, wall {wall / walls:.2f}x"})  # fmt: skip
+                     "twice": two, "also": f"alone {alone / two:.2f}x, wall {wall / walls:.2f}x"})  # fmt: skip
     return rows
 
 
@@ -146,7 +146,7 @@ def memory(work: Path, num_steps: int) -> dict:
     quarter = len(seen) // 4
     early, late = (statistics.median(part) for part in (seen[quarter : 2 * quarter], seen[-quarter:]))
     return {"what": f"{num_steps} steps", "cost": late / early, "bar": "<= 1.02", "pairs": "", "once": early,
-            "twice": late, "peak MiB": f"{max(seen):.0f}"}  # fmt: skip
+            "twice": late, "also": f"{max(seen):.0f} MiB"}  # fmt: skip
 
 
 def main() -> None:
