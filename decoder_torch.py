@@ -276,8 +276,8 @@ class Decoder:
             keys.select(1, n).view(kv_heads, rows, head_dim).copy_(key.transpose(0, 1))
             values.select(1, n).view(kv_heads, rows, head_dim).copy_(value.transpose(0, 1))
             # A line's rows times its query heads per key head: all of them meet the same prompt in one product.
-            by_row = query.view(rows, kv_heads, -1, head_dim).transpose(0, 1).flatten(0, 1)  # (KV * R, H/KV, D)
-            by_line = by_row.view(lines, -1, head_dim)
+            query = query.view(rows, kv_heads, -1, head_dim).transpose(0, 1).contiguous()
+            by_row, by_line = query.view(kv_heads * rows, -1, head_dim), query.view(lines, -1, head_dim)
             on_prompt = torch.baddbmm(cache.padding, by_line, cache.prompt_keys[layer], alpha=scale)
             on_own = torch.baddbmm(unused, by_row, keys.mT, alpha=scale)
             scores = torch.cat([on_prompt.view(*by_row.shape[:2], longest), on_own], -1)  # (KV * R, H/KV, T + C)

@@ -24,6 +24,7 @@ MODELS = {
     "qwen3": ("qwen3_moe", dict(num_key_value_heads=2)),  # grouped queries, a dense layer in the middle
     "qwen3_tied": ("qwen3_moe", dict(tie_word_embeddings=True, mlp_only_layers=[])),
     "qwen3_odd_widths": ("qwen3_moe", dict(hidden_size=30, moe_intermediate_size=7)),  # not for the grouped kernel
+    "qwen3_one_key_head": ("qwen3_moe", dict(num_key_value_heads=1)),
     "qwen3_weights_not_renormalised": ("qwen3_moe", dict(norm_topk_prob=False)),
     "qwen2": ("qwen2_moe", {}),  # biases, shared expert, a dense layer
     "qwen2_grouped_queries": ("qwen2_moe", dict(num_key_value_heads=2, mlp_only_layers=[])),
