@@ -46,8 +46,8 @@ def load(path: Path) -> Benchmark:
 def by_script(results: Path) -> dict[str, dict[str, Benchmark]]:
     """benchmarks/<name>.py -> id -> what it measured, the newest last."""
     found: dict[str, dict[str, Benchmark]] = {}
-    order = list(_index(results))
-    for path in sorted(_files(results), key=lambda path: order.index(path.name) if path.name in order else len(order)):
+    for name in _index(results):
+        path = results / "benchmarks" / name
         benchmark = load(path)
         script = re.search(r"(\w+)\.py", benchmark.command)
         found.setdefault(script[1] if script else path.stem, {})[path.stem] = benchmark
@@ -61,10 +61,9 @@ def add(path: Path, results: Path, name: str = "") -> Path:
     InputError for a tree that was not clean, a file that is there already, a name that exists or is none, and a private
     path in its command.
     """
-    found, folder = load(path), results / "benchmarks"
-    for kept, checksum in _index(results).items():
-        if checksum == sha256_file(path):
-            raise InputError(f"{path}: is {folder / kept} already; needed: a measurement of its own")
+    found, folder, index, checksum = load(path), results / "benchmarks", _index(results), sha256_file(path)
+    if kept := next((kept for kept, known in index.items() if known == checksum), None):
+        raise InputError(f"{path}: is {folder / kept} already; needed: a measurement of its own")
     if not name:
         names = itertools.chain([path.stem], (f"{path.stem}-{number}" for number in itertools.count(2)))
         name = next(free for free in names if not (folder / f"{free}.json").exists())
@@ -77,10 +76,9 @@ def add(path: Path, results: Path, name: str = "") -> Path:
         raise InputError(f"{target}: exists; records are never replaced; needed: another id (--id)")
     if private := PRIVATE.search(path.read_text()):
         raise InputError(f"{path}: {private[0]} is a private path; needed: paths inside the checkout")
-    target.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     write_atomically(target, path.read_text())
-    index = _index(results) | {target.name: sha256_file(target)}
-    write_atomically(target.parent / "index.json", json.dumps(index, indent=1) + "\n")
+    write_atomically(folder / "index.json", json.dumps(index | {target.name: sha256_file(target)}, indent=1) + "\n")
     return target
 
 

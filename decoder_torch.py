@@ -239,15 +239,14 @@ class Decoder:
 
         ids = torch.tensor([[*p, *[pad_token] * (longest - len(p))] for p in prompts], device=device)
         hidden, experts = [], []
-        step = max(1, PREFILL_TOKENS // longest)
+        step, by_head = max(1, PREFILL_TOKENS // longest), (arch.num_kv_heads, -1)
         for part in (slice(start, start + step) for start in range(0, len(prompts), step)):
             x, routes = F.embedding(ids[part], self.embedding), []  # (p, T, h)
             for layer, weights in enumerate(self.layers):
                 qkv = self._qkv(weights, x, cos[None, :longest, None], sin[None, :longest, None])
                 query, key, value = (heads.transpose(1, 2) for heads in qkv)  # (p, heads, T, D)
-                heads = (arch.num_kv_heads, -1)
-                cache.prompt_keys[layer].unflatten(0, heads)[:, part] = key.permute(1, 0, 3, 2)
-                cache.prompt_values[layer].unflatten(0, heads)[:, part] = value.transpose(0, 1)
+                cache.prompt_keys[layer].unflatten(0, by_head)[:, part] = key.permute(1, 0, 3, 2)
+                cache.prompt_values[layer].unflatten(0, by_head)[:, part] = value.transpose(0, 1)
                 mixed = kernels.causal_attention(query, key, value, arch.head_dim**-0.5)
                 x = x + F.linear(mixed.transpose(1, 2).flatten(2), weights["out"])
                 x = self._mlp(weights, x.flatten(0, 1), routes).view_as(x)

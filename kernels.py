@@ -151,6 +151,38 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
+def weighted_swiglu(gate_up: Tensor, probs: Tensor) -> Tensor:
+    """swiglu(gate_up) * probs, a row's probability for all of it.  (N, 2 w), (N,) -> (N, w)"""
+    if gate_up.device.type == "npu":  # whose kernel differentiates itself
+        return swiglu(gate_up) * probs.unsqueeze(-1).to(gate_up.dtype)
+    return _WeightedSwiglu.apply(gate_up, probs)
+
+
+class _WeightedSwiglu(torch.autograd.Function):
+    """weighted_swiglu off an NPU. It keeps its inputs and nothing else, and its gradient is written where it belongs:
+    autograd's own would keep two more (N, w) and put the gradient together from two halves."""
+
+    @staticmethod
+    def forward(ctx, gate_up: Tensor, probs: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up, probs)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate).mul_(up).mul_(probs.unsqueeze(-1).to(gate.dtype))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate_up, probs = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        grad_gate_up = torch.empty_like(gate_up)
+        grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
+        activated = torch.nn.functional.silu(gate)
+        torch.mul(grad, activated, out=grad_up)  # of the product before the probability
+        grad_probs = (grad_up * up).sum(-1, dtype=probs.dtype)
+        weight = probs.unsqueeze(-1).to(grad.dtype)
+        grad_up.mul_(weight)
+        torch.ops.aten.silu_backward.grad_input((grad * up).mul_(weight), gate, grad_input=grad_gate)
+        return grad_gate_up, grad_probs
+
+
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of the two halves of each head: x cos + (-second, first) sin.  (..., d)
 

@@ -23,7 +23,6 @@ import cases
 import torch
 import torch.nn.functional as F
 
-import experts_megatron
 import kernels
 import model_megatron
 import packing
@@ -107,12 +106,11 @@ def passes() -> dict[str, tuple[Callable, float]]:
     x, weight = torch.randn(TOKENS, HIDDEN), torch.ones(HIDDEN)
     gate_up, probs = torch.randn(TOKENS * TOP_K, 2 * WIDTH), torch.rand(TOKENS * TOP_K)
     logits, uniform, rule = torch.randn(64, VOCABULARY), torch.rand(64, 1), Rule(64, 1.0, 1.0, 0)
-    swiglu = experts_megatron._WeightedSwiglu.apply
     return {
         "RMSNorm forward": (lambda: kernels.rms_norm(x, weight, 1e-6), 8 * x.numel()),
         "RMSNorm both passes": (both_passes(lambda x: kernels.rms_norm(x, weight, 1e-6), x), 20 * x.numel()),
-        "SwiGLU forward": (lambda: swiglu(gate_up, probs), 6 * gate_up.numel()),
-        "SwiGLU both passes": (both_passes(lambda x: swiglu(x, probs), gate_up), 16 * gate_up.numel()),
+        "SwiGLU forward": (lambda: kernels.weighted_swiglu(gate_up, probs), 6 * gate_up.numel()),
+        "SwiGLU both passes": (both_passes(lambda x: kernels.weighted_swiglu(x, probs), gate_up), 16 * gate_up.numel()),
         "picking 64 tokens": (lambda: pick(logits, uniform, rule), 4 * logits.numel()),
     }
 
