@@ -203,10 +203,11 @@ def plan(
 
     ``lengths``: row length of each sequence, ``prompts``: of each one's prompt, where rows are packed; tokens. Groups
     are sorted by their longest row and dealt out, so that rows of one micro-batch are alike and ranks finish together;
-    a group stays whole where it can, since its rows share the work on their prompt. The micro-batches are as few as
-    the bound allows, and then as even as their number allows. Rows count with their padding; packed ones as their line,
-    which has each prompt once, and a quarter of that. Every rank gets the same number, some of them empty if need be:
-    expert-parallel ranks meet in every layer. A pure function, so all ranks agree.
+    a group stays whole where it can, since its rows share the work on their prompt. No rank gets more than the bound in
+    any micro-batch, unless a single row is more. The micro-batches are as few as the bound allows, and then as even as
+    their number allows. Rows count with their padding; packed ones as their line, which has each prompt once, and a
+    quarter of that. Every rank gets the same number, some of them empty if need be: expert-parallel ranks meet in every
+    layer. A pure function, so all ranks agree.
     """
     longest_row: dict[int, int] = {}
     for sequence, length in lengths.items():
@@ -220,19 +221,26 @@ def plan(
         line = sum(lengths[s] - prompts[s] for s in rows) + sum({s // group_size: prompts[s] for s in rows}.values())
         return line + padded / 4  # attention's copies are of padded rows: at most a quarter of what autograd keeps
 
-    def fill(room: int) -> list[list[list[int]]]:
-        """In order, a round of one block a rank into the last micro-batch where all have room, else into a new one."""
-        micro_batches: list[list[list[int]]] = []
-        todo = in_order
-        while todo:
-            block = min(group_size, -(-len(todo) // data_ranks))
-            while block > 1 and tokens(todo[:block]) > tokens_per_micro_batch:
-                block -= 1
+    def fit(by_rank: list[list[int]], room: int) -> bool:
+        return all(tokens(rows) <= room for rows in by_rank if rows)
+
+    rounds: list[list[list[int]]] = []  # a block of rows for every rank, which stays together
+    todo = in_order
+    while todo:
+        for block in range(min(group_size, -(-len(todo) // data_ranks)), 0, -1):
             round_ = [todo[rank * block : (rank + 1) * block] for rank in range(data_ranks)]
-            todo = todo[data_ranks * block :]
+            if fit(round_, tokens_per_micro_batch):
+                break
+        rounds.append(round_)
+        todo = todo[data_ranks * block :]
+
+    def fill(room: int) -> list[list[list[int]]]:
+        """The rounds in order, each in the last micro-batch where all ranks have room for it, else in a new one."""
+        micro_batches: list[list[list[int]]] = []
+        for round_ in rounds:
             if micro_batches:
                 grown = [[*rows, *more] for rows, more in zip(micro_batches[-1], round_, strict=True)]
-                if all(tokens(rows) <= room for rows in grown if rows):
+                if fit(grown, room):
                     micro_batches[-1] = grown
                     continue
             micro_batches.append(round_)

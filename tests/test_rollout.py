@@ -51,6 +51,37 @@ def test_a_plan_takes_every_sequence_once_within_the_budget_on_all_ranks() -> No
         assert rollout.plan(dict(shuffled), ranks, budget, multiple) == plan, seed
 
 
+def test_no_rank_of_any_micro_batch_is_over_the_budget_but_for_a_single_row() -> None:
+    """Groups of unequal rows, packed and padded: the cost is counted here by the docstring's words."""
+    shared = 0
+    for seed in range(1000):
+        rng = random.Random(seed)
+        ranks, multiple, group = rng.choice([1, 2, 3, 4, 16]), rng.choice([1, 2, 4]), rng.choice([1, 2, 4, 8])
+        budget = rng.choice([1, 64, 250, 1000, 8192])
+        chosen = [s for s in range(rng.randint(0, 12) * group) if rng.random() < 0.9]  # some are left out
+        prompts = {s: random.Random(f"{seed} {s // group}").randint(1, 60) for s in chosen}
+        lengths = {s: prompts[s] + rng.choice([1, rng.randint(1, 40), rng.randint(100, 400)]) for s in chosen}
+        for packs in (True, False):
+            plan = rollout.plan(lengths, ranks, budget, multiple, group, prompts if packs else None)
+            assert sorted(s for micro in plan for rows in micro for s in rows) == chosen, seed
+            for place, rows in ((i, rows) for i, micro in enumerate(plan) for rows in micro if len(rows) > 1):
+                cost = len(rows) * padded(max(lengths[s] for s in rows), multiple)
+                if packs:
+                    once = {s // group: prompts[s] for s in rows}
+                    cost = sum(once.values()) + sum(lengths[s] - prompts[s] for s in rows) + cost / 4
+                assert cost <= budget, (seed, packs, place, rows, cost)
+                shared += 1
+    assert shared > 3000  # the bound was looked at, not only single rows
+
+
+def test_a_later_ranks_block_counts_too() -> None:
+    """Rank 0's block of four costs 203, rank 1's would cost 492: both take two rows, and then one."""
+    lengths = {0: 100, 1: 2, 2: 2, 3: 2, 4: 99, 5: 99, 6: 99, 7: 99}
+    # Two of 99: 1 + 98 + 98 + 198 / 4 = 246.5
+    plan = rollout.plan(lengths, 2, 250, 1, 4, dict.fromkeys(lengths, 1))
+    assert plan == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+
+
 def test_a_plan_by_hand() -> None:
     lengths = {10: 5, 11: 8, 12: 3, 13: 8, 14: 6}
     # budget 16, rows padded to a multiple of 4: two rows of 8 a rank; 8, 8, 6, 5 are dealt out in turn, then 3
