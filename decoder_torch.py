@@ -272,8 +272,9 @@ class Decoder:
         for layer, weights in enumerate(self.layers):
             query, key, value = self._qkv(weights, x, cos, sin)
             keys, values = cache.keys[layer], cache.values[layer]
-            keys.select(1, n).view(kv_heads, rows, head_dim).copy_(key.transpose(0, 1))
-            values.select(1, n).view(kv_heads, rows, head_dim).copy_(value.transpose(0, 1))
+            # Not view: MindSpeed's Tensor.view copies a tensor that is not contiguous, and the write would be lost.
+            keys.unflatten(0, (kv_heads, rows)).select(2, n).copy_(key.transpose(0, 1))
+            values.unflatten(0, (kv_heads, rows)).select(2, n).copy_(value.transpose(0, 1))
             # A line's rows times its query heads per key head: all of them meet the same prompt in one product.
             query = query.view(rows, kv_heads, -1, head_dim).transpose(0, 1).contiguous()
             by_row, by_line = query.view(kv_heads * rows, -1, head_dim), query.view(lines, -1, head_dim)

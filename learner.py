@@ -223,17 +223,24 @@ class Learner:
         return loss, metrics, gap.amax()
 
     def first_differing_layer(self, engine, prompt: list[int], bound: float) -> str:
-        """Where, on ``prompt``, the engine's forward pass leaves the trainer's. Collective."""
+        """Where, on ``prompt``, an engine's forward pass leaves the trainer's: the same words on all ranks. Collective."""
         row = model_megatron.one_row(prompt, self.parallel)
         ours = [output[0, : len(prompt)] for output in model_megatron.layer_outputs(self.model, row)]
         theirs = engine.layer_outputs(prompt)
         if not theirs:
             return "rollout.enforce_eager=true would name the layer: a graph's layers cannot be looked into"
-        for layer, (mine, its) in enumerate(zip(ours, theirs, strict=True)):
-            scale = mine.float().abs().max().item()
-            apart = (mine.float() - its.to(mine.device).float()).abs().max().item()
-            if not apart <= bound * scale:
-                return f"layer {layer} is the first whose output differs, by {apart / scale:.2g} of its largest value"
+        shares = []  # of the layer's largest value, by which the engine is apart
+        for mine, its in zip(ours, theirs, strict=True):
+            apart = (mine.float() - its.to(mine.device).float()).abs().max() / mine.float().abs().max()
+            shares.append(apart.cpu())
+        by_rank = self.parallel.gather_rows(torch.stack(shares))  # (ranks, layers)
+        for layer, apart in enumerate(by_rank.unbind(1)):
+            wrong = (~(apart <= bound)).nonzero().flatten().tolist()
+            if wrong:
+                ranks = "" if len(wrong) == len(apart) else f", on rank {', '.join(map(str, wrong))} alone"
+                return (
+                    f"layer {layer} is the first whose output differs, by {apart.max():.2g} of its largest value{ranks}"
+                )
         return "all layers agree on the probe prompt: look at the final norm, the head, and the sampling"
 
     @torch.no_grad()

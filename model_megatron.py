@@ -7,6 +7,9 @@ V vocabulary (V / tensor on a rank). Rows are padded on the right and attention 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -197,6 +200,17 @@ def hidden_states(model: torch.nn.Module, tokens: Tensor, packing: Packing | Non
     return x
 
 
+@contextlib.contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, LoRA drops nothing: what the trainer computes is what the sampler should."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
 def one_row(tokens: list[int], parallel: Parallel) -> Tensor:
     """``tokens`` alone, repeated at the end up to a length that tensor parallelism can split.  -> (1, T)"""
     return torch.tensor([tokens + tokens[-1:] * (-len(tokens) % parallel.tensor)], device=parallel.device)
@@ -204,7 +218,7 @@ def one_row(tokens: list[int], parallel: Parallel) -> Tensor:
 
 @torch.no_grad()
 def layer_outputs(model: torch.nn.Module, tokens: Tensor) -> list[Tensor]:
-    """The residual stream after each layer, on every tensor rank.  (b, T) -> L x (b, T, h)"""
+    """The residual stream after each layer, on every tensor rank, without dropout.  (b, T) -> L x (b, T, h)"""
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
     outputs: list[Tensor] = []
@@ -213,7 +227,8 @@ def layer_outputs(model: torch.nn.Module, tokens: Tensor) -> list[Tensor]:
         for layer in model.decoder.layers
     ]
     try:
-        hidden_states(model, tokens)
+        with evaluating(model):
+            hidden_states(model, tokens)
     finally:
         for hook in hooks:
             hook.remove()

@@ -91,6 +91,12 @@ class Parallel:
         """Largest of every rank's ``value``; nan if any rank's is, which a MAX reduction would drop."""
         return self.gather_rows(torch.tensor([value], dtype=torch.float32)).max().item()
 
+    def of_rank_0(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Rank 0's values, on every rank: what all decide by must not differ by a rounding. The same keys on all."""
+        values = torch.tensor(list(metrics.values()), dtype=torch.float64)
+        dist.broadcast(values, src=0)
+        return metrics if self.rank == 0 else dict(zip(metrics, values.tolist(), strict=True))
+
     def barrier(self) -> None:
         """Wait for every rank."""
         dist.barrier()
@@ -169,7 +175,6 @@ def open_world(cfg: Config) -> Iterator[torch.device]:
     init_process_group(cfg.parallel.timeout_seconds)
     seed_everything(cfg.train.seed)
     yield device
-    dist.barrier()
     close_model_parallel()
     dist.destroy_process_group()
 
@@ -250,9 +255,16 @@ def _groups_of(device: torch.device) -> Iterator[None]:
 
 
 def close_model_parallel() -> None:
-    """Forget Megatron's groups, so that another layout can be opened in the same world."""
+    """Destroy every group but the world, so that another layout can be opened in it. Collective.
+
+    Megatron only forgets its groups; each keeps threads and connections until it is destroyed and no longer referred to.
+    """
     from megatron.core import parallel_state
 
+    dist.barrier()  # a peer may still be receiving
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
 
 

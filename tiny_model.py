@@ -7,12 +7,14 @@ reinforcement learning is to choose. b rows, T tokens.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import random
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -76,12 +78,22 @@ def make(cfg: Config, device: torch.device) -> None:
 
     All ranks share the warm start as data-parallel replicas, whatever cfg.parallel says.
     """
-    present = [exists(cfg)]
-    dist.broadcast_object_list(present)  # rank 0 says: another run may finish the model between two ranks' looks
-    if present[0]:
-        return
-    parallel = parallel_setup.init_model_parallel(device, tensor=1, expert=1, expert_tensor=1)
     folder = Path(cfg.model.path)
+    with _only_maker(folder) as may_make:
+        while True:
+            answer = ["wait"]  # rank 0's: another run may finish the model between two ranks' looks
+            if may_make():
+                answer = ["done" if exists(cfg) else "make"]
+            dist.broadcast_object_list(answer)
+            if answer[0] != "wait":
+                break
+            time.sleep(1)  # not one long wait: the other ranks' collectives have a timeout
+        if answer[0] == "make":
+            _make(cfg, device, folder)
+
+
+def _make(cfg: Config, device: torch.device, folder: Path) -> None:
+    parallel = parallel_setup.init_model_parallel(device, tensor=1, expert=1, expert_tensor=1)
     aside = folder.with_name(f".making-{folder.name}")
     if parallel.rank == 0:
         print(f"making {folder}: {cfg.tiny_model.warm_start_steps} supervised steps", flush=True)
@@ -103,6 +115,37 @@ def make(cfg: Config, device: torch.device) -> None:
             os.rename(aside, folder)
     parallel.barrier()
     parallel_setup.close_model_parallel()
+
+
+@contextmanager
+def _only_maker(folder: Path) -> Iterator[Callable[[], bool]]:
+    """A question to ask until the answer is yes: may this process make ``folder``? Yes to one run at a time, rank 0's.
+
+    The lock is on a file beside the folder and ends with the process, however that ends.
+    """
+    if dist.get_rank() != 0:
+        yield lambda: False
+        return
+    with _writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(folder.with_name(f".making-{folder.name}.lock"), "ab")
+    told = False
+
+    def may_make() -> bool:
+        nonlocal told
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not told:
+                print(f"waiting: another process is making {folder}", flush=True)
+            told = True
+            return False
+        except OSError as error:
+            print(f"{lock.name}: {error.strerror}: make sure yourself that no two processes make {folder}", flush=True)
+        return True
+
+    with lock:
+        yield may_make
 
 
 @contextmanager

@@ -85,7 +85,7 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat) -> None:
         clock = Clock(heartbeat, step)
         # 1. Hand over the policy: W + (alpha / R) B A. Noise lives in the sampler's copy; the trainer never sees it.
         pushed = weights.push(step, probe)
-        tripwires.after_push(step, weights.checksum, norm)
+        tripwires.after_push(step, weights.checksums(), norm)
         clock.lap("sync")
         # 2. Sample and score G completions for each of P questions; both depend on (seed, step) alone.
         asked = questions.pick(step, cfg.rollout.prompts_per_step)
@@ -98,7 +98,7 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat) -> None:
         # 4. Update the adapters, once for every prompts_per_update prompts.
         metrics = learner.update(batch, completions, advantages.flatten(), step, clock)
         # 5. Book-keeping.
-        metrics = rollout_metrics(batch) | metrics | pushed
+        metrics = parallel.of_rank_0(rollout_metrics(batch) | metrics | pushed)
         norm = metrics["actor/grad_norm"]
         log.log_completions(step, shown_completions(completions, asked, batch, tokenizer, cfg))
         log.log_step(step, metrics, clock.timing(sum(batch.lengths)))

@@ -20,7 +20,11 @@ class Tripped(RuntimeError):
 
 
 class Tripwires:
-    """Looks at the metrics of every step. Every rank sees the same metrics, so every rank stops or none."""
+    """Looks at the metrics of every step.
+
+    Every rank must be given the same numbers, to the last bit: then every rank stops or none, and all of them meet in
+    ``where_apart``, which is collective.
+    """
 
     def __init__(self, cfg: Config, say: Callable[[str], None], where_apart: Callable[[float], str]) -> None:
         """``say`` prints; ``where_apart`` finds, collectively, the layer in which sampler and trainer part."""
@@ -29,7 +33,7 @@ class Tripwires:
         self.rewards: set[float] = set()
         self.steps = 0  # that this process has seen: a resumed run looks again
         self.norms: list[float] = []
-        self.checksum: float | None = None
+        self.checksums: list[float] = []
 
     def trip(self, check: str, found: str, look_at: str) -> None:
         """Act on a broken check as its action says; a warning is given once."""
@@ -71,9 +75,9 @@ class Tripwires:
         bound = getattr(self.checks, f"logp_gap_{self.cfg.model.dtype}")
         noisy = metrics.get("aqn/sigma", 0) > 0
         gap = metrics["aqn/probe_gap" if noisy else "rollout/logp_gap_mean"]  # noisy answers say nothing about the sync
-        dropout = self.cfg.lora.dropout  # on in the trainer's pass, not in the sampler's
-        watched = self.checks.logp_gap != "off" and "logp_gap" not in self.warned
-        if watched and not dropout and not gap <= bound:
+        dropout = self.cfg.lora.dropout  # on in the update's passes, not in the sampler's and the probe's
+        watched = self.checks.logp_gap != "off" and "logp_gap" not in self.warned and (noisy or not dropout)
+        if watched and not gap <= bound:
             self.trip(
                 "logp_gap",
                 f"step {step + 1}: sampler and trainer differ by {gap:.2g} nats a token, at most {bound:g} expected;\n"
@@ -117,13 +121,18 @@ class Tripwires:
                 "loss.entropy_coef, optim.lr, loss.kl_coef",
             )
 
-    def after_push(self, step: int, checksum: float, last_norm: float | None) -> None:
-        """Check what was pushed for ``step``: it must not be what was pushed before an update that had a gradient."""
-        if self.checksum is not None and last_norm and checksum == self.checksum:
+    def after_push(self, step: int, checksums: list[float], last_norm: float | None) -> None:
+        """Check what was pushed for ``step``: it must not be what was pushed before an update that had a gradient.
+
+        ``checksums``: every rank's, of what it pushed; ``last_norm``: the gradient norm of the last update.
+        """
+        before, self.checksums = self.checksums, checksums
+        stuck = [rank for rank, pair in enumerate(zip(before, checksums, strict=False)) if pair[0] == pair[1]]
+        if stuck and last_norm:
+            ranks = "" if len(stuck) == len(checksums) else f" on rank {', '.join(map(str, stuck))}"
             self.trip(
                 "adapters",
                 f"step {step + 1}: the last update had a gradient norm of {last_norm:.3g}, but the tensors pushed to "
-                "the sampler are the ones of before",
+                f"the sampler{ranks} are the ones of before",
                 "the merge of the adapters (weights_hf.export); in bf16 also whether optim.lr can move the weights",
             )
-        self.checksum = checksum

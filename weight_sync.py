@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import adapter_weights
@@ -25,7 +26,8 @@ from rollout import Completion
 from tripwires import Tripped
 
 PROBE_TOKENS = 16  # most of an answer to the probe prompt, on which noisy steps are judged
-FLAT = 2.0  # temperature at which noise shows, vLLM's highest: a sure policy's log-probs are 0 to the last bit at 1
+# At temperature 1 the log-probs of a confident policy are exactly 0, so noise would not show; 2 is vLLM's maximum.
+FLAT = 2.0
 
 
 class WeightSync:
@@ -67,10 +69,10 @@ class WeightSync:
         Catches a shard in the wrong place, order or layout, and a captured graph that reads elsewhere.
         """
         bound = getattr(self.cfg.checks, f"logp_gap_{self.cfg.model.dtype}")
-        if self.cfg.checks.logp_gap != "stop" or self.cfg.lora.dropout:
+        if self.cfg.checks.logp_gap != "stop":
             return
         for push in ("the first push", "a second push of the same policy"):
-            gap = self.parallel.max_over_ranks(self._gap(probe))  # every rank stops or none
+            gap = self._gap(probe)
             if not gap <= bound:
                 raise Tripped(
                     f"checks.logp_gap: after {push} sampler and trainer differ by {gap:.2g} nats a token on the probe, "
@@ -83,13 +85,19 @@ class WeightSync:
         """The policy as the trainer has it: W + (alpha / R) B A, and the norms without noise."""
         self._push_policy()
 
+    def checksums(self) -> list[float]:
+        """Every rank's checksum of its last push, the same list on every rank. Collective."""
+        mine = torch.tensor([self.checksum], dtype=torch.float64)
+        return self.parallel.gather_rows(mine).flatten().tolist()
+
     def push(self, step: int, probe: list[int]) -> dict[str, float]:
         """The policy with the noise of ``step`` (from 0), and what went: its checksum, and what the noise came to.
 
         Noise goes after the clean policy, so that both can be seen on the prompt ``probe``: that the engine has the
         trainer's policy (aqn/probe_gap, nats a token), and that the noise changes it (aqn/probe_shift, the largest
         change of a token's log-prob, at temperature FLAT and after half of it; exactly 0 for an engine that does not
-        take it). Raises AqnError when the noise is not the noise that was asked for.
+        take it). Both are those of the rank that is worst off, so that all ranks judge the same numbers. Raises
+        AqnError when the noise is not the noise that was asked for.
         """
         if not self.noise:
             self.push_clean()
@@ -111,11 +119,13 @@ class WeightSync:
         gap = shift = 0.0
         if sigma:
             gap = self._gap(probe)
-            half = probe[: -(-len(probe) // 2)]  # how a question goes on is never sure
+            # Continuations of half a prompt are uncertain, so noise changes their log-probs.
+            half = probe[: -(-len(probe) // 2)]
             clean = self._answer(half, FLAT)
             self._load(stream)
             noisy = self._answer(half, FLAT)
             shift = max(abs(after - before) for after, before in zip(noisy.logp, clean.logp, strict=False))
+            shift = -self.parallel.max_over_ranks(-shift)  # the least
         aqn.check_report(report)
         return {
             "sync/checksum": self.checksum,
@@ -151,14 +161,28 @@ class WeightSync:
 
     @torch.no_grad()
     def _gap(self, prompt: list[int]) -> float:
-        """Mean difference between the engine's and the trainer's log-probs of an answer, nats a token. Collective."""
-        temperature = self.cfg.rollout.temperature
-        answer = self._answer(prompt, temperature)
-        tokens = model_megatron.one_row(prompt + answer.tokens, self.parallel)
+        """Mean difference between an engine's and the trainer's log-probs of its answer to ``prompt``, nats a token.
+
+        The largest of all ranks' engines, the same number on every rank. Collective: each answer goes through the
+        trainer on all ranks, since a wrong engine's answer is another one, and tensor ranks must see the same tokens.
+        """
+        mine = self._answer(prompt, self.cfg.rollout.temperature)
+        everyones: list = [None] * self.parallel.world_size
+        dist.all_gather_object(everyones, (tuple(mine.tokens), mine.logp))
+        trainers = {tokens: self._trainer_logp(prompt, tokens) for tokens, _ in everyones}
+        gaps = [(trainers[tokens] - torch.tensor(logp)).abs().mean() for tokens, logp in everyones]
+        return self.parallel.max_over_ranks(torch.stack(gaps).max().item())
+
+    def _trainer_logp(self, prompt: list[int], answer: tuple[int, ...]) -> Tensor:
+        """The trainer's log-probs of ``answer`` after ``prompt``, on the host. Collective.  -> (len(answer),)"""
+        tokens = model_megatron.one_row(prompt + list(answer), self.parallel)
         mask = torch.zeros_like(tokens)
-        mask[0, len(prompt) : len(prompt) + len(answer.tokens)] = 1
-        logp = model_megatron.token_logprobs(self.model, tokens, mask, self.parallel, temperature)[0]
-        return (logp[mask == 1].cpu() - torch.tensor(answer.logp)).abs().mean().item()
+        mask[0, len(prompt) : len(prompt) + len(answer)] = 1
+        with model_megatron.evaluating(self.model):
+            logp, _ = model_megatron.token_logprobs(
+                self.model, tokens, mask, self.parallel, self.cfg.rollout.temperature
+            )
+        return logp[mask == 1].cpu()
 
     def _changed(self, touched: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """The weights that do, LoRA merged; under rollout.sync adapter only what noise changes."""

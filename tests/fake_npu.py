@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.machinery
+import importlib.metadata
 import os
+import pkgutil
 import sys
 import types
 from collections.abc import Callable
@@ -397,6 +399,63 @@ def transfer_to_npu() -> None:
     Tensor.cuda, Tensor.is_cuda, torch.nn.Module.cuda = Tensor.npu, Tensor.is_npu, torch.nn.Module.npu
 
 
+def mindspeed_patches() -> dict[str, Callable]:
+    """What MindSpeed's adaptor puts in the place of torch's own functions, by name; without its stand-ins for CUDA.
+
+    From features_manager/megatron_basic/requirements_basic.py and fusions/grouped_matmul.py of its branches
+    core_r0.16.0 and 2.2.0_core_r0.12.1. test_npu.py compares these names with a real checkout's.
+    """
+    view, all_reduce, version = Tensor.view, dist.all_reduce, importlib.metadata.version
+
+    @functools.wraps(view)
+    def view_of_contiguous(tensor: Tensor, *args, **kwargs):
+        """A write into the view of a tensor that is not contiguous is lost: it goes into the copy."""
+        return view(tensor.contiguous(), *args, **kwargs)
+
+    @functools.wraps(all_reduce)
+    def all_reduce_of_a_copy(tensor: Tensor, *args, **kwargs):
+        """A reduction of float64 is lost: it goes into the fp32 copy."""
+        if torch.is_tensor(tensor) and tensor.dtype == torch.float64:
+            all_reduce(tensor.float(), *args, **kwargs)
+            return None
+        return all_reduce(tensor, *args, **kwargs)
+
+    def not_compiled(*args, **kwargs):
+        return args[0] if args and callable(args[0]) else lambda function: function
+
+    def named_cuda(function: Callable) -> Callable:
+        def type_of(tensor: Tensor, *args, **kwargs):
+            found = function(tensor, *args, **kwargs)
+            return found.replace("npu", "cuda") if isinstance(found, str) else found
+
+        return functools.wraps(function)(type_of)
+
+    return {
+        "importlib.metadata.version": lambda name: "2.2.0" if name == "transformer-engine" else version(name),
+        "torch.Tensor.type": named_cuda(Tensor.type),
+        "torch.Tensor.view": view_of_contiguous,
+        "torch._C._jit_set_nvfuser_enabled": lambda *args, **kwargs: None,
+        "torch.compile": not_compiled,
+        "torch.distributed._all_gather_base": dist.all_gather_into_tensor,
+        "torch.distributed._reduce_scatter_base": dist.reduce_scatter_tensor,
+        "torch.distributed.all_reduce": all_reduce_of_a_copy,
+        "torch.jit.script": not_compiled,
+        "torch.nn.parameter.Parameter.type": named_cuda(torch.nn.Parameter.type),
+    }
+
+
+def patch_as_mindspeed() -> None:
+    """Apply mindspeed_patches(), in every module that has imported the original by name."""
+    for name, replacement in mindspeed_patches().items():
+        path, _, attribute = name.rpartition(".")
+        owner = pkgutil.resolve_name(path)
+        original = getattr(owner, attribute)
+        setattr(owner, attribute, replacement)
+        for module in list(sys.modules.values()):
+            if getattr(module, "__dict__", {}).get(attribute) is original:
+                setattr(module, attribute, replacement)
+
+
 def _device(x):
     return torch.device("npu", x) if isinstance(x, int) and not isinstance(x, bool) else x
 
@@ -483,7 +542,8 @@ libraries = []  # a library's registrations last as long as it
 def install(stubs: bool = False) -> None:
     """Make this process one with 16 NPUs, or as many as ASCEND_RT_VISIBLE_DEVICES names.
 
-    ``stubs``: what else of torch_npu, torchair and triton MindSpeed asks for while it is imported is there, and empty.
+    torch is patched as MindSpeed patches it, so code that is wrong under MindSpeed alone is wrong here too. ``stubs``:
+    the real MindSpeed will do that; what it asks of torch_npu, torchair and triton at its import is there, and empty.
     """
     npu = torch_npu_module()
     _setup_privateuseone_for_python_backend(rename="npu", backend_module=npu, hook=_Hooks())
@@ -513,3 +573,5 @@ def install(stubs: bool = False) -> None:
     names = {"torch_npu": module, "torch.npu": npu, "torch_npu.npu": npu, "torch_npu.contrib": module.contrib}
     sys.modules.update(names)
     dist.Backend.register_backend("hccl", _Hccl, extended_api=True, devices=["npu"])
+    if not stubs:
+        patch_as_mindspeed()

@@ -21,6 +21,15 @@ class Interrupted(Exception):
     """The end of the run's first life."""
 
 
+def patched() -> list[str]:
+    """The names that MindSpeed's adaptor has put something in the place of, if it is imported."""
+    if "mindspeed" not in sys.modules:
+        return []
+    from mindspeed.patch_utils import MindSpeedPatchesManager
+
+    return sorted(MindSpeedPatchesManager.patches_info)
+
+
 def main(config_path: str, answer: str, mindspeed: str = "") -> None:
     fake_npu.install(stubs=bool(mindspeed))
     sys.path[:0] = [str(ROOT), *([mindspeed] if mindspeed else [])]
@@ -61,7 +70,7 @@ def main(config_path: str, answer: str, mindspeed: str = "") -> None:
             "argv": sys.argv,
             "groups": groups,
             "kernels": fake_npu.KERNELS,
-            "mindspeed": "mindspeed" in sys.modules,
+            "patched": patched(),
         }
         Path(f"{answer}-{parallel.rank}").write_text(json.dumps(answers))
 

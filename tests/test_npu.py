@@ -104,14 +104,14 @@ def test_communicators_are_built_for_the_groups_that_carry_traffic_only(on_npu):
 def test_the_npus_kernels_are_what_ran(on_npu):
     kernels = {"npu_rms_norm", "npu_fusion_attention", "npu_swiglu", "npu_rotary_mul", "npu_grouped_matmul"}
     assert all(rank["kernels"].keys() == kernels for rank in on_npu[2])
-    assert not any(rank["mindspeed"] for rank in on_npu[2])
+    assert not any(rank["patched"] for rank in on_npu[2])
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not MINDSPEED, reason="MINDSPEED_DIR names no checkout of MindSpeed core_r0.16.0")
 def test_with_mindspeeds_adaptor_the_metrics_are_the_same(model, on_cpu, tmp_path):
     run, answers = train_on_npu("TP2_EP2", model, tmp_path / "npu", MINDSPEED)
-    assert all(rank["mindspeed"] for rank in answers)
+    assert all(rank["patched"] for rank in answers)
     assert_equal_to_1e_6(run, on_cpu["TP2_EP2"])
 
 

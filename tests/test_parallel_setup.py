@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import os
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 import world
 
+import parallel_setup
 from parallel_setup import Parallel
 
 LAYOUTS = list(world.LAYOUTS)
@@ -27,6 +32,7 @@ def measure(parallel: Parallel) -> dict:
         "rows": parallel.gather_rows(torch.full((2, 3), parallel.rank)),
         "no rows": tuple(parallel.gather_rows(torch.zeros(0, 3)).shape),
         "max": parallel.max_over_ranks(float(-parallel.rank)),
+        "of rank 0": parallel.of_rank_0({"reward": 0.1 + parallel.rank, "count": 7}),
         "max with nan": parallel.max_over_ranks(float("nan") if parallel.rank == 1 else 1.0),
     }
 
@@ -91,3 +97,28 @@ def test_max_over_ranks_does_not_hide_a_nan(layout, everywhere):
     for rank in everywhere[layout]:
         if rank["parallel"]["world_size"] > 1:
             assert rank["max with nan"] != rank["max with nan"]
+
+
+def test_what_ranks_decide_by_is_rank_0s(everywhere):
+    for answers in everywhere.values():
+        assert all(rank["of rank 0"] == {"reward": 0.1, "count": 7} for rank in answers)
+
+
+def open_and_close() -> list[tuple[int, int]]:
+    """Threads and descriptors of this process before and after each of several layouts in one world."""
+    found = []
+    for name in [None, "TP2", "TP2_EP2", "EP2", "TP2_EP2", "TP2", "EP2"]:
+        if name:
+            world.open_layout(name)
+            parallel_setup.close_model_parallel()
+        gc.collect()
+        found.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+def test_a_layout_that_is_closed_leaves_no_threads_and_descriptors():
+    """One group that is only forgotten keeps two threads and four descriptors."""
+    for found in world.run(2, open_and_close):
+        threads, descriptors = zip(*found[1:], strict=True)  # the first layout also starts what the world needs
+        assert max(threads) == min(threads) and max(descriptors) <= min(descriptors) + 2, found

@@ -7,6 +7,7 @@ A run is the whole trainer on a random tiny model in a forked world, where the f
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import breaking
@@ -31,7 +32,7 @@ from decoder_torch import Decoder
 from heartbeat import Heartbeat
 from knobs import Action, ChecksConfig
 from learner import Learner
-from tripwires import Tripped
+from tripwires import Tripped, Tripwires
 
 FEW = {  # a step of some 50 ms
     "rollout__prompts_per_step": 4, "rollout__group_size": 2, "optim__prompts_per_update": 4,
@@ -123,6 +124,16 @@ def engine_without_norms() -> None:
         keep = self.ready
         slots = self._slots
         real(self, ((name, slots[name][0].clone() if keep and "norm" in name else value) for name, value in stream))
+
+    Decoder.load_weights = load_weights
+
+
+def engine_with_larger_norms() -> None:
+    """An engine that keeps its norms 1.05 times what it is given."""
+    real = Decoder.load_weights
+
+    def load_weights(self: Decoder, stream) -> None:
+        real(self, ((name, value * 1.05 if "norm" in name else value) for name, value in stream))
 
     Decoder.load_weights = load_weights
 
@@ -258,6 +269,47 @@ def test_every_rank_stops_with_the_same_report(fault: str, model: Path, tmp_path
     plant, changes, expected = STOPS[fault]
     reports = raised(plant, training.config(model, tmp_path, **FEW | changes), "TP2_EP2")
     assert reports[0] == reports[1] and all(part in reports[0][1] for part in expected), reports
+
+
+ON_RANK_1 = {  # fault of one rank's engine: its plant, the changes to the run, what the message must hold
+    "other norms": (engine_with_larger_norms, {}, ["checks.logp_gap", "step 1", "on rank 1 alone"]),
+    "other norms under noise": (engine_with_larger_norms, NOISE, ["checks.logp_gap", "step 1", "on rank 1 alone"]),
+    "no norms taken": (engine_without_norms, NOISE, ["checks.noise", "step 1", "takes pushed norms"]),
+}
+
+
+def rank_1s(plant: Callable[[], None]) -> None:
+    if torch.distributed.get_rank() == 1:
+        plant()
+
+
+@pytest.mark.parametrize("layout", ["TP2", "EP2", "TP2_EP2_DP2"])
+@pytest.mark.parametrize("fault", ON_RANK_1)
+def test_a_fault_of_one_rank_stops_all_ranks_or_warns_once(fault: str, layout: str, model: Path, tmp_path: Path):
+    """No rank may decide alone: the others would wait in its collective. Tensor ranks also have to see one answer."""
+    plant, changes, expected = ON_RANK_1[fault]
+    stop, warn = (
+        training.config(model, tmp_path / action, **{expected[0].replace(".", "__"): action}, **FEW | changes)
+        for action in ("stop", "warn")
+    )
+    reports = raised(partial(rank_1s, plant), stop, layout)
+    assert {kind for kind, _ in reports} == {Tripped} and len({message for _, message in reports}) == 1, reports
+    assert all(part in reports[0][1] for part in expected), reports[0]
+    assert raised(partial(rank_1s, plant), warn, layout) == [(InputError, "")] * len(reports)
+    run = training.only_run(warn)
+    text = (run / "log.txt").read_text()
+    assert text.count(f"warning: {expected[0]}: step 1") == 1 and all(part in text for part in expected[2:])
+    assert [row["step"] for row in training.metrics(run)] == [0, 1, 2] and (run / "finished.json").exists()
+
+
+def test_a_push_that_is_stuck_on_one_rank_is_named() -> None:
+    cfg = training.config(Path("none"), Path("none"), checks__adapters="stop")
+    watch = Tripwires(cfg, print, lambda bound: "")
+    watch.after_push(0, [1.0, 2.0], None)
+    watch.after_push(1, [1.5, 2.5], 0.1)
+    watch.after_push(2, [1.5, 2.5], 0.0)  # the update had no gradient
+    with pytest.raises(Tripped, match="pushed to the sampler on rank 1 are the ones of before"):
+        watch.after_push(3, [1.6, 2.5], 0.1)
 
 
 OTHER_STOPS = {  # what is refused elsewhere than in tripwires.py
