@@ -7,10 +7,11 @@ travel the same way. E experts, R rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import lora_megatron
@@ -44,50 +45,72 @@ def gather(
     adapters: dict[str, torch.nn.Module], values: dict[str, Tensor], arch: Architecture, parallel: Parallel
 ) -> dict[str, Tensor]:
     """Whole tensors from every rank's ``values`` (by factor name, shaped as the factors). Collective; same on all."""
-    whole = {}
-    for name, factor in lora_megatron.factors(adapters).items():
-        value = values[name]
-        if factor.is_expert:
-            value = torch.cat(weights_hf.gather(value, parallel.expert, parallel.expert_group))
-        whole[hf_name(name)] = _join(value, factor, name, arch, parallel)
-    return whole
+    factors = lora_megatron.factors(adapters)
+    return {hf_name(name): whole(name, factors[name], values[name], arch, parallel).clone() for name in factors}
 
 
-def _join(value: Tensor, factor, name: str, arch: Architecture, parallel: Parallel) -> Tensor:
-    dim = factor.shard_dim
-    if dim is None:
-        return value.clone()
-    size, _, group = _group(factor, parallel)
+@torch.no_grad()
+def whole(
+    name: str, factor, value: Tensor, arch: Architecture, parallel: Parallel, join_on_host: bool = False
+) -> Tensor:
+    """The whole tensor whose shard on this rank is ``value``, shaped as ``factor``; it may be ``value`` itself.
+
+    Collective. The shards are received in one tensor, which for experts is the result, so that a device holds nothing
+    else beside its own shard. The shards of other tensors, or of experts with expert_tensor > 1, are joined in a copy,
+    which ``join_on_host`` keeps off the device.
+    """
+    if factor.is_expert and parallel.expert > 1:
+        experts = value.new_empty((parallel.expert * len(value), *value.shape[1:]))
+        dist.all_gather_into_tensor(experts, value.contiguous(), group=parallel.expert_group)
+        value = experts
+    dim, (size, _, group) = factor.shard_dim, _group(factor, parallel)
+    if dim is None or (size == 1 and not name.endswith("linear_qkv.B")):
+        return value
     if name.endswith("linear_qkv.B"):
         value = weights_hf.separate_qkv(value, arch.num_kv_heads // size, arch)
-    blocks = [size_of // size for size_of in _block_sizes(value.shape[dim] * size, name, arch)]
-    by_rank = [shard.split(blocks, dim) for shard in weights_hf.gather(value, size, group)]
-    return torch.cat([torch.cat([parts[i] for parts in by_rank], dim) for i in range(len(blocks))], dim)
+    shards = weights_hf.gather(value, size, group)
+    where = torch.device("cpu") if join_on_host else value.device
+    joined = torch.empty(whole_shape(factor, parallel), dtype=value.dtype, device=where)
+    start, blocks = 0, [block // size for block in _block_sizes(joined.shape[dim], name, arch)]
+    for place, block in enumerate(blocks):
+        for shard in shards:
+            joined.narrow(dim, start, block).copy_(shard.narrow(dim, sum(blocks[:place]), block))
+            start += block
+    return joined
+
+
+def whole_shape(factor, parallel: Parallel) -> tuple[int, ...]:
+    """Shape of the whole tensor that ``factor`` is a shard of."""
+    shape = list(factor.shape)
+    if factor.is_expert:
+        shape[0] *= parallel.expert
+    if factor.shard_dim is not None:
+        shape[factor.shard_dim] *= _group(factor, parallel)[0]
+    return tuple(shape)
 
 
 @torch.no_grad()
 def scatter(
-    adapters: dict[str, torch.nn.Module], whole: dict[str, Tensor], arch: Architecture, parallel: Parallel
+    adapters: dict[str, torch.nn.Module], wholes: Mapping[str, Tensor], arch: Architecture, parallel: Parallel,
+    end: str = "",
 ) -> dict[str, Tensor]:
-    """This rank's piece of every whole tensor, by factor name.
+    """This rank's piece of every whole tensor whose name has this ``end``, by factor name; one is read at a time.
 
     Raises InputError when names or shapes are not those of these adapters.
     """
-    expected = {hf_name(name): name for name in lora_megatron.factors(adapters)}
-    if expected.keys() != whole.keys():
-        odd = sorted(expected.keys() ^ whole.keys())
+    factors = lora_megatron.factors(adapters)
+    expected, found = {hf_name(name) + end for name in factors}, {name for name in wholes if name.endswith(end)}
+    if expected != found:
+        odd = sorted(expected ^ found)
         raise InputError(f"checkpoint: the adapters do not match lora.targets; {odd[0]} is on one side only")
     pieces = {}
-    for name, factor in lora_megatron.factors(adapters).items():
-        value = whole[hf_name(name)]
+    for name, factor in factors.items():
+        value, shape = wholes[hf_name(name) + end], whole_shape(factor, parallel)
+        if tuple(value.shape) != shape:
+            raise InputError(
+                f"checkpoint: {hf_name(name) + end} has shape {list(value.shape)}, the model needs {list(shape)}"
+            )
         size, rank, _ = _group(factor, parallel)
-        shape = list(factor.shape)
-        if factor.is_expert:
-            shape[0] *= parallel.expert
-        if factor.shard_dim is not None:
-            shape[factor.shard_dim] *= size
-        if list(value.shape) != shape:
-            raise InputError(f"checkpoint: {hf_name(name)} has shape {list(value.shape)}, the model needs {shape}")
         if factor.is_expert:
             value = value.chunk(parallel.expert)[parallel.expert_rank]
         if factor.shard_dim is not None:

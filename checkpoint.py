@@ -9,18 +9,19 @@ One appears whole or not at all, whenever the process is killed, and is used onl
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from config import Config, InputError, changed_keys, config_hash, to_dict
@@ -31,10 +32,43 @@ from runlog import lock_run
 NAME = re.compile(r"(step-|\.replaced-step-)(\d{6,})")
 
 
+SAFETENSORS_TYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.int64: "I64"}
+
+
+class Pending(NamedTuple):
+    """A tensor that exists only while it is written."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[], Tensor]  # may be collective
+
+
+class TensorFile(Mapping[str, Tensor]):
+    """The tensors of a safetensors file by name, each read when it is asked for.  InputError if the file is damaged."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self.file = safe_open(path, framework="pt")
+            self.names = dict.fromkeys(self.file.keys())
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"{path}: not a safetensors file ({error})") from None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.names:
+            raise KeyError(name)
+        return self.file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     step: int  # steps done
-    tensors: dict[str, dict[str, Tensor]]  # kind -> name -> full-size tensor on the CPU
+    tensors: dict[str, Mapping[str, Tensor]]  # kind -> name -> full-size tensor on the CPU
     state: dict[str, Any]  # what save() was given
     config: dict[str, Any]  # of the run that wrote it
     path: Path
@@ -54,13 +88,53 @@ def _discard(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def save(run_dir: Path, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any], cfg: Config) -> Path:
-    """Write the checkpoint of ``step`` finished steps and keep the newest cfg.train.keep_last; one process calls it.
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor | Pending]) -> str:
+    """Write a safetensors file, holding one tensor at a time, and return its sha256.
+
+    safetensors' own save_file takes all tensors at once. The format: the header's length in 8 bytes; the header, JSON
+    padded with spaces to a multiple of 8; the tensors' bytes, in its order.
+    """
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        start, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
+        about = {"dtype": SAFETENSORS_TYPES[tensor.dtype], "shape": list(tensor.shape)}
+        header[name] = about | {"data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with open(path, "wb") as file:
+
+        def write(data: bytes | memoryview) -> None:
+            digest.update(data)
+            file.write(data)
+
+        write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in tensors.items():
+            value = tensor.make() if isinstance(tensor, Pending) else tensor
+            assert value.shape == tensor.shape and value.dtype == tensor.dtype, name
+            value = value.detach().cpu().contiguous()
+            write(memoryview(value.reshape(-1).view(torch.uint8).numpy()))
+            del value
+    return digest.hexdigest()
+
+
+def save(
+    run_dir: Path, step: int, tensors: dict[str, Mapping[str, Tensor | Pending]], state: dict[str, Any], cfg: Config,
+    writes: bool = True,
+) -> Path | None:
+    """Write the checkpoint of ``step`` finished steps and keep the newest cfg.train.keep_last; its folder.
+
+    One process ``writes``; the others make the pending tensors with it, one at a time, and drop them.
 
     Also puts the run's .jsonl files on the disk first: a checkpoint vouches for the steps before it.  Checkpoints of
     later steps are removed: they are from before the run was rewound.  A step saved again replaces the old one.
     Raises InputError when the disk is full or cannot be written; earlier checkpoints are then as they were.
     """
+    if not writes:
+        for tensor in (tensor for named in tensors.values() for tensor in named.values()):
+            if isinstance(tensor, Pending):
+                tensor.make()
+        return None
     folder = Path(run_dir) / "checkpoints"
     target = folder / f"step-{step:06d}"
     aside = folder / f".tmp-{target.name}"
@@ -72,16 +146,11 @@ def save(run_dir: Path, step: int, tensors: dict[str, dict[str, Tensor]], state:
         for path in Path(run_dir).glob("*.jsonl"):
             fsync_path(path)
         aside.mkdir()
-        for kind, named in tensors.items():
-            # A copy: safetensors refuses tensors that share memory.
-            plain = {
-                name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-                for name, tensor in named.items()
-            }
-            save_file(plain, aside / f"{kind}.safetensors")
+        files = {f"{kind}.safetensors": named for kind, named in tensors.items()}
+        checksums = {name: _write_tensors(aside / name, named) for name, named in files.items()}
         about = {"step": step, "config": to_dict(cfg), "config_hash": config_hash(cfg), "state": state}
         write_atomically(aside / "state.json", json.dumps(about, indent=1) + "\n")
-        checksums = {path.name: sha256_file(path) for path in sorted(aside.iterdir())}
+        checksums["state.json"] = sha256_file(aside / "state.json")
         write_atomically(aside / "checksums.json", json.dumps(checksums, indent=1) + "\n")
         for path in aside.iterdir():
             fsync_path(path)
@@ -92,21 +161,26 @@ def save(run_dir: Path, step: int, tensors: dict[str, dict[str, Tensor]], state:
             os.rename(target, replaced)  # still found by latest() if the process is killed here
         os.rename(aside, target)
         fsync_path(folder)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise InputError(_write_failure(target, tensors, error)) from error
     kept = [path for found, path in _found(folder) if found <= step and path.name == f"step-{found:06d}"]
     for _, path in _found(folder):
         if path not in kept[: cfg.train.keep_last]:
-            _discard(path)
+            try:
+                _discard(path)
+            except OSError as error:
+                reason = f"an old checkpoint that cannot be removed: {error.strerror}"
+                raise InputError(f"{path}: {reason}; {target.name} is whole") from None
     return target
 
 
-def _write_failure(target: Path, tensors: dict[str, dict[str, Tensor]], error: OSError | SafetensorError) -> str:
+def _write_failure(target: Path, tensors: dict[str, Mapping[str, Tensor | Pending]], error: OSError) -> str:
     """One line for a checkpoint that could not be written."""
-    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    if getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in reason:
-        size = sum(tensor.numel() * tensor.element_size() for named in tensors.values() for tensor in named.values())
+    reason = error.strerror or str(error)
+    if error.errno == errno.ENOSPC:
+        everything = [tensor for named in tensors.values() for tensor in named.values()]
+        size = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in everything)
         free = shutil.disk_usage(target.parent).free
         reason = f"disk full: {size / 2**20:.1f} MiB needed, {free / 2**20:.1f} MiB free"
     return f"{target}: checkpoint not written: {reason}; earlier checkpoints are intact, the run can be resumed"
@@ -148,12 +222,7 @@ def load(path: Path) -> Checkpoint:
     match = NAME.fullmatch(path.name)
     if match and int(match[2]) != about["step"]:
         raise InputError(f"{path / 'state.json'}: step {about['step']} in a folder of step {int(match[2])}")
-    tensors = {}
-    for file in sorted(path.glob("*.safetensors")):
-        try:
-            tensors[file.stem] = load_file(file)
-        except SafetensorError as error:
-            raise InputError(f"{file}: not a safetensors file ({error})") from None
+    tensors = {file.stem: TensorFile(file) for file in sorted(path.glob("*.safetensors"))}
     return Checkpoint(about["step"], tensors, about["state"], about["config"], path)
 
 

@@ -74,12 +74,14 @@ def check_factors(found: checkpoint.Checkpoint, modules: Iterable[Adapted]) -> d
         if names:
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             raise InputError(f"{where}: {min(names)}{more} {label}")
+    found_factors = {name: factor.float() for name, factor in factors.items()}
     for name, shape in expected.items():
-        if tuple(factors[name].shape) != shape:
-            raise InputError(f"{where}: {name} has shape {list(factors[name].shape)}, the run needs {list(shape)}")
-        if not factors[name].isfinite().all():
+        factor = found_factors[name]
+        if tuple(factor.shape) != shape:
+            raise InputError(f"{where}: {name} has shape {list(factor.shape)}, the run needs {list(shape)}")
+        if not factor.isfinite().all():
             raise InputError(f"{where}: {name} holds values that are not finite")
-    return {name: factor.float() for name, factor in factors.items()}
+    return found_factors
 
 
 # ------------------------------------------------------------------------------------------------ merged model

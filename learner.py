@@ -7,8 +7,10 @@ number of ranks nor the size of a micro-batch changes it. S = P x G sequences, b
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ import parallel_setup
 import rollout
 import routing_replay
 import seeds
+from checkpoint import Pending
 from config import Config
 from heartbeat import Heartbeat
 from hf_config import Architecture
@@ -223,7 +226,7 @@ class Learner:
         return loss, metrics, gap.amax()
 
     def first_differing_layer(self, engine, prompt: list[int], bound: float) -> str:
-        """Where, on ``prompt``, an engine's forward pass leaves the trainer's: the same words on all ranks. Collective."""
+        """Where, on ``prompt``, an engine's forward pass leaves the trainer's, said alike on all ranks. Collective."""
         row = model_megatron.one_row(prompt, self.parallel)
         ours = [output[0, : len(prompt)] for output in model_megatron.layer_outputs(self.model, row)]
         theirs = engine.layer_outputs(prompt)
@@ -269,29 +272,35 @@ class Learner:
             parameter.grad = None
         return norm
 
-    def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, int]]:
+    def state(self) -> tuple[dict[str, dict[str, Pending]], dict[str, int]]:
         """Whole factors and moments by Hugging Face name, which any layout can load, and the count of optimizer steps.
 
-        Collective; the same on every rank.
+        A tensor is gathered when it is made, which is collective: all ranks make all of them, in this order.
         """
-        whole = {"adapter": adapter_weights.gather(self.adapters, self.factors, self.arch, self.parallel)}
-        whole["optimizer"] = {}
-        for moment in MOMENTS:
-            gathered = adapter_weights.gather(self.adapters, self.moments[moment], self.arch, self.parallel)
-            whole["optimizer"] |= {f"{name}.{moment}": value for name, value in gathered.items()}
+        def pending(name: str, value: Tensor) -> Pending:
+            factor = self.factors[name]
+            make = functools.partial(adapter_weights.whole, name, factor, value, self.arch, self.parallel, True)
+            return Pending(adapter_weights.whole_shape(factor, self.parallel), value.dtype, make)
+
+        whole: dict[str, dict[str, Pending]] = {"adapter": {}, "optimizer": {}}
+        for kind, end, values in self._parts():
+            for name, value in values.items():
+                whole[kind][adapter_weights.hf_name(name) + end] = pending(name, value)
         return whole, {"optimizer_steps": self.optimizer_steps}
 
     @torch.no_grad()
-    def restore(self, tensors: dict[str, dict[str, Tensor]], counts: dict[str, int]) -> None:
+    def restore(self, tensors: dict[str, Mapping[str, Tensor]], counts: dict[str, int]) -> None:
         """Take up a state(), whatever layout wrote it. InputError where names or shapes are not this model's."""
-        for name, value in adapter_weights.scatter(self.adapters, tensors["adapter"], self.arch, self.parallel).items():
-            self.factors[name].copy_(value)
-        for moment in MOMENTS:
-            end = f".{moment}"
-            whole = {key.removesuffix(end): value for key, value in tensors["optimizer"].items() if key.endswith(end)}
-            for name, value in adapter_weights.scatter(self.adapters, whole, self.arch, self.parallel).items():
-                self.moments[moment][name].copy_(value)
+        for kind, end, values in self._parts():
+            pieces = adapter_weights.scatter(self.adapters, tensors[kind], self.arch, self.parallel, end)
+            for name, value in pieces.items():
+                values[name].copy_(value)
         self.optimizer_steps = counts["optimizer_steps"]
+
+    def _parts(self) -> list[tuple[str, str, dict[str, Tensor]]]:
+        """What is saved: the file's kind, the end of its names, and this rank's tensors by factor name."""
+        moments = [("optimizer", f".{moment}", self.moments[moment]) for moment in MOMENTS]
+        return [("adapter", "", self.factors), *moments]
 
 
 def learning_rate(cfg: Config, step: int) -> float:

@@ -86,6 +86,29 @@ def _lora_ffn(arch: Architecture, lora: LoraConfig, layout: Layout, is_moe: bool
     return experts + shared + _pair(lora, "router", lora.rank, h, arch.num_experts)
 
 
+def gathered_by_a_save(arch: Architecture, lora: LoraConfig, layout: Layout, device: str) -> int:
+    """Most bytes that a rank holds beside its own shards while a checkpoint is written: the largest whole fp32 tensor.
+
+    With expert_tensor > 1 its shards have been gathered over the experts first. On a CPU they are joined there, and gloo
+    copies what it sends and receives.
+    """
+    h, heads = arch.hidden_size, arch.num_heads * arch.head_dim
+    experts = arch.num_experts * (lora.expert_rank or lora.rank)
+    widths = [(lora.rank, arch.shared_expert_ffn_size), (experts, arch.expert_ffn_size)]
+    if not all(arch.moe_layers):
+        widths.append((lora.rank, arch.dense_ffn_size))
+    elements = {
+        "linear_qkv": lora.rank * max(h, arch.qkv_size),
+        "linear_proj": lora.rank * max(h, heads),
+        "linear_fc1": max(rows * max(h, 2 * width) for rows, width in widths),
+        "linear_fc2": max(rows * max(h, width) for rows, width in widths),
+        "router": lora.rank * max(h, arch.num_experts),
+    }
+    largest = 4 * max(elements[target] for target in lora.targets)
+    before = largest // layout.expert_tensor if layout.expert_tensor > 1 else 0
+    return (largest + before) * (3 if device == "cpu" else 1)
+
+
 # --------------------------------------------------------------------------------------------------------- activations
 
 
@@ -277,6 +300,7 @@ def plan(cfg: Config, arch: Architecture, layout: Layout, device: str, capacity:
         "reference": resident + work.reference + parts["routing records"],
         "update": resident + parts["gradients"] + work.peak + parts["routing records"],
         "optimizer": resident + 3 * lora,  # gradients, their flat message, AdamW's temporaries
+        "save": resident + gathered_by_a_save(arch, cfg.lora, layout, device),
     }
     return Memory(parts, phases, capacity, cached_rows, wanted_rows)
 

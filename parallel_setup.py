@@ -257,7 +257,7 @@ def _groups_of(device: torch.device) -> Iterator[None]:
 def close_model_parallel() -> None:
     """Destroy every group but the world, so that another layout can be opened in it. Collective.
 
-    Megatron only forgets its groups; each keeps threads and connections until it is destroyed and no longer referred to.
+    Megatron only forgets its groups, and one that is not destroyed keeps its threads and connections.
     """
     from megatron.core import parallel_state
 

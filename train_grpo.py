@@ -109,8 +109,7 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat) -> None:
             log_evaluation(log, done, engine, held_out, score, cfg, parallel, heartbeat)
         if done == cfg.train.steps or (cfg.train.checkpoint_every and done % cfg.train.checkpoint_every == 0):
             tensors, counts = learner.state()
-            if parallel.rank == 0:
-                checkpoint.save(log.run_dir, done, tensors, counts, cfg)
+            checkpoint.save(log.run_dir, done, tensors, counts, cfg, writes=parallel.rank == 0)
             parallel.barrier()
 
     engine.close()

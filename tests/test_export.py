@@ -279,7 +279,7 @@ LAST = "checkpoints/step-000003"
 def save_factors(run_dir: Path, **changed: Tensor | None) -> None:
     """Step 3 again with some factors changed, or left out where None."""
     cfg = load_config(run_dir / "config.yaml")
-    factors = checkpoint.load(run_dir / LAST).tensors["adapter"] | changed
+    factors = dict(checkpoint.load(run_dir / LAST).tensors["adapter"]) | changed
     kept = {name: factor for name, factor in factors.items() if factor is not None}
     checkpoint.save(run_dir, 3, {"adapter": kept}, {}, cfg)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import resource
@@ -80,14 +81,15 @@ def test_random_kills_during_saves_always_leave_a_whole_checkpoint(tmp_path: Pat
     """Tensors are written in small pieces, slowly, so that most kills strike inside a file."""
     cfg = config_in(tmp_path, keep_last=1)
 
-    def write_slowly(tensors: dict[str, Tensor], path: Path) -> None:
+    def write_slowly(path: Path, tensors: dict[str, Tensor]) -> str:
         content = safetensors.torch.save(tensors)
         with open(path, "wb", buffering=0) as file:
             for start in range(0, len(content), 1000):
                 file.write(content[start : start + 1000])
                 time.sleep(0.0005)
+        return hashlib.sha256(content).hexdigest()
 
-    monkeypatch.setattr(checkpoint, "save_file", write_slowly)
+    monkeypatch.setattr(checkpoint, "_write_tensors", write_slowly)
     saved(tmp_path, cfg, 1)
     generator = random.Random(0)
     torn, step = 0, 1
