@@ -169,7 +169,7 @@ MAY_CHANGE = frozenset(
     {"name", "device", "model.recompute", "optim.tokens_per_micro_batch", "eval.batch_size"}
     | {f"parallel.{key}" for key in ParallelConfig.model_fields}
     | {"rollout.tensor", "rollout.expert_parallel", "rollout.kv_cache_mib"}
-    | {"train.out_dir", "train.checkpoint_every", "train.keep_last", "train.resume"}
+    | {"train.out_dir", "train.checkpoint_every", "train.keep_last", "train.resume", "train.changed_inputs"}
     | {"train.completions_logged", "train.tensorboard", "train.stall_seconds"}
     | {f"checks.{key}" for key in ChecksConfig.model_fields}
 )

@@ -101,6 +101,7 @@ def load(cfg: Config, split: str, tokenizer: PreTrainedTokenizerBase) -> Questio
     pairs, where, form = read(cfg, split)
     limit = cfg.data.max_prompt_tokens
     prompts = [prompt_ids(question, tokenizer, cfg) for question, _ in pairs]
+    _refuse_equal_prompts([question for question, _ in pairs], prompts, tokenizer)
     lengths = [len(prompt) for prompt in prompts]
     fits = [length <= limit for length in lengths]
     dropped = fits.count(False)
@@ -118,6 +119,23 @@ def load(cfg: Config, split: str, tokenizer: PreTrainedTokenizerBase) -> Questio
     longest = max(len(question.prompt) for question in kept)
     line = f"{len(kept)} questions from {where} ({form}); longest prompt {longest} of {limit} tokens, dropped {dropped}"
     return Questions(kept, cfg.train.seed, dropped, line)
+
+
+def _words(text: str) -> str:
+    """``text`` with single spaces: a template or a tokenizer may change those."""
+    return " ".join(text.split())
+
+
+def _refuse_equal_prompts(questions: list[str], prompts: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> None:
+    """InputError if two different questions are the same prompt: all their answers would be compared with one gold."""
+    first: dict[tuple[int, ...], str] = {}
+    for question, prompt in zip(questions, prompts, strict=True):
+        other = first.setdefault(tuple(prompt), question)
+        if _words(other).casefold() != _words(question).casefold():
+            raise InputError(
+                f"{tokenizer.name_or_path}: {other[:60]!r} and {question[:60]!r} become the same prompt; needed: a "
+                "tokenizer that knows the questions' characters"
+            )
 
 
 # ------------------------------------------------------------------------------------------------ tokenizer and prompts
@@ -188,6 +206,11 @@ def prompt_ids(question: str, tokenizer: PreTrainedTokenizerBase, cfg: Config) -
         raise InputError(
             f"data.prompt_template: found {cfg.data.prompt_template!r}; needed: a text with {{question}}, "
             "as this tokenizer has no chat template"
+        )
+    if _words(question) not in _words(text):
+        raise InputError(
+            f"{tokenizer.name_or_path}: its template leaves out the question, or a part of it: {question[:60]!r} becomes "
+            f"{text[:120]!r}; needed: a chat template with the user's message"
         )
     prompt = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not prompt:

@@ -28,7 +28,7 @@ import weights_hf
 from adapter_weights import Adapted, adapted_modules
 from config import Config, InputError, changed_keys, load_config
 from hf_config import Architecture
-from run_record import fsync_path
+from run_record import fsync_path, refuse_changed_inputs, write_atomically
 
 COPIED = """generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json
     vocab.json merges.txt tokenizer.model chat_template.jinja chat_template.json LICENSE""".split()
@@ -37,10 +37,13 @@ COPIED = """generation_config.json tokenizer.json tokenizer_config.json special_
 # ------------------------------------------------------------------------------------------------ reading the run
 
 
-def read_run(run_dir: Path, step: int | None) -> tuple[Config, checkpoint.Checkpoint]:
-    """The run's configuration and its checkpoint of ``step`` finished steps, or the newest whose checksums hold.
+def read_run(
+    run_dir: Path, step: int | None, accept_changed_inputs: bool
+) -> tuple[Config, checkpoint.Checkpoint, list[str]]:
+    """The run's configuration, its checkpoint of ``step`` finished steps (None: the newest whose checksums hold), and
+    a line for each file of its model and data that has changed since, if those are accepted.
 
-    Raises InputError for a folder that is no run, has no such checkpoint, or was configured anew since.
+    Raises InputError for a folder that is no run, has no such checkpoint, or was configured anew or changed since.
     """
     if not (run_dir / "config.yaml").is_file():
         raise InputError(f"{run_dir}: no config.yaml; needed: a run folder that train_grpo.py made")
@@ -59,7 +62,8 @@ def read_run(run_dir: Path, step: int | None) -> tuple[Config, checkpoint.Checkp
     changed = [line for line in changed_keys(found.config, cfg) if line.startswith(("lora.", "model.dtype"))]
     if changed:
         raise InputError(f"{run_dir / 'config.yaml'}: changed since {found.path.name}: {'; '.join(changed)}")
-    return cfg, found
+    changed = refuse_changed_inputs(run_dir, cfg, accept_changed_inputs, "--accept-changed-inputs")
+    return cfg, found, changed
 
 
 def check_factors(found: checkpoint.Checkpoint, modules: Iterable[Adapted]) -> dict[str, Tensor]:
@@ -271,13 +275,16 @@ def _appears_whole(out_dir: Path, num_bytes: int) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def export(run_dir: Path, out_dir: Path, *, as_adapter: bool, step: int | None = None) -> str:
+def export(
+    run_dir: Path, out_dir: Path, *, as_adapter: bool, step: int | None = None, accept_changed_inputs: bool = False
+) -> str:
     """Write the run's model or adapter to ``out_dir``; the line that says what was written.
 
-    Raises InputError for an ``out_dir`` in use, a run without a good checkpoint, or a base model that does not fit.
+    Raises InputError for an ``out_dir`` in use, a run without a good checkpoint, or a base model that does not fit or
+    is not the run's; accepted changes are listed in ``out_dir``/changed_inputs.json.
     """
     _refuse_used(out_dir)
-    cfg, found = read_run(run_dir, step)
+    cfg, found, changed = read_run(run_dir, step, accept_changed_inputs)
     arch = hf_config.read(cfg.model.path)
     weights_hf.check(cfg.model.path, arch)
     modules = list(adapted_modules(arch, cfg.lora))
@@ -286,6 +293,9 @@ def export(run_dir: Path, out_dir: Path, *, as_adapter: bool, step: int | None =
         num_tensors, num_bytes = write_adapter(out_dir, cfg, modules, factors)
     else:
         num_tensors, num_bytes = write_merged(out_dir, cfg, arch, modules, factors)
+    if changed:
+        write_atomically(out_dir / "changed_inputs.json", json.dumps(changed, indent=1) + "\n")
+        _note(f"accepted: {changed[0]} ({len(changed)} in all, listed in {out_dir / 'changed_inputs.json'})")
     what = "PEFT adapter" if as_adapter else "merged model"
     return f"wrote {out_dir}: {what} after step {found.step} ({num_tensors} tensors, {num_bytes / 2**20:.1f} MiB)"
 
@@ -298,9 +308,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kind.add_argument("--merged", metavar="DIR", type=Path, help="Hugging Face model, LoRA merged into the weights")
     kind.add_argument("--adapter", metavar="DIR", type=Path, help="PEFT adapter for the base model")
     parser.add_argument("--step", metavar="N", type=int, help="finished steps of the checkpoint; default: the newest")
+    parser.add_argument(
+        "--accept-changed-inputs", action="store_true", help="export although model or data are not the run's any more"
+    )
     args = parser.parse_args(arguments)
+    options = {"as_adapter": args.adapter is not None, "accept_changed_inputs": args.accept_changed_inputs}
     try:
-        print(export(args.run, args.merged or args.adapter, as_adapter=args.adapter is not None, step=args.step))
+        print(export(args.run, args.merged or args.adapter, step=args.step, **options))
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

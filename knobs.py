@@ -222,6 +222,9 @@ class TrainConfig(Section):
     checkpoint_every: int = knob(20, "steps between checkpoints; the last step always; 0: only that", ge=0)
     keep_last: int = knob(2, "checkpoints kept", ge=1)
     resume: str = knob("auto", "auto: the newest unfinished run of this name; never; or a run folder", min_length=1)
+    changed_inputs: Literal["refuse", "accept"] = knob(
+        "refuse", "a resume whose model, tokenizer or data are not what inputs.json says; accept records them anew"
+    )
     completions_logged: int = knob(2, "completions written to the run folder a step", ge=0)
     tensorboard: bool = knob(False, "also write TensorBoard events")
     deterministic: bool = knob(

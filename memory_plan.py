@@ -89,8 +89,8 @@ def _lora_ffn(arch: Architecture, lora: LoraConfig, layout: Layout, is_moe: bool
 def gathered_by_a_save(arch: Architecture, lora: LoraConfig, layout: Layout, device: str) -> int:
     """Most bytes that a rank holds beside its own shards while a checkpoint is written: the largest whole fp32 tensor.
 
-    With expert_tensor > 1 its shards have been gathered over the experts first. On a CPU they are joined there, and gloo
-    copies what it sends and receives.
+    With expert_tensor > 1 its shards have been gathered over the experts first. On a CPU shards are joined there, and
+    gloo copies what it sends and receives.
     """
     h, heads = arch.hidden_size, arch.num_heads * arch.head_dim
     experts = arch.num_experts * (lora.expert_rank or lora.rank)

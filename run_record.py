@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from config import Config, to_yaml
+from config import Config, InputError, to_yaml
 
 VARIABLES = re.compile(r"(OMP|MKL|CUDA|ASCEND|HCCL|NCCL|GLOO|VLLM|PYTORCH|TORCH)_")
 RECORDED = ("*.json", "*.jsonl", "config.yaml", "command.txt", "git.patch", "resume-*/*")
@@ -196,18 +196,58 @@ def git_state() -> tuple[dict[str, Any], bytes]:
     return {"commit": commit.decode().strip(), "dirty": bool(whole)}, whole
 
 
-def inputs(cfg: Config) -> dict[str, dict[str, str]]:
-    """sha256 of every file of the model's folder and of the data files; generated questions have none.
-
-    Reads all weights once more: a minute for 60 GB, so that a record says which weights, not what they were called.
-    """
+def _input_files(cfg: Config) -> dict[str, dict[str, Path]]:
+    """The files of the model's folder, by name, and the data files, by split; generated questions have none."""
     folder = Path(cfg.model.path)
     model = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
     given = (cfg.data.train_path, cfg.data.test_path) if cfg.data.source == "gsm8k" else ()
+    data = {kind: Path(path) for kind, path in zip(("train", "test"), given, strict=False)}
+    return {"model": {path.name: path for path in model}, "data": data}
+
+
+def inputs(cfg: Config) -> dict[str, dict[str, str]]:
+    """sha256 of every file of the model's folder and of the data files.
+
+    Reads all weights once more: a minute for 60 GB, so that a record says which weights, not what they were called.
+    """
     return {
-        "model": {path.name: sha256_file(path) for path in model},
-        "data": {kind: sha256_file(Path(path)) for kind, path in zip(("train", "test"), given, strict=False)},
+        kind: {name: sha256_file(path) for name, path in files.items()} for kind, files in _input_files(cfg).items()
     }
+
+
+def changed_inputs(run_dir: Path, cfg: Config) -> list[str]:
+    """A line for each file of model and data whose checksum is not the one that the run's last start recorded.
+
+    Hidden files of the model's folder and data files that are not there are left out: nothing reads them.
+    InputError if the run's inputs.json is missing or damaged.
+    """
+    starts = sorted(run_dir.glob("resume-*/inputs.json"), key=lambda path: int(path.parent.name.split("-")[1]))
+    record = [run_dir / "inputs.json", *starts][-1]
+    try:
+        recorded = json.loads(record.read_text())
+        recorded = {kind: dict(recorded[kind]) for kind in ("model", "data")}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise InputError(f"{record}: not the record of the run's inputs ({error!r})") from None
+    lines = []
+    for kind, files in _input_files(cfg).items():
+        for name in sorted(files.keys() | recorded[kind].keys()):
+            path = files.get(name, Path(cfg.model.path) / name)
+            if name.startswith(".") or (kind == "data" and not path.exists()):
+                continue
+            was, now = recorded[kind].get(name), sha256_file(path) if path.is_file() else None
+            if was != now:
+                was, now = (f"sha256 {checksum}" if checksum else "not there" for checksum in (was, now))
+                lines.append(f"{path}: when {record.parent} was started {was}, now {now}")
+    return lines
+
+
+def refuse_changed_inputs(run_dir: Path, cfg: Config, accept: bool, how: str) -> list[str]:
+    """changed_inputs, if these are to be accepted; InputError, one line that says ``how`` to, if there are any."""
+    changed = changed_inputs(run_dir, cfg)
+    if changed and not accept:
+        more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+        raise InputError(f"{changed[0]}{more}; needed: the file of then, or {how}")
+    return changed
 
 
 def write_records(folder: Path, cfg: Config, world_size: int) -> None:

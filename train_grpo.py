@@ -35,6 +35,7 @@ import model_megatron
 import parallel_setup
 import reward_gsm8k
 import rollout
+import run_record
 import runlog
 import seeds
 import tiny_model
@@ -183,11 +184,17 @@ def open_log(cfg: Config, parallel: Parallel) -> tuple[runlog.RunLog, checkpoint
 
 
 def checkpoint_to_resume(run: Path, cfg: Config) -> checkpoint.Checkpoint:
-    """The newest good checkpoint of the folder ``run``; InputError if it has none, or one of another configuration."""
+    """The newest good checkpoint of the folder ``run``.
+
+    InputError if it has none, or one of another configuration, or if the run's model, tokenizer or data have changed.
+    """
     saved = checkpoint.latest(run)
     if saved is None:
         raise InputError(f"train.resume: {run} holds no usable checkpoint; needed: auto, never, or a run's folder")
     checkpoint.check_resume(saved, cfg)
+    how = "train.resume=never for a new run, or train.changed_inputs=accept to go on with it"
+    for line in run_record.refuse_changed_inputs(run, cfg, cfg.train.changed_inputs == "accept", how):
+        print(f"note: train.changed_inputs: accepted: {line}", flush=True)
     return saved
 
 

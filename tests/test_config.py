@@ -253,6 +253,7 @@ def other_values(cfg: Config) -> dict[str, object]:
         **dict.fromkeys(["checks.adapters", "checks.non_finite"], "warn"),
         **dict.fromkeys(["checks.unparsable", "checks.gradient_spike", "checks.entropy"], "stop"),
         "checks.unparsable_share": 0.5,
+        "train.changed_inputs": "accept",
     }
 
     def changed(value: object) -> object:

@@ -473,6 +473,40 @@ def test_plain_template_is_used_without_a_chat_template(model_dir: Path) -> None
         data_gsm8k.prompt_ids("1+1?", plain, config)
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "<|im_start|>user\nSolve it.<|im_end|>\n<|im_start|>assistant\n",
+        "{{ messages[0]['content'][:20] }}",
+        "{{ messages[-1]['role'] }}",
+        "{% for m in messages if m['role'] == 'system' %}{{ m['content'] }}{% endfor %}Go.",
+    ],
+)
+def test_a_template_that_leaves_the_question_out_is_refused(template: str, model_dir: Path) -> None:
+    broken = data_gsm8k.load_tokenizer(model_dir)
+    broken.chat_template = template
+    with pytest.raises(InputError, match="its template leaves out the question, or a part of it: 'Tom buys"):
+        data_gsm8k.prompt_ids("Tom buys 24 shells on Monday.", broken, make_config())
+
+
+def test_a_template_may_change_spaces(model_dir: Path) -> None:
+    tidy = data_gsm8k.load_tokenizer(model_dir)
+    tidy.chat_template = "{{ messages[0]['content'] | trim }}"
+    assert tidy.decode(data_gsm8k.prompt_ids(" 1 + 1? \n", tidy, make_config())) == "1 + 1?"
+
+
+def test_two_questions_that_become_one_prompt_are_refused(tokenizer: Any, tmp_path: Path, monkeypatch) -> None:
+    rows = [{"question": f"What is {n} + 1?", "answer": "#### 1"} for n in (1, 2, 1)]
+    path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+    config = make_config(source="gsm8k", train_path=path)
+    prompts = [question.prompt for question in data_gsm8k.load(config, "train", tokenizer)]
+    assert prompts[0] == prompts[2] != prompts[1]  # the same question twice is no fault
+    real = data_gsm8k.prompt_ids
+    monkeypatch.setattr(data_gsm8k, "prompt_ids", lambda question, *rest: real("What is 7 + 1?", *rest))
+    with pytest.raises(InputError, match=r"'What is 1 \+ 1\?' and 'What is 2 \+ 1\?' become the same prompt"):
+        data_gsm8k.load(config, "train", tokenizer)
+
+
 def test_overlong_prompts_are_refused_or_dropped_and_counted(tokenizer: Any, tmp_path: Path) -> None:
     rows = [{"question": "pens " * n + "?", "answer": "#### 1"} for n in (3, 90, 1, 50)]
     path = str(write_jsonl(tmp_path / "rows.jsonl", rows))

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import math
 import warnings
+from pathlib import Path
 
 import pytest
 import torch

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import multiprocessing
 import os
 import shutil
@@ -19,8 +21,9 @@ import training
 from test_train import assert_same_metrics
 
 import checkpoint
+import run_record
 import train_grpo
-from config import Config, to_yaml
+from config import Config, load_config, to_yaml
 
 RECORDS = ("metrics.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl")
 EVERYTHING = {  # a rollout, updates and an evaluation that depend on all that a checkpoint must hold
@@ -223,3 +226,84 @@ def test_resuming_a_finished_run_by_name_leaves_its_numbers_alone(plain, file, t
     assert code == 0 and "after 5 of 5 steps" in text
     assert_same_bytes(copy, plain)
     assert (copy / "finished.json").exists()
+
+
+# ------------------------------------------------------------------------------------------------ other inputs
+
+
+@pytest.fixture(scope="module")
+def on_files(model, tmp_path_factory) -> Config:
+    """The configuration of a finished run of two steps, whose model and data are files of its own."""
+    folder = tmp_path_factory.mktemp("files")
+    shutil.copytree(model, folder / "model")
+    for split, first in (("train", 1), ("test", 50)):
+        rows = [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in range(first, first + 12)]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = {f"data__{split}_path": f"{folder}/{split}.jsonl" for split in ("train", "test")}
+    changes = {"data__source": "gsm8k", "train__steps": 2, "train__checkpoint_every": 1}
+    cfg = training.config(folder / "model", folder / "out", **paths, **changes)
+    training.run_all({"": ("TP1", cfg)})
+    return cfg
+
+
+def weight_changed(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1  # the last bit but the sign and the exponent of a weight
+    path.write_bytes(content)
+
+
+CHANGES = {
+    "model/model.safetensors": weight_changed,
+    "model/tokenizer.json": lambda path: path.write_text(path.read_text() + " "),
+    "model/chat_template.jinja": lambda path: path.write_text("{{ messages[0]['content'] }} is"),
+    "train.jsonl": lambda path: path.write_text(path.read_text().replace("What is 3 +", "What is 4 +")),
+}
+
+
+@pytest.fixture
+def interrupted(on_files, tmp_path) -> Path:
+    """The folder of those files after the first step, as it was when the test began once the test has ended."""
+    folder = Path(on_files.model.path).parent
+    shutil.copytree(folder, tmp_path / "kept")
+    (run,) = (folder / "out").iterdir()
+    (run / "finished.json").unlink()
+    shutil.rmtree(run / "checkpoints" / "step-000002")
+    yield folder
+    shutil.rmtree(folder)
+    shutil.copytree(tmp_path / "kept", folder)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_other_inputs_under_the_same_path_are_refused_with_both_checksums_or_accepted(
+    name, interrupted, on_files, tmp_path
+) -> None:
+    (tmp_path / "config.yaml").write_text(to_yaml(on_files))
+    (run,) = (interrupted / "out").iterdir()
+    path = interrupted / name
+    was = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else "not there"
+    CHANGES[name](path)
+    now = hashlib.sha256(path.read_bytes()).hexdigest()
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+
+    code, text = command(tmp_path / "config.yaml")
+    assert code == 2 and text.count("\n") == 1 and str(path) in text and was in text and now in text, text
+    assert command(tmp_path / "config.yaml", f"train.resume={run}", "--check") == (code, text)
+    assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
+
+    code, text = command(tmp_path / "config.yaml", "train.changed_inputs=accept")
+    assert code == 0 and "after 1 of 2 steps" in text and f"accepted: {path}: when {run}" in text, text
+    recorded = json.loads((run / "resume-1" / "inputs.json").read_text())
+    assert now in [*recorded["model"].values(), *recorded["data"].values()]
+    assert run_record.changed_inputs(run, load_config(tmp_path / "config.yaml")) == []  # from now on these are its inputs
+
+
+def test_noise_and_dropout_are_the_same_after_a_resume(model, tmp_path) -> None:
+    """The noise's check on a probe draws nothing from the dropout's generator, and drops nothing."""
+    changes = EVERYTHING | {"aqn__schedule": "constant", "aqn__router": "clean"}
+    run = training.run_all({"": ("TP1", training.config(model, tmp_path / "whole", **changes))})[""]
+    rows = training.metrics(run)
+    assert all(row["aqn/probe_gap"] < 1e-5 for row in rows), rows  # dropout would make it 5e-3 to 2e-2
+    copy = rewound(run, tmp_path / "again", 4)
+    cfg = training.config(model, tmp_path / "out", **changes | {"train__resume": str(copy)})
+    training.in_world("TP1", training.train_each, [("TP1", cfg)])
+    assert_same_bytes(copy, run)

@@ -15,6 +15,7 @@ import world
 
 import parallel_setup
 import reward_gsm8k
+import run_record
 import runlog
 import tiny_model
 import train_grpo
@@ -103,10 +104,15 @@ def train_each(jobs: list[tuple[str, Config]], lenient: bool = True) -> None:
 
 
 def lighten(lenient: bool = True) -> None:
-    """Score leniently if asked, draw no figures, record no machine; in a forked process that ends soon."""
+    """Score leniently if asked, draw no figures, record inputs alone; in a forked process that ends soon."""
     if lenient:
         reward_gsm8k.score = lenient_score
-    runlog.draw_curves = runlog.write_records = lambda *args: None
+    runlog.draw_curves, runlog.write_records = lambda *args: None, record_inputs
+
+
+def record_inputs(folder: Path, cfg: Config, world_size: int) -> None:
+    """What a resumed start compares."""
+    (folder / "inputs.json").write_text(json.dumps(run_record.inputs(cfg)))
 
 
 def only_run(cfg: Config) -> Path:
