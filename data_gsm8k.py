@@ -209,8 +209,8 @@ def prompt_ids(question: str, tokenizer: PreTrainedTokenizerBase, cfg: Config) -
         )
     if _words(question) not in _words(text):
         raise InputError(
-            f"{tokenizer.name_or_path}: its template leaves out the question, or a part of it: {question[:60]!r} becomes "
-            f"{text[:120]!r}; needed: a chat template with the user's message"
+            f"{tokenizer.name_or_path}: its template leaves out the question, or a part of it: {question[:60]!r} "
+            f"becomes {text[:120]!r}; needed: a chat template with the user's message"
         )
     prompt = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not prompt:

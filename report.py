@@ -15,6 +15,8 @@ Needs requirements/report.txt only. Exit code 2: input that cannot be used, one 
 from __future__ import annotations
 
 import argparse
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -32,21 +34,34 @@ TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 ROOT = Path(__file__).resolve().parent
 
 
+def quoted(text: str) -> str:
+    """``text`` as one word of a shell, which replaces nothing in it but the $HOME that run_record.py has put there."""
+    return '"$HOME"'.join(shlex.quote(part) if part else "" for part in text.split("$HOME")) or "''"
+
+
 def rerun_commands(record: records.Record) -> str:
-    """Shell commands that repeat the run in a folder of its own, beside this checkout."""
+    """Shell commands that repeat the run in a folder of its own, beside this checkout.
+
+    A record may be another person's: what it says is quoted. Raises InputError if its command is not one command.
+    """
+    try:
+        command = " ".join(map(quoted, shlex.split(record.command)))
+    except ValueError as error:
+        raise InputError(f"results/{record.id}/command.txt: {record.command!r} is no command line: {error}") from None
     lines = ["set -euo pipefail", f"git worktree add --detach ../rerun-{record.id} {record.commit}"]
     lines.append(f"cd ../rerun-{record.id}")
     if "tiny_model" not in record.config:
-        lines.append(f"# put the model into {record.config['model']['path']}, and the data where config.yaml says")
+        lines.append(f"# put the model into {record.config['model']['path']!r}, and the data where config.yaml says")
     if record.machine.device == "cpu":
-        lines.append(f"PYTHON=python{'.'.join(record.machine.python.split('.')[:2])} VENV=.venv")
+        lines.append(f"PYTHON={quoted('python' + '.'.join(record.machine.python.split('.')[:2]))} VENV=.venv")
         lines.append(f"TORCH_INDEX=${{TORCH_INDEX:-{TORCH_INDEX}}}")
         lines.append("source ./setup_cpu.sh")
         lines.append("set_up cpu" + " vllm" * (record.config["rollout"]["engine"] == "vllm"))
     else:
         lines.append(f"# install what results/{record.id}/environment.json lists, as {record.machine.device} needs it")
-    exports = "".join(f" {key}={value}" for key, value in record.machine.variables.items() if key.startswith("OMP_"))
-    lines.append(f'PATH="$PWD/.venv/bin:$PATH"{exports} {record.command}')
+    variables = {key: value for key, value in record.machine.variables.items() if re.fullmatch(r"OMP_\w+", key)}
+    exports = "".join(f" {key}={quoted(value)}" for key, value in variables.items())
+    lines.append(f'PATH="$PWD/.venv/bin:$PATH"{exports} {command}')
     return "\n".join([*lines, f"# is it the same?  python report.py compare {record.id} ../rerun-{record.id}/out/RUN"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -267,6 +268,27 @@ def test_rerun_prints_checkout_installation_and_command(places: list[str], capsy
     assert f"git worktree add --detach ../rerun-base-seed1 {record.commit}" in text
     assert "set_up cpu\n" in text and text.splitlines()[-2].endswith(f"OMP_NUM_THREADS=1 {record.command}")
     assert subprocess.run(["bash", "-n", "-c", text]).returncode == 0
+
+
+def test_what_a_record_says_is_never_run_as_shell_text(places: list[str], tmp_path: Path) -> None:
+    """Each planted text would make the file `ran`, were it not one quoted word."""
+    record = records.load(Path(places[1]), "base-seed1")
+    planted = f"$(touch {tmp_path}/ran)`touch {tmp_path}/ran`;touch {tmp_path}/ran\ntouch {tmp_path}/ran #"
+    variables = {"OMP_NUM_THREADS": planted, f"OMP_X;touch {tmp_path}/ran;Y": "1"}
+    machine = record.machine.model_copy(update={"variables": variables, "python": f"3.{planted}"})
+    command = f"echo ran: $HOME/model '$HOME/a b' \\$PATH; touch {tmp_path}/ran"
+    config = {key: value for key, value in record.config.items() if key != "tiny_model"}
+    config["model"] = record.config["model"] | {"path": planted}
+    text = report.rerun_commands(record.model_copy(update={"machine": machine, "command": command, "config": config}))
+    last_lines = text[text.index("PYTHON=") :].replace("source ./setup_cpu.sh\nset_up cpu", "")
+    done = subprocess.run(
+        ["bash", "-c", "set -euo pipefail\n" + text[text.index("# put") : text.index("PYTHON=")] + last_lines],
+        capture_output=True, text=True, cwd=tmp_path, env={"HOME": "/at home", "PATH": os.environ["PATH"]},
+    )  # fmt: skip
+    assert not (tmp_path / "ran").exists()
+    assert done.stdout == f"ran: /at home/model /at home/a b $PATH; touch {tmp_path}/ran\n", (text, done)
+    with pytest.raises(InputError, match="base-seed1/command.txt: .* is no command line"):
+        report.rerun_commands(record.model_copy(update={"command": "torchrun 'train_grpo.py"}))
 
 
 @pytest.mark.parametrize(("luck", "said", "code"), [(None, "same: ", 0), (7, "different, and it should not be", 1)])

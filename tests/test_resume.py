@@ -294,7 +294,7 @@ def test_other_inputs_under_the_same_path_are_refused_with_both_checksums_or_acc
     assert code == 0 and "after 1 of 2 steps" in text and f"accepted: {path}: when {run}" in text, text
     recorded = json.loads((run / "resume-1" / "inputs.json").read_text())
     assert now in [*recorded["model"].values(), *recorded["data"].values()]
-    assert run_record.changed_inputs(run, load_config(tmp_path / "config.yaml")) == []  # from now on these are its inputs
+    assert run_record.changed_inputs(run, load_config(tmp_path / "config.yaml")) == []  # these are its inputs now
 
 
 def test_noise_and_dropout_are_the_same_after_a_resume(model, tmp_path) -> None:

@@ -1,0 +1,53 @@
+"""Two runs that start at once make one tiny model, whoever is first."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+import torch
+import training
+
+import hf_config
+import tiny_model
+import weights_hf
+from config import Config
+
+
+def make(layout: str, cfg: Config, sender) -> None:
+    """In a process of its own: what making the model ended with on rank 0."""
+    try:
+        training.in_world(layout, tiny_model.make, cfg, torch.device("cpu"))
+        sender.send("made or found")
+    except RuntimeError as error:  # of the first rank that failed, with its traceback
+        sender.send(str(error))
+
+
+def start(layout: str, cfg: Config):
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    multiprocessing.get_context("fork").Process(target=make, args=(layout, cfg, sender)).start()
+    return receiver
+
+
+def config(folder: Path, seed: int) -> Config:
+    sizes = {f"tiny_model__{key}": value for key, value in training.SIZES.items()}
+    sizes |= {"tiny_model__architecture": "qwen3_moe", "tiny_model__warm_start_steps": 10, "tiny_model__seed": seed}
+    return training.config(folder / "models" / "tiny", folder, **sizes, tiny_model__words_per_batch=8)
+
+
+def test_two_starts_at_once_make_one_model(tmp_path: Path, capfd) -> None:
+    """One makes it, the others wait and use it; one that wants another seed under this path is refused."""
+    training.import_before_the_fork()
+    same = config(tmp_path, seed=0)
+    receivers = [start(layout, same) for layout in ("EP2", "TP1", "EP2")]
+    assert [receiver.recv() for receiver in receivers] == ["made or found"] * 3
+    said = capfd.readouterr().out
+    assert said.count(f"making {same.model.path}: 10 supervised steps") == 1
+    assert said.count(f"waiting: another process is making {same.model.path}") == 2
+    weights_hf.check(same.model.path, hf_config.read(same.model.path))
+
+    other = tmp_path / "other"
+    receivers = [start("TP1", config(other, seed)) for seed in (1, 2)]
+    answers = sorted(receiver.recv() for receiver in receivers)
+    assert answers[0] == "made or found" and "was made with another tiny_model (seed)" in answers[1]
+    assert sorted(path.name for path in (other / "models").iterdir()) == [".making-tiny.lock", "tiny"]
