@@ -11,6 +11,7 @@ same model with its LoRA off. Each module imported below is one of those verbs. 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import sys
 import time
@@ -40,9 +41,10 @@ import runlog
 import seeds
 import tiny_model
 import weights_hf
-from config import Config, InputError, check_layout, load_config
+from config import Config, InputError, check_layout, load_config, to_yaml
 from config_rules import check_engine_layout
 from heartbeat import Heartbeat
+from hf_config import Architecture
 from learner import Clock, Learner
 from parallel_setup import Parallel
 from rollout import Rollout
@@ -55,6 +57,7 @@ from weight_sync import WeightSync
 def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat) -> None:
     """The whole run: set up or resume, then cfg.train.steps steps, evaluated before the first and after the last."""
     arch, tokenizer, questions, held_out = check_inputs(cfg, parallel.world_size)
+    check_same_on_all_ranks(cfg, arch, questions, held_out, parallel)
     log, saved = open_log(cfg, parallel)
     model = model_megatron.build(arch, parallel, dtype=rollout.DTYPES[cfg.model.dtype], recompute=cfg.model.recompute)
     weights_hf.load(model, arch, parallel, cfg.model.path)
@@ -155,6 +158,26 @@ def check_inputs(cfg: Config, world_size: int):
     return arch, tokenizer, questions, held_out
 
 
+def check_same_on_all_ranks(cfg: Config, arch: Architecture, questions, held_out, parallel: Parallel) -> None:
+    """InputError, on all ranks, unless all have read the same: each reads its own node's files, and plans by them."""
+    read = {
+        "the configuration": to_yaml(cfg),
+        "config.json of model.path": repr(arch),
+        "the training questions as prompts": repr([(question.prompt, question.gold) for question in questions]),
+        "the held-out questions as prompts": repr([(question.prompt, question.gold) for question in held_out]),
+    }
+    mine = [hashlib.sha256(text.encode()).hexdigest() for text in read.values()]
+    everyones: list[list[str]] = [[]] * parallel.world_size
+    dist.all_gather_object(everyones, mine)
+    for part, by_rank in zip(read, zip(*everyones, strict=True), strict=True):
+        odd = [rank for rank, digest in enumerate(by_rank) if digest != by_rank[0]]
+        if odd:
+            raise InputError(
+                f"{part}: rank {', '.join(map(str, odd))} did not read what rank 0 read; needed: the same files on "
+                "every node"
+            )
+
+
 def check_answers(cfg: Config) -> None:
     """InputError unless every gold answer scores 1.0 under the chosen reward: else all advantages would be noise."""
     for split, kind in (("train", "training"), ("test", "held-out")):
@@ -178,6 +201,7 @@ def open_log(cfg: Config, parallel: Parallel) -> tuple[runlog.RunLog, checkpoint
     if choice[0] is None:
         return runlog.open_run(cfg, parallel.world_size, parallel.rank), None
     saved = checkpoint.load(Path(choice[0]))
+    parallel.barrier()  # rank 0 must not cut the run's files before all ranks have a checkpoint to go on from
     log = runlog.open_run(cfg, parallel.world_size, parallel.rank, resume=saved.path.parent.parent)
     log.rewind(saved.step)
     return log, saved

@@ -18,6 +18,7 @@ import world
 from torch import Tensor
 
 import aqn
+import data_gsm8k
 import grpo
 import lora_megatron
 import parallel_setup
@@ -300,6 +301,17 @@ def test_a_fault_of_one_rank_stops_all_ranks_or_warns_once(fault: str, layout: s
     text = (run / "log.txt").read_text()
     assert text.count(f"warning: {expected[0]}: step 1") == 1 and all(part in text for part in expected[2:])
     assert [row["step"] for row in training.metrics(run)] == [0, 1, 2] and (run / "finished.json").exists()
+
+
+def another_question() -> None:
+    """The data of rank 1's node has another last question."""
+    after(data_gsm8k, "read", lambda found, cfg, split: ([*found[0][:-1], ("What is 1 + 1?", "#### 2")], *found[1:]))
+
+
+def test_ranks_that_have_read_other_questions_end_with_the_same_line(model: Path, tmp_path: Path) -> None:
+    reports = raised(partial(rank_1s, another_question), training.config(model, tmp_path, **FEW), "TP2")
+    assert reports[0] == reports[1] and reports[0][0] is InputError
+    assert "the training questions as prompts: rank 1 did not read what rank 0 read" in reports[0][1]
 
 
 def test_a_push_that_is_stuck_on_one_rank_is_named() -> None:
