@@ -110,6 +110,7 @@ def _visible(kind: str) -> str:
     return os.environ.get(VISIBLE[kind], "unset")
 
 
+@functools.cache  # once a process
 def adapt(device: torch.device) -> None:
     """Make Megatron's CUDA calls mean the NPU; before the first import of Megatron, or RuntimeError.
 
@@ -131,6 +132,11 @@ def adapt(device: torch.device) -> None:
         from torch_npu.contrib import transfer_to_npu  # noqa: F401
 
         return
+    if "transformers" in sys.modules:
+        raise RuntimeError(
+            "device.adapt: transformers is imported already; MindSpeed asks every imported module for the names that "
+            "it replaces, and transformers answers by importing all its models, which fails without torchvision"
+        )
     arguments, sys.argv = sys.argv, sys.argv[:1]  # it would parse ours, and put unknown ones into every model's config
     try:
         from mindspeed.megatron_adaptor import repatch

@@ -157,18 +157,27 @@ def launched_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def start_device(cfg: Config) -> torch.device:
+    """This process's device, with its libraries imported and adapted; before the first import of transformers.
+
+    InputError if it cannot be used.
+    """
+    devices.set_environment(cfg.device, cfg.train.deterministic)
+    device = devices.resolve(cfg.device)
+    devices.adapt(device)
+    return device
+
+
 @contextlib.contextmanager
 def open_world(cfg: Config) -> Iterator[torch.device]:
     """This process's device, with all ranks met and seeded; closed in order on the way out.
 
-    The one place that starts a device; the order is device.py's, and init_model_parallel comes next. After an exception
+    The one place that selects a device; the order is device.py's, init_model_parallel comes next. After an exception
     the groups are left as they are: taking them down would wait for ranks that never come. The caller ends the process,
     and torchrun ends the others.
     """
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    devices.set_environment(cfg.device, cfg.train.deterministic)
-    device = devices.resolve(cfg.device)
-    devices.adapt(device)
+    device = start_device(cfg)
     devices.select(device)
     if cfg.train.deterministic:
         devices.make_deterministic(device)

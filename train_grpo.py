@@ -313,6 +313,7 @@ def check_writable(key: str, folder: Path) -> None:
 
 def run(cfg: Config) -> None:
     """Train in the world that torchrun opened, or alone."""
+    parallel_setup.start_device(cfg)
     check_only(cfg, parallel_setup.launched_world_size())
     doctor.quick(cfg)
     with parallel_setup.open_world(cfg) as device:

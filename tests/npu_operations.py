@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import json
 import os
 import sys
@@ -98,12 +99,13 @@ def refusals() -> dict[str, str]:
     attend = sys.modules["torch_npu"].npu_fusion_attention
     attempts = {
         "two devices": lambda: on_npu + torch.ones(4),
-        "float64 reduction": lambda: dist.all_reduce(on_npu.double(), group=group),
+        "float64 reduction": lambda: group.allreduce([on_npu.double()]),  # dist.all_reduce is patched, see fake_npu.py
         "CPU tensor over hccl": lambda: dist.all_reduce(torch.ones(4), group=group),
         "npu tensor over the world": lambda: dist.all_reduce(on_npu),
         "numpy": lambda: on_npu.numpy(),
         "own mask": lambda: attend(heads, heads, heads, 2, "BNSD", atten_mask=mask, sparse_mode=2),
         "Megatron first": lambda: megatron_first(),
+        "transformers first": lambda: transformers_first(),
         "third of two devices": lambda: third_of_two(),
         "contradiction": lambda: contradiction(),
     }
@@ -116,6 +118,16 @@ def megatron_first() -> None:
         devices.adapt(torch.device("npu"))
     finally:
         del sys.modules["megatron.core"]
+
+
+def transformers_first() -> None:
+    mindspeed = types.ModuleType("mindspeed")
+    mindspeed.__spec__ = importlib.machinery.ModuleSpec("mindspeed", None)
+    sys.modules |= {"mindspeed": mindspeed, "transformers": types.ModuleType("transformers")}
+    try:
+        devices.adapt(torch.device("npu"))
+    finally:
+        del sys.modules["mindspeed"], sys.modules["transformers"]
 
 
 def third_of_two() -> None:

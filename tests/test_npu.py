@@ -1,7 +1,8 @@
 """`device: npu` on a stand-in for the device (fake_npu.py) against cpu and gloo: the trainer's whole path but CANN.
 
-Not covered: the kernels' numerics, their speed and memory, HCCL's timeouts, and anything asynchronous. With
-MINDSPEED_DIR, a checkout of MindSpeed core_r0.16.0, one test has its adaptor patch Megatron as on hardware:
+The stand-in patches torch as MindSpeed's adaptor does. Not covered: the kernels' numerics, their speed and memory,
+HCCL's timeouts, and anything asynchronous. With MINDSPEED_DIR, a checkout of MindSpeed core_r0.16.0, or of
+2.2.0_core_r0.12.1 (then with Megatron 0.12.1), all trainings run under the real adaptor too:
 
     MINDSPEED_DIR=../MindSpeed bash run_tests.sh tests/test_npu.py
 """
@@ -14,10 +15,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fake_npu
 import pytest
 import training
 import world
-from launched import launch
+from launched import ROOT
 
 import config
 
@@ -27,6 +29,8 @@ RUNS = {  # layout: changes
     "TP2_EP2_DP2": {"aqn__schedule": "constant", "replay__mode": "r3", "replay__reference": "native"},
 }
 MINDSPEED = os.environ.get("MINDSPEED_DIR", "")
+OLD_MINDSPEED = bool(MINDSPEED) and "__version__ = '0.12" in (Path(MINDSPEED) / "setup.py").read_text()
+NO_MINDSPEED = "MINDSPEED_DIR names no checkout of MindSpeed"
 FIVE = {
     "train__steps": 5, "train__checkpoint_every": 2, "parallel__timeout_seconds": 300,
     "optim__lr": 1e-3, "optim__eps": 1e-4,  # AdamW divides by small numbers: rounding must not grow in five steps
@@ -37,16 +41,26 @@ def settings(layout: str, model: Path, out: Path) -> config.Config:
     return training.in_layout(training.config(model, out, **FIVE, **RUNS[layout]), layout)
 
 
-def train_on_npu(layout: str, model: Path, folder: Path, mindspeed: str = "") -> tuple[Path, list[dict]]:
-    """The run folder of an interrupted and resumed training, and each rank's answers."""
-    folder.mkdir()
-    cfg = settings(layout, model, folder / "out").model_copy(update={"device": "npu"})
-    (folder / "config.yaml").write_text(config.to_yaml(cfg))
-    answer = folder / "answer"
-    ranks = world.LAYOUTS[layout][0]
-    with launch(ranks, "tests/npu_train.py", folder / "config.yaml", answer, mindspeed, log=folder / "log") as started:
-        assert started.wait(500) == 0, started.text[-6000:]
-    return training.only_run(cfg), [json.loads(Path(f"{answer}-{rank}").read_text()) for rank in range(ranks)]
+def train_on_npu(model: Path, folder: Path, mindspeed: str) -> dict[str, tuple[Path, list[dict]]]:
+    """By layout: the run folder of an interrupted and resumed training, and each rank's answers."""
+    runs = {layout: settings(layout, model, folder / layout / "out") for layout in RUNS}
+    for layout, cfg in runs.items():
+        (folder / layout).mkdir(parents=True)
+        (folder / layout / "config.yaml").write_text(config.to_yaml(cfg.model_copy(update={"device": "npu"})))
+    paths = [str(ROOT), str(ROOT / "tests")]
+    if mindspeed and OLD_MINDSPEED:
+        paths.insert(0, str((ROOT / os.environ.get("MEGATRON_0_12_DIR", ".cache/megatron-core-0.12.1")).resolve()))
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "npu_train.py"), str(folder), *([mindspeed] if mindspeed else [])],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}, cwd=ROOT,
+        capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    found = {}
+    for layout, cfg in runs.items():
+        answers = [folder / layout / f"answer-{rank}" for rank in range(world.LAYOUTS[layout][0])]
+        found[layout] = (training.only_run(cfg), [json.loads(path.read_text()) for path in answers])
+    return found
 
 
 def assert_equal_to_1e_6(found: Path, expected: Path) -> None:
@@ -63,7 +77,7 @@ def assert_equal_to_1e_6(found: Path, expected: Path) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    return training.make_model(tmp_path_factory.mktemp("model") / "qwen3_moe")
+    return training.make_model(tmp_path_factory.mktemp("model") / "qwen3_moe", num_experts=4)  # the stand-in is slow
 
 
 @pytest.fixture(scope="module")
@@ -72,22 +86,32 @@ def on_cpu(model, tmp_path_factory) -> dict[str, Path]:
     return training.run_all({layout: (layout, settings(layout, model, out / layout)) for layout in RUNS})
 
 
-@pytest.fixture(scope="module", params=list(RUNS))
-def on_npu(request, model, tmp_path_factory) -> tuple[str, Path, list[dict]]:
-    return request.param, *train_on_npu(request.param, model, tmp_path_factory.mktemp("npu") / request.param)
+ADAPTORS = [
+    pytest.param("", id="stand-in"),
+    pytest.param(MINDSPEED, id="MindSpeed", marks=pytest.mark.skipif(not MINDSPEED, reason=NO_MINDSPEED)),
+]
+
+
+@pytest.fixture(scope="module", params=ADAPTORS)
+def on_npu(request, model, tmp_path_factory) -> dict[str, tuple[Path, list[dict]]]:
+    return train_on_npu(model, tmp_path_factory.mktemp("npu"), request.param)
+
+
+@pytest.fixture(params=list(RUNS))
+def layout(request) -> str:
+    return request.param
 
 
 @pytest.mark.slow
-def test_a_resumed_training_on_the_npu_has_the_cpus_metrics(on_npu, on_cpu):
-    layout, run, answers = on_npu
+def test_a_resumed_training_on_the_npu_has_the_cpus_metrics(layout, on_npu, on_cpu):
+    run, _ = on_npu[layout]
     assert_equal_to_1e_6(run, on_cpu[layout])
-    assert all(rank["device"] == "npu" for rank in answers)
+    assert "resumed" in (run / "log.txt").read_text()
 
 
 @pytest.mark.slow
-def test_communicators_are_built_for_the_groups_that_carry_traffic_only(on_npu):
+def test_communicators_are_built_for_the_groups_that_carry_traffic_only(layout, on_npu):
     """None over all ranks, none for a group of one, and the buffers of device.HCCL_BUFFER_MIB."""
-    layout, _, answers = on_npu
     ranks, tensor, expert, _ = world.LAYOUTS[layout]
     sizes = {
         "TENSOR_MODEL_PARALLEL_GROUP": (tensor, 64),
@@ -95,24 +119,25 @@ def test_communicators_are_built_for_the_groups_that_carry_traffic_only(on_npu):
         "DATA_PARALLEL_GROUP": (ranks // tensor, 50),
         "EXPERT_DATA_PARALLEL_GROUP": (ranks // expert, 50),
     }
-    for rank in answers:
+    for rank in on_npu[layout][1]:
         found = {group["desc"]: (len(group["ranks"]), group["buffer"]) for group in rank["groups"]}
         assert found == {name: value for name, value in sizes.items() if value[0] > 1}
 
 
 @pytest.mark.slow
-def test_the_npus_kernels_are_what_ran(on_npu):
+def test_the_npus_kernels_are_what_ran(layout, on_npu):
     kernels = {"npu_rms_norm", "npu_fusion_attention", "npu_swiglu", "npu_rotary_mul", "npu_grouped_matmul"}
-    assert all(rank["kernels"].keys() == kernels for rank in on_npu[2])
-    assert not any(rank["patched"] for rank in on_npu[2])
+    assert all(rank["kernels"].keys() == kernels for rank in on_npu[layout][1])
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not MINDSPEED, reason="MINDSPEED_DIR names no checkout of MindSpeed core_r0.16.0")
-def test_with_mindspeeds_adaptor_the_metrics_are_the_same(model, on_cpu, tmp_path):
-    run, answers = train_on_npu("TP2_EP2", model, tmp_path / "npu", MINDSPEED)
-    assert all(rank["patched"] for rank in answers)
-    assert_equal_to_1e_6(run, on_cpu["TP2_EP2"])
+def test_torch_is_patched_as_mindspeed_patches_it(on_npu, request):
+    """What the stand-in replaces is what the real adaptor does, but for the calls of CUDA."""
+    for rank in (rank for _, answers in on_npu.values() for rank in answers):
+        assert rank["megatron"] == ("0.12.1" if OLD_MINDSPEED and "MindSpeed" in request.node.name else "0.16.1")
+        names = {name for name in rank["patched"] if name.startswith(("torch.", "importlib."))}
+        ours = {name for name in names if not name.startswith("torch.cuda.")}
+        assert ours == (set(fake_npu.mindspeed_patches()) if "MindSpeed" in request.node.name else set())
 
 
 # ------------------------------------------------------------------------------------------------ without Megatron
@@ -154,6 +179,7 @@ def test_frozen_experts_cost_no_weight_gradient(found):
         ("numpy", "can't convert npu:0"),
         ("own mask", "not the causal mask"),
         ("Megatron first", "RuntimeError: device.adapt: megatron.core is imported already"),
+        ("transformers first", "RuntimeError: device.adapt: transformers is imported already"),
         (
             "third of two devices",
             "InputError: LOCAL_RANK: 2 needs 3 npu devices on this host, found 2 (ASCEND_RT_VISIBLE_DEVICES is 4,5)",
