@@ -264,16 +264,16 @@ def _groups_of(device: torch.device) -> Iterator[None]:
 
 
 def close_model_parallel() -> None:
-    """Destroy every group but the world, so that another layout can be opened in it. Collective.
+    """Destroy Megatron's groups, so that another layout can be opened in the same world. Collective.
 
-    Megatron only forgets its groups, and one that is not destroyed keeps its threads and connections.
+    Megatron only forgets them, and a group that is not destroyed keeps its threads and connections.
     """
     from megatron.core import parallel_state
 
     dist.barrier()  # a peer may still be receiving
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
+    lists = [value if isinstance(value, list) else [value] for value in vars(parallel_state).values()]
+    for group in {group for groups in lists for group in groups if isinstance(group, dist.ProcessGroup)}:
+        dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
 
 

@@ -2,6 +2,8 @@
 # The tests, in the environment of run_cpu.sh plus requirements/test.txt and, for the tests of vLLM, cpu-vllm.txt.
 #
 #   bash run_tests.sh [pytest arguments]          e.g.  bash run_tests.sh -m "not slow" tests/test_grpo.py
+#
+# Two processes share the test files; with -n 0 there is one, which pytest's --pdb and -s need.
 
 set -euo pipefail
 
@@ -32,4 +34,4 @@ if [ ! -d "$MEGATRON_0_12_DIR" ]; then
     mv "$aside" "$MEGATRON_0_12_DIR"
 fi
 
-exec "$VENV/bin/python" -m pytest "$@"
+exec "$VENV/bin/python" -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -10,9 +10,7 @@ FOLDER/LAYOUT/answer-r what the device was asked to do. Exit code 1 if a rank fa
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-import socket
 import sys
 import warnings
 from pathlib import Path
@@ -39,7 +37,7 @@ def interrupt(*args) -> None:
     raise Interrupted
 
 
-def train(folder: Path, variables: dict[str, str], interrupted: bool) -> None:
+def train(folder: Path, interrupted: bool) -> int:
     """One rank's process, started as torchrun would start it."""
     import training
 
@@ -47,7 +45,6 @@ def train(folder: Path, variables: dict[str, str], interrupted: bool) -> None:
     import train_grpo
     from learner import Learner
 
-    os.environ |= variables
     training.lighten()
     if interrupted:
         real_update = Learner.update
@@ -55,7 +52,7 @@ def train(folder: Path, variables: dict[str, str], interrupted: bool) -> None:
     try:
         train_grpo.run(config.load_config(folder / "config.yaml"))
     except Interrupted:
-        os._exit(0)  # as train_grpo.py ends: no tear-down
+        return 0
     groups = [
         {"desc": group.group_desc, "ranks": group.members, "buffer": group.buffer_mib}
         for group in fake_npu.GROUPS
@@ -63,7 +60,8 @@ def train(folder: Path, variables: dict[str, str], interrupted: bool) -> None:
     ]
     version = sys.modules["megatron.core"].__version__
     answers = {"groups": groups, "kernels": fake_npu.KERNELS, "patched": patched(), "megatron": version}
-    (folder / f"answer-{variables['RANK']}").write_text(json.dumps(answers))
+    (folder / f"answer-{os.environ['RANK']}").write_text(json.dumps(answers))
+    return 0
 
 
 def main(folder: str, mindspeed: str = "") -> int:
@@ -79,23 +77,11 @@ def main(folder: str, mindspeed: str = "") -> int:
         npu = devices.resolve("npu")
         devices.adapt(npu)
         devices.import_megatron(npu)
-    context, failed = multiprocessing.get_context("fork"), 0
+    codes = []
     for path in sorted(Path(folder).glob("*/config.yaml")):
-        ranks = world.LAYOUTS[path.parent.name][0]
         for interrupted in (True, False):
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-            processes = []
-            for rank in range(ranks):
-                place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-                variables = meet | {name: str(value) for name, value in place.items()}
-                processes.append(context.Process(target=train, args=(path.parent, variables, interrupted)))
-                processes[-1].start()
-            for process in processes:
-                process.join()
-                failed += process.exitcode != 0
-    return min(failed, 1)
+            codes += world.as_torchrun(world.LAYOUTS[path.parent.name][0], train, path.parent, interrupted)
+    return int(any(codes))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Not covered: Megatron on an accelerator, and models larger than a few hundred ki
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import subprocess
@@ -27,6 +28,7 @@ import export
 import hf_config
 import lora_megatron
 import model_megatron
+import run_record
 import weights_hf
 from config import load_config
 
@@ -69,6 +71,8 @@ def make_run(folder: Path, name: str, dtype: str = "fp32") -> None:
         "train: {steps: 7}",
     ]
     (folder / "config.yaml").write_text("\n".join(lines) + "\n")
+    inputs = run_record.inputs(load_config(folder / "config.yaml"))
+    (folder / "inputs.json").write_text(json.dumps(inputs))
 
 
 def random_factors(shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
@@ -361,13 +365,30 @@ def test_refuses_in_one_line_and_writes_nothing(what: str, copied: tuple[Path, P
 def check_refused(copied: tuple[Path, Path, Path], arguments: list[str], says: list[str], capsys) -> None:
     folder = copied[2].parent
     before = sorted(folder.rglob("*"))
-    assert export.main([str(copied[0]), *arguments]) == 2
+    # Some of the faults are changed inputs, which would be refused before they are looked at.
+    assert export.main([str(copied[0]), *arguments, "--accept-changed-inputs"]) == 2
     streams = capsys.readouterr()
     errors = [line for line in streams.err.splitlines() if not line.startswith("note: checkpoint skipped")]
     assert streams.out == "" and len(errors) == 1 and errors[0].startswith("error: "), streams.err
     for text in says:
         assert text in errors[0]
     assert sorted(folder.rglob("*")) == before
+
+
+def test_another_base_model_under_the_same_path_is_refused_or_accepted_and_recorded(copied, capsys) -> None:
+    run, base, target = copied
+    was = {name: hashlib.sha256((base / name).read_bytes()).hexdigest() for name in ("tokenizer.json", "config.json")}
+    (base / "tokenizer.json").write_text('{"another": "tokenizer"}')
+    now = hashlib.sha256((base / "tokenizer.json").read_bytes()).hexdigest()
+    for flag in ("--merged", "--adapter"):
+        assert export.main([str(run), flag, str(target)]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and f"{base}/tokenizer.json" in error and was["tokenizer.json"] in error
+        assert now in error and "--accept-changed-inputs" in error and not target.exists()
+    assert export.main([str(run), "--merged", str(target), "--accept-changed-inputs"]) == 0
+    (line,) = json.loads((target / "changed_inputs.json").read_text())
+    assert f"{base}/tokenizer.json" in line and was["tokenizer.json"] in line and now in line
+    assert line in capsys.readouterr().err
 
 
 def test_refuses_a_step_without_checkpoint_and_lists_those_there_are(copied, capsys) -> None:

@@ -1,4 +1,4 @@
-"""Real torchrun processes: sixteen ranks on few cores, and a rank that fails brings the others down at once."""
+"""Sixteen ranks on few cores, and, with the real torchrun, a rank that fails brings the others down at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pathlib import Path
 import launched
 import pytest
 import training
+import world
 
+import train_grpo
 from config import to_yaml
 
 
@@ -19,16 +21,18 @@ def test_sixteen_ranks_run_the_shape_of_the_large_layout(tmp_path) -> None:
     """TP4 EP16 as on 16 NPUs. The model is random, so the reward is 0; what is shown is that every collective meets."""
     folders = (f"train.out_dir={tmp_path}/out", f"model.path={tmp_path}/model")
     arguments = ("configs/tiny_16.yaml", "train.steps=3", *folders)
-    with launched.launch(16, "train_grpo.py", *arguments, log=tmp_path / "log") as started:
-        assert started.wait(500) == 0, started.text
-    assert "layout: 16 ranks = tensor 4 x data 4 = expert_tensor 1 x expert 16 x expert_data 1" in started.text
-    assert re.search(r"arithmetic accuracy \S+ % -> \S+ % \(.*, n = 64 held-out questions\)", started.text)
+    training.import_before_the_fork()
+    world._import_megatron()
+    codes = world.as_torchrun(16, train_grpo.main, arguments, log=tmp_path / "log")
+    text = (tmp_path / "log").read_text()
+    assert codes == [0] * 16, text
+    assert "layout: 16 ranks = tensor 4 x data 4 = expert_tensor 1 x expert 16 x expert_data 1" in text
+    assert re.search(r"arithmetic accuracy \S+ % -> \S+ % \(.*, n = 64 held-out questions\)", text)
     (run,) = (tmp_path / "out").glob("tiny_16-*")
     rows = training.metrics(run)
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(row["rollout/logp_gap_max"] <= 1e-5 and row["actor/ratio_gap"] == 0.0 for row in rows)
     assert json.loads((run / "finished.json").read_text())["result"] and (run / "curves.png").stat().st_size > 1000
-    assert not started.living()
 
 
 @pytest.fixture(scope="module")

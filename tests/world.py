@@ -5,10 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import socket
+import sys
 import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -73,6 +76,48 @@ def run(ranks: int, function: Callable, *args) -> list:
                 if process.is_alive():
                     process.kill()
     return results
+
+
+def as_torchrun(ranks: int, function: Callable, *args, log: Path | None = None) -> list[int]:
+    """Exit codes of forked processes that run ``function(*args)`` with the variables that torchrun sets.
+
+    The function's result is the code; what it prints goes to ``log``. Nothing is killed when one of them fails.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    processes = []
+    for rank in range(ranks):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        variables = meet | {name: str(value) for name, value in place.items()}
+        fork = multiprocessing.get_context("fork")
+        processes.append(fork.Process(target=_launched, args=(variables, log, function, args)))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
+        for process in processes:
+            process.start()
+    for process in processes:
+        process.join()
+    return [process.exitcode for process in processes]
+
+
+def _launched(variables: dict[str, str], log: Path | None, function: Callable, args: tuple) -> None:
+    os.environ |= variables
+    warnings.simplefilter("ignore")
+    if log is not None:
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    code = 1
+    try:
+        code = function(*args) or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def in_layouts(names: list[str], function: Callable, *args) -> dict[str, list]:
