@@ -7,6 +7,7 @@ data, and the command; `checksums` seals what a finished run has written.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -18,15 +19,21 @@ import shlex
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from config import Config, InputError, to_yaml
 
 VARIABLES = re.compile(r"(OMP|MKL|CUDA|ASCEND|HCCL|NCCL|GLOO|VLLM|PYTORCH|TORCH)_")
 RECORDED = ("*.json", "*.jsonl", "config.yaml", "command.txt", "git.patch", "resume-*/*")
 WARNED = re.compile(r"^\d\d:\d\d:\d\d warning: checks\.(\w+): (.*)$", re.M)
+LARGE_BYTES, THREADS = 2**24, 8  # files of at least so many bytes are kept in the cache of checksums
 SECRETS = re.compile(r"(API_KEY|_TOKEN$|SECRET|PASSW)")
 
 
@@ -51,12 +58,13 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     fsync_path(path.parent)
 
 
-def sha256_file(path: Path) -> str:
-    """Hex digest of the file's bytes, read a mebibyte at a time."""
+def sha256_file(path: Path, done: Callable[[int], object] = lambda size: None) -> str:
+    """Hex digest of the file's bytes, read a mebibyte at a time; ``done`` hears of the size of each."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(2**20):
             digest.update(block)
+            done(len(block))
     return digest.hexdigest()
 
 
@@ -208,11 +216,48 @@ def _input_files(cfg: Config) -> dict[str, dict[str, Path]]:
 def inputs(cfg: Config) -> dict[str, dict[str, str]]:
     """sha256 of every file of the model's folder and of the data files.
 
-    Reads all weights once more: a minute for 60 GB, so that a record says which weights, not what they were called.
+    So a record says which weights, not what they were called. 60 GB take a minute, the first time on this machine.
     """
-    return {
-        kind: {name: sha256_file(path) for name, path in files.items()} for kind, files in _input_files(cfg).items()
-    }
+    files = _input_files(cfg)
+    found = sha256_of_inputs([path for named in files.values() for path in named.values()])
+    return {kind: {name: found[path] for name, path in named.items()} for kind, named in files.items()}
+
+
+def sha256_of_inputs(paths: list[Path]) -> dict[Path, str]:
+    """sha256 of each file. Large ones are read by several threads, and not again until they have changed.
+
+    Their sums are kept in the user's cache folder (XDG_CACHE_HOME), by resolved path, inode, size and both times. One
+    of the last seconds is not kept: another change could leave the file the same times.
+    """
+    keys: dict[Path, str] = {}
+    for path in paths:
+        stat = path.stat()
+        if stat.st_size >= LARGE_BYTES:
+            keys[path] = f"{path.resolve()} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-grpo" / "sha256.json"
+    known = _kept_sums(cache)
+    found = {path: known[key] for path, key in keys.items() if key in known}
+    todo = [path for path in dict.fromkeys(paths) if path not in found]
+    large = sum(path.stat().st_size for path in todo if path in keys)
+    shown = {"disable": None if large else True, "leave": False}  # None: on a terminal only
+    bar = tqdm(total=large, desc="checksums", unit="B", unit_scale=True, **shown)
+    with bar, ThreadPoolExecutor(THREADS) as pool:
+        found |= zip(todo, pool.map(lambda path: sha256_file(path, bar.update), todo), strict=True)
+    fresh = {keys[path]: found[path] for path in todo if path in keys and time.time() - path.stat().st_ctime > 5}
+    if fresh:
+        with contextlib.suppress(OSError):  # without a place to keep them they are read again next time
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(cache, json.dumps(_kept_sums(cache) | fresh, indent=1) + "\n")
+    return found
+
+
+def _kept_sums(cache: Path) -> dict[str, str]:
+    """What an earlier run has kept; nothing if there is none, or none that can be read."""
+    try:
+        kept = json.loads(cache.read_text())
+    except (OSError, ValueError):
+        return {}
+    return kept if isinstance(kept, dict) else {}
 
 
 def changed_inputs(run_dir: Path, cfg: Config) -> list[str]:
@@ -228,13 +273,14 @@ def changed_inputs(run_dir: Path, cfg: Config) -> list[str]:
         recorded = {kind: dict(recorded[kind]) for kind in ("model", "data")}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise InputError(f"{record}: not the record of the run's inputs ({error!r})") from None
-    lines = []
-    for kind, files in _input_files(cfg).items():
-        for name in sorted(files.keys() | recorded[kind].keys()):
-            path = files.get(name, Path(cfg.model.path) / name)
-            if name.startswith(".") or (kind == "data" and not path.exists()):
+    lines, files = [], _input_files(cfg)
+    sums = sha256_of_inputs([path for named in files.values() for path in named.values() if path.is_file()])
+    for kind, named in files.items():
+        for name in sorted(named.keys() | recorded[kind].keys()):
+            path = named.get(name, Path(cfg.model.path) / name)
+            if name.startswith(".") or (kind == "data" and path not in sums):
                 continue
-            was, now = recorded[kind].get(name), sha256_file(path) if path.is_file() else None
+            was, now = recorded[kind].get(name), sums.get(path)
             if was != now:
                 was, now = (f"sha256 {checksum}" if checksum else "not there" for checksum in (was, now))
                 lines.append(f"{path}: when {record.parent} was started {was}, now {now}")

@@ -54,9 +54,12 @@ from weight_sync import WeightSync
 # ------------------------------------------------------------------------------------------------ the algorithm
 
 
-def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat) -> None:
-    """The whole run: set up or resume, then cfg.train.steps steps, evaluated before the first and after the last."""
-    arch, tokenizer, questions, held_out = check_inputs(cfg, parallel.world_size)
+def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: tuple | None = None) -> None:
+    """The whole run: set up or resume, then cfg.train.steps steps, evaluated before the first and after the last.
+
+    ``inputs``: what check_inputs has returned already; None: it is called here.
+    """
+    arch, tokenizer, questions, held_out = inputs or check_inputs(cfg, parallel.world_size)
     check_same_on_all_ranks(cfg, arch, questions, held_out, parallel)
     log, saved = open_log(cfg, parallel)
     model = model_megatron.build(arch, parallel, dtype=rollout.DTYPES[cfg.model.dtype], recompute=cfg.model.recompute)
@@ -130,7 +133,7 @@ def permuted(rewards: Tensor, seed: int) -> Tensor:
 # ------------------------------------------------------------------------------------------------ setting up
 
 
-def check_inputs(cfg: Config, world_size: int):
+def check_inputs(cfg: Config, world_size: int) -> tuple:
     """Architecture, tokenizer, training and held-out questions; InputError for whatever cannot work, weights unread."""
     arch = hf_config.read(cfg.model.path)
     check_layout(cfg, arch, world_size)
@@ -195,31 +198,37 @@ def open_log(cfg: Config, parallel: Parallel) -> tuple[runlog.RunLog, checkpoint
     """The run's log, and the checkpoint to go on from. Rank 0 chooses; all ranks read the same folder."""
     choice: list[str | None] = [None]
     if parallel.rank == 0 and cfg.train.resume != "never":
-        run = checkpoint.find_resumable(cfg) if cfg.train.resume == "auto" else Path(cfg.train.resume)
-        choice = [str(checkpoint_to_resume(run, cfg).path) if run else None]
+        if cfg.train.resume == "auto":
+            found = checkpoint.find_resumable(cfg)
+        else:
+            found = newest_checkpoint(Path(cfg.train.resume))
+        if found:
+            check_resume(found, cfg)
+            choice = [str(found.path)]
     dist.broadcast_object_list(choice)
     if choice[0] is None:
         return runlog.open_run(cfg, parallel.world_size, parallel.rank), None
-    saved = checkpoint.load(Path(choice[0]))
+    saved = checkpoint.load(Path(choice[0]), verified=True)
     parallel.barrier()  # rank 0 must not cut the run's files before all ranks have a checkpoint to go on from
     log = runlog.open_run(cfg, parallel.world_size, parallel.rank, resume=saved.path.parent.parent)
     log.rewind(saved.step)
     return log, saved
 
 
-def checkpoint_to_resume(run: Path, cfg: Config) -> checkpoint.Checkpoint:
-    """The newest good checkpoint of the folder ``run``.
-
-    InputError if it has none, or one of another configuration, or if the run's model, tokenizer or data have changed.
-    """
+def newest_checkpoint(run: Path) -> checkpoint.Checkpoint:
+    """The newest checkpoint of the folder ``run`` whose checksums hold; InputError if it has none."""
     saved = checkpoint.latest(run)
     if saved is None:
         raise InputError(f"train.resume: {run} holds no usable checkpoint; needed: auto, never, or a run's folder")
+    return saved
+
+
+def check_resume(saved: checkpoint.Checkpoint, cfg: Config) -> None:
+    """InputError if ``saved`` is of another configuration, or the run's model, tokenizer or data have changed since."""
     checkpoint.check_resume(saved, cfg)
-    how = "train.resume=never for a new run, or train.changed_inputs=accept to go on with it"
+    run, how = saved.path.parent.parent, "train.resume=never for a new run, or train.changed_inputs=accept to go on"
     for line in run_record.refuse_changed_inputs(run, cfg, cfg.train.changed_inputs == "accept", how):
         print(f"note: train.changed_inputs: accepted: {line}", flush=True)
-    return saved
 
 
 def scorer(cfg: Config, tokenizer):
@@ -290,8 +299,11 @@ def shown_completions(completions, asked, batch: Rollout, tokenizer, cfg: Config
 # ------------------------------------------------------------------------------------------------ the command
 
 
-def check_only(cfg: Config, ranks: int) -> None:
-    """All that can be refused without other ranks. A tiny model that is yet to be made is checked by its config."""
+def check_only(cfg: Config, ranks: int) -> tuple | None:
+    """All that can be refused without other ranks, and what was read for it.
+
+    None for a tiny model that is yet to be made: it is checked by its config.
+    """
     devices.resolve(cfg.device)
     check_writable("train.out_dir", Path(cfg.train.out_dir))
     if cfg.tiny_model is not None and not tiny_model.exists(cfg):
@@ -300,8 +312,8 @@ def check_only(cfg: Config, ranks: int) -> None:
         check_layout(cfg, arch, ranks)
         check_engine_layout(cfg, arch, ranks)
         check_answers(cfg)
-        return
-    check_inputs(cfg, ranks)
+        return None
+    return check_inputs(cfg, ranks)
 
 
 def check_writable(key: str, folder: Path) -> None:
@@ -314,7 +326,7 @@ def check_writable(key: str, folder: Path) -> None:
 def run(cfg: Config) -> None:
     """Train in the world that torchrun opened, or alone."""
     parallel_setup.start_device(cfg)
-    check_only(cfg, parallel_setup.launched_world_size())
+    inputs = check_only(cfg, parallel_setup.launched_world_size())
     doctor.quick(cfg)
     with parallel_setup.open_world(cfg) as device:
         if cfg.tiny_model is not None:
@@ -329,7 +341,7 @@ def run(cfg: Config) -> None:
         )
         heartbeat = Heartbeat(parallel.rank, cfg.train.stall_seconds)
         try:
-            train(cfg, parallel, heartbeat)
+            train(cfg, parallel, heartbeat, inputs)
         finally:
             heartbeat.stop()
 
@@ -353,7 +365,7 @@ def main(arguments: list[str]) -> int:
         if args.check:
             check_only(cfg, args.ranks or parallel_setup.launched_world_size())
             if cfg.train.resume not in ("auto", "never"):
-                checkpoint_to_resume(Path(cfg.train.resume), cfg)
+                check_resume(newest_checkpoint(Path(cfg.train.resume)), cfg)
         else:
             run(cfg)
     except InputError as error:

@@ -186,18 +186,24 @@ class WeightSync:
 
     def _changed(self, touched: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """The weights that do, LoRA merged; under rollout.sync adapter only what noise changes."""
-        self.checksum = 0.0
+        sums = []
         for name, tensor in self._export(self.touched):
             if name not in self.touched:
-                self.checksum += tensor.float().sum().item()
+                sums.append(tensor.sum(dtype=torch.float32))
             elif touched is not None:
                 touched[name] = tensor
             yield name, tensor
+        self.checksum = _total(sums)
 
     def _factors(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Name of each adapted weight -> its A (R, in) and B (out, R), whole, fp32. Collective."""
         adapters = lora_megatron.attached(self.model)
         whole = adapter_weights.gather(adapters, lora_megatron.factors(adapters), self.arch, self.parallel)
-        self.checksum = sum(factor.double().sum().item() for factor in whole.values())
+        self.checksum = _total([factor.sum(dtype=torch.float32) for factor in whole.values()])
         modules = adapter_weights.adapted_modules(self.arch, self.cfg.lora)
         return {name: (a, b) for module in modules for name, a, b in module.pairs(whole)}
+
+
+def _total(sums: list[Tensor]) -> float:
+    """The sum of scalars in fp64 on the host: one look at the device, where .item() would be one a tensor."""
+    return torch.stack(sums).cpu().double().sum().item() if sums else 0.0

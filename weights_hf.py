@@ -228,7 +228,7 @@ def load(model: torch.nn.Module, arch: Architecture, parallel: Parallel, model_d
             except SafetensorError as error:
                 raise InputError(f"{model_dir}: {slot.names[0]} cannot be read ({error})") from None
             value = blocks[0] if len(blocks) == 1 else torch.cat(blocks, slot.dim)
-            if not value.isfinite().all():
+            if not (value.sum().isfinite() or value.isfinite().all()):  # a sum takes a tenth of the time
                 raise InputError(f"{model_dir}: {' or '.join(slot.names)} holds values that are not finite")
             if slot.qkv_groups:
                 value = interleave_qkv(value, slot.qkv_groups, arch)

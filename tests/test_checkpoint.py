@@ -222,7 +222,7 @@ def test_the_newest_unfinished_run_with_a_good_checkpoint_is_resumed(cfg: Config
     for log in (*runs, empty, damaged, finished, other):
         log.close()
     said: list[str] = []
-    assert checkpoint.find_resumable(cfg, said.append) == runs[-1].run_dir
+    assert checkpoint.find_resumable(cfg, said.append).path.parent.parent == runs[-1].run_dir
     assert len(said) == 1 and "state.json: corrupted" in said[0]
 
 
@@ -231,7 +231,7 @@ def test_more_than_ten_runs_of_one_second_are_ordered_by_number(tmp_path: Path, 
         log = start_a_run(cfg, 1)
         log.close()
         log.run_dir.rename(tmp_path / "out" / f"tiny-20300102-030405{suffix}")
-    assert checkpoint.find_resumable(cfg).name == "tiny-20300102-030405-11"
+    assert checkpoint.find_resumable(cfg).path.parent.parent.name == "tiny-20300102-030405-11"
 
 
 def test_a_run_that_lives_is_not_resumed_until_it_is_killed(cfg: Config) -> None:
@@ -252,7 +252,7 @@ def test_a_run_that_lives_is_not_resumed_until_it_is_killed(cfg: Config) -> None
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    assert checkpoint.find_resumable(cfg) == run_dir
+    assert checkpoint.find_resumable(cfg).path.parent.parent == run_dir
 
 
 def test_a_run_with_another_configuration_is_not_resumed(cfg: Config) -> None:
@@ -274,3 +274,18 @@ def test_a_checkpoint_is_plain_json_and_safetensors(tmp_path: Path, cfg: Config)
     (path,) = saved(tmp_path, cfg, 1)
     assert set(json.loads((path / "state.json").read_text())) == {"step", "config", "config_hash", "state"}
     assert safetensors.torch.load_file(path / "adapter.safetensors").keys() == tensors_of(1)["adapter"].keys()
+
+
+def test_a_resume_holds_each_file_against_its_checksum_once(tmp_path: Path, cfg: Config, monkeypatch: MonkeyPatch):
+    """14 GiB take 15 s each time."""
+    monkeypatch.setattr(runlog, "write_records", lambda *_: None)
+    log = runlog.open_run(cfg, 1, 0)
+    saved(log.run_dir, cfg, 1, 2)
+    log.close()
+    summed: list[str] = []
+    real = checkpoint.sha256_file
+    monkeypatch.setattr(checkpoint, "sha256_file", lambda path: summed.append(path.name) or real(path))
+    found = checkpoint.find_resumable(cfg)
+    again = checkpoint.load(found.path, verified=True)
+    assert sorted(summed) == ["adapter.safetensors", "optimizer.safetensors", "state.json"]
+    assert is_whole(found) and is_whole(again) and found.step == again.step == 2

@@ -136,9 +136,8 @@ def test_a_kill_at_any_file_operation_of_a_save_leaves_a_whole_one(tmp_path: Pat
 
 def train(cfg: Config) -> None:
     """A run in miniature: the next weight follows from this one, so a step lost or done twice shows in every line."""
-    run_dir = checkpoint.find_resumable(cfg)
-    found = checkpoint.latest(run_dir) if run_dir else None
-    log = runlog.open_run(cfg, 1, 0, resume=run_dir)
+    found = checkpoint.find_resumable(cfg)
+    log = runlog.open_run(cfg, 1, 0, resume=found and found.path.parent.parent)
     weight, first = torch.ones(3), 0
     if found:
         checkpoint.check_resume(found, cfg)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from pytest import MonkeyPatch
@@ -130,3 +132,32 @@ def test_checks_that_warned_are_found_once_each(tmp_path: Path) -> None:
     assert run_record.checks_fired(tmp_path) == {}
     (tmp_path / "log.txt").write_text(said)
     assert run_record.checks_fired(tmp_path) == {"entropy": "step 9: 1e-5", "unparsable": "step 12: 96.0%"}
+
+
+def test_large_inputs_are_read_once_until_they_change(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    large, small = tmp_path / "large", tmp_path / "small"
+    for path, size in ((large, run_record.LARGE_BYTES), (small, 1000)):
+        path.write_bytes(b"x" * size)
+        os.utime(path, ns=(1, 1))
+    read: list[str] = []
+    real = run_record.sha256_file
+
+    def sums() -> dict[Path, str]:
+        read.clear()
+        return run_record.sha256_of_inputs([large, small])
+
+    monkeypatch.setattr(run_record, "sha256_file", lambda path, *done: read.append(path.name) or real(path, *done))
+    expected = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in (large, small)}
+    assert sums() == sums() == expected and sorted(read) == ["large", "small"]  # too new: nothing is kept
+    later = time.time() + 60
+    monkeypatch.setattr(run_record.time, "time", lambda: later)
+    assert sums() == expected and sorted(read) == ["large", "small"]
+    assert sums() == expected and read == ["small"]
+    with open(large, "r+b") as file:  # the same size and, by hand, the same time of change: the inode's time tells
+        file.write(b"y")
+    os.utime(large, ns=(1, 1))
+    assert sums() == {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in (large, small)}
+    assert sums()[large] != expected[large] and read == ["small"]
+    (tmp_path / "cache/megatron-grpo/sha256.json").write_text("{")
+    assert sums()[large] != expected[large] and sorted(read) == ["large", "small"]
