@@ -18,7 +18,7 @@ from torch import Tensor
 import adapter_vllm
 import device as devices
 import seeds
-from config import Config
+from config import Config, InputError
 from data_gsm8k import Question
 from hf_config import Architecture
 from packing import Packing
@@ -77,6 +77,12 @@ def check_engine(cfg: Config, arch: Architecture, ranks: int) -> None:
         import rollout_vllm
 
         device_type, dtype = devices.resolve(cfg.device).type, DTYPES[cfg.model.dtype]
+        if device_type == "npu" and cfg.rollout.temperature != 1:
+            # vllm-ascend 0.23.0, model_runner_v1.py:333: its own sampler leaves logprobs_mode unread.
+            raise InputError(
+                f"rollout.temperature: {cfg.rollout.temperature:g}, but vllm-ascend reports log-probs at temperature 1 "
+                "only; needed: 1.0, or rollout.engine torch"
+            )
         rollout_vllm.check(
             arch,
             device_type=device_type,

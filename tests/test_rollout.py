@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ import training
 import world
 
 import rollout
-from config import Config
+import rollout_vllm
+from config import Config, InputError
 from data_gsm8k import Question
 from rollout import Completion, Rollout
 
@@ -122,6 +124,19 @@ def test_packed_rows_count_their_prompt_once_and_a_quarter_of_their_padded_size(
     assert rollout.plan(lengths, 2, 30, 1, 4, prompts) == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
     assert all(len(rows) < 4 for micro in rollout.plan(lengths, 1, 29, 1, 4, prompts) for rows in micro)
     assert len(rollout.plan(lengths, 1, 60, 1, 4)) == 2  # as padded rows
+
+
+# ------------------------------------------------------------------------------------------------ the engine
+
+
+def test_vllm_on_an_npu_samples_at_temperature_1_only(tmp_path: Path, monkeypatch) -> None:
+    """vllm-ascend reports the log-probs of temperature 1 whatever the temperature is."""
+    cfg = training.config(tmp_path, tmp_path, rollout__engine="vllm", rollout__temperature=0.7)
+    monkeypatch.setattr(rollout.devices, "resolve", lambda name: SimpleNamespace(type="npu"))
+    monkeypatch.setattr(rollout_vllm, "check", lambda *args, **kwargs: None)
+    with pytest.raises(InputError, match="rollout.temperature: 0.7, but vllm-ascend reports log-probs at temp"):
+        rollout.check_engine(cfg, None, 1)
+    rollout.check_engine(training.config(tmp_path, tmp_path, rollout__engine="vllm"), None, 1)
 
 
 # ------------------------------------------------------------------------------------------------ pack

@@ -18,7 +18,7 @@ QWEN3 = hf_config.planned(load_config("configs/qwen3.yaml"))[0]
 
 
 def planned(*overrides: str, ranks: int = 16, machine=NPU, prompt: float = 120, completion: float = 256):
-    cfg = load_config("configs/qwen3.yaml", list(overrides))
+    cfg = load_config("configs/qwen3.yaml", ["rollout.enforce_eager=false", *overrides])  # the figures are with graphs
     layout = layout_plan.of(cfg, ranks)
     memory = memory_plan.plan(cfg, QWEN3, layout, "npu", 61 * 2**30)
     return time_plan.plan(cfg, QWEN3, layout, machine, memory, prompt, completion), cfg, memory
