@@ -271,8 +271,13 @@ def close_model_parallel() -> None:
     from megatron.core import parallel_state
 
     dist.barrier()  # a peer may still be receiving
-    lists = [value if isinstance(value, list) else [value] for value in vars(parallel_state).values()]
-    for group in {group for groups in lists for group in groups if isinstance(group, dist.ProcessGroup)}:
+    made = set()
+    for name, value in list(vars(parallel_state).items()):
+        groups = {x for x in (value if isinstance(value, list) else [value]) if isinstance(x, dist.ProcessGroup)}
+        if groups:
+            made |= groups
+            setattr(parallel_state, name, None)  # destroy_model_parallel leaves one name out
+    for group in made:
         dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
 
