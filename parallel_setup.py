@@ -271,11 +271,11 @@ def close_model_parallel() -> None:
     from megatron.core import parallel_state
 
     dist.barrier()  # a peer may still be receiving
-    made = set()
+    made: dict[dist.ProcessGroup, None] = {}  # in one order on all ranks; some have several names
     for name, value in list(vars(parallel_state).items()):
-        groups = {x for x in (value if isinstance(value, list) else [value]) if isinstance(x, dist.ProcessGroup)}
+        groups = [x for x in (value if isinstance(value, list) else [value]) if isinstance(x, dist.ProcessGroup)]
         if groups:
-            made |= groups
+            made |= dict.fromkeys(groups)
             setattr(parallel_state, name, None)  # destroy_model_parallel leaves one name out
     for group in made:
         dist.destroy_process_group(group)

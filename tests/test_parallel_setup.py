@@ -111,7 +111,7 @@ def open_and_close() -> list[tuple[int, int]]:
         if name:
             world.open_layout(name)
             parallel_setup.close_model_parallel()
-            parallel_setup.close_model_parallel()  # nothing is open any more, as at the end of a program that only checks
+            parallel_setup.close_model_parallel()  # nothing is open any more
         gc.collect()
         found.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
     return found
