@@ -175,6 +175,21 @@ def synchronize(device: torch.device) -> None:
         getattr(torch, device.type).synchronize()
 
 
+def peak_memory_gib(device: torch.device) -> float | None:
+    """Most of the device in use since the last call, GiB: torch's tensors, and what lies outside of torch's pool now.
+
+    That is the runtime, the driver and the communicators' buffers. None on a CPU, which does not count.
+    """
+    if device.type == "cpu":
+        return None
+    module = getattr(torch, device.type)
+    free, total = module.mem_get_info()
+    outside = total - free - module.memory_reserved()
+    peak = module.max_memory_allocated() + outside
+    module.reset_peak_memory_stats()
+    return peak / 2**30
+
+
 def backend(device: torch.device) -> str:
     """The torch.distributed backend that moves this device's tensors."""
     return {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[device.type]

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 import adapter_weights
+import device as devices
 import grpo
 import lora_megatron
 import model_megatron
@@ -322,10 +323,15 @@ def seed_dropout(cfg: Config, step: int, update: int, micro: int, rank: int) -> 
 
 
 class Clock:
-    """Wall time of a step's phases, which add up; a phase met several times counts once, with its sum."""
+    """Wall time of a step's phases, which add up; a phase met several times counts once, with its sum.
 
-    def __init__(self, heartbeat: Heartbeat, step: int) -> None:
-        self.heartbeat, self.step = heartbeat, step
+    Also the most memory in use in each, where ``device`` counts it.
+    """
+
+    def __init__(self, heartbeat: Heartbeat, step: int, device: torch.device | None = None) -> None:
+        self.heartbeat, self.step, self.device = heartbeat, step, device
+        self.peaks: dict[str, float] = {}  # GiB
+        self._peak("between_steps")  # loading, an evaluation, a checkpoint
         self.start = self.last = time.perf_counter()
         self.seconds: dict[str, float] = {}
 
@@ -335,6 +341,15 @@ class Clock:
         now = time.perf_counter()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.last
         self.last = now
+        self._peak(phase)
+
+    def _peak(self, phase: str) -> None:
+        if self.device is not None and (peak := devices.peak_memory_gib(self.device)) is not None:
+            self.peaks[phase] = max(peak, self.peaks.get(phase, 0.0))
+
+    def device_peak(self) -> tuple[float, str] | tuple[()]:
+        """GiB and name of the phase that had most of the device in use; () where it is not counted."""
+        return max(((gib, phase) for phase, gib in self.peaks.items()), default=())
 
     def timing(self, new_tokens: int) -> dict[str, float]:
         """Seconds by phase and of the whole step, and generated tokens a second of the whole step."""

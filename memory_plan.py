@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import layout_plan
 from config import Config, LoraConfig
 from config_rules import cache_bytes_per_token
 from hf_config import Architecture
@@ -303,6 +304,13 @@ def plan(cfg: Config, arch: Architecture, layout: Layout, device: str, capacity:
         "save": resident + gathered_by_a_save(arch, cfg.lora, layout, device),
     }
     return Memory(parts, phases, capacity, cached_rows, wanted_rows)
+
+
+def beside_plan(cfg: Config, arch: Architecture, ranks: int, device: str, peak_gib: float, phase: str) -> str:
+    """One line at the end of a run: what its fullest rank had in use at most, beside what was planned."""
+    memory = plan(cfg, arch, layout_plan.of(cfg, ranks), device, 0)
+    planned = memory.phases[memory.fullest] / GIB
+    return f"device memory: at most {peak_gib:.2f} GiB in {phase}; planned: {planned:.2f} GiB in {memory.fullest}"
 
 
 def _engine_layout(layout: Layout) -> Layout:

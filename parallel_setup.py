@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import hashlib
 import os
 import random
 import sys
@@ -96,6 +97,25 @@ class Parallel:
         values = torch.tensor(list(metrics.values()), dtype=torch.float64)
         dist.broadcast(values, src=0)
         return metrics if self.rank == 0 else dict(zip(metrics, values.tolist(), strict=True))
+
+    def largest(self, value: tuple) -> tuple:
+        """The largest of every rank's ``value``, as Python compares tuples; () is the smallest."""
+        everyones: list[tuple] = [()] * self.world_size
+        dist.all_gather_object(everyones, value)
+        return max(everyones)
+
+    def refuse_unequal(self, read: dict[str, str]) -> None:
+        """InputError, the same on all ranks, that names the first of these texts which is not the same on all ranks."""
+        mine = [hashlib.sha256(text.encode()).hexdigest() for text in read.values()]
+        everyones: list[list[str]] = [[]] * self.world_size
+        dist.all_gather_object(everyones, mine)
+        for part, by_rank in zip(read, zip(*everyones, strict=True), strict=True):
+            odd = [rank for rank, digest in enumerate(by_rank) if digest != by_rank[0]]
+            if odd:
+                raise InputError(
+                    f"{part}: rank {', '.join(map(str, odd))} did not read what rank 0 read; needed: the same files on "
+                    "every node"
+                )
 
     def barrier(self) -> None:
         """Wait for every rank."""

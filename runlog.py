@@ -134,6 +134,11 @@ def open_run(cfg: Config, world_size: int, rank: int, resume: Path | None = None
 # ---------------------------------------------------------------- the log
 
 
+def device_memory(peak: tuple[float, str] | tuple[()]) -> dict[str, float | str]:
+    """A step's fullest phase on the fullest rank, for timing.jsonl; nothing where the device does not count."""
+    return {"perf/peak_device_gib": round(peak[0], 3), "perf/peak_device_phase": peak[1]} if peak else {}
+
+
 def _progress_line(step: int, steps: int, metrics: dict[str, float], timing: dict[str, float]) -> str:
     """`step 12/200  reward 0.613  kl 0.0021 ...  31.2 s = gen 18.0 + sync 2.1 + ref 6.0 + update 5.1`"""
 

@@ -11,7 +11,6 @@ same model with its LoRA off. Each module imported below is one of those verbs. 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import sys
 import time
@@ -32,6 +31,7 @@ import evaluate
 import grpo
 import hf_config
 import lora_megatron
+import memory_plan
 import model_megatron
 import parallel_setup
 import reward_gsm8k
@@ -87,9 +87,9 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: tuple |
         weights.push_clean()
         return learner.first_differing_layer(engine, probe, bound)
 
-    tripwires, norm = Tripwires(cfg, log.say, where_apart), None
+    tripwires, norm, most = Tripwires(cfg, log.say, where_apart), None, ()
     for step in range(first_step, cfg.train.steps):
-        clock = Clock(heartbeat, step)
+        clock = Clock(heartbeat, step, parallel.device)
         # 1. Hand over the policy: W + (alpha / R) B A. Noise lives in the sampler's copy; the trainer never sees it.
         pushed = weights.push(step, probe)
         tripwires.after_push(step, weights.checksums(), norm)
@@ -108,7 +108,9 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: tuple |
         metrics = parallel.of_rank_0(rollout_metrics(batch) | metrics | pushed)
         norm = metrics["actor/grad_norm"]
         log.log_completions(step, shown_completions(completions, asked, batch, tokenizer, cfg))
-        log.log_step(step, metrics, clock.timing(sum(batch.lengths)))
+        peak = parallel.largest(clock.device_peak())  # (GiB, phase) of the fullest rank; () on a CPU
+        most = max(most, peak)
+        log.log_step(step, metrics, clock.timing(sum(batch.lengths)) | runlog.device_memory(peak))
         tripwires.after_step(step, metrics, (batch.rewards.min().item(), batch.rewards.max().item()))
         done = step + 1
         if done == cfg.train.steps or (cfg.eval.every and done % cfg.eval.every == 0):
@@ -120,6 +122,8 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: tuple |
             parallel.barrier()
 
     engine.close()
+    if most:
+        log.say(memory_plan.beside_plan(cfg, arch, parallel.world_size, parallel.device.type, *most))
     evaluations = log.evaluations()
     log.finish(evaluate.result_line(evaluations[0], evaluations[-1], cfg.data.source) if evaluations else "")
 
@@ -163,22 +167,12 @@ def check_inputs(cfg: Config, world_size: int) -> tuple:
 
 def check_same_on_all_ranks(cfg: Config, arch: Architecture, questions, held_out, parallel: Parallel) -> None:
     """InputError, on all ranks, unless all have read the same: each reads its own node's files, and plans by them."""
-    read = {
+    parallel.refuse_unequal({
         "the configuration": to_yaml(cfg),
         "config.json of model.path": repr(arch),
         "the training questions as prompts": repr([(question.prompt, question.gold) for question in questions]),
         "the held-out questions as prompts": repr([(question.prompt, question.gold) for question in held_out]),
-    }
-    mine = [hashlib.sha256(text.encode()).hexdigest() for text in read.values()]
-    everyones: list[list[str]] = [[]] * parallel.world_size
-    dist.all_gather_object(everyones, mine)
-    for part, by_rank in zip(read, zip(*everyones, strict=True), strict=True):
-        odd = [rank for rank, digest in enumerate(by_rank) if digest != by_rank[0]]
-        if odd:
-            raise InputError(
-                f"{part}: rank {', '.join(map(str, odd))} did not read what rank 0 read; needed: the same files on "
-                "every node"
-            )
+    })  # fmt: skip
 
 
 def check_answers(cfg: Config) -> None:

@@ -183,6 +183,7 @@ def torch_npu_module() -> types.ModuleType:
     module.current_device = lambda: state["device"]
     module.synchronize = module.reset_peak_memory_stats = lambda device=None: None
     module.get_device_name = lambda device=None: "Ascend910_9392"
+    module.mem_get_info = lambda device=None: (60 * 2**30, 61 * 2**30)
     module.memory_allocated = module.max_memory_allocated = module.memory_reserved = lambda device=None: 0
     module.manual_seed = module.manual_seed_all = lambda seed: generator.manual_seed(seed)
     module.initial_seed = lambda: generator.initial_seed()

@@ -106,7 +106,10 @@ def layout(request) -> str:
 def test_a_resumed_training_on_the_npu_has_the_cpus_metrics(layout, on_npu, on_cpu):
     run, _ = on_npu[layout]
     assert_equal_to_1e_6(run, on_cpu[layout])
-    assert "resumed" in (run / "log.txt").read_text()
+    log = (run / "log.txt").read_text()
+    assert "resumed" in log and "device memory: at most 1.00 GiB in update; planned: " in log
+    timing = [json.loads(line) for line in (run / "timing.jsonl").read_text().splitlines()]
+    assert {row["perf/peak_device_gib"] for row in timing} == {1.0}  # what lies outside of torch's pool there
 
 
 @pytest.mark.slow

@@ -1,0 +1,63 @@
+"""The device's memory by phase, where the device counts it: what is logged is the fullest rank's fullest phase."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import world
+
+import device as devices
+import hf_config
+import layout_plan
+import memory_plan
+import runlog
+from config import load_config
+from heartbeat import Heartbeat
+from learner import Clock
+
+
+def test_in_use_is_torchs_peak_and_what_lies_outside_of_its_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    reset = []
+    module = SimpleNamespace(
+        mem_get_info=lambda: (40 * 2**30, 61 * 2**30),  # 21 GiB are taken, 16 of them by torch's pool
+        memory_reserved=lambda: 16 * 2**30,
+        max_memory_allocated=lambda: 12 * 2**30,
+        reset_peak_memory_stats=lambda: reset.append(1),
+    )
+    monkeypatch.setattr(torch, "npu", module, raising=False)
+    assert devices.peak_memory_gib(SimpleNamespace(type="npu")) == 17.0 and reset == [1]
+    assert devices.peak_memory_gib(torch.device("cpu")) is None
+
+
+def test_a_step_has_the_peak_of_its_fullest_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = iter([3.0, 1.0, 4.0, 5.5, 2.0])
+    monkeypatch.setattr(devices, "peak_memory_gib", lambda device: next(peaks))
+    heartbeat = Heartbeat(0, 0)
+    clock = Clock(heartbeat, 0, torch.device("meta"))
+    for phase in ("sync", "generate", "update", "update"):
+        clock.lap(phase)
+    heartbeat.stop()
+    assert clock.peaks == {"between_steps": 3.0, "sync": 1.0, "generate": 4.0, "update": 5.5}
+    assert clock.device_peak() == (5.5, "update")
+    assert runlog.device_memory((5.5, "update")) == {"perf/peak_device_gib": 5.5, "perf/peak_device_phase": "update"}
+    assert Clock(heartbeat, 0, None).device_peak() == () and runlog.device_memory(()) == {}
+
+
+def largest(parallel) -> list[tuple]:
+    mine = [(5.0, "sync"), (7.5, "update")][parallel.rank]
+    return [parallel.largest(mine), parallel.largest(())]
+
+
+def test_the_fullest_rank_counts() -> None:
+    assert world.in_layouts(["DP2"], largest)["DP2"] == [[(7.5, "update"), ()]] * 2
+
+
+def test_the_plans_figure_stands_beside_it() -> None:
+    cfg = load_config("configs/qwen3.yaml")
+    arch = hf_config.planned(cfg)[0]
+    memory = memory_plan.plan(cfg, arch, layout_plan.of(cfg, 16), "npu", 61 * 2**30)
+    line = memory_plan.beside_plan(cfg, arch, 16, "npu", 26.125, "update")
+    planned = f"planned: {memory.phases['update'] / 2**30:.2f} GiB in update"
+    assert line == f"device memory: at most 26.12 GiB in update; {planned}" and memory.fullest == "update"
