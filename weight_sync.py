@@ -25,7 +25,9 @@ from parallel_setup import Parallel
 from rollout import Completion
 from tripwires import Tripped
 
-PROBE_TOKENS = 16  # most of an answer to the probe prompt, on which noisy steps are judged
+# Answers to the probe prompt, and most tokens of one: enough that no single token decides. In bf16 one token may be 0.8
+# nats apart in a sound run, 0.006 of a mean over 128.
+PROBE_ANSWERS, PROBE_TOKENS = 8, 16
 # At temperature 1 the log-probs of a confident policy are exactly 0, so noise would not show; 2 is vLLM's maximum.
 FLAT = 2.0
 
@@ -121,10 +123,11 @@ class WeightSync:
             gap = self._gap(probe)
             # Continuations of half a prompt are uncertain, so noise changes their log-probs.
             half = probe[: -(-len(probe) // 2)]
-            clean = self._answer(half, FLAT)
+            clean = self._answers(half, FLAT)
             self._load(stream)
-            noisy = self._answer(half, FLAT)
-            shift = max(abs(after - before) for after, before in zip(noisy.logp, clean.logp, strict=False))
+            noisy = self._answers(half, FLAT)
+            pairs = [zip(after.logp, before.logp, strict=False) for after, before in zip(noisy, clean, strict=True)]
+            shift = max(abs(after - before) for pair in pairs for after, before in pair)
             shift = -self.parallel.max_over_ranks(-shift)  # the least
         aqn.check_report(report)
         return {
@@ -153,36 +156,39 @@ class WeightSync:
                 f"the push to the sampler failed: {error}\n  look at: optim.lr, the last steps' norms"
             ) from None
 
-    def _answer(self, prompt: list[int], temperature: float) -> Completion:
+    def _answers(self, prompt: list[int], temperature: float) -> list[Completion]:
         """What the engine samples after ``prompt``, always with the same random numbers."""
         length = min(PROBE_TOKENS, self.cfg.rollout.max_new_tokens)
-        call = {"seeds": [0], "num_samples": 1, "max_new_tokens": length, "temperature": temperature}
-        return self.engine.sample([prompt], **call)[0][0]
+        call = {"num_samples": PROBE_ANSWERS, "max_new_tokens": length, "temperature": temperature}
+        return self.engine.sample([prompt], seeds=[0], **call)[0]
 
     @torch.no_grad()
     def _gap(self, prompt: list[int]) -> float:
-        """Mean difference between an engine's and the trainer's log-probs of its answer to ``prompt``, nats a token.
+        """Mean difference between an engine's and the trainer's log-probs of its answers to ``prompt``, nats a token.
 
-        The largest of all ranks' engines, the same number on every rank. Collective: each answer goes through the
-        trainer on all ranks, since a wrong engine's answer is another one, and tensor ranks must see the same tokens.
+        The largest of all ranks' engines, the same number on every rank. Collective: all answers go through the trainer
+        on all ranks, since a wrong engine's answers are other ones, and tensor ranks must see the same tokens.
         """
-        mine = self._answer(prompt, self.cfg.rollout.temperature)
-        everyones: list = [None] * self.parallel.world_size
-        dist.all_gather_object(everyones, (tuple(mine.tokens), mine.logp))
-        trainers = {tokens: self._trainer_logp(prompt, tokens) for tokens, _ in everyones}
-        gaps = [(trainers[tokens] - torch.tensor(logp)).abs().mean() for tokens, logp in everyones]
-        return self.parallel.max_over_ranks(torch.stack(gaps).max().item())
+        mine = [(tuple(answer.tokens), answer.logp) for answer in self._answers(prompt, self.cfg.rollout.temperature)]
+        everyones: list[list[tuple[tuple[int, ...], list[float]]]] = [[]] * self.parallel.world_size
+        dist.all_gather_object(everyones, mine)
+        trainers = self._trainer_logp(prompt, list(dict.fromkeys(tokens for rank in everyones for tokens, _ in rank)))
+        gaps = [torch.cat([trainers[tokens] - torch.tensor(logp) for tokens, logp in rank]) for rank in everyones]
+        return self.parallel.max_over_ranks(max(gap.abs().mean().item() for gap in gaps))
 
-    def _trainer_logp(self, prompt: list[int], answer: tuple[int, ...]) -> Tensor:
-        """The trainer's log-probs of ``answer`` after ``prompt``, on the host. Collective.  -> (len(answer),)"""
-        tokens = model_megatron.one_row(prompt + list(answer), self.parallel)
+    def _trainer_logp(self, prompt: list[int], answers: list[tuple[int, ...]]) -> dict[tuple[int, ...], Tensor]:
+        """The trainer's log-probs of each answer after ``prompt``, (its length,), on the host. Collective."""
+        width = len(prompt) + max(map(len, answers))
+        width += -width % self.parallel.tensor
+        tokens = torch.tensor([[*prompt, *answer, *[0] * (width - len(prompt) - len(answer))] for answer in answers])
         mask = torch.zeros_like(tokens)
-        mask[0, len(prompt) : len(prompt) + len(answer)] = 1
+        for row, answer in enumerate(answers):
+            mask[row, len(prompt) : len(prompt) + len(answer)] = 1
         with model_megatron.evaluating(self.model):
-            logp, _ = model_megatron.token_logprobs(
-                self.model, tokens, mask, self.parallel, self.cfg.rollout.temperature
-            )
-        return logp[mask == 1].cpu()
+            where = (tokens.to(self.parallel.device), mask.to(self.parallel.device))
+            temperature = self.cfg.rollout.temperature
+            logp, _ = model_megatron.token_logprobs(self.model, *where, self.parallel, temperature)
+        return {answer: rows[chosen == 1] for answer, rows, chosen in zip(answers, logp.cpu(), mask, strict=True)}
 
     def _changed(self, touched: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """The weights that do, LoRA merged; under rollout.sync adapter only what noise changes."""
