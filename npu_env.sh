@@ -27,7 +27,11 @@ export CPU_AFFINITY_CONF="${CPU_AFFINITY_CONF:-1}"            # each rank launch
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"   # Megatron asks for it with tensor parallelism
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"                # reading and casting weights; 16 ranks share the cores
 
-# vLLM. The allocator's expandable_segments stays unset: it excludes vLLM's memory pools.
+# vLLM. Its memory pools exclude the allocator's expandable_segments, which vllm-ascend 0.23 turns on by itself where nothing
+# is said. torch_npu refuses to start with both names of the variable.
+if [ -z "${PYTORCH_ALLOC_CONF:-}" ]; then
+    export PYTORCH_NPU_ALLOC_CONF="${PYTORCH_NPU_ALLOC_CONF:-expandable_segments:False}"
+fi
 export VLLM_ASCEND_ENABLE_NZ="${VLLM_ASCEND_ENABLE_NZ:-0}"    # weights are pushed in the plain layout
 unset VLLM_DP_SIZE VLLM_DP_RANK VLLM_DP_RANK_LOCAL VLLM_DP_MASTER_IP VLLM_DP_MASTER_PORT   # would override vLLM's arguments
 
