@@ -30,7 +30,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"                # reading and cast
 # vLLM. Its memory pools exclude the allocator's expandable_segments, which vllm-ascend 0.23 turns on by itself where nothing
 # is said. torch_npu refuses to start with both names of the variable.
 if [ -z "${PYTORCH_ALLOC_CONF:-}" ]; then
-    export PYTORCH_NPU_ALLOC_CONF="${PYTORCH_NPU_ALLOC_CONF:-expandable_segments:False}"
+    export PYTORCH_NPU_ALLOC_CONF="${PYTORCH_NPU_ALLOC_CONF:-expandable_segments:False}"   # as said above
 fi
 export VLLM_ASCEND_ENABLE_NZ="${VLLM_ASCEND_ENABLE_NZ:-0}"    # weights are pushed in the plain layout
 unset VLLM_DP_SIZE VLLM_DP_RANK VLLM_DP_RANK_LOCAL VLLM_DP_MASTER_IP VLLM_DP_MASTER_PORT   # would override vLLM's arguments
