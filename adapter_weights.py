@@ -55,9 +55,9 @@ def whole(
 ) -> Tensor:
     """The whole tensor whose shard on this rank is ``value``, shaped as ``factor``; it may be ``value`` itself.
 
-    Collective. The shards are received in one tensor, which for experts is the result, so that a device holds nothing
-    else beside its own shard. The shards of other tensors, or of experts with expert_tensor > 1, are joined in a copy,
-    which ``join_on_host`` keeps off the device.
+    Collective. The shards are received in one tensor, which for experts is the result. Those of other tensors, or of
+    experts with expert_tensor > 1, are joined in a copy, which ``join_on_host`` keeps off the device: there then is one
+    such tensor beside the own shard, and with expert_tensor > 1 a share of it that was gathered over experts first.
     """
     if factor.is_expert and parallel.expert > 1:
         experts = value.new_empty((parallel.expert * len(value), *value.shape[1:]))
@@ -66,11 +66,12 @@ def whole(
     dim, (size, _, group) = factor.shard_dim, _group(factor, parallel)
     if dim is None or (size == 1 and not name.endswith("linear_qkv.B")):
         return value
-    if name.endswith("linear_qkv.B"):
-        value = weights_hf.separate_qkv(value, arch.num_kv_heads // size, arch)
     shards = weights_hf.gather(value, size, group)
-    where = torch.device("cpu") if join_on_host else value.device
-    joined = torch.empty(whole_shape(factor, parallel), dtype=value.dtype, device=where)
+    if join_on_host:
+        shards = [shard.cpu() for shard in shards]
+    if name.endswith("linear_qkv.B"):
+        shards = [weights_hf.separate_qkv(shard, arch.num_kv_heads // size, arch) for shard in shards]
+    joined = shards[0].new_empty(whole_shape(factor, parallel))
     start, blocks = 0, [block // size for block in _block_sizes(joined.shape[dim], name, arch)]
     for place, block in enumerate(blocks):
         for shard in shards:

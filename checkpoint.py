@@ -170,8 +170,7 @@ def save(
             try:
                 _discard(path)
             except OSError as error:
-                reason = f"an old checkpoint that cannot be removed: {error.strerror}"
-                raise InputError(f"{path}: {reason}; {target.name} is whole") from None
+                print(f"warning: {path}: an old checkpoint that cannot be removed: {error.strerror}", flush=True)
     return target
 
 
@@ -181,7 +180,7 @@ def _write_failure(target: Path, tensors: dict[str, Mapping[str, Tensor | Pendin
     if error.errno == errno.ENOSPC:
         everything = [tensor for named in tensors.values() for tensor in named.values()]
         size = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in everything)
-        free = shutil.disk_usage(target.parent).free
+        free = shutil.disk_usage(target.parent.parent).free
         reason = f"disk full: {size / 2**20:.1f} MiB needed, {free / 2**20:.1f} MiB free"
     return f"{target}: checkpoint not written: {reason}; earlier checkpoints are intact, the run can be resumed"
 

@@ -12,6 +12,7 @@ import argparse
 import json
 import random
 import sys
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,8 +123,8 @@ def load(cfg: Config, split: str, tokenizer: PreTrainedTokenizerBase) -> Questio
 
 
 def _words(text: str) -> str:
-    """``text`` with single spaces: a template or a tokenizer may change those."""
-    return " ".join(text.split())
+    """``text`` with single spaces and one form of each character: a template or a tokenizer may change those."""
+    return " ".join(unicodedata.normalize("NFKC", text).split())
 
 
 def _refuse_equal_prompts(questions: list[str], prompts: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> None:

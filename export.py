@@ -28,7 +28,7 @@ import weights_hf
 from adapter_weights import Adapted, adapted_modules
 from config import Config, InputError, changed_keys, load_config
 from hf_config import Architecture
-from run_record import fsync_path, refuse_changed_inputs, write_atomically
+from run_record import fsync_path, refuse_changed_inputs
 
 COPIED = """generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json
     vocab.json merges.txt tokenizer.model chat_template.jinja chat_template.json LICENSE""".split()
@@ -114,14 +114,15 @@ def merged_tensors(
 
 
 def write_merged(
-    out_dir: Path, cfg: Config, arch: Architecture, modules: list[Adapted], factors: dict[str, Tensor]
+    out_dir: Path, cfg: Config, arch: Architecture, modules: list[Adapted], factors: dict[str, Tensor],
+    changed: list[str],
 ) -> tuple[int, int]:
     """The merged model as a Hugging Face directory with the base model's tensor names.  -> (tensors, bytes)"""
     model_dir = Path(cfg.model.path)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.model.dtype]
     shapes = weights_hf.tensor_shapes(arch)
     num_bytes = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
-    with _appears_whole(out_dir, num_bytes) as aside:
+    with _appears_whole(out_dir, num_bytes, changed) as aside:
         with contextlib.ExitStack() as stack:
             base = weights_hf.Checkpoint(model_dir, stack)
             weights_hf.save_model(merged_tensors(base, arch, modules, factors, cfg.lora.alpha, dtype), aside)
@@ -217,14 +218,14 @@ def adapter_config(cfg: Config, modules: Iterable[Adapted]) -> dict:
 
 
 def write_adapter(
-    out_dir: Path, cfg: Config, modules: list[Adapted], factors: dict[str, Tensor]
+    out_dir: Path, cfg: Config, modules: list[Adapted], factors: dict[str, Tensor], changed: list[str]
 ) -> tuple[int, int]:
     """adapter_config.json and adapter_model.safetensors for peft.PeftModel.from_pretrained.  -> (tensors, bytes)"""
     from safetensors.torch import load_file, save_file
 
     tensors = adapter_tensors(modules, factors)
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    with _appears_whole(out_dir, num_bytes) as aside:
+    with _appears_whole(out_dir, num_bytes, changed) as aside:
         path = aside / "adapter_model.safetensors"
         save_file(tensors, path, metadata={"format": "pt"})
         (aside / "adapter_config.json").write_text(json.dumps(adapter_config(cfg, modules), indent=2) + "\n")
@@ -249,8 +250,11 @@ def _refuse_used(out_dir: Path) -> None:
 
 
 @contextlib.contextmanager
-def _appears_whole(out_dir: Path, num_bytes: int) -> Iterator[Path]:
-    """A directory beside ``out_dir`` to write to; it takes the name when all is written, and goes when not."""
+def _appears_whole(out_dir: Path, num_bytes: int, changed: list[str]) -> Iterator[Path]:
+    """A directory beside ``out_dir`` to write to; it takes the name when all is written, and goes when not.
+
+    ``changed``: what is accepted although it is not the run's, listed in changed_inputs.json.
+    """
     from safetensors import SafetensorError
 
     target = out_dir.resolve()
@@ -263,6 +267,8 @@ def _appears_whole(out_dir: Path, num_bytes: int) -> Iterator[Path]:
         if free < num_bytes:
             raise InputError(f"{out_dir}: {num_bytes / 2**20:.1f} MiB needed, {free / 2**20:.1f} MiB free on the disk")
         aside.mkdir()
+        if changed:
+            (aside / "changed_inputs.json").write_text(json.dumps(changed, indent=1) + "\n")
         yield aside
         for path in aside.iterdir():
             fsync_path(path)
@@ -290,11 +296,10 @@ def export(
     modules = list(adapted_modules(arch, cfg.lora))
     factors = check_factors(found, modules)
     if as_adapter:
-        num_tensors, num_bytes = write_adapter(out_dir, cfg, modules, factors)
+        num_tensors, num_bytes = write_adapter(out_dir, cfg, modules, factors, changed)
     else:
-        num_tensors, num_bytes = write_merged(out_dir, cfg, arch, modules, factors)
+        num_tensors, num_bytes = write_merged(out_dir, cfg, arch, modules, factors, changed)
     if changed:
-        write_atomically(out_dir / "changed_inputs.json", json.dumps(changed, indent=1) + "\n")
         _note(f"accepted: {changed[0]} ({len(changed)} in all, listed in {out_dir / 'changed_inputs.json'})")
     what = "PEFT adapter" if as_adapter else "merged model"
     return f"wrote {out_dir}: {what} after step {found.step} ({num_tensors} tensors, {num_bytes / 2**20:.1f} MiB)"

@@ -231,10 +231,13 @@ def sha256_of_inputs(paths: list[Path]) -> dict[Path, str]:
     """
     keys: dict[Path, str] = {}
     for path in paths:
+        if not os.access(path, os.R_OK):
+            raise InputError(f"{path}: cannot be read; needed: a file that can")
         stat = path.stat()
         if stat.st_size >= LARGE_BYTES:
             keys[path] = f"{path.resolve()} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-grpo" / "sha256.json"
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    cache = Path(folder) / "megatron-grpo" / "sha256.json"
     known = _kept_sums(cache)
     found = {path: known[key] for path, key in keys.items() if key in known}
     todo = [path for path in dict.fromkeys(paths) if path not in found]
@@ -263,16 +266,17 @@ def _kept_sums(cache: Path) -> dict[str, str]:
 def changed_inputs(run_dir: Path, cfg: Config) -> list[str]:
     """A line for each file of model and data whose checksum is not the one that the run's last start recorded.
 
-    Hidden files of the model's folder and data files that are not there are left out: nothing reads them.
-    InputError if the run's inputs.json is missing or damaged.
+    Hidden files of the model's folder and data files that are not there are left out: nothing reads them. Without a
+    readable inputs.json the line says so.
     """
-    starts = sorted(run_dir.glob("resume-*/inputs.json"), key=lambda path: int(path.parent.name.split("-")[1]))
-    record = [run_dir / "inputs.json", *starts][-1]
+    resumed = [(path.parent.name.removeprefix("resume-"), path) for path in run_dir.glob("resume-*/inputs.json")]
+    starts = {int(number): path for number, path in resumed if number.isdecimal()}
+    record = starts[max(starts)] if starts else run_dir / "inputs.json"
     try:
         recorded = json.loads(record.read_text())
         recorded = {kind: dict(recorded[kind]) for kind in ("model", "data")}
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise InputError(f"{record}: not the record of the run's inputs ({error!r})") from None
+        return [f"{record}: not the record of the run's inputs ({error!r})"]
     lines, files = [], _input_files(cfg)
     sums = sha256_of_inputs([path for named in files.values() for path in named.values() if path.is_file()])
     for kind, named in files.items():
@@ -292,7 +296,7 @@ def refuse_changed_inputs(run_dir: Path, cfg: Config, accept: bool, how: str) ->
     changed = changed_inputs(run_dir, cfg)
     if changed and not accept:
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
-        raise InputError(f"{changed[0]}{more}; needed: the file of then, or {how}")
+        raise InputError(f"{changed[0]}{more}; needed: what was there then, or {how}")
     return changed
 
 

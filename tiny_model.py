@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -82,8 +83,11 @@ def make(cfg: Config, device: torch.device) -> None:
     with _only_maker(folder) as may_make:
         while True:
             answer = ["wait"]  # rank 0's: another run may finish the model between two ranks' looks
-            if may_make():
-                answer = ["done" if exists(cfg) else "make"]
+            if dist.get_rank() == 0:
+                if exists(cfg):
+                    answer = ["done"]
+                elif may_make():
+                    answer = ["done" if exists(cfg) else "make"]
             dist.broadcast_object_list(answer)
             if answer[0] != "wait":
                 break
@@ -119,33 +123,35 @@ def _make(cfg: Config, device: torch.device, folder: Path) -> None:
 
 @contextmanager
 def _only_maker(folder: Path) -> Iterator[Callable[[], bool]]:
-    """A question to ask until the answer is yes: may this process make ``folder``? Yes to one run at a time, rank 0's.
+    """A question to ask until the answer is yes: may this process make ``folder``? Yes to one process at a time.
 
     The lock is on a file beside the folder and ends with the process, however that ends.
     """
-    if dist.get_rank() != 0:
-        yield lambda: False
-        return
-    with _writing(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(folder.with_name(f".making-{folder.name}.lock"), "ab")
-    told = False
+    lock: BinaryIO | None = None
 
     def may_make() -> bool:
-        nonlocal told
+        nonlocal lock
+        first = lock is None
+        if lock is None:
+            with _writing(folder):
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                lock = open(folder.with_name(f".making-{folder.name}.lock"), "ab")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if not told:
+            if first:
                 print(f"waiting: another process is making {folder}", flush=True)
-            told = True
             return False
         except OSError as error:
-            print(f"{lock.name}: {error.strerror}: make sure yourself that no two processes make {folder}", flush=True)
+            if first:
+                print(f"{lock.name}: {error.strerror}: make sure yourself that one process makes {folder}", flush=True)
         return True
 
-    with lock:
+    try:
         yield may_make
+    finally:
+        if lock is not None:
+            lock.close()
 
 
 @contextmanager

@@ -69,8 +69,10 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: tuple |
     stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
     pad_token = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stop_tokens)
     learner = Learner(cfg, arch, parallel, model, adapters, pad_token)
+    first_step = 0
     if saved:
         learner.restore(saved.tensors, saved.state)
+        first_step, saved = saved.step, None  # closes its files: a checkpoint that is removed must give its space back
     engine = rollout.open_engine(cfg, arch, parallel.device, stop_tokens, pad_token)
     weights = WeightSync(engine, model, arch, parallel, cfg)
     heartbeat.beat("the first push of the whole model")
@@ -78,7 +80,6 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: tuple |
     if cfg.rollout.expert_parallel:
         weights.check_start(probe)
     score = scorer(cfg, tokenizer)
-    first_step = saved.step if saved else 0
     introduce(log, cfg, parallel, adapters, questions, held_out)
     if first_step == 0:
         log_evaluation(log, 0, engine, held_out, score, cfg, parallel, heartbeat)
@@ -192,37 +193,41 @@ def open_log(cfg: Config, parallel: Parallel) -> tuple[runlog.RunLog, checkpoint
     """The run's log, and the checkpoint to go on from. Rank 0 chooses; all ranks read the same folder."""
     choice: list[str | None] = [None]
     if parallel.rank == 0 and cfg.train.resume != "never":
-        if cfg.train.resume == "auto":
-            found = checkpoint.find_resumable(cfg)
-        else:
-            found = newest_checkpoint(Path(cfg.train.resume))
-        if found:
-            check_resume(found, cfg)
-            choice = [str(found.path)]
+        found = checkpoint_to_resume(cfg)
+        choice = [str(found.path) if found else None]
     dist.broadcast_object_list(choice)
     if choice[0] is None:
         return runlog.open_run(cfg, parallel.world_size, parallel.rank), None
-    saved = checkpoint.load(Path(choice[0]), verified=True)
+    # Rank 0 has verified it on its own node, another node's first rank does it there.
+    path, verified = Path(choice[0]), parallel.rank == 0 or os.environ.get("LOCAL_RANK", "0") != "0"
+    saved = checkpoint.load(path, verified=verified)
+    parallel.refuse_unequal({f"{path}/checksums.json": (path / "checksums.json").read_text()})
     parallel.barrier()  # rank 0 must not cut the run's files before all ranks have a checkpoint to go on from
     log = runlog.open_run(cfg, parallel.world_size, parallel.rank, resume=saved.path.parent.parent)
     log.rewind(saved.step)
     return log, saved
 
 
-def newest_checkpoint(run: Path) -> checkpoint.Checkpoint:
-    """The newest checkpoint of the folder ``run`` whose checksums hold; InputError if it has none."""
-    saved = checkpoint.latest(run)
+def checkpoint_to_resume(cfg: Config) -> checkpoint.Checkpoint | None:
+    """What train.resume goes on with, its checksums held; None for a new run.
+
+    InputError if the named run has no good checkpoint, or one of another configuration, or if the run's model,
+    tokenizer or data have changed since.
+    """
+    if cfg.train.resume == "never":
+        return None
+    if cfg.train.resume == "auto":
+        saved = checkpoint.find_resumable(cfg)
+    elif (saved := checkpoint.latest(Path(cfg.train.resume))) is None:
+        found = f"{cfg.train.resume} holds no usable checkpoint"
+        raise InputError(f"train.resume: {found}; needed: auto, never, or a run's folder")
     if saved is None:
-        raise InputError(f"train.resume: {run} holds no usable checkpoint; needed: auto, never, or a run's folder")
-    return saved
-
-
-def check_resume(saved: checkpoint.Checkpoint, cfg: Config) -> None:
-    """InputError if ``saved`` is of another configuration, or the run's model, tokenizer or data have changed since."""
+        return None
     checkpoint.check_resume(saved, cfg)
     run, how = saved.path.parent.parent, "train.resume=never for a new run, or train.changed_inputs=accept to go on"
     for line in run_record.refuse_changed_inputs(run, cfg, cfg.train.changed_inputs == "accept", how):
         print(f"note: train.changed_inputs: accepted: {line}", flush=True)
+    return saved
 
 
 def scorer(cfg: Config, tokenizer):
@@ -358,8 +363,7 @@ def main(arguments: list[str]) -> int:
             raise InputError(f"--ranks: found {args.ranks}; needed: 1 or more, and --check: torchrun starts the ranks")
         if args.check:
             check_only(cfg, args.ranks or parallel_setup.launched_world_size())
-            if cfg.train.resume not in ("auto", "never"):
-                check_resume(newest_checkpoint(Path(cfg.train.resume)), cfg)
+            checkpoint_to_resume(cfg)
         else:
             run(cfg)
     except InputError as error:

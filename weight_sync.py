@@ -29,6 +29,7 @@ from tripwires import Tripped
 # nats apart in a sound run, 0.006 of a mean over 128.
 PROBE_ANSWERS, PROBE_TOKENS = 8, 16
 # At temperature 1 the log-probs of a confident policy are exactly 0, so noise would not show; 2 is vLLM's maximum.
+# (vllm-ascend 0.23 reports those of temperature 1 whatever is asked.)
 FLAT = 2.0
 
 

@@ -80,6 +80,16 @@ def apart(function: Callable, given: list[Tensor]) -> list[float]:
     return [(a - b).abs().max().item() if a.numel() else float(a.shape != b.shape) for a, b in pairs]
 
 
+def patches_in_force() -> dict[str, bool]:
+    """That what MindSpeed's patches lose is lost here: a write into such a view, and a float64 reduction."""
+    columns = torch.zeros(2, 3, device="npu")
+    columns.t().view(6).copy_(torch.ones(6).to("npu"))
+    group, total = dist.new_group([0], backend="hccl"), torch.ones(2, device="npu", dtype=torch.float64)
+    dist.all_reduce(total, group=group)
+    named = "cuda" in torch.ones(1, device="npu").type()
+    return {"write lost": not columns.cpu().any().item(), "no error": total.tolist() == [1.0, 1.0], "named": named}
+
+
 def kernel_calls(frozen: bool) -> int:
     """Calls of the grouped product in a forward and a backward."""
     x = torch.randn(12, 16).to("npu").requires_grad_()
@@ -162,6 +172,7 @@ def main() -> None:
         "calls": {"frozen": kernel_calls(True), "trained": kernel_calls(False)},
         "refused": refusals(),
     }
+    answers["patches"] = patches_in_force()
     devices.set_environment("npu", deterministic=True)
     devices.make_deterministic(torch.device("npu"))
     answers["variables"] = {name: os.environ.get(name) for name in devices.DETERMINISTIC["npu"]}

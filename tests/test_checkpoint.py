@@ -197,6 +197,34 @@ def test_a_full_disk_is_a_clear_error_and_leaves_the_earlier_ones(
     assert names(tmp_path) == before and is_whole(checkpoint.latest(tmp_path))
 
 
+def test_a_disk_that_is_full_half_way_is_a_clear_error_and_leaves_the_earlier_ones(tmp_path: Path, cfg: Config) -> None:
+    saved(tmp_path, cfg, 1, 2)
+    before, made = names(tmp_path), []
+
+    def make() -> Tensor:
+        made.append(1)
+        if len(made) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return torch.ones(2**16)
+
+    pending = {f"factor {i}": checkpoint.Pending((2**16,), torch.float32, make) for i in range(4)}
+    with pytest.raises(InputError, match=r"step-000003: .*disk full: 1.0 MiB needed, .* free; earlier .* intact"):
+        checkpoint.save(tmp_path, 3, {"adapter": pending}, {}, cfg)
+    assert len(made) == 3 and names(tmp_path) == before and is_whole(checkpoint.latest(tmp_path))
+    made.clear()
+    assert checkpoint.save(tmp_path, 3, {"adapter": dict(list(pending.items())[:2])}, {}, cfg, writes=False) is None
+    assert len(made) == 2 and names(tmp_path) == before  # who does not write makes every tensor, and writes nothing
+
+
+def test_a_full_disk_at_the_first_save_is_a_clear_error(tmp_path: Path, cfg: Config, monkeypatch: MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(InputError, match="step-000001: checkpoint not written: disk full"):
+        checkpoint.save(tmp_path, 1, tensors_of(1), {}, cfg)
+
+
 # ---------------------------------------------------------------- what may be resumed
 
 

@@ -320,6 +320,9 @@ def test_no_rank_holds_more_than_one_gathered_tensor_while_a_checkpoint_is_writt
     layouts = ["EP2", "TP2_EP2_DP2", "TP2_EP2_ETP2"]  # gloo's copies live on its own threads: they come and go late
     for name, by_rank in world.in_layouts(layouts, save_checkpoint, path, tmp_path).items():
         assert all(found["held"] < found["all"] / 3 for found in by_rank), (name, by_rank)
+    with as_rank(0, 4, 2, 2, 2) as parallel:  # gathered over experts, then over expert_tensor, then joined on the host
+        found = save_checkpoint(parallel, path, tmp_path)
+    assert found["planned"]["npu"] == 1.5 * found["largest"] and found["held"] <= 2.5 * found["largest"] + 2048, found
 
 
 def test_a_cache_holds_the_rows_that_its_bytes_are_for():

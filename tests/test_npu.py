@@ -157,6 +157,10 @@ def found() -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def test_the_stand_in_patches_torch_as_mindspeed_does(found):
+    assert found["patches"] == {"write lost": True, "no error": True, "named": True}
+
+
 def test_auto_is_the_npu_where_there_is_one(found):
     assert found["auto"] == "npu"
 

@@ -288,6 +288,7 @@ def test_other_inputs_under_the_same_path_are_refused_with_both_checksums_or_acc
     code, text = command(tmp_path / "config.yaml")
     assert code == 2 and text.count("\n") == 1 and str(path) in text and was in text and now in text, text
     assert command(tmp_path / "config.yaml", f"train.resume={run}", "--check") == (code, text)
+    assert command(tmp_path / "config.yaml", "--check") == (code, text)
     assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
 
     code, text = command(tmp_path / "config.yaml", "train.changed_inputs=accept")
@@ -295,6 +296,29 @@ def test_other_inputs_under_the_same_path_are_refused_with_both_checksums_or_acc
     recorded = json.loads((run / "resume-1" / "inputs.json").read_text())
     assert now in [*recorded["model"].values(), *recorded["data"].values()]
     assert run_record.changed_inputs(run, load_config(tmp_path / "config.yaml")) == []  # these are its inputs now
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="mapped files are listed in /proc")
+def test_a_resumed_run_holds_no_checkpoint_open(model, plain, tmp_path, monkeypatch) -> None:
+    """The space of one that is removed must come back while the run goes on."""
+    copy = rewound(plain, tmp_path, 2)
+    changes = EVERYTHING | {"lora__dropout": 0.0, "train__keep_last": 1, "train__resume": str(copy)}
+    cfg = training.config(model, tmp_path / "out", **changes)
+    (maps,) = training.in_world("TP1", train_and_list_maps, cfg)
+    assert len(maps) == 3 and not any("safetensors" in line and "step-" in line for text in maps for line in text)
+
+
+def train_and_list_maps(cfg: Config) -> list[list[str]]:
+    maps, real = [], checkpoint.save
+
+    def save(*args, **kwargs):
+        done = real(*args, **kwargs)
+        maps.append(Path("/proc/self/maps").read_text().splitlines())
+        return done
+
+    checkpoint.save = save
+    training.train_each([("TP1", cfg)])
+    return maps
 
 
 def test_noise_and_dropout_are_the_same_after_a_resume(model, tmp_path) -> None:

@@ -11,10 +11,12 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from pytest import MonkeyPatch
 from test_runlog import config_in
 
 import run_record
+from config import InputError
 from knobs import DataConfig, ModelConfig
 
 
@@ -132,6 +134,18 @@ def test_checks_that_warned_are_found_once_each(tmp_path: Path) -> None:
     assert run_record.checks_fired(tmp_path) == {}
     (tmp_path / "log.txt").write_text(said)
     assert run_record.checks_fired(tmp_path) == {"entropy": "step 9: 1e-5", "unparsable": "step 12: 96.0%"}
+
+
+def test_damaged_records_of_inputs_are_one_line_and_may_be_accepted(tmp_path: Path) -> None:
+    cfg = config_in(tmp_path)
+    for name in ("resume-old", "resume-1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "inputs.json").write_text("{")
+    with pytest.raises(InputError, match="resume-1/inputs.json: not the record of the run's inputs .* or how"):
+        run_record.refuse_changed_inputs(tmp_path, cfg, False, "how")
+    assert len(run_record.refuse_changed_inputs(tmp_path, cfg, True, "how")) == 1
+    with pytest.raises(InputError, match="nothing-there: cannot be read"):
+        run_record.sha256_of_inputs([tmp_path / "nothing-there"])
 
 
 def test_large_inputs_are_read_once_until_they_change(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:

@@ -46,6 +46,11 @@ def test_two_starts_at_once_make_one_model(tmp_path: Path, capfd) -> None:
     assert said.count(f"waiting: another process is making {same.model.path}") == 2
     weights_hf.check(same.model.path, hf_config.read(same.model.path))
 
+    # A finished model needs no lock, nor a place to write one.
+    (Path(same.model.path).parent / ".making-tiny.lock").unlink()
+    assert start("EP2", same).recv() == "made or found"
+    assert [path.name for path in Path(same.model.path).parent.iterdir()] == ["tiny"]
+
     other = tmp_path / "other"
     receivers = [start("TP1", config(other, seed)) for seed in (1, 2)]
     answers = sorted(receiver.recv() for receiver in receivers)
