@@ -71,6 +71,7 @@ class Checkpoint:
     tensors: dict[str, Mapping[str, Tensor]]  # kind -> name -> full-size tensor on the CPU
     state: dict[str, Any]  # what save() was given
     config: dict[str, Any]  # of the run that wrote it
+    checksums: dict[str, str]  # sha256 of each file
     path: Path
 
 
@@ -226,7 +227,8 @@ def load(path: Path, verified: bool = False) -> Checkpoint:
     if match and int(match[2]) != about["step"]:
         raise InputError(f"{path / 'state.json'}: step {about['step']} in a folder of step {int(match[2])}")
     tensors = {file.stem: TensorFile(file) for file in sorted(path.glob("*.safetensors"))}
-    return Checkpoint(about["step"], tensors, about["state"], about["config"], path)
+    checksums = _read_json(path / "checksums.json")
+    return Checkpoint(about["step"], tensors, about["state"], about["config"], checksums, path)
 
 
 def _newest_good(run_dir: Path, say: Callable[[str], None]) -> Path | None:

@@ -201,7 +201,7 @@ def open_log(cfg: Config, parallel: Parallel) -> tuple[runlog.RunLog, checkpoint
     # Rank 0 has verified it on its own node, another node's first rank does it there.
     path, verified = Path(choice[0]), parallel.rank == 0 or os.environ.get("LOCAL_RANK", "0") != "0"
     saved = checkpoint.load(path, verified=verified)
-    parallel.refuse_unequal({f"{path}/checksums.json": (path / "checksums.json").read_text()})
+    parallel.refuse_unequal({f"{path}/checksums.json": repr(saved.checksums)})
     parallel.barrier()  # rank 0 must not cut the run's files before all ranks have a checkpoint to go on from
     log = runlog.open_run(cfg, parallel.world_size, parallel.rank, resume=saved.path.parent.parent)
     log.rewind(saved.step)

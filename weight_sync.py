@@ -174,8 +174,9 @@ class WeightSync:
         everyones: list[list[tuple[tuple[int, ...], list[float]]]] = [[]] * self.parallel.world_size
         dist.all_gather_object(everyones, mine)
         trainers = self._trainer_logp(prompt, list(dict.fromkeys(tokens for rank in everyones for tokens, _ in rank)))
-        gaps = [torch.cat([trainers[tokens] - torch.tensor(logp) for tokens, logp in rank]) for rank in everyones]
-        return self.parallel.max_over_ranks(max(gap.abs().mean().item() for gap in gaps))
+        apart = [torch.cat([trainers[tokens] - torch.tensor(logp) for tokens, logp in rank]) for rank in everyones]
+        gaps = torch.stack([one.abs().mean() for one in apart])  # (ranks,); a nan stays the largest
+        return self.parallel.max_over_ranks(gaps.max().item())
 
     def _trainer_logp(self, prompt: list[int], answers: list[tuple[int, ...]]) -> dict[tuple[int, ...], Tensor]:
         """The trainer's log-probs of each answer after ``prompt``, (its length,), on the host. Collective."""
