@@ -115,7 +115,7 @@ def merged_tensors(
 
 def write_merged(
     out_dir: Path, cfg: Config, arch: Architecture, modules: list[Adapted], factors: dict[str, Tensor],
-    changed: list[str],
+    changed: Sequence[str] = (),
 ) -> tuple[int, int]:
     """The merged model as a Hugging Face directory with the base model's tensor names.  -> (tensors, bytes)"""
     model_dir = Path(cfg.model.path)
@@ -218,7 +218,7 @@ def adapter_config(cfg: Config, modules: Iterable[Adapted]) -> dict:
 
 
 def write_adapter(
-    out_dir: Path, cfg: Config, modules: list[Adapted], factors: dict[str, Tensor], changed: list[str]
+    out_dir: Path, cfg: Config, modules: list[Adapted], factors: dict[str, Tensor], changed: Sequence[str] = ()
 ) -> tuple[int, int]:
     """adapter_config.json and adapter_model.safetensors for peft.PeftModel.from_pretrained.  -> (tensors, bytes)"""
     from safetensors.torch import load_file, save_file
@@ -250,7 +250,7 @@ def _refuse_used(out_dir: Path) -> None:
 
 
 @contextlib.contextmanager
-def _appears_whole(out_dir: Path, num_bytes: int, changed: list[str]) -> Iterator[Path]:
+def _appears_whole(out_dir: Path, num_bytes: int, changed: Sequence[str]) -> Iterator[Path]:
     """A directory beside ``out_dir`` to write to; it takes the name when all is written, and goes when not.
 
     ``changed``: what is accepted although it is not the run's, listed in changed_inputs.json.

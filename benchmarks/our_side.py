@@ -147,9 +147,9 @@ def install(side: Side) -> None:
     """Put the stops and the stopwatches into the trainer; what it computes stays as it is."""
 
     class TurnClock(train_grpo.Clock):
-        def __init__(self, heartbeat, step: int) -> None:
+        def __init__(self, *args) -> None:
             side.turn()
-            super().__init__(heartbeat, step)
+            super().__init__(*args)
             self.cpu = time.process_time()
 
         def lap(self, phase: str) -> None:
