@@ -307,32 +307,35 @@ def test_a_fault_of_one_rank_stops_all_ranks_or_warns_once(fault: str, layout: s
 @pytest.mark.parametrize(
     ("dtype", "usual", "sound", "broken"), [("fp32", 2e-7, 6e-5, 2e-4), ("bf16", 3e-3, 0.025, 0.04)]
 )
-def test_a_gap_far_above_the_runs_own_first_steps_stops_below_the_absolute_bound(dtype, usual, sound, broken) -> None:
-    """6e-5 was seen in a sound run in fp32: one token in a thousand at which two experts all but tied."""
+def test_a_gap_far_above_the_runs_own_first_steps_is_reported_below_the_absolute_bound(dtype, usual, sound, broken):
+    """One step alone is not: 3e-4 was seen in a sound run in fp32, from one token at which two experts almost tied."""
     cfg = training.config(Path("none"), Path("none"), model__dtype=dtype, checks__logp_gap="stop")
-    watch = Tripwires(cfg, print, lambda bound: "all layers agree")
+    said: list[str] = []
+    watch = Tripwires(cfg, said.append, lambda bound: "all layers agree")
     metrics = {"reward/unparsable_frac": 0.0, "actor/grad_norm": 1.0, "actor/entropy": 1.0}
-    gaps = [usual] * 6 + [sound, sound] + [usual] * 4 + [sound]
-    for step, gap in enumerate(gaps):
+    gaps = [usual] * 6 + [sound] * 2 + [usual] * 4 + [sound] * 5 + [broken, broken, usual]
+    for step, gap in enumerate([*gaps, broken, broken]):
         watch.after_step(step, metrics | {"rollout/logp_gap_mean": gap}, (0.0, 1.0))
-    said = f"step 14: .* differ by {broken:.2g} .*, {usual:.2g} in this run's first 10 steps"
-    with pytest.raises(Tripped, match=said):
-        watch.after_step(13, metrics | {"rollout/logp_gap_mean": broken}, (0.0, 1.0))
-    early = Tripwires(cfg, print, lambda bound: "")
-    early.after_step(0, metrics | {"rollout/logp_gap_mean": broken}, (0.0, 1.0))  # nothing to compare with yet
+    assert said == []
+    for step in range(len(gaps) + 2, len(gaps) + 6):
+        watch.after_step(step, metrics | {"rollout/logp_gap_mean": broken}, (0.0, 1.0))
+    (line,) = said  # once
+    assert f"warning: checks.logp_gap: step {len(gaps) + 3}: sampler and trainer differ by {broken:.2g} nats" in line
+    assert f"after {usual:.2g} in this run's first 10 steps" in line and "all layers agree" in line
 
 
-def test_no_recorded_run_would_have_been_stopped_by_its_own_first_steps() -> None:
+def test_no_recorded_run_would_have_been_reported_for_its_own_first_steps() -> None:
     results = Path(__file__).parents[1] / "results"
     runs = [path for path in sorted(results.glob("*/metrics.jsonl")) if "control" not in path.parent.name]
     assert len(runs) > 80
     for path in runs:
         actions = dict.fromkeys(ALL_STOP, "off") | {"checks__logp_gap": "stop"}
-        cfg = training.config(Path("none"), Path("none"), **actions)
-        watch = Tripwires(cfg, print, lambda bound: "")
+        said: list[str] = []
+        watch = Tripwires(training.config(Path("none"), Path("none"), **actions), said.append, lambda bound: "")
         for line in path.read_text().splitlines():
             row = json.loads(line)
             watch.after_step(row.pop("step"), row, (0.0, 1.0))
+        assert said == [], path
 
 
 def another_question() -> None:
