@@ -132,7 +132,7 @@ def _refuse_equal_prompts(questions: list[str], prompts: list[list[int]], tokeni
     first: dict[tuple[int, ...], str] = {}
     for question, prompt in zip(questions, prompts, strict=True):
         other = first.setdefault(tuple(prompt), question)
-        if _words(other).casefold() != _words(question).casefold():
+        if other != question and _words(other).casefold() != _words(question).casefold():
             raise InputError(
                 f"{tokenizer.name_or_path}: {other[:60]!r} and {question[:60]!r} become the same prompt; needed: a "
                 "tokenizer that knows the questions' characters"
