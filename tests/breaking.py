@@ -9,13 +9,12 @@ import json
 import os
 import shutil
 import signal
-import sys
-import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import world
 from pytest import MonkeyPatch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -74,16 +73,8 @@ def exit_code(arguments: list[str]) -> int:
         warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
         child = os.fork()
     if child == 0:
-        code = 99
-        try:
-            signal.alarm(300)
-            code = train_grpo.main(arguments)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+        signal.alarm(300)
+        world.exit_with(lambda: train_grpo.main(arguments), failed=99)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 

@@ -109,9 +109,14 @@ def _launched(variables: dict[str, str], log: Path | None, function: Callable, a
         os.dup2(file, 1)
         os.dup2(file, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-    code = 1
+    exit_with(lambda: function(*args) or 0, failed=1)
+
+
+def exit_with(function: Callable[[], int], failed: int) -> None:
+    """End this forked process with what ``function`` returns; after an exception with ``failed``, its traceback said."""
+    code = failed
     try:
-        code = function(*args) or 0
+        code = function()
     except BaseException:
         traceback.print_exc()
     finally:
