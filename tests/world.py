@@ -113,7 +113,7 @@ def _launched(variables: dict[str, str], log: Path | None, function: Callable, a
 
 
 def exit_with(function: Callable[[], int], failed: int) -> None:
-    """End this forked process with what ``function`` returns; after an exception with ``failed``, its traceback said."""
+    """End this forked process with what ``function`` returns, or after an exception, which is printed, ``failed``."""
     code = failed
     try:
         code = function()
