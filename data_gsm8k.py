@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import sys
 import unicodedata
 from collections.abc import Sequence
@@ -97,11 +98,30 @@ def read(cfg: Config, split: str) -> tuple[list[tuple[str, str]], str, str]:
     return [(question, answer) for question, answer, _ in rows], where, form
 
 
+def few_shot(cfg: Config, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """(question, worked answer) of data.few_shot_path, none without one; InputError if one of ``pairs`` is among them.
+
+    Such a question would be asked with its own answer before it.
+    """
+    if not (where := cfg.data.few_shot_path):
+        return []
+    examples = [(question, answer) for question, answer, _ in gsm8k_files.read(where)[0]]
+    shown = {_words(question).casefold() for question, _ in examples}
+    for question, _ in pairs:
+        if _words(question).casefold() in shown:
+            raise InputError(
+                f"data.few_shot_path: {where} holds {question[:60]!r}, which is asked as well; needed: examples that "
+                "are in neither the training nor the held-out questions"
+            )
+    return examples
+
+
 def load(cfg: Config, split: str, tokenizer: PreTrainedTokenizerBase) -> Questions:
     """The questions of `split` ("train" | "test") with their prompts; InputError if any of them cannot be used."""
     pairs, where, form = read(cfg, split)
     limit = cfg.data.max_prompt_tokens
-    prompts = [prompt_ids(question, tokenizer, cfg) for question, _ in pairs]
+    examples = few_shot(cfg, pairs)
+    prompts = [prompt_ids(question, tokenizer, cfg, examples) for question, _ in pairs]
     _refuse_equal_prompts([question for question, _ in pairs], prompts, tokenizer)
     lengths = [len(prompt) for prompt in prompts]
     fits = [length <= limit for length in lengths]
@@ -119,6 +139,7 @@ def load(cfg: Config, split: str, tokenizer: PreTrainedTokenizerBase) -> Questio
     ]
     longest = max(len(question.prompt) for question in kept)
     line = f"{len(kept)} questions from {where} ({form}); longest prompt {longest} of {limit} tokens, dropped {dropped}"
+    line += f"; {len(examples)} worked examples before each" if examples else ""
     return Questions(kept, cfg.train.seed, dropped, line)
 
 
@@ -186,37 +207,64 @@ def stop_token_ids(model_dir: str | Path, tokenizer: PreTrainedTokenizerBase) ->
     return stops
 
 
-def prompt_ids(question: str, tokenizer: PreTrainedTokenizerBase, cfg: Config) -> list[int]:
-    """Token ids of the prompt: the tokenizer's chat template if it has one, else data.prompt_template.
+def prompt_ids(
+    question: str, tokenizer: PreTrainedTokenizerBase, cfg: Config, examples: Sequence[tuple[str, str]] = ()
+) -> list[int]:
+    """Token ids of the prompt: data.system, the worked ``examples``, then the question, in the tokenizer's form.
 
-    The text is rendered first and then tokenized without adding special tokens: what the template shows is what the
-    model gets (a tokenizer that would put a BOS in front of plain text does not).
+    That is its chat template if it has one, else data.prompt_template. The text is rendered first and then tokenized
+    without adding special tokens: what the template shows is what the model gets (a tokenizer that would put a BOS in
+    front of plain text does not).
     """
-    if cfg.data.instruction:
-        question = f"{question} {cfg.data.instruction}"
-    if tokenizer.chat_template:
-        messages = [{"role": "user", "content": question}]
-        try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a template is a program of the model's author, and fails in any way it likes
-            found = f"{tokenizer.name_or_path}: the chat template fails ({gsm8k_files.first_line(error)})"
-            raise InputError(f"{found}; needed: one that takes a single user turn") from error
-    elif "{question}" in cfg.data.prompt_template:
-        text = cfg.data.prompt_template.replace("{question}", question)  # not str.format: questions may hold braces
-    else:
-        raise InputError(
-            f"data.prompt_template: found {cfg.data.prompt_template!r}; needed: a text with {{question}}, "
-            "as this tokenizer has no chat template"
-        )
-    if _words(question) not in _words(text):
-        raise InputError(
-            f"{tokenizer.name_or_path}: its template leaves out the question, or a part of it: {question[:60]!r} "
-            f"becomes {text[:120]!r}; needed: a chat template with the user's message"
-        )
+    turns = [("system", cfg.data.system)] if cfg.data.system else []
+    for asked, answer in (*examples, (question, None)):
+        turns.append(("user", f"{asked} {cfg.data.instruction}" if cfg.data.instruction else asked))
+        if answer is not None:
+            turns.append(("assistant", answer))
+    text = _chat_text(turns, tokenizer, cfg) if tokenizer.chat_template else _plain_text(turns, cfg)
+    words = _words(text)
+    for role, content in turns:
+        if _words(content) not in words:
+            raise InputError(
+                f"{tokenizer.name_or_path}: its template leaves out the text of a {role} turn, or a part of it: "
+                f"{content[:60]!r} becomes {text[:120]!r}; needed: a chat template that shows all turns"
+            )
     prompt = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not prompt:
         raise InputError(f"{tokenizer.name_or_path}: its template makes an empty prompt; needed: one with the question")
     return prompt
+
+
+def _chat_text(turns: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase, cfg: Config) -> str:
+    messages = [{"role": role, "content": content} for role, content in turns]
+    options = cfg.data.chat_template_kwargs
+    for name in options:
+        if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            raise InputError(
+                f"data.chat_template_kwargs.{name}: the chat template of {tokenizer.name_or_path} does not read it; "
+                "needed: a variable of the template (for example enable_thinking, where a model can think)"
+            )
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+    except Exception as error:  # a template is a program of the model's author, and fails in any way it likes
+        roles = ", ".join(role for role, _ in turns)
+        found = f"{tokenizer.name_or_path}: the chat template fails ({gsm8k_files.first_line(error)})"
+        raise InputError(f"{found}; needed: one that takes the turns {roles}") from error
+
+
+def _plain_text(turns: list[tuple[str, str]], cfg: Config) -> str:
+    """Turns for a tokenizer without a chat template, an empty line between a worked answer and the next question."""
+    template = cfg.data.prompt_template
+    if "{question}" not in template:
+        raise InputError(
+            f"data.prompt_template: found {template!r}; needed: a text with {{question}}, "
+            "as this tokenizer has no chat template"
+        )
+    if cfg.data.chat_template_kwargs:
+        found = ", ".join(cfg.data.chat_template_kwargs)
+        raise InputError(f"data.chat_template_kwargs: found {found}; needed: none, this tokenizer has no chat template")
+    forms = {"system": "{question}\n\n", "user": template, "assistant": " {question}\n\n"}
+    return "".join(forms[role].replace("{question}", text) for role, text in turns)  # str.format would read braces
 
 
 # ------------------------------------------------------------------------------------------------- generated arithmetic

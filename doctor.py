@@ -139,14 +139,15 @@ def file_fault(path: Path) -> str:
 
 
 def check_data_files(machine: Machine) -> Finding:
-    if machine.run.data.source != "gsm8k":
-        return ok("data", "generated")
-    for key in ("train_path", "test_path"):
-        path = Path(getattr(machine.run.data, key))
+    data = machine.run.data
+    keys = ["train_path", "test_path"] if data.source == "gsm8k" else []
+    keys += ["few_shot_path"] if data.few_shot_path else []
+    for key in keys:
+        path = Path(getattr(data, key))
         if not path.is_file() or path.stat().st_size == 0:
             todo = f"put GSM8K there, as .jsonl or .parquet (docs/npu.md), or data.{key}=FILE"
             return fail("data", f"data.{key}: {path} is {'empty' if path.is_file() else 'not there'}", todo)
-    return ok("data", f"{machine.run.data.train_path}, {machine.run.data.test_path}")
+    return ok("data", ", ".join(getattr(data, key) for key in keys) or "generated")
 
 
 def lora_parameters(cfg: Config, arch: hf_config.Architecture) -> int:

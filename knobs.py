@@ -68,6 +68,11 @@ class DataConfig(Section):
     max_prompt_tokens: int = knob(512, "longest prompt, chat template included", ge=1)
     overlong_prompts: Literal["refuse", "drop"] = knob("refuse", "a longer prompt stops the run, or is left out")
     prompt_template: str = knob("Question: {question}\nAnswer:", "used only if the tokenizer has no chat template")
+    chat_template_kwargs: dict[str, Any] = knob(
+        {}, "passed to the chat template, e.g. {enable_thinking: false} for a hybrid model such as Qwen3-30B-A3B"
+    )
+    system: str = knob("", "the system turn, before everything else; empty: none, unless the template adds its own")
+    few_shot_path: str = knob("", "worked examples, put before every question as earlier turns: .jsonl or .parquet")
     instruction: str = knob("", "appended to every question; quote it in YAML if it holds a '#'")
     num_train: int = knob(4096, "arithmetic: training questions", ge=1)
     num_test: int = knob(1024, "arithmetic: held-out questions (held out by operand pair)", ge=1)
@@ -202,6 +207,8 @@ class ChecksConfig(Section):
     reward_constant_steps: int = knob(20, "steps until a constant reward counts", ge=1)
     unparsable: Action = knob("warn", "more completions than unparsable_share hold no answer at all, in any step")
     unparsable_share: float = knob(0.95, "of the completions of a step", gt=0, lt=1)
+    truncated: Action = knob("warn", "most completions are cut off at max_new_tokens")
+    truncated_share: float = knob(0.5, "of a step's completions; of several steps' if one has less than 256", gt=0, lt=1)
     logp_gap: Action = knob("stop", "sampler and trainer disagree: mean |log-prob difference|; of a probe under noise")
     logp_gap_fp32: float = knob(1e-3, "bound in fp32, nats a token; the gap is some 1e-7 when all is well", gt=0)
     logp_gap_bf16: float = knob(0.1, "bound in bf16; the gap is some 1e-2 when all is well", gt=0)

@@ -109,7 +109,7 @@ def alternatives(refused: Plan, setting: Setting) -> list[Plan]:
             break
     if cfg == refused.cfg:  # perhaps it only met the wrong number of ranks
         as_it_is = (judge(cfg, count, setting) for count in _other_counts(ranks, setting))
-        listed = {(plan.cfg, plan.layout) for plan in found}
+        listed = [(plan.cfg, plan.layout) for plan in found]  # no set: a Config holds a mapping, so it has no hash
         found = found[: LISTED - 1] + [p for p in as_it_is if not p.reasons and (p.cfg, p.layout) not in listed][:1]
 
     def rank(plan: Plan) -> tuple[bool, float, float]:

@@ -12,12 +12,12 @@
 set -euo pipefail
 
 # --- yours to change -------------------------------------------------------------------------------------------------
-MODEL=${MODEL-models/Qwen3-30B-A3B}     # folder of the Hugging Face model, as downloaded
-TRAIN=${TRAIN-data/gsm8k/train.jsonl}   # GSM8K: .jsonl or .parquet
-TEST=${TEST-data/gsm8k/test.jsonl}      # its held-out questions
-OUT=${OUT-out}                          # runs, checkpoints, logs
-LAYOUT=${LAYOUT:-tp4_ep4}               # or tp1_ep4, tp2_ep4
-PYTHON=${PYTHON:-python3}               # with requirements/npu.txt and MindSpeed (docs/npu.md)
+MODEL=${MODEL-models/Qwen3-30B-A3B-Instruct-2507}  # folder of the Hugging Face model, as downloaded
+TRAIN=${TRAIN-data/gsm8k/train.jsonl}              # GSM8K: .jsonl or .parquet
+TEST=${TEST-data/gsm8k/test.jsonl}                 # its held-out questions
+OUT=${OUT-out}                                     # runs, checkpoints, logs
+LAYOUT=${LAYOUT:-tp4_ep4}                          # or tp1_ep4, tp2_ep4
+PYTHON=${PYTHON:-python3}                          # with requirements/npu.txt and MindSpeed (docs/npu.md)
 # ---------------------------------------------------------------------------------------------------------------------
 
 cd "$(dirname "$0")"

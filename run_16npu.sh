@@ -9,12 +9,12 @@
 set -euo pipefail
 
 # --- yours to change -------------------------------------------------------------------------------------------------
-MODEL=${MODEL-models/Qwen3-30B-A3B}     # folder of the Hugging Face model, as downloaded
-TRAIN=${TRAIN-data/gsm8k/train.jsonl}   # GSM8K: .jsonl or .parquet
-TEST=${TEST-data/gsm8k/test.jsonl}      # its held-out questions
-OUT=${OUT-out}                          # runs, checkpoints, logs
-LAYOUT=${LAYOUT:-tp4_ep16}              # each expert held once; or tp4_ep4: four times, tp2_ep8: twice
-PYTHON=${PYTHON:-python3}               # with requirements/npu.txt and MindSpeed (docs/npu.md)
+MODEL=${MODEL-models/Qwen3-30B-A3B-Instruct-2507}  # folder of the Hugging Face model, as downloaded
+TRAIN=${TRAIN-data/gsm8k/train.jsonl}              # GSM8K: .jsonl or .parquet
+TEST=${TEST-data/gsm8k/test.jsonl}                 # its held-out questions
+OUT=${OUT-out}                                     # runs, checkpoints, logs
+LAYOUT=${LAYOUT:-tp4_ep16}                         # each expert held once; or tp4_ep4: four times, tp2_ep8: twice
+PYTHON=${PYTHON:-python3}                          # with requirements/npu.txt and MindSpeed (docs/npu.md)
 # ---------------------------------------------------------------------------------------------------------------------
 
 cd "$(dirname "$0")"

@@ -15,16 +15,16 @@
 set -euo pipefail
 
 # --- yours to change -------------------------------------------------------------------------------------------------
-DEVICE=${DEVICE:-npu}                        # or cpu: two processes of the tiny model
-RENDEZVOUS=${RENDEZVOUS:-}                   # host:port of the first machine, the same on both; the port must be free
-RANKS_PER_NODE=${RANKS_PER_NODE:-16}         # or 8
-INTERFACE=${INTERFACE:-}                     # network interface between the machines, e.g. eth0; "": their own choice
-MODEL=${MODEL-models/Qwen3-30B-A3B}          # folder of the Hugging Face model, as downloaded; on both machines
-TRAIN=${TRAIN-data/gsm8k/train.jsonl}        # GSM8K: .jsonl or .parquet; on both machines
-TEST=${TEST-data/gsm8k/test.jsonl}           # its held-out questions
-OUT=${OUT-out}                               # runs, checkpoints, logs; a folder that both machines share: both resume from it
-LAYOUT=${LAYOUT:-tp4_ep16}                   # 8 or 16 a machine: EP16 fits both; or tp4_ep8, tp4_ep4: EP inside a machine
-PYTHON=${PYTHON:-python3}                    # with requirements/npu.txt and MindSpeed (docs/npu.md)
+DEVICE=${DEVICE:-npu}                              # or cpu: two processes of the tiny model
+RENDEZVOUS=${RENDEZVOUS:-}                         # host:port of the first machine, the same on both; the port must be free
+RANKS_PER_NODE=${RANKS_PER_NODE:-16}               # or 8
+INTERFACE=${INTERFACE:-}                           # network interface between the machines, e.g. eth0; "": their own choice
+MODEL=${MODEL-models/Qwen3-30B-A3B-Instruct-2507}  # folder of the Hugging Face model, as downloaded; on both machines
+TRAIN=${TRAIN-data/gsm8k/train.jsonl}              # GSM8K: .jsonl or .parquet; on both machines
+TEST=${TEST-data/gsm8k/test.jsonl}                 # its held-out questions
+OUT=${OUT-out}                                     # runs, checkpoints, logs; a folder that both machines share: both resume from it
+LAYOUT=${LAYOUT:-tp4_ep16}                         # 8 or 16 a machine: EP16 fits both; or tp4_ep8, tp4_ep4: EP inside a machine
+PYTHON=${PYTHON:-python3}                          # with requirements/npu.txt and MindSpeed (docs/npu.md)
 # ---------------------------------------------------------------------------------------------------------------------
 
 cd "$(dirname "$0")"

@@ -10,12 +10,12 @@
 set -euo pipefail
 
 # --- yours to change -------------------------------------------------------------------------------------------------
-MODEL=${MODEL-models/Qwen1.5-MoE-A2.7B}   # folder of the Hugging Face model, as downloaded
-TRAIN=${TRAIN-data/gsm8k/train.jsonl}     # GSM8K: .jsonl or .parquet
-TEST=${TEST-data/gsm8k/test.jsonl}        # its held-out questions
-OUT=${OUT-out}                            # runs, checkpoints, logs
-LAYOUT=${LAYOUT:-tp2_ep3}                 # or tp2_ep2, tp2_ep6, tp1_ep3
-PYTHON=${PYTHON:-python3}                 # with requirements/npu.txt and MindSpeed (docs/npu.md)
+MODEL=${MODEL-models/Qwen1.5-MoE-A2.7B-Chat}  # folder of the Hugging Face model, as downloaded
+TRAIN=${TRAIN-data/gsm8k/train.jsonl}         # GSM8K: .jsonl or .parquet
+TEST=${TEST-data/gsm8k/test.jsonl}            # its held-out questions
+OUT=${OUT-out}                                # runs, checkpoints, logs
+LAYOUT=${LAYOUT:-tp2_ep3}                     # or tp2_ep2, tp2_ep6, tp1_ep3
+PYTHON=${PYTHON:-python3}                     # with requirements/npu.txt and MindSpeed (docs/npu.md)
 # ---------------------------------------------------------------------------------------------------------------------
 
 cd "$(dirname "$0")"

@@ -205,11 +205,13 @@ def git_state() -> tuple[dict[str, Any], bytes]:
 
 
 def _input_files(cfg: Config) -> dict[str, dict[str, Path]]:
-    """The files of the model's folder, by name, and the data files, by split; generated questions have none."""
+    """The files of the model's folder, by name, and the data files, by their use; generated questions have none."""
     folder = Path(cfg.model.path)
     model = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
     given = (cfg.data.train_path, cfg.data.test_path) if cfg.data.source == "gsm8k" else ()
     data = {kind: Path(path) for kind, path in zip(("train", "test"), given, strict=False)}
+    if cfg.data.few_shot_path:
+        data["few_shot"] = Path(cfg.data.few_shot_path)
     return {"model": {path.name: path for path in model}, "data": data}
 
 

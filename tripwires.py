@@ -12,6 +12,7 @@ from collections.abc import Callable
 from config import Config
 
 GAP_START, GAP_FACTOR, GAP_FLOOR, GAP_STEPS = 10, 10, 0.1, 3  # see _far_above_the_first_steps
+TRUNCATED_COMPLETIONS, TRUNCATED_TEMPERATURE = 256, 1.5  # fewer say little; hotter ones ramble whatever the model
 SPIKE_WINDOW = 50  # steps whose median gradient norm says what is usual
 SPIKE_START = 10  # steps before which nothing is usual yet
 
@@ -33,6 +34,7 @@ class Tripwires:
         self.warned: set[str] = set()
         self.rewards: set[float] = set()
         self.steps = 0  # that this process has seen: a resumed run looks again
+        self.truncated: list[float] = []
         self.norms: list[float] = []
         self.gaps: list[float] = []
         self.steps_above = 0
@@ -71,6 +73,23 @@ class Tripwires:
                 "unparsable",
                 f"step {step + 1}: {metrics['reward/unparsable_frac']:.1%} of the completions hold no answer",
                 "the prompt's form (data.instruction, chat template) and rollout.max_new_tokens",
+            )
+        self._truncated(step, metrics["response_length/truncated_frac"])
+
+    def _truncated(self, step: int, share: float) -> None:
+        """Whether most of the last 256 completions or more, in whole steps, were cut off; fewer may be so by chance."""
+        rollout = self.cfg.rollout
+        steps = -(-TRUNCATED_COMPLETIONS // (rollout.prompts_per_step * rollout.group_size))
+        self.truncated = [*self.truncated, share][-steps:]
+        mean = statistics.fmean(self.truncated)
+        expected = rollout.temperature > TRUNCATED_TEMPERATURE
+        if len(self.truncated) == steps and mean > self.checks.truncated_share and not expected:
+            self.trip(
+                "truncated",
+                f"step {step + 1}: {mean:.1%} of the completions of the last {steps} steps are cut off at "
+                f"{rollout.max_new_tokens} tokens",
+                "completions.jsonl of the run folder; a larger rollout.max_new_tokens; a hybrid model thinks unless "
+                "data.chat_template_kwargs={enable_thinking: false}",
             )
 
     def _agreement(self, step: int, metrics: dict[str, float]) -> None:

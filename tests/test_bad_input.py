@@ -190,7 +190,7 @@ MODEL = [
     row("tokenizer", "model: the tokenizer cannot be loaded", model(file("tokenizer.json", "{}"))),
     row("tokenizer of another", "use token ... beyond its vocabulary of 270; needed: the model's own", vocabulary(270)),
     row("chat template", "the chat template fails (Exp ... needed", model(file("chat_template.jinja", "{% if %}"))),
-    row("silent chat template", "its template leaves out the question", model(file("chat_template.jinja", "{##}"))),
+    row("silent chat template", "leaves out the text of a user turn", model(file("chat_template.jinja", "{##}"))),
     row("generation config", "generation_config.json: cannot be read", model(file("generation_config.json", "{"))),
     row("stop token a text", "eos_token_id: found 'x'", model(file("generation_config.json", '{"eos_token_id": "x"}'))),
     row("stop token", "use token 320, beyond its ", model(file("generation_config.json", '{"eos_token_id": 320}'))),

@@ -226,6 +226,7 @@ def other_values(cfg: Config) -> dict[str, object]:
         "model.dtype": "bf16",
         "tiny_model.architecture": "qwen2_moe",
         "data.overlong_prompts": "drop",
+        "data.chat_template_kwargs": "{enable_thinking: false}",
         "rollout.engine": "vllm",
         "reward.method": "openai",
         "lora.targets": "[linear_fc1]",
@@ -252,7 +253,8 @@ def other_values(cfg: Config) -> dict[str, object]:
         **dict.fromkeys(["checks.reward_constant", "checks.logp_gap", "checks.reference_kl"], "warn"),
         **dict.fromkeys(["checks.adapters", "checks.non_finite"], "warn"),
         **dict.fromkeys(["checks.unparsable", "checks.gradient_spike", "checks.entropy"], "stop"),
-        "checks.unparsable_share": 0.5,
+        "checks.truncated": "stop",
+        **dict.fromkeys(["checks.unparsable_share", "checks.truncated_share"], 0.6),
         "train.changed_inputs": "accept",
     }
 

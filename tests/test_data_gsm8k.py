@@ -468,7 +468,7 @@ def test_plain_template_is_used_without_a_chat_template(model_dir: Path) -> None
     for row in ROWS:  # braces in question or template are text
         text = plain.decode(data_gsm8k.prompt_ids(row["question"], plain, config))
         assert text == "Q {{x}}: " + row["question"] + " Go.\nA:"
-    config = SimpleNamespace(data=SimpleNamespace(prompt_template="Q: {}", instruction=""))
+    config = make_config(prompt_template="Q: {}")
     with pytest.raises(InputError, match=r"data.prompt_template: found 'Q: \{\}'; needed: a text with \{question\}"):
         data_gsm8k.prompt_ids("1+1?", plain, config)
 
@@ -485,7 +485,7 @@ def test_plain_template_is_used_without_a_chat_template(model_dir: Path) -> None
 def test_a_template_that_leaves_the_question_out_is_refused(template: str, model_dir: Path) -> None:
     broken = data_gsm8k.load_tokenizer(model_dir)
     broken.chat_template = template
-    with pytest.raises(InputError, match="its template leaves out the question, or a part of it: 'Tom buys"):
+    with pytest.raises(InputError, match="leaves out the text of a user turn, or a part of it: 'Tom buys"):
         data_gsm8k.prompt_ids("Tom buys 24 shells on Monday.", broken, make_config())
 
 

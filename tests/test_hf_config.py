@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -125,6 +126,17 @@ def test_every_field_of_a_real_config_is_read():
     arch = hf_config.parse(QWEN15_MOE)
     assert (arch.head_dim, arch.shared_expert_ffn_size, arch.qkv_bias, arch.qk_norm) == (128, 5632, True, False)
     assert (arch.num_experts, arch.experts_per_token, arch.norm_topk_prob) == (60, 4, False)
+
+
+def test_the_shipped_sizes_are_those_of_the_chat_models():
+    """The Instruct model differs from the hybrid in its positions; Qwen1.5-MoE's chat model has its base's sizes."""
+    instruct, chat = (
+        hf_config.parse(json.loads((hf_config.PUBLISHED / f"{name}.config.json").read_text()))
+        for name in ("Qwen3-30B-A3B-Instruct-2507", "Qwen1.5-MoE-A2.7B-Chat")
+    )
+    hybrid = hf_config.parse(QWEN3_30B_A3B)
+    assert instruct == dataclasses.replace(hybrid, rope_theta=1e7, max_positions=262_144)
+    assert chat == hf_config.parse(QWEN15_MOE)
 
 
 def test_what_transformers_5_writes_is_the_same_architecture(real, tmp_path):

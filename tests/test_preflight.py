@@ -185,8 +185,8 @@ def test_the_text_says_layout_memory_seconds_and_verdict(capsys):
 
 
 def test_a_model_folder_comes_before_the_published_config(tmp_path, capsys):
-    raw = json.loads((ROOT / "configs" / "Qwen3-30B-A3B.config.json").read_text())
-    folder = tmp_path / "Qwen3-30B-A3B"
+    raw = json.loads((ROOT / "configs" / "Qwen3-30B-A3B-Instruct-2507.config.json").read_text())
+    folder = tmp_path / "Qwen3-30B-A3B-Instruct-2507"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": 24}))
     whole = report(capsys, QWEN3)["per_rank"]["base_bytes"]

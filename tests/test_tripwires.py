@@ -42,6 +42,7 @@ FEW = {  # a step of some 50 ms
 }  # fmt: skip
 CHECKS = [name for name, field in ChecksConfig.model_fields.items() if field.annotation == Action]
 ALL_STOP = {f"checks__{name}": "stop" for name in CHECKS}
+ALL_STOP["checks__truncated_share"] = 0.9  # a random model is often not done after 4 tokens
 NOISE = {"aqn__schedule": "constant"}
 
 
@@ -253,6 +254,12 @@ STOPS = {  # fault: its plant, the changes to the run, then what the message mus
         ["checks.reward_constant", "every reward of 2 steps is 0", "completions.jsonl"],
     ),
     "no answers": (nothing, {"checks__unparsable": "stop"}, ["checks.unparsable", "step 1: 100.0%", "chat template"]),
+    "answers cut off": (
+        nothing,
+        {"checks__truncated": "stop", "rollout__max_new_tokens": 2, "rollout__prompts_per_step": 32,
+         "rollout__group_size": 8, "optim__prompts_per_update": 32},
+        ["checks.truncated", "step 1: ", "% of the completions of the last 1 steps", "at 2 tokens", "enable_thinking"],
+    ),
 }  # fmt: skip
 
 
@@ -312,7 +319,8 @@ def test_a_gap_far_above_the_runs_own_first_steps_is_reported_below_the_absolute
     cfg = training.config(Path("none"), Path("none"), model__dtype=dtype, checks__logp_gap="stop")
     said: list[str] = []
     watch = Tripwires(cfg, said.append, lambda bound: "all layers agree")
-    metrics = {"reward/unparsable_frac": 0.0, "actor/grad_norm": 1.0, "actor/entropy": 1.0}
+    metrics = {"reward/unparsable_frac": 0.0, "response_length/truncated_frac": 0.0}
+    metrics |= {"actor/grad_norm": 1.0, "actor/entropy": 1.0}
     gaps = [usual] * 6 + [sound] * 2 + [usual] * 4 + [sound] * 5 + [broken, broken, usual]
     for step, gap in enumerate([*gaps, broken, broken]):
         watch.after_step(step, metrics | {"rollout/logp_gap_mean": gap}, (0.0, 1.0))
@@ -329,7 +337,7 @@ def test_no_recorded_run_would_have_been_reported_for_its_own_first_steps() -> N
     runs = [path for path in sorted(results.glob("*/metrics.jsonl")) if "control" not in path.parent.name]
     assert len(runs) > 80
     for path in runs:
-        actions = dict.fromkeys(ALL_STOP, "off") | {"checks__logp_gap": "stop"}
+        actions = {f"checks__{name}": "off" for name in CHECKS} | {"checks__logp_gap": "stop"}
         said: list[str] = []
         watch = Tripwires(training.config(Path("none"), Path("none"), **actions), said.append, lambda bound: "")
         for line in path.read_text().splitlines():
