@@ -208,7 +208,7 @@ class ChecksConfig(Section):
     unparsable: Action = knob("warn", "more completions than unparsable_share hold no answer at all, in any step")
     unparsable_share: float = knob(0.95, "of the completions of a step", gt=0, lt=1)
     truncated: Action = knob("warn", "most completions are cut off at max_new_tokens")
-    truncated_share: float = knob(0.5, "of a step's completions; of several steps' if one has less than 256", gt=0, lt=1)
+    truncated_share: float = knob(0.5, "of the completions of as many steps as have 256 together", gt=0, lt=1)
     logp_gap: Action = knob("stop", "sampler and trainer disagree: mean |log-prob difference|; of a probe under noise")
     logp_gap_fp32: float = knob(1e-3, "bound in fp32, nats a token; the gap is some 1e-7 when all is well", gt=0)
     logp_gap_bf16: float = knob(0.1, "bound in bf16; the gap is some 1e-2 when all is well", gt=0)
