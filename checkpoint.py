@@ -199,8 +199,11 @@ def _read_json(path: Path, keys: tuple[str, ...] = ()) -> dict[str, Any]:
     return content
 
 
-def verify(path: Path) -> None:
-    """Raises InputError that names the file when one is missing, or does not have the checksum it was saved with."""
+def verify(path: Path, only: str | None = None) -> None:
+    """Raises InputError that names the file when one is missing, or does not have the checksum it was saved with.
+
+    ``only``: the one kind of tensor whose file will be read; the files of the other kinds are not.
+    """
     if not path.is_dir():
         raise InputError(f"{path}: no such checkpoint")
     checksums = _read_json(path / "checksums.json")
@@ -210,42 +213,38 @@ def verify(path: Path) -> None:
             raise InputError(f"{path / name}: not listed in checksums.json")
         if name not in present:
             raise InputError(f"{path / name}: missing")
+        if only and name.endswith(".safetensors") and name != f"{only}.safetensors":
+            continue
         if sha256_file(path / name) != checksums[name]:
             raise InputError(f"{path / name}: corrupted: its sha256 is not the one it was saved with")
 
 
-def load(path: Path, verified: bool = False) -> Checkpoint:
+def load(path: Path, verified: bool = False, only: str | None = None) -> Checkpoint:
     """The checkpoint in the folder ``path``; raises InputError that names the file if it is torn or corrupted.
 
-    ``verified``: its checksums have been held against its files already, which takes 15 s for 14 GiB.
+    ``verified``: its checksums have been held against its files already, which takes 15 s for 14 GiB. ``only``: the one
+    kind of tensor that is wanted, for example adapter.
     """
     path = Path(path)
     if not verified:
-        verify(path)
+        verify(path, only)
     about = _read_json(path / "state.json", ("step", "config", "config_hash", "state"))
     match = NAME.fullmatch(path.name)
     if match and int(match[2]) != about["step"]:
         raise InputError(f"{path / 'state.json'}: step {about['step']} in a folder of step {int(match[2])}")
-    tensors = {file.stem: TensorFile(file) for file in sorted(path.glob("*.safetensors"))}
+    tensors = {file.stem: TensorFile(file) for file in sorted(path.glob(f"{only or '*'}.safetensors"))}
     checksums = _read_json(path / "checksums.json")
     return Checkpoint(about["step"], tensors, about["state"], about["config"], checksums, path)
 
 
-def _newest_good(run_dir: Path, say: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint whose checksums hold; ``say`` hears which were skipped and why."""
+def latest(run_dir: Path, say: Callable[[str], None] = print, only: str | None = None) -> Checkpoint | None:
+    """The newest checkpoint of the run whose checksums hold; ``say`` hears which were skipped and why."""
     for _, path in _found(Path(run_dir) / "checkpoints"):
         try:
-            verify(path)
-            return path
+            return load(path, only=only)
         except InputError as error:
             say(f"checkpoint skipped: {error}")
     return None
-
-
-def latest(run_dir: Path, say: Callable[[str], None] = print) -> Checkpoint | None:
-    """The newest checkpoint of the run whose checksums hold; ``say`` hears which were skipped and why."""
-    path = _newest_good(run_dir, say)
-    return None if path is None else load(path, verified=True)
 
 
 def check_resume(checkpoint: Checkpoint, cfg: Config) -> None:

@@ -50,7 +50,7 @@ def read_run(
     cfg = load_config(run_dir / "config.yaml")
     folder = run_dir / "checkpoints"
     if step is None:
-        found = checkpoint.latest(run_dir, say=_note)
+        found = checkpoint.latest(run_dir, say=_note, only="adapter")
         if found is None:
             raise InputError(f"{folder}: no checkpoint whose checksums hold; needed: one that train_grpo.py finished")
     else:
@@ -58,7 +58,7 @@ def read_run(
         if not path.is_dir():
             there = ", ".join(sorted(other.name for other in folder.glob("step-*"))) or "none"
             raise InputError(f"--step {step}: no {path.name} in {folder}; there: {there}")
-        found = checkpoint.load(path)
+        found = checkpoint.load(path, only="adapter")
     changed = [line for line in changed_keys(found.config, cfg) if line.startswith(("lora.", "model.dtype"))]
     if changed:
         raise InputError(f"{run_dir / 'config.yaml'}: changed since {found.path.name}: {'; '.join(changed)}")
