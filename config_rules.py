@@ -77,6 +77,8 @@ IDLE: dict[str, tuple[Callable[[Config], bool], str]] = {
     "checks.reward_constant_steps": (lambda c: c.checks.reward_constant == "off", "checks.reward_constant is off"),
     "checks.unparsable_share": (lambda c: c.checks.unparsable == "off", "checks.unparsable is off"),
     "checks.truncated_share": (lambda c: c.checks.truncated == "off", "checks.truncated is off"),
+    "checks.collapse_reward": (lambda c: c.checks.collapse == "off", "checks.collapse is off"),
+    "checks.collapse_kl": (lambda c: c.checks.collapse == "off", "checks.collapse is off"),
     "checks.logp_gap_fp32": (
         lambda c: c.checks.logp_gap == "off" or c.model.dtype != "fp32",
         "checks.logp_gap is off, or model.dtype is not fp32",

@@ -194,6 +194,23 @@ def _gather(asked, completions, scores, cfg: Config, parallel: Parallel) -> Roll
     )
 
 
+def metrics(batch: Rollout) -> dict[str, float]:
+    """What was sampled, before anything is learned from it."""
+    lengths = torch.tensor(batch.lengths, dtype=torch.float64)
+    equal = batch.rewards.amax(dim=1) == batch.rewards.amin(dim=1)
+    by_group = batch.tokens.unflatten(0, batch.rewards.shape)  # (P, G, N)
+    identical = (by_group == by_group[:, :1]).flatten(1).all(dim=1)
+    return {
+        "reward/mean": batch.rewards.double().mean().item(),
+        "reward/unparsable_frac": 1 - batch.parsable.double().mean().item(),
+        "reward/equal_groups": int(equal.sum()),
+        "rollout/identical_groups": int(identical.sum()),
+        "response_length/mean": lengths.mean().item(),
+        "response_length/max": int(lengths.max()),
+        "response_length/truncated_frac": batch.truncated.double().mean().item(),
+    }
+
+
 # ------------------------------------------------------------------------------------------------ packing
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 import aqn
 import checkpoint
+import copies
 import data_gsm8k
 import device as devices
 import doctor
@@ -62,6 +63,12 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: tuple |
     arch, tokenizer, questions, held_out = inputs or check_inputs(cfg, parallel.world_size)
     check_same_on_all_ranks(cfg, arch, questions, held_out, parallel)
     log, saved = open_log(cfg, parallel)
+
+    def where_apart(bound: float) -> str:
+        weights.push_clean()
+        return learner.first_differing_layer(engine, probe, bound)
+
+    tripwires = Tripwires(cfg, log.say, where_apart)
     model = model_megatron.build(arch, parallel, dtype=rollout.DTYPES[cfg.model.dtype], recompute=cfg.model.recompute)
     weights_hf.load(model, arch, parallel, cfg.model.path)
     heartbeat.beat("loading the base weights")
@@ -72,7 +79,9 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: tuple |
     first_step = 0
     if saved:
         learner.restore(saved.tensors, saved.state)
+        tripwires.state(saved.step, copies.not_restored(saved, *learner.state(), parallel))
         first_step, saved = saved.step, None  # closes its files: a checkpoint that is removed must give its space back
+    tripwires.state(first_step, copies.differing(copies.base(model, arch, parallel), parallel))
     engine = rollout.open_engine(cfg, arch, parallel.device, stop_tokens, pad_token)
     weights = WeightSync(engine, model, arch, parallel, cfg)
     heartbeat.beat("the first push of the whole model")
@@ -84,11 +93,7 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: tuple |
     if first_step == 0:
         log_evaluation(log, 0, engine, held_out, score, cfg, parallel, heartbeat)
 
-    def where_apart(bound: float) -> str:
-        weights.push_clean()
-        return learner.first_differing_layer(engine, probe, bound)
-
-    tripwires, norm, most = Tripwires(cfg, log.say, where_apart), None, ()
+    norm, most = None, ()
     for step in range(first_step, cfg.train.steps):
         clock = Clock(heartbeat, step, parallel.device)
         # 1. Hand over the policy: W + (alpha / R) B A. Noise lives in the sampler's copy; the trainer never sees it.
@@ -97,6 +102,7 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: tuple |
         clock.lap("sync")
         # 2. Sample and score G completions for each of P questions; both depend on (seed, step) alone.
         asked = questions.pick(step, cfg.rollout.prompts_per_step)
+        tripwires.asked(step, [q.question for q in asked], len(questions), (q.question for q in held_out))
         batch, completions = rollout.sample(engine, asked, score, cfg, parallel, step)
         clock.lap("generate")
         # 3. Compare within the group.
@@ -106,18 +112,20 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: tuple |
         # 4. Update the adapters, once for every prompts_per_update prompts.
         metrics = learner.update(batch, completions, advantages.flatten(), step, clock)
         # 5. Book-keeping.
-        metrics = parallel.of_rank_0(rollout_metrics(batch) | metrics | pushed)
+        metrics = parallel.of_rank_0(rollout.metrics(batch) | metrics | pushed)
         norm = metrics["actor/grad_norm"]
         log.log_completions(step, shown_completions(completions, asked, batch, tokenizer, cfg))
         peak = parallel.largest(clock.device_peak())  # (GiB, phase) of the fullest rank; () on a CPU
         most = max(most, peak)
         log.log_step(step, metrics, clock.timing(sum(batch.lengths)) | runlog.device_memory(peak))
         tripwires.after_step(step, metrics, (batch.rewards.min().item(), batch.rewards.max().item()))
+        tripwires.state(step + 1, copies.differing(copies.adapters(adapters, parallel), parallel))
         done = step + 1
         if done == cfg.train.steps or (cfg.eval.every and done % cfg.eval.every == 0):
             weights.push_clean()
             log_evaluation(log, done, engine, held_out, score, cfg, parallel, heartbeat)
         if done == cfg.train.steps or (cfg.train.checkpoint_every and done % cfg.train.checkpoint_every == 0):
+            tripwires.state(done, copies.differing(copies.base(model, arch, parallel), parallel))
             tensors, counts = learner.state()
             checkpoint.save(log.run_dir, done, tensors, counts, cfg, writes=parallel.rank == 0)
             parallel.barrier()
@@ -156,6 +164,12 @@ def check_inputs(cfg: Config, world_size: int) -> tuple:
     ):
         if count > len(part):
             raise InputError(f"{key}: {count} exceeds the {len(part)} {kind} questions")
+    shared = {question.question for question in questions}.intersection(question.question for question in held_out)
+    if shared and cfg.checks.held_out == "stop":
+        raise InputError(
+            f"data: {len(shared)} held-out questions are training questions as well, for example {min(shared)[:60]!r}; "
+            "needed: none, or checks.held_out=warn"
+        )
     used = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
     largest = max(used.union(*(question.prompt for part in (questions, held_out) for question in part)))
     if largest >= arch.vocab_size:
@@ -268,20 +282,6 @@ def log_evaluation(
     summary, outcomes = evaluate.evaluate(engine, held_out, score, cfg, parallel, heartbeat.beat)
     log.log_eval(step, summary, outcomes)
     log.say(f"held-out accuracy after {step} steps: {evaluate.headline(summary)}")
-
-
-def rollout_metrics(batch: Rollout) -> dict[str, float]:
-    """What was sampled, before anything is learned from it."""
-    lengths = torch.tensor(batch.lengths, dtype=torch.float64)
-    equal = batch.rewards.amax(dim=1) == batch.rewards.amin(dim=1)
-    return {
-        "reward/mean": batch.rewards.double().mean().item(),
-        "reward/unparsable_frac": 1 - batch.parsable.double().mean().item(),
-        "reward/equal_groups": int(equal.sum()),
-        "response_length/mean": lengths.mean().item(),
-        "response_length/max": int(lengths.max()),
-        "response_length/truncated_frac": batch.truncated.double().mean().item(),
-    }
 
 
 def shown_completions(completions, asked, batch: Rollout, tokenizer, cfg: Config) -> list[dict]:

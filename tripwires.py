@@ -7,12 +7,19 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from statistics import fmean
 
 from config import Config
 
 GAP_START, GAP_FACTOR, GAP_FLOOR, GAP_STEPS = 10, 10, 0.1, 3  # see _far_above_the_first_steps
 TRUNCATED_COMPLETIONS, TRUNCATED_TEMPERATURE = 256, 1.5  # fewer say little; hotter ones ramble whatever the model
+IDENTICAL_NATS = 200.0  # e^-200: how unlikely equal completions must be before they count as a fault
+STUCK_STEPS = 3  # steps with a KL of exactly 0 after updates, or with the same questions
+REWARD_START = 0.02  # a lower reward cannot fall in a way that means anything
+WINDOW = 10  # steps whose mean is compared with the mean of the first ones
+ROUNDING = -1e-6  # an estimate that cannot be negative may be this much below 0
+NOT_NEGATIVE = ("k2", "k3", "low_var_kl", "low_var_kl+", "abs")  # estimates of loss.kl
 SPIKE_WINDOW = 50  # steps whose median gradient norm says what is usual
 SPIKE_START = 10  # steps before which nothing is usual yet
 
@@ -38,6 +45,12 @@ class Tripwires:
         self.norms: list[float] = []
         self.gaps: list[float] = []
         self.steps_above = 0
+        self.updated = False  # whether an update with a gradient has been made
+        self.kl_zero = 0
+        self.identical_nats = 0.0
+        self.questions: list[frozenset[str]] = []
+        self.held_out: frozenset[str] = frozenset()
+        self.outcomes: list[tuple[float, float]] = []  # reward and KL of each step
         self.checksums: list[float] = []
 
     def trip(self, check: str, found: str, look_at: str) -> None:
@@ -56,7 +69,10 @@ class Tripwires:
         if broken:
             self.trip("non_finite", f"step {step + 1}: {', '.join(broken)} not finite", "optim.lr, and the data")
         self._reward(step, metrics, rewards)
+        self._sampling(step, metrics)
         self._agreement(step, metrics)
+        self._possible(step, metrics)
+        self._collapse(step, metrics)
         self._health(step, metrics)
 
     def _reward(self, step: int, metrics: dict[str, float], rewards: tuple[float, float]) -> None:
@@ -81,15 +97,103 @@ class Tripwires:
         rollout = self.cfg.rollout
         steps = -(-TRUNCATED_COMPLETIONS // (rollout.prompts_per_step * rollout.group_size))
         self.truncated = [*self.truncated, share][-steps:]
-        mean = statistics.fmean(self.truncated)
-        expected = rollout.temperature > TRUNCATED_TEMPERATURE
-        if len(self.truncated) == steps and mean > self.checks.truncated_share and not expected:
+        if len(self.truncated) < steps or rollout.temperature > TRUNCATED_TEMPERATURE:
+            return
+        mean, where = fmean(self.truncated), f"step {step + 1}"
+        where += f", the last {steps}" if steps > 1 else ""
+        if mean == 1:
+            self.trip(
+                "sampling",
+                f"{where}: not one completion ended by itself within {rollout.max_new_tokens} tokens",
+                "the end tokens of the tokenizer and of generation_config.json; rollout.max_new_tokens",
+            )
+        if mean > self.checks.truncated_share:
             self.trip(
                 "truncated",
-                f"step {step + 1}: {mean:.1%} of the completions of the last {steps} steps are cut off at "
-                f"{rollout.max_new_tokens} tokens",
+                f"{where}: {mean:.1%} of the completions are cut off at {rollout.max_new_tokens} tokens",
                 "completions.jsonl of the run folder; a larger rollout.max_new_tokens; a hybrid model thinks unless "
                 "data.chat_template_kwargs={enable_thinking: false}",
+            )
+
+    def asked(self, step: int, asked: list[str], num_questions: int, held_out: Iterable[str]) -> None:
+        """Check the questions of ``step``; ``num_questions`` there are to train on, ``held_out`` are not for it."""
+        self.held_out = self.held_out or frozenset(held_out)
+        if leaked := self.held_out.intersection(asked):
+            self.trip(
+                "held_out",
+                f"step {step + 1} asks {len(leaked)} held-out questions, for example {min(leaked)[:60]!r}",
+                "data.train_path and data.test_path, which must not overlap",
+            )
+        self.questions = [*self.questions, frozenset(asked)][-STUCK_STEPS:]
+        same = len(self.questions) == STUCK_STEPS and len(set(self.questions)) == 1
+        if same and num_questions >= 2 * len(asked):
+            self.trip(
+                "sampling",
+                f"step {step + 1}: the same {len(asked)} of {num_questions} questions for the {STUCK_STEPS}rd time",
+                "data_gsm8k.Questions.pick, and the step that it is given",
+            )
+
+    def _sampling(self, step: int, metrics: dict[str, float]) -> None:
+        """Whether completions of a group differ as the policy's entropy says that they must.
+
+        Two completions are equal by chance with a probability of about e^-(entropy x length). The exponents of all
+        groups add up over consecutive steps in which all groups are identical.
+        """
+        rollout = self.cfg.rollout
+        if metrics["rollout/identical_groups"] < rollout.prompts_per_step or rollout.top_k or rollout.top_p < 1:
+            self.identical_nats = 0.0
+            return
+        pairs = rollout.prompts_per_step * (rollout.group_size - 1)
+        self.identical_nats += pairs * metrics["actor/entropy"] * metrics["response_length/mean"]
+        if self.identical_nats > IDENTICAL_NATS:
+            self.trip(
+                "sampling",
+                f"step {step + 1}: all completions of every group are identical, with an entropy of "
+                f"{metrics['actor/entropy']:.2g} nats a token: all advantages are 0",
+                "the engine's seeds of the samples of one prompt",
+            )
+
+    def state(self, step: int, differing: str) -> None:
+        """Stop on what copies.py has found: ``differing`` pieces of ranks, or a resume that is not its checkpoint."""
+        if differing:
+            self.trip(
+                "state",
+                f"after {step} steps: {differing}",
+                "what restores and synchronises them (learner.py, parallel_setup.sync_gradients_, weights_hf.load)",
+            )
+
+    def _possible(self, step: int, metrics: dict[str, float]) -> None:
+        """Values that no sound step has: a negative KL estimate or entropy, a KL that stays 0 through updates."""
+        kl = metrics.get("actor/kl_loss")
+        negative = [("actor/entropy", metrics["actor/entropy"])]
+        negative += [("actor/kl_loss", kl)] if kl is not None and self.cfg.loss.kl in NOT_NEGATIVE else []
+        for name, value in negative:
+            if value < ROUNDING:
+                found = f"step {step + 1}: {name} is {value:.2g}, which cannot be negative"
+                self.trip("impossible", found, "the sign in grpo.py, and in model_megatron.py for the entropy")
+        self.kl_zero = self.kl_zero + 1 if kl == 0 and self.updated else 0
+        if self.kl_zero == STUCK_STEPS:
+            self.trip(
+                "impossible",
+                f"step {step + 1}: the KL to the reference is exactly 0 for the {STUCK_STEPS}rd step after updates",
+                "whether the reference is computed with the adapters off (lora_megatron.disabled)",
+            )
+        self.updated = self.updated or (metrics["actor/grad_norm"] > 0 and metrics["actor/lr"] > 0)
+
+    def _collapse(self, step: int, metrics: dict[str, float]) -> None:
+        """Reward far below its own start, or a policy far from the reference, in the mean of ten steps."""
+        self.outcomes.append((metrics["reward/mean"], metrics.get("actor/kl_loss", 0.0)))
+        if len(self.outcomes) < 2 * WINDOW or self.cfg.reward.permute:  # shuffled rewards do that, and are meant to
+            return
+        first, last = self.outcomes[:WINDOW], self.outcomes[-WINDOW:]
+        before, now, kl = fmean(r for r, _ in first), fmean(r for r, _ in last), fmean(kl for _, kl in last)
+        fallen = before > REWARD_START and now < self.checks.collapse_reward * before
+        if fallen or kl > self.checks.collapse_kl:
+            self.trip(
+                "collapse",
+                f"step {step + 1}: mean reward {now:.3f}, after {before:.3f} in this run's first {WINDOW} steps; KL to "
+                f"the reference {kl:.2g} nats a token",
+                "completions.jsonl of the run folder; optim.lr, loss.kl_coef, updates a rollout",
             )
 
     def _agreement(self, step: int, metrics: dict[str, float]) -> None:

@@ -27,6 +27,7 @@ LAYERS = [  # a file may import only from the rows above its own
     {"rollout_torch", "rollout_vllm"},
     {"rollout_colocated"},
     {"evaluate", "checkpoint", "tiny_model", "routing_replay", "weight_sync"},
+    {"copies"},
     {"learner"},
     {"train_grpo", "export", "preflight", "report"},
 ]

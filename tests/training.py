@@ -19,8 +19,10 @@ import run_record
 import runlog
 import tiny_model
 import train_grpo
-from config import Config
+from aqn import AqnError
+from config import Config, InputError
 from heartbeat import Heartbeat
+from tripwires import Tripped
 
 SIZES = dict(
     vocab_size=304, hidden_size=32, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=8, num_experts=16,
@@ -113,6 +115,28 @@ def lighten(lenient: bool = True) -> None:
 def record_inputs(folder: Path, cfg: Config, world_size: int) -> None:
     """What a resumed start compares."""
     (folder / "inputs.json").write_text(json.dumps(run_record.inputs(cfg)))
+
+
+def raised(plant: Callable[[], None], cfg: Config, layout: str = "TP1", lenient: bool = True) -> list[tuple[type, str]]:
+    """On every rank, what ended a run with the fault that ``plant`` plants; InputError and "" if nothing did."""
+    return in_world(layout, run_planted, plant, layout, in_layout(cfg, layout), lenient)
+
+
+def run_planted(plant: Callable[[], None], layout: str, cfg: Config, lenient: bool) -> tuple[type, str]:
+    """What ``raised`` runs on every rank."""
+    lighten(lenient)
+    plant()
+    try:
+        train_grpo.train(cfg, world.open_layout(layout), Heartbeat(0, 0))
+    except (Tripped, AqnError, InputError) as error:
+        return type(error), str(error)
+    return InputError, ""
+
+
+def after(owner: object, name: str, change: Callable) -> None:
+    """From now on ``owner.name`` returns ``change(what it returns, *its arguments)``."""
+    real = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: change(real(*args, **kwargs), *args))
 
 
 def only_run(cfg: Config) -> Path:

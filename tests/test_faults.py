@@ -1,0 +1,366 @@
+"""Faults that would train something else than what was asked, planted in whole runs: each is found, and by which check.
+
+And the other side: no check fires in the stored runs, nor in unusual but legitimate configurations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import training
+import world
+from training import after, raised
+
+import copies
+import data_gsm8k
+import grpo
+import lora_megatron
+import parallel_setup
+import reward_gsm8k
+import weights_hf
+from config import InputError
+from knobs import Action, ChecksConfig
+from learner import MOMENTS, Learner
+from rollout_torch import TorchSampler
+from tripwires import Tripped, Tripwires
+
+FEW = {
+    "rollout__prompts_per_step": 4, "rollout__group_size": 2, "optim__prompts_per_update": 4,
+    "rollout__max_new_tokens": 4, "eval__samples": 0, "eval__num_questions": 1, "train__steps": 5,
+}  # fmt: skip
+LARGE = {"rollout__prompts_per_step": 32, "rollout__group_size": 8, "optim__prompts_per_update": 32}
+CHECKS = [name for name, field in ChecksConfig.model_fields.items() if field.annotation == Action]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return training.make_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def nothing() -> None:
+    pass
+
+
+# ------------------------------------------------------------------------------------------------ faults of one process
+
+
+def reference_with_adapters_on() -> None:
+    lora_megatron.disabled = lambda adapters: contextlib.nullcontext()
+
+
+def kl_of_the_wrong_sign() -> None:
+    after(grpo, "kl", lambda value, *_: -value)
+
+
+def one_sample_for_the_whole_group() -> None:
+    after(TorchSampler, "sample", lambda groups, *_: [[group[0]] * len(group) for group in groups])
+
+
+def end_token_never_recognised() -> None:
+    def without_end(self: TorchSampler, *_, **__) -> None:
+        self.stop_tokens = frozenset()
+        self.is_stop[:] = False
+
+    real = TorchSampler.__init__
+
+    def init(self: TorchSampler, *args, **kwargs) -> None:
+        real(self, *args, **kwargs)
+        without_end(self)
+
+    TorchSampler.__init__ = init
+
+
+def always_the_first_step() -> None:
+    real = data_gsm8k.Questions.pick
+    data_gsm8k.Questions.pick = lambda self, step, count: real(self, 0, count)
+
+
+def trained_on_the_held_out_file() -> None:
+    real = data_gsm8k.load
+    data_gsm8k.load = lambda cfg, split, tokenizer: real(cfg, "test", tokenizer)
+
+
+def asks_held_out_questions() -> None:
+    """The data are split as they should be, but what is asked comes from the other part."""
+    parts = []
+    after(data_gsm8k, "load", lambda found, *_: (parts.append(found), found)[1])
+    after(data_gsm8k.Questions, "pick", lambda found, *_: [*found[:-1], parts[-1][0]])
+
+
+FOUND = {  # fault: its plant, the changes to the run, the kind of error, what its message holds
+    "reference with adapters on": (
+        reference_with_adapters_on, {}, Tripped, ["checks.impossible: step 4: the KL to the reference is exactly 0"],
+    ),
+    "KL of the wrong sign": (kl_of_the_wrong_sign, {}, Tripped, ["checks.impossible: step 2: actor/kl_loss is -"]),
+    "one sample for the whole group": (
+        one_sample_for_the_whole_group, {}, Tripped, ["checks.sampling: step 3: all completions of every group are"],
+    ),
+    "one sample for the whole group, many sequences": (
+        one_sample_for_the_whole_group, LARGE, Tripped, ["checks.sampling: step 1: all completions of every group"],
+    ),
+    "end token never recognised": (
+        end_token_never_recognised, LARGE, Tripped, ["checks.sampling: step 1: not one completion ended by itself"],
+    ),
+    "the same questions in every step": (
+        always_the_first_step, {}, Tripped, ["checks.sampling: step 3: the same 4 of 40 questions for the 3rd time"],
+    ),
+    "trained on the held-out file": (
+        trained_on_the_held_out_file, {}, InputError, ["data: 9 held-out questions are training questions as well"],
+    ),
+    "asks held-out questions": (
+        asks_held_out_questions, {}, Tripped, ["checks.held_out: step 1 asks 1 held-out questions, for example"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FOUND)
+def test_a_fault_that_metrics_and_questions_show_stops_the_run(fault: str, model: Path, tmp_path: Path) -> None:
+    plant, changes, kind, expected = FOUND[fault]
+    ((found, message),) = raised(plant, training.config(model, tmp_path, **FEW | changes))
+    assert found is kind and all(part in message for part in expected), message
+    assert len(message.splitlines()) <= 10
+
+
+# ------------------------------------------------------------------------------------------------ faults between ranks
+
+
+def on_rank_1(plant: Callable[[], None]) -> None:
+    if torch.distributed.get_rank() == 1:
+        plant()
+
+
+def one_gradient_not_summed(is_expert: bool) -> None:
+    """On every rank, one factor is left out of the gradients' sum."""
+    real = parallel_setup.Parallel.sync_gradients_
+
+    def sync(self: parallel_setup.Parallel, parameters: list) -> None:
+        left = [p for p in parameters if p.is_expert == is_expert][1]  # a B: the gradient of an A is 0 at first
+        real(self, [p for p in parameters if p is not left])
+
+    parallel_setup.Parallel.sync_gradients_ = sync
+
+
+def a_factor_that_drifts() -> None:
+    def drift(metrics: dict, learner: Learner, *_) -> dict:
+        with torch.no_grad():
+            next(f for name, f in learner.factors.items() if name.endswith("linear_qkv.A")).view(-1)[0] += 1e-3
+        return metrics
+
+    after(Learner, "update", drift)
+
+
+def a_norm_read_wrongly() -> None:
+    def change(_: None, model: torch.nn.Module, *__) -> None:
+        with torch.no_grad():
+            model.decoder.layers[1].input_layernorm.weight[3] += 1e-3
+
+    after(weights_hf, "load", change)
+
+
+BETWEEN = {  # fault: its plant, layouts, what the message holds
+    "a gradient not summed over data ranks": (
+        partial(one_gradient_not_summed, False), ["DP2", "TP2_EP2_DP2"], ["after 1 steps: model.layers.0.self_attn."],
+    ),
+    "an expert's gradient not summed over its copies": (
+        partial(one_gradient_not_summed, True), ["DP2", "EP2_DP4"], ["after 1 steps: model.layers.0.mlp.experts."],
+    ),
+    "a factor that drifts on one rank": (
+        partial(on_rank_1, a_factor_that_drifts), ["DP2", "TP2", "EP2"],
+        ["after 1 steps: model.layers.0.self_attn.qkv_proj.A of ranks 0, 1: not the same"],
+    ),
+    "a norm that one rank has read wrongly": (
+        partial(on_rank_1, a_norm_read_wrongly), ["DP2", "TP2_EP2_DP2"],
+        ["after 0 steps: model.layers.1.input_layernorm.weight of ranks 0, 1"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("fault", "layout"), [(fault, layout) for fault in BETWEEN for layout in BETWEEN[fault][1]])
+def test_what_ranks_hold_in_common_must_stay_the_same(fault: str, layout: str, model: Path, tmp_path: Path) -> None:
+    plant, _, expected = BETWEEN[fault]
+    reports = raised(plant, training.config(model, tmp_path, **FEW), layout)
+    assert {kind for kind, _ in reports} == {Tripped} and len({message for _, message in reports}) == 1, reports
+    assert reports[0][1].startswith("checks.state: ") and all(part in reports[0][1] for part in expected), reports[0]
+
+
+def test_equal_sums_of_other_bytes_are_no_matter_and_other_bytes_with_other_sums_are_named() -> None:
+    """Sums only choose what is looked at; a kernel whose sum is not repeatable must stop no run."""
+    named = "b of ranks 0, 1: not the same on all ranks that hold it"
+    assert training.in_world("DP2", sums_that_differ) == [("", named)] * 2
+
+
+def sums_that_differ() -> tuple[str, str]:
+    parallel, rank = world.open_layout("DP2"), torch.distributed.get_rank()
+    same, other = torch.ones(5), torch.full((5,), 1.0 + rank)
+    pieces = [copies.Piece("a", "", same), copies.Piece(f"own of {rank}", str(rank), other)]
+    real, torch.Tensor.sum = torch.Tensor.sum, lambda self, **options: torch.tensor(float(rank))
+    unrepeatable = copies.differing(pieces, parallel)
+    torch.Tensor.sum = real
+    return unrepeatable, copies.differing([*pieces, copies.Piece("b", "", other)], parallel)
+
+
+# ------------------------------------------------------------------------------------------------ faults of a resume
+
+
+def moments_not_restored() -> None:
+    def forget(_: None, learner: Learner, *__) -> None:
+        for name in MOMENTS:
+            for value in learner.moments[name].values():
+                value.zero_()
+
+    after(Learner, "restore", forget)
+
+
+def adapters_not_restored() -> None:
+    real = Learner.restore
+
+    def restore(self: Learner, *args) -> None:
+        before = [factor.detach().clone() for factor in self.parameters]
+        real(self, *args)
+        with torch.no_grad():
+            for factor, value in zip(self.parameters, before, strict=True):
+                factor.copy_(value)
+
+    Learner.restore = restore
+
+
+def step_count_not_restored() -> None:
+    after(Learner, "restore", lambda _, learner, *__: setattr(learner, "optimizer_steps", 0))
+
+
+NOT_RESTORED = {
+    "moments": (moments_not_restored, "optimizer model.layers.0.self_attn.qkv_proj.A.exp_avg"),
+    "adapters": (adapters_not_restored, "adapter model.layers.0.self_attn.qkv_proj.A"),
+    "step count": (step_count_not_restored, "optimizer_steps 0 for 5"),
+}
+
+
+@pytest.mark.parametrize("layout", ["TP1", "TP2_EP2"])
+@pytest.mark.parametrize("part", NOT_RESTORED)
+def test_a_resume_without_all_of_its_checkpoint_stops(part: str, layout: str, model: Path, tmp_path: Path) -> None:
+    plant, expected = NOT_RESTORED[part]
+    cfg = training.config(model, tmp_path, train__checkpoint_every=5, **FEW)
+    assert {message for _, message in raised(nothing, cfg, layout)} == {""}
+    run = training.only_run(cfg)
+    (run / "finished.json").unlink()
+    reports = raised(plant, cfg, layout)
+    assert len({message for _, message in reports}) == 1 and reports[0][0] is Tripped, reports
+    assert "checks.state: after 5 steps: " in reports[0][1] and expected in reports[0][1], reports[0][1]
+    assert raised(nothing, cfg, layout)[0] == (InputError, "")  # a sound resume goes on
+
+
+# ------------------------------------------------------------------------------------------------ collapse
+
+
+def steps_of(rewards: list[float], kl: float, **changes: object) -> list[str]:
+    """What a run of these mean rewards, one a step, is told about."""
+    said: list[str] = []
+    watch = Tripwires(training.config(Path("none"), Path("none"), **changes), said.append, lambda bound: "")
+    for step, reward in enumerate(rewards):
+        row = dict.fromkeys(["reward/unparsable_frac", "response_length/truncated_frac", "rollout/identical_groups"], 0)
+        row |= {"actor/grad_norm": 1.0, "actor/entropy": 1.0, "actor/lr": 1e-3, "rollout/logp_gap_mean": 0.0}
+        row |= {"reward/mean": reward, "actor/kl_loss": kl if step else 0.0}
+        watch.after_step(step, row, (0.0, 1.0))
+    return said
+
+
+def test_a_reward_that_falls_far_below_its_own_start_is_reported_once() -> None:
+    falling = [0.4] * 15 + [0.2] * 5 + [0.04] * 20
+    (line,) = steps_of(falling, 0.1)
+    # Steps 19 to 28 are two of 0.2 and eight of 0.04: 0.072 is the first mean under a fifth of 0.4.
+    assert line.startswith("warning: checks.collapse: step 28: mean reward 0.072, after 0.400 in this run's first 10")
+    assert steps_of(falling, 0.1, reward__permute=True) == []  # the control's rewards are shuffled: it may collapse
+    assert steps_of([0.4] * 15 + [0.1] * 30, 0.1) == []  # a quarter of it
+    assert steps_of([0.01] * 15 + [0.0] * 30, 0.1) == []  # a start of almost nothing
+
+
+def test_a_policy_far_from_the_reference_is_reported() -> None:
+    (line,) = steps_of([0.5] * 30, 1.1)
+    assert line.startswith("warning: checks.collapse: step 20: ") and "KL to the reference 1.1 nats a token" in line
+    assert steps_of([0.5] * 30, 0.9) == []
+
+
+# ------------------------------------------------------------------------------------------------ no false alarm
+
+
+def test_no_check_would_have_fired_in_a_recorded_run() -> None:
+    results = Path(__file__).parents[1] / "results"
+    runs = sorted(results.glob("*/metrics.jsonl"))
+    assert len(runs) > 80
+    for path in runs:
+        control = "control" in path.parent.name
+        cfg = training.config(Path("none"), Path("none"), reward__permute=control, checks__logp_gap_fp32=0.2)
+        said: list[str] = []
+        watch = Tripwires(cfg, said.append, lambda bound: "")
+        watch.checks = cfg.checks.model_copy(update={name: "stop" for name in CHECKS} | {"adapters": "off"})
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            watch.after_step(row.pop("step"), {"rollout/identical_groups": 0, "actor/entropy": 1.0} | row, (0.0, 1.0))
+        assert said == [], path
+
+
+LEGITIMATE = {
+    **{f"temperature {t}": {"rollout__temperature": t} for t in (0.001, 0.01, 0.1, 0.5, 1.5, 3.0, 10.0)},
+    "large step": LARGE,
+    "large step at temperature 10": LARGE | {"rollout__temperature": 10.0},
+    "large step at temperature 0.001": LARGE | {"rollout__temperature": 0.001},
+    "one prompt": {"rollout__prompts_per_step": 1, "optim__prompts_per_update": 1, "rollout__group_size": 8},
+    "one question": {
+        "rollout__prompts_per_step": 1, "optim__prompts_per_update": 1, "data__num_train": 1, "train__steps": 8,
+    },
+    "two questions": {
+        "rollout__prompts_per_step": 1, "optim__prompts_per_update": 1, "data__num_train": 2, "train__steps": 12,
+    },
+    "all questions in every step": {"data__num_train": 4},
+    "no KL": {"loss__kl": "none"},
+    **{f"KL {kind}": {"loss__kl": kind} for kind in ("k1", "k2", "k3", "low_var_kl+", "abs")},
+    **{f"lr {lr}": {"optim__lr": lr} for lr in (1e-9, 1e-6, 0.1, 3.0)},
+    "lr 1e-6 in bf16": {"optim__lr": 1e-6, "model__dtype": "bf16"},
+    "300 tokens": {"rollout__max_new_tokens": 300, "optim__tokens_per_micro_batch": 4096},
+    "one token": {"rollout__max_new_tokens": 1},
+    "greedy": {"rollout__top_k": 1},
+    "nucleus": {"rollout__top_p": 0.1},
+    "recompute": {"model__recompute": True},
+    "gspo": {"loss__kind": "gspo"},
+    "cispo": {"loss__kind": "cispo"},
+    "Dr.GRPO": {"loss__advantage": "none", "loss__aggregate": "dr-grpo"},
+    "leave-one-out": {"loss__advantage": "loo"},
+    "bf16": {"model__dtype": "bf16"},
+    "bf16 with noise": {"model__dtype": "bf16", "aqn__schedule": "constant"},
+    "noise": {"aqn__schedule": "qerl", "aqn__num_stages": 3},
+    "strong noise": {"aqn__schedule": "constant", "aqn__sigma_start": 0.3},
+    "one step": {"train__steps": 1},
+    "attention alone": {"lora__targets": ("linear_qkv",)},
+    "router alone": {"lora__targets": ("router",)},
+    "rank 1": {"lora__rank": 1, "lora__expert_rank": 1},
+    "dropout": {"lora__dropout": 0.5},
+    "shuffled rewards": {"reward__permute": True, "train__steps": 25},
+    "several updates": {"optim__prompts_per_update": 1},
+    "replay": {"replay__mode": "r3"},
+    "groups that are equal left out": {"loss__skip_equal_groups": True, "loss__mask_truncated": True},
+}  # fmt: skip
+
+
+def test_no_check_stops_an_unusual_but_legitimate_run_or_warns(model: Path, tmp_path: Path) -> None:
+    """Only `unparsable` is off, since a random model never answers in the right form, and `gradient_spike` and
+    `entropy`, which are about training that goes badly; 4 tokens are too few for most answers to end."""
+    quiet = {f"checks__{name}": "off" for name in ("unparsable", "truncated", "gradient_spike", "entropy", "collapse")}
+    fired = {}
+    for number, (name, changes) in enumerate(LEGITIMATE.items()):
+        cfg = training.config(model, tmp_path / str(number), **FEW | quiet | changes)
+        ((_, message),) = raised(parsable, cfg)
+        log = (training.only_run(cfg) / "log.txt").read_text()
+        if message or "warning" in log:
+            fired[name] = message or log
+    assert fired == {}
+    assert len(LEGITIMATE) >= 39
+
+
+def parsable() -> None:
+    reward_gsm8k.parsable = lambda *args: True
