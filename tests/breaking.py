@@ -35,7 +35,10 @@ optim: {prompts_per_update: 2}
 eval: {samples: 0}
 train: {steps: 2, out_dir: OUT, checkpoint_every: 1}
 """
-QUESTIONS = "".join(f'{{"question": "What is {n} + 1?", "answer": "{n} + 1\\n#### {n + 1}"}}\n' for n in (3, 4))
+QUESTIONS, HELD_OUT = (
+    "".join(f'{{"question": "What is {n} + 1?", "answer": "{n} + 1\\n#### {n + 1}"}}\n' for n in numbers)
+    for numbers in ((3, 4), (5, 6))
+)
 
 
 @dataclass
@@ -199,7 +202,7 @@ def index(weight_map: object) -> Break:
 # ------------------------------------------------------------------------------------------------ data, the run so far
 
 
-def questions(train: str | None = QUESTIONS, test: str | None = QUESTIONS, ending: str = "jsonl") -> Break:
+def questions(train: str | None = QUESTIONS, test: str | None = HELD_OUT, ending: str = "jsonl") -> Break:
     """GSM8K files with this content; None: no such file."""
 
     def change(place: Place) -> None:

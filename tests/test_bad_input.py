@@ -214,6 +214,7 @@ DATA = [
     row("parquet", "train.parquet: not a readable parquet file", questions(ending="parquet")),
     row("no answer mark", "train.jsonl, row 3: answer: found '5'; needed: a worked answer that ends in '#### '",
         questions(QUESTIONS + '{"question": "2 + 3?", "answer": "5"}\n')),
+    row("held-out and trained on", "data: 2 held-out questions are training questions", questions(test=QUESTIONS)),
     row("half a row", "test.jsonl, row 3: not one JSON object a line", questions(test=QUESTIONS + '{"question": "2')),
     row("no column", "row 1: found the columns answer; needed: ... question", questions('{"answer": "#### 1"}\n')),
     row("no column, later", "train.jsonl, row 3: answer: missing", questions(QUESTIONS + '{"question": "2?"}\n')),
