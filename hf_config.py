@@ -55,6 +55,11 @@ def read(model_dir: str | Path) -> Architecture:
 
     Raises InputError when the file is missing or broken, and for every architecture or option that is not supported.
     """
+    return parse(*_raw(model_dir))
+
+
+def _raw(model_dir: str | Path) -> tuple[dict, str]:
+    """The decoded config.json of ``model_dir``, and its path."""
     path = Path(model_dir) / "config.json"
     try:
         raw = json.loads(path.read_text())
@@ -67,7 +72,7 @@ def read(model_dir: str | Path) -> Architecture:
         raise InputError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(raw, dict):
         raise InputError(f"{path}: expected a JSON object, found {type(raw).__name__}")
-    return parse(raw, str(path))
+    return raw, str(path)
 
 
 def parse(raw: dict, where: str = "config.json") -> Architecture:
@@ -165,13 +170,19 @@ def planned(cfg: Config) -> tuple[Architecture, str]:
     That is the tiny_model section, or model.path, or, where that folder is absent, the published config.json of the
     model of that name in configs/. Raises InputError where there is none of these.
     """
+    raw, where = settings(cfg)
+    return parse(raw, where), where
+
+
+def settings(cfg: Config) -> tuple[dict, str]:
+    """What `planned` reads: the decoded config.json, and where it is described."""
     if cfg.tiny_model is not None:
-        return parse(tiny_settings(cfg), "tiny_model"), "tiny_model"
+        return tiny_settings(cfg), "tiny_model"
     folder = Path(cfg.model.path)
     published = PUBLISHED / f"{folder.name}.config.json"
     if folder.exists() or not published.is_file():
-        return read(folder), str(folder / "config.json")
-    return parse(json.loads(published.read_text()), str(published)), f"configs/{published.name}, as published"
+        return _raw(folder)
+    return json.loads(published.read_text()), f"configs/{published.name}, as published"
 
 
 def tiny_settings(cfg: Config) -> dict:

@@ -177,6 +177,14 @@ def launched_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def say_refused(error: InputError) -> None:
+    """Print, in one line, which input cannot be used. Rank 0 is the first: torchrun ends the others meanwhile."""
+    rank, message = launched_rank(), f"error: {' '.join(str(error).split())}"
+    if rank:
+        time.sleep(2)
+    print(message if rank == 0 else f"rank {rank}: {message}", file=sys.stderr, flush=True)
+
+
 def start_device(cfg: Config) -> torch.device:
     """This process's device, with its libraries imported and adapted; before the first import of transformers.
 
@@ -345,10 +353,7 @@ def main(arguments: list[str]) -> int:
     try:
         return 0 if check_groups(load_config(args.config, args.overrides)) else 1
     except InputError as error:
-        rank = launched_rank()
-        if rank:
-            time.sleep(2)  # what all ranks find is said once: torchrun ends the others meanwhile
-        print(f"error: {error}" if rank == 0 else f"rank {rank}: error: {error}", file=sys.stderr, flush=True)
+        say_refused(error)
         return 2
 
 

@@ -176,10 +176,10 @@ def _write_random_model(cfg: Config, folder: Path) -> None:
         texts.append(f"user\n{problem.question}\nassistant\n{data_gsm8k.solution(problem)}")
     tiny_tokenizer.build_tokenizer(texts, cfg.tiny_model.vocab_size, folder)
     arch = hf_config.read(folder)
-    weights_hf.save_model(_random_weights(arch, cfg.tiny_model.seed), folder)
+    weights_hf.save_model(random_weights(arch, cfg.tiny_model.seed), folder)
 
 
-def _random_weights(arch: hf_config.Architecture, seed: int) -> Iterator[tuple[str, Tensor]]:
+def random_weights(arch: hf_config.Architecture, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Normal weights of std 0.5 / sqrt(inputs), less towards the residual stream; routers 0.02, norms 1, biases 0."""
     for name, shape in weights_hf.tensor_shapes(arch).items():
         if name.endswith("norm.weight") or name.endswith("layernorm.weight"):

@@ -29,7 +29,8 @@ LAYERS = [  # a file may import only from the rows above its own
     {"evaluate", "checkpoint", "tiny_model", "routing_replay", "weight_sync"},
     {"copies"},
     {"learner"},
-    {"train_grpo", "export", "preflight", "report"},
+    {"train_grpo", "export", "preflight", "report", "kernels_check", "layers_check", "first_hour_stages"},
+    {"first_hour"},
 ]
 # Upward, but only inside a function: opens the engine that the config asks for.
 LAZY = {("rollout", name) for name in ("rollout_torch", "rollout_vllm", "rollout_colocated")}
