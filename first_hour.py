@@ -18,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from datetime import datetime
@@ -37,6 +38,7 @@ from run_record import write_atomically
 
 MINUTES = "5 15 30 30 90"  # a stage may take
 GRACE = 45.0  # seconds: torchrun gives its ranks 30 of them to end
+WIDTH = 118  # of the report's text
 WAIT = 60.0  # seconds for the processes of a start that was killed
 
 
@@ -137,7 +139,7 @@ def kept(path: Path, now: str) -> dict | None:
 
 def run_stage(stage: Stage, job: Job, seconds: float, lock: BinaryIO) -> dict:
     """Run ``stage``; what came of it, as the report has it."""
-    number = STAGES.index(stage) + 1
+    number = [each.name for each in STAGES].index(stage.name) + 1
     log, command = job.folder / f"{number}-{stage.name}.log", stage.command(job)
     for left in (f"{stage.name}.json", "run" if stage.name == "steps" else "two_layers"):  # of an earlier start
         path = job.folder / left
@@ -148,7 +150,8 @@ def run_stage(stage: Stage, job: Job, seconds: float, lock: BinaryIO) -> dict:
     if refused:
         outcome = Outcome(f"preflight.py refuses this run, which was not started: {'; '.join(refused)}")
     elif code is None:
-        outcome = Outcome(f"no end after {seconds / 60:g} minutes, its limit; last line: {said(log, 0).partition(': ')[2]}")
+        last = said(log, 0).removeprefix("exit code 0: ")
+        outcome = Outcome(f"ended after {seconds / 60:g} minutes, its limit; in its log: {last}")
     else:
         outcome = stage.outcome(job, log, code)
     return {
@@ -200,16 +203,17 @@ def as_text(report: dict, path: Path) -> str:
     for number, stage in enumerate(report["stages"], start=1):
         again = f"  (kept: passed on {stage['when']}, nothing has changed since)" if stage.get("kept") else ""
         shown = {"pass": "pass", "fail": "FAIL", "skipped": "skipped"}[stage["status"]]
-        lines += ["", f"{number} {stage['name']:<10} {shown:<8}{stage['seconds']:8.1f} s{again}", f"  {stage['proves']}"]
+        lines += ["", f"{number} {stage['name']:<10} {shown:<8}{stage['seconds']:8.1f} s{again}"]
+        lines += textwrap.wrap(stage["proves"], WIDTH, initial_indent="  ", subsequent_indent="  ")
         lines += [f"    {line}" for line in stage["lines"]]
         if stage["reason"]:
             lines.append(f"  {'why:' if stage['status'] == 'fail' else 'because it'} {stage['reason']}")
         if stage["status"] == "fail":
-            lines += [f"  do:  {stage['todo']}", f"  log: {stage['log']}", f"  by hand: {stage['command']}"]
-    count = {s: [r["name"] for r in report["stages"] if r["status"] == s] for s in ("fail", "skipped")}
-    verdict = "all passed" if report["passed"] else "; ".join(
-        f"{word}: {', '.join(names)}" for word, names in (("failed", count["fail"]), ("skipped", count["skipped"])) if names
-    )  # fmt: skip
+            lines += textwrap.wrap(f"do:  {stage['todo']}", WIDTH, initial_indent="  ", subsequent_indent="       ")
+            lines += [f"  log: {stage['log']}", f"  by hand: {stage['command']}"]
+    names = {s: ", ".join(r["name"] for r in report["stages"] if r["status"] == s) for s in ("fail", "skipped")}
+    failed, skipped = f"failed: {names['fail']}", f"; skipped: {names['skipped']}" * bool(names["skipped"])
+    verdict = "all passed" if report["passed"] else failed + skipped
     lines += [
         "",
         f"result: {verdict}. The same as JSON: {path}",
@@ -251,7 +255,8 @@ def read(args: argparse.Namespace) -> tuple[Job, list[float]]:
         check_engine_layout(cfg, arch, ranks)
     except InputError as error:
         raise InputError(f"{ranks} ranks (RANKS=N for another number): {error}") from None
-    job = Job(args.config, tuple(args.overrides), cfg, ranks, device, Path(cfg.train.out_dir) / f"first_hour-{cfg.name}")
+    folder = Path(cfg.train.out_dir) / f"first_hour-{cfg.name}"
+    job = Job(args.config, tuple(args.overrides), cfg, ranks, device, folder)
     load_config(args.config, job.steps())
     return job, minutes
 
@@ -261,13 +266,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("config", help="YAML file, e.g. configs/qwen3.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--report", metavar="FILE", help="the report as JSON; default: report.json in the hour's folder")
+    parser.add_argument("--report", metavar="FILE", help="the report as JSON; default: report.json among the results")
     parser.add_argument("--ranks", default="", help="processes on this machine; default: its devices")
     parser.add_argument("--minutes", default=MINUTES, help=f"limit of each stage; default: {MINUTES}")
     parser.add_argument("--device", action="store_true", help="only print which device the configuration is for")
     args = parser.parse_intermixed_args(arguments)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _interrupt)
     try:
         job, minutes = read(args)
         if args.device:
@@ -289,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def hold(folder: Path, report: Path) -> BinaryIO:
-    """The lock on ``folder``, which is made; InputError if it or the report cannot be written, or others are at work."""
+    """The lock on ``folder``, which is made; InputError if nothing can be written there, or others are at work."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         report.parent.mkdir(parents=True, exist_ok=True)
@@ -299,7 +302,7 @@ def hold(folder: Path, report: Path) -> BinaryIO:
                 return runlog.lock_run(folder)
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise InputError(f"{folder}: another first hour is at work there; end it, or another name=") from None
+                    raise InputError(f"{folder}: another first hour is at work there; end it first") from None
                 if deadline - time.monotonic() > WAIT - 1:
                     print(f"waiting: processes of an earlier start hold {folder}", flush=True)
                 time.sleep(1)
@@ -308,4 +311,6 @@ def hold(folder: Path, report: Path) -> BinaryIO:
 
 
 if __name__ == "__main__":
+    for which in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(which, _interrupt)
     sys.exit(main())

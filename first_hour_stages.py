@@ -42,7 +42,7 @@ class Job(NamedTuple):
         return [sys.executable, *launcher, str(ROOT / script), *arguments]
 
     def steps(self) -> list[str]:
-        """Overrides of the last stage: few steps and questions, and a folder of its own, in which nothing is resumed."""
+        """Overrides of the last stage: few steps and questions, a folder of its own, and nothing is resumed."""
         most = [QUESTIONS, *([self.cfg.data.num_test] if self.cfg.data.source == "arithmetic" else [])]
         few = min(most + ([self.cfg.eval.num_questions] if self.cfg.eval.num_questions else []))
         return [
@@ -80,7 +80,7 @@ class Stage(NamedTuple):
 def said(log: Path, code: int) -> str:
     """The line of a log that says why a command has failed: its own, or of the first traceback the last."""
     lines = log.read_text(errors="replace").splitlines()
-    for pattern in (r"(\[.*?\]:)?(rank \d+: )?(error|stopped): ", r"(?!.*ChildFailedError)[\w.]*(Error|Exception)\b.*: "):
+    for pattern in (r"(rank \d+: )?(error|stopped): ", r"(?!.*ChildFailedError)[\w.]*(Error|Exception)\b.*: "):
         for number, line in enumerate(lines):
             if re.match(pattern, line):
                 more = [line]
@@ -210,8 +210,8 @@ STAGES = (
     Stage(
         "groups",
         "All ranks meet, and every collective over every process group of the layout gives the right answer.",
-        "The line names group and ranks. A time-out: HCCL's ports and HCCL_CONNECT_TIMEOUT (npu_env.sh), or a rank that "
-        "died, whose error is in the log. A wrong answer: versions of driver and CANN.",
+        "The line names group and ranks. A time-out: HCCL's ports and HCCL_CONNECT_TIMEOUT (npu_env.sh), or a rank "
+        "that died, whose error is in the log. A wrong answer: versions of driver and CANN.",
         (),
         lambda job: job.torchrun("parallel_setup.py", "--check", job.config, *job.overrides),
         groups_outcome,
@@ -230,8 +230,8 @@ STAGES = (
     ),
     Stage(
         "layers",
-        "Two layers of the model, with random weights of its real sizes, give the trainer and the configured engine the "
-        "same log-probs after every adapter has moved: loading, merging, pushing and sampling work on this layout.",
+        "Two layers of the model, with random weights of its real sizes, give the trainer and the configured engine "
+        "the same log-probs after every adapter has moved: loading, merging, pushing and sampling work on this layout.",
         "The line names the layer or the experts. Try rollout.expert_parallel=false (whole tensors are pushed), "
         "rollout.enforce_eager=true, or rollout.engine=torch: the one that helps names the part at fault.",
         ("groups",),
@@ -243,10 +243,10 @@ STAGES = (
     ),
     Stage(
         "steps",
-        f"{STEPS} steps of the real run, with its model and data, and an evaluation of few questions before and after; "
-        "the fullest rank had no more memory in use than preflight.py planned.",
-        "The line is the run's own error or tripwire. Out of memory, or beyond the plan: a smaller rollout.kv_cache_mib or "
-        "optim.tokens_per_micro_batch; please report both figures.",
+        f"{STEPS} steps of the real run work, with its model and data and an evaluation of few questions before and "
+        "after; on an NPU or GPU the fullest rank had no more memory in use than preflight.py planned.",
+        "The line is the run's own error or tripwire. Out of memory, or beyond the plan: a smaller "
+        "rollout.kv_cache_mib or optim.tokens_per_micro_batch; please report both figures.",
         ("groups", "layers"),
         lambda job: job.torchrun("train_grpo.py", job.config, *job.steps()),
         steps_outcome,

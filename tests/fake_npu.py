@@ -243,7 +243,7 @@ class _Hccl(dist.ProcessGroup):
         options = options or c10d.AllToAllOptions()
         return self.gloo.alltoall_base(self.data(out), self.data(given), out_splits, in_splits, options)
 
-    def barrier(self, options=None):
+    def barrier(self, opts=None):  # torch gives it by this name
         self.used = True
         return self.gloo.barrier(c10d.BarrierOptions())
 

@@ -1,0 +1,428 @@
+"""first_hour.py: the report of a sound machine, faults named by their stage, resuming, limits, bad input.
+
+Ranks are forked (hour.py); the slow tests start the real script, and the stand-in for the NPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import hour
+import pytest
+import torch
+import torch.distributed as dist
+import training
+import world
+from launched import ROOT, Launch
+from pytest import MonkeyPatch
+
+import first_hour
+import first_hour_stages
+import groups_check
+import kernels
+import weights_hf
+from config import load_config, to_yaml
+from first_hour_stages import STAGES, Job
+
+NAMES = [stage.name for stage in STAGES]
+SIZES = {
+    "tiny_model__architecture": "qwen3_moe", "tiny_model__vocab_size": 320, "tiny_model__hidden_size": 32,
+    "tiny_model__num_layers": 2, "tiny_model__num_heads": 4, "tiny_model__num_kv_heads": 2, "tiny_model__head_dim": 8,
+    "tiny_model__num_experts": 8, "tiny_model__expert_width": 32, "tiny_model__warm_start_steps": 0,
+    "checks__unparsable": "off",
+}  # fmt: skip
+
+
+def write_config(folder: Path) -> Path:
+    cfg = training.in_layout(training.config(folder / "model", folder / "out", **SIZES), "EP2")
+    (folder / "run.yaml").write_text(to_yaml(cfg))
+    return folder / "run.yaml"
+
+
+def the_hour(folder: Path, *arguments: str) -> tuple[int, dict[str, dict]]:
+    """Exit code, and the results by stage."""
+    code = first_hour.main([str(folder / "run.yaml"), "--report", str(folder / "report.json"), *arguments])
+    report = json.loads((folder / "report.json").read_text())
+    assert report["passed"] == (code == 0) and [stage["name"] for stage in report["stages"]] == NAMES
+    return code, {stage["name"]: stage for stage in report["stages"]}
+
+
+def status(stages: dict[str, dict]) -> dict[str, str]:
+    return {name: stage["status"] for name, stage in stages.items()}
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory) -> tuple[int, dict[str, dict], Path]:
+    folder = tmp_path_factory.mktemp("sound")
+    write_config(folder)
+    training.import_before_the_fork()
+    world._import_megatron()
+    with MonkeyPatch.context() as patch:
+        patch.setattr(first_hour, "execute", hour.forked)
+        return *the_hour(folder), folder
+
+
+# ------------------------------------------------------------------------------------------------ a sound machine
+
+
+def test_a_sound_machine_passes_every_stage(sound) -> None:
+    code, stages, _ = sound
+    assert status(stages) == dict.fromkeys(NAMES, "pass"), {n: s["reason"] for n, s in stages.items()}
+    assert code == 0 and all(stage["seconds"] > 0 and stage["proves"] and stage["todo"] for stage in stages.values())
+
+
+def test_the_report_has_each_stages_figures(sound) -> None:
+    figures = {name: stage["figures"] for name, stage in sound[1].items()}
+    assert figures["doctor"]["fail"] == 0 and figures["doctor"]["ok"] > 3
+    groups = {(row["group"], row["collective"]) for row in figures["groups"]}
+    kinds = ("all-reduce", "all-gather", "all-to-all", "barrier")
+    assert groups == {(group, kind) for group in ("expert", "data", "world") for kind in kinds}
+    assert all(row["milliseconds"] > 0 and row["answer"] == "right" for row in figures["groups"])
+    assert {row["dtype"] for row in figures["operators"]} == {"fp32", "bf16"} and len(figures["operators"]) == 20
+    assert figures["layers"]["gap_mean"] < 1e-4 and figures["layers"]["layers"] == 2
+    steps = figures["steps"]
+    assert steps["steps"] == 3 and steps["step_seconds"] > 0 and steps["peak_rss_gib"] > 0.1
+    run = Path(steps["run"])
+    assert json.loads((run / "run.json").read_text())["name"] == "tiny"
+    given = sound[1]["steps"]["command"]
+    assert "train.steps=3 eval.every=0 eval.num_questions=9 " in given  # num_test of the configuration
+
+
+def test_a_second_start_repeats_nothing_and_says_so(sound, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(first_hour, "execute", lambda *args: pytest.fail("repeated"))
+    code, stages = the_hour(sound[2])
+    assert code == 0 and all(stage["kept"] for stage in stages.values())
+    said = capsys.readouterr().out
+    assert "kept: passed on" in said and f"rm -r {sound[2]}/out/first_hour-tiny" in said
+
+
+def test_another_configuration_is_another_hour(sound, monkeypatch) -> None:
+    commands: list[list[str]] = []
+
+    def fail(command: list[str], log: Path, seconds: float, lock: object) -> int:
+        commands.append(command)
+        log.write_text("error: not this time\n")
+        return 1
+
+    monkeypatch.setattr(first_hour, "execute", fail)
+    code, stages = the_hour(sound[2], "optim.lr=1e-3")
+    assert code == 1 and len(commands) == 3 and all("optim.lr=1e-3" in command for command in commands)
+    assert status(stages)["layers"] == status(stages)["steps"] == "skipped"
+    assert stages["groups"]["reason"] == "error: not this time"
+    assert stages["steps"]["reason"] == "needs groups and layers, which have not passed"
+
+
+# ------------------------------------------------------------------------------------------------ planted faults
+
+
+def wrong_group(monkeypatch: MonkeyPatch) -> None:
+    """Rank 1 gets a wrong answer to every all-reduce over the expert group."""
+    real = dist.all_reduce
+
+    def faulty(tensor: torch.Tensor, *args, group=None, **kwargs):
+        real(tensor, *args, group=group, **kwargs)
+        mine = group not in (None, dist.group.WORLD) and group.group_desc.startswith("EXPERT_MODEL")
+        if mine and dist.get_rank() == 1:
+            tensor[2] += 1
+
+    monkeypatch.setattr(groups_check.dist, "all_reduce", faulty)
+
+
+def wrong_operator(monkeypatch: MonkeyPatch) -> None:
+    """The gradient of the rotary embedding has the sign of its sines wrong in bf16."""
+    real = kernels.rotary
+
+    def faulty(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        if x.dtype != torch.bfloat16:
+            return real(x, cos, sin)
+        wrong = real(x, cos, -sin)
+        return wrong + (real(x, cos, sin) - wrong).detach()
+
+    monkeypatch.setattr(kernels, "rotary", faulty)
+
+
+def lost_expert(monkeypatch: MonkeyPatch) -> None:
+    """Expert 6 of layer 0 reaches the sampler without its update."""
+    real = weights_hf._delta
+    where = "layers.0.mlp.experts.6."
+    monkeypatch.setattr(
+        weights_hf, "_delta", lambda slot: real(slot) * (not any(where in name for name in slot.names))
+    )
+
+
+def test_faults_are_named_by_their_stages_and_what_needs_them_is_skipped(tmp_path, monkeypatch, capsys) -> None:
+    write_config(tmp_path)
+    monkeypatch.setattr(first_hour, "execute", hour.forked)
+    with monkeypatch.context() as patch:
+        wrong_group(patch)
+        wrong_operator(patch)
+        code, stages = the_hour(tmp_path)
+    assert code == 1 and list(status(stages).values()) == ["pass", "fail", "fail", "skipped", "skipped"]
+    assert stages["groups"]["reason"].startswith("expert, all-reduce: WRONG in ranks [0, 1]: element 2 is 4, not 3")
+    assert stages["operators"]["reason"].startswith("rotary in bf16, backward: ")
+    said = capsys.readouterr().out
+    assert "2 groups     FAIL" in said and "4 layers     skipped" in said
+    assert "result: failed: groups, operators; skipped: layers, steps" in said and "by hand: " in said
+
+    lost_expert(monkeypatch)
+    code, stages = the_hour(tmp_path)
+    assert code == 1 and list(status(stages).values()) == ["pass", "pass", "pass", "fail", "skipped"]
+    assert stages["doctor"]["kept"] and "kept" not in stages["groups"]
+    assert "stand out by their median, first: 6 of layer 0 (" in stages["layers"]["reason"]
+
+
+def test_a_machine_without_what_the_device_needs_fails_in_the_doctor(tmp_path, monkeypatch) -> None:
+    """configs/qwen3.yaml is for NPUs; what is missing here is named, and the data files."""
+    for variable in ("ASCEND_HOME_PATH", "ASCEND_RT_VISIBLE_DEVICES"):
+        monkeypatch.delenv(variable, raising=False)
+    job = a_job(tmp_path, "qwen3.yaml", ranks=16)
+    with open(tmp_path / "lock", "w") as lock:
+        result = first_hour.run_stage(STAGES[0], job, 60, lock)
+    assert result["status"] == "fail" and {"CANN", "data"} <= set(result["reason"].split(", ")), result["reason"]
+    assert any(line.startswith("fail  data: ") for line in result["lines"])
+
+
+def a_job(folder: Path, config: str, ranks: int, *overrides: str) -> Job:
+    path = str(ROOT / "configs" / config)
+    cfg = load_config(path, overrides)
+    return Job(path, overrides, cfg, ranks, cfg.device, folder)
+
+
+def left(folder: Path, *peaks: float, phase: str = "update") -> None:
+    """What a run leaves whose steps have had these GiB of the device in use."""
+    run = folder / "run" / "tiny-1"
+    run.mkdir(parents=True)
+    timing = [{"step": i, "timing/step_s": 9.0 + i, "perf/peak_rss_gib": 2.0, "perf/peak_device_gib": gib,
+               "perf/peak_device_phase": phase} for i, gib in enumerate(peaks)]  # fmt: skip
+    metrics = [{"step": i, "rollout/logp_gap_mean": 0.01 * i} for i in range(len(peaks))]
+    for name, rows in (("timing", timing), ("metrics", metrics)):
+        (run / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_memory_beyond_the_plan_fails_the_steps_and_memory_within_passes(tmp_path) -> None:
+    job = a_job(tmp_path, "qwen3.yaml", 16, "model.path=none/Qwen3-30B-A3B")
+    (tmp_path / "log").touch()
+    memory = job.plan().memory
+    limit = memory.peak / 2**30
+    left(tmp_path, 20.0, limit - 0.1, 20.0)
+    found = first_hour_stages.steps_outcome(job, tmp_path / "log", 0)
+    assert not found.wrong and found.figures["step_seconds"] == 10.0 and found.figures["logp_gap_mean"] == 0.02
+    assert found.lines[-1].startswith(f"device memory: at most {limit - 0.1:.2f} GiB in update; planned: ")
+    (tmp_path / "more").mkdir()
+    left(tmp_path / "more", 20.0, 20.0, limit + 0.1, phase="sync")
+    found = first_hour_stages.steps_outcome(job._replace(folder=tmp_path / "more"), tmp_path / "log", 0)
+    planned = memory.phases[memory.fullest] / 2**30
+    assert found.wrong == (
+        f"{limit + 0.1:.2f} GiB of device memory in sync, planned: {planned:.2f}, {limit:.2f} with its margin"
+    )
+
+
+def test_a_layout_that_the_plan_refuses_is_not_started(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(first_hour, "execute", lambda *args: pytest.fail("started"))
+    job = a_job(tmp_path, "qwen3.yaml", 16, "model.path=none/Qwen3-30B-A3B", "rollout.kv_cache_mib=60000")
+    result = first_hour.run_stage(STAGES[4], job, 60, None)
+    assert result["status"] == "fail" and "preflight.py refuses this run" in result["reason"]
+    assert "memory: " in result["reason"]
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        (
+            "step 1/3\nstopped: checks.logp_gap: 0.3 nats\n  look at: weights\nTraceback\nx.ChildFailedError: \n",
+            "stopped: checks.logp_gap: 0.3 nats; look at: weights",
+        ),
+        ("note\nerror: data.test_path: no such file\nrank 1: error: same\n", "error: data.test_path: no such file"),
+        (
+            "Traceback (most recent call last):\n  File x\nRuntimeError: EI0006: time\ntorch.x.ChildFailedError: a\n",
+            "RuntimeError: EI0006: time",
+        ),
+        ("one\nSegmentation fault\n\n", "exit code 1: Segmentation fault"),
+        ("", "exit code 1: no output"),
+    ],
+)
+def test_a_failing_step_is_told_by_the_runs_own_line(log, reason, tmp_path) -> None:
+    (tmp_path / "log").write_text(log)
+    job = a_job(tmp_path, "tiny_cpu.yaml", 2)
+    assert first_hour_stages.steps_outcome(job, tmp_path / "log", 1).wrong == reason
+
+
+# ------------------------------------------------------------------------------------------------ killed, hung
+
+
+def test_killed_in_the_fourth_stage_it_continues_there(tmp_path, monkeypatch) -> None:
+    """A SIGKILL while layers is at work; the stages' own outcomes do not matter here."""
+    write_config(tmp_path)
+    monkeypatch.setattr(first_hour, "STAGES", tuple(s._replace(outcome=passed) for s in STAGES))
+    begun: list[str] = []
+
+    def execute(command: list[str], log: Path, seconds: float, lock: object) -> int:
+        begun.append(log.name)
+        log.touch()
+        if log.name == "4-layers.log" and not (tmp_path / "killed").exists():
+            (tmp_path / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+    monkeypatch.setattr(first_hour, "execute", execute)
+    child = os.fork()
+    if child == 0:
+        world.exit_with(lambda: the_hour(tmp_path)[0], failed=99)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    code, stages = the_hour(tmp_path)
+    assert code == 0 and begun == ["4-layers.log", "5-steps.log"]
+    assert [name for name, stage in stages.items() if stage.get("kept")] == ["doctor", "groups", "operators"]
+
+
+def passed(job: Job, log: Path, code: int) -> first_hour_stages.Outcome:
+    return first_hour_stages.Outcome()
+
+
+TREE = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_stage_that_does_not_end_is_ended_with_its_processes_and_says_so(tmp_path) -> None:
+    stage = STAGES[0]._replace(command=lambda job: [sys.executable, "-c", TREE])
+    job = a_job(tmp_path, "tiny_cpu.yaml", 2)
+    with open(tmp_path / "lock", "w") as lock:
+        result = first_hour.run_stage(stage, job, 3, lock)
+    child = (tmp_path / "1-doctor.log").read_text().strip()
+    assert result["status"] == "fail"
+    assert result["reason"] == f"ended after 0.05 minutes, its limit; in its log: {child}"
+    until(lambda: not lives(int(child)))
+
+
+def test_what_a_killed_start_left_ends_with_it_and_the_next_one_waits_for_it(tmp_path) -> None:
+    """The command holds the lock of the folder as long as it lives."""
+    code = (
+        "import sys, first_hour\nfrom pathlib import Path\n"
+        f"lock = first_hour.hold(Path({str(tmp_path)!r}), Path({str(tmp_path / 'report')!r}))\n"
+        f"first_hour.execute([sys.executable, '-c', {TREE!r}], Path({str(tmp_path / 'log')!r}), 600, lock)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as started:
+        until(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text().strip())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(first_hour, "WAIT", 1.5)
+            with pytest.raises(first_hour.InputError, match="another first hour is at work there"):
+                first_hour.hold(tmp_path, tmp_path / "report")
+        started.kill()
+    first_hour.hold(tmp_path, tmp_path / "report").close()  # within WAIT: the command had a SIGTERM
+    os.kill(int((tmp_path / "log").read_text()), signal.SIGKILL)  # torchrun would have ended it, TREE does not
+
+
+def lives(pid: int) -> bool:
+    return pid in first_hour._processes()
+
+
+def until(happened: Callable[[], object], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# ------------------------------------------------------------------------------------------------ input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["FOLDER/none.yaml"], "none.yaml"),
+        (["FOLDER/run.yaml", "optim.rate=1"], "optim.rate: unknown key"),
+        (["FOLDER/run.yaml", "train.steps=many"], "train.steps: expected a whole number"),
+        (["FOLDER/run.yaml", "--ranks", "3"], "3 ranks (RANKS=N for another number): parallel.expert: 2 does not"),
+        (["FOLDER/run.yaml", "--ranks", "two"], "RANKS"),
+        (["FOLDER/run.yaml", "--minutes", "5 5"], "MINUTES: found '5 5'; needed: 5 numbers above 0, one a stage"),
+        (["FOLDER/run.yaml", "--report", "FOLDER/run.yaml/x.json"], "needed: a place to write"),
+        (["FOLDER/run.yaml", "train.out_dir=FOLDER/run.yaml"], "needed: a place to write"),
+    ],
+)
+def test_unusable_input_is_one_line_and_exit_code_2(arguments, words, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(first_hour, "execute", lambda *args: pytest.fail("started"))
+    write_config(tmp_path)
+    code = first_hour.main([argument.replace("FOLDER", str(tmp_path)) for argument in arguments])
+    said = capsys.readouterr().err
+    assert code == 2 and said.startswith("error: ") and said.count("\n") == 1 and words in said, said
+
+
+def test_the_script_passes_on_bad_input_and_knows_the_device(tmp_path) -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess:
+        command = ["bash", str(ROOT / "first_hour.sh"), *arguments]
+        given = os.environ | {"PYTHON": sys.executable, "MINUTES": "0.01 1 1 1 1"}
+        return subprocess.run(command, env=given, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+    done = run("configs/none.yaml")
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    done = run("configs/tiny_cpu.yaml", "loss.klcoef=1")
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
+    assert "did you mean kl_coef?" in done.stderr
+    done = run()
+    assert done.returncode == 2 and "bash first_hour.sh CONFIG [--report FILE]" in done.stderr
+
+
+def test_ranks_are_the_devices_that_are_shown(monkeypatch) -> None:
+    cfg = load_config(ROOT / "configs" / "qwen3.yaml")
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1,2,3")
+    assert first_hour.default_ranks(cfg, "npu") == 4
+    assert first_hour.default_ranks(load_config(ROOT / "configs" / "tiny_16.yaml"), "cpu") == 16
+    monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES")
+    nodes = {"davinci": list(range(8))}
+    monkeypatch.setattr(first_hour.Machine, "device_nodes", lambda self, name: nodes.get(name, []))
+    assert first_hour.default_ranks(cfg, "npu") == 8
+
+
+# ------------------------------------------------------------------------------------------------ real processes
+
+
+@pytest.mark.slow
+def test_the_script_is_killed_in_its_fourth_stage_and_finishes_when_started_again(tmp_path) -> None:
+    write_config(tmp_path)
+    command = ["bash", str(ROOT / "first_hour.sh"), str(tmp_path / "run.yaml")]
+    given = {"env": os.environ | {"PYTHON": sys.executable}, "cwd": ROOT}
+    with open(tmp_path / "first", "wb") as log:
+        started = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, **given)
+    family = Launch.__new__(Launch)
+    family.process, family.known, family.log = started, set(), tmp_path / "first"
+    folder = tmp_path / "out" / "first_hour-tiny"
+    family.until((folder / "two_layers" / "config.json").exists)
+    started.kill()
+    started.wait()
+    second = subprocess.run(command, capture_output=True, text=True, timeout=500, **given)
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert not family.living()
+    for name in ("doctor", "groups", "operators"):
+        assert f"{name}: pass (kept from an earlier start)" in second.stdout
+    assert "result: all passed" in second.stdout
+    assert json.loads((folder / "report.json").read_text())["passed"] and not (folder / "two_layers").exists()
+
+
+@pytest.mark.slow
+def test_a_sound_stand_in_npu_passes_every_stage(tmp_path) -> None:
+    model = training.make_model(tmp_path / "model", num_experts=4)
+    cfg = training.in_layout(training.config(model, tmp_path / "out", train__stall_seconds=100), "TP2_EP2")
+    (tmp_path / "run.yaml").write_text(to_yaml(cfg.model_copy(update={"device": "npu"})))
+    (tmp_path / "server").mkdir()
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    command = [sys.executable, str(ROOT / "tests" / "hour.py"), str(tmp_path / "server"), str(tmp_path / "run.yaml")]
+    done = subprocess.run(
+        [*command, "--ranks", "2", "--report", str(tmp_path / "report.json")], cwd=ROOT, capture_output=True, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}, timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["device"], report["ranks"]) == ("npu", 2)
+    steps = report["stages"][4]["figures"]
+    assert steps["peak_device_gib"] == 1.0 < steps["planned_gib"]  # what the stand-in says lies outside of torch's pool
+    assert "device memory: at most 1.00 GiB in" in done.stdout

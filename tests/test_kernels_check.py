@@ -1,0 +1,140 @@
+"""kernels_check.py: sound operators pass, one that is a little off in one dtype or one pass is named with both."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import hf_config
+import kernels
+import kernels_check
+from config import load_config
+from kernels_check import Case
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+CPU = torch.device("cpu")
+SMALL = ["optim.tokens_per_micro_batch=352", "rollout.max_new_tokens=24"]  # 4 rows of 88 tokens
+
+
+def small_cases() -> list[Case]:
+    cfg = load_config(CONFIGS / "tiny_cpu.yaml", SMALL)
+    return kernels_check.cases(cfg, hf_config.planned(cfg)[0], 2, seed=0)
+
+
+def table() -> dict[tuple[str, str], list[str]]:
+    """(operator, dtype) -> which passes are wrong."""
+    results = [result for case in small_cases() for result in kernels_check.check(case, CPU, 0)]
+    return {(row["operator"], row["dtype"]): row["wrong"] for row in kernels_check.summary(results)}
+
+
+def test_sound_operators_pass_in_both_dtypes() -> None:
+    found = table()
+    assert not any(found.values()), found
+    assert len(found) == 2 * 10 and {dtype for _, dtype in found} == {"fp32", "bf16"}
+
+
+def test_every_operator_of_kernels_is_checked() -> None:
+    public = {name for name, f in inspect.getmembers(kernels, inspect.isfunction) if not name.startswith("_")}
+    assert public == {case.name.split()[0] for case in small_cases()}
+
+
+def test_sizes_are_those_of_a_rank_of_the_real_model() -> None:
+    """Qwen3-30B-A3B on TP4 EP16 with one row of 2,048 tokens: 512 of them on a rank, which meet 8 experts each."""
+    cfg = load_config(CONFIGS / "qwen3.yaml", ["optim.tokens_per_micro_batch=2048", "model.path=none/Qwen3-30B-A3B"])
+    shapes = {
+        case.name: {name: tuple(x.shape) for name, x in case.inputs.items()}
+        for case in kernels_check.cases(cfg, hf_config.planned(cfg)[0], 16, seed=0)
+    }
+    assert shapes["rms_norm (hidden)"] == {"x": (512, 2048), "weight": (2048,)}
+    assert shapes["rms_norm (heads)"]["x"] == (2048, 8, 128)
+    assert shapes["rotary"]["x"] == (2048, 1, 8, 128) and shapes["rotary"]["cos"] == (2048, 1, 1, 128)
+    assert shapes["causal_attention"] == {
+        "query": (1, 8, 2048, 128), "key": (1, 1, 2048, 128), "value": (1, 1, 2048, 128)
+    }  # fmt: skip
+    assert shapes["weighted_swiglu"] == {"gate_up": (4096, 1536), "probs": (4096,)}
+    assert shapes["grouped_mm (fc1)"] == {"x": (4096, 2048), "weight": (8, 2048, 1536), "counts": (8,)}
+    assert shapes["grouped_mm (fc2)"]["weight"] == (8, 768, 2048)
+    assert shapes["grouped_mm (LoRA A)"]["weight"] == (8, 2048, 32)
+    assert shapes["grouped_mm (LoRA B)"]["weight"] == (8, 32, 1536)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "roundings", "terms", "expected"),
+    [  # half an epsilon is 2^-8 in bf16 and 2^-24 in fp32; 8 more roundings inside, in fp32
+        (torch.bfloat16, 2, 64, 2 * 2**-8 + (8 + 8) * 2**-24),
+        (torch.float32, 3, 1, (3 + 1 + 8) * 2**-24),
+    ],
+)
+def test_tolerance_follows_from_epsilon_and_the_length_of_the_sum(dtype, roundings, terms, expected) -> None:
+    assert math.isclose(kernels_check.tolerance(dtype, roundings, terms), expected, rel_tol=1e-12)
+
+
+class _Scaled(torch.autograd.Function):
+    """``forward`` times the answer, ``backward`` times the gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.factor = backward
+        return x * forward
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad * ctx.factor, None, None
+
+
+def off(real: Callable[..., Tensor], dtype: torch.dtype, forward: float, backward: float) -> Callable[..., Tensor]:
+    """``real``, but in ``dtype`` its answer or its gradients are multiplied by these."""
+
+    def faulty(x: Tensor, *args, **kwargs) -> Tensor:
+        out = real(x, *args, **kwargs)
+        return _Scaled.apply(out, forward, backward) if x.dtype == dtype else out
+
+    return faulty
+
+
+@pytest.mark.parametrize(
+    "operator", ["rms_norm", "causal_attention", "swiglu", "weighted_swiglu", "rotary", "grouped_mm"]
+)
+@pytest.mark.parametrize(
+    ("dtype", "which", "forward", "backward"),
+    [
+        ("bf16", "forward", 1.03, 1.0),
+        ("bf16", "backward", 1.0, 0.97),
+        ("fp32", "forward", 1 + 2e-5, 1.0),
+        ("fp32", "backward", 1.0, -1.0),
+    ],
+)
+def test_an_operator_that_is_off_is_named_with_its_dtype_and_pass(
+    operator, dtype, which, forward, backward, monkeypatch
+) -> None:
+    real = getattr(kernels, operator)
+    monkeypatch.setattr(kernels, operator, off(real, kernels_check.DTYPES[dtype], forward, backward))
+    mine = [case for case in small_cases() if case.name.startswith(operator)]
+    rows = kernels_check.summary([result for case in mine for result in kernels_check.check(case, CPU, 3)])
+    assert {(row["dtype"], *row["wrong"]) for row in rows} == {(dtype, which), ("bf16" if dtype == "fp32" else "fp32",)}
+    text = kernels_check.as_text(rows)
+    assert f"WRONG: {which}, on rank 3" in text and text.count("WRONG") == len(mine)
+
+
+def test_one_wrong_row_or_number_is_enough(monkeypatch) -> None:
+    (case,) = [case for case in small_cases() if case.name == "grouped_mm (fc2)"]
+    real = kernels.grouped_mm
+    for spoil in (lambda row: row.mul(1.02), lambda row: row.masked_fill(torch.arange(len(row)) == 5, math.nan)):
+
+        def faulty(*args, spoil=spoil) -> Tensor:
+            out = real(*args)
+            return torch.cat([out[:17], spoil(out[17])[None], out[18:]])
+
+        monkeypatch.setattr(kernels, "grouped_mm", faulty)
+        assert all("forward" in result.wrong for result in kernels_check.check(case, CPU, 0))
+
+
+def test_gradients_that_a_frozen_weight_does_not_need_are_not_asked_for() -> None:
+    trained = {case.name: case.trained for case in small_cases()}
+    assert trained["grouped_mm (fc1)"] == ("x",) and trained["grouped_mm (LoRA A)"] == ("x", "weight")
