@@ -152,8 +152,7 @@ def layers_outcome(job: Job, log: Path, code: int) -> Outcome:
     found = _read(job.folder / "layers.json")
     if found is None:
         return Outcome(said(log, code))
-    wrong = f"{found['wrong']}; {found['where']}" if found["wrong"] else ""
-    return Outcome(wrong, found["text"], found)
+    return Outcome(found["wrong"], found["text"], found)
 
 
 def steps_outcome(job: Job, log: Path, code: int) -> Outcome:
@@ -220,8 +219,8 @@ STAGES = (
         "operators",
         "Every operator of kernels.py has, forward and backward, in bf16 and fp32, at the model's sizes on a rank, the "
         "answer of its formula in fp64, but for rounding.",
-        "One rank: that device. One operator on all ranks: the version of torch_npu and CANN; kernels.py has the call. "
-        "Please report the table.",
+        "One rank: that device. One operator on all ranks: the versions (the doctor, requirements/npu.txt); kernels.py "
+        "has the call. Please report the table.",
         (),
         lambda job: job.torchrun(
             "kernels_check.py", job.config, *job.overrides, "--json", str(job.folder / "operators.json")

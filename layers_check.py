@@ -182,6 +182,11 @@ def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
     gaps, mask, routes = trainer(model, batch, cfg, parallel, replay)
     with lora_megatron.disabled(adapters):
         unmoved, _, _ = trainer(model, batch, cfg, parallel, None)
+    by_rank = parallel.gather_rows(gaps)  # (ranks, S, T): every data rank has a trainer of its own
+    gaps = by_rank[by_rank.sum((1, 2)).argmax()]  # of the one that is farthest away; nan counts as the largest
+    unmoved = parallel.gather_rows(unmoved)[0]
+    if routes is not None:
+        torch.distributed.broadcast(routes, src=0)  # all ranks must judge the same numbers
     bound = getattr(cfg.checks, f"logp_gap_{cfg.model.dtype}")
     experts = by_expert(gaps, mask, routes, arch) if replay is not None else []
     replicas = parallel.world_size // (cfg.rollout.tensor if cfg.rollout.engine == "vllm" else 1)
@@ -194,6 +199,7 @@ def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
         "gap_mean": gaps[mask].mean().item(),
         "gap_median": gaps[mask].median().item(),
         "gap_largest_token": gaps[mask].max().item(),
+        "gap_by_rank": [one[mask].mean().item() for one in by_rank],
         "gap_by_replica": by_replica,
         "gap_without_adapters": unmoved[mask].mean().item(),
         "experts": arch.num_experts * sum(arch.moe_layers),
@@ -201,8 +207,8 @@ def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
         "experts_most_apart": experts[:LISTED],
     }
     found["wrong"] = judged(found, experts)
-    if found["wrong"]:
-        found["where"] = learner.first_differing_layer(engine, probe, bound)
+    if not found["gap_mean"] <= bound:
+        found["wrong"] += f"; {learner.first_differing_layer(engine, probe, bound)}"
     engine.close()
     return found
 
@@ -211,10 +217,12 @@ def judged(found: dict, experts: list[dict]) -> str:
     """What is beyond its bound; "" if nothing is."""
     bound, wrong = found["bound"], []
     if not max(found["gap_by_replica"]) <= bound or not found["gap_mean"] <= bound:
-        odd = [replica for replica, gap in enumerate(found["gap_by_replica"]) if not gap <= bound]
+        odd = {part: [place for place, gap in enumerate(found[f"gap_by_{part}"]) if not gap <= bound]
+               for part in ("replica", "rank")}  # fmt: skip
         wrong.append(
             f"sampler and trainer differ by {found['gap_mean']:.2g} nats a token, at most {bound:g} expected "
-            f"(replicas {', '.join(map(str, odd))} of {len(found['gap_by_replica'])})"
+            f"(samplers {', '.join(map(str, odd['replica']))} of {len(found['gap_by_replica'])}, trainers on rank "
+            f"{', '.join(map(str, odd['rank']))} of {len(found['gap_by_rank'])})"
         )
     if apart := [row for row in experts if not row["gap"] <= max(FACTOR * row["others"], GAP_FLOOR * bound)]:
         listed = ", ".join(
@@ -246,7 +254,7 @@ def as_text(found: dict) -> list[str]:
         for row in found["experts_most_apart"][:1]:
             lines[-1] += f"; median gap of one's tokens at most {row['gap']:.2g}, of the others {row['others']:.2g}"
     if found["wrong"]:
-        lines.append(f"WRONG: {found['wrong']}; {found['where']}")
+        lines.append(f"WRONG: {found['wrong']}")
     return lines
 
 

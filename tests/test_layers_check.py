@@ -94,17 +94,17 @@ def test_one_expert_whose_adapter_does_not_reach_the_sampler_is_named(tmp_path) 
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"), [(nothing_pushed, "(replicas 0, 1 of 2)"), (wrong_replica, "(replicas 1 of 2)")]
+    ("fault", "words"), [(nothing_pushed, "(samplers 0, 1 of 2, "), (wrong_replica, "(samplers 1 of 2, ")]
 )
 def test_an_engine_that_was_not_pushed_to_is_named(fault, words, tmp_path) -> None:
     codes, found, _ = check(tmp_path, fault, "fp32")
     assert codes == [1, 1]
     assert "nats a token, at most 0.001 expected" in found["wrong"] and words in found["wrong"]
-    assert found["where"].startswith("layer 0 is the first whose output differs")
+    assert "layer 0 is the first whose output differs" in found["wrong"]
 
 
 def test_adapters_that_change_nothing_are_refused_as_a_blind_check() -> None:
-    found = {"bound": 0.1, "gap_by_replica": [0.0], "gap_mean": 0.0, "gap_median": 0.0, "gap_without_adapters": 0.0}
+    found = {"bound": 0.1, "gap_by_replica": [0.0], "gap_by_rank": [0.0], "gap_mean": 0.0, "gap_without_adapters": 0.0}
     assert "would not show" in layers_check.judged(found, [])
     assert layers_check.judged(found | {"gap_without_adapters": 3.0}, []) == ""
     assert "differ by nan" in layers_check.judged(found | {"gap_mean": float("nan")}, [])
