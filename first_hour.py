@@ -187,12 +187,13 @@ def run_all(job: Job, minutes: list[float], lock: BinaryIO) -> list[dict]:
 def as_json(job: Job, results: list[dict]) -> dict:
     """The report as one object."""
     git = run_record.git_state()[0]
-    return {
+    report = {
         "passed": all(result["status"] == "pass" for result in results),
         "config": job.config, "overrides": list(job.overrides), "ranks": job.ranks, "device": job.device,
         "folder": str(job.folder), "commit": git["commit"], "dirty": git["dirty"],
         "when": f"{datetime.now():%Y-%m-%d %H:%M:%S}", "stages": results,
     }  # fmt: skip
+    return json.loads(run_record.json_line(report))  # strict: a figure that is not finite is null
 
 
 def as_text(report: dict, path: Path) -> str:

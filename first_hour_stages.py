@@ -162,8 +162,11 @@ def steps_outcome(job: Job, log: Path, code: int) -> Outcome:
     metrics = read_lines(runs[-1].with_name("metrics.jsonl")) if runs else []
     if code or len(timing) < STEPS:
         return Outcome(said(log, code), figures={"steps": len(timing)})
+    if lost := sorted({key for row in metrics for key in row.get("nonfinite", ())}):
+        return Outcome(f"not finite: {', '.join(lost)}", figures={"steps": len(timing)})
     seconds = statistics.median(row["timing/step_s"] for row in timing)
-    gap = max(row["rollout/logp_gap_mean"] for row in metrics)
+    # Under noise the sampled tokens say nothing about the push: as in tripwires.py.
+    gap = max(row["aqn/probe_gap" if row.get("aqn/sigma") else "rollout/logp_gap_mean"] for row in metrics)
     plan = job.plan()
     planned, limit = plan.memory.phases[plan.memory.fullest] / GIB, plan.memory.peak / GIB
     figures = {
@@ -175,6 +178,7 @@ def steps_outcome(job: Job, log: Path, code: int) -> Outcome:
         f"{len(timing)} steps, {seconds:.1f} s each (median); preflight estimates {plan.times.total:.1f} s with "
         "answers of full length",
         f"sampler and trainer differ by {gap:.2g} nats a token at most",
+        f"run folder, with a checkpoint: {runs[-1].parent}",
     ]
     measured = [(row["perf/peak_device_gib"], row["perf/peak_device_phase"]) for row in timing
                 if "perf/peak_device_gib" in row]  # fmt: skip

@@ -8,6 +8,7 @@ rms(found - exact) / rms(exact) of the worst row (of attention: head; of short r
 roundings x u(dtype) + (sqrt(n) + INSIDE) x u(fp32), where u is half of the dtype's epsilon, the roundings are those to
 the dtype on the longest way to the answer, and n is the length of the longest sum, which is taken in fp32. It holds
 for independent random numbers, whose sums grow as their rounding errors do, with sqrt(n).
+At Qwen3-30B-A3B's sizes the exact answers take a minute of a core and 3 GiB of main memory a rank.
 E local experts, N rows of all of them, h hidden size, w expert width, R LoRA rank, T tokens of a row, d head size.
 """
 

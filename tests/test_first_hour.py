@@ -224,6 +224,14 @@ def test_memory_beyond_the_plan_fails_the_steps_and_memory_within_passes(tmp_pat
     )
 
 
+def test_a_metric_that_is_not_finite_fails_the_steps(tmp_path) -> None:
+    job = a_job(tmp_path, "tiny_cpu.yaml", 2)
+    left(tmp_path, 1.0, 1.0, 1.0)
+    with open(tmp_path / "run" / "tiny-1" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "actor/loss": null, "nonfinite": ["actor/loss"]}\n')
+    assert first_hour_stages.steps_outcome(job, tmp_path / "none", 0).wrong == "not finite: actor/loss"
+
+
 def test_a_layout_that_the_plan_refuses_is_not_started(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(first_hour, "execute", lambda *args: pytest.fail("started"))
     job = a_job(tmp_path, "qwen3.yaml", 16, "model.path=none/Qwen3-30B-A3B", "rollout.kv_cache_mib=60000")
