@@ -154,6 +154,7 @@ def run_stage(stage: Stage, job: Job, seconds: float, lock: BinaryIO) -> dict:
         outcome = Outcome(f"ended after {seconds / 60:g} minutes, its limit; in its log: {last}")
     else:
         outcome = stage.outcome(job, log, code)
+        outcome.wrong = outcome.wrong or (said(log, code) if code else "")
     return {
         "status": "fail" if outcome.wrong else "pass", "reason": outcome.wrong,
         "seconds": round(time.monotonic() - begin, 1), "lines": outcome.lines, "figures": outcome.figures,

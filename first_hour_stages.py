@@ -113,7 +113,7 @@ def doctor_outcome(job: Job, log: Path, code: int) -> Outcome:
     told = [f"{f['level']:4}  {f['what']}: {f['found']}; {f['todo']}" for f in findings if f["level"] != "ok"]
     failed = ", ".join(one["what"] for one in findings if one["level"] == "fail")
     summary = ", ".join(f"{number} {level}" for level, number in count.items())
-    return Outcome(failed or (said(log, code) if code else ""), [summary, *told], {**count, "findings": findings})
+    return Outcome(failed, [summary, *told], {**count, "findings": findings})
 
 
 GROUP = re.compile(r"(\S.*?) +(\d+) +(\d+)  (\S+) +([\d.]+)  (right|WRONG.*)$")  # a row of groups_check.report
@@ -126,8 +126,8 @@ def groups_outcome(job: Job, log: Path, code: int) -> Outcome:
         rows.append({"group": name, "groups": int(groups), "ranks": int(ranks), "collective": collective,
                      "milliseconds": float(milliseconds), "answer": answer})  # fmt: skip
     wrong = [f"{row['group']}, {row['collective']}: {row['answer']}" for row in rows if row["answer"] != "right"]
-    if not wrong and (code or not rows):
-        return Outcome(said(log, code), figures=rows)
+    if not rows:
+        return Outcome(said(log, code))
     slowest = {}  # ms of each collective, by group
     for row in rows:
         slowest.setdefault(f"{row['group']} ({row['groups']} x {row['ranks']})", []).append(
@@ -175,7 +175,7 @@ def steps_outcome(job: Job, log: Path, code: int) -> Outcome:
         "limit_gib": limit, "peak_rss_gib": max(row["perf/peak_rss_gib"] for row in timing),
     }  # fmt: skip
     lines = [
-        f"{len(timing)} steps, {seconds:.1f} s each (median); preflight estimates {plan.times.total:.1f} s with "
+        f"{len(timing)} steps, {seconds:.3g} s each (median); preflight estimates {plan.times.total:.2g} s with "
         "answers of full length",
         f"sampler and trainer differ by {gap:.2g} nats a token at most",
         f"run folder, with a checkpoint: {runs[-1].parent}",

@@ -293,6 +293,13 @@ def passed(job: Job, log: Path, code: int) -> first_hour_stages.Outcome:
     return first_hour_stages.Outcome()
 
 
+def test_a_command_that_fails_is_a_failed_stage_whatever_it_has_left(tmp_path) -> None:
+    stage = STAGES[2]._replace(command=lambda job: ["sh", "-c", "echo Segmentation fault; exit 3"], outcome=passed)
+    with open(tmp_path / "lock", "w") as lock:
+        result = first_hour.run_stage(stage, a_job(tmp_path, "tiny_cpu.yaml", 2), 60, lock)
+    assert (result["status"], result["reason"]) == ("fail", "exit code 3: Segmentation fault")
+
+
 TREE = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
