@@ -49,7 +49,7 @@ from weight_sync import WeightSync
 LAYERS, PROMPTS, PROMPT_TOKENS, GROUP, NEW_TOKENS = 2, 32, 8, 8, 16  # 32 x 8 x 16 = 4,096 sampled tokens, or more
 HEAD = 2.0  # random logits of standard deviation 1, not 0.5: the choices depend more on what the layers compute
 MET = 24  # an expert is judged if so many sampled tokens went through it: then chance doubles no median
-FACTOR = 2.0  # see above; Qwen3's layers in bf16 on a CPU: 1.2 if sound, 2.7 to 3.0 where one expert lacks its update
+FACTOR = 2.0  # see above; Qwen3's layers in bf16 on a CPU: 1.2 if sound, 2.6 to 3.0 where one expert lacks its update
 LISTED = 3  # experts that are named
 
 
