@@ -36,7 +36,7 @@ case ${1:-} in
 esac
 cd "$(dirname "$0")"
 
-"$PYTHON" -c 'import pydantic, yaml' 2>/dev/null ||
+"$PYTHON" -c 'import pydantic, tqdm, yaml' 2>/dev/null ||
     { echo "error: PYTHON: $PYTHON lacks the packages of requirements/; needed: one that has them (docs/npu.md)" >&2; exit 2; }
 hour=("$PYTHON" first_hour.py "$@" --ranks "$RANKS" --minutes "$MINUTES")
 device=$("${hour[@]}" --device)   # unusable input ends here, with its line

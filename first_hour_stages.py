@@ -111,7 +111,7 @@ def doctor_outcome(job: Job, log: Path, code: int) -> Outcome:
         return Outcome(said(log, code))
     count = {level: sum(one["level"] == level for one in findings) for level in ("ok", "warn", "fail")}
     told = [f"{f['level']:4}  {f['what']}: {f['found']}; {f['todo']}" for f in findings if f["level"] != "ok"]
-    failed = ", ".join(one["what"] for one in findings if one["level"] == "fail")
+    failed = ", ".join(dict.fromkeys(one["what"] for one in findings if one["level"] == "fail"))
     summary = ", ".join(f"{number} {level}" for level, number in count.items())
     return Outcome(failed, [summary, *told], {**count, "findings": findings})
 

@@ -372,10 +372,10 @@ def test_unusable_input_is_one_line_and_exit_code_2(arguments, words, tmp_path, 
     assert code == 2 and said.startswith("error: ") and said.count("\n") == 1 and words in said, said
 
 
-def test_the_script_passes_on_bad_input_and_knows_the_device(tmp_path) -> None:
-    def run(*arguments: str) -> subprocess.CompletedProcess:
+def test_the_script_ends_on_bad_input_with_its_line(tmp_path) -> None:
+    def run(*arguments: str, python: str = sys.executable) -> subprocess.CompletedProcess:
         command = ["bash", str(ROOT / "first_hour.sh"), *arguments]
-        given = os.environ | {"PYTHON": sys.executable, "MINUTES": "0.01 1 1 1 1"}
+        given = os.environ | {"PYTHON": python}
         return subprocess.run(command, env=given, cwd=tmp_path, capture_output=True, text=True, timeout=60)
 
     done = run("configs/none.yaml")
@@ -383,6 +383,8 @@ def test_the_script_passes_on_bad_input_and_knows_the_device(tmp_path) -> None:
     done = run("configs/tiny_cpu.yaml", "loss.klcoef=1")
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
     assert "did you mean kl_coef?" in done.stderr
+    done = run("configs/tiny_cpu.yaml", python="false")
+    assert done.returncode == 2 and done.stderr.startswith("error: PYTHON: false lacks the packages of requirements/")
     done = run()
     assert done.returncode == 2 and "bash first_hour.sh CONFIG [--report FILE]" in done.stderr
 
