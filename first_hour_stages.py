@@ -26,7 +26,7 @@ STEPS, QUESTIONS = 3, 32  # of the real run
 
 
 class Job(NamedTuple):
-    """What the hour is about, and where its results lie."""
+    """What is examined, and where the results are written."""
 
     config: str
     overrides: tuple[str, ...]
@@ -140,11 +140,15 @@ def operators_outcome(job: Job, log: Path, code: int) -> Outcome:
     rows = _read(job.folder / "operators.json")
     if rows is None:
         return Outcome(said(log, code))
-    wrong = [
-        f"{row['operator']} in {row['dtype']}, {part}: {row[part]:.2g} off, at most {row[f'{part}_tolerance']:.2g} "
-        f"(rank {', '.join(map(str, row['wrong_ranks']))})"
-        for row in rows for part in row["wrong"]
-    ]  # fmt: skip
+    wrong = []
+    for row in rows:
+        ranks = ", ".join(map(str, row["wrong_ranks"]))
+        if row["error"]:
+            wrong.append(f"{row['operator']} in {row['dtype']}: {row['error']} (rank {ranks})")
+            continue
+        for part in row["wrong"]:
+            off = f"{row[part]:.2g} off, at most {row[f'{part}_tolerance']:.2g}"
+            wrong.append(f"{row['operator']} in {row['dtype']}, {part}: {off} (rank {ranks})")
     return Outcome("; ".join(wrong), log.read_text(errors="replace").splitlines()[: len(rows) + 1], rows)
 
 

@@ -1,4 +1,4 @@
-"""Two layers of CONFIG's model at their real sizes: has the sampler the policy that the trainer has, adapters included?
+"""Two layers of CONFIG's model at their real sizes: whether the sampler has the trainer's policy, adapters included.
 
     torchrun --nproc_per_node=N layers_check.py CONFIG [section.key=value ...] --folder DIR [--json FILE]
 
@@ -123,24 +123,28 @@ def trainer(
 
     (S, T), (S, T), (S, T, L, K) on the host. Collective: every rank computes every row.
     """
-    sequences, longest = range(len(batch.lengths)), max(map(batch.row_length, range(len(batch.lengths))))
-    at_once = max(1, cfg.optim.tokens_per_micro_batch // (longest + parallel.tensor))
+    longest = max(batch.row_length(sequence) for sequence in range(len(batch.lengths)))
+    width = longest + -longest % parallel.tensor
+    at_once = max(1, cfg.optim.tokens_per_micro_batch // width)
     gaps, masks, routes = [], [], []
+
+    def as_wide(x: Tensor) -> Tensor:
+        """(b, t, ...) -> (b, T, ...) on the host"""
+        return torch.nn.functional.pad(x.cpu(), (0, 0) * (x.dim() - 2) + (0, width - x.shape[1]))
+
     with model_megatron.evaluating(model):
-        for start in range(0, len(sequences), at_once):
-            rows = list(sequences[start : start + at_once])
-            micro = rollout.pack(batch, rows, torch.zeros(len(sequences)), parallel.device, 0, parallel.tensor)
-            short = longest + -longest % parallel.tensor - micro.tokens.shape[1]
-            given = (micro.tokens, micro.mask, parallel, cfg.rollout.temperature)
-            logp, _ = model_megatron.token_logprobs(model, *given)
-            found = [(logp - micro.rollout_logp).abs().cpu(), micro.mask.cpu() > 0]
+        for rows in torch.arange(len(batch.lengths)).split(at_once):
+            no_advantages = torch.zeros(len(batch.lengths))
+            micro = rollout.pack(batch, rows.tolist(), no_advantages, parallel.device, 0, parallel.tensor)
+            given = (model, micro.tokens, micro.mask, parallel, cfg.rollout.temperature)
+            logp, _ = model_megatron.token_logprobs(*given)
+            gaps.append(as_wide((logp - micro.rollout_logp).abs()))
+            masks.append(as_wide(micro.mask) > 0)
             if replay is not None:
                 with replay.recording() as recorded:
-                    model_megatron.token_logprobs(model, *given)
-                before = routing_replay.rows_of(recorded[0], len(rows)).roll(1, dims=1).cpu()  # of the token before
-                routes.append(torch.nn.functional.pad(before, (0, 0, 0, 0, 0, short)))
-            gaps.append(torch.nn.functional.pad(found[0], (0, short)))
-            masks.append(torch.nn.functional.pad(found[1], (0, short)))
+                    model_megatron.token_logprobs(*given)
+                met = routing_replay.rows_of(recorded[0], len(rows))  # (b, t, L, K) of each token itself
+                routes.append(as_wide(met.roll(1, dims=1)))  # the token before has predicted it
     return torch.cat(gaps), torch.cat(masks), torch.cat(routes) if routes else None
 
 

@@ -135,6 +135,17 @@ def test_one_wrong_row_or_number_is_enough(monkeypatch) -> None:
         assert all("forward" in result.wrong for result in kernels_check.check(case, CPU, 0))
 
 
+def test_an_operator_that_refuses_its_input_is_named_and_the_others_are_still_checked(monkeypatch) -> None:
+    def refuse(*args, **kwargs) -> Tensor:
+        raise RuntimeError("npu_rotary_mul: unsupported\nmore")
+
+    monkeypatch.setattr(kernels, "rotary", refuse)
+    rows = kernels_check.summary([r for case in small_cases() for r in kernels_check.check(case, CPU, 1)])
+    errors = {row["operator"]: row["error"] for row in rows if row["wrong"]}
+    assert errors == {"rotary": "npu_rotary_mul: unsupported"} and len(rows) == 20
+    assert "WRONG: forward and backward, on rank 1 (npu_rotary_mul: unsupported)" in kernels_check.as_text(rows)
+
+
 def test_gradients_that_a_frozen_weight_does_not_need_are_not_asked_for() -> None:
     trained = {case.name: case.trained for case in small_cases()}
     assert trained["grouped_mm (fc1)"] == ("x",) and trained["grouped_mm (LoRA A)"] == ("x", "weight")
