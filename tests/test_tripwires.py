@@ -312,7 +312,7 @@ def test_a_gap_far_above_the_runs_own_first_steps_is_reported_below_the_absolute
 
 def another_question() -> None:
     """The data of rank 1's node has another last question."""
-    after(data_gsm8k, "read", lambda found, cfg, split: ([*found[0][:-1], ("What is 1 + 1?", "#### 2")], *found[1:]))
+    after(data_gsm8k, "read", lambda found, cfg, split: ([*found[0][:-1], (f"What is 1 + 1 in {split}?", "#### 2")], *found[1:]))
 
 
 def test_ranks_that_have_read_other_questions_end_with_the_same_line(model: Path, tmp_path: Path) -> None:
