@@ -1,5 +1,5 @@
 # The environment of a run on NVIDIA GPUs, each variable with its reason. Sourced by run_8gpu.sh; a value that is set already
-# stays. Not run on a GPU yet.
+# stays. Not run on a GPU yet. The table is in environment.py, as for npu_env.sh.
 
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"   # Megatron asks for it with tensor parallelism
 export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"   # a rank that fails ends the others

@@ -15,29 +15,12 @@ import sys
 
 import torch
 
+import environment
 import kernels
 from config import InputError
 
 # Which devices of the machine a process sees. Read by the drivers, set by whoever starts the job, never here.
 VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
-
-# train.deterministic: what each variable may be, the first being what it is set to. All are read at the first operation
-# or communicator, not at the import of torch.
-DETERMINISTIC = {
-    "npu": {
-        "HCCL_DETERMINISTIC": ("true", "True", "strict"),  # sums of a reduction in one order
-        "LCCL_DETERMINISTIC": ("1",),  # the same for the reductions inside ATB
-        "CLOSE_MATMUL_K_SHIFT": ("1",),  # else cores start a product's K axis at different places
-        "ATB_MATMUL_SHUFFLE_K_ENABLE": ("0",),  # the same inside ATB
-        "ATB_LLM_LCOC_ENABLE": ("0",),  # no communication overlapped with products, which splits them by timing
-    },
-    "cuda": {
-        "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),  # else cuBLAS picks a workspace, and so an order, per stream
-        "NCCL_ALGO": ("Ring",),  # else the algorithm, and so the order of a sum, depends on sizes and tuning
-        "NCCL_PROTO": ("Simple",),
-    },
-    "cpu": {},  # with one thread a rank it is deterministic as it is
-}
 
 # MiB of an HCCL communicator's buffer, by Megatron's name of the group; it takes two of them on every rank. A smaller
 # one only cuts a transfer into more slices. The default, 200, is what a group not named here gets; Megatron's other
@@ -64,11 +47,12 @@ def set_environment(name: str, deterministic: bool) -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     kinds = ("npu", "cuda") if name == "auto" else (name,)
     for kind in kinds if deterministic else ():
-        for variable, accepted in DETERMINISTIC[kind].items():
-            if os.environ.setdefault(variable, accepted[0]) not in accepted:
+        for variable in environment.DETERMINISTIC[kind]:
+            found = os.environ.setdefault(variable.name, variable.value)
+            if not variable.allows(found):
                 raise InputError(
-                    f"train.deterministic: true, but {variable} is {os.environ[variable]} in the environment; needed: "
-                    f"{' or '.join(accepted)}, or unset"
+                    f"train.deterministic: true, but {variable.name} is {found} in the environment; needed: "
+                    f"{' or '.join((variable.value, *variable.accepted))}, or unset"
                 )
 
 

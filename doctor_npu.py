@@ -9,30 +9,10 @@ from __future__ import annotations
 import json
 import re
 
+import environment
 from machine import Finding, Machine, fail, last_line, memory_findings, number_ranges, ok, warn
 
 DIES = 16  # of a 910C server: 8 cards of two dies, each a device and a rank
-# Versions that belong together; an entry may name several. The first set is the one to install.
-VERSION_SETS = (
-    {
-        "CANN": ("9.1",),
-        "torch": ("2.10.0",),
-        "torch-npu": ("2.10.0.post4",),
-        "vllm": ("0.23.0",),
-        "vllm-ascend": ("0.23.0",),
-        "megatron-core": ("0.16.1",),
-        "mindspeed": ("0.16.0",),  # branch core_r0.16.0
-    },
-    {
-        "CANN": ("8.3",),
-        "torch": ("2.7.1",),
-        "torch-npu": ("2.7.1",),
-        "vllm": ("0.11", "0.13"),
-        "vllm-ascend": ("0.11", "0.13"),
-        "megatron-core": ("0.12.1",),
-        "mindspeed": ("0.12.1",),  # branch 2.2.0_core_r0.12.1
-    },
-)
 MANAGERS = ("davinci_manager", "devmm_svm", "hisi_hdc")  # device files that every process opens beside its die's
 CANN_FOLDERS = ("usr/local/Ascend/cann", "usr/local/Ascend/ascend-toolkit")  # from CANN 8.5 on, and before
 RAY_NPUS = 'import ray; ray.init(address="auto", logging_level="ERROR"); print(ray.cluster_resources().get("NPU", 0))'
@@ -86,7 +66,7 @@ def check_autoload(machine: Machine) -> Finding:
     if not installed and machine.kind != "npu":
         return ok("torch_npu", "not installed, not needed")
     if not installed:
-        return fail("torch_npu", "not installed", "pip install --no-deps -r requirements/npu.txt (docs/npu.md)")
+        return fail("torch_npu", "not installed", "install the packages of docs/npu.md, section 2")
     if "ASCEND_HOME_PATH" not in machine.env and machine.env.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0":
         without = "to go without NPUs: pip uninstall torch-npu, or export TORCH_DEVICE_BACKEND_AUTOLOAD=0"
         todo = f"{source_command(machine)}; {without}"
@@ -111,9 +91,9 @@ def cann_version(machine: Machine) -> str | None:
 
 
 def check_versions(machine: Machine) -> list[Finding]:
-    """Against the one of VERSION_SETS that the installed torch belongs to."""
-    torch = machine.version("torch") or ""
-    pinned = VERSION_SETS[1] if matches(torch, VERSION_SETS[1]["torch"]) else VERSION_SETS[0]
+    """Against the one of environment.VERSION_SETS that the installed torch belongs to."""
+    torch, sets = machine.version("torch") or "", environment.VERSION_SETS
+    pinned = next((one for one in sets if environment.matches(torch, one["torch"])), sets[0])
     found = {name: cann_version(machine) if name == "CANN" else machine.version(name) for name in pinned}
     findings = []
     for name, wanted in pinned.items():
@@ -122,23 +102,60 @@ def check_versions(machine: Machine) -> list[Finding]:
             findings.append(warn("versions", f"{name} is not installed; only rollout.engine torch works", needed))
         elif found[name] is None and name != "CANN":
             findings.append(fail("versions", f"{name} is not installed", needed))
-        elif not matches(found[name] or "", wanted):
+        elif not environment.matches(found[name] or "", wanted):
             findings.append(warn("versions", f"{name} {found[name] or 'of unknown version'}", needed))
-    for plugin, base in (("torch-npu", "torch"), ("vllm-ascend", "vllm")):
+    for plugin, base in environment.SAME_RELEASE:
         if found[plugin] and found[base] and release(found[plugin]) != release(found[base]):
             todo = f"both must be of one release: {base} {pinned[base][0]}, {plugin} {pinned[plugin][0]}"
             findings.append(fail("versions", f"{plugin} {found[plugin]} beside {base} {found[base]}", todo))
+    stock = machine.version("triton")
+    if stock not in (None, "?"):  # "?": a folder triton without metadata of its own, which is triton-ascend's
+        todo = "pip uninstall -y triton triton-ascend, then install triton-ascend again (docs/npu.md)"
+        findings.append(fail("versions", f"triton {stock} lies in the folder of triton-ascend, and is for CUDA", todo))
     return findings or [ok("versions", ", ".join(f"{name} {version}" for name, version in found.items()))]
-
-
-def matches(version: str, wanted: tuple[str, ...]) -> bool:
-    """Whether ``version`` is one of ``wanted`` or of their bug fixes: 9.1.0 is 9.1, 9.10 is not."""
-    return any(re.match(re.escape(prefix) + r"(?![0-9])", version) for prefix in wanted)
 
 
 def release(version: str) -> str:
     """2.10.0.post4+cpu -> 2.10.0"""
     return ".".join(re.findall(r"\d+", version)[:3])
+
+
+def check_packages(machine: Machine) -> Finding:
+    """What this repository's own code imports, beside the set of versions above."""
+    if missing := [name for name in environment.OUR_PACKAGES if machine.version(name) is None]:
+        lists = "requirements/npu-image.txt in vllm-ascend's image, requirements/npu.txt elsewhere (docs/npu.md)"
+        return fail("packages", f"not installed: {', '.join(missing)}", f"pip install --no-deps -r {lists}")
+    return ok("packages", f"{len(environment.OUR_PACKAGES)} that the code imports are installed")
+
+
+def check_chip(machine: Machine) -> Finding:
+    """vllm-ascend is compiled for one kind of chip, and its engine stops with an assertion on another.
+
+    PyPI's wheels are for the A2 (910B). The file that names the kind is read, since importing vllm_ascend loads CANN.
+    """
+    installed = machine.version("vllm-ascend")
+    if not installed:
+        return ok("vllm-ascend's build", "vllm-ascend is not installed")
+    rebuild = "build vllm-ascend from its source on this machine, or use its image for this chip (docs/npu.md)"
+    built = environment.built_for(machine.package_file("vllm_ascend", "_build_info.py") or "")
+    if built is None:
+        found = f"vllm-ascend {installed}: no vllm_ascend/_build_info.py that says for which chip it is built"
+        return warn("vllm-ascend's build", found, rebuild)
+    code, output = machine.command(["npu-smi", "info"])
+    names = sorted(set(re.findall(r"^\|\s*\d+\s+(\w*\d{3}\S*)\s*\|", output, re.M))) if code == 0 else []
+    kinds = {environment.chip_kind(name) for name in names}
+    if not names:
+        todo = "npu-smi info must list the dies; in a container: -v /usr/local/bin/npu-smi:/usr/local/bin/npu-smi"
+        return warn("vllm-ascend's build", f"for {built}; npu-smi names no chip ({last_line(output)})", todo)
+    if None in kinds or len(kinds) > 1:
+        found = f"for {built}; this machine's chips: {', '.join(names)}, of a kind that is not known here"
+        return warn("vllm-ascend's build", found, "please open an issue with the output of npu-smi info")
+    (kind,) = kinds
+    if kind != built:
+        image = environment.VLLM_ASCEND_IMAGES[kind]
+        found = f"vllm-ascend {installed} is built for {built}, this machine's chips are {kind} ({names[0]})"
+        return fail("vllm-ascend's build", found, f"{rebuild}: quay.io/ascend/vllm-ascend:{image}")
+    return ok("vllm-ascend's build", f"for {built}, as this machine's chips are ({names[0]})")
 
 
 def check_vllm_kernels(machine: Machine) -> Finding:
@@ -253,6 +270,8 @@ CHECKS = {
     check_autoload: True,
     check_torch_build: True,
     check_versions: True,
+    check_packages: True,
+    check_chip: False,
     check_vllm_kernels: False,
     check_compiler: False,
     check_dies: True,

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import re
 
+import environment
 from machine import Finding, Machine, fail, number_ranges, ok, warn
+
+TIMEOUTS = ("HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT")
 
 # ---------------------------------------------------------------------------------------------------- communication
 
@@ -31,7 +34,7 @@ def check_ports(machine: Machine) -> list[Finding]:
     """Nobody listens on HCCL's ports, and the system gives none of them to outgoing connections."""
     ports = host_ports(machine)
     if ports is None:
-        todo = "export HCCL_HOST_SOCKET_PORT_RANGE=60000-60050"
+        todo = environment.advice("HCCL_HOST_SOCKET_PORT_RANGE")
         return [fail("HCCL ports", "HCCL_HOST_SOCKET_PORT_RANGE or HCCL_IF_BASE_PORT is no port", todo)]
     if not ports:
         return [ok("HCCL ports", "auto")]
@@ -55,17 +58,18 @@ def expand(part: str) -> range:
 
 def check_timeouts(machine: Machine) -> list[Finding]:
     """The heartbeat speaks first, then HCCL, which names the peer; torch, which names nobody, comes last."""
-    connect, execute = machine.number("HCCL_CONNECT_TIMEOUT", 120), machine.number("HCCL_EXEC_TIMEOUT", 1836)
+    connect, execute = (machine.number(name, int(environment.when_unset(name))) for name in TIMEOUTS)
+    set_connect, set_execute = map(environment.advice, TIMEOUTS)
     if connect is None or not 120 <= connect <= 7200:
-        return [fail("time-outs", "HCCL_CONNECT_TIMEOUT is not in 120 to 7200 s", "export HCCL_CONNECT_TIMEOUT=1800")]
+        return [fail("time-outs", "HCCL_CONNECT_TIMEOUT is not in 120 to 7200 s", set_connect)]
     if execute is None or execute < 0:
-        return [fail("time-outs", "HCCL_EXEC_TIMEOUT is not a number of seconds", "export HCCL_EXEC_TIMEOUT=3600")]
+        return [fail("time-outs", "HCCL_EXEC_TIMEOUT is not a number of seconds", set_execute)]
     findings = []
     if connect < 600:
         found = f"HCCL_CONNECT_TIMEOUT is {connect} s; ranks are further apart while they load (EI0006)"
-        findings.append(warn("time-outs", found, "export HCCL_CONNECT_TIMEOUT=1800"))
+        findings.append(warn("time-outs", found, set_connect))
     if execute == 0:
-        findings.append(warn("time-outs", "HCCL_EXEC_TIMEOUT=0 waits for ever", "export HCCL_EXEC_TIMEOUT=3600"))
+        findings.append(warn("time-outs", "HCCL_EXEC_TIMEOUT=0 waits for ever", set_execute))
     if machine.run is not None:
         torch, stall = machine.run.parallel.timeout_seconds, machine.run.train.stall_seconds
         if torch <= max(connect, execute):
@@ -83,7 +87,7 @@ def check_timeouts(machine: Machine) -> list[Finding]:
 def check_expansion_mode(machine: Machine) -> Finding:
     mode = machine.env.get("HCCL_OP_EXPANSION_MODE", "")
     if mode == "AIV":
-        if (machine.number("HCCL_EXEC_TIMEOUT", 1836) or 0) > 1091 and "HCCL_EXEC_TIMEOUT" in machine.env:
+        if (machine.number("HCCL_EXEC_TIMEOUT", 0) or 0) > 1091:
             todo = "unset HCCL_OP_EXPANSION_MODE, or export HCCL_EXEC_TIMEOUT=1091"
             return fail("HCCL_OP_EXPANSION_MODE", "AIV allows HCCL_EXEC_TIMEOUT 1091 at most", todo)
         todo = "unset HCCL_OP_EXPANSION_MODE until a first run works"
@@ -92,30 +96,17 @@ def check_expansion_mode(machine: Machine) -> Finding:
 
 
 def check_determinism(machine: Machine) -> Finding:
-    wanted = {
-        "HCCL_DETERMINISTIC": "true",
-        "LCCL_DETERMINISTIC": "1",
-        "ATB_MATMUL_SHUFFLE_K_ENABLE": "0",
-        "ATB_LLM_LCOC_ENABLE": "0",
-    }
-    set_to = {name: machine.env.get(name) for name in wanted}
-    missing = [f"{name}={value}" for name, value in wanted.items() if set_to[name] not in (value, "strict")]
-    if len(missing) == len(wanted):
+    """device.set_environment sets all of them for train.deterministic; some of them alone are a mistake."""
+    variables = environment.DETERMINISTIC["npu"]
+    wrong = [f"{v.name}={v.value}" for v in variables if not v.allows(machine.env.get(v.name, ""))]
+    if len(wrong) == len(variables):
         return ok("determinism", "not asked for: two runs may differ in the last bits")
-    if missing:
-        return warn("determinism", "asked for in part only", f"export {' '.join(missing)}")
-    return ok("determinism", "asked for in HCCL, LCCL and ATB")
+    if wrong:
+        return warn("determinism", "asked for in part only", f"export {' '.join(wrong)}")
+    return ok("determinism", "asked for in HCCL, LCCL, products and ATB")
 
 
 # -------------------------------------------------------------------------------- variables that exclude each other
-
-
-def check_weight_layout(machine: Machine) -> Finding:
-    value = machine.env.get("VLLM_ASCEND_ENABLE_NZ", "0")  # rollout_vllm.py sets 0 where nothing is set
-    if value != "0":
-        todo = "export VLLM_ASCEND_ENABLE_NZ=0"
-        return fail("weight layout", f"VLLM_ASCEND_ENABLE_NZ={value}: pushed weights would be read as tiled", todo)
-    return ok("weight layout", "plain (NZ off)")
 
 
 def check_allocator(machine: Machine) -> Finding:
@@ -135,7 +126,7 @@ def check_allocator(machine: Machine) -> Finding:
 
 
 def check_task_queue(machine: Machine) -> Finding:
-    value = machine.env.get("TASK_QUEUE_ENABLE", "1")
+    value = machine.env.get("TASK_QUEUE_ENABLE", environment.when_unset("TASK_QUEUE_ENABLE"))
     if value == "2" and machine.captures_graphs:
         todo = "export TASK_QUEUE_ENABLE=1, or rollout.enforce_eager=true"
         return fail("TASK_QUEUE_ENABLE", "2 and graph capture (rollout.enforce_eager: false) exclude each other", todo)
@@ -146,15 +137,15 @@ def check_task_queue(machine: Machine) -> Finding:
 
 
 def check_vllm_variables(machine: Machine) -> list[Finding]:
-    """vLLM under torchrun takes its place from the arguments; variables of another launcher would override it."""
-    unwanted = sorted(name for name in machine.env if name.startswith("VLLM_DP_"))
-    unwanted += [
-        n for n in ("VLLM_ASCEND_ENABLE_FUSED_MC2", "VLLM_ASCEND_ENABLE_FLASHCOMM1") if machine.env.get(n) == "1"
-    ]
-    if unwanted:
-        found = f"{', '.join(unwanted)} set: every rank would take itself for data-parallel rank 0 of its own, or worse"
-        return [fail("vLLM variables", found, f"unset {' '.join(unwanted)}")]
-    return [ok("vLLM variables", "none that overrides the arguments")]
+    """What rollout_ascend.check_environment refuses: another launcher's variables, and options that move weights."""
+    findings = []
+    if names := environment.from_a_launcher(machine.env):
+        found = f"{', '.join(names)} set: every rank would take itself for data-parallel rank 0 of its own"
+        findings.append(fail("vLLM variables", found, f"unset {' '.join(names)}"))
+    for variable in environment.switched_on(machine.env):
+        found = f"{variable.name}={machine.env[variable.name]}: {variable.reason}"
+        findings.append(fail("vLLM variables", found, f"export {variable.name}=0"))
+    return findings or [ok("vLLM variables", "none that overrides the arguments")]
 
 
 def check_jemalloc(machine: Machine) -> Finding:
@@ -170,7 +161,6 @@ CHECKS = {
     check_timeouts: True,
     check_expansion_mode: True,
     check_determinism: False,
-    check_weight_layout: True,
     check_allocator: True,
     check_task_queue: True,
     check_vllm_variables: True,

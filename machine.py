@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import platform
 import re
 import resource
 import shutil
@@ -85,10 +86,12 @@ def memory_findings(memory: list[list[int]], todo: str) -> list[Finding]:
 
 @functools.cache
 def installed_version(name: str) -> str | None:
-    """The version of an installed package; "?" for a source folder without one; None: not there.
+    """The version of an installed package; "?" for a source folder without one; None: not there. Python is one, too.
 
     torch's own says more than its wheel's: "+cu128" is a build for CUDA.
     """
+    if name == "Python":
+        return platform.python_version()
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -98,6 +101,15 @@ def installed_version(name: str) -> str | None:
         said = re.search(r"__version__ = '([^']+)'", Path(spec.origin).with_name("version.py").read_text())
         version = said[1] if said else version
     return version
+
+
+def package_file(package: str, name: str) -> str | None:
+    """The content of a file of an installed package, which is not imported for it; None where there is none."""
+    spec = importlib.util.find_spec(package)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        if (path := Path(folder, name)).is_file():
+            return path.read_text(errors="replace")
+    return None
 
 
 def run_command(command: Sequence[str], seconds: float = 120) -> tuple[int, str]:
@@ -151,6 +163,7 @@ class Machine:
     env: Mapping[str, str] = field(default_factory=lambda: os.environ)
     root: Path = Path("/")  # of /dev, /proc, /usr/local
     version: Callable[[str], str | None] = installed_version
+    package_file: Callable[[str, str], str | None] = package_file
     command: Callable[[Sequence[str]], tuple[int, str]] = run_command
     library_error: Callable[[str], str] = library_error
     port_is_free: Callable[[int], bool] = port_is_free

@@ -1,5 +1,6 @@
 # The environment of a run on Ascend NPUs, each variable with its reason. Sourced by the run_*npu*.sh scripts; a value that
-# is set already stays. Not run on an NPU yet: from CANN's, torch_npu's and vllm-ascend's documents and issue trackers.
+# is set already stays. Not run on an NPU yet. The exports and reasons are those of the table in environment.py, which also
+# names the source of each; tests/test_environment.py compares the two.
 
 if [ -z "${ASCEND_HOME_PATH:-}" ]; then   # CANN's own scripts read variables that are not set
     set +u
@@ -27,10 +28,10 @@ export CPU_AFFINITY_CONF="${CPU_AFFINITY_CONF:-1}"            # each rank launch
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"   # Megatron asks for it with tensor parallelism
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"                # reading and casting weights; 16 ranks share the cores
 
-# vLLM. Its memory pools exclude the allocator's expandable_segments, which vllm-ascend 0.23 turns on by itself where nothing
-# is said. torch_npu refuses to start with both names of the variable.
+# vLLM. vllm-ascend 0.23 turns expandable segments on by itself where nothing is said. torch_npu refuses to start with both
+# names of the allocator's variable.
 if [ -z "${PYTORCH_ALLOC_CONF:-}" ]; then
-    export PYTORCH_NPU_ALLOC_CONF="${PYTORCH_NPU_ALLOC_CONF:-expandable_segments:False}"   # as said above
+    export PYTORCH_NPU_ALLOC_CONF="${PYTORCH_NPU_ALLOC_CONF:-expandable_segments:False}"   # vLLM's memory pools exclude expandable segments
 fi
 export VLLM_ASCEND_ENABLE_NZ="${VLLM_ASCEND_ENABLE_NZ:-0}"    # weights are pushed in the plain layout
 unset VLLM_DP_SIZE VLLM_DP_RANK VLLM_DP_RANK_LOCAL VLLM_DP_MASTER_IP VLLM_DP_MASTER_PORT   # would override vLLM's arguments

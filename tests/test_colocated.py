@@ -29,6 +29,7 @@ from safetensors.torch import load_file
 from test_config_rules import QWEN3_30B_A3B
 from torch import Tensor
 
+import environment
 import hf_config
 import parallel_setup
 import rollout_ascend
@@ -143,8 +144,8 @@ def ranks(request, tmp_path_factory) -> Iterator[tuple[str, dict[int, tuple]]]:
     found = {}
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # vLLM's and Megatron's own deprecations
-        for key, value in vllm_inside.ENVIRONMENT.items():
-            patch.setenv(key, os.environ.get(key, value))
+        for variable in environment.VLLM:
+            patch.setenv(variable.name, os.environ.get(variable.name, variable.value))
         set_num_threads = torch.set_num_threads
         for rank in chosen:
             with pytest.MonkeyPatch.context() as of_rank:
@@ -219,7 +220,8 @@ def test_the_real_vocabulary_is_split_alike() -> None:
     ],
 )
 def test_a_variable_that_would_move_or_tile_weights_is_refused(monkeypatch, name, value, device, refused) -> None:
-    for variable in [*rollout_ascend.MUST_BE_OFF, *(key for key in os.environ if key.startswith("VLLM_DP_"))]:
+    off = [variable.name for variable in environment.MUST_BE_OFF]
+    for variable in off + environment.from_a_launcher(os.environ):
         monkeypatch.delenv(variable, raising=False)
     rollout_ascend.check_environment(device)
     monkeypatch.setenv(name, value)

