@@ -434,7 +434,7 @@ FAULTS = [  # (check, fault, the line it must give)
         "fail  TASK_QUEUE_ENABLE: 2 and graph capture (rollout.enforce_eager: false) exclude each other",
     ),
     (V.check_task_queue, environment(ASCEND_LAUNCH_BLOCKING="1"), "warn  TASK_QUEUE_ENABLE: ASCEND_LAUNCH_BLOCKING=1"),
-    (V.check_vllm_variables, environment(VLLM_DP_SIZE="16", VLLM_DP_RANK="0"), "fail  vLLM variables: VLLM_DP_RANK, VL"),
+    (V.check_vllm_variables, environment(VLLM_DP_SIZE="16", VLLM_DP_RANK="0"), "fail  vLLM variables: VLLM_DP_RANK, V"),
     (V.check_vllm_variables, environment(VLLM_ASCEND_ENABLE_FUSED_MC2="2"), "fail  vLLM variables: VLLM_ASCEND_"),
     (V.check_vllm_variables, environment(VLLM_ASCEND_ENABLE_NZ="1"), "fail  vLLM variables: VLLM_ASCEND_ENABLE_NZ=1: "),
     (V.check_vllm_variables, environment(DYNAMIC_EPLB="true"), "fail  vLLM variables: DYNAMIC_EPLB=true: it moves"),
@@ -467,7 +467,7 @@ FAULTS = [  # (check, fault, the line it must give)
         attribute(free_bytes=lambda folder: 5 * GIB),
         "fail  disk: 5.0 GiB free for ",
     ),
-    (D.check_git, command("git", 0, " M train_grpo.py\n?? new.py\n"), "warn  git: 2 changed or new files, e.g. train_g"),
+    (D.check_git, command("git", 0, " M train_grpo.py\n?? new.py\n"), "warn  git: 2 changed or new files, e.g. train_"),
     (D.check_git, command("git", 128, "fatal: not a git repository"), "warn  git: no git checkout"),
 ]
 

@@ -36,6 +36,17 @@ def test_installed_versions_tell_torchs_build_and_a_missing_package() -> None:
     assert machine.installed_version("no-such-package") is None
 
 
+def test_file_of_a_package_is_read_without_importing_it(tmp_path, monkeypatch) -> None:
+    folder = tmp_path / "vllm_of_a_test"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise ImportError('libhccl.so')")
+    (folder / "_build_info.py").write_text("__device_type__ = 'A3'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert machine.package_file("vllm_of_a_test", "_build_info.py") == "__device_type__ = 'A3'\n"
+    assert machine.package_file("vllm_of_a_test", "other.py") is None
+    assert machine.package_file("no_such_package", "_build_info.py") is None
+
+
 @pytest.mark.parametrize(
     ("node", "variable", "device", "kind"),
     [

@@ -1,0 +1,139 @@
+"""requirements/npu.txt and npu-image.txt against the table in environment.py, the code's imports and, on request, PyPI.
+
+    bash run_tests.sh -m network tests/test_requirements.py        asks PyPI for every line; minutes, 2 GB of downloads
+
+What this does not cover: the indexes that are not PyPI, and an installation on an NPU machine.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from test_layout import FILES, LEVEL, OPTIONAL, PACKAGE, REPORTING, imports
+
+import environment
+
+ROOT = Path(__file__).parents[1]
+LISTS = ("npu", "npu-image")
+ELSEWHERE = "not on PyPI: "  # begins the reason of a line that another index has
+
+
+@dataclass(frozen=True)
+class Line:
+    name: str
+    version: str
+    machine: str  # aarch64, x86_64, or "" for both
+    comment: str
+
+
+def lines(which: str) -> list[Line]:
+    """Every requirement of requirements/WHICH.txt; a line of another form is an error."""
+    found = []
+    for text in (ROOT / "requirements" / f"{which}.txt").read_text().splitlines():
+        if not text or text.startswith("#"):
+            continue
+        form = r'([\w.-]+)==([\w.+]+)(?: ; platform_machine == "(\w+)")?(?:  # (\S.*))?'
+        match = re.fullmatch(form, text)
+        assert match, f"requirements/{which}.txt: {text}"
+        name, version, machine, comment = match.groups(default="")
+        found.append(Line(name.lower().replace("_", "-"), version, machine, comment))
+    return found
+
+
+def versions(which: str) -> dict[str, str]:
+    """Without the "+cpu" of a build."""
+    return {line.name: line.version.split("+")[0] for line in lines(which)}
+
+
+def cpu_versions() -> dict[str, str]:
+    text = (ROOT / "requirements" / "cpu.txt").read_text()
+    return {name.lower(): version for name, version in re.findall(r"^([\w.-]+)==([\w.]+)", text, re.M)}
+
+
+# ------------------------------------------------------------------------------------------------ one set of versions
+
+
+def test_versions_are_those_that_belong_together() -> None:
+    table, pins = environment.VERSION_SETS[0], versions("npu")
+    built = {"CANN", "Python", "vllm", "vllm-ascend", "mindspeed"}  # by the steps at the head of the file
+    assert {name: pins[name] for name in table.keys() - built} == {n: table[n][0] for n in table.keys() - built}
+
+
+@pytest.mark.parametrize("path", ["requirements/npu.txt", "docs/npu.md"])
+def test_steps_name_the_versions_and_builds_of_the_table(path: str) -> None:
+    text, table = (ROOT / path).read_text(), environment.VERSION_SETS[0]
+    assert f"-b v{table['vllm'][0]} --depth 1 https://github.com/vllm-project/vllm" in text
+    assert f"--no-binary vllm-ascend vllm-ascend=={table['vllm-ascend'][0]}" in text
+    assert f"-b {environment.MINDSPEED_BRANCH[table['mindspeed'][0]]} https://" in text
+    assert set(re.findall(r"SOC_VERSION=(\w+)", text)) == {environment.SOC_VERSIONS["A3"]}
+
+
+def test_images_are_those_of_the_table() -> None:
+    tag = environment.VLLM_ASCEND_IMAGES["A3"]
+    for path in ("requirements/npu-image.txt", "docs/npu.md"):
+        assert set(re.findall(r"quay.io/ascend/vllm-ascend:([\w.-]+)", (ROOT / path).read_text())) == {tag}
+    assert tag.startswith(f"v{environment.VERSION_SETS[0]['vllm-ascend'][0]}-")
+
+
+def test_image_list_is_a_part_of_the_whole() -> None:
+    assert versions("npu-image").items() <= versions("npu").items()
+
+
+def test_no_package_is_listed_twice_for_one_machine() -> None:
+    for which in LISTS:
+        for machine in ("aarch64", "x86_64"):
+            names = [line.name for line in lines(which) if line.machine in ("", machine)]
+            assert len(names) == len(set(names))
+
+
+def test_neither_the_stock_triton_nor_cuda_comes_along() -> None:
+    unwanted = [line for line in lines("npu") if re.match(r"triton$|nvidia|cuda|cupy|flashinfer", line.name)]
+    assert not unwanted and all(line.version.endswith("+cpu") for line in lines("npu") if line.machine == "x86_64")
+
+
+def test_the_code_finds_what_it_imports_in_the_versions_that_it_is_tested_with() -> None:
+    ours = {found for path in FILES if path.stem not in REPORTING for found in imports(path)}
+    ours -= LEVEL.keys() | sys.stdlib_module_names | OPTIONAL
+    named = {PACKAGE.get(name, name).lower() for name in ours}
+    pins, tested = versions("npu"), cpu_versions()
+    assert named <= pins.keys()
+    table = environment.VERSION_SETS[0].keys()
+    doctors = {name.lower() for name in environment.OUR_PACKAGES}
+    assert named - table <= doctors <= pins.keys()  # and jinja2, which chat templates need
+    assert {name for name in doctors if pins[name] != tested[name]} == {"tokenizers"}  # transformers 5.5.4 takes < 0.23
+
+
+# ------------------------------------------------------------------------------------------------------------ PyPI
+
+
+def pip_lacks(requirements: list[Line], python: str, machine: str, folder: Path) -> set[str]:
+    """Which of them PyPI has no wheel of, for that Python on Linux; nothing is installed."""
+    platforms = [f"--platform=manylinux_2_{n}_{machine}" for n in range(17, 36)]  # glibc 2.35: Ubuntu 22.04
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet"]
+    command += ["--only-binary=:all:", f"--python-version={python}", "--implementation=cp", f"--target={folder}"]
+    command += [*platforms, f"--platform=manylinux2014_{machine}"]
+    left, lacking = {f"{line.name}=={line.version}" for line in requirements}, set()
+    while left:
+        done = subprocess.run([*command, *sorted(left)], capture_output=True, text=True, timeout=1200)
+        if done.returncode == 0:
+            break
+        missing = re.search(r"No matching distribution found for (\S+)", done.stderr)
+        assert missing and missing[1] in left, done.stderr
+        lacking.add(missing[1])
+        left.remove(missing[1])
+    return lacking
+
+
+@pytest.mark.network
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", ["aarch64", "x86_64"])
+@pytest.mark.parametrize("python", environment.VERSION_SETS[0]["Python"])
+def test_pypi_has_every_line_but_those_that_say_where_they_are_from(python: str, machine: str, tmp_path: Path) -> None:
+    wanted = [line for which in LISTS for line in lines(which) if line.machine in ("", machine)]
+    elsewhere = {f"{line.name}=={line.version}" for line in wanted if line.comment.startswith(ELSEWHERE)}
+    assert pip_lacks(wanted, python, machine, tmp_path) == elsewhere
