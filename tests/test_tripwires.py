@@ -28,7 +28,7 @@ import runlog
 import weight_sync
 import weights_hf
 from aqn import AqnError
-from config import InputError, load_config, to_yaml
+from config import Config, InputError, load_config, to_yaml
 from decoder_torch import Decoder
 from knobs import Action, ChecksConfig
 from learner import Learner
@@ -312,7 +312,11 @@ def test_a_gap_far_above_the_runs_own_first_steps_is_reported_below_the_absolute
 
 def another_question() -> None:
     """The data of rank 1's node has another last question."""
-    after(data_gsm8k, "read", lambda found, cfg, split: ([*found[0][:-1], (f"What is 1 + 1 in {split}?", "#### 2")], *found[1:]))
+
+    def change(found: tuple, cfg: Config, split: str) -> tuple:
+        return [*found[0][:-1], (f"What is 1 + 1 in {split}?", "#### 2")], *found[1:]
+
+    after(data_gsm8k, "read", change)
 
 
 def test_ranks_that_have_read_other_questions_end_with_the_same_line(model: Path, tmp_path: Path) -> None:
