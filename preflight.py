@@ -2,6 +2,7 @@
 
     python preflight.py CONFIG [section.key=value ...] [--ranks N] [--json]
     python preflight.py --doctor [CONFIG]                  examines the machine instead: see doctor.py
+    python preflight.py --self-test [CONFIG] [...]         trains a tiny model here, which must learn: see self_test.py
 
 Rank grid and groups, the batch equation, bytes a rank in every phase, a roofline of a step's seconds, and a verdict:
 exit 0 it fits, 1 it is refused, with the nearest layouts that fit, 2 the input cannot be read. Imports no torch.
@@ -13,8 +14,10 @@ import argparse
 import glob
 import json
 import math
+import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import hf_config
 import layout_plan
@@ -216,6 +219,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--completion-tokens", type=float, help="mean, for the seconds; default: the longest")
     parser.add_argument("--json", action="store_true", help="print one JSON object; for unusable input none")
     parser.add_argument("--doctor", action="store_true", help="examine this machine instead")
+    parser.add_argument("--self-test", action="store_true", help="train a tiny model here, which must learn, instead")
     return parser.parse_intermixed_args(arguments)
 
 
@@ -226,6 +230,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import doctor
 
         return doctor.main(args.config, args.overrides, ranks=args.ranks, as_json=args.json)
+    if args.self_test:  # in a process of its own: it needs torch
+        command = [sys.executable, str(Path(__file__).with_name("self_test.py"))]
+        return subprocess.run(command + [args.config] * (args.config is not None) + args.overrides).returncode
     notes: list[str] = []
     try:
         for option in ("ranks", "ranks_per_node", "device_gib", "prompt_tokens", "completion_tokens"):

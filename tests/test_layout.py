@@ -28,9 +28,9 @@ LAYERS = [  # a file may import only from the rows above its own
     {"rollout_colocated"},
     {"evaluate", "checkpoint", "tiny_model", "routing_replay", "weight_sync"},
     {"copies"},
-    {"learner"},
+    {"learner", "self_test_reference"},
     {"train_grpo", "export", "preflight", "report", "kernels_check", "layers_check", "first_hour_stages"},
-    {"first_hour"},
+    {"first_hour", "self_test"},
 ]
 # Upward, but only inside a function: opens the engine that the config asks for.
 LAZY = {("rollout", name) for name in ("rollout_torch", "rollout_vllm", "rollout_colocated")}

@@ -1,0 +1,271 @@
+"""The self-test of the installation: sound methods pass, and every planted fault makes it fail by the check it is for.
+
+Each run is a forked process, in which the fault is planted in the product's own functions. docs/self_test.md lists what
+is not found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import resource
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import training
+import world
+from torch import Tensor
+
+import data_gsm8k
+import grpo
+import kernels
+import learner
+import lora_megatron
+import parallel_setup
+import reward_gsm8k
+import rollout
+import rollout_torch
+import self_test
+import train_grpo
+from config import load_config
+from config_rules import OTHER_RULES
+from learner import Learner
+from rollout import MicroBatch, Rollout
+
+ROOT = Path(__file__).parents[1]
+TINY, QWEN3, QWEN15 = (str(ROOT / "configs" / f"{name}.yaml") for name in ("tiny_cpu", "qwen3", "qwen15_moe"))
+HERE = ["device=cpu", "rollout.engine=torch"]
+Findings = dict[str, tuple[bool, str]]
+
+
+def judged(folder: Path, plant: Callable[[], None], *arguments: str) -> Findings:
+    """The findings of the self-test of a configuration with ``arguments``, in a forked process with a fault."""
+    training.import_before_the_fork()
+    world._import_megatron()
+    child = multiprocessing.get_context("fork").Process(target=_judge, args=(folder, plant, arguments))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
+        child.start()
+    child.join()
+    return json.loads((folder / "findings.json").read_text())
+
+
+def _judge(folder: Path, plant: Callable[[], None], arguments: tuple[str, ...]) -> None:
+    def run() -> int:
+        warnings.simplefilter("ignore")
+        training.lighten(lenient=False)
+        plant()
+        cfg = load_config(arguments[0], [*HERE, *arguments[1:]], [], OTHER_RULES)
+        (folder / "findings.json").write_text(json.dumps(self_test.judge(cfg, folder).checks))
+        return 0
+
+    world.exit_with(run, failed=1)
+
+
+def failed(findings: Findings) -> list[str]:
+    return [name for name, (good, _) in findings.items() if not good]
+
+
+def nothing() -> None:
+    pass
+
+
+# ------------------------------------------------------------------------------------------------ sound methods
+
+
+SOUND = {
+    "Qwen3's, bf16, 4 updates": (QWEN3,),
+    "Qwen1.5's, noise and 1 update": (QWEN15, "model.dtype=fp32", "optim.prompts_per_update=96"),
+    "gspo": (
+        TINY, "loss.kind=gspo", "loss.aggregate=seq-mean-token-mean", "loss.clip_low=3e-4", "loss.clip_high=4e-4",
+        "optim.prompts_per_update=16",
+    ),
+    "cispo, r2, entropy bonus": (
+        TINY, "loss.kind=cispo", "replay.mode=r2", "loss.entropy_coef=1e-3", "optim.prompts_per_update=16",
+    ),
+    "dr-grpo, r3, noise": (
+        TINY, "loss.advantage=none", "loss.aggregate=dr-grpo", "replay.mode=r3", "aqn.schedule=qerl",
+        "loss.kl=low_var_kl+", "loss.importance=sequence",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", SOUND)
+def test_a_sound_method_learns(method: str, tmp_path: Path) -> None:
+    findings = judged(tmp_path, nothing, *SOUND[method])
+    assert not failed(findings) and "learning" in findings, findings
+    print(findings)
+
+
+# ------------------------------------------------------------------------------------------------ the faults
+
+
+def after(owner: object, name: str, change: Callable) -> None:
+    """From now on ``owner.name`` returns ``change(what it returns, *its arguments)``."""
+    real = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: change(real(*args, **kwargs), *args))
+
+
+def before(owner: object, name: str, act: Callable) -> None:
+    """From now on ``act(*its arguments)`` runs before ``owner.name``."""
+    real = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: (act(*args), real(*args, **kwargs))[1])
+
+
+def advantages(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], None]:
+    return lambda: after(grpo, "group_advantages", lambda found, rewards, *_: change(found, rewards))
+
+
+def masks(change: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+    def masked(micro: MicroBatch, *_) -> MicroBatch:
+        micro.mask = change(micro.mask)
+        return micro
+
+    return lambda: after(rollout, "pack", masked)
+
+
+def gradients(change: Callable[[torch.nn.Parameter], Tensor]) -> Callable[[], None]:
+    def all_of_them(_: None, parallel: parallel_setup.Parallel, parameters: list[torch.nn.Parameter]) -> None:
+        for parameter in parameters:
+            parameter.grad = change(parameter)
+
+    return lambda: after(parallel_setup.Parallel, "sync_gradients_", all_of_them)
+
+
+def first_expert_lost(parameter: torch.nn.Parameter) -> Tensor:
+    if parameter.is_expert:
+        parameter.grad[0] = 0
+    return parameter.grad
+
+
+def forget_moments(trainer: Learner, *_) -> None:
+    for moments in trainer.moments.values():
+        for value in moments.values():
+            value.zero_()
+
+
+def forget_steps(trainer: Learner, *_) -> None:
+    trainer.optimizer_steps = 0
+
+
+def neighbours_rewards(result: tuple, *_) -> tuple:
+    batch: Rollout = result[0]
+    batch.rewards = batch.rewards.roll(1, dims=1)
+    return result
+
+
+def scores_flipped(score: Callable, *_) -> Callable:
+    return lambda question, completion: (1 - score(question, completion)[0], True)
+
+
+def scale_doubled(adapters: dict, *_) -> dict:
+    for adapter in adapters.values():
+        adapter.scale *= 2
+    return adapters
+
+
+def always_one_mean() -> None:
+    real = grpo.aggregate_loss
+    grpo.aggregate_loss = lambda *args, **kwargs: real(*args, **kwargs | {"aggregate": "token-mean"})
+
+
+def equal_groups() -> None:
+    real = rollout_torch.TorchSampler.sample
+    rollout_torch.TorchSampler.sample = lambda *args, num_samples, **kwargs: [
+        one * num_samples for one in real(*args, num_samples=1, **kwargs)
+    ]
+
+
+def first_questions() -> None:
+    real = data_gsm8k.Questions.pick
+    data_gsm8k.Questions.pick = lambda questions, step, count: real(questions, 0, count)
+
+
+def rotated_backwards() -> None:
+    real = kernels.rotary
+    kernels.rotary = lambda x, cos, sin: real(x, cos, -0.5 * sin)
+
+
+def norm_backward_without_its_mean() -> None:
+    def backward(ctx, grad: Tensor) -> tuple:
+        x, weight, scale = ctx.saved_tensors
+        return grad * weight * scale, None, None
+
+    kernels._RmsNorm.backward = staticmethod(backward)
+
+
+def reference_with_adapters() -> None:
+    lora_megatron.disabled = lambda adapters: contextlib.nullcontext()
+
+
+def never_clipped() -> None:
+    after(parallel_setup.Parallel, "gradient_norm", lambda norm, *_: norm * 0.01)
+
+
+SEVERAL = ("optim.prompts_per_update=8",)
+FAULTS = {  # fault: its plant, the check that must find it, changes to configs/tiny_cpu.yaml
+    "advantages of the wrong sign": (advantages(lambda found, rewards: -found), "advantages", ()),
+    "advantages that are not centred": (advantages(lambda found, rewards: rewards), "advantages", ()),
+    "shuffled advantages": (advantages(lambda found, rewards: found.roll(1, 1)), "advantages", ()),
+    "the reward of another answer": (lambda: after(rollout, "sample", neighbours_rewards), "rewards", ()),
+    "rewards flipped in the run": (lambda: after(train_grpo, "scorer", scores_flipped), "rewards", ()),
+    "rewards flipped in the method": (lambda: after(reward_gsm8k, "score", lambda x, *_: 1 - x), "rewards", ()),
+    "the first token masked": (masks(lambda mask: mask * mask.roll(1, 1)), "gradient", ()),
+    "half of the tokens masked": (
+        masks(lambda mask: mask * (torch.arange(mask.shape[1]) % 2)), "gradient", (),
+    ),
+    "no gradient for the experts": (
+        gradients(lambda parameter: parameter.grad * (not parameter.is_expert)), "gradient", (),
+    ),
+    "no gradient for one expert": (gradients(first_expert_lost), "gradient", ()),
+    "gradients 8 times too large": (gradients(lambda parameter: parameter.grad * 8), "gradient", ()),
+    "gradients never clipped": (never_clipped, "gradient", ("optim.max_grad_norm=0.1",)),
+    "moments forgotten in each update": (lambda: before(Learner, "_step", forget_moments), "gradient", ()),
+    "moments forgotten between steps": (lambda: before(Learner, "_pack", forget_moments), "gradient", SEVERAL),
+    "the optimizer's step count forgotten": (lambda: before(Learner, "_step", forget_steps), "AdamW", ()),
+    "another learning rate": (lambda: after(learner, "learning_rate", lambda rate, *_: rate * 2), "AdamW", ()),
+    "LoRA's scale wrong on both sides": (lambda: after(lora_megatron, "attach", scale_doubled), "gradient", ()),
+    "another mean over tokens": (always_one_mean, "gradient", ("loss.aggregate=seq-mean-token-mean",)),
+    "KL of the wrong sign": (lambda: after(grpo, "kl", lambda kl, *_: -kl), "KL", ()),
+    "a reference with its adapters on": (reference_with_adapters, "KL", ()),
+    "positions wrong on both sides": (rotated_backwards, "sampler", ()),
+    "a wrong backward pass of a kernel": (norm_backward_without_its_mean, "gradient", ()),
+    "the same questions in each step": (first_questions, "questions", ()),
+    "equal answers in each group": (equal_groups, "learning", ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found_by_its_check(fault: str, tmp_path: Path) -> None:
+    plant, check, changes = FAULTS[fault]
+    findings = judged(tmp_path, plant, TINY, *changes)
+    print(findings)
+    assert check in failed(findings), findings
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+def test_the_command_reports_in_a_few_lines_and_takes_less_than_a_minute() -> None:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    command = [sys.executable, "preflight.py", "--self-test", TINY, "loss.kind=cispo"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0 and done.stderr == "", done
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - used < 60
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 15 and "loss cispo" in lines[1] and lines[-1].startswith("it learned"), done.stdout
+    assert "KL" in done.stdout and "at least 0.6" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments", [["no/such.yaml"], [TINY, "loss.kinds=ppo"], [TINY, "model.path=models/unheard-of", "tiny_model=null"]]
+)
+def test_unusable_input_is_one_line_and_exit_code_2(arguments: list[str], capfd) -> None:
+    assert self_test.main(arguments) == 2
+    assert capfd.readouterr().err.startswith("error: ")
