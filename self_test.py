@@ -45,6 +45,7 @@ OBSERVED, LATER = (0, 1), 9  # steps whose updates are repeated in float64; in t
 STEPS, LAST, LEVEL = 50, 10, 0.6  # mean reward of the last steps; always giving the same answer earns 0.5
 PROMPTS, GROUP, NEW_TOKENS = 16, 16, 6
 STOPS = 64  # tokens that end an answer, of 259
+SEED = 0
 ANSWERS = (("a", "3"), ("b", "7"))  # to a question that ends so
 LARGER = ("lm_head.weight", "model.embed_tokens.weight")
 WHOLE = {"fp32": 0.05, "bf16": 0.7}  # largest relative difference of a whole gradient; docs/self_test.md: what was seen
@@ -53,6 +54,7 @@ NORM = {"fp32": 0.01, "bf16": 0.25}  # relative difference of the gradient's nor
 GAP = {"fp32": 2e-3, "bf16": 0.1}  # nats a token
 LOOK_AT = {
     "questions": "data_gsm8k.Questions.pick; which file each split is read from",
+    "answers": "data_gsm8k.stop_token_ids, and how the sampler ends an answer (rollout_torch.py)",
     "rewards": "reward_gsm8k.py, train_grpo.scorer, and the order in which rollout.sample gathers",
     "advantages": "grpo.group_advantages",
     "sampler": "weights_hf.export (the merge, alpha / R), weight_sync.py, decoder_torch.py; kernels.py on this device",
@@ -96,7 +98,7 @@ def tiny_run(cfg: Config, folder: Path) -> Config:
         "eval": {"samples": 0, "num_questions": 8},
         "train": {
             "steps": STEPS, "out_dir": str(folder / "out"), "checkpoint_every": 0, "resume": "never",
-            "deterministic": kept["train"]["deterministic"],
+            "seed": SEED, "deterministic": kept["train"]["deterministic"],
         },
     }  # fmt: skip
     return Config.model_validate(tree)
@@ -123,7 +125,7 @@ def write_inputs(cfg: Config, folder: Path) -> dict[str, str]:
         ("generation_config.json", {"eos_token_id": stops, "pad_token_id": 0}),
     ):
         (model / name).write_text(json.dumps(content))
-    generator, w = torch.Generator().manual_seed(0), {}
+    generator, w = torch.Generator().manual_seed(SEED), {}
     for name, shape in weights_hf.tensor_shapes(hf_config.read(model)).items():
         noise, scale = torch.randn(shape, generator=generator), 2 if name in LARGER else 1
         w[name] = 0.1 * noise + ("norm" in name) if len(shape) == 1 else scale * noise / shape[1] ** 0.5
@@ -152,7 +154,7 @@ class NotAsExpected(Exception):
 
 @dataclass
 class Findings:
-    """The worst that each check has seen: name -> (whether it is good, what was measured)."""
+    """name of a check -> (whether it is good, what it saw: last, or where it failed first)."""
 
     checks: dict[str, tuple[bool, str]] = field(default_factory=dict)
 
@@ -245,7 +247,7 @@ class Observed(Learner):
         return metrics
 
     def _inputs(self, batch: Rollout, own: list[list[Completion]], advantages: Tensor, step: int) -> None:
-        """Questions, rewards and advantages, computed again."""
+        """Questions, where answers end, rewards and advantages, computed again."""
         say = self.findings
         texts = [self.tokenizer.decode(prompt) for prompt in batch.prompts]
         known = sum(text in self.answers for text in texts)
@@ -253,6 +255,14 @@ class Observed(Learner):
         text = f"step {step + 1}: {known} of {PROMPTS} are training questions, {new} were not in the step before"
         say.add("questions", known == new == PROMPTS, text)
         self.asked = frozenset(texts)
+        stops = set(json.loads(Path(self.cfg.model.path, "generation_config.json").read_text())["eos_token_id"])
+        every = [one for group in own for one in group]
+        ends = [([t in stops for t in one.tokens], one.finish_reason == "stop") for one in every]
+        bad = sum(
+            any(is_stop[:-1]) or is_stop[-1] != said or (len(is_stop) < NEW_TOKENS and not said)
+            for is_stop, said in ends
+        )
+        say.add("answers", not bad, f"step {step + 1}: {bad} of {len(every)} do not end where they should")
         wrong = judged = 0
         for text, group, rewards in zip(texts, own, batch.rewards.tolist(), strict=True):
             for one, reward in zip(group, rewards, strict=True):

@@ -46,26 +46,32 @@ Findings = dict[str, tuple[bool, str]]
 
 def judged(folder: Path, plant: Callable[[], None], *arguments: str) -> Findings:
     """The findings of the self-test of a configuration with ``arguments``, in a forked process with a fault."""
-    training.import_before_the_fork()
-    world._import_megatron()
-    child = multiprocessing.get_context("fork").Process(target=_judge, args=(folder, plant, arguments))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
-        child.start()
-    child.join()
-    return json.loads((folder / "findings.json").read_text())
-
-
-def _judge(folder: Path, plant: Callable[[], None], arguments: tuple[str, ...]) -> None:
     def run() -> int:
-        warnings.simplefilter("ignore")
-        training.lighten(lenient=False)
         plant()
         cfg = load_config(arguments[0], [*HERE, *arguments[1:]], [], OTHER_RULES)
         (folder / "findings.json").write_text(json.dumps(self_test.judge(cfg, folder).checks))
         return 0
 
-    world.exit_with(run, failed=1)
+    assert forked(run) == 0
+    return json.loads((folder / "findings.json").read_text())
+
+
+def forked(function: Callable[[], int]) -> int:
+    """The exit code of a forked process that ends with what ``function`` returns; what it changes ends with it."""
+    training.import_before_the_fork()
+    world._import_megatron()
+
+    def run() -> int:
+        warnings.simplefilter("ignore")
+        training.lighten(lenient=False)
+        return function()
+
+    child = multiprocessing.get_context("fork").Process(target=world.exit_with, args=(run, 99))
+    with warnings.catch_warnings():  # Python 3.12 warns of every fork of a process that has threads
+        warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
+        child.start()
+    child.join()
+    return child.exitcode
 
 
 def failed(findings: Findings) -> list[str]:
@@ -237,6 +243,9 @@ FAULTS = {  # fault: its plant, the check that must find it, changes to configs/
     "positions wrong on both sides": (rotated_backwards, "sampler", ()),
     "a wrong backward pass of a kernel": (norm_backward_without_its_mean, "gradient", ()),
     "the same questions in each step": (first_questions, "questions", ()),
+    "the end token never recognised": (
+        lambda: after(data_gsm8k, "stop_token_ids", lambda *_: {258}), "answers", (),
+    ),
     "equal answers in each group": (equal_groups, "learning", ()),
 }  # fmt: skip
 
@@ -263,9 +272,28 @@ def test_the_command_reports_in_a_few_lines_and_takes_less_than_a_minute() -> No
     assert "KL" in done.stdout and "at least 0.6" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "arguments", [["no/such.yaml"], [TINY, "loss.kinds=ppo"], [TINY, "model.path=models/unheard-of", "tiny_model=null"]]
-)
-def test_unusable_input_is_one_line_and_exit_code_2(arguments: list[str], capfd) -> None:
-    assert self_test.main(arguments) == 2
-    assert capfd.readouterr().err.startswith("error: ")
+def test_a_failed_self_test_ends_with_code_1_and_says_what_to_look_at(tmp_path: Path, monkeypatch, capfd) -> None:
+    monkeypatch.setattr(self_test.tempfile, "mkdtemp", lambda **_: str(tmp_path))
+    code = forked(lambda: (FAULTS["KL of the wrong sign"][0](), self_test.main([TINY, *HERE]))[1])
+    lines = capfd.readouterr().out.splitlines()
+    assert code == 1 and len(lines) <= 16, lines
+    place = next(i for i, line in enumerate(lines) if line.startswith("FAIL  KL"))
+    assert "relative difference 2, at most 0.05" in lines[place] and "look at: Learner._reference" in lines[place + 1]
+    assert lines[-1].startswith("it did not learn") and lines[-1].endswith(str(tmp_path))
+    assert (tmp_path / "log.txt").exists()
+
+
+UNUSABLE = {
+    "no file": (["no/such.yaml"], "no/such.yaml"),
+    "unknown key": ([TINY, "loss.kinds=ppo"], "loss.kinds: unknown key"),
+    "unknown model": ([TINY, "model.path=models/unheard-of", "tiny_model=null"], "models/unheard-of"),
+    "no such device": ([QWEN3], "device: npu: torch_npu is not installed"),
+}
+
+
+@pytest.mark.parametrize("what", UNUSABLE)
+def test_unusable_input_is_one_line_and_exit_code_2(what: str, capfd) -> None:
+    arguments, expected = UNUSABLE[what]
+    assert forked(lambda: self_test.main(arguments)) == 2
+    error = capfd.readouterr().err
+    assert error.startswith("error: ") and expected in error and error.count("\n") == 1
