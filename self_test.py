@@ -42,7 +42,7 @@ from self_test_reference import Named, State, advantages_of, forward, merged, ro
 from tripwires import Tripped
 
 OBSERVED, LATER = (0, 1), 9  # steps whose updates are repeated in float64; in the later one the KL penalty also alone
-STEPS, LAST, LEVEL = 50, 10, 0.3  # mean reward of the last steps; some sound seeds give one answer only, which earns 0.5
+STEPS, LAST, LEVEL = 50, 10, 0.3  # mean reward of the last steps; a sound run may settle on one answer: 0.5
 PROMPTS, GROUP, NEW_TOKENS = 16, 16, 6
 STOPS = 64  # tokens that end an answer, of 259
 SEED = 0
