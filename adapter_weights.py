@@ -119,6 +119,9 @@ def scatter(
             value = torch.cat([block.chunk(size, factor.shard_dim)[rank] for block in blocks], factor.shard_dim)
             if name.endswith("linear_qkv.B"):
                 value = weights_hf.interleave_qkv(value, arch.num_kv_heads // size, arch)
+        negative = end == ".exp_avg_sq" and bool((value < 0).any())
+        if not value.is_floating_point() or not value.isfinite().all() or negative:
+            raise InputError(f"checkpoint: {hf_name(name) + end} holds what is no finite number, or a negative square")
         pieces[name] = value.contiguous()
     return pieces
 

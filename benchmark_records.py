@@ -14,9 +14,9 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
+from input_files import InputError, read_bytes, read_object, read_text
 from records import ID, PRIVATE, Part
 from run_record import sha256_file, write_atomically
-from strict_yaml import InputError
 
 
 class Benchmark(Part):
@@ -34,7 +34,7 @@ class Benchmark(Part):
 def load(path: Path) -> Benchmark:
     """InputError unless ``path`` holds what a benchmark stored."""
     try:
-        return Benchmark.model_validate_json(path.read_text())
+        return Benchmark.model_validate_json(read_text(path))
     except FileNotFoundError:
         raise InputError(f"{path}: missing; needed: a file that a benchmark stored") from None
     except ValidationError as error:
@@ -74,10 +74,10 @@ def add(path: Path, results: Path, name: str = "") -> Path:
         raise InputError(f"{path}: measured with changes that are in no commit; needed: git status clean")
     if target.exists():
         raise InputError(f"{target}: exists; records are never replaced; needed: another id (--id)")
-    if private := PRIVATE.search(path.read_text()):
+    if private := PRIVATE.search(read_text(path)):
         raise InputError(f"{path}: {private[0]} is a private path; needed: paths inside the checkout")
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(target, path.read_text())
+    write_atomically(target, read_bytes(path))
     write_atomically(folder / "index.json", json.dumps(index | {target.name: sha256_file(target)}, indent=1) + "\n")
     return target
 
@@ -100,4 +100,4 @@ def _files(results: Path) -> list[Path]:
 
 def _index(results: Path) -> dict[str, str]:
     path = results / "benchmarks" / "index.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    return read_object(path) if path.exists() else {}

@@ -25,12 +25,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from config import Config, InputError, changed_keys, config_hash, to_dict
+from input_files import check_folder, one_line, read_object, shown
 from run_record import fsync_path, sha256_file, write_atomically
 from runlog import lock_run
 
 # The second name is a checkpoint that a newer one of the same step was about to replace when the process was killed.
-NAME = re.compile(r"(step-|\.replaced-step-)(\d{6,})")
+NAME = re.compile(r"(step-|\.replaced-step-)([0-9]{6,18})")
 
+LEFTOVER = re.compile(r"\.tmp-(discarded-)?(\.replaced-)?step-[0-9]{6,}")  # of a process that was killed
 
 SAFETENSORS_TYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.int64: "I64"}
 
@@ -142,8 +144,9 @@ def save(
     replaced = folder / f".replaced-{target.name}"
     try:
         folder.mkdir(exist_ok=True)
-        for path in folder.glob(".tmp-*"):  # of a process that was killed
-            shutil.rmtree(path)
+        for path in folder.iterdir():
+            if LEFTOVER.fullmatch(path.name):
+                shutil.rmtree(path)
         for path in Path(run_dir).glob("*.jsonl"):
             fsync_path(path)
         aside.mkdir()
@@ -186,19 +189,6 @@ def _write_failure(target: Path, tensors: dict[str, Mapping[str, Tensor | Pendin
     return f"{target}: checkpoint not written: {reason}; earlier checkpoints are intact, the run can be resumed"
 
 
-def _read_json(path: Path, keys: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The object in a JSON file; InputError when it is missing, no JSON, or lacks one of ``keys``."""
-    try:
-        content = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise InputError(f"{path}: missing") from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: not readable as JSON ({error})") from None
-    if not isinstance(content, dict) or any(key not in content for key in keys):
-        raise InputError(f"{path}: expected an object with {', '.join(keys) or 'file names'}")
-    return content
-
-
 def verify(path: Path, only: str | None = None) -> None:
     """Raises InputError that names the file when one is missing, or does not have the checksum it was saved with.
 
@@ -206,7 +196,8 @@ def verify(path: Path, only: str | None = None) -> None:
     """
     if not path.is_dir():
         raise InputError(f"{path}: no such checkpoint")
-    checksums = _read_json(path / "checksums.json")
+    check_folder(path)
+    checksums = read_object(path / "checksums.json")
     present = {file.name for file in path.iterdir()} - {"checksums.json"}
     for name in sorted(present | checksums.keys() | {"state.json"}):
         if name not in checksums:
@@ -228,12 +219,15 @@ def load(path: Path, verified: bool = False, only: str | None = None) -> Checkpo
     path = Path(path)
     if not verified:
         verify(path, only)
-    about = _read_json(path / "state.json", ("step", "config", "config_hash", "state"))
+    about = read_object(path / "state.json", ("step", "config", "config_hash", "state"))
+    kinds = {"step": int, "config": dict, "config_hash": str, "state": dict}
+    if odd := [key for key, kind in kinds.items() if type(about[key]) is not kind]:
+        raise InputError(f"{path / 'state.json'}: {odd[0]}: found {shown(about[odd[0]])}; needed: what a run saves")
     match = NAME.fullmatch(path.name)
     if match and int(match[2]) != about["step"]:
         raise InputError(f"{path / 'state.json'}: step {about['step']} in a folder of step {int(match[2])}")
     tensors = {file.stem: TensorFile(file) for file in sorted(path.glob(f"{only or '*'}.safetensors"))}
-    checksums = _read_json(path / "checksums.json")
+    checksums = read_object(path / "checksums.json")
     return Checkpoint(about["step"], tensors, about["state"], about["config"], checksums, path)
 
 
@@ -242,8 +236,8 @@ def latest(run_dir: Path, say: Callable[[str], None] = print, only: str | None =
     for _, path in _found(Path(run_dir) / "checkpoints"):
         try:
             return load(path, only=only)
-        except InputError as error:
-            say(f"checkpoint skipped: {error}")
+        except (InputError, OSError) as error:
+            say(f"checkpoint skipped: {one_line(error)}")
     return None
 
 
@@ -267,7 +261,7 @@ def find_resumable(cfg: Config, say: Callable[[str], None] = print) -> Checkpoin
     runs = sorted((match[1], int(match[2] or 1), path) for match, path in matches if match)
     for _, _, run_dir in reversed(runs):
         try:
-            same = _read_json(run_dir / "run.json", ("config_hash",))["config_hash"] == config_hash(cfg)
+            same = read_object(run_dir / "run.json", ("config_hash",))["config_hash"] == config_hash(cfg)
         except InputError:
             continue  # killed while the folder was made: nothing in it to go on with
         if not same or (run_dir / "finished.json").exists():
@@ -278,6 +272,8 @@ def find_resumable(cfg: Config, say: Callable[[str], None] = print) -> Checkpoin
                     return found
         except BlockingIOError:
             say(f"{run_dir}: not resumed: a live process writes it")
+        except InputError as error:
+            say(f"{run_dir}: not resumed: {error}")
         except OSError as error:
             say(f"{run_dir}: not resumed: {error.strerror}; if no process writes it: train.resume={run_dir}")
     return None

@@ -21,6 +21,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from config_rules import LAYOUT_RULES, OTHER_RULES, Rules, check_layout, idle_keys, problems
+from input_files import BAD_INPUT, refused
 from knobs import ChecksConfig, Config, LoraConfig, ParallelConfig, Section
 from strict_yaml import InputError, dump_yaml, parse_override, read_file, shown
 
@@ -104,6 +105,7 @@ NEEDED = {
     "bool_type": "true or false",
     "string_type": "text (in quotes, if it looks like something else)",
     "string_too_short": "text",
+    "string_too_long": "text of at most {max_length} characters",
     "string_pattern_mismatch": "text like {pattern}",
     "literal_error": "{expected}",
     "tuple_type": "a list: [a, b]",
@@ -212,9 +214,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     notes: list[str] = []
     try:
         cfg = load_config(args.config, args.overrides, notes)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except BAD_INPUT as error:
+        return refused(error)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     print(to_yaml(cfg), end="")

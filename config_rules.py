@@ -219,6 +219,9 @@ def _loss_problems(cfg: Config) -> Iterator[str]:
         yield f"lora.targets: {', '.join(repeated)} given twice"
 
 
+LARGEST_TINY_MODEL = 1e9  # parameters
+
+
 def _tiny_model_problems(cfg: Config) -> Iterator[str]:
     if (tiny := cfg.tiny_model) is None:
         return
@@ -227,6 +230,10 @@ def _tiny_model_problems(cfg: Config) -> Iterator[str]:
             f"tiny_model.num_kv_heads: {tiny.num_kv_heads} does not divide num_heads {tiny.num_heads}; "
             f"nearest: {nearest(tiny.num_kv_heads, divisors(tiny.num_heads))}"
         )
+    mlps = tiny.num_layers * tiny.num_experts * tiny.expert_width
+    size = tiny.hidden_size * (2 * tiny.vocab_size + 3 * mlps + 4 * tiny.num_layers * tiny.num_heads * tiny.head_dim)
+    if size > LARGEST_TINY_MODEL:
+        yield f"tiny_model: about {size:.1e} parameters; needed: at most {LARGEST_TINY_MODEL:.0e}"
     if tiny.experts_per_token > tiny.num_experts:
         yield f"tiny_model.experts_per_token: {tiny.experts_per_token} exceeds num_experts {tiny.num_experts}"
     if tiny.teacher_right + tiny.teacher_wrong_operation > 1 + 1e-9:

@@ -9,7 +9,6 @@ split by the unordered operand pair across operations: no sum of the test set oc
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 import sys
@@ -23,6 +22,7 @@ import numpy as np
 
 import gsm8k_files
 from config import Config, InputError
+from input_files import BAD_INPUT, check_folder, read_object, refuse_endless, refused, shown
 from reward_gsm8k import gold_answer
 from seeds import derive
 
@@ -121,6 +121,9 @@ def load(cfg: Config, split: str, tokenizer: PreTrainedTokenizerBase) -> Questio
     pairs, where, form = read(cfg, split)
     limit = cfg.data.max_prompt_tokens
     examples = few_shot(cfg, pairs)
+    if tokenizer.chat_template:
+        where_it_is = f"{tokenizer.name_or_path}: the chat template"
+        refuse_endless(lambda: prompt_ids(pairs[0][0], tokenizer, cfg, examples), where_it_is)
     prompts = [prompt_ids(question, tokenizer, cfg, examples) for question, _ in pairs]
     _refuse_equal_prompts([question for question, _ in pairs], prompts, tokenizer)
     lengths = [len(prompt) for prompt in prompts]
@@ -166,6 +169,7 @@ def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:
     folder = Path(model_dir)
     if not folder.is_dir():
         raise InputError(f"{folder}: no such directory; needed: a model directory with tokenizer.json")
+    check_folder(folder)
     files = {path.name for path in folder.iterdir()}
     if "tokenizer.json" not in files and not {"vocab.json", "merges.txt"} <= files:
         raise InputError(f"{folder}: no tokenizer found; needed: tokenizer.json, or vocab.json and merges.txt")
@@ -183,7 +187,7 @@ def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:
 def _is_plain(settings: Path) -> bool:
     """Whether the tokenizer is nothing but its tokenizer.json, by its own account."""
     plain = "PreTrainedTokenizerFast"
-    return settings.exists() and json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class") == plain
+    return settings.exists() and read_object(settings).get("tokenizer_class") == plain
 
 
 def stop_token_ids(model_dir: str | Path, tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -194,13 +198,10 @@ def stop_token_ids(model_dir: str | Path, tokenizer: PreTrainedTokenizerBase) ->
     stops = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
     path = Path(model_dir) / "generation_config.json"
     if path.exists():
-        try:
-            eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError) as error:
-            raise InputError(f"{path}: cannot be read as a JSON object: {gsm8k_files.first_line(error)}") from error
+        eos = read_object(path).get("eos_token_id")
         ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        if not all(type(i) is int and 0 <= i for i in ids):
-            raise InputError(f"{path}: eos_token_id: found {eos!r}; needed: a token id or a list of token ids")
+        if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+            raise InputError(f"{path}: eos_token_id: found {shown(eos)}; needed: a token id or a list of token ids")
         stops.update(ids)
     if not stops:
         raise InputError(f"{model_dir}: neither the tokenizer nor generation_config.json names an EOS token")
@@ -390,9 +391,8 @@ def main(arguments: list[str]) -> int:
         return 0
     try:
         print(gsm8k_files.convert(options.in_path, options.out_path))
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except BAD_INPUT as error:
+        return refused(error)
     return 0
 
 

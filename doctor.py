@@ -21,6 +21,7 @@ import doctor_npu
 import doctor_variables
 import hf_config
 from config import Config, InputError, load_config
+from input_files import BAD_INPUT, SETTINGS_MIB, read_object, refuse_special, refused
 from machine import Finding, Machine, fail, memory_findings, ok, warn
 
 GIB = 2**30
@@ -108,10 +109,10 @@ def check_model_files(machine: Machine) -> Finding:
         return fail("model", f"no tokenizer.json and no vocab.json in {folder}", todo)
     try:
         index = folder / "model.safetensors.index.json"
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else []
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+        names = sorted(set(read_object(index, ("weight_map",))["weight_map"].values())) if index.exists() else []
+        files = [folder / name for name in names] or sorted(folder.glob("*.safetensors"))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         return fail("model", f"{index} cannot be read ({error})", todo)
-    files = [folder / name for name in names] or sorted(folder.glob("*.safetensors"))
     if not files:
         return fail("model", f"no *.safetensors in {folder}", todo)
     if broken := [f"{path.name} {fault}" for path in files if (fault := file_fault(path))]:
@@ -124,16 +125,18 @@ def check_model_files(machine: Machine) -> Finding:
 def file_fault(path: Path) -> str:
     """What is wrong with a safetensors file ("" if nothing): 8 bytes of length, that much JSON, then the tensors."""
     try:
+        size = path.stat().st_size
+        refuse_special(path, path.stat().st_mode)
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            size = path.stat().st_size
-            if not 8 <= length + 8 <= size:
+            if not 8 <= length + 8 <= size or length > SETTINGS_MIB * 2**20:
                 return "is empty" if size == 0 else "is no safetensors file, or cut off"
             header = json.loads(file.read(length))
-        expected = 8 + length + max((t["data_offsets"][1] for k, t in header.items() if k != "__metadata__"), default=0)
+        ends = [int(t["data_offsets"][1]) for k, t in header.items() if k != "__metadata__"]
+        expected = 8 + length + max(ends, default=0)
     except FileNotFoundError:
         return "is missing"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return f"cannot be read ({error})"
     return "" if size == expected else f"has {size} of {expected} bytes"
 
@@ -241,9 +244,8 @@ def main(config: str | None, overrides: Sequence[str] = (), *, ranks: int | None
     """Examine this machine, for the run of ``config`` if one is named; ``ranks``: processes on this machine."""
     try:
         cfg = load_config(config, overrides) if config else None
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except BAD_INPUT as error:
+        return refused(error)
     machine = Machine(run=cfg, ranks=ranks)
     findings = examine(machine)
     if as_json:

@@ -187,7 +187,7 @@ def visible_dies(machine: Machine) -> tuple[list[int], str]:
     text = machine.env.get("ASCEND_RT_VISIBLE_DEVICES")
     if text is None:
         return nodes, ""
-    if not re.fullmatch(r"\d+(,\d+)*", text):
+    if not re.fullmatch(r"[0-9]{1,4}(,[0-9]{1,4})*", text):
         return [], "is no list of numbers"
     ids = [int(number) for number in text.split(",")]
     if ids != sorted(set(ids)):

@@ -24,7 +24,7 @@ def host_ports(machine: Machine) -> list[int] | None:
         return None if first is None else list(range(first, first + 32))
     if text == "auto":
         return []
-    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
+    if not re.fullmatch(r"[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?)*", text):
         return None
     ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
     return [port for end in ends for port in range(end[0], end[-1] + 1)]

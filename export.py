@@ -28,6 +28,7 @@ import weights_hf
 from adapter_weights import Adapted, adapted_modules
 from config import Config, InputError, changed_keys, load_config
 from hf_config import Architecture
+from input_files import BAD_INPUT, finish_folder, fresh_folder, read_object, refused
 from run_record import fsync_path, refuse_changed_inputs
 
 COPIED = """generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json
@@ -78,6 +79,8 @@ def check_factors(found: checkpoint.Checkpoint, modules: Iterable[Adapted]) -> d
         if names:
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             raise InputError(f"{where}: {min(names)}{more} {label}")
+    if odd := [name for name, factor in factors.items() if not factor.is_floating_point()]:
+        raise InputError(f"{where}: {odd[0]} holds {factors[odd[0]].dtype}; needed: floating-point numbers")
     found_factors = {name: factor.float() for name, factor in factors.items()}
     for name, shape in expected.items():
         factor = found_factors[name]
@@ -126,7 +129,7 @@ def write_merged(
         with contextlib.ExitStack() as stack:
             base = weights_hf.Checkpoint(model_dir, stack)
             weights_hf.save_model(merged_tensors(base, arch, modules, factors, cfg.lora.alpha, dtype), aside)
-        about = json.loads((model_dir / "config.json").read_text())
+        about = read_object(model_dir / "config.json")
         for key in {"dtype", "torch_dtype"} & about.keys():
             about[key] = str(dtype).removeprefix("torch.")  # what transformers loads the weights as by default
         (aside / "config.json").write_text(json.dumps(about, indent=2) + "\n")
@@ -257,28 +260,28 @@ def _appears_whole(out_dir: Path, num_bytes: int, changed: Sequence[str]) -> Ite
     """
     from safetensors import SafetensorError
 
-    target = out_dir.resolve()
-    aside = target.with_name(f".tmp-{target.name}")
+    target = Path(os.path.realpath(out_dir))
+    aside, made = target.with_name(f".tmp-{target.name}"), False
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        if aside.exists():  # of a process that was killed
-            shutil.rmtree(aside)
+        fresh_folder(aside)
+        made = True
         free = shutil.disk_usage(target.parent).free
         if free < num_bytes:
             raise InputError(f"{out_dir}: {num_bytes / 2**20:.1f} MiB needed, {free / 2**20:.1f} MiB free on the disk")
-        aside.mkdir()
         if changed:
             (aside / "changed_inputs.json").write_text(json.dumps(changed, indent=1) + "\n")
         yield aside
         for path in aside.iterdir():
             fsync_path(path)
-        os.rename(aside, target)
+        finish_folder(aside, target)
         fsync_path(target.parent)
     except (OSError, SafetensorError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise InputError(f"{out_dir}: not written: {reason}") from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        if made:
+            shutil.rmtree(aside, ignore_errors=True)
 
 
 def export(
@@ -320,9 +323,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = {"as_adapter": args.adapter is not None, "accept_changed_inputs": args.accept_changed_inputs}
     try:
         print(export(args.run, args.merged or args.adapter, step=args.step, **options))
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except BAD_INPUT as error:
+        return refused(error)
     return 0
 
 

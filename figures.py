@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from comparisons import Source
+from input_files import InputError, read_object, shown
 from run_record import read_lines, sha256_file, write_atomically
 
 PANELS = (  # title, metric, log scale
@@ -91,7 +92,11 @@ def _evaluations(one: Source) -> tuple[list[int], list[float]]:
 
 def _known(folder: Path) -> dict[str, dict[str, str]]:
     path = folder / "figures.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    known = read_object(path) if path.exists() else {}
+    for name, about in known.items():  # draw_all removes the figures of this list that nothing asks for
+        if not re.fullmatch(r"[\w.-]+", name) or not isinstance(about, dict) or len(about) != 2:
+            raise InputError(f"{path}: found {shown(name)}; needed: what report.py build writes")
+    return known
 
 
 def draw_all(wanted: dict[str, dict[str, list[Source]]], folder: Path) -> None:

@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from config import InputError
+from input_files import LINES_MIB, read_bytes
 from reward_gsm8k import gold_answer
 
-NUMBER = re.compile(r"-?\d+(\.\d+)?")
+NUMBER = re.compile(r"-?[0-9]{1,100}(\.[0-9]{1,100})?")  # ASCII digits, as the rewards compare them
+LONGEST_TEXT = 100_000  # characters; GSM8K's longest has some 1,000
+UNUSABLE = re.compile("[\0\ud800-\udfff]")  # JSON can write half a character, UTF-8 cannot
 
 
 # -------------------------------------------------------------------------------------------------------------- reading
@@ -137,14 +140,20 @@ def _text(row: dict[str, Any], name: str) -> str:
         raise InputError(f"{name}: found {type(value).__name__} {_short(value)}; needed: a text")
     if not value.strip():
         raise InputError(f"{name}: found an empty text")
-    if any("\ud800" <= character <= "\udfff" for character in value):  # JSON can write half a character; UTF-8 cannot
-        raise InputError(f"{name}: found a lone surrogate in {_short(value)}; needed: valid Unicode")
+    if len(value) > LONGEST_TEXT:
+        raise InputError(f"{name}: found {len(value)} characters; needed: at most {LONGEST_TEXT}")
+    if UNUSABLE.search(value):
+        raise InputError(f"{name}: found a lone surrogate or NUL in {_short(value)}; needed: valid Unicode without")
     return value
 
 
 def _short(value: object) -> str:
     text = ascii(value)
     return text if len(text) <= 60 else f"{text[:28]} ... {text[-28:]}"
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"found {name}, which is no JSON; needed: a number or null")
 
 
 def first_line(error: Exception) -> str:
@@ -154,7 +163,7 @@ def first_line(error: Exception) -> str:
 def _read_table(path: Path) -> list[tuple[int, Any]]:
     """Every (row number, row) of a jsonl or parquet file; blank lines of a jsonl file hold no row."""
     try:
-        data = path.read_bytes()
+        data = read_bytes(path, LINES_MIB)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); needed: a .jsonl or .parquet file") from error
     if path.suffix == ".parquet":
@@ -162,9 +171,16 @@ def _read_table(path: Path) -> list[tuple[int, Any]]:
         from pyarrow import parquet
 
         try:
-            table = parquet.ParquetFile(io.BytesIO(data), page_checksum_verification=True).read()
-            rows: list[tuple[int, Any]] = list(enumerate(table.to_pylist(), start=1))
-        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            file, found, size = parquet.ParquetFile(io.BytesIO(data), page_checksum_verification=True), [], 0
+            for batch in file.iter_batches(batch_size=1024):  # a short file may stand for very many rows
+                found += batch.to_pylist()
+                size += batch.nbytes
+                if size > LINES_MIB * 2**20:
+                    raise InputError(f"{path}: more than {LINES_MIB} MiB of rows, the most that is read")
+            rows: list[tuple[int, Any]] = list(enumerate(found, start=1))
+        except InputError:
+            raise
+        except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
             raise InputError(f"{path}: not a readable parquet file: {first_line(error)}") from error
     elif path.suffix == ".jsonl":
         rows = []
@@ -172,7 +188,7 @@ def _read_table(path: Path) -> list[tuple[int, Any]]:
         for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
             try:
                 if line.strip():
-                    rows.append((number, json.loads(line.decode("utf-8"))))
+                    rows.append((number, json.loads(line.decode("utf-8"), parse_constant=_no_number)))
             except UnicodeDecodeError as error:
                 raise InputError(f"{path}, row {number}: byte {error.start} is not UTF-8; needed: UTF-8") from error
             except (ValueError, RecursionError) as error:
@@ -222,7 +238,8 @@ def convert(in_path: str | Path, out_path: str | Path) -> str:
 
 def _jsonl_bytes(rows: list[dict[str, Any]], out: Path) -> bytes:
     try:
-        return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode("utf-8")
+        lines = (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+        return "".join(lines).encode("utf-8")
     except (TypeError, ValueError) as error:
         raise InputError(f"{out}: a column cannot be written as JSON: {first_line(error)}") from error
 
@@ -237,6 +254,6 @@ def _parquet_bytes(rows: list[dict[str, Any]], out: Path) -> bytes:
             raise InputError(f"{out}: the rows differ in their columns; needed: equal columns in all rows, or .jsonl")
         buffer = io.BytesIO()
         parquet.write_table(table, buffer, write_page_checksum=True)
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OverflowError) as error:
         raise InputError(f"{out}: the rows do not form a table: {first_line(error)}") from error
     return buffer.getvalue()

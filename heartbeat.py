@@ -29,6 +29,10 @@ class Heartbeat:
         """This rank is alive, and now at ``place``."""
         self.place, self.last = place, time.monotonic()
 
+    def go_on(self) -> None:
+        """This rank is alive, and still at the same place."""
+        self.last = time.monotonic()
+
     def stop(self) -> None:
         """No more watching."""
         self.stopped.set()

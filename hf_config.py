@@ -6,15 +6,18 @@ Every option that would change the computation is either read here or refused he
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from config import Config, InputError
-from strict_yaml import shown
+from input_files import read_object, shown
 
 PUBLISHED = Path(__file__).resolve().parent / "configs"  # <name>.config.json: what can be planned before it is here
+
+# The largest that is tried, far above any known model: what is a name and a shape for each tensor must end.
+MOST = {"num_hidden_layers": 1000, "num_experts": 4096, "num_local_experts": 4096, "max_position_embeddings": 2**31}
+MOST_SIZE, MOST_MATRICES = 2**24, 2**17  # of any other; layers x experts
 
 ARCHITECTURES = {"qwen3_moe": "Qwen3MoeForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM"}
 
@@ -61,18 +64,9 @@ def read(model_dir: str | Path) -> Architecture:
 def _raw(model_dir: str | Path) -> tuple[dict, str]:
     """The decoded config.json of ``model_dir``, and its path."""
     path = Path(model_dir) / "config.json"
-    try:
-        raw = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise InputError(f"model.path: no config.json in {model_dir}; needed: a Hugging Face model directory") from None
-    except OSError as error:
-        needed = "needed: a Hugging Face model directory"
-        raise InputError(f"model.path: {path} cannot be read ({error.strerror}); {needed}") from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(raw, dict):
-        raise InputError(f"{path}: expected a JSON object, found {type(raw).__name__}")
-    return raw, str(path)
+    if not path.exists():
+        raise InputError(f"model.path: no config.json in {model_dir}; needed: a Hugging Face model directory")
+    return read_object(path), str(path)
 
 
 def parse(raw: dict, where: str = "config.json") -> Architecture:
@@ -86,6 +80,8 @@ def parse(raw: dict, where: str = "config.json") -> Architecture:
         number = kind in (int, float)
         if type(value) is not kind or (number and not 0 < value < math.inf):
             raise InputError(f"{where}: {key}: expected a {'positive ' * number}{kind.__name__}, found {shown(value)}")
+        if kind is int and value > (most := MOST.get(key, MOST_SIZE)):
+            raise InputError(f"{where}: {key}: found {shown(value)}; needed: at most {most}")
         return value
 
     def refuse_unless(key: str, found: object, supported: object) -> None:
@@ -118,7 +114,7 @@ def parse(raw: dict, where: str = "config.json") -> Architecture:
     refuse_unless("partial_rotary_factor", rotary, 1.0)
     if rope:
         raise InputError(f"{where}: rope_parameters: {', '.join(sorted(rope))} not supported")
-    if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < math.inf:
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < 1e30:
         raise InputError(f"{where}: rope_theta: expected a positive number, found {shown(theta)}")
 
     # transformers 5 saves Qwen3MoE's num_experts as num_local_experts.
@@ -126,6 +122,8 @@ def parse(raw: dict, where: str = "config.json") -> Architecture:
     num_experts = need("num_local_experts" if "num_local_experts" in raw else "num_experts")
     if raw.get("num_experts", num_experts) != num_experts:
         raise InputError(f"{where}: num_local_experts {num_experts} and num_experts {shown(raw['num_experts'])} differ")
+    if num_layers * num_experts > MOST_MATRICES:
+        raise InputError(f"{where}: {num_layers} layers of {num_experts} experts; needed: at most {MOST_MATRICES}")
     hidden, heads, kv_heads = need("hidden_size"), need("num_attention_heads"), need("num_key_value_heads")
     if heads % kv_heads:
         raise InputError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
@@ -182,7 +180,7 @@ def settings(cfg: Config) -> tuple[dict, str]:
     published = PUBLISHED / f"{folder.name}.config.json"
     if folder.exists() or not published.is_file():
         return _raw(folder)
-    return json.loads(published.read_text()), f"configs/{published.name}, as published"
+    return read_object(published), f"configs/{published.name}, as published"
 
 
 def tiny_settings(cfg: Config) -> dict:

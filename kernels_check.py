@@ -39,6 +39,7 @@ import parallel_setup
 import seeds
 from config import Config, InputError, check_layout, load_config
 from hf_config import Architecture
+from input_files import BAD_INPUT
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INSIDE = 8  # roundings in fp32 inside a fused operator besides its sum: squares, means, an exp or rsqrt counted as two
@@ -316,10 +317,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--json", metavar="FILE", help="write the table there as well")
     args = parser.parse_intermixed_args(arguments)
+    rank = 0
     try:
+        rank = parallel_setup.check_launch()
         return 0 if run(load_config(args.config, args.overrides), args.json) else 1
-    except InputError as error:
-        parallel_setup.say_refused(error)
+    except BAD_INPUT as error:
+        parallel_setup.say_refused(error, rank)
         return 2
 
 

@@ -40,6 +40,7 @@ from config import Config, InputError, check_layout, load_config
 from config_rules import check_engine_layout
 from data_gsm8k import Question
 from hf_config import Architecture
+from input_files import BAD_INPUT
 from learner import Learner
 from parallel_setup import Parallel
 from rollout import Rollout
@@ -296,10 +297,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--folder", required=True, help="where the two layers are written, removed at the end")
     parser.add_argument("--json", metavar="FILE", help="write the figures there as well")
     args = parser.parse_intermixed_args(arguments)
+    rank = 0
     try:
+        rank = parallel_setup.check_launch()
         return 0 if run(load_config(args.config, args.overrides), Path(args.folder), args.json) else 1
-    except InputError as error:
-        parallel_setup.say_refused(error)
+    except BAD_INPUT as error:
+        parallel_setup.say_refused(error, rank)
         return 2
     except Tripped as error:
         print(f"stopped: {error}", file=sys.stderr, flush=True)

@@ -30,6 +30,7 @@ from checkpoint import Pending
 from config import Config
 from heartbeat import Heartbeat
 from hf_config import Architecture
+from input_files import InputError, shown
 from parallel_setup import Parallel
 from rollout import Completion, MicroBatch, Rollout
 from routing_replay import RoutingReplay
@@ -292,11 +293,15 @@ class Learner:
     @torch.no_grad()
     def restore(self, tensors: dict[str, Mapping[str, Tensor]], counts: dict[str, int]) -> None:
         """Take up a state(), whatever layout wrote it. InputError where names or shapes are not this model's."""
+        steps = counts.get("optimizer_steps")
+        if type(steps) is not int or not 0 <= steps < 2**31 or not {"adapter", "optimizer"} <= tensors.keys():
+            found = f"{', '.join(tensors) or 'no tensors'}, optimizer_steps {shown(steps)}"
+            raise InputError(f"checkpoint: found {found}; needed: adapter, optimizer and a number of steps")
         for kind, end, values in self._parts():
             pieces = adapter_weights.scatter(self.adapters, tensors[kind], self.arch, self.parallel, end)
             for name, value in pieces.items():
                 values[name].copy_(value)
-        self.optimizer_steps = counts["optimizer_steps"]
+        self.optimizer_steps = steps
 
     def _parts(self) -> list[tuple[str, str, dict[str, Tensor]]]:
         """What is saved: the file's kind, the end of its names, and this rank's tensors by factor name."""

@@ -202,7 +202,7 @@ class Machine:
     def number(self, variable: str, default: int) -> int | None:
         """A whole number from the environment; None when it is set to anything else."""
         text = self.env.get(variable, str(default)).strip()
-        return int(text) if re.fullmatch(r"-?\d+", text) else None
+        return int(text) if re.fullmatch(r"-?[0-9]{1,18}", text) else None
 
     def python(self, code: str, *arguments: str) -> tuple[int, str]:
         """Exit code and output of ``code`` in a Python process of its own."""

@@ -18,6 +18,7 @@ import datetime
 import hashlib
 import os
 import random
+import socket
 import sys
 import time
 import warnings
@@ -31,6 +32,9 @@ from torch import Tensor
 
 import device as devices
 from config import Config, InputError, load_config
+from input_files import BAD_INPUT, one_line, shown, variable
+
+MOST_RANKS = 65536
 
 
 @dataclass(frozen=True)
@@ -168,18 +172,35 @@ def sum_gradients_(parameters: list[torch.nn.Parameter], group: dist.ProcessGrou
 
 
 def launched_world_size() -> int:
-    """Number of processes torchrun started; 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Number of processes torchrun started; 1 without torchrun. InputError where the environment holds no number."""
+    return variable("WORLD_SIZE", 1, 1, MOST_RANKS)
 
 
 def launched_rank() -> int:
-    """This process's rank as torchrun numbered it; 0 without torchrun."""
-    return int(os.environ.get("RANK", "0"))
+    """This process's rank as torchrun numbered it; 0 without torchrun. InputError as above."""
+    return variable("RANK", 0, 0, launched_world_size() - 1)
 
 
-def say_refused(error: InputError) -> None:
+def check_launch() -> int:
+    """This process's rank; InputError for what the environment gives a start and no torchrun writes.
+
+    Before anything waits for the other ranks: that would take parallel.timeout_seconds.
+    """
+    rank, ranks = launched_rank(), launched_world_size()
+    variable("LOCAL_RANK", 0, 0, variable("LOCAL_WORLD_SIZE", ranks, 1, ranks) - 1)
+    variable("MASTER_PORT", 1, 1, 65535)
+    variable("OMP_NUM_THREADS", 1, 1, 1024)
+    if "RANK" in os.environ and (address := os.environ.get("MASTER_ADDR")):
+        try:
+            socket.getaddrinfo(address, None)
+        except (OSError, UnicodeError) as error:
+            raise InputError(f"the environment's MASTER_ADDR: {shown(address)}: {one_line(error)}") from None
+    return rank
+
+
+def say_refused(error: Exception, rank: int) -> None:
     """Print, in one line, which input cannot be used. Rank 0 is the first: torchrun ends the others meanwhile."""
-    rank, message = launched_rank(), f"error: {' '.join(str(error).split())}"
+    message = f"error: {one_line(error)}"
     if rank:
         time.sleep(2)
     print(message if rank == 0 else f"rank {rank}: {message}", file=sys.stderr, flush=True)
@@ -204,7 +225,7 @@ def open_world(cfg: Config) -> Iterator[torch.device]:
     the groups are left as they are: taking them down would wait for ranks that never come. The caller ends the process,
     and torchrun ends the others.
     """
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.set_num_threads(variable("OMP_NUM_THREADS", 1, 1, 1024))
     device = start_device(cfg)
     devices.select(device)
     if cfg.train.deterministic:
@@ -224,8 +245,9 @@ def init_process_group(timeout_seconds: int) -> None:
         options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     try:
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_seconds), **options)
-    except (dist.DistStoreError, dist.DistNetworkError, ValueError) as error:
-        raise InputError(f"torch.distributed: the ranks did not find each other: {error}") from None
+    except (RuntimeError, ValueError) as error:  # DistStoreError is one, and what gloo says of GLOO_SOCKET_IFNAME
+        found = str(error).splitlines()[0]  # of C++, whose stack follows
+        raise InputError(f"torch.distributed: the ranks did not find each other: {found}") from None
 
 
 def init_model_parallel(
@@ -350,10 +372,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("config", help="YAML file, e.g. configs/qwen3.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args(arguments)
+    rank = 0
     try:
+        rank = check_launch()
         return 0 if check_groups(load_config(args.config, args.overrides)) else 1
-    except InputError as error:
-        say_refused(error)
+    except BAD_INPUT as error:
+        say_refused(error, rank)
         return 2
 
 

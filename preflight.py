@@ -25,6 +25,7 @@ import memory_plan
 import time_plan
 from config import Config, InputError, load_config
 from config_rules import OTHER_RULES
+from input_files import BAD_INPUT, refused, shown
 from layout_plan import Layout
 from layout_search import Plan, Setting, alternatives, judge, overrides
 from memory_plan import GIB
@@ -189,6 +190,8 @@ def _told(times: time_plan.Times) -> list[str]:
 # --------------------------------------------------------------------------------------------------------- the command
 
 
+MOST = {"ranks": 2**16, "ranks_per_node": 2**16, "device_gib": 10**6}
+MOST |= {"prompt_tokens": 2**20, "completion_tokens": 2**20}
 DEVICE_FILES = {"npu": "/dev/davinci[0-9]*", "cuda": "/dev/nvidia[0-9]*"}
 
 
@@ -237,15 +240,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for option in ("ranks", "ranks_per_node", "device_gib", "prompt_tokens", "completion_tokens"):
             value = getattr(args, option)
-            if value is not None and not 0 < value < math.inf:
-                raise InputError(f"--{option.replace('_', '-')}: found {value}; needed: more than 0")
+            if value is not None and not 0 < value <= MOST[option]:
+                found = f"--{option.replace('_', '-')}: found {shown(value)}"
+                raise InputError(f"{found}; needed: more than 0, at most {MOST[option]:,}")
         if args.config is None:
             raise InputError("CONFIG: missing; needed: a YAML file, e.g. configs/qwen3.yaml, or --doctor")
         cfg = load_config(args.config, args.overrides, notes, OTHER_RULES)
         arch, source = hf_config.planned(cfg)
-    except InputError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    except BAD_INPUT as error:
+        return refused(error)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     device = device_of(cfg)

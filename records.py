@@ -16,7 +16,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from config import MAY_CHANGE, flatten
-from run_record import checksums, read_lines, sha256_file, variant_name, write_atomically
+from input_files import finish_folder, fresh_folder, read_object, read_text
+from run_record import RECORDED, checksums, read_lines, sha256_file, variant_name, write_atomically
 from statistics_paired import wilson
 from strict_yaml import InputError, read_file, shown
 
@@ -24,7 +25,8 @@ NEEDED = ("config.yaml", "environment.json", "inputs.json", "git.json", "run.jso
 NEEDED += ("metrics.jsonl", "timing.jsonl", "eval.jsonl", "eval_outcomes.jsonl")
 VERSIONS = ("torch", "megatron", "transformers", "numpy", "vllm", "mind")  # how the names begin of packages that matter
 LARGEST_MIB = 50
-ID = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+ID = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,149}$"
+RESERVED = {"figures", "benchmarks", "index.json", "plan.yaml"}  # what else lies in results/
 # Keys that tell the seeds of one variant apart, and keys of bookkeeping; all others make another variant.
 SEEDS = {"name", "train.seed", "tiny_model.seed"}
 BOOKKEEPING = {key for key in MAY_CHANGE if key.split(".")[0] in ("train", "checks", "device")}
@@ -111,24 +113,14 @@ class Record(Part):
 # ---------------------------------------------------------------------------------------------------- deriving a record
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise InputError(f"{path}: missing; needed: the folder of a finished run") from None
-    except ValueError as error:
-        raise InputError(f"{path}: not JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise InputError(f"{path}: found {shown(content)}; needed: an object")
-    return content
-
-
 def _sealed(folder: Path) -> dict[str, Any]:
     """finished.json, whose checksums hold; InputError that names the file that is missing, altered or not sealed."""
     if not (folder / "finished.json").exists():
         raise InputError(f"{folder}: no finished.json: the run has not ended; needed: a finished run")
-    finished = _json(folder / "finished.json")
+    finished = read_object(folder / "finished.json")
     sealed = finished.get("sha256", {})
+    if not isinstance(sealed, dict):
+        raise InputError(f"{folder / 'finished.json'}: sha256: found {shown(sealed)}; needed: an object")
     for name in NEEDED:
         if name not in sealed:
             raise InputError(f"{folder / 'finished.json'}: no checksum of {name}; needed: a run of this version")
@@ -144,49 +136,58 @@ def _sealed(folder: Path) -> dict[str, Any]:
 def derive(folder: Path, record_id: str) -> Record:
     """The record of the finished run in ``folder``, from its files alone; InputError for what may not become one."""
     finished = _sealed(folder)
-    config = read_file(folder / "config.yaml")
-    steps = config["train"]["steps"]
-    metrics, timing = (read_lines(folder / f"{name}.jsonl") for name in ("metrics", "timing"))
-    for name, rows in (("metrics", metrics), ("timing", timing)):
-        if [row["step"] for row in rows] != list(range(steps)):
-            raise InputError(f"{folder / name}.jsonl: {len(rows)} steps; needed: {steps}, one line each")
-    git, inputs = _origin(folder)
-    environment = _json(folder / "environment.json")
-    parallel = config["parallel"]
-    first, last = (_evaluation(folder, step) for step in (0, steps))
     try:
-        return Record(
-            id=record_id,
-            commit=git["commit"],
-            command=(folder / "command.txt").read_text().strip(),
-            config_hash=_json(folder / "run.json")["config_hash"],
-            config=config,
-            seed=config["train"]["seed"],
-            inputs=Inputs(**inputs),
-            machine=Machine(
-                device=config["device"],
-                versions={name: v for name, v in environment["packages"].items() if name.startswith(VERSIONS)},
-                **{key: environment[key] for key in ("cpu", "cores_usable", "memory_gib", "platform", "python")},
-                variables=environment["variables"],
-            ),
-            layout=Layout(
-                ranks=environment["world_size"],
-                **{axis: parallel.get(axis, 1) for axis in ("tensor", "expert", "expert_tensor")},
-            ),
-            steps=steps,
-            first=first,
-            last=last,
-            seconds_per_step=statistics.median(row["timing/step_s"] for row in timing),
-            tokens_per_second=statistics.median(row["perf/tokens_per_s"] for row in timing),
-            peak_memory_gib=max(row["perf/peak_rss_gib"] for row in timing),
-            resumed=sum(1 for _ in folder.glob("resume-*")),
-            checks_fired=finished.get("checks", {}),
-            files=finished["sha256"] | {"finished.json": sha256_file(folder / "finished.json")},
-        )
+        return _derived(folder, record_id, finished)
+    except InputError:
+        raise
     except ValidationError as error:
         raise InputError(f"{folder}: no record: {_first_fault(error)}") from None
     except KeyError as error:
         raise InputError(f"{folder}: no record: {error} is missing") from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:  # sealed with another program's content
+        raise InputError(f"{folder}: no record: a file of it holds something else than a run writes: {error}") from None
+
+
+def _derived(folder: Path, record_id: str, finished: dict[str, Any]) -> Record:
+    """The record, from files whose checksums hold and whose content may be anything."""
+    config = read_file(folder / "config.yaml")
+    steps = config["train"]["steps"]
+    metrics, timing = (read_lines(folder / f"{name}.jsonl") for name in ("metrics", "timing"))
+    for name, rows in (("metrics", metrics), ("timing", timing)):
+        if len(rows) != steps or [row["step"] for row in rows] != list(range(steps)):
+            raise InputError(f"{folder / name}.jsonl: {len(rows)} steps; needed: {steps}, one line each")
+    git, inputs = _origin(folder)
+    environment = read_object(folder / "environment.json")
+    parallel = config["parallel"]
+    first, last = (_evaluation(folder, step) for step in (0, steps))
+    return Record(
+        id=record_id,
+        commit=git["commit"],
+        command=read_text(folder / "command.txt").strip(),
+        config_hash=read_object(folder / "run.json")["config_hash"],
+        config=config,
+        seed=config["train"]["seed"],
+        inputs=Inputs(**inputs),
+        machine=Machine(
+            device=config["device"],
+            versions={name: v for name, v in environment["packages"].items() if name.startswith(VERSIONS)},
+            **{key: environment[key] for key in ("cpu", "cores_usable", "memory_gib", "platform", "python")},
+            variables=environment["variables"],
+        ),
+        layout=Layout(
+            ranks=environment["world_size"],
+            **{axis: parallel.get(axis, 1) for axis in ("tensor", "expert", "expert_tensor")},
+        ),
+        steps=steps,
+        first=first,
+        last=last,
+        seconds_per_step=statistics.median(row["timing/step_s"] for row in timing),
+        tokens_per_second=statistics.median(row["perf/tokens_per_s"] for row in timing),
+        peak_memory_gib=max(row["perf/peak_rss_gib"] for row in timing),
+        resumed=sum(1 for _ in folder.glob("resume-*")),
+        checks_fired=finished.get("checks", {}),
+        files=finished["sha256"] | {"finished.json": sha256_file(folder / "finished.json")},
+    )
 
 
 def _first_fault(error: ValidationError) -> str:
@@ -196,13 +197,13 @@ def _first_fault(error: ValidationError) -> str:
 
 def _origin(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """git.json and inputs.json, the same at every start of the run; InputError unless the tree was clean."""
-    git, inputs = (_json(folder / name) for name in ("git.json", "inputs.json"))
+    git, inputs = (read_object(folder / name) for name in ("git.json", "inputs.json"))
     if not git.get("commit") or git.get("dirty") is not False:
         found = "changes that are in no commit" if git.get("commit") else "no git repository"
         raise InputError(f"{folder / 'git.json'}: {found}; needed: a run of a commit, git status clean")
     for again in sorted(folder.glob("resume-*")):
         for name, first in (("git.json", git), ("inputs.json", inputs)):
-            if _json(again / name) != first:
+            if read_object(again / name) != first:
                 raise InputError(f"{again / name}: not what the run began with; needed: one commit, model and data")
     return git, inputs
 
@@ -259,30 +260,33 @@ def add(run_dir: Path, results: Path, record_id: str = "") -> Record:
     The id is the run's name unless given. InputError for a run that may not become a record, an id that exists, or a
     seed of a variant whose other seeds had other settings.
     """
-    record = derive(run_dir, record_id or str(_json(run_dir / "run.json").get("name")))
+    found = {path for pattern in RECORDED for path in run_dir.glob(pattern)}
+    size = sum(path.stat().st_size for path in found if path.is_file()) / 2**20  # before all of it is read
+    if size > LARGEST_MIB:
+        raise InputError(f"{run_dir}: {size:.0f} MiB of records; at most {LARGEST_MIB}: fewer train.completions_logged")
+    record = derive(run_dir, record_id or str(read_object(run_dir / "run.json").get("name")))
     target = results / record.id
+    if record.id in RESERVED:
+        raise InputError(f"{record.id}: {target} is for other things than records; needed: another id (--id)")
     if target.exists():
         raise InputError(f"{target}: exists; records are never replaced; needed: another id (--id)")
     for name in ("config.yaml", "command.txt", "environment.json"):
-        if found := PRIVATE.search((run_dir / name).read_text()):
+        if found := PRIVATE.search(read_text(run_dir / name)):
             raise InputError(f"{run_dir / name}: {found[0]} is a private path; needed: paths inside the checkout")
-    size = sum((run_dir / name).stat().st_size for name in record.files) / 2**20
-    if size > LARGEST_MIB:
-        raise InputError(f"{run_dir}: {size:.0f} MiB of records; at most {LARGEST_MIB}: fewer train.completions_logged")
     for other in [other for other in load_all(results) if other.group == record.group]:
         if changed := differing(other, record):
             raise InputError(f"{record.id}: no seed of {other.group}: {'; '.join(changed)}; needed: another id (--id)")
         if other.seed == record.seed:
             raise InputError(f"{record.id}: seed {record.seed} of {record.group} is there: {other.id}; one is enough")
     aside = results / f".adding-{record.id}"
-    shutil.rmtree(aside, ignore_errors=True)
+    fresh_folder(aside)
     for name in record.files:
         (aside / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(run_dir / name, aside / name)
     write_atomically(aside / "record.json", to_text(record))
     if derive(aside, record.id) != record:
         raise InputError(f"{run_dir}: changed while it was copied; needed: a run that has ended")
-    aside.rename(target)
+    finish_folder(aside, target)
     index = _index(results) | {record.id: sha256_file(target / "record.json")}
     write_atomically(results / "index.json", json.dumps(dict(sorted(index.items())), indent=1) + "\n")
     return record
@@ -293,16 +297,16 @@ def to_text(record: Record) -> str:
 
 
 def _index(results: Path) -> dict[str, str]:
-    return _json(results / "index.json") if (results / "index.json").exists() else {}
+    return read_object(results / "index.json") if (results / "index.json").exists() else {}
 
 
 def load(results: Path, record_id: str) -> Record:
     """One record, its schema checked; InputError when there is none."""
     path = results / record_id / "record.json"
-    if not path.exists():
+    if not re.fullmatch(ID, record_id) or not path.exists():
         raise InputError(f"{path}: no such record; there are: {', '.join(_index(results)) or 'none'}")
     try:
-        return Record.model_validate_json(path.read_text())
+        return Record.model_validate_json(read_text(path))
     except ValidationError as error:
         raise InputError(f"{path}: {_first_fault(error)}") from None
 
@@ -319,7 +323,7 @@ def check(results: Path) -> list[str]:
     present = {path.name for path in results.iterdir() if path.is_dir()} if results.is_dir() else set()
     for name in sorted(index.keys() - present):
         faults.append(f"{results / name}: the record was deleted")
-    for name in sorted(present - index.keys() - {"figures", "benchmarks"}):
+    for name in sorted(present - index.keys() - RESERVED):
         faults.append(f"{results / name}: not in index.json; needed: report.py add")
     for name in sorted(present & index.keys()):
         try:

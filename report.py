@@ -27,11 +27,12 @@ import records
 import results_page
 import run_page
 import statistics_paired
-from run_record import write_atomically
-from strict_yaml import InputError
+from input_files import BAD_INPUT, InputError, refused, shown
 
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 ROOT = Path(__file__).resolve().parent
+PLANNED = {"questions": (1, 10**9), "seeds": (1, 10**6), "comparisons": (1, 10**6)}  # smallest and largest
+PLANNED |= {"discordant": (1e-6, 1), "seed_spread": (0, 1)}
 
 
 def quoted(text: str) -> str:
@@ -98,6 +99,10 @@ def compare(results: Path, names: list[str], kind: str | None) -> int:
 
 def plan(args: argparse.Namespace) -> int:
     """The smallest effect that the design finds with 80 % power."""
+    for option, (low, high) in PLANNED.items():
+        if not low <= (value := getattr(args, option)) <= high:
+            found = f"--{option.replace('_', '-')}: found {shown(value)}"
+            raise InputError(f"{found}; needed: {low:g} to {high:g}")
     error, freedom = statistics_paired.planned(args.seeds, args.questions, args.discordant, args.seed_spread)
     size = statistics_paired.detectable(error, freedom, comparisons.ALPHA / args.comparisons)
     print(
@@ -165,18 +170,15 @@ def act(args: argparse.Namespace) -> int:
     elif args.verb == "plan":
         return plan(args)
     else:
-        output = args.output or args.folder / "report.html"
-        write_atomically(output, run_page.page(args.folder))
-        print(output)
+        print(run_page.write(args.folder, args.output or args.folder / "report.html"))
     return 0
 
 
 def main(arguments: list[str]) -> int:
     try:
         return act(parse(arguments))
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except BAD_INPUT as error:
+        return refused(error)
 
 
 if __name__ == "__main__":

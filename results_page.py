@@ -18,6 +18,7 @@ import comparisons
 import figures
 import records
 from comparisons import Comparison, Source
+from input_files import read_text
 from records import Evaluation, Part, Record
 from run_record import read_lines, write_atomically
 from strict_yaml import InputError, read_file
@@ -281,7 +282,7 @@ def not_run(plan: Plan, groups: dict[str, list[Source]]) -> str:
 
 def page(results: Path, path: Path) -> str:
     """The whole file at ``path`` with its generated part made anew."""
-    text = path.read_text()
+    text = read_text(path)
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         raise InputError(f"{path}: needed: the lines {BEGIN!r} and {END!r}, once each")
     before, rest = text.split(BEGIN)
@@ -312,7 +313,7 @@ def check(results: Path, path: Path) -> list[str]:
     """What is wrong with the records, the page and the figures, a sentence each; nothing when all is well."""
     if faults := records.check(results) + benchmark_records.check(results):
         return faults
-    fresh, written = page(results, path), path.read_text()
+    fresh, written = page(results, path), read_text(path)
     if fresh != written:
         changed = [line for line in difflib.ndiff(written.splitlines(), fresh.splitlines()) if line[0] in "+-"]
         first = changed[0][:100]

@@ -33,6 +33,7 @@ VERL_CHARACTERS = 300  # verl looks at no more than the end of a response
 LM_EVAL_NUMBER = re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")
 
 BOXED = "\\boxed{"
+BOX_FORM = "<think> .. </think> <answer> \\boxed{N} </answer>"
 BOXED_UNITS = "degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch|yard"
 # Everything the peer's grader drops from around a number before it compares.
 BOXED_NOISE = re.compile(
@@ -68,6 +69,20 @@ def score(response: str, gold: str, method: str = "strict") -> float:
     if method == "base_acc":
         return float(_boxed_value(found) == _boxed_value(gold))
     return float(found == gold)
+
+
+def in_form(answer_field: str, method: str, boxed: bool) -> str:
+    """A data set's worked answer as a response in the form that ``method`` reads, with the field's own final number.
+
+    verl_flexible reads no thousands commas; base_acc, if the prompt asks for it (``boxed``), reads BOX_FORM alone.
+    """
+    gold = gold_answer(answer_field)
+    worked = answer_field.rpartition("#### ")[0]
+    if method == "verl_flexible":
+        return f"{worked}#### {gold}"
+    if method == "base_acc" and boxed:
+        return f"<think>{worked}</think> <answer>{BOXED}{gold}}}</answer>"
+    return answer_field
 
 
 def score_all(responses: list[list[str]], golds: list[str], method: str = "strict") -> list[list[float]]:

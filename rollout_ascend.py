@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 
 import torch
@@ -53,7 +54,7 @@ def check_dispatch(arch: Architecture, ranks: int, tokens: int) -> None:
     sent = arch.num_experts // ranks * tokens * ranks * _up(_up(row, 32) + 64, 512)
     needed = -(-2 * (sent + arch.experts_per_token * tokens * _up(row, 512)) // 2**20)
     window = os.environ.get("HCCL_BUFFSIZE", environment.when_unset("HCCL_BUFFSIZE"))
-    if not window.isdigit() or int(window) < needed:
+    if not re.fullmatch("[0-9]{1,9}", window) or int(window) < needed:
         raise InputError(
             f"rollout.expert_parallel: the environment's HCCL_BUFFSIZE is {window}; needed: {needed} or more (MiB) for "
             f"{tokens} tokens a rank, the same on all ranks"

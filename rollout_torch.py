@@ -7,7 +7,7 @@ P prompts, R rows (a sampled completion each), N new tokens, V vocabulary, K exp
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -79,6 +79,8 @@ def pick(logits: Tensor, uniform: Tensor | None, rule: Rule) -> tuple[Tensor, Te
 # ---------------------------------------------------------------------------------------------------------- the sampler
 class TorchSampler:
     """The policy's copy that samples. Useless until `load_weights` has brought a whole model."""
+
+    beat: Callable[[], None] = staticmethod(lambda: None)  # called for every decoded token of a wave
 
     def __init__(self, arch: Architecture, *, stop_tokens: set[int], pad_token: int, dtype: torch.dtype = torch.float32,
                  device: str | torch.device = "cpu", max_sequences: int = 512,
@@ -174,6 +176,7 @@ class TorchSampler:
         routes = torch.zeros(shape, dtype=torch.uint8, device=device) if return_routed_experts else None
         row_ids = torch.arange(rows, device=device)  # (R,) where a row's results go
         for n in range(new_tokens):
+            self.beat()
             uniform = None if uniforms is None else uniforms[n].index_select(0, row_ids.clamp(max=rows - 1))
             token, logp = pick(decoder.logits(hidden), uniform, rule)
             tokens[n].index_copy_(0, row_ids, token)

@@ -13,7 +13,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -88,6 +88,7 @@ class VllmEngine:
     """
 
     lockstep = False  # replicas need not sample at the same time
+    beat: Callable[[], None] = staticmethod(lambda: None)  # called for every step of vLLM's scheduler
     adapter: adapter_vllm.Adapter | None = None  # only under rollout.sync adapter
 
     def __init__(self, arch: Architecture, model_dir: str | Path, *, stop_tokens: set[int], max_tokens: int,
@@ -158,6 +159,14 @@ class VllmEngine:
                 **(adapter_vllm.llm_arguments(adapter) if adapter else {}),
                 **self._more_arguments(tensor, ranks, enforce_eager=enforce_eager, max_sequences=max_sequences),
             )
+
+        step = self.llm.llm_engine.step  # LLM.generate calls it until all rows have ended
+
+        def step_and_beat() -> list:
+            self.beat()
+            return step()
+
+        self.llm.llm_engine.step = step_and_beat
 
     def _more_arguments(self, tensor: int, ranks: int, *, enforce_eager: bool, max_sequences: int) -> dict:
         """Arguments of vllm.LLM that depend on the device, and on how the ranks share an engine."""

@@ -12,12 +12,13 @@ from __future__ import annotations
 import html
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from run_record import read_lines, variant_name
-from strict_yaml import InputError
+from input_files import InputError, read_bytes, read_object, read_text, shown
+from run_record import read_lines, variant_name, write_atomically
 
 CURVES = (
     "reward/mean", "actor/kl_loss", "actor/entropy", "rollout/logp_gap_mean", "response_length/mean", "actor/grad_norm",
@@ -28,6 +29,7 @@ LOGARITHMIC = {"rollout/logp_gap_mean"}
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#444444")
 WIDTH, HEIGHT, LEFT, BOTTOM = 360, 170, 52, 22  # of one chart, in pixels
 SHOWN = 10  # rows of the lists of slowest and longest
+MADE = "<!doctype html><!-- report.py html -->\n"  # how a page begins: what begins otherwise is not overwritten
 
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;margin:2em auto;max-width:1180px;padding:0 1em;color:#222}
 h1{font-size:1.4em}h2{font-size:1.15em;margin-top:2em}pre{background:#f6f6f6;padding:.7em;overflow:auto;font-size:12px}
@@ -59,6 +61,18 @@ for (const side of ["early", "late"]) {
 document.body.dataset.ready = "yes";"""
 
 
+def write(folder: Path, output: Path) -> Path:
+    """Write page(folder) to ``output``, which is a new file or a page that was written here; InputError otherwise."""
+    text = page(folder).encode("utf-8", "backslashreplace")
+    if os.path.lexists(output) and not read_bytes(output).startswith(MADE.encode()):
+        raise InputError(f"{output}: exists, and is no page of report.py html; needed: another name, or delete it")
+    aside = output.with_name(f".{output.name}.tmp")
+    if os.path.lexists(aside):
+        raise InputError(f"{aside}: in the way of writing {output.name}; needed: another name, or delete it")
+    write_atomically(output, text)
+    return output
+
+
 def page(folder: Path) -> str:
     """The page about the run, or the sweep (it has a sweep.json), in ``folder``; InputError if it is neither."""
     if (folder / "sweep.json").exists():
@@ -71,7 +85,7 @@ def page(folder: Path) -> str:
 def _document(title: str, body: str) -> str:
     name = html.escape(title)
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
+        f'{MADE}<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
         f"<style>{STYLE}</style></head>\n<body><h1>{name}</h1>\n{body}\n</body></html>\n"
     )
 
@@ -133,10 +147,26 @@ def _curves(folder: Path) -> dict[str, list[tuple[float, float | None]]]:
     found: dict[str, list[tuple[float, float | None]]] = {}
     for name in ("metrics", "timing", "eval"):
         for row in read_lines(folder / f"{name}.jsonl"):
-            for key, value in row.items():
+            for key in row:
                 if key in CURVES or key.endswith("_accuracy"):
+                    value = _number(folder / f"{name}.jsonl", row, key)
                     found.setdefault(key, []).append((row["step"], value))
     return found
+
+
+def _number(path: Path, row: Mapping[str, Any], key: str, default: float | None = None) -> float | None:
+    """A finite number of a row; None where the run wrote null for one that was not. InputError for anything else."""
+    value = row.get(key, default)
+    if value is None or type(value) in (int, float) and abs(value) < 1e300:
+        return value
+    raise InputError(f"{path}, step {row['step']}: {key}: found {shown(value)}; needed: a number")
+
+
+def _text_of(path: Path, row: Mapping[str, Any], key: str) -> str:
+    """A text of a row; InputError for anything else."""
+    if isinstance(value := row.get(key), str):
+        return value
+    raise InputError(f"{path}, step {row['step']}: {key}: found {shown(value)}; needed: a text")
 
 
 def _ordered(keys: set[str]) -> list[str]:
@@ -147,12 +177,13 @@ def _ordered(keys: set[str]) -> list[str]:
 
 
 def _run(folder: Path) -> str:
-    finished = json.loads((folder / "finished.json").read_text()) if (folder / "finished.json").exists() else {}
+    finished = read_object(folder / "finished.json") if (folder / "finished.json").exists() else {}
     curves = _curves(folder)
     charts = "".join(chart(key, [(key, curves[key])], key in LOGARITHMIC) for key in _ordered(set(curves)))
-    fired = finished.get("checks", {})
+    fired, result = finished.get("checks", {}), finished.get("result", "not finished")
+    if not isinstance(fired, dict) or not isinstance(result, str):
+        raise InputError(f"{folder / 'finished.json'}: checks, result: needed: an object and a text")
     checks = _table(("check", "first warning"), fired.items()) if fired else "<p>No check has fired.</p>"
-    result = finished.get("result", "not finished")
     return "\n".join(
         [
             f"<p>{html.escape(result)}</p>",
@@ -169,7 +200,7 @@ def _run(folder: Path) -> str:
 
 
 def _text(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
+    return read_text(path) if path.exists() else ""
 
 
 def _table(head: Sequence[str], rows: Any) -> str:
@@ -181,9 +212,12 @@ def _table(head: Sequence[str], rows: Any) -> str:
 def _completions(folder: Path) -> str:
     """Two sliders over the steps, side by side: what the policy answered early and late."""
     steps: dict[int, dict[str, Any]] = {}
-    for row in read_lines(folder / "completions.jsonl"):
-        step = steps.setdefault(row["step"], {"step": row["step"], "question": row["question"], "gold": row["gold"]})
-        step.setdefault("answers", []).append({"text": row["completion"], "reward": row["reward"]})
+    for row in read_lines(path := folder / "completions.jsonl"):
+        about = {key: _text_of(path, row, key) for key in ("question", "gold", "completion")}
+        shared = {"step": row["step"], "question": about["question"], "gold": about["gold"]}
+        step = steps.setdefault(row["step"], shared)
+        answer = {"text": about["completion"], "reward": _number(path, row, "reward", math.nan)}
+        step.setdefault("answers", []).append(answer)
     data = json.dumps(list(steps.values())).replace("<", "\\u003c")  # a "</script>" in an answer stays text
     last = max(len(steps) - 1, 0)
     sides = "".join(
@@ -198,7 +232,8 @@ def _completions(folder: Path) -> str:
 
 
 def _slowest(folder: Path) -> str:
-    rows = sorted(read_lines(folder / "timing.jsonl"), key=lambda row: -row.get("timing/step_s", 0))[:SHOWN]
+    rows = read_lines(path := folder / "timing.jsonl")
+    rows = sorted(rows, key=lambda row: -(_number(path, row, "timing/step_s") or 0))[:SHOWN]
     phases = list(dict.fromkeys(key for row in rows for key in row if key.startswith("timing/")))
     head = ["step", *(key.removeprefix("timing/") for key in phases)]
     body = [[row["step"] + 1, *(row.get(key, "") for key in phases)] for row in rows]
@@ -206,8 +241,8 @@ def _slowest(folder: Path) -> str:
 
 
 def _longest(folder: Path) -> str:
-    rows = read_lines(folder / "completions.jsonl")
-    rows.sort(key=lambda row: -row.get("tokens", len(row["completion"])))
+    rows = read_lines(path := folder / "completions.jsonl")
+    rows.sort(key=lambda row: -(_number(path, row, "tokens", len(row["completion"])) or 0))
     body = [[row["step"] + 1, row.get("tokens", ""), row["reward"], row["completion"]] for row in rows[:SHOWN]]
     return f"<h2>Longest of the completions kept</h2>{_table(('step', 'tokens', 'reward', 'completion'), body)}"
 
@@ -215,9 +250,12 @@ def _longest(folder: Path) -> str:
 def _by_question(folder: Path) -> str:
     """A cell a held-out question, a row an evaluation: green right, red wrong; by the mean of all its answers."""
     by_step: dict[int, list[tuple[int, float]]] = {}
-    for row in read_lines(folder / "eval_outcomes.jsonl"):
-        answers = row["sampled"] or [row["greedy"]]
-        by_step.setdefault(row["step"], []).append((row["question"], sum(answers) / len(answers)))
+    for row in read_lines(path := folder / "eval_outcomes.jsonl"):
+        answers = row.get("sampled") or [row.get("greedy")]
+        if not isinstance(answers, list) or not all(type(x) in (int, float) and 0 <= x <= 1 for x in answers):
+            raise InputError(f"{path}, step {row['step']}: found the scores {shown(answers)}; needed: 0 to 1")
+        scored = (_number(path, row, "question", math.nan), sum(answers) / len(answers))
+        by_step.setdefault(row["step"], []).append(scored)
     parts = ["<h2>Reward by question</h2>"]
     for step, scores in by_step.items():
         cells = "".join(
@@ -233,7 +271,10 @@ def _by_question(folder: Path) -> str:
 
 def _sweep(folder: Path) -> str:
     """Every run of a sweep over each other, one chart a metric, a color a variant; and where each job stands."""
-    jobs = json.loads((folder / "sweep.json").read_text())["jobs"]
+    jobs, wanted = read_object(folder / "sweep.json", ("jobs",))["jobs"], ("state", "attempts", "run", "result")
+    for job in jobs.values() if isinstance(jobs, dict) else [None]:
+        if not isinstance(job, dict) or not set(wanted) <= job.keys() or not isinstance(job["run"], str):
+            raise InputError(f"{folder / 'sweep.json'}: found the job {shown(job)}; needed: what sweep.py writes")
     runs = {name: folder.parent / Path(job["run"]).name for name, job in jobs.items() if job["run"]}  # beside it
     curves = {name: _curves(run) for name, run in runs.items() if run.is_dir()}
     variants = {name: variant_name(name) for name in curves}

@@ -29,6 +29,7 @@ from typing import Any
 from tqdm import tqdm
 
 from config import Config, InputError, to_yaml
+from input_files import LINES_MIB, read_bytes, read_object, read_text, refuse_special, variable
 
 VARIABLES = re.compile(r"(OMP|MKL|CUDA|ASCEND|HCCL|NCCL|GLOO|VLLM|PYTORCH|TORCH)_")
 RECORDED = ("*.json", "*.jsonl", "config.yaml", "command.txt", "git.patch", "resume-*/*")
@@ -61,6 +62,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def sha256_file(path: Path, done: Callable[[int], object] = lambda size: None) -> str:
     """Hex digest of the file's bytes, read a mebibyte at a time; ``done`` hears of the size of each."""
     digest = hashlib.sha256()
+    refuse_special(path, os.stat(path).st_mode)
     with open(path, "rb") as file:
         while block := file.read(2**20):
             digest.update(block)
@@ -81,7 +83,7 @@ def checks_fired(run_dir: Path) -> dict[str, str]:
     """Check -> its first warning, of the tripwires that only warned; from log.txt, resumed starts included."""
     found: dict[str, str] = {}
     log = run_dir / "log.txt"
-    for match in WARNED.finditer(log.read_text()) if log.exists() else ():
+    for match in WARNED.finditer(read_text(log, 4 * LINES_MIB)) if log.exists() else ():
         found.setdefault(match[1], match[2])
     return found
 
@@ -113,12 +115,12 @@ def json_line(row: dict[str, Any]) -> str:
 def whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     """Lines of a .jsonl file up to the first that a kill or a power cut tore, each as it stands and decoded."""
     lines = []
-    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
+    for line in read_bytes(path, 4 * LINES_MIB).splitlines(keepends=True) if path.exists() else []:
         try:
             row = json.loads(line) if line.endswith(b"\n") else None
-        except ValueError:
+        except (ValueError, RecursionError):
             break
-        if not isinstance(row, dict) or "step" not in row:
+        if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] < 2**53:
             break
         lines.append((line, row))
     return lines
@@ -259,10 +261,9 @@ def sha256_of_inputs(paths: list[Path]) -> dict[Path, str]:
 def _kept_sums(cache: Path) -> dict[str, str]:
     """What an earlier run has kept; nothing if there is none, or none that can be read."""
     try:
-        kept = json.loads(cache.read_text())
-    except (OSError, ValueError):
+        return read_object(cache)
+    except (OSError, InputError):
         return {}
-    return kept if isinstance(kept, dict) else {}
 
 
 def changed_inputs(run_dir: Path, cfg: Config) -> list[str]:
@@ -275,9 +276,9 @@ def changed_inputs(run_dir: Path, cfg: Config) -> list[str]:
     starts = {int(number): path for number, path in resumed if number.isdecimal()}
     record = starts[max(starts)] if starts else run_dir / "inputs.json"
     try:
-        recorded = json.loads(record.read_text())
+        recorded = read_object(record, ("model", "data"))
         recorded = {kind: dict(recorded[kind]) for kind in ("model", "data")}
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError) as error:
         return [f"{record}: not the record of the run's inputs ({error!r})"]
     lines, files = [], _input_files(cfg)
     sums = sha256_of_inputs([path for named in files.values() for path in named.values() if path.is_file()])
@@ -313,7 +314,7 @@ def write_records(folder: Path, cfg: Config, world_size: int) -> None:
     write_atomically(folder / "git.json", json.dumps(git) + "\n")
     launcher = ["python"]
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        processes = variable("LOCAL_WORLD_SIZE", world_size, 1, world_size)
         launcher = ["torchrun", f"--nnodes={world_size // processes}", f"--nproc_per_node={processes}"]
     command = shlex.join([*launcher, os.path.basename(sys.argv[0]), *sys.argv[1:]])
     # A user's or machine's name stays here: taken out of `name=tiny`, the command would be another one.

@@ -70,8 +70,11 @@ def _disk_errors(where: str | Path) -> Iterator[None]:
 def lock_run(run_dir: Path) -> BinaryIO:
     """The locked run.lock; closing it, or the end of the process by any means, frees it.
 
-    Raises BlockingIOError when a live process holds it, another OSError where the file system has no locks.
+    Raises BlockingIOError when a live process holds it, another OSError where the file system has no locks; InputError
+    where a pipe has the name of a file of the run, which would wait for a reader.
     """
+    if pipes := [path for path in run_dir.iterdir() if path.is_fifo()]:
+        raise InputError(f"{pipes[0]}: found a pipe; needed: a file")
     handle = open(run_dir / "run.lock", "ab")
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -191,7 +194,10 @@ class RunLog:
             self._keep(name, lambda row: row["step"] < step)
         self._keep("eval.jsonl", lambda row: row["step"] <= step)
         # A summary is written after its outcomes: outcomes without one were cut short.
-        evaluated = {row["step"] for row in self.evaluations()}
+        kept = self.evaluations()
+        if any(type(row.get("eval/greedy_accuracy")) is not float for row in kept):
+            raise InputError(f"{self.run_dir / 'eval.jsonl'}: an evaluation without accuracies; start a new run")
+        evaluated = {row["step"] for row in kept}
         self._keep("eval_outcomes.jsonl", lambda row: row["step"] in evaluated)
         found = [row["step"] for row in read_lines(self.run_dir / "metrics.jsonl")]
         if found != list(range(step)):

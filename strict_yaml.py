@@ -11,13 +11,12 @@ from typing import Any
 
 import yaml
 
+from input_files import InputError, read_text, shown
 
-class InputError(ValueError):
-    """Something the user gave (configuration, data, weights, checkpoint, layout) cannot be used.
+__all__ = ["InputError", "dump_yaml", "parse_override", "parse_yaml", "read_file", "shown"]
 
-    The message is one line: where, what was found, what is needed.
-    """
-
+LARGEST_MIB = 0.25  # a configuration has some 3 KiB; PyYAML takes 3 s for this
+UNUSABLE = re.compile("[\0\ud800-\udfff]")  # no file's name, no token, no UTF-8 can hold these
 
 # YAML 1.2's plain scalars; PyYAML's own (1.1) make False of `no`, a date of `2024-01-01` and text of `1e-6`.
 SCALARS = [
@@ -29,9 +28,22 @@ SCALARS = [
 
 
 class StrictLoader(yaml.SafeLoader):
-    """SafeLoader with SCALARS' rules, to which a key given twice is an error."""
+    """SafeLoader with SCALARS' rules, to which a key given twice is an error, and an alias: few lines of aliases of
+    aliases stand for more values than any memory holds."""
 
     yaml_implicit_resolvers = {None: SCALARS}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        if self.check_event(yaml.AliasEvent) and (event := self.peek_event()).anchor in self.anchors:
+            message = f"the alias *{event.anchor}: write its value out instead"
+            raise yaml.composer.ComposerError(None, None, message, event.start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_scalar(self, node: yaml.Node) -> str:
+        if isinstance(node, yaml.ScalarNode) and UNUSABLE.search(node.value):
+            message = f"found NUL or half a character in {shown(node.value)}"
+            raise yaml.constructor.ConstructorError(None, None, message, node.start_mark)
+        return super().construct_scalar(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
@@ -48,6 +60,9 @@ class StrictDumper(yaml.SafeDumper):
 
     yaml_implicit_resolvers = {**yaml.SafeDumper.yaml_implicit_resolvers, None: SCALARS}
 
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
     def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.SequenceNode:
         return super().represent_sequence(tag, sequence, flow_style=True)
 
@@ -62,14 +77,14 @@ def parse_yaml(text: str, where: str) -> Any:
     except yaml.MarkedYAMLError as error:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise InputError(f"{where}{line}: not valid YAML: {' '.join((error.problem or str(error)).split())}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except Exception as error:  # PyYAML's constructors of !!int, !!timestamp and others fail in any way
         raise InputError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def read_file(path: str | Path) -> dict:
     """The mapping in the YAML file at ``path``, unchecked."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_text(path, LARGEST_MIB)
     except OSError as error:
         raise InputError(f"{path}: cannot read it: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -83,7 +98,7 @@ def read_file(path: str | Path) -> dict:
 def parse_override(item: str) -> tuple[str, Any]:
     """`section.key=value` -> (dotted key, value read as YAML)."""
     key, equals, text = item.partition("=")
-    if not equals or not key or key.startswith("-"):
+    if not equals or not key or key.startswith("-") or UNUSABLE.search(key):
         raise InputError(f"override {shown(item)}: expected section.key=value")
     if " #" in text and text.lstrip()[:1] not in ("'", '"'):
         raise InputError(f"override {key}: YAML would drop what follows ' #' as a comment; put the value in quotes")
@@ -95,8 +110,3 @@ def dump_yaml(tree: dict) -> str:
     layout = {"sort_keys": False, "allow_unicode": True, "default_flow_style": False, "width": 1000}
     return yaml.dump(tree, Dumper=StrictDumper, **layout)
 
-
-def shown(value: object) -> str:
-    """A value of the user's in an error message: one line, not too long."""
-    text = "nothing" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -11,6 +11,7 @@ out/sweep-NAME/ holds sweep.json and every job's output. Nodes of a cluster must
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import json
 import os
@@ -22,14 +23,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from config import Config, config_hash, load_config
+from input_files import BAD_INPUT, read_object, refused
 from run_record import write_atomically
 from runlog import lock_run
 from strict_yaml import InputError, read_file
 
 RAY = "ray==2.60.0"  # the version that has been tried
+MOST_RANKS = 65536
 ROOT = Path(__file__).resolve().parent
 BUSY = -1000  # instead of an exit code: another process runs this very job
 # As run_cpu.sh: threads change the last bits; no fork of the tokenizer's; a mistyped model path is no download.
@@ -42,20 +45,20 @@ class Section(BaseModel):
 
 class Variant(Section):
     overrides: tuple[str, ...] = Field((), strict=False, description="section.key=value")
-    processes: int | None = Field(None, ge=1, description="ranks, if not the sweep's")
+    processes: int | None = Field(None, ge=1, le=MOST_RANKS, description="ranks, if not the sweep's")
 
 
 class Sweep(Section):
     """A file of configs/sweeps/."""
 
     config: str = Field(description="configuration that every job starts from")
-    processes: int = Field(ge=1, description="ranks of a job")
-    seeds: tuple[int, ...] = Field(min_length=1, strict=False)
+    processes: int = Field(ge=1, le=MOST_RANKS, description="ranks of a job")
+    seeds: tuple[int, ...] = Field(min_length=1, max_length=1000, strict=False)
     each_seed: tuple[str, ...] = Field(("train.seed={seed}",), strict=False, description="{seed} is replaced")
     overrides: tuple[str, ...] = Field((), strict=False, description="of all jobs")
     variants: dict[str, Variant] = Field(min_length=1, description="name -> what makes it differ")
-    resources: dict[str, int] = Field(description="of one job, for Ray: CPU, GPU, or another's name, NPU say")
-    retries: int = Field(1, ge=0, description="how often a job that failed is started again")
+    resources: dict[str, NonNegativeInt] = Field(description="of one job, for Ray: CPU, GPU, or another's, e.g. NPU")
+    retries: int = Field(1, ge=0, le=100, description="how often a job that failed is started again")
 
 
 @dataclass
@@ -74,12 +77,13 @@ class Job:
         """Find the newest run folder of this name and configuration, and whether it is finished."""
         wanted, found = {"name": self.cfg.name, "config_hash": config_hash(self.cfg)}, []
         for identity in Path(ROOT, self.cfg.train.out_dir).glob(f"{self.cfg.name}-*/run.json"):
-            if json.loads(identity.read_text()) == wanted:
-                found.append(identity.parent)
+            with contextlib.suppress(InputError, OSError):  # killed while it was made: nothing in it to go on with
+                if read_object(identity) == wanted:
+                    found.append(identity.parent)
         done = [folder for folder in found if (folder / "finished.json").exists()]
         self.run = max(done or found, key=lambda folder: folder.stat().st_mtime, default=None)
         if done:
-            self.state, self.said = "finished", json.loads((self.run / "finished.json").read_text())["result"]
+            self.state, self.said = "finished", str(read_object(self.run / "finished.json", ("result",))["result"])
 
     def is_alive(self) -> bool:
         """Whether a process writes its run folder: a rank outlives a torchrun that was killed."""
@@ -103,6 +107,10 @@ def read_sweep(path: Path, extra: list[str]) -> tuple[Sweep, list[Job]]:
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         raise InputError(f"{path}: {'.'.join(map(str, fault['loc']))}: {fault['msg']}") from None
+    if repeated := sorted({seed for seed in sweep.seeds if sweep.seeds.count(seed) > 1}):
+        raise InputError(f"{path}: seeds: {repeated[0]} is given twice; needed: each seed once, a run of its own")
+    if len(sweep.seeds) > 1 and not any("{seed}" in text for text in sweep.each_seed):
+        raise InputError(f"{path}: each_seed: has no {{seed}}, so all {len(sweep.seeds)} seeds would be the same run")
     jobs = []
     for seed in sweep.seeds:  # all variants of one seed first: pairs are complete early
         for name, variant in sweep.variants.items():
@@ -350,9 +358,8 @@ def main(arguments: list[str]) -> int:
         launcher = Local(folder) if args.local else OnRay(folder, sweep.resources, args.address)
         table = Table()
         run_sweep(sweep, jobs, launcher, folder, table)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except BAD_INPUT as error:
+        return refused(error)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on", file=sys.stderr)
         return 130

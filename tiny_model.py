@@ -10,9 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import math
-import os
 import random
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +31,7 @@ import seeds
 import tiny_tokenizer
 import weights_hf
 from config import Config, InputError
+from input_files import finish_folder, fresh_folder, read_object
 from parallel_setup import Parallel
 
 RECORD = "tiny_model.json"  # how the model was made; the last file to be written
@@ -56,9 +55,9 @@ def exists(cfg: Config) -> bool:
         return False
     wanted = recipe(cfg)
     try:
-        record = json.loads((folder / RECORD).read_text())
+        record = read_object(folder / RECORD, tuple(wanted))
         found = {part: record[part] for part in wanted}
-    except (OSError, ValueError, KeyError, TypeError):
+    except InputError:
         raise InputError(
             f"model.path: {folder} exists and has no readable {RECORD}, so it is not a model made here; "
             "needed: another path, or no tiny_model section"
@@ -74,10 +73,11 @@ def exists(cfg: Config) -> bool:
     return True
 
 
-def make(cfg: Config, device: torch.device) -> None:
+def make(cfg: Config, device: torch.device, beat: Callable[[str], None] = lambda place: None) -> None:
     """Write the model that cfg.tiny_model describes to cfg.model.path, if it is not there. Collective.
 
-    All ranks share the warm start as data-parallel replicas, whatever cfg.parallel says.
+    All ranks share the warm start as data-parallel replicas, whatever cfg.parallel says. ``beat`` hears of every step,
+    for the watcher of ranks that stand still.
     """
     folder = Path(cfg.model.path)
     with _only_maker(folder) as may_make:
@@ -91,12 +91,13 @@ def make(cfg: Config, device: torch.device) -> None:
             dist.broadcast_object_list(answer)
             if answer[0] != "wait":
                 break
+            beat("waiting for the process that makes the model")
             time.sleep(1)  # not one long wait: the other ranks' collectives have a timeout
         if answer[0] == "make":
-            _make(cfg, device, folder)
+            _make(cfg, device, folder, beat)
 
 
-def _make(cfg: Config, device: torch.device, folder: Path) -> None:
+def _make(cfg: Config, device: torch.device, folder: Path, beat: Callable[[str], None]) -> None:
     parallel = parallel_setup.init_model_parallel(device, tensor=1, expert=1, expert_tensor=1)
     aside = folder.with_name(f".making-{folder.name}")
     if parallel.rank == 0:
@@ -108,7 +109,7 @@ def _make(cfg: Config, device: torch.device, folder: Path) -> None:
         arch = hf_config.read(aside)
         model = model_megatron.build(arch, parallel, dtype=torch.float32, recompute=False, aux_loss=AUX_LOSS)
         weights_hf.load(model, arch, parallel, aside)
-        _warm_start(model, cfg, parallel, data_gsm8k.load_tokenizer(aside))
+        _warm_start(model, cfg, parallel, data_gsm8k.load_tokenizer(aside), beat)
         if parallel.rank == 0:
             with _writing(folder):
                 weights_hf.save_model(weights_hf.export(model, arch, parallel), aside)
@@ -116,7 +117,7 @@ def _make(cfg: Config, device: torch.device, folder: Path) -> None:
         with _writing(folder):
             record = recipe(cfg) | {"made_by_ranks": parallel.world_size}
             (aside / RECORD).write_text(json.dumps(record, indent=1) + "\n")
-            os.rename(aside, folder)
+            finish_folder(aside, folder)
     parallel.barrier()
     parallel_setup.close_model_parallel()
 
@@ -166,8 +167,7 @@ def _writing(folder: Path) -> Iterator[None]:
 
 def _write_random_model(cfg: Config, folder: Path) -> None:
     """config.json, tokenizer and random weights in a fresh ``folder``."""
-    shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
-    folder.mkdir(parents=True)
+    fresh_folder(folder)
     (folder / "config.json").write_text(json.dumps(hf_config.tiny_settings(cfg), indent=1) + "\n")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "pad_token_id": 0}) + "\n")
     rng, texts = random.Random(1), []
@@ -199,7 +199,9 @@ def random_weights(arch: hf_config.Architecture, seed: int) -> Iterator[tuple[st
 # ------------------------------------------------------------------------------------------------ warm start
 
 
-def _warm_start(model: torch.nn.Module, cfg: Config, parallel: Parallel, tokenizer) -> None:
+def _warm_start(
+    model: torch.nn.Module, cfg: Config, parallel: Parallel, tokenizer, beat: Callable[[str], None]
+) -> None:
     """Supervised AdamW steps on every weight, in place; word problems and drills take turns."""
     tiny = cfg.tiny_model
     parameters = list(model.parameters())
@@ -212,6 +214,7 @@ def _warm_start(model: torch.nn.Module, cfg: Config, parallel: Parallel, tokeniz
     rng = random.Random(tiny.seed * 1000 + parallel.rank)
     steps = tqdm(range(tiny.warm_start_steps), desc="warm start", disable=None if parallel.rank == 0 else True)
     for step in steps:
+        beat(f"step {step} of the warm start")
         share = step / tiny.warm_start_steps
         decay = 1 - (1 - LAST_LR_SHARE) * max(0.0, 2 * share - 1)  # flat for half of the steps, then linear
         for group in optimizer.param_groups:

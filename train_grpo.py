@@ -46,6 +46,7 @@ from config import Config, InputError, check_layout, load_config, to_yaml
 from config_rules import check_engine_layout
 from heartbeat import Heartbeat
 from hf_config import Architecture
+from input_files import one_line
 from learner import Clock, Learner
 from parallel_setup import Parallel
 from rollout import Rollout
@@ -83,6 +84,7 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: tuple |
         first_step, saved = saved.step, None  # closes its files: a checkpoint that is removed must give its space back
     tripwires.state(first_step, copies.differing(copies.base(model, arch, parallel), parallel))
     engine = rollout.open_engine(cfg, arch, parallel.device, stop_tokens, pad_token)
+    engine.beat = heartbeat.go_on  # a rank that decodes does not stand still
     weights = WeightSync(engine, model, arch, parallel, cfg)
     heartbeat.beat("the first push of the whole model")
     probe = held_out[0].prompt
@@ -193,13 +195,14 @@ def check_same_on_all_ranks(cfg: Config, arch: Architecture, questions, held_out
 def check_answers(cfg: Config) -> None:
     """InputError unless every gold answer scores 1.0 under the chosen reward: else all advantages would be noise."""
     for split, kind in (("train", "training"), ("test", "held-out")):
-        answers = [answer for _, answer in data_gsm8k.read(cfg, split)[0]]
-        method = cfg.reward.method
+        method, asks = cfg.reward.method, reward_gsm8k.BOXED in cfg.data.instruction
+        answers = [reward_gsm8k.in_form(answer, method, asks) for _, answer in data_gsm8k.read(cfg, split)[0]]
         wrong = [a for a in answers if reward_gsm8k.score(a, reward_gsm8k.gold_answer(a), method) != 1.0]
         if wrong:
+            form = f", or an instruction that asks for {reward_gsm8k.BOX_FORM}" * (method == "base_acc" and not asks)
             raise InputError(
                 f"reward.method: {method} gives {len(wrong)} of {len(answers)} gold {kind} answers less than 1.0, the "
-                f"first being {wrong[0][-60:]!r}; needed: a method that fits the data's answers"
+                f"first being {wrong[0][-60:]!r}; needed: a method that fits the data's answers{form}"
             )
 
 
@@ -324,25 +327,22 @@ def check_writable(key: str, folder: Path) -> None:
 
 def run(cfg: Config) -> None:
     """Train in the world that torchrun opened, or alone."""
-    parallel_setup.start_device(cfg)
-    inputs = check_only(cfg, parallel_setup.launched_world_size())
-    doctor.quick(cfg)
-    with parallel_setup.open_world(cfg) as device:
-        if cfg.tiny_model is not None:
-            tiny_model.make(cfg, device)
-        layout = cfg.parallel
-        parallel = parallel_setup.init_model_parallel(
-            device,
-            tensor=layout.tensor,
-            expert=layout.expert,
-            expert_tensor=layout.expert_tensor,
-            timeout_seconds=layout.timeout_seconds,
-        )
-        heartbeat = Heartbeat(parallel.rank, cfg.train.stall_seconds)
-        try:
+    heartbeat = Heartbeat(parallel_setup.check_launch(), cfg.train.stall_seconds)  # before anything that can wait
+    try:
+        parallel_setup.start_device(cfg)
+        heartbeat.beat("the start of the device")
+        inputs = check_only(cfg, parallel_setup.launched_world_size())
+        doctor.quick(cfg)
+        heartbeat.beat("the checks of the input")
+        with parallel_setup.open_world(cfg) as device:
+            if cfg.tiny_model is not None:
+                tiny_model.make(cfg, device, heartbeat.beat)
+            keys = ("tensor", "expert", "expert_tensor", "timeout_seconds")
+            parallel = parallel_setup.init_model_parallel(device, **{key: getattr(cfg.parallel, key) for key in keys})
+            heartbeat.beat("the meeting of all ranks")
             train(cfg, parallel, heartbeat, inputs)
-        finally:
-            heartbeat.stop()
+    finally:
+        heartbeat.stop()
 
 
 def main(arguments: list[str]) -> int:
@@ -353,13 +353,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--check", action="store_true", help="check the input and stop")
     parser.add_argument("--ranks", type=int, help="with --check: how many the run will have")
     args = parser.parse_intermixed_args(arguments)
-    rank = parallel_setup.launched_rank()
+    rank = 0
     try:
+        rank = parallel_setup.launched_rank()
         notes: list[str] = []
         cfg = load_config(args.config, args.overrides, notes)
         if rank == 0:
             print("".join(f"note: {note}\n" for note in notes), end="", flush=True)
-        if args.ranks is not None and (args.ranks < 1 or not args.check):
+        if args.ranks is not None and not (args.check and 1 <= args.ranks <= parallel_setup.MOST_RANKS):
             raise InputError(f"--ranks: found {args.ranks}; needed: 1 or more, and --check: torchrun starts the ranks")
         if args.check:
             check_only(cfg, args.ranks or parallel_setup.launched_world_size())
@@ -367,12 +368,15 @@ def main(arguments: list[str]) -> int:
         else:
             run(cfg)
     except InputError as error:
-        report(rank, f"error: {' '.join(str(error).split())}")  # one line, whatever it quotes
+        report(rank, f"error: {one_line(error)}")
         return 2
     except (Tripped, aqn.AqnError) as error:
         report(rank, f"stopped: {error}")
         return 3
     except Exception as error:
+        if isinstance(error, OSError) and error.filename:  # a file or folder of the user's
+            report(rank, f"error: {one_line(error)}")
+            return 2
         lost = isinstance(error, RuntimeError) and any(word in str(error) for word in ("onnection", "peer"))
         found = f"another rank ended, and its message says why ({error})" if lost else traceback.format_exc()
         report(rank, found, late=lost)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from config import InputError
 from hf_config import Architecture
+from input_files import read_object, refuse_special
 from parallel_setup import Parallel
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -150,6 +151,7 @@ class Checkpoint:
         self.where: dict[str, object] = {}
         for path in _weight_files(Path(model_dir)):
             try:
+                refuse_special(path, path.stat().st_mode)
                 file = stack.enter_context(safe_open(path, framework="pt"))
                 names = list(file.keys())
             except (SafetensorError, OSError) as error:
@@ -187,9 +189,9 @@ def _weight_files(model_dir: Path) -> list[Path]:
     index = model_dir / "model.safetensors.index.json"
     if index.exists():
         try:
-            names = sorted({Path(name) for name in json.loads(index.read_text())["weight_map"].values()})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{index}: not a valid weight index ({error!r})") from None
+            names = sorted({Path(name) for name in read_object(index, ("weight_map",))["weight_map"].values()})
+        except (InputError, TypeError, AttributeError) as error:
+            raise InputError(f"{index}: not a valid weight index ({error})") from None
         missing = [name for name in names if name != Path(name.name) or not (model_dir / name).is_file()]
         if missing:
             raise InputError(f"{index}: names {missing[0]}, which is not in {model_dir}")

@@ -160,6 +160,11 @@ def folder_instead(name: str) -> Callable[[Path], object]:
     return lambda folder: ((folder / name).unlink(), (folder / name).mkdir())
 
 
+def pipe_instead(name: str) -> Callable[[Path], object]:
+    """In a folder: a pipe, which nobody writes to, with the name of a file."""
+    return lambda folder: ((folder / name).unlink(), os.mkfifo(folder / name))
+
+
 def option(**changes: object) -> Break:
     """A model with other lines in its config.json; None leaves one out."""
 
@@ -179,6 +184,21 @@ def tensors(make: Callable[[dict[str, Tensor]], object]) -> Break:
         named = load_file(path)
         make(named)
         save_file(named, path)
+
+    return model(rewrite)
+
+
+def header(make: Callable[[dict], object]) -> Break:
+    """A model whose safetensors file says something else about its tensors."""
+
+    def rewrite(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        content = path.read_bytes()
+        end = 8 + int.from_bytes(content[:8], "little")
+        about = json.loads(content[8:end])
+        make(about)
+        text = json.dumps(about).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
 
     return model(rewrite)
 
@@ -243,7 +263,23 @@ def other_factors(make: Callable[[dict[str, Tensor]], object]) -> Callable[[Path
         named = load_file(path)
         make(named)
         save_file(named, path)
-        checksums = path.with_name("checksums.json")
-        checksums.write_text(json.dumps(json.loads(checksums.read_text()) | {path.name: sha256_file(path)}))
+        _seal(path)
 
     return rewrite
+
+
+def each_state(make: Callable[[dict], object]) -> Break:
+    """The run to go on with, state.json of each of its checkpoints changed, their checksums right."""
+
+    def rewrite(path: Path) -> None:
+        state = json.loads(path.read_text())
+        make(state)
+        path.write_text(json.dumps(state))
+        _seal(path)
+
+    return resumed(lambda run: [rewrite(path) for path in sorted(run.glob("checkpoints/*/state.json"))])
+
+
+def _seal(path: Path) -> None:
+    checksums = path.with_name("checksums.json")
+    checksums.write_text(json.dumps(json.loads(checksums.read_text()) | {path.name: sha256_file(path)}))

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,15 +23,18 @@ from breaking import (
     Place,
     cut,
     each_adapter,
+    each_state,
     exit_code,
     file,
     flip_a_bit,
     folder_instead,
+    header,
     index,
     instead,
     model,
     option,
     other_factors,
+    pipe_instead,
     questions,
     resumed,
     tensors,
@@ -44,7 +48,10 @@ from breaking import (
 from pytest import CaptureFixture, MonkeyPatch
 
 import data_gsm8k
+import heartbeat
 import runlog
+import tiny_model
+import train_grpo
 
 pytestmark = [  # notes of others about GPUs and about each other; train_grpo.py silences them when run as a command
     pytest.mark.filterwarnings(r"ignore:::megatron\."),
@@ -112,6 +119,39 @@ CONFIG = [
     row("penalty without weight", "loss.kl_coef: 0 pays for loss.kl low_var_kl", "loss.kl_coef=0"),
     row("gsm8k without files", "data.train_path: missing; data.source gsm8k needs", "data.source=gsm8k"),
     row("no place in the template", "data.prompt_template: 'Q' does not contain {question}", "data.prompt_template=Q"),
+    row("a pipe as file", "run.yaml: found a pipe; needed: a file", instead(os.mkfifo)),
+    row("an endless file", "run.yaml: found a device; needed: a file", instead(lambda p: p.symlink_to("/dev/zero"))),
+    row("a large file", "run.yaml: larger than 0.25 MiB", instead(lambda path: path.write_text("# x\n" * 2**17))),
+    row("aliases of aliases", "line 2: not valid YAML: the alias *a: write its value out",
+        instead(lambda path: path.write_text("a: &a [x,x]\nb: &b [*a,*a]\nc: [*b,*b]\n"))),
+    row("deep lists", "run.yaml: not valid YAML: maximum recursion", instead(lambda path: path.write_text("[" * 9999))),
+    row("a tag that fails", "not valid YAML", text("name: good", "name: !!timestamp x")),
+    row("NUL in a name", "override train.out_dir line 1: not valid YAML: found NUL", 'train.out_dir="a\\0b"'),
+    row("half a character", "override data.instruction line 1: not valid YAML: found NUL or half a character in 'a",
+        'data.instruction="a\\ud800"'),
+    row("half a character as key", "expected section.key=value", "a\udcff.b=1"),
+    row("long name", "name: expected text of at most 150 characters", "name=" + "n" * 300),
+    row("long path", "nnn/x: File name too long", typed("model.path=FOLDER/" + "n" * 256 + "/x")),
+    row("long folder", "nnn: File name too long", typed("train.out_dir=FOLDER/" + "n" * 256)),
+    row("long run", "nnn/checkpoints: File name too long", typed("train.resume=FOLDER/" + "n" * 256)),
+    row("huge rank", "lora.rank: expected at most 4096, found 10000000000", "lora.rank=10000000000"),
+    row("huge operands", "data.operand_high: expected at most 1000000", "data.operand_high=1000000000"),
+    row("huge steps", "train.steps: expected at most 1000000000", "train.steps=" + "9" * 40),
+    row("huge tiny model", "tiny_model: about 1.4e+11 parameters; needed: at most 1e+09",
+        "tiny_model.hidden_size=16384", "tiny_model.num_experts=1024", "tiny_model.expert_width=2730"),
+]
+ENVIRONMENT = [
+    row("threads", "environment's OMP_NUM_THREADS: found '' ... 1 to 1024", variables(OMP_NUM_THREADS=""), run=True),
+    row("rank", "the environment's RANK: found 'one'", variables(RANK="one"), run=True),
+    row("rank beyond", "environment's RANK: found '2' ... from 0 to 1", variables(RANK="2", WORLD_SIZE="2"), run=True),
+    row("world", "the environment's WORLD_SIZE: found '0'", variables(RANK="0", WORLD_SIZE="0")),
+    row("local rank", "the environment's LOCAL_RANK: found '-1'", variables(LOCAL_RANK="-1"), run=True),
+    row("local world", "the environment's LOCAL_WORLD_SIZE: found '1,1'", variables(LOCAL_WORLD_SIZE="1,1"), run=True),
+    row("port", "the environment's MASTER_PORT: found '99999' ... to 65535", variables(MASTER_PORT="99999"), run=True),
+    row("address", "the environment's MASTER_ADDR: 'no.such.host.invalid'",
+        variables(RANK="0", WORLD_SIZE="1", MASTER_PORT="29000", MASTER_ADDR="no.such.host.invalid"), run=True),
+    row("interface", "torch.distributed: the ranks did not find each other: ... nope",
+        variables(GLOO_SOCKET_IFNAME="nope"), run=True),
 ]
 LAYOUT = [
     row("key heads", "tensor: 4 does not divide 2 key/value heads; nearest: 2", "parallel.tensor=4", "--ranks=4"),
@@ -191,7 +231,20 @@ MODEL = [
     row("tokenizer of another", "use token ... beyond its vocabulary of 270; needed: the model's own", vocabulary(270)),
     row("chat template", "the chat template fails (Exp ... needed", model(file("chat_template.jinja", "{% if %}"))),
     row("silent chat template", "leaves out the text of a user turn", model(file("chat_template.jinja", "{##}"))),
-    row("generation config", "generation_config.json: cannot be read", model(file("generation_config.json", "{"))),
+    row("huge layers", "config.json: num_hidden_layers: found 1000000000; needed: at", option(num_hidden_layers=10**9)),
+    row("huge hidden size", "hidden_size: found 1000000000000; needed: at most", option(hidden_size=10**12)),
+    row("huge theta", "rope_theta: expected a positive number, found 1000", option(rope_theta=10**400)),
+    row("deep config.json", "config.json: not valid JSON (maximum recursion", model(file("config.json", "[" * 99999))),
+    row("a pipe as weights", "model.safetensors: found a pipe", model(pipe_instead(WEIGHTS))),
+    row("a pipe as tokenizer", "tokenizer.json: found a pipe", model(pipe_instead("tokenizer.json"))),
+    row("a pipe as index", "index.json: found a pipe", model(lambda f: os.mkfifo(f / "model.safetensors.index.json"))),
+    row("header of 2**60 bytes", "not a readable safetensors file",
+        model(file(WEIGHTS, (2**60).to_bytes(8, "little") + b"{}"))),
+    row("offsets that overlap", "not a readable safetensors", header(lambda h: h[NORM].update(data_offsets=[0, 64]))),
+    row("unknown dtype", "not a readable safetensors file", header(lambda h: h[NORM].update(dtype="X9"))),
+    row("endless template", "the chat template does not end in 10 s",
+        model(file("chat_template.jinja", "{{ 9 ** (9 ** 9) }}{{ messages[0].content }}"))),
+    row("generation config", "generation_config.json: not valid JSON", model(file("generation_config.json", "{"))),
     row("stop token a text", "eos_token_id: found 'x'", model(file("generation_config.json", '{"eos_token_id": "x"}'))),
     row("stop token", "use token 320, beyond its ", model(file("generation_config.json", '{"eos_token_id": 320}'))),
     row("tiny path of another", "model exists and has no readable tiny_model.json, ... needed: another path",
@@ -228,7 +281,19 @@ DATA = [
         questions(), "eval.num_questions=3"),
     row("reward", "reward.method: base_acc gives 8 of 8 gold training answers less than 1.0, ... needed: a method",
         "reward.method=base_acc"),
-    row("too many generated", "data.num_train: found 99999999; operands 1 to 49 give", "data.num_train=99999999"),
+    row("reward in another form", "base_acc gives 8 of 8 gold ... or an instruction that asks for <think>",
+        "reward.method=base_acc"),
+    row("data a pipe", "train.jsonl: found a pipe", questions(train=None),
+        lambda place: os.mkfifo(place.folder / "train.jsonl")),
+    row("digits of another script", "row 1: answer: found '\\u0664\\u0662' after '#### '; needed: one number",
+        questions('{"question": "2?", "answer": "#### \\u0664\\u0662"}\n')),
+    row("NUL in a question", "row 1: question: found a lone surrogate or NUL",
+        questions('{"question": "a\\u0000b", "answer": "#### 2"}\n')),
+    row("not a number in JSON", "row 1: not one JSON object a line: found NaN",
+        questions('{"question": "2?", "answer": "#### 2", "x": NaN}\n')),
+    row("a question of 1 MB", "row 1: question: found 1000000 characters; needed: at most 100000",
+        questions(f'{{"question": "{"x" * 10**6}", "answer": "#### 2"}}\n')),
+    row("too many generated", "data.num_train: found 999999; operands 1 to 49 give", "data.num_train=999999"),
     row("operands", "data.operand_low: 50 exceeds data.operand_high 49", "data.operand_low=50"),
     # Before a tiny model is made, which takes minutes, all the rest is known to be right.
     row("no model, no data file", "train.jsonl: cannot be read", questions(train=None), typed("model.path=FOLDER/new")),
@@ -249,6 +314,18 @@ RESUME = [
     row("adapter of another", "is on one side only", each_adapter(other_factors(lambda t: t.popitem())), run=True),
     row("adapter sizes", "checkpoint: model.layers.0. ... has shape [ ... the model needs [",
         each_adapter(other_factors(lambda t: t.update({max(t): torch.ones(3, 5)}))), run=True),
+    row("a text as step", "state.json: step: found '2'; needed: what a run saves",
+        each_state(lambda state: state.update(step="2")), run=True),
+    row("no optimizer steps", "checkpoint: found adapter, optimizer, optimizer_steps nothing",
+        each_state(lambda state: state.update(state={})), run=True),
+    row("adapter not finite", "checkpoint: ... holds what is no finite number",
+        each_adapter(other_factors(lambda t: t[max(t)].fill_(torch.nan))), run=True),
+    row("metrics of another kind", "metrics.jsonl: 0 whole lines before step 2",
+        resumed(file("metrics.jsonl", '{"step": "0"}\n')), run=True),
+    row("evaluation without accuracy", "eval.jsonl: an evaluation without accuracies",
+        resumed(file("eval.jsonl", '{"step": 0}\n')), run=True),
+    row("a pipe as lock", "run.lock: found a pipe", resumed(pipe_instead("run.lock")), run=True),
+    row("a pipe as log", "log.txt: found a pipe", resumed(pipe_instead("log.txt")), run=True),
     row("live process", "run: a live process writes this run; end it, or", resumed(runlog.lock_run), run=True),
     row("metrics cut", "metrics.jsonl: 1 whole lines before step 2, needed", resumed(cut("metrics.jsonl")), run=True),
     row("no metrics", "metrics.jsonl: 0 whole lines before step 2", resumed(file("metrics.jsonl", None)), run=True),
@@ -261,7 +338,7 @@ RESUME = [
         lambda p: p.monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None), run=True),
 ]
 # fmt: on
-TABLE = CONFIG + LAYOUT + MODEL + DATA + RESUME
+TABLE = CONFIG + ENVIRONMENT + LAYOUT + MODEL + DATA + RESUME
 PROCESSES = [param for param in TABLE if param.id in ("unknown-key", "one-infinite", "checkpoints-corrupted")]
 
 
@@ -331,6 +408,14 @@ def test_the_process_ends_with_that_line_and_code(expected, changes, run, place:
     done = subprocess.run(typed_line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert_one_line(done.stderr, expected)
+
+
+@pytest.mark.parametrize("module, name", [(train_grpo.doctor, "quick"), (tiny_model, "_write_random_model")])
+def test_a_start_that_stands_still_is_ended_by_the_watcher(module, name, place: Place, capfd: CaptureFixture) -> None:
+    place.monkeypatch.setattr(module, name, lambda *arguments: time.sleep(100))
+    changes = (typed("model.path=FOLDER/new"), "train.stall_seconds=2")
+    assert exit_code(command(place, changes, run=True)) == heartbeat.EXIT_CODE
+    assert "rank 0: stood still for" in capfd.readouterr().err
 
 
 def test_check_leaves_nothing_behind(place: Place) -> None:

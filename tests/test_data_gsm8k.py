@@ -16,7 +16,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 import data_gsm8k
 import gsm8k_files
@@ -154,6 +156,27 @@ def test_conversion_refuses_to_overwrite_a_column(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="start.jsonl: found the other column Messages"):
         gsm8k_files.convert(start, tmp_path / "out.jsonl")
     assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999", "[1, {\"a\": -1e999}]"])
+def test_conversion_writes_json_that_every_reader_takes(tmp_path: Path, text: str) -> None:
+    """Python's json reads 1e999 as infinity and writes it as `Infinity`, which is no JSON."""
+    start = tmp_path / "start.jsonl"
+    start.write_text('{"question": "2?", "answer": "#### 3", "more": ' + text + "}\n")
+    with pytest.raises(InputError, match="jsonl"):
+        gsm8k_files.convert(start, tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_short_parquet_file_of_very_many_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run-length coding makes one page of millions of equal rows."""
+    path = tmp_path / "many.parquet"
+    rows = 5000
+    parquet.write_table(pyarrow.table({"question": ["2?" * 500] * rows, "answer": ["#### 3"] * rows}), path)
+    assert path.stat().st_size < 20_000 and len(gsm8k_files.read(path)[0]) == rows
+    monkeypatch.setattr(gsm8k_files, "LINES_MIB", 2)
+    with pytest.raises(InputError, match="many.parquet: more than 2 MiB of rows"):
+        gsm8k_files.read(path)
 
 
 def test_conversion_refuses_what_parquet_would_lose(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ import adapter_weights
 import checkpoint
 import export
 import hf_config
+import input_files
 import lora_megatron
 import model_megatron
 import run_record
@@ -268,10 +269,19 @@ def test_export_needs_neither_megatron_nor_transformers_nor_peft(runs: dict[str,
 def test_an_empty_target_and_what_a_killed_export_left_are_replaced(runs: dict[str, Run], tmp_path: Path) -> None:
     out, left = tmp_path / "out", tmp_path / ".tmp-out"
     out.mkdir()
-    left.mkdir()
+    input_files.fresh_folder(left)
     (left / "stale.safetensors").write_bytes(b"x")
     assert export.main([str(runs["qwen3_attention"].folder), "--merged", str(out)]) == 0
     assert (out / "model.safetensors").is_file() and not (out / "stale.safetensors").exists() and not left.exists()
+
+
+def test_a_folder_of_the_users_beside_the_target_stays(runs: dict[str, Run], tmp_path: Path, capsys) -> None:
+    theirs = tmp_path / ".tmp-out" / "thesis.tex"
+    theirs.parent.mkdir()
+    theirs.write_text("years of work")
+    assert export.main([str(runs["qwen3_attention"].folder), "--adapter", str(tmp_path / "out")]) == 2
+    assert "in the way, and not made by this program" in capsys.readouterr().err
+    assert theirs.read_text() == "years of work" and not (tmp_path / "out").exists()
 
 
 # ---------------------------------------------------------------- refusals
@@ -323,6 +333,10 @@ REFUSALS = {  # what is wrong: (how it is made so, given the run, base and targe
     "a factor not finite": (
         lambda r, b, t: save_factors(r, **{QKV_A: torch.full((4, 64), float("inf"))}),
         [f"{QKV_A} holds values that are not finite"],
+    ),
+    "a factor of whole numbers": (
+        lambda r, b, t: save_factors(r, **{QKV_A: torch.ones(4, 64, dtype=torch.int64)}),
+        [f"{QKV_A} holds torch.int64; needed: floating-point numbers"],
     ),
     "another alpha": (
         lambda r, b, t: rewrite(r / "config.yaml", "alpha: 8", "alpha: 9"),

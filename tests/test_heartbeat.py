@@ -46,7 +46,7 @@ def test_who_beats_or_is_not_watched_goes_on(seconds: int, script: str) -> None:
 @pytest.mark.slow
 def test_a_run_with_a_rank_that_hangs_ends_by_itself_and_says_where(tmp_path: Path) -> None:
     model = training.make_model(tmp_path / "model")
-    cfg = training.config(model, tmp_path / "out", parallel__expert=2, train__stall_seconds=3)
+    cfg = training.config(model, tmp_path / "out", parallel__expert=2, train__stall_seconds=10)
     (tmp_path / "config.yaml").write_text(to_yaml(cfg))
     flag = tmp_path / "flag"
     arguments = ("hang", "update", 2, 1, flag, tmp_path / "config.yaml")
@@ -55,11 +55,11 @@ def test_a_run_with_a_rank_that_hangs_ends_by_itself_and_says_where(tmp_path: Pa
         hung = time.monotonic()
         code = started.wait(60)
         seconds = time.monotonic() - hung
-        assert code != 0 and seconds < 20, (code, seconds, started.text)
+        assert code != 0 and seconds < 30, (code, seconds, started.text)
         assert not started.living()
     said = started.text
     for rank in (0, 1):  # the one that hangs, and the one that waits for it in a collective
         assert f"rank {rank}: stood still for" in said, said
-    assert said.count("of step 2 (train.stall_seconds = 3)") == 2, said
+    assert said.count("of step 2 (train.stall_seconds = 10)") == 2, said
     assert "in strike" in said and "in all_reduce" in said, said
     print(f"ended {seconds:.1f} s after the rank hung, with exit code {code}")

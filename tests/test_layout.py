@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [  # a file may import only from the rows above its own
-    {"strict_yaml", "seeds", "knobs", "heartbeat", "statistics_paired", "environment"},
+    {"input_files", "seeds", "knobs", "heartbeat", "statistics_paired", "environment"},
+    {"strict_yaml"},
     {"config_rules"},
     {"config"},
     {"hf_config", "kernels", "grpo", "reward_gsm8k", "run_record", "tiny_tokenizer", "machine", "layout_plan"},

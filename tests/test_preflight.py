@@ -129,6 +129,11 @@ def test_memory_refusals_follow_the_size_of_the_device(capsys):
         [QWEN3, "loss.kl_coef=0"],
         [QWEN3, "--ranks", "0"],
         [QWEN3, "--ranks-per-node", "-1"],
+        [QWEN3, "--ranks", "1000000000"],
+        [QWEN3, "--device-gib", "1e300"],
+        [QWEN3, "--completion-tokens", "1e300"],
+        [TINY, "tiny_model.num_layers=1000000"],
+        [TINY, "model.path=a/../" + "n" * 256, "tiny_model=null"],
         [QWEN3, "model.path=models/unheard-of"],
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -99,6 +100,28 @@ def test_an_id_is_used_once(run: Path, results: Path) -> None:
     with pytest.raises(InputError, match="seed 3 of base is there"):
         records.add(run, results, "base-seed4")
     records.add(run, results, "again")
+
+
+@pytest.mark.parametrize("name", ["figures", "benchmarks", "index.json", "plan.yaml", "..", "a/b", "x" * 300, "\u0130"])
+def test_an_id_is_no_name_of_something_else_in_the_folder(run: Path, results: Path, name: str) -> None:
+    with pytest.raises(InputError):
+        records.add(run, results, name)
+    assert not results.exists()
+
+
+def odd(path: Path) -> None:
+    """A run's file with other content, sealed as if the run had written it."""
+    path.write_text('{"packages": 5, "step": 0}\n')
+    recorded.seal(path.parent)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "environment.json", "inputs.json", "git.json", "run.json"])
+@pytest.mark.parametrize("change", [odd, lambda path: (path.unlink(), os.mkfifo(path))], ids=["sealed", "pipe"])
+def test_whatever_a_file_of_a_run_holds_is_refused_in_one_line(run: Path, results: Path, name: str, change) -> None:
+    change(run / name)
+    with pytest.raises(InputError) as refusal:
+        records.add(run, results)
+    assert "\n" not in str(refusal.value) and not results.exists()
 
 
 def test_seeds_of_one_variant_have_the_same_settings(run: Path, results: Path, tmp_path: Path) -> None:

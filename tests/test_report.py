@@ -229,6 +229,18 @@ def test_every_metric_of_a_run_is_in_the_glossary() -> None:
     assert len(logged) > 20 and logged <= explained, logged - explained
 
 
+@pytest.mark.parametrize(
+    "change", ["questions=0", "seeds=0", "discordant=0", "discordant=nan", "seed-spread=-1", "comparisons=0"]
+)
+def test_a_design_that_is_none_is_refused(change: str, capsys: pytest.CaptureFixture) -> None:
+    design = ["--questions=10", "--seeds=5", "--discordant=0.1", "--seed-spread=0.1", "--comparisons=2"]
+    assert report.main(["plan", *design]) == 0
+    capsys.readouterr()
+    assert report.main(["plan", *design, f"--{change}"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: --{change.split('=')[0]}: found") and said.count("\n") == 1
+
+
 def test_the_protocols_numbers_are_what_plan_prints(capsys: pytest.CaptureFixture) -> None:
     """docs/gsm8k_protocol.md: every row of its table of effects, computed again."""
     text = (recorded.ROOT / "docs" / "gsm8k_protocol.md").read_text().replace("**", "")
@@ -359,3 +371,12 @@ def test_the_schema_is_documented() -> None:
     }
     assert {name for name, field in schema["properties"].items() if "description" not in field} <= plain
     assert json.dumps(schema)
+
+
+def test_only_figures_of_its_own_folder_are_removed(places: list[str], tmp_path: Path, capsys) -> None:
+    """The list of figures may be another person's."""
+    theirs, listed = tmp_path / "theirs.png", tmp_path / "results" / "figures" / "figures.json"
+    theirs.write_text("years of work")
+    listed.write_text(json.dumps(json.loads(listed.read_text()) | {"../../theirs": {"drawn_from": "", "sha256": ""}}))
+    assert run(*places, "build") == 2 and "figures.json: found '../../theirs'" in capsys.readouterr().err
+    assert theirs.read_text() == "years of work"

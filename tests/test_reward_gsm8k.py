@@ -242,6 +242,28 @@ def gold_rows() -> list[dict[str, str]]:
     return [json.loads(line) for text in texts for line in text.split("\n") if line]
 
 
+FORMS = [  # a worked answer as each method's users write it
+    ("verl_flexible", False, "30 * 36 = 1080\n#### 1080"),
+    ("base_acc", True, "<think>30 * 36 = 1080\n</think> <answer>\\boxed{1080}</answer>"),
+    ("base_acc", False, "30 * 36 = 1080\n#### 1,080"),
+    ("strict", True, "30 * 36 = 1080\n#### 1,080"),
+]
+
+
+@pytest.mark.parametrize(("method", "boxed", "expected"), FORMS)
+def test_a_worked_answer_is_put_into_the_form_that_the_method_reads(method: str, boxed: bool, expected: str) -> None:
+    found = reward.in_form("30 * 36 = 1080\n#### 1,080", method, boxed)
+    assert found == expected
+    assert reward.score(found, "1080", method) == (0.0 if (method, boxed) == ("base_acc", False) else 1.0)
+
+
+@pytest.mark.parametrize("method", reward.METHODS)
+def test_every_method_gives_every_gold_answer_of_gsm8k_its_reward_in_that_form(method: str) -> None:
+    rows = [row["answer"] for row in gold_rows()]
+    wrong = [a for a in rows if reward.score(reward.in_form(a, method, True), reward.gold_answer(a), method) != 1.0]
+    assert not wrong, wrong[:3]
+
+
 @pytest.mark.parametrize(("response", "gold", "expected"), STRICT)
 def test_strict(response: str, gold: str, expected: int) -> None:
     assert reward.score(response, gold) == expected

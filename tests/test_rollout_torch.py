@@ -57,6 +57,14 @@ def sampler(model: SimpleNamespace, stop_tokens: set[int] = frozenset(), **optio
     return engine
 
 
+def test_the_watcher_of_stalls_hears_of_every_decoded_token(models) -> None:
+    """A wave of long answers must not look like a rank that stands still."""
+    engine, beats = sampler(models("qwen3")), []
+    engine.beat = lambda: beats.append(1)
+    engine.sample(PROMPTS, seeds=[0] * len(PROMPTS), num_samples=2, max_new_tokens=9, temperature=1.0)
+    assert len(beats) >= 9
+
+
 @torch.no_grad()
 def teacher_forced(hf, prompt: list[int], tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
     """transformers' log-probability of each of ``tokens`` after ``prompt``."""

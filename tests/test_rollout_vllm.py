@@ -268,7 +268,10 @@ def test_layer_outputs_are_those_of_transformers_and_show_the_first_layer_that_d
 @needs_vllm
 def test_result_depends_on_the_seed_alone(fresh) -> None:
     engine, _ = fresh("qwen3")
+    beats: list[int] = []
+    engine.beat = lambda: beats.append(1)
     together = engine.sample(PROMPTS, seeds=SEEDS, **FREE)
+    assert len(beats) >= FREE["max_new_tokens"]  # the watcher of stalls hears of every token
     assert flat(engine.sample(PROMPTS, seeds=SEEDS, **FREE)) == flat(together)
     backwards = engine.sample(PROMPTS[::-1], seeds=SEEDS[::-1], **FREE)[::-1]
     alone = [engine.sample([prompt], seeds=[seed], **FREE)[0] for prompt, seed in zip(PROMPTS, SEEDS, strict=True)]

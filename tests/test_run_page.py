@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -134,6 +135,58 @@ def test_the_command_writes_the_page_beside_the_run(run: Path, tmp_path: Path) -
     with pytest.raises(InputError, match="no config.yaml"):
         run_page.page(tmp_path)
     assert report.main(["html", str(tmp_path)]) == 2
+
+
+def test_a_page_replaces_a_page_and_nothing_else(run: Path, tmp_path: Path, capsys) -> None:
+    theirs, output = tmp_path / "thesis.html", tmp_path / "page.html"
+    theirs.write_text("<!doctype html>\n<html>years of work")
+    assert report.main(["html", str(run), "--output", str(theirs)]) == 2
+    assert "is no page of report.py html" in capsys.readouterr().err and "years of work" in theirs.read_text()
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("pipe", "no/folder", "", "n" * 300):
+        assert report.main(["html", str(run), "--output", str(tmp_path / name)]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+    for _ in range(2):
+        assert report.main(["html", str(run), "--output", str(output)]) == 0
+
+
+DAMAGED = {
+    "metrics.jsonl": ['{"step": 0, "reward/mean": "<b>"}', '{"step": 0, "reward/mean": 1e999}'],
+    "timing.jsonl": ['{"step": 0, "timing/step_s": "1"}'],
+    "eval.jsonl": ['{"step": 0, "eval/greedy_accuracy": {}}'],
+    "completions.jsonl": ['{"step": 0}', '{"step": 0, "question": 5, "gold": "1", "completion": "", "reward": 0}'],
+    "eval_outcomes.jsonl": ['{"step": 0}', '{"step": 0, "question": "<b>", "greedy": 1, "sampled": []}'],
+    "finished.json": ["[]", '{"checks": 5}', '{"result": 5}'],
+}
+
+
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in DAMAGED.items() for text in texts])
+def test_a_damaged_file_is_named_and_never_drawn(run: Path, name: str, text: str) -> None:
+    (run / name).write_text(text + "\n")
+    with pytest.raises(InputError, match=name):
+        run_page.page(run)
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"jobs": []}', '{"jobs": {"a": 5}}', '{"jobs": {"a": {"run": 5}}}'])
+def test_a_damaged_sweep_is_named(sweep_folder: Path, text: str) -> None:
+    (sweep_folder / "sweep.json").write_text(text)
+    with pytest.raises(InputError, match=r"sweep\.json"):
+        run_page.page(sweep_folder)
+
+
+def test_nothing_of_a_foreign_run_is_markup(run: Path) -> None:
+    """Names, steps, keys, questions, configuration: a run may be another person's."""
+    evil = "<img src=x onerror=alert(1)>"
+    for path in sorted(run.glob("*.jsonl")):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        rows = [{k: evil if isinstance(v, str) else v for k, v in row.items()} for row in rows]
+        path.write_text("".join(json.dumps(row | {f"{evil}_accuracy": 1, f"timing/{evil}": 2}) + "\n" for row in rows))
+    (run / "config.yaml").write_text(evil)
+    (run / "command.txt").write_text(evil)
+    (run / "finished.json").write_text(json.dumps({"result": evil, "checks": {evil: evil}}))
+    folder = run.rename(run.with_name("<img src=y>"))
+    text = run_page.page(folder)
+    assert "<img" not in text and "&lt;img src=x" in text and "&lt;img src=y" in text
 
 
 def test_an_unfinished_run_has_a_page_too(run: Path) -> None:

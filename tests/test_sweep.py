@@ -77,6 +77,32 @@ def test_a_sweep_that_cannot_run_is_refused_before_anything_starts(write_sweep, 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("seeds: [0, 1]", "seeds: [0, 1, 0]", "seeds: 0 is given twice"),
+        ("{seed}", "7", "each_seed: has no {seed}, so all 2 seeds would be the same run"),
+        ("processes: 1", "processes: 100000000000", "processes: Input should be less than or equal to 65536"),
+        ("{CPU: 1}", "{CPU: -1}", "resources.CPU: Input should be greater than or equal to 0"),
+    ],
+    ids=["twice", "no-seed", "huge", "negative"],
+)
+def test_seeds_and_sizes_that_make_no_sweep_are_refused(write_sweep, old: str, new: str, said: str, capsys) -> None:
+    path = write_sweep([0, 1], base=variant())
+    path.write_text(path.read_text().replace(old, new))
+    assert sweep.main([str(path), "--list"]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"[]", b"[" * 99999, b'"\xff"', None], ids=str)
+def test_a_run_folder_that_cannot_be_read_is_no_run_of_the_sweep(write_sweep, tmp_path: Path, content) -> None:
+    path = write_sweep([0], base=variant())
+    folder = tmp_path / "out" / "base-seed0-20300101-000000"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_bytes(content) if content is not None else os.mkfifo(folder / "run.json")
+    assert sweep.main([str(path), "--list"]) == 0
+
+
 @pytest.mark.parametrize("path", sorted(recorded.ROOT.glob("configs/sweeps/*.yaml")), ids=lambda path: path.stem)
 def test_the_sweeps_of_the_repository_load_and_differ_as_they_say(path: Path) -> None:
     read, jobs = sweep.read_sweep(path, [])

@@ -56,3 +56,22 @@ def test_two_starts_at_once_make_one_model(tmp_path: Path, capfd) -> None:
     answers = sorted(receiver.recv() for receiver in receivers)
     assert answers[0] == "made or found" and "was made with another tiny_model (seed)" in answers[1]
     assert sorted(path.name for path in (other / "models").iterdir()) == [".making-tiny.lock", "tiny"]
+
+
+def beats(cfg: Config) -> list[str]:
+    heard: list[str] = []
+    tiny_model.make(cfg, torch.device("cpu"), heard.append)
+    return heard
+
+
+def test_the_watcher_of_stalls_hears_of_every_step_of_the_warm_start(tmp_path: Path) -> None:
+    (heard,) = training.in_world("TP1", beats, config(tmp_path, seed=3))
+    assert heard == [f"step {step} of the warm start" for step in range(10)]
+
+
+def test_a_folder_of_the_users_under_the_name_of_the_unfinished_model_stays(tmp_path: Path) -> None:
+    theirs = tmp_path / "models" / ".making-tiny" / "thesis.tex"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("years of work")
+    assert "in the way, and not made by this program" in start("TP1", config(tmp_path, seed=4)).recv()
+    assert theirs.read_text() == "years of work"

@@ -1,0 +1,148 @@
+"""What a user gives is read within limits, or refused in one line; and nothing of the user's is removed."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+import input_files
+from input_files import InputError
+
+
+@pytest.fixture
+def special(tmp_path: Path, monkeypatch) -> dict[str, Path]:
+    """Names that open() waits for, or reads without end."""
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.chdir(tmp_path)  # the name of a socket has at most 107 bytes
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("socket")
+    (tmp_path / "link").symlink_to("/dev/zero")
+    return {name: tmp_path / name for name in ("pipe", "socket", "link")} | {"device": Path("/dev/zero")}
+
+
+@pytest.mark.parametrize("name", ["pipe", "socket", "link", "device"])
+def test_what_is_no_plain_file_is_refused_at_once(name: str, special: dict[str, Path]) -> None:
+    start = time.monotonic()
+    with pytest.raises((InputError, OSError), match="found a pipe|No such device|found a device"):
+        input_files.read_bytes(special[name])
+    if name != "socket":
+        with pytest.raises(InputError, match="needed: a file"):
+            input_files.read_object(special[name])
+    assert time.monotonic() - start < 1
+
+
+def test_a_file_is_read_up_to_its_limit_and_not_beyond(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 2**20)
+    assert input_files.read_bytes(path, 1) == b"x" * 2**20
+    path.write_bytes(b"x" * (2**20 + 1))
+    with pytest.raises(InputError, match="file: larger than 1 MiB"):
+        input_files.read_bytes(path, 1)
+    os.truncate(path, 2**36)  # 64 GiB that the disk does not hold
+    with pytest.raises(InputError, match="larger than"):
+        input_files.read_text(path)
+    with pytest.raises(InputError, match="no name of a file"):
+        input_files.read_bytes(tmp_path / "a\0b")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "missing"),
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b'{"a": "\xff"}', "not valid JSON"),
+        (b"[" * 200_000, "not valid JSON"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "not valid JSON"),
+        (b"[]", "expected a JSON object, found list"),
+        (b"null", "expected a JSON object, found NoneType"),
+        (b'{"b": 1}', "a is missing"),
+    ],
+    ids=["absent", "empty", "cut", "not-utf8", "deep", "digits", "list", "null", "key"],
+)
+def test_an_object_is_read_or_refused_by_name(content: bytes | None, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(InputError) as refusal:
+        input_files.read_object(path, ("a",))
+    assert str(refusal.value).startswith(str(path)) and said in str(refusal.value)
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "9", "many", "1.5", "1,2", "1e0", " 1", "\u0661", "1" * 5000])
+def test_a_number_of_the_environment_is_a_plain_one_within_its_bounds(text: str, monkeypatch) -> None:
+    monkeypatch.setenv("N", text)
+    with pytest.raises(InputError, match="the environment's N: found .* needed: a whole number from 1 to 8"):
+        input_files.variable("N", 3, 1, 8)
+    monkeypatch.setenv("N", "8")
+    assert input_files.variable("N", 3, 1, 8) == 8
+    monkeypatch.delenv("N")
+    assert input_files.variable("N", 3, 1, 8) == 3
+
+
+def test_a_message_is_one_printable_line_that_keeps_its_ends() -> None:
+    text = input_files.one_line(InputError("first\nsecond\x1b[31m\u2028" + "x" * 9999 + " last"))
+    assert text.startswith("first second\\x1b[31m x") and text.endswith("x last") and len(text) < 1010
+    assert text.isprintable()
+    assert input_files.one_line(FileNotFoundError(2, "No such file", "a/b")) == "a/b: No such file"
+
+
+def test_a_folder_of_the_users_is_never_removed(tmp_path: Path) -> None:
+    theirs, ours, target = tmp_path / "theirs", tmp_path / "ours", tmp_path / "target"
+    theirs.mkdir()
+    (theirs / "thesis.tex").write_text("years of work")
+    (tmp_path / "link").symlink_to(theirs)
+    for name in ("theirs", "link", "theirs/thesis.tex"):
+        with pytest.raises(InputError, match="in the way, and not made by this program"):
+            input_files.fresh_folder(tmp_path / name)
+    assert (theirs / "thesis.tex").read_text() == "years of work"
+    input_files.fresh_folder(ours)
+    (ours / "half").write_text("of a process that was killed")
+    input_files.fresh_folder(ours)
+    assert not (ours / "half").exists()
+    (ours / "whole").touch()
+    input_files.finish_folder(ours, target)
+    assert [path.name for path in target.iterdir()] == ["whole"] and not ours.exists()
+
+
+def test_a_folder_of_a_model_holds_plain_files_of_a_size(special: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="needed: a file"):
+        input_files.check_folder(tmp_path)
+    for name in ("pipe", "socket", "link"):
+        special[name].unlink()
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "folder").mkdir()
+    for name in ("model.safetensors", "config.json"):
+        (tmp_path / name).touch()
+    os.truncate(tmp_path / "model.safetensors", 2**36)
+    input_files.check_folder(tmp_path)
+    os.truncate(tmp_path / "config.json", 2**36)
+    with pytest.raises(InputError, match=r"config.json: larger than 64 MiB"):
+        input_files.check_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("work", "said"),
+    [
+        (lambda: 9**9**9, "does not end in 0.3 s"),  # in C: no signal of Python's would be heard
+        (lambda: sum(range(40_000_000)), "takes more than 0.1 s for each"),
+        (lambda: bytearray(2**33), "takes more than 2 GiB"),
+    ],
+    ids=["endless", "slow", "large"],
+)
+def test_a_program_that_comes_with_a_model_must_end(work, said: str, monkeypatch) -> None:
+    monkeypatch.setattr(input_files, "PROBE_SECONDS", 0.3 if "end" in said else 20)
+    with pytest.raises(InputError, match=said):
+        input_files.refuse_endless(work, "it")
+
+
+@pytest.mark.parametrize(
+    "work", [list, lambda: 1 / 0, lambda: os.write(1, b"not heard")], ids=["ends", "fails", "speaks"]
+)
+def test_a_program_that_ends_is_left_to_its_caller(work, capfd) -> None:
+    input_files.refuse_endless(work, "it")
+    assert capfd.readouterr() == ("", "")
