@@ -37,7 +37,7 @@ import layout_plan
 import memory_plan
 import parallel_setup
 import seeds
-from config import Config, InputError, check_layout, load_config
+from config import Config, check_layout, load_config
 from hf_config import Architecture
 from input_files import BAD_INPUT
 

@@ -36,7 +36,7 @@ import routing_replay
 import seeds
 import tiny_model
 import weights_hf
-from config import Config, InputError, check_layout, load_config
+from config import Config, check_layout, load_config
 from config_rules import check_engine_layout
 from data_gsm8k import Question
 from hf_config import Architecture
