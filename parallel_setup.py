@@ -187,7 +187,8 @@ def check_launch() -> int:
     Before anything waits for the other ranks: that would take parallel.timeout_seconds.
     """
     rank, ranks = launched_rank(), launched_world_size()
-    variable("LOCAL_RANK", 0, 0, variable("LOCAL_WORLD_SIZE", ranks, 1, ranks) - 1)
+    most = ranks if "WORLD_SIZE" in os.environ else MOST_RANKS  # without torchrun, another program's
+    variable("LOCAL_RANK", 0, 0, variable("LOCAL_WORLD_SIZE", ranks, 1, most) - 1)
     variable("MASTER_PORT", 1, 1, 65535)
     variable("OMP_NUM_THREADS", 1, 1, 1024)
     if "RANK" in os.environ and (address := os.environ.get("MASTER_ADDR")):

@@ -52,6 +52,8 @@ WHOLE = {"fp32": 0.05, "bf16": 0.7}  # largest relative difference of a whole gr
 PIECE = {"fp32": 0.9, "bf16": 0.02}  # smallest share that a tensor, or an expert's part of one, has of what is expected
 NORM = {"fp32": 0.01, "bf16": 0.25}  # relative difference of the gradient's norm
 GAP = {"fp32": 2e-3, "bf16": 0.1}  # nats a token
+# Tripwires of a run for which the self-test has a check of its own, or which a toy task would set off.
+OWN_CHECKS = ("reward_constant", "unparsable", "truncated", "sampling", "impossible", "gradient_spike", "entropy")
 LOOK_AT = {
     "questions": "data_gsm8k.Questions.pick; which file each split is read from",
     "answers": "data_gsm8k.stop_token_ids, and how the sampler ends an answer (rollout_torch.py)",
@@ -93,7 +95,7 @@ def tiny_run(cfg: Config, folder: Path) -> Config:
         },
         "aqn": kept["aqn"] | {"targets": roles or ["attention", "experts"]},
         "replay": kept["replay"],
-        "checks": dict.fromkeys(("reward_constant", "unparsable", "gradient_spike", "entropy"), "off")
+        "checks": dict.fromkeys(OWN_CHECKS, "off")
         | {f"logp_gap_{dtype}": 1.0 for dtype in GAP},
         "eval": {"samples": 0, "num_questions": 8},
         "train": {

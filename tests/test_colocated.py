@@ -144,6 +144,7 @@ def ranks(request, tmp_path_factory) -> Iterator[tuple[str, dict[int, tuple]]]:
     found = {}
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # vLLM's and Megatron's own deprecations
+        patch.setenv("LOCAL_WORLD_SIZE", "1")  # vLLM writes into it, and this test's end restores it
         for variable in environment.VLLM:
             patch.setenv(variable.name, os.environ.get(variable.name, variable.value))
         set_num_threads = torch.set_num_threads

@@ -207,7 +207,7 @@ def left(folder: Path, *peaks: float, phase: str = "update") -> None:
 
 
 def test_memory_beyond_the_plan_fails_the_steps_and_memory_within_passes(tmp_path) -> None:
-    job = a_job(tmp_path, "qwen3.yaml", 16, "model.path=none/Qwen3-30B-A3B")
+    job = a_job(tmp_path, "qwen3.yaml", 16, "model.path=none/Qwen3-30B-A3B-Instruct-2507")
     (tmp_path / "log").touch()
     memory = job.plan().memory
     limit = memory.peak / 2**30
@@ -234,7 +234,7 @@ def test_a_metric_that_is_not_finite_fails_the_steps(tmp_path) -> None:
 
 def test_a_layout_that_the_plan_refuses_is_not_started(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(first_hour, "execute", lambda *args: pytest.fail("started"))
-    job = a_job(tmp_path, "qwen3.yaml", 16, "model.path=none/Qwen3-30B-A3B", "rollout.kv_cache_mib=60000")
+    job = a_job(tmp_path, "qwen3.yaml", 16, "model.path=none/Qwen3-30B-A3B-Instruct-2507", "rollout.kv_cache_mib=60000")
     result = first_hour.run_stage(STAGES[4], job, 60, None)
     assert result["status"] == "fail" and "preflight.py refuses this run" in result["reason"]
     assert "memory: " in result["reason"]

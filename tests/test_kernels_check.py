@@ -46,7 +46,8 @@ def test_every_operator_of_kernels_is_checked() -> None:
 
 def test_sizes_are_those_of_a_rank_of_the_real_model() -> None:
     """Qwen3-30B-A3B on TP4 EP16 with one row of 2,048 tokens: 512 of them on a rank, which meet 8 experts each."""
-    cfg = load_config(CONFIGS / "qwen3.yaml", ["optim.tokens_per_micro_batch=2048", "model.path=none/Qwen3-30B-A3B"])
+    overrides = ["optim.tokens_per_micro_batch=2048", "model.path=none/Qwen3-30B-A3B-Instruct-2507"]
+    cfg = load_config(CONFIGS / "qwen3.yaml", overrides)
     shapes = {
         case.name: {name: tuple(x.shape) for name, x in case.inputs.items()}
         for case in kernels_check.cases(cfg, hf_config.planned(cfg)[0], 16, seed=0)

@@ -111,7 +111,8 @@ def test_adapters_that_change_nothing_are_refused_as_a_blind_check() -> None:
 
 
 def test_the_two_layers_have_the_real_models_sizes() -> None:
-    cfg = load_config(Path(__file__).parents[1] / "configs" / "qwen3.yaml", ["model.path=none/Qwen3-30B-A3B"])
+    path = Path(__file__).parents[1] / "configs" / "qwen3.yaml"
+    cfg = load_config(path, ["model.path=none/Qwen3-30B-A3B-Instruct-2507"])
     two, whole = hf_config.parse(layers_check.settings(cfg)), hf_config.planned(cfg)[0]
     assert (two.num_layers, whole.num_layers) == (2, 48)
     for key in ("hidden_size", "num_heads", "num_experts", "expert_ffn_size", "vocab_size", "experts_per_token"):

@@ -182,8 +182,9 @@ def train_without(dropped: str, jobs: list) -> None:
      ("TP2_EP2_ETP2", "expert_tensor")],
 )  # fmt: skip
 def test_a_dropped_reduction_shows_at_the_second_step(layout, dropped, models, runs, tmp_path) -> None:
-    """Negative control of the tests above. Ranks then sample from different policies, which a tripwire would see."""
-    cfg = training.in_layout(training.config(models["qwen3_moe"], tmp_path, checks__logp_gap="off"), layout)
+    """Negative control of the tests above. Ranks then sample from different policies, which two tripwires would see."""
+    off = {"checks__logp_gap": "off", "checks__state": "off"}
+    cfg = training.in_layout(training.config(models["qwen3_moe"], tmp_path, **off), layout)
     training.in_world(layout, train_without, dropped, [(layout, cfg)])
     found, expected = training.metrics(training.only_run(cfg)), training.metrics(runs["qwen3_moe TP1"])
     assert found[0]["reward/mean"] == expected[0]["reward/mean"]

@@ -235,7 +235,7 @@ STOPS = {  # fault: its plant, the changes to the run, then what the message mus
         nothing,
         {"checks__truncated": "stop", "rollout__max_new_tokens": 2, "rollout__prompts_per_step": 32,
          "rollout__group_size": 8, "optim__prompts_per_update": 32},
-        ["checks.truncated: step 1: ", "% of the completions are cut off at 2 tokens", "enable_thinking"],
+        ["checks.truncated", "step 1: ", "% of the completions are cut off at 2 tokens", "enable_thinking"],
     ),
 }  # fmt: skip
 
