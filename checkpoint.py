@@ -235,9 +235,11 @@ def latest(run_dir: Path, say: Callable[[str], None] = print, only: str | None =
     """The newest checkpoint of the run whose checksums hold; ``say`` hears which were skipped and why."""
     for _, path in _found(Path(run_dir) / "checkpoints"):
         try:
-            return load(path, only=only)
+            verify(path, only)
         except (InputError, OSError) as error:
             say(f"checkpoint skipped: {one_line(error)}")
+        else:
+            return load(path, verified=True, only=only)
     return None
 
 

@@ -28,7 +28,7 @@ steady = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 TREE = yaml.safe_load(breaking.CONFIG.replace("MODEL", "m").replace("OUT", "out"))
-MODEL = json.loads((Path(__file__).parents[1] / "configs" / "Qwen3-30B-A3B.config.json").read_text())
+MODEL = json.loads((Path(__file__).parents[1] / "configs" / "Qwen3-30B-A3B-Instruct-2507.config.json").read_text())
 SIZES = draw.sampled_from([-1, 0, 1, 2, 3, 10**4, 10**6, 10**12, 10**30, 0.5, 1e300, True, None, "7", [], {}])
 NUMBERS = draw.integers() | draw.floats()
 ANSWERS = draw.sampled_from(["#### 3", "#### \u0663", "#### 1e5", "#### -0.5", "#### 3\0", "#### 1 #### 2"])
