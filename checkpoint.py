@@ -274,8 +274,6 @@ def find_resumable(cfg: Config, say: Callable[[str], None] = print) -> Checkpoin
                     return found
         except BlockingIOError:
             say(f"{run_dir}: not resumed: a live process writes it")
-        except InputError as error:
-            say(f"{run_dir}: not resumed: {error}")
         except OSError as error:
             say(f"{run_dir}: not resumed: {error.strerror}; if no process writes it: train.resume={run_dir}")
     return None

@@ -1,8 +1,9 @@
 """What several ranks hold in common, and what a resumed run has taken up: compared, so that neither differs unnoticed.
 
-Ranks that hold the same piece of a weight or of a LoRA factor must hold the same bytes. Their sums are compared, which
-costs little; where sums differ, checksums of the bytes decide. A resumed run's state is gathered again and held against
-its checkpoint. All functions are collective, and return the same text on every rank: "" if all is well.
+Ranks that hold the same piece of a weight or of a LoRA factor must hold the same bytes. Checksums of the bytes are
+compared at the start and before each checkpoint. After each step sums of the LoRA factors are, which costs little; only
+where these differ, checksums decide. A resumed run's state is gathered again and held against its checkpoint. The
+functions that compare are collective, and return the same text on every rank: "" if all is well.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ class Piece(NamedTuple):
     tensor: Tensor
 
 
-def base(model: torch.nn.Module, arch: Architecture, parallel: Parallel) -> list[Piece]:
-    """Every frozen weight of this rank, under the Hugging Face name of its first block."""
-    pieces = []
+def everything(
+    model: torch.nn.Module, arch: Architecture, modules: dict[str, torch.nn.Module], parallel: Parallel
+) -> list[Piece]:
+    """Every frozen weight of this rank, under the Hugging Face name of its first block, and every LoRA factor."""
+    pieces = adapters(modules, parallel)
     for slot in weights_hf.slots(model, arch, parallel):
         rank = parallel.tensor_rank if slot.expert is None else parallel.expert_tensor_rank
         pieces.append(Piece(slot.names[0], "" if slot.dim is None else str(rank), slot.weight))
@@ -53,13 +56,18 @@ def adapters(modules: dict[str, torch.nn.Module], parallel: Parallel) -> list[Pi
 
 
 @torch.no_grad()
-def differing(pieces: list[Piece], parallel: Parallel) -> str:
-    """Which pieces are not the same on all ranks that hold them. All ranks bring the same number of pieces."""
+def differing(pieces: list[Piece], parallel: Parallel, exact: bool = True) -> str:
+    """Which pieces are not the same on all ranks that hold them. All ranks bring the same number of pieces.
+
+    Not ``exact``: sums choose the pieces whose bytes are compared, which misses changes that are lost in rounding.
+    """
     keys = torch.tensor([zlib.crc32(f"{name} {place}".encode()) for name, place, _ in pieces])
-    sums = torch.stack([tensor.sum(dtype=torch.float32) for _, _, tensor in pieces])
-    suspects = _apart(parallel.gather_rows(keys), parallel.gather_rows(sums))
-    if not suspects:
-        return ""
+    suspects = set(keys.tolist())
+    if not exact:
+        sums = torch.stack([_weighted_sum(tensor) for _, _, tensor in pieces])
+        suspects = _apart(parallel.gather_rows(keys), parallel.gather_rows(sums)).keys()
+        if not suspects:
+            return ""
     exact = [_checksum(piece.tensor) if int(key) in suspects else 0 for key, piece in zip(keys, pieces, strict=True)]
     apart = _apart(parallel.gather_rows(keys), parallel.gather_rows(torch.tensor(exact)))
     names: list[dict[int, str]] = [{}] * parallel.world_size
@@ -76,6 +84,12 @@ def _apart(keys: Tensor, values: Tensor) -> dict[int, list[int]]:
         for key, value in zip(*row, strict=True):
             held.setdefault(key, {})[rank] = value
     return {key: list(by_rank) for key, by_rank in held.items() if len({repr(v) for v in by_rank.values()}) > 1}
+
+
+def _weighted_sum(tensor: Tensor) -> Tensor:
+    """A sum that the order of the elements changes, fp32.  -> ()"""
+    weights = torch.arange(tensor.numel(), device=tensor.device, dtype=torch.int32).remainder_(8191) + 1
+    return (tensor.detach().flatten().float() * weights).sum()
 
 
 def _checksum(tensor: Tensor) -> int:

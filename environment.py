@@ -246,7 +246,7 @@ MINDSPEED_BRANCH = {"0.16.0": "core_r0.16.0", "0.12.1": "2.2.0_core_r0.12.1"}
 SAME_RELEASE = (("torch-npu", "torch"), ("vllm-ascend", "vllm"))
 # What the code of this repository imports beside that set, by the packages' names.
 OUR_PACKAGES = (
-    "Jinja2", "matplotlib", "numpy", "pandas", "pyarrow", "pydantic", "PyYAML", "safetensors", "tokenizers", "tqdm",
+    "Jinja2", "matplotlib", "numpy", "pyarrow", "pydantic", "PyYAML", "safetensors", "tokenizers", "tqdm",
 )  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------- build of vllm-ascend

@@ -33,6 +33,7 @@ import runlog
 from config import Config, InputError, check_layout, load_config, to_yaml
 from config_rules import check_engine_layout
 from first_hour_stages import ROOT, STAGES, Job, Outcome, Stage, said
+from input_files import BAD_INPUT, read_object, refused
 from machine import Machine
 from run_record import write_atomically
 
@@ -131,8 +132,8 @@ def state(job: Job) -> str:
 def kept(path: Path, now: str) -> dict | None:
     """The result of a stage that has passed under this very state; None if there is none."""
     try:
-        result = json.loads(path.read_text())
-    except (OSError, ValueError):
+        result = read_object(path)
+    except InputError:
         return None
     return result | {"kept": True} if result.get("state") == now and result.get("status") == "pass" else None
 
@@ -243,7 +244,7 @@ def read(args: argparse.Namespace) -> tuple[Job, list[float]]:
     cfg = load_config(args.config, args.overrides)
     device = preflight.device_of(cfg)
     try:
-        ranks = int(args.ranks) if args.ranks else default_ranks(cfg, device)
+        ranks = default_ranks(cfg, device) if not args.ranks else int(args.ranks) if len(args.ranks) < 6 else 0
         minutes = [float(part) for part in args.minutes.split()]
     except ValueError:
         ranks, minutes = 0, []
@@ -283,9 +284,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{job.config}: {job.ranks} ranks on {job.device}; logs and results: {job.folder}", flush=True)
             report = as_json(job, run_all(job, minutes, lock))
             write_atomically(path, json.dumps(report, indent=1) + "\n")
-    except InputError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    except BAD_INPUT as error:
+        return refused(error)
     except Interrupted:
         print("interrupted: the same command goes on with this stage", file=sys.stderr)
         return 130
@@ -298,6 +298,8 @@ def hold(folder: Path, report: Path) -> BinaryIO:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         report.parent.mkdir(parents=True, exist_ok=True)
+        if report.exists() and "stages" not in read_object(report):
+            raise InputError(f"{report}: not a report of an earlier first hour; needed: a new file, or one of these")
         deadline = time.monotonic() + WAIT
         while True:
             try:

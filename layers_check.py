@@ -40,7 +40,7 @@ from config import Config, check_layout, load_config
 from config_rules import check_engine_layout
 from data_gsm8k import Question
 from hf_config import Architecture
-from input_files import BAD_INPUT
+from input_files import BAD_INPUT, UNFINISHED, fresh_folder
 from learner import Learner
 from parallel_setup import Parallel
 from rollout import Rollout
@@ -69,9 +69,8 @@ def settings(cfg: Config) -> dict:
 
 
 def write_model(cfg: Config, folder: Path) -> None:
-    """That config.json, and random weights of these sizes, in ``folder``, which is made anew."""
-    shutil.rmtree(folder, ignore_errors=True)  # of a start that was killed
-    folder.mkdir(parents=True)
+    """That config.json, and random weights of these sizes, in ``folder``; InputError if there is one of the user's."""
+    fresh_folder(folder)
     (folder / "config.json").write_text(json.dumps(settings(cfg), indent=1) + "\n")
     arch, dtype = hf_config.read(folder), rollout.DTYPES[cfg.model.dtype]
 
@@ -280,8 +279,8 @@ def run(cfg: Config, folder: Path, json_path: str | None) -> bool:
             parallel = parallel_setup.init_model_parallel(device, **sizes, timeout_seconds=timeout)
             found = compare(cfg, arch, parallel)
         finally:
-            if os.environ.get("LOCAL_RANK", "0") == "0":
-                shutil.rmtree(folder, ignore_errors=True)
+            if os.environ.get("LOCAL_RANK", "0") == "0" and (folder / UNFINISHED).exists():
+                shutil.rmtree(folder)
         if parallel.rank == 0:
             print("\n".join(as_text(found)), flush=True)
             if json_path:

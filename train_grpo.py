@@ -82,7 +82,7 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: tuple |
         learner.restore(saved.tensors, saved.state)
         tripwires.state(saved.step, copies.not_restored(saved, *learner.state(), parallel))
         first_step, saved = saved.step, None  # closes its files: a checkpoint that is removed must give its space back
-    tripwires.state(first_step, copies.differing(copies.base(model, arch, parallel), parallel))
+    tripwires.state(first_step, copies.differing(copies.everything(model, arch, adapters, parallel), parallel))
     engine = rollout.open_engine(cfg, arch, parallel.device, stop_tokens, pad_token)
     engine.beat = heartbeat.go_on  # a rank that decodes does not stand still
     weights = WeightSync(engine, model, arch, parallel, cfg)
@@ -121,13 +121,13 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: tuple |
         most = max(most, peak)
         log.log_step(step, metrics, clock.timing(sum(batch.lengths)) | runlog.device_memory(peak))
         tripwires.after_step(step, metrics, (batch.rewards.min().item(), batch.rewards.max().item()))
-        tripwires.state(step + 1, copies.differing(copies.adapters(adapters, parallel), parallel))
+        tripwires.state(step + 1, copies.differing(copies.adapters(adapters, parallel), parallel, exact=False))
         done = step + 1
         if done == cfg.train.steps or (cfg.eval.every and done % cfg.eval.every == 0):
             weights.push_clean()
             log_evaluation(log, done, engine, held_out, score, cfg, parallel, heartbeat)
         if done == cfg.train.steps or (cfg.train.checkpoint_every and done % cfg.train.checkpoint_every == 0):
-            tripwires.state(done, copies.differing(copies.base(model, arch, parallel), parallel))
+            tripwires.state(done, copies.differing(copies.everything(model, arch, adapters, parallel), parallel))
             tensors, counts = learner.state()
             checkpoint.save(log.run_dir, done, tensors, counts, cfg, writes=parallel.rank == 0)
             parallel.barrier()

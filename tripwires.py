@@ -16,6 +16,8 @@ GAP_START, GAP_FACTOR, GAP_FLOOR, GAP_STEPS = 10, 10, 0.1, 3  # see _far_above_t
 TRUNCATED_COMPLETIONS, TRUNCATED_TEMPERATURE = 256, 1.5  # fewer say little; hotter ones ramble whatever the model
 IDENTICAL_NATS = 200.0  # e^-200: how unlikely equal completions must be before they count as a fault
 STUCK_STEPS = 3  # steps with a KL of exactly 0 after updates, or with the same questions
+STUCK_TOKENS = {"fp32": 500, "bf16": 20_000}  # of those steps: in bf16 a small update changes few of them
+SHORTEST = 20  # a max_new_tokens below it may well be too few for any answer to end
 REWARD_START = 0.02  # a lower reward cannot fall in a way that means anything
 WINDOW = 10  # steps whose mean is compared with the mean of the first ones
 ROUNDING = -1e-6  # an estimate that cannot be negative may be this much below 0
@@ -46,7 +48,7 @@ class Tripwires:
         self.gaps: list[float] = []
         self.steps_above = 0
         self.updated = False  # whether an update with a gradient has been made
-        self.kl_zero = 0
+        self.kl_zero: list[float] = []  # tokens of the last steps, whose KL was 0
         self.identical_nats = 0.0
         self.questions: list[frozenset[str]] = []
         self.held_out: frozenset[str] = frozenset()
@@ -101,7 +103,7 @@ class Tripwires:
             return
         mean, where = fmean(self.truncated), f"step {step + 1}"
         where += f", the last {steps}" if steps > 1 else ""
-        if mean == 1:
+        if mean == 1 and rollout.max_new_tokens >= SHORTEST:
             self.trip(
                 "sampling",
                 f"{where}: not one completion ended by itself within {rollout.max_new_tokens} tokens",
@@ -171,11 +173,14 @@ class Tripwires:
             if value < ROUNDING:
                 found = f"step {step + 1}: {name} is {value:.2g}, which cannot be negative"
                 self.trip("impossible", found, "the sign in grpo.py, and in model_megatron.py for the entropy")
-        self.kl_zero = self.kl_zero + 1 if kl == 0 and self.updated else 0
-        if self.kl_zero == STUCK_STEPS:
+        rollout = self.cfg.rollout
+        tokens = metrics["response_length/mean"] * rollout.prompts_per_step * rollout.group_size
+        if not self._untrained(metrics):
+            self.kl_zero = [*self.kl_zero, tokens] if kl == 0 and self.updated else []
+        if len(self.kl_zero) >= STUCK_STEPS and sum(self.kl_zero) >= STUCK_TOKENS[self.cfg.model.dtype]:
             self.trip(
                 "impossible",
-                f"step {step + 1}: the KL to the reference is exactly 0 for the {STUCK_STEPS}rd step after updates",
+                f"step {step + 1}: the KL to the reference is exactly 0 in {len(self.kl_zero)} steps after updates",
                 "whether the reference is computed with the adapters off (lora_megatron.disabled)",
             )
         self.updated = self.updated or (metrics["actor/grad_norm"] > 0 and metrics["actor/lr"] > 0)
@@ -257,14 +262,16 @@ class Tripwires:
                     "the step's completions, optim.lr, loss.clip_high",
                 )
         self.norms = [*self.norms, norm][-SPIKE_WINDOW:]
-        loss = self.cfg.loss
-        untrained = norm == 0 and (loss.skip_equal_groups or loss.mask_truncated)  # no row of which to take an entropy
-        if metrics["actor/entropy"] < self.checks.entropy_floor and not untrained:
+        if metrics["actor/entropy"] < self.checks.entropy_floor and not self._untrained(metrics):
             self.trip(
                 "entropy",
                 f"step {step + 1}: entropy {metrics['actor/entropy']:.2g} nats a token: completions repeat themselves",
                 "loss.entropy_coef, optim.lr, loss.kl_coef",
             )
+
+    def _untrained(self, metrics: dict[str, float]) -> bool:
+        """Whether the step left out all its rows, so that there is none of which to take an entropy or a KL."""
+        return metrics["actor/grad_norm"] == 0 and (self.cfg.loss.skip_equal_groups or self.cfg.loss.mask_truncated)
 
     def after_push(self, step: int, checksums: list[float], last_norm: float | None) -> None:
         """Check what was pushed for ``step``: it must not be what was pushed before an update that had a gradient.

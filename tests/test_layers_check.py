@@ -16,7 +16,7 @@ import world
 import hf_config
 import layers_check
 import weights_hf
-from config import load_config, to_yaml
+from config import InputError, load_config, to_yaml
 from weight_sync import WeightSync
 
 SIZES = {
@@ -108,6 +108,14 @@ def test_adapters_that_change_nothing_are_refused_as_a_blind_check() -> None:
     assert "would not show" in layers_check.judged(found, [])
     assert layers_check.judged(found | {"gap_without_adapters": 3.0}, []) == ""
     assert "differ by nan" in layers_check.judged(found | {"gap_mean": float("nan")}, [])
+
+
+def test_a_folder_of_the_users_is_left_alone(tmp_path) -> None:
+    cfg = load_config(Path(__file__).parents[1] / "configs" / "tiny_cpu.yaml")
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(InputError, match="in the way, and not made by this program"):
+        layers_check.write_model(cfg, tmp_path)
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
 def test_the_two_layers_have_the_real_models_sizes() -> None:

@@ -298,7 +298,7 @@ def test_a_gap_far_above_the_runs_own_first_steps_is_reported_below_the_absolute
     watch = Tripwires(cfg, said.append, lambda bound: "all layers agree")
     metrics = {"reward/unparsable_frac": 0.0, "response_length/truncated_frac": 0.0}
     metrics |= {"actor/grad_norm": 1.0, "actor/entropy": 1.0, "actor/lr": 1e-3, "reward/mean": 0.5}
-    metrics |= {"rollout/identical_groups": 0}
+    metrics |= {"rollout/identical_groups": 0, "response_length/mean": 10.0}
     gaps = [usual] * 6 + [sound] * 2 + [usual] * 4 + [sound] * 5 + [broken, broken, usual]
     for step, gap in enumerate([*gaps, broken, broken]):
         watch.after_step(step, metrics | {"rollout/logp_gap_mean": gap}, (0.0, 1.0))
