@@ -25,6 +25,7 @@ from input_files import BAD_INPUT, SETTINGS_MIB, read_object, refuse_special, re
 from machine import Finding, Machine, fail, memory_findings, ok, warn
 
 GIB = 2**30
+MOST_RANKS = 65536  # of one machine: far more than any has
 FILES_WANTED = 32768  # open at once: sockets of the ranks, weight files, shared memory
 
 
@@ -244,6 +245,8 @@ def main(config: str | None, overrides: Sequence[str] = (), *, ranks: int | None
     """Examine this machine, for the run of ``config`` if one is named; ``ranks``: processes on this machine."""
     try:
         cfg = load_config(config, overrides) if config else None
+        if ranks is not None and not 1 <= ranks <= MOST_RANKS:
+            raise InputError(f"--ranks: found {ranks}; needed: a whole number from 1 to {MOST_RANKS}")
     except BAD_INPUT as error:
         return refused(error)
     machine = Machine(run=cfg, ranks=ranks)

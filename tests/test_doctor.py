@@ -594,3 +594,8 @@ def test_the_doctor_runs_on_this_very_machine() -> None:
     )  # fmt: skip
     assert done.returncode == 0 and "fail" not in done.stdout.splitlines()[-2], done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith("cpu: ")
+
+
+def test_a_number_of_ranks_that_cannot_be_is_refused(capsys) -> None:
+    assert doctor.main(None, ranks=-3) == 2
+    assert capsys.readouterr().err.startswith("error: --ranks: found -3; needed: a whole number from 1 to")
