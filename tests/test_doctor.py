@@ -597,5 +597,4 @@ def test_the_doctor_runs_on_this_very_machine() -> None:
 
 
 def test_a_number_of_ranks_that_cannot_be_is_refused(capsys) -> None:
-    assert doctor.main(None, ranks=-3) == 2
-    assert capsys.readouterr().err.startswith("error: --ranks: found -3; needed: a whole number from 1 to")
+    assert doctor.main(None, ranks=-3) == 2 and "error: --ranks: found -3; needed: " in capsys.readouterr().err
