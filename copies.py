@@ -61,17 +61,19 @@ def differing(pieces: list[Piece], parallel: Parallel, exact: bool = True) -> st
 
     Not ``exact``: sums choose the pieces whose bytes are compared, which misses changes that are lost in rounding.
     """
-    keys = torch.tensor([zlib.crc32(f"{name} {place}".encode()) for name, place, _ in pieces])
-    suspects = set(keys.tolist())
+    mine = [zlib.crc32(f"{name} {place}".encode()) for name, place, _ in pieces]
+    keys, suspects = parallel.gather_rows(torch.tensor(mine)), set(mine)
     if not exact:
         sums = torch.stack([_weighted_sum(tensor) for _, _, tensor in pieces])
-        suspects = _apart(parallel.gather_rows(keys), parallel.gather_rows(sums)).keys()
+        suspects = _apart(keys, parallel.gather_rows(sums)).keys()
         if not suspects:
             return ""
-    exact = [_checksum(piece.tensor) if int(key) in suspects else 0 for key, piece in zip(keys, pieces, strict=True)]
-    apart = _apart(parallel.gather_rows(keys), parallel.gather_rows(torch.tensor(exact)))
+    checksums = [_checksum(tensor) if key in suspects else 0 for key, (_, _, tensor) in zip(mine, pieces, strict=True)]
+    apart = _apart(keys, parallel.gather_rows(torch.tensor(checksums)))
+    if not apart:
+        return ""
     names: list[dict[int, str]] = [{}] * parallel.world_size
-    dist.all_gather_object(names, {int(key): piece.name for key, piece in zip(keys, pieces, strict=True)})
+    dist.all_gather_object(names, {key: piece.name for key, piece in zip(mine, pieces, strict=True)})
     known = {key: name for by_rank in names for key, name in by_rank.items()}
     found = [f"{known[key]} of ranks {', '.join(map(str, ranks))}" for key, ranks in apart.items()]
     return _listed(found, "not the same on all ranks that hold it")

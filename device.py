@@ -11,7 +11,10 @@ import contextlib
 import functools
 import importlib.util
 import os
+import statistics
 import sys
+import time
+from collections.abc import Callable
 
 import torch
 
@@ -157,6 +160,18 @@ def synchronize(device: torch.device) -> None:
     """Wait for all that ``device`` was asked to do."""
     if device.type != "cpu":
         getattr(torch, device.type).synchronize()
+
+
+def median_milliseconds(job: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Median wall time of ``job`` on ``device`` in ``repeats`` runs, each waited for."""
+    seconds = []
+    for _ in range(repeats):
+        synchronize(device)
+        start = time.perf_counter()
+        job()
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds) * 1e3
 
 
 def peak_memory_gib(device: torch.device) -> float | None:

@@ -21,11 +21,10 @@ import doctor_npu
 import doctor_variables
 import hf_config
 from config import Config, InputError, load_config
-from input_files import BAD_INPUT, SETTINGS_MIB, read_object, refuse_special, refused
+from input_files import BAD_INPUT, MOST_RANKS, SETTINGS_MIB, read_object, refuse_special, refused
 from machine import Finding, Machine, fail, memory_findings, ok, warn
 
 GIB = 2**30
-MOST_RANKS = 65536  # of one machine: far more than any has
 FILES_WANTED = 32768  # open at once: sockets of the ranks, weight files, shared memory
 
 

@@ -33,7 +33,7 @@ import runlog
 from config import Config, InputError, check_layout, load_config, to_yaml
 from config_rules import check_engine_layout
 from first_hour_stages import ROOT, STAGES, Job, Outcome, Stage, said
-from input_files import BAD_INPUT, read_object, refused
+from input_files import BAD_INPUT, MOST_RANKS, read_object, refused
 from machine import Machine
 from run_record import write_atomically
 
@@ -244,11 +244,11 @@ def read(args: argparse.Namespace) -> tuple[Job, list[float]]:
     cfg = load_config(args.config, args.overrides)
     device = preflight.device_of(cfg)
     try:
-        ranks = default_ranks(cfg, device) if not args.ranks else int(args.ranks) if len(args.ranks) < 6 else 0
+        ranks = int(args.ranks) if args.ranks else default_ranks(cfg, device)
         minutes = [float(part) for part in args.minutes.split()]
     except ValueError:
         ranks, minutes = 0, []
-    if ranks < 1:
+    if not 1 <= ranks <= MOST_RANKS:
         raise InputError(f"RANKS, MINUTES: found {args.ranks!r}, {args.minutes!r}; needed: whole numbers of 1 or more")
     if len(minutes) != len(STAGES) or not all(0 < limit < 1e6 for limit in minutes):
         raise InputError(f"MINUTES: found {args.minutes!r}; needed: {len(STAGES)} numbers above 0, one a stage")

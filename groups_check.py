@@ -4,8 +4,6 @@ with answers known beforehand. parallel_setup.py --check runs it.
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -100,16 +98,11 @@ def _check_group(name: str, group: dist.ProcessGroup, device: torch.device) -> l
 
 def _run(job: Callable[[], Tensor], expected: Tensor, device: torch.device) -> tuple[float, str]:
     """Median milliseconds of ``job``, and what is wrong with its first answer."""
-    found, seconds = job().cpu(), []
-    for _ in range(REPEATS):
-        devices.synchronize(device)
-        start = time.perf_counter()
-        job()
-        devices.synchronize(device)
-        seconds.append(time.perf_counter() - start)
+    found = job().cpu()
+    milliseconds = devices.median_milliseconds(job, device, REPEATS)
     wrong = (found != expected).flatten().nonzero()
     if not len(wrong):
-        return statistics.median(seconds) * 1e3, ""
+        return milliseconds, ""
     place = int(wrong[0])
     seen, needed = found.flatten()[place].item(), expected.flatten()[place].item()
-    return statistics.median(seconds) * 1e3, f"element {place} is {seen:g}, not {needed:g}"
+    return milliseconds, f"element {place} is {seen:g}, not {needed:g}"

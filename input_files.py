@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+MOST_RANKS = 2**16  # far more than any job has
 SETTINGS_MIB = 64  # the largest file of settings or records; the index of 30,000 weights has 3
 LINES_MIB = 1024  # the largest file of questions, or of a run's lines
 LONGEST_MESSAGE = 1000  # characters

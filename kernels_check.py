@@ -17,11 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import statistics
-import sys
-import time
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -39,7 +34,7 @@ import parallel_setup
 import seeds
 from config import Config, check_layout, load_config
 from hf_config import Architecture
-from input_files import BAD_INPUT
+from input_files import BAD_INPUT, one_line
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INSIDE = 8  # roundings in fp32 inside a fused operator besides its sum: squares, means, an exp or rsqrt counted as two
@@ -208,7 +203,7 @@ def check(case: Case, device: torch.device, rank: int) -> list[Result]:
         bounds = [tolerance(dtype, *pair) for pair in zip(case.roundings, case.sums, strict=True)]
         try:
             gaps = [apart(x.cpu(), y, case.block) for x, y in zip(run(), true, strict=True)]
-            taken, error = _milliseconds(run, device), ""
+            taken, error = devices.median_milliseconds(run, device, REPEATS), ""
         except RuntimeError as refused:  # a kernel that does not take this: the other operators still say something
             gaps, taken, error = [math.inf, math.inf], math.inf, str(refused).strip().partition("\n")[0]
         apart_by = (gaps[0], bounds[0], max(gaps[1:]), bounds[1])
@@ -243,17 +238,6 @@ def _inputs(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, T
         return x.to(device, dtype if narrow else torch.float32).requires_grad_(name in case.trained)
 
     return {name: made(name, x) for name, x in case.inputs.items()}
-
-
-def _milliseconds(job: Callable[[], object], device: torch.device) -> float:
-    seconds = []
-    for _ in range(REPEATS):
-        devices.synchronize(device)
-        start = time.perf_counter()
-        job()
-        devices.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds) * 1e3
 
 
 # ------------------------------------------------------------------------------------------------ the command
@@ -294,10 +278,7 @@ def run(cfg: Config, json_path: str | None) -> bool:
     arch, ranks = hf_config.planned(cfg)[0], parallel_setup.launched_world_size()
     check_layout(cfg, arch, ranks)
     with parallel_setup.open_world(cfg) as device:
-        sizes = {name: getattr(cfg.parallel, name) for name in ("tensor", "expert", "expert_tensor")}
-        parallel = parallel_setup.init_model_parallel(
-            device, **sizes, timeout_seconds=cfg.parallel.timeout_seconds
-        )  # fmt: skip
+        parallel = parallel_setup.open_layout(cfg, device)
         seed = seeds.derive(cfg.train.seed, "operators", parallel.rank)
         mine = [result for case in cases(cfg, arch, ranks, seed) for result in check(case, device, parallel.rank)]
         everyones: list[list[Result]] = [[]] * ranks
@@ -322,13 +303,9 @@ def main(arguments: Sequence[str]) -> int:
         rank = parallel_setup.check_launch()
         return 0 if run(load_config(args.config, args.overrides), args.json) else 1
     except BAD_INPUT as error:
-        parallel_setup.say_refused(error, rank)
+        parallel_setup.report(rank, f"error: {one_line(error)}")
         return 2
 
 
 if __name__ == "__main__":
-    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    if code:
-        os._exit(code)  # no tear-down: it would wait for ranks that are not coming
+    parallel_setup.run_command(main)

@@ -14,12 +14,12 @@ S sequences, T tokens of a row, L MoE layers, K experts a token.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import shutil
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -40,7 +40,7 @@ from config import Config, check_layout, load_config
 from config_rules import check_engine_layout
 from data_gsm8k import Question
 from hf_config import Architecture
-from input_files import BAD_INPUT, UNFINISHED, fresh_folder
+from input_files import BAD_INPUT, UNFINISHED, fresh_folder, one_line
 from learner import Learner
 from parallel_setup import Parallel
 from rollout import Rollout
@@ -137,12 +137,11 @@ def trainer(
             no_advantages = torch.zeros(len(batch.lengths))
             micro = rollout.pack(batch, rows.tolist(), no_advantages, parallel.device, 0, parallel.tensor)
             given = (model, micro.tokens, micro.mask, parallel, cfg.rollout.temperature)
-            logp, _ = model_megatron.token_logprobs(*given)
+            with replay.recording() if replay else contextlib.nullcontext() as recorded:
+                logp, _ = model_megatron.token_logprobs(*given)
             gaps.append(as_wide((logp - micro.rollout_logp).abs()))
             masks.append(as_wide(micro.mask) > 0)
             if replay is not None:
-                with replay.recording() as recorded:
-                    model_megatron.token_logprobs(*given)
                 met = routing_replay.rows_of(recorded[0], len(rows))  # (b, t, L, K) of each token itself
                 routes.append(as_wide(met.roll(1, dims=1)))  # the token before has predicted it
     return torch.cat(gaps), torch.cat(masks), torch.cat(routes) if routes else None
@@ -274,9 +273,7 @@ def run(cfg: Config, folder: Path, json_path: str | None) -> bool:
             check_layout(cfg, arch, ranks)
             check_engine_layout(cfg, arch, ranks)
             rollout.check_engine(cfg, arch, ranks)
-            sizes = {name: getattr(cfg.parallel, name) for name in ("tensor", "expert", "expert_tensor")}
-            timeout = cfg.parallel.timeout_seconds
-            parallel = parallel_setup.init_model_parallel(device, **sizes, timeout_seconds=timeout)
+            parallel = parallel_setup.open_layout(cfg, device)
             found = compare(cfg, arch, parallel)
         finally:
             if os.environ.get("LOCAL_RANK", "0") == "0" and (folder / UNFINISHED).exists():
@@ -301,7 +298,7 @@ def main(arguments: Sequence[str]) -> int:
         rank = parallel_setup.check_launch()
         return 0 if run(load_config(args.config, args.overrides), Path(args.folder), args.json) else 1
     except BAD_INPUT as error:
-        parallel_setup.say_refused(error, rank)
+        parallel_setup.report(rank, f"error: {one_line(error)}")
         return 2
     except Tripped as error:
         print(f"stopped: {error}", file=sys.stderr, flush=True)
@@ -309,8 +306,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    if code:
-        os._exit(code)  # no tear-down: it would wait for ranks that are not coming
+    parallel_setup.run_command(main)

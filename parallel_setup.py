@@ -22,7 +22,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,9 +32,7 @@ from torch import Tensor
 
 import device as devices
 from config import Config, InputError, load_config
-from input_files import BAD_INPUT, one_line, shown, variable
-
-MOST_RANKS = 65536
+from input_files import BAD_INPUT, MOST_RANKS, one_line, shown, variable
 
 
 @dataclass(frozen=True)
@@ -199,12 +197,21 @@ def check_launch() -> int:
     return rank
 
 
-def say_refused(error: Exception, rank: int) -> None:
-    """Print, in one line, which input cannot be used. Rank 0 is the first: torchrun ends the others meanwhile."""
-    message = f"error: {one_line(error)}"
-    if rank:
+def report(rank: int, message: str, late: bool = False) -> None:
+    """Print why this rank ends. What all ranks find is said once: the others give rank 0 time to say it first."""
+    if rank or late:
         time.sleep(2)
     print(message if rank == 0 else f"rank {rank}: {message}", file=sys.stderr, flush=True)
+
+
+def run_command(main: Callable[[list[str]], int]) -> None:
+    """Run the main of a command that torchrun starts, and end this process with its exit code."""
+    # Megatron and torch warn about options of GPUs and about each other's deprecations.
+    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    if code:
+        os._exit(code)  # no tear-down: it would wait for ranks that are not coming
 
 
 def start_device(cfg: Config) -> torch.device:
@@ -249,6 +256,12 @@ def init_process_group(timeout_seconds: int) -> None:
     except (RuntimeError, ValueError) as error:  # DistStoreError is one, and what gloo says of GLOO_SOCKET_IFNAME
         found = str(error).splitlines()[0]  # of C++, whose stack follows
         raise InputError(f"torch.distributed: the ranks did not find each other: {found}") from None
+
+
+def open_layout(cfg: Config, device: torch.device) -> Parallel:
+    """Megatron's groups as cfg.parallel says, over the current world."""
+    keys = ("tensor", "expert", "expert_tensor", "timeout_seconds")
+    return init_model_parallel(device, **{key: getattr(cfg.parallel, key) for key in keys})
 
 
 def init_model_parallel(
@@ -358,8 +371,7 @@ def check_groups(cfg: Config) -> bool:
         if ranks % size:
             raise InputError(f"parallel.{key}: {size} ranks of a group do not divide the {ranks} that were started")
     with open_world(cfg) as device:
-        sizes = {"tensor": layout.tensor, "expert": layout.expert, "expert_tensor": layout.expert_tensor}
-        parallel = init_model_parallel(device, **sizes, timeout_seconds=layout.timeout_seconds)
+        parallel = open_layout(cfg, device)
         table, right = groups_check.report(groups_check.check(parallel))
         if parallel.rank == 0:
             print(f"{parallel.world_size} ranks on {device.type}, {devices.backend(device)}\n{table}", flush=True)
@@ -378,7 +390,7 @@ def main(arguments: list[str]) -> int:
         rank = check_launch()
         return 0 if check_groups(load_config(args.config, args.overrides)) else 1
     except BAD_INPUT as error:
-        say_refused(error, rank)
+        report(rank, f"error: {one_line(error)}")
         return 2
 
 

@@ -25,7 +25,7 @@ import memory_plan
 import time_plan
 from config import Config, InputError, load_config
 from config_rules import OTHER_RULES
-from input_files import BAD_INPUT, refused, shown
+from input_files import BAD_INPUT, MOST_RANKS, refused, shown
 from layout_plan import Layout
 from layout_search import Plan, Setting, alternatives, judge, overrides
 from memory_plan import GIB
@@ -190,7 +190,7 @@ def _told(times: time_plan.Times) -> list[str]:
 # --------------------------------------------------------------------------------------------------------- the command
 
 
-MOST = {"ranks": 2**16, "ranks_per_node": 2**16, "device_gib": 10**6}
+MOST = {"ranks": MOST_RANKS, "ranks_per_node": MOST_RANKS, "device_gib": 10**6}
 MOST |= {"prompt_tokens": 2**20, "completion_tokens": 2**20}
 DEVICE_FILES = {"npu": "/dev/davinci[0-9]*", "cuda": "/dev/nvidia[0-9]*"}
 

@@ -26,13 +26,12 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from config import Config, config_hash, load_config
-from input_files import BAD_INPUT, read_object, refused
+from input_files import BAD_INPUT, MOST_RANKS, read_object, refused
 from run_record import write_atomically
 from runlog import lock_run
 from strict_yaml import InputError, read_file
 
 RAY = "ray==2.60.0"  # the version that has been tried
-MOST_RANKS = 65536
 ROOT = Path(__file__).resolve().parent
 BUSY = -1000  # instead of an exit code: another process runs this very job
 # As run_cpu.sh: threads change the last bits; no fork of the tokenizer's; a mistyped model path is no download.

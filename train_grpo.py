@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-import time
 import traceback
-import warnings
 from pathlib import Path
 
 import torch
@@ -46,7 +43,7 @@ from config import Config, InputError, check_layout, load_config, to_yaml
 from config_rules import check_engine_layout
 from heartbeat import Heartbeat
 from hf_config import Architecture
-from input_files import one_line
+from input_files import MOST_RANKS, one_line
 from learner import Clock, Learner
 from parallel_setup import Parallel
 from rollout import Rollout
@@ -95,7 +92,7 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: tuple |
     if first_step == 0:
         log_evaluation(log, 0, engine, held_out, score, cfg, parallel, heartbeat)
 
-    norm, most = None, ()
+    norm, most, reserved = None, (), frozenset(question.question for question in held_out)
     for step in range(first_step, cfg.train.steps):
         clock = Clock(heartbeat, step, parallel.device)
         # 1. Hand over the policy: W + (alpha / R) B A. Noise lives in the sampler's copy; the trainer never sees it.
@@ -104,7 +101,7 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: tuple |
         clock.lap("sync")
         # 2. Sample and score G completions for each of P questions; both depend on (seed, step) alone.
         asked = questions.pick(step, cfg.rollout.prompts_per_step)
-        tripwires.asked(step, [q.question for q in asked], len(questions), (q.question for q in held_out))
+        tripwires.asked(step, [question.question for question in asked], len(questions), reserved)
         batch, completions = rollout.sample(engine, asked, score, cfg, parallel, step)
         clock.lap("generate")
         # 3. Compare within the group.
@@ -337,8 +334,7 @@ def run(cfg: Config) -> None:
         with parallel_setup.open_world(cfg) as device:
             if cfg.tiny_model is not None:
                 tiny_model.make(cfg, device, heartbeat.beat)
-            keys = ("tensor", "expert", "expert_tensor", "timeout_seconds")
-            parallel = parallel_setup.init_model_parallel(device, **{key: getattr(cfg.parallel, key) for key in keys})
+            parallel = parallel_setup.open_layout(cfg, device)
             heartbeat.beat("the meeting of all ranks")
             train(cfg, parallel, heartbeat, inputs)
     finally:
@@ -360,7 +356,7 @@ def main(arguments: list[str]) -> int:
         cfg = load_config(args.config, args.overrides, notes)
         if rank == 0:
             print("".join(f"note: {note}\n" for note in notes), end="", flush=True)
-        if args.ranks is not None and not (args.check and 1 <= args.ranks <= parallel_setup.MOST_RANKS):
+        if args.ranks is not None and not (args.check and 1 <= args.ranks <= MOST_RANKS):
             raise InputError(f"--ranks: found {args.ranks}; needed: 1 or more, and --check: torchrun starts the ranks")
         if args.check:
             check_only(cfg, args.ranks or parallel_setup.launched_world_size())
@@ -368,33 +364,21 @@ def main(arguments: list[str]) -> int:
         else:
             run(cfg)
     except InputError as error:
-        report(rank, f"error: {one_line(error)}")
+        parallel_setup.report(rank, f"error: {one_line(error)}")
         return 2
     except (Tripped, aqn.AqnError) as error:
-        report(rank, f"stopped: {error}")
+        parallel_setup.report(rank, f"stopped: {error}")
         return 3
     except Exception as error:
         if isinstance(error, OSError) and error.filename:  # a file or folder of the user's
-            report(rank, f"error: {one_line(error)}")
+            parallel_setup.report(rank, f"error: {one_line(error)}")
             return 2
         lost = isinstance(error, RuntimeError) and any(word in str(error) for word in ("onnection", "peer"))
         found = f"another rank ended, and its message says why ({error})" if lost else traceback.format_exc()
-        report(rank, found, late=lost)
+        parallel_setup.report(rank, found, late=lost)
         return 1
     return 0
 
 
-def report(rank: int, message: str, late: bool = False) -> None:
-    """Print why this rank ends. What all ranks find is said once: the others give rank 0 time to say it first."""
-    if rank or late:
-        time.sleep(2)
-    print(message if rank == 0 else f"rank {rank}: {message}", file=sys.stderr, flush=True)
-
-
 if __name__ == "__main__":
-    # Megatron and torch warn about options of GPUs and about each other's deprecations.
-    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    if code:
-        os._exit(code)  # no tear-down: it would wait for ranks that are not coming
+    parallel_setup.run_command(main)

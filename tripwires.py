@@ -6,9 +6,8 @@ Each tripwire is a key of the config's `checks` section: warn, stop or off. A st
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable, Iterable
-from statistics import fmean
+from collections.abc import Callable
+from statistics import fmean, median
 
 from config import Config
 
@@ -51,7 +50,6 @@ class Tripwires:
         self.kl_zero: list[float] = []  # tokens of the last steps, whose KL was 0
         self.identical_nats = 0.0
         self.questions: list[frozenset[str]] = []
-        self.held_out: frozenset[str] = frozenset()
         self.outcomes: list[tuple[float, float]] = []  # reward and KL of each step
         self.checksums: list[float] = []
 
@@ -117,10 +115,9 @@ class Tripwires:
                 "data.chat_template_kwargs={enable_thinking: false}",
             )
 
-    def asked(self, step: int, asked: list[str], num_questions: int, held_out: Iterable[str]) -> None:
+    def asked(self, step: int, asked: list[str], num_questions: int, held_out: frozenset[str]) -> None:
         """Check the questions of ``step``; ``num_questions`` there are to train on, ``held_out`` are not for it."""
-        self.held_out = self.held_out or frozenset(held_out)
-        if leaked := self.held_out.intersection(asked):
+        if leaked := held_out.intersection(asked):
             self.trip(
                 "held_out",
                 f"step {step + 1} asks {len(leaked)} held-out questions, for example {min(leaked)[:60]!r}",
@@ -211,7 +208,7 @@ class Tripwires:
         if watched and self._far_above_the_first_steps(gap, bound):
             self.say(
                 f"warning: checks.logp_gap: step {step + 1}: sampler and trainer differ by {gap:.2g} nats a token, "
-                f"after {statistics.median(self.gaps):.2g} in this run's first {GAP_START} steps;\n"
+                f"after {median(self.gaps):.2g} in this run's first {GAP_START} steps;\n"
                 f"  with the weights pushed once more, {self.where_apart(bound * GAP_FLOOR)}"
             )
         if watched and not gap <= bound:
@@ -247,14 +244,14 @@ class Tripwires:
         if len(self.gaps) < GAP_START:
             self.gaps.append(gap)
             return False
-        above = gap > max(GAP_FACTOR * statistics.median(self.gaps), GAP_FLOOR * bound)
+        above = gap > max(GAP_FACTOR * median(self.gaps), GAP_FLOOR * bound)
         self.steps_above = self.steps_above + 1 if above or self.steps_above >= GAP_STEPS else 0
         return self.steps_above == GAP_STEPS
 
     def _health(self, step: int, metrics: dict[str, float]) -> None:
         norm, factor = metrics["actor/grad_norm"], self.checks.gradient_spike_factor
         if len(self.norms) >= SPIKE_START:
-            usual = statistics.median(self.norms)
+            usual = median(self.norms)
             if usual and norm > factor * usual:
                 self.trip(
                     "gradient_spike",

@@ -21,6 +21,7 @@ import torch
 import training
 import world
 from torch import Tensor
+from training import after
 
 import data_gsm8k
 import grpo
@@ -110,12 +111,6 @@ def test_a_sound_method_learns(method: str, tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ the faults
-
-
-def after(owner: object, name: str, change: Callable) -> None:
-    """From now on ``owner.name`` returns ``change(what it returns, *its arguments)``."""
-    real = getattr(owner, name)
-    setattr(owner, name, lambda *args, **kwargs: change(real(*args, **kwargs), *args))
 
 
 def before(owner: object, name: str, act: Callable) -> None:
