@@ -92,7 +92,10 @@ def whole_shape(factor, parallel: Parallel) -> tuple[int, ...]:
 
 @torch.no_grad()
 def scatter(
-    adapters: dict[str, torch.nn.Module], wholes: Mapping[str, Tensor], arch: Architecture, parallel: Parallel,
+    adapters: dict[str, torch.nn.Module],
+    wholes: Mapping[str, Tensor],
+    arch: Architecture,
+    parallel: Parallel,
     end: str = "",
 ) -> dict[str, Tensor]:
     """This rank's piece of every whole tensor whose name has this ``end``, by factor name; one is read at a time.

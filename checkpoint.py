@@ -122,7 +122,11 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor | Pending]) -> str:
 
 
 def save(
-    run_dir: Path, step: int, tensors: dict[str, Mapping[str, Tensor | Pending]], state: dict[str, Any], cfg: Config,
+    run_dir: Path,
+    step: int,
+    tensors: dict[str, Mapping[str, Tensor | Pending]],
+    state: dict[str, Any],
+    cfg: Config,
     writes: bool = True,
 ) -> Path | None:
     """Write the checkpoint of ``step`` finished steps and keep the newest cfg.train.keep_last; its folder.

@@ -53,7 +53,10 @@ def keep_rows_(cache: Cache, rows: Tensor) -> None:
 
     cache.prompt_length, cache.padding = cache.prompt_length[rows], keep(cache.padding, lines)
     for layers, kept in (
-        (cache.prompt_keys, lines), (cache.prompt_values, lines), (cache.keys, rows), (cache.values, rows),
+        (cache.prompt_keys, lines),
+        (cache.prompt_values, lines),
+        (cache.keys, rows),
+        (cache.values, rows),
     ):
         layers[:] = [keep(layer, kept) for layer in layers]
 
@@ -68,8 +71,14 @@ def add_slots_(cache: Cache) -> None:
 class Decoder:
     """The model's weights as the kernels want them. Not `ready` until `load_weights` has brought a whole model."""
 
-    def __init__(self, arch: Architecture, dtype: torch.dtype, device: str | torch.device, *,
-                 norm_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        arch: Architecture,
+        dtype: torch.dtype,
+        device: str | torch.device,
+        *,
+        norm_dtype: torch.dtype | None = None,
+    ) -> None:
         """``norm_dtype``: of the RMSNorm weights, if not ``dtype``."""
         self.arch, self.dtype, self.device = arch, dtype, torch.device(device)
         self.norm_dtype = norm_dtype or dtype
@@ -148,16 +157,20 @@ class Decoder:
                 raise InputError(f"load_weights: {name} came twice")
             slot = self._slots[name][0]
             if tensor.shape != slot.shape or not tensor.is_floating_point():
-                raise InputError(f"load_weights: {name}: found {tensor.dtype} {tuple(tensor.shape)}; "
-                                 f"needed: floating point {tuple(slot.shape)}")
+                raise InputError(
+                    f"load_weights: {name}: found {tensor.dtype} {tuple(tensor.shape)}; "
+                    f"needed: floating point {tuple(slot.shape)}"
+                )
             slot.copy_(tensor)
             sums[name] = slot.sum(dtype=torch.float32)  # of the copy, since a cast can overflow
         groups = {self._slots[name][1] for name in sums}
         needed = [name for name, (_, group) in self._slots.items() if whole or group in groups]
         missing = [name for name in needed if name not in sums]
         if missing:
-            raise InputError(f"load_weights: {missing[0]} is missing ({len(missing)} missing, {len(sums)} found); "
-                             f"needed: {'the whole model' if whole else 'whole fused groups'}")
+            raise InputError(
+                f"load_weights: {missing[0]} is missing ({len(missing)} missing, {len(sums)} found); "
+                f"needed: {'the whole model' if whole else 'whole fused groups'}"
+            )
         # A sum takes a tenth of isfinite's time. Read once, at the end: on an accelerator a look waits for the device.
         suspects = torch.stack([*sums.values()]).isfinite().logical_not().tolist() if sums else []
         suspects = [name for name, suspect in zip(sums, suspects, strict=True) if suspect]
@@ -210,8 +223,14 @@ class Decoder:
         mine = torch.empty_like(mine).index_copy_(0, pair, mine).view(*experts.shape, -1)
         return x + (mine * score.to(x.dtype).unsqueeze(-1)).sum(1)
 
-    def prefill(self, prompts: list[list[int]], num_samples: int, new_tokens: int, pad_token: int,
-                layer_outputs: list[Tensor] | None = None) -> tuple[Tensor, Cache, Tensor | None]:
+    def prefill(
+        self,
+        prompts: list[list[int]],
+        num_samples: int,
+        new_tokens: int,
+        pad_token: int,
+        layer_outputs: list[Tensor] | None = None,
+    ) -> tuple[Tensor, Cache, Tensor | None]:
         """Run the prompts, ready to decode ``num_samples`` rows of each: last hidden states, cache, tokens' experts.
 
         Shapes (P, h), and (P, T, MoE layers, K) uint8, None without MoE layers. Padding is on the right and attention
@@ -231,7 +250,10 @@ class Decoder:
         angle = torch.cat([angle, angle], -1)
         cos, sin = angle.cos().to(device, self.dtype), angle.sin().to(device, self.dtype)
         cache = Cache(
-            cos, sin, lengths.repeat_interleave(num_samples), padding.repeat(arch.num_kv_heads, 1, 1),
+            cos,
+            sin,
+            lengths.repeat_interleave(num_samples),
+            padding.repeat(arch.num_kv_heads, 1, 1),
             prompt_keys=empty(len(prompts), arch.head_dim, longest),
             prompt_values=empty(len(prompts), longest, arch.head_dim),
             keys=empty(len(prompts) * num_samples, 0, arch.head_dim),

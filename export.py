@@ -117,7 +117,11 @@ def merged_tensors(
 
 
 def write_merged(
-    out_dir: Path, cfg: Config, arch: Architecture, modules: list[Adapted], factors: dict[str, Tensor],
+    out_dir: Path,
+    cfg: Config,
+    arch: Architecture,
+    modules: list[Adapted],
+    factors: dict[str, Tensor],
     changed: Sequence[str] = (),
 ) -> tuple[int, int]:
     """The merged model as a Hugging Face directory with the base model's tensor names.  -> (tensors, bytes)"""

@@ -279,6 +279,7 @@ class Learner:
 
         A tensor is gathered when it is made, which is collective: all ranks make all of them, in this order.
         """
+
         def pending(name: str, value: Tensor) -> Pending:
             factor = self.factors[name]
             make = functools.partial(adapter_weights.whole, name, factor, value, self.arch, self.parallel, True)

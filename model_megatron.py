@@ -245,7 +245,11 @@ def output_weight(model: torch.nn.Module) -> Tensor:
 
 
 def token_logprobs(
-    model: torch.nn.Module, tokens: Tensor, mask: Tensor, parallel: Parallel, temperature: float = 1.0,
+    model: torch.nn.Module,
+    tokens: Tensor,
+    mask: Tensor,
+    parallel: Parallel,
+    temperature: float = 1.0,
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability and entropy at every token where ``mask`` is 1, and 0 elsewhere.  (b, T), (b, T) -> (b, T) twice

@@ -29,9 +29,7 @@ def check_environment(device_type: str) -> None:
     if device_type != "npu":
         return
     for variable in environment.switched_on(os.environ):
-        raise InputError(
-            f"rollout.engine: the environment's {variable.name} must be 0 or unset: {variable.reason}"
-        )
+        raise InputError(f"rollout.engine: the environment's {variable.name} must be 0 or unset: {variable.reason}")
 
 
 def check_dispatch(arch: Architecture, ranks: int, tokens: int) -> None:

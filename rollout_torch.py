@@ -82,9 +82,17 @@ class TorchSampler:
 
     beat: Callable[[], None] = staticmethod(lambda: None)  # called for every decoded token of a wave
 
-    def __init__(self, arch: Architecture, *, stop_tokens: set[int], pad_token: int, dtype: torch.dtype = torch.float32,
-                 device: str | torch.device = "cpu", max_sequences: int = 512,
-                 norm_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        arch: Architecture,
+        *,
+        stop_tokens: set[int],
+        pad_token: int,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        max_sequences: int = 512,
+        norm_dtype: torch.dtype | None = None,
+    ) -> None:
         """``max_sequences`` bounds the rows of a wave, and so the key-value cache; ``norm_dtype``: see Decoder."""
         outside = [token for token in (*stop_tokens, pad_token) if not 0 <= token < arch.vocab_size]
         if outside:
@@ -111,9 +119,18 @@ class TorchSampler:
         return [output[0] for output in outputs]
 
     @torch.inference_mode()
-    def sample(self, prompts: list[list[int]], *, seeds: list[int], num_samples: int, max_new_tokens: int,
-               temperature: float, top_p: float = 1.0, top_k: int = 0, return_routed_experts: bool = False,
-               ) -> list[list[Completion]]:
+    def sample(
+        self,
+        prompts: list[list[int]],
+        *,
+        seeds: list[int],
+        num_samples: int,
+        max_new_tokens: int,
+        temperature: float,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        return_routed_experts: bool = False,
+    ) -> list[list[Completion]]:
         """``num_samples`` completions of each prompt, in the callers' order. Temperature 0 is greedy, top_k 0 is off.
 
         Prompt i draws its uniforms from a generator seeded with seeds[i] alone, so which prompts share a call or a wave
@@ -159,11 +176,19 @@ class TorchSampler:
             if not 0 <= min(prompt) <= max(prompt) < arch.vocab_size:
                 raise InputError(f"sample: prompt {i} has a token outside the vocabulary of {arch.vocab_size}")
             if len(prompt) + rule.max_new_tokens > arch.max_positions:
-                raise InputError(f"sample: prompt {i} has {len(prompt)} tokens, which with max_new_tokens "
-                                 f"{rule.max_new_tokens} exceeds the model's {arch.max_positions} positions")
+                raise InputError(
+                    f"sample: prompt {i} has {len(prompt)} tokens, which with max_new_tokens "
+                    f"{rule.max_new_tokens} exceeds the model's {arch.max_positions} positions"
+                )
 
-    def _run_wave(self, prompts: list[list[int]], num_samples: int, uniforms: Tensor | None, rule: Rule,
-                  return_routed_experts: bool) -> list[Completion]:
+    def _run_wave(
+        self,
+        prompts: list[list[int]],
+        num_samples: int,
+        uniforms: Tensor | None,
+        rule: Rule,
+        return_routed_experts: bool,
+    ) -> list[Completion]:
         """``num_samples`` completions of each prompt, flat; ``uniforms`` (N, R, 1), None for greedy."""
         decoder, new_tokens, rows = self.decoder, rule.max_new_tokens, len(prompts) * num_samples
         device = decoder.device

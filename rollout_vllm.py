@@ -40,26 +40,40 @@ PREFILL_TOKENS = 8192  # prompt tokens that are computed at once: bounds the act
 # -------------------------------------------------------------------------------------------------- what can be refused
 
 
-def check(arch: Architecture, *, device_type: str, ranks: int, tensor: int, dtype: torch.dtype, max_tokens: int,
-          kv_cache_mib: int) -> None:
+def check(
+    arch: Architecture,
+    *,
+    device_type: str,
+    ranks: int,
+    tensor: int,
+    dtype: torch.dtype,
+    max_tokens: int,
+    kv_cache_mib: int,
+) -> None:
     """Raise InputError for what this engine cannot run, without importing vLLM. ``max_tokens``: prompt and answer."""
     _check_installed(device_type)
     rollout_ascend.check_environment(device_type)
     for problem in replica_problems(arch, ranks, tensor, max_tokens, kv_cache_mib, dtype.itemsize):
         raise InputError(problem)
     if arch.model_type == "qwen2_moe" and arch.head_dim * arch.num_heads != arch.hidden_size:
-        raise InputError(f"rollout.engine: vllm's qwen2_moe has heads of hidden_size / heads, which head_dim "
-                         f"{arch.head_dim} is not; needed: {arch.hidden_size // arch.num_heads} (or engine torch)")
+        raise InputError(
+            f"rollout.engine: vllm's qwen2_moe has heads of hidden_size / heads, which head_dim "
+            f"{arch.head_dim} is not; needed: {arch.hidden_size // arch.num_heads} (or engine torch)"
+        )
     if arch.model_type == "qwen3_moe" and not any(arch.moe_layers):
         raise InputError("rollout.engine: vllm's qwen3_moe needs a MoE layer, this model has none; needed: torch")
     if device_type != "cpu":
         return
     if arch.head_dim not in CPU_HEAD_DIMS:
-        raise InputError(f"rollout.engine: vllm on a CPU cannot run head_dim {arch.head_dim}; "
-                         f"needed: {', '.join(map(str, CPU_HEAD_DIMS))} (or rollout.engine torch)")
+        raise InputError(
+            f"rollout.engine: vllm on a CPU cannot run head_dim {arch.head_dim}; "
+            f"needed: {', '.join(map(str, CPU_HEAD_DIMS))} (or rollout.engine torch)"
+        )
     if arch.hidden_size % 32:  # of its grouped kernel for the experts
-        raise InputError(f"rollout.engine: vllm on a CPU cannot run hidden_size {arch.hidden_size}; "
-                         "needed: a multiple of 32 (or rollout.engine torch)")
+        raise InputError(
+            f"rollout.engine: vllm on a CPU cannot run hidden_size {arch.hidden_size}; "
+            "needed: a multiple of 32 (or rollout.engine torch)"
+        )
     if "VLLM_CPU_KVCACHE_SPACE" in os.environ:
         raise InputError("rollout.kv_cache_mib: the environment's VLLM_CPU_KVCACHE_SPACE would override it; unset that")
 
@@ -91,10 +105,22 @@ class VllmEngine:
     beat: Callable[[], None] = staticmethod(lambda: None)  # called for every step of vLLM's scheduler
     adapter: adapter_vllm.Adapter | None = None  # only under rollout.sync adapter
 
-    def __init__(self, arch: Architecture, model_dir: str | Path, *, stop_tokens: set[int], max_tokens: int,
-                 dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu", tensor: int = 1,
-                 enforce_eager: bool = True, kv_cache_mib: int = 512, max_sequences: int = MAX_SEQUENCES,
-                 routed_experts: bool = False, adapter: LoraConfig | None = None) -> None:
+    def __init__(
+        self,
+        arch: Architecture,
+        model_dir: str | Path,
+        *,
+        stop_tokens: set[int],
+        max_tokens: int,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        tensor: int = 1,
+        enforce_eager: bool = True,
+        kv_cache_mib: int = 512,
+        max_sequences: int = MAX_SEQUENCES,
+        routed_experts: bool = False,
+        adapter: LoraConfig | None = None,
+    ) -> None:
         """``model_dir`` needs its config.json only. ``max_tokens`` of prompt and completion, ``max_sequences`` at once.
 
         ``routed_experts``: keep what return_routed_experts asks for. ``adapter``: what load_adapter is going to bring.
@@ -105,8 +131,15 @@ class VllmEngine:
         assert dist.is_initialized()  # else vLLM would open a world of its own, which nobody else could then open
         rank, ranks = dist.get_rank(), dist.get_world_size()
         self.replica_rank, self.num_replicas = rank // tensor, ranks // tensor  # of this rank's replica, by rank order
-        check(arch, device_type=self.device.type, ranks=ranks, tensor=tensor, dtype=dtype, max_tokens=max_tokens,
-              kv_cache_mib=kv_cache_mib)
+        check(
+            arch,
+            device_type=self.device.type,
+            ranks=ranks,
+            tensor=tensor,
+            dtype=dtype,
+            max_tokens=max_tokens,
+            kv_cache_mib=kv_cache_mib,
+        )
         outside = [token for token in self.stop_tokens if not 0 <= token < arch.vocab_size]
         if outside:
             raise InputError(f"sampler: stop token {outside[0]} is not in the vocabulary of {arch.vocab_size}")
@@ -210,14 +243,19 @@ class VllmEngine:
         """Empty the prefix cache: what it holds was computed with other weights."""
         if not self.llm.reset_prefix_cache():
             raise RuntimeError(f"{where}: vLLM kept its prefix cache; are there requests in flight?")
+
     def _hand_over(self, stream: Iterator[tuple[str, Tensor]]) -> None:
         self.llm.collective_rpc(vllm_inside.reload, args=(stream,))
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
         return tensor.detach().to(self.device, self.dtype)
 
-    def _complete_groups(self, named_tensors: Iterable[tuple[str, Tensor]], whole: bool, failures: list[BaseException],
-                         ) -> Iterator[tuple[str, Tensor]]:
+    def _complete_groups(
+        self,
+        named_tensors: Iterable[tuple[str, Tensor]],
+        whole: bool,
+        failures: list[BaseException],
+    ) -> Iterator[tuple[str, Tensor]]:
         """The tensors, cast, group by group. Whatever goes wrong ends the stream between two groups and is put into
         ``failures``: raised through vLLM's loader it would leave that with layers half loaded.
         """
@@ -230,8 +268,10 @@ class VllmEngine:
                 if name in came:
                     raise InputError(f"load_weights: {name} came twice")
                 if tuple(tensor.shape) != self.shapes[name] or not tensor.is_floating_point():
-                    raise InputError(f"load_weights: {name}: found {tensor.dtype} {tuple(tensor.shape)}; "
-                                     f"needed: floating point {self.shapes[name]}")
+                    raise InputError(
+                        f"load_weights: {name}: found {tensor.dtype} {tuple(tensor.shape)}; "
+                        f"needed: floating point {self.shapes[name]}"
+                    )
                 came.add(name)
                 group = weights_hf.fused_group(name)
                 tensors = held.setdefault(group, {})
@@ -244,15 +284,26 @@ class VllmEngine:
             groups = self.members if whole else {weights_hf.fused_group(name) for name in came}
             missing = [name for name in self.shapes if weights_hf.fused_group(name) in groups and name not in came]
             if missing:
-                raise InputError(f"load_weights: {missing[0]} is missing ({len(missing)} missing, {len(came)} found); "
-                                 f"needed: {'the whole model' if whole else 'whole fused groups'}")
+                raise InputError(
+                    f"load_weights: {missing[0]} is missing ({len(missing)} missing, {len(came)} found); "
+                    f"needed: {'the whole model' if whole else 'whole fused groups'}"
+                )
         except BaseException as error:
             failures.append(error)
 
     # ------------------------------------------------------------------------------------------------------- sampling
-    def sample(self, prompts: list[list[int]], *, seeds: list[int], num_samples: int, max_new_tokens: int,
-               temperature: float, top_p: float = 1.0, top_k: int = 0, return_routed_experts: bool = False,
-               ) -> list[list[Completion]]:
+    def sample(
+        self,
+        prompts: list[list[int]],
+        *,
+        seeds: list[int],
+        num_samples: int,
+        max_new_tokens: int,
+        temperature: float,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        return_routed_experts: bool = False,
+    ) -> list[list[Completion]]:
         """``num_samples`` completions of each prompt, in the callers' order. Temperature 0 is greedy.
 
         Sample j of prompt i draws from a generator seeded with (seeds[i], j), so which prompts share a call changes
@@ -303,8 +354,17 @@ class VllmEngine:
         (outputs,) = self.llm.collective_rpc(vllm_inside.layer_outputs, args=(run,))
         return [output[: len(prompt)] for output in outputs]
 
-    def _check(self, prompts: list[list[int]], seeds: list[int], num_samples: int, max_new_tokens: int,
-               temperature: float, top_p: float, top_k: int, routed: bool) -> None:
+    def _check(
+        self,
+        prompts: list[list[int]],
+        seeds: list[int],
+        num_samples: int,
+        max_new_tokens: int,
+        temperature: float,
+        top_p: float,
+        top_k: int,
+        routed: bool,
+    ) -> None:
         if not self.ready:
             raise InputError("sample: no usable weights; needed: a load_weights of the whole model that succeeded")
         if len(seeds) != len(prompts):
@@ -325,8 +385,10 @@ class VllmEngine:
             if not 0 <= min(prompt) <= max(prompt) < self.arch.vocab_size:
                 raise InputError(f"sample: prompt {i} has a token outside the vocabulary of {self.arch.vocab_size}")
             if len(prompt) + max_new_tokens > self.max_tokens:
-                raise InputError(f"sample: prompt {i} has {len(prompt)} tokens, which with max_new_tokens "
-                                 f"{max_new_tokens} exceeds the {self.max_tokens} that the engine was made for")
+                raise InputError(
+                    f"sample: prompt {i} has {len(prompt)} tokens, which with max_new_tokens "
+                    f"{max_new_tokens} exceeds the {self.max_tokens} that the engine was made for"
+                )
 
     def _routes(self, routes: np.ndarray | None, rows: int) -> np.ndarray:
         """vLLM's (rows, layers, K) without the layers that are not MoE; the same kind of ids as the model's own."""

@@ -133,8 +133,15 @@ def advantages_of(rewards: list[float], norm: str) -> list[float]:
 
 
 def loss_of(
-    cfg: Config, logp: Tensor, entropy: Tensor, old: Tensor, reference: Tensor, rows: Rows, chosen: Tensor,
-    skipped: Tensor, advantages: Tensor,
+    cfg: Config,
+    logp: Tensor,
+    entropy: Tensor,
+    old: Tensor,
+    reference: Tensor,
+    rows: Rows,
+    chosen: Tensor,
+    skipped: Tensor,
+    advantages: Tensor,
 ) -> Tensor:
     """The loss of one update.  (S, T) four times, (S,) three times
 

@@ -109,4 +109,3 @@ def dump_yaml(tree: dict) -> str:
     """The text of a YAML file that parse_yaml reads back to ``tree``, keys in their order."""
     layout = {"sort_keys": False, "allow_unicode": True, "default_flow_style": False, "width": 1000}
     return yaml.dump(tree, Dumper=StrictDumper, **layout)
-

@@ -158,7 +158,7 @@ def test_conversion_refuses_to_overwrite_a_column(tmp_path: Path) -> None:
     assert not (tmp_path / "out.jsonl").exists()
 
 
-@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999", "[1, {\"a\": -1e999}]"])
+@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999", '[1, {"a": -1e999}]'])
 def test_conversion_writes_json_that_every_reader_takes(tmp_path: Path, text: str) -> None:
     """Python's json reads 1e999 as infinity and writes it as `Infinity`, which is no JSON."""
     start = tmp_path / "start.jsonl"

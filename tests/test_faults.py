@@ -168,6 +168,7 @@ def a_norm_read_wrongly() -> None:
 
 def a_norm_in_another_order() -> None:
     """Its sum is the same."""
+
     def change(_: None, model: torch.nn.Module, *__) -> None:
         with torch.no_grad():
             weight = model.decoder.layers[1].input_layernorm.weight

@@ -152,9 +152,7 @@ def lost_expert(monkeypatch: MonkeyPatch) -> None:
     """Expert 6 of layer 0 reaches the sampler without its update."""
     real = weights_hf._delta
     where = "layers.0.mlp.experts.6."
-    monkeypatch.setattr(
-        weights_hf, "_delta", lambda slot: real(slot) * (not any(where in name for name in slot.names))
-    )
+    monkeypatch.setattr(weights_hf, "_delta", lambda slot: real(slot) * (not any(where in name for name in slot.names)))
 
 
 def test_faults_are_named_by_their_stages_and_what_needs_them_is_skipped(tmp_path, monkeypatch, capsys) -> None:

@@ -383,7 +383,12 @@ def test_what_the_script_of_12_dies_says_does_not_fit_is_refused(script: str, la
 
 def test_users_own_settings_reach_the_run() -> None:
     lines, command = planned(
-        "run_16npu.sh", "data.instruction=a b", "parallel.tensor=2", MODEL="/m/q", HCCL_BUFFSIZE="100", OUT="/o",
+        "run_16npu.sh",
+        "data.instruction=a b",
+        "parallel.tensor=2",
+        MODEL="/m/q",
+        HCCL_BUFFSIZE="100",
+        OUT="/o",
         LAYOUT="tp4_ep8",
     )
     assert {"data.instruction=a b", "model.path=/m/q", "train.out_dir=/o", "--log-dir=/o/logs"} <= set(command)

@@ -47,6 +47,7 @@ Findings = dict[str, tuple[bool, str]]
 
 def judged(folder: Path, plant: Callable[[], None], *arguments: str) -> Findings:
     """The findings of the self-test of a configuration with ``arguments``, in a forked process with a fault."""
+
     def run() -> int:
         plant()
         cfg = load_config(arguments[0], [*HERE, *arguments[1:]], [], OTHER_RULES)

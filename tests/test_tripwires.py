@@ -407,7 +407,6 @@ def every_answer_parsable() -> None:
     reward_gsm8k.parsable = lambda *args: True
 
 
-
 def test_noise_shows_on_a_policy_that_is_sure_of_every_token(model: Path, tmp_path: Path) -> None:
     cfg = training.config(model, tmp_path, **FEW | NOISE | SURE)
     assert raised(sure_policy, cfg) == [(InputError, "")]
