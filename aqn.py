@@ -19,9 +19,9 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-import seeds
-from config import InputError
+from config import derive_seed
 from hf_config import Architecture
+from input_files import InputError
 
 ROLES = ("attention", "experts", "mlp", "router")
 NEAREST_ZERO = 2.0**-10  # a noisy weight stays this share of its clean size away from 0, so that w / (w + d) exists
@@ -278,7 +278,7 @@ def perturb(
     report = NoiseReport(float(sigma), missing=touched_names(plan))
 
     def generator(name: str) -> torch.Generator:
-        return torch.Generator().manual_seed(seeds.derive(seed, "aqn", step, name))
+        return torch.Generator().manual_seed(derive_seed(seed, "aqn", step, name))
 
     norms: dict[str, Tensor] = {}  # noisy ones by name
     columns: dict[str, Tensor] = {}  # matrix -> factor of each column, (h,) fp32

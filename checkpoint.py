@@ -24,8 +24,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from config import Config, InputError, changed_keys, config_hash, to_dict
-from input_files import check_folder, one_line, read_object, shown
+from config import changed_keys, config_hash, to_dict
+from input_files import InputError, check_folder, one_line, read_object, shown
+from knobs import Config
 from run_record import fsync_path, sha256_file, write_atomically
 from runlog import lock_run
 

@@ -20,13 +20,9 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from config_rules import LAYOUT_RULES, OTHER_RULES, Rules, check_layout, idle_keys, problems
-from input_files import BAD_INPUT, refused
-from knobs import ChecksConfig, Config, LoraConfig, ParallelConfig, Section
-from strict_yaml import InputError, dump_yaml, parse_override, read_file, shown
-
-__all__ = ["Config", "InputError", "LoraConfig", "check_layout", "load_config"]
-
+from config_rules import LAYOUT_RULES, OTHER_RULES, Rules, idle_keys, problems
+from input_files import BAD_INPUT, InputError, dump_yaml, parse_override, read_file, refused, shown
+from knobs import ChecksConfig, Config, ParallelConfig, Section
 
 # ------------------------------------------------------------------------------------------------------------ loading
 
@@ -220,6 +216,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"note: {note}", file=sys.stderr)
     print(to_yaml(cfg), end="")
     return 0
+
+
+# --------------------------------------------------------------------------------------------------------- random draws
+
+
+def derive_seed(*key: int | str) -> int:
+    """A 63-bit seed from ``key``: the same on every machine and Python, unlike hash()."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
 if __name__ == "__main__":

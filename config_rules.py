@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from strict_yaml import InputError
+from input_files import InputError
 
 if TYPE_CHECKING:
-    from config import Config
     from hf_config import Architecture  # both import from here, so only their names are known at run time
+    from knobs import Config
 
 
 # ---------------------------------------------------------------------------------------- keys this run would not read

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import gsm8k_files
-from config import Config, InputError
-from input_files import BAD_INPUT, check_folder, read_object, refuse_endless, refused, shown
+from config import derive_seed
+from input_files import BAD_INPUT, InputError, check_folder, read_object, refuse_endless, refused, shown
+from knobs import Config
 from reward_gsm8k import gold_answer
-from seeds import derive
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -80,7 +80,7 @@ class Questions(Sequence[Question]):
         return [self.questions[orders[place // len(self)][place % len(self)]] for place in places]
 
     def _order(self, epoch: int) -> np.ndarray:
-        return np.random.Generator(np.random.PCG64(derive(self.seed, "epoch", epoch))).permutation(len(self))
+        return np.random.Generator(np.random.PCG64(derive_seed(self.seed, "epoch", epoch))).permutation(len(self))
 
 
 def read(cfg: Config, split: str) -> tuple[list[tuple[str, str]], str, str]:
@@ -299,7 +299,7 @@ def arithmetic(num: int, heldout: bool, seed: int, low: int, high: int) -> list[
     if available < num:
         where = f"data.num_{'test' if heldout else 'train'}"
         raise InputError(f"{where}: found {num}; operands {low} to {high} give {available} different questions")
-    rng = random.Random(derive(seed, "arithmetic", "test" if heldout else "train"))
+    rng = random.Random(derive_seed(seed, "arithmetic", "test" if heldout else "train"))
     pairs: dict[str, str] = {}
     while len(pairs) < num:
         made = problem(rng, low, high, heldout)

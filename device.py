@@ -20,7 +20,7 @@ import torch
 
 import environment
 import kernels
-from config import InputError
+from input_files import InputError
 
 # Which devices of the machine a process sees. Read by the drivers, set by whoever starts the job, never here.
 VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}

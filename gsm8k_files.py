@@ -12,8 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from config import InputError
-from input_files import LINES_MIB, read_bytes
+from input_files import LINES_MIB, InputError, read_bytes
 from reward_gsm8k import gold_answer
 
 NUMBER = re.compile(r"-?[0-9]{1,100}(\.[0-9]{1,100})?")  # ASCII digits, as the rewards compare them

@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from config import Config, InputError
-from input_files import read_object, shown
+from input_files import InputError, read_object, shown
+from knobs import Config
 
 PUBLISHED = Path(__file__).resolve().parent / "configs"  # <name>.config.json: what can be planned before it is here
 

@@ -60,7 +60,7 @@ launch() {
     fi
     torchrun+=(train_grpo.py "$CONFIG" "${overrides[@]}")
 
-    local doctor=("$PYTHON" doctor.py "$CONFIG" "${overrides[@]}" --ranks "$RANKS_PER_NODE")
+    local doctor=("$PYTHON" preflight.py --doctor "$CONFIG" "${overrides[@]}" --ranks "$RANKS_PER_NODE")
     local plan=("$PYTHON" preflight.py "$CONFIG" "${overrides[@]}" --ranks "$ranks" --ranks-per-node "$RANKS_PER_NODE")
     if [ "$plan_only" = yes ]; then
         print_environment

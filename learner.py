@@ -25,16 +25,16 @@ import packing
 import parallel_setup
 import rollout
 import routing_replay
-import seeds
 from checkpoint import Pending
-from config import Config
-from heartbeat import Heartbeat
+from config import derive_seed
+from engines.interface import Completion
 from hf_config import Architecture
 from input_files import InputError, shown
+from knobs import Config
 from parallel_setup import Parallel
-from rollout import Completion, MicroBatch, Rollout
+from rollout import MicroBatch, Rollout
 from routing_replay import RoutingReplay
-from tripwires import Tripped
+from tripwires import Heartbeat, Tripped
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, in torch's names
 LOSSES = ("actor/loss", "actor/policy_loss")  # all else that a micro-batch reports is a mean over tokens
@@ -325,7 +325,7 @@ def learning_rate(cfg: Config, step: int) -> float:
 def seed_dropout(cfg: Config, step: int, update: int, micro: int, rank: int) -> None:
     """LoRA dropout is the one draw from global generators: it depends on the step, and on how rows are split."""
     if cfg.lora.dropout:
-        parallel_setup.seed_dropout(seeds.derive(cfg.train.seed, "dropout", step, update, micro, rank))
+        parallel_setup.seed_dropout(derive_seed(cfg.train.seed, "dropout", step, update, micro, rank))
 
 
 class Clock:

@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-import seeds
-from config import InputError, LoraConfig
-from experts_megatron import GroupedLinear
+from config import derive_seed
+from input_files import InputError
+from knobs import LoraConfig
+from model_megatron import GroupedLinear
 from parallel_setup import Parallel
 
 
@@ -178,7 +179,7 @@ def _initialise_(adapter: torch.nn.Module, name: str, parallel: Parallel, seed: 
         shape = list(piece.shape)
         shape[in_dim] *= shards
         bound = 1 / math.sqrt(shape[in_dim])
-        generator = torch.Generator().manual_seed(seeds.derive(seed, "lora", key))
+        generator = torch.Generator().manual_seed(derive_seed(seed, "lora", key))
         whole = torch.empty(shape).uniform_(-bound, bound, generator=generator)
         piece.copy_(whole.chunk(shards, in_dim)[rank_in_group if shards > 1 else 0])
 

@@ -6,13 +6,10 @@ TP x DP = expert_tensor x EP x expert_data = number of ranks. Every collective h
 The world of all ranks is gloo on every device: what crosses it (metrics, barriers, objects) is small and lies on the
 host, and an HCCL or NCCL communicator over all ranks would take some 400 MiB of each device. Megatron's groups, over
 which activations and gradients go, are the device's own. Reductions are of fp32 or narrower: HCCL has no fp64.
-
-    torchrun --nproc_per_node=N parallel_setup.py --check CONFIG [section.key=value ...]     proves and times the groups
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import datetime
 import hashlib
@@ -31,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import device as devices
-from config import Config, InputError, load_config
-from input_files import BAD_INPUT, MOST_RANKS, one_line, shown, variable
+from input_files import MOST_RANKS, InputError, one_line, shown, variable
+from knobs import Config
 
 
 @dataclass(frozen=True)
@@ -204,14 +201,15 @@ def report(rank: int, message: str, late: bool = False) -> None:
     print(message if rank == 0 else f"rank {rank}: {message}", file=sys.stderr, flush=True)
 
 
-def run_command(main: Callable[[list[str]], int]) -> None:
-    """Run the main of a command that torchrun starts, and end this process with its exit code."""
+def run_command(main: Callable[[list[str]], int], arguments: list[str]) -> int:
+    """Run the main of a command that torchrun starts; a non-zero exit code ends the process here."""
     # Megatron and torch warn about options of GPUs and about each other's deprecations.
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
-    code = main(sys.argv[1:])
+    code = main(arguments)
     sys.stdout.flush()
     if code:
         os._exit(code)  # no tear-down: it would wait for ranks that are not coming
+    return code
 
 
 def start_device(cfg: Config) -> torch.device:
@@ -361,39 +359,5 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def check_groups(cfg: Config) -> bool:
-    """Build the groups of ``cfg``, prove and time them, and print one table; whether every answer was right."""
-    import groups_check
-
-    layout = cfg.parallel
-    ranks, used = launched_world_size(), {"tensor": layout.tensor, "expert": layout.expert * layout.expert_tensor}
-    for key, size in used.items():
-        if ranks % size:
-            raise InputError(f"parallel.{key}: {size} ranks of a group do not divide the {ranks} that were started")
-    with open_world(cfg) as device:
-        parallel = open_layout(cfg, device)
-        table, right = groups_check.report(groups_check.check(parallel))
-        if parallel.rank == 0:
-            print(f"{parallel.world_size} ranks on {device.type}, {devices.backend(device)}\n{table}", flush=True)
-    return right
-
-
-def main(arguments: list[str]) -> int:
-    """Exit code 0: every group works; 1: a wrong answer, named in the table; 2: unusable input, one line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--check", action="store_true", required=True, help="prove and time the groups")
-    parser.add_argument("config", help="YAML file, e.g. configs/qwen3.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    args = parser.parse_intermixed_args(arguments)
-    rank = 0
-    try:
-        rank = check_launch()
-        return 0 if check_groups(load_config(args.config, args.overrides)) else 1
-    except BAD_INPUT as error:
-        report(rank, f"error: {one_line(error)}")
-        return 2
-
-
 if __name__ == "__main__":
-    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
-    sys.exit(main(sys.argv[1:]))
+    sys.exit("parallel_setup.py --check is now: torchrun --nproc_per_node=N preflight.py --groups CONFIG")

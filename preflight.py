@@ -1,34 +1,32 @@
 """Does a run fit, and what will it take? Says so in seconds, without devices, weights or data.
 
     python preflight.py CONFIG [section.key=value ...] [--ranks N] [--json]
-    python preflight.py --doctor [CONFIG]                  examines the machine instead: see doctor.py
-    python preflight.py --self-test [CONFIG] [...]         trains a tiny model here, which must learn: see self_test.py
+    python preflight.py --doctor [CONFIG]                                     examines this machine (plan/doctor.py)
+    python preflight.py --self-test [CONFIG] [section.key=value ...]          trains a tiny model (plan/self_test.py)
+    torchrun --nproc_per_node=N preflight.py --groups|--operators|--layers CONFIG [section.key=value ...]
 
-Rank grid and groups, the batch equation, bytes a rank in every phase, a roofline of a step's seconds, and a verdict:
-exit 0 it fits, 1 it is refused, with the nearest layouts that fit, 2 the input cannot be read. Imports no torch.
+Without an option: rank grid and groups, the batch equation, bytes a rank in every phase, a roofline of a step's time,
+and a verdict: exit 0 it fits, 1 it is refused, with the nearest layouts that fit, 2 the input cannot be read. This
+imports no torch. --groups proves and times the process groups (plan/groups.py), --operators the kernels at the model's
+sizes (plan/kernels_check.py), --layers two layers in trainer and sampler (plan/layers_check.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import glob
 import json
-import math
-import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import hf_config
-import layout_plan
-import memory_plan
-import time_plan
-from config import Config, InputError, load_config
+from config import load_config
 from config_rules import OTHER_RULES
-from input_files import BAD_INPUT, MOST_RANKS, refused, shown
-from layout_plan import Layout
-from layout_search import Plan, Setting, alternatives, judge, overrides
-from memory_plan import GIB
+from input_files import BAD_INPUT, MOST_RANKS, InputError, refused, shown
+from plan import grid, roofline
+from plan import memory as memory_plan
+from plan.grid import Layout
+from plan.memory import GIB
+from plan.search import Plan, Setting, alternatives, judge, overrides
 
 # ------------------------------------------------------------------------------------------------------------- telling
 
@@ -56,9 +54,9 @@ def as_json(plan: Plan, others: list[Plan], setting: Setting) -> dict:
     if plan.memory is None:
         return report
     parts = plan.memory.parts
-    report["groups"] = layout_plan.groups(plan.layout)
+    report["groups"] = grid.groups(plan.layout)
     report["groups_across_nodes"] = {
-        kind: layout_plan.crossing(members, setting.ranks_per_node) for kind, members in report["groups"].items()
+        kind: grid.crossing(members, setting.ranks_per_node) for kind, members in report["groups"].items()
     }
     report["per_rank"] = {
         "base_bytes": parts["base"],
@@ -74,7 +72,7 @@ def as_json(plan: Plan, others: list[Plan], setting: Setting) -> dict:
         "phases": plan.times.phases,
         "bottleneck": plan.times.bottleneck,
         "causes": plan.times.causes,
-        "advice": {name: time_plan.advice(plan.cfg, plan.times, plan.memory, name) for name in _told(plan.times)},
+        "advice": {name: roofline.advice(plan.cfg, plan.times, plan.memory, name) for name in _told(plan.times)},
         "decode_step": plan.times.decode,
     }
     return report
@@ -121,7 +119,7 @@ def _layout_lines(plan: Plan, setting: Setting) -> list[str]:
         f"layout: {layout.ranks} ranks on {-(-layout.ranks // node)} node{'s' * (layout.ranks > node)} of {node}"
         f" = tensor {layout.tensor} x data {layout.data}"
         f" = expert_tensor {layout.expert_tensor} x expert {layout.expert} x expert_data {layout.expert_data}",
-        *layout_plan.describe(layout, node),
+        *grid.describe(layout, node),
         f"a rank holds {arch.num_heads // layout.tensor} of {arch.num_heads} heads,"
         f" {arch.num_kv_heads // layout.tensor} of {arch.num_kv_heads} key/value heads,"
         f" {arch.num_experts // layout.expert} of {arch.num_experts} experts"
@@ -169,20 +167,20 @@ def _time_lines(plan: Plan, setting: Setting) -> list[str]:
     told = _told(times)
     for name, seconds in times.phases.items():
         shares = [f"{cause} {part / seconds:.0%}" for cause, part in times.causes[name].items() if part > seconds / 20]
-        what = f"; {time_plan.advice(plan.cfg, times, plan.memory, name)}" if name in told else ""
+        what = f"; {roofline.advice(plan.cfg, times, plan.memory, name)}" if name in told else ""
         lines += [f"  {name:22} {seconds:8.3f} s  {', '.join(shares)}{what}"] * bool(shares)
     parts = ", ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in times.decode.items())
     lines.append(f"  a decode step, ms: {parts}; {times.waves} wave{'s' * (times.waves > 1)}")
-    machine, forward = time_plan.MACHINES[setting.device], times.causes["update forward"]
+    machine, forward = roofline.MACHINES[setting.device], times.causes["update forward"]
     if plan.layout.expert > 1 and "arithmetic" in forward:
         link = machine.link * forward["expert exchange"] / forward["arithmetic"]
         lines.append(f"  a link of {link / 1e9:.3g} GB/s or less: experts' traffic takes as long as the arithmetic")
-    lines.append(f"  assumed: {time_plan.assumptions(machine, setting.prompt_tokens, setting.completion_tokens)}")
+    lines.append(f"  assumed: {roofline.assumptions(machine, setting.prompt_tokens, setting.completion_tokens)}")
     lines.append(f"  longest: {times.bottleneck}, bound by {times.bound(times.bottleneck)}")
     return lines
 
 
-def _told(times: time_plan.Times) -> list[str]:
+def _told(times: roofline.Times) -> list[str]:
     """The phases that are worth shortening: a tenth of the step or more."""
     return [name for name, seconds in times.phases.items() if seconds >= 0.1 * times.total]
 
@@ -192,22 +190,50 @@ def _told(times: time_plan.Times) -> list[str]:
 
 MOST = {"ranks": MOST_RANKS, "ranks_per_node": MOST_RANKS, "device_gib": 10**6}
 MOST |= {"prompt_tokens": 2**20, "completion_tokens": 2**20}
-DEVICE_FILES = {"npu": "/dev/davinci[0-9]*", "cuda": "/dev/nvidia[0-9]*"}
 
 
-def device_of(cfg: Config) -> str:
-    """The device to plan for; under `auto` the one whose device files this machine has, else cpu."""
-    if cfg.device != "auto":
-        return cfg.device
-    return next((name for name, pattern in DEVICE_FILES.items() if glob.glob(pattern)), "cpu")
+def _doctor(arguments: list[str]) -> int:
+    from plan import doctor
+
+    return doctor.main(arguments)
 
 
-def default_ranks(cfg: Config, device: str, ranks_per_node: int) -> int:
-    """A whole node of an accelerator; on a CPU the fewest ranks that the layout divides."""
-    if device != "cpu":
-        return ranks_per_node
-    engine = cfg.rollout.tensor if cfg.rollout.engine == "vllm" else 1
-    return math.lcm(cfg.parallel.tensor, cfg.parallel.expert * cfg.parallel.expert_tensor, engine)
+def _self_test(arguments: list[str]) -> int:
+    import parallel_setup
+    from plan import self_test
+
+    return parallel_setup.run_command(self_test.main, arguments)
+
+
+def _groups(arguments: list[str]) -> int:
+    import parallel_setup
+    from plan import groups
+
+    return parallel_setup.run_command(groups.main, arguments)
+
+
+def _operators(arguments: list[str]) -> int:
+    import parallel_setup
+    from plan import kernels_check
+
+    return parallel_setup.run_command(kernels_check.main, arguments)
+
+
+def _layers(arguments: list[str]) -> int:
+    import parallel_setup
+    from plan import layers_check
+
+    return parallel_setup.run_command(layers_check.main, arguments)
+
+
+# option -> what answers it, with a command line of its own, and the question
+OTHER_QUESTIONS = {
+    "--doctor": (_doctor, "what is wrong with this machine?"),
+    "--groups": (_groups, "under torchrun: do the process groups work, and how fast?"),
+    "--operators": (_operators, "under torchrun: does every operator give its formula's answer?"),
+    "--layers": (_layers, "under torchrun: do trainer and sampler agree on two layers?"),
+    "--self-test": (_self_test, "does a tiny model learn here?"),
+}
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -221,21 +247,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=float, help="mean, for the seconds; default: the longest")
     parser.add_argument("--completion-tokens", type=float, help="mean, for the seconds; default: the longest")
     parser.add_argument("--json", action="store_true", help="print one JSON object; for unusable input none")
-    parser.add_argument("--doctor", action="store_true", help="examine this machine instead")
-    parser.add_argument("--self-test", action="store_true", help="train a tiny model here, which must learn, instead")
+    for option, (_, what) in OTHER_QUESTIONS.items():
+        parser.add_argument(option, action="store_true", help=f"instead: {what}")
     return parser.parse_intermixed_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0 fits, 1 refused, 2 on an InputError."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    for option, (answer, _) in OTHER_QUESTIONS.items():
+        if option in arguments:
+            return answer([argument for argument in arguments if argument != option])
     args = parse(arguments)
-    if args.doctor:
-        import doctor
-
-        return doctor.main(args.config, args.overrides, ranks=args.ranks, as_json=args.json)
-    if args.self_test:  # in a process of its own: it needs torch
-        command = [sys.executable, str(Path(__file__).with_name("self_test.py"))]
-        return subprocess.run(command + [args.config] * (args.config is not None) + args.overrides).returncode
     notes: list[str] = []
     try:
         for option in ("ranks", "ranks_per_node", "device_gib", "prompt_tokens", "completion_tokens"):
@@ -251,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return refused(error)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    device = device_of(cfg)
+    device = grid.device_of(cfg)
     setting = Setting(
         arch,
         device,
@@ -260,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args.prompt_tokens or cfg.data.max_prompt_tokens,
         args.completion_tokens or cfg.rollout.max_new_tokens,
     )
-    plan = judge(cfg, args.ranks or default_ranks(cfg, device, args.ranks_per_node), setting)
+    plan = judge(cfg, args.ranks or grid.default_ranks(cfg, device, args.ranks_per_node), setting)
     others = alternatives(plan, setting) if plan.reasons else []
     if args.json:
         print(json.dumps(as_json(plan, others, setting)))

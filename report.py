@@ -21,13 +21,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import benchmark_records
-import comparisons
-import records
-import results_page
-import run_page
-import statistics_paired
 from input_files import BAD_INPUT, InputError, refused, shown
+from lab import benchmark_records, comparisons, pages, records, run_page
+from lab import statistics as paired
 
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 ROOT = Path(__file__).resolve().parent
@@ -103,16 +99,16 @@ def plan(args: argparse.Namespace) -> int:
         if not low <= (value := getattr(args, option)) <= high:
             found = f"--{option.replace('_', '-')}: found {shown(value)}"
             raise InputError(f"{found}; needed: {low:g} to {high:g}")
-    error, freedom = statistics_paired.planned(args.seeds, args.questions, args.discordant, args.seed_spread)
-    size = statistics_paired.detectable(error, freedom, comparisons.ALPHA / args.comparisons)
+    error, freedom = paired.planned(args.seeds, args.questions, args.discordant, args.seed_spread)
+    size = paired.detectable(error, freedom, comparisons.ALPHA / args.comparisons)
     print(
         f"{args.seeds} paired seeds x {args.questions:,} questions, {args.discordant:.0%} answered differently, "
         f"difference spread by {100 * args.seed_spread:.1f} points over seeds, {args.comparisons} comparisons: "
         f"standard error {100 * error:.2f} points ({freedom:.1f} degrees of freedom); "
         f"finds {100 * size:.1f} points or more with 80 % power"
     )
-    if args.seeds < statistics_paired.MIN_SEEDS:
-        print(f"these weights only: a method is called better with {statistics_paired.MIN_SEEDS} seeds or more")
+    if args.seeds < paired.MIN_SEEDS:
+        print(f"these weights only: a method is called better with {paired.MIN_SEEDS} seeds or more")
     return 0
 
 
@@ -149,7 +145,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def act(args: argparse.Namespace) -> int:
     if args.check:
-        faults = results_page.check(args.results, args.page)
+        faults = pages.check(args.results, args.page)
         print("\n".join(faults) or "records, RESULTS.md and figures agree", file=sys.stderr if faults else sys.stdout)
         return 1 if faults else 0
     if args.verb == "add":
@@ -162,7 +158,7 @@ def act(args: argparse.Namespace) -> int:
                 kept = args.results / records.add(run, args.results, args.id).id
             print(f"{kept}: added; next: python report.py build")
     elif args.verb == "build":
-        results_page.build(args.results, args.page)
+        pages.build(args.results, args.page)
     elif args.verb == "rerun":
         return rerun(args.results, records.load(args.results, args.id), args.run)
     elif args.verb == "compare":

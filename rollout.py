@@ -11,28 +11,19 @@ import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-import adapter_vllm
 import device as devices
-import seeds
-from config import Config, InputError
+from config import derive_seed
 from data_gsm8k import Question
+from engines import vllm_adapter
+from engines.interface import Completion
 from hf_config import Architecture
+from input_files import InputError
+from knobs import Config
 from packing import Packing
 from parallel_setup import Parallel
-
-
-@dataclass
-class Completion:
-    """One sampled answer to one prompt."""
-
-    tokens: list[int]  # the stop token included when there is one
-    logp: list[float]  # float32, one a token: log-probability under the temperature-scaled, untruncated distribution
-    finish_reason: str  # stop | length
-    routed_experts: np.ndarray | None = None  # uint8 (prompt + generated - 1, MoE layers, K); the last token has no row
 
 
 @dataclass
@@ -74,7 +65,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def check_engine(cfg: Config, arch: Architecture, ranks: int) -> None:
     """Raise InputError for what the engine cannot run or is not installed for."""
     if cfg.rollout.engine == "vllm":
-        import rollout_vllm
+        from engines import vllm_engine
 
         device_type, dtype = devices.resolve(cfg.device).type, DTYPES[cfg.model.dtype]
         if device_type == "npu" and cfg.rollout.temperature != 1:
@@ -83,7 +74,7 @@ def check_engine(cfg: Config, arch: Architecture, ranks: int) -> None:
                 f"rollout.temperature: {cfg.rollout.temperature:g}, but vllm-ascend reports log-probs at temperature 1 "
                 "only; needed: 1.0, or rollout.engine torch"
             )
-        rollout_vllm.check(
+        vllm_engine.check(
             arch,
             device_type=device_type,
             ranks=ranks,
@@ -93,27 +84,27 @@ def check_engine(cfg: Config, arch: Architecture, ranks: int) -> None:
             kv_cache_mib=cfg.rollout.kv_cache_mib,
         )
         if cfg.rollout.sync == "adapter":
-            adapter_vllm.check(arch, cfg.lora, device_type=device_type, dtype=dtype)
+            vllm_adapter.check(arch, cfg.lora, device_type=device_type, dtype=dtype)
         if cfg.rollout.expert_parallel:
-            import rollout_colocated
+            from engines import vllm_colocated
 
-            rollout_colocated.check(arch, device_type=device_type, ranks=ranks, tensor=cfg.rollout.tensor)
+            vllm_colocated.check(arch, device_type=device_type, ranks=ranks, tensor=cfg.rollout.tensor)
 
 
 def open_engine(cfg: Config, arch: Architecture, device: torch.device, stop_tokens: set[int], pad_token: int):
     """The engine that cfg.rollout.engine names. Its weights come with its first load_weights."""
     dtype = DTYPES[cfg.model.dtype]
     if cfg.rollout.engine == "torch":
-        from rollout_torch import TorchSampler
+        from engines.torch_sampler import TorchSampler
 
         norms = torch.float32 if cfg.aqn.bf16 == "fp32" else dtype  # which then take noise that bf16 would round away
         return TorchSampler(
             arch, stop_tokens=stop_tokens, pad_token=pad_token, dtype=dtype, device=device, norm_dtype=norms
         )
     if cfg.rollout.expert_parallel:
-        from rollout_colocated import ColocatedEngine as Engine
+        from engines.vllm_colocated import ColocatedEngine as Engine
     else:
-        from rollout_vllm import VllmEngine as Engine
+        from engines.vllm_engine import VllmEngine as Engine
 
     return Engine(
         arch,
@@ -147,7 +138,7 @@ def sample(
     own = [asked[place] for place in places]
     completions = engine.sample(
         [question.prompt for question in own],
-        seeds=[seeds.derive(cfg.train.seed, "rollout", step, place) for place in places],
+        seeds=[derive_seed(cfg.train.seed, "rollout", step, place) for place in places],
         num_samples=cfg.rollout.group_size,
         max_new_tokens=cfg.rollout.max_new_tokens,
         temperature=cfg.rollout.temperature,

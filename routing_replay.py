@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engines.interface import Completion
 from hf_config import Architecture
 from parallel_setup import Parallel
-from rollout import Completion, Rollout
+from rollout import Rollout
 
 
 class RoutingReplay:

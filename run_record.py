@@ -28,8 +28,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from config import Config, InputError, to_yaml
-from input_files import LINES_MIB, read_bytes, read_object, read_text, refuse_special, variable
+from config import to_yaml
+from input_files import LINES_MIB, InputError, read_bytes, read_object, read_text, refuse_special, variable
+from knobs import Config
 
 VARIABLES = re.compile(r"(OMP|MKL|CUDA|ASCEND|HCCL|NCCL|GLOO|VLLM|PYTORCH|TORCH)_")
 RECORDED = ("*.json", "*.jsonl", "config.yaml", "command.txt", "git.patch", "resume-*/*")
@@ -319,3 +320,9 @@ def write_records(folder: Path, cfg: Config, world_size: int) -> None:
     command = shlex.join([*launcher, os.path.basename(sys.argv[0]), *sys.argv[1:]])
     # A user's or machine's name stays here: taken out of `name=tiny`, the command would be another one.
     write_atomically(folder / "command.txt", _without_homes(command) + "\n")
+
+
+def wilson(share: float, n: int, z: float = 1.959964) -> tuple[float, float]:
+    """95 % interval of a proportion measured on n questions (Wilson, 1927); inside [0, 1] even at 0 and 1."""
+    centre, half = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return max(0.0, (centre - half) / (1 + z * z / n)), min(1.0, (centre + half) / (1 + z * z / n))

@@ -24,7 +24,9 @@ from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
-from config import Config, InputError, config_hash
+from config import config_hash
+from input_files import InputError
+from knobs import Config
 from run_record import (
     checks_fired,
     checksums,

@@ -25,11 +25,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
-from config import Config, config_hash, load_config
-from input_files import BAD_INPUT, MOST_RANKS, read_object, refused
+from config import config_hash, load_config
+from input_files import BAD_INPUT, MOST_RANKS, InputError, read_file, read_object, refused
+from knobs import Config
 from run_record import write_atomically
 from runlog import lock_run
-from strict_yaml import InputError, read_file
 
 RAY = "ray==2.60.0"  # the version that has been tried
 ROOT = Path(__file__).resolve().parent

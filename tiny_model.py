@@ -12,7 +12,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -27,11 +27,10 @@ import data_gsm8k
 import hf_config
 import model_megatron
 import parallel_setup
-import seeds
-import tiny_tokenizer
 import weights_hf
-from config import Config, InputError
-from input_files import finish_folder, fresh_folder, read_object
+from config import derive_seed
+from input_files import InputError, finish_folder, fresh_folder, read_object
+from knobs import Config
 from parallel_setup import Parallel
 
 RECORD = "tiny_model.json"  # how the model was made; the last file to be written
@@ -174,7 +173,7 @@ def _write_random_model(cfg: Config, folder: Path) -> None:
     for _ in range(2000):
         problem = data_gsm8k.problem(rng, cfg.data.operand_low, cfg.data.operand_high, False)
         texts.append(f"user\n{problem.question}\nassistant\n{data_gsm8k.solution(problem)}")
-    tiny_tokenizer.build_tokenizer(texts, cfg.tiny_model.vocab_size, folder)
+    build_tokenizer(texts, cfg.tiny_model.vocab_size, folder)
     arch = hf_config.read(folder)
     weights_hf.save_model(random_weights(arch, cfg.tiny_model.seed), folder)
 
@@ -192,7 +191,7 @@ def random_weights(arch: hf_config.Architecture, seed: int) -> Iterator[tuple[st
                 std /= math.sqrt(2 * arch.num_layers)
             if name.endswith(("mlp.gate.weight", "shared_expert_gate.weight")):
                 std = 0.02
-            generator = torch.Generator().manual_seed(seeds.derive(seed, "weights", name))
+            generator = torch.Generator().manual_seed(derive_seed(seed, "weights", name))
             yield name, torch.empty(shape).normal_(0, std, generator=generator)
 
 
@@ -261,3 +260,48 @@ def _batch(cfg: Config, rng: random.Random, parallel: Parallel, tokenizer, drill
         tokens[i, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
         mask[i, len(prompt) : len(prompt) + len(answer)] = 1
     return tokens, mask
+
+
+# -------------------------------------------------------------------------------------------------------- its tokenizer
+
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # ids 0, 1, 2: padding, start of a turn, EOS
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def build_tokenizer(texts: Iterable[str], vocab_size: int, out_dir: str | Path) -> int:
+    """Train on `texts`, write the tokenizer's files into `out_dir`; returns the number of ids in use, <= vocab_size.
+
+    The same texts give the same files byte for byte.  Digits stay single tokens, so that sums can
+    be learned digit by digit.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    smallest = len(SPECIAL_TOKENS) + len(alphabet)
+    if vocab_size < smallest:
+        raise InputError(f"tiny_model.vocab_size: found {vocab_size}; needed: at least {smallest}, for single bytes")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+
+    folder = Path(out_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": SPECIAL_TOKENS[0],
+        "eos_token": SPECIAL_TOKENS[2],
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    return tokenizer.get_vocab_size()

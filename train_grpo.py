@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import traceback
 from pathlib import Path
 
@@ -19,35 +20,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import adapter_weights
 import aqn
 import checkpoint
-import copies
 import data_gsm8k
 import device as devices
-import doctor
 import evaluate
 import grpo
 import hf_config
 import lora_megatron
-import memory_plan
 import model_megatron
 import parallel_setup
 import reward_gsm8k
 import rollout
 import run_record
 import runlog
-import seeds
 import tiny_model
 import weights_hf
-from config import Config, InputError, check_layout, load_config, to_yaml
-from config_rules import check_engine_layout
-from heartbeat import Heartbeat
+from config import derive_seed, load_config, to_yaml
+from config_rules import check_engine_layout, check_layout
 from hf_config import Architecture
-from input_files import MOST_RANKS, one_line
+from input_files import MOST_RANKS, InputError, one_line
+from knobs import Config
 from learner import Clock, Learner
 from parallel_setup import Parallel
+from plan import doctor
+from plan import memory as memory_plan
 from rollout import Rollout
-from tripwires import Tripped, Tripwires
+from tripwires import Heartbeat, Tripped, Tripwires
 from weight_sync import WeightSync
 
 # ------------------------------------------------------------------------------------------------ the algorithm
@@ -77,9 +77,11 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: tuple |
     first_step = 0
     if saved:
         learner.restore(saved.tensors, saved.state)
-        tripwires.state(saved.step, copies.not_restored(saved, *learner.state(), parallel))
+        tripwires.state(saved.step, adapter_weights.not_restored(saved, *learner.state(), parallel))
         first_step, saved = saved.step, None  # closes its files: a checkpoint that is removed must give its space back
-    tripwires.state(first_step, copies.differing(copies.everything(model, arch, adapters, parallel), parallel))
+    tripwires.state(
+        first_step, adapter_weights.differing(adapter_weights.everything(model, arch, adapters, parallel), parallel)
+    )
     engine = rollout.open_engine(cfg, arch, parallel.device, stop_tokens, pad_token)
     engine.beat = heartbeat.go_on  # a rank that decodes does not stand still
     weights = WeightSync(engine, model, arch, parallel, cfg)
@@ -106,7 +108,7 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: tuple |
         clock.lap("generate")
         # 3. Compare within the group.
         if cfg.reward.permute:
-            batch.rewards = permuted(batch.rewards, seeds.derive(cfg.train.seed, "permute", step))
+            batch.rewards = permuted(batch.rewards, derive_seed(cfg.train.seed, "permute", step))
         advantages = grpo.group_advantages(batch.rewards, cfg.loss.advantage)  # (P, G)
         # 4. Update the adapters, once for every prompts_per_update prompts.
         metrics = learner.update(batch, completions, advantages.flatten(), step, clock)
@@ -118,13 +120,17 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: tuple |
         most = max(most, peak)
         log.log_step(step, metrics, clock.timing(sum(batch.lengths)) | runlog.device_memory(peak))
         tripwires.after_step(step, metrics, (batch.rewards.min().item(), batch.rewards.max().item()))
-        tripwires.state(step + 1, copies.differing(copies.adapters(adapters, parallel), parallel, exact=False))
+        tripwires.state(
+            step + 1, adapter_weights.differing(adapter_weights.adapters(adapters, parallel), parallel, exact=False)
+        )
         done = step + 1
         if done == cfg.train.steps or (cfg.eval.every and done % cfg.eval.every == 0):
             weights.push_clean()
             log_evaluation(log, done, engine, held_out, score, cfg, parallel, heartbeat)
         if done == cfg.train.steps or (cfg.train.checkpoint_every and done % cfg.train.checkpoint_every == 0):
-            tripwires.state(done, copies.differing(copies.everything(model, arch, adapters, parallel), parallel))
+            tripwires.state(
+                done, adapter_weights.differing(adapter_weights.everything(model, arch, adapters, parallel), parallel)
+            )
             tensors, counts = learner.state()
             checkpoint.save(log.run_dir, done, tensors, counts, cfg, writes=parallel.rank == 0)
             parallel.barrier()
@@ -381,4 +387,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    parallel_setup.run_command(main)
+    parallel_setup.run_command(main, sys.argv[1:])

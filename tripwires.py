@@ -6,10 +6,15 @@ Each tripwire is a key of the config's `checks` section: warn, stop or off. A st
 from __future__ import annotations
 
 import math
+import os
+import sys
+import threading
+import time
+import traceback
 from collections.abc import Callable
 from statistics import fmean, median
 
-from config import Config
+from knobs import Config
 
 GAP_START, GAP_FACTOR, GAP_FLOOR, GAP_STEPS = 10, 10, 0.1, 3  # see _far_above_the_first_steps
 TRUNCATED_COMPLETIONS, TRUNCATED_TEMPERATURE = 256, 1.5  # fewer say little; hotter ones ramble whatever the model
@@ -153,7 +158,7 @@ class Tripwires:
             )
 
     def state(self, step: int, differing: str) -> None:
-        """Stop on what copies.py has found: ``differing`` pieces of ranks, or a resume that is not its checkpoint."""
+        """Stop on ``differing`` pieces of ranks, or a resume that is not its checkpoint (see adapter_weights.py)."""
         if differing:
             self.trip(
                 "state",
@@ -285,3 +290,58 @@ class Tripwires:
                 f"the sampler{ranks} are the ones of before",
                 "the merge of the adapters (weights_hf.export); in bf16 also whether optim.lr can move the weights",
             )
+
+
+# --------------------------------------------------------------------------------------------- a rank that stands still
+
+EXIT_CODE = 4
+GRACE_SECONDS = 2.0  # from the report to the exit: the other ranks, which wait for this one, say where they are
+
+
+class Heartbeat:
+    """A watcher thread: without a `beat` for ``stall_seconds`` it prints the phase and every thread's stack, and exits.
+
+    The stack names the collective that waits, if one does. 0 seconds: no watcher.
+    """
+
+    def __init__(self, rank: int, stall_seconds: int) -> None:
+        self.rank, self.stall_seconds = rank, stall_seconds
+        self.place, self.last = "start", time.monotonic()
+        self.stopped = threading.Event()
+        if stall_seconds:
+            threading.Thread(target=self._watch, name="heartbeat", daemon=True).start()
+
+    def beat(self, place: str) -> None:
+        """This rank is alive, and now at ``place``."""
+        self.place, self.last = place, time.monotonic()
+
+    def go_on(self) -> None:
+        """This rank is alive, and still at the same place."""
+        self.last = time.monotonic()
+
+    def stop(self) -> None:
+        """No more watching."""
+        self.stopped.set()
+
+    def _watch(self) -> None:
+        while not self.stopped.wait(min(1.0, self.stall_seconds / 4)):
+            still = time.monotonic() - self.last
+            if still > self.stall_seconds:
+                said = (
+                    f"rank {self.rank}: stood still for {still:.0f} s after: {self.place} (train.stall_seconds = "
+                    f"{self.stall_seconds}); its stacks:\n{stacks()}"
+                )
+                os.write(sys.stderr.fileno(), said.encode())  # at once: the ranks share a terminal or a log
+                time.sleep(GRACE_SECONDS)
+                os._exit(EXIT_CODE)
+
+
+def stacks() -> str:
+    """Where every other thread of this process is: innermost call last, the main thread at the end."""
+    frames = sys._current_frames()
+    others = [thread for thread in reversed(threading.enumerate()) if thread is not threading.current_thread()]
+    return "\n".join(
+        f"thread {thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident]))}"
+        for thread in others
+        if thread.ident in frames
+    )

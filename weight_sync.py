@@ -17,12 +17,13 @@ import adapter_weights
 import aqn
 import lora_megatron
 import model_megatron
-import weight_sync_local
 import weights_hf
-from config import Config, InputError
+from engines import vllm_shards
+from engines.interface import Completion
 from hf_config import Architecture
+from input_files import InputError
+from knobs import Config
 from parallel_setup import Parallel
-from rollout import Completion
 from tripwires import Tripped
 
 # Answers to the probe prompt, and most tokens of one: enough that no single token decides. In bf16 one token may be 0.8
@@ -54,7 +55,7 @@ class WeightSync:
         self.checksum = 0.0
         self.apart = cfg.rollout.sync == "adapter"
         if cfg.rollout.expert_parallel:
-            weight_sync_local.check_placement(engine.placement(), arch, parallel)
+            vllm_shards.check_placement(engine.placement(), arch, parallel)
         engine.load_weights(self._export())
         if self.apart:
             engine.load_adapter(self._factors())
@@ -62,7 +63,7 @@ class WeightSync:
     def _export(self, only: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """What the engine takes: whole tensors, or where it holds the trainer's shards, those."""
         if self.cfg.rollout.expert_parallel:
-            return weight_sync_local.shards(self.model, self.arch, self.parallel, only=only)
+            return vllm_shards.shards(self.model, self.arch, self.parallel, only=only)
         merge = self.cfg.rollout.sync == "merged"
         return weights_hf.export(self.model, self.arch, self.parallel, only=only, merge=merge)
 

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from config import InputError
 from hf_config import Architecture
-from input_files import read_object, refuse_special
+from input_files import InputError, read_object, refuse_special
 from parallel_setup import Parallel
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

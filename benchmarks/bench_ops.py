@@ -26,7 +26,7 @@ import torch.nn.functional as F
 import kernels
 import model_megatron
 import packing
-from rollout_torch import Rule, pick
+from engines.torch_sampler import Rule, pick
 
 TOKENS, HIDDEN, WIDTH, EXPERTS, TOP_K, VOCABULARY, RANK = 4286, 128, 128, 8, 2, 512, 32
 PROMPTS, GROUP, PROMPT_TOKENS, OWN_TOKENS = 8, 8, 33, 64

@@ -27,7 +27,7 @@ import torch
 
 import data_gsm8k
 import hf_config
-from rollout_torch import TorchSampler
+from engines.torch_sampler import TorchSampler
 
 BARS = {"64x64": 1.8, "64x128": 2.2, "256x64": 2.2}  # transformers / embedded
 LOGP_BOUND = 1e-5
@@ -163,7 +163,7 @@ def vllm(model_dir: Path, new_tokens: int):
     """vLLM's engine with the same weights, in this process: a world of one."""
     import torch.distributed as dist
 
-    from rollout_vllm import VllmEngine
+    from engines.vllm_engine import VllmEngine
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     engine = VllmEngine(

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from config import Config
+from knobs import Config
 
 ROOT = Path(__file__).parents[1]
 MODEL = dict(

@@ -24,16 +24,17 @@ from test_rollout_vllm import needs_vllm
 from test_weight_sync import move
 from vllm_ranks import PROMPTS, SEEDS
 
-import adapter_vllm
 import aqn
 import hf_config
 import lora_megatron
 import train_grpo
 import weights_hf
-from config import InputError, LoraConfig
-from heartbeat import Heartbeat
+from engines import vllm_adapter
+from engines.vllm_engine import VllmEngine
+from input_files import InputError
+from knobs import LoraConfig
 from parallel_setup import Parallel
-from rollout_vllm import VllmEngine
+from tripwires import Heartbeat
 from weight_sync import WeightSync
 
 ROOT = Path(__file__).parents[1]
@@ -240,16 +241,16 @@ def test_what_vllm_cannot_take_is_refused_without_it(
     call = dict(device_type=device_type, dtype=dtype)
     lora = LORA.model_copy(update={"targets": targets})
     if message is None:
-        adapter_vllm.check(arch, lora, **call)
+        vllm_adapter.check(arch, lora, **call)
         return
     with pytest.raises(InputError, match=f"^rollout.sync: adapter: .*{message}.*; needed: merged$"):
-        adapter_vllm.check(arch, lora, **call)
+        vllm_adapter.check(arch, lora, **call)
 
 
 def test_it_is_refused_before_any_weight_is_read(tmp_path: Path, monkeypatch) -> None:
     path = reference.save("qwen3_moe", tmp_path, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
     (path / "model.safetensors").unlink()
-    monkeypatch.setattr("rollout_vllm._check_installed", lambda device_type: None)
+    monkeypatch.setattr("engines.vllm_engine._check_installed", lambda device_type: None)
     with pytest.raises(InputError, match="rollout.sync: adapter: vLLM adapts models with MoE layers by Triton"):
         train_grpo.check_inputs(config(path), 1)
 
@@ -283,7 +284,7 @@ WEIGHT = "model.layers.0.self_attn.o_proj.weight"
     ],
 )
 def test_broken_factors_are_refused_and_those_before_stay(name, a, b, message) -> None:
-    adapter = adapter_vllm.Adapter(LORA, {WEIGHT: (8, 6), "model.norm.weight": (8,)}, torch.float32)
+    adapter = vllm_adapter.Adapter(LORA, {WEIGHT: (8, 6), "model.norm.weight": (8,)}, torch.float32)
     with pytest.raises(InputError, match="sample: no adapter"):
         adapter.request()
     adapter.take({WEIGHT: (torch.zeros(RANK, 6), torch.zeros(8, RANK))})

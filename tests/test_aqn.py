@@ -17,7 +17,7 @@ from torch import Tensor
 import aqn
 import hf_config
 from aqn import AqnError
-from config import InputError
+from input_files import InputError
 from weights_hf import tensor_shapes
 
 SIGMAS = (0.01, 0.00316, 0.001)

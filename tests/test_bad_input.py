@@ -48,10 +48,10 @@ from breaking import (
 from pytest import CaptureFixture, MonkeyPatch
 
 import data_gsm8k
-import heartbeat
 import runlog
 import tiny_model
 import train_grpo
+import tripwires
 
 pytestmark = [  # notes of others about GPUs and about each other; train_grpo.py silences them when run as a command
     pytest.mark.filterwarnings(r"ignore:::megatron\."),
@@ -414,7 +414,7 @@ def test_the_process_ends_with_that_line_and_code(expected, changes, run, place:
 def test_a_start_that_stands_still_is_ended_by_the_watcher(module, name, place: Place, capfd: CaptureFixture) -> None:
     place.monkeypatch.setattr(module, name, lambda *arguments: time.sleep(100))
     changes = (typed("model.path=FOLDER/new"), "train.stall_seconds=2")
-    assert exit_code(command(place, changes, run=True)) == heartbeat.EXIT_CODE
+    assert exit_code(command(place, changes, run=True)) == tripwires.EXIT_CODE
     assert "rank 0: stood still for" in capfd.readouterr().err
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 import checkpoint
 import runlog
-from config import Config, InputError
-from knobs import DataConfig, ModelConfig, OptimConfig, TrainConfig
+from input_files import InputError
+from knobs import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
 
 
 def config_in(folder: Path, **train: object) -> Config:

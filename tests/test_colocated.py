@@ -32,10 +32,8 @@ from torch import Tensor
 import environment
 import hf_config
 import parallel_setup
-import rollout_ascend
-import vllm_inside
-import weight_sync_local
-from config import InputError
+from engines import vllm_ascend, vllm_inside, vllm_shards
+from input_files import InputError
 
 ABSENT = importlib.util.find_spec("vllm") is None
 RANKS, TENSOR, DATA = 16, 4, 4
@@ -69,7 +67,7 @@ def trainer(rank: int, path: Path) -> tuple[dict, dict[str, Tensor]]:
     try:
         parallel = world.open_layout("TP4_EP16")
         model, arch = adapted.load(path, parallel)
-        pushed = list(weight_sync_local.shards(model, arch, parallel))
+        pushed = list(vllm_shards.shards(model, arch, parallel))
         local = arch.num_experts // parallel.expert
         groups = {
             "tensor": dist.get_process_group_ranks(parallel.tensor_group),
@@ -224,13 +222,13 @@ def test_a_variable_that_would_move_or_tile_weights_is_refused(monkeypatch, name
     off = [variable.name for variable in environment.MUST_BE_OFF]
     for variable in off + environment.from_a_launcher(os.environ):
         monkeypatch.delenv(variable, raising=False)
-    rollout_ascend.check_environment(device)
+    vllm_ascend.check_environment(device)
     monkeypatch.setenv(name, value)
     if not refused:
-        rollout_ascend.check_environment(device)
+        vllm_ascend.check_environment(device)
         return
     with pytest.raises(InputError, match=f"the environment's {name} "):
-        rollout_ascend.check_environment(device)
+        vllm_ascend.check_environment(device)
 
 
 @pytest.mark.parametrize(("tokens", "needed"), [(48, 57), (64, 76), (128, 152), (256, 304), (512, 608)])
@@ -241,10 +239,10 @@ def test_the_window_for_the_experts_is_refused_if_too_small(monkeypatch, tokens:
         if window is not None:
             monkeypatch.setenv("HCCL_BUFFSIZE", window)
         if not refused:
-            rollout_ascend.check_dispatch(QWEN3_30B_A3B, 16, tokens)
+            vllm_ascend.check_dispatch(QWEN3_30B_A3B, 16, tokens)
             continue
         with pytest.raises(InputError, match="HCCL_BUFFSIZE is .*; needed: "):
-            rollout_ascend.check_dispatch(QWEN3_30B_A3B, 16, tokens)
+            vllm_ascend.check_dispatch(QWEN3_30B_A3B, 16, tokens)
 
 
 @pytest.mark.parametrize(
@@ -257,12 +255,12 @@ def test_the_window_for_the_experts_is_refused_if_too_small(monkeypatch, tokens:
 )
 def test_a_model_beyond_the_experts_kernels_is_refused(change: dict, tokens: int, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        rollout_ascend.check_dispatch(dataclasses.replace(QWEN3_30B_A3B, **change), 16, tokens)
+        vllm_ascend.check_dispatch(dataclasses.replace(QWEN3_30B_A3B, **change), 16, tokens)
 
 
 def test_graphs_are_captured_for_few_sizes_with_torchs_own_compile(monkeypatch) -> None:
-    assert rollout_ascend.arguments(True, 256).keys() == {"additional_config"}
-    graphs = rollout_ascend.arguments(False, 192)["compilation_config"]
+    assert vllm_ascend.arguments(True, 256).keys() == {"additional_config"}
+    graphs = vllm_ascend.arguments(False, 192)["compilation_config"]
     assert graphs == {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [16, 64, 128, 192]}
 
     def nothing(model=None, **options):
@@ -270,13 +268,13 @@ def test_graphs_are_captured_for_few_sizes_with_torchs_own_compile(monkeypatch) 
 
     torchs = torch.compile
     monkeypatch.setattr(torch, "compile", nothing)
-    with rollout_ascend.original_compile(enforce_eager=False):
+    with vllm_ascend.original_compile(enforce_eager=False):
         assert torch.compile is torchs
     assert torch.compile is nothing
-    with rollout_ascend.original_compile(enforce_eager=True):
+    with vllm_ascend.original_compile(enforce_eager=True):
         assert torch.compile is nothing
-    monkeypatch.setattr(rollout_ascend, "TORCH_COMPILE", lambda model: model)
-    with pytest.raises(InputError, match="enforce_eager"), rollout_ascend.original_compile(enforce_eager=False):
+    monkeypatch.setattr(vllm_ascend, "TORCH_COMPILE", lambda model: model)
+    with pytest.raises(InputError, match="enforce_eager"), vllm_ascend.original_compile(enforce_eager=False):
         pass
 
 
@@ -299,7 +297,12 @@ def test_ranks_sample_in_lockstep_what_they_would_alone_and_end_together(tmp_pat
     as_moe = sizes | experts | {"model_type": "qwen3_moe", "norm_topk_prob": True, "hidden_act": "silu"}
     (tmp_path / "as_moe.json").write_text(json.dumps(as_moe))  # what our Architecture is read from
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
-    command += ["--nproc_per_node=2", str(Path(__file__).parent / "lockstep_ranks.py"), str(tmp_path), str(tmp_path)]
+    command += [
+        "--nproc_per_node=2",
+        str(Path(__file__).parent / "support" / "lockstep_ranks.py"),
+        str(tmp_path),
+        str(tmp_path),
+    ]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
     answers = [tmp_path / f"{rank}.json" for rank in range(2)]
     assert all(path.exists() for path in answers), ran.stderr[-3000:]

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import recorded
 
-import comparisons
-import records
-from config import InputError
+from input_files import InputError
+from lab import comparisons, records
 
 MakeGroup = Callable[..., list[comparisons.Source]]
 

@@ -12,7 +12,9 @@ import pytest
 import yaml
 
 import config
-from config import Config, InputError, load_config
+from config import load_config
+from input_files import InputError
+from knobs import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

@@ -12,9 +12,10 @@ import pytest
 import yaml
 
 import config
-from config import InputError, check_layout, load_config
-from config_rules import IDLE
+from config import load_config
+from config_rules import IDLE, check_layout
 from hf_config import Architecture
+from input_files import InputError
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

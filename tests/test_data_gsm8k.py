@@ -22,9 +22,9 @@ from pyarrow import parquet
 
 import data_gsm8k
 import gsm8k_files
-from config import InputError
+from input_files import InputError
 from knobs import DataConfig
-from tiny_tokenizer import build_tokenizer
+from tiny_model import build_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 REAL = REPOSITORY.parent / "shared" / "data" / "gsm8k"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import device as devices
 import kernels
-from config import InputError
+from input_files import InputError
 
 ROOT = Path(__file__).parents[1]
 OLD_MEGATRON = ROOT / os.environ.get("MEGATRON_0_12_DIR", ".cache/megatron-core-0.12.1")

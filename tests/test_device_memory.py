@@ -10,12 +10,12 @@ import world
 
 import device as devices
 import hf_config
-import layout_plan
-import memory_plan
 import runlog
 from config import load_config
-from heartbeat import Heartbeat
 from learner import Clock
+from plan import grid
+from plan import memory as memory_plan
+from tripwires import Heartbeat
 
 
 def test_in_use_is_torchs_peak_and_what_lies_outside_of_its_pool(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +57,7 @@ def test_the_fullest_rank_counts() -> None:
 def test_the_plans_figure_stands_beside_it() -> None:
     cfg = load_config("configs/qwen3.yaml")
     arch = hf_config.planned(cfg)[0]
-    memory = memory_plan.plan(cfg, arch, layout_plan.of(cfg, 16), "npu", 61 * 2**30)
+    memory = memory_plan.plan(cfg, arch, grid.of(cfg, 16), "npu", 61 * 2**30)
     line = memory_plan.beside_plan(cfg, arch, 16, "npu", 26.125, "update")
     planned = f"planned: {memory.phases['update'] / 2**30:.2f} GiB in update"
     assert line == f"device memory: at most 26.12 GiB in update; {planned}" and memory.fullest == "update"

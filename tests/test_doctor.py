@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 from test_hf_config import QWEN3_30B_A3B
 
-import doctor
-import doctor_npu
-import doctor_variables
 import environment as environment_table
 import hf_config
-from config import Config, load_config
-from machine import Finding, Machine
+from config import load_config
+from knobs import Config
+from plan import doctor, doctor_npu, doctor_variables
+from plan.machine import Finding, Machine
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
@@ -574,22 +573,22 @@ def test_quick_asks_no_program_library_or_port_and_says_what_is_wrong(tmp_path, 
 def test_command_line_exit_codes(tmp_path, monkeypatch, capsys) -> None:
     where = npu(tmp_path)
     monkeypatch.setattr(doctor, "Machine", lambda **given: where)
-    assert doctor.main(None) == 0
+    assert doctor.main([]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("npu: ")
     where.open_files = 1024
-    assert doctor.main(None) == 0  # a warning is no fail
+    assert doctor.main([]) == 0  # a warning is no fail
     environment(VLLM_DP_SIZE="4")(where)
-    assert doctor.main(None) == 1
+    assert doctor.main([]) == 1
     capsys.readouterr()
-    assert doctor.main(None, as_json=True) == 1
+    assert doctor.main(["--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert {"level", "what", "found", "todo"} == set(found[0]) and "fail" in {f["level"] for f in found}
-    assert doctor.main("nowhere.yaml") == 2
+    assert doctor.main(["nowhere.yaml"]) == 2
 
 
 def test_the_doctor_runs_on_this_very_machine() -> None:
     done = subprocess.run(
-        [sys.executable, "doctor.py", "configs/tiny_cpu.yaml", "device=cpu", "--ranks", "2"],
+        [sys.executable, "preflight.py", "--doctor", "configs/tiny_cpu.yaml", "device=cpu", "--ranks", "2"],
         cwd=ROOT, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0 and "fail" not in done.stdout.splitlines()[-2], done.stdout + done.stderr
@@ -597,4 +596,4 @@ def test_the_doctor_runs_on_this_very_machine() -> None:
 
 
 def test_a_number_of_ranks_that_cannot_be_is_refused(capsys) -> None:
-    assert doctor.main(None, ranks=-3) == 2 and "error: --ranks: found -3; needed: " in capsys.readouterr().err
+    assert doctor.main(["--ranks=-3"]) == 2 and "error: --ranks: found -3; needed: " in capsys.readouterr().err

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-import doctor_variables
 import environment
 from config import load_config
-from machine import Machine
+from plan import doctor_variables
+from plan.machine import Machine
 
 ROOT = Path(__file__).parents[1]
 

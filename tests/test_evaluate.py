@@ -9,9 +9,9 @@ import training
 import world
 
 import evaluate
-from config import Config
 from data_gsm8k import Question
-from rollout import Completion
+from engines.interface import Completion
+from knobs import Config
 
 
 @pytest.mark.parametrize(

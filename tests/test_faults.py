@@ -18,17 +18,17 @@ import world
 import yaml
 from training import after, raised
 
-import copies
+import adapter_weights
 import data_gsm8k
 import grpo
 import lora_megatron
 import parallel_setup
 import reward_gsm8k
 import weights_hf
-from config import InputError
+from engines.torch_sampler import TorchSampler
+from input_files import InputError
 from knobs import Action, ChecksConfig
 from learner import MOMENTS, Learner
-from rollout_torch import TorchSampler
 from tripwires import Tripped, Tripwires
 
 FEW = {
@@ -216,11 +216,13 @@ def test_equal_sums_of_other_bytes_are_no_matter_and_other_bytes_with_other_sums
 def sums_that_differ() -> tuple[str, str]:
     parallel, rank = world.open_layout("DP2"), torch.distributed.get_rank()
     same, other = torch.ones(5), torch.full((5,), 1.0 + rank)
-    pieces = [copies.Piece("a", "", same), copies.Piece(f"own of {rank}", str(rank), other)]
+    pieces = [adapter_weights.Piece("a", "", same), adapter_weights.Piece(f"own of {rank}", str(rank), other)]
     real, torch.Tensor.sum = torch.Tensor.sum, lambda self, **options: torch.tensor(float(rank))
-    unrepeatable = copies.differing(pieces, parallel, exact=False)
+    unrepeatable = adapter_weights.differing(pieces, parallel, exact=False)
     torch.Tensor.sum = real
-    return unrepeatable, copies.differing([*pieces, copies.Piece("b", "", other)], parallel, exact=False)
+    return unrepeatable, adapter_weights.differing(
+        [*pieces, adapter_weights.Piece("b", "", other)], parallel, exact=False
+    )
 
 
 # ------------------------------------------------------------------------------------------------ faults of a resume

@@ -1,4 +1,4 @@
-"""first_hour.py: the report of a sound machine, faults named by their stage, resuming, limits, bad input.
+"""plan/first_hour.py: the report of a sound machine, faults named by their stage, resuming, limits, bad input.
 
 Ranks are forked (hour.py); the slow tests start the real script, and the stand-in for the NPU.
 """
@@ -23,13 +23,12 @@ import world
 from launched import ROOT, Launch
 from pytest import MonkeyPatch
 
-import first_hour
-import first_hour_stages
-import groups_check
 import kernels
 import weights_hf
 from config import load_config, to_yaml
-from first_hour_stages import STAGES, Job
+from plan import first_hour, first_hour_stages
+from plan import groups as groups_check
+from plan.first_hour_stages import STAGES, Job
 
 NAMES = [stage.name for stage in STAGES]
 SIZES = {
@@ -322,7 +321,7 @@ def test_what_a_killed_start_left_ends_with_it_and_the_next_one_waits_for_it(tmp
     code = (
         "import sys, first_hour\nfrom pathlib import Path\n"
         f"lock = first_hour.hold(Path({str(tmp_path)!r}), Path({str(tmp_path / 'report')!r}))\n"
-        f"first_hour.execute([sys.executable, '-c', {TREE!r}], Path({str(tmp_path / 'log')!r}), 600, lock)\n"
+        f"plan.first_hour.execute([sys.executable, '-c', {TREE!r}], Path({str(tmp_path / 'log')!r}), 600, lock)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as started:
         until(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text().strip())
@@ -432,8 +431,14 @@ def test_a_sound_stand_in_npu_passes_every_stage(tmp_path) -> None:
     cfg = training.in_layout(training.config(model, tmp_path / "out", train__stall_seconds=100), "TP2_EP2")
     (tmp_path / "run.yaml").write_text(to_yaml(cfg.model_copy(update={"device": "npu"})))
     (tmp_path / "server").mkdir()
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    command = [sys.executable, str(ROOT / "tests" / "hour.py"), str(tmp_path / "server"), str(tmp_path / "run.yaml")]
+    support = ROOT / "tests" / "support"
+    paths = os.pathsep.join([str(ROOT), str(support), str(ROOT / "tests")])
+    command = [
+        sys.executable,
+        str(support / "hour.py"),
+        str(tmp_path / "server"),
+        str(tmp_path / "run.yaml"),
+    ]
     done = subprocess.run(
         [*command, "--ranks", "2", "--report", str(tmp_path / "report.json")], cwd=ROOT, capture_output=True, text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}, timeout=500,

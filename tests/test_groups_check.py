@@ -1,4 +1,4 @@
-"""parallel_setup.py --check: groups that work pass, one that does not is named."""
+"""preflight.py --groups: groups that work pass, one that does not is named."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch.distributed as dist
 import world
 from launched import launch
 
-import groups_check
 import parallel_setup
 from parallel_setup import Parallel
+from plan import groups as groups_check
 
 ROOT = Path(__file__).parents[1]
 LAYOUTS = {  # name: (ranks, tensor, expert, expert_tensor)
@@ -118,15 +118,15 @@ def test_a_wrong_answer_is_named_with_its_group_and_ranks(collective, shown):
 
 def test_the_exit_code_says_whether_all_were_right(monkeypatch):
     for right, code in ((True, 0), (False, 1)):
-        monkeypatch.setattr(parallel_setup, "check_groups", lambda cfg, right=right: right)
-        assert parallel_setup.main(["--check", str(ROOT / "configs" / "tiny_16.yaml")]) == code
+        monkeypatch.setattr(groups_check, "check_groups", lambda cfg, right=right: right)
+        assert groups_check.main([str(ROOT / "configs" / "tiny_16.yaml")]) == code
 
 
 @pytest.mark.slow
 def test_the_command_proves_sixteen_ranks(tmp_path):
-    command = ["--check", "configs/tiny_16.yaml", "parallel.tensor=4", "parallel.expert=4"]
+    command = ["configs/tiny_16.yaml", "parallel.tensor=4", "parallel.expert=4"]
     world._import_megatron()
-    codes = world.as_torchrun(16, parallel_setup.main, command, log=tmp_path / "log")
+    codes = world.as_torchrun(16, groups_check.main, command, log=tmp_path / "log")
     lines = (tmp_path / "log").read_text().splitlines()
     assert codes == [0] * 16, lines
     assert "16 ranks on cpu, gloo" in lines
@@ -136,6 +136,6 @@ def test_the_command_proves_sixteen_ranks(tmp_path):
 
 
 def test_a_layout_that_does_not_fit_is_one_line(tmp_path):
-    with launch(1, "parallel_setup.py", "--check", "configs/tiny_16.yaml", log=tmp_path / "log") as started:
+    with launch(1, "preflight.py", "--groups", "configs/tiny_16.yaml", log=tmp_path / "log") as started:
         assert started.wait(120) == 1  # torchrun's own
     assert "error: parallel.tensor: 4 ranks of a group do not divide the 1 that were started" in started.text

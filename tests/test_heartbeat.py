@@ -12,7 +12,7 @@ import pytest
 import training
 
 from config import to_yaml
-from heartbeat import EXIT_CODE
+from tripwires import EXIT_CODE
 
 
 def watched(seconds: int, script: str) -> subprocess.CompletedProcess:
@@ -50,7 +50,7 @@ def test_a_run_with_a_rank_that_hangs_ends_by_itself_and_says_where(tmp_path: Pa
     (tmp_path / "config.yaml").write_text(to_yaml(cfg))
     flag = tmp_path / "flag"
     arguments = ("hang", "update", 2, 1, flag, tmp_path / "config.yaml")
-    with launched.launch(2, "tests/faulty_train.py", *arguments, log=tmp_path / "log") as started:
+    with launched.launch(2, "tests/support/faulty_train.py", *arguments, log=tmp_path / "log") as started:
         started.until(flag.exists)
         hung = time.monotonic()
         code = started.wait(60)

@@ -10,7 +10,7 @@ import pytest
 
 import hf_config
 import weights_hf
-from config import InputError
+from input_files import InputError
 
 QWEN3_30B_A3B = {
     "architectures": ["Qwen3MoeForCausalLM"],

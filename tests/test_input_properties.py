@@ -20,8 +20,9 @@ from pyarrow import parquet
 
 import gsm8k_files
 import hf_config
-from config import Config, InputError, load_config, to_yaml
-from input_files import one_line
+from config import load_config, to_yaml
+from input_files import InputError, one_line
+from knobs import Config
 
 steady = settings(
     derandomize=True, database=None, deadline=None, max_examples=600,

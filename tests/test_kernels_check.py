@@ -1,4 +1,4 @@
-"""kernels_check.py: sound operators pass, one that is a little off in one dtype or one pass is named with both."""
+"""plan/kernels_check.py: sound operators pass, one that is a little off in one dtype or one pass is named with both."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 
 import hf_config
 import kernels
-import kernels_check
 from config import load_config
-from kernels_check import Case
+from plan import kernels_check
+from plan.kernels_check import Case
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 CPU = torch.device("cpu")

@@ -20,7 +20,8 @@ from torch import Tensor
 
 import checkpoint
 import runlog
-from config import Config, InputError
+from input_files import InputError
+from knobs import Config
 
 RECORDS = ("metrics.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl")
 

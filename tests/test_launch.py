@@ -47,7 +47,7 @@ def test_a_rank_that_fails_brings_the_others_down_within_seconds(fault, rank, mo
     (tmp_path / "config.yaml").write_text(to_yaml(cfg))
     flag = tmp_path / "flag"
     arguments = (fault, "update", 2, rank, flag, tmp_path / "config.yaml")
-    with launched.launch(2, "tests/faulty_train.py", *arguments, log=tmp_path / "log") as started:
+    with launched.launch(2, "tests/support/faulty_train.py", *arguments, log=tmp_path / "log") as started:
         started.until(flag.exists)
         struck = time.monotonic()
         code = started.wait(60)

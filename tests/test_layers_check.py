@@ -14,9 +14,10 @@ import training
 import world
 
 import hf_config
-import layers_check
 import weights_hf
-from config import InputError, load_config, to_yaml
+from config import load_config, to_yaml
+from input_files import InputError
+from plan import layers_check
 from weight_sync import WeightSync
 
 SIZES = {

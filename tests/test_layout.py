@@ -2,69 +2,52 @@
 heavy packages are opened by the function that needs them, and nothing names a machine or ends someone else's processes.
 """
 
-import ast
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from source import FILES, OPTIONAL, PACKAGE, REPORTING, ROOT, imports
 
-ROOT = Path(__file__).parents[1]
-LAYERS = [  # a file may import only from the rows above its own
-    {"input_files", "seeds", "knobs", "heartbeat", "statistics_paired", "environment"},
-    {"strict_yaml"},
-    {"config_rules"},
-    {"config"},
-    {"hf_config", "kernels", "grpo", "reward_gsm8k", "run_record", "tiny_tokenizer", "machine", "layout_plan"},
-    {"device", "memory_plan", "doctor_npu", "doctor_variables"},
-    {"groups_check"},
-    {"parallel_setup", "experts_megatron", "packing", "decoder_torch", "gsm8k_files", "tripwires", "doctor"},
-    {"vllm_inside", "rollout_ascend", "adapter_vllm"},
-    {"data_gsm8k", "lora_megatron", "runlog", "time_plan", "records", "run_page"},
-    {"model_megatron", "layout_search", "comparisons", "sweep"},
-    {"weights_hf", "figures", "benchmark_records"},
-    {"adapter_weights", "rollout", "aqn", "weight_sync_local", "results_page"},
-    {"rollout_torch", "rollout_vllm"},
-    {"rollout_colocated"},
-    {"evaluate", "checkpoint", "tiny_model", "routing_replay", "weight_sync"},
-    {"copies"},
-    {"learner", "self_test_reference"},
-    {"train_grpo", "export", "preflight", "report", "kernels_check", "layers_check", "first_hour_stages"},
-    {"first_hour", "self_test"},
-]
-# Upward, but only inside a function: opens the engine that the config asks for.
-LAZY = {("rollout", name) for name in ("rollout_torch", "rollout_vllm", "rollout_colocated")}
+TOP_LEVEL_FILES = 36
+# What runs when a user types its name. The order of the layers is: these, then plan/ and lab/, then the method, then
+# engines/, then the files that engines/ import.
+COMMANDS = {"train_grpo", "preflight", "report", "sweep", "export"}
+ROOMS = {  # a room -> what its files may import beside the top level and the room itself
+    "engines": set(),
+    "plan": {"engines"},
+    "lab": set(),
+}
+# Files outside of a room that may import its files; and files that may import a command.
+MAY_ENTER = {
+    "plan": {"train_grpo", "startup", "preflight"},
+    "lab": {"report", "sweep"},
+}
+RUNS_A_COMMAND = {"plan.self_test": {"train_grpo"}}  # it trains a model as the command does
 HEAVY = {"megatron", "vllm", "ray", "transformers", "torch_npu", "mindspeed", "peft"}
 HEAVY |= {"pandas", "pyarrow", "matplotlib", "scipy"}
-OPTIONAL = {"torch_npu", "mindspeed", "vllm", "ray", "tensorboard"}  # used where present, asked for by no CPU run
-# Reads records and starts runs; needs requirements/report.txt only.
-REPORTING = {"statistics_paired", "records", "benchmark_records", "comparisons", "figures", "results_page", "run_page"}
-REPORTING |= {"report", "sweep"}
-PACKAGE = {"yaml": "PyYAML", "megatron": "megatron-core"}  # import name -> name on PyPI where they differ
 ONLY_DEVICE = r"torch\.(?:cuda|npu)\b|\btorch_npu\b|\bmindspeed\b"  # said by device.py and kernels.py
 # ... and by what looks for packages.
-NAME_PACKAGES = {"device", "kernels", "machine", "doctor_npu", "doctor_variables", "environment"}
+NAME_PACKAGES = {"device", "kernels", "environment", "plan.machine", "plan.doctor_npu", "plan.doctor_variables"}
 LINES, TEST_LINES = 400, 600  # a test file is a list that one reads in parts
 
-LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
-FILES = sorted(ROOT.glob("*.py"))
+
+OURS = {name: imports(path) & FILES.keys() for name, path in FILES.items()}
 
 
-def imports(path: Path, *, top_level: bool = False) -> set[str]:
-    """First names of the imported modules: of the whole file, or of what runs when the file itself is imported.
+def room(name: str) -> str:
+    """engines, plan or lab; "" for the top level."""
+    return name.rpartition(".")[0]
 
-    Imports under `if TYPE_CHECKING` never run and do not count.
-    """
-    tree = ast.parse(path.read_text())
-    skipped = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test).endswith("TYPE_CHECKING")]
-    if top_level:
-        skipped += [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    inside = {id(node) for outer in skipped for node in ast.walk(outer)}
-    nodes = [node for node in ast.walk(tree) if id(node) not in inside]
-    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
-    return {name.split(".")[0] for name in names}
+
+def below(name: str, *, top_level: bool = False) -> set[str]:
+    """``name`` and every file that it imports, directly or not."""
+    seen, todo = set(), {name}
+    while todo:
+        seen |= todo
+        todo = {found for each in todo for found in imports(FILES[each], top_level=top_level) & FILES.keys()} - seen
+    return seen
 
 
 def listed_files() -> list[Path]:
@@ -74,34 +57,49 @@ def listed_files() -> list[Path]:
     return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
 
 
-def test_every_row_of_the_layout_exists() -> None:
-    missing = LEVEL.keys() - {path.stem for path in FILES}
-    assert not missing, f"LAYERS names {sorted(missing)}, which are no files"
+def test_a_reader_can_hold_the_top_level_in_mind() -> None:
+    top = [name for name in FILES if not room(name)]
+    assert len(top) <= TOP_LEVEL_FILES, f"{len(top)} Python files; the limit is {TOP_LEVEL_FILES}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_file_imports_only_from_below(path: Path) -> None:
-    assert path.stem in LEVEL, f"{path.name} has no row in LAYERS; say where it belongs"
-    upward = {name for name in imports(path) & LEVEL.keys() if LEVEL[name] >= LEVEL[path.stem]}
-    upward -= {name for name in upward - imports(path, top_level=True) if (path.stem, name) in LAZY}
-    assert not upward, f"{path.name} imports {sorted(upward)}, which are not below it"
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    """Imports inside functions count: a circle is a circle even if Python can load it."""
+    order, left = [], dict(OURS)
+    while ready := [name for name, needed in left.items() if not needed & left.keys()]:
+        order += ready
+        for name in ready:
+            del left[name]
+    assert not left, f"these import each other in a circle, or import such files: {sorted(left)}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_heavy_packages_are_imported_inside_the_function_that_needs_them(path: Path) -> None:
-    allowed = {"megatron"} if path.stem in {"parallel_setup", "model_megatron", "lora_megatron"} else set()
-    found = imports(path, top_level=True) & (HEAVY - allowed)
-    assert not found, f"{path.name} imports {sorted(found)} at the top; import inside the function that needs it"
+@pytest.mark.parametrize("name", FILES)
+def test_file_imports_only_from_below(name: str) -> None:
+    for other in OURS[name]:
+        where, rule = room(other), f"{name} imports {other}"
+        if other in COMMANDS:
+            assert other in RUNS_A_COMMAND.get(name, ()), f"{rule}, which is a command"
+        if where and where != room(name):
+            allowed = ROOMS[room(name)] if room(name) else {"engines"} | {r for r in MAY_ENTER if name in MAY_ENTER[r]}
+            assert where in allowed, f"{rule}, which is not below it"
+    if room(name) == "engines":
+        assert not {other for other in below(name) if not room(other)} & {"rollout", "learner", "weight_sync", "aqn"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_every_imported_package_is_pinned(path: Path) -> None:
+@pytest.mark.parametrize("name", FILES)
+def test_heavy_packages_are_imported_inside_the_function_that_needs_them(name: str) -> None:
+    allowed = {"megatron"} if name in {"parallel_setup", "model_megatron", "lora_megatron"} else set()
+    found = imports(FILES[name], top_level=True) & (HEAVY - allowed)
+    assert not found, f"{name} imports {sorted(found)} at the top; import inside the function that needs it"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_imported_package_is_pinned(name: str) -> None:
     """requirements/test.txt brings along packages that a user lacks; no other test would notice an import of one."""
-    lists = ("cpu", "report") if path.stem in REPORTING else ("cpu",)
+    lists = ("cpu", "report") if name in REPORTING else ("cpu",)
     pins = {name for which in lists for name in pinned(which)}
-    packages = imports(path) - LEVEL.keys() - sys.stdlib_module_names - OPTIONAL
-    unpinned = {name for name in packages if PACKAGE.get(name, name).lower() not in pins}
-    assert not unpinned, f"{path.name} imports {sorted(unpinned)}, which no list of its own names: {', '.join(lists)}"
+    packages = imports(FILES[name]) - FILES.keys() - sys.stdlib_module_names - OPTIONAL
+    unpinned = {package for package in packages if PACKAGE.get(package, package).lower() not in pins}
+    assert not unpinned, f"{name} imports {sorted(unpinned)}, which no list of its own names: {', '.join(lists)}"
 
 
 def pinned(which: str) -> dict[str, str]:
@@ -120,37 +118,33 @@ def test_report_needs_the_versions_of_the_runs_and_of_the_tests() -> None:
 @pytest.mark.parametrize("name", sorted(REPORTING))
 def test_reporting_needs_no_torch(name: str) -> None:
     """What reads records runs on any laptop with requirements/report.txt alone."""
-    below = {name} | imports(ROOT / f"{name}.py") & LEVEL.keys()
-    while more := {m for b in below for m in imports(ROOT / f"{b}.py", top_level=True) & LEVEL.keys()} - below:
-        below |= more
-    needed = {package for b in below for package in imports(ROOT / f"{b}.py", top_level=b not in REPORTING)}
-    needed -= LEVEL.keys() | sys.stdlib_module_names
+    own = imports(FILES[name]) & FILES.keys()
+    files = {name}.union(*(below(each, top_level=True) for each in own))
+    needed = {package for each in files for package in imports(FILES[each], top_level=each not in REPORTING)}
+    needed -= FILES.keys() | sys.stdlib_module_names
     assert {PACKAGE.get(package, package).lower() for package in needed - OPTIONAL} <= pinned("report").keys()
 
 
-NO_TORCH = ["config", "hf_config", "doctor", "preflight"]
-
-
-@pytest.mark.parametrize("name", NO_TORCH)
+@pytest.mark.parametrize("name", ["config", "hf_config", "plan.doctor", "preflight"])
 def test_config_doctor_and_plan_and_what_they_import_need_no_torch(name: str) -> None:
-    seen, todo = set(), {name}
-    while todo:
-        seen |= todo
-        todo = {found for each in todo for found in imports(ROOT / f"{each}.py") & LEVEL.keys()} - seen
-    needy = {each for each in seen if "torch" in imports(ROOT / f"{each}.py")}
-    assert "config_rules" in seen and not needy, f"{sorted(needy)} import torch"
+    """preflight.py imports what needs torch only inside the functions of its other questions."""
+    files = below(name, top_level=True)
+    needy = {each for each in files if "torch" in imports(FILES[each], top_level=True)}
+    assert "input_files" in files and not needy, f"{sorted(needy)} import torch"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_only_device_names_an_accelerator(path: Path) -> None:
-    found = re.findall(ONLY_DEVICE, path.read_text())
-    assert path.stem in NAME_PACKAGES or not found, f"{path.name} names {found[0]}; device.py, kernels.py are for that"
+@pytest.mark.parametrize("name", FILES)
+def test_only_device_names_an_accelerator(name: str) -> None:
+    found = re.findall(ONLY_DEVICE, FILES[name].read_text())
+    assert name in NAME_PACKAGES or not found, f"{name} names {found[0]}; device.py, kernels.py are for that"
 
 
-@pytest.mark.parametrize("path", [*FILES, *ROOT.glob("tests/*.py"), *ROOT.glob("*.sh")], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [*FILES.values(), *ROOT.glob("tests/**/*.py"), *ROOT.glob("*.sh")], ids=lambda path: path.name
+)
 def test_file_is_short(path: Path) -> None:
     lines = len(path.read_text().splitlines())
-    limit = TEST_LINES if path.parent.name == "tests" else LINES
+    limit = TEST_LINES if "tests" in path.parts[-3:] else LINES
     assert lines <= limit, f"{path.name} has {lines} lines; the limit is {limit}"
 
 

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import adapter_weights
 import kernels
 import lora_megatron
-from config import InputError, LoraConfig
+from input_files import InputError
+from knobs import LoraConfig
 from parallel_setup import Parallel
 
 KINDS = ["qwen3_moe", "qwen2_moe"]

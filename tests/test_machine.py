@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import machine
 from config import load_config
-from machine import Machine
+from plan import machine
+from plan.machine import Machine
 
 ROOT = Path(__file__).parents[1]
 

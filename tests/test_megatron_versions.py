@@ -66,7 +66,7 @@ def old(tmp_path_factory) -> dict:
     side = OLD_MEGATRON if OLD_MEGATRON.is_absolute() else ROOT / OLD_MEGATRON
     if not (side / "megatron" / "core").is_dir():
         pytest.skip(f"megatron-core 0.12.1 is not in {OLD_MEGATRON} (MEGATRON_0_12_DIR); run_tests.sh puts it there")
-    paths = os.pathsep.join(str(path) for path in (side, ROOT, ROOT / "tests"))
+    paths = os.pathsep.join(str(path) for path in (side, ROOT, ROOT / "tests", ROOT / "tests" / "support"))
     done = subprocess.run(
         [sys.executable, __file__, str(tmp_path_factory.mktemp("old"))],
         env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},

@@ -22,19 +22,19 @@ from live_bytes import LiveBytes
 import checkpoint
 import config_rules
 import hf_config
-import layout_plan
 import lora_megatron
-import memory_plan
 import model_megatron
 import parallel_setup
-import rollout_torch
-import rollout_vllm
-from config import LoraConfig, load_config
-from heartbeat import Heartbeat
+from config import load_config
+from engines import torch_sampler, vllm_engine
 from hf_config import Architecture
-from layout_plan import Layout
+from knobs import LoraConfig
 from learner import Clock, Learner
+from plan import grid
+from plan import memory as memory_plan
+from plan.grid import Layout
 from rollout import Rollout
+from tripwires import Heartbeat
 
 KINDS = ("tensor", "data", "expert_tensor", "expert", "expert_data")
 ALL_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router")
@@ -42,7 +42,7 @@ REAL_LAYOUTS = [(16, 4, 4, 1), (16, 2, 8, 1), (16, 1, 16, 1), (16, 4, 16, 1)]  #
 
 
 def tiny(model_type: str, **changes) -> Architecture:
-    """Sizes that every layout of tests/world.py divides."""
+    """Sizes that every layout of tests/support/world.py divides."""
     raw = {
         "model_type": model_type, "vocab_size": 400, "hidden_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8, "num_experts": 16,
@@ -144,7 +144,7 @@ def megatron_groups(parallel: parallel_setup.Parallel) -> dict[str, list[int]]:
 @pytest.mark.parametrize("name", ["TP4_EP4_DP2", "TP2_EP2_ETP2", "TP4_EP4_ETP4", "TP4_EP16", "12 ranks"])
 def test_groups_are_megatrons(name):
     sizes = (world.LAYOUTS | {"12 ranks": (12, 4, 4, 1)})[name]
-    planned = layout_plan.groups(Layout(*sizes, engine_tensor=1, engine_expert=1))
+    planned = grid.groups(Layout(*sizes, engine_tensor=1, engine_expert=1))
     for rank in range(sizes[0]):
         with as_rank(rank, *sizes) as parallel:
             found = megatron_groups(parallel)
@@ -156,9 +156,9 @@ def test_the_plan_knows_the_constants_of_the_files_that_it_may_not_import():
 
     assert memory_plan.LOGITS_PER_CHUNK == model_megatron.LOGITS_PER_CHUNK
     assert memory_plan.ROWS_PER_CHUNK == model_megatron.ROWS_PER_CHUNK
-    assert memory_plan.PREFILL_TOKENS == rollout_vllm.PREFILL_TOKENS
+    assert memory_plan.PREFILL_TOKENS == vllm_engine.PREFILL_TOKENS
     assert config_rules.CACHE_BLOCK == 128  # tokens; vLLM's on a CPU
-    sampler = inspect.signature(rollout_torch.TorchSampler.__init__).parameters
+    sampler = inspect.signature(torch_sampler.TorchSampler.__init__).parameters
     assert memory_plan.CACHED_ROWS == sampler["max_sequences"].default
 
 
@@ -240,7 +240,7 @@ def test_an_update_of_the_learner_takes_the_planned_bytes(recompute, tmp_path):
     )  # fmt: skip
     arch = tiny("qwen3_moe")
     by_rank = world.in_layouts(["TP1"], updated, cfg, arch)["TP1"]
-    layout = layout_plan.of(cfg, 1)
+    layout = grid.of(cfg, 1)
     planned = memory_plan.plan(cfg, arch, layout, "cpu", 2**33).parts
     assert memory_plan.micro_batch_tokens(cfg, layout) == 512
     (found,) = by_rank
@@ -257,7 +257,7 @@ def test_an_update_of_packed_rows_takes_no_more_than_planned(shortest, tmp_path)
     )  # fmt: skip
     arch = tiny("qwen3_moe")
     (found,) = world.in_layouts(["TP1"], updated, cfg, arch, shortest)["TP1"]
-    planned = memory_plan.plan(cfg, arch, layout_plan.of(cfg, 1), "cpu", 2**33).parts
+    planned = memory_plan.plan(cfg, arch, grid.of(cfg, 1), "cpu", 2**33).parts
     assert 0.5 < found["update"] / (planned["activations"] + planned["gradients"]) < 1.1
 
 
@@ -328,7 +328,7 @@ def test_no_rank_holds_more_than_one_gathered_tensor_while_a_checkpoint_is_writt
 def test_a_cache_holds_the_rows_that_its_bytes_are_for():
     """48 layers x 2 x 1 head x 128 x 2 bytes = 24,576 a token; a group of 8 shares its prompt's keys and values."""
     cfg, arch = load_config("configs/qwen3.yaml", ["rollout.kv_cache_mib=2048"]), real("qwen3")
-    layout = layout_plan.of(cfg, 16)
+    layout = grid.of(cfg, 16)
     memory = memory_plan.plan(cfg, arch, layout, "npu", 61 * 2**30)
     assert config_rules.cache_bytes_per_token(arch, 4, 2) == 24_576
     assert memory.wanted_rows == 96 // 4 * 8

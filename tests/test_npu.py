@@ -47,11 +47,12 @@ def train_on_npu(model: Path, folder: Path, mindspeed: str) -> dict[str, tuple[P
     for layout, cfg in runs.items():
         (folder / layout).mkdir(parents=True)
         (folder / layout / "config.yaml").write_text(config.to_yaml(cfg.model_copy(update={"device": "npu"})))
-    paths = [str(ROOT), str(ROOT / "tests")]
+    paths = [str(ROOT), str(ROOT / "tests" / "support")]
     if mindspeed and OLD_MINDSPEED:
         paths.insert(0, str((ROOT / os.environ.get("MEGATRON_0_12_DIR", ".cache/megatron-core-0.12.1")).resolve()))
+    script = ROOT / "tests" / "support" / "npu_train.py"
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "npu_train.py"), str(folder), *([mindspeed] if mindspeed else [])],
+        [sys.executable, str(script), str(folder), *([mindspeed] if mindspeed else [])],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}, cwd=ROOT,
         capture_output=True, text=True, timeout=500,
     )  # fmt: skip
@@ -149,7 +150,7 @@ def test_torch_is_patched_as_mindspeed_patches_it(on_npu, request):
 @pytest.fixture(scope="module")
 def found() -> dict:
     """What npu_operations.py printed."""
-    command = [sys.executable, str(Path(__file__).with_name("npu_operations.py"))]
+    command = [sys.executable, str(Path(__file__).parent / "support" / "npu_operations.py")]
     done = subprocess.run(
         command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
     )

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import data_gsm8k
-from config import InputError
+from input_files import InputError
 from knobs import DataConfig
-from tiny_tokenizer import build_tokenizer
+from tiny_model import build_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import recorded
 
-import records
-from config import InputError
+from input_files import InputError
+from lab import records
 
 
 @pytest.fixture

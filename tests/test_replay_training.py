@@ -15,7 +15,7 @@ from torch import Tensor
 
 import train_grpo
 import weights_hf
-from heartbeat import Heartbeat
+from tripwires import Heartbeat
 
 ROUTER_TOO = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router")
 UPDATES = {"optim__prompts_per_update": 2, "train__steps": 2}  # three updates a step

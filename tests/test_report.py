@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 import recorded
 
-import records
 import report
-import results_page
-from config import InputError
+from input_files import InputError
+from lab import pages, records
 
 TEXT = "# Results\n\nWritten by people.\n\n{}\n\n{}\n\nAlso by people.\n"
 
@@ -37,8 +36,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "- {group: big, what: A big model, command: torchrun big, plan: later}\n"
         "- {group: base, what: The base, command: torchrun base, plan: done}\n"
     )
-    (folder / "RESULTS.md").write_text(TEXT.format(results_page.BEGIN, results_page.END))
-    results_page.build(folder / "results", folder / "RESULTS.md")
+    (folder / "RESULTS.md").write_text(TEXT.format(pages.BEGIN, pages.END))
+    pages.build(folder / "results", folder / "RESULTS.md")
     return folder
 
 
@@ -72,8 +71,8 @@ def test_every_number_of_the_page_is_a_records(places: list[str], tmp_path: Path
 
 
 def test_a_page_without_records_has_no_number(tmp_path: Path) -> None:
-    (tmp_path / "RESULTS.md").write_text(TEXT.format(results_page.BEGIN, results_page.END))
-    assert not re.search(r"\d \||\| \d", results_page.page(tmp_path / "results", tmp_path / "RESULTS.md"))
+    (tmp_path / "RESULTS.md").write_text(TEXT.format(pages.BEGIN, pages.END))
+    assert not re.search(r"\d \||\| \d", pages.page(tmp_path / "results", tmp_path / "RESULTS.md"))
 
 
 def test_a_benchmark_is_kept_as_it_was_printed(
@@ -139,16 +138,16 @@ def test_layouts_of_one_method_are_compared_step_by_step(tmp_path: Path) -> None
         for seed in range(3):
             made = recorded.make_run(tmp_path, f"{name}-seed{seed}", seed, luck=luck, overrides=change)
             records.add(made, tmp_path / "results")
-    groups = results_page.grouped(tmp_path / "results")
+    groups = pages.grouped(tmp_path / "results")
 
     def first(name: str) -> float:
         return json.loads((groups[name][0].folder / "metrics.jsonl").read_text().splitlines()[0])["reward/mean"]
 
-    text = results_page.step_by_step(groups["two"], {name: groups[name] for name in ("one", "four")})
+    text = pages.step_by_step(groups["two"], {name: groups[name] for name in ("one", "four")})
     assert "| one | 0.0e+00 | 0.0e+00 | never, never, never |" in text
     loss, norm = abs(first("four") - first("two")) / 10, abs(first("four") / first("two") - 1)
     assert f"| four | {loss:.1e} | {norm:.1e} | 1, 1, 1 |" in text
-    assert results_page.step_by_step(groups["two"], {name: groups[name] for name in ("one", "method")}) == ""
+    assert pages.step_by_step(groups["two"], {name: groups[name] for name in ("one", "method")}) == ""
 
 
 def test_building_twice_changes_nothing(places: list[str], tmp_path: Path) -> None:
@@ -201,16 +200,16 @@ def test_nothing_is_built_on_records_that_were_tampered_with(places: list[str], 
     assert run(*places, "build") == 2 and (tmp_path / "RESULTS.md").read_text() == before
 
 
-@pytest.mark.parametrize("text", ["no markers", f"{results_page.BEGIN}", f"{results_page.END} {results_page.BEGIN}"])
+@pytest.mark.parametrize("text", ["no markers", f"{pages.BEGIN}", f"{pages.END} {pages.BEGIN}"])
 def test_a_page_without_markers_is_left_alone(tmp_path: Path, text: str) -> None:
     (tmp_path / "RESULTS.md").write_text(text)
     with pytest.raises(InputError, match="once each"):
-        results_page.build(tmp_path / "results", tmp_path / "RESULTS.md")
+        pages.build(tmp_path / "results", tmp_path / "RESULTS.md")
     assert (tmp_path / "RESULTS.md").read_text() == text
 
 
 def test_the_repositorys_own_records_and_page_agree() -> None:
-    assert results_page.check(recorded.ROOT / "results", recorded.ROOT / "RESULTS.md") == []
+    assert pages.check(recorded.ROOT / "results", recorded.ROOT / "RESULTS.md") == []
 
 
 def test_every_metric_of_a_run_is_in_the_glossary() -> None:

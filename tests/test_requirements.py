@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from test_layout import FILES, LEVEL, OPTIONAL, PACKAGE, REPORTING, imports
+from source import FILES, OPTIONAL, PACKAGE, REPORTING, imports
 
 import environment
 
@@ -97,8 +97,8 @@ def test_neither_the_stock_triton_nor_cuda_comes_along() -> None:
 
 
 def test_the_code_finds_what_it_imports_in_the_versions_that_it_is_tested_with() -> None:
-    ours = {found for path in FILES if path.stem not in REPORTING for found in imports(path)}
-    ours -= LEVEL.keys() | sys.stdlib_module_names | OPTIONAL
+    ours = {found for name, path in FILES.items() if name not in REPORTING for found in imports(path)}
+    ours -= FILES.keys() | sys.stdlib_module_names | OPTIONAL
     named = {PACKAGE.get(name, name).lower() for name in ours}
     pins, tested = versions("npu"), cpu_versions()
     assert named <= pins.keys()

@@ -23,7 +23,8 @@ from test_train import assert_same_metrics
 import checkpoint
 import run_record
 import train_grpo
-from config import Config, load_config, to_yaml
+from config import load_config, to_yaml
+from knobs import Config
 
 RECORDS = ("metrics.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl")
 EVERYTHING = {  # a rollout, updates and an evaluation that depend on all that a checkpoint must hold
@@ -98,7 +99,9 @@ def test_killed_at_exact_places_under_torchrun(model, tmp_path) -> None:
     for number, (place, count, rank) in enumerate([("update", 4, 1), ("checkpoint", 2, 0)]):
         flag = tmp_path / f"flag{number}"
         fault = ("hang", place, count, rank, flag)
-        with launched.launch(2, "tests/faulty_train.py", *fault, path, log=tmp_path / f"killed{number}.log") as killed:
+        with launched.launch(
+            2, "tests/support/faulty_train.py", *fault, path, log=tmp_path / f"killed{number}.log"
+        ) as killed:
             killed.until(flag.exists)
             killed.kill()
             assert not killed.living()

@@ -12,10 +12,12 @@ import training
 import world
 
 import rollout
-import rollout_vllm
-from config import Config, InputError
 from data_gsm8k import Question
-from rollout import Completion, Rollout
+from engines import vllm_engine
+from engines.interface import Completion
+from input_files import InputError
+from knobs import Config
+from rollout import Rollout
 
 CPU = torch.device("cpu")
 
@@ -133,7 +135,7 @@ def test_vllm_on_an_npu_samples_at_temperature_1_only(tmp_path: Path, monkeypatc
     """vllm-ascend reports the log-probs of temperature 1 whatever the temperature is."""
     cfg = training.config(tmp_path, tmp_path, rollout__engine="vllm", rollout__temperature=0.7)
     monkeypatch.setattr(rollout.devices, "resolve", lambda name: SimpleNamespace(type="npu"))
-    monkeypatch.setattr(rollout_vllm, "check", lambda *args, **kwargs: None)
+    monkeypatch.setattr(vllm_engine, "check", lambda *args, **kwargs: None)
     with pytest.raises(InputError, match="rollout.temperature: 0.7, but vllm-ascend reports log-probs at temp"):
         rollout.check_engine(cfg, None, 1)
     rollout.check_engine(training.config(tmp_path, tmp_path, rollout__engine="vllm"), None, 1)

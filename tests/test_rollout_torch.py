@@ -15,10 +15,10 @@ import reference
 import torch
 from safetensors.torch import load_file
 
-import decoder_torch
 import hf_config
-from config import InputError
-from rollout_torch import TorchSampler, inverse_cdf, truncate
+from engines import torch_decoder
+from engines.torch_sampler import TorchSampler, inverse_cdf, truncate
+from input_files import InputError
 
 MODELS = {
     "qwen3": ("qwen3_moe", dict(num_key_value_heads=2)),  # grouped queries, a dense layer in the middle
@@ -225,13 +225,13 @@ def test_stop_tokens_cut_what_would_have_been_sampled(models) -> None:
 
 
 def test_finished_rows_stop_costing(models, monkeypatch) -> None:
-    sizes, decode = [], decoder_torch.Decoder.decode
+    sizes, decode = [], torch_decoder.Decoder.decode
 
     def spy(self, token, n, cache):
         sizes.append(len(token))
         return decode(self, token, n, cache)
 
-    monkeypatch.setattr(decoder_torch.Decoder, "decode", spy)
+    monkeypatch.setattr(torch_decoder.Decoder, "decode", spy)
     settings = dict(num_samples=8, max_new_tokens=100, temperature=1.0)
     answers = sampler(models("qwen3"), set(range(0, 128, 4))).sample(PROMPTS, seeds=SEEDS, **settings)
     lengths = [len(one.tokens) for group in answers for one in group]
@@ -268,7 +268,7 @@ def test_result_does_not_depend_on_waves_or_company(models, monkeypatch) -> None
     for prompt, seed, group in zip(PROMPTS, SEEDS, expected, strict=True):
         assert_same(alone.sample([prompt], seeds=[seed], **FREE), [group])
     assert_same(alone.sample(PROMPTS[::-1], seeds=SEEDS[::-1], **FREE), expected[::-1])
-    monkeypatch.setattr(decoder_torch, "PREFILL_TOKENS", 30)  # prompts in three parts
+    monkeypatch.setattr(torch_decoder, "PREFILL_TOKENS", 30)  # prompts in three parts
     assert_same(alone.sample(PROMPTS, seeds=SEEDS, **FREE), expected)
 
 

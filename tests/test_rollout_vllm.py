@@ -32,11 +32,10 @@ from vllm_ranks import PROMPTS, SEEDS, STALE, perturbed
 
 import environment
 import hf_config
-import rollout_vllm
-import vllm_inside
-from config import InputError
-from rollout_torch import TorchSampler
-from rollout_vllm import VllmEngine
+from engines import vllm_engine, vllm_inside
+from engines.torch_sampler import TorchSampler
+from engines.vllm_engine import VllmEngine
+from input_files import InputError
 from weights_hf import fused_group
 
 ABSENT = importlib.util.find_spec("vllm") is None
@@ -502,7 +501,7 @@ def test_head_sizes_are_those_of_the_installed_kernel(fresh) -> None:
     fresh("qwen3")  # whose import is in the right environment
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == rollout_vllm.CPU_HEAD_DIMS
+    assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == vllm_engine.CPU_HEAD_DIMS
 
 
 FITS = dict(device_type="cpu", ranks=4, tensor=2, dtype=torch.float32, max_tokens=360, kv_cache_mib=8)
@@ -523,18 +522,18 @@ FITS = dict(device_type="cpu", ranks=4, tensor=2, dtype=torch.float32, max_token
     ],
 )
 def test_layout_that_cannot_run_is_refused_without_vllm(models, monkeypatch, arch, change, message) -> None:
-    monkeypatch.setattr(rollout_vllm, "_check_installed", lambda device_type: None)
+    monkeypatch.setattr(vllm_engine, "_check_installed", lambda device_type: None)
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     changed = dataclasses.replace(models("qwen3").arch, **arch)
     with pytest.raises(InputError, match=message) if message else contextlib.nullcontext():
-        rollout_vllm.check(changed, **FITS | change)
+        vllm_engine.check(changed, **FITS | change)
 
 
 def test_environment_that_overrides_the_cache_is_refused(models, monkeypatch) -> None:
-    monkeypatch.setattr(rollout_vllm, "_check_installed", lambda device_type: None)
+    monkeypatch.setattr(vllm_engine, "_check_installed", lambda device_type: None)
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
     with pytest.raises(InputError, match="VLLM_CPU_KVCACHE_SPACE"):
-        rollout_vllm.check(models("qwen3").arch, **FITS)
+        vllm_engine.check(models("qwen3").arch, **FITS)
 
 
 @pytest.mark.parametrize(
@@ -555,7 +554,7 @@ def test_absent_or_other_vllm_is_refused_by_the_list_that_has_it(monkeypatch, sp
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     monkeypatch.setattr(importlib.metadata, "version", found)
     with pytest.raises(InputError, match=message) if message else contextlib.nullcontext():
-        rollout_vllm._check_installed("cpu")
+        vllm_engine._check_installed("cpu")
 
 
 def test_version_that_is_checked_is_the_one_that_is_pinned() -> None:
@@ -575,7 +574,7 @@ def test_two_replicas_and_one_of_two_ranks_sample_what_one_rank_samples(models, 
         path.touch()
     folders = [str(models(name).path) for name in MODELS]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
-    command += ["--nproc_per_node=2", str(Path(__file__).parent / "vllm_ranks.py"), str(tmp_path), *folders]
+    command += ["--nproc_per_node=2", str(Path(__file__).parent / "support" / "vllm_ranks.py"), str(tmp_path), *folders]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=400)
     finally:

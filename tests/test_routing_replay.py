@@ -13,7 +13,7 @@ import model_megatron
 import rollout
 import routing_replay
 import weights_hf
-from rollout_torch import TorchSampler
+from engines.torch_sampler import TorchSampler
 
 KINDS = ("qwen3_moe", "qwen2_moe")
 LAYOUTS = ["TP1", "EP2", "TP2_EP2_DP2"]

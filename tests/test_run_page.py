@@ -15,8 +15,8 @@ import pytest
 import recorded
 
 import report
-import run_page
-from config import InputError
+from input_files import InputError
+from lab import run_page
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 VOID = {"meta", "input", "br"}

@@ -16,7 +16,7 @@ from pytest import MonkeyPatch
 from test_runlog import config_in
 
 import run_record
-from config import InputError
+from input_files import InputError
 from knobs import DataConfig, ModelConfig
 
 

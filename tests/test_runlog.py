@@ -16,8 +16,8 @@ from pytest import MonkeyPatch
 
 import run_record
 import runlog
-from config import Config, InputError
-from knobs import DataConfig, ModelConfig, TrainConfig
+from input_files import InputError
+from knobs import Config, DataConfig, ModelConfig, TrainConfig
 
 
 def config_in(folder: Path, **train: object) -> Config:

@@ -18,7 +18,9 @@ import pytest
 from test_hf_config import QWEN3_30B_A3B, QWEN15_MOE
 
 import hf_config
-from config import InputError, check_layout, load_config
+from config import load_config
+from config_rules import check_layout
+from input_files import InputError
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = [*sorted(ROOT.glob("*.sh")), ROOT / ".ci" / "run"]
@@ -358,7 +360,7 @@ def test_run_script_plans_a_run_whose_configuration_loads_and_fits(script: str) 
     sourced = "cuda_env.sh" if "gpu" in script else "npu_env.sh"
     for name, value in re.findall(r'^export (\w+)="\$\{\w+:-(.*?)\}"', (ROOT / sourced).read_text(), re.M):
         assert f"export {name}={value}" in lines
-    assert shlex.split(lines[-3])[:2] == ["python3", "doctor.py"] and lines[-3].split()[-1] == str(ranks)
+    assert shlex.split(lines[-3])[:3] == ["python3", "preflight.py", "--doctor"] and lines[-3].split()[-1] == str(ranks)
     assert shlex.split(lines[-2])[:2] == ["python3", "preflight.py"]
     assert shlex.split(lines[-2])[-4:] == ["--ranks", str(ranks * machines), "--ranks-per-node", str(ranks)]
 
@@ -414,18 +416,20 @@ def test_two_machines_meet_where_they_are_told() -> None:
 @pytest.mark.parametrize(
     ("doctor", "plan", "switch", "code", "called"),
     [
-        ("0", "0", "on", 0, ["doctor.py", "preflight.py", "-m"]),
-        ("1", "0", "on", 1, ["doctor.py"]),
-        ("2", "0", "on", 2, ["doctor.py"]),
+        ("0", "0", "on", 0, ["--doctor", "preflight.py", "-m"]),
+        ("1", "0", "on", 1, ["--doctor"]),
+        ("2", "0", "on", 2, ["--doctor"]),
         ("1", "0", "off", 0, ["preflight.py", "-m"]),
-        ("0", "1", "on", 1, ["doctor.py", "preflight.py"]),
+        ("0", "1", "on", 1, ["--doctor", "preflight.py"]),
     ],
 )
 def test_run_starts_only_after_doctor_and_plan(doctor, plan, switch, code, called, tmp_path: Path) -> None:
     stub = tmp_path / "python"
     stub.write_text(f"""#!/bin/sh
-echo "$1" >>{tmp_path}/calls
-case $1 in doctor.py) exit {doctor} ;; preflight.py) exit {plan} ;; esac\n""")
+asked=$1
+[ "$2" != --doctor ] || asked=--doctor
+echo "$asked" >>{tmp_path}/calls
+case $asked in --doctor) exit {doctor} ;; preflight.py) exit {plan} ;; esac\n""")
     stub.chmod(0o755)
     done = accelerator("run_16npu.sh", PYTHON=str(stub), DOCTOR=switch)
     assert done.returncode == code, done.stderr

@@ -31,12 +31,12 @@ import lora_megatron
 import parallel_setup
 import reward_gsm8k
 import rollout
-import rollout_torch
-import self_test
 import train_grpo
 from config import load_config
 from config_rules import OTHER_RULES
+from engines import torch_sampler
 from learner import Learner
+from plan import self_test
 from rollout import MicroBatch, Rollout
 
 ROOT = Path(__file__).parents[1]
@@ -178,8 +178,8 @@ def always_one_mean() -> None:
 
 
 def equal_groups() -> None:
-    real = rollout_torch.TorchSampler.sample
-    rollout_torch.TorchSampler.sample = lambda *args, num_samples, **kwargs: [
+    real = torch_sampler.TorchSampler.sample
+    torch_sampler.TorchSampler.sample = lambda *args, num_samples, **kwargs: [
         one * num_samples for one in real(*args, num_samples=1, **kwargs)
     ]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-import statistics_paired as paired
+from lab import statistics as paired
 
 # Student (1908): hours of sleep gained by ten patients under the second drug over the first.
 SLEEP = np.array([1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4])

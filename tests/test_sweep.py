@@ -17,9 +17,9 @@ import pytest
 import recorded
 import training
 
-import records
 import sweep
-from config import InputError
+from input_files import InputError
+from lab import records
 
 CONFIG = f"""
 name: unnamed

@@ -7,11 +7,10 @@ import dataclasses
 import pytest
 
 import hf_config
-import layout_plan
-import memory_plan
-import time_plan
 from config import load_config
-from time_plan import MACHINES
+from plan import grid, roofline
+from plan import memory as memory_plan
+from plan.roofline import MACHINES
 
 NPU = MACHINES["npu"]  # 376 TFLOP/s, 1.6 TB/s, 196 GB/s
 QWEN3 = hf_config.planned(load_config("configs/qwen3.yaml"))[0]
@@ -19,13 +18,13 @@ QWEN3 = hf_config.planned(load_config("configs/qwen3.yaml"))[0]
 
 def planned(*overrides: str, ranks: int = 16, machine=NPU, prompt: float = 120, completion: float = 256):
     cfg = load_config("configs/qwen3.yaml", ["rollout.enforce_eager=false", *overrides])  # the figures are with graphs
-    layout = layout_plan.of(cfg, ranks)
+    layout = grid.of(cfg, ranks)
     memory = memory_plan.plan(cfg, QWEN3, layout, "npu", 61 * 2**30)
-    return time_plan.plan(cfg, QWEN3, layout, machine, memory, prompt, completion), cfg, memory
+    return roofline.plan(cfg, QWEN3, layout, machine, memory, prompt, completion), cfg, memory
 
 
 def test_a_token_meets_3_billion_parameters():
-    assert time_plan.active_parameters(QWEN3) == pytest.approx(3.04e9, rel=0.002)
+    assert roofline.active_parameters(QWEN3) == pytest.approx(3.04e9, rel=0.002)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +32,7 @@ def test_a_token_meets_3_billion_parameters():
 )
 def test_decode_step_with_the_experts_over_16_dies(prompt, completion, step_ms, rollout_seconds):
     """768 sequences in one wave; attention on each die by itself, experts spread over all of them."""
-    step = time_plan.decode_step(
+    step = roofline.decode_step(
         QWEN3, NPU, ranks=16, tensor=1, expert=16, sequences=768, context=prompt + completion / 2, element=2
     )
     assert step["total"] * 1e3 == pytest.approx(step_ms, rel=0.02)
@@ -58,8 +57,8 @@ def test_update_with_recompute_and_reference_pass(prompt, completion, seconds):
 def test_experts_exchange_as_worked_out_for_four_passes():
     """2.17 s for EP16 in the short case; attention unsplit."""
     cfg = load_config("configs/qwen3.yaml", ["parallel.tensor=1", "rollout.expert_parallel=false"])
-    layout = layout_plan.of(cfg, 16)
-    found = time_plan.exchange_seconds(QWEN3, NPU, layout, 768 * 376, 2)
+    layout = grid.of(cfg, 16)
+    found = roofline.exchange_seconds(QWEN3, NPU, layout, 768 * 376, 2)
     assert found["tensor exchange"] == 0 and 4 * found["expert exchange"] == pytest.approx(2.17, rel=0.01)
 
 
@@ -76,7 +75,7 @@ def test_more_work_takes_longer_and_more_ranks_do_not():
 def test_a_small_cache_takes_waves_and_is_named_as_the_cause():
     times, cfg, memory = planned("rollout.kv_cache_mib=512", completion=1024)
     assert times.waves > 1 and times.phases["decode"] > planned(completion=1024)[0].phases["decode"]
-    assert times.bottleneck == "decode" and "rollout.kv_cache_mib" in time_plan.advice(cfg, times, memory, "decode")
+    assert times.bottleneck == "decode" and "rollout.kv_cache_mib" in roofline.advice(cfg, times, memory, "decode")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +85,7 @@ def test_decoding_waits_for_launches_with_and_without_graphs(eager, step_ms, wha
     """Published decode steps of this class take 20 to 34 ms, whose roofline is 5."""
     times, cfg, memory = planned(f"rollout.enforce_eager={eager}")
     assert times.causes["decode"] == {"launches": pytest.approx(256 * step_ms / 1e3)}
-    assert what in time_plan.advice(cfg, times, memory, "decode")
+    assert what in roofline.advice(cfg, times, memory, "decode")
 
 
 def test_from_16_to_64_ranks_training_shrinks_and_decoding_does_not():
@@ -110,7 +109,7 @@ def test_micro_batches_of_one_row_are_bound_by_launches_as_published():
     assert times.bound("update forward") == "launches" and full.bound("update forward") == "arithmetic"
     needed = full.causes["update forward"]["arithmetic"] * NPU.training_share  # at the peak
     assert 0.02 < needed / times.causes["update forward"]["launches"] < 0.05
-    assert "tokens_per_micro_batch" in time_plan.advice(cfg, times, memory, "update forward")
+    assert "tokens_per_micro_batch" in roofline.advice(cfg, times, memory, "update forward")
 
 
 def test_throughput_lies_between_what_is_published_and_the_floor():
@@ -125,7 +124,7 @@ def test_throughput_lies_between_what_is_published_and_the_floor():
 def test_a_slow_link_makes_the_experts_traffic_the_bottleneck_of_training():
     times, cfg, memory = planned(machine=dataclasses.replace(NPU, link=40e9))
     assert planned()[0].bound("reference") == "arithmetic" and times.bound("reference") == "expert exchange"
-    assert "parallel.expert" in time_plan.advice(cfg, times, memory, "reference")
+    assert "parallel.expert" in roofline.advice(cfg, times, memory, "reference")
 
 
 def test_the_rank_on_experts_is_what_the_optimizer_pays_for():
@@ -133,4 +132,4 @@ def test_the_rank_on_experts_is_what_the_optimizer_pays_for():
     times, cfg, memory = planned("parallel.expert=16", ranks=32)
     small, _, _ = planned("parallel.expert=16", "lora.expert_rank=4", ranks=32)
     assert 4 < times.phases["optimizer"] / small.phases["optimizer"] < 8
-    assert "lora.expert_rank" in time_plan.advice(cfg, times, memory, "optimizer")
+    assert "lora.expert_rank" in roofline.advice(cfg, times, memory, "optimizer")

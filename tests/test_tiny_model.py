@@ -11,7 +11,7 @@ import training
 import hf_config
 import tiny_model
 import weights_hf
-from config import Config
+from knobs import Config
 
 
 def make(layout: str, cfg: Config, sender) -> None:

@@ -19,7 +19,7 @@ import grpo
 import learner
 import parallel_setup
 import train_grpo
-from rollout import Completion
+from engines.interface import Completion
 
 LAYOUTS = [name for name in world.LAYOUTS if name not in ("TP8", "TP4_EP4_ETP4")]  # test_lora.py has those too
 TWO_UPDATES = {"optim__prompts_per_update": 3, "train__steps": 2}

@@ -28,9 +28,10 @@ import runlog
 import weight_sync
 import weights_hf
 from aqn import AqnError
-from config import Config, InputError, load_config, to_yaml
-from decoder_torch import Decoder
-from knobs import Action, ChecksConfig
+from config import load_config, to_yaml
+from engines.torch_decoder import Decoder
+from input_files import InputError
+from knobs import Action, ChecksConfig, Config
 from learner import Learner
 from tripwires import Tripped, Tripwires
 

@@ -65,7 +65,7 @@ def test_a_node_that_is_lost_ends_the_other_with_a_message(rank, model, tmp_path
     """
     flag = tmp_path / "flag"
     fault = ("hang", "update", 2, rank, flag)
-    with two_nodes(tmp_path, "tests/faulty_train.py", *fault, configuration(model, tmp_path)) as nodes:
+    with two_nodes(tmp_path, "tests/support/faulty_train.py", *fault, configuration(model, tmp_path)) as nodes:
         nodes[0].until(lambda: flag.exists() and flag.read_text())
         (lost,) = [node for node in nodes if int(flag.read_text()) in {pid for pid, _ in node.family()}]
         (left,) = [node for node in nodes if node is not lost]
@@ -91,7 +91,9 @@ def test_a_process_that_is_lost_is_started_again_and_the_run_ends_as_if_nothing_
     whole = training.metrics(training.only_run(cfg))
     assert [row["step"] for row in whole] == [0, 1, 2] and all(row["actor/grad_norm"] > 1e-4 for row in whole)
     fault = ("die", "update", 3, 1, tmp_path / "flag")
-    with two_nodes(tmp_path, "tests/faulty_train.py", *fault, configuration(model, tmp_path), restarts=1) as nodes:
+    with two_nodes(
+        tmp_path, "tests/support/faulty_train.py", *fault, configuration(model, tmp_path), restarts=1
+    ) as nodes:
         codes = [node.wait() for node in nodes]
         text = "".join(node.text for node in nodes)
         assert codes == [0, 0], text

@@ -21,10 +21,10 @@ import aqn
 import lora_megatron
 import train_grpo
 import weights_hf
-from config import Config
-from heartbeat import Heartbeat
+from engines.torch_sampler import TorchSampler
+from knobs import Config
 from parallel_setup import Parallel
-from rollout_torch import TorchSampler
+from tripwires import Heartbeat
 from weight_sync import WeightSync
 
 KINDS = ("qwen3_moe", "qwen2_moe")

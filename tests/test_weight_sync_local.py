@@ -23,15 +23,14 @@ from torch import Tensor
 import hf_config
 import lora_megatron
 import rollout
-import rollout_colocated
-import vllm_inside
-import weight_sync_local
 import weights_hf
-from config import Config, InputError
+from engines import vllm_colocated, vllm_inside, vllm_shards
+from engines.interface import Completion
+from engines.torch_sampler import TorchSampler
+from engines.vllm_colocated import ColocatedEngine
+from input_files import InputError
+from knobs import Config
 from parallel_setup import Parallel
-from rollout import Completion
-from rollout_colocated import ColocatedEngine
-from rollout_torch import TorchSampler
 from tripwires import Tripped
 from weight_sync import WeightSync
 
@@ -185,7 +184,7 @@ def without_collectives(parallel: Parallel, path: Path) -> tuple[bool, bool]:
         for name in ("all_gather_into_tensor", "all_gather", "all_gather_object", "all_reduce", "broadcast", "barrier",
                      "all_to_all_single", "reduce_scatter_tensor", "send", "recv"):  # fmt: skip
             patch.setattr(torch.distributed, name, refuse)
-        return passes(weight_sync_local.shards), passes(weights_hf.export)
+        return passes(vllm_shards.shards), passes(weights_hf.export)
 
 
 # ------------------------------------------------------------------------------------------------ into vLLM's memory
@@ -199,7 +198,7 @@ def shards(path: Path) -> dict[str, Tensor]:
 
 def own_shards(parallel: Parallel, path: Path) -> dict[str, Tensor]:
     model, arch = adapted.load(path, parallel)
-    return {name: tensor.clone() for name, tensor in weight_sync_local.shards(model, arch, parallel)}
+    return {name: tensor.clone() for name, tensor in vllm_shards.shards(model, arch, parallel)}
 
 
 @pytest.fixture
@@ -270,10 +269,10 @@ def test_on_other_devices_it_is_refused_by_name(path: Path) -> None:
     arch = dataclasses.replace(hf_config.read(path), hidden_size=2048)
     for device in ("cpu", "cuda"):
         with pytest.raises(InputError, match=f"rollout.expert_parallel: on {device} vLLM packs its weights"):
-            rollout_colocated.check(arch, device_type=device, ranks=4, tensor=2)
-    rollout_colocated.check(arch, device_type="npu", ranks=4, tensor=2)
+            vllm_colocated.check(arch, device_type=device, ranks=4, tensor=2)
+    vllm_colocated.check(arch, device_type="npu", ranks=4, tensor=2)
     with pytest.raises(InputError, match="hidden_size from 1024 to 8192, not 64"):
-        rollout_colocated.check(hf_config.read(path), device_type="npu", ranks=4, tensor=2)
+        vllm_colocated.check(hf_config.read(path), device_type="npu", ranks=4, tensor=2)
     engine = object.__new__(ColocatedEngine)
     engine.device = SimpleNamespace(type="npu")
     assert engine._more_arguments(4, 16, enforce_eager=True, max_sequences=192) == {
@@ -305,7 +304,7 @@ def placements(parallel: Parallel, path: Path) -> dict[str, str]:
 
     def refusal(found: dict, place: Parallel) -> str:
         try:
-            weight_sync_local.check_placement(found, arch, place)
+            vllm_shards.check_placement(found, arch, place)
         except InputError as error:
             return str(error)
         return ""
@@ -372,10 +371,10 @@ def test_a_run_does_not_start_unless_sampler_and_trainer_agree_and_go_on_to(path
 
 def test_the_engine_is_the_one_that_the_configuration_asks_for(path: Path, monkeypatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(rollout_colocated.ColocatedEngine, "__init__", lambda self, *a, **k: asked.append("colocated"))
-    import rollout_vllm
+    monkeypatch.setattr(vllm_colocated.ColocatedEngine, "__init__", lambda self, *a, **k: asked.append("colocated"))
+    from engines import vllm_engine
 
-    monkeypatch.setattr(rollout_vllm, "check", lambda *a, **k: asked.append("checked"))
+    monkeypatch.setattr(vllm_engine, "check", lambda *a, **k: asked.append("checked"))
     arch = hf_config.read(path)
     rollout.open_engine(config(path, {}, True), arch, torch.device("cpu"), {1}, 0)
     with pytest.raises(InputError, match="on cpu vLLM packs its weights"):
@@ -393,5 +392,5 @@ def test_weights_hf_gives_every_slot_once(path: Path) -> None:
 
 def slot_names(parallel: Parallel, path: Path) -> dict[str, int]:
     model, arch = adapted.load(path, parallel)
-    names = [weight_sync_local.vllm_name(slot) for slot in weights_hf.slots(model, arch, parallel)]
+    names = [vllm_shards.vllm_name(slot) for slot in weights_hf.slots(model, arch, parallel)]
     return {name: names.count(name) for name in names}

@@ -22,7 +22,7 @@ from torch import Tensor
 import hf_config
 import model_megatron
 import weights_hf
-from config import InputError
+from input_files import InputError
 from parallel_setup import Parallel
 
 KINDS = ["qwen3_moe", "qwen2_moe"]

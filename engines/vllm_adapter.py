@@ -1,0 +1,119 @@
+"""The policy as a LoRA adapter of vLLM: rollout.sync adapter. The engine keeps the base weights, a push brings A and B.
+
+From memory, no file is written. Run on a CPU with models that are all dense; what is refused follows the sources of
+vLLM 0.30, and of vllm-ascend 0.23 with its vLLM 0.23. R rank.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import torch
+from torch import Tensor
+
+from hf_config import Architecture
+from input_files import InputError
+from knobs import LoraConfig
+
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
+MODULES = {  # lora.targets -> vLLM's modules
+    "linear_qkv": ("qkv_proj",),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_up_proj", "experts"),
+    "linear_fc2": ("down_proj", "experts"),
+}
+
+
+def check(arch: Architecture, lora: LoraConfig, *, device_type: str, dtype: torch.dtype) -> None:
+    """Raise InputError where vLLM cannot take these adapters as such; merged, it takes all. Does not import it."""
+
+    def refuse(why: str) -> None:
+        raise InputError(f"rollout.sync: adapter: {why}; needed: merged")
+
+    moe = any(arch.moe_layers)
+    if device_type == "npu":
+        # vllm_ascend/lora/fused_moe.py, _assert_ascend_moe_lora_supported. And load_weights of vLLM 0.23's models looks
+        # for qkv_proj.weight, which is qkv_proj.base_layer.weight by then: "if name not in params_dict: continue".
+        refuse("vllm-ascend 0.23 takes none beside shared experts or with expert parallelism, and its vLLM drops what "
+               "is pushed to layers that can take one")  # fmt: skip
+    if device_type == "cpu" and moe:
+        # fused_moe/oracle/unquantized.py: "if moe_config.is_lora_enabled: ... UnquantizedMoeBackend.TRITON", and
+        # TritonExperts._supports_current_device: "current_platform.is_cuda_alike() or current_platform.is_xpu()".
+        refuse("vLLM adapts models with MoE layers by Triton kernels, which do not run on a CPU")
+    if device_type == "cuda":
+        version = importlib.metadata.version("vllm")
+        if [int(part) for part in version.split(".")[:2]] < [0, 30]:
+            refuse(f"vLLM {version} may drop what is pushed to layers that can take one, 0.30 does not")
+        if dtype == torch.float32:  # lora_shrink_op.py: "assert inputs.dtype in [torch.float16, torch.bfloat16]"
+            refuse("vLLM's kernels for it take no fp32 on a GPU")
+        if moe and ("linear_fc1" in lora.targets) != ("linear_fc2" in lora.targets):
+            refuse("vLLM adapts all three matrices of an expert or none")  # lora_weights.py, pack_moe: three asserts
+
+
+def llm_arguments(lora: LoraConfig) -> dict:
+    """Arguments of vllm.LLM: room for one adapter on the modules of lora.targets, and only on those."""
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": min(rank for rank in RANKS if rank >= lora.rank),
+        "lora_target_modules": sorted({module for target in lora.targets for module in MODULES[target]}),
+    }
+
+
+class Adapter:
+    """The one adapter of an engine. Every change is a new name to vLLM, under which nothing old can be cached."""
+
+    def __init__(self, lora: LoraConfig, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+        self.lora, self.shapes, self.dtype = lora, shapes, dtype
+        self.tensors: dict[str, Tensor] = {}  # by PEFT's names
+        self.number = 0
+
+    def take(self, factors: dict[str, tuple[Tensor, Tensor]]) -> None:
+        """Copies of them in place of those before; InputError, and those before stay, for what is not as `put` needs.
+
+        ``factors``: Hugging Face name of W (out, in) -> A (R, in), B (out, R).
+        """
+        tensors = {}
+        for name, pair in factors.items():
+            if len(self.shapes.get(name, ())) != 2:
+                raise InputError(f"load_adapter: {name} is not a matrix of this model")
+            out_size, in_size = self.shapes[name]
+            needed = (self.lora.rank, in_size), (out_size, self.lora.rank)
+            for letter, factor, shape in zip("AB", pair, needed, strict=True):
+                if tuple(factor.shape) != shape:
+                    raise InputError(f"load_adapter: {letter} of {name}: found {tuple(factor.shape)}; needed: {shape}")
+                if not factor.isfinite().all():
+                    raise InputError(f"load_adapter: {letter} of {name} has NaN or infinity")
+                key = f"{name.removesuffix('.weight')}.lora_{letter}.weight"
+                tensors[key] = factor.detach().to("cpu", self.dtype, copy=True)
+        self.tensors = tensors
+
+    def put(self, llm) -> None:
+        """Into every worker, also after a push of weights, which throws adapters out. Nothing before the first take."""
+        if self.tensors:
+            self.number += 1
+            llm.collective_rpc(put, args=(self.number, self.tensors, self.lora.rank, self.lora.alpha))
+
+    def request(self):
+        """What tells vLLM to sample a row with the adapter; its path is never opened."""
+        from vllm.lora.request import LoRARequest
+
+        if not self.tensors:
+            raise InputError("sample: no adapter; needed: a load_adapter that succeeded")
+        return LoRARequest(f"policy-{self.number}", self.number, "in memory")
+
+
+def put(worker, number: int, tensors: dict[str, Tensor], rank: int, alpha: float) -> None:
+    """In a worker: make these factors its only adapter, so that request ``number`` finds it there."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    loras = worker.model_runner.lora_manager
+    manager, settings = loras._adapter_manager, PEFTHelper(r=rank, lora_alpha=alpha, target_modules=[])
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}  # it scales B by alpha / rank in place
+    adapter = LoRAModel.from_lora_tensors(number, copies, settings, device="cpu", dtype=loras.lora_config.lora_dtype)
+    manager.remove_all_adapters()
+    manager.add_adapter(adapter)  # packs q, k, v; gate, up; the experts
+    if nowhere := adapter.loras.keys() - manager.modules.keys():
+        raise RuntimeError(f"load_adapter: vLLM has no place for {min(nowhere)} and would leave it out")
+    manager.activate_adapter(number)

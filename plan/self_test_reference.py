@@ -1,0 +1,225 @@
+"""The second opinion of plan/self_test.py: model, loss and AdamW in float64, for one rank and rows padded on the right.
+
+Written from the formulas of the model and of the papers that grpo.py names. It shares no code with the trainer, nor its
+kernels, shards, packing and masks, so that both would have to be wrong in the same way.
+S sequences, T tokens of a row, V vocabulary, E experts, K experts a token, R LoRA rank, L layers.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from engines.interface import Completion
+    from knobs import Config, LoraConfig
+    from rollout import Rollout
+
+Named = dict[str, Tensor]
+
+
+def forward(w: Named, c: dict, tokens: Tensor, temperature: float, routes: Tensor | None = None) -> tuple:
+    """Log-prob of each token given those before it (0 for the first), entropy there, routes, log-probs of the next.
+
+    (S, T) -> (S, T), (S, T), (S, T, L, K), (S, V).  ``routes``: experts to use, -1 where the model chooses itself.
+    """
+    heads, size = c["num_attention_heads"], c["head_dim"]
+    length, chosen = tokens.shape[1], []
+    angle = torch.arange(length)[:, None] * c["rope_theta"] ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+    cos, sin, future = angle.cos()[:, None], angle.sin()[:, None], torch.ones(length, length).triu(1).bool()
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + c["rms_norm_eps"]).sqrt() * w[f"{name}.weight"]
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ w[f"{name}.weight"].t() + w.get(f"{name}.bias", 0)
+
+    def swiglu(x: Tensor, name: str) -> Tensor:
+        gate = linear(x, f"{name}.gate_proj")
+        return linear(gate * gate.sigmoid() * linear(x, f"{name}.up_proj"), f"{name}.down_proj")
+
+    def rotate(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    x = w["model.embed_tokens.weight"][tokens]
+    for i in range(c["num_hidden_layers"]):
+        layer, attention = f"model.layers.{i}", f"model.layers.{i}.self_attn"
+        h = norm(x, f"{layer}.input_layernorm")
+        q, k, v = (linear(h, f"{attention}.{name}_proj").unflatten(-1, (-1, size)) for name in "qkv")
+        if f"{attention}.q_norm.weight" in w:
+            q, k = norm(q, f"{attention}.q_norm"), norm(k, f"{attention}.k_norm")
+        k, v = (y.repeat_interleave(heads // y.shape[2], 2) for y in (rotate(k), v))
+        scores = torch.einsum("sqhd,skhd->shqk", rotate(q), k) / size**0.5
+        mixed = torch.einsum("shqk,skhd->sqhd", scores.masked_fill(future, -math.inf).softmax(-1), v)
+        x = x + linear(mixed.flatten(2), f"{attention}.o_proj")
+        h = norm(x, f"{layer}.post_attention_layernorm")
+        router = linear(h, f"{layer}.mlp.gate")
+        top = router.topk(c["num_experts_per_tok"]).indices
+        top = top if routes is None else torch.where(routes[:, :, i] < 0, top, routes[:, :, i])
+        chosen.append(top)
+        share = router.softmax(-1).gather(-1, top)
+        share = share / share.sum(-1, keepdim=True) if c["norm_topk_prob"] else share
+        share = torch.zeros_like(router).scatter(-1, top, share)
+        y = sum(share[..., e, None] * swiglu(h, f"{layer}.mlp.experts.{e}") for e in range(c["num_experts"]))
+        if f"{layer}.mlp.shared_expert_gate.weight" in w:
+            y = y + linear(h, f"{layer}.mlp.shared_expert_gate").sigmoid() * swiglu(h, f"{layer}.mlp.shared_expert")
+        x = x + y
+    logp = (linear(norm(x, "model.norm"), "lm_head") / temperature).log_softmax(-1)
+    last, logp, before = logp[:, -1], logp[:, :-1], torch.zeros(len(tokens), 1, dtype=torch.float64)
+    picked, entropy = logp.gather(-1, tokens[:, 1:, None])[..., 0], -(logp.exp() * logp).sum(-1)
+    return torch.cat([before, picked], 1), torch.cat([before, entropy], 1), torch.stack(chosen, 2), last
+
+
+def merged(base: Named, factors: Named, lora: LoraConfig) -> Named:
+    """The base weights plus alpha / R x B A, for factors by their names in a checkpoint."""
+    weights = dict(base)
+    for name, a in factors.items():
+        module, _, letter = name.rpartition(".")
+        if letter == "B":
+            continue
+        parent, fused = module.rsplit(".", 1)
+        parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+        b, experts = factors[f"{module}.B"], a.dim() == 3
+        pairs = [(f"{parent}.{e}", a[e].t(), b[e].t()) for e in range(len(a))] if experts else [(parent, a, b)]
+        for place, down, up in pairs:
+            start, delta = 0, lora.alpha / (lora.expert_rank if experts else lora.rank) * up @ down
+            for part in parts.get(fused, (fused,)):
+                old = base[f"{place}.{part}.weight"]
+                weights[f"{place}.{part}.weight"] = old + delta[start : start + len(old)]
+                start += len(old)
+    return weights
+
+
+@dataclass
+class Rows:
+    """The sequences of a step, padded on the right."""
+
+    tokens: Tensor  # (S, T)
+    own: Tensor  # (S, T) true on the tokens that were sampled
+    sampled_logp: Tensor  # (S, T) the sampler's, 0 elsewhere
+    routes: Tensor | None  # (S, T, L, K) the sampler's under replay r3, -1 where it has none
+
+
+def rows_of(batch: Rollout, completions: list[Completion]) -> Rows:
+    """``completions``: all S of them, in order."""
+    group = len(completions) // len(batch.prompts)
+    prompts = [batch.prompts[s // group] for s in range(len(completions))]
+    width = max(len(prompt) + len(one.tokens) for prompt, one in zip(prompts, completions, strict=True))
+    tokens = torch.zeros(len(prompts), width, dtype=torch.long)
+    own, logp, routes = tokens.bool(), tokens.double(), None
+    for s, (prompt, one) in enumerate(zip(prompts, completions, strict=True)):
+        end = len(prompt) + len(one.tokens)
+        tokens[s, :end] = torch.tensor(prompt + one.tokens)
+        own[s, len(prompt) : end], logp[s, len(prompt) : end] = True, torch.tensor(one.logp).double()
+        if one.routed_experts is not None:
+            record = torch.from_numpy(one.routed_experts).long()
+            routes = torch.full((*tokens.shape, *record.shape[1:]), -1) if routes is None else routes
+            routes[s, : len(record)] = record
+    return Rows(tokens, own, logp, routes)
+
+
+def advantages_of(rewards: list[float], norm: str) -> list[float]:
+    """Of one group, in plain Python."""
+    n, mean = len(rewards), sum(rewards) / len(rewards)
+    std = (sum((reward - mean) ** 2 for reward in rewards) / (n - 1)) ** 0.5
+    scale = {"std": 1 / (std + 1e-6), "none": 1.0, "loo": n / (n - 1)}[norm]
+    return [(reward - mean) * scale for reward in rewards]
+
+
+def loss_of(
+    cfg: Config,
+    logp: Tensor,
+    entropy: Tensor,
+    old: Tensor,
+    reference: Tensor,
+    rows: Rows,
+    chosen: Tensor,
+    skipped: Tensor,
+    advantages: Tensor,
+) -> Tensor:
+    """The loss of one update.  (S, T) four times, (S,) three times
+
+    ``chosen``: the update's sequences, of which ``skipped`` are counted and add nothing.
+    """
+    loss, own = cfg.loss, rows.own & chosen[:, None]
+    lengths, sequences = own.sum(1, keepdim=True).clamp(min=1), chosen.sum().clamp(min=1)
+    share = {
+        "token-mean": 1 / own.sum().clamp(min=1).double().expand(len(own), 1),
+        "seq-mean-token-sum": 1 / sequences.double().expand(len(own), 1),
+        "seq-mean-token-mean": 1 / (sequences * lengths),
+        "dr-grpo": 1 / (sequences.double() * cfg.rollout.max_new_tokens).expand(len(own), 1),
+    }[loss.aggregate] * (own & ~skipped[:, None])
+    a, ratio = advantages[:, None], (logp - old).exp()
+    if loss.kind == "gspo":
+        mean = ((logp - old).detach() * own).sum(1, keepdim=True) / lengths
+        ratio = mean.exp() * (logp - logp.detach()).exp()
+    clipped = ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high)
+    if loss.kind == "cispo":
+        policy = -clipped.detach() * a * logp
+    else:
+        policy = torch.maximum(-a * ratio, -a * clipped)
+        if loss.kind == "ppo" and loss.dual_clip:
+            policy = torch.where(a < 0, torch.minimum(policy, -a * loss.dual_clip), policy)
+    if loss.importance != "none":
+        off = (old - rows.sampled_logp) * rows.own
+        off = off.sum(1, keepdim=True) if loss.importance == "sequence" else off
+        policy = policy * off.exp().clamp(max=loss.importance_clip)
+    total = policy - loss.entropy_coef * entropy
+    if loss.kl != "none":
+        d = reference - logp
+        k3 = d.exp() - d - 1
+        total = total + loss.kl_coef * {
+            "k1": -d, "k2": d**2 / 2, "k3": k3, "abs": d.abs(), "low_var_kl": k3.clamp(max=10), "low_var_kl+": d**2 / 2,
+        }[loss.kl]  # fmt: skip
+    return (total * share).sum()
+
+
+@dataclass
+class State:
+    """Factors by their names in a checkpoint, AdamW's moments, and the steps it has made."""
+
+    factors: Named
+    first: Named
+    second: Named
+    steps: int = 0
+
+
+def updated(
+    cfg: Config, c: dict, base: Named, state: State, batch: Rollout, rows: Rows, advantages: Tensor
+) -> tuple[State, float]:
+    """The state after the updates of one rollout, and the mean norm of their gradients before clipping.
+
+    ``c``: config.json of the model. ``base``: its weights. ``advantages``: (S,)
+    """
+    optim, (beta1, beta2) = cfg.optim, cfg.optim.betas
+    state = State(dict(state.factors), dict(state.first), dict(state.second), state.steps)
+    run = functools.partial(forward, c=c, tokens=rows.tokens, temperature=cfg.rollout.temperature)
+    with torch.no_grad():
+        old, _, native, _ = run(merged(base, state.factors, cfg.lora), routes=rows.routes)
+        routes = native if cfg.replay.mode == "r2" else rows.routes
+        reference = run(base, routes=routes if cfg.replay.reference == "replayed" else None)[0]
+    place, group = torch.arange(len(rows.tokens)), cfg.rollout.group_size
+    equal = batch.rewards.amax(1) == batch.rewards.amin(1)
+    skipped = equal.repeat_interleave(group) & cfg.loss.skip_equal_groups
+    kept, norms = ~(batch.truncated & cfg.loss.mask_truncated), []
+    size = optim.prompts_per_update * group
+    for first in range(0, len(place), size):
+        chosen = (place >= first) & (place < first + size) & kept
+        factors = {name: x.detach().requires_grad_() for name, x in state.factors.items()}
+        logp, entropy, *_ = run(merged(base, factors, cfg.lora), routes=routes)
+        loss = loss_of(cfg, logp, entropy, old, reference, rows, chosen, skipped, advantages)
+        gradients = torch.autograd.grad(loss, list(factors.values()))
+        norms.append(math.sqrt(sum(g.square().sum().item() for g in gradients)))
+        shrink, state.steps = min(1.0, optim.max_grad_norm / (norms[-1] + 1e-6)), state.steps + 1
+        for (name, x), g in zip(factors.items(), gradients, strict=True):
+            m = state.first[name] = beta1 * state.first[name] + (1 - beta1) * g * shrink
+            v = state.second[name] = beta2 * state.second[name] + (1 - beta2) * (g * shrink) ** 2
+            step = m / (1 - beta1**state.steps) / ((v / (1 - beta2**state.steps)).sqrt() + optim.eps)
+            state.factors[name] = x.detach() * (1 - optim.lr * optim.weight_decay) - optim.lr * step
+    return state, sum(norms) / len(norms)

@@ -1,0 +1,81 @@
+"""Two data ranks of one vLLM engine that sample in lockstep, and one that fails; started by torchrun, dense on a CPU.
+
+    torchrun --nproc_per_node=2 tests/support/lockstep_ranks.py OUT_DIR MODEL_DIR
+
+Each rank writes what it sampled and how often its model ran. Then rank 1 is given a prompt that is refused while rank 0
+samples: rank 0 must not be left waiting.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import hf_config  # noqa: E402
+from engines import vllm_engine  # noqa: E402
+from engines.vllm_colocated import ColocatedEngine  # noqa: E402
+from engines.vllm_engine import VllmEngine  # noqa: E402
+from input_files import InputError  # noqa: E402
+
+CALLS = [([3, 2], [2, 1]), ([2], []), ([], [1, 1, 3]), ([2, 2], [1])]  # by rank: prompt lengths of each sample
+NEW_TOKENS = {0: 9, 1: 5}  # by rank: one is done before the other
+
+
+class OnCpu(ColocatedEngine):
+    """Lockstep as it is, weights as a CPU takes them; no experts, which it cannot run in parallel."""
+
+    _hand_over, _cast = VllmEngine._hand_over, VllmEngine._cast
+
+    def take_parameters_as_they_are(self) -> None:
+        pass
+
+    def _more_arguments(self, *args, **options) -> dict:
+        return super()._more_arguments(*args, **options) | {"enable_expert_parallel": False}
+
+
+def prompts(lengths: list[int], rank: int) -> list[list[int]]:
+    return [[7 + 10 * rank + i + j for j in range(length)] for i, length in enumerate(lengths)]
+
+
+def main(out_dir: str, model_dir: str) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    vllm_engine.check = lambda *args, **options: None  # the folder's model is Qwen3, which vLLM knows without experts
+    arch = hf_config.parse(json.loads(Path(model_dir, "as_moe.json").read_text()), model_dir)
+    tensors = load_file(Path(model_dir) / "model.safetensors")
+    results = []
+    for kind in (VllmEngine, OnCpu):  # the first as replicas, which know nothing of each other
+        engine = kind(arch, model_dir, stop_tokens={9}, max_tokens=64, kv_cache_mib=2)
+        engine.load_weights(tensors.items())
+        forwards = []
+        engine.llm.collective_rpc(
+            lambda worker, count=forwards: worker.model_runner.model.register_forward_hook(
+                lambda *args: count.append(1)
+            )
+        )
+        for call in CALLS:
+            mine = prompts(call[rank], rank)
+            forwards.clear()
+            answers = engine.sample(mine, seeds=[5 + i for i in range(len(mine))], num_samples=2,
+                                    max_new_tokens=NEW_TOKENS[rank], temperature=1.0)  # fmt: skip
+            results.append(([[one.tokens for one in group] for group in answers], len(forwards)))
+        if kind is VllmEngine:
+            engine.close()
+    Path(out_dir, f"{rank}.json").write_text(json.dumps(results))
+    dist.barrier()
+    try:
+        engine.sample([[]] if rank else [[1]], seeds=[0], num_samples=1, max_new_tokens=9, temperature=1.0)
+    except InputError as error:
+        print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
+        os._exit(2)  # as train_grpo does
+    Path(out_dir, f"{rank}.went_on").touch()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,188 @@
+"""kernels.py, and device.py's start-up, on fake_npu.py, in a process of its own: prints what it found as JSON."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import os
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import fake_npu
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import device as devices  # noqa: E402
+import environment  # noqa: E402
+import kernels  # noqa: E402
+
+COUNTS = torch.tensor([5, 0, 7])
+
+
+def operations() -> dict[str, tuple[Callable, list[Tensor]]]:
+    """name -> (function, its differentiable arguments on the CPU)"""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    def angles(*shape: int) -> tuple[Tensor, Tensor]:
+        angle = random(*shape[:-1], shape[-1] // 2).repeat(*(1 for _ in shape[:-1]), 2)
+        return angle.cos(), angle.sin()
+
+    trained = [random(5, 3, 4, 8), *angles(5, 1, 1, 8)]
+    prefilled = [random(2, 5, 4, 8), *angles(1, 5, 1, 8)]
+    decoded = [random(7, 4, 8), *angles(7, 1, 8)]
+    return {
+        "rms_norm": (lambda x, weight: kernels.rms_norm(x, weight, 1e-5), [random(6, 16), random(16)]),
+        "causal_attention": (
+            lambda *args: kernels.causal_attention(*args, scale=0.3),
+            [random(2, 4, 7, 8), random(2, 2, 7, 8), random(2, 2, 7, 8)],
+        ),
+        "swiglu": (kernels.swiglu, [random(6, 12)]),
+        "rotary of the trainer": (kernels.rotary, trained),
+        "rotary of a prefill": (kernels.rotary, prefilled),
+        "rotary of a decode": (kernels.rotary, decoded),
+        "grouped_mm": (lambda x, w: kernels.grouped_mm(x, w, COUNTS.to(x.device)), [random(12, 16), random(3, 16, 8)]),
+        "grouped_mm, widths of 5 and 3": (
+            lambda x, w: kernels.grouped_mm(x, w, COUNTS),
+            [random(12, 5), random(3, 5, 3)],
+        ),
+        "grouped_mm, transposed weight": (
+            lambda x, w: kernels.grouped_mm(x, w.transpose(1, 2), COUNTS),
+            [random(12, 16), random(3, 8, 16)],
+        ),
+        "grouped_mm, one expert": (
+            lambda x, w: kernels.grouped_mm(x, w, torch.tensor([12])),
+            [random(12, 16), random(1, 16, 8)],
+        ),
+        "grouped_mm, no rows": (
+            lambda x, w: kernels.grouped_mm(x, w, torch.tensor([0, 0, 0])),
+            [random(0, 16), random(3, 16, 8)],
+        ),
+    }
+
+
+def apart(function: Callable, given: list[Tensor]) -> list[float]:
+    """Largest difference between npu and CPU of the result and of each argument's gradient."""
+    found = {}
+    for where in ("cpu", "npu"):
+        leaves = [x.to(where).detach().requires_grad_() for x in given]
+        out = function(*leaves)
+        out.backward(torch.linspace(-1, 1, out.numel()).view(out.shape).to(where))
+        assert out.device.type == where
+        found[where] = [x.detach().cpu() for x in (out, *(leaf.grad for leaf in leaves))]
+    pairs = zip(found["cpu"], found["npu"], strict=True)
+    return [(a - b).abs().max().item() if a.numel() else float(a.shape != b.shape) for a, b in pairs]
+
+
+def patches_in_force() -> dict[str, bool]:
+    """That what MindSpeed's patches lose is lost here: a write into such a view, and a float64 reduction."""
+    columns = torch.zeros(2, 3, device="npu")
+    columns.t().view(6).copy_(torch.ones(6).to("npu"))
+    group, total = dist.new_group([0], backend="hccl"), torch.ones(2, device="npu", dtype=torch.float64)
+    dist.all_reduce(total, group=group)
+    named = "cuda" in torch.ones(1, device="npu").type()
+    return {"write lost": not columns.cpu().any().item(), "no error": total.tolist() == [1.0, 1.0], "named": named}
+
+
+def kernel_calls(frozen: bool) -> int:
+    """Calls of the grouped product in a forward and a backward."""
+    x = torch.randn(12, 16).to("npu").requires_grad_()
+    weight = torch.randn(3, 16, 8).to("npu").requires_grad_(not frozen)
+    fake_npu.KERNELS.clear()
+    kernels.grouped_mm(x, weight, COUNTS).sum().backward()
+    return fake_npu.KERNELS["npu_grouped_matmul"]
+
+
+def refusals() -> dict[str, str]:
+    """What is refused, and in which words."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.new_group([0], backend="hccl")
+    on_npu = torch.ones(4, device="npu")
+    mask = torch.ones(4, 4, dtype=torch.bool, device="npu").triu(1)
+    heads = torch.ones(1, 2, 4, 8, device="npu")
+    attend = sys.modules["torch_npu"].npu_fusion_attention
+    attempts = {
+        "two devices": lambda: on_npu + torch.ones(4),
+        "float64 reduction": lambda: group.allreduce([on_npu.double()]),  # dist.all_reduce is patched, see fake_npu.py
+        "CPU tensor over hccl": lambda: dist.all_reduce(torch.ones(4), group=group),
+        "npu tensor over the world": lambda: dist.all_reduce(on_npu),
+        "numpy": lambda: on_npu.numpy(),
+        "own mask": lambda: attend(heads, heads, heads, 2, "BNSD", atten_mask=mask, sparse_mode=2),
+        "Megatron first": lambda: megatron_first(),
+        "transformers first": lambda: transformers_first(),
+        "third of two devices": lambda: third_of_two(),
+        "contradiction": lambda: contradiction(),
+    }
+    return {name: _message(attempt) for name, attempt in attempts.items()}
+
+
+def megatron_first() -> None:
+    sys.modules["megatron.core"] = types.ModuleType("megatron.core")
+    try:
+        devices.adapt(torch.device("npu"))
+    finally:
+        del sys.modules["megatron.core"]
+
+
+def transformers_first() -> None:
+    mindspeed = types.ModuleType("mindspeed")
+    mindspeed.__spec__ = importlib.machinery.ModuleSpec("mindspeed", None)
+    sys.modules |= {"mindspeed": mindspeed, "transformers": types.ModuleType("transformers")}
+    try:
+        devices.adapt(torch.device("npu"))
+    finally:
+        del sys.modules["mindspeed"], sys.modules["transformers"]
+
+
+def third_of_two() -> None:
+    os.environ |= {"LOCAL_RANK": "2", "ASCEND_RT_VISIBLE_DEVICES": "4,5"}
+    try:
+        devices.select(torch.device("npu"))
+    finally:
+        del os.environ["LOCAL_RANK"], os.environ["ASCEND_RT_VISIBLE_DEVICES"]
+
+
+def contradiction() -> None:
+    os.environ["HCCL_DETERMINISTIC"] = "false"
+    try:
+        devices.set_environment("npu", deterministic=True)
+    finally:
+        del os.environ["HCCL_DETERMINISTIC"]
+
+
+def _message(attempt: Callable) -> str:
+    try:
+        attempt()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+def main() -> None:
+    fake_npu.install()
+    answers = {
+        "auto": str(devices.resolve("auto")),
+        "apart": {name: apart(*operation) for name, operation in operations().items()},
+        "calls": {"frozen": kernel_calls(True), "trained": kernel_calls(False)},
+        "refused": refusals(),
+    }
+    answers["patches"] = patches_in_force()
+    devices.set_environment("npu", deterministic=True)
+    devices.make_deterministic(torch.device("npu"))
+    answers["variables"] = {v.name: os.environ.get(v.name) for v in environment.DETERMINISTIC["npu"]}
+    answers["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    answers["buffers"] = {
+        name: getattr(devices.group_options(torch.device("npu"), name), "hccl_config", None) for name in ("tp", "pp")
+    }
+    print(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()

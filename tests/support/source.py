@@ -1,0 +1,40 @@
+"""The product's source files and what each of them imports."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+OPTIONAL = {"torch_npu", "mindspeed", "vllm", "ray", "tensorboard"}  # used where present, asked for by no CPU run
+PACKAGE = {"yaml": "PyYAML", "megatron": "megatron-core"}  # import name -> name on PyPI where they differ
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+    for pattern in ("*.py", "engines/*.py", "plan/*.py", "lab/*.py")
+    for path in sorted(ROOT.glob(pattern))
+}
+REPORTING = {name for name in FILES if name.startswith("lab.") or name in ("report", "sweep")}  # need no torch
+
+
+def imports(path: Path, *, top_level: bool = False) -> set[str]:
+    """The imported modules: of the whole file, or of what runs when the file itself is imported.
+
+    Ours by their names in FILES, others by the first part of theirs. Imports under `if TYPE_CHECKING` never run and
+    count only where the whole file is asked for.
+    """
+    tree = ast.parse(path.read_text())
+    skipped = []
+    if top_level:
+        skipped = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test).endswith("TYPE_CHECKING")]
+        skipped += [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    inside = {id(node) for outer in skipped for node in ast.walk(outer)}
+    found = set()
+    for node in ast.walk(tree):
+        if id(node) in inside:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    ours = found & FILES.keys()
+    return ours | {name.split(".")[0] for name in found - ours} - {"engines", "plan", "lab"} - FILES.keys()

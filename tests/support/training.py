@@ -1,0 +1,150 @@
+"""Short training runs for tests: a random tiny model, a reward it can earn, and runs in forked worlds of any layout.
+
+The model has 8 heads and 16 experts, so that every layout of world.py fits it, and some thirty stop tokens, so
+that its answers have many lengths.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import world
+
+import parallel_setup
+import reward_gsm8k
+import run_record
+import runlog
+import tiny_model
+import train_grpo
+from aqn import AqnError
+from input_files import InputError
+from knobs import Config
+from tripwires import Heartbeat, Tripped
+
+SIZES = dict(
+    vocab_size=304, hidden_size=32, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=8, num_experts=16,
+    experts_per_token=2, expert_width=16, warm_start_steps=0,
+)  # fmt: skip
+STOP_TOKENS = list(range(2, 34))  # about one in nine tokens of a random model ends its answer
+real_score = reward_gsm8k.score
+
+
+def config(model: Path, out_dir: Path, **changes: object) -> Config:
+    """A run of seconds: 6 prompts x 4, three steps. ``changes``: section__key=value."""
+    tree = {
+        "name": "tiny",
+        "device": "cpu",
+        "model": {"path": str(model), "dtype": "fp32"},
+        "parallel": {"timeout_seconds": 120},
+        "data": {
+            "source": "arithmetic", "max_prompt_tokens": 96, "num_train": 40, "num_test": 9, "operand_high": 20,
+        },
+        "rollout": {"prompts_per_step": 6, "group_size": 4, "max_new_tokens": 12},
+        "lora": {"rank": 4, "alpha": 8.0, "expert_rank": 4},
+        "loss": {"kl_coef": 0.05},
+        "optim": {"lr": 1e-2, "warmup_steps": 1, "prompts_per_update": 6, "tokens_per_micro_batch": 1024},
+        "eval": {"samples": 1, "batch_size": 4},
+        "train": {"steps": 3, "out_dir": str(out_dir), "checkpoint_every": 0},
+    }  # fmt: skip
+    for key, value in changes.items():
+        section, name = key.split("__")
+        tree.setdefault(section, {})[name] = value
+    return Config.model_validate(tree)
+
+
+def make_model(folder: Path, architecture: str = "qwen3_moe", **sizes: int) -> Path:
+    """A random tiny model in ``folder``, made in a process of its own."""
+    tiny = {f"tiny_model__{key}": value for key, value in (SIZES | sizes).items()}
+    cfg = config(folder, folder, tiny_model__architecture=architecture, **tiny)
+    in_world("TP1", tiny_model.make, cfg, torch.device("cpu"))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": STOP_TOKENS}))
+    return folder
+
+
+def lenient_score(response: str, gold: str, method: str = "strict") -> float:
+    """The true reward, and 1 for every other wrong answer too, so that a random model has something to learn from."""
+    return max(real_score(response, gold, method), float(sum(response.encode()) % 2))
+
+
+def run_all(jobs: dict[str, tuple[str, Config]]) -> dict[str, Path]:
+    """Train every (layout, configuration) and return their run folders; one forked world a number of ranks."""
+    placed = [(layout, in_layout(cfg, layout)) for layout, cfg in jobs.values()]
+    for ranks in sorted({world.LAYOUTS[layout][0] for layout, _ in placed}):
+        chosen = [job for job in placed if world.LAYOUTS[job[0]][0] == ranks]
+        in_world(chosen[0][0], train_each, chosen)
+    return {label: only_run(cfg) for label, (_, cfg) in jobs.items()}
+
+
+def in_layout(cfg: Config, layout: str) -> Config:
+    """The configuration with the sizes of one of world.LAYOUTS."""
+    _, tensor, expert, expert_tensor = world.LAYOUTS[layout]
+    sizes = {"tensor": tensor, "expert": expert, "expert_tensor": expert_tensor}
+    return cfg.model_copy(update={"parallel": cfg.parallel.model_copy(update=sizes)})
+
+
+def in_world(layout: str, function: Callable, *args) -> list:
+    """``function(*args)`` on every rank of a forked world of the layout's size; what each returned."""
+    import_before_the_fork()
+    return world.run(world.LAYOUTS[layout][0], function, *args)
+
+
+def import_before_the_fork() -> None:
+    """What a run imports when it comes to it: seconds, here once and not once a rank."""
+    import torch._dynamo  # noqa: F401
+    from transformers import AutoTokenizer  # noqa: F401
+
+
+def train_each(jobs: list[tuple[str, Config]], lenient: bool = True) -> None:
+    """On every rank of a world: one run after the other."""
+    lighten(lenient)
+    for layout, cfg in jobs:
+        train_grpo.train(cfg, world.open_layout(layout), Heartbeat(0, 0))
+        parallel_setup.close_model_parallel()
+
+
+def lighten(lenient: bool = True) -> None:
+    """Score leniently if asked, draw no figures, record inputs alone; in a forked process that ends soon."""
+    if lenient:
+        reward_gsm8k.score = lenient_score
+    runlog.draw_curves, runlog.write_records = lambda *args: None, record_inputs
+
+
+def record_inputs(folder: Path, cfg: Config, world_size: int) -> None:
+    """What a resumed start compares."""
+    (folder / "inputs.json").write_text(json.dumps(run_record.inputs(cfg)))
+
+
+def raised(plant: Callable[[], None], cfg: Config, layout: str = "TP1", lenient: bool = True) -> list[tuple[type, str]]:
+    """On every rank, what ended a run with the fault that ``plant`` plants; InputError and "" if nothing did."""
+    return in_world(layout, run_planted, plant, layout, in_layout(cfg, layout), lenient)
+
+
+def run_planted(plant: Callable[[], None], layout: str, cfg: Config, lenient: bool) -> tuple[type, str]:
+    """What ``raised`` runs on every rank."""
+    lighten(lenient)
+    plant()
+    try:
+        train_grpo.train(cfg, world.open_layout(layout), Heartbeat(0, 0))
+    except (Tripped, AqnError, InputError) as error:
+        return type(error), str(error)
+    return InputError, ""
+
+
+def after(owner: object, name: str, change: Callable) -> None:
+    """From now on ``owner.name`` returns ``change(what it returns, *its arguments)``."""
+    real = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: change(real(*args, **kwargs), *args))
+
+
+def only_run(cfg: Config) -> Path:
+    """The one run folder in out_dir."""
+    (folder,) = Path(cfg.train.out_dir).glob(f"{cfg.name}-*")
+    return folder
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    """The rows of metrics.jsonl."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

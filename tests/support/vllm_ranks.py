@@ -1,0 +1,59 @@
+"""What every rank of a world of two samples with vLLM; started by torchrun, results as one JSON file a rank.
+
+    torchrun --nproc_per_node=2 tests/support/vllm_ranks.py OUT_DIR MODEL_DIR [MODEL_DIR ...]
+
+Each model as one replica (tensor 2) and as two (tensor 1), before and after a perturbed push.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import hf_config  # noqa: E402
+from engines.vllm_engine import VllmEngine  # noqa: E402
+
+PROMPTS = [[5, 3, 99], [7], list(range(40, 61)), [1, 2, 3, 4], [token % 100 for token in range(322)]]
+SEEDS = [11, 12, 13, 14, 15]
+STALE = "/dev/shm/-tp:0-[0-1]-cpushm_{rank}"  # shared memory as a killed run would leave it, but for the correction
+
+
+def perturbed(tensors: dict[str, torch.Tensor], seed: int = 0, scale: float = 0.02) -> dict[str, torch.Tensor]:
+    """The same tensors moved by noise: what training does to them, in one step."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: x + scale * torch.randn(x.shape, generator=generator) for name, x in tensors.items()}
+
+
+def main(out_dir: str, *model_dirs: str) -> None:
+    dist.init_process_group("gloo")
+    results, shared = [], []
+    for model_dir in model_dirs:
+        arch, tensors = hf_config.read(model_dir), load_file(Path(model_dir) / "model.safetensors")
+        for tensor in (2, 1):
+            engine = VllmEngine(arch, model_dir, stop_tokens={9}, max_tokens=360, kv_cache_mib=4, tensor=tensor,
+                                routed_experts=True)  # fmt: skip
+            shared += [path.name for path in Path("/dev/shm").glob("grpo-*cpushm*")]  # would outlive a killed job
+            mine = slice(engine.replica_rank, None, engine.num_replicas)
+            for weights in (tensors, perturbed(tensors)):
+                engine.load_weights(weights.items())
+                answers = engine.sample(PROMPTS[mine], seeds=SEEDS[mine], num_samples=2, max_new_tokens=12,
+                                        temperature=1.0, return_routed_experts=True)  # fmt: skip
+                results.append([
+                    [(one.tokens, one.logp, one.routed_experts.tolist()) for one in group] for group in answers
+                ])  # fmt: skip
+            engine.close()
+    total = torch.ones(1)
+    dist.all_reduce(total)  # the world is still the trainer's to use
+    summary = {"results": results, "ranks": total.item(), "shared": shared}
+    Path(out_dir, f"{dist.get_rank()}.json").write_text(json.dumps(summary))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
