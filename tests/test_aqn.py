@@ -209,7 +209,7 @@ def test_noise_is_added_to_the_clean_weight_each_time() -> None:
     for name, value in first.items():
         assert torch.equal(value, second[name]) and torch.equal(model[name], before[name])
     for norm in plan:
-        make = torch.Generator().manual_seed(aqn.seeds.derive(1, "aqn", 2, norm))
+        make = torch.Generator().manual_seed(aqn.derive_seed(1, "aqn", 2, norm))
         assert torch.equal(first[norm], before[norm] + 0.01 * torch.randn(before[norm].shape, generator=make))
     with pytest.raises(AqnError, match="not the clean weight"):
         dict(aqn.perturb(first.items(), plan, clean, sigma=0.01, seed=1, step=3)[0])
@@ -328,7 +328,7 @@ def test_noise_reaches_exactly_the_consumers_that_were_asked_for(
     for layer in range(arch.num_layers):
         for group, names in behind(arch, layer).items():
             norm = f"model.layers.{layer}.{'input' if group == 'attention' else 'post_attention'}_layernorm.weight"
-            make = torch.Generator().manual_seed(aqn.seeds.derive(3, "aqn", 5, norm))
+            make = torch.Generator().manual_seed(aqn.derive_seed(3, "aqn", 5, norm))
             noise = 0.01 * torch.randn(model[norm].shape, generator=make) if group in seeing else 0.0
             for name in names:
                 wanted = model[name] * (model[norm] + noise)
@@ -375,7 +375,7 @@ def test_compensation_holds_where_a_weight_or_its_noisy_copy_is_near_zero() -> N
     arch = architecture("qwen2_moe")
     model = weights(arch)
     norm = "model.layers.0.post_attention_layernorm.weight"
-    make = torch.Generator().manual_seed(aqn.seeds.derive(3, "aqn", 5, norm))
+    make = torch.Generator().manual_seed(aqn.derive_seed(3, "aqn", 5, norm))
     noise = 0.01 * torch.randn(96, generator=make)
     model[norm][0], model[norm][1], model[norm][2] = 0.0, -noise[1], -noise[2] * (1 + 1e-5)  # w + d = 0 in the second
     noisy, report = push(model, arch, ["experts"], router="clean")

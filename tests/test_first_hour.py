@@ -319,9 +319,9 @@ def test_a_stage_that_does_not_end_is_ended_with_its_processes_and_says_so(tmp_p
 def test_what_a_killed_start_left_ends_with_it_and_the_next_one_waits_for_it(tmp_path) -> None:
     """The command holds the lock of the folder as long as it lives."""
     code = (
-        "import sys, first_hour\nfrom pathlib import Path\n"
+        "import sys\nfrom plan import first_hour\nfrom pathlib import Path\n"
         f"lock = first_hour.hold(Path({str(tmp_path)!r}), Path({str(tmp_path / 'report')!r}))\n"
-        f"plan.first_hour.execute([sys.executable, '-c', {TREE!r}], Path({str(tmp_path / 'log')!r}), 600, lock)\n"
+        f"first_hour.execute([sys.executable, '-c', {TREE!r}], Path({str(tmp_path / 'log')!r}), 600, lock)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as started:
         until(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text().strip())

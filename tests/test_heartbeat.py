@@ -17,7 +17,7 @@ from tripwires import EXIT_CODE
 
 def watched(seconds: int, script: str) -> subprocess.CompletedProcess:
     """A process with a heartbeat ``beat`` of rank 3, which runs ``script``; what it said and how it ended."""
-    program = f"import time; from heartbeat import Heartbeat; beat = Heartbeat(3, {seconds})\n{script}\nprint('done')"
+    program = f"import time; from tripwires import Heartbeat; beat = Heartbeat(3, {seconds})\n{script}\nprint('done')"
     command = [sys.executable, "-c", program]
     return subprocess.run(command, cwd=launched.ROOT, capture_output=True, text=True, timeout=60)
 
