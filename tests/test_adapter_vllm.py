@@ -13,15 +13,14 @@ import re
 from pathlib import Path
 
 import adapted
+import published
 import pytest
 import reference
 import torch
 import training
 import world
+from refused import refusal
 from safetensors.torch import load_file, save_file
-from test_config_rules import QWEN3_30B_A3B, refusal
-from test_rollout_vllm import needs_vllm
-from test_weight_sync import move
 from vllm_ranks import PROMPTS, SEEDS
 
 import aqn
@@ -70,7 +69,7 @@ def hand_over(parallel: Parallel, path: Path) -> dict[str, float]:
     model, arch = adapted.load(path, parallel)
     untouched = {name: tensor.clone() for name, tensor in weights_hf.export(model, arch, parallel)}
     adapters = lora_megatron.attach(model, cfg.lora, parallel, cfg.train.seed)
-    move(adapters, arch, parallel, step=0)
+    adapted.move(adapters, arch, parallel, step=0)
     engine = Recorder()
     WeightSync(engine, model, arch, parallel, cfg)
     assert engine.base.keys() == untouched.keys()
@@ -119,12 +118,12 @@ def follow(parallel: Parallel, path: Path) -> dict:
     answer = {}
     for label, changes in (("off", {}), ("noise", NOISE)):
         cfg = config(path, **changes)
-        move(adapters, arch, parallel, step=7)  # as a resumed run finds them
+        adapted.move(adapters, arch, parallel, step=7)  # as a resumed run finds them
         sync = WeightSync(engine, model, arch, parallel, cfg)
         found = answer[label] = {"resumed": gap(sampled()), "pushes": [], "steps": [], "clean": []}
         seen = {}
         for step in (0, 1, 0):  # the third policy is the first again
-            move(adapters, arch, parallel, step)
+            adapted.move(adapters, arch, parallel, step)
             found["stale"] = gap(sampled())
             found["pushes"].append(sync.push(step, PROMPTS[0]))
             noisy = {}
@@ -152,7 +151,7 @@ def answers(tmp_path_factory) -> dict:
     return world.in_layouts(["TP1"], follow, path)["TP1"][0]
 
 
-@needs_vllm
+@pytest.mark.vllm
 @pytest.mark.slow
 def test_logp_is_that_of_transformers_with_merged_weights_after_every_push(answers) -> None:
     for found in answers.values():
@@ -160,7 +159,7 @@ def test_logp_is_that_of_transformers_with_merged_weights_after_every_push(answe
         assert found["stale"] > 1e-3, "control: before the push the gap is large"
 
 
-@needs_vllm
+@pytest.mark.vllm
 @pytest.mark.slow
 def test_what_a_push_reports_is_the_trainers_policy_and_the_noise_on_it(answers) -> None:
     for label, found in answers.items():
@@ -191,7 +190,7 @@ def train(cfgs: list) -> None:
         training.parallel_setup.close_model_parallel()
 
 
-@needs_vllm
+@pytest.mark.vllm
 @pytest.mark.slow
 def test_a_run_samples_and_evaluates_as_with_merged_weights(tmp_path: Path) -> None:
     """The same questions, seeds and tripwires; log-probs agree to rounding, so do the answers and what is learned."""
@@ -217,20 +216,21 @@ def test_a_run_samples_and_evaluates_as_with_merged_weights(tmp_path: Path) -> N
 
 
 LORA = LoraConfig(targets=ALL, rank=RANK, alpha=ALPHA)
-DENSE_ARCH = dataclasses.replace(QWEN3_30B_A3B, moe_layers=(False,) * 48)
+ARCH = hf_config.parse(published.QWEN3_30B_A3B)
+DENSE_ARCH = dataclasses.replace(ARCH, moe_layers=(False,) * 48)
 
 
 @pytest.mark.parametrize(
     ("arch", "device_type", "dtype", "targets", "version", "message"),
     [
         (DENSE_ARCH, "cpu", torch.float32, ALL, "", None),
-        (QWEN3_30B_A3B, "cpu", torch.float32, ALL[:1], "", "MoE layers by Triton kernels, which do not run on a CPU"),
+        (ARCH, "cpu", torch.float32, ALL[:1], "", "MoE layers by Triton kernels, which do not run on a CPU"),
         (DENSE_ARCH, "npu", torch.bfloat16, ALL, "", "vllm-ascend 0.23 takes none beside shared experts or with"),
-        (QWEN3_30B_A3B, "cuda", torch.bfloat16, ALL, "0.30.0", None),
-        (QWEN3_30B_A3B, "cuda", torch.bfloat16, ALL[:2], "0.31.1+cu130", None),
-        (QWEN3_30B_A3B, "cuda", torch.bfloat16, ALL, "0.23.0", "vLLM 0.23.0 may drop what is pushed"),
-        (QWEN3_30B_A3B, "cuda", torch.float32, ALL, "0.30.0", "no fp32 on a GPU"),
-        (QWEN3_30B_A3B, "cuda", torch.bfloat16, ALL[:3], "0.30.0", "all three matrices of an expert or none"),
+        (ARCH, "cuda", torch.bfloat16, ALL, "0.30.0", None),
+        (ARCH, "cuda", torch.bfloat16, ALL[:2], "0.31.1+cu130", None),
+        (ARCH, "cuda", torch.bfloat16, ALL, "0.23.0", "vLLM 0.23.0 may drop what is pushed"),
+        (ARCH, "cuda", torch.float32, ALL, "0.30.0", "no fp32 on a GPU"),
+        (ARCH, "cuda", torch.bfloat16, ALL[:3], "0.30.0", "all three matrices of an expert or none"),
         (DENSE_ARCH, "cuda", torch.bfloat16, ALL[:3], "0.30.0", None),
     ],
 )

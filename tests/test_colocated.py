@@ -8,7 +8,6 @@ experts. Not covered: collectives, kernels, and vLLM 0.23, whose loaders the NPU
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import os
 import subprocess
@@ -19,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import adapted
+import published
 import pytest
 import reference
 import torch
@@ -26,7 +26,6 @@ import torch.distributed as dist
 import world
 from lockstep_ranks import CALLS
 from safetensors.torch import load_file
-from test_config_rules import QWEN3_30B_A3B
 from torch import Tensor
 
 import environment
@@ -35,7 +34,6 @@ import parallel_setup
 from engines import vllm_ascend, vllm_inside, vllm_shards
 from input_files import InputError
 
-ABSENT = importlib.util.find_spec("vllm") is None
 RANKS, TENSOR, DATA = 16, 4, 4
 # Qwen3-30B-A3B's heads and experts, everything else small; a dense layer in the middle.
 QWEN3 = dict(num_attention_heads=32, num_key_value_heads=4, head_dim=32, num_experts=128, num_experts_per_tok=8,
@@ -155,7 +153,6 @@ def ranks(request, tmp_path_factory) -> Iterator[tuple[str, dict[int, tuple]]]:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.skipif(ABSENT, reason="vllm is not installed; needed: requirements/cpu-vllm.txt")
 class TestAgainstVllm:
     def test_every_rank_has_one_place_in_both(self, ranks) -> None:
         """And it is the one that vLLM's source gives: ranks reshaped to (data, tensor), experts dealt out in order."""
@@ -188,7 +185,6 @@ class TestAgainstVllm:
         assert same and all("norm" in name or "gate.weight" in name for name in same)
 
 
-@pytest.mark.skipif(ABSENT, reason="vllm is not installed; needed: requirements/cpu-vllm.txt")
 @pytest.mark.vllm
 def test_the_real_vocabulary_is_split_alike() -> None:
     """151,936 tokens over 4 ranks: a multiple of vLLM's block, so that padding moves no boundary; 151,937 is not."""
@@ -234,15 +230,16 @@ def test_a_variable_that_would_move_or_tile_weights_is_refused(monkeypatch, name
 @pytest.mark.parametrize(("tokens", "needed"), [(48, 57), (64, 76), (128, 152), (256, 304), (512, 608)])
 def test_the_window_for_the_experts_is_refused_if_too_small(monkeypatch, tokens: int, needed: int) -> None:
     """8 experts on each of 16 ranks, hidden size 2,048, 8 experts a token; MiB by hand from CANN's formula, rounded."""
+    arch = hf_config.parse(published.QWEN3_30B_A3B)
     for window, refused in ((None, needed > 200), (str(needed + 1), False), (str(needed - 1), True), ("", True)):
         monkeypatch.delenv("HCCL_BUFFSIZE", raising=False)
         if window is not None:
             monkeypatch.setenv("HCCL_BUFFSIZE", window)
         if not refused:
-            vllm_ascend.check_dispatch(QWEN3_30B_A3B, 16, tokens)
+            vllm_ascend.check_dispatch(arch, 16, tokens)
             continue
         with pytest.raises(InputError, match="HCCL_BUFFSIZE is .*; needed: "):
-            vllm_ascend.check_dispatch(QWEN3_30B_A3B, 16, tokens)
+            vllm_ascend.check_dispatch(arch, 16, tokens)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +252,7 @@ def test_the_window_for_the_experts_is_refused_if_too_small(monkeypatch, tokens:
 )
 def test_a_model_beyond_the_experts_kernels_is_refused(change: dict, tokens: int, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        vllm_ascend.check_dispatch(dataclasses.replace(QWEN3_30B_A3B, **change), 16, tokens)
+        vllm_ascend.check_dispatch(dataclasses.replace(hf_config.parse(published.QWEN3_30B_A3B), **change), 16, tokens)
 
 
 def test_graphs_are_captured_for_few_sizes_with_torchs_own_compile(monkeypatch) -> None:
@@ -283,7 +280,6 @@ def test_graphs_are_captured_for_few_sizes_with_torchs_own_compile(monkeypatch) 
 
 @pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.skipif(ABSENT, reason="vllm is not installed; needed: requirements/cpu-vllm.txt")
 def test_ranks_sample_in_lockstep_what_they_would_alone_and_end_together(tmp_path: Path) -> None:
     """A dense model over two data ranks: more prompts, fewer, or none on one of them; then a rank that fails."""
     sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, head_dim=32,

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from refused import refusal
 
 import config
 from config import load_config
-from input_files import InputError
 from knobs import Config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,15 +32,6 @@ def write(tmp_path):
         return path
 
     return write_file
-
-
-def refusal(path: Path | str, *overrides: str) -> str:
-    """The one line with which load_config refuses."""
-    with pytest.raises(InputError) as caught:
-        load_config(path, list(overrides))
-    message = str(caught.value)
-    assert "\n" not in message and "pydantic" not in message
-    return message
 
 
 # ----------------------------------------------------------------------------------------------------- unknown keys

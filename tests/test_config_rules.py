@@ -8,68 +8,23 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import published
 import pytest
 import yaml
+from refused import refusal
 
 import config
+import hf_config
 from config import load_config
 from config_rules import IDLE, check_layout
-from hf_config import Architecture
 from input_files import InputError
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 TINY = ROOT / "configs" / "tiny_cpu.yaml"
 MINIMAL = "model: {path: m}\ndata: {source: arithmetic}\ntrain: {steps: 100}\n"
-
-QWEN3_30B_A3B = Architecture(
-    model_type="qwen3_moe",
-    vocab_size=151936,
-    hidden_size=2048,
-    num_layers=48,
-    num_heads=32,
-    num_kv_heads=4,
-    head_dim=128,
-    dense_ffn_size=6144,
-    expert_ffn_size=768,
-    shared_expert_ffn_size=0,
-    num_experts=128,
-    experts_per_token=8,
-    norm_topk_prob=True,
-    moe_layers=(True,) * 48,
-    qk_norm=True,
-    qkv_bias=False,
-    tied_head=False,
-    rope_theta=1e6,
-    rms_norm_eps=1e-6,
-    max_positions=40960,
-)
-QWEN15_MOE = dataclasses.replace(
-    QWEN3_30B_A3B,
-    model_type="qwen2_moe",
-    num_layers=24,
-    num_heads=16,
-    num_kv_heads=16,
-    dense_ffn_size=5632,
-    expert_ffn_size=1408,
-    shared_expert_ffn_size=5632,
-    num_experts=60,
-    experts_per_token=4,
-    norm_topk_prob=False,
-    moe_layers=(True,) * 24,
-    qk_norm=False,
-    qkv_bias=True,
-    max_positions=8192,
-)
-
-
-def refusal(path: Path | str, *overrides: str) -> str:
-    """The one line with which load_config refuses."""
-    with pytest.raises(InputError) as caught:
-        load_config(path, list(overrides))
-    message = str(caught.value)
-    assert "\n" not in message and "pydantic" not in message
-    return message
+QWEN3_30B_A3B = hf_config.parse(published.QWEN3_30B_A3B)
+QWEN15_MOE = hf_config.parse(published.QWEN15_MOE)
 
 
 # ------------------------------------------------------------------------------------------------ the files we ship

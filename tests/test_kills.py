@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from pytest import MonkeyPatch
-from test_checkpoint import config_in, is_whole, names, saved, tensors_of
+from saved import config_in, is_whole, names, saved, tensors_of
 from torch import Tensor
 
 import checkpoint
@@ -163,11 +163,11 @@ def records(cfg: Config) -> dict[str, bytes]:
 def test_a_run_killed_anywhere_ends_byte_identical_when_started_again(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(runlog, "write_records", lambda *_: None)  # slow; nothing in there is read again
     monkeypatch.setattr(runlog, "draw_curves", lambda *_: None)
-    whole = config_in(tmp_path / "whole")
+    whole = config_in(tmp_path / "whole", steps=6)
     assert in_child(lambda: train(whole)) == 0
     resumed = 0
     for moment in range(1, 1000, 5):
-        cfg = config_in(tmp_path / str(moment))
+        cfg = config_in(tmp_path / str(moment), steps=6)
 
         def killed(cfg: Config = cfg, moment: int = moment) -> None:
             kill_me_at(moment)

@@ -184,3 +184,9 @@ def test_no_file_contains(what: str) -> None:
 )
 def test_pattern_catches_what_it_is_for(what: str, caught: str, passed: str) -> None:
     assert re.search(NOT_IN_ANY_FILE[what], caught) and not re.search(NOT_IN_ANY_FILE[what], passed)
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("tests/**/*.py")), ids=lambda path: path.name)
+def test_no_test_imports_another(path: Path) -> None:
+    """What several test files use is in tests/support/."""
+    assert not {name for name in imports(path) if name.startswith("test_")}

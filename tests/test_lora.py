@@ -6,9 +6,7 @@ The controls leave out one reduction at a time: if a test could not tell, the re
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import lora_reference
@@ -16,118 +14,16 @@ import pytest
 import reference
 import torch
 import world
-from adapted import SEED, backward, fill, load, lora_config, my_rows, shard_error
-from lora_reference import EXPERT_RANK, TEMPERATURE, Reference
+from lora_reference import EXPERT_RANK, Reference
+from measured import CONTROLS, measure
 from safetensors.torch import load_file
 from torch import Tensor
 
-import adapter_weights
-import lora_megatron
-import model_megatron
-import parallel_setup
 import weights_hf
-from parallel_setup import Parallel
 
 TOLERANCE = 1e-4  # of a gradient, relative to its largest element; measured 2e-6
 KINDS = ["qwen3_moe", "qwen2_moe"]
 LAYOUTS = list(world.LAYOUTS)
-CONTROLS = {  # what is left out: layouts in which more than one rank takes part in it
-    "tensor": ["TP2", "TP2_EP2_ETP2", "TP4_EP16"],
-    "expert_tensor": ["ETP2", "TP2_EP2_ETP2", "TP4_EP4_ETP4"],
-    "data": ["DP2", "EP2", "TP2_EP2_DP2", "TP4_EP16"],
-    "expert_data": ["DP2", "EP2_DP4", "TP2_EP2_DP2"],
-    "experts as dense": ["EP2", "TP2_EP2_ETP2", "TP4_EP16"],
-}
-
-
-# ------------------------------------------------------------------------------------------------ what a rank computes
-
-
-def measure(parallel: Parallel, paths: dict[str, Path], references: dict[str, Reference], tokens: Tensor) -> dict:
-    """Every number that the tests below compare, for each kind."""
-    return {kind: _measure(parallel, paths[kind], references[kind], tokens) for kind in paths}
-
-
-def _measure(parallel: Parallel, path: Path, expected: Reference, tokens: Tensor) -> dict:
-    model, arch = load(path, parallel)
-    mine, mask = my_rows(tokens, parallel)
-
-    def log_probs() -> Tensor:
-        with torch.no_grad():
-            return torch.stack(model_megatron.token_logprobs(model, mine, mask, parallel, TEMPERATURE))
-
-    bare = log_probs()
-    adapters = lora_megatron.attach(model, lora_config(), parallel, SEED)
-    factors = lora_megatron.factors(adapters)
-    initial = adapter_weights.gather(adapters, factors, arch, parallel)
-    out: dict = {"initial": {name: value.numpy().tobytes() for name, value in initial.items()}}
-    out["zero B"] = torch.equal(log_probs(), bare)
-
-    fill(adapters, expected.factors, arch, parallel)
-    again = adapter_weights.gather(adapters, factors, arch, parallel)
-    out["round trip"] = all(torch.equal(again[name], value) for name, value in expected.factors.items())
-    with lora_megatron.disabled(adapters):
-        out["disabled"] = torch.equal(log_probs(), bare)
-    out["effect"] = float((log_probs() - bare).abs().max())
-
-    logp = backward(model, tokens, parallel)
-    out["logp error"] = float((logp[:, 1:] - expected.logp.chunk(parallel.data)[parallel.data_rank]).abs().max())
-    shares = {name: factor.grad.clone() for name, factor in factors.items()}
-    out["error"] = _error_after_sync(adapters, shares, arch, parallel, expected)
-    out["norm"] = float(parallel.gradient_norm(list(factors.values())))
-    copies, Parallel.copies = Parallel.copies, lambda self, parameter: 1
-    out["norm with copies"] = float(parallel.gradient_norm(list(factors.values())))
-    Parallel.copies = copies
-    out["with gradient"] = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
-    sizes = parallel.world_size, parallel.tensor, parallel.expert, parallel.expert_tensor
-    for control in (control for control in CONTROLS if sizes in [world.LAYOUTS[name] for name in CONTROLS[control]]):
-        with _left_out(control, parallel, factors):
-            out[control] = _error_after_sync(adapters, shares, arch, parallel, expected)
-
-    exported = dict(weights_hf.export(model, arch, parallel))
-    assert exported.keys() == expected.merged.keys(), sorted(exported.keys() ^ expected.merged.keys())
-    out["merged error"] = max(float((exported[name] - value).abs().max()) for name, value in expected.merged.items())
-    if parallel.world_size <= 4:
-        partial = dict(weights_hf.export(model, arch, parallel, only=()))
-        out["partial names"], out["names"] = sorted(partial), sorted(exported)
-        out["partial equal"] = all(torch.equal(exported[name], value) for name, value in partial.items())
-
-    out["describe"] = lora_megatron.describe(adapters, parallel)
-    out["held"] = sum(factor.numel() for factor in factors.values())
-    out["held once"] = sum(factor.numel() / parallel.copies(factor) for factor in factors.values())
-
-    model, arch = load(path, parallel, recompute=True)
-    adapters = lora_megatron.attach(model, lora_config(), parallel, SEED)
-    fill(adapters, expected.factors, arch, parallel)
-    backward(model, tokens, parallel)
-    shares = {name: factor.grad.clone() for name, factor in lora_megatron.factors(adapters).items()}
-    out["error with recompute"] = _error_after_sync(adapters, shares, arch, parallel, expected)
-    return out
-
-
-def _error_after_sync(adapters, shares: dict[str, Tensor], arch, parallel: Parallel, expected: Reference) -> float:
-    factors = lora_megatron.factors(adapters)
-    for name, factor in factors.items():
-        factor.grad = shares[name].clone()
-    parallel.sync_gradients_(list(factors.values()))
-    for factor in factors.values():
-        factor.is_expert = factor.dim() == 3  # what the control "experts as dense" took away; shard_error needs it
-    gradients = {name: factor.grad for name, factor in factors.items()}
-    return shard_error(gradients, expected.gradients, adapters, arch, parallel)
-
-
-@contextlib.contextmanager
-def _left_out(control: str, parallel: Parallel, factors: dict[str, torch.nn.Parameter]) -> Iterator[None]:
-    """One reduction of sync_gradients_ skipped, or the experts' flag lost."""
-    reduce, group = parallel_setup.sum_gradients_, getattr(parallel, f"{control}_group", None)
-    if control == "experts as dense":
-        for factor in factors.values():
-            factor.is_expert = False
-    parallel_setup.sum_gradients_ = lambda members, over: None if over is group else reduce(members, over)
-    try:
-        yield
-    finally:
-        parallel_setup.sum_gradients_ = reduce
 
 
 # ------------------------------------------------------------------------------------------------ fixtures

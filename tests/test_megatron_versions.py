@@ -17,11 +17,11 @@ import pytest
 import reference
 import torch
 import world
-from test_lora import CONTROLS, measure
-from test_model import TEMPERATURE, distribution, log_probs
+from measured import CONTROLS, log_probs, measure
 
 ROOT = Path(__file__).parents[1]
 OLD_MEGATRON = Path(os.environ.get("MEGATRON_0_12_DIR", ".cache/megatron-core-0.12.1"))
+TEMPERATURE = 0.7
 KINDS = ["qwen3_moe", "qwen2_moe"]
 LAYOUTS = ["TP1", "TP2_EP2_DP2", "TP2_EP2_ETP2"]
 
@@ -34,9 +34,9 @@ def main(folder: Path) -> dict:
     tokens = reference.tokens(rows=8, length=16)
     with torch.no_grad():
         logits = {kind: reference.load(path)(tokens).logits for kind, path in paths.items()}
-    truth = {kind: distribution(logits[kind], tokens, TEMPERATURE) for kind in KINDS}
+    truth = {kind: reference.distribution(logits[kind], tokens, TEMPERATURE) for kind in KINDS}
     references = {kind: lora_reference.compute(reference.load(path), tokens) for kind, path in paths.items()}
-    forwards = world.in_layouts(LAYOUTS, log_probs, paths, tokens)
+    forwards = world.in_layouts(LAYOUTS, log_probs, paths, tokens, TEMPERATURE)
     adapted = world.in_layouts(LAYOUTS, measure, paths, references, tokens)
     answers = {"version": megatron.core.__version__, "file": megatron.core.__file__}
     for layout in LAYOUTS:
@@ -66,7 +66,7 @@ def old(tmp_path_factory) -> dict:
     side = OLD_MEGATRON if OLD_MEGATRON.is_absolute() else ROOT / OLD_MEGATRON
     if not (side / "megatron" / "core").is_dir():
         pytest.skip(f"megatron-core 0.12.1 is not in {OLD_MEGATRON} (MEGATRON_0_12_DIR); run_tests.sh puts it there")
-    paths = os.pathsep.join(str(path) for path in (side, ROOT, ROOT / "tests", ROOT / "tests" / "support"))
+    paths = os.pathsep.join(str(path) for path in (side, ROOT, ROOT / "tests" / "support"))
     done = subprocess.run(
         [sys.executable, __file__, str(tmp_path_factory.mktemp("old"))],
         env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},

@@ -14,12 +14,12 @@ import pytest
 import reference
 import torch
 import world
+from adapted import load
+from measured import log_probs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import hf_config
 import model_megatron
-import weights_hf
 from parallel_setup import Parallel
 
 TOLERANCE = 1e-5  # of a log-prob near -5; measured 1e-6. 1e-4 is what the project promises
@@ -46,19 +46,6 @@ MODELS = {  # name: (kind, what differs from reference.SIZES)
 KINDS = ["qwen3", "qwen2"]
 
 
-def distribution(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """The plain formulas: log-prob of each next token, and entropy.  (b, T, V), (b, T) -> (b, T - 1) twice"""
-    log_p = torch.log_softmax(logits[:, :-1] / temperature, -1)
-    return log_p.gather(2, tokens[:, 1:, None])[..., 0], -(log_p.exp() * log_p).sum(-1)
-
-
-def load(path: Path, parallel: Parallel, dtype: torch.dtype = torch.float32, recompute: bool = False):
-    arch = hf_config.read(path)
-    model = model_megatron.build(arch, parallel, dtype=dtype, recompute=recompute)
-    weights_hf.load(model, arch, parallel, path)
-    return model
-
-
 def after_first(tokens: Tensor) -> Tensor:
     """The mask that scores every token but the first.  (b, T) -> (b, T)"""
     mask = torch.ones_like(tokens)
@@ -69,24 +56,12 @@ def after_first(tokens: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------ what a rank computes
 
 
-def log_probs(parallel: Parallel, paths: dict[str, Path], tokens: Tensor) -> dict[str, tuple[int, Tensor, Tensor]]:
-    """For each model this data rank's number, log-probs and entropies of its share of the rows."""
-    mine = tokens.chunk(parallel.data)[parallel.data_rank]
-    answers = {}
-    for name, path in paths.items():
-        model = load(path, parallel)
-        with torch.no_grad():
-            logp, entropy = model_megatron.token_logprobs(model, mine, after_first(mine), parallel, TEMPERATURE)
-        answers[name] = parallel.data_rank, logp, entropy
-    return answers
-
-
 def other_forwards(parallel: Parallel, path: Path, tokens: Tensor) -> dict[str, object]:
     """Whole logits, padded rows, small chunks, an empty mask, recompute and bf16."""
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     answers: dict[str, object] = {}
-    model = load(path, parallel)
+    model, _ = load(path, parallel)
     mask = after_first(tokens)
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     with torch.no_grad():
@@ -101,7 +76,7 @@ def other_forwards(parallel: Parallel, path: Path, tokens: Tensor) -> dict[str, 
 
     gradients = []
     for recompute in (False, True):
-        model = load(path, parallel, recompute=recompute)
+        model, _ = load(path, parallel, recompute=recompute)
         logp, entropy = model_megatron.token_logprobs(model, tokens, mask, parallel, TEMPERATURE)
         (logp.sum() + entropy.sum()).backward()
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
@@ -126,7 +101,7 @@ def other_forwards(parallel: Parallel, path: Path, tokens: Tensor) -> dict[str, 
     )
     model_megatron.LOGITS_PER_CHUNK = 2**24
 
-    model = load(path, parallel, torch.bfloat16)
+    model, _ = load(path, parallel, dtype=torch.bfloat16)
     with torch.no_grad():
         answers["bf16"] = model_megatron.token_logprobs(model, tokens, mask, parallel)[0]
     return answers
@@ -184,12 +159,12 @@ def true_logits(paths, tokens) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def everywhere(paths, tokens) -> dict[str, list]:
     """The two base models in every layout."""
-    return world.in_layouts(list(world.LAYOUTS), log_probs, {name: paths[name] for name in KINDS}, tokens)
+    return world.in_layouts(list(world.LAYOUTS), log_probs, {name: paths[name] for name in KINDS}, tokens, TEMPERATURE)
 
 
 @pytest.fixture(scope="module")
 def variants(paths, tokens) -> dict[str, list]:
-    return world.in_layouts(TWO_LAYOUTS, log_probs, paths, tokens)
+    return world.in_layouts(TWO_LAYOUTS, log_probs, paths, tokens, TEMPERATURE)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -217,7 +192,7 @@ def forwards(by_kind, kind, layout) -> dict[str, object]:
 
 
 def assert_as_transformers(by_rank: list, name: str, logits: Tensor, tokens: Tensor) -> None:
-    logp, entropy = distribution(logits, tokens, TEMPERATURE)
+    logp, entropy = reference.distribution(logits, tokens, TEMPERATURE)
     shares = len({answers[name][0] for answers in by_rank})
     for answers in by_rank:
         share, found_logp, found_entropy = answers[name]
@@ -248,7 +223,7 @@ def test_megatrons_own_logits_are_those_of_transformers(forwards, kind, true_log
 
 
 def test_temperature_1_is_the_plain_distribution(forwards, kind, true_logits, tokens):
-    logp, entropy = distribution(true_logits[kind], tokens, 1.0)
+    logp, entropy = reference.distribution(true_logits[kind], tokens, 1.0)
     torch.testing.assert_close(forwards["logp"][:, 1:], logp, rtol=0, atol=TOLERANCE)
     torch.testing.assert_close(forwards["entropy"][:, 1:], entropy, rtol=0, atol=TOLERANCE)
 

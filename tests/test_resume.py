@@ -18,7 +18,6 @@ from pathlib import Path
 import launched
 import pytest
 import training
-from test_train import assert_same_metrics
 
 import checkpoint
 import run_record
@@ -143,7 +142,7 @@ def test_another_layout_goes_on_with_the_same_numbers(layout, model, plain, tmp_
     cfg = training.in_layout(training.config(model, tmp_path / "out", **changes), layout)
     training.in_world(layout, training.train_each, [(layout, cfg)])
     assert (copy / "finished.json").exists() and not (tmp_path / "out").exists()
-    assert_same_metrics(copy, plain)
+    training.assert_same_metrics(copy, plain)
     if layout == "EP2":
         assert_same_bytes(copy, plain)
         for name in ("adapter.safetensors", "optimizer.safetensors"):
@@ -207,7 +206,7 @@ def test_auto_goes_on_with_the_unfinished_run_of_this_configuration_only(plain, 
     assert code == 0 and "resumed" not in text and len(folders(tmp_path)) == 2, text
     code, text = command(file)
     assert code == 0 and f"resumed {copy.name} after 2 of 5 steps" in text and len(folders(tmp_path)) == 2, text
-    assert_same_metrics(copy, plain)
+    training.assert_same_metrics(copy, plain)
     shutil.rmtree(copy / "checkpoints")
     code, text = command(file, f"train.resume={copy}")
     assert code == 2 and f"error: train.resume: {copy} holds no usable checkpoint" in text

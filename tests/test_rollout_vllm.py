@@ -38,7 +38,6 @@ from engines.vllm_engine import VllmEngine
 from input_files import InputError
 from weights_hf import fused_group
 
-ABSENT = importlib.util.find_spec("vllm") is None
 HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=512)
 MODELS = {
     "qwen3": ("qwen3_moe", HEADS),  # a dense layer in the middle
@@ -52,12 +51,6 @@ STOPS = {9}
 LAYER_2 = "model.layers.2."
 QKV = [f"{LAYER_2}self_attn.{letter}_proj.weight" for letter in "qkv"]
 EXPERTS = [f"{LAYER_2}mlp.experts.{e}.{part}_proj.weight" for e in range(16) for part in ("gate", "up", "down")]
-
-
-def needs_vllm(test):
-    """Marked, and skipped where vLLM is not installed."""
-    skip = pytest.mark.skipif(ABSENT, reason="vllm is not installed; needed: requirements/cpu-vllm.txt")
-    return pytest.mark.vllm(skip(test))
 
 
 class Model:
@@ -145,7 +138,7 @@ def flat(answers) -> list[tuple]:
 # ----------------------------------------------------------------------------------------------- against transformers
 
 
-@needs_vllm
+@pytest.mark.vllm
 @pytest.mark.parametrize("name", MODELS)
 def test_logp_is_that_of_transformers_after_every_kind_of_push(fresh, tmp_path: Path, name: str) -> None:
     engine, model = fresh(name)
@@ -175,7 +168,7 @@ def test_logp_is_that_of_transformers_after_every_kind_of_push(fresh, tmp_path: 
 
 
 @pytest.mark.slow
-@needs_vllm
+@pytest.mark.vllm
 def test_compiled_model_takes_every_push_too(models, engine_of, tmp_path: Path) -> None:
     """enforce_eager false: weights that the compiler had folded into its code would stay what they were."""
     engine, model = engine_of("qwen3", kv_cache_mib=4, enforce_eager=False), models("qwen3")
@@ -186,7 +179,7 @@ def test_compiled_model_takes_every_push_too(models, engine_of, tmp_path: Path) 
     assert engine.layer_outputs(PROMPTS[0]) == [], "it runs as a graph: no hooks"
 
 
-@needs_vllm
+@pytest.mark.vllm
 def test_bf16_stays_close_to_fp32(models, engine_of) -> None:
     engine = engine_of("qwen3", dtype=torch.bfloat16, kv_cache_mib=4)
     engine.load_weights(models("qwen3").tensors.items())
@@ -196,7 +189,7 @@ def test_bf16_stays_close_to_fp32(models, engine_of) -> None:
         engine.sample(PROMPTS, seeds=SEEDS, return_routed_experts=True, **FREE)
 
 
-@needs_vllm
+@pytest.mark.vllm
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_tokens_are_those_of_generate(fresh, name: str) -> None:
     engine, model = fresh(name)
@@ -209,7 +202,7 @@ def test_greedy_tokens_are_those_of_generate(fresh, name: str) -> None:
     assert gaps(model, answers).max() <= 1e-5
 
 
-@needs_vllm
+@pytest.mark.vllm
 def test_frequencies_are_the_models_probabilities(fresh) -> None:
     engine, model = fresh("qwen3")
     (group,) = engine.sample([PROMPTS[0]], seeds=[1], num_samples=4000, max_new_tokens=1, temperature=0.5)
@@ -222,7 +215,7 @@ def test_frequencies_are_the_models_probabilities(fresh) -> None:
     assert ((counts - expected)[often] ** 2 / expected[often]).sum() < degrees + 5 * math.sqrt(2 * degrees)
 
 
-@needs_vllm
+@pytest.mark.vllm
 @pytest.mark.parametrize("name", MODELS)
 def test_routed_experts_are_those_of_the_embedded_decoder_and_of_transformers(fresh, name: str) -> None:
     engine, model = fresh(name)
@@ -243,7 +236,7 @@ def test_routed_experts_are_those_of_the_embedded_decoder_and_of_transformers(fr
                 assert (np.sort(one.routed_experts, -1) == expected.sort(-1).values.numpy()).all()
 
 
-@needs_vllm
+@pytest.mark.vllm
 @pytest.mark.parametrize("name", MODELS)
 def test_layer_outputs_are_those_of_transformers_and_show_the_first_layer_that_differs(fresh, name: str) -> None:
     """transformers' hidden states: before the first layer, after each, the last one through the final norm."""
@@ -265,7 +258,7 @@ def test_layer_outputs_are_those_of_transformers_and_show_the_first_layer_that_d
 # ------------------------------------------------------------------------------------------- what must not matter
 
 
-@needs_vllm
+@pytest.mark.vllm
 def test_result_depends_on_the_seed_alone(fresh) -> None:
     engine, _ = fresh("qwen3")
     engine.beat = itertools.count().__next__
@@ -281,7 +274,7 @@ def test_result_depends_on_the_seed_alone(fresh) -> None:
     assert flat(others) != flat(together) and together[0][0].tokens != together[0][1].tokens
 
 
-@needs_vllm
+@pytest.mark.vllm
 def test_rows_that_do_not_fit_the_cache_are_put_off_and_sampled_alike(fresh) -> None:
     # Each row grows from one block of 128 tokens into a second; 4 MiB hold 21 blocks: some rows lose theirs on the way.
     engine, model = fresh("qwen3")
@@ -295,7 +288,7 @@ def test_rows_that_do_not_fit_the_cache_are_put_off_and_sampled_alike(fresh) -> 
         assert (crowded[i][0].routed_experts == one.routed_experts).all()
 
 
-@needs_vllm
+@pytest.mark.vllm
 def test_stop_tokens_cut_what_would_have_been_sampled(fresh) -> None:
     engine, _ = fresh("qwen3")
     settings = FREE | {"num_samples": 8}
@@ -311,7 +304,7 @@ def test_stop_tokens_cut_what_would_have_been_sampled(fresh) -> None:
     assert {one.finish_reason for one in cut} == {"stop", "length"}
 
 
-@needs_vllm
+@pytest.mark.vllm
 def test_pushing_and_sampling_leave_the_global_generators_alone(fresh) -> None:
     engine, model = fresh("qwen3")
     before = randomness()
@@ -324,7 +317,7 @@ def test_pushing_and_sampling_leave_the_global_generators_alone(fresh) -> None:
 # ------------------------------------------------------------------------------ what goes wrong without each safeguard
 
 
-@needs_vllm
+@pytest.mark.vllm
 def test_prefix_cache_that_is_not_reset_answers_with_the_old_weights(fresh, monkeypatch, tmp_path: Path) -> None:
     engine, model = fresh("qwen3")
     engine.sample(PROMPTS, seeds=SEEDS, **FREE)
@@ -341,7 +334,7 @@ def test_prefix_cache_that_is_not_reset_answers_with_the_old_weights(fresh, monk
     assert gaps(after, engine.sample(PROMPTS, seeds=SEEDS, **FREE)).max() <= 1e-5
 
 
-@needs_vllm
+@pytest.mark.vllm
 def test_experts_that_are_not_packed_again_answer_wrongly(fresh, monkeypatch) -> None:
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod as Method
 
@@ -355,7 +348,7 @@ def test_experts_that_are_not_packed_again_answer_wrongly(fresh, monkeypatch) ->
     assert flat(engine.sample(PROMPTS, seeds=SEEDS, **FREE)) == expected
 
 
-@needs_vllm
+@pytest.mark.vllm
 def test_overflow_is_an_error_and_nothing_of_it_stays_in_the_caches(fresh, monkeypatch) -> None:
     engine, model = fresh("qwen3")
     expected = flat(engine.sample(PROMPTS, seeds=SEEDS, **FREE))
@@ -377,7 +370,7 @@ def test_overflow_is_an_error_and_nothing_of_it_stays_in_the_caches(fresh, monke
     overflow_and_recover()
 
 
-@needs_vllm
+@pytest.mark.vllm
 def test_push_holds_one_group_at_a_time(fresh) -> None:
     engine, model = fresh("qwen3")
     alive, peak = weakref.WeakSet(), 0
@@ -426,7 +419,7 @@ BROKEN_PARTS = {
 }
 
 
-@needs_vllm
+@pytest.mark.vllm
 @pytest.mark.parametrize("case", [*BROKEN, *BROKEN_PARTS, "stream breaks"])
 def test_broken_push_names_the_tensor_and_asks_for_a_whole_one(fresh, case: str) -> None:
     engine, model = fresh("qwen3")
@@ -456,7 +449,7 @@ def test_broken_push_names_the_tensor_and_asks_for_a_whole_one(fresh, case: str)
     assert flat(engine.sample(PROMPTS[:2], seeds=SEEDS[:2], **FREE)) == expected
 
 
-@needs_vllm
+@pytest.mark.vllm
 def test_biases_travel_with_their_weights(fresh) -> None:
     engine, model = fresh("qwen2")
     with pytest.raises(InputError, match="layers.2.self_attn.q_proj.bias is missing .3 missing, 3 found"):
@@ -466,7 +459,7 @@ def test_biases_travel_with_their_weights(fresh) -> None:
 # --------------------------------------------------------------------------------------------------- bad calls
 
 
-@needs_vllm
+@pytest.mark.vllm
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -491,12 +484,12 @@ def test_bad_call_is_refused(fresh, change: dict, message: str) -> None:
         engine.sample(call.pop("prompts"), **call)
 
 
-@needs_vllm
+@pytest.mark.vllm
 def test_no_prompts_no_answers(fresh) -> None:  # a replica may have none of a small step
     assert fresh("qwen3")[0].sample([], seeds=[], **FREE) == []
 
 
-@needs_vllm
+@pytest.mark.vllm
 def test_head_sizes_are_those_of_the_installed_kernel(fresh) -> None:
     fresh("qwen3")  # whose import is in the right environment
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -565,7 +558,7 @@ def test_version_that_is_checked_is_the_one_that_is_pinned() -> None:
 # --------------------------------------------------------------------------------------------------- two ranks
 
 
-@needs_vllm
+@pytest.mark.vllm
 def test_two_replicas_and_one_of_two_ranks_sample_what_one_rank_samples(models, tmp_path: Path) -> None:
     """Under torchrun, with the shared memory of a killed run in the way, and none left behind."""
     stale = [Path(STALE.format(rank=rank)) for rank in range(2)]

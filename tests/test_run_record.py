@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from pytest import MonkeyPatch
-from test_runlog import config_in
+from saved import config_in
 
 import run_record
 from input_files import InputError

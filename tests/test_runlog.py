@@ -13,18 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pytest import MonkeyPatch
+from saved import config_in
 
 import run_record
 import runlog
 from input_files import InputError
-from knobs import Config, DataConfig, ModelConfig, TrainConfig
-
-
-def config_in(folder: Path, **train: object) -> Config:
-    settings = {"steps": 200, "out_dir": str(folder / "out"), **train}
-    return Config(
-        name="tiny", model=ModelConfig(path="none"), data=DataConfig(source="arithmetic"), train=TrainConfig(**settings)
-    )
+from knobs import Config
 
 
 @pytest.fixture

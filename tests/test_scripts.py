@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from test_hf_config import QWEN3_30B_A3B, QWEN15_MOE
+from published import QWEN3_30B_A3B, QWEN15_MOE
 
 import hf_config
 from config import load_config

@@ -64,19 +64,6 @@ FEW = {  # fewer sequences than data ranks, and sometimes none that is trained
 KINDS = ("qwen3_moe", "qwen2_moe")
 
 
-def assert_same_metrics(found: Path, expected: Path) -> None:
-    """Every number of metrics.jsonl to 1e-4 relative; counts and what was sampled and evaluated exactly."""
-    rows, wanted = training.metrics(found), training.metrics(expected)
-    assert len(rows) == len(wanted)
-    for row, want in zip(rows, wanted, strict=True):
-        assert row.keys() == want.keys()
-        gaps = {key: abs(row[key] - want[key]) for key in want}
-        wrong = {key: (row[key], want[key]) for key, gap in gaps.items() if not gap <= 1e-6 + 1e-4 * abs(want[key])}
-        assert not wrong, (row["step"], wrong)
-    for name in ("eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl"):
-        assert (found / name).read_bytes() == (expected / name).read_bytes(), name
-
-
 def column(run_dir: Path, key: str) -> list[float]:
     return [row[key] for row in training.metrics(run_dir)]
 
@@ -119,23 +106,23 @@ def runs(models, tmp_path_factory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
 def test_a_step_is_the_same_in_every_layout(layout, runs) -> None:
-    assert_same_metrics(runs[layout], runs["TP1"])
+    training.assert_same_metrics(runs[layout], runs["TP1"])
 
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_a_step_is_the_same_however_its_rows_are_split(option, split, runs) -> None:
-    assert_same_metrics(runs[f"{option}: {split}"], runs[option])
+    training.assert_same_metrics(runs[f"{option}: {split}"], runs[option])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_architectures_and_one_update_a_step(kind, runs) -> None:
-    assert_same_metrics(runs[f"{kind} TP2_EP2"], runs[f"{kind} TP1"])
+    training.assert_same_metrics(runs[f"{kind} TP2_EP2"], runs[f"{kind} TP1"])
 
 
 @pytest.mark.parametrize("name", FEW)
 def test_ranks_without_a_row_of_their_own_change_nothing(name, runs) -> None:
-    assert_same_metrics(runs[f"{name} EP2_DP4"], runs[f"{name} TP1"])
+    training.assert_same_metrics(runs[f"{name} EP2_DP4"], runs[f"{name} TP1"])
     if name == "nothing to learn":
         rows = training.metrics(runs[f"{name} TP1"])
         assert all(row["actor/loss"] == row["actor/grad_norm"] == 0.0 for row in rows)
@@ -202,7 +189,7 @@ def test_the_same_run_twice_is_the_same_to_the_byte(runs) -> None:
 
 
 def test_recompute_repeats_the_dropout_of_the_forward(runs) -> None:
-    assert_same_metrics(runs["dropout True"], runs["dropout False"])
+    training.assert_same_metrics(runs["dropout True"], runs["dropout False"])
     assert column(runs["dropout False"], "actor/grad_norm") != column(runs["qwen3_moe TP2_EP2"], "actor/grad_norm")
 
 

@@ -14,9 +14,9 @@ import reference
 import torch
 import training
 import world
+from lora_reference import TARGETS
 from torch import Tensor
 
-import adapter_weights
 import aqn
 import lora_megatron
 import train_grpo
@@ -29,7 +29,6 @@ from weight_sync import WeightSync
 
 KINDS = ("qwen3_moe", "qwen2_moe")
 LAYOUTS = ["TP1", "TP2_EP2"]
-ALL = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router")
 PROBE = [5, 6, 7, 8]
 SIGMAS = [0.0, 0.01, 0.001]  # of a qerl run of three steps in three stages
 NOISES = {
@@ -43,7 +42,7 @@ NOISES = {
 
 def config(model: Path, noise: dict) -> Config:
     schedule = {"aqn__schedule": "qerl", "aqn__num_stages": 3} if noise else {}
-    return training.config(model, model, lora__targets=ALL, train__steps=3, **schedule, **noise)
+    return training.config(model, model, lora__targets=TARGETS, train__steps=3, **schedule, **noise)
 
 
 def held(engine: TorchSampler) -> dict[str, Tensor]:
@@ -62,14 +61,6 @@ def loaded(arch, stream) -> dict[str, Tensor]:
     return held(engine)
 
 
-def move(adapters: dict, arch, parallel: Parallel, step: int) -> None:
-    """Other adapters, as an update would leave them; the same policy in every layout."""
-    whole = adapter_weights.gather(adapters, lora_megatron.factors(adapters), arch, parallel)
-    generator = torch.Generator().manual_seed(step)
-    whole = {name: 0.1 * torch.randn(value.shape, generator=generator) for name, value in whole.items()}
-    adapted.fill(adapters, whole, arch, parallel)
-
-
 def follow(parallel: Parallel, path: Path, noises: dict[str, dict]) -> dict[str, dict]:
     """Three updates, each pushed; by kind of noise, which promises held, and the noisy norms of each step."""
     answers = {}
@@ -84,7 +75,7 @@ def follow(parallel: Parallel, path: Path, noises: dict[str, dict]) -> dict[str,
         before = [tensor.clone() for tensor in base]
         answer = {"first": same(held(engine), loaded(arch, weights_hf.export(model, arch, parallel)))}
         for step in range(3):
-            move(adapters, arch, parallel, step)
+            adapted.move(adapters, arch, parallel, step)
             clean = loaded(arch, weights_hf.export(model, arch, parallel))
             expected, pushed = clean, sync.push(step, PROBE)
             if noise:

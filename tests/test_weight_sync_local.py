@@ -17,7 +17,7 @@ import reference
 import torch
 import training
 import world
-from test_weight_sync import ALL, PROBE, move
+from lora_reference import TARGETS
 from torch import Tensor
 
 import hf_config
@@ -35,6 +35,7 @@ from tripwires import Tripped
 from weight_sync import WeightSync
 
 LAYOUT, TENSOR, EXPERT = "TP2_EP4", 2, 4  # 4 ranks: tensor 2 x data 2, experts over all
+PROBE = [5, 6, 7, 8]
 NOISES = {
     "off": {},
     "noisy router": {"aqn__targets": ("attention", "experts")},
@@ -45,7 +46,7 @@ NOISES = {
 def config(path: Path, noise: dict, local: bool) -> Config:
     schedule = {"aqn__schedule": "constant", "aqn__sigma_start": 0.01} if noise else {}
     return training.config(
-        path, path, lora__targets=ALL, train__steps=3, rollout__engine="vllm", rollout__tensor=TENSOR,
+        path, path, lora__targets=TARGETS, train__steps=3, rollout__engine="vllm", rollout__tensor=TENSOR,
         rollout__expert_parallel=local, parallel__tensor=TENSOR, parallel__expert=EXPERT, **schedule, **noise,
     )  # fmt: skip
 
@@ -125,7 +126,7 @@ def both_ways(parallel: Parallel, path: Path) -> dict[str, list]:
         wrong, checksums, names = [], [], []
         for step in range(-1, 3):
             if step >= 0:
-                move(adapters, arch, parallel, step)
+                adapted.move(adapters, arch, parallel, step)
                 pushed = {local: sync.push(step, PROBE) for local, sync in syncs.items()}
                 if noise:
                     keys = [key for key in pushed[True] if key not in ("sync/checksum", "aqn/probe_shift")]

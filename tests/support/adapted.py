@@ -39,6 +39,14 @@ def fill(adapters: dict, whole: dict[str, Tensor], arch: hf_config.Architecture,
             factor.copy_(pieces[name])
 
 
+def move(adapters: dict, arch: hf_config.Architecture, parallel: Parallel, step: int) -> None:
+    """Other adapters, as an update would leave them; the same policy in every layout."""
+    whole = adapter_weights.gather(adapters, lora_megatron.factors(adapters), arch, parallel)
+    generator = torch.Generator().manual_seed(step)
+    whole = {name: 0.1 * torch.randn(value.shape, generator=generator) for name, value in whole.items()}
+    fill(adapters, whole, arch, parallel)
+
+
 def my_rows(tokens: Tensor, parallel: Parallel) -> tuple[Tensor, Tensor]:
     mine = tokens.chunk(parallel.data)[parallel.data_rank]
     mask = torch.ones_like(mine)

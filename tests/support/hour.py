@@ -2,7 +2,7 @@
 
     python tests/support/hour.py FOLDER CONFIG ...      plan/first_hour.py's arguments, on fake_npu.py
 
-The doctor looks at the healthy server of test_doctor.py there. Everything else is what the real processes run.
+The doctor looks at the healthy server of healthy.py there. Everything else is what the real processes run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main(folder: str, *arguments: str) -> int:
 
     fake_npu.install()
     sys.path.insert(0, str(ROOT))
-    import test_doctor
+    import healthy
     import training
 
     import device as devices
@@ -54,9 +54,9 @@ def main(folder: str, *arguments: str) -> int:
     npu = devices.resolve("npu")
     devices.adapt(npu)
     devices.import_megatron(npu)
-    server = test_doctor.npu(Path(folder))
-    healthy: Callable = lambda run, ranks: dataclasses.replace(server, run=run, ranks=ranks)  # noqa: E731
-    doctor.Machine = first_hour.Machine = healthy
+    server = healthy.npu(Path(folder))
+    on_it: Callable = lambda run, ranks: dataclasses.replace(server, run=run, ranks=ranks)  # noqa: E731
+    doctor.Machine = first_hour.Machine = on_it
     first_hour.execute = forked
     return first_hour.main(arguments)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 SIZES = dict(
     vocab_size=128,
@@ -62,3 +63,9 @@ def load(directory: Path):
 def tokens(rows: int = 8, length: int = 16, vocabulary: int = 128, seed: int = 1) -> torch.Tensor:
     """Random token ids.  -> (rows, length)"""
     return torch.randint(0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def distribution(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """The plain formulas: log-prob of each next token, and entropy.  (b, T, V), (b, T) -> (b, T - 1) twice"""
+    log_p = torch.log_softmax(logits[:, :-1] / temperature, -1)
+    return log_p.gather(2, tokens[:, 1:, None])[..., 0], -(log_p.exp() * log_p).sum(-1)

@@ -148,3 +148,16 @@ def only_run(cfg: Config) -> Path:
 def metrics(run_dir: Path) -> list[dict]:
     """The rows of metrics.jsonl."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_same_metrics(found: Path, expected: Path) -> None:
+    """Every number of metrics.jsonl to 1e-4 relative; counts and what was sampled and evaluated exactly."""
+    rows, wanted = metrics(found), metrics(expected)
+    assert len(rows) == len(wanted)
+    for row, want in zip(rows, wanted, strict=True):
+        assert row.keys() == want.keys()
+        gaps = {key: abs(row[key] - want[key]) for key in want}
+        wrong = {key: (row[key], want[key]) for key, gap in gaps.items() if not gap <= 1e-6 + 1e-4 * abs(want[key])}
+        assert not wrong, (row["step"], wrong)
+    for name in ("eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl"):
+        assert (found / name).read_bytes() == (expected / name).read_bytes(), name

@@ -1,0 +1,19 @@
+"""The message with which a configuration is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from config import load_config
+from input_files import InputError
+
+
+def refusal(path: Path | str, *overrides: str) -> str:
+    """The one line with which load_config refuses."""
+    with pytest.raises(InputError) as caught:
+        load_config(path, list(overrides))
+    message = str(caught.value)
+    assert "\n" not in message and "pydantic" not in message
+    return message

@@ -1,0 +1,40 @@
+"""A configuration that needs no model, and small checkpoints that show a mixture of two steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import checkpoint
+from knobs import Config, DataConfig, ModelConfig, TrainConfig
+
+
+def config_in(folder: Path, **train: object) -> Config:
+    settings = {"steps": 200, "checkpoint_every": 2, "out_dir": str(folder / "out"), **train}
+    return Config(
+        name="tiny", model=ModelConfig(path="none"), data=DataConfig(source="arithmetic"), train=TrainConfig(**settings)
+    )
+
+
+def tensors_of(step: int, size: int = 64) -> dict[str, dict[str, Tensor]]:
+    """All values are the step's number, so that a mixture of two checkpoints shows."""
+    return {
+        "adapter": {"layers.0.lora_A": torch.full((size,), float(step)), "b": torch.full((2, 3), step).bfloat16()},
+        "optimizer": {"layers.0.lora_A.exp_avg": torch.full((size,), float(step)), "count": torch.tensor(step)},
+    }
+
+
+def is_whole(found: checkpoint.Checkpoint) -> bool:
+    values = {float(value) for named in found.tensors.values() for t in named.values() for value in t.unique()}
+    return values == {float(found.step)} and found.state == {"cursor": found.step}
+
+
+def saved(run_dir: Path, cfg: Config, *steps: int) -> list[Path]:
+    run_dir.mkdir(exist_ok=True)
+    return [checkpoint.save(run_dir, step, tensors_of(step), {"cursor": step}, cfg) for step in steps]
+
+
+def names(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
