@@ -1,8 +1,9 @@
-"""Whole LoRA tensors under Hugging Face names <-> this rank's shards: what checkpoints hold, so any layout loads any.
+"""Whole LoRA tensors under Hugging Face names and the shards of this rank: conversions and comparisons.
 
-A whole factor is named after the fused Hugging Face module, e.g. `model.layers.0.self_attn.qkv_proj.B` with rows
-[q; k; v], or `model.layers.0.mlp.experts.gate_up_proj.A` (E, in, R). Optimizer moments have their factor's shape and
-travel the same way. E experts, R rank.
+A checkpoint holds whole tensors, so any layout can load what any other layout saved. A whole factor is named after the
+fused Hugging Face module, e.g. `model.layers.0.self_attn.qkv_proj.B` with rows [q; k; v], or
+`model.layers.0.mlp.experts.gate_up_proj.A` (E, in, R). Optimizer moments have the shape of their factor and are
+converted in the same way. E experts, R rank.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from checkpoint import Checkpoint, Pending
 from hf_config import Architecture
 from input_files import InputError
 from knobs import LoraConfig
+from lora_megatron import whole_shape
 from parallel_setup import Parallel
 
-HF_NAMES = {  # Megatron module -> the Hugging Face module, or the fused one that stands for several
+HF_NAMES = {  # Megatron module -> the Hugging Face module, or a fused name for several of them
     "self_attention.linear_qkv": "self_attn.qkv_proj",
     "self_attention.linear_proj": "self_attn.o_proj",
     "mlp.linear_fc1": "mlp.gate_up_proj",
@@ -44,54 +46,44 @@ def hf_name(name: str) -> str:
     return f"model.layers.{layer}.{HF_NAMES[module]}.{letter}"
 
 
+# ------------------------------------------------------------------------------------------------ whole <-> shards
+
+
 @torch.no_grad()
 def gather(
     adapters: dict[str, torch.nn.Module], values: dict[str, Tensor], arch: Architecture, parallel: Parallel
 ) -> dict[str, Tensor]:
-    """Whole tensors from every rank's ``values`` (by factor name, shaped as the factors). Collective; same on all."""
+    """Whole tensors by Hugging Face name from the ``values`` of every rank (by factor name). Collective."""
     factors = lora_megatron.factors(adapters)
     return {hf_name(name): whole(name, factors[name], values[name], arch, parallel).clone() for name in factors}
 
 
 @torch.no_grad()
 def whole(
-    name: str, factor, value: Tensor, arch: Architecture, parallel: Parallel, join_on_host: bool = False
+    name: str, factor: Tensor, value: Tensor, arch: Architecture, parallel: Parallel, join_on_host: bool = False
 ) -> Tensor:
-    """The whole tensor whose shard on this rank is ``value``, shaped as ``factor``; it may be ``value`` itself.
+    """The whole tensor of which ``value``, shaped like ``factor``, is the shard of this rank. Collective.
 
-    Collective. The shards are received in one tensor, which for experts is the result. Those of other tensors, or of
-    experts with expert_tensor > 1, are joined in a copy, which ``join_on_host`` keeps off the device: there then is one
-    such tensor beside the own shard, and with expert_tensor > 1 a share of it that was gathered over experts first.
+    The result may be ``value`` itself. Shards are received in one tensor. For experts that tensor is the result, unless
+    expert_tensor > 1; all other shards are joined in a copy. With ``join_on_host`` the copy is made on the host, so the
+    device holds one such tensor beside its own shard (and, with expert_tensor > 1, a share of it that was gathered over
+    the experts before).
     """
     if factor.is_expert and parallel.expert > 1:
         experts = value.new_empty((parallel.expert * len(value), *value.shape[1:]))
         dist.all_gather_into_tensor(experts, value.contiguous(), group=parallel.expert_group)
         value = experts
-    dim, (size, _, group) = factor.shard_dim, _group(factor, parallel)
-    if dim is None or (size == 1 and not name.endswith("linear_qkv.B")):
+    dim, shards, is_qkv = factor.shard_dim, parallel.shards(factor.is_expert), name.endswith("linear_qkv.B")
+    if dim is None or (shards.size == 1 and not is_qkv):
         return value
-    shards = weights_hf.gather(value, size, group)
+    parts = weights_hf.gather(value, shards.size, shards.group)
     if join_on_host:
-        shards = [shard.cpu() for shard in shards]
-    if name.endswith("linear_qkv.B"):
-        shards = [weights_hf.separate_qkv(shard, arch.num_kv_heads // size, arch) for shard in shards]
-    joined = shards[0].new_empty(whole_shape(factor, parallel))
-    start, blocks = 0, [block // size for block in _block_sizes(joined.shape[dim], name, arch)]
-    for place, block in enumerate(blocks):
-        for shard in shards:
-            joined.narrow(dim, start, block).copy_(shard.narrow(dim, sum(blocks[:place]), block))
-            start += block
-    return joined
-
-
-def whole_shape(factor, parallel: Parallel) -> tuple[int, ...]:
-    """Shape of the whole tensor that ``factor`` is a shard of."""
-    shape = list(factor.shape)
-    if factor.is_expert:
-        shape[0] *= parallel.expert
-    if factor.shard_dim is not None:
-        shape[factor.shard_dim] *= _group(factor, parallel)[0]
-    return tuple(shape)
+        parts = [part.cpu() for part in parts]
+    if is_qkv:
+        parts = [weights_hf.separate_qkv(part, arch.num_kv_heads // shards.size, arch) for part in parts]
+    blocks = [size // shards.size for size in _block_sizes(whole_shape(factor, parallel)[dim], name, arch)]
+    by_block = zip(*(part.split(blocks, dim) for part in parts), strict=True)
+    return torch.cat([piece for pieces in by_block for piece in pieces], dim)
 
 
 @torch.no_grad()
@@ -100,44 +92,35 @@ def scatter(
     wholes: Mapping[str, Tensor],
     arch: Architecture,
     parallel: Parallel,
-    end: str = "",
+    ending: str = "",
 ) -> dict[str, Tensor]:
-    """This rank's piece of every whole tensor whose name has this ``end``, by factor name; one is read at a time.
+    """The pieces of this rank, by factor name, of all ``wholes`` whose name has this ``ending``; one is read at a time.
 
     Raises InputError when names or shapes are not those of these adapters.
     """
     factors = lora_megatron.factors(adapters)
-    expected, found = {hf_name(name) + end for name in factors}, {name for name in wholes if name.endswith(end)}
-    if expected != found:
-        odd = sorted(expected ^ found)
+    expected = {hf_name(name) + ending for name in factors}
+    odd = sorted(expected ^ {name for name in wholes if name.endswith(ending)})
+    if odd:
         raise InputError(f"checkpoint: the adapters do not match lora.targets; {odd[0]} is on one side only")
     pieces = {}
     for name, factor in factors.items():
-        value, shape = wholes[hf_name(name) + end], whole_shape(factor, parallel)
+        whole_name, shape = hf_name(name) + ending, whole_shape(factor, parallel)
+        value, dim, shards = wholes[whole_name], factor.shard_dim, parallel.shards(factor.is_expert)
         if tuple(value.shape) != shape:
-            raise InputError(
-                f"checkpoint: {hf_name(name) + end} has shape {list(value.shape)}, the model needs {list(shape)}"
-            )
-        size, rank, _ = _group(factor, parallel)
+            raise InputError(f"checkpoint: {whole_name} has shape {list(value.shape)}, the model needs {list(shape)}")
         if factor.is_expert:
             value = value.chunk(parallel.expert)[parallel.expert_rank]
-        if factor.shard_dim is not None:
-            blocks = value.split(_block_sizes(value.shape[factor.shard_dim], name, arch), factor.shard_dim)
-            value = torch.cat([block.chunk(size, factor.shard_dim)[rank] for block in blocks], factor.shard_dim)
-            if name.endswith("linear_qkv.B"):
-                value = weights_hf.interleave_qkv(value, arch.num_kv_heads // size, arch)
-        negative = end == ".exp_avg_sq" and bool((value < 0).any())
+        if dim is not None:
+            blocks = value.split(_block_sizes(value.shape[dim], name, arch), dim)
+            value = torch.cat([block.chunk(shards.size, dim)[shards.rank] for block in blocks], dim)
+        if name.endswith("linear_qkv.B"):
+            value = weights_hf.interleave_qkv(value, arch.num_kv_heads // shards.size, arch)
+        negative = ending == ".exp_avg_sq" and bool((value < 0).any())
         if not value.is_floating_point() or not value.isfinite().all() or negative:
-            raise InputError(f"checkpoint: {hf_name(name) + end} holds what is no finite number, or a negative square")
+            raise InputError(f"checkpoint: {whole_name} holds a number that is not finite, or a negative square")
         pieces[name] = value.contiguous()
     return pieces
-
-
-def _group(factor, parallel: Parallel):
-    """Size of the group that shares the factor, this rank's place in it, and the group."""
-    if factor.is_expert:
-        return parallel.expert_tensor, parallel.expert_tensor_rank, parallel.expert_tensor_group
-    return parallel.tensor, parallel.tensor_rank, parallel.tensor_group
 
 
 def _block_sizes(size: int, name: str, arch: Architecture) -> list[int]:
@@ -145,9 +128,7 @@ def _block_sizes(size: int, name: str, arch: Architecture) -> list[int]:
     if name.endswith("linear_qkv.B"):
         kv = arch.num_kv_heads * arch.head_dim
         return [arch.num_heads * arch.head_dim, kv, kv]
-    if name.endswith("linear_fc1.B"):
-        return [size // 2, size // 2]  # gate, up
-    return [size]
+    return [size // 2] * 2 if name.endswith("linear_fc1.B") else [size]  # fc1: gate, up
 
 
 # ------------------------------------------------------------------------------------- by weights of the base model
@@ -155,7 +136,7 @@ def _block_sizes(size: int, name: str, arch: Architecture) -> list[int]:
 
 @dataclass(frozen=True)
 class Adapted:
-    """A module that the checkpoint holds an A and a B for, and the base model's weights that these change."""
+    """A module with an A and a B in the checkpoint, and the weights of the base model that they change."""
 
     parent: str  # model.layers.0.self_attn
     fused: str  # qkv_proj: the checkpoint has <parent>.<fused>.A and .B
@@ -170,15 +151,13 @@ class Adapted:
 
     def factor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name in the checkpoint -> shape."""
-        out_size = sum(self.rows.values())
+        a, b = (self.rank, self.in_size), (sum(self.rows.values()), self.rank)
         if self.num_experts:
-            a, b = (self.num_experts, self.in_size, self.rank), (self.num_experts, self.rank, out_size)
-        else:
-            a, b = (self.rank, self.in_size), (out_size, self.rank)
+            a, b = (self.num_experts, *a[::-1]), (self.num_experts, *b[::-1])
         return {f"{self.name}.A": a, f"{self.name}.B": b}
 
     def pairs(self, factors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """(weight of the base model, A (R, in), B (out, R)) for each weight that this changes; views, not copies."""
+        """(name of a changed weight of the base model, its A (R, in), its B (out, R)); views, not copies."""
         a, b = factors[f"{self.name}.A"], factors[f"{self.name}.B"]
         by_expert = [(f"{self.parent}.{e}", a[e].t(), b[e].t()) for e in range(self.num_experts)]
         for parent, a_whole, b_whole in by_expert or [(self.parent, a, b)]:
@@ -190,30 +169,28 @@ class Adapted:
 def adapted_modules(arch: Architecture, lora: LoraConfig) -> Iterator[Adapted]:
     """Every module of ``arch`` that ``lora`` trains, in the order of the layers."""
     hidden, heads, kv = arch.hidden_size, arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    rank, expert_rank = lora.rank, lora.expert_rank or lora.rank
 
-    def swiglu(parent: str, width: int, rank: int, num_experts: int = 0) -> Iterator[Adapted]:
-        if "linear_fc1" in lora.targets:
-            yield Adapted(parent, "gate_up_proj", {"gate_proj": width, "up_proj": width}, hidden, rank, num_experts)
-        if "linear_fc2" in lora.targets:
-            yield Adapted(parent, "down_proj", {"down_proj": hidden}, width, rank, num_experts)
+    def swiglu(parent: str, width: int, rank: int, num_experts: int = 0) -> dict[str, Adapted]:
+        gate_up = Adapted(parent, "gate_up_proj", {"gate_proj": width, "up_proj": width}, hidden, rank, num_experts)
+        down = Adapted(parent, "down_proj", {"down_proj": hidden}, width, rank, num_experts)
+        return {"linear_fc1": gate_up, "linear_fc2": down}
 
     for i, is_moe in enumerate(arch.moe_layers):
         attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
-        if "linear_qkv" in lora.targets:
-            yield Adapted(attention, "qkv_proj", {"q_proj": heads, "k_proj": kv, "v_proj": kv}, hidden, lora.rank)
-        if "linear_proj" in lora.targets:
-            yield Adapted(attention, "o_proj", {"o_proj": hidden}, heads, lora.rank)
-        if not is_moe:
-            yield from swiglu(mlp, arch.dense_ffn_size, lora.rank)
-            continue
-        if "router" in lora.targets:
-            yield Adapted(mlp, "gate", {"gate": arch.num_experts}, hidden, lora.rank)
-        yield from swiglu(f"{mlp}.experts", arch.expert_ffn_size, lora.expert_rank or lora.rank, arch.num_experts)
-        if arch.shared_expert_ffn_size:
-            yield from swiglu(f"{mlp}.shared_expert", arch.shared_expert_ffn_size, lora.rank)
+        qkv = Adapted(attention, "qkv_proj", {"q_proj": heads, "k_proj": kv, "v_proj": kv}, hidden, rank)
+        groups = [{"linear_qkv": qkv, "linear_proj": Adapted(attention, "o_proj", {"o_proj": hidden}, heads, rank)}]
+        if is_moe:
+            groups.append({"router": Adapted(mlp, "gate", {"gate": arch.num_experts}, hidden, rank)})
+            groups.append(swiglu(f"{mlp}.experts", arch.expert_ffn_size, expert_rank, arch.num_experts))
+            if arch.shared_expert_ffn_size:
+                groups.append(swiglu(f"{mlp}.shared_expert", arch.shared_expert_ffn_size, rank))
+        else:
+            groups.append(swiglu(mlp, arch.dense_ffn_size, rank))
+        yield from (module for group in groups for target, module in group.items() if target in lora.targets)
 
 
-# --------------------------------------------------------------------------------- copies of one piece on several ranks
+# ------------------------------------------------------------------------------- copies of one piece on several ranks
 
 
 class Piece(NamedTuple):
@@ -224,55 +201,53 @@ class Piece(NamedTuple):
     tensor: Tensor
 
 
-def everything(
-    model: torch.nn.Module, arch: Architecture, modules: dict[str, torch.nn.Module], parallel: Parallel
-) -> list[Piece]:
-    """Every frozen weight of this rank, under the Hugging Face name of its first block, and every LoRA factor."""
-    pieces = adapters(modules, parallel)
-    for slot in weights_hf.slots(model, arch, parallel):
-        rank = parallel.tensor_rank if slot.expert is None else parallel.expert_tensor_rank
-        pieces.append(Piece(slot.names[0], "" if slot.dim is None else str(rank), slot.weight))
+def adapter_pieces(adapters: dict[str, torch.nn.Module], parallel: Parallel) -> list[Piece]:
+    """Every LoRA factor of this rank, under the name that checkpoints have for the whole factor."""
+    pieces = []
+    for name, factor in lora_megatron.factors(adapters).items():
+        shard = parallel.shards(factor.is_expert).rank if factor.shard_dim is not None else ""
+        experts = f" of experts {parallel.expert_rank}" if factor.is_expert else ""
+        pieces.append(Piece(hf_name(name), f"{shard}{experts}", factor))
     return pieces
 
 
-def adapters(modules: dict[str, torch.nn.Module], parallel: Parallel) -> list[Piece]:
-    """Every LoRA factor of this rank, under the name that checkpoints have for the whole one."""
-    pieces = []
-    for name, factor in lora_megatron.factors(modules).items():
-        rank = parallel.expert_tensor_rank if factor.is_expert else parallel.tensor_rank
-        place = "" if factor.shard_dim is None else str(rank)
-        if factor.is_expert:
-            place += f" of experts {parallel.expert_rank}"
-        pieces.append(Piece(hf_name(name), place, factor))
+def all_pieces(
+    model: torch.nn.Module, arch: Architecture, adapters: dict[str, torch.nn.Module], parallel: Parallel
+) -> list[Piece]:
+    """Every LoRA factor of this rank, and every frozen weight under the Hugging Face name of its first block."""
+    pieces = adapter_pieces(adapters, parallel)
+    for slot in weights_hf.slots(model, arch, parallel):
+        shard = parallel.shards(slot.expert is not None).rank if slot.dim is not None else ""
+        pieces.append(Piece(slot.names[0], str(shard), slot.weight))
     return pieces
 
 
 @torch.no_grad()
 def differing(pieces: list[Piece], parallel: Parallel, exact: bool = True) -> str:
-    """Which pieces are not the same on all ranks that hold them. All ranks bring the same number of pieces.
+    """Names the pieces that are not equal on all ranks that hold them; "" if there are none. Collective.
 
-    Not ``exact``: sums choose the pieces whose bytes are compared, which misses changes that are lost in rounding.
+    All ranks pass the same number of pieces. Without ``exact``, only pieces with different sums are compared byte by
+    byte, which is faster and misses differences that a sum rounds away.
     """
     mine = [zlib.crc32(f"{name} {place}".encode()) for name, place, _ in pieces]
     keys, suspects = parallel.gather_rows(torch.tensor(mine)), set(mine)
     if not exact:
         sums = torch.stack([_weighted_sum(tensor) for _, _, tensor in pieces])
-        suspects = _apart(keys, parallel.gather_rows(sums)).keys()
+        suspects = _unequal(keys, parallel.gather_rows(sums)).keys()
         if not suspects:
             return ""
     checksums = [_checksum(tensor) if key in suspects else 0 for key, (_, _, tensor) in zip(mine, pieces, strict=True)]
-    apart = _apart(keys, parallel.gather_rows(torch.tensor(checksums)))
-    if not apart:
+    unequal = _unequal(keys, parallel.gather_rows(torch.tensor(checksums)))
+    if not unequal:
         return ""
-    names: list[dict[int, str]] = [{}] * parallel.world_size
-    dist.all_gather_object(names, {key: piece.name for key, piece in zip(mine, pieces, strict=True)})
-    known = {key: name for by_rank in names for key, name in by_rank.items()}
-    found = [f"{known[key]} of ranks {', '.join(map(str, ranks))}" for key, ranks in apart.items()]
+    names = {key: piece.name for key, piece in zip(mine, pieces, strict=True)}
+    known = {key: name for by_rank in parallel.gather_objects(names) for key, name in by_rank.items()}
+    found = [f"{known[key]} of ranks {', '.join(map(str, ranks))}" for key, ranks in unequal.items()]
     return _listed(found, "not the same on all ranks that hold it")
 
 
-def _apart(keys: Tensor, values: Tensor) -> dict[int, list[int]]:
-    """Key -> ranks that hold it, of the keys whose values differ.  (ranks, n) twice; NaN is no difference."""
+def _unequal(keys: Tensor, values: Tensor) -> dict[int, list[int]]:
+    """The keys with different values, and the ranks that hold each.  (ranks, n) twice; NaN equals NaN."""
     held: dict[int, dict[int, float]] = {}
     for rank, row in enumerate(zip(keys.tolist(), values.tolist(), strict=True)):
         for key, value in zip(*row, strict=True):
@@ -281,7 +256,7 @@ def _apart(keys: Tensor, values: Tensor) -> dict[int, list[int]]:
 
 
 def _weighted_sum(tensor: Tensor) -> Tensor:
-    """A sum that the order of the elements changes, fp32.  -> ()"""
+    """A sum in fp32 that depends on the order of the elements.  -> ()"""
     weights = torch.arange(tensor.numel(), device=tensor.device, dtype=torch.int32).remainder_(8191) + 1
     return (tensor.detach().flatten().float() * weights).sum()
 
@@ -294,20 +269,20 @@ def _checksum(tensor: Tensor) -> int:
 def not_restored(
     saved: Checkpoint, tensors: dict[str, dict[str, Pending]], counts: dict[str, int], parallel: Parallel
 ) -> str:
-    """Which adapters, moments or counts are not the checkpoint's; ``tensors``, ``counts``: Learner.state()."""
+    """Names adapters, moments or counts that are not those of the checkpoint; "" if there are none. Collective.
+
+    ``tensors`` and ``counts`` are what Learner.state() returned after the restore.
+    """
     found = [f"{key} {counts[key]} for {saved.state.get(key)}" for key in counts if counts[key] != saved.state.get(key)]
     for kind, named in tensors.items():
-        theirs: Mapping[str, Tensor] = saved.tensors.get(kind, {})
         for name, pending in named.items():
-            value = pending.make()  # collective
+            value, theirs = pending.make(), saved.tensors.get(kind, {})  # making it is collective
             if parallel.rank == 0 and not (name in theirs and torch.equal(value.cpu(), theirs[name])):
                 found.append(f"{kind} {name}")
-    said = [_listed(found, f"not what {saved.path} holds")]
-    dist.broadcast_object_list(said)
-    return said[0]
+    return parallel.gather_objects(_listed(found, f"not what {saved.path} holds"))[0]  # rank 0 has compared
 
 
 def _listed(found: list[str], fault: str) -> str:
-    """One line for what was found, the first three by name."""
+    """One line about what was found, with the first three names."""
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     return f"{', '.join(found[:3])}{more}: {fault}" if found else ""

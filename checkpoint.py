@@ -1,9 +1,9 @@
-"""Checkpoints of a run: LoRA factors, optimizer moments and where the run stands; any layout loads any other's.
+"""Checkpoints of a run: LoRA factors, optimizer moments and the step. Any layout loads what any layout saved.
 
 run_dir/checkpoints/step-000020/          "20 steps are done"
     adapter.safetensors  optimizer.safetensors     one file per kind of tensor; nothing is ever pickled
     state.json  checksums.json                     {step, config, config_hash, state}; sha256 of every other file
-One appears whole or not at all, whenever the process is killed, and is used only if its checksums hold.
+A checkpoint appears whole or not at all, even if the process is killed, and is used only if its checksums are right.
 """
 
 from __future__ import annotations
@@ -30,16 +30,15 @@ from knobs import Config
 from run_record import fsync_path, sha256_file, write_atomically
 from runlog import lock_run
 
-# The second name is a checkpoint that a newer one of the same step was about to replace when the process was killed.
+# A checkpoint has the second name if the process was killed while a newer one of the same step replaced it.
 NAME = re.compile(r"(step-|\.replaced-step-)([0-9]{6,18})")
 
-LEFTOVER = re.compile(r"\.tmp-(discarded-)?(\.replaced-)?step-[0-9]{6,}")  # of a process that was killed
-
+LEFTOVER = re.compile(r"\.tmp-(discarded-)?(\.replaced-)?step-[0-9]{6,}")  # left by a process that was killed
 SAFETENSORS_TYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.int64: "I64"}
 
 
 class Pending(NamedTuple):
-    """A tensor that exists only while it is written."""
+    """A tensor that is made when it is written, and dropped afterwards."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -47,7 +46,7 @@ class Pending(NamedTuple):
 
 
 class TensorFile(Mapping[str, Tensor]):
-    """The tensors of a safetensors file by name, each read when it is asked for.  InputError if the file is damaged."""
+    """The tensors of a safetensors file by name, each read at its access.  InputError if the file is damaged."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -72,37 +71,41 @@ class TensorFile(Mapping[str, Tensor]):
 class Checkpoint:
     step: int  # steps done
     tensors: dict[str, Mapping[str, Tensor]]  # kind -> name -> full-size tensor on the CPU
-    state: dict[str, Any]  # what save() was given
+    state: dict[str, Any]  # as it was passed to save()
     config: dict[str, Any]  # of the run that wrote it
     checksums: dict[str, str]  # sha256 of each file
     path: Path
 
+    @property
+    def run_dir(self) -> Path:
+        return self.path.parent.parent
+
 
 def _found(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of what may be a checkpoint, the best candidate first."""
+    """(step, path) of the folders that may be checkpoints, the best candidate first."""
     matches = [(NAME.fullmatch(path.name), path) for path in folder.iterdir()] if folder.is_dir() else []
     ordered = sorted((int(match[2]), match[1] == "step-", path) for match, path in matches if match)
     return [(step, path) for step, _, path in reversed(ordered)]
 
 
 def _discard(path: Path) -> None:
-    """Remove a folder; a kill half-way leaves a name that is no checkpoint's, for the next save to remove."""
+    """Remove a folder. It is renamed first, so after a kill half-way the next save recognises and removes the rest."""
     doomed = path.with_name(f".tmp-discarded-{path.name}")
     os.rename(path, doomed)
     shutil.rmtree(doomed)
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor | Pending]) -> str:
-    """Write a safetensors file, holding one tensor at a time, and return its sha256.
+    """Write a safetensors file with one tensor in memory at a time, and return its sha256.
 
-    safetensors' own save_file takes all tensors at once. The format: the header's length in 8 bytes; the header, JSON
-    padded with spaces to a multiple of 8; the tensors' bytes, in its order.
+    The save_file of safetensors needs all tensors at once. The format: the length of the header in 8 bytes; the header,
+    JSON padded with spaces to a multiple of 8; the bytes of the tensors, in the order of the header.
     """
     header, end = {}, 0
     for name, tensor in tensors.items():
-        start, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
-        about = {"dtype": SAFETENSORS_TYPES[tensor.dtype], "shape": list(tensor.shape)}
-        header[name] = about | {"data_offsets": [start, end]}
+        start, end = end, end + _num_bytes(tensor)
+        dtype, shape = SAFETENSORS_TYPES[tensor.dtype], list(tensor.shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
@@ -122,6 +125,10 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor | Pending]) -> str:
     return digest.hexdigest()
 
 
+def _num_bytes(tensor: Tensor | Pending) -> int:
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
+
+
 def save(
     run_dir: Path,
     step: int,
@@ -130,13 +137,13 @@ def save(
     cfg: Config,
     writes: bool = True,
 ) -> Path | None:
-    """Write the checkpoint of ``step`` finished steps and keep the newest cfg.train.keep_last; its folder.
+    """Write the checkpoint of ``step`` finished steps, keep the newest cfg.train.keep_last, and return its folder.
 
-    One process ``writes``; the others make the pending tensors with it, one at a time, and drop them.
-
-    Also puts the run's .jsonl files on the disk first: a checkpoint vouches for the steps before it.  Checkpoints of
-    later steps are removed: they are from before the run was rewound.  A step saved again replaces the old one.
-    Raises InputError when the disk is full or cannot be written; earlier checkpoints are then as they were.
+    One process ``writes``. Every other process makes the pending tensors at the same time, because that is collective,
+    and drops them. The run's .jsonl files are forced to the disk before, because a resume needs their lines up to this
+    step. Checkpoints of later steps are removed: they were made before the run was rewound. An earlier checkpoint of
+    the same step is replaced. Raises InputError when the disk is full or cannot be written; the earlier checkpoints
+    then stay as they were.
     """
     if not writes:
         for tensor in (tensor for named in tensors.values() for tensor in named.values()):
@@ -184,20 +191,19 @@ def save(
 
 
 def _write_failure(target: Path, tensors: dict[str, Mapping[str, Tensor | Pending]], error: OSError) -> str:
-    """One line for a checkpoint that could not be written."""
+    """The message, in one line, for a checkpoint that could not be written."""
     reason = error.strerror or str(error)
     if error.errno == errno.ENOSPC:
-        everything = [tensor for named in tensors.values() for tensor in named.values()]
-        size = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in everything)
+        size = sum(_num_bytes(tensor) for named in tensors.values() for tensor in named.values())
         free = shutil.disk_usage(target.parent.parent).free
         reason = f"disk full: {size / 2**20:.1f} MiB needed, {free / 2**20:.1f} MiB free"
     return f"{target}: checkpoint not written: {reason}; earlier checkpoints are intact, the run can be resumed"
 
 
 def verify(path: Path, only: str | None = None) -> None:
-    """Raises InputError that names the file when one is missing, or does not have the checksum it was saved with.
+    """Raises InputError that names the first file that is missing or has another checksum than at the save.
 
-    ``only``: the one kind of tensor whose file will be read; the files of the other kinds are not.
+    With ``only``, the files of other kinds of tensors are not read.
     """
     if not path.is_dir():
         raise InputError(f"{path}: no such checkpoint")
@@ -216,12 +222,11 @@ def verify(path: Path, only: str | None = None) -> None:
 
 
 def load(path: Path, verified: bool = False, only: str | None = None) -> Checkpoint:
-    """The checkpoint in the folder ``path``; raises InputError that names the file if it is torn or corrupted.
+    """The checkpoint in the folder ``path``; raises InputError that names the file if it is incomplete or corrupted.
 
-    ``verified``: its checksums have been held against its files already, which takes 15 s for 14 GiB. ``only``: the one
-    kind of tensor that is wanted, for example adapter.
+    ``verified``: verify() has been called already; it takes 15 s for 14 GiB. ``only``: the one kind of tensor that is
+    wanted, for example adapter.
     """
-    path = Path(path)
     if not verified:
         verify(path, only)
     about = read_object(path / "state.json", ("step", "config", "config_hash", "state"))
@@ -237,7 +242,7 @@ def load(path: Path, verified: bool = False, only: str | None = None) -> Checkpo
 
 
 def latest(run_dir: Path, say: Callable[[str], None] = print, only: str | None = None) -> Checkpoint | None:
-    """The newest checkpoint of the run whose checksums hold; ``say`` hears which were skipped and why."""
+    """The newest checkpoint of the run with right checksums. ``say`` is told which ones were skipped, and why."""
     for _, path in _found(Path(run_dir) / "checkpoints"):
         try:
             verify(path, only)
@@ -249,18 +254,16 @@ def latest(run_dir: Path, say: Callable[[str], None] = print, only: str | None =
 
 
 def check_resume(checkpoint: Checkpoint, cfg: Config) -> None:
-    """Raises InputError that lists the configuration keys which differ from the checkpoint's and may not."""
-    changed = changed_keys(checkpoint.config, cfg)
-    if changed:
-        listed = "; ".join(changed)
-        raise InputError(f"{checkpoint.path}: changed since: {listed}; needed: the old values, or train.resume=never")
+    """Raises InputError that lists the configuration keys that differ from the checkpoint's, but must not."""
+    if changed := "; ".join(changed_keys(checkpoint.config, cfg)):
+        raise InputError(f"{checkpoint.path}: changed since: {changed}; needed: the old values, or train.resume=never")
 
 
 def find_resumable(cfg: Config, say: Callable[[str], None] = print) -> Checkpoint | None:
-    """The newest checkpoint of the newest run that train.resume=auto goes on with, or None.
+    """The checkpoint that train.resume=auto resumes from: the newest one of the newest suitable run; None without one.
 
-    The run has this name and configuration, is not finished, has a checkpoint whose checksums hold, and no live process
-    writes it.
+    A suitable run has this name and this configuration, is not finished, has a checkpoint with right checksums, and is
+    not being written by a live process.
     """
     pattern = re.compile(re.escape(cfg.name) + r"-(\d{8}-\d{6})(?:-(\d+))?")
     out_dir = Path(cfg.train.out_dir)
@@ -270,7 +273,7 @@ def find_resumable(cfg: Config, say: Callable[[str], None] = print) -> Checkpoin
         try:
             same = read_object(run_dir / "run.json", ("config_hash",))["config_hash"] == config_hash(cfg)
         except InputError:
-            continue  # killed while the folder was made: nothing in it to go on with
+            continue  # killed while the folder was made: there is nothing to resume
         if not same or (run_dir / "finished.json").exists():
             continue
         try:

@@ -97,7 +97,7 @@ def check_factors(found: checkpoint.Checkpoint, modules: Iterable[Adapted]) -> d
 
 @torch.no_grad()
 def merged_tensors(
-    base: weights_hf.Checkpoint,
+    base: weights_hf.ModelFiles,
     arch: Architecture,
     modules: Iterable[Adapted],
     factors: dict[str, Tensor],
@@ -132,7 +132,7 @@ def write_merged(
     num_bytes = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
     with _appears_whole(out_dir, num_bytes, changed) as aside:
         with contextlib.ExitStack() as stack:
-            base = weights_hf.Checkpoint(model_dir, stack)
+            base = weights_hf.ModelFiles(model_dir, stack)
             weights_hf.save_model(merged_tensors(base, arch, modules, factors, cfg.lora.alpha, dtype), aside)
         about = read_object(model_dir / "config.json")
         for key in {"dtype", "torch_dtype"} & about.keys():
@@ -143,7 +143,7 @@ def write_merged(
                 shutil.copyfile(model_dir / name, aside / name)
         weights_hf.check(aside, arch)
         with contextlib.ExitStack() as stack:
-            written = weights_hf.Checkpoint(aside, stack)
+            written = weights_hf.ModelFiles(aside, stack)
             for name in shapes:
                 weight = written.slice(name)[:]
                 if weight.dtype != dtype or not weight.isfinite().all():

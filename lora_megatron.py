@@ -1,15 +1,15 @@
 """LoRA (arXiv 2106.09685) on Megatron's column and row parallel linears, on grouped experts, and on the router.
 
-y = base(x) + (alpha / R) B A x, A random, B zero, so that an adapted model starts as its base. The factors are fp32.
-A column-parallel linear holds A whole and B by output rows; a row-parallel one A by input columns and B whole.
-E local experts, R rank. Merging needs no communication: each rank's shard of the weight gets its own B A.
+y = base(x) + (alpha / R) B A x in fp32 factors. A is random and B is zero, so an adapted model starts as its base.
+A column-parallel linear holds A whole and B split by output rows; a row-parallel linear holds A split by input columns
+and B whole. E local experts, R rank. Merging needs no communication: each rank adds its own B A to its own shard.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import math
+import re
 from collections.abc import Iterator
 
 import torch
@@ -23,37 +23,39 @@ from knobs import LoraConfig
 from model_megatron import GroupedLinear
 from parallel_setup import Parallel
 
+# ------------------------------------------------------------------------------------------------ the adapters
+
 
 def _factor(
-    weight: Tensor, shape: tuple[int, ...], is_expert: bool, shard_dim: int | None, partial_over: str | None
+    weight: Tensor, shape: tuple[int, ...], shard_dim: int | None, partial_over: str | None
 ) -> torch.nn.Parameter:
-    """A zero fp32 factor beside ``weight`` that says how it lies over the ranks.
+    """A zero fp32 factor on the device of ``weight``, marked with its place in the layout.
 
-    Parallel.sync_gradients_ and checkpoints read this. Made where it stays: Module.to may make another parameter of it.
+    ``shard_dim``: the dimension that is split over ranks; None: every rank of the group holds the whole factor, and if
+    ``partial_over`` names the group, each of its ranks computes a partial gradient. Parallel.sync_gradients_ and the
+    checkpoints read these marks. The factor is made on its final device, because Module.to may replace a parameter.
     """
     factor = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=weight.device))
-    factor.is_expert, factor.shard_dim, factor.partial_over = is_expert, shard_dim, partial_over
+    factor.is_expert, factor.shard_dim = len(shape) == 3, shard_dim
+    factor.partial_over = partial_over if shard_dim is None else None
     return factor
 
 
 class LoRALinear(torch.nn.Module):
-    """A column or row parallel linear with its low-rank update.  A (R, in), B (out, R), sharded as the base is."""
+    """A column or row parallel linear with its low-rank update.  A (R, in), B (out, R), sharded like the base"""
 
     def __init__(
         self, base: torch.nn.Module, rank: int, alpha: float, dropout: float, is_column: bool, tensor: int
     ) -> None:
         super().__init__()
         self.base, self.scale, self.dropout, self.enabled = base, alpha / rank, dropout, True
-        self.is_column = is_column
-        # With sequence parallelism each tensor rank sees its own tokens, so the factor they all hold whole gets a
-        # partial gradient on each.
-        self.sequence_parallel = tensor > 1
-        partial = "tensor" if self.sequence_parallel else None
+        self.is_column, self.sequence_parallel = is_column, tensor > 1
+        # With sequence parallelism every tensor rank sees other tokens, so the factor that all of them hold whole gets
+        # a partial gradient on each.
+        partial_over = "tensor" if self.sequence_parallel else None
         out_size, in_size = base.weight.shape
-        place = (None, partial) if is_column else (1, None)
-        self.A = _factor(base.weight, (rank, in_size), False, *place)
-        place = (0, None) if is_column else (None, partial)
-        self.B = _factor(base.weight, (out_size, rank), False, *place)
+        self.A = _factor(base.weight, (rank, in_size), None if is_column else 1, partial_over)
+        self.B = _factor(base.weight, (out_size, rank), 0 if is_column else None, partial_over)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         from megatron.core.tensor_parallel import mappings
@@ -63,21 +65,22 @@ class LoRALinear(torch.nn.Module):
             return y, bias
         low = F.linear(F.dropout(x, self.dropout, self.training), self.A.to(x.dtype))  # (.., R)
         if self.sequence_parallel and self.is_column:
-            # R columns travel, not the hidden size; the backward pass sums their gradient over the tensor ranks.
+            # Gathering R columns is cheaper than gathering the hidden size. The backward pass sums their gradient over
+            # the tensor ranks.
             low = mappings.gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
         elif self.sequence_parallel:
             low = mappings.reduce_scatter_to_sequence_parallel_region(low)
-        return y + F.linear(self.scale * low, self.B.to(x.dtype)), bias  # scaled where it is R wide
+        return y + F.linear(self.scale * low, self.B.to(x.dtype)), bias  # scaled where only R columns are multiplied
 
     def delta(self) -> Tensor:
-        """This rank's shard of the update, fp32.  -> (out, in)"""
+        """The shard of the update on this rank, fp32.  -> (out, in)"""
         return self.scale * (self.B @ self.A)
 
 
 class LoRAGroupedLinear(torch.nn.Module):
     """Grouped expert weights with one low-rank update per expert.  A (E, in, R), B (E, R, out)
 
-    The update stays two thin grouped products, so neither pass ever forms an (E, in, out) tensor.
+    The update is two thin grouped products, so neither pass ever forms an (E, in, out) tensor.
     """
 
     def __init__(
@@ -85,13 +88,10 @@ class LoRAGroupedLinear(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.base, self.scale, self.dropout, self.enabled = base, alpha / rank, dropout, True
-        self.is_column = is_column
+        partial_over = "expert_tensor" if expert_tensor > 1 else None
         experts, in_size, out_size = base.weight.shape
-        partial = "expert_tensor" if expert_tensor > 1 else None
-        place = (None, partial) if is_column else (1, None)
-        self.A = _factor(base.weight, (experts, in_size, rank), True, *place)
-        place = (2, None) if is_column else (None, partial)
-        self.B = _factor(base.weight, (experts, rank, out_size), True, *place)
+        self.A = _factor(base.weight, (experts, in_size, rank), None if is_column else 1, partial_over)
+        self.B = _factor(base.weight, (experts, rank, out_size), 2 if is_column else None, partial_over)
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
         y = self.base(x, tokens_per_expert)
@@ -101,7 +101,7 @@ class LoRAGroupedLinear(torch.nn.Module):
         return y.add_(kernels.grouped_mm(self.scale * low, self.B.to(x.dtype), tokens_per_expert))
 
     def delta(self) -> Tensor:
-        """This rank's shard of every local expert's update, fp32.  -> (E, in, out)"""
+        """The shard of the update of every local expert on this rank, fp32.  -> (E, in, out)"""
         return self.scale * (self.A @ self.B)
 
 
@@ -111,9 +111,9 @@ class LoRARouter(torch.nn.Module):
     def __init__(self, router: torch.nn.Module, rank: int, alpha: float, dropout: float, tensor: int) -> None:
         super().__init__()
         self.scale, self.dropout, self.enabled = alpha / rank, dropout, True
-        partial = "tensor" if tensor > 1 else None
-        self.A = _factor(router.weight, (rank, router.weight.shape[1]), False, None, partial)
-        self.B = _factor(router.weight, (router.weight.shape[0], rank), False, None, partial)
+        partial_over = "tensor" if tensor > 1 else None
+        self.A = _factor(router.weight, (rank, router.weight.shape[1]), None, partial_over)
+        self.B = _factor(router.weight, (router.weight.shape[0], rank), None, partial_over)
         base_gating = router.gating
 
         def gating(x: Tensor) -> Tensor:
@@ -130,35 +130,33 @@ class LoRARouter(torch.nn.Module):
         return self.scale * (self.B @ self.A)
 
 
+# ------------------------------------------------------------------------------------------------ on a model
+
+
 def attach(model: torch.nn.Module, cfg: LoraConfig, parallel: Parallel, seed: int) -> dict[str, torch.nn.Module]:
-    """Freeze ``model``, put adapters on every target, and return them by module name, in the model's order.
+    """Freeze ``model``, put adapters on every target, and return them by module name, in the order of the model.
 
     Raises InputError for a target that this model does not have.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    adapters, found = {}, set()
+    adapters, missing = {}, set(cfg.targets)
     for name, module in list(model.named_modules()):
-        parent_name, _, target = name.rpartition(".")
+        parent, _, target = name.rpartition(".")
         if target not in cfg.targets:
             continue
-        parent = model.get_submodule(parent_name)
+        missing.discard(target)
         if target == "router":
-            module.lora = adapters[f"{name}.lora"] = LoRARouter(
-                module, cfg.rank, cfg.alpha, cfg.dropout, parallel.tensor
-            )
-        else:
-            is_column = target in ("linear_qkv", "linear_fc1")
-            if isinstance(module, GroupedLinear):
-                kind, rank, size = LoRAGroupedLinear, cfg.expert_rank or cfg.rank, parallel.expert_tensor
-            else:
-                kind, rank, size = LoRALinear, cfg.rank, parallel.tensor
-            adapters[name] = kind(module, rank, cfg.alpha, cfg.dropout, is_column, size)
-            setattr(parent, target, adapters[name])
-        found.add(target)
-    missing = [target for target in cfg.targets if target not in found]
+            adapters[f"{name}.lora"] = LoRARouter(module, cfg.rank, cfg.alpha, cfg.dropout, parallel.tensor)
+            module.lora = adapters[f"{name}.lora"]
+            continue
+        is_expert = isinstance(module, GroupedLinear)
+        kind, rank = (LoRAGroupedLinear, cfg.expert_rank or cfg.rank) if is_expert else (LoRALinear, cfg.rank)
+        is_column, shards = target in ("linear_qkv", "linear_fc1"), parallel.shards(is_expert)
+        adapters[name] = kind(module, rank, cfg.alpha, cfg.dropout, is_column, shards.size)
+        setattr(model.get_submodule(parent), target, adapters[name])
     if missing:
-        raise InputError(f"lora.targets: {', '.join(missing)} matches no module of this model")
+        raise InputError(f"lora.targets: {', '.join(sorted(missing))} matches no module of this model")
     for name, adapter in adapters.items():
         _initialise_(adapter, name, parallel, seed)
     return adapters
@@ -166,27 +164,35 @@ def attach(model: torch.nn.Module, cfg: LoraConfig, parallel: Parallel, seed: in
 
 @torch.no_grad()
 def _initialise_(adapter: torch.nn.Module, name: str, parallel: Parallel, seed: int) -> None:
-    """A uniform in +-1/sqrt(in) as PEFT draws it, from (seed, name, expert), which no layout changes; B stays 0."""
-    if isinstance(adapter, LoRAGroupedLinear):
-        local, in_size, _ = adapter.A.shape
-        first = parallel.expert_rank * local
-        pieces = [(adapter.A[i], f"{name}.{first + i}", 0, parallel.expert_tensor) for i in range(local)]
-        rank_in_group = parallel.expert_tensor_rank
-    else:
-        pieces, rank_in_group = [(adapter.A, name, 1, parallel.tensor)], parallel.tensor_rank
-    for piece, key, in_dim, size in pieces:
-        shards = size if adapter.A.shard_dim is not None else 1
+    """Draw A uniformly from +-1/sqrt(in) as PEFT does. The draw depends on (seed, name, expert), not on the layout."""
+    factor, pieces, in_dim = adapter.A, {name: adapter.A}, 1
+    if factor.is_expert:
+        first = parallel.expert_rank * len(factor)
+        pieces, in_dim = {f"{name}.{first + i}": piece for i, piece in enumerate(factor)}, 0
+    shards = parallel.shards(factor.is_expert)
+    size, rank = (1, 0) if factor.shard_dim is None else (shards.size, shards.rank)
+    for key, piece in pieces.items():
         shape = list(piece.shape)
-        shape[in_dim] *= shards
+        shape[in_dim] *= size
         bound = 1 / math.sqrt(shape[in_dim])
         generator = torch.Generator().manual_seed(derive_seed(seed, "lora", key))
         whole = torch.empty(shape).uniform_(-bound, bound, generator=generator)
-        piece.copy_(whole.chunk(shards, in_dim)[rank_in_group if shards > 1 else 0])
+        piece.copy_(whole.chunk(size, in_dim)[rank])
 
 
 def factors(adapters: dict[str, torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
     """Every trainable tensor by name, `<module>.A` and `<module>.B`."""
     return {f"{name}.{letter}": getattr(adapter, letter) for name, adapter in adapters.items() for letter in "AB"}
+
+
+def whole_shape(factor: torch.nn.Parameter, parallel: Parallel) -> tuple[int, ...]:
+    """Shape of the whole tensor of which ``factor`` is a shard."""
+    shape = list(factor.shape)
+    if factor.is_expert:
+        shape[0] *= parallel.expert
+    if factor.shard_dim is not None:
+        shape[factor.shard_dim] *= parallel.shards(factor.is_expert).size
+    return tuple(shape)
 
 
 def attached(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -197,49 +203,27 @@ def attached(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 @contextlib.contextmanager
 def disabled(adapters: dict[str, torch.nn.Module]) -> Iterator[None]:
-    """The model as it was before training: every adapter off inside the block."""
-    before = {name: adapter.enabled for name, adapter in adapters.items()}
+    """A context in which every adapter is off, so that the model is the one before training."""
     for adapter in adapters.values():
         adapter.enabled = False
     try:
         yield
     finally:
-        for name, adapter in adapters.items():
-            adapter.enabled = before[name]
+        for adapter in adapters.values():
+            adapter.enabled = True
 
 
 def describe(adapters: dict[str, torch.nn.Module], parallel: Parallel) -> str:
-    """What is trained, over the whole job: one line a target (modules x experts, parameters) and the total in MiB."""
+    """What is trained on all ranks: the total, and one line for each kind of module, with layers and experts."""
+    kinds: dict[str, list[torch.nn.Module]] = {}
+    for name, adapter in adapters.items():
+        kinds.setdefault(re.sub(r"^.*?layers\.\d+\.", "", name).replace(".", " "), []).append(adapter)
     lines, total = [], 0
-    for pattern, label in (
-        ("*.linear_qkv", "attention linear_qkv"),
-        ("*.linear_proj", "attention linear_proj"),
-        ("*.experts.linear_fc1", "experts linear_fc1"),
-        ("*.experts.linear_fc2", "experts linear_fc2"),
-        ("*.shared_experts.linear_fc1", "shared expert linear_fc1"),
-        ("*.shared_experts.linear_fc2", "shared expert linear_fc2"),
-        ("*.mlp.linear_fc1", "dense linear_fc1"),
-        ("*.mlp.linear_fc2", "dense linear_fc2"),
-        ("*.router.lora", "router"),
-    ):
-        chosen = [adapter for name, adapter in adapters.items() if fnmatch.fnmatch(name, pattern)]
-        if not chosen:
-            continue
-        parameters = sum(_whole_size(factor, parallel) for adapter in chosen for factor in (adapter.A, adapter.B))
-        experts = f" x {len(chosen[0].A) * parallel.expert} experts" if chosen[0].A.is_expert else ""
-        lines.append(f"  {label}: {len(chosen)} layers{experts}, {parameters:,} parameters")
-        total += parameters
+    for kind, members in kinds.items():
+        size = sum(math.prod(whole_shape(factor, parallel)) for module in members for factor in (module.A, module.B))
+        experts = f" x {len(members[0].A) * parallel.expert} experts" if members[0].A.is_expert else ""
+        lines.append(f"  {kind}: {len(members)} layers{experts}, {size:,} parameters")
+        total += size
     mine = sum(factor.numel() for factor in factors(adapters).values())
-    return "\n".join(
-        [
-            f"LoRA: {total:,} trainable parameters ({total * 4 / 2**20:.2f} MiB in fp32), {mine:,} on this rank",
-            *lines,
-        ]
-    )
-
-
-def _whole_size(factor: torch.nn.Parameter, parallel: Parallel) -> int:
-    if factor.is_expert:
-        shards = parallel.expert_tensor if factor.shard_dim is not None else 1
-        return factor.numel() * parallel.expert * shards
-    return factor.numel() * (parallel.tensor if factor.shard_dim is not None else 1)
+    first = f"LoRA: {total:,} trainable parameters ({total * 4 / 2**20:.2f} MiB in fp32), {mine:,} on this rank"
+    return "\n".join([first, *lines])

@@ -30,7 +30,7 @@ import parallel_setup
 import weights_hf
 from config import derive_seed
 from input_files import InputError, finish_folder, fresh_folder, read_object
-from knobs import Config
+from knobs import Config, ParallelConfig
 from parallel_setup import Parallel
 
 RECORD = "tiny_model.json"  # how the model was made; the last file to be written
@@ -97,13 +97,13 @@ def make(cfg: Config, device: torch.device, beat: Callable[[str], None] = lambda
 
 
 def _make(cfg: Config, device: torch.device, folder: Path, beat: Callable[[str], None]) -> None:
-    parallel = parallel_setup.init_model_parallel(device, tensor=1, expert=1, expert_tensor=1)
+    parallel = parallel_setup.open_layout(ParallelConfig(), device)
     aside = folder.with_name(f".making-{folder.name}")
     if parallel.rank == 0:
         print(f"making {folder}: {cfg.tiny_model.warm_start_steps} supervised steps", flush=True)
         with _writing(folder):
             _write_random_model(cfg, aside)
-    parallel.barrier()
+    dist.barrier()
     if cfg.tiny_model.warm_start_steps:
         arch = hf_config.read(aside)
         model = model_megatron.build(arch, parallel, dtype=torch.float32, recompute=False, aux_loss=AUX_LOSS)
@@ -117,8 +117,8 @@ def _make(cfg: Config, device: torch.device, folder: Path, beat: Callable[[str],
             record = recipe(cfg) | {"made_by_ranks": parallel.world_size}
             (aside / RECORD).write_text(json.dumps(record, indent=1) + "\n")
             finish_folder(aside, folder)
-    parallel.barrier()
-    parallel_setup.close_model_parallel()
+    dist.barrier()
+    parallel_setup.close_layout()
 
 
 @contextmanager

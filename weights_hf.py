@@ -1,7 +1,8 @@
-"""Hugging Face safetensors <-> this rank's Megatron shards, streamed, both ways, LoRA merged or apart.
+"""Hugging Face safetensors <-> the Megatron shards of this rank, streamed in both directions, with LoRA merged or not.
 
-A Megatron weight is one or more Hugging Face tensors ("blocks": q, k, v or gate, up) that are each cut over the tensor
-ranks and joined; `Slot` says which, and everything below follows from the list of slots. Nothing is ever unpickled.
+A Megatron weight consists of one or more Hugging Face tensors ("blocks": q, k, v or gate, up). Each block is split over
+the tensor ranks, and the shares are joined. A `Slot` describes one weight, and everything below follows from the list
+of slots. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -19,29 +20,29 @@ from torch import Tensor
 
 from hf_config import Architecture
 from input_files import InputError, read_object, refuse_special
-from parallel_setup import Parallel
+from parallel_setup import Parallel, Shards
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-MESSAGE = 2**24  # numbers, once gathered, of the experts that travel together: small ones pay for latency, not size
+MESSAGE = 2**24  # maximum number of elements in one all-gather: small experts are gathered together to save latency
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One Megatron weight of this rank and the Hugging Face tensors it is made of."""
+    """One Megatron weight of this rank and the Hugging Face tensors that it consists of."""
 
-    weight: Tensor  # this rank's shard; for a routed expert one expert's matrix, stored (in, out)
+    weight: Tensor  # the shard of this rank; for a routed expert the matrix of one expert, stored (in, out)
     names: tuple[str, ...]  # the blocks, in the order in which they are joined along dim
-    dim: int | None = None  # dimension of the Hugging Face tensors that is split over the group; None: held whole
-    qkv_groups: int = 0  # > 0: rows interleaved by key/value group, as Megatron keeps q, k and v
+    dim: int | None = None  # dimension of the Hugging Face tensors that is split over ranks; None: every rank holds all
+    qkv_groups: int = 0  # > 0: the rows of q, k and v are interleaved by key/value group, which is Megatron's order
     expert: int | None = None  # local index of a routed expert
-    adapter: torch.nn.Module | None = None  # its LoRA, once attached
+    adapter: torch.nn.Module | None = None  # the LoRA module, once attached
 
 
 # ------------------------------------------------------------------------------------------------ the map
 
 
 def tensor_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that a checkpoint of this architecture holds, no more and no fewer."""
+    """Name and shape of exactly the tensors that a model directory of this architecture holds."""
     hidden, heads, kv = arch.hidden_size, arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
     shapes = {"model.embed_tokens.weight": (arch.vocab_size, hidden), "model.norm.weight": (hidden,)}
     if not arch.tied_head:
@@ -74,7 +75,7 @@ def tensor_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def slots(model: torch.nn.Module, arch: Architecture, parallel: Parallel) -> Iterator[Slot]:
-    """Every weight of this rank in the order of the layers; the same number and order on every rank."""
+    """Every weight of this rank in the order of the layers. The number and the order are the same on every rank."""
 
     def linear(module: torch.nn.Module, names: list[str], dim: int, **more) -> Slot:
         base, adapter = _base_and_adapter(module)
@@ -141,8 +142,8 @@ def separate_qkv(rows: Tensor, groups: int, arch: Architecture) -> Tensor:
 # ------------------------------------------------------------------------------------------------ loading
 
 
-class Checkpoint:
-    """The safetensors files of a model directory, opened lazily; tensors and slices of them by name."""
+class ModelFiles:
+    """The safetensors files of a model directory. Tensors and slices of them are read by name, when they are needed."""
 
     def __init__(self, model_dir: str | Path, stack: ExitStack) -> None:
         from safetensors import SafetensorError, safe_open
@@ -161,7 +162,7 @@ class Checkpoint:
                 self.where[name] = file
 
     def slice(self, name: str):
-        """A lazy view of one tensor: get_shape(), get_dtype(), and indexing that reads only what is asked for."""
+        """A view of one tensor: get_shape(), get_dtype(), and indexing, which reads only the indexed part."""
         return self.where[name].get_slice(name)
 
     def check(self, expected: dict[str, tuple[int, ...]], model_dir: str | Path) -> None:
@@ -204,14 +205,14 @@ def _weight_files(model_dir: Path) -> list[Path]:
 
 
 def check(model_dir: str | Path, arch: Architecture) -> None:
-    """Raise InputError unless ``model_dir`` holds exactly this architecture's tensors. Reads headers only."""
+    """Raise InputError unless ``model_dir`` holds exactly the tensors of this architecture. Reads headers only."""
     with ExitStack() as stack:
-        Checkpoint(model_dir, stack).check(tensor_shapes(arch), model_dir)
+        ModelFiles(model_dir, stack).check(tensor_shapes(arch), model_dir)
 
 
 @torch.no_grad()
 def load(model: torch.nn.Module, arch: Architecture, parallel: Parallel, model_dir: str | Path) -> None:
-    """Fill this rank's shards from the safetensors of ``model_dir``, reading only the slices that it holds.
+    """Fill the shards of this rank from the safetensors of ``model_dir``, reading only the slices that it holds.
 
     Raises InputError that names a missing, surplus, misshapen, unreadable or non-finite tensor.
     """
@@ -219,13 +220,13 @@ def load(model: torch.nn.Module, arch: Architecture, parallel: Parallel, model_d
     from tqdm import tqdm
 
     with ExitStack() as stack:
-        checkpoint = Checkpoint(model_dir, stack)
-        checkpoint.check(tensor_shapes(arch), model_dir)
+        files = ModelFiles(model_dir, stack)
+        files.check(tensor_shapes(arch), model_dir)
         todo = list(slots(model, arch, parallel))
         for slot in tqdm(todo, desc="loading weights", disable=None if parallel.rank == 0 else True, leave=False):
-            size, rank = _split(slot, parallel)
+            shards = parallel.shards(slot.expert is not None)
             try:
-                blocks = [_shard(checkpoint.slice(name), slot.dim, size, rank) for name in slot.names]
+                blocks = [_shard(files.slice(name), slot.dim, shards) for name in slot.names]
             except SafetensorError as error:
                 raise InputError(f"{model_dir}: {slot.names[0]} cannot be read ({error})") from None
             value = blocks[0] if len(blocks) == 1 else torch.cat(blocks, slot.dim)
@@ -236,18 +237,12 @@ def load(model: torch.nn.Module, arch: Architecture, parallel: Parallel, model_d
             slot.weight.copy_(value.t() if slot.expert is not None else value)
 
 
-def _split(slot: Slot, parallel: Parallel) -> tuple[int, int]:
-    """Over how many ranks the slot's blocks are cut, and which share is this rank's."""
-    if slot.expert is not None:
-        return parallel.expert_tensor, parallel.expert_tensor_rank
-    return parallel.tensor, parallel.tensor_rank
-
-
-def _shard(view, dim: int | None, size: int, rank: int) -> Tensor:
-    if dim is None or size == 1:
+def _shard(view, dim: int | None, shards: Shards) -> Tensor:
+    """The share of this rank of a view of one tensor, split along ``dim``; None: the whole tensor."""
+    if dim is None or shards.size == 1:
         return view[:]
-    share = view.get_shape()[dim] // size
-    rows = slice(rank * share, (rank + 1) * share)
+    share = view.get_shape()[dim] // shards.size
+    rows = slice(shards.rank * share, (shards.rank + 1) * share)
     return view[rows] if dim == 0 else view[:, rows]
 
 
@@ -263,13 +258,13 @@ def export(
     only: Collection[str] | None = None,
     merge: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the model under its Hugging Face name, whole, with LoRA merged if ``merge``, layer by layer.
+    """Every whole tensor of the model under its Hugging Face name, layer by layer, with LoRA merged if ``merge``.
 
-    Merged is W + (alpha / R) B A in fp32 from the untouched base, cast once to the model's dtype. Collective: every
-    rank walks the whole stream, and gets the same tensors. Experts that exist whole at a time: one of every rank, or
-    as many as MESSAGE allows.
-    ``only`` leaves out what training cannot change, but for these names; what an engine fuses comes whole in any case.
-    A tensor may be the model's own memory: it is for reading.
+    A merged weight is W + (alpha / R) B A, computed in fp32 from the untouched base and cast once to the model's dtype.
+    Collective: every rank must consume the whole stream, and gets the same tensors. One expert of every rank is whole
+    at a time, or as many as MESSAGE allows. With ``only``, the stream has the tensors that training changes and these
+    names, together with the tensors that an engine fuses with them. Do not write into a tensor: it may be the model's
+    own memory.
     """
     todo = list(slots(model, arch, parallel))
     if only is not None:
@@ -278,7 +273,7 @@ def export(
         values = [merged(slot) if merge else slot.weight for slot in together]
         if together[0].expert is None:
             (slot,) = together
-            yield from _whole(slot, values[0], slot.names, arch, parallel.tensor, parallel.tensor_group)
+            yield from _whole(slot, values[0], slot.names, arch, parallel.shards(False))
             continue
         local = arch.num_experts // parallel.expert
         mine = values[0][None] if len(values) == 1 else torch.stack(values)
@@ -287,18 +282,17 @@ def export(
             for rank, peer in enumerate(by_rank):
                 number = rank * local + slot.expert
                 names = tuple(re.sub(r"experts\.\d+", f"experts.{number}", name) for name in slot.names)
-                value = peer[place].t()
-                yield from _whole(slot, value, names, arch, parallel.expert_tensor, parallel.expert_tensor_group)
+                yield from _whole(slot, peer[place].t(), names, arch, parallel.shards(True))
 
 
 def _messages(todo: list[Slot], ranks: int) -> Iterator[list[Slot]]:
-    """The slots in order, one at a time, but experts of one matrix together if they are to be gathered over ``ranks``.
+    """The slots in order, one at a time. Experts of one matrix come together if they are gathered over ``ranks``.
 
-    The same split on every rank, since all have slots of the same shapes in the same order.
+    Every rank makes the same split, because all ranks have slots of the same shapes in the same order.
     """
     together: list[Slot] = []
     for slot in todo:
-        most = MESSAGE // (ranks * slot.weight.numel()) if ranks > 1 and slot.expert else 1  # local expert 0 begins
+        most = MESSAGE // (ranks * slot.weight.numel()) if ranks > 1 and slot.expert else 1  # expert 0 begins anew
         if together and len(together) >= most:
             yield together
             together = []
@@ -308,7 +302,7 @@ def _messages(todo: list[Slot], ranks: int) -> Iterator[list[Slot]]:
 
 
 def changing(todo: list[Slot], only: Collection[str], adapted: bool = True) -> list[Slot]:
-    """The slots that hold a tensor of ``only``, or are ``adapted`` by LoRA, with all that an engine fuses with them."""
+    """The slots with a tensor of ``only`` or (if ``adapted``) with LoRA, and all slots that an engine fuses with them."""
     wanted = {
         fused_group(slot.names[0])
         for slot in todo
@@ -318,16 +312,16 @@ def changing(todo: list[Slot], only: Collection[str], adapted: bool = True) -> l
 
 
 def merged(slot: Slot) -> Tensor:
-    """This rank's W + (alpha / R) B A, in fp32 from the untouched base, cast once; the base itself without LoRA."""
+    """The shard of W + (alpha / R) B A on this rank, in fp32 from the untouched base, cast once; W without LoRA."""
     if slot.adapter is None:
         return slot.weight
     return (slot.weight.float() + _delta(slot)).to(slot.weight.dtype)
 
 
 def fused_group(name: str) -> str:
-    """Which fused module of an engine holds the Hugging Face tensor ``name``: what it holds can only change together.
+    """The fused module of an engine that holds the Hugging Face tensor ``name``. Its tensors can only change together.
 
-    q, k, v and their biases; gate and up; all three matrices of all experts of a layer; each other tensor by itself.
+    Fused are: q, k, v and their biases; gate and up; all three matrices of all experts of a layer.
     """
     name = re.sub(r"\.self_attn\.[qkv]_proj\.(weight|bias)$", ".self_attn.qkv_proj", name)
     name = re.sub(r"\.mlp\.experts\..+$", ".mlp.experts", name)
@@ -341,26 +335,26 @@ def _delta(slot: Slot) -> Tensor:
     return adapter.scale * (adapter.A[slot.expert] @ adapter.B[slot.expert])
 
 
-def _whole(slot: Slot, value: Tensor, names: tuple[str, ...], arch: Architecture, size: int, group):
-    """The slot's blocks, whole, from this rank's shard of them joined."""
+def _whole(
+    slot: Slot, value: Tensor, names: tuple[str, ...], arch: Architecture, shards: Shards
+) -> Iterator[tuple[str, Tensor]]:
+    """The whole blocks of the slot, from the joined shares ``value`` that this rank has of them. Collective."""
     if slot.qkv_groups:
         value = separate_qkv(value, slot.qkv_groups, arch)
-    shards = gather(value, size if slot.dim is not None else 1, group)
+    by_rank = gather(value, shards.size if slot.dim is not None else 1, shards.group)
     if len(names) == 1:
-        yield names[0], shards[0] if len(shards) == 1 else torch.cat(shards, slot.dim)
+        yield names[0], by_rank[0] if len(by_rank) == 1 else torch.cat(by_rank, slot.dim)
         return
+    sizes = [value.shape[0] // 2] * 2  # gate, up
     if slot.qkv_groups:
         kv = slot.qkv_groups * arch.head_dim
-        sizes = [slot.qkv_groups * (arch.num_heads // arch.num_kv_heads) * arch.head_dim, kv, kv]
-    else:
-        sizes = [value.shape[0] // 2] * 2  # gate, up
-    by_rank = [shard.split(sizes) for shard in shards]
-    for i, name in enumerate(names):
-        yield name, torch.cat([blocks[i] for blocks in by_rank])
+        sizes = [len(value) - 2 * kv, kv, kv]
+    for name, blocks in zip(names, zip(*(shard.split(sizes) for shard in by_rank), strict=True), strict=True):
+        yield name, torch.cat(blocks)
 
 
 def gather(value: Tensor, size: int, group) -> list[Tensor]:
-    """Every rank's ``value`` over ``group``, in rank order."""
+    """The ``value`` of every rank of ``group``, in rank order. Collective."""
     if size == 1:
         return [value]
     out = value.new_empty((size, *value.shape))
@@ -369,7 +363,7 @@ def gather(value: Tensor, size: int, group) -> list[Tensor]:
 
 
 def save_model(tensors: Iterator[tuple[str, Tensor]], out_dir: Path, shard_bytes: int = 4 * 2**30) -> None:
-    """Write a stream of named tensors as safetensors files of at most ``shard_bytes`` and, if several, their index."""
+    """Write a stream of named tensors as safetensors files of at most ``shard_bytes``; several files get an index."""
     from safetensors.torch import save_file
 
     batch: dict[str, Tensor] = {}
@@ -391,7 +385,7 @@ def save_model(tensors: Iterator[tuple[str, Tensor]], out_dir: Path, shard_bytes
         held, total = held + size, total + size
     flush()
     if len(paths) == 1:
-        (out_dir / "model.safetensors.index.json").unlink(missing_ok=True)  # an older one would be followed
+        (out_dir / "model.safetensors.index.json").unlink(missing_ok=True)  # a reader would follow an older index
         paths[0].rename(out_dir / "model.safetensors")
         return
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}

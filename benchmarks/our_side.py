@@ -1,4 +1,4 @@
-"""This trainer's side of the benchmarks: train_grpo.run, whose clock waits for a line on stdin before every step.
+"""This trainer's side of the benchmarks: train_grpo.start, whose timer waits for a line on stdin before every step.
 
     python benchmarks/our_side.py CASE --work DIR [--set section__key=JSON ...] [--make]
 
@@ -28,8 +28,9 @@ import export
 import packing
 import reward_gsm8k
 import rollout
+import startup
 import train_grpo
-from learner import Learner
+from learner import Learner, StepTimer
 
 FACTOR_STD = 0.02  # of B, which starts at 0 in a real run
 
@@ -104,7 +105,7 @@ class Side:
         micro.packing = packing.pack(micro.tokens, micro.mask, 1)
         counts = {"num_tokens": rows * width, "num_sequences": rows, "max_new_tokens": width}
         with torch.no_grad():
-            reference = learner._reference_logp(micro, _NoClock())
+            reference = learner._reference_logp(micro)
             logp = learner._logp(micro)[0]
             loss = learner._loss(micro, None, reference, counts)[0].item()
 
@@ -114,11 +115,6 @@ class Side:
         kl = (reference - logp)[micro.mask == 1].abs().max().item()
         return {"logp_gap": gap(logp, "logp"), "reference_gap": gap(reference, "reference"), "loss": loss,
                 "their_loss": theirs["loss"], "largest_log_ratio_to_reference": kl}  # fmt: skip
-
-
-class _NoClock:
-    def lap(self, phase: str) -> None:
-        pass
 
 
 def clocks() -> tuple[float, float]:
@@ -146,14 +142,14 @@ def now_mib() -> float:
 def install(side: Side) -> None:
     """Put the stops and the stopwatches into the trainer; what it computes stays as it is."""
 
-    class TurnClock(train_grpo.Clock):
+    class TurnTimer(StepTimer):
         def __init__(self, *args) -> None:
             side.turn()
             super().__init__(*args)
             self.cpu = time.process_time()
 
-        def lap(self, phase: str) -> None:
-            super().lap(phase)
+        def end_phase(self, phase: str) -> None:
+            super().end_phase(phase)
             now = time.process_time()
             side.phases[phase] = side.phases.get(phase, 0.0) + now - self.cpu
             self.cpu = now
@@ -189,8 +185,8 @@ def install(side: Side) -> None:
 
     write_step, real_sample = train_grpo.runlog.RunLog.log_step, rollout.sample
     train_grpo.runlog.RunLog.log_step, rollout.sample = log_step, sample
-    train_grpo.Clock, train_grpo.Learner = TurnClock, AdaptedLearner
-    train_grpo.check_answers = lambda cfg: None  # the benchmark's reward does not know right answers
+    train_grpo.StepTimer, startup.Learner = TurnTimer, AdaptedLearner
+    startup.check_answers = lambda cfg: None  # the benchmark's reward does not know right answers
     reward_gsm8k.score = lambda text, gold, method="strict": cases.reward(text)
     # No token ends an answer: every completion has max_new_tokens.
     data_gsm8k.stop_token_ids = lambda model_dir, tokenizer: set()
@@ -217,7 +213,7 @@ def main() -> None:
     side = Side(answers, args.work / f"adapter_{args.case}")
     install(side)
     try:
-        train_grpo.run(cfg)
+        train_grpo.start(cfg)
     except Enough:
         sys.stderr.flush()
         os._exit(0)  # as after an exception: no tear-down

@@ -120,7 +120,7 @@ def check_groups(cfg: Config) -> bool:
         if ranks % size:
             raise InputError(f"parallel.{key}: {size} ranks of a group do not divide the {ranks} that were started")
     with parallel_setup.open_world(cfg) as device:
-        parallel = parallel_setup.open_layout(cfg, device)
+        parallel = parallel_setup.open_layout(cfg.parallel, device)
         table, right = report(check(parallel))
         if parallel.rank == 0:
             print(f"{parallel.world_size} ranks on {device.type}, {devices.backend(device)}\n{table}", flush=True)

@@ -279,7 +279,7 @@ def run(cfg: Config, json_path: str | None) -> bool:
     arch, ranks = hf_config.planned(cfg)[0], parallel_setup.launched_world_size()
     check_layout(cfg, arch, ranks)
     with parallel_setup.open_world(cfg) as device:
-        parallel = parallel_setup.open_layout(cfg, device)
+        parallel = parallel_setup.open_layout(cfg.parallel, device)
         seed = derive_seed(cfg.train.seed, "operators", parallel.rank)
         mine = [result for case in cases(cfg, arch, ranks, seed) for result in check(case, device, parallel.rank)]
         everyones: list[list[Result]] = [[]] * ranks

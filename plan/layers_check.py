@@ -91,7 +91,7 @@ def move_(adapters: dict[str, torch.nn.Module], arch: Architecture, parallel: Pa
     whole = {}
     scales = {f"{name}.{letter}": adapter.scale for name, adapter in adapters.items() for letter in "AB"}
     for name, factor in lora_megatron.factors(adapters).items():
-        shape = adapter_weights.whole_shape(factor, parallel)
+        shape = lora_megatron.whole_shape(factor, parallel)
         # A is (R, in) or (E, in, R), B (out, R) or (E, R, out): the second axis is what the product is summed over.
         std = 1 / math.sqrt(shape[1]) if name.endswith(".A") else 0.5 / (scales[name] * math.sqrt(shape[1]))
         generator = torch.Generator().manual_seed(derive_seed(seed, "moved", name))
@@ -273,7 +273,7 @@ def run(cfg: Config, folder: Path, json_path: str | None) -> bool:
             check_layout(cfg, arch, ranks)
             check_engine_layout(cfg, arch, ranks)
             rollout.check_engine(cfg, arch, ranks)
-            parallel = parallel_setup.open_layout(cfg, device)
+            parallel = parallel_setup.open_layout(cfg.parallel, device)
             found = compare(cfg, arch, parallel)
         finally:
             if os.environ.get("LOCAL_RANK", "0") == "0" and (folder / UNFINISHED).exists():

@@ -2,7 +2,7 @@
 
     python preflight.py --self-test [CONFIG] [section.key=value ...]
 
-The trainer's own run (train_grpo.run) on a random model and toy questions. Three of its updates are compared with a
+The trainer's own run (train_grpo.start) on a random model and toy questions. Three of its updates are compared with a
 second implementation in float64 (plan/self_test_reference.py); then the run must reach a known reward. Exit code 0: it
 learned, 1: it did not, 2: input that cannot be used. docs/self_test.md: what was measured, and what this does not see.
 """
@@ -28,8 +28,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import aqn
+import data_gsm8k
 import hf_config
 import reward_gsm8k
+import startup
 import tiny_model
 import train_grpo
 import weights_hf
@@ -38,7 +40,7 @@ from config_rules import OTHER_RULES
 from engines.interface import Completion
 from input_files import InputError
 from knobs import Config
-from learner import Clock, Learner
+from learner import Learner, StepTimer
 from plan.self_test_reference import Named, State, advantages_of, forward, merged, rows_of, updated
 from rollout import Rollout
 from tripwires import Tripped
@@ -59,7 +61,7 @@ OWN_CHECKS = ("reward_constant", "unparsable", "truncated", "sampling", "impossi
 LOOK_AT = {
     "questions": "data_gsm8k.Questions.pick; which file each split is read from",
     "answers": "data_gsm8k.stop_token_ids, and how the sampler ends an answer (torch_sampler.py)",
-    "rewards": "reward_gsm8k.py, train_grpo.scorer, and the order in which rollout.sample gathers",
+    "rewards": "reward_gsm8k.py, startup.scorer, and the order in which rollout.sample gathers",
     "advantages": "grpo.group_advantages",
     "sampler": "weights_hf.export (the merge, alpha / R), weight_sync.py, torch_decoder.py; kernels.py on this device",
     "gradient": "learner.py (loss, masks, counts), grpo.py, lora_megatron.py, packing.py, backward of kernels.py",
@@ -203,10 +205,10 @@ class Observed(Learner):
     asked: frozenset = frozenset()
 
     def update(
-        self, batch: Rollout, own: list[list[Completion]], advantages: Tensor, step: int, clock: Clock
+        self, batch: Rollout, own: list[list[Completion]], advantages: Tensor, step: int, timer: StepTimer
     ) -> dict[str, float]:
         if step not in (*OBSERVED, LATER):
-            return super().update(batch, own, advantages, step, clock)
+            return super().update(batch, own, advantages, step, timer)
         cfg, say = self.cfg, self.findings
         rows = rows_of(batch, [one for group in own for one in group])
         mine = self._inputs(batch, own, advantages, step)  # (S,)
@@ -227,13 +229,15 @@ class Observed(Learner):
         penalised = (cfg.loss.kl != "none" and cfg.loss.kl_coef) or cfg.loss.entropy_coef
         if step == LATER and penalised:
             tensors, counts = self._tensors()
-            super().update(batch, own, torch.zeros_like(advantages), step, Clock(clock.heartbeat, step))
+            super().update(
+                batch, own, torch.zeros_like(advantages), step, StepTimer(timer.heartbeat, step, timer.device)
+            )
             expected, _ = updated(cfg, c, base, before, batch, rows, 0 * mine)
             decay = cfg.optim.betas[0] ** updates
             alone = [{k: x - decay * before.first[k] for k, x in s.first.items()} for s in (self._state(0), expected)]
             compare(say, "KL", step, *alone, cfg.model.dtype)
             self.restore(tensors, counts)
-        metrics = super().update(batch, own, advantages, step, clock)
+        metrics = super().update(batch, own, advantages, step, timer)
         after = self._state(before.steps + updates)
         expected, norm = updated(cfg, c, base, before, batch, rows, mine)
         found = metrics["actor/grad_norm"]
@@ -302,19 +306,19 @@ def judge(cfg: Config, folder: Path) -> Findings:
         return findings
     answers = write_inputs(cfg, folder)
     learner = type("ObservedHere", (Observed,), {"findings": findings, "answers": answers})
-    real = train_grpo.Learner
+    real = startup.Learner
     with open(folder / "log.txt", "w") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-        train_grpo.Learner = learner
+        startup.Learner = learner
         try:
-            learner.tokenizer = train_grpo.data_gsm8k.load_tokenizer(tiny.model.path)
-            train_grpo.run(tiny)
+            learner.tokenizer = data_gsm8k.load_tokenizer(tiny.model.path)
+            train_grpo.start(tiny)
         except NotAsExpected:
             return findings
         except (Tripped, aqn.AqnError) as error:
             findings.add("learning", False, f"the run stopped: {error}")
             return findings
         finally:
-            train_grpo.Learner = real
+            startup.Learner = real
     (run,) = (folder / "out").iterdir()
     rewards = [json.loads(line)["reward/mean"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     last = sum(rewards[-LAST:]) / LAST

@@ -26,6 +26,7 @@ from vllm_ranks import PROMPTS, SEEDS
 import aqn
 import hf_config
 import lora_megatron
+import startup
 import train_grpo
 import weights_hf
 from engines import vllm_adapter
@@ -187,7 +188,7 @@ def train(cfgs: list) -> None:
     training.lighten()
     for cfg in cfgs:
         train_grpo.train(cfg, world.open_layout("TP1"), Heartbeat(0, 0))
-        training.parallel_setup.close_model_parallel()
+        training.parallel_setup.close_layout()
 
 
 @pytest.mark.vllm
@@ -252,7 +253,7 @@ def test_it_is_refused_before_any_weight_is_read(tmp_path: Path, monkeypatch) ->
     (path / "model.safetensors").unlink()
     monkeypatch.setattr("engines.vllm_engine._check_installed", lambda device_type: None)
     with pytest.raises(InputError, match="rollout.sync: adapter: vLLM adapts models with MoE layers by Triton"):
-        train_grpo.check_inputs(config(path), 1)
+        startup.check_inputs(config(path), 1)
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def trainer(rank: int, path: Path) -> tuple[dict, dict[str, Tensor]]:
             "expert": dist.get_process_group_ranks(parallel.expert_group),
             "experts": list(range(parallel.expert_rank * local, (parallel.expert_rank + 1) * local)),
         }
-        parallel_setup.close_model_parallel()
+        parallel_setup.close_layout()
     finally:
         dist.destroy_process_group()
     names = [name for name, _ in pushed]

@@ -12,7 +12,7 @@ import device as devices
 import hf_config
 import runlog
 from config import load_config
-from learner import Clock
+from learner import StepTimer
 from plan import grid
 from plan import memory as memory_plan
 from tripwires import Heartbeat
@@ -35,19 +35,20 @@ def test_a_step_has_the_peak_of_its_fullest_phase(monkeypatch: pytest.MonkeyPatc
     peaks = iter([3.0, 1.0, 4.0, 5.5, 2.0])
     monkeypatch.setattr(devices, "peak_memory_gib", lambda device: next(peaks))
     heartbeat = Heartbeat(0, 0)
-    clock = Clock(heartbeat, 0, torch.device("meta"))
+    timer = StepTimer(heartbeat, 0, torch.device("meta"))
     for phase in ("sync", "generate", "update", "update"):
-        clock.lap(phase)
+        timer.end_phase(phase)
     heartbeat.stop()
-    assert clock.peaks == {"between_steps": 3.0, "sync": 1.0, "generate": 4.0, "update": 5.5}
-    assert clock.device_peak() == (5.5, "update")
+    assert timer.peaks == {"between_steps": 3.0, "sync": 1.0, "generate": 4.0, "update": 5.5}
+    assert timer.peak() == (5.5, "update")
     assert runlog.device_memory((5.5, "update")) == {"perf/peak_device_gib": 5.5, "perf/peak_device_phase": "update"}
-    assert Clock(heartbeat, 0, None).device_peak() == () and runlog.device_memory(()) == {}
+    monkeypatch.undo()
+    assert StepTimer(heartbeat, 0, torch.device("cpu")).peak() == () and runlog.device_memory(()) == {}
 
 
 def largest(parallel) -> list[tuple]:
     mine = [(5.0, "sync"), (7.5, "update")][parallel.rank]
-    return [parallel.largest(mine), parallel.largest(())]
+    return [max(parallel.gather_objects(mine)), max(parallel.gather_objects(()))]
 
 
 def test_the_fullest_rank_counts() -> None:

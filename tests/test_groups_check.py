@@ -12,6 +12,7 @@ import world
 from launched import launch
 
 import parallel_setup
+from knobs import ParallelConfig
 from parallel_setup import Parallel
 from plan import groups as groups_check
 
@@ -27,8 +28,8 @@ def check_layouts(layouts: list[tuple[int, int, int]]) -> list[tuple[list, str, 
     answers = []
     for tensor, expert, expert_tensor in layouts:
         sizes = {"tensor": tensor, "expert": expert, "expert_tensor": expert_tensor}
-        answers.append(check(parallel_setup.init_model_parallel(torch.device("cpu"), **sizes)))
-        parallel_setup.close_model_parallel()
+        answers.append(check(parallel_setup.open_layout(ParallelConfig(**sizes), torch.device("cpu"))))
+        parallel_setup.close_layout()
     return answers
 
 

@@ -28,8 +28,8 @@ import parallel_setup
 from config import load_config
 from engines import torch_sampler, vllm_engine
 from hf_config import Architecture
-from knobs import LoraConfig
-from learner import Clock, Learner
+from knobs import LoraConfig, ParallelConfig
+from learner import Learner, StepTimer
 from plan import grid
 from plan import memory as memory_plan
 from plan.grid import Layout
@@ -68,11 +68,11 @@ def as_rank(rank: int, ranks: int, tensor: int, expert: int, expert_tensor: int)
         world._import_megatron()
         dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
         try:
-            yield parallel_setup.init_model_parallel(
-                torch.device("cpu"), tensor=tensor, expert=expert, expert_tensor=expert_tensor
+            yield parallel_setup.open_layout(
+                ParallelConfig(tensor=tensor, expert=expert, expert_tensor=expert_tensor), torch.device("cpu")
             )
         finally:
-            parallel_setup.close_model_parallel()
+            parallel_setup.close_layout()
             dist.destroy_process_group()
 
 
@@ -287,7 +287,7 @@ def updated(
     )  # fmt: skip
     heartbeat = Heartbeat(0, 0)
     with LiveBytes() as work:
-        learner.update(batch, [], torch.randn(sequences), 0, Clock(heartbeat, 0))
+        learner.update(batch, [], torch.randn(sequences), 0, StepTimer(heartbeat, 0, parallel.device))
     heartbeat.stop()
     return {"optimizer": making.now, "update": work.peak}
 

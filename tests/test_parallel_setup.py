@@ -110,8 +110,8 @@ def open_and_close() -> list[tuple[int, int]]:
     for name in [None, "TP2", "TP2_EP2", "EP2", "TP2_EP2", "TP2", "EP2"]:
         if name:
             world.open_layout(name)
-            parallel_setup.close_model_parallel()
-            parallel_setup.close_model_parallel()  # nothing is open any more
+            parallel_setup.close_layout()
+            parallel_setup.close_layout()  # nothing is open any more
         gc.collect()
         found.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
     return found

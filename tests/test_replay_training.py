@@ -94,7 +94,7 @@ def train_disturbed(jobs: list) -> None:
     weights_hf.load, weights_hf.export = undecided, disturbed
     for layout, cfg in jobs:
         train_grpo.train(cfg, world.open_layout(layout), Heartbeat(0, 0))
-        training.parallel_setup.close_model_parallel()
+        training.parallel_setup.close_layout()
 
 
 def test_replay_takes_most_of_a_disturbed_routers_gap_away(model: Path, tmp_path: Path) -> None:

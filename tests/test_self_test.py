@@ -31,7 +31,7 @@ import lora_megatron
 import parallel_setup
 import reward_gsm8k
 import rollout
-import train_grpo
+import startup
 from config import load_config
 from config_rules import OTHER_RULES
 from engines import torch_sampler
@@ -216,7 +216,7 @@ FAULTS = {  # fault: its plant, the check that must find it, changes to configs/
     "advantages that are not centred": (advantages(lambda found, rewards: rewards), "advantages", ()),
     "shuffled advantages": (advantages(lambda found, rewards: found.roll(1, 1)), "advantages", ()),
     "the reward of another answer": (lambda: after(rollout, "sample", neighbours_rewards), "rewards", ()),
-    "rewards flipped in the run": (lambda: after(train_grpo, "scorer", scores_flipped), "rewards", ()),
+    "rewards flipped in the run": (lambda: after(startup, "scorer", scores_flipped), "rewards", ()),
     "rewards flipped in the method": (lambda: after(reward_gsm8k, "score", lambda x, *_: 1 - x), "rewards", ()),
     "the first token masked": (masks(lambda mask: mask * mask.roll(1, 1)), "gradient", ()),
     "half of the tokens masked": (

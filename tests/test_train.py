@@ -18,6 +18,7 @@ import data_gsm8k
 import grpo
 import learner
 import parallel_setup
+import startup
 import train_grpo
 from engines.interface import Completion
 
@@ -264,15 +265,15 @@ def test_the_learning_rate_by_hand(tmp_path) -> None:
     for decay, rates in expected.items():
         changes = {"optim__lr": 0.1, "optim__warmup_steps": 4, "optim__min_lr_ratio": 0.2, "train__steps": 9}
         cfg = training.config(tmp_path, tmp_path, optim__decay=decay, **changes)
-        assert [learner.learning_rate(cfg, step) for step in range(9)] == pytest.approx(rates, abs=1e-7)
+        assert [learner.learning_rate(cfg.optim, step, 9) for step in range(9)] == pytest.approx(rates, abs=1e-7)
         only = training.config(tmp_path, tmp_path, optim__decay=decay, optim__warmup_steps=0, train__steps=1)
-        assert learner.learning_rate(only, 0) == only.optim.lr
+        assert learner.learning_rate(only.optim, 0, 1) == only.optim.lr
 
 
 def test_permuted_rewards_are_the_same_rewards_elsewhere() -> None:
     rewards = torch.arange(24.0).view(6, 4)
     before = rewards.clone()
-    orders = [train_grpo.permuted(rewards, seed) for seed in (1, 1, 2)]
+    orders = [train_grpo.shuffled(rewards, seed) for seed in (1, 1, 2)]
     assert torch.equal(rewards, before)
     for order in orders:
         assert order.shape == (6, 4) and sorted(order.flatten().tolist()) == list(range(24))
@@ -287,7 +288,7 @@ def test_the_permuted_control_has_the_rewards_of_the_run_that_it_controls(runs) 
 
 def test_an_answer_is_scored_without_its_stop_token(models, tmp_path) -> None:
     tokenizer = data_gsm8k.load_tokenizer(models["qwen3_moe"])
-    score = train_grpo.scorer(training.config(tmp_path, tmp_path), tokenizer)
+    score = startup.scorer("strict", tokenizer)
     question = data_gsm8k.Question("", "", "12", [])
     tokens = tokenizer("7 + 5 = 12\n#### 12", add_special_tokens=False)["input_ids"]
     assert score(question, Completion([*tokens, 2], [], "stop")) == (1.0, True)

@@ -153,7 +153,7 @@ def train(jobs: list[tuple[str, Config, bool]]) -> None:
     for layout, cfg, faulty in jobs:
         WeightSync.push_clean = push_clean if faulty else sound
         train_grpo.train(cfg, world.open_layout(layout), Heartbeat(0, 0))
-        training.parallel_setup.close_model_parallel()
+        training.parallel_setup.close_layout()
 
 
 @pytest.fixture(scope="module")

@@ -71,12 +71,12 @@ class _CountElements:
     """Counts the elements that loading takes out of the files."""
 
     def __enter__(self):
-        self.elements, self.slice = 0, weights_hf.Checkpoint.slice
-        weights_hf.Checkpoint.slice = lambda checkpoint, name: _CountedView(self, self.slice(checkpoint, name))
+        self.elements, self.slice = 0, weights_hf.ModelFiles.slice
+        weights_hf.ModelFiles.slice = lambda checkpoint, name: _CountedView(self, self.slice(checkpoint, name))
         return self
 
     def __exit__(self, *_) -> None:
-        weights_hf.Checkpoint.slice = self.slice
+        weights_hf.ModelFiles.slice = self.slice
 
 
 class _CountedView:

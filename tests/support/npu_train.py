@@ -1,4 +1,4 @@
-"""Trainings on fake_npu.py: train_grpo.run on every rank, interrupted in step 3, and once more to resume it.
+"""Trainings on fake_npu.py: train_grpo.start on every rank, interrupted in step 3, and once more to resume it.
 
     python tests/support/npu_train.py FOLDER [MINDSPEED_DIR]
 
@@ -50,7 +50,7 @@ def train(folder: Path, interrupted: bool) -> int:
         real_update = Learner.update
         Learner.update = lambda self, *args: (interrupt if args[3] == 3 else real_update)(self, *args)
     try:
-        train_grpo.run(config.load_config(folder / "config.yaml"))
+        train_grpo.start(config.load_config(folder / "config.yaml"))
     except Interrupted:
         return 0
     groups = [

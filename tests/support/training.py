@@ -102,7 +102,7 @@ def train_each(jobs: list[tuple[str, Config]], lenient: bool = True) -> None:
     lighten(lenient)
     for layout, cfg in jobs:
         train_grpo.train(cfg, world.open_layout(layout), Heartbeat(0, 0))
-        parallel_setup.close_model_parallel()
+        parallel_setup.close_layout()
 
 
 def lighten(lenient: bool = True) -> None:

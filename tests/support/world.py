@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import device as devices
 import parallel_setup
+from knobs import ParallelConfig
 
 LAYOUTS = {  # name: (ranks, tensor, expert, expert_tensor)
     "TP1": (1, 1, 1, 1),
@@ -139,14 +140,15 @@ def open_layout(name: str) -> parallel_setup.Parallel:
     """Megatron's groups for one of LAYOUTS in the current world."""
     _, tensor, expert, expert_tensor = LAYOUTS[name]
     cpu = torch.device("cpu")
-    return parallel_setup.init_model_parallel(cpu, tensor=tensor, expert=expert, expert_tensor=expert_tensor)
+    sizes = ParallelConfig(tensor=tensor, expert=expert, expert_tensor=expert_tensor)
+    return parallel_setup.open_layout(sizes, cpu)
 
 
 def _each_layout(names: list[str], function: Callable, args: tuple) -> dict:
     answers = {}
     for name in names:
         answers[name] = function(open_layout(name), *args)
-        parallel_setup.close_model_parallel()
+        parallel_setup.close_layout()
     return answers
 
 

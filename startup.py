@@ -1,0 +1,314 @@
+"""What happens before the first step: the input is checked, the run's folder is opened, and its parts are made.
+
+check_inputs reads everything but the weights and raises InputError for what cannot work. open_run opens the log, finds
+the checkpoint to resume from, and makes model, adapters, learner and engine; it returns them as a `Run`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+import adapter_weights
+import aqn
+import checkpoint
+import data_gsm8k
+import device as devices
+import evaluate
+import hf_config
+import lora_megatron
+import model_megatron
+import reward_gsm8k
+import rollout
+import run_record
+import runlog
+import tiny_model
+import weights_hf
+from config import to_yaml
+from config_rules import check_engine_layout, check_layout
+from data_gsm8k import Question, Questions
+from engines.interface import Completion
+from hf_config import Architecture
+from input_files import InputError
+from knobs import Config
+from learner import Learner
+from parallel_setup import Parallel
+from rollout import Rollout
+from tripwires import Heartbeat, Tripwires
+from weight_sync import WeightSync
+
+Score = Callable[[Question, Completion], tuple[float, bool]]
+
+# ------------------------------------------------------------------------------------------------ checking the input
+
+
+class Inputs(NamedTuple):
+    """What was read for the checks, and is used by the run."""
+
+    arch: Architecture
+    tokenizer: object
+    questions: Questions
+    held_out: Questions
+
+
+def check_only(cfg: Config, ranks: int) -> Inputs | None:
+    """Check everything that needs no other rank, and return what was read.
+
+    None for a tiny model that does not exist yet: only its configuration is checked.
+    """
+    devices.resolve(cfg.device)
+    check_writable("train.out_dir", Path(cfg.train.out_dir))
+    if cfg.tiny_model is None or tiny_model.exists(cfg):
+        return check_inputs(cfg, ranks)
+    check_writable("model.path", Path(cfg.model.path))
+    arch, _ = hf_config.planned(cfg)
+    check_layout(cfg, arch, ranks)
+    check_engine_layout(cfg, arch, ranks)
+    check_answers(cfg)
+    return None
+
+
+def check_inputs(cfg: Config, ranks: int) -> Inputs:
+    """Architecture, tokenizer and questions. InputError for anything that cannot work; no weight is read."""
+    arch = hf_config.read(cfg.model.path)
+    check_layout(cfg, arch, ranks)
+    check_engine_layout(cfg, arch, ranks)
+    rollout.check_engine(cfg, arch, ranks)
+    if cfg.aqn.schedule != "off":
+        aqn.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
+    weights_hf.check(cfg.model.path, arch)
+    tokenizer = data_gsm8k.load_tokenizer(cfg.model.path)
+    check_answers(cfg)
+    questions, held_out = (data_gsm8k.load(cfg, split, tokenizer) for split in ("train", "test"))
+    for key, count, part, kind in (
+        ("rollout.prompts_per_step", cfg.rollout.prompts_per_step, questions, "training"),
+        ("eval.num_questions", cfg.eval.num_questions, held_out, "held-out"),
+    ):
+        if count > len(part):
+            raise InputError(f"{key}: {count} exceeds the {len(part)} {kind} questions")
+    shared = {question.question for question in questions}.intersection(question.question for question in held_out)
+    if shared and cfg.checks.held_out == "stop":
+        raise InputError(
+            f"data: {len(shared)} held-out questions are training questions as well, for example {min(shared)[:60]!r}; "
+            "needed: none, or checks.held_out=warn"
+        )
+    used = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
+    largest = max(used.union(*(question.prompt for part in (questions, held_out) for question in part)))
+    if largest >= arch.vocab_size:
+        raise InputError(
+            f"model.path: prompts or stop tokens of {cfg.model.path} use token {largest}, beyond its vocabulary of "
+            f"{arch.vocab_size}; needed: the model's own tokenizer and generation_config.json"
+        )
+    return Inputs(arch, tokenizer, questions, held_out)
+
+
+def check_answers(cfg: Config) -> None:
+    """InputError unless every gold answer scores 1.0 under the chosen reward: otherwise the advantages are noise."""
+    method, asks_for_box = cfg.reward.method, reward_gsm8k.BOXED in cfg.data.instruction
+    for split, kind in (("train", "training"), ("test", "held-out")):
+        answers = [reward_gsm8k.in_form(answer, method, asks_for_box) for _, answer in data_gsm8k.read(cfg, split)[0]]
+        wrong = [a for a in answers if reward_gsm8k.score(a, reward_gsm8k.gold_answer(a), method) != 1.0]
+        if wrong:
+            needs_box = method == "base_acc" and not asks_for_box
+            form = f", or an instruction that asks for {reward_gsm8k.BOX_FORM}" if needs_box else ""
+            raise InputError(
+                f"reward.method: {method} gives {len(wrong)} of {len(answers)} gold {kind} answers less than 1.0, the "
+                f"first being {wrong[0][-60:]!r}; needed: a method that fits the data's answers{form}"
+            )
+
+
+def check_writable(key: str, folder: Path) -> None:
+    """InputError unless ``folder`` is a folder that can be written, or can be made. Nothing is made here."""
+    nearest = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise InputError(f"{key}: {folder}: {nearest} is not a folder that can be written; needed: one that can")
+
+
+def checkpoint_to_resume(cfg: Config) -> checkpoint.Checkpoint | None:
+    """The checkpoint that train.resume asks for, its checksums verified; None for a new run.
+
+    InputError if the named run has no good checkpoint or another configuration, or if the files of the model, the
+    tokenizer or the data have changed since the run was started.
+    """
+    if cfg.train.resume == "never":
+        return None
+    if cfg.train.resume == "auto":
+        saved = checkpoint.find_resumable(cfg)
+        if saved is None:
+            return None
+    elif (saved := checkpoint.latest(Path(cfg.train.resume))) is None:
+        found = f"{cfg.train.resume} holds no usable checkpoint"
+        raise InputError(f"train.resume: {found}; needed: auto, never, or a run's folder")
+    checkpoint.check_resume(saved, cfg)
+    how = "train.resume=never for a new run, or train.changed_inputs=accept to go on"
+    accept = cfg.train.changed_inputs == "accept"
+    for line in run_record.refuse_changed_inputs(saved.run_dir, cfg, accept, how):
+        print(f"note: train.changed_inputs: accepted: {line}", flush=True)
+    return saved
+
+
+# ------------------------------------------------------------------------------------------------ opening the run
+
+
+@dataclass
+class Run:
+    """The parts of a run that is ready for its first step."""
+
+    cfg: Config
+    arch: Architecture
+    parallel: Parallel
+    heartbeat: Heartbeat
+    log: runlog.RunLog
+    tripwires: Tripwires
+    learner: Learner
+    engine: object  # samples completions (engines/)
+    weights: WeightSync  # gives the policy to the engine
+    tokenizer: object
+    questions: Questions
+    held_out: Questions
+    score: Score
+    first_step: int  # > 0 after a resume
+
+    @property
+    def probe(self) -> list[int]:
+        """A prompt on which engine and trainer are compared."""
+        return self.held_out[0].prompt
+
+    @property
+    def held_out_texts(self) -> frozenset[str]:
+        """The questions that must not be trained on."""
+        return frozenset(question.question for question in self.held_out)
+
+    def evaluate(self, after_steps: int) -> None:
+        """Evaluate the policy that the engine holds, and log the result. Collective."""
+        summary, outcomes = evaluate.evaluate(
+            self.engine, self.held_out, self.score, self.cfg, self.parallel, self.heartbeat.beat
+        )
+        self.log.log_eval(after_steps, summary, outcomes)
+        self.log.say(f"held-out accuracy after {after_steps} steps: {evaluate.headline(summary)}")
+
+    def all_pieces(self) -> list[adapter_weights.Piece]:
+        """Every tensor of this rank, frozen or trained."""
+        learner = self.learner
+        return adapter_weights.all_pieces(learner.model, self.arch, learner.adapters, self.parallel)
+
+    def shown_completions(
+        self, asked: list[Question], batch: Rollout, completions: list[list[Completion]]
+    ) -> list[dict]:
+        """The first completions of the first question as text, for completions.jsonl."""
+        first = completions[0][: self.cfg.train.completions_logged] if completions else []
+        return [
+            {
+                "question": asked[0].question,
+                "gold": asked[0].gold,
+                "completion": self.tokenizer.decode(completion.tokens),
+                "reward": batch.rewards[0, place].item(),
+                "tokens": len(completion.tokens),
+            }
+            for place, completion in enumerate(first)
+        ]
+
+    def result_line(self) -> str:
+        """First and last accuracy on held-out questions; "" on ranks other than 0, which have no log."""
+        evaluations = self.log.evaluations()
+        return evaluate.result_line(evaluations[0], evaluations[-1], self.cfg.data.source) if evaluations else ""
+
+
+def open_run(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inputs) -> Run:
+    """Open the log, make or restore the policy, and give it to the engine. Collective."""
+    arch, tokenizer, questions, held_out = inputs
+    refuse_different_inputs(cfg, inputs, parallel)
+    saved = agreed_checkpoint(cfg, parallel)
+    first_step = saved.step if saved else 0
+    log = runlog.open_run(cfg, parallel.world_size, parallel.rank, resume=saved and saved.run_dir)
+    if saved:
+        log.rewind(first_step)
+    model = model_megatron.build(arch, parallel, dtype=rollout.DTYPES[cfg.model.dtype], recompute=cfg.model.recompute)
+    weights_hf.load(model, arch, parallel, cfg.model.path)
+    heartbeat.beat("loading the base weights")
+    adapters = lora_megatron.attach(model, cfg.lora, parallel, cfg.train.seed)
+    stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
+    pad_token = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stop_tokens)
+    learner = Learner(cfg, arch, parallel, model, adapters, pad_token)
+
+    def where_apart(bound: float) -> str:
+        weights.push_clean()
+        return learner.first_differing_layer(engine, held_out[0].prompt, bound)
+
+    tripwires = Tripwires(cfg, log.say, where_apart)
+    if saved:
+        learner.restore(saved.tensors, saved.state)
+        tripwires.state(first_step, adapter_weights.not_restored(saved, *learner.state(), parallel))
+        saved = None  # closes its files: a checkpoint that is removed must give its space back
+    pieces = adapter_weights.all_pieces(model, arch, adapters, parallel)
+    tripwires.state(first_step, adapter_weights.differing(pieces, parallel))
+    engine = rollout.open_engine(cfg, arch, parallel.device, stop_tokens, pad_token)
+    engine.beat = heartbeat.beat  # decoding may take longer than train.stall_seconds
+    weights = WeightSync(engine, model, arch, parallel, cfg)
+    heartbeat.beat("the first push of the whole model")
+    if cfg.rollout.expert_parallel:
+        weights.check_start(held_out[0].prompt)
+    log.say(introduction(cfg, parallel, log.run_dir, lora_megatron.describe(adapters, parallel), questions, held_out))
+    score = scorer(cfg.reward.method, tokenizer)
+    return Run(
+        cfg, arch, parallel, heartbeat, log, tripwires, learner, engine, weights, tokenizer, questions, held_out,
+        score, first_step,
+    )  # fmt: skip
+
+
+def refuse_different_inputs(cfg: Config, inputs: Inputs, parallel: Parallel) -> None:
+    """InputError on all ranks unless all ranks have read the same input; each rank reads the files of its own node."""
+    parallel.refuse_unequal({
+        "the configuration": to_yaml(cfg),
+        "config.json of model.path": repr(inputs.arch),
+        "the training questions as prompts": repr([(question.prompt, question.gold) for question in inputs.questions]),
+        "the held-out questions as prompts": repr([(question.prompt, question.gold) for question in inputs.held_out]),
+    })  # fmt: skip
+
+
+def agreed_checkpoint(cfg: Config, parallel: Parallel) -> checkpoint.Checkpoint | None:
+    """The checkpoint to resume from, the same one on all ranks: rank 0 chooses, and every rank opens its files."""
+    found = checkpoint_to_resume(cfg) if parallel.rank == 0 else None
+    choice = [str(found.path) if found else None]
+    dist.broadcast_object_list(choice)
+    if choice[0] is None:
+        return None
+    # Rank 0 has verified the checksums on its node. On every other node, the first rank verifies them.
+    verified = parallel.rank == 0 or os.environ.get("LOCAL_RANK", "0") != "0"
+    saved = checkpoint.load(Path(choice[0]), verified=verified)
+    parallel.refuse_unequal({f"{saved.path}/checksums.json": repr(saved.checksums)})
+    dist.barrier()  # rank 0 must not cut the run's files before all ranks have a checkpoint to go on from
+    return saved
+
+
+def scorer(method: str, tokenizer) -> Score:
+    """A function that scores a completion: its reward, and whether an answer was found. The stop token is left out."""
+
+    def score(question: Question, completion: Completion) -> tuple[float, bool]:
+        tokens = completion.tokens[:-1] if completion.finish_reason == "stop" else completion.tokens
+        text = tokenizer.decode(tokens)
+        return reward_gsm8k.score(text, question.gold, method), reward_gsm8k.parsable(text, method)
+
+    return score
+
+
+def introduction(
+    cfg: Config, parallel: Parallel, run_dir: Path | None, adapters: str, questions: Questions, held_out: Questions
+) -> str:
+    """What is printed before the first step: folder, layout, data, ``adapters``, and the batch arithmetic."""
+    p, prompts, group = parallel, cfg.rollout.prompts_per_step, cfg.rollout.group_size
+    updates = prompts // cfg.optim.prompts_per_update
+    return (
+        f"run folder: {run_dir}\n"
+        f"layout: {p.world_size} ranks = tensor {p.tensor} x data {p.data}"
+        f" = expert_tensor {p.expert_tensor} x expert {p.expert} x expert_data {p.expert_data}\n"
+        f"train: {questions.description}\nheld out: {held_out.description}\n"
+        f"{adapters}\n"
+        f"a step: {prompts} prompts x {group} = {prompts * group} sequences, "
+        f"{updates} update{'s' * (updates > 1)} of {cfg.optim.prompts_per_update} prompts x {group}"
+    )
