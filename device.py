@@ -1,8 +1,8 @@
-"""The device the code runs on: its choice and start-up, and what Megatron needs on a CPU. Operations: kernels.py.
+"""The device that the code runs on: its choice, its start-up, and corrections of Megatron. Operations: kernels.py.
 
-Only the CPU, and the NPU's Python on a stand-in for the device (tests/fake_npu.py), have been run; CUDA has not.
-parallel_setup.open_world calls the start-up in this order, which matters: set_environment -> resolve (torch_npu) ->
-adapt (MindSpeed, before Megatron) -> select (set_device) -> make_deterministic -> the groups -> the seeds.
+Only the CPU has been run, and the Python code for the NPU on an imitation of the device (tests/support/fake_npu.py).
+CUDA has not been run. parallel_setup.open_world calls the start-up in this order, which matters: set_environment ->
+resolve (torch_npu) -> adapt (MindSpeed, before Megatron) -> select (set_device) -> make_deterministic -> the groups.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import environment
 import kernels
 from input_files import InputError
 
-# Which devices of the machine a process sees. Read by the drivers, set by whoever starts the job, never here.
+# The variables that limit the devices a process sees. The driver reads them; the user sets them, and this code never.
 VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
 
-# MiB of an HCCL communicator's buffer, by Megatron's name of the group; it takes two of them on every rank. A smaller
-# one only cuts a transfer into more slices. The default, 200, is what a group not named here gets; Megatron's other
-# groups carry nothing, and HCCL builds a communicator at its first use.
+# MiB of the buffer of an HCCL communicator, by Megatron's name of the group. A communicator has two such buffers on
+# every rank. A smaller buffer only cuts a transfer into more slices. A group that is not named here gets the default of
+# 200; Megatron's other groups transfer nothing, and HCCL makes a communicator at its first use.
 HCCL_BUFFER_MIB = {
     "tp": 64,  # 8192 tokens x 2048 x 2 bytes = 32 MiB, gathered and scattered
-    "ep": 128,  # 2048 tokens x 8 experts x 2048 x 2 bytes = 64 MiB if balanced, twice that if not
-    "ep_tp": 128,  # expert_tensor > 1: what "ep" brought, gathered
-    "tp_ep_mp": 4,  # expert_tensor > 1: numbers of tokens an expert, 16 KiB
+    "ep": 128,  # 2048 tokens x 8 experts x 2048 x 2 bytes = 64 MiB if balanced, twice as much if not
+    "ep_tp": 128,  # expert_tensor > 1: the tokens that "ep" has transferred, gathered
+    "tp_ep_mp": 4,  # expert_tensor > 1: the numbers of tokens per expert, 16 KiB
     "dp": 50,  # fp32 gradients of the attention's LoRA, 39 MiB at rank 32
     "ep_dp": 50,  # fp32 gradients of the experts' LoRA, in slices
 }
@@ -42,11 +42,11 @@ HCCL_BUFFER_MIB = {
 
 
 def set_environment(name: str, deterministic: bool) -> None:
-    """Set the variables that must be there before the first operation; ``name`` as in resolve.
+    """Set the environment variables that must exist before the first operation; ``name`` as in resolve.
 
-    A value that the user has set stays. InputError if it contradicts train.deterministic.
+    Existing values are kept. InputError if one of them contradicts train.deterministic.
     """
-    # torch then asks Linux for huge pages where a tensor fills some: on a CPU the heap stays smaller.
+    # torch asks Linux for huge pages for large tensors, which keeps the heap of a CPU run smaller.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     kinds = ("npu", "cuda") if name == "auto" else (name,)
     for kind in kinds if deterministic else ():
@@ -61,11 +61,11 @@ def set_environment(name: str, deterministic: bool) -> None:
 
 @functools.cache
 def resolve(name: str) -> torch.device:
-    """The device for `device: auto | npu | cuda | cpu`; auto is the first of npu, cuda and cpu that is there.
+    """The device for `device: auto | npu | cuda | cpu`; auto is the first of npu, cuda and cpu that exists.
 
-    Cached: what was decided first holds, since torch.cuda answers for the NPU once MindSpeed is imported. InputError if
-    the device cannot be used, and under auto also if torch_npu is installed but does not work: on such a machine a
-    training on the CPU is not what was meant.
+    The first answer is cached, because torch.cuda stands for the NPU after MindSpeed is imported. InputError if the
+    device cannot be used; under auto also if torch_npu is installed but does not work, because the user of such a
+    machine does not want to train on the CPU.
     """
     if name == "npu" or (name == "auto" and importlib.util.find_spec("torch_npu")):
         _open_npu(name)
@@ -99,21 +99,21 @@ def _visible(kind: str) -> str:
 
 @functools.cache  # once a process
 def adapt(device: torch.device) -> None:
-    """Make Megatron's CUDA calls mean the NPU; before the first import of Megatron, or RuntimeError.
+    """Redirect Megatron's CUDA calls to the NPU. RuntimeError if Megatron is imported already.
 
-    With MindSpeed by its adaptor. MindSpeed is not required: of all that it replaces, our model needs torch.cuda to
-    mean torch.npu and torch.compile to be left alone. torch_npu's own transfer_to_npu does the first, import_megatron
-    the second; norms, attention, rotary embedding and experts are ours (below), and Transformer Engine, apex and the
-    CUDA kernels that MindSpeed replaces are switched off in model_megatron.py. With it present it is used: it is what
-    Ascend tests Megatron with, and corrects what we have not met.
+    If MindSpeed is installed, its adaptor does this: Ascend tests Megatron with MindSpeed, and it may correct faults
+    that we have not seen. MindSpeed is not required. Our model needs only two of its corrections: torch.cuda must stand
+    for torch.npu, which transfer_to_npu of torch_npu does, and torch.compile must do nothing, which import_megatron
+    does. Norms, attention, rotary embedding and experts are our own, and model_megatron.py switches off Transformer
+    Engine, apex and the CUDA kernels that MindSpeed replaces.
     """
     if device.type != "npu":
         return
     early = sorted(name for name in sys.modules if name.split(".")[0] == "megatron")
     if early:
         raise RuntimeError(
-            f"device.adapt: {early[0]} is imported already; MindSpeed must be imported before the first of Megatron, "
-            "or it silently adapts only a part of it"
+            f"device.adapt: {early[0]} is imported already; MindSpeed must be imported before any part of Megatron, "
+            "otherwise it silently adapts only some of it"
         )
     if importlib.util.find_spec("mindspeed") is None:
         from torch_npu.contrib import transfer_to_npu  # noqa: F401
@@ -121,20 +121,20 @@ def adapt(device: torch.device) -> None:
         return
     if "transformers" in sys.modules:
         raise RuntimeError(
-            "device.adapt: transformers is imported already; MindSpeed asks every imported module for the names that "
-            "it replaces, and transformers answers by importing all its models, which fails without torchvision"
+            "device.adapt: transformers is imported already; MindSpeed looks up the names that it replaces in every "
+            "imported module, and transformers then imports all its models, which fails without torchvision"
         )
-    arguments, sys.argv = sys.argv, sys.argv[:1]  # it would parse ours, and put unknown ones into every model's config
+    arguments, sys.argv = sys.argv, sys.argv[:1]  # MindSpeed would parse ours and put them into every model's config
     try:
         from mindspeed.megatron_adaptor import repatch
 
-        repatch({"use_flash_attn": True})  # what verl asks for; our attention calls the same kernel
+        repatch({"use_flash_attn": True})  # as in verl; our attention calls the same kernel
     finally:
         sys.argv = arguments
 
 
 def select(device: torch.device) -> None:
-    """Make the LOCAL_RANK-th visible device the current one. InputError if there is none."""
+    """Make the visible device with number LOCAL_RANK the current one. InputError if there is none."""
     if device.type == "cpu":
         return
     module = getattr(torch, device.type)
@@ -148,22 +148,22 @@ def select(device: torch.device) -> None:
 
 
 def make_deterministic(device: torch.device) -> None:
-    """Have torch choose deterministic kernels; it warns at one that has none (cumsum of the embedded sampler on CUDA).
+    """Make torch use deterministic kernels. It warns of an operation that has none (the sampler's cumsum on CUDA).
 
-    Nothing to do on a CPU. set_environment has set what torch does not reach.
+    On a CPU there is nothing to do. set_environment sets the variables of the libraries that torch does not control.
     """
     if device.type != "cpu":
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all that ``device`` was asked to do."""
+    """Wait until ``device`` has finished all its operations."""
     if device.type != "cpu":
         getattr(torch, device.type).synchronize()
 
 
 def median_milliseconds(job: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median wall time of ``job`` on ``device`` in ``repeats`` runs, each waited for."""
+    """Median wall time of ``job`` on ``device`` in ``repeats`` runs; each run is waited for."""
     seconds = []
     for _ in range(repeats):
         synchronize(device)
@@ -175,9 +175,9 @@ def median_milliseconds(job: Callable[[], object], device: torch.device, repeats
 
 
 def peak_memory_gib(device: torch.device) -> float | None:
-    """Most of the device in use since the last call, GiB: torch's tensors, and what lies outside of torch's pool now.
+    """Peak of the device memory in use since the last call, GiB; None on a CPU, where it is not counted.
 
-    That is the runtime, the driver and the communicators' buffers. None on a CPU, which does not count.
+    It is the peak of torch's tensors plus the memory outside of torch's pool now: runtime, driver and communicators.
     """
     if device.type == "cpu":
         return None
@@ -190,17 +190,17 @@ def peak_memory_gib(device: torch.device) -> float | None:
 
 
 def backend(device: torch.device) -> str:
-    """The torch.distributed backend that moves this device's tensors."""
+    """The torch.distributed backend for tensors on this device."""
     return {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[device.type]
 
 
 def group_options(device: torch.device, name: str):
-    """Options of the process group that Megatron calls ``name``: its buffer's size on HCCL, else None."""
+    """Options of the process group that Megatron calls ``name``: on HCCL the size of its buffer, otherwise None."""
     if device.type != "npu" or name not in HCCL_BUFFER_MIB:
         return None
     import torch_npu
 
-    options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()  # a fresh one: torch_npu writes into it
+    options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()  # a new one, because torch_npu writes into it
     options.hccl_config = {"hccl_buffer_size": HCCL_BUFFER_MIB[name]}
     return options
 
@@ -209,10 +209,10 @@ def group_options(device: torch.device, name: str):
 
 
 def import_megatron(device: torch.device) -> None:
-    """Import all of Megatron that the model needs, and correct what it assumes and ``device`` does not have.
+    """Import the parts of Megatron that the model needs, and correct its assumptions that are wrong on ``device``.
 
-    Megatron decorates functions with torch.compile while it is imported, which loads torch's compiler: a second of
-    start-up, for kernels that we switch off, and that an NPU could not run. Inside, torch.compile does nothing.
+    While it is imported, Megatron decorates functions with torch.compile, which loads torch's compiler. That takes a
+    second, for kernels that we switch off and that an NPU cannot run. So torch.compile does nothing during the import.
     """
     if device.type == "cpu":
         _redirect_cuda()
@@ -228,7 +228,7 @@ def import_megatron(device: torch.device) -> None:
 
 
 class _NoStream:
-    """Stands in for torch.cuda.Stream and Event: every method does nothing and returns the object itself."""
+    """Replaces torch.cuda.Stream and Event: every method does nothing and returns the object itself."""
 
     def __init__(self, *args, **kwargs) -> None:
         pass
@@ -240,20 +240,19 @@ class _NoStream:
 
 
 def _redirect_cuda() -> None:
-    """Redirect the torch.cuda calls that megatron.core makes while it is imported, built or run, on a CPU."""
-    no_stream = _NoStream()
+    """Redirect, on a CPU, the torch.cuda calls of megatron.core at its import, at building and at running a model."""
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.Stream = torch.cuda.Event = _NoStream
-    torch.cuda.current_stream = lambda *args: no_stream
+    torch.cuda.current_stream = lambda *args: _NoStream()
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
     torch.cuda.synchronize = lambda *args, **kwargs: None
     torch.cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    # Not torch.manual_seed: that one calls torch.cuda.manual_seed_all, and so itself for ever.
+    # Not torch.manual_seed, which calls torch.cuda.manual_seed_all: that would be an endless recursion.
     torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
 
 
 def _correct_megatron(device: torch.device) -> None:
-    """Correct what megatron.core binds at import: RNG state, split sizes as numpy, and gathers that gloo lacks."""
+    """Replace functions of megatron.core: rotary embedding; on a CPU also RNG state, split sizes and uneven gathers."""
     import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.attention as attention
@@ -262,20 +261,20 @@ def _correct_megatron(device: torch.device) -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 reads this name without importing it when there is no TE
         moe_utils.te_general_gemm = None
-    # model_megatron.build has the model compute both once a forward; Megatron would in every layer, for q and for k.
+    # The model computes cos and sin once a forward pass (model_megatron.build), instead of twice in every layer.
     attention.apply_rotary_pos_emb = lambda x, cos_sin, *args, **kwargs: kernels.rotary(x, *cos_sin)
     if device.type != "cpu" or getattr(mappings._gather_along_first_dim, "padded", False):
         return
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    # all_to_all_single takes no tensors as split sizes; Megatron converts them only when they are CUDA tensors.
+    # all_to_all_single does not accept tensors as split sizes, and Megatron converts CUDA tensors only.
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
     even_gather = mappings._gather_along_first_dim
 
     def gather(x, group=None, output_split_sizes=None, use_global_buffer=False):
-        """gloo has no all-gather of unequal shares (expert_tensor > 1): pad each to the longest, then cut."""
+        """gloo has no all-gather of uneven shares (expert_tensor > 1): pad every share to the longest, then cut."""
         if output_split_sizes is None:
             return even_gather(x, group, None, use_global_buffer)
         sizes = [int(size) for size in output_split_sizes]

@@ -1,11 +1,11 @@
-"""The GRPO objective as plain tensor functions: advantages, KL estimates, policy losses, aggregation. Only needs torch.
+"""The GRPO objective as plain tensor functions: advantages, KL estimates, policy losses, aggregation. Needs only torch.
 
 Shapes: P prompts, G completions a prompt, B rows, T tokens of a padded row. A log-probability belongs to the token at
-the same position; mask is non-zero on completion tokens. What stands outside the mask, NaN included, reaches neither a
-value nor a gradient, and a row without a token in the mask contributes exactly 0.
+the same position; mask is non-zero on completion tokens. Values outside the mask, even NaN, change neither a result nor
+a gradient, and a row without a token in the mask contributes exactly 0.
 
-A micro-batch's loss is its share of the update's: divided by the counts of the whole update over all data ranks, so
-that the shares add up to the same loss however the rows are split.
+The loss of a micro-batch is its share of the update's loss. It is divided by the counts of the whole update over all
+data ranks, so the shares add up to the same loss for every split of the rows.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ AGGREGATES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "dr-grp
 WEIGHT_MODES = ("none", "token", "sequence")
 
 STD_EPS = 1e-6
-LOG_RATIO_LIMIT = 20.0  # nats: e^20 is still far from float32's largest number
-LOW_VAR_KL_LIMIT = 10.0  # largest value of low_var_kl a token; beyond it the gradient is 0
-GSPO_LOG_RATIO_LIMIT = 10.0  # nats, above only
+LOG_RATIO_LIMIT = 20.0  # nats: e^20 is far below the largest float32 number
+LOW_VAR_KL_LIMIT = 10.0  # largest low_var_kl of a token; above it the gradient is 0
+GSPO_LOG_RATIO_LIMIT = 10.0  # nats; an upper limit only
 
 
 # ----------------------------------------------------------------------------------------------------------- advantages
 def group_advantages(rewards: Tensor, norm: str = "std") -> Tensor:
     """How much better each completion is than its group.  (P, G) -> (P, G)
 
-    std: minus the group's mean, over its standard deviation (ddof 1) + 1e-6 (GRPO, arXiv 2402.03300); none: minus the
-    mean only (Dr. GRPO, arXiv 2503.20783); loo: minus the mean of the G - 1 others (RLOO, arXiv 2402.14740).
-    A group of equal rewards gets exactly 0. A group of one has nothing to compare with: its mean counts as 0 and its
-    standard deviation as 1. Raises ValueError for another shape, another norm, or a reward that is not finite.
+    std: reward minus the mean of the group, over its standard deviation (ddof 1) + 1e-6 (GRPO, arXiv 2402.03300); none:
+    minus the mean only (Dr. GRPO, arXiv 2503.20783); loo: minus the mean of the G - 1 others (RLOO, arXiv 2402.14740).
+    Equal rewards in a group give exactly 0. In a group of one, the mean counts as 0 and the standard deviation as 1.
+    Raises ValueError for another shape, another norm, or a reward that is not finite.
     """
     _require("norm", norm, NORMS)
     if rewards.dim() != 2 or not rewards.numel():
@@ -43,8 +43,8 @@ def group_advantages(rewards: Tensor, norm: str = "std") -> Tensor:
     group_size = rewards.shape[1]
     if group_size == 1:
         return rewards / (1.0 + STD_EPS) if norm == "std" else rewards.clone()
-    # Measured from the group's smallest reward, equal rewards are 0 before any rounding: the mean of seven float32 0.1
-    # is not 0.1. It also keeps a large common offset out of the variance.
+    # The smallest reward of the group is subtracted first. Then equal rewards are exactly 0 (the mean of seven float32
+    # 0.1 is not 0.1), and a large common offset does not spoil the variance.
     above = rewards - rewards.amin(dim=1, keepdim=True)
     centred = above - above.mean(dim=1, keepdim=True)
     if norm == "std":
@@ -57,11 +57,11 @@ def kl(logp: Tensor, ref_logp: Tensor, kind: str = "low_var_kl", mask: Tensor | 
     """Per-token estimate of KL(policy || reference) for tokens drawn from the policy.  (B, T) -> (B, T)
 
     With d = ref_logp - logp: k1 = -d; k2 = d^2 / 2; k3 = e^d - d - 1; abs = |d| (Schulman, "Approximating KL
-    divergence"). low_var_kl is what trainers use: k3 of d held within +-20, and at most 10. low_var_kl+ has its value
-    and k2's gradient. Outside a given mask the result is 0. The gradient goes to logp only.
+    divergence"). low_var_kl is the usual choice of trainers: k3 with d limited to +-20, and at most 10. low_var_kl+ has
+    the value of low_var_kl and the gradient of k2. Outside the mask the result is 0. Only logp gets a gradient.
 
-    As a loss, k1's expected gradient is 0, and k3's is that of the forward KL; low_var_kl has none at all once the
-    policy is more than 2.611 nats below the reference. Only k2 and low_var_kl+ have the reverse KL's.
+    As a loss, the expected gradient of k1 is 0, and that of k3 belongs to the forward KL. The gradient of low_var_kl is
+    0 where the policy is more than 2.611 nats below the reference. Only k2 and low_var_kl+ have that of the reverse KL.
     """
     _require("kl", kind, KL_KINDS)
     _same_shape(logp=logp, ref_logp=ref_logp, mask=mask)
@@ -81,7 +81,7 @@ def kl(logp: Tensor, ref_logp: Tensor, kind: str = "low_var_kl", mask: Tensor | 
     value = (torch.expm1(limited) - limited).clamp(-LOW_VAR_KL_LIMIT, LOW_VAR_KL_LIMIT)
     if kind == "low_var_kl":
         return value
-    return value.detach() - d.detach() * (logp - logp.detach())  # the bracket is exactly 0, with gradient 1
+    return value.detach() - d.detach() * (logp - logp.detach())  # the bracket is exactly 0 and has the gradient 1
 
 
 # ---------------------------------------------------------------------------------------------------------- policy loss
@@ -101,19 +101,19 @@ def policy_loss(
     max_new_tokens: int | None = None,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """This micro-batch's share of the update's policy loss, and of its statistics.  (B, T) -> (), dict of ()
+    """The micro-batch's share of the update's policy loss and of its statistics.  (B, T) -> (), dict of ()
 
     advantages: (B,), (B, 1) or (B, T). weights: constant factors of the tokens' losses (rollout_weights), (B, T).
-    r = exp(logp - old_logp), A = advantage, clip(r) = r between 1 - clip_low and 1 + clip_high.
-    ppo (arXiv 1707.06347): max(-A r, -A clip(r)) with the log-ratio held within +-20; for A < 0 at most -A dual_clip
-    (arXiv 1912.09729; 0 or None: off). gspo (arXiv 2507.18071): the same maximum with r the geometric mean of the row's
-    ratios, its gradient spread over the row's tokens, no dual clip. cispo (arXiv 2506.13585): -clip(r) A logp, with
-    clip(r) a constant: the only gradient is logp's.
+    r = exp(logp - old_logp), A = advantage, clip(r) = r limited to [1 - clip_low, 1 + clip_high].
+    ppo (arXiv 1707.06347): max(-A r, -A clip(r)) with the log-ratio limited to +-20; for A < 0 at most -A dual_clip
+    (arXiv 1912.09729; 0 or None: off). gspo (arXiv 2507.18071): the same maximum, where r is the geometric mean of the
+    row's ratios and its gradient is spread over the row's tokens; no dual clip. cispo (arXiv 2506.13585):
+    -clip(r) A logp, where clip(r) is a constant, so only logp has a gradient.
 
-    aggregate, num_tokens, num_sequences, max_new_tokens: see aggregate_loss. GSPO's paper has seq-mean-token-mean.
-    The statistics, without gradient: policy_loss (the loss itself), and means over tokens, so shares that add up over
-    micro-batches and ranks when num_tokens is the update's, whatever the aggregate: clip_frac, dual_clip_frac, ppo_kl
-    (old_logp - logp), ratio_mean, and ratio_gap, the mean of |r - 1|: exactly 0 while the policy is the old one.
+    aggregate, num_tokens, num_sequences, max_new_tokens: see aggregate_loss. GSPO's paper uses seq-mean-token-mean.
+    The statistics have no gradient. They are policy_loss, which is the loss itself, and means over tokens: clip_frac,
+    dual_clip_frac, ppo_kl (old_logp - logp), ratio_mean, and ratio_gap, the mean of |r - 1|, which is exactly 0 as long
+    as the policy is the old one. With the update's num_tokens, they add up over micro-batches and ranks.
     """
     _require("kind", kind, LOSS_KINDS)
     if clip_low < 0 or clip_high < 0:
@@ -124,7 +124,7 @@ def policy_loss(
     rows, tokens = logp.shape
     if tuple(advantages.shape) not in (possible := ((rows,), (rows, 1), (rows, tokens))):
         raise ValueError(f"advantages: found shape {tuple(advantages.shape)}; needed: one of {possible}")
-    # Garbage is taken out at the door: a mask on the finished loss would still let 0 x NaN through into the gradient.
+    # The mask is applied to the inputs: applied to the finished loss, 0 x NaN would still reach the gradient.
     logp, old_logp = _inside(mask, _at_least_float32(logp)), _inside(mask, _at_least_float32(old_logp).detach())
     advantages = advantages[:, None] if advantages.dim() == 1 else advantages
     advantages = _inside(mask, advantages.detach().to(logp.dtype).expand(rows, tokens))
@@ -175,12 +175,12 @@ def aggregate_loss(
     num_sequences: int | Tensor | None = None,
     max_new_tokens: int | None = None,
 ) -> Tensor:
-    """This micro-batch's share of the update's mean of a per-token quantity.  (B, T) -> ()
+    """The micro-batch's share of the update's mean of a per-token quantity.  (B, T) -> ()
 
     token-mean: sum / num_tokens. seq-mean-token-sum: sum / num_sequences. seq-mean-token-mean: sum of the rows' means /
     num_sequences. dr-grpo: sum / (num_sequences x max_new_tokens).
-    num_tokens and num_sequences are the whole update's over all data ranks, rows that were left out of the forward for
-    their equal rewards included; None: the tokens in the mask, and the rows that have any, of this micro-batch alone.
+    num_tokens and num_sequences count the whole update over all data ranks, including groups of equal reward that the
+    forward pass skips. None: the tokens in the mask, and the rows with such tokens, of this micro-batch alone.
     Raises ValueError for an unknown aggregate, and for dr-grpo without max_new_tokens.
     """
     _require("aggregate", aggregate, AGGREGATES)
@@ -201,10 +201,11 @@ def aggregate_loss(
 def rollout_weights(
     old_logp: Tensor, rollout_logp: Tensor, mask: Tensor, mode: str = "token", clip: float = 2.0
 ) -> Tensor:
-    """Truncated importance weights for tokens sampled by an engine whose numerics differ.  (B, T) -> (B, T)
+    """Truncated importance weights for tokens of an engine with other numerics than the trainer's.  (B, T) -> (B, T)
 
-    token: exp(old_logp - rollout_logp) of each token; sequence: the product of a row's ratios, at each of its tokens;
-    both at most clip. none: 1. Outside the mask 0. No gradient. old_logp is the trainer's, of the policy that sampled.
+    token: exp(old_logp - rollout_logp) of each token; sequence: the product of the row's ratios, at each of its tokens;
+    both are at most clip. none: 1. Outside the mask the weight is 0. There is no gradient. old_logp: the trainer's
+    log-probs of the policy that sampled.
     """
     _require("mode", mode, WEIGHT_MODES)
     if not clip > 0:
@@ -219,19 +220,19 @@ def rollout_weights(
     return _inside(mask, log_ratio.exp().clamp(max=clip))
 
 
-# -------------------------------------------------------------------------------------------------------- small helpers
+# ---------------------------------------------------------------------------------------------------- masks and checks
 def _inside(mask: Tensor, value: Tensor) -> Tensor:
-    """The value inside the mask and 0 outside, where its gradient is 0 too, even of a NaN."""
+    """The value inside the mask; outside 0, with a gradient of 0 even for NaN."""
     return torch.where(mask != 0, value, torch.zeros_like(value))
 
 
 def _at_least_float32(value: Tensor) -> Tensor:
-    """bf16 holds 8 bits of a log-probability, and rewards may come as integers: both are computed in float32."""
+    """The value in float32 or wider: bf16 has only 8 bits for a log-probability, and rewards may be integers."""
     return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 def _at_least_one(count: int | Tensor) -> int | Tensor:
-    """A divisor: an update without a single token has loss 0, not 0 / 0."""
+    """The count as a divisor: an update without any token has the loss 0, not 0 / 0."""
     return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
 
 
@@ -241,7 +242,7 @@ def _require(name: str, found: str, choices: tuple[str, ...]) -> None:
 
 
 def _same_shape(**tensors: Tensor | None) -> None:
-    """Broadcasting a (B, 1) against a (B, T) would be silently wrong in a sum over tokens."""
+    """ValueError for different shapes: a broadcast of (B, 1) to (B, T) would make a sum over tokens silently wrong."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
     if len(set(shapes.values())) > 1 or any(len(shape) != 2 for shape in shapes.values()):
         raise ValueError(f"found shapes {shapes}; needed: one shape (rows, tokens) for all")

@@ -240,16 +240,13 @@ class Learner:
 
     def first_differing_layer(self, engine, prompt: list[int], bound: float) -> str:
         """The first layer whose output on ``prompt`` differs between engine and trainer, as a text. Collective."""
-        row = model_megatron.one_row(prompt, self.parallel)
-        ours = [output[0, : len(prompt)] for output in model_megatron.layer_outputs(self.model, row)]
+        ours = model_megatron.layer_outputs(self.model, prompt, self.parallel)
         theirs = engine.layer_outputs(prompt)
         if not theirs:
             return "rollout.enforce_eager=true would name the layer: a graph's layers cannot be looked into"
-        differences = []  # one a layer, relative to the largest value of the layer
-        for mine, its in zip(ours, theirs, strict=True):
-            difference = (mine.float() - its.to(mine.device).float()).abs().max() / mine.float().abs().max()
-            differences.append(difference.cpu())
-        by_rank = self.parallel.gather_rows(torch.stack(differences))  # (ranks, layers)
+        ours, theirs = (torch.stack([layer.float().cpu() for layer in each]) for each in (ours, theirs))  # (L, T, h)
+        differences = (ours - theirs).abs().amax((1, 2)) / ours.abs().amax((1, 2))  # (L,)
+        by_rank = self.parallel.gather_rows(differences)  # (ranks, L)
         for layer, difference in enumerate(by_rank.unbind(1)):
             wrong = (~(difference <= bound)).nonzero().flatten().tolist()
             if wrong:

@@ -100,9 +100,9 @@ class LoRAGroupedLinear(torch.nn.Module):
         low = kernels.grouped_mm(F.dropout(x, self.dropout, self.training), self.A.to(x.dtype), tokens_per_expert)
         return y.add_(kernels.grouped_mm(self.scale * low, self.B.to(x.dtype), tokens_per_expert))
 
-    def delta(self) -> Tensor:
-        """The shard of the update of every local expert on this rank, fp32.  -> (E, in, out)"""
-        return self.scale * (self.A @ self.B)
+    def delta(self, expert: int) -> Tensor:
+        """The shard of the update of one local expert on this rank, fp32.  -> (in, out)"""
+        return self.scale * (self.A[expert] @ self.B[expert])
 
 
 class LoRARouter(torch.nn.Module):

@@ -1,17 +1,19 @@
-"""The Megatron MoE model for a Hugging Face config, and what training asks of it: token log-probs and entropy.
+"""The Megatron MoE model for a Hugging Face config, and what training computes with it: token log-probs and entropy.
 
-Megatron's own router, dispatcher, parallel linears and embedding; through its layer spec our RMSNorm, attention and
-grouped experts, one implementation for every device. b rows, T tokens, h hidden size, N completion tokens,
-V vocabulary (V / tensor on a rank). Rows are padded on the right and attention is causal, so no mask is needed.
+Router, dispatcher, parallel linears and embedding are Megatron's. RMSNorm, attention and grouped experts are ours, with
+one implementation for all devices; Megatron's layer spec inserts them. Rows are padded on the right and attention is
+causal, so no mask is needed. b rows, T tokens, h hidden size, N completion tokens, V vocabulary (V / tensor on a rank).
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import fields
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
@@ -19,12 +21,12 @@ from hf_config import Architecture
 from packing import Packing
 from parallel_setup import Parallel
 
-LOGITS_PER_CHUNK = 2**24  # 64 MiB of fp32 logits exist at a time, whatever the batch
-ROWS_PER_CHUNK = 2048  # enough for any device, and a small vocabulary's logits stay in the cache
+LOGITS_PER_CHUNK = 2**24  # at most 64 MiB of fp32 logits exist at a time, for any batch
+ROWS_PER_CHUNK = 2048  # enough to keep any device busy; the logits of a small vocabulary then fit into the cache
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm with a learned weight, in the slot of Megatron's layer norms."""
+    """Root-mean-square norm with a learned weight; it replaces Megatron's layer norms."""
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-6, **unused) -> None:
         super().__init__()
@@ -33,19 +35,20 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        return kernels.rms_norm(x.contiguous(), self.weight, self.eps)  # a view of qkv would keep all three
+        # A copy: a view would keep the whole QKV tensor alive until the backward pass.
+        return kernels.rms_norm(x.contiguous(), self.weight, self.eps)
 
 
 class CausalAttention(torch.nn.Module):
-    """Scaled dot-product attention in the slot of Megatron's core attention."""
+    """Scaled dot-product attention; it replaces Megatron's core attention."""
 
     def __init__(self, config, *args, **kwargs) -> None:
         super().__init__()
         self.scale = config.kv_channels**-0.5
-        self.packing: Packing | None = None  # of the model's last forward, which activation recompute runs again
+        self.packing: Packing | None = None  # of the last forward pass; activation recompute needs it again
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask, **unused) -> Tensor:
-        """(T, b, heads, d), (T, b, kv heads, d) twice -> (T, b, heads x d); of a packing's line b is 1"""
+        """(T, b, heads, d), (T, b, kv heads, d) twice -> (T, b, heads x d); a packed line has b = 1"""
         assert attention_mask is None, "rows are right-padded: causal attention needs no mask"
         if self.packing is not None:
             return self.packing.attention(query[:, 0], key[:, 0], value[:, 0], self.scale)[:, None]
@@ -60,7 +63,7 @@ class CausalAttention(torch.nn.Module):
 def build(
     arch: Architecture, parallel: Parallel, *, dtype: torch.dtype, recompute: bool, aux_loss: float = 0.0
 ) -> torch.nn.Module:
-    """This rank's shard of the model with uninitialised weights; weights_hf.load fills it.
+    """The shard of the model on this rank, with uninitialised weights; weights_hf.load fills it.
 
     ``aux_loss`` is the router's load-balancing coefficient, for the supervised warm start of tiny models only.
     """
@@ -79,15 +82,12 @@ def build(
         rotary_base=arch.rope_theta,
         parallel_output=True,
     )
-    # What the model calls its angles are their cosines and sines, (2, T, 1, 1, d): kernels.py's rotary takes those.
+    # The rotary embedding returns stacked (cos, sin) instead of angles, (2, T, 1, 1, d), as kernels.rotary needs.
     model.rotary_pos_emb.register_forward_hook(lambda module, args, a: torch.stack([a.cos(), a.sin()]).to(dtype))
-    return model.to(parallel.device).train()  # Megatron makes some weights on the CPU whatever it is told
+    return model.to(parallel.device).train()  # Megatron makes some weights on the CPU in any case
 
 
 def _transformer_config(arch: Architecture, parallel: Parallel, dtype: torch.dtype, recompute: bool, aux_loss: float):
-    from dataclasses import fields
-
-    import torch.nn.functional as F
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     settings = dict(
@@ -122,7 +122,7 @@ def _transformer_config(arch: Architecture, parallel: Parallel, dtype: torch.dty
         moe_shared_expert_intermediate_size=arch.shared_expert_ffn_size or None,
         moe_shared_expert_gate=bool(arch.shared_expert_ffn_size),
         moe_shared_expert_overlap=False,
-        # layout; MoE with tensor parallelism is only allowed with sequence parallelism
+        # layout; Megatron allows MoE with tensor parallelism only with sequence parallelism
         tensor_model_parallel_size=parallel.tensor,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
@@ -131,7 +131,7 @@ def _transformer_config(arch: Architecture, parallel: Parallel, dtype: torch.dty
         recompute_granularity="full" if recompute else None,
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
-        # nothing is initialised here, and every fused CUDA kernel is off
+        # the weights are not initialised, and every fused CUDA kernel is off
         use_cpu_initialization=True,
         perform_initialization=False,
         bias_activation_fusion=False,
@@ -142,15 +142,13 @@ def _transformer_config(arch: Architecture, parallel: Parallel, dtype: torch.dty
         persist_layer_norm=False,
         deallocate_pipeline_outputs=False,
     )
-    # 0.12.1 has no field for the shared expert's gate; there it is a parameter of the spec.
+    # Megatron 0.12.1 has no field for the shared expert's gate; there it is a parameter of the layer spec.
     known = {field.name for field in fields(TransformerConfig)}
     assert settings.keys() - known <= {"moe_shared_expert_gate"}, settings.keys() - known
     return TransformerConfig(**{key: value for key, value in settings.items() if key in known})
 
 
 def _layer_spec(arch: Architecture, is_moe: bool):
-    from dataclasses import fields
-
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -174,10 +172,10 @@ def _layer_spec(arch: Architecture, is_moe: bool):
 
 
 def hidden_states(model: torch.nn.Module, tokens: Tensor, packing: Packing | None = None) -> Tensor:
-    """The final norm's output at every position, on every tensor rank.  (b, T) -> (T, b, h)
+    """The output of the final norm at every position, on every tensor rank.  (b, T) -> (T, b, h)
 
-    T must be a multiple of the tensor-parallel size (sequence parallelism splits it). ``packing``: of ``tokens``, which
-    are then its line.  (1, M) -> (M, 1, h)
+    T must be a multiple of the tensor-parallel size, because sequence parallelism splits it. With ``packing``,
+    ``tokens`` are its line.  (1, M) -> (M, 1, h)
     """
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
@@ -194,14 +192,14 @@ def hidden_states(model: torch.nn.Module, tokens: Tensor, packing: Packing | Non
         cos_sin = cos_sin[:, packing.position]
     x = model.decoder(hidden_states=x, attention_mask=None, rotary_pos_emb=cos_sin)
     if config.sequence_parallel:
-        # Each tensor rank sends back the gradient of its vocabulary shard only: the backward pass adds them up.
+        # Each tensor rank returns the gradient of its vocabulary shard only; the backward pass sums these.
         x = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True)
     return x
 
 
 @contextlib.contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, LoRA drops nothing: what the trainer computes is what the sampler should."""
+    """A context without LoRA dropout, so that the trainer computes what the sampler should compute."""
     training = model.training
     model.eval()
     try:
@@ -210,16 +208,13 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-def one_row(tokens: list[int], parallel: Parallel) -> Tensor:
-    """``tokens`` alone, repeated at the end up to a length that tensor parallelism can split.  -> (1, T)"""
-    return torch.tensor([tokens + tokens[-1:] * (-len(tokens) % parallel.tensor)], device=parallel.device)
-
-
 @torch.no_grad()
-def layer_outputs(model: torch.nn.Module, tokens: Tensor) -> list[Tensor]:
-    """The residual stream after each layer, on every tensor rank, without dropout.  (b, T) -> L x (b, T, h)"""
+def layer_outputs(model: torch.nn.Module, prompt: list[int], parallel: Parallel) -> list[Tensor]:
+    """The residual stream after each layer, on every tensor rank, without dropout.  (T,) -> L x (T, h)"""
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
+    padding = prompt[-1:] * (-len(prompt) % parallel.tensor)  # sequence parallelism splits the row evenly
+    tokens = torch.tensor([prompt + padding], device=parallel.device)
     outputs: list[Tensor] = []
     hooks = [
         layer.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
@@ -233,11 +228,11 @@ def layer_outputs(model: torch.nn.Module, tokens: Tensor) -> list[Tensor]:
             hook.remove()
     if model.config.sequence_parallel:
         outputs = [gather_from_sequence_parallel_region(output) for output in outputs]
-    return [output.transpose(0, 1) for output in outputs]
+    return [output[: len(prompt), 0] for output in outputs]
 
 
 def output_weight(model: torch.nn.Module) -> Tensor:
-    """This rank's rows of the language-model head; the embedding where the two are tied.  -> (V / tensor, h)"""
+    """The rows of the language-model head on this rank; the embedding, if the two are tied.  -> (V / tensor, h)"""
     if model.share_embeddings_and_output_weights:
         return model.shared_embedding_or_output_weight()
     return model.output_layer.weight
@@ -254,8 +249,8 @@ def token_logprobs(
     """Log-probability and entropy at every token where ``mask`` is 1, and 0 elsewhere.  (b, T), (b, T) -> (b, T) twice
 
     Position t holds log p(tokens[t] | tokens[:t]) under softmax(logits / temperature), so mask[:, 0] must be 0.
-    Only masked positions reach the language-model head, and the (N, V) logits exist only a chunk at a time.
-    ``packing``: packing.pack of these very rows; the same numbers from fewer tokens.
+    Only masked positions reach the language-model head, and only a chunk of the (N, V) logits exists at a time.
+    ``packing``, packing.pack of these rows, gives the same numbers from fewer tokens.
     """
     assert not mask[:, 0].any(), "nothing predicts the first token of a row"
     row, position = mask.nonzero(as_tuple=True)
@@ -266,22 +261,20 @@ def token_logprobs(
         hidden = line.index_select(0, packing.line[row, position - 1])
     chosen = tokens[row, position]
     logp, entropy = _VocabularyLogProbs.apply(hidden, output_weight(model), chosen, temperature, parallel)
-    place = (row, position)
-    return hidden.new_zeros(mask.shape, dtype=torch.float32).index_put(place, logp), hidden.new_zeros(
-        mask.shape, dtype=torch.float32
-    ).index_put(place, entropy)
+    zeros = hidden.new_zeros(mask.shape, dtype=torch.float32)
+    return zeros.index_put((row, position), logp), zeros.index_put((row, position), entropy)
 
 
 class _VocabularyLogProbs(torch.autograd.Function):
     """Log-softmax at the chosen tokens, and its entropy, over a vocabulary that is split over the tensor ranks.
 
-    (N, h), (V / tensor, h), (N,) -> (N,), (N,).  The backward pass makes each chunk's logits again:
+    (N, h), (V / tensor, h), (N,) -> (N,), (N,).  The backward pass computes the logits of each chunk again:
     d logp / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy).  The weight is frozen.
     """
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, chosen: Tensor, temperature: float, parallel: Parallel):
-        first = parallel.tensor_rank * len(weight)  # this rank's slice of the vocabulary
+        first = parallel.tensor_rank * len(weight)  # the first token of this rank's slice of the vocabulary
         logp, entropy, log_norm = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
         for rows in _chunks(len(hidden), len(weight)):
             logits = (hidden[rows] @ weight.t()).float()  # (n, V / tensor)
@@ -290,7 +283,7 @@ class _VocabularyLogProbs(torch.autograd.Function):
             top = logits.amax(dim=-1)
             if parallel.tensor > 1:
                 dist.all_reduce(top, op=dist.ReduceOp.MAX, group=parallel.tensor_group)
-            logits -= top[:, None]  # entropy and log-prob would cancel between numbers of the logits' size
+            logits -= top[:, None]  # avoids the cancellation of large numbers in entropy and log-prob
             weights = logits.exp()
             local = chosen[rows] - first
             mine = (local >= 0) & (local < len(weight))
@@ -317,7 +310,7 @@ class _VocabularyLogProbs(torch.autograd.Function):
             if ctx.temperature != 1:
                 log_p /= ctx.temperature
             log_p -= log_norm[rows, None]
-            if grad_entropy is None:  # it is only logged
+            if grad_entropy is None:  # the entropy is only logged
                 grad = log_p.exp_().mul_(-grad_logp[rows, None])
             else:
                 p = log_p.exp()
@@ -342,7 +335,7 @@ def _chunks(num_rows: int, vocabulary: int) -> list[slice]:
 
 
 class GroupedLinear(torch.nn.Module):
-    """One weight matrix per expert, stored the way it multiplies: row block e of x times weight[e]."""
+    """One weight matrix per expert, stored as (in, out): row block e of x is multiplied by weight[e]."""
 
     def __init__(self, num_experts: int, in_size: int, out_size: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -354,7 +347,7 @@ class GroupedLinear(torch.nn.Module):
 
 
 class GroupedExperts(torch.nn.Module):
-    """SwiGLU experts, each row's output times its routing probability."""
+    """SwiGLU experts; the output of each row is multiplied by its routing probability."""
 
     def __init__(self, num_local_experts: int, config, submodules=None, pg_collection=None) -> None:
         super().__init__()
@@ -363,7 +356,7 @@ class GroupedExperts(torch.nn.Module):
         self.linear_fc2 = GroupedLinear(num_local_experts, width, config.hidden_size, config.params_dtype)
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """(N, h), (E,), (N,) -> (N, h) and no bias.  With expert_tensor > 1 the dispatcher adds up the parts."""
+        """(N, h), (E,), (N,) -> (N, h) and no bias.  With expert_tensor > 1 the dispatcher sums the parts."""
         gate_up = self.linear_fc1(x, tokens_per_expert)  # (N, 2 w)
-        # The second matrix is linear, so the probability may as well come before it, where rows are narrower.
+        # The router weight commutes with the second matrix; applying it before is cheaper, since w < h.
         return self.linear_fc2(kernels.weighted_swiglu(gate_up, probs), tokens_per_expert), None

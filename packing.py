@@ -1,32 +1,35 @@
-"""A micro-batch as one line of tokens: no padding, no token that predicts nothing, and each prompt once for its rows.
+"""A micro-batch as one line of tokens: no padding, no token that predicts nothing, each prompt once for all its rows.
 
-G completions of a prompt need its hidden states once: every operation but attention works token by token and sees a
-line of M tokens. Only attention knows rows: prompts among themselves, then each row's own tokens, which see the row's
-prompt and themselves. b rows, T tokens of a row, P prompts, N the longest row's own tokens, d head size.
+The G completions of a prompt need the hidden states of the prompt only once. Every operation except attention works
+token by token and sees a line of M tokens. Only attention knows rows: first the prompts attend to themselves, then the
+own tokens of each row attend to the row's prompt and to themselves. b rows, T tokens of a row, P prompts, N the largest
+number of own tokens of a row, d head size.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 import kernels
 
 
 @dataclass
 class Packing:
-    """Where the tokens of (b, T) rows lie in the line; padding points at place 0, which no result reads."""
+    """Where the tokens of (b, T) rows lie in the line. Padding points at place 0; no result reads it."""
 
-    source: Tensor  # (M,) each token's place in the flattened rows
-    position: Tensor  # (M,) its place in its row, for RoPE
-    line: Tensor  # (b, T) the other way round
+    source: Tensor  # (M,) the place of each token in the flattened rows
+    position: Tensor  # (M,) the place of each token in its row, for RoPE
+    line: Tensor  # (b, T) inverse map: place in the row -> place in the line
     prompts: Tensor  # (P, longest prompt) places of the prompts' tokens
-    own: Tensor  # (b, N) places of the rows' own tokens
-    bias: Tensor  # (b, 1, N, T) fp32: 0 where an own token sees its row, else -inf; made once for all layers
-    result: Tensor  # (M,) where attention's results of [prompts; own], flattened, hold each token's
+    own: Tensor  # (b, N) places of the own tokens of the rows
+    bias: Tensor  # (b, 1, N, T) fp32: 0 where an own token sees a token of its row, else -inf; made once for all layers
+    result: Tensor  # (M,) the place of each token's result in the flattened attention results [prompts; own]
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Causal attention within each row.  (M, heads, d), (M, kv heads, d) twice -> (M, heads x d)"""
@@ -42,50 +45,44 @@ class Packing:
 
 
 def rows_of(line: Tensor, places: Tensor) -> Tensor:
-    """(M, heads, d), (r, t) -> (r, heads, t, d)"""
+    """The tokens at ``places`` of the line, as rows.  (M, heads, d), (r, t) -> (r, heads, t, d)"""
     rows = line.flatten(1).index_select(0, places.flatten())
     return rows.view(*places.shape, *line.shape[1:]).transpose(1, 2)
 
 
 def pack(tokens: Tensor, mask: Tensor, multiple: int) -> Packing:
-    """How to compute what predicts the tokens where ``mask`` is 1.  (b, T), (b, T)
+    """The packing with which a forward pass predicts the tokens where ``mask`` is 1.  (b, T), (b, T)
 
-    A row's prompt is all before its first such token. The line's length is a multiple of ``multiple``, which tensor
-    parallelism splits. Rows without such a token do not enter it; if there are none, one token does, since every
-    rank takes part in every layer.
+    The prompt of a row is everything before its first such token. The length of the line is a multiple of ``multiple``,
+    because tensor parallelism splits it. Rows without such a token are left out. If no row has one, the line has one
+    token, because every rank takes part in every layer.
     """
     assert not mask[:, 0].any(), "nothing predicts the first token of a row"
     b, width = tokens.shape
-    rows, wanted = tokens.tolist(), mask.tolist()
-    spans = []  # (row, prompt's length, end of the tokens that predict one)
-    for row in range(b):
-        chosen = [t for t in range(width) if wanted[row][t]]
-        if chosen:
-            spans.append((row, chosen[0], chosen[-1]))
-    spans = spans or [(0, 1, 1)]
-    first_with = {}  # prompt -> the row whose tokens stand for it
-    for row, prompt, _ in spans:
-        first_with.setdefault(tuple(rows[row][:prompt]), row)
-    source = [row * width + t for prompt, row in first_with.items() for t in range(len(prompt))]
-    start_of, place = {}, 0
-    for prompt in first_with:
-        start_of[prompt], place = place, place + len(prompt)
-    longest = max(map(len, first_with))
-    longest_own = max(end - prompt for _, prompt, end in spans)
-    prompts = [[start + t if t < len(prompt) else 0 for t in range(longest)] for prompt, start in start_of.items()]
-    result = [i * longest + t for i, prompt in enumerate(first_with) for t in range(len(prompt))]
+    trained = [row.nonzero().flatten().tolist() for row in mask.cpu()]
+    # (row, length of its prompt, end of the tokens that predict another one)
+    spans = [(row, places[0], places[-1]) for row, places in enumerate(trained) if places] or [(0, 1, 1)]
+    rows = tokens.tolist()
+    prompt_of = {row: tuple(rows[row][:length]) for row, length, _ in spans}
+    first_row = {prompt: row for row, prompt in reversed(prompt_of.items())}  # its tokens stand for all equal prompts
+    prompts = list(dict.fromkeys(prompt_of.values()))
+    start_of = dict(zip(prompts, accumulate(map(len, prompts), initial=0), strict=False))
+    source = [first_row[prompt] * width + t for prompt in prompts for t in range(len(prompt))]
+    longest, longest_own = max(map(len, prompts)), max(end - length for _, length, end in spans)
+    result = [i * longest + t for i, prompt in enumerate(prompts) for t in range(len(prompt))]
     line, own, sees = torch.zeros(b, width, dtype=torch.long), torch.zeros(b, longest_own, dtype=torch.long), [0] * b
-    after_prompts = len(first_with) * longest
-    for row, prompt, end in spans:
-        start, n = start_of[tuple(rows[row][:prompt])], end - prompt
-        line[row, :prompt] = torch.arange(start, start + prompt)
-        line[row, prompt:end] = own[row, :n] = torch.arange(len(source), len(source) + n)
-        result += range(after_prompts + row * longest_own, after_prompts + row * longest_own + n)
-        source += range(row * width + prompt, row * width + end)
-        sees[row] = prompt
-    filler = -len(source) % multiple
-    source, result = (torch.tensor(places + [0] * filler) for places in (source, result))
+    for row, length, end in spans:
+        start, first_own = start_of[prompt_of[row]], len(source)
+        line[row, :length] = torch.arange(start, start + length)
+        line[row, length:end] = own[row, : end - length] = torch.arange(first_own, first_own + end - length)
+        first_result = len(prompts) * longest + row * longest_own
+        result += range(first_result, first_result + end - length)
+        source += range(row * width + length, row * width + end)
+        sees[row] = length
+    filler = [0] * (-len(source) % multiple)
+    source, result = torch.tensor(source + filler), torch.tensor(result + filler)
+    prompt_places = pad_sequence([torch.arange(s, s + len(prompt)) for prompt, s in start_of.items()], batch_first=True)
     last_seen = torch.tensor(sees)[:, None, None, None] + torch.arange(longest_own)[:, None]  # (b, 1, N, 1)
     bias = torch.zeros(b, 1, longest_own, width).masked_fill_(torch.arange(width) > last_seen, float("-inf"))
-    fields = (source, source % width, line, torch.tensor(prompts), own, bias, result)
+    fields = (source, source % width, line, prompt_places, own, bias, result)
     return Packing(*(field.to(tokens.device) for field in fields))

@@ -199,7 +199,7 @@ class Tripwires:
                 "to the last bit what it was before the noise",
                 "whether the engine takes pushed norms (aqn.targets, the engine's load_weights)",
             )
-        # Under dropout only the probe counts: the update's passes drop activations, the sampler's and the probe's do not.
+        # Under dropout only the probe counts, because the passes of the update drop activations.
         if self.checks.logp_gap == "off" or "logp_gap" in self.warned or (self.cfg.lora.dropout and not noisy):
             return
         bound = getattr(self.checks, f"logp_gap_{self.cfg.model.dtype}")
@@ -263,7 +263,7 @@ class Tripwires:
             )
 
     def _collapse(self, step: int) -> None:
-        """Whether the mean reward of ten steps fell far below the first ten, or the policy is far from the reference."""
+        """Whether the last ten steps' reward is far below the first ten's, or their KL to the reference is large."""
         if len(self.history) < 2 * WINDOW or self.cfg.reward.permute:  # with shuffled rewards, both are expected
             return
         rewards = self._column("reward/mean")

@@ -302,7 +302,7 @@ def _messages(todo: list[Slot], ranks: int) -> Iterator[list[Slot]]:
 
 
 def changing(todo: list[Slot], only: Collection[str], adapted: bool = True) -> list[Slot]:
-    """The slots with a tensor of ``only`` or (if ``adapted``) with LoRA, and all slots that an engine fuses with them."""
+    """Slots with a tensor of ``only`` or (if ``adapted``) with LoRA, and the slots that an engine fuses with them."""
     wanted = {
         fused_group(slot.names[0])
         for slot in todo
@@ -329,10 +329,7 @@ def fused_group(name: str) -> str:
 
 
 def _delta(slot: Slot) -> Tensor:
-    adapter = slot.adapter
-    if slot.expert is None:
-        return adapter.delta()
-    return adapter.scale * (adapter.A[slot.expert] @ adapter.B[slot.expert])
+    return slot.adapter.delta() if slot.expert is None else slot.adapter.delta(slot.expert)
 
 
 def _whole(
