@@ -1,7 +1,8 @@
 """Bad input of every kind, through the command that the user types: one clear line on stderr and exit code 2.
 
-Each row of the table is one change away from a run that works, which the first tests show. What `--check` can see is
-refused by `--check`; the rest (run=True) in a world of one process. Some rows also run as a process of their own.
+Each row of the table makes one change to a run that works; the first tests show that it works. `--check` refuses
+everything that it can see. The other rows (run=True) are refused in a world of one process. Some rows also run as a
+process of their own.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ import tiny_model
 import train_grpo
 import tripwires
 
-pytestmark = [  # notes of others about GPUs and about each other; train_grpo.py silences them when run as a command
+pytestmark = [  # warnings of torch and Megatron about GPUs and each other; the command silences them
     pytest.mark.filterwarnings(r"ignore:::megatron\."),
     pytest.mark.filterwarnings(r"ignore:::torch\."),
 ]
@@ -295,7 +296,7 @@ DATA = [
         questions(f'{{"question": "{"x" * 10**6}", "answer": "#### 2"}}\n')),
     row("too many generated", "data.num_train: found 999999; operands 1 to 49 give", "data.num_train=999999"),
     row("operands", "data.operand_low: 50 exceeds data.operand_high 49", "data.operand_low=50"),
-    # Before a tiny model is made, which takes minutes, all the rest is known to be right.
+    # Everything else is checked before a tiny model is made, because that takes minutes.
     row("no model, no data file", "train.jsonl: cannot be read", questions(train=None), typed("model.path=FOLDER/new")),
     row("no model, bad reward", "reward.method: base_acc", "reward.method=base_acc", typed("model.path=FOLDER/new")),
     row("no model, bad layout", "parallel.expert: 3 does not divide 4 experts",
@@ -347,14 +348,16 @@ PROCESSES = [param for param in TABLE if param.id in ("unknown-key", "one-infini
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a configuration, the model that it made and the run that it did."""
+    """A folder with a configuration, its model and its finished run."""
     world._import_megatron()
     folder = tmp_path_factory.mktemp("good")
     write_config(folder / "run.yaml", folder / "model", folder / "out")
     assert exit_code([str(folder / "run.yaml")]) == 0
     (made,) = (folder / "out").iterdir()
     made.rename(folder / "run")
-    data_gsm8k.load_tokenizer(folder / "model")  # imports what every row's process would otherwise import anew
+    data_gsm8k.load_tokenizer(
+        folder / "model"
+    )  # import here what the process of every row would otherwise import again
     return folder
 
 
@@ -369,7 +372,7 @@ def place(good: Path, tmp_path: Path, monkeypatch: MonkeyPatch) -> Iterator[Plac
 
 
 def command(place: Place, changes: tuple[str | Break, ...], run: bool) -> list[str]:
-    """What the user types after `python train_grpo.py`, once everything is broken."""
+    """The arguments after `python train_grpo.py`, after all changes were made."""
     for change in changes:
         (typed(change) if isinstance(change, str) else change)(place)
     return [str(place.config), *place.arguments, *([] if run else ["--check"])]

@@ -1,4 +1,4 @@
-"""Checkpoints: what is loaded is what was saved, damage is named, and only what may be resumed is."""
+"""Checkpoints: what is loaded is what was saved, damage is named, and only suitable runs are resumed."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_after_a_rewind_the_damaged_later_ones_never_push_out_the_good_one(tmp_p
     cfg = config_in(tmp_path, keep_last=1)
     for path in saved(tmp_path, config_in(tmp_path, keep_last=3), 1, 2, 3)[1:]:
         (path / "state.json").write_text("{")
-    saved(tmp_path, cfg, 2)  # resumed from 1; 3 is still there, damaged
+    saved(tmp_path, cfg, 2)  # resumed from 1; step 3 still exists and is damaged
     assert checkpoint.latest(tmp_path).step == 2 and names(tmp_path) == ["step-000002"]
 
 
@@ -128,7 +128,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     found = checkpoint.latest(tmp_path, said.append)
     assert found.step == 1 and is_whole(found)
     assert len(said) == 1 and "step-000002/" in said[0]
-    if name != "checksums.json":  # a flipped byte in there makes any of the files look wrong
+    if name != "checksums.json":  # a flipped byte in checksums.json makes any other file look wrong
         assert name in said[0]
 
 
@@ -185,7 +185,7 @@ def test_a_disk_that_is_full_half_way_is_a_clear_error_and_leaves_the_earlier_on
     assert len(made) == 3 and names(tmp_path) == before and is_whole(checkpoint.latest(tmp_path))
     made.clear()
     assert checkpoint.save(tmp_path, 3, {"adapter": dict(list(pending.items())[:2])}, {}, cfg, writes=False) is None
-    assert len(made) == 2 and names(tmp_path) == before  # who does not write makes every tensor, and writes nothing
+    assert len(made) == 2 and names(tmp_path) == before  # a process that does not write makes every tensor and writes nothing
 
 
 def test_a_full_disk_at_the_first_save_is_a_clear_error(tmp_path: Path, cfg: Config, monkeypatch: MonkeyPatch) -> None:
@@ -202,7 +202,7 @@ def test_a_full_disk_at_the_first_save_is_a_clear_error(tmp_path: Path, cfg: Con
 
 @pytest.fixture(autouse=True)
 def no_records(monkeypatch: MonkeyPatch) -> None:
-    """How a run was started is slow to collect, and nothing here reads it."""
+    """The records of a start take long to collect, and no test here reads them."""
     monkeypatch.setattr(runlog, "write_records", lambda *_: None)
 
 
@@ -277,7 +277,7 @@ def test_a_checkpoint_is_plain_json_and_safetensors(tmp_path: Path, cfg: Config)
 
 
 def test_a_resume_holds_each_file_against_its_checksum_once(tmp_path: Path, cfg: Config, monkeypatch: MonkeyPatch):
-    """14 GiB take 15 s each time."""
+    """A checkpoint of 14 GiB takes 15 s to verify."""
     monkeypatch.setattr(runlog, "write_records", lambda *_: None)
     log = runlog.open_run(cfg, 1, 0)
     saved(log.run_dir, cfg, 1, 2)

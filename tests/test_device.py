@@ -1,4 +1,4 @@
-"""The operations of kernels.py against the plainest formula for each, forward and backward.
+"""The operations of kernels.py against the plain formula of each, forward and backward.
 
 N rows, E experts, h input width, o output width, b rows, T tokens, d head size.
 """
@@ -23,7 +23,7 @@ OLD_MEGATRON = ROOT / os.environ.get("MEGATRON_0_12_DIR", ".cache/megatron-core-
 
 
 def plain_grouped(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
-    """Each row times its expert's matrix, row by row."""
+    """Each row times the matrix of its expert, row by row."""
     expert_of_row = [expert for expert, count in enumerate(counts) for _ in range(count)]
     return torch.stack([row @ weight[expert] for row, expert in zip(x, expert_of_row, strict=True)])
 
@@ -31,7 +31,7 @@ def plain_grouped(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
 @pytest.mark.parametrize("widths", [(16, 32), (4, 8), (5, 3), (16, 6), (2, 16)], ids=str)
 @pytest.mark.parametrize("counts", [[3, 4, 5], [0, 12, 0], [12, 0, 0], [0, 0, 12], [1, 0, 11]], ids=str)
 def test_grouped_mm_multiplies_each_row_by_its_experts_matrix(widths, counts):
-    """The kernel takes widths of whole 16 bytes, the loop all others: (5, 3), (16, 6) and (2, 16) here."""
+    """The kernel takes multiples of 16 bytes as widths, the loop all others: here (5, 3), (16, 6) and (2, 16)."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(12, widths[0], generator=generator)
     weight = torch.randn(3, *widths, generator=generator)
@@ -77,7 +77,7 @@ def test_rms_norm_is_that_of_transformers(dtype):
     found = kernels.rms_norm(x, norm.weight, 1e-5)
     assert found.dtype == dtype
     if dtype == torch.bfloat16:
-        assert torch.equal(found, norm(x))  # rounded in the same places
+        assert torch.equal(found, norm(x))  # rounded at the same places
     else:
         torch.testing.assert_close(found, norm(x), rtol=1e-6, atol=1e-6)
 
@@ -87,7 +87,7 @@ def test_rms_norm_is_that_of_transformers(dtype):
 def test_gradients_of_rms_norm_are_those_of_its_formula_in_float64(shape, trained):
     generator = torch.Generator().manual_seed(4)
     x, grad = (torch.randn(shape, generator=generator) * 10 for _ in range(2))
-    x[0] = 0  # a row of nothing: only eps keeps it finite
+    x[0] = 0  # a row of zeros: only eps keeps the result finite
     inputs = [x, torch.randn(shape[-1], generator=generator)]
     wanted = [name in trained for name in ("input", "weight")]
 
@@ -137,7 +137,7 @@ def test_swiglu_gates_the_second_half_with_the_first():
 
 
 def test_rotary_turns_each_pair_by_its_angle():
-    """Element i of the first half and i of the second are a point in the plane."""
+    """Element i of the first half and element i of the second half are a point in the plane."""
     generator = torch.Generator().manual_seed(6)
     x, angle = torch.randn(2, 5, 3, 8, generator=generator), torch.randn(1, 5, 1, 4, generator=generator)
     doubled = torch.cat([angle, angle], -1)
@@ -170,7 +170,10 @@ def test_deterministic_changes_nothing_on_a_cpu(monkeypatch):
 
 
 def test_deterministic_sets_what_is_unset_and_refuses_the_contrary(monkeypatch):
-    environment = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "THP_MEM_ALLOC_ENABLE": "0"}  # as good as ours; the user's wish
+    environment = {
+        "CUBLAS_WORKSPACE_CONFIG": ":16:8",
+        "THP_MEM_ALLOC_ENABLE": "0",
+    }  # the user's value, which is as good as ours, is kept
     monkeypatch.setattr(os, "environ", environment)
     asked = dict(environment)
     devices.set_environment("auto", deterministic=False)
@@ -196,7 +199,7 @@ print(megatron.core.__version__, *(name for name in ("torch._dynamo", "torch._in
 
 @pytest.mark.parametrize("version", ["0.16.1", "0.12.1"])
 def test_importing_megatron_leaves_torchs_compiler_alone(version):
-    """It would cost more than all the rest of the import."""
+    """The compiler would take more time than all other imports."""
     if version == "0.12.1" and not (OLD_MEGATRON / "megatron").is_dir():
         pytest.skip("megatron-core 0.12.1 is not there (MEGATRON_0_12_DIR); run_tests.sh puts it there")
     path = os.pathsep.join([str(ROOT), *([str(OLD_MEGATRON)] if version == "0.12.1" else [])])

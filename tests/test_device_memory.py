@@ -1,4 +1,4 @@
-"""The device's memory by phase, where the device counts it: what is logged is the fullest rank's fullest phase."""
+"""The device memory of each phase, on a device that counts it. The fullest phase of the fullest rank is logged."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Faults that would train something else than what was asked, planted in whole runs: each is found, and by which check.
+"""Faults in whole runs that would train something else than intended: each is found, by the check that is named here.
 
-And the other side: no check fires in the stored runs, nor in unusual but legitimate configurations.
+Also: no check fires in the stored runs, or in unusual but legitimate configurations.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ def trained_on_the_held_out_file() -> None:
 
 
 def asks_held_out_questions() -> None:
-    """The data are split as they should be, but what is asked comes from the other part."""
+    """The data are split correctly, but a question of the held-out part is asked."""
     parts = []
     after(data_gsm8k, "load", lambda found, *_: (parts.append(found), found)[1])
     after(data_gsm8k.Questions, "pick", lambda found, *_: [*found[:-1], parts[-1][0]])
 
 
-FOUND = {  # fault: its plant, the changes to the run, the kind of error, what its message holds
+FOUND = {  # fault: (function that plants it, changes to the run, kind of error, parts of the message)
     "reference with adapters on": (
         reference_with_adapters_on, LARGE, Tripped,
         ["checks.impossible: step 4: the KL to the reference is exactly 0 in 3 steps after updates"],
@@ -139,11 +139,13 @@ def on_rank_1(plant: Callable[[], None]) -> None:
 
 
 def one_gradient_not_summed(is_expert: bool) -> None:
-    """On every rank, one factor is left out of the gradients' sum."""
+    """On every rank, the gradient of one factor is not summed."""
     real = parallel_setup.Parallel.sync_gradients_
 
     def sync(self: parallel_setup.Parallel, parameters: list) -> None:
-        left = [p for p in parameters if p.is_expert == is_expert][1]  # a B: the gradient of an A is 0 at first
+        left = [p for p in parameters if p.is_expert == is_expert][
+            1
+        ]  # a B, because the gradient of every A is 0 at first
         real(self, [p for p in parameters if p is not left])
 
     parallel_setup.Parallel.sync_gradients_ = sync
@@ -167,7 +169,7 @@ def a_norm_read_wrongly() -> None:
 
 
 def a_norm_in_another_order() -> None:
-    """Its sum is the same."""
+    """One rank has the elements of a norm in reverse order; the sum is the same."""
 
     def change(_: None, model: torch.nn.Module, *__) -> None:
         with torch.no_grad():
@@ -178,7 +180,7 @@ def a_norm_in_another_order() -> None:
     after(weights_hf, "load", change)
 
 
-BETWEEN = {  # fault: its plant, layouts, what the message holds
+BETWEEN = {  # fault: (function that plants it, layouts, parts of the message)
     "a gradient not summed over data ranks": (
         partial(one_gradient_not_summed, False), ["DP2", "TP2_EP2_DP2"], ["after 1 steps: model.layers.0.self_attn."],
     ),
@@ -208,7 +210,7 @@ def test_what_ranks_hold_in_common_must_stay_the_same(fault: str, layout: str, m
 
 
 def test_equal_sums_of_other_bytes_are_no_matter_and_other_bytes_with_other_sums_are_named() -> None:
-    """Sums only choose what is looked at; a kernel whose sum is not repeatable must stop no run."""
+    """Sums only choose the tensors that are compared, so a sum that is not reproducible must not stop a run."""
     named = "b of ranks 0, 1: not the same on all ranks that hold it"
     assert training.in_world("DP2", sums_that_differ) == [("", named)] * 2
 
@@ -272,14 +274,14 @@ def test_a_resume_without_all_of_its_checkpoint_stops(part: str, layout: str, mo
     reports = raised(plant, cfg, layout)
     assert len({message for _, message in reports}) == 1 and reports[0][0] is Tripped, reports
     assert "checks.state: after 5 steps: " in reports[0][1] and expected in reports[0][1], reports[0][1]
-    assert raised(nothing, cfg, layout)[0] == (InputError, "")  # a sound resume goes on
+    assert raised(nothing, cfg, layout)[0] == (InputError, "")  # a correct resume goes on
 
 
 # ------------------------------------------------------------------------------------------------ collapse
 
 
 def steps_of(rewards: list[float], kl: float, **changes: object) -> list[str]:
-    """What a run of these mean rewards, one a step, is told about."""
+    """The warnings in a run with these mean rewards, one for each step."""
     said: list[str] = []
     watch = Tripwires(training.config(Path("none"), Path("none"), **changes), said.append, lambda bound: "")
     for step, reward in enumerate(rewards):
@@ -295,9 +297,9 @@ def test_a_reward_that_falls_far_below_its_own_start_is_reported_once() -> None:
     (line,) = steps_of(falling, 0.1)
     # Steps 19 to 28 are two of 0.2 and eight of 0.04: 0.072 is the first mean under a fifth of 0.4.
     assert line.startswith("warning: checks.collapse: step 28: mean reward 0.072, after 0.400 in this run's first 10")
-    assert steps_of(falling, 0.1, reward__permute=True) == []  # the control's rewards are shuffled: it may collapse
-    assert steps_of([0.4] * 15 + [0.1] * 30, 0.1) == []  # a quarter of it
-    assert steps_of([0.01] * 15 + [0.0] * 30, 0.1) == []  # a start of almost nothing
+    assert steps_of(falling, 0.1, reward__permute=True) == []  # with shuffled rewards a collapse is no fault
+    assert steps_of([0.4] * 15 + [0.1] * 30, 0.1) == []  # 0.1 is a quarter of 0.4
+    assert steps_of([0.01] * 15 + [0.0] * 30, 0.1) == []  # the first rewards are too small to judge
 
 
 def test_a_policy_far_from_the_reference_is_reported() -> None:
@@ -372,8 +374,8 @@ LEGITIMATE = {
 
 
 def test_no_check_stops_an_unusual_but_legitimate_run_or_warns(model: Path, tmp_path: Path) -> None:
-    """Only `unparsable` is off, since a random model never answers in the right form, and `gradient_spike` and
-    `entropy`, which are about training that goes badly; 4 tokens are too few for most answers to end."""
+    """Off are `unparsable`, because a random model never answers in the right form, and `gradient_spike` and `entropy`,
+    which concern bad training. Four tokens are too few for most answers to end."""
     quiet = {f"checks__{name}": "off" for name in ("unparsable", "truncated", "gradient_spike", "entropy", "collapse")}
     fired = {}
     for number, (name, changes) in enumerate(LEGITIMATE.items()):
@@ -402,7 +404,7 @@ def test_ranks_of_a_sound_run_stay_the_same(name: str, model: Path, tmp_path: Pa
 
 
 def test_steps_of_which_all_groups_are_left_out_are_no_fault(model: Path, tmp_path: Path) -> None:
-    """A solved task: all groups are equal, so that there is no row of which to take a KL."""
+    """The task is solved: all groups have equal rewards, so no row is left for a KL."""
     cfg = training.config(model, tmp_path, checks__unparsable="off", checks__truncated="off",
                           loss__skip_equal_groups=True, **FEW | LARGE | {"train__steps": 8})  # fmt: skip
     assert raised(solved_after_two_steps, cfg) == [(InputError, "")]

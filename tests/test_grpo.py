@@ -1,6 +1,6 @@
-"""The GRPO objective against scalar Python written from the formulas, hand-worked numbers and closed-form gradients.
+"""The GRPO objective against scalar Python code of the formulas, numbers by hand and closed-form gradients.
 
-Nothing here shows that the trainer passes the whole update's counts, or that its log-probabilities are right.
+Not covered: whether the trainer passes the counts of the whole update, and whether its log-probabilities are right.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GARBAGE = (math.nan, math.inf, -math.inf, 1e30, -1e30)
 
 
 def batch(rows: int = 6, tokens: int = 7, seed: int = 0) -> dict[str, Tensor]:
-    """Rows of different lengths, the last but one without a token, with ratios on both sides of every clip."""
+    """Rows of different lengths, the last but one without a token. The ratios lie on both sides of every clip."""
     make = torch.Generator().manual_seed(seed)
     lengths = torch.tensor([tokens, 3, 1, 5, 0, 4])[:rows]
     return {
@@ -50,7 +50,7 @@ def clip(value: float, low: float, high: float) -> float:
 def reference_tokens(
     data: dict[str, Tensor], kind: str, low: float, high: float, dual: float | None
 ) -> list[list[tuple[float, float]]]:
-    """Per row and token in the mask: (loss, its derivative by that token's logp), from the formulas, one by one."""
+    """For each row and token in the mask: (loss, its derivative by the logp of that token), from the formulas."""
     rows = []
     for logp, old_logp, advantage, mask, weights in zip(*(data[name].tolist() for name in data), strict=True):
         inside = [t for t in range(len(mask)) if mask[t]]
@@ -121,9 +121,9 @@ def test_advantages_against_the_formula(norm: str) -> None:
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -0.3, 1 / 3, 1e-30, 1e8 + 8, -1e30])
 @pytest.mark.parametrize("size", [2, 3, 7, 8, 13])
 def test_equal_rewards_have_advantage_exactly_zero(norm: str, reward: float, size: int) -> None:
-    """In float32 the mean of seven 0.1 is not 0.1; over a standard deviation of 0 the difference was 0.41 elsewhere."""
+    """In float32 the mean of seven 0.1 is not 0.1. Divided by a standard deviation of 0, the error becomes 0.41."""
     rewards = torch.full((3, size), reward, dtype=torch.float32)
-    rewards[1] = torch.arange(size)  # the neighbours of an ordinary group are not touched by it
+    rewards[1] = torch.arange(size)  # a neighbouring ordinary group is not affected
     found = grpo.group_advantages(rewards, norm)
     assert torch.equal(found[[0, 2]], torch.zeros(2, size)) and found[1].min() < 0 < found[1].max()
 
@@ -184,7 +184,7 @@ def test_kl_of_equal_inputs_is_exactly_zero(kind: str) -> None:
 
 
 def test_low_var_kl_has_no_gradient_beyond_2_611_nats_below_the_reference() -> None:
-    """e^d - d - 1 passes 10 at d = 2.6109..: there the policy is no longer pulled back."""
+    """e^d - d - 1 exceeds 10 from d = 2.6109.. on: there the gradient is 0."""
     assert kl_of(-2.610, "low_var_kl")[1] < 0
     for difference in (-2.612, -5.0, -19.0, -21.0, -1000.0):
         assert kl_of(difference, "low_var_kl", torch.float32) == (10.0, 0.0)
@@ -241,7 +241,7 @@ def test_loss_and_gradient_against_the_formulas(
 
 
 def test_the_formula_test_meets_every_branch() -> None:
-    """Else the agreement above would say little: clipped above and below, not clipped, and dual-clipped."""
+    """Control: the rows contain tokens that are clipped above, clipped below, not clipped, and dual-clipped."""
     data = batch()
     _, stats = grpo.policy_loss(**data, dual_clip=1.5)
     assert 0.1 < stats["clip_frac"] < 0.9 and 0.1 < stats["dual_clip_frac"] < 0.9
@@ -253,11 +253,11 @@ def test_the_formula_test_meets_every_branch() -> None:
         (1.0, 0.0, -1.0, -1.0),  # on policy: the plain policy gradient
         (-1.0, 0.0, 1.0, 1.0),
         (1.0, math.log(1.1), -1.1, -1.1),
-        (1.0, math.log(1.5), -1.2, 0.0),  # good, and already more likely: clipped at 1 + 0.2
-        (1.0, math.log(0.5), -0.5, -0.5),  # good, but less likely: pulled back
-        (-1.0, math.log(0.5), 0.8, 0.0),  # bad, and already less likely: clipped at 1 - 0.2
-        (-1.0, math.log(2.0), 2.0, 2.0),  # bad, but more likely: pushed down
-        (-1.0, math.log(4.0), 3.0, 0.0),  # far more likely: dual clip at 3
+        (1.0, math.log(1.5), -1.2, 0.0),  # a good token that is more likely already: clipped at 1 + 0.2
+        (1.0, math.log(0.5), -0.5, -0.5),  # a good token that is less likely: not clipped
+        (-1.0, math.log(0.5), 0.8, 0.0),  # a bad token that is less likely already: clipped at 1 - 0.2
+        (-1.0, math.log(2.0), 2.0, 2.0),  # a bad token that is more likely: not clipped
+        (-1.0, math.log(4.0), 3.0, 0.0),  # a bad token that is far more likely: dual clip at 3
         (-2.0, math.log(4.0), 6.0, 0.0),
         (-1.0, 25.0, 3.0, 0.0),
         (0.0, 3.0, 0.0, 0.0),
@@ -273,7 +273,7 @@ def test_ppo_regions_by_hand(advantage: float, log_ratio: float, loss: float, sl
 @pytest.mark.parametrize("log_ratio", [25.0, 80.0, 1e4, -25.0, -1e4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_absurd_log_ratio_stays_bounded(kind: str, log_ratio: float, advantage: float) -> None:
-    """Without a limit one token of +25 nats makes a loss of 7e10; here at most e^20 (gspo e^10) without dual clip."""
+    """Without a limit, one token of +25 nats gives a loss of 7e10; the limit is e^20 (gspo e^10) without dual clip."""
     logp = torch.full((1, 1), log_ratio).requires_grad_()
     options = {"kind": kind, "mask": torch.ones(1, 1), "advantages": torch.tensor([advantage])}
     with_dual, stats = grpo.policy_loss(logp, torch.zeros(1, 1), **options)
@@ -287,7 +287,7 @@ def test_an_absurd_log_ratio_stays_bounded(kind: str, log_ratio: float, advantag
 
 
 def test_gspo_by_hand() -> None:
-    """Log-ratios 0.3 and -0.1 have mean 0.1: s = e^0.1 for both tokens, gradient -A s / 2 each; padding not counted."""
+    """Log-ratios 0.3 and -0.1 have the mean 0.1: s = e^0.1 for both tokens, and the gradient of each is -A s / 2."""
     data = {
         "logp": torch.tensor([[-1.0, -2.0, -9.0]], dtype=torch.float64),
         "old_logp": torch.tensor([[-1.3, -1.9, -1.0]], dtype=torch.float64),
@@ -300,7 +300,7 @@ def test_gspo_by_hand() -> None:
 
 
 def test_gspo_keeps_a_small_ratio_beside_a_large_log_probability() -> None:
-    """One token of 1024 moved by 2^-12: the mean 2^-22 would be lost if it were added to a float32 logp of -30."""
+    """One of 1024 tokens moves by 2^-12. Adding the mean, 2^-22, to a float32 logp of -30 would round it off."""
     logp = torch.full((1, 1024), -30.0)
     old_logp = logp.clone()
     old_logp[0, 0] -= 2**-12
@@ -309,7 +309,7 @@ def test_gspo_keeps_a_small_ratio_beside_a_large_log_probability() -> None:
 
 
 def test_cispo_by_hand() -> None:
-    """Ratio 2 is clipped to 1.2, but the token keeps its gradient, -1.2 A; one below at 0.5 has 0.8."""
+    """The ratio 2 is clipped to 1.2, but the token keeps the gradient -1.2 A; a ratio of 0.5 is clipped to 0.8."""
     data = {
         "logp": torch.tensor([[-1.0], [-2.0]], dtype=torch.float64),
         "old_logp": torch.tensor([[-1.0 - math.log(2)], [-2.0 + math.log(2)]], dtype=torch.float64),
@@ -322,7 +322,7 @@ def test_cispo_by_hand() -> None:
 
 
 def test_on_policy_gradient_is_minus_advantage_for_every_kind() -> None:
-    """With one update a rollout the ratio is 1 and all three are REINFORCE with the group's baseline."""
+    """With one update per rollout the ratio is 1, and all three losses are REINFORCE with the baseline of the group."""
     data = {**batch(), "weights": None}
     data["old_logp"] = data["logp"].clone()
     expected = -data["advantages"][:, None] * data["mask"] / 20
@@ -339,7 +339,7 @@ def test_on_policy_gradient_is_minus_advantage_for_every_kind() -> None:
     "split", [[[0, 1, 2, 3, 4, 5]], [[0], [1], [2], [3], [4], [5]], [[5, 0, 4], [1, 2, 3]], [[4], [3, 1], [0, 5, 2]]]
 )
 def test_loss_does_not_depend_on_how_rows_are_split(kind: str, aggregate: str, split: list[list[int]]) -> None:
-    """Over micro-batches and ranks alike: shares, their gradients and the statistics add up; padding differs."""
+    """The shares of micro-batches (or ranks), their gradients and the statistics add up, with different padding."""
     data = batch()
     options = {"kind": kind, "aggregate": aggregate, "max_new_tokens": 16, "num_tokens": 20, "num_sequences": 6}
     whole_loss, whole_stats = grpo.policy_loss(**data, **options)
@@ -359,7 +359,7 @@ def test_loss_does_not_depend_on_how_rows_are_split(kind: str, aggregate: str, s
 
 
 def test_shares_of_the_micro_batches_own_counts_would_not_add_up() -> None:
-    """The negative control of the test above: what goes wrong when the update's counts are not passed."""
+    """Negative control of the test above: without the counts of the update, the shares do not add up."""
     data = batch()
     whole, _ = grpo.policy_loss(**data)
     halves = [{name: value[rows] for name, value in data.items()} for rows in ([0], [1, 2, 3, 4, 5])]
@@ -477,7 +477,7 @@ def test_statistics_by_hand() -> None:
 
 # --------------------------------------------------------------------------------------------------- rollout correction
 def test_rollout_weights_by_hand() -> None:
-    """Ratios 1.5 0.5 8 | 1.5 1.2: products 6 and 1.8, cut at 2."""
+    """Ratios 1.5 0.5 8 | 1.5 1.2: products 6 and 1.8, clipped at 2."""
     ratios = torch.tensor([[1.5, 0.5, 8.0], [1.5, 1.2, 7.0]], dtype=torch.float64)
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
     expected = {

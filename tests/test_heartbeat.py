@@ -1,4 +1,4 @@
-"""A rank that stands still says so and ends the run; one that beats is left alone."""
+"""A rank that stalls says so and ends the run. A rank that beats goes on."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tripwires import EXIT_CODE
 
 
 def watched(seconds: int, script: str) -> subprocess.CompletedProcess:
-    """A process with a heartbeat ``beat`` of rank 3, which runs ``script``; what it said and how it ended."""
+    """Run ``script`` in a process with a heartbeat ``beat`` of rank 3; returns its output and exit code."""
     program = f"import time; from tripwires import Heartbeat; beat = Heartbeat(3, {seconds})\n{script}\nprint('done')"
     command = [sys.executable, "-c", program]
     return subprocess.run(command, cwd=launched.ROOT, capture_output=True, text=True, timeout=60)
 
 
-def test_who_stands_still_is_told_with_place_and_stack_and_ends() -> None:
+def test_a_process_that_stalls_reports_place_and_stack_and_ends() -> None:
     ended = watched(1, "def long_wait(): time.sleep(30)\nbeat.beat('update of step 7')\nlong_wait()")
     assert ended.returncode == EXIT_CODE and "done" not in ended.stdout
     assert "rank 3: stood still for" in ended.stderr and "after: update of step 7" in ended.stderr
@@ -38,7 +38,7 @@ def test_who_stands_still_is_told_with_place_and_stack_and_ends() -> None:
     ],
     ids=["beats", "stopped", "off"],
 )
-def test_who_beats_or_is_not_watched_goes_on(seconds: int, script: str) -> None:
+def test_a_process_that_beats_or_is_not_watched_goes_on(seconds: int, script: str) -> None:
     ended = watched(seconds, script)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")
 
@@ -58,7 +58,7 @@ def test_a_run_with_a_rank_that_hangs_ends_by_itself_and_says_where(tmp_path: Pa
         assert code != 0 and seconds < 30, (code, seconds, started.text)
         assert not started.living()
     said = started.text
-    for rank in (0, 1):  # the one that hangs, and the one that waits for it in a collective
+    for rank in (0, 1):  # rank 1 hangs, and rank 0 waits for it in a collective
         assert f"rank {rank}: stood still for" in said, said
     assert said.count("of step 2 (train.stall_seconds = 10)") == 2, said
     assert "in strike" in said and "in all_reduce" in said, said

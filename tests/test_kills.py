@@ -1,4 +1,4 @@
-"""Killed with SIGKILL at any moment, or stopped by the system: a whole checkpoint is left and the run ends the same."""
+"""SIGKILL at any moment, or a write that the system refuses: a whole checkpoint is left, and the run ends the same."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cfg(tmp_path: Path) -> Config:
 
 
 def in_child(work: Callable[[], None], kill_after_seconds: float | None = None) -> int:
-    """Run ``work`` in a forked process, SIGKILLed after a while if asked; its exit status (-9 when killed)."""
+    """Run ``work`` in a forked process, SIGKILL it after a while if asked, and return its exit status (-9: killed)."""
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
@@ -52,7 +52,7 @@ def in_child(work: Callable[[], None], kill_after_seconds: float | None = None) 
 
 
 def kill_me_at(moment: int) -> None:
-    """SIGKILL this process at its n-th opening, renaming, making or removing of a file from now on."""
+    """SIGKILL this process at its n-th file operation (open, rename, make, remove) from now on."""
     left = [moment]
 
     def count(event: str, _: tuple) -> None:
@@ -68,7 +68,7 @@ def test_a_write_that_the_system_cuts_short_is_a_clear_error(tmp_path: Path, cfg
     saved(tmp_path, cfg, 1)
 
     def save_under_a_limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))  # the kernel refuses what is beyond
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))  # the kernel refuses larger files
         with pytest.raises(InputError, match="step-000002: checkpoint not written: .*too large"):
             checkpoint.save(tmp_path, 2, tensors_of(2, size=100_000), {}, cfg)
 
@@ -77,7 +77,7 @@ def test_a_write_that_the_system_cuts_short_is_a_clear_error(tmp_path: Path, cfg
 
 
 def test_random_kills_during_saves_always_leave_a_whole_checkpoint(tmp_path: Path) -> None:
-    """Every tensor takes a while to be made, so that most kills strike between two of a file."""
+    """Every tensor takes a while to be made, so most kills happen between two tensors of a file."""
     cfg = config_in(tmp_path, keep_last=1)
 
     def slowly(tensor: Tensor) -> checkpoint.Pending:
@@ -96,7 +96,7 @@ def test_random_kills_during_saves_always_leave_a_whole_checkpoint(tmp_path: Pat
 
         def save_for_ever(step: int = step) -> None:
             while True:
-                for _ in range(2):  # the second replaces
+                for _ in range(2):  # the second save replaces the first
                     checkpoint.save(tmp_path, step, pending_of(step), {"cursor": step}, cfg)
                 step += 1
 
@@ -124,7 +124,7 @@ def test_a_kill_at_any_file_operation_of_a_save_leaves_a_whole_one(tmp_path: Pat
         status = in_child(save)
         said: list[str] = []
         assert is_whole(checkpoint.latest(run_dir, said.append)) and said == []
-        saved(run_dir, cfg, step)  # the redone save tidies up
+        saved(run_dir, cfg, step)  # the repeated save removes the leftovers
         assert names(run_dir) == [f"step-{n:06d}" for n in range(max(1, step - 1), step + 1)]
         shutil.rmtree(run_dir)
         if status == 0:
@@ -134,7 +134,7 @@ def test_a_kill_at_any_file_operation_of_a_save_leaves_a_whole_one(tmp_path: Pat
 
 
 def train(cfg: Config) -> None:
-    """A run in miniature: the next weight follows from this one, so a step lost or done twice shows in every line."""
+    """A small run: each weight depends on the one before, so a lost or repeated step changes every later line."""
     found = checkpoint.find_resumable(cfg)
     log = runlog.open_run(cfg, 1, 0, resume=found and found.path.parent.parent)
     weight, first = torch.ones(3), 0
@@ -161,7 +161,7 @@ def records(cfg: Config) -> dict[str, bytes]:
 
 
 def test_a_run_killed_anywhere_ends_byte_identical_when_started_again(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(runlog, "write_records", lambda *_: None)  # slow; nothing in there is read again
+    monkeypatch.setattr(runlog, "write_records", lambda *_: None)  # slow, and not read again
     monkeypatch.setattr(runlog, "draw_curves", lambda *_: None)
     whole = config_in(tmp_path / "whole", steps=6)
     assert in_child(lambda: train(whole)) == 0

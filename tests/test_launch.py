@@ -1,4 +1,4 @@
-"""Sixteen ranks on few cores, and, with the real torchrun, a rank that fails brings the others down at once."""
+"""Sixteen ranks run on few cores. With the real torchrun, a rank that fails ends the others at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from config import to_yaml
 
 @pytest.mark.slow
 def test_sixteen_ranks_run_the_shape_of_the_large_layout(tmp_path) -> None:
-    """TP4 EP16 as on 16 NPUs. The model is random, so the reward is 0; what is shown is that every collective meets."""
+    """TP4 EP16 as on 16 NPUs. The random model earns no reward; the test shows that every collective completes."""
     folders = (f"train.out_dir={tmp_path}/out", f"model.path={tmp_path}/model")
     arguments = ("configs/tiny_16.yaml", "train.steps=3", *folders)
     training.import_before_the_fork()
@@ -56,5 +56,5 @@ def test_a_rank_that_fails_brings_the_others_down_within_seconds(fault, rank, mo
         assert not started.living()
     assert ("a deliberate fault in process" in started.text) == (fault == "raise")
     assert "step 1/3" in started.text and "step 2/3" not in started.text
-    assert started.text.count("Traceback") <= 2, started.text  # the rank's own, and torchrun's about its child
+    assert started.text.count("Traceback") <= 2, started.text  # the message of the rank, and that of torchrun about it
     print(f"{fault} on rank {rank}: all ended {seconds:.1f} s later with exit code {code}\n{started.text}")

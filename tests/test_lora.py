@@ -1,7 +1,7 @@
-"""LoRA in every layout against gradients that never saw LoRA code (lora_reference.py), with negative controls.
+"""LoRA in every layout against gradients from code without LoRA (lora_reference.py), with negative controls.
 
-Each rank runs `measure` once a layout and kind, in one forked world a number of ranks; each test reads one property.
-The controls leave out one reduction at a time: if a test could not tell, the reduction would not be tested.
+Each rank runs `measure` once for each layout and kind, in one forked world for each number of ranks. Each test reads
+one property. Each control leaves out one reduction, which the tests must notice.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def everywhere(paths, references, tokens) -> dict[str, list]:
 
 @pytest.fixture(scope="module")
 def skewed(paths) -> tuple[Reference, list]:
-    """Rows of one repeated token: few experts get all of it, and the ranks of the others not a single row."""
+    """Rows of one repeated token: few experts get all tokens, and ranks without these experts get none."""
     tokens, kind = torch.full((8, 16), 7), "qwen3_moe"
     expected = lora_reference.compute(reference.load(paths[kind]), tokens)
     return expected, world.in_layouts(["TP2_EP4"], measure, {kind: paths[kind]}, {kind: expected}, tokens)["TP2_EP4"]
@@ -65,7 +65,7 @@ def kind(request) -> str:
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def ranks(request, kind, everywhere) -> list[dict]:
-    """What every rank of one layout measured."""
+    """The measurements of every rank of one layout."""
     return [by_kind[kind] for by_kind in everywhere[request.param]]
 
 
@@ -84,7 +84,7 @@ def test_gradients_are_right_on_ranks_whose_experts_get_no_token(skewed):
     expected, by_rank = skewed
     A = expected.gradients["model.layers.0.mlp.experts.gate_up_proj.A"]
     idle = [expert for expert in range(16) if not A[expert].any()]
-    assert any(set(range(first, first + 4)) <= set(idle) for first in (0, 4, 8, 12)), idle  # of the 4 ranks, one
+    assert any(set(range(first, first + 4)) <= set(idle) for first in (0, 4, 8, 12)), idle  # the experts of one of the 4 ranks
     for by_kind in by_rank:
         assert by_kind["qwen3_moe"]["error"] < TOLERANCE
         assert by_kind["qwen3_moe"]["error with recompute"] < TOLERANCE
@@ -120,7 +120,7 @@ def test_a_new_adapter_changes_no_bit(ranks):
 
 def test_disabled_is_the_base_bit_for_bit(ranks):
     assert all(rank["disabled"] for rank in ranks)
-    assert all(rank["effect"] > 0.1 for rank in ranks)  # and enabled it was another model
+    assert all(rank["effect"] > 0.1 for rank in ranks)  # with the adapters on, it was another model
 
 
 def test_log_probs_are_those_of_the_merged_model(ranks):
@@ -136,7 +136,7 @@ def test_partial_export_brings_exactly_what_the_adapters_change(layout, everywhe
     base = load_file(paths[kind] / "model.safetensors")
     changed = sorted(name for name, value in references[kind].merged.items() if not torch.equal(value, base[name]))
     for by_kind in everywhere[layout]:
-        fused = {weights_hf.fused_group(name) for name in changed}  # q, k and v take their biases along
+        fused = {weights_hf.fused_group(name) for name in changed}  # the biases of q, k and v come with their weights
         whole = sorted(name for name in by_kind[kind]["names"] if weights_hf.fused_group(name) in fused)
         assert by_kind[kind]["partial names"] == whole
         assert by_kind[kind]["partial equal"]
@@ -160,7 +160,7 @@ def test_initial_factors_are_uniform_and_each_experts_own(everywhere, kind):
 
 
 def test_factors_saved_in_any_layout_load_in_any_other(ranks):
-    """Every layout takes its shards out of the same whole tensors, and gives the same whole tensors back."""
+    """Every layout cuts its shards from the same whole tensors, and gathers the same whole tensors again."""
     assert all(rank["round trip"] for rank in ranks)
 
 

@@ -1,4 +1,4 @@
-"""What may be adapted and what is refused, dropout with recompute, bf16 bases, and that frozen experts stay cheap."""
+"""Targets that can be adapted or are refused; dropout with recompute; bf16 bases; the cost of frozen experts."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_adapters_of_another_model_are_refused_by_name(chosen, references):
 
 
 def dropouts(parallel: Parallel, path: Path, expected: Reference, tokens: Tensor) -> dict:
-    """Log-probs and own gradients under dropout, with and without recompute, and in bf16."""
+    """Log-probs and gradients of this rank under dropout, with and without recompute, and in bf16."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     out: dict = {}
@@ -128,8 +128,8 @@ def dropouts(parallel: Parallel, path: Path, expected: Reference, tokens: Tensor
         adapters = lora_megatron.attach(model, lora_config(dropout=dropout), parallel, SEED)
         fill(adapters, expected.factors, arch, parallel)
         model.train(training)
-        torch.manual_seed(7)  # without tensor parallelism dropout draws from this generator,
-        model_parallel_cuda_manual_seed(7)  # with it from Megatron's
+        torch.manual_seed(7)  # without tensor parallelism, dropout draws from this generator
+        model_parallel_cuda_manual_seed(7)  # with tensor parallelism, it draws from Megatron's
         logp = backward(model, tokens, parallel)
         gradients = {key: factor.grad for key, factor in lora_megatron.factors(adapters).items()}
         out[name] = logp, gradients
@@ -176,7 +176,7 @@ def test_bf16_model_trains_fp32_factors(dropped):
 
 
 class _Shapes(TorchDispatchMode):
-    """Every shape that any operation returns in memory of its own."""
+    """The shapes of all tensors that operations allocate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class _Shapes(TorchDispatchMode):
 
 
 def expert_gradient_shapes(parallel: Parallel, path: Path, tokens: Tensor) -> tuple:
-    """Shapes of the frozen experts, and what a backward pass makes with them frozen and (control) not."""
+    """Shapes of the frozen experts, and of the tensors of a backward pass with frozen and (control) trained experts."""
     model, _ = load(path, parallel)
     lora_megatron.attach(model, lora_config(), parallel, SEED)
     bases = [p for name, p in model.named_parameters() if name.endswith("base.weight") and p.dim() == 3]
@@ -206,10 +206,10 @@ def expert_gradient_shapes(parallel: Parallel, path: Path, tokens: Tensor) -> tu
 
 @pytest.mark.parametrize("loop", [False, True], ids=["grouped kernel", "loop over experts"])
 def test_no_weight_gradient_of_frozen_experts_is_formed(loop, paths, tokens, monkeypatch):
-    if loop:  # what grouped_mm falls back to for widths that the kernel does not take
+    if loop:  # the fallback of grouped_mm for widths that the kernel does not support
         monkeypatch.setattr(kernels, "_grouped_mm_takes", lambda weight: False)
     args = paths["qwen3_moe"], tokens
     shapes, frozen, trained = world.in_layouts(["TP1"], expert_gradient_shapes, *args)["TP1"][0]
     assert shapes == {(16, 64, 64), (16, 32, 64)}  # (E, h, 2 w) and (E, w, h)
     assert frozen == set()
-    assert trained == shapes  # the hook would have seen them
+    assert trained == shapes  # control: the hook sees such tensors

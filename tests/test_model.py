@@ -1,7 +1,7 @@
 """The sharded model's log-probs, entropy and logits against transformers in fp32, at every layout of 1 to 16 ranks.
 
-transformers is the independent reference: random weights, no norm, bias or router at its identity. One forked world a
-number of ranks computes everything (the fixtures); each test then reads one property off.
+transformers is the independent reference: random weights, no norm, bias or router at its identity. One forked world
+for each number of ranks computes everything (the fixtures). Each test reads one property.
 b rows, T tokens, N completion tokens, h hidden size, V vocabulary.
 """
 
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import model_megatron
 from parallel_setup import Parallel
 
-TOLERANCE = 1e-5  # of a log-prob near -5; measured 1e-6. 1e-4 is what the project promises
+TOLERANCE = 1e-5  # of a log-prob near -5; measured 1e-6. The project promises 1e-4
 TEMPERATURE = 0.7
 TWO_LAYOUTS = ["TP1", "TP2_EP2"]
 MODELS = {  # name: (kind, what differs from reference.SIZES)
@@ -85,7 +85,7 @@ def other_forwards(parallel: Parallel, path: Path, tokens: Tensor) -> dict[str, 
 
     model.zero_grad()
     nothing = model_megatron.token_logprobs(model, tokens, torch.zeros_like(mask), parallel)
-    (nothing[0].sum() + nothing[1].sum()).backward()  # a rank whose rows are all padding still meets every collective
+    (nothing[0].sum() + nothing[1].sum()).backward()  # a rank with padding only still takes part in every collective
     answers["of_nothing"] = float((nothing[0].abs() + nothing[1].abs()).detach().sum())
     answers["gradient_of_nothing"] = max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
 
@@ -108,7 +108,7 @@ def other_forwards(parallel: Parallel, path: Path, tokens: Tensor) -> dict[str, 
 
 
 class _WidestTensor(TorchDispatchMode):
-    """Records how many rows of logits any operation returns at once; the (V, h) weight itself does not count."""
+    """Records the largest number of rows of logits that an operation returns; the (V, h) weight is not counted."""
 
     def __init__(self, weight: Tensor, vocabulary: int) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class _WidestTensor(TorchDispatchMode):
 
 
 def sharded_gradient(parallel: Parallel, hidden: Tensor, weight: Tensor, chosen: Tensor, signs: Tensor) -> Tensor:
-    """d (signs . logp + 0.3 signs . entropy) / d hidden, added up over the tensor ranks."""
+    """d (signs . logp + 0.3 signs . entropy) / d hidden, summed over the tensor ranks."""
     state = hidden.clone().requires_grad_()
     shard = weight.chunk(parallel.tensor)[parallel.tensor_rank]
     logp, entropy = model_megatron._VocabularyLogProbs.apply(state, shard, chosen, TEMPERATURE, parallel)
@@ -184,7 +184,7 @@ def by_kind(paths, tokens) -> dict[str, dict[str, list]]:
 
 @pytest.fixture(scope="module")
 def forwards(by_kind, kind, layout) -> dict[str, object]:
-    """What rank 0 of a layout computed."""
+    """The results of rank 0 of a layout."""
     return by_kind[kind][layout][0]
 
 
@@ -213,7 +213,7 @@ def test_every_architecture_option_is_computed_as_transformers_does(name, layout
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in KINDS])
 def test_every_architecture_option_matters(name, true_logits):
-    """Control: a model that ignored the option would be told apart."""
+    """Control: the test would notice a model that ignores the option."""
     base = true_logits["qwen3" if name.startswith("qwen3") else "qwen2"]
     assert (true_logits[name] - base).abs().max() > 1e-2
 

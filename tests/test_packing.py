@@ -1,6 +1,6 @@
-"""Rows as one line of tokens give the numbers of the padded rows: log-probs, entropies, and every gradient.
+"""Packed rows give the same numbers as padded rows: log-probs, entropies, and every gradient.
 
-Prompts that several rows share, rows of many lengths, rows that train nothing, masks with holes, in several layouts.
+Covered: prompts that several rows share, rows of many lengths, rows that train nothing, masks with holes, layouts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def rows() -> tuple[Tensor, Tensor]:
 
 def test_line_holds_each_prompt_once_and_no_token_that_predicts_nothing() -> None:
     packed = packing.pack(*rows(), multiple=1)
-    # Prompts 3 + 5 + 5; a row's last token predicts nothing: 3 + 8 + 0 + 6 + 8 + 1 + 0.
+    # The prompts have 3 + 5 + 5 tokens. The last token of a row predicts nothing: 3 + 8 + 0 + 6 + 8 + 1 + 0.
     assert len(packed.source) == 13 + 26
     tokens = rows()[0].flatten()[packed.source]
     assert tokens[:13].tolist() == [40, 41, 42, 50, 51, 52, 53, 54, 60, 61, 62, 63, 64]
@@ -51,7 +51,9 @@ def both_ways(parallel, path, recompute: bool) -> tuple[float, float, float]:
         logp, entropy = model_megatron.token_logprobs(model, tokens, mask, parallel, TEMPERATURE, packed)
         (logp * torch.arange(16) + 0.3 * entropy).sum().backward()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        for gradient in gradients:  # what a tensor rank has of a norm's is the share of its part of the sequence
+        for (
+            gradient
+        ) in gradients:  # a tensor rank has only a share of a norm's gradient: that of its part of the sequence
             dist.all_reduce(gradient, group=parallel.tensor_group)
         found.append((logp.detach(), entropy.detach(), gradients))
     (logp, entropy, gradients), (packed_logp, packed_entropy, packed_gradients) = found
@@ -70,7 +72,7 @@ def test_packed_rows_give_the_numbers_of_padded_rows(tmp_path_factory, recompute
 
 
 def of_nothing(parallel, path) -> float:
-    """The largest gradient of rows that train nothing; every rank takes part all the same."""
+    """The largest gradient of rows that train nothing. Every rank still takes part."""
     model, _ = adapted.load(path, parallel)
     tokens, mask = rows()[0], torch.zeros(8, 16)
     packed = packing.pack(tokens, mask, parallel.tensor)

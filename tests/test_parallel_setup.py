@@ -1,4 +1,4 @@
-"""The rank grid and its reductions, in the layouts of world.py: what each rank holds must add up to the whole."""
+"""The rank grid and its reductions in the layouts of world.py: the pieces of all ranks add up to the whole."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAYOUTS = list(world.LAYOUTS)
 
 
 def measure(parallel: Parallel) -> dict:
-    """This rank's place, its groups, and every reduction of numbers that name their ranks."""
+    """The place of this rank, its groups, and every reduction of numbers that identify their ranks."""
     values = torch.tensor([2 ** (2 * parallel.data_rank), 10])
     summed = parallel.sum_over_data(values)
     members = {}
@@ -111,7 +111,7 @@ def open_and_close() -> list[tuple[int, int]]:
         if name:
             world.open_layout(name)
             parallel_setup.close_layout()
-            parallel_setup.close_layout()  # nothing is open any more
+            parallel_setup.close_layout()  # no layout is open any more
         gc.collect()
         found.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
     return found
@@ -119,7 +119,7 @@ def open_and_close() -> list[tuple[int, int]]:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
 def test_a_layout_that_is_closed_leaves_no_threads_and_descriptors():
-    """One group that is only forgotten keeps two threads and four descriptors."""
+    """A group that is not destroyed keeps two threads and four descriptors."""
     for found in world.run(2, open_and_close):
-        threads, descriptors = zip(*found[1:], strict=True)  # the first layout also starts what the world needs
+        threads, descriptors = zip(*found[1:], strict=True)  # the first layout also starts the threads of the world
         assert max(threads) == min(threads) and max(descriptors) <= min(descriptors) + 2, found

@@ -1,4 +1,4 @@
-"""A run that was killed and started again ends like one that never was; another layout may go on with it."""
+"""A run that was killed and resumed ends like a run that was not killed. Another layout can resume it too."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from config import load_config, to_yaml
 from knobs import Config
 
 RECORDS = ("metrics.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl")
-EVERYTHING = {  # a rollout, updates and an evaluation that depend on all that a checkpoint must hold
+EVERYTHING = {  # rollout, updates and evaluation depend on everything that a checkpoint must hold
     "train__steps": 5, "train__checkpoint_every": 1, "eval__every": 2, "optim__prompts_per_update": 3,
     "optim__decay": "cosine", "optim__weight_decay": 0.1, "lora__dropout": 0.1, "loss__entropy_coef": 0.05,
     "optim__tokens_per_micro_batch": 300,
@@ -52,12 +52,14 @@ def assert_same_bytes(found: Path, expected: Path) -> None:
 
 def run_in_a_session_of_its_own(layout: str, cfg: Config) -> None:
     os.setsid()
-    tempfile.tempdir = str(Path(cfg.train.out_dir).parent)  # what a killed process leaves goes with the test's folder
+    tempfile.tempdir = str(
+        Path(cfg.train.out_dir).parent
+    )  # the files of a killed process are removed with the test's folder
     training.in_world(layout, training.train_each, [(layout, cfg)])
 
 
 def killed_after(seconds: float, layout: str, cfg: Config) -> bool:
-    """Train in forked processes, all of them SIGKILLed after a while; whether they were still running."""
+    """Train in forked processes, and SIGKILL all of them after a while. Returns whether they were still running."""
     child = multiprocessing.get_context("fork").Process(target=run_in_a_session_of_its_own, args=(layout, cfg))
     child.start()
     child.join(seconds)
@@ -75,7 +77,7 @@ def test_killed_again_and_again_at_any_moment(model, tmp_path) -> None:
     whole = time.monotonic() - start
     cfg = training.in_layout(training.config(model, tmp_path / "killed", **EVERYTHING), "EP2")
     kills = 0
-    for share in (0.4, 0.6, 0.5, 0.7, 0.8, 0.9):  # of the time that a whole run takes
+    for share in (0.4, 0.6, 0.5, 0.7, 0.8, 0.9):  # as a share of the time of a whole run
         if not finished_runs(cfg):
             kills += killed_after(share * whole, "EP2", cfg)
     if not finished_runs(cfg):
@@ -87,14 +89,14 @@ def test_killed_again_and_again_at_any_moment(model, tmp_path) -> None:
 
 
 def test_killed_at_exact_places_under_torchrun(model, tmp_path) -> None:
-    """In the middle of a step, then of a checkpoint; then the real command runs to the end."""
+    """The run is killed in the middle of a step, then of a checkpoint. Then the real command runs to the end."""
     whole, cfg = (
         training.in_layout(training.config(model, tmp_path / name, **EVERYTHING), "EP2") for name in ("whole", "killed")
     )
     training.in_world("EP2", training.train_each, [("EP2", whole)], False)
     path = tmp_path / "killed.yaml"
     path.write_text(to_yaml(cfg))
-    # The fourth update is the second one of the second step; the second checkpoint from there is that of three steps.
+    # The fourth update is the second one of step 2. The second checkpoint after it is the one of three steps.
     for number, (place, count, rank) in enumerate([("update", 4, 1), ("checkpoint", 2, 0)]):
         flag = tmp_path / f"flag{number}"
         fault = ("hang", place, count, rank, flag)
@@ -119,7 +121,7 @@ def test_killed_at_exact_places_under_torchrun(model, tmp_path) -> None:
 
 
 def rewound(run_dir: Path, folder: Path, steps: int) -> Path:
-    """A copy of a finished run as it was when it had a checkpoint of ``steps`` only and had been killed."""
+    """A copy of a finished run in the state of a run that was killed after its checkpoint of ``steps`` steps."""
     copy = shutil.copytree(run_dir, folder / run_dir.name)
     (copy / "finished.json").unlink()
     for path in (copy / "checkpoints").iterdir():
@@ -130,7 +132,7 @@ def rewound(run_dir: Path, folder: Path, steps: int) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(model, tmp_path_factory) -> Path:
-    """A run without dropout, whose numbers no layout changes."""
+    """A run without dropout: its numbers do not depend on the layout."""
     changes = EVERYTHING | {"lora__dropout": 0.0, "train__keep_last": 9}
     return training.run_all({"": ("EP2", training.config(model, tmp_path_factory.mktemp("plain"), **changes))})[""]
 
@@ -235,7 +237,7 @@ def test_resuming_a_finished_run_by_name_leaves_its_numbers_alone(plain, file, t
 
 @pytest.fixture(scope="module")
 def on_files(model, tmp_path_factory) -> Config:
-    """The configuration of a finished run of two steps, whose model and data are files of its own."""
+    """The configuration of a finished run of two steps with its own model and data files."""
     folder = tmp_path_factory.mktemp("files")
     shutil.copytree(model, folder / "model")
     for split, first in (("train", 1), ("test", 50)):
@@ -250,7 +252,7 @@ def on_files(model, tmp_path_factory) -> Config:
 
 def weight_changed(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    content[-1] ^= 1  # the last bit but the sign and the exponent of a weight
+    content[-1] ^= 1  # a bit of the mantissa of a weight
     path.write_bytes(content)
 
 
@@ -264,7 +266,7 @@ CHANGES = {
 
 @pytest.fixture
 def interrupted(on_files, tmp_path) -> Path:
-    """The folder of those files after the first step, as it was when the test began once the test has ended."""
+    """The folder of the run after its first step. It is restored at the end of the test."""
     folder = Path(on_files.model.path).parent
     shutil.copytree(folder, tmp_path / "kept")
     (run,) = (folder / "out").iterdir()
@@ -297,12 +299,14 @@ def test_other_inputs_under_the_same_path_are_refused_with_both_checksums_or_acc
     assert code == 0 and "after 1 of 2 steps" in text and f"accepted: {path}: when {run}" in text, text
     recorded = json.loads((run / "resume-1" / "inputs.json").read_text())
     assert now in [*recorded["model"].values(), *recorded["data"].values()]
-    assert run_record.changed_inputs(run, load_config(tmp_path / "config.yaml")) == []  # these are its inputs now
+    assert (
+        run_record.changed_inputs(run, load_config(tmp_path / "config.yaml")) == []
+    )  # the run has accepted these inputs
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="mapped files are listed in /proc")
 def test_a_resumed_run_holds_no_checkpoint_open(model, plain, tmp_path, monkeypatch) -> None:
-    """The space of one that is removed must come back while the run goes on."""
+    """The disk space of a removed checkpoint must be free again while the run goes on."""
     copy = rewound(plain, tmp_path, 2)
     changes = EVERYTHING | {"lora__dropout": 0.0, "train__keep_last": 1, "train__resume": str(copy)}
     cfg = training.config(model, tmp_path / "out", **changes)
@@ -324,7 +328,7 @@ def train_and_list_maps(cfg: Config) -> list[list[str]]:
 
 
 def test_noise_and_dropout_are_the_same_after_a_resume(model, tmp_path) -> None:
-    """The noise's check on a probe draws nothing from the dropout's generator, and drops nothing."""
+    """The check of the noise on the probe draws nothing from the generator of dropout, and uses no dropout."""
     changes = EVERYTHING | {"aqn__schedule": "constant", "aqn__router": "clean"}
     run = training.run_all({"": ("TP1", training.config(model, tmp_path / "whole", **changes))})[""]
     rows = training.metrics(run)

@@ -1,7 +1,7 @@
-"""One step's numbers do not depend on how ranks, rows or memory share the work, and repeat to the last byte.
+"""The numbers of a step do not depend on how ranks, rows or memory share the work, and repeat to the last byte.
 
 Every run is the whole trainer on a random tiny model, in forked worlds of 1 to 16 processes. The reward is lenient
-(training.lenient_score): a random model would earn none. What this does not cover is a reward that is hard to earn.
+(training.lenient_score), because a random model would earn none. A reward that is hard to earn is not covered.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import startup
 import train_grpo
 from engines.interface import Completion
 
-LAYOUTS = [name for name in world.LAYOUTS if name not in ("TP8", "TP4_EP4_ETP4")]  # test_lora.py has those too
+LAYOUTS = [name for name in world.LAYOUTS if name not in ("TP8", "TP4_EP4_ETP4")]  # test_lora.py covers both kinds
 TWO_UPDATES = {"optim__prompts_per_update": 3, "train__steps": 2}
 ONE_ROW = {"optim__tokens_per_micro_batch": 108}  # = max_prompt_tokens + max_new_tokens: a micro-batch is one row
 OPTIONS = {  # every loss kind, aggregate, KL estimate, advantage and importance weight at least once
@@ -48,12 +48,12 @@ OPTIONS = {  # every loss kind, aggregate, KL estimate, advantage and importance
         "lora__targets": ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router"), "reward__permute": True,
     },
 }  # fmt: skip
-SPLITS = {  # the same step, split otherwise
+SPLITS = {  # the same step, split in another way
     "one row, recompute": ("TP1", ONE_ROW | {"model__recompute": True}),
     "TP2_EP2": ("TP2_EP2", {}),
     "EP2, one row, recompute": ("EP2", ONE_ROW | {"model__recompute": True}),
 }
-FEW = {  # fewer sequences than data ranks, and sometimes none that is trained
+FEW = {  # fewer sequences than data ranks; sometimes no sequence is trained
     "two rows an update": {"rollout__prompts_per_step": 2, "rollout__group_size": 2, "optim__prompts_per_update": 1},
     "two rows an update, replayed": {
         "rollout__prompts_per_step": 2, "rollout__group_size": 2, "optim__prompts_per_update": 1, "replay__mode": "r3",
@@ -77,7 +77,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def runs(models, tmp_path_factory) -> dict[str, Path]:
-    """All runs that are only compared with each other, so that a number of ranks needs one world."""
+    """All runs that are compared with each other. Runs with the same number of ranks share one world."""
     out = tmp_path_factory.mktemp("runs")
     jobs = {layout: (layout, TWO_UPDATES) for layout in LAYOUTS}
     jobs |= {f"{kind} {layout}": (layout, {}) for kind in KINDS for layout in ("TP1", "TP2_EP2")}
@@ -130,7 +130,7 @@ def test_ranks_without_a_row_of_their_own_change_nothing(name, runs) -> None:
 
 
 def test_the_adapters_move_and_every_option_matters(runs) -> None:
-    """Control: equal numbers of runs that learn nothing, or of options that are not read, would prove nothing."""
+    """Control: equal numbers would prove nothing if the runs did not learn, or if the options were not read."""
     for option in ("TP1", *OPTIONS):
         assert min(column(runs[option], "actor/grad_norm")) > 0
         if option != "masked_and_skipped":
@@ -151,7 +151,7 @@ def test_groups_that_are_left_out_do_not_thin_the_metrics(runs) -> None:
 
 
 def train_without(dropped: str, jobs: list) -> None:
-    """Train with one of the reductions of sync_gradients_ left out."""
+    """Train without one of the reductions of sync_gradients_."""
     real = parallel_setup.Parallel.sync_gradients_
     real_sum = parallel_setup.sum_gradients_
 
@@ -170,7 +170,7 @@ def train_without(dropped: str, jobs: list) -> None:
      ("TP2_EP2_ETP2", "expert_tensor")],
 )  # fmt: skip
 def test_a_dropped_reduction_shows_at_the_second_step(layout, dropped, models, runs, tmp_path) -> None:
-    """Negative control of the tests above. Ranks then sample from different policies, which two tripwires would see."""
+    """Negative control of the tests above. Two tripwires are off: they would notice that the policies of ranks differ."""
     off = {"checks__logp_gap": "off", "checks__state": "off"}
     cfg = training.in_layout(training.config(models["qwen3_moe"], tmp_path, **off), layout)
     training.in_world(layout, train_without, dropped, [(layout, cfg)])
@@ -207,7 +207,7 @@ def test_the_first_evaluation_depends_neither_on_the_seed_nor_on_the_world(runs)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("run", ["{} TP1", "{} TP2_EP2", "bf16 {}"])
 def test_the_first_step_starts_at_the_reference(run, kind, runs) -> None:
-    """B is 0, so policy and reference are one model; one update, so the ratio is 1."""
+    """B is 0, so policy and reference are the same model. There is one update, so the ratio is 1."""
     first, second, *_ = training.metrics(runs[run.format(kind)])
     assert first["actor/kl_loss"] == 0.0 and second["actor/kl_loss"] > 0
     assert first["actor/ratio_gap"] == 0.0 and abs(first["actor/ratio_mean"] - 1) < 1e-6
@@ -221,11 +221,11 @@ def test_sampler_and_trainer_agree_in_fp32_and_nearly_in_bf16(runs) -> None:
     for kind in KINDS:
         gaps = [column(runs[f"bf16 {kind}"], f"rollout/logp_gap_{what}") for what in ("mean", "max")]
         print(f"bf16 {kind}: gap of sampler and trainer, mean {max(gaps[0]):.5f}, largest {max(gaps[1]):.5f} nats")
-        assert 0 < max(gaps[0]) < 0.02 and max(gaps[1]) < 1  # one token of another expert is far off
+        assert 0 < max(gaps[0]) < 0.02 and max(gaps[1]) < 1  # a token that takes another expert differs strongly
 
 
 def ratio_gaps(jobs: list) -> list[list[float]]:
-    """The ratio's distance from 1 in each micro-batch, by update."""
+    """Distance of the ratio from 1 in each micro-batch of each update."""
     updates: list[list[float]] = [[]]
     real_loss, real_step = grpo.policy_loss, learner.Learner._step
 
@@ -277,7 +277,7 @@ def test_permuted_rewards_are_the_same_rewards_elsewhere() -> None:
     assert torch.equal(rewards, before)
     for order in orders:
         assert order.shape == (6, 4) and sorted(order.flatten().tolist()) == list(range(24))
-        assert (order // 4 != rewards // 4).double().mean() > 0.5  # across groups, not within
+        assert (order // 4 != rewards // 4).double().mean() > 0.5  # across groups, not only within a group
     assert torch.equal(orders[0], orders[1]) and not torch.equal(orders[0], orders[2])
 
 

@@ -1,7 +1,7 @@
-"""Each tripwire is shown to fire by the fault it is for, planted in a whole run, and to keep still in sound ones.
+"""Each tripwire fires in a whole run with the fault that it is for, and does not fire in sound runs.
 
-A run is the whole trainer on a random tiny model in a forked world, where the fault is planted; the reward is lenient
-(training.lenient_score) unless a constant one is wanted. Not here: the vLLM engine, and a rank that stands still.
+A run is the whole trainer on a random tiny model in a forked world in which the fault is planted. The reward is lenient
+(training.lenient_score) unless a test needs a constant one. Not covered: the vLLM engine, and a rank that stalls.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from knobs import Action, ChecksConfig, Config
 from learner import Learner
 from tripwires import Tripped, Tripwires
 
-FEW = {  # a step of some 50 ms
+FEW = {  # a step takes about 50 ms
     "rollout__prompts_per_step": 4, "rollout__group_size": 2, "optim__prompts_per_update": 4,
     "rollout__max_new_tokens": 4, "eval__samples": 0, "eval__num_questions": 1,
 }  # fmt: skip
 CHECKS = [name for name, field in ChecksConfig.model_fields.items() if field.annotation == Action]
 ALL_STOP = {f"checks__{name}": "stop" for name in CHECKS}
-ALL_STOP["checks__truncated_share"] = 0.9  # a random model is often not done after 4 tokens
+ALL_STOP["checks__truncated_share"] = 0.9  # answers of a random model are often longer than 4 tokens
 NOISE = {"aqn__schedule": "constant"}
 
 
@@ -58,7 +58,7 @@ def nothing() -> None:
 
 
 def pushed_otherwise(change: Callable[[str, Tensor], Tensor]) -> None:
-    """Every tensor that leaves the trainer as ``change(name, tensor)``."""
+    """Push ``change(name, tensor)`` instead of every tensor."""
     after(weights_hf, "export", lambda stream, *_: ((name, change(name, tensor)) for name, tensor in stream))
 
 
@@ -72,13 +72,13 @@ def experts_delta_dropped() -> None:
 
 
 def gate_transposed() -> None:
-    """Layer 1's router comes with its memory in the other order, as a square one would without any complaint."""
+    """The router of layer 1 is pushed transposed but with the right shape, so no check of shapes notices it."""
     gate = "model.layers.1.mlp.gate.weight"
     pushed_otherwise(lambda name, tensor: tensor.t().reshape(tensor.shape) if name == gate else tensor)
 
 
 def gate_permuted() -> None:
-    """Layer 0's router has its experts in another order."""
+    """The router of layer 0 is pushed with its experts in another order."""
     gate = "model.layers.0.mlp.gate.weight"
     pushed_otherwise(lambda name, tensor: tensor.roll(1, 0) if name == gate else tensor)
 
@@ -98,7 +98,7 @@ def nan_in_one_expert() -> None:
 
 
 def engine_without_norms() -> None:
-    """An engine that, once loaded, takes every tensor but the norms."""
+    """After its first load, the engine ignores the norms that are pushed."""
     real = Decoder.load_weights
 
     def load_weights(self: Decoder, stream) -> None:
@@ -110,7 +110,7 @@ def engine_without_norms() -> None:
 
 
 def engine_with_larger_norms() -> None:
-    """An engine that keeps its norms 1.05 times what it is given."""
+    """The engine multiplies the norms that are pushed by 1.05."""
     real = Decoder.load_weights
 
     def load_weights(self: Decoder, stream) -> None:
@@ -125,7 +125,7 @@ def noise_too_strong() -> None:
 
 
 def noise_in_the_trainer() -> None:
-    """The noise of a push stays in the trainer's own weights, so that the next would come on top."""
+    """The noise of a push stays in the weights of the trainer, so noise would accumulate."""
 
     def leak(metrics: dict, learner: Learner, *_) -> dict:
         with torch.no_grad():
@@ -136,7 +136,7 @@ def noise_in_the_trainer() -> None:
 
 
 def noise_on_a_class_that_is_not_pushed() -> None:
-    """What is pushed are the names of another class of norms."""
+    """The norms of another class are pushed."""
     real = aqn.touched_names
     aqn.touched_names = lambda plan: {name.replace("input", "post_attention") for name in real(plan)}
     after(aqn, "clean_norms", lambda clean, *_: clean | {
@@ -176,7 +176,7 @@ def twelfth_gradient_is_large() -> None:
 
 
 def policy_without_entropy(sharper: float = 1e4) -> None:
-    """A head so sharp that one token has all the probability, on both sides."""
+    """A head so sharp that one token has all the probability, in sampler and trainer."""
 
     def sharpen(_: None, model: torch.nn.Module, *__) -> None:
         with torch.no_grad():
@@ -186,7 +186,7 @@ def policy_without_entropy(sharper: float = 1e4) -> None:
 
 
 def sure_policy() -> None:
-    """The likeliest token has log-prob 0 to the last bit, but not at temperature FLAT; all answers are parsable."""
+    """The most likely token has a log-prob of exactly 0, but not at temperature FLAT. All answers are parsable."""
     policy_without_entropy(80)
     every_answer_parsable()
 
@@ -197,7 +197,7 @@ def sure_policy_watched_at_temperature_1() -> None:
 
 
 SURE = {"checks__entropy": "off", "checks__logp_gap": "off", "checks__reward_constant": "off"}
-STOPS = {  # fault: its plant, the changes to the run, then what the message must hold
+STOPS = {  # fault: (function that plants it, changes to the run, parts of the message)
     "experts' delta dropped": (
         experts_delta_dropped, {},
         ["checks.logp_gap", "step 2", "layer 1 is the first whose output differs", "weights_hf.export"],
@@ -258,7 +258,7 @@ def test_every_rank_stops_with_the_same_report(fault: str, model: Path, tmp_path
     assert reports[0] == reports[1] and all(part in reports[0][1] for part in expected), reports
 
 
-ON_RANK_1 = {  # fault of one rank's engine: its plant, the changes to the run, what the message must hold
+ON_RANK_1 = {  # fault of one rank's engine: (function that plants it, changes to the run, parts of the message)
     "other norms": (engine_with_larger_norms, {}, ["checks.logp_gap", "step 1", "on rank 1 alone"]),
     "other norms under noise": (engine_with_larger_norms, NOISE, ["checks.logp_gap", "step 1", "on rank 1 alone"]),
     "no norms taken": (engine_without_norms, NOISE, ["checks.noise", "step 1", "takes pushed norms"]),
@@ -273,7 +273,7 @@ def rank_1s(plant: Callable[[], None]) -> None:
 @pytest.mark.parametrize("layout", ["TP2", "EP2", "TP2_EP2_DP2"])
 @pytest.mark.parametrize("fault", ON_RANK_1)
 def test_a_fault_of_one_rank_stops_all_ranks_or_warns_once(fault: str, layout: str, model: Path, tmp_path: Path):
-    """No rank may decide alone: the others would wait in its collective. Tensor ranks also have to see one answer."""
+    """No rank may decide alone: the others would wait in a collective. Tensor ranks must see the same answer."""
     plant, changes, expected = ON_RANK_1[fault]
     stop, warn = (
         training.config(model, tmp_path / action, **{expected[0].replace(".", "__"): action}, **FEW | changes)
@@ -293,7 +293,7 @@ def test_a_fault_of_one_rank_stops_all_ranks_or_warns_once(fault: str, layout: s
     ("dtype", "usual", "sound", "broken"), [("fp32", 2e-7, 6e-5, 2e-4), ("bf16", 3e-3, 0.025, 0.04)]
 )
 def test_a_gap_far_above_the_runs_own_first_steps_is_reported_below_the_absolute_bound(dtype, usual, sound, broken):
-    """One step alone is not: 3e-4 was seen in a sound run in fp32, from one token at which two experts almost tied."""
+    """One step alone is not reported: a sound fp32 run had 3e-4, from one token with two almost equal experts."""
     cfg = training.config(Path("none"), Path("none"), model__dtype=dtype, checks__logp_gap="stop")
     said: list[str] = []
     watch = Tripwires(cfg, said.append, lambda bound: "all layers agree")
@@ -306,13 +306,13 @@ def test_a_gap_far_above_the_runs_own_first_steps_is_reported_below_the_absolute
     assert said == []
     for step in range(len(gaps) + 2, len(gaps) + 6):
         watch.after_step(step, metrics | {"rollout/logp_gap_mean": broken}, (0.0, 1.0))
-    (line,) = said  # once
+    (line,) = said  # reported once
     assert f"warning: checks.logp_gap: step {len(gaps) + 3}: sampler and trainer differ by {broken:.2g} nats" in line
     assert f"after {usual:.2g} in this run's first 10 steps" in line and "all layers agree" in line
 
 
 def another_question() -> None:
-    """The data of rank 1's node has another last question."""
+    """On the node of rank 1, the last question is another one."""
 
     def change(found: tuple, cfg: Config, split: str) -> tuple:
         return [*found[0][:-1], (f"What is 1 + 1 in {split}?", "#### 2")], *found[1:]
@@ -336,7 +336,7 @@ def test_a_push_that_is_stuck_on_one_rank_is_named() -> None:
         watch.after_push(3, [1.6, 2.5], 0.1)
 
 
-OTHER_STOPS = {  # what is refused elsewhere than in tripwires.py
+OTHER_STOPS = {  # faults that other files than tripwires.py refuse
     "NaN in one expert": (
         nan_in_one_expert, {}, Tripped, "model.layers.1.mlp.experts.5.down_proj.weight has NaN or infinity"
     ),
@@ -362,7 +362,9 @@ def test_a_fault_that_has_its_own_error_is_named_too(fault: str, model: Path, tm
     ((found, message),) = raised(plant, cfg)
     assert found is kind and expected in message and len(message.splitlines()) <= 10, (found, message)
     saved = len(list(Path(cfg.train.out_dir).glob("*/checkpoints/step-*")))
-    assert saved == {"NaN in one expert": 1, "noise in the trainer": 1}.get(fault, 0)  # those of the sound steps
+    assert saved == {"NaN in one expert": 1, "noise in the trainer": 1}.get(
+        fault, 0
+    )  # the checkpoints of the sound steps
 
 
 # ------------------------------------------------------------------------------------------------ warn, off, the exit
@@ -379,12 +381,12 @@ def test_warn_says_it_once_and_goes_on_and_off_is_silent(action, warnings, model
     assert min(row["rollout/logp_gap_mean"] for row in training.metrics(run)) > 1e-3
 
 
-@pytest.mark.filterwarnings(r"ignore:::megatron\.", r"ignore:::torch\.")  # as the script does
+@pytest.mark.filterwarnings(r"ignore:::megatron\.", r"ignore:::torch\.")  # the command ignores them too
 def test_the_command_ends_with_code_3_and_the_report(model: Path, tmp_path: Path, monkeypatch, capfd) -> None:
     (tmp_path / "run.yaml").write_text(to_yaml(training.config(model, tmp_path, **FEW)))
     for name in ("draw_curves", "write_records"):
         monkeypatch.setattr(runlog, name, lambda *args: None)
-    monkeypatch.setattr(weights_hf, "export", weights_hf.export)  # the fault ends with this test
+    monkeypatch.setattr(weights_hf, "export", weights_hf.export)  # restores it after this test
     gate_permuted()
     assert breaking.exit_code([str(tmp_path / "run.yaml")]) == 3
     message = capfd.readouterr().err
@@ -404,7 +406,7 @@ def test_a_key_that_is_not_read_is_refused(tmp_path: Path) -> None:
 
 
 def every_answer_parsable() -> None:
-    """A random model never answers in the right form, which is a fault that is meant to be seen."""
+    """Count every answer as parsable: a random model never answers in the right form, which a tripwire would notice."""
     reward_gsm8k.parsable = lambda *args: True
 
 

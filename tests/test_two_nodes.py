@@ -1,7 +1,7 @@
-"""Two machines, played by two torchruns of one process each on this one: they train as one torchrun does, one that is
-lost ends the other, and a process that is lost is started again and resumes.
+"""Two nodes, imitated by two torchruns of one process each on this machine. They train like one torchrun. The loss of
+one ends the other, and a lost process is started again and resumes.
 
-What this does not cover is a network between them, and HCCL.
+Not covered: a network between the nodes, and HCCL.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ def model(tmp_path_factory) -> Path:
     return training.make_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
-# Three steps with a checkpoint after each. A random model earns nothing: the entropy bonus is what moves its adapters.
+# Three steps with a checkpoint after each. A random model earns no reward; the entropy bonus moves its adapters.
 RUN = dict(parallel__expert=2, train__checkpoint_every=1, eval__samples=0, loss__entropy_coef=0.05)
 
 
 def configuration(model: Path, folder: Path) -> Path:
-    """RUN's file; the experts are split over the two processes."""
+    """The configuration file of RUN; the experts are split over the two processes."""
     (folder / "config.yaml").write_text(to_yaml(training.config(model, folder / "out", **RUN)))
     return folder / "config.yaml"
 
 
 @contextmanager
 def two_nodes(folder: Path, script: str, *arguments: object, restarts: int = 0) -> Iterator[list[launched.Launch]]:
-    """Two torchruns that meet on a free port; the first holds the store at which they meet."""
+    """Two torchruns that meet on a free port; the first holds the store for their meeting."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -59,9 +59,9 @@ def listens(port: int) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_node_that_is_lost_ends_the_other_with_a_message(rank, model, tmp_path) -> None:
-    """One process hangs at its second update, for a sure moment; then its whole node gets SIGKILL.
+    """One process hangs at its second update, so the moment is known; then its whole node gets SIGKILL.
 
-    The node of one of the two ranks is the one that holds the store.
+    One of the two nodes holds the store.
     """
     flag = tmp_path / "flag"
     fault = ("hang", "update", 2, rank, flag)
@@ -82,9 +82,9 @@ def test_a_node_that_is_lost_ends_the_other_with_a_message(rank, model, tmp_path
 
 @pytest.mark.slow
 def test_a_process_that_is_lost_is_started_again_and_the_run_ends_as_if_nothing_had_been(model, tmp_path) -> None:
-    """It dies in the third step, of which there is no checkpoint; --max-restarts=1 goes on from the second one.
+    """The process dies in the third step, which has no checkpoint; --max-restarts=1 resumes from the second step.
 
-    The undisturbed run is one of two processes on one node.
+    The undisturbed run has two processes on one node.
     """
     cfg = training.config(model, tmp_path / "whole", **RUN)
     training.in_world("EP2", training.train_each, [("EP2", cfg)], False)

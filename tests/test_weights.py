@@ -1,5 +1,6 @@
 """Weights between Hugging Face files and Megatron shards: the same bits after a round trip in every layout, no byte
-read in vain, and one clear line for every kind of broken file. transformers writes the files, safetensors reads them.
+read without need, and one clear line for every kind of broken file. transformers writes the files, safetensors reads
+them.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def build(arch: hf_config.Architecture, parallel: Parallel, dtype: torch.dtype =
 
 
 def round_trip(parallel: Parallel, folders: dict[tuple[str, str], Path]) -> dict:
-    """Per kind and file dtype: the tensors that came back different, and what this rank read and holds."""
+    """For each kind and dtype: tensors that changed in a round trip, and elements that this rank read and holds."""
     answers = {}
     for (kind, stored), folder in folders.items():
         arch = hf_config.read(folder)
@@ -53,7 +54,7 @@ def round_trip(parallel: Parallel, folders: dict[tuple[str, str], Path]) -> dict
             weights = list(weights_hf.slots(model, arch, parallel))
             found = dict(weights_hf.export(model, arch, parallel))
             whole, weights_hf.MESSAGE = weights_hf.MESSAGE, 2 * parallel.expert * max(s.weight.numel() for s in weights)
-            by_two = list(weights_hf.export(model, arch, parallel))  # experts travel two at a time
+            by_two = list(weights_hf.export(model, arch, parallel))  # experts are gathered two at a time
             weights_hf.MESSAGE = whole
             answers[kind, stored, held] = {
                 "different": [name for name, t in expected.items() if not torch.equal(found[name], t.to(dtype))],
@@ -68,7 +69,7 @@ def round_trip(parallel: Parallel, folders: dict[tuple[str, str], Path]) -> dict
 
 
 class _CountElements:
-    """Counts the elements that loading takes out of the files."""
+    """Counts the elements that loading reads from the files."""
 
     def __enter__(self):
         self.elements, self.slice = 0, weights_hf.ModelFiles.slice
@@ -110,7 +111,7 @@ def everywhere(folders) -> dict[str, list]:
 @pytest.mark.parametrize("stored", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_come_back_bit_for_bit(kind, stored, layout, everywhere):
-    """Files in fp32 and in bf16, each held in fp32 and in bf16; every rank exports the same whole tensors."""
+    """Files in fp32 and bf16, loaded as fp32 and bf16. Every rank exports the same whole tensors."""
     for rank in everywhere[layout]:
         for held in DTYPES:
             found = rank[kind, stored, held]
@@ -126,7 +127,7 @@ def test_a_rank_reads_only_the_slices_it_holds(layout, everywhere):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_together_hold_no_more_than_their_copies(layout, everywhere, folders):
-    """The embedding is held by data ranks, an expert by expert-data ranks: no shard is larger than it must be."""
+    """Data ranks hold the same embedding, expert-data ranks the same expert. No shard is larger than necessary."""
     ranks, tensor, expert, expert_tensor = world.LAYOUTS[layout]
     for (kind, stored), folder in folders.items():
         tensors = load_file(folder / "model.safetensors")
@@ -197,12 +198,12 @@ def test_save_model_takes_views_and_transposed_tensors(tmp_path):
 
 @pytest.fixture
 def model_dir(folders, tmp_path) -> Path:
-    """A copy that a test may break; one file."""
+    """A copy, in one file, that a test may break."""
     return Path(shutil.copytree(folders["qwen3_moe", "fp32"], tmp_path / "model"))
 
 
 def change(edit: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
-    """A break that rewrites the file with other tensors."""
+    """A fault that rewrites the file with other tensors."""
 
     def apply(folder: Path) -> None:
         tensors = load_file(folder / "model.safetensors")
@@ -213,7 +214,7 @@ def change(edit: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None
 
 
 def rewrite(edit: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    """A break of the file's bytes."""
+    """A fault in the bytes of the file."""
 
     def apply(folder: Path) -> None:
         path = folder / "model.safetensors"
@@ -241,7 +242,7 @@ def wrong_offset(data: bytes) -> bytes:
 
 
 UNREADABLE = r"model\.safetensors: not a readable safetensors file \(.+\)"
-BROKEN = {  # what is wrong: (how it gets there, what the one line says)
+BROKEN = {  # the fault: (the change that makes it, the expected line)
     "missing tensor": (change(lambda t: t.pop(EXPERT)), f"missing: {EXPERT}"),
     "several missing": (
         change(lambda t: [t.pop(name) for name in list(t) if ".q_norm" in name or ".k_norm" in name]),
@@ -295,7 +296,7 @@ BROKEN = {  # what is wrong: (how it gets there, what the one line says)
 def test_broken_files_are_refused_in_one_line(what, model_dir):
     break_it, line = BROKEN[what]
     arch = hf_config.read(model_dir)
-    weights_hf.check(model_dir, arch)  # whole before it is broken
+    weights_hf.check(model_dir, arch)  # it loads before it is broken
     break_it(model_dir)
     with pytest.raises(InputError, match=line) as caught:
         weights_hf.check(model_dir, arch)
@@ -311,7 +312,7 @@ def test_pickled_weights_are_never_opened(model_dir):
         weights_hf.check(model_dir, hf_config.read(model_dir))
     assert not trap.exists()
     pickle.loads((model_dir / "pytorch_model.bin").read_bytes())
-    assert trap.exists()  # the trap works
+    assert trap.exists()  # control: unpickling does create the file
 
 
 class _Trap:
@@ -325,7 +326,7 @@ class _Trap:
 
 
 def refusal(parallel: Parallel, folders: dict[str, Path]) -> dict[str, str]:
-    """What load says about each folder."""
+    """The message of load for each folder."""
     said = {}
     for what, folder in folders.items():
         arch = hf_config.read(folder)

@@ -1,6 +1,6 @@
-"""A run that works, the ways to break one thing about it, and the command in a process: for tests/test_bad_input.py.
+"""A run that works, ways to break one part of it, and the command in a process: for tests/test_bad_input.py.
 
-A `Break` changes a `Place`: the row's own copy of what works, and what the user types after the configuration's name.
+A `Break` changes a `Place`: the row's own copy of a working run, and the arguments after the configuration's name.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ QUESTIONS, HELD_OUT = (
 
 @dataclass
 class Place:
-    """A row's own folder; ``good`` holds what works: run.yaml, model/, and run/, the finished run."""
+    """The folder of one row. ``good`` holds a working run: run.yaml, model/, and run/, the finished run."""
 
     folder: Path
     good: Path
     monkeypatch: MonkeyPatch
     arguments: list[str] = field(default_factory=list)
-    held: list = field(default_factory=list)  # open files, to be closed in the end
+    held: list = field(default_factory=list)  # open files, to be closed at the end
 
     @property
     def config(self) -> Path:
         return self.folder / "run.yaml"
 
     def copy(self, name: str) -> Path:
-        """``good``'s folder of that name as this row's own."""
+        """A copy, for this row, of the folder ``name`` of ``good``."""
         return Path(shutil.copytree(self.good / name, self.folder / name))
 
 
@@ -68,11 +68,11 @@ def write_config(path: Path, model: Path, out_dir: Path) -> None:
 
 
 def exit_code(arguments: list[str]) -> int:
-    """train_grpo.main in a forked process, which writes where this one writes.
+    """Exit code of train_grpo.main in a forked process, which shares stdout and stderr with this one.
 
-    Not in this one: torch's threads, once started, would block every process that a later test forks.
+    It does not run in this process, because the threads of torch would block every process that a later test forks.
     """
-    with warnings.catch_warnings():  # Python 3.12 warns of every fork of a process that has threads
+    with warnings.catch_warnings():  # Python 3.12 warns of every fork of a process with threads
         warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
         child = os.fork()
     if child == 0:
@@ -87,7 +87,7 @@ def typed(*arguments: str) -> Break:
 
 
 def variables(**values: str) -> Break:
-    """Environment variables."""
+    """Environment variables are set."""
     return lambda place: [place.monkeypatch.setenv(name, value) for name, value in values.items()]
 
 
@@ -95,7 +95,7 @@ def variables(**values: str) -> Break:
 
 
 def text(old: str, new: str) -> Break:
-    """The configuration with one change."""
+    """The configuration gets one change."""
 
     def change(place: Place) -> None:
         before = place.config.read_text()
@@ -106,7 +106,7 @@ def text(old: str, new: str) -> Break:
 
 
 def instead(make: Callable[[Path], object]) -> Break:
-    """Something else in place of the configuration's file."""
+    """Something else replaces the configuration's file."""
 
     def change(place: Place) -> None:
         place.config.unlink()
@@ -119,7 +119,7 @@ def instead(make: Callable[[Path], object]) -> Break:
 
 
 def model(make: Callable[[Path], object]) -> Break:
-    """A model that was there before, its folder changed."""
+    """The run uses an existing model, whose folder is changed."""
 
     def change(place: Place) -> None:
         typed("tiny_model=null", "model.path=FOLDER/model")(place)
@@ -129,7 +129,7 @@ def model(make: Callable[[Path], object]) -> Break:
 
 
 def tiny(make: Callable[[Path], object]) -> Break:
-    """The folder of the tiny model that the configuration describes, changed."""
+    """The folder of the tiny model in the configuration is changed."""
 
     def change(place: Place) -> None:
         typed("model.path=FOLDER/model")(place)
@@ -139,7 +139,7 @@ def tiny(make: Callable[[Path], object]) -> Break:
 
 
 def file(name: str, content: str | bytes | None) -> Callable[[Path], object]:
-    """In a folder: a file with this content, or without that file."""
+    """In a folder: a file gets this content; None: it is removed."""
 
     def change(folder: Path) -> None:
         if content is None:
@@ -151,22 +151,22 @@ def file(name: str, content: str | bytes | None) -> Callable[[Path], object]:
 
 
 def cut(name: str) -> Callable[[Path], object]:
-    """In a folder: a file that lacks its end."""
+    """In a folder: a file loses its end."""
     return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size - 100)
 
 
 def folder_instead(name: str) -> Callable[[Path], object]:
-    """In a folder: a folder with the name of a file."""
+    """In a folder: a folder replaces a file."""
     return lambda folder: ((folder / name).unlink(), (folder / name).mkdir())
 
 
 def pipe_instead(name: str) -> Callable[[Path], object]:
-    """In a folder: a pipe, which nobody writes to, with the name of a file."""
+    """In a folder: a pipe without a writer replaces a file."""
     return lambda folder: ((folder / name).unlink(), os.mkfifo(folder / name))
 
 
 def option(**changes: object) -> Break:
-    """A model with other lines in its config.json; None leaves one out."""
+    """The config.json of a model gets these values; None removes a key."""
 
     def make(folder: Path) -> None:
         settings = json.loads((folder / "config.json").read_text()) | changes
@@ -177,7 +177,7 @@ def option(**changes: object) -> Break:
 
 
 def tensors(make: Callable[[dict[str, Tensor]], object]) -> Break:
-    """A model with other weights."""
+    """The weights of a model are changed."""
 
     def rewrite(folder: Path) -> None:
         path = folder / "model.safetensors"
@@ -189,7 +189,7 @@ def tensors(make: Callable[[dict[str, Tensor]], object]) -> Break:
 
 
 def header(make: Callable[[dict], object]) -> Break:
-    """A model whose safetensors file says something else about its tensors."""
+    """The header of a model's safetensors file is changed."""
 
     def rewrite(folder: Path) -> None:
         path = folder / "model.safetensors"
@@ -204,7 +204,7 @@ def header(make: Callable[[dict], object]) -> Break:
 
 
 def vocabulary(size: int) -> Break:
-    """A model that knows fewer tokens than its tokenizer."""
+    """The model has fewer tokens than its tokenizer."""
 
     def make(place: Place) -> None:
         tensors(lambda t: t.update({name: t[name][:size].clone() for name in t if t[name].shape[0] == 320}))(place)
@@ -215,7 +215,7 @@ def vocabulary(size: int) -> Break:
 
 
 def index(weight_map: object) -> Break:
-    """A model whose weights are listed in an index."""
+    """The weights of a model get this index."""
     return model(file("model.safetensors.index.json", json.dumps({"weight_map": weight_map})))
 
 
@@ -236,7 +236,7 @@ def questions(train: str | None = QUESTIONS, test: str | None = HELD_OUT, ending
 
 
 def resumed(make: Callable[[Path], object]) -> Break:
-    """The run to go on with, changed."""
+    """The run to resume is changed."""
 
     def change(place: Place) -> None:
         typed("train.resume=FOLDER/run")(place)
@@ -246,7 +246,7 @@ def resumed(make: Callable[[Path], object]) -> Break:
 
 
 def each_adapter(make: Callable[[Path], object]) -> Break:
-    """The run to go on with, the adapter file of each of its checkpoints changed."""
+    """The adapter file of each checkpoint of the run to resume is changed."""
     return resumed(lambda run: [make(path) for path in sorted(run.glob("checkpoints/*/adapter.safetensors"))])
 
 
@@ -257,7 +257,7 @@ def flip_a_bit(path: Path) -> None:
 
 
 def other_factors(make: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], object]:
-    """In a checkpoint: an adapter whose checksum is right, but which belongs to another model."""
+    """In a checkpoint: the adapter of another model, with a right checksum."""
 
     def rewrite(path: Path) -> None:
         named = load_file(path)
@@ -269,7 +269,7 @@ def other_factors(make: Callable[[dict[str, Tensor]], object]) -> Callable[[Path
 
 
 def each_state(make: Callable[[dict], object]) -> Break:
-    """The run to go on with, state.json of each of its checkpoints changed, their checksums right."""
+    """state.json of each checkpoint of the run to resume is changed, and its checksum is corrected."""
 
     def rewrite(path: Path) -> None:
         state = json.loads(path.read_text())

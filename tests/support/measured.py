@@ -22,7 +22,7 @@ import parallel_setup
 import weights_hf
 from parallel_setup import Parallel
 
-CONTROLS = {  # what is left out: layouts in which more than one rank takes part in it
+CONTROLS = {  # the omitted reduction: layouts in which several ranks take part in it
     "tensor": ["TP2", "TP2_EP2_ETP2", "TP4_EP16"],
     "expert_tensor": ["ETP2", "TP2_EP2_ETP2", "TP4_EP4_ETP4"],
     "data": ["DP2", "EP2", "TP2_EP2_DP2", "TP4_EP16"],
@@ -113,14 +113,14 @@ def _error_after_sync(adapters, shares: dict[str, Tensor], arch, parallel: Paral
         factor.grad = shares[name].clone()
     parallel.sync_gradients_(list(factors.values()))
     for factor in factors.values():
-        factor.is_expert = factor.dim() == 3  # what the control "experts as dense" took away; shard_error needs it
+        factor.is_expert = factor.dim() == 3  # the control "experts as dense" has cleared it; shard_error needs it
     gradients = {name: factor.grad for name, factor in factors.items()}
     return shard_error(gradients, expected.gradients, adapters, arch, parallel)
 
 
 @contextlib.contextmanager
 def _left_out(control: str, parallel: Parallel, factors: dict[str, torch.nn.Parameter]) -> Iterator[None]:
-    """One reduction of sync_gradients_ skipped, or the experts' flag lost."""
+    """A context without one reduction of sync_gradients_, or without the mark of the experts."""
     reduce, group = parallel_setup.sum_gradients_, getattr(parallel, f"{control}_group", None)
     if control == "experts as dense":
         for factor in factors.values():

@@ -19,7 +19,7 @@ def config_in(folder: Path, **train: object) -> Config:
 
 
 def tensors_of(step: int, size: int = 64) -> dict[str, dict[str, Tensor]]:
-    """All values are the step's number, so that a mixture of two checkpoints shows."""
+    """All values are the number of the step, so a mixture of two checkpoints is noticed."""
     return {
         "adapter": {"layers.0.lora_A": torch.full((size,), float(step)), "b": torch.full((2, 3), step).bfloat16()},
         "optimizer": {"layers.0.lora_A.exp_avg": torch.full((size,), float(step)), "count": torch.tensor(step)},

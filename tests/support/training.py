@@ -1,7 +1,7 @@
-"""Short training runs for tests: a random tiny model, a reward it can earn, and runs in forked worlds of any layout.
+"""Short training runs for tests: a random tiny model, a reward that it can earn, and forked worlds of any layout.
 
-The model has 8 heads and 16 experts, so that every layout of world.py fits it, and some thirty stop tokens, so
-that its answers have many lengths.
+The model has 8 heads and 16 experts, so it fits every layout of world.py. It has 32 stop tokens, so its answers have
+many lengths.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ SIZES = dict(
     vocab_size=304, hidden_size=32, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=8, num_experts=16,
     experts_per_token=2, expert_width=16, warm_start_steps=0,
 )  # fmt: skip
-STOP_TOKENS = list(range(2, 34))  # about one in nine tokens of a random model ends its answer
+STOP_TOKENS = list(range(2, 34))  # about one of nine tokens of a random model ends its answer
 real_score = reward_gsm8k.score
 
 
 def config(model: Path, out_dir: Path, **changes: object) -> Config:
-    """A run of seconds: 6 prompts x 4, three steps. ``changes``: section__key=value."""
+    """A run that takes seconds: 6 prompts x 4, three steps. ``changes``: section__key=value."""
     tree = {
         "name": "tiny",
         "device": "cpu",
@@ -65,12 +65,12 @@ def make_model(folder: Path, architecture: str = "qwen3_moe", **sizes: int) -> P
 
 
 def lenient_score(response: str, gold: str, method: str = "strict") -> float:
-    """The true reward, and 1 for every other wrong answer too, so that a random model has something to learn from."""
+    """The true reward, but 1 for every second wrong answer too, so that a random model earns rewards."""
     return max(real_score(response, gold, method), float(sum(response.encode()) % 2))
 
 
 def run_all(jobs: dict[str, tuple[str, Config]]) -> dict[str, Path]:
-    """Train every (layout, configuration) and return their run folders; one forked world a number of ranks."""
+    """Train every (layout, configuration) and return the run folders. There is one forked world per number of ranks."""
     placed = [(layout, in_layout(cfg, layout)) for layout, cfg in jobs.values()]
     for ranks in sorted({world.LAYOUTS[layout][0] for layout, _ in placed}):
         chosen = [job for job in placed if world.LAYOUTS[job[0]][0] == ranks]
@@ -86,19 +86,19 @@ def in_layout(cfg: Config, layout: str) -> Config:
 
 
 def in_world(layout: str, function: Callable, *args) -> list:
-    """``function(*args)`` on every rank of a forked world of the layout's size; what each returned."""
+    """Run ``function(*args)`` on every rank of a forked world of the layout's size, and return the results."""
     import_before_the_fork()
     return world.run(world.LAYOUTS[layout][0], function, *args)
 
 
 def import_before_the_fork() -> None:
-    """What a run imports when it comes to it: seconds, here once and not once a rank."""
+    """Import here, once, the slow packages that every rank would import."""
     import torch._dynamo  # noqa: F401
     from transformers import AutoTokenizer  # noqa: F401
 
 
 def train_each(jobs: list[tuple[str, Config]], lenient: bool = True) -> None:
-    """On every rank of a world: one run after the other."""
+    """Run the jobs one after the other; called on every rank of a world."""
     lighten(lenient)
     for layout, cfg in jobs:
         train_grpo.train(cfg, world.open_layout(layout), Heartbeat(0, 0))
@@ -106,24 +106,24 @@ def train_each(jobs: list[tuple[str, Config]], lenient: bool = True) -> None:
 
 
 def lighten(lenient: bool = True) -> None:
-    """Score leniently if asked, draw no figures, record inputs alone; in a forked process that ends soon."""
+    """Make runs cheaper in this forked process: no figures, only the inputs recorded, a lenient reward if asked."""
     if lenient:
         reward_gsm8k.score = lenient_score
     runlog.draw_curves, runlog.write_records = lambda *args: None, record_inputs
 
 
 def record_inputs(folder: Path, cfg: Config, world_size: int) -> None:
-    """What a resumed start compares."""
+    """Record the checksums that a resumed start compares."""
     (folder / "inputs.json").write_text(json.dumps(run_record.inputs(cfg)))
 
 
 def raised(plant: Callable[[], None], cfg: Config, layout: str = "TP1", lenient: bool = True) -> list[tuple[type, str]]:
-    """On every rank, what ended a run with the fault that ``plant`` plants; InputError and "" if nothing did."""
+    """For every rank, the error that ended a run with the fault of ``plant``; InputError and "" if none did."""
     return in_world(layout, run_planted, plant, layout, in_layout(cfg, layout), lenient)
 
 
 def run_planted(plant: Callable[[], None], layout: str, cfg: Config, lenient: bool) -> tuple[type, str]:
-    """What ``raised`` runs on every rank."""
+    """The part of ``raised`` that runs on every rank."""
     lighten(lenient)
     plant()
     try:
@@ -151,7 +151,7 @@ def metrics(run_dir: Path) -> list[dict]:
 
 
 def assert_same_metrics(found: Path, expected: Path) -> None:
-    """Every number of metrics.jsonl to 1e-4 relative; counts and what was sampled and evaluated exactly."""
+    """Every number of metrics.jsonl agrees to 1e-4 relative; counts, samples and evaluations agree exactly."""
     rows, wanted = metrics(found), metrics(expected)
     assert len(rows) == len(wanted)
     for row, want in zip(rows, wanted, strict=True):
