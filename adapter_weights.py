@@ -8,6 +8,7 @@ converted in the same way. E experts, R rank.
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -36,6 +37,16 @@ HF_NAMES = {  # Megatron module -> the Hugging Face module, or a fused name for 
     "mlp.shared_experts.linear_fc1": "mlp.shared_expert.gate_up_proj",
     "mlp.shared_experts.linear_fc2": "mlp.shared_expert.down_proj",
     "mlp.router.lora": "mlp.gate",
+}
+FUSED = {  # Hugging Face module -> (lora.targets, the fused module)
+    "q_proj": ("linear_qkv", "qkv_proj"),
+    "k_proj": ("linear_qkv", "qkv_proj"),
+    "v_proj": ("linear_qkv", "qkv_proj"),
+    "o_proj": ("linear_proj", "o_proj"),
+    "gate": ("router", "gate"),
+    "gate_proj": ("linear_fc1", "gate_up_proj"),
+    "up_proj": ("linear_fc1", "gate_up_proj"),
+    "down_proj": ("linear_fc2", "down_proj"),
 }
 
 
@@ -168,26 +179,16 @@ class Adapted:
 
 def adapted_modules(arch: Architecture, lora: LoraConfig) -> Iterator[Adapted]:
     """Every module of ``arch`` that ``lora`` trains, in the order of the layers."""
-    hidden, heads, kv = arch.hidden_size, arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-    rank, expert_rank = lora.rank, lora.expert_rank or lora.rank
-
-    def swiglu(parent: str, width: int, rank: int, num_experts: int = 0) -> dict[str, Adapted]:
-        gate_up = Adapted(parent, "gate_up_proj", {"gate_proj": width, "up_proj": width}, hidden, rank, num_experts)
-        down = Adapted(parent, "down_proj", {"down_proj": hidden}, width, rank, num_experts)
-        return {"linear_fc1": gate_up, "linear_fc2": down}
-
-    for i, is_moe in enumerate(arch.moe_layers):
-        attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
-        qkv = Adapted(attention, "qkv_proj", {"q_proj": heads, "k_proj": kv, "v_proj": kv}, hidden, rank)
-        groups = [{"linear_qkv": qkv, "linear_proj": Adapted(attention, "o_proj", {"o_proj": hidden}, heads, rank)}]
-        if is_moe:
-            groups.append({"router": Adapted(mlp, "gate", {"gate": arch.num_experts}, hidden, rank)})
-            groups.append(swiglu(f"{mlp}.experts", arch.expert_ffn_size, expert_rank, arch.num_experts))
-            if arch.shared_expert_ffn_size:
-                groups.append(swiglu(f"{mlp}.shared_expert", arch.shared_expert_ffn_size, rank))
-        else:
-            groups.append(swiglu(mlp, arch.dense_ffn_size, rank))
-        yield from (module for group in groups for target, module in group.items() if target in lora.targets)
+    found: dict[str, Adapted] = {}
+    for name, shape in weights_hf.tensor_shapes(arch).items():
+        parent, _, module = name.removesuffix(".weight").rpartition(".")
+        target, fused = FUSED.get(module, ("", ""))
+        if target in lora.targets:
+            parent, is_expert = re.subn(r"\.experts\.\d+$", ".experts", parent)
+            rank, num_experts = (lora.expert_rank or lora.rank, arch.num_experts) if is_expert else (lora.rank, 0)
+            adapted = Adapted(parent, fused, {}, shape[1], rank, num_experts)
+            found.setdefault(adapted.name, adapted).rows[module] = shape[0]
+    yield from found.values()
 
 
 # ------------------------------------------------------------------------------- copies of one piece on several ranks
@@ -223,42 +224,29 @@ def all_pieces(
 
 
 @torch.no_grad()
-def differing(pieces: list[Piece], parallel: Parallel, exact: bool = True) -> str:
+def differing(pieces: list[Piece], parallel: Parallel) -> str:
     """Names the pieces that are not equal on all ranks that hold them; "" if there are none. Collective.
 
-    All ranks pass the same number of pieces. Without ``exact``, only pieces with different sums are compared byte by
-    byte, which is faster and misses differences that a sum rounds away.
+    All ranks pass the same number of pieces.
     """
-    mine = [zlib.crc32(f"{name} {place}".encode()) for name, place, _ in pieces]
-    keys, suspects = parallel.gather_rows(torch.tensor(mine)), set(mine)
-    if not exact:
-        sums = torch.stack([_weighted_sum(tensor) for _, _, tensor in pieces])
-        suspects = _unequal(keys, parallel.gather_rows(sums)).keys()
-        if not suspects:
-            return ""
-    checksums = [_checksum(tensor) if key in suspects else 0 for key, (_, _, tensor) in zip(mine, pieces, strict=True)]
-    unequal = _unequal(keys, parallel.gather_rows(torch.tensor(checksums)))
+    keys = [zlib.crc32(f"{name} {place}".encode()) for name, place, _ in pieces]
+    checksums = [_checksum(tensor) for _, _, tensor in pieces]
+    unequal = _unequal(*parallel.gather_rows(torch.tensor([keys, checksums])).unbind(1))
     if not unequal:
         return ""
-    names = {key: piece.name for key, piece in zip(mine, pieces, strict=True)}
+    names = {key: piece.name for key, piece in zip(keys, pieces, strict=True)}
     known = {key: name for by_rank in parallel.gather_objects(names) for key, name in by_rank.items()}
     found = [f"{known[key]} of ranks {', '.join(map(str, ranks))}" for key, ranks in unequal.items()]
     return _listed(found, "not the same on all ranks that hold it")
 
 
-def _unequal(keys: Tensor, values: Tensor) -> dict[int, list[int]]:
-    """The keys with different values, and the ranks that hold each.  (ranks, n) twice; NaN equals NaN."""
-    held: dict[int, dict[int, float]] = {}
-    for rank, row in enumerate(zip(keys.tolist(), values.tolist(), strict=True)):
-        for key, value in zip(*row, strict=True):
-            held.setdefault(key, {})[rank] = value
-    return {key: list(by_rank) for key, by_rank in held.items() if len({repr(v) for v in by_rank.values()}) > 1}
-
-
-def _weighted_sum(tensor: Tensor) -> Tensor:
-    """A sum in fp32 that depends on the order of the elements.  -> ()"""
-    weights = torch.arange(tensor.numel(), device=tensor.device, dtype=torch.int32).remainder_(8191) + 1
-    return (tensor.detach().flatten().float() * weights).sum()
+def _unequal(keys: Tensor, checksums: Tensor) -> dict[int, list[int]]:
+    """The keys with several checksums, and the ranks that hold each key.  (ranks, n) twice"""
+    held: dict[int, dict[int, int]] = {}
+    for rank, row in enumerate(zip(keys.tolist(), checksums.tolist(), strict=True)):
+        for key, checksum in zip(*row, strict=True):
+            held.setdefault(key, {})[rank] = checksum
+    return {key: list(by_rank) for key, by_rank in held.items() if len(set(by_rank.values())) > 1}
 
 
 def _checksum(tensor: Tensor) -> int:

@@ -15,13 +15,14 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from config import changed_keys, config_hash, to_dict
@@ -45,32 +46,10 @@ class Pending(NamedTuple):
     make: Callable[[], Tensor]  # may be collective
 
 
-class TensorFile(Mapping[str, Tensor]):
-    """The tensors of a safetensors file by name, each read at its access.  InputError if the file is damaged."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            self.file = safe_open(path, framework="pt")
-            self.names = dict.fromkeys(self.file.keys())
-        except (OSError, SafetensorError) as error:
-            raise InputError(f"{path}: not a safetensors file ({error})") from None
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self.names:
-            raise KeyError(name)
-        return self.file.get_tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     step: int  # steps done
-    tensors: dict[str, Mapping[str, Tensor]]  # kind -> name -> full-size tensor on the CPU
+    tensors: dict[str, dict[str, Tensor]]  # kind -> name -> full-size tensor on the CPU, mapped: its use reads it
     state: dict[str, Any]  # as it was passed to save()
     config: dict[str, Any]  # of the run that wrote it
     checksums: dict[str, str]  # sha256 of each file
@@ -236,7 +215,10 @@ def load(path: Path, verified: bool = False, only: str | None = None) -> Checkpo
     match = NAME.fullmatch(path.name)
     if match and int(match[2]) != about["step"]:
         raise InputError(f"{path / 'state.json'}: step {about['step']} in a folder of step {int(match[2])}")
-    tensors = {file.stem: TensorFile(file) for file in sorted(path.glob(f"{only or '*'}.safetensors"))}
+    try:
+        tensors = {file.stem: load_file(file) for file in sorted(path.glob(f"{only or '*'}.safetensors"))}
+    except SafetensorError as error:
+        raise InputError(f"{path}: not a safetensors file ({error})") from None
     checksums = read_object(path / "checksums.json")
     return Checkpoint(about["step"], tensors, about["state"], about["config"], checksums, path)
 

@@ -97,7 +97,7 @@ def check_factors(found: checkpoint.Checkpoint, modules: Iterable[Adapted]) -> d
 
 @torch.no_grad()
 def merged_tensors(
-    base: weights_hf.ModelFiles,
+    base: dict[str, Tensor],
     arch: Architecture,
     modules: Iterable[Adapted],
     factors: dict[str, Tensor],
@@ -110,7 +110,7 @@ def merged_tensors(
     """
     pairs = {name: (alpha / module.rank, a, b) for module in modules for name, a, b in module.pairs(factors)}
     for name in weights_hf.tensor_shapes(arch):
-        weight = base.slice(name)[:].to(dtype)
+        weight = base[name].to(dtype)
         if name in pairs:
             scale, a, b = pairs[name]
             weight = (weight.float() + scale * (b @ a)).to(dtype)
@@ -131,9 +131,8 @@ def write_merged(
     shapes = weights_hf.tensor_shapes(arch)
     num_bytes = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
     with _appears_whole(out_dir, num_bytes, changed) as aside:
-        with contextlib.ExitStack() as stack:
-            base = weights_hf.ModelFiles(model_dir, stack)
-            weights_hf.save_model(merged_tensors(base, arch, modules, factors, cfg.lora.alpha, dtype), aside)
+        base = weights_hf.read_model(model_dir, arch)
+        weights_hf.save_model(merged_tensors(base, arch, modules, factors, cfg.lora.alpha, dtype), aside)
         about = read_object(model_dir / "config.json")
         for key in {"dtype", "torch_dtype"} & about.keys():
             about[key] = str(dtype).removeprefix("torch.")  # what transformers loads the weights as by default
@@ -141,13 +140,9 @@ def write_merged(
         for name in COPIED:
             if (model_dir / name).is_file():
                 shutil.copyfile(model_dir / name, aside / name)
-        weights_hf.check(aside, arch)
-        with contextlib.ExitStack() as stack:
-            written = weights_hf.ModelFiles(aside, stack)
-            for name in shapes:
-                weight = written.slice(name)[:]
-                if weight.dtype != dtype or not weight.isfinite().all():
-                    raise InputError(f"{model_dir}: {name}, merged, is not a finite {dtype} tensor")
+        for name, weight in weights_hf.read_model(aside, arch).items():
+            if weight.dtype != dtype or not weight.isfinite().all():
+                raise InputError(f"{model_dir}: {name}, merged, is not a finite {dtype} tensor")
     return len(shapes), num_bytes
 
 
@@ -300,7 +295,7 @@ def export(
     _refuse_used(out_dir)
     cfg, found, changed = read_run(run_dir, step, accept_changed_inputs)
     arch = hf_config.read(cfg.model.path)
-    weights_hf.check(cfg.model.path, arch)
+    weights_hf.read_model(cfg.model.path, arch)
     modules = list(adapted_modules(arch, cfg.lora))
     factors = check_factors(found, modules)
     if as_adapter:

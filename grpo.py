@@ -69,14 +69,14 @@ def kl(logp: Tensor, ref_logp: Tensor, kind: str = "low_var_kl", mask: Tensor | 
     if mask is not None:
         logp, ref_logp = _inside(mask, logp), _inside(mask, ref_logp)
     d = ref_logp - logp
-    if kind == "k1":
-        return -d
-    if kind == "abs":
-        return d.abs()
-    if kind == "k2":
-        return 0.5 * d.square()
-    if kind == "k3":
-        return torch.expm1(d) - d
+    exact = {
+        "k1": lambda: -d,
+        "k2": lambda: 0.5 * d.square(),
+        "k3": lambda: torch.expm1(d) - d,
+        "abs": lambda: d.abs(),
+    }
+    if kind in exact:
+        return exact[kind]()
     limited = d.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     value = (torch.expm1(limited) - limited).clamp(-LOW_VAR_KL_LIMIT, LOW_VAR_KL_LIMIT)
     if kind == "low_var_kl":

@@ -23,7 +23,6 @@ import grpo
 import lora_megatron
 import model_megatron
 import packing
-import parallel_setup
 import rollout
 import routing_replay
 from checkpoint import Pending
@@ -166,8 +165,11 @@ class Learner:
     def _seed_dropout(self, step: int, update: int, micro_batch: int) -> None:
         """LoRA dropout is the only draw from global generators. Its masks depend on the step and on the layout."""
         if self.cfg.lora.dropout:
+            from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
             seed = derive_seed(self.cfg.train.seed, "dropout", step, update, micro_batch, self.parallel.rank)
-            parallel_setup.seed_dropout(seed)
+            model_parallel_cuda_manual_seed(seed % 2**31)  # dropout draws from this generator under tensor parallelism
+            torch.manual_seed(seed)
 
     # -------------------------------------------------------------------------------------------- forward passes
 

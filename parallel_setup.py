@@ -128,14 +128,6 @@ def _init_process_group(timeout_seconds: int) -> None:
         raise InputError(f"torch.distributed: the ranks did not find each other: {found}") from None
 
 
-def seed_dropout(seed: int) -> None:
-    """Seed the generators that dropout draws from: the global one, and Megatron's own under tensor parallelism."""
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    model_parallel_cuda_manual_seed(seed % 2**31)  # Megatron adds the rank to it
-    torch.manual_seed(seed)
-
-
 # ------------------------------------------------------------------------------------------------ the layout
 
 
@@ -287,12 +279,6 @@ class Parallel:
     def max_over_ranks(self, value: float) -> float:
         """Largest ``value`` of all ranks; nan if any of them is nan, which a MAX reduction would drop."""
         return self.gather_rows(torch.tensor([value], dtype=torch.float32)).max().item()
-
-    def of_rank_0(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The values of rank 0 on every rank, so that rounding never makes ranks decide differently. Equal keys."""
-        values = torch.tensor(list(metrics.values()), dtype=torch.float64)
-        dist.broadcast(values, src=0)
-        return metrics if self.rank == 0 else dict(zip(metrics, values.tolist(), strict=True))
 
     def refuse_unequal(self, texts: dict[str, str]) -> None:
         """InputError, the same on all ranks, that names the first of ``texts`` that differs between ranks."""

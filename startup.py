@@ -1,7 +1,7 @@
-"""What happens before the first step: the input is checked, the run's folder is opened, and its parts are made.
+"""Checking the input, and opening a run: its folder, its checkpoint, and its parts as a `Run`.
 
-check_inputs reads everything but the weights and raises InputError for what cannot work. open_run opens the log, finds
-the checkpoint to resume from, and makes model, adapters, learner and engine; it returns them as a `Run`.
+check_inputs reads everything except the weights, and raises InputError for input that cannot work. open_run opens the
+log, finds the checkpoint to resume from, and makes the model, the adapters, the learner and the engine.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from input_files import InputError
 from knobs import Config
 from learner import Learner
 from parallel_setup import Parallel
+from plan import memory as memory_plan
 from rollout import Rollout
 from tripwires import Heartbeat, Tripwires
 from weight_sync import WeightSync
@@ -81,7 +82,7 @@ def check_inputs(cfg: Config, ranks: int) -> Inputs:
     rollout.check_engine(cfg, arch, ranks)
     if cfg.aqn.schedule != "off":
         aqn.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
-    weights_hf.check(cfg.model.path, arch)
+    weights_hf.read_model(cfg.model.path, arch)
     tokenizer = data_gsm8k.load_tokenizer(cfg.model.path)
     check_answers(cfg)
     questions, held_out = (data_gsm8k.load(cfg, split, tokenizer) for split in ("train", "test"))
@@ -157,45 +158,27 @@ def checkpoint_to_resume(cfg: Config) -> checkpoint.Checkpoint | None:
 
 @dataclass
 class Run:
-    """The parts of a run that is ready for its first step."""
+    """The parts of a run; how it evaluates, saves and ends."""
 
     cfg: Config
-    arch: Architecture
     parallel: Parallel
     heartbeat: Heartbeat
+    inputs: Inputs
     log: runlog.RunLog
     tripwires: Tripwires
     learner: Learner
     engine: object  # samples completions (engines/)
     weights: WeightSync  # gives the policy to the engine
-    tokenizer: object
-    questions: Questions
-    held_out: Questions
     score: Score
     first_step: int  # > 0 after a resume
-
-    @property
-    def probe(self) -> list[int]:
-        """A prompt on which engine and trainer are compared."""
-        return self.held_out[0].prompt
-
-    @property
-    def held_out_texts(self) -> frozenset[str]:
-        """The questions that must not be trained on."""
-        return frozenset(question.question for question in self.held_out)
 
     def evaluate(self, after_steps: int) -> None:
         """Evaluate the policy that the engine holds, and log the result. Collective."""
         summary, outcomes = evaluate.evaluate(
-            self.engine, self.held_out, self.score, self.cfg, self.parallel, self.heartbeat.beat
+            self.engine, self.inputs.held_out, self.score, self.cfg, self.parallel, self.heartbeat.beat
         )
         self.log.log_eval(after_steps, summary, outcomes)
         self.log.say(f"held-out accuracy after {after_steps} steps: {evaluate.headline(summary)}")
-
-    def all_pieces(self) -> list[adapter_weights.Piece]:
-        """Every tensor of this rank, frozen or trained."""
-        learner = self.learner
-        return adapter_weights.all_pieces(learner.model, self.arch, learner.adapters, self.parallel)
 
     def shown_completions(
         self, asked: list[Question], batch: Rollout, completions: list[list[Completion]]
@@ -206,23 +189,41 @@ class Run:
             {
                 "question": asked[0].question,
                 "gold": asked[0].gold,
-                "completion": self.tokenizer.decode(completion.tokens),
+                "completion": self.inputs.tokenizer.decode(completion.tokens),
                 "reward": batch.rewards[0, place].item(),
                 "tokens": len(completion.tokens),
             }
             for place, completion in enumerate(first)
         ]
 
-    def result_line(self) -> str:
-        """First and last accuracy on held-out questions; "" on ranks other than 0, which have no log."""
-        evaluations = self.log.evaluations()
-        return evaluate.result_line(evaluations[0], evaluations[-1], self.cfg.data.source) if evaluations else ""
+    def save(self, after_steps: int) -> None:
+        """Write a checkpoint, after a check that all ranks hold the same weights. Collective."""
+        learner, parallel = self.learner, self.parallel
+        pieces = adapter_weights.all_pieces(learner.model, self.inputs.arch, learner.adapters, parallel)
+        self.tripwires.state(after_steps, adapter_weights.differing(pieces, parallel))
+        tensors, counts = learner.state()
+        checkpoint.save(self.log.run_dir, after_steps, tensors, counts, self.cfg, writes=parallel.rank == 0)
+        dist.barrier()
+
+    def finish(self, peak: tuple[float, str] | tuple[()]) -> None:
+        """Close the engine, and log the peak of the device memory (GiB, phase) and the result of the run."""
+        self.engine.close()
+        if peak:
+            place = (self.parallel.world_size, self.parallel.device.type)
+            self.log.say(memory_plan.beside_plan(self.cfg, self.inputs.arch, *place, *peak))
+        summaries = self.log.evaluations()  # none on other ranks than 0
+        self.log.finish(evaluate.result_line(summaries[0], summaries[-1], self.cfg.data.source) if summaries else "")
 
 
 def open_run(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inputs) -> Run:
     """Open the log, make or restore the policy, and give it to the engine. Collective."""
     arch, tokenizer, questions, held_out = inputs
-    refuse_different_inputs(cfg, inputs, parallel)
+    parallel.refuse_unequal({  # each rank reads the files of its own node
+        "the configuration": to_yaml(cfg),
+        "config.json of model.path": repr(arch),
+        "the training questions as prompts": repr([(question.prompt, question.gold) for question in questions]),
+        "the held-out questions as prompts": repr([(question.prompt, question.gold) for question in held_out]),
+    })  # fmt: skip
     saved = agreed_checkpoint(cfg, parallel)
     first_step = saved.step if saved else 0
     log = runlog.open_run(cfg, parallel.world_size, parallel.rank, resume=saved and saved.run_dir)
@@ -255,32 +256,18 @@ def open_run(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inpu
         weights.check_start(held_out[0].prompt)
     log.say(introduction(cfg, parallel, log.run_dir, lora_megatron.describe(adapters, parallel), questions, held_out))
     score = scorer(cfg.reward.method, tokenizer)
-    return Run(
-        cfg, arch, parallel, heartbeat, log, tripwires, learner, engine, weights, tokenizer, questions, held_out,
-        score, first_step,
-    )  # fmt: skip
-
-
-def refuse_different_inputs(cfg: Config, inputs: Inputs, parallel: Parallel) -> None:
-    """InputError on all ranks unless all ranks have read the same input; each rank reads the files of its own node."""
-    parallel.refuse_unequal({
-        "the configuration": to_yaml(cfg),
-        "config.json of model.path": repr(inputs.arch),
-        "the training questions as prompts": repr([(question.prompt, question.gold) for question in inputs.questions]),
-        "the held-out questions as prompts": repr([(question.prompt, question.gold) for question in inputs.held_out]),
-    })  # fmt: skip
+    return Run(cfg, parallel, heartbeat, inputs, log, tripwires, learner, engine, weights, score, first_step)
 
 
 def agreed_checkpoint(cfg: Config, parallel: Parallel) -> checkpoint.Checkpoint | None:
     """The checkpoint to resume from, the same one on all ranks: rank 0 chooses, and every rank opens its files."""
     found = checkpoint_to_resume(cfg) if parallel.rank == 0 else None
-    choice = [str(found.path) if found else None]
-    dist.broadcast_object_list(choice)
-    if choice[0] is None:
+    path = parallel.gather_objects(found and found.path)[0]
+    if path is None:
         return None
     # Rank 0 has verified the checksums on its node. On every other node, the first rank verifies them.
     verified = parallel.rank == 0 or os.environ.get("LOCAL_RANK", "0") != "0"
-    saved = checkpoint.load(Path(choice[0]), verified=verified)
+    saved = checkpoint.load(path, verified=verified)
     parallel.refuse_unequal({f"{saved.path}/checksums.json": repr(saved.checksums)})
     dist.barrier()  # rank 0 must not cut the run's files before all ranks have a checkpoint to go on from
     return saved

@@ -1,10 +1,10 @@
-"""GRPO with LoRA on a mixture-of-experts model. This file is the whole method; every import is one part of it.
+"""GRPO with LoRA on a mixture-of-experts model. The function `train` is the whole method, step by step.
 
     torchrun --nproc_per_node=16 train_grpo.py configs/qwen3.yaml [section.key=value ...]
     python train_grpo.py CONFIG [section.key=value ...] --check [--ranks N]     check the input and stop
 
 GRPO: arXiv 2402.03300. The reference policy of the KL penalty is the same model with its LoRA adapters switched off.
-P questions, G completions of each question. All random draws depend on (seed, step) alone, so runs can be repeated.
+P questions, G completions of each question. Questions, samples and noise depend on (seed, step) alone.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ import sys
 import traceback
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import adapter_weights
-import checkpoint
 import grpo
 import parallel_setup
 import rollout
@@ -32,49 +30,58 @@ from knobs import Config
 from learner import StepTimer
 from parallel_setup import Parallel
 from plan import doctor
-from plan import memory as memory_plan
 from tripwires import Heartbeat, Tripped
 
 
 def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: startup.Inputs | None = None) -> None:
     """Train for cfg.train.steps steps. ``inputs`` is what startup.check_inputs returned, if it was called already."""
-    run = startup.open_run(cfg, parallel, heartbeat, inputs or startup.check_inputs(cfg, parallel.world_size))
+    inputs = inputs or startup.check_inputs(cfg, parallel.world_size)
+    run = startup.open_run(cfg, parallel, heartbeat, inputs)
     log, tripwires, learner = run.log, run.tripwires, run.learner
+    questions, held_out = inputs.questions, inputs.held_out
+    not_for_training = frozenset(question.question for question in held_out)
     if run.first_step == 0:
         run.evaluate(after_steps=0)
-    gradient_norm, peaks = None, []
+    gradient_norm, peak = None, ()  # of the last update; of the device memory in any step
     for step in range(run.first_step, cfg.train.steps):
         timer = StepTimer(heartbeat, step, parallel.device)
+
         # 1. Give the sampler the current policy: W + (alpha / R) B A. Noise is added to the sampler's copy only.
-        pushed = run.weights.push(step, run.probe)
+        pushed = run.weights.push(step, held_out[0].prompt)
         tripwires.after_push(step, run.weights.checksums(), gradient_norm)
         timer.end_phase("sync")
+
         # 2. Sample and score G completions for each of P questions.
-        asked = run.questions.pick(step, cfg.rollout.prompts_per_step)
-        tripwires.asked(step, [question.question for question in asked], len(run.questions), run.held_out_texts)
+        asked = questions.pick(step, cfg.rollout.prompts_per_step)
+        tripwires.asked(step, [question.question for question in asked], len(questions), not_for_training)
         batch, completions = rollout.sample(run.engine, asked, run.score, cfg, parallel, step)
         timer.end_phase("generate")
+
         # 3. Compare each score with its group's.
         if cfg.reward.permute:
             batch.rewards = shuffled(batch.rewards, derive_seed(cfg.train.seed, "permute", step))
         advantages = grpo.group_advantages(batch.rewards, cfg.loss.advantage)  # (P, G)
+
         # 4. Update the adapters on the clipped objective: one optimizer step for every prompts_per_update questions.
         updated = learner.update(batch, completions, advantages.flatten(), step, timer)
+
         # 5. Record, check, evaluate, save.
-        metrics = parallel.of_rank_0(rollout.metrics(batch) | updated | pushed)
+        by_rank = parallel.gather_objects(rollout.metrics(batch) | updated | pushed)
+        metrics = by_rank[0]  # all ranks decide by the same numbers
         gradient_norm = metrics["actor/grad_norm"]
         log.log_completions(step, run.shown_completions(asked, batch, completions))
-        peaks.append(max(parallel.gather_objects(timer.peak())))  # (GiB, phase) of the fullest rank; () on a CPU
-        log.log_step(step, metrics, timer.timing(sum(batch.lengths)) | runlog.device_memory(peaks[-1]))
+        step_peak = max(parallel.gather_objects(timer.peak()))  # (GiB, phase) of the fullest rank; () on a CPU
+        peak = max(peak, step_peak)
+        log.log_step(step, metrics, timer.timing(sum(batch.lengths)) | runlog.device_memory(step_peak))
         tripwires.after_step(step, metrics, (batch.rewards.min().item(), batch.rewards.max().item()))
         factors = adapter_weights.adapter_pieces(learner.adapters, parallel)
-        tripwires.state(step + 1, adapter_weights.differing(factors, parallel, exact=False))
+        tripwires.state(step + 1, adapter_weights.differing(factors, parallel))
         if is_due(step + 1, cfg.eval.every, cfg.train.steps):
             run.weights.push_clean()
             run.evaluate(after_steps=step + 1)
         if is_due(step + 1, cfg.train.checkpoint_every, cfg.train.steps):
-            save_checkpoint(run, step + 1)
-    finish(run, max(peaks, default=()))
+            run.save(after_steps=step + 1)
+    run.finish(peak)
 
 
 def shuffled(rewards: Tensor, seed: int) -> Tensor:
@@ -84,25 +91,8 @@ def shuffled(rewards: Tensor, seed: int) -> Tensor:
 
 
 def is_due(steps_done: int, every: int, num_steps: int) -> bool:
-    """Whether something is done after this step that is done ``every`` so many steps (0: never) and after the last."""
+    """Whether a thing is due that happens ``every`` so many steps (0: never), and after the last step."""
     return steps_done == num_steps or (every > 0 and steps_done % every == 0)
-
-
-def save_checkpoint(run: startup.Run, steps_done: int) -> None:
-    """Write a checkpoint of adapters and optimizer, after a check that all ranks hold the same weights. Collective."""
-    run.tripwires.state(steps_done, adapter_weights.differing(run.all_pieces(), run.parallel))
-    tensors, counts = run.learner.state()
-    checkpoint.save(run.log.run_dir, steps_done, tensors, counts, run.cfg, writes=run.parallel.rank == 0)
-    dist.barrier()
-
-
-def finish(run: startup.Run, peak: tuple) -> None:
-    """Close the engine, and log the peak of the device's memory and the result."""
-    run.engine.close()
-    if peak:
-        device_type = run.parallel.device.type
-        run.log.say(memory_plan.beside_plan(run.cfg, run.arch, run.parallel.world_size, device_type, *peak))
-    run.log.finish(run.result_line())
 
 
 # ------------------------------------------------------------------------------------------------ the command

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from hf_config import Architecture
 from input_files import InputError, read_object, refuse_special
 from parallel_setup import Parallel, Shards
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES = ("float32", "bfloat16", "float16")  # of model files
 MESSAGE = 2**24  # maximum number of elements in one all-gather: small experts are gathered together to save latency
 
 
@@ -142,47 +141,41 @@ def separate_qkv(rows: Tensor, groups: int, arch: Architecture) -> Tensor:
 # ------------------------------------------------------------------------------------------------ loading
 
 
-class ModelFiles:
-    """The safetensors files of a model directory. Tensors and slices of them are read by name, when they are needed."""
+def read_model(model_dir: str | Path, arch: Architecture) -> dict[str, Tensor]:
+    """The tensors of ``model_dir`` by name, mapped: only the parts that are used are read from the disk.
 
-    def __init__(self, model_dir: str | Path, stack: ExitStack) -> None:
-        from safetensors import SafetensorError, safe_open
+    Raises InputError unless their names, shapes and dtypes are exactly those of the architecture.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
 
-        self.where: dict[str, object] = {}
-        for path in _weight_files(Path(model_dir)):
-            try:
-                refuse_special(path, path.stat().st_mode)
-                file = stack.enter_context(safe_open(path, framework="pt"))
-                names = list(file.keys())
-            except (SafetensorError, OSError) as error:
-                raise InputError(f"{path}: not a readable safetensors file ({error})") from None
-            for name in names:
-                if name in self.where:
-                    raise InputError(f"{path}: {name} is also in another file of this directory")
-                self.where[name] = file
-
-    def slice(self, name: str):
-        """A view of one tensor: get_shape(), get_dtype(), and indexing, which reads only the indexed part."""
-        return self.where[name].get_slice(name)
-
-    def check(self, expected: dict[str, tuple[int, ...]], model_dir: str | Path) -> None:
-        """Raise InputError unless names, shapes and dtypes are exactly those of the architecture."""
-        problems = []
-        for label, names in (
-            ("missing", [name for name in expected if name not in self.where]),
-            ("not part of this architecture", [name for name in self.where if name not in expected]),
-        ):
-            if names:
-                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-                problems.append(f"{label}: {', '.join(names[:3])}{more}")
-        for name in (name for name in expected if name in self.where):
-            view = self.slice(name)
-            if tuple(view.get_shape()) != expected[name]:
-                problems.append(f"{name} has shape {list(view.get_shape())}, config.json needs {list(expected[name])}")
-            elif view.get_dtype() not in DTYPES:
-                problems.append(f"{name} has dtype {view.get_dtype()}; supported: {', '.join(DTYPES)}")
-        if problems:
-            raise InputError(f"{model_dir}: weights do not fit config.json: {'; '.join(problems[:3])}")
+    found: dict[str, Tensor] = {}
+    for path in _weight_files(Path(model_dir)):
+        try:
+            refuse_special(path, path.stat().st_mode)
+            tensors = load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{path}: not a readable safetensors file ({error})") from None
+        if twice := tensors.keys() & found.keys():
+            raise InputError(f"{path}: {min(twice)} is also in another file of this directory")
+        found |= tensors
+    expected, problems = tensor_shapes(arch), []
+    for label, names in (
+        ("missing", [name for name in expected if name not in found]),
+        ("not part of this architecture", [name for name in found if name not in expected]),
+    ):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            problems.append(f"{label}: {', '.join(names[:3])}{more}")
+    for name in (name for name in expected if name in found):
+        shape, dtype = found[name].shape, str(found[name].dtype).removeprefix("torch.")
+        if shape != expected[name]:
+            problems.append(f"{name} has shape {list(shape)}, config.json needs {list(expected[name])}")
+        elif dtype not in DTYPES:
+            problems.append(f"{name} has dtype {dtype}; supported: {', '.join(DTYPES)}")
+    if problems:
+        raise InputError(f"{model_dir}: weights do not fit config.json: {'; '.join(problems[:3])}")
+    return found
 
 
 def _weight_files(model_dir: Path) -> list[Path]:
@@ -204,46 +197,30 @@ def _weight_files(model_dir: Path) -> list[Path]:
     return files
 
 
-def check(model_dir: str | Path, arch: Architecture) -> None:
-    """Raise InputError unless ``model_dir`` holds exactly the tensors of this architecture. Reads headers only."""
-    with ExitStack() as stack:
-        ModelFiles(model_dir, stack).check(tensor_shapes(arch), model_dir)
-
-
 @torch.no_grad()
 def load(model: torch.nn.Module, arch: Architecture, parallel: Parallel, model_dir: str | Path) -> None:
     """Fill the shards of this rank from the safetensors of ``model_dir``, reading only the slices that it holds.
 
     Raises InputError that names a missing, surplus, misshapen, unreadable or non-finite tensor.
     """
-    from safetensors import SafetensorError
     from tqdm import tqdm
 
-    with ExitStack() as stack:
-        files = ModelFiles(model_dir, stack)
-        files.check(tensor_shapes(arch), model_dir)
-        todo = list(slots(model, arch, parallel))
-        for slot in tqdm(todo, desc="loading weights", disable=None if parallel.rank == 0 else True, leave=False):
-            shards = parallel.shards(slot.expert is not None)
-            try:
-                blocks = [_shard(files.slice(name), slot.dim, shards) for name in slot.names]
-            except SafetensorError as error:
-                raise InputError(f"{model_dir}: {slot.names[0]} cannot be read ({error})") from None
-            value = blocks[0] if len(blocks) == 1 else torch.cat(blocks, slot.dim)
-            if not (value.sum().isfinite() or value.isfinite().all()):  # a sum takes a tenth of the time
-                raise InputError(f"{model_dir}: {' or '.join(slot.names)} holds values that are not finite")
-            if slot.qkv_groups:
-                value = interleave_qkv(value, slot.qkv_groups, arch)
-            slot.weight.copy_(value.t() if slot.expert is not None else value)
+    tensors = read_model(model_dir, arch)
+    todo = list(slots(model, arch, parallel))
+    for slot in tqdm(todo, desc="loading weights", disable=None if parallel.rank == 0 else True, leave=False):
+        shards = parallel.shards(slot.expert is not None)
+        blocks = [_shard(tensors[name], slot.dim, shards) for name in slot.names]
+        value = blocks[0] if len(blocks) == 1 else torch.cat(blocks, slot.dim)
+        if not (value.sum().isfinite() or value.isfinite().all()):  # a sum takes a tenth of the time
+            raise InputError(f"{model_dir}: {' or '.join(slot.names)} holds values that are not finite")
+        if slot.qkv_groups:
+            value = interleave_qkv(value, slot.qkv_groups, arch)
+        slot.weight.copy_(value.t() if slot.expert is not None else value)
 
 
-def _shard(view, dim: int | None, shards: Shards) -> Tensor:
-    """The share of this rank of a view of one tensor, split along ``dim``; None: the whole tensor."""
-    if dim is None or shards.size == 1:
-        return view[:]
-    share = view.get_shape()[dim] // shards.size
-    rows = slice(shards.rank * share, (shards.rank + 1) * share)
-    return view[rows] if dim == 0 else view[:, rows]
+def _shard(tensor: Tensor, dim: int | None, shards: Shards) -> Tensor:
+    """The share of this rank of a tensor that is split along ``dim``; None: the whole tensor. A view."""
+    return tensor if dim is None else tensor.chunk(shards.size, dim)[shards.rank]
 
 
 # ------------------------------------------------------------------------------------------------ export

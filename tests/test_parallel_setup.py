@@ -32,7 +32,7 @@ def measure(parallel: Parallel) -> dict:
         "rows": parallel.gather_rows(torch.full((2, 3), parallel.rank)),
         "no rows": tuple(parallel.gather_rows(torch.zeros(0, 3)).shape),
         "max": parallel.max_over_ranks(float(-parallel.rank)),
-        "of rank 0": parallel.of_rank_0({"reward": 0.1 + parallel.rank, "count": 7}),
+        "objects": parallel.gather_objects({"reward": 0.1 + parallel.rank, "count": 7}),
         "max with nan": parallel.max_over_ranks(float("nan") if parallel.rank == 1 else 1.0),
     }
 
@@ -99,9 +99,10 @@ def test_max_over_ranks_does_not_hide_a_nan(layout, everywhere):
             assert rank["max with nan"] != rank["max with nan"]
 
 
-def test_what_ranks_decide_by_is_rank_0s(everywhere):
+def test_gather_objects_is_in_rank_order_to_the_last_bit(everywhere):
     for answers in everywhere.values():
-        assert all(rank["of rank 0"] == {"reward": 0.1, "count": 7} for rank in answers)
+        expected = [{"reward": 0.1 + rank, "count": 7} for rank in range(len(answers))]
+        assert all(rank["objects"] == expected for rank in answers)
 
 
 def open_and_close() -> list[tuple[int, int]]:

@@ -44,7 +44,7 @@ def test_two_starts_at_once_make_one_model(tmp_path: Path, capfd) -> None:
     said = capfd.readouterr().out
     assert said.count(f"making {same.model.path}: 10 supervised steps") == 1
     assert said.count(f"waiting: another process is making {same.model.path}") == 2
-    weights_hf.check(same.model.path, hf_config.read(same.model.path))
+    weights_hf.read_model(same.model.path, hf_config.read(same.model.path))
 
     # A finished model needs no lock, nor a place to write one.
     (Path(same.model.path).parent / ".making-tiny.lock").unlink()

@@ -72,23 +72,17 @@ class _CountElements:
     """Counts the elements that loading reads from the files."""
 
     def __enter__(self):
-        self.elements, self.slice = 0, weights_hf.ModelFiles.slice
-        weights_hf.ModelFiles.slice = lambda checkpoint, name: _CountedView(self, self.slice(checkpoint, name))
+        self.elements, self.shard = 0, weights_hf._shard
+        weights_hf._shard = self.counted
         return self
 
-    def __exit__(self, *_) -> None:
-        weights_hf.ModelFiles.slice = self.slice
-
-
-class _CountedView:
-    def __init__(self, count: _CountElements, view) -> None:
-        self.count, self.view = count, view
-        self.get_shape, self.get_dtype = view.get_shape, view.get_dtype
-
-    def __getitem__(self, index) -> Tensor:
-        value = self.view[index]
-        self.count.elements += value.numel()
+    def counted(self, *args) -> Tensor:
+        value = self.shard(*args)
+        self.elements += value.numel()
         return value
+
+    def __exit__(self, *_) -> None:
+        weights_hf._shard = self.shard
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +174,7 @@ def test_transformers_reads_what_save_model_writes(shard_bytes, folders, tmp_pat
         index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
         assert index["weight_map"].keys() == tensors.keys()
         assert index["metadata"]["total_size"] == sum(value.nbytes for value in tensors.values())
-    weights_hf.check(tmp_path, hf_config.read(tmp_path))
+    weights_hf.read_model(tmp_path, hf_config.read(tmp_path))
     tokens = reference.tokens(rows=2)
     with torch.no_grad():
         assert torch.equal(reference.load(tmp_path)(tokens).logits, reference.load(source)(tokens).logits)
@@ -259,11 +253,11 @@ BROKEN = {  # the fault: (the change that makes it, the expected line)
     ),
     "int8": (
         change(lambda t: t.update({EXPERT: t[EXPERT].to(torch.int8)})),
-        f"{EXPERT} has dtype I8; supported: F32, BF16, F16",
+        f"{EXPERT} has dtype int8; supported: float32, bfloat16, float16",
     ),
     "float8": (
         change(lambda t: t.update({EXPERT: t[EXPERT].to(torch.float8_e4m3fn)})),
-        f"{EXPERT} has dtype F8_E4M3; supported: F32, BF16, F16",
+        f"{EXPERT} has dtype float8_e4m3fn; supported: float32, bfloat16, float16",
     ),
     "cut short": (rewrite(lambda data: data[:-100]), UNREADABLE),
     "cut in the header": (rewrite(lambda data: data[:100]), UNREADABLE),
@@ -296,10 +290,10 @@ BROKEN = {  # the fault: (the change that makes it, the expected line)
 def test_broken_files_are_refused_in_one_line(what, model_dir):
     break_it, line = BROKEN[what]
     arch = hf_config.read(model_dir)
-    weights_hf.check(model_dir, arch)  # it loads before it is broken
+    weights_hf.read_model(model_dir, arch)  # it loads before it is broken
     break_it(model_dir)
     with pytest.raises(InputError, match=line) as caught:
-        weights_hf.check(model_dir, arch)
+        weights_hf.read_model(model_dir, arch)
     assert str(model_dir) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -309,7 +303,7 @@ def test_pickled_weights_are_never_opened(model_dir):
     trap = model_dir / "opened"
     (model_dir / "pytorch_model.bin").write_bytes(pickle.dumps(_Trap(trap)))
     with pytest.raises(InputError, match=r"found pytorch_model\.bin, and pickled files are never opened"):
-        weights_hf.check(model_dir, hf_config.read(model_dir))
+        weights_hf.read_model(model_dir, hf_config.read(model_dir))
     assert not trap.exists()
     pickle.loads((model_dir / "pytorch_model.bin").read_bytes())
     assert trap.exists()  # control: unpickling does create the file
@@ -344,7 +338,7 @@ VALUES = {
     "-inf": (KEY, lambda t: t[KEY][0].fill_(-torch.inf)),
     "missing": ("missing: model.norm.weight", lambda t: t.pop(NORM)),
     "fp16": ("loaded", lambda t: t.update({name: value.half() for name, value in t.items()})),
-    "one fp64": ("model.norm.weight has dtype F64; supported", lambda t: t.update({NORM: t[NORM].double()})),
+    "one fp64": ("model.norm.weight has dtype float64; supported", lambda t: t.update({NORM: t[NORM].double()})),
 }
 
 
