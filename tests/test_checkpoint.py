@@ -185,7 +185,7 @@ def test_a_disk_that_is_full_half_way_is_a_clear_error_and_leaves_the_earlier_on
     assert len(made) == 3 and names(tmp_path) == before and is_whole(checkpoint.latest(tmp_path))
     made.clear()
     assert checkpoint.save(tmp_path, 3, {"adapter": dict(list(pending.items())[:2])}, {}, cfg, writes=False) is None
-    assert len(made) == 2 and names(tmp_path) == before  # a process that does not write makes every tensor and writes nothing
+    assert len(made) == 2 and names(tmp_path) == before  # a process that does not write only makes every tensor
 
 
 def test_a_full_disk_at_the_first_save_is_a_clear_error(tmp_path: Path, cfg: Config, monkeypatch: MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ def test_gradients_are_right_on_ranks_whose_experts_get_no_token(skewed):
     expected, by_rank = skewed
     A = expected.gradients["model.layers.0.mlp.experts.gate_up_proj.A"]
     idle = [expert for expert in range(16) if not A[expert].any()]
-    assert any(set(range(first, first + 4)) <= set(idle) for first in (0, 4, 8, 12)), idle  # the experts of one of the 4 ranks
+    assert any(set(range(first, first + 4)) <= set(idle) for first in (0, 4, 8, 12)), idle  # of one of 4 ranks
     for by_kind in by_rank:
         assert by_kind["qwen3_moe"]["error"] < TOLERANCE
         assert by_kind["qwen3_moe"]["error with recompute"] < TOLERANCE

@@ -170,7 +170,7 @@ def train_without(dropped: str, jobs: list) -> None:
      ("TP2_EP2_ETP2", "expert_tensor")],
 )  # fmt: skip
 def test_a_dropped_reduction_shows_at_the_second_step(layout, dropped, models, runs, tmp_path) -> None:
-    """Negative control of the tests above. Two tripwires are off: they would notice that the policies of ranks differ."""
+    """Negative control of the tests above. Two tripwires are off, which would notice that ranks have other policies."""
     off = {"checks__logp_gap": "off", "checks__state": "off"}
     cfg = training.in_layout(training.config(models["qwen3_moe"], tmp_path, **off), layout)
     training.in_world(layout, train_without, dropped, [(layout, cfg)])
