@@ -142,12 +142,15 @@ class Learner:
             mixed = batch.rewards.amax(dim=1) > batch.rewards.amin(dim=1)
             sequences = [s for s in sequences if mixed[s // cfg.rollout.group_size]]
         lengths = {s: batch.row_length(s) for s in sequences}
-        sizes = (parallel.data, cfg.optim.tokens_per_micro_batch, parallel.tensor)
-        if self.packs:
-            prompts = {s: lengths[s] - batch.lengths[s] for s in sequences}
-            shares = rollout.plan(lengths, *sizes, cfg.rollout.group_size, prompts)
-        else:
-            shares = rollout.plan(lengths, *sizes)
+        prompts = {s: lengths[s] - batch.lengths[s] for s in sequences}
+        shares = rollout.plan(
+            lengths,
+            parallel.data,
+            cfg.optim.tokens_per_micro_batch,
+            multiple=parallel.tensor,
+            group_size=cfg.rollout.group_size if self.packs else 1,
+            prompts=prompts if self.packs else None,
+        )
         shares = shares or [[[]] * parallel.data]  # nothing to learn from: one empty micro-batch keeps ranks in step
         routes = None
         if cfg.replay.mode == "r3":

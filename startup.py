@@ -58,27 +58,25 @@ class Inputs(NamedTuple):
 
 
 def check_only(cfg: Config, ranks: int) -> Inputs | None:
-    """Check everything that needs no other rank, and return what was read.
-
-    None for a tiny model that does not exist yet: only its configuration is checked.
-    """
+    """Check everything that needs no other rank, and return what was read; None as check_inputs."""
     devices.resolve(cfg.device)
     check_writable("train.out_dir", Path(cfg.train.out_dir))
-    if cfg.tiny_model is None or tiny_model.exists(cfg):
-        return check_inputs(cfg, ranks)
-    check_writable("model.path", Path(cfg.model.path))
-    arch, _ = hf_config.planned(cfg)
-    check_layout(cfg, arch, ranks)
-    check_engine_layout(cfg, arch, ranks)
-    check_answers(cfg)
-    return None
+    return check_inputs(cfg, ranks)
 
 
-def check_inputs(cfg: Config, ranks: int) -> Inputs:
-    """Architecture, tokenizer and questions. InputError for anything that cannot work; no weight is read."""
-    arch = hf_config.read(cfg.model.path)
+def check_inputs(cfg: Config, ranks: int) -> Inputs | None:
+    """Architecture, tokenizer and questions. InputError for anything that cannot work; no weight is read.
+
+    None for a tiny model that does not exist yet, of which only the configuration can be checked.
+    """
+    exists = cfg.tiny_model is None or tiny_model.exists(cfg)
+    arch = hf_config.read(cfg.model.path) if exists else hf_config.planned(cfg)[0]
     check_layout(cfg, arch, ranks)
     check_engine_layout(cfg, arch, ranks)
+    if not exists:
+        check_writable("model.path", Path(cfg.model.path))
+        check_answers(cfg)
+        return None
     rollout.check_engine(cfg, arch, ranks)
     if cfg.aqn.schedule != "off":
         aqn.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)

@@ -393,7 +393,7 @@ def assert_one_line(stderr: str, expected: str) -> None:
     [typed(), typed("model.path=FOLDER/new"), model(lambda m: None), questions(), resumed(lambda r: None)],
     ids=["made", "new", "model", "gsm8k", "resume"],
 )
-def test_what_is_not_broken_runs_without_a_word_on_stderr(broken, run, place: Place, capfd: CaptureFixture) -> None:
+def test_an_unbroken_run_prints_nothing_on_stderr(broken, run, place: Place, capfd: CaptureFixture) -> None:
     assert exit_code(command(place, (broken,), run)) == 0
     assert capfd.readouterr().err == ""
 
@@ -414,7 +414,7 @@ def test_the_process_ends_with_that_line_and_code(expected, changes, run, place:
 
 
 @pytest.mark.parametrize("module, name", [(train_grpo.doctor, "quick"), (tiny_model, "_write_random_model")])
-def test_a_start_that_stands_still_is_ended_by_the_watcher(module, name, place: Place, capfd: CaptureFixture) -> None:
+def test_the_watcher_ends_a_start_that_stalls(module, name, place: Place, capfd: CaptureFixture) -> None:
     place.monkeypatch.setattr(module, name, lambda *arguments: time.sleep(100))
     changes = (typed("model.path=FOLDER/new"), "train.stall_seconds=2")
     assert exit_code(command(place, changes, run=True)) == tripwires.EXIT_CODE

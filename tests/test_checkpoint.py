@@ -66,7 +66,7 @@ def test_a_step_saved_again_replaces_the_old_one(tmp_path: Path, cfg: Config) ->
     assert names(tmp_path) == ["step-000001", "step-000002"]
 
 
-def test_after_a_rewind_the_damaged_later_ones_never_push_out_the_good_one(tmp_path: Path) -> None:
+def test_after_a_rewind_damaged_later_checkpoints_do_not_replace_a_good_one(tmp_path: Path) -> None:
     cfg = config_in(tmp_path, keep_last=1)
     for path in saved(tmp_path, config_in(tmp_path, keep_last=3), 1, 2, 3)[1:]:
         (path / "state.json").write_text("{")
@@ -260,7 +260,7 @@ def test_a_run_with_another_configuration_is_not_resumed(cfg: Config) -> None:
     assert checkpoint.find_resumable(cfg.model_copy(update={"optim": OptimConfig(lr=0.5)})) is None
 
 
-def test_resuming_lists_what_may_not_change_and_allows_what_may(tmp_path: Path, cfg: Config) -> None:
+def test_resuming_lists_changed_keys_that_must_not_change(tmp_path: Path, cfg: Config) -> None:
     saved(tmp_path, cfg, 1)
     found = checkpoint.latest(tmp_path)
     checkpoint.check_resume(found, cfg)
@@ -276,7 +276,7 @@ def test_a_checkpoint_is_plain_json_and_safetensors(tmp_path: Path, cfg: Config)
     assert safetensors.torch.load_file(path / "adapter.safetensors").keys() == tensors_of(1)["adapter"].keys()
 
 
-def test_a_resume_holds_each_file_against_its_checksum_once(tmp_path: Path, cfg: Config, monkeypatch: MonkeyPatch):
+def test_a_resume_verifies_each_file_once(tmp_path: Path, cfg: Config, monkeypatch: MonkeyPatch):
     """A checkpoint of 14 GiB takes 15 s to verify."""
     monkeypatch.setattr(runlog, "write_records", lambda *_: None)
     log = runlog.open_run(cfg, 1, 0)

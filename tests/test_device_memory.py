@@ -18,7 +18,7 @@ from plan import memory as memory_plan
 from tripwires import Heartbeat
 
 
-def test_in_use_is_torchs_peak_and_what_lies_outside_of_its_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_in_use_is_torchs_peak_plus_memory_outside_of_its_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     reset = []
     module = SimpleNamespace(
         mem_get_info=lambda: (40 * 2**30, 61 * 2**30),  # 21 GiB are taken, 16 of them by torch's pool
@@ -55,7 +55,7 @@ def test_the_fullest_rank_counts() -> None:
     assert world.in_layouts(["DP2"], largest)["DP2"] == [[(7.5, "update"), ()]] * 2
 
 
-def test_the_plans_figure_stands_beside_it() -> None:
+def test_the_log_shows_the_planned_memory_beside_the_peak() -> None:
     cfg = load_config("configs/qwen3.yaml")
     arch = hf_config.planned(cfg)[0]
     memory = memory_plan.plan(cfg, arch, grid.of(cfg, 16), "npu", 61 * 2**30)

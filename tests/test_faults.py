@@ -398,7 +398,7 @@ def test_ranks_of_a_sound_run_stay_the_same(name: str, model: Path, tmp_path: Pa
     assert "warning" not in (training.only_run(cfg) / "log.txt").read_text()
 
 
-def test_steps_of_which_all_groups_are_left_out_are_no_fault(model: Path, tmp_path: Path) -> None:
+def test_a_step_without_any_trained_group_is_no_fault(model: Path, tmp_path: Path) -> None:
     """The task is solved: all groups have equal rewards, so no row is left for a KL."""
     cfg = training.config(model, tmp_path, checks__unparsable="off", checks__truncated="off",
                           loss__skip_equal_groups=True, **FEW | LARGE | {"train__steps": 8})  # fmt: skip

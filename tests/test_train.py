@@ -143,7 +143,7 @@ def test_the_adapters_move_and_every_option_matters(runs) -> None:
     assert runs["repeat 1"] != runs["repeat 2"]
 
 
-def test_groups_that_are_left_out_do_not_thin_the_metrics(runs) -> None:
+def test_skipped_groups_do_not_change_the_scale_of_the_metrics(runs) -> None:
     rows, wanted = (training.metrics(runs[name]) for name in ("skipped at once", "qwen3_moe TP1"))
     assert rows[0]["reward/equal_groups"] > 0
     assert all(abs(row["actor/ratio_mean"] - 1) < 1e-6 for row in rows)
@@ -270,7 +270,7 @@ def test_the_learning_rate_by_hand(tmp_path) -> None:
         assert learner.learning_rate(only.optim, 0, 1) == only.optim.lr
 
 
-def test_permuted_rewards_are_the_same_rewards_elsewhere() -> None:
+def test_shuffled_rewards_are_the_same_rewards_at_other_places() -> None:
     rewards = torch.arange(24.0).view(6, 4)
     before = rewards.clone()
     orders = [train_grpo.shuffled(rewards, seed) for seed in (1, 1, 2)]
@@ -281,7 +281,7 @@ def test_permuted_rewards_are_the_same_rewards_elsewhere() -> None:
     assert torch.equal(orders[0], orders[1]) and not torch.equal(orders[0], orders[2])
 
 
-def test_the_permuted_control_has_the_rewards_of_the_run_that_it_controls(runs) -> None:
+def test_the_shuffled_control_has_the_rewards_of_the_run_that_it_controls(runs) -> None:
     assert column(runs["router"], "reward/mean")[0] == column(runs["TP1"], "reward/mean")[0]
     assert column(runs["router"], "actor/policy_loss")[0] != column(runs["TP1"], "actor/policy_loss")[0]
 

@@ -371,7 +371,7 @@ def test_a_fault_that_has_its_own_error_is_named_too(fault: str, model: Path, tm
 
 
 @pytest.mark.parametrize(("action", "warnings"), [("warn", 1), ("off", 0)])
-def test_warn_says_it_once_and_goes_on_and_off_is_silent(action, warnings, model: Path, tmp_path: Path) -> None:
+def test_warn_prints_once_and_goes_on_and_off_prints_nothing(action, warnings, model: Path, tmp_path: Path) -> None:
     cfg = training.config(model, tmp_path, checks__logp_gap=action, checks__unparsable="off", **FEW)
     assert raised(gate_permuted, cfg) == [(InputError, "")]
     run = training.only_run(cfg)

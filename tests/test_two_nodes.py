@@ -81,7 +81,7 @@ def test_a_node_that_is_lost_ends_the_other_with_a_message(rank, model, tmp_path
 
 
 @pytest.mark.slow
-def test_a_process_that_is_lost_is_started_again_and_the_run_ends_as_if_nothing_had_been(model, tmp_path) -> None:
+def test_a_lost_process_is_restarted_and_the_run_ends_the_same(model, tmp_path) -> None:
     """The process dies in the third step, which has no checkpoint; --max-restarts=1 resumes from the second step.
 
     The undisturbed run has two processes on one node.
