@@ -22,6 +22,7 @@ from torch import Tensor
 
 import adapter_weights
 import aqn
+import aqn_targets
 import checkpoint
 import data_gsm8k
 import device as devices
@@ -99,12 +100,13 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: tuple |
         clock = Clock(heartbeat, step, parallel.device)
         # 1. Hand over the policy: W + (alpha / R) B A. Noise lives in the sampler's copy; the trainer never sees it.
         pushed = weights.push(step, probe)
-        tripwires.after_push(step, weights.checksums(), norm)
+        tripwires.after_push(step, weights.checksums(pushed["sync/checksum"]), norm)
         clock.lap("sync")
         # 2. Sample and score G completions for each of P questions; both depend on (seed, step) alone.
         asked = questions.pick(step, cfg.rollout.prompts_per_step)
         tripwires.asked(step, [question.question for question in asked], len(questions), reserved)
-        batch, completions = rollout.sample(engine, asked, score, cfg, parallel, step)
+        keyed = {"seed": cfg.train.seed, "step": step, "routed_experts": cfg.replay.mode == "r3"}
+        batch, completions = rollout.sample(engine, asked, score, cfg.rollout, parallel, **keyed)
         clock.lap("generate")
         # 3. Compare within the group.
         if cfg.reward.permute:
@@ -158,7 +160,7 @@ def check_inputs(cfg: Config, world_size: int) -> tuple:
     check_engine_layout(cfg, arch, world_size)
     rollout.check_engine(cfg, arch, world_size)
     if cfg.aqn.schedule != "off":
-        aqn.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
+        aqn_targets.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
     weights_hf.check(cfg.model.path, arch)
     tokenizer = data_gsm8k.load_tokenizer(cfg.model.path)
     check_answers(cfg)
@@ -285,7 +287,7 @@ def log_evaluation(
     log: runlog.RunLog, step: int, engine, held_out, score, cfg: Config, parallel: Parallel, heartbeat: Heartbeat
 ) -> None:
     """Evaluate the policy that the engine holds, after ``step`` steps."""
-    summary, outcomes = evaluate.evaluate(engine, held_out, score, cfg, parallel, heartbeat.beat)
+    summary, outcomes = evaluate.evaluate(engine, held_out, score, cfg.eval, cfg.rollout, parallel, heartbeat.beat)
     log.log_eval(step, summary, outcomes)
     log.say(f"held-out accuracy after {step} steps: {evaluate.headline(summary)}")
 

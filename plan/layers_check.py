@@ -111,8 +111,8 @@ def sample(engine, cfg: Config, arch: Architecture, parallel: Parallel) -> Rollo
     tokens = torch.randint(1, arch.vocab_size, (max(PROMPTS, parallel.world_size), length), generator=generator)
     asked = [Question("", "", "", prompt) for prompt in tokens.tolist()]
     changes = {"group_size": GROUP, "max_new_tokens": min(NEW_TOKENS, cfg.rollout.max_new_tokens)}
-    short = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update=changes)})
-    return rollout.sample(engine, asked, lambda question, answer: (0.0, True), short, parallel, step=0)[0]
+    short, seed = cfg.rollout.model_copy(update=changes), cfg.train.seed
+    return rollout.sample(engine, asked, lambda question, answer: (0.0, True), short, parallel, seed=seed, step=0)[0]
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from vllm_ranks import PROMPTS, SEEDS
 
 import aqn
+import aqn_targets
 import hf_config
 import lora_megatron
 import train_grpo
@@ -128,10 +129,10 @@ def follow(parallel: Parallel, path: Path) -> dict:
             found["pushes"].append(sync.push(step, PROMPTS[0]))
             noisy = {}
             if changes:
-                plan = aqn.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
+                plan = aqn_targets.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
                 norms = aqn.clean_norms(weights_hf.export(model, arch, parallel), plan)
-                stream = weights_hf.export(model, arch, parallel, only=aqn.touched_names(plan))
-                noisy = dict(aqn.perturb(stream, plan, norms, sigma=0.05, seed=0, step=step)[0])
+                stream = weights_hf.export(model, arch, parallel, only=aqn_targets.touched_names(plan))
+                noisy = dict(aqn.perturb(stream, plan, norms, sigma=0.05, seed=0, step=step))
             rows = sampled()
             found["steps"].append(gap(rows, **noisy))
             sync.push(step, PROMPTS[0])
@@ -228,7 +229,7 @@ DENSE_ARCH = dataclasses.replace(ARCH, moe_layers=(False,) * 48)
         (DENSE_ARCH, "npu", torch.bfloat16, ALL, "", "vllm-ascend 0.23 takes none beside shared experts or with"),
         (ARCH, "cuda", torch.bfloat16, ALL, "0.30.0", None),
         (ARCH, "cuda", torch.bfloat16, ALL[:2], "0.31.1+cu130", None),
-        (ARCH, "cuda", torch.bfloat16, ALL, "0.23.0", "vLLM 0.23.0 may drop what is pushed"),
+        (ARCH, "cuda", torch.bfloat16, ALL, "0.23.0", "vLLM 0.23.0 may ignore weights that are pushed"),
         (ARCH, "cuda", torch.float32, ALL, "0.30.0", "no fp32 on a GPU"),
         (ARCH, "cuda", torch.bfloat16, ALL[:3], "0.30.0", "all three matrices of an expert or none"),
         (DENSE_ARCH, "cuda", torch.bfloat16, ALL[:3], "0.30.0", None),

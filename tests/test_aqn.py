@@ -17,6 +17,8 @@ from torch import Tensor
 import aqn
 import hf_config
 from aqn import AqnError
+from aqn_targets import norm_targets, touched_names
+from config import derive_seed
 from input_files import InputError
 from weights_hf import tensor_shapes
 
@@ -55,10 +57,10 @@ def push(
     step: int = 5,
     bf16: str = "grid",
 ) -> tuple[dict[str, Tensor], aqn.NoiseReport]:
-    plan = aqn.norm_targets(arch, tuple(targets), router=router)
+    plan = norm_targets(arch, tuple(targets), router=router)
     clean = aqn.clean_norms(model.items(), plan)
-    noisy, report = aqn.perturb(model.items(), plan, clean, sigma=sigma, seed=seed, step=step, bf16=bf16)
-    return dict(noisy), report
+    noisy = aqn.perturb(model.items(), plan, clean, sigma=sigma, seed=seed, step=step, bf16=bf16)
+    return dict(noisy), noisy.result()
 
 
 # ------------------------------------------------------------------------------------------------------------- schedule
@@ -202,17 +204,17 @@ def test_noise_is_added_to_the_clean_weight_each_time() -> None:
     arch = architecture("qwen2_moe")
     model = weights(arch)
     before = {name: value.clone() for name, value in model.items()}
-    plan = aqn.norm_targets(arch, ("attention", "experts"), router="clean")
+    plan = norm_targets(arch, ("attention", "experts"), router="clean")
     clean = aqn.clean_norms(model.items(), plan)
-    first = dict(aqn.perturb(model.items(), plan, clean, sigma=0.01, seed=1, step=2)[0])
-    second = dict(aqn.perturb(model.items(), plan, clean, sigma=0.01, seed=1, step=2)[0])
+    first = dict(aqn.perturb(model.items(), plan, clean, sigma=0.01, seed=1, step=2))
+    second = dict(aqn.perturb(model.items(), plan, clean, sigma=0.01, seed=1, step=2))
     for name, value in first.items():
         assert torch.equal(value, second[name]) and torch.equal(model[name], before[name])
     for norm in plan:
-        make = torch.Generator().manual_seed(aqn.derive_seed(1, "aqn", 2, norm))
+        make = torch.Generator().manual_seed(derive_seed(1, "aqn", 2, norm))
         assert torch.equal(first[norm], before[norm] + 0.01 * torch.randn(before[norm].shape, generator=make))
     with pytest.raises(AqnError, match="not the clean weight"):
-        dict(aqn.perturb(first.items(), plan, clean, sigma=0.01, seed=1, step=3)[0])
+        dict(aqn.perturb(first.items(), plan, clean, sigma=0.01, seed=1, step=3))
     with pytest.raises(AqnError, match="no clean copy"):
         aqn.perturb(model.items(), plan, {}, sigma=0.01, seed=1, step=3)
 
@@ -220,7 +222,7 @@ def test_noise_is_added_to_the_clean_weight_each_time() -> None:
 def test_clean_copies_do_not_follow_the_weights() -> None:
     arch = architecture("qwen3_moe")
     model = weights(arch)
-    clean = aqn.clean_norms(model.items(), aqn.norm_targets(arch, ("attention",), router="noisy"))
+    clean = aqn.clean_norms(model.items(), norm_targets(arch, ("attention",), router="noisy"))
     model["model.layers.0.input_layernorm.weight"].add_(1)
     assert clean["model.layers.0.input_layernorm.weight"].mean() < 1.5
 
@@ -229,16 +231,15 @@ def test_clean_copies_do_not_follow_the_weights() -> None:
 def test_part_of_a_stream_in_any_order_is_changed_as_the_whole(order: str) -> None:
     arch = architecture("qwen2_moe")
     model = weights(arch)
-    plan = aqn.norm_targets(arch, ("attention", "experts"), router="clean")
+    plan = norm_targets(arch, ("attention", "experts"), router="clean")
     clean = aqn.clean_norms(model.items(), plan)
-    whole = dict(aqn.perturb(model.items(), plan, clean, sigma=0.01, seed=1, step=2)[0])
-    touched = aqn.touched_names(plan)
+    whole = dict(aqn.perturb(model.items(), plan, clean, sigma=0.01, seed=1, step=2))
+    touched = touched_names(plan)
     part = list(reversed(model)) if order == "reversed" else [name for name in model if name in touched]
     if order == "consumers only":
         part = [name for name in part if name not in plan]
-    found, _ = aqn.perturb([(name, model[name]) for name in part], plan, clean, sigma=0.01, seed=1, step=2)
+    found = list(aqn.perturb([(name, model[name]) for name in part], plan, clean, sigma=0.01, seed=1, step=2))
     assert [name for name, _ in found] == part
-    found, _ = aqn.perturb([(name, model[name]) for name in part], plan, clean, sigma=0.01, seed=1, step=2)
     assert all(torch.equal(value, whole[name]) for name, value in found)
 
 
@@ -324,11 +325,11 @@ def test_noise_reaches_exactly_the_consumers_that_were_asked_for(
     noisy, report = push(model, arch, targets, router=router)
     aqn.check_report(report)
     changed = {name for name in model if not torch.equal(model[name], noisy[name])}
-    assert changed == aqn.touched_names(aqn.norm_targets(arch, targets, router=router))
+    assert changed == touched_names(norm_targets(arch, targets, router=router))
     for layer in range(arch.num_layers):
         for group, names in behind(arch, layer).items():
             norm = f"model.layers.{layer}.{'input' if group == 'attention' else 'post_attention'}_layernorm.weight"
-            make = torch.Generator().manual_seed(aqn.derive_seed(3, "aqn", 5, norm))
+            make = torch.Generator().manual_seed(derive_seed(3, "aqn", 5, norm))
             noise = 0.01 * torch.randn(model[norm].shape, generator=make) if group in seeing else 0.0
             for name in names:
                 wanted = model[name] * (model[norm] + noise)
@@ -375,7 +376,7 @@ def test_compensation_holds_where_a_weight_or_its_noisy_copy_is_near_zero() -> N
     arch = architecture("qwen2_moe")
     model = weights(arch)
     norm = "model.layers.0.post_attention_layernorm.weight"
-    make = torch.Generator().manual_seed(aqn.derive_seed(3, "aqn", 5, norm))
+    make = torch.Generator().manual_seed(derive_seed(3, "aqn", 5, norm))
     noise = 0.01 * torch.randn(96, generator=make)
     model[norm][0], model[norm][1], model[norm][2] = 0.0, -noise[1], -noise[2] * (1 + 1e-5)  # w + d = 0 in the second
     noisy, report = push(model, arch, ["experts"], router="clean")
@@ -407,43 +408,46 @@ def test_compensation_holds_where_a_weight_or_its_noisy_copy_is_near_zero() -> N
         ((3,), "needed: a list"),
         (("expert",), "matches no RMSNorm.*attention, experts, mlp"),
         (("attention", "model.layers.7.input_layernorm.weight"), "model.layers.7"),
-        (("model.layers.0.*",), "model.layers.0.mlp.gate.weight, which is not an RMSNorm"),
-        (("*attn*",), "q_proj.weight, which is not an RMSNorm"),
-        (("*",), "which is not an RMSNorm"),
-        (("*weight",), "which is not an RMSNorm"),
+        (("model.layers.0.*",), "model.layers.0.self_attn.q_proj.weight, which is not the weight of an RMSNorm"),
+        (("*attn*",), "q_proj.weight, which is not the weight of an RMSNorm"),
+        (("*",), "which is not the weight of an RMSNorm"),
+        (("*weight",), "which is not the weight of an RMSNorm"),
         (("model.layers.0.mlp.gate.weight",), "matches no RMSNorm"),
         (("MODEL.NORM.WEIGHT",), "matches no RMSNorm"),
     ],
 )
 def test_targets_that_cannot_be_meant_are_refused(targets: object, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        aqn.norm_targets(architecture("qwen3_moe"), targets, router="noisy")
+        norm_targets(architecture("qwen3_moe"), targets, router="noisy")
 
 
 def test_a_role_that_the_model_lacks_is_refused() -> None:
     only_moe, only_dense = (architecture("qwen3_moe", mlp_only_layers=dense) for dense in ([], [0, 1, 2]))
     with pytest.raises(InputError, match="no dense layer and no shared expert"):
-        aqn.norm_targets(only_moe, ("attention", "mlp"), router="noisy")
+        norm_targets(only_moe, ("attention", "mlp"), router="noisy")
     with pytest.raises(InputError, match="no MoE layer"):
-        aqn.norm_targets(only_dense, ("experts",), router="noisy")
+        norm_targets(only_dense, ("experts",), router="noisy")
     with pytest.raises(InputError, match="q_norm"):
-        aqn.norm_targets(architecture("qwen2_moe"), ("*.q_norm.weight",), router="noisy")
+        norm_targets(architecture("qwen2_moe"), ("*.q_norm.weight",), router="noisy")
     with pytest.raises(InputError, match="router touches no norm"):
-        aqn.norm_targets(only_dense, ("router",), router="noisy")
+        norm_targets(only_dense, ("router",), router="noisy")
     with pytest.raises(ValueError, match="router"):
-        aqn.norm_targets(only_moe, ("experts",), router="off")
+        norm_targets(only_moe, ("experts",), router="off")
     with pytest.raises(InputError, match="router is clean"):
-        aqn.norm_targets(only_moe, ("experts", "router"), router="clean")
-    assert len(aqn.norm_targets(architecture("qwen2_moe", mlp_only_layers=[]), ("mlp",), router="noisy")) == 3
+        norm_targets(only_moe, ("experts", "router"), router="clean")
+    assert len(norm_targets(architecture("qwen2_moe", mlp_only_layers=[]), ("mlp",), router="noisy")) == 3
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe"])
 def test_every_tensor_is_known_as_a_norm_or_not(kind: str) -> None:
-    """A checkpoint's names, by the module that loads it: one that aqn did not know could slip through a pattern."""
+    """By name, as in a checkpoint. The norms are what has one axis and is not a bias."""
     arch = architecture(kind)
-    norms = {name for name, shape in tensor_shapes(arch).items() if name.endswith("norm.weight")}
-    assert aqn.norm_targets(arch, tuple(norms), router="noisy").keys() == norms
-    assert tensor_shapes(arch).keys() - norms <= set(aqn._other_names(arch))
+    shapes = tensor_shapes(arch)
+    norms = {name for name, shape in shapes.items() if len(shape) == 1 and not name.endswith(".bias")}
+    assert norm_targets(arch, tuple(norms), router="noisy").keys() == norms
+    for other in shapes.keys() - norms:
+        with pytest.raises(InputError, match="matches no RMSNorm"):
+            norm_targets(arch, (other,), router="noisy")
 
 
 # --------------------------------------------------------------------------------------------------------------- report
@@ -459,7 +463,6 @@ def test_report_says_what_the_weights_say(dtype: torch.dtype, sigma: float) -> N
     change = torch.cat([noisy[name].double() - model[name].double() for name in norms])
     assert (report.num_modules, report.num_elements, report.sigma) == (6, 6 * 2048, sigma)
     assert report.num_changed == (change != 0).sum() and report.missing == set()
-    assert report.changed_share == pytest.approx((change != 0).double().mean().item())
     assert report.mean == pytest.approx(change.mean().item(), abs=1e-9)
     assert report.std == pytest.approx(change.std(correction=0).item(), rel=1e-6)
     assert report.std == pytest.approx(sigma, rel=0.1)
@@ -479,34 +482,34 @@ def test_report_measures_noise_that_is_in_columns(dtype: torch.dtype, sigma: flo
 def test_a_push_without_the_norms_is_stopped() -> None:
     arch = architecture("qwen2_moe")
     model = weights(arch)
-    plan = aqn.norm_targets(arch, ("attention", "experts"), router="clean")
+    plan = norm_targets(arch, ("attention", "experts"), router="clean")
     clean = aqn.clean_norms(model.items(), plan)
 
     def report_of(names: Iterable[str]) -> aqn.NoiseReport:
         stream = [(name, model[name]) for name in names]
-        noisy, report = aqn.perturb(stream, plan, clean, sigma=0.01, seed=0, step=0)
-        for _ in noisy:
-            pass
-        return report
+        noisy = aqn.perturb(stream, plan, clean, sigma=0.01, seed=0, step=0)
+        assert len(list(noisy)) == len(stream)
+        return noisy.result()
 
     aqn.check_report(report_of(model))
-    aqn.check_report(report_of(aqn.touched_names(plan)))
+    aqn.check_report(report_of(touched_names(plan)))
     with pytest.raises(AqnError, match="no norm got noise"):
         aqn.check_report(report_of(name for name in model if "norm" not in name))
     for lost in ("model.layers.2.mlp.gate.weight", "model.layers.1.input_layernorm.weight"):
         with pytest.raises(AqnError, match=lost):
             aqn.check_report(report_of(name for name in model if name != lost))
-    unread = aqn.perturb(model.items(), plan, clean, sigma=0.01, seed=0, step=0)[1]
-    with pytest.raises(AqnError, match="no norm got noise"):
-        aqn.check_report(unread)
+    unread = aqn.perturb(model.items(), plan, clean, sigma=0.01, seed=0, step=0)
+    with pytest.raises(RuntimeError, match="not read to its end"):
+        unread.result()
+    next(iter(unread))
+    with pytest.raises(RuntimeError, match="not read to its end"):
+        unread.result()
 
 
 def report_of_noise(sigma: float, scale: float, shift: float, n: int) -> aqn.NoiseReport:
     """A report on n elements whose change has mean shift x sigma and std scale x sigma, exactly."""
-    report = aqn.NoiseReport(sigma)
-    change = torch.tensor([1.0, -1.0]).repeat(n // 2) * scale + shift
-    report.add_(sigma * change, torch.ones(n), False)
-    return report
+    noise = torch.tensor([1.0, -1.0]).repeat(n // 2) * scale + shift
+    return aqn.summarise(sigma, [aqn.Change(sigma * noise, torch.ones(n), on_grid=False)], missing=())
 
 
 @pytest.mark.parametrize(
@@ -540,12 +543,12 @@ def test_a_small_model_with_sound_noise_is_not_stopped(dtype: torch.dtype) -> No
     """64 wide, two norms: few elements, and in bf16 at sigma 0.001 a jump in one of 30 of them; 200 pushes each."""
     arch = architecture("qwen3_moe", hidden_size=64, num_hidden_layers=2, num_experts=2)
     norms = {f"model.layers.{i}.input_layernorm.weight": torch.ones(64, dtype=dtype) for i in range(2)}
-    plan = aqn.norm_targets(arch, ("attention",), router="noisy")
+    plan = norm_targets(arch, ("attention",), router="noisy")
     for sigma in SIGMAS:
         for step in range(200):
-            noisy, report = aqn.perturb(norms.items(), plan, norms, sigma=sigma, seed=0, step=step)
+            noisy = aqn.perturb(norms.items(), plan, norms, sigma=sigma, seed=0, step=step)
             list(noisy)
-            aqn.check_report(report)
+            aqn.check_report(noisy.result())
 
 
 def test_noise_lost_in_bf16_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -562,6 +565,6 @@ def test_noise_lost_in_bf16_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_norms_of_one_plan_are_immutable() -> None:
-    effect = aqn.norm_targets(architecture("qwen3_moe"), ("experts",), router="clean")
+    effect = norm_targets(architecture("qwen3_moe"), ("experts",), router="clean")
     with pytest.raises(dataclasses.FrozenInstanceError):
         next(iter(effect.values())).noisy = False

@@ -61,8 +61,12 @@ def score(question: Question, completion: Completion) -> tuple[float, bool]:
     return float(completion.tokens[0] % 2 if n == 1 else n % 2 == 0), n != 2
 
 
+def run(engine: SeedEngine, cfg: Config, layout: str) -> tuple[dict, list[dict]]:
+    return evaluate.evaluate(engine, QUESTIONS, score, cfg.eval, cfg.rollout, world.open_layout(layout))
+
+
 def evaluated(cfg: Config, layout: str) -> tuple[dict, list[dict]]:
-    return evaluate.evaluate(SeedEngine(), QUESTIONS, score, cfg, world.open_layout(layout))
+    return run(SeedEngine(), cfg, layout)
 
 
 def config(tmp_path: Path, **changes: object) -> Config:
@@ -85,7 +89,7 @@ def calls(cfg: Config, layout: str) -> list[int]:
             made.append(len(prompts))
             return super().sample(prompts, **how)
 
-    evaluate.evaluate(Counting(), QUESTIONS, score, cfg, world.open_layout(layout))
+    run(Counting(), cfg, layout)
     return made
 
 

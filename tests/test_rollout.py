@@ -196,7 +196,7 @@ def gathered(cfg: Config, num_prompts: int, step: int) -> Rollout:
     ranks = torch.distributed.get_world_size()
     parallel = world.open_layout({1: "TP1", 2: "TP2", 4: "TP2_EP4"}[ranks])
     batch, own = rollout.sample(EchoEngine(), asked, lambda q, one: (float(len(one.tokens)), q.question == "q1"),
-                                cfg, parallel, step)  # fmt: skip
+                                cfg.rollout, parallel, seed=cfg.train.seed, step=step)  # fmt: skip
     assert len(own) == len(range(parallel.rank, num_prompts, ranks))
     return batch
 

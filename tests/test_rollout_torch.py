@@ -284,11 +284,13 @@ def test_global_rng_and_prompts_are_untouched(models) -> None:
 
 QKV = [f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv"]
 GATE_UP = [f"model.layers.2.mlp.experts.{e}.{half}_proj.weight" for e in range(16) for half in ("gate", "up")]
+EXPERTS_DOWN = [f"model.layers.2.mlp.experts.{e}.down_proj.weight" for e in range(16)]
 
 
 def test_partial_reload_equals_full_reload_and_weights_are_copies(models) -> None:
     model = models("qwen3")
-    changed = {name: model.tensors[name] * 1.5 for name in [*QKV, *GATE_UP, "model.norm.weight"]}
+    names = [*QKV, *GATE_UP, *EXPERTS_DOWN, "model.norm.weight"]
+    changed = {name: model.tensors[name] * 1.5 for name in names}
     partly = sampler(model)
     before = tokens_of(partly.sample(PROMPTS, seeds=SEEDS, **FREE))
     partly.load_weights((name, tensor.clone()) for name, tensor in reversed(changed.items()))

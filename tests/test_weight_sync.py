@@ -18,6 +18,7 @@ from lora_reference import TARGETS
 from torch import Tensor
 
 import aqn
+import aqn_targets
 import lora_megatron
 import train_grpo
 import weights_hf
@@ -47,7 +48,7 @@ def config(model: Path, noise: dict) -> Config:
 
 def held(engine: TorchSampler) -> dict[str, Tensor]:
     """A copy of every tensor in the engine."""
-    return {name: slot.clone() for name, (slot, _) in engine.decoder._slots.items()}
+    return {name: slot.clone() for name, slot in engine.decoder.slots.items()}
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -80,9 +81,9 @@ def follow(parallel: Parallel, path: Path, noises: dict[str, dict]) -> dict[str,
             expected, pushed = clean, sync.push(step, PROBE)
             if noise:
                 stream = weights_hf.export(model, arch, parallel)
-                plan = aqn.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
+                plan = aqn_targets.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
                 norms = aqn.clean_norms(weights_hf.export(model, arch, parallel), plan)
-                expected = loaded(arch, aqn.perturb(stream, plan, norms, sigma=SIGMAS[step], seed=0, step=step)[0])
+                expected = loaded(arch, aqn.perturb(stream, plan, norms, sigma=SIGMAS[step], seed=0, step=step))
             first = held(engine)
             again = sync.push(step, PROBE)
             twice = held(engine)
