@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,14 +47,17 @@ def sigma_at(
     With K = 1 there is no noisy stage. A step after the end counts as the end. Raises ValueError for an argument out of
     range.
     """
-    if schedule not in ("qerl", "paper", "constant"):
-        raise ValueError(f"schedule: found {schedule!r}; needed: qerl, paper or constant")
-    for name, value, least in (("step", step, 0), ("total_steps", total_steps, 1), ("num_stages", num_stages, 1)):
-        if type(value) is not int or value < least:
-            raise ValueError(f"{name}: found {value!r}; needed: an integer of at least {least}")
-    for name, value in (("sigma_start", sigma_start), ("sigma_end", sigma_end)):
-        if not 0 < value < math.inf and (name, schedule) != ("sigma_end", "constant"):
-            raise ValueError(f"{name}: found {value!r}; needed: a positive number")
+    whole = "an integer of at least "
+    for name, value, needed, valid in (
+        ("schedule", schedule, "qerl, paper or constant", schedule in ("qerl", "paper", "constant")),
+        ("step", step, whole + "0", type(step) is int and step >= 0),
+        ("total_steps", total_steps, whole + "1", type(total_steps) is int and total_steps >= 1),
+        ("num_stages", num_stages, whole + "1", type(num_stages) is int and num_stages >= 1),
+        ("sigma_start", sigma_start, "a positive number", 0 < sigma_start < math.inf),
+        ("sigma_end", sigma_end, "a positive number", 0 < sigma_end < math.inf or schedule == "constant"),
+    ):
+        if not valid:
+            raise ValueError(f"{name}: found {value!r}; needed: {needed}")
     if schedule == "constant":
         return float(sigma_start)
     step = min(step, total_steps)
@@ -178,14 +179,14 @@ def perturb(
     scaled = {name: norm for norm, effect in plan.items() for name in effect.scaled}
 
     def changed() -> Generator[tuple[str, Tensor], None, NoiseReport]:
-        missing, changes = touched_names(plan) if sigma else set(), []
+        missing, moments = touched_names(plan) if sigma else set(), []
         for name, tensor in stream:
             missing.discard(name)
             if name in norms:
                 if not torch.equal(tensor.detach().cpu(), clean[name]):
                     raise AqnError(f"AQN: {name} is not the clean weight any more; noise must not pile up on noise")
                 noisy = norms[name]
-                changes.append(Change(noisy.float() - clean[name].float(), clean[name], noisy.dtype is torch.bfloat16))
+                moments.append(noise_moments(noisy.float() - clean[name].float(), clean[name], sigma, noisy.dtype))
                 tensor = noisy.to(tensor.device)
             elif name in columns:
                 precise = tensor.float() * columns[name].to(tensor.device)
@@ -196,11 +197,12 @@ def perturb(
                         result = _round_at_random(precise, draws.to(tensor.device))
                     norm = clean[scaled[name]]
                     if name == plan[scaled[name]].scaled[0]:
-                        noise = _noise_in_columns(tensor, result, norm)
-                        changes.append(Change(noise, norm, result.dtype is torch.bfloat16))
+                        moments.append(
+                            noise_moments(_noise_in_columns(tensor, result, norm), norm, sigma, result.dtype)
+                        )
                 tensor = result
             yield name, tensor
-        return summarise(float(sigma), changes, missing)
+        return NoiseReport(float(sigma), moments, missing)
 
     return TensorStream(changed())
 
@@ -216,54 +218,33 @@ def _noise_in_columns(before: Tensor, after: Tensor, norm: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------------------- report
 
 
-@dataclass(frozen=True)
+def noise_moments(noise: Tensor, clean: Tensor, sigma: float, dtype: torch.dtype) -> Tensor:
+    """What the report needs to know of the ``noise`` (h,) on the weight ``clean``.  -> (5,) fp64
+
+    The numbers of elements and of changed elements, their sum, the sum of their squares, and the expected variance of
+    this sum. bf16 noise was drawn on the grid.
+    """
+    noise = noise.double()
+    fourth = torch.full_like(noise, 3 * sigma**4)  # the fourth moment of a Gaussian
+    if dtype is torch.bfloat16:  # jumps on the grid are rare and long, so their fourth moment is larger
+        up, down = _grid_steps(clean)
+        fourth = torch.where(sigma**2 <= up * down, sigma**2 * (up**3 + down**3) / (up + down), fourth)
+    counts = torch.tensor([noise.numel(), int((noise != 0).sum())], dtype=torch.float64)
+    return torch.cat([counts, torch.stack([noise.sum(), (noise**2).sum(), (fourth - sigma**4).sum()])])
+
+
 class NoiseReport:
     """The noise of one push, pooled over the norms: pushed weight minus clean weight."""
 
-    sigma: float  # asked for
-    num_modules: int  # norms whose noise was pushed, on the norm or in the columns of matrices
-    num_elements: int
-    num_changed: int  # elements that differ from the clean ones after the cast
-    mean: float
-    std: float
-    std_error: float  # standard error of the std that this many elements have, as a share of sigma
-    missing: frozenset[str]  # tensors that noise should have changed, but that were not pushed
-
-
-class Change(NamedTuple):
-    """The noise of one norm."""
-
-    noise: Tensor  # (h,)
-    clean: Tensor  # (h,) the norm's weight without noise
-    on_grid: bool  # drawn on the grid of bf16
-
-
-def summarise(sigma: float, changes: Sequence[Change], missing: Iterable[str]) -> NoiseReport:
-    """A report on the ``changes`` of a push."""
-    total = sum_squares = square_variance = 0.0
-    for change in changes:
-        noise = change.noise.double()
-        total += float(noise.sum())
-        sum_squares += float((noise**2).sum())
-        fourth = torch.full_like(noise, 3 * sigma**4)  # the fourth moment of a Gaussian
-        if change.on_grid:  # jumps on the grid are rare and long, so their fourth moment is larger
-            up, down = _grid_steps(change.clean)
-            jumps = sigma**2 * (up**3 + down**3) / (up + down)
-            fourth = torch.where(sigma**2 <= up * down, jumps, fourth)
-        square_variance += float((fourth - sigma**4).sum())  # the expected variances of the squared noise
-    n = sum(change.noise.numel() for change in changes)
-    mean = total / max(1, n)
-    variance = sum_squares / max(1, n) - mean**2
-    return NoiseReport(
-        sigma=sigma,
-        num_modules=len(changes),
-        num_elements=n,
-        num_changed=sum(int((change.noise != 0).sum()) for change in changes),
-        mean=mean,
-        std=math.sqrt(max(variance, 0.0)),  # in this order NaN stays NaN
-        std_error=math.sqrt(square_variance) / (2 * n * sigma**2) if n else 0.0,
-        missing=frozenset(missing),
-    )
+    def __init__(self, sigma: float, moments: Sequence[Tensor] = (), missing: Iterable[str] = ()) -> None:
+        """``moments``: noise_moments of every norm. ``missing``: tensors that should change but were not pushed."""
+        self.sigma, self.missing = sigma, set(missing)
+        self.num_modules = len(moments)  # norms whose noise was pushed, on the norm or in the columns of matrices
+        elements, changed, total, squares, variance = sum(moments, torch.zeros(5, dtype=torch.float64)).tolist()
+        self.num_elements, self.num_changed, n = int(elements), int(changed), max(1, int(elements))
+        self.mean = total / n
+        self.std = math.sqrt(max(squares / n - self.mean**2, 0.0))  # in this order NaN stays NaN
+        self.std_error = math.sqrt(variance) / (2 * n * sigma**2) if sigma else 0.0  # of the std, as a share of sigma
 
 
 def check_report(report: NoiseReport, tolerance: float = 0.1) -> None:

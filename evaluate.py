@@ -41,9 +41,8 @@ def evaluate(
     results = torch.zeros(num_own, 3 * (1 + k))  # reward, parsable and length of the greedy answer and of k samples
     for start in range(0, num_own, settings.batch_size):  # equally often on every rank: engines may sample in lockstep
         wave = places[start : start + settings.batch_size]
-        for columns, num_samples, temperature in ((slice(0, 3), 1, 0.0), (slice(3, None), k, settings.temperature)):
-            if not num_samples:
-                continue
+        kinds = (slice(0, 3), 1, 0.0), (slice(3, None), k, settings.temperature)
+        for columns, num_samples, temperature in kinds[: 1 + bool(k)]:
             beat(f"evaluation of question {places.start + start * places.step}")
             answers = engine.sample(
                 [questions[place].prompt for place in wave],

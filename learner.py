@@ -163,9 +163,7 @@ class Learner:
         # The masks that the update will draw: its ratio starts at 1, and a resumed run repeats the uninterrupted one.
         seed_dropout(self.cfg, step, update, place, self.parallel.rank)
         if self.cfg.replay.mode == "r2":
-            with self.replay.recording() as recorded:
-                logp = self._logp(micro)[0]
-            micro.routes = routing_replay.rows_of(recorded[0], len(micro.tokens))
+            (logp, _), micro.routes = self.replay.record(lambda: self._logp(micro), len(micro.tokens))
             micro.replayed = torch.ones_like(micro.tokens, dtype=torch.bool)
             return logp
         with self._routed(micro):

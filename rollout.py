@@ -273,7 +273,7 @@ def pack(
     ``advantages``: (S,). ``records``: the routes of each sequence's tokens but the last, (row length - 1, L, K).
     Without sequences it is one row of padding, which trains nothing.
     """
-    longest = max([rollout.row_length(sequence) for sequence in sequences], default=1)
+    longest = max(map(rollout.row_length, sequences), default=1)
     shape = (max(1, len(sequences)), -(-longest // multiple) * multiple)
     tokens, mask, logp = torch.full(shape, pad_token), torch.zeros(shape), torch.zeros(shape)
     for row, sequence in enumerate(sequences):
@@ -284,12 +284,12 @@ def pack(
         mask[row, start : start + n] = 1
         logp[row, start : start + n] = rollout.logp[sequence, :n]
     chosen = advantages[sequences] if sequences else torch.zeros(1)
-    micro = MicroBatch(*(x.to(device) for x in (tokens, mask, logp, chosen)))
+    micro = MicroBatch(tokens.to(device), mask.to(device), logp.to(device), chosen.to(device))
     if records is not None and sequences:
         routes = torch.zeros(*shape, *records[sequences[0]].shape[1:], dtype=torch.uint8)
         replayed = torch.zeros(shape, dtype=torch.bool)
         for row, sequence in enumerate(sequences):
-            record = records[sequence]
-            routes[row, : len(record)], replayed[row, : len(record)] = record, True
+            length = len(records[sequence])
+            routes[row, :length], replayed[row, :length] = records[sequence], True
         micro.routes, micro.replayed = routes.to(device), replayed.to(device)
     return micro

@@ -115,7 +115,7 @@ class WeightSync:
             num_stages=cfg.aqn.num_stages,
             schedule=cfg.aqn.schedule,
         )
-        report, gap, shift = aqn.summarise(0.0, changes=[], missing=()), 0.0, 0.0
+        report, gap, shift = aqn.NoiseReport(0.0), 0.0, 0.0
         if sigma:
             gap = self._gap(probe)
             # Continuations of half a prompt are uncertain, so noise changes their log-probs.

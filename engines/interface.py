@@ -136,19 +136,23 @@ def check_call(
     ``routed``: the routed experts are asked for. ``ready``: the engine has a whole model. ``positions``: the most
     tokens that one row may have.
     """
-    if not ready:
-        raise InputError("sample: no usable weights; needed: a load_weights of the whole model that succeeded")
-    if len(seeds) != len(prompts):
-        raise InputError(f"sample: {len(prompts)} prompts but {len(seeds)} seeds; needed: one a prompt")
-    if num_samples < 1 or rule.max_new_tokens < 1:
-        raise InputError(f"sample: num_samples {num_samples}, max_new_tokens {rule.max_new_tokens}; needed: >= 1")
-    if not (0 <= rule.temperature < float("inf") and 0 < rule.top_p <= 1 and rule.top_k >= 0):
-        raise InputError(f"sample: {rule}; needed: temperature >= 0 and finite, top_p in (0, 1], top_k >= 0")
-    if routed and not (any(arch.moe_layers) and arch.num_experts <= 256):
-        raise InputError(
-            f"sample: routed experts are recorded as uint8; found {arch.num_experts} experts in {sum(arch.moe_layers)} "
-            "MoE layers; needed: at most 256 experts and at least one MoE layer"
-        )
+    in_range = 0 <= rule.temperature < float("inf") and 0 < rule.top_p <= 1 and rule.top_k >= 0
+    for wrong, problem in (
+        (not ready, "no usable weights; needed: a load_weights of the whole model that succeeded"),
+        (len(seeds) != len(prompts), f"{len(prompts)} prompts but {len(seeds)} seeds; needed: one a prompt"),
+        (
+            min(num_samples, rule.max_new_tokens) < 1,
+            f"num_samples {num_samples}, max_new_tokens {rule.max_new_tokens}; needed: >= 1",
+        ),
+        (not in_range, f"{rule}; needed: temperature >= 0 and finite, top_p in (0, 1], top_k >= 0"),
+        (
+            routed and not (any(arch.moe_layers) and arch.num_experts <= 256),
+            f"routed experts are recorded as uint8; found {arch.num_experts} experts in {sum(arch.moe_layers)} MoE "
+            "layers; needed: at most 256 experts and at least one MoE layer",
+        ),
+    ):
+        if wrong:
+            raise InputError(f"sample: {problem}")
     for i, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise InputError(f"sample: prompt {i} is empty; needed: at least one token")

@@ -64,13 +64,6 @@ def keep_rows_(cache: Cache, rows: Tensor) -> None:
         layers[:] = [keep(layer, kept) for layer in layers]
 
 
-def add_slots_(cache: Cache) -> None:
-    """Make room for SLOTS more tokens of every row, layer by layer, so that only one layer exists twice."""
-    for caches in (cache.keys, cache.values):
-        for layer, own in enumerate(caches):
-            caches[layer] = F.pad(own, (0, 0, 0, SLOTS))
-
-
 class Decoder:
     """The model's weights in the layout of the kernels. It is `ready` once `load_weights` has brought a whole model."""
 
@@ -111,39 +104,43 @@ class Decoder:
 
     def _allocate_layer(self, layer: int) -> dict[str, Tensor]:
         """The weights of one layer. Matrices are fused where one product can do the work of several."""
-        arch, hidden, weights = self.arch, self.arch.hidden_size, {}
-
-        def add(part: str, shape: tuple[int, ...], pieces: dict) -> None:
-            weights[part] = self._allocate(shape, {f"model.layers.{layer}.{name}": i for name, i in pieces.items()})
-
+        arch, hidden, is_moe = self.arch, self.arch.hidden_size, self.arch.moe_layers[layer]
         query, key = arch.num_heads * arch.head_dim, (arch.num_heads + arch.num_kv_heads) * arch.head_dim
         rows = {"q": slice(query), "k": slice(query, key), "v": slice(key, None)}
-        add("input_norm", (hidden,), {"input_layernorm.weight": ...})
-        add("qkv", (arch.qkv_size, hidden), {f"self_attn.{x}_proj.weight": part for x, part in rows.items()})
+        parts = {  # part -> its shape, and which index of it each tensor fills
+            "input_norm": ((hidden,), {"input_layernorm.weight": ...}),
+            "qkv": ((arch.qkv_size, hidden), {f"self_attn.{x}_proj.weight": rows[x] for x in "qkv"}),
+            "out": ((hidden, query), {"self_attn.o_proj.weight": ...}),
+            "mlp_norm": ((hidden,), {"post_attention_layernorm.weight": ...}),
+        }
         if arch.qkv_bias:
-            add("qkv_bias", (arch.qkv_size,), {f"self_attn.{x}_proj.bias": part for x, part in rows.items()})
+            parts["qkv_bias"] = ((arch.qkv_size,), {f"self_attn.{x}_proj.bias": rows[x] for x in "qkv"})
         if arch.qk_norm:
-            add("q_norm", (arch.head_dim,), {"self_attn.q_norm.weight": ...})
-            add("k_norm", (arch.head_dim,), {"self_attn.k_norm.weight": ...})
-        add("out", (hidden, query), {"self_attn.o_proj.weight": ...})
-        add("mlp_norm", (hidden,), {"post_attention_layernorm.weight": ...})
-        if arch.moe_layers[layer]:
+            parts |= {f"{x}_norm": ((arch.head_dim,), {f"self_attn.{x}_norm.weight": ...}) for x in "qk"}
+        if is_moe:
             width, experts = arch.expert_ffn_size, range(arch.num_experts)
             gates = {f"mlp.experts.{e}.gate_proj.weight": (e, slice(width)) for e in experts}
             ups = {f"mlp.experts.{e}.up_proj.weight": (e, slice(width, None)) for e in experts}
             downs = {f"mlp.experts.{e}.down_proj.weight": e for e in experts}
-            add("router", (arch.num_experts, hidden), {"mlp.gate.weight": ...})
-            add("expert_gate_up", (arch.num_experts, hidden, 2 * width), gates | ups)
-            add("expert_down", (arch.num_experts, width, hidden), downs)
-        if arch.moe_layers[layer] and arch.shared_expert_ffn_size:
-            add("shared_gate", (1, hidden), {"mlp.shared_expert_gate.weight": ...})
-        width = arch.shared_expert_ffn_size if arch.moe_layers[layer] else arch.dense_ffn_size
+            parts |= {
+                "router": ((arch.num_experts, hidden), {"mlp.gate.weight": ...}),
+                "expert_gate_up": ((arch.num_experts, hidden, 2 * width), gates | ups),
+                "expert_down": ((arch.num_experts, width, hidden), downs),
+            }
+        if is_moe and arch.shared_expert_ffn_size:
+            parts["shared_gate"] = ((1, hidden), {"mlp.shared_expert_gate.weight": ...})
+        width = arch.shared_expert_ffn_size if is_moe else arch.dense_ffn_size
         if width:  # the layer has a shared expert or is dense
-            mlp = "mlp.shared_expert" if arch.moe_layers[layer] else "mlp"
+            mlp = "mlp.shared_expert" if is_moe else "mlp"
             halves = {f"{mlp}.gate_proj.weight": slice(width), f"{mlp}.up_proj.weight": slice(width, None)}
-            add("gate_up", (2 * width, hidden), halves)
-            add("down", (hidden, width), {f"{mlp}.down_proj.weight": ...})
-        return weights
+            parts |= {
+                "gate_up": ((2 * width, hidden), halves),
+                "down": ((hidden, width), {f"{mlp}.down_proj.weight": ...}),
+            }
+        return {
+            part: self._allocate(shape, {f"model.layers.{layer}.{name}": index for name, index in pieces.items()})
+            for part, (shape, pieces) in parts.items()
+        }
 
     @torch.no_grad()
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -260,12 +257,10 @@ class Decoder:
 
     def decode(self, token: Tensor, n: int, cache: Cache) -> tuple[Tensor, list[Tensor]]:
         """Run the ``n``-th sampled token of every row: hidden states, experts by MoE layer.  (R,) -> (R, h), (R, K)"""
-        kv_heads, head_dim, routes = self.arch.num_kv_heads, self.arch.head_dim, []
-        rows, scale = len(token), head_dim**-0.5
-        if n == cache.keys[0].shape[1]:
-            add_slots_(cache)
+        kv_heads, head_dim, rows = self.arch.num_kv_heads, self.arch.head_dim, len(token)
+        routes, scale = [], head_dim**-0.5
         lines, _, longest = cache.padding.shape
-        slots = cache.keys[0].shape[1]
+        slots = (n // SLOTS + 1) * SLOTS
         unused = torch.zeros(slots, dtype=self.dtype, device=self.device)
         unused[n + 1 :] = float("-inf")
         position = cache.prompt_length + n
@@ -273,6 +268,9 @@ class Decoder:
         x = F.embedding(token, self.embedding)
         for layer, weights in enumerate(self.layers):
             query, key, value = self._qkv(weights, x, cos, sin)
+            if n % SLOTS == 0:  # add slots layer by layer, so that only one layer exists twice
+                cache.keys[layer] = F.pad(cache.keys[layer], (0, 0, 0, SLOTS))
+                cache.values[layer] = F.pad(cache.values[layer], (0, 0, 0, SLOTS))
             keys, values = cache.keys[layer], cache.values[layer]
             # unflatten, not view: MindSpeed's view copies a tensor that is not contiguous, which loses the write.
             keys.unflatten(0, (kv_heads, rows)).select(2, n).copy_(key.transpose(0, 1))

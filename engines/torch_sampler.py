@@ -54,16 +54,14 @@ def pick(logits: Tensor, uniform: Tensor | None, rule: Rule) -> tuple[Tensor, Te
 
     Without ``uniform`` the choice is greedy, and the log-probability is that of temperature 1.
     """
+    probs = torch.softmax(logits.float() / (rule.temperature or 1.0), -1)
     if uniform is None:
-        probs = torch.softmax(logits.float(), -1)
         token = logits.argmax(-1, keepdim=True)
+    elif rule.top_k or rule.top_p < 1:
+        kept, ids = truncate(probs, rule.top_p, rule.top_k)
+        token = ids.gather(-1, inverse_cdf(kept, uniform))
     else:
-        probs = torch.softmax(logits.float() / rule.temperature, -1)
-        if rule.top_k or rule.top_p < 1:
-            kept, ids = truncate(probs, rule.top_p, rule.top_k)
-            token = ids.gather(-1, inverse_cdf(kept, uniform))
-        else:
-            token = inverse_cdf(probs, uniform)
+        token = inverse_cdf(probs, uniform)
     return token[:, 0], probs.gather(-1, token)[:, 0].log()
 
 

@@ -27,29 +27,36 @@ MODULES = {  # lora.targets -> vLLM's modules
 def check(arch: Architecture, lora: LoraConfig, *, device_type: str, dtype: torch.dtype) -> None:
     """Raise InputError where vLLM cannot take these adapters unmerged. This does not import vLLM."""
 
-    def refuse(why: str) -> None:
-        raise InputError(f"rollout.sync: adapter: {why}; needed: merged")
-
-    moe = any(arch.moe_layers)
-    if device_type == "npu":
+    on_gpu, moe = device_type == "cuda", any(arch.moe_layers)
+    version = importlib.metadata.version("vllm") if on_gpu else ""
+    for wrong, why in (
         # vllm_ascend/lora/fused_moe.py, _assert_ascend_moe_lora_supported. In addition, load_weights of vLLM 0.23 looks
         # for qkv_proj.weight, which is then qkv_proj.base_layer.weight: "if name not in params_dict: continue".
-        refuse(
+        (
+            device_type == "npu",
             "vllm-ascend 0.23 takes none beside shared experts or with expert parallelism, and its vLLM ignores "
-            "weights that are pushed to layers with LoRA"
-        )
-    if device_type == "cpu" and moe:
+            "weights that are pushed to layers with LoRA",
+        ),
         # fused_moe/oracle/unquantized.py: "if moe_config.is_lora_enabled: ... UnquantizedMoeBackend.TRITON", and
         # TritonExperts._supports_current_device: "current_platform.is_cuda_alike() or current_platform.is_xpu()".
-        refuse("vLLM adapts models with MoE layers by Triton kernels, which do not run on a CPU")
-    if device_type == "cuda":
-        version = importlib.metadata.version("vllm")
-        if [int(part) for part in version.split(".")[:2]] < [0, 30]:
-            refuse(f"vLLM {version} may ignore weights that are pushed to layers with LoRA; 0.30 does not")
-        if dtype == torch.float32:  # lora_shrink_op.py: "assert inputs.dtype in [torch.float16, torch.bfloat16]"
-            refuse("vLLM's LoRA kernels take no fp32 on a GPU")
-        if moe and ("linear_fc1" in lora.targets) != ("linear_fc2" in lora.targets):
-            refuse("vLLM adapts all three matrices of an expert or none")  # lora_weights.py, pack_moe: three asserts
+        (
+            device_type == "cpu" and moe,
+            "vLLM adapts models with MoE layers by Triton kernels, which do not run on a CPU",
+        ),
+        (
+            on_gpu and [int(part) for part in version.split(".")[:2]] < [0, 30],
+            f"vLLM {version} may ignore weights that are pushed to layers with LoRA; 0.30 does not",
+        ),
+        # lora_shrink_op.py: "assert inputs.dtype in [torch.float16, torch.bfloat16]"
+        (on_gpu and dtype == torch.float32, "vLLM's LoRA kernels take no fp32 on a GPU"),
+        # lora_weights.py, pack_moe: three asserts
+        (
+            on_gpu and moe and ("linear_fc1" in lora.targets) != ("linear_fc2" in lora.targets),
+            "vLLM adapts all three matrices of an expert or none",
+        ),
+    ):
+        if wrong:
+            raise InputError(f"rollout.sync: adapter: {why}; needed: merged")
 
 
 def llm_arguments(lora: LoraConfig) -> dict:

@@ -151,10 +151,8 @@ class VllmEngine(Engine):
         check_special_tokens(stop_tokens, arch)
         self.arch, self.device, self.dtype, self.max_tokens = arch, torch.device(device), dtype, max_tokens
         self.stop_tokens, self.routed_experts = sorted(stop_tokens), routed_experts
-        self.ready = self.pushing = False
+        self.ready = False
         assert dist.is_initialized()  # otherwise vLLM calls init_process_group itself
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        self.replica_rank, self.num_replicas = rank // tensor, ranks // tensor  # of this rank's replica, by rank order
         self.shapes = weights_hf.tensor_shapes(arch)
         if adapter:
             self.adapter = vllm_adapter.Adapter(adapter, self.shapes, dtype)
@@ -165,7 +163,7 @@ class VllmEngine(Engine):
         job = [f"grpo-{os.getpid()}-{time.time_ns()}"]
         dist.broadcast_object_list(job)
         launched = "RANK" in os.environ  # by torchrun
-        assert launched or ranks == 1
+        assert launched or dist.get_world_size() == 1
         kept, compiling = vllm_inside.surroundings_kept(self.device), vllm_ascend.original_compile(enforce_eager)
         with kept, compiling, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # vLLM's own deprecations
@@ -197,7 +195,9 @@ class VllmEngine(Engine):
                 enable_return_routed_experts=routed_experts,
                 disable_log_stats=True,
                 **(vllm_adapter.llm_arguments(adapter) if adapter else {}),
-                **self._more_arguments(tensor, ranks, enforce_eager=enforce_eager, max_sequences=max_sequences),
+                **self._more_arguments(
+                    tensor, dist.get_world_size(), enforce_eager=enforce_eager, max_sequences=max_sequences
+                ),
             )
 
         step = self.llm.llm_engine.step  # LLM.generate calls it until all rows have finished
@@ -220,16 +220,13 @@ class VllmEngine(Engine):
         A stream that brings one group after the other therefore needs memory for one group only. After a failure the
         groups before it are in the engine.
         """
-        if self.pushing:
-            raise RuntimeError("load_weights: an earlier push failed inside vLLM and lost layers; restart the run")
-        whole, self.ready, self.pushing = not self.ready, False, True
+        whole, self.ready = not self.ready, False
         stream = TensorStream(self._complete_groups(named_tensors, whole))
         with vllm_inside.surroundings_kept(self.device):
             self._hand_over(stream)
             if self.adapter:
                 self.adapter.put(self.llm)
             self._forget("load_weights")
-        self.pushing = False
         if failure := stream.result():
             raise failure
         self.ready = True

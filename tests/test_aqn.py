@@ -509,7 +509,7 @@ def test_a_push_without_the_norms_is_stopped() -> None:
 def report_of_noise(sigma: float, scale: float, shift: float, n: int) -> aqn.NoiseReport:
     """A report on n elements whose change has mean shift x sigma and std scale x sigma, exactly."""
     noise = torch.tensor([1.0, -1.0]).repeat(n // 2) * scale + shift
-    return aqn.summarise(sigma, [aqn.Change(sigma * noise, torch.ones(n), on_grid=False)], missing=())
+    return aqn.NoiseReport(sigma, [aqn.noise_moments(sigma * noise, torch.ones(n), sigma, torch.float32)])
 
 
 @pytest.mark.parametrize(

@@ -48,9 +48,8 @@ def replays(parallel, path, tokens):
                 return model_megatron.token_logprobs(model, mine, mask, parallel)[0]
 
     native = logp()
-    with replay.recording() as recorded, torch.no_grad():
-        model_megatron.token_logprobs(model, mine, mask, parallel)
-    routes = routing_replay.rows_of(recorded[0], len(mine))
+    with torch.no_grad():
+        _, routes = replay.record(lambda: model_megatron.token_logprobs(model, mine, mask, parallel), len(mine))
     everywhere = torch.ones_like(mine, dtype=torch.bool)
     shifted = (routes + 1) % arch.num_experts
     one_row_late = routes.roll(1, dims=1)

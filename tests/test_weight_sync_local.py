@@ -207,7 +207,7 @@ def engine(path: Path, shards: dict[str, Tensor]) -> ColocatedEngine:
     """One without vLLM: the memory that a push writes to, full of zeros; its router is in fp32 as on an NPU."""
     made = object.__new__(ColocatedEngine)
     made.arch, made.device, made.dtype = hf_config.read(path), torch.device("cpu"), torch.float32
-    made.ready = made.pushing = False
+    made.ready = False
     model = torch.nn.Module()
     model.named_parameters = lambda: [
         (name.replace(".experts.", ".experts.routed_experts."), torch.nn.Parameter(torch.zeros_like(shard)))
