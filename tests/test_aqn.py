@@ -1,4 +1,4 @@
-"""AQN against tables worked out apart from it, the moments it promises, and what each matrix behind a norm then sees.
+"""AQN against independent tables, the moments of its noise, and the noise that each matrix behind a norm sees.
 
 Nothing here shows that an engine takes what the stream brings, or that evaluation and the trainer stay clean.
 """
@@ -65,7 +65,7 @@ def push(
 
 # ------------------------------------------------------------------------------------------------------------- schedule
 def table(total: int, stages: int, start: float, end: float, schedule: str) -> list[float]:
-    """Sigma of every step, walked through step by step with fractions: no stage is computed from a quotient."""
+    """Sigma of every step, found step by step with fractions: no stage is computed from a quotient of floats."""
     levels = [0.0]
     intervals = stages - 1 if schedule == "qerl" else stages  # e would be reached after so many noisy stages
     for i in range(stages - 1):
@@ -143,7 +143,7 @@ def test_grid_noise_has_the_asked_mean_and_std(weight: float, sigma: float) -> N
 
 @pytest.mark.parametrize("ratio", [0.3, 0.72, 1.01, 1.5])
 def test_grid_noise_is_right_for_mantissas_of_all_kinds_and_both_signs(ratio: float) -> None:
-    """Of the 128 bf16 numbers of [1, 2) those around the powers of 2 and some between, 25,000 times each.
+    """Of the 128 bf16 numbers in [1, 2): those near the powers of 2 and some between, 25,000 times each.
 
     Sigma in units of the step above, 2^-7: under the grid, just above it for the powers of 2, and for the others.
     """
@@ -175,7 +175,7 @@ def test_grid_noise_on_zeros_and_subnormals_is_gaussian() -> None:
 
 
 def test_rounding_a_gaussian_would_not_do() -> None:
-    """Why the grid matters: at w = 2 rounding to the nearest loses all of sigma 0.001, so the tests above can fail."""
+    """Negative control of the tests above: at w = 2, rounding to nearest removes all noise of sigma 0.001."""
     clean = torch.full((10**5,), 2.0)
     rounded = (clean + 0.001 * torch.randn(10**5, generator=torch.Generator().manual_seed(0))).to(torch.bfloat16)
     assert (rounded.float() != clean).float().mean() < 0.1
@@ -187,7 +187,7 @@ def test_noise_depends_on_seed_step_and_name_alone(dtype: torch.dtype) -> None:
     model = weights(arch, dtype)
     first, _ = push(model, arch, EVERY_NORM)
     assert all(torch.equal(first[name], again) for name, again in push(model, arch, EVERY_NORM)[0].items())
-    # Fewer targets, another order and other matrices leave a norm's noise as it is.
+    # Fewer targets, another order and other matrices do not change the noise of a norm.
     some, _ = push(dict(reversed(weights(arch, dtype).items())), arch, ["attention"])
     name = "model.layers.2.input_layernorm.weight"
     assert torch.equal(first[name], some[name])
@@ -196,11 +196,11 @@ def test_noise_depends_on_seed_step_and_name_alone(dtype: torch.dtype) -> None:
     ones = {name: torch.ones_like(value) if "norm" in name else value for name, value in model.items()}
     noisy, _ = push(ones, arch, EVERY_NORM)
     rows = [value.float() for name, value in noisy.items() if "norm" in name]
-    assert len({tuple(row.tolist()) for row in rows}) == len(rows) == 7  # each norm has its own
+    assert len({tuple(row.tolist()) for row in rows}) == len(rows) == 7  # each norm has its own noise
 
 
 def test_noise_is_added_to_the_clean_weight_each_time() -> None:
-    """Two pushes at one step agree, nothing given is changed, and noise on noise is refused."""
+    """Two pushes at one step are equal, no argument is changed, and noise on noise is refused."""
     arch = architecture("qwen2_moe")
     model = weights(arch)
     before = {name: value.clone() for name, value in model.items()}
@@ -271,7 +271,7 @@ def test_bf16_norms_stay_on_the_grid_or_leave_as_fp32() -> None:
 
 # ----------------------------------------------------------------------------------------------- who sees the noise
 def behind(arch: hf_config.Architecture, layer: int) -> dict[str, list[str]]:
-    """Who reads a layer's two norms: group -> matrices, by name as in the checkpoints."""
+    """The matrices that read a layer's two norms: group -> names as in the checkpoints."""
     at = f"model.layers.{layer}"
     groups = {"attention": [f"{at}.self_attn.{x}_proj.weight" for x in "qkv"]}
     if not arch.moe_layers[layer]:
@@ -306,7 +306,7 @@ CASES = [  # targets, router -> who sees noise in Qwen3 (no shared expert), in Q
 
 
 def case_id(value) -> str:
-    """The same in every process: a set's order is not."""
+    """An id that is the same in every process. The order of a set is not."""
     return "+".join(sorted(value)) if isinstance(value, set) else str(value)[:45]
 
 
@@ -360,7 +360,7 @@ def test_a_clean_router_picks_the_experts_that_it_picked_before(target: str, rou
 @pytest.mark.parametrize("sigma", SIGMAS)
 @pytest.mark.parametrize("bf16", ["grid", "fp32"])
 def test_in_bf16_most_of_the_noise_is_kept_from_a_clean_router(bf16: str, sigma: float) -> None:
-    """What is left in W' w' is rounding: in rms, over the noise that the router would see, under a half."""
+    """Only rounding remains in W' w'. In rms it is less than half of the noise that the router would see."""
     arch = architecture("qwen2_moe", hidden_size=512)
     model = weights(arch, torch.bfloat16)
     noisy, report = push(model, arch, ["experts"], router="clean", sigma=sigma, bf16=bf16)
@@ -372,7 +372,7 @@ def test_in_bf16_most_of_the_noise_is_kept_from_a_clean_router(bf16: str, sigma:
 
 
 def test_compensation_holds_where_a_weight_or_its_noisy_copy_is_near_zero() -> None:
-    """A weight of 0 passes nothing on, noise or not, to whom it is kept from; w + d is kept away from 0."""
+    """A weight of 0 stays 0 for a matrix that must not see the noise, and w + d is kept away from 0."""
     arch = architecture("qwen2_moe")
     model = weights(arch)
     norm = "model.layers.0.post_attention_layernorm.weight"
@@ -387,7 +387,9 @@ def test_compensation_holds_where_a_weight_or_its_noisy_copy_is_near_zero() -> N
         torch.testing.assert_close(
             changed * noisy[norm], model[f"model.layers.0.mlp.{name}.weight"] * model[norm], rtol=1e-6, atol=0
         )
-    nothing, _ = push(model, arch, ["experts"], router="clean", sigma=1e-46)  # noise under fp32: 0 / 0 at the weight 0
+    nothing, _ = push(
+        model, arch, ["experts"], router="clean", sigma=1e-46
+    )  # fp32 cannot represent this noise: 0 / 0 at the weight 0
     assert all(value.isfinite().all() for value in nothing.values())
     only_shared, report = push(model, arch, ["mlp"])
     column = only_shared["model.layers.0.mlp.shared_expert_gate.weight"][0]
@@ -440,7 +442,7 @@ def test_a_role_that_the_model_lacks_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe"])
 def test_every_tensor_is_known_as_a_norm_or_not(kind: str) -> None:
-    """By name, as in a checkpoint. The norms are what has one axis and is not a bias."""
+    """By name, as in a checkpoint. The norms are the tensors with one axis that are not biases."""
     arch = architecture(kind)
     shapes = tensor_shapes(arch)
     norms = {name for name, shape in shapes.items() if len(shape) == 1 and not name.endswith(".bias")}
@@ -471,7 +473,7 @@ def test_report_says_what_the_weights_say(dtype: torch.dtype, sigma: float) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sigma", SIGMAS)
 def test_report_measures_noise_that_is_in_columns(dtype: torch.dtype, sigma: float) -> None:
-    """mlp alone on MoE layers: no norm changes, yet the shared expert's columns amount to noise of std sigma."""
+    """With mlp alone on MoE layers no norm changes, but the shared expert's columns amount to noise of std sigma."""
     arch = architecture("qwen2_moe", hidden_size=1024, num_experts=2, mlp_only_layers=[])
     noisy, report = push(weights(arch, dtype), arch, ["mlp"], sigma=sigma)
     aqn.check_report(report)
@@ -540,7 +542,7 @@ def test_noise_of_another_std_or_mean_is_stopped(scale: float, shift: float, n: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_small_model_with_sound_noise_is_not_stopped(dtype: torch.dtype) -> None:
-    """64 wide, two norms: few elements, and in bf16 at sigma 0.001 a jump in one of 30 of them; 200 pushes each."""
+    """Two norms of 64 elements; in bf16 at sigma 0.001 only one of 30 elements jumps. 200 pushes each."""
     arch = architecture("qwen3_moe", hidden_size=64, num_hidden_layers=2, num_experts=2)
     norms = {f"model.layers.{i}.input_layernorm.weight": torch.ones(64, dtype=dtype) for i in range(2)}
     plan = norm_targets(arch, ("attention",), router="noisy")
@@ -552,7 +554,7 @@ def test_a_small_model_with_sound_noise_is_not_stopped(dtype: torch.dtype) -> No
 
 
 def test_noise_lost_in_bf16_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the grid's rule, at sigma 0.001 most of the noise is rounded away and the rest is wrong."""
+    """Without noise on the grid, rounding removes most of the noise at sigma 0.001, and the rest is wrong."""
     arch = architecture("qwen3_moe", hidden_size=1024, num_experts=2)
     model = weights(arch, torch.bfloat16)
 

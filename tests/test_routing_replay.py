@@ -1,5 +1,7 @@
-"""Routing replay: own routes change nothing, other routes do, gradients are the gating formula's, and a disturbed
-rollout router is made harmless. Reference for the gradients: the formula written out densely over all experts."""
+"""Routing replay: own routes change nothing, other routes do, and a disturbed rollout router does little harm.
+
+The gradients are compared with those of the gating formula, computed densely over all experts.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +125,7 @@ def test_weights_and_router_gradient_equal_the_dense_formula(norm_topk_prob):
     torch.testing.assert_close(weights.double(), gates.gather(1, chosen), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(live.grad.double(), dense.grad, rtol=1e-4, atol=1e-6)
     assert (live.grad.abs() > 0).any()
-    if norm_topk_prob:  # experts that were not chosen get none; without renormalising, all do
+    if norm_topk_prob:  # experts that were not chosen get no gradient; without renormalising, all get one
         assert (live.grad[indicator == 0] == 0).all()
     else:
         assert (live.grad != 0).all()
