@@ -154,10 +154,6 @@ def perturb(
     Raises AqnError if ``clean`` lacks a norm, or if the stream's norm is not the clean one: noise on noise would be a
     random walk.
     """
-    if not 0 <= sigma < math.inf:
-        raise ValueError(f"sigma: found {sigma!r}; needed: a number of at least 0")
-    if bf16 not in ("grid", "fp32"):
-        raise ValueError(f"bf16: found {bf16!r}; needed: grid or fp32")
     if sigma and (lacking := [norm for norm in plan if norm not in clean]):
         raise AqnError(f"AQN: no clean copy of {lacking[0]} ({len(lacking)} of {len(plan)} norms lack one)")
 

@@ -84,8 +84,6 @@ class TorchSampler(Engine):
     ) -> None:
         """``max_sequences`` limits the rows of a wave, and so the key-value cache. ``norm_dtype``: see Decoder."""
         check_special_tokens((*stop_tokens, pad_token), arch)
-        if max_sequences < 1:
-            raise InputError(f"sampler: max_sequences is {max_sequences}; needed: at least 1")
         self.arch, self.decoder = arch, Decoder(arch, dtype, device, norm_dtype=norm_dtype)
         self.stop_tokens, self.pad_token, self.max_sequences = frozenset(stop_tokens), pad_token, max_sequences
         self.is_stop = torch.zeros(arch.vocab_size, dtype=torch.bool, device=device)

@@ -337,15 +337,18 @@ class VllmEngine(Engine):
         (outputs,) = self.llm.collective_rpc(vllm_inside.layer_outputs, args=(run,))
         return [output[: len(prompt)] for output in outputs]
 
-    def _routes(self, routes: np.ndarray | None, rows: int) -> np.ndarray:
-        """vLLM's (rows, layers, K) without the dense layers."""
-        assert routes is not None and len(routes) == rows, (None if routes is None else routes.shape, rows)
+    def _routes(self, routes: np.ndarray, rows: int) -> np.ndarray:
+        """vLLM's (rows, layers, K) without the dense layers, as uint8."""
+        assert len(routes) == rows, (routes.shape, rows)
         if routes.shape[1] == self.arch.num_layers:
             routes = routes[:, list(self.arch.moe_layers)]
-        in_order = np.sort(
-            routes, axis=-1
-        )  # ids of physical copies (EPLB) could repeat or exceed the number of experts
-        assert in_order.max() < self.arch.num_experts and (in_order[..., 1:] > in_order[..., :-1]).all()
+        in_order = np.sort(routes, axis=-1)
+        distinct = (in_order[..., 1:] > in_order[..., :-1]).all()
+        if not (distinct and 0 <= in_order.min() <= in_order.max() < self.arch.num_experts):
+            raise RuntimeError(
+                f"sample: vLLM's routes repeat an expert, or have an id that is not one of {self.arch.num_experts} "
+                "experts; needed: ids of logical experts (no expert load balancing)"
+            )
         return routes.astype(np.uint8)
 
     def close(self) -> None:
