@@ -77,14 +77,14 @@ def _norms_of(arch: Architecture, target: str) -> dict[str, str]:
         return dict.fromkeys(matched, "all")
     if target == "attention":
         return {name: "all" for name in names if name.endswith(".input_layernorm.weight")}
-    by_kind: dict[bool, list[str]] = {True: [], False: []}  # is it a MoE layer -> the norms before the MLP block
-    for layer, is_moe in enumerate(arch.moe_layers):
-        by_kind[is_moe].append(f"model.layers.{layer}.post_attention_layernorm.weight")
+    before_mlp = {
+        f"model.layers.{i}.post_attention_layernorm.weight": is_moe for i, is_moe in enumerate(arch.moe_layers)
+    }
     if target == "mlp":
-        found = dict.fromkeys(by_kind[False], "all")
-        found |= dict.fromkeys(by_kind[True] if arch.shared_expert_ffn_size else (), "shared")
+        shared = bool(arch.shared_expert_ffn_size)
+        found = {norm: "shared" if is_moe else "all" for norm, is_moe in before_mlp.items() if shared or not is_moe}
     else:
-        found = dict.fromkeys(by_kind[True], target)
+        found = {norm: target for norm, is_moe in before_mlp.items() if is_moe}
     if not found:
         lacks = "dense layer and no shared expert" if target == "mlp" else "MoE layer"
         raise InputError(f"aqn.targets: {target} touches no norm: this {arch.model_type} model has no {lacks}")
