@@ -1,6 +1,6 @@
-"""Accuracy on held-out questions, from clean weights, with the training's own engine and reward.
+"""Accuracy on held-out questions, from clean weights, with the engine and the reward of the training.
 
-Greedy answers, and k sampled ones a question: their mean and pass@k. Every question's outcome is kept.
+Each question gets a greedy answer and k sampled ones, which give a mean and pass@k. Every question's outcome is kept.
 """
 
 from __future__ import annotations
@@ -12,60 +12,60 @@ import torch
 import rollout
 from config import derive_seed
 from data_gsm8k import Question, Questions
-from engines.interface import Completion
-from knobs import Config
+from engines.interface import Completion, Engine
+from knobs import EvalConfig, RolloutConfig
 from parallel_setup import Parallel
 from run_record import wilson
 
 
 def evaluate(
-    engine,
+    engine: Engine,
     questions: Questions,
     score: Callable[[Question, Completion], tuple[float, bool]],
-    cfg: Config,
+    settings: EvalConfig,
+    sampling: RolloutConfig,
     parallel: Parallel,
     beat: Callable[[str], None] = lambda place: None,
 ) -> tuple[dict, list[dict]]:
-    """Summary (keys eval/...) and one outcome a question, the same on every rank. Collective.
+    """A summary (keys eval/...) and one outcome a question, the same on every rank. Collective.
 
-    What is sampled depends on the place of the question alone, neither on the seed nor on the step of the run: two
-    evaluations differ by their policies. Intervals count questions, not samples: the k samples of one are not
-    independent. ``beat`` hears of every wave, for the watcher of ranks that stand still.
+    Of ``sampling`` it uses tensor and max_new_tokens only. ``beat`` is called for every wave of questions.
+    An answer depends on the place of its question alone, neither on the seed nor on the step of the run, so two
+    evaluations differ by their policies. Intervals count questions, not samples, because the k samples of a question
+    are not independent.
     """
-    count = min(cfg.eval.num_questions or len(questions), len(questions))
-    k = cfg.eval.samples
-    places = rollout.own_places(count, cfg, parallel)
-    num_own = len(range(0, count, parallel.world_size // cfg.rollout.tensor))
+    count = min(settings.num_questions or len(questions), len(questions))
+    k, tensor = settings.samples, sampling.tensor
+    places = rollout.own_places(count, tensor, parallel)
+    num_own = len(range(0, count, parallel.world_size // tensor))
     results = torch.zeros(num_own, 3 * (1 + k))  # reward, parsable and length of the greedy answer and of k samples
-    for start in range(0, num_own, cfg.eval.batch_size):  # as often on every rank: engines may sample in lockstep
-        wave = places[start : start + cfg.eval.batch_size]
-        for columns, num_samples, temperature in ((slice(0, 3), 1, 0.0), (slice(3, None), k, cfg.eval.temperature)):
-            if not num_samples:
-                continue
+    for start in range(0, num_own, settings.batch_size):  # equally often on every rank: engines may sample in lockstep
+        wave = places[start : start + settings.batch_size]
+        kinds = (slice(0, 3), 1, 0.0), (slice(3, None), k, settings.temperature)
+        for columns, num_samples, temperature in kinds[: 1 + bool(k)]:
             beat(f"evaluation of question {places.start + start * places.step}")
             answers = engine.sample(
                 [questions[place].prompt for place in wave],
                 seeds=[derive_seed("evaluation", place) for place in wave],
                 num_samples=num_samples,
-                max_new_tokens=cfg.rollout.max_new_tokens,
+                max_new_tokens=sampling.max_new_tokens,
                 temperature=temperature,
             )
             for i, (place, group) in enumerate(zip(wave, answers, strict=True)):
                 found = [[*score(questions[place], one), len(one.tokens)] for one in group]
                 results[start + i, columns] = torch.tensor(found, dtype=torch.float32).flatten()
     by_rank = parallel.gather_rows(results)  # (ranks, own, 3 + 3k)
-    by_place = rollout.in_place(by_rank, count, cfg).view(count, 1 + k, 3)
+    by_place = rollout.in_place(by_rank, count, tensor).view(count, 1 + k, 3)
     return _summary(by_place), _outcomes(by_place, questions)
 
 
 def _summary(results: torch.Tensor) -> dict:
-    """(questions, 1 + k, [reward, parsable, length]) -> shares, intervals and counts."""
+    """Shares, intervals and counts of (questions, 1 + k, [reward, parsable, length])."""
     n, k = len(results), results.shape[1] - 1
-    kinds = {"greedy": results[:, :1]}
-    if k:
-        kinds["sampled"] = results[:, 1:]
     summary: dict = {"eval/num_questions": n, "eval/samples": k}
-    for kind, part in kinds.items():
+    for kind, part in {"greedy": results[:, :1], "sampled": results[:, 1:]}.items():
+        if not part.numel():
+            continue
         accuracy = part[..., 0].double().mean().item()
         low, high = wilson(accuracy, n)
         summary |= {

@@ -1,7 +1,7 @@
-"""Operations of one meaning, implemented for each device: by torch on a CPU or GPU, by torch_npu on an NPU.
+"""Operations with one meaning on all devices: by torch on a CPU or GPU, by torch_npu on an NPU.
 
-Only the CPU, and the NPU's Python on a stand-in for its kernels (tests/fake_npu.py), have been run; CUDA has not.
-N rows, E local experts, h input width, o output width.
+The CPU code has run. The NPU code has run on a stand-in for the kernels of torch_npu (tests/support/fake_npu.py). The
+CUDA code has not run. N rows, E local experts, h input width, o output width.
 """
 
 from __future__ import annotations
@@ -12,32 +12,37 @@ import torch
 from torch import Tensor
 
 
+def _npu():
+    import torch_npu
+
+    return torch_npu
+
+
 def grouped_mm(x: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
     """Row block e of ``x`` times ``weight[e]``.  (N, h), (E, h, o), (E,) -> (N, o)
 
-    Rows are sorted by expert. Autograd forms a weight gradient only for a weight that requires one, so frozen
-    experts cost no (E, h, o) gradient.
+    The rows are sorted by expert. Autograd computes a weight gradient only for a weight that requires it, so frozen
+    experts need no (E, h, o) gradient.
     """
     if x.device.type == "npu":
-        if len(weight) == 1 or not len(x):  # the kernel takes neither one group nor no rows
+        if len(weight) == 1 or not len(x):  # the kernel needs at least two groups and one row
             return x @ weight[0]
         return _GroupedMatmul.apply(x, weight, tokens_per_expert.to(x.device, torch.int64))
-    if _grouped_mm_takes(weight) and len(x):
+    # torch's kernel needs every row to start on a 16-byte boundary, and on CUDA bf16.
+    aligned = all(width * weight.element_size() % 16 == 0 for width in weight.shape[1:])
+    if len(x) and aligned and (x.device.type == "cpu" or weight.dtype == torch.bfloat16):
         ends = tokens_per_expert.cumsum(0, dtype=torch.int32).to(x.device)
         return torch._grouped_mm(x.contiguous(), weight, offs=ends)
     blocks = x.split(tokens_per_expert.tolist())
     return torch.cat([block @ weight[e] for e, block in enumerate(blocks)])
 
 
-def _grouped_mm_takes(weight: Tensor) -> bool:
-    # The kernel wants every row of every operand to start on a 16-byte boundary; CUDA's is for bf16 only.
-    aligned = all(width * weight.element_size() % 16 == 0 for width in weight.shape[1:])
-    return aligned and (weight.device.type == "cpu" or weight.dtype == torch.bfloat16)
-
-
 class _GroupedMatmul(torch.autograd.Function):
-    """grouped_mm by torch_npu's kernel. MindSpeed's own forms the gradient of frozen experts too: a product as large as
-    the forward's, and a tensor as large as all local experts."""
+    """grouped_mm by torch_npu's kernel.
+
+    MindSpeed's version computes the gradient of frozen experts too, which costs as much as the forward pass and a
+    tensor as large as all local experts.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -46,37 +51,33 @@ class _GroupedMatmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        import torch_npu
-
         x, weight, counts = ctx.saved_tensors
         grad, grad_x, grad_weight = grad.contiguous(), None, None
         if ctx.needs_input_grad[0]:
             grad_x = _npu_grouped(grad, weight.transpose(1, 2), counts)
-        if ctx.needs_input_grad[1]:  # group_type 2: the rows are what is summed over
-            (grad_weight,) = torch_npu.npu_grouped_matmul(
-                [x.contiguous().t()], [grad], group_list=counts, split_item=3, group_type=2, group_list_type=1
-            )
+        if ctx.needs_input_grad[1]:
+            grad_weight = _npu_grouped(x.contiguous().t(), grad, counts, group_type=2)
         return grad_x, grad_weight, None
 
 
-def _npu_grouped(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """group_type 0: the rows of x are cut, group_list_type 1: into ``counts`` of them; split_item 3: one output."""
-    import torch_npu
+def _npu_grouped(x: Tensor, weight: Tensor, counts: Tensor, group_type: int = 0) -> Tensor:
+    """The grouped product. group_type 0 splits the rows of ``x`` into groups; 2 sums over the rows of each group.
 
-    return torch_npu.npu_grouped_matmul(
-        [x], [weight], group_list=counts, split_item=3, group_type=0, group_list_type=1
+    group_list_type 1: ``counts`` are the sizes of the groups. split_item 3: one output tensor.
+    """
+    return _npu().npu_grouped_matmul(
+        [x], [weight], group_list=counts, split_item=3, group_type=group_type, group_list_type=1
     )[0]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight, the mean square taken in fp32 as transformers does.  (..., h) -> (..., h)
+    """x / rms(x) * weight, with the mean square in fp32 as in transformers.  (..., h) -> (..., h)
 
-    An fp32 weight on bf16 ``x``: one rounding, so a weight that bf16 holds gives the same bits in either dtype.
+    For bf16 ``x`` the product with the weight is rounded once, so a weight that bf16 can represent gives the same bits
+    in fp32 and bf16.
     """
     if x.device.type == "npu" and x.dtype == weight.dtype:
-        import torch_npu
-
-        return torch_npu.npu_rms_norm(x, weight, eps)[0]
+        return _npu().npu_rms_norm(x, weight, eps)[0]
     if x.dtype != torch.float32:
         wide = x.float()
         return (weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)).to(x.dtype)
@@ -86,7 +87,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _reciprocal_rms(x: Tensor, eps: float) -> Tensor:
-    """(..., h) -> (..., 1)"""
+    """1 / rms(x).  (..., h) -> (..., 1)"""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return torch.addcmul(_scalar(eps, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
 
@@ -98,8 +99,8 @@ def _scalar(value: float, device: torch.device) -> Tensor:
 
 
 class _RmsNorm(torch.autograd.Function):
-    """rms_norm in fp32. torch has no kernel of it for a CPU, and with autograd's backward of its parts both passes take
-    three times as long."""
+    """rms_norm in fp32. torch has no fused kernel for a CPU; with autograd over its parts, both passes take three times
+    as long."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -121,11 +122,9 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Causal attention, the key/value heads shared by groups of query heads.  (b, heads, T, d) -> (b, heads, T, d)"""
+    """Causal attention; groups of query heads share a key/value head.  (b, heads, T, d) -> (b, heads, T, d)"""
     if query.device.type == "npu":
-        import torch_npu
-
-        return torch_npu.npu_fusion_attention(
+        return _npu().npu_fusion_attention(
             query.contiguous(), key.contiguous(), value.contiguous(), query.shape[1], "BNSD", scale=scale,
             atten_mask=_causal_mask(query.device), sparse_mode=2, keep_prob=1.0,
         )[0]  # fmt: skip
@@ -136,31 +135,31 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
 
 @functools.cache
 def _causal_mask(device: torch.device) -> Tensor:
-    """What sparse_mode 2 wants whatever T is: true where the kernel must not look, made once.  -> (2048, 2048)"""
-    with torch.inference_mode(False):  # the sampler may be the first to ask, the trainer's backward the next
+    """The mask that sparse_mode 2 needs for every T: true where a query must not attend.  -> (2048, 2048)"""
+    with torch.inference_mode(False):  # the sampler may make it, and the trainer's backward pass use it
         return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu(1)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(first half) * second half.  (..., 2 w) -> (..., w)"""
     if gate_up.device.type == "npu":
-        import torch_npu
-
-        return torch_npu.npu_swiglu(gate_up, dim=-1)
+        return _npu().npu_swiglu(gate_up, dim=-1)
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
 
 
 def weighted_swiglu(gate_up: Tensor, probs: Tensor) -> Tensor:
-    """swiglu(gate_up) * probs, a row's probability for all of it.  (N, 2 w), (N,) -> (N, w)"""
-    if gate_up.device.type == "npu":  # whose kernel differentiates itself
+    """swiglu(gate_up) times the probability of each row.  (N, 2 w), (N,) -> (N, w)"""
+    if gate_up.device.type == "npu":  # npu_swiglu has its own backward
         return swiglu(gate_up) * probs.unsqueeze(-1).to(gate_up.dtype)
     return _WeightedSwiglu.apply(gate_up, probs)
 
 
 class _WeightedSwiglu(torch.autograd.Function):
-    """weighted_swiglu off an NPU. It keeps its inputs and nothing else, and its gradient is written where it belongs:
-    autograd's own would keep two more (N, w) and put the gradient together from two halves."""
+    """weighted_swiglu on a CPU or GPU. It saves only its inputs, and writes its gradient into one tensor.
+
+    Autograd over its parts would save two more (N, w) and concatenate the gradient from two halves.
+    """
 
     @staticmethod
     def forward(ctx, gate_up: Tensor, probs: Tensor) -> Tensor:
@@ -175,7 +174,7 @@ class _WeightedSwiglu(torch.autograd.Function):
         grad_gate_up = torch.empty_like(gate_up)
         grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
         activated = torch.nn.functional.silu(gate)
-        torch.mul(grad, activated, out=grad_up)  # of the product before the probability
+        torch.mul(grad, activated, out=grad_up)  # the gradient for `up` before the probability
         grad_probs = (grad_up * up).sum(-1, dtype=probs.dtype)
         weight = probs.unsqueeze(-1).to(grad.dtype)
         grad_up.mul_(weight)
@@ -184,15 +183,13 @@ class _WeightedSwiglu(torch.autograd.Function):
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of the two halves of each head: x cos + (-second, first) sin.  (..., d)
+    """Rotary embedding: x cos + (-second, first) sin, of the two halves of each head.  (..., d) -> (..., d)
 
-    ``x`` is (T, b, heads, d), (b, T, heads, d) or (T, heads, d); ``cos`` and ``sin`` have a 1 for b and heads.
+    ``x`` is (T, b, heads, d), (b, T, heads, d) or (T, heads, d); ``cos`` and ``sin`` have size 1 for b and heads.
     """
     if x.device.type == "npu":
-        import torch_npu
-
-        if x.dim() == 3:  # the kernel knows four axes
-            return torch_npu.npu_rotary_mul(x[:, None].contiguous(), cos[:, None], sin[:, None])[:, 0]
-        return torch_npu.npu_rotary_mul(x.contiguous(), cos, sin)
+        if x.dim() == 3:  # the kernel needs four axes
+            return _npu().npu_rotary_mul(x[:, None].contiguous(), cos[:, None], sin[:, None])[:, 0]
+        return _npu().npu_rotary_mul(x.contiguous(), cos, sin)
     first, second = x.chunk(2, dim=-1)
     return torch.addcmul(x * cos, torch.cat([-second, first], dim=-1), sin)

@@ -191,9 +191,7 @@ class Learner:
         if self.cfg.replay.mode != "r2":
             with self._routed(micro):
                 return self._logp(micro)[0], micro.routes, micro.replayed
-        with self.replay.recording() as recorded:
-            logp = self._logp(micro)[0]
-        routes = routing_replay.rows_of(recorded[0], len(micro.tokens))
+        (logp, _), routes = self.replay.record(lambda: self._logp(micro), len(micro.tokens))
         return logp, routes, torch.ones_like(micro.tokens, dtype=torch.bool)
 
     @torch.no_grad()

@@ -1,8 +1,8 @@
-"""What a rollout is, who samples it, and how its sequences become the micro-batches of the update.
+"""A rollout: the engine that samples it, its sequences, and the micro-batches that the update makes of them.
 
 P prompts, G completions a prompt, S = P x G sequences, N = max_new_tokens, b rows of a micro-batch, T tokens of a row.
-A replica is the rollout.tensor ranks that hold one copy of the model; replica r of n samples the prompts at r, r + n,
-..., and afterwards every rank knows the whole rollout.
+A replica is the rollout.tensor ranks that hold one copy of the model. Replica r of n samples the prompts r, r + n, ...;
+afterwards every rank has the whole rollout.
 """
 
 from __future__ import annotations
@@ -17,29 +17,32 @@ from torch import Tensor
 import device as devices
 from config import derive_seed
 from data_gsm8k import Question
-from engines import vllm_adapter
-from engines.interface import Completion
+from engines import vllm_adapter, vllm_colocated, vllm_engine
+from engines.interface import Completion, Engine
+from engines.torch_sampler import TorchSampler
 from hf_config import Architecture
 from input_files import InputError
-from knobs import Config
+from knobs import Config, RolloutConfig
 from packing import Packing
 from parallel_setup import Parallel
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass
 class Rollout:
-    """A step's sequences, the same on every rank; sequence s answers prompt s // G."""
+    """The sequences of a step, the same on every rank. Sequence s answers prompt s // G."""
 
     prompts: list[list[int]]  # P
     tokens: Tensor  # (S, N) int64, 0 after the end
-    logp: Tensor  # (S, N) the sampler's, of each sampled token
+    logp: Tensor  # (S, N) the sampler's log-prob of each sampled token
     lengths: list[int]  # S completion lengths
     truncated: Tensor  # (S,) bool: stopped by max_new_tokens
     rewards: Tensor  # (P, G)
     parsable: Tensor  # (P, G) 1 where an answer was found
 
     def row_length(self, sequence: int) -> int:
-        """Prompt and completion, tokens."""
+        """Tokens of prompt and completion."""
         return len(self.prompts[sequence // self.rewards.shape[1]]) + self.lengths[sequence]
 
 
@@ -52,61 +55,49 @@ class MicroBatch:
     rollout_logp: Tensor  # (b, T) the sampler's log-probs, 0 outside the mask
     advantages: Tensor  # (b,)
     routes: Tensor | None = None  # (b, T, L, K) experts to replay, L MoE layers
-    packing: Packing | None = None  # the rows as one line of tokens, where no routes are replayed
-    replayed: Tensor | None = None  # (b, T) true where there is a route: not on a last token, not on padding
+    packing: Packing | None = None  # how the rows become one line of tokens; None where routes are replayed
+    replayed: Tensor | None = None  # (b, T) true where there is a route: not on last tokens, not on padding
 
 
-# ------------------------------------------------------------------------------------------------ sampling
-
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# ------------------------------------------------------------------------------------------------ the engine
 
 
 def check_engine(cfg: Config, arch: Architecture, ranks: int) -> None:
-    """Raise InputError for what the engine cannot run or is not installed for."""
-    if cfg.rollout.engine == "vllm":
-        from engines import vllm_engine
-
-        device_type, dtype = devices.resolve(cfg.device).type, DTYPES[cfg.model.dtype]
-        if device_type == "npu" and cfg.rollout.temperature != 1:
-            # vllm-ascend 0.23.0, model_runner_v1.py:333: its own sampler leaves logprobs_mode unread.
-            raise InputError(
-                f"rollout.temperature: {cfg.rollout.temperature:g}, but vllm-ascend reports log-probs at temperature 1 "
-                "only; needed: 1.0, or rollout.engine torch"
-            )
-        vllm_engine.check(
-            arch,
-            device_type=device_type,
-            ranks=ranks,
-            tensor=cfg.rollout.tensor,
-            dtype=dtype,
-            max_tokens=cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens,
-            kv_cache_mib=cfg.rollout.kv_cache_mib,
+    """Raise InputError if vLLM, where it is the engine, cannot run this configuration or is not installed for it."""
+    if cfg.rollout.engine != "vllm":
+        return
+    device_type, dtype = devices.resolve(cfg.device).type, DTYPES[cfg.model.dtype]
+    if device_type == "npu" and cfg.rollout.temperature != 1:
+        # vllm-ascend 0.23.0, model_runner_v1.py:333: its own sampler does not read logprobs_mode.
+        raise InputError(
+            f"rollout.temperature: {cfg.rollout.temperature:g}, but vllm-ascend reports log-probs at temperature 1 "
+            "only; needed: 1.0, or rollout.engine torch"
         )
-        if cfg.rollout.sync == "adapter":
-            vllm_adapter.check(arch, cfg.lora, device_type=device_type, dtype=dtype)
-        if cfg.rollout.expert_parallel:
-            from engines import vllm_colocated
+    vllm_engine.check(
+        arch,
+        device_type=device_type,
+        ranks=ranks,
+        tensor=cfg.rollout.tensor,
+        dtype=dtype,
+        max_tokens=cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens,
+        kv_cache_mib=cfg.rollout.kv_cache_mib,
+    )
+    if cfg.rollout.sync == "adapter":
+        vllm_adapter.check(arch, cfg.lora, device_type=device_type, dtype=dtype)
+    if cfg.rollout.expert_parallel:
+        vllm_colocated.check(arch, device_type=device_type, ranks=ranks, tensor=cfg.rollout.tensor)
 
-            vllm_colocated.check(arch, device_type=device_type, ranks=ranks, tensor=cfg.rollout.tensor)
 
-
-def open_engine(cfg: Config, arch: Architecture, device: torch.device, stop_tokens: set[int], pad_token: int):
-    """The engine that cfg.rollout.engine names. Its weights come with its first load_weights."""
+def open_engine(cfg: Config, arch: Architecture, device: torch.device, stop_tokens: set[int], pad_token: int) -> Engine:
+    """The engine that cfg.rollout.engine names. It has no weights before its first load_weights."""
     dtype = DTYPES[cfg.model.dtype]
     if cfg.rollout.engine == "torch":
-        from engines.torch_sampler import TorchSampler
-
-        norms = torch.float32 if cfg.aqn.bf16 == "fp32" else dtype  # which then take noise that bf16 would round away
+        norms = torch.float32 if cfg.aqn.bf16 == "fp32" else dtype  # fp32 norms keep noise that bf16 would round off
         return TorchSampler(
             arch, stop_tokens=stop_tokens, pad_token=pad_token, dtype=dtype, device=device, norm_dtype=norms
         )
-    if cfg.rollout.expert_parallel:
-        from engines.vllm_colocated import ColocatedEngine as Engine
-    else:
-        from engines.vllm_engine import VllmEngine as Engine
-
-    return Engine(
+    kind = vllm_colocated.ColocatedEngine if cfg.rollout.expert_parallel else vllm_engine.VllmEngine
+    return kind(
         arch,
         cfg.model.path,
         stop_tokens=stop_tokens,
@@ -121,60 +112,51 @@ def open_engine(cfg: Config, arch: Architecture, device: torch.device, stop_toke
     )
 
 
+# ------------------------------------------------------------------------------------------------ sampling
+
+
 def sample(
-    engine,
+    engine: Engine,
     asked: list[Question],
     score: Callable[[Question, Completion], tuple[float, bool]],
-    cfg: Config,
+    settings: RolloutConfig,
     parallel: Parallel,
+    *,
+    seed: int,
     step: int,
+    routed_experts: bool = False,
 ) -> tuple[Rollout, list[list[Completion]]]:
-    """G scored completions of each question, all of them on every rank, and this rank's own in full.
+    """G scored completions of each question: all of them on every rank, and this rank's own as the engine gave them.
 
-    ``score`` gives a completion's reward and whether an answer was found in it; each is scored where it was sampled.
-    What is sampled depends on (seed, step, place of the prompt) alone, not on which rank does it.
+    ``score`` gives the reward of a completion, and whether an answer was found in it; the rank that samples it scores
+    it. A completion depends on the seed, the step and the place of its prompt, but not on the rank that samples it.
     """
-    places = own_places(len(asked), cfg, parallel)
+    places = own_places(len(asked), settings.tensor, parallel)
     own = [asked[place] for place in places]
     completions = engine.sample(
         [question.prompt for question in own],
-        seeds=[derive_seed(cfg.train.seed, "rollout", step, place) for place in places],
-        num_samples=cfg.rollout.group_size,
-        max_new_tokens=cfg.rollout.max_new_tokens,
-        temperature=cfg.rollout.temperature,
-        top_p=cfg.rollout.top_p,
-        top_k=cfg.rollout.top_k,
-        return_routed_experts=cfg.replay.mode == "r3",
+        seeds=[derive_seed(seed, "rollout", step, place) for place in places],
+        num_samples=settings.group_size,
+        max_new_tokens=settings.max_new_tokens,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        return_routed_experts=routed_experts,
     )
-    scores = [[score(question, one) for one in group] for question, group in zip(own, completions, strict=True)]
-    return _gather(asked, completions, scores, cfg, parallel), completions
-
-
-def own_places(count: int, cfg: Config, parallel: Parallel) -> range:
-    """Which of ``count`` prompts this rank's replica samples."""
-    return range(parallel.rank // cfg.rollout.tensor, count, parallel.world_size // cfg.rollout.tensor)
-
-
-def in_place(by_rank: Tensor, count: int, cfg: Config) -> Tensor:
-    """What every rank found for its own places, in the order of the prompts.  (ranks, own, ...) -> (count, ...)"""
-    return by_rank[:: cfg.rollout.tensor].transpose(0, 1).flatten(0, 1)[:count].cpu()
-
-
-def _gather(asked, completions, scores, cfg: Config, parallel: Parallel) -> Rollout:
-    """Exchange what each rank sampled: one integer and one fp32 message of equal shape from every rank."""
-    group, longest = cfg.rollout.group_size, cfg.rollout.max_new_tokens
-    num_own = len(range(0, len(asked), parallel.world_size // cfg.rollout.tensor))  # of replica 0, which has the most
-    whole = torch.zeros(num_own, group, longest + 2, dtype=torch.int64)
-    real = torch.zeros(num_own, group, longest + 2, dtype=torch.float32)
-    for i, answers in enumerate(completions):
-        for j, answer in enumerate(answers):
+    # One message of integers and one of fp32 numbers, of equal shape on every rank. Replica 0 has the most prompts.
+    longest = settings.max_new_tokens
+    num_own = len(range(0, len(asked), parallel.world_size // settings.tensor))
+    whole = torch.zeros(num_own, settings.group_size, longest + 2, dtype=torch.int64)
+    real = torch.zeros(num_own, settings.group_size, longest + 2, dtype=torch.float32)
+    for i, (question, group) in enumerate(zip(own, completions, strict=True)):
+        for j, answer in enumerate(group):
             n = len(answer.tokens)
             whole[i, j, :n] = torch.tensor(answer.tokens)
             whole[i, j, longest:] = torch.tensor([n, answer.finish_reason == "length"])
             real[i, j, :n] = torch.tensor(answer.logp)
-            real[i, j, longest:] = torch.tensor(scores[i][j], dtype=torch.float32)
-    whole, real = (in_place(parallel.gather_rows(x), len(asked), cfg) for x in (whole, real))
-    return Rollout(
+            real[i, j, longest:] = torch.tensor(score(question, answer), dtype=torch.float32)
+    whole, real = (in_place(parallel.gather_rows(x), len(asked), settings.tensor) for x in (whole, real))
+    batch = Rollout(
         prompts=[question.prompt for question in asked],
         tokens=whole[..., :longest].flatten(0, 1),
         logp=real[..., :longest].flatten(0, 1),
@@ -183,10 +165,21 @@ def _gather(asked, completions, scores, cfg: Config, parallel: Parallel) -> Roll
         rewards=real[..., longest],
         parsable=real[..., longest + 1],
     )
+    return batch, completions
+
+
+def own_places(count: int, tensor: int, parallel: Parallel) -> range:
+    """The places of the prompts, of ``count``, that this rank's replica of ``tensor`` ranks samples."""
+    return range(parallel.rank // tensor, count, parallel.world_size // tensor)
+
+
+def in_place(by_rank: Tensor, count: int, tensor: int) -> Tensor:
+    """What every rank found for its own_places, in the order of the prompts.  (ranks, own, ...) -> (count, ...)"""
+    return by_rank[::tensor].transpose(0, 1).flatten(0, 1)[:count].cpu()
 
 
 def metrics(batch: Rollout) -> dict[str, float]:
-    """What was sampled, before anything is learned from it."""
+    """Metrics of the rollout by name."""
     lengths = torch.tensor(batch.lengths, dtype=torch.float64)
     equal = batch.rewards.amax(dim=1) == batch.rewards.amin(dim=1)
     by_group = batch.tokens.unflatten(0, batch.rewards.shape)  # (P, G, N)
@@ -202,7 +195,7 @@ def metrics(batch: Rollout) -> dict[str, float]:
     }
 
 
-# ------------------------------------------------------------------------------------------------ packing
+# ------------------------------------------------------------------------------------------------ micro-batches
 
 
 def plan(
@@ -213,33 +206,34 @@ def plan(
     group_size: int = 1,
     prompts: dict[int, int] | None = None,
 ) -> list[list[list[int]]]:
-    """Which sequences each data rank takes in each micro-batch: [micro-batch][data rank] -> sequences.
+    """The sequences of each data rank in each micro-batch: [micro-batch][data rank] -> sequences.
 
-    ``lengths``: row length of each sequence, ``prompts``: of each one's prompt, where rows are packed; tokens. Groups
-    are sorted by their longest row and dealt out, so that rows of one micro-batch are alike and ranks finish together;
-    a group stays whole where it can, since its rows share the work on their prompt. No rank gets more than the bound in
-    any micro-batch, unless a single row is more. The micro-batches are as few as the bound allows, and then as even as
-    their number allows. Rows count with their padding; packed ones as their line, which has each prompt once, and a
-    quarter of that. Every rank gets the same number, some of them empty if need be: expert-parallel ranks meet in every
-    layer. A pure function, so all ranks agree.
+    ``lengths``: tokens of each sequence's row. ``prompts``: tokens of each one's prompt, where rows are packed.
+    No rank gets more than ``tokens_per_micro_batch`` in a micro-batch, unless a single row is longer. A padded row
+    counts with its padding, up to a ``multiple``. Packed rows count as their line, which has each prompt once, plus a
+    quarter of their padded size. There are as few micro-batches as this limit allows, and they are as even as their
+    number allows.
+    Groups are sorted by their longest row and distributed in that order, so that the rows of a micro-batch are similar
+    and ranks finish together. A group stays on one rank where it can, because its rows share the work on their prompt.
+    Every rank gets the same number of micro-batches, some of them empty if necessary, because expert-parallel ranks
+    exchange tokens in every layer. The result depends on the arguments alone, so all ranks compute the same.
     """
-    longest_row: dict[int, int] = {}
+    longest_row: dict[int, int] = {}  # by group
     for sequence, length in lengths.items():
         longest_row[sequence // group_size] = max(length, longest_row.get(sequence // group_size, 0))
-    in_order = sorted(lengths, key=lambda sequence: (-longest_row[sequence // group_size], sequence))
+    todo = sorted(lengths, key=lambda sequence: (-longest_row[sequence // group_size], sequence))
 
     def tokens(rows: list[int]) -> float:
         padded = len(rows) * -(-max(lengths[s] for s in rows) // multiple) * multiple
         if prompts is None:
             return padded
         line = sum(lengths[s] - prompts[s] for s in rows) + sum({s // group_size: prompts[s] for s in rows}.values())
-        return line + padded / 4  # attention's copies are of padded rows: at most a quarter of what autograd keeps
+        return line + padded / 4  # attention copies padded rows: at most a quarter of what autograd keeps
 
     def fit(by_rank: list[list[int]], room: int) -> bool:
         return all(tokens(rows) <= room for rows in by_rank if rows)
 
-    rounds: list[list[list[int]]] = []  # a block of rows for every rank, which stays together
-    todo = in_order
+    rounds: list[list[list[int]]] = []  # a block of rows for every rank; the round stays in one micro-batch
     while todo:
         for block in range(min(group_size, -(-len(todo) // data_ranks)), 0, -1):
             round_ = [todo[rank * block : (rank + 1) * block] for rank in range(data_ranks)]
@@ -249,7 +243,7 @@ def plan(
         todo = todo[data_ranks * block :]
 
     def fill(room: int) -> list[list[list[int]]]:
-        """The rounds in order, each in the last micro-batch where all ranks have room for it, else in a new one."""
+        """The rounds in order, each in the last micro-batch if all ranks have room for it there, else in a new one."""
         micro_batches: list[list[list[int]]] = []
         for round_ in rounds:
             if micro_batches:
@@ -261,10 +255,8 @@ def plan(
         return micro_batches
 
     fewest = len(fill(tokens_per_micro_batch))
-    if fewest < 2:
-        return fill(tokens_per_micro_batch)
-    rooms = range(tokens_per_micro_batch + 1)
-    return fill(rooms[bisect.bisect_left(rooms, True, key=lambda room: len(fill(room)) <= fewest)])
+    rooms = range(tokens_per_micro_batch)
+    return fill(bisect.bisect_left(rooms, True, key=lambda room: len(fill(room)) <= fewest))
 
 
 def pack(
@@ -278,10 +270,10 @@ def pack(
 ) -> MicroBatch:
     """The rows of ``sequences``, padded on the right to the longest and to a multiple of ``multiple``.
 
-    ``advantages``: (S,). ``records``: routes of each sequence's tokens but the last, (row length - 1, L, K).
-    No sequences make one row that is all padding and trains nothing.
+    ``advantages``: (S,). ``records``: the routes of each sequence's tokens but the last, (row length - 1, L, K).
+    Without sequences it is one row of padding, which trains nothing.
     """
-    longest = max([rollout.row_length(sequence) for sequence in sequences], default=1)
+    longest = max(map(rollout.row_length, sequences), default=1)
     shape = (max(1, len(sequences)), -(-longest // multiple) * multiple)
     tokens, mask, logp = torch.full(shape, pad_token), torch.zeros(shape), torch.zeros(shape)
     for row, sequence in enumerate(sequences):
@@ -292,12 +284,12 @@ def pack(
         mask[row, start : start + n] = 1
         logp[row, start : start + n] = rollout.logp[sequence, :n]
     chosen = advantages[sequences] if sequences else torch.zeros(1)
-    micro = MicroBatch(*(x.to(device) for x in (tokens, mask, logp, chosen)))
+    micro = MicroBatch(tokens.to(device), mask.to(device), logp.to(device), chosen.to(device))
     if records is not None and sequences:
         routes = torch.zeros(*shape, *records[sequences[0]].shape[1:], dtype=torch.uint8)
         replayed = torch.zeros(shape, dtype=torch.bool)
         for row, sequence in enumerate(sequences):
-            record = records[sequence]
-            routes[row, : len(record)], replayed[row, : len(record)] = record, True
+            length = len(records[sequence])
+            routes[row, :length], replayed[row, :length] = records[sequence], True
         micro.routes, micro.replayed = routes.to(device), replayed.to(device)
     return micro

@@ -1,61 +1,64 @@
-"""Routing replay: the experts that a token met when it was sampled are the experts that it trains.
+"""Routing replay: the trainer routes a token to the experts that it had when it was sampled.
 
-R3 (arXiv 2510.11370) replays the rollout engine's routes, R2 those of the old policy's own forward pass in the trainer.
-Only the selection is replayed, the weights stay the trainer's: softmax over the chosen experts' live logits, or, where
-the model does not renormalise (norm_topk_prob false), the chosen entries of the softmax over all. So the router keeps
-its gradient. b rows, T tokens, L MoE layers, K experts a token, E experts, N tokens of this rank's sequence shard.
+R3 (arXiv 2510.11370) replays the routes of the rollout engine, R2 those of the old policy's pass in the trainer. Only
+the selection is replayed. The weights are the trainer's: the softmax over the logits of the chosen experts, or, where
+the model does not renormalise (norm_topk_prob false), the chosen entries of the softmax over all experts. So the router
+keeps its gradient.
+b rows, T tokens, L MoE layers, K experts a token, E experts, N tokens of this rank's sequence shard.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import weights_hf
 from engines.interface import Completion
 from hf_config import Architecture
 from parallel_setup import Parallel
 from rollout import Rollout
 
+Value = TypeVar("Value")
+
 
 class RoutingReplay:
-    """Stands between the model's routers and their top-k: lets it be, writes it down, or puts a record in its place.
+    """Wraps the top-k of the model's routers: pass through, record, or replay.
 
-    Layers count MoE layers only. A record is bound to a micro-batch for as long as anything runs on it: activation
-    recompute routes again in the backward pass and must find the same.
+    Only MoE layers are counted. A record stays bound to a micro-batch until its backward pass is done, because
+    activation recompute routes again there and must find the same experts.
     """
 
     def __init__(self, model: torch.nn.Module, arch: Architecture, parallel: Parallel) -> None:
         self.arch, self.parallel = arch, parallel
         self.routes: Tensor | None = None  # (N, L, K) of the bound micro-batch
-        self.replayed: Tensor | None = None  # (N,) which tokens have a record; the others are routed natively
-        self.written: list[Tensor | None] | None = None  # per layer (N, K), while recording
-        self.uses = [0] * sum(arch.moe_layers)  # how often each layer read the bound record
+        self.replayed: Tensor | None = None  # (N,) tokens that have a record; the others are routed natively
+        self.written: dict[int, Tensor] | None = None  # layer -> (N, K), during `record`
+        self.uses = [0] * sum(arch.moe_layers)  # number of times that each layer read the bound record
         self.counting = False
-        self.differing = self.compared = 0  # (token, layer) pairs whose own choice was another set of experts
+        self.differing = self.compared = 0  # (token, layer) pairs: with another set of experts, and all
         moe_layers = [layer for layer, is_moe in zip(model.decoder.layers, arch.moe_layers, strict=True) if is_moe]
         for index, layer in enumerate(moe_layers):
-            self._take_over(layer.mlp.router, index)
+            layer.mlp.router.routing = functools.partial(self._routing, layer.mlp.router.routing, index)
 
-    def _take_over(self, router: torch.nn.Module, layer: int) -> None:
-        native = router.routing
-
-        def routing(logits: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-            if self.routes is None and self.written is None:
-                return native(logits, *args, **kwargs)
-            return self._route(logits.view(-1, self.arch.num_experts), layer)
-
-        router.routing = routing
+    def _routing(self, native: Callable, layer: int, logits: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """The routing of one MoE layer: by ``native``, Megatron's own, unless this object records or replays."""
+        if self.routes is None and self.written is None:
+            return native(logits, *args, **kwargs)
+        return self._route(logits.view(-1, self.arch.num_experts), layer)
 
     def _route(self, logits: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """What Megatron's router returns, with the recorded experts where there is a record.  (N, E) -> (N, E) twice"""
+        """Probabilities and map as Megatron's router gives them, of recorded or own experts.  (N, E) -> (N, E) twice"""
         chosen = logits.topk(self.arch.experts_per_token, dim=-1).indices  # (N, K)
         if self.routes is not None:
             record = self.routes[:, layer]
-            if self.counting and not self.uses[layer]:  # a recompute is not counted again
+            if self.counting and not self.uses[layer]:  # a recompute is not counted
                 same = (chosen.sort(-1).values == record.sort(-1).values).all(-1)
                 self.differing += int((~same & self.replayed).sum())
                 self.compared += int(self.replayed.sum())
@@ -69,11 +72,11 @@ class RoutingReplay:
 
     @contextlib.contextmanager
     def replaying(self, routes: Tensor, replayed: Tensor, *, count: bool = False) -> Iterator[None]:
-        """Every forward and recompute inside the block is routed by ``routes`` where ``replayed`` is true.
+        """Inside the block, every forward pass and recompute uses ``routes`` where ``replayed`` is true.
 
-        (b, T, L, K), (b, T) of the whole rows; each rank takes its sequence shard. ``count``: this pass is the policy's
-        own, which differing_share compares with the record. Every layer must have used the
-        record when the block ends: a record that nobody read is a run that only looks replayed.
+        Shapes (b, T, L, K) and (b, T), of whole rows; each rank takes its sequence shard. With ``count``,
+        differing_share compares this pass with the record. Every layer must have used the record when the block ends:
+        a run with an unused record would only look replayed.
         """
         self.routes = self._local(routes).long()
         self.replayed = self._local(replayed)
@@ -84,55 +87,42 @@ class RoutingReplay:
         finally:
             self.routes = self.replayed = None
 
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[list]:
-        """Collects the routes of one forward pass: afterwards the yielded list holds one (T x b, L, K) uint8 tensor."""
-        self.written, found = [None] * len(self.uses), []
+    def record(self, run: Callable[[], Value], num_rows: int) -> tuple[Value, Tensor]:
+        """The value of ``run``, which makes one forward pass of ``num_rows`` rows, and the routes of that pass.
+
+        The routes are (b, T, L, K) uint8 of the whole rows. Collective over the tensor ranks.
+        """
+        self.written = {}
         try:
-            yield found
-            found.append(self._whole(torch.stack(self.written, dim=1)))
+            value = run()
+            routes = torch.stack([self.written[layer] for layer in range(len(self.uses))], dim=1).to(torch.uint8)
         finally:
             self.written = None
+        by_rank = weights_hf.gather(routes, self.parallel.tensor, self.parallel.tensor_group)
+        return value, torch.cat(by_rank).unflatten(0, (-1, num_rows)).transpose(0, 1)  # tokens are time-major
 
     def differing_share(self) -> float:
-        """Share of replayed (token, layer) pairs, over all ranks, where the trainer's own top-k was another set.
+        """Share of (token, layer) pairs, over all ranks, where the trainer's own top-k differs from the record.
 
-        Collective; counts since the last call.
+        Collective. It counts since the last call.
         """
         counts = self.parallel.sum_over_ranks(torch.tensor([self.differing, self.compared], dtype=torch.float32))
         self.differing = self.compared = 0
         return (counts[0] / counts[1].clamp(min=1)).item()
 
     def _local(self, rows: Tensor) -> Tensor:
-        """(b, T, ...) -> (N, ...): Megatron's tokens are time-major, and cut over the tensor ranks along time."""
+        """This rank's shard: Megatron's tokens are time-major, split over the tensor ranks.  (b, T, ...) -> (N, ...)"""
         return rows.transpose(0, 1).chunk(self.parallel.tensor)[self.parallel.tensor_rank].flatten(0, 1)
-
-    def _whole(self, routes: Tensor) -> Tensor:
-        """(N, L, K) -> (T x b, L, K) uint8, gathered over the tensor ranks; `rows_of` gives it the rows' shape."""
-        routes = routes.to(torch.uint8).contiguous()
-        if self.parallel.tensor == 1:
-            return routes
-        out = routes.new_empty((self.parallel.tensor * len(routes), *routes.shape[1:]))
-        dist.all_gather_into_tensor(out, routes, group=self.parallel.tensor_group)
-        return out
-
-
-def rows_of(routes: Tensor, num_rows: int) -> Tensor:
-    """(T x b, L, K), time-major -> (b, T, L, K)"""
-    return routes.unflatten(0, (-1, num_rows)).transpose(0, 1)
 
 
 def routing_weights(logits: Tensor, chosen: Tensor, norm_topk_prob: bool) -> Tensor:
-    """Weights of the chosen experts, in fp32, from live logits, to the last bit as Megatron forms them natively.
-
-    (N, E), (N, K) -> (N, K)
-    """
+    """The weights of the chosen experts, in fp32, exactly as Megatron computes them.  (N, E), (N, K) -> (N, K)"""
     if norm_topk_prob:
         return logits.float().gather(1, chosen).softmax(dim=-1)
     return logits.float().softmax(dim=-1).gather(1, chosen)
 
 
-# ------------------------------------------------------------------------------------------------ who needs what
+# ------------------------------------------------------------------------------------------------ records of the engine
 
 
 def collect(
@@ -143,10 +133,11 @@ def collect(
     parallel: Parallel,
     sampler_tensor: int = 1,
 ) -> dict[int, Tensor]:
-    """The engine's routes of every sequence that this rank trains, sequence -> (row length - 1, L, K). Collective.
+    """The engine's routes of every sequence that this rank trains: sequence -> (row length - 1, L, K). Collective.
 
-    ``shares``: rollout.plan's [micro-batch][data rank] -> sequences. The tensor ranks of one data rank train the same.
-    ``sampler_tensor``: ranks of one replica of the sampler, the first of which sends what they sampled.
+    ``own``: the completions that this rank sampled. ``shares``: rollout.plan's [micro-batch][data rank] -> sequences.
+    The tensor ranks of a data rank train the same sequences. ``sampler_tensor``: ranks of a replica of the sampler. All
+    of them have its completions, and the first of them sends the routes.
     """
     group, replicas = batch.rewards.shape[1], parallel.world_size // sampler_tensor
     needed_by = {
@@ -166,30 +157,23 @@ def collect(
     shapes = {sequence: (batch.row_length(sequence) - 1, *rest) for sequence in needed_by}
     for sequence, record in records.items():
         assert sequence not in shapes or record.shape == shapes[sequence], (record.shape, shapes[sequence])
-    received = exchange(records, owner, needed_by, shapes, parallel.rank)
-    for sequence, record in received.items():
-        distinct = record.sort(dim=-1).values.diff(dim=-1).ne(0).all()
-        if not distinct or int(record.max()) >= arch.num_experts:
-            raise RuntimeError(
-                f"routing replay: the record of sequence {sequence} repeats an expert or names one of more than "
-                f"{arch.num_experts}; the engine must return logical ids (no expert load balancing)"
-            )
-    return received
+    return exchange(records, owner, needed_by, shapes, parallel.rank)
 
 
 def exchange(
     own: dict[int, Tensor], owner: dict[int, int], needed_by: dict[int, list[int]], shapes: dict[int, tuple], rank: int
 ) -> dict[int, Tensor]:
-    """The records of the sequences that this rank trains, each sent once by the rank that sampled it.
+    """The records of the sequences that this rank trains. Each is sent once, by the rank that sampled it.
 
-    ``own``: this rank's records, sequence -> uint8. ``owner``, ``needed_by``, ``shapes``: the same on every rank: who
-    holds a sequence, who trains it, and its record's shape. Collective; uint8 rows and nothing else travel.
+    ``own``: this rank's records, sequence -> uint8. The other maps are the same on every rank: ``owner``, the rank that
+    has a sequence's record; ``needed_by``, the ranks that train it; ``shapes``, the shape of its record. Collective:
+    one message of uint8.
     """
     ranks = dist.get_world_size()
     order = sorted(needed_by)
     outgoing = [[s for s in order if owner[s] == rank and peer in needed_by[s]] for peer in range(ranks)]
     incoming = [[s for s in order if owner[s] == peer and rank in needed_by[s]] for peer in range(ranks)]
-    size = {s: int(torch.Size(shapes[s]).numel()) for s in order}
+    size = {s: math.prod(shapes[s]) for s in order}
     empty = torch.empty(0, dtype=torch.uint8)
     send = torch.cat([empty, *(own[s].flatten() for peer in outgoing for s in peer)])
     splits = [[sum(size[s] for s in peer) for peer in side] for side in (outgoing, incoming)]

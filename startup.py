@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 import adapter_weights
-import aqn
+import aqn_targets
 import checkpoint
 import data_gsm8k
 import device as devices
@@ -32,7 +32,7 @@ import weights_hf
 from config import to_yaml
 from config_rules import check_engine_layout, check_layout
 from data_gsm8k import Question, Questions
-from engines.interface import Completion
+from engines.interface import Completion, Engine
 from hf_config import Architecture
 from input_files import InputError
 from knobs import Config
@@ -79,7 +79,7 @@ def check_inputs(cfg: Config, ranks: int) -> Inputs | None:
         return None
     rollout.check_engine(cfg, arch, ranks)
     if cfg.aqn.schedule != "off":
-        aqn.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
+        aqn_targets.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
     weights_hf.read_model(cfg.model.path, arch)
     tokenizer = data_gsm8k.load_tokenizer(cfg.model.path)
     check_answers(cfg)
@@ -165,7 +165,7 @@ class Run:
     log: runlog.RunLog
     tripwires: Tripwires
     learner: Learner
-    engine: object  # samples completions (engines/)
+    engine: Engine
     weights: WeightSync  # gives the policy to the engine
     score: Score
     first_step: int  # > 0 after a resume
@@ -173,7 +173,13 @@ class Run:
     def evaluate(self, after_steps: int) -> None:
         """Evaluate the policy that the engine holds, and log the result. Collective."""
         summary, outcomes = evaluate.evaluate(
-            self.engine, self.inputs.held_out, self.score, self.cfg, self.parallel, self.heartbeat.beat
+            self.engine,
+            self.inputs.held_out,
+            self.score,
+            self.cfg.eval,
+            self.cfg.rollout,
+            self.parallel,
+            self.heartbeat.beat,
         )
         self.log.log_eval(after_steps, summary, outcomes)
         self.log.say(f"held-out accuracy after {after_steps} steps: {evaluate.headline(summary)}")

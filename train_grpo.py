@@ -48,13 +48,22 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: startup
 
         # 1. Give the sampler the current policy: W + (alpha / R) B A. Noise is added to the sampler's copy only.
         pushed = run.weights.push(step, held_out[0].prompt)
-        tripwires.after_push(step, run.weights.checksums(), gradient_norm)
+        tripwires.after_push(step, run.weights.checksums(pushed["sync/checksum"]), gradient_norm)
         timer.end_phase("sync")
 
         # 2. Sample and score G completions for each of P questions.
         asked = questions.pick(step, cfg.rollout.prompts_per_step)
         tripwires.asked(step, [question.question for question in asked], len(questions), not_for_training)
-        batch, completions = rollout.sample(run.engine, asked, run.score, cfg, parallel, step)
+        batch, completions = rollout.sample(
+            run.engine,
+            asked,
+            run.score,
+            cfg.rollout,
+            parallel,
+            seed=cfg.train.seed,
+            step=step,
+            routed_experts=cfg.replay.mode == "r3",
+        )
         timer.end_phase("generate")
 
         # 3. Compare each score with its group's.

@@ -175,10 +175,10 @@ def install(side: Side) -> None:
         side.metrics = metrics
         write_step(self, step, metrics, timing)
 
-    def sample(engine, asked, *args):
+    def sample(engine, asked, *args, **options):
         sampling = engine.sample
         engine.sample = side.timed(sampling, "sampling")
-        batch, completions = real_sample(engine, asked, *args)
+        batch, completions = real_sample(engine, asked, *args, **options)
         engine.sample = sampling
         side.num_tokens += sum(len(answer.tokens) for group in completions for answer in group)
         return batch, completions

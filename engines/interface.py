@@ -1,10 +1,23 @@
-"""What every engine gives back, whichever samples."""
+"""What an engine is: the calls that the rest of the program makes, what they return, and what every engine refuses.
+
+The engines are torch_sampler.TorchSampler, vllm_engine.VllmEngine and vllm_colocated.ColocatedEngine. All of them make
+the checks of this file, so that the same mistake gets the same message.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+import torch
+from torch import Tensor
+
+from hf_config import Architecture
+from input_files import InputError
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -15,3 +28,176 @@ class Completion:
     logp: list[float]  # float32, one a token: log-probability under the temperature-scaled, untruncated distribution
     finish_reason: str  # stop | length
     routed_experts: np.ndarray | None = None  # uint8 (prompt + generated - 1, MoE layers, K); the last token has no row
+
+
+class Rule(NamedTuple):
+    """How the next token is chosen. Temperature 0 is greedy; top_k 0 keeps all tokens."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+
+
+class Engine(Protocol):
+    """The copy of the policy that samples. It needs a whole model from `load_weights` before it can sample."""
+
+    beat: Callable[[], None] = staticmethod(lambda: None)  # called once for every token that a batch of rows decodes
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy whole tensors into the engine, under their Hugging Face names.
+
+        The first call must bring the whole model. Later calls may bring some of its fused groups (see
+        weights_hf.fused_group), each of them whole. Raises InputError, with the tensor's name, for a missing, surplus,
+        repeated, misshapen or non-finite tensor. After a failure the next call must bring the whole model.
+        """
+
+    def load_adapter(self, factors: dict[str, tuple[Tensor, Tensor]]) -> None:
+        """From now on sample with W + (alpha / R) B A. W is what load_weights brought. Only for rollout.sync adapter.
+
+        ``factors``: Hugging Face name of W (out, in) -> A (R, in), B (out, R).
+        """
+        raise NotImplementedError
+
+    def placement(self) -> dict[str, list[int]]:
+        """The groups and experts of this rank (see vllm_inside.placement). Only for rollout.expert_parallel."""
+        raise NotImplementedError
+
+    def sample(
+        self,
+        prompts: list[list[int]],
+        *,
+        seeds: list[int],
+        num_samples: int,
+        max_new_tokens: int,
+        temperature: float,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        return_routed_experts: bool = False,
+    ) -> list[list[Completion]]:
+        """``num_samples`` completions of each prompt, in the order of the prompts.
+
+        Temperature 0 is greedy; top_k 0 keeps all tokens. The random numbers of prompt i depend on seeds[i] alone, so
+        the other prompts of a call change nothing but rounding. Raises InputError for what cannot be sampled.
+        """
+
+    def layer_outputs(self, prompt: list[int]) -> list[Tensor]:
+        """The residual stream after each layer, to find the first layer that differs from the trainer's.  -> L x (T, h)
+
+        The list is empty where the model runs as a captured graph, which calls no hooks.
+        """
+
+    def close(self) -> None:
+        """Give back what the engine holds, before the process group is destroyed."""
+
+
+class TensorStream(Generic[Result]):
+    """(name, tensor) pairs, made one at a time so that few are in memory, and a result that exists after the last one.
+
+    ``generator`` yields the pairs and returns the result.
+    """
+
+    def __init__(self, generator: Generator[tuple[str, Tensor], None, Result]) -> None:
+        self._generator = generator
+        self._results: list[Result] = []
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        self._results.append((yield from self._generator))
+
+    def result(self) -> Result:
+        """The result. Raises RuntimeError if the pairs were not read to the end."""
+        if not self._results:
+            raise RuntimeError("the stream of tensors was not read to its end, so it has no result")
+        return self._results[0]
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+
+def check_special_tokens(tokens: Iterable[int], arch: Architecture) -> None:
+    """Raise InputError unless all stop and padding tokens are in the vocabulary."""
+    outside = [token for token in tokens if not 0 <= token < arch.vocab_size]
+    if outside:
+        raise InputError(f"sampler: stop or pad token {outside[0]} is not in the vocabulary of {arch.vocab_size}")
+
+
+def check_call(
+    arch: Architecture,
+    prompts: list[list[int]],
+    seeds: list[int],
+    num_samples: int,
+    rule: Rule,
+    routed: bool,
+    ready: bool,
+    positions: int,
+) -> None:
+    """Raise InputError for a call of `sample` that no engine can answer.
+
+    ``routed``: the routed experts are asked for. ``ready``: the engine has a whole model. ``positions``: the most
+    tokens that one row may have.
+    """
+    in_range = 0 <= rule.temperature < float("inf") and 0 < rule.top_p <= 1 and rule.top_k >= 0
+    for wrong, problem in (
+        (not ready, "no usable weights; needed: a load_weights of the whole model that succeeded"),
+        (len(seeds) != len(prompts), f"{len(prompts)} prompts but {len(seeds)} seeds; needed: one a prompt"),
+        (
+            min(num_samples, rule.max_new_tokens) < 1,
+            f"num_samples {num_samples}, max_new_tokens {rule.max_new_tokens}; needed: >= 1",
+        ),
+        (not in_range, f"{rule}; needed: temperature >= 0 and finite, top_p in (0, 1], top_k >= 0"),
+        (
+            routed and not (any(arch.moe_layers) and arch.num_experts <= 256),
+            f"routed experts are recorded as uint8; found {arch.num_experts} experts in {sum(arch.moe_layers)} MoE "
+            "layers; needed: at most 256 experts and at least one MoE layer",
+        ),
+    ):
+        if wrong:
+            raise InputError(f"sample: {problem}")
+    for i, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise InputError(f"sample: prompt {i} is empty; needed: at least one token")
+        if not 0 <= min(prompt) <= max(prompt) < arch.vocab_size:
+            raise InputError(f"sample: prompt {i} has a token outside the vocabulary of {arch.vocab_size}")
+        if len(prompt) + rule.max_new_tokens > positions:
+            raise InputError(
+                f"sample: prompt {i} has {len(prompt)} tokens, which with max_new_tokens {rule.max_new_tokens} "
+                f"exceeds the {positions} positions of the engine"
+            )
+
+
+def check_arrival(name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]], seen: Collection[str]) -> None:
+    """Raise InputError unless ``shapes`` asks for this tensor and it is not among those ``seen`` before."""
+    if name not in shapes:
+        raise InputError(f"load_weights: {name} is not a tensor of this model")
+    if name in seen:
+        raise InputError(f"load_weights: {name} came twice")
+    if tuple(tensor.shape) != shapes[name] or not tensor.is_floating_point():
+        raise InputError(
+            f"load_weights: {name}: found {tensor.dtype} {tuple(tensor.shape)}; needed: floating point {shapes[name]}"
+        )
+
+
+def check_complete(seen: Collection[str], groups: Mapping[str, str], whole: bool) -> None:
+    """Raise InputError if a load that brought ``seen`` lacks a tensor.
+
+    ``groups``: name of every tensor -> its fused group. A ``whole`` load must bring all groups, any other load all
+    tensors of the groups that it has brought a part of.
+    """
+    started = {groups[name] for name in seen}
+    missing = [name for name, group in groups.items() if name not in seen and (whole or group in started)]
+    if missing:
+        raise InputError(
+            f"load_weights: {missing[0]} is missing ({len(missing)} missing, {len(seen)} found); "
+            f"needed: {'the whole model' if whole else 'whole fused groups'}"
+        )
+
+
+def check_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Raise InputError for tensors with NaN or infinity. It waits for the device once, for all of them together."""
+    # A sum takes a tenth of the time of isfinite. A sum of finite numbers can overflow, so isfinite decides.
+    sums = [tensor.sum(dtype=torch.float32) for tensor in tensors.values()]
+    finite = torch.stack(sums).isfinite().tolist() if sums else []
+    suspects = [name for name, good in zip(tensors, finite, strict=True) if not good]
+    broken = [name for name in suspects if not tensors[name].isfinite().all()]
+    if broken:
+        raise InputError(f"load_weights: {broken[0]} has NaN or infinity ({len(broken)} such tensors)")

@@ -1,7 +1,8 @@
-"""A Qwen3-MoE or Qwen2-MoE decoder in plain torch, for sampling; weights under their Hugging Face names.
+"""A Qwen3-MoE or Qwen2-MoE decoder in plain torch, for sampling. Its weights have their Hugging Face names.
 
-Rows decode one token at a time. The rows that sample one prompt lie side by side, a line, and share the keys and values
-of their prompt, which are computed once; each row has its own for what it sampled. No process group, no autograd.
+Every row decodes one token at a time. The rows that sample one prompt are adjacent; together they are a line. They
+share the keys and values of their prompt, which are computed once, and each row has its own keys and values for the
+tokens that it sampled. There is no process group and no autograd.
 P prompts, T prompt tokens, N new tokens, R rows, L lines, H / KV query / key-value heads, D head size, h hidden size,
 E experts, K experts a token.
 """
@@ -16,34 +17,36 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
+from engines.interface import check_arrival, check_complete, check_finite
 from hf_config import Architecture
-from input_files import InputError
+from weights_hf import fused_group
 
-PREFILL_TOKENS = 16384  # prompt tokens, padding included, that are computed at once: bounds the activations
-# Slots that a row's cache grows by. Where the processor's own cache does not hold it, reading it with few unused slots
-# between the rows takes half of the time of one with a slot for every token to come; growing moves an eighth as much.
+PREFILL_TOKENS = 16384  # prompt tokens, padding included, that are computed at once; this limits the activations
+# Number of slots by which the cache of a row grows. A cache with few unused slots is read in half of the time of a
+# cache with a slot for every future token, where it does not fit into the processor's cache. Growing it moves an eighth
+# of what reading it moves.
 SLOTS = 16
 
 
 @dataclass
 class Cache:
-    """What rows have seen. Heads lead in the lists over layers, so that the rows of a line are adjacent."""
+    """Keys and values of all tokens so far, by layer. Heads come first, so that the rows of a line are adjacent."""
 
     cos: Tensor  # (T + N, D) by position
     sin: Tensor  # (T + N, D)
     prompt_length: Tensor  # (R,)
-    padding: Tensor  # (KV * L, 1, T) 0, or -inf at a prompt's padding
+    padding: Tensor  # (KV * L, 1, T) -inf at the padding of a prompt, else 0
     prompt_keys: list[Tensor]  # (KV * L, D, T)
     prompt_values: list[Tensor]  # (KV * L, T, D)
-    keys: list[Tensor]  # (KV * R, C, D): C slots, of which those after the tokens sampled so far hold 0
+    keys: list[Tensor]  # (KV * R, C, D): C slots; those after the sampled tokens hold 0
     values: list[Tensor]  # (KV * R, C, D)
 
 
 def keep_rows_(cache: Cache, rows: Tensor) -> None:
-    """Keep the given rows only, each as a line of its own.
+    """Keep only the given rows. Each of them becomes a line of its own.
 
-    Sharing ends here: the prompts' caches are copied to the rows that remain. Measured, that is as fast as lines of
-    several rows, and once half of the rows are gone the copies take less than caches that were never shared.
+    The caches of the prompts are copied to the rows that remain. Measured, this is as fast as lines of several rows;
+    once half of the rows are gone, the copies take less memory than caches that were never shared.
     """
     kv_heads = len(cache.keys[0]) // len(cache.prompt_length)
     lines = rows.div(len(cache.keys[0]) // len(cache.padding), rounding_mode="floor")
@@ -61,15 +64,8 @@ def keep_rows_(cache: Cache, rows: Tensor) -> None:
         layers[:] = [keep(layer, kept) for layer in layers]
 
 
-def add_slots_(cache: Cache) -> None:
-    """Room for SLOTS more tokens of every row, layer by layer so that only one is there twice."""
-    for caches in (cache.keys, cache.values):
-        for layer, own in enumerate(caches):
-            caches[layer] = F.pad(own, (0, 0, 0, SLOTS))
-
-
 class Decoder:
-    """The model's weights as the kernels want them. Not `ready` until `load_weights` has brought a whole model."""
+    """The model's weights in the layout of the kernels. It is `ready` once `load_weights` has brought a whole model."""
 
     def __init__(
         self,
@@ -79,104 +75,83 @@ class Decoder:
         *,
         norm_dtype: torch.dtype | None = None,
     ) -> None:
-        """``norm_dtype``: of the RMSNorm weights, if not ``dtype``."""
+        """``norm_dtype``: the dtype of the RMSNorm weights, if it is not ``dtype``."""
         self.arch, self.dtype, self.device = arch, dtype, torch.device(device)
         self.norm_dtype = norm_dtype or dtype
         self.ready = False
-        self._slots: dict[str, tuple[Tensor, str]] = {}  # HF name -> its part of a storage, and which storage that is
+        self.slots: dict[str, Tensor] = {}  # Hugging Face name -> the part of a storage that holds this tensor
         table = (arch.vocab_size, arch.hidden_size)
-        self.embedding = self._allocate("embedding", table, {"model.embed_tokens.weight": ...})
-        self.head = self.embedding if arch.tied_head else self._allocate("head", table, {"lm_head.weight": ...})
-        self.final_norm = self._allocate("final_norm", table[1:], {"model.norm.weight": ...})
+        self.embedding = self._allocate(table, {"model.embed_tokens.weight": ...})
+        self.head = self.embedding if arch.tied_head else self._allocate(table, {"lm_head.weight": ...})
+        self.final_norm = self._allocate(table[1:], {"model.norm.weight": ...})
         self.head_ones = torch.ones(arch.head_dim, dtype=self.norm_dtype, device=self.device)
         self.layers = [self._allocate_layer(index) for index in range(arch.num_layers)]
+        self.shapes = {name: tuple(slot.shape) for name, slot in self.slots.items()}
+        self.groups = {name: fused_group(name) for name in self.slots}
 
     # -------------------------------------------------------------------------------------------------------- weights
-    def _allocate(self, group: str, shape: tuple[int, ...], pieces: dict) -> Tensor:
-        """Storage of ``shape``; ``pieces`` says which part of it each HF tensor fills (name -> index).
+    def _allocate(self, shape: tuple[int, ...], pieces: dict) -> Tensor:
+        """Storage of ``shape``. ``pieces``: Hugging Face name -> the index of the part that this tensor fills.
 
-        Experts' matrices lie (E, in, out): a sixth less time a product of few rows. HF's fill them transposed.
+        Experts' matrices are stored (E, in, out), because a product of few rows then takes a sixth less time. The
+        Hugging Face tensors are (out, in) and fill them transposed.
         """
-        dtype = self.norm_dtype if group.endswith("norm") else self.dtype
-        storage = torch.zeros(shape, dtype=dtype, device=self.device)
+        is_norm = all(name.endswith("norm.weight") for name in pieces)
+        storage = torch.zeros(shape, dtype=self.norm_dtype if is_norm else self.dtype, device=self.device)
         as_filled = storage.mT if storage.dim() == 3 else storage
-        self._slots |= {name: (as_filled[index], group) for name, index in pieces.items()}
+        self.slots |= {name: as_filled[index] for name, index in pieces.items()}
         return storage
 
     def _allocate_layer(self, layer: int) -> dict[str, Tensor]:
-        """One layer's weights: fused where one product can do the work of several, rows as outputs but the experts'."""
-        arch, hidden, weights = self.arch, self.arch.hidden_size, {}
-
-        def add(part: str, shape: tuple[int, ...], pieces: dict) -> None:
-            names = {f"model.layers.{layer}.{name}": index for name, index in pieces.items()}
-            weights[part] = self._allocate(f"layer {layer} {part}", shape, names)
-
+        """The weights of one layer. Matrices are fused where one product can do the work of several."""
+        arch, hidden, is_moe = self.arch, self.arch.hidden_size, self.arch.moe_layers[layer]
         query, key = arch.num_heads * arch.head_dim, (arch.num_heads + arch.num_kv_heads) * arch.head_dim
         rows = {"q": slice(query), "k": slice(query, key), "v": slice(key, None)}
-        add("input_norm", (hidden,), {"input_layernorm.weight": ...})
-        add("qkv", (arch.qkv_size, hidden), {f"self_attn.{x}_proj.weight": part for x, part in rows.items()})
+        parts = {  # part -> its shape, and which index of it each tensor fills
+            "input_norm": ((hidden,), {"input_layernorm.weight": ...}),
+            "qkv": ((arch.qkv_size, hidden), {f"self_attn.{x}_proj.weight": rows[x] for x in "qkv"}),
+            "out": ((hidden, query), {"self_attn.o_proj.weight": ...}),
+            "mlp_norm": ((hidden,), {"post_attention_layernorm.weight": ...}),
+        }
         if arch.qkv_bias:
-            add("qkv_bias", (arch.qkv_size,), {f"self_attn.{x}_proj.bias": part for x, part in rows.items()})
+            parts["qkv_bias"] = ((arch.qkv_size,), {f"self_attn.{x}_proj.bias": rows[x] for x in "qkv"})
         if arch.qk_norm:
-            add("q_norm", (arch.head_dim,), {"self_attn.q_norm.weight": ...})
-            add("k_norm", (arch.head_dim,), {"self_attn.k_norm.weight": ...})
-        add("out", (hidden, query), {"self_attn.o_proj.weight": ...})
-        add("mlp_norm", (hidden,), {"post_attention_layernorm.weight": ...})
-        if arch.moe_layers[layer]:
+            parts |= {f"{x}_norm": ((arch.head_dim,), {f"self_attn.{x}_norm.weight": ...}) for x in "qk"}
+        if is_moe:
             width, experts = arch.expert_ffn_size, range(arch.num_experts)
             gates = {f"mlp.experts.{e}.gate_proj.weight": (e, slice(width)) for e in experts}
             ups = {f"mlp.experts.{e}.up_proj.weight": (e, slice(width, None)) for e in experts}
             downs = {f"mlp.experts.{e}.down_proj.weight": e for e in experts}
-            add("router", (arch.num_experts, hidden), {"mlp.gate.weight": ...})
-            add("expert_gate_up", (arch.num_experts, hidden, 2 * width), gates | ups)
-            add("expert_down", (arch.num_experts, width, hidden), downs)
-        if arch.moe_layers[layer] and arch.shared_expert_ffn_size:
-            add("shared_gate", (1, hidden), {"mlp.shared_expert_gate.weight": ...})
-        width = arch.shared_expert_ffn_size if arch.moe_layers[layer] else arch.dense_ffn_size
-        if width:  # the shared expert, or the MLP of a dense layer
-            mlp = "mlp.shared_expert" if arch.moe_layers[layer] else "mlp"
+            parts |= {
+                "router": ((arch.num_experts, hidden), {"mlp.gate.weight": ...}),
+                "expert_gate_up": ((arch.num_experts, hidden, 2 * width), gates | ups),
+                "expert_down": ((arch.num_experts, width, hidden), downs),
+            }
+        if is_moe and arch.shared_expert_ffn_size:
+            parts["shared_gate"] = ((1, hidden), {"mlp.shared_expert_gate.weight": ...})
+        width = arch.shared_expert_ffn_size if is_moe else arch.dense_ffn_size
+        if width:  # the layer has a shared expert or is dense
+            mlp = "mlp.shared_expert" if is_moe else "mlp"
             halves = {f"{mlp}.gate_proj.weight": slice(width), f"{mlp}.up_proj.weight": slice(width, None)}
-            add("gate_up", (2 * width, hidden), halves)
-            add("down", (hidden, width), {f"{mlp}.down_proj.weight": ...})
-        return weights
+            parts |= {
+                "gate_up": ((2 * width, hidden), halves),
+                "down": ((hidden, width), {f"{mlp}.down_proj.weight": ...}),
+            }
+        return {
+            part: self._allocate(shape, {f"model.layers.{layer}.{name}": index for name, index in pieces.items()})
+            for part, (shape, pieces) in parts.items()
+        }
 
     @torch.no_grad()
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy full tensors, under their Hugging Face names, into the decoder.
-
-        The first call must bring the whole model, later ones whole fused groups (q+k+v; gate+up of all experts; ...).
-        Raises InputError for a missing, surplus, repeated, misshapen or non-finite tensor, by name. Tensors are copied
-        as they come, so after any failure the decoder is not `ready` until a whole model has been loaded.
-        """
+        """See engines.interface.Engine. Tensors are copied as they come; a failure leaves the decoder not `ready`."""
         whole, self.ready = not self.ready, False
-        sums: dict[str, Tensor] = {}
+        loaded: dict[str, Tensor] = {}
         for name, tensor in named_tensors:
-            if name not in self._slots:
-                raise InputError(f"load_weights: {name} is not a tensor of this {self.arch.model_type} model")
-            if name in sums:
-                raise InputError(f"load_weights: {name} came twice")
-            slot = self._slots[name][0]
-            if tensor.shape != slot.shape or not tensor.is_floating_point():
-                raise InputError(
-                    f"load_weights: {name}: found {tensor.dtype} {tuple(tensor.shape)}; "
-                    f"needed: floating point {tuple(slot.shape)}"
-                )
-            slot.copy_(tensor)
-            sums[name] = slot.sum(dtype=torch.float32)  # of the copy, since a cast can overflow
-        groups = {self._slots[name][1] for name in sums}
-        needed = [name for name, (_, group) in self._slots.items() if whole or group in groups]
-        missing = [name for name in needed if name not in sums]
-        if missing:
-            raise InputError(
-                f"load_weights: {missing[0]} is missing ({len(missing)} missing, {len(sums)} found); "
-                f"needed: {'the whole model' if whole else 'whole fused groups'}"
-            )
-        # A sum takes a tenth of isfinite's time. Read once, at the end: on an accelerator a look waits for the device.
-        suspects = torch.stack([*sums.values()]).isfinite().logical_not().tolist() if sums else []
-        suspects = [name for name, suspect in zip(sums, suspects, strict=True) if suspect]
-        broken = [name for name in suspects if not self._slots[name][0].isfinite().all()]  # a sum may overflow
-        if broken:
-            raise InputError(f"load_weights: {broken[0]} has NaN or infinity ({len(broken)} such tensors)")
+            check_arrival(name, tensor, self.shapes, loaded)
+            loaded[name] = self.slots[name].copy_(tensor)
+        check_complete(loaded, self.groups, whole)
+        check_finite(loaded)  # of the copies, because a cast can overflow
         if self.arch.qk_norm:
             for weights in self.layers:
                 heads = (("q_norm", self.arch.num_heads), ("k_norm", self.arch.num_kv_heads))
@@ -185,12 +160,12 @@ class Decoder:
 
     # ------------------------------------------------------------------------------------------------------ the model
     def _qkv(self, weights: dict[str, Tensor], x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys (both rotated) and values.  (..., h) -> (..., H, D), (..., KV, D), (..., KV, D)"""
+        """Rotated queries, rotated keys, and values.  (..., h) -> (..., H, D), (..., KV, D), (..., KV, D)"""
         arch, query_heads, key_heads = self.arch, self.arch.num_heads, self.arch.num_kv_heads
         x = kernels.rms_norm(x, weights["input_norm"], arch.rms_norm_eps)
         heads = F.linear(x, weights["qkv"], weights.get("qkv_bias")).view(*x.shape[:-1], -1, arch.head_dim)
         both = heads.narrow(-2, 0, query_heads + key_heads)
-        if arch.qk_norm:  # one norm for all heads, then each head's weight
+        if arch.qk_norm:  # one normalisation for queries and keys, then the weights of each head
             both = kernels.rms_norm(both, self.head_ones, arch.rms_norm_eps)
             both = (both * weights["qk_norm"]).to(x.dtype)
         both = kernels.rotary(both, cos, sin)
@@ -198,7 +173,7 @@ class Decoder:
         return query, key, heads.narrow(-2, query_heads + key_heads, key_heads)
 
     def _mlp(self, weights: dict[str, Tensor], x: Tensor, routes: list[Tensor]) -> Tensor:
-        """The residual stream after the MLP block; a MoE layer appends its (R, K) experts to ``routes``.  (R, h)"""
+        """The residual stream after the MLP block. A MoE layer appends its (R, K) experts to ``routes``.  (R, h)"""
         arch = self.arch
         h = kernels.rms_norm(x, weights["mlp_norm"], arch.rms_norm_eps)
         if "gate_up" in weights:
@@ -208,20 +183,20 @@ class Decoder:
             x = x + dense
         if "router" not in weights:
             return x
-        # The router works in fp32 whatever the model's dtype, as the trainer's does.
+        # The router works in fp32 for every dtype of the model, as in the trainer.
         logits = F.linear(h.float(), weights["router"].float())
         score, experts = logits.topk(arch.experts_per_token, dim=-1)  # (R, K)
         score = score.softmax(-1) if arch.norm_topk_prob else (score - logits.logsumexp(-1, keepdim=True)).exp()
         routes.append(experts)
-        # Each (row, choice) pair becomes a row, sorted by expert: two grouped products then serve all experts.
+        # Each (row, choice) pair becomes a row. Sorted by expert, two grouped products compute all experts.
         in_order, pair = experts.view(-1).sort(stable=True)
         tokens_per_expert = torch.bincount(in_order, minlength=arch.num_experts)
-        mine = h.index_select(0, pair.div(arch.experts_per_token, rounding_mode="floor"))
-        mine = kernels.grouped_mm(mine, weights["expert_gate_up"], tokens_per_expert)
-        mine = kernels.grouped_mm(kernels.swiglu(mine), weights["expert_down"], tokens_per_expert)
-        # Back to (row, choice) order, then a sum: index_add_ would add in no fixed order on an accelerator.
-        mine = torch.empty_like(mine).index_copy_(0, pair, mine).view(*experts.shape, -1)
-        return x + (mine * score.to(x.dtype).unsqueeze(-1)).sum(1)
+        pairs = h.index_select(0, pair.div(arch.experts_per_token, rounding_mode="floor"))
+        pairs = kernels.grouped_mm(pairs, weights["expert_gate_up"], tokens_per_expert)
+        pairs = kernels.grouped_mm(kernels.swiglu(pairs), weights["expert_down"], tokens_per_expert)
+        # Restore the order of rows and choices before the sum: index_add_ adds in no fixed order on an accelerator.
+        pairs = torch.empty_like(pairs).index_copy_(0, pair, pairs).view(*experts.shape, -1)
+        return x + (pairs * score.to(x.dtype).unsqueeze(-1)).sum(1)
 
     def prefill(
         self,
@@ -231,10 +206,11 @@ class Decoder:
         pad_token: int,
         layer_outputs: list[Tensor] | None = None,
     ) -> tuple[Tensor, Cache, Tensor | None]:
-        """Run the prompts, ready to decode ``num_samples`` rows of each: last hidden states, cache, tokens' experts.
+        """Run the prompts: last hidden states, a cache for ``num_samples`` rows of each, and their tokens' experts.
 
-        Shapes (P, h), and (P, T, MoE layers, K) uint8, None without MoE layers. Padding is on the right and attention
-        causal, so no token that counts sees any of it. ``layer_outputs`` collects the (P, T, h) after each layer.
+        The shapes are (P, h) for the states and (P, T, MoE layers, K) uint8 for the experts, which are None without MoE
+        layers. Padding is on the right and attention is causal, so no real token sees padding. ``layer_outputs``
+        collects the (P, T, h) after each layer.
         """
         arch, device, longest = self.arch, self.device, max(map(len, prompts))
 
@@ -280,13 +256,11 @@ class Decoder:
         return torch.cat(hidden), cache, torch.cat(experts) if experts else None
 
     def decode(self, token: Tensor, n: int, cache: Cache) -> tuple[Tensor, list[Tensor]]:
-        """Run every row's ``n``-th sampled token: hidden states, each MoE layer's experts.  (R,) -> (R, h), (R, K)"""
-        kv_heads, head_dim, routes = self.arch.num_kv_heads, self.arch.head_dim, []
-        rows, scale = len(token), head_dim**-0.5
-        if n == cache.keys[0].shape[1]:
-            add_slots_(cache)
+        """Run the ``n``-th sampled token of every row: hidden states, experts by MoE layer.  (R,) -> (R, h), (R, K)"""
+        kv_heads, head_dim, rows = self.arch.num_kv_heads, self.arch.head_dim, len(token)
+        routes, scale = [], head_dim**-0.5
         lines, _, longest = cache.padding.shape
-        slots = cache.keys[0].shape[1]
+        slots = (n // SLOTS + 1) * SLOTS
         unused = torch.zeros(slots, dtype=self.dtype, device=self.device)
         unused[n + 1 :] = float("-inf")
         position = cache.prompt_length + n
@@ -294,11 +268,14 @@ class Decoder:
         x = F.embedding(token, self.embedding)
         for layer, weights in enumerate(self.layers):
             query, key, value = self._qkv(weights, x, cos, sin)
+            if n % SLOTS == 0:  # add slots layer by layer, so that only one layer exists twice
+                cache.keys[layer] = F.pad(cache.keys[layer], (0, 0, 0, SLOTS))
+                cache.values[layer] = F.pad(cache.values[layer], (0, 0, 0, SLOTS))
             keys, values = cache.keys[layer], cache.values[layer]
-            # Not view: MindSpeed's Tensor.view copies a tensor that is not contiguous, and the write would be lost.
+            # unflatten, not view: MindSpeed's view copies a tensor that is not contiguous, which loses the write.
             keys.unflatten(0, (kv_heads, rows)).select(2, n).copy_(key.transpose(0, 1))
             values.unflatten(0, (kv_heads, rows)).select(2, n).copy_(value.transpose(0, 1))
-            # A line's rows times its query heads per key head: all of them meet the same prompt in one product.
+            # All rows of a line, with all query heads of a key head, attend to the same prompt in one product.
             query = query.view(rows, kv_heads, -1, head_dim).transpose(0, 1).contiguous()
             by_row, by_line = query.view(kv_heads * rows, -1, head_dim), query.view(lines, -1, head_dim)
             on_prompt = torch.baddbmm(cache.padding, by_line, cache.prompt_keys[layer], alpha=scale)

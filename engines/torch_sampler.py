@@ -1,59 +1,50 @@
-"""The embedded sampler: completions from a plain torch decoder, with no engine and no process group.
+"""The embedded sampler: completions from a plain torch decoder, without another engine and without a process group.
 
-A call runs in waves of bounded size. In a wave every prompt is computed once for its whole group, rows that have
-finished leave, and each prompt draws from its own seed, so its completions do not depend on the wave it was in.
-P prompts, R rows (a sampled completion each), N new tokens, V vocabulary, K experts a token.
+A call runs in waves of limited size. A wave computes every prompt once for its whole group, and rows that have finished
+are removed. Each prompt draws from its own seed, so its completions do not depend on its wave.
+P prompts, R rows (one for each sampled completion), N new tokens, V vocabulary, K experts a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engines.interface import Completion
+from engines.interface import Completion, Engine, Rule, check_call, check_special_tokens
 from engines.torch_decoder import Decoder, keep_rows_
 from hf_config import Architecture
 from input_files import InputError
 
-
 # ------------------------------------------------------------------------------------------------------ picking a token
-class Rule(NamedTuple):
-    """How tokens are chosen; temperature 0 is greedy, top_k 0 is off."""
-
-    max_new_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
 
 
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
-    """Where the cumulative sum of ``probs`` passes ``uniform`` of its total.  (R, V), (R, 1) in [0, 1) -> (R, 1)
+    """The entry where the cumulative sum of ``probs`` passes ``uniform`` times its total.  (R, V), (R, 1) -> (R, 1)
 
-    ``probs`` need not sum to 1. An entry of probability 0 is never chosen, whatever the uniform.
+    ``probs`` need not sum to 1, and ``uniform`` is in [0, 1). An entry of probability 0 is never chosen.
     """
     cdf = probs.cumsum(-1)
-    # right=True: the first entry strictly above the target, so that a target of 0 skips leading zeros. The target stays
+    # right=True finds the first entry strictly above the target, so a target of 0 skips leading zeros. The target stays
     # below the total: u <= 1 - 2^-24 in float32, and 2^-24 of the total is at least half the spacing of floats there.
     index = torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True).clamp_(max=probs.shape[-1] - 1)
     possible = probs.gather(-1, index) > 0
-    if not possible.all():  # an accelerator's parallel scan may step back by a rounding error, which makes room for a 0
+    if not possible.all():  # the parallel scan of an accelerator may decrease by a rounding error, where a 0 can be hit
         index = torch.where(possible, index, probs.argmax(-1, keepdim=True))
     return index
 
 
 def truncate(probs: Tensor, top_p: float, top_k: int) -> tuple[Tensor, Tensor]:
-    """Probabilities in falling order, 0 outside top-k and nucleus, and their token ids.  (R, V) -> (R, k), (R, k)
+    """Probabilities in descending order, 0 outside top-k and nucleus, and their token ids.  (R, V) -> (R, k), (R, k)
 
-    The nucleus is the smallest set that reaches ``top_p`` of the mass that top-k left; it holds at least one token.
+    The nucleus is the smallest set that reaches ``top_p`` of the mass of the top-k tokens. It has at least one token.
     """
     kept, ids = probs.topk(min(top_k or probs.shape[-1], probs.shape[-1]), dim=-1)
     if top_p < 1:
         mass = kept.cumsum(-1)
-        mass_before = F.pad(mass[:, :-1], (1, 0))  # of the likelier tokens
+        mass_before = F.pad(mass[:, :-1], (1, 0))  # the mass of the likelier tokens
         kept = kept.masked_fill(mass_before >= top_p * mass[:, -1:], 0.0)
     return kept, ids
 
@@ -61,26 +52,24 @@ def truncate(probs: Tensor, top_p: float, top_k: int) -> tuple[Tensor, Tensor]:
 def pick(logits: Tensor, uniform: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
     """One token a row, and its log-probability before truncation.  (R, V), (R, 1) or None -> (R,), (R,) float32
 
-    Greedy without ``uniform``; the log-probability is then that of temperature 1.
+    Without ``uniform`` the choice is greedy, and the log-probability is that of temperature 1.
     """
+    probs = torch.softmax(logits.float() / (rule.temperature or 1.0), -1)
     if uniform is None:
-        probs = torch.softmax(logits.float(), -1)
         token = logits.argmax(-1, keepdim=True)
+    elif rule.top_k or rule.top_p < 1:
+        kept, ids = truncate(probs, rule.top_p, rule.top_k)
+        token = ids.gather(-1, inverse_cdf(kept, uniform))
     else:
-        probs = torch.softmax(logits.float() / rule.temperature, -1)
-        if rule.top_k or rule.top_p < 1:
-            kept, ids = truncate(probs, rule.top_p, rule.top_k)
-            token = ids.gather(-1, inverse_cdf(kept, uniform))
-        else:
-            token = inverse_cdf(probs, uniform)
+        token = inverse_cdf(probs, uniform)
     return token[:, 0], probs.gather(-1, token)[:, 0].log()
 
 
 # ---------------------------------------------------------------------------------------------------------- the sampler
-class TorchSampler:
-    """The policy's copy that samples. Useless until `load_weights` has brought a whole model."""
 
-    beat: Callable[[], None] = staticmethod(lambda: None)  # called for every decoded token of a wave
+
+class TorchSampler(Engine):
+    """The engine in plain torch. See engines.interface.Engine for its calls."""
 
     def __init__(
         self,
@@ -93,27 +82,21 @@ class TorchSampler:
         max_sequences: int = 512,
         norm_dtype: torch.dtype | None = None,
     ) -> None:
-        """``max_sequences`` bounds the rows of a wave, and so the key-value cache; ``norm_dtype``: see Decoder."""
-        outside = [token for token in (*stop_tokens, pad_token) if not 0 <= token < arch.vocab_size]
-        if outside:
-            raise InputError(f"sampler: stop or pad token {outside[0]} is not in the vocabulary of {arch.vocab_size}")
-        if max_sequences < 1:
-            raise InputError(f"sampler: max_sequences is {max_sequences}; at least 1 is needed")
+        """``max_sequences`` limits the rows of a wave, and so the key-value cache. ``norm_dtype``: see Decoder."""
+        check_special_tokens((*stop_tokens, pad_token), arch)
         self.arch, self.decoder = arch, Decoder(arch, dtype, device, norm_dtype=norm_dtype)
         self.stop_tokens, self.pad_token, self.max_sequences = frozenset(stop_tokens), pad_token, max_sequences
         self.is_stop = torch.zeros(arch.vocab_size, dtype=torch.bool, device=device)
         self.is_stop[list(stop_tokens)] = True
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy full tensors, under their Hugging Face names, into the sampler: see Decoder.load_weights."""
         self.decoder.load_weights(named_tensors)
 
     def close(self) -> None:
-        """Nothing is held that would have to be given back."""
+        """The engine holds nothing that must be given back."""
 
     @torch.inference_mode()
     def layer_outputs(self, prompt: list[int]) -> list[Tensor]:
-        """The residual stream after each layer, to find where another implementation leaves this one.  -> L x (T, h)"""
         outputs: list[Tensor] = []
         self.decoder.prefill([prompt], 1, 1, self.pad_token, outputs)
         return [output[0] for output in outputs]
@@ -131,55 +114,27 @@ class TorchSampler:
         top_k: int = 0,
         return_routed_experts: bool = False,
     ) -> list[list[Completion]]:
-        """``num_samples`` completions of each prompt, in the callers' order. Temperature 0 is greedy, top_k 0 is off.
-
-        Prompt i draws its uniforms from a generator seeded with seeds[i] alone, so which prompts share a call or a wave
-        changes nothing but rounding. Raises InputError, before any work, for what cannot be sampled.
-        """
         rule = Rule(max_new_tokens, temperature, top_p, top_k)
-        self._check(prompts, seeds, num_samples, rule, return_routed_experts)
+        ready, positions = self.decoder.ready, self.arch.max_positions
+        check_call(self.arch, prompts, seeds, num_samples, rule, return_routed_experts, ready, positions)
         completions: list[list[Completion]] = [[] for _ in prompts]
-        by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # alike in length: little padding
+        # Sorted, so that the prompts of a wave have similar lengths and little padding.
+        by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         for first in range(0, num_samples, self.max_sequences):
             samples = range(num_samples)[first : first + self.max_sequences]
             step = self.max_sequences // len(samples)
             for wave in (by_length[start : start + step] for start in range(0, len(prompts), step)):
                 uniforms = None
                 if temperature > 0:
-                    draws = [torch.Generator().manual_seed(seeds[i]) for i in wave]
-                    draws = [torch.rand(num_samples, max_new_tokens, generator=draw) for draw in draws]
-                    mine = torch.cat([draw[samples.start : samples.stop] for draw in draws])
-                    uniforms = mine.t()[..., None].to(self.decoder.device)  # (N, R, 1)
+                    generators = [torch.Generator().manual_seed(seeds[i]) for i in wave]
+                    draws = [torch.rand(num_samples, max_new_tokens, generator=generator) for generator in generators]
+                    of_samples = torch.cat([draw[samples.start : samples.stop] for draw in draws])
+                    uniforms = of_samples.t()[..., None].to(self.decoder.device)  # (N, R, 1)
                 asked = [prompts[i] for i in wave]
                 answers = self._run_wave(asked, len(samples), uniforms, rule, return_routed_experts)
                 for row, answer in enumerate(answers):
                     completions[wave[row // len(samples)]].append(answer)
         return completions
-
-    def _check(self, prompts: list[list[int]], seeds: list[int], num_samples: int, rule: Rule, routed: bool) -> None:
-        arch = self.arch
-        if not self.decoder.ready:
-            raise InputError("sample: no usable weights; needed: a load_weights of the whole model that succeeded")
-        if len(seeds) != len(prompts):
-            raise InputError(f"sample: {len(prompts)} prompts but {len(seeds)} seeds; needed: one a prompt")
-        if num_samples < 1 or rule.max_new_tokens < 1:
-            raise InputError(f"sample: num_samples {num_samples}, max_new_tokens {rule.max_new_tokens}; needed: >= 1")
-        if not (0 <= rule.temperature < float("inf") and 0 < rule.top_p <= 1 and rule.top_k >= 0):
-            raise InputError(f"sample: {rule}; needed: temperature >= 0 and finite, top_p in (0, 1], top_k >= 0")
-        if routed and not any(arch.moe_layers):
-            raise InputError("sample: routed experts asked of a model without MoE layers")
-        if routed and arch.num_experts > 256:
-            raise InputError(f"sample: routed experts are stored as uint8, too small for {arch.num_experts} experts")
-        for i, prompt in enumerate(prompts):
-            if len(prompt) == 0:
-                raise InputError(f"sample: prompt {i} is empty; needed: at least one token")
-            if not 0 <= min(prompt) <= max(prompt) < arch.vocab_size:
-                raise InputError(f"sample: prompt {i} has a token outside the vocabulary of {arch.vocab_size}")
-            if len(prompt) + rule.max_new_tokens > arch.max_positions:
-                raise InputError(
-                    f"sample: prompt {i} has {len(prompt)} tokens, which with max_new_tokens "
-                    f"{rule.max_new_tokens} exceeds the model's {arch.max_positions} positions"
-                )
 
     def _run_wave(
         self,
@@ -189,17 +144,17 @@ class TorchSampler:
         rule: Rule,
         return_routed_experts: bool,
     ) -> list[Completion]:
-        """``num_samples`` completions of each prompt, flat; ``uniforms`` (N, R, 1), None for greedy."""
-        decoder, new_tokens, rows = self.decoder, rule.max_new_tokens, len(prompts) * num_samples
-        device = decoder.device
+        """``num_samples`` completions of each prompt, in one list. ``uniforms``: (N, R, 1), None for greedy."""
+        decoder, device, new_tokens = self.decoder, self.decoder.device, rule.max_new_tokens
+        rows = len(prompts) * num_samples
         hidden, cache, prompt_routes = decoder.prefill(prompts, num_samples, new_tokens, self.pad_token)
         hidden = hidden.repeat_interleave(num_samples, 0)
-        # Results by time, then row; the row after the last is scratch, where finished rows go on writing.
+        # Results by time, then by row. Rows that have finished write to one more row, which nobody reads.
         tokens = torch.full((new_tokens, rows + 1), -1, device=device)
         logps = torch.zeros(new_tokens, rows + 1, device=device)
         shape = (new_tokens, rows + 1, sum(self.arch.moe_layers), self.arch.experts_per_token)
         routes = torch.zeros(shape, dtype=torch.uint8, device=device) if return_routed_experts else None
-        row_ids = torch.arange(rows, device=device)  # (R,) where a row's results go
+        row_ids = torch.arange(rows, device=device)  # (R,) the place of each row's results
         for n in range(new_tokens):
             self.beat()
             uniform = None if uniforms is None else uniforms[n].index_select(0, row_ids.clamp(max=rows - 1))

@@ -1,7 +1,7 @@
-"""The policy as a LoRA adapter of vLLM: rollout.sync adapter. The engine keeps the base weights, a push brings A and B.
+"""The policy as a LoRA adapter of vLLM (rollout.sync adapter): vLLM keeps the base weights, a push brings A and B.
 
-From memory, no file is written. Run on a CPU with models that are all dense; what is refused follows the sources of
-vLLM 0.30, and of vllm-ascend 0.23 with its vLLM 0.23. R rank.
+The adapter is handed over in memory, and no file is written. This has run on a CPU, with models that have only dense
+layers. What is refused follows the sources of vLLM 0.30, and of vllm-ascend 0.23 with its vLLM 0.23. R is the rank.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hf_config import Architecture
 from input_files import InputError
 from knobs import LoraConfig
 
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the ranks that vLLM can make room for
 MODULES = {  # lora.targets -> vLLM's modules
     "linear_qkv": ("qkv_proj",),
     "linear_proj": ("o_proj",),
@@ -25,33 +25,42 @@ MODULES = {  # lora.targets -> vLLM's modules
 
 
 def check(arch: Architecture, lora: LoraConfig, *, device_type: str, dtype: torch.dtype) -> None:
-    """Raise InputError where vLLM cannot take these adapters as such; merged, it takes all. Does not import it."""
+    """Raise InputError where vLLM cannot take these adapters unmerged. This does not import vLLM."""
 
-    def refuse(why: str) -> None:
-        raise InputError(f"rollout.sync: adapter: {why}; needed: merged")
-
-    moe = any(arch.moe_layers)
-    if device_type == "npu":
-        # vllm_ascend/lora/fused_moe.py, _assert_ascend_moe_lora_supported. And load_weights of vLLM 0.23's models looks
-        # for qkv_proj.weight, which is qkv_proj.base_layer.weight by then: "if name not in params_dict: continue".
-        refuse("vllm-ascend 0.23 takes none beside shared experts or with expert parallelism, and its vLLM drops what "
-               "is pushed to layers that can take one")  # fmt: skip
-    if device_type == "cpu" and moe:
+    on_gpu, moe = device_type == "cuda", any(arch.moe_layers)
+    version = importlib.metadata.version("vllm") if on_gpu else ""
+    for wrong, why in (
+        # vllm_ascend/lora/fused_moe.py, _assert_ascend_moe_lora_supported. In addition, load_weights of vLLM 0.23 looks
+        # for qkv_proj.weight, which is then qkv_proj.base_layer.weight: "if name not in params_dict: continue".
+        (
+            device_type == "npu",
+            "vllm-ascend 0.23 takes none beside shared experts or with expert parallelism, and its vLLM ignores "
+            "weights that are pushed to layers with LoRA",
+        ),
         # fused_moe/oracle/unquantized.py: "if moe_config.is_lora_enabled: ... UnquantizedMoeBackend.TRITON", and
         # TritonExperts._supports_current_device: "current_platform.is_cuda_alike() or current_platform.is_xpu()".
-        refuse("vLLM adapts models with MoE layers by Triton kernels, which do not run on a CPU")
-    if device_type == "cuda":
-        version = importlib.metadata.version("vllm")
-        if [int(part) for part in version.split(".")[:2]] < [0, 30]:
-            refuse(f"vLLM {version} may drop what is pushed to layers that can take one, 0.30 does not")
-        if dtype == torch.float32:  # lora_shrink_op.py: "assert inputs.dtype in [torch.float16, torch.bfloat16]"
-            refuse("vLLM's kernels for it take no fp32 on a GPU")
-        if moe and ("linear_fc1" in lora.targets) != ("linear_fc2" in lora.targets):
-            refuse("vLLM adapts all three matrices of an expert or none")  # lora_weights.py, pack_moe: three asserts
+        (
+            device_type == "cpu" and moe,
+            "vLLM adapts models with MoE layers by Triton kernels, which do not run on a CPU",
+        ),
+        (
+            on_gpu and [int(part) for part in version.split(".")[:2]] < [0, 30],
+            f"vLLM {version} may ignore weights that are pushed to layers with LoRA; 0.30 does not",
+        ),
+        # lora_shrink_op.py: "assert inputs.dtype in [torch.float16, torch.bfloat16]"
+        (on_gpu and dtype == torch.float32, "vLLM's LoRA kernels take no fp32 on a GPU"),
+        # lora_weights.py, pack_moe: three asserts
+        (
+            on_gpu and moe and ("linear_fc1" in lora.targets) != ("linear_fc2" in lora.targets),
+            "vLLM adapts all three matrices of an expert or none",
+        ),
+    ):
+        if wrong:
+            raise InputError(f"rollout.sync: adapter: {why}; needed: merged")
 
 
 def llm_arguments(lora: LoraConfig) -> dict:
-    """Arguments of vllm.LLM: room for one adapter on the modules of lora.targets, and only on those."""
+    """Arguments of vllm.LLM: room for one adapter, on the modules of lora.targets only."""
     return {
         "enable_lora": True,
         "max_loras": 1,
@@ -61,17 +70,17 @@ def llm_arguments(lora: LoraConfig) -> dict:
 
 
 class Adapter:
-    """The one adapter of an engine. Every change is a new name to vLLM, under which nothing old can be cached."""
+    """The only adapter of an engine. Every change gets a new number, under which vLLM has nothing in a cache."""
 
     def __init__(self, lora: LoraConfig, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
         self.lora, self.shapes, self.dtype = lora, shapes, dtype
-        self.tensors: dict[str, Tensor] = {}  # by PEFT's names
+        self.tensors: dict[str, Tensor] = {}  # by the names of PEFT
         self.number = 0
 
     def take(self, factors: dict[str, tuple[Tensor, Tensor]]) -> None:
-        """Copies of them in place of those before; InputError, and those before stay, for what is not as `put` needs.
+        """Replace the adapter by copies of ``factors`` (see Engine.load_adapter).
 
-        ``factors``: Hugging Face name of W (out, in) -> A (R, in), B (out, R).
+        Raises InputError, and keeps the adapter as it was, for factors of a wrong name or shape, or not finite.
         """
         tensors = {}
         for name, pair in factors.items():
@@ -89,13 +98,13 @@ class Adapter:
         self.tensors = tensors
 
     def put(self, llm) -> None:
-        """Into every worker, also after a push of weights, which throws adapters out. Nothing before the first take."""
+        """Give the adapter, if there is one, to every worker. A push of weights removes it, so this must follow it."""
         if self.tensors:
             self.number += 1
             llm.collective_rpc(put, args=(self.number, self.tensors, self.lora.rank, self.lora.alpha))
 
     def request(self):
-        """What tells vLLM to sample a row with the adapter; its path is never opened."""
+        """The request object with which vLLM samples a row with the adapter. Its path is never opened."""
         from vllm.lora.request import LoRARequest
 
         if not self.tensors:
@@ -104,16 +113,16 @@ class Adapter:
 
 
 def put(worker, number: int, tensors: dict[str, Tensor], rank: int, alpha: float) -> None:
-    """In a worker: make these factors its only adapter, so that request ``number`` finds it there."""
+    """Runs in a worker. It makes these factors the only adapter, under ``number``."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
     loras = worker.model_runner.lora_manager
     manager, settings = loras._adapter_manager, PEFTHelper(r=rank, lora_alpha=alpha, target_modules=[])
-    copies = {name: tensor.clone() for name, tensor in tensors.items()}  # it scales B by alpha / rank in place
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}  # vLLM scales B by alpha / rank in place
     adapter = LoRAModel.from_lora_tensors(number, copies, settings, device="cpu", dtype=loras.lora_config.lora_dtype)
     manager.remove_all_adapters()
-    manager.add_adapter(adapter)  # packs q, k, v; gate, up; the experts
+    manager.add_adapter(adapter)  # packs q, k and v; gate and up; the experts
     if nowhere := adapter.loras.keys() - manager.modules.keys():
-        raise RuntimeError(f"load_adapter: vLLM has no place for {min(nowhere)} and would leave it out")
+        raise RuntimeError(f"load_adapter: vLLM has no module for {min(nowhere)} and would ignore it")
     manager.activate_adapter(number)

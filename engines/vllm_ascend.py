@@ -1,6 +1,6 @@
-"""What vllm-ascend must be told, and what it must not be: after its sources (0.23.0), not run yet.
+"""Settings of vllm-ascend that a run needs or refuses. They follow the sources of 0.23.0 and have not run yet.
 
-Weights are pushed into plain tensors, so every option that tiles, moves, copies or frees them stays off.
+Weights are pushed into plain tensors, so every option that tiles, moves, copies or frees weights stays off.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import environment
 from hf_config import Architecture
 from input_files import InputError
 
-CAPTURE_SIZES = (16, 64, 128, 192, 256)  # tokens of a decoding step; each graph takes streams, of which there are few
-TORCH_COMPILE = torch.compile  # MindSpeed, imported later, puts a function that does nothing in its place
+CAPTURE_SIZES = (16, 64, 128, 192, 256)  # tokens of a decoding step; each captured graph takes some of the few streams
+TORCH_COMPILE = torch.compile  # MindSpeed, imported later, replaces it by a function that does nothing
 
 
 def check_environment(device_type: str) -> None:
-    """Raise InputError for variables that would override what the engine is told."""
+    """Raise InputError for environment variables that would override the arguments of the engine."""
     for name in environment.from_a_launcher(os.environ):
         raise InputError(
-            f"rollout.engine: the environment's {name} would make every rank data rank 0 of vLLM; unset that"
+            f"rollout.engine: the environment's {name} would make every rank data rank 0 of vLLM; unset that variable"
         )
     if device_type != "npu":
         return
@@ -33,10 +33,10 @@ def check_environment(device_type: str) -> None:
 
 
 def check_dispatch(arch: Architecture, ranks: int, tokens: int) -> None:
-    """Raise InputError where MC2, which takes a decoding step's tokens to their experts, cannot.
+    """Raise InputError where MC2 cannot send the tokens of a decoding step to their experts.
 
-    ``tokens``: most on one of the ``ranks`` that share the experts. Its window is all of HCCL_BUFFSIZE, and it fails
-    where others would send in slices. Bounds and formula: CANN's documentation of aclnnMoeDistributeDispatchV2.
+    ``tokens``: the most tokens on one of the ``ranks`` that share the experts. MC2 needs all of them in one buffer of
+    HCCL_BUFFSIZE. Bounds and formula: CANN's documentation of aclnnMoeDistributeDispatchV2.
     """
     for what, found, low, high in (
         ("hidden_size", arch.hidden_size, 1024, 8192),
@@ -45,12 +45,16 @@ def check_dispatch(arch: Architecture, ranks: int, tokens: int) -> None:
     ):
         if not low <= found <= high:
             raise InputError(
-                f"rollout.expert_parallel: on an NPU the experts take {what} from {low} to {high}, not {found} "
+                f"rollout.expert_parallel: an NPU's expert kernels need {what} from {low} to {high}, not {found} "
                 "(or rollout.engine torch)"
             )
+
+    def up(size: int, block: int) -> int:
+        return -(-size // block) * block
+
     row = 2 * arch.hidden_size  # bytes of one token in bf16
-    sent = arch.num_experts // ranks * tokens * ranks * _up(_up(row, 32) + 64, 512)
-    needed = -(-2 * (sent + arch.experts_per_token * tokens * _up(row, 512)) // 2**20)
+    sent = arch.num_experts // ranks * tokens * ranks * up(up(row, 32) + 64, 512)
+    needed = -(-2 * (sent + arch.experts_per_token * tokens * up(row, 512)) // 2**20)
     window = os.environ.get("HCCL_BUFFSIZE", environment.when_unset("HCCL_BUFFSIZE"))
     if not re.fullmatch("[0-9]{1,9}", window) or int(window) < needed:
         raise InputError(
@@ -59,16 +63,12 @@ def check_dispatch(arch: Architecture, ranks: int, tokens: int) -> None:
         )
 
 
-def _up(size: int, block: int) -> int:
-    return -(-size // block) * block
-
-
 def arguments(enforce_eager: bool, max_sequences: int) -> dict:
-    """Arguments of vllm.LLM on an NPU beside those of every device. No sleep mode, no worker_cls, no EPLB."""
+    """The arguments of vllm.LLM that only an NPU gets. They leave out sleep mode, worker_cls and EPLB."""
     more: dict = {
         "additional_config": {
-            "weight_nz_mode": 0,  # as VLLM_ASCEND_ENABLE_NZ
-            "enable_cpu_binding": False,  # it would pin this process, trainer included
+            "weight_nz_mode": 0,  # the same as VLLM_ASCEND_ENABLE_NZ 0
+            "enable_cpu_binding": False,  # it would pin this process, which is the trainer too
         }
     }
     if not enforce_eager:
@@ -79,15 +79,15 @@ def arguments(enforce_eager: bool, max_sequences: int) -> dict:
 
 @contextlib.contextmanager
 def original_compile(enforce_eager: bool) -> Iterator[None]:
-    """torch.compile as torch has it, inside, if graphs are to be captured; afterwards as it was found."""
+    """Inside the block, torch.compile is torch's own if graphs are captured. Afterwards it is restored."""
     found = torch.compile
     if enforce_eager or found is TORCH_COMPILE:
         yield
         return
     if TORCH_COMPILE.__module__ != "torch":
         raise InputError(
-            "rollout.enforce_eager: torch.compile had been replaced before this was imported, and graphs need torch's "
-            "own; needed: rollout.enforce_eager true"
+            "rollout.enforce_eager: torch.compile was replaced before vllm_ascend.py was imported, but graphs need "
+            "torch's own; needed: rollout.enforce_eager true"
         )
     torch.compile = TORCH_COMPILE
     try:

@@ -1,6 +1,6 @@
-"""Inside vLLM: what is corrected in it, and what its workers run for rollout_vllm.
+"""Code that runs inside vLLM: corrections of its classes, and the functions that its workers run for vllm_engine.py.
 
-The worker functions go through the model runner: NPU workers have no reload_weights of their own before 0.25.
+The worker functions use the model runner, because NPU workers have no reload_weights of their own before 0.25.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LAYER = r"model\.layers\.\d+"  # a decoder layer's name in its models
+LAYER = r"model\.layers\.\d+"  # the name of a decoder layer in vLLM's models
 
 
 @contextlib.contextmanager
 def surroundings_kept(device: torch.device) -> Iterator[None]:
-    """vLLM seeds and draws from the global generators, even where each request has its seed, and replaces
-    torch.set_num_threads on a CPU: after this block both are as before.
+    """After the block the global generators and torch.set_num_threads are as before.
+
+    vLLM seeds the global generators and draws from them, even where each request has its seed. On a CPU it replaces
+    torch.set_num_threads.
     """
     set_num_threads, python_state, numpy_state = torch.set_num_threads, random.getstate(), np.random.get_state()
     devices = [] if device.type == "cpu" else [device]
@@ -36,18 +38,19 @@ def surroundings_kept(device: torch.device) -> Iterator[None]:
 
 
 def correct_cpu_defects(job: str) -> None:
-    """Two defects of vLLM 0.30.0 on a CPU, corrected in its classes; done once. ``job`` is the same on all ranks only.
+    """Correct two defects of vLLM 0.30.0 on a CPU in its classes, once. ``job``: a name that only this job has.
 
-    1. A reload leaves the experts in the checkpoint's layout, while the kernel reads the prepacked one: the packing is
-       done at the first load only. Nothing fails; log-probabilities are off by 0.2.
-    2. Tensor-parallel ranks meet in shared memory whose name is a constant under torchrun: two jobs on a machine
-       collide, and so does a job with what a killed one left behind (errno 17). Unlinked at once, it leaves nothing.
+    1. The kernel reads the experts in a prepacked layout, but vLLM packs them at the first load only. After a reload
+       nothing fails, and the log-probabilities are wrong by 0.2.
+    2. Tensor-parallel ranks share memory whose name is constant under torchrun. So two jobs on a machine collide, and a
+       job collides with the memory of a killed one (errno 17). Here the name contains the job, and it is unlinked as
+       soon as all ranks have mapped it, so that nothing remains.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     _CPUSHMDistributed.job = job
-    set_up, meet = UnquantizedFusedMoEMethod._setup_kernel, _CPUSHMDistributed._init_cpu_shm
+    set_up, open_memory = UnquantizedFusedMoEMethod._setup_kernel, _CPUSHMDistributed._init_cpu_shm
     if hasattr(set_up, "__wrapped__"):
         return
 
@@ -58,19 +61,21 @@ def correct_cpu_defects(job: str) -> None:
         if is_reload:
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
-    @functools.wraps(meet)
-    def meet_in_own_memory(self) -> int:
+    @functools.wraps(open_memory)
+    def open_own_memory(self) -> int:
         self.group_name = f"{_CPUSHMDistributed.job}-{self.group_name.lstrip('/')}"
-        handle = meet(self)
-        Path("/dev/shm", f"{self.group_name}_{self.communicator.rank}").unlink(missing_ok=True)  # all have it mapped
+        handle = open_memory(self)
+        Path("/dev/shm", f"{self.group_name}_{self.communicator.rank}").unlink(
+            missing_ok=True
+        )  # all ranks have mapped it
         return handle
 
     UnquantizedFusedMoEMethod._setup_kernel = set_up_and_pack
-    _CPUSHMDistributed._init_cpu_shm = meet_in_own_memory
+    _CPUSHMDistributed._init_cpu_shm = open_own_memory
 
 
 def reload(worker, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Take tensors under their Hugging Face names, in whole fused groups."""
+    """Load tensors under their Hugging Face names, in whole fused groups."""
     from vllm.config import set_current_vllm_config
 
     with torch.no_grad(), set_current_vllm_config(worker.vllm_config), torch.device(worker.device):
@@ -78,29 +83,31 @@ def reload(worker, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
 
 
 def parameters(worker) -> dict[str, Tensor]:
-    """The loaded model's own parameters by name, in the layout of its kernels."""
-    found = worker.model_runner.get_model().named_parameters()  # without the wrapper that captures graphs
-    return {name.replace(".routed_experts.", "."): parameter for name, parameter in found}  # a level of newer versions
+    """The parameters of the loaded model by name, in the layout of vLLM's kernels."""
+    found = worker.model_runner.get_model().named_parameters()  # get_model unwraps the model that captures graphs
+    return {
+        name.replace(".routed_experts.", "."): parameter for name, parameter in found
+    }  # only newer versions have it
 
 
 def placement(worker) -> dict[str, list[int]]:
-    """The ranks of this rank's groups, in order, and by MoE layer its experts' ids, in the order of its weights."""
+    """The ranks of each group of this rank, and by MoE layer the ids of its experts in the order of its weights."""
     from vllm.distributed import parallel_state
 
     names = {"tensor": "tp", "data": "dp", "expert": "ep"}
     found = {name: list(getattr(parallel_state, f"get_{short}_group")().ranks) for name, short in names.items()}
     for name, module in worker.model_runner.get_model().named_modules():
         if hasattr(module, "w13_weight"):
-            places = module._expert_map  # expert -> local place, -1: on another rank; None: all are here, in order
+            places = module._expert_map  # expert -> local index, -1 on another rank; None: all are here, in order
             places = list(range(len(module.w13_weight))) if places is None else places.tolist()
-            owned = sorted((local, expert) for expert, local in enumerate(places) if local >= 0)
+            owned = [expert for expert, local in enumerate(places) if local >= 0]
             layer = re.search(r"layers\.(\d+)", name).group(1)
-            found[f"layer {layer} experts"] = [expert for _, expert in owned]
+            found[f"layer {layer} experts"] = sorted(owned, key=places.__getitem__)
     return found
 
 
 def layer_outputs(worker, run: Callable[[], object]) -> list[Tensor]:
-    """The residual stream after each layer while ``run()`` runs one forward pass; none of a compiled model."""
+    """The residual stream after each layer while ``run()`` runs one forward pass; [] for a compiled model."""
     outputs: list[Tensor] = []
     layers = [module for name, module in worker.model_runner.model.named_modules() if re.fullmatch(LAYER, name)]
     hooks = [
@@ -116,6 +123,7 @@ def layer_outputs(worker, run: Callable[[], object]) -> list[Tensor]:
 
 
 def clear_caches(worker) -> None:
+    """Fill the key-value caches with zeros."""
     for cache in worker.model_runner.kv_caches:
-        for part in [cache] if isinstance(cache, Tensor) else cache:  # npu: keys and values apart
+        for part in [cache] if isinstance(cache, Tensor) else cache:  # on an NPU keys and values are separate tensors
             part.zero_()

@@ -1,8 +1,8 @@
-"""The push without communication: trainer and vLLM hold the same shards on the same ranks, so each rank writes its own.
+"""The push without communication: trainer and vLLM hold the same shards on the same ranks, so each rank copies its own.
 
-Holds where one vLLM engine spans all ranks as the trainer does (rollout.expert_parallel): tensor rank t has the same
-heads, columns and tokens of the vocabulary in both, expert rank r the same experts. The names are those of vLLM's own
-parameters, the layout is what its NPU kernels read. E local experts, h hidden size, w expert width.
+This holds where one vLLM engine spans all ranks as the trainer does (rollout.expert_parallel). Tensor rank t then has
+the same heads, columns and tokens of the vocabulary in both, and expert rank r the same experts. The names are those of
+vLLM's parameters; the layout is the one that its NPU kernels read. E local experts, h hidden size, w expert width.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from weights_hf import Slot
 def shards(
     model: torch.nn.Module, arch: Architecture, parallel: Parallel, *, only: Collection[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """What weights_hf.export gives, LoRA merged, but this rank's shards under vLLM's names; of ``only`` likewise.
+    """This rank's shards of what weights_hf.export gives, under vLLM's names, with LoRA merged. Not collective.
 
-    Each equals the slice that vLLM's loader would have cut from the whole tensors. Not collective. The routed experts
-    of a layer are two tensors, w13 (E, h, 2w), gate before up, and w2 (E, w, h): the trainer's own layout.
+    Each shard equals the slice that vLLM's loader would cut from the whole tensors. ``only``: see weights_hf.export.
+    The routed experts of a layer are two tensors in the trainer's layout: w13 (E, h, 2w), with gate before up, and w2
+    (E, w, h).
     """
     todo = list(weights_hf.slots(model, arch, parallel))
     for name, members in groupby(todo if only is None else weights_hf.changing(todo, only), key=vllm_name):
@@ -43,7 +44,7 @@ def shards(
 
 
 def vllm_name(slot: Slot) -> str:
-    """The parameter of vLLM's that holds what ``slot`` holds."""
+    """The name of vLLM's parameter that holds the weight of ``slot``."""
     name = slot.names[0]
     if slot.expert is not None:
         return f"{name.partition('.experts.')[0]}.experts.{'w13' if len(slot.names) == 2 else 'w2'}_weight"
@@ -53,7 +54,7 @@ def vllm_name(slot: Slot) -> str:
 
 
 def check_placement(found: dict, arch: Architecture, parallel: Parallel) -> None:
-    """Raise InputError unless vLLM's groups (vllm_inside.placement) and experts on this rank are the trainer's."""
+    """Raise InputError unless this rank has the same groups and experts in vLLM (vllm_inside.placement) and trainer."""
     needed = {
         "tensor": dist.get_process_group_ranks(parallel.tensor_group),
         "data": dist.get_process_group_ranks(parallel.data_group),

@@ -14,7 +14,7 @@ S sequences, T tokens of a row, L MoE layers, K experts a token.
 from __future__ import annotations
 
 import argparse
-import contextlib
+import functools
 import json
 import math
 import os
@@ -111,8 +111,8 @@ def sample(engine, cfg: Config, arch: Architecture, parallel: Parallel) -> Rollo
     tokens = torch.randint(1, arch.vocab_size, (max(PROMPTS, parallel.world_size), length), generator=generator)
     asked = [Question("", "", "", prompt) for prompt in tokens.tolist()]
     changes = {"group_size": GROUP, "max_new_tokens": min(NEW_TOKENS, cfg.rollout.max_new_tokens)}
-    short = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update=changes)})
-    return rollout.sample(engine, asked, lambda question, answer: (0.0, True), short, parallel, step=0)[0]
+    short, seed = cfg.rollout.model_copy(update=changes), cfg.train.seed
+    return rollout.sample(engine, asked, lambda question, answer: (0.0, True), short, parallel, seed=seed, step=0)[0]
 
 
 @torch.no_grad()
@@ -137,12 +137,11 @@ def trainer(
             no_advantages = torch.zeros(len(batch.lengths))
             micro = rollout.pack(batch, rows.tolist(), no_advantages, parallel.device, 0, parallel.tensor)
             given = (model, micro.tokens, micro.mask, parallel, cfg.rollout.temperature)
-            with replay.recording() if replay else contextlib.nullcontext() as recorded:
-                logp, _ = model_megatron.token_logprobs(*given)
+            forward = functools.partial(model_megatron.token_logprobs, *given)
+            (logp, _), met = replay.record(forward, len(rows)) if replay else (forward(), None)
             gaps.append(as_wide((logp - micro.rollout_logp).abs()))
             masks.append(as_wide(micro.mask) > 0)
-            if replay is not None:
-                met = routing_replay.rows_of(recorded[0], len(rows))  # (b, t, L, K) of each token itself
+            if met is not None:  # (b, t, L, K) of each token itself
                 routes.append(as_wide(met.roll(1, dims=1)))  # the token before has predicted it
     return torch.cat(gaps), torch.cat(masks), torch.cat(routes) if routes else None
 

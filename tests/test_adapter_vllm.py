@@ -1,4 +1,4 @@
-"""rollout.sync adapter: what vLLM samples with base weights and LoRA factors is the policy, after every kind of push.
+"""rollout.sync adapter: vLLM samples the policy from base weights and LoRA factors, after every kind of push.
 
 The references: transformers with the merged weights, and the trainer. On a CPU vLLM runs models that are all dense;
 that the factors of MoE models are right is shown without it. Not covered: adapters on a GPU.
@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from vllm_ranks import PROMPTS, SEEDS
 
 import aqn
+import aqn_targets
 import hf_config
 import lora_megatron
 import startup
@@ -39,7 +40,7 @@ from weight_sync import WeightSync
 
 ROOT = Path(__file__).parents[1]
 ALL = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-RANK, ALPHA = 4, 6.5  # of 8 that vLLM makes room for; a scale that is no power of two
+RANK, ALPHA = 4, 6.5  # vLLM makes room for rank 8; alpha / rank is no power of two
 DENSE = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32, hidden_size=128, vocab_size=131,
              max_position_embeddings=512, mlp_only_layers=[0, 1, 2])  # fmt: skip
 NOISE = {"aqn__schedule": "constant", "aqn__sigma_start": 0.05, "aqn__targets": ("attention", "mlp")}
@@ -55,7 +56,7 @@ def config(path: Path, **changes):
 
 
 class Recorder:
-    """Stands for the engine, and keeps what it is given."""
+    """An engine that only keeps what it gets."""
 
     def load_weights(self, named_tensors) -> None:
         self.base = {name: tensor.clone() for name, tensor in named_tensors}
@@ -65,7 +66,7 @@ class Recorder:
 
 
 def hand_over(parallel: Parallel, path: Path) -> dict[str, float]:
-    """By weight that the factors are for: how far base and factors are from what a merged push brings."""
+    """Adapted weight -> largest difference between base plus factors and the weight of a merged push."""
     cfg = config(path)
     model, arch = adapted.load(path, parallel)
     untouched = {name: tensor.clone() for name, tensor in weights_hf.export(model, arch, parallel)}
@@ -96,7 +97,7 @@ def test_base_and_factors_are_the_merged_weights_in_every_layout(kind: str, tmp_
 
 
 def follow(parallel: Parallel, path: Path) -> dict:
-    """A run's pushes, clean and with noise; the largest log-prob gap to transformers with the policy that was meant."""
+    """The pushes of a run, clean and with noise: the largest log-prob gap to transformers with the intended policy."""
     hf = reference.load(path)
     model, arch = adapted.load(path, parallel)
     adapters = lora_megatron.attach(model, config(path).lora, parallel, 0)
@@ -119,7 +120,7 @@ def follow(parallel: Parallel, path: Path) -> dict:
     answer = {}
     for label, changes in (("off", {}), ("noise", NOISE)):
         cfg = config(path, **changes)
-        adapted.move(adapters, arch, parallel, step=7)  # as a resumed run finds them
+        adapted.move(adapters, arch, parallel, step=7)  # as in a resumed run
         sync = WeightSync(engine, model, arch, parallel, cfg)
         found = answer[label] = {"resumed": gap(sampled()), "pushes": [], "steps": [], "clean": []}
         seen = {}
@@ -129,10 +130,10 @@ def follow(parallel: Parallel, path: Path) -> dict:
             found["pushes"].append(sync.push(step, PROMPTS[0]))
             noisy = {}
             if changes:
-                plan = aqn.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
+                plan = aqn_targets.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
                 norms = aqn.clean_norms(weights_hf.export(model, arch, parallel), plan)
-                stream = weights_hf.export(model, arch, parallel, only=aqn.touched_names(plan))
-                noisy = dict(aqn.perturb(stream, plan, norms, sigma=0.05, seed=0, step=step)[0])
+                stream = weights_hf.export(model, arch, parallel, only=aqn_targets.touched_names(plan))
+                noisy = dict(aqn.perturb(stream, plan, norms, sigma=0.05, seed=0, step=step))
             rows = sampled()
             found["steps"].append(gap(rows, **noisy))
             sync.push(step, PROMPTS[0])
@@ -167,7 +168,7 @@ def test_what_a_push_reports_is_the_trainers_policy_and_the_noise_on_it(answers)
         sums = [push["sync/checksum"] for push in found["pushes"]]
         assert sums[0] == sums[2] != sums[1]
         for push in found["pushes"]:
-            assert push.get("aqn/probe_gap", 0) <= 1e-5  # Megatron's, adapters apart, against vLLM's
+            assert push.get("aqn/probe_gap", 0) <= 1e-5  # Megatron with unmerged adapters against vLLM
             assert (push.get("aqn/probe_shift", 0) > 1e-3) == (label == "noise")
 
 
@@ -194,7 +195,7 @@ def train(cfgs: list) -> None:
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_a_run_samples_and_evaluates_as_with_merged_weights(tmp_path: Path) -> None:
-    """The same questions, seeds and tripwires; log-probs agree to rounding, so do the answers and what is learned."""
+    """With the same questions, seeds and tripwires, log-probs, answers and updates agree up to rounding."""
     model = make_dense(tmp_path / "model")
     shared = dict(lora__rank=RANK, lora__alpha=ALPHA, eval__every=1, **NOISE | {"aqn__schedule": "qerl"})
     shared |= {"aqn__num_stages": 3}
@@ -229,7 +230,7 @@ DENSE_ARCH = dataclasses.replace(ARCH, moe_layers=(False,) * 48)
         (DENSE_ARCH, "npu", torch.bfloat16, ALL, "", "vllm-ascend 0.23 takes none beside shared experts or with"),
         (ARCH, "cuda", torch.bfloat16, ALL, "0.30.0", None),
         (ARCH, "cuda", torch.bfloat16, ALL[:2], "0.31.1+cu130", None),
-        (ARCH, "cuda", torch.bfloat16, ALL, "0.23.0", "vLLM 0.23.0 may drop what is pushed"),
+        (ARCH, "cuda", torch.bfloat16, ALL, "0.23.0", "vLLM 0.23.0 may ignore weights that are pushed"),
         (ARCH, "cuda", torch.float32, ALL, "0.30.0", "no fp32 on a GPU"),
         (ARCH, "cuda", torch.bfloat16, ALL[:3], "0.30.0", "all three matrices of an expert or none"),
         (DENSE_ARCH, "cuda", torch.bfloat16, ALL[:3], "0.30.0", None),
@@ -291,7 +292,7 @@ def test_broken_factors_are_refused_and_those_before_stay(name, a, b, message) -
     adapter.take({WEIGHT: (torch.zeros(RANK, 6), torch.zeros(8, RANK))})
     if message is None:
         adapter.take({name: (a, b)})
-        a += 1  # the trainer's own tensor moves on, the copy does not
+        a += 1  # the trainer's tensor changes, the copy does not
         assert adapter.tensors["model.layers.0.self_attn.o_proj.lora_A.weight"].sum() == RANK * 6
         return
     with pytest.raises(InputError, match=message):

@@ -1,4 +1,4 @@
-"""The trainer's shards against vLLM's own, on all 16 ranks of tensor 4 x data 4, experts over 16.
+"""The trainer's shards equal vLLM's, on all 16 ranks of tensor 4 x data 4 with the experts over 16 ranks.
 
 vLLM 0.30's group arithmetic, model classes and weight loaders run here as each rank in turn, over groups that only know
 their members; Megatron's over torch's fake backend. What vllm-ascend does after loading is restated: it transposes the
@@ -45,7 +45,7 @@ MODELS = {"qwen3_moe": (QWEN3, range(RANKS)), "qwen2_moe": (QWEN2, (0, 6, 15))}
 
 
 class Group:
-    """What vLLM's modules ask of a process group while they are built and loaded."""
+    """The part of a process group that vLLM's modules use while they are built and loaded."""
 
     def __init__(self, ranks: list[int], rank: int) -> None:
         self.ranks, self.rank, self.local_rank = ranks, rank, rank
@@ -82,7 +82,7 @@ def trainer(rank: int, path: Path) -> tuple[dict, dict[str, Tensor]]:
 
 
 def vllm(rank: int, path: Path, patch: pytest.MonkeyPatch) -> tuple[dict, dict[str, Tensor]]:
-    """vLLM's groups and experts on this rank, and what its loaders cut from the whole tensors, as on an NPU."""
+    """vLLM's groups and experts on this rank, and the shards that its loaders cut, in the layout of an NPU."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -132,7 +132,7 @@ def vllm(rank: int, path: Path, patch: pytest.MonkeyPatch) -> tuple[dict, dict[s
 
 @pytest.fixture(scope="module", params=MODELS)
 def ranks(request, tmp_path_factory) -> Iterator[tuple[str, dict[int, tuple]]]:
-    """By rank: what the trainer has, and what vLLM has."""
+    """The model's kind, and by rank the groups and shards of the trainer and of vLLM."""
     kind = request.param
     sizes, chosen = MODELS[kind]
     path = reference.save(kind, tmp_path_factory.mktemp(kind), **sizes)
@@ -155,7 +155,7 @@ def ranks(request, tmp_path_factory) -> Iterator[tuple[str, dict[int, tuple]]]:
 @pytest.mark.slow
 class TestAgainstVllm:
     def test_every_rank_has_one_place_in_both(self, ranks) -> None:
-        """And it is the one that vLLM's source gives: ranks reshaped to (data, tensor), experts dealt out in order."""
+        """The place follows vLLM's source: ranks are reshaped to (data, tensor), and experts are assigned in order."""
         kind, found = ranks
         for rank, ((groups, _), (placement, _)) in found.items():
             local = 8 if kind == "qwen3_moe" else 2
@@ -178,7 +178,7 @@ class TestAgainstVllm:
                 assert torch.equal(pushed[name], value), name
 
     def test_ranks_differ_where_they_should(self, ranks) -> None:
-        """Control of the test above: with the shards of a neighbour it would fail."""
+        """Negative control: the test above would fail with the shards of another rank."""
         _, found = ranks
         one, other = (found[rank][0][1] for rank in list(found)[:2])
         same = {name for name in one if torch.equal(one[name], other[name])}

@@ -1,4 +1,4 @@
-"""Accuracy and its interval: textbook values, sums by hand, and no dependence on ranks, waves or the run's seed."""
+"""Accuracy and its interval have textbook values, and do not depend on ranks, waves or the run's seed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ QUESTIONS = [Question(f"q{i}", "", str(i), [1, i + 3]) for i in range(7)]
 
 
 class SeedEngine:
-    """Greedy: one token, the prompt's. Sampled: as many tokens as the seed's last digit says, and one more a sample."""
+    """A greedy answer is the prompt's last token. Sample j has 1 + j + (last digit of the seed) such tokens."""
 
     def sample(self, prompts, *, seeds, num_samples, max_new_tokens, temperature):
         assert (num_samples == 1) if temperature == 0 else (temperature == 0.5)
@@ -56,13 +56,17 @@ class SeedEngine:
 
 
 def score(question: Question, completion: Completion) -> tuple[float, bool]:
-    """Greedy answers of even questions are right; sampled ones when their length is even."""
+    """A greedy answer is right if its question is even, a sampled answer if its length is even."""
     n = len(completion.tokens)
     return float(completion.tokens[0] % 2 if n == 1 else n % 2 == 0), n != 2
 
 
+def run(engine: SeedEngine, cfg: Config, layout: str) -> tuple[dict, list[dict]]:
+    return evaluate.evaluate(engine, QUESTIONS, score, cfg.eval, cfg.rollout, world.open_layout(layout))
+
+
 def evaluated(cfg: Config, layout: str) -> tuple[dict, list[dict]]:
-    return evaluate.evaluate(SeedEngine(), QUESTIONS, score, cfg, world.open_layout(layout))
+    return run(SeedEngine(), cfg, layout)
 
 
 def config(tmp_path: Path, **changes: object) -> Config:
@@ -85,12 +89,12 @@ def calls(cfg: Config, layout: str) -> list[int]:
             made.append(len(prompts))
             return super().sample(prompts, **how)
 
-    evaluate.evaluate(Counting(), QUESTIONS, score, cfg, world.open_layout(layout))
+    run(Counting(), cfg, layout)
     return made
 
 
 def test_every_rank_samples_equally_often_even_without_questions(tmp_path) -> None:
-    """Engines that sample in lockstep wait for each other in every call: seven questions, 4 and 3, in waves of 3."""
+    """Engines in lockstep wait for each other in every call. Two ranks have 4 and 3 questions, in waves of 3."""
     found = training.in_world("DP2", calls, config(tmp_path, eval__batch_size=3), "DP2")
     assert found == [[3, 3, 1, 1], [3, 3, 0, 0]]  # a greedy and a sampled call for each wave
 
@@ -103,7 +107,7 @@ def test_summary_and_outcomes_by_hand(tmp_path) -> None:
     assert summary["eval/greedy_accuracy"] == pytest.approx(4 / 7)
     assert (summary["eval/greedy_low"], summary["eval/greedy_high"]) == evaluate.wilson(4 / 7, 7)
     assert summary["eval/greedy_unparsable"] == 0 and summary["eval/greedy_length_mean"] == 1
-    # Two lengths in a row, so unless the shorter one is a single token, exactly one of the two samples is right.
+    # The two lengths are consecutive, so exactly one of the two samples is right.
     samples = [row["sampled"] for row in outcomes]
     assert all(len(pair) == 2 for pair in samples)
     assert summary["eval/sampled_accuracy"] == pytest.approx(sum(map(sum, samples)) / 14)

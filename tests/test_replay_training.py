@@ -1,4 +1,4 @@
-"""Routing replay in whole runs: with everything else that a run can have, and against a sampler whose router is off.
+"""Routing replay in whole runs: with all other features of a run, and with a sampler whose router is disturbed.
 
 routing_replay.py's own properties are in test_routing_replay.py; here the trainer loop is shown to use them.
 """
@@ -30,7 +30,7 @@ RUNS = {
         {"replay__mode": "r3", "lora__targets": ROUTER_TOO, "aqn__schedule": "constant", "loss__importance": "token"},
     ),
 }
-EDGE = 0.05  # gates this close to undecided: a disturbance changes which experts are chosen, not what they weigh
+EDGE = 0.05  # so small gates are nearly undecided: a disturbance changes the chosen experts, but hardly their weights
 DISTURBANCE = 0.002
 
 
@@ -59,7 +59,7 @@ def test_replay_with_updates_recompute_and_every_kind_of_parallelism_is_the_run_
 
 @pytest.mark.parametrize("mode", ["r3", "r2"])
 def test_an_undisturbed_sampler_makes_replay_change_the_later_updates_only(mode: str, rows) -> None:
-    """The first update of a step finds its own routes; later ones would have chosen others, and keep the old."""
+    """The first update of a step would choose the same routes; later updates would choose others."""
     replayed, free = rows[f"{mode} alone"], rows["off"]
     assert replayed[0]["rollout/logp_gap_max"] < 1e-5
     assert replayed[0]["replay/differing_frac"] > 0 and replayed[0]["actor/loss"] != free[0]["actor/loss"]

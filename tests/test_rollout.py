@@ -1,4 +1,4 @@
-"""Who samples what, and how sequences become micro-batches: properties over random cases, and rows written by hand."""
+"""Which rank samples which prompts, and how sequences become micro-batches, in random cases and by hand."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_plan_takes_every_sequence_once_within_the_budget_on_all_ranks() -> No
 
 
 def test_no_rank_of_any_micro_batch_is_over_the_budget_but_for_a_single_row() -> None:
-    """Groups of unequal rows, packed and padded: the cost is counted here by the docstring's words."""
+    """Groups of unequal rows, packed and padded. The cost is counted as the docstring of rollout.plan says."""
     shared = 0
     for seed in range(1000):
         rng = random.Random(seed)
@@ -75,11 +75,11 @@ def test_no_rank_of_any_micro_batch_is_over_the_budget_but_for_a_single_row() ->
                     cost = sum(once.values()) + sum(lengths[s] - prompts[s] for s in rows) + cost / 4
                 assert cost <= budget, (seed, packs, place, rows, cost)
                 shared += 1
-    assert shared > 3000  # the bound was looked at, not only single rows
+    assert shared > 3000  # enough micro-batches had more than one row
 
 
 def test_a_later_ranks_block_counts_too() -> None:
-    """Rank 0's block of four costs 203, rank 1's would cost 492: both take two rows, and then one."""
+    """A block of four costs 203 on rank 0 and would cost 492 on rank 1, so both ranks take blocks of two."""
     lengths = {0: 100, 1: 2, 2: 2, 3: 2, 4: 99, 5: 99, 6: 99, 7: 99}
     # Two of 99: 1 + 98 + 98 + 198 / 4 = 246.5
     plan = rollout.plan(lengths, 2, 250, 1, 4, dict.fromkeys(lengths, 1))
@@ -132,7 +132,7 @@ def test_packed_rows_count_their_prompt_once_and_a_quarter_of_their_padded_size(
 
 
 def test_vllm_on_an_npu_samples_at_temperature_1_only(tmp_path: Path, monkeypatch) -> None:
-    """vllm-ascend reports the log-probs of temperature 1 whatever the temperature is."""
+    """vllm-ascend always reports the log-probs of temperature 1."""
     cfg = training.config(tmp_path, tmp_path, rollout__engine="vllm", rollout__temperature=0.7)
     monkeypatch.setattr(rollout.devices, "resolve", lambda name: SimpleNamespace(type="npu"))
     monkeypatch.setattr(vllm_engine, "check", lambda *args, **kwargs: None)
@@ -179,7 +179,7 @@ def test_no_sequences_make_one_row_that_trains_nothing(multiple, batch) -> None:
 
 
 class EchoEngine:
-    """Answers with the prompt's last token and its seed's digits; the second sample never ends."""
+    """It answers with the last token of the prompt and the digits of the seed; the second sample never stops."""
 
     def sample(self, prompts, *, seeds, num_samples, max_new_tokens, temperature, top_p, top_k, **rest):
         answers = []
@@ -196,14 +196,14 @@ def gathered(cfg: Config, num_prompts: int, step: int) -> Rollout:
     ranks = torch.distributed.get_world_size()
     parallel = world.open_layout({1: "TP1", 2: "TP2", 4: "TP2_EP4"}[ranks])
     batch, own = rollout.sample(EchoEngine(), asked, lambda q, one: (float(len(one.tokens)), q.question == "q1"),
-                                cfg, parallel, step)  # fmt: skip
+                                cfg.rollout, parallel, seed=cfg.train.seed, step=step)  # fmt: skip
     assert len(own) == len(range(parallel.rank, num_prompts, ranks))
     return batch
 
 
 @pytest.mark.parametrize("num_prompts", [1, 3, 5])
 def test_every_rank_knows_the_same_rollout_whoever_sampled_it(num_prompts, tmp_path: Path) -> None:
-    """Also with fewer prompts than ranks, and with a number that the ranks do not divide."""
+    """This includes fewer prompts than ranks, and a number of prompts that the ranks do not divide."""
     cfg = training.config(tmp_path, tmp_path, rollout__group_size=3, rollout__max_new_tokens=8)
     (alone,) = training.in_world("TP1", gathered, cfg, num_prompts, 7)
     assert alone.prompts == [[1, 40 + i] for i in range(num_prompts)]

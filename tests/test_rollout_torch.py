@@ -1,4 +1,4 @@
-"""The embedded sampler against transformers, and against the definitions of sampling.
+"""The embedded sampler is compared with transformers, and with the definitions of sampling.
 
 Expected log-probabilities, greedy tokens and routes come from transformers run on the finished text (teacher forcing),
 expected frequencies from its probabilities. Not covered here: agreement with the Megatron model, accelerators.
@@ -23,7 +23,10 @@ from input_files import InputError
 MODELS = {
     "qwen3": ("qwen3_moe", dict(num_key_value_heads=2)),  # grouped queries, a dense layer in the middle
     "qwen3_tied": ("qwen3_moe", dict(tie_word_embeddings=True, mlp_only_layers=[])),
-    "qwen3_odd_widths": ("qwen3_moe", dict(hidden_size=30, moe_intermediate_size=7)),  # not for the grouped kernel
+    "qwen3_odd_widths": (
+        "qwen3_moe",
+        dict(hidden_size=30, moe_intermediate_size=7),
+    ),  # the grouped kernel does not take these widths
     "qwen3_one_key_head": ("qwen3_moe", dict(num_key_value_heads=1)),
     "qwen3_weights_not_renormalised": ("qwen3_moe", dict(norm_topk_prob=False)),
     "qwen2": ("qwen2_moe", {}),  # biases, shared expert, a dense layer
@@ -36,7 +39,7 @@ FREE = dict(num_samples=4, max_new_tokens=40, temperature=1.0)  # the cache grow
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Each model once: transformers' own, its tensors as saved (a name an expert), its architecture."""
+    """A function that makes each model once: the one of transformers, its tensors as saved, and its architecture."""
     made = {}
 
     def get(name: str) -> SimpleNamespace:
@@ -58,7 +61,7 @@ def sampler(model: SimpleNamespace, stop_tokens: set[int] = frozenset(), **optio
 
 
 def test_the_watcher_of_stalls_hears_of_every_decoded_token(models) -> None:
-    """A wave of long answers must not look like a rank that stands still."""
+    """A wave of long answers must not look like a stalled rank."""
     engine, beats = sampler(models("qwen3")), []
     engine.beat = lambda: beats.append(1)
     engine.sample(PROMPTS, seeds=[0] * len(PROMPTS), num_samples=2, max_new_tokens=9, temperature=1.0)
@@ -94,7 +97,7 @@ def assert_frequencies(sampled: torch.Tensor, probs: torch.Tensor) -> None:
     """Pearson's chi-square of ``sampled`` tokens against ``probs``, at five standard deviations."""
     expected, counts = probs * len(sampled), torch.bincount(sampled, minlength=len(probs)).double()
     assert counts[probs == 0].sum() == 0
-    rare = expected < 10  # pooled, as the test asks for a handful in every bin
+    rare = expected < 10  # pooled, because the test needs several counts in every bin
     expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
     counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
     expected, counts = expected[expected > 1], counts[expected > 1]
@@ -108,7 +111,7 @@ def assert_frequencies(sampled: torch.Tensor, probs: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logp_is_the_teacher_forced_logp_of_transformers(models, name: str) -> None:
-    # A tenth of the vocabulary stops, so rows leave at different times and the caches are cut down on the way.
+    # A tenth of the vocabulary stops a row, so rows finish at different times and the caches shrink.
     model = models(name)
     answers = sampler(model, set(range(0, 128, 10))).sample(PROMPTS, seeds=SEEDS, **FREE)
     lengths = {len(one.tokens) for group in answers for one in group}
@@ -145,7 +148,7 @@ def test_routed_experts_are_the_top_k_of_transformers_router(models, name: str) 
         for one in group:
             assert one.routed_experts.dtype == "uint8" and one.routed_experts.shape[1:] == (2, 4)
             with torch.no_grad():
-                text = torch.tensor([prompt + one.tokens[:-1]])  # the last token was never run: it has no row
+                text = torch.tensor([prompt + one.tokens[:-1]])  # the last token was never run, so it has no row
                 logits = model.hf(text, output_router_logits=True).router_logits
             expected = torch.stack([layer.view(text.shape[1], -1).topk(4).indices for layer in logits], 1)
             assert torch.equal(torch.from_numpy(one.routed_experts).long().sort(-1).values, expected.sort(-1).values)
@@ -192,7 +195,7 @@ def test_nucleus_is_the_smallest_set_that_reaches_its_mass() -> None:
     probs = torch.tensor([[0.125, 0.5, 0.125, 0.25]])
     for top_p, size in [(0.01, 1), (0.5, 1), (0.51, 2), (0.75, 2), (0.76, 3), (0.9, 4), (1.0, 4)]:
         assert (truncate(probs, top_p, 0)[0] > 0).sum() == size, top_p
-    kept, ids = truncate(probs, 0.6, 2)  # of the 0.75 that top-2 leaves, 0.5 is two thirds
+    kept, ids = truncate(probs, 0.6, 2)  # the mass of top-2 is 0.75, and 0.5 is two thirds of it
     assert kept.tolist() == [[0.5, 0.0]] and ids.tolist() == [[1, 3]]
 
 
@@ -237,7 +240,9 @@ def test_finished_rows_stop_costing(models, monkeypatch) -> None:
     lengths = [len(one.tokens) for group in answers for one in group]
     assert len(sizes) == max(lengths) - 1 < 99  # the wave ended with its last row
     for n, size in enumerate(sizes, start=1):
-        assert size < 2 * max(1, sum(length > n for length in lengths))  # at most half of what runs is finished
+        assert size < 2 * max(
+            1, sum(length > n for length in lengths)
+        )  # at most half of the rows that run have finished
 
 
 # ------------------------------------------------------------------------------------------------ what must not matter
@@ -284,11 +289,13 @@ def test_global_rng_and_prompts_are_untouched(models) -> None:
 
 QKV = [f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv"]
 GATE_UP = [f"model.layers.2.mlp.experts.{e}.{half}_proj.weight" for e in range(16) for half in ("gate", "up")]
+EXPERTS_DOWN = [f"model.layers.2.mlp.experts.{e}.down_proj.weight" for e in range(16)]
 
 
 def test_partial_reload_equals_full_reload_and_weights_are_copies(models) -> None:
     model = models("qwen3")
-    changed = {name: model.tensors[name] * 1.5 for name in [*QKV, *GATE_UP, "model.norm.weight"]}
+    names = [*QKV, *GATE_UP, *EXPERTS_DOWN, "model.norm.weight"]
+    changed = {name: model.tensors[name] * 1.5 for name in names}
     partly = sampler(model)
     before = tokens_of(partly.sample(PROMPTS, seeds=SEEDS, **FREE))
     partly.load_weights((name, tensor.clone()) for name, tensor in reversed(changed.items()))
@@ -401,8 +408,6 @@ def test_bad_sampler_is_refused(models) -> None:
     arch = models("qwen3").arch
     with pytest.raises(InputError, match="token 128 is not in the vocabulary"):
         TorchSampler(arch, stop_tokens={128}, pad_token=0)
-    with pytest.raises(InputError, match="max_sequences"):
-        TorchSampler(arch, stop_tokens=set(), pad_token=0, max_sequences=0)
     many = TorchSampler(dataclasses.replace(arch, num_experts=257), stop_tokens=set(), pad_token=0)
     many.decoder.ready = True  # the refusal comes before any weight is used
     with pytest.raises(InputError, match="257 experts"):

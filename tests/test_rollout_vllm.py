@@ -1,4 +1,4 @@
-"""vLLM as the sampler, against transformers run on the finished text (teacher forcing) and the embedded sampler.
+"""vLLM as the sampler is compared with transformers on the finished text (teacher forcing), and with TorchSampler.
 
 One world of one rank and one engine a model serve all tests here; two ranks run as vllm_ranks.py under torchrun.
 Not covered: accelerators, a compiled engine (enforce_eager false), several nodes.
@@ -41,11 +41,11 @@ from weights_hf import fused_group
 HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=512)
 MODELS = {
     "qwen3": ("qwen3_moe", HEADS),  # a dense layer in the middle
-    # Biases, a shared expert; a vocabulary and widths that vLLM pads; one table for both ends.
+    # Biases, a shared expert, a tied head, and a vocabulary and widths that vLLM pads.
     "qwen2": ("qwen2_moe", HEADS | dict(hidden_size=128, vocab_size=131, moe_intermediate_size=40, mlp_only_layers=[],
                                         shared_expert_intermediate_size=56, tie_word_embeddings=True)),
 }  # fmt: skip
-LONG = 4  # PROMPTS[LONG] has 322 tokens: two whole blocks of vLLM's prefix cache and more
+LONG = 4  # PROMPTS[LONG] has 322 tokens, more than two blocks of vLLM's prefix cache
 FREE = dict(num_samples=2, max_new_tokens=12, temperature=1.0)
 STOPS = {9}
 LAYER_2 = "model.layers.2."
@@ -54,7 +54,7 @@ EXPERTS = [f"{LAYER_2}mlp.experts.{e}.{part}_proj.weight" for e in range(16) for
 
 
 class Model:
-    """Transformers' own model and its tensors as saved; the same after a change of weights."""
+    """The model of transformers and its tensors as saved. `changed` gives the model with other weights."""
 
     def __init__(self, path: Path, tensors: dict[str, torch.Tensor] | None = None) -> None:
         self.path, self.arch = path, hf_config.read(path)
@@ -90,7 +90,7 @@ def randomness() -> tuple:
 
 @pytest.fixture(scope="module")
 def engine_of(models):
-    """Each model's engine, without weights at first. The world and the environment are as before in the end."""
+    """A function that makes each model's engine, without weights. World and environment are restored at the end."""
     environment = dict(os.environ)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
@@ -112,11 +112,11 @@ def engine_of(models):
 
 @pytest.fixture
 def fresh(models, engine_of):
-    """Engine and model of a name, the engine with the model's weights, and room in its cache for few rows."""
+    """A function that gives an engine with a model's weights and a small cache, and the model."""
 
     def get(name: str) -> tuple[VllmEngine, Model]:
         engine = engine_of(name, kv_cache_mib=4, routed_experts=True)
-        engine.ready = False  # a whole push, whatever the test before left
+        engine.ready = False  # the next push must bring the whole model
         engine.load_weights(models(name).tensors.items())
         return engine, models(name)
 
@@ -155,7 +155,7 @@ def test_logp_is_that_of_transformers_after_every_kind_of_push(fresh, tmp_path: 
     answers = engine.sample(PROMPTS, seeds=SEEDS, **FREE)
     assert gaps(after, answers).max() <= 1e-5 and gaps(model, answers).max() > 1e-3
 
-    # What a LoRA update with noisy norms brings, in whole groups; the stream mixes them.
+    # The tensors of a LoRA update with noisy norms, in whole groups whose tensors are mixed.
     groups = {fused_group(n) for n in moved if "_proj" in n or "layernorm" in n or ".mlp.gate." in n}
     part = {n: x for n, x in perturbed(moved, seed=1).items() if fused_group(n) in groups}
     assert 0 < len(part) < len(moved)
@@ -170,7 +170,7 @@ def test_logp_is_that_of_transformers_after_every_kind_of_push(fresh, tmp_path: 
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_compiled_model_takes_every_push_too(models, engine_of, tmp_path: Path) -> None:
-    """enforce_eager false: weights that the compiler had folded into its code would stay what they were."""
+    """With enforce_eager false, weights that the compiler folded into its code would never change."""
     engine, model = engine_of("qwen3", kv_cache_mib=4, enforce_eager=False), models("qwen3")
     for push, tensors in enumerate((model.tensors, perturbed(model.tensors))):
         engine.load_weights(tensors.items())
@@ -221,7 +221,7 @@ def test_routed_experts_are_those_of_the_embedded_decoder_and_of_transformers(fr
     engine, model = fresh(name)
     embedded = TorchSampler(model.arch, stop_tokens=STOPS, pad_token=0)
     embedded.load_weights(model.tensors.items())
-    for _ in range(2):  # the second time, the long prompt's come from the prefix cache
+    for _ in range(2):  # the second time, the long prompt is in the prefix cache
         answers = engine.sample(PROMPTS, seeds=SEEDS, return_routed_experts=True, **FREE)
         for prompt, group in zip(PROMPTS, answers, strict=True):
             for one in group:
@@ -239,10 +239,10 @@ def test_routed_experts_are_those_of_the_embedded_decoder_and_of_transformers(fr
 @pytest.mark.vllm
 @pytest.mark.parametrize("name", MODELS)
 def test_layer_outputs_are_those_of_transformers_and_show_the_first_layer_that_differs(fresh, name: str) -> None:
-    """transformers' hidden states: before the first layer, after each, the last one through the final norm."""
+    """The hidden states of transformers are before the first layer and after each; the final norm changes the last."""
     engine, model = fresh(name)
     prompt = PROMPTS[LONG]
-    engine.sample([prompt], seeds=[0], num_samples=1, max_new_tokens=1, temperature=0)  # leaves it in the prefix cache
+    engine.sample([prompt], seeds=[0], num_samples=1, max_new_tokens=1, temperature=0)  # fills the prefix cache
     with torch.no_grad():
         expected = model.hf(torch.tensor([prompt]), output_hidden_states=True).hidden_states[1:]
     outputs = engine.layer_outputs(prompt)
@@ -263,7 +263,7 @@ def test_result_depends_on_the_seed_alone(fresh) -> None:
     engine, _ = fresh("qwen3")
     engine.beat = itertools.count().__next__
     together = engine.sample(PROMPTS, seeds=SEEDS, **FREE)
-    assert engine.beat() >= FREE["max_new_tokens"]  # the watcher of stalls hears of every token
+    assert engine.beat() >= FREE["max_new_tokens"]  # beat is called for every token
     assert flat(engine.sample(PROMPTS, seeds=SEEDS, **FREE)) == flat(together)
     backwards = engine.sample(PROMPTS[::-1], seeds=SEEDS[::-1], **FREE)[::-1]
     alone = [engine.sample([prompt], seeds=[seed], **FREE)[0] for prompt, seed in zip(PROMPTS, SEEDS, strict=True)]
@@ -276,7 +276,7 @@ def test_result_depends_on_the_seed_alone(fresh) -> None:
 
 @pytest.mark.vllm
 def test_rows_that_do_not_fit_the_cache_are_put_off_and_sampled_alike(fresh) -> None:
-    # Each row grows from one block of 128 tokens into a second; 4 MiB hold 21 blocks: some rows lose theirs on the way.
+    # Each row needs a second block of 128 tokens. 4 MiB hold 21 blocks, so vLLM takes blocks away from some rows.
     engine, model = fresh("qwen3")
     prompts = [[(i + j) % 100 for j in range(124)] for i in range(20)]
     settings = dict(num_samples=1, max_new_tokens=12, temperature=1.0, return_routed_experts=True)
@@ -329,7 +329,7 @@ def test_prefix_cache_that_is_not_reset_answers_with_the_old_weights(fresh, monk
         answers = engine.sample(PROMPTS, seeds=SEEDS, **FREE)
     (prompt, one), (short, other) = (PROMPTS[LONG], answers[LONG][0]), (PROMPTS[0], answers[0][0])
     assert (after.logp(prompt, one.tokens) - torch.tensor(one.logp)).abs().max() > 1e-3
-    assert (after.logp(short, other.tokens) - torch.tensor(other.logp)).abs().max() < 1e-5  # short ones do not show it
+    assert (after.logp(short, other.tokens) - torch.tensor(other.logp)).abs().max() < 1e-5  # too short for the cache
     engine.load_weights(moved.items())
     assert gaps(after, engine.sample(PROMPTS, seeds=SEEDS, **FREE)).max() <= 1e-5
 
@@ -485,13 +485,13 @@ def test_bad_call_is_refused(fresh, change: dict, message: str) -> None:
 
 
 @pytest.mark.vllm
-def test_no_prompts_no_answers(fresh) -> None:  # a replica may have none of a small step
+def test_no_prompts_no_answers(fresh) -> None:  # a replica may have no prompt in a small step
     assert fresh("qwen3")[0].sample([], seeds=[], **FREE) == []
 
 
 @pytest.mark.vllm
 def test_head_sizes_are_those_of_the_installed_kernel(fresh) -> None:
-    fresh("qwen3")  # whose import is in the right environment
+    fresh("qwen3")  # it imports vLLM in the right environment
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == vllm_engine.CPU_HEAD_DIMS
@@ -510,7 +510,7 @@ FITS = dict(device_type="cpu", ranks=4, tensor=2, dtype=torch.float32, max_token
         ({}, dict(tensor=3), "rollout.tensor: 3 does not divide 4 ranks; nearest: 2, 4"),
         ({}, dict(ranks=8, tensor=8), "rollout.tensor: 8 does not divide 4 attention heads; nearest: 4"),
         (dict(num_heads=6, num_kv_heads=3), dict(tensor=2), "rollout.tensor: 2 and 3 key/value heads"),
-        (dict(moe_layers=(False,) * 3), {}, "vllm's qwen3_moe needs a MoE layer, this model has none; needed: torch"),
+        (dict(moe_layers=(False,) * 3), {}, "qwen3_moe needs a MoE layer, .* none; needed: rollout.engine torch"),
         ({}, dict(kv_cache_mib=1, max_tokens=5000), "kv_cache_mib: 1 is too small for one row of 5000 .*needed: 4 for"),
     ],
 )
@@ -560,7 +560,7 @@ def test_version_that_is_checked_is_the_one_that_is_pinned() -> None:
 
 @pytest.mark.vllm
 def test_two_replicas_and_one_of_two_ranks_sample_what_one_rank_samples(models, tmp_path: Path) -> None:
-    """Under torchrun, with the shared memory of a killed run in the way, and none left behind."""
+    """It runs under torchrun beside the shared memory of a killed run, and leaves no shared memory behind."""
     stale = [Path(STALE.format(rank=rank)) for rank in range(2)]
     stale = [path for path in stale if not path.exists()]
     for path in stale:

@@ -1,5 +1,7 @@
-"""Routing replay: own routes change nothing, other routes do, gradients are the gating formula's, and a disturbed
-rollout router is made harmless. Reference for the gradients: the formula written out densely over all experts."""
+"""Routing replay: own routes change nothing, other routes do, and a disturbed rollout router does little harm.
+
+The gradients are compared with those of the gating formula, computed densely over all experts.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +50,8 @@ def replays(parallel, path, tokens):
                 return model_megatron.token_logprobs(model, mine, mask, parallel)[0]
 
     native = logp()
-    with replay.recording() as recorded, torch.no_grad():
-        model_megatron.token_logprobs(model, mine, mask, parallel)
-    routes = routing_replay.rows_of(recorded[0], len(mine))
+    with torch.no_grad():
+        _, routes = replay.record(lambda: model_megatron.token_logprobs(model, mine, mask, parallel), len(mine))
     everywhere = torch.ones_like(mine, dtype=torch.bool)
     shifted = (routes + 1) % arch.num_experts
     one_row_late = routes.roll(1, dims=1)
@@ -124,7 +125,7 @@ def test_weights_and_router_gradient_equal_the_dense_formula(norm_topk_prob):
     torch.testing.assert_close(weights.double(), gates.gather(1, chosen), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(live.grad.double(), dense.grad, rtol=1e-4, atol=1e-6)
     assert (live.grad.abs() > 0).any()
-    if norm_topk_prob:  # experts that were not chosen get none; without renormalising, all do
+    if norm_topk_prob:  # experts that were not chosen get no gradient; without renormalising, all get one
         assert (live.grad[indicator == 0] == 0).all()
     else:
         assert (live.grad != 0).all()

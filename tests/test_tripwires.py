@@ -19,6 +19,7 @@ from torch import Tensor
 from training import after, raised
 
 import aqn
+import aqn_targets
 import data_gsm8k
 import grpo
 import lora_megatron
@@ -103,8 +104,8 @@ def engine_without_norms() -> None:
 
     def load_weights(self: Decoder, stream) -> None:
         keep = self.ready
-        slots = self._slots
-        real(self, ((name, slots[name][0].clone() if keep and "norm" in name else value) for name, value in stream))
+        slots = self.slots
+        real(self, ((name, slots[name].clone() if keep and "norm" in name else value) for name, value in stream))
 
     Decoder.load_weights = load_weights
 
@@ -137,8 +138,8 @@ def noise_in_the_trainer() -> None:
 
 def noise_on_a_class_that_is_not_pushed() -> None:
     """The norms of another class are pushed."""
-    real = aqn.touched_names
-    aqn.touched_names = lambda plan: {name.replace("input", "post_attention") for name in real(plan)}
+    real = aqn_targets.touched_names
+    aqn_targets.touched_names = lambda plan: {name.replace("input", "post_attention") for name in real(plan)}
     after(aqn, "clean_norms", lambda clean, *_: clean | {
         f"model.layers.{layer}.input_layernorm.weight": torch.ones(32) for layer in (0, 1)
     })  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the engine holds after a push: of the adapters, of the noise, and of nothing else, in every layout.
+"""After a push the engine has the adapters and the noise, and nothing else has changed, in every layout.
 
 The reference is an engine that is loaded whole, from nothing, with the policy that was to be pushed.
 """
@@ -18,6 +18,7 @@ from lora_reference import TARGETS
 from torch import Tensor
 
 import aqn
+import aqn_targets
 import lora_megatron
 import train_grpo
 import weights_hf
@@ -47,7 +48,7 @@ def config(model: Path, noise: dict) -> Config:
 
 def held(engine: TorchSampler) -> dict[str, Tensor]:
     """A copy of every tensor in the engine."""
-    return {name: slot.clone() for name, (slot, _) in engine.decoder._slots.items()}
+    return {name: slot.clone() for name, slot in engine.decoder.slots.items()}
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -55,14 +56,14 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def loaded(arch, stream) -> dict[str, Tensor]:
-    """What an engine holds that got this stream and nothing before."""
+    """The tensors of a new engine that got only this stream."""
     engine = TorchSampler(arch, stop_tokens=set(), pad_token=0)
     engine.load_weights(stream)
     return held(engine)
 
 
 def follow(parallel: Parallel, path: Path, noises: dict[str, dict]) -> dict[str, dict]:
-    """Three updates, each pushed; by kind of noise, which promises held, and the noisy norms of each step."""
+    """Push after each of three updates. By kind of noise: which properties hold, and the tensors of each step."""
     answers = {}
     for label, noise in noises.items():
         cfg = config(path, noise)
@@ -80,9 +81,9 @@ def follow(parallel: Parallel, path: Path, noises: dict[str, dict]) -> dict[str,
             expected, pushed = clean, sync.push(step, PROBE)
             if noise:
                 stream = weights_hf.export(model, arch, parallel)
-                plan = aqn.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
+                plan = aqn_targets.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
                 norms = aqn.clean_norms(weights_hf.export(model, arch, parallel), plan)
-                expected = loaded(arch, aqn.perturb(stream, plan, norms, sigma=SIGMAS[step], seed=0, step=step)[0])
+                expected = loaded(arch, aqn.perturb(stream, plan, norms, sigma=SIGMAS[step], seed=0, step=step))
             first = held(engine)
             again = sync.push(step, PROBE)
             twice = held(engine)
@@ -143,7 +144,7 @@ def test_every_rank_of_a_layout_holds_the_same_and_every_layout_the_same_noise(n
 
 
 def train(jobs: list[tuple[str, Config, bool]]) -> None:
-    """One run after the other; those with a fault do not get their norms back for an evaluation."""
+    """Train one run after the other. Runs with the fault do not push clean norms before an evaluation."""
     training.lighten()
     sound = WeightSync.push_clean
 
@@ -158,7 +159,7 @@ def train(jobs: list[tuple[str, Config, bool]]) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Path]:
-    """A policy that stays as it is, evaluated after every step: with noise, without, and with a safeguard gone."""
+    """Runs whose policy does not change, evaluated after every step: with noise, without, and with a fault."""
     model = training.make_model(tmp_path_factory.mktemp("models") / "tiny")
     out = tmp_path_factory.mktemp("runs")
     still = {"optim__lr": 1e-30, "checks__adapters": "off", "eval__every": 1, "loss__kl": "none"}
@@ -186,7 +187,7 @@ def test_evaluation_is_the_same_to_the_last_bit_with_and_without_noise(runs: dic
 
 
 def test_fp32_norms_take_noise_that_bf16_takes_in_rare_jumps(runs: dict[str, Path]) -> None:
-    """Sigma 0.001 on weights of 1, where bf16's steps are 0.004 and 0.008: 3 % of the elements jump."""
+    """Sigma is 0.001 and the weights are 1, where the steps of bf16 are 0.004 and 0.008: 3 % of the elements jump."""
     for row in training.metrics(runs["fp32"]):
         assert row["aqn/changed_elements"] == 128 and row["aqn/realised_std"] == pytest.approx(0.001, rel=0.35)
         assert row["aqn/probe_shift"] > 0
@@ -196,7 +197,9 @@ def test_fp32_norms_take_noise_that_bf16_takes_in_rare_jumps(runs: dict[str, Pat
 def test_without_the_restoring_push_the_evaluation_differs(runs: dict[str, Path]) -> None:
     """Negative control of the test above."""
     faulty, clean = ((runs[label] / "eval_outcomes.jsonl").read_text().splitlines() for label in ("faulty", "clean"))
-    assert faulty[:9] == clean[:9] and faulty[9:] != clean[9:]  # nine questions; the first time there was no noise yet
+    assert (
+        faulty[:9] == clean[:9] and faulty[9:] != clean[9:]
+    )  # nine questions; before the first step there was no noise
 
 
 def test_sigma_of_every_step_in_the_log(runs: dict[str, Path]) -> None:

@@ -1,4 +1,4 @@
-"""The push of a rank's own shards: what arrives, what is refused, and what the start of a run would notice.
+"""The push of a rank's own shards: what arrives, what is refused, and what the check at the start finds.
 
 The reference is the push of whole tensors, cut here once more by hand. Engines are stand-ins that keep what they get;
 that the cut is vLLM's is test_colocated.py's matter.
@@ -52,7 +52,7 @@ def config(path: Path, noise: dict, local: bool) -> Config:
 
 
 class Keeper:
-    """An engine that keeps what it is given."""
+    """An engine that keeps the tensors that it gets."""
 
     def __init__(self, parallel: Parallel) -> None:
         self.held: dict[str, Tensor] = {}
@@ -60,7 +60,7 @@ class Keeper:
         self.rank = parallel.rank
 
     def placement(self) -> dict:
-        """By the formulas of vLLM's source, for 4 ranks, 16 experts and MoE layers 0 and 2."""
+        """The placement by the formulas of vLLM's source, for 4 ranks, 16 experts and MoE layers 0 and 2."""
         tensor, data = [[0, 1], [2, 3]][self.rank // 2], [[0, 2], [1, 3]][self.rank % 2]
         experts = list(range(4 * self.rank, 4 * self.rank + 4))
         placed = {"tensor": tensor, "data": data, "expert": [0, 1, 2, 3]}
@@ -112,9 +112,9 @@ def cut(whole: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
 
 
 def both_ways(parallel: Parallel, path: Path) -> dict[str, list]:
-    """By kind of noise, after the first push and three updates: what is wrong on this rank, and the local checksums."""
+    """By kind of noise, after the first push and three updates: differences on this rank, checksums, and names."""
     answers = {}
-    WeightSync._gap = lambda self, prompt: 0.0  # the keepers know no language
+    WeightSync._gap = lambda self, prompt: 0.0  # a Keeper cannot compute log-probs
     for label, noise in NOISES.items():
         model, arch = adapted.load(path, parallel)
         adapters = lora_megatron.attach(model, config(path, noise, True).lora, parallel, 0)
@@ -168,7 +168,7 @@ def test_nothing_travels_in_a_local_push(path: Path) -> None:
 
 
 def without_collectives(parallel: Parallel, path: Path) -> tuple[bool, bool]:
-    """Whether the local and the streamed push get through while torch.distributed only raises."""
+    """Whether the local and the streamed push work while every collective raises."""
     model, arch = adapted.load(path, parallel)
     lora_megatron.attach(model, config(path, {}, True).lora, parallel, 0)
 
@@ -193,7 +193,7 @@ def without_collectives(parallel: Parallel, path: Path) -> tuple[bool, bool]:
 
 @pytest.fixture(scope="module")
 def shards(path: Path) -> dict[str, Tensor]:
-    """Of rank 1, as a push brings them."""
+    """The shards of rank 1, as a push brings them."""
     return world.in_layouts([LAYOUT], own_shards, path)[LAYOUT][1]
 
 
@@ -204,10 +204,10 @@ def own_shards(parallel: Parallel, path: Path) -> dict[str, Tensor]:
 
 @pytest.fixture
 def engine(path: Path, shards: dict[str, Tensor]) -> ColocatedEngine:
-    """One without vLLM: the memory that a push writes to, full of zeros; its router is in fp32 as on an NPU."""
+    """An engine without vLLM: only the memory that a push writes to, filled with zeros."""
     made = object.__new__(ColocatedEngine)
     made.arch, made.device, made.dtype = hf_config.read(path), torch.device("cpu"), torch.float32
-    made.ready = made.pushing = False
+    made.ready = False
     model = torch.nn.Module()
     model.named_parameters = lambda: [
         (name.replace(".experts.", ".experts.routed_experts."), torch.nn.Parameter(torch.zeros_like(shard)))
@@ -300,7 +300,7 @@ FAULTS = {
 
 
 def placements(parallel: Parallel, path: Path) -> dict[str, str]:
-    """What each fault is refused with; empty where nothing is."""
+    """Fault -> the message that refuses it; empty if it is not refused."""
     arch, sound = hf_config.read(path), Keeper(parallel).placement()
 
     def refusal(found: dict, place: Parallel) -> str:
@@ -331,7 +331,7 @@ def test_a_place_that_is_not_the_trainers_is_refused(path: Path) -> None:
 
 
 class Faulty(TorchSampler):
-    """A sampler that gets one layer's o_proj with its columns in another order: once, from a push on, or never."""
+    """A sampler that gets one o_proj with its columns in another order, from push number ``fault_from`` on."""
 
     fault_from = 10**9
     pushes = 0
@@ -346,7 +346,7 @@ class Faulty(TorchSampler):
 
 
 def starts(parallel: Parallel, path: Path) -> dict[int, str]:
-    """How the check at the start ends, by the push from which on the engine gets a wrong matrix."""
+    """The push from which on the engine gets a wrong matrix -> the message of the check at the start."""
     cfg = training.config(path, path)
     said = {}
     for fault_from in (10**9, 1, 2):
@@ -385,7 +385,7 @@ def test_the_engine_is_the_one_that_the_configuration_asks_for(path: Path, monke
 
 
 def test_weights_hf_gives_every_slot_once(path: Path) -> None:
-    """Every slot has its own vLLM name but for the experts of a layer, which share two."""
+    """Every slot has its own name in vLLM, except that the experts of a layer share two names."""
     names = world.in_layouts([LAYOUT], slot_names, path)[LAYOUT][0]
     shared = {name: count for name, count in names.items() if count > 1}
     assert shared == {f"model.layers.{i}.mlp.experts.{w}_weight": 4 for i in (0, 2) for w in ("w13", "w2")}

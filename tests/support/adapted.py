@@ -40,7 +40,7 @@ def fill(adapters: dict, whole: dict[str, Tensor], arch: hf_config.Architecture,
 
 
 def move(adapters: dict, arch: hf_config.Architecture, parallel: Parallel, step: int) -> None:
-    """Other adapters, as an update would leave them; the same policy in every layout."""
+    """Change the adapters as an update would, to the same policy in every layout."""
     whole = adapter_weights.gather(adapters, lora_megatron.factors(adapters), arch, parallel)
     generator = torch.Generator().manual_seed(step)
     whole = {name: 0.1 * torch.randn(value.shape, generator=generator) for name, value in whole.items()}

@@ -39,7 +39,7 @@ def main(out_dir: str, *model_dirs: str) -> None:
             engine = VllmEngine(arch, model_dir, stop_tokens={9}, max_tokens=360, kv_cache_mib=4, tensor=tensor,
                                 routed_experts=True)  # fmt: skip
             shared += [path.name for path in Path("/dev/shm").glob("grpo-*cpushm*")]  # would outlive a killed job
-            mine = slice(engine.replica_rank, None, engine.num_replicas)
+            mine = slice(dist.get_rank() // tensor, None, 2 // tensor)  # of this rank's replica
             for weights in (tensors, perturbed(tensors)):
                 engine.load_weights(weights.items())
                 answers = engine.sample(PROMPTS[mine], seeds=SEEDS[mine], num_samples=2, max_new_tokens=12,
