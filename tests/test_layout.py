@@ -5,9 +5,11 @@ heavy packages are opened by the function that needs them, and nothing names a m
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from source import FILES, OPTIONAL, PACKAGE, REPORTING, ROOT, imports
 
 TOP_LEVEL_FILES = 36
@@ -190,3 +192,9 @@ def test_pattern_catches_what_it_is_for(what: str, caught: str, passed: str) -> 
 def test_no_test_imports_another(path: Path) -> None:
     """What several test files use is in tests/support/."""
     assert not {name for name in imports(path) if name.startswith("test_")}
+
+
+def test_version_is_the_same_everywhere() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
+    assert re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.M)[1] == version
