@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 from published import QWEN3_30B_A3B
+from source import ROOT
 
 import environment
 from config import load_config
 from knobs import Config
 from plan.machine import Machine
 
-ROOT = Path(__file__).parents[2]
 GIB = 2**30
 VERSIONS = {  # what requirements/npu.txt's set would report
     "Python": "3.12.11",

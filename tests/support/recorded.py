@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import numpy as np
+from source import ROOT
 
 import run_record
 from config import load_config
 
-ROOT = Path(__file__).parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ENVIRONMENT = {
     "python": "3.11.7",
