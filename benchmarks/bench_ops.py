@@ -2,17 +2,16 @@
 
     python benchmarks/bench_ops.py [--rounds 20] [--json]
 
-One thread, fp32, minima of CPU seconds (an operation has no noise below its own cost, only above). The ceilings are
-measured in the same run: a large matrix product, and a copy that does not fit the caches. Sizes are those of a training
-step of the tiny model: 4,286 packed tokens of 128 with 2 of 8 experts, or 64 rows that decode.
+One thread, fp32, minima of CPU seconds, because other processes can only make an operation slower. The ceilings are
+measured in the same run: a large matrix product, and a copy that is larger than the caches. The sizes are those of a
+training step of the tiny model: 4,286 packed tokens of width 128 with 2 of 8 experts each, or decoding of 64 rows.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
+import timeit
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,17 +33,13 @@ HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
 
 
 def best(work: Callable[[], object], rounds: int) -> float:
-    """The least CPU seconds of ``rounds`` calls."""
-    seconds = []
-    for _ in range(rounds + 1):
-        before = time.process_time()
-        work()
-        seconds.append(time.process_time() - before)
-    return max(min(seconds[1:]), 1e-9)
+    """The smallest CPU seconds of ``rounds`` calls, after one call that warms up."""
+    work()
+    return max(min(timeit.repeat(work, number=1, repeat=rounds, timer=time.process_time)), 1e-9)
 
 
 def both_passes(work: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Callable[[], None]:
-    """Forward and backward of ``work`` on inputs that want gradients."""
+    """Forward and backward pass of ``work`` on inputs that need gradients."""
     leaves = [x.clone().requires_grad_() for x in inputs]
     grad = torch.randn_like(work(*leaves))
 
@@ -74,7 +69,8 @@ def products() -> dict[str, tuple[Callable, float]]:
     query = torch.randn(line, HEADS, HEAD_DIM)
     key, value = torch.randn(2, line, KV_HEADS, HEAD_DIM)
     pairs = PROMPTS * PROMPT_TOKENS**2 / 2 + len(tokens) * OWN_TOKENS * (PROMPT_TOKENS + OWN_TOKENS / 2)
-    attention = 4 * pairs * HEADS * HEAD_DIM  # query x key and weights x value, what a token may see only
+    head_flop = 2.0 * TOKENS * HIDDEN * VOCABULARY
+    attention = 4 * pairs * HEADS * HEAD_DIM  # query x key and weights x value, for the pairs that the mask allows
 
     def log_probs(hidden: torch.Tensor) -> torch.Tensor:
         return model_megatron._VocabularyLogProbs.apply(hidden, head, chosen, 1.0, alone)[0]
@@ -85,9 +81,6 @@ def products() -> dict[str, tuple[Callable, float]]:
     def attend(*inputs: torch.Tensor) -> torch.Tensor:
         return packed.attention(*inputs, HEAD_DIM**-0.5)
 
-    def head_flop(products: int) -> float:
-        return 2.0 * products * TOKENS * HIDDEN * VOCABULARY
-
     return {
         "linear qkv": (lambda: F.linear(hidden, weight[0].t()), 2 * TOKENS * HIDDEN * 2 * WIDTH),
         "experts forward": (lambda: kernels.grouped_mm(x, weight, counts), flop),
@@ -95,14 +88,17 @@ def products() -> dict[str, tuple[Callable, float]]:
         "expert LoRA both passes": (both_passes(low_rank, x, thin, wide), 6 * rows * RANK * (HIDDEN + 2 * WIDTH)),
         "experts, decoding": (lambda: kernels.grouped_mm(few, weight, few_counts), 2 * 128 * HIDDEN * 2 * WIDTH),
         "attention forward": (lambda: attend(query, key, value), attention),
-        "attention both passes": (both_passes(attend, query, key, value), 3.5 * attention),  # scores are made again
-        "log-probs forward": (lambda: log_probs(hidden), head_flop(1)),
-        "log-probs both passes": (both_passes(log_probs, hidden), head_flop(3)),
+        "attention both passes": (
+            both_passes(attend, query, key, value),
+            3.5 * attention,
+        ),  # the backward recomputes the scores
+        "log-probs forward": (lambda: log_probs(hidden), head_flop),
+        "log-probs both passes": (both_passes(log_probs, hidden), 3 * head_flop),
     }
 
 
 def passes() -> dict[str, tuple[Callable, float]]:
-    """Name -> (work, bytes that have to move)."""
+    """Name -> (work, bytes that are read and written)."""
     x, weight = torch.randn(TOKENS, HIDDEN), torch.ones(HIDDEN)
     gate_up, probs = torch.randn(TOKENS * TOP_K, 2 * WIDTH), torch.rand(TOKENS * TOP_K)
     logits, uniform, rule = torch.randn(64, VOCABULARY), torch.rand(64, 1), Rule(64, 1.0, 1.0, 0)
@@ -116,10 +112,8 @@ def passes() -> dict[str, tuple[Callable, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--json", action="store_true", help="print the JSON, not the table")
+    parser = cases.parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=20, help="timed calls of every operation")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -136,13 +130,8 @@ def main() -> None:
             rate = amount / seconds / 1e9
             rows.append({"operation": name, "ms": 1e3 * seconds, "rate": rate, "unit": unit,
                          "of the ceiling": rate / ceilings[unit]})  # fmt: skip
-    measured = {"ceilings": ceilings, "operations": rows}
-    path = cases.store("bench_ops", __doc__, rows, measured, args.out)
-    if args.json:
-        print(json.dumps(measured))
-        return
-    print("ceilings:", ", ".join(f"{rate:.3g} {unit}" for unit, rate in ceilings.items()))
-    print(f"{cases.table(rows)}\n\nstored in {path}")
+    above = f"ceilings: {', '.join(f'{rate:.3g} {unit}' for unit, rate in ceilings.items())}\n"
+    cases.report(args, __doc__, rows, {"ceilings": ceilings, "operations": rows}, above)
 
 
 if __name__ == "__main__":

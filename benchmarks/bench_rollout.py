@@ -2,15 +2,13 @@
 
     python benchmarks/bench_rollout.py [--sizes 64x64 64x128 256x64] [--rounds 5] [--vllm] [--json]
 
-One process, one thread, fp32, in turn; medians of CPU seconds, of which a token costs its share. Groups of 8
-completions share a prompt; no token ends an answer. What the sampler reports as log-probs must be what transformers
-computes for the same tokens, to 1e-5.  vLLM's engine has processor time of its own threads in it.
+All engines run in one process with one thread in fp32, and take turns. The figures are medians of CPU seconds; those of
+vLLM include its own threads. Groups of 8 completions share a prompt, and no token ends an answer. The log-probs that a
+sampler reports must agree with those of transformers for the same tokens, to 1e-5.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -24,30 +22,18 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import cases
 import torch
+from bench_step import our_command
 
 import data_gsm8k
 import hf_config
 from engines.torch_sampler import TorchSampler
 
-BARS = {"64x64": 1.8, "64x128": 2.2, "256x64": 2.2}  # transformers / embedded
+BARS = {"64x64": 1.8, "64x128": 2.2, "256x64": 2.2}  # smallest accepted speed-up of the embedded sampler
 LOGP_BOUND = 1e-5
 
 
-def whole_weights(model_dir: Path) -> list[tuple[str, torch.Tensor]]:
-    from safetensors.torch import load_file
-
-    return [pair for path in sorted(model_dir.glob("*.safetensors")) for pair in load_file(path).items()]
-
-
-def embedded(model_dir: Path) -> TorchSampler:
-    """The sampler with the model's weights; no token ends an answer."""
-    sampler = TorchSampler(hf_config.read(model_dir), stop_tokens=set(), pad_token=0)
-    sampler.load_weights(whole_weights(model_dir))
-    return sampler
-
-
 def generate(model, prompts: list[list[int]], new_tokens: int) -> torch.Tensor:
-    """transformers' generate, every prompt cases.GROUP times.  -> (R, N)"""
+    """transformers' generate with cases.GROUP completions of every prompt.  -> (R, N)"""
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts]).repeat_interleave(cases.GROUP, 0)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts]).repeat_interleave(cases.GROUP, 0)
@@ -60,7 +46,7 @@ def generate(model, prompts: list[list[int]], new_tokens: int) -> torch.Tensor:
 
 @torch.no_grad()
 def logp_gap(model, prompts: list[list[int]], groups: list) -> float:
-    """Largest difference between a sampler's log-probs and transformers' for the same tokens, nats."""
+    """Largest difference (nats) between a sampler's log-probs and those of transformers for the same tokens."""
     worst = 0.0
     for prompt, answers in zip(prompts, groups, strict=True):
         rows = torch.tensor([prompt + answer.tokens for answer in answers])
@@ -70,36 +56,23 @@ def logp_gap(model, prompts: list[list[int]], groups: list) -> float:
     return worst
 
 
-def cpu_seconds(work: Callable[[], int]) -> tuple[float, int]:
-    before = time.process_time()
-    tokens = work()
-    return time.process_time() - before, tokens
-
-
 def compare(size: str, rounds: int, engines: dict[str, Callable], model, pool: list[list[int]]) -> dict:
-    """All engines on rows x tokens of ``size``, in turn."""
+    """All engines in turn on ``size``, which is rows x tokens."""
     rows, new_tokens = map(int, size.split("x"))
     prompts = pool[: rows // cases.GROUP]
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     gap = 0.0
     for round_ in range(rounds + 1):
         for name, sample in engines.items():
-            answers = None
-
-            def work(sample=sample) -> int:
-                nonlocal answers
-                answers = sample(prompts, new_tokens)
-                if isinstance(answers, torch.Tensor):
-                    return answers.numel()
-                return sum(len(answer.tokens) for group in answers for answer in group)
-
-            spent, tokens = cpu_seconds(work)
-            assert tokens == rows * new_tokens, (name, tokens)
-            if round_:  # the first round warms up
-                seconds[name].append(spent)
-            elif not isinstance(answers, torch.Tensor):
+            before = time.process_time()
+            answers = sample(prompts, new_tokens)
+            seconds[name].append(time.process_time() - before)
+            groups = [answers] if name == "transformers" else [[answer.tokens for answer in group] for group in answers]
+            assert [len(row) for group in groups for row in group] == [new_tokens] * rows, name
+            if round_ == 0 and name != "transformers":
                 gap = max(gap, logp_gap(model, prompts, answers))
     assert gap < LOGP_BOUND, gap
+    seconds = {name: spent[1:] for name, spent in seconds.items()}  # the first round warms up
     medians = {name: statistics.median(spent) for name, spent in seconds.items()}
     pairs = [theirs / ours for theirs, ours in zip(seconds["transformers"], seconds["embedded"], strict=True)]
     return {
@@ -112,38 +85,36 @@ def compare(size: str, rounds: int, engines: dict[str, Callable], model, pool: l
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = cases.parser(__doc__)
     parser.add_argument("--sizes", nargs="+", default=list(BARS), metavar="ROWSxTOKENS")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--vllm", action="store_true", help="vLLM too (requirements/cpu-vllm.txt)")
-    parser.add_argument("--work", type=Path, help="folder of the model; a temporary one if not given")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--json", action="store_true", help="print the JSON, not the table")
+    parser.add_argument("--vllm", action="store_true", help="also measure vLLM (requirements/cpu-vllm.txt)")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as temporary:
-        work = (args.work or Path(temporary)).resolve()
-        work.mkdir(parents=True, exist_ok=True)
-        maker = [sys.executable, str(Path(__file__).with_name("our_side.py")), "attention_r8_64", "--work", str(work)]
-        subprocess.run([*maker, "--make"], check=True, stdout=sys.stderr)
-        model_dir = work / "model"
-        from transformers import AutoModelForCausalLM
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
 
+    with tempfile.TemporaryDirectory() as temporary:
+        work = Path(temporary)
+        model_dir = work / "model"
+        subprocess.run(our_command("attention_r8_64", work, "--make"), check=True, stdout=sys.stderr)
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
         cfg = cases.config(cases.CASES["attention_r8_64"], model_dir, work, 1, data__num_train=64)
         pool = [q.prompt for q in data_gsm8k.load(cfg, "train", data_gsm8k.load_tokenizer(model_dir))]
-        own = {"embedded": embedded(model_dir)}
+        own = {"embedded": TorchSampler(hf_config.read(model_dir), stop_tokens=set(), pad_token=0)}
         if args.vllm:
             own["vllm"] = vllm(model_dir, max(int(size.split("x")[1]) for size in args.sizes))
-
-        def sampler(engine) -> Callable:
-            return lambda prompts, new_tokens: engine.sample(
+        weights = [pair for path in sorted(model_dir.glob("*.safetensors")) for pair in load_file(path).items()]
+        for engine in own.values():
+            engine.load_weights(weights)
+        engines: dict[str, Callable] = {
+            name: lambda prompts, new_tokens, engine=engine: engine.sample(
                 prompts, seeds=list(range(len(prompts))), num_samples=cases.GROUP, max_new_tokens=new_tokens,
                 temperature=1.0,
-            )  # fmt: skip
-
-        engines = {name: sampler(engine) for name, engine in own.items()}
+            )
+            for name, engine in own.items()
+        }  # fmt: skip
         engines["transformers"] = lambda prompts, new_tokens: generate(model, prompts, new_tokens)
         result = {"sizes": [compare(size, args.rounds, engines, model, pool) for size in args.sizes]}
         for engine in own.values():
@@ -155,23 +126,20 @@ def main() -> None:
          **{f"{name} tok/s": rate for name, rate in case["tokens_per_cpu_s"].items()}}
         for case in result["sizes"]
     ]  # fmt: skip
-    path = cases.store("bench_rollout", __doc__, rows, result, args.out)
-    print(json.dumps(result) if args.json else f"{cases.table(rows)}\n\nstored in {path}")
+    cases.report(args, __doc__, rows, result)
 
 
 def vllm(model_dir: Path, new_tokens: int):
-    """vLLM's engine with the same weights, in this process: a world of one."""
+    """vLLM's engine, in this process."""
     import torch.distributed as dist
 
     from engines.vllm_engine import VllmEngine
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    engine = VllmEngine(
+    return VllmEngine(
         hf_config.read(model_dir), str(model_dir), stop_tokens=set(), max_tokens=64 + new_tokens, dtype=torch.float32,
         device=torch.device("cpu"), tensor=1, enforce_eager=True, kv_cache_mib=256, routed_experts=False,
     )  # fmt: skip
-    engine.load_weights(whole_weights(model_dir))
-    return engine
 
 
 if __name__ == "__main__":

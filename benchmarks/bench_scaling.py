@@ -2,14 +2,14 @@
 
     python benchmarks/bench_scaling.py [--only NAME ...] [--steps 5] [--num-steps 200] [--json]
 
-CPU seconds of a step of the tiny model, one thread a process, the two sizes in turn; medians. Doubling should cost at
-most 2.1 x; attention adds its square to a doubled length. Two processes: one's seconds, while another keeps the second
-core busy, over those of the busier of two.
+Medians of the CPU seconds of a step of the tiny model. A process has one thread, and the two sizes take turns. Doubling
+should cost at most 2.1 x, although the cost of attention grows with the square of the length. For two processes the
+figure is a speed-up: the seconds of one process, while another process uses the second core, over the seconds of the
+busier one of two.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import socket
@@ -22,12 +22,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import cases
-from bench_step import Peer, our_command
+from bench_step import Peer, in_turn, our_command
 
 CASE = "all_r32_64"
 BAR, TWO_PROCESSES_BAR = 2.1, 1.7
 TWICE_THE_PROMPTS = {"rollout__prompts_per_step": 16, "optim__prompts_per_update": 16, "data__num_train": 16}
-DOUBLED = {  # what it costs against {}; both share one model where they can
+DOUBLED = {  # each is compared with a run without changes
     "sequences": TWICE_THE_PROMPTS,
     "length": {"rollout__max_new_tokens": 128},
     "experts": {"tiny_model__num_experts": 16},
@@ -40,7 +40,7 @@ def settings(changes: dict) -> list[str]:
 
 
 def start(work: Path, name: str, changes: dict) -> Peer:
-    """The trainer with ``changes``, ready to step, on a model of its own."""
+    """The trainer with ``changes`` and its own model, ready for its first step."""
     folder = work / name
     folder.mkdir(parents=True, exist_ok=True)
     command = our_command(CASE, folder, *settings(changes))
@@ -50,34 +50,20 @@ def start(work: Path, name: str, changes: dict) -> Peer:
     return peer
 
 
-def in_turn(peers: dict[str, Peer], steps: int) -> dict[str, list[dict]]:
-    """``steps`` steps of each, one after the other, after one that warms up."""
-    records: dict[str, list[dict]] = {name: [] for name in peers}
-    for step in range(steps + 1):
-        for name, peer in peers.items():
-            record = peer.ask("step")
-            if step:
-                records[name].append(record)
-    for peer in peers.values():
-        peer.close()
-    return records
-
-
 def doubled(work: Path, name: str, steps: int) -> dict:
-    """Cost and memory of a step against one that has half of ``name``."""
-    records = in_turn({"once": start(work, "once", {}), "twice": start(work, name, DOUBLED[name])}, steps)
-    tokens = {size: rows[0]["new_tokens"] for size, rows in records.items()}
+    """Cost and memory of a step, compared with a step that has half of ``name``."""
+    once, twice = in_turn([start(work, "once", {}), start(work, name, DOUBLED[name])], 1, steps)
     factor = 2 if name in ("sequences", "length") else 1
-    assert tokens["twice"] == factor * tokens["once"], tokens
-    cpu = {size: statistics.median(row["cpu_s"] for row in rows) for size, rows in records.items()}
-    pairs = [b["cpu_s"] / a["cpu_s"] for a, b in zip(*records.values(), strict=True)]
-    return {"what": f"twice the {name}", "cost": cpu["twice"] / cpu["once"], "bar": f"<= {BAR}",
-            "pairs": f"{min(pairs):.2f}-{max(pairs):.2f}", **cpu,
-            "also": " -> ".join(f"{rows[-1]['peak_mib']:.0f} MiB" for rows in records.values())}  # fmt: skip
+    assert twice[0]["new_tokens"] == factor * once[0]["new_tokens"], (name, twice[0], once[0])
+    seconds = [statistics.median(record["cpu_s"] for record in records) for records in (once, twice)]
+    pairs = [b["cpu_s"] / a["cpu_s"] for a, b in zip(once, twice, strict=True)]
+    return {"what": f"twice the {name}", "cost": seconds[1] / seconds[0], "bar": f"<= {BAR}",
+            "pairs": f"{min(pairs):.2f}-{max(pairs):.2f}", "once": seconds[0], "twice": seconds[1],
+            "also": f"{once[-1]['peak_mib']:.0f} MiB -> {twice[-1]['peak_mib']:.0f} MiB"}  # fmt: skip
 
 
 def two_ranks(work: Path, expert: int) -> list[Peer]:
-    """One trainer of two processes, ready to step: each expert on both, or on one of them."""
+    """One trainer in two processes, ready for its first step; with ``expert`` 2 each holds half of the experts."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -93,21 +79,21 @@ def two_ranks(work: Path, expert: int) -> list[Peer]:
 
 
 def together(peers: list[Peer]) -> list[dict]:
-    """A step of each, all at once."""
+    """The records of one step of each peer; all peers run at the same time."""
     for peer in peers:
         peer.tell("step")
     return [peer.read() for peer in peers]
 
 
 def two_processes(work: Path, steps: int) -> list[dict]:
-    """Steps of 128 sequences a second: two processes over one, with each expert on both, and on one of them; and, for
-    the floor, two trainers of 64 sequences.
+    """Speed-up of a step of 128 sequences by a second process: data parallel, expert parallel, and as the upper bound
+    two independent trainers with 64 sequences each.
 
-    Cores share caches and memory: beside a busy one, a process takes longer for the same work. So the one process
-    steps beside a trainer of its own kind in every other round; "alone" is against the rounds in which it does not.
+    Cores share caches and memory, so a process is slower while another core is busy. Therefore the single process runs
+    beside another single process in every second round. "alone" compares with the rounds in which it runs alone.
     """
     one, beside = start(work, "once", TWICE_THE_PROMPTS), start(work, "beside", TWICE_THE_PROMPTS)
-    apart = "two trainers that never talk"
+    apart = "two independent trainers"
     layouts = {
         apart: [start(work, half, {}) for half in ("first", "second")],
         "two processes, data parallel": two_ranks(work, 1),
@@ -119,11 +105,10 @@ def two_processes(work: Path, steps: int) -> list[dict]:
         rounds.append((single, {name: together(ranks) for name, ranks in layouts.items()}))
         for name, pair in rounds[-1][1].items():
             assert sum(record["new_tokens"] for record in pair) == single["new_tokens"]
-            if number == 0 and name != apart:  # later a token may fall the other way: 1e-7 of a probability is enough
+            if number == 0 and name != apart:  # in later steps, differences of 1e-7 can change a sampled token
                 assert abs(pair[0]["loss"] - single["loss"]) < 1e-4 * abs(single["loss"]) + 1e-6, (pair[0], single)
     for peer in (one, beside, *itertools.chain(*layouts.values())):
-        peer.process.stdin.close()
-        peer.process.stdout.close()
+        peer.close()
     both_busy, alone = (statistics.median(single["cpu_s"] for single, _ in rounds[first::2]) for first in (1, 2))
     wall = statistics.median(single["wall_s"] for single, _ in rounds[2::2])
     rows = []
@@ -138,7 +123,7 @@ def two_processes(work: Path, steps: int) -> list[dict]:
 
 
 def memory(work: Path, num_steps: int) -> dict:
-    """Resident memory after a quarter of the steps and after all: the later peak must not be the higher one."""
+    """Median resident memory in the last quarter of the steps over the median in the second quarter."""
     small = {"rollout__prompts_per_step": 2, "optim__prompts_per_update": 2, "rollout__max_new_tokens": 16}
     peer = start(work, "once", small)
     seen = [peer.ask("step")["now_mib"] for _ in range(num_steps)]
@@ -150,13 +135,11 @@ def memory(work: Path, num_steps: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = cases.parser(__doc__)
     choices = [*DOUBLED, "processes", "memory"]
     parser.add_argument("--only", nargs="+", choices=choices, default=choices)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--num-steps", type=int, default=200, help="of the memory test")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--json", action="store_true", help="print the JSON, not the table")
+    parser.add_argument("--num-steps", type=int, default=200, help="steps of the measurement of memory")
     args = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -168,8 +151,7 @@ def main() -> None:
                 rows.append(memory(work, args.num_steps))
             else:
                 rows.append(doubled(work, name, args.steps))
-    path = cases.store("bench_scaling", __doc__, rows, {"scaling": rows}, args.out)
-    print(json.dumps({"scaling": rows}) if args.json else f"{cases.table(rows)}\n\nstored in {path}")
+    cases.report(args, __doc__, rows, {"scaling": rows})
 
 
 if __name__ == "__main__":

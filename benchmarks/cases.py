@@ -1,15 +1,25 @@
-"""What every benchmark measures on: a tiny Qwen3-MoE of 1.9 M parameters, 8 prompts x 8 completions, forced lengths.
+"""What all benchmarks share: the model, the cases, the command line, and the file that holds the figures.
 
-The cases differ in what is trained and in how many tokens are sampled. TRL's side gets the same sizes as JSON.
+The model is a tiny Qwen3-MoE with 1.9 M parameters. A step samples 8 completions of 8 prompts, all of the same length.
+The cases differ in the trained modules and in the number of sampled tokens. TRL gets the same sizes as JSON.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import platform
+import shlex
+import sys
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
+import pandas as pd
+
 from knobs import Config
+from run_record import cpu_name, git_state
 
 ROOT = Path(__file__).parents[1]
 MODEL = dict(
@@ -21,7 +31,7 @@ ATTENTION = ("linear_qkv", "linear_proj")
 
 
 class Case(NamedTuple):
-    """What is trained, and how many tokens every completion has."""
+    """The modules that have adapters, the rank of the adapters, and the number of tokens of every completion."""
 
     targets: tuple[str, ...]
     rank: int
@@ -37,7 +47,7 @@ CASES = {
 
 
 def config(case: Case, model_dir: Path, out_dir: Path, steps: int, **changes: object) -> Config:
-    """A run of ``case``: every step asks all PROMPTS questions. ``changes``: section__key=value."""
+    """A run of ``case``: every step uses all PROMPTS questions. ``changes``: section__key=value."""
     tree: dict = {
         "name": "bench",
         "device": "cpu",
@@ -48,8 +58,9 @@ def config(case: Case, model_dir: Path, out_dir: Path, steps: int, **changes: ob
         "lora": {"targets": case.targets, "rank": case.rank, "alpha": 2.0 * case.rank},
         "loss": {"kl_coef": KL_COEF},
         "optim": {"lr": LEARNING_RATE, "warmup_steps": 0, "prompts_per_update": PROMPTS},
-        # The adapters start away from 0, so that their product, the reference and the loss are not trivial.
-        "checks": {"reference_kl": "off", "unparsable": "off", "reward_constant": "off"},
+        # The adapters start with non-zero values, so the first KL is not 0. No completion ends by itself, and the
+        # benchmark's reward does not read answers.
+        "checks": dict.fromkeys(("reference_kl", "sampling", "truncated", "unparsable", "reward_constant"), "off"),
         "eval": {"num_questions": 1, "samples": 0},
         "train": {
             "steps": steps,
@@ -66,43 +77,39 @@ def config(case: Case, model_dir: Path, out_dir: Path, steps: int, **changes: ob
 
 
 def reward(text: str) -> float:
-    """A number that differs inside every group, whatever a random model says: no group has advantage 0."""
+    """A number that depends on every character, so that rewards differ within a group and no advantage is 0."""
     return sum(map(ord, text)) % 100 / 100
 
 
+def parser(about: str) -> argparse.ArgumentParser:
+    """The options that all benchmarks have. ``about``: the docstring of the benchmark."""
+    found = argparse.ArgumentParser(description=about.split("\n\n")[0])
+    found.add_argument("--out", type=Path, help="file for the figures; out/<name of the benchmark>.json if not given")
+    found.add_argument("--json", action="store_true", help="print the JSON instead of the table")
+    return found
+
+
 def table(rows: list[dict]) -> str:
-    """``rows`` of equal keys as aligned columns."""
-    cells = [[f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()] for row in rows]
-    cells.insert(0, list(rows[0]))
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
-    return "\n".join(lines)
+    """``rows`` as aligned columns."""
+    return pd.DataFrame(rows).to_string(index=False, float_format="{:.4g}".format)
 
 
-def store(name: str, about: str, rows: list[dict], measured: dict, out: Path | None) -> Path:
-    """Write the printed table, what it was made from, commit and machine; out/<name>.json unless told otherwise.
+def report(args: argparse.Namespace, about: str, rows: list[dict], measured: dict, above: str = "") -> None:
+    """Write the table, the measurements, the commit and the machine to a file; print the table or the measurements.
 
-    ``about``: the benchmark's docstring; its first paragraph says what was measured. `report.py add` keeps the file.
+    ``about``: the docstring of the benchmark, whose first paragraph goes to the file. `report.py add` keeps the file.
     """
-    import os
-    import platform
-    import shlex
-    import sys
-
-    import torch
-
-    from run_record import cpu_name, git_state
-
+    name = Path(sys.argv[0]).stem
     result = {
         "about": about.split("\n\n")[0].replace("\n", " "),
         "command": shlex.join(["python", f"benchmarks/{name}.py", *sys.argv[1:]]),
         **git_state()[0],
         "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "python": platform.python_version(),
-                    "torch": torch.__version__, "load": " ".join(f"{load:.1f}" for load in os.getloadavg())},
+                    "torch": metadata.version("torch"), "load": " ".join(f"{load:.1f}" for load in os.getloadavg())},
         "table": rows,
         "measured": measured,
     }  # fmt: skip
-    path = out or ROOT / "out" / f"{name}.json"
+    path = args.out or ROOT / "out" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
-    return path
+    print(json.dumps(measured) if args.json else f"{above}{table(rows)}\n\nstored in {path}")

@@ -2,8 +2,9 @@
 
     python benchmarks/our_side.py CASE --work DIR [--set section__key=JSON ...] [--make]
 
-Every answer is one line of JSON on stdout: `ready`, then a record a step. A line `step` asks for the next step, `check
-FILE` for the log-probs and the loss of what TRL sampled (FILE, by trl_side.py), the end of the input for the end.
+Every answer is one line of JSON on stdout: first `ready`, then a record for each step. The line `step` starts the next
+step. The line `check FILE` asks for the log-probs and the loss of the completions in FILE, which trl_side.py has
+sampled. The process ends when stdin is closed.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ import startup
 import train_grpo
 from learner import Learner, StepTimer
 
-FACTOR_STD = 0.02  # of B, which starts at 0 in a real run
+FACTOR_STD = 0.02  # standard deviation of B at the start; in a real run B starts at 0
 
 
 class Enough(Exception):
-    """There is no further step to do."""
+    """Stdin was closed: no further step is asked for."""
 
 
 class Side:
-    """What is measured of the running trainer; one a process."""
+    """The measurements of the running trainer, one object in a process."""
 
     def __init__(self, answers, adapter_dir: Path) -> None:
         self.answers, self.adapter_dir = answers, adapter_dir
@@ -54,7 +55,7 @@ class Side:
         print(json.dumps(record), file=self.answers, flush=True)
 
     def timed(self, function, phase: str):
-        """``function``, its CPU seconds added to ``phase``."""
+        """``function``, with its CPU seconds added to ``phase``."""
 
         def run(*args, **kwargs):
             before = time.process_time()
@@ -66,7 +67,7 @@ class Side:
         return run
 
     def turn(self) -> None:
-        """Between two steps: report the one that ended, and wait until the next is asked for."""
+        """Between two steps: report the previous step and wait for the next line on stdin."""
         if self.start is None:
             self.answer({"ready": True, "startup_cpu_s": cpu_seconds(), "prompts": self.prompts()})
         else:
@@ -76,24 +77,20 @@ class Side:
                 "loss": self.metrics["actor/loss"], "kl": self.metrics.get("actor/kl_loss", 0.0),
                 "logp_gap": self.metrics["rollout/logp_gap_max"], "peak_mib": peak_mib(), "now_mib": now_mib(),
             })  # fmt: skip
-        for line in sys.stdin:
-            if line.startswith("check "):
-                self.answer(self.check(json.loads(Path(line[6:].strip()).read_text())))
-            else:
-                break
-        else:
+        while (line := sys.stdin.readline()).startswith("check "):
+            self.answer(self.check(json.loads(Path(line[6:].strip()).read_text())))
+        if not line:
             raise Enough
         self.phases, self.num_tokens = {}, 0
         self.start = clocks()
 
     def prompts(self) -> list[list[int]]:
         cfg = self.learner.cfg
-        return [
-            question.prompt for question in data_gsm8k.load(cfg, "train", data_gsm8k.load_tokenizer(cfg.model.path))
-        ]
+        questions = data_gsm8k.load(cfg, "train", data_gsm8k.load_tokenizer(cfg.model.path))
+        return [question.prompt for question in questions]
 
     def check(self, theirs: dict) -> dict:
-        """Largest differences in log-probs (nats) and the two losses, on the sequences of ``theirs``."""
+        """Largest differences of log-probs (nats), and both losses, for the completions of ``theirs``."""
         learner, rows = self.learner, len(theirs["tokens"])
         width = len(theirs["tokens"][0])
         batch = rollout.Rollout(
@@ -123,24 +120,23 @@ def clocks() -> tuple[float, float]:
 
 
 def cpu_seconds() -> float:
-    """CPU seconds since this process started, its children included."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    """CPU seconds of this process and its children since the start."""
+    return sum(os.times()[:4])
 
 
 def peak_mib() -> float:
-    """The largest resident set so far."""
+    """The largest resident memory so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 2**20)
 
 
 def now_mib() -> float:
-    """The resident set now; 0 where /proc does not say."""
+    """The resident memory now; 0 on a system without /proc."""
     path = Path("/proc/self/statm")
     return int(path.read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20 if path.exists() else 0.0
 
 
 def install(side: Side) -> None:
-    """Put the stops and the stopwatches into the trainer; what it computes stays as it is."""
+    """Add the stops and the timers to the trainer. They do not change what it computes."""
 
     class TurnTimer(StepTimer):
         def __init__(self, *args) -> None:
@@ -160,7 +156,7 @@ def install(side: Side) -> None:
             generator = torch.Generator().manual_seed(0)
             whole = adapter_weights.gather(adapters, self.factors, arch, parallel)
             for name, factor in whole.items():
-                if name.endswith(".B"):  # whole, so that every layout starts from the same adapters
+                if name.endswith(".B"):  # before the scatter, so that every layout starts with the same adapters
                     factor.normal_(0, FACTOR_STD, generator=generator)
             with torch.no_grad():
                 for name, piece in adapter_weights.scatter(adapters, whole, arch, parallel).items():
@@ -186,21 +182,21 @@ def install(side: Side) -> None:
     write_step, real_sample = train_grpo.runlog.RunLog.log_step, rollout.sample
     train_grpo.runlog.RunLog.log_step, rollout.sample = log_step, sample
     train_grpo.StepTimer, startup.Learner = TurnTimer, AdaptedLearner
-    startup.check_answers = lambda cfg: None  # the benchmark's reward does not know right answers
+    startup.check_answers = lambda cfg: None  # the benchmark's reward accepts no right answer
     reward_gsm8k.score = lambda text, gold, method="strict": cases.reward(text)
-    # No token ends an answer: every completion has max_new_tokens.
+    # Without stop tokens every completion has max_new_tokens tokens.
     data_gsm8k.stop_token_ids = lambda model_dir, tokenizer: set()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("case", choices=cases.CASES)
-    parser.add_argument("--work", type=Path, required=True, help="folder of the model, the adapter and the run")
+    parser.add_argument("--work", type=Path, required=True, help="folder for the model, the adapter and the run")
     parser.add_argument("--set", action="append", default=[], metavar="section__key=JSON")
     parser.add_argument("--make", action="store_true", help="only make the model and the list of questions")
     args = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the trainer prints goes to stderr
+    os.dup2(2, 1)  # stdout is for the answers; the trainer's own output goes to stderr
     changes = {key: json.loads(value) for key, _, value in (text.partition("=") for text in args.set)}
     cfg = cases.config(cases.CASES[args.case], args.work / "model", args.work / "runs", 10**6, **changes)
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
@@ -216,7 +212,7 @@ def main() -> None:
         train_grpo.start(cfg)
     except Enough:
         sys.stderr.flush()
-        os._exit(0)  # as after an exception: no tear-down
+        os._exit(0)  # without the trainer's clean-up, as after an exception
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     PYTHON_WITH_TRL benchmarks/trl_side.py '{"model": DIR, "questions": [...], "rank": 8, ...}'
 
-It answers as our_side.py does, and writes what its first step sampled and computed to `record`. Runs in an environment
-of its own (requirements/bench.txt), so it imports nothing of this repository.
+It has the same protocol as our_side.py. It writes the completions and the results of its first step to the file
+`record`. It runs in its own environment (requirements/bench.txt), so it imports nothing from this repository.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 
 settings = json.loads(sys.argv[1])
 answers = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # what the libraries print goes to stderr
+os.dup2(2, 1)  # stdout is for the answers; the libraries' output goes to stderr
 
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
@@ -28,7 +28,7 @@ from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 phases: dict[str, float] = {}
-first: dict = {}  # what the first step sampled and computed
+first: dict = {}  # completions and results of the first step
 
 
 def answer(record: dict) -> None:
@@ -36,7 +36,7 @@ def answer(record: dict) -> None:
 
 
 def timed(owner, name: str, phase, seen=None) -> None:
-    """Add the CPU seconds of ``owner.name`` to a phase, and show ``seen`` what it returns."""
+    """Add the CPU seconds of ``owner.name`` to a phase; in the first step call ``seen`` with what it returns."""
     function = getattr(owner, name)
 
     def run(*args, **kwargs):
@@ -44,7 +44,7 @@ def timed(owner, name: str, phase, seen=None) -> None:
         before = time.process_time()
         result = function(*args, **kwargs)
         phases[key] = phases.get(key, 0.0) + time.process_time() - before
-        if seen is not None and "written" not in first:
+        if seen is not None and not turns.written:
             seen(result)
         return result
 
@@ -52,11 +52,9 @@ def timed(owner, name: str, phase, seen=None) -> None:
 
 
 class Turns(TrainerCallback):
-    """Between two steps: report the one that ended, and wait until the next is asked for."""
+    """Between two steps: report the previous step and wait for the next line on stdin."""
 
-    def __init__(self) -> None:
-        self.logs: dict = {}
-        self.ended: tuple[float, float] | None = None
+    written = False  # is the record of the first step written?
 
     def wait(self) -> None:
         if not sys.stdin.readline():
@@ -65,22 +63,19 @@ class Turns(TrainerCallback):
         self.start = time.process_time(), time.perf_counter()
 
     def on_train_begin(self, *args, **kwargs) -> None:
-        times = os.times()
-        startup = times.user + times.system + times.children_user + times.children_system
-        answer({"ready": True, "startup_cpu_s": startup, "prompts": prompts()})
+        answer({"ready": True, "startup_cpu_s": sum(os.times()[:4]), "prompts": prompts()})
         self.wait()
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
-        """The last thing of a step: its metrics are computed from what it kept, and so belong to it."""
+        """TRL calls this at the end of a step, when it has computed the metrics of the step."""
         if not logs or "completions/mean_length" not in logs:
             return
         cpu, wall = time.process_time() - self.start[0], time.perf_counter() - self.start[1]
-        if "written" not in first:
-            first["written"] = True
+        if not self.written:
+            self.written = True
             with open(settings["record"], "w") as file:
-                json.dump({key: value for key, value in first.items() if key != "written"}, file)
-        lengths = {logs[f"completions/{x}_length"] for x in ("min", "mean", "max")}
-        (length,) = lengths  # fails unless every completion has the same length
+                json.dump(first, file)
+        (length,) = {logs[f"completions/{x}_length"] for x in ("min", "mean", "max")}  # all have one length
         known = {key: phases.get(key, 0.0) for key in ("generate", "reference", "forward", "backward", "optimizer")}
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 2**20)
         answer({"cpu_s": cpu, "wall_s": wall, "phases": known, "new_tokens": int(length) * rows, "loss": logs["loss"],
@@ -95,12 +90,12 @@ def prompts() -> list[list[int]]:
 
 
 def rewards(completions, **kwargs) -> list[float]:
-    """cases.reward, on TRL's form of a completion."""
+    """cases.reward for completions in the form that TRL gives them."""
     return [sum(map(ord, completion[0]["content"])) % 100 / 100 for completion in completions]
 
 
 def see_batch(inputs: dict) -> None:
-    """The rows as the loss gets them: TRL shuffles them after sampling."""
+    """Keep the rows in the order in which the loss gets them, because TRL shuffles them after sampling."""
     ids, masks = inputs["prompt_ids"], inputs["prompt_mask"]
     first.update(
         prompts=[row[row_mask.bool()].tolist() for row, row_mask in zip(ids, masks, strict=True)],
@@ -135,10 +130,11 @@ lora = LoraConfig(
     target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
     target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if settings["experts"] else None,
 )  # fmt: skip
+turns = Turns()
 model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32, router_aux_loss_coef=0.0)
 trainer = GRPOTrainer(
     model=model, reward_funcs=[rewards], args=config, train_dataset=data, processing_class=tokenizer, peft_config=lora,
-    callbacks=[Turns()],
+    callbacks=[turns],
 )  # fmt: skip
 loaded = set_peft_model_state_dict(trainer.model, load_file(settings["adapter"] + "/adapter_model.safetensors"))
 assert not loaded.unexpected_keys, loaded.unexpected_keys
@@ -150,16 +146,5 @@ timed(
 timed(trainer, "compute_loss", "loss", see_loss)
 timed(trainer, "_prepare_inputs", "prepared", see_batch)
 timed(trainer.accelerator, "backward", "backward")
-create_optimizer = trainer.create_optimizer
-
-
-def timed_optimizer(*args, **kwargs):
-    optimizer = create_optimizer(*args, **kwargs)
-    if not hasattr(optimizer, "is_timed"):
-        timed(optimizer, "step", "optimizer")
-        optimizer.is_timed = True
-    return optimizer
-
-
-trainer.create_optimizer = timed_optimizer
+timed(trainer.create_optimizer(), "step", "optimizer")  # train() takes an optimizer that exists
 trainer.train()

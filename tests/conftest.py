@@ -1,19 +1,48 @@
-"""Rules for all tests: which files come first, and which tests are skipped where vLLM is not installed."""
+"""Fixtures that several test files use, the order of the files, and the skip of tests that need vLLM."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+from pathlib import Path
 
 import pytest
+from source import ROOT
 
 NO_VLLM = pytest.mark.skip(reason="vllm is not installed; needed: requirements/cpu-vllm.txt")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first: run_tests.sh has two processes that take file after file."""
+    """Files with slow tests come first: run_tests.sh has two processes, and the last files should be short."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
     if importlib.util.find_spec("vllm") is None:
         for item in items:
             if item.get_closest_marker("vllm"):
                 item.add_marker(NO_VLLM)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """The folder of a random tiny Qwen3-MoE model."""
+    import training
+
+    return training.make_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def gsm8k() -> Path:
+    """The folder with train.jsonl and test.jsonl of GSM8K, beside the checkout."""
+    folder = ROOT.parent / "shared" / "data" / "gsm8k"
+    if not folder.is_dir():
+        pytest.skip(f"needs GSM8K's train.jsonl and test.jsonl in {folder}")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def old_megatron() -> Path:
+    """The folder in which run_tests.sh installs megatron-core 0.12.1."""
+    folder = ROOT / os.environ.get("MEGATRON_0_12_DIR", ".cache/megatron-core-0.12.1")
+    if not (folder / "megatron" / "core").is_dir():
+        pytest.skip(f"megatron-core 0.12.1 is not in {folder} (MEGATRON_0_12_DIR); run_tests.sh installs it there")
+    return folder

@@ -27,7 +27,6 @@ from knobs import DataConfig
 from tiny_model import build_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-REAL = REPOSITORY.parent / "shared" / "data" / "gsm8k"
 ROWS = [
     {"question": "Mia has 3 pens \u2028and {2} more. How many?", "answer": "3 + 2 = 5\n#### 5"},
     {"question": "Ben had 1,200 coins; he lost 3 £. How many are left?\n", "answer": "1,200 - 3 = 1,197\n#### 1,197"},
@@ -72,12 +71,11 @@ def read_pairs(path: Path) -> list[tuple[str, str]]:
 
 
 # ----------------------------------------------------------------------------------------------------------- real GSM8K
-@pytest.mark.skipif(not REAL.is_dir(), reason=f"no GSM8K files in {REAL}")
 @pytest.mark.parametrize(("split", "count", "first"), [("train", 7473, "72"), ("test", 1319, "18")])
 def test_every_row_of_real_gsm8k_has_a_gold_number(
-    split: str, count: int, first: str, tokenizer: Any, tmp_path: Path
+    split: str, count: int, first: str, gsm8k: Path, tokenizer: Any, tmp_path: Path
 ) -> None:
-    path = REAL / f"{split}.jsonl"
+    path = gsm8k / f"{split}.jsonl"
     config = make_config(source="gsm8k", max_prompt_tokens=1000, **{f"{split}_path": str(path)})
     questions = data_gsm8k.load(config, split, tokenizer)
     assert len(questions) == count and questions.dropped == 0

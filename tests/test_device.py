@@ -19,7 +19,6 @@ import kernels
 from input_files import InputError
 
 ROOT = Path(__file__).parents[1]
-OLD_MEGATRON = ROOT / os.environ.get("MEGATRON_0_12_DIR", ".cache/megatron-core-0.12.1")
 
 
 def plain_grouped(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
@@ -198,11 +197,10 @@ print(megatron.core.__version__, *(name for name in ("torch._dynamo", "torch._in
 
 
 @pytest.mark.parametrize("version", ["0.16.1", "0.12.1"])
-def test_importing_megatron_leaves_torchs_compiler_alone(version):
+def test_importing_megatron_leaves_torchs_compiler_alone(version, request):
     """The compiler would take more time than all other imports."""
-    if version == "0.12.1" and not (OLD_MEGATRON / "megatron").is_dir():
-        pytest.skip("megatron-core 0.12.1 is not there (MEGATRON_0_12_DIR); run_tests.sh puts it there")
-    path = os.pathsep.join([str(ROOT), *([str(OLD_MEGATRON)] if version == "0.12.1" else [])])
+    old = [request.getfixturevalue("old_megatron")] if version == "0.12.1" else []
+    path = os.pathsep.join(map(str, [ROOT, *old]))
     command, environment = [sys.executable, "-c", IMPORT], os.environ | {"PYTHONPATH": path}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]

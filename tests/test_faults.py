@@ -39,11 +39,6 @@ LARGE = {"rollout__prompts_per_step": 32, "rollout__group_size": 8, "optim__prom
 CHECKS = [name for name, field in ChecksConfig.model_fields.items() if field.annotation == Action]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return training.make_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
 def nothing() -> None:
     pass
 

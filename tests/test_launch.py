@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from pathlib import Path
 
 import launched
 import pytest
@@ -33,11 +32,6 @@ def test_sixteen_ranks_run_the_shape_of_the_large_layout(tmp_path) -> None:
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(row["rollout/logp_gap_max"] <= 1e-5 and row["actor/ratio_gap"] == 0.0 for row in rows)
     assert json.loads((run / "finished.json").read_text())["result"] and (run / "curves.png").stat().st_size > 1000
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return training.make_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.mark.slow

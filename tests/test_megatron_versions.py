@@ -20,7 +20,6 @@ import world
 from measured import CONTROLS, log_probs, measure
 
 ROOT = Path(__file__).parents[1]
-OLD_MEGATRON = Path(os.environ.get("MEGATRON_0_12_DIR", ".cache/megatron-core-0.12.1"))
 TEMPERATURE = 0.7
 KINDS = ["qwen3_moe", "qwen2_moe"]
 LAYOUTS = ["TP1", "TP2_EP2_DP2", "TP2_EP2_ETP2"]
@@ -62,11 +61,8 @@ def main(folder: Path) -> dict:
 
 
 @pytest.fixture(scope="module")
-def old(tmp_path_factory) -> dict:
-    side = OLD_MEGATRON if OLD_MEGATRON.is_absolute() else ROOT / OLD_MEGATRON
-    if not (side / "megatron" / "core").is_dir():
-        pytest.skip(f"megatron-core 0.12.1 is not in {OLD_MEGATRON} (MEGATRON_0_12_DIR); run_tests.sh puts it there")
-    paths = os.pathsep.join(str(path) for path in (side, ROOT, ROOT / "tests" / "support"))
+def old(old_megatron: Path, tmp_path_factory) -> dict:
+    paths = os.pathsep.join(str(path) for path in (old_megatron, ROOT, ROOT / "tests" / "support"))
     done = subprocess.run(
         [sys.executable, __file__, str(tmp_path_factory.mktemp("old"))],
         env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
@@ -88,9 +84,9 @@ def kind(request) -> str:
     return request.param
 
 
-def test_the_older_version_is_what_ran(old):
+def test_the_older_version_is_what_ran(old, old_megatron):
     assert old["version"] == "0.12.1"
-    assert str(OLD_MEGATRON) in old["file"]
+    assert str(old_megatron) in old["file"]
 
 
 def test_log_probs_and_entropy_are_those_of_transformers(old, layout, kind):

@@ -35,11 +35,6 @@ DISTURBANCE = 0.002
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return training.make_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
 def rows(model: Path, tmp_path_factory) -> dict[str, list[dict]]:
     out = tmp_path_factory.mktemp("runs")
     jobs = {name: (layout, training.config(model, out / name, **changes)) for name, (layout, changes) in RUNS.items()}

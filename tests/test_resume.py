@@ -33,11 +33,6 @@ EVERYTHING = {  # rollout, updates and evaluation depend on everything that a ch
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return training.make_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
 def finished_runs(cfg: Config) -> list[Path]:
     return [path.parent for path in Path(cfg.train.out_dir).glob("*/finished.json")]
 

@@ -14,7 +14,6 @@ import pytest
 
 import reward_gsm8k as reward
 
-GSM8K = Path(__file__).resolve().parents[2] / "shared" / "data" / "gsm8k"
 BOX = "<think>steps</think> <answer>so \\boxed{%s} it is</answer>"
 
 # (response, gold, score). Under strict, 0 is also the score of a text without a readable answer: see UNREADABLE.
@@ -235,10 +234,9 @@ PEERS = {
 }
 
 
-def gold_rows() -> list[dict[str, str]]:
-    if not GSM8K.is_dir():
-        pytest.skip(f"needs GSM8K's train.jsonl and test.jsonl in {GSM8K}")
-    texts = [(GSM8K / f"{name}.jsonl").read_text(encoding="utf-8") for name in ("train", "test")]
+@pytest.fixture(scope="module")
+def gold_rows(gsm8k: Path) -> list[dict[str, str]]:
+    texts = [(gsm8k / f"{name}.jsonl").read_text(encoding="utf-8") for name in ("train", "test")]
     return [json.loads(line) for text in texts for line in text.split("\n") if line]
 
 
@@ -258,8 +256,10 @@ def test_a_worked_answer_is_put_into_the_form_that_the_method_reads(method: str,
 
 
 @pytest.mark.parametrize("method", reward.METHODS)
-def test_every_method_gives_every_gold_answer_of_gsm8k_its_reward_in_that_form(method: str) -> None:
-    rows = [row["answer"] for row in gold_rows()]
+def test_every_method_gives_every_gold_answer_of_gsm8k_its_reward_in_that_form(
+    method: str, gold_rows: list[dict[str, str]]
+) -> None:
+    rows = [row["answer"] for row in gold_rows]
     wrong = [a for a in rows if reward.score(reward.in_form(a, method, True), reward.gold_answer(a), method) != 1.0]
     assert not wrong, wrong[:3]
 
@@ -300,11 +300,10 @@ def test_parsable_tells_a_wrong_answer_from_none(method: str, readable: str, unr
     assert reward.score(readable, "18", method) == reward.score(unreadable, "18", method) == 0.0
 
 
-def test_all_real_gold_answers_score_one() -> None:
+def test_all_real_gold_answers_score_one(gold_rows: list[dict[str, str]]) -> None:
     """As worked answers under the methods that read '####'; base_acc's frame does not occur in them."""
-    rows = gold_rows()
-    assert len(rows) == 8792
-    for row in rows:
+    assert len(gold_rows) == 8792
+    for row in gold_rows:
         gold = reward.gold_answer(row["answer"])
         for method in ("strict", "verl_strict", "openai", "lm_eval_strict", "lm_eval_flexible"):
             assert reward.score(row["answer"], gold, method) == 1.0, (method, row["answer"])
@@ -313,9 +312,9 @@ def test_all_real_gold_answers_score_one() -> None:
         assert reward.score(row["answer"], gold, "base_acc") == 0.0
 
 
-def test_verl_flexible_refuses_real_gold_answers_with_commas_only() -> None:
+def test_verl_flexible_refuses_real_gold_answers_with_commas_only(gold_rows: list[dict[str, str]]) -> None:
     """Its fault, kept: the gold answer loses its thousands commas, the response does not."""
-    for row in gold_rows():
+    for row in gold_rows:
         final = row["answer"].rpartition("#### ")[2]
         expected = float("," not in final)
         assert reward.score(row["answer"], reward.gold_answer(row["answer"]), "verl_flexible") == expected

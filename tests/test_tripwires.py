@@ -46,11 +46,6 @@ ALL_STOP["checks__truncated_share"] = 0.9  # answers of a random model are often
 NOISE = {"aqn__schedule": "constant"}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return training.make_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
 # ------------------------------------------------------------------------------------------------ the faults
 
 

@@ -18,12 +18,6 @@ import training
 
 from config import to_yaml
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return training.make_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
 # Three steps with a checkpoint after each. A random model earns no reward; the entropy bonus moves its adapters.
 RUN = dict(parallel__expert=2, train__checkpoint_every=1, eval__samples=0, loss__entropy_coef=0.05)
 

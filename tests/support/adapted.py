@@ -1,4 +1,4 @@
-"""What the LoRA tests do with a model on one rank: load it, adapt it, fill the adapters, run the reference's loss."""
+"""Helpers of the LoRA tests on one rank: load a model, attach and fill adapters, compute the loss of the reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import weights_hf
 from knobs import LoraConfig
 from parallel_setup import Parallel
 
-SEED = 4  # of the initial factors
+SEED = 4  # seed of the initial factors
 
 
 def lora_config(**changes) -> LoraConfig:
@@ -55,7 +55,7 @@ def my_rows(tokens: Tensor, parallel: Parallel) -> tuple[Tensor, Tensor]:
 
 
 def backward(model: torch.nn.Module, tokens: Tensor, parallel: Parallel) -> Tensor:
-    """The loss of lora_reference.compute on this rank's rows; its log-probs.  -> (b / data, T)"""
+    """Backward pass of the loss of lora_reference.compute on this rank's rows; the log-probs.  -> (b / data, T)"""
     mine, mask = my_rows(tokens, parallel)
     weights, _ = my_rows(lora_reference.loss_weights(tokens), parallel)
     logp, entropy = model_megatron.token_logprobs(model, mine, mask, parallel, TEMPERATURE)
@@ -70,7 +70,10 @@ def shard_error(
     arch: hf_config.Architecture,
     parallel: Parallel,
 ) -> float:
-    """Largest difference of this rank's gradients from its shards of the whole ones, over each whole one's maximum."""
+    """Largest error of this rank's gradients, relative to the largest element of the whole gradient.
+
+    ``true``: the whole gradients; this rank compares with its shards of them.
+    """
     pieces = adapter_weights.scatter(adapters, true, arch, parallel)
     assert gradients.keys() == pieces.keys()
     gaps = {name: (value - pieces[name]).abs().max() for name, value in gradients.items()}

@@ -82,7 +82,7 @@ def exit_code(arguments: list[str]) -> int:
 
 
 def typed(*arguments: str) -> Break:
-    """Arguments in which FOLDER stands for the row's own folder."""
+    """Add arguments to the command line. FOLDER in them stands for the folder of the test."""
     return lambda place: place.arguments.extend(text.replace("FOLDER", str(place.folder)) for text in arguments)
 
 
@@ -219,11 +219,11 @@ def index(weight_map: object) -> Break:
     return model(file("model.safetensors.index.json", json.dumps({"weight_map": weight_map})))
 
 
-# ------------------------------------------------------------------------------------------------ data, the run so far
+# ------------------------------------------------------------------------------------------------ data, the resumed run
 
 
 def questions(train: str | None = QUESTIONS, test: str | None = HELD_OUT, ending: str = "jsonl") -> Break:
-    """GSM8K files with this content; None: no such file."""
+    """Use GSM8K files with this content; with None the file is missing."""
 
     def change(place: Place) -> None:
         typed("data.source=gsm8k")(place)

@@ -1,10 +1,10 @@
-"""A pretend Ascend NPU for machines that have none: tensors of device type 'npu' whose data lies on the CPU, torch.npu,
-an importable torch_npu with the five kernels that kernels.py calls, and the 'hccl' backend on gloo.
+"""A stand-in for an Ascend NPU: tensors of device type 'npu' with their data on the CPU, torch.npu, an importable
+torch_npu with the five kernels that kernels.py calls, and the 'hccl' backend on gloo.
 
-It runs the Python of `device: npu` and refuses what the hardware refuses: tensors of two devices in one operation,
-reductions of float64, arguments that a kernel's documentation rules out. It says nothing of CANN's numerics, speed or
-memory. `install()` cannot be undone, so use it in a process of its own. All tensors say npu:0, whatever set_device
-says: torch's guard for devices written in Python knows one. Each kernel is its documented formula in plain torch.
+It runs the Python code of `device: npu` and refuses what the hardware refuses: tensors of two devices in one operation,
+reductions of float64, and arguments that a kernel's documentation excludes. It does not imitate CANN's numerics, speed
+or memory. `install()` cannot be undone, so call it in a separate process. All tensors are on npu:0, even after
+set_device, because torch supports one device for backends in Python. Each kernel is its formula in plain torch.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-GROUPS: list[_Hccl] = []  # every hccl group made in this process
-KERNELS: dict[str, int] = {}  # how often each kernel was called
+GROUPS: list[_Hccl] = []  # all hccl groups of this process
+KERNELS: dict[str, int] = {}  # number of calls of each kernel
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 REDUCED = (*FLOATS, torch.int8, torch.int16, torch.int32, torch.int64)
 state = {"device": 0, "resizing": False}
 
 
 def require(condition: object, message: str) -> None:
-    """RuntimeError, as from the hardware, unless ``condition``."""
+    """RuntimeError, as on the hardware, unless ``condition``."""
     if not condition:
         raise RuntimeError(message)
 
@@ -44,7 +44,7 @@ def require(condition: object, message: str) -> None:
 
 
 class NpuTensor(Tensor):
-    """A tensor of device npu:0 around ``raw``, a CPU tensor that holds its data."""
+    """A tensor of device npu:0. Its data is in ``raw``, a CPU tensor."""
 
     @staticmethod
     def __new__(cls, raw: Tensor, requires_grad: bool = False):
@@ -105,11 +105,11 @@ COPIES = {
 
 
 def run(function, args: tuple, kwargs: dict):
-    """One operation of torch on npu tensors, or that makes one: done on their data."""
+    """Run an operation of torch, which takes or makes npu tensors, on their CPU data."""
     flat = tree_flatten((args, kwargs))[0]
     on_npu = any(isinstance(x, NpuTensor) for x in flat)
     on_cpu = any(isinstance(x, Tensor) and not isinstance(x, NpuTensor) and x.dim() > 0 for x in flat)
-    # Index tensors may lie on the CPU, numbers as tensors too.
+    # Index tensors and tensors of one number may be on the CPU.
     require(
         not (on_npu and on_cpu) or function in COPIES or "index" in function.__name__,
         f"Expected all tensors to be on the same device, but found at least two devices, npu:0 and cpu! ({function})",
@@ -121,7 +121,7 @@ def run(function, args: tuple, kwargs: dict):
     raw = tree_map(_raw, (args, kwargs))
     raw[1].update({"pin_memory": False} if kwargs.get("pin_memory") else {})
     out = function(*raw[0], **raw[1])
-    for x in flat:  # out= and resize_ change the shape of the data: the wrapper follows
+    for x in flat:  # out= and resize_ change the shape of the data, so the wrapper needs the new shape
         if isinstance(x, NpuTensor) and not state["resizing"] and x.size() != x.raw.size():
             state["resizing"] = True
             try:
@@ -134,7 +134,7 @@ def run(function, args: tuple, kwargs: dict):
         return args[1]
     if not on_npu:
         return out
-    # In inference mode a view of a normal tensor is a normal one, whatever else is made there is not.
+    # In inference mode only views of normal tensors are normal tensors.
     normal = function.is_view and not args[0].is_inference()
     with torch.inference_mode(False) if normal else contextlib.nullcontext():
         out = tree_map(lambda x: NpuTensor(x) if isinstance(x, Tensor) and not isinstance(x, NpuTensor) else x, out)
@@ -151,7 +151,7 @@ def _raw(x):
 
 
 class Stream:
-    """Nothing is asynchronous here: all its methods do nothing."""
+    """A stream or event whose methods do nothing, because all operations are synchronous here."""
 
     def __init__(self, *args, **kwargs) -> None:
         pass
@@ -163,7 +163,7 @@ class Stream:
 
 
 def torch_npu_module() -> types.ModuleType:
-    """torch.npu, as far as Megatron and the trainer ask for it."""
+    """The parts of torch.npu that Megatron and the trainer use."""
     module = types.ModuleType("torch.npu")
     generator = torch.default_generator
 
@@ -201,7 +201,7 @@ def torch_npu_module() -> types.ModuleType:
 
 
 class _Hccl(dist.ProcessGroup):
-    """The collectives of hccl on gloo. ``used``: whether hardware would have built a communicator, at its first use."""
+    """The collectives of hccl, run by gloo. ``used``: the hardware would have built a communicator at the first use."""
 
     def __init__(self, options, pg_options) -> None:
         super().__init__(options.group_rank, options.group_size)
@@ -213,7 +213,7 @@ class _Hccl(dist.ProcessGroup):
         GROUPS.append(self)
 
     def data(self, x, reduced: bool = False):
-        """The CPU tensors behind npu tensors, which must be fit for hccl."""
+        """The CPU data of npu tensors. RuntimeError if hccl would refuse the tensors."""
         self.used = True
         if isinstance(x, (list, tuple)):
             return [self.data(y, reduced) for y in x]
@@ -243,11 +243,11 @@ class _Hccl(dist.ProcessGroup):
         options = options or c10d.AllToAllOptions()
         return self.gloo.alltoall_base(self.data(out), self.data(given), out_splits, in_splits, options)
 
-    def barrier(self, opts=None):  # torch gives it by this name
+    def barrier(self, opts=None):  # torch passes this name
         self.used = True
         return self.gloo.barrier(c10d.BarrierOptions())
 
-    # torch 2.13's names
+    # the names in torch 2.13
     all_gather_single, reduce_scatter_single, all_to_all_single = _allgather_base, _reduce_scatter_base, alltoall_base
 
     def getBackendName(self) -> str:
@@ -284,7 +284,7 @@ class _Hccl(dist.ProcessGroup):
 
 
 def kernel(function: Callable) -> Callable:
-    """A function of torch_npu: counted, and for npu tensors of one floating-point type only."""
+    """Count the calls of a torch_npu function, and refuse other tensors than npu tensors of one floating-point type."""
 
     @functools.wraps(function)
     def checked(*args, **kwargs):
@@ -317,7 +317,7 @@ def npu_rotary_mul(x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half")
     require(rotary_mode == "half" and x.is_contiguous(), "npu_rotary_mul: mode half of a contiguous x is imitated")
     require(x.dim() == r1.dim() == 4 and r1.shape == r2.shape, f"npu_rotary_mul: {x.shape}, {r1.shape}, {r2.shape}")
     require(r1.shape[-1] == x.shape[-1] and r1.shape[-1] % 2 == 0, f"npu_rotary_mul: {x.shape}, {r1.shape}")
-    # BNSD, BSND or SBND: the angles have the sequence's length on one axis, and 1 on the other two.
+    # BNSD, BSND or SBND: one axis of the angles is the sequence, and the other two axes have size 1.
     places = [i for i in range(3) if r1.shape[i] != 1]
     require(len(places) <= 1 and all(r1.shape[i] == x.shape[i] for i in places), f"npu_rotary_mul: {r1.shape}")
     first, second = x.chunk(2, -1)
@@ -359,12 +359,12 @@ def npu_grouped_matmul(
     require(group_list is not None and group_list.dtype == torch.int64, f"{where}: group_list is int64 on the device")
     (x,), (weight,), counts = x, weight, group_list.tolist()
     require(x.dim() == 2 and len(x) and len(counts) > 1, f"{where}: x {x.shape}, {len(counts)} groups")
-    if group_type == 0:  # rows of x are cut
+    if group_type == 0:  # the groups split the rows of x
         require(x.is_contiguous() and weight.dim() == 3, f"{where}: x must be contiguous, the weight 3-D")
         require(weight.is_contiguous() or weight.transpose(1, 2).is_contiguous(), f"{where}: weight {weight.stride()}")
         require(len(weight) == len(counts) and sum(counts) == len(x), f"{where}: {counts} of {x.shape}")
         return [torch.cat([block @ weight[e] for e, block in enumerate(x.split(counts))])]
-    require(group_type == 2, f"{where}: group_type {group_type}")  # what is summed over is cut
+    require(group_type == 2, f"{where}: group_type {group_type}")  # the groups split the summed axis
     require(x.t().is_contiguous() and weight.is_contiguous(), f"{where}: x must be a transposed view")
     require(weight.dim() == 2 and sum(counts) == x.shape[1] == len(weight), f"{where}: {counts} of {x.shape}")
     return [torch.stack([a @ b for a, b in zip(x.split(counts, 1), weight.split(counts), strict=True)])]
@@ -374,7 +374,7 @@ def npu_grouped_matmul(
 
 
 def transfer_to_npu() -> None:
-    """What importing torch_npu.contrib.transfer_to_npu does, as far as Megatron notices: cuda means npu from now on."""
+    """Make cuda mean npu, as an import of torch_npu.contrib.transfer_to_npu does, as far as Megatron uses it."""
     for name in dir(torch.npu):
         if not name.startswith("__"):
             setattr(torch.cuda, name, getattr(torch.npu, name))
@@ -401,21 +401,21 @@ def transfer_to_npu() -> None:
 
 
 def mindspeed_patches() -> dict[str, Callable]:
-    """What MindSpeed's adaptor puts in the place of torch's own functions, by name; without its stand-ins for CUDA.
+    """Name of a torch function -> its replacement by MindSpeed's adaptor; without the replacements of CUDA functions.
 
     From features_manager/megatron_basic/requirements_basic.py and fusions/grouped_matmul.py of its branches
-    core_r0.16.0 and 2.2.0_core_r0.12.1. test_npu.py compares these names with a real checkout's.
+    core_r0.16.0 and 2.2.0_core_r0.12.1. test_npu.py compares these names with those of a real checkout.
     """
     view, all_reduce, version = Tensor.view, dist.all_reduce, importlib.metadata.version
 
     @functools.wraps(view)
     def view_of_contiguous(tensor: Tensor, *args, **kwargs):
-        """A write into the view of a tensor that is not contiguous is lost: it goes into the copy."""
+        """A write into the view of a non-contiguous tensor is lost, because it goes to the copy."""
         return view(tensor.contiguous(), *args, **kwargs)
 
     @functools.wraps(all_reduce)
     def all_reduce_of_a_copy(tensor: Tensor, *args, **kwargs):
-        """A reduction of float64 is lost: it goes into the fp32 copy."""
+        """A reduction of float64 is lost, because it goes to the fp32 copy."""
         if torch.is_tensor(tensor) and tensor.dtype == torch.float64:
             all_reduce(tensor.float(), *args, **kwargs)
             return None
@@ -446,7 +446,7 @@ def mindspeed_patches() -> dict[str, Callable]:
 
 
 def patch_as_mindspeed() -> None:
-    """Apply mindspeed_patches(), in every module that has imported the original by name."""
+    """Apply mindspeed_patches(), also in all modules that have imported an original by name."""
     for name, replacement in mindspeed_patches().items():
         path, _, attribute = name.rpartition(".")
         owner = pkgutil.resolve_name(path)
@@ -462,7 +462,7 @@ def _device(x):
 
 
 class _Contrib(types.ModuleType):
-    """torch_npu.contrib: importing transfer_to_npu from it patches torch, as on hardware."""
+    """torch_npu.contrib. As on the hardware, an import of transfer_to_npu patches torch."""
 
     def __getattr__(self, name: str):
         if name != "transfer_to_npu":
@@ -487,10 +487,10 @@ class _Hooks(torch._C._acc.PrivateUse1Hooks):
 
 
 class _Stub:
-    """A name that MindSpeed imports or decorates with and our run never needs."""
+    """Stands for any name that MindSpeed imports or uses as a decorator, but that our run never calls."""
 
     def __call__(self, *args, **kwargs):
-        if args and isinstance(args[0], torch._ops.OpOverload):  # a decorator for what converts that operation
+        if args and isinstance(args[0], torch._ops.OpOverload):  # used as a decorator of a converter of this operation
             return lambda function: function
         return args[0] if args and callable(args[0]) and not isinstance(args[0], _Stub) else self
 
@@ -500,7 +500,7 @@ class _Stub:
         return _Stub()
 
     def __getitem__(self, key):
-        return 1  # a number of cores
+        return 1  # the number of cores
 
     def __iter__(self):
         return iter(())
@@ -510,7 +510,7 @@ class _Stub:
 
 
 class _StubModule(types.ModuleType):
-    """A module in which every name is there."""
+    """A module that has every name."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -523,7 +523,7 @@ class _StubModule(types.ModuleType):
 
 
 class _StubFinder:
-    """Finds every module of STUBBED that is not imitated."""
+    """Finds every module of the packages of STUBBED that is not imitated here."""
 
     def find_spec(self, name: str, path=None, target=None):
         root = name.split(".")[0]
@@ -537,14 +537,15 @@ class _StubFinder:
 
 
 STUBBED = ("scipy", "torchair", "triton", "torch_npu")
-libraries = []  # a library's registrations last as long as it
+libraries = []  # the registrations of a library end with the object
 
 
 def install(stubs: bool = False) -> None:
-    """Make this process one with 16 NPUs, or as many as ASCEND_RT_VISIBLE_DEVICES names.
+    """Give this process 16 NPUs, or as many as ASCEND_RT_VISIBLE_DEVICES lists.
 
-    torch is patched as MindSpeed patches it, so code that is wrong under MindSpeed alone is wrong here too. ``stubs``:
-    the real MindSpeed will do that; what it asks of torch_npu, torchair and triton at its import is there, and empty.
+    torch is patched as MindSpeed patches it, so that code that fails only under MindSpeed fails here too. With
+    ``stubs``, the real MindSpeed patches torch, and torch_npu, torchair and triton have empty stand-ins for the names
+    that it imports.
     """
     npu = torch_npu_module()
     _setup_privateuseone_for_python_backend(rename="npu", backend_module=npu, hook=_Hooks())

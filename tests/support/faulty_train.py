@@ -1,7 +1,7 @@
 """train_grpo.py with one fault at an exact place: torchrun ... faulty_train.py FAULT PLACE COUNT RANK FLAG CONFIG ...
 
-FAULT: hang, raise or die, on rank RANK when it comes to PLACE (update, checkpoint or log) for the COUNT-th time; the
-file FLAG appears at that moment. Everything else, from the command line to the exit code, is the real script's.
+FAULT is hang, raise or die. It happens on rank RANK when the rank reaches PLACE (update, checkpoint or log) for the
+COUNT-th time, and it writes the file FLAG. Everything else is the real script, from the command line to the exit code.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ import runlog  # noqa: E402
 
 
 def strike(fault: str, flag: Path) -> None:
-    """What happens at the place."""
+    """Hang, die or raise ValueError, after writing ``flag``."""
     flag.write_text(str(os.getpid()))
     if fault == "hang":
-        time.sleep(600)  # the test kills this process meanwhile
+        time.sleep(600)  # the test kills this process before the sleep ends
     elif fault == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     raise ValueError(f"a deliberate fault in process {os.getpid()}")
 
 
 def arm(owner: object, name: str, count: int, act: Callable[[], None]) -> None:
-    """``act`` before the ``count``-th call of the function ``owner.name``."""
+    """Call ``act`` before the ``count``-th call of the function ``owner.name``."""
     real = getattr(owner, name)
     calls = [0]
 
@@ -50,9 +50,9 @@ def main() -> None:
     fault, place, count, rank, flag, *arguments = sys.argv[1:]
     if os.environ.get("RANK", "0") == rank:
         owner, name = {
-            "update": (parallel_setup.Parallel, "sync_gradients_"),  # gradients are there, nothing has moved yet
-            "checkpoint": (checkpoint, "to_dict"),  # the tensors are written, state and checksums are not
-            "log": (runlog.RunLog, "log_step"),  # the step's completions are logged, its metrics are not
+            "update": (parallel_setup.Parallel, "sync_gradients_"),  # the gradients exist, no weight has changed
+            "checkpoint": (checkpoint, "to_dict"),  # the tensors are written; the state and the checksums are not
+            "log": (runlog.RunLog, "log_step"),  # the completions of the step are logged; its metrics are not
         }[place]
         arm(owner, name, int(count), lambda: strike(fault, Path(flag)))
     sys.argv = [str(ROOT / "train_grpo.py"), *arguments]

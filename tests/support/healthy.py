@@ -6,19 +6,19 @@ import json
 from pathlib import Path
 
 from published import QWEN3_30B_A3B
+from source import ROOT
 
 import environment
 from config import load_config
 from knobs import Config
 from plan.machine import Machine
 
-ROOT = Path(__file__).parents[2]
 GIB = 2**30
-VERSIONS = {  # what requirements/npu.txt's set would report
+VERSIONS = {  # the versions of requirements/npu.txt
     "Python": "3.12.11",
     "torch": "2.10.0+cpu",
     "torch-npu": "2.10.0.post4",
-    "triton": "?",  # the folder, which is triton-ascend's
+    "triton": "?",  # triton-ascend installs a folder of this name
     "triton-ascend": "3.2.2",
     "transformers": "5.5.4",
     "vllm": "0.23.0+empty",
@@ -27,7 +27,7 @@ VERSIONS = {  # what requirements/npu.txt's set would report
     "mindspeed": "0.16.0",
     "ray": "2.53.0",
 } | dict.fromkeys(environment.OUR_PACKAGES, "1.0")
-# Of a 910C: its first card's two dies. The lines are those of vllm-ascend's issue 2534.
+# The two dies of the first card of a 910C; the lines are from vllm-ascend's issue 2534.
 NPU_SMI = """
 | NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
 | 0     Ascend910           | OK            | 178.5       36                0    / 0             |
@@ -51,14 +51,14 @@ def write(path: Path, text: str = "") -> Path:
 
 
 def safetensors(path: Path, data: int = 64) -> Path:
-    """A file whose header promises ``data`` bytes, and holds them."""
+    """A file whose header announces ``data`` bytes, and which holds them."""
     header = json.dumps({"w": {"dtype": "F32", "shape": [data // 4], "data_offsets": [0, data]}}).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(data))
     return path
 
 
 def qwen3(tmp_path: Path, *overrides: str) -> Config:
-    """configs/qwen3.yaml on a folder that holds a complete little download and two data files."""
+    """configs/qwen3.yaml for a small but complete model folder and two data files."""
     folder = tmp_path / "Qwen3"
     if not folder.exists():
         write(folder / "config.json", json.dumps(QWEN3_30B_A3B))
@@ -71,12 +71,12 @@ def qwen3(tmp_path: Path, *overrides: str) -> Config:
     paths = [f"model.path={folder}", f"data.train_path={tmp_path}/train.jsonl", f"data.test_path={tmp_path}/test.jsonl"]
     paths += ["parallel.timeout_seconds=3900", f"train.out_dir={tmp_path}/out"]
     if "rollout.engine=torch" not in overrides:
-        paths.append("rollout.enforce_eager=false")  # graphs exclude some variables
+        paths.append("rollout.enforce_eager=false")  # some variables are not allowed with graphs
     return load_config(ROOT / "configs" / "qwen3.yaml", [*paths, *overrides])
 
 
 def answers(command: list[str]) -> tuple[int, str]:
-    """What a healthy machine's programs print."""
+    """Exit code and output of the programs of a healthy machine."""
     if command[0] == "git":
         return 0, ""
     if command[0] == "npu-smi":
@@ -90,11 +90,11 @@ def answers(command: list[str]) -> tuple[int, str]:
 
 
 def npu(tmp_path: Path, *overrides: str) -> Machine:
-    """A 910C server on which all is well."""
+    """A healthy 910C server."""
     root = tmp_path / "root"
     for die in range(16):
         write(root / "dev" / f"davinci{die}")
-    for name in ("davinci_manager", "devmm_svm", "hisi_hdc"):  # no dies
+    for name in ("davinci_manager", "devmm_svm", "hisi_hdc"):  # devices that are not dies
         write(root / "dev" / name)
     (root / "dev" / "shm").mkdir()
     for tool in ("g++", "ninja"):

@@ -1,8 +1,8 @@
-"""The first hour with stages whose ranks are forked, so that torch and Megatron are imported once.
+"""The first hour on fake_npu.py, with forked ranks in all stages, so that torch and Megatron are imported only once.
 
-    python tests/support/hour.py FOLDER CONFIG ...      plan/first_hour.py's arguments, on fake_npu.py
+    python tests/support/hour.py FOLDER CONFIG ...      the arguments after FOLDER are those of plan/first_hour.py
 
-The doctor looks at the healthy server of healthy.py there. Everything else is what the real processes run.
+The doctor examines the server of healthy.py. Everything else is the code of the real processes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def forked(command: list[str], log: Path, seconds: float, lock: BinaryIO) -> int:
-    """first_hour.execute with forked processes in the place of torchrun's."""
+    """first_hour.execute with forked processes instead of torchrun."""
     import training
     import world
 

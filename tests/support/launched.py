@@ -1,4 +1,4 @@
-"""Real torchrun processes for tests: start, find, end with SIGKILL, and nothing left behind."""
+"""Real torchrun processes for tests: start them, find all of them, and end them with SIGKILL."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from source import ROOT
 
 
 class Launch:
-    """A torchrun and the processes it has started."""
+    """A torchrun and all processes that it has started."""
 
     def __init__(
         self, ranks: int, script: str, *arguments: object, log: Path, meet: tuple[str, ...] = ("--standalone",)
     ) -> None:
-        # --standalone: a free port, so that tests and trainings of one machine do not meet.
+        # --standalone takes a free port, so that tests and trainings on one machine do not disturb each other.
         launcher = ["-m", "torch.distributed.run", *meet, f"--nproc_per_node={ranks}"]
         command = [sys.executable, *launcher, script, *map(str, arguments)]
-        # As launch.sh does: in torchrun's own store a restarted process would meet the addresses of dead ones.
+        # As in launch.sh: torchrun's own store keeps the addresses of processes that have ended.
         variables = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         self.log = log
         self.known: set[tuple[int, str]] = set()
@@ -34,11 +34,11 @@ class Launch:
 
     @property
     def text(self) -> str:
-        """What it has printed, torchrun's own lines included."""
+        """The output so far, including the lines of torchrun."""
         return self.log.read_text(errors="replace")
 
     def family(self) -> set[tuple[int, str]]:
-        """torchrun and all that it has started: (process, start time), as far as they have been seen alive."""
+        """(process, start time) of torchrun and of all its descendants that have been seen alive."""
         found = _processes()
         self.known |= {process for process in found if process[0] == self.process.pid}
         while True:
@@ -49,7 +49,7 @@ class Launch:
             self.known |= born
 
     def until(self, happened: Callable[[], bool], seconds: float = 240) -> None:
-        """Wait until ``happened()``; an AssertionError with the output if the launch ends or time is up before."""
+        """Wait until ``happened()``. AssertionError with the output if the launch ends first, or after ``seconds``."""
         deadline = time.monotonic() + seconds
         while not happened():
             assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.text}"
@@ -59,7 +59,7 @@ class Launch:
         self.family()
 
     def wait(self, seconds: float = 300) -> int:
-        """Its exit code."""
+        """The exit code of torchrun, for which this waits."""
         deadline = time.monotonic() + seconds
         while self.process.poll() is None and time.monotonic() < deadline:
             self.family()
@@ -67,24 +67,24 @@ class Launch:
         return self.process.wait(0.1)
 
     def kill(self) -> None:
-        """SIGKILL to all of them: stopped first, so that none sees another one end."""
+        """Send SIGKILL to all processes. SIGSTOP comes first, so that no process notices the end of another."""
         for sent in (signal.SIGSTOP, signal.SIGKILL):
             self.family()
             for pid, _ in self.living():
                 os.kill(pid, sent)
         self.process.wait(10)
         deadline = time.monotonic() + 10
-        while self.living() and time.monotonic() < deadline:  # a kill is an order, not yet a death
+        while self.living() and time.monotonic() < deadline:  # a killed process needs a moment to end
             time.sleep(0.01)
 
     def living(self) -> set[tuple[int, str]]:
-        """Those of the family that still run."""
+        """The processes of the family that still run."""
         return self.known & _processes().keys()
 
 
 @contextmanager
 def launch(ranks: int, script: str, *arguments: object, log: Path, **options: tuple[str, ...]) -> Iterator[Launch]:
-    """A torchrun that is gone with all its processes when the block ends, however it ends. ``meet``: how ranks do."""
+    """A torchrun whose processes have all ended when the block ends. ``meet``: arguments for the rendezvous."""
     started = Launch(ranks, script, *arguments, log=log, **options)
     try:
         yield started
@@ -94,12 +94,12 @@ def launch(ranks: int, script: str, *arguments: object, log: Path, **options: tu
 
 
 def _processes() -> dict[tuple[int, str], int]:
-    """(process, start time) -> parent of every process that is no zombie; a number used again has another start."""
+    """(process, start time) -> parent, for all processes but zombies. The start time tells reused numbers apart."""
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, parent, *rest = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # ended meanwhile
+        except OSError:  # the process has ended
             continue
         if state not in "ZX":
             found[int(stat.parent.name), rest[17]] = int(parent)

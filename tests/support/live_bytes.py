@@ -1,4 +1,4 @@
-"""Bytes of tensors that are alive at one time, by torch's profiler: what its allocator gave and took back."""
+"""Bytes of all live tensors, measured by torch's profiler from the allocations and releases of the allocator."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 class LiveBytes:
-    """Inside the block, every allocation counts from then until it is freed. Afterwards ``now`` and ``peak``, bytes.
+    """Counts the bytes that are allocated inside a with block and not yet freed. After the block, ``now`` holds the
+    bytes at its end, ``peak`` the maximum, and ``marks`` the bytes at each call of ``mark()``.
 
-    ``mark()`` names a moment: ``marks`` are the bytes alive at each. Python's collector is off inside: when it runs is
-    chance, and what waits for it is really there.
+    Python's garbage collector is off inside the block: it runs at random moments, and uncollected tensors use memory.
     """
 
     now = peak = 0
@@ -32,7 +32,7 @@ class LiveBytes:
         gc.enable()
         self.now = self.peak = 0
         self.marks: list[int] = []
-        sizes: dict[int, int] = {}  # of what was allocated inside; what is older may be freed inside as well
+        sizes: dict[int, int] = {}  # of allocations inside the block; older tensors may be freed there too
         for event in sorted(_all(self.profile.profiler.kineto_results.experimental_event_tree()), key=_start):
             if event.name == "mark":
                 self.marks.append(sum(sizes.values()))

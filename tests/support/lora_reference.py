@@ -1,4 +1,4 @@
-"""LoRA gradients without LoRA: from the full weight gradients of a transformers model whose weights are already merged.
+"""LoRA gradients without LoRA code, from the full weight gradients of a transformers model with merged weights.
 
 With W' = W + s B A the chain rule gives dA = s B^T dW' and dB = s dW' A^T. Names and shapes are those of checkpoints
 (adapter_weights.py): dense A (R, in), B (out, R); experts A (E, in, R), B (E, R, out).
@@ -18,7 +18,7 @@ TEMPERATURE = 0.9
 
 @dataclass
 class Reference:
-    """What every layout must reproduce; ``factors`` are the non-zero A and B that it was computed with."""
+    """The results that every layout must reproduce. ``factors``: the non-zero A and B that were merged."""
 
     factors: dict[str, Tensor]
     gradients: dict[str, Tensor]
@@ -28,7 +28,7 @@ class Reference:
 
 
 def modules(model: torch.nn.Module) -> dict[str, list[torch.nn.Parameter]]:
-    """Adapted module -> the transformers parameters whose rows it fuses; routed experts are one 3-D parameter."""
+    """Adapted module -> the transformers parameters that it fuses by rows. Routed experts are one 3-D parameter."""
     found = {}
     for i, layer in enumerate(model.model.layers):
         name, attention, mlp = f"model.layers.{i}", layer.self_attn, layer.mlp
@@ -61,7 +61,7 @@ def random_factors(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def loss_weights(tokens: Tensor) -> Tensor:
-    """A random weight for every log-prob and entropy, so that no gradient cancels.  -> as tokens"""
+    """A random weight for every log-prob and entropy, so that no gradient cancels.  -> the shape of ``tokens``"""
     return torch.randn(tokens.shape, generator=torch.Generator().manual_seed(5))
 
 
@@ -96,7 +96,7 @@ def compute(model: torch.nn.Module, tokens: Tensor) -> Reference:
 
 
 def _checkpoint_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    # On disk each expert has its own gate, up and down matrices; transformers 5 fuses them in memory.
+    # In files each expert has its own gate, up and down matrices; transformers 5 fuses them in memory.
     tensors = {}
     for name, value in model.state_dict().items():
         prefix, _, last = name.rpartition(".")
@@ -112,6 +112,6 @@ def _checkpoint_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def worst_error(found: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
-    """Largest difference of any tensor, relative to that tensor's largest element. Raises where names differ."""
+    """Largest difference of any tensor, relative to its largest element. AssertionError if the names differ."""
     assert found.keys() == reference.keys(), sorted(found.keys() ^ reference.keys())
     return max(float((found[name] - value).abs().max() / value.abs().max()) for name, value in reference.items())

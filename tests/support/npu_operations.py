@@ -1,4 +1,4 @@
-"""kernels.py, and device.py's start-up, on fake_npu.py, in a process of its own: prints what it found as JSON."""
+"""Compares kernels.py and the start-up of device.py on fake_npu.py with the CPU, in its own process; prints JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COUNTS = torch.tensor([5, 0, 7])
 
 
 def operations() -> dict[str, tuple[Callable, list[Tensor]]]:
-    """name -> (function, its differentiable arguments on the CPU)"""
+    """Name -> (function, its differentiable arguments on the CPU)."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -69,7 +69,7 @@ def operations() -> dict[str, tuple[Callable, list[Tensor]]]:
 
 
 def apart(function: Callable, given: list[Tensor]) -> list[float]:
-    """Largest difference between npu and CPU of the result and of each argument's gradient."""
+    """Largest differences between npu and CPU: of the result, and of the gradient of each argument."""
     found = {}
     for where in ("cpu", "npu"):
         leaves = [x.to(where).detach().requires_grad_() for x in given]
@@ -82,7 +82,7 @@ def apart(function: Callable, given: list[Tensor]) -> list[float]:
 
 
 def patches_in_force() -> dict[str, bool]:
-    """That what MindSpeed's patches lose is lost here: a write into such a view, and a float64 reduction."""
+    """MindSpeed's patches lose a write into a view and a float64 reduction; the stand-in must lose them too."""
     columns = torch.zeros(2, 3, device="npu")
     columns.t().view(6).copy_(torch.ones(6).to("npu"))
     group, total = dist.new_group([0], backend="hccl"), torch.ones(2, device="npu", dtype=torch.float64)
@@ -92,7 +92,7 @@ def patches_in_force() -> dict[str, bool]:
 
 
 def kernel_calls(frozen: bool) -> int:
-    """Calls of the grouped product in a forward and a backward."""
+    """Number of grouped products in one forward and backward pass."""
     x = torch.randn(12, 16).to("npu").requires_grad_()
     weight = torch.randn(3, 16, 8).to("npu").requires_grad_(not frozen)
     fake_npu.KERNELS.clear()
@@ -101,7 +101,7 @@ def kernel_calls(frozen: bool) -> int:
 
 
 def refusals() -> dict[str, str]:
-    """What is refused, and in which words."""
+    """Attempt -> the message with which it is refused."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     group = dist.new_group([0], backend="hccl")
     on_npu = torch.ones(4, device="npu")

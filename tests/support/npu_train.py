@@ -1,10 +1,10 @@
-"""Trainings on fake_npu.py: train_grpo.start on every rank, interrupted in step 3, and once more to resume it.
+"""Trainings on fake_npu.py: train_grpo.start on every rank, interrupted in step 3 and then resumed.
 
     python tests/support/npu_train.py FOLDER [MINDSPEED_DIR]
 
-Every FOLDER/LAYOUT/config.yaml is a training. Its ranks are forked, so that torch is imported once, and where no real
-MindSpeed is asked for, Megatron as well; with it, every rank imports both in the order of a run. Rank r writes to
-FOLDER/LAYOUT/answer-r what the device was asked to do. Exit code 1 if a rank failed.
+Every FOLDER/LAYOUT/config.yaml is a training. Its ranks are forked, so that torch and Megatron are imported only once.
+With a real MindSpeed, every rank imports MindSpeed and Megatron itself, in the order of a run. Rank r writes the groups
+and the kernels that it used to FOLDER/LAYOUT/answer-r. The exit code is 1 if a rank failed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ ROOT = Path(__file__).parents[2]
 
 
 class Interrupted(Exception):
-    """The end of the run's first life."""
+    """The planned interruption of the run."""
 
 
 def patched() -> list[str]:
-    """The names that MindSpeed's adaptor has put something in the place of, if it is imported."""
+    """The names that MindSpeed's adaptor has replaced, if it is imported."""
     if "mindspeed" not in sys.modules:
         return []
     from mindspeed.patch_utils import MindSpeedPatchesManager
@@ -38,7 +38,7 @@ def interrupt(*args) -> None:
 
 
 def train(folder: Path, interrupted: bool) -> int:
-    """One rank's process, started as torchrun would start it."""
+    """One rank, with the variables that torchrun sets."""
     import training
 
     import config

@@ -1,4 +1,4 @@
-"""Run folders as a training leaves them, without the training: what report.py reads, with chosen outcomes."""
+"""Run folders for the tests of report.py: the files of a finished training, with chosen outcomes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import numpy as np
+from source import ROOT
 
 import run_record
 from config import load_config
 
-ROOT = Path(__file__).parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ENVIRONMENT = {
     "python": "3.11.7",
@@ -37,9 +37,10 @@ def make_run(
     luck: int | None = None,
     checks: dict[str, str] | None = None,
 ) -> Path:
-    """A finished run of configs/tiny_cpu.yaml whose answers are right with chance ``before`` and ``after``.
+    """A finished run of configs/tiny_cpu.yaml, with chosen probabilities of a right answer.
 
-    ``luck`` seeds the answers (by default: seed and name).
+    ``before`` is the probability at the start, ``after`` at the end. ``luck`` seeds the answers; without it, ``seed``
+    and ``name`` do.
     """
     from config import config_hash, to_yaml
 
@@ -89,6 +90,6 @@ def append(path: Path, row: dict) -> None:
 
 
 def seal(folder: Path, checks: dict[str, str] | None = None) -> None:
-    """finished.json over the files as they are."""
+    """Write finished.json, with the checksums of the files as they are now."""
     done = {"result": "arithmetic accuracy 30.0 % -> 90.0 %", "checks": checks or {}}
     (folder / "finished.json").write_text(json.dumps(done | {"sha256": run_record.checksums(folder)}))

@@ -1,4 +1,4 @@
-"""Random tiny models by transformers, the independent reference: not the identity in any norm, bias or router."""
+"""Random tiny models of transformers, the independent reference. No norm, bias or router is the identity."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def model(kind: str, seed: int = 0, **changes):
 
 
 def save(kind: str, directory: Path, seed: int = 0, **changes) -> Path:
-    """The same model as a Hugging Face directory."""
+    """Save this model as a Hugging Face directory."""
     model(kind, seed, **changes).save_pretrained(directory)
     return directory
 
 
 def load(directory: Path):
-    """transformers' own model of a directory, fp32, plain attention."""
+    """The model of a directory, loaded by transformers, in fp32 with its plain attention."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
@@ -66,6 +66,6 @@ def tokens(rows: int = 8, length: int = 16, vocabulary: int = 128, seed: int = 1
 
 
 def distribution(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """The plain formulas: log-prob of each next token, and entropy.  (b, T, V), (b, T) -> (b, T - 1) twice"""
+    """Log-prob of each next token, and entropy, by the plain formulas.  (b, T, V), (b, T) -> (b, T - 1) twice"""
     log_p = torch.log_softmax(logits[:, :-1] / temperature, -1)
     return log_p.gather(2, tokens[:, 1:, None])[..., 0], -(log_p.exp() * log_p).sum(-1)

@@ -11,7 +11,7 @@ from input_files import InputError
 
 
 def refusal(path: Path | str, *overrides: str) -> str:
-    """The one line with which load_config refuses."""
+    """The message of one line with which load_config refuses."""
     with pytest.raises(InputError) as caught:
         load_config(path, list(overrides))
     message = str(caught.value)

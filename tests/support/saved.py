@@ -1,4 +1,4 @@
-"""A configuration that needs no model, and small checkpoints that show a mixture of two steps."""
+"""A configuration that needs no model, and small checkpoints that reveal a mixture of two steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The product's source files and what each of them imports."""
+"""The source files of the product, and the imports of any file."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-OPTIONAL = {"torch_npu", "mindspeed", "vllm", "ray", "tensorboard"}  # used where present, asked for by no CPU run
+OPTIONAL = {"torch_npu", "mindspeed", "vllm", "ray", "tensorboard"}  # used if installed; no CPU run needs them
 PACKAGE = {"yaml": "PyYAML", "megatron": "megatron-core"}  # import name -> name on PyPI where they differ
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path
     for pattern in ("*.py", "engines/*.py", "plan/*.py", "lab/*.py")
     for path in sorted(ROOT.glob(pattern))
 }
-REPORTING = {name for name in FILES if name.startswith("lab.") or name in ("report", "sweep")}  # need no torch
+# Files that must not need torch.
+REPORTING = {name for name in FILES if name.startswith("lab.") or name in ("report", "sweep")}
 
 
 def imports(path: Path, *, top_level: bool = False) -> set[str]:
-    """The imported modules: of the whole file, or of what runs when the file itself is imported.
+    """The modules that a file imports; with ``top_level`` only those that an import of the file imports.
 
-    Ours by their names in FILES, others by the first part of theirs. Imports under `if TYPE_CHECKING` never run and
-    count only where the whole file is asked for.
+    Modules of the product have their names of FILES, others the first part of their names. Imports under
+    `if TYPE_CHECKING` never run, so ``top_level`` leaves them out.
     """
     tree = ast.parse(path.read_text())
     skipped = []

@@ -56,7 +56,7 @@ def config(model: Path, out_dir: Path, **changes: object) -> Config:
 
 
 def make_model(folder: Path, architecture: str = "qwen3_moe", **sizes: int) -> Path:
-    """A random tiny model in ``folder``, made in a process of its own."""
+    """Make a random tiny model in ``folder``, in a forked process."""
     tiny = {f"tiny_model__{key}": value for key, value in (SIZES | sizes).items()}
     cfg = config(folder, folder, tiny_model__architecture=architecture, **tiny)
     in_world("TP1", tiny_model.make, cfg, torch.device("cpu"))
@@ -134,13 +134,13 @@ def run_planted(plant: Callable[[], None], layout: str, cfg: Config, lenient: bo
 
 
 def after(owner: object, name: str, change: Callable) -> None:
-    """From now on ``owner.name`` returns ``change(what it returns, *its arguments)``."""
+    """Replace the function ``owner.name`` by one that returns ``change(result, *arguments)``."""
     real = getattr(owner, name)
     setattr(owner, name, lambda *args, **kwargs: change(real(*args, **kwargs), *args))
 
 
 def only_run(cfg: Config) -> Path:
-    """The one run folder in out_dir."""
+    """The only run folder in out_dir."""
     (folder,) = Path(cfg.train.out_dir).glob(f"{cfg.name}-*")
     return folder
 

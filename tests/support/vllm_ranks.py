@@ -1,8 +1,8 @@
-"""What every rank of a world of two samples with vLLM; started by torchrun, results as one JSON file a rank.
+"""Samples of vLLM on every rank of a world of two; each rank writes its results to a JSON file.
 
     torchrun --nproc_per_node=2 tests/support/vllm_ranks.py OUT_DIR MODEL_DIR [MODEL_DIR ...]
 
-Each model as one replica (tensor 2) and as two (tensor 1), before and after a perturbed push.
+Each model runs as one replica (tensor 2) and as two replicas (tensor 1), before and after a push of perturbed weights.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from engines.vllm_engine import VllmEngine  # noqa: E402
 
 PROMPTS = [[5, 3, 99], [7], list(range(40, 61)), [1, 2, 3, 4], [token % 100 for token in range(322)]]
 SEEDS = [11, 12, 13, 14, 15]
-STALE = "/dev/shm/-tp:0-[0-1]-cpushm_{rank}"  # shared memory as a killed run would leave it, but for the correction
+STALE = "/dev/shm/-tp:0-[0-1]-cpushm_{rank}"  # a killed run left this shared memory before it was corrected
 
 
 def perturbed(tensors: dict[str, torch.Tensor], seed: int = 0, scale: float = 0.02) -> dict[str, torch.Tensor]:
-    """The same tensors moved by noise: what training does to them, in one step."""
+    """The tensors plus noise, as after a training step."""
     generator = torch.Generator().manual_seed(seed)
     return {name: x + scale * torch.randn(x.shape, generator=generator) for name, x in tensors.items()}
 
@@ -38,7 +38,7 @@ def main(out_dir: str, *model_dirs: str) -> None:
         for tensor in (2, 1):
             engine = VllmEngine(arch, model_dir, stop_tokens={9}, max_tokens=360, kv_cache_mib=4, tensor=tensor,
                                 routed_experts=True)  # fmt: skip
-            shared += [path.name for path in Path("/dev/shm").glob("grpo-*cpushm*")]  # would outlive a killed job
+            shared += [path.name for path in Path("/dev/shm").glob("grpo-*cpushm*")]  # a killed job would leave these
             mine = slice(dist.get_rank() // tensor, None, 2 // tensor)  # of this rank's replica
             for weights in (tensors, perturbed(tensors)):
                 engine.load_weights(weights.items())
@@ -49,7 +49,7 @@ def main(out_dir: str, *model_dirs: str) -> None:
                 ])  # fmt: skip
             engine.close()
     total = torch.ones(1)
-    dist.all_reduce(total)  # the world is still the trainer's to use
+    dist.all_reduce(total)  # the trainer can still use the world
     summary = {"results": results, "ranks": total.item(), "shared": shared}
     Path(out_dir, f"{dist.get_rank()}.json").write_text(json.dumps(summary))
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A world of gloo ranks inside a test: forked, so that torch and Megatron are imported once, not once a rank."""
+"""A world of gloo ranks inside a test. The ranks are forked, so that torch and Megatron are imported only once."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ LAYOUTS = {  # name: (ranks, tensor, expert, expert_tensor)
 
 
 def run(ranks: int, function: Callable, *args) -> list:
-    """``function(*args)`` on every rank of a gloo world; what each returned, in rank order.
+    """The results of ``function(*args)`` on every rank of a gloo world, in rank order.
 
     Raises RuntimeError with the traceback of the first rank that failed.
     """
     _import_megatron()
     context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:  # not a file of ours: the last rank to leave deletes its store
+    with tempfile.TemporaryDirectory() as folder:  # the last rank deletes the store's file, so it is in a folder
         pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
         processes = [
             context.Process(target=_rank, args=(rank, ranks, f"{folder}/rendezvous", pipes[rank][1], function, args))
             for rank in range(ranks)
         ]
-        with warnings.catch_warnings():  # Python 3.12 warns of every fork of a process that has threads
+        with warnings.catch_warnings():  # Python 3.12 warns when a process with threads forks
             warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
             for process in processes:
                 process.start()
@@ -82,7 +82,7 @@ def run(ranks: int, function: Callable, *args) -> list:
 def as_torchrun(ranks: int, function: Callable, *args, log: Path | None = None) -> list[int]:
     """Exit codes of forked processes that run ``function(*args)`` with the variables that torchrun sets.
 
-    The function's result is the code; what it prints goes to ``log``. Nothing is killed when one of them fails.
+    The result of the function is the exit code, and its output goes to ``log``. If one process fails, the others go on.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -114,7 +114,7 @@ def _launched(variables: dict[str, str], log: Path | None, function: Callable, a
 
 
 def exit_with(function: Callable[[], int], failed: int) -> None:
-    """End this forked process with what ``function`` returns, or after an exception, which is printed, ``failed``."""
+    """End this forked process. The exit code is the result of ``function``, or ``failed`` after an exception."""
     code = failed
     try:
         code = function()
@@ -127,7 +127,7 @@ def exit_with(function: Callable[[], int], failed: int) -> None:
 
 
 def in_layouts(names: list[str], function: Callable, *args) -> dict[str, list]:
-    """``function(parallel, *args)`` in each layout; one world a number of ranks, opened again for each layout."""
+    """The results of ``function(parallel, *args)`` in each layout. Layouts of equal size share a world."""
     results = {}
     for ranks in sorted({LAYOUTS[name][0] for name in names}):
         chosen = [name for name in names if LAYOUTS[name][0] == ranks]
@@ -157,7 +157,7 @@ def _rank(rank: int, ranks: int, rendezvous: str, sender, function: Callable, ar
         torch.set_num_threads(1)
         _quiet_third_parties()
         dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
-        # Plain pickle: a Connection's own send would share tensor memory that dies with this process.
+        # Connection.send would share the tensors' memory, which ends with this process; pickle copies it.
         sender.send_bytes(pickle.dumps((True, function(*args))))
         dist.barrier()
         dist.destroy_process_group()
@@ -168,8 +168,8 @@ def _rank(rank: int, ranks: int, rendezvous: str, sender, function: Callable, ar
 
 
 def _quiet_third_parties() -> None:
-    # pytest turns warnings into errors, in forked ranks too. These are about CUDA or about names newer than our oldest
-    # torch; raised in their files, not ours.
+    # pytest turns warnings into errors, also in forked ranks. These come from files of torch and Megatron. They are
+    # about CUDA or about names that the oldest supported torch does not have.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")
 
