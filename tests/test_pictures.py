@@ -1,0 +1,53 @@
+"""The pictures and the list of files follow from the code: what is drawn exists, and nothing is left out."""
+
+from __future__ import annotations
+
+import ast
+import sys
+
+import pytest
+from source import FILES, ROOT
+
+sys.path.insert(0, str(ROOT / "docs"))
+import draw_pictures  # noqa: E402
+
+
+def test_every_file_is_listed_once() -> None:
+    listed = [path for files in draw_pictures.sections().values() for path in files]
+    assert sorted(listed) == sorted(str(path.relative_to(ROOT)) for path in FILES.values())
+
+
+def test_files_import_from_their_own_section_or_from_those_below() -> None:
+    """The one import that runs upwards: the self-test trains as the command does."""
+    order = list(draw_pictures.sections())
+    upward = {pair for pair in draw_pictures.arrows() if order.index(pair[0]) > order.index(pair[1])}
+    assert upward == {("plan/", "Commands")}
+
+
+@pytest.mark.parametrize("name", ["architecture", "step"])
+def test_picture_is_as_the_code_is(name: str) -> None:
+    stored = (ROOT / "docs" / "pictures" / f"{name}.svg").read_text()
+    assert stored == getattr(draw_pictures, name)(), "run: python docs/draw_pictures.py"
+
+
+def test_an_import_more_changes_the_picture(monkeypatch) -> None:
+    counts = draw_pictures.arrows()
+    monkeypatch.setattr(draw_pictures, "arrows", lambda: counts | {("Method", "Commands"): 1})
+    assert (ROOT / "docs" / "pictures" / "architecture.svg").read_text() != draw_pictures.architecture()
+
+
+@pytest.mark.parametrize("name", [call[0] for _, calls in draw_pictures.STEP for call in calls])
+def test_every_function_of_the_step_exists(name: str) -> None:
+    module = max((m for m in FILES if name.startswith(f"{m}.")), key=len)
+    body = ast.parse(FILES[module].read_text()).body
+    for part in name.removeprefix(f"{module}.").split("."):
+        found = [node for node in body if getattr(node, "name", None) == part]
+        assert found, f"{name}: {module} has no {part}"
+        body = found[0].body
+
+
+def test_steps_of_the_picture_are_those_of_the_readme_and_of_the_loop() -> None:
+    readme, loop = (ROOT / "README.md").read_text(), (ROOT / "train_grpo.py").read_text()
+    for title, _ in draw_pictures.STEP:
+        number, words = title.split(". ", 1)
+        assert f"{number}. **{words}" in readme and f"# {title}" in loop, title
