@@ -1,9 +1,9 @@
-"""Two data ranks of one vLLM engine that sample in lockstep, and one that fails; started by torchrun, dense on a CPU.
+"""Two data ranks of one vLLM engine that sample in lockstep, then one that fails; a dense model on a CPU.
 
     torchrun --nproc_per_node=2 tests/support/lockstep_ranks.py OUT_DIR MODEL_DIR
 
-Each rank writes what it sampled and how often its model ran. Then rank 1 is given a prompt that is refused while rank 0
-samples: rank 0 must not be left waiting.
+Each rank writes its samples and the number of forward passes of its model. Then rank 1 gets a prompt that is refused
+while rank 0 samples: rank 0 must end too, and not wait.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from engines.vllm_colocated import ColocatedEngine  # noqa: E402
 from engines.vllm_engine import VllmEngine  # noqa: E402
 from input_files import InputError  # noqa: E402
 
-CALLS = [([3, 2], [2, 1]), ([2], []), ([], [1, 1, 3]), ([2, 2], [1])]  # by rank: prompt lengths of each sample
-NEW_TOKENS = {0: 9, 1: 5}  # by rank: one is done before the other
+# One pair for each call of sample: the prompt lengths of rank 0 and of rank 1.
+CALLS = [([3, 2], [2, 1]), ([2], []), ([], [1, 1, 3]), ([2, 2], [1])]
+NEW_TOKENS = {0: 9, 1: 5}  # for each rank; rank 1 finishes first
 
 
 class OnCpu(ColocatedEngine):
-    """Lockstep as it is, weights as a CPU takes them; no experts, which it cannot run in parallel."""
+    """The real lockstep, but the weights are loaded as on a CPU, and there are no parallel experts."""
 
     _hand_over, _cast = VllmEngine._hand_over, VllmEngine._cast
 
@@ -48,7 +49,7 @@ def main(out_dir: str, model_dir: str) -> None:
     arch = hf_config.parse(json.loads(Path(model_dir, "as_moe.json").read_text()), model_dir)
     tensors = load_file(Path(model_dir) / "model.safetensors")
     results = []
-    for kind in (VllmEngine, OnCpu):  # the first as replicas, which know nothing of each other
+    for kind in (VllmEngine, OnCpu):  # the first kind has two independent replicas
         engine = kind(arch, model_dir, stop_tokens={9}, max_tokens=64, kv_cache_mib=2)
         engine.load_weights(tensors.items())
         forwards = []
