@@ -25,7 +25,7 @@ COLOURS = {  # section of docs/files.md -> background
 }
 FONT = 'font-family="Helvetica, Arial, sans-serif"'
 
-# What a step passes on, in order: its title, and (function, what it takes, what it gives). tests/test_pictures.py checks
+# What a step passes on, in order: its title, and (function, what it takes, what it gives). test_pictures.py checks
 # that every function exists. P prompts, G completions a prompt, S = P x G, b rows, T tokens, R LoRA rank.
 STEP = [
     ("1. Give the sampler the current policy", [
