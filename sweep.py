@@ -224,7 +224,7 @@ def run_sweep(sweep: Sweep, jobs: list[Job], start: Callable[[Job], Any], most: 
             elif job.state == "elsewhere" and time.monotonic() - job.tried_at > 1:
                 job.state = "waiting"
             room = sum(other.state == "running" for other in jobs) < most
-            if job.state == "waiting" and room and not _waits_for_model(job, jobs):
+            if job.state == "waiting" and room:
                 _try(job, start)
             if job.state != "waiting" and shown.get(job.name) != (shown_now := (job.state, job.attempts)):
                 print(f"{job.name}: {job.state}  {job.said}".rstrip(), flush=True)
@@ -241,14 +241,6 @@ def _try(job: Job, start: Callable[[Job], Any]) -> None:
         job.process = None if job.is_alive() else start(job)
         job.state = "running" if job.process else "elsewhere"
         job.attempts += job.state == "running"
-
-
-def _waits_for_model(job: Job, jobs: list[Job]) -> bool:
-    """Whether another job is making the tiny model that this job needs."""
-    path = job.cfg.model.path
-    if job.cfg.tiny_model is None or Path(ROOT, path).exists():
-        return False
-    return any(other.cfg.model.path == path for other in jobs if other.state in ("running", "elsewhere"))
 
 
 def _settle(job: Job, code: int, retries: int, folder: Path) -> None:

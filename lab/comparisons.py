@@ -55,19 +55,21 @@ def repeat(first: Run, second: Run) -> tuple[str, int] | None:
 
 def _reasons(a: Record, b: Record) -> list[str]:
     """Differences that may change the last bits of two runs of one configuration."""
-    found = []
-    if a.device != "cpu" or b.device != "cpu":
-        found.append(f"devices {a.device}, {b.device}: accelerators add in any order")
+    machines = []
     for what in ("cpu", "python", "versions", "variables"):
         old, new = getattr(a.environment, what), getattr(b.environment, what)
-        if old != new:
-            changed = sorted(k for k in {**old, **new} if old.get(k) != new.get(k)) if isinstance(old, dict) else []
-            found.append(f"{what} {', '.join(changed) or f'{old}, {new}'}")
-    if a.commit != b.commit:
-        found.append(f"commits {a.commit[:7]}, {b.commit[:7]}")
-    if a.inputs != b.inputs:
-        found.append("other model or data files")
-    return found
+        if isinstance(old, dict):
+            changed = sorted(key for key in {**old, **new} if old.get(key) != new.get(key))
+            machines.append((old != new, f"{what} {', '.join(changed)}"))
+        else:
+            machines.append((old != new, f"{what} {old}, {new}"))
+    reasons = [
+        ({a.device, b.device} != {"cpu"}, f"devices {a.device}, {b.device}: accelerators add in any order"),
+        *machines,
+        (a.commit != b.commit, f"commits {a.commit[:7]}, {b.commit[:7]}"),
+        (a.inputs != b.inputs, "other model or data files"),
+    ]
+    return [text for holds, text in reasons if holds]
 
 
 def _first_difference(first: Run, second: Run) -> str:
@@ -166,14 +168,13 @@ def paired_differences(
 
 def _notes(base: list[Run], group: list[Run], pairs: list[tuple[Run, Run]]) -> list[str]:
     """Limits of the comparison that follow from how the pairs were made."""
-    notes = []
-    if unpaired := len(base) + len(group) - 2 * len(pairs):
-        notes.append(f"{unpaired} runs have no partner of the same seed and are left out")
-    if any(a.record.inputs.model != b.record.inputs.model for a, b in pairs):
-        notes.append("the pairs started from other weights")
-    if len({run.record.commit for pair in pairs for run in pair}) > 1:
-        notes.append("the runs are of several commits")
-    return notes
+    unpaired = len(base) + len(group) - 2 * len(pairs)
+    notes = [
+        (unpaired, f"{unpaired} runs have no partner of the same seed and are left out"),
+        (any(a.record.inputs.model != b.record.inputs.model for a, b in pairs), "the pairs started from other weights"),
+        (len({run.record.commit for pair in pairs for run in pair}) > 1, "the runs are of several commits"),
+    ]
+    return [text for holds, text in notes if holds]
 
 
 def sentences(found: Comparison, kind: str) -> str:

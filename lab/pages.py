@@ -97,7 +97,9 @@ def results_page(groups: dict[str, list[Run]], plan: Plan, results: Path) -> str
     used = {run.record.device for runs in groups.values() for run in runs}
     unused = [where for device, where in DEVICES.items() if device not in used]
     parts += [f"No record yet of a run on {' or '.join(unused)}."] if unused else []
-    parts += ["## Benchmarks", benchmark_tables(results, plan.benchmarks), "## Not run yet", not_run(plan, groups)]
+    measured = store.benchmarks_by_script(results)
+    shown = {script: each for script, each in measured.items() if plan.benchmarks is None or script in plan.benchmarks}
+    parts += ["## Benchmarks", benchmark_tables(shown, "results/benchmarks"), "## Not run yet", not_run(plan, groups)]
     return "\n\n".join(parts)
 
 
@@ -166,41 +168,34 @@ def comparison_table(ready: dict[Planned, list[Comparison]]) -> str:
 def step_by_step(base: list[Run], others: dict[str, list[Run]]) -> str:
     """For variants that differ from ``base`` in their layout only: the differences of the first step, and the first
     step with another reward. Empty for other variants."""
-    rows = []
-    by_seed = {run.record.seed: run.rows for run in base}
+    rows, partners = [], {run.record.seed: run.steps for run in base}
     for name, runs in others.items():
         changed = store.differing(base[0].record, runs[0].record)
         if not all(change.startswith(("parallel.", "ranks:")) for change in changed):
             return ""
-        pairs = [(run.rows, by_seed[run.record.seed]) for run in runs if run.record.seed in by_seed]
-        loss = max(abs(mine[0]["actor/loss"] - theirs[0]["actor/loss"]) for mine, theirs in pairs)
-        norm = max(abs(mine[0]["actor/grad_norm"] / theirs[0]["actor/grad_norm"] - 1) for mine, theirs in pairs)
-        parted = []
-        for mine, theirs in pairs:
-            equal = (a.get("reward/mean") == b.get("reward/mean") for a, b in zip(mine, theirs, strict=True))
-            parted.append(next((str(step) for step, same in enumerate(equal, 1) if not same), "never"))
+        pairs = [(run.steps, partners[run.record.seed]) for run in runs if run.record.seed in partners]
+        loss = max(abs(mine["actor/loss"][0] - theirs["actor/loss"][0]) for mine, theirs in pairs)
+        norm = max(abs(mine["actor/grad_norm"][0] / theirs["actor/grad_norm"][0] - 1) for mine, theirs in pairs)
+        unequal = [
+            mine.index[mine["reward/mean"].fillna(0) != theirs["reward/mean"].fillna(0)] for mine, theirs in pairs
+        ]
+        parted = [str(steps[0] + 1) if len(steps) else "never" for steps in unequal]
         row = {"layout": name, "loss, largest difference": f"{loss:.1e}", "gradient norm, relative": f"{norm:.1e}"}
         rows.append(row | {"first step with another reward, by seed": ", ".join(parted)})
-    about = (
-        "Layouts, compared in the first step (same questions, same random numbers). Later, rounding changes a reward:"
-    )
+    about = "Layouts: the differences in the first step, and the first step in which rounding changed a reward:"
     return f"{about}\n\n{table(rows)}"
 
 
-def benchmark_tables(results: Path, shown: tuple[str, ...] | None) -> str:
+def benchmark_tables(found: dict[str, dict[str, store.Benchmark]], links: str) -> str:
     """The newest table of each script of benchmarks/, with the command that measures it again."""
-    parts, links = [], "results/benchmarks"
-    for script, measured in store.benchmarks_by_script(results).items():
-        *earlier, newest = measured
-        if shown is None or script in shown:
-            found = measured[newest]
-            versions = ", ".join(f"{key} {value}" for key, value in found.machine.items())
-            about = f"{found.about} `{found.command}`, commit `{found.commit[:7]}`; {versions}."
-            rows = [{k: f"{x:.4g}" if isinstance(x, float) else str(x) for k, x in row.items()} for row in found.table]
-            parts += [f"### {script}", about, table(rows)]
-            if earlier:
-                old = (f"[{name}]({links}/{name}.json) at `{measured[name].commit[:7]}`" for name in earlier)
-                parts.append(f"Earlier: {', '.join(old)}.")
+    parts = []
+    for script, measured in found.items():
+        *earlier, (_, newest) = measured.items()
+        versions = ", ".join(f"{key} {value}" for key, value in newest.machine.items())
+        about = f"{newest.about} `{newest.command}`, commit `{newest.commit[:7]}`; {versions}."
+        rows = [{k: f"{x:.4g}" if isinstance(x, float) else str(x) for k, x in row.items()} for row in newest.table]
+        old = ", ".join(f"[{name}]({links}/{name}.json) at `{one.commit[:7]}`" for name, one in earlier)
+        parts += [f"### {script}", about, table(rows), *([f"Earlier: {old}."] if old else [])]
     return "\n\n".join(parts) or "No record yet."
 
 
@@ -221,8 +216,8 @@ def not_run(plan: Plan, groups: dict[str, list[Run]]) -> str:
 # ---------------------------------------------------------------------------------------------------- results/README.md
 
 
-def records_page(groups: dict[str, list[Run]], plan: Plan, results: Path) -> str:
-    """The generated part of results/README.md: variants, runs, and the gap between sampler and trainer by device."""
+def records_page(groups: dict[str, list[Run]], results: Path) -> str:
+    """The generated part of results/README.md: all variants, runs and benchmarks."""
     parts = []
     for device, where in DEVICES.items():
         here = {name: runs for name, runs in groups.items() if runs[0].record.device == device}
@@ -232,7 +227,7 @@ def records_page(groups: dict[str, list[Run]], plan: Plan, results: Path) -> str
             parts += ["### Variants", table([variant_row(name, each) for name, each in here.items()])]
             parts += ["### Sampler against trainer", table([gap_row(name, each) for name, each in here.items()])]
             parts += ["### Runs", table([run_row(run) for run in runs])]
-    return "\n\n".join(parts) or "No record yet."
+    return "\n\n".join([*parts, "## Benchmarks", benchmark_tables(store.benchmarks_by_script(results), "benchmarks")])
 
 
 def _machine(run: Run) -> str:
@@ -313,7 +308,7 @@ def _wanted(results: Path, page: Path) -> tuple[dict[Path, str], figures.Wanted]
     groups, plan = store.load_groups(results), read_plan(results)
     texts = {page: _fresh(page, results_page(groups, plan, results))}
     if (readme := results / "README.md").exists():
-        texts[readme] = _fresh(readme, records_page(groups, plan, results))
+        texts[readme] = _fresh(readme, records_page(groups, results))
     pictures: figures.Wanted = {}
     for planned in plan.comparisons:
         if {*planned.names} <= groups.keys():

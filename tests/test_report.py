@@ -274,6 +274,31 @@ def test_every_metric_of_a_run_is_in_the_glossary() -> None:
     assert len(logged) > 20 and logged <= explained, logged - explained
 
 
+def test_numbers_of_the_written_part_are_those_of_the_records() -> None:
+    """RESULTS.md: what the runs can and cannot say, and what did not work."""
+    text = " ".join((recorded.ROOT / "RESULTS.md").read_text().split(pages.END)[1].split())
+    groups = store.load_groups(recorded.ROOT / "results")
+    made, rollout = (groups["baseline"][0].record.config[section] for section in ("tiny_model", "rollout"))
+    assert f"{made['num_experts']} experts ({made['experts_per_token']} per token)" in text and made["num_layers"] == 2
+    assert f"a hidden size of {made['hidden_size']}" in text and 4 * 16 == made["hidden_size"]  # rank 4: a sixteenth
+    last = groups["baseline"][0].record.last
+    steps = f"{last.step} steps of {rollout['prompts_per_step']} prompts x {rollout['group_size']} completions"
+    assert steps in text and f"The {last.num_questions:,} held-out questions" in text
+    rank_4 = [run.record.last.sampled.accuracy for run in groups["lora_rank_4"]]
+    assert f"one of its five seeds stayed at {100 * min(rank_4):.1f} %" in text and len(rank_4) == 5
+    assert "answers of about 15 tokens" in text
+    quiet, apart = 0, []
+    for run in [run for runs in groups.values() for run in runs]:
+        assert round(run.steps["response_length/mean"].mean()) == 15 or run.record.group == "control"
+        if not run.steps.get("aqn/sigma", run.steps["reward/mean"] * 0).any():
+            quiet, gaps = quiet + 1, run.steps["rollout/logp_gap_max"]
+            apart += [gaps[gaps > 6e-5].tolist()] if (gaps > 6e-5).any() else []
+    assert f"In {len(apart)} of the {quiet} runs without noise, one step has a token" in text
+    assert all(len(gaps) == 1 for gaps in apart) and "differ by 1e-4 to 0.1 nats" in text
+    assert min(apart)[0] >= 1e-4 and round(max(apart)[0], 1) == 0.1
+    assert groups["control"][0].record.config["reward"]["permute"] is True
+
+
 @pytest.mark.parametrize(
     "change", ["questions=0", "seeds=0", "discordant=0", "discordant=nan", "seed-spread=-1", "comparisons=0"]
 )

@@ -217,14 +217,6 @@ def test_a_run_of_another_configuration_does_not_count(write_sweep, tmp_path: Pa
     assert changed.started == ["a-seed0"]
 
 
-def test_one_job_makes_the_tiny_model_that_others_wait_for(write_sweep, tmp_path: Path) -> None:
-    _, jobs = sweep.read_sweep(write_sweep([0, 1], a=variant(), b=variant("lora.rank=8")), [])
-    jobs[0].state = "running"
-    assert [sweep._waits_for_model(job, jobs) for job in jobs[1:]] == [True, False, False]
-    (tmp_path / "model0").mkdir()
-    assert not sweep._waits_for_model(jobs[1], jobs)
-
-
 def test_a_job_that_another_process_runs_is_left_alone(write_sweep, tmp_path: Path) -> None:
     with open(tmp_path / "a-seed0.lock", "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
