@@ -25,11 +25,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+from pydantic import Field, NonNegativeInt
 
 from config import config_hash, load_config
 from input_files import BAD_INPUT, MOST_RANKS, InputError, read_file, read_object, refused
 from knobs import Config
+from lab.records import Part, validated
 from run_record import read_lines, write_atomically
 from runlog import lock_run
 
@@ -41,18 +42,14 @@ BUSY = -1000  # in place of an exit code: another process runs this job
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
 
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class Variant(Section):
+class Variant(Part):
     overrides: tuple[str, ...] = Field((), strict=False, description="section.key=value")
     processes: int | None = Field(
         None, ge=1, le=MOST_RANKS, description="number of ranks; by default that of the sweep"
     )
 
 
-class Sweep(Section):
+class Sweep(Part):
     """A file of configs/sweeps/."""
 
     config: str = Field(description="the configuration of all jobs, before overrides")
@@ -105,11 +102,7 @@ class Job:
 
 def read_sweep(path: Path, extra: list[str]) -> tuple[Sweep, list[Job]]:
     """The sweep and its jobs with checked configurations; InputError for the first configuration with a fault."""
-    try:
-        sweep = Sweep.model_validate(read_file(path))
-    except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        raise InputError(f"{path}: {'.'.join(map(str, fault['loc']))}: {fault['msg']}") from None
+    sweep = validated(Sweep, read_file(path), path)
     if repeated := sorted({seed for seed in sweep.seeds if sweep.seeds.count(seed) > 1}):
         raise InputError(f"{path}: seeds: {repeated[0]} is given twice; needed: each seed once, a run of its own")
     if len(sweep.seeds) > 1 and not any("{seed}" in text for text in sweep.each_seed):

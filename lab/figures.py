@@ -152,8 +152,7 @@ def source_hash(title: str, groups: dict[str, list[Run]]) -> str:
 def draw_all(wanted: Wanted, results: Path) -> None:
     """Draw the figures that are not up to date, and remove those that are not wanted."""
     index, stale = read_index(results), faults(wanted, results)
-    for name in stale:
-        index.pop(name, None)
+    for name in stale - wanted.keys():
         (results / name).unlink(missing_ok=True)
     for name in stale & wanted.keys():
         title, groups = wanted[name]
@@ -164,8 +163,8 @@ def draw_all(wanted: Wanted, results: Path) -> None:
         (results / name).parent.mkdir(exist_ok=True)
         write_atomically(results / name, picture.getvalue())
     drawn = {name: sha256_file(results / name) for name in sorted(wanted)}
-    fresh = {name: index[name] for name in index if name not in wanted} | drawn
-    if fresh != read_index(results):
+    fresh = {name: index[name] for name in index if not FIGURE.fullmatch(name)} | drawn
+    if fresh != index:
         write_index(results, fresh)
 
 

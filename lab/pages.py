@@ -11,12 +11,12 @@ import difflib
 import statistics
 from pathlib import Path
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from input_files import InputError, read_file, read_text
 from lab import comparisons, figures, store
 from lab.comparisons import Comparison
-from lab.records import Evaluation, Part, Run, first_fault
+from lab.records import Evaluation, Part, Run, validated
 from run_record import write_atomically
 
 BEGIN = "<!-- report.py build writes the text below: edit results/plan.yaml, or the text outside of the two markers -->"
@@ -62,10 +62,7 @@ class Plan(Part):
 def read_plan(results: Path) -> Plan:
     """The plan of a folder of records; empty when there is no plan.yaml."""
     path = results / "plan.yaml"
-    try:
-        return Plan.model_validate(read_file(path) if path.exists() else {})
-    except ValidationError as error:
-        raise InputError(f"{path}: {first_fault(error)}") from None
+    return validated(Plan, read_file(path) if path.exists() else {}, path)
 
 
 def table(rows: list[dict[str, str]]) -> str:
@@ -84,7 +81,11 @@ def points(low: float, high: float) -> str:
 
 def results_page(groups: dict[str, list[Run]], plan: Plan, results: Path) -> str:
     """The generated part of RESULTS.md."""
-    ready = {planned: _compared(planned, groups) for planned in plan.comparisons if {*planned.names} <= groups.keys()}
+    ready = {
+        planned: comparisons.compare({name: groups[name] for name in planned.names}, planned.kind)
+        for planned in plan.comparisons
+        if {*planned.names} <= groups.keys()
+    }
     findings = [finding(planned, found) for planned, found in ready.items()]
     parts = ["## Findings"]
     if ready:
@@ -101,10 +102,6 @@ def results_page(groups: dict[str, list[Run]], plan: Plan, results: Path) -> str
     shown = {script: each for script, each in measured.items() if plan.benchmarks is None or script in plan.benchmarks}
     parts += ["## Benchmarks", benchmark_tables(shown, "results/benchmarks"), "## Not run yet", not_run(plan, groups)]
     return "\n\n".join(parts)
-
-
-def _compared(planned: Planned, groups: dict[str, list[Run]]) -> list[Comparison]:
-    return comparisons.compare({name: groups[name] for name in planned.names}, planned.kind)
 
 
 def training(name: str, runs: list[Run]) -> str:

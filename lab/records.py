@@ -12,7 +12,7 @@ import statistics
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -28,6 +28,7 @@ LARGEST_MIB = 50  # of a run's files, and of the steps of a record
 ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,149}"
 GOLD, MARKS = "eval/gold", {"greedy": "eval/greedy_right", "sampled": "eval/sampled_right"}
 RIGHT, WRONG = "+", "-"
+Content = TypeVar("Content", bound=BaseModel)
 
 
 class Part(BaseModel):
@@ -288,6 +289,14 @@ def from_run(folder: Path, record_id: str) -> Run:
         raise InputError(f"{folder}: no record: {error} is missing") from None
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:  # valid checksums of invalid content
         raise InputError(f"{folder}: no record: a file of it holds something else than a run writes: {error}") from None
+
+
+def validated(model: type[Content], content: Any, where: Path) -> Content:
+    """``content`` of the file ``where`` as a pydantic model; InputError that names the first fault."""
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        raise InputError(f"{where}: {first_fault(error)}") from None
 
 
 def first_fault(error: ValidationError) -> str:

@@ -20,11 +20,11 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from config import MAY_CHANGE, flatten
 from input_files import InputError, finish_folder, fresh_folder, read_bytes, read_object, read_text, shown
-from lab.records import ID, LARGEST_MIB, Part, Record, Run, first_fault, from_run, summary
+from lab.records import ID, LARGEST_MIB, Part, Record, Run, from_run, summary, validated
 from run_record import RECORDED, sha256_file, write_atomically
 
 RECORD, STEPS = "record.json", "steps.jsonl.gz"
@@ -66,13 +66,10 @@ def load_run(results: Path, record_id: str) -> Run:
     if not re.fullmatch(ID, record_id) or not (folder / RECORD).exists():
         there = sorted({name.split("/")[0] for name in read_index(results) if name.endswith(RECORD)})
         raise InputError(f"{folder / RECORD}: no such record; there are: {', '.join(there) or 'none'}")
+    record = validated(Record, read_object(folder / RECORD), folder / RECORD)
     try:
-        record = Record.model_validate_json(read_text(folder / RECORD))
         with gzip.open(io.BytesIO(read_bytes(folder / STEPS))) as file:
-            text = file.read(LARGEST_MIB * 2**20)
-        rows = [json.loads(line) for line in text.splitlines()]
-    except ValidationError as error:
-        raise InputError(f"{folder / RECORD}: {first_fault(error)}") from None
+            rows = [json.loads(line) for line in file.read(LARGEST_MIB * 2**20).splitlines()]
     except (ValueError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(f"{folder / STEPS}: cannot be read: {error}; needed: what report.py add writes") from None
     return Run(record, rows)
@@ -88,22 +85,12 @@ def load_groups(results: Path) -> dict[str, list[Run]]:
     return groups
 
 
-def load_benchmark(path: Path) -> Benchmark:
-    """InputError unless ``path`` is a file that a benchmark wrote."""
-    try:
-        return Benchmark.model_validate_json(read_text(path))
-    except FileNotFoundError:
-        raise InputError(f"{path}: missing; needed: a file that a benchmark wrote") from None
-    except ValidationError as error:
-        raise InputError(f"{path}: {first_fault(error)}; needed: a file that a benchmark wrote") from None
-
-
 def benchmarks_by_script(results: Path) -> dict[str, dict[str, Benchmark]]:
     """Name of the script -> id -> what it measured, the newest last."""
     found: dict[str, dict[str, Benchmark]] = {}
     for name in read_index(results):
         if name.startswith("benchmarks/"):
-            benchmark = load_benchmark(results / name)
+            benchmark = validated(Benchmark, read_object(results / name), results / name)
             script = re.search(r"(\w+)\.py", benchmark.command)
             found.setdefault(script[1] if script else Path(name).stem, {})[Path(name).stem] = benchmark
     return dict(sorted(found.items()))
@@ -187,12 +174,8 @@ def add_benchmark(path: Path, results: Path, name: str = "") -> Path:
     The name is the file's own by default, with a number from the second measurement on. InputError for a tree that was
     not clean, a file that is there already, a name that exists or is unusable, and a private path.
     """
-    found, folder, index, checksum = (
-        load_benchmark(path),
-        results / "benchmarks",
-        read_index(results),
-        sha256_file(path),
-    )
+    found = validated(Benchmark, read_object(path), path)
+    folder, index, checksum = results / "benchmarks", read_index(results), sha256_file(path)
     if kept := next((kept for kept, known in index.items() if known == checksum), None):
         raise InputError(f"{path}: is {results / kept} already; needed: another measurement")
     names = [name] if name else itertools.chain([path.stem], (f"{path.stem}-{n}" for n in itertools.count(2)))
@@ -222,6 +205,8 @@ def check(results: Path) -> list[str]:
     }
     faults = [f"{results / name}: was deleted" for name in sorted(index.keys() - present)]
     for name in sorted(present - {"benchmarks/README.md"}):
+        if name.endswith("/report.html"):  # report.py html writes it there
+            continue
         if name not in index:
             faults.append(f"{results / name}: not in index.json; needed: report.py add")
         elif sha256_file(results / name) != index[name]:
@@ -260,7 +245,7 @@ def history(results: Path) -> tuple[list[str], str]:
             faults.append(f"{results / name}: changed or deleted by {where}; records are never replaced")
     number = sum(line.startswith("commit ") for line in listed.splitlines())
     shallow = _git(results, "rev-parse", "--is-shallow-repository").strip() == "true"
-    return faults, f"compared with {number} commits{' of a shallow clone, not with the older ones' if shallow else ''}"
+    return faults, f"commits compared: {number}{', a shallow clone has no older ones' if shallow else ''}"
 
 
 def _git(folder: Path, *arguments: str) -> str:

@@ -257,7 +257,7 @@ def reseal(results: Path) -> None:
 
 
 def test_added_records_agree_with_the_history(repository: Path) -> None:
-    assert store.history(repository) == ([], "compared with 3 commits")
+    assert store.history(repository) == ([], "commits compared: 3")
     assert store.history(repository.parent)[1] == "no git history to compare with"
 
 
@@ -274,11 +274,11 @@ def test_a_record_that_was_changed_after_it_was_added_is_found(repository: Path,
 def test_the_one_announced_conversion_is_accepted_and_no_later_change(repository: Path) -> None:
     reseal(repository)
     commit(repository, "Convert the records to two files each")
-    assert store.history(repository) == ([], "compared with 0 commits")
+    assert store.history(repository) == ([], "commits compared: 0")
     reseal(repository)
     commit(repository, "Convert the records once more")
     (found,), compared = store.history(repository)
-    assert "base-seed3/record.json" in found and compared == "compared with 1 commits"
+    assert "base-seed3/record.json" in found and compared == "commits compared: 1"
 
 
 def test_a_merge_may_bring_records_and_may_not_change_them(repository: Path) -> None:
@@ -305,7 +305,7 @@ def test_a_merge_may_bring_records_and_may_not_change_them(repository: Path) -> 
 def test_a_shallow_clone_is_compared_as_far_as_it_reaches(repository: Path, tmp_path: Path) -> None:
     git(tmp_path, "clone", "-q", "--depth", "2", repository.as_uri(), "clone")
     faults, compared = store.history(tmp_path / "clone")
-    assert faults == [] and compared == "compared with 2 commits of a shallow clone, not with the older ones"
+    assert faults == [] and compared == "commits compared: 2, a shallow clone has no older ones"
 
 
 def test_the_schema_refuses_what_it_does_not_know(run: Path, results: Path) -> None:

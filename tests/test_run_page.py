@@ -180,6 +180,8 @@ def test_a_record_has_the_page_of_its_run(run: Path, tmp_path: Path) -> None:
     text = run_page.page(store.add_run(run, tmp_path / "results"))
     assert "arithmetic accuracy 30.0 %" in text and "prompts_per_step: 32" in text and "torchrun --nnodes=1" in text
     assert len(re.findall("<i ", text)) == 40 and "&lt;low&gt;" in text and "Slowest steps" in text
+    assert report.main(["html", str(tmp_path / "results" / "base-seed0")]) == 0  # its page may lie beside the record
+    assert store.check(tmp_path / "results") == []
 
 
 def test_the_command_writes_the_page_beside_the_run(run: Path, tmp_path: Path) -> None:
