@@ -149,7 +149,10 @@ def merged(folder: Path) -> list[dict[str, Any]]:
     """
     rows: dict[int, dict[str, Any]] = {}
     for name in ("metrics.jsonl", "timing.jsonl", "eval.jsonl"):
-        for line in read_lines(folder / name):
+        lines = read_lines(folder / name)
+        if any(a["step"] >= b["step"] for a, b in itertools.pairwise(lines)):
+            raise InputError(f"{folder / name}: found steps twice or out of order; needed: one line each, in order")
+        for line in lines:
             rows.setdefault(line["step"], {}).update(line)
     outcomes, path = read_lines(folder / "eval_outcomes.jsonl"), folder / "eval_outcomes.jsonl"
     for step, lines in itertools.groupby(outcomes, key=lambda line: line["step"]):
@@ -158,8 +161,11 @@ def merged(folder: Path) -> list[dict[str, Any]]:
             row[GOLD] = [line.get("gold") for line in answers]
         if [line.get("question") for line in answers] != list(range(len(answers))):
             raise InputError(f"{where}: found other questions than 0, 1, 2 and so on; needed: one line per question")
+        sampled = [line.get("sampled") for line in answers]
+        if odd := [each for each in sampled if not isinstance(each, list)]:
+            raise InputError(f"{where}: sampled: found {shown(odd[0])}; needed: a list of scores")
         row[MARKS["greedy"]] = _marks([line.get("greedy") for line in answers], where)
-        row[MARKS["sampled"]] = _marks([score for line in answers for score in line.get("sampled") or ()], where)
+        row[MARKS["sampled"]] = _marks([score for each in sampled for score in each], where)
     for line in read_lines(path := folder / "completions.jsonl"):
         where, answer = f"{path}, step {line['step']}", {k: v for k, v in line.items() if k != "step"}
         for key in ("question", "gold", "completion"):
@@ -170,7 +176,7 @@ def merged(folder: Path) -> list[dict[str, Any]]:
 
 
 def _marks(scores: list[Any], where: str) -> str:
-    """Scores of 1 and 0 as + and -."""
+    """One sign per score: + for 1, - for 0. InputError for other scores."""
     if odd := [score for score in scores if type(score) not in (int, float) or score not in (0, 1)]:
         raise InputError(f"{where}: found the score {shown(odd[0])}; needed: 1 (right) or 0 (wrong)")
     return "".join(RIGHT if score else WRONG for score in scores)
@@ -287,7 +293,12 @@ def from_run(folder: Path, record_id: str) -> Run:
         raise InputError(f"{folder}: no record: {first_fault(error)}") from None
     except KeyError as error:
         raise InputError(f"{folder}: no record: {error} is missing") from None
-    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:  # valid checksums of invalid content
+    except (
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+    ) as error:  # the checksums are right, the content is not
         raise InputError(f"{folder}: no record: a file of it holds something else than a run writes: {error}") from None
 
 

@@ -209,7 +209,11 @@ DAMAGED = {
     "timing.jsonl": ['{"step": 0, "timing/step_s": "1"}'],
     "eval.jsonl": ['{"step": 0, "eval/greedy_accuracy": {}}'],
     "completions.jsonl": ['{"step": 0}', '{"step": 0, "question": 5, "gold": "1", "completion": "", "reward": 0}'],
-    "eval_outcomes.jsonl": ['{"step": 0}', '{"step": 0, "question": "<b>", "greedy": 1, "sampled": []}'],
+    "eval_outcomes.jsonl": [
+        '{"step": 0}',
+        '{"step": 0, "question": "<b>", "greedy": 1, "sampled": []}',
+        '{"step": 0, "question": 0, "gold": "1", "greedy": 1, "sampled": 5}',
+    ],
     "finished.json": ["[]", '{"checks": 5}', '{"result": 5}'],
 }
 
