@@ -1,15 +1,15 @@
-"""Records of runs, and what follows from them: RESULTS.md, comparisons with their uncertainty, repeats.
+"""Records of runs and the reports about them: RESULTS.md, comparisons with intervals, repeats, HTML pages.
 
-    python report.py add out/RUN [--id ID]      keep a finished run as results/ID (its name by default)
-    python report.py add out/bench_step.json    keep what a benchmark stored as results/benchmarks/bench_step.json
-    python report.py build                      write the generated part of RESULTS.md and the figures
-    python report.py --check                    exit 1 if a record was edited or lost, or RESULTS.md is stale
-    python report.py rerun ID [--run]           print what repeats a run (or execute and compare)
-    python report.py compare A B [C ...]        same or different, and why: records, groups of seeds, run folders
-    python report.py plan                       the smallest effect that a design can see, before it is run
-    python report.py html out/RUN               one page about a run, or about a sweep; needs no network
+    python report.py add out/RUN [--id ID]      store a finished run as results/ID (its name by default)
+    python report.py add out/bench_step.json    store a benchmark's file as results/benchmarks/bench_step.json
+    python report.py build                      write RESULTS.md, results/README.md and the figures
+    python report.py --check                    exit 1 if a record was edited or lost, or a page is not up to date
+    python report.py rerun ID [--run]           print the commands that repeat a run (--run: execute and compare)
+    python report.py compare A B [C ...]        compare records, groups of seeds or run folders
+    python report.py plan                       the minimum detectable effect of a design, before it is run
+    python report.py html out/RUN               one page about a run, a record or a sweep; it needs no network
 
-Needs requirements/report.txt only. Exit code 2: input that cannot be used, one line.
+This needs requirements/report.txt only. Exit code 2: input that cannot be used, in one line.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import sys
 from pathlib import Path
 
 from input_files import BAD_INPUT, InputError, refused, shown
-from lab import benchmark_records, comparisons, pages, records, run_page
+from lab import comparisons, pages, run_page, store
 from lab import statistics as paired
+from lab.records import Record
 
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 ROOT = Path(__file__).resolve().parent
@@ -32,38 +33,46 @@ PLANNED |= {"discordant": (1e-6, 1), "seed_spread": (0, 1)}
 
 
 def quoted(text: str) -> str:
-    """``text`` as one word of a shell, which replaces nothing in it but the $HOME that run_record.py has put there."""
+    """``text`` as one word of a shell, in which the shell replaces only the $HOME that run_record.py has written."""
     return '"$HOME"'.join(shlex.quote(part) if part else "" for part in text.split("$HOME")) or "''"
 
 
-def rerun_commands(record: records.Record) -> str:
-    """Shell commands that repeat the run in a folder of its own, beside this checkout.
+def rerun_commands(record: Record) -> str:
+    """Shell commands that repeat the run in a new folder beside this checkout.
 
-    A record may be another person's: what it says is quoted. Raises InputError if its command is not one command.
+    Another person may have written the record, so its texts are quoted. InputError if its command cannot be split.
     """
     try:
         command = " ".join(map(quoted, shlex.split(record.command)))
     except ValueError as error:
-        raise InputError(f"results/{record.id}/command.txt: {record.command!r} is no command line: {error}") from None
-    lines = ["set -euo pipefail", f"git worktree add --detach ../rerun-{record.id} {record.commit}"]
-    lines.append(f"cd ../rerun-{record.id}")
+        raise InputError(
+            f"results/{record.id}/record.json: command: {record.command!r} is no command line: {error}"
+        ) from None
+    lines = [
+        "set -euo pipefail",
+        f"git worktree add --detach ../rerun-{record.id} {record.commit}",
+        f"cd ../rerun-{record.id}",
+    ]
     if "tiny_model" not in record.config:
-        lines.append(f"# put the model into {record.config['model']['path']!r}, and the data where config.yaml says")
-    if record.machine.device == "cpu":
-        lines.append(f"PYTHON={quoted('python' + '.'.join(record.machine.python.split('.')[:2]))} VENV=.venv")
-        lines.append(f"TORCH_INDEX=${{TORCH_INDEX:-{TORCH_INDEX}}}")
-        lines.append("source ./setup_cpu.sh")
-        lines.append("set_up cpu" + " vllm" * (record.config["rollout"]["engine"] == "vllm"))
+        lines.append(f"# put the model into {record.config['model']['path']!r}, and the data where its config says")
+    machine = record.environment
+    if record.device == "cpu":
+        lines += [
+            f"PYTHON={quoted('python' + '.'.join(machine.python.split('.')[:2]))} VENV=.venv",
+            f"TORCH_INDEX=${{TORCH_INDEX:-{TORCH_INDEX}}}",
+            "source ./setup_cpu.sh",
+            "set_up cpu" + " vllm" * (record.config["rollout"]["engine"] == "vllm"),
+        ]
     else:
-        lines.append(f"# install what results/{record.id}/environment.json lists, as {record.machine.device} needs it")
-    variables = {key: value for key, value in record.machine.variables.items() if re.fullmatch(r"OMP_\w+", key)}
-    exports = "".join(f" {key}={quoted(value)}" for key, value in variables.items())
+        lines.append(f"# install the packages of results/{record.id}/record.json, as {record.device} needs them")
+    threads = {key: value for key, value in machine.variables.items() if re.fullmatch(r"OMP_\w+", key)}
+    exports = "".join(f" {key}={quoted(value)}" for key, value in threads.items())
     lines.append(f'PATH="$PWD/.venv/bin:$PATH"{exports} {command}')
     return "\n".join([*lines, f"# is it the same?  python report.py compare {record.id} ../rerun-{record.id}/out/RUN"])
 
 
-def rerun(results: Path, record: records.Record, execute: bool) -> int:
-    """Print the commands; with ``execute``, repeat the run and compare it with its record.  -> exit code"""
+def rerun(results: Path, record: Record, execute: bool) -> int:
+    """Print the commands. With ``execute``, run them and compare the new run with the record.  -> exit code"""
     commands = rerun_commands(record)
     print(commands, flush=True)
     if not execute:
@@ -76,7 +85,7 @@ def rerun(results: Path, record: records.Record, execute: bool) -> int:
 
 
 def compare(results: Path, names: list[str], kind: str | None) -> int:
-    """Byte for byte where two runs must be the same, else with intervals. 1: should be the same and are not."""
+    """Compare a repeat byte for byte, other runs with intervals.  -> exit code; 1: a repeat differs without a reason"""
     groups = {name: comparisons.find(results, name) for name in names}
     if len(groups) < 2:
         raise InputError(f"compare: found {', '.join(names)}; needed: two or more different names")
@@ -87,14 +96,14 @@ def compare(results: Path, names: list[str], kind: str | None) -> int:
         if code or text.startswith("same"):
             return code
     if kind is None:
-        kind = "sampled" if all(one.record.last.sampled for group in groups.values() for one in group) else "greedy"
+        kind = "sampled" if all(run.record.last.sampled for group in groups.values() for run in group) else "greedy"
     for one in comparisons.compare(groups, kind):
         print(comparisons.sentences(one, kind))
     return 0
 
 
 def plan(args: argparse.Namespace) -> int:
-    """The smallest effect that the design finds with 80 % power."""
+    """Print the minimum detectable effect of the design at 80 % power."""
     for option, (low, high) in PLANNED.items():
         if not low <= (value := getattr(args, option)) <= high:
             found = f"--{option.replace('_', '-')}: found {shown(value)}"
@@ -108,33 +117,39 @@ def plan(args: argparse.Namespace) -> int:
         f"finds {100 * size:.1f} points or more with 80 % power"
     )
     if args.seeds < paired.MIN_SEEDS:
-        print(f"these weights only: a method is called better with {paired.MIN_SEEDS} seeds or more")
+        print(f"this is about these weights only: a statement about a method needs {paired.MIN_SEEDS} seeds or more")
     return 0
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="exit 1 if a record or RESULTS.md is not as it should be")
+    parser.add_argument(
+        "--check", action="store_true", help="exit 1 if a record was changed or a page is not up to date"
+    )
     parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder of the records")
     parser.add_argument("--page", type=Path, default=ROOT / "RESULTS.md")
     verbs = parser.add_subparsers(dest="verb")
-    verb = verbs.add_parser("add", help="keep finished runs, or what benchmarks stored")
+    verb = verbs.add_parser("add", help="store finished runs, or files of benchmarks")
     verb.add_argument("runs", nargs="+", type=Path, metavar="out/RUN")
-    verb.add_argument("--id", default="", help="the record's name; the run's by default")
-    verbs.add_parser("build", help="write RESULTS.md and the figures")
-    verb = verbs.add_parser("rerun", help="what repeats a run")
+    verb.add_argument("--id", default="", help="the name of the record; by default the name of the run")
+    verbs.add_parser("build", help="write RESULTS.md, results/README.md and the figures")
+    verb = verbs.add_parser("rerun", help="print the commands that repeat a run")
     verb.add_argument("id")
-    verb.add_argument("--run", action="store_true", help="execute it, and compare with the record")
-    verb = verbs.add_parser("compare", help="same or different, and why")
+    verb.add_argument("--run", action="store_true", help="execute them, and compare with the record")
+    verb = verbs.add_parser("compare", help="compare runs or groups of seeds")
     verb.add_argument("names", nargs="+", metavar="NAME", help="record, group of seeds, or run folder")
-    verb.add_argument("--kind", choices=("sampled", "greedy"), help="which answers; sampled where there are any")
-    verb = verbs.add_parser("plan", help="what a design can see")
+    verb.add_argument(
+        "--kind", choices=("sampled", "greedy"), help="the answers to compare; by default sampled if there are any"
+    )
+    verb = verbs.add_parser("plan", help="the minimum detectable effect of a design")
     verb.add_argument("--questions", type=int, required=True)
     verb.add_argument("--seeds", type=int, required=True)
     verb.add_argument("--discordant", type=float, required=True, help="share of questions answered differently")
-    verb.add_argument("--seed-spread", type=float, default=0.0, help="standard deviation of the true difference")
-    verb.add_argument("--comparisons", type=int, default=1, help="how many will be made (the level is divided by it)")
-    verb = verbs.add_parser("html", help="a page about a run or a sweep")
+    verb.add_argument(
+        "--seed-spread", type=float, default=0.0, help="standard deviation of the true difference over seeds"
+    )
+    verb.add_argument("--comparisons", type=int, default=1, help="number of comparisons (the level is divided by it)")
+    verb = verbs.add_parser("html", help="write a page about a run, a record or a sweep")
     verb.add_argument("folder", type=Path, metavar="out/RUN")
     verb.add_argument("--output", type=Path, help="RUN/report.html by default")
     args = parser.parse_args(arguments)
@@ -145,28 +160,27 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def act(args: argparse.Namespace) -> int:
     if args.check:
-        faults = pages.check(args.results, args.page)
-        print("\n".join(faults) or "records, RESULTS.md and figures agree", file=sys.stderr if faults else sys.stdout)
+        found, compared = store.history(args.results)
+        faults = found + pages.check(args.results, args.page)
+        agree = f"records, pages and figures agree; {compared}"
+        print("\n".join(faults) or agree, file=sys.stderr if faults else sys.stdout)
         return 1 if faults else 0
-    if args.verb == "add":
-        if args.id and len(args.runs) > 1:
-            raise InputError(f"--id: {args.id} for {len(args.runs)} runs; needed: one run, or no --id")
-        for run in args.runs:
-            if run.suffix == ".json":
-                kept = benchmark_records.add(run, args.results, args.id)
-            else:
-                kept = args.results / records.add(run, args.results, args.id).id
-            print(f"{kept}: added; next: python report.py build")
-    elif args.verb == "build":
-        pages.build(args.results, args.page)
-    elif args.verb == "rerun":
-        return rerun(args.results, records.load(args.results, args.id), args.run)
-    elif args.verb == "compare":
+    if args.verb == "rerun":
+        return rerun(args.results, store.load_run(args.results, args.id).record, args.run)
+    if args.verb == "compare":
         return compare(args.results, args.names, args.kind)
-    elif args.verb == "plan":
+    if args.verb == "plan":
         return plan(args)
-    else:
+    if args.verb == "build":
+        pages.build(args.results, args.page)
+    elif args.verb == "html":
         print(run_page.write(args.folder, args.output or args.folder / "report.html"))
+    elif args.id and len(args.runs) > 1:
+        raise InputError(f"--id: {args.id} for {len(args.runs)} runs; needed: one run, or no --id")
+    else:
+        for run in args.runs:
+            add = store.add_benchmark if run.suffix == ".json" else store.add_run
+            print(f"{add(run, args.results, args.id)}: added; next: python report.py build")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Same or different, and why: a repeat against its record byte for byte, variants against each other with intervals.
+"""Same or different: a repeat against its record byte for byte, and variants against each other with intervals.
 
 python report.py compare seed0 out/seed0-20260101-120000     a repeat of a run against its record
 python report.py compare baseline aqn_weak aqn_strong        groups of seeds: each variant against the first
@@ -6,49 +6,39 @@ python report.py compare baseline aqn_weak aqn_strong        groups of seeds: ea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from input_files import InputError
-from lab import records
 from lab import statistics as paired
-from lab.records import Record
-from run_record import read_lines
+from lab.records import GOLD, Record, Run, file_of, from_run, scores
+from lab.store import differing, load_groups
 
 ALPHA = 0.05
-DRAWS = 2000  # of the bootstrap
 
 
-@dataclass(frozen=True)
-class Source:
-    """A record and the folder that holds its files."""
-
-    record: Record
-    folder: Path
-
-
-def find(results: Path, name: str) -> list[Source]:
+def find(results: Path, name: str) -> list[Run]:
     """The record, the group of records, or the run folder that ``name`` names, ordered by seed."""
-    known = records.load_all(results)
-    found = [r for r in known if r.id == name] or [r for r in known if r.group == name]
-    if not found and (Path(name) / "finished.json").exists():
-        return [Source(records.derive(Path(name), Path(name).name), Path(name))]
-    if not found:
-        there = sorted({r.group for r in known} | {r.id for r in known})
-        raise InputError(f"{name}: no record, group or finished run; there are: {', '.join(there) or 'no records'}")
-    return [Source(record, results / record.id) for record in found]
+    groups = load_groups(results)
+    runs = {run.record.id: [run] for group in groups.values() for run in group}
+    if found := runs.get(name) or groups.get(name):
+        return found
+    if (Path(name) / "finished.json").exists():
+        return [from_run(Path(name), Path(name).name)]
+    there = ", ".join(sorted({*groups, *runs})) or "no records"
+    raise InputError(f"{name}: no record, group or finished run; there are: {there}")
 
 
 # -------------------------------------------------------------------------------------------------------- byte for byte
 
 
-def repeat(first: Source, second: Source) -> tuple[str, int] | None:
-    """What two runs of one computation say, and the exit code; None when something allows them to differ.
+def repeat(first: Run, second: Run) -> tuple[str, int] | None:
+    """How a run and its repeat compare, and the exit code; None when another configuration or layout was run.
 
-    On a CPU the same configuration, layout, versions and processor must give the same bytes: anything else is a defect.
+    On a CPU the same configuration, layout, versions and processor must give the same bytes. Anything else is a defect.
     """
     a, b = first.record, second.record
     if a.config_hash != b.config_hash or a.layout != b.layout:
@@ -58,33 +48,34 @@ def repeat(first: Source, second: Source) -> tuple[str, int] | None:
             return f"same: the metrics of all {a.steps} steps and the answers to all questions are byte-identical", 0
         return "different, and it should not be: the metrics are byte-identical, the answers to questions are not", 1
     where = _first_difference(first, second)
-    if excuses := _excuses(a, b):
-        return f"not byte-identical ({where}), as may be: {'; '.join(excuses)}", 0
+    if reasons := _reasons(a, b):
+        return f"not byte-identical ({where}), which is allowed because of: {'; '.join(reasons)}", 0
     return f"different, and it should not be: {where}; configuration, layout, versions and processor are the same", 1
 
 
-def _excuses(a: Record, b: Record) -> list[str]:
-    """What may change the last bits of two runs of one configuration."""
-    found = []
-    if "cpu" not in (a.machine.device, b.machine.device) or a.machine.device != b.machine.device:
-        found.append(f"devices {a.machine.device}, {b.machine.device}: accelerators add in any order")
+def _reasons(a: Record, b: Record) -> list[str]:
+    """Differences that may change the last bits of two runs of one configuration."""
+    machines = []
     for what in ("cpu", "python", "versions", "variables"):
-        old, new = getattr(a.machine, what), getattr(b.machine, what)
-        if old != new:
-            changed = sorted(k for k in {**old, **new} if old.get(k) != new.get(k)) if isinstance(old, dict) else []
-            found.append(f"{what} {', '.join(changed) or f'{old}, {new}'}")
-    if a.commit != b.commit:
-        found.append(f"commits {a.commit[:7]}, {b.commit[:7]}")
-    if a.inputs != b.inputs:
-        found.append("other model or data files")
-    return found
+        old, new = getattr(a.environment, what), getattr(b.environment, what)
+        if isinstance(old, dict):
+            changed = sorted(key for key in {**old, **new} if old.get(key) != new.get(key))
+            machines.append((old != new, f"{what} {', '.join(changed)}"))
+        else:
+            machines.append((old != new, f"{what} {old}, {new}"))
+    reasons = [
+        ({a.device, b.device} != {"cpu"}, f"devices {a.device}, {b.device}: accelerators add in any order"),
+        *machines,
+        (a.commit != b.commit, f"commits {a.commit[:7]}, {b.commit[:7]}"),
+        (a.inputs != b.inputs, "other model or data files"),
+    ]
+    return [text for holds, text in reasons if holds]
 
 
-def _first_difference(first: Source, second: Source) -> str:
-    pairs = zip(*(read_lines(source.folder / "metrics.jsonl") for source in (first, second)), strict=False)
-    for a, b in pairs:
+def _first_difference(first: Run, second: Run) -> str:
+    for a, b in zip(first.rows, second.rows, strict=False):
         for key in {**a, **b}:
-            if a.get(key) != b.get(key):
+            if file_of(key) == "metrics.jsonl" and key != "completions" and a.get(key) != b.get(key):
                 return f"first at step {a['step'] + 1}, {key}: {a.get(key)} and {b.get(key)}"
     return "in how the numbers are written"
 
@@ -104,17 +95,16 @@ class Comparison:
     mean: float
     low: float  # 95 % interval of this comparison alone
     high: float
-    bootstrap_error: float
     error: float
     p: float  # corrected for the number of comparisons
     num_comparisons: int
-    detectable: float  # smallest effect that is found with 80 % power, at the corrected level
+    detectable: float  # minimum detectable effect: 80 % power at the corrected level
     by_seed: list[tuple[int, int, int, float]]  # seed, questions better, worse, p-value of exact McNemar
     notes: list[str]
 
     @property
     def verdict(self) -> str:
-        """In words; a winner only where the corrected p-value and the number of seeds allow one."""
+        """In words. A variant is called better or worse only with a small p-value and with enough seeds."""
         if len(self.seeds) < paired.MIN_SEEDS:
             return f"not decided: {len(self.seeds)} paired seed{'s' * (len(self.seeds) > 1)} of {paired.MIN_SEEDS}"
         if self.p < ALPHA:
@@ -122,88 +112,69 @@ class Comparison:
         return "not different: inside the noise"
 
 
-def scores(source: Source, kind: str, step: int | None = None) -> np.ndarray:
-    """Score of every question after ``step`` steps (the last by default).  -> (n,)"""
-    found = records.outcomes(source.folder, source.record.steps if step is None else step)
-    if kind not in found:
-        raise InputError(f"{source.record.id}: no {kind} answers (eval.samples is 0); there are: greedy")
-    return np.array(found[kind], dtype=float)
+def gain(group: list[Run], kind: str) -> paired.Effect:
+    """Last evaluation minus first, over the seeds and questions of one variant."""
+    return paired.effect(np.stack([scores(run, kind) - scores(run, kind, 0) for run in group]))
 
 
-def gain(group: Sequence[Source], kind: str) -> paired.Effect:
-    """What training did: last evaluation minus first, over the seeds and questions of one variant."""
-    return paired.effect(np.stack([scores(one, kind) - scores(one, kind, 0) for one in group]))
-
-
-def compare(groups: dict[str, list[Source]], kind: str = "sampled") -> list[Comparison]:
-    """Every group against the first, paired by seed and question; p-values corrected by Holm over all of them."""
+def compare(groups: dict[str, list[Run]], kind: str = "sampled") -> list[Comparison]:
+    """Each group against the first, paired by seed and question; p-values corrected by Holm over all of them."""
     (base_name, base), *others = groups.items()
-    drafts = [_draft(base_name, base, name, group, kind, len(others)) for name, group in others]
-    corrected = paired.holm([p for _, p in drafts])
-    return [Comparison(**fields, p=p) for (fields, _), p in zip(drafts, corrected, strict=True)]
-
-
-def _draft(base_name: str, base: list[Source], name: str, group: list[Source], kind: str, m: int):
-    """The fields of a Comparison but the corrected p-value, and the p-value."""
-    by_seed = [{one.record.seed: one for one in side} for side in (base, group)]
-    seeds = sorted(by_seed[0].keys() & by_seed[1].keys())
-    if not seeds:
-        raise InputError(f"{base_name}, {name}: no common seed; needed: runs of both with the same train.seed")
-    pairs = [(by_seed[0][seed], by_seed[1][seed]) for seed in seeds]
-    rows = []
-    for a, b in pairs:
-        _same_questions(a, b)
-        rows.append(scores(b, kind) - scores(a, kind))
-    _same_questions(pairs[0][0], pairs[-1][0])
-    differences = np.stack(rows)  # (S, n)
-    found = paired.effect(differences)
-    low, high = found.interval()
-    error, freedom = float(found.error), float(found.freedom)
-    better, worse = (differences > 0).sum(1), (differences < 0).sum(1)
-    weights = paired.bootstrap_weights(*differences.shape, draws=DRAWS)
-    exact = paired.mcnemar_exact(better, worse)
-    fields = dict(
-        base=base_name,
-        other=name,
-        changed=records.differing(pairs[0][0].record, pairs[0][1].record),
-        seeds=seeds,
-        questions=differences.shape[1],
-        mean=float(found.mean),
-        low=float(low),
-        high=float(high),
-        error=error,
-        bootstrap_error=float(paired.bootstrap_error(differences, weights)),
-        num_comparisons=m,
-        detectable=paired.detectable(error, freedom, ALPHA / m),
-        by_seed=list(zip(seeds, better.tolist(), worse.tolist(), exact.tolist(), strict=True)),
-        notes=_notes(base, group, pairs),
-    )
-    return fields, float(found.p_value())
-
-
-def _same_questions(a: Source, b: Source) -> None:
-    """InputError unless both were asked the same questions: else there is nothing to pair."""
-    gold = [
-        [row["gold"] for row in read_lines(one.folder / "eval_outcomes.jsonl") if row["step"] == one.record.steps]
-        for one in (a, b)
-    ]
-    if gold[0] != gold[1]:
-        raise InputError(
-            f"{a.record.id}, {b.record.id}: other questions ({len(gold[0])} and {len(gold[1])}); needed: the same data "
-            "and eval.num_questions"
+    tables = [paired_differences(base_name, base, name, group, kind) for name, group in others]
+    effects = [paired.effect(differences) for _, differences in tables]
+    corrected = paired.holm([float(effect.p_value()) for effect in effects])
+    found = []
+    for (name, group), (pairs, differences), effect, p in zip(others, tables, effects, corrected, strict=True):
+        low, high = effect.interval()
+        seeds = [a.record.seed for a, _ in pairs]
+        better, worse = (differences > 0).sum(1), (differences < 0).sum(1)
+        exact = paired.mcnemar_exact(better, worse)
+        comparison = Comparison(
+            base=base_name,
+            other=name,
+            changed=differing(pairs[0][0].record, pairs[0][1].record),
+            seeds=seeds,
+            questions=differences.shape[1],
+            mean=float(effect.mean),
+            low=float(low),
+            high=float(high),
+            error=float(effect.error),
+            p=p,
+            num_comparisons=len(others),
+            detectable=paired.detectable(float(effect.error), float(effect.freedom), ALPHA / len(others)),
+            by_seed=list(zip(seeds, better.tolist(), worse.tolist(), exact.tolist(), strict=True)),
+            notes=_notes(base, group, pairs),
         )
+        found.append(comparison)
+    return found
 
 
-def _notes(base: list[Source], group: list[Source], pairs: list[tuple[Source, Source]]) -> list[str]:
-    """What a reader must know of how the pairs were made."""
-    notes = []
-    if unpaired := len(base) + len(group) - 2 * len(pairs):
-        notes.append(f"{unpaired} runs have no partner of the same seed and are left out")
-    if any(a.record.inputs.model != b.record.inputs.model for a, b in pairs):
-        notes.append("the pairs started from other weights")
-    if len({one.record.commit for pair in pairs for one in pair}) > 1:
-        notes.append("the runs are of several commits")
-    return notes
+def paired_differences(
+    base_name: str, base: list[Run], name: str, group: list[Run], kind: str
+) -> tuple[list[tuple[Run, Run]], np.ndarray]:
+    """The pairs of runs with the same seed, and the scores of the second minus those of the first.  -> pairs, (S, n)"""
+    partners = {run.record.seed: run for run in group}
+    pairs = [(run, partners[run.record.seed]) for run in base if run.record.seed in partners]
+    if not pairs:
+        raise InputError(f"{base_name}, {name}: no common seed; needed: runs of both with the same train.seed")
+    first = pairs[0][0]
+    for run in itertools.chain(*pairs):
+        gold, other = (one.rows[0].get(GOLD, []) for one in (first, run))
+        if gold != other:
+            found = f"{first.record.id}, {run.record.id}: other questions ({len(gold)} and {len(other)})"
+            raise InputError(f"{found}; needed: the same data and eval.num_questions")
+    return pairs, np.stack([scores(b, kind) - scores(a, kind) for a, b in pairs])
+
+
+def _notes(base: list[Run], group: list[Run], pairs: list[tuple[Run, Run]]) -> list[str]:
+    """Limits of the comparison that follow from how the pairs were made."""
+    unpaired = len(base) + len(group) - 2 * len(pairs)
+    notes = [
+        (unpaired, f"{unpaired} runs have no partner of the same seed and are left out"),
+        (any(a.record.inputs.model != b.record.inputs.model for a, b in pairs), "the pairs started from other weights"),
+        (len({run.record.commit for pair in pairs for run in pair}) > 1, "the runs are of several commits"),
+    ]
+    return [text for holds, text in notes if holds]
 
 
 def sentences(found: Comparison, kind: str) -> str:
@@ -213,9 +184,9 @@ def sentences(found: Comparison, kind: str) -> str:
         f"{found.other} against {found.base}: {'; '.join(found.changed) or 'same settings'}",
         f"  {kind} accuracy {100 * found.mean:+.1f} points, 95 % interval {100 * found.low:+.1f} to "
         f"{100 * found.high:+.1f} ({s} paired seed{'s' * (s > 1)} x {found.questions:,} questions)",
-        f"  standard error {100 * found.error:.2f} points; two-level bootstrap {100 * found.bootstrap_error:.2f}",
-        f"  {found.verdict}; p = {found.p:.3g}, Holm over {found.num_comparisons}; the design finds "
-        f"{100 * found.detectable:.1f} points or more with 80 % power",
+        f"  standard error {100 * found.error:.2f} points",
+        f"  {found.verdict}; p = {found.p:.3g}, Holm over {found.num_comparisons}; minimum detectable effect "
+        f"{100 * found.detectable:.1f} points with 80 % power",
     ]
     for seed, better, worse, p in found.by_seed:
         lines.append(f"  seed {seed}, these weights only: {better} better, {worse} worse, exact McNemar p = {p:.3g}")

@@ -1,30 +1,140 @@
-"""Learning curves of variants with the spread over their seeds, as PNG in results/figures/.
+"""All plots of the reports: the PNG figures of RESULTS.md, and the curves of the HTML page as SVG.
 
-Pixels depend on the version of matplotlib and its fonts, so a figure is checked by what it was drawn from:
-figures.json holds, for each, the checksums of the runs' metrics and of the picture itself.
+A plot shows each run as a thin line and the running mean over the runs of a variant as a thick line. Evaluations are
+points without a line between them, because nothing was measured there. The pixels of a PNG depend on the version of
+matplotlib and its fonts. So a figure is checked by the data that it was drawn from: its metadata hold their checksum.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
-from io import BytesIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 
-from input_files import InputError, read_object, shown
-from lab.comparisons import Source
-from run_record import read_lines, sha256_file, write_atomically
+from lab.records import Run
+from lab.store import FIGURE, read_index, write_index
+from run_record import sha256_file, write_atomically
 
-PANELS = (  # title, metric, log scale
-    ("Reward (line) and held-out accuracy (points)", "reward/mean", False),
-    ("Log-prob gap, sampler to trainer (nats a token)", "rollout/logp_gap_mean", True),
-    ("AQN sigma", "aqn/sigma", False),
-    ("Entropy (nats a token)", "actor/entropy", False),
-)
+LABELS = {  # metric -> axis label of the figures
+    "reward/mean": "mean reward of a step",
+    "actor/entropy": "entropy, nats per token",
+    "rollout/logp_gap_mean": "log-prob gap, nats per token",
+    "aqn/sigma": "AQN sigma",
+}
+LOGARITHMIC = {"rollout/logp_gap_mean", "actor/kl_loss"}
+SCHEDULES = {"aqn/sigma", "actor/lr"}  # not smoothed: these have no noise
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito
-DRAWING = 1  # raise it when the drawing changes, so that --check asks for new figures
+DRAWING = 2  # raise it when the drawing changes, so that --check asks for new figures
+Curves = dict[str, list[Any]]  # variant -> one pandas.Series per run: step -> value
+Wanted = dict[str, tuple[str, dict[str, list[Run]]]]  # file of a figure below results/ -> its title and its variants
+
+
+def curves(groups: dict[str, list[Run]], key: str) -> Curves:
+    """The values of one column of the steps; runs in which all are missing or 0 are left out."""
+    found = {name: [run.steps[key].dropna() for run in runs if key in run.steps] for name, runs in groups.items()}
+    return {name: runs for name, runs in found.items() if any(run.any() for run in runs)}
+
+
+def panel(axes: Any, key: str, lines: Curves, colors: dict[str, str]) -> None:
+    """Draw one metric: a thin line for each run, and a thick running mean for each variant. Evaluations are points."""
+    import numpy
+    import pandas
+
+    log = key in LOGARITHMIC and any(run.gt(0).any() for runs in lines.values() for run in runs)
+    for name, runs in lines.items():
+        table = pandas.concat(runs, axis=1)
+        table = table.where(table > 0) if log else table
+        mean, color = table.mean(axis=1), colors[name]
+        alone = mean.notna() & mean.shift().isna() & mean.shift(-1).isna()  # a line through one point is invisible
+        if key.startswith("eval/"):
+            alone[:], mean = True, mean[:0]
+        else:
+            axes.plot(table, color=color, lw=0.7, alpha=0.35)
+        window = 1 if key in SCHEDULES else max(1, len(table) // 20)
+        smooth = mean.rolling(window, center=True, min_periods=1).mean().where(mean.notna())
+        axes.plot(table[alone], color=color, marker="o", ms=4, ls="", alpha=0.8)
+        axes.plot(smooth, color=color, lw=2, label=name)
+    if log:  # whole decades, so that noise within one decade does not fill the panel
+        axes.set_yscale("log")
+        low, high = numpy.log10(axes.get_ylim())
+        axes.set_ylim(10 ** numpy.floor(low), 10 ** numpy.ceil(high))
+        axes.yaxis.set_major_formatter(lambda value, place: f"{value:.0e}")
+        axes.yaxis.set_minor_formatter(lambda value, place: "")
+    finish(axes, key)
+    axes.set_xlabel("steps done", fontsize=9)
+    axes.locator_params(axis="x", integer=True)
+
+
+def finish(axes: Any, label: str) -> None:
+    """The style that all panels share."""
+    axes.set_ylabel(label, fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def grid(metrics: dict[str, Curves], names: list[str], title: str = "", more: int = 0) -> tuple[Any, list[Any]]:
+    """A figure with a panel for each metric, a legend above, and room for ``more`` panels.  -> figure, free axes"""
+    import matplotlib.figure
+    import matplotlib.lines
+
+    count = len(metrics) + more
+    columns = 2 if count in (2, 4) else 3
+    rows = -(-count // columns)
+    figure = matplotlib.figure.Figure(figsize=(4 * columns, 2.9 * rows), layout="constrained")
+    places = [figure.add_subplot(rows, columns, place + 1) for place in range(count)]
+    colors = dict(zip(names, itertools.cycle(COLORS), strict=False))
+    for axes, (key, lines) in zip(places, metrics.items(), strict=False):
+        panel(axes, key, lines, colors)
+    if len(names) > 1:
+        handles = [matplotlib.lines.Line2D([], [], color=colors[name], lw=2, label=name) for name in names]
+        figure.legend(
+            handles=handles, loc="outside upper left", ncols=7, frameon=False, fontsize=8, title=title, alignment="left"
+        )
+    return figure, places[len(metrics) :]
+
+
+# --------------------------------------------------------------------------------------------------------- PNG figures
+
+
+def learning_curve(name: str, runs: list[Run]) -> Any:
+    """The training reward of one variant's seeds, with the held-out accuracy of the evaluations."""
+    import matplotlib.figure
+    import matplotlib.ticker
+
+    figure = matplotlib.figure.Figure(figsize=(8, 4.5), layout="constrained")
+    axes, accuracy = figure.subplots(), f"eval/{runs[0].record.last.kind}_accuracy"
+    for key, color in (("reward/mean", COLORS[0]), (accuracy, COLORS[1])):
+        panel(axes, key, curves({name: runs}, key), {name: color})
+    thin, thick, points = axes.lines[0], axes.lines[2 * len(runs)], axes.lines[-2]
+    labels = ["training reward, one seed", "training reward, running mean", "held-out accuracy, one seed"]
+    axes.legend([thin, thick, points], labels, frameon=False, loc="lower right", fontsize=9)
+    axes.set_title(
+        f"Learning curve of {name}: {len(runs)} seeds, {runs[0].record.steps} steps of GRPO", loc="left", fontsize=11
+    )
+    axes.set_ylabel("right answers (sampled)" if "sampled" in accuracy else "right answers", fontsize=9)
+    axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1, decimals=0))
+    axes.set_ylim(0, 1.02)
+    return figure
+
+
+def comparison(title: str, groups: dict[str, list[Run]]) -> Any:
+    """A panel for each metric that has values in one of the variants, and the final accuracy of every seed."""
+    known = {key: lines for key in LABELS if (lines := curves(groups, key))}
+    figure, (axes,) = grid(known, list(groups), title, more=1)
+    for other, key in zip(figure.axes, known, strict=False):
+        other.set_ylabel(LABELS[key], fontsize=9)
+    for place, runs in enumerate(groups.values()):
+        shares = [100 * getattr(run.record.last, run.record.last.kind).accuracy for run in runs]
+        axes.plot([place] * len(runs), shares, color=COLORS[place % len(COLORS)], marker="o", ms=5, ls="", alpha=0.7)
+    axes.set_xticks(range(len(groups)), groups, rotation=20, ha="right")
+    axes.margins(x=0.2)
+    finish(axes, "final accuracy of each seed, %")
+    return figure
 
 
 def slug(title: str) -> str:
@@ -32,105 +142,57 @@ def slug(title: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
-def source_hash(variants: dict[str, list[Source]]) -> str:
-    """What a figure is drawn from: the names, and the checksums of metrics and evaluations."""
-    parts = [
-        [name, [[one.record.files[file] for file in ("metrics.jsonl", "eval.jsonl")] for one in group]]
-        for name, group in variants.items()
-    ]
-    return hashlib.sha256(json.dumps([DRAWING, parts]).encode()).hexdigest()
+def source_hash(title: str, groups: dict[str, list[Run]]) -> str:
+    """Checksum of a figure's data: title, names, and the checksums of metrics and evaluations."""
+    files = ("metrics.jsonl", "eval.jsonl")
+    parts = [[name, [[run.record.files[file] for file in files] for run in runs]] for name, runs in groups.items()]
+    return hashlib.sha256(json.dumps([DRAWING, title, parts]).encode()).hexdigest()
 
 
-def draw(variants: dict[str, list[Source]]) -> bytes:
-    """PNG of four panels: of each variant the mean over its seeds, and the range that they span."""
-    import matplotlib.figure
-    import matplotlib.ticker
-    import numpy
-
-    figure = matplotlib.figure.Figure(figsize=(11, 6.5), layout="constrained")
-    all_axes = figure.subplots(2, 2).flat
-    for axes, (title, key, logarithmic) in zip(all_axes, PANELS, strict=True):
-        shown = False
-        for color, (name, group) in zip(COLORS * len(variants), variants.items(), strict=False):
-            runs = [read_lines(one.folder / "metrics.jsonl") for one in group]
-            length = min(map(len, runs))
-            values = numpy.array([[row.get(key) for row in rows[:length]] for rows in runs], dtype=float)  # (S, steps)
-            if not numpy.isfinite(values).all(1).any():
-                continue
-            shown = True
-            steps = numpy.arange(length)
-            label = f"{name}, {len(group)} seed{'s' * (len(group) > 1)}"
-            axes.fill_between(steps, values.min(0), values.max(0), color=color, alpha=0.2, lw=0)
-            axes.plot(steps, values.mean(0), color=color, lw=1.5, label=label)
-            if key == "reward/mean":
-                for one in group:
-                    axes.plot(*_evaluations(one), color=color, marker="o", ms=4, ls="")
-        if logarithmic and shown:  # whole decades: noise within one should look like noise
-            axes.set_yscale("log")
-            low, high = axes.get_ylim()
-            axes.set_ylim(10 ** numpy.floor(numpy.log10(low)), 10 ** numpy.ceil(numpy.log10(high)))
-        if key == "reward/mean":
-            axes.set_ylim(-0.02, 1.02)
-            axes.legend(fontsize=8, frameon=False, loc="lower right")
-        if not shown:
-            axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center", color="gray")
-        axes.set_title(title, fontsize=10, loc="left")
-        axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
-        axes.set_xlabel("steps done")
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    picture = BytesIO()
-    figure.savefig(picture, format="png", dpi=100, metadata={"Software": None})  # no version, no date
-    return picture.getvalue()
+def draw_all(wanted: Wanted, results: Path) -> None:
+    """Draw the figures that are not up to date, and remove those that are not wanted."""
+    index, stale = read_index(results), faults(wanted, results)
+    for name in stale - wanted.keys():
+        (results / name).unlink(missing_ok=True)
+    for name in stale & wanted.keys():
+        title, groups = wanted[name]
+        figure = comparison(title, groups) if len(groups) > 1 else learning_curve(title, *groups.values())
+        picture = BytesIO()
+        about = {"Software": None, "Description": source_hash(title, groups)}  # no version and no date: the same bytes
+        figure.savefig(picture, format="png", dpi=110, metadata=about)
+        (results / name).parent.mkdir(exist_ok=True)
+        write_atomically(results / name, picture.getvalue())
+    drawn = {name: sha256_file(results / name) for name in sorted(wanted)}
+    fresh = {name: index[name] for name in index if not FIGURE.fullmatch(name)} | drawn
+    if fresh != index:
+        write_index(results, fresh)
 
 
-def _evaluations(one: Source) -> tuple[list[int], list[float]]:
-    kind = "sampled" if one.record.last.sampled else "greedy"
-    rows = read_lines(one.folder / "eval.jsonl")
-    return [row["step"] for row in rows], [row[f"eval/{kind}_accuracy"] for row in rows]
+def faults(wanted: Wanted, results: Path) -> set[str]:
+    """The figures that draw_all() would draw or remove: missing, edited, drawn from other data, or not wanted."""
+    found = {name for name in read_index(results) if FIGURE.fullmatch(name) and name not in wanted}
+    for name, (title, groups) in wanted.items():
+        path, known = results / name, read_index(results).get(name)
+        if (
+            not path.exists()
+            or sha256_file(path) != known
+            or source_hash(title, groups).encode() not in path.read_bytes()
+        ):
+            found.add(name)
+    return found
 
 
-def _known(folder: Path) -> dict[str, dict[str, str]]:
-    path = folder / "figures.json"
-    known = read_object(path) if path.exists() else {}
-    for name, about in known.items():  # draw_all removes the figures of this list that nothing asks for
-        if not re.fullmatch(r"[\w.-]+", name) or not isinstance(about, dict) or len(about) != 2:
-            raise InputError(f"{path}: found {shown(name)}; needed: what report.py build writes")
-    return known
+# ----------------------------------------------------------------------------------------------------- the HTML page
 
 
-def draw_all(wanted: dict[str, dict[str, list[Source]]], folder: Path) -> None:
-    """Draw what is not up to date, and remove what nothing asks for any more."""
-    stale, known = set(check_each(wanted, folder)), _known(folder)
-    if not wanted and not known:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in known.keys() - wanted.keys():
-        (folder / f"{name}.png").unlink(missing_ok=True)
-    index: dict[str, Any] = {name: known[name] for name in wanted.keys() - stale}
-    for name in sorted(stale & wanted.keys()):
-        write_atomically(folder / f"{name}.png", draw(wanted[name]))
-        index[name] = {"drawn_from": source_hash(wanted[name]), "sha256": sha256_file(folder / f"{name}.png")}
-    write_atomically(folder / "figures.json", json.dumps(dict(sorted(index.items())), indent=1) + "\n")
+def svg(metrics: dict[str, Curves]) -> str:
+    """One inline SVG with a panel for each metric. It refers to nothing outside of itself."""
+    import matplotlib
 
-
-def check_each(wanted: dict[str, dict[str, list[Source]]], folder: Path) -> dict[str, str]:
-    """Figure -> what is wrong with it, for those that are missing, edited, stale, or not asked for."""
-    known, faults = _known(folder), {}
-    for name in sorted(wanted.keys() | known.keys()):
-        path = folder / f"{name}.png"
-        if name not in wanted:
-            faults[name] = "not asked for"
-        elif name not in known or not path.exists():
-            faults[name] = "missing"
-        elif known[name]["drawn_from"] != source_hash(wanted[name]):
-            faults[name] = "stale"
-        elif known[name]["sha256"] != sha256_file(path):
-            faults[name] = "edited"
-    return faults
-
-
-def check(wanted: dict[str, dict[str, list[Source]]], folder: Path) -> list[str]:
-    """A sentence for each figure that is not what ``draw_all`` would leave."""
-    found = check_each(wanted, folder).items()
-    return [f"{folder / name}.png: {fault}; python report.py build" for name, fault in found]
+    names, text = list(dict.fromkeys(name for lines in metrics.values() for name in lines)), StringIO()
+    # Run folders give the names: a "$" in them does not begin a formula. Texts stay texts in the SVG.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "", "text.parse_math": False}):
+        figure, _ = grid(metrics, names)
+        figure.savefig(text, format="svg", metadata={"Creator": None, "Date": None, "Format": None, "Type": None})
+    drawn = text.getvalue()
+    return re.sub(r' xmlns(:\w+)?="[^"]*"', "", drawn[drawn.index("<svg") :]).replace("xlink:href", "href")

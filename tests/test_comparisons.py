@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,19 +11,19 @@ import pytest
 import recorded
 
 from input_files import InputError
-from lab import comparisons, records
+from lab import comparisons, records, store
 
-MakeGroup = Callable[..., list[comparisons.Source]]
+MakeGroup = Callable[..., list[records.Run]]
 
 
 @pytest.fixture
 def make_group(tmp_path: Path) -> MakeGroup:
     """Records of a variant: one run a seed, answers right with chance ``after``."""
 
-    def make(name: str, seeds: int, after: float, **settings: object) -> list[comparisons.Source]:
+    def make(name: str, seeds: int, after: float, **settings: object) -> list[records.Run]:
         for seed in range(seeds):
             run = recorded.make_run(tmp_path / "out", f"{name}-seed{seed}", seed=seed, after=after, **settings)
-            records.add(run, tmp_path / "results")
+            store.add_run(run, tmp_path / "results")
         return comparisons.find(tmp_path / "results", name)
 
     return make
@@ -40,7 +40,7 @@ def pair(tmp_path: Path, change: Callable[[Path], None], **settings: object) -> 
         if name == "second":
             change(run)
             recorded.seal(run)
-        sides.append(comparisons.Source(records.derive(run, name), run))
+        sides.append(records.from_run(run, name))
     return comparisons.repeat(*sides)
 
 
@@ -85,7 +85,7 @@ def test_what_may_change_the_last_bits_is_an_excuse(tmp_path: Path, file: str, o
         rewritten("metrics.jsonl", '"actor/entropy": 0.5', '"actor/entropy": 0.6')(run)
 
     text, code = pair(tmp_path, change)
-    assert code == 0 and "as may be" in text and excuse in text
+    assert code == 0 and "which is allowed because of" in text and excuse in text
 
 
 def test_another_configuration_is_not_a_repeat(tmp_path: Path) -> None:
@@ -101,11 +101,11 @@ def test_a_large_effect_over_five_seeds_is_found(make_group: MakeGroup) -> None:
     (found,) = comparisons.compare({"base": base, "better": better})
     assert found.verdict == "different: better is better" and found.low > 0.15 and found.high < 0.45
     assert found.changed == ["optim.lr: 0.001 -> 0.002"] and found.seeds == [0, 1, 2, 3, 4] and found.questions == 200
-    answers = [[one[side].folder for one in zip(base, better, strict=True)] for side in (0, 1)]
-    means = [np.mean([records.outcomes(folder, 4)["sampled"] for folder in side]) for side in answers]
+    answers = [[records.scores(run, "sampled", 4) for run in side] for side in (base, better)]
+    means = [np.mean(side) for side in answers]
     assert found.mean == pytest.approx(means[1] - means[0])
     for seed, up, down, p in found.by_seed:
-        a, b = (np.array(records.outcomes(side[seed], 4)["sampled"]) for side in answers)
+        a, b = (side[seed] for side in answers)
         assert (up, down) == (int((b > a).sum()), int((b < a).sum())) and 0 <= p < 0.01
     (back,) = comparisons.compare({"better": better, "base": base})
     assert back.verdict == "different: base is worse" and back.mean == pytest.approx(-found.mean)
@@ -141,7 +141,7 @@ def test_other_questions_and_other_seeds_cannot_be_paired(make_group: MakeGroup,
     base = make_group("base", 1, 0.5)
     with pytest.raises(InputError, match="200 and 100"):
         comparisons.compare({"base": base, "less": make_group("less", 1, 0.5, questions=100)})
-    records.add(recorded.make_run(tmp_path / "out", "late-seed9", seed=9), tmp_path / "results")
+    store.add_run(recorded.make_run(tmp_path / "out", "late-seed9", seed=9), tmp_path / "results")
     with pytest.raises(InputError, match="no common seed"):
         comparisons.compare({"base": base, "late": comparisons.find(tmp_path / "results", "late")})
 
@@ -152,12 +152,18 @@ def test_a_name_is_a_record_a_group_or_a_run_folder(make_group: MakeGroup, tmp_p
     assert [one.record.id for one in comparisons.find(results, "base-seed1")] == ["base-seed1"]
     run = tmp_path / "out" / "base-seed0-20300102-030405"
     (found,) = comparisons.find(results, str(run))
-    assert found.folder == run and comparisons.repeat(group[0], found)[1] == 0
+    assert found.record.files == group[0].record.files and comparisons.repeat(group[0], found)[1] == 0
     with pytest.raises(InputError, match="there are: base, base-seed0, base-seed1"):
         comparisons.find(results, "nothing")
 
 
 def test_several_answers_a_question_count_as_their_mean(tmp_path: Path) -> None:
-    row = {"step": 2, "question": 0, "gold": "1", "greedy": 1.0, "sampled": [1.0, 0.0, 0.0, 1.0]}
-    (tmp_path / "eval_outcomes.jsonl").write_text(json.dumps(row) + "\n")
-    assert records.outcomes(tmp_path, 2) == {"greedy": [1.0], "sampled": [0.5]}
+    run = recorded.make_run(tmp_path, "x", questions=2)
+    for name, old, new in (
+        ("eval.jsonl", '"eval/samples": 1', '"eval/samples": 4'),
+        ("eval.jsonl", r'"eval/sampled_accuracy": [\d.]+', '"eval/sampled_accuracy": 0.5'),
+        ("eval_outcomes.jsonl", r'"sampled": \[.*\]', '"sampled": [1.0, 0.0, 0.0, 1.0]'),
+    ):
+        (run / name).write_text(re.sub(old, new, (run / name).read_text()))
+    recorded.seal(run)
+    assert records.scores(records.from_run(run, "x"), "sampled").tolist() == [0.5, 0.5]

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import recorded
 
 import report
 from input_files import InputError
-from lab import pages, records
+from lab import pages, records, store
 
 TEXT = "# Results\n\nWritten by people.\n\n{}\n\n{}\n\nAlso by people.\n"
 
@@ -27,7 +28,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, after, change in (("base", 0.5, ()), ("better", 0.9, ("lora.rank=8",))):
         for seed in range(3):
             made = recorded.make_run(folder / "out", f"{name}-seed{seed}", seed, after, overrides=change)
-            records.add(made, folder / "results")
+            store.add_run(made, folder / "results")
     (folder / "results" / "plan.yaml").write_text(
         "comparisons:\n"
         "- {title: Better or not, base: base, others: [better]}\n"
@@ -36,7 +37,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "- {group: big, what: A big model, command: torchrun big, plan: later}\n"
         "- {group: base, what: The base, command: torchrun base, plan: done}\n"
     )
-    (folder / "RESULTS.md").write_text(TEXT.format(pages.BEGIN, pages.END))
+    for page in ("RESULTS.md", "results/README.md"):
+        (folder / page).write_text(TEXT.format(pages.BEGIN, pages.END))
     pages.build(folder / "results", folder / "RESULTS.md")
     return folder
 
@@ -53,26 +55,53 @@ def run(*arguments: str) -> int:
     return report.main(list(arguments))
 
 
-def test_every_number_of_the_page_is_a_records(places: list[str], tmp_path: Path) -> None:
-    text = (tmp_path / "RESULTS.md").read_text()
-    assert text.startswith("# Results\n\nWritten by people.") and text.endswith("Also by people.\n")
-    for record in records.load_all(tmp_path / "results"):
-        (row,) = re.findall(rf"^\| \[{record.id}\].*$", text, re.M)
+def all_records(results: Path) -> list[records.Record]:
+    return [run.record for runs in store.load_groups(results).values() for run in runs]
+
+
+def test_every_number_of_the_pages_is_a_records(places: list[str], tmp_path: Path) -> None:
+    text, table = ((tmp_path / name).read_text() for name in ("RESULTS.md", "results/README.md"))
+    for page in (text, table):
+        assert page.startswith("# Results\n\nWritten by people.") and page.endswith("Also by people.\n")
+    known = all_records(tmp_path / "results")
+    for record in known:
+        (row,) = re.findall(rf"^\| \[{record.id}\].*$", table, re.M)
         low, high = 100 * record.last.sampled.low, 100 * record.last.sampled.high
         assert f"{100 * record.last.sampled.accuracy:.1f} ({low:.1f}-{high:.1f})" in row
         assert f"`{record.commit[:7]}`" in row and f"{record.seconds_per_step:.2f}" in row
-    assert "different: better is better" in text
+    before, after = (
+        statistics.fmean(100 * getattr(one, when).sampled.accuracy for one in known if one.group == "base")
+        for when in ("first", "last")
+    )
+    assert f"200 held-out questions: {before:.1f} % before and {after:.1f} % after 4 steps (3 seeds)" in text
+    assert "different: better is better" in text and "`better` is better than `base` by " in text
     missing = text.split("## Not run yet")[1]
-    assert "| A big model | `torchrun big` | later |  |  |  |  |" in missing and "missing: absent" in missing
-    assert "The base" not in missing and "No record yet" in text  # nothing on a GPU
-    for figure in ("base", "better", "better-or-not"):
+    assert "| A big model | `torchrun big` | later |" in missing and "missing: absent" in missing
+    assert "The base" not in missing and "No record yet of a run on a GPU or an NPU." in text
+    for figure in ("learning_curve", "better-or-not"):
         assert f"results/figures/{figure}.png" in text
         assert (tmp_path / "results" / "figures" / f"{figure}.png").read_bytes()[1:4] == b"PNG"
 
 
+def test_findings_say_what_was_and_what_was_not_found(tmp_path: Path) -> None:
+    for name, seeds, after in (("base", 3, 0.6), ("same", 3, 0.6), ("few", 2, 0.9)):
+        for seed in range(seeds):
+            change = () if name == "base" else (f"lora.rank={len(name)}",)
+            made = recorded.make_run(tmp_path, f"{name}-seed{seed}", seed, after, overrides=change)
+            store.add_run(made, tmp_path / "results")
+    groups = store.load_groups(tmp_path / "results")
+    planned = pages.Planned(title="Two", base="base", others=("same", "few"))
+    found = pages.comparisons.compare({name: groups[name] for name in planned.names})
+    text = pages.finding(planned, found)
+    assert text.startswith("**Two.** `few`: too few paired seeds to decide.")
+    assert f"for `same` ({100 * found[0].mean:+.1f} points)" in text
+    assert text.endswith(f"The minimum detectable effect is {100 * found[0].detectable:.1f} points.")
+
+
 def test_a_page_without_records_has_no_number(tmp_path: Path) -> None:
     (tmp_path / "RESULTS.md").write_text(TEXT.format(pages.BEGIN, pages.END))
-    assert not re.search(r"\d \||\| \d", pages.page(tmp_path / "results", tmp_path / "RESULTS.md"))
+    pages.build(tmp_path / "results", tmp_path / "RESULTS.md")
+    assert not re.search(r"\d \||\| \d", (tmp_path / "RESULTS.md").read_text())
 
 
 def test_a_benchmark_is_kept_as_it_was_printed(
@@ -95,14 +124,14 @@ def test_a_benchmark_is_kept_as_it_was_printed(
     text = (tmp_path / "RESULTS.md").read_text()
     assert "### bench_step\n\nOurs against theirs. `python benchmarks/bench_step.py`, commit `abababa`" in text
     table = "| case | ratio | bar |\n| --- | --- | --- |\n| small | 0.5123 | 0.7 |\n| large | 12 | 0.7 |"
-    assert table in text and "Before" not in text
+    assert table in text and "Earlier" not in text
     kept = tmp_path / "results" / "benchmarks" / "bench_step.json"
     kept.write_text(kept.read_text().replace("0.51234", "0.41234"))
     assert run(*places, "--check") == 1 and "bench_step.json: edited" in capsys.readouterr().err
     kept.unlink()
     assert run(*places, "--check") == 1 and "was deleted" in capsys.readouterr().err
     kept.with_name("new.json").write_text(stored.read_text())
-    assert run(*places, "--check") == 1 and "not in index.json" in capsys.readouterr().err
+    assert run(*places, "--check") == 1 and "new.json: not in index.json" in capsys.readouterr().err
 
 
 def test_a_page_shows_a_benchmarks_newest_measurement_and_links_those_before(
@@ -124,7 +153,7 @@ def test_a_page_shows_a_benchmarks_newest_measurement_and_links_those_before(
     text = (tmp_path / "RESULTS.md").read_text()
     assert text.count("### bench_step") == 1 and "| small | 0.43 |" in text and "0.61" not in text
     before = "[bench_step](results/benchmarks/bench_step.json) at `aaaaaaa`, "
-    assert f"Before: {before}[bench_step-2](results/benchmarks/bench_step-2.json) at `bbbbbbb`." in text
+    assert f"Earlier: {before}[bench_step-2](results/benchmarks/bench_step-2.json) at `bbbbbbb`." in text
 
 
 def test_layouts_of_one_method_are_compared_step_by_step(tmp_path: Path) -> None:
@@ -137,11 +166,11 @@ def test_layouts_of_one_method_are_compared_step_by_step(tmp_path: Path) -> None
     ):
         for seed in range(3):
             made = recorded.make_run(tmp_path, f"{name}-seed{seed}", seed, luck=luck, overrides=change)
-            records.add(made, tmp_path / "results")
-    groups = pages.grouped(tmp_path / "results")
+            store.add_run(made, tmp_path / "results")
+    groups = store.load_groups(tmp_path / "results")
 
     def first(name: str) -> float:
-        return json.loads((groups[name][0].folder / "metrics.jsonl").read_text().splitlines()[0])["reward/mean"]
+        return groups[name][0].rows[0]["reward/mean"]
 
     text = pages.step_by_step(groups["two"], {name: groups[name] for name in ("one", "four")})
     assert "| one | 0.0e+00 | 0.0e+00 | never, never, never |" in text
@@ -156,8 +185,8 @@ def test_building_twice_changes_nothing(places: list[str], tmp_path: Path) -> No
 
     once = everything()
     assert run(*places, "build") == 0 and everything() == once
-    for figure in (tmp_path / "results" / "figures").iterdir():
-        figure.unlink()
+    for path in (tmp_path / "results" / "figures").iterdir():
+        path.unlink()
     assert run(*places, "build") == 0 and everything() == once  # drawn anew: the same bytes
 
 
@@ -171,17 +200,34 @@ def edit(path: str, old: str, new: str):
 
 
 def another_record(folder: Path) -> None:
-    records.add(recorded.make_run(folder / "more", "new-seed0"), folder / "results")
+    store.add_run(recorded.make_run(folder / "more", "new-seed0"), folder / "results")
+
+
+def redrawn(folder: Path) -> None:
+    """A figure is drawn on, and the data that it was drawn from stay in its metadata."""
+    path = folder / "results/figures/better-or-not.png"
+    path.write_bytes(path.read_bytes() + b"more")
 
 
 FAULTS = {
-    "stale": edit("RESULTS.md", "different: better is better", "different: better is far better"),
+    "RESULTS.md: stale": edit("RESULTS.md", "different: better is better", "different: better is far better"),
+    "README.md: stale": edit("results/README.md", "| base |", "| baste |"),
     "stale: ": another_record,
     "edited": edit("results/better-seed1/record.json", "AMD EPYC", "Apple M9"),
-    "altered": edit("results/better-seed1/eval.jsonl", "0.", "0.9"),
-    "better.png: missing": lambda folder: (folder / "results/figures/better.png").unlink(),
-    "better.png: edited": lambda folder: (folder / "results/figures/better.png").write_bytes(b"\x89PNG"),
+    "better-or-not.png: missing": lambda folder: (folder / "results/figures/better-or-not.png").unlink(),
+    "better-or-not.png: missing, edited": redrawn,
+    "learning_curve.png: missing, edited, stale or not wanted": edit(
+        "results/plan.yaml", "base: base, others: [better]", "base: better, others: [base]"
+    ),
+    "old.png: missing, edited, stale or not wanted": lambda folder: figure(folder, "old"),
 }
+
+
+def figure(folder: Path, name: str) -> None:
+    """A figure that the index names and that no comparison needs."""
+    (folder / f"results/figures/{name}.png").write_bytes(b"\x89PNG")
+    index = json.loads((folder / "results/index.json").read_text())
+    (folder / "results/index.json").write_text(json.dumps(index | {f"figures/{name}.png": "0"}))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -213,8 +259,8 @@ def test_the_repositorys_own_records_and_page_agree() -> None:
 
 
 def test_every_metric_of_a_run_is_in_the_glossary() -> None:
-    """RESULTS.md explains what the source logs; `/name` after another metric stands for the same section's."""
-    glossary = (recorded.ROOT / "RESULTS.md").read_text().split("## Metrics")[1]
+    """docs/metrics.md explains what the source logs; `/name` after another metric belongs to the same section."""
+    glossary = (recorded.ROOT / "docs" / "metrics.md").read_text()
     explained = set()
     for cell in re.findall(r"^\| (`.*?`) \|", glossary, re.M):
         section = ""
@@ -226,6 +272,31 @@ def test_every_metric_of_a_run_is_in_the_glossary() -> None:
     for path in recorded.ROOT.glob("*.py"):
         logged |= set(re.findall(rf'"((?:{sections})/[a-z_]+)"(?: ?:|\] = )', path.read_text()))
     assert len(logged) > 20 and logged <= explained, logged - explained
+
+
+def test_numbers_of_the_written_part_are_those_of_the_records() -> None:
+    """RESULTS.md: what the runs can and cannot say, and what did not work."""
+    text = " ".join((recorded.ROOT / "RESULTS.md").read_text().split(pages.END)[1].split())
+    groups = store.load_groups(recorded.ROOT / "results")
+    made, rollout = (groups["baseline"][0].record.config[section] for section in ("tiny_model", "rollout"))
+    assert f"{made['num_experts']} experts ({made['experts_per_token']} per token)" in text and made["num_layers"] == 2
+    assert f"a hidden size of {made['hidden_size']}" in text and 4 * 16 == made["hidden_size"]  # rank 4: a sixteenth
+    last = groups["baseline"][0].record.last
+    steps = f"{last.step} steps of {rollout['prompts_per_step']} prompts x {rollout['group_size']} completions"
+    assert steps in text and f"The {last.num_questions:,} held-out questions" in text
+    rank_4 = [run.record.last.sampled.accuracy for run in groups["lora_rank_4"]]
+    assert f"one of its five seeds stayed at {100 * min(rank_4):.1f} %" in text and len(rank_4) == 5
+    assert "answers of about 15 tokens" in text
+    quiet, apart = 0, []
+    for run in [run for runs in groups.values() for run in runs]:
+        assert round(run.steps["response_length/mean"].mean()) == 15 or run.record.group == "control"
+        if not run.steps.get("aqn/sigma", run.steps["reward/mean"] * 0).any():
+            quiet, gaps = quiet + 1, run.steps["rollout/logp_gap_max"]
+            apart += [gaps[gaps > 6e-5].tolist()] if (gaps > 6e-5).any() else []
+    assert f"In {len(apart)} of the {quiet} runs without noise, one step has a token" in text
+    assert all(len(gaps) == 1 for gaps in apart) and "differ by 1e-4 to 0.1 nats" in text
+    assert min(apart)[0] >= 1e-4 and round(max(apart)[0], 1) == 0.1
+    assert groups["control"][0].record.config["reward"]["permute"] is True
 
 
 @pytest.mark.parametrize(
@@ -275,7 +346,7 @@ def test_add_names_the_record_and_refuses_in_one_line(tmp_path: Path, capsys: py
 def test_rerun_prints_checkout_installation_and_command(places: list[str], capsys: pytest.CaptureFixture) -> None:
     assert run(*places, "rerun", "base-seed1") == 0
     text = capsys.readouterr().out
-    record = records.load(Path(places[1]), "base-seed1")
+    record = store.load_run(Path(places[1]), "base-seed1").record
     assert f"git worktree add --detach ../rerun-base-seed1 {record.commit}" in text
     assert "set_up cpu\n" in text and text.splitlines()[-2].endswith(f"OMP_NUM_THREADS=1 {record.command}")
     assert subprocess.run(["bash", "-n", "-c", text]).returncode == 0
@@ -283,14 +354,16 @@ def test_rerun_prints_checkout_installation_and_command(places: list[str], capsy
 
 def test_what_a_record_says_is_never_run_as_shell_text(places: list[str], tmp_path: Path) -> None:
     """Each planted text would make the file `ran`, were it not one quoted word."""
-    record = records.load(Path(places[1]), "base-seed1")
+    record = store.load_run(Path(places[1]), "base-seed1").record
     planted = f"$(touch {tmp_path}/ran)`touch {tmp_path}/ran`;touch {tmp_path}/ran\ntouch {tmp_path}/ran #"
     variables = {"OMP_NUM_THREADS": planted, f"OMP_X;touch {tmp_path}/ran;Y": "1"}
-    machine = record.machine.model_copy(update={"variables": variables, "python": f"3.{planted}"})
+    environment = record.environment.model_copy(update={"variables": variables, "python": f"3.{planted}"})
     command = f"echo ran: $HOME/model '$HOME/a b' \\$PATH; touch {tmp_path}/ran"
     config = {key: value for key, value in record.config.items() if key != "tiny_model"}
     config["model"] = record.config["model"] | {"path": planted}
-    text = report.rerun_commands(record.model_copy(update={"machine": machine, "command": command, "config": config}))
+    text = report.rerun_commands(
+        record.model_copy(update={"environment": environment, "command": command, "config": config})
+    )
     last_lines = text[text.index("PYTHON=") :].replace("source ./setup_cpu.sh\nset_up cpu", "")
     done = subprocess.run(
         ["bash", "-c", "set -euo pipefail\n" + text[text.index("# put") : text.index("PYTHON=")] + last_lines],
@@ -298,7 +371,7 @@ def test_what_a_record_says_is_never_run_as_shell_text(places: list[str], tmp_pa
     )  # fmt: skip
     assert not (tmp_path / "ran").exists()
     assert done.stdout == f"ran: /at home/model /at home/a b $PATH; touch {tmp_path}/ran\n", (text, done)
-    with pytest.raises(InputError, match="base-seed1/command.txt: .* is no command line"):
+    with pytest.raises(InputError, match="base-seed1/record.json: command: .* is no command line"):
         report.rerun_commands(record.model_copy(update={"command": "torchrun 'train_grpo.py"}))
 
 
@@ -362,8 +435,7 @@ def test_the_schema_is_documented() -> None:
         "command",
         "seed",
         "inputs",
-        "machine",
-        "layout",
+        "environment",
         "steps",
         "first",
         "last",
@@ -373,9 +445,24 @@ def test_the_schema_is_documented() -> None:
 
 
 def test_only_figures_of_its_own_folder_are_removed(places: list[str], tmp_path: Path, capsys) -> None:
-    """The list of figures may be another person's."""
-    theirs, listed = tmp_path / "theirs.png", tmp_path / "results" / "figures" / "figures.json"
+    """Another person may have written the index."""
+    theirs, index = tmp_path / "theirs.png", tmp_path / "results" / "index.json"
     theirs.write_text("years of work")
-    listed.write_text(json.dumps(json.loads(listed.read_text()) | {"../../theirs": {"drawn_from": "", "sha256": ""}}))
-    assert run(*places, "build") == 2 and "figures.json: found '../../theirs'" in capsys.readouterr().err
+    index.write_text(json.dumps(json.loads(index.read_text()) | {"figures/../../theirs.png": ""}))
+    assert run(*places, "build") == 2 and "index.json: found 'figures/../../theirs.png'" in capsys.readouterr().err
     assert theirs.read_text() == "years of work"
+
+
+def test_a_figure_that_nothing_needs_any_more_is_removed(places: list[str], tmp_path: Path) -> None:
+    figure(tmp_path, "old")
+    assert run(*places, "build") == 0 and run(*places, "--check") == 0
+    assert not (tmp_path / "results/figures/old.png").exists()
+
+
+def test_check_says_what_it_compared(places: list[str], capsys) -> None:
+    assert run(*places, "--check") == 0
+    assert "records, pages and figures agree; no git history to compare with" in capsys.readouterr().out
+
+
+def test_results_is_one_page(project: Path) -> None:
+    assert len((recorded.ROOT / "RESULTS.md").read_text().splitlines()) <= 150

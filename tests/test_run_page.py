@@ -11,12 +11,13 @@ import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pandas
 import pytest
 import recorded
 
 import report
 from input_files import InputError
-from lab import run_page
+from lab import figures, run_page, store
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 VOID = {"meta", "input", "br"}
@@ -72,9 +73,30 @@ def test_the_page_parses_and_refers_to_nothing_outside(run: Path, sweep_folder: 
     for folder in (run, sweep_folder):
         text = run_page.page(folder)
         found = Outline(text)
-        assert found.references == [] and not re.search(r"https?://|url\(|@import|fetch\(|XMLHttp|//\w+\.\w+/", text)
-        for svg in re.findall(r"<svg.*?</svg>", text, re.S):
-            assert ElementTree.fromstring(svg).findall(".//polyline")
+        assert all(
+            reference.startswith("#") for reference in found.references
+        )  # the marks of points, in the page itself
+        assert not re.search(r"https?://|url\((?!#)|@import|fetch\(|XMLHttp|//\w+\.\w+/", text)
+        (svg,) = re.findall(r"<svg.*?</svg>", text, re.S)
+        assert len(axes(svg)) == 9 and set(found.references) <= {f"#{name}" for name in found.ids}
+
+
+def axes(svg: str) -> dict[str, ElementTree.Element]:
+    """Label of the vertical axis -> panel."""
+    panels = [group for group in ElementTree.fromstring(svg).iter("g") if group.get("id", "").startswith("axes_")]
+    return {[text.text for text in panel.iter("text")][-1]: panel for panel in panels}
+
+
+def strokes(panel: ElementTree.Element) -> list[tuple[str, float, list[tuple[float, float]]]]:
+    """Color, width and points of each line of a panel, without its frame, ticks and grid."""
+    found = []
+    for group in panel:
+        path = group.find("path")
+        if path is not None and group.get("id", "").startswith("line2d_") and "stroke:" in path.get("style", ""):
+            color, width = (re.search(rf"{key}: ([^;]+)", path.get("style")) for key in ("stroke", "stroke-width"))
+            numbers = re.findall(r"[ML] ([-\d.]+) ([-\d.]+)", path.get("d") or "")
+            found.append((color[1], float(width[1]) if width else 1.0, [(float(x), float(y)) for x, y in numbers]))
+    return found
 
 
 def test_what_the_policy_wrote_is_text_and_never_markup(run: Path) -> None:
@@ -92,9 +114,9 @@ def test_what_the_policy_wrote_is_text_and_never_markup(run: Path) -> None:
 def test_slowest_longest_checks_questions_and_configuration_are_there(run: Path) -> None:
     text = run_page.page(run)
     slowest = text.split("Slowest steps")[1].split("</table>")[0]
-    assert re.findall(r"<tr><td>(\d+)", slowest) == ["4", "3", "2", "1"]  # 0.5 s + 0.1 s a step
+    assert re.findall(r"<tr>\s*<td>(\d+)", slowest) == ["4", "3", "2", "1"]  # 0.5 s + 0.1 s a step
     longest = text.split("Longest")[1].split("</table>")[0]
-    assert re.findall(r"<tr><td>(\d+)</td><td>(\d+)", longest)[:3] == [("4", "9"), ("3", "8"), ("4", "8")]
+    assert re.findall(r"<tr>\s*<td>(\d+)</td>\s*<td>(\d+)", longest)[:3] == [("4", "9"), ("3", "8"), ("4", "8")]
     cells = text.split("Reward by question")[1]
     outcomes = [json.loads(line) for line in (run / "eval_outcomes.jsonl").read_text().splitlines()]
     assert len(re.findall("<i ", cells)) == len(outcomes) == 40
@@ -105,29 +127,61 @@ def test_slowest_longest_checks_questions_and_configuration_are_there(run: Path)
 
 def test_a_sweep_shows_every_job_and_lays_the_runs_over_each_other(sweep_folder: Path) -> None:
     text = run_page.page(sweep_folder)
-    assert "error: &lt;no&gt;" in text and text.count("base-seed0") > 2
-    reward = next(svg for svg in re.findall(r"<svg.*?</svg>", text) if "reward/mean" in svg)
-    by_name = {name: color for color, name in re.findall(r'stroke="(#\w+)"[^>]*><title>([^<]*)', reward)}
-    assert by_name.keys() == {"base-seed0", "base-seed1", "other-seed0"}
-    assert by_name["base-seed0"] == by_name["base-seed1"] != by_name["other-seed0"]
-    legend = [(by_name["base-seed0"], "base"), (by_name["other-seed0"], "other")]
-    assert re.findall(r'color:(#\w+)">(\w+)<', text) == legend
+    assert "error: &lt;no&gt;" in text and text.count("base-seed0") == 2
+    (svg,) = re.findall(r"<svg.*?</svg>", text, re.S)
+    lines = strokes(axes(svg)["reward/mean"])
+    thin = [color for color, width, _ in lines if width < 1]
+    thick = [color for color, width, _ in lines if width > 1]
+    assert len(thin) == 3 and len(thick) == 2 and thin[0] == thin[1] == thick[0] != thin[2] == thick[1]
+    legend = [text.text for text in ElementTree.fromstring(svg).iter("text")][-2:]
+    assert legend == ["base", "other"]
+
+
+def drawn(values: list[float | None], key: str = "x") -> ElementTree.Element:
+    """The panel of one run with these values."""
+    series = pandas.Series(values, dtype=float)
+    return next(iter(axes(figures.svg({key: {"a": [series]}})).values()))
 
 
 @pytest.mark.parametrize(
-    ("points", "lines", "dots"),
-    [([(0, 1), (1, None), (2, 3), (3, 4)], 2, 1), ([(0, 5), (1, 5)], 1, 0), ([(0, None)], 0, 0), ([], 0, 0)],
+    ("values", "moves", "dots"),
+    [([1, None, 3, 4], 1, 1), ([5, 5], 1, 0), ([None, 2, None], 0, 1), ([None], 0, 0)],
 )
-def test_a_chart_has_gaps_where_nothing_was_measured(points: list, lines: int, dots: int) -> None:
-    svg = run_page.chart("x", [("a", points)])
-    spots = [line.split() for line in re.findall(r'points="([^"]*)"', svg)]
-    assert len(spots) == lines and sum(len(set(line)) == 1 for line in spots) == dots and "nan" not in svg
+def test_a_curve_has_gaps_where_nothing_was_measured(values: list, moves: int, dots: int) -> None:
+    """A line is a pen that moves and draws; a value between two gaps is a dot."""
+    panel = drawn(values)
+    for path in panel.iter("path"):
+        if "stroke-width: 0.7" in path.get("style", ""):
+            assert len(re.findall("M", path.get("d") or "")) == moves + dots
+    marks = [use for group in panel if group.get("id", "").startswith("line2d_") for use in group.iter("use")]
+    assert len(marks) == dots and "nan" not in ElementTree.tostring(panel, "unicode").lower()
 
 
-def test_a_logarithmic_chart_spaces_decades_evenly() -> None:
-    svg = run_page.chart("x", [("a", [(0, 1e-8), (1, 1e-7), (2, 1e-6), (3, 0.0)])], log=True)
-    heights = [float(spot.split(",")[1]) for spot in re.findall(r'points="([^"]*)"', svg)[0].split()]
+def test_a_logarithmic_curve_spaces_decades_evenly_and_has_ticks() -> None:
+    panel = drawn([1e-8, 1e-7, 1e-6, 0.0], "rollout/logp_gap_mean")
+    heights = [y for _, y in strokes(panel)[0][2]]
     assert len(heights) == 3 and heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=0.11)
+    ticks = [text.text for text in panel.iter("text")]
+    assert {"1e-08", "1e-07", "1e-06"} <= set(ticks)
+
+
+def test_a_thick_line_is_the_running_mean_and_evaluations_have_no_line() -> None:
+    noisy = strokes(drawn([0.0, 1.0] * 40))
+    spread = [max(y for _, y in points) - min(y for _, y in points) for _, _, points in noisy]
+    assert len(noisy) == 2 and spread[1] < spread[0] / 2 and noisy[1][1] > noisy[0][1]
+    assert not any(len(points) > 1 for _, _, points in strokes(drawn([0.3, 0.9], "eval/sampled_accuracy")))
+
+
+def test_a_name_is_never_a_formula() -> None:
+    assert "$x^{" in figures.svg({"x": {"$x^{": [pandas.Series([1.0, 2.0])], "b": [pandas.Series([1.0, 2.0])]}})
+
+
+def test_a_record_has_the_page_of_its_run(run: Path, tmp_path: Path) -> None:
+    text = run_page.page(store.add_run(run, tmp_path / "results"))
+    assert "arithmetic accuracy 30.0 %" in text and "prompts_per_step: 32" in text and "torchrun --nnodes=1" in text
+    assert len(re.findall("<i ", text)) == 40 and "&lt;low&gt;" in text and "Slowest steps" in text
+    assert report.main(["html", str(tmp_path / "results" / "base-seed0")]) == 0  # its page may lie beside the record
+    assert store.check(tmp_path / "results") == []
 
 
 def test_the_command_writes_the_page_beside_the_run(run: Path, tmp_path: Path) -> None:
@@ -155,7 +209,11 @@ DAMAGED = {
     "timing.jsonl": ['{"step": 0, "timing/step_s": "1"}'],
     "eval.jsonl": ['{"step": 0, "eval/greedy_accuracy": {}}'],
     "completions.jsonl": ['{"step": 0}', '{"step": 0, "question": 5, "gold": "1", "completion": "", "reward": 0}'],
-    "eval_outcomes.jsonl": ['{"step": 0}', '{"step": 0, "question": "<b>", "greedy": 1, "sampled": []}'],
+    "eval_outcomes.jsonl": [
+        '{"step": 0}',
+        '{"step": 0, "question": "<b>", "greedy": 1, "sampled": []}',
+        '{"step": 0, "question": 0, "gold": "1", "greedy": 1, "sampled": 5}',
+    ],
     "finished.json": ["[]", '{"checks": 5}', '{"result": 5}'],
 }
 

@@ -137,21 +137,3 @@ def test_power_is_what_the_plan_states(spread: float) -> None:
     size = paired.detectable(error, freedom)
     found = paired.effect(outcomes(1000, 5, 500, spread, 0.0, gain=size, seed=3))
     assert np.mean((found.p_value() < 0.05) & (found.mean > 0)) == pytest.approx(0.8, abs=0.06)
-
-
-def test_the_bootstrap_is_unbiased_for_seeds_and_for_questions_and_wide_for_single_answers() -> None:
-    generator = np.random.default_rng(4)
-    weights = paired.bootstrap_weights(5, 300, draws=4000)
-    seeds, questions = generator.normal(size=(5, 1)), generator.normal(size=(1, 300))
-    for differences in (seeds + 0 * questions, 10 * questions + 0 * seeds, seeds + 10 * questions):
-        assert paired.bootstrap_error(differences, weights) == pytest.approx(paired.effect(differences).error, rel=0.05)
-    noise = generator.normal(size=(200, 5, 300))
-    # Three times the variance, less what a draw of one fewer seed, and of repeats, changes.
-    ratio = np.mean(paired.bootstrap_error(noise, weights) ** 2) / np.mean(noise.var((-2, -1)) / 1500)
-    assert 2.8 < ratio < 3.4
-
-
-def test_the_bootstrap_repeats_itself() -> None:
-    differences = outcomes(1, 3, 100, 0.02, 0.0)[0]
-    once, again = (paired.bootstrap_error(differences, paired.bootstrap_weights(3, 100, 200)) for _ in range(2))
-    assert once == again

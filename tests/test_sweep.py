@@ -20,6 +20,7 @@ import training
 import sweep
 from input_files import InputError
 from lab import records
+from run_record import checksums
 
 CONFIG = f"""
 name: unnamed
@@ -122,16 +123,23 @@ def test_variants_of_one_name_are_one_variant_in_all_sweeps() -> None:
 # ---------------------------------------------------------------- who runs when, without processes
 
 
+class Ended:
+    """A process that has ended."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def poll(self) -> int:
+        return self.code
+
+
 class Scripted:
-    """A launcher whose jobs end at once, with the next of the codes written for them."""
+    """Starts jobs that end at once, with the next of the exit codes written for them."""
 
     def __init__(self, codes: dict[str, list[int]], out: Path, day: str) -> None:
-        self.codes, self.out, self.day, self.started, self.over = codes, out, day, [], []
+        self.codes, self.out, self.day, self.started = codes, out, day, []
 
-    def has_room(self) -> bool:
-        return True
-
-    def start(self, job: sweep.Job) -> bool:
+    def start(self, job: sweep.Job) -> Ended:
         self.started.append(job.name)
         code = self.codes.get(job.name, [0]).pop(0)
         if code == 0:
@@ -140,14 +148,7 @@ class Scripted:
             identity = {"name": job.cfg.name, "config_hash": sweep.config_hash(job.cfg)}
             (folder / "run.json").write_text(json.dumps(identity))
             (folder / "finished.json").write_text('{"result": "done"}')
-        self.over.append((job, code))
-        return True
-
-    def ended(self) -> list[tuple[sweep.Job, int]]:
-        found, self.over = self.over, []
-        return found
-
-    def show(self, jobs: list[sweep.Job]) -> None: ...
+        return Ended(code)
 
 
 def run_scripted(
@@ -158,8 +159,36 @@ def run_scripted(
         job.look()
         (tmp_path / f"{job.name}.log").write_text(log)
     launcher = Scripted(codes, tmp_path / "out", day)
-    sweep.run_sweep(read, jobs, launcher, tmp_path, launcher)
+    sweep.run_sweep(read, jobs, launcher.start, len(jobs), tmp_path)
     return launcher, jobs
+
+
+def test_at_most_so_many_jobs_run_in_parallel(write_sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job ends in the second look at it."""
+    most_seen, running = 0, []
+
+    class Slow(Ended):
+        looks = 0
+
+        def poll(self) -> int | None:
+            self.looks += 1
+            if self.looks < 2:
+                return None
+            running.remove(self)
+            return 0
+
+    def start(job: sweep.Job) -> Slow:
+        nonlocal most_seen
+        running.append(Slow(0))
+        most_seen = max(most_seen, len(running))
+        Scripted({}, tmp_path / "out", "02").start(job)
+        (tmp_path / f"{job.name}.log").write_text("")
+        return running[-1]
+
+    monkeypatch.setattr(sweep.time, "sleep", lambda seconds: None)
+    read, jobs = sweep.read_sweep(write_sweep([0, 1, 2], a=variant()), [])
+    sweep.run_sweep(read, jobs, start, 2, tmp_path)
+    assert most_seen == 2 and [job.state for job in jobs] == ["finished"] * 3
 
 
 def test_a_failed_job_is_tried_again_reported_and_does_not_stop_the_others(write_sweep, tmp_path: Path) -> None:
@@ -188,17 +217,10 @@ def test_a_run_of_another_configuration_does_not_count(write_sweep, tmp_path: Pa
     assert changed.started == ["a-seed0"]
 
 
-def test_one_job_makes_the_tiny_model_that_others_wait_for(write_sweep, tmp_path: Path) -> None:
-    _, jobs = sweep.read_sweep(write_sweep([0, 1], a=variant(), b=variant("lora.rank=8")), [])
-    jobs[0].state = "running"
-    assert [sweep._waits_for_model(job, jobs) for job in jobs[1:]] == [True, False, False]
-    (tmp_path / "model0").mkdir()
-    assert not sweep._waits_for_model(jobs[1], jobs)
-
-
 def test_a_job_that_another_process_runs_is_left_alone(write_sweep, tmp_path: Path) -> None:
     with open(tmp_path / "a-seed0.lock", "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        assert sweep.start_job("a-seed0", [], 1, tmp_path) is None
         assert sweep.run_job("a-seed0", [], 1, str(tmp_path)) == sweep.BUSY
     assert (tmp_path / "a-seed0.log").read_text() == ""
 
@@ -225,7 +247,7 @@ def test_an_interrupted_sweep_ends_its_job_and_says_how_to_go_on(
         for number, handler in handlers.items():
             signal.signal(number, handler)
         sleeper.kill()
-    assert sleeper.returncode == -signal.SIGTERM and "the same command goes on" in capsys.readouterr().err
+    assert sleeper.returncode == -signal.SIGTERM and "the same command continues the sweep" in capsys.readouterr().err
     assert json.loads((tmp_path / "out/sweep-trial/sweep.json").read_text())["jobs"]["a-seed0"]["state"] == "running"
 
 
@@ -284,9 +306,9 @@ def test_a_killed_sweep_goes_on_and_repeats_nothing(write_sweep, tmp_path: Path)
         for start_of in (folder, *folder.glob("resume-*")):
             (start_of / "git.json").write_text(json.dumps({"commit": recorded.COMMIT, "dirty": False}))
         finished = json.loads((folder / "finished.json").read_text())
-        sealed = finished["sha256"] | {name: records.checksums(folder)[name] for name in finished["sha256"]}
+        sealed = finished["sha256"] | {name: checksums(folder)[name] for name in finished["sha256"]}
         (folder / "finished.json").write_text(json.dumps(finished | {"sha256": sealed}))
-        assert records.derive(folder, "x").resumed == (folder == torn)
+        assert records.from_run(folder, "x").record.resumed == (folder == torn)
     assert start(path, log, "--local").wait(120) == 0
     assert sorted(out.glob("*-seed*-*")) == folders
 

@@ -10,6 +10,7 @@ from source import ROOT
 
 import run_record
 from config import load_config
+from lab.records import GOLD, MARKS, file_of
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ENVIRONMENT = {
@@ -93,3 +94,21 @@ def seal(folder: Path, checks: dict[str, str] | None = None) -> None:
     """Write finished.json, with the checksums of the files as they are now."""
     done = {"result": "arithmetic accuracy 30.0 % -> 90.0 %", "checks": checks or {}}
     (folder / "finished.json").write_text(json.dumps(done | {"sha256": run_record.checksums(folder)}))
+
+
+def unpacked(rows: list[dict]) -> dict[str, str]:
+    """The files of a run's folder that hold numbers, written again from the rows of its record."""
+    texts = dict.fromkeys(("metrics.jsonl", "timing.jsonl", "eval.jsonl", "eval_outcomes.jsonl"), "")
+    for row in rows:
+        for name in ("metrics.jsonl", "timing.jsonl", "eval.jsonl"):
+            line = {key: row[key] for key in row if file_of(key) == name and key not in ("step", "completions")}
+            texts[name] += run_record.json_line({"step": row["step"], **line}) if line else ""
+        greedy, sampled = (row.get(key, "") for key in MARKS.values())
+        count = len(sampled) // max(len(greedy), 1)
+        for place, answer in enumerate(greedy):
+            samples = [float(mark == "+") for mark in sampled[place * count : (place + 1) * count]]
+            line = {"step": row["step"], "question": place, "gold": rows[0][GOLD][place]}
+            texts["eval_outcomes.jsonl"] += run_record.json_line(
+                line | {"greedy": float(answer == "+"), "sampled": samples}
+            )
+    return texts

@@ -1,0 +1,257 @@
+"""The folder results/: adding runs and benchmarks, reading them, and checking that nothing was changed or lost.
+
+    results/<id>/record.json         what ran, on which machine, by which command, and the main results
+    results/<id>/steps.jsonl.gz      one line per step: metrics, times, evaluations, and which answers were right
+    results/benchmarks/<id>.json     what a script of benchmarks/ measured
+    results/index.json               the sha256 of each of these files, and of the figures
+
+`pandas.read_json("results/<id>/steps.jsonl.gz", lines=True)` reads the steps of a run. This file needs no torch.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import itertools
+import json
+import re
+import subprocess
+import zlib
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from config import MAY_CHANGE, flatten
+from input_files import InputError, finish_folder, fresh_folder, read_bytes, read_object, read_text, shown
+from lab.records import ID, LARGEST_MIB, Part, Record, Run, from_run, summary, validated
+from run_record import RECORDED, sha256_file, write_atomically
+
+RECORD, STEPS = "record.json", "steps.jsonl.gz"
+KEPT = re.compile(rf"(?!figures/|benchmarks/){ID}/({RECORD}|{STEPS})|benchmarks/{ID}\.json")
+FIGURE = re.compile(rf"figures/{ID}\.png")
+RESERVED = {
+    "figures",
+    "benchmarks",
+    "index.json",
+    "plan.yaml",
+    "README.md",
+}  # names in results/ that no record may have
+# Settings that differ between the seeds of one variant, and settings that do not change the result. Runs that differ in
+# any other setting are different variants.
+SEEDS = {"name", "train.seed", "tiny_model.seed"}
+BOOKKEEPING = {key for key in MAY_CHANGE if key.split(".")[0] in ("train", "checks", "device")}
+PRIVATE = re.compile(r"(?<![\w.~}])/(?:[h]ome|[U]sers|[r]oot)/\w")
+CONVERSION = "Convert the records"  # how the subject of the commit begins that brought the records into this format
+
+
+class Benchmark(Part):
+    """A file that benchmarks/cases.py writes."""
+
+    about: str = Field(min_length=1, description="what was measured, a sentence")
+    command: str = Field(min_length=1)
+    commit: str = Field(pattern=r"^[0-9a-f]{40}$")
+    dirty: bool = Field(description="whether the tree had changes that are in no commit")
+    machine: dict[str, Any]
+    table: list[dict[str, str | int | float]] = Field(min_length=1, description="rows of equal keys, as printed")
+    measured: dict[str, Any] = Field(description="the measurements behind the table")
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def load_run(results: Path, record_id: str) -> Run:
+    """One record with its steps; InputError when it is missing or cannot be read."""
+    folder = results / record_id
+    if not re.fullmatch(ID, record_id) or not (folder / RECORD).exists():
+        there = sorted({name.split("/")[0] for name in read_index(results) if name.endswith(RECORD)})
+        raise InputError(f"{folder / RECORD}: no such record; there are: {', '.join(there) or 'none'}")
+    record = validated(Record, read_object(folder / RECORD), folder / RECORD)
+    try:
+        with gzip.open(io.BytesIO(read_bytes(folder / STEPS))) as file:
+            rows = [json.loads(line) for line in file.read(LARGEST_MIB * 2**20).splitlines()]
+    except (ValueError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise InputError(f"{folder / STEPS}: cannot be read: {error}; needed: what report.py add writes") from None
+    return Run(record, rows)
+
+
+def load_groups(results: Path) -> dict[str, list[Run]]:
+    """Variant -> its runs in order of their seeds."""
+    names = [path.parent.name for path in results.glob(f"*/{RECORD}") if path.parent.name[0] != "."]
+    runs = sorted((load_run(results, name) for name in names), key=lambda run: (run.record.seed, run.record.id))
+    groups: dict[str, list[Run]] = {}
+    for run in sorted(runs, key=lambda run: run.record.group):
+        groups.setdefault(run.record.group, []).append(run)
+    return groups
+
+
+def benchmarks_by_script(results: Path) -> dict[str, dict[str, Benchmark]]:
+    """Name of the script -> id -> what it measured, the newest last."""
+    found: dict[str, dict[str, Benchmark]] = {}
+    for name in read_index(results):
+        if name.startswith("benchmarks/"):
+            benchmark = validated(Benchmark, read_object(results / name), results / name)
+            script = re.search(r"(\w+)\.py", benchmark.command)
+            found.setdefault(script[1] if script else Path(name).stem, {})[Path(name).stem] = benchmark
+    return dict(sorted(found.items()))
+
+
+def read_index(results: Path) -> dict[str, str]:
+    """File below results/ -> sha256, in the order of adding; empty when there is no index."""
+    path = results / "index.json"
+    index = read_object(path) if path.exists() else {}
+    if odd := [name for name in index if not KEPT.fullmatch(name) and not FIGURE.fullmatch(name)]:
+        raise InputError(f"{path}: found {shown(odd[0])}; needed: what report.py writes")
+    return index
+
+
+def write_index(results: Path, index: dict[str, str]) -> None:
+    write_atomically(results / "index.json", json.dumps(index, indent=1) + "\n")
+
+
+# -------------------------------------------------------------------------------------------------------------- adding
+
+
+def variant(record: Record) -> dict[str, Any]:
+    """The settings and the number of ranks, which all seeds of a variant share."""
+    dropped = SEEDS | BOOKKEEPING | ({"model.path"} if "tiny_model" in record.config else set())
+    settings = {key: value for key, value in flatten(record.config).items() if key not in dropped}
+    return settings | {"ranks": record.layout["ranks"]}
+
+
+def differing(first: Record, second: Record) -> list[str]:
+    """One "key: value -> value" for each setting in which two variants differ."""
+    a, b = variant(first), variant(second)
+    return [f"{key}: {shown(a.get(key))} -> {shown(b.get(key))}" for key in {**a, **b} if a.get(key) != b.get(key)]
+
+
+def packed(run: Run) -> dict[str, bytes]:
+    """The two files of a record. Of the completions, those of the first and the last step are kept as a sample."""
+    sample, lines = (0, run.record.steps - 1), []
+    for row in run.rows:
+        lines.append({key: row[key] for key in row if key != "completions" or row["step"] in sample})
+    text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+    record = json.dumps(run.record.model_dump(mode="json"), indent=1, allow_nan=False) + "\n"
+    return {RECORD: record.encode(), STEPS: gzip.compress(text.encode(), 9, mtime=0)}  # the same run, the same bytes
+
+
+def add_run(run_dir: Path, results: Path, record_id: str = "") -> Path:
+    """Write the record of a finished run to results/<id>/. A refused run leaves nothing behind.  -> the new folder
+
+    The id is the run's name by default. InputError for a run that may not become a record, for an id that exists, and
+    for a seed of a variant whose other seeds have other settings.
+    """
+    found = {path for pattern in RECORDED for path in run_dir.glob(pattern)}
+    size = sum(path.stat().st_size for path in found if path.is_file()) / 2**20
+    if size > LARGEST_MIB:
+        raise InputError(f"{run_dir}: {size:.0f} MiB of records; at most {LARGEST_MIB}: fewer train.completions_logged")
+    run = from_run(run_dir, record_id or str(read_object(run_dir / "run.json").get("name")))
+    record, target = run.record, results / run.record.id
+    if record.id in RESERVED:
+        raise InputError(f"{record.id}: {target} is for other things than records; needed: another id (--id)")
+    if target.exists():
+        raise InputError(f"{target}: exists; records are never replaced; needed: another id (--id)")
+    files = packed(run)
+    if private := PRIVATE.search(files[RECORD].decode()):
+        raise InputError(f"{run_dir}: {private[0]} is a private path; needed: paths inside the checkout")
+    for other in load_groups(results).get(record.group, []):
+        if changed := differing(other.record, record):
+            raise InputError(f"{record.id}: no seed of {record.group}: {'; '.join(changed)}; needed: another id (--id)")
+        if other.record.seed == record.seed:
+            raise InputError(f"{record.id}: seed {record.seed} of {record.group} is there: {other.record.id}")
+    aside = results / f".adding-{record.id}"
+    fresh_folder(aside)
+    for name, content in files.items():
+        write_atomically(aside / name, content)
+    finish_folder(aside, target)
+    write_index(results, read_index(results) | {f"{record.id}/{name}": sha256_file(target / name) for name in files})
+    return target
+
+
+def add_benchmark(path: Path, results: Path, name: str = "") -> Path:
+    """Copy a benchmark's file to results/benchmarks/<name>.json.  -> the copy
+
+    The name is the file's own by default, with a number from the second measurement on. InputError for a tree that was
+    not clean, a file that is there already, a name that exists or is unusable, and a private path.
+    """
+    found = validated(Benchmark, read_object(path), path)
+    folder, index, checksum = results / "benchmarks", read_index(results), sha256_file(path)
+    if kept := next((kept for kept, known in index.items() if known == checksum), None):
+        raise InputError(f"{path}: is {results / kept} already; needed: another measurement")
+    names = [name] if name else itertools.chain([path.stem], (f"{path.stem}-{n}" for n in itertools.count(2)))
+    target = next(folder / f"{free}.json" for free in names if name or not (folder / f"{free}.json").exists())
+    if not re.fullmatch(ID, target.stem):
+        raise InputError(f"--id: found {target.stem!r}; needed: letters, digits, . _ and -")
+    if found.dirty:
+        raise InputError(f"{path}: measured with changes that are in no commit; needed: git status clean")
+    if target.exists():
+        raise InputError(f"{target}: exists; records are never replaced; needed: another id (--id)")
+    if private := PRIVATE.search(read_text(path)):
+        raise InputError(f"{path}: {private[0]} is a private path; needed: paths inside the checkout")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(target, read_bytes(path))
+    write_index(results, index | {f"benchmarks/{target.name}": checksum})
+    return target
+
+
+# ------------------------------------------------------------------------------------------------------------ checking
+
+
+def check(results: Path) -> list[str]:
+    """One sentence for each record or benchmark that was edited, lost, or added without this file."""
+    index = {name: checksum for name, checksum in read_index(results).items() if KEPT.fullmatch(name)}
+    present = {
+        path.relative_to(results).as_posix() for path in results.glob("[!.]*/*") if path.parent.name != "figures"
+    }
+    faults = [f"{results / name}: was deleted" for name in sorted(index.keys() - present)]
+    for name in sorted(present - {"benchmarks/README.md"}):
+        if name.endswith("/report.html"):  # report.py html writes it there
+            continue
+        if name not in index:
+            faults.append(f"{results / name}: not in index.json; needed: report.py add")
+        elif sha256_file(results / name) != index[name]:
+            faults.append(f"{results / name}: edited: its sha256 is not the one in index.json")
+    for name in [name for name in index if name.endswith(RECORD)] if not faults else ():
+        try:
+            run = load_run(results, Path(name).parent.name)
+            if run.record != run.record.model_copy(update=summary(run.rows, run.record.steps)):
+                faults.append(f"{results / name}: not what {STEPS} says")
+        except (InputError, KeyError, TypeError) as error:
+            faults.append(f"{results / name}: {error}")
+    return faults
+
+
+def history(results: Path) -> tuple[list[str], str]:
+    """Compare the records with the commits of this repository.  -> (one sentence per fault, what was compared)
+
+    A record may be added, and never changed or deleted afterwards, in a commit or in the working tree. The comparison
+    starts at the oldest commit whose subject begins with CONVERSION, which brought all older records into this format.
+    A shallow clone is compared as far as its commits reach.
+    """
+    log = _git(results, "log", "--format=%H %s", "--", ".")
+    if not log:
+        return [], "no git history to compare with"
+    conversions = [line.split()[0] for line in log.splitlines() if line.partition(" ")[2].startswith(CONVERSION)]
+    commits = f"{conversions[-1]}..HEAD" if conversions else "HEAD"
+    changes = ["-c", "--no-renames", "--relative", "--name-status"]  # -c: of a merge, what differs from all its parents
+    listed = _git(results, "log", *changes, "--format=commit %h", commits, "--", ".")
+    unsaved = _git(results, "diff", "HEAD", *changes[1:], "--", ".")
+    faults, where = [], ""
+    for line in [*listed.splitlines(), "the working tree", *unsaved.splitlines()]:
+        status, tab, name = line.rpartition("\t")
+        if not tab:
+            where = line or where
+        elif KEPT.fullmatch(name) and status.strip("A"):
+            faults.append(f"{results / name}: changed or deleted by {where}; records are never replaced")
+    number = sum(line.startswith("commit ") for line in listed.splitlines())
+    shallow = _git(results, "rev-parse", "--is-shallow-repository").strip() == "true"
+    return faults, f"commits compared: {number}{', a shallow clone has no older ones' if shallow else ''}"
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    """Output of git in ``folder``; empty when git, the repository or its first commit is missing."""
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=120)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
