@@ -38,7 +38,7 @@ from input_files import InputError
 from knobs import Config
 from learner import Learner
 from parallel_setup import Parallel
-from plan import memory as memory_plan
+from plan.memory import beside_plan
 from rollout import Rollout
 from tripwires import Heartbeat, Tripwires
 from weight_sync import WeightSync
@@ -214,7 +214,7 @@ class Run:
         self.engine.close()
         if peak:
             place = (self.parallel.world_size, self.parallel.device.type)
-            self.log.say(memory_plan.beside_plan(self.cfg, self.inputs.arch, *place, *peak))
+            self.log.say(beside_plan(self.cfg, self.inputs.arch, *place, *peak))
         summaries = self.log.evaluations()  # none on other ranks than 0
         self.log.finish(evaluate.result_line(summaries[0], summaries[-1], self.cfg.data.source) if summaries else "")
 

@@ -1,9 +1,10 @@
-"""What is wrong with this machine, before a run finds out: CANN, versions, devices, ports, limits, model, data, disk.
+"""Finds what is wrong with this machine before a run starts: CANN, versions, devices, ports, limits, model, data, disk.
 
     python preflight.py --doctor [CONFIG] [section.key=value ...] [--ranks N] [--json]
 
-One line each: ok, warn or fail, what was found, what to do. Exit code 0 without a fail, 1 with one, 2 for a
-configuration that cannot be read. What only an NPU machine has is in doctor_npu.py and doctor_variables.py. No torch.
+Each finding is one line: ok, warn or fail; what was found; what to do. Exit code 0: no fail. 1: a fail. 2: the
+configuration cannot be used. doctor_npu.py and doctor_variables.py hold the checks of an NPU machine. Nothing here
+imports torch.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from config import load_config
 from input_files import BAD_INPUT, MOST_RANKS, SETTINGS_MIB, InputError, read_object, refuse_special, refused
 from knobs import Config
 from plan import doctor_npu, doctor_variables
-from plan.machine import Finding, Machine, fail, memory_findings, ok, warn
+from plan.grid import WHOLE
+from plan.machine import Finding, Machine, fail, memory_finding, ok, warn
+from plan.memory import GIB, lora_parameters
 
-GIB = 2**30
 FILES_WANTED = 32768  # open at once: sockets of the ranks, weight files, shared memory
 
 
@@ -38,7 +40,7 @@ def check_open_files(machine: Machine) -> Finding:
 
 
 def check_shared_memory(machine: Machine) -> Finding:
-    """Processes of one machine hand tensors over in /dev/shm, which a container has 64 MiB of by default."""
+    """The processes of one machine exchange tensors in /dev/shm. A container has only 64 MiB there by default."""
     shm = machine.root / "dev" / "shm"
     if not shm.is_dir() and not (machine.root / "proc").is_dir():
         return ok("/dev/shm", "this system has none and needs none")
@@ -50,55 +52,64 @@ def check_shared_memory(machine: Machine) -> Finding:
 
 
 def check_ram(machine: Machine) -> Finding:
-    """Main memory for the processes themselves and, on a CPU, for the weights: the trainer's and the sampler's."""
+    """Main memory for the processes and, on a CPU, for the weights of the trainer and of the sampler."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB", machine.text("proc/meminfo"), re.M)
     if not found:
         return ok("memory", "not known on this system")
     ranks, available = machine.ranks or 1, int(found[1]) * 1024 / GIB
-    needed = ranks * (0.7 if machine.kind == "cpu" else 2.0)  # measured for a CPU process, 0.65 GiB; guessed for others
+    needed = ranks * (0.7 if machine.kind == "cpu" else 2.0)  # a CPU process had 0.65 GiB; the others are a guess
     if machine.kind == "cpu" and machine.run is not None:
         needed += ranks * 2 * sum(p.stat().st_size for p in Path(machine.run.model.path).glob("*.safetensors")) / GIB
-    if available < needed:
-        todo = "fewer ranks, or a machine with more"
-        return warn("memory", f"{available:.1f} GiB available, {needed:.1f} wanted by {ranks} ranks", todo)
-    return ok("memory", f"{available:.1f} GiB available, {needed:.1f} wanted by {ranks} ranks")
+    said = f"{available:.1f} GiB available, {needed:.1f} wanted by {ranks} ranks"
+    return warn("memory", said, "fewer ranks, or a machine with more") if available < needed else ok("memory", said)
 
 
 # -------------------------------------------------------------------------------------------------------------- cuda
 
 
-def check_cuda(machine: Machine) -> list[Finding]:
-    """Driver, device files, visible devices, and a torch that is built for CUDA."""
+def check_cuda(machine: Machine) -> list[Finding] | Finding:
+    """The driver, the device files, the visible devices, and whether torch is built for CUDA."""
     findings = []
     if not (driver := re.search(r"Kernel Module\s+(\S+)", machine.text("proc/driver/nvidia/version"))):
-        todo = "install the driver; in a container: docker run --gpus all"
-        findings.append(fail("driver", "no /proc/driver/nvidia/version", todo))
+        findings.append(
+            fail(
+                "driver", "no /proc/driver/nvidia/version", "install the driver; in a container: docker run --gpus all"
+            )
+        )
     nodes, shown = machine.device_nodes("nvidia"), machine.env.get("CUDA_VISIBLE_DEVICES")
     count = len(nodes) if shown is None else len([part for part in shown.split(",") if part.strip()])
     if count < (machine.ranks or 1):
-        found = f"{len(nodes)} in /dev, {count} visible, {machine.ranks or 1} wanted"
-        findings.append(fail("devices", found, "unset CUDA_VISIBLE_DEVICES; in a container: docker run --gpus all"))
+        findings.append(
+            fail(
+                "devices",
+                f"{len(nodes)} in /dev, {count} visible, {machine.ranks or 1} wanted",
+                "unset CUDA_VISIBLE_DEVICES; in a container: docker run --gpus all",
+            )
+        )
     version = machine.version("torch")
     if not version or "+cu" not in version:
         findings.append(fail("torch build", f"{version} is not for CUDA", "install torch for CUDA (pytorch.org)"))
-    return findings or [ok("CUDA", f"driver {driver[1]}, {count} devices, torch {version}")]
+    return findings or ok("CUDA", f"driver {driver[1]}, {count} devices, torch {version}")
 
 
-def check_cuda_runtime(machine: Machine) -> list[Finding]:
+def check_cuda_runtime(machine: Machine) -> list[Finding] | Finding:
     if error := machine.accelerator.get("error"):
-        return [fail("CUDA", f"torch cannot open the devices: {error}", "nvidia-smi; a driver new enough for torch?")]
+        return fail("CUDA", f"torch cannot open the devices: {error}", "nvidia-smi; a driver new enough for torch?")
     memory = machine.accelerator["memory"]
     if len(memory) < (machine.ranks or 1):
-        found = f"torch counts {len(memory)} devices, {machine.ranks or 1} wanted"
-        return [fail("CUDA", found, "unset CUDA_VISIBLE_DEVICES; nvidia-smi")]
-    return [ok("NCCL", machine.accelerator["nccl"]), *memory_findings(memory, "nvidia-smi shows whose process it is")]
+        return fail(
+            "CUDA",
+            f"torch counts {len(memory)} devices, {machine.ranks or 1} wanted",
+            "unset CUDA_VISIBLE_DEVICES; nvidia-smi",
+        )
+    return [ok("NCCL", machine.accelerator["nccl"]), memory_finding(memory, "nvidia-smi shows whose process it is")]
 
 
-# --------------------------------------------------------------------------------------------------- this very run
+# ---------------------------------------------------------------------------------------------------- files of the run
 
 
 def check_model_files(machine: Machine) -> Finding:
-    """Every weight file that the index names is there, and as long as its own header says."""
+    """Every weight file that the index names exists, and has the length that its header gives."""
     folder = Path(machine.run.model.path)
     if machine.run.tiny_model is not None and not (folder / "config.json").exists():
         return ok("model", f"{folder} will be made")
@@ -123,7 +134,10 @@ def check_model_files(machine: Machine) -> Finding:
 
 
 def file_fault(path: Path) -> str:
-    """What is wrong with a safetensors file ("" if nothing): 8 bytes of length, that much JSON, then the tensors."""
+    """What is wrong with a safetensors file; "" if nothing is.
+
+    Such a file has 8 bytes that give the length of a JSON header, the header, and the tensors.
+    """
     try:
         size = path.stat().st_size
         refuse_special(path, path.stat().st_mode)
@@ -148,47 +162,30 @@ def check_data_files(machine: Machine) -> Finding:
     for key in keys:
         path = Path(getattr(data, key))
         if not path.is_file() or path.stat().st_size == 0:
-            todo = f"put GSM8K there, as .jsonl or .parquet (docs/npu.md), or data.{key}=FILE"
-            return fail("data", f"data.{key}: {path} is {'empty' if path.is_file() else 'not there'}", todo)
+            return fail(
+                "data",
+                f"data.{key}: {path} is {'empty' if path.is_file() else 'not there'}",
+                f"put GSM8K there, as .jsonl or .parquet (docs/npu.md), or data.{key}=FILE",
+            )
     return ok("data", ", ".join(getattr(data, key) for key in keys) or "generated")
 
 
-def lora_parameters(cfg: Config, arch: hf_config.Architecture) -> int:
-    """Elements of all LoRA factors together: R x (inputs + outputs) for each pair."""
-    rank, expert_rank = cfg.lora.rank, cfg.lora.expert_rank or cfg.lora.rank
-    hidden, heads = arch.hidden_size, arch.num_heads * arch.head_dim
-
-    def mlp(width: int, rank: int) -> dict[str, int]:
-        return {"linear_fc1": rank * (hidden + 2 * width), "linear_fc2": rank * (width + hidden)}
-
-    total = 0
-    for is_moe in arch.moe_layers:
-        sizes = {"linear_qkv": rank * (hidden + arch.qkv_size), "linear_proj": rank * (heads + hidden)}
-        if is_moe:
-            sizes["router"] = rank * (hidden + arch.num_experts)
-            shared = mlp(arch.shared_expert_ffn_size, rank) if arch.shared_expert_ffn_size else {}
-            for key, size in mlp(arch.expert_ffn_size, expert_rank).items():
-                sizes[key] = arch.num_experts * size + shared.get(key, 0)
-        else:
-            sizes |= mlp(arch.dense_ffn_size, rank)
-        total += sum(sizes[target] for target in cfg.lora.targets)
-    return total
-
-
 def check_disk(machine: Machine) -> Finding:
-    """Room for the checkpoints that are kept and the one that is being written: fp32 factors and two moments."""
+    """Disk space for the checkpoints that are kept and the one being written: fp32 factors and two moments."""
     cfg, folder = machine.run, Path(machine.run.train.out_dir)
     free = machine.free_bytes(folder) / GIB
     try:
-        one = 12 * lora_parameters(cfg, hf_config.read(cfg.model.path)) / GIB
+        one = 12 * lora_parameters(hf_config.read(cfg.model.path), cfg.lora, WHOLE) / GIB
         size = f"of {one:.1f}"
-    except InputError:  # the model's own check says what is wrong with it; a tiny model is yet to be made
-        one, size = 0.0, "of a size that the model will tell"
+    except InputError:  # check_model_files reports it; a tiny model does not exist before the run
+        one, size = 0.0, "of unknown size, because the model cannot be read"
     needed = one * (cfg.train.keep_last + 1) + 0.5  # 0.5: logs, completions, evaluations
     found = f"{free:.1f} GiB free for {folder}, {needed:.1f} needed: {cfg.train.keep_last + 1} checkpoints {size}"
-    if free < needed:
-        return fail("disk", found, "train.out_dir=<a larger disk>, or train.keep_last=1")
-    return ok("disk", found)
+    return (
+        fail("disk", found, "train.out_dir=<a larger disk>, or train.keep_last=1")
+        if free < needed
+        else ok("disk", found)
+    )
 
 
 def check_git(machine: Machine) -> Finding:
@@ -196,13 +193,17 @@ def check_git(machine: Machine) -> Finding:
     if code:
         return warn("git", "no git checkout: the run's record cannot name a commit", "git clone the repository")
     if changed := output.splitlines():
-        found = f"{len(changed)} changed or new files, e.g. {changed[0][3:]}"
-        return warn("git", found, "git commit: the run's record keeps tracked changes only as a patch")
+        return warn(
+            "git",
+            f"{len(changed)} changed or new files, e.g. {changed[0][3:]}",
+            "git commit: the run's record keeps tracked changes only as a patch",
+        )
     return ok("git", "clean")
 
 
-# --------------------------------------------------------------------------------------------------------- the doctor
+# ---------------------------------------------------------------------------------------------------------- the checks
 
+# check -> is it quick? A quick check starts no command and loads no library.
 Check = Callable[[Machine], Finding | list[Finding]]
 SYSTEM: dict[Check, bool] = {check_open_files: True, check_shared_memory: False, check_ram: False}
 CUDA: dict[Check, bool] = {check_cuda: True, check_cuda_runtime: False, doctor_npu.check_torch_build: True}
@@ -211,7 +212,7 @@ RUN: dict[Check, bool] = {check_model_files: False, check_data_files: False, che
 
 
 def checks(machine: Machine, quick: bool = False) -> Iterator[Check]:
-    """Those that apply to this kind of machine and, without a configuration, need none."""
+    """The checks for this kind of machine, and with a configuration those of its files."""
     tables = {
         "npu": [doctor_npu.CHECKS, doctor_variables.CHECKS, SYSTEM],
         "cuda": [CUDA, SYSTEM],
@@ -222,7 +223,7 @@ def checks(machine: Machine, quick: bool = False) -> Iterator[Check]:
 
 
 def examine(machine: Machine, quick: bool = False) -> list[Finding]:
-    """What every check that applies says, in their order."""
+    """The findings of all checks, in order."""
     findings: list[Finding] = []
     for check in checks(machine, quick):
         found = check(machine)
@@ -231,36 +232,34 @@ def examine(machine: Machine, quick: bool = False) -> list[Finding]:
 
 
 def quick(cfg: Config) -> None:
-    """At every start of a run, once a machine: print what is not ok and can be seen in milliseconds."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        return
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    for finding in examine(Machine(run=cfg, ranks=ranks), quick=True):
-        if finding.level != "ok":
-            print(finding, file=sys.stderr, flush=True)
+    """Print every finding of the quick checks that is not ok; on one process of each machine, at the start of a run."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        machine = Machine(run=cfg, ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        for finding in examine(machine, quick=True):
+            if finding.level != "ok":
+                print(finding, file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Examine this machine, for the run of a configuration if one is named; --ranks: processes on this machine."""
+    """Examine this machine, and if a configuration is named, for its run."""
     parser = argparse.ArgumentParser(prog="preflight.py --doctor", description=__doc__.split("\n\n")[0])
     parser.add_argument("config", nargs="?", help="YAML file of the run that is meant to go on this machine")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--ranks", type=int, help="processes on this machine")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     args = parser.parse_intermixed_args(arguments)
-    config, overrides, ranks = args.config, args.overrides, args.ranks
     try:
-        cfg = load_config(config, overrides) if config else None
-        if ranks is not None and not 1 <= ranks <= MOST_RANKS:
-            raise InputError(f"--ranks: found {ranks}; needed: a whole number from 1 to {MOST_RANKS}")
+        cfg = load_config(args.config, args.overrides) if args.config else None
+        if args.ranks is not None and not 1 <= args.ranks <= MOST_RANKS:
+            raise InputError(f"--ranks: found {args.ranks}; needed: a whole number from 1 to {MOST_RANKS}")
     except BAD_INPUT as error:
         return refused(error)
-    machine = Machine(run=cfg, ranks=ranks)
+    machine = Machine(run=cfg, ranks=args.ranks)
     findings = examine(machine)
     if args.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1))
     else:
-        count = {level: sum(finding.level == level for finding in findings) for level in ("ok", "warn", "fail")}
         print("\n".join(map(str, findings)))
-        print(f"{machine.kind}: {', '.join(f'{number} {level}' for level, number in count.items())}")
+        levels = [finding.level for finding in findings]
+        print(f"{machine.kind}: {', '.join(f'{levels.count(level)} {level}' for level in ('ok', 'warn', 'fail'))}")
     return int(any(finding.level == "fail" for finding in findings))

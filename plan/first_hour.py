@@ -1,9 +1,10 @@
-"""The first hour on a new machine: five stages from the doctor to three steps of the real run, and one report.
+"""The first hour on a new machine: five stages, from the doctor to three steps of the real run, and one report.
 
     bash first_hour.sh CONFIG [--report FILE] [section.key=value ...]      sets the environment and calls this file
 
 A stage that has passed is not repeated unless the configuration, the number of ranks, the code, the installed packages,
-the variables or the files of model and data have changed since. No torch: every stage is a process of its own.
+the variables or the files of model and data have changed since. Every stage is a separate process. Nothing here imports
+torch.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import uuid
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -34,18 +36,18 @@ from config_rules import check_engine_layout, check_layout
 from input_files import BAD_INPUT, MOST_RANKS, InputError, read_object, refused
 from knobs import Config
 from plan import grid
-from plan.first_hour_stages import ROOT, STAGES, Job, Outcome, Stage, said
+from plan.first_hour_stages import ROOT, STAGES, Job, Outcome, Stage, cause
 from plan.machine import Machine
 from run_record import write_atomically
 
-MINUTES = "5 15 30 30 90"  # a stage may take
-GRACE = 45.0  # seconds: torchrun gives its ranks 30 of them to end
+MINUTES = "5 15 30 30 90"  # limit of each stage
+GRACE = 45.0  # seconds to end after a SIGTERM; torchrun gives its ranks 30 of them
+WAIT = 60  # seconds for the processes of a killed start to end
 WIDTH = 118  # of the report's text
-WAIT = 60.0  # seconds for the processes of a start that was killed
 
 
 class Interrupted(Exception):
-    """Ctrl-C, or a SIGTERM: the stage at work is ended, and comes first next time."""
+    """Ctrl-C or a SIGTERM. The current stage is ended, and is the first one of the next start."""
 
 
 # ------------------------------------------------------------------------------------------------ processes
@@ -54,12 +56,14 @@ class Interrupted(Exception):
 def execute(command: list[str], log: Path, seconds: float, lock: BinaryIO) -> int | None:
     """Exit code of ``command``, which writes to ``log``; None if it took longer than ``seconds`` and was ended.
 
-    It holds ``lock`` as long as it lives, and gets a SIGTERM when this process dies, however it does.
+    The command holds ``lock`` as long as it lives. It gets a SIGTERM when this process dies for any reason.
     """
+    mark = uuid.uuid4().hex  # in the environment, which all processes inherit that the command starts
     with open(log, "wb") as file:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, pass_fds=(lock.fileno(),),
-            start_new_session=True, preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            env=os.environ | {"FIRST_HOUR_STAGE": mark}, start_new_session=True,
+            preexec_fn=_die_with_parent if LIBC else None,
         )  # fmt: skip
         try:
             return process.wait(seconds)
@@ -67,7 +71,7 @@ def execute(command: list[str], log: Path, seconds: float, lock: BinaryIO) -> in
             return None
         finally:
             if process.poll() is None:
-                end(process)
+                end(process, mark)
 
 
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -77,54 +81,52 @@ def _die_with_parent() -> None:
     LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
-def end(process: subprocess.Popen) -> None:
-    """End ``process`` and what it has started: first by asking it, then what is left of them, each by its number."""
-    started = _family(process.pid)
+def end(process: subprocess.Popen, mark: str) -> None:
+    """End ``process`` by a SIGTERM, and every process with ``mark`` in its environment that is left then."""
     process.terminate()
     try:
         process.wait(GRACE)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    for pid, born in started.items():
-        if _processes().get(pid, ("", ""))[1] == born:
-            os.kill(pid, signal.SIGKILL)
-
-
-def _processes() -> dict[int, tuple[str, str]]:
-    """Process -> (parent, start time); a number that is used again has another start. {} where there is no /proc."""
-    found = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for environ in Path("/proc").glob("[0-9]*/environ"):
         try:
-            rest = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended meanwhile
+            if mark.encode() in environ.read_bytes():
+                os.kill(int(environ.parent.name), signal.SIGKILL)
+        except OSError:  # it has ended, or belongs to another user
             continue
-        if rest[0] not in "ZX":
-            found[int(stat.parent.name)] = (rest[1], rest[19])
-    return found
-
-
-def _family(pid: int) -> dict[int, str]:
-    """Start times of the descendants of ``pid``."""
-    processes, known = _processes(), {pid}
-    while born := {p for p, (parent, _) in processes.items() if int(parent) in known} - known:
-        known |= born
-    return {p: processes[p][1] for p in known - {pid}}
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise Interrupted
 
 
-# ------------------------------------------------------------------------------------------------ what has been done
+def hold(folder: Path, report: Path) -> BinaryIO:
+    """Make ``folder`` and lock it. InputError if it cannot be written, or another first hour uses it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        report.parent.mkdir(parents=True, exist_ok=True)
+        if report.exists() and "stages" not in read_object(report):
+            raise InputError(f"{report}: not a report of an earlier first hour; needed: a new file, or one of these")
+        for second in range(WAIT):
+            try:
+                return runlog.lock_run(folder)
+            except BlockingIOError:
+                if second == 0:
+                    print(f"waiting: processes of an earlier start hold {folder}", flush=True)
+                time.sleep(1)
+        raise InputError(f"{folder}: another first hour is at work there; end it first")
+    except OSError as error:
+        raise InputError(f"{error.filename or folder}: {error.strerror}; needed: a place to write") from None
+
+
+# ------------------------------------------------------------------------------------------------ the stages
 
 
 def state(job: Job) -> str:
-    """sha256 (hex) of all that a stage's result depends on."""
-    code = {
-        path.name: run_record.sha256_file(path)
-        for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("*/*.py"), *ROOT.glob("*.sh")])
-    }
+    """sha256 (hex) of everything that the result of a stage depends on."""
+    sources = sorted([*ROOT.glob("*.py"), *ROOT.glob("*/*.py"), *ROOT.glob("*.sh")])
+    code = {str(path.relative_to(ROOT)): run_record.sha256_file(path) for path in sources}
     paths = [Path(job.cfg.data.train_path), Path(job.cfg.data.test_path)] if job.cfg.data.source == "gsm8k" else []
     if job.cfg.tiny_model is None:
         paths += sorted(Path(job.cfg.model.path).glob("*"))
@@ -133,33 +135,21 @@ def state(job: Job) -> str:
     return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
 
 
-def kept(path: Path, now: str) -> dict | None:
-    """The result of a stage that has passed under this very state; None if there is none."""
-    try:
-        result = read_object(path)
-    except InputError:
-        return None
-    return result | {"kept": True} if result.get("state") == now and result.get("status") == "pass" else None
-
-
 def run_stage(stage: Stage, job: Job, seconds: float, lock: BinaryIO) -> dict:
-    """Run ``stage``; what came of it, as the report has it."""
+    """Run ``stage``; its entry in the report."""
     number = [each.name for each in STAGES].index(stage.name) + 1
     log, command = job.folder / f"{number}-{stage.name}.log", stage.command(job)
-    for left in (f"{stage.name}.json", "run" if stage.name == "steps" else "two_layers"):  # of an earlier start
-        path = job.folder / left
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    (job.folder / f"{stage.name}.json").unlink(missing_ok=True)
+    shutil.rmtree(job.folder / ("run" if stage.name == "steps" else "two_layers"), ignore_errors=True)
     begin = time.monotonic()
-    refused = job.plan().reasons if stage.name == "steps" else []
-    code = None if refused else execute(command, log, seconds, lock)
-    if refused:
-        outcome = Outcome(f"preflight.py refuses this run, which was not started: {'; '.join(refused)}")
-    elif code is None:
-        last = said(log, 0).removeprefix("exit code 0: ")
+    if stage.name == "steps" and (reasons := job.verdict().reasons):
+        outcome = Outcome(f"preflight.py refuses this run, which was not started: {'; '.join(reasons)}")
+    elif (code := execute(command, log, seconds, lock)) is None:
+        last = cause(log, 0).removeprefix("exit code 0: ")
         outcome = Outcome(f"ended after {seconds / 60:g} minutes, its limit; in its log: {last}")
     else:
         outcome = stage.outcome(job, log, code)
-        outcome.wrong = outcome.wrong or (said(log, code) if code else "")
+        outcome.wrong = outcome.wrong or (cause(log, code) if code else "")
     return {
         "status": "fail" if outcome.wrong else "pass", "reason": outcome.wrong,
         "seconds": round(time.monotonic() - begin, 1), "lines": outcome.lines, "figures": outcome.figures,
@@ -168,26 +158,37 @@ def run_stage(stage: Stage, job: Job, seconds: float, lock: BinaryIO) -> dict:
 
 
 def run_all(job: Job, minutes: list[float], lock: BinaryIO) -> list[dict]:
-    """The results of all stages, in order; one line on the screen when a stage begins and ends."""
+    """The results of all stages, in order. Prints a line when a stage begins and when it ends."""
     now, results = state(job), []
-    for stage, limit in zip(STAGES, minutes, strict=True):
-        head = {"name": stage.name, "proves": stage.proves, "todo": stage.todo}
-        path = job.folder / f"stage-{stage.name}.json"
+    for number, (stage, limit) in enumerate(zip(STAGES, minutes, strict=True), start=1):
+        path, label = job.folder / f"stage-{stage.name}.json", f"{number}/{len(STAGES)} {stage.name}"
+        earlier = _passed_before(path, now)
         lacking = [r["name"] for r in results if r["name"] in stage.needs and r["status"] != "pass"]
         if lacking:
             reason = f"needs {' and '.join(lacking)}, which {'has' if len(lacking) == 1 else 'have'} not passed"
             result = {"status": "skipped", "reason": reason, "seconds": 0.0, "lines": [], "figures": {}}
-        elif (result := kept(path, now)) is None:
-            print(f"{len(results) + 1}/{len(STAGES)} {stage.name}: at most {limit:g} minutes ...", flush=True)
+        elif earlier:
+            result = earlier | {"kept": True}
+        else:
+            print(f"{label}: at most {limit:g} minutes ...", flush=True)
             result = run_stage(stage, job, limit * 60, lock)
             write_atomically(path, json.dumps(result | {"state": now}, indent=1) + "\n")
-        mark = " (kept from an earlier start)" if result.get("kept") else f" in {result['seconds']:.1f} s"
-        print(f"{len(results) + 1}/{len(STAGES)} {stage.name}: {result['status']}{mark}", flush=True)
-        results.append(head | {key: value for key, value in result.items() if key != "state"})
+        mark = "(kept from an earlier start)" if result.get("kept") else f"in {result['seconds']:.1f} s"
+        print(f"{label}: {result['status']} {mark}", flush=True)
+        results.append({"name": stage.name, "proves": stage.proves, "todo": stage.todo} | result)
     return results
 
 
-# ------------------------------------------------------------------------------------------------ telling
+def _passed_before(path: Path, now: str) -> dict | None:
+    """The stored result of a stage that has passed in this state; None if there is none."""
+    try:
+        result = read_object(path)
+    except InputError:
+        return None
+    return result if result.pop("state", None) == now and result.get("status") == "pass" else None
+
+
+# ------------------------------------------------------------------------------------------------ the report
 
 
 def as_json(job: Job, results: list[dict]) -> dict:
@@ -199,7 +200,7 @@ def as_json(job: Job, results: list[dict]) -> dict:
         "folder": str(job.folder), "commit": git["commit"], "dirty": git["dirty"],
         "when": f"{datetime.now():%Y-%m-%d %H:%M:%S}", "stages": results,
     }  # fmt: skip
-    return json.loads(run_record.json_line(report))  # strict: a figure that is not finite is null
+    return json.loads(run_record.json_line(report))  # strict: a figure that is not finite becomes null
 
 
 def as_text(report: dict, path: Path) -> str:
@@ -207,44 +208,45 @@ def as_text(report: dict, path: Path) -> str:
     commit = f"{report['commit'][:12]}{' with changes' * bool(report['dirty'])}" if report["commit"] else "no git"
     head = f"first hour: {report['config']}, {report['ranks']} ranks on {report['device']}, {report['when']}, {commit}"
     lines = ["", head]
+    names: dict[str, list[str]] = {"pass": [], "fail": [], "skipped": []}
     for number, stage in enumerate(report["stages"], start=1):
+        names[stage["status"]].append(stage["name"])
         again = f"  (kept: passed on {stage['when']}, nothing has changed since)" if stage.get("kept") else ""
-        shown = {"pass": "pass", "fail": "FAIL", "skipped": "skipped"}[stage["status"]]
-        lines += ["", f"{number} {stage['name']:<10} {shown:<8}{stage['seconds']:8.1f} s{again}"]
+        status = stage["status"].replace("fail", "FAIL")
+        lines += ["", f"{number} {stage['name']:<10} {status:<8}{stage['seconds']:8.1f} s{again}"]
         lines += textwrap.wrap(stage["proves"], WIDTH, initial_indent="  ", subsequent_indent="  ")
         lines += [f"    {line}" for line in stage["lines"]]
-        if stage["reason"]:
-            lines.append(f"  {'why:' if stage['status'] == 'fail' else 'because it'} {stage['reason']}")
-        if stage["status"] == "fail":
+        if stage["status"] == "skipped":
+            lines.append(f"  because it {stage['reason']}")
+        elif stage["status"] == "fail":
+            lines.append(f"  why: {stage['reason']}")
             lines += textwrap.wrap(f"do:  {stage['todo']}", WIDTH, initial_indent="  ", subsequent_indent="       ")
             lines += [f"  log: {stage['log']}", f"  by hand: {stage['command']}"]
-    names = {s: ", ".join(r["name"] for r in report["stages"] if r["status"] == s) for s in ("fail", "skipped")}
-    failed, skipped = f"failed: {names['fail']}", f"; skipped: {names['skipped']}" * bool(names["skipped"])
-    verdict = "all passed" if report["passed"] else failed + skipped
-    lines += [
+    skipped = f"; skipped: {', '.join(names['skipped'])}" if names["skipped"] else ""
+    verdict = "all passed" if report["passed"] else f"failed: {', '.join(names['fail'])}{skipped}"
+    return "\n".join([
+        *lines,
         "",
         f"result: {verdict}. The same as JSON: {path}",
-        "The same command repeats only what has not passed, or what has changed; from the beginning: "
+        "The same command repeats only what has not passed or has changed. To start from the beginning: "
         f"rm -r {shlex.quote(report['folder'])}",
-    ]
-    return "\n".join(lines)
+    ])  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ the command
 
 
 def default_ranks(cfg: Config, device: str) -> int:
-    """Every device that this machine shows; on a CPU the fewest ranks that the layout divides."""
-    machine = Machine(run=cfg)
-    shown = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}.get(device)
-    if shown and os.environ.get(shown):
-        return len(os.environ[shown].split(","))
-    nodes = machine.device_nodes({"npu": "davinci", "cuda": "nvidia"}[device]) if shown else []
-    return len(nodes) or grid.default_ranks(cfg, device, 16)
+    """The number of visible devices of this machine; on a CPU the fewest ranks that the layout divides."""
+    if device == "cpu":
+        return grid.default_ranks(cfg, device, 16)
+    if visible := os.environ.get({"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}[device]):
+        return len(visible.split(","))
+    return len(Machine(run=cfg).device_nodes({"npu": "davinci", "cuda": "nvidia"}[device])) or 16
 
 
 def read(args: argparse.Namespace) -> tuple[Job, list[float]]:
-    """What is to be done, and the minutes of each stage; InputError for what cannot be."""
+    """The job, and the minutes of each stage; InputError for what cannot be used."""
     cfg = load_config(args.config, args.overrides)
     device = grid.device_of(cfg)
     try:
@@ -264,13 +266,13 @@ def read(args: argparse.Namespace) -> tuple[Job, list[float]]:
         raise InputError(f"{ranks} ranks (RANKS=N for another number): {error}") from None
     folder = Path(cfg.train.out_dir) / f"first_hour-{cfg.name}"
     job = Job(args.config, tuple(args.overrides), cfg, ranks, device, folder)
-    load_config(args.config, job.steps())
+    load_config(args.config, job.steps())  # InputError now, not in the last stage
     return job, minutes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0: all passed; 1: a stage has failed; 2: unusable input, one line; 130: interrupted."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    """Exit code 0: all stages passed. 1: a stage failed. 2: the input cannot be used. 130: interrupted."""
+    parser = argparse.ArgumentParser(prog="first_hour.sh", description=__doc__.split("\n\n")[0])
     parser.add_argument("config", help="YAML file, e.g. configs/qwen3.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--report", metavar="FILE", help="the report as JSON; default: report.json among the results")
@@ -291,31 +293,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BAD_INPUT as error:
         return refused(error)
     except Interrupted:
-        print("interrupted: the same command goes on with this stage", file=sys.stderr)
+        print("interrupted: the same command continues with this stage", file=sys.stderr)
         return 130
     print(as_text(report, path))
     return 0 if report["passed"] else 1
-
-
-def hold(folder: Path, report: Path) -> BinaryIO:
-    """The lock on ``folder``, which is made; InputError if nothing can be written there, or others are at work."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        report.parent.mkdir(parents=True, exist_ok=True)
-        if report.exists() and "stages" not in read_object(report):
-            raise InputError(f"{report}: not a report of an earlier first hour; needed: a new file, or one of these")
-        deadline = time.monotonic() + WAIT
-        while True:
-            try:
-                return runlog.lock_run(folder)
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise InputError(f"{folder}: another first hour is at work there; end it first") from None
-                if deadline - time.monotonic() > WAIT - 1:
-                    print(f"waiting: processes of an earlier start hold {folder}", flush=True)
-                time.sleep(1)
-    except OSError as error:
-        raise InputError(f"{error.filename or folder}: {error.strerror}; needed: a place to write") from None
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Where each rank of a layout stands and with whom it shares a group, for any number of ranks. Arithmetic, no torch.
+"""Which ranks form which groups, for any number of ranks. This is arithmetic; nothing here imports torch.
 
-The order is Megatron's: tensor ranks are neighbours, then data; for the experts expert_tensor ranks are neighbours,
-then expert, then expert_data. A rollout replica is rollout.tensor neighbours. tests/test_preflight.py holds it to it.
+The order of the ranks is Megatron's: tensor ranks are neighbours, then data. For the experts, expert_tensor ranks are
+neighbours, then expert, then expert_data. A rollout replica consists of rollout.tensor neighbours.
+tests/test_memory.py compares the groups with those that Megatron makes.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from knobs import Config
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankGrid:
     """ranks = tensor x data = expert_tensor x expert x expert_data."""
 
     ranks: int
     tensor: int
     expert: int
     expert_tensor: int
-    engine_tensor: int  # ranks that split one copy of the attention for sampling
-    engine_expert: int  # ranks that split one copy of the experts for sampling: those, or all (rollout.expert_parallel)
+    engine_tensor: int  # ranks that share one copy of the attention for sampling
+    engine_expert: int  # ranks that share one copy of the experts for sampling: engine_tensor, or all ranks
 
     @property
     def data(self) -> int:
@@ -37,43 +38,18 @@ class Layout:
         return self.ranks // self.engine_tensor
 
 
-def of(cfg: Config, ranks: int) -> Layout:
-    """The layout that ``cfg`` asks of ``ranks`` ranks; the torch engine has a copy of the model on each."""
-    parallel = cfg.parallel
-    tensor = cfg.rollout.tensor if cfg.rollout.engine == "vllm" else 1
-    expert = ranks if cfg.rollout.expert_parallel and cfg.rollout.engine == "vllm" else tensor
-    return Layout(ranks, parallel.tensor, parallel.expert, parallel.expert_tensor, tensor, expert)
+WHOLE = RankGrid(1, 1, 1, 1, 1, 1)  # one rank that holds everything
 
 
-def groups(layout: Layout) -> dict[str, list[list[int]]]:
-    """The ranks of every group of each kind; each rank is in exactly one group of a kind."""
-    experts = layout.expert_tensor * layout.expert
-    return {
-        "tensor": _grid(layout.ranks, layout.tensor, 1),
-        "data": _grid(layout.ranks, layout.data, layout.tensor),
-        "expert_tensor": _grid(layout.ranks, layout.expert_tensor, 1),
-        "expert": _grid(layout.ranks, layout.expert, layout.expert_tensor),
-        "expert_data": _grid(layout.ranks, layout.expert_data, experts),
-        "rollout": _grid(layout.ranks, layout.engine_tensor, 1),
-    }
+def of(cfg: Config, ranks: int) -> RankGrid:
+    """The grid of ``ranks`` ranks under ``cfg``. The torch engine has a copy of the model on each rank."""
+    parallel, rollout = cfg.parallel, cfg.rollout
+    tensor = rollout.tensor if rollout.engine == "vllm" else 1
+    expert = ranks if rollout.expert_parallel and rollout.engine == "vllm" else tensor
+    return RankGrid(ranks, parallel.tensor, parallel.expert, parallel.expert_tensor, tensor, expert)
 
 
-def _grid(ranks: int, size: int, stride: int) -> list[list[int]]:
-    """Groups of ``size`` ranks, ``stride`` apart, which together are all ranks."""
-    block = size * stride
-    return [
-        list(range(first + offset, first + offset + block, stride))
-        for first in range(0, ranks, block)
-        for offset in range(stride)
-    ]
-
-
-def crossing(members: list[list[int]], ranks_per_node: int) -> int:
-    """How many of the groups have ranks on more than one node."""
-    return sum(group[0] // ranks_per_node != group[-1] // ranks_per_node for group in members)
-
-
-WHAT = {
+PURPOSE = {
     "tensor": "splits attention, vocabulary, dense and shared experts",
     "data": "same shard of those, other sequences; sums their LoRA gradients",
     "expert_tensor": "splits each expert's matrices",
@@ -83,42 +59,67 @@ WHAT = {
 }
 
 
-def describe(layout: Layout, ranks_per_node: int) -> list[str]:
-    """One line for each kind of group: how many, which ranks, what for, and how many of them cross nodes."""
+def groups(layout: RankGrid) -> dict[str, list[list[int]]]:
+    """The ranks of every group of each kind. Each rank is in exactly one group of a kind."""
+    sizes_and_strides = {
+        "tensor": (layout.tensor, 1),
+        "data": (layout.data, layout.tensor),
+        "expert_tensor": (layout.expert_tensor, 1),
+        "expert": (layout.expert, layout.expert_tensor),
+        "expert_data": (layout.expert_data, layout.expert_tensor * layout.expert),
+        "rollout": (layout.engine_tensor, 1),
+    }
+    return {
+        kind: [
+            list(range(first + offset, first + size * stride, stride))
+            for first in range(0, layout.ranks, size * stride)
+            for offset in range(stride)
+        ]
+        for kind, (size, stride) in sizes_and_strides.items()
+    }
+
+
+def crossing(members: list[list[int]], ranks_per_node: int) -> int:
+    """How many of the groups have ranks on more than one node."""
+    return sum(group[0] // ranks_per_node != group[-1] // ranks_per_node for group in members)
+
+
+def describe(layout: RankGrid, ranks_per_node: int) -> list[str]:
+    """One line for each kind of group: how many groups, which ranks, their purpose, and how many cross nodes."""
     lines = []
     for kind, members in groups(layout).items():
-        size = len(members[0])
+        number, size = len(members), len(members[0])
         if size == 1:
-            lines.append(f"  {kind:13} {len(members)} x 1")
+            lines.append(f"  {kind:13} {number} x 1")
             continue
-        shown = " ".join("{" + _brief(group) + "}" for group in members[:2])
-        shown += f" ... {{{_brief(members[-1])}}}" if len(members) > 2 else ""
+        shown = " ".join(f"{{{_brief(group)}}}" for group in members[:2])
+        shown += f" ... {{{_brief(members[-1])}}}" if number > 2 else ""
         cut = crossing(members, ranks_per_node)
-        nodes = f"; {cut} of {len(members)} cross nodes" if cut else ""
-        lines.append(f"  {kind:13} {len(members)} x {size}: {shown}  {WHAT[kind]}{nodes}")
+        nodes = f"; {cut} of {number} cross nodes" if cut else ""
+        lines.append(f"  {kind:13} {number} x {size}: {shown}  {PURPOSE[kind]}{nodes}")
     return lines
 
 
 def _brief(group: list[int]) -> str:
     if len(group) <= 4:
         return ",".join(map(str, group))
-    step = group[1] - group[0]
-    return f"{group[0]}-{group[-1]}" if step == 1 else f"{group[0]},{group[1]}..{group[-1]}"
+    neighbours = group[1] - group[0] == 1
+    return f"{group[0]}-{group[-1]}" if neighbours else f"{group[0]},{group[1]}..{group[-1]}"
 
 
 DEVICE_FILES = {"npu": "/dev/davinci[0-9]*", "cuda": "/dev/nvidia[0-9]*"}
 
 
 def device_of(cfg: Config) -> str:
-    """The device to plan for; under `auto` the one whose device files this machine has, else cpu."""
+    """The device to plan for. With `device: auto`, the one whose device files exist on this machine, else cpu."""
     if cfg.device != "auto":
         return cfg.device
     return next((name for name, pattern in DEVICE_FILES.items() if glob.glob(pattern)), "cpu")
 
 
 def default_ranks(cfg: Config, device: str, ranks_per_node: int) -> int:
-    """A whole node of an accelerator; on a CPU the fewest ranks that the layout divides."""
+    """A whole node of an accelerator. On a CPU, the smallest number that all parallel sizes divide."""
     if device != "cpu":
         return ranks_per_node
-    engine = cfg.rollout.tensor if cfg.rollout.engine == "vllm" else 1
-    return math.lcm(cfg.parallel.tensor, cfg.parallel.expert * cfg.parallel.expert_tensor, engine)
+    layout = of(cfg, 1)
+    return math.lcm(layout.tensor, layout.expert * layout.expert_tensor, layout.engine_tensor)

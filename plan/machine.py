@@ -1,7 +1,7 @@
-"""What the doctor looks at: one machine, and the run that is meant to go on it; and the form of what it finds.
+"""The machine that the doctor examines, the run that is planned on it, and the form of the doctor's findings.
 
 Every question to the machine is a field, so that a test can plant a fault: an environment, a file-system root,
-versions, libraries, ports, commands. Imports no torch; the accelerator is asked in a process of its own.
+versions, libraries, ports, commands. Nothing here imports torch; a separate process asks the accelerator.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 from knobs import Config
 
-# argv[1]: npu or cuda. Free and total bytes of every device that this environment shows.
+# Prints the free and total bytes of every visible device. argv[1]: npu or cuda.
 ACCELERATOR = """
 import importlib, json, sys, torch
 kind = sys.argv[1]
@@ -41,7 +41,7 @@ print(json.dumps({"memory": memory, "nccl": nccl}))
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: ``level`` ok, warn or fail; the thing looked at; what was found; what to do about it."""
+    """One line of the doctor: ``level`` (ok, warn or fail), the thing examined, what was found, and what to do."""
 
     level: str
     what: str
@@ -52,16 +52,7 @@ class Finding:
         return f"{self.level:4}  {self.what}: {self.found}" + (f"; {self.todo}" if self.todo else "")
 
 
-def ok(what: str, found: str) -> Finding:
-    return Finding("ok", what, found)
-
-
-def warn(what: str, found: str, todo: str) -> Finding:
-    return Finding("warn", what, found, todo)
-
-
-def fail(what: str, found: str, todo: str) -> Finding:
-    return Finding("fail", what, found, todo)
+ok, warn, fail = (functools.partial(Finding, level) for level in ("ok", "warn", "fail"))
 
 
 def number_ranges(ids: list[int]) -> str:
@@ -71,24 +62,23 @@ def number_ranges(ids: list[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)) or "none"
 
 
-def memory_findings(memory: list[list[int]], todo: str) -> list[Finding]:
-    """A device of which more than 4 GiB are taken before the run starts is somebody else's."""
-    taken = {i: (total - free) / 2**30 for i, (free, total) in enumerate(memory) if total - free > 4 * 2**30}
-    if taken:
-        listed = ", ".join(f"{i}: {gib:.0f} GiB" for i, gib in taken.items())
-        return [fail("device memory", f"taken before the run starts: {listed}", todo)]
+def memory_finding(memory: list[list[int]], todo: str) -> Finding:
+    """A device with more than 4 GiB in use before the run starts is used by somebody else. ``memory``: (free, total)"""
+    taken = [(i, (total - free) / 2**30) for i, (free, total) in enumerate(memory)]
+    if listed := ", ".join(f"{i}: {gib:.0f} GiB" for i, gib in taken if gib > 4):
+        return fail("device memory", f"taken before the run starts: {listed}", todo)
     least = min((free for free, _ in memory), default=0) / 2**30
-    return [ok("device memory", f"{len(memory)} devices, {least:.1f} GiB or more free on each")]
+    return ok("device memory", f"{len(memory)} devices, {least:.1f} GiB or more free on each")
 
 
-# --------------------------------------------------------------------------------------------- how a machine answers
+# ------------------------------------------------------------------------------------------ questions to this machine
 
 
 @functools.cache
 def installed_version(name: str) -> str | None:
-    """The version of an installed package; "?" for a source folder without one; None: not there. Python is one, too.
+    """The version of an installed package, or of Python. "?": a source folder without a version; None: not installed.
 
-    torch's own says more than its wheel's: "+cu128" is a build for CUDA.
+    For torch it is the version in torch/version.py, which shows a build for CUDA by "+cu128"; the wheel's may not.
     """
     if name == "Python":
         return platform.python_version()
@@ -96,15 +86,12 @@ def installed_version(name: str) -> str | None:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "?" if importlib.util.find_spec(name.replace("-", "_")) else None
-    spec = importlib.util.find_spec(name) if name == "torch" else None
-    if spec and spec.origin:
-        said = re.search(r"__version__ = '([^']+)'", Path(spec.origin).with_name("version.py").read_text())
-        version = said[1] if said else version
-    return version
+    said = re.search(r"__version__ = '([^']+)'", package_file(name, "version.py") or "") if name == "torch" else None
+    return said[1] if said else version
 
 
 def package_file(package: str, name: str) -> str | None:
-    """The content of a file of an installed package, which is not imported for it; None where there is none."""
+    """The content of a file of an installed package, read without importing the package; None if there is none."""
     spec = importlib.util.find_spec(package)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         if (path := Path(folder, name)).is_file():
@@ -113,7 +100,7 @@ def package_file(package: str, name: str) -> str | None:
 
 
 def run_command(command: Sequence[str], seconds: float = 120) -> tuple[int, str]:
-    """Exit code and output of ``command``; 127 when there is no such program, 124 when it takes too long."""
+    """Exit code and output of ``command``. 127: there is no such program; 124: it takes too long."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, errors="replace")
     except FileNotFoundError as error:
@@ -135,7 +122,7 @@ def library_error(name: str) -> str:
 def port_is_free(port: int) -> bool:
     """Whether a server could listen on ``port`` now."""
     with socket.socket() as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that only lingers after a run is free
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT after a run counts as free
         try:
             server.bind(("", port))
             server.listen(1)
@@ -145,18 +132,18 @@ def port_is_free(port: int) -> bool:
 
 
 def free_bytes(folder: Path) -> int:
-    """Free on the disk that holds ``folder``, which need not exist yet."""
+    """Free bytes of the disk that holds ``folder``, or will hold it."""
     return shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free
 
 
 def last_line(output: str) -> str:
-    """The line of a program's output that says what went wrong: of a traceback, the last."""
+    """The last line of a program's output; in a traceback this line names the error."""
     return ([line.strip() for line in output.splitlines() if line.strip()] or ["no output"])[-1][:200]
 
 
 @dataclass
 class Machine:
-    """This machine, unless a test says otherwise. ``run``: the configuration; ``ranks``: its processes here."""
+    """This machine, or one that a test describes. ``run``: the configuration; ``ranks``: its processes here."""
 
     run: Config | None = None
     ranks: int | None = None
@@ -172,7 +159,7 @@ class Machine:
 
     @property
     def kind(self) -> str:
-        """npu, cuda or cpu: what the configuration names, else what is plugged in or installed for."""
+        """npu, cuda or cpu: the device of the configuration, else the one whose files or software are present."""
         if self.run is not None and self.run.device != "auto":
             return self.run.device
         if self.device_nodes("davinci") or "ASCEND_HOME_PATH" in self.env:
@@ -193,24 +180,24 @@ class Machine:
         return sorted(int(number) for number in numbers if number.isdigit())
 
     def text(self, path: str) -> str:
-        """The content of a system file such as "proc/meminfo"; "" where there is none."""
+        """The content of a system file such as "proc/meminfo"; "" if it cannot be read."""
         try:
             return (self.root / path).read_text(errors="replace")
         except OSError:
             return ""
 
     def number(self, variable: str, default: int) -> int | None:
-        """A whole number from the environment; None when it is set to anything else."""
+        """A whole number from the environment; None if the variable holds anything else."""
         text = self.env.get(variable, str(default)).strip()
         return int(text) if re.fullmatch(r"-?[0-9]{1,18}", text) else None
 
     def python(self, code: str, *arguments: str) -> tuple[int, str]:
-        """Exit code and output of ``code`` in a Python process of its own."""
+        """Exit code and output of ``code`` in a separate Python process."""
         return self.command([sys.executable, "-c", code, *arguments])
 
     @functools.cached_property
     def accelerator(self) -> dict[str, Any]:
         """{"memory": [[free, total] bytes of each device], "nccl": version}, or {"error": the reason}."""
-        # The last line: libraries print lines of their own.
         code, output = self.python(ACCELERATOR, self.kind)
+        # Libraries may print lines of their own before the last one.
         return json.loads(output.strip().splitlines()[-1]) if code == 0 else {"error": last_line(output)}

@@ -1,11 +1,12 @@
-"""Bytes on one rank, phase by phase, from a config.json and a layout alone. Arithmetic, no torch.
+"""Bytes on one rank in each phase of a step, from a config.json and a layout alone. Nothing here imports torch.
 
-Parameters are exact: tests/test_memory_plan.py compares them with the instantiated model's. Activations follow what
-autograd keeps in model_megatron.py and lora_megatron.py, and are compared with what a tiny model really allocates.
-Rows count as padded; of packed ones (CPUs and GPUs) rollout.plan lets as many into a forward as take no more, except
-where one row fills it. h hidden size, t tokens of a micro-batch, s = t / tensor of them on a rank, N rows that its
-experts get, e bytes of an element. All ranks of a layout hold the same; only the routing decides which experts' rank is
-the fullest.
+Parameters are exact: tests/test_memory.py compares them with those of the instantiated model. Activations are the
+tensors that autograd keeps in model_megatron.py and lora_megatron.py; the test compares them with the allocations of a
+tiny model. Rows count with their padding. rollout.plan puts so many packed rows (on CPUs and GPUs) into a forward pass
+that they need no more than padded ones, except where a single row fills it. All ranks hold the same amount; only the
+routing decides which rank's experts get the most rows.
+h hidden size, t tokens of a micro-batch, s = t / tensor of them on a rank, N rows that a rank's experts get, e bytes of
+an element.
 """
 
 from __future__ import annotations
@@ -16,82 +17,71 @@ from config_rules import cache_bytes_per_token
 from hf_config import Architecture
 from knobs import Config, LoraConfig
 from plan import grid
-from plan.grid import Layout
+from plan.grid import RankGrid
 
 GIB = 2**30
 ELEMENT = {"fp32": 4, "bf16": 2}
-LOGITS_PER_CHUNK, ROWS_PER_CHUNK = 2**24, 2048  # model_megatron.py's
-CACHED_ROWS = 512  # rows of a wave of engines/torch_sampler.py
-PREFILL_TOKENS = 8192  # of engines/vllm_engine.py: prompt tokens computed at once
+LOGITS_PER_CHUNK, ROWS_PER_CHUNK = 2**24, 2048  # of model_megatron.py
+CACHED_ROWS = 512  # of engines/torch_sampler.py: rows that it samples at the same time
+PREFILL_TOKENS = 8192  # of engines/vllm_engine.py: prompt tokens that it computes at once
 
 # Assumptions, printed with every plan.
-IMBALANCE = 1.5  # rows of the fullest rank's experts / their mean; no load balancing in RL
+IMBALANCE = 1.5  # rows of the fullest rank's experts / the mean; RL has no load balancing
 MARGIN = 0.05  # of the device, for fragmentation
 RUNTIME_BYTES = {"cpu": 0.45 * GIB, "npu": 2 * GIB, "cuda": 1 * GIB}  # the process or driver before any tensor
 GRAPH_BYTES = {"cpu": 0, "npu": 1.5 * GIB, "cuda": 1.5 * GIB}  # the engine's captured graphs and workspace
-BUFFER_BYTES = {"cpu": 0, "npu": 2 * 200 * 2**20, "cuda": 2**26}  # of one communicator; HCCL_BUFFSIZE 200 MB, twice
+BUFFER_BYTES = {"cpu": 0, "npu": 2 * 200 * 2**20, "cuda": 2**26}  # of one communicator; on an NPU 2 x HCCL_BUFFSIZE
 
 
 # ---------------------------------------------------------------------------------------------------------- parameters
 
 
-def base_parameters(arch: Architecture, layout: Layout) -> int:
+def base_parameters(arch: Architecture, layout: RankGrid) -> int:
     """Frozen parameters of one rank of the trainer."""
     h, tensor = arch.hidden_size, layout.tensor
     attention = (arch.qkv_size * (h + arch.qkv_bias) + h * arch.num_heads * arch.head_dim) // tensor
     norms = 2 * h + 2 * arch.head_dim * arch.qk_norm
     experts = arch.num_experts // layout.expert * 3 * h * arch.expert_ffn_size // layout.expert_tensor
     shared = 3 * h * arch.shared_expert_ffn_size // tensor + h * bool(arch.shared_expert_ffn_size)
-    moe = experts + shared + arch.num_experts * h  # the router is whole on every rank
+    moe = experts + shared + arch.num_experts * h  # every rank holds the whole router
     dense = 3 * h * arch.dense_ffn_size // tensor
     vocabulary = arch.vocab_size * h // tensor * (1 if arch.tied_head else 2)
-    ffn = sum(count * (moe if is_moe else dense) for is_moe, count in _kinds(arch))
+    ffn = sum(moe if is_moe else dense for is_moe in arch.moe_layers)
     return vocabulary + h + arch.num_layers * (attention + norms) + ffn
 
 
-def lora_parameters(arch: Architecture, lora: LoraConfig, layout: Layout) -> int:
+def lora_parameters(arch: Architecture, lora: LoraConfig, layout: RankGrid) -> int:
     """Trainable parameters of one rank."""
-    attention = _lora_attention(arch, lora, layout)
-    return sum(count * (attention + _lora_ffn(arch, lora, layout, is_moe)) for is_moe, count in _kinds(arch))
+    return sum(_layer_lora(arch, lora, layout, is_moe) for is_moe in arch.moe_layers)
 
 
-def _kinds(arch: Architecture) -> list[tuple[bool, int]]:
-    """MoE and dense layers, and how many there are of each."""
-    moe = sum(arch.moe_layers)
-    return [(is_moe, count) for is_moe, count in ((True, moe), (False, arch.num_layers - moe)) if count]
-
-
-def _pair(lora: LoraConfig, target: str, rank: int, in_size: int, out_size: int) -> int:
-    return rank * (in_size + out_size) if target in lora.targets else 0
-
-
-def _swiglu_lora(lora: LoraConfig, rank: int, hidden: int, width: int) -> int:
-    return _pair(lora, "linear_fc1", rank, hidden, 2 * width) + _pair(lora, "linear_fc2", rank, width, hidden)
-
-
-def _lora_attention(arch: Architecture, lora: LoraConfig, layout: Layout) -> int:
+def _layer_lora(arch: Architecture, lora: LoraConfig, layout: RankGrid, is_moe: bool) -> int:
+    """Trainable parameters of one layer: R x (inputs + outputs) for each pair of factors."""
     h, tensor = arch.hidden_size, layout.tensor
-    return _pair(lora, "linear_qkv", lora.rank, h, arch.qkv_size // tensor) + _pair(
-        lora, "linear_proj", lora.rank, arch.num_heads * arch.head_dim // tensor, h
-    )
 
+    def mlp(width: int, rank: int) -> dict[str, int]:
+        return {"linear_fc1": rank * (h + 2 * width), "linear_fc2": rank * (width + h)}
 
-def _lora_ffn(arch: Architecture, lora: LoraConfig, layout: Layout, is_moe: bool) -> int:
-    h, tensor = arch.hidden_size, layout.tensor
+    sizes = {
+        "linear_qkv": lora.rank * (h + arch.qkv_size // tensor),
+        "linear_proj": lora.rank * (arch.num_heads * arch.head_dim // tensor + h),
+        "router": lora.rank * (h + arch.num_experts) if is_moe else 0,
+    }
     if not is_moe:
-        return _swiglu_lora(lora, lora.rank, h, arch.dense_ffn_size // tensor)
-    width = arch.expert_ffn_size // layout.expert_tensor
-    experts = arch.num_experts // layout.expert * _swiglu_lora(lora, lora.expert_rank or lora.rank, h, width)
-    shared_width = arch.shared_expert_ffn_size // tensor
-    shared = _swiglu_lora(lora, lora.rank, h, shared_width) if shared_width else 0
-    return experts + shared + _pair(lora, "router", lora.rank, h, arch.num_experts)
+        sizes |= mlp(arch.dense_ffn_size // tensor, lora.rank)
+        return sum(sizes[target] for target in lora.targets)
+    experts, shared_width = arch.num_experts // layout.expert, arch.shared_expert_ffn_size // tensor
+    shared = mlp(shared_width, lora.rank) if shared_width else {}
+    for target, size in mlp(arch.expert_ffn_size // layout.expert_tensor, lora.expert_rank or lora.rank).items():
+        sizes[target] = experts * size + shared.get(target, 0)
+    return sum(sizes[target] for target in lora.targets)
 
 
-def gathered_by_a_save(arch: Architecture, lora: LoraConfig, layout: Layout, device: str) -> int:
+def gathered_by_a_save(arch: Architecture, lora: LoraConfig, layout: RankGrid, device: str) -> int:
     """Most bytes that a rank holds beside its own shards while a checkpoint is written: the largest whole fp32 tensor.
 
-    With expert_tensor > 1 its shards have been gathered over the experts first. On a CPU shards are joined there, and
-    gloo copies what it sends and receives.
+    With expert_tensor > 1 the shards are gathered over the experts first. On a CPU the host joins the shards, and gloo
+    copies what it sends and receives.
     """
     h, heads = arch.hidden_size, arch.num_heads * arch.head_dim
     experts = arch.num_experts * (lora.expert_rank or lora.rank)
@@ -119,14 +109,14 @@ class Activations:
 
     kept: int  # for the backward pass, over all layers and the head
     peak: int  # the most at one time, ``kept`` included
-    logits: int  # of it, a chunk of logits and what their gradient takes
+    logits: int  # the part of ``peak`` that a chunk of logits and their gradient take
     reference: int  # the most of a forward pass that keeps nothing
 
 
 def activations(
     arch: Architecture,
     lora: LoraConfig,
-    layout: Layout,
+    layout: RankGrid,
     *,
     element: int,
     recompute: bool,
@@ -137,46 +127,49 @@ def activations(
 ) -> Activations:
     """One micro-batch of ``tokens`` (rows x padded length), ``scored`` of which reach the language-model head.
 
-    With recompute only each layer's input is kept, and the layer that is being differentiated is there once more.
+    With recompute only the input of each layer is kept. The layer that is being differentiated exists once more.
     """
     h, s = arch.hidden_size, tokens // layout.tensor
     rows = s * arch.experts_per_token * layout.expert_tensor * (imbalance if layout.expert > 1 else 1)  # N
-    kinds = _kinds(arch)
-    layers = [_kept_by_layer(arch, lora, layout, is_moe, element, tokens, rows) for is_moe, _ in kinds]
-    in_flight = [_in_flight(arch, layout, is_moe, element, tokens, rows) for is_moe, _ in kinds]
+    layers = {is_moe: _kept_by_layer(arch, lora, layout, is_moe, element, tokens, rows) for is_moe in arch.moe_layers}
+    # The widest place of a layer: gradients of activations in its backward pass; a forward pass that keeps nothing.
+    dense, expert = arch.dense_ffn_size, arch.expert_ffn_size
+    in_flight = {True: 3 * rows * h * element, False: 2 * tokens * dense // layout.tensor * element}
+    forward_only = {
+        True: rows * (3 * h + 5 * expert // layout.expert_tensor) * element,
+        False: tokens * (h + 5 * dense // layout.tensor) * element,
+    }
+    norm = max(4, element)  # a norm keeps its input in fp32
     vocabulary = arch.vocab_size // layout.tensor
     chunk = min(scored, max(1, min(ROWS_PER_CHUNK, LOGITS_PER_CHUNK // vocabulary))) * vocabulary * 4  # fp32
-    # Logits and their exponentials in the forward, first in the model's dtype; five in an entropy bonus's backward.
+    # The forward pass holds logits in the model's dtype, then in fp32, and their exponentials. The backward pass of an
+    # entropy bonus holds five copies.
     logits = 5 * chunk if entropy_bonus else 2 * chunk + (chunk // 2 if element < 4 else 0)
     head = scored * (h * element + 12) + logits + scored * h * element
-    head_kept = scored * (h * element + 12) + s * h * _norm_element(element)
-    # The dispatcher holds its last routes whether or not anything is kept.
+    head_kept = scored * (h * element + 12) + s * h * norm
+    # The dispatcher holds its last routes even in a forward pass that keeps nothing.
     routes = sum(arch.moe_layers) * s * (5 * arch.num_experts + 8 * arch.experts_per_token)
     inputs = arch.num_layers * s * h * element
     if recompute:
-        # What a checkpointed layer took in and its gradient live until the loss of the micro-batch is let go.
+        # The input of a checkpointed layer and its gradient live until the loss of the micro-batch is freed.
         kept = inputs + routes + head_kept
-        backward = max(layer + more for layer, more in zip(layers, in_flight, strict=True)) + inputs
+        backward = max(layers[is_moe] + in_flight[is_moe] for is_moe in layers) + inputs
     else:
-        # The embedding is frozen, so layer 0 need not keep its input.
-        kept = sum(count * layer for (_, count), layer in zip(kinds, layers, strict=True)) + head_kept
-        kept -= s * h * _norm_element(element)
-        backward = max(in_flight)
-    forward = max(_forward_only(arch, layout, is_moe, element, tokens, rows) for is_moe, _ in kinds)
+        # The embedding is frozen, so layer 0 does not keep its input.
+        kept = sum(arch.moe_layers.count(is_moe) * layer for is_moe, layer in layers.items()) + head_kept
+        kept -= s * h * norm
+        backward = max(in_flight[is_moe] for is_moe in layers)
+    forward = 3 * tokens // layout.tensor * h * element + max(forward_only[is_moe] for is_moe in layers)
     reference = max(forward, head - scored * h * element - 2 * chunk) + routes + s * h * element
     return Activations(int(kept), int(kept + max(backward, head)), int(logits), int(reference))
 
 
-def _norm_element(element: int) -> int:
-    return max(4, element)  # a norm keeps its input in fp32
-
-
 def _kept_by_layer(
-    arch: Architecture, lora: LoraConfig, layout: Layout, is_moe: bool, element: int, tokens: int, rows: float
+    arch: Architecture, lora: LoraConfig, layout: RankGrid, is_moe: bool, element: int, tokens: int, rows: float
 ) -> float:
-    """What autograd keeps of one layer. The base is frozen, so a base linear keeps no input; a LoRA pair keeps two."""
+    """Bytes that autograd keeps of one layer. A frozen base linear keeps no input; a LoRA pair keeps two tensors."""
     h, t, s, e = arch.hidden_size, tokens, tokens // layout.tensor, element
-    norm = _norm_element(e)
+    norm = max(4, e)
     heads, kv_heads = arch.num_heads // layout.tensor, max(1, arch.num_kv_heads // layout.tensor)
     q, kv = heads * arch.head_dim, kv_heads * arch.head_dim
     on = {target: target in lora.targets for target in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")}
@@ -184,14 +177,10 @@ def _kept_by_layer(
     kept += t * (q + 2 * kv) * e + t * (q + kv) * e + t * q * e  # qkv; query and key with RoPE; attention's output
     kept += t * 4 * heads  # softmax's normaliser
     if arch.qk_norm:
-        kept += t * 4 * (heads + kv_heads)
-        if e < norm:
-            kept += t * (q + kv) * norm
-        else:
-            kept += t * (q + kv) * e  # copied out of qkv
+        kept += t * 4 * (heads + kv_heads) + t * (q + kv) * norm  # in fp32, or copied out of qkv
     kept += lora.rank * e * (t * on["linear_qkv"] + s * on["linear_proj"])
-    if e < 4:  # the factors, cast
-        kept += e * (_lora_attention(arch, lora, layout) + _lora_ffn(arch, lora, layout, is_moe))
+    if e < 4:
+        kept += e * _layer_lora(arch, lora, layout, is_moe)  # the factors, cast
 
     def swiglu(width: int) -> float:
         return t * 5 * width * e + lora.rank * e * (t * on["linear_fc1"] + s * on["linear_fc2"])
@@ -199,28 +188,12 @@ def _kept_by_layer(
     if not is_moe:
         return kept + swiglu(arch.dense_ffn_size // layout.tensor)
     width, rank = arch.expert_ffn_size // layout.expert_tensor, lora.expert_rank or lora.rank
-    a_row = h * on["linear_fc1"] + (2 + on["linear_fc2"]) * width  # in, gate and up, what comes of them
+    a_row = h * on["linear_fc1"] + (2 + on["linear_fc2"]) * width  # input, gate and up, and their product
     a_row += rank * (on["linear_fc1"] + on["linear_fc2"])
-    kept += rows * (a_row * e + 24) + s * 10 * arch.num_experts  # and the router's scores and maps
+    kept += rows * (a_row * e + 24) + s * 10 * arch.num_experts  # the second term: the router's scores and maps
     if arch.shared_expert_ffn_size:
         kept += swiglu(arch.shared_expert_ffn_size // layout.tensor) + s * h * e
     return kept
-
-
-def _in_flight(arch: Architecture, layout: Layout, is_moe: bool, element: int, tokens: int, rows: float) -> float:
-    """Gradients of activations at the widest place of a layer's backward pass."""
-    if is_moe:
-        return 3 * rows * arch.hidden_size * element
-    return 2 * tokens * arch.dense_ffn_size // layout.tensor * element
-
-
-def _forward_only(arch: Architecture, layout: Layout, is_moe: bool, element: int, tokens: int, rows: float) -> float:
-    """The widest place of a layer's forward pass that keeps nothing."""
-    h = arch.hidden_size
-    residual = 3 * tokens // layout.tensor * h * element
-    if is_moe:
-        return residual + rows * (3 * h + 5 * arch.expert_ffn_size // layout.expert_tensor) * element
-    return residual + tokens * (h + 5 * arch.dense_ffn_size // layout.tensor) * element
 
 
 # -------------------------------------------------------------------------------------------------------------- phases
@@ -228,7 +201,7 @@ def _forward_only(arch: Architecture, layout: Layout, is_moe: bool, element: int
 
 @dataclass(frozen=True)
 class Memory:
-    """One rank's bytes: what stays, and what each phase comes to, everything that stays included."""
+    """Bytes of one rank: its parts, and the total of each phase, including everything that stays."""
 
     parts: dict[str, int]
     phases: dict[str, int]
@@ -246,7 +219,11 @@ class Memory:
         return self.phases[self.fullest] + self.parts["margin"]
 
 
-def micro_batch_tokens(cfg: Config, layout: Layout) -> int:
+# The parts that stay in memory after loading.
+RESIDENT = ("base", "lora", "optimizer", "engine weights", "key-value cache", "communication buffers", "runtime")
+
+
+def micro_batch_tokens(cfg: Config, layout: RankGrid) -> int:
     """Most tokens, padding included, of one forward pass on one rank."""
     longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
     longest = -(-longest // layout.tensor) * layout.tensor
@@ -254,46 +231,46 @@ def micro_batch_tokens(cfg: Config, layout: Layout) -> int:
     return max(longest, min(cfg.optim.tokens_per_micro_batch, sequences * longest) // layout.tensor * layout.tensor)
 
 
-def plan(cfg: Config, arch: Architecture, layout: Layout, device: str, capacity: int) -> Memory:
-    """Every phase of a step on the fullest rank. ``device``: cpu | npu | cuda; ``capacity`` bytes for this rank."""
-    element, h = ELEMENT[cfg.model.dtype], arch.hidden_size
+def step_memory(cfg: Config, arch: Architecture, layout: RankGrid, device: str, capacity: int) -> Memory:
+    """Every phase of a step on the fullest rank. ``device``: cpu | npu | cuda. ``capacity``: bytes of this rank."""
+    element, h, rollout = ELEMENT[cfg.model.dtype], arch.hidden_size, cfg.rollout
     tokens = micro_batch_tokens(cfg, layout)
     work = activations(
         arch, cfg.lora, layout, element=element, recompute=cfg.model.recompute, tokens=tokens, scored=tokens,
         imbalance=IMBALANCE, entropy_bonus=cfg.loss.entropy_coef > 0,
     )  # fmt: skip
     lora = 4 * lora_parameters(arch, cfg.lora, layout)
-    wanted_rows = -(-cfg.rollout.prompts_per_step // layout.replicas) * cfg.rollout.group_size
+    longest = cfg.data.max_prompt_tokens + rollout.max_new_tokens
+    wanted_rows = -(-rollout.prompts_per_step // layout.replicas) * rollout.group_size
     cache, cached_rows = _cache(cfg, arch, layout, element, wanted_rows)
     engine = _engine_layout(layout)
-    prefill = min(PREFILL_TOKENS, -(-wanted_rows // cfg.rollout.group_size) * cfg.data.max_prompt_tokens)
-    # An engine takes a fused group whole, the largest being all experts of a layer; or, with the trainer's own shards,
-    # this rank's.
+    prefill = min(PREFILL_TOKENS, -(-wanted_rows // rollout.group_size) * cfg.data.max_prompt_tokens)
+    # An engine takes a fused group of tensors whole. The largest group is all experts of a layer, or this rank's
+    # experts if the engine uses the trainer's own shards.
     shared = layout.engine_expert if layout.engine_expert > layout.engine_tensor else 1
     whole_group = max(3 * arch.num_experts * h * arch.expert_ffn_size // shared, arch.vocab_size * h) * element
     routing = sum(arch.moe_layers) * arch.experts_per_token if cfg.replay.mode != "off" else 0
-    own_sequences = -(-cfg.rollout.prompts_per_step * cfg.rollout.group_size // layout.data)
+    own_sequences = -(-rollout.prompts_per_step * rollout.group_size // layout.data)
     parts = {
         "base": base_parameters(arch, layout) * element,
         "lora": lora,
         "optimizer": 2 * lora,  # AdamW's two moments
         "engine weights": base_parameters(arch, engine) * element,
         "key-value cache": cache,
-        "routing records": own_sequences * (cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens) * routing,
-        "communication buffers": communicators(cfg, layout) * BUFFER_BYTES[device],
-        "runtime": int(RUNTIME_BYTES[device] + (GRAPH_BYTES[device] if cfg.rollout.engine == "vllm" else 0)),
+        "routing records": own_sequences * longest * routing,
+        "communication buffers": communicators(layout) * BUFFER_BYTES[device],
+        "runtime": int(RUNTIME_BYTES[device] + (GRAPH_BYTES[device] if rollout.engine == "vllm" else 0)),
         "gradients": lora,
         "activations": work.peak,
         "logits chunk": work.logits,  # within the activations
         "margin": int(MARGIN * capacity),
     }
-    stays = ("base", "lora", "optimizer", "engine weights", "key-value cache", "communication buffers", "runtime")
-    resident = sum(parts[name] for name in stays)
+    resident = sum(parts[name] for name in RESIDENT)
     sampling = activations(
         arch, cfg.lora, engine, element=element, recompute=False, tokens=prefill, scored=min(wanted_rows, CACHED_ROWS)
     ).reference
     phases = {
-        # One tensor is read and rearranged at a time; the engine is not there yet.
+        # Loading reads and rearranges one tensor at a time; the engine does not exist yet.
         "load": parts["base"] + parts["runtime"] + 2 * arch.vocab_size * h * element,
         # Merging is in fp32.
         "sync": resident + whole_group + 3 * 4 * h * max(arch.qkv_size, arch.expert_ffn_size * 2),
@@ -307,37 +284,36 @@ def plan(cfg: Config, arch: Architecture, layout: Layout, device: str, capacity:
 
 
 def beside_plan(cfg: Config, arch: Architecture, ranks: int, device: str, peak_gib: float, phase: str) -> str:
-    """One line at the end of a run: what its fullest rank had in use at most, beside what was planned."""
-    memory = plan(cfg, arch, grid.of(cfg, ranks), device, 0)
+    """One line for the end of a run: the most memory in use on the fullest rank, beside the planned amount."""
+    memory = step_memory(cfg, arch, grid.of(cfg, ranks), device, 0)
     planned = memory.phases[memory.fullest] / GIB
     return f"device memory: at most {peak_gib:.2f} GiB in {phase}; planned: {planned:.2f} GiB in {memory.fullest}"
 
 
-def _engine_layout(layout: Layout) -> Layout:
-    """The engine's own copy: its ranks split attention and experts alike, or all ranks share out whole experts."""
+def _engine_layout(layout: RankGrid) -> RankGrid:
+    """The engine's copy: its ranks split attention and experts alike, or whole experts are spread over all ranks."""
     tensor, expert = layout.engine_tensor, layout.engine_expert
     if expert > tensor:
-        return Layout(expert, tensor, expert, 1, tensor, expert)
-    return Layout(tensor, tensor, 1, tensor, tensor, tensor)
+        return RankGrid(expert, tensor, expert, 1, tensor, expert)
+    return RankGrid(tensor, tensor, 1, tensor, tensor, tensor)
 
 
-def _cache(cfg: Config, arch: Architecture, layout: Layout, element: int, rows: int) -> tuple[int, int]:
-    """Bytes of the key-value cache, and how many whole sequences fit into it at once, of a replica's ``rows``."""
-    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
+def _cache(cfg: Config, arch: Architecture, layout: RankGrid, element: int, rows: int) -> tuple[int, int]:
+    """Bytes of the key-value cache, and how many whole sequences of a replica's ``rows`` fit into it at once."""
+    prompt, new, group = cfg.data.max_prompt_tokens, cfg.rollout.max_new_tokens, cfg.rollout.group_size
     token = cache_bytes_per_token(arch, layout.engine_tensor, element)
     if cfg.rollout.engine == "vllm":
         size = cfg.rollout.kv_cache_mib * 2**20
         # The samples of a prompt share its keys and values.
-        one = (cfg.data.max_prompt_tokens / cfg.rollout.group_size + cfg.rollout.max_new_tokens) * token
-        return size, min(rows, int(size // one))
+        return size, min(rows, int(size // ((prompt / group + new) * token)))
     held = min(rows, CACHED_ROWS)
-    prompts = -(-held // cfg.rollout.group_size)
-    return (prompts * cfg.data.max_prompt_tokens + held * cfg.rollout.max_new_tokens) * token, min(held, longest * held)
+    return (-(-held // group) * prompt + held * new) * token, held
 
 
-def communicators(cfg: Config, layout: Layout) -> int:
+def communicators(layout: RankGrid) -> int:
     """Groups of more than one rank that move tensors: the trainer's, the world's, and the engine's."""
     sizes = [layout.tensor, layout.expert, layout.expert_tensor * layout.expert, layout.data, layout.expert_data]
-    # Its tensor and expert ranks, those of its fused kernel, and its data ranks if it spans all.
+    # The engine has groups of its tensor ranks, its expert ranks and its fused kernel, and of its data ranks if it
+    # spans all ranks.
     engine = 3 + (layout.engine_expert > layout.engine_tensor) if layout.engine_expert > 1 else 0
     return sum(size > 1 for size in sizes) + (layout.ranks > 1) + engine

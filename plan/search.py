@@ -1,11 +1,14 @@
-"""Whether a configuration fits a number of ranks, and the nearest layouts that do when it does not. No torch.
+"""Does a configuration fit a number of ranks, and which similar layouts fit if it does not? Nothing here imports torch.
 
-judge() applies every rule of config_rules.py and then memory; whatever alternatives() lists has passed judge() itself.
+judge() applies every rule of config_rules.py and then the memory plan. Everything that alternatives() lists has passed
+judge().
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+import json
 import math
 import os
 from collections.abc import Iterator
@@ -15,9 +18,8 @@ from config_rules import LAYOUT_RULES, cache_mib_per_row, divisors, engine_layou
 from hf_config import Architecture
 from knobs import Config
 from plan import grid, roofline
-from plan import memory as memory_plan
-from plan.grid import Layout
-from plan.memory import GIB, Memory
+from plan.grid import RankGrid
+from plan.memory import GIB, Memory, step_memory
 from plan.roofline import Times
 
 LISTED = 6  # alternatives
@@ -25,120 +27,105 @@ LISTED = 6  # alternatives
 
 @dataclass(frozen=True)
 class Setting:
-    """What is asked about, beside the configuration."""
+    """The model and the machine that a configuration is judged for."""
 
     arch: Architecture
     device: str  # cpu | npu | cuda
     ranks_per_node: int
-    device_gib: float | None  # in place of the machine's figure
+    device_gib: float | None  # replaces the figure of roofline.HARDWARE
     prompt_tokens: float
     completion_tokens: float
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A configuration on a number of ranks, and what came of it. Where a size does not divide there is no more."""
+class Verdict:
+    """A configuration on a number of ranks, and the reasons against it. If a rule is broken, nothing is planned."""
 
     cfg: Config
-    layout: Layout
+    layout: RankGrid
     reasons: list[str]
     memory: Memory | None = None
     times: Times | None = None
 
 
-def judge(cfg: Config, ranks: int, setting: Setting) -> Plan:
-    """Every rule of config_rules.py, then memory."""
+def judge(cfg: Config, ranks: int, setting: Setting) -> Verdict:
+    """Apply every rule of config_rules.py, then compare the planned memory with the device's."""
     arch, layout = setting.arch, grid.of(cfg, ranks)
     reasons = problems(cfg, LAYOUT_RULES)
     reasons += [*layout_problems(cfg, arch, ranks), *engine_layout_problems(cfg, arch, ranks)]
     if reasons:
-        return Plan(cfg, layout, reasons)
-    machine = roofline.MACHINES[setting.device]
+        return Verdict(cfg, layout, reasons)
+    hardware = roofline.HARDWARE[setting.device]
+    gib = hardware.memory_gib if setting.device_gib is None else setting.device_gib
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    capacity = roofline.capacity_bytes(machine, min(ranks, setting.ranks_per_node), host)
-    if setting.device_gib is not None:
-        capacity = int(setting.device_gib * GIB)
-    memory = memory_plan.plan(cfg, arch, layout, setting.device, capacity)
-    times = roofline.plan(cfg, arch, layout, machine, memory, setting.prompt_tokens, setting.completion_tokens)
+    capacity = int(gib * GIB) if gib else host // min(ranks, setting.ranks_per_node)  # on a CPU a share of the host
+    memory = step_memory(cfg, arch, layout, setting.device, capacity)
+    times = roofline.step_times(cfg, arch, layout, hardware, memory, setting.prompt_tokens, setting.completion_tokens)
     if memory.peak > capacity:
-        parts = sorted(
-            ((size, name) for name, size in memory.parts.items() if name not in ("margin", "logits chunk")),
-            reverse=True,
-        )
-        largest = ", ".join(f"{name} {size / GIB:.1f}" for size, name in parts[:3])
+        parts = [(size, name) for name, size in memory.parts.items() if name not in ("margin", "logits chunk")]
+        largest = ", ".join(f"{name} {size / GIB:.1f}" for size, name in sorted(parts, reverse=True)[:3])
         reasons.append(
             f"memory: {memory.fullest} needs {memory.peak / GIB:.1f} GiB on a rank, margin included, of "
             f"{capacity / GIB:.1f}; the largest parts: {largest}"
         )
-    return Plan(cfg, layout, reasons, memory, times)
+    return Verdict(cfg, layout, reasons, memory, times)
 
 
 # -------------------------------------------------------------------------------------------------------- alternatives
 
 
-def alternatives(refused: Plan, setting: Setting) -> list[Plan]:
-    """The accepted plans nearest to a refused one; no more ranks than asked first, then by memory and estimated time.
+def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
+    """The accepted layouts nearest to a refused one; no more ranks than asked first, then by memory and estimated time.
 
-    What is changed, in this order, until something fits: how the ranks are laid out; also the engine's copy; also
-    recompute and the micro-batch; at last the number of ranks.
+    The search changes the layout of the ranks; if nothing fits, also the engine's copy; then also recompute and the
+    micro-batch; and at last the number of ranks.
     """
-    cfg = _mended(refused.cfg, setting.arch)
-    ranks = refused.layout.ranks
-    smaller = _with(cfg, model={"recompute": True}, optim={"tokens_per_micro_batch": _one_row(cfg)})
-    found: list[Plan] = []
-    for base, counts, engines in (
+    ranks, counts = refused.layout.ranks, _other_counts(refused.layout.ranks, setting)
+    cfg = _corrected(refused.cfg, setting.arch)
+    smaller = _with(cfg, model={"recompute": True}, optim={"tokens_per_micro_batch": _row_tokens(cfg)})
+    found: list[Verdict] = []
+    for base, tried, engines in (
         (cfg, [ranks], False),
         (cfg, [ranks], True),
         (smaller, [ranks], True),
-        (cfg, _other_counts(ranks, setting), False),
-        (smaller, _other_counts(ranks, setting), True),
+        (cfg, counts, False),
+        (smaller, counts, True),
     ):
-        candidates = sorted(
-            ((distance, number, plan) for number, plan in enumerate(_candidates(base, counts, engines, setting.arch))
-             for distance in [_distance(refused, *plan)]),
-            key=lambda item: item[:2],
-        )  # fmt: skip
-        for _, _, (candidate, count) in candidates:
-            plan = judge(candidate, count, setting)
-            if not plan.reasons:
-                found.append(plan)
-            if len(found) == LISTED:
-                break
-        if found:
+        nearest = sorted(_candidates(base, tried, engines, setting.arch), key=lambda new: _distance(refused, *new))
+        fitting = (verdict for new in nearest if not (verdict := judge(*new, setting)).reasons)
+        if found := list(itertools.islice(fitting, LISTED)):
             break
-    if cfg == refused.cfg:  # perhaps it only met the wrong number of ranks
-        as_it_is = (judge(cfg, count, setting) for count in _other_counts(ranks, setting))
-        listed = [(plan.cfg, plan.layout) for plan in found]  # no set: a Config holds a mapping, so it has no hash
-        found = found[: LISTED - 1] + [p for p in as_it_is if not p.reasons and (p.cfg, p.layout) not in listed][:1]
+    if cfg == refused.cfg:  # the configuration may be sound, and only the number of ranks wrong
+        listed = [
+            (verdict.cfg, verdict.layout) for verdict in found
+        ]  # no set: a Config holds a dict, so it has no hash
+        unchanged = (judge(cfg, count, setting) for count in counts)
+        new = [v for v in unchanged if not v.reasons and (v.cfg, v.layout) not in listed]
+        found = found[: LISTED - 1] + new[:1]
 
-    def rank(plan: Plan) -> tuple[bool, float, float]:
-        return plan.layout.ranks > ranks, round(plan.memory.peak / GIB, 1), plan.times.total
+    def order(verdict: Verdict) -> tuple[bool, float, float]:
+        return verdict.layout.ranks > ranks, round(verdict.memory.peak / GIB, 1), verdict.times.total
 
-    return sorted(found, key=rank)
+    return sorted(found, key=order)
 
 
-def _mended(cfg: Config, arch: Architecture) -> Config:
-    """With batch equation, cache and the axes that are not supported set right; the layout is left to be searched."""
+def _corrected(cfg: Config, arch: Architecture) -> Config:
+    """``cfg`` with a correct batch equation and cache, and without axes that are not supported."""
     prompts, update = cfg.rollout.prompts_per_step, cfg.optim.prompts_per_update
     update = min(divisors(prompts), key=lambda d: abs(math.log(d / update)))
-    tokens = max(cfg.optim.tokens_per_micro_batch, _one_row(cfg))
+    cache = cfg.rollout.kv_cache_mib
+    if cfg.rollout.engine == "vllm" and cache_mib_per_row(cfg, arch) > cache:
+        cache = cache_mib_per_row(_with(cfg, rollout={"tensor": 1}), arch)  # one row fits with any rollout.tensor
+    tokens = max(cfg.optim.tokens_per_micro_batch, _row_tokens(cfg))
     return _with(
         cfg,
         parallel={"pipeline": 1, "context": 1},
         optim={"prompts_per_update": update, "tokens_per_micro_batch": tokens},
-        rollout={"kv_cache_mib": _cache_mib(cfg, arch)},
+        rollout={"kv_cache_mib": cache},
     )
 
 
-def _cache_mib(cfg: Config, arch: Architecture) -> int:
-    """What is asked for, or, where one row does not fit, room for one however the engine is split."""
-    asked = cfg.rollout.kv_cache_mib
-    if cfg.rollout.engine != "vllm" or cache_mib_per_row(cfg, arch) <= asked:
-        return asked
-    return cache_mib_per_row(_with(cfg, rollout={"tensor": 1}), arch)
-
-
-def _one_row(cfg: Config) -> int:
+def _row_tokens(cfg: Config) -> int:
     return cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
 
 
@@ -149,63 +136,63 @@ def _with(cfg: Config, **sections: dict) -> Config:
 
 
 def _other_counts(ranks: int, setting: Setting) -> list[int]:
-    """Numbers of ranks that one could have instead: halves, doubles, powers of two, whole nodes."""
+    """Other numbers of ranks, nearest first: halves, doubles, powers of two, whole nodes."""
     node = setting.ranks_per_node
     counts = {ranks // 2, ranks // 4, 2 * ranks, 4 * ranks, 8 * ranks, node, 2 * node}
     counts |= {ranks // node * node, -(-ranks // node) * node}
-    counts |= {1 << (ranks.bit_length() - 1), 1 << ranks.bit_length()}  # the powers of two around it
+    counts |= {1 << (ranks.bit_length() - 1), 1 << ranks.bit_length()}  # the powers of two below and above
     return sorted((n for n in counts - {ranks} if n > 0), key=lambda n: (abs(math.log2(n / ranks)), -n))
 
 
 def _candidates(cfg: Config, counts: list[int], engines: bool, arch: Architecture) -> Iterator[tuple[Config, int]]:
-    """Every layout of the numbers of ranks whose sizes divide what they must; judge() looks at the rest."""
-    whole = {"tensor": 1, "expert": 1, "expert_tensor": 1}
+    """(configuration, ranks) for every layout whose sizes divide what they must; judge() applies the other rules."""
+
+    def trains(ranks: int, **sizes: int) -> bool:
+        whole = {"tensor": 1, "expert": 1, "expert_tensor": 1}
+        alone = _with(cfg, parallel=whole | sizes, rollout={"expert_parallel": False})
+        return not any(layout_problems(alone, arch, ranks))
+
+    def samples(ranks: int, tensor: int) -> bool:
+        return not any(engine_layout_problems(_with(cfg, rollout={"tensor": tensor}), arch, ranks))
+
     for ranks in counts:
-
-        def splits(ranks: int = ranks, **sizes: int) -> bool:
-            alone = _with(cfg, parallel=whole | sizes, rollout={"expert_parallel": False})
-            return not any(layout_problems(alone, arch, ranks))
-
-        def samples(tensor: int, ranks: int = ranks) -> bool:
-            return not any(engine_layout_problems(_with(cfg, rollout={"tensor": tensor}), arch, ranks))
-
-        sizes = divisors(ranks)
-        tensors = [size for size in sizes if splits(tensor=size)]
-        asked = [(size, cut) for cut in sorted({1, cfg.parallel.expert_tensor}) for size in sizes]
-        experts = [(size, cut) for size, cut in asked if splits(expert=size, expert_tensor=cut)]
+        sizes, cuts = divisors(ranks), sorted({1, cfg.parallel.expert_tensor})
         searched = sizes if engines and cfg.rollout.engine == "vllm" else [cfg.rollout.tensor]
-        replicas = [size for size in searched if samples(size)]
-        for tensor, (expert, cut), replica in itertools.product(tensors, experts, replicas):
+        for tensor, (cut, expert), replica, shared in itertools.product(
+            [size for size in sizes if trains(ranks, tensor=size)],
+            [(cut, size) for cut in cuts for size in sizes if trains(ranks, expert=size, expert_tensor=cut)],
+            [size for size in searched if samples(ranks, size)],
+            {cfg.rollout.expert_parallel, False},  # the engine uses the trainer's shards, or has its own copy
+        ):
             split = {"tensor": tensor, "expert": expert, "expert_tensor": cut}
-            for shared in {cfg.rollout.expert_parallel, False}:  # the trainer's shards, or the engine's own copy
-                yield _with(cfg, parallel=split, rollout={"tensor": replica, "expert_parallel": shared}), ranks
+            yield _with(cfg, parallel=split, rollout={"tensor": replica, "expert_parallel": shared}), ranks
 
 
-def _distance(plan: Plan, cfg: Config, ranks: int) -> float:
-    """How far a candidate lies from what was asked, in doublings of sizes."""
-    old, new = plan.cfg.parallel, cfg.parallel
+def _distance(verdict: Verdict, cfg: Config, ranks: int) -> float:
+    """How far a candidate is from the request, in doublings of sizes."""
+    old, new = verdict.cfg.parallel, cfg.parallel
     pairs = [(old.tensor, new.tensor), (old.expert * old.expert_tensor, new.expert * new.expert_tensor)]
-    pairs += [(old.expert_tensor, new.expert_tensor), (plan.cfg.rollout.tensor, cfg.rollout.tensor)]
-    copied = plan.cfg.rollout.expert_parallel != cfg.rollout.expert_parallel
-    return sum(abs(math.log2(a / b)) for a, b in [*pairs, (plan.layout.ranks, ranks)]) + 0.5 * copied
+    pairs += [(old.expert_tensor, new.expert_tensor), (verdict.cfg.rollout.tensor, cfg.rollout.tensor)]
+    copied = verdict.cfg.rollout.expert_parallel != cfg.rollout.expert_parallel
+    return sum(abs(math.log2(a / b)) for a, b in [*pairs, (verdict.layout.ranks, ranks)]) + 0.5 * copied
 
 
-def overrides(plan: Plan, asked: Config) -> list[str]:
-    """What to put on the command line for ``plan``: its layout in full, and every other key that differs."""
-    new, given = plan.cfg, [f"parallel.{key}={getattr(plan.cfg.parallel, key)}" for key in
-                            ("tensor", "expert", "expert_tensor")]  # fmt: skip
-    if new.rollout.engine == "vllm":
-        given.append(f"rollout.tensor={new.rollout.tensor}")
-        if new.rollout.expert_parallel != asked.rollout.expert_parallel:
-            given.append(f"rollout.expert_parallel={str(new.rollout.expert_parallel).lower()}")
-        if new.rollout.kv_cache_mib != asked.rollout.kv_cache_mib:
-            given.append(f"rollout.kv_cache_mib={new.rollout.kv_cache_mib}")
-    given += [f"parallel.{axis}=1" for axis in ("pipeline", "context") if getattr(asked.parallel, axis) != 1]
-    if new.optim.prompts_per_update != asked.optim.prompts_per_update:
-        given.append(f"rollout.prompts_per_step={new.rollout.prompts_per_step}")
-        given.append(f"optim.prompts_per_update={new.optim.prompts_per_update}")
-    if new.optim.tokens_per_micro_batch != asked.optim.tokens_per_micro_batch:
-        given.append(f"optim.tokens_per_micro_batch={new.optim.tokens_per_micro_batch}")
-    if new.model.recompute != asked.model.recompute:
-        given.append("model.recompute=true")
-    return given
+def overrides(verdict: Verdict, asked: Config) -> list[str]:
+    """The command-line overrides that turn ``asked`` into ``verdict``: its whole layout, and other keys that differ."""
+    keys = ["parallel.tensor", "parallel.expert", "parallel.expert_tensor"]
+    if asked.rollout.engine == "vllm":
+        keys.append("rollout.tensor")
+    keys += _changed(verdict.cfg, asked, "rollout.expert_parallel", "rollout.kv_cache_mib")
+    keys += _changed(verdict.cfg, asked, "parallel.pipeline", "parallel.context")
+    if update := _changed(verdict.cfg, asked, "optim.prompts_per_update"):
+        keys += ["rollout.prompts_per_step", *update]
+    keys += _changed(verdict.cfg, asked, "optim.tokens_per_micro_batch", "model.recompute")
+    return [f"{key}={json.dumps(_value(verdict.cfg, key))}" for key in keys]
+
+
+def _changed(new: Config, old: Config, *keys: str) -> list[str]:
+    return [key for key in keys if _value(new, key) != _value(old, key)]
+
+
+def _value(cfg: Config, key: str) -> bool | int:
+    return functools.reduce(getattr, key.split("."), cfg)

@@ -1,7 +1,7 @@
-"""The second opinion of plan/self_test.py: model, loss and AdamW in float64, for one rank and rows padded on the right.
+"""A second implementation for plan/self_test.py: model, loss and AdamW in float64, on one rank and right-padded rows.
 
-Written from the formulas of the model and of the papers that grpo.py names. It shares no code with the trainer, nor its
-kernels, shards, packing and masks, so that both would have to be wrong in the same way.
+It follows the formulas of the model and of the papers that grpo.py names. It shares no code with the trainer: neither
+kernels nor shards, packing or masks. A fault stays hidden only if both implementations have it.
 S sequences, T tokens of a row, V vocabulary, E experts, K experts a token, R LoRA rank, L layers.
 """
 
@@ -24,12 +24,12 @@ Named = dict[str, Tensor]
 
 
 def forward(w: Named, c: dict, tokens: Tensor, temperature: float, routes: Tensor | None = None) -> tuple:
-    """Log-prob of each token given those before it (0 for the first), entropy there, routes, log-probs of the next.
+    """Log-prob and entropy of each token, given the tokens before it; the routes; the log-probs of the next token.
 
-    (S, T) -> (S, T), (S, T), (S, T, L, K), (S, V).  ``routes``: experts to use, -1 where the model chooses itself.
+    (S, T) -> (S, T), (S, T), (S, T, L, K), (S, V).  The first token has log-prob 0. ``w``: weights; ``c``: config.json;
+    ``routes``: experts to use, -1 where the model chooses itself.
     """
-    heads, size = c["num_attention_heads"], c["head_dim"]
-    length, chosen = tokens.shape[1], []
+    heads, size, length, chosen = c["num_attention_heads"], c["head_dim"], tokens.shape[1], []
     angle = torch.arange(length)[:, None] * c["rope_theta"] ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
     cos, sin, future = angle.cos()[:, None], angle.sin()[:, None], torch.ones(length, length).triu(1).bool()
 
@@ -71,28 +71,26 @@ def forward(w: Named, c: dict, tokens: Tensor, temperature: float, routes: Tenso
             y = y + linear(h, f"{layer}.mlp.shared_expert_gate").sigmoid() * swiglu(h, f"{layer}.mlp.shared_expert")
         x = x + y
     logp = (linear(norm(x, "model.norm"), "lm_head") / temperature).log_softmax(-1)
-    last, logp, before = logp[:, -1], logp[:, :-1], torch.zeros(len(tokens), 1, dtype=torch.float64)
-    picked, entropy = logp.gather(-1, tokens[:, 1:, None])[..., 0], -(logp.exp() * logp).sum(-1)
-    return torch.cat([before, picked], 1), torch.cat([before, entropy], 1), torch.stack(chosen, 2), last
+    picked, entropy = logp[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0], -(logp.exp() * logp).sum(-1)[:, :-1]
+    picked, entropy = (torch.nn.functional.pad(x, (1, 0)) for x in (picked, entropy))  # 0 for the first token
+    return picked, entropy, torch.stack(chosen, 2), logp[:, -1]
+
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 def merged(base: Named, factors: Named, lora: LoraConfig) -> Named:
     """The base weights plus alpha / R x B A, for factors by their names in a checkpoint."""
     weights = dict(base)
-    for name, a in factors.items():
-        module, _, letter = name.rpartition(".")
-        if letter == "B":
-            continue
-        parent, fused = module.rsplit(".", 1)
-        parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-        b, experts = factors[f"{module}.B"], a.dim() == 3
+    for module in (name.removesuffix(".A") for name in factors if name.endswith(".A")):
+        a, b, (parent, last) = factors[f"{module}.A"], factors[f"{module}.B"], module.rsplit(".", 1)
+        experts = a.dim() == 3
         pairs = [(f"{parent}.{e}", a[e].t(), b[e].t()) for e in range(len(a))] if experts else [(parent, a, b)]
         for place, down, up in pairs:
-            start, delta = 0, lora.alpha / (lora.expert_rank if experts else lora.rank) * up @ down
-            for part in parts.get(fused, (fused,)):
-                old = base[f"{place}.{part}.weight"]
-                weights[f"{place}.{part}.weight"] = old + delta[start : start + len(old)]
-                start += len(old)
+            delta = lora.alpha / (lora.expert_rank if experts else lora.rank) * up @ down
+            names = [f"{place}.{part}.weight" for part in FUSED.get(last, (last,))]
+            for name, change in zip(names, delta.split([len(base[name]) for name in names]), strict=True):
+                weights[name] = base[name] + change
     return weights
 
 
@@ -102,12 +100,12 @@ class Rows:
 
     tokens: Tensor  # (S, T)
     own: Tensor  # (S, T) true on the tokens that were sampled
-    sampled_logp: Tensor  # (S, T) the sampler's, 0 elsewhere
-    routes: Tensor | None  # (S, T, L, K) the sampler's under replay r3, -1 where it has none
+    sampled_logp: Tensor  # (S, T) of the sampler; 0 on other tokens
+    routes: Tensor | None  # (S, T, L, K) of the sampler, under replay r3; -1 where it has none
 
 
 def rows_of(batch: Rollout, completions: list[Completion]) -> Rows:
-    """``completions``: all S of them, in order."""
+    """The rows of all S ``completions``, which are in the order of the sequences."""
     group = len(completions) // len(batch.prompts)
     prompts = [batch.prompts[s // group] for s in range(len(completions))]
     width = max(len(prompt) + len(one.tokens) for prompt, one in zip(prompts, completions, strict=True))
@@ -125,7 +123,7 @@ def rows_of(batch: Rollout, completions: list[Completion]) -> Rows:
 
 
 def advantages_of(rewards: list[float], norm: str) -> list[float]:
-    """Of one group, in plain Python."""
+    """The advantages of one group, in plain Python."""
     n, mean = len(rewards), sum(rewards) / len(rewards)
     std = (sum((reward - mean) ** 2 for reward in rewards) / (n - 1)) ** 0.5
     scale = {"std": 1 / (std + 1e-6), "none": 1.0, "loo": n / (n - 1)}[norm]
@@ -143,9 +141,9 @@ def loss_of(
     skipped: Tensor,
     advantages: Tensor,
 ) -> Tensor:
-    """The loss of one update.  (S, T) four times, (S,) three times
+    """The loss of one update.  logp, entropy, old, reference: (S, T); chosen, skipped, advantages: (S,)
 
-    ``chosen``: the update's sequences, of which ``skipped`` are counted and add nothing.
+    ``chosen`` are the sequences of the update. ``skipped`` ones count in the means but add nothing to the loss.
     """
     loss, own = cfg.loss, rows.own & chosen[:, None]
     lengths, sequences = own.sum(1, keepdim=True).clamp(min=1), chosen.sum().clamp(min=1)
@@ -182,7 +180,7 @@ def loss_of(
 
 @dataclass
 class State:
-    """Factors by their names in a checkpoint, AdamW's moments, and the steps it has made."""
+    """Factors by their names in a checkpoint, AdamW's moments, and the number of its steps."""
 
     factors: Named
     first: Named
@@ -195,7 +193,7 @@ def updated(
 ) -> tuple[State, float]:
     """The state after the updates of one rollout, and the mean norm of their gradients before clipping.
 
-    ``c``: config.json of the model. ``base``: its weights. ``advantages``: (S,)
+    ``c``: config.json of the model; ``base``: its weights; ``advantages``: (S,)
     """
     optim, (beta1, beta2) = cfg.optim, cfg.optim.betas
     state = State(dict(state.factors), dict(state.first), dict(state.second), state.steps)

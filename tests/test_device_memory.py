@@ -14,7 +14,7 @@ import runlog
 from config import load_config
 from learner import StepTimer
 from plan import grid
-from plan import memory as memory_plan
+from plan.memory import beside_plan, step_memory
 from tripwires import Heartbeat
 
 
@@ -58,7 +58,7 @@ def test_the_fullest_rank_counts() -> None:
 def test_the_log_shows_the_planned_memory_beside_the_peak() -> None:
     cfg = load_config("configs/qwen3.yaml")
     arch = hf_config.planned(cfg)[0]
-    memory = memory_plan.plan(cfg, arch, grid.of(cfg, 16), "npu", 61 * 2**30)
-    line = memory_plan.beside_plan(cfg, arch, 16, "npu", 26.125, "update")
+    memory = step_memory(cfg, arch, grid.of(cfg, 16), "npu", 61 * 2**30)
+    line = beside_plan(cfg, arch, 16, "npu", 26.125, "update")
     planned = f"planned: {memory.phases['update'] / 2**30:.2f} GiB in update"
     assert line == f"device memory: at most 26.12 GiB in update; {planned}" and memory.fullest == "update"

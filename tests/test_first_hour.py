@@ -1,6 +1,6 @@
 """plan/first_hour.py: the report of a sound machine, faults named by their stage, resuming, limits, bad input.
 
-Ranks are forked (hour.py); the slow tests start the real script, and the stand-in for the NPU.
+Ranks are forked (hour.py). The slow tests start the real script and use the stand-in for the NPU.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from pytest import MonkeyPatch
 import kernels
 import weights_hf
 from config import load_config, to_yaml
-from plan import first_hour, first_hour_stages
-from plan import groups as groups_check
+from plan import first_hour, first_hour_stages, groups
 from plan.first_hour_stages import STAGES, Job
 
 NAMES = [stage.name for stage in STAGES]
@@ -46,7 +45,7 @@ def write_config(folder: Path) -> Path:
 
 
 def the_hour(folder: Path, *arguments: str) -> tuple[int, dict[str, dict]]:
-    """Exit code, and the results by stage."""
+    """The exit code, and the results by stage."""
     code = first_hour.main([str(folder / "run.yaml"), "--report", str(folder / "report.json"), *arguments])
     report = json.loads((folder / "report.json").read_text())
     assert report["passed"] == (code == 0) and [stage["name"] for stage in report["stages"]] == NAMES
@@ -80,9 +79,9 @@ def test_a_sound_machine_passes_every_stage(sound) -> None:
 def test_the_report_has_each_stages_figures(sound) -> None:
     figures = {name: stage["figures"] for name, stage in sound[1].items()}
     assert figures["doctor"]["fail"] == 0 and figures["doctor"]["ok"] > 3
-    groups = {(row["group"], row["collective"]) for row in figures["groups"]}
+    answered = {(row["group"], row["collective"]) for row in figures["groups"]}
     kinds = ("all-reduce", "all-gather", "all-to-all", "barrier")
-    assert groups == {(group, kind) for group in ("expert", "data", "world") for kind in kinds}
+    assert answered == {(group, kind) for group in ("expert", "data", "world") for kind in kinds}
     assert all(row["milliseconds"] > 0 and row["answer"] == "right" for row in figures["groups"])
     assert {row["dtype"] for row in figures["operators"]} == {"fp32", "bf16"} and len(figures["operators"]) == 20
     assert figures["layers"]["gap_mean"] < 1e-4 and figures["layers"]["layers"] == 2
@@ -91,7 +90,7 @@ def test_the_report_has_each_stages_figures(sound) -> None:
     run = Path(steps["run"])
     assert json.loads((run / "run.json").read_text())["name"] == "tiny"
     given = sound[1]["steps"]["command"]
-    assert "train.steps=3 eval.every=0 eval.num_questions=9 " in given  # num_test of the configuration
+    assert "train.steps=3 eval.every=0 eval.num_questions=9 " in given  # 9 is num_test of the configuration
 
 
 def test_a_second_start_repeats_nothing_and_says_so(sound, monkeypatch, capsys) -> None:
@@ -122,7 +121,7 @@ def test_another_configuration_is_another_hour(sound, monkeypatch) -> None:
 
 
 def wrong_group(monkeypatch: MonkeyPatch) -> None:
-    """Rank 1 gets a wrong answer to every all-reduce over the expert group."""
+    """Rank 1 gets a wrong answer from every all-reduce over the expert group."""
     real = dist.all_reduce
 
     def faulty(tensor: torch.Tensor, *args, group=None, **kwargs):
@@ -131,11 +130,11 @@ def wrong_group(monkeypatch: MonkeyPatch) -> None:
         if mine and dist.get_rank() == 1:
             tensor[2] += 1
 
-    monkeypatch.setattr(groups_check.dist, "all_reduce", faulty)
+    monkeypatch.setattr(groups.dist, "all_reduce", faulty)
 
 
 def wrong_operator(monkeypatch: MonkeyPatch) -> None:
-    """The gradient of the rotary embedding has the sign of its sines wrong in bf16."""
+    """In bf16, the gradient of the rotary embedding has sines of the wrong sign."""
     real = kernels.rotary
 
     def faulty(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -176,7 +175,7 @@ def test_faults_are_named_by_their_stages_and_what_needs_them_is_skipped(tmp_pat
 
 
 def test_a_machine_without_what_the_device_needs_fails_in_the_doctor(tmp_path, monkeypatch) -> None:
-    """configs/qwen3.yaml is for NPUs; what is missing here is named, and the data files."""
+    """configs/qwen3.yaml is for NPUs. The doctor names the missing software and data files."""
     for variable in ("ASCEND_HOME_PATH", "ASCEND_RT_VISIBLE_DEVICES"):
         monkeypatch.delenv(variable, raising=False)
     job = a_job(tmp_path, "qwen3.yaml", ranks=16)
@@ -193,7 +192,7 @@ def a_job(folder: Path, config: str, ranks: int, *overrides: str) -> Job:
 
 
 def left(folder: Path, *peaks: float, phase: str = "update") -> None:
-    """What a run leaves whose steps have had these GiB of the device in use."""
+    """Write the files of a run whose steps used these GiB of the device."""
     run = folder / "run" / "tiny-1"
     run.mkdir(parents=True)
     timing = [{"step": i, "timing/step_s": 9.0 + i, "perf/peak_rss_gib": 2.0, "perf/peak_device_gib": gib,
@@ -206,7 +205,7 @@ def left(folder: Path, *peaks: float, phase: str = "update") -> None:
 def test_memory_beyond_the_plan_fails_the_steps_and_memory_within_passes(tmp_path) -> None:
     job = a_job(tmp_path, "qwen3.yaml", 16, "model.path=none/Qwen3-30B-A3B-Instruct-2507")
     (tmp_path / "log").touch()
-    memory = job.plan().memory
+    memory = job.verdict().memory
     limit = memory.peak / 2**30
     left(tmp_path, 20.0, limit - 0.1, 20.0)
     found = first_hour_stages.steps_outcome(job, tmp_path / "log", 0)
@@ -263,7 +262,7 @@ def test_a_failing_step_is_told_by_the_runs_own_line(log, reason, tmp_path) -> N
 
 
 def test_killed_in_the_fourth_stage_it_continues_there(tmp_path, monkeypatch) -> None:
-    """A SIGKILL while layers is at work; the stages' own outcomes do not matter here."""
+    """A SIGKILL arrives during the stage layers. The outcomes of the stages do not matter here."""
     write_config(tmp_path)
     monkeypatch.setattr(first_hour, "STAGES", tuple(s._replace(outcome=passed) for s in STAGES))
     begun: list[str] = []
@@ -319,23 +318,26 @@ def test_a_stage_that_does_not_end_is_ended_with_its_processes_and_says_so(tmp_p
 def test_what_a_killed_start_left_ends_with_it_and_the_next_one_waits_for_it(tmp_path) -> None:
     """The command holds the lock of the folder as long as it lives."""
     code = (
-        "import sys\nfrom plan import first_hour\nfrom pathlib import Path\n"
+        "import sys\nfrom pathlib import Path\nfrom plan import first_hour\n"
         f"lock = first_hour.hold(Path({str(tmp_path)!r}), Path({str(tmp_path / 'report')!r}))\n"
         f"first_hour.execute([sys.executable, '-c', {TREE!r}], Path({str(tmp_path / 'log')!r}), 600, lock)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as started:
         until(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text().strip())
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(first_hour, "WAIT", 1.5)
+            patch.setattr(first_hour, "WAIT", 1)
             with pytest.raises(first_hour.InputError, match="another first hour is at work there"):
                 first_hour.hold(tmp_path, tmp_path / "report")
         started.kill()
-    first_hour.hold(tmp_path, tmp_path / "report").close()  # within WAIT: the command had a SIGTERM
-    os.kill(int((tmp_path / "log").read_text()), signal.SIGKILL)  # torchrun would have ended it, TREE does not
+    first_hour.hold(tmp_path, tmp_path / "report").close()  # possible within WAIT, because the command got a SIGTERM
+    os.kill(
+        int((tmp_path / "log").read_text()), signal.SIGKILL
+    )  # torchrun would have ended this process; TREE does not
 
 
 def lives(pid: int) -> bool:
-    return pid in first_hour._processes()
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
 
 
 def until(happened: Callable[[], object], seconds: float = 60) -> None:
@@ -447,5 +449,7 @@ def test_a_sound_stand_in_npu_passes_every_stage(tmp_path) -> None:
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["device"], report["ranks"]) == ("npu", 2)
     steps = report["stages"][4]["figures"]
-    assert steps["peak_device_gib"] == 1.0 < steps["planned_gib"]  # what the stand-in says lies outside of torch's pool
+    assert (
+        steps["peak_device_gib"] == 1.0 < steps["planned_gib"]
+    )  # the stand-in reports it as memory outside of torch's pool
     assert "device memory: at most 1.00 GiB in" in done.stdout

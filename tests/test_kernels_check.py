@@ -1,4 +1,4 @@
-"""plan/kernels_check.py: sound operators pass, one that is a little off in one dtype or one pass is named with both."""
+"""plan/kernels_check.py: sound operators pass. A slightly wrong operator is named with its dtype and pass."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def small_cases() -> list[Case]:
 
 def table() -> dict[tuple[str, str], list[str]]:
     """(operator, dtype) -> which passes are wrong."""
-    results = [result for case in small_cases() for result in kernels_check.check(case, CPU, 0)]
+    results = [result for case in small_cases() for result in kernels_check.check_operator(case, CPU, 0)]
     return {(row["operator"], row["dtype"]): row["wrong"] for row in kernels_check.summary(results)}
 
 
@@ -45,7 +45,7 @@ def test_every_operator_of_kernels_is_checked() -> None:
 
 
 def test_sizes_are_those_of_a_rank_of_the_real_model() -> None:
-    """Qwen3-30B-A3B on TP4 EP16 with one row of 2,048 tokens: 512 of them on a rank, which meet 8 experts each."""
+    """Qwen3-30B-A3B on TP4 EP16 with one row of 2,048 tokens: a rank has 512 of them, and each goes to 8 experts."""
     overrides = ["optim.tokens_per_micro_batch=2048", "model.path=none/Qwen3-30B-A3B-Instruct-2507"]
     cfg = load_config(CONFIGS / "qwen3.yaml", overrides)
     shapes = {
@@ -67,7 +67,7 @@ def test_sizes_are_those_of_a_rank_of_the_real_model() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "roundings", "terms", "expected"),
-    [  # half an epsilon is 2^-8 in bf16 and 2^-24 in fp32; 8 more roundings inside, in fp32
+    [  # half an epsilon is 2^-8 in bf16 and 2^-24 in fp32; INSIDE adds 8 roundings in fp32
         (torch.bfloat16, 2, 64, 2 * 2**-8 + (8 + 8) * 2**-24),
         (torch.float32, 3, 1, (3 + 1 + 8) * 2**-24),
     ],
@@ -77,7 +77,7 @@ def test_tolerance_follows_from_epsilon_and_the_length_of_the_sum(dtype, roundin
 
 
 class _Scaled(torch.autograd.Function):
-    """``forward`` times the answer, ``backward`` times the gradient."""
+    """Multiplies the answer by ``forward`` and the gradient by ``backward``."""
 
     @staticmethod
     def forward(ctx, x: Tensor, forward: float, backward: float) -> Tensor:
@@ -90,7 +90,7 @@ class _Scaled(torch.autograd.Function):
 
 
 def off(real: Callable[..., Tensor], dtype: torch.dtype, forward: float, backward: float) -> Callable[..., Tensor]:
-    """``real``, but in ``dtype`` its answer or its gradients are multiplied by these."""
+    """``real``, but in ``dtype`` its answer is multiplied by ``forward`` and its gradients by ``backward``."""
 
     def faulty(x: Tensor, *args, **kwargs) -> Tensor:
         out = real(x, *args, **kwargs)
@@ -117,7 +117,7 @@ def test_an_operator_that_is_off_is_named_with_its_dtype_and_pass(
     real = getattr(kernels, operator)
     monkeypatch.setattr(kernels, operator, off(real, kernels_check.DTYPES[dtype], forward, backward))
     mine = [case for case in small_cases() if case.name.startswith(operator)]
-    rows = kernels_check.summary([result for case in mine for result in kernels_check.check(case, CPU, 3)])
+    rows = kernels_check.summary([result for case in mine for result in kernels_check.check_operator(case, CPU, 3)])
     assert {(row["dtype"], *row["wrong"]) for row in rows} == {(dtype, which), ("bf16" if dtype == "fp32" else "fp32",)}
     text = kernels_check.as_text(rows)
     assert f"WRONG: {which}, on rank 3" in text and text.count("WRONG") == len(mine)
@@ -133,7 +133,7 @@ def test_one_wrong_row_or_number_is_enough(monkeypatch) -> None:
             return torch.cat([out[:17], spoil(out[17])[None], out[18:]])
 
         monkeypatch.setattr(kernels, "grouped_mm", faulty)
-        assert all("forward" in result.wrong for result in kernels_check.check(case, CPU, 0))
+        assert all("forward" in result.wrong for result in kernels_check.check_operator(case, CPU, 0))
 
 
 def test_an_operator_that_refuses_its_input_is_named_and_the_others_are_still_checked(monkeypatch) -> None:
@@ -141,7 +141,7 @@ def test_an_operator_that_refuses_its_input_is_named_and_the_others_are_still_ch
         raise RuntimeError("npu_rotary_mul: unsupported\nmore")
 
     monkeypatch.setattr(kernels, "rotary", refuse)
-    rows = kernels_check.summary([r for case in small_cases() for r in kernels_check.check(case, CPU, 1)])
+    rows = kernels_check.summary([r for case in small_cases() for r in kernels_check.check_operator(case, CPU, 1)])
     errors = {row["operator"]: row["error"] for row in rows if row["wrong"]}
     assert errors == {"rotary": "npu_rotary_mul: unsupported"} and len(rows) == 20
     assert "WRONG: forward and backward, on rank 1 (npu_rotary_mul: unsupported)" in kernels_check.as_text(rows)

@@ -1,6 +1,7 @@
-"""layers_check.py: a sound trainer and sampler agree; what does not reach the sampler is named. Two ranks, in bf16.
+"""layers_check.py: a sound trainer and sampler agree, and an update that does not reach the sampler is named.
 
-The tiny model has no warm start; that one expert shows at Qwen3-30B-A3B's sizes too was tried by hand.
+The tests have two ranks in bf16 and a tiny model without a warm start. One lost expert was also found at the sizes of
+Qwen3-30B-A3B; that was tried by hand.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SIZES = {
 
 
 def one_expert_lost() -> None:
-    """Expert 13 of layer 1 is pushed without its update; with EP2 it is the second rank's sixth."""
+    """Expert 13 of layer 1 is pushed without its update. With EP2 it is the sixth expert of the second rank."""
     real = weights_hf._delta
 
     def faulty(slot: weights_hf.Slot):
@@ -40,12 +41,12 @@ def one_expert_lost() -> None:
 
 
 def nothing_pushed() -> None:
-    """After the first push the engine gets nothing any more."""
+    """The engine receives nothing after the first push."""
     WeightSync.push_clean = lambda self: None
 
 
 def wrong_replica() -> None:
-    """The second rank's engine keeps its base."""
+    """The engine of the second rank keeps its base weights."""
     real = WeightSync.push_clean
 
     def faulty(self: WeightSync) -> None:
@@ -59,7 +60,7 @@ def wrong_replica() -> None:
 
 
 def check(folder: Path, fault: Callable[[], None] | None, dtype: str = "bf16") -> tuple[list[int], dict, str]:
-    """Exit codes of two ranks, EP2, the figures, and what was printed."""
+    """The exit codes of two ranks with EP2, the figures, and the printed text."""
     cfg = training.in_layout(training.config(folder / "none", folder, model__dtype=dtype, **SIZES), "EP2")
     (folder / "run.yaml").write_text(to_yaml(cfg))
     given = [str(folder / "run.yaml"), "--folder", str(folder / "two"), "--json", str(folder / "found.json")]
@@ -80,7 +81,7 @@ def check(folder: Path, fault: Callable[[], None] | None, dtype: str = "bf16") -
 def test_a_sound_trainer_and_sampler_agree_and_every_expert_is_met(tmp_path) -> None:
     codes, found, text = check(tmp_path, None)
     assert codes == [0, 0] and not found["wrong"] and "WRONG" not in text, text
-    assert found["layers"] == 2  # of the model's three
+    assert found["layers"] == 2  # the model has three
     assert found["experts"] == found["experts_judged"] == 2 * 16
     assert found["gap_mean"] < 0.1 < found["gap_without_adapters"]
     assert found["tokens"] > 3000 and len(found["gap_by_replica"]) == 2

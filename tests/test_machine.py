@@ -1,4 +1,4 @@
-"""What the doctor asks a machine: the questions really reach libraries, ports, commands and packages."""
+"""The questions of the doctor really reach the libraries, ports, commands and packages of a machine."""
 
 from __future__ import annotations
 

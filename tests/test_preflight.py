@@ -1,6 +1,6 @@
-"""preflight.py as a command: what it accepts, what it refuses, and that its way out of a refusal works.
+"""preflight.py as a command: what it accepts, what it refuses, and that the layouts it proposes work.
 
-Sizes of the real models come from their published config.json; no weights, no torch.
+The sizes of the real models come from their published config.json. No weights and no torch are needed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def test_the_configurations_we_ship_fit(name, capsys):
     assert all(0 < size < found["per_rank"]["capacity_bytes"] for size in found["per_rank"]["phases"].values())
 
 
-REFUSALS = {  # name: (arguments, a piece of the reason)
+REFUSALS = {  # name: (arguments, a part of the reason)
     "TP3 for 32 heads": ([QWEN3, "parallel.tensor=3"], "parallel.tensor: 3 does not divide 4 key/value heads"),
     "TP3 on a divisible world": ([QWEN3, "parallel.tensor=3", "--ranks", "48"], "3 does not divide 4 key/value heads"),
     "EP8 for 60 experts": ([QWEN15, "parallel.expert=8"], "parallel.expert: 8 does not divide 60 experts"),
@@ -88,7 +88,7 @@ def test_a_refusal_names_its_rule_and_lists_layouts_that_fit(name, capsys):
     for other in found["alternatives"]:
         again = report(capsys, arguments[0], *own_overrides, *other["overrides"], "--ranks", str(other["ranks"]))
         assert again["verdict"] == "fits" and again["per_rank"]["peak_bytes"] == other["peak_bytes"]
-        # The rules of the trainer itself agree.
+        # The trainer's own rules accept them, too.
         cfg = config.load_config(arguments[0], [*own_overrides, *other["overrides"]])
         config_rules.check_layout(cfg, hf_config.planned(cfg)[0], other["ranks"])
     asked = found["ranks"]
@@ -97,7 +97,7 @@ def test_a_refusal_names_its_rule_and_lists_layouts_that_fit(name, capsys):
 
 
 def test_twelve_ranks_take_four_expert_ranks_in_three_blocks(capsys):
-    """3 does not divide the heads and 12 not the 128 experts: TP 1, 2 or 4 with EP 4 remain."""
+    """3 does not divide the heads, and 12 does not divide 128 experts. TP 1, 2 or 4 with EP 4 are possible."""
     listed = report(capsys, QWEN3, "--ranks", "12")["alternatives"]
     for tensor in (1, 4):
         layout = {f"parallel.tensor={tensor}", "parallel.expert=4", "rollout.expert_parallel=false"}
@@ -114,7 +114,7 @@ def test_a_configuration_on_too_few_ranks_is_offered_as_it_is_on_enough(capsys):
 
 def test_memory_refusals_follow_the_size_of_the_device(capsys):
     needed = report(capsys, QWEN3)["per_rank"]["phases"]
-    smallest = max(needed.values()) / 0.95 / 2**30  # the margin is a twentieth
+    smallest = max(needed.values()) / 0.95 / 2**30  # the margin is 5 %
     assert report(capsys, QWEN3, "--device-gib", str(smallest + 0.01))["verdict"] == "fits"
     assert report(capsys, QWEN3, "--device-gib", str(smallest - 0.01))["verdict"] == "refused"
 
@@ -146,7 +146,10 @@ def test_unusable_input_is_one_line_and_exit_code_2(arguments, capsys):
 def test_nodes_cut_the_groups_that_span_them(capsys):
     found = report(capsys, QWEN3, "parallel.expert=32", "--ranks", "32")
     crossing = {kind: count for kind, count in found["groups_across_nodes"].items() if count}
-    assert crossing == {"data": 4, "expert": 1}  # 8 data ranks 4 apart; the 32 expert ranks; TP4 stays within a node
+    assert crossing == {
+        "data": 4,
+        "expert": 1,
+    }  # groups of 8 data ranks, 4 apart; one group of 32 expert ranks; TP4 stays within a node
     streamed = report(capsys, QWEN3, "rollout.expert_parallel=false", "--ranks", "32")
     assert streamed["groups_across_nodes"]["expert"] == 0
     two = report(capsys, QWEN3, "--ranks", "16", "--ranks-per-node", "2")["groups_across_nodes"]
@@ -163,7 +166,7 @@ def test_every_rank_is_in_one_group_of_each_kind(capsys):
 
 @pytest.mark.parametrize("arguments", [["parallel.tensor=3"], ["--device-gib", "1"]])
 def test_a_plan_takes_seconds_without_torch_and_prints_one_object(arguments):
-    """Refusals on 1,024 ranks, one of them beyond help, in a process that cannot import torch. CPU seconds count."""
+    """Two refusals on 1,024 ranks, the second without alternatives. No torch can be imported. CPU time counts."""
     blocked = "import sys; sys.modules['torch'] = None; import preflight; sys.exit(preflight.main(sys.argv[1:]))"
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     command = [sys.executable, "-c", blocked, QWEN3, *arguments, "--ranks", "1024", "--json"]
@@ -180,7 +183,7 @@ def test_the_text_says_layout_memory_seconds_and_verdict(capsys):
         "8 of 32 heads, 1 of 4 key/value heads, 8 of 128 experts, 37,984 of 151,936 tokens, all 48 layers",
         "96 prompts x 8 = 768 sequences = 4 replicas of 24 prompts x 8",
         "4 updates of 24 x 8 = 192 sequences = 4 data ranks of 48 sequences",
-        "logits chunk              0.156 GiB, within the activations",  # 2.5 copies of 2^24 fp32
+        "logits chunk              0.156 GiB, within the activations",  # 2.5 copies of 2^24 fp32 numbers
         "a roofline, not a measurement",
         "verdict: fits",
     ):

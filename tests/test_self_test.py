@@ -1,14 +1,16 @@
-"""The self-test of the installation: sound methods pass, and every planted fault makes it fail by the check it is for.
+"""The self-test: sound methods pass, and every planted fault fails the check that is made for it.
 
-Each run is a forked process, in which the fault is planted in the product's own functions. docs/self_test.md lists what
-is not found.
+Each run is a forked process, in which the fault is planted in the product's own functions. docs/self_test.md lists the
+faults that the self-test does not find.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import multiprocessing
+import os
 import resource
 import subprocess
 import sys
@@ -29,8 +31,10 @@ import kernels
 import learner
 import lora_megatron
 import parallel_setup
+import preflight
 import reward_gsm8k
 import rollout
+import runlog
 import startup
 from config import load_config
 from config_rules import OTHER_RULES
@@ -46,12 +50,12 @@ Findings = dict[str, tuple[bool, str]]
 
 
 def judged(folder: Path, plant: Callable[[], None], *arguments: str) -> Findings:
-    """The findings of the self-test of a configuration with ``arguments``, in a forked process with a fault."""
+    """The findings for ``arguments``, a configuration and overrides, in a forked process with a planted fault."""
 
     def run() -> int:
         plant()
         cfg = load_config(arguments[0], [*HERE, *arguments[1:]], [], OTHER_RULES)
-        (folder / "findings.json").write_text(json.dumps(self_test.judge(cfg, folder).checks))
+        (folder / "findings.json").write_text(json.dumps(self_test.judge(cfg, folder)))
         return 0
 
     assert forked(run) == 0
@@ -59,7 +63,7 @@ def judged(folder: Path, plant: Callable[[], None], *arguments: str) -> Findings
 
 
 def forked(function: Callable[[], int]) -> int:
-    """The exit code of a forked process that ends with what ``function`` returns; what it changes ends with it."""
+    """The exit code of a forked process that runs ``function``. Its changes to the product end with the process."""
     training.import_before_the_fork()
     world._import_megatron()
 
@@ -69,7 +73,7 @@ def forked(function: Callable[[], int]) -> int:
         return function()
 
     child = multiprocessing.get_context("fork").Process(target=world.exit_with, args=(run, 99))
-    with warnings.catch_warnings():  # Python 3.12 warns of every fork of a process that has threads
+    with warnings.catch_warnings():  # Python 3.12 warns of every fork of a process with threads
         warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
         child.start()
     child.join()
@@ -211,7 +215,7 @@ def never_clipped() -> None:
 
 
 SEVERAL = ("optim.prompts_per_update=8",)
-FAULTS = {  # fault: its plant, the check that must find it, changes to configs/tiny_cpu.yaml
+FAULTS = {  # fault: how it is planted, the check that must find it, overrides of configs/tiny_cpu.yaml
     "advantages of the wrong sign": (advantages(lambda found, rewards: -found), "advantages", ()),
     "advantages that are not centred": (advantages(lambda found, rewards: rewards), "advantages", ()),
     "shuffled advantages": (advantages(lambda found, rewards: found.roll(1, 1)), "advantages", ()),
@@ -293,3 +297,21 @@ def test_unusable_input_is_one_line_and_exit_code_2(what: str, capfd) -> None:
     assert forked(lambda: self_test.main(arguments)) == 2
     error = capfd.readouterr().err
     assert error.startswith("error: ") and expected in error and error.count("\n") == 1
+
+
+def test_a_full_disk_is_an_error_and_not_a_failure_to_learn(tmp_path: Path, monkeypatch, capfd) -> None:
+    monkeypatch.setattr(self_test.tempfile, "mkdtemp", lambda **_: str(tmp_path))
+
+    def full(*_) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.jsonl")
+
+    code = forked(lambda: (before(runlog.RunLog, "log_step", full), self_test.main([TINY, *HERE]))[1])
+    said = capfd.readouterr()
+    assert code == 2 and said.err == "error: metrics.jsonl: No space left on device\n", said
+    assert "learn" not in said.out.splitlines()[-1] and not tmp_path.exists()
+
+
+@pytest.mark.parametrize("option", ["--self-test", "--doctor"])
+def test_under_torchrun_one_process_answers(option: str, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert preflight.main([option, TINY]) == 0 and capsys.readouterr() == ("", "")

@@ -1,7 +1,7 @@
-"""What a rank holds, as planned, against Megatron's groups, the instantiated model, and what a tiny model allocates.
+"""The planned memory equals Megatron's groups, the instantiated model, and the allocations of a tiny model.
 
 Groups and parameters need one process: torch's fake backend lets it be any rank of any world, on the meta device.
-Activations are counted at the dispatcher (live_bytes.py) while real ranks run a forward and a backward pass.
+Activations are counted at torch's dispatcher (live_bytes.py), while real ranks run a forward and a backward pass.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from engines import torch_sampler, vllm_engine
 from hf_config import Architecture
 from knobs import LoraConfig, ParallelConfig
 from learner import Learner, StepTimer
-from plan import grid
-from plan import memory as memory_plan
-from plan.grid import Layout
+from plan import grid, memory
+from plan.grid import WHOLE, RankGrid
 from rollout import Rollout
 from tripwires import Heartbeat
 
@@ -80,18 +79,20 @@ def as_rank(rank: int, ranks: int, tensor: int, expert: int, expert_tensor: int)
 
 
 def check_parameters(arch: Architecture, sizes: tuple, lora: LoraConfig, dtype: torch.dtype, monkeypatch) -> None:
-    """Planned bytes of the base and parameters of LoRA against those of the last rank's model."""
-    monkeypatch.setattr(lora_megatron, "_initialise_", lambda *args: None)  # values cost time, and meta has none
+    """The planned bytes of the base and parameters of LoRA equal those of the last rank's model."""
+    monkeypatch.setattr(
+        lora_megatron, "_initialise_", lambda *args: None
+    )  # initial values take time, and the meta device has none
     ranks, tensor, expert, expert_tensor = sizes
-    layout = Layout(ranks, tensor, expert, expert_tensor, 1, 1)
+    layout = RankGrid(ranks, tensor, expert, expert_tensor, 1, 1)
     with as_rank(ranks - 1, *sizes) as parallel, torch.device("meta"):
         parallel = dataclasses.replace(parallel, device=torch.device("meta"))
         model = model_megatron.build(arch, parallel, dtype=dtype, recompute=False)
         base = sum(parameter.nbytes for parameter in model.parameters())
         adapters = lora_megatron.attach(model, lora, parallel, 0)
         factors = lora_megatron.factors(adapters).values()
-    assert memory_plan.base_parameters(arch, layout) * dtype.itemsize == base
-    assert memory_plan.lora_parameters(arch, lora, layout) == sum(factor.numel() for factor in factors)
+    assert memory.base_parameters(arch, layout) * dtype.itemsize == base
+    assert memory.lora_parameters(arch, lora, layout) == sum(factor.numel() for factor in factors)
 
 
 @pytest.mark.parametrize("name", world.LAYOUTS)
@@ -124,14 +125,21 @@ def test_parameters_are_those_of_the_instantiated_qwen15_moe(monkeypatch):
 
 
 def test_the_published_configs_have_the_published_numbers_of_parameters():
-    """30.5 and 14.3 billion, from the model cards; LoRA of rank 32 on every expert of the first is 1.258 billion."""
-    one = Layout(1, 1, 1, 1, 1, 1)
-    assert round(memory_plan.base_parameters(real("qwen3"), one) / 1e9, 1) == 30.5
-    assert round(memory_plan.base_parameters(real("qwen15_moe"), one) / 1e9, 1) == 14.3
+    """The model cards say 30.5 and 14.3 billion. LoRA of rank 32 on every expert of the first has 1.258 billion."""
+    assert round(memory.base_parameters(real("qwen3"), WHOLE) / 1e9, 1) == 30.5
+    assert round(memory.base_parameters(real("qwen15_moe"), WHOLE) / 1e9, 1) == 14.3
     experts = LoraConfig(rank=32, targets=("linear_fc1", "linear_fc2"))
-    assert memory_plan.lora_parameters(real("qwen3"), experts, one) == 1_258_291_200
+    assert memory.lora_parameters(real("qwen3"), experts, WHOLE) == 1_258_291_200
     attention = LoraConfig(rank=32, targets=("linear_qkv", "linear_proj"))
-    assert memory_plan.lora_parameters(real("qwen3"), attention, one) == 20_447_232
+    assert memory.lora_parameters(real("qwen3"), attention, WHOLE) == 20_447_232
+
+
+def test_lora_parameters_are_those_counted_by_hand() -> None:
+    """Qwen3-30B-A3B, each layer: qkv 32 (2048 + 5120), proj 32 (4096 + 2048); an expert R 3584 + R 2816."""
+    attention, expert = 48 * (32 * 7168 + 32 * 6144), 48 * 128 * 6400
+    for expert_rank, counted in ((4, 4), (0, 32)):
+        lora = LoraConfig(rank=32, expert_rank=expert_rank)
+        assert memory.lora_parameters(real("qwen3"), lora, WHOLE) == attention + counted * expert
 
 
 # -------------------------------------------------------------------------------------------------------------- groups
@@ -144,7 +152,7 @@ def megatron_groups(parallel: parallel_setup.Parallel) -> dict[str, list[int]]:
 @pytest.mark.parametrize("name", ["TP4_EP4_DP2", "TP2_EP2_ETP2", "TP4_EP4_ETP4", "TP4_EP16", "12 ranks"])
 def test_groups_are_megatrons(name):
     sizes = (world.LAYOUTS | {"12 ranks": (12, 4, 4, 1)})[name]
-    planned = grid.groups(Layout(*sizes, engine_tensor=1, engine_expert=1))
+    planned = grid.groups(RankGrid(*sizes, engine_tensor=1, engine_expert=1))
     for rank in range(sizes[0]):
         with as_rank(rank, *sizes) as parallel:
             found = megatron_groups(parallel)
@@ -154,18 +162,18 @@ def test_groups_are_megatrons(name):
 def test_the_plan_knows_the_constants_of_the_files_that_it_may_not_import():
     import inspect
 
-    assert memory_plan.LOGITS_PER_CHUNK == model_megatron.LOGITS_PER_CHUNK
-    assert memory_plan.ROWS_PER_CHUNK == model_megatron.ROWS_PER_CHUNK
-    assert memory_plan.PREFILL_TOKENS == vllm_engine.PREFILL_TOKENS
-    assert config_rules.CACHE_BLOCK == 128  # tokens; vLLM's on a CPU
+    assert memory.LOGITS_PER_CHUNK == model_megatron.LOGITS_PER_CHUNK
+    assert memory.ROWS_PER_CHUNK == model_megatron.ROWS_PER_CHUNK
+    assert memory.PREFILL_TOKENS == vllm_engine.PREFILL_TOKENS
+    assert config_rules.CACHE_BLOCK == 128  # tokens; vLLM's block size on a CPU
     sampler = inspect.signature(torch_sampler.TorchSampler.__init__).parameters
-    assert memory_plan.CACHED_ROWS == sampler["max_sequences"].default
+    assert memory.CACHED_ROWS == sampler["max_sequences"].default
 
 
 # --------------------------------------------------------------------------------------------------------- activations
 
 LORA = LoraConfig(rank=8)
-ROWS, LENGTH = 8, 64  # of the micro-batch; the second half of each row is scored
+ROWS, LENGTH = 8, 64  # of the micro-batch; only the second half of each row is scored
 CASES = [
     (model_type, changes, recompute)
     for model_type, changes in (
@@ -177,7 +185,7 @@ CASES = [
 
 
 def allocated(parallel: parallel_setup.Parallel) -> list[dict[str, float]]:
-    """Of each case: bytes alive after the forward pass, the most at any time, and how full this rank's experts were."""
+    """For each case: bytes alive after the forward pass, the peak, and the imbalance of this rank's experts."""
     return [_allocated(parallel, tiny(model_type, **changes), recompute) for model_type, changes, recompute in CASES]
 
 
@@ -203,22 +211,22 @@ def _allocated(parallel: parallel_setup.Parallel, arch: Architecture, recompute:
     for hook in hooks:
         hook.remove()
     mean = tokens.numel() / parallel.tensor * arch.experts_per_token * parallel.expert_tensor
-    fullest = max(rows) if recompute else sum(rows) / len(rows)  # one layer is there at a time, or all of them
+    fullest = max(rows) if recompute else sum(rows) / len(rows)  # one layer exists at a time, or all of them
     gradients = sum(factor.grad.nbytes for factor in lora_megatron.factors(adapters).values())
     return {"kept": kept, "peak": live.peak, "imbalance": fullest / mean, "gradients": gradients}
 
 
 @pytest.mark.slow
 def test_activations_are_within_15_percent_of_what_a_tiny_model_allocates():
-    """Both architectures, a dense layer among the MoE ones, with and without recompute, on one rank: on several, what
-    a rank allocates varied from run to run, for a reason that was not found. The peak has up to all of the gradients
-    in it.
+    """Both architectures, a dense layer among the MoE layers, with and without recompute. The test has one rank:
+    on several ranks the allocations varied from run to run for an unknown reason. The peak includes between none and
+    all of the gradients.
     """
     for name, by_rank in world.in_layouts(["TP1"], allocated).items():
-        layout = Layout(*world.LAYOUTS[name], engine_tensor=1, engine_expert=1)
+        layout = RankGrid(*world.LAYOUTS[name], engine_tensor=1, engine_expert=1)
         for rank, answers in enumerate(by_rank):
             for (model_type, changes, recompute), found in zip(CASES, answers, strict=True):
-                planned = memory_plan.activations(
+                planned = memory.activations(
                     tiny(model_type, **changes), LORA, layout, element=4, recompute=recompute,
                     tokens=ROWS * LENGTH, scored=ROWS * LENGTH // 2, imbalance=found["imbalance"],
                 )  # fmt: skip
@@ -230,9 +238,9 @@ def test_activations_are_within_15_percent_of_what_a_tiny_model_allocates():
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_an_update_of_the_learner_takes_the_planned_bytes(recompute, tmp_path):
-    """Three micro-batches of the trainer's own update on one rank: activations and gradients, and AdamW's moments.
+    """Three micro-batches of the trainer's own update on one rank: activations, gradients and AdamW's moments.
 
-    Of padded rows, which is what the plan counts: packing takes from it as much as prompts and lengths allow.
+    The rows are padded, as in the plan. Packed rows need less; how much less depends on prompts and lengths.
     """
     cfg = training.config(
         tmp_path, tmp_path, model__recompute=recompute, data__max_prompt_tokens=4, rollout__max_new_tokens=60,
@@ -241,8 +249,8 @@ def test_an_update_of_the_learner_takes_the_planned_bytes(recompute, tmp_path):
     arch = tiny("qwen3_moe")
     by_rank = world.in_layouts(["TP1"], updated, cfg, arch)["TP1"]
     layout = grid.of(cfg, 1)
-    planned = memory_plan.plan(cfg, arch, layout, "cpu", 2**33).parts
-    assert memory_plan.micro_batch_tokens(cfg, layout) == 512
+    planned = memory.step_memory(cfg, arch, layout, "cpu", 2**33).parts
+    assert memory.micro_batch_tokens(cfg, layout) == 512
     (found,) = by_rank
     assert found["optimizer"] == pytest.approx(planned["optimizer"], rel=0.01)
     assert found["update"] == pytest.approx(planned["activations"] + planned["gradients"], rel=0.1)
@@ -250,23 +258,23 @@ def test_an_update_of_the_learner_takes_the_planned_bytes(recompute, tmp_path):
 
 @pytest.mark.parametrize("shortest", [60, 5])
 def test_an_update_of_packed_rows_takes_no_more_than_planned(shortest, tmp_path):
-    """Rows of one length, and of many, whose padding attention meets: more of them share a forward than padded."""
+    """Rows of one length, and rows of many lengths: a forward pass holds more packed rows than padded ones."""
     cfg = training.config(
         tmp_path, tmp_path, data__max_prompt_tokens=4, rollout__max_new_tokens=60, rollout__group_size=4,
         optim__tokens_per_micro_batch=512,
     )  # fmt: skip
     arch = tiny("qwen3_moe")
     (found,) = world.in_layouts(["TP1"], updated, cfg, arch, shortest)["TP1"]
-    planned = memory_plan.plan(cfg, arch, grid.of(cfg, 1), "cpu", 2**33).parts
+    planned = memory.step_memory(cfg, arch, grid.of(cfg, 1), "cpu", 2**33).parts
     assert 0.5 < found["update"] / (planned["activations"] + planned["gradients"]) < 1.1
 
 
 def updated(
     parallel: parallel_setup.Parallel, cfg, arch: Architecture, packed_from: int | None = None
 ) -> dict[str, int]:
-    """Bytes that a Learner holds, and the most beyond that which its update ever needs.
+    """Bytes that a Learner holds, and the peak of its update beyond these.
 
-    Of padded rows, all of one length, or packed ones of ``packed_from`` tokens and more.
+    The rows are padded and of one length, or packed and of ``packed_from`` tokens or more.
     """
     model = model_megatron.build(arch, parallel, dtype=torch.float32, recompute=cfg.model.recompute)
     with torch.no_grad():
@@ -293,7 +301,7 @@ def updated(
 
 
 def save_checkpoint(parallel, path: Path, folder: Path) -> dict[str, int]:
-    """What a rank holds beside its own tensors while a checkpoint is written, and the sizes of what is in it; bytes."""
+    """Bytes that a rank holds beside its own tensors while a checkpoint is written, and sizes of the saved tensors."""
     arch, cfg = hf_config.read(path), training.config(path, folder)
     model = model_megatron.build(arch, parallel, dtype=torch.float32, recompute=False)
     learner = Learner(cfg, arch, parallel, model, lora_megatron.attach(model, cfg.lora, parallel, 0), pad_token=0)
@@ -303,13 +311,13 @@ def save_checkpoint(parallel, path: Path, folder: Path) -> dict[str, int]:
         tensors, counts = learner.state()
         checkpoint.save(run_dir, 1, tensors, counts, cfg, writes=parallel.rank == 0)
     sizes = [math.prod(tensor.shape) * 4 for kind in tensors.values() for tensor in kind.values()]
-    layout = Layout(parallel.world_size, parallel.tensor, parallel.expert, parallel.expert_tensor, 1, 1)
-    planned = {device: memory_plan.gathered_by_a_save(arch, cfg.lora, layout, device) for device in ("cpu", "npu")}
+    layout = RankGrid(parallel.world_size, parallel.tensor, parallel.expert, parallel.expert_tensor, 1, 1)
+    planned = {device: memory.gathered_by_a_save(arch, cfg.lora, layout, device) for device in ("cpu", "npu")}
     return {"held": live.peak, "largest": max(sizes), "all": sum(sizes), "planned": planned, "now": live.now}
 
 
 def test_no_rank_holds_more_than_one_gathered_tensor_while_a_checkpoint_is_written(tmp_path: Path):
-    """A backend that copies nothing itself stands for a device's; the writer is rank 0, the others only gather."""
+    """A backend that copies nothing itself stands for the backend of a device. Rank 0 writes, the others gather."""
     path = training.make_model(tmp_path / "model")
     for ranks, tensor, expert in [(2, 1, 2), (4, 4, 4), (16, 4, 16)]:
         for rank in (0, ranks - 1):
@@ -317,7 +325,7 @@ def test_no_rank_holds_more_than_one_gathered_tensor_while_a_checkpoint_is_writt
                 found = save_checkpoint(parallel, path, tmp_path)
             assert found["held"] <= found["largest"] + 2048 and found["now"] <= 2048, (ranks, rank, found)
             assert found["largest"] == found["planned"]["npu"] and found["all"] > 20 * found["largest"], found
-    layouts = ["EP2", "TP2_EP2_DP2", "TP2_EP2_ETP2"]  # gloo's copies live on its own threads: they come and go late
+    layouts = ["EP2", "TP2_EP2_DP2", "TP2_EP2_ETP2"]  # gloo copies on its own threads, at unpredictable times
     for name, by_rank in world.in_layouts(layouts, save_checkpoint, path, tmp_path).items():
         assert all(found["held"] < found["all"] / 3 for found in by_rank), (name, by_rank)
     with as_rank(0, 4, 2, 2, 2) as parallel:  # gathered over experts, then over expert_tensor, then joined on the host
@@ -326,15 +334,16 @@ def test_no_rank_holds_more_than_one_gathered_tensor_while_a_checkpoint_is_writt
 
 
 def test_a_cache_holds_the_rows_that_its_bytes_are_for():
-    """48 layers x 2 x 1 head x 128 x 2 bytes = 24,576 a token; a group of 8 shares its prompt's keys and values."""
+    """48 layers x 2 x 1 head x 128 x 2 bytes = 24,576 a token. A group of 8 shares those of its prompt."""
     cfg, arch = load_config("configs/qwen3.yaml", ["rollout.kv_cache_mib=2048"]), real("qwen3")
     layout = grid.of(cfg, 16)
-    memory = memory_plan.plan(cfg, arch, layout, "npu", 61 * 2**30)
+    planned = memory.step_memory(cfg, arch, layout, "npu", 61 * 2**30)
     assert config_rules.cache_bytes_per_token(arch, 4, 2) == 24_576
-    assert memory.wanted_rows == 96 // 4 * 8
-    assert memory.cached_rows == 2048 * 2**20 // (24_576 * (512 // 8 + 1536))
+    assert planned.wanted_rows == 96 // 4 * 8
+    assert planned.cached_rows == 2048 * 2**20 // (24_576 * (512 // 8 + 1536))
     roomy = dataclasses.replace(layout, engine_tensor=8)
-    assert config_rules.cache_bytes_per_token(arch, 8, 2) == 24_576  # 4 heads over 8 ranks: each held twice
+    assert config_rules.cache_bytes_per_token(arch, 8, 2) == 24_576  # 4 heads over 8 ranks: two ranks hold each head
     assert (
-        memory_plan.plan(cfg, arch, roomy, "npu", 61 * 2**30).parts["engine weights"] < memory.parts["engine weights"]
+        memory.step_memory(cfg, arch, roomy, "npu", 61 * 2**30).parts["engine weights"]
+        < planned.parts["engine weights"]
     )

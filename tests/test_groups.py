@@ -1,4 +1,4 @@
-"""preflight.py --groups: groups that work pass, one that does not is named."""
+"""preflight.py --groups: groups that work pass, and a group that does not work is named."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import world
-from launched import launch
+from launched import launch as start
 
 import parallel_setup
 from knobs import ParallelConfig
 from parallel_setup import Parallel
-from plan import groups as groups_check
+from plan import groups, launched
 
 ROOT = Path(__file__).parents[1]
 LAYOUTS = {  # name: (ranks, tensor, expert, expert_tensor)
@@ -34,12 +34,13 @@ def check_layouts(layouts: list[tuple[int, int, int]]) -> list[tuple[list, str, 
 
 
 def check(parallel: Parallel) -> tuple[list, str, bool]:
-    results = groups_check.check(parallel)
-    return results, *groups_check.report(results)
+    results = groups.measure(parallel)
+    rows = groups.summary(results)
+    return results, groups.as_text(rows), all(row["answer"] == "right" for row in rows)
 
 
 def check_with_a_fault(parallel: Parallel, collective: str, place: int) -> tuple[str, bool]:
-    """One element wrong on one rank, in every answer of one collective over a group of two."""
+    """One element is wrong on one rank, in every answer of one collective over a group of two ranks."""
     real = getattr(dist, collective)
 
     def faulty(out, *args, group, **kwargs):
@@ -69,7 +70,7 @@ def test_groups_of_a_sound_world_are_right_and_their_times_are_known(layout, eve
 
 
 @pytest.mark.parametrize(
-    ("layout", "groups"),
+    ("layout", "expected"),
     [
         ("TP8", {"tensor": {tuple(range(8))}, "expert_data": {tuple(range(8))}}),
         (
@@ -93,14 +94,14 @@ def test_groups_of_a_sound_world_are_right_and_their_times_are_known(layout, eve
         ),
     ],
 )
-def test_the_groups_that_carry_traffic_are_checked_and_no_other(layout, groups, everywhere):
-    """By hand: tensor ranks are neighbours, expert ranks the next; what is left of the world holds copies."""
+def test_the_groups_that_carry_traffic_are_checked_and_no_other(layout, expected, everywhere):
+    """Computed by hand: tensor ranks are neighbours, then come expert ranks; all other ranks hold copies."""
     ranks = LAYOUTS[layout][0]
     for results, _, _ in everywhere[layout]:
         found: dict[str, set] = {}
         for result in results:
             found.setdefault(result.group, set()).add(tuple(result.ranks))
-        assert found == groups | {"world": {tuple(range(ranks))}}
+        assert found == expected | {"world": {tuple(range(ranks))}}
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_the_groups_that_carry_traffic_are_checked_and_no_other(layout, groups, 
     [("all_reduce", "all-reduce"), ("all_gather_into_tensor", "all-gather"), ("all_to_all_single", "all-to-all")],
 )
 def test_a_wrong_answer_is_named_with_its_group_and_ranks(collective, shown):
-    """Rank 2 of TP2 x DP2 is with rank 3 in a tensor group, and with rank 0 in a data group."""
+    """In TP2 x DP2, rank 2 shares a tensor group with rank 3 and a data group with rank 0."""
     for table, right in world.in_layouts(["TP2_EP2_DP2"], check_with_a_fault, collective, 2)["TP2_EP2_DP2"]:
         assert not right
         wrong = [line for line in table.splitlines() if "WRONG" in line]
@@ -118,25 +119,31 @@ def test_a_wrong_answer_is_named_with_its_group_and_ranks(collective, shown):
 
 
 def test_the_exit_code_says_whether_all_were_right(monkeypatch):
+    world._import_megatron()
     for right, code in ((True, 0), (False, 1)):
-        monkeypatch.setattr(groups_check, "check_groups", lambda cfg, right=right: right)
-        assert groups_check.main([str(ROOT / "configs" / "tiny_16.yaml")]) == code
+        monkeypatch.setattr(groups, "answer", lambda cfg, parallel, right=right: launched.Answer(right, "", []))
+        assert world.as_torchrun(1, groups.main, ["configs/tiny_cpu.yaml", "parallel.expert=1"]) == [code]
 
 
 @pytest.mark.slow
 def test_the_command_proves_sixteen_ranks(tmp_path):
     command = ["configs/tiny_16.yaml", "parallel.tensor=4", "parallel.expert=4"]
     world._import_megatron()
-    codes = world.as_torchrun(16, groups_check.main, command, log=tmp_path / "log")
+    codes = world.as_torchrun(16, groups.main, command, log=tmp_path / "log")
     lines = (tmp_path / "log").read_text().splitlines()
     assert codes == [0] * 16, lines
     assert "16 ranks on cpu, gloo" in lines
-    for group, groups, ranks in (("tensor", 4, 4), ("expert", 4, 4), ("data", 4, 4), ("expert_data", 4, 4)):
+    for group, count, ranks in (("tensor", 4, 4), ("expert", 4, 4), ("data", 4, 4), ("expert_data", 4, 4)):
         row = next(line.split() for line in lines if re.match(rf"{group} .*all-to-all", line))
-        assert row[1:4] == [str(groups), str(ranks), "all-to-all"] and row[-1] == "right"
+        assert row[1:4] == [str(count), str(ranks), "all-to-all"] and row[-1] == "right"
 
 
 def test_a_layout_that_does_not_fit_is_one_line(tmp_path):
-    with launch(1, "preflight.py", "--groups", "configs/tiny_16.yaml", log=tmp_path / "log") as started:
-        assert started.wait(120) == 1  # torchrun's own
+    with start(1, "preflight.py", "--groups", "configs/tiny_16.yaml", log=tmp_path / "log") as started:
+        assert started.wait(120) == 1  # the exit code of torchrun itself
     assert "error: parallel.tensor: 4 ranks of a group do not divide the 1 that were started" in started.text
+
+
+def test_a_missing_configuration_is_one_line(capsys):
+    assert groups.main([]) == 2
+    assert capsys.readouterr().err == "error: CONFIG: missing; needed: a YAML file, e.g. configs/qwen3.yaml\n"

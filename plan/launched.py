@@ -1,0 +1,65 @@
+"""A question that all ranks answer together: its command line, groups, report and exit code.
+
+plan/groups.py, plan/kernels_check.py and plan/layers_check.py each hold one such question.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import parallel_setup
+from config import load_config
+from input_files import BAD_INPUT, InputError, one_line
+from knobs import Config
+from parallel_setup import Parallel
+from tripwires import Tripped
+
+
+class Answer(NamedTuple):
+    """The same on every rank."""
+
+    right: bool
+    text: str  # for a reader
+    figures: dict | list  # for --json
+
+
+def command_line(option: str, description: str) -> argparse.ArgumentParser:
+    """A parser with the arguments that every such question takes."""
+    parser = argparse.ArgumentParser(prog=f"preflight.py {option}", description=description.split("\n\n")[0])
+    parser.add_argument("config", nargs="?", help="YAML file, e.g. configs/qwen3.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
+    return parser
+
+
+def ask(
+    args: argparse.Namespace, refuse: Callable[[Config, int], None], answer: Callable[[Config, Parallel], Answer]
+) -> int:
+    """Exit code 0: the answer is right on every rank. 1: it is wrong somewhere. 2: the input cannot be used.
+
+    ``refuse`` raises InputError for a configuration that does not suit the number of ranks.
+    """
+    rank = 0
+    try:
+        rank = parallel_setup.check_launch()
+        if args.config is None:
+            raise InputError("CONFIG: missing; needed: a YAML file, e.g. configs/qwen3.yaml")
+        cfg = load_config(args.config, args.overrides)
+        refuse(cfg, parallel_setup.launched_world_size())
+        with parallel_setup.open_world(cfg) as device:
+            right, text, figures = answer(cfg, parallel_setup.open_layout(cfg.parallel, device))
+            if rank == 0:
+                print(text, flush=True)
+                if args.json:
+                    Path(args.json).write_text(json.dumps(figures, indent=1) + "\n")
+        return 0 if right else 1
+    except BAD_INPUT as error:
+        parallel_setup.report(rank, f"error: {one_line(error)}")
+        return 2
+    except Tripped as error:
+        parallel_setup.report(rank, f"stopped: {error}")
+        return 1
