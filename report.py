@@ -28,7 +28,11 @@ from lab.records import Record
 
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 ROOT = Path(__file__).resolve().parent
-PLANNED = {"questions": (1, 10**9), "seeds": (1, 10**6), "comparisons": (1, 10**6)}  # smallest and largest
+PLANNED: dict[str, tuple[float, float]] = {
+    "questions": (1, 10**9),
+    "seeds": (1, 10**6),
+    "comparisons": (1, 10**6),
+}  # smallest and largest
 PLANNED |= {"discordant": (1e-6, 1), "seed_spread": (0, 1)}
 
 

@@ -11,6 +11,7 @@ import difflib
 import statistics
 from pathlib import Path
 
+from numpy.typing import NDArray
 from pydantic import Field
 
 from input_files import InputError, read_file, read_text
@@ -71,7 +72,7 @@ def table(rows: list[dict[str, str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def points(low: float, high: float) -> str:
+def points(low: float | NDArray, high: float | NDArray) -> str:
     """An interval of shares, in points."""
     return f"{100 * low:+.1f} to {100 * high:+.1f}"
 

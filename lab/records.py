@@ -202,7 +202,8 @@ def scores(run: Run, kind: str, step: int | None = None) -> np.ndarray:
 def _evaluation(rows: list[dict[str, Any]], step: int) -> Evaluation:
     """The evaluation after ``step`` steps; InputError if its summary and the marks of its answers disagree."""
     row = evaluation(rows, step)
-    n, samples, shares = row["eval/num_questions"], row["eval/samples"], {"sampled": None}
+    n, samples = row["eval/num_questions"], row["eval/samples"]
+    shares: dict[str, Share | None] = {"sampled": None}
     for kind, answers in (("greedy", n), ("sampled", n * samples)):
         marks, stated = row[MARKS[kind]], row.get(f"eval/{kind}_accuracy", 0.0)
         accuracy = marks.count(RIGHT) / max(len(marks), 1)
