@@ -1,15 +1,14 @@
-"""Run configuration: one YAML file read strictly into the knobs of knobs.py, `section.key=value` on the command line.
+"""Reads the configuration of a run: one YAML file, and `section.key=value` on the command line, into knobs.py's Config.
 
     python config.py configs/tiny_cpu.yaml optim.lr=2e-3        prints the resolved configuration, exit 2 on an error
 
-An unknown key, a wrong type, values that cannot work together (config_rules.py), or a key that the run would not read
-stops it before any weight is read. Imports no torch.
+Four faults stop a run before any weight is read: an unknown key, a wrong type, values that cannot work together
+(config_rules.py), and a key that the run would not read. Imports no torch.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import difflib
 import hashlib
 import json
@@ -27,35 +26,39 @@ from knobs import ChecksConfig, Config, ParallelConfig, Section
 # ------------------------------------------------------------------------------------------------------------ loading
 
 
-def load_config(
-    path: str | Path,
-    overrides: Sequence[str] = (),
-    notes: list[str] | None = None,
-    rules: Rules = LAYOUT_RULES + OTHER_RULES,
-) -> Config:
-    """The file at ``path`` with ``section.key=value`` overrides applied, every value checked; InputError otherwise.
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of resolve_config, without its notes."""
+    return resolve_config(path, overrides)[0]
 
-    The file must be right on its own. A key of the file that only the overrides made idle takes its default again and
-    is reported in ``notes`` (appended to); an idle key in the file itself or among the overrides is an error.
+
+def resolve_config(
+    path: str | Path, overrides: Sequence[str] = (), *, rules: Rules = LAYOUT_RULES + OTHER_RULES
+) -> tuple[Config, list[str]]:
+    """The file at ``path`` with the overrides applied, and notes for the user; InputError if anything is wrong.
+
+    The file must be right on its own. An idle key (one that the run would not read) in the file or among the overrides
+    is an error. But if only the overrides made a key of the file idle, it takes its default, and a note says so.
     """
-    notes = [] if notes is None else notes
     file_tree = read_file(path)
-    file_cfg = _typed(file_tree, f"{path}: ")
-    _refuse_idle(flatten(file_tree), file_cfg, f"{path}: ")
+    _refuse_idle(flatten(file_tree), _typed(file_tree, f"{path}: "), f"{path}: ")
 
-    tree = copy.deepcopy(file_tree)
-    overridden = _apply_overrides_(tree, overrides, notes)
+    tree, given, notes = file_tree, set(), []
+    for key, value in map(parse_override, overrides):
+        tree = _with(tree, key, value)
+        if key in given:
+            notes.append(f"{key}: given twice on the command line, the last one counts")
+        given.add(key)
     cfg = _typed(tree, "override ")
-    _refuse_idle(overridden, cfg, "override ")
+    _refuse_idle(given, cfg, "override ")
     for key, reason in idle_keys(cfg).items():
         section, name = key.split(".")
         if name in (tree.get(section) or {}):
-            del tree[section][name]
+            tree = tree | {section: {other: value for other, value in tree[section].items() if other != name}}
             notes.append(f"{key}: not read, {reason}")
     cfg = _typed(tree, "")
     if found := problems(cfg, rules):
         raise InputError("; ".join(found))
-    return cfg
+    return cfg, notes
 
 
 def flatten(tree: dict) -> dict[str, Any]:
@@ -66,26 +69,16 @@ def flatten(tree: dict) -> dict[str, Any]:
     return flat
 
 
-def _apply_overrides_(tree: dict, overrides: Sequence[str], notes: list[str]) -> list[str]:
-    """Sets each override in ``tree``; returns the dotted keys that were given."""
-    given: list[str] = []
-    for item in overrides:
-        key, value = parse_override(item)
-        section, dot, name = key.partition(".")
-        if key in given:
-            notes.append(f"{key}: given twice on the command line, the last one counts")
-        given.append(key)
-        if key == "tiny_model" and value is None:
-            tree[key] = None
-        elif not dot and key in _sections():
+def _with(tree: dict, key: str, value: Any) -> dict:
+    """A copy of ``tree`` in which the dotted ``key`` has ``value``."""
+    section, dot, name = key.partition(".")
+    if not dot:
+        if key in _sections() and not (key == "tiny_model" and value is None):
             raise InputError(f"override {key}: this is a section; expected {key}.key=value")
-        elif not dot:
-            tree[key] = value
-        elif isinstance(tree.setdefault(section, {}), dict | None):
-            tree[section] = {**(tree[section] or {}), name: value}
-        else:
-            raise InputError(f"override {key}: unknown key; {section} is a single value")
-    return given
+        return tree | {key: value}
+    if not isinstance(keys := tree.get(section) or {}, dict):
+        raise InputError(f"override {key}: unknown key; {section} is a single value")
+    return tree | {section: keys | {name: value}}
 
 
 def _refuse_idle(keys: Iterable[str], cfg: Config, where: str) -> None:
@@ -93,7 +86,7 @@ def _refuse_idle(keys: Iterable[str], cfg: Config, where: str) -> None:
         raise InputError("; ".join(idle))
 
 
-# what pydantic calls it -> what is needed
+# the type of an error of pydantic -> what is needed
 NEEDED = {
     "int_type": "a whole number",
     "float_type": "a number",
@@ -117,7 +110,7 @@ NEEDED = {
 
 
 def _typed(tree: dict, where: str) -> Config:
-    """The Config of a raw tree; InputError with the first few faults in one line, each led by ``where``."""
+    """The Config of a raw tree; InputError with the first three faults in one line, each after ``where``."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -127,13 +120,14 @@ def _typed(tree: dict, where: str) -> Config:
 
 
 def _sentence(fault: Any) -> str:
-    """One of pydantic's faults in this project's words: key, what was found, what is needed."""
-    section, *rest = fault["loc"]
+    """One error of pydantic in the words of this project: the key, what was found, what is needed."""
+    section, *rest = where = fault["loc"]
     key = str(section) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in rest)
     if fault["type"] in ("extra_forbidden", "invalid_key"):
-        return f"{key}: unknown key; {_suggestion(*fault['loc'])}"
+        return f"{key}: unknown key; {_suggestion(str(where[-1]), section if rest else None)}"
     if fault["type"] == "missing":
-        return f"{key}: missing; needed: {_description(*fault['loc'][:2])}"
+        fields = _sections()[section].model_fields if rest else Config.model_fields
+        return f"{key}: missing; needed: {fields[rest[0] if rest else section].description}"
     needed = NEEDED.get(fault["type"], fault["msg"]).format(**fault.get("ctx", {}))
     return f"{key}: expected {needed}, found {shown(fault['input'])}"
 
@@ -144,17 +138,12 @@ def _sections() -> dict[str, type[Section]]:
     return {n: k for n, options in kinds.items() for k in options if isinstance(k, type) and issubclass(k, Section)}
 
 
-def _description(section: str, key: str = "") -> str:
-    fields = _sections()[section].model_fields if key else Config.model_fields
-    return fields[key or section].description or ""
-
-
-def _suggestion(*loc: Any) -> str:
-    """What the writer of an unknown key may have meant: its section, or the nearest known key."""
-    sections, name = _sections(), str(loc[-1])
-    known = list(sections[loc[0]].model_fields if len(loc) > 1 else Config.model_fields)
-    if elsewhere := [f"{section}.{name}" for section, model in sections.items() if name in model.model_fields]:
+def _suggestion(name: str, section: str | None) -> str:
+    """What the writer of an unknown key may have meant: the same key of another section, or the nearest known key."""
+    sections = _sections()
+    if elsewhere := [f"{other}.{name}" for other, model in sections.items() if name in model.model_fields]:
         return f"did you mean {' or '.join(elsewhere)}?"
+    known = list((sections[section] if section else Config).model_fields)
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
 
@@ -162,7 +151,7 @@ def _suggestion(*loc: Any) -> str:
 # ------------------------------------------------------------------------------------------------- the run's own record
 
 
-# A resumed run may change these: where it writes, how it is laid out and batched, not what it computes.
+# Keys that a resumed run may change: they decide where it writes and how it is split, not what it computes.
 MAY_CHANGE = frozenset(
     {"name", "device", "model.recompute", "optim.tokens_per_micro_batch", "eval.batch_size"}
     | {f"parallel.{key}" for key in ParallelConfig.model_fields}
@@ -174,7 +163,7 @@ MAY_CHANGE = frozenset(
 
 
 def to_dict(cfg: Config) -> dict[str, Any]:
-    """Every key that the run reads, in field order, as plain values; load_config accepts it back."""
+    """Every key that the run reads, in the order of knobs.py, as plain values that load_config accepts."""
     idle = idle_keys(cfg)
     tree = {}
     for name, value in cfg.model_dump(mode="json", exclude_none=True).items():
@@ -189,27 +178,26 @@ def to_yaml(cfg: Config) -> str:
 
 
 def config_hash(cfg: Config) -> str:
-    """sha256 (hex) of what the run computes: all keys that it reads but MAY_CHANGE."""
+    """sha256 (hex) of all keys that the run reads, except MAY_CHANGE: it names what the run computes."""
     fixed = {key: value for key, value in flatten(to_dict(cfg)).items() if key not in MAY_CHANGE}
     return hashlib.sha256(json.dumps(fixed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def changed_keys(old: dict, new: Config) -> list[str]:
-    """One "section.key: old -> new" for each key outside MAY_CHANGE that differs; ``old`` is an earlier to_dict."""
+    """A line "section.key: old -> new" for each key outside MAY_CHANGE that differs; ``old`` is an earlier to_dict."""
     before, after = flatten(old), flatten(to_dict(new))
     keys = [key for key in {**after, **before} if key not in MAY_CHANGE and before.get(key) != after.get(key)]
     return [f"{key}: {shown(before.get(key))} -> {shown(after.get(key))}" for key in keys]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the resolved configuration; notes and errors go to stderr. Returns the exit code, 2 on an InputError."""
+    """Print the resolved configuration; notes and errors go to stderr.  -> exit code, 2 on an InputError"""
     parser = argparse.ArgumentParser(description="Print the resolved configuration.")
     parser.add_argument("config", help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_args(arguments)
-    notes: list[str] = []
     try:
-        cfg = load_config(args.config, args.overrides, notes)
+        cfg, notes = resolve_config(args.config, args.overrides)
     except BAD_INPUT as error:
         return refused(error)
     for note in notes:

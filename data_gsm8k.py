@@ -1,7 +1,7 @@
-"""Questions and their prompts: real GSM8K (gsm8k_files.py) or generated arithmetic in GSM8K's form.
+"""Questions and their prompts: real GSM8K (gsm8k_files.py), or generated arithmetic in the form of GSM8K.
 
-A worked answer ends in `#### N`.  Which questions a step asks is a pure function of (seed, step).  The generated set is
-split by the unordered operand pair across operations: no sum of the test set occurs in training, not even as a slip.
+A worked answer ends in `#### N`.  Which questions a step asks depends on (seed, step) alone.  The generated questions
+are split by the unordered pair of their operands: no sum of a test question occurs in training, not even as an error.
 
     python data_gsm8k.py convert IN OUT     question/answer columns -> chat form; any other form -> question/answer
 """
@@ -9,6 +9,7 @@ split by the unordered operand pair across operations: no sum of the test set oc
 from __future__ import annotations
 
 import argparse
+import operator
 import random
 import re
 import sys
@@ -22,8 +23,8 @@ import numpy as np
 
 import gsm8k_files
 from config import derive_seed
-from input_files import BAD_INPUT, InputError, check_folder, read_object, refuse_endless, refused, shown
-from knobs import Config
+from input_files import BAD_INPUT, InputError, check_folder, one_line, read_object, refuse_endless, refused, shown
+from knobs import DataConfig
 from reward_gsm8k import gold_answer
 
 if TYPE_CHECKING:
@@ -32,12 +33,12 @@ if TYPE_CHECKING:
 NAMES = ["Tom", "Mia", "Ben", "Eva", "Sam", "Lily", "Max", "Anna"]
 ITEMS = ["apples", "pens", "books", "coins", "eggs", "cards", "shells", "stamps"]
 TEMPLATES = {
-    "add": [
+    "+": [
         "{name} has {x} {items} and finds {y} more. How many {items} does {name} have now?",
         "There are {x} {items} in a box. {name} puts in {y} more. How many {items} are in the box?",
         "{name} buys {x} {items} on Monday and {y} {items} on Tuesday. How many {items} did {name} buy?",
     ],
-    "sub": [
+    "-": [
         "{name} has {x} {items} and gives away {y}. How many {items} are left?",
         "There are {x} {items} in a box. {name} takes out {y}. How many {items} stay in the box?",
         "{name} had {x} {items} and lost {y} of them. How many {items} does {name} have now?",
@@ -45,22 +46,26 @@ TEMPLATES = {
 }
 
 
+OPERATIONS = {"+": operator.add, "-": operator.sub}
+
+
 # ------------------------------------------------------------------------------------------------------------ questions
 @dataclass(frozen=True)
 class Question:
     question: str
-    answer: str  # worked answer, ending in '#### N'
+    answer: str  # worked answer, which ends in '#### N'
     gold: str  # N, without commas
     prompt: list[int]  # token ids, chat template applied
 
 
+@dataclass(frozen=True, eq=False)
 class Questions(Sequence[Question]):
-    """The questions of one split, in file order; `pick` says which of them a step asks."""
+    """The questions of one split, in the order of the file; `pick` says which of them a step asks."""
 
-    def __init__(self, questions: list[Question], seed: int, dropped: int = 0, description: str = "") -> None:
-        assert questions
-        self.questions, self.seed, self.dropped = questions, seed, dropped
-        self.description = description  # one line: where they come from, the form found, the longest prompt
+    questions: list[Question]
+    seed: int
+    dropped: int = 0  # questions that were left out because their prompts are too long
+    description: str = ""  # one line: the file, its form, the longest prompt
 
     def __len__(self) -> int:
         return len(self.questions)
@@ -69,103 +74,104 @@ class Questions(Sequence[Question]):
         return self.questions[index]
 
     def pick(self, step: int, count: int) -> list[Question]:
-        """The `count` questions of `step` (from 0); a pure function of (seed, step, count).
+        """The `count` questions of `step` (from 0), which depend on (seed, step, count) alone.
 
-        All epochs' permutations are laid end to end and step s takes places s * count to (s + 1) * count: no question
-        comes twice within an epoch and none is left out, also where an epoch is no multiple of `count`.
+        The permutations of all epochs form one sequence, and step s takes places s * count to (s + 1) * count. So every
+        epoch asks every question once, also if the number of questions is not a multiple of `count`.
         """
-        assert step >= 0 and count > 0
         places = range(step * count, (step + 1) * count)
-        orders = {epoch: self._order(epoch) for epoch in {place // len(self) for place in places}}
+        orders = {}
+        for epoch in {place // len(self) for place in places}:
+            generator = np.random.Generator(np.random.PCG64(derive_seed(self.seed, "epoch", epoch)))
+            orders[epoch] = generator.permutation(len(self))
         return [self.questions[orders[place // len(self)][place % len(self)]] for place in places]
 
-    def _order(self, epoch: int) -> np.ndarray:
-        return np.random.Generator(np.random.PCG64(derive_seed(self.seed, "epoch", epoch))).permutation(len(self))
+
+@dataclass(frozen=True)
+class Split:
+    """The questions of one split before they have prompts."""
+
+    pairs: list[tuple[str, str]]  # (question, worked answer)
+    source: str  # the file, or "arithmetic (train)"
+    form: str  # how the file writes them, or how they were generated
 
 
-def read(cfg: Config, split: str) -> tuple[list[tuple[str, str]], str, str]:
-    """(question, worked answer) of every row of `split` ("train" | "test"), where they come from and in what form.
+def read(data: DataConfig, split: str) -> Split:
+    """Every question of `split` ("train" | "test"); InputError for a row that cannot be used. Needs no tokenizer."""
+    if data.source == "arithmetic":
+        num, low, high = {"train": data.num_train, "test": data.num_test}[split], data.operand_low, data.operand_high
+        pairs = arithmetic(num, split == "test", data.seed, low, high)
+        return Split(pairs, f"arithmetic ({split})", f"generated, operands {low} to {high}")
+    path = {"train": data.train_path, "test": data.test_path}[split]
+    rows, form = gsm8k_files.read(path)
+    return Split([(row.question, row.answer) for row in rows], path, form)
 
-    InputError for any row that cannot be used. Needs no tokenizer, so it works before there is a model.
+
+def few_shot(path: str, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """(question, worked answer) of each example in the file `path`, [] without a path.
+
+    InputError if a question of `pairs` is among them: it would be asked after its own answer.
     """
-    assert split in ("train", "test")
-    if cfg.data.source == "arithmetic":
-        num, low, high = getattr(cfg.data, f"num_{split}"), cfg.data.operand_low, cfg.data.operand_high
-        pairs = arithmetic(num, split == "test", cfg.data.seed, low, high)
-        return pairs, f"arithmetic ({split})", f"generated, operands {low} to {high}"
-    where = getattr(cfg.data, f"{split}_path")
-    rows, form = gsm8k_files.read(where)
-    return [(question, answer) for question, answer, _ in rows], where, form
-
-
-def few_shot(cfg: Config, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """(question, worked answer) of data.few_shot_path, none without one; InputError if one of ``pairs`` is among them.
-
-    Such a question would be asked with its own answer before it.
-    """
-    if not (where := cfg.data.few_shot_path):
-        return []
-    examples = [(question, answer) for question, answer, _ in gsm8k_files.read(where)[0]]
-    shown = {_words(question).casefold() for question, _ in examples}
-    for question, _ in pairs:
-        if _words(question).casefold() in shown:
-            raise InputError(
-                f"data.few_shot_path: {where} holds {question[:60]!r}, which is asked as well; needed: examples that "
-                "are in neither the training nor the held-out questions"
-            )
+    examples = [(row.question, row.answer) for row in gsm8k_files.read(path)[0]] if path else []
+    known = {_words(question).casefold() for question, _ in examples}
+    if repeated := [question for question, _ in pairs if _words(question).casefold() in known]:
+        raise InputError(
+            f"data.few_shot_path: {path} holds {repeated[0][:60]!r}, which is asked as well; needed: examples that "
+            "are in neither the training nor the held-out questions"
+        )
     return examples
 
 
-def load(cfg: Config, split: str, tokenizer: PreTrainedTokenizerBase) -> Questions:
-    """The questions of `split` ("train" | "test") with their prompts; InputError if any of them cannot be used."""
-    pairs, where, form = read(cfg, split)
-    limit = cfg.data.max_prompt_tokens
-    examples = few_shot(cfg, pairs)
+def load(data: DataConfig, split: str, tokenizer: PreTrainedTokenizerBase, seed: int) -> Questions:
+    """The questions of `split` ("train" | "test") with their prompts; `seed` decides the order in which they are asked.
+
+    InputError if any of them cannot be used.
+    """
+    found, limit = read(data, split), data.max_prompt_tokens
+    examples = few_shot(data.few_shot_path, found.pairs)
     if tokenizer.chat_template:
-        where_it_is = f"{tokenizer.name_or_path}: the chat template"
-        refuse_endless(lambda: prompt_ids(pairs[0][0], tokenizer, cfg, examples), where_it_is)
-    prompts = [prompt_ids(question, tokenizer, cfg, examples) for question, _ in pairs]
-    _refuse_equal_prompts([question for question, _ in pairs], prompts, tokenizer)
-    lengths = [len(prompt) for prompt in prompts]
-    fits = [length <= limit for length in lengths]
-    dropped = fits.count(False)
-    if dropped and (cfg.data.overlong_prompts == "refuse" or dropped == len(pairs)):
-        advice = "raise it" if dropped == len(pairs) else "raise it, or set data.overlong_prompts: drop"
-        raise InputError(
-            f"{where}: {dropped} of {len(pairs)} prompts are longer than data.max_prompt_tokens = {limit}; the longest "
-            f"(question {lengths.index(max(lengths)) + 1}) has {max(lengths)} tokens; {advice}"
-        )
-    kept = [
-        Question(question, answer, gold_answer(answer), prompt)
-        for (question, answer), prompt, fit in zip(pairs, prompts, fits, strict=True)
-        if fit
+        template = f"{tokenizer.name_or_path}: the chat template"
+        refuse_endless(lambda: prompt_ids(found.pairs[0][0], tokenizer, data, examples), template)
+    questions = [
+        Question(question, answer, gold_answer(answer), prompt_ids(question, tokenizer, data, examples))
+        for question, answer in found.pairs
     ]
-    longest = max(len(question.prompt) for question in kept)
-    line = f"{len(kept)} questions from {where} ({form}); longest prompt {longest} of {limit} tokens, dropped {dropped}"
-    line += f"; {len(examples)} worked examples before each" if examples else ""
-    return Questions(kept, cfg.train.seed, dropped, line)
+    _refuse_equal_prompts(questions, tokenizer)
+    kept = [question for question in questions if len(question.prompt) <= limit]
+    dropped = len(questions) - len(kept)
+    lengths = [len(question.prompt) for question in questions]
+    if dropped and (data.overlong_prompts == "refuse" or not kept):
+        advice = "raise it, or set data.overlong_prompts: drop" if kept else "raise it"
+        raise InputError(
+            f"{found.source}: {dropped} of {len(questions)} prompts are longer than data.max_prompt_tokens = {limit}; "
+            f"the longest (question {lengths.index(max(lengths)) + 1}) has {max(lengths)} tokens; {advice}"
+        )
+    longest = max(length for length in lengths if length <= limit)
+    line = f"{len(kept)} questions from {found.source} ({found.form}); longest prompt {longest} of {limit} tokens, "
+    line += f"dropped {dropped}" + (f"; {len(examples)} worked examples before each" if examples else "")
+    return Questions(kept, seed, dropped, line)
 
 
 def _words(text: str) -> str:
-    """``text`` with single spaces and one form of each character: a template or a tokenizer may change those."""
+    """`text` with single spaces and in Unicode's form NFKC: a template or a tokenizer may change spaces and forms."""
     return " ".join(unicodedata.normalize("NFKC", text).split())
 
 
-def _refuse_equal_prompts(questions: list[str], prompts: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> None:
-    """InputError if two different questions are the same prompt: all their answers would be compared with one gold."""
+def _refuse_equal_prompts(questions: list[Question], tokenizer: PreTrainedTokenizerBase) -> None:
+    """InputError if two different questions have the same prompt, since one model answer cannot be right for both."""
     first: dict[tuple[int, ...], str] = {}
-    for question, prompt in zip(questions, prompts, strict=True):
-        other = first.setdefault(tuple(prompt), question)
-        if other != question and _words(other).casefold() != _words(question).casefold():
+    for question in questions:
+        one, other = question.question, first.setdefault(tuple(question.prompt), question.question)
+        if other != one and _words(other).casefold() != _words(one).casefold():
             raise InputError(
-                f"{tokenizer.name_or_path}: {other[:60]!r} and {question[:60]!r} become the same prompt; needed: a "
+                f"{tokenizer.name_or_path}: {other[:60]!r} and {one[:60]!r} become the same prompt; needed: a "
                 "tokenizer that knows the questions' characters"
             )
 
 
 # ------------------------------------------------------------------------------------------------ tokenizer and prompts
 def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer saved in a model directory; local files only, no code from the directory is run."""
+    """The tokenizer in a model's folder; only local files are read, and no code from the folder is run."""
     folder = Path(model_dir)
     if not folder.is_dir():
         raise InputError(f"{folder}: no such directory; needed: a model directory with tokenizer.json")
@@ -173,27 +179,22 @@ def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:
     files = {path.name for path in folder.iterdir()}
     if "tokenizer.json" not in files and not {"vocab.json", "merges.txt"} <= files:
         raise InputError(f"{folder}: no tokenizer found; needed: tokenizer.json, or vocab.json and merges.txt")
+    settings = read_object(folder / "tokenizer_config.json") if "tokenizer_config.json" in files else {}
     try:
-        if _is_plain(folder / "tokenizer_config.json"):
-            # AutoTokenizer would find this class, and import all model code and torch's compiler to do so: a second.
+        if settings.get("tokenizer_class") == "PreTrainedTokenizerFast":
+            # AutoTokenizer would find this class as well, but it imports all model code first, which takes a second.
             from transformers import PreTrainedTokenizerFast as Tokenizer
         else:
             from transformers import AutoTokenizer as Tokenizer
         return Tokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # a damaged tokenizer.json surfaces as a plain Exception from the tokenizers library
-        raise InputError(f"{folder}: the tokenizer cannot be loaded: {gsm8k_files.first_line(error)}") from error
-
-
-def _is_plain(settings: Path) -> bool:
-    """Whether the tokenizer is nothing but its tokenizer.json, by its own account."""
-    plain = "PreTrainedTokenizerFast"
-    return settings.exists() and read_object(settings).get("tokenizer_class") == plain
+    except Exception as error:  # the tokenizers library raises a plain Exception for a damaged tokenizer.json
+        raise InputError(f"{folder}: the tokenizer cannot be loaded: {one_line(error)}") from error
 
 
 def stop_token_ids(model_dir: str | Path, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Ids that end a completion: the tokenizer's EOS and every eos_token_id of generation_config.json.
+    """Ids that end a completion: the tokenizer's EOS token and every eos_token_id of generation_config.json.
 
-    The two differ in real models (Qwen's chat models stop at <|im_end|> and at <|endoftext|>), so both are needed.
+    Both are needed, because they differ in real models: Qwen's chat models stop at <|im_end|> and at <|endoftext|>.
     """
     stops = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
     path = Path(model_dir) / "generation_config.json"
@@ -209,20 +210,19 @@ def stop_token_ids(model_dir: str | Path, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def prompt_ids(
-    question: str, tokenizer: PreTrainedTokenizerBase, cfg: Config, examples: Sequence[tuple[str, str]] = ()
+    question: str, tokenizer: PreTrainedTokenizerBase, data: DataConfig, examples: Sequence[tuple[str, str]] = ()
 ) -> list[int]:
-    """Token ids of the prompt: data.system, the worked ``examples``, then the question, in the tokenizer's form.
+    """Token ids of the prompt: data.system, then the worked `examples`, then the question.
 
-    That is its chat template if it has one, else data.prompt_template. The text is rendered first and then tokenized
-    without adding special tokens: what the template shows is what the model gets (a tokenizer that would put a BOS in
-    front of plain text does not).
+    Their text comes from the tokenizer's chat template, or from data.prompt_template if the tokenizer has none. It is
+    tokenized without further special tokens, so the model gets what the template shows and no additional BOS.
     """
-    turns = [("system", cfg.data.system)] if cfg.data.system else []
+    turns = [("system", data.system)] if data.system else []
     for asked, answer in (*examples, (question, None)):
-        turns.append(("user", f"{asked} {cfg.data.instruction}" if cfg.data.instruction else asked))
+        turns.append(("user", f"{asked} {data.instruction}" if data.instruction else asked))
         if answer is not None:
             turns.append(("assistant", answer))
-    text = _chat_text(turns, tokenizer, cfg) if tokenizer.chat_template else _plain_text(turns, cfg)
+    text = _chat_text(turns, tokenizer, data) if tokenizer.chat_template else _plain_text(turns, data)
     words = _words(text)
     for role, content in turns:
         if _words(content) not in words:
@@ -230,71 +230,61 @@ def prompt_ids(
                 f"{tokenizer.name_or_path}: its template leaves out the text of a {role} turn, or a part of it: "
                 f"{content[:60]!r} becomes {text[:120]!r}; needed: a chat template that shows all turns"
             )
-    prompt = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    if not prompt:
-        raise InputError(f"{tokenizer.name_or_path}: its template makes an empty prompt; needed: one with the question")
-    return prompt
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _chat_text(turns: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase, cfg: Config) -> str:
-    messages = [{"role": role, "content": content} for role, content in turns]
-    options = cfg.data.chat_template_kwargs
-    for name in options:
+def _chat_text(turns: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> str:
+    """The text of the turns in the tokenizer's chat template, up to where the assistant's answer begins."""
+    for name in data.chat_template_kwargs:
         if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
             raise InputError(
                 f"data.chat_template_kwargs.{name}: the chat template of {tokenizer.name_or_path} does not read it; "
                 "needed: a variable of the template (for example enable_thinking, where a model can think)"
             )
+    messages = [{"role": role, "content": content} for role, content in turns]
+    options = {"tokenize": False, "add_generation_prompt": True}
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-    except Exception as error:  # a template is a program of the model's author, and fails in any way it likes
+        return tokenizer.apply_chat_template(messages, **options, **data.chat_template_kwargs)
+    except Exception as error:  # a template is a program of the model's author, which may raise any exception
         roles = ", ".join(role for role, _ in turns)
-        found = f"{tokenizer.name_or_path}: the chat template fails ({gsm8k_files.first_line(error)})"
+        found = f"{tokenizer.name_or_path}: the chat template fails ({one_line(error)})"
         raise InputError(f"{found}; needed: one that takes the turns {roles}") from error
 
 
-def _plain_text(turns: list[tuple[str, str]], cfg: Config) -> str:
-    """Turns for a tokenizer without a chat template, an empty line between a worked answer and the next question."""
-    template = cfg.data.prompt_template
-    if "{question}" not in template:
-        raise InputError(
-            f"data.prompt_template: found {template!r}; needed: a text with {{question}}, "
-            "as this tokenizer has no chat template"
-        )
-    if cfg.data.chat_template_kwargs:
-        found = ", ".join(cfg.data.chat_template_kwargs)
+def _plain_text(turns: list[tuple[str, str]], data: DataConfig) -> str:
+    """The turns in data.prompt_template, with an empty line after the system text and each worked answer."""
+    if data.chat_template_kwargs:
+        found = ", ".join(data.chat_template_kwargs)
         raise InputError(f"data.chat_template_kwargs: found {found}; needed: none, this tokenizer has no chat template")
-    forms = {"system": "{question}\n\n", "user": template, "assistant": " {question}\n\n"}
-    return "".join(forms[role].replace("{question}", text) for role, text in turns)  # str.format would read braces
+    forms = {"system": "{question}\n\n", "user": data.prompt_template, "assistant": " {question}\n\n"}
+    # Not str.format, which would interpret other braces of the template.
+    return "".join(forms[role].replace("{question}", text) for role, text in turns)
 
 
 # ------------------------------------------------------------------------------------------------- generated arithmetic
 @dataclass(frozen=True)
 class Problem:
     question: str
-    kind: str  # add | sub
+    sign: str  # "+" or "-"
     x: int
-    y: int  # for sub, y <= x
+    y: int  # at most x if the sign is "-"
 
 
 def held_out(x: int, y: int) -> bool:
-    """Whether the unordered pair {x, y} belongs to the test set: one in eight, 151 of the 1,225 pairs of 1 to 49.
+    """Whether the unordered pair {x, y} belongs to the test set: 151 of the 1,225 pairs of 1 to 49, one in eight.
 
-    The operation plays no part: were only a sum held out, the wrong-operation slip of the difference would teach it.
+    A pair is held out of both operations. Otherwise a teacher who adds instead of subtracting would teach its sum.
     """
     return (min(x, y) * 7919 + max(x, y) * 104729) % 1009 % 8 == 0
 
 
 def arithmetic(num: int, heldout: bool, seed: int, low: int, high: int) -> list[tuple[str, str]]:
-    """`num` different (question, worked answer) pairs, operands low..high, from held-out pairs only or from the others.
+    """`num` different (question, worked answer) pairs with operands low..high, from held-out operand pairs or others.
 
-    Raises InputError if the range leaves training or test without a pair, or has fewer questions than asked for.
+    InputError if the range leaves training or test without a pair, or has fewer than `num` questions.
     """
-    if not 0 <= low <= high:
-        raise InputError(f"data.operand_low, operand_high: found {low} to {high}; needed: 0 <= low <= high")
-    for part, name in ((True, "test"), (False, "training")):
-        if not _num_questions(part, low, high, enough=1):
-            raise InputError(f"data.operand_low, operand_high: {low} to {high} has no {name} pair; use a wider range")
+    for part in (True, False):
+        _operands(random.Random(0), low, high, part)  # InputError if there is no pair
     available = _num_questions(heldout, low, high, enough=num)
     if available < num:
         where = f"data.num_{'test' if heldout else 'train'}"
@@ -303,12 +293,12 @@ def arithmetic(num: int, heldout: bool, seed: int, low: int, high: int) -> list[
     pairs: dict[str, str] = {}
     while len(pairs) < num:
         made = problem(rng, low, high, heldout)
-        pairs[made.question] = solution(made)  # a question met before changes nothing: its answer is the same
+        pairs[made.question] = solution(made)  # a repeated question has the same answer and changes nothing
     return list(pairs.items())
 
 
 def _num_questions(heldout: bool, low: int, high: int, enough: int) -> int:
-    """How many different questions one side of the split has; stops counting at `enough`."""
+    """How many different questions the held-out pairs, or the others, have; the count stops at `enough`."""
     total = 0
     for x in range(low, high + 1):
         for y in range(x, high + 1):
@@ -321,74 +311,68 @@ def _num_questions(heldout: bool, low: int, high: int, enough: int) -> int:
 
 
 def _operands(rng: random.Random, low: int, high: int, heldout: bool) -> tuple[str, int, int]:
-    for _ in range(100_000):
-        kind, x, y = rng.choice(["add", "sub"]), rng.randint(low, high), rng.randint(low, high)
-        if kind == "sub" and y > x:
-            x, y = y, x
+    """(sign, x, y) of a pair that is held out, or of one that is not; InputError if 10,000 draws give none."""
+    for _ in range(10_000):
+        sign, x, y = rng.choice(["+", "-"]), rng.randint(low, high), rng.randint(low, high)
         if held_out(x, y) == heldout:
-            return kind, x, y
+            return (sign, max(x, y), min(x, y)) if sign == "-" else (sign, x, y)
     name = "test" if heldout else "training"
     raise InputError(f"data.operand_low, operand_high: {low} to {high} has no {name} pair; use a wider range")
 
 
 def problem(rng: random.Random, low: int, high: int, heldout: bool) -> Problem:
-    """One word problem drawn from `rng`: one step of addition or subtraction, never below zero."""
-    kind, x, y = _operands(rng, low, high, heldout)
-    template, name, items = rng.choice(TEMPLATES[kind]), rng.choice(NAMES), rng.choice(ITEMS)
-    return Problem(template.format(name=name, items=items, x=x, y=y), kind, x, y)
+    """A word problem drawn from `rng`: one addition, or one subtraction whose result is not negative."""
+    sign, x, y = _operands(rng, low, high, heldout)
+    template, name, items = rng.choice(TEMPLATES[sign]), rng.choice(NAMES), rng.choice(ITEMS)
+    return Problem(template.format(name=name, items=items, x=x, y=y), sign, x, y)
 
 
-def _worked(kind: str, x: int, y: int, result: int) -> str:
-    return f"{x} {'+' if kind == 'add' else '-'} {y} = {result}\n#### {result}"
+def _worked(sign: str, x: int, y: int, result: int) -> str:
+    return f"{x} {sign} {y} = {result}\n#### {result}"
 
 
 def solution(problem: Problem) -> str:
     """The right worked answer, as in `37 - 25 = 12\\n#### 12`."""
-    x, y = problem.x, problem.y
-    return _worked(problem.kind, x, y, x + y if problem.kind == "add" else x - y)
+    return _worked(problem.sign, problem.x, problem.y, OPERATIONS[problem.sign](problem.x, problem.y))
 
 
 def sloppy_solution(problem: Problem, rng: random.Random, right: float, wrong_operation: float) -> str:
-    """A careless pupil's answer: right with probability `right`, the other operation done correctly with probability
-    `wrong_operation`, else the right operation with a result off by one or by ten, never below zero.
+    """The answer of a teacher who makes mistakes.
 
-    A model taught by it knows format and sums but chooses badly, which is what reinforcement learning can repair.
+    With probability `right` it is right, with probability `wrong_operation` it is the result of the other operation,
+    and otherwise the result is off by one or ten, but never below 0.
+
+    A model that learns from such answers knows their form and how to calculate, but often chooses the wrong operation.
     """
-    kind, x, y = problem.kind, problem.x, problem.y
     draw = rng.random()
     if draw < right:
         return solution(problem)
     if draw < right + wrong_operation:
-        if kind == "sub":
-            return _worked("add", x, y, x + y)
-        return _worked("sub", max(x, y), min(x, y), abs(x - y))
-    result = x + y if kind == "add" else x - y
+        sign, x, y = "-" if problem.sign == "+" else "+", max(problem.x, problem.y), min(problem.x, problem.y)
+        return _worked(sign, x, y, OPERATIONS[sign](x, y))
+    result = OPERATIONS[problem.sign](problem.x, problem.y)
     if rng.choice(["one", "ten"]) == "one":
         off = max(0, result + rng.choice([-1, 1]))
     else:
         off = result + 10 if result < 10 else result + rng.choice([-10, 10])
-    return _worked(kind, x, y, off)
+    return _worked(problem.sign, problem.x, problem.y, off)
 
 
 def drill(rng: random.Random, low: int, high: int) -> tuple[str, str]:
-    """A bare, always right sum of a training pair as (text, completion): ("37 + 25", " = 62")."""
-    kind, x, y = _operands(rng, low, high, heldout=False)
-    return (f"{x} + {y}", f" = {x + y}") if kind == "add" else (f"{x} - {y}", f" = {x - y}")
+    """A right sum without words, of a training pair, as (text, completion): ("37 + 25", " = 62")."""
+    sign, x, y = _operands(rng, low, high, heldout=False)
+    return f"{x} {sign} {y}", f" = {OPERATIONS[sign](x, y)}"
 
 
 # --------------------------------------------------------------------------------------------------------- command line
 def main(arguments: list[str]) -> int:
     """Run the command line; returns the exit code: 0 done or usage shown, 2 bad input."""
     parser = argparse.ArgumentParser(prog="data_gsm8k.py", description="Convert GSM8K files between their forms.")
-    commands = parser.add_subparsers(dest="command")
     about = "question/answer columns -> chat form; any other form -> question/answer columns"
-    sub = commands.add_parser("convert", help=about, description=about)
-    sub.add_argument("in_path", metavar="IN", help="a .jsonl or .parquet file")
-    sub.add_argument("out_path", metavar="OUT", help="a new .jsonl or .parquet file")
-    options = parser.parse_args(arguments)
-    if options.command is None:
-        parser.print_help()
-        return 0
+    parser.add_argument("command", choices=["convert"], help=about)
+    parser.add_argument("in_path", metavar="IN", help="a .jsonl or .parquet file")
+    parser.add_argument("out_path", metavar="OUT", help="a new .jsonl or .parquet file")
+    options = parser.parse_args(arguments or ["--help"])
     try:
         print(gsm8k_files.convert(options.in_path, options.out_path))
     except BAD_INPUT as error:

@@ -1,8 +1,8 @@
-"""One table of what must surround a run: environment variables, versions that belong together, builds.  No torch.
+"""The one table of what a run needs around it: environment variables, versions that belong together, builds.
 
-device.py and the engines set and refuse variables by it, and the doctor examines a machine by it. Tests compare it with
-npu_env.sh, cuda_env.sh, requirements/ and docs/npu.md. Each rule names its source: a public document, or a repository
-with a version. What concerns an NPU or CUDA was read there and has not been run on one yet.
+device.py and the engines set and refuse variables by this table, and the doctor examines a machine by it. Tests compare
+it with npu_env.sh, cuda_env.sh, requirements/ and docs/npu.md. Each row names its source: a public document, or a
+repository with a version. The rows for NPU and CUDA come from these sources and have not run on one yet. No torch.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ MINDSPEED = "MindSpeed core_r0.16.0"  # https://gitcode.com/Ascend/MindSpeed
 
 @dataclass(frozen=True)
 class Variable:
-    """What an environment variable has to be, why, and who says so."""
+    """The value that an environment variable must have, the reason, and the source of the rule."""
 
     name: str
-    value: str  # what is set where the user has set nothing
+    value: str  # the value that is set if the user has set none
     reason: str
     source: str
-    accepted: tuple[str, ...] = ()  # other values that are as good
-    unset: str = ""  # what its reader takes where it is unset; "" where nothing here depends on that
+    accepted: tuple[str, ...] = ()  # other values that do the same
+    unset: str = ""  # the value that its reader takes if it is unset; "" where nothing here depends on it
 
     def allows(self, value: str) -> bool:
         return value == self.value or value in self.accepted
@@ -35,56 +35,56 @@ class Variable:
 
 _TOKENIZERS = Variable(
     "TOKENIZERS_PARALLELISM", "false", "the tokenizer's threads do not survive a fork",
-    "tokenizers prints that itself when it is forked",
+    "the warning that tokenizers prints in a forked process",
 )  # fmt: skip
 _OFFLINE = Variable(
-    "HF_HUB_OFFLINE", "1", "models are local folders: a wrong path is an error, no download",
+    "HF_HUB_OFFLINE", "1", "models are local folders; a wrong path must not start a download",
     "huggingface_hub's documentation of environment variables",
 )  # fmt: skip
 _CONNECTIONS = Variable(
-    "CUDA_DEVICE_MAX_CONNECTIONS", "1", "Megatron asks for it with tensor parallelism",
+    "CUDA_DEVICE_MAX_CONNECTIONS", "1", "Megatron requires 1 with tensor parallelism",
     "megatron-core 0.16.1, megatron/core/tensor_parallel/layers.py",
 )  # fmt: skip
 _PLAIN_WEIGHTS = Variable(
-    "VLLM_ASCEND_ENABLE_NZ", "0", "weights are pushed in the plain layout",
+    "VLLM_ASCEND_ENABLE_NZ", "0", "1 tiles the weights, but a push writes plain ones",
     f"{ASCEND}, vllm_ascend/envs.py and worker/worker.py", unset="1",
 )  # fmt: skip
 
 START: dict[str, tuple[Variable, ...]] = {
     "npu": (
         Variable(
-            "HCCL_CONNECT_TIMEOUT", "1800", "seconds; the default of 120 passes while 60 GB are read",
+            "HCCL_CONNECT_TIMEOUT", "1800", "seconds; reading 60 GB takes longer than the default of 120",
             CANN_DOCS, unset="120",
         ),
         Variable(
-            "HCCL_EXEC_TIMEOUT", "3600", "seconds in one collective; its message names the peer",
+            "HCCL_EXEC_TIMEOUT", "3600", "seconds of one collective; its error names the missing rank",
             CANN_DOCS, unset="1836",
         ),
         Variable(
-            "HCCL_HOST_SOCKET_PORT_RANGE", "60000-60050", "the default has 32, too few for 16 ranks",
+            "HCCL_HOST_SOCKET_PORT_RANGE", "60000-60050", "the default has 32 ports, too few for 16 ranks",
             CANN_DOCS,
         ),
         Variable(
-            "HCCL_NPU_SOCKET_PORT_RANGE", "61000-61050", "trainer and vLLM share each die",
+            "HCCL_NPU_SOCKET_PORT_RANGE", "61000-61050", "each die needs ports for the trainer and for vLLM",
             CANN_DOCS,
         ),
         Variable(
-            "HCCL_BUFFSIZE", "200", "MB, twice a communicator; vLLM's MC2 takes its window from it",
+            "HCCL_BUFFSIZE", "200", "MB, two buffers a communicator; also the window of vLLM's MC2",
             f"{CANN_DOCS}; {ASCEND}, vllm_ascend/utils.py", unset="200",
         ),
         Variable(
-            "TASK_QUEUE_ENABLE", "1", "2 is faster, but excludes graph capture (enforce_eager: false)",
+            "TASK_QUEUE_ENABLE", "1", "2 is faster, but cannot go with graph capture (enforce_eager: false)",
             f"{ASCEND}, Dockerfile.a3; verl, docs/ascend_tutorial", unset="1",
         ),
         Variable(
-            "CPU_AFFINITY_CONF", "1", "each rank launches from cores near its die",
+            "CPU_AFFINITY_CONF", "1", "each rank launches its kernels from cores near its die",
             f"{ASCEND}, docs/source/developer_guide/performance_and_debug/optimization_and_tuning.md",
         ),
         _CONNECTIONS,
-        Variable("OMP_NUM_THREADS", "4", "reading and casting weights; 16 ranks share the cores", "our choice"),
+        Variable("OMP_NUM_THREADS", "4", "threads that read and cast weights; 16 ranks share the cores", "our choice"),
         Variable(
             "PYTORCH_NPU_ALLOC_CONF", "expandable_segments:False", "vLLM's memory pools exclude expandable segments",
-            f"{ASCEND}, vllm_ascend/platform.py (turns them on where nothing is said), device_allocator/camem.py",
+            f"{ASCEND}, vllm_ascend/platform.py (sets True if the variable is unset), device_allocator/camem.py",
         ),
         _PLAIN_WEIGHTS,
         _TOKENIZERS,
@@ -93,10 +93,10 @@ START: dict[str, tuple[Variable, ...]] = {
     "cuda": (
         _CONNECTIONS,
         Variable(
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1", "a rank that fails ends the others",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1", "a rank that fails ends the other ranks",
             "PyTorch's documentation of ProcessGroupNCCL's environment variables",
         ),
-        Variable("OMP_NUM_THREADS", "4", "reading and casting weights; 8 ranks share the cores", "our choice"),
+        Variable("OMP_NUM_THREADS", "4", "threads that read and cast weights; 8 ranks share the cores", "our choice"),
         _TOKENIZERS,
         _OFFLINE,
     ),
@@ -104,71 +104,74 @@ START: dict[str, tuple[Variable, ...]] = {
 
 # ---------------------------------------------------------------------------- set by device.py, for train.deterministic
 
-# All are read at the first operation or communicator, not at the import of torch.
+# Their readers read them at the first operation or communicator, so they may be set after the import of torch.
 DETERMINISTIC: dict[str, tuple[Variable, ...]] = {
     "npu": (
         Variable(
-            "HCCL_DETERMINISTIC", "true", "the sums of a reduction keep one order",
+            "HCCL_DETERMINISTIC", "true", "a reduction adds its terms in the same order every time",
             f"{CANN_DOCS}; {ASCEND}, docs/source/faqs.md", accepted=("True", "strict"),
         ),
         Variable(
-            "LCCL_DETERMINISTIC", "1", "the same for the reductions inside ATB",
+            "LCCL_DETERMINISTIC", "1", "the same order for the reductions inside ATB",
             f"{ASCEND}, docs/source/faqs.md",
         ),
         Variable(
-            "CLOSE_MATMUL_K_SHIFT", "1", "otherwise cores start the K axis of a product at different places",
+            "CLOSE_MATMUL_K_SHIFT", "1", "otherwise cores start at different places of the K axis of a product",
             f"{MINDSPEED}, mindspeed/functional/npu_deterministic/npu_deterministic.py",
         ),
-        Variable("ATB_MATMUL_SHUFFLE_K_ENABLE", "0", "the same inside ATB", f"{ASCEND}, docs/source/faqs.md"),
         Variable(
-            "ATB_LLM_LCOC_ENABLE", "0", "communication that overlaps a product splits it by timing",
+            "ATB_MATMUL_SHUFFLE_K_ENABLE", "0", "the same for the matrix products inside ATB",
+            f"{ASCEND}, docs/source/faqs.md",
+        ),
+        Variable(
+            "ATB_LLM_LCOC_ENABLE", "0", "communication that overlaps a matrix product splits the product by timing",
             f"{ASCEND}, docs/source/faqs.md",
         ),
     ),
     "cuda": (
         Variable(
-            "CUBLAS_WORKSPACE_CONFIG", ":4096:8", "otherwise cuBLAS picks a workspace, and so an order, per stream",
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8", "otherwise the order of a sum depends on the stream",
             "PyTorch's documentation of torch.use_deterministic_algorithms", accepted=(":16:8",),
         ),
-        Variable("NCCL_ALGO", "Ring", "otherwise tuning by size decides the order of a sum", "NCCL's documentation"),
-        Variable("NCCL_PROTO", "Simple", "the same for the protocol", "NCCL's documentation"),
+        Variable("NCCL_ALGO", "Ring", "otherwise the order of a sum depends on its size", "NCCL's documentation"),
+        Variable("NCCL_PROTO", "Simple", "otherwise NCCL chooses the protocol by size", "NCCL's documentation"),
     ),
-    "cpu": (),  # with one thread a rank it is deterministic as it is
+    "cpu": (),  # with one thread a rank a CPU run is always deterministic
 }  # fmt: skip
 
 # -------------------------------------------------------------- set by engines/vllm_engine.py, before it imports vLLM
 
 VLLM: tuple[Variable, ...] = (
     Variable(
-        "VLLM_ENABLE_V1_MULTIPROCESSING", "0", "the engine lives in this process: weights are handed over by reference",
+        "VLLM_ENABLE_V1_MULTIPROCESSING", "0", "the engine runs in this process, so weights are passed by reference",
         "vLLM 0.23.0, vllm/envs.py",
     ),
     Variable(
-        "VLLM_CPU_OMP_THREADS_BIND", "nobind", "otherwise vLLM pins this process, trainer included, to cores",
+        "VLLM_CPU_OMP_THREADS_BIND", "nobind", "otherwise vLLM pins this process, the trainer too, to some cores",
         "vLLM 0.30.0, vllm/envs.py",
     ),
     Variable(
-        "VLLM_LOGGING_LEVEL", "CRITICAL", "what fails raises here, too; before that vLLM would print every request",
+        "VLLM_LOGGING_LEVEL", "CRITICAL", "errors are raised here anyway, and vLLM would print every request",
         "vLLM 0.23.0, vllm/envs.py",
     ),
-    Variable("VLLM_NO_USAGE_STATS", "1", "no report to vLLM's makers", "vLLM 0.23.0, vllm/envs.py"),
+    Variable("VLLM_NO_USAGE_STATS", "1", "vLLM sends no usage report", "vLLM 0.23.0, vllm/envs.py"),
     _OFFLINE,
-    Variable("OMP_NUM_THREADS", "1", "ranks share the cores", "our choice"),
+    Variable("OMP_NUM_THREADS", "1", "the ranks share the cores", "our choice"),
     _PLAIN_WEIGHTS,
 )  # fmt: skip
 
 # ------------------------------------------------------------------------------ refused by the engine and by the doctor
 
-# Read by vllm-ascend itself; each would override what the engine is told.
+# vllm-ascend reads these variables itself, and each would override the arguments of the engine.
 MUST_BE_OFF: tuple[Variable, ...] = (
+    _PLAIN_WEIGHTS,
     Variable(
-        "VLLM_ASCEND_ENABLE_NZ", "0", "it tiles the weights, and a push writes plain ones",
+        "VLLM_ASCEND_ENABLE_FUSED_MC2", "0", "it tiles the experts, but a push writes plain ones",
         f"{ASCEND}, vllm_ascend/envs.py",
     ),
-    Variable("VLLM_ASCEND_ENABLE_FUSED_MC2", "0", "it tiles the experts", f"{ASCEND}, vllm_ascend/envs.py"),
     Variable(
         "VLLM_ASCEND_ENABLE_FLASHCOMM1", "0",
-        "it splits tokens differently, which has not been tried with data parallelism",
+        "it splits tokens differently, which has not been tested with data parallelism",
         f"{ASCEND}, vllm_ascend/envs.py",
     ),
     Variable("DYNAMIC_EPLB", "0", "it moves experts to other ranks", f"{ASCEND}, vllm_ascend/envs.py"),
@@ -176,46 +179,46 @@ MUST_BE_OFF: tuple[Variable, ...] = (
 )  # fmt: skip
 OFF = ("0", "false", "")  # in small letters
 
-# Variables of another launcher: with them vLLM 0.23.0 (vllm/config/parallel.py) takes each rank for data rank 0 of an
-# engine of its own. The scripts unset those that vllm/envs.py reads; any other with this prefix is refused, too.
+# Variables of another launcher. With them vLLM 0.23.0 (vllm/config/parallel.py) takes each rank for rank 0 of another
+# data-parallel engine. The scripts unset those that vllm/envs.py reads; every variable with this prefix is refused.
 LAUNCHERS_PREFIX = "VLLM_DP_"
 LAUNCHERS = ("VLLM_DP_SIZE", "VLLM_DP_RANK", "VLLM_DP_RANK_LOCAL", "VLLM_DP_MASTER_IP", "VLLM_DP_MASTER_PORT")
 
 
 def switched_on(env: Mapping[str, str]) -> Iterator[Variable]:
-    """Those of MUST_BE_OFF that ``env`` turns on."""
+    """The variables of MUST_BE_OFF that ``env`` switches on."""
     return (variable for variable in MUST_BE_OFF if env.get(variable.name, "0").lower() not in OFF)
 
 
 def from_a_launcher(env: Mapping[str, str]) -> list[str]:
-    """Names in ``env`` that would override vLLM's place among the ranks."""
+    """The names in ``env`` that would override the data-parallel rank of vLLM."""
     return sorted(name for name in env if name.startswith(LAUNCHERS_PREFIX))
 
 
-def started_with(name: str) -> Variable:
+def _started_with(name: str) -> Variable:
     """The row of START["npu"] with that name."""
     return next(variable for variable in START["npu"] if variable.name == name)
 
 
 def when_unset(name: str) -> str:
-    """What the reader of one of npu_env.sh's variables takes where it is unset."""
-    return started_with(name).unset
+    """The value that a variable of npu_env.sh has for its reader if it is unset."""
+    return _started_with(name).unset
 
 
 def advice(name: str) -> str:
-    """The command that sets one of npu_env.sh's variables to the value that it has there."""
-    return f"export {name}={started_with(name).value}"
+    """The command that sets a variable of npu_env.sh to its value there."""
+    return f"export {name}={_started_with(name).value}"
 
 
 def export_line(variable: Variable) -> str:
-    """The line of npu_env.sh or cuda_env.sh that sets ``variable`` where the user has not."""
+    """The line of npu_env.sh or cuda_env.sh that sets ``variable`` if the user has not set it."""
     return f'export {variable.name}="${{{variable.name}:-{variable.value}}}" # {variable.reason}'
 
 
 # ---------------------------------------------------------------------------------------- versions that belong together
 
 # Sources: vllm-ascend's requirements.txt and Dockerfile.a3 by tag, verl's docker/ascend/Dockerfile.ascend_9.1.0_a3, and
-# imports of MindSpeed on a stand-in for torch_npu. An entry stands for its bug fixes, too. Install the first set.
+# imports of MindSpeed on a simulated torch_npu. An entry includes its bug-fix releases. The first set is recommended.
 VERSION_SETS: tuple[dict[str, tuple[str, ...]], ...] = (
     {
         "CANN": ("9.1",),
@@ -227,7 +230,7 @@ VERSION_SETS: tuple[dict[str, tuple[str, ...]], ...] = (
         "vllm": ("0.23.0",),
         "vllm-ascend": ("0.23.0",),
         "megatron-core": ("0.16.1",),
-        "mindspeed": ("0.16.0",),  # as its branch core_r0.16.0 calls itself
+        "mindspeed": ("0.16.0",),  # the version that its branch core_r0.16.0 reports
     },
     {
         "CANN": ("8.3",),
@@ -240,29 +243,32 @@ VERSION_SETS: tuple[dict[str, tuple[str, ...]], ...] = (
         "mindspeed": ("0.12.1",),  # branch 2.2.0_core_r0.12.1
     },
 )
-VLLM_CPU = (
-    "0.30.0"  # vllm-cpu: of 0.28, 0.30 and 0.32 the only one with routed experts; engines/vllm_inside.py corrects it
-)
+# vllm-cpu: of 0.28, 0.30 and 0.32 only this one returns routed experts; engines/vllm_inside.py corrects two defects.
+VLLM_CPU = "0.30.0"
 MINDSPEED_BRANCH = {"0.16.0": "core_r0.16.0", "0.12.1": "2.2.0_core_r0.12.1"}
-# Plugins are built against one release of the package that they extend.
+# Each plugin is built for one release of the package that it extends.
 SAME_RELEASE = (("torch-npu", "torch"), ("vllm-ascend", "vllm"))
-# What the code of this repository imports beside that set, by the packages' names.
+# The other packages that the code of this repository imports.
 OUR_PACKAGES = (
-    "Jinja2", "matplotlib", "numpy", "pyarrow", "pydantic", "PyYAML", "safetensors", "tokenizers", "tqdm",
+    "Jinja2", "matplotlib", "numpy", "pandas", "pyarrow", "pydantic", "PyYAML", "safetensors", "tokenizers", "tqdm",
 )  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------- build of vllm-ascend
 
-# vllm-ascend is compiled for one kind of chip and stops with an assertion on another (vllm_ascend/utils.py,
-# check_ascend_device_type). Its build writes the kind into vllm_ascend/_build_info.py (setup.py, gen_build_info).
+# vllm-ascend is compiled for one kind of chip and stops with an assertion on another kind (vllm_ascend/utils.py,
+# check_ascend_device_type). Its build writes the kind to vllm_ascend/_build_info.py (setup.py, gen_build_info).
 VLLM_ASCEND_IMAGES = {  # kind -> tag of quay.io/ascend/vllm-ascend (docs/source/installation.md)
     "A2": "v0.23.0",
     "A3": "v0.23.0-a3",
     "A5": "v0.23.0-a5",
     "_310P": "v0.23.0-310p",
 }
-SOC_VERSIONS = {"A2": "ascend910b1", "A3": "ascend910_9391", "_310P": "ascend310p1"}  # of those images (Dockerfile*)
-_CHIPS = (  # what npu-smi calls a chip -> kind; as setup.py's get_chip_type tells them apart
+SOC_VERSIONS = {
+    "A2": "ascend910b1",
+    "A3": "ascend910_9391",
+    "_310P": "ascend310p1",
+}  # with which those images were built (Dockerfile*)
+_CHIPS = (  # pattern of a chip's name in npu-smi -> kind, as in get_chip_type of setup.py
     (r"910B\d|A2G3", "A2"),  # 910B3
     (r"Ascend910$|910_93\d\d|910C", "A3"),  # npu-smi calls a die of the 910C "Ascend910"
     (r"310P", "_310P"),
@@ -271,16 +277,16 @@ _CHIPS = (  # what npu-smi calls a chip -> kind; as setup.py's get_chip_type tel
 
 
 def chip_kind(name: str) -> str | None:
-    """The kind of chip, as vllm_ascend/_build_info.py says it, of a name from npu-smi; None for one not known here."""
+    """The kind of chip, in the words of vllm_ascend/_build_info.py, from its name in npu-smi; None if unknown."""
     return next((kind for pattern, kind in _CHIPS if re.search(pattern, name, re.I)), None)
 
 
 def built_for(build_info: str) -> str | None:
-    """The kind of chip that the text of vllm_ascend/_build_info.py names; None where it names none."""
+    """The kind of chip in the text of vllm_ascend/_build_info.py; None if there is none."""
     said = re.search(r"^__device_type__\s*=\s*['\"](\w+)['\"]", build_info, re.M)
     return said[1] if said else None
 
 
 def matches(version: str, wanted: tuple[str, ...]) -> bool:
-    """Whether ``version`` is one of ``wanted`` or of their bug fixes: 9.1.0 is 9.1, 9.10 is not."""
+    """Whether ``version`` is one of ``wanted`` or a bug-fix release of one: 9.1.0 belongs to 9.1, 9.10 does not."""
     return any(re.match(re.escape(prefix) + r"(?![0-9])", version) for prefix in wanted)

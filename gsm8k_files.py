@@ -1,7 +1,7 @@
-"""GSM8K files on disk, jsonl or parquet: rows -> (question, worked answer, other columns); conversion between forms.
+"""GSM8K files on disk, .jsonl or .parquet: their rows as questions and worked answers, and conversion between forms.
 
-The form is found per file and named.  A row that cannot be used is an InputError with file, row number, what was found
-and what is needed; nothing is skipped or repaired silently.  Rows count from 1; a jsonl row's number is its line.
+A row that cannot be used is an InputError with the file, the number of the row, what was found and what is needed; no
+row is skipped or repaired silently.  Rows count from 1; the number of a jsonl row is that of its line.
 """
 
 from __future__ import annotations
@@ -9,250 +9,256 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from input_files import LINES_MIB, InputError, read_bytes
+from input_files import LINES_MIB, UNUSABLE, InputError, one_line, read_bytes, shown
 from reward_gsm8k import gold_answer
 
-NUMBER = re.compile(r"-?[0-9]{1,100}(\.[0-9]{1,100})?")  # ASCII digits, as the rewards compare them
-LONGEST_TEXT = 100_000  # characters; GSM8K's longest has some 1,000
-UNUSABLE = re.compile("[\0\ud800-\udfff]")  # JSON can write half a character, UTF-8 cannot
+NUMBER = re.compile(r"-?[0-9]{1,100}(\.[0-9]{1,100})?")  # ASCII digits, because the rewards compare these
+LONGEST_TEXT = 100_000  # characters; the longest text of GSM8K has about 1,000
+
+
+class Row(NamedTuple):
+    question: str
+    answer: str  # worked answer, which ends in '#### ' and a number
+    others: dict[str, Any]  # the other columns
+
+
+class Form(NamedTuple):
+    """One way to write questions and answers as columns of a table."""
+
+    name: str
+    columns: set[str]  # a file has this form if its first row has these columns
+    used: set[str]  # columns that conversion replaces; the others are copied
+    parse: Callable[[dict[str, Any]], tuple[str, str]]  # row -> (question, worked answer)
 
 
 # -------------------------------------------------------------------------------------------------------------- reading
-def read(path: str | Path) -> tuple[list[tuple[str, str, dict[str, Any]]], str]:
-    """Every row of a file as (question, worked answer, its other columns), and the name of the form found in row 1.
-
-    Forms: question/answer columns (openai/gsm8k; capital letters allowed); `messages`, chat turns, with the worked
-    answer in the assistant's turn or `answer` or both; `prompt`, chat turns, with `extra_info` and `reward_model`.
-    """
-    rows = _read_table(Path(path))
-    first_row, first = rows[0]
-    names = {name.lower() for name in first} if isinstance(first, dict) else set()
-    if {"question", "answer"} <= names:
-        form, parse = "question/answer columns", _parse_columns
-    elif "messages" in names:
-        form, parse = "chat form, messages", _parse_messages
-    elif "prompt" in names:
-        form, parse = "chat form, prompt with reward_model; the instruction comes from data.instruction", _parse_prompt
-    else:
-        found = f"the columns {', '.join(sorted(names)) or 'none'}" if isinstance(first, dict) else type(first).__name__
-        needed = "question and answer, or messages, or prompt with reward_model"
-        raise InputError(f"{path}, row {first_row}: found {found}; needed: an object with columns {needed}")
-    parsed = []
-    for number, row in rows:
+def read(path: str | Path) -> tuple[list[Row], str]:
+    """Every row of a file, and the name of its form, which the first row decides (FORMS)."""
+    form, rows = None, []
+    for number, row in _read_table(Path(path)):
         try:
             if not isinstance(row, dict):
                 raise InputError(f"found {type(row).__name__}; needed: an object with columns")
             columns = {name.lower(): value for name, value in row.items()}
             if len(columns) < len(row):
                 raise InputError(f"found the columns {', '.join(row)}; needed: names that differ in more than capitals")
-            question, answer, used = parse(columns)
+            form = form or _form_of(columns)
+            question, answer = form.parse(columns)
             gold_number(answer)
         except InputError as error:
             raise InputError(f"{path}, row {number}: {error}") from error
-        parsed.append((question, answer, {name: value for name, value in row.items() if name.lower() not in used}))
-    return parsed, form
+        rows.append(Row(question, answer, {name: row[name] for name in row if name.lower() not in form.used}))
+    if form is None:
+        raise InputError(f"{path}: no rows found; needed: at least one question")
+    return rows, form.name
+
+
+def _form_of(columns: dict[str, Any]) -> Form:
+    for form in FORMS:
+        if form.columns <= columns.keys():
+            return form
+    needed = "question and answer, or messages, or prompt with reward_model"
+    found = ", ".join(sorted(columns)) or "none"
+    raise InputError(f"found the columns {found}; needed: an object with columns {needed}")
 
 
 def gold_number(answer: str) -> str:
     """The final number of a worked answer; raises InputError unless it ends in exactly one `#### N`."""
-    if answer.count("####") != 1:
-        raise InputError(f"answer: found {_short(answer)}; needed: a worked answer that ends in '#### ' and a number")
     try:
-        gold = gold_answer(answer)
-    except ValueError as error:
-        raise InputError(str(error)) from error
+        gold = gold_answer(answer) if answer.count("####") == 1 else ""
+    except ValueError:
+        gold = ""
     if not NUMBER.fullmatch(gold):
-        raise InputError(f"answer: found {_short(gold)} after '#### '; needed: one number")
+        found = ascii(answer[-50:])  # ascii: digits of another script look like ours
+        raise InputError(f"answer: found {found}; needed: a worked answer that ends in '#### ' and one number")
     return gold
 
 
-def _parse_columns(row: dict[str, Any]) -> tuple[str, str, set[str]]:
-    return _text(row, "question"), _text(row, "answer"), {"question", "answer"}
+def _parse_messages(row: dict[str, Any]) -> tuple[str, str]:
+    user, *assistant = _turns(row, "messages")
+    texts = dict(zip(["the assistant turn"], assistant, strict=False))
+    if row.get("answer") is not None:
+        texts["answer"] = _text(row, "answer")
+    return user, _one_answer(texts, "answer", "messages with an assistant turn, or answer")
 
 
-def _parse_messages(row: dict[str, Any]) -> tuple[str, str, set[str]]:
-    user, assistant = _turns(row, "messages")
-    worked = {} if assistant is None else {"the assistant turn": assistant}
-    if row.get("answer") is None:
-        return user, _one_answer(worked, None, "messages with an assistant turn, or answer"), {"messages", "answer"}
-    answer = _text(row, "answer")
-    final = None if "####" in answer else ("answer", answer)
-    return user, _one_answer(worked if final else {**worked, "answer": answer}, final, "answer"), {"messages", "answer"}
-
-
-def _parse_prompt(row: dict[str, Any]) -> tuple[str, str, set[str]]:
-    user, _ = _turns(row, "prompt")
-    extra, reward = ({} if row.get(n) is None else row[n] for n in ("extra_info", "reward_model"))
+def _parse_prompt(row: dict[str, Any]) -> tuple[str, str]:
+    user = _turns(row, "prompt")[0]
+    extra, reward = ({} if row.get(name) is None else row[name] for name in ("extra_info", "reward_model"))
     if not isinstance(extra, dict) or not isinstance(reward, dict):
         raise InputError("extra_info and reward_model: needed: objects")
-    worked = {"extra_info.answer": _text(extra, "answer")} if "answer" in extra else {}
-    final = ("reward_model.ground_truth", _text(reward, "ground_truth")) if "ground_truth" in reward else None
-    # The prompt's text has its author's instruction glued on; extra_info keeps the question as it was.
+    texts = {"extra_info.answer": _text(extra, "answer")} if "answer" in extra else {}
+    if "ground_truth" in reward:
+        texts["reward_model.ground_truth"] = _text(reward, "ground_truth")
+    # The text of `prompt` ends with an instruction of its author; extra_info has the question without it.
     question = _text(extra, "question") if "question" in extra else user
-    return question, _one_answer(worked, final, "extra_info.answer or reward_model.ground_truth"), {"prompt"}
+    bare = "reward_model.ground_truth"
+    return question, _one_answer(texts, bare, f"extra_info.answer or {bare}")
 
 
-def _one_answer(worked: dict[str, str], final: tuple[str, str] | None, needed: str) -> str:
-    """The worked answer of a row, from its texts by name and its bare final (name, number) if any.
+FORMS = (
+    Form(
+        "question/answer columns",
+        {"question", "answer"},
+        {"question", "answer"},
+        lambda row: (_text(row, "question"), _text(row, "answer")),
+    ),
+    Form("chat form, messages", {"messages"}, {"messages", "answer"}, _parse_messages),
+    Form(
+        "chat form, prompt with reward_model; the instruction comes from data.instruction",
+        {"prompt"},
+        {"prompt"},
+        _parse_prompt,
+    ),
+)
 
-    Their numbers must agree; of several worked texts the first one is taken.
+
+def _one_answer(texts: dict[str, str], bare: str, needed: str) -> str:
+    """The worked answer of a row, from its texts by name; the text called ``bare`` may be a number alone.
+
+    All numbers must agree.  The first text that ends in '#### N' is the answer, or else the texts and the number.
     """
-    golds = {name: gold_number(text) for name, text in worked.items() if "####" in text}
-    if final:
-        number = final[1].replace(",", "").strip()
-        if not NUMBER.fullmatch(number):
-            raise InputError(f"{final[0]}: found {_short(final[1])}; needed: a number, or a text that ends in '#### N'")
-        golds[final[0]] = number
+    golds = {name: gold_number(text) for name, text in texts.items() if "####" in text}
+    worked = [text for text in texts.values() if "####" in text][:1]
+    if bare in texts and bare not in golds:
+        golds[bare] = texts[bare].replace(",", "").strip()
+        if not NUMBER.fullmatch(golds[bare]):
+            needed = "a number, or a text that ends in '#### N'"
+            raise InputError(f"{bare}: found {shown(texts[bare])}; needed: {needed}")
     if not golds:
-        found = _short(next(iter(worked.values()))) if worked else "no answer"
+        found = shown(next(iter(texts.values()))) if texts else "no answer"
         raise InputError(f"found {found}; needed: {needed}, ending in '#### ' and a number")
     if len(set(golds.values())) > 1:
         raise InputError("two different answers: " + ", ".join(f"{name} says {gold}" for name, gold in golds.items()))
-    for text in worked.values():
-        if "####" in text:
-            return text
-    return "\n".join([*worked.values(), f"#### {next(iter(golds.values()))}"])
+    without_number = [text for name, text in texts.items() if name != bare]
+    return "\n".join(worked or [*without_number, f"#### {golds[bare]}"])
 
 
-def _turns(row: dict[str, Any], name: str) -> tuple[str, str | None]:
-    """The user's text and the assistant's (None if absent) of a chat; any other sequence of turns is refused."""
+def _turns(row: dict[str, Any], name: str) -> list[str]:
+    """The texts of a chat: that of the user, and that of the assistant if there is one; InputError for other turns."""
     turns = row.get(name)
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise InputError(f"{name}: found {_short(turns)}; needed: a list of objects with role and content")
+        raise InputError(f"{name}: found {shown(turns)}; needed: a list of objects with role and content")
     roles = [turn.get("role") for turn in turns]
     if roles not in (["user"], ["user", "assistant"]):
         found = ", ".join(map(str, roles)) or "none"
         needed = "user, or user and assistant (a system text belongs in data.instruction)"
         raise InputError(f"{name}: found the turns {found}; needed: {needed}")
-    texts = [_text(turn, "content") for turn in turns]
-    return texts[0], texts[1] if len(texts) == 2 else None
+    return [_text(turn, "content") for turn in turns]
 
 
 def _text(row: dict[str, Any], name: str) -> str:
+    """The text in column ``name``, which must be there, not empty, not too long, and valid Unicode."""
     if name not in row:
         raise InputError(f"{name}: missing; found {', '.join(map(str, row)) or 'nothing'}")
     value = row[name]
     if not isinstance(value, str):
-        raise InputError(f"{name}: found {type(value).__name__} {_short(value)}; needed: a text")
+        raise InputError(f"{name}: found {shown(value)}; needed: a text")
     if not value.strip():
         raise InputError(f"{name}: found an empty text")
     if len(value) > LONGEST_TEXT:
         raise InputError(f"{name}: found {len(value)} characters; needed: at most {LONGEST_TEXT}")
     if UNUSABLE.search(value):
-        raise InputError(f"{name}: found a lone surrogate or NUL in {_short(value)}; needed: valid Unicode without")
+        raise InputError(f"{name}: found a lone surrogate or NUL in {shown(value)}; needed: valid Unicode without")
     return value
 
 
-def _short(value: object) -> str:
-    text = ascii(value)
-    return text if len(text) <= 60 else f"{text[:28]} ... {text[-28:]}"
+def _read_table(path: Path) -> Iterable[tuple[int, Any]]:
+    """Every (row number, row) of a .jsonl or .parquet file; blank lines of a .jsonl file are not rows."""
+    data = read_bytes(path, LINES_MIB)
+    _check_ending(path)
+    return _parquet_rows(data, path) if path.suffix == ".parquet" else _jsonl_rows(data, path)
+
+
+def _check_ending(path: Path) -> None:
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise InputError(f"{path}: found the ending {path.suffix or 'none'!r}; needed: .jsonl or .parquet")
+
+
+def _parquet_rows(data: bytes, path: Path) -> Iterable[tuple[int, Any]]:
+    import pyarrow
+    from pyarrow import parquet
+
+    rows: list[Any] = []
+    size = 0
+    try:
+        file = parquet.ParquetFile(io.BytesIO(data), page_checksum_verification=True)
+        for batch in file.iter_batches(batch_size=1024):
+            rows += batch.to_pylist()
+            size += batch.nbytes
+            if size > LINES_MIB * 2**20:  # run-length coding lets a short file hold very many rows
+                raise InputError(f"more than {LINES_MIB} MiB of rows, the most that is read")
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+        raise InputError(f"{path}: not a readable parquet file: {one_line(error)}") from error
+    return enumerate(rows, start=1)
+
+
+def _jsonl_rows(data: bytes, path: Path) -> Iterator[tuple[int, Any]]:
+    # Split at \n alone: splitlines() of a text would also split at U+2028 inside a question.
+    for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        try:
+            if line.strip():
+                yield number, json.loads(line.decode("utf-8"), parse_constant=_no_number)
+        except UnicodeDecodeError as error:
+            raise InputError(f"{path}, row {number}: byte {error.start} is not UTF-8; needed: UTF-8") from error
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{path}, row {number}: not one JSON object a line: {one_line(error)}") from error
 
 
 def _no_number(name: str) -> None:
     raise ValueError(f"found {name}, which is no JSON; needed: a number or null")
 
 
-def first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
-
-
-def _read_table(path: Path) -> list[tuple[int, Any]]:
-    """Every (row number, row) of a jsonl or parquet file; blank lines of a jsonl file hold no row."""
-    try:
-        data = read_bytes(path, LINES_MIB)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); needed: a .jsonl or .parquet file") from error
-    if path.suffix == ".parquet":
-        import pyarrow
-        from pyarrow import parquet
-
-        try:
-            file, found, size = parquet.ParquetFile(io.BytesIO(data), page_checksum_verification=True), [], 0
-            for batch in file.iter_batches(batch_size=1024):  # a short file may stand for very many rows
-                found += batch.to_pylist()
-                size += batch.nbytes
-                if size > LINES_MIB * 2**20:
-                    raise InputError(f"{path}: more than {LINES_MIB} MiB of rows, the most that is read")
-            rows: list[tuple[int, Any]] = list(enumerate(found, start=1))
-        except InputError:
-            raise
-        except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-            raise InputError(f"{path}: not a readable parquet file: {first_line(error)}") from error
-    elif path.suffix == ".jsonl":
-        rows = []
-        # Split at \n alone: splitlines() of a text would also split at U+2028 inside a question.
-        for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-            try:
-                if line.strip():
-                    rows.append((number, json.loads(line.decode("utf-8"), parse_constant=_no_number)))
-            except UnicodeDecodeError as error:
-                raise InputError(f"{path}, row {number}: byte {error.start} is not UTF-8; needed: UTF-8") from error
-            except (ValueError, RecursionError) as error:
-                raise InputError(f"{path}, row {number}: not one JSON object a line: {first_line(error)}") from error
-    else:
-        raise InputError(f"{path}: found the ending {path.suffix or 'none'!r}; needed: .jsonl or .parquet")
-    if not rows:
-        raise InputError(f"{path}: no rows found; needed: at least one question")
-    return rows
-
-
 # ----------------------------------------------------------------------------------------------------------- conversion
 def convert(in_path: str | Path, out_path: str | Path) -> str:
     """Write question/answer columns as chat form (messages, answer), or any other form as question/answer columns.
 
-    The ending of `out_path` chooses jsonl or parquet.  Other columns are carried along; an existing file is refused.
+    The ending of ``out_path`` chooses .jsonl or .parquet.  Other columns are copied; an existing file is refused.
     Returns the one line to print.
     """
     out = Path(out_path)
-    if out.suffix not in (".jsonl", ".parquet"):
-        raise InputError(f"{out}: found the ending {out.suffix or 'none'!r}; needed: .jsonl or .parquet")
+    _check_ending(out)
     parsed, form = read(in_path)
-    if form == "question/answer columns":
-        new_form, new_rows = "chat form, messages", []
-        for question, answer, _ in parsed:
-            turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            new_rows.append({"messages": turns, "answer": answer})
-    else:
-        new_form = "question/answer columns"
-        new_rows = [{"question": question, "answer": answer} for question, answer, _ in parsed]
+    to_chat = form == FORMS[0].name
     rows = []
-    for new, (_, _, rest) in zip(new_rows, parsed, strict=True):
-        for name in rest:
-            if name.lower() in new:
-                raise InputError(f"{in_path}: found the other column {name}; needed: a file without it")
-        rows.append(new | rest)
+    for question, answer, others in parsed:
+        new: dict[str, Any] = {"question": question, "answer": answer}
+        if to_chat:
+            turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            new = {"messages": turns, "answer": answer}
+        if taken := [name for name in others if name.lower() in new]:
+            raise InputError(f"{in_path}: found the other column {taken[0]}; needed: a file without it")
+        rows.append(new | others)
     data = _parquet_bytes(rows, out) if out.suffix == ".parquet" else _jsonl_bytes(rows, out)
     try:
         with out.open("xb") as file:
             file.write(data)
-    except FileExistsError as error:
-        raise InputError(f"{out}: exists already; needed: the name of a new file") from error
     except OSError as error:
-        raise InputError(f"{out}: cannot be written: {error.strerror}") from error
-    return f"{len(rows)} rows: {in_path} ({form}) -> {out} ({new_form})"
+        raise InputError(f"{out}: cannot be written ({error.strerror}); needed: the name of a new file") from error
+    return f"{len(rows)} rows: {in_path} ({form}) -> {out} ({FORMS[to_chat].name})"
 
 
 def _jsonl_bytes(rows: list[dict[str, Any]], out: Path) -> bytes:
     try:
-        lines = (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-        return "".join(lines).encode("utf-8")
+        return "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows).encode("utf-8")
     except (TypeError, ValueError) as error:
-        raise InputError(f"{out}: a column cannot be written as JSON: {first_line(error)}") from error
+        raise InputError(f"{out}: a column cannot be written as JSON: {one_line(error)}") from error
 
 
 def _parquet_bytes(rows: list[dict[str, Any]], out: Path) -> bytes:
     import pyarrow
     from pyarrow import parquet
 
+    buffer = io.BytesIO()
     try:
         table = pyarrow.Table.from_pylist(rows)
-        if table.to_pylist() != rows:  # pyarrow takes the columns of row 1 and fills or forgets the rest
-            raise InputError(f"{out}: the rows differ in their columns; needed: equal columns in all rows, or .jsonl")
-        buffer = io.BytesIO()
         parquet.write_table(table, buffer, write_page_checksum=True)
     except (pyarrow.ArrowException, OverflowError) as error:
-        raise InputError(f"{out}: the rows do not form a table: {first_line(error)}") from error
+        raise InputError(f"{out}: the rows do not form a table: {one_line(error)}") from error
+    if table.to_pylist() != rows:  # pyarrow takes the columns of row 1 and fills in or drops those of the others
+        raise InputError(f"{out}: the rows differ in their columns; needed: equal columns in all rows, or .jsonl")
     return buffer.getvalue()

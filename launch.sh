@@ -1,22 +1,22 @@
-# Doctor, plan and torchrun, for the run_*.sh scripts of accelerators, which source it and call:   launch "$@"
+# Runs the doctor, preflight.py and torchrun. The run_*.sh scripts of accelerators source this file and call:   launch "$@"
 # They set
 #   CONFIG NODES RANKS_PER_NODE        which run, on how many machines, with how many processes on each
 #   LAYOUT                             tp4_ep16: 4 ranks split an attention matrix, 16 the experts of a layer
-#   MODEL TRAIN TEST OUT               paths; "" leaves the configuration's
-#   EXTRA                              further section.key=value of this script
-#   ENVIRONMENT                        the files that export variables, to print them
+#   MODEL TRAIN TEST OUT               paths; with "" those of the configuration are used
+#   EXTRA                              further section.key=value pairs of the script
+#   ENVIRONMENT                        files that export variables; --plan-only prints these
 #   RENDEZVOUS                         several machines: host:port of the first one
 #   PYTHON                             the interpreter
-# From the environment: DOCTOR=off starts in spite of the doctor, RESTARTS=1 lets torchrun start lost processes again.
+# From the environment: DOCTOR=off starts without the doctor; with RESTARTS=1 torchrun restarts lost processes once.
 
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1   # else a restarted process meets the addresses of dead ones in torchrun's store
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1   # otherwise a restarted process reads the addresses of ended ones
 
 usage() {
     awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' "$0"
     exit "$1"
 }
 
-# What `source npu_env.sh` has set and unset, as commands.
+# Prints the variables that `source npu_env.sh` has set and unset, as commands.
 print_environment() {
     local name
     sed -n 's/^ *export \([A-Z_]*\)=.*/\1/p' "${ENVIRONMENT[@]}" launch.sh | while read -r name; do
@@ -41,19 +41,19 @@ launch() {
     local tensor=${BASH_REMATCH[1]} expert=${BASH_REMATCH[2]} ranks=$((NODES * RANKS_PER_NODE))
     local overrides=("parallel.tensor=$tensor" "parallel.expert=$expert")
     if [ "$CONFIG" = configs/qwen3.yaml ] && { [ "$tensor" != 4 ] || [ "$expert" != "$ranks" ]; }; then
-        overrides+=("rollout.expert_parallel=false")   # vLLM would hold other shards than the trainer: whole tensors travel
+        overrides+=("rollout.expert_parallel=false")   # vLLM's shards would differ from the trainer's, so whole tensors are pushed
     fi
     [ -z "$MODEL" ] || overrides+=("model.path=$MODEL")
     [ -z "$TRAIN" ] || overrides+=("data.train_path=$TRAIN" "data.test_path=$TEST")
     [ -z "$OUT" ] || overrides+=("train.out_dir=$OUT")
-    overrides+=("${EXTRA[@]}" "${given[@]}")   # the last of a key counts: the command line's own come last
+    overrides+=("${EXTRA[@]}" "${given[@]}")   # the last value of a key counts, so the command line comes last
 
-    # --tee: every rank's output is in a file of its own, $OUT/logs/<launch>/attempt_0/<rank>/, and on the terminal, after
-    # its [rank]. A restart resumes from the last checkpoint, as the same command does when it is given again.
+    # --tee: the output of every rank goes to its own file in $OUT/logs/<launch>/attempt_0/<rank>/ and, after [rank], to the
+    # terminal. A restart resumes from the last checkpoint, like a second start of the same command.
     local torchrun=("$PYTHON" -m torch.distributed.run --nnodes="$NODES" --nproc_per_node="$RANKS_PER_NODE"
         --role=rank --log-dir="${OUT:-out}/logs" --tee=3 --max-restarts="${RESTARTS:-0}")
     if [ "$NODES" = 1 ]; then
-        torchrun+=(--standalone --local-addr=localhost)   # else a host name that nobody resolves would hang the start
+        torchrun+=(--standalone --local-addr=localhost)   # otherwise a host name that cannot be resolved hangs the start
     else
         torchrun+=(--rdzv-backend=c10d --rdzv-endpoint="$RENDEZVOUS" --rdzv-id=grpo)
         [ "${RENDEZVOUS%%:*}" != localhost ] || torchrun+=(--local-addr=localhost)
@@ -72,10 +72,10 @@ launch() {
     if [ "${DOCTOR:-on}" != off ]; then
         local code=0
         "${doctor[@]}" || code=$?
-        [ "$code" != 2 ] || exit 2   # unusable input, which it has named
+        [ "$code" != 2 ] || exit 2   # unusable input, which the doctor has named
         [ "$code" = 0 ] ||
-            { echo "error: not started, see the lines that begin with fail (DOCTOR=off starts in spite of them)" >&2; exit 1; }
+            { echo "error: not started, see the lines that begin with fail (DOCTOR=off starts without the doctor)" >&2; exit 1; }
     fi
-    "${plan[@]}"            # refuses a layout that does not fit, and says which do
+    "${plan[@]}"            # refuses a layout that does not fit, and names those that do
     exec "${torchrun[@]}"   # exec: signals reach torchrun, which ends its processes
 }

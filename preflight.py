@@ -21,7 +21,7 @@ import sys
 from collections.abc import Sequence
 
 import hf_config
-from config import load_config
+from config import resolve_config
 from config_rules import OTHER_RULES
 from input_files import BAD_INPUT, MOST_RANKS, InputError, refused, shown
 from plan import grid, memory, roofline
@@ -245,10 +245,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for option in OTHER_QUESTIONS:
         if option in arguments:
             return answer(option, [argument for argument in arguments if argument != option])
-    notes: list[str] = []
     try:
         args = parse(arguments)
-        cfg = load_config(args.config, args.overrides, notes, OTHER_RULES)
+        cfg, notes = resolve_config(args.config, args.overrides, rules=OTHER_RULES)
         arch, source = hf_config.planned(cfg)
     except BAD_INPUT as error:
         return refused(error)

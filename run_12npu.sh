@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Qwen3-30B-A3B, GRPO with LoRA, on 12 dies of an Ascend 910C server.
 #
-# 12 and 3 fit badly: 3 and 12 divide neither the 32 attention heads nor the 128 experts, and 8 does not divide 12. What is
-# left is TP 1, 2 or 4, and EP 1, 2 or 4: every expert is held by 3 ranks. Why only 12 are seen of 16: docs/npu.md.
+# 12 ranks allow few layouts: 3 and 12 divide neither the 32 attention heads nor the 128 experts, and 8 does not divide 12.
+# TP 1, 2 or 4 and EP 1, 2 or 4 are possible; with EP 4 three ranks hold each expert. docs/npu.md says why a server with 16
+# dies may show only 12.
 #
 #   bash run_12npu.sh [--plan-only] [section.key=value ...]     --plan-only: print exports and commands, start nothing
 #
-# First the doctor looks at the machine and preflight.py at the layout. Each rank's output is in $OUT/logs. Started again,
-# the same command resumes from the last checkpoint. Exit code: 1 refused or failed, 2 unusable input. Not run on an NPU yet.
+# The doctor checks the machine first, and preflight.py the layout. The output of each rank is in $OUT/logs. The same command,
+# started again, resumes from the last checkpoint. Exit code: 1 refused or failed, 2 unusable input. Not run on an NPU yet.
 
 set -euo pipefail
 

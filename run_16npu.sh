@@ -3,8 +3,8 @@
 #
 #   bash run_16npu.sh [--plan-only] [section.key=value ...]     --plan-only: print exports and commands, start nothing
 #
-# First the doctor looks at the machine and preflight.py at the layout. Each rank's output is in $OUT/logs. Started again,
-# the same command resumes from the last checkpoint. Exit code: 1 refused or failed, 2 unusable input. Not run on an NPU yet.
+# The doctor checks the machine first, and preflight.py the layout. The output of each rank is in $OUT/logs. The same command,
+# started again, resumes from the last checkpoint. Exit code: 1 refused or failed, 2 unusable input. Not run on an NPU yet.
 
 set -euo pipefail
 
@@ -13,7 +13,7 @@ MODEL=${MODEL-models/Qwen3-30B-A3B-Instruct-2507}  # folder of the Hugging Face 
 TRAIN=${TRAIN-data/gsm8k/train.jsonl}              # GSM8K: .jsonl or .parquet
 TEST=${TEST-data/gsm8k/test.jsonl}                 # its held-out questions
 OUT=${OUT-out}                                     # runs, checkpoints, logs
-LAYOUT=${LAYOUT:-tp4_ep16}                         # each expert held once; or tp4_ep4: four times, tp2_ep8: twice
+LAYOUT=${LAYOUT:-tp4_ep16}                         # one rank holds each expert; tp4_ep4: four ranks, tp2_ep8: two
 PYTHON=${PYTHON:-python3}                          # with requirements/npu.txt and MindSpeed (docs/npu.md)
 # ---------------------------------------------------------------------------------------------------------------------
 

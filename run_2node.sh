@@ -3,14 +3,14 @@
 #
 #   RENDEZVOUS=<first machine>:29400 bash run_2node.sh [--plan-only] [section.key=value ...]
 #
-# The two torchruns meet at RENDEZVOUS; a machine that is lost ends the run on the other one within seconds. To try it on
+# The two torchruns connect at RENDEZVOUS; if one machine is lost, the run on the other one ends within seconds. To try it on
 # one machine without any device, in two terminals:
 #
 #   DEVICE=cpu bash run_2node.sh name=two train.steps=5
 #
-# First the doctor looks at the machine and preflight.py at the layout. Each rank's output is in $OUT/logs. Started again,
-# the same command resumes from the last checkpoint; RESTARTS=1 on both lets torchrun do that for a lost process. Exit code:
-# 1 refused or failed, 2 unusable input. Two processes on a CPU are tested (tests/test_two_nodes.py); not run on NPUs yet.
+# The doctor checks the machine first, and preflight.py the layout. The output of each rank is in $OUT/logs. The same command,
+# started again, resumes from the last checkpoint; with RESTARTS=1 on both machines torchrun does that after a lost process.
+# Exit code: 1 refused or failed, 2 unusable input. Two CPU processes are tested (tests/test_two_nodes.py); no NPUs yet.
 
 set -euo pipefail
 
@@ -18,20 +18,20 @@ set -euo pipefail
 DEVICE=${DEVICE:-npu}                              # or cpu: two processes of the tiny model
 RENDEZVOUS=${RENDEZVOUS:-}                         # host:port of the first machine, the same on both; the port must be free
 RANKS_PER_NODE=${RANKS_PER_NODE:-16}               # or 8
-INTERFACE=${INTERFACE:-}                           # network interface between the machines, e.g. eth0; "": their own choice
+INTERFACE=${INTERFACE:-}                           # network interface between the machines, e.g. eth0; "": chosen by the libraries
 MODEL=${MODEL-models/Qwen3-30B-A3B-Instruct-2507}  # folder of the Hugging Face model, as downloaded; on both machines
 TRAIN=${TRAIN-data/gsm8k/train.jsonl}              # GSM8K: .jsonl or .parquet; on both machines
 TEST=${TEST-data/gsm8k/test.jsonl}                 # its held-out questions
-OUT=${OUT-out}                                     # runs, checkpoints, logs; a folder that both machines share: both resume from it
-LAYOUT=${LAYOUT:-tp4_ep16}                         # 8 or 16 a machine: EP16 fits both; or tp4_ep8, tp4_ep4: EP inside a machine
+OUT=${OUT-out}                                     # runs, checkpoints, logs; both machines must share this folder to resume
+LAYOUT=${LAYOUT:-tp4_ep16}                         # EP16 fits 8 and 16 dies a machine; tp4_ep8 and tp4_ep4 keep EP inside a machine
 PYTHON=${PYTHON:-python3}                          # with requirements/npu.txt and MindSpeed (docs/npu.md)
 # ---------------------------------------------------------------------------------------------------------------------
 
 cd "$(dirname "$0")"
 CONFIG=configs/qwen3.yaml NODES=2 EXTRA=() ENVIRONMENT=(npu_env.sh run_2node.sh)
 if [ -n "$INTERFACE" ]; then
-    export GLOO_SOCKET_IFNAME="$INTERFACE"   # else gloo takes the interface that the host's name belongs to
-    export HCCL_SOCKET_IFNAME="$INTERFACE"   # likewise HCCL
+    export GLOO_SOCKET_IFNAME="$INTERFACE"   # otherwise gloo chooses the interface of the host's name
+    export HCCL_SOCKET_IFNAME="$INTERFACE"   # otherwise HCCL chooses one
 fi
 if [ "$DEVICE" = cpu ]; then
     RENDEZVOUS=${RENDEZVOUS:-localhost:29400}

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Qwen1.5-MoE-A2.7B, GRPO with LoRA and AQN noise, on 6 dies of an Ascend server. Its 60 experts divide by EP 2, 3 and 6,
-# its 16 heads only by TP 2 (of what divides 6); vLLM, too, splits the heads in 2.
+# Qwen1.5-MoE-A2.7B, GRPO with LoRA and AQN noise, on 6 dies of an Ascend server. EP 2, 3 and 6
+# divide its 60 experts, but only TP 2 divides both its 16 heads and 6 ranks; vLLM splits the heads in 2 as well.
 #
 #   bash run_6npu.sh [--plan-only] [section.key=value ...]     --plan-only: print exports and commands, start nothing
 #
-# First the doctor looks at the machine and preflight.py at the layout. Each rank's output is in $OUT/logs. Started again,
-# the same command resumes from the last checkpoint. Exit code: 1 refused or failed, 2 unusable input. Not run on an NPU yet.
+# The doctor checks the machine first, and preflight.py the layout. The output of each rank is in $OUT/logs. The same command,
+# started again, resumes from the last checkpoint. Exit code: 1 refused or failed, 2 unusable input. Not run on an NPU yet.
 
 set -euo pipefail
 

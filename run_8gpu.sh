@@ -3,8 +3,8 @@
 #
 #   bash run_8gpu.sh [--plan-only] [section.key=value ...]     --plan-only: print exports and commands, start nothing
 #
-# First the doctor looks at the machine and preflight.py at the layout. Each rank's output is in $OUT/logs. Started again,
-# the same command resumes from the last checkpoint. Exit code: 1 refused or failed, 2 unusable input. Not run on a GPU yet.
+# The doctor checks the machine first, and preflight.py the layout. The output of each rank is in $OUT/logs. The same command,
+# started again, resumes from the last checkpoint. Exit code: 1 refused or failed, 2 unusable input. Not run on a GPU yet.
 
 set -euo pipefail
 

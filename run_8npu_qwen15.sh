@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Qwen1.5-MoE-A2.7B, GRPO with LoRA and AQN noise, on 8 dies of an Ascend server. Its 60 experts exclude EP 8; what divides
-# both 60 and 8 is EP 1, 2 or 4.
+# Qwen1.5-MoE-A2.7B, GRPO with LoRA and AQN noise, on 8 dies of an Ascend server. EP 8 does not
+# divide its 60 experts; EP 1, 2 and 4 do.
 #
 #   bash run_8npu_qwen15.sh [--plan-only] [section.key=value ...]     --plan-only: print exports and commands, start nothing
 #
-# First the doctor looks at the machine and preflight.py at the layout. Each rank's output is in $OUT/logs. Started again,
-# the same command resumes from the last checkpoint. Exit code: 1 refused or failed, 2 unusable input. Not run on an NPU yet.
+# The doctor checks the machine first, and preflight.py the layout. The output of each rank is in $OUT/logs. The same command,
+# started again, resumes from the last checkpoint. Exit code: 1 refused or failed, 2 unusable input. Not run on an NPU yet.
 
 set -euo pipefail
 

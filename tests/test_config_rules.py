@@ -15,7 +15,7 @@ from refused import refusal
 
 import config
 import hf_config
-from config import load_config
+from config import load_config, resolve_config
 from config_rules import IDLE, check_layout
 from input_files import InputError
 
@@ -108,8 +108,7 @@ def test_a_key_that_the_run_would_not_read_is_refused_wherever_it_is_given(tmp_p
 
 
 def test_a_key_of_the_file_that_an_override_makes_idle_is_noted_and_takes_its_default():
-    notes: list[str] = []
-    cfg = load_config(TINY, ["loss.kl=none", "lora.targets=[linear_qkv]"], notes)
+    cfg, notes = resolve_config(TINY, ["loss.kl=none", "lora.targets=[linear_qkv]"])
     assert notes == [
         "lora.expert_rank: not read, lora.targets has neither linear_fc1 nor linear_fc2",
         "loss.kl_coef: not read, loss.kl is none",
@@ -131,14 +130,13 @@ def test_an_override_can_make_a_key_of_the_same_command_line_read():
 
 
 def test_a_key_given_twice_on_the_command_line_is_noted_and_the_last_one_counts():
-    notes: list[str] = []
-    assert load_config(TINY, ["train.steps=30", "train.steps=40"], notes).train.steps == 40
+    cfg, notes = resolve_config(TINY, ["train.steps=30", "train.steps=40"])
+    assert cfg.train.steps == 40
     assert notes == ["train.steps: given twice on the command line, the last one counts"]
 
 
 def test_gsm8k_keeps_the_operands_that_the_warm_start_reads():
-    notes: list[str] = []
-    load_config(TINY, ["data.source=gsm8k", "data.train_path=a", "data.test_path=b"], notes)
+    _, notes = resolve_config(TINY, ["data.source=gsm8k", "data.train_path=a", "data.test_path=b"])
     assert [note.split(":")[0] for note in notes] == ["data.num_train", "data.num_test", "data.seed"]
 
 
@@ -149,7 +147,7 @@ def test_the_tiny_model_can_be_left_out_but_not_made_by_accident():
 
 def test_every_idle_rule_names_a_field():
     sections = {name: kind.model_fields for name, kind in config._sections().items()}
-    assert all(key.split(".")[1] in sections[key.split(".")[0]] for key in IDLE)
+    assert all(key.split(".")[1] in sections[key.split(".")[0]] for _, _, keys in IDLE for key in keys.split())
 
 
 # ---------------------------------------------------------------------------------------- values that contradict
@@ -295,7 +293,7 @@ def test_what_cannot_share_shards_whatever_the_model_is_refused(overrides, expec
             QWEN15_MOE,
             16,
             ["parallel.expert=4"],
-            "rollout.expert_parallel: 60 experts cannot be shared out evenly over all 16 ranks; nearest: 12, 20 ranks",
+            "rollout.expert_parallel: 60 experts cannot be divided evenly among all 16 ranks; nearest: 12, 20 ranks",
         ),
         (
             QWEN3_30B_A3B,
@@ -314,8 +312,8 @@ def test_what_cannot_share_shards_whatever_the_model_is_refused(overrides, expec
             QWEN15_MOE,
             12,
             ["parallel.expert=12", "aqn.schedule=constant"],
-            "aqn.schedule: constant needs the shared expert's whole matrices, of which rollout.expert_parallel leaves "
-            "every rank its part; needed: off",
+            "aqn.schedule: constant needs the whole matrices of the shared expert, but with rollout.expert_parallel "
+            "each rank holds a part of them; needed: off",
         ),
         (QWEN3_30B_A3B, 16, ["aqn.schedule=constant"], None),
     ],

@@ -18,12 +18,12 @@ from typing import Any
 
 import pyarrow
 import pytest
+from prompts import data, make_model_dir, write_jsonl
 from pyarrow import parquet
 
 import data_gsm8k
 import gsm8k_files
 from input_files import InputError
-from knobs import DataConfig
 from tiny_model import build_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -36,12 +36,7 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory as a tiny model's would be: tokenizer and the two config files that transformers looks at."""
-    folder = tmp_path_factory.mktemp("model")
-    pairs = data_gsm8k.arithmetic(1500, heldout=False, seed=1, low=1, high=49)
-    build_tokenizer((f"user\n{question}\nassistant\n{answer}" for question, answer in pairs), 400, folder)
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
-    return folder
+    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -49,19 +44,7 @@ def tokenizer(model_dir: Path) -> Any:
     return data_gsm8k.load_tokenizer(model_dir)
 
 
-def make_config(seed: int = 0, **data: Any) -> Any:
-    return SimpleNamespace(data=DataConfig(**{"source": "arithmetic", **data}), train=SimpleNamespace(seed=seed))
-
-
-def write_jsonl(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
 def write_parquet(path: Path, rows: list[Any]) -> Path:
-    import pyarrow
-    from pyarrow import parquet
-
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     return path
 
@@ -76,8 +59,8 @@ def test_every_row_of_real_gsm8k_has_a_gold_number(
     split: str, count: int, first: str, gsm8k: Path, tokenizer: Any, tmp_path: Path
 ) -> None:
     path = gsm8k / f"{split}.jsonl"
-    config = make_config(source="gsm8k", max_prompt_tokens=1000, **{f"{split}_path": str(path)})
-    questions = data_gsm8k.load(config, split, tokenizer)
+    section = data(source="gsm8k", max_prompt_tokens=1000, **{f"{split}_path": str(path)})
+    questions = data_gsm8k.load(section, split, tokenizer, seed=0)
     assert len(questions) == count and questions.dropped == 0
     assert questions[0].gold == first
     for question in questions:  # the number after the mark, read without the module's help
@@ -173,7 +156,7 @@ def test_a_short_parquet_file_of_very_many_rows_is_refused(tmp_path: Path, monke
     parquet.write_table(pyarrow.table({"question": ["2?" * 500] * rows, "answer": ["#### 3"] * rows}), path)
     assert path.stat().st_size < 20_000 and len(gsm8k_files.read(path)[0]) == rows
     monkeypatch.setattr(gsm8k_files, "LINES_MIB", 2)
-    with pytest.raises(InputError, match="many.parquet: more than 2 MiB of rows"):
+    with pytest.raises(InputError, match="many.parquet: .*more than 2 MiB of rows"):
         gsm8k_files.read(path)
 
 
@@ -200,11 +183,14 @@ MALFORMED = {
     "no mark": (GOOD + line({**ROWS[0], "answer": "it is 5"}), r", row 2: answer: found 'it is 5'; needed: .*'#### '"),
     "mark without space": (line({**ROWS[0], "answer": "####5"}), r", row 1: answer: found '####5'"),
     "two marks": (line({**ROWS[0], "answer": "#### 5 #### 6"}), r", row 1: answer: found '#### 5 #### 6'"),
-    "not a number": (line({**ROWS[0], "answer": "x\n#### five"}), r", row 1: answer: found 'five' after"),
-    "no number": (line({**ROWS[0], "answer": "x\n#### "}), r", row 1: answer: found .*; needed: '#### '"),
+    "not a number": (
+        line({**ROWS[0], "answer": "x\n#### five"}),
+        r", row 1: answer: found 'x\\n#### five'; needed: .* one number$",
+    ),
+    "no number": (line({**ROWS[0], "answer": "x\n#### "}), r", row 1: answer: found .*; needed: .*'#### '"),
     "empty question": (GOOD + GOOD + line({**ROWS[0], "question": " \n"}), r", row 3: question: found an empty text$"),
-    "question no text": (line({**ROWS[0], "question": 5}), r", row 1: question: found int 5; needed: a text$"),
-    "answer null": (line({**ROWS[0], "answer": None}), r", row 1: answer: found NoneType None"),
+    "question no text": (line({**ROWS[0], "question": 5}), r", row 1: question: found 5; needed: a text$"),
+    "answer null": (line({**ROWS[0], "answer": None}), r", row 1: answer: found nothing; needed: a text$"),
     "half a character": (line({**ROWS[0], "question": "a\ud800"}), r", row 1: question: found a lone surrogate"),
     "broken line": (GOOD + b"\n" + GOOD[:-5] + b"\n", r", row 3: not one JSON object a line: "),
     "two objects": (GOOD[:-1] + GOOD, r", row 1: not one JSON object a line: "),
@@ -274,9 +260,9 @@ def test_unreadable_files_are_refused_by_name(tmp_path: Path) -> None:
 def test_a_flipped_byte_in_our_own_parquet_file_is_noticed(tmp_path: Path) -> None:
     start = write_jsonl(tmp_path / "start.jsonl", ROWS)
     gsm8k_files.convert(start, tmp_path / "chat.parquet")
-    data = bytearray((tmp_path / "chat.parquet").read_bytes())
-    data[data.index(b"1,197")] ^= 1  # in a page, where only the checksum can tell
-    (tmp_path / "flipped.parquet").write_bytes(data)
+    content = bytearray((tmp_path / "chat.parquet").read_bytes())
+    content[content.index(b"1,197")] ^= 1  # in a page, where only the checksum can tell
+    (tmp_path / "flipped.parquet").write_bytes(content)
     with pytest.raises(InputError, match="flipped.parquet: not a readable parquet file"):
         gsm8k_files.read(tmp_path / "flipped.parquet")
 
@@ -294,8 +280,8 @@ def test_command_converts_and_never_overwrites(tmp_path: Path) -> None:
     before = out.read_bytes()
     (tmp_path / "bad.jsonl").write_bytes(GOOD + b"{\n")
     for arguments, message in (
-        ((start, out), "exists already"),
-        ((start, start), "exists already"),
+        ((start, out), "File exists"),
+        ((start, start), "File exists"),
         ((start, tmp_path / "out.csv"), "found the ending '.csv'"),
         ((start, tmp_path / "absent" / "out.jsonl"), "cannot be written"),
         ((tmp_path / "bad.jsonl", tmp_path / "new.jsonl"), "bad.jsonl, row 2"),
@@ -399,8 +385,6 @@ def test_a_range_that_cannot_be_split_is_refused() -> None:
         if refused > 40:
             break
     assert refused > 10
-    with pytest.raises(InputError, match="needed: 0 <= low <= high"):
-        data_gsm8k.arithmetic(20, True, 0, 9, 8)
 
 
 def test_more_questions_than_there_are_is_refused() -> None:
@@ -454,8 +438,6 @@ def test_built_tokenizer_is_the_same_byte_for_byte(tmp_path: Path) -> None:
     assert sizes[0] == sizes[1] <= 400
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-    with pytest.raises(InputError, match="tiny_model.vocab_size: found 258; needed: at least 259"):
-        build_tokenizer(texts, 258, tmp_path / "c")
 
 
 def test_built_tokenizer_reads_digits_one_by_one_and_any_text_back(tokenizer: Any) -> None:
@@ -467,31 +449,28 @@ def test_built_tokenizer_reads_digits_one_by_one_and_any_text_back(tokenizer: An
 
 
 def test_chat_template_gives_the_same_ids_by_text_and_by_the_tokenizer(tokenizer: Any) -> None:
-    config = make_config()
+    section = data()
     for row in ROWS:
         messages = [{"role": "user", "content": row["question"]}]
         ids = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
-        found = data_gsm8k.prompt_ids(row["question"], tokenizer, config)
+        found = data_gsm8k.prompt_ids(row["question"], tokenizer, section)
         assert found == ids
         assert tokenizer.decode(found) == f"<|im_start|>user\n{row['question']}<|im_end|>\n<|im_start|>assistant\n"
         assert found[0] == 1 and found.count(2) == 1
 
 
 def test_the_instruction_follows_the_question(tokenizer: Any) -> None:
-    ids = data_gsm8k.prompt_ids("1+1?", tokenizer, make_config(instruction="Think, then write '#### N'."))
+    ids = data_gsm8k.prompt_ids("1+1?", tokenizer, data(instruction="Think, then write '#### N'."))
     assert "user\n1+1? Think, then write '#### N'.<|im_end|>" in tokenizer.decode(ids)
 
 
 def test_plain_template_is_used_without_a_chat_template(model_dir: Path) -> None:
     plain = data_gsm8k.load_tokenizer(model_dir)
     plain.chat_template = None
-    config = make_config(prompt_template="Q {{x}}: {question}\nA:", instruction="Go.")
+    section = data(prompt_template="Q {{x}}: {question}\nA:", instruction="Go.")
     for row in ROWS:  # braces in question or template are text
-        text = plain.decode(data_gsm8k.prompt_ids(row["question"], plain, config))
+        text = plain.decode(data_gsm8k.prompt_ids(row["question"], plain, section))
         assert text == "Q {{x}}: " + row["question"] + " Go.\nA:"
-    config = make_config(prompt_template="Q: {}")
-    with pytest.raises(InputError, match=r"data.prompt_template: found 'Q: \{\}'; needed: a text with \{question\}"):
-        data_gsm8k.prompt_ids("1+1?", plain, config)
 
 
 @pytest.mark.parametrize(
@@ -507,36 +486,36 @@ def test_a_template_that_leaves_the_question_out_is_refused(template: str, model
     broken = data_gsm8k.load_tokenizer(model_dir)
     broken.chat_template = template
     with pytest.raises(InputError, match="leaves out the text of a user turn, or a part of it: 'Tom buys"):
-        data_gsm8k.prompt_ids("Tom buys 24 shells on Monday.", broken, make_config())
+        data_gsm8k.prompt_ids("Tom buys 24 shells on Monday.", broken, data())
 
 
 def test_a_template_may_change_spaces(model_dir: Path) -> None:
     tidy = data_gsm8k.load_tokenizer(model_dir)
     tidy.chat_template = "{{ messages[0]['content'] | trim }}"
-    assert tidy.decode(data_gsm8k.prompt_ids(" 1 + 1? \n", tidy, make_config())) == "1 + 1?"
+    assert tidy.decode(data_gsm8k.prompt_ids(" 1 + 1? \n", tidy, data())) == "1 + 1?"
 
 
 def test_two_questions_that_become_one_prompt_are_refused(tokenizer: Any, tmp_path: Path, monkeypatch) -> None:
     rows = [{"question": f"What is {n} + 1?", "answer": "#### 1"} for n in (1, 2, 1)]
     path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
-    config = make_config(source="gsm8k", train_path=path)
-    prompts = [question.prompt for question in data_gsm8k.load(config, "train", tokenizer)]
+    section = data(source="gsm8k", train_path=path)
+    prompts = [question.prompt for question in data_gsm8k.load(section, "train", tokenizer, seed=0)]
     assert prompts[0] == prompts[2] != prompts[1]  # the same question twice is no fault
     real = data_gsm8k.prompt_ids
     monkeypatch.setattr(data_gsm8k, "prompt_ids", lambda question, *rest: real("What is 7 + 1?", *rest))
     with pytest.raises(InputError, match=r"'What is 1 \+ 1\?' and 'What is 2 \+ 1\?' become the same prompt"):
-        data_gsm8k.load(config, "train", tokenizer)
+        data_gsm8k.load(section, "train", tokenizer, seed=0)
 
 
 def test_overlong_prompts_are_refused_or_dropped_and_counted(tokenizer: Any, tmp_path: Path) -> None:
     rows = [{"question": "pens " * n + "?", "answer": "#### 1"} for n in (3, 90, 1, 50)]
     path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
-    whole = data_gsm8k.load(make_config(source="gsm8k", train_path=path), "train", tokenizer)
+    whole = data_gsm8k.load(data(source="gsm8k", train_path=path), "train", tokenizer, seed=0)
     lengths = [len(question.prompt) for question in whole]
     assert lengths[1] > lengths[3] > lengths[0] > lengths[2] and whole.dropped == 0
 
-    def load(**data: Any) -> data_gsm8k.Questions:
-        return data_gsm8k.load(make_config(source="gsm8k", train_path=path, **data), "train", tokenizer)
+    def load(**keys: Any) -> data_gsm8k.Questions:
+        return data_gsm8k.load(data(source="gsm8k", train_path=path, **keys), "train", tokenizer, seed=0)
 
     assert len(load(max_prompt_tokens=lengths[1])) == 4  # the limit itself still fits
     message = rf"2 of 4 prompts .* data.max_prompt_tokens = 40; the longest \(question 2\) has {lengths[1]} tokens"
@@ -550,8 +529,8 @@ def test_overlong_prompts_are_refused_or_dropped_and_counted(tokenizer: Any, tmp
 
 
 def test_loading_arithmetic_gives_prompts_and_golds(tokenizer: Any) -> None:
-    config = make_config(num_train=40, num_test=20)
-    train, test = (data_gsm8k.load(config, split, tokenizer) for split in ("train", "test"))
+    section = data(num_train=40, num_test=20)
+    train, test = (data_gsm8k.load(section, split, tokenizer, seed=0) for split in ("train", "test"))
     assert (len(train), len(test)) == (40, 20)
     for question in [*train, *test]:
         assert question.gold == str(recompute(question.question)[3])

@@ -72,7 +72,7 @@ def make_run(folder: Path, name: str, dtype: str = "fp32") -> None:
         "train: {steps: 7}",
     ]
     (folder / "config.yaml").write_text("\n".join(lines) + "\n")
-    inputs = run_record.inputs(load_config(folder / "config.yaml"))
+    inputs = run_record.inputs(base, load_config(folder / "config.yaml").data)
     (folder / "inputs.json").write_text(json.dumps(inputs))
 
 

@@ -194,7 +194,7 @@ def test_a_missing_key_is_named(key):
         (None, "model.path: no config.json in .*; needed: a Hugging Face model directory"),
         (b'{"model_type": "qwen3', "config.json: not valid JSON"),
         (b"", "config.json: not valid JSON"),
-        (b"\xff\xfe\x00", "config.json: not valid JSON"),
+        (b"\xff\xfe\x00", "config.json: not UTF-8 text at byte 0"),
         (b"[" * 100_000, "config.json: not valid JSON"),
         (b"[1, 2]", "config.json: expected a JSON object, found list"),
         (b"null", "config.json: expected a JSON object, found NoneType"),

@@ -52,10 +52,10 @@ def test_a_file_is_read_up_to_its_limit_and_not_beyond(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "missing"),
+        (None, "cannot be read (No such file"),
         (b"", "not valid JSON"),
         (b"{", "not valid JSON"),
-        (b'{"a": "\xff"}', "not valid JSON"),
+        (b'{"a": "\xff"}', "not UTF-8 text at byte 7"),
         (b"[" * 200_000, "not valid JSON"),
         (b'{"a": ' + b"9" * 5000 + b"}", "not valid JSON"),
         (b"[]", "expected a JSON object, found list"),

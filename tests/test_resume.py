@@ -294,9 +294,8 @@ def test_other_inputs_under_the_same_path_are_refused_with_both_checksums_or_acc
     assert code == 0 and "after 1 of 2 steps" in text and f"accepted: {path}: when {run}" in text, text
     recorded = json.loads((run / "resume-1" / "inputs.json").read_text())
     assert now in [*recorded["model"].values(), *recorded["data"].values()]
-    assert (
-        run_record.changed_inputs(run, load_config(tmp_path / "config.yaml")) == []
-    )  # the run has accepted these inputs
+    cfg = load_config(tmp_path / "config.yaml")
+    assert run_record.changed_inputs(run, cfg.model.path, cfg.data) == []  # the run has accepted these inputs
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="mapped files are listed in /proc")

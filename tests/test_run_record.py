@@ -17,7 +17,7 @@ from saved import config_in
 
 import run_record
 from input_files import InputError
-from knobs import DataConfig, ModelConfig
+from knobs import DataConfig
 
 
 def test_command_of_a_torchrun_start_can_be_typed_again(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
@@ -110,11 +110,13 @@ def test_inputs_are_the_checksums_of_model_and_data(tmp_path: Path) -> None:
     (model / "config.json").write_text("abc")
     data.write_text("")
     source = {"source": "gsm8k", "train_path": str(data), "test_path": str(data)}
-    cfg = config_in(tmp_path).model_copy(update={"model": ModelConfig(path=str(model)), "data": DataConfig(**source)})
     abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, appendix B.1
     empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
-    assert run_record.inputs(cfg) == {"model": {"config.json": abc}, "data": {"train": empty, "test": empty}}
-    assert run_record.inputs(config_in(tmp_path)) == {"model": {}, "data": {}}
+    assert run_record.inputs(model, DataConfig(**source)) == {
+        "model": {"config.json": abc},
+        "data": {"train": empty, "test": empty},
+    }
+    assert run_record.inputs("none", DataConfig(source="arithmetic")) == {"model": {}, "data": {}}
 
 
 def test_checksums_cover_every_record_and_those_of_resumed_starts(tmp_path: Path) -> None:
@@ -137,13 +139,13 @@ def test_checks_that_warned_are_found_once_each(tmp_path: Path) -> None:
 
 
 def test_damaged_records_of_inputs_are_one_line_and_may_be_accepted(tmp_path: Path) -> None:
-    cfg = config_in(tmp_path)
+    given = ("none", DataConfig(source="arithmetic"))
     for name in ("resume-old", "resume-1"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "inputs.json").write_text("{")
     with pytest.raises(InputError, match="resume-1/inputs.json: not the record of the run's inputs .* or how"):
-        run_record.refuse_changed_inputs(tmp_path, cfg, False, "how")
-    assert len(run_record.refuse_changed_inputs(tmp_path, cfg, True, "how")) == 1
+        run_record.refuse_changed_inputs(tmp_path, *given, accept=False, how="how")
+    assert len(run_record.refuse_changed_inputs(tmp_path, *given, accept=True, how="how")) == 1
     with pytest.raises(InputError, match="nothing-there: cannot be read"):
         run_record.sha256_of_inputs([tmp_path / "nothing-there"])
 

@@ -36,7 +36,7 @@ import reward_gsm8k
 import rollout
 import runlog
 import startup
-from config import load_config
+from config import resolve_config
 from config_rules import OTHER_RULES
 from engines import torch_sampler
 from learner import Learner
@@ -54,7 +54,7 @@ def judged(folder: Path, plant: Callable[[], None], *arguments: str) -> Findings
 
     def run() -> int:
         plant()
-        cfg = load_config(arguments[0], [*HERE, *arguments[1:]], [], OTHER_RULES)
+        cfg, _ = resolve_config(arguments[0], [*HERE, *arguments[1:]], rules=OTHER_RULES)
         (folder / "findings.json").write_text(json.dumps(self_test.judge(cfg, folder)))
         return 0
 
