@@ -43,7 +43,7 @@ STEP = [
     ]),
     ("4. Update the adapters on the clipped objective", [
         ("rollout.pack", "sequences of this data rank", "micro-batches (b, T)"),
-        ("model_megatron.token_logprobs", "tokens (b, T); LoRA off, then on", "reference, old and new log-probs (b, T)"),
+        ("model_megatron.token_logprobs", "tokens (b, T); LoRA off, then on", "reference, old, new log-probs (b, T)"),
         ("grpo.policy_loss", "new and old log-probs, advantages", "loss"),
         ("grpo.kl", "new and reference log-probs", "KL a token (b, T)"),
         ("parallel_setup.Parallel.sync_gradients_", "gradients of A and B", "sums over the ranks that share a factor"),
@@ -104,7 +104,18 @@ def text(x: float, y: float, words: str, size: int = 13, more: str = "") -> str:
 def architecture() -> str:
     """The sections as boxes with their files, and an arc for each pair of sections that an import joins."""
     width, left, box, row = 980, 16, 700, 24
-    parts, middle, y = [text(left, 26, "A number counts the imports between two sections. One runs upwards: the self-test runs train_grpo", 15)], {}, 44
+    parts, middle, y = (
+        [
+            text(
+                left,
+                26,
+                "A number counts the imports between two sections. One runs upwards: the self-test runs train_grpo",
+                15,
+            )
+        ],
+        {},
+        44,
+    )
     for section, files in sections().items():
         names = [Path(file).stem for file in files]
         columns = 5
@@ -134,7 +145,9 @@ def architecture() -> str:
 def step() -> str:
     """One step of the training loop: what each function takes and gives."""
     width, y = 980, 44
-    parts = [text(16, 26, "One step of train_grpo.py.  P questions, G completions of each, S = P x G, b rows, T tokens", 15)]
+    parts = [
+        text(16, 26, "One step of train_grpo.py.  P questions, G completions of each, S = P x G, b rows, T tokens", 15)
+    ]
     for number, (title, calls) in enumerate(STEP):
         height = 34 + 30 * len(calls)
         colour = list(COLOURS.values())[number]
