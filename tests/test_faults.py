@@ -313,7 +313,7 @@ def test_no_check_would_have_fired_in_a_recorded_run() -> None:
         said: list[str] = []
         watch = Tripwires(cfg, said.append, lambda bound: "")
         watch.checks = cfg.checks.model_copy(update={name: "stop" for name in CHECKS} | {"adapters": "off"})
-        for row in run.rows:
+        for row in run.rows[:-1]:  # the last row has only the evaluation after the last step
             logged = {key for key in row if file_of(key) == "metrics.jsonl"} - {"step", "completions"}
             metrics = {key: row[key] for key in logged}
             sound = {"rollout/identical_groups": 0, "actor/entropy": 1.0}  # some old records do not have these
