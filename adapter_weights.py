@@ -12,10 +12,8 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import lora_megatron
@@ -24,8 +22,9 @@ from checkpoint import Checkpoint, Pending
 from hf_config import Architecture
 from input_files import InputError
 from knobs import LoraConfig
-from lora_megatron import whole_shape
+from lora_megatron import Adapter, whole_shape
 from parallel_setup import Parallel
+from weights_hf import first_three
 
 HF_NAMES = {  # Megatron module -> the Hugging Face module, or a fused name for several of them
     "self_attention.linear_qkv": "self_attn.qkv_proj",
@@ -62,7 +61,7 @@ def hf_name(name: str) -> str:
 
 @torch.no_grad()
 def gather(
-    adapters: dict[str, torch.nn.Module], values: dict[str, Tensor], arch: Architecture, parallel: Parallel
+    adapters: dict[str, Adapter], values: dict[str, Tensor], arch: Architecture, parallel: Parallel
 ) -> dict[str, Tensor]:
     """Whole tensors by Hugging Face name from the ``values`` of every rank (by factor name). Collective."""
     factors = lora_megatron.factors(adapters)
@@ -80,10 +79,8 @@ def whole(
     device holds one such tensor beside its own shard (and, with expert_tensor > 1, a share of it that was gathered over
     the experts before).
     """
-    if factor.is_expert and parallel.expert > 1:
-        experts = value.new_empty((parallel.expert * len(value), *value.shape[1:]))
-        dist.all_gather_into_tensor(experts, value.contiguous(), group=parallel.expert_group)
-        value = experts
+    if factor.is_expert:
+        value = weights_hf.gather(value, parallel.expert, parallel.expert_group).flatten(0, 1)
     dim, shards, is_qkv = factor.shard_dim, parallel.shards(factor.is_expert), name.endswith("linear_qkv.B")
     if dim is None or (shards.size == 1 and not is_qkv):
         return value
@@ -99,7 +96,7 @@ def whole(
 
 @torch.no_grad()
 def scatter(
-    adapters: dict[str, torch.nn.Module],
+    adapters: dict[str, Adapter],
     wholes: Mapping[str, Tensor],
     arch: Architecture,
     parallel: Parallel,
@@ -194,63 +191,45 @@ def adapted_modules(arch: Architecture, lora: LoraConfig) -> Iterator[Adapted]:
 # ------------------------------------------------------------------------------- copies of one piece on several ranks
 
 
-class Piece(NamedTuple):
-    """A tensor of this rank, and which piece of the whole tensor it is."""
-
-    name: str  # of the whole tensor
-    place: str  # the same on all ranks that hold this piece
-    tensor: Tensor
+Pieces = dict[tuple[str, str], Tensor]  # (name of the whole tensor, which piece of it) -> this rank's tensor
 
 
-def adapter_pieces(adapters: dict[str, torch.nn.Module], parallel: Parallel) -> list[Piece]:
+def adapter_pieces(adapters: dict[str, Adapter], parallel: Parallel) -> Pieces:
     """Every LoRA factor of this rank, under the name that checkpoints have for the whole factor."""
-    pieces = []
+    pieces = {}
     for name, factor in lora_megatron.factors(adapters).items():
         shard = parallel.shards(factor.is_expert).rank if factor.shard_dim is not None else ""
         experts = f" of experts {parallel.expert_rank}" if factor.is_expert else ""
-        pieces.append(Piece(hf_name(name), f"{shard}{experts}", factor))
+        pieces[hf_name(name), f"{shard}{experts}"] = factor
     return pieces
 
 
-def all_pieces(
-    model: torch.nn.Module, arch: Architecture, adapters: dict[str, torch.nn.Module], parallel: Parallel
-) -> list[Piece]:
+def all_pieces(model: torch.nn.Module, arch: Architecture, adapters: dict[str, Adapter], parallel: Parallel) -> Pieces:
     """Every LoRA factor of this rank, and every frozen weight under the Hugging Face name of its first block."""
     pieces = adapter_pieces(adapters, parallel)
     for slot in weights_hf.slots(model, arch, parallel):
         shard = parallel.shards(slot.expert is not None).rank if slot.dim is not None else ""
-        pieces.append(Piece(slot.names[0], str(shard), slot.weight))
+        pieces[slot.names[0], str(shard)] = slot.weight
     return pieces
 
 
 @torch.no_grad()
-def differing(pieces: list[Piece], parallel: Parallel) -> str:
-    """Names the pieces that are not equal on all ranks that hold them; "" if there are none. Collective.
-
-    All ranks pass the same number of pieces.
-    """
-    keys = [zlib.crc32(f"{name} {place}".encode()) for name, place, _ in pieces]
-    checksums = [_checksum(tensor) for _, _, tensor in pieces]
-    unequal = _unequal(*parallel.gather_rows(torch.tensor([keys, checksums])).unbind(1))
-    if not unequal:
-        return ""
-    names = {key: piece.name for key, piece in zip(keys, pieces, strict=True)}
-    known = {key: name for by_rank in parallel.gather_objects(names) for key, name in by_rank.items()}
-    found = [f"{known[key]} of ranks {', '.join(map(str, ranks))}" for key, ranks in unequal.items()]
-    return _listed(found, "not the same on all ranks that hold it")
-
-
-def _unequal(keys: Tensor, checksums: Tensor) -> dict[int, list[int]]:
-    """The keys with several checksums, and the ranks that hold each key.  (ranks, n) twice"""
-    held: dict[int, dict[int, int]] = {}
-    for rank, row in enumerate(zip(keys.tolist(), checksums.tolist(), strict=True)):
-        for key, checksum in zip(*row, strict=True):
-            held.setdefault(key, {})[rank] = checksum
-    return {key: list(by_rank) for key, by_rank in held.items() if len(set(by_rank.values())) > 1}
-
-
-def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+def differing(pieces: Pieces, parallel: Parallel) -> str:
+    """Names the pieces that are not equal on all ranks that hold them; "" if there are none. Collective."""
+    own = {
+        piece: zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        for piece, tensor in pieces.items()
+    }
+    held: dict[tuple[str, str], dict[int, int]] = {}  # the checksum of a piece on each rank that holds it
+    for rank, checksums in enumerate(parallel.gather_objects(own)):
+        for piece, checksum in checksums.items():
+            held.setdefault(piece, {})[rank] = checksum
+    unequal = [
+        f"{name} of ranks {', '.join(map(str, by_rank))}"
+        for (name, _), by_rank in held.items()
+        if len(set(by_rank.values())) > 1
+    ]
+    return f"{first_three(unequal)}: not the same on all ranks that hold it" if unequal else ""
 
 
 @torch.no_grad()
@@ -267,10 +246,5 @@ def not_restored(
             value, theirs = pending.make(), saved.tensors.get(kind, {})  # making it is collective
             if parallel.rank == 0 and not (name in theirs and torch.equal(value.cpu(), theirs[name])):
                 found.append(f"{kind} {name}")
-    return parallel.gather_objects(_listed(found, f"not what {saved.path} holds"))[0]  # rank 0 has compared
-
-
-def _listed(found: list[str], fault: str) -> str:
-    """One line about what was found, with the first three names."""
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return f"{', '.join(found[:3])}{more}: {fault}" if found else ""
+    message = f"{first_three(found)}: not what {saved.path} holds" if found else ""
+    return parallel.gather_objects(message)[0]  # rank 0 has compared

@@ -282,8 +282,7 @@ class Learner:
             eps=optim.eps, weight_decay=optim.weight_decay,
         )  # fmt: skip
         self.optimizer_steps += 1
-        for parameter in self.parameters:
-            parameter.grad = None
+        self.model.zero_grad()
         return norm
 
     # -------------------------------------------------------------------------------------------- its state
@@ -307,8 +306,10 @@ class Learner:
         """Load a state() that any layout wrote. InputError if names or shapes are not those of this model."""
         steps = counts.get("optimizer_steps")
         if type(steps) is not int or not 0 <= steps < 2**31 or not {"adapter", "optimizer"} <= tensors.keys():
-            found = f"{', '.join(tensors) or 'no tensors'}, optimizer_steps {shown(steps)}"
-            raise InputError(f"checkpoint: found {found}; needed: adapter, optimizer and a number of steps")
+            raise InputError(
+                f"checkpoint: found {', '.join(tensors) or 'no tensors'}, optimizer_steps {shown(steps)}; "
+                "needed: adapter, optimizer and a number of steps"
+            )
         for kind, ending, values in self._saved_parts():
             pieces = adapter_weights.scatter(self.adapters, tensors[kind], self.arch, self.parallel, ending)
             for name, piece in pieces.items():

@@ -41,15 +41,26 @@ def _factor(
     return factor
 
 
-class LoRALinear(torch.nn.Module):
+class Adapter(torch.nn.Module):
+    """A low-rank update (alpha / R) B A, which can be switched off."""
+
+    def __init__(self, rank: int, alpha: float, dropout: float) -> None:
+        super().__init__()
+        self.scale, self.dropout, self.enabled = alpha / rank, dropout, True
+
+    def delta(self, expert: int | None = None) -> Tensor:
+        """The shard of the update on this rank, fp32.  -> (out, in); with ``expert``, of one local expert: (in, out)"""
+        return self.scale * (self.B @ self.A if expert is None else self.A[expert] @ self.B[expert])
+
+
+class LoRALinear(Adapter):
     """A column or row parallel linear with its low-rank update.  A (R, in), B (out, R), sharded like the base"""
 
     def __init__(
         self, base: torch.nn.Module, rank: int, alpha: float, dropout: float, is_column: bool, tensor: int
     ) -> None:
-        super().__init__()
-        self.base, self.scale, self.dropout, self.enabled = base, alpha / rank, dropout, True
-        self.is_column, self.sequence_parallel = is_column, tensor > 1
+        super().__init__(rank, alpha, dropout)
+        self.base, self.is_column, self.sequence_parallel = base, is_column, tensor > 1
         # With sequence parallelism every tensor rank sees other tokens, so the factor that all of them hold whole gets
         # a partial gradient on each.
         partial_over = "tensor" if self.sequence_parallel else None
@@ -72,12 +83,8 @@ class LoRALinear(torch.nn.Module):
             low = mappings.reduce_scatter_to_sequence_parallel_region(low)
         return y + F.linear(self.scale * low, self.B.to(x.dtype)), bias  # scaled where only R columns are multiplied
 
-    def delta(self) -> Tensor:
-        """The shard of the update on this rank, fp32.  -> (out, in)"""
-        return self.scale * (self.B @ self.A)
 
-
-class LoRAGroupedLinear(torch.nn.Module):
+class LoRAGroupedLinear(Adapter):
     """Grouped expert weights with one low-rank update per expert.  A (E, in, R), B (E, R, out)
 
     The update is two thin grouped products, so neither pass ever forms an (E, in, out) tensor.
@@ -86,8 +93,8 @@ class LoRAGroupedLinear(torch.nn.Module):
     def __init__(
         self, base: GroupedLinear, rank: int, alpha: float, dropout: float, is_column: bool, expert_tensor: int
     ) -> None:
-        super().__init__()
-        self.base, self.scale, self.dropout, self.enabled = base, alpha / rank, dropout, True
+        super().__init__(rank, alpha, dropout)
+        self.base = base
         partial_over = "expert_tensor" if expert_tensor > 1 else None
         experts, in_size, out_size = base.weight.shape
         self.A = _factor(base.weight, (experts, in_size, rank), None if is_column else 1, partial_over)
@@ -100,17 +107,12 @@ class LoRAGroupedLinear(torch.nn.Module):
         low = kernels.grouped_mm(F.dropout(x, self.dropout, self.training), self.A.to(x.dtype), tokens_per_expert)
         return y.add_(kernels.grouped_mm(self.scale * low, self.B.to(x.dtype), tokens_per_expert))
 
-    def delta(self, expert: int) -> Tensor:
-        """The shard of the update of one local expert on this rank, fp32.  -> (in, out)"""
-        return self.scale * (self.A[expert] @ self.B[expert])
 
-
-class LoRARouter(torch.nn.Module):
+class LoRARouter(Adapter):
     """A low-rank update of the router's weight, added to its logits in fp32.  A (R, h), B (all experts, R)"""
 
     def __init__(self, router: torch.nn.Module, rank: int, alpha: float, dropout: float, tensor: int) -> None:
-        super().__init__()
-        self.scale, self.dropout, self.enabled = alpha / rank, dropout, True
+        super().__init__(rank, alpha, dropout)
         partial_over = "tensor" if tensor > 1 else None
         self.A = _factor(router.weight, (rank, router.weight.shape[1]), None, partial_over)
         self.B = _factor(router.weight, (router.weight.shape[0], rank), None, partial_over)
@@ -125,45 +127,37 @@ class LoRARouter(torch.nn.Module):
 
         router.gating = gating
 
-    def delta(self) -> Tensor:
-        """The update of the whole router weight, fp32.  -> (experts, h)"""
-        return self.scale * (self.B @ self.A)
-
 
 # ------------------------------------------------------------------------------------------------ on a model
 
 
-def attach(model: torch.nn.Module, cfg: LoraConfig, parallel: Parallel, seed: int) -> dict[str, torch.nn.Module]:
+def attach(model: torch.nn.Module, cfg: LoraConfig, parallel: Parallel, seed: int) -> dict[str, Adapter]:
     """Freeze ``model``, put adapters on every target, and return them by module name, in the order of the model.
 
     Raises InputError for a target that this model does not have.
     """
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    adapters, missing = {}, set(cfg.targets)
-    for name, module in list(model.named_modules()):
+    modules = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in cfg.targets}
+    missing = set(cfg.targets) - {name.rpartition(".")[2] for name in modules}
+    if missing:
+        raise InputError(f"lora.targets: {', '.join(sorted(missing))} matches no module of this model")
+    model.requires_grad_(False)
+    for name, module in modules.items():
         parent, _, target = name.rpartition(".")
-        if target not in cfg.targets:
-            continue
-        missing.discard(target)
         if target == "router":
-            adapters[f"{name}.lora"] = LoRARouter(module, cfg.rank, cfg.alpha, cfg.dropout, parallel.tensor)
-            module.lora = adapters[f"{name}.lora"]
+            module.lora = LoRARouter(module, cfg.rank, cfg.alpha, cfg.dropout, parallel.tensor)
             continue
         is_expert = isinstance(module, GroupedLinear)
         kind, rank = (LoRAGroupedLinear, cfg.expert_rank or cfg.rank) if is_expert else (LoRALinear, cfg.rank)
         is_column, shards = target in ("linear_qkv", "linear_fc1"), parallel.shards(is_expert)
-        adapters[name] = kind(module, rank, cfg.alpha, cfg.dropout, is_column, shards.size)
-        setattr(model.get_submodule(parent), target, adapters[name])
-    if missing:
-        raise InputError(f"lora.targets: {', '.join(sorted(missing))} matches no module of this model")
+        setattr(model.get_submodule(parent), target, kind(module, rank, cfg.alpha, cfg.dropout, is_column, shards.size))
+    adapters = attached(model)
     for name, adapter in adapters.items():
         _initialise_(adapter, name, parallel, seed)
     return adapters
 
 
 @torch.no_grad()
-def _initialise_(adapter: torch.nn.Module, name: str, parallel: Parallel, seed: int) -> None:
+def _initialise_(adapter: Adapter, name: str, parallel: Parallel, seed: int) -> None:
     """Draw A uniformly from +-1/sqrt(in) as PEFT does. The draw depends on (seed, name, expert), not on the layout."""
     factor, pieces, in_dim = adapter.A, {name: adapter.A}, 1
     if factor.is_expert:
@@ -180,7 +174,7 @@ def _initialise_(adapter: torch.nn.Module, name: str, parallel: Parallel, seed: 
         piece.copy_(whole.chunk(size, in_dim)[rank])
 
 
-def factors(adapters: dict[str, torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+def factors(adapters: dict[str, Adapter]) -> dict[str, torch.nn.Parameter]:
     """Every trainable tensor by name, `<module>.A` and `<module>.B`."""
     return {f"{name}.{letter}": getattr(adapter, letter) for name, adapter in adapters.items() for letter in "AB"}
 
@@ -195,14 +189,13 @@ def whole_shape(factor: torch.nn.Parameter, parallel: Parallel) -> tuple[int, ..
     return tuple(shape)
 
 
-def attached(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The adapters that `attach` put on ``model``, as it returned them."""
-    kinds = LoRALinear, LoRAGroupedLinear, LoRARouter
-    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+def attached(model: torch.nn.Module) -> dict[str, Adapter]:
+    """The adapters on ``model`` by module name, in the order of the model."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Adapter)}
 
 
 @contextlib.contextmanager
-def disabled(adapters: dict[str, torch.nn.Module]) -> Iterator[None]:
+def disabled(adapters: dict[str, Adapter]) -> Iterator[None]:
     """A context in which every adapter is off, so that the model is the one before training."""
     for adapter in adapters.values():
         adapter.enabled = False
@@ -213,17 +206,14 @@ def disabled(adapters: dict[str, torch.nn.Module]) -> Iterator[None]:
             adapter.enabled = True
 
 
-def describe(adapters: dict[str, torch.nn.Module], parallel: Parallel) -> str:
-    """What is trained on all ranks: the total, and one line for each kind of module, with layers and experts."""
-    kinds: dict[str, list[torch.nn.Module]] = {}
-    for name, adapter in adapters.items():
-        kinds.setdefault(re.sub(r"^.*?layers\.\d+\.", "", name).replace(".", " "), []).append(adapter)
-    lines, total = [], 0
-    for kind, members in kinds.items():
-        size = sum(math.prod(whole_shape(factor, parallel)) for module in members for factor in (module.A, module.B))
-        experts = f" x {len(members[0].A) * parallel.expert} experts" if members[0].A.is_expert else ""
-        lines.append(f"  {kind}: {len(members)} layers{experts}, {size:,} parameters")
-        total += size
-    mine = sum(factor.numel() for factor in factors(adapters).values())
-    first = f"LoRA: {total:,} trainable parameters ({total * 4 / 2**20:.2f} MiB in fp32), {mine:,} on this rank"
-    return "\n".join([first, *lines])
+def describe(adapters: dict[str, Adapter], parallel: Parallel) -> str:
+    """What is trained on all ranks: the total, and one line for each kind of module."""
+    sizes: dict[str, int] = {}
+    for name, factor in factors(adapters).items():
+        kind = re.sub(r"^.*?layers\.\d+\.", "", name.rpartition(".")[0]).replace(".", " ")
+        sizes[kind] = sizes.get(kind, 0) + math.prod(whole_shape(factor, parallel))
+    total, mine = sum(sizes.values()), sum(factor.numel() for factor in factors(adapters).values())
+    return "\n".join([
+        f"LoRA: {total:,} trainable parameters ({total * 4 / 2**20:.2f} MiB in fp32), {mine:,} on this rank",
+        *(f"  {kind}: {size:,} parameters" for kind, size in sizes.items()),
+    ])  # fmt: skip

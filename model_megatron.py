@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import fields
 
 import torch
 import torch.distributed as dist
@@ -49,7 +48,6 @@ class CausalAttention(torch.nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask, **unused) -> Tensor:
         """(T, b, heads, d), (T, b, kv heads, d) twice -> (T, b, heads x d); a packed line has b = 1"""
-        assert attention_mask is None, "rows are right-padded: causal attention needs no mask"
         if self.packing is not None:
             return self.packing.attention(query[:, 0], key[:, 0], value[:, 0], self.scale)[:, None]
         heads_first = (x.permute(1, 2, 0, 3) for x in (query, key, value))
@@ -143,9 +141,9 @@ def _transformer_config(arch: Architecture, parallel: Parallel, dtype: torch.dty
         deallocate_pipeline_outputs=False,
     )
     # Megatron 0.12.1 has no field for the shared expert's gate; there it is a parameter of the layer spec.
-    known = {field.name for field in fields(TransformerConfig)}
-    assert settings.keys() - known <= {"moe_shared_expert_gate"}, settings.keys() - known
-    return TransformerConfig(**{key: value for key, value in settings.items() if key in known})
+    if not hasattr(TransformerConfig, "moe_shared_expert_gate"):
+        del settings["moe_shared_expert_gate"]
+    return TransformerConfig(**settings)
 
 
 def _layer_spec(arch: Architecture, is_moe: bool):
@@ -163,7 +161,7 @@ def _layer_spec(arch: Architecture, is_moe: bool):
         layer.self_attention.submodules.q_layernorm = layer.self_attention.submodules.k_layernorm = RMSNorm
     if is_moe:
         layer.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
-        if "moe_shared_expert_gate" not in {field.name for field in fields(TransformerConfig)}:
+        if not hasattr(TransformerConfig, "moe_shared_expert_gate"):
             layer.mlp.submodules.shared_experts.params = {"gate": True}
     return spec
 
@@ -180,7 +178,6 @@ def hidden_states(model: torch.nn.Module, tokens: Tensor, packing: Packing | Non
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
     config = model.config
-    assert tokens.shape[1] % config.tensor_model_parallel_size == 0, (tokens.shape, config.tensor_model_parallel_size)
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     x = model.embedding(input_ids=tokens, position_ids=positions)  # (T / tensor, b, h)
     if config.recompute_granularity and torch.is_grad_enabled() and not x.requires_grad:
@@ -216,26 +213,13 @@ def layer_outputs(model: torch.nn.Module, prompt: list[int], parallel: Parallel)
     padding = prompt[-1:] * (-len(prompt) % parallel.tensor)  # sequence parallelism splits the row evenly
     tokens = torch.tensor([prompt + padding], device=parallel.device)
     outputs: list[Tensor] = []
-    hooks = [
-        layer.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
-        for layer in model.decoder.layers
-    ]
-    try:
-        with evaluating(model):
-            hidden_states(model, tokens)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with evaluating(model), contextlib.ExitStack() as hooks:
+        for layer in model.decoder.layers:
+            hooks.enter_context(layer.register_forward_hook(lambda module, args, output: outputs.append(output[0])))
+        hidden_states(model, tokens)
     if model.config.sequence_parallel:
         outputs = [gather_from_sequence_parallel_region(output) for output in outputs]
     return [output[: len(prompt), 0] for output in outputs]
-
-
-def output_weight(model: torch.nn.Module) -> Tensor:
-    """The rows of the language-model head on this rank; the embedding, if the two are tied.  -> (V / tensor, h)"""
-    if model.share_embeddings_and_output_weights:
-        return model.shared_embedding_or_output_weight()
-    return model.output_layer.weight
 
 
 def token_logprobs(
@@ -260,7 +244,8 @@ def token_logprobs(
         line = hidden_states(model, tokens.flatten()[packing.source][None], packing)[:, 0]  # (M, h)
         hidden = line.index_select(0, packing.line[row, position - 1])
     chosen = tokens[row, position]
-    logp, entropy = _VocabularyLogProbs.apply(hidden, output_weight(model), chosen, temperature, parallel)
+    head = model.embedding.word_embeddings if model.share_embeddings_and_output_weights else model.output_layer
+    logp, entropy = _VocabularyLogProbs.apply(hidden, head.weight, chosen, temperature, parallel)
     zeros = hidden.new_zeros(mask.shape, dtype=torch.float32)
     return zeros.index_put((row, position), logp), zeros.index_put((row, position), entropy)
 

@@ -109,23 +109,17 @@ def open_world(cfg: Config) -> Iterator[torch.device]:
     devices.select(device)
     if cfg.train.deterministic:
         devices.make_deterministic(device)
-    _init_process_group(cfg.parallel.timeout_seconds)
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    where = {"init_method": "env://"} if "RANK" in os.environ else alone
+    try:
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=cfg.parallel.timeout_seconds), **where)
+    except (RuntimeError, ValueError) as error:  # for example DistStoreError, or a wrong GLOO_SOCKET_IFNAME
+        found = str(error).splitlines()[0]  # a C++ stack follows
+        raise InputError(f"torch.distributed: the ranks did not find each other: {found}") from None
     torch.manual_seed(cfg.train.seed)  # the method draws from generators of its own; this is for everything else
     yield device
     close_layout()
     dist.destroy_process_group()
-
-
-def _init_process_group(timeout_seconds: int) -> None:
-    """Join the ranks that torchrun started; without torchrun, make a world of one rank."""
-    options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    if "RANK" in os.environ:
-        options = {"init_method": "env://"}
-    try:
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_seconds), **options)
-    except (RuntimeError, ValueError) as error:  # for example DistStoreError, or a wrong GLOO_SOCKET_IFNAME
-        found = str(error).splitlines()[0]  # a C++ stack follows
-        raise InputError(f"torch.distributed: the ranks did not find each other: {found}") from None
 
 
 # ------------------------------------------------------------------------------------------------ the layout

@@ -99,7 +99,7 @@ class RoutingReplay:
         finally:
             self.written = None
         by_rank = weights_hf.gather(routes, self.parallel.tensor, self.parallel.tensor_group)
-        return value, torch.cat(by_rank).unflatten(0, (-1, num_rows)).transpose(0, 1)  # tokens are time-major
+        return value, by_rank.flatten(0, 1).unflatten(0, (-1, num_rows)).transpose(0, 1)  # tokens are time-major
 
     def differing_share(self) -> float:
         """Share of (token, layer) pairs, over all ranks, where the trainer's own top-k differs from the record.

@@ -7,7 +7,6 @@ log, finds the checkpoint to resume from, and makes the model, the adapters, the
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -43,8 +42,6 @@ from rollout import Rollout
 from tripwires import Heartbeat, Tripwires
 from weight_sync import WeightSync
 
-Score = Callable[[Question, Completion], tuple[float, bool]]
-
 # ------------------------------------------------------------------------------------------------ checking the input
 
 
@@ -57,18 +54,14 @@ class Inputs(NamedTuple):
     held_out: Questions
 
 
-def check_only(cfg: Config, ranks: int) -> Inputs | None:
-    """Check everything that needs no other rank, and return what was read; None as check_inputs."""
+def check_inputs(cfg: Config, ranks: int) -> Inputs | None:
+    """Check everything that needs no other rank; InputError for anything that cannot work. No weight is read.
+
+    Returns architecture, tokenizer and questions; None for a tiny model that does not exist yet, of which only the
+    configuration can be checked.
+    """
     devices.resolve(cfg.device)
     check_writable("train.out_dir", Path(cfg.train.out_dir))
-    return check_inputs(cfg, ranks)
-
-
-def check_inputs(cfg: Config, ranks: int) -> Inputs | None:
-    """Architecture, tokenizer and questions. InputError for anything that cannot work; no weight is read.
-
-    None for a tiny model that does not exist yet, of which only the configuration can be checked.
-    """
     exists = cfg.tiny_model is None or tiny_model.exists(cfg)
     arch = hf_config.read(cfg.model.path) if exists else hf_config.planned(cfg)[0]
     check_layout(cfg, arch, ranks)
@@ -138,13 +131,14 @@ def checkpoint_to_resume(cfg: Config) -> checkpoint.Checkpoint | None:
     """
     if cfg.train.resume == "never":
         return None
-    if cfg.train.resume == "auto":
-        saved = checkpoint.find_resumable(cfg)
-        if saved is None:
-            return None
-    elif (saved := checkpoint.latest(Path(cfg.train.resume))) is None:
-        found = f"{cfg.train.resume} holds no usable checkpoint"
-        raise InputError(f"train.resume: {found}; needed: auto, never, or a run's folder")
+    is_auto = cfg.train.resume == "auto"
+    saved = checkpoint.find_resumable(cfg) if is_auto else checkpoint.latest(Path(cfg.train.resume))
+    if saved is None and is_auto:
+        return None
+    if saved is None:
+        raise InputError(
+            f"train.resume: {cfg.train.resume} holds no usable checkpoint; needed: auto, never, or a run's folder"
+        )
     checkpoint.check_resume(saved, cfg)
     how = "train.resume=never for a new run, or train.changed_inputs=accept to go on"
     accept = cfg.train.changed_inputs == "accept"
@@ -169,7 +163,6 @@ class Run:
     learner: Learner
     engine: Engine
     weights: WeightSync  # gives the policy to the engine
-    score: Score
     first_step: int  # > 0 after a resume
 
     def evaluate(self, after_steps: int) -> None:
@@ -185,6 +178,12 @@ class Run:
         )
         self.log.log_eval(after_steps, summary, outcomes)
         self.log.say(f"held-out accuracy after {after_steps} steps: {evaluate.headline(summary)}")
+
+    def score(self, question: Question, completion: Completion) -> tuple[float, bool]:
+        """The reward of a completion, and whether an answer was found. The stop token is left out."""
+        tokens = completion.tokens[:-1] if completion.finish_reason == "stop" else completion.tokens
+        text, method = self.inputs.tokenizer.decode(tokens), self.cfg.reward.method
+        return reward_gsm8k.score(text, question.gold, method), reward_gsm8k.parsable(text, method)
 
     def shown_completions(
         self, asked: list[Question], batch: Rollout, completions: list[list[Completion]]
@@ -261,8 +260,7 @@ def open_run(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inpu
     if cfg.rollout.expert_parallel:
         weights.check_start(held_out[0].prompt)
     log.say(introduction(cfg, parallel, log.run_dir, lora_megatron.describe(adapters, parallel), questions, held_out))
-    score = scorer(cfg.reward.method, tokenizer)
-    return Run(cfg, parallel, heartbeat, inputs, log, tripwires, learner, engine, weights, score, first_step)
+    return Run(cfg, parallel, heartbeat, inputs, log, tripwires, learner, engine, weights, first_step)
 
 
 def agreed_checkpoint(cfg: Config, parallel: Parallel) -> checkpoint.Checkpoint | None:
@@ -272,22 +270,10 @@ def agreed_checkpoint(cfg: Config, parallel: Parallel) -> checkpoint.Checkpoint 
     if path is None:
         return None
     # Rank 0 has verified the checksums on its node. On every other node, the first rank verifies them.
-    verified = parallel.rank == 0 or os.environ.get("LOCAL_RANK", "0") != "0"
-    saved = checkpoint.load(path, verified=verified)
+    saved = checkpoint.load(path, verified=parallel.rank == 0 or os.environ.get("LOCAL_RANK", "0") != "0")
     parallel.refuse_unequal({f"{saved.path}/checksums.json": repr(saved.checksums)})
     dist.barrier()  # rank 0 must not cut the run's files before all ranks have a checkpoint to go on from
     return saved
-
-
-def scorer(method: str, tokenizer) -> Score:
-    """A function that scores a completion: its reward, and whether an answer was found. The stop token is left out."""
-
-    def score(question: Question, completion: Completion) -> tuple[float, bool]:
-        tokens = completion.tokens[:-1] if completion.finish_reason == "stop" else completion.tokens
-        text = tokenizer.decode(tokens)
-        return reward_gsm8k.score(text, question.gold, method), reward_gsm8k.parsable(text, method)
-
-    return score
 
 
 def introduction(

@@ -75,8 +75,8 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: startup
         updated = learner.update(batch, completions, advantages.flatten(), step, timer)
 
         # 5. Record, check, evaluate, save.
-        by_rank = parallel.gather_objects(rollout.metrics(batch) | updated | pushed)
-        metrics = by_rank[0]  # all ranks decide by the same numbers
+        # All ranks decide by the numbers of rank 0.
+        metrics = parallel.gather_objects(rollout.metrics(batch) | updated | pushed)[0]
         gradient_norm = metrics["actor/grad_norm"]
         log.log_completions(step, run.shown_completions(asked, batch, completions))
         step_peak = max(parallel.gather_objects(timer.peak()))  # (GiB, phase) of the fullest rank; () on a CPU
@@ -113,7 +113,7 @@ def start(cfg: Config) -> None:
     try:
         parallel_setup.start_device(cfg)
         heartbeat.beat("the start of the device")
-        inputs = startup.check_only(cfg, parallel_setup.launched_world_size())
+        inputs = startup.check_inputs(cfg, parallel_setup.launched_world_size())
         doctor.quick(cfg)
         heartbeat.beat("the checks of the input")
         with parallel_setup.open_world(cfg) as device:
@@ -143,7 +143,7 @@ def main(arguments: list[str]) -> int:
         if args.ranks is not None and not (args.check and 1 <= args.ranks <= MOST_RANKS):
             raise InputError(f"--ranks: found {args.ranks}; needed: 1 or more, and --check: torchrun starts the ranks")
         if args.check:
-            startup.check_only(cfg, args.ranks or parallel_setup.launched_world_size())
+            startup.check_inputs(cfg, args.ranks or parallel_setup.launched_world_size())
             startup.checkpoint_to_resume(cfg)
         else:
             start(cfg)

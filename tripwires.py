@@ -119,14 +119,11 @@ class Tripwires:
         broken = [key for key, value in metrics.items() if not math.isfinite(value)]
         if broken:
             self.trip("non_finite", f"step {step + 1}: {', '.join(broken)} not finite", "optim.lr, and the data")
-        self._reward(step, metrics)
-        self._truncated(step)
-        self._identical(step, metrics)
-        self._agreement(step, metrics)
-        self._reference_at_start(step, metrics)
-        self._impossible(step, metrics)
-        self._collapse(step)
-        self._gradient_and_entropy(step, metrics)
+        for check in (
+            self._reward, self._truncated, self._identical, self._agreement, self._reference_at_start,
+            self._impossible, self._collapse, self._gradient_and_entropy,
+        ):  # fmt: skip
+            check(step, metrics)
 
     def _column(self, key: str, default: float = math.nan) -> list[float]:
         """The values of one metric in all steps so far."""
@@ -147,7 +144,7 @@ class Tripwires:
                 "the prompt's form (data.instruction, chat template) and rollout.max_new_tokens",
             )
 
-    def _truncated(self, step: int) -> None:
+    def _truncated(self, step: int, metrics: dict[str, float]) -> None:
         """Whether most completions are truncated, over as many steps as have 256 of them; fewer may be chance."""
         rollout = self.cfg.rollout
         steps = -(-TRUNCATED_COMPLETIONS // (rollout.prompts_per_step * rollout.group_size))
@@ -236,21 +233,23 @@ class Tripwires:
         cfg = self.cfg
         same_routes = cfg.replay.mode != "r3" or cfg.replay.reference == "replayed"
         one_update = cfg.rollout.prompts_per_step == cfg.optim.prompts_per_update
-        if step or not one_update or cfg.lora.dropout or not same_routes or not metrics.get("actor/kl_loss", 0):
-            return
-        self.trip(
-            "reference_kl",
-            f"before the first update the KL to the reference is {metrics['actor/kl_loss']:.2g}, not 0",
-            "whether the adapters start at 0 and the reference is the same model with them off",
-        )
+        if step == 0 and one_update and not cfg.lora.dropout and same_routes and metrics.get("actor/kl_loss", 0):
+            self.trip(
+                "reference_kl",
+                f"before the first update the KL to the reference is {metrics['actor/kl_loss']:.2g}, not 0",
+                "whether the adapters start at 0 and the reference is the same model with them off",
+            )
 
     def _impossible(self, step: int, metrics: dict[str, float]) -> None:
         """Values that no sound step has: a negative KL estimate or entropy, or a KL that stays 0 after updates."""
         kl, rollout = metrics.get("actor/kl_loss"), self.cfg.rollout
         for name in ("actor/entropy", "actor/kl_loss") if self.cfg.loss.kl in NOT_NEGATIVE else ("actor/entropy",):
             if metrics.get(name, 0) < ROUNDING:
-                found = f"step {step + 1}: {name} is {metrics[name]:.2g}, which cannot be negative"
-                self.trip("impossible", found, "the sign in grpo.py, and in model_megatron.py for the entropy")
+                self.trip(
+                    "impossible",
+                    f"step {step + 1}: {name} is {metrics[name]:.2g}, which cannot be negative",
+                    "the sign in grpo.py, and in model_megatron.py for the entropy",
+                )
         updated = any(row["actor/grad_norm"] > 0 and row["actor/lr"] > 0 for row in self.history[:-1])
         if not self._untrained(metrics):
             tokens = metrics["response_length/mean"] * rollout.prompts_per_step * rollout.group_size
@@ -262,7 +261,7 @@ class Tripwires:
                 "whether the reference is computed with the adapters off (lora_megatron.disabled)",
             )
 
-    def _collapse(self, step: int) -> None:
+    def _collapse(self, step: int, metrics: dict[str, float]) -> None:
         """Whether the last ten steps' reward is far below the first ten's, or their KL to the reference is large."""
         if len(self.history) < 2 * WINDOW or self.cfg.reward.permute:  # with shuffled rewards, both are expected
             return

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hf_config import Architecture
 from input_files import InputError, read_object, refuse_special
+from lora_megatron import Adapter, attached
 from parallel_setup import Parallel, Shards
 
 DTYPES = ("float32", "bfloat16", "float16")  # of model files
@@ -34,7 +35,7 @@ class Slot:
     dim: int | None = None  # dimension of the Hugging Face tensors that is split over ranks; None: every rank holds all
     qkv_groups: int = 0  # > 0: the rows of q, k and v are interleaved by key/value group, which is Megatron's order
     expert: int | None = None  # local index of a routed expert
-    adapter: torch.nn.Module | None = None  # the LoRA module, once attached
+    adapter: Adapter | None = None  # the LoRA module, once attached
 
 
 # ------------------------------------------------------------------------------------------------ the map
@@ -73,55 +74,51 @@ def tensor_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+LAYER_WEIGHTS = {  # Megatron's weight of a layer -> its Hugging Face blocks, and the dimension that is split over ranks
+    "input_layernorm.weight": (["input_layernorm.weight"], None),
+    "self_attention.linear_qkv.weight": ([f"self_attn.{letter}_proj.weight" for letter in "qkv"], 0),
+    "self_attention.linear_qkv.bias": ([f"self_attn.{letter}_proj.bias" for letter in "qkv"], 0),
+    "self_attention.q_layernorm.weight": (["self_attn.q_norm.weight"], None),
+    "self_attention.k_layernorm.weight": (["self_attn.k_norm.weight"], None),
+    "self_attention.linear_proj.weight": (["self_attn.o_proj.weight"], 1),
+    "pre_mlp_layernorm.weight": (["post_attention_layernorm.weight"], None),
+    "mlp.linear_fc1.weight": (["mlp.gate_proj.weight", "mlp.up_proj.weight"], 0),
+    "mlp.linear_fc2.weight": (["mlp.down_proj.weight"], 1),
+    "mlp.router.weight": (["mlp.gate.weight"], None),
+    "mlp.experts.linear_fc1.weight": (["mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"], 0),
+    "mlp.experts.linear_fc2.weight": (["mlp.experts.{}.down_proj.weight"], 1),
+    "mlp.shared_experts.linear_fc1.weight": (
+        ["mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"],
+        0,
+    ),
+    "mlp.shared_experts.linear_fc2.weight": (["mlp.shared_expert.down_proj.weight"], 1),
+    "mlp.shared_experts.gate_weight": (["mlp.shared_expert_gate.weight"], None),
+}
+
+
 def slots(model: torch.nn.Module, arch: Architecture, parallel: Parallel) -> Iterator[Slot]:
     """Every weight of this rank in the order of the layers. The number and the order are the same on every rank."""
-
-    def linear(module: torch.nn.Module, names: list[str], dim: int, **more) -> Slot:
-        base, adapter = _base_and_adapter(module)
-        return Slot(base.weight, tuple(f"{name}_proj.weight" for name in names), dim, adapter=adapter, **more)
-
-    def swiglu(module: torch.nn.Module, prefix: str) -> Iterator[Slot]:
-        yield linear(module.linear_fc1, [f"{prefix}.gate", f"{prefix}.up"], 0)
-        yield linear(module.linear_fc2, [f"{prefix}.down"], 1)
-
+    first_expert = parallel.expert_rank * (arch.num_experts // parallel.expert)
     yield Slot(model.embedding.word_embeddings.weight, ("model.embed_tokens.weight",), 0)
     for i, layer in enumerate(model.decoder.layers):
-        name, attention = f"model.layers.{i}", layer.self_attention
-        groups = arch.num_kv_heads // parallel.tensor
-        yield Slot(layer.input_layernorm.weight, (f"{name}.input_layernorm.weight",))
-        qkv = [f"{name}.self_attn.{letter}" for letter in "qkv"]
-        yield linear(attention.linear_qkv, qkv, 0, qkv_groups=groups)
-        if arch.qkv_bias:
-            bias = _base_and_adapter(attention.linear_qkv)[0].bias
-            yield Slot(bias, tuple(f"{letter}_proj.bias" for letter in qkv), 0, qkv_groups=groups)
-        if arch.qk_norm:
-            yield Slot(attention.q_layernorm.weight, (f"{name}.self_attn.q_norm.weight",))
-            yield Slot(attention.k_layernorm.weight, (f"{name}.self_attn.k_norm.weight",))
-        yield linear(attention.linear_proj, [f"{name}.self_attn.o"], 1)
-        yield Slot(layer.pre_mlp_layernorm.weight, (f"{name}.post_attention_layernorm.weight",))
-        if not arch.moe_layers[i]:
-            yield from swiglu(layer.mlp, f"{name}.mlp")
-            continue
-        router = layer.mlp.router
-        yield Slot(router.weight, (f"{name}.mlp.gate.weight",), adapter=getattr(router, "lora", None))
-        experts = layer.mlp.experts
-        first = parallel.expert_rank * (arch.num_experts // parallel.expert)
-        for linear_name, blocks, dim in (("linear_fc1", ("gate", "up"), 0), ("linear_fc2", ("down",), 1)):
-            base, adapter = _base_and_adapter(getattr(experts, linear_name))
-            for local, weight in enumerate(base.weight):
-                names = tuple(f"{name}.mlp.experts.{first + local}.{block}_proj.weight" for block in blocks)
-                yield Slot(weight, names, dim, expert=local, adapter=adapter)
-        if arch.shared_expert_ffn_size:
-            yield from swiglu(layer.mlp.shared_experts, f"{name}.mlp.shared_expert")
-            gate = layer.mlp.shared_experts.gate_weight
-            yield Slot(gate, (f"{name}.mlp.shared_expert_gate.weight",))
+        adapters = {f"{name.removesuffix('.lora')}.weight": adapter for name, adapter in attached(layer).items()}
+        weights = {name.replace(".base.", "."): weight for name, weight in layer.named_parameters()}
+        weights = {name: weight for name, weight in weights.items() if not name.endswith((".A", ".B"))}
+        assert weights.keys() <= LAYER_WEIGHTS.keys(), weights.keys() - LAYER_WEIGHTS.keys()
+        for name, (blocks, dim) in LAYER_WEIGHTS.items():
+            if name not in weights:
+                continue
+            names, adapter = tuple(f"model.layers.{i}.{block}" for block in blocks), adapters.get(name)
+            if name.startswith("mlp.experts."):
+                for local, weight in enumerate(weights[name]):
+                    expert_names = tuple(block.format(first_expert + local) for block in names)
+                    yield Slot(weight, expert_names, dim, expert=local, adapter=adapter)
+            else:
+                groups = arch.num_kv_heads // parallel.tensor if ".linear_qkv." in name else 0
+                yield Slot(weights[name], names, dim, groups, adapter=adapter)
     yield Slot(model.decoder.final_layernorm.weight, ("model.norm.weight",))
     if not arch.tied_head:
         yield Slot(model.output_layer.weight, ("lm_head.weight",), 0)
-
-
-def _base_and_adapter(module: torch.nn.Module) -> tuple[torch.nn.Module, torch.nn.Module | None]:
-    return (module.base, module) if hasattr(module, "base") else (module, None)
 
 
 def interleave_qkv(rows: Tensor, groups: int, arch: Architecture) -> Tensor:
@@ -159,14 +156,12 @@ def read_model(model_dir: str | Path, arch: Architecture) -> dict[str, Tensor]:
         if twice := tensors.keys() & found.keys():
             raise InputError(f"{path}: {min(twice)} is also in another file of this directory")
         found |= tensors
-    expected, problems = tensor_shapes(arch), []
-    for label, names in (
-        ("missing", [name for name in expected if name not in found]),
-        ("not part of this architecture", [name for name in found if name not in expected]),
-    ):
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            problems.append(f"{label}: {', '.join(names[:3])}{more}")
+    expected = tensor_shapes(arch)
+    unmatched = {
+        "missing": [name for name in expected if name not in found],
+        "not part of this architecture": [name for name in found if name not in expected],
+    }
+    problems = [f"{label}: {first_three(names)}" for label, names in unmatched.items() if names]
     for name in (name for name in expected if name in found):
         shape, dtype = found[name].shape, str(found[name].dtype).removeprefix("torch.")
         if shape != expected[name]:
@@ -176,6 +171,11 @@ def read_model(model_dir: str | Path, arch: Architecture) -> dict[str, Tensor]:
     if problems:
         raise InputError(f"{model_dir}: weights do not fit config.json: {'; '.join(problems[:3])}")
     return found
+
+
+def first_three(names: list[str]) -> str:
+    """The first three names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _weight_files(model_dir: Path) -> list[Path]:
@@ -208,19 +208,15 @@ def load(model: torch.nn.Module, arch: Architecture, parallel: Parallel, model_d
     tensors = read_model(model_dir, arch)
     todo = list(slots(model, arch, parallel))
     for slot in tqdm(todo, desc="loading weights", disable=None if parallel.rank == 0 else True, leave=False):
-        shards = parallel.shards(slot.expert is not None)
-        blocks = [_shard(tensors[name], slot.dim, shards) for name in slot.names]
+        shards, blocks = parallel.shards(slot.expert is not None), [tensors[name] for name in slot.names]
+        if slot.dim is not None:
+            blocks = [block.chunk(shards.size, slot.dim)[shards.rank] for block in blocks]  # views
         value = blocks[0] if len(blocks) == 1 else torch.cat(blocks, slot.dim)
         if not (value.sum().isfinite() or value.isfinite().all()):  # a sum takes a tenth of the time
             raise InputError(f"{model_dir}: {' or '.join(slot.names)} holds values that are not finite")
         if slot.qkv_groups:
             value = interleave_qkv(value, slot.qkv_groups, arch)
         slot.weight.copy_(value.t() if slot.expert is not None else value)
-
-
-def _shard(tensor: Tensor, dim: int | None, shards: Shards) -> Tensor:
-    """The share of this rank of a tensor that is split along ``dim``; None: the whole tensor. A view."""
-    return tensor if dim is None else tensor.chunk(shards.size, dim)[shards.rank]
 
 
 # ------------------------------------------------------------------------------------------------ export
@@ -249,33 +245,30 @@ def export(
     for together in _messages(todo, parallel.expert):
         values = [merged(slot) if merge else slot.weight for slot in together]
         if together[0].expert is None:
-            (slot,) = together
-            yield from _whole(slot, values[0], slot.names, arch, parallel.shards(False))
+            yield from _whole(together[0], values[0], together[0].names, arch, parallel.shards(False))
             continue
-        local = arch.num_experts // parallel.expert
         mine = values[0][None] if len(values) == 1 else torch.stack(values)
         by_rank = gather(mine, parallel.expert, parallel.expert_group)
         for place, slot in enumerate(together):
             for rank, peer in enumerate(by_rank):
-                number = rank * local + slot.expert
+                number = rank * (arch.num_experts // parallel.expert) + slot.expert
                 names = tuple(re.sub(r"experts\.\d+", f"experts.{number}", name) for name in slot.names)
                 yield from _whole(slot, peer[place].t(), names, arch, parallel.shards(True))
 
 
-def _messages(todo: list[Slot], ranks: int) -> Iterator[list[Slot]]:
+def _messages(todo: list[Slot], ranks: int) -> list[list[Slot]]:
     """The slots in order, one at a time. Experts of one matrix come together if they are gathered over ``ranks``.
 
     Every rank makes the same split, because all ranks have slots of the same shapes in the same order.
     """
-    together: list[Slot] = []
+    messages: list[list[Slot]] = []
     for slot in todo:
         most = MESSAGE // (ranks * slot.weight.numel()) if ranks > 1 and slot.expert else 1  # expert 0 begins anew
-        if together and len(together) >= most:
-            yield together
-            together = []
-        together.append(slot)
-    if together:
-        yield together
+        if messages and len(messages[-1]) < most:
+            messages[-1].append(slot)
+        else:
+            messages.append([slot])
+    return messages
 
 
 def changing(todo: list[Slot], only: Collection[str], adapted: bool = True) -> list[Slot]:
@@ -292,7 +285,7 @@ def merged(slot: Slot) -> Tensor:
     """The shard of W + (alpha / R) B A on this rank, in fp32 from the untouched base, cast once; W without LoRA."""
     if slot.adapter is None:
         return slot.weight
-    return (slot.weight.float() + _delta(slot)).to(slot.weight.dtype)
+    return (slot.weight.float() + slot.adapter.delta(slot.expert)).to(slot.weight.dtype)
 
 
 def fused_group(name: str) -> str:
@@ -305,10 +298,6 @@ def fused_group(name: str) -> str:
     return re.sub(r"\.(gate|up)_proj\.weight$", ".gate_up_proj", name)
 
 
-def _delta(slot: Slot) -> Tensor:
-    return slot.adapter.delta() if slot.expert is None else slot.adapter.delta(slot.expert)
-
-
 def _whole(
     slot: Slot, value: Tensor, names: tuple[str, ...], arch: Architecture, shards: Shards
 ) -> Iterator[tuple[str, Tensor]]:
@@ -317,7 +306,7 @@ def _whole(
         value = separate_qkv(value, slot.qkv_groups, arch)
     by_rank = gather(value, shards.size if slot.dim is not None else 1, shards.group)
     if len(names) == 1:
-        yield names[0], by_rank[0] if len(by_rank) == 1 else torch.cat(by_rank, slot.dim)
+        yield names[0], by_rank[0] if len(by_rank) == 1 else torch.cat(list(by_rank), slot.dim)
         return
     sizes = [value.shape[0] // 2] * 2  # gate, up
     if slot.qkv_groups:
@@ -327,13 +316,13 @@ def _whole(
         yield name, torch.cat(blocks)
 
 
-def gather(value: Tensor, size: int, group) -> list[Tensor]:
-    """The ``value`` of every rank of ``group``, in rank order. Collective."""
+def gather(value: Tensor, size: int, group) -> Tensor:
+    """The ``value`` of every rank of ``group``, in rank order; of one rank a view. Collective. (...) -> (size, ...)"""
     if size == 1:
-        return [value]
+        return value[None]
     out = value.new_empty((size, *value.shape))
     dist.all_gather_into_tensor(out.flatten(0, 1), value.contiguous(), group=group)
-    return list(out)
+    return out
 
 
 def save_model(tensors: Iterator[tuple[str, Tensor]], out_dir: Path, shard_bytes: int = 4 * 2**30) -> None:
@@ -341,7 +330,7 @@ def save_model(tensors: Iterator[tuple[str, Tensor]], out_dir: Path, shard_bytes
     from safetensors.torch import save_file
 
     batch: dict[str, Tensor] = {}
-    paths, weight_map, held, total = [], {}, 0, 0
+    paths, weight_map, total = [], {}, 0
 
     def flush() -> None:
         path = out_dir / f"model-{len(paths) + 1:05d}.safetensors"
@@ -351,16 +340,14 @@ def save_model(tensors: Iterator[tuple[str, Tensor]], out_dir: Path, shard_bytes
         batch.clear()
 
     for name, tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if batch and held + size > shard_bytes:
+        if batch and sum(held.nbytes for held in batch.values()) + tensor.nbytes > shard_bytes:
             flush()
-            held = 0
         batch[name] = tensor.contiguous().clone()
-        held, total = held + size, total + size
+        total += tensor.nbytes
     flush()
+    index = out_dir / "model.safetensors.index.json"
     if len(paths) == 1:
-        (out_dir / "model.safetensors.index.json").unlink(missing_ok=True)  # a reader would follow an older index
+        index.unlink(missing_ok=True)  # a reader would follow an older index
         paths[0].rename(out_dir / "model.safetensors")
-        return
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (out_dir / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+    else:
+        index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1) + "\n")

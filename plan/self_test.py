@@ -61,7 +61,7 @@ OFF = ("reward_constant", "unparsable", "truncated", "sampling", "impossible", "
 LOOK_AT = {
     "questions": "data_gsm8k.Questions.pick; which file each split is read from",
     "answers": "data_gsm8k.stop_token_ids, and how the sampler ends an answer (torch_sampler.py)",
-    "rewards": "reward_gsm8k.py, startup.scorer, and the order in which rollout.sample gathers",
+    "rewards": "reward_gsm8k.py, startup.Run.score, and the order in which rollout.sample gathers",
     "advantages": "grpo.group_advantages",
     "sampler": "weights_hf.export (the merge, alpha / R), weight_sync.py, torch_decoder.py; kernels.py on this device",
     "gradient": "learner.py (loss, masks, counts), grpo.py, lora_megatron.py, packing.py, backward of kernels.py",

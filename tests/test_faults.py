@@ -213,8 +213,8 @@ def test_pieces_with_other_bytes_are_named_if_ranks_hold_the_same_piece() -> Non
 def compared_pieces() -> tuple[str, str]:
     parallel, rank = world.open_layout("DP2"), torch.distributed.get_rank()
     same, other = torch.ones(5), torch.full((5,), 1.0 + rank)
-    pieces = [adapter_weights.Piece("a", "", same), adapter_weights.Piece(f"own of {rank}", str(rank), other)]
-    different = [*pieces, adapter_weights.Piece("b", "", other)]
+    pieces = {("a", ""): same, (f"own of {rank}", str(rank)): other}
+    different = pieces | {("b", ""): other}
     return adapter_weights.differing(pieces, parallel), adapter_weights.differing(different, parallel)
 
 

@@ -148,9 +148,13 @@ def wrong_operator(monkeypatch: MonkeyPatch) -> None:
 
 def lost_expert(monkeypatch: MonkeyPatch) -> None:
     """Expert 6 of layer 0 reaches the sampler without its update."""
-    real = weights_hf._delta
+    real = weights_hf.merged
     where = "layers.0.mlp.experts.6."
-    monkeypatch.setattr(weights_hf, "_delta", lambda slot: real(slot) * (not any(where in name for name in slot.names)))
+
+    def faulty(slot: weights_hf.Slot) -> torch.Tensor:
+        return slot.weight if any(where in name for name in slot.names) else real(slot)
+
+    monkeypatch.setattr(weights_hf, "merged", faulty)
 
 
 def test_faults_are_named_by_their_stages_and_what_needs_them_is_skipped(tmp_path, monkeypatch, capsys) -> None:

@@ -89,10 +89,11 @@ def other_forwards(parallel: Parallel, path: Path, tokens: Tensor) -> dict[str, 
     answers["of_nothing"] = float((nothing[0].abs() + nothing[1].abs()).detach().sum())
     answers["gradient_of_nothing"] = max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
 
-    vocabulary_shard = len(model_megatron.output_weight(model))
+    head = model.embedding.word_embeddings if model.share_embeddings_and_output_weights else model.output_layer
+    vocabulary_shard = len(head.weight)
     model_megatron.LOGITS_PER_CHUNK = 16 * vocabulary_shard  # 16 of the 120 rows at a time; this process ends soon
     model.zero_grad()
-    with _WidestTensor(model_megatron.output_weight(model), vocabulary_shard) as widest:
+    with _WidestTensor(head.weight, vocabulary_shard) as widest:
         logp, entropy = model_megatron.token_logprobs(model, tokens, mask, parallel, TEMPERATURE)
         (logp.sum() + entropy.sum()).backward()
     answers["rows_of_logits"] = widest.rows

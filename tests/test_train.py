@@ -6,8 +6,10 @@ Every run is the whole trainer on a random tiny model, in forked worlds of 1 to 
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -288,7 +290,9 @@ def test_the_shuffled_control_has_the_rewards_of_the_run_that_it_controls(runs) 
 
 def test_an_answer_is_scored_without_its_stop_token(models, tmp_path) -> None:
     tokenizer = data_gsm8k.load_tokenizer(models["qwen3_moe"])
-    score = startup.scorer("strict", tokenizer)
+    cfg = training.config(models["qwen3_moe"], tmp_path, reward__method="strict")
+    run = SimpleNamespace(cfg=cfg, inputs=SimpleNamespace(tokenizer=tokenizer))
+    score = functools.partial(startup.Run.score, run)
     question = data_gsm8k.Question("", "", "12", [])
     tokens = tokenizer("7 + 5 = 12\n#### 12", add_special_tokens=False)["input_ids"]
     assert score(question, Completion([*tokens, 2], [], "stop")) == (1.0, True)

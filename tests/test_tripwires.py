@@ -61,10 +61,10 @@ def pushed_otherwise(change: Callable[[str, Tensor], Tensor]) -> None:
 def experts_delta_dropped() -> None:
     """The merge forgets the LoRA of the routed experts of layer 1."""
 
-    def delta(value: Tensor, slot: weights_hf.Slot) -> Tensor:
-        return value * 0 if slot.expert is not None and ".layers.1." in slot.names[0] else value
+    def base(value: Tensor, slot: weights_hf.Slot) -> Tensor:
+        return slot.weight if slot.expert is not None and ".layers.1." in slot.names[0] else value
 
-    after(weights_hf, "_delta", delta)
+    after(weights_hf, "merged", base)
 
 
 def gate_transposed() -> None:
@@ -80,7 +80,7 @@ def gate_permuted() -> None:
 
 
 def adapters_never_pushed() -> None:
-    after(weights_hf, "_delta", lambda value, slot: value * 0)
+    after(weights_hf, "merged", lambda value, slot: slot.weight)
 
 
 def nan_in_one_expert() -> None:

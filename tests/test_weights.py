@@ -15,10 +15,12 @@ from pathlib import Path
 
 import pytest
 import reference
+import safetensors.torch
 import torch
 import world
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_config
 import model_megatron
@@ -49,7 +51,7 @@ def round_trip(parallel: Parallel, folders: dict[tuple[str, str], Path]) -> dict
         expected = load_file(folder / "model.safetensors")
         for held, dtype in DTYPES.items():
             model = build(arch, parallel, dtype)
-            with _CountElements() as count:
+            with pytest.MonkeyPatch.context() as patch, _CountElements(patch) as count:
                 weights_hf.load(model, arch, parallel, folder)
             weights = list(weights_hf.slots(model, arch, parallel))
             found = dict(weights_hf.export(model, arch, parallel))
@@ -60,7 +62,7 @@ def round_trip(parallel: Parallel, folders: dict[tuple[str, str], Path]) -> dict
                 "different": [name for name, t in expected.items() if not torch.equal(found[name], t.to(dtype))],
                 "surplus": sorted(found.keys() - expected.keys()),
                 "in small messages": [name for name, t in by_two if not torch.equal(found[name], t)],
-                "read": count.elements,
+                "read": count.elements(),
                 "shard": sum(slot.weight.numel() for slot in weights),
                 "parameters": sum(parameter.numel() for parameter in model.parameters()),
                 "without adapters": list(weights_hf.export(model, arch, parallel, only=())),
@@ -68,21 +70,33 @@ def round_trip(parallel: Parallel, folders: dict[tuple[str, str], Path]) -> dict
     return answers
 
 
-class _CountElements:
-    """Counts the elements that loading reads from the files."""
+class _CountElements(TorchDispatchMode):
+    """Counts the elements of the mapped files that any operation but a view has as input; each element counts once."""
 
-    def __enter__(self):
-        self.elements, self.shard = 0, weights_hf._shard
-        weights_hf._shard = self.counted
-        return self
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.files: list[tuple[Tensor, Tensor]] = []  # a tensor of a file, and which elements of it were read
+        monkeypatch.setattr(safetensors.torch, "load_file", self.load_file)
 
-    def counted(self, *args) -> Tensor:
-        value = self.shard(*args)
-        self.elements += value.numel()
-        return value
+    def load_file(self, *args) -> dict[str, Tensor]:
+        tensors = load_file(*args)
+        self.files += [(tensor, torch.zeros(tensor.shape, dtype=torch.bool)) for tensor in tensors.values()]
+        return tensors
 
-    def __exit__(self, *_) -> None:
-        weights_hf._shard = self.shard
+    def elements(self) -> int:
+        return sum(int(read.sum()) for _, read in self.files)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for value in torch.utils._pytree.tree_leaves((args, kwargs)):
+            if isinstance(value, Tensor) and not func.is_view:
+                self.mark(value)
+        return func(*args, **(kwargs or {}))
+
+    def mark(self, value: Tensor) -> None:
+        for tensor, read in self.files:
+            offset = value.data_ptr() - tensor.data_ptr()
+            if value.numel() and 0 <= offset < tensor.nbytes:
+                read.as_strided(value.shape, value.stride(), offset // tensor.itemsize).fill_(True)
 
 
 @pytest.fixture(scope="module")
