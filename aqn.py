@@ -88,8 +88,6 @@ def bf16_grid_noise(weight: Tensor, sigma: float, generator: torch.Generator) ->
                          bias of up to 0.03 sigma at powers of 2). This rounding adds s^2 / 6 to the variance, so the
                          Gaussian has that much less. The std is exact, but within one step of a power of 2 only to 3 %.
     """
-    if weight.dtype is not torch.bfloat16:
-        raise ValueError(f"bf16_grid_noise: found {weight.dtype}; needed: torch.bfloat16")
     clean = weight.double()
     up, down = _grid_steps(weight)
     normal = torch.randn(weight.shape, generator=generator)

@@ -11,7 +11,9 @@ from collections.abc import Callable, Generator, Iterator
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 import adapter_weights
 import aqn
@@ -171,9 +173,14 @@ class WeightSync:
 
     def _answers(self, prompt: list[int], temperature: float) -> list[Completion]:
         """The engine's answers to ``prompt``, always with the same random numbers."""
-        length = min(PROBE_TOKENS, self.cfg.rollout.max_new_tokens)
-        call = {"num_samples": PROBE_ANSWERS, "max_new_tokens": length, "temperature": temperature}
-        return self.engine.sample([prompt], seeds=[0], **call)[0]
+        (answers,) = self.engine.sample(
+            [prompt],
+            seeds=[0],
+            num_samples=PROBE_ANSWERS,
+            max_new_tokens=min(PROBE_TOKENS, self.cfg.rollout.max_new_tokens),
+            temperature=temperature,
+        )
+        return answers
 
     @torch.no_grad()
     def _gap(self, prompt: list[int]) -> float:
@@ -187,21 +194,20 @@ class WeightSync:
         dist.all_gather_object(everyones, mine)
         trainers = self._trainer_logp(prompt, list(dict.fromkeys(tokens for rank in everyones for tokens, _ in rank)))
         apart = [torch.cat([trainers[tokens] - torch.tensor(logp) for tokens, logp in rank]) for rank in everyones]
-        gaps = torch.stack([one.abs().mean() for one in apart])  # (ranks,); a NaN counts as the largest
-        return self.parallel.max_over_ranks(gaps.max().item())
+        largest = torch.stack([one.abs().mean() for one in apart]).max().item()  # a NaN counts as the largest
+        return self.parallel.max_over_ranks(largest)
 
     def _trainer_logp(self, prompt: list[int], answers: list[tuple[int, ...]]) -> dict[tuple[int, ...], Tensor]:
         """Answer -> the trainer's log-prob of each of its tokens after ``prompt``, on the host. Collective."""
-        width = len(prompt) + max(map(len, answers))
-        width += -width % self.parallel.tensor
-        tokens = torch.tensor([[*prompt, *answer, *[0] * (width - len(prompt) - len(answer))] for answer in answers])
-        mask = torch.zeros_like(tokens)
-        for row, answer in enumerate(answers):
-            mask[row, len(prompt) : len(prompt) + len(answer)] = 1
+        device = self.parallel.device
+        rows = pad_sequence([torch.tensor([*prompt, *answer]) for answer in answers], batch_first=True)
+        tokens = F.pad(rows, (0, -rows.shape[1] % self.parallel.tensor))
+        place = torch.arange(tokens.shape[1]) - len(prompt)
+        mask = ((place >= 0) & (place < torch.tensor([[len(answer)] for answer in answers]))).long()
         with model_megatron.evaluating(self.model):
-            where = (tokens.to(self.parallel.device), mask.to(self.parallel.device))
-            temperature = self.cfg.rollout.temperature
-            logp, _ = model_megatron.token_logprobs(self.model, *where, self.parallel, temperature)
+            logp, _ = model_megatron.token_logprobs(
+                self.model, tokens.to(device), mask.to(device), self.parallel, self.cfg.rollout.temperature
+            )
         return {answer: rows[chosen == 1] for answer, rows, chosen in zip(answers, logp.cpu(), mask, strict=True)}
 
     def _changed(self) -> Generator[tuple[str, Tensor], None, tuple[float, dict[str, Tensor]]]:

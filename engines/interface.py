@@ -153,16 +153,22 @@ def check_call(
     ):
         if wrong:
             raise InputError(f"sample: {problem}")
+    longest = positions - rule.max_new_tokens
     for i, prompt in enumerate(prompts):
-        if len(prompt) == 0:
-            raise InputError(f"sample: prompt {i} is empty; needed: at least one token")
-        if not 0 <= min(prompt) <= max(prompt) < arch.vocab_size:
-            raise InputError(f"sample: prompt {i} has a token outside the vocabulary of {arch.vocab_size}")
-        if len(prompt) + rule.max_new_tokens > positions:
-            raise InputError(
-                f"sample: prompt {i} has {len(prompt)} tokens, which with max_new_tokens {rule.max_new_tokens} "
-                f"exceeds the {positions} positions of the engine"
-            )
+        for wrong, problem in (
+            (len(prompt) == 0, "is empty; needed: at least one token"),
+            (
+                prompt and not 0 <= min(prompt) <= max(prompt) < arch.vocab_size,
+                f"has a token outside the vocabulary of {arch.vocab_size}",
+            ),
+            (
+                len(prompt) > longest,
+                f"has {len(prompt)} tokens, which with max_new_tokens {rule.max_new_tokens} exceeds the {positions} "
+                "positions of the engine",
+            ),
+        ):
+            if wrong:
+                raise InputError(f"sample: prompt {i} {problem}")
 
 
 def check_arrival(name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]], seen: Collection[str]) -> None:

@@ -92,9 +92,6 @@ class TorchSampler(Engine):
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         self.decoder.load_weights(named_tensors)
 
-    def close(self) -> None:
-        """The engine holds nothing that must be given back."""
-
     @torch.inference_mode()
     def layer_outputs(self, prompt: list[int]) -> list[Tensor]:
         outputs: list[Tensor] = []
@@ -115,8 +112,16 @@ class TorchSampler(Engine):
         return_routed_experts: bool = False,
     ) -> list[list[Completion]]:
         rule = Rule(max_new_tokens, temperature, top_p, top_k)
-        ready, positions = self.decoder.ready, self.arch.max_positions
-        check_call(self.arch, prompts, seeds, num_samples, rule, return_routed_experts, ready, positions)
+        check_call(
+            self.arch,
+            prompts,
+            seeds,
+            num_samples,
+            rule,
+            return_routed_experts,
+            self.decoder.ready,
+            self.arch.max_positions,
+        )
         completions: list[list[Completion]] = [[] for _ in prompts]
         # Sorted, so that the prompts of a wave have similar lengths and little padding.
         by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))

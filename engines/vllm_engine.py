@@ -292,14 +292,23 @@ class VllmEngine(Engine):
 
         rule = Rule(max_new_tokens, temperature, top_p, top_k)
         check_call(self.arch, prompts, seeds, num_samples, rule, return_routed_experts, self.ready, self.max_tokens)
-        if temperature and not LOWEST_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE:
-            bounds = f"{LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE}"
-            raise InputError(f"sample: temperature {temperature}; vLLM needs 0, or {bounds}")
-        if temperature and (top_p, top_k) != (1, 0):
+        for wrong, problem in (
+            (
+                temperature and not LOWEST_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE,
+                f"temperature {temperature}; vLLM needs 0, or {LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE}",
+            ),
             # vLLM would report log-probabilities of the truncated distribution, which differ from the trainer's.
-            raise InputError(f"sample: top_p {top_p}, top_k {top_k}; vLLM needs 1 and 0 (or rollout.engine torch)")
-        if return_routed_experts and not self.routed_experts:
-            raise InputError("sample: routed experts asked of an engine that was made without routed_experts")
+            (
+                temperature and (top_p, top_k) != (1, 0),
+                f"top_p {top_p}, top_k {top_k}; vLLM needs 1 and 0 (or rollout.engine torch)",
+            ),
+            (
+                return_routed_experts and not self.routed_experts,
+                "routed experts asked of an engine that was made without routed_experts",
+            ),
+        ):
+            if wrong:
+                raise InputError(f"sample: {problem}")
         places = [(i, j) for i in range(len(prompts)) for j in range(num_samples)]
         rules = [
             SamplingParams(
