@@ -161,29 +161,6 @@ def summary(name: str, timed: dict[str, list[dict]], ready: dict[str, dict], agr
     }  # fmt: skip
 
 
-def sides(found: list[dict]) -> list[dict]:
-    """One row for each side of each case: seconds of a step and its phases, tokens per CPU second, MiB, start-up."""
-    return [
-        {"case": case["name"], "": side, "step": case[side]["cpu_s"], "min": case[side]["cpu_s_min"],
-         "max": case[side]["cpu_s_max"], "wall": case[side]["wall_s"], **case[side]["phases_cpu_s"],
-         "tok/s": case["new_tokens"] / case[side]["cpu_s"], "MiB": round(case[side]["peak_mib"]),
-         "startup": case[side]["startup_cpu_s"]}
-        for case in found for side in ("ours", "trl")
-    ]  # fmt: skip
-
-
-def ratios(found: list[dict]) -> list[dict]:
-    """One row for each case: this trainer over TRL, with the bars."""
-    return [
-        {"case": case["name"], "step ours/TRL": case["step_cpu_ratio"], "bar": case["bar"],
-         "pairs": "{min:.2f}-{max:.2f}".format(**case["ratio_by_pair"]), "generate": f"{case['generate_speedup']:.2f}x",
-         "memory": case["peak_memory_ratio"], "memory bar": MEMORY_BAR, "start-up": case["startup_cpu_ratio"],
-         "log-prob gap": case["agreed"]["logp_gap"],
-         "loss gap": abs(case["agreed"]["loss"] - case["agreed"]["their_loss"])}
-        for case in found
-    ]  # fmt: skip
-
-
 def main() -> None:
     parser = cases.parser(__doc__)
     parser.add_argument("--cases", nargs="+", choices=cases.CASES, default=list(cases.CASES))
@@ -194,9 +171,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
         ready_peer(args.cases[0], work)[0].close()  # it makes the model, so that no start-up time includes that
-        result = {"cases": [compare(name, work, python, args.steps) for name in args.cases]}
-    above = f"medians of CPU seconds (wall: wall seconds)\n{cases.table(sides(result['cases']))}\n\n"
-    cases.report(args, __doc__, ratios(result["cases"]), result, above)
+        found = [compare(name, work, python, args.steps) for name in args.cases]
+    by_side = [
+        {"case": case["name"], "": side, "step": case[side]["cpu_s"], "min": case[side]["cpu_s_min"],
+         "max": case[side]["cpu_s_max"], "wall": case[side]["wall_s"], **case[side]["phases_cpu_s"],
+         "tok/s": case["new_tokens"] / case[side]["cpu_s"], "MiB": round(case[side]["peak_mib"]),
+         "startup": case[side]["startup_cpu_s"]}
+        for case in found for side in ("ours", "trl")
+    ]  # fmt: skip
+    ratios = [
+        {"case": case["name"], "step ours/TRL": case["step_cpu_ratio"], "bar": case["bar"],
+         "pairs": "{min:.2f}-{max:.2f}".format(**case["ratio_by_pair"]), "generate": f"{case['generate_speedup']:.2f}x",
+         "memory": case["peak_memory_ratio"], "memory bar": MEMORY_BAR, "start-up": case["startup_cpu_ratio"],
+         "log-prob gap": case["agreed"]["logp_gap"],
+         "loss gap": abs(case["agreed"]["loss"] - case["agreed"]["their_loss"])}
+        for case in found
+    ]  # fmt: skip
+    above = f"medians of CPU seconds (wall: wall seconds)\n{cases.table(by_side)}\n\n"
+    cases.report(args, __doc__, ratios, {"cases": found}, above)
 
 
 if __name__ == "__main__":

@@ -114,13 +114,6 @@ class TensorStream(Generic[Result]):
 # ------------------------------------------------------------------------------------------------ what is refused
 
 
-def check_special_tokens(tokens: Iterable[int], arch: Architecture) -> None:
-    """Raise InputError unless all stop and padding tokens are in the vocabulary."""
-    outside = [token for token in tokens if not 0 <= token < arch.vocab_size]
-    if outside:
-        raise InputError(f"sampler: stop or pad token {outside[0]} is not in the vocabulary of {arch.vocab_size}")
-
-
 def check_call(
     arch: Architecture,
     prompts: list[list[int]],

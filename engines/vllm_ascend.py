@@ -81,15 +81,13 @@ def arguments(enforce_eager: bool, max_sequences: int) -> dict:
 def original_compile(enforce_eager: bool) -> Iterator[None]:
     """Inside the block, torch.compile is torch's own if graphs are captured. Afterwards it is restored."""
     found = torch.compile
-    if enforce_eager or found is TORCH_COMPILE:
-        yield
-        return
-    if TORCH_COMPILE.__module__ != "torch":
+    wanted = found if enforce_eager else TORCH_COMPILE
+    if wanted is not found and wanted.__module__ != "torch":
         raise InputError(
             "rollout.enforce_eager: torch.compile was replaced before vllm_ascend.py was imported, but graphs need "
             "torch's own; needed: rollout.enforce_eager true"
         )
-    torch.compile = TORCH_COMPILE
+    torch.compile = wanted
     try:
         yield
     finally:

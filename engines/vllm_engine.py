@@ -36,7 +36,6 @@ from engines.interface import (
     check_call,
     check_complete,
     check_finite,
-    check_special_tokens,
 )
 from hf_config import Architecture
 from input_files import InputError
@@ -148,7 +147,6 @@ class VllmEngine(Engine):
         ``max_sequences``: rows that are decoded at once. ``routed_experts``: record what return_routed_experts asks
         for. ``adapter``: the shapes of what load_adapter will bring.
         """
-        check_special_tokens(stop_tokens, arch)
         self.arch, self.device, self.dtype, self.max_tokens = arch, torch.device(device), dtype, max_tokens
         self.stop_tokens, self.routed_experts = sorted(stop_tokens), routed_experts
         self.ready = False

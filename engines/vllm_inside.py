@@ -110,15 +110,11 @@ def layer_outputs(worker, run: Callable[[], object]) -> list[Tensor]:
     """The residual stream after each layer while ``run()`` runs one forward pass; [] for a compiled model."""
     outputs: list[Tensor] = []
     layers = [module for name, module in worker.model_runner.model.named_modules() if re.fullmatch(LAYER, name)]
-    hooks = [
-        layer.register_forward_hook(lambda module, args, output: outputs.append(output[0] + output[1]))
-        for layer in layers
-    ]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for layer in layers:
+            hook = layer.register_forward_hook(lambda module, args, output: outputs.append(output[0] + output[1]))
+            hooks.enter_context(hook)
         run()
-    finally:
-        for hook in hooks:
-            hook.remove()
     return outputs
 
 
