@@ -171,8 +171,7 @@ def exchange(
     outgoing = [[s for s in order if owner[s] == rank and peer in needed_by[s]] for peer in range(ranks)]
     incoming = [[s for s in order if owner[s] == peer and rank in needed_by[s]] for peer in range(ranks)]
     size = {s: math.prod(shapes[s]) for s in order}
-    empty = torch.empty(0, dtype=torch.uint8)
-    send = torch.cat([empty, *(own[s].flatten() for peer in outgoing for s in peer)])
+    send = torch.cat([torch.empty(0, dtype=torch.uint8), *(own[s].flatten() for peer in outgoing for s in peer)])
     splits = [[sum(size[s] for s in peer) for peer in side] for side in (outgoing, incoming)]
     receive = torch.empty(sum(splits[1]), dtype=torch.uint8)
     dist.all_to_all_single(receive, send, splits[1], splits[0])

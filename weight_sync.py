@@ -65,8 +65,9 @@ class WeightSync:
         """The tensors that the engine takes: whole ones, or this rank's shards. ``only``: see weights_hf.export."""
         if self.cfg.rollout.expert_parallel:
             return vllm_shards.shards(self.model, self.arch, self.parallel, only=only)
-        merge = self.cfg.rollout.sync == "merged"
-        return weights_hf.export(self.model, self.arch, self.parallel, only=only, merge=merge)
+        return weights_hf.export(
+            self.model, self.arch, self.parallel, only=only, merge=self.cfg.rollout.sync == "merged"
+        )
 
     def check_start(self, probe: list[int]) -> None:
         """Raise Tripped unless engine and trainer agree on answers to ``probe``, also after a second, equal push.
@@ -225,8 +226,11 @@ class WeightSync:
         """Name of each adapted weight -> its A (R, in) and B (out, R), whole, fp32; and their checksum. Collective."""
         adapters = lora_megatron.attached(self.model)
         whole = adapter_weights.gather(adapters, lora_megatron.factors(adapters), self.arch, self.parallel)
-        modules = adapter_weights.adapted_modules(self.arch, self.cfg.lora)
-        pairs = {name: (a, b) for module in modules for name, a, b in module.pairs(whole)}
+        pairs = {
+            name: (a, b)
+            for module in adapter_weights.adapted_modules(self.arch, self.cfg.lora)
+            for name, a, b in module.pairs(whole)
+        }
         return pairs, _total([factor.sum(dtype=torch.float32) for factor in whole.values()])
 
 

@@ -59,16 +59,16 @@ def compare(size: str, rounds: int, engines: dict[str, Callable], model, pool: l
     rows, new_tokens = map(int, size.split("x"))
     prompts = pool[: rows // cases.GROUP]
     seconds: dict[str, list[float]] = {name: [] for name in engines}
-    gap = 0.0
-    for round_ in range(rounds + 1):
+    answers: dict[str, list] = {}  # those of the last round
+    for _ in range(rounds + 1):
         for name, sample in engines.items():
             before = time.process_time()
-            answers = sample(prompts, new_tokens)
+            answers[name] = sample(prompts, new_tokens)
             seconds[name].append(time.process_time() - before)
-            groups = [answers] if name == "transformers" else [[answer.tokens for answer in group] for group in answers]
-            assert [len(row) for group in groups for row in group] == [new_tokens] * rows, name
-            if round_ == 0 and name != "transformers":
-                gap = max(gap, logp_gap(model, prompts, answers))
+    lengths = {len(row) for row in answers.pop("transformers")}
+    lengths |= {len(answer.tokens) for groups in answers.values() for group in groups for answer in group}
+    assert lengths == {new_tokens}, lengths
+    gap = max(logp_gap(model, prompts, groups) for groups in answers.values())
     assert gap < LOGP_BOUND, gap
     seconds = {name: spent[1:] for name, spent in seconds.items()}  # the first round warms up
     medians = {name: statistics.median(spent) for name, spent in seconds.items()}

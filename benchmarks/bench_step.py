@@ -87,13 +87,13 @@ def ready_peer(name: str, work: Path, **changes: object) -> tuple[Peer, dict]:
 
 def trl_command(name: str, work: Path, python: Path, questions: list[str]) -> list[str]:
     case = cases.CASES[name]
-    settings = {
+    settings = json.dumps({
         "model": str(work / "model"), "questions": questions,
         "group": cases.GROUP, "new_tokens": case.new_tokens, "rank": case.rank,
         "experts": "linear_fc1" in case.targets, "beta": cases.KL_COEF, "lr": cases.LEARNING_RATE,
         "adapter": str(work / f"adapter_{name}"), "record": str(work / f"record_{name}.json"), "work": str(work),
-    }  # fmt: skip
-    return [str(python), str(HERE / "trl_side.py"), json.dumps(settings)]
+    })  # fmt: skip
+    return [str(python), str(HERE / "trl_side.py"), settings]
 
 
 def trl_python() -> Path:

@@ -75,11 +75,13 @@ class Side:
                 "prompts": [question.prompt for question in loaded],
             })  # fmt: skip
         else:
+            unit = 1024 if sys.platform == "linux" else 2**20  # of ru_maxrss, in MiB
             self.answer({
                 "cpu_s": time.process_time() - self.start[0], "wall_s": time.perf_counter() - self.start[1],
                 "phases": self.phases, "new_tokens": self.num_tokens,
                 "loss": self.metrics["actor/loss"], "kl": self.metrics.get("actor/kl_loss", 0.0),
-                "logp_gap": self.metrics["rollout/logp_gap_max"], "peak_mib": peak_mib(), "now_mib": now_mib(),
+                "logp_gap": self.metrics["rollout/logp_gap_max"], "now_mib": now_mib(),
+                "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit,
             })  # fmt: skip
         while (line := sys.stdin.readline()).startswith("check "):
             self.answer(self.check(json.loads(Path(line[6:].strip()).read_text())))
@@ -100,23 +102,19 @@ class Side:
         )  # fmt: skip
         micro = rollout.pack(batch, list(range(rows)), torch.tensor(theirs["advantages"]), torch.device("cpu"), 0, 1)
         micro.packing = packing.pack(micro.tokens, micro.mask, 1)
-        counts = {"num_tokens": rows * width, "num_sequences": rows, "max_new_tokens": width}
         with torch.no_grad():
             reference = learner._reference_logp(micro)
             logp = learner._logp(micro)[0]
-            loss = learner._loss(micro, None, reference, counts)[0].item()
+            loss, _ = learner._loss(
+                micro, None, reference, {"num_tokens": rows * width, "num_sequences": rows, "max_new_tokens": width}
+            )
 
         def gap(ours: torch.Tensor, name: str) -> float:
             return (ours[micro.mask == 1].view(rows, width) - torch.tensor(theirs[name])).abs().max().item()
 
         kl = (reference - logp)[micro.mask == 1].abs().max().item()
-        return {"logp_gap": gap(logp, "logp"), "reference_gap": gap(reference, "reference"), "loss": loss,
+        return {"logp_gap": gap(logp, "logp"), "reference_gap": gap(reference, "reference"), "loss": loss.item(),
                 "their_loss": theirs["loss"], "largest_log_ratio_to_reference": kl}  # fmt: skip
-
-
-def peak_mib() -> float:
-    """The largest resident memory so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 2**20)
 
 
 def now_mib() -> float:

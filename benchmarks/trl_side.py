@@ -64,7 +64,10 @@ class Turns(TrainerCallback):
         self.start = time.process_time(), time.perf_counter()
 
     def on_train_begin(self, *args, **kwargs) -> None:
-        answer({"ready": True, "startup_cpu_s": sum(os.times()[:4]), "prompts": prompts()})
+        chats = [[{"role": "user", "content": question}] for question in settings["questions"]]
+        encoded = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+        prompts = tokenizer(encoded, add_special_tokens=False)["input_ids"]
+        answer({"ready": True, "startup_cpu_s": sum(os.times()[:4]), "prompts": prompts})
         self.wait()
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
@@ -80,12 +83,6 @@ class Turns(TrainerCallback):
         answer({**seconds, "phases": phases, "new_tokens": int(length) * rows, "loss": logs["loss"], "kl": logs["kl"],
                 "peak_mib": peak})  # fmt: skip
         self.wait()
-
-
-def prompts() -> list[list[int]]:
-    chats = [[{"role": "user", "content": question}] for question in settings["questions"]]
-    encoded = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
-    return tokenizer(encoded, add_special_tokens=False)["input_ids"]
 
 
 def rewards(completions, **kwargs) -> list[float]:

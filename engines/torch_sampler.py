@@ -94,6 +94,9 @@ class TorchSampler(Engine):
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         self.decoder.load_weights(named_tensors)
 
+    def close(self) -> None:
+        """The engine holds nothing that must be given back."""
+
     @torch.inference_mode()
     def layer_outputs(self, prompt: list[int]) -> list[Tensor]:
         outputs: list[Tensor] = []

@@ -150,7 +150,6 @@ class VllmEngine(Engine):
         self.arch, self.device, self.dtype, self.max_tokens = arch, torch.device(device), dtype, max_tokens
         self.stop_tokens, self.routed_experts = sorted(stop_tokens), routed_experts
         self.ready = False
-        assert dist.is_initialized()  # otherwise vLLM calls init_process_group itself
         self.shapes = weights_hf.tensor_shapes(arch)
         if adapter:
             self.adapter = vllm_adapter.Adapter(adapter, self.shapes, dtype)
@@ -161,7 +160,6 @@ class VllmEngine(Engine):
         job = [f"grpo-{os.getpid()}-{time.time_ns()}"]
         dist.broadcast_object_list(job)
         launched = "RANK" in os.environ  # by torchrun
-        assert launched or dist.get_world_size() == 1
         kept, compiling = vllm_inside.surroundings_kept(self.device), vllm_ascend.original_compile(enforce_eager)
         with kept, compiling, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # vLLM's own deprecations
@@ -317,8 +315,8 @@ class VllmEngine(Engine):
         ]  # fmt: skip
         with vllm_inside.surroundings_kept(self.device):
             asked = [{"prompt_token_ids": prompts[i]} for i, _ in places]
-            adapter = self.adapter and self.adapter.request()
             together = asked or self.lockstep  # in lockstep, ranks without prompts take part too
+            adapter = self.adapter and self.adapter.request()
             answers = self.llm.generate(asked, rules, use_tqdm=False, lora_request=adapter) if together else []
         completions: list[list[Completion]] = [[] for _ in prompts]
         for (i, _), answer in zip(places, answers, strict=True):

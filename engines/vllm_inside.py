@@ -84,10 +84,10 @@ def reload(worker, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
 
 def parameters(worker) -> dict[str, Tensor]:
     """The parameters of the loaded model by name, in the layout of vLLM's kernels."""
-    found = worker.model_runner.get_model().named_parameters()  # get_model unwraps the model that captures graphs
     return {
-        name.replace(".routed_experts.", "."): parameter for name, parameter in found
-    }  # only newer versions have it
+        name.replace(".routed_experts.", "."): parameter  # only newer versions have this part of the name
+        for name, parameter in worker.model_runner.get_model().named_parameters()  # not the model that captures graphs
+    }
 
 
 def placement(worker) -> dict[str, list[int]]:
