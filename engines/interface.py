@@ -196,7 +196,6 @@ def check_finite(tensors: Mapping[str, Tensor]) -> None:
     # A sum takes a tenth of the time of isfinite. A sum of finite numbers can overflow, so isfinite decides.
     sums = [tensor.sum(dtype=torch.float32) for tensor in tensors.values()]
     finite = torch.stack(sums).isfinite().tolist() if sums else []
-    suspects = [name for name, good in zip(tensors, finite, strict=True) if not good]
-    broken = [name for name in suspects if not tensors[name].isfinite().all()]
+    broken = [n for n, good in zip(tensors, finite, strict=True) if not good and not tensors[n].isfinite().all()]
     if broken:
         raise InputError(f"load_weights: {broken[0]} has NaN or infinity ({len(broken)} such tensors)")

@@ -26,9 +26,7 @@ def check_environment(device_type: str) -> None:
         raise InputError(
             f"rollout.engine: the environment's {name} would make every rank data rank 0 of vLLM; unset that variable"
         )
-    if device_type != "npu":
-        return
-    for variable in environment.switched_on(os.environ):
+    for variable in environment.switched_on(os.environ) if device_type == "npu" else ():
         raise InputError(f"rollout.engine: the environment's {variable.name} must be 0 or unset: {variable.reason}")
 
 

@@ -159,9 +159,11 @@ class VllmEngine(Engine):
             raise InputError("rollout.engine: the environment's VLLM_ENABLE_V1_MULTIPROCESSING must be 0 or unset")
         job = [f"grpo-{os.getpid()}-{time.time_ns()}"]
         dist.broadcast_object_list(job)
-        launched = "RANK" in os.environ  # by torchrun
-        kept, compiling = vllm_inside.surroundings_kept(self.device), vllm_ascend.original_compile(enforce_eager)
-        with kept, compiling, warnings.catch_warnings():
+        with (
+            vllm_inside.surroundings_kept(self.device),
+            vllm_ascend.original_compile(enforce_eager),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")  # vLLM's own deprecations
             # torch warns that there is no Triton without CUDA.
             logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
@@ -182,7 +184,9 @@ class VllmEngine(Engine):
                 max_num_batched_tokens=max(PREFILL_TOKENS, max_tokens),
                 enable_chunked_prefill=False,  # a chunk would draw from the generator of its row and, on a CPU, fail
                 tensor_parallel_size=tensor,
-                distributed_executor_backend="external_launcher" if launched else "uni",
+                distributed_executor_backend="external_launcher"
+                if "RANK" in os.environ
+                else "uni",  # torchrun sets RANK
                 enforce_eager=enforce_eager,
                 kv_cache_memory_bytes=kv_cache_mib * 2**20,
                 gpu_memory_utilization=0.01,  # vLLM requires this share to be free; the cache size is given
