@@ -105,7 +105,7 @@ class Side:
         with torch.no_grad():
             reference = learner._reference_logp(micro)
             logp = learner._logp(micro)[0]
-            loss, _ = learner._loss(
+            loss, _, _ = learner._loss(
                 micro, None, reference, {"num_tokens": rows * width, "num_sequences": rows, "max_new_tokens": width}
             )
 
