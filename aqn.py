@@ -88,8 +88,6 @@ def bf16_grid_noise(weight: Tensor, sigma: float, generator: torch.Generator) ->
                          bias of up to 0.03 sigma at powers of 2). This rounding adds s^2 / 6 to the variance, so the
                          Gaussian has that much less. The std is exact, but within one step of a power of 2 only to 3 %.
     """
-    if weight.dtype is not torch.bfloat16:
-        raise ValueError(f"bf16_grid_noise: found {weight.dtype}; needed: torch.bfloat16")
     clean = weight.double()
     up, down = _grid_steps(weight)
     normal = torch.randn(weight.shape, generator=generator)
@@ -256,8 +254,9 @@ def check_report(report: NoiseReport, tolerance: float = 0.1) -> None:
     if report.num_modules == 0:
         raise AqnError(f"AQN: sigma is {sigma:g} but no norm got noise: none of the targets was in the push")
     if report.missing:
-        first = min(report.missing)
-        raise AqnError(f"AQN: {first} should change and was not in the push ({len(report.missing)} such tensors)")
+        raise AqnError(
+            f"AQN: {min(report.missing)} should change and was not in the push ({len(report.missing)} such tensors)"
+        )
     found = f"over {n} elements of {report.num_modules} norms, {report.num_changed / n:.1%} of them changed"
     for what, value, needed, bound in (
         ("std", report.std, sigma, max(tolerance, 5 * report.std_error)),

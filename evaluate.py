@@ -54,9 +54,12 @@ def evaluate(
             for i, (place, group) in enumerate(zip(wave, answers, strict=True)):
                 found = [[*score(questions[place], one), len(one.tokens)] for one in group]
                 results[start + i, columns] = torch.tensor(found, dtype=torch.float32).flatten()
-    by_rank = parallel.gather_rows(results)  # (ranks, own, 3 + 3k)
-    by_place = rollout.in_place(by_rank, count, tensor).view(count, 1 + k, 3)
-    return _summary(by_place), _outcomes(by_place, questions)
+    by_place = rollout.in_place(parallel.gather_rows(results), count, tensor).view(count, 1 + k, 3)
+    outcomes = [
+        {"question": place, "gold": questions[place].gold, "greedy": row[0, 0].item(), "sampled": row[1:, 0].tolist()}
+        for place, row in enumerate(by_place)
+    ]
+    return _summary(by_place), outcomes
 
 
 def _summary(results: torch.Tensor) -> dict:
@@ -78,13 +81,6 @@ def _summary(results: torch.Tensor) -> dict:
     if k > 1:
         summary[f"eval/pass@{k}"] = results[:, 1:, 0].amax(dim=1).double().mean().item()
     return summary
-
-
-def _outcomes(results: torch.Tensor, questions: Questions) -> list[dict]:
-    return [
-        {"question": place, "gold": questions[place].gold, "greedy": row[0, 0].item(), "sampled": row[1:, 0].tolist()}
-        for place, row in enumerate(results)
-    ]
 
 
 def headline(summary: dict) -> str:

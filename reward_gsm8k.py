@@ -10,8 +10,6 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-METHODS = ("strict", "verl_strict", "verl_flexible", "openai", "lm_eval_strict", "lm_eval_flexible", "base_acc")
-
 # End-of-text marks: a response ends at the first of them, if the tokenizer's decoding left one in the text.
 EOS_TEXTS = ("<|im_end|>", "<|endoftext|>", "</s>", "<|eot_id|>", "<|end_of_text|>", "<eos>")
 
@@ -28,9 +26,18 @@ OTHER_VALUE = re.compile(
 )
 
 FIELD_MARKED = re.compile(r"#### (-?[0-9.,]+)")
-VERL_NUMBER = re.compile(r"-?[0-9.,]+")
-VERL_CHARACTERS = 300  # verl searches only the last characters of a response
+VERL_NUMBER = re.compile(r"(?!\.(?![0-9.,]))-?[0-9.,]+")  # a single dot is not a number
 LM_EVAL_NUMBER = re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")
+WHOLE, END = slice(None), slice(-300, None)  # verl searches no more than the last 300 characters
+FIRST, LAST = 0, -1
+SEARCHES = {  # method: what it searches for, in which part of the response, which match it takes, without its commas?
+    "verl_strict": (FIELD_MARKED, END, LAST, True),
+    "verl_flexible": (VERL_NUMBER, END, LAST, False),  # so "1,800" is not 1800
+    "openai": (FIELD_MARKED, WHOLE, FIRST, True),
+    "lm_eval_strict": (FIELD_MARKED, WHOLE, FIRST, False),
+    "lm_eval_flexible": (LM_EVAL_NUMBER, WHOLE, LAST, False),
+}
+METHODS = ("strict", *SEARCHES, "base_acc")
 
 BOXED = "\\boxed{"
 BOX_FORM = "<think> .. </think> <answer> \\boxed{N} </answer>"
@@ -47,7 +54,7 @@ def gold_answer(answer_field: str) -> str:
     _, marker, final = answer_field.rpartition("#### ")
     final = final.replace(",", "").strip()
     if not marker or not final:
-        raise ValueError(f"answer: found {_short(answer_field)}; needed: '#### ' and the final number")
+        raise ValueError(f"answer: found {answer_field[-60:]!r}; needed: '#### ' and the final number")
     return final
 
 
@@ -60,7 +67,7 @@ def score(response: str, gold: str, method: str = "strict") -> float:
     found = extract(response, method)
     if method == "strict":
         if (number := _answer_number(gold)) is None:
-            raise ValueError(f"gold: found {_short(gold)}; needed: one number")
+            raise ValueError(f"gold: found {gold[-60:]!r}; needed: one number")
         return float(found is not None and Decimal(found) == Decimal(number))
     compared = {"lm_eval_strict": _lm_eval_text, "lm_eval_flexible": _lm_eval_text, "base_acc": _boxed_value}
     value = compared.get(method, str)
@@ -81,13 +88,6 @@ def in_form(answer_field: str, method: str, boxed: bool) -> str:
     return answer_field
 
 
-def score_all(responses: list[list[str]], golds: list[str], method: str = "strict") -> list[list[float]]:
-    """The score of each response, one list a question; golds[i] belongs to responses[i]."""
-    if len(responses) != len(golds):
-        raise ValueError(f"responses: found {len(responses)} lists for {len(golds)} gold answers; needed: one for each")
-    return [[score(text, gold, method) for text in texts] for texts, gold in zip(responses, golds, strict=True)]
-
-
 def parsable(response: str, method: str = "strict") -> bool:
     """Whether the method finds an answer at all, right or wrong."""
     return extract(response, method) is not None
@@ -95,25 +95,17 @@ def parsable(response: str, method: str = "strict") -> bool:
 
 def extract(response: str, method: str = "strict") -> str | None:
     """The answer text that the method finds in a response, or None. Raises ValueError for an unknown method."""
-    end = response[-VERL_CHARACTERS:]
-    match method:
-        case "strict":
-            return _strict_answer(response)
-        case "base_acc":
-            return _boxed_answer(response)
-        case "openai":
-            found = [number.replace(",", "") for number in FIELD_MARKED.findall(response)[:1]]
-        case "verl_strict":
-            found = [number.replace(",", "") for number in FIELD_MARKED.findall(end)]
-        case "verl_flexible":  # commas stay, so "1,800" is not 1800
-            found = [number for number in VERL_NUMBER.findall(end) if number != "."]
-        case "lm_eval_strict":
-            found = FIELD_MARKED.findall(response)[:1]
-        case "lm_eval_flexible":
-            found = LM_EVAL_NUMBER.findall(response)
-        case _:
-            raise ValueError(f"method: found {method!r}; needed: one of {', '.join(METHODS)}")
-    return found[-1] if found else None
+    if method == "strict":
+        return _strict_answer(response)
+    if method == "base_acc":
+        return _boxed_answer(response)
+    if method not in METHODS:
+        raise ValueError(f"method: found {method!r}; needed: one of {', '.join(METHODS)}")
+    pattern, part, which, without_commas = SEARCHES[method]
+    found = pattern.findall(response[part])
+    if not found:
+        return None
+    return found[which].replace(",", "") if without_commas else found[which]
 
 
 # --------------------------------------------------------------------------------------------------------------- strict
@@ -195,7 +187,3 @@ def _boxed_value(text: str) -> float | str:
     except ValueError:
         return text
     return float(round(number)) if abs(number) < 2**53 and abs(number - round(number)) <= 1e-7 else number
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 60 else "..." + text[-57:])

@@ -255,8 +255,7 @@ def plan(
         return micro_batches
 
     fewest = len(fill(tokens_per_micro_batch))
-    rooms = range(tokens_per_micro_batch)
-    return fill(bisect.bisect_left(rooms, True, key=lambda room: len(fill(room)) <= fewest))
+    return fill(bisect.bisect_left(range(tokens_per_micro_batch), True, key=lambda room: len(fill(room)) <= fewest))
 
 
 def pack(

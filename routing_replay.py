@@ -48,13 +48,13 @@ class RoutingReplay:
             layer.mlp.router.routing = functools.partial(self._routing, layer.mlp.router.routing, index)
 
     def _routing(self, native: Callable, layer: int, logits: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """The routing of one MoE layer: by ``native``, Megatron's own, unless this object records or replays."""
+        """Probabilities and map of one MoE layer's router, of recorded or own experts.  (tokens, E) -> (N, E) twice
+
+        They come from ``native``, Megatron's own routing, unless this object records or replays.
+        """
         if self.routes is None and self.written is None:
             return native(logits, *args, **kwargs)
-        return self._route(logits.view(-1, self.arch.num_experts), layer)
-
-    def _route(self, logits: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Probabilities and map as Megatron's router gives them, of recorded or own experts.  (N, E) -> (N, E) twice"""
+        logits = logits.view(-1, self.arch.num_experts)
         chosen = logits.topk(self.arch.experts_per_token, dim=-1).indices  # (N, K)
         if self.routes is not None:
             record = self.routes[:, layer]
@@ -146,7 +146,6 @@ def collect(
         for data_rank, sequences in enumerate(share)
         for sequence in sequences
     }
-    assert parallel.rank == parallel.data_rank * parallel.tensor + parallel.tensor_rank
     rest = (sum(arch.moe_layers), arch.experts_per_token)
     records = {
         (parallel.rank // sampler_tensor + i * replicas) * group + j: torch.from_numpy(answer.routed_experts)
@@ -155,8 +154,6 @@ def collect(
     }
     owner = {sequence: sequence // group % replicas * sampler_tensor for sequence in needed_by}
     shapes = {sequence: (batch.row_length(sequence) - 1, *rest) for sequence in needed_by}
-    for sequence, record in records.items():
-        assert sequence not in shapes or record.shape == shapes[sequence], (record.shape, shapes[sequence])
     return exchange(records, owner, needed_by, shapes, parallel.rank)
 
 
@@ -174,8 +171,7 @@ def exchange(
     outgoing = [[s for s in order if owner[s] == rank and peer in needed_by[s]] for peer in range(ranks)]
     incoming = [[s for s in order if owner[s] == peer and rank in needed_by[s]] for peer in range(ranks)]
     size = {s: math.prod(shapes[s]) for s in order}
-    empty = torch.empty(0, dtype=torch.uint8)
-    send = torch.cat([empty, *(own[s].flatten() for peer in outgoing for s in peer)])
+    send = torch.cat([torch.empty(0, dtype=torch.uint8), *(own[s].flatten() for peer in outgoing for s in peer)])
     splits = [[sum(size[s] for s in peer) for peer in side] for side in (outgoing, incoming)]
     receive = torch.empty(sum(splits[1]), dtype=torch.uint8)
     dist.all_to_all_single(receive, send, splits[1], splits[0])

@@ -11,7 +11,9 @@ from collections.abc import Callable, Generator, Iterator
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 import adapter_weights
 import aqn
@@ -63,8 +65,9 @@ class WeightSync:
         """The tensors that the engine takes: whole ones, or this rank's shards. ``only``: see weights_hf.export."""
         if self.cfg.rollout.expert_parallel:
             return vllm_shards.shards(self.model, self.arch, self.parallel, only=only)
-        merge = self.cfg.rollout.sync == "merged"
-        return weights_hf.export(self.model, self.arch, self.parallel, only=only, merge=merge)
+        return weights_hf.export(
+            self.model, self.arch, self.parallel, only=only, merge=self.cfg.rollout.sync == "merged"
+        )
 
     def check_start(self, probe: list[int]) -> None:
         """Raise Tripped unless engine and trainer agree on answers to ``probe``, also after a second, equal push.
@@ -171,9 +174,14 @@ class WeightSync:
 
     def _answers(self, prompt: list[int], temperature: float) -> list[Completion]:
         """The engine's answers to ``prompt``, always with the same random numbers."""
-        length = min(PROBE_TOKENS, self.cfg.rollout.max_new_tokens)
-        call = {"num_samples": PROBE_ANSWERS, "max_new_tokens": length, "temperature": temperature}
-        return self.engine.sample([prompt], seeds=[0], **call)[0]
+        (answers,) = self.engine.sample(
+            [prompt],
+            seeds=[0],
+            num_samples=PROBE_ANSWERS,
+            max_new_tokens=min(PROBE_TOKENS, self.cfg.rollout.max_new_tokens),
+            temperature=temperature,
+        )
+        return answers
 
     @torch.no_grad()
     def _gap(self, prompt: list[int]) -> float:
@@ -187,21 +195,20 @@ class WeightSync:
         dist.all_gather_object(everyones, mine)
         trainers = self._trainer_logp(prompt, list(dict.fromkeys(tokens for rank in everyones for tokens, _ in rank)))
         apart = [torch.cat([trainers[tokens] - torch.tensor(logp) for tokens, logp in rank]) for rank in everyones]
-        gaps = torch.stack([one.abs().mean() for one in apart])  # (ranks,); a NaN counts as the largest
-        return self.parallel.max_over_ranks(gaps.max().item())
+        largest = torch.stack([one.abs().mean() for one in apart]).max().item()  # a NaN counts as the largest
+        return self.parallel.max_over_ranks(largest)
 
     def _trainer_logp(self, prompt: list[int], answers: list[tuple[int, ...]]) -> dict[tuple[int, ...], Tensor]:
         """Answer -> the trainer's log-prob of each of its tokens after ``prompt``, on the host. Collective."""
-        width = len(prompt) + max(map(len, answers))
-        width += -width % self.parallel.tensor
-        tokens = torch.tensor([[*prompt, *answer, *[0] * (width - len(prompt) - len(answer))] for answer in answers])
-        mask = torch.zeros_like(tokens)
-        for row, answer in enumerate(answers):
-            mask[row, len(prompt) : len(prompt) + len(answer)] = 1
+        device = self.parallel.device
+        rows = pad_sequence([torch.tensor([*prompt, *answer]) for answer in answers], batch_first=True)
+        tokens = F.pad(rows, (0, -rows.shape[1] % self.parallel.tensor))
+        place = torch.arange(tokens.shape[1]) - len(prompt)
+        mask = ((place >= 0) & (place < torch.tensor([[len(answer)] for answer in answers]))).long()
         with model_megatron.evaluating(self.model):
-            where = (tokens.to(self.parallel.device), mask.to(self.parallel.device))
-            temperature = self.cfg.rollout.temperature
-            logp, _ = model_megatron.token_logprobs(self.model, *where, self.parallel, temperature)
+            logp, _ = model_megatron.token_logprobs(
+                self.model, tokens.to(device), mask.to(device), self.parallel, self.cfg.rollout.temperature
+            )
         return {answer: rows[chosen == 1] for answer, rows, chosen in zip(answers, logp.cpu(), mask, strict=True)}
 
     def _changed(self) -> Generator[tuple[str, Tensor], None, tuple[float, dict[str, Tensor]]]:
@@ -219,8 +226,11 @@ class WeightSync:
         """Name of each adapted weight -> its A (R, in) and B (out, R), whole, fp32; and their checksum. Collective."""
         adapters = lora_megatron.attached(self.model)
         whole = adapter_weights.gather(adapters, lora_megatron.factors(adapters), self.arch, self.parallel)
-        modules = adapter_weights.adapted_modules(self.arch, self.cfg.lora)
-        pairs = {name: (a, b) for module in modules for name, a, b in module.pairs(whole)}
+        pairs = {
+            name: (a, b)
+            for module in adapter_weights.adapted_modules(self.arch, self.cfg.lora)
+            for name, a, b in module.pairs(whole)
+        }
         return pairs, _total([factor.sum(dtype=torch.float32) for factor in whole.values()])
 
 

@@ -10,7 +10,6 @@ sampler reports must agree with those of transformers for the same tokens, to 1e
 from __future__ import annotations
 
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,9 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import cases
 import torch
-from bench_step import our_command
+from bench_step import ready_peer
 
-import data_gsm8k
 import hf_config
 from engines.torch_sampler import TorchSampler
 
@@ -61,16 +59,16 @@ def compare(size: str, rounds: int, engines: dict[str, Callable], model, pool: l
     rows, new_tokens = map(int, size.split("x"))
     prompts = pool[: rows // cases.GROUP]
     seconds: dict[str, list[float]] = {name: [] for name in engines}
-    gap = 0.0
-    for round_ in range(rounds + 1):
+    answers: dict[str, list] = {}  # those of the last round
+    for _ in range(rounds + 1):
         for name, sample in engines.items():
             before = time.process_time()
-            answers = sample(prompts, new_tokens)
+            answers[name] = sample(prompts, new_tokens)
             seconds[name].append(time.process_time() - before)
-            groups = [answers] if name == "transformers" else [[answer.tokens for answer in group] for group in answers]
-            assert [len(row) for group in groups for row in group] == [new_tokens] * rows, name
-            if round_ == 0 and name != "transformers":
-                gap = max(gap, logp_gap(model, prompts, answers))
+    lengths = {len(row) for row in answers.pop("transformers")}
+    lengths |= {len(answer.tokens) for groups in answers.values() for group in groups for answer in group}
+    assert lengths == {new_tokens}, lengths
+    gap = max(logp_gap(model, prompts, groups) for groups in answers.values())
     assert gap < LOGP_BOUND, gap
     seconds = {name: spent[1:] for name, spent in seconds.items()}  # the first round warms up
     medians = {name: statistics.median(spent) for name, spent in seconds.items()}
@@ -98,10 +96,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
         model_dir = work / "model"
-        subprocess.run(our_command("attention_r8_64", work, "--make"), check=True, stdout=sys.stderr)
+        peer, ready = ready_peer("attention_r8_64", work, data__num_train=64)  # it makes the model and the prompts
+        peer.close()
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-        cfg = cases.config(cases.CASES["attention_r8_64"], model_dir, work, 1, data__num_train=64)
-        pool = [q.prompt for q in data_gsm8k.load(cfg.data, "train", data_gsm8k.load_tokenizer(model_dir), seed=0)]
         own = {"embedded": TorchSampler(hf_config.read(model_dir), stop_tokens=set(), pad_token=0)}
         if args.vllm:
             own["vllm"] = vllm(model_dir, max(int(size.split("x")[1]) for size in args.sizes))
@@ -116,7 +113,7 @@ def main() -> None:
             for name, engine in own.items()
         }  # fmt: skip
         engines["transformers"] = lambda prompts, new_tokens: generate(model, prompts, new_tokens)
-        result = {"sizes": [compare(size, args.rounds, engines, model, pool) for size in args.sizes]}
+        result = {"sizes": [compare(size, args.rounds, engines, model, ready["prompts"]) for size in args.sizes]}
         for engine in own.values():
             engine.close()
     rows = [

@@ -11,10 +11,8 @@ busier one of two.
 from __future__ import annotations
 
 import itertools
-import json
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -22,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import cases
-from bench_step import Peer, in_turn, our_command
+from bench_step import Peer, in_turn, our_command, ready_peer
 
 CASE = "all_r32_64"
 BAR, TWO_PROCESSES_BAR = 2.1, 1.7
@@ -35,24 +33,14 @@ DOUBLED = {  # each is compared with a run without changes
 }
 
 
-def settings(changes: dict) -> list[str]:
-    return [word for key, value in changes.items() for word in ("--set", f"{key}={json.dumps(value)}")]
-
-
 def start(work: Path, name: str, changes: dict) -> Peer:
     """The trainer with ``changes`` and its own model, ready for its first step."""
-    folder = work / name
-    folder.mkdir(parents=True, exist_ok=True)
-    command = our_command(CASE, folder, *settings(changes))
-    subprocess.run([*command, "--make"], check=True, stdout=sys.stderr)
-    peer = Peer(command, folder / "log")
-    peer.wait_until_ready()
-    return peer
+    return ready_peer(CASE, work / name, **changes)[0]
 
 
 def doubled(work: Path, name: str, steps: int) -> dict:
     """Cost and memory of a step, compared with a step that has half of ``name``."""
-    once, twice = in_turn([start(work, "once", {}), start(work, name, DOUBLED[name])], 1, steps)
+    once, twice = in_turn([start(work, "once", {}), start(work, name, DOUBLED[name])], steps)
     factor = 2 if name in ("sequences", "length") else 1
     assert twice[0]["new_tokens"] == factor * once[0]["new_tokens"], (name, twice[0], once[0])
     seconds = [statistics.median(record["cpu_s"] for record in records) for records in (once, twice)]
@@ -67,7 +55,7 @@ def two_ranks(work: Path, expert: int) -> list[Peer]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    command = our_command(CASE, work / "once", *settings(TWICE_THE_PROMPTS | {"parallel__expert": expert}))
+    command = our_command(CASE, work / "once", **TWICE_THE_PROMPTS, parallel__expert=expert)
     ranks = [
         Peer(command, work / f"expert{expert}_rank{rank}.log", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2",
              MASTER_ADDR="127.0.0.1", MASTER_PORT=port)

@@ -62,32 +62,38 @@ class Peer:
         return self.read()
 
     def close(self) -> None:
-        self.process.stdin.close()
-        self.process.stdout.close()
-        self.process.wait(60)
+        self.process.communicate(timeout=60)  # closes its stdin, which ends it
 
 
-def in_turn(peers: list[Peer], warmup: int, steps: int) -> list[list[dict]]:
-    """For each peer the records of ``steps`` steps, after ``warmup`` other steps. The peers take turns, and end."""
-    rounds = [[peer.ask("step") for peer in peers] for _ in range(warmup + steps)]
+def in_turn(peers: list[Peer], steps: int) -> list[list[dict]]:
+    """For each peer the records of ``steps`` steps, after one that warms up. The peers take turns, and end."""
+    rounds = [[peer.ask("step") for peer in peers] for _ in range(1 + steps)]
     for peer in peers:
         peer.close()
-    return [list(records) for records in zip(*rounds[warmup:], strict=True)]
+    return [list(records) for records in zip(*rounds[1:], strict=True)]
 
 
-def our_command(name: str, work: Path, *arguments: str) -> list[str]:
-    return [sys.executable, str(HERE / "our_side.py"), name, "--work", str(work), *arguments]
+def our_command(name: str, work: Path, **changes: object) -> list[str]:
+    """The command of our_side.py. ``changes``: see cases.config."""
+    return [sys.executable, str(HERE / "our_side.py"), name, "--work", str(work), "--set", json.dumps(changes)]
 
 
-def trl_command(name: str, work: Path, python: Path) -> list[str]:
+def ready_peer(name: str, work: Path, **changes: object) -> tuple[Peer, dict]:
+    """A trainer that waits for its first step, and what it said. It has made the model in ``work``."""
+    work.mkdir(parents=True, exist_ok=True)
+    peer = Peer(our_command(name, work, **changes), work / f"ours_{name}.log")
+    return peer, peer.wait_until_ready()
+
+
+def trl_command(name: str, work: Path, python: Path, questions: list[str]) -> list[str]:
     case = cases.CASES[name]
-    settings = {
-        "model": str(work / "model"), "questions": json.loads((work / "questions.json").read_text()),
+    settings = json.dumps({
+        "model": str(work / "model"), "questions": questions,
         "group": cases.GROUP, "new_tokens": case.new_tokens, "rank": case.rank,
         "experts": "linear_fc1" in case.targets, "beta": cases.KL_COEF, "lr": cases.LEARNING_RATE,
         "adapter": str(work / f"adapter_{name}"), "record": str(work / f"record_{name}.json"), "work": str(work),
-    }  # fmt: skip
-    return [str(python), str(HERE / "trl_side.py"), json.dumps(settings)]
+    })  # fmt: skip
+    return [str(python), str(HERE / "trl_side.py"), settings]
 
 
 def trl_python() -> Path:
@@ -109,19 +115,17 @@ def check_equal_work(name: str, agreed: dict) -> None:
     assert agreed["largest_log_ratio_to_reference"] > 1e-3, (name, "the adapters do nothing", agreed)
 
 
-def compare(name: str, work: Path, python: Path, steps: int, warmup: int) -> dict:
+def compare(name: str, work: Path, python: Path, steps: int) -> dict:
     """The figures of both trainers on one case; they take turns step by step."""
-    log = f"{name}_{time.strftime('%H%M%S')}.log"
-    ours = Peer(our_command(name, work), work / f"ours_{log}")
-    ready = {"ours": ours.wait_until_ready()}  # writes the adapter with which TRL starts
-    theirs = Peer(trl_command(name, work, python), work / f"trl_{log}")
-    ready["trl"] = theirs.wait_until_ready()
+    ours, our_start = ready_peer(name, work)  # it writes the adapter with which TRL starts
+    theirs = Peer(trl_command(name, work, python, our_start["questions"]), work / f"trl_{name}.log")
+    ready = {"ours": our_start, "trl": theirs.wait_until_ready()}
     assert sorted(ready["ours"]["prompts"]) == sorted(ready["trl"]["prompts"]), "not the same prompts"
     theirs.ask("step")
     agreed = ours.ask(f"check {work / f'record_{name}.json'}")
     check_equal_work(name, agreed)
     ours.ask("step")
-    timed = dict(zip(("ours", "trl"), in_turn([ours, theirs], warmup - 1, steps), strict=True))
+    timed = dict(zip(("ours", "trl"), in_turn([ours, theirs], steps), strict=True))
     tokens = cases.PROMPTS * cases.GROUP * cases.CASES[name].new_tokens
     assert all(record["new_tokens"] == tokens for records in timed.values() for record in records), (name, tokens)
     return summary(name, timed, ready, agreed, tokens)
@@ -157,20 +161,25 @@ def summary(name: str, timed: dict[str, list[dict]], ready: dict[str, dict], agr
     }  # fmt: skip
 
 
-def sides(found: list[dict]) -> list[dict]:
-    """One row for each side of each case: seconds of a step and its phases, tokens per CPU second, MiB, start-up."""
-    return [
+def main() -> None:
+    parser = cases.parser(__doc__)
+    parser.add_argument("--cases", nargs="+", choices=cases.CASES, default=list(cases.CASES))
+    parser.add_argument("--steps", type=int, default=10, help="timed steps of each side")
+    parser.add_argument("--trl-python", type=Path, help="a Python that has TRL; .venv-bench if not given")
+    args = parser.parse_args()
+    python = args.trl_python or trl_python()
+    with tempfile.TemporaryDirectory() as temporary:
+        work = Path(temporary)
+        ready_peer(args.cases[0], work)[0].close()  # it makes the model, so that no start-up time includes that
+        found = [compare(name, work, python, args.steps) for name in args.cases]
+    by_side = [
         {"case": case["name"], "": side, "step": case[side]["cpu_s"], "min": case[side]["cpu_s_min"],
          "max": case[side]["cpu_s_max"], "wall": case[side]["wall_s"], **case[side]["phases_cpu_s"],
          "tok/s": case["new_tokens"] / case[side]["cpu_s"], "MiB": round(case[side]["peak_mib"]),
          "startup": case[side]["startup_cpu_s"]}
         for case in found for side in ("ours", "trl")
     ]  # fmt: skip
-
-
-def ratios(found: list[dict]) -> list[dict]:
-    """One row for each case: this trainer over TRL, with the bars."""
-    return [
+    ratios = [
         {"case": case["name"], "step ours/TRL": case["step_cpu_ratio"], "bar": case["bar"],
          "pairs": "{min:.2f}-{max:.2f}".format(**case["ratio_by_pair"]), "generate": f"{case['generate_speedup']:.2f}x",
          "memory": case["peak_memory_ratio"], "memory bar": MEMORY_BAR, "start-up": case["startup_cpu_ratio"],
@@ -178,22 +187,8 @@ def ratios(found: list[dict]) -> list[dict]:
          "loss gap": abs(case["agreed"]["loss"] - case["agreed"]["their_loss"])}
         for case in found
     ]  # fmt: skip
-
-
-def main() -> None:
-    parser = cases.parser(__doc__)
-    parser.add_argument("--cases", nargs="+", choices=cases.CASES, default=list(cases.CASES))
-    parser.add_argument("--steps", type=int, default=10, help="timed steps of each side")
-    parser.add_argument("--warmup", type=int, default=2, help="steps of each side before the timed ones; at least 1")
-    parser.add_argument("--trl-python", type=Path, help="a Python that has TRL; .venv-bench if not given")
-    args = parser.parse_args()
-    python = args.trl_python or trl_python()
-    with tempfile.TemporaryDirectory() as temporary:
-        work = Path(temporary)
-        subprocess.run(our_command(args.cases[0], work, "--make"), check=True, stdout=sys.stderr)
-        result = {"cases": [compare(name, work, python, args.steps, args.warmup) for name in args.cases]}
-    above = f"medians of CPU seconds (wall: wall seconds)\n{cases.table(sides(result['cases']))}\n\n"
-    cases.report(args, __doc__, ratios(result["cases"]), result, above)
+    above = f"medians of CPU seconds (wall: wall seconds)\n{cases.table(by_side)}\n\n"
+    cases.report(args, __doc__, ratios, {"cases": found}, above)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """This trainer's side of the benchmarks: train_grpo.start, whose timer waits for a line on stdin before every step.
 
-    python benchmarks/our_side.py CASE --work DIR [--set section__key=JSON ...] [--make]
+    python benchmarks/our_side.py CASE --work DIR [--set '{"section__key": value}']
 
 Every answer is one line of JSON on stdout: first `ready`, then a record for each step. The line `step` starts the next
 step. The line `check FILE` asks for the log-probs and the loss of the completions in FILE, which trl_side.py has
@@ -16,6 +16,7 @@ import resource
 import sys
 import time
 import warnings
+from collections import defaultdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -31,13 +32,10 @@ import reward_gsm8k
 import rollout
 import startup
 import train_grpo
+from engines.torch_sampler import TorchSampler
 from learner import Learner, StepTimer
 
 FACTOR_STD = 0.02  # standard deviation of B at the start; in a real run B starts at 0
-
-
-class Enough(Exception):
-    """Stdin was closed: no further step is asked for."""
 
 
 class Side:
@@ -46,9 +44,9 @@ class Side:
     def __init__(self, answers, adapter_dir: Path) -> None:
         self.answers, self.adapter_dir = answers, adapter_dir
         self.learner: Learner | None = None
-        self.phases: dict[str, float] = {}
+        self.phases: dict[str, float] = defaultdict(float)  # CPU seconds
         self.metrics: dict[str, float] = {}
-        self.start: tuple[float, float] | None = None
+        self.start: tuple[float, float] | None = None  # CPU and wall seconds
         self.num_tokens = 0
 
     def answer(self, record: dict) -> None:
@@ -62,32 +60,36 @@ class Side:
             try:
                 return function(*args, **kwargs)
             finally:
-                self.phases[phase] = self.phases.get(phase, 0.0) + time.process_time() - before
+                self.phases[phase] += time.process_time() - before
 
         return run
 
     def turn(self) -> None:
         """Between two steps: report the previous step and wait for the next line on stdin."""
         if self.start is None:
-            self.answer({"ready": True, "startup_cpu_s": cpu_seconds(), "prompts": self.prompts()})
-        else:
-            cpu, wall = (now - then for now, then in zip(clocks(), self.start, strict=True))
+            cfg = self.learner.cfg
+            loaded = data_gsm8k.load(cfg.data, "train", data_gsm8k.load_tokenizer(cfg.model.path), cfg.train.seed)
             self.answer({
-                "cpu_s": cpu, "wall_s": wall, "phases": self.phases, "new_tokens": self.num_tokens,
+                "ready": True, "startup_cpu_s": sum(os.times()[:4]),
+                "questions": [question for question, _ in data_gsm8k.read(cfg.data, "train").pairs],
+                "prompts": [question.prompt for question in loaded],
+            })  # fmt: skip
+        else:
+            unit = 1024 if sys.platform == "linux" else 2**20  # of ru_maxrss, in MiB
+            self.answer({
+                "cpu_s": time.process_time() - self.start[0], "wall_s": time.perf_counter() - self.start[1],
+                "phases": self.phases, "new_tokens": self.num_tokens,
                 "loss": self.metrics["actor/loss"], "kl": self.metrics.get("actor/kl_loss", 0.0),
-                "logp_gap": self.metrics["rollout/logp_gap_max"], "peak_mib": peak_mib(), "now_mib": now_mib(),
+                "logp_gap": self.metrics["rollout/logp_gap_max"], "now_mib": now_mib(),
+                "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit,
             })  # fmt: skip
         while (line := sys.stdin.readline()).startswith("check "):
             self.answer(self.check(json.loads(Path(line[6:].strip()).read_text())))
         if not line:
-            raise Enough
-        self.phases, self.num_tokens = {}, 0
-        self.start = clocks()
-
-    def prompts(self) -> list[list[int]]:
-        cfg = self.learner.cfg
-        questions = data_gsm8k.load(cfg.data, "train", data_gsm8k.load_tokenizer(cfg.model.path), cfg.train.seed)
-        return [question.prompt for question in questions]
+            os._exit(0)  # without the trainer's clean-up, as after an exception
+        self.phases.clear()
+        self.num_tokens = 0
+        self.start = time.process_time(), time.perf_counter()
 
     def check(self, theirs: dict) -> dict:
         """Largest differences of log-probs (nats), and both losses, for the completions of ``theirs``."""
@@ -100,33 +102,19 @@ class Side:
         )  # fmt: skip
         micro = rollout.pack(batch, list(range(rows)), torch.tensor(theirs["advantages"]), torch.device("cpu"), 0, 1)
         micro.packing = packing.pack(micro.tokens, micro.mask, 1)
-        counts = {"num_tokens": rows * width, "num_sequences": rows, "max_new_tokens": width}
         with torch.no_grad():
             reference = learner._reference_logp(micro)
             logp = learner._logp(micro)[0]
-            loss = learner._loss(micro, None, reference, counts)[0].item()
+            loss, _, _ = learner._loss(
+                micro, None, reference, {"num_tokens": rows * width, "num_sequences": rows, "max_new_tokens": width}
+            )
 
         def gap(ours: torch.Tensor, name: str) -> float:
             return (ours[micro.mask == 1].view(rows, width) - torch.tensor(theirs[name])).abs().max().item()
 
         kl = (reference - logp)[micro.mask == 1].abs().max().item()
-        return {"logp_gap": gap(logp, "logp"), "reference_gap": gap(reference, "reference"), "loss": loss,
+        return {"logp_gap": gap(logp, "logp"), "reference_gap": gap(reference, "reference"), "loss": loss.item(),
                 "their_loss": theirs["loss"], "largest_log_ratio_to_reference": kl}  # fmt: skip
-
-
-def clocks() -> tuple[float, float]:
-    """CPU seconds of all threads of this process, and wall seconds."""
-    return time.process_time(), time.perf_counter()
-
-
-def cpu_seconds() -> float:
-    """CPU seconds of this process and its children since the start."""
-    return sum(os.times()[:4])
-
-
-def peak_mib() -> float:
-    """The largest resident memory so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 2**20)
 
 
 def now_mib() -> float:
@@ -147,7 +135,7 @@ def install(side: Side) -> None:
         def end_phase(self, phase: str) -> None:
             super().end_phase(phase)
             now = time.process_time()
-            side.phases[phase] = side.phases.get(phase, 0.0) + now - self.cpu
+            side.phases[phase] += now - self.cpu
             self.cpu = now
 
     class AdaptedLearner(Learner):
@@ -173,16 +161,13 @@ def install(side: Side) -> None:
         side.metrics = metrics
         write_step(self, step, metrics, timing)
 
-    def sample(engine, asked, *args, **options):
-        sampling = engine.sample
-        engine.sample = side.timed(sampling, "sampling")
-        batch, completions = real_sample(engine, asked, *args, **options)
-        engine.sample = sampling
+    def sample(sampler, *args, **options):
+        completions = real_sample(sampler, *args, **options)
         side.num_tokens += sum(len(answer.tokens) for group in completions for answer in group)
-        return batch, completions
+        return completions
 
-    write_step, real_sample = train_grpo.runlog.RunLog.log_step, rollout.sample
-    train_grpo.runlog.RunLog.log_step, rollout.sample = log_step, sample
+    write_step, real_sample = train_grpo.runlog.RunLog.log_step, TorchSampler.sample
+    train_grpo.runlog.RunLog.log_step, TorchSampler.sample = log_step, side.timed(sample, "sampling")
     train_grpo.StepTimer, startup.Learner = TurnTimer, AdaptedLearner
     startup.check_answers = lambda cfg: None  # the benchmark's reward accepts no right answer
     reward_gsm8k.score = lambda text, gold, method="strict": cases.reward(text)
@@ -194,27 +179,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("case", choices=cases.CASES)
     parser.add_argument("--work", type=Path, required=True, help="folder for the model, the adapter and the run")
-    parser.add_argument("--set", action="append", default=[], metavar="section__key=JSON")
-    parser.add_argument("--make", action="store_true", help="only make the model and the list of questions")
+    parser.add_argument("--set", type=json.loads, default={}, metavar="JSON", help="changes of the configuration")
     args = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # stdout is for the answers; the trainer's own output goes to stderr
-    changes = {key: json.loads(value) for key, _, value in (text.partition("=") for text in args.set)}
-    cfg = cases.config(cases.CASES[args.case], args.work / "model", args.work / "runs", 10**6, **changes)
+    cfg = cases.config(cases.CASES[args.case], args.work / "model", args.work / "runs", 10**6, **args.set)
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
-    if args.make:
-        with train_grpo.parallel_setup.open_world(cfg) as device:
-            train_grpo.tiny_model.make(cfg, device)
-        questions = [question for question, _ in data_gsm8k.read(cfg.data, "train").pairs]
-        (args.work / "questions.json").write_text(json.dumps(questions) + "\n")
-        return
-    side = Side(answers, args.work / f"adapter_{args.case}")
-    install(side)
-    try:
-        train_grpo.start(cfg)
-    except Enough:
-        sys.stderr.flush()
-        os._exit(0)  # without the trainer's clean-up, as after an exception
+    install(Side(answers, args.work / f"adapter_{args.case}"))
+    train_grpo.start(cfg)
 
 
 if __name__ == "__main__":

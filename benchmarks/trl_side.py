@@ -14,6 +14,7 @@ import resource
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 settings = json.loads(sys.argv[1])
 answers = os.fdopen(os.dup(1), "w")
@@ -63,30 +64,25 @@ class Turns(TrainerCallback):
         self.start = time.process_time(), time.perf_counter()
 
     def on_train_begin(self, *args, **kwargs) -> None:
-        answer({"ready": True, "startup_cpu_s": sum(os.times()[:4]), "prompts": prompts()})
+        chats = [[{"role": "user", "content": question}] for question in settings["questions"]]
+        encoded = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+        prompts = tokenizer(encoded, add_special_tokens=False)["input_ids"]
+        answer({"ready": True, "startup_cpu_s": sum(os.times()[:4]), "prompts": prompts})
         self.wait()
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         """TRL calls this at the end of a step, when it has computed the metrics of the step."""
         if not logs or "completions/mean_length" not in logs:
             return
-        cpu, wall = time.process_time() - self.start[0], time.perf_counter() - self.start[1]
+        seconds = {"cpu_s": time.process_time() - self.start[0], "wall_s": time.perf_counter() - self.start[1]}
         if not self.written:
             self.written = True
-            with open(settings["record"], "w") as file:
-                json.dump(first, file)
+            Path(settings["record"]).write_text(json.dumps(first))
         (length,) = {logs[f"completions/{x}_length"] for x in ("min", "mean", "max")}  # all have one length
-        known = {key: phases.get(key, 0.0) for key in ("generate", "reference", "forward", "backward", "optimizer")}
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 2**20)
-        answer({"cpu_s": cpu, "wall_s": wall, "phases": known, "new_tokens": int(length) * rows, "loss": logs["loss"],
-                "kl": logs["kl"], "peak_mib": peak})  # fmt: skip
+        answer({**seconds, "phases": phases, "new_tokens": int(length) * rows, "loss": logs["loss"], "kl": logs["kl"],
+                "peak_mib": peak})  # fmt: skip
         self.wait()
-
-
-def prompts() -> list[list[int]]:
-    chats = [[{"role": "user", "content": question}] for question in settings["questions"]]
-    encoded = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
-    return tokenizer(encoded, add_special_tokens=False)["input_ids"]
 
 
 def rewards(completions, **kwargs) -> list[float]:

@@ -114,13 +114,6 @@ class TensorStream(Generic[Result]):
 # ------------------------------------------------------------------------------------------------ what is refused
 
 
-def check_special_tokens(tokens: Iterable[int], arch: Architecture) -> None:
-    """Raise InputError unless all stop and padding tokens are in the vocabulary."""
-    outside = [token for token in tokens if not 0 <= token < arch.vocab_size]
-    if outside:
-        raise InputError(f"sampler: stop or pad token {outside[0]} is not in the vocabulary of {arch.vocab_size}")
-
-
 def check_call(
     arch: Architecture,
     prompts: list[list[int]],
@@ -153,16 +146,22 @@ def check_call(
     ):
         if wrong:
             raise InputError(f"sample: {problem}")
+    longest = positions - rule.max_new_tokens
     for i, prompt in enumerate(prompts):
-        if len(prompt) == 0:
-            raise InputError(f"sample: prompt {i} is empty; needed: at least one token")
-        if not 0 <= min(prompt) <= max(prompt) < arch.vocab_size:
-            raise InputError(f"sample: prompt {i} has a token outside the vocabulary of {arch.vocab_size}")
-        if len(prompt) + rule.max_new_tokens > positions:
-            raise InputError(
-                f"sample: prompt {i} has {len(prompt)} tokens, which with max_new_tokens {rule.max_new_tokens} "
-                f"exceeds the {positions} positions of the engine"
-            )
+        for wrong, problem in (
+            (len(prompt) == 0, "is empty; needed: at least one token"),
+            (
+                prompt and not 0 <= min(prompt) <= max(prompt) < arch.vocab_size,
+                f"has a token outside the vocabulary of {arch.vocab_size}",
+            ),
+            (
+                len(prompt) > longest,
+                f"has {len(prompt)} tokens, which with max_new_tokens {rule.max_new_tokens} exceeds the {positions} "
+                "positions of the engine",
+            ),
+        ):
+            if wrong:
+                raise InputError(f"sample: prompt {i} {problem}")
 
 
 def check_arrival(name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]], seen: Collection[str]) -> None:
@@ -197,7 +196,6 @@ def check_finite(tensors: Mapping[str, Tensor]) -> None:
     # A sum takes a tenth of the time of isfinite. A sum of finite numbers can overflow, so isfinite decides.
     sums = [tensor.sum(dtype=torch.float32) for tensor in tensors.values()]
     finite = torch.stack(sums).isfinite().tolist() if sums else []
-    suspects = [name for name, good in zip(tensors, finite, strict=True) if not good]
-    broken = [name for name in suspects if not tensors[name].isfinite().all()]
+    broken = [n for n, good in zip(tensors, finite, strict=True) if not good and not tensors[n].isfinite().all()]
     if broken:
         raise InputError(f"load_weights: {broken[0]} has NaN or infinity ({len(broken)} such tensors)")

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engines.interface import Completion, Engine, Rule, check_call, check_special_tokens
+from engines.interface import Completion, Engine, Rule, check_call
 from engines.torch_decoder import Decoder, keep_rows_
 from hf_config import Architecture
 from input_files import InputError
@@ -83,7 +83,9 @@ class TorchSampler(Engine):
         norm_dtype: torch.dtype | None = None,
     ) -> None:
         """``max_sequences`` limits the rows of a wave, and so the key-value cache. ``norm_dtype``: see Decoder."""
-        check_special_tokens((*stop_tokens, pad_token), arch)
+        largest = max({*stop_tokens, pad_token})
+        if largest >= arch.vocab_size:
+            raise InputError(f"sampler: stop or pad token {largest} is not in the vocabulary of {arch.vocab_size}")
         self.arch, self.decoder = arch, Decoder(arch, dtype, device, norm_dtype=norm_dtype)
         self.stop_tokens, self.pad_token, self.max_sequences = frozenset(stop_tokens), pad_token, max_sequences
         self.is_stop = torch.zeros(arch.vocab_size, dtype=torch.bool, device=device)
@@ -115,8 +117,16 @@ class TorchSampler(Engine):
         return_routed_experts: bool = False,
     ) -> list[list[Completion]]:
         rule = Rule(max_new_tokens, temperature, top_p, top_k)
-        ready, positions = self.decoder.ready, self.arch.max_positions
-        check_call(self.arch, prompts, seeds, num_samples, rule, return_routed_experts, ready, positions)
+        check_call(
+            self.arch,
+            prompts,
+            seeds,
+            num_samples,
+            rule,
+            return_routed_experts,
+            self.decoder.ready,
+            self.arch.max_positions,
+        )
         completions: list[list[Completion]] = [[] for _ in prompts]
         # Sorted, so that the prompts of a wave have similar lengths and little padding.
         by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
@@ -128,10 +138,11 @@ class TorchSampler(Engine):
                 if temperature > 0:
                     generators = [torch.Generator().manual_seed(seeds[i]) for i in wave]
                     draws = [torch.rand(num_samples, max_new_tokens, generator=generator) for generator in generators]
-                    of_samples = torch.cat([draw[samples.start : samples.stop] for draw in draws])
+                    of_samples = torch.stack(draws)[:, samples.start : samples.stop].flatten(0, 1)
                     uniforms = of_samples.t()[..., None].to(self.decoder.device)  # (N, R, 1)
-                asked = [prompts[i] for i in wave]
-                answers = self._run_wave(asked, len(samples), uniforms, rule, return_routed_experts)
+                answers = self._run_wave(
+                    [prompts[i] for i in wave], len(samples), uniforms, rule, return_routed_experts
+                )
                 for row, answer in enumerate(answers):
                     completions[wave[row // len(samples)]].append(answer)
         return completions

@@ -26,7 +26,6 @@ MODULES = {  # lora.targets -> vLLM's modules
 
 def check(arch: Architecture, lora: LoraConfig, *, device_type: str, dtype: torch.dtype) -> None:
     """Raise InputError where vLLM cannot take these adapters unmerged. This does not import vLLM."""
-
     on_gpu, moe = device_type == "cuda", any(arch.moe_layers)
     version = importlib.metadata.version("vllm") if on_gpu else ""
     for wrong, why in (

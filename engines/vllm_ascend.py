@@ -26,9 +26,7 @@ def check_environment(device_type: str) -> None:
         raise InputError(
             f"rollout.engine: the environment's {name} would make every rank data rank 0 of vLLM; unset that variable"
         )
-    if device_type != "npu":
-        return
-    for variable in environment.switched_on(os.environ):
+    for variable in environment.switched_on(os.environ) if device_type == "npu" else ():
         raise InputError(f"rollout.engine: the environment's {variable.name} must be 0 or unset: {variable.reason}")
 
 
@@ -81,15 +79,13 @@ def arguments(enforce_eager: bool, max_sequences: int) -> dict:
 def original_compile(enforce_eager: bool) -> Iterator[None]:
     """Inside the block, torch.compile is torch's own if graphs are captured. Afterwards it is restored."""
     found = torch.compile
-    if enforce_eager or found is TORCH_COMPILE:
-        yield
-        return
-    if TORCH_COMPILE.__module__ != "torch":
+    wanted = found if enforce_eager else TORCH_COMPILE
+    if wanted is not found and wanted.__module__ != "torch":
         raise InputError(
             "rollout.enforce_eager: torch.compile was replaced before vllm_ascend.py was imported, but graphs need "
             "torch's own; needed: rollout.enforce_eager true"
         )
-    torch.compile = TORCH_COMPILE
+    torch.compile = wanted
     try:
         yield
     finally:

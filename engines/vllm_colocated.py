@@ -53,12 +53,11 @@ class ColocatedEngine(VllmEngine):
         return self.llm.collective_rpc(vllm_inside.placement)[0]
 
     def _more_arguments(self, tensor: int, ranks: int, **more) -> dict:
-        one_engine = {
+        return super()._more_arguments(tensor, ranks, **more) | {
             "data_parallel_size": ranks // tensor,
             "enable_expert_parallel": True,
             "async_scheduling": False,  # not tried with data parallelism
         }
-        return super()._more_arguments(tensor, ranks, **more) | one_engine
 
     def _hand_over(self, stream: Iterable[tuple[str, Tensor]]) -> None:
         """Copy into vLLM's parameters in place, because captured graphs read from their addresses."""

@@ -36,7 +36,6 @@ from engines.interface import (
     check_call,
     check_complete,
     check_finite,
-    check_special_tokens,
 )
 from hf_config import Architecture
 from input_files import InputError
@@ -148,11 +147,9 @@ class VllmEngine(Engine):
         ``max_sequences``: rows that are decoded at once. ``routed_experts``: record what return_routed_experts asks
         for. ``adapter``: the shapes of what load_adapter will bring.
         """
-        check_special_tokens(stop_tokens, arch)
         self.arch, self.device, self.dtype, self.max_tokens = arch, torch.device(device), dtype, max_tokens
         self.stop_tokens, self.routed_experts = sorted(stop_tokens), routed_experts
         self.ready = False
-        assert dist.is_initialized()  # otherwise vLLM calls init_process_group itself
         self.shapes = weights_hf.tensor_shapes(arch)
         if adapter:
             self.adapter = vllm_adapter.Adapter(adapter, self.shapes, dtype)
@@ -162,10 +159,11 @@ class VllmEngine(Engine):
             raise InputError("rollout.engine: the environment's VLLM_ENABLE_V1_MULTIPROCESSING must be 0 or unset")
         job = [f"grpo-{os.getpid()}-{time.time_ns()}"]
         dist.broadcast_object_list(job)
-        launched = "RANK" in os.environ  # by torchrun
-        assert launched or dist.get_world_size() == 1
-        kept, compiling = vllm_inside.surroundings_kept(self.device), vllm_ascend.original_compile(enforce_eager)
-        with kept, compiling, warnings.catch_warnings():
+        with (
+            vllm_inside.surroundings_kept(self.device),
+            vllm_ascend.original_compile(enforce_eager),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")  # vLLM's own deprecations
             # torch warns that there is no Triton without CUDA.
             logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
@@ -186,7 +184,9 @@ class VllmEngine(Engine):
                 max_num_batched_tokens=max(PREFILL_TOKENS, max_tokens),
                 enable_chunked_prefill=False,  # a chunk would draw from the generator of its row and, on a CPU, fail
                 tensor_parallel_size=tensor,
-                distributed_executor_backend="external_launcher" if launched else "uni",
+                distributed_executor_backend="external_launcher"
+                if "RANK" in os.environ
+                else "uni",  # torchrun sets RANK
                 enforce_eager=enforce_eager,
                 kv_cache_memory_bytes=kv_cache_mib * 2**20,
                 gpu_memory_utilization=0.01,  # vLLM requires this share to be free; the cache size is given
@@ -292,14 +292,23 @@ class VllmEngine(Engine):
 
         rule = Rule(max_new_tokens, temperature, top_p, top_k)
         check_call(self.arch, prompts, seeds, num_samples, rule, return_routed_experts, self.ready, self.max_tokens)
-        if temperature and not LOWEST_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE:
-            bounds = f"{LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE}"
-            raise InputError(f"sample: temperature {temperature}; vLLM needs 0, or {bounds}")
-        if temperature and (top_p, top_k) != (1, 0):
+        for wrong, problem in (
+            (
+                temperature and not LOWEST_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE,
+                f"temperature {temperature}; vLLM needs 0, or {LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE}",
+            ),
             # vLLM would report log-probabilities of the truncated distribution, which differ from the trainer's.
-            raise InputError(f"sample: top_p {top_p}, top_k {top_k}; vLLM needs 1 and 0 (or rollout.engine torch)")
-        if return_routed_experts and not self.routed_experts:
-            raise InputError("sample: routed experts asked of an engine that was made without routed_experts")
+            (
+                temperature and (top_p, top_k) != (1, 0),
+                f"top_p {top_p}, top_k {top_k}; vLLM needs 1 and 0 (or rollout.engine torch)",
+            ),
+            (
+                return_routed_experts and not self.routed_experts,
+                "routed experts asked of an engine that was made without routed_experts",
+            ),
+        ):
+            if wrong:
+                raise InputError(f"sample: {problem}")
         places = [(i, j) for i in range(len(prompts)) for j in range(num_samples)]
         rules = [
             SamplingParams(
@@ -310,8 +319,8 @@ class VllmEngine(Engine):
         ]  # fmt: skip
         with vllm_inside.surroundings_kept(self.device):
             asked = [{"prompt_token_ids": prompts[i]} for i, _ in places]
-            adapter = self.adapter and self.adapter.request()
             together = asked or self.lockstep  # in lockstep, ranks without prompts take part too
+            adapter = self.adapter and self.adapter.request()
             answers = self.llm.generate(asked, rules, use_tqdm=False, lora_request=adapter) if together else []
         completions: list[list[Completion]] = [[] for _ in prompts]
         for (i, _), answer in zip(places, answers, strict=True):

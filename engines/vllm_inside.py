@@ -84,10 +84,10 @@ def reload(worker, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
 
 def parameters(worker) -> dict[str, Tensor]:
     """The parameters of the loaded model by name, in the layout of vLLM's kernels."""
-    found = worker.model_runner.get_model().named_parameters()  # get_model unwraps the model that captures graphs
     return {
-        name.replace(".routed_experts.", "."): parameter for name, parameter in found
-    }  # only newer versions have it
+        name.replace(".routed_experts.", "."): parameter  # only newer versions have this part of the name
+        for name, parameter in worker.model_runner.get_model().named_parameters()  # not the model that captures graphs
+    }
 
 
 def placement(worker) -> dict[str, list[int]]:
@@ -110,15 +110,11 @@ def layer_outputs(worker, run: Callable[[], object]) -> list[Tensor]:
     """The residual stream after each layer while ``run()`` runs one forward pass; [] for a compiled model."""
     outputs: list[Tensor] = []
     layers = [module for name, module in worker.model_runner.model.named_modules() if re.fullmatch(LAYER, name)]
-    hooks = [
-        layer.register_forward_hook(lambda module, args, output: outputs.append(output[0] + output[1]))
-        for layer in layers
-    ]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for layer in layers:
+            hook = layer.register_forward_hook(lambda module, args, output: outputs.append(output[0] + output[1]))
+            hooks.enter_context(hook)
         run()
-    finally:
-        for hook in hooks:
-            hook.remove()
     return outputs
 
 

@@ -19,7 +19,7 @@ import bench_step
 import cases
 
 NEW_TOKENS = 20  # checks.sampling needs at least this many, and must be off in the benchmarks
-CHANGES = ["--set", f"rollout__max_new_tokens={NEW_TOKENS}", "--set", "tiny_model__num_layers=1"]
+CHANGES = {"rollout__max_new_tokens": NEW_TOKENS, "tiny_model__num_layers": 1}
 
 
 def theirs(work: Path, prompts: list[list[int]]) -> dict:
@@ -52,9 +52,7 @@ def theirs(work: Path, prompts: list[list[int]]) -> dict:
 
 @pytest.mark.slow
 def test_benchmarked_trainer_samples_every_token_and_computes_the_same_losses(tmp_path: Path) -> None:
-    command = bench_step.our_command("all_r32_64", tmp_path, *CHANGES)
-    peer = bench_step.Peer(command, tmp_path / "log")
-    ready = peer.wait_until_ready()
+    peer, ready = bench_step.ready_peer("all_r32_64", tmp_path, **CHANGES)
     assert len(ready["prompts"]) == cases.PROMPTS and ready["startup_cpu_s"] > 0
     (tmp_path / "record.json").write_text(json.dumps(theirs(tmp_path, ready["prompts"])))
     agreed = peer.ask(f"check {tmp_path / 'record.json'}")

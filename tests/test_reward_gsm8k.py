@@ -348,14 +348,6 @@ def test_an_unknown_method_is_refused_with_the_choices() -> None:
             call()
 
 
-def test_score_all_pairs_each_question_with_its_gold_answer() -> None:
-    responses = [["#### 1", "#### 2"], [], ["#### 2"]]
-    assert reward.score_all(responses, ["1", "5", "2"]) == [[1.0, 0.0], [], [1.0]]
-    assert reward.score_all([["It is 2."]], ["2"], "lm_eval_flexible") == [[1.0]]
-    with pytest.raises(ValueError, match="found 3 lists for 2 gold answers"):
-        reward.score_all(responses, ["1", "2"])
-
-
 @pytest.mark.parametrize("method", reward.METHODS)
 def test_a_million_characters_take_no_time(method: str) -> None:
     """Each text would take minutes to hours under a quadratic search; 2 s leaves room for a slow machine."""
