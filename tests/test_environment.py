@@ -33,8 +33,7 @@ def test_what_the_programs_set_passes_the_doctor(eager: bool, deterministic: boo
     env = {variable.name: variable.value for variable in variables} | {"LD_PRELOAD": "libjemalloc.so.2"}
     cfg = load_config(ROOT / "configs" / "qwen3.yaml", [f"rollout.enforce_eager={eager}".lower()])
     where = Machine(run=cfg, env=env, root=tmp_path, port_is_free=lambda port: True)
-    findings = [check(where) for check in doctor_variables.CHECKS]
-    findings = [one for found in findings for one in (found if isinstance(found, list) else [found])]
+    findings = [finding for check in doctor_variables.CHECKS for finding in check(where)]
     assert [str(finding) for finding in findings if finding.level != "ok"] == []
 
 
