@@ -78,10 +78,6 @@ def swiglu_formula(gate_up: Tensor) -> Tensor:
     return gate * gate.sigmoid() * up
 
 
-def weighted_formula(gate_up: Tensor, probs: Tensor) -> Tensor:
-    return swiglu_formula(gate_up) * probs[:, None]
-
-
 def rotary_formula(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
@@ -149,7 +145,7 @@ def cases(cfg: Config, arch: Architecture, ranks: int, seed: int) -> list[Case]:
     weighted = {"gate_up": normal(N, 2 * w), "probs": rounded(normal(N).sigmoid())}
     return [
         *found,
-        Case("weighted_swiglu", lambda *x: kernels.weighted_swiglu(*x), weighted_formula, weighted, tuple(weighted),
+        Case("weighted_swiglu", lambda *x: kernels.weighted_swiglu(*x), lambda x, probs: swiglu_formula(x) * probs[:, None], weighted, tuple(weighted),
              (4, 4), (1, w)),
         grouped("fc1", h, 2 * w, ("x",)),
         grouped("fc2", w, h, ("x",)),
