@@ -145,8 +145,9 @@ def cases(cfg: Config, arch: Architecture, ranks: int, seed: int) -> list[Case]:
     weighted = {"gate_up": normal(N, 2 * w), "probs": rounded(normal(N).sigmoid())}
     return [
         *found,
-        Case("weighted_swiglu", lambda *x: kernels.weighted_swiglu(*x), lambda x, probs: swiglu_formula(x) * probs[:, None], weighted, tuple(weighted),
-             (4, 4), (1, w)),
+        Case("weighted_swiglu", lambda *x: kernels.weighted_swiglu(*x),
+             lambda gate_up, probs: swiglu_formula(gate_up) * probs[:, None], weighted, tuple(weighted), (4, 4),
+             (1, w)),
         grouped("fc1", h, 2 * w, ("x",)),
         grouped("fc2", w, h, ("x",)),
         grouped("LoRA A", h, R, ("x", "weight")),
