@@ -181,7 +181,6 @@ OFF = ("0", "false", "")  # in small letters
 
 # Variables of another launcher. With them vLLM 0.23.0 (vllm/config/parallel.py) takes each rank for rank 0 of another
 # data-parallel engine. The scripts unset those that vllm/envs.py reads; every variable with this prefix is refused.
-LAUNCHERS_PREFIX = "VLLM_DP_"
 LAUNCHERS = ("VLLM_DP_SIZE", "VLLM_DP_RANK", "VLLM_DP_RANK_LOCAL", "VLLM_DP_MASTER_IP", "VLLM_DP_MASTER_PORT")
 
 
@@ -192,7 +191,7 @@ def switched_on(env: Mapping[str, str]) -> Iterator[Variable]:
 
 def from_a_launcher(env: Mapping[str, str]) -> list[str]:
     """The names in ``env`` that would override the data-parallel rank of vLLM."""
-    return sorted(name for name in env if name.startswith(LAUNCHERS_PREFIX))
+    return sorted(name for name in env if name.startswith("VLLM_DP_"))
 
 
 def _started_with(name: str) -> Variable:
@@ -208,11 +207,6 @@ def when_unset(name: str) -> str:
 def advice(name: str) -> str:
     """The command that sets a variable of npu_env.sh to its value there."""
     return f"export {name}={_started_with(name).value}"
-
-
-def export_line(variable: Variable) -> str:
-    """The line of npu_env.sh or cuda_env.sh that sets ``variable`` if the user has not set it."""
-    return f'export {variable.name}="${{{variable.name}:-{variable.value}}}" # {variable.reason}'
 
 
 # ---------------------------------------------------------------------------------------- versions that belong together

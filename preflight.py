@@ -62,28 +62,30 @@ def as_json(verdict: Verdict, others: list[Verdict], setting: Setting) -> dict:
     }
     if needs is None:
         return report
-    report["groups"] = grid.groups(layout)
-    report["groups_across_nodes"] = {
-        kind: grid.crossing(members, setting.ranks_per_node) for kind, members in report["groups"].items()
+    groups = grid.groups(layout)
+    return report | {
+        "groups": groups,
+        "groups_across_nodes": {
+            kind: grid.crossing(members, setting.ranks_per_node) for kind, members in groups.items()
+        },
+        "per_rank": {
+            "base_bytes": needs.parts["base"],
+            "lora_parameters": needs.parts["lora"] // 4,
+            "parts": needs.parts,
+            "phases": needs.phases,
+            "fullest_phase": needs.fullest,
+            "peak_bytes": needs.peak,
+            "capacity_bytes": needs.capacity,
+        },
+        "step_seconds": {
+            "total": times.total,
+            "phases": times.phases,
+            "bottleneck": times.bottleneck,
+            "causes": times.causes,
+            "advice": {name: roofline.advice(verdict.cfg, times, name) for name in times.long_phases},
+            "decode_step": times.decode,
+        },
     }
-    report["per_rank"] = {
-        "base_bytes": needs.parts["base"],
-        "lora_parameters": needs.parts["lora"] // 4,
-        "parts": needs.parts,
-        "phases": needs.phases,
-        "fullest_phase": needs.fullest,
-        "peak_bytes": needs.peak,
-        "capacity_bytes": needs.capacity,
-    }
-    report["step_seconds"] = {
-        "total": times.total,
-        "phases": times.phases,
-        "bottleneck": times.bottleneck,
-        "causes": times.causes,
-        "advice": {name: roofline.advice(verdict.cfg, times, name) for name in times.long_phases},
-        "decode_step": times.decode,
-    }
-    return report
 
 
 def as_text(verdict: Verdict, others: list[Verdict], setting: Setting, source: str) -> str:
@@ -93,16 +95,15 @@ def as_text(verdict: Verdict, others: list[Verdict], setting: Setting, source: s
         lines += _layout_lines(verdict, setting) + _memory_lines(verdict, setting) + _time_lines(verdict, setting)
     if not verdict.reasons:
         return "\n".join([*lines, "", "verdict: fits"])
-    lines += ["", "verdict: refused", *(f"  {reason}" for reason in verdict.reasons)]
-    if others:
-        lines.append("the nearest that fit, by memory a rank and estimated step:")
-    else:
-        lines.append("no layout on up to 8 times as many ranks fits")
-    for other in others:
-        given = " ".join(overrides(other, verdict.cfg))
-        sizes = f"{other.memory.peak / GIB:6.1f} GiB {other.times.total:8.1f} s"
-        lines.append(f"  {sizes}  --ranks {other.layout.ranks} {given}")
-    return "\n".join(lines)
+    nearest = [
+        f"  {other.memory.peak / GIB:6.1f} GiB {other.times.total:8.1f} s"
+        f"  --ranks {other.layout.ranks} {' '.join(overrides(other, verdict.cfg))}"
+        for other in others
+    ]
+    head = "the nearest that fit, by memory a rank and estimated step:"
+    none = "no layout on up to 8 times as many ranks fits"
+    reasons = [f"  {reason}" for reason in verdict.reasons]
+    return "\n".join([*lines, "", "verdict: refused", *reasons, head if others else none, *nearest])
 
 
 def _layout_lines(verdict: Verdict, setting: Setting) -> list[str]:
@@ -137,23 +138,21 @@ def _shared(number: int, ranks: int, kind: str, what: str) -> str:
 
 def _memory_lines(verdict: Verdict, setting: Setting) -> list[str]:
     needs = verdict.memory
-    lines = ["", f"memory of the fullest rank, of {needs.capacity / GIB:.1f} GiB:"]
-    for name, size in needs.parts.items():
-        lines.append(f"  {name:22} {_size(size)}{', within the activations' * (name == 'logits chunk')}")
-    lines.append("  in each phase, all that stays included:")
-    for name, size in needs.phases.items():
-        lines.append(f"  {name:22} {_size(size)}{'  <- fullest' * (name == needs.fullest)}")
-    lines.append(
+
+    def row(name: str, size: int, note: str) -> str:
+        shown = f"{size / GIB:8.3f} GiB" if size >= GIB / 32 else f"{size / 2**20:8.3f} MiB"
+        return f"  {name:22} {shown}{note}"
+
+    return [
+        "",
+        f"memory of the fullest rank, of {needs.capacity / GIB:.1f} GiB:",
+        *(row(name, size, ", within the activations" * (name == "logits chunk")) for name, size in needs.parts.items()),
+        "  in each phase, all that stays included:",
+        *(row(name, size, "  <- fullest" * (name == needs.fullest)) for name, size in needs.phases.items()),
         f"  assumed: {memory.IMBALANCE} x the mean rows on the busiest experts,"
         f" {memory.RUNTIME_BYTES[setting.device] / GIB:g} GiB for runtime, {memory.MARGIN:.0%} margin;"
-        f" {needs.cached_rows} of a replica's {needs.wanted_rows} sequences in the key-value cache at once"
-    )
-    return lines
-
-
-def _size(size: int) -> str:
-    """A size in GiB; a small one in MiB."""
-    return f"{size / GIB:8.3f} GiB" if size >= GIB / 32 else f"{size / 2**20:8.3f} MiB"
+        f" {needs.cached_rows} of a replica's {needs.wanted_rows} sequences in the key-value cache at once",
+    ]
 
 
 def _time_lines(verdict: Verdict, setting: Setting) -> list[str]:
@@ -170,9 +169,11 @@ def _time_lines(verdict: Verdict, setting: Setting) -> list[str]:
     if verdict.layout.expert > 1 and "arithmetic" in forward:
         link = hardware.link * forward["expert exchange"] / forward["arithmetic"]
         lines.append(f"  a link of {link / 1e9:.3g} GB/s or less: experts' traffic takes as long as the arithmetic")
-    lines.append(f"  assumed: {roofline.assumptions(hardware, setting.prompt_tokens, setting.completion_tokens)}")
-    lines.append(f"  longest: {times.bottleneck}, bound by {times.bound(times.bottleneck)}")
-    return lines
+    return [
+        *lines,
+        f"  assumed: {roofline.assumptions(hardware, setting.prompt_tokens, setting.completion_tokens)}",
+        f"  longest: {times.bottleneck}, bound by {times.bound(times.bottleneck)}",
+    ]
 
 
 # --------------------------------------------------------------------------------------------------------- the command
@@ -195,16 +196,12 @@ def answer(option: str, arguments: list[str]) -> int:
 
         return doctor.main(arguments)
     import parallel_setup
+    from plan import groups, kernels_check, layers_check, self_test
 
-    if option == "--groups":
-        from plan.groups import main
-    elif option == "--operators":
-        from plan.kernels_check import main
-    elif option == "--layers":
-        from plan.layers_check import main
-    else:
-        from plan.self_test import main
-    return parallel_setup.run_command(main, arguments)
+    questions = {
+        "--groups": groups, "--operators": kernels_check, "--layers": layers_check, "--self-test": self_test,
+    }  # fmt: skip
+    return parallel_setup.run_command(questions[option].main, arguments)
 
 
 LARGEST = {

@@ -24,7 +24,7 @@ from input_files import BAD_INPUT, MOST_RANKS, SETTINGS_MIB, InputError, read_ob
 from knobs import Config
 from plan import doctor_npu, doctor_variables
 from plan.grid import WHOLE
-from plan.machine import Finding, Machine, fail, memory_finding, ok, warn
+from plan.machine import Finding, Machine, every, first, memory_findings
 from plan.memory import GIB, lora_parameters
 
 FILES_WANTED = 32768  # open at once: sockets of the ranks, weight files, shared memory
@@ -33,104 +33,93 @@ FILES_WANTED = 32768  # open at once: sockets of the ranks, weight files, shared
 # ------------------------------------------------------------------------------------------------------------ system
 
 
-def check_open_files(machine: Machine) -> Finding:
-    if machine.open_files < FILES_WANTED:
-        return warn("open files", f"ulimit -n is {machine.open_files}", f"ulimit -n {FILES_WANTED}")
-    return ok("open files", f"ulimit -n is {machine.open_files}")
+def check_open_files(machine: Machine) -> list[Finding]:
+    said = f"ulimit -n is {machine.open_files}"
+    return first("open files", said, (machine.open_files < FILES_WANTED, "warn", said, f"ulimit -n {FILES_WANTED}"))
 
 
-def check_shared_memory(machine: Machine) -> Finding:
+def check_shared_memory(machine: Machine) -> list[Finding]:
     """The processes of one machine exchange tensors in /dev/shm. A container has only 64 MiB there by default."""
-    shm = machine.root / "dev" / "shm"
-    if not shm.is_dir() and not (machine.root / "proc").is_dir():
-        return ok("/dev/shm", "this system has none and needs none")
-    if not shm.is_dir():
-        return warn("/dev/shm", "not there", "docker run --shm-size=64g")
-    if (gib := machine.free_bytes(shm) / GIB) < 1:
-        return warn("/dev/shm", f"{gib * 1024:.0f} MiB free", "docker run --shm-size=64g")
-    return ok("/dev/shm", f"{gib:.1f} GiB free")
+    shm, todo = machine.root / "dev" / "shm", "docker run --shm-size=64g"
+    exists, gib = shm.is_dir(), machine.free_bytes(shm) / GIB
+    return first(
+        "/dev/shm",
+        f"{gib:.1f} GiB free" if exists else "this system has none and needs none",
+        (not exists and (machine.root / "proc").is_dir(), "warn", "not there", todo),
+        (exists and gib < 1, "warn", f"{gib * 1024:.0f} MiB free", todo),
+    )
 
 
-def check_ram(machine: Machine) -> Finding:
+def check_ram(machine: Machine) -> list[Finding]:
     """Main memory for the processes and, on a CPU, for the weights of the trainer and of the sampler."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB", machine.text("proc/meminfo"), re.M)
     if not found:
-        return ok("memory", "not known on this system")
+        return first("memory", "not known on this system")
     ranks, available = machine.ranks or 1, int(found[1]) * 1024 / GIB
     needed = ranks * (0.7 if machine.kind == "cpu" else 2.0)  # a CPU process had 0.65 GiB; the others are a guess
     if machine.kind == "cpu" and machine.run is not None:
         needed += ranks * 2 * sum(p.stat().st_size for p in Path(machine.run.model.path).glob("*.safetensors")) / GIB
     said = f"{available:.1f} GiB available, {needed:.1f} wanted by {ranks} ranks"
-    return warn("memory", said, "fewer ranks, or a machine with more") if available < needed else ok("memory", said)
+    return first("memory", said, (available < needed, "warn", said, "fewer ranks, or a machine with more"))
 
 
 # -------------------------------------------------------------------------------------------------------------- cuda
 
 
-def check_cuda(machine: Machine) -> list[Finding] | Finding:
-    """The driver, the device files, the visible devices, and whether torch is built for CUDA."""
-    findings = []
-    if not (driver := re.search(r"Kernel Module\s+(\S+)", machine.text("proc/driver/nvidia/version"))):
-        findings.append(
-            fail(
-                "driver", "no /proc/driver/nvidia/version", "install the driver; in a container: docker run --gpus all"
-            )
-        )
+def check_cuda(machine: Machine) -> list[Finding]:
+    """The driver, and as many visible devices as ranks."""
+    driver = re.search(r"Kernel Module\s+(\S+)", machine.text("proc/driver/nvidia/version"))
     nodes, shown = machine.device_nodes("nvidia"), machine.env.get("CUDA_VISIBLE_DEVICES")
     count = len(nodes) if shown is None else len([part for part in shown.split(",") if part.strip()])
-    if count < (machine.ranks or 1):
-        findings.append(
-            fail(
-                "devices",
-                f"{len(nodes)} in /dev, {count} visible, {machine.ranks or 1} wanted",
-                "unset CUDA_VISIBLE_DEVICES; in a container: docker run --gpus all",
-            )
-        )
-    version = machine.version("torch")
-    if not version or "+cu" not in version:
-        findings.append(fail("torch build", f"{version} is not for CUDA", "install torch for CUDA (pytorch.org)"))
-    return findings or ok("CUDA", f"driver {driver[1]}, {count} devices, torch {version}")
+    wanted, container = machine.ranks or 1, "in a container: docker run --gpus all"
+    said = f"{len(nodes)} in /dev, {count} visible, {wanted} wanted"
+    lost = (not driver, "fail", "no /proc/driver/nvidia/version", f"install the driver; {container}")
+    few = (count < wanted, "fail", said, f"unset CUDA_VISIBLE_DEVICES; {container}")
+    return first("driver", driver[1] if driver else "", lost) + first("devices", said, few)
 
 
-def check_cuda_runtime(machine: Machine) -> list[Finding] | Finding:
-    if error := machine.accelerator.get("error"):
-        return fail("CUDA", f"torch cannot open the devices: {error}", "nvidia-smi; a driver new enough for torch?")
-    memory = machine.accelerator["memory"]
-    if len(memory) < (machine.ranks or 1):
-        return fail(
-            "CUDA",
-            f"torch counts {len(memory)} devices, {machine.ranks or 1} wanted",
-            "unset CUDA_VISIBLE_DEVICES; nvidia-smi",
-        )
-    return [ok("NCCL", machine.accelerator["nccl"]), memory_finding(memory, "nvidia-smi shows whose process it is")]
+def check_cuda_runtime(machine: Machine) -> list[Finding]:
+    """torch counts the same devices, and every device has free memory."""
+    error, memory = machine.accelerator.get("error"), machine.accelerator.get("memory", [])
+    wanted, todo = machine.ranks or 1, "nvidia-smi; a driver new enough for torch?"
+    count = f"torch counts {len(memory)} devices, {wanted} wanted"
+    found = first(
+        "CUDA",
+        f"NCCL {machine.accelerator.get('nccl')}, {count}",
+        (error, "fail", f"torch cannot open the devices: {error}", todo),
+        (len(memory) < wanted, "fail", count, "unset CUDA_VISIBLE_DEVICES; nvidia-smi"),
+    )
+    return found + (memory_findings(memory, "nvidia-smi shows whose process it is") if memory else [])
 
 
 # ---------------------------------------------------------------------------------------------------- files of the run
 
 
-def check_model_files(machine: Machine) -> Finding:
+def check_model_files(machine: Machine) -> list[Finding]:
     """Every weight file that the index names exists, and has the length that its header gives."""
-    folder = Path(machine.run.model.path)
-    if machine.run.tiny_model is not None and not (folder / "config.json").exists():
-        return ok("model", f"{folder} will be made")
-    todo = f"download it again into {folder} (docs/npu.md); a broken download is resumed by the same command"
-    if not (folder / "config.json").is_file():
-        return fail("model", f"no config.json in {folder}", todo)
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
-        return fail("model", f"no tokenizer.json and no vocab.json in {folder}", todo)
+    folder, wrong, files = Path(machine.run.model.path), "", []
+    settings, index = folder / "config.json", folder / "model.safetensors.index.json"
+    if machine.run.tiny_model is not None and not settings.exists():
+        return first("model", f"{folder} will be made")
     try:
-        index = folder / "model.safetensors.index.json"
         names = sorted(set(read_object(index, ("weight_map",))["weight_map"].values())) if index.exists() else []
         files = [folder / name for name in names] or sorted(folder.glob("*.safetensors"))
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        return fail("model", f"{index} cannot be read ({error})", todo)
-    if not files:
-        return fail("model", f"no *.safetensors in {folder}", todo)
-    if broken := [f"{path.name} {fault}" for path in files if (fault := file_fault(path))]:
-        more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
-        return fail("model", f"{', '.join(broken[:3])}{more}, of {len(files)} files in {folder}", todo)
-    size = sum(path.stat().st_size for path in files) / GIB
-    return ok("model", f"{folder}: {len(files)} weight files, {size:.1f} GiB, all complete")
+        wrong = f"{index} cannot be read ({error})"
+    broken = [f"{path.name} {fault}" for path in files if (fault := file_fault(path))]
+    listed = ", ".join(broken[:3]) + f" and {len(broken) - 3} more" * (len(broken) > 3)
+    size = sum(path.stat().st_size for path in files if not broken) / GIB
+    tokenizers = [folder / name for name in ("tokenizer.json", "vocab.json")]
+    todo = f"download it again into {folder} (docs/npu.md); a broken download is resumed by the same command"
+    return first(
+        "model",
+        f"{folder}: {len(files)} weight files, {size:.1f} GiB, all complete",
+        (not settings.is_file(), "fail", f"no config.json in {folder}", todo),
+        (not any(map(Path.is_file, tokenizers)), "fail", f"no tokenizer.json and no vocab.json in {folder}", todo),
+        (wrong, "fail", wrong, todo),
+        (not files, "fail", f"no *.safetensors in {folder}", todo),
+        (broken, "fail", f"{listed}, of {len(files)} files in {folder}", todo),
+    )
 
 
 def file_fault(path: Path) -> str:
@@ -155,22 +144,27 @@ def file_fault(path: Path) -> str:
     return "" if size == expected else f"has {size} of {expected} bytes"
 
 
-def check_data_files(machine: Machine) -> Finding:
+def check_data_files(machine: Machine) -> list[Finding]:
     data = machine.run.data
     keys = ["train_path", "test_path"] if data.source == "gsm8k" else []
     keys += ["few_shot_path"] if data.few_shot_path else []
-    for key in keys:
-        path = Path(getattr(data, key))
-        if not path.is_file() or path.stat().st_size == 0:
-            return fail(
-                "data",
-                f"data.{key}: {path} is {'empty' if path.is_file() else 'not there'}",
-                f"put GSM8K there, as .jsonl or .parquet (docs/npu.md), or data.{key}=FILE",
+    paths = {f"data.{key}": Path(getattr(data, key)) for key in keys}
+    return every(
+        "data",
+        ", ".join(map(str, paths.values())) or "generated",
+        *(
+            (
+                not path.is_file() or path.stat().st_size == 0,
+                "fail",
+                f"{key}: {path} is {'empty' if path.is_file() else 'not there'}",
+                f"put GSM8K there, as .jsonl or .parquet (docs/npu.md), or {key}=FILE",
             )
-    return ok("data", ", ".join(getattr(data, key) for key in keys) or "generated")
+            for key, path in paths.items()
+        ),
+    )
 
 
-def check_disk(machine: Machine) -> Finding:
+def check_disk(machine: Machine) -> list[Finding]:
     """Disk space for the checkpoints that are kept and the one being written: fp32 factors and two moments."""
     cfg, folder = machine.run, Path(machine.run.train.out_dir)
     free = machine.free_bytes(folder) / GIB
@@ -181,30 +175,29 @@ def check_disk(machine: Machine) -> Finding:
         one, size = 0.0, "of unknown size, because the model cannot be read"
     needed = one * (cfg.train.keep_last + 1) + 0.5  # 0.5: logs, completions, evaluations
     found = f"{free:.1f} GiB free for {folder}, {needed:.1f} needed: {cfg.train.keep_last + 1} checkpoints {size}"
-    return (
-        fail("disk", found, "train.out_dir=<a larger disk>, or train.keep_last=1")
-        if free < needed
-        else ok("disk", found)
-    )
+    return first("disk", found, (free < needed, "fail", found, "train.out_dir=<a larger disk>, or train.keep_last=1"))
 
 
-def check_git(machine: Machine) -> Finding:
+def check_git(machine: Machine) -> list[Finding]:
     code, output = machine.command(["git", "-C", str(Path(__file__).resolve().parent), "status", "--porcelain"])
-    if code:
-        return warn("git", "no git checkout: the run's record cannot name a commit", "git clone the repository")
-    if changed := output.splitlines():
-        return warn(
-            "git",
+    changed = output.splitlines() or [""]
+    return first(
+        "git",
+        "clean",
+        (code, "warn", "no git checkout: the run's record cannot name a commit", "git clone the repository"),
+        (
+            output,
+            "warn",
             f"{len(changed)} changed or new files, e.g. {changed[0][3:]}",
             "git commit: the run's record keeps tracked changes only as a patch",
-        )
-    return ok("git", "clean")
+        ),
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- the checks
 
 # check -> is it quick? A quick check starts no command and loads no library.
-Check = Callable[[Machine], Finding | list[Finding]]
+Check = Callable[[Machine], list[Finding]]
 SYSTEM: dict[Check, bool] = {check_open_files: True, check_shared_memory: False, check_ram: False}
 CUDA: dict[Check, bool] = {check_cuda: True, check_cuda_runtime: False, doctor_npu.check_torch_build: True}
 CPU: dict[Check, bool] = {doctor_npu.check_autoload: False, check_shared_memory: False, check_ram: False}
@@ -224,11 +217,7 @@ def checks(machine: Machine, quick: bool = False) -> Iterator[Check]:
 
 def examine(machine: Machine, quick: bool = False) -> list[Finding]:
     """The findings of all checks, in order."""
-    findings: list[Finding] = []
-    for check in checks(machine, quick):
-        found = check(machine)
-        findings += found if isinstance(found, list) else [found]
-    return findings
+    return [finding for check in checks(machine, quick) for finding in check(machine)]
 
 
 def quick(cfg: Config) -> None:

@@ -10,7 +10,7 @@ import json
 import re
 
 import environment
-from plan.machine import Finding, Machine, fail, last_line, memory_finding, number_ranges, ok, warn
+from plan.machine import Finding, Machine, Row, every, first, last_line, memory_findings, number_ranges
 
 DIES = 16  # of a 910C server: 8 cards with two dies each; a die is a device and has one rank
 MANAGERS = (
@@ -33,72 +33,78 @@ def source_command(machine: Machine) -> str:
     return f"source /{found[0]}/set_env.sh && source /usr/local/Ascend/nnal/atb/set_env.sh"
 
 
-def check_cann(machine: Machine) -> Finding:
+def check_cann(machine: Machine) -> list[Finding]:
     """CANN's environment is sourced."""
-    home = machine.env.get("ASCEND_HOME_PATH")
-    if not home:
-        return fail("CANN", "ASCEND_HOME_PATH is not set", source_command(machine))
-    if not (machine.root / home.lstrip("/")).is_dir():
-        return fail("CANN", f"ASCEND_HOME_PATH is {home}, which does not exist", source_command(machine))
-    return ok("CANN", f"ASCEND_HOME_PATH is {home}")
-
-
-def check_cann_libraries(machine: Machine) -> list[Finding] | Finding:
-    """CANN's libraries and its Python module acl can be loaded."""
-    findings = [
-        fail("CANN libraries", f"{name} cannot be loaded ({error})", source_command(machine))
-        for name in ("libascendcl.so", "libhccl.so", "libatb.so")
-        if (error := machine.library_error(name))
-    ]
-    code, output = machine.python("import acl")
-    if code:
-        findings.append(
-            fail(
-                "CANN libraries",
-                f"import acl: {last_line(output)}",
-                "source CANN's set_env.sh, which puts its python/site-packages on PYTHONPATH",
-            )
-        )
-    return findings or ok("CANN libraries", "libascendcl, libhccl, libatb and acl load")
-
-
-def check_driver(machine: Machine) -> Finding:
-    text = machine.text("usr/local/Ascend/driver/version.info")
-    if version := re.search(r"^Version=(\S+)", text, re.M):
-        return ok("driver", version[1])
-    return fail(
-        "driver",
-        "no /usr/local/Ascend/driver/version.info",
-        "on the host: install it, npu-smi info; in a container: -v /usr/local/Ascend/driver:/usr/local/Ascend/driver",
+    home, todo = machine.env.get("ASCEND_HOME_PATH", ""), source_command(machine)
+    said = f"ASCEND_HOME_PATH is {home}"
+    return first(
+        "CANN",
+        said,
+        (not home, "fail", "ASCEND_HOME_PATH is not set", todo),
+        (not (machine.root / home.lstrip("/")).is_dir(), "fail", f"{said}, which does not exist", todo),
     )
 
 
-def check_autoload(machine: Machine) -> Finding:
+def check_cann_libraries(machine: Machine) -> list[Finding]:
+    """CANN's libraries and its Python module acl can be loaded."""
+    errors = {name: machine.library_error(name) for name in ("libascendcl.so", "libhccl.so", "libatb.so")}
+    code, output = machine.python("import acl")
+    todo = source_command(machine)
+    path = "source CANN's set_env.sh, which puts its python/site-packages on PYTHONPATH"
+    return every(
+        "CANN libraries",
+        "libascendcl, libhccl, libatb and acl load",
+        *((error, "fail", f"{name} cannot be loaded ({error})", todo) for name, error in errors.items()),
+        (code, "fail", f"import acl: {last_line(output)}", path),
+    )
+
+
+def check_driver(machine: Machine) -> list[Finding]:
+    version = re.search(r"^Version=(\S+)", machine.text("usr/local/Ascend/driver/version.info"), re.M)
+    todo = "on the host: install it, npu-smi info; in a container: -v /usr/local/Ascend/driver:/usr/local/Ascend/driver"
+    lost = (not version, "fail", "no /usr/local/Ascend/driver/version.info", todo)
+    return first("driver", version[1] if version else "", lost)
+
+
+def check_autoload(machine: Machine) -> list[Finding]:
     """torch imports every installed backend by itself, so torch_npu without CANN makes `import torch` fail."""
     installed = machine.version("torch-npu")
-    if not installed:
-        if machine.kind != "npu":
-            return ok("torch_npu", "not installed, not needed")
-        return fail("torch_npu", "not installed", "install the packages of docs/npu.md, section 2")
-    if "ASCEND_HOME_PATH" not in machine.env and machine.env.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0":
-        without = "to run without NPUs: pip uninstall torch-npu, or export TORCH_DEVICE_BACKEND_AUTOLOAD=0"
-        return fail(
-            "torch_npu",
+    loads = "ASCEND_HOME_PATH" not in machine.env and machine.env.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0"
+    without = "to run without NPUs: pip uninstall torch-npu, or export TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+    packages = "install the packages of docs/npu.md, section 2"
+    return first(
+        "torch_npu",
+        installed or "not installed, not needed",
+        (not installed and machine.kind == "npu", "fail", "not installed", packages),
+        (
+            installed and loads,
+            "fail",
             f"{installed} without CANN: `import torch` fails on libhccl.so",
             f"{source_command(machine)}; {without}",
-        )
-    return ok("torch_npu", installed)
+        ),
+    )
 
 
-def check_torch_build(machine: Machine) -> Finding:
+def check_torch_build(machine: Machine) -> list[Finding]:
     version = machine.version("torch")
-    if version and "+cu" in version and machine.version("torch-npu"):
-        return fail(
-            "torch build",
+    for_cuda = "+cu" in (version or "")
+    todo = "pip install torch==<the same>+cpu --index-url https://download.pytorch.org/whl/cpu"
+    return first(
+        "torch build",
+        f"{version}",
+        (
+            machine.kind == "cuda" and not for_cuda,
+            "fail",
+            f"{version} is not for CUDA",
+            "install torch for CUDA (pytorch.org)",
+        ),
+        (
+            for_cuda and machine.version("torch-npu"),
+            "fail",
             f"{version} is for CUDA; torch_npu refuses a second accelerator",
-            "pip install torch==<the same>+cpu --index-url https://download.pytorch.org/whl/cpu",
-        )
-    return ok("torch build", f"{version}")
+            todo,
+        ),
+    )
 
 
 def cann_version(machine: Machine) -> str | None:
@@ -108,39 +114,39 @@ def cann_version(machine: Machine) -> str | None:
     return said[1] if said else None
 
 
-def check_versions(machine: Machine) -> list[Finding] | Finding:
+def check_versions(machine: Machine) -> list[Finding]:
     """Compare with the set in environment.VERSION_SETS that has the installed version of torch, or with the first."""
     torch, sets = machine.version("torch") or "", environment.VERSION_SETS
     pinned = next((one for one in sets if environment.matches(torch, one["torch"])), sets[0])
     found = {name: cann_version(machine) if name == "CANN" else machine.version(name) for name in pinned}
-    findings = []
+    rows: list[Row] = []
     for name, wanted in pinned.items():
         needed = f"needed: {' or '.join(wanted)}, with torch {pinned['torch'][0]} (requirements/npu.txt, docs/npu.md)"
-        if found[name] is None and name.startswith("vllm") and not machine.samples_with_vllm:
-            findings.append(warn("versions", f"{name} is not installed; only rollout.engine torch works", needed))
-        elif found[name] is None and name != "CANN":
-            findings.append(fail("versions", f"{name} is not installed", needed))
-        elif not environment.matches(found[name] or "", wanted):
-            findings.append(warn("versions", f"{name} {found[name] or 'of unknown version'}", needed))
-    for plugin, base in environment.SAME_RELEASE:
-        if found[plugin] and found[base] and release(found[plugin]) != release(found[base]):
-            findings.append(
-                fail(
-                    "versions",
-                    f"{plugin} {found[plugin]} beside {base} {found[base]}",
-                    f"both must be of one release: {base} {pinned[base][0]}, {plugin} {pinned[plugin][0]}",
-                )
-            )
-    stock = machine.version("triton")
-    if stock not in (None, "?"):  # "?": the folder triton of triton-ascend, which has no metadata
-        findings.append(
-            fail(
-                "versions",
-                f"triton {stock} lies in the folder of triton-ascend, and is for CUDA",
-                "pip uninstall -y triton triton-ascend, then install triton-ascend again (docs/npu.md)",
-            )
+        lacking = found[name] is None and name != "CANN"
+        optional = name.startswith("vllm") and not machine.samples_with_vllm
+        other = not environment.matches(found[name] or "", wanted)
+        rows += [
+            (lacking and optional, "warn", f"{name} is not installed; only rollout.engine torch works", needed),
+            (lacking and not optional, "fail", f"{name} is not installed", needed),
+            (other and not lacking, "warn", f"{name} {found[name] or 'of unknown version'}", needed),
+        ]
+    rows += [
+        (
+            found[plugin] and found[base] and release(found[plugin]) != release(found[base]),
+            "fail",
+            f"{plugin} {found[plugin]} beside {base} {found[base]}",
+            f"both must be of one release: {base} {pinned[base][0]}, {plugin} {pinned[plugin][0]}",
         )
-    return findings or ok("versions", ", ".join(f"{name} {version}" for name, version in found.items()))
+        for plugin, base in environment.SAME_RELEASE
+    ]
+    stock = machine.version("triton")
+    misplaced = (
+        stock not in (None, "?"),  # "?": the folder triton of triton-ascend, which has no metadata
+        "fail",
+        f"triton {stock} lies in the folder of triton-ascend, and is for CUDA",
+        "pip uninstall -y triton triton-ascend, then install triton-ascend again (docs/npu.md)",
+    )
+    return every("versions", ", ".join(f"{name} {version}" for name, version in found.items()), *rows, misplaced)
 
 
 def release(version: str) -> str:
@@ -148,15 +154,18 @@ def release(version: str) -> str:
     return ".".join(re.findall(r"\d+", version)[:3])
 
 
-def check_packages(machine: Machine) -> Finding:
+def check_packages(machine: Machine) -> list[Finding]:
     """The other packages that the code of this repository imports."""
-    if missing := [name for name in environment.OUR_PACKAGES if machine.version(name) is None]:
-        lists = "requirements/npu-image.txt in vllm-ascend's image, requirements/npu.txt elsewhere (docs/npu.md)"
-        return fail("packages", f"not installed: {', '.join(missing)}", f"pip install --no-deps -r {lists}")
-    return ok("packages", f"{len(environment.OUR_PACKAGES)} that the code imports are installed")
+    missing = [name for name in environment.OUR_PACKAGES if machine.version(name) is None]
+    lists = "requirements/npu-image.txt in vllm-ascend's image, requirements/npu.txt elsewhere (docs/npu.md)"
+    return first(
+        "packages",
+        f"{len(environment.OUR_PACKAGES)} that the code imports are installed",
+        (missing, "fail", f"not installed: {', '.join(missing)}", f"pip install --no-deps -r {lists}"),
+    )
 
 
-def check_chip(machine: Machine) -> Finding:
+def check_chip(machine: Machine) -> list[Finding]:
     """vllm-ascend is compiled for one kind of chip, and its engine stops with an assertion on another kind.
 
     PyPI's wheels are for the A2 (910B). The check reads the file that names the kind, because importing vllm_ascend
@@ -164,65 +173,60 @@ def check_chip(machine: Machine) -> Finding:
     """
     installed = machine.version("vllm-ascend")
     if not installed:
-        return ok("vllm-ascend's build", "vllm-ascend is not installed")
-    rebuild = "build vllm-ascend from its source on this machine, or use its image for this chip (docs/npu.md)"
+        return first("vllm-ascend's build", "vllm-ascend is not installed")
     built = environment.built_for(machine.package_file("vllm_ascend", "_build_info.py") or "")
-    if built is None:
-        return warn(
-            "vllm-ascend's build",
-            f"vllm-ascend {installed}: no vllm_ascend/_build_info.py that says for which chip it is built",
-            rebuild,
-        )
     code, output = machine.command(["npu-smi", "info"])
     names = sorted(set(re.findall(r"^\|\s*\d+\s+(\w*\d{3}\S*)\s*\|", output, re.M))) if code == 0 else []
     kinds = {environment.chip_kind(name) for name in names}
-    if not names:
-        return warn(
-            "vllm-ascend's build",
+    kind = kinds.pop() if len(kinds) == 1 else None
+    chips = ", ".join(names)
+    rebuild = "build vllm-ascend from its source on this machine, or use its image for this chip (docs/npu.md)"
+    return first(
+        "vllm-ascend's build",
+        f"for {built}, as this machine's chips are ({chips})",
+        (
+            built is None,
+            "warn",
+            f"vllm-ascend {installed}: no vllm_ascend/_build_info.py that says for which chip it is built",
+            rebuild,
+        ),
+        (
+            not names,
+            "warn",
             f"for {built}; npu-smi names no chip ({last_line(output)})",
             "npu-smi info must list the dies; in a container: -v /usr/local/bin/npu-smi:/usr/local/bin/npu-smi",
-        )
-    if None in kinds or len(kinds) > 1:
-        return warn(
-            "vllm-ascend's build",
-            f"for {built}; this machine's chips: {', '.join(names)}, of a kind that is not known here",
+        ),
+        (
+            kind is None,
+            "warn",
+            f"for {built}; this machine's chips: {chips}, of a kind that is not known here",
             "please open an issue with the output of npu-smi info",
-        )
-    (kind,) = kinds
-    if kind != built:
-        image = environment.VLLM_ASCEND_IMAGES[kind]
-        return fail(
-            "vllm-ascend's build",
-            f"vllm-ascend {installed} is built for {built}, this machine's chips are {kind} ({names[0]})",
-            f"{rebuild}: quay.io/ascend/vllm-ascend:{image}",
-        )
-    return ok("vllm-ascend's build", f"for {built}, as this machine's chips are ({names[0]})")
+        ),
+        (
+            kind != built,
+            "fail",
+            f"vllm-ascend {installed} is built for {built}, this machine's chips are {kind} ({chips})",
+            f"{rebuild}: quay.io/ascend/vllm-ascend:{environment.VLLM_ASCEND_IMAGES.get(kind)}",
+        ),
+    )
 
 
-def check_vllm_kernels(machine: Machine) -> Finding:
+def check_vllm_kernels(machine: Machine) -> list[Finding]:
     if not machine.version("vllm-ascend"):
-        return ok("vLLM kernels", "vllm-ascend is not installed")
+        return first("vLLM kernels", "vllm-ascend is not installed")
     code, output = machine.python("import vllm_ascend.vllm_ascend_C")
-    if code:
-        return warn(
-            "vLLM kernels",
-            f"vllm_ascend_C: {last_line(output)}",
-            "rebuild vllm-ascend with COMPILE_CUSTOM_KERNELS=1 inside the CANN container",
-        )
-    return ok("vLLM kernels", "vllm_ascend_C imports")
+    todo = "rebuild vllm-ascend with COMPILE_CUSTOM_KERNELS=1 inside the CANN container"
+    failed = (code, "warn", f"vllm_ascend_C: {last_line(output)}", todo)
+    return first("vLLM kernels", "vllm_ascend_C imports", failed)
 
 
-def check_compiler(machine: Machine) -> Finding:
-    path = machine.env.get("PATH", "")
-    folders = [machine.root / folder.lstrip("/") for folder in path.split(":") if folder]
-    missing = [tool for tool in ("g++", "ninja") if not any((folder / tool).exists() for folder in folders)]
-    if missing:
-        return warn(
-            "compiler",
-            f"no {' and no '.join(missing)}: MindSpeed compiles some of its operators",
-            f"apt-get install {' '.join({'ninja': 'ninja-build'}.get(tool, tool) for tool in missing)}",
-        )
-    return ok("compiler", "g++, ninja")
+def check_compiler(machine: Machine) -> list[Finding]:
+    folders = [machine.root / folder.lstrip("/") for folder in machine.env.get("PATH", "").split(":") if folder]
+    packages = {"g++": "g++", "ninja": "ninja-build"}
+    missing = [tool for tool in packages if not any((folder / tool).exists() for folder in folders)]
+    said = f"no {' and no '.join(missing)}: MindSpeed compiles some of its operators"
+    todo = f"apt-get install {' '.join(packages[tool] for tool in missing)}"
+    return first("compiler", "g++, ninja", (missing, "warn", said, todo))
 
 
 # -------------------------------------------------------------------------------------------------------------- dies
@@ -244,78 +248,97 @@ def visible_dies(machine: Machine) -> tuple[list[int], str]:
     return ids, ""
 
 
-def check_dies(machine: Machine) -> Finding:
+def check_dies(machine: Machine) -> list[Finding]:
     """There are enough device files and visible dies, one for each process."""
     nodes, (visible, wrong) = machine.device_nodes("davinci"), visible_dies(machine)
-    if not nodes:
-        return fail(
-            "dies",
+    wanted = machine.ranks or (DIES if len(nodes) > DIES // 2 else len(nodes))
+    managers = [name for name in MANAGERS if not (machine.root / "dev" / name).exists()]
+    absent = sorted({*range(wanted), *range(max(nodes, default=0))} - set(nodes))
+    variable = f"ASCEND_RT_VISIBLE_DEVICES={machine.env.get('ASCEND_RT_VISIBLE_DEVICES')}"
+    found = f"{len(nodes)} in /dev, {len(visible)} visible" + (f", {machine.ranks} ranks" if machine.ranks else "")
+
+    def start_with(devices: list[str]) -> str:
+        return f"start the container again with {' '.join(f'--device=/dev/{name}' for name in devices)}"
+
+    def show(dies: list[int]) -> str:
+        return f"export ASCEND_RT_VISIBLE_DEVICES={','.join(map(str, dies))}"
+
+    return first(
+        "dies",
+        found,
+        (
+            not nodes,
+            "fail",
             "no /dev/davinci*",
             "on the host: npu-smi info; in a container: --device=/dev/davinci0 ... (docs/npu.md)",
-        )
-    if lacking := [name for name in MANAGERS if not (machine.root / "dev" / name).exists()]:
-        flags = " ".join(f"--device=/dev/{name}" for name in lacking)
-        return fail("dies", f"no /dev/{', no /dev/'.join(lacking)}", f"start the container again with {flags}")
-    variable = f"ASCEND_RT_VISIBLE_DEVICES={machine.env.get('ASCEND_RT_VISIBLE_DEVICES')}"
-    if wrong:
-        return fail("dies", f"{variable} {wrong}", f"export ASCEND_RT_VISIBLE_DEVICES={','.join(map(str, nodes))}")
-    wanted = machine.ranks or (DIES if len(nodes) > DIES // 2 else len(nodes))
-    if len(nodes) < wanted:
-        missing = sorted(set(range(max(wanted, nodes[-1] + 1))) - set(nodes))
-        flags = " ".join(f"--device=/dev/davinci{number}" for number in missing)
-        return fail(
-            "dies",
-            f"{len(nodes)} of {wanted} dies in /dev; missing: {number_ranges(missing)}",
-            f"start the container again with {flags}; if the host lacks them: npu-smi info",
-        )
-    if len(visible) < wanted:
-        missing = sorted(set(nodes) - set(visible))
-        found = f"{variable} shows {len(visible)} of the {wanted} dies that are wanted"
-        found += f"; left out: {number_ranges(missing)}"
-        return fail("dies", found, f"export ASCEND_RT_VISIBLE_DEVICES={','.join(map(str, nodes[:wanted]))}")
-    found = f"{len(nodes)} in /dev, {len(visible)} visible" + (f", {machine.ranks} ranks" if machine.ranks else "")
-    if visible != list(range(visible[0], visible[0] + len(visible))):
-        return warn(
-            "dies",
+        ),
+        (managers, "fail", f"no /dev/{', no /dev/'.join(managers)}", start_with(managers)),
+        (wrong, "fail", f"{variable} {wrong}", show(nodes)),
+        (
+            len(nodes) < wanted,
+            "fail",
+            f"{len(nodes)} of {wanted} dies in /dev; missing: {number_ranges(absent)}",
+            f"{start_with([f'davinci{die}' for die in absent])}; if the host lacks them: npu-smi info",
+        ),
+        (
+            len(visible) < wanted,
+            "fail",
+            f"{variable} shows {len(visible)} of the {wanted} dies that are wanted; "
+            f"left out: {number_ranges(sorted(set(nodes) - set(visible)))}",
+            show(nodes[:wanted]),
+        ),
+        (
+            "," in number_ranges(visible),
+            "warn",
             f"{found}, with gaps: {number_ranges(visible)}",
             "is this intended? a card's two dies are neighbours (2n, 2n + 1) and share the fastest link",
-        )
-    return ok("dies", found)
+        ),
+    )
 
 
-def check_runtime(machine: Machine) -> Finding:
+def check_runtime(machine: Machine) -> list[Finding]:
     """torch_npu counts the same dies, and every die has free memory."""
-    if error := machine.accelerator.get("error"):
-        return fail(
-            "torch_npu devices",
+    error, memory = machine.accelerator.get("error"), machine.accelerator.get("memory", [])
+    visible, nodes = len(visible_dies(machine)[0]), machine.device_nodes("davinci")
+    count = f"torch_npu counts {len(memory)}, the environment shows {visible}, ranks: {machine.ranks or 'any'}"
+    found = first(
+        "torch_npu devices",
+        count,
+        (
+            error,
+            "fail",
             f"torch cannot open the NPUs: {error}",
             f"{source_command(machine)}; then the lines above this one",
-        )
-    memory = machine.accelerator["memory"]
-    visible = visible_dies(machine)[0]
-    if len(memory) != len(visible) or len(memory) < (machine.ranks or 0):
-        return fail(
-            "torch_npu devices",
-            f"torch_npu counts {len(memory)}, the environment shows {len(visible)}, ranks: {machine.ranks or 'any'}",
-            f"export ASCEND_RT_VISIBLE_DEVICES={','.join(map(str, machine.device_nodes('davinci')))} (npu-smi info)",
-        )
-    return memory_finding(memory, "npu-smi info shows whose process it is")
+        ),
+        (
+            len(memory) != visible or len(memory) < (machine.ranks or 0),
+            "fail",
+            count,
+            f"export ASCEND_RT_VISIBLE_DEVICES={','.join(map(str, nodes))} (npu-smi info)",
+        ),
+    )
+    return found + (memory_findings(memory, "npu-smi info shows whose process it is") if memory else [])
 
 
-def check_ray(machine: Machine) -> Finding:
+def check_ray(machine: Machine) -> list[Finding]:
     """A running Ray cluster knows all NPUs; it never assigns those that it was started without."""
     known = "RAY_ADDRESS" in machine.env or (machine.root / "tmp/ray/ray_current_cluster").exists()
     if not machine.version("ray") or not known:
-        return ok("Ray", "no cluster runs here; torchrun needs none")
+        return first("Ray", "no cluster runs here; torchrun needs none")
     code, output = machine.python(RAY_NPUS)
-    if code:
-        return warn("Ray", f"the cluster does not answer ({last_line(output)})", "ray stop, if it is yours")
-    nodes, counted = machine.device_nodes("davinci"), int(float(last_line(output)))
-    if counted < (here := len(nodes)):
-        found = f"the cluster counts {counted} of the {here} NPUs; missing: {number_ranges(nodes[counted:])}"
-        start = f"ray start --head --resources='{json.dumps({'NPU': here})}'"
-        return warn("Ray", found, f"ray stop && unset ASCEND_RT_VISIBLE_DEVICES && {start} (torchrun does not use Ray)")
-    return ok("Ray", f"the cluster counts {counted} NPUs")
+    nodes, counted = machine.device_nodes("davinci"), 0 if code else int(float(last_line(output)))
+    start = f"ray start --head --resources='{json.dumps({'NPU': len(nodes)})}'"
+    return first(
+        "Ray",
+        f"the cluster counts {counted} NPUs",
+        (code, "warn", f"the cluster does not answer ({last_line(output)})", "ray stop, if it is yours"),
+        (
+            counted < len(nodes),
+            "warn",
+            f"the cluster counts {counted} of the {len(nodes)} NPUs; missing: {number_ranges(nodes[counted:])}",
+            f"ray stop && unset ASCEND_RT_VISIBLE_DEVICES && {start} (torchrun does not use Ray)",
+        ),
+    )
 
 
 # check -> is it quick? A quick check starts no command and loads no library.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 import environment
-from plan.machine import Finding, Machine, fail, number_ranges, ok, warn
+from plan.machine import Finding, Machine, every, first, number_ranges
 
 TIMEOUTS = ("HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT")
 
@@ -25,174 +25,187 @@ def port_numbers(text: str) -> list[int]:
     return [port for first, _, last in ranges for port in range(int(first), int(last or first) + 1)]
 
 
-def check_ports(machine: Machine) -> Finding:
+def check_ports(machine: Machine) -> list[Finding]:
     """No process listens on HCCL's ports, and the system gives none of them to outgoing connections."""
-    first = machine.number("HCCL_IF_BASE_PORT", 60000)
-    text = machine.env.get("HCCL_HOST_SOCKET_PORT_RANGE", f"{first}-{first + 31}" if first else "")
-    if text == "auto":
-        return ok("HCCL ports", "auto")
-    if not PORTS.fullmatch(text) or not (ports := port_numbers(text)):
-        return fail(
-            "HCCL ports",
+    base = machine.number("HCCL_IF_BASE_PORT", 60000)
+    text = machine.env.get("HCCL_HOST_SOCKET_PORT_RANGE", f"{base}-{base + 31}" if base else "")
+    ports = port_numbers(text) if PORTS.fullmatch(text) else []
+    span = f"{ports[0]}-{ports[-1]}" if ports else text
+    busy = [port for port in ports if not machine.port_is_free(port)]
+    outgoing = port_numbers("-".join(machine.text("proc/sys/net/ipv4/ip_local_port_range").split()))
+    reserved = port_numbers(machine.text("proc/sys/net/ipv4/ip_local_reserved_ports").strip())
+    return first(
+        "HCCL ports",
+        f"{span} are free" if ports else text,
+        (
+            not ports and text != "auto",
+            "fail",
             "HCCL_HOST_SOCKET_PORT_RANGE or HCCL_IF_BASE_PORT is no port",
             environment.advice("HCCL_HOST_SOCKET_PORT_RANGE"),
-        )
-    span = f"{ports[0]}-{ports[-1]}"
-    if busy := [port for port in ports if not machine.port_is_free(port)]:
-        return fail(
-            "HCCL ports",
+        ),
+        (
+            busy,
+            "fail",
             f"in use: {number_ranges(busy)} of {span} (EJ0003, EI0019)",
-            f"ss -ltnp 'sport = :{busy[0]}' shows whose; or export HCCL_HOST_SOCKET_PORT_RANGE=<50 free ports>",
-        )
-    outgoing = [int(port) for port in machine.text("proc/sys/net/ipv4/ip_local_port_range").split()]
-    reserved = port_numbers(machine.text("proc/sys/net/ipv4/ip_local_reserved_ports").strip())
-    if outgoing and [port for port in ports if outgoing[0] <= port <= outgoing[1] and port not in reserved]:
-        return warn(
-            "HCCL ports",
+            f"ss -ltnp 'sport = :{min(busy, default=0)}' shows whose; "
+            "or export HCCL_HOST_SOCKET_PORT_RANGE=<50 free ports>",
+        ),
+        (
+            set(ports) & set(outgoing) - set(reserved),
+            "warn",
             f"{span} are free, but the system may lend them to outgoing connections",
             f"on the host: sysctl -w net.ipv4.ip_local_reserved_ports={span}",
-        )
-    return ok("HCCL ports", f"{span} are free")
+        ),
+    )
 
 
-def check_timeouts(machine: Machine) -> list[Finding] | Finding:
+def check_timeouts(machine: Machine) -> list[Finding]:
     """The time-outs must end in this order: the heartbeat, then HCCL, whose message names the peer, then torch."""
     connect, execute = (machine.number(name, int(environment.when_unset(name))) for name in TIMEOUTS)
     set_connect, set_execute = map(environment.advice, TIMEOUTS)
-    if connect is None or not 120 <= connect <= 7200:
-        return fail("time-outs", "HCCL_CONNECT_TIMEOUT is not in 120 to 7200 s", set_connect)
-    if execute is None or execute < 0:
-        return fail("time-outs", "HCCL_EXEC_TIMEOUT is not a number of seconds", set_execute)
-    findings = []
-    if connect < 600:
-        findings.append(
-            warn(
-                "time-outs",
-                f"HCCL_CONNECT_TIMEOUT is {connect} s; ranks are further apart while they load (EI0006)",
-                set_connect,
-            )
-        )
-    if execute == 0:
-        findings.append(warn("time-outs", "HCCL_EXEC_TIMEOUT=0 waits for ever", set_execute))
+    unusable = (
+        (
+            connect is None or not 120 <= connect <= 7200,
+            "fail",
+            "HCCL_CONNECT_TIMEOUT is not in 120 to 7200 s",
+            set_connect,
+        ),
+        (execute is None or execute < 0, "fail", "HCCL_EXEC_TIMEOUT is not a number of seconds", set_execute),
+    )
+    if any(row[0] for row in unusable):
+        return first("time-outs", "", *unusable)
+    rows = [
+        (
+            connect < 600,
+            "warn",
+            f"HCCL_CONNECT_TIMEOUT is {connect} s; ranks are further apart while they load (EI0006)",
+            set_connect,
+        ),
+        (execute == 0, "warn", "HCCL_EXEC_TIMEOUT=0 waits for ever", set_execute),
+    ]
     if machine.run is not None:
         torch, stall = machine.run.parallel.timeout_seconds, machine.run.train.stall_seconds
-        if torch <= (hccl := max(connect, execute)):
-            findings.append(
-                warn(
-                    "time-outs",
-                    f"parallel.timeout_seconds {torch} is not above HCCL's {hccl} s, so torch ends the run",
-                    f"parallel.timeout_seconds={hccl + 300}: HCCL's message names the peer",
-                )
-            )
-        if stall >= torch:
-            findings.append(
-                warn(
-                    "time-outs",
-                    f"train.stall_seconds {stall} is not under parallel.timeout_seconds {torch}",
-                    "train.stall_seconds=1200: a rank that hangs reports where",
-                )
-            )
-    return findings or ok("time-outs", f"HCCL_CONNECT_TIMEOUT {connect} s, HCCL_EXEC_TIMEOUT {execute} s")
+        hccl = max(connect, execute)
+        rows += [
+            (
+                torch <= hccl,
+                "warn",
+                f"parallel.timeout_seconds {torch} is not above HCCL's {hccl} s, so torch ends the run",
+                f"parallel.timeout_seconds={hccl + 300}: HCCL's message names the peer",
+            ),
+            (
+                stall >= torch,
+                "warn",
+                f"train.stall_seconds {stall} is not under parallel.timeout_seconds {torch}",
+                "train.stall_seconds=1200: a rank that hangs reports where",
+            ),
+        ]
+    return every("time-outs", f"HCCL_CONNECT_TIMEOUT {connect} s, HCCL_EXEC_TIMEOUT {execute} s", *rows)
 
 
-def check_expansion_mode(machine: Machine) -> Finding:
+def check_expansion_mode(machine: Machine) -> list[Finding]:
     mode = machine.env.get("HCCL_OP_EXPANSION_MODE", "")
-    if mode == "AIV":
-        if (machine.number("HCCL_EXEC_TIMEOUT", 0) or 0) > 1091:
-            return fail(
-                "HCCL_OP_EXPANSION_MODE",
-                "AIV allows HCCL_EXEC_TIMEOUT 1091 at most",
-                "unset HCCL_OP_EXPANSION_MODE, or export HCCL_EXEC_TIMEOUT=1091",
-            )
-        return warn(
-            "HCCL_OP_EXPANSION_MODE",
+    return first(
+        "HCCL_OP_EXPANSION_MODE",
+        mode or "not set",
+        (
+            mode == "AIV" and (machine.number("HCCL_EXEC_TIMEOUT", 0) or 0) > 1091,
+            "fail",
+            "AIV allows HCCL_EXEC_TIMEOUT 1091 at most",
+            "unset HCCL_OP_EXPANSION_MODE, or export HCCL_EXEC_TIMEOUT=1091",
+        ),
+        (
+            mode == "AIV",
+            "warn",
             "AIV has open defects on 910C (vllm-ascend #9873)",
             "unset HCCL_OP_EXPANSION_MODE until a first run works",
-        )
-    return ok("HCCL_OP_EXPANSION_MODE", mode or "not set")
+        ),
+    )
 
 
-def check_determinism(machine: Machine) -> Finding:
+def check_determinism(machine: Machine) -> list[Finding]:
     """train.deterministic sets all of these variables (device.set_environment); only some of them is a mistake."""
     variables = environment.DETERMINISTIC["npu"]
     wrong = [f"{v.name}={v.value}" for v in variables if not v.allows(machine.env.get(v.name, ""))]
-    if len(wrong) == len(variables):
-        return ok("determinism", "not asked for: two runs may differ in the last bits")
-    if wrong:
-        return warn("determinism", "asked for in part only", f"export {' '.join(wrong)}")
-    return ok("determinism", "asked for in HCCL, LCCL, products and ATB")
+    return first(
+        "determinism",
+        "not asked for: two runs may differ in the last bits" if wrong else "asked for in HCCL, LCCL, products and ATB",
+        (0 < len(wrong) < len(variables), "warn", "asked for in part only", f"export {' '.join(wrong)}"),
+    )
 
 
 # -------------------------------------------------------------------------------------------- conflicting variables
 
 
-def check_allocator(machine: Machine) -> Finding:
+def check_allocator(machine: Machine) -> list[Finding]:
     names = ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     given = {name: machine.env[name] for name in names if machine.env.get(name)}
-    if len(given) == 2:
-        return fail(
-            "allocator",
+    expandable = [name for name, value in given.items() if "expandable_segments:true" in value.lower()]
+    unset = f"unset {' '.join(expandable)}"
+    return first(
+        "allocator",
+        ", ".join(f"{name}={value}" for name, value in given.items()) or "torch_npu's own settings",
+        (
+            len(given) == 2,
+            "fail",
             "PYTORCH_NPU_ALLOC_CONF and PYTORCH_ALLOC_CONF are both set: torch_npu refuses",
             "unset PYTORCH_ALLOC_CONF",
-        )
-    expandable = [name for name, value in given.items() if "expandable_segments:true" in value.lower()]
-    if expandable and machine.captures_graphs:
-        return fail(
-            "allocator",
+        ),
+        (
+            expandable and machine.captures_graphs,
+            "fail",
             "expandable_segments and vLLM's memory pools (graph capture, sleep mode) exclude each other",
-            f"unset {expandable[0]}, or rollout.enforce_eager=true",
-        )
-    if expandable and machine.samples_with_vllm:
-        return warn(
-            "allocator",
+            f"{unset}, or rollout.enforce_eager=true",
+        ),
+        (
+            expandable and machine.samples_with_vllm,
+            "warn",
             "expandable_segments: vLLM's sleep mode asserts that it is off",
-            f"unset {expandable[0]} unless memory is fragmented",
-        )
-    return ok("allocator", ", ".join(f"{name}={value}" for name, value in given.items()) or "torch_npu's own settings")
+            f"{unset} unless memory is fragmented",
+        ),
+    )
 
 
-def check_task_queue(machine: Machine) -> Finding:
+def check_task_queue(machine: Machine) -> list[Finding]:
     value = machine.env.get("TASK_QUEUE_ENABLE", environment.when_unset("TASK_QUEUE_ENABLE"))
-    if value == "2" and machine.captures_graphs:
-        return fail(
-            "TASK_QUEUE_ENABLE",
+    return first(
+        "TASK_QUEUE_ENABLE",
+        value,
+        (
+            value == "2" and machine.captures_graphs,
+            "fail",
             "2 and graph capture (rollout.enforce_eager: false) exclude each other",
             "export TASK_QUEUE_ENABLE=1, or rollout.enforce_eager=true",
-        )
-    if machine.env.get("ASCEND_LAUNCH_BLOCKING") == "1":
-        return warn(
-            "TASK_QUEUE_ENABLE",
+        ),
+        (
+            machine.env.get("ASCEND_LAUNCH_BLOCKING") == "1",
+            "warn",
             "ASCEND_LAUNCH_BLOCKING=1 makes every launch wait: for debugging only",
             "unset ASCEND_LAUNCH_BLOCKING",
-        )
-    return ok("TASK_QUEUE_ENABLE", value)
-
-
-def check_vllm_variables(machine: Machine) -> list[Finding] | Finding:
-    """The engine refuses the same variables: those of another launcher, and options that move weights."""
-    findings = [
-        fail("vLLM variables", f"{v.name}={machine.env[v.name]}: {v.reason}", f"export {v.name}=0")
-        for v in environment.switched_on(machine.env)
-    ]
-    if names := environment.from_a_launcher(machine.env):
-        findings.append(
-            fail(
-                "vLLM variables",
-                f"{', '.join(names)} set: every rank would act as data-parallel rank 0 of an engine of its own",
-                f"unset {' '.join(names)}",
-            )
-        )
-    return findings or ok("vLLM variables", "none that overrides the arguments")
-
-
-def check_jemalloc(machine: Machine) -> Finding:
-    if "jemalloc" in machine.env.get("LD_PRELOAD", ""):
-        return ok("jemalloc", machine.env["LD_PRELOAD"])
-    return warn(
-        "jemalloc",
-        "not preloaded: host memory grows more",
-        "apt-get install libjemalloc2; the run scripts preload it where it is installed",
+        ),
     )
+
+
+def check_vllm_variables(machine: Machine) -> list[Finding]:
+    """The engine refuses the same variables: those of another launcher, and options that move weights."""
+    names = environment.from_a_launcher(machine.env)
+    said = f"{', '.join(names)} set: every rank would act as data-parallel rank 0 of an engine of its own"
+    return every(
+        "vLLM variables",
+        "none that overrides the arguments",
+        *(
+            (True, "fail", f"{v.name}={machine.env[v.name]}: {v.reason}", f"export {v.name}=0")
+            for v in environment.switched_on(machine.env)
+        ),
+        (names, "fail", said, f"unset {' '.join(names)}"),
+    )
+
+
+def check_jemalloc(machine: Machine) -> list[Finding]:
+    preloaded = machine.env.get("LD_PRELOAD", "")
+    todo = "apt-get install libjemalloc2; the run scripts preload it where it is installed"
+    absent = ("jemalloc" not in preloaded, "warn", "not preloaded: host memory grows more", todo)
+    return first("jemalloc", preloaded, absent)
 
 
 # check -> is it quick? A quick check starts no command and loads no library.

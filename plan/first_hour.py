@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import hashlib
 import json
 import os
@@ -25,7 +26,6 @@ import uuid
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from types import FrameType
 from typing import BinaryIO
 
 import hf_config
@@ -44,10 +44,7 @@ MINUTES = "5 15 30 30 90"  # limit of each stage
 GRACE = 45.0  # seconds to end after a SIGTERM; torchrun gives its ranks 30 of them
 WAIT = 60  # seconds for the processes of a killed start to end
 WIDTH = 118  # of the report's text
-
-
-class Interrupted(Exception):
-    """Ctrl-C or a SIGTERM. The current stage is ended, and is the first one of the next start."""
+PR_SET_PDEATHSIG = 1  # of Linux's prctl(): the signal that a process gets when its parent dies
 
 
 # ------------------------------------------------------------------------------------------------ processes
@@ -63,7 +60,8 @@ def execute(command: list[str], log: Path, seconds: float, lock: BinaryIO) -> in
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, pass_fds=(lock.fileno(),),
             env=os.environ | {"FIRST_HOUR_STAGE": mark}, start_new_session=True,
-            preexec_fn=_die_with_parent if LIBC else None,
+            preexec_fn=functools.partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
+            if sys.platform == "linux" else None,
         )  # fmt: skip
         try:
             return process.wait(seconds)
@@ -72,13 +70,6 @@ def execute(command: list[str], log: Path, seconds: float, lock: BinaryIO) -> in
         finally:
             if process.poll() is None:
                 end(process, mark)
-
-
-LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-
-def _die_with_parent() -> None:
-    LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def end(process: subprocess.Popen, mark: str) -> None:
@@ -95,10 +86,6 @@ def end(process: subprocess.Popen, mark: str) -> None:
                 os.kill(int(environ.parent.name), signal.SIGKILL)
         except OSError:  # it has ended, or belongs to another user
             continue
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise Interrupted
 
 
 def hold(folder: Path, report: Path) -> BinaryIO:
@@ -148,7 +135,10 @@ def run_stage(stage: Stage, job: Job, seconds: float, lock: BinaryIO) -> dict:
         last = cause(log, 0).removeprefix("exit code 0: ")
         outcome = Outcome(f"ended after {seconds / 60:g} minutes, its limit; in its log: {last}")
     else:
-        outcome = stage.outcome(job, log, code)
+        try:
+            outcome = stage.outcome(job, log, code)
+        except (OSError, ValueError):  # the command has not written its results
+            outcome = Outcome(cause(log, code))
         outcome.wrong = outcome.wrong or (cause(log, code) if code else "")
     return {
         "status": "fail" if outcome.wrong else "pass", "reason": outcome.wrong,
@@ -208,9 +198,7 @@ def as_text(report: dict, path: Path) -> str:
     commit = f"{report['commit'][:12]}{' with changes' * bool(report['dirty'])}" if report["commit"] else "no git"
     head = f"first hour: {report['config']}, {report['ranks']} ranks on {report['device']}, {report['when']}, {commit}"
     lines = ["", head]
-    names: dict[str, list[str]] = {"pass": [], "fail": [], "skipped": []}
     for number, stage in enumerate(report["stages"], start=1):
-        names[stage["status"]].append(stage["name"])
         again = f"  (kept: passed on {stage['when']}, nothing has changed since)" if stage.get("kept") else ""
         status = stage["status"].replace("fail", "FAIL")
         lines += ["", f"{number} {stage['name']:<10} {status:<8}{stage['seconds']:8.1f} s{again}"]
@@ -222,8 +210,9 @@ def as_text(report: dict, path: Path) -> str:
             lines.append(f"  why: {stage['reason']}")
             lines += textwrap.wrap(f"do:  {stage['todo']}", WIDTH, initial_indent="  ", subsequent_indent="       ")
             lines += [f"  log: {stage['log']}", f"  by hand: {stage['command']}"]
-    skipped = f"; skipped: {', '.join(names['skipped'])}" if names["skipped"] else ""
-    verdict = "all passed" if report["passed"] else f"failed: {', '.join(names['fail'])}{skipped}"
+    failed, skipped = (", ".join(stage["name"] for stage in report["stages"] if stage["status"] == status)
+                       for status in ("fail", "skipped"))  # fmt: skip
+    verdict = "all passed" if report["passed"] else f"failed: {failed}" + f"; skipped: {skipped}" * bool(skipped)
     return "\n".join([
         *lines,
         "",
@@ -292,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write_atomically(path, json.dumps(report, indent=1) + "\n")
     except BAD_INPUT as error:
         return refused(error)
-    except Interrupted:
+    except KeyboardInterrupt:  # the current stage has been ended, and is the first one of the next start
         print("interrupted: the same command continues with this stage", file=sys.stderr)
         return 130
     print(as_text(report, path))
@@ -301,5 +290,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     for which in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(which, _interrupt)
+        signal.signal(which, signal.default_int_handler)
     sys.exit(main())

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import hf_config
 from knobs import Config
+from plan.machine import Finding
 from plan.memory import GIB, beside_plan
 from plan.search import Setting, Verdict, judge
 from run_record import read_lines
@@ -45,6 +46,10 @@ class Job(NamedTuple):
         """A question of preflight.py to all ranks, whose figures are written to the stage's JSON file."""
         given = [self.config, *self.overrides, "--json", str(self.folder / f"{stage}.json"), *more]
         return self.torchrun("preflight.py", f"--{stage}", *given)
+
+    def figures(self, stage: str) -> dict | list:
+        """The figures that a question has written."""
+        return json.loads((self.folder / f"{stage}.json").read_text())
 
     def steps(self) -> list[str]:
         """Overrides of the last stage: few steps and questions, a folder of its own, and no resuming."""
@@ -80,7 +85,8 @@ class Stage(NamedTuple):
     todo: str  # when it fails
     needs: tuple[str, ...]  # earlier stages; if one of them has failed, this one is skipped
     command: Callable[[Job], list[str]]
-    outcome: Callable[[Job, Path, int], Outcome]  # takes the command's log and exit code
+    # Takes the command's log and exit code. OSError or ValueError: the command has not written its results.
+    outcome: Callable[[Job, Path, int], Outcome]
 
 
 def cause(log: Path, code: int) -> str:
@@ -94,35 +100,22 @@ def cause(log: Path, code: int) -> str:
     return f"exit code {code}: {([line for line in lines if line.strip()] or ['no output'])[-1]}"
 
 
-def figures(job: Job, stage: str) -> dict | list | None:
-    """The figures that a stage has written; None if it has not come so far."""
-    try:
-        return json.loads((job.folder / f"{stage}.json").read_text())
-    except (OSError, ValueError):
-        return None
-
-
 # ------------------------------------------------------------------------------------------------ the outcomes
 
 
 def doctor_outcome(job: Job, log: Path, code: int) -> Outcome:
     text = log.read_text(errors="replace")
-    try:
-        findings = json.JSONDecoder().raw_decode(text, text.index("[\n"))[0]
-    except ValueError:
-        return Outcome(cause(log, code))
+    findings = json.JSONDecoder().raw_decode(text, text.index("[\n"))[0]
     levels = [one["level"] for one in findings]
     count = {level: levels.count(level) for level in ("ok", "warn", "fail")}
-    shown = [f"{f['level']:4}  {f['what']}: {f['found']}; {f['todo']}" for f in findings if f["level"] != "ok"]
+    shown = [str(Finding(**one)) for one in findings if one["level"] != "ok"]
     failed = dict.fromkeys(one["what"] for one in findings if one["level"] == "fail")
     summary = ", ".join(f"{number} {level}" for level, number in count.items())
     return Outcome(", ".join(failed), [summary, *shown], {**count, "findings": findings})
 
 
 def groups_outcome(job: Job, log: Path, code: int) -> Outcome:
-    rows = figures(job, "groups")
-    if rows is None:
-        return Outcome(cause(log, code))
+    rows = job.figures("groups")
     wrong = [f"{row['group']}, {row['collective']}: {row['answer']}" for row in rows if row["answer"] != "right"]
     times: dict[str, list[str]] = {}
     for row in rows:
@@ -132,10 +125,7 @@ def groups_outcome(job: Job, log: Path, code: int) -> Outcome:
 
 
 def operators_outcome(job: Job, log: Path, code: int) -> Outcome:
-    rows = figures(job, "operators")
-    if rows is None:
-        return Outcome(cause(log, code))
-    wrong = []
+    rows, wrong = job.figures("operators"), []
     for row in rows:
         name, ranks = f"{row['operator']} in {row['dtype']}", ", ".join(map(str, row["wrong_ranks"]))
         passes = [f", {p}: {row[p]:.2g} off, at most {row[f'{p}_tolerance']:.2g}" for p in row["wrong"]]
@@ -145,8 +135,8 @@ def operators_outcome(job: Job, log: Path, code: int) -> Outcome:
 
 
 def layers_outcome(job: Job, log: Path, code: int) -> Outcome:
-    found = figures(job, "layers")
-    return Outcome(cause(log, code)) if found is None else Outcome(found["wrong"], found["text"], found)
+    found = job.figures("layers")
+    return Outcome(found["wrong"], found["text"], found)
 
 
 def steps_outcome(job: Job, log: Path, code: int) -> Outcome:
@@ -191,18 +181,16 @@ def steps_outcome(job: Job, log: Path, code: int) -> Outcome:
 # ------------------------------------------------------------------------------------------------ the stages
 
 
-def doctor_command(job: Job) -> list[str]:
-    asked = [str(ROOT / "preflight.py"), "--doctor", job.config, *job.overrides]
-    return [sys.executable, *asked, "--ranks", str(job.ranks), "--json"]
-
-
 STAGES = (
     Stage(
         "doctor",
         "Versions, devices, ports, limits, variables, disk, model and data files are what the run needs.",
         "Each line that begins with fail ends with what to do (docs/npu.md has a table of errors).",
         (),
-        doctor_command,
+        lambda job: [
+            sys.executable, str(ROOT / "preflight.py"), "--doctor", job.config, *job.overrides,
+            "--ranks", str(job.ranks), "--json",
+        ],
         doctor_outcome,
     ),
     Stage(
@@ -246,4 +234,4 @@ STAGES = (
         lambda job: job.torchrun("train_grpo.py", job.config, *job.steps()),
         steps_outcome,
     ),
-)
+)  # fmt: skip

@@ -45,11 +45,9 @@ def measure(parallel: Parallel) -> list[Result]:
 
 def summary(results: list[Result]) -> list[dict]:
     """A row for each group and collective, with the time of the slowest rank. ``answer``: right, or what was wrong."""
-    by_kind: dict[tuple[str, str], list[Result]] = {}
-    for result in results:
-        by_kind.setdefault((result.group, result.collective), []).append(result)
     rows = []
-    for (group, collective), found in by_kind.items():
+    for group, collective in dict.fromkeys((result.group, result.collective) for result in results):
+        found = [result for result in results if (result.group, result.collective) == (group, collective)]
         wrong = [result for result in found if result.wrong]
         places = ", ".join(map(str, sorted({tuple(result.ranks): result.ranks for result in wrong}.values())))
         rows.append({
@@ -64,11 +62,9 @@ def summary(results: list[Result]) -> list[dict]:
 
 
 def as_text(rows: list[dict]) -> str:
-    lines = [f"{'group':<22}{'groups':>7}{'ranks':>7}  {'collective':<12}{'ms':>9}  answer"]
-    lines += [
-        "{group:<22}{groups:>7}{ranks:>7}  {collective:<12}{milliseconds:>9.2f}  {answer}".format(**row) for row in rows
-    ]
-    return "\n".join(lines)
+    line = "{group:<22}{groups:>7}{ranks:>7}  {collective:<12}{milliseconds:>9.2f}  {answer}"
+    head = f"{'group':<22}{'groups':>7}{'ranks':>7}  {'collective':<12}{'ms':>9}  answer"
+    return "\n".join([head, *(line.format(**row) for row in rows)])
 
 
 def _measure_group(name: str, group: dist.ProcessGroup, device: torch.device) -> list[Result]:

@@ -55,26 +55,6 @@ class Case(NamedTuple):
     block: int = 1  # number of trailing axes that are compared together: 1 a row, 2 a head of attention
 
 
-class Result(NamedTuple):
-    """One case in one dtype on one rank."""
-
-    operator: str
-    size: str
-    dtype: str
-    forward: float
-    forward_tolerance: float
-    backward: float
-    backward_tolerance: float
-    milliseconds: float  # forward and backward
-    rank: int
-    error: str = ""  # why there is no answer
-
-    @property
-    def wrong(self) -> list[str]:
-        """The passes (forward, backward) whose error is larger than its tolerance."""
-        return [p for p in ("forward", "backward") if not getattr(self, p) <= getattr(self, f"{p}_tolerance")]
-
-
 # ------------------------------------------------------------------------------------------------ formulas
 
 
@@ -96,10 +76,6 @@ def attention_formula(query: Tensor, key: Tensor, value: Tensor, scale: float) -
 def swiglu_formula(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
     return gate * gate.sigmoid() * up
-
-
-def weighted_formula(gate_up: Tensor, probs: Tensor) -> Tensor:
-    return swiglu_formula(gate_up) * probs[:, None]
 
 
 def rotary_formula(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -169,8 +145,9 @@ def cases(cfg: Config, arch: Architecture, ranks: int, seed: int) -> list[Case]:
     weighted = {"gate_up": normal(N, 2 * w), "probs": rounded(normal(N).sigmoid())}
     return [
         *found,
-        Case("weighted_swiglu", lambda *x: kernels.weighted_swiglu(*x), weighted_formula, weighted, tuple(weighted),
-             (4, 4), (1, w)),
+        Case("weighted_swiglu", lambda *x: kernels.weighted_swiglu(*x),
+             lambda gate_up, probs: swiglu_formula(gate_up) * probs[:, None], weighted, tuple(weighted), (4, 4),
+             (1, w)),
         grouped("fc1", h, 2 * w, ("x",)),
         grouped("fc2", w, h, ("x",)),
         grouped("LoRA A", h, R, ("x", "weight")),
@@ -181,8 +158,8 @@ def cases(cfg: Config, arch: Architecture, ranks: int, seed: int) -> list[Case]:
 # ------------------------------------------------------------------------------------------------ comparing
 
 
-def check_operator(case: Case, device: torch.device, rank: int) -> list[Result]:
-    """``case`` on ``device`` in each dtype."""
+def check_operator(case: Case, device: torch.device, rank: int) -> list[dict]:
+    """A row for ``case`` on ``device`` in each dtype. ``milliseconds``: forward and backward."""
     exact = _inputs(case, torch.device("cpu"), torch.float64)
     answer = case.formula(*exact.values())
     grad = torch.randn(answer.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -204,9 +181,13 @@ def check_operator(case: Case, device: torch.device, rank: int) -> list[Result]:
             taken = devices.median_milliseconds(run, device, REPEATS)
         except RuntimeError as refusal:  # a kernel that refuses this input must not hide the other operators
             error = str(refusal).strip().partition("\n")[0]
-        results.append(
-            Result(case.name, size, name, gaps[0], allowed[0], max(gaps[1:]), allowed[1], taken, rank, error)
-        )
+        row = {
+            "operator": case.name, "size": size, "dtype": name, "forward": gaps[0], "forward_tolerance": allowed[0],
+            "backward": max(gaps[1:]), "backward_tolerance": allowed[1], "milliseconds": taken, "rank": rank,
+            "error": error,
+        }  # fmt: skip
+        row["wrong"] = [way for way in ("forward", "backward") if not row[way] <= row[f"{way}_tolerance"]]
+        results.append(row)
     return results
 
 
@@ -240,20 +221,17 @@ def _inputs(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, T
 # ------------------------------------------------------------------------------------------------ the command
 
 
-def summary(results: list[Result]) -> list[dict]:
+def summary(results: list[dict]) -> list[dict]:
     """A row for each operator and dtype: the largest errors and the longest time of all ranks, and what was wrong."""
-    by_kind: dict[tuple[str, str], list[Result]] = {}
-    for result in results:
-        by_kind.setdefault((result.operator, result.dtype), []).append(result)
     table = []
-    for found in by_kind.values():
-        row = found[0]._asdict()
-        row |= {part: max(getattr(one, part) for one in found) for part in ("forward", "backward", "milliseconds")}
-        row["wrong"] = sorted({part for one in found for part in one.wrong}, reverse=True)
-        row["wrong_ranks"] = [one.rank for one in found if one.wrong]
-        row["error"] = next((one.error for one in found if one.error), "")
-        del row["rank"]
-        table.append(row)
+    for operator, dtype in dict.fromkeys((row["operator"], row["dtype"]) for row in results):
+        found = [row for row in results if (row["operator"], row["dtype"]) == (operator, dtype)]
+        largest = {part: max(row[part] for row in found) for part in ("forward", "backward", "milliseconds")}
+        table.append({key: value for key, value in found[0].items() if key != "rank"} | largest | {
+            "wrong": sorted({way for row in found for way in row["wrong"]}, reverse=True),
+            "wrong_ranks": [row["rank"] for row in found if row["wrong"]],
+            "error": next((row["error"] for row in found if row["error"]), ""),
+        })  # fmt: skip
     return table
 
 

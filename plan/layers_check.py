@@ -59,11 +59,10 @@ def settings(cfg: Config) -> dict:
     """config.json of the model with its first two layers only."""
     raw = dict(hf_config.settings(cfg)[0])
     layers = min(LAYERS, raw["num_hidden_layers"])
-    raw["num_hidden_layers"] = layers
-    raw["mlp_only_layers"] = [layer for layer in raw.get("mlp_only_layers") or [] if layer < layers]
     if raw.get("layer_types"):
         raw["layer_types"] = raw["layer_types"][:layers]
-    return raw
+    dense = [layer for layer in raw.get("mlp_only_layers") or [] if layer < layers]
+    return raw | {"num_hidden_layers": layers, "mlp_only_layers": dense}
 
 
 def write_model(cfg: Config, folder: Path) -> None:
@@ -213,27 +212,29 @@ def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
 
 def judged(found: dict, experts: list[dict]) -> str:
     """The figures that are beyond their bounds; "" if none is."""
-    bound, wrong = found["bound"], []
-    if not max(found["gap_by_replica"]) <= bound or not found["gap_mean"] <= bound:
-        odd = {part: ", ".join(str(place) for place, gap in enumerate(found[f"gap_by_{part}"]) if not gap <= bound)
-               for part in ("replica", "rank")}  # fmt: skip
-        wrong.append(
+    bound = found["bound"]
+    odd = {part: ", ".join(str(place) for place, gap in enumerate(found[f"gap_by_{part}"]) if not gap <= bound)
+           for part in ("replica", "rank")}  # fmt: skip
+    apart = [row for row in experts if not row["gap"] <= max(FACTOR * row["others"], GAP_FLOOR * bound)]
+    listed = ", ".join(
+        f"{row['expert']} of layer {row['layer']} ({row['gap']:.2g} nats, other tokens {row['others']:.2g})"
+        for row in apart[:LISTED]
+    )
+    rules = (
+        (
+            max(found["gap_by_replica"]) <= bound and found["gap_mean"] <= bound,
             f"sampler and trainer differ by {found['gap_mean']:.2g} nats a token, at most {bound:g} expected "
             f"(samplers {odd['replica']} of {len(found['gap_by_replica'])}, trainers on rank "
-            f"{odd['rank']} of {len(found['gap_by_rank'])})"
-        )
-    if apart := [row for row in experts if not row["gap"] <= max(FACTOR * row["others"], GAP_FLOOR * bound)]:
-        listed = ", ".join(
-            f"{row['expert']} of layer {row['layer']} ({row['gap']:.2g} nats, other tokens {row['others']:.2g})"
-            for row in apart[:LISTED]
-        )
-        wrong.append(f"tokens of {len(apart)} of {len(experts)} experts stand out by their median, first: {listed}")
-    if not found["gap_without_adapters"] > bound:
-        wrong.append(
+            f"{odd['rank']} of {len(found['gap_by_rank'])})",
+        ),
+        (not apart, f"tokens of {len(apart)} of {len(experts)} experts stand out by their median, first: {listed}"),
+        (
+            found["gap_without_adapters"] > bound,
             f"with the adapters off the trainer differs by {found['gap_without_adapters']:.2g} nats, so this check "
-            f"would not show adapters that do not reach the sampler; needed: more than {bound:g}"
-        )
-    return "; ".join(wrong)
+            f"would not show adapters that do not reach the sampler; needed: more than {bound:g}",
+        ),
+    )
+    return "; ".join(text for good, text in rules if not good)
 
 
 # ------------------------------------------------------------------------------------------------ the command

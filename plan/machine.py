@@ -52,7 +52,18 @@ class Finding:
         return f"{self.level:4}  {self.what}: {self.found}" + (f"; {self.todo}" if self.todo else "")
 
 
-ok, warn, fail = (functools.partial(Finding, level) for level in ("ok", "warn", "fail"))
+Row = tuple[object, str, str, str]  # a condition; the finding if it holds: level, what was found, what to do
+
+
+def every(what: str, good: str, *rows: Row) -> list[Finding]:
+    """A finding for each row whose condition holds. If there is none, one that is ok and says ``good``."""
+    found = [Finding(level, what, found, todo) for condition, level, found, todo in rows if condition]
+    return found or [Finding("ok", what, good)]
+
+
+def first(what: str, good: str, *rows: Row) -> list[Finding]:
+    """The finding of the first row whose condition holds. If there is none, it is ok and says ``good``."""
+    return every(what, good, *rows)[:1]
 
 
 def number_ranges(ids: list[int]) -> str:
@@ -62,13 +73,13 @@ def number_ranges(ids: list[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)) or "none"
 
 
-def memory_finding(memory: list[list[int]], todo: str) -> Finding:
+def memory_findings(memory: list[list[int]], todo: str) -> list[Finding]:
     """A device with more than 4 GiB in use before the run starts is used by somebody else. ``memory``: (free, total)"""
-    taken = [(i, (total - free) / 2**30) for i, (free, total) in enumerate(memory)]
-    if listed := ", ".join(f"{i}: {gib:.0f} GiB" for i, gib in taken if gib > 4):
-        return fail("device memory", f"taken before the run starts: {listed}", todo)
+    used = {device: (total - free) / 2**30 for device, (free, total) in enumerate(memory)}
+    taken = ", ".join(f"{device}: {gib:.0f} GiB" for device, gib in used.items() if gib > 4)
     least = min((free for free, _ in memory), default=0) / 2**30
-    return ok("device memory", f"{len(memory)} devices, {least:.1f} GiB or more free on each")
+    said = f"{len(memory)} devices, {least:.1f} GiB or more free on each"
+    return first("device memory", said, (taken, "fail", f"taken before the run starts: {taken}", todo))
 
 
 # ------------------------------------------------------------------------------------------ questions to this machine

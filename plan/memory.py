@@ -62,18 +62,15 @@ def _layer_lora(arch: Architecture, lora: LoraConfig, layout: RankGrid, is_moe: 
     def mlp(width: int, rank: int) -> dict[str, int]:
         return {"linear_fc1": rank * (h + 2 * width), "linear_fc2": rank * (width + h)}
 
+    expert = mlp(arch.expert_ffn_size // layout.expert_tensor, lora.expert_rank or lora.rank)
+    local_experts = arch.num_experts // layout.expert if is_moe else 0
+    width = arch.shared_expert_ffn_size if is_moe else arch.dense_ffn_size  # of the part that every token uses
+    dense = mlp(width // tensor, lora.rank * bool(width))
     sizes = {
         "linear_qkv": lora.rank * (h + arch.qkv_size // tensor),
         "linear_proj": lora.rank * (arch.num_heads * arch.head_dim // tensor + h),
-        "router": lora.rank * (h + arch.num_experts) if is_moe else 0,
-    }
-    if not is_moe:
-        sizes |= mlp(arch.dense_ffn_size // tensor, lora.rank)
-        return sum(sizes[target] for target in lora.targets)
-    experts, shared_width = arch.num_experts // layout.expert, arch.shared_expert_ffn_size // tensor
-    shared = mlp(shared_width, lora.rank) if shared_width else {}
-    for target, size in mlp(arch.expert_ffn_size // layout.expert_tensor, lora.expert_rank or lora.rank).items():
-        sizes[target] = experts * size + shared.get(target, 0)
+        "router": lora.rank * (h + arch.num_experts) * is_moe,
+    } | {target: local_experts * expert[target] + dense[target] for target in expert}
     return sum(sizes[target] for target in lora.targets)
 
 

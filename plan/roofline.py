@@ -197,16 +197,12 @@ def _sync_seconds(
 
     With rollout.sync=adapter, only the fp32 factors are sent.
     """
-    h = arch.hidden_size
-    split = experts = 0
-    if "linear_qkv" in cfg.lora.targets:
-        split += arch.num_layers * h * arch.qkv_size
-    if "linear_proj" in cfg.lora.targets:
-        split += arch.num_layers * h * arch.num_heads * arch.head_dim
-    if {"linear_fc1", "linear_fc2"} & set(cfg.lora.targets):
-        dense = sum(arch.shared_expert_ffn_size if is_moe else arch.dense_ffn_size for is_moe in arch.moe_layers)
-        split += 3 * h * dense
-        experts += 3 * h * sum(arch.moe_layers) * arch.num_experts * arch.expert_ffn_size
+    h, targets = arch.hidden_size, cfg.lora.targets
+    mlp = "linear_fc1" in targets or "linear_fc2" in targets
+    dense = sum(arch.shared_expert_ffn_size if is_moe else arch.dense_ffn_size for is_moe in arch.moe_layers)
+    heads = arch.qkv_size * ("linear_qkv" in targets) + arch.num_heads * arch.head_dim * ("linear_proj" in targets)
+    split = h * (arch.num_layers * heads + 3 * dense * mlp)
+    experts = 3 * h * sum(arch.moe_layers) * arch.num_experts * arch.expert_ffn_size * mlp
     if layout.engine_expert > layout.engine_tensor:
         return {"memory": (split / layout.tensor + experts / layout.expert) * element * 2 / hardware.bandwidth}
     size = (split + experts) * element
@@ -244,28 +240,37 @@ def assumptions(hardware: Hardware, prompt: float, completion: float) -> str:
 def advice(cfg: Config, times: Times, phase: str) -> str:
     """A change that would shorten ``phase``."""
     bound = times.bound(phase)
-    if phase == "decode" and times.waves > 1:
-        return f"the key-value cache allows {times.waves} waves: more rollout.kv_cache_mib, up to one wave"
-    if phase == "decode" and bound == "launches" and cfg.rollout.enforce_eager:
-        return "rollout.enforce_eager=false: graphs launch a step at once"
-    if phase == "old policy":
-        return "one update a step (optim.prompts_per_update = rollout.prompts_per_step) needs no such pass"
-    if phase == "update backward" and cfg.model.recompute:
-        return "model.recompute=false saves a forward pass, if the activations fit"
-    if bound == "launches" and phase != "decode":
-        more = "optim.tokens_per_micro_batch" if times.micro_batches > 1 else "optim.prompts_per_update"
-        return f"fuller micro-batches: a larger {more}"
-    for known, what in (
-        (("decode", "launches"), "more sequences a step cost almost nothing"),
-        (("decode", "weights"), "a larger rollout.tensor reads fewer bytes a rank, more sequences share each read"),
-        (("decode", "cache"), "shorter completions, or more ranks"),
-        (("decode", "exchange"), "a smaller rollout.tensor"),
-        (("sync", bound), "fewer lora.targets: what is not adapted does not travel"),
-        (("optimizer", bound), "a smaller lora.expert_rank, fewer updates a step"),
-        (("reference", "arithmetic"), "loss.kl=none needs no such pass; or more ranks"),
-        ((phase, "expert exchange"), "experts trade rows: a smaller parallel.expert, if the experts fit"),
-        ((phase, "tensor exchange"), "a smaller parallel.tensor, if attention and vocabulary fit"),
-    ):
-        if known == (phase, bound):
-            return what
-    return "more ranks"
+    larger = "optim.tokens_per_micro_batch" if times.micro_batches > 1 else "optim.prompts_per_update"
+    in_decode = phase == "decode"
+    rules = (
+        (
+            in_decode and times.waves > 1,
+            f"the key-value cache allows {times.waves} waves: more rollout.kv_cache_mib, up to one wave",
+        ),
+        (
+            in_decode and bound == "launches" and cfg.rollout.enforce_eager,
+            "rollout.enforce_eager=false: graphs launch a step at once",
+        ),
+        (
+            phase == "old policy",
+            "one update a step (optim.prompts_per_update = rollout.prompts_per_step) needs no such pass",
+        ),
+        (
+            phase == "update backward" and cfg.model.recompute,
+            "model.recompute=false saves a forward pass, if the activations fit",
+        ),
+        (bound == "launches" and not in_decode, f"fuller micro-batches: a larger {larger}"),
+        (in_decode and bound == "launches", "more sequences a step cost almost nothing"),
+        (
+            in_decode and bound == "weights",
+            "a larger rollout.tensor reads fewer bytes a rank, more sequences share each read",
+        ),
+        (in_decode and bound == "cache", "shorter completions, or more ranks"),
+        (in_decode and bound == "exchange", "a smaller rollout.tensor"),
+        (phase == "sync", "fewer lora.targets: what is not adapted does not travel"),
+        (phase == "optimizer", "a smaller lora.expert_rank, fewer updates a step"),
+        (phase == "reference" and bound == "arithmetic", "loss.kl=none needs no such pass; or more ranks"),
+        (bound == "expert exchange", "experts trade rows: a smaller parallel.expert, if the experts fit"),
+        (bound == "tensor exchange", "a smaller parallel.tensor, if attention and vocabulary fit"),
+    )
+    return next((change for holds, change in rules if holds), "more ranks")

@@ -177,22 +177,17 @@ def _distance(verdict: Verdict, cfg: Config, ranks: int) -> float:
     return sum(abs(math.log2(a / b)) for a, b in [*pairs, (verdict.layout.ranks, ranks)]) + 0.5 * copied
 
 
+KEYS = (  # that a search can change, in the order in which overrides are listed
+    "parallel.tensor", "parallel.expert", "parallel.expert_tensor", "rollout.tensor", "rollout.expert_parallel",
+    "rollout.kv_cache_mib", "parallel.pipeline", "parallel.context", "rollout.prompts_per_step",
+    "optim.prompts_per_update", "optim.tokens_per_micro_batch", "model.recompute",
+)  # fmt: skip
+
+
 def overrides(verdict: Verdict, asked: Config) -> list[str]:
     """The command-line overrides that turn ``asked`` into ``verdict``: its whole layout, and other keys that differ."""
-    keys = ["parallel.tensor", "parallel.expert", "parallel.expert_tensor"]
-    if asked.rollout.engine == "vllm":
-        keys.append("rollout.tensor")
-    keys += _changed(verdict.cfg, asked, "rollout.expert_parallel", "rollout.kv_cache_mib")
-    keys += _changed(verdict.cfg, asked, "parallel.pipeline", "parallel.context")
-    if update := _changed(verdict.cfg, asked, "optim.prompts_per_update"):
-        keys += ["rollout.prompts_per_step", *update]
-    keys += _changed(verdict.cfg, asked, "optim.tokens_per_micro_batch", "model.recompute")
-    return [f"{key}={json.dumps(_value(verdict.cfg, key))}" for key in keys]
-
-
-def _changed(new: Config, old: Config, *keys: str) -> list[str]:
-    return [key for key in keys if _value(new, key) != _value(old, key)]
-
-
-def _value(cfg: Config, key: str) -> bool | int:
-    return functools.reduce(getattr, key.split("."), cfg)
+    new, old = ({key: functools.reduce(getattr, key.split("."), cfg) for key in KEYS} for cfg in (verdict.cfg, asked))
+    listed = {*KEYS[: 4 if asked.rollout.engine == "vllm" else 3], *(key for key in KEYS if new[key] != old[key])}
+    if "optim.prompts_per_update" in listed:
+        listed.add("rollout.prompts_per_step")
+    return [f"{key}={json.dumps(new[key])}" for key in KEYS if key in listed]

@@ -15,12 +15,17 @@ from plan.machine import Machine
 ROOT = Path(__file__).parents[1]
 
 
+def export_line(variable: environment.Variable) -> str:
+    """The line of npu_env.sh or cuda_env.sh that sets ``variable`` where the user has not."""
+    return f'export {variable.name}="${{{variable.name}:-{variable.value}}}" # {variable.reason}'
+
+
 @pytest.mark.parametrize("kind", ["npu", "cuda"])
 def test_scripts_export_the_variables_of_the_table_with_its_reasons(kind: str) -> None:
     text = (ROOT / f"{kind}_env.sh").read_text()
     exports = [re.sub(r"\s+#", " #", line.strip()) for line in text.splitlines() if re.match(r"\s*export \w+=", line)]
     exports = [line for line in exports if not line.startswith("export LD_PRELOAD=")]  # a path it looks for
-    assert exports == [environment.export_line(variable) for variable in environment.START[kind]]
+    assert exports == [export_line(variable) for variable in environment.START[kind]]
     (unset,) = re.findall(r"^unset (.*?)\s+#", text, re.M)
     assert tuple(unset.split()) == environment.LAUNCHERS
 
@@ -33,8 +38,7 @@ def test_what_the_programs_set_passes_the_doctor(eager: bool, deterministic: boo
     env = {variable.name: variable.value for variable in variables} | {"LD_PRELOAD": "libjemalloc.so.2"}
     cfg = load_config(ROOT / "configs" / "qwen3.yaml", [f"rollout.enforce_eager={eager}".lower()])
     where = Machine(run=cfg, env=env, root=tmp_path, port_is_free=lambda port: True)
-    findings = [check(where) for check in doctor_variables.CHECKS]
-    findings = [one for found in findings for one in (found if isinstance(found, list) else [found])]
+    findings = [finding for check in doctor_variables.CHECKS for finding in check(where)]
     assert [str(finding) for finding in findings if finding.level != "ok"] == []
 
 

@@ -133,7 +133,7 @@ def test_one_wrong_row_or_number_is_enough(monkeypatch) -> None:
             return torch.cat([out[:17], spoil(out[17])[None], out[18:]])
 
         monkeypatch.setattr(kernels, "grouped_mm", faulty)
-        assert all("forward" in result.wrong for result in kernels_check.check_operator(case, CPU, 0))
+        assert all("forward" in result["wrong"] for result in kernels_check.check_operator(case, CPU, 0))
 
 
 def test_an_operator_that_refuses_its_input_is_named_and_the_others_are_still_checked(monkeypatch) -> None:
