@@ -72,6 +72,12 @@ def write(folder: Path, output: Path) -> Path:
     return output
 
 
+def draw_curves(run: Path) -> None:
+    """Write the curves of the page as curves.png in the run's folder."""
+    figure, _ = figures.grid(_one_line_each(run, merged(run)), [run.name])
+    figure.savefig(run / "curves.png", dpi=110)
+
+
 def page(folder: Path) -> str:
     """The page about the run, the record or the sweep in ``folder``; InputError for another folder."""
     if (folder / "sweep.json").exists():
@@ -97,7 +103,7 @@ def page(folder: Path) -> str:
 
 
 def _run(folder: Path, rows: list[dict], result: str, checks: dict, command: str, config: str) -> str:
-    curves = {key: {folder.name: [values]} for key, values in _curves(folder, rows).items()}
+    curves = _one_line_each(folder, rows)
     fired = [{"check": check, "first warning": warning} for check, warning in checks.items()]
     parts = {
         "Curves": figures.svg(curves) if curves else "",
@@ -110,6 +116,11 @@ def _run(folder: Path, rows: list[dict], result: str, checks: dict, command: str
     }
     sections = "\n".join(f"<h2>{title}</h2>{text}" for title, text in parts.items())
     return f"<p>{html.escape(result)}</p>\n<pre>{html.escape(command)}</pre>\n{sections}"
+
+
+def _one_line_each(folder: Path, rows: list[dict]) -> dict[str, figures.Curves]:
+    """The curves of a single run, as figures.grid takes them."""
+    return {key: {folder.name: [values]} for key, values in _curves(folder, rows).items()}
 
 
 def _curves(folder: Path, rows: list[dict]) -> dict[str, Any]:

@@ -11,9 +11,11 @@ import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
 
+import matplotlib.colors
 import pandas
 import pytest
 import recorded
+from matplotlib.image import imread
 
 import report
 from input_files import InputError
@@ -182,6 +184,20 @@ def test_a_record_has_the_page_of_its_run(run: Path, tmp_path: Path) -> None:
     assert len(re.findall("<i ", text)) == 40 and "&lt;low&gt;" in text and "Slowest steps" in text
     assert report.main(["html", str(tmp_path / "results" / "base-seed0")]) == 0  # its page may lie beside the record
     assert store.check(tmp_path / "results") == []
+
+
+def test_the_curves_of_a_run_are_not_blank(run: Path) -> None:
+    """Also with a value that is not finite. Every panel has ink."""
+    path = run / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"actor/entropy": 0.5', '"actor/entropy": null'))
+    run_page.draw_curves(run)
+    picture = imread(run / "curves.png")[..., :3]
+    rows, columns = picture.shape[0] // 3, picture.shape[1] // 3
+    for row in range(3):
+        for column in range(3):
+            window = picture[row * rows : (row + 1) * rows, column * columns : (column + 1) * columns]
+            away = abs(window - matplotlib.colors.to_rgb(figures.COLORS[0])).max(-1)
+            assert (away < 0.01).sum() > 5
 
 
 def test_the_command_writes_the_page_beside_the_run(run: Path, tmp_path: Path) -> None:
