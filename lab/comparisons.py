@@ -55,21 +55,21 @@ def repeat(first: Run, second: Run) -> tuple[str, int] | None:
 
 def _reasons(a: Record, b: Record) -> list[str]:
     """Differences that may change the last bits of two runs of one configuration."""
-    machines = []
-    for what in ("cpu", "python", "versions", "variables"):
-        old, new = getattr(a.environment, what), getattr(b.environment, what)
-        if isinstance(old, dict):
-            changed = sorted(key for key in {**old, **new} if old.get(key) != new.get(key))
-            machines.append((old != new, f"{what} {', '.join(changed)}"))
-        else:
-            machines.append((old != new, f"{what} {old}, {new}"))
-    reasons = [
-        ({a.device, b.device} != {"cpu"}, f"devices {a.device}, {b.device}: accelerators add in any order"),
-        *machines,
-        (a.commit != b.commit, f"commits {a.commit[:7]}, {b.commit[:7]}"),
-        (a.inputs != b.inputs, "other model or data files"),
-    ]
-    return [text for holds, text in reasons if holds]
+    old, new = a.environment, b.environment
+    reasons = {
+        f"devices {a.device}, {b.device}: accelerators add in any order": {a.device, b.device} != {"cpu"},
+        f"cpu {old.cpu}, {new.cpu}": old.cpu != new.cpu,
+        f"python {old.python}, {new.python}": old.python != new.python,
+        f"versions {_changed(old.versions, new.versions)}": old.versions != new.versions,
+        f"variables {_changed(old.variables, new.variables)}": old.variables != new.variables,
+        f"commits {a.commit[:7]}, {b.commit[:7]}": a.commit != b.commit,
+        "other model or data files": a.inputs != b.inputs,
+    }
+    return [text for text, holds in reasons.items() if holds]
+
+
+def _changed(old: dict[str, str], new: dict[str, str]) -> str:
+    return ", ".join(sorted({name for name, _ in old.items() ^ new.items()}))
 
 
 def _first_difference(first: Run, second: Run) -> str:
@@ -121,12 +121,11 @@ def compare(groups: dict[str, list[Run]], kind: str = "sampled") -> list[Compari
     """Each group against the first, paired by seed and question; p-values corrected by Holm over all of them."""
     (base_name, base), *others = groups.items()
     tables = [paired_differences(base_name, base, name, group, kind) for name, group in others]
-    effects = [paired.effect(differences) for _, differences in tables]
-    corrected = paired.holm([float(effect.p_value()) for effect in effects])
+    corrected = paired.holm([float(paired.effect(differences).p_value()) for _, differences in tables])
     found = []
-    for (name, group), (pairs, differences), effect, p in zip(others, tables, effects, corrected, strict=True):
+    for (name, group), (pairs, differences), p in zip(others, tables, corrected, strict=True):
+        effect, seeds = paired.effect(differences), [a.record.seed for a, _ in pairs]
         low, high = effect.interval()
-        seeds = [a.record.seed for a, _ in pairs]
         better, worse = (differences > 0).sum(1), (differences < 0).sum(1)
         exact = paired.mcnemar_exact(better, worse)
         comparison = Comparison(

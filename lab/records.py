@@ -292,15 +292,10 @@ def from_run(folder: Path, record_id: str) -> Run:
         raise error if str(folder) in str(error) else InputError(f"{folder / str(error)}") from None
     except ValidationError as error:
         raise InputError(f"{folder}: no record: {first_fault(error)}") from None
-    except KeyError as error:
-        raise InputError(f"{folder}: no record: {error} is missing") from None
-    except (
-        TypeError,
-        ValueError,
-        AttributeError,
-        ArithmeticError,
-    ) as error:  # the checksums are right, the content is not
-        raise InputError(f"{folder}: no record: a file of it holds something else than a run writes: {error}") from None
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        # The checksums are right, and the content is not.
+        what = "a file of it holds something else than a run writes"
+        raise InputError(f"{folder}: no record: {what}: {error!r}") from None
 
 
 def validated(model: type[Content], content: Any, where: Path) -> Content:
