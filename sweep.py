@@ -91,10 +91,9 @@ class Job:
 
     def is_alive(self) -> bool:
         """Whether a process still writes to its run folder. A rank can outlive a torchrun that was killed."""
-        if self.run is None:
-            return False
         try:
-            lock_run(self.run).close()
+            if self.run:
+                lock_run(self.run).close()
         except BlockingIOError:
             return True
         return False
@@ -219,7 +218,7 @@ def run_sweep(sweep: Sweep, jobs: list[Job], start: Callable[[Job], Any], most: 
 
 
 def advance(job: Job, start: Callable[[Job], Any], room: bool, retries: int, folder: Path) -> None:
-    """The next state of a job: it starts if there is ``room``, runs on, is finished, waits to be repeated, or failed."""
+    """Bring a job to its next state. A waiting job starts if there is ``room``; a running job can end."""
     code = job.process.poll() if job.process else None  # first: a process that has ended no longer writes to its run
     job.look()
     if job.process and code is None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from input_files import InputError, dump_yaml, read_bytes, read_object, read_text, shown
 from lab import figures
-from lab.records import MARKS, RIGHT, file_of, merged
+from lab.records import MARKS, file_of, merged, shares_right
 from lab.store import RECORD, load_run
 from run_record import variant_name, write_atomically
 
@@ -65,9 +65,6 @@ def write(folder: Path, output: Path) -> Path:
     text = page(folder).encode("utf-8", "backslashreplace")
     if os.path.lexists(output) and not read_bytes(output).startswith(MADE.encode()):
         raise InputError(f"{output}: exists, and is no page of report.py html; needed: another name, or delete it")
-    aside = output.with_name(f".{output.name}.tmp")
-    if os.path.lexists(aside):
-        raise InputError(f"{aside}: in the way of writing {output.name}; needed: another name, or delete it")
     write_atomically(output, text)
     return output
 
@@ -135,13 +132,10 @@ def _curves(folder: Path, rows: list[dict]) -> dict[str, Any]:
 def _checked(folder: Path, rows: list[dict]) -> list[dict]:
     """The rows. InputError if a value to draw is neither a number nor null, which stands for one that is not finite."""
     for row in rows:
-        values = [(key, row[key], file_of(key)) for key in row if key in CURVES or key.endswith("_accuracy")]
-        for one in row.get("completions", ()):
-            values += [(key, one[key], "completions.jsonl") for key in ("reward", "tokens") if key in one]
-        for key, value, file in values:
+        for key in [key for key in row if key in CURVES or key.endswith("_accuracy")]:
+            value, where = row[key], folder / file_of(key)
             if value is not None and (type(value) not in (int, float) or abs(value) > 1e300):
-                found = f"{folder / file}, step {row['step']}: {key}: found {shown(value)}"
-                raise InputError(f"{found}; needed: a number")
+                raise InputError(f"{where}, step {row['step']}: {key}: found {shown(value)}; needed: a number")
     return rows
 
 
@@ -159,7 +153,7 @@ def _completions(rows: list[dict]) -> str:
     steps = []
     for row in rows:
         first = row["completions"][0]
-        answers = [{"text": one["completion"], "reward": one.get("reward")} for one in row["completions"]]
+        answers = [{"text": one["completion"], "reward": one["reward"]} for one in row["completions"]]
         steps.append({"step": row["step"], "question": first["question"], "gold": first["gold"], "answers": answers})
     data = json.dumps(steps).replace("<", "\\u003c")  # a "</script>" in an answer stays text
     last = max(len(steps) - 1, 0)
@@ -173,19 +167,22 @@ def _completions(rows: list[dict]) -> str:
 
 
 def _slowest(rows: list[dict]) -> str:
-    timed = sorted(rows, key=lambda row: -(row.get("timing/step_s") or 0))[:LISTED]
-    phases = ({k.partition("/")[2]: row[k] for k in row if k.startswith("timing/")} for row in timed)
-    return _table({"step": row["step"] + 1, **seconds} for row, seconds in zip(timed, phases, strict=True) if seconds)
+    timed = [row for row in rows if row.get("timing/step_s")]
+    timed.sort(key=lambda row: -row["timing/step_s"])
+    return _table(
+        {"step": row["step"] + 1} | {key.removeprefix("timing/"): row[key] for key in row if key.startswith("timing/")}
+        for row in timed[:LISTED]
+    )
 
 
 def _longest(rows: list[dict]) -> str:
     columns = ("tokens", "reward", "completion")
     found = [
-        {"step": row["step"] + 1, "tokens": len(one["completion"])} | {key: one[key] for key in columns if key in one}
+        {"step": row["step"] + 1} | {key: one[key] for key in columns}
         for row in rows
         for one in row.get("completions", ())
     ]
-    return _table(sorted(found, key=lambda one: -(one["tokens"] or 0))[:LISTED])
+    return _table(sorted(found, key=lambda one: -one["tokens"])[:LISTED])
 
 
 def _by_question(row: dict) -> str:
@@ -193,9 +190,7 @@ def _by_question(row: dict) -> str:
     greedy, sampled = (row.get(key, "") for key in MARKS.values())
     if not greedy:
         return ""
-    marks = sampled or greedy
-    count = len(marks) // len(greedy)
-    shares = [marks[place : place + count].count(RIGHT) / count for place in range(0, len(greedy) * count, count)]
+    shares = shares_right(sampled or greedy, len(greedy))
     cells = "".join(
         f'<i style="background:hsl({120 * share:.0f} 60% 45%)" title="question {question}: {share:g}"></i>'
         for question, share in enumerate(shares)
