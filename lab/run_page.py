@@ -70,8 +70,14 @@ def write(folder: Path, output: Path) -> Path:
 
 
 def draw_curves(run: Path) -> None:
-    """Write the curves of the page as curves.png in the run's folder."""
-    figure, _ = figures.grid(_one_line_each(run, merged(run)), [run.name])
+    """Write the curves of the page as curves.png. A dotted red line marks a step whose value is not finite."""
+    rows = merged(run)
+    metrics = _one_line_each(run, rows)
+    figure, _ = figures.grid(metrics, [run.name])
+    for axes, key in zip(figure.axes, metrics, strict=True):
+        for row in rows:
+            if key in row.get("nonfinite", ()):
+                axes.axvline(row["step"], color="red", lw=1, ls=":")
     figure.savefig(run / "curves.png", dpi=110)
 
 
