@@ -92,10 +92,7 @@ class Comparison:
     changed: list[str]  # settings in which they differ
     seeds: list[int]  # paired: trained under both
     questions: int
-    mean: float
-    low: float  # 95 % interval of this comparison alone
-    high: float
-    error: float
+    effect: paired.Effect  # of this comparison alone
     p: float  # corrected for the number of comparisons
     num_comparisons: int
     detectable: float  # minimum detectable effect: 80 % power at the corrected level
@@ -108,7 +105,7 @@ class Comparison:
         if len(self.seeds) < paired.MIN_SEEDS:
             return f"not decided: {len(self.seeds)} paired seed{'s' * (len(self.seeds) > 1)} of {paired.MIN_SEEDS}"
         if self.p < ALPHA:
-            return f"different: {self.other} is {'better' if self.mean > 0 else 'worse'}"
+            return f"different: {self.other} is {'better' if self.effect.mean > 0 else 'worse'}"
         return "not different: inside the noise"
 
 
@@ -125,7 +122,6 @@ def compare(groups: dict[str, list[Run]], kind: str = "sampled") -> list[Compari
     found = []
     for (name, group), (pairs, differences), p in zip(others, tables, corrected, strict=True):
         effect, seeds = paired.effect(differences), [a.record.seed for a, _ in pairs]
-        low, high = effect.interval()
         better, worse = (differences > 0).sum(1), (differences < 0).sum(1)
         exact = paired.mcnemar_exact(better, worse)
         comparison = Comparison(
@@ -134,10 +130,7 @@ def compare(groups: dict[str, list[Run]], kind: str = "sampled") -> list[Compari
             changed=differing(pairs[0][0].record, pairs[0][1].record),
             seeds=seeds,
             questions=differences.shape[1],
-            mean=float(effect.mean),
-            low=float(low),
-            high=float(high),
-            error=float(effect.error),
+            effect=effect,
             p=p,
             num_comparisons=len(others),
             detectable=paired.detectable(float(effect.error), float(effect.freedom), ALPHA / len(others)),
@@ -178,12 +171,12 @@ def _notes(base: list[Run], group: list[Run], pairs: list[tuple[Run, Run]]) -> l
 
 def sentences(found: Comparison, kind: str) -> str:
     """A comparison as text for a terminal."""
-    s = len(found.seeds)
+    s, (low, high) = len(found.seeds), found.effect.interval()
     lines = [
         f"{found.other} against {found.base}: {'; '.join(found.changed) or 'same settings'}",
-        f"  {kind} accuracy {100 * found.mean:+.1f} points, 95 % interval {100 * found.low:+.1f} to "
-        f"{100 * found.high:+.1f} ({s} paired seed{'s' * (s > 1)} x {found.questions:,} questions)",
-        f"  standard error {100 * found.error:.2f} points",
+        f"  {kind} accuracy {100 * found.effect.mean:+.1f} points, 95 % interval {100 * low:+.1f} to "
+        f"{100 * high:+.1f} ({s} paired seed{'s' * (s > 1)} x {found.questions:,} questions)",
+        f"  standard error {100 * found.effect.error:.2f} points",
         f"  {found.verdict}; p = {found.p:.3g}, Holm over {found.num_comparisons}; minimum detectable effect "
         f"{100 * found.detectable:.1f} points with 80 % power",
     ]

@@ -123,10 +123,11 @@ def finding(planned: Planned, found: list[Comparison]) -> str:
     for one in found:
         if one.verdict.startswith("different"):
             better = one.verdict.rpartition(" ")[2]
-            size = f"{abs(100 * one.mean):.1f} points (95 % interval {points(one.low, one.high)}, p = {one.p:.2g})"
-            text += f" `{one.other}` is {better} than `{one.base}` by {size}."
+            size, interval = f"{abs(100 * one.effect.mean):.1f} points", points(*one.effect.interval())
+            evidence = f"(95 % interval {interval}, p = {one.p:.2g})"
+            text += f" `{one.other}` is {better} than `{one.base}` by {size} {evidence}."
     if same := [one for one in found if one.verdict.startswith("not different")]:
-        means, least = [one.mean for one in same], max(one.detectable for one in same)
+        means, least = [one.effect.mean for one in same], max(one.detectable for one in same)
         shown = f"{100 * means[0]:+.1f}" if len(same) == 1 else points(min(means), max(means))
         text += f" No difference from `{planned.base}` was found for {_names(same)} ({shown} points)."
         text += f" The minimum detectable effect is {'' if len(same) == 1 else 'up to '}{100 * least:.1f} points."
@@ -150,8 +151,8 @@ def comparison_table(ready: dict[Planned, list[Comparison]]) -> str:
                     "base": one.base,
                     "answers": planned.kind,
                     "seeds": str(len(one.seeds)),
-                    "difference, points": f"{100 * one.mean:+.1f}",
-                    "95 % interval": points(one.low, one.high),
+                    "difference, points": f"{100 * one.effect.mean:+.1f}",
+                    "95 % interval": points(*one.effect.interval()),
                     "p (Holm)": f"{one.p:.2g}",
                     "minimum detectable effect, points": f"{100 * one.detectable:.1f}",
                     "verdict": one.verdict,
