@@ -34,6 +34,36 @@ PLANNED: dict[str, tuple[float, float]] = {
     "comparisons": (1, 10**6),
 }  # smallest and largest
 PLANNED |= {"discordant": (1e-6, 1), "seed_spread": (0, 1)}
+VERBS = {  # name -> its purpose and its arguments, as argparse takes them
+    "add": ("store finished runs, or files of benchmarks", {
+        "runs": {"nargs": "+", "type": Path, "metavar": "out/RUN"},
+        "--id": {"default": "", "help": "the name of the record; by default the name of the run"},
+    }),
+    "build": ("write RESULTS.md, results/README.md and the figures", {}),
+    "rerun": ("print the commands that repeat a run", {
+        "id": {},
+        "--run": {"action": "store_true", "help": "execute them, and compare with the record"},
+    }),
+    "compare": ("compare runs or groups of seeds", {
+        "names": {"nargs": "+", "metavar": "NAME", "help": "record, group of seeds, or run folder"},
+        "--kind": {
+            "choices": ("sampled", "greedy"), "help": "the answers to compare; by default sampled if there are any"
+        },
+    }),
+    "plan": ("the minimum detectable effect of a design", {
+        "--questions": {"type": int, "required": True},
+        "--seeds": {"type": int, "required": True},
+        "--discordant": {"type": float, "required": True, "help": "share of questions answered differently"},
+        "--seed-spread": {
+            "type": float, "default": 0.0, "help": "standard deviation of the true difference over seeds"
+        },
+        "--comparisons": {"type": int, "default": 1, "help": "number of comparisons (the level is divided by it)"},
+    }),
+    "html": ("write a page about a run, a record or a sweep", {
+        "folder": {"type": Path, "metavar": "out/RUN"},
+        "--output": {"type": Path, "help": "RUN/report.html by default"},
+    }),
+}  # fmt: skip
 
 
 def quoted(text: str) -> str:
@@ -93,14 +123,13 @@ def compare(results: Path, names: list[str], kind: str | None) -> int:
     groups = {name: comparisons.find(results, name) for name in names}
     if len(groups) < 2:
         raise InputError(f"compare: found {', '.join(names)}; needed: two or more different names")
-    first, second = list(groups.values())[:2]
-    if len(groups) == 2 and len(first) == len(second) == 1 and (found := comparisons.repeat(first[0], second[0])):
+    runs = [run for group in groups.values() for run in group]
+    if len(groups) == len(runs) == 2 and (found := comparisons.repeat(*runs)):
         text, code = found
         print(text)
         if code or text.startswith("same"):
             return code
-    if kind is None:
-        kind = "sampled" if all(run.record.last.sampled for group in groups.values() for run in group) else "greedy"
+    kind = kind or ("sampled" if all(run.record.last.sampled for run in runs) else "greedy")
     for one in comparisons.compare(groups, kind):
         print(comparisons.sentences(one, kind))
     return 0
@@ -127,64 +156,44 @@ def plan(args: argparse.Namespace) -> int:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--check", action="store_true", help="exit 1 if a record was changed or a page is not up to date"
-    )
+    check = "exit 1 if a record was changed or a page is not up to date"
+    parser.add_argument("--check", action="store_true", help=check)
     parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder of the records")
     parser.add_argument("--page", type=Path, default=ROOT / "RESULTS.md")
     verbs = parser.add_subparsers(dest="verb")
-    verb = verbs.add_parser("add", help="store finished runs, or files of benchmarks")
-    verb.add_argument("runs", nargs="+", type=Path, metavar="out/RUN")
-    verb.add_argument("--id", default="", help="the name of the record; by default the name of the run")
-    verbs.add_parser("build", help="write RESULTS.md, results/README.md and the figures")
-    verb = verbs.add_parser("rerun", help="print the commands that repeat a run")
-    verb.add_argument("id")
-    verb.add_argument("--run", action="store_true", help="execute them, and compare with the record")
-    verb = verbs.add_parser("compare", help="compare runs or groups of seeds")
-    verb.add_argument("names", nargs="+", metavar="NAME", help="record, group of seeds, or run folder")
-    verb.add_argument(
-        "--kind", choices=("sampled", "greedy"), help="the answers to compare; by default sampled if there are any"
-    )
-    verb = verbs.add_parser("plan", help="the minimum detectable effect of a design")
-    verb.add_argument("--questions", type=int, required=True)
-    verb.add_argument("--seeds", type=int, required=True)
-    verb.add_argument("--discordant", type=float, required=True, help="share of questions answered differently")
-    verb.add_argument(
-        "--seed-spread", type=float, default=0.0, help="standard deviation of the true difference over seeds"
-    )
-    verb.add_argument("--comparisons", type=int, default=1, help="number of comparisons (the level is divided by it)")
-    verb = verbs.add_parser("html", help="write a page about a run, a record or a sweep")
-    verb.add_argument("folder", type=Path, metavar="out/RUN")
-    verb.add_argument("--output", type=Path, help="RUN/report.html by default")
+    for name, (purpose, options) in VERBS.items():
+        verb = verbs.add_parser(name, help=purpose)
+        for option, settings in options.items():
+            verb.add_argument(option, **settings)
     args = parser.parse_args(arguments)
     if args.check == (args.verb is not None):
-        parser.error("one of: add, build, rerun, compare, plan, html; or --check alone")
+        parser.error(f"one of: {', '.join(VERBS)}; or --check alone")
     return args
 
 
 def act(args: argparse.Namespace) -> int:
-    if args.check:
-        found, compared = store.history(args.results)
-        faults = found + pages.check(args.results, args.page)
-        agree = f"records, pages and figures agree; {compared}"
-        print("\n".join(faults) or agree, file=sys.stderr if faults else sys.stdout)
-        return 1 if faults else 0
     if args.verb == "rerun":
         return rerun(args.results, store.load_run(args.results, args.id).record, args.run)
     if args.verb == "compare":
         return compare(args.results, args.names, args.kind)
     if args.verb == "plan":
         return plan(args)
-    if args.verb == "build":
-        pages.build(args.results, args.page)
-    elif args.verb == "html":
-        print(run_page.write(args.folder, args.output or args.folder / "report.html"))
-    elif args.id and len(args.runs) > 1:
-        raise InputError(f"--id: {args.id} for {len(args.runs)} runs; needed: one run, or no --id")
-    else:
+    if args.verb == "add":
+        if args.id and len(args.runs) > 1:
+            raise InputError(f"--id: {args.id} for {len(args.runs)} runs; needed: one run, or no --id")
         for run in args.runs:
             add = store.add_benchmark if run.suffix == ".json" else store.add_run
             print(f"{add(run, args.results, args.id)}: added; next: python report.py build")
+    elif args.verb == "build":
+        pages.build(args.results, args.page)
+    elif args.verb == "html":
+        print(run_page.write(args.folder, args.output or args.folder / "report.html"))
+    else:
+        found, compared = store.history(args.results)
+        faults = found + pages.check(args.results, args.page)
+        agree = f"records, pages and figures agree; {compared}"
+        print("\n".join(faults) or agree, file=sys.stderr if faults else sys.stdout)
+        return 1 if faults else 0
     return 0
 
 

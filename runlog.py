@@ -19,7 +19,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
-from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -48,16 +47,6 @@ PROGRESS = (  # label, metric, decimals (None: two significant digits)
     ("len", "response_length/mean", 0),
 )
 SHORT_PHASES = {"generate": "gen", "reference": "ref"}
-PANELS = (  # title, metric, log scale
-    ("Reward", "reward/mean", False),
-    ("KL to the reference (nats a token)", "actor/kl_loss", False),
-    ("Entropy (nats a token)", "actor/entropy", False),
-    ("Log-prob gap, sampler to trainer", "rollout/logp_gap_mean", True),
-    ("Response length (tokens)", "response_length/mean", False),
-    ("Gradient norm", "actor/grad_norm", False),
-)
-BLUE = "#0072b2"
-EVALUATION_STYLES = ({"color": "#d55e00", "marker": "o"}, {"color": "#009e73", "marker": "s"})
 
 
 # ---------------------------------------------------------------- the run's folder and its lock
@@ -260,7 +249,7 @@ class RunLog:
             self._append("log.txt", f"{datetime.now():%H:%M:%S} {text}\n")
 
     def finish(self, result_line: str) -> None:
-        """Write finished.json (the result, the checks that warned, checksums of all records) and draw curves.png."""
+        """Write finished.json (the result, the checks that warned, checksums of all records)."""
         if self.rank != 0:
             return
         with _disk_errors(self.run_dir):
@@ -269,10 +258,6 @@ class RunLog:
             for name in hashes:
                 fsync_path(self.run_dir / name)
             write_atomically(self.run_dir / "finished.json", json.dumps(done, indent=1) + "\n")
-            try:
-                draw_curves(self.run_dir)
-            except ModuleNotFoundError as error:
-                self.say(f"curves.png not drawn: {error}")
         self.close()
         self.say(result_line)
 
@@ -281,52 +266,3 @@ class RunLog:
         for part in (self.bar, self.board, self.lock):
             if part is not None:
                 part.close()
-
-
-# ---------------------------------------------------------------- the figure
-
-
-def draw_curves(run_dir: Path) -> None:
-    """Draw curves.png: each step of metrics.jsonl pale, its running mean dark, the evaluations of eval.jsonl as points.
-
-    A dotted red line marks a step whose value is not finite.
-    """
-    import matplotlib.figure
-    import numpy
-    import pandas
-
-    rows, evaluations = read_lines(run_dir / "metrics.jsonl"), pandas.DataFrame(read_lines(run_dir / "eval.jsonl"))
-    figure = matplotlib.figure.Figure(figsize=(13, 7), layout="constrained")
-    figure.suptitle(run_dir.name, fontsize=13, x=0.01, ha="left")
-    panels = figure.subplots(2, 3, sharex=True)
-    for axes, (title, key, logarithmic) in zip(panels.flat, PANELS, strict=True):
-        values = pandas.Series({row["step"]: row.get(key) for row in rows}, dtype=float)  # null becomes a gap
-        if logarithmic and (values > 0).any():
-            values = values.where(values > 0)
-            axes.set_yscale("log")
-            # Whole powers of ten, so that noise within one of them looks small.
-            axes.set_ylim(
-                10 ** numpy.floor(numpy.log10(values.min())), 10 ** numpy.ceil(numpy.log10(values.max() * 1.001))
-            )
-        mean = values.rolling(max(1, len(values) // 20), center=True, min_periods=1).mean()
-        axes.plot(values, color=BLUE, alpha=0.35, lw=1.2)
-        axes.plot(mean, color=BLUE, lw=2, label="running mean")
-        for row in rows:
-            if key in row.get("nonfinite", ()):
-                axes.axvline(row["step"], color="red", lw=1, ls=":")
-        if not values.notna().any():
-            axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color="gray")
-        axes.set_title(title, fontsize=11, loc="left")
-        axes.grid(alpha=0.25)
-    accuracies = sorted(name for name in evaluations if name.endswith("accuracy"))
-    for name, style in zip(accuracies, EVALUATION_STYLES, strict=False):
-        points = pandas.to_numeric(evaluations[name])
-        panels[0, 0].plot(evaluations["step"], points, ls="", label=name[5:].replace("_", " "), **style)
-    panels[0, 0].set_title("Reward and held-out accuracy", fontsize=11, loc="left")
-    panels[0, 0].set_ylim(-0.02, 1.02)
-    panels[0, 0].legend(fontsize=8, frameon=False, loc="lower right")
-    for axes in panels[1]:
-        axes.set_xlabel("steps done")
-    picture = BytesIO()
-    figure.savefig(picture, format="png", dpi=110)
-    write_atomically(run_dir / "curves.png", picture.getvalue())

@@ -35,6 +35,7 @@ from engines.interface import Completion, Engine
 from hf_config import Architecture
 from input_files import InputError
 from knobs import Config
+from lab import run_page
 from learner import Learner
 from parallel_setup import Parallel
 from plan.memory import beside_plan
@@ -218,6 +219,11 @@ class Run:
             self.log.say(beside_plan(self.cfg, self.inputs.arch, *place, *peak))
         summaries = self.log.evaluations()  # none on other ranks than 0
         self.log.finish(evaluate.result_line(summaries[0], summaries[-1], self.cfg.data.source) if summaries else "")
+        if self.parallel.rank == 0:
+            try:
+                run_page.draw_curves(self.log.run_dir)
+            except ModuleNotFoundError as error:
+                self.log.say(f"curves.png not drawn: {error}")
 
 
 def open_run(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inputs) -> Run:

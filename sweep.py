@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import signal
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,7 @@ class Job:
     attempts: int = 0
     run: Path | None = None  # its run folder, once there is one
     said: str = ""  # the result, or the reason of the failure
-    tried_at: float = field(default=0.0, repr=False)
-    process: Any = field(default=None, repr=False)  # while it runs: has poll(), terminate() and wait(), as Popen
+    process: Any = None  # while it runs: has poll(), terminate() and wait(), as Popen
 
     def look(self) -> None:
         """Find the newest run folder with this name and configuration, and see whether the run is finished."""
@@ -91,10 +91,9 @@ class Job:
 
     def is_alive(self) -> bool:
         """Whether a process still writes to its run folder. A rank can outlive a torchrun that was killed."""
-        if self.run is None:
-            return False
         try:
-            lock_run(self.run).close()
+            if self.run:
+                lock_run(self.run).close()
         except BlockingIOError:
             return True
         return False
@@ -108,16 +107,16 @@ def read_sweep(path: Path, extra: list[str]) -> tuple[Sweep, list[Job]]:
     if len(sweep.seeds) > 1 and not any("{seed}" in text for text in sweep.each_seed):
         raise InputError(f"{path}: each_seed: has no {{seed}}, so all {len(sweep.seeds)} seeds would be the same run")
     jobs = []
-    for seed in sweep.seeds:  # all variants of a seed before the next seed: pairs are complete early
-        for name, variant in sweep.variants.items():
-            job = f"{name}-seed{seed}"
-            overrides = [text.replace("{seed}", str(seed)) for text in sweep.each_seed]
-            arguments = [f"name={job}", *sweep.overrides, *variant.overrides, *overrides, *extra]
-            try:
-                cfg = load_config(ROOT / sweep.config, arguments)
-            except InputError as error:
-                raise InputError(f"{path}: {job}: {error}") from None
-            jobs.append(Job(job, cfg, [sweep.config, *arguments], variant.processes or sweep.processes))
+    # All variants of a seed come before the next seed, so that pairs are complete early.
+    for seed, (name, variant) in itertools.product(sweep.seeds, sweep.variants.items()):
+        job = f"{name}-seed{seed}"
+        overrides = [text.replace("{seed}", str(seed)) for text in sweep.each_seed]
+        arguments = [f"name={job}", *sweep.overrides, *variant.overrides, *overrides, *extra]
+        try:
+            cfg = load_config(ROOT / sweep.config, arguments)
+        except InputError as error:
+            raise InputError(f"{path}: {job}: {error}") from None
+        jobs.append(Job(job, cfg, [sweep.config, *arguments], variant.processes or sweep.processes))
     return sweep, jobs
 
 
@@ -129,7 +128,8 @@ def start_job(name: str, arguments: list[str], processes: int, folder: Path) -> 
 
     torchrun inherits the lock of the job and holds it as long as it lives, even if the sweep has ended before.
     """
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
+    command = [*launcher, f"--nproc_per_node={processes}", "train_grpo.py", *arguments]
     hidden = ("PYTHONPATH", "PYTHONHOME")  # packages found there would replace the pinned ones
     environment = {key: value for key, value in os.environ.items() if key not in hidden} | ENVIRONMENT
     with open(folder / f"{name}.lock", "ab") as lock, open(folder / f"{name}.log", "ab") as log:
@@ -137,7 +137,6 @@ def start_job(name: str, arguments: list[str], processes: int, folder: Path) -> 
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return None
-        command = [sys.executable, *launcher, f"--nproc_per_node={processes}", "train_grpo.py", *arguments]
         return subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, pass_fds=[lock.fileno()]
         )
@@ -194,8 +193,7 @@ def connect_ray(folder: Path, resources: dict[str, int], address: str | None) ->
     task = ray.remote(run_job).options(
         num_cpus=resources.get("CPU", 0), num_gpus=resources.get("GPU", 0), resources=others, max_retries=0
     )
-    where = str(folder.resolve())
-    return lambda job: RayTask(ray, task.remote(job.name, job.arguments, job.processes, where))
+    return lambda job: RayTask(ray, task.remote(job.name, job.arguments, job.processes, str(folder.resolve())))
 
 
 # ----------------------------------------------------------------------------------------------------------- the sweep
@@ -207,48 +205,40 @@ def run_sweep(sweep: Sweep, jobs: list[Job], start: Callable[[Job], Any], most: 
     ``start`` returns the job's process, or None if another process runs the job.
     """
     shown: dict[str, tuple] = {}
-    while any(job.state in ("waiting", "running", "elsewhere") for job in jobs):
+    while any(job.state not in ("finished", "failed") for job in jobs):
         for job in jobs:
-            if job.state == "running" and (code := job.process.poll()) is not None:
-                _settle(job, code, sweep.retries, folder)
-            elif job.state == "running":
-                job.look()
-                job.state = "running"  # until its process has ended
-            elif job.state == "elsewhere" and time.monotonic() - job.tried_at > 1:
-                job.state = "waiting"
             room = sum(other.state == "running" for other in jobs) < most
-            if job.state == "waiting" and room:
-                _try(job, start)
-            if job.state != "waiting" and shown.get(job.name) != (shown_now := (job.state, job.attempts)):
+            if job.state not in ("finished", "failed"):
+                advance(job, start, room, sweep.retries, folder)
+            if job.state != "waiting" and shown.get(job.name) != (job.state, job.attempts):
                 print(f"{job.name}: {job.state}  {job.said}".rstrip(), flush=True)
-                shown[job.name] = shown_now
+                shown[job.name] = (job.state, job.attempts)
         save(jobs, folder)
-        time.sleep(0.2)
+        time.sleep(1)
 
 
-def _try(job: Job, start: Callable[[Job], Any]) -> None:
-    """Start a job, unless it is finished by now or a process of an earlier sweep still runs it."""
+def advance(job: Job, start: Callable[[Job], Any], room: bool, retries: int, folder: Path) -> None:
+    """Bring a job to its next state. A waiting job starts if there is ``room``; a running job can end."""
+    code = job.process.poll() if job.process else None  # first: a process that has ended no longer writes to its run
     job.look()
-    if job.state == "waiting":
-        job.tried_at = time.monotonic()
-        job.process = None if job.is_alive() else start(job)
-        job.state = "running" if job.process else "elsewhere"
-        job.attempts += job.state == "running"
-
-
-def _settle(job: Job, code: int, retries: int, folder: Path) -> None:
-    """The new state of a job whose process has ended: finished, waiting for the next attempt, or failed."""
-    if code == BUSY:
-        job.state, job.attempts = "elsewhere", job.attempts - 1
+    if job.process and code is None:
+        job.state = "running"  # until its process has ended
         return
-    job.state = "waiting"
-    job.look()
+    job.process = None
     if job.state == "finished":
         return
-    lines = (folder / f"{job.name}.log").read_text(errors="replace").splitlines()
-    final = [line for line in lines if line.startswith(("error: ", "stopped: "))]  # another attempt would end like this
-    job.said = final[-1] if final else f"exit code {code}: {lines[-1] if lines else 'no output'}"
-    job.state = "failed" if final or job.attempts > retries else "waiting"
+    if code is None:
+        if room:
+            job.process = None if job.is_alive() else start(job)
+            job.state = "running" if job.process else "elsewhere"
+            job.attempts += job.state == "running"
+    elif code == BUSY:
+        job.state, job.attempts = "elsewhere", job.attempts - 1
+    else:
+        lines = (folder / f"{job.name}.log").read_text(errors="replace").splitlines()
+        final = [line for line in lines if line.startswith(("error: ", "stopped: "))]  # a repeat would end like this
+        job.said = final[-1] if final else f"exit code {code}: {lines[-1] if lines else 'no output'}"
+        job.state = "failed" if final or job.attempts > retries else "waiting"
 
 
 def save(jobs: list[Job], folder: Path) -> None:
@@ -267,13 +257,6 @@ def save(jobs: list[Job], folder: Path) -> None:
         write_atomically(path, text)
 
 
-def describe(job: Job) -> str:
-    """One line about a job for --list."""
-    done = len(read_lines(job.run / "metrics.jsonl")) if job.run else 0
-    progress = f"{done}/{job.cfg.train.steps} steps"
-    return f"{job.name}  {job.state}  {progress}  {job.processes} ranks  {' '.join(job.arguments)}"
-
-
 def main(arguments: list[str]) -> int:
     """Run the command.  -> 0: all jobs are finished; 1: some have failed; 2: unusable input; 130: interrupted"""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -289,8 +272,11 @@ def main(arguments: list[str]) -> int:
         sweep, jobs = read_sweep(args.sweep, args.overrides)
         for job in jobs:
             job.look()
+            if args.list:
+                done = len(read_lines(job.run / "metrics.jsonl")) if job.run else 0
+                progress = f"{job.state}  {done}/{job.cfg.train.steps} steps  {job.processes} ranks"
+                print(f"{job.name}  {progress}  {' '.join(job.arguments)}")
         if args.list:
-            print("\n".join(map(describe, jobs)))
             return 0
         folder = Path(ROOT, jobs[0].cfg.train.out_dir) / f"sweep-{args.sweep.stem}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -304,7 +290,7 @@ def main(arguments: list[str]) -> int:
         print("interrupted; the same command continues the sweep", file=sys.stderr)
         return 130
     finally:
-        running = [job.process for job in jobs if job.state == "running"]
+        running = [job.process for job in jobs if job.process]
         for process in running:
             process.terminate()
         for process in running:  # torchrun ends its processes before itself

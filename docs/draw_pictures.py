@@ -8,7 +8,9 @@ The bytes follow from the input alone, so that a test can compare them.
 from __future__ import annotations
 
 import ast
+import math
 import re
+from collections import Counter
 from html import escape
 from pathlib import Path
 
@@ -23,6 +25,7 @@ COLOURS = {  # section of docs/files.md -> background
     "Model": "#efeaf9",
     "System": "#eeeeee",
 }
+TITLES = {"plan/": "plan/  before a run", "lab/": "lab/  after a run", "engines/": "engines/  what samples"}
 FONT = 'font-family="Helvetica, Arial, sans-serif"'
 
 # What a step passes on, in order: its title, and (function, what it takes, what it gives). test_pictures.py checks
@@ -82,12 +85,8 @@ def imported(path: str, files: set[str]) -> set[str]:
 def arrows() -> dict[tuple[str, str], int]:
     """(section, section that it imports from) -> number of such imports."""
     home = {file: section for section, files in sections().items() for file in files}
-    counts: dict[tuple[str, str], int] = {}
-    for file, section in home.items():
-        for other in imported(file, set(home)):
-            if home[other] != section:
-                counts[section, home[other]] = counts.get((section, home[other]), 0) + 1
-    return counts
+    pairs = [(section, home[other]) for file, section in home.items() for other in imported(file, set(home))]
+    return Counter(pair for pair in pairs if pair[0] != pair[1])
 
 
 def svg(width: int, height: int, parts: list[str]) -> str:
@@ -103,30 +102,16 @@ def text(x: float, y: float, words: str, size: int = 13, more: str = "") -> str:
 
 def architecture() -> str:
     """The sections as boxes with their files, and an arc for each pair of sections that an import joins."""
-    width, left, box, row = 980, 16, 700, 24
-    parts, middle, y = (
-        [
-            text(
-                left,
-                26,
-                "A number counts the imports between two sections. One runs upwards: the self-test runs train_grpo",
-                15,
-            )
-        ],
-        {},
-        44,
-    )
+    width, left, box, row, columns = 980, 16, 700, 24, 5
+    head = "A number counts the imports between two sections. One runs upwards: the self-test runs train_grpo"
+    parts, middle, y = [text(left, 26, head, 15)], {}, 44
     for section, files in sections().items():
-        names = [Path(file).stem for file in files]
-        columns = 5
-        rows = -(-len(names) // columns)
-        height = 34 + row * rows
-        title = {"plan/": "plan/  before a run", "lab/": "lab/  after a run", "engines/": "engines/  what samples"}
+        height = 34 + row * math.ceil(len(files) / columns)
         parts.append(f'<rect x="{left}" y="{y}" width="{box}" height="{height}" rx="8" fill="{COLOURS[section]}"/>')
-        parts.append(text(left + 12, y + 20, title.get(section, section), 14, 'font-weight="bold"'))
-        for index, name in enumerate(names):
+        parts.append(text(left + 12, y + 20, TITLES.get(section, section), 14, 'font-weight="bold"'))
+        for index, file in enumerate(files):
             x, line = left + 12 + (index % columns) * 138, y + 42 + row * (index // columns)
-            parts.append(text(x, line, name, 12))
+            parts.append(text(x, line, Path(file).stem, 12))
         middle[section] = y + height / 2
         y += height + 14
     for (above, below), count in sorted(arrows().items(), key=lambda item: middle[item[0][0]] - middle[item[0][1]]):
@@ -145,12 +130,10 @@ def architecture() -> str:
 def step() -> str:
     """One step of the training loop: what each function takes and gives."""
     width, y = 980, 44
-    parts = [
-        text(16, 26, "One step of train_grpo.py.  P questions, G completions of each, S = P x G, b rows, T tokens", 15)
-    ]
-    for number, (title, calls) in enumerate(STEP):
+    head = "One step of train_grpo.py.  P questions, G completions of each, S = P x G, b rows, T tokens"
+    parts = [text(16, 26, head, 15)]
+    for number, ((title, calls), colour) in enumerate(zip(STEP, COLOURS.values(), strict=False)):
         height = 34 + 30 * len(calls)
-        colour = list(COLOURS.values())[number]
         parts.append(f'<rect x="16" y="{y}" width="{width - 32}" height="{height}" rx="8" fill="{colour}"/>')
         parts.append(text(28, y + 21, title, 14, 'font-weight="bold"'))
         for index, (function, takes, gives) in enumerate(calls):
@@ -164,18 +147,13 @@ def step() -> str:
             )
             parts.append(text(604, line, "→", 13) + text(624, line, gives, 12))
         if number + 1 < len(STEP):
-            below = y + height
-            parts.append(f'<path d="M {width / 2:g} {below} v 9 m -5 -5 l 5 6 l 5 -6" fill="none" stroke="#5b6b7b"/>')
+            arrow = f"M {width / 2:g} {y + height} v 9 m -5 -5 l 5 6 l 5 -6"
+            parts.append(f'<path d="{arrow}" fill="none" stroke="#5b6b7b"/>')
         y += height + 14
     return svg(width, y, parts)
 
 
-def main() -> None:
-    """Write both pictures."""
+if __name__ == "__main__":
     PICTURES.mkdir(exist_ok=True)
     (PICTURES / "architecture.svg").write_text(architecture())
     (PICTURES / "step.svg").write_text(step())
-
-
-if __name__ == "__main__":
-    main()

@@ -55,21 +55,21 @@ def repeat(first: Run, second: Run) -> tuple[str, int] | None:
 
 def _reasons(a: Record, b: Record) -> list[str]:
     """Differences that may change the last bits of two runs of one configuration."""
-    machines = []
-    for what in ("cpu", "python", "versions", "variables"):
-        old, new = getattr(a.environment, what), getattr(b.environment, what)
-        if isinstance(old, dict):
-            changed = sorted(key for key in {**old, **new} if old.get(key) != new.get(key))
-            machines.append((old != new, f"{what} {', '.join(changed)}"))
-        else:
-            machines.append((old != new, f"{what} {old}, {new}"))
-    reasons = [
-        ({a.device, b.device} != {"cpu"}, f"devices {a.device}, {b.device}: accelerators add in any order"),
-        *machines,
-        (a.commit != b.commit, f"commits {a.commit[:7]}, {b.commit[:7]}"),
-        (a.inputs != b.inputs, "other model or data files"),
-    ]
-    return [text for holds, text in reasons if holds]
+    old, new = a.environment, b.environment
+    reasons = {
+        f"devices {a.device}, {b.device}: accelerators add in any order": {a.device, b.device} != {"cpu"},
+        f"cpu {old.cpu}, {new.cpu}": old.cpu != new.cpu,
+        f"python {old.python}, {new.python}": old.python != new.python,
+        f"versions {_changed(old.versions, new.versions)}": old.versions != new.versions,
+        f"variables {_changed(old.variables, new.variables)}": old.variables != new.variables,
+        f"commits {a.commit[:7]}, {b.commit[:7]}": a.commit != b.commit,
+        "other model or data files": a.inputs != b.inputs,
+    }
+    return [text for text, holds in reasons.items() if holds]
+
+
+def _changed(old: dict[str, str], new: dict[str, str]) -> str:
+    return ", ".join(sorted({name for name, _ in old.items() ^ new.items()}))
 
 
 def _first_difference(first: Run, second: Run) -> str:
@@ -92,10 +92,7 @@ class Comparison:
     changed: list[str]  # settings in which they differ
     seeds: list[int]  # paired: trained under both
     questions: int
-    mean: float
-    low: float  # 95 % interval of this comparison alone
-    high: float
-    error: float
+    effect: paired.Effect  # of this comparison alone
     p: float  # corrected for the number of comparisons
     num_comparisons: int
     detectable: float  # minimum detectable effect: 80 % power at the corrected level
@@ -108,7 +105,7 @@ class Comparison:
         if len(self.seeds) < paired.MIN_SEEDS:
             return f"not decided: {len(self.seeds)} paired seed{'s' * (len(self.seeds) > 1)} of {paired.MIN_SEEDS}"
         if self.p < ALPHA:
-            return f"different: {self.other} is {'better' if self.mean > 0 else 'worse'}"
+            return f"different: {self.other} is {'better' if self.effect.mean > 0 else 'worse'}"
         return "not different: inside the noise"
 
 
@@ -121,12 +118,10 @@ def compare(groups: dict[str, list[Run]], kind: str = "sampled") -> list[Compari
     """Each group against the first, paired by seed and question; p-values corrected by Holm over all of them."""
     (base_name, base), *others = groups.items()
     tables = [paired_differences(base_name, base, name, group, kind) for name, group in others]
-    effects = [paired.effect(differences) for _, differences in tables]
-    corrected = paired.holm([float(effect.p_value()) for effect in effects])
+    corrected = paired.holm([float(paired.effect(differences).p_value()) for _, differences in tables])
     found = []
-    for (name, group), (pairs, differences), effect, p in zip(others, tables, effects, corrected, strict=True):
-        low, high = effect.interval()
-        seeds = [a.record.seed for a, _ in pairs]
+    for (name, group), (pairs, differences), p in zip(others, tables, corrected, strict=True):
+        effect, seeds = paired.effect(differences), [a.record.seed for a, _ in pairs]
         better, worse = (differences > 0).sum(1), (differences < 0).sum(1)
         exact = paired.mcnemar_exact(better, worse)
         comparison = Comparison(
@@ -135,10 +130,7 @@ def compare(groups: dict[str, list[Run]], kind: str = "sampled") -> list[Compari
             changed=differing(pairs[0][0].record, pairs[0][1].record),
             seeds=seeds,
             questions=differences.shape[1],
-            mean=float(effect.mean),
-            low=float(low),
-            high=float(high),
-            error=float(effect.error),
+            effect=effect,
             p=p,
             num_comparisons=len(others),
             detectable=paired.detectable(float(effect.error), float(effect.freedom), ALPHA / len(others)),
@@ -179,12 +171,12 @@ def _notes(base: list[Run], group: list[Run], pairs: list[tuple[Run, Run]]) -> l
 
 def sentences(found: Comparison, kind: str) -> str:
     """A comparison as text for a terminal."""
-    s = len(found.seeds)
+    s, (low, high) = len(found.seeds), found.effect.interval()
     lines = [
         f"{found.other} against {found.base}: {'; '.join(found.changed) or 'same settings'}",
-        f"  {kind} accuracy {100 * found.mean:+.1f} points, 95 % interval {100 * found.low:+.1f} to "
-        f"{100 * found.high:+.1f} ({s} paired seed{'s' * (s > 1)} x {found.questions:,} questions)",
-        f"  standard error {100 * found.error:.2f} points",
+        f"  {kind} accuracy {100 * found.effect.mean:+.1f} points, 95 % interval {100 * low:+.1f} to "
+        f"{100 * high:+.1f} ({s} paired seed{'s' * (s > 1)} x {found.questions:,} questions)",
+        f"  standard error {100 * found.effect.error:.2f} points",
         f"  {found.verdict}; p = {found.p:.3g}, Holm over {found.num_comparisons}; minimum detectable effect "
         f"{100 * found.detectable:.1f} points with 80 % power",
     ]

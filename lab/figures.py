@@ -104,20 +104,22 @@ def grid(metrics: dict[str, Curves], names: list[str], title: str = "", more: in
 def learning_curve(name: str, runs: list[Run]) -> Any:
     """The training reward of one variant's seeds, with the held-out accuracy of the evaluations."""
     import matplotlib.figure
-    import matplotlib.ticker
 
     figure = matplotlib.figure.Figure(figsize=(8, 4.5), layout="constrained")
     axes, accuracy = figure.subplots(), f"eval/{runs[0].record.last.kind}_accuracy"
     for key, color in (("reward/mean", COLORS[0]), (accuracy, COLORS[1])):
         panel(axes, key, curves({name: runs}, key), {name: color})
-    thin, thick, points = axes.lines[0], axes.lines[2 * len(runs)], axes.lines[-2]
-    labels = ["training reward, one seed", "training reward, running mean", "held-out accuracy, one seed"]
-    axes.legend([thin, thick, points], labels, frameon=False, loc="lower right", fontsize=9)
+    labels = {
+        "training reward, one seed": axes.lines[0],
+        "training reward, running mean": axes.lines[2 * len(runs)],
+        "held-out accuracy, one seed": axes.lines[-2],
+    }
+    axes.legend(labels.values(), labels, frameon=False, loc="lower right", fontsize=9)
     axes.set_title(
         f"Learning curve of {name}: {len(runs)} seeds, {runs[0].record.steps} steps of GRPO", loc="left", fontsize=11
     )
     axes.set_ylabel("right answers (sampled)" if "sampled" in accuracy else "right answers", fontsize=9)
-    axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1, decimals=0))
+    axes.yaxis.set_major_formatter(lambda share, place: f"{share:.0%}")
     axes.set_ylim(0, 1.02)
     return figure
 
@@ -170,14 +172,12 @@ def draw_all(wanted: Wanted, results: Path) -> None:
 
 def faults(wanted: Wanted, results: Path) -> set[str]:
     """The figures that draw_all() would draw or remove: missing, edited, drawn from other data, or not wanted."""
-    found = {name for name in read_index(results) if FIGURE.fullmatch(name) and name not in wanted}
+    index = read_index(results)
+    found = {name for name in index if FIGURE.fullmatch(name) and name not in wanted}
     for name, (title, groups) in wanted.items():
-        path, known = results / name, read_index(results).get(name)
-        if (
-            not path.exists()
-            or sha256_file(path) != known
-            or source_hash(title, groups).encode() not in path.read_bytes()
-        ):
+        picture = (results / name).read_bytes() if (results / name).exists() else b""
+        same = hashlib.sha256(picture).hexdigest() == index.get(name)
+        if not same or source_hash(title, groups).encode() not in picture:
             found.add(name)
     return found
 

@@ -123,11 +123,12 @@ def finding(planned: Planned, found: list[Comparison]) -> str:
     for one in found:
         if one.verdict.startswith("different"):
             better = one.verdict.rpartition(" ")[2]
-            text += f" `{one.other}` is {better} than `{one.base}` by {abs(100 * one.mean):.1f} points"
-            text += f" (95 % interval {points(one.low, one.high)}, p = {one.p:.2g})."
+            size, interval = f"{abs(100 * one.effect.mean):.1f} points", points(*one.effect.interval())
+            evidence = f"(95 % interval {interval}, p = {one.p:.2g})"
+            text += f" `{one.other}` is {better} than `{one.base}` by {size} {evidence}."
     if same := [one for one in found if one.verdict.startswith("not different")]:
-        low, high, least = min(o.mean for o in same), max(o.mean for o in same), max(o.detectable for o in same)
-        shown = f"{100 * low:+.1f}" if len(same) == 1 else points(low, high)
+        means, least = [one.effect.mean for one in same], max(one.detectable for one in same)
+        shown = f"{100 * means[0]:+.1f}" if len(same) == 1 else points(min(means), max(means))
         text += f" No difference from `{planned.base}` was found for {_names(same)} ({shown} points)."
         text += f" The minimum detectable effect is {'' if len(same) == 1 else 'up to '}{100 * least:.1f} points."
     return text
@@ -150,8 +151,8 @@ def comparison_table(ready: dict[Planned, list[Comparison]]) -> str:
                     "base": one.base,
                     "answers": planned.kind,
                     "seeds": str(len(one.seeds)),
-                    "difference, points": f"{100 * one.mean:+.1f}",
-                    "95 % interval": points(one.low, one.high),
+                    "difference, points": f"{100 * one.effect.mean:+.1f}",
+                    "95 % interval": points(*one.effect.interval()),
                     "p (Holm)": f"{one.p:.2g}",
                     "minimum detectable effect, points": f"{100 * one.detectable:.1f}",
                     "verdict": one.verdict,
@@ -333,10 +334,8 @@ def check(results: Path, page: Path) -> list[str]:
     texts, pictures = _wanted(results, page)
     for path, text in texts.items():
         if text != (written := read_text(path)):
-            changed = [line for line in difflib.ndiff(written.splitlines(), text.splitlines()) if line[0] in "+-"]
-            first = changed[0][:100]
-            faults.append(f"{path}: stale: {len(changed)} lines differ, the first: {first}; python report.py build")
-    found = sorted(figures.faults(pictures, results))
-    return faults + [
-        f"{results / name}: missing, edited, stale or not wanted; python report.py build" for name in found
-    ]
+            changed = [line[:100] for line in difflib.ndiff(written.splitlines(), text.splitlines()) if line[0] in "+-"]
+            count = f"{len(changed)} lines differ"
+            faults.append(f"{path}: stale: {count}, the first: {changed[0]}; python report.py build")
+    needed = "missing, edited, stale or not wanted; python report.py build"
+    return faults + [f"{results / name}: {needed}" for name in sorted(figures.faults(pictures, results))]

@@ -11,6 +11,7 @@ import itertools
 import statistics
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +29,8 @@ LARGEST_MIB = 50  # of a run's files, and of the steps of a record
 ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,149}"
 GOLD, MARKS = "eval/gold", {"greedy": "eval/greedy_right", "sampled": "eval/sampled_right"}
 RIGHT, WRONG = "+", "-"
+COMPLETION = {key: (str, "a text") for key in ("question", "gold", "completion")}
+COMPLETION |= {"reward": (Real, "a number"), "tokens": (int, "a number")}
 Content = TypeVar("Content", bound=BaseModel)
 
 
@@ -168,9 +171,9 @@ def merged(folder: Path) -> list[dict[str, Any]]:
         row[MARKS["sampled"]] = _marks([score for each in sampled for score in each], where)
     for line in read_lines(path := folder / "completions.jsonl"):
         where, answer = f"{path}, step {line['step']}", {k: v for k, v in line.items() if k != "step"}
-        for key in ("question", "gold", "completion"):
-            if not isinstance(found := line.get(key), str):
-                raise InputError(f"{where}: {key}: found {shown(found)}; needed: a text")
+        for key, (kind, needed) in COMPLETION.items():
+            if not isinstance(line.get(key), kind):
+                raise InputError(f"{where}: {key}: found {shown(line.get(key))}; needed: {needed}")
         rows.setdefault(line["step"], {"step": line["step"]}).setdefault("completions", []).append(answer)
     return [rows[step] for step in sorted(rows)]
 
@@ -195,8 +198,12 @@ def scores(run: Run, kind: str, step: int | None = None) -> np.ndarray:
     row = evaluation(run.rows, run.record.steps if step is None else step)
     if not row[MARKS[kind]]:
         raise InputError(f"{run.record.id}: no {kind} answers (eval.samples is 0); there are: greedy")
-    right = np.array([mark == RIGHT for mark in row[MARKS[kind]]], dtype=float)
-    return right.reshape(len(row[MARKS["greedy"]]), -1).mean(1)
+    return shares_right(row[MARKS[kind]], len(row[MARKS["greedy"]]))
+
+
+def shares_right(marks: str, questions: int) -> np.ndarray:
+    """Share of right answers of each question, from the marks of all answers.  -> (questions,)"""
+    return np.array([mark == RIGHT for mark in marks], dtype=float).reshape(questions, -1).mean(1)
 
 
 def _evaluation(rows: list[dict[str, Any]], step: int) -> Evaluation:
@@ -239,8 +246,7 @@ def _sealed(folder: Path) -> dict[str, Any]:
     if not path.exists():
         raise InputError(f"{folder}: no finished.json: the run has not ended; needed: a finished run")
     finished, found = read_object(path), checksums(folder)
-    if not isinstance(sealed := finished.get("sha256", {}), dict):
-        raise InputError(f"{path}: sha256: found {shown(sealed)}; needed: an object")
+    sealed = finished.get("sha256", {})
     for name in sorted({*NEEDED, *found, *sealed}):
         if name in NEEDED and name not in sealed:
             raise InputError(f"{path}: no checksum of {name}; needed: a run of this version")
@@ -265,42 +271,34 @@ def _origin(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def from_run(folder: Path, record_id: str) -> Run:
     """The finished run in ``folder`` as a record; InputError for a run that may not become one."""
-    finished = _sealed(folder)
     try:
-        config, rows, (git, inputs) = read_file(folder / "config.yaml"), merged(folder), _origin(folder)
-        environment = Environment(**read_object(folder / "environment.json"))
-        record = Record(
-            id=record_id,
-            commit=git["commit"],
-            command=read_text(folder / "command.txt").strip(),
-            result=finished.get("result", ""),
-            checks_fired=finished.get("checks", {}),
-            seed=config["train"]["seed"],
-            device=config["device"],
-            layout={"ranks": environment.world_size} | {axis: config["parallel"].get(axis, 1) for axis in AXES},
-            steps=config["train"]["steps"],
-            resumed=sum(1 for _ in folder.glob("resume-*")),
-            config_hash=read_object(folder / "run.json")["config_hash"],
-            config=config,
-            inputs=Inputs(**inputs),
-            environment=environment,
-            files=finished["sha256"],
-            **summary(rows, config["train"]["steps"]),
-        )
-        return Run(record, rows)
+        finished, config, rows = _sealed(folder), read_file(folder / "config.yaml"), merged(folder)
+        git, inputs = _origin(folder)
+        environment = read_object(folder / "environment.json")
+        record = {
+            "id": record_id,
+            "commit": git["commit"],
+            "command": read_text(folder / "command.txt").strip(),
+            "result": finished.get("result", ""),
+            "checks_fired": finished.get("checks", {}),
+            "seed": config["train"]["seed"],
+            "device": config["device"],
+            "layout": {"ranks": environment["world_size"]} | {axis: config["parallel"].get(axis, 1) for axis in AXES},
+            "steps": config["train"]["steps"],
+            "resumed": sum(1 for _ in folder.glob("resume-*")),
+            "config_hash": read_object(folder / "run.json")["config_hash"],
+            "config": config,
+            "inputs": inputs,
+            "environment": environment,
+            "files": finished["sha256"],
+        }
+        return Run(validated(Record, record | summary(rows, config["train"]["steps"]), folder), rows)
     except InputError as error:
         raise error if str(folder) in str(error) else InputError(f"{folder / str(error)}") from None
-    except ValidationError as error:
-        raise InputError(f"{folder}: no record: {first_fault(error)}") from None
-    except KeyError as error:
-        raise InputError(f"{folder}: no record: {error} is missing") from None
-    except (
-        TypeError,
-        ValueError,
-        AttributeError,
-        ArithmeticError,
-    ) as error:  # the checksums are right, the content is not
-        raise InputError(f"{folder}: no record: a file of it holds something else than a run writes: {error}") from None
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        # The checksums are right, and the content is not.
+        what = "a file of it holds something else than a run writes"
+        raise InputError(f"{folder}: no record: {what}: {error!r}") from None
 
 
 def validated(model: type[Content], content: Any, where: Path) -> Content:
@@ -308,10 +306,6 @@ def validated(model: type[Content], content: Any, where: Path) -> Content:
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        raise InputError(f"{where}: {first_fault(error)}") from None
-
-
-def first_fault(error: ValidationError) -> str:
-    """The first fault of a validation: where, what is wrong, what was found."""
-    fault = error.errors(include_url=False)[0]
-    return f"{'.'.join(map(str, fault['loc'])) or 'all of it'}: {fault['msg']}, found {shown(fault['input'])}"
+        fault = error.errors(include_url=False)[0]
+        place = ".".join(map(str, fault["loc"])) or "all of it"
+        raise InputError(f"{where}: {place}: {fault['msg']}, found {shown(fault['input'])}") from None

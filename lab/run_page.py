@@ -18,7 +18,7 @@ from typing import Any
 
 from input_files import InputError, dump_yaml, read_bytes, read_object, read_text, shown
 from lab import figures
-from lab.records import MARKS, RIGHT, file_of, merged
+from lab.records import MARKS, file_of, merged, shares_right
 from lab.store import RECORD, load_run
 from run_record import variant_name, write_atomically
 
@@ -65,11 +65,20 @@ def write(folder: Path, output: Path) -> Path:
     text = page(folder).encode("utf-8", "backslashreplace")
     if os.path.lexists(output) and not read_bytes(output).startswith(MADE.encode()):
         raise InputError(f"{output}: exists, and is no page of report.py html; needed: another name, or delete it")
-    aside = output.with_name(f".{output.name}.tmp")
-    if os.path.lexists(aside):
-        raise InputError(f"{aside}: in the way of writing {output.name}; needed: another name, or delete it")
     write_atomically(output, text)
     return output
+
+
+def draw_curves(run: Path) -> None:
+    """Write the curves of the page as curves.png. A dotted red line marks a step whose value is not finite."""
+    rows = merged(run)
+    metrics = _one_line_each(run, rows)
+    figure, _ = figures.grid(metrics, [run.name])
+    for axes, key in zip(figure.axes, metrics, strict=True):
+        for row in rows:
+            if key in row.get("nonfinite", ()):
+                axes.axvline(row["step"], color="red", lw=1, ls=":")
+    figure.savefig(run / "curves.png", dpi=110)
 
 
 def page(folder: Path) -> str:
@@ -97,7 +106,7 @@ def page(folder: Path) -> str:
 
 
 def _run(folder: Path, rows: list[dict], result: str, checks: dict, command: str, config: str) -> str:
-    curves = {key: {folder.name: [values]} for key, values in _curves(folder, rows).items()}
+    curves = _one_line_each(folder, rows)
     fired = [{"check": check, "first warning": warning} for check, warning in checks.items()]
     parts = {
         "Curves": figures.svg(curves) if curves else "",
@@ -112,6 +121,11 @@ def _run(folder: Path, rows: list[dict], result: str, checks: dict, command: str
     return f"<p>{html.escape(result)}</p>\n<pre>{html.escape(command)}</pre>\n{sections}"
 
 
+def _one_line_each(folder: Path, rows: list[dict]) -> dict[str, figures.Curves]:
+    """The curves of a single run, as figures.grid takes them."""
+    return {key: {folder.name: [values]} for key, values in _curves(folder, rows).items()}
+
+
 def _curves(folder: Path, rows: list[dict]) -> dict[str, Any]:
     """Metric -> a pandas.Series over the steps, for the accuracies and for CURVES; null is a gap in a curve."""
     import pandas
@@ -124,13 +138,10 @@ def _curves(folder: Path, rows: list[dict]) -> dict[str, Any]:
 def _checked(folder: Path, rows: list[dict]) -> list[dict]:
     """The rows. InputError if a value to draw is neither a number nor null, which stands for one that is not finite."""
     for row in rows:
-        values = [(key, row[key], file_of(key)) for key in row if key in CURVES or key.endswith("_accuracy")]
-        for one in row.get("completions", ()):
-            values += [(key, one[key], "completions.jsonl") for key in ("reward", "tokens") if key in one]
-        for key, value, file in values:
+        for key in [key for key in row if key in CURVES or key.endswith("_accuracy")]:
+            value, where = row[key], folder / file_of(key)
             if value is not None and (type(value) not in (int, float) or abs(value) > 1e300):
-                found = f"{folder / file}, step {row['step']}: {key}: found {shown(value)}"
-                raise InputError(f"{found}; needed: a number")
+                raise InputError(f"{where}, step {row['step']}: {key}: found {shown(value)}; needed: a number")
     return rows
 
 
@@ -148,7 +159,7 @@ def _completions(rows: list[dict]) -> str:
     steps = []
     for row in rows:
         first = row["completions"][0]
-        answers = [{"text": one["completion"], "reward": one.get("reward")} for one in row["completions"]]
+        answers = [{"text": one["completion"], "reward": one["reward"]} for one in row["completions"]]
         steps.append({"step": row["step"], "question": first["question"], "gold": first["gold"], "answers": answers})
     data = json.dumps(steps).replace("<", "\\u003c")  # a "</script>" in an answer stays text
     last = max(len(steps) - 1, 0)
@@ -162,19 +173,22 @@ def _completions(rows: list[dict]) -> str:
 
 
 def _slowest(rows: list[dict]) -> str:
-    timed = sorted(rows, key=lambda row: -(row.get("timing/step_s") or 0))[:LISTED]
-    phases = ({k.partition("/")[2]: row[k] for k in row if k.startswith("timing/")} for row in timed)
-    return _table({"step": row["step"] + 1, **seconds} for row, seconds in zip(timed, phases, strict=True) if seconds)
+    timed = [row for row in rows if row.get("timing/step_s")]
+    timed.sort(key=lambda row: -row["timing/step_s"])
+    return _table(
+        {"step": row["step"] + 1} | {key.removeprefix("timing/"): row[key] for key in row if key.startswith("timing/")}
+        for row in timed[:LISTED]
+    )
 
 
 def _longest(rows: list[dict]) -> str:
     columns = ("tokens", "reward", "completion")
     found = [
-        {"step": row["step"] + 1, "tokens": len(one["completion"])} | {key: one[key] for key in columns if key in one}
+        {"step": row["step"] + 1} | {key: one[key] for key in columns}
         for row in rows
         for one in row.get("completions", ())
     ]
-    return _table(sorted(found, key=lambda one: -(one["tokens"] or 0))[:LISTED])
+    return _table(sorted(found, key=lambda one: -one["tokens"])[:LISTED])
 
 
 def _by_question(row: dict) -> str:
@@ -182,9 +196,7 @@ def _by_question(row: dict) -> str:
     greedy, sampled = (row.get(key, "") for key in MARKS.values())
     if not greedy:
         return ""
-    marks = sampled or greedy
-    count = len(marks) // len(greedy)
-    shares = [marks[place : place + count].count(RIGHT) / count for place in range(0, len(greedy) * count, count)]
+    shares = shares_right(sampled or greedy, len(greedy))
     cells = "".join(
         f'<i style="background:hsl({120 * share:.0f} 60% 45%)" title="question {question}: {share:g}"></i>'
         for question, share in enumerate(shares)

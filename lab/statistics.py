@@ -35,9 +35,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     """p-values corrected for several comparisons (Holm, 1979), in the order given. scipy has no Holm correction."""
     order = np.argsort(p_values, kind="stable")
     steps = np.asarray(p_values, dtype=float)[order] * np.arange(len(order), 0, -1)
-    corrected = np.empty(len(order))
-    corrected[order] = np.minimum(1.0, np.maximum.accumulate(steps))
-    return corrected.tolist()
+    return np.minimum(1.0, np.maximum.accumulate(steps))[np.argsort(order)].tolist()
 
 
 @dataclass(frozen=True)
@@ -58,8 +56,7 @@ class Effect:
         """Confidence interval of the mean."""
         from scipy.stats import t
 
-        half = t.ppf(0.5 + confidence / 2, self.freedom) * self.error
-        return self.mean - half, self.mean + half
+        return t.interval(confidence, self.freedom, self.mean, self.error)
 
 
 def effect(differences: Array) -> Effect:

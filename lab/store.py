@@ -23,13 +23,14 @@ from typing import Any
 from pydantic import Field
 
 from config import MAY_CHANGE, flatten
-from input_files import InputError, finish_folder, fresh_folder, read_bytes, read_object, read_text, shown
+from input_files import InputError, finish_folder, fresh_folder, read_bytes, read_object, shown
 from lab.records import ID, LARGEST_MIB, Part, Record, Run, from_run, summary, validated
 from run_record import RECORDED, sha256_file, write_atomically
 
 RECORD, STEPS = "record.json", "steps.jsonl.gz"
 KEPT = re.compile(rf"(?!figures/|benchmarks/){ID}/({RECORD}|{STEPS})|benchmarks/{ID}\.json")
 FIGURE = re.compile(rf"figures/{ID}\.png")
+NO_RECORD = re.compile(rf"benchmarks/README\.md|{ID}/report\.html")  # report.py html writes the page there
 RESERVED = {
     "figures",
     "benchmarks",
@@ -77,12 +78,9 @@ def load_run(results: Path, record_id: str) -> Run:
 
 def load_groups(results: Path) -> dict[str, list[Run]]:
     """Variant -> its runs in order of their seeds."""
-    names = [path.parent.name for path in results.glob(f"*/{RECORD}") if path.parent.name[0] != "."]
-    runs = sorted((load_run(results, name) for name in names), key=lambda run: (run.record.seed, run.record.id))
-    groups: dict[str, list[Run]] = {}
-    for run in sorted(runs, key=lambda run: run.record.group):
-        groups.setdefault(run.record.group, []).append(run)
-    return groups
+    runs = [load_run(results, path.parent.name) for path in results.glob(f"[!.]*/{RECORD}")]
+    runs.sort(key=lambda run: (run.record.group, run.record.seed, run.record.id))
+    return {name: list(group) for name, group in itertools.groupby(runs, key=lambda run: run.record.group)}
 
 
 def benchmarks_by_script(results: Path) -> dict[str, dict[str, Benchmark]]:
@@ -127,9 +125,8 @@ def differing(first: Record, second: Record) -> list[str]:
 
 def packed(run: Run) -> dict[str, bytes]:
     """The two files of a record. Of the completions, those of the first and the last step are kept as a sample."""
-    sample, lines = (0, run.record.steps - 1), []
-    for row in run.rows:
-        lines.append({key: row[key] for key in row if key != "completions" or row["step"] in sample})
+    sample = (0, run.record.steps - 1)
+    lines = [{key: row[key] for key in row if key != "completions" or row["step"] in sample} for row in run.rows]
     text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
     record = json.dumps(run.record.model_dump(mode="json"), indent=1, allow_nan=False) + "\n"
     return {RECORD: record.encode(), STEPS: gzip.compress(text.encode(), 9, mtime=0)}  # the same run, the same bytes
@@ -152,8 +149,7 @@ def add_run(run_dir: Path, results: Path, record_id: str = "") -> Path:
     if target.exists():
         raise InputError(f"{target}: exists; records are never replaced; needed: another id (--id)")
     files = packed(run)
-    if private := PRIVATE.search(files[RECORD].decode()):
-        raise InputError(f"{run_dir}: {private[0]} is a private path; needed: paths inside the checkout")
+    _refuse_private(files[RECORD], run_dir)
     for other in load_groups(results).get(record.group, []):
         if changed := differing(other.record, record):
             raise InputError(f"{record.id}: no seed of {record.group}: {'; '.join(changed)}; needed: another id (--id)")
@@ -176,22 +172,28 @@ def add_benchmark(path: Path, results: Path, name: str = "") -> Path:
     """
     found = validated(Benchmark, read_object(path), path)
     folder, index, checksum = results / "benchmarks", read_index(results), sha256_file(path)
-    if kept := next((kept for kept, known in index.items() if known == checksum), None):
-        raise InputError(f"{path}: is {results / kept} already; needed: another measurement")
-    names = [name] if name else itertools.chain([path.stem], (f"{path.stem}-{n}" for n in itertools.count(2)))
-    target = next(folder / f"{free}.json" for free in names if name or not (folder / f"{free}.json").exists())
+    if same := [kept for kept, known in index.items() if known == checksum]:
+        raise InputError(f"{path}: is {results / same[0]} already; needed: another measurement")
+    numbered = (folder / f"{path.stem}-{number}.json" for number in itertools.count(2))
+    unused = (free for free in itertools.chain([folder / path.name], numbered) if not free.exists())
+    target = folder / f"{name}.json" if name else next(unused)
     if not re.fullmatch(ID, target.stem):
         raise InputError(f"--id: found {target.stem!r}; needed: letters, digits, . _ and -")
     if found.dirty:
         raise InputError(f"{path}: measured with changes that are in no commit; needed: git status clean")
     if target.exists():
         raise InputError(f"{target}: exists; records are never replaced; needed: another id (--id)")
-    if private := PRIVATE.search(read_text(path)):
-        raise InputError(f"{path}: {private[0]} is a private path; needed: paths inside the checkout")
+    content = read_bytes(path)
+    _refuse_private(content, path)
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(target, read_bytes(path))
+    write_atomically(target, content)
     write_index(results, index | {f"benchmarks/{target.name}": checksum})
     return target
+
+
+def _refuse_private(content: bytes, where: Path) -> None:
+    if private := PRIVATE.search(content.decode()):
+        raise InputError(f"{where}: {private[0]} is a private path; needed: paths inside the checkout")
 
 
 # ------------------------------------------------------------------------------------------------------------ checking
@@ -203,14 +205,11 @@ def check(results: Path) -> list[str]:
     present = {
         path.relative_to(results).as_posix() for path in results.glob("[!.]*/*") if path.parent.name != "figures"
     }
+    added = sorted(name for name in present - index.keys() if not NO_RECORD.fullmatch(name))
+    edited = sorted(name for name in present & index.keys() if sha256_file(results / name) != index[name])
     faults = [f"{results / name}: was deleted" for name in sorted(index.keys() - present)]
-    for name in sorted(present - {"benchmarks/README.md"}):
-        if name.endswith("/report.html"):  # report.py html writes it there
-            continue
-        if name not in index:
-            faults.append(f"{results / name}: not in index.json; needed: report.py add")
-        elif sha256_file(results / name) != index[name]:
-            faults.append(f"{results / name}: edited: its sha256 is not the one in index.json")
+    faults += [f"{results / name}: edited: its sha256 is not the one in index.json" for name in edited]
+    faults += [f"{results / name}: not in index.json; needed: report.py add" for name in added]
     for name in [name for name in index if name.endswith(RECORD)] if not faults else ():
         try:
             run = load_run(results, Path(name).parent.name)
@@ -251,7 +250,7 @@ def history(results: Path) -> tuple[list[str], str]:
 def _git(folder: Path, *arguments: str) -> str:
     """Output of git in ``folder``; empty when git, the repository or its first commit is missing."""
     try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=120)
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout if done.returncode == 0 else ""

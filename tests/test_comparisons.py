@@ -99,16 +99,17 @@ def test_a_large_effect_over_five_seeds_is_found(make_group: MakeGroup) -> None:
     base = make_group("base", 5, 0.5)
     better = make_group("better", 5, 0.8, overrides=("optim.lr=2e-3",))
     (found,) = comparisons.compare({"base": base, "better": better})
-    assert found.verdict == "different: better is better" and found.low > 0.15 and found.high < 0.45
+    low, high = found.effect.interval()
+    assert found.verdict == "different: better is better" and low > 0.15 and high < 0.45
     assert found.changed == ["optim.lr: 0.001 -> 0.002"] and found.seeds == [0, 1, 2, 3, 4] and found.questions == 200
     answers = [[records.scores(run, "sampled", 4) for run in side] for side in (base, better)]
     means = [np.mean(side) for side in answers]
-    assert found.mean == pytest.approx(means[1] - means[0])
+    assert found.effect.mean == pytest.approx(means[1] - means[0])
     for seed, up, down, p in found.by_seed:
         a, b = (side[seed] for side in answers)
         assert (up, down) == (int((b > a).sum()), int((b < a).sum())) and 0 <= p < 0.01
     (back,) = comparisons.compare({"better": better, "base": base})
-    assert back.verdict == "different: base is worse" and back.mean == pytest.approx(-found.mean)
+    assert back.verdict == "different: base is worse" and back.effect.mean == pytest.approx(-found.effect.mean)
 
 
 def test_fewer_than_three_seeds_decide_nothing_however_large_the_effect(make_group: MakeGroup) -> None:
@@ -121,8 +122,9 @@ def test_fewer_than_three_seeds_decide_nothing_however_large_the_effect(make_gro
 def test_noise_has_no_winner_and_says_what_could_have_been_seen(make_group: MakeGroup) -> None:
     groups = {"base": make_group("base", 3, 0.6), "other": make_group("other", 3, 0.6, overrides=("lora.rank=8",))}
     (found,) = comparisons.compare(groups)
-    assert found.verdict == "not different: inside the noise" and found.low < 0 < found.high
-    assert abs(found.mean) < found.detectable < 0.5
+    low, high = found.effect.interval()
+    assert found.verdict == "not different: inside the noise" and low < 0 < high
+    assert abs(found.effect.mean) < found.detectable < 0.5
     text = comparisons.sentences(found, "sampled")
     assert "not different" in text and "with 80 % power" in text and "lora.rank: 16 -> 8" in text
 

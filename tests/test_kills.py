@@ -162,7 +162,6 @@ def records(cfg: Config) -> dict[str, bytes]:
 
 def test_a_run_killed_anywhere_ends_byte_identical_when_started_again(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(runlog, "write_records", lambda *_: None)  # slow, and not read again
-    monkeypatch.setattr(runlog, "draw_curves", lambda *_: None)
     whole = config_in(tmp_path / "whole", steps=6)
     assert in_child(lambda: train(whole)) == 0
     resumed = 0

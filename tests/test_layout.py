@@ -24,7 +24,7 @@ FOLDERS = {  # a folder -> the other folders from which its files may import
 # A folder -> the files outside of it that may import its files.
 MAY_ENTER = {
     "plan": {"train_grpo", "startup", "preflight"},
-    "lab": {"report", "sweep"},
+    "lab": {"report", "startup", "sweep"},
 }
 RUNS_A_COMMAND = {"plan.self_test": {"train_grpo"}}  # a file -> the command that it may import
 HEAVY = {"megatron", "vllm", "ray", "transformers", "torch_npu", "mindspeed", "peft"}

@@ -94,7 +94,7 @@ def test_findings_say_what_was_and_what_was_not_found(tmp_path: Path) -> None:
     found = pages.comparisons.compare({name: groups[name] for name in planned.names})
     text = pages.finding(planned, found)
     assert text.startswith("**Two.** `few`: too few paired seeds to decide.")
-    assert f"for `same` ({100 * found[0].mean:+.1f} points)" in text
+    assert f"for `same` ({100 * found[0].effect.mean:+.1f} points)" in text
     assert text.endswith(f"The minimum detectable effect is {100 * found[0].detectable:.1f} points.")
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pandas
 import pytest
 import recorded
+from matplotlib.image import imread
 
 import report
 from input_files import InputError
@@ -182,6 +183,22 @@ def test_a_record_has_the_page_of_its_run(run: Path, tmp_path: Path) -> None:
     assert len(re.findall("<i ", text)) == 40 and "&lt;low&gt;" in text and "Slowest steps" in text
     assert report.main(["html", str(tmp_path / "results" / "base-seed0")]) == 0  # its page may lie beside the record
     assert store.check(tmp_path / "results") == []
+
+
+def test_the_curves_of_a_run_are_not_blank(run: Path) -> None:
+    """Every panel has a curve, and a value that is not finite has its mark."""
+    path = run / "metrics.jsonl"
+    lost = '"nonfinite": ["actor/entropy"], "actor/entropy": null'
+    path.write_text(path.read_text().replace('"actor/entropy": 0.5', lost))
+    run_page.draw_curves(run)
+    picture = imread(run / "curves.png")[..., :3]
+    rows, columns = picture.shape[0] // 3, picture.shape[1] // 3
+    for row in range(3):
+        for column in range(3):
+            window = picture[row * rows : (row + 1) * rows, column * columns : (column + 1) * columns]
+            assert (window[..., 2] - window[..., 0] > 0.3).sum() > 5, "blue"
+            red = (window[..., 0] - window[..., 2] > 0.5).sum()
+            assert (red > 5) == ((row, column) == (1, 0)), "a mark in the panel of the entropy alone"
 
 
 def test_the_command_writes_the_page_beside_the_run(run: Path, tmp_path: Path) -> None:

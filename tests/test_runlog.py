@@ -164,7 +164,7 @@ def test_a_full_disk_is_one_clear_error(log: runlog.RunLog, monkeypatch: MonkeyP
 # ---------------------------------------------------------------- finish
 
 
-def test_finish_hashes_the_records_and_draws_the_curves(log: runlog.RunLog, capsys: pytest.CaptureFixture) -> None:
+def test_finish_hashes_the_records(log: runlog.RunLog, capsys: pytest.CaptureFixture) -> None:
     fill(log, 0, 4)
     log.finish("arithmetic accuracy 25.0 % -> 66.7 %")
     done = json.loads((log.run_dir / "finished.json").read_text())
@@ -172,32 +172,6 @@ def test_finish_hashes_the_records_and_draws_the_curves(log: runlog.RunLog, caps
     for name in ("metrics.jsonl", "eval.jsonl", "eval_outcomes.jsonl"):
         assert done["sha256"][name] == hashlib.sha256((log.run_dir / name).read_bytes()).hexdigest()
     assert capsys.readouterr().out.splitlines()[-1] == done["result"]
-    assert (log.run_dir / "curves.png").exists()
-
-
-def test_the_curves_are_not_blank(log: runlog.RunLog) -> None:
-    from matplotlib.image import imread
-
-    empty = Path(log.run_dir)
-    runlog.draw_curves(empty)  # a run without a step: axes only, no error
-    blank = imread(empty / "curves.png")
-    generator = np.random.default_rng(0)
-    for step in range(60):
-        metrics = {key: float(generator.random() + step / 60) / 2 for _, key, _ in runlog.PANELS}
-        metrics["rollout/logp_gap_mean"] *= 1e-6
-        if step == 30:
-            metrics["actor/grad_norm"] = math.nan
-        log.log_step(step, metrics, {})
-        if step % 20 == 0:
-            log.log_eval(step, {"eval/greedy_accuracy": step / 60, "eval/sampled_accuracy": math.nan}, [])
-    runlog.draw_curves(log.run_dir)
-    picture = imread(log.run_dir / "curves.png")
-    assert picture.shape == blank.shape
-    rows, columns = picture.shape[0] // 2, picture.shape[1] // 3
-    for row in range(2):
-        for column in range(3):  # every panel has ink that the empty figure lacks
-            window = np.s_[row * rows : (row + 1) * rows, column * columns : (column + 1) * columns]
-            assert np.abs(picture[window] - blank[window]).mean() > 0.01
 
 
 def test_tensorboard_is_written_or_refused(tmp_path: Path, monkeypatch: MonkeyPatch, open_run: OpenRun) -> None:

@@ -33,6 +33,7 @@ from config import load_config, to_yaml
 from engines.torch_decoder import Decoder
 from input_files import InputError
 from knobs import Action, ChecksConfig, Config
+from lab import run_page
 from learner import Learner
 from tripwires import Tripped, Tripwires
 
@@ -380,8 +381,8 @@ def test_warn_prints_once_and_goes_on_and_off_prints_nothing(action, warnings, m
 @pytest.mark.filterwarnings(r"ignore:::megatron\.", r"ignore:::torch\.")  # the command ignores them too
 def test_the_command_ends_with_code_3_and_the_report(model: Path, tmp_path: Path, monkeypatch, capfd) -> None:
     (tmp_path / "run.yaml").write_text(to_yaml(training.config(model, tmp_path, **FEW)))
-    for name in ("draw_curves", "write_records"):
-        monkeypatch.setattr(runlog, name, lambda *args: None)
+    for module, name in ((run_page, "draw_curves"), (runlog, "write_records")):
+        monkeypatch.setattr(module, name, lambda *args: None)
     monkeypatch.setattr(weights_hf, "export", weights_hf.export)  # restores it after this test
     gate_permuted()
     assert breaking.exit_code([str(tmp_path / "run.yaml")]) == 3

@@ -22,6 +22,7 @@ import train_grpo
 from aqn import AqnError
 from input_files import InputError
 from knobs import Config
+from lab import run_page
 from tripwires import Heartbeat, Tripped
 
 SIZES = dict(
@@ -109,7 +110,7 @@ def lighten(lenient: bool = True) -> None:
     """Make runs cheaper in this forked process: no figures, only the inputs recorded, a lenient reward if asked."""
     if lenient:
         reward_gsm8k.score = lenient_score
-    runlog.draw_curves, runlog.write_records = lambda *args: None, record_inputs
+    run_page.draw_curves, runlog.write_records = lambda *args: None, record_inputs
 
 
 def record_inputs(folder: Path, cfg: Config, world_size: int) -> None:
