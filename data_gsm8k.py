@@ -9,6 +9,7 @@ are split by the unordered pair of their operands: no sum of a test question occ
 from __future__ import annotations
 
 import argparse
+import itertools
 import operator
 import random
 import re
@@ -17,7 +18,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -70,7 +71,7 @@ class Questions(Sequence[Question]):
     def __len__(self) -> int:
         return len(self.questions)
 
-    def __getitem__(self, index: int) -> Question:
+    def __getitem__(self, index: Any) -> Any:
         return self.questions[index]
 
     def pick(self, step: int, count: int) -> list[Question]:
@@ -79,12 +80,11 @@ class Questions(Sequence[Question]):
         The permutations of all epochs form one sequence, and step s takes places s * count to (s + 1) * count. So every
         epoch asks every question once, also if the number of questions is not a multiple of `count`.
         """
-        places = range(step * count, (step + 1) * count)
-        orders = {}
-        for epoch in {place // len(self) for place in places}:
-            generator = np.random.Generator(np.random.PCG64(derive_seed(self.seed, "epoch", epoch)))
-            orders[epoch] = generator.permutation(len(self))
-        return [self.questions[orders[place // len(self)][place % len(self)]] for place in places]
+        epochs = range(step * count // len(self), ((step + 1) * count - 1) // len(self) + 1)
+        seeds = (derive_seed(self.seed, "epoch", epoch) for epoch in epochs)
+        order = np.concatenate([np.random.Generator(np.random.PCG64(s)).permutation(len(self)) for s in seeds])
+        first = step * count - epochs[0] * len(self)
+        return [self.questions[place] for place in order[first : first + count]]
 
 
 @dataclass(frozen=True)
@@ -196,14 +196,12 @@ def stop_token_ids(model_dir: str | Path, tokenizer: PreTrainedTokenizerBase) ->
 
     Both are needed, because they differ in real models: Qwen's chat models stop at <|im_end|> and at <|endoftext|>.
     """
-    stops = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
     path = Path(model_dir) / "generation_config.json"
-    if path.exists():
-        eos = read_object(path).get("eos_token_id")
-        ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
-            raise InputError(f"{path}: eos_token_id: found {shown(eos)}; needed: a token id or a list of token ids")
-        stops.update(ids)
+    eos = read_object(path).get("eos_token_id") if path.exists() else None
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+        raise InputError(f"{path}: eos_token_id: found {shown(eos)}; needed: a token id or a list of token ids")
+    stops = {*ids, tokenizer.eos_token_id} - {None}
     if not stops:
         raise InputError(f"{model_dir}: neither the tokenizer nor generation_config.json names an EOS token")
     return stops
@@ -269,6 +267,10 @@ class Problem:
     x: int
     y: int  # at most x if the sign is "-"
 
+    @property
+    def result(self) -> int:
+        return OPERATIONS[self.sign](self.x, self.y)
+
 
 def held_out(x: int, y: int) -> bool:
     """Whether the unordered pair {x, y} belongs to the test set: 151 of the 1,225 pairs of 1 to 49, one in eight.
@@ -285,29 +287,25 @@ def arithmetic(num: int, heldout: bool, seed: int, low: int, high: int) -> list[
     """
     for part in (True, False):
         _operands(random.Random(0), low, high, part)  # InputError if there is no pair
-    available = _num_questions(heldout, low, high, enough=num)
+    split = "test" if heldout else "train"
+    wordings = 3 * len(NAMES) * len(ITEMS)  # three templates
+    of_pairs = (
+        (2 if x == y else 3) * wordings  # x + y, y + x and larger - smaller
+        for x in range(low, high + 1)
+        for y in range(x, high + 1)
+        if held_out(x, y) == heldout
+    )
+    available = sum(itertools.islice(of_pairs, 1 + num // wordings))  # enough pairs, if there are so many
     if available < num:
-        where = f"data.num_{'test' if heldout else 'train'}"
-        raise InputError(f"{where}: found {num}; operands {low} to {high} give {available} different questions")
-    rng = random.Random(derive_seed(seed, "arithmetic", "test" if heldout else "train"))
+        raise InputError(
+            f"data.num_{split}: found {num}; operands {low} to {high} give {available} different questions"
+        )
+    rng = random.Random(derive_seed(seed, "arithmetic", split))
     pairs: dict[str, str] = {}
     while len(pairs) < num:
         made = problem(rng, low, high, heldout)
         pairs[made.question] = solution(made)  # a repeated question has the same answer and changes nothing
     return list(pairs.items())
-
-
-def _num_questions(heldout: bool, low: int, high: int, enough: int) -> int:
-    """How many different questions the held-out pairs, or the others, have; the count stops at `enough`."""
-    total = 0
-    for x in range(low, high + 1):
-        for y in range(x, high + 1):
-            if held_out(x, y) == heldout:
-                # x + y, y + x and larger - smaller; each with three templates
-                total += (2 if x == y else 3) * 3 * len(NAMES) * len(ITEMS)
-            if total >= enough:
-                return total
-    return total
 
 
 def _operands(rng: random.Random, low: int, high: int, heldout: bool) -> tuple[str, int, int]:
@@ -327,13 +325,10 @@ def problem(rng: random.Random, low: int, high: int, heldout: bool) -> Problem:
     return Problem(template.format(name=name, items=items, x=x, y=y), sign, x, y)
 
 
-def _worked(sign: str, x: int, y: int, result: int) -> str:
-    return f"{x} {sign} {y} = {result}\n#### {result}"
-
-
-def solution(problem: Problem) -> str:
-    """The right worked answer, as in `37 - 25 = 12\\n#### 12`."""
-    return _worked(problem.sign, problem.x, problem.y, OPERATIONS[problem.sign](problem.x, problem.y))
+def solution(problem: Problem, result: int | None = None) -> str:
+    """The worked answer with this result, by default the right one, as in `37 - 25 = 12\\n#### 12`."""
+    found = problem.result if result is None else result
+    return f"{problem.x} {problem.sign} {problem.y} = {found}\n#### {found}"
 
 
 def sloppy_solution(problem: Problem, rng: random.Random, right: float, wrong_operation: float) -> str:
@@ -349,13 +344,10 @@ def sloppy_solution(problem: Problem, rng: random.Random, right: float, wrong_op
         return solution(problem)
     if draw < right + wrong_operation:
         sign, x, y = "-" if problem.sign == "+" else "+", max(problem.x, problem.y), min(problem.x, problem.y)
-        return _worked(sign, x, y, OPERATIONS[sign](x, y))
-    result = OPERATIONS[problem.sign](problem.x, problem.y)
+        return solution(Problem("", sign, x, y))
     if rng.choice(["one", "ten"]) == "one":
-        off = max(0, result + rng.choice([-1, 1]))
-    else:
-        off = result + 10 if result < 10 else result + rng.choice([-10, 10])
-    return _worked(problem.sign, problem.x, problem.y, off)
+        return solution(problem, max(0, problem.result + rng.choice([-1, 1])))
+    return solution(problem, problem.result + (10 if problem.result < 10 else rng.choice([-10, 10])))
 
 
 def drill(rng: random.Random, low: int, high: int) -> tuple[str, str]:

@@ -20,7 +20,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
@@ -60,15 +59,11 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     fsync_path(path.parent)
 
 
-def sha256_file(path: Path, done: Callable[[int], object] = lambda size: None) -> str:
-    """The sha256 of a file in hexadecimal, read a mebibyte at a time; ``done`` is called with the size of each part."""
-    digest = hashlib.sha256()
+def sha256_file(path: Path) -> str:
+    """The sha256 of a file in hexadecimal."""
     refuse_special(path, os.stat(path).st_mode)
     with open(path, "rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-            done(len(block))
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def checksums(run_dir: Path) -> dict[str, str]:
@@ -161,9 +156,9 @@ def cpu_name() -> str:
 
 def environment(world_size: int) -> dict[str, Any]:
     """Versions, machine, and the environment variables that change results or speed."""
-    installed: dict[str, str] = {}
-    for item in metadata.distributions():  # in the order of sys.path: the first version of a package is imported
-        installed.setdefault((item.metadata.get("Name") or "unnamed").lower().replace("_", "-"), item.version)
+    # In the order of sys.path, the first version of a package is imported; it is the last one here and replaces others.
+    found = [(item.metadata.get("Name") or "unnamed", item.version) for item in metadata.distributions()]
+    installed = {name.lower().replace("_", "-"): version for name, version in reversed(found)}
     variables = {key: value for key, value in sorted(os.environ.items()) if VARIABLES.match(key)}
     return {
         "python": platform.python_version(),
@@ -245,28 +240,22 @@ def sha256_of_inputs(paths: list[Path]) -> dict[Path, str]:
             keys[path] = f"{path.resolve()} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
     folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     cache = Path(folder) / "megatron-grpo" / "sha256.json"
-    known = _kept_sums(cache)
+    known = {}
+    with contextlib.suppress(InputError):  # nothing is kept yet, or it cannot be read
+        known = read_object(cache)
     found = {path: known[key] for path, key in keys.items() if key in known}
     todo = [path for path in dict.fromkeys(paths) if path not in found]
-    large = sum(path.stat().st_size for path in todo if path in keys)
-    shown = {"disable": None if large else True, "leave": False}  # None: on a terminal only
-    bar = tqdm(total=large, desc="checksums", unit="B", unit_scale=True, **shown)
-    with bar, ThreadPoolExecutor(THREADS) as pool:
-        found |= zip(todo, pool.map(lambda path: sha256_file(path, bar.update), todo), strict=True)
+    shown = None if keys else True  # None: on a terminal only
+    bar = {"total": len(todo), "desc": "checksums", "unit": "file", "leave": False, "disable": shown}
+    with ThreadPoolExecutor(THREADS) as pool:
+        sums = pool.map(sha256_file, todo)
+        found |= zip(todo, tqdm(sums, **bar), strict=True)
     fresh = {keys[path]: found[path] for path in todo if path in keys and time.time() - path.stat().st_ctime > 5}
     if fresh:
         with contextlib.suppress(OSError):  # if they cannot be kept, the next start reads the files again
             cache.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(cache, json.dumps(_kept_sums(cache) | fresh, indent=1) + "\n")
+            write_atomically(cache, json.dumps(known | fresh, indent=1) + "\n")
     return found
-
-
-def _kept_sums(cache: Path) -> dict[str, str]:
-    """The sums that an earlier run has kept; {} if there are none that can be read."""
-    try:
-        return read_object(cache)
-    except InputError:
-        return {}
 
 
 def changed_inputs(run_dir: Path, model_dir: str | Path, data: DataConfig) -> list[str]:

@@ -10,14 +10,13 @@ out/<name>-<YYYYmmdd-HHMMSS>/
 from __future__ import annotations
 
 import fcntl
-import itertools
 import json
 import numbers
 import re
 import resource
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import datetime
 from io import BytesIO
 from pathlib import Path
@@ -89,15 +88,14 @@ def lock_run(run_dir: Path) -> BinaryIO:
     return handle
 
 
-def _new_folder(out_dir: Path, name: str) -> Path:
+def _new_folder(out_dir: Path, name: str, number: int = 1) -> Path:
     """A new folder for a run; two runs that start in the same second get two folders."""
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    out_dir.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count(1):
-        folder = out_dir / (f"{name}-{stamp}" if number == 1 else f"{name}-{stamp}-{number}")
-        with suppress(FileExistsError):
-            folder.mkdir()
-            return folder
+    folder = out_dir / f"{name}-{datetime.now():%Y%m%d-%H%M%S}{f'-{number}' if number > 1 else ''}"
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        return _new_folder(out_dir, name, number + 1)
+    return folder
 
 
 def open_run(cfg: Config, world_size: int, rank: int, resume: Path | None = None) -> RunLog:

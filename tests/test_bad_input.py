@@ -253,7 +253,7 @@ MODEL = [
     row("tiny record a list", "no readable tiny_model.json", tiny(file("tiny_model.json", "[]"))),
     row("tiny path a file", "run.yaml exists and has no readable tiny_model.json", typed("model.path=FOLDER/run.yaml")),
     row("tiny path in a file", "model.path: ... run.yaml is not a folder", typed("model.path=FOLDER/run.yaml/model")),
-    row("tiny model, other seed", "was made with another tiny_model (seed); needed: another", "tiny_model.seed=1"),
+    row("tiny model, other seed", "was made with another tiny_model.seed (0); needed: another", "tiny_model.seed=1"),
     row("tiny model, other operands", "was made with another operands ([1, 49])", "data.operand_high=40"),
     row("tiny heads", "tiny_model.num_kv_heads: 3 does not divide num_heads 4", "tiny_model.num_kv_heads=3"),
     row("tiny experts", "tiny_model.experts_per_token: 5 exceeds num_experts 4", "tiny_model.experts_per_token=5"),
