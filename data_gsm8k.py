@@ -87,24 +87,18 @@ class Questions(Sequence[Question]):
         return [self.questions[place] for place in order[first : first + count]]
 
 
-@dataclass(frozen=True)
-class Split:
-    """The questions of one split before they have prompts."""
+def read(data: DataConfig, split: str) -> tuple[list[tuple[str, str]], str, str]:
+    """(question, worked answer) pairs of `split` ("train" | "test"), their source and their form, without a tokenizer.
 
-    pairs: list[tuple[str, str]]  # (question, worked answer)
-    source: str  # the file, or "arithmetic (train)"
-    form: str  # how the file writes them, or how they were generated
-
-
-def read(data: DataConfig, split: str) -> Split:
-    """Every question of `split` ("train" | "test"); InputError for a row that cannot be used. Needs no tokenizer."""
+    InputError for a row that cannot be used.
+    """
     if data.source == "arithmetic":
         num, low, high = {"train": data.num_train, "test": data.num_test}[split], data.operand_low, data.operand_high
         pairs = arithmetic(num, split == "test", data.seed, low, high)
-        return Split(pairs, f"arithmetic ({split})", f"generated, operands {low} to {high}")
+        return pairs, f"arithmetic ({split})", f"generated, operands {low} to {high}"
     path = {"train": data.train_path, "test": data.test_path}[split]
     rows, form = gsm8k_files.read(path)
-    return Split([(row.question, row.answer) for row in rows], path, form)
+    return [(row.question, row.answer) for row in rows], path, form
 
 
 def few_shot(path: str, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -127,27 +121,28 @@ def load(data: DataConfig, split: str, tokenizer: PreTrainedTokenizerBase, seed:
 
     InputError if any of them cannot be used.
     """
-    found, limit = read(data, split), data.max_prompt_tokens
-    examples = few_shot(data.few_shot_path, found.pairs)
+    pairs, source, form = read(data, split)
+    examples = few_shot(data.few_shot_path, pairs)
     if tokenizer.chat_template:
         template = f"{tokenizer.name_or_path}: the chat template"
-        refuse_endless(lambda: prompt_ids(found.pairs[0][0], tokenizer, data, examples), template)
+        refuse_endless(lambda: prompt_ids(pairs[0][0], tokenizer, data, examples), template)
     questions = [
         Question(question, answer, gold_answer(answer), prompt_ids(question, tokenizer, data, examples))
-        for question, answer in found.pairs
+        for question, answer in pairs
     ]
     _refuse_equal_prompts(questions, tokenizer)
+    limit = data.max_prompt_tokens
     kept = [question for question in questions if len(question.prompt) <= limit]
     dropped = len(questions) - len(kept)
     lengths = [len(question.prompt) for question in questions]
     if dropped and (data.overlong_prompts == "refuse" or not kept):
         advice = "raise it, or set data.overlong_prompts: drop" if kept else "raise it"
         raise InputError(
-            f"{found.source}: {dropped} of {len(questions)} prompts are longer than data.max_prompt_tokens = {limit}; "
+            f"{source}: {dropped} of {len(questions)} prompts are longer than data.max_prompt_tokens = {limit}; "
             f"the longest (question {lengths.index(max(lengths)) + 1}) has {max(lengths)} tokens; {advice}"
         )
     longest = max(length for length in lengths if length <= limit)
-    line = f"{len(kept)} questions from {found.source} ({found.form}); longest prompt {longest} of {limit} tokens, "
+    line = f"{len(kept)} questions from {source} ({form}); longest prompt {longest} of {limit} tokens, "
     line += f"dropped {dropped}" + (f"; {len(examples)} worked examples before each" if examples else "")
     return Questions(kept, seed, dropped, line)
 

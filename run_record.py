@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import json
 import math
-import numbers
 import os
 import platform
 import re
@@ -84,22 +83,10 @@ def checks_fired(run_dir: Path) -> dict[str, str]:
     return found
 
 
-def _plain(value: Any) -> Any:
-    """``value`` in the types of JSON; a number that is not finite becomes None, other floats keep every bit."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if hasattr(value, "tolist"):  # scalars and arrays of numpy and torch
-        return _plain(value.tolist())
-    if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
-        return float(value) if math.isfinite(value) else None
-    return value
-
-
 def json_line(row: dict[str, Any]) -> str:
     """One line of strict JSON with the keys in their order; "nonfinite" names keys whose number is NaN or infinite."""
-    plain = _plain(row)
+    written = json.dumps(row, default=lambda value: value.tolist())  # scalars and arrays of numpy and torch
+    plain = json.loads(written, parse_constant=lambda name: None)
     lost = [key for key, value in row.items() if value is not None and plain[str(key)] is None]
     if lost:
         plain["nonfinite"] = lost
@@ -203,24 +190,19 @@ def git_state() -> tuple[dict[str, Any], bytes]:
 # ---------------------------------------------------------------- model and data of the run
 
 
-def _input_files(model_dir: Path, data: DataConfig) -> dict[str, dict[str, Path]]:
-    """The files of the model's folder by name, and the data files by use; generated questions have none."""
-    model = sorted(path for path in model_dir.iterdir() if path.is_file()) if model_dir.is_dir() else []
-    used = {"few_shot": data.few_shot_path}
-    if data.source == "gsm8k":
-        used = {"train": data.train_path, "test": data.test_path} | used
-    return {
-        "model": {path.name: path for path in model},
-        "data": {use: Path(path) for use, path in used.items() if path},
-    }
-
-
 def inputs(model_dir: str | Path, data: DataConfig) -> dict[str, dict[str, str]]:
-    """sha256 of every file of the model's folder and of the data files.
+    """sha256 of every file of the model's folder, by name, and of the data files, by use.
 
     A record says with them which weights were used, not only how they were called. 60 GB take a minute at first.
     """
-    files = _input_files(Path(model_dir), data)
+    folder = Path(model_dir)
+    model = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
+    uses = ["train", "test", "few_shot"] if data.source == "gsm8k" else ["few_shot"]  # generated questions have no file
+    used = {use: Path(getattr(data, f"{use}_path")) for use in uses}
+    files = {
+        "model": {path.name: path for path in model},
+        "data": {use: path for use, path in used.items() if path.is_file()},
+    }
     found = sha256_of_inputs([path for named in files.values() for path in named.values()])
     return {kind: {name: found[path] for name, path in named.items()} for kind, named in files.items()}
 
@@ -271,15 +253,16 @@ def changed_inputs(run_dir: Path, model_dir: str | Path, data: DataConfig) -> li
         recorded = {kind: dict(recorded[kind]) for kind in ("model", "data")}
     except (ValueError, TypeError) as error:
         return [f"{record}: not the record of the run's inputs ({error!r})"]
-    lines, files = [], _input_files(Path(model_dir), data)
-    sums = sha256_of_inputs([path for named in files.values() for path in named.values() if path.is_file()])
-    for kind, named in files.items():
-        for name in sorted(named.keys() | recorded[kind].keys()):
-            path = named.get(name, Path(model_dir) / name)
-            if name.startswith(".") or (kind == "data" and path not in sums):
-                continue
-            was, now = (f"sha256 {s}" if s else "not there" for s in (recorded[kind].get(name), sums.get(path)))
-            if was != now:
+    lines, present = [], inputs(model_dir, data)
+    # An absent data file is not read, so only its name is left in the record.
+    names = {"model": present["model"].keys() | recorded["model"].keys(), "data": present["data"].keys()}
+    for kind in names:
+        for name in sorted(names[kind]):
+            was, now = (
+                f"sha256 {s}" if s else "not there" for s in (recorded[kind].get(name), present[kind].get(name))
+            )
+            if was != now and not name.startswith("."):
+                path = Path(model_dir) / name if kind == "model" else getattr(data, f"{name}_path")
                 lines.append(f"{path}: when {record.parent} was started {was}, now {now}")
     return lines
 

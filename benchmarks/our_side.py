@@ -205,7 +205,7 @@ def main() -> None:
     if args.make:
         with train_grpo.parallel_setup.open_world(cfg) as device:
             train_grpo.tiny_model.make(cfg, device)
-        questions = [question for question, _ in data_gsm8k.read(cfg.data, "train").pairs]
+        questions = [question for question, _ in data_gsm8k.read(cfg.data, "train")[0]]
         (args.work / "questions.json").write_text(json.dumps(questions) + "\n")
         return
     side = Side(answers, args.work / f"adapter_{args.case}")
