@@ -20,7 +20,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -30,9 +29,9 @@ import weights_hf
 from adapter_weights import Adapted, adapted_modules
 from config import changed_keys, load_config
 from hf_config import Architecture
-from input_files import BAD_INPUT, UNFINISHED, InputError, finish_folder, fresh_folder, one_line, read_object, refused
+from input_files import BAD_INPUT, UNFINISHED, InputError, finish_folder, fresh_folder, read_object, refused
 from knobs import Config, LoraConfig, ModelConfig
-from run_record import fsync_path, refuse_changed_inputs
+from run_record import disk_errors, fsync_path, refuse_changed_inputs
 
 COPIED = """generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json
     vocab.json merges.txt tokenizer.model chat_template.jinja chat_template.json LICENSE""".split()
@@ -244,14 +243,13 @@ def _appears_whole(out_dir: Path) -> Iterator[Path]:
     target = Path(os.path.realpath(out_dir))
     aside = target.with_name(f".tmp-{target.name}")
     try:
-        fresh_folder(aside)
-        yield aside
-        for path in aside.iterdir():
-            fsync_path(path)
-        finish_folder(aside, target)
-        fsync_path(target.parent)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{out_dir}: not written: {one_line(error)}") from error
+        with disk_errors(out_dir):
+            fresh_folder(aside)
+            yield aside
+            for path in aside.iterdir():
+                fsync_path(path)
+            finish_folder(aside, target)
+            fsync_path(target.parent)
     finally:
         if (aside / UNFINISHED).exists():  # otherwise it is a folder of the user
             shutil.rmtree(aside, ignore_errors=True)

@@ -38,8 +38,12 @@ class Form(NamedTuple):
 # -------------------------------------------------------------------------------------------------------------- reading
 def read(path: str | Path) -> tuple[list[Row], str]:
     """Every row of a file, and the name of its form, which the first row decides (FORMS)."""
+    path = Path(path)
+    data = read_bytes(path, LINES_MIB)
+    _check_ending(path)
+    table = _parquet_rows(data, path) if path.suffix == ".parquet" else _jsonl_rows(data, path)
     form, rows = None, []
-    for number, row in _read_table(Path(path)):
+    for number, row in table:
         try:
             if not isinstance(row, dict):
                 raise InputError(f"found {type(row).__name__}; needed: an object with columns")
@@ -157,13 +161,6 @@ def _text(row: dict[str, Any], name: str) -> str:
     return value
 
 
-def _read_table(path: Path) -> Iterable[tuple[int, Any]]:
-    """Every (row number, row) of a .jsonl or .parquet file; blank lines of a .jsonl file are not rows."""
-    data = read_bytes(path, LINES_MIB)
-    _check_ending(path)
-    return _parquet_rows(data, path) if path.suffix == ".parquet" else _jsonl_rows(data, path)
-
-
 def _check_ending(path: Path) -> None:
     if path.suffix not in (".jsonl", ".parquet"):
         raise InputError(f"{path}: found the ending {path.suffix or 'none'!r}; needed: .jsonl or .parquet")
@@ -192,15 +189,11 @@ def _jsonl_rows(data: bytes, path: Path) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         try:
             if line.strip():
-                yield number, json.loads(line.decode("utf-8"), parse_constant=_no_number)
+                yield number, json.loads(line.decode("utf-8"))
         except UnicodeDecodeError as error:
             raise InputError(f"{path}, row {number}: byte {error.start} is not UTF-8; needed: UTF-8") from error
         except (ValueError, RecursionError) as error:
             raise InputError(f"{path}, row {number}: not one JSON object a line: {one_line(error)}") from error
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"found {name}, which is no JSON; needed: a number or null")
 
 
 # ----------------------------------------------------------------------------------------------------------- conversion

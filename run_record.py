@@ -8,6 +8,7 @@ and data, and the command; `checksums` gives those of everything that a finished
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import math
@@ -19,15 +20,17 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from safetensors import SafetensorError
 from tqdm import tqdm
 
 from config import to_yaml
-from input_files import LINES_MIB, InputError, read_bytes, read_object, read_text, refuse_special, variable
+from input_files import LINES_MIB, InputError, one_line, read_bytes, read_object, read_text, refuse_special, variable
 from knobs import Config, DataConfig
 
 VARIABLES = re.compile(r"(OMP|MKL|CUDA|ASCEND|HCCL|NCCL|GLOO|VLLM|PYTORCH|TORCH)_")
@@ -47,6 +50,29 @@ def fsync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def disk_errors(where: str | Path) -> Iterator[None]:
+    """A full disk or a missing permission is an InputError, because the user can correct it."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{where}: not written: {one_line(error)}; needed: a folder to write, with room") from error
+
+
+def lock_file(path: Path) -> BinaryIO:
+    """The locked file; closing it, or the end of the process, releases the lock.
+
+    Raises BlockingIOError if a live process holds it, and another OSError if the file system has no locks.
+    """
+    handle = open(path, "ab")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        handle.close()
+        raise
+    return handle
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

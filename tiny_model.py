@@ -6,20 +6,18 @@ often chooses the wrong operation, so GRPO can improve the model: it must learn 
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import Tensor
 from tqdm import tqdm
 
@@ -33,6 +31,7 @@ from config_rules import row_tokens
 from input_files import InputError, finish_folder, fresh_folder, read_object
 from knobs import Config, ParallelConfig, TinyModelConfig
 from parallel_setup import Parallel
+from run_record import disk_errors, lock_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -85,7 +84,7 @@ def make(cfg: Config, device: torch.device, beat: Callable[[str], None] = lambda
     step, so that the watcher of stalled ranks sees progress.
     """
     folder = Path(cfg.model.path)
-    with _writing(folder), ExitStack() as locks:
+    with disk_errors(f"model.path: {folder}"), ExitStack() as locks:
         for attempt in itertools.count():
             # Rank 0 decides for all ranks: another run may finish the model between the looks of two ranks.
             answer = [_next_action(cfg, locks) if dist.get_rank() == 0 else ""]
@@ -110,15 +109,12 @@ def _next_action(cfg: Config, locks: ExitStack) -> str:
         return "done"
     path = folder.with_name(f".making-{folder.name}.lock")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = open(path, "ab")
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locks.enter_context(lock_file(path))
     except BlockingIOError:
-        lock.close()
         return "wait"
     except OSError as error:
         print(f"{path}: {error.strerror}: make sure yourself that one process makes {folder}", flush=True)
-    locks.enter_context(lock)
     return "done" if exists(cfg) else "make"
 
 
@@ -144,16 +140,6 @@ def _make(cfg: Config, device: torch.device, beat: Callable[[str], None]) -> Non
         finish_folder(aside, folder)
     dist.barrier()
     parallel_setup.close_layout()
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """A full disk, or a folder that cannot be made, is an InputError: the user can correct it."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"model.path: {folder} cannot be made: {reason}; needed: a place to write") from None
 
 
 def _write_random_model(cfg: Config, folder: Path) -> None:

@@ -333,7 +333,7 @@ RESUME = [
     row("out_dir a file", "train.out_dir: ... run.yaml is not a folder", typed("train.out_dir=FOLDER/run.yaml")),
     row("out_dir in a file", "run.yaml/a/b: ... run.yaml is not a folder", typed("train.out_dir=FOLDER/run.yaml/a/b")),
     row("out_dir that takes nothing", "/proc", "train.out_dir=/proc/out", run=True),
-    row("full disk", "run/log.txt: No space left on device; needed: a folder to write, with room",
+    row("full disk", "run/log.txt: not written: No space left on device; needed: a folder to write, with room",
         resumed(lambda r: ((r / "log.txt").unlink(), (r / "log.txt").symlink_to("/dev/full"))), run=True),
     row("no tensorboard", "train.tensorboard: ... needed: pip install tensorboard, or false", "train.tensorboard=true",
         lambda p: p.monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None), run=True),

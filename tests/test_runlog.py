@@ -157,7 +157,7 @@ def test_a_full_disk_is_one_clear_error(log: runlog.RunLog, monkeypatch: MonkeyP
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("builtins.open", full)
-    with pytest.raises(InputError, match=r"metrics.jsonl: No space left on device"):
+    with pytest.raises(InputError, match=r"metrics.jsonl: not written: No space left on device"):
         log.log_step(0, {}, {})
 
 
