@@ -76,9 +76,8 @@ def _with(tree: dict, key: str, value: Any) -> dict:
         if key in _sections() and not (key == "tiny_model" and value is None):
             raise InputError(f"override {key}: this is a section; expected {key}.key=value")
         return tree | {key: value}
-    if not isinstance(keys := tree.get(section) or {}, dict):
-        raise InputError(f"override {key}: unknown key; {section} is a single value")
-    return tree | {section: keys | {name: value}}
+    before = tree.get(section)
+    return tree | {section: (before if isinstance(before, dict) else {}) | {name: value}}
 
 
 def _refuse_idle(keys: Iterable[str], cfg: Config, where: str) -> None:

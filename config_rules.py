@@ -103,10 +103,27 @@ def row_tokens(cfg: Config) -> int:
     return cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
 
 
-def _batch_rules(cfg: Config) -> list[Rule]:
+def _layout_rules(cfg: Config) -> list[Rule]:
+    """Sizes that must fit each other. With rollout.expert_parallel vLLM's shards are those of the trainer."""
     prompts, update = cfg.rollout.prompts_per_step, cfg.optim.prompts_per_update
-    room, longest = cfg.optim.tokens_per_micro_batch, row_tokens(cfg)
+    room, longest, shared = cfg.optim.tokens_per_micro_batch, row_tokens(cfg), cfg.rollout.expert_parallel
+    sizes = {"parallel.pipeline": cfg.parallel.pipeline, "parallel.context": cfg.parallel.context}
     return [
+        *((size != 1, f"{key}: {size} is not supported yet; only 1 is") for key, size in sizes.items()),
+        (
+            shared and cfg.device in ("cpu", "cuda"),
+            f"rollout.expert_parallel: device {cfg.device} packs vLLM's weights; needed: npu {STREAMED}",
+        ),
+        (
+            shared and cfg.rollout.tensor != cfg.parallel.tensor,
+            f"rollout.tensor: {cfg.rollout.tensor} with rollout.expert_parallel splits attention differently than "
+            f"parallel.tensor {cfg.parallel.tensor}; needed: the same {STREAMED}",
+        ),
+        (
+            shared and cfg.parallel.expert_tensor != 1,
+            f"parallel.expert_tensor: {cfg.parallel.expert_tensor} splits experts, which vLLM keeps whole under "
+            f"rollout.expert_parallel; needed: 1 {STREAMED}",
+        ),
         (
             prompts % update > 0,
             f"optim.prompts_per_update: {update} does not divide rollout.prompts_per_step {prompts}; "
@@ -120,39 +137,13 @@ def _batch_rules(cfg: Config) -> list[Rule]:
     ]
 
 
-def _parallel_rules(cfg: Config) -> list[Rule]:
-    sizes = {"parallel.pipeline": cfg.parallel.pipeline, "parallel.context": cfg.parallel.context}
-    return [(size != 1, f"{key}: {size} is not supported yet; only 1 is") for key, size in sizes.items()]
-
-
-def _shared_shards_rules(cfg: Config) -> list[Rule]:
-    """vLLM's shards are those of the trainer with rollout.expert_parallel; these rules hold for every model."""
-    if not cfg.rollout.expert_parallel:
-        return []
-    return [
-        (
-            cfg.device in ("cpu", "cuda"),
-            f"rollout.expert_parallel: device {cfg.device} packs vLLM's weights; needed: npu {STREAMED}",
-        ),
-        (
-            cfg.rollout.tensor != cfg.parallel.tensor,
-            f"rollout.tensor: {cfg.rollout.tensor} with rollout.expert_parallel splits attention differently than "
-            f"parallel.tensor {cfg.parallel.tensor}; needed: the same {STREAMED}",
-        ),
-        (
-            cfg.parallel.expert_tensor != 1,
-            f"parallel.expert_tensor: {cfg.parallel.expert_tensor} splits experts, which vLLM keeps whole under "
-            f"rollout.expert_parallel; needed: 1 {STREAMED}",
-        ),
-    ]
-
-
 def _vllm_rules(cfg: Config) -> list[Rule]:
     if cfg.rollout.engine != "vllm":
         return []
     outside = f"is for rollout.engine torch; vllm needs {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}"
     truncating = "is for rollout.engine torch; vllm reports no untruncated log-probs then"
     temperatures = {"rollout.temperature": cfg.rollout.temperature, "eval.temperature": cfg.eval.temperature}
+    adapter, lora = cfg.rollout.sync == "adapter", cfg.lora
     return [
         *(
             (not LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE, f"{key}: {value} {outside}")
@@ -164,28 +155,20 @@ def _vllm_rules(cfg: Config) -> list[Rule]:
             cfg.aqn.bf16 == "fp32",
             "aqn.bf16: fp32 is for rollout.engine torch; vllm keeps its norms in model.dtype; needed: grid",
         ),
-    ]
-
-
-def _adapter_rules(cfg: Config) -> list[Rule]:
-    if cfg.rollout.sync != "adapter":
-        return []
-    lora = cfg.lora
-    return [
         (
-            cfg.rollout.expert_parallel,
+            adapter and cfg.rollout.expert_parallel,
             "rollout.sync: adapter cannot go with rollout.expert_parallel, which writes merged shards; needed: merged",
         ),
         (  # vLLM would compute the router's logits in model.dtype, the trainer computes them in fp32
-            "router" in lora.targets,
+            adapter and "router" in lora.targets,
             "lora.targets: router cannot go with rollout.sync adapter; needed: merged, or targets without it",
         ),
         (  # vLLM ignores PEFT's rank_pattern and scales every pair by the same alpha / rank
-            lora.expert_rank not in (0, lora.rank),
+            adapter and lora.expert_rank not in (0, lora.rank),
             f"lora.expert_rank: {lora.expert_rank} cannot go with rollout.sync adapter; needed: 0 or {lora.rank}",
         ),
         (
-            lora.rank > LARGEST_ADAPTER_RANK,
+            adapter and lora.rank > LARGEST_ADAPTER_RANK,
             f"lora.rank: {lora.rank} is more than vLLM accepts under rollout.sync adapter; needed: at most "
             f"{LARGEST_ADAPTER_RANK}",
         ),
@@ -255,8 +238,8 @@ def _tiny_model_rules(cfg: Config) -> list[Rule]:
 
 
 Rules = tuple[Callable[[Config], list[Rule]], ...]
-LAYOUT_RULES: Rules = (_parallel_rules, _shared_shards_rules, _batch_rules)  # preflight.py names layouts that keep them
-OTHER_RULES: Rules = (_vllm_rules, _adapter_rules, _data_rules, _method_rules, _tiny_model_rules)
+LAYOUT_RULES: Rules = (_layout_rules,)  # preflight.py names layouts that keep them
+OTHER_RULES: Rules = (_vllm_rules, _data_rules, _method_rules, _tiny_model_rules)
 
 
 def problems(cfg: Config, rules: Rules = LAYOUT_RULES + OTHER_RULES) -> list[str]:
@@ -284,6 +267,8 @@ def layout_problems(cfg: Config, arch: Architecture, world_size: int) -> list[st
     split_by_expert_tensor = {"columns of an expert": arch.expert_ffn_size, "ranks": world_size}
     expert_ranks = f"ranks ({world_size} / expert_tensor {expert_tensor})"
     split_by_expert = {"experts": arch.num_experts, expert_ranks: world_size // expert_tensor}
+    shared, uneven = cfg.rollout.expert_parallel, arch.num_experts % world_size > 0
+    sizes = [d for d in divisors(arch.num_experts) if d % tensor == 0]
     rules = [
         (
             row_tokens(cfg) > arch.max_positions,
@@ -294,42 +279,32 @@ def layout_problems(cfg: Config, arch: Architecture, world_size: int) -> list[st
             cfg.replay.mode != "off" and (arch.num_experts > 256 or not any(arch.moe_layers)),
             f"replay.mode: {cfg.replay.mode} needs MoE layers of at most 256 experts",
         ),
+        (
+            shared and uneven,
+            f"rollout.expert_parallel: {arch.num_experts} experts cannot be divided evenly among all {world_size} "
+            f"ranks; nearest: {nearest(world_size, sizes)} ranks {STREAMED}",
+        ),
+        (
+            shared and not uneven and cfg.parallel.expert != world_size,
+            f"parallel.expert: {cfg.parallel.expert}, while rollout.expert_parallel spreads vLLM's experts over all "
+            f"{world_size} ranks; needed: {world_size} {STREAMED}",
+        ),
+        (
+            shared and arch.vocab_size % VOCABULARY_BLOCK > 0,
+            f"rollout.expert_parallel: vLLM pads a vocabulary of {arch.vocab_size} to a multiple of "
+            f"{VOCABULARY_BLOCK} before it splits it, the trainer does not; needed: a multiple {STREAMED}",
+        ),
+        (
+            shared and arch.shared_expert_ffn_size > 0 and cfg.aqn.schedule != "off",
+            f"aqn.schedule: {cfg.aqn.schedule} needs the whole matrices of the shared expert, but with "
+            f"rollout.expert_parallel each rank holds a part of them; needed: off {STREAMED}",
+        ),
     ]
     return [
         *_split_problem("parallel.tensor", tensor, split_by_tensor, world_size),
         *_split_problem("parallel.expert_tensor", expert_tensor, split_by_expert_tensor, world_size),
         *_split_problem("parallel.expert", expert, split_by_expert, world_size),
-        *(message for broken, message in rules + _shared_shards_rules_of(cfg, arch, world_size) if broken),
-    ]
-
-
-def _shared_shards_rules_of(cfg: Config, arch: Architecture, world_size: int) -> list[Rule]:
-    """With rollout.expert_parallel vLLM's shards are those of the trainer; these rules depend on model and ranks."""
-    if not cfg.rollout.expert_parallel:
-        return []
-    uneven = arch.num_experts % world_size > 0
-    sizes = [d for d in divisors(arch.num_experts) if d % cfg.parallel.tensor == 0]
-    return [
-        (
-            uneven,
-            f"rollout.expert_parallel: {arch.num_experts} experts cannot be divided evenly among all {world_size} "
-            f"ranks; nearest: {nearest(world_size, sizes)} ranks {STREAMED}",
-        ),
-        (
-            not uneven and cfg.parallel.expert != world_size,
-            f"parallel.expert: {cfg.parallel.expert}, while rollout.expert_parallel spreads vLLM's experts over all "
-            f"{world_size} ranks; needed: {world_size} {STREAMED}",
-        ),
-        (
-            arch.vocab_size % VOCABULARY_BLOCK > 0,
-            f"rollout.expert_parallel: vLLM pads a vocabulary of {arch.vocab_size} to a multiple of "
-            f"{VOCABULARY_BLOCK} before it splits it, the trainer does not; needed: a multiple {STREAMED}",
-        ),
-        (
-            arch.shared_expert_ffn_size > 0 and cfg.aqn.schedule != "off",
-            f"aqn.schedule: {cfg.aqn.schedule} needs the whole matrices of the shared expert, but with "
-            f"rollout.expert_parallel each rank holds a part of them; needed: off {STREAMED}",
-        ),
+        *(message for broken, message in rules if broken),
     ]
 
 

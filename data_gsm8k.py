@@ -9,6 +9,7 @@ are split by the unordered pair of their operands: no sum of a test question occ
 from __future__ import annotations
 
 import argparse
+import itertools
 import operator
 import random
 import re
@@ -17,7 +18,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -70,7 +71,7 @@ class Questions(Sequence[Question]):
     def __len__(self) -> int:
         return len(self.questions)
 
-    def __getitem__(self, index: int) -> Question:
+    def __getitem__(self, index: Any) -> Any:
         return self.questions[index]
 
     def pick(self, step: int, count: int) -> list[Question]:
@@ -79,32 +80,25 @@ class Questions(Sequence[Question]):
         The permutations of all epochs form one sequence, and step s takes places s * count to (s + 1) * count. So every
         epoch asks every question once, also if the number of questions is not a multiple of `count`.
         """
-        places = range(step * count, (step + 1) * count)
-        orders = {}
-        for epoch in {place // len(self) for place in places}:
-            generator = np.random.Generator(np.random.PCG64(derive_seed(self.seed, "epoch", epoch)))
-            orders[epoch] = generator.permutation(len(self))
-        return [self.questions[orders[place // len(self)][place % len(self)]] for place in places]
+        epochs = range(step * count // len(self), ((step + 1) * count - 1) // len(self) + 1)
+        seeds = (derive_seed(self.seed, "epoch", epoch) for epoch in epochs)
+        order = np.concatenate([np.random.Generator(np.random.PCG64(s)).permutation(len(self)) for s in seeds])
+        first = step * count - epochs[0] * len(self)
+        return [self.questions[place] for place in order[first : first + count]]
 
 
-@dataclass(frozen=True)
-class Split:
-    """The questions of one split before they have prompts."""
+def read(data: DataConfig, split: str) -> tuple[list[tuple[str, str]], str, str]:
+    """(question, worked answer) pairs of `split` ("train" | "test"), their source and their form, without a tokenizer.
 
-    pairs: list[tuple[str, str]]  # (question, worked answer)
-    source: str  # the file, or "arithmetic (train)"
-    form: str  # how the file writes them, or how they were generated
-
-
-def read(data: DataConfig, split: str) -> Split:
-    """Every question of `split` ("train" | "test"); InputError for a row that cannot be used. Needs no tokenizer."""
+    InputError for a row that cannot be used.
+    """
     if data.source == "arithmetic":
         num, low, high = {"train": data.num_train, "test": data.num_test}[split], data.operand_low, data.operand_high
         pairs = arithmetic(num, split == "test", data.seed, low, high)
-        return Split(pairs, f"arithmetic ({split})", f"generated, operands {low} to {high}")
+        return pairs, f"arithmetic ({split})", f"generated, operands {low} to {high}"
     path = {"train": data.train_path, "test": data.test_path}[split]
     rows, form = gsm8k_files.read(path)
-    return Split([(row.question, row.answer) for row in rows], path, form)
+    return [(row.question, row.answer) for row in rows], path, form
 
 
 def few_shot(path: str, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -127,27 +121,28 @@ def load(data: DataConfig, split: str, tokenizer: PreTrainedTokenizerBase, seed:
 
     InputError if any of them cannot be used.
     """
-    found, limit = read(data, split), data.max_prompt_tokens
-    examples = few_shot(data.few_shot_path, found.pairs)
+    pairs, source, form = read(data, split)
+    examples = few_shot(data.few_shot_path, pairs)
     if tokenizer.chat_template:
         template = f"{tokenizer.name_or_path}: the chat template"
-        refuse_endless(lambda: prompt_ids(found.pairs[0][0], tokenizer, data, examples), template)
+        refuse_endless(lambda: prompt_ids(pairs[0][0], tokenizer, data, examples), template)
     questions = [
         Question(question, answer, gold_answer(answer), prompt_ids(question, tokenizer, data, examples))
-        for question, answer in found.pairs
+        for question, answer in pairs
     ]
     _refuse_equal_prompts(questions, tokenizer)
+    limit = data.max_prompt_tokens
     kept = [question for question in questions if len(question.prompt) <= limit]
     dropped = len(questions) - len(kept)
     lengths = [len(question.prompt) for question in questions]
     if dropped and (data.overlong_prompts == "refuse" or not kept):
         advice = "raise it, or set data.overlong_prompts: drop" if kept else "raise it"
         raise InputError(
-            f"{found.source}: {dropped} of {len(questions)} prompts are longer than data.max_prompt_tokens = {limit}; "
+            f"{source}: {dropped} of {len(questions)} prompts are longer than data.max_prompt_tokens = {limit}; "
             f"the longest (question {lengths.index(max(lengths)) + 1}) has {max(lengths)} tokens; {advice}"
         )
     longest = max(length for length in lengths if length <= limit)
-    line = f"{len(kept)} questions from {found.source} ({found.form}); longest prompt {longest} of {limit} tokens, "
+    line = f"{len(kept)} questions from {source} ({form}); longest prompt {longest} of {limit} tokens, "
     line += f"dropped {dropped}" + (f"; {len(examples)} worked examples before each" if examples else "")
     return Questions(kept, seed, dropped, line)
 
@@ -196,14 +191,12 @@ def stop_token_ids(model_dir: str | Path, tokenizer: PreTrainedTokenizerBase) ->
 
     Both are needed, because they differ in real models: Qwen's chat models stop at <|im_end|> and at <|endoftext|>.
     """
-    stops = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
     path = Path(model_dir) / "generation_config.json"
-    if path.exists():
-        eos = read_object(path).get("eos_token_id")
-        ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
-            raise InputError(f"{path}: eos_token_id: found {shown(eos)}; needed: a token id or a list of token ids")
-        stops.update(ids)
+    eos = read_object(path).get("eos_token_id") if path.exists() else None
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+        raise InputError(f"{path}: eos_token_id: found {shown(eos)}; needed: a token id or a list of token ids")
+    stops = {*ids, tokenizer.eos_token_id} - {None}
     if not stops:
         raise InputError(f"{model_dir}: neither the tokenizer nor generation_config.json names an EOS token")
     return stops
@@ -269,6 +262,10 @@ class Problem:
     x: int
     y: int  # at most x if the sign is "-"
 
+    @property
+    def result(self) -> int:
+        return OPERATIONS[self.sign](self.x, self.y)
+
 
 def held_out(x: int, y: int) -> bool:
     """Whether the unordered pair {x, y} belongs to the test set: 151 of the 1,225 pairs of 1 to 49, one in eight.
@@ -285,29 +282,25 @@ def arithmetic(num: int, heldout: bool, seed: int, low: int, high: int) -> list[
     """
     for part in (True, False):
         _operands(random.Random(0), low, high, part)  # InputError if there is no pair
-    available = _num_questions(heldout, low, high, enough=num)
+    split = "test" if heldout else "train"
+    wordings = 3 * len(NAMES) * len(ITEMS)  # three templates
+    of_pairs = (
+        (2 if x == y else 3) * wordings  # x + y, y + x and larger - smaller
+        for x in range(low, high + 1)
+        for y in range(x, high + 1)
+        if held_out(x, y) == heldout
+    )
+    available = sum(itertools.islice(of_pairs, 1 + num // wordings))  # enough pairs, if there are so many
     if available < num:
-        where = f"data.num_{'test' if heldout else 'train'}"
-        raise InputError(f"{where}: found {num}; operands {low} to {high} give {available} different questions")
-    rng = random.Random(derive_seed(seed, "arithmetic", "test" if heldout else "train"))
+        raise InputError(
+            f"data.num_{split}: found {num}; operands {low} to {high} give {available} different questions"
+        )
+    rng = random.Random(derive_seed(seed, "arithmetic", split))
     pairs: dict[str, str] = {}
     while len(pairs) < num:
         made = problem(rng, low, high, heldout)
         pairs[made.question] = solution(made)  # a repeated question has the same answer and changes nothing
     return list(pairs.items())
-
-
-def _num_questions(heldout: bool, low: int, high: int, enough: int) -> int:
-    """How many different questions the held-out pairs, or the others, have; the count stops at `enough`."""
-    total = 0
-    for x in range(low, high + 1):
-        for y in range(x, high + 1):
-            if held_out(x, y) == heldout:
-                # x + y, y + x and larger - smaller; each with three templates
-                total += (2 if x == y else 3) * 3 * len(NAMES) * len(ITEMS)
-            if total >= enough:
-                return total
-    return total
 
 
 def _operands(rng: random.Random, low: int, high: int, heldout: bool) -> tuple[str, int, int]:
@@ -327,13 +320,10 @@ def problem(rng: random.Random, low: int, high: int, heldout: bool) -> Problem:
     return Problem(template.format(name=name, items=items, x=x, y=y), sign, x, y)
 
 
-def _worked(sign: str, x: int, y: int, result: int) -> str:
-    return f"{x} {sign} {y} = {result}\n#### {result}"
-
-
-def solution(problem: Problem) -> str:
-    """The right worked answer, as in `37 - 25 = 12\\n#### 12`."""
-    return _worked(problem.sign, problem.x, problem.y, OPERATIONS[problem.sign](problem.x, problem.y))
+def solution(problem: Problem, result: int | None = None) -> str:
+    """The worked answer with this result, by default the right one, as in `37 - 25 = 12\\n#### 12`."""
+    found = problem.result if result is None else result
+    return f"{problem.x} {problem.sign} {problem.y} = {found}\n#### {found}"
 
 
 def sloppy_solution(problem: Problem, rng: random.Random, right: float, wrong_operation: float) -> str:
@@ -349,13 +339,10 @@ def sloppy_solution(problem: Problem, rng: random.Random, right: float, wrong_op
         return solution(problem)
     if draw < right + wrong_operation:
         sign, x, y = "-" if problem.sign == "+" else "+", max(problem.x, problem.y), min(problem.x, problem.y)
-        return _worked(sign, x, y, OPERATIONS[sign](x, y))
-    result = OPERATIONS[problem.sign](problem.x, problem.y)
+        return solution(Problem("", sign, x, y))
     if rng.choice(["one", "ten"]) == "one":
-        off = max(0, result + rng.choice([-1, 1]))
-    else:
-        off = result + 10 if result < 10 else result + rng.choice([-10, 10])
-    return _worked(problem.sign, problem.x, problem.y, off)
+        return solution(problem, max(0, problem.result + rng.choice([-1, 1])))
+    return solution(problem, problem.result + (10 if problem.result < 10 else rng.choice([-10, 10])))
 
 
 def drill(rng: random.Random, low: int, high: int) -> tuple[str, str]:

@@ -20,7 +20,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -30,9 +29,9 @@ import weights_hf
 from adapter_weights import Adapted, adapted_modules
 from config import changed_keys, load_config
 from hf_config import Architecture
-from input_files import BAD_INPUT, InputError, finish_folder, fresh_folder, one_line, read_object, refused
+from input_files import BAD_INPUT, UNFINISHED, InputError, finish_folder, fresh_folder, read_object, refused
 from knobs import Config, LoraConfig, ModelConfig
-from run_record import fsync_path, refuse_changed_inputs
+from run_record import disk_errors, fsync_path, refuse_changed_inputs
 
 COPIED = """generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json
     vocab.json merges.txt tokenizer.model chat_template.jinja chat_template.json LICENSE""".split()
@@ -61,8 +60,7 @@ def read_run(run_dir: Path, step: int | None) -> tuple[Config, checkpoint.Checkp
             there = ", ".join(sorted(other.name for other in folder.glob("step-*"))) or "none"
             raise InputError(f"--step {step}: no {path.name} in {folder}; there: {there}")
         found = checkpoint.load(path, only="adapter")
-    changed = [line for line in changed_keys(found.config, cfg) if line.startswith(("lora.", "model.dtype"))]
-    if changed:
+    if changed := [line for line in changed_keys(found.config, cfg) if line.startswith(("lora.", "model.dtype"))]:
         raise InputError(f"{run_dir / 'config.yaml'}: changed since {found.path.name}: {'; '.join(changed)}")
     return cfg, found
 
@@ -221,9 +219,8 @@ def write_adapter(
     about = adapter_config(base_model, lora, modules)
     (folder / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n")
     written = load_file(path)
-    for name in sorted(written.keys() | tensors.keys()):
-        if name not in written or name not in tensors or not torch.equal(written[name], tensors[name]):
-            raise InputError(f"{path}: {name} is not in the file as it was written; is the disk sound?")
+    if written.keys() != tensors.keys() or not all(torch.equal(written[name], tensors[name]) for name in tensors):
+        raise InputError(f"{path}: the file differs from what was written; is the disk sound?")
     return len(tensors), num_bytes
 
 
@@ -246,20 +243,16 @@ def _appears_whole(out_dir: Path) -> Iterator[Path]:
     target = Path(os.path.realpath(out_dir))
     aside = target.with_name(f".tmp-{target.name}")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        fresh_folder(aside)
-    except OSError as error:
-        raise InputError(f"{out_dir}: not written: {one_line(error)}") from error
-    try:
-        yield aside
-        for path in aside.iterdir():
-            fsync_path(path)
-        finish_folder(aside, target)
-        fsync_path(target.parent)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{out_dir}: not written: {one_line(error)}") from error
+        with disk_errors(out_dir):
+            fresh_folder(aside)
+            yield aside
+            for path in aside.iterdir():
+                fsync_path(path)
+            finish_folder(aside, target)
+            fsync_path(target.parent)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        if (aside / UNFINISHED).exists():  # otherwise it is a folder of the user
+            shutil.rmtree(aside, ignore_errors=True)
 
 
 def export(run_dir: Path, out_dir: Path, *, as_adapter: bool, step: int | None, accept_changed_inputs: bool) -> str:
@@ -285,8 +278,7 @@ def export(run_dir: Path, out_dir: Path, *, as_adapter: bool, step: int | None, 
             num_tensors, num_bytes = write_merged(folder, cfg.model, arch, modules, factors, cfg.lora.alpha)
         if changed:
             (folder / "changed_inputs.json").write_text(json.dumps(changed, indent=1) + "\n")
-    if changed:
-        _note(f"accepted: {changed[0]} ({len(changed)} in all, listed in {out_dir / 'changed_inputs.json'})")
+            _note(f"accepted: {changed[0]} ({len(changed)} in all, listed in {out_dir / 'changed_inputs.json'})")
     what = "PEFT adapter" if as_adapter else "merged model"
     return f"wrote {out_dir}: {what} after step {found.step} ({num_tensors} tensors, {num_bytes / 2**20:.1f} MiB)"
 
@@ -303,9 +295,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--accept-changed-inputs", action="store_true", help="export although model or data have changed since the run"
     )
     args = parser.parse_args(arguments)
-    options = {"step": args.step, "accept_changed_inputs": args.accept_changed_inputs}
     try:
-        print(export(args.run, args.merged or args.adapter, as_adapter=args.adapter is not None, **options))
+        print(
+            export(
+                args.run,
+                args.merged or args.adapter,
+                as_adapter=args.adapter is not None,
+                step=args.step,
+                accept_changed_inputs=args.accept_changed_inputs,
+            )
+        )
     except BAD_INPUT as error:
         return refused(error)
     return 0

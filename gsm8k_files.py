@@ -30,23 +30,31 @@ class Form(NamedTuple):
     """One way to write questions and answers as columns of a table."""
 
     name: str
-    columns: set[str]  # a file has this form if its first row has these columns
-    used: set[str]  # columns that conversion replaces; the others are copied
+    columns: tuple[str, ...]  # a file has this form if its first row has these columns
+    used: tuple[str, ...]  # columns that conversion replaces; the others are copied
     parse: Callable[[dict[str, Any]], tuple[str, str]]  # row -> (question, worked answer)
 
 
 # -------------------------------------------------------------------------------------------------------------- reading
 def read(path: str | Path) -> tuple[list[Row], str]:
     """Every row of a file, and the name of its form, which the first row decides (FORMS)."""
+    path = Path(path)
+    data = read_bytes(path, LINES_MIB)
+    _check_ending(path)
+    table = _parquet_rows(data, path) if path.suffix == ".parquet" else _jsonl_rows(data, path)
     form, rows = None, []
-    for number, row in _read_table(Path(path)):
+    for number, row in table:
         try:
             if not isinstance(row, dict):
                 raise InputError(f"found {type(row).__name__}; needed: an object with columns")
             columns = {name.lower(): value for name, value in row.items()}
             if len(columns) < len(row):
                 raise InputError(f"found the columns {', '.join(row)}; needed: names that differ in more than capitals")
-            form = form or _form_of(columns)
+            form = form or next((form for form in FORMS if columns.keys() >= set(form.columns)), None)
+            if form is None:
+                needed = "question and answer, or messages, or prompt with reward_model"
+                found = ", ".join(sorted(columns)) or "none"
+                raise InputError(f"found the columns {found}; needed: an object with columns {needed}")
             question, answer = form.parse(columns)
             gold_number(answer)
         except InputError as error:
@@ -55,15 +63,6 @@ def read(path: str | Path) -> tuple[list[Row], str]:
     if form is None:
         raise InputError(f"{path}: no rows found; needed: at least one question")
     return rows, form.name
-
-
-def _form_of(columns: dict[str, Any]) -> Form:
-    for form in FORMS:
-        if form.columns <= columns.keys():
-            return form
-    needed = "question and answer, or messages, or prompt with reward_model"
-    found = ", ".join(sorted(columns)) or "none"
-    raise InputError(f"found the columns {found}; needed: an object with columns {needed}")
 
 
 def gold_number(answer: str) -> str:
@@ -80,10 +79,8 @@ def gold_number(answer: str) -> str:
 
 def _parse_messages(row: dict[str, Any]) -> tuple[str, str]:
     user, *assistant = _turns(row, "messages")
-    texts = dict(zip(["the assistant turn"], assistant, strict=False))
-    if row.get("answer") is not None:
-        texts["answer"] = _text(row, "answer")
-    return user, _one_answer(texts, "answer", "messages with an assistant turn, or answer")
+    short = _text(row, "answer") if row.get("answer") is not None else None
+    return user, _one_answer("the assistant turn", next(iter(assistant), None), "answer", short)
 
 
 def _parse_prompt(row: dict[str, Any]) -> tuple[str, str]:
@@ -91,51 +88,48 @@ def _parse_prompt(row: dict[str, Any]) -> tuple[str, str]:
     extra, reward = ({} if row.get(name) is None else row[name] for name in ("extra_info", "reward_model"))
     if not isinstance(extra, dict) or not isinstance(reward, dict):
         raise InputError("extra_info and reward_model: needed: objects")
-    texts = {"extra_info.answer": _text(extra, "answer")} if "answer" in extra else {}
-    if "ground_truth" in reward:
-        texts["reward_model.ground_truth"] = _text(reward, "ground_truth")
     # The text of `prompt` ends with an instruction of its author; extra_info has the question without it.
     question = _text(extra, "question") if "question" in extra else user
-    bare = "reward_model.ground_truth"
-    return question, _one_answer(texts, bare, f"extra_info.answer or {bare}")
+    worked = _text(extra, "answer") if "answer" in extra else None
+    short = _text(reward, "ground_truth") if "ground_truth" in reward else None
+    return question, _one_answer("extra_info.answer", worked, "reward_model.ground_truth", short)
 
 
 FORMS = (
     Form(
         "question/answer columns",
-        {"question", "answer"},
-        {"question", "answer"},
+        ("question", "answer"),
+        ("question", "answer"),
         lambda row: (_text(row, "question"), _text(row, "answer")),
     ),
-    Form("chat form, messages", {"messages"}, {"messages", "answer"}, _parse_messages),
+    Form("chat form, messages", ("messages",), ("messages", "answer"), _parse_messages),
     Form(
         "chat form, prompt with reward_model; the instruction comes from data.instruction",
-        {"prompt"},
-        {"prompt"},
+        ("prompt",),
+        ("prompt",),
         _parse_prompt,
     ),
 )
 
 
-def _one_answer(texts: dict[str, str], bare: str, needed: str) -> str:
-    """The worked answer of a row, from its texts by name; the text called ``bare`` may be a number alone.
+def _one_answer(name: str, text: str | None, short_name: str, short: str | None) -> str:
+    """The worked answer of a row, from a text and from a short form that may be a number alone; None for absent ones.
 
-    All numbers must agree.  The first text that ends in '#### N' is the answer, or else the texts and the number.
+    Both numbers must agree. The first of the two that ends in '#### N' is the answer, or else the text and the number.
     """
-    golds = {name: gold_number(text) for name, text in texts.items() if "####" in text}
-    worked = [text for text in texts.values() if "####" in text][:1]
-    if bare in texts and bare not in golds:
-        golds[bare] = texts[bare].replace(",", "").strip()
-        if not NUMBER.fullmatch(golds[bare]):
-            needed = "a number, or a text that ends in '#### N'"
-            raise InputError(f"{bare}: found {shown(texts[bare])}; needed: {needed}")
-    if not golds:
-        found = shown(next(iter(texts.values()))) if texts else "no answer"
-        raise InputError(f"found {found}; needed: {needed}, ending in '#### ' and a number")
+    if short is not None and "####" not in short:
+        number = short.replace(",", "").strip()
+        if not NUMBER.fullmatch(number):
+            raise InputError(f"{short_name}: found {shown(short)}; needed: a number, or a text that ends in '#### N'")
+        short = f"#### {number}" if text is None or "####" in text else f"{text}\n#### {number}"
+    worked = {name: found for name, found in ((name, text), (short_name, short)) if found and "####" in found}
+    if not worked:
+        found = "no answer" if text is None else shown(text)
+        raise InputError(f"found {found}; needed: {name} or {short_name}, ending in '#### ' and a number")
+    golds = {name: gold_number(found) for name, found in worked.items()}
     if len(set(golds.values())) > 1:
         raise InputError("two different answers: " + ", ".join(f"{name} says {gold}" for name, gold in golds.items()))
-    without_number = [text for name, text in texts.items() if name != bare]
-    return "\n".join(worked or [*without_number, f"#### {golds[bare]}"])
+    return next(iter(worked.values()))
 
 
 def _turns(row: dict[str, Any], name: str) -> list[str]:
@@ -167,13 +161,6 @@ def _text(row: dict[str, Any], name: str) -> str:
     return value
 
 
-def _read_table(path: Path) -> Iterable[tuple[int, Any]]:
-    """Every (row number, row) of a .jsonl or .parquet file; blank lines of a .jsonl file are not rows."""
-    data = read_bytes(path, LINES_MIB)
-    _check_ending(path)
-    return _parquet_rows(data, path) if path.suffix == ".parquet" else _jsonl_rows(data, path)
-
-
 def _check_ending(path: Path) -> None:
     if path.suffix not in (".jsonl", ".parquet"):
         raise InputError(f"{path}: found the ending {path.suffix or 'none'!r}; needed: .jsonl or .parquet")
@@ -202,15 +189,11 @@ def _jsonl_rows(data: bytes, path: Path) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         try:
             if line.strip():
-                yield number, json.loads(line.decode("utf-8"), parse_constant=_no_number)
+                yield number, json.loads(line.decode("utf-8"))
         except UnicodeDecodeError as error:
             raise InputError(f"{path}, row {number}: byte {error.start} is not UTF-8; needed: UTF-8") from error
         except (ValueError, RecursionError) as error:
             raise InputError(f"{path}, row {number}: not one JSON object a line: {one_line(error)}") from error
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"found {name}, which is no JSON; needed: a number or null")
 
 
 # ----------------------------------------------------------------------------------------------------------- conversion

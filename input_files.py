@@ -164,16 +164,15 @@ def refuse_endless(work: Callable[[], object], what: str) -> None:
         warnings.simplefilter("ignore", DeprecationWarning)
         probe.start()
     probe.join(PROBE_SECONDS)
-    if probe.is_alive():
-        probe.kill()
-        probe.join()
-        raise InputError(f"{what} does not end in {PROBE_SECONDS} s; needed: one that takes milliseconds")
-    if probe.exitcode == 1:
-        raise InputError(
-            f"{what} takes more than {AGAIN_SECONDS} s for each question; needed: one that takes milliseconds"
-        )
-    if probe.exitcode:
-        raise InputError(f"{what} takes more than {PROBE_GIB} GiB; needed: less")
+    faults = {
+        None: f"does not end in {PROBE_SECONDS} s; needed: one that takes milliseconds",
+        1: f"takes more than {AGAIN_SECONDS} s for each question; needed: one that takes milliseconds",
+    }
+    code = probe.exitcode  # None if it still runs
+    probe.kill()
+    probe.join()
+    if code != 0:
+        raise InputError(f"{what} {faults.get(code, f'takes more than {PROBE_GIB} GiB; needed: less')}")
 
 
 def _probe(work: Callable[[], object]) -> None:
@@ -235,21 +234,23 @@ class StrictLoader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
         if self.check_event(yaml.AliasEvent) and (event := self.peek_event()).anchor in self.anchors:
-            message = f"the alias *{event.anchor}: write its value out instead"
-            raise yaml.MarkedYAMLError(None, None, message, event.start_mark)
+            raise yaml.MarkedYAMLError(
+                problem=f"the alias *{event.anchor}: write its value out instead", problem_mark=event.start_mark
+            )
         return super().compose_node(parent, index)
 
     def construct_scalar(self, node: yaml.Node) -> str:
         if isinstance(node, yaml.ScalarNode) and UNUSABLE.search(node.value):
-            message = f"found NUL or half a character in {shown(node.value)}"
-            raise yaml.MarkedYAMLError(None, None, message, node.start_mark)
+            raise yaml.MarkedYAMLError(
+                problem=f"found NUL or half a character in {shown(node.value)}", problem_mark=node.start_mark
+            )
         return super().construct_scalar(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.MarkedYAMLError(None, None, f"key {key.value!r} given twice", key.start_mark)
+                raise yaml.MarkedYAMLError(problem=f"key {key.value!r} given twice", problem_mark=key.start_mark)
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
 

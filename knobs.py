@@ -112,11 +112,8 @@ class RewardConfig(Section):
     permute: bool = knob(False, "control run: the rewards of a step are shuffled, so accuracy must not rise")
 
 
-LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router"]
-
-
 class LoraConfig(Section):
-    targets: tuple[LoraTarget, ...] = knob(
+    targets: tuple[Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router"], ...] = knob(
         ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
         "adapted layers: attention in and out, MLP in and out (dense, shared and routed experts), router",
         strict=False,  # a YAML list becomes a tuple; its members stay strict

@@ -8,10 +8,10 @@ and data, and the command; `checksums` gives those of everything that a finished
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import math
-import numbers
 import os
 import platform
 import re
@@ -20,16 +20,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from safetensors import SafetensorError
 from tqdm import tqdm
 
 from config import to_yaml
-from input_files import LINES_MIB, InputError, read_bytes, read_object, read_text, refuse_special, variable
+from input_files import LINES_MIB, InputError, one_line, read_bytes, read_object, read_text, refuse_special, variable
 from knobs import Config, DataConfig
 
 VARIABLES = re.compile(r"(OMP|MKL|CUDA|ASCEND|HCCL|NCCL|GLOO|VLLM|PYTORCH|TORCH)_")
@@ -51,6 +52,29 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def disk_errors(where: str | Path) -> Iterator[None]:
+    """A full disk or a missing permission is an InputError, because the user can correct it."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{where}: not written: {one_line(error)}; needed: a folder to write, with room") from error
+
+
+def lock_file(path: Path) -> BinaryIO:
+    """The locked file; closing it, or the end of the process, releases the lock.
+
+    Raises BlockingIOError if a live process holds it, and another OSError if the file system has no locks.
+    """
+    handle = open(path, "ab")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        handle.close()
+        raise
+    return handle
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file that holds its old content or all of the new one, whenever the process or the machine stops."""
     aside = path.with_name(f".{path.name}.tmp")
@@ -60,15 +84,11 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     fsync_path(path.parent)
 
 
-def sha256_file(path: Path, done: Callable[[int], object] = lambda size: None) -> str:
-    """The sha256 of a file in hexadecimal, read a mebibyte at a time; ``done`` is called with the size of each part."""
-    digest = hashlib.sha256()
+def sha256_file(path: Path) -> str:
+    """The sha256 of a file in hexadecimal."""
     refuse_special(path, os.stat(path).st_mode)
     with open(path, "rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-            done(len(block))
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def checksums(run_dir: Path) -> dict[str, str]:
@@ -89,22 +109,10 @@ def checks_fired(run_dir: Path) -> dict[str, str]:
     return found
 
 
-def _plain(value: Any) -> Any:
-    """``value`` in the types of JSON; a number that is not finite becomes None, other floats keep every bit."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if hasattr(value, "tolist"):  # scalars and arrays of numpy and torch
-        return _plain(value.tolist())
-    if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
-        return float(value) if math.isfinite(value) else None
-    return value
-
-
 def json_line(row: dict[str, Any]) -> str:
     """One line of strict JSON with the keys in their order; "nonfinite" names keys whose number is NaN or infinite."""
-    plain = _plain(row)
+    written = json.dumps(row, default=lambda value: value.tolist())  # scalars and arrays of numpy and torch
+    plain = json.loads(written, parse_constant=lambda name: None)
     lost = [key for key, value in row.items() if value is not None and plain[str(key)] is None]
     if lost:
         plain["nonfinite"] = lost
@@ -161,9 +169,9 @@ def cpu_name() -> str:
 
 def environment(world_size: int) -> dict[str, Any]:
     """Versions, machine, and the environment variables that change results or speed."""
-    installed: dict[str, str] = {}
-    for item in metadata.distributions():  # in the order of sys.path: the first version of a package is imported
-        installed.setdefault((item.metadata.get("Name") or "unnamed").lower().replace("_", "-"), item.version)
+    # In the order of sys.path, the first version of a package is imported; it is the last one here and replaces others.
+    found = [(item.metadata.get("Name") or "unnamed", item.version) for item in metadata.distributions()]
+    installed = {name.lower().replace("_", "-"): version for name, version in reversed(found)}
     variables = {key: value for key, value in sorted(os.environ.items()) if VARIABLES.match(key)}
     return {
         "python": platform.python_version(),
@@ -208,24 +216,19 @@ def git_state() -> tuple[dict[str, Any], bytes]:
 # ---------------------------------------------------------------- model and data of the run
 
 
-def _input_files(model_dir: Path, data: DataConfig) -> dict[str, dict[str, Path]]:
-    """The files of the model's folder by name, and the data files by use; generated questions have none."""
-    model = sorted(path for path in model_dir.iterdir() if path.is_file()) if model_dir.is_dir() else []
-    used = {"few_shot": data.few_shot_path}
-    if data.source == "gsm8k":
-        used = {"train": data.train_path, "test": data.test_path} | used
-    return {
-        "model": {path.name: path for path in model},
-        "data": {use: Path(path) for use, path in used.items() if path},
-    }
-
-
 def inputs(model_dir: str | Path, data: DataConfig) -> dict[str, dict[str, str]]:
-    """sha256 of every file of the model's folder and of the data files.
+    """sha256 of every file of the model's folder, by name, and of the data files, by use.
 
     A record says with them which weights were used, not only how they were called. 60 GB take a minute at first.
     """
-    files = _input_files(Path(model_dir), data)
+    folder = Path(model_dir)
+    model = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
+    uses = ["train", "test", "few_shot"] if data.source == "gsm8k" else ["few_shot"]  # generated questions have no file
+    used = {use: Path(getattr(data, f"{use}_path")) for use in uses}
+    files = {
+        "model": {path.name: path for path in model},
+        "data": {use: path for use, path in used.items() if path.is_file()},
+    }
     found = sha256_of_inputs([path for named in files.values() for path in named.values()])
     return {kind: {name: found[path] for name, path in named.items()} for kind, named in files.items()}
 
@@ -245,28 +248,22 @@ def sha256_of_inputs(paths: list[Path]) -> dict[Path, str]:
             keys[path] = f"{path.resolve()} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
     folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     cache = Path(folder) / "megatron-grpo" / "sha256.json"
-    known = _kept_sums(cache)
+    known = {}
+    with contextlib.suppress(InputError):  # nothing is kept yet, or it cannot be read
+        known = read_object(cache)
     found = {path: known[key] for path, key in keys.items() if key in known}
     todo = [path for path in dict.fromkeys(paths) if path not in found]
-    large = sum(path.stat().st_size for path in todo if path in keys)
-    shown = {"disable": None if large else True, "leave": False}  # None: on a terminal only
-    bar = tqdm(total=large, desc="checksums", unit="B", unit_scale=True, **shown)
-    with bar, ThreadPoolExecutor(THREADS) as pool:
-        found |= zip(todo, pool.map(lambda path: sha256_file(path, bar.update), todo), strict=True)
+    shown = None if keys else True  # None: on a terminal only
+    bar = {"total": len(todo), "desc": "checksums", "unit": "file", "leave": False, "disable": shown}
+    with ThreadPoolExecutor(THREADS) as pool:
+        sums = pool.map(sha256_file, todo)
+        found |= zip(todo, tqdm(sums, **bar), strict=True)
     fresh = {keys[path]: found[path] for path in todo if path in keys and time.time() - path.stat().st_ctime > 5}
     if fresh:
         with contextlib.suppress(OSError):  # if they cannot be kept, the next start reads the files again
             cache.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(cache, json.dumps(_kept_sums(cache) | fresh, indent=1) + "\n")
+            write_atomically(cache, json.dumps(known | fresh, indent=1) + "\n")
     return found
-
-
-def _kept_sums(cache: Path) -> dict[str, str]:
-    """The sums that an earlier run has kept; {} if there are none that can be read."""
-    try:
-        return read_object(cache)
-    except InputError:
-        return {}
 
 
 def changed_inputs(run_dir: Path, model_dir: str | Path, data: DataConfig) -> list[str]:
@@ -282,15 +279,16 @@ def changed_inputs(run_dir: Path, model_dir: str | Path, data: DataConfig) -> li
         recorded = {kind: dict(recorded[kind]) for kind in ("model", "data")}
     except (ValueError, TypeError) as error:
         return [f"{record}: not the record of the run's inputs ({error!r})"]
-    lines, files = [], _input_files(Path(model_dir), data)
-    sums = sha256_of_inputs([path for named in files.values() for path in named.values() if path.is_file()])
-    for kind, named in files.items():
-        for name in sorted(named.keys() | recorded[kind].keys()):
-            path = named.get(name, Path(model_dir) / name)
-            if name.startswith(".") or (kind == "data" and path not in sums):
-                continue
-            was, now = (f"sha256 {s}" if s else "not there" for s in (recorded[kind].get(name), sums.get(path)))
-            if was != now:
+    lines, present = [], inputs(model_dir, data)
+    # An absent data file is not read, so only its name is left in the record.
+    names = {"model": present["model"].keys() | recorded["model"].keys(), "data": present["data"].keys()}
+    for kind in names:
+        for name in sorted(names[kind]):
+            was, now = (
+                f"sha256 {s}" if s else "not there" for s in (recorded[kind].get(name), present[kind].get(name))
+            )
+            if was != now and not name.startswith("."):
+                path = Path(model_dir) / name if kind == "model" else getattr(data, f"{name}_path")
                 lines.append(f"{path}: when {record.parent} was started {was}, now {now}")
     return lines
 

@@ -9,15 +9,12 @@ out/<name>-<YYYYmmdd-HHMMSS>/
 
 from __future__ import annotations
 
-import fcntl
-import itertools
 import json
 import numbers
 import re
 import resource
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,8 +27,10 @@ from knobs import Config, TrainConfig
 from run_record import (
     checks_fired,
     checksums,
+    disk_errors,
     fsync_path,
     json_line,
+    lock_file,
     read_lines,
     whole_lines,
     write_atomically,
@@ -52,41 +51,24 @@ SHORT_PHASES = {"generate": "gen", "reference": "ref"}
 # ---------------------------------------------------------------- the run's folder and its lock
 
 
-@contextmanager
-def _disk_errors(where: str | Path) -> Iterator[None]:
-    """A full disk or a missing permission is an InputError, because the user can correct it."""
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"{error.filename or where}: {error.strerror}; needed: a folder to write, with room") from None
-
-
 def lock_run(run_dir: Path) -> BinaryIO:
-    """The locked file run.lock; closing it, or the end of the process, releases the lock.
+    """The locked file run.lock, as from lock_file.
 
-    Raises BlockingIOError if a live process holds it, another OSError if the file system has no locks, and InputError
-    if a file of the run is a pipe, because opening it would wait for a reader.
+    InputError if a file of the run is a pipe, because opening it would wait for a reader.
     """
     if pipes := [path for path in run_dir.iterdir() if path.is_fifo()]:
         raise InputError(f"{pipes[0]}: found a pipe; needed: a file")
-    handle = open(run_dir / "run.lock", "ab")
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        handle.close()
-        raise
-    return handle
+    return lock_file(run_dir / "run.lock")
 
 
-def _new_folder(out_dir: Path, name: str) -> Path:
+def _new_folder(out_dir: Path, name: str, number: int = 1) -> Path:
     """A new folder for a run; two runs that start in the same second get two folders."""
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    out_dir.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count(1):
-        folder = out_dir / (f"{name}-{stamp}" if number == 1 else f"{name}-{stamp}-{number}")
-        with suppress(FileExistsError):
-            folder.mkdir()
-            return folder
+    folder = out_dir / f"{name}-{datetime.now():%Y%m%d-%H%M%S}{f'-{number}' if number > 1 else ''}"
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        return _new_folder(out_dir, name, number + 1)
+    return folder
 
 
 def open_run(cfg: Config, world_size: int, rank: int, resume: Path | None = None) -> RunLog:
@@ -102,7 +84,7 @@ def open_run(cfg: Config, world_size: int, rank: int, resume: Path | None = None
             raise InputError(f"train.tensorboard: {error}; needed: pip install tensorboard, or false") from None
     if rank != 0:
         return RunLog(cfg.train, resume, rank, None)
-    with _disk_errors(cfg.train.out_dir):
+    with disk_errors(cfg.train.out_dir):
         run_dir = _new_folder(Path(cfg.train.out_dir), cfg.name) if resume is None else Path(resume)
         try:
             log = RunLog(cfg.train, run_dir, rank, lock_run(run_dir))
@@ -159,14 +141,14 @@ class RunLog:
 
     def _append(self, name: str, text: str) -> None:
         if self.rank == 0:
-            with _disk_errors(self.run_dir / name), open(self.run_dir / name, "a") as file:
+            with disk_errors(self.run_dir / name), open(self.run_dir / name, "a") as file:
                 file.write(text)
 
     def _keep(self, name: str, wanted: Callable[[dict[str, Any]], bool]) -> None:
         """Rewrite a .jsonl file with those of its whole lines that are ``wanted``, byte for byte."""
         path = self.run_dir / name
         if path.exists():
-            with _disk_errors(path):
+            with disk_errors(path):
                 write_atomically(path, b"".join(line for line, row in whole_lines(path) if wanted(row)))
 
     def rewind(self, step: int) -> None:
@@ -177,7 +159,7 @@ class RunLog:
         """
         if self.rank != 0:
             return
-        with _disk_errors(self.run_dir):
+        with disk_errors(self.run_dir):
             (self.run_dir / "finished.json").unlink(missing_ok=True)
         for name in ("metrics.jsonl", "timing.jsonl", "completions.jsonl"):
             self._keep(name, lambda row: row["step"] < step)
@@ -252,7 +234,7 @@ class RunLog:
         """Write finished.json (the result, the checks that warned, checksums of all records)."""
         if self.rank != 0:
             return
-        with _disk_errors(self.run_dir):
+        with disk_errors(self.run_dir):
             hashes = checksums(self.run_dir)
             done = {"result": result_line, "checks": checks_fired(self.run_dir), "sha256": hashes}
             for name in hashes:

@@ -105,7 +105,7 @@ def check_answers(cfg: Config) -> None:
     method, asks_for_box = cfg.reward.method, reward_gsm8k.BOXED in cfg.data.instruction
     for split, kind in (("train", "training"), ("test", "held-out")):
         answers = [
-            reward_gsm8k.in_form(answer, method, asks_for_box) for _, answer in data_gsm8k.read(cfg.data, split).pairs
+            reward_gsm8k.in_form(answer, method, asks_for_box) for _, answer in data_gsm8k.read(cfg.data, split)[0]
         ]
         wrong = [a for a in answers if reward_gsm8k.score(a, reward_gsm8k.gold_answer(a), method) != 1.0]
         if wrong:

@@ -6,20 +6,18 @@ often chooses the wrong operation, so GRPO can improve the model: it must learn 
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import Tensor
 from tqdm import tqdm
 
@@ -28,11 +26,12 @@ import hf_config
 import model_megatron
 import parallel_setup
 import weights_hf
-from config import derive_seed
+from config import derive_seed, flatten
 from config_rules import row_tokens
 from input_files import InputError, finish_folder, fresh_folder, read_object
 from knobs import Config, ParallelConfig, TinyModelConfig
 from parallel_setup import Parallel
+from run_record import disk_errors, lock_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,15 +68,12 @@ def exists(cfg: Config) -> bool:
             f"model.path: {folder} exists and has no readable {RECORD}, so it is not a model made here; "
             "needed: another path, or no tiny_model section"
         ) from None
-    for part, new in wanted.items():
-        old = record[part]
-        if old != new:
-            both = isinstance(old, dict) and isinstance(new, dict)
-            keys = ", ".join(key for key in new if old.get(key) != new[key]) if both else old
-            raise InputError(
-                f"model.path: {folder} was made with another {part} ({keys}); "
-                f"needed: another model.path, or delete {folder}"
-            )
+    old = flatten(record)
+    if changed := [key for key, value in flatten(wanted).items() if key not in old or old[key] != value]:
+        theirs = ", ".join(f"{key} ({old.get(key)})" for key in changed)
+        raise InputError(
+            f"model.path: {folder} was made with another {theirs}; needed: another model.path, or delete {folder}"
+        )
     return True
 
 
@@ -87,7 +83,8 @@ def make(cfg: Config, device: torch.device, beat: Callable[[str], None] = lambda
     All ranks share the warm start as data-parallel replicas, whatever cfg.parallel says. ``beat`` is called at every
     step, so that the watcher of stalled ranks sees progress.
     """
-    with ExitStack() as locks:
+    folder = Path(cfg.model.path)
+    with disk_errors(f"model.path: {folder}"), ExitStack() as locks:
         for attempt in itertools.count():
             # Rank 0 decides for all ranks: another run may finish the model between the looks of two ranks.
             answer = [_next_action(cfg, locks) if dist.get_rank() == 0 else ""]
@@ -95,7 +92,7 @@ def make(cfg: Config, device: torch.device, beat: Callable[[str], None] = lambda
             if answer[0] != "wait":
                 break
             if attempt == 0 and dist.get_rank() == 0:
-                print(f"waiting: another process is making {cfg.model.path}", flush=True)
+                print(f"waiting: another process is making {folder}", flush=True)
             beat("waiting for the process that makes the model")
             time.sleep(1)  # short waits, because the collectives of the other ranks have a timeout
         if answer[0] == "make":
@@ -111,17 +108,13 @@ def _next_action(cfg: Config, locks: ExitStack) -> str:
     if exists(cfg):
         return "done"
     path = folder.with_name(f".making-{folder.name}.lock")
-    with _writing(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(path, "ab")
+    folder.parent.mkdir(parents=True, exist_ok=True)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locks.enter_context(lock_file(path))
     except BlockingIOError:
-        lock.close()
         return "wait"
     except OSError as error:
         print(f"{path}: {error.strerror}: make sure yourself that one process makes {folder}", flush=True)
-    locks.enter_context(lock)
     return "done" if exists(cfg) else "make"
 
 
@@ -129,35 +122,24 @@ def _make(cfg: Config, device: torch.device, beat: Callable[[str], None]) -> Non
     parallel = parallel_setup.open_layout(ParallelConfig(), device)
     folder, tiny = Path(cfg.model.path), cfg.tiny_model
     aside = folder.with_name(f".making-{folder.name}")
-    with _writing(folder):
+    if parallel.rank == 0:
+        print(f"making {folder}: {tiny.warm_start_steps} supervised steps", flush=True)
+        _write_random_model(cfg, aside)
+    dist.barrier()
+    if tiny.warm_start_steps:
+        arch = hf_config.read(aside)
+        model = model_megatron.build(arch, parallel, dtype=torch.float32, recompute=False, aux_loss=AUX_LOSS)
+        weights_hf.load(model, arch, parallel, aside)
+        operands = (cfg.data.operand_low, cfg.data.operand_high)
+        _warm_start(model, tiny, operands, parallel, data_gsm8k.load_tokenizer(aside), beat)
         if parallel.rank == 0:
-            print(f"making {folder}: {tiny.warm_start_steps} supervised steps", flush=True)
-            _write_random_model(cfg, aside)
-        dist.barrier()
-        if tiny.warm_start_steps:
-            arch = hf_config.read(aside)
-            model = model_megatron.build(arch, parallel, dtype=torch.float32, recompute=False, aux_loss=AUX_LOSS)
-            weights_hf.load(model, arch, parallel, aside)
-            operands = (cfg.data.operand_low, cfg.data.operand_high)
-            _warm_start(model, tiny, operands, parallel, data_gsm8k.load_tokenizer(aside), beat)
-            if parallel.rank == 0:
-                weights_hf.save_model(weights_hf.export(model, arch, parallel), aside)
-        if parallel.rank == 0:
-            record = recipe(cfg) | {"made_by_ranks": parallel.world_size}
-            (aside / RECORD).write_text(json.dumps(record, indent=1) + "\n")
-            finish_folder(aside, folder)
+            weights_hf.save_model(weights_hf.export(model, arch, parallel), aside)
+    if parallel.rank == 0:
+        record = recipe(cfg) | {"made_by_ranks": parallel.world_size}
+        (aside / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+        finish_folder(aside, folder)
     dist.barrier()
     parallel_setup.close_layout()
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """A full disk, or a folder that cannot be made, is an InputError: the user can correct it."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"model.path: {folder} cannot be made: {reason}; needed: a place to write") from None
 
 
 def _write_random_model(cfg: Config, folder: Path) -> None:

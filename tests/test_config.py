@@ -46,7 +46,7 @@ def write(tmp_path):
         ("lr", "unknown key; did you mean optim.lr?"),
         ("reward.zzz", "unknown key; known keys: method, permute"),
         ("optim.lr.peak", "optim.lr.peak: unknown key"),
-        ("name.first", "name.first: unknown key; name is a single value"),
+        ("name.first", "name: expected text (in quotes, if it looks like something else), found {'first': 4}"),
     ],
 )
 def test_an_unknown_override_names_what_may_have_been_meant(key, hint):

@@ -208,7 +208,10 @@ MALFORMED = {
     "chat: no turns": (line({"messages": [], "answer": "#### 2"}), r", row 1: messages: found the turns none"),
     "chat: no list": (line({"messages": "1+1?", "answer": "#### 2"}), r", row 1: messages: found '1\+1\?'; needed: a"),
     "chat: no content": (line({"messages": [{"role": "user"}], "answer": "#### 2"}), r"row 1: content: missing; found"),
-    "chat: nothing to score": (line({"messages": [USER]}), r", row 1: found no answer; needed: messages with "),
+    "chat: nothing to score": (
+        line({"messages": [USER]}),
+        r", row 1: found no answer; needed: the assistant turn or ",
+    ),
     "chat: unmarked turn": (line({"messages": [USER, {"role": "assistant", "content": "two"}]}), r"row 1: found 'two'"),
     "chat: unmarked answer": (line({"messages": [USER], "answer": "two"}), r"row 1: answer: found 'two'; needed: a "),
     "chat: two answers": (

@@ -317,7 +317,7 @@ def base_norm(base: Path, **new: Tensor) -> None:
 REFUSALS = {  # what is wrong: (how it is made so, given the run, base and target folders; what the line says)
     "target in use": (lambda r, b, t: (t.mkdir(), (t / "x").touch()), ["already there and not an empty directory"]),
     "target is a file": (lambda r, b, t: t.touch(), ["already there"]),
-    "target below a file": (lambda r, b, t: t.parent.rmdir() or t.parent.touch(), ["not written", "exists"]),
+    "target below a file": (lambda r, b, t: t.parent.rmdir() or t.parent.touch(), ["not written", "Not a directory"]),
     "no run": (lambda r, b, t: shutil.rmtree(r), ["no config.yaml", "needed: a run folder"]),
     "no checkpoints": (lambda r, b, t: shutil.rmtree(r / "checkpoints"), ["no checkpoint whose checksums hold"]),
     "damaged checkpoints": (

@@ -102,7 +102,7 @@ def test_other_ranks_write_nothing(cfg: Config, open_run: OpenRun) -> None:
 
 def test_an_unwritable_out_dir_is_one_clear_error(tmp_path: Path, open_run: OpenRun) -> None:
     (tmp_path / "out").write_text("a file, not a folder")
-    with pytest.raises(InputError, match="out: File exists"):
+    with pytest.raises(InputError, match="out/.*: Not a directory; needed: a folder to write"):
         open_run(config_in(tmp_path), 1, 0)
 
 
@@ -157,7 +157,7 @@ def test_a_full_disk_is_one_clear_error(log: runlog.RunLog, monkeypatch: MonkeyP
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("builtins.open", full)
-    with pytest.raises(InputError, match=r"metrics.jsonl: No space left on device"):
+    with pytest.raises(InputError, match=r"metrics.jsonl: not written: No space left on device"):
         log.log_step(0, {}, {})
 
 

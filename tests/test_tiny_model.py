@@ -54,7 +54,7 @@ def test_two_starts_at_once_make_one_model(tmp_path: Path, capfd) -> None:
     other = tmp_path / "other"
     receivers = [start("TP1", config(other, seed)) for seed in (1, 2)]
     answers = sorted(receiver.recv() for receiver in receivers)
-    assert answers[0] == "made or found" and "was made with another tiny_model (seed)" in answers[1]
+    assert answers[0] == "made or found" and "was made with another tiny_model.seed (" in answers[1]
     assert sorted(path.name for path in (other / "models").iterdir()) == [".making-tiny.lock", "tiny"]
 
 
