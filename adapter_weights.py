@@ -70,7 +70,12 @@ def gather(
 
 @torch.no_grad()
 def whole(
-    name: str, factor: Tensor, value: Tensor, arch: Architecture, parallel: Parallel, join_on_host: bool = False
+    name: str,
+    factor: torch.nn.Parameter,
+    value: Tensor,
+    arch: Architecture,
+    parallel: Parallel,
+    join_on_host: bool = False,
 ) -> Tensor:
     """The whole tensor of which ``value``, shaped like ``factor``, is the shard of this rank. Collective.
 

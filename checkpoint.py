@@ -105,7 +105,7 @@ def _num_bytes(tensor: Tensor | Pending) -> int:
 def save(
     run_dir: Path,
     step: int,
-    tensors: dict[str, Mapping[str, Tensor | Pending]],
+    tensors: Mapping[str, Mapping[str, Tensor | Pending]],
     state: dict[str, Any],
     cfg: Config,
     writes: bool = True,
@@ -163,7 +163,7 @@ def save(
     return target
 
 
-def _write_failure(target: Path, tensors: dict[str, Mapping[str, Tensor | Pending]], error: OSError) -> str:
+def _write_failure(target: Path, tensors: Mapping[str, Mapping[str, Tensor | Pending]], error: OSError) -> str:
     """The message, in one line, for a checkpoint that could not be written."""
     reason = error.strerror or str(error)
     if error.errno == errno.ENOSPC:

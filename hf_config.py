@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 from input_files import InputError, read_object, shown
 from knobs import Config, TinyModelConfig
@@ -30,7 +31,7 @@ ARCHITECTURES = {"qwen3_moe": "Qwen3MoeForCausalLM", "qwen2_moe": "Qwen2MoeForCa
 class Architecture:
     """What the model computes; the sizes are those of the whole, unsharded model."""
 
-    model_type: str  # qwen3_moe | qwen2_moe
+    model_type: Literal["qwen3_moe", "qwen2_moe"]
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -80,9 +81,9 @@ def parse(raw: dict, where: str = "config.json") -> Architecture:
     def refuse_unless(key: str, found: object, supported: object) -> None:
         refuse_if(found != supported, f"{key} = {shown(found)} is not supported; only {shown(supported)} is")
 
-    def need(key: str, kind: type = int, default: object = None):
+    def need(key: str, kind: type = int, default: Any = None):
         """The value of ``key``, which must be positive if it is a number; ``default`` where it is absent or null."""
-        value = default if raw.get(key) is None else raw[key]
+        value: Any = default if raw.get(key) is None else raw[key]
         refuse_if(value is None, f"{key} is missing")
         number = kind in (int, float)
         wrong = type(value) is not kind or (number and not 0 < value < math.inf)

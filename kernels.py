@@ -121,7 +121,7 @@ class _RmsNorm(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor:
     """Causal attention; groups of query heads share a key/value head.  (b, heads, T, d) -> (b, heads, T, d)"""
     if query.device.type == "npu":
         return _npu().npu_fusion_attention(

@@ -275,9 +275,10 @@ class Learner:
         # The function of torch.optim.AdamW without its class: the first use of the class imports torch's compiler,
         # which takes half a second and 40 MiB.
         adamw(
-            self.parameters, [parameter.grad for parameter in self.parameters],
-            *(list(self.moments[moment].values()) for moment in MOMENTS), [],
-            [torch.tensor(float(self.optimizer_steps)) for _ in self.parameters], amsgrad=False, maximize=False,
+            self.parameters, [parameter.grad for parameter in self.parameters], max_exp_avg_sqs=[],
+            exp_avgs=list(self.moments["exp_avg"].values()), exp_avg_sqs=list(self.moments["exp_avg_sq"].values()),
+            state_steps=[torch.tensor(float(self.optimizer_steps)) for _ in self.parameters],
+            amsgrad=False, maximize=False,
             lr=learning_rate(optim, step, self.cfg.train.steps), beta1=optim.betas[0], beta2=optim.betas[1],
             eps=optim.eps, weight_decay=optim.weight_decay,
         )  # fmt: skip
@@ -302,7 +303,7 @@ class Learner:
         return whole, {"optimizer_steps": self.optimizer_steps}
 
     @torch.no_grad()
-    def restore(self, tensors: dict[str, Mapping[str, Tensor]], counts: dict[str, int]) -> None:
+    def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], counts: dict[str, int]) -> None:
         """Load a state() that any layout wrote. InputError if names or shapes are not those of this model."""
         steps = counts.get("optimizer_steps")
         if type(steps) is not int or not 0 <= steps < 2**31 or not {"adapter", "optimizer"} <= tensors.keys():

@@ -20,6 +20,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from input_files import BAD_INPUT, InputError, refused, shown
 from lab import comparisons, pages, run_page, store
@@ -34,7 +35,8 @@ PLANNED: dict[str, tuple[float, float]] = {
     "comparisons": (1, 10**6),
 }  # smallest and largest
 PLANNED |= {"discordant": (1e-6, 1), "seed_spread": (0, 1)}
-VERBS = {  # name -> its purpose and its arguments, as argparse takes them
+# name -> its purpose and its arguments, as argparse takes them
+VERBS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "add": ("store finished runs, or files of benchmarks", {
         "runs": {"nargs": "+", "type": Path, "metavar": "out/RUN"},
         "--id": {"default": "", "help": "the name of the record; by default the name of the run"},

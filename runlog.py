@@ -14,7 +14,7 @@ import numbers
 import re
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -112,7 +112,7 @@ def device_memory(peak: tuple[float, str] | tuple[()]) -> dict[str, float | str]
     return {"perf/peak_device_gib": round(peak[0], 3), "perf/peak_device_phase": peak[1]} if peak else {}
 
 
-def _progress_line(step: int, steps: int, metrics: dict[str, float], timing: dict[str, float]) -> str:
+def _progress_line(step: int, steps: int, metrics: dict[str, float], timing: Mapping[str, Any]) -> str:
     """`step 12/200  reward 0.613  kl 0.0021 ...  31.2 s = gen 18.0 + sync 2.1 + ref 6.0 + update 5.1`"""
 
     def number(value: float, decimals: int | None) -> str:
@@ -178,7 +178,7 @@ class RunLog:
             )
         self.say(f"resumed {self.run_dir.name} after {step} of {self.train.steps} steps")
 
-    def log_step(self, step: int, metrics: dict[str, float], timing: dict[str, float]) -> None:
+    def log_step(self, step: int, metrics: dict[str, float], timing: Mapping[str, float | str]) -> None:
         """Write a line of metrics (without times), a line of timing and the progress line.  ``step`` counts from 0."""
         if self.rank != 0:
             return

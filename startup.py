@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -50,7 +50,7 @@ class Inputs(NamedTuple):
     """What was read for the checks, and is used by the run."""
 
     arch: Architecture
-    tokenizer: object
+    tokenizer: Any  # of transformers
     questions: Questions
     held_out: Questions
 
@@ -237,7 +237,7 @@ def open_run(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inpu
     })  # fmt: skip
     saved = agreed_checkpoint(cfg, parallel)
     first_step = saved.step if saved else 0
-    log = runlog.open_run(cfg, parallel.world_size, parallel.rank, resume=saved and saved.run_dir)
+    log = runlog.open_run(cfg, parallel.world_size, parallel.rank, resume=saved.run_dir if saved else None)
     if saved:
         log.rewind(first_step)
     model = model_megatron.build(arch, parallel, dtype=rollout.DTYPES[cfg.model.dtype], recompute=cfg.model.recompute)

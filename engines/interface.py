@@ -57,11 +57,11 @@ class Engine(Protocol):
 
         ``factors``: Hugging Face name of W (out, in) -> A (R, in), B (out, R).
         """
-        raise NotImplementedError
+        raise InputError("load_adapter: this engine takes no adapters; needed: rollout.sync merged")
 
     def placement(self) -> dict[str, list[int]]:
         """The groups and experts of this rank (see vllm_inside.placement). Only for rollout.expert_parallel."""
-        raise NotImplementedError
+        raise InputError("placement: this engine is not one over all ranks; needed: rollout.expert_parallel false")
 
     def sample(
         self,

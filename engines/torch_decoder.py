@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -107,7 +108,9 @@ class Decoder:
         arch, hidden, is_moe = self.arch, self.arch.hidden_size, self.arch.moe_layers[layer]
         query, key = arch.num_heads * arch.head_dim, (arch.num_heads + arch.num_kv_heads) * arch.head_dim
         rows = {"q": slice(query), "k": slice(query, key), "v": slice(key, None)}
-        parts = {  # part -> its shape, and which index of it each tensor fills
+        parts: dict[
+            str, tuple[tuple[int, ...], dict[str, Any]]
+        ] = {  # part -> its shape, and which index of it each tensor fills
             "input_norm": ((hidden,), {"input_layernorm.weight": ...}),
             "qkv": ((arch.qkv_size, hidden), {f"self_attn.{x}_proj.weight": rows[x] for x in "qkv"}),
             "out": ((hidden, query), {"self_attn.o_proj.weight": ...}),
@@ -246,7 +249,7 @@ class Decoder:
                 query, key, value = (heads.transpose(1, 2) for heads in qkv)  # (p, heads, T, D)
                 cache.prompt_keys[layer].unflatten(0, by_head)[:, part] = key.permute(1, 0, 3, 2)
                 cache.prompt_values[layer].unflatten(0, by_head)[:, part] = value.transpose(0, 1)
-                mixed = kernels.causal_attention(query, key, value, arch.head_dim**-0.5)
+                mixed = kernels.causal_attention(query, key, value, scale=arch.head_dim**-0.5)
                 x = x + F.linear(mixed.transpose(1, 2).flatten(2), weights["out"])
                 x = self._mlp(weights, x.flatten(0, 1), routes).view_as(x)
                 if layer_outputs is not None:

@@ -29,7 +29,7 @@ LARGEST_MIB = 50  # of a run's files, and of the steps of a record
 ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,149}"
 GOLD, MARKS = "eval/gold", {"greedy": "eval/greedy_right", "sampled": "eval/sampled_right"}
 RIGHT, WRONG = "+", "-"
-COMPLETION = {key: (str, "a text") for key in ("question", "gold", "completion")}
+COMPLETION: dict[str, tuple[type, str]] = {key: (str, "a text") for key in ("question", "gold", "completion")}
 COMPLETION |= {"reward": (Real, "a number"), "tokens": (int, "a number")}
 Content = TypeVar("Content", bound=BaseModel)
 

@@ -206,7 +206,7 @@ RUN: dict[Check, bool] = {check_model_files: False, check_data_files: False, che
 
 def checks(machine: Machine, quick: bool = False) -> Iterator[Check]:
     """The checks for this kind of machine, and with a configuration those of its files."""
-    tables = {
+    tables: list[dict[Check, bool]] = {
         "npu": [doctor_npu.CHECKS, doctor_variables.CHECKS, SYSTEM],
         "cuda": [CUDA, SYSTEM],
         "cpu": [CPU],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 
 import environment
 from plan.machine import Finding, Machine, Row, every, first, last_line, memory_findings, number_ranges
@@ -342,7 +343,7 @@ def check_ray(machine: Machine) -> list[Finding]:
 
 
 # check -> is it quick? A quick check starts no command and loads no library.
-CHECKS = {
+CHECKS: dict[Callable[[Machine], list[Finding]], bool] = {
     check_driver: False,
     check_cann: True,
     check_cann_libraries: False,

@@ -7,6 +7,7 @@ trackers. Tests plant faults; nothing here has been run on an NPU yet.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import environment
 from plan.machine import Finding, Machine, every, first, number_ranges
@@ -209,7 +210,7 @@ def check_jemalloc(machine: Machine) -> list[Finding]:
 
 
 # check -> is it quick? A quick check starts no command and loads no library.
-CHECKS = {
+CHECKS: dict[Callable[[Machine], list[Finding]], bool] = {
     check_ports: False,
     check_timeouts: True,
     check_expansion_mode: True,

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import hf_config
 from knobs import Config
@@ -135,7 +135,7 @@ def operators_outcome(job: Job, log: Path, code: int) -> Outcome:
 
 
 def layers_outcome(job: Job, log: Path, code: int) -> Outcome:
-    found = job.figures("layers")
+    found: Any = job.figures("layers")
     return Outcome(found["wrong"], found["text"], found)
 
 

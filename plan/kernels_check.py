@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ def rms_norm_formula(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
-def attention_formula(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+def attention_formula(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor:
     key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
     later = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).triu(1)
     scores = (query @ key.transpose(-1, -2) * scale).masked_fill(later, -math.inf)
@@ -181,7 +181,7 @@ def check_operator(case: Case, device: torch.device, rank: int) -> list[dict]:
             taken = devices.median_milliseconds(run, device, REPEATS)
         except RuntimeError as refusal:  # a kernel that refuses this input must not hide the other operators
             error = str(refusal).strip().partition("\n")[0]
-        row = {
+        row: dict[str, Any] = {
             "operator": case.name, "size": size, "dtype": name, "forward": gaps[0], "forward_tolerance": allowed[0],
             "backward": max(gaps[1:]), "backward_tolerance": allowed[1], "milliseconds": taken, "rank": rank,
             "error": error,

@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -263,7 +264,7 @@ class Observer:
         weakest, whole, piece = min(shares, key=shares.get), WHOLE[self.cfg.model.dtype], PIECE[self.cfg.model.dtype]
         self.findings.add(
             name,
-            error / size <= whole and shares[weakest] >= piece,
+            bool(error / size <= whole and shares[weakest] >= piece),
             f"step {step + 1}: relative difference {error / size:.1g}, at most {whole:g}; {weakest} has "
             f"{shares[weakest]:.0%} of what is expected, at least {piece:.0%}",
         )
@@ -325,7 +326,7 @@ def judge(cfg: Config, folder: Path) -> Findings:
     observer = Observer(tiny, write_inputs(cfg, folder), findings)
     real_update = Learner.update
 
-    def update(*args: object) -> dict[str, float]:
+    def update(*args: Any) -> dict[str, float]:
         return observer.update(real_update, *args)
 
     with open(folder / "log.txt", "w") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
