@@ -235,9 +235,10 @@ def _chat_text(turns: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase,
                 "needed: a variable of the template (for example enable_thinking, where a model can think)"
             )
     messages = [{"role": role, "content": content} for role, content in turns]
-    options = {"tokenize": False, "add_generation_prompt": True}
     try:
-        return tokenizer.apply_chat_template(messages, **options, **data.chat_template_kwargs)
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **data.chat_template_kwargs
+        )
     except Exception as error:  # a template is a program of the model's author, which may raise any exception
         roles = ", ".join(role for role, _ in turns)
         found = f"{tokenizer.name_or_path}: the chat template fails ({one_line(error)})"
@@ -355,8 +356,11 @@ def drill(rng: random.Random, low: int, high: int) -> tuple[str, str]:
 def main(arguments: list[str]) -> int:
     """Run the command line; returns the exit code: 0 done or usage shown, 2 bad input."""
     parser = argparse.ArgumentParser(prog="data_gsm8k.py", description="Convert GSM8K files between their forms.")
-    about = "question/answer columns -> chat form; any other form -> question/answer columns"
-    parser.add_argument("command", choices=["convert"], help=about)
+    parser.add_argument(
+        "command",
+        choices=["convert"],
+        help="question/answer columns -> chat form; any other form -> question/answer columns",
+    )
     parser.add_argument("in_path", metavar="IN", help="a .jsonl or .parquet file")
     parser.add_argument("out_path", metavar="OUT", help="a new .jsonl or .parquet file")
     options = parser.parse_args(arguments or ["--help"])

@@ -216,8 +216,7 @@ def write_adapter(
     _check_room(folder, num_bytes)
     path = folder / "adapter_model.safetensors"
     save_file(tensors, path, metadata={"format": "pt"})
-    about = adapter_config(base_model, lora, modules)
-    (folder / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n")
+    (folder / "adapter_config.json").write_text(json.dumps(adapter_config(base_model, lora, modules), indent=2) + "\n")
     written = load_file(path)
     if written.keys() != tensors.keys() or not all(torch.equal(written[name], tensors[name]) for name in tensors):
         raise InputError(f"{path}: the file differs from what was written; is the disk sound?")

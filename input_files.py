@@ -297,5 +297,6 @@ def parse_override(item: str) -> tuple[str, Any]:
 
 def dump_yaml(tree: dict) -> str:
     """A YAML text, keys in the order of ``tree``, that parse_yaml reads back to ``tree``."""
-    layout = {"sort_keys": False, "allow_unicode": True, "default_flow_style": False, "width": 1000}
-    return yaml.dump(tree, Dumper=StrictDumper, **layout)
+    return yaml.dump(
+        tree, Dumper=StrictDumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=1000
+    )

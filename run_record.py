@@ -254,10 +254,9 @@ def sha256_of_inputs(paths: list[Path]) -> dict[Path, str]:
     found = {path: known[key] for path, key in keys.items() if key in known}
     todo = [path for path in dict.fromkeys(paths) if path not in found]
     shown = None if keys else True  # None: on a terminal only
-    bar = {"total": len(todo), "desc": "checksums", "unit": "file", "leave": False, "disable": shown}
     with ThreadPoolExecutor(THREADS) as pool:
         sums = pool.map(sha256_file, todo)
-        found |= zip(todo, tqdm(sums, **bar), strict=True)
+        found |= zip(todo, tqdm(sums, "checksums", len(todo), leave=False, unit="file", disable=shown), strict=True)
     fresh = {keys[path]: found[path] for path in todo if path in keys and time.time() - path.stat().st_ctime > 5}
     if fresh:
         with contextlib.suppress(OSError):  # if they cannot be kept, the next start reads the files again
