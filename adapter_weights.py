@@ -6,8 +6,6 @@ fused Hugging Face module, e.g. `model.layers.0.self_attn.qkv_proj.B` with rows 
 converted in the same way. E experts, R rank.
 """
 
-from __future__ import annotations
-
 import re
 import zlib
 from collections.abc import Iterator, Mapping

@@ -5,8 +5,6 @@ W (w x). A matrix that alone must see it gets (w + d) / w in its columns, and th
 (h,), d its noise (h,), W a matrix that reads the norm's output (out, h), h hidden size. Names are Hugging Face's.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

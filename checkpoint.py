@@ -6,8 +6,6 @@ run_dir/checkpoints/step-000020/          "20 steps are done"
 A checkpoint appears whole or not at all, even if the process is killed, and is used only if its checksums are right.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math

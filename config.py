@@ -6,8 +6,6 @@ Four faults stop a run before any weight is read: an unknown key, a wrong type, 
 (config_rules.py), and a key that the run would not read. Imports no torch.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import hashlib

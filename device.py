@@ -5,8 +5,6 @@ CUDA has not been run. parallel_setup.open_world calls the start-up in this orde
 resolve (torch_npu) -> adapt (MindSpeed, before Megatron) -> select (set_device) -> make_deterministic -> the groups.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util

@@ -5,8 +5,6 @@ it with npu_env.sh, cuda_env.sh, requirements/ and docs/npu.md. Each row names i
 repository with a version. The rows for NPU and CUDA come from these sources and have not run on one yet. No torch.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

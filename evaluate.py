@@ -3,8 +3,6 @@
 Each question gets a greedy answer and k sampled ones, which give a mean and pass@k. Every question's outcome is kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

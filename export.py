@@ -7,8 +7,6 @@ read back and checked (names, shapes, finite values) before DIR gets its name. t
 transformers and peft compute the trainer's log-probabilities from them. E experts, R the rank of a pair.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -8,8 +8,6 @@ The loss of a micro-batch is its share of the update's loss. It is divided by th
 data ranks, so the shares add up to the same loss for every split of the rows.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

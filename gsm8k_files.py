@@ -4,8 +4,6 @@ A row that cannot be used is an InputError with the file, the number of the row,
 row is skipped or repaired silently.  Rows count from 1; the number of a jsonl row is that of its line.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -4,8 +4,6 @@ Supported: Qwen3MoeForCausalLM (Qwen3-30B-A3B) and Qwen2MoeForCausalLM (Qwen1.5-
 Every option that would change the computation is read or refused here; none is ignored. Imports no torch.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ Every reader returns a value or raises InputError, and does so soon: it never wa
 without end, and never removes a folder of the user. Commands print an InputError with `refused`. Imports no torch.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -4,8 +4,6 @@ The CPU code has run. The NPU code has run on a stand-in for the kernels of torc
 CUDA code has not run. N rows, E local experts, h input width, o output width.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -3,8 +3,6 @@
 config.py reads a YAML file into these classes. P prompts a step, G completions a prompt, R LoRA rank. Imports no torch.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field

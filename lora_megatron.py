@@ -5,8 +5,6 @@ A column-parallel linear holds A whole and B split by output rows; a row-paralle
 and B whole. E local experts, R rank. Merging needs no communication: each rank adds its own B A to its own shard.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re

@@ -5,8 +5,6 @@ one implementation for all devices; Megatron's layer spec inserts them. Rows are
 causal, so no mask is needed. b rows, T tokens, h hidden size, N completion tokens, V vocabulary (V / tensor on a rank).
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

@@ -6,8 +6,6 @@ own tokens of each row attend to the row's prompt and to themselves. b rows, T t
 number of own tokens of a row, d head size.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import accumulate
 

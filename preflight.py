@@ -12,8 +12,6 @@ process groups (plan/groups.py), --operators the kernels at the model's sizes (p
 layers in trainer and sampler (plan/layers_check.py).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

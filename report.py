@@ -12,8 +12,6 @@
 This needs requirements/report.txt only. Exit code 2: input that cannot be used, in one line.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

@@ -5,8 +5,6 @@ can be compared: verl_strict and verl_flexible (verl's gsm8k score), openai (gra
 lm_eval_flexible (lm-evaluation-harness, gsm8k version 3), base_acc (MindSpeed-RL). Every search takes linear time.
 """
 
-from __future__ import annotations
-
 import re
 from decimal import Decimal
 

@@ -5,8 +5,6 @@ A replica is the rollout.tensor ranks that hold one copy of the model. Replica r
 afterwards every rank has the whole rollout.
 """
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ keeps its gradient.
 b rows, T tokens, L MoE layers, K experts a token, E experts, N tokens of this rank's sequence shard.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

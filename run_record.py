@@ -5,8 +5,6 @@ The numbers of a step are rows of a .jsonl file, one object a line; reading them
 and data, and the command; `checksums` gives those of everything that a finished run has written.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

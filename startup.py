@@ -4,8 +4,6 @@ check_inputs reads everything except the weights, and raises InputError for inpu
 log, finds the checkpoint to resume from, and makes the model, the adapters, the learner and the engine.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

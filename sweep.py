@@ -9,8 +9,6 @@ from its checkpoint. out/sweep-NAME/ holds sweep.json and the output of each job
 file system of the checkout.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import fcntl

@@ -7,8 +7,6 @@ GRPO: arXiv 2402.03300. The reference policy of the KL penalty is the same model
 P questions, G completions of each question. Questions, samples and noise depend on (seed, step) alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import traceback

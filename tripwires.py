@@ -4,8 +4,6 @@ Each check is a key of the config's `checks` section: warn, stop or off. `stop` 
 ten lines, which names the cause to look for.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import sys

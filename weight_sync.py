@@ -5,8 +5,6 @@ with LoRA merged. Every push starts from the clean weights, so noise never adds 
 the trainer, the reference and the evaluations do not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator
 
 import torch

@@ -5,8 +5,6 @@ the tensor ranks, and the shares are joined. A `Slot` describes one weight, and 
 of slots. Nothing is ever unpickled.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Collection, Iterator

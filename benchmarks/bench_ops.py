@@ -7,8 +7,6 @@ measured in the same run: a large matrix product, and a copy that is larger than
 training step of the tiny model: 4,286 packed tokens of width 128 with 2 of 8 experts each, or decoding of 64 rows.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 import timeit

@@ -7,8 +7,6 @@ vLLM include its own threads. Groups of 8 completions share a prompt, and no tok
 sampler reports must agree with those of transformers for the same tokens, to 1e-5.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import tempfile

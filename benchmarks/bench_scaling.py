@@ -8,8 +8,6 @@ figure is a speed-up: the seconds of one process, while another process uses the
 busier one of two.
 """
 
-from __future__ import annotations
-
 import itertools
 import socket
 import statistics

@@ -8,8 +8,6 @@ requirements/bench.txt. Before the timed steps, the trainer computes log-probs a
 sampled in its first step; both must agree.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

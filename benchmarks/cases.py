@@ -4,8 +4,6 @@ The model is a tiny Qwen3-MoE with 1.9 M parameters. A step samples 8 completion
 The cases differ in the trained modules and in the number of sampled tokens. TRL gets the same sizes as JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

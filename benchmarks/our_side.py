@@ -7,8 +7,6 @@ step. The line `check FILE` asks for the log-probs and the loss of the completio
 sampled. The process ends when stdin is closed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -5,8 +5,6 @@
 The bytes follow from the input alone, so that a test can compare them.
 """
 
-from __future__ import annotations
-
 import ast
 import math
 import re

@@ -4,8 +4,6 @@ The engines are torch_sampler.TorchSampler, vllm_engine.VllmEngine and vllm_colo
 the checks of this file, so that the same mistake gets the same message.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar

@@ -7,8 +7,6 @@ P prompts, T prompt tokens, N new tokens, R rows, L lines, H / KV query / key-va
 E experts, K experts a token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any

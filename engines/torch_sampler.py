@@ -5,8 +5,6 @@ are removed. Each prompt draws from its own seed, so its completions do not depe
 P prompts, R rows (one for each sampled completion), N new tokens, V vocabulary, K experts a token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -4,8 +4,6 @@ The adapter is handed over in memory, and no file is written. This has run on a 
 layers. What is refused follows the sources of vLLM 0.30, and of vllm-ascend 0.23 with its vLLM 0.23. R is the rank.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 
 import torch

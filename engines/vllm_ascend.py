@@ -3,8 +3,6 @@
 Weights are pushed into plain tensors, so every option that tiles, moves, copies or frees weights stays off.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

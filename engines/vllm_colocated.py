@@ -9,8 +9,6 @@ Every sample has its own generator, as in other layouts. So the ranks of a tenso
 layout changes nothing but rounding. For vllm-ascend this costs one small kernel for each sample and token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

@@ -5,8 +5,6 @@ and vllm-ascend. A replica is `tensor` consecutive ranks that hold one copy of t
 same prompts and seeds; other replicas sample other prompts. P prompts, S samples a prompt, K experts a token.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import logging

@@ -3,8 +3,6 @@
 The worker functions use the model runner, because NPU workers have no reload_weights of their own before 0.25.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import random

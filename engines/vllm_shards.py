@@ -5,8 +5,6 @@ the same heads, columns and tokens of the vocabulary in both, and expert rank r 
 vLLM's parameters; the layout is the one that its NPU kernels read. E local experts, h hidden size, w expert width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from itertools import groupby
 

@@ -4,8 +4,6 @@ python report.py compare seed0 out/seed0-20260101-120000     a repeat of a run a
 python report.py compare baseline aqn_weak aqn_strong        groups of seeds: each variant against the first
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@ points without a line between them, because nothing was measured there. The pixe
 matplotlib and its fonts. So a figure is checked by the data that it was drawn from: its metadata hold their checksum.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

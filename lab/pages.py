@@ -5,8 +5,6 @@ results/plan.yaml the comparisons are announced before they are run, so that p-v
 Text outside the two marker lines is written by hand and stays as it is. This file needs no torch.
 """
 
-from __future__ import annotations
-
 import difflib
 import statistics
 from pathlib import Path

@@ -5,8 +5,6 @@ rows, one per step, hold metrics, times, evaluations, and which answers were rig
 This file needs no torch.
 """
 
-from __future__ import annotations
-
 import itertools
 import statistics
 from dataclasses import dataclass

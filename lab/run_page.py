@@ -7,8 +7,6 @@ train.completions_logged), the time of each step, and the score of each held-out
 completion, because completions are sampled together.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import os

@@ -6,8 +6,6 @@ with the questions, and with the sampling of single answers. An interval that ig
 narrow and finds differences that do not exist.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@
 `pandas.read_json("results/<id>/steps.jsonl.gz", lines=True)` reads the steps of a run. This file needs no torch.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import itertools

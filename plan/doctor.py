@@ -7,8 +7,6 @@ configuration cannot be used. doctor_npu.py and doctor_variables.py hold the che
 imports torch.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -4,8 +4,6 @@ Each check takes a machine.Machine and returns its findings. The rules come from
 trackers. Tests plant faults; nothing here has been run on an NPU yet.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

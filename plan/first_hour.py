@@ -7,8 +7,6 @@ the variables or the files of model and data have changed since. Every stage is 
 torch.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import functools

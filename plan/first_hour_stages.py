@@ -3,8 +3,6 @@
 first_hour.py runs the stages and prints the report. A user can give each command by hand. Nothing here imports torch.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

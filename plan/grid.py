@@ -5,8 +5,6 @@ neighbours, then expert, then expert_data. A rollout replica consists of rollout
 tests/test_memory.py compares the groups with those that Megatron makes.
 """
 
-from __future__ import annotations
-
 import glob
 import math
 from dataclasses import dataclass

@@ -5,8 +5,6 @@
 The expected answers are known beforehand.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -16,8 +16,6 @@ At the sizes of Qwen3-30B-A3B the exact answers take one core a minute, and 3 Gi
 E local experts, N rows of all of them, h hidden size, w expert width, R LoRA rank, T tokens of a row, d head size.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple

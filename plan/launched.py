@@ -3,8 +3,6 @@
 plan/groups.py, plan/kernels_check.py and plan/layers_check.py each hold one such question.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable

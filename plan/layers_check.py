@@ -11,8 +11,6 @@ bf16 a token at which two experts almost tie may differ much in a sound run.
 S sequences, T tokens of a row, L MoE layers, K experts a token.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

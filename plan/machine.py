@@ -4,8 +4,6 @@ Every question to the machine is a field, so that a test can plant a fault: an e
 versions, libraries, ports, commands. Nothing here imports torch; a separate process asks the accelerator.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import importlib.metadata

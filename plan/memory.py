@@ -9,8 +9,6 @@ h hidden size, t tokens of a micro-batch, s = t / tensor of them on a rank, N ro
 an element.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from config_rules import cache_bytes_per_token

@@ -6,8 +6,6 @@ Nothing here has been run on a 910C. tests/test_roofline.py compares the formula
 Qwen3-30B-A3B on 16 dies. Nothing here imports torch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from hf_config import Architecture

@@ -4,8 +4,6 @@ judge() applies every rule of config_rules.py and then the memory plan. Everythi
 judge().
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

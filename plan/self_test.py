@@ -7,8 +7,6 @@ with a second implementation in float64 (plan/self_test_reference.py); then the 
 docs/self_test.md says what was measured, which faults this test does not find, and what the exit codes mean.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools
