@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -242,7 +243,7 @@ def _appears_whole(out_dir: Path) -> Iterator[Path]:
     target = Path(os.path.realpath(out_dir))
     aside = target.with_name(f".tmp-{target.name}")
     try:
-        with disk_errors(out_dir):
+        with disk_errors(out_dir, SafetensorError):
             fresh_folder(aside)
             yield aside
             for path in aside.iterdir():
