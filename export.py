@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -240,7 +241,7 @@ def _appears_whole(out_dir: Path) -> Iterator[Path]:
     target = Path(os.path.realpath(out_dir))
     aside = target.with_name(f".tmp-{target.name}")
     try:
-        with disk_errors(out_dir):
+        with disk_errors(out_dir, SafetensorError):
             fresh_folder(aside)
             yield aside
             for path in aside.iterdir():

@@ -187,11 +187,15 @@ def _jsonl_rows(data: bytes, path: Path) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         try:
             if line.strip():
-                yield number, json.loads(line.decode("utf-8"))
+                yield number, json.loads(line.decode("utf-8"), parse_constant=_no_number)
         except UnicodeDecodeError as error:
             raise InputError(f"{path}, row {number}: byte {error.start} is not UTF-8; needed: UTF-8") from error
         except (ValueError, RecursionError) as error:
             raise InputError(f"{path}, row {number}: not one JSON object a line: {one_line(error)}") from error
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"found {name}, which is no JSON; needed: a number or null")
 
 
 # ----------------------------------------------------------------------------------------------------------- conversion

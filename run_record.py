@@ -24,7 +24,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from safetensors import SafetensorError
 from tqdm import tqdm
 
 from config import to_yaml
@@ -51,11 +50,11 @@ def fsync_path(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def disk_errors(where: str | Path) -> Iterator[None]:
-    """A full disk or a missing permission is an InputError, because the user can correct it."""
+def disk_errors(where: str | Path, *others: type[Exception]) -> Iterator[None]:
+    """A full disk or a missing permission is an InputError, because the user can correct it; so are the ``others``."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except (OSError, *others) as error:
         raise InputError(f"{where}: not written: {one_line(error)}; needed: a folder to write, with room") from error
 
 

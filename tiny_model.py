@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 from tqdm import tqdm
 
@@ -84,7 +85,7 @@ def make(cfg: Config, device: torch.device, beat: Callable[[str], None] = lambda
     step, so that the watcher of stalled ranks sees progress.
     """
     folder = Path(cfg.model.path)
-    with disk_errors(f"model.path: {folder}"), ExitStack() as locks:
+    with disk_errors(f"model.path: {folder}", SafetensorError), ExitStack() as locks:
         for attempt in itertools.count():
             # Rank 0 decides for all ranks: another run may finish the model between the looks of two ranks.
             answer = [_next_action(cfg, locks) if dist.get_rank() == 0 else ""]
