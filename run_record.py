@@ -54,7 +54,7 @@ def disk_errors(where: str | Path, *others: type[Exception]) -> Iterator[None]:
     """A full disk or a missing permission is an InputError, because the user can correct it; so are the ``others``."""
     try:
         yield
-    except (OSError, *others) as error:
+    except (OSError, *others) as error:  # type: ignore[misc]  # mypy does not follow the star
         raise InputError(f"{where}: not written: {one_line(error)}; needed: a folder to write, with room") from error
 
 
