@@ -205,13 +205,16 @@ def disabled(adapters: dict[str, Adapter]) -> Iterator[None]:
 
 
 def describe(adapters: dict[str, Adapter], parallel: Parallel) -> str:
-    """What is trained on all ranks: the total, and one line for each kind of module."""
-    sizes: dict[str, int] = {}
-    for name, factor in factors(adapters).items():
-        kind = re.sub(r"^.*?layers\.\d+\.", "", name.rpartition(".")[0]).replace(".", " ")
-        sizes[kind] = sizes.get(kind, 0) + math.prod(whole_shape(factor, parallel))
-    total, mine = sum(sizes.values()), sum(factor.numel() for factor in factors(adapters).values())
-    return "\n".join([
-        f"LoRA: {total:,} trainable parameters ({total * 4 / 2**20:.2f} MiB in fp32), {mine:,} on this rank",
-        *(f"  {kind}: {size:,} parameters" for kind, size in sizes.items()),
-    ])  # fmt: skip
+    """What is trained on all ranks: the total, and one line for each kind of module, with layers and experts."""
+    kinds: dict[str, list[Adapter]] = {}
+    for name, adapter in adapters.items():
+        kinds.setdefault(re.sub(r"^.*?layers\.\d+\.", "", name).replace(".", " "), []).append(adapter)
+    lines, total = [], 0
+    for kind, members in kinds.items():
+        size = sum(math.prod(whole_shape(factor, parallel)) for module in members for factor in (module.A, module.B))
+        experts = f" x {len(members[0].A) * parallel.expert} experts" if members[0].A.is_expert else ""
+        lines.append(f"  {kind}: {len(members)} layers{experts}, {size:,} parameters")
+        total += size
+    mine = sum(factor.numel() for factor in factors(adapters).values())
+    first = f"LoRA: {total:,} trainable parameters ({total * 4 / 2**20:.2f} MiB in fp32), {mine:,} on this rank"
+    return "\n".join([first, *lines])
