@@ -7,6 +7,7 @@ A checkpoint appears whole or not at all, even if the process is killed, and is 
 """
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -70,8 +72,8 @@ def _discard(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor | Pending]) -> None:
-    """Write a safetensors file with one tensor in memory at a time.
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor | Pending]) -> str:
+    """Write a safetensors file with one tensor in memory at a time, and return its sha256.
 
     The save_file of safetensors needs all tensors at once. The format: the length of the header in 8 bytes; the header,
     JSON padded with spaces to a multiple of 8; the bytes of the tensors, in the order of the header.
@@ -79,21 +81,25 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor | Pending]) -> None:
     header, end = {}, 0
     for name, tensor in tensors.items():
         start, end = end, end + _num_bytes(tensor)
-        header[name] = {
-            "dtype": SAFETENSORS_TYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
+        dtype, shape = SAFETENSORS_TYPES[tensor.dtype], list(tensor.shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
     with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+
+        def write(data: bytes | memoryview) -> None:
+            digest.update(data)
+            file.write(data)
+
+        write(len(text).to_bytes(8, "little") + text)
         for name, tensor in tensors.items():
             value = tensor.make() if isinstance(tensor, Pending) else tensor
             assert value.shape == tensor.shape and value.dtype == tensor.dtype, name
             value = value.detach().cpu().contiguous()
-            file.write(memoryview(value.reshape(-1).view(torch.uint8).numpy()))
+            write(memoryview(value.reshape(-1).view(torch.uint8).numpy()))
             del value
+    return digest.hexdigest()
 
 
 def _num_bytes(tensor: Tensor | Pending) -> int:
@@ -133,11 +139,11 @@ def save(
         for path in Path(run_dir).glob("*.jsonl"):
             fsync_path(path)
         aside.mkdir()
-        for kind, named in tensors.items():
-            _write_tensors(aside / f"{kind}.safetensors", named)
+        files = {f"{kind}.safetensors": named for kind, named in tensors.items()}
+        checksums = {name: _write_tensors(aside / name, named) for name, named in files.items()}
         about = {"step": step, "config": to_dict(cfg), "config_hash": config_hash(cfg), "state": state}
         write_atomically(aside / "state.json", json.dumps(about, indent=1) + "\n")
-        checksums = {path.name: sha256_file(path) for path in sorted(aside.iterdir())}
+        checksums["state.json"] = sha256_file(aside / "state.json")
         write_atomically(aside / "checksums.json", json.dumps(checksums, indent=1) + "\n")
         for path in aside.iterdir():
             fsync_path(path)
@@ -207,7 +213,10 @@ def load(path: Path, verified: bool = False, only: str | None = None) -> Checkpo
     match = NAME.fullmatch(path.name)
     if match and int(match[2]) != about["step"]:
         raise InputError(f"{path / 'state.json'}: step {about['step']} in a folder of step {int(match[2])}")
-    tensors = {file.stem: load_file(file) for file in sorted(path.glob(f"{only or '*'}.safetensors"))}
+    try:
+        tensors = {file.stem: load_file(file) for file in sorted(path.glob(f"{only or '*'}.safetensors"))}
+    except SafetensorError as error:
+        raise InputError(f"{path}: not a safetensors file ({error})") from None
     checksums = read_object(path / "checksums.json")
     return Checkpoint(about["step"], tensors, about["state"], about["config"], checksums, path)
 

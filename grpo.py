@@ -11,8 +11,11 @@ data ranks, so the shares add up to the same loss for every split of the rows.
 import torch
 from torch import Tensor
 
+NORMS = ("std", "none", "loo")
 KL_KINDS = ("k1", "k2", "k3", "low_var_kl", "low_var_kl+", "abs")
+LOSS_KINDS = ("ppo", "gspo", "cispo")
 AGGREGATES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "dr-grpo")
+WEIGHT_MODES = ("none", "token", "sequence")
 
 STD_EPS = 1e-6
 LOG_RATIO_LIMIT = 20.0  # nats: e^20 is far below the largest float32 number
@@ -26,22 +29,25 @@ def group_advantages(rewards: Tensor, norm: str = "std") -> Tensor:
 
     std: reward minus the mean of the group, over its standard deviation (ddof 1) + 1e-6 (GRPO, arXiv 2402.03300); none:
     minus the mean only (Dr. GRPO, arXiv 2503.20783); loo: minus the mean of the G - 1 others (RLOO, arXiv 2402.14740).
-    Equal rewards in a group give exactly 0. A group has at least two completions.
+    Equal rewards in a group give exactly 0. In a group of one, the mean counts as 0 and the standard deviation as 1.
     Raises ValueError for another shape, another norm, or a reward that is not finite.
     """
-    _require("norm", norm, ("std", "none", "loo"))
-    if rewards.dim() != 2 or not rewards.numel() or rewards.shape[1] == 1:
-        raise ValueError(f"rewards: found shape {tuple(rewards.shape)}; needed: (prompts, group_size of 2 or more)")
+    _require("norm", norm, NORMS)
+    if rewards.dim() != 2 or not rewards.numel():
+        raise ValueError(f"rewards: found shape {tuple(rewards.shape)}; needed: (prompts, group_size), not empty")
     rewards = _at_least_float32(rewards)
     if not torch.isfinite(rewards).all():
         raise ValueError("rewards: found NaN or infinity; needed: finite numbers")
+    group_size = rewards.shape[1]
+    if group_size == 1:
+        return rewards / (1.0 + STD_EPS) if norm == "std" else rewards.clone()
     # The smallest reward of the group is subtracted first. Then equal rewards are exactly 0 (the mean of seven float32
     # 0.1 is not 0.1), and a large common offset does not spoil the variance.
     above = rewards - rewards.amin(dim=1, keepdim=True)
     centred = above - above.mean(dim=1, keepdim=True)
     if norm == "std":
         return centred / (above.std(dim=1, keepdim=True) + STD_EPS)
-    return centred * (rewards.shape[1] / (rewards.shape[1] - 1)) if norm == "loo" else centred
+    return centred * (group_size / (group_size - 1)) if norm == "loo" else centred
 
 
 # ------------------------------------------------------------------------------------------------------------------- KL
@@ -107,7 +113,11 @@ def policy_loss(
     dual_clip_frac, ppo_kl (old_logp - logp), ratio_mean, and ratio_gap, the mean of |r - 1|, which is exactly 0 as long
     as the policy is the old one. With the update's num_tokens, they add up over micro-batches and ranks.
     """
-    _require("kind", kind, ("ppo", "gspo", "cispo"))
+    _require("kind", kind, LOSS_KINDS)
+    if clip_low < 0 or clip_high < 0:
+        raise ValueError(f"clip_low, clip_high: found {clip_low}, {clip_high}; needed: 0 or more")
+    if dual_clip and dual_clip <= 1:
+        raise ValueError(f"dual_clip: found {dual_clip}; needed: more than 1, or 0 for off")
     _same_shape(logp=logp, old_logp=old_logp, mask=mask, weights=weights)
     rows, tokens = logp.shape
     if tuple(advantages.shape) not in (possible := ((rows,), (rows, 1), (rows, tokens))):
@@ -175,17 +185,19 @@ def aggregate_loss(
     num_sequences. dr-grpo: sum / (num_sequences x max_new_tokens).
     num_tokens and num_sequences count the whole update over all data ranks, including groups of equal reward that the
     forward pass skips. None: the tokens in the mask, and the rows with such tokens, of this micro-batch alone.
-    An update without any token has the loss 0, not 0 / 0. Raises ValueError for an unknown aggregate.
+    Raises ValueError for an unknown aggregate, and for dr-grpo without max_new_tokens.
     """
     _require("aggregate", aggregate, AGGREGATES)
     _same_shape(per_token=per_token, mask=mask)
+    if aggregate == "dr-grpo" and (max_new_tokens is None or max_new_tokens < 1):
+        raise ValueError(f"max_new_tokens: found {max_new_tokens}; needed by aggregate dr-grpo: 1 or more")
     row_tokens = (mask != 0).sum(dim=1)  # (B,)
     row_sums = _inside(mask, _at_least_float32(per_token)).sum(dim=1)  # (B,)
     if aggregate == "token-mean":
-        return row_sums.sum() / max(1, row_tokens.sum() if num_tokens is None else num_tokens)
+        return row_sums.sum() / _at_least_one(row_tokens.sum() if num_tokens is None else num_tokens)
     if aggregate == "seq-mean-token-mean":
         row_sums = row_sums / row_tokens.clamp(min=1)
-    share = row_sums.sum() / max(1, (row_tokens > 0).sum() if num_sequences is None else num_sequences)
+    share = row_sums.sum() / _at_least_one((row_tokens > 0).sum() if num_sequences is None else num_sequences)
     return share / max_new_tokens if aggregate == "dr-grpo" else share
 
 
@@ -199,7 +211,9 @@ def rollout_weights(
     both are at most clip. none: 1. Outside the mask the weight is 0. There is no gradient. old_logp: the trainer's
     log-probs of the policy that sampled.
     """
-    _require("mode", mode, ("none", "token", "sequence"))
+    _require("mode", mode, WEIGHT_MODES)
+    if not clip > 0:
+        raise ValueError(f"clip: found {clip}; needed: more than 0")
     _same_shape(old_logp=old_logp, rollout_logp=rollout_logp, mask=mask)
     old_logp, rollout_logp = _at_least_float32(old_logp).detach(), _at_least_float32(rollout_logp).detach()
     if mode == "none":
@@ -219,6 +233,11 @@ def _inside(mask: Tensor, value: Tensor) -> Tensor:
 def _at_least_float32(value: Tensor) -> Tensor:
     """The value in float32 or wider: bf16 has only 8 bits for a log-probability, and rewards may be integers."""
     return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+def _at_least_one(count: int | Tensor) -> int | Tensor:
+    """The count as a divisor: an update without any token has the loss 0, not 0 / 0."""
+    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
 
 
 def _require(name: str, found: str, choices: tuple[str, ...]) -> None:

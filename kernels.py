@@ -26,13 +26,17 @@ def grouped_mm(x: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
         if len(weight) == 1 or not len(x):  # the kernel needs at least two groups and one row
             return x @ weight[0]
         return _GroupedMatmul.apply(x, weight, tokens_per_expert.to(x.device, torch.int64))
-    # torch's kernel needs every row to start on a 16-byte boundary, and on CUDA bf16.
-    aligned = all(width * weight.element_size() % 16 == 0 for width in weight.shape[1:])
-    if len(x) and aligned and (x.device.type == "cpu" or weight.dtype == torch.bfloat16):
+    if len(x) and _grouped_mm_takes(weight):
         ends = tokens_per_expert.cumsum(0, dtype=torch.int32).to(x.device)
         return torch._grouped_mm(x.contiguous(), weight, offs=ends)
     blocks = x.split(tokens_per_expert.tolist())
     return torch.cat([block @ weight[e] for e, block in enumerate(blocks)])
+
+
+def _grouped_mm_takes(weight: Tensor) -> bool:
+    """Whether torch's kernel takes this weight: rows that start on 16-byte boundaries, and on CUDA bf16."""
+    aligned = all(width * weight.element_size() % 16 == 0 for width in weight.shape[1:])
+    return aligned and (weight.device.type == "cpu" or weight.dtype == torch.bfloat16)
 
 
 class _GroupedMatmul(torch.autograd.Function):
