@@ -206,7 +206,6 @@ def group_options(device: torch.device, name: str):
 # ------------------------------------------------------------------------------------------------ Megatron
 
 
-@functools.cache  # once a process
 def import_megatron(device: torch.device) -> None:
     """Import the parts of Megatron that the model needs, and correct its assumptions that are wrong on ``device``.
 
@@ -252,15 +251,17 @@ def _redirect_cuda() -> None:
 
 def _correct_megatron(device: torch.device) -> None:
     """Replace functions of megatron.core: rotary embedding; on a CPU also RNG state, split sizes and uneven gathers."""
-    from megatron.core.tensor_parallel import mappings, random
-    from megatron.core.transformer import attention
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    import megatron.core.tensor_parallel.mappings as mappings
+    import megatron.core.tensor_parallel.random as random
+    import megatron.core.transformer.attention as attention
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
     if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 reads this name without importing it when there is no TE
         moe_utils.te_general_gemm = None
     # The model computes cos and sin once a forward pass (model_megatron.build), instead of twice in every layer.
     attention.apply_rotary_pos_emb = lambda x, cos_sin, *args, **kwargs: kernels.rotary(x, *cos_sin)
-    if device.type != "cpu":
+    if device.type != "cpu" or getattr(mappings._gather_along_first_dim, "padded", False):
         return
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
@@ -281,4 +282,5 @@ def _correct_megatron(device: torch.device) -> None:
         torch.distributed.all_gather_into_tensor(out, padded, group=group)
         return torch.cat([share[:size] for share, size in zip(out.split(max(1, max(sizes))), sizes, strict=False)])
 
+    gather.padded = True
     mappings._gather_along_first_dim = gather

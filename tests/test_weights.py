@@ -283,7 +283,10 @@ BROKEN = {  # the fault: (the change that makes it, the expected line)
     "offset past the end": (rewrite(wrong_offset), UNREADABLE),
     "empty": (rewrite(lambda data: b""), UNREADABLE),
     "an LFS pointer": (rewrite(lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:0"), UNREADABLE),
-    "a directory": (lambda d: ((d / "model.safetensors").unlink(), (d / "model.safetensors").mkdir()), UNREADABLE),
+    "a directory": (
+        lambda d: ((d / "model.safetensors").unlink(), (d / "model.safetensors").mkdir()),
+        r"model.safetensors: cannot be read \(Is a directory\)",
+    ),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), r"model.path: no \*\.safetensors in .*: found none"),
     "same tensor in two files": (two_files, f"more.safetensors: {NORM} is also in another file|{NORM} is also in"),
     "index of an absent file": (
