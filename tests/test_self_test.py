@@ -166,8 +166,8 @@ def neighbours_rewards(result: tuple, *_) -> tuple:
     return result
 
 
-def scores_flipped(score: Callable, *_) -> Callable:
-    return lambda question, completion: (1 - score(question, completion)[0], True)
+def score_flipped(scored: tuple[float, bool], *_) -> tuple[float, bool]:
+    return 1 - scored[0], True
 
 
 def scale_doubled(adapters: dict, *_) -> dict:
@@ -220,7 +220,7 @@ FAULTS = {  # fault: how it is planted, the check that must find it, overrides o
     "advantages that are not centred": (advantages(lambda found, rewards: rewards), "advantages", ()),
     "shuffled advantages": (advantages(lambda found, rewards: found.roll(1, 1)), "advantages", ()),
     "the reward of another answer": (lambda: after(rollout, "sample", neighbours_rewards), "rewards", ()),
-    "rewards flipped in the run": (lambda: after(startup, "scorer", scores_flipped), "rewards", ()),
+    "rewards flipped in the run": (lambda: after(startup.Run, "score", score_flipped), "rewards", ()),
     "rewards flipped in the method": (lambda: after(reward_gsm8k, "score", lambda x, *_: 1 - x), "rewards", ()),
     "the first token masked": (masks(lambda mask: mask * mask.roll(1, 1)), "gradient", ()),
     "half of the tokens masked": (
