@@ -18,11 +18,10 @@ import lora_megatron
 import weights_hf
 from checkpoint import Checkpoint, Pending
 from hf_config import Architecture
-from input_files import InputError
+from input_files import InputError, first_three
 from knobs import LoraConfig
 from lora_megatron import Adapter, whole_shape
 from parallel_setup import Parallel
-from weights_hf import first_three
 
 HF_NAMES = {  # Megatron module -> the Hugging Face module, or a fused name for several of them
     "self_attention.linear_qkv": "self_attn.qkv_proj",

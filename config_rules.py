@@ -98,15 +98,10 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def row_tokens(cfg: Config) -> int:
-    """Tokens of the longest row: prompt and completion."""
-    return cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
-
-
 def _layout_rules(cfg: Config) -> list[Rule]:
     """Sizes that must fit each other. With rollout.expert_parallel vLLM's shards are those of the trainer."""
     prompts, update = cfg.rollout.prompts_per_step, cfg.optim.prompts_per_update
-    room, longest, shared = cfg.optim.tokens_per_micro_batch, row_tokens(cfg), cfg.rollout.expert_parallel
+    room, longest, shared = cfg.optim.tokens_per_micro_batch, cfg.row_tokens, cfg.rollout.expert_parallel
     sizes = {"parallel.pipeline": cfg.parallel.pipeline, "parallel.context": cfg.parallel.context}
     return [
         *((size != 1, f"{key}: {size} is not supported yet; only 1 is") for key, size in sizes.items()),
@@ -271,9 +266,9 @@ def layout_problems(cfg: Config, arch: Architecture, world_size: int) -> list[st
     sizes = [d for d in divisors(arch.num_experts) if d % tensor == 0]
     rules = [
         (
-            row_tokens(cfg) > arch.max_positions,
+            cfg.row_tokens > arch.max_positions,
             f"data.max_prompt_tokens: {cfg.data.max_prompt_tokens} + rollout.max_new_tokens "
-            f"{cfg.rollout.max_new_tokens} = {row_tokens(cfg)} exceeds the model's {arch.max_positions} positions",
+            f"{cfg.rollout.max_new_tokens} = {cfg.row_tokens} exceeds the model's {arch.max_positions} positions",
         ),
         (
             cfg.replay.mode != "off" and (arch.num_experts > 256 or not any(arch.moe_layers)),
@@ -319,7 +314,7 @@ def engine_layout_problems(cfg: Config, arch: Architecture, world_size: int) -> 
     if cfg.rollout.engine != "vllm":
         return []
     tensor, cache = cfg.rollout.tensor, cfg.rollout.kv_cache_mib
-    return replica_problems(arch, world_size, tensor, row_tokens(cfg), cache, ELEMENT_BYTES[cfg.model.dtype])
+    return replica_problems(arch, world_size, tensor, cfg.row_tokens, cache, ELEMENT_BYTES[cfg.model.dtype])
 
 
 def replica_problems(
@@ -350,7 +345,7 @@ def replica_problems(
 
 def cache_mib_per_row(cfg: Config, arch: Architecture) -> int:
     """MiB of vLLM's key-value cache on a rank that the longest row needs."""
-    return _cache_mib(arch, cfg.rollout.tensor, row_tokens(cfg), ELEMENT_BYTES[cfg.model.dtype])
+    return _cache_mib(arch, cfg.rollout.tensor, cfg.row_tokens, ELEMENT_BYTES[cfg.model.dtype])
 
 
 def _cache_mib(arch: Architecture, tensor: int, longest: int, element: int) -> int:

@@ -21,6 +21,7 @@ import kernels
 from input_files import InputError
 
 # The variables that limit the devices a process sees. The driver reads them; the user sets them, and this code never.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # model.dtype -> the type of the weights
 VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
 
 # MiB of the buffer of an HCCL communicator, by Megatron's name of the group. A communicator has two such buffers on

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import checkpoint
+import device as devices
 import hf_config
 import weights_hf
 from adapter_weights import Adapted, adapted_modules
@@ -34,7 +35,6 @@ from run_record import disk_errors, fsync_path, refuse_changed_inputs
 
 COPIED = """generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json
     vocab.json merges.txt tokenizer.model chat_template.jinja chat_template.json LICENSE""".split()
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 # ------------------------------------------------------------------------------------------------ reading the run
@@ -119,7 +119,7 @@ def write_merged(
     alpha: float,
 ) -> tuple[int, int]:
     """Write the merged model with the tensor names of the base model to ``folder``.  -> (tensors, bytes)"""
-    source, dtype, shapes = Path(model.path), DTYPES[model.dtype], weights_hf.tensor_shapes(arch)
+    source, dtype, shapes = Path(model.path), devices.DTYPES[model.dtype], weights_hf.tensor_shapes(arch)
     num_bytes = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
     _check_room(folder, num_bytes)
     base = weights_hf.read_model(source, arch)

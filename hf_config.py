@@ -170,7 +170,7 @@ def settings(cfg: Config) -> tuple[dict, str]:
     of that name in configs/. InputError if none of these exists.
     """
     if cfg.tiny_model is not None:
-        return tiny_settings(cfg.tiny_model, cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens), "tiny_model"
+        return tiny_settings(cfg.tiny_model, cfg.row_tokens), "tiny_model"
     folder = Path(cfg.model.path)
     published = PUBLISHED / f"{folder.name}.config.json"
     if folder.exists() or not published.is_file():

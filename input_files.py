@@ -56,6 +56,11 @@ def one_line(error: BaseException) -> str:
     return text if len(text) <= LONGEST_MESSAGE else f"{text[: LONGEST_MESSAGE - 105]} ... {text[-100:]}"
 
 
+def first_three(names: list[str]) -> str:
+    """The first three names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 def refused(error: BaseException) -> int:
     """Print the error on stderr as one line.  -> 2, the exit code for input that cannot be used"""
     print(f"error: {one_line(error)}", file=sys.stderr, flush=True)

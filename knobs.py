@@ -268,3 +268,8 @@ class Config(Section):
     checks: ChecksConfig = knob(ChecksConfig(), "what stops a run that is silently wrong")
     eval: EvalConfig = knob(EvalConfig(), "accuracy of the policy without noise on held-out questions")
     train: TrainConfig = knob(..., "length, seeds, run folder")
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of the longest row: prompt and completion."""
+        return self.data.max_prompt_tokens + self.rollout.max_new_tokens

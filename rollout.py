@@ -24,8 +24,6 @@ from knobs import Config, RolloutConfig
 from packing import Packing
 from parallel_setup import Parallel
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
 
 @dataclass
 class Rollout:
@@ -64,7 +62,7 @@ def check_engine(cfg: Config, arch: Architecture, ranks: int) -> None:
     """Raise InputError if vLLM, where it is the engine, cannot run this configuration or is not installed for it."""
     if cfg.rollout.engine != "vllm":
         return
-    device_type, dtype = devices.resolve(cfg.device).type, DTYPES[cfg.model.dtype]
+    device_type, dtype = devices.resolve(cfg.device).type, devices.DTYPES[cfg.model.dtype]
     if device_type == "npu" and cfg.rollout.temperature != 1:
         # vllm-ascend 0.23.0, model_runner_v1.py:333: its own sampler does not read logprobs_mode.
         raise InputError(
@@ -77,7 +75,7 @@ def check_engine(cfg: Config, arch: Architecture, ranks: int) -> None:
         ranks=ranks,
         tensor=cfg.rollout.tensor,
         dtype=dtype,
-        max_tokens=cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens,
+        max_tokens=cfg.row_tokens,
         kv_cache_mib=cfg.rollout.kv_cache_mib,
     )
     if cfg.rollout.sync == "adapter":
@@ -88,7 +86,7 @@ def check_engine(cfg: Config, arch: Architecture, ranks: int) -> None:
 
 def open_engine(cfg: Config, arch: Architecture, device: torch.device, stop_tokens: set[int], pad_token: int) -> Engine:
     """The engine that cfg.rollout.engine names. It has no weights before its first load_weights."""
-    dtype = DTYPES[cfg.model.dtype]
+    dtype = devices.DTYPES[cfg.model.dtype]
     if cfg.rollout.engine == "torch":
         norms = torch.float32 if cfg.aqn.bf16 == "fp32" else dtype  # fp32 norms keep noise that bf16 would round off
         return TorchSampler(
@@ -99,7 +97,7 @@ def open_engine(cfg: Config, arch: Architecture, device: torch.device, stop_toke
         arch,
         cfg.model.path,
         stop_tokens=stop_tokens,
-        max_tokens=cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens,
+        max_tokens=cfg.row_tokens,
         dtype=dtype,
         device=device,
         tensor=cfg.rollout.tensor,

@@ -217,6 +217,8 @@ def run_sweep(sweep: Sweep, jobs: list[Job], start: Callable[[Job], Any], most: 
 
 def advance(job: Job, start: Callable[[Job], Any], room: bool, retries: int, folder: Path) -> None:
     """Bring a job to its next state. A waiting job starts if there is ``room``; a running job can end."""
+    if not job.process and not room:
+        return
     code = job.process.poll() if job.process else None  # first: a process that has ended no longer writes to its run
     job.look()
     if job.process and code is None:
@@ -226,10 +228,9 @@ def advance(job: Job, start: Callable[[Job], Any], room: bool, retries: int, fol
     if job.state == "finished":
         return
     if code is None:
-        if room:
-            job.process = None if job.is_alive() else start(job)
-            job.state = "running" if job.process else "elsewhere"
-            job.attempts += job.state == "running"
+        job.process = None if job.is_alive() else start(job)
+        job.state = "running" if job.process else "elsewhere"
+        job.attempts += job.state == "running"
     elif code == BUSY:
         job.state, job.attempts = "elsewhere", job.attempts - 1
     else:

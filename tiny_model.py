@@ -28,7 +28,6 @@ import model_megatron
 import parallel_setup
 import weights_hf
 from config import derive_seed, flatten
-from config_rules import row_tokens
 from input_files import InputError, finish_folder, fresh_folder, read_object
 from knobs import Config, ParallelConfig, TinyModelConfig
 from parallel_setup import Parallel
@@ -52,7 +51,7 @@ def recipe(cfg: Config) -> dict:
     """Everything that decides the weights of the model, except the number of ranks that make it."""
     return {
         "tiny_model": cfg.tiny_model.model_dump(mode="json"),
-        "config": hf_config.tiny_settings(cfg.tiny_model, row_tokens(cfg)),
+        "config": hf_config.tiny_settings(cfg.tiny_model, cfg.row_tokens),
         "operands": [cfg.data.operand_low, cfg.data.operand_high],
     }
 

@@ -46,7 +46,7 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: startup
 
         # 1. Give the sampler the current policy: W + (alpha / R) B A. Noise is added to the sampler's copy only.
         pushed = run.weights.push(step, held_out[0].prompt)
-        tripwires.after_push(step, run.weights.checksums(pushed["sync/checksum"]), gradient_norm)
+        tripwires.after_push(step, parallel.gather_objects(pushed["sync/checksum"]), gradient_norm)
         timer.end_phase("sync")
 
         # 2. Sample and score G completions for each of P questions.

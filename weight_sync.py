@@ -8,7 +8,6 @@ the trainer, the reference and the evaluations do not.
 from collections.abc import Callable, Generator, Iterator
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -88,10 +87,6 @@ class WeightSync:
     def push_clean(self) -> None:
         """Push the policy as the trainer has it: W + (alpha / R) B A, and the norms without noise."""
         self._push_policy()
-
-    def checksums(self, checksum: float) -> list[float]:
-        """The ``checksum`` of every rank, the same list on every rank. Collective."""
-        return self.parallel.gather_rows(torch.tensor([checksum], dtype=torch.float64)).flatten().tolist()
 
     def push(self, step: int, probe: list[int]) -> dict[str, float]:
         """Push the policy with the noise of ``step`` (from 0). It returns metrics: the checksum, and the noise.
@@ -189,8 +184,7 @@ class WeightSync:
         on all ranks. A wrong engine gives other answers, but tensor ranks must compute the same tokens.
         """
         mine = [(tuple(answer.tokens), answer.logp) for answer in self._answers(prompt, self.cfg.rollout.temperature)]
-        everyones: list[list[tuple[tuple[int, ...], list[float]]]] = [[]] * self.parallel.world_size
-        dist.all_gather_object(everyones, mine)
+        everyones = self.parallel.gather_objects(mine)
         trainers = self._trainer_logp(prompt, list(dict.fromkeys(tokens for rank in everyones for tokens, _ in rank)))
         apart = [torch.cat([trainers[tokens] - torch.tensor(logp) for tokens, logp in rank]) for rank in everyones]
         largest = torch.stack([one.abs().mean() for one in apart]).max().item()  # a NaN counts as the largest

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_config import Architecture
-from input_files import InputError, read_object, refuse_special
+from input_files import InputError, first_three, read_object, refuse_special
 from lora_megatron import Adapter, attached
 from parallel_setup import Parallel, Shards
 
@@ -169,11 +169,6 @@ def read_model(model_dir: str | Path, arch: Architecture) -> dict[str, Tensor]:
     if problems:
         raise InputError(f"{model_dir}: weights do not fit config.json: {'; '.join(problems[:3])}")
     return found
-
-
-def first_three(names: list[str]) -> str:
-    """The first three names, and how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _weight_files(model_dir: Path) -> list[Path]:

@@ -157,6 +157,7 @@ class VllmEngine(Engine):
             raise InputError("rollout.engine: the environment's VLLM_ENABLE_V1_MULTIPROCESSING must be 0 or unset")
         job = [f"grpo-{os.getpid()}-{time.time_ns()}"]
         dist.broadcast_object_list(job)
+        launched = "RANK" in os.environ  # by torchrun
         with (
             vllm_inside.surroundings_kept(self.device),
             vllm_ascend.original_compile(enforce_eager),
@@ -182,9 +183,7 @@ class VllmEngine(Engine):
                 max_num_batched_tokens=max(PREFILL_TOKENS, max_tokens),
                 enable_chunked_prefill=False,  # a chunk would draw from the generator of its row and, on a CPU, fail
                 tensor_parallel_size=tensor,
-                distributed_executor_backend="external_launcher"
-                if "RANK" in os.environ
-                else "uni",  # torchrun sets RANK
+                distributed_executor_backend="external_launcher" if launched else "uni",
                 enforce_eager=enforce_eager,
                 kv_cache_memory_bytes=kv_cache_mib * 2**20,
                 gpu_memory_utilization=0.01,  # vLLM requires this share to be free; the cache size is given

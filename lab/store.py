@@ -29,13 +29,8 @@ RECORD, STEPS = "record.json", "steps.jsonl.gz"
 KEPT = re.compile(rf"(?!figures/|benchmarks/){ID}/({RECORD}|{STEPS})|benchmarks/{ID}\.json")
 FIGURE = re.compile(rf"figures/{ID}\.png")
 NO_RECORD = re.compile(rf"benchmarks/README\.md|{ID}/report\.html")  # report.py html writes the page there
-RESERVED = {
-    "figures",
-    "benchmarks",
-    "index.json",
-    "plan.yaml",
-    "README.md",
-}  # names in results/ that no record may have
+# Names in results/ that no record may have.
+RESERVED = {"figures", "benchmarks", "index.json", "plan.yaml", "README.md"}
 # Settings that differ between the seeds of one variant, and settings that do not change the result. Runs that differ in
 # any other setting are different variants.
 SEEDS = {"name", "train.seed", "tiny_model.seed"}

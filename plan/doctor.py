@@ -18,7 +18,16 @@ from pathlib import Path
 
 import hf_config
 from config import load_config
-from input_files import BAD_INPUT, MOST_RANKS, SETTINGS_MIB, InputError, read_object, refuse_special, refused
+from input_files import (
+    BAD_INPUT,
+    MOST_RANKS,
+    SETTINGS_MIB,
+    InputError,
+    first_three,
+    read_object,
+    refuse_special,
+    refused,
+)
 from knobs import Config
 from plan import doctor_npu, doctor_variables
 from plan.grid import WHOLE
@@ -105,7 +114,6 @@ def check_model_files(machine: Machine) -> list[Finding]:
     except (OSError, ValueError, TypeError, AttributeError) as error:
         wrong = f"{index} cannot be read ({error})"
     broken = [f"{path.name} {fault}" for path in files if (fault := file_fault(path))]
-    listed = ", ".join(broken[:3]) + f" and {len(broken) - 3} more" * (len(broken) > 3)
     size = sum(path.stat().st_size for path in files if not broken) / GIB
     tokenizers = [folder / name for name in ("tokenizer.json", "vocab.json")]
     todo = f"download it again into {folder} (docs/npu.md); a broken download is resumed by the same command"
@@ -116,7 +124,7 @@ def check_model_files(machine: Machine) -> list[Finding]:
         (not any(map(Path.is_file, tokenizers)), "fail", f"no tokenizer.json and no vocab.json in {folder}", todo),
         (wrong, "fail", wrong, todo),
         (not files, "fail", f"no *.safetensors in {folder}", todo),
-        (broken, "fail", f"{listed}, of {len(files)} files in {folder}", todo),
+        (broken, "fail", f"{first_three(broken)}, of {len(files)} files in {folder}", todo),
     )
 
 

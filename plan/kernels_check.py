@@ -34,7 +34,6 @@ from parallel_setup import Parallel
 from plan import grid, launched
 from plan.memory import micro_batch_tokens
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INSIDE = 8  # fp32 roundings in a fused operator beside its sum: squares, means; an exp or rsqrt counts as two
 BLOCK = 64  # least numbers that are compared together: if all of a few are small by chance, their relative error is not
 REPEATS = 3  # timed runs, after the run that is compared
@@ -93,7 +92,7 @@ def cases(cfg: Config, arch: Architecture, ranks: int, seed: int) -> list[Case]:
     """The operators of a micro-batch of one rank. ``seed`` decides the numbers, not the sizes."""
     layout, generator = grid.of(cfg, ranks), torch.Generator().manual_seed(seed)
     h, d, tokens = arch.hidden_size, arch.head_dim, micro_batch_tokens(cfg, layout)
-    T = min(tokens, -(-(cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens) // layout.tensor) * layout.tensor)
+    T = min(tokens, -(-cfg.row_tokens // layout.tensor) * layout.tensor)
     own_tokens, rows = tokens // layout.tensor, tokens // T
     heads, kv_heads = arch.num_heads // layout.tensor, max(1, arch.num_kv_heads // layout.tensor)
 
@@ -164,7 +163,7 @@ def check_operator(case: Case, device: torch.device, rank: int) -> list[dict]:
     true = [answer.detach(), *torch.autograd.grad(answer, [exact[name] for name in case.trained], grad.double())]
     size = " ".join("x".join(map(str, x.shape)) for x in case.inputs.values() if x.is_floating_point())
     results = []
-    for name, dtype in DTYPES.items():
+    for name, dtype in devices.DTYPES.items():
         inputs = _inputs(case, device, dtype)
         wanted, given = [inputs[key] for key in case.trained], grad.to(device, dtype)
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 import adapter_weights
+import device as devices
 import hf_config
 import lora_megatron
 import model_megatron
@@ -67,7 +68,7 @@ def write_model(cfg: Config, folder: Path) -> None:
     """Write that config.json and random weights to ``folder``. InputError if the folder belongs to the user."""
     fresh_folder(folder)
     (folder / "config.json").write_text(json.dumps(settings(cfg), indent=1) + "\n")
-    arch, dtype = hf_config.read(folder), rollout.DTYPES[cfg.model.dtype]
+    arch, dtype = hf_config.read(folder), devices.DTYPES[cfg.model.dtype]
     head = "model.embed_tokens.weight" if arch.tied_head else "lm_head.weight"
 
     def weights() -> Iterator[tuple[str, Tensor]]:
@@ -161,7 +162,7 @@ def by_expert(gaps: Tensor, mask: Tensor, routes: Tensor, arch: Architecture) ->
 
 def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
     """All figures of this check. ``wrong`` says which are beyond their bounds; "" if none is. Collective."""
-    model = model_megatron.build(arch, parallel, dtype=rollout.DTYPES[cfg.model.dtype], recompute=cfg.model.recompute)
+    model = model_megatron.build(arch, parallel, dtype=devices.DTYPES[cfg.model.dtype], recompute=cfg.model.recompute)
     weights_hf.load(model, arch, parallel, cfg.model.path)
     adapters = lora_megatron.attach(model, cfg.lora, parallel, cfg.train.seed)
     pad_token = 0

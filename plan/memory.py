@@ -11,14 +11,13 @@ an element.
 
 from dataclasses import dataclass
 
-from config_rules import cache_bytes_per_token
+from config_rules import ELEMENT_BYTES, cache_bytes_per_token
 from hf_config import Architecture
 from knobs import Config, LoraConfig
 from plan import grid
 from plan.grid import RankGrid
 
 GIB = 2**30
-ELEMENT = {"fp32": 4, "bf16": 2}
 LOGITS_PER_CHUNK, ROWS_PER_CHUNK = 2**24, 2048  # of model_megatron.py
 CACHED_ROWS = 512  # of engines/torch_sampler.py: rows that it samples at the same time
 PREFILL_TOKENS = 8192  # of engines/vllm_engine.py: prompt tokens that it computes at once
@@ -220,22 +219,21 @@ RESIDENT = ("base", "lora", "optimizer", "engine weights", "key-value cache", "c
 
 def micro_batch_tokens(cfg: Config, layout: RankGrid) -> int:
     """Most tokens, padding included, of one forward pass on one rank."""
-    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
-    longest = -(-longest // layout.tensor) * layout.tensor
+    longest = -(-cfg.row_tokens // layout.tensor) * layout.tensor
     sequences = -(-cfg.optim.prompts_per_update * cfg.rollout.group_size // layout.data)
     return max(longest, min(cfg.optim.tokens_per_micro_batch, sequences * longest) // layout.tensor * layout.tensor)
 
 
 def step_memory(cfg: Config, arch: Architecture, layout: RankGrid, device: str, capacity: int) -> Memory:
     """Every phase of a step on the fullest rank. ``device``: cpu | npu | cuda. ``capacity``: bytes of this rank."""
-    element, h, rollout = ELEMENT[cfg.model.dtype], arch.hidden_size, cfg.rollout
+    element, h, rollout = ELEMENT_BYTES[cfg.model.dtype], arch.hidden_size, cfg.rollout
     tokens = micro_batch_tokens(cfg, layout)
     work = activations(
         arch, cfg.lora, layout, element=element, recompute=cfg.model.recompute, tokens=tokens, scored=tokens,
         imbalance=IMBALANCE, entropy_bonus=cfg.loss.entropy_coef > 0,
     )  # fmt: skip
     lora = 4 * lora_parameters(arch, cfg.lora, layout)
-    longest = cfg.data.max_prompt_tokens + rollout.max_new_tokens
+    longest = cfg.row_tokens
     wanted_rows = -(-rollout.prompts_per_step // layout.replicas) * rollout.group_size
     cache, cached_rows = _cache(cfg, arch, layout, element, wanted_rows)
     engine = _engine_layout(layout)

@@ -8,10 +8,11 @@ Qwen3-30B-A3B on 16 dies. Nothing here imports torch.
 
 from dataclasses import dataclass
 
+from config_rules import ELEMENT_BYTES
 from hf_config import Architecture
 from knobs import Config
 from plan.grid import WHOLE, RankGrid
-from plan.memory import ELEMENT, Memory, lora_parameters
+from plan.memory import Memory, lora_parameters
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def step_times(
     completion: float,
 ) -> Times:
     """Every phase of a step. ``prompt``, ``completion``: mean numbers of tokens."""
-    element, rollout = ELEMENT[cfg.model.dtype], cfg.rollout
+    element, rollout = ELEMENT_BYTES[cfg.model.dtype], cfg.rollout
     sequences = rollout.prompts_per_step * rollout.group_size
     length = prompt + completion
     tokens = -(-sequences // layout.data) * layout.data * length  # all ranks wait for the fullest

@@ -80,7 +80,7 @@ def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
     """
     ranks, counts = refused.layout.ranks, _other_counts(refused.layout.ranks, setting)
     cfg = _corrected(refused.cfg, setting.arch)
-    smaller = _with(cfg, model={"recompute": True}, optim={"tokens_per_micro_batch": _row_tokens(cfg)})
+    smaller = _with(cfg, model={"recompute": True}, optim={"tokens_per_micro_batch": cfg.row_tokens})
     found: list[Verdict] = []
     for base, tried, engines in (
         (cfg, [ranks], False),
@@ -94,9 +94,7 @@ def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
         if found := list(itertools.islice(fitting, LISTED)):
             break
     if cfg == refused.cfg:  # the configuration may be sound, and only the number of ranks wrong
-        listed = [
-            (verdict.cfg, verdict.layout) for verdict in found
-        ]  # no set: a Config holds a dict, so it has no hash
+        listed = [(verdict.cfg, verdict.layout) for verdict in found]  # no set: a Config has no hash
         unchanged = (judge(cfg, count, setting) for count in counts)
         new = [v for v in unchanged if not v.reasons and (v.cfg, v.layout) not in listed]
         found = found[: LISTED - 1] + new[:1]
@@ -114,17 +112,13 @@ def _corrected(cfg: Config, arch: Architecture) -> Config:
     cache = cfg.rollout.kv_cache_mib
     if cfg.rollout.engine == "vllm" and cache_mib_per_row(cfg, arch) > cache:
         cache = cache_mib_per_row(_with(cfg, rollout={"tensor": 1}), arch)  # one row fits with any rollout.tensor
-    tokens = max(cfg.optim.tokens_per_micro_batch, _row_tokens(cfg))
+    tokens = max(cfg.optim.tokens_per_micro_batch, cfg.row_tokens)
     return _with(
         cfg,
         parallel={"pipeline": 1, "context": 1},
         optim={"prompts_per_update": update, "tokens_per_micro_batch": tokens},
         rollout={"kv_cache_mib": cache},
     )
-
-
-def _row_tokens(cfg: Config) -> int:
-    return cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
 
 
 def _with(cfg: Config, **sections: dict) -> Config:

@@ -115,7 +115,7 @@ def test_an_operator_that_is_off_is_named_with_its_dtype_and_pass(
     operator, dtype, which, forward, backward, monkeypatch
 ) -> None:
     real = getattr(kernels, operator)
-    monkeypatch.setattr(kernels, operator, off(real, kernels_check.DTYPES[dtype], forward, backward))
+    monkeypatch.setattr(kernels, operator, off(real, kernels_check.devices.DTYPES[dtype], forward, backward))
     mine = [case for case in small_cases() if case.name.startswith(operator)]
     rows = kernels_check.summary([result for case in mine for result in kernels_check.check_operator(case, CPU, 3)])
     assert {(row["dtype"], *row["wrong"]) for row in rows} == {(dtype, which), ("bf16" if dtype == "fp32" else "fp32",)}
