@@ -47,8 +47,6 @@ IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
      "data.operand_low data.operand_high"),
     (lambda c: c.rollout.engine != "vllm", "rollout.engine is not vllm",
      "rollout.tensor rollout.expert_parallel rollout.enforce_eager rollout.kv_cache_mib"),
-    (lambda c: c.rollout.engine != "vllm", "rollout.engine is not vllm, and the embedded sampler's is always merged",
-     "rollout.sync"),
     (lambda c: not {"linear_fc1", "linear_fc2"} & set(c.lora.targets),
      "lora.targets has neither linear_fc1 nor linear_fc2", "lora.expert_rank"),
     (lambda c: c.loss.kind != "ppo", "loss.kind is not ppo", "loss.dual_clip"),

@@ -273,3 +273,11 @@ class Config(Section):
     def row_tokens(self) -> int:
         """Tokens of the longest row: prompt and completion."""
         return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
+    def trains_merged(self) -> bool:
+        """Whether the trainer's passes use the merged weights that are pushed, rounded to model.dtype.
+
+        In fp32 the rounding is 1e-7 of a weight. Dropout acts on the input of A, so it needs the factors.
+        """
+        return self.model.dtype == "bf16" and self.rollout.sync == "merged" and not self.lora.dropout

@@ -3,6 +3,10 @@
 y = base(x) + (alpha / R) B A x in fp32 factors. A is random and B is zero, so an adapted model starts as its base.
 A column-parallel linear holds A whole and B split by output rows; a row-parallel linear holds A split by input columns
 and B whole. E local experts, R rank. Merging needs no communication: each rank adds its own B A to its own shard.
+
+In bf16 the sampler gets W + (alpha / R) B A rounded to bf16, and the rounding swallows most of a small update. So that
+the policy that is trained is the one that samples, the forward pass then multiplies by the same rounded weight, and A
+and B get the gradient that they would have without the rounding (a straight-through estimator, arXiv 1308.3432).
 """
 
 import contextlib
@@ -39,25 +43,64 @@ def _factor(
     return factor
 
 
-class Adapter(torch.nn.Module):
-    """A low-rank update (alpha / R) B A, which can be switched off."""
+class _GradientOf(torch.autograd.Function):
+    """The value of ``y``; the gradient goes to ``y`` and to ``update``, as if the value were their sum."""
 
-    def __init__(self, rank: int, alpha: float, dropout: float) -> None:
+    @staticmethod
+    def forward(ctx, y: Tensor, update: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad
+
+
+@contextlib.contextmanager
+def _using(module: torch.nn.Module, weight: Tensor) -> Iterator[None]:
+    """A context in which ``module`` computes with ``weight``; so does its backward pass, since autograd saves it."""
+    own = module._parameters["weight"]
+    module._parameters["weight"] = weight
+    try:
+        yield
+    finally:
+        module._parameters["weight"] = own
+
+
+class Adapter(torch.nn.Module):
+    """A low-rank update (alpha / R) B A, which can be switched off.
+
+    ``merges``: the forward pass uses the merged weight, as the module's docstring says.
+    """
+
+    def __init__(self, rank: int, alpha: float, dropout: float, merges: bool) -> None:
         super().__init__()
-        self.scale, self.dropout, self.enabled = alpha / rank, dropout, True
+        self.scale, self.dropout, self.merges, self.enabled = alpha / rank, dropout, merges, True
 
     def delta(self, expert: int | None = None) -> Tensor:
         """The shard of the update on this rank, fp32.  -> (out, in); with ``expert``, of one local expert: (in, out)"""
         return self.scale * (self.B @ self.A if expert is None else self.A[expert] @ self.B[expert])
+
+    @torch.no_grad()
+    def merged(self, weight: Tensor, expert: int | None = None) -> Tensor:
+        """W + (alpha / R) B A for the shard ``weight`` of W, in fp32 and cast once; ``expert``: see `delta`."""
+        return (weight.float() + self.delta(expert)).to(weight.dtype)
 
 
 class LoRALinear(Adapter):
     """A column or row parallel linear with its low-rank update.  A (R, in), B (out, R), sharded like the base"""
 
     def __init__(
-        self, base: torch.nn.Module, rank: int, alpha: float, dropout: float, is_column: bool, tensor: int
+        self,
+        base: torch.nn.Module,
+        rank: int,
+        alpha: float,
+        dropout: float,
+        merges: bool,
+        *,
+        is_column: bool,
+        tensor: int,
     ) -> None:
-        super().__init__(rank, alpha, dropout)
+        super().__init__(rank, alpha, dropout, merges)
         self.base, self.is_column, self.sequence_parallel = base, is_column, tensor > 1
         # With sequence parallelism every tensor rank sees other tokens, so the factor that all of them hold whole gets
         # a partial gradient on each.
@@ -67,11 +110,17 @@ class LoRALinear(Adapter):
         self.B = _factor(base.weight, (out_size, rank), 0 if is_column else None, partial_over)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not (self.enabled and self.merges):
+            y, bias = self.base(x)
+            return y + self._update(x) if self.enabled else y, bias
+        with _using(self.base, self.merged(self.base.weight)):
+            y, bias = self.base(x)
+        return _GradientOf.apply(y, self._update(x.detach())) if torch.is_grad_enabled() else y, bias
+
+    def _update(self, x: Tensor) -> Tensor:
+        """(alpha / R) B A x, with the shape of what the base returns."""
         from megatron.core.tensor_parallel import mappings
 
-        y, bias = self.base(x)
-        if not self.enabled:
-            return y, bias
         low = F.linear(F.dropout(x, self.dropout, self.training), self.A.to(x.dtype))  # (.., R)
         if self.sequence_parallel and self.is_column:
             # Gathering R columns is cheaper than gathering the hidden size. The backward pass sums their gradient over
@@ -79,7 +128,7 @@ class LoRALinear(Adapter):
             low = mappings.gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
         elif self.sequence_parallel:
             low = mappings.reduce_scatter_to_sequence_parallel_region(low)
-        return y + F.linear(self.scale * low, self.B.to(x.dtype)), bias  # scaled where only R columns are multiplied
+        return F.linear(self.scale * low, self.B.to(x.dtype))  # scaled where only R columns are multiplied
 
 
 class LoRAGroupedLinear(Adapter):
@@ -89,39 +138,60 @@ class LoRAGroupedLinear(Adapter):
     """
 
     def __init__(
-        self, base: GroupedLinear, rank: int, alpha: float, dropout: float, is_column: bool, expert_tensor: int
+        self,
+        base: GroupedLinear,
+        rank: int,
+        alpha: float,
+        dropout: float,
+        merges: bool,
+        *,
+        is_column: bool,
+        tensor: int,
     ) -> None:
-        super().__init__(rank, alpha, dropout)
+        super().__init__(rank, alpha, dropout, merges)
         self.base = base
-        partial_over = "expert_tensor" if expert_tensor > 1 else None
+        partial_over = "expert_tensor" if tensor > 1 else None
         experts, in_size, out_size = base.weight.shape
         self.A = _factor(base.weight, (experts, in_size, rank), None if is_column else 1, partial_over)
         self.B = _factor(base.weight, (experts, rank, out_size), 2 if is_column else None, partial_over)
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        y = self.base(x, tokens_per_expert)
-        if not self.enabled:
-            return y
+        if not (self.enabled and self.merges):
+            y = self.base(x, tokens_per_expert)
+            return y.add_(self._update(x, tokens_per_expert)) if self.enabled else y
+        # Expert by expert as in the push (weights_hf.merged): a product of all of them may round differently.
+        weight = torch.stack([self.merged(weight, expert) for expert, weight in enumerate(self.base.weight)])
+        with _using(self.base, weight):
+            y = self.base(x, tokens_per_expert)
+        return _GradientOf.apply(y, self._update(x.detach(), tokens_per_expert)) if torch.is_grad_enabled() else y
+
+    def _update(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
         low = kernels.grouped_mm(F.dropout(x, self.dropout, self.training), self.A.to(x.dtype), tokens_per_expert)
-        return y.add_(kernels.grouped_mm(self.scale * low, self.B.to(x.dtype), tokens_per_expert))
+        return kernels.grouped_mm(self.scale * low, self.B.to(x.dtype), tokens_per_expert)
 
 
 class LoRARouter(Adapter):
     """A low-rank update of the router's weight, added to its logits in fp32.  A (R, h), B (all experts, R)"""
 
-    def __init__(self, router: torch.nn.Module, rank: int, alpha: float, dropout: float, tensor: int) -> None:
-        super().__init__(rank, alpha, dropout)
+    def __init__(
+        self, router: torch.nn.Module, rank: int, alpha: float, dropout: float, merges: bool, *, tensor: int
+    ) -> None:
+        super().__init__(rank, alpha, dropout, merges)
         partial_over = "tensor" if tensor > 1 else None
         self.A = _factor(router.weight, (rank, router.weight.shape[1]), None, partial_over)
         self.B = _factor(router.weight, (router.weight.shape[0], rank), None, partial_over)
         base_gating = router.gating
 
-        def gating(x: Tensor) -> Tensor:
-            logits = base_gating(x)
-            if not self.enabled:
-                return logits
+        def update(x: Tensor) -> Tensor:
             x = F.dropout(x.float(), self.dropout, self.training)
-            return logits + self.scale * F.linear(F.linear(x, self.A), self.B)
+            return self.scale * F.linear(F.linear(x, self.A), self.B)
+
+        def gating(x: Tensor) -> Tensor:
+            if not (self.enabled and self.merges):
+                return base_gating(x) + update(x) if self.enabled else base_gating(x)
+            with _using(router, self.merged(router.weight)):
+                logits = base_gating(x)
+            return _GradientOf.apply(logits, update(x.detach())) if torch.is_grad_enabled() else logits
 
         router.gating = gating
 
@@ -129,10 +199,13 @@ class LoRARouter(Adapter):
 # ------------------------------------------------------------------------------------------------ on a model
 
 
-def attach(model: torch.nn.Module, cfg: LoraConfig, parallel: Parallel, seed: int) -> dict[str, Adapter]:
+def attach(
+    model: torch.nn.Module, cfg: LoraConfig, parallel: Parallel, seed: int, merges: bool = False
+) -> dict[str, Adapter]:
     """Freeze ``model``, put adapters on every target, and return them by module name, in the order of the model.
 
-    Raises InputError for a target that this model does not have.
+    ``merges``: the forward passes use the merged weights (see Adapter). Raises InputError for a target that this model
+    does not have.
     """
     modules = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in cfg.targets}
     missing = set(cfg.targets) - {name.rpartition(".")[2] for name in modules}
@@ -142,12 +215,13 @@ def attach(model: torch.nn.Module, cfg: LoraConfig, parallel: Parallel, seed: in
     for name, module in modules.items():
         parent, _, target = name.rpartition(".")
         if target == "router":
-            module.lora = LoRARouter(module, cfg.rank, cfg.alpha, cfg.dropout, parallel.tensor)
+            module.lora = LoRARouter(module, cfg.rank, cfg.alpha, cfg.dropout, merges, tensor=parallel.tensor)
             continue
         is_expert = isinstance(module, GroupedLinear)
         kind, rank = (LoRAGroupedLinear, cfg.expert_rank or cfg.rank) if is_expert else (LoRALinear, cfg.rank)
-        is_column, shards = target in ("linear_qkv", "linear_fc1"), parallel.shards(is_expert)
-        setattr(model.get_submodule(parent), target, kind(module, rank, cfg.alpha, cfg.dropout, is_column, shards.size))
+        is_column, tensor = target in ("linear_qkv", "linear_fc1"), parallel.shards(is_expert).size
+        adapter = kind(module, rank, cfg.alpha, cfg.dropout, merges, is_column=is_column, tensor=tensor)
+        setattr(model.get_submodule(parent), target, adapter)
     adapters = attached(model)
     for name, adapter in adapters.items():
         _initialise_(adapter, name, parallel, seed)

@@ -86,11 +86,17 @@ def check_engine(cfg: Config, arch: Architecture, ranks: int) -> None:
 
 def open_engine(cfg: Config, arch: Architecture, device: torch.device, stop_tokens: set[int], pad_token: int) -> Engine:
     """The engine that cfg.rollout.engine names. It has no weights before its first load_weights."""
-    dtype = devices.DTYPES[cfg.model.dtype]
+    dtype, adapter = devices.DTYPES[cfg.model.dtype], cfg.lora if cfg.rollout.sync == "adapter" else None
     if cfg.rollout.engine == "torch":
         norms = torch.float32 if cfg.aqn.bf16 == "fp32" else dtype  # fp32 norms keep noise that bf16 would round off
         return TorchSampler(
-            arch, stop_tokens=stop_tokens, pad_token=pad_token, dtype=dtype, device=device, norm_dtype=norms
+            arch,
+            stop_tokens=stop_tokens,
+            pad_token=pad_token,
+            dtype=dtype,
+            device=device,
+            norm_dtype=norms,
+            adapter=adapter,
         )
     kind = vllm_colocated.ColocatedEngine if cfg.rollout.expert_parallel else vllm_engine.VllmEngine
     return kind(
@@ -104,7 +110,7 @@ def open_engine(cfg: Config, arch: Architecture, device: torch.device, stop_toke
         enforce_eager=cfg.rollout.enforce_eager,
         kv_cache_mib=cfg.rollout.kv_cache_mib,
         routed_experts=cfg.replay.mode == "r3",
-        adapter=cfg.lora if cfg.rollout.sync == "adapter" else None,
+        adapter=adapter,
     )
 
 

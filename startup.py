@@ -241,7 +241,7 @@ def open_run(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inpu
     model = model_megatron.build(arch, parallel, dtype=devices.DTYPES[cfg.model.dtype], recompute=cfg.model.recompute)
     weights_hf.load(model, arch, parallel, cfg.model.path)
     heartbeat.beat("loading the base weights")
-    adapters = lora_megatron.attach(model, cfg.lora, parallel, cfg.train.seed)
+    adapters = lora_megatron.attach(model, cfg.lora, parallel, cfg.train.seed, merges=cfg.trains_merged)
     stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
     pad_token = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stop_tokens)
     learner = Learner(cfg, arch, parallel, model, adapters, pad_token)

@@ -34,6 +34,9 @@ PROBE_ANSWERS, PROBE_TOKENS = 8, 16
 FLAT = 2.0
 
 
+SAMPLED_ROWS = 64  # of a large weight, for `WeightSync.update_kept`: a small part of the cost of merging it
+
+
 class WeightSync:
     """The only path from the trainer to the engine. Every rank makes the same calls.
 
@@ -100,8 +103,9 @@ class WeightSync:
         numbers. Raises AqnError if the noise is not the noise that was asked for.
         """
         checksum, touched = self._push_policy()
+        metrics = {"sync/checksum": checksum} | self.update_kept()
         if not self.noise:
-            return {"sync/checksum": checksum}
+            return metrics
         cfg = self.cfg
         sigma = aqn.sigma_at(
             step,
@@ -133,8 +137,7 @@ class WeightSync:
             shift = max(abs(after - before) for pair in pairs for after, before in pair)
             shift = -self.parallel.max_over_ranks(-shift)  # the smallest of all ranks
             aqn.check_report(report)
-        return {
-            "sync/checksum": checksum,
+        return metrics | {
             "aqn/sigma": sigma,
             "aqn/modules": report.num_modules,
             "aqn/changed_elements": report.num_changed,
@@ -142,6 +145,41 @@ class WeightSync:
             "aqn/probe_shift": shift,
             "aqn/probe_gap": gap,
         }
+
+    @torch.no_grad()
+    def update_kept(self) -> dict[str, float]:
+        """How much of the update U = (alpha / R) B A, computed in fp32, the rounded policy has. Collective.
+
+        The policy's change C is the merged weight as it is pushed, minus W; or (alpha / R) B A of the factors as they
+        are pushed. sync/update_share is <C, U> / <U, U>, which is 1 if nothing is lost. sync/update_error is
+        |C - U| / |U|. Both also for each kind of module. They are 1 and 0 before the first update, where U is 0. Large
+        weights are represented by SAMPLED_ROWS of their rows.
+        """
+        sums: dict[str, Tensor] = {}
+        for slot in weights_hf.slots(self.model, self.arch, self.parallel):
+            if (adapter := slot.adapter) is None:
+                continue
+            first, second = (adapter.B, adapter.A) if slot.expert is None else (adapter.A, adapter.B)
+            if slot.expert is not None:
+                first, second = first[slot.expert], second[slot.expert]
+            rows = slice(None, None, -(-len(first) // SAMPLED_ROWS))
+            weight, first, dtype = slot.weight[rows], first[rows], slot.weight.dtype
+            update = adapter.scale * (first @ second)
+            if self.cfg.rollout.sync == "merged":
+                change = (weight.float() + update).to(dtype).float() - weight.float()
+            else:
+                change = adapter.scale * (first.to(dtype).float() @ second.to(dtype).float())
+            parts = change * update, update.square(), (change - update).square()
+            kind = _kind(slot.names[0])
+            sums[kind] = sums.get(kind, 0) + torch.stack([part.sum() for part in parts])
+        totals = self.parallel.sum_over_ranks(torch.stack(list(sums.values())))
+        by_kind = {f"_{kind}": total for kind, total in zip(sums, totals, strict=True)} | {"": totals.sum(0)}
+        found = {}
+        for ending, total in by_kind.items():
+            both, own, error = total.tolist()
+            found[f"sync/update_share{ending}"] = both / own if own else 1.0
+            found[f"sync/update_error{ending}"] = (error / own) ** 0.5 if own else 0.0
+        return found
 
     def _push_policy(self) -> tuple[float, dict[str, Tensor]]:
         """Push what training or noise changes, clean: the checksum, and the tensors that noise is going to change."""
@@ -224,6 +262,12 @@ class WeightSync:
             for name, a, b in module.pairs(whole)
         }
         return pairs, _total([factor.sum(dtype=torch.float32) for factor in whole.values()])
+
+
+def _kind(name: str) -> str:
+    """The kind of module of an adapted Hugging Face tensor; mlp: dense layers and shared experts."""
+    words = {".self_attn.": "attention", ".mlp.experts.": "experts", ".mlp.gate.": "router"}
+    return next((kind for word, kind in words.items() if word in name), "mlp")
 
 
 def _total(sums: list[Tensor]) -> float:

@@ -278,7 +278,7 @@ def merged(slot: Slot) -> Tensor:
     """The shard of W + (alpha / R) B A on this rank, in fp32 from the untouched base, cast once; W without LoRA."""
     if slot.adapter is None:
         return slot.weight
-    return (slot.weight.float() + slot.adapter.delta(slot.expert)).to(slot.weight.dtype)
+    return slot.adapter.merged(slot.weight, slot.expert)
 
 
 def fused_group(name: str) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hf_config import Architecture
 from input_files import InputError
+from knobs import LoraConfig
 
 Result = TypeVar("Result")
 
@@ -53,9 +54,9 @@ class Engine(Protocol):
     def load_adapter(self, factors: dict[str, tuple[Tensor, Tensor]]) -> None:
         """From now on sample with W + (alpha / R) B A. W is what load_weights brought. Only for rollout.sync adapter.
 
-        ``factors``: Hugging Face name of W (out, in) -> A (R, in), B (out, R).
+        ``factors``: Hugging Face name of W (out, in) -> A (R, in), B (out, R). Fused tensors have the same A. Raises
+        InputError, and keeps the adapter of before, for factors of a wrong name or shape, or not finite.
         """
-        raise InputError("load_adapter: this engine takes no adapters; needed: rollout.sync merged")
 
     def placement(self) -> dict[str, list[int]]:
         """The groups and experts of this rank (see vllm_inside.placement). Only for rollout.expert_parallel."""
@@ -187,6 +188,22 @@ def check_complete(seen: Collection[str], groups: Mapping[str, str], whole: bool
             f"load_weights: {missing[0]} is missing ({len(missing)} missing, {len(seen)} found); "
             f"needed: {'the whole model' if whole else 'whole fused groups'}"
         )
+
+
+def check_factors(
+    factors: Mapping[str, tuple[Tensor, Tensor]], shapes: Mapping[str, tuple[int, ...]], lora: LoraConfig
+) -> None:
+    """Raise InputError unless ``factors`` (see Engine.load_adapter) have the shapes of ``lora`` and are finite."""
+    for name, pair in factors.items():
+        if len(shapes.get(name, ())) != 2:
+            raise InputError(f"load_adapter: {name} is not a matrix of this model")
+        out_size, in_size = shapes[name]
+        rank = lora.expert_rank or lora.rank if ".experts." in name else lora.rank
+        for letter, factor, shape in zip("AB", pair, ((rank, in_size), (out_size, rank)), strict=True):
+            if tuple(factor.shape) != shape:
+                raise InputError(f"load_adapter: {letter} of {name}: found {tuple(factor.shape)}; needed: {shape}")
+            if not factor.isfinite().all():
+                raise InputError(f"load_adapter: {letter} of {name} has NaN or infinity")
 
 
 def check_finite(tensors: Mapping[str, Tensor]) -> None:

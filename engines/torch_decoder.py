@@ -9,15 +9,16 @@ E experts, K experts a token.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-from engines.interface import check_arrival, check_complete, check_finite
+from engines.interface import check_arrival, check_complete, check_factors, check_finite
 from hf_config import Architecture
+from knobs import LoraConfig
 from weights_hf import fused_group
 
 PREFILL_TOKENS = 16384  # prompt tokens, padding included, that are computed at once; this limits the activations
@@ -39,6 +40,14 @@ class Cache:
     prompt_values: list[Tensor]  # (KV * L, T, D)
     keys: list[Tensor]  # (KV * R, C, D): C slots; those after the sampled tokens hold 0
     values: list[Tensor]  # (KV * R, C, D)
+
+
+class Factors(NamedTuple):
+    """The adapter of a part: x -> scale B A x.  A (R, in), B (out, R); of experts A (E, in, R), B (E, R, out)"""
+
+    a: Tensor
+    b: Tensor
+    scale: float
 
 
 def keep_rows_(cache: Cache, rows: Tensor) -> None:
@@ -79,12 +88,14 @@ class Decoder:
         self.norm_dtype = norm_dtype or dtype
         self.ready = False
         self.slots: dict[str, Tensor] = {}  # Hugging Face name -> the part of a storage that holds this tensor
+        self.places: dict[str, tuple[int, str, Any]] = {}  # Hugging Face name -> its layer, part, and index in the part
         table = (arch.vocab_size, arch.hidden_size)
         self.embedding = self._allocate(table, {"model.embed_tokens.weight": ...})
         self.head = self.embedding if arch.tied_head else self._allocate(table, {"lm_head.weight": ...})
         self.final_norm = self._allocate(table[1:], {"model.norm.weight": ...})
         self.head_ones = torch.ones(arch.head_dim, dtype=self.norm_dtype, device=self.device)
         self.layers = [self._allocate_layer(index) for index in range(arch.num_layers)]
+        self.factors: list[dict[str, Factors]] = [{} for _ in self.layers]  # by layer and part
         self.shapes = {name: tuple(slot.shape) for name, slot in self.slots.items()}
         self.groups = {name: fused_group(name) for name in self.slots}
 
@@ -138,10 +149,12 @@ class Decoder:
                 "gate_up": ((2 * width, hidden), halves),
                 "down": ((hidden, width), {f"{mlp}.down_proj.weight": ...}),
             }
-        return {
-            part: self._allocate(shape, {f"model.layers.{layer}.{name}": index for name, index in pieces.items()})
-            for part, (shape, pieces) in parts.items()
-        }
+        weights = {}
+        for part, (shape, pieces) in parts.items():
+            named = {f"model.layers.{layer}.{name}": index for name, index in pieces.items()}
+            weights[part] = self._allocate(shape, named)
+            self.places |= {name: (layer, part, index) for name, index in named.items()}
+        return weights
 
     @torch.no_grad()
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -159,12 +172,54 @@ class Decoder:
                 weights["qk_norm"] = torch.cat([weights[name].expand(count, -1) for name, count in heads])
         self.ready = True
 
+    @torch.no_grad()
+    def load_adapter(self, factors: dict[str, tuple[Tensor, Tensor]], lora: LoraConfig) -> None:
+        """See engines.interface.Engine. The factors are held fused as the weights are, in the dtype of the decoder."""
+        check_factors(factors, self.shapes, lora)
+        layers: list[dict[str, Factors]] = [{} for _ in self.layers]
+        for name, (a, b) in factors.items():
+            layer, part, index = self.places[name]
+            weight = self.layers[layer][part]
+            if part not in layers[layer]:
+                dtype = torch.float32 if part == "router" else self.dtype  # as in the trainer
+                rank, (*experts, first, second) = len(a), weight.shape
+                shapes = ((first, rank), (rank, second)) if experts else ((rank, second), (first, rank))
+                a_held, b_held = (torch.zeros(*experts, *shape, dtype=dtype, device=self.device) for shape in shapes)
+                layers[layer][part] = Factors(a_held, b_held, lora.alpha / rank)
+            held = layers[layer][part]
+            if weight.dim() == 3:
+                expert, columns = index if isinstance(index, tuple) else (index, slice(None))
+                held.a[expert].copy_(a.t())
+                held.b[expert, :, columns].copy_(b.t())
+            else:
+                held.a.copy_(a)
+                held.b[index].copy_(b)
+        self.factors = layers
+
     # ------------------------------------------------------------------------------------------------------ the model
-    def _qkv(self, weights: dict[str, Tensor], x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _linear(self, layer: int, part: str, x: Tensor) -> Tensor:
+        """``part`` of a layer, with its adapter if it has one.  (.., in) -> (.., out)"""
+        weights = self.layers[layer]
+        y = F.linear(x, weights[part], weights.get(f"{part}_bias"))
+        if part in self.factors[layer]:
+            a, b, scale = self.factors[layer][part]
+            y += F.linear(scale * F.linear(x, a), b)
+        return y
+
+    def _grouped(self, layer: int, part: str, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
+        """``part`` of the experts of a layer, with their adapters if they have any.  (N, in), (E,) -> (N, out)"""
+        y = kernels.grouped_mm(x, self.layers[layer][part], tokens_per_expert)
+        if part in self.factors[layer]:
+            a, b, scale = self.factors[layer][part]
+            y += kernels.grouped_mm(scale * kernels.grouped_mm(x, a, tokens_per_expert), b, tokens_per_expert)
+        return y
+
+    def _qkv(self, layer: int, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries, rotated keys, and values.  (..., h) -> (..., H, D), (..., KV, D), (..., KV, D)"""
         arch, query_heads, key_heads = self.arch, self.arch.num_heads, self.arch.num_kv_heads
+        weights = self.layers[layer]
         x = kernels.rms_norm(x, weights["input_norm"], arch.rms_norm_eps)
-        heads = F.linear(x, weights["qkv"], weights.get("qkv_bias")).view(*x.shape[:-1], -1, arch.head_dim)
+        heads = self._linear(layer, "qkv", x).view(*x.shape[:-1], -1, arch.head_dim)
         both = heads.narrow(-2, 0, query_heads + key_heads)
         if arch.qk_norm:  # one normalisation for queries and keys, then the weights of each head
             both = kernels.rms_norm(both, self.head_ones, arch.rms_norm_eps)
@@ -173,12 +228,12 @@ class Decoder:
         query, key = both.narrow(-2, 0, query_heads), both.narrow(-2, query_heads, key_heads)
         return query, key, heads.narrow(-2, query_heads + key_heads, key_heads)
 
-    def _mlp(self, weights: dict[str, Tensor], x: Tensor, routes: list[Tensor]) -> Tensor:
+    def _mlp(self, layer: int, x: Tensor, routes: list[Tensor]) -> Tensor:
         """The residual stream after the MLP block. A MoE layer appends its (R, K) experts to ``routes``.  (R, h)"""
-        arch = self.arch
+        arch, weights = self.arch, self.layers[layer]
         h = kernels.rms_norm(x, weights["mlp_norm"], arch.rms_norm_eps)
         if "gate_up" in weights:
-            dense = F.linear(kernels.swiglu(F.linear(h, weights["gate_up"])), weights["down"])
+            dense = self._linear(layer, "down", kernels.swiglu(self._linear(layer, "gate_up", h)))
             if "shared_gate" in weights:
                 dense *= torch.sigmoid(F.linear(h, weights["shared_gate"]))
             x = x + dense
@@ -186,6 +241,9 @@ class Decoder:
             return x
         # The router works in fp32 for every dtype of the model, as in the trainer.
         logits = F.linear(h.float(), weights["router"].float())
+        if "router" in self.factors[layer]:
+            a, b, scale = self.factors[layer]["router"]
+            logits += scale * F.linear(F.linear(h.float(), a), b)
         score, experts = logits.topk(arch.experts_per_token, dim=-1)  # (R, K)
         score = score.softmax(-1) if arch.norm_topk_prob else (score - logits.logsumexp(-1, keepdim=True)).exp()
         routes.append(experts)
@@ -193,8 +251,8 @@ class Decoder:
         in_order, pair = experts.view(-1).sort(stable=True)
         tokens_per_expert = torch.bincount(in_order, minlength=arch.num_experts)
         pairs = h.index_select(0, pair.div(arch.experts_per_token, rounding_mode="floor"))
-        pairs = kernels.grouped_mm(pairs, weights["expert_gate_up"], tokens_per_expert)
-        pairs = kernels.grouped_mm(kernels.swiglu(pairs), weights["expert_down"], tokens_per_expert)
+        pairs = kernels.swiglu(self._grouped(layer, "expert_gate_up", pairs, tokens_per_expert))
+        pairs = self._grouped(layer, "expert_down", pairs, tokens_per_expert)
         # Restore the order of rows and choices before the sum: index_add_ adds in no fixed order on an accelerator.
         pairs = torch.empty_like(pairs).index_copy_(0, pair, pairs).view(*experts.shape, -1)
         return x + (pairs * score.to(x.dtype).unsqueeze(-1)).sum(1)
@@ -242,14 +300,14 @@ class Decoder:
         step, by_head = max(1, PREFILL_TOKENS // longest), (arch.num_kv_heads, -1)
         for part in (slice(start, start + step) for start in range(0, len(prompts), step)):
             x, routes = F.embedding(ids[part], self.embedding), []  # (p, T, h)
-            for layer, weights in enumerate(self.layers):
-                qkv = self._qkv(weights, x, cos[None, :longest, None], sin[None, :longest, None])
+            for layer in range(arch.num_layers):
+                qkv = self._qkv(layer, x, cos[None, :longest, None], sin[None, :longest, None])
                 query, key, value = (heads.transpose(1, 2) for heads in qkv)  # (p, heads, T, D)
                 cache.prompt_keys[layer].unflatten(0, by_head)[:, part] = key.permute(1, 0, 3, 2)
                 cache.prompt_values[layer].unflatten(0, by_head)[:, part] = value.transpose(0, 1)
                 mixed = kernels.causal_attention(query, key, value, scale=arch.head_dim**-0.5)
-                x = x + F.linear(mixed.transpose(1, 2).flatten(2), weights["out"])
-                x = self._mlp(weights, x.flatten(0, 1), routes).view_as(x)
+                x = x + self._linear(layer, "out", mixed.transpose(1, 2).flatten(2))
+                x = self._mlp(layer, x.flatten(0, 1), routes).view_as(x)
                 if layer_outputs is not None:
                     layer_outputs.append(x)
             hidden.append(x[torch.arange(len(x), device=device), lengths[part] - 1])
@@ -266,9 +324,9 @@ class Decoder:
         unused[n + 1 :] = float("-inf")
         position = cache.prompt_length + n
         cos, sin = cache.cos.index_select(0, position)[:, None], cache.sin.index_select(0, position)[:, None]
-        x = F.embedding(token, self.embedding)
+        x, fused_sum = F.embedding(token, self.embedding), self.dtype == torch.float32 and not any(self.factors)
         for layer, weights in enumerate(self.layers):
-            query, key, value = self._qkv(weights, x, cos, sin)
+            query, key, value = self._qkv(layer, x, cos, sin)
             if n % SLOTS == 0:  # add slots layer by layer, so that only one layer exists twice
                 cache.keys[layer] = F.pad(cache.keys[layer], (0, 0, 0, SLOTS))
                 cache.values[layer] = F.pad(cache.values[layer], (0, 0, 0, SLOTS))
@@ -286,8 +344,12 @@ class Decoder:
             on_prompt, on_own = attention.narrow(-1, 0, longest), attention.narrow(-1, longest, slots)
             mixed = torch.bmm(on_prompt.view(*by_line.shape[:2], longest), cache.prompt_values[layer])
             mixed = mixed.view_as(by_row).baddbmm_(on_own, values).view(kv_heads, rows, -1)  # (KV, R, H/KV * D)
-            x = torch.addmm(x, mixed.transpose(0, 1).flatten(1), weights["out"].t())
-            x = self._mlp(weights, x, routes)
+            mixed = mixed.transpose(0, 1).flatten(1)
+            if fused_sum:
+                x = torch.addmm(x, mixed, weights["out"].t())
+            else:  # in bf16 the sum must be rounded where the trainer rounds it
+                x = x + self._linear(layer, "out", mixed)
+            x = self._mlp(layer, x, routes)
         return x, routes
 
     def logits(self, hidden: Tensor) -> Tensor:

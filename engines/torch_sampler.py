@@ -15,6 +15,7 @@ from engines.interface import Completion, Engine, Rule, check_call
 from engines.torch_decoder import Decoder, keep_rows_
 from hf_config import Architecture
 from input_files import InputError
+from knobs import LoraConfig
 
 # ------------------------------------------------------------------------------------------------------ picking a token
 
@@ -79,18 +80,27 @@ class TorchSampler(Engine):
         device: str | torch.device = "cpu",
         max_sequences: int = 512,
         norm_dtype: torch.dtype | None = None,
+        adapter: LoraConfig | None = None,
     ) -> None:
-        """``max_sequences`` limits the rows of a wave, and so the key-value cache. ``norm_dtype``: see Decoder."""
+        """``max_sequences`` limits the rows of a wave, and so the key-value cache. ``norm_dtype``: see Decoder.
+
+        ``adapter``: the shapes of what load_adapter will bring.
+        """
         largest = max({*stop_tokens, pad_token})
         if largest >= arch.vocab_size:
             raise InputError(f"sampler: stop or pad token {largest} is not in the vocabulary of {arch.vocab_size}")
-        self.arch, self.decoder = arch, Decoder(arch, dtype, device, norm_dtype=norm_dtype)
+        self.adapter, self.arch, self.decoder = adapter, arch, Decoder(arch, dtype, device, norm_dtype=norm_dtype)
         self.stop_tokens, self.pad_token, self.max_sequences = frozenset(stop_tokens), pad_token, max_sequences
         self.is_stop = torch.zeros(arch.vocab_size, dtype=torch.bool, device=device)
         self.is_stop[list(stop_tokens)] = True
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         self.decoder.load_weights(named_tensors)
+
+    def load_adapter(self, factors: dict[str, tuple[Tensor, Tensor]]) -> None:
+        if self.adapter is None:
+            raise InputError("load_adapter: this engine was made without an adapter; needed: rollout.sync adapter")
+        self.decoder.load_adapter(factors, self.adapter)
 
     def close(self) -> None:
         """The engine holds nothing that must be given back."""

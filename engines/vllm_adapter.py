@@ -9,6 +9,7 @@ import importlib.metadata
 import torch
 from torch import Tensor
 
+from engines.interface import check_factors
 from hf_config import Architecture
 from input_files import InputError
 from knobs import LoraConfig
@@ -75,21 +76,11 @@ class Adapter:
         self.number = 0
 
     def take(self, factors: dict[str, tuple[Tensor, Tensor]]) -> None:
-        """Replace the adapter by copies of ``factors`` (see Engine.load_adapter).
-
-        Raises InputError, and keeps the adapter as it was, for factors of a wrong name or shape, or not finite.
-        """
+        """Replace the adapter by copies of ``factors``. Its errors are those of Engine.load_adapter."""
+        check_factors(factors, self.shapes, self.lora)
         tensors = {}
         for name, pair in factors.items():
-            if len(self.shapes.get(name, ())) != 2:
-                raise InputError(f"load_adapter: {name} is not a matrix of this model")
-            out_size, in_size = self.shapes[name]
-            needed = (self.lora.rank, in_size), (out_size, self.lora.rank)
-            for letter, factor, shape in zip("AB", pair, needed, strict=True):
-                if tuple(factor.shape) != shape:
-                    raise InputError(f"load_adapter: {letter} of {name}: found {tuple(factor.shape)}; needed: {shape}")
-                if not factor.isfinite().all():
-                    raise InputError(f"load_adapter: {letter} of {name} has NaN or infinity")
+            for letter, factor in zip("AB", pair, strict=True):
                 key = f"{name.removesuffix('.weight')}.lora_{letter}.weight"
                 tensors[key] = factor.detach().to("cpu", self.dtype, copy=True)
         self.tensors = tensors

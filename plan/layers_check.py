@@ -164,7 +164,7 @@ def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
     """All figures of this check. ``wrong`` says which are beyond their bounds; "" if none is. Collective."""
     model = model_megatron.build(arch, parallel, dtype=devices.DTYPES[cfg.model.dtype], recompute=cfg.model.recompute)
     weights_hf.load(model, arch, parallel, cfg.model.path)
-    adapters = lora_megatron.attach(model, cfg.lora, parallel, cfg.train.seed)
+    adapters = lora_megatron.attach(model, cfg.lora, parallel, cfg.train.seed, merges=cfg.trains_merged)
     pad_token = 0
     learner = Learner(cfg, arch, parallel, model, adapters, pad_token)
     replay = learner.replay or (routing_replay.RoutingReplay(model, arch, parallel) if any(arch.moe_layers) else None)
