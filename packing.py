@@ -23,6 +23,7 @@ class Packing:
 
     source: Tensor  # (M,) the place of each token in the flattened rows
     position: Tensor  # (M,) the place of each token in its row, for RoPE
+    rows: Tensor  # (M,) the number of rows that have the token: of several for a prompt's, 0 for filler at the end
     line: Tensor  # (b, T) inverse map: place in the row -> place in the line
     prompts: Tensor  # (P, longest prompt) places of the prompts' tokens
     own: Tensor  # (b, N) places of the own tokens of the rows
@@ -40,6 +41,13 @@ class Packing:
             )  # fmt: skip
             results.append(mixed.transpose(1, 2).flatten(0, 1))  # (b x N, heads, d)
         return torch.cat(results).flatten(1).index_select(0, self.result)
+
+    def of_line(self, rows: Tensor) -> Tensor:
+        """What ``rows`` hold for the tokens of the line, as one row. Of a shared prompt, what its first row holds.
+
+        (b, T, ...) -> (1, M, ...)
+        """
+        return rows.flatten(0, 1).index_select(0, self.source)[None]
 
 
 def rows_of(line: Tensor, places: Tensor) -> Tensor:
@@ -76,10 +84,14 @@ def pack(tokens: Tensor, mask: Tensor, multiple: int) -> Packing:
         result += range(first_result, first_result + end - length)
         source += range(row * width + length, row * width + end)
         sees[row] = length
+    num_rows = torch.zeros(len(source), dtype=torch.long)
+    for row, _, end in spans:
+        num_rows[line[row, :end]] += 1
     filler = [0] * (-len(source) % multiple)
+    num_rows = F.pad(num_rows, (0, len(filler)))
     source, result = torch.tensor(source + filler), torch.tensor(result + filler)
     prompt_places = pad_sequence([torch.arange(s, s + len(prompt)) for prompt, s in start_of.items()], batch_first=True)
     last_seen = torch.tensor(sees)[:, None, None, None] + torch.arange(longest_own)[:, None]  # (b, 1, N, 1)
     bias = torch.zeros(b, 1, longest_own, width).masked_fill_(torch.arange(width) > last_seen, float("-inf"))
-    fields = (source, source % width, line, prompt_places, own, bias, result)
+    fields = (source, source % width, num_rows, line, prompt_places, own, bias, result)
     return Packing(*(field.to(tokens.device) for field in fields))
