@@ -276,7 +276,7 @@ def export(run_dir: Path, out_dir: Path, *, as_adapter: bool, step: int | None, 
             num_tensors, num_bytes = write_merged(folder, cfg.model, arch, modules, factors, cfg.lora.alpha)
             if cfg.model.dtype == "bf16" and not cfg.trains_merged:
                 _note(
-                    "this run trained base weights and factors apart; bf16 rounds the merged weights, --adapter does not"
+                    "this run trained base weights and factors apart; bf16 rounds the merged ones, --adapter does not"
                 )
         if changed:
             (folder / "changed_inputs.json").write_text(json.dumps(changed, indent=1) + "\n")

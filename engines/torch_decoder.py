@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
+import packing
 from engines.interface import check_arrival, check_complete, check_factors, check_finite
 from hf_config import Architecture
 from knobs import LoraConfig
@@ -297,10 +298,11 @@ class Decoder:
         collects the (P, T, h) after each layer.
         """
         arch, device, longest = self.arch, self.device, max(map(len, prompts))
+        longest += -longest % packing.KEYS if self.exact else 0
 
-        def empty(sequences: int, *shape: int) -> list[Tensor]:
+        def zeros(sequences: int, *shape: int) -> list[Tensor]:
             shape = (arch.num_kv_heads * sequences, *shape)
-            return [torch.empty(shape, dtype=self.dtype, device=device) for _ in self.layers]
+            return [torch.zeros(shape, dtype=self.dtype, device=device) for _ in self.layers]
 
         lengths = torch.tensor([len(p) for p in prompts], device=device)
         padding = torch.zeros(len(prompts), 1, longest, dtype=self.dtype, device=device)
@@ -309,16 +311,16 @@ class Decoder:
         angle = torch.outer(torch.arange(longest + new_tokens, dtype=torch.float32), 1.0 / arch.rope_theta**exponents)
         angle = torch.cat([angle, angle], -1)
         cos, sin = angle.cos().to(device, self.dtype), angle.sin().to(device, self.dtype)
-        slots = -(-(longest + new_tokens) // SLOTS) * SLOTS if self.exact else 0
+        slots = longest + new_tokens + -new_tokens % packing.KEYS if self.exact else 0
         cache = Cache(
             cos,
             sin,
             lengths.repeat_interleave(num_samples),
             padding.repeat(arch.num_kv_heads, 1, 1),
-            prompt_keys=[] if self.exact else empty(len(prompts), arch.head_dim, longest),
-            prompt_values=[] if self.exact else empty(len(prompts), longest, arch.head_dim),
-            keys=empty(len(prompts) * num_samples, slots, arch.head_dim),
-            values=empty(len(prompts) * num_samples, slots, arch.head_dim),
+            prompt_keys=[] if self.exact else zeros(len(prompts), arch.head_dim, longest),
+            prompt_values=[] if self.exact else zeros(len(prompts), longest, arch.head_dim),
+            keys=zeros(len(prompts) * num_samples, slots, arch.head_dim),
+            values=zeros(len(prompts) * num_samples, slots, arch.head_dim),
         )
 
         ids = torch.tensor([[*p, *[pad_token] * (longest - len(p))] for p in prompts], device=device)
@@ -392,7 +394,8 @@ class Decoder:
 
     def _attend_row_by_row(self, n: int, cache: Cache) -> Attend:
         """Attention of the ``n``-th sampled tokens by the trainer's kernel: each row has its whole keys and values."""
-        kv_heads, longest, scale = self.arch.num_kv_heads, -(-(cache.padding.shape[-1] + n + 1) // SLOTS) * SLOTS, self.arch.head_dim**-0.5
+        kv_heads, scale = self.arch.num_kv_heads, self.arch.head_dim**-0.5
+        longest = cache.padding.shape[-1] + (n // packing.KEYS + 1) * packing.KEYS
         place = cache.prompt_length + n
         seen = torch.arange(longest, device=self.device) <= place[:, None]
         bias = torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(~seen, float("-inf"))
@@ -402,10 +405,9 @@ class Decoder:
             _write(keys, key, place)
             _write(values, value, place)
             keys, values = (x.unflatten(0, (kv_heads, -1)).transpose(0, 1)[:, :, :longest] for x in (keys, values))
-            mixed = F.scaled_dot_product_attention(
-                query[:, :, None], keys, values, attn_mask=bias[:, None, None], scale=scale, enable_gqa=True
-            )
-            return mixed[:, :, 0].flatten(1)
+            query = query.unflatten(1, (kv_heads, -1))  # the query heads of a key head, as if they were its tokens
+            mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=bias[:, None, None], scale=scale)
+            return mixed.flatten(1)
 
         return attend
 
