@@ -131,8 +131,12 @@ def _sentence(fault: Any) -> str:
 
 def _sections() -> dict[str, type[Section]]:
     """Section name -> its model."""
-    kinds = {name: (field.annotation, *get_args(field.annotation)) for name, field in Config.model_fields.items()}
-    return {n: k for n, options in kinds.items() for k in options if isinstance(k, type) and issubclass(k, Section)}
+    return {
+        name: kind
+        for name, field in Config.model_fields.items()
+        for kind in (field.annotation, *get_args(field.annotation))
+        if isinstance(kind, type) and issubclass(kind, Section)
+    }
 
 
 def _suggestion(name: str, section: str | None) -> str:
@@ -162,11 +166,10 @@ MAY_CHANGE = frozenset(
 def to_dict(cfg: Config) -> dict[str, Any]:
     """Every key that the run reads, in the order of knobs.py, as plain values that load_config accepts."""
     idle = idle_keys(cfg)
-    tree = {}
-    for name, value in cfg.model_dump(mode="json", exclude_none=True).items():
-        is_section = isinstance(value, dict)
-        tree[name] = {k: v for k, v in value.items() if f"{name}.{k}" not in idle} if is_section else value
-    return tree
+    return {
+        name: {k: v for k, v in value.items() if f"{name}.{k}" not in idle} if isinstance(value, dict) else value
+        for name, value in cfg.model_dump(mode="json", exclude_none=True).items()
+    }
 
 
 def to_yaml(cfg: Config) -> str:
@@ -183,8 +186,11 @@ def config_hash(cfg: Config) -> str:
 def changed_keys(old: dict, new: Config) -> list[str]:
     """A line "section.key: old -> new" for each key outside MAY_CHANGE that differs; ``old`` is an earlier to_dict."""
     before, after = flatten(old), flatten(to_dict(new))
-    keys = [key for key in {**after, **before} if key not in MAY_CHANGE and before.get(key) != after.get(key)]
-    return [f"{key}: {shown(before.get(key))} -> {shown(after.get(key))}" for key in keys]
+    return [
+        f"{key}: {shown(before.get(key))} -> {shown(after.get(key))}"
+        for key in {**after, **before}
+        if key not in MAY_CHANGE and before.get(key) != after.get(key)
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -208,8 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def derive_seed(*key: int | str) -> int:
     """A 63-bit seed from ``key``: the same on every machine and Python, unlike hash()."""
-    digest = hashlib.sha256(repr(key).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "big") >> 1
 
 
 if __name__ == "__main__":

@@ -144,14 +144,16 @@ def collect(
         for data_rank, sequences in enumerate(share)
         for sequence in sequences
     }
-    rest = (sum(arch.moe_layers), arch.experts_per_token)
     records = {
         (parallel.rank // sampler_tensor + i * replicas) * group + j: torch.from_numpy(answer.routed_experts)
         for i, answers in enumerate(own)
         for j, answer in enumerate(answers)
     }
     owner = {sequence: sequence // group % replicas * sampler_tensor for sequence in needed_by}
-    shapes = {sequence: (batch.row_length(sequence) - 1, *rest) for sequence in needed_by}
+    shapes = {
+        sequence: (batch.row_length(sequence) - 1, sum(arch.moe_layers), arch.experts_per_token)
+        for sequence in needed_by
+    }
     return exchange(records, owner, needed_by, shapes, parallel.rank)
 
 

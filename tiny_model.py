@@ -62,17 +62,16 @@ def exists(cfg: Config) -> bool:
     if not folder.exists():
         return False
     try:
-        record = read_object(folder / RECORD, tuple(wanted))
+        old = flatten(read_object(folder / RECORD, tuple(wanted)))
     except InputError:
         raise InputError(
             f"model.path: {folder} exists and has no readable {RECORD}, so it is not a model made here; "
             "needed: another path, or no tiny_model section"
         ) from None
-    old = flatten(record)
     if changed := [key for key, value in flatten(wanted).items() if key not in old or old[key] != value]:
-        theirs = ", ".join(f"{key} ({old.get(key)})" for key in changed)
         raise InputError(
-            f"model.path: {folder} was made with another {theirs}; needed: another model.path, or delete {folder}"
+            f"model.path: {folder} was made with another {', '.join(f'{key} ({old.get(key)})' for key in changed)}; "
+            f"needed: another model.path, or delete {folder}"
         )
     return True
 
@@ -188,8 +187,10 @@ def _warm_start(
 ) -> None:
     """Train all weights in place with supervised AdamW steps; word problems and drills alternate."""
     parameters = list(model.parameters())
-    matrices, vectors = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=tiny.warm_start_lr, betas=BETAS)
     rng = random.Random(tiny.seed * 1000 + parallel.rank)
     steps = tqdm(range(tiny.warm_start_steps), desc="warm start", disable=None if parallel.rank == 0 else True)
@@ -199,12 +200,11 @@ def _warm_start(
         decay = 1 - (1 - LAST_LR_SHARE) * max(0.0, 2 * share - 1)  # constant for half of the steps, then linear
         for group in optimizer.param_groups:
             group["lr"] = tiny.warm_start_lr * min(1.0, (step + 1) / WARMUP_STEPS) * decay
-        if step % 2:
-            count = -(-tiny.drills_per_batch // parallel.world_size)
-            examples = [data_gsm8k.drill(rng, *operands) for _ in range(count)]
-        else:
-            count = -(-tiny.words_per_batch // parallel.world_size)
-            examples = [_word_problem(tiny, operands, rng, tokenizer) for _ in range(count)]
+        num_examples = tiny.drills_per_batch if step % 2 else tiny.words_per_batch
+        examples = [
+            data_gsm8k.drill(rng, *operands) if step % 2 else _word_problem(tiny, operands, rng, tokenizer)
+            for _ in range(-(-num_examples // parallel.world_size))
+        ]
         tokens, mask = _padded(examples, tokenizer)
         num_tokens = parallel.sum_over_data(mask.sum())
         labels = tokens.roll(-1, dims=1)  # position t predicts token t + 1; the last column is never trained
@@ -225,8 +225,9 @@ def _word_problem(
 ) -> tuple[str, str]:
     """(prompt, answer of the sloppy teacher) of a word problem of the training set."""
     problem = data_gsm8k.problem(rng, *operands, heldout=False)
-    turns = [{"role": "user", "content": problem.question}]
-    prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": problem.question}], add_generation_prompt=True, tokenize=False
+    )
     return prompt, data_gsm8k.sloppy_solution(problem, rng, tiny.teacher_right, tiny.teacher_wrong_operation)
 
 
@@ -252,14 +253,16 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int, out_dir: str | Path) 
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
 

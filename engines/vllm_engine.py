@@ -157,7 +157,6 @@ class VllmEngine(Engine):
             raise InputError("rollout.engine: the environment's VLLM_ENABLE_V1_MULTIPROCESSING must be 0 or unset")
         job = [f"grpo-{os.getpid()}-{time.time_ns()}"]
         dist.broadcast_object_list(job)
-        launched = "RANK" in os.environ  # by torchrun
         with (
             vllm_inside.surroundings_kept(self.device),
             vllm_ascend.original_compile(enforce_eager),
@@ -183,7 +182,7 @@ class VllmEngine(Engine):
                 max_num_batched_tokens=max(PREFILL_TOKENS, max_tokens),
                 enable_chunked_prefill=False,  # a chunk would draw from the generator of its row and, on a CPU, fail
                 tensor_parallel_size=tensor,
-                distributed_executor_backend="external_launcher" if launched else "uni",
+                distributed_executor_backend="external_launcher" if "RANK" in os.environ else "uni",  # torchrun sets it
                 enforce_eager=enforce_eager,
                 kv_cache_memory_bytes=kv_cache_mib * 2**20,
                 gpu_memory_utilization=0.01,  # vLLM requires this share to be free; the cache size is given
@@ -207,8 +206,10 @@ class VllmEngine(Engine):
 
     def _more_arguments(self, tensor: int, ranks: int, *, enforce_eager: bool, max_sequences: int) -> dict:
         """Arguments of vllm.LLM that depend on the device and on how the ranks share an engine."""
-        more = {"enable_expert_parallel": self.device.type != "cpu" and tensor > 1}  # it crashes on a CPU
-        return more | (vllm_ascend.arguments(enforce_eager, max_sequences) if self.device.type == "npu" else {})
+        return {
+            "enable_expert_parallel": self.device.type != "cpu" and tensor > 1,  # it crashes on a CPU
+            **(vllm_ascend.arguments(enforce_eager, max_sequences) if self.device.type == "npu" else {}),
+        }
 
     # -------------------------------------------------------------------------------------------------------- weights
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -316,9 +317,12 @@ class VllmEngine(Engine):
         ]  # fmt: skip
         with vllm_inside.surroundings_kept(self.device):
             asked = [{"prompt_token_ids": prompts[i]} for i, _ in places]
-            together = asked or self.lockstep  # in lockstep, ranks without prompts take part too
             adapter = self.adapter and self.adapter.request()
-            answers = self.llm.generate(asked, rules, use_tqdm=False, lora_request=adapter) if together else []
+            answers = (
+                self.llm.generate(asked, rules, use_tqdm=False, lora_request=adapter)
+                if asked or self.lockstep  # in lockstep, ranks without prompts take part too
+                else []
+            )
         completions: list[list[Completion]] = [[] for _ in prompts]
         for (i, _), answer in zip(places, answers, strict=True):
             (one,) = answer.outputs
