@@ -34,6 +34,7 @@ from engines.interface import (
     check_call,
     check_complete,
     check_finite,
+    refuse_first,
 )
 from hf_config import Architecture
 from input_files import InputError
@@ -67,7 +68,8 @@ def check(
     on_cpu, head_dims = device_type == "cpu", ", ".join(map(str, CPU_HEAD_DIMS))
     for problem in replica_problems(arch, ranks, tensor, max_tokens, kv_cache_mib, dtype.itemsize):
         raise InputError(problem)
-    for wrong, problem in (
+    refuse_first(
+        "",
         (
             arch.model_type == "qwen2_moe" and arch.head_dim * heads != hidden,
             f"rollout.engine: vllm's qwen2_moe needs a head_dim of hidden_size / heads; found {arch.head_dim}; "
@@ -91,9 +93,7 @@ def check(
             on_cpu and "VLLM_CPU_KVCACHE_SPACE" in os.environ,
             "rollout.kv_cache_mib: the environment's VLLM_CPU_KVCACHE_SPACE would override it; unset that variable",
         ),
-    ):
-        if wrong:
-            raise InputError(problem)
+    )
 
 
 def _check_installed(device_type: str) -> None:
@@ -290,7 +290,8 @@ class VllmEngine(Engine):
 
         rule = Rule(max_new_tokens, temperature, top_p, top_k)
         check_call(self.arch, prompts, seeds, num_samples, rule, return_routed_experts, self.ready, self.max_tokens)
-        for wrong, problem in (
+        refuse_first(
+            "sample: ",
             (
                 temperature and not LOWEST_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE,
                 f"temperature {temperature}; vLLM needs 0, or {LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE}",
@@ -304,9 +305,7 @@ class VllmEngine(Engine):
                 return_routed_experts and not self.routed_experts,
                 "routed experts asked of an engine that was made without routed_experts",
             ),
-        ):
-            if wrong:
-                raise InputError(f"sample: {problem}")
+        )
         places = [(i, j) for i in range(len(prompts)) for j in range(num_samples)]
         rules = [
             SamplingParams(

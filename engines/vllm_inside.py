@@ -25,9 +25,8 @@ def surroundings_kept(device: torch.device) -> Iterator[None]:
     torch.set_num_threads.
     """
     set_num_threads, python_state, numpy_state = torch.set_num_threads, random.getstate(), np.random.get_state()
-    devices = [] if device.type == "cpu" else [device]
     try:
-        with torch.random.fork_rng(devices, device_type=device.type):
+        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
             yield
     finally:
         torch.set_num_threads = set_num_threads

@@ -53,15 +53,13 @@ def vllm_name(slot: Slot) -> str:
 
 def check_placement(found: dict, arch: Architecture, parallel: Parallel) -> None:
     """Raise InputError unless this rank has the same groups and experts in vLLM (vllm_inside.placement) and trainer."""
+    local = arch.num_experts // parallel.expert
+    experts = list(range(parallel.expert_rank * local, (parallel.expert_rank + 1) * local))
     needed = {
         "tensor": dist.get_process_group_ranks(parallel.tensor_group),
         "data": dist.get_process_group_ranks(parallel.data_group),
         "expert": dist.get_process_group_ranks(parallel.expert_group),
-    }
-    local = arch.num_experts // parallel.expert
-    first = parallel.expert_rank * local
-    needed |= {
-        f"layer {i} experts": list(range(first, first + local)) for i, is_moe in enumerate(arch.moe_layers) if is_moe
+        **{f"layer {i} experts": experts for i, is_moe in enumerate(arch.moe_layers) if is_moe},
     }
     for what in sorted(needed.keys() | found.keys()):
         if found.get(what) != needed.get(what):
