@@ -99,9 +99,12 @@ def _effect(arch: Architecture, norm: str, readers: set[str], router: str) -> No
     found = re.fullmatch(r"(model\.layers\.(\d+)\.)post_attention_layernorm\.weight", norm)
     if not found or not arch.moe_layers[int(found[2])]:
         return NormNoise()
-    inputs = ("shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert_gate")
     gate = (f"{found[1]}mlp.gate.weight",)
-    shared = tuple(f"{found[1]}mlp.{name}.weight" for name in inputs) if arch.shared_expert_ffn_size else ()
+    shared = tuple(
+        f"{found[1]}mlp.{name}.weight"
+        for name in ("shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert_gate")
+        if arch.shared_expert_ffn_size
+    )
     if readers <= {"router", "shared"}:
         return NormNoise(noisy=False, scaled=gate * ("router" in readers) + shared * ("shared" in readers))
     return NormNoise(restored=gate * (router == "clean") + shared * (not readers & {"shared", "all"}))

@@ -111,9 +111,8 @@ def _typed(tree: dict, where: str) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        faults = [_sentence(fault) for fault in error.errors(include_url=False)]
-    more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
-    raise InputError("; ".join(where + fault for fault in faults[:3]) + more)
+        faults = [where + _sentence(fault) for fault in error.errors(include_url=False)]
+    raise InputError("; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if len(faults) > 3 else ""))
 
 
 def _sentence(fault: Any) -> str:

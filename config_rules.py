@@ -256,7 +256,6 @@ def layout_problems(cfg: Config, arch: Architecture, world_size: int) -> list[st
         "columns of the shared expert": arch.shared_expert_ffn_size,
         "ranks": world_size,
     }
-    split_by_expert_tensor = {"columns of an expert": arch.expert_ffn_size, "ranks": world_size}
     split_by_expert = {
         "experts": arch.num_experts,
         f"ranks ({world_size} / expert_tensor {expert_tensor})": world_size // expert_tensor,
@@ -296,7 +295,12 @@ def layout_problems(cfg: Config, arch: Architecture, world_size: int) -> list[st
     ]
     return [
         *_split_problem("parallel.tensor", tensor, split_by_tensor, world_size),
-        *_split_problem("parallel.expert_tensor", expert_tensor, split_by_expert_tensor, world_size),
+        *_split_problem(
+            "parallel.expert_tensor",
+            expert_tensor,
+            {"columns of an expert": arch.expert_ffn_size, "ranks": world_size},
+            world_size,
+        ),
         *_split_problem("parallel.expert", expert, split_by_expert, world_size),
         *(message for broken, message in rules if broken),
     ]

@@ -132,21 +132,23 @@ def load(data: DataConfig, split: str, tokenizer: PreTrainedTokenizerBase, seed:
         for question, answer in pairs
     ]
     _refuse_equal_prompts(questions, tokenizer)
-    limit, lengths = data.max_prompt_tokens, [len(question.prompt) for question in questions]
+    limit = data.max_prompt_tokens
     kept = [question for question in questions if len(question.prompt) <= limit]
     dropped = len(questions) - len(kept)
     if dropped and (data.overlong_prompts == "refuse" or not kept):
+        lengths = [len(question.prompt) for question in questions]
         raise InputError(
             f"{source}: {dropped} of {len(questions)} prompts are longer than data.max_prompt_tokens = {limit}; the "
             f"longest (question {lengths.index(max(lengths)) + 1}) has {max(lengths)} tokens; raise it"
             + (", or set data.overlong_prompts: drop" if kept else "")
         )
-    longest = max(length for length in lengths if length <= limit)
-    line = (
-        f"{len(kept)} questions from {source} ({form}); longest prompt {longest} of {limit} tokens, dropped {dropped}"
-        + (f"; {len(examples)} worked examples before each" if examples else "")
+    return Questions(
+        kept,
+        seed,
+        dropped,
+        f"{len(kept)} questions from {source} ({form}); longest prompt {max(len(one.prompt) for one in kept)} of "
+        f"{limit} tokens, dropped {dropped}" + (f"; {len(examples)} worked examples before each" if examples else ""),
     )
-    return Questions(kept, seed, dropped, line)
 
 
 def _words(text: str) -> str:

@@ -20,8 +20,9 @@ import environment
 import kernels
 from input_files import InputError
 
-# The variables that limit the devices a process sees. The driver reads them; the user sets them, and this code never.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # model.dtype -> the type of the weights
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}  # type of the device -> its torch.distributed backend
+# The variables that limit the devices a process sees. The driver reads them; the user sets them, and this code never.
 VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
 
 # MiB of the buffer of an HCCL communicator, by Megatron's name of the group. A communicator has two such buffers on
@@ -184,11 +185,6 @@ def peak_memory_gib(device: torch.device) -> float | None:
     peak = module.max_memory_allocated() + total - free - module.memory_reserved()
     module.reset_peak_memory_stats()
     return peak / 2**30
-
-
-def backend(device: torch.device) -> str:
-    """The torch.distributed backend for tensors on this device."""
-    return {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[device.type]
 
 
 def group_options(device: torch.device, name: str):

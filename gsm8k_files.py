@@ -78,8 +78,8 @@ def gold_number(answer: str) -> str:
 
 def _parse_messages(row: dict[str, Any]) -> tuple[str, str]:
     user, *assistant = _turns(row, "messages")
-    short = None if row.get("answer") is None else _text(row, "answer")
-    return user, _one_answer("the assistant turn", assistant[0] if assistant else None, "answer", short)
+    short = _text(row, "answer") if row.get("answer") is not None else None
+    return user, _one_answer("the assistant turn", next(iter(assistant), None), "answer", short)
 
 
 def _parse_prompt(row: dict[str, Any]) -> tuple[str, str]:

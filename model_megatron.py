@@ -174,10 +174,8 @@ def hidden_states(model: torch.nn.Module, tokens: Tensor, packing: Packing | Non
     """
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-    config = model.config
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    x = model.embedding(input_ids=tokens, position_ids=positions)  # (T / tensor, b, h)
-    if config.recompute_granularity and torch.is_grad_enabled() and not x.requires_grad:
+    x = model.embedding(input_ids=tokens, position_ids=None)  # (T / tensor, b, h); RoPE needs no position ids
+    if model.config.recompute_granularity and torch.is_grad_enabled() and not x.requires_grad:
         x.requires_grad_()  # a checkpointed layer returns gradients only if its input wants one
     for layer in model.decoder.layers:
         layer.self_attention.core_attention.packing = packing
@@ -185,7 +183,7 @@ def hidden_states(model: torch.nn.Module, tokens: Tensor, packing: Packing | Non
     if packing is not None:
         cos_sin = cos_sin[:, packing.position]
     x = model.decoder(hidden_states=x, attention_mask=None, rotary_pos_emb=cos_sin)
-    if config.sequence_parallel:
+    if model.config.sequence_parallel:
         # Each tensor rank returns the gradient of its vocabulary shard only; the backward pass sums these.
         x = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True)
     return x

@@ -80,5 +80,4 @@ def pack(tokens: Tensor, mask: Tensor, multiple: int) -> Packing:
     prompt_places = pad_sequence([torch.arange(s, s + len(prompt)) for prompt, s in start_of.items()], batch_first=True)
     last_seen = torch.tensor(sees)[:, None, None, None] + torch.arange(longest_own)[:, None]  # (b, 1, N, 1)
     bias = torch.zeros(b, 1, longest_own, width).masked_fill_(torch.arange(width) > last_seen, float("-inf"))
-    fields = (source, source % width, line, prompt_places, own, bias, result)
-    return Packing(*(field.to(tokens.device) for field in fields))
+    return Packing(*(x.to(tokens.device) for x in (source, source % width, line, prompt_places, own, bias, result)))

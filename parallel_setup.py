@@ -173,7 +173,7 @@ def _groups_on(device: torch.device) -> Iterator[None]:
     create, options = parallel_state.create_group, parallel_state.get_nccl_options
 
     def create_group(*args, backend: str | None = None, **kwargs):
-        return create(*args, backend=backend or devices.backend(device), **kwargs)
+        return create(*args, backend=backend or devices.BACKENDS[device.type], **kwargs)
 
     if device.type != "cpu":  # on a CPU, the backend of the world is the right one
         parallel_state.create_group = create_group
@@ -320,10 +320,8 @@ class Parallel:
 
         A factor that c ranks hold counts 1/c on each of them, so the sum over all ranks counts every element once.
         """
-        total = torch.zeros((), device=self.device)
-        for parameter in parameters:
-            total += parameter.grad.float().square().sum() / self.copies(parameter)
-        return self.sum_over_ranks(total).sqrt()
+        squares = (p.grad.float().square().sum() / self.copies(p) for p in parameters)
+        return self.sum_over_ranks(sum(squares, torch.zeros((), device=self.device))).sqrt()
 
     def copies(self, parameter: torch.nn.Parameter) -> int:
         """The number of ranks that hold this piece of ``parameter``."""

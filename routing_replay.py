@@ -176,5 +176,4 @@ def exchange(
     receive = torch.empty(sum(splits[1]), dtype=torch.uint8)
     dist.all_to_all_single(receive, send, splits[1], splits[0])
     wanted = [s for peer in incoming for s in peer]
-    parts = receive.split([size[s] for s in wanted])
-    return {s: part.view(shapes[s]) for s, part in zip(wanted, parts, strict=True)}
+    return {s: p.view(shapes[s]) for s, p in zip(wanted, receive.split([size[s] for s in wanted]), strict=True)}

@@ -125,7 +125,7 @@ def refuse(cfg: Config, ranks: int) -> None:
 
 def answer(cfg: Config, parallel: Parallel) -> launched.Answer:
     rows = summary(measure(parallel))
-    head = f"{parallel.world_size} ranks on {parallel.device.type}, {devices.backend(parallel.device)}"
+    head = f"{parallel.world_size} ranks on {parallel.device.type}, {devices.BACKENDS[parallel.device.type]}"
     return launched.Answer(all(row["answer"] == "right" for row in rows), f"{head}\n{as_text(rows)}", rows)
 
 
