@@ -426,6 +426,7 @@ def test_two_machines_meet_where_they_are_told() -> None:
 def test_run_starts_only_after_doctor_and_plan(doctor, plan, switch, code, called, tmp_path: Path) -> None:
     stub = tmp_path / "python"
     stub.write_text(f"""#!/bin/sh
+[ "$1" != -c ] || exit 0  # it has the packages
 asked=$1
 [ "$2" != --doctor ] || asked=--doctor
 echo "$asked" >>{tmp_path}/calls
@@ -435,6 +436,14 @@ case $asked in --doctor) exit {doctor} ;; preflight.py) exit {plan} ;; esac\n"""
     assert done.returncode == code, done.stderr
     assert (tmp_path / "calls").read_text().split() == called
     assert ("DOCTOR=off" in done.stderr) == (doctor == "1" and switch == "on")
+
+
+@pytest.mark.parametrize(("script", "arguments"), [("run_16npu.sh", ()), ("first_hour.sh", ("configs/qwen3.yaml",))])
+def test_an_interpreter_without_the_packages_is_refused_in_one_line(script: str, arguments: tuple[str, ...]) -> None:
+    done = accelerator(script, *arguments, PYTHON="false")
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: PYTHON: false lacks the packages of requirements/")
 
 
 def test_shellcheck_finds_nothing() -> None:
