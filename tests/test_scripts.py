@@ -226,8 +226,9 @@ def test_folder_that_the_script_did_not_make_is_left_alone(checkout: Checkout) -
     assert [path.name for path in (checkout.root / "mine").iterdir()] == ["thesis"]
 
 
-def test_torch_comes_from_its_own_index_when_the_usual_one_lacks_the_cpu_build(checkout: Checkout) -> None:
-    lacks = {"STUB_PIP_FAILS": "progress-bar off -r .venv/torch.txt", "STUB_PIP_SAYS": "No matching distribution found"}
+@pytest.mark.parametrize("says", ["No matching distribution found", "ResolutionImpossible"])
+def test_torch_comes_from_its_own_index_when_the_usual_one_lacks_the_cpu_build(says: str, checkout: Checkout) -> None:
+    lacks = {"STUB_PIP_FAILS": "progress-bar off -r .venv/torch.txt", "STUB_PIP_SAYS": says}
     done = checkout.run("run_cpu.sh", TORCH_INDEX="https://mirror.example/cpu", **lacks)
     assert done.returncode == 0, done.stderr
     assert len(checkout.calls("--index-url https://mirror.example/cpu -r .venv/torch.txt")) == 1
