@@ -207,6 +207,10 @@ def act(args: argparse.Namespace) -> int:
 def main(arguments: list[str]) -> int:
     try:
         return act(parse(arguments))
+    except ModuleNotFoundError as error:  # requirements/cpu.txt has no scipy
+        package = (error.name or "a package").split(".")[0]
+        needed = "pip install --no-deps -r requirements/report.txt"
+        return refused(InputError(f"report.py: {package} is not installed; needed: {needed}"))
     except BAD_INPUT as error:
         return refused(error)
 
