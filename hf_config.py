@@ -84,8 +84,10 @@ def parse(raw: dict, where: str = "config.json") -> Architecture:
         value: Any = default if raw.get(key) is None else raw[key]
         refuse_if(value is None, f"{key} is missing")
         number = kind in (int, float)
-        wrong = (number and not (isinstance(value, int | float) and 0 < value < math.inf)) or type(value) is not kind
-        refuse_if(wrong, f"{key}: expected a {'positive ' * number}{kind.__name__}, found {shown(value)}")
+        refuse_if(
+            (number and not (isinstance(value, int | float) and 0 < value < math.inf)) or type(value) is not kind,
+            f"{key}: expected a {'positive ' * number}{kind.__name__}, found {shown(value)}",
+        )
         most = MOST.get(key, MOST_SIZE)
         refuse_if(kind is int and value > most, f"{key}: found {shown(value)}; needed: at most {most}")
         return value

@@ -133,8 +133,9 @@ def check_determinism(machine: Machine) -> list[Finding]:
 
 
 def check_allocator(machine: Machine) -> list[Finding]:
-    names = ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-    given = {name: machine.env[name] for name in names if machine.env.get(name)}
+    given = {
+        name: machine.env[name] for name in ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF") if machine.env.get(name)
+    }
     expandable = [name for name, value in given.items() if "expandable_segments:true" in value.lower()]
     unset = f"unset {' '.join(expandable)}"
     return first(

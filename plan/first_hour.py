@@ -251,8 +251,9 @@ def read(args: argparse.Namespace) -> tuple[Job, list[float]]:
         check_engine_layout(cfg, arch, ranks)
     except InputError as error:
         raise InputError(f"{ranks} ranks (RANKS=N for another number): {error}") from None
-    folder = Path(cfg.train.out_dir) / f"first_hour-{cfg.name}"
-    job = Job(args.config, tuple(args.overrides), cfg, ranks, device, folder)
+    job = Job(
+        args.config, tuple(args.overrides), cfg, ranks, device, Path(cfg.train.out_dir) / f"first_hour-{cfg.name}"
+    )
     load_config(args.config, job.steps())  # InputError now, not in the last stage
     return job, minutes
 

@@ -254,5 +254,8 @@ def answer(cfg: Config, parallel: Parallel) -> launched.Answer:
 
 def main(arguments: list[str]) -> int:
     """Exit code 0: every operator is right. 1: one is wrong; the table names it. 2: the input cannot be used."""
-    args = launched.command_line("--operators", __doc__).parse_intermixed_args(arguments)
-    return launched.ask(args, lambda cfg, ranks: check_layout(cfg, hf_config.planned(cfg)[0], ranks), answer)
+    return launched.ask(
+        launched.command_line("--operators", __doc__).parse_intermixed_args(arguments),
+        lambda cfg, ranks: check_layout(cfg, hf_config.planned(cfg)[0], ranks),
+        answer,
+    )

@@ -33,7 +33,6 @@ import weights_hf
 from config import derive_seed
 from config_rules import check_engine_layout, check_layout
 from data_gsm8k import Question
-from hf_config import Architecture
 from input_files import UNFINISHED, fresh_folder
 from knobs import Config
 from learner import Learner
@@ -76,7 +75,7 @@ def write_model(cfg: Config, folder: Path) -> None:
 
 
 @torch.no_grad()
-def enlarge_(adapters: dict[str, torch.nn.Module], arch: Architecture, parallel: Parallel, seed: int) -> None:
+def enlarge_(adapters: dict[str, torch.nn.Module], arch: hf_config.Architecture, parallel: Parallel, seed: int) -> None:
     """Random factors, in place: each update (alpha / R) B A gets the size of the base weights, 0.5 / sqrt(in).
 
     The factors are the same in every layout.
@@ -96,7 +95,7 @@ def enlarge_(adapters: dict[str, torch.nn.Module], arch: Architecture, parallel:
 # ------------------------------------------------------------------------------------------------ the comparison
 
 
-def sample(engine, cfg: Config, arch: Architecture, parallel: Parallel) -> rollout.Rollout:
+def sample(engine, cfg: Config, arch: hf_config.Architecture, parallel: Parallel) -> rollout.Rollout:
     """Completions of random prompts, at least one prompt for every replica. The same on every rank."""
     length = min(PROMPT_TOKENS, cfg.data.max_prompt_tokens)
     generator = torch.Generator().manual_seed(derive_seed(cfg.train.seed, "probe prompts"))
@@ -146,7 +145,7 @@ def token_gaps(
     return torch.cat(gaps), torch.cat(masks), torch.cat(routes) if routes else None
 
 
-def by_expert(gaps: Tensor, mask: Tensor, routes: Tensor, arch: Architecture) -> list[dict]:
+def by_expert(gaps: Tensor, mask: Tensor, routes: Tensor, arch: hf_config.Architecture) -> list[dict]:
     """The median gap of each expert's tokens and of all other tokens, the most different expert first.
 
     An expert needs LEAST_TOKENS sampled tokens on both sides.  (S, T), (S, T), (S, T, L, K)
@@ -165,7 +164,7 @@ def by_expert(gaps: Tensor, mask: Tensor, routes: Tensor, arch: Architecture) ->
     return sorted(found, key=lambda row: -row["gap"] / max(row["others"], 1e-12))
 
 
-def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
+def compare(cfg: Config, arch: hf_config.Architecture, parallel: Parallel) -> dict:
     """All figures of this check. ``wrong`` says which are beyond their bounds; "" if none is. Collective."""
     model = model_megatron.build(arch, parallel, dtype=devices.DTYPES[cfg.model.dtype], recompute=cfg.model.recompute)
     weights_hf.load(model, arch, parallel, cfg.model.path)

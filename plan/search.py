@@ -142,9 +142,8 @@ def _candidates(cfg: Config, counts: list[int], engines: bool, arch: Architectur
     """(configuration, ranks) for every layout whose sizes divide what they must; judge() applies the other rules."""
 
     def trains(ranks: int, **sizes: int) -> bool:
-        whole = {"tensor": 1, "expert": 1, "expert_tensor": 1}
-        alone = _with(cfg, parallel=whole | sizes, rollout={"expert_parallel": False})
-        return not layout_problems(alone, arch, ranks)
+        split = {"tensor": 1, "expert": 1, "expert_tensor": 1} | sizes
+        return not layout_problems(_with(cfg, parallel=split, rollout={"expert_parallel": False}), arch, ranks)
 
     def samples(ranks: int, tensor: int) -> bool:
         return not engine_layout_problems(_with(cfg, rollout={"tensor": tensor}), arch, ranks)

@@ -204,7 +204,7 @@ class Observer:
             self.state = learner_state(learner, step * updates)
         before = self.state
         if step == FIRST:
-            zero = all(not x.any() for x in before.first.values())
+            zero = not any(x.any() for x in before.first.values())
             findings.add("AdamW", zero, "moments before the first step are not 0")
         if cfg.aqn.schedule == "off":
             with torch.no_grad():
