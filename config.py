@@ -59,6 +59,14 @@ def resolve_config(
     return cfg, notes
 
 
+def command_line(prog: str, about: str, **config: Any) -> argparse.ArgumentParser:
+    """A parser for CONFIG and its overrides. ``about``: the docstring of the command; ``config``: options of CONFIG."""
+    parser = argparse.ArgumentParser(prog=prog, description=about.split("\n\n")[0])
+    parser.add_argument("config", **{"help": "YAML file, e.g. configs/qwen3.yaml"} | config)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    return parser
+
+
 def flatten(tree: dict) -> dict[str, Any]:
     """{section: {key: value}} -> {"section.key": value}; values outside a section keep their name."""
     flat = {}
