@@ -53,8 +53,7 @@ class Packing:
 
 def rows_of(line: Tensor, places: Tensor) -> Tensor:
     """The tokens at ``places`` of the line, as rows.  (M, heads, d), (r, t) -> (r, heads, t, d)"""
-    rows = line.flatten(1).index_select(0, places.flatten())
-    return rows.view(*places.shape, *line.shape[1:]).transpose(1, 2)
+    return line.flatten(1).index_select(0, places.flatten()).view(*places.shape, *line.shape[1:]).transpose(1, 2)
 
 
 def pack(tokens: Tensor, mask: Tensor, multiple: int) -> Packing:

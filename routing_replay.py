@@ -145,14 +145,16 @@ def collect(
         for data_rank, sequences in enumerate(share)
         for sequence in sequences
     }
-    rest = (sum(arch.moe_layers), arch.experts_per_token)
     records = {
         (parallel.rank // sampler_tensor + i * replicas) * group + j: torch.from_numpy(answer.routed_experts)
         for i, answers in enumerate(own)
         for j, answer in enumerate(answers)
     }
     owner = {sequence: sequence // group % replicas * sampler_tensor for sequence in needed_by}
-    shapes = {sequence: (batch.row_length(sequence) - 1, *rest) for sequence in needed_by}
+    shapes = {
+        sequence: (batch.row_length(sequence) - 1, sum(arch.moe_layers), arch.experts_per_token)
+        for sequence in needed_by
+    }
     return exchange(records, owner, needed_by, shapes, parallel.rank)
 
 
@@ -175,5 +177,4 @@ def exchange(
     receive = torch.empty(sum(splits[1]), dtype=torch.uint8)
     dist.all_to_all_single(receive, send, splits[1], splits[0])
     wanted = [s for peer in incoming for s in peer]
-    parts = receive.split([size[s] for s in wanted])
-    return {s: part.view(shapes[s]) for s, part in zip(wanted, parts, strict=True)}
+    return {s: p.view(shapes[s]) for s, p in zip(wanted, receive.split([size[s] for s in wanted]), strict=True)}

@@ -233,7 +233,6 @@ def step_memory(cfg: Config, arch: Architecture, layout: RankGrid, device: str, 
         imbalance=IMBALANCE, entropy_bonus=cfg.loss.entropy_coef > 0,
     )  # fmt: skip
     lora = 4 * lora_parameters(arch, cfg.lora, layout)
-    longest = cfg.row_tokens
     wanted_rows = -(-rollout.prompts_per_step // layout.replicas) * rollout.group_size
     cache, cached_rows = _cache(cfg, arch, layout, element, wanted_rows)
     engine = _engine_layout(layout)
@@ -250,7 +249,7 @@ def step_memory(cfg: Config, arch: Architecture, layout: RankGrid, device: str, 
         "optimizer": 2 * lora,  # AdamW's two moments
         "engine weights": base_parameters(arch, engine) * element,
         "key-value cache": cache,
-        "routing records": own_sequences * longest * routing,
+        "routing records": own_sequences * cfg.row_tokens * routing,
         "communication buffers": communicators(layout) * BUFFER_BYTES[device],
         "runtime": int(RUNTIME_BYTES[device] + (GRAPH_BYTES[device] if rollout.engine == "vllm" else 0)),
         "gradients": lora,
