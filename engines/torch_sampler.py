@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engines.interface import Completion, Engine, Rule, check_call
-from engines.torch_decoder import Decoder, keep_rows_
+from engines.torch_decoder import Decoder
 from hf_config import Architecture
 from input_files import InputError
 from knobs import LoraConfig
@@ -188,7 +188,7 @@ class TorchSampler(Engine):
             if len(running) == 0 or n + 1 == new_tokens:
                 break
             if 2 * len(running) <= len(row_ids):
-                keep_rows_(cache, running)
+                cache.keep_rows(running)
                 row_ids, token = row_ids[running], token[running]
             hidden, experts = decoder.decode(token, n, cache)
             if routes is not None:
