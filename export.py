@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 import checkpoint
@@ -213,7 +213,7 @@ def write_adapter(
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     _check_room(folder, num_bytes)
     path = folder / "adapter_model.safetensors"
-    save_file(tensors, path, metadata={"format": "pt"})
+    weights_hf.save_file(tensors, path)
     (folder / "adapter_config.json").write_text(json.dumps(adapter_config(base_model, lora, modules), indent=2) + "\n")
     written = load_file(path)
     if written.keys() != tensors.keys() or not all(torch.equal(written[name], tensors[name]) for name in tensors):
