@@ -12,7 +12,9 @@ from config_rules import ELEMENT_BYTES
 from hf_config import Architecture
 from knobs import Config
 from plan.grid import WHOLE, RankGrid
-from plan.memory import Memory, lora_parameters
+from plan.memory import Memory, lora_parameters, merged_weights
+
+MERGE_BYTES = 28  # read and written for an element of W + s B A: of bf16, in fp32, one operation after the other
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,8 @@ def step_times(
         {"arithmetic": forward_flops(arch, tokens, length) / rate},
         {"launches": updates * micro_batches * hardware.eager_pass_seconds},
     ) | exchange_seconds(arch, hardware, layout, tokens, element)
+    merged_bytes = MERGE_BYTES * merged_weights(arch, cfg.lora, layout, recompute=False) * cfg.trains_merged
+    merging = updates * micro_batches * merged_bytes / hardware.bandwidth
     causes = {
         "sync": _sync_seconds(cfg, arch, layout, hardware, element),
         "prefill": {"arithmetic": forward_flops(arch, rollout.prompts_per_step * prompt, prompt) / rate},
@@ -165,10 +169,11 @@ def step_times(
             cause: seconds * waves * completion
             for cause, seconds in _decode_causes(decode, hardware, rollout.enforce_eager).items()
         },
-        "old policy": forward if updates > 1 or cfg.replay.mode == "r2" else {"": 0.0},
+        "old policy": forward | {"merging": merging} if updates > 1 or cfg.replay.mode == "r2" else {"": 0.0},
         "reference": forward if cfg.loss.kl != "none" else {"": 0.0},
-        "update forward": forward,
-        "update backward": {cause: seconds * (1 + cfg.model.recompute) for cause, seconds in forward.items()},
+        "update forward": forward | {"merging": merging},
+        "update backward": {cause: seconds * (1 + cfg.model.recompute) for cause, seconds in forward.items()}
+        | {"merging": merging * cfg.model.recompute},
         "optimizer": _optimizer_seconds(cfg, arch, layout, hardware, updates),
     }
     return Times(causes, decode, int(waves), micro_batches)
