@@ -48,7 +48,8 @@ VERBS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "compare": ("compare runs or groups of seeds", {
         "names": {"nargs": "+", "metavar": "NAME", "help": "record, group of seeds, or run folder"},
         "--kind": {
-            "choices": ("sampled", "greedy"), "help": "the answers to compare; by default sampled if there are any"
+            "choices": ("sampled", "greedy", "reward"),
+            "help": "what is compared: by default the sampled answers if there are any; reward: that of training",
         },
     }),
     "plan": ("the minimum detectable effect of a design", {

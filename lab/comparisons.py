@@ -96,12 +96,15 @@ class Comparison:
     detectable: float  # minimum detectable effect: 80 % power at the corrected level
     by_seed: list[tuple[int, int, int, float]]  # seed, questions better, worse, p-value of exact McNemar
     notes: list[str]
+    margin: float  # an effect whose interval lies within it is equal to none
 
     @property
     def verdict(self) -> str:
         """In words. A variant is called better or worse only with a small p-value and with enough seeds."""
         if len(self.seeds) < paired.MIN_SEEDS:
             return f"not decided: {len(self.seeds)} paired seed{'s' * (len(self.seeds) > 1)} of {paired.MIN_SEEDS}"
+        if max(map(abs, self.effect.interval())) < self.margin:
+            return f"equal within {100 * self.margin:g} points"
         if self.p < ALPHA:
             return f"different: {self.other} is {'better' if self.effect.mean > 0 else 'worse'}"
         return "not different: inside the noise"
@@ -112,7 +115,7 @@ def gain(group: list[Run], kind: str) -> paired.Effect:
     return paired.effect(np.stack([scores(run, kind) - scores(run, kind, 0) for run in group]))
 
 
-def compare(groups: dict[str, list[Run]], kind: str = "sampled") -> list[Comparison]:
+def compare(groups: dict[str, list[Run]], kind: str = "sampled", margin: float = 0.0) -> list[Comparison]:
     """Each group against the first, paired by seed and question; p-values corrected by Holm over all of them."""
     (base_name, base), *others = groups.items()
     tables = [paired_differences(base_name, base, name, group, kind) for name, group in others]
@@ -135,6 +138,7 @@ def compare(groups: dict[str, list[Run]], kind: str = "sampled") -> list[Compari
                 detectable=paired.detectable(float(effect.error), float(effect.freedom), ALPHA / len(others)),
                 by_seed=list(zip(seeds, better.tolist(), worse.tolist(), exact.tolist(), strict=True)),
                 notes=_notes(base, group, pairs),
+                margin=margin,
             )
         )
     return found
@@ -173,9 +177,10 @@ def _notes(base: list[Run], group: list[Run], pairs: list[tuple[Run, Run]]) -> l
 def sentences(found: Comparison, kind: str) -> str:
     """A comparison as text for a terminal."""
     s, (low, high) = len(found.seeds), found.effect.interval()
+    what = "mean training reward" if kind == "reward" else f"{kind} accuracy"
     lines = [
         f"{found.other} against {found.base}: {'; '.join(found.changed) or 'same settings'}",
-        f"  {kind} accuracy {100 * found.effect.mean:+.1f} points, 95 % interval {100 * low:+.1f} to "
+        f"  {what} {100 * found.effect.mean:+.1f} points, 95 % interval {100 * low:+.1f} to "
         f"{100 * high:+.1f} ({s} paired seed{'s' * (s > 1)} x {found.questions:,} questions)",
         f"  standard error {100 * found.effect.error:.2f} points",
         f"  {found.verdict}; p = {found.p:.3g}, Holm over {found.num_comparisons}; minimum detectable effect "
@@ -183,6 +188,6 @@ def sentences(found: Comparison, kind: str) -> str:
     ]
     lines += [
         f"  seed {seed}, these weights only: {better} better, {worse} worse, exact McNemar p = {p:.3g}"
-        for seed, better, worse, p in found.by_seed
+        for seed, better, worse, p in (found.by_seed if kind != "reward" else [])
     ]
     return "\n".join(lines + [f"  note: {note}" for note in found.notes])

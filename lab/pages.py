@@ -34,7 +34,8 @@ class Planned(Part):
     sweep: str = Field("", description="the file of configs/sweeps/ that makes the runs")
     base: str = Field(description="group of records that the others are compared with")
     others: tuple[str, ...] = Field(min_length=1, strict=False)
-    kind: str = Field("sampled", pattern="^(sampled|greedy)$")
+    kind: str = Field("sampled", pattern="^(sampled|greedy|reward)$", description="reward: mean training reward")
+    margin: float = Field(0.0, ge=0, description="points: a variant whose interval lies within it is called equal")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -81,7 +82,7 @@ def points(low: float | NDArray, high: float | NDArray) -> str:
 def results_page(groups: dict[str, list[Run]], plan: Plan, results: Path) -> str:
     """The generated part of RESULTS.md."""
     ready = {
-        planned: comparisons.compare({name: groups[name] for name in planned.names}, planned.kind)
+        planned: comparisons.compare({name: groups[name] for name in planned.names}, planned.kind, planned.margin / 100)
         for planned in plan.comparisons
         if {*planned.names} <= groups.keys()
     }
@@ -127,6 +128,10 @@ def finding(planned: Planned, found: list[Comparison]) -> str:
                 f"{abs(100 * one.effect.mean):.1f} points (95 % interval {points(*one.effect.interval())}, "
                 f"p = {one.p:.2g})."
             )
+    if equal := [one for one in found if one.verdict.startswith("equal")]:
+        lows, highs = zip(*(one.effect.interval() for one in equal), strict=True)
+        text += f" Equal to `{planned.base}` within {planned.margin:g} points: {_names(equal)}"
+        text += f" (95 % intervals within {points(min(lows), max(highs))})."
     if same := [one for one in found if one.verdict.startswith("not different")]:
         means, least = [one.effect.mean for one in same], max(one.detectable for one in same)
         shown = f"{100 * means[0]:+.1f}" if len(same) == 1 else points(min(means), max(means))

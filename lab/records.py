@@ -197,7 +197,12 @@ def evaluation(rows: list[dict[str, Any]], step: int) -> dict[str, Any]:
 
 
 def scores(run: Run, kind: str, step: int | None = None) -> np.ndarray:
-    """Score of each question after ``step`` steps (the last by default), the mean of its answers.  -> (n,)"""
+    """Score of each question after ``step`` steps (the last by default), the mean of its answers.  -> (n,)
+
+    ``kind`` reward: the mean training reward of all steps instead.  -> (1,)
+    """
+    if kind == "reward":
+        return np.array([run.steps["reward/mean"].mean()])
     row = evaluation(run.rows, run.record.steps if step is None else step)
     if not row[MARKS[kind]]:
         raise InputError(f"{run.record.id}: no {kind} answers (eval.samples is 0); there are: greedy")

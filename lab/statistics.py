@@ -64,9 +64,13 @@ def effect(differences: Array) -> Effect:
     squares of the two-way table, but at least max(MS_seeds, MS_questions) / (S n). The degrees of freedom are those of
     Satterthwaite (1946), at least S - 1. With one seed only the questions vary, so the effect is that of these weights
     only. The error has a lower bound, the error of one better and one worse answer, so that no interval has width 0.
+    With one number a seed (n = 1) only the seeds vary.
     """
     seeds, questions = differences.shape[-2:]
     mean = differences.mean((-2, -1))
+    if questions == 1 and seeds > 1:
+        error = differences[..., 0].std(-1, ddof=1) / math.sqrt(seeds)
+        return Effect(mean, error, np.full_like(mean, seeds - 1))
     least = math.sqrt(2) / (seeds * questions)
     if seeds == 1:
         error = differences[..., 0, :].std(-1, ddof=1) / math.sqrt(questions)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import recorded
+from scipy import stats
 
 from input_files import InputError
 from lab import comparisons, records, store
@@ -169,3 +170,27 @@ def test_several_answers_a_question_count_as_their_mean(tmp_path: Path) -> None:
         (run / name).write_text(re.sub(old, new, (run / name).read_text()))
     recorded.seal(run)
     assert records.scores(records.from_run(run, "x"), "sampled").tolist() == [0.5, 0.5]
+
+
+# ---------------------------------------------------------------- the learning curve as one number
+
+
+def test_training_rewards_are_compared_by_a_t_test_over_the_seeds(make_group: MakeGroup) -> None:
+    groups = {"base": make_group("base", 5, 0.6), "other": make_group("other", 5, 0.7, overrides=("lora.rank=8",))}
+    (found,) = comparisons.compare(groups, "reward", margin=0.2)
+    means = [np.array([run.steps["reward/mean"].dropna().mean() for run in group]) for group in groups.values()]
+    expected = stats.ttest_rel(means[1], means[0])
+    assert found.effect.mean == pytest.approx(np.mean(means[1] - means[0]))
+    assert found.effect.interval() == pytest.approx(tuple(expected.confidence_interval()))
+    assert found.p == pytest.approx(expected.pvalue)
+    text = comparisons.sentences(found, "reward")
+    assert "mean training reward" in text and "McNemar" not in text
+
+
+@pytest.mark.parametrize(("margin", "verdict"), [(0.5, "equal within 50 points"), (0.001, "not different")])
+def test_equal_means_that_the_interval_lies_within_the_announced_margin(
+    margin: float, verdict: str, make_group: MakeGroup
+) -> None:
+    groups = {"base": make_group("base", 4, 0.6), "other": make_group("other", 4, 0.6, overrides=("lora.rank=8",))}
+    (found,) = comparisons.compare(groups, "reward", margin=margin)
+    assert found.verdict.startswith(verdict)
