@@ -6,6 +6,7 @@ keep the base weights and the factors apart. The reference for a policy is a mod
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -19,11 +20,16 @@ import world
 from lora_reference import TARGETS
 from torch import Tensor
 
+import adapter_weights
+import checkpoint
+import export
 import hf_config
 import lora_megatron
 import model_megatron
+import run_record
 import weight_sync
 import weights_hf
+from config import to_yaml
 from device import DTYPES
 from engines.torch_sampler import TorchSampler
 from input_files import InputError
@@ -228,3 +234,49 @@ def test_factors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
             engine.load_adapter(factors)
     with pytest.raises(InputError, match="made without an adapter; needed: rollout.sync adapter"):
         TorchSampler(arch, stop_tokens=set(), pad_token=0).load_adapter({name: (a, b)})
+
+
+# ------------------------------------------------------------------------------------------------ the exported policy
+
+
+def greedy(parallel: Parallel, path: Path, dtype: str, folder: Path) -> list[tuple[list[int], list[int]]]:
+    """Prompts and the sampler's greedy answers after a push, as in an evaluation. The factors go to a checkpoint."""
+    cfg = config(path, model__dtype=dtype)
+    model, arch, adapters = attached(path, cfg, parallel, merges=cfg.trains_merged)
+    with torch.no_grad():
+        for adapter in adapters.values():
+            adapter.B.div_(STEP)  # a large update
+    engine = TorchSampler(arch, stop_tokens={9}, pad_token=0, dtype=DTYPES[dtype])
+    WeightSync(engine, model, arch, parallel, cfg).push(0, PROMPTS[0])
+    factors = adapter_weights.gather(adapters, lora_megatron.factors(adapters), arch, parallel)
+    if parallel.rank == 0:
+        (folder / "config.yaml").write_text(to_yaml(cfg))
+        (folder / "inputs.json").write_text(json.dumps(run_record.inputs(path, cfg.data)))
+        checkpoint.save(folder, 1, {"adapter": factors}, {}, cfg)
+    prompts = reference.tokens(rows=64, length=9, seed=3).tolist()
+    answers = engine.sample(prompts, seeds=[0] * 64, num_samples=1, max_new_tokens=24, temperature=0.0)
+    return [(prompt, one.tokens) for prompt, (one,) in zip(prompts, answers, strict=True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_transformers_answers_with_the_merged_export_as_the_sampler_does(dtype: str, kind: str, tmp_path: Path) -> None:
+    """Token by token along the sampler's answers. Apart from ties, bf16 may differ where a router is undecided."""
+    from transformers import AutoModelForCausalLM
+
+    path, run = reference.save(kind, tmp_path / "base"), tmp_path / "run"
+    run.mkdir()
+    answers = world.in_layouts(["EP2"], greedy, path, dtype, run)["EP2"][0]
+    assert export.main([str(run), "--merged", str(tmp_path / "merged")]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="sdpa").eval()
+    assert model.dtype == DTYPES[dtype]
+    tokens = ties = others = 0
+    for prompt, answer in answers:
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        best, chosen = logits.amax(-1), logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        tokens += len(answer)
+        ties += int(((logits == best[:, None]).sum(-1) > 1).sum())
+        others += int((chosen < best).sum())
+    print(f"{kind} {dtype}: {tokens} tokens, {ties} ties, {others} answered otherwise")
+    assert tokens > 500 and (others == 0 if dtype == "fp32" else others <= tokens / 50)
