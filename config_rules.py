@@ -62,6 +62,8 @@ IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
      "checks.logp_gap is off, or model.dtype is not fp32", "checks.logp_gap_fp32"),
     (lambda c: c.checks.logp_gap == "off" or c.model.dtype != "bf16",
      "checks.logp_gap is off, or model.dtype is not bf16", "checks.logp_gap_bf16"),
+    (lambda c: c.model.dtype != "bf16" or c.rollout.sync != "merged" or c.trains_merged,
+     "sampler and trainer have the same policy unless lora.dropout is used in bf16", "checks.rounding"),
     (lambda c: c.checks.gradient_spike == "off", "checks.gradient_spike is off", "checks.gradient_spike_factor"),
     (lambda c: c.checks.entropy == "off", "checks.entropy is off", "checks.entropy_floor"),
     (lambda c: c.eval.samples == 0, "eval.samples is 0: greedy answers only", "eval.temperature"),

@@ -231,6 +231,7 @@ class ChecksConfig(Section):
     logp_gap_bf16: float = knob(0.1, "bf16: largest mean difference, nats a token; normal is 1e-2", gt=0)
     reference_kl: Action = knob("stop", "the KL to the reference is not exactly 0 before the first update")
     adapters: Action = knob("stop", "after an update the sampler still receives the old tensors")
+    rounding: Action = knob("warn", "bf16 with dropout: rounding takes over a tenth of the update from the sampler")
     noise: Action = knob("stop", "AQN noise does not change the sampler; noise other than asked for always stops")
     non_finite: Action = knob("stop", "a metric is NaN or infinite; a gradient that is not finite always stops")
     gradient_spike: Action = knob("warn", "the gradient norm exceeds its median of 50 steps x gradient_spike_factor")

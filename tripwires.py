@@ -23,6 +23,7 @@ STUCK_STEPS = 3  # steps with a KL of exactly 0 after updates, or with the same 
 STUCK_TOKENS = {"fp32": 500, "bf16": 20_000}  # in those steps: in bf16 a small update changes few tokens
 SHORTEST = 20  # below this max_new_tokens, it may be normal that no answer ends
 REWARD_START = 0.02  # a mean reward below this cannot fall in a meaningful way
+UPDATE_ERROR = 0.1  # of the update: from here on the sampler's rounded policy counts as another one
 WINDOW = 10  # steps: the mean of the last ones is compared with the mean of the first ones
 ROUNDING = -1e-6  # rounding may make an estimate that cannot be negative as low as this
 NOT_NEGATIVE = ("k2", "k3", "low_var_kl", "low_var_kl+", "abs")  # kinds of loss.kl
@@ -118,7 +119,7 @@ class Tripwires:
         if broken:
             self.trip("non_finite", f"step {step + 1}: {', '.join(broken)} not finite", "optim.lr, and the data")
         for check in (
-            self._reward, self._truncated, self._identical, self._agreement, self._reference_at_start,
+            self._reward, self._truncated, self._identical, self._agreement, self._rounding, self._reference_at_start,
             self._impossible, self._collapse, self._gradient_and_entropy,
         ):  # fmt: skip
             check(step, metrics)
@@ -211,6 +212,18 @@ class Tripwires:
                 f"step {step + 1}: sampler and trainer differ by {gap:.2g} nats a token, at most {bound:g} expected;\n"
                 f"  with the weights pushed once more, {self.where_apart(bound)}",
                 "that layer's tensors in what is pushed (weight_sync.py, weights_hf.export), and how it is computed",
+            )
+
+    def _rounding(self, step: int, metrics: dict[str, float]) -> None:
+        """Whether the sampler's weights were rounded far away from what the trainer computes with."""
+        cfg = self.cfg
+        two_policies = cfg.model.dtype == "bf16" and cfg.rollout.sync == "merged" and not cfg.trains_merged
+        if two_policies and metrics["sync/update_error"] > UPDATE_ERROR:
+            self.trip(
+                "rounding",
+                f"step {step + 1}: the sampler has {metrics['sync/update_share']:.0%} of the update: rounding it to "
+                f"{cfg.model.dtype} changes it by {metrics['sync/update_error']:.0%}",
+                "lora.dropout, with which the trainer keeps weights and factors apart; rollout.sync=adapter",
             )
 
     def _far_above_the_first_steps(self, gap: float, bound: float) -> bool:

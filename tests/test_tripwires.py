@@ -214,6 +214,11 @@ STOPS = {  # fault: (function that plants it, changes to the run, parts of the m
     "noise watched where it cannot show": (
         sure_policy_watched_at_temperature_1, NOISE | SURE, ["checks.noise", "step 1", "takes pushed norms"],
     ),
+    "update lost in rounding": (
+        nothing,
+        {"model__dtype": "bf16", "lora__dropout": 0.1, "optim__lr": 1e-4, "checks__rounding": "stop"},
+        ["checks.rounding", "step 2: the sampler has ", "% of the update", "rollout.sync=adapter"],
+    ),
     "adapters not at zero": (adapters_not_at_zero, {}, ["checks.reference_kl", "adapters start at 0"]),
     "metric not finite": (loss_metric_not_finite, {}, ["checks.non_finite", "step 1", "actor/ppo_kl"]),
     "gradient spike": (
