@@ -166,7 +166,7 @@ class WeightSync:
             weight, first, dtype = slot.weight[rows], first[rows], slot.weight.dtype
             update = adapter.scale * (first @ second)
             if self.cfg.rollout.sync == "merged":
-                change = (weight.float() + update).to(dtype).float() - weight.float()
+                change = adapter.merged(slot.weight, slot.expert)[rows].float() - weight.float()
             else:
                 change = adapter.scale * (first.to(dtype).float() @ second.to(dtype).float())
             parts = change * update, update.square(), (change - update).square()
