@@ -162,16 +162,17 @@ class WeightSync:
             first, second = (adapter.B, adapter.A) if slot.expert is None else (adapter.A, adapter.B)
             if slot.expert is not None:
                 first, second = first[slot.expert], second[slot.expert]
-            rows = slice(None, None, -(-len(first) // SAMPLED_ROWS))
+            kind, rows = _kind(slot.names[0]), slice(None, None, -(-len(first) // SAMPLED_ROWS))
             weight, first, dtype = slot.weight[rows], first[rows], slot.weight.dtype
             update = adapter.scale * (first @ second)
             if self.cfg.rollout.sync == "merged":
                 change = adapter.merged(slot.weight, slot.expert)[rows].float() - weight.float()
             else:
-                change = adapter.scale * (first.to(dtype).float() @ second.to(dtype).float())
+                pair = (factor if kind == "router" else factor.to(dtype).float() for factor in (first, second))
+                change = adapter.scale * torch.matmul(*pair)
             parts = change * update, update.square(), (change - update).square()
-            kind = _kind(slot.names[0])
-            sums[kind] = sums.get(kind, 0) + torch.stack([part.sum() for part in parts])
+            copies = min(map(self.parallel.copies, (adapter.A, adapter.B)))  # of this shard, on as many ranks
+            sums[kind] = sums.get(kind, 0) + torch.stack([part.sum() for part in parts]) / copies
         totals = self.parallel.sum_over_ranks(torch.stack(list(sums.values())))
         by_kind = {f"_{kind}": total for kind, total in zip(sums, totals, strict=True)} | {"": totals.sum(0)}
         found = {}

@@ -80,6 +80,11 @@ def test_gradients_with_recompute_are_those_of_the_unsharded_model(ranks):
     assert max(rank["error with recompute"] for rank in ranks) < TOLERANCE
 
 
+def test_passes_with_merged_weights_have_the_same_log_probs_and_gradients(ranks):
+    assert max(rank["merged logp error"] for rank in ranks) < 1e-5
+    assert max(rank["error with merged weights"] for rank in ranks) < TOLERANCE
+
+
 def test_gradients_are_right_on_ranks_whose_experts_get_no_token(skewed):
     expected, by_rank = skewed
     A = expected.gradients["model.layers.0.mlp.experts.gate_up_proj.A"]

@@ -104,6 +104,15 @@ def _measure(parallel: Parallel, path: Path, expected: Reference, tokens: Tensor
     backward(model, tokens, parallel)
     shares = {name: factor.grad.clone() for name, factor in lora_megatron.factors(adapters).items()}
     out["error with recompute"] = _error_after_sync(adapters, shares, arch, parallel, expected)
+
+    model, arch = load(path, parallel)
+    adapters = lora_megatron.attach(model, lora_config(), parallel, SEED, merges=True)
+    fill(adapters, expected.factors, arch, parallel)
+    logp = backward(model, tokens, parallel)
+    error = logp[:, 1:] - expected.logp.chunk(parallel.data)[parallel.data_rank]
+    shares = {name: factor.grad.clone() for name, factor in lora_megatron.factors(adapters).items()}
+    out["merged logp error"] = float(error.abs().max())
+    out["error with merged weights"] = _error_after_sync(adapters, shares, arch, parallel, expected)
     return out
 
 

@@ -1,0 +1,230 @@
+"""In bf16 the trainer's policy is the one that samples, and the metrics of the rounding are right.
+
+With rollout.sync merged, the trainer computes with the pushed weights, bit for bit. With adapter, sampler and trainer
+keep the base weights and the factors apart. The reference for a policy is a model without LoRA that holds its weights.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import adapted
+import pytest
+import reference
+import torch
+import training
+import world
+from lora_reference import TARGETS
+from torch import Tensor
+
+import hf_config
+import lora_megatron
+import model_megatron
+import weight_sync
+import weights_hf
+from device import DTYPES
+from engines.torch_sampler import TorchSampler
+from input_files import InputError
+from knobs import Config
+from parallel_setup import Parallel
+from weight_sync import WeightSync
+
+KINDS = ("qwen3_moe", "qwen2_moe")
+LAYOUTS = ["TP1", "TP2_EP2", "EP2_DP4", "TP2_EP2_ETP2"]
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [3, 4, 5, 6, 7]]
+LORA = {"lora__targets": TARGETS, "lora__rank": 4, "lora__expert_rank": 8, "lora__alpha": 12.0}
+STEP = 1e-3  # of a factor B: as after some updates, so that rounding to bf16 swallows a part of the update
+
+
+def config(path: Path, **changes) -> Config:
+    return training.config(path, path, **LORA | changes)
+
+
+def attached(path: Path, cfg: Config, parallel: Parallel, merges: bool, recompute: bool = False):
+    """A bf16 model whose adapters have made a small step away from 0, the same step in every layout."""
+    model, arch = adapted.load(path, parallel, dtype=DTYPES[cfg.model.dtype], recompute=recompute)
+    adapters = lora_megatron.attach(model, cfg.lora, parallel, adapted.SEED, merges=merges)
+    adapted.move(adapters, arch, parallel, step=0)
+    with torch.no_grad():
+        for adapter in adapters.values():
+            adapter.B.mul_(STEP)
+    return model, arch, adapters
+
+
+def log_probs(model, parallel: Parallel) -> Tensor:
+    tokens, mask = adapted.my_rows(reference.tokens(), parallel)
+    with torch.no_grad():
+        return model_megatron.token_logprobs(model, tokens, mask, parallel)[0]
+
+
+# ------------------------------------------------------------------------------------- the trainer has what is pushed
+
+
+def compare(parallel: Parallel, path: Path, folder: Path) -> dict:
+    """Log-probs and gradients in bf16: of the trainer, and of a model that only holds the exported weights."""
+    cfg = config(path, model__dtype="bf16")
+    model, arch, _ = attached(path, cfg, parallel, merges=True)
+    exported = {name: tensor.clone() for name, tensor in weights_hf.export(model, arch, parallel)}
+    if parallel.rank == 0:
+        weights_hf.save_model(iter(exported.items()), folder)
+    torch.distributed.barrier()
+    plain, _ = adapted.load(folder, parallel, dtype=torch.bfloat16)
+    factors_apart, _, _ = attached(path, cfg, parallel, merges=False)
+    answer = {
+        "trainer": log_probs(model, parallel),
+        "exported": log_probs(plain, parallel),
+        "factors": log_probs(factors_apart, parallel),
+    }
+    for recompute in (False, True):
+        model, _, adapters = attached(path, cfg, parallel, merges=True, recompute=recompute)
+        adapted.backward(model, reference.tokens(), parallel)
+        answer[f"gradients, recompute {recompute}"] = {
+            name: factor.grad.clone() for name, factor in lora_megatron.factors(adapters).items()
+        }
+    return answer
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def compared(request, tmp_path_factory) -> dict[str, list[dict]]:
+    path = reference.save(request.param, tmp_path_factory.mktemp(request.param))
+    answers = {}
+    for layout in LAYOUTS:
+        folder = tmp_path_factory.mktemp(layout)
+        shutil.copy(path / "config.json", folder)
+        answers |= world.in_layouts([layout], compare, path, folder)
+    return answers
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_trainer_computes_with_the_exported_weights_bit_for_bit(layout: str, compared) -> None:
+    for rank in compared[layout]:
+        assert torch.equal(rank["trainer"], rank["exported"])
+        assert not torch.equal(rank["trainer"], rank["factors"]), "control: the rounding is seen"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_recompute_gives_the_same_gradients_bit_for_bit(layout: str, compared) -> None:
+    for rank in compared[layout]:
+        first, second = (rank[f"gradients, recompute {recompute}"] for recompute in (False, True))
+        assert all(torch.equal(first[name], second[name]) for name in first)
+        assert all(gradient.any() for gradient in first.values())
+
+
+# --------------------------------------------------------------------------------------------- how much of it is left
+
+
+def pushed(parallel: Parallel, path: Path, sync: str, dtype: str) -> dict:
+    """The metrics of a push, and the same from the tensors of the engine in float64, over all tensors."""
+    cfg = config(path, model__dtype=dtype, rollout__sync=sync)
+    model, arch, adapters = attached(path, cfg, parallel, merges=cfg.trains_merged)
+    engine = TorchSampler(arch, stop_tokens=set(), pad_token=0, dtype=DTYPES[dtype], adapter=cfg.lora)
+    weights = WeightSync(engine, model, arch, parallel, cfg)
+    base = {name: tensor.double() for name, tensor in weights_hf.export(model, arch, parallel, merge=False)}
+    sample = weights.update_kept()
+    weight_sync.SAMPLED_ROWS = 10**6  # all rows
+    metrics = weights.push(0, PROMPTS[0])
+    both = own = error = 0.0
+    for name, (a, b) in weights._factors()[0].items():
+        rank = len(a)
+        update = cfg.lora.alpha / rank * b.double() @ a.double()
+        held = engine.decoder.slots[name].double()
+        if sync == "adapter":
+            assert torch.equal(held, base[name])
+            layer, part, index = engine.decoder.places[name]
+            a, b, scale = engine.decoder.factors[layer][part]
+            if a.dim() == 3:
+                expert, columns = index if isinstance(index, tuple) else (index, slice(None))
+                a, b = a[expert].t(), b[expert, :, columns].t()
+            else:
+                b = b[index]
+            held = base[name] + scale * b.double() @ a.double()
+        change = held - base[name]
+        both += (change * update).sum()
+        own += update.square().sum()
+        error += (change - update).square().sum()
+    return {"sample": sample, "metrics": metrics, "share": float(both / own), "error": math.sqrt(error / own)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["TP1", "TP2_EP2"])
+@pytest.mark.parametrize(
+    ("sync", "dtype", "shares", "errors"),
+    [
+        ("merged", "bf16", (0.01, 0.9), (0.2, 1.0)),  # the rounding swallows a part of the update
+        ("adapter", "bf16", (0.99, 1.01), (1e-4, 0.01)),
+        ("merged", "fp32", (0.999, 1.001), (0, 1e-2)),
+        ("adapter", "fp32", (0.999, 1.001), (0, 1e-6)),
+    ],
+)
+def test_share_and_error_are_those_of_what_the_engine_holds(
+    sync: str, dtype: str, shares: tuple, errors: tuple, layout: str, kind: str, tmp_path: Path
+) -> None:
+    path = reference.save(kind, tmp_path)
+    for rank in world.in_layouts([layout], pushed, path, sync, dtype)[layout]:
+        metrics, share, error = rank["metrics"], rank["share"], rank["error"]
+        assert metrics["sync/update_share"] == pytest.approx(share, abs=1e-3)
+        assert metrics["sync/update_error"] == pytest.approx(error, rel=0.02, abs=1e-5)
+        for name, value in rank["sample"].items():  # of a part of the rows
+            assert value == pytest.approx(metrics[name], rel=0.2, abs=1e-5), name
+        assert shares[0] <= share <= shares[1] and errors[0] <= error <= errors[1], (share, error)
+        kinds = {key.rpartition("_")[2] for key in metrics if key.startswith("sync/update_share_")}
+        assert kinds == {"attention", "experts", "router", "mlp"}
+
+
+# ------------------------------------------------------------------------------------- the embedded sampler's adapters
+
+
+def sampled(parallel: Parallel, path: Path, folder: Path) -> dict:
+    """Completions of a sampler that keeps base and factors apart, and the merged model that they should come from."""
+    cfg = config(path, rollout__sync="adapter")
+    model, arch, adapters = attached(path, cfg, parallel, merges=False)
+    engine = TorchSampler(arch, stop_tokens={9}, pad_token=0, adapter=cfg.lora)
+    weights = WeightSync(engine, model, arch, parallel, cfg)
+    stale = engine.sample(PROMPTS, seeds=[1, 2, 3], num_samples=2, max_new_tokens=12, temperature=1.0)
+    adapted.move(adapters, arch, parallel, step=1)
+    weights.push(0, PROMPTS[0])
+    merged = list(weights_hf.export(model, arch, parallel))
+    if parallel.rank == 0:
+        weights_hf.save_model(iter(merged), folder)
+    answers = engine.sample(PROMPTS, seeds=[1, 2, 3], num_samples=2, max_new_tokens=12, temperature=1.0)
+    return {
+        label: [(prompt, one.tokens, one.logp) for prompt, group in zip(PROMPTS, found, strict=True) for one in group]
+        for label, found in (("stale", stale), ("pushed", answers))
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_embedded_sampler_adds_the_factors_as_transformers_with_merged_weights(kind: str, tmp_path: Path) -> None:
+    path, folder = reference.save(kind, tmp_path / "base"), tmp_path / "merged"
+    folder.mkdir()
+    shutil.copy(path / "config.json", folder)
+    for layout in ("TP1", "TP2_EP2"):
+        rows = world.in_layouts([layout], sampled, path, folder)[layout][0]
+        model, gaps = reference.load(folder), {"stale": 0.0, "pushed": 0.0}
+        for label, found in rows.items():
+            for prompt, tokens, logp in found:
+                with torch.no_grad():
+                    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+                expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+                gaps[label] = max(gaps[label], (expected - torch.tensor(logp)).abs().max().item())
+        assert gaps["pushed"] < 1e-4 and gaps["stale"] > 1e-2, gaps
+
+
+def test_factors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    arch = hf_config.read(reference.save("qwen3_moe", tmp_path))
+    lora = config(tmp_path).lora
+    engine = TorchSampler(arch, stop_tokens=set(), pad_token=0, adapter=lora)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    a, b = torch.zeros(4, arch.hidden_size), torch.zeros(engine.decoder.shapes[name][0], 4)
+    for factors, needle in (
+        ({"model.layers.0.self_attn.z_proj.weight": (a, b)}, "z_proj.weight is not a matrix"),
+        ({"model.norm.weight": (a, b)}, "model.norm.weight is not a matrix"),
+        ({name: (a[:3], b)}, "A of model.layers.0.self_attn.q_proj.weight: found (3, 64); needed: (4, 64)"),
+        ({name: (a, b / 0)}, "B of model.layers.0.self_attn.q_proj.weight has NaN or infinity"),
+    ):
+        with pytest.raises(InputError, match=needle.replace("(", r"\(").replace(")", r"\)")):
+            engine.load_adapter(factors)
+    with pytest.raises(InputError, match="made without an adapter; needed: rollout.sync adapter"):
+        TorchSampler(arch, stop_tokens=set(), pad_token=0).load_adapter({name: (a, b)})
