@@ -8,8 +8,6 @@
 The noise is a function of (seed, step, name of the norm). It is added to the clean weight each time.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
 
@@ -61,14 +59,13 @@ def sigma_at(
     if schedule == "constant":
         return float(sigma_start)
     step = min(step, total_steps)
-    if schedule == "qerl":
-        stage = step * num_stages // total_steps  # in integers, because a quotient of floats can miss a boundary
+    if schedule == "qerl":  # in integers, because a quotient of floats can miss a boundary
+        stage, last = step * num_stages // total_steps, num_stages - 2
     else:
-        stage = step // max(1, total_steps // num_stages)
+        stage, last = step // max(1, total_steps // num_stages), num_stages - 1
     stage = min(stage, num_stages - 1)
     if stage == 0:
         return 0.0
-    last = num_stages - 2 if schedule == "qerl" else num_stages - 1
     if stage - 1 == last:  # (e/s)^1 s is not exactly e; qerl with K = 2 has last = 0 and uses s
         return float(sigma_end if last else sigma_start)
     return sigma_start * (sigma_end / sigma_start) ** ((stage - 1) / last)
@@ -138,7 +135,7 @@ def perturb(
     seed: int,
     step: int,
     bf16: str = "grid",
-) -> TensorStream[NoiseReport]:
+) -> "TensorStream[NoiseReport]":
     """The (name, whole tensor) stream with the plan's noise. Its result is a report on that noise.
 
     The stream may have any order, and may bring only a part of the tensors. ``clean`` is the result of clean_norms. All
@@ -167,8 +164,8 @@ def perturb(
         before, after = weight.float(), noisy.float()
         if effect.noisy:
             norms[norm] = noisy
-        restoring = torch.where(before == after, 1.0, before / after)  # a weight of 0 without noise would give 0 / 0
-        columns |= dict.fromkeys(effect.restored, restoring)
+        # A weight of 0 without noise would give 0 / 0.
+        columns |= dict.fromkeys(effect.restored, torch.where(before == after, 1.0, before / after))
         columns |= dict.fromkeys(effect.scaled, torch.where(before.abs() < DEAD, 1.0, after / before))
     scaled = {name: norm for norm, effect in plan.items() for name in effect.scaled}
 
@@ -223,8 +220,10 @@ def noise_moments(noise: Tensor, clean: Tensor, sigma: float, dtype: torch.dtype
     if dtype is torch.bfloat16:  # jumps on the grid are rare and long, so their fourth moment is larger
         up, down = _grid_steps(clean)
         fourth = torch.where(sigma**2 <= up * down, sigma**2 * (up**3 + down**3) / (up + down), fourth)
-    counts = torch.tensor([noise.numel(), int((noise != 0).sum())], dtype=torch.float64)
-    return torch.cat([counts, torch.stack([noise.sum(), (noise**2).sum(), (fourth - sigma**4).sum()])])
+    return torch.tensor(
+        [noise.numel(), (noise != 0).sum(), noise.sum(), (noise**2).sum(), (fourth - sigma**4).sum()],
+        dtype=torch.float64,
+    )
 
 
 class NoiseReport:

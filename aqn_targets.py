@@ -67,9 +67,11 @@ def _norms_of(arch: Architecture, target: str) -> dict[str, str]:
         matched = [name for name in names if fnmatchcase(name, target)]
         others = [name for name in matched if not name.endswith(NORM)]
         if len(matched) == len(others):
-            example = next(name for name in names if name.endswith(NORM))
-            needed = f"needed: {', '.join(ROLES)}, or a pattern of whole names such as {example}"
-            raise InputError(f"aqn.targets: {target!r} matches no RMSNorm of this {arch.model_type} model; {needed}")
+            raise InputError(
+                f"aqn.targets: {target!r} matches no RMSNorm of this {arch.model_type} model; needed: "
+                f"{', '.join(ROLES)}, or a pattern of whole names such as "
+                + next(name for name in names if name.endswith(NORM))
+            )
         if others:
             raise InputError(f"aqn.targets: {target!r} matches {others[0]}, which is not the weight of an RMSNorm")
         return dict.fromkeys(matched, "all")
@@ -79,8 +81,11 @@ def _norms_of(arch: Architecture, target: str) -> dict[str, str]:
         f"model.layers.{i}.post_attention_layernorm.weight": is_moe for i, is_moe in enumerate(arch.moe_layers)
     }
     if target == "mlp":
-        shared = bool(arch.shared_expert_ffn_size)
-        found = {norm: "shared" if is_moe else "all" for norm, is_moe in before_mlp.items() if shared or not is_moe}
+        found = {
+            norm: "shared" if is_moe else "all"
+            for norm, is_moe in before_mlp.items()
+            if arch.shared_expert_ffn_size or not is_moe
+        }
     else:
         found = {norm: target for norm, is_moe in before_mlp.items() if is_moe}
     if not found:
@@ -94,9 +99,12 @@ def _effect(arch: Architecture, norm: str, readers: set[str], router: str) -> No
     found = re.fullmatch(r"(model\.layers\.(\d+)\.)post_attention_layernorm\.weight", norm)
     if not found or not arch.moe_layers[int(found[2])]:
         return NormNoise()
-    inputs = ("shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert_gate")
     gate = (f"{found[1]}mlp.gate.weight",)
-    shared = tuple(f"{found[1]}mlp.{name}.weight" for name in inputs) if arch.shared_expert_ffn_size else ()
+    shared = tuple(
+        f"{found[1]}mlp.{name}.weight"
+        for name in ("shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert_gate")
+        if arch.shared_expert_ffn_size
+    )
     if readers <= {"router", "shared"}:
         return NormNoise(noisy=False, scaled=gate * ("router" in readers) + shared * ("shared" in readers))
     return NormNoise(restored=gate * (router == "clean") + shared * (not readers & {"shared", "all"}))

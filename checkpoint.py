@@ -123,9 +123,10 @@ def save(
     then stay as they were.
     """
     if not writes:
-        for tensor in (tensor for named in tensors.values() for tensor in named.values()):
-            if isinstance(tensor, Pending):
-                tensor.make()
+        for tensor in (
+            tensor for named in tensors.values() for tensor in named.values() if isinstance(tensor, Pending)
+        ):
+            tensor.make()
         return None
     folder = Path(run_dir) / "checkpoints"
     target = folder / f"step-{step:06d}"
@@ -210,15 +211,15 @@ def load(path: Path, verified: bool = False, only: str | None = None) -> Checkpo
     kinds = {"step": int, "config": dict, "config_hash": str, "state": dict}
     if odd := [key for key, kind in kinds.items() if type(about[key]) is not kind]:
         raise InputError(f"{path / 'state.json'}: {odd[0]}: found {shown(about[odd[0]])}; needed: what a run saves")
-    match = NAME.fullmatch(path.name)
-    if match and int(match[2]) != about["step"]:
+    if (match := NAME.fullmatch(path.name)) and int(match[2]) != about["step"]:
         raise InputError(f"{path / 'state.json'}: step {about['step']} in a folder of step {int(match[2])}")
     try:
         tensors = {file.stem: load_file(file) for file in sorted(path.glob(f"{only or '*'}.safetensors"))}
     except SafetensorError as error:
         raise InputError(f"{path}: not a safetensors file ({error})") from None
-    checksums = read_object(path / "checksums.json")
-    return Checkpoint(about["step"], tensors, about["state"], about["config"], checksums, path)
+    return Checkpoint(
+        about["step"], tensors, about["state"], about["config"], read_object(path / "checksums.json"), path
+    )
 
 
 def latest(run_dir: Path, say: Callable[[str], None] = print, only: str | None = None) -> Checkpoint | None:

@@ -59,6 +59,14 @@ def resolve_config(
     return cfg, notes
 
 
+def command_line(prog: str, about: str, **config: Any) -> argparse.ArgumentParser:
+    """A parser for CONFIG and its overrides. ``about``: the docstring of the command; ``config``: options of CONFIG."""
+    parser = argparse.ArgumentParser(prog=prog, description=about.split("\n\n")[0])
+    parser.add_argument("config", **{"help": "YAML file, e.g. configs/qwen3.yaml"} | config)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    return parser
+
+
 def flatten(tree: dict) -> dict[str, Any]:
     """{section: {key: value}} -> {"section.key": value}; values outside a section keep their name."""
     flat = {}
@@ -111,9 +119,8 @@ def _typed(tree: dict, where: str) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        faults = [_sentence(fault) for fault in error.errors(include_url=False)]
-    more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
-    raise InputError("; ".join(where + fault for fault in faults[:3]) + more)
+        faults = [where + _sentence(fault) for fault in error.errors(include_url=False)]
+    raise InputError("; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if len(faults) > 3 else ""))
 
 
 def _sentence(fault: Any) -> str:
@@ -131,8 +138,12 @@ def _sentence(fault: Any) -> str:
 
 def _sections() -> dict[str, type[Section]]:
     """Section name -> its model."""
-    kinds = {name: (field.annotation, *get_args(field.annotation)) for name, field in Config.model_fields.items()}
-    return {n: k for n, options in kinds.items() for k in options if isinstance(k, type) and issubclass(k, Section)}
+    return {
+        name: kind
+        for name, field in Config.model_fields.items()
+        for kind in (field.annotation, *get_args(field.annotation))
+        if isinstance(kind, type) and issubclass(kind, Section)
+    }
 
 
 def _suggestion(name: str, section: str | None) -> str:
@@ -162,11 +173,10 @@ MAY_CHANGE = frozenset(
 def to_dict(cfg: Config) -> dict[str, Any]:
     """Every key that the run reads, in the order of knobs.py, as plain values that load_config accepts."""
     idle = idle_keys(cfg)
-    tree = {}
-    for name, value in cfg.model_dump(mode="json", exclude_none=True).items():
-        is_section = isinstance(value, dict)
-        tree[name] = {k: v for k, v in value.items() if f"{name}.{k}" not in idle} if is_section else value
-    return tree
+    return {
+        name: {k: v for k, v in value.items() if f"{name}.{k}" not in idle} if isinstance(value, dict) else value
+        for name, value in cfg.model_dump(mode="json", exclude_none=True).items()
+    }
 
 
 def to_yaml(cfg: Config) -> str:
@@ -183,8 +193,11 @@ def config_hash(cfg: Config) -> str:
 def changed_keys(old: dict, new: Config) -> list[str]:
     """A line "section.key: old -> new" for each key outside MAY_CHANGE that differs; ``old`` is an earlier to_dict."""
     before, after = flatten(old), flatten(to_dict(new))
-    keys = [key for key in {**after, **before} if key not in MAY_CHANGE and before.get(key) != after.get(key)]
-    return [f"{key}: {shown(before.get(key))} -> {shown(after.get(key))}" for key in keys]
+    return [
+        f"{key}: {shown(before.get(key))} -> {shown(after.get(key))}"
+        for key in {**after, **before}
+        if key not in MAY_CHANGE and before.get(key) != after.get(key)
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -208,8 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def derive_seed(*key: int | str) -> int:
     """A 63-bit seed from ``key``: the same on every machine and Python, unlike hash()."""
-    digest = hashlib.sha256(repr(key).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "big") >> 1
 
 
 if __name__ == "__main__":

@@ -4,17 +4,12 @@ config.py asks for idle_keys and problems, the trainer also for check_layout and
 all of them at once. A message says the key, what was found, what is needed, and the nearest sizes that work.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from math import isqrt
-from typing import TYPE_CHECKING
 
+from hf_config import Architecture
 from input_files import InputError
 from knobs import Config
-
-if TYPE_CHECKING:
-    from hf_config import Architecture
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0  # vLLM raises a lower temperature to 0.01 and refuses a higher one
 LARGEST_ADAPTER_RANK = 512  # of vLLM's LoRA
@@ -100,9 +95,11 @@ def _layout_rules(cfg: Config) -> list[Rule]:
     """Sizes that must fit each other. With rollout.expert_parallel vLLM's shards are those of the trainer."""
     prompts, update = cfg.rollout.prompts_per_step, cfg.optim.prompts_per_update
     room, longest, shared = cfg.optim.tokens_per_micro_batch, cfg.row_tokens, cfg.rollout.expert_parallel
-    sizes = {"parallel.pipeline": cfg.parallel.pipeline, "parallel.context": cfg.parallel.context}
     return [
-        *((size != 1, f"{key}: {size} is not supported yet; only 1 is") for key, size in sizes.items()),
+        *(
+            (size != 1, f"parallel.{key}: {size} is not supported yet; only 1 is")
+            for key, size in (("pipeline", cfg.parallel.pipeline), ("context", cfg.parallel.context))
+        ),
         (
             shared and cfg.device in ("cpu", "cuda"),
             f"rollout.expert_parallel: device {cfg.device} packs vLLM's weights; needed: npu {STREAMED}",
@@ -257,9 +254,10 @@ def layout_problems(cfg: Config, arch: Architecture, world_size: int) -> list[st
         "columns of the shared expert": arch.shared_expert_ffn_size,
         "ranks": world_size,
     }
-    split_by_expert_tensor = {"columns of an expert": arch.expert_ffn_size, "ranks": world_size}
-    expert_ranks = f"ranks ({world_size} / expert_tensor {expert_tensor})"
-    split_by_expert = {"experts": arch.num_experts, expert_ranks: world_size // expert_tensor}
+    split_by_expert = {
+        "experts": arch.num_experts,
+        f"ranks ({world_size} / expert_tensor {expert_tensor})": world_size // expert_tensor,
+    }
     shared, uneven = cfg.rollout.expert_parallel, arch.num_experts % world_size > 0
     sizes = [d for d in divisors(arch.num_experts) if d % tensor == 0]
     rules = [
@@ -295,7 +293,12 @@ def layout_problems(cfg: Config, arch: Architecture, world_size: int) -> list[st
     ]
     return [
         *_split_problem("parallel.tensor", tensor, split_by_tensor, world_size),
-        *_split_problem("parallel.expert_tensor", expert_tensor, split_by_expert_tensor, world_size),
+        *_split_problem(
+            "parallel.expert_tensor",
+            expert_tensor,
+            {"columns of an expert": arch.expert_ffn_size, "ranks": world_size},
+            world_size,
+        ),
         *_split_problem("parallel.expert", expert, split_by_expert, world_size),
         *(message for broken, message in rules if broken),
     ]
@@ -311,8 +314,14 @@ def engine_layout_problems(cfg: Config, arch: Architecture, world_size: int) -> 
     """Why vLLM cannot hold ``arch`` on ``world_size`` ranks as cfg.rollout says; [] for the embedded sampler."""
     if cfg.rollout.engine != "vllm":
         return []
-    tensor, cache = cfg.rollout.tensor, cfg.rollout.kv_cache_mib
-    return replica_problems(arch, world_size, tensor, cfg.row_tokens, cache, ELEMENT_BYTES[cfg.model.dtype])
+    return replica_problems(
+        arch,
+        world_size,
+        cfg.rollout.tensor,
+        cfg.row_tokens,
+        cfg.rollout.kv_cache_mib,
+        ELEMENT_BYTES[cfg.model.dtype],
+    )
 
 
 def replica_problems(

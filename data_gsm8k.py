@@ -124,8 +124,9 @@ def load(data: DataConfig, split: str, tokenizer: PreTrainedTokenizerBase, seed:
     pairs, source, form = read(data, split)
     examples = few_shot(data.few_shot_path, pairs)
     if tokenizer.chat_template:
-        template = f"{tokenizer.name_or_path}: the chat template"
-        refuse_endless(lambda: prompt_ids(pairs[0][0], tokenizer, data, examples), template)
+        refuse_endless(
+            lambda: prompt_ids(pairs[0][0], tokenizer, data, examples), f"{tokenizer.name_or_path}: the chat template"
+        )
     questions = [
         Question(question, answer, gold_answer(answer), prompt_ids(question, tokenizer, data, examples))
         for question, answer in pairs
@@ -134,17 +135,20 @@ def load(data: DataConfig, split: str, tokenizer: PreTrainedTokenizerBase, seed:
     limit = data.max_prompt_tokens
     kept = [question for question in questions if len(question.prompt) <= limit]
     dropped = len(questions) - len(kept)
-    lengths = [len(question.prompt) for question in questions]
     if dropped and (data.overlong_prompts == "refuse" or not kept):
-        advice = "raise it, or set data.overlong_prompts: drop" if kept else "raise it"
+        lengths = [len(question.prompt) for question in questions]
         raise InputError(
-            f"{source}: {dropped} of {len(questions)} prompts are longer than data.max_prompt_tokens = {limit}; "
-            f"the longest (question {lengths.index(max(lengths)) + 1}) has {max(lengths)} tokens; {advice}"
+            f"{source}: {dropped} of {len(questions)} prompts are longer than data.max_prompt_tokens = {limit}; the "
+            f"longest (question {lengths.index(max(lengths)) + 1}) has {max(lengths)} tokens; raise it"
+            + (", or set data.overlong_prompts: drop" if kept else "")
         )
-    longest = max(length for length in lengths if length <= limit)
-    line = f"{len(kept)} questions from {source} ({form}); longest prompt {longest} of {limit} tokens, "
-    line += f"dropped {dropped}" + (f"; {len(examples)} worked examples before each" if examples else "")
-    return Questions(kept, seed, dropped, line)
+    return Questions(
+        kept,
+        seed,
+        dropped,
+        f"{len(kept)} questions from {source} ({form}); longest prompt {max(len(one.prompt) for one in kept)} of "
+        f"{limit} tokens, dropped {dropped}" + (f"; {len(examples)} worked examples before each" if examples else ""),
+    )
 
 
 def _words(text: str) -> str:
@@ -240,16 +244,19 @@ def _chat_text(turns: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase,
             messages, tokenize=False, add_generation_prompt=True, **data.chat_template_kwargs
         )
     except Exception as error:  # a template is a program of the model's author, which may raise any exception
-        roles = ", ".join(role for role, _ in turns)
-        found = f"{tokenizer.name_or_path}: the chat template fails ({one_line(error)})"
-        raise InputError(f"{found}; needed: one that takes the turns {roles}") from error
+        raise InputError(
+            f"{tokenizer.name_or_path}: the chat template fails ({one_line(error)}); needed: one that takes the turns "
+            + ", ".join(role for role, _ in turns)
+        ) from error
 
 
 def _plain_text(turns: list[tuple[str, str]], data: DataConfig) -> str:
     """The turns in data.prompt_template, with an empty line after the system text and each worked answer."""
     if data.chat_template_kwargs:
-        found = ", ".join(data.chat_template_kwargs)
-        raise InputError(f"data.chat_template_kwargs: found {found}; needed: none, this tokenizer has no chat template")
+        raise InputError(
+            f"data.chat_template_kwargs: found {', '.join(data.chat_template_kwargs)}; needed: none, this tokenizer "
+            "has no chat template"
+        )
     forms = {"system": "{question}\n\n", "user": data.prompt_template, "assistant": " {question}\n\n"}
     # Not str.format, which would interpret other braces of the template.
     return "".join(forms[role].replace("{question}", text) for role, text in turns)
@@ -310,8 +317,10 @@ def _operands(rng: random.Random, low: int, high: int, heldout: bool) -> tuple[s
         sign, x, y = rng.choice(["+", "-"]), rng.randint(low, high), rng.randint(low, high)
         if held_out(x, y) == heldout:
             return (sign, max(x, y), min(x, y)) if sign == "-" else (sign, x, y)
-    name = "test" if heldout else "training"
-    raise InputError(f"data.operand_low, operand_high: {low} to {high} has no {name} pair; use a wider range")
+    raise InputError(
+        f"data.operand_low, operand_high: {low} to {high} has no {'test' if heldout else 'training'} pair; use a wider "
+        "range"
+    )
 
 
 def problem(rng: random.Random, low: int, high: int, heldout: bool) -> Problem:

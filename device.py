@@ -20,8 +20,9 @@ import environment
 import kernels
 from input_files import InputError
 
-# The variables that limit the devices a process sees. The driver reads them; the user sets them, and this code never.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # model.dtype -> the type of the weights
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}  # type of the device -> its torch.distributed backend
+# The variables that limit the devices a process sees. The driver reads them; the user sets them, and this code never.
 VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
 
 # MiB of the buffer of an HCCL communicator, by Megatron's name of the group. A communicator has two such buffers on
@@ -108,8 +109,7 @@ def adapt(device: torch.device) -> None:
     """
     if device.type != "npu":
         return
-    early = sorted(name for name in sys.modules if name.split(".")[0] == "megatron")
-    if early:
+    if early := sorted(name for name in sys.modules if name.split(".")[0] == "megatron"):
         raise RuntimeError(
             f"device.adapt: {early[0]} is imported already; MindSpeed must be imported before any part of Megatron, "
             "otherwise it silently adapts only some of it"
@@ -182,15 +182,9 @@ def peak_memory_gib(device: torch.device) -> float | None:
         return None
     module = getattr(torch, device.type)
     free, total = module.mem_get_info()
-    outside = total - free - module.memory_reserved()
-    peak = module.max_memory_allocated() + outside
+    peak = module.max_memory_allocated() + total - free - module.memory_reserved()
     module.reset_peak_memory_stats()
     return peak / 2**30
-
-
-def backend(device: torch.device) -> str:
-    """The torch.distributed backend for tensors on this device."""
-    return {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[device.type]
 
 
 def group_options(device: torch.device, name: str):
@@ -258,8 +252,8 @@ def _correct_megatron(device: torch.device) -> None:
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
-    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 reads this name without importing it when there is no TE
-        moe_utils.te_general_gemm = None
+    # 0.16.1 reads this name without importing it when there is no TE.
+    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
     # The model computes cos and sin once a forward pass (model_megatron.build), instead of twice in every layer.
     attention.apply_rotary_pos_emb = lambda x, cos_sin, *args, **kwargs: kernels.rotary(x, *cos_sin)
     if device.type != "cpu" or getattr(mappings._gather_along_first_dim, "padded", False):

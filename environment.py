@@ -175,7 +175,6 @@ MUST_BE_OFF: tuple[Variable, ...] = (
     Variable("DYNAMIC_EPLB", "0", "it moves experts to other ranks", f"{ASCEND}, vllm_ascend/envs.py"),
     Variable("EXPERT_MAP_RECORD", "0", "it moves experts to other ranks", f"{ASCEND}, vllm_ascend/ascend_config.py"),
 )  # fmt: skip
-OFF = ("0", "false", "")  # in small letters
 
 # Variables of another launcher. With them vLLM 0.23.0 (vllm/config/parallel.py) takes each rank for rank 0 of another
 # data-parallel engine. The scripts unset those that vllm/envs.py reads; every variable with this prefix is refused.
@@ -184,7 +183,7 @@ LAUNCHERS = ("VLLM_DP_SIZE", "VLLM_DP_RANK", "VLLM_DP_RANK_LOCAL", "VLLM_DP_MAST
 
 def switched_on(env: Mapping[str, str]) -> Iterator[Variable]:
     """The variables of MUST_BE_OFF that ``env`` switches on."""
-    return (variable for variable in MUST_BE_OFF if env.get(variable.name, "0").lower() not in OFF)
+    return (variable for variable in MUST_BE_OFF if env.get(variable.name, "0").lower() not in ("0", "false", ""))
 
 
 def from_a_launcher(env: Mapping[str, str]) -> list[str]:
@@ -192,19 +191,17 @@ def from_a_launcher(env: Mapping[str, str]) -> list[str]:
     return sorted(name for name in env if name.startswith("VLLM_DP_"))
 
 
-def _started_with(name: str) -> Variable:
-    """The row of START["npu"] with that name."""
-    return next(variable for variable in START["npu"] if variable.name == name)
+_ON_NPU = {variable.name: variable for variable in START["npu"]}
 
 
 def when_unset(name: str) -> str:
     """The value that a variable of npu_env.sh has for its reader if it is unset."""
-    return _started_with(name).unset
+    return _ON_NPU[name].unset
 
 
 def advice(name: str) -> str:
     """The command that sets a variable of npu_env.sh to its value there."""
-    return f"export {name}={_started_with(name).value}"
+    return f"export {name}={_ON_NPU[name].value}"
 
 
 # ---------------------------------------------------------------------------------------- versions that belong together

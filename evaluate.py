@@ -53,11 +53,10 @@ def evaluate(
                 found = [[*score(questions[place], one), len(one.tokens)] for one in group]
                 results[start + i, columns] = torch.tensor(found, dtype=torch.float32).flatten()
     by_place = rollout.in_place(parallel.gather_rows(results), count, tensor).view(count, 1 + k, 3)
-    outcomes = [
+    return _summary(by_place), [
         {"question": place, "gold": questions[place].gold, "greedy": row[0, 0].item(), "sampled": row[1:, 0].tolist()}
         for place, row in enumerate(by_place)
     ]
-    return _summary(by_place), outcomes
 
 
 def _summary(results: torch.Tensor) -> dict:
@@ -65,17 +64,16 @@ def _summary(results: torch.Tensor) -> dict:
     n, k = len(results), results.shape[1] - 1
     summary: dict = {"eval/num_questions": n, "eval/samples": k}
     for kind, part in {"greedy": results[:, :1], "sampled": results[:, 1:]}.items():
-        if not part.numel():
-            continue
-        accuracy = part[..., 0].double().mean().item()
-        low, high = wilson(accuracy, n)
-        summary |= {
-            f"eval/{kind}_accuracy": accuracy,
-            f"eval/{kind}_low": low,
-            f"eval/{kind}_high": high,
-            f"eval/{kind}_unparsable": 1 - part[..., 1].double().mean().item(),
-            f"eval/{kind}_length_mean": part[..., 2].double().mean().item(),
-        }
+        if part.numel():
+            accuracy, parsable, length = (part[..., i].double().mean().item() for i in range(3))
+            low, high = wilson(accuracy, n)
+            summary |= {
+                f"eval/{kind}_accuracy": accuracy,
+                f"eval/{kind}_low": low,
+                f"eval/{kind}_high": high,
+                f"eval/{kind}_unparsable": 1 - parsable,
+                f"eval/{kind}_length_mean": length,
+            }
     if k > 1:
         summary[f"eval/pass@{k}"] = results[:, 1:, 0].amax(dim=1).double().mean().item()
     return summary

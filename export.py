@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 import checkpoint
@@ -157,11 +157,11 @@ def adapter_tensors(modules: Sequence[Adapted], factors: dict[str, Tensor]) -> d
             a = factors[f"{module.name}.A"].transpose(1, 2).flatten(0, 1)  # (E, in, R) -> (E R, in)
             b = factors[f"{module.name}.B"].permute(2, 1, 0).flatten(1)  # (E, R, out) -> (out, R E)
             tensors |= {f"{prefix}.lora_A.weight": a.contiguous(), f"{prefix}.lora_B.weight": b.contiguous()}
-            continue
-        for name, a, b in module.pairs(factors):
-            prefix = f"base_model.model.{name.removesuffix('.weight')}"
-            # clone: safetensors refuses tensors that share memory.
-            tensors |= {f"{prefix}.lora_A.weight": a.clone(), f"{prefix}.lora_B.weight": b.clone()}
+        else:
+            for name, a, b in module.pairs(factors):
+                prefix = f"base_model.model.{name.removesuffix('.weight')}"
+                # clone: safetensors refuses tensors that share memory.
+                tensors |= {f"{prefix}.lora_A.weight": a.clone(), f"{prefix}.lora_B.weight": b.clone()}
     return tensors
 
 
@@ -182,12 +182,11 @@ def adapter_config(base_model: str, lora: LoraConfig, modules: Sequence[Adapted]
         else:
             dense |= {f"{where}.{part}.weight": module.rank for part in module.rows}
     others = attention | dense
-    pattern = {}
-    if len({*others.values(), *experts.values()}) > 1:
-        # One pattern for everything but routed experts: PEFT warns of each pattern that matches no module.
-        pattern = {"|".join(re.escape(name) for name in others): lora.rank}
-        if not attention:
-            _note("PEFT will warn that rank_pattern matched no module; it does apply it, to parameters")
+    ranks = {*others.values(), *experts.values()}
+    # One pattern for everything but routed experts: PEFT warns of each pattern that matches no module.
+    pattern = {"|".join(map(re.escape, others)): lora.rank} if len(ranks) > 1 else {}
+    if pattern and not attention:
+        _note("PEFT will warn that rank_pattern matched no module; it does apply it, to parameters")
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -214,7 +213,7 @@ def write_adapter(
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     _check_room(folder, num_bytes)
     path = folder / "adapter_model.safetensors"
-    save_file(tensors, path, metadata={"format": "pt"})
+    weights_hf.save_file(tensors, path)
     (folder / "adapter_config.json").write_text(json.dumps(adapter_config(base_model, lora, modules), indent=2) + "\n")
     written = load_file(path)
     if written.keys() != tensors.keys() or not all(torch.equal(written[name], tensors[name]) for name in tensors):
@@ -274,11 +273,17 @@ def export(run_dir: Path, out_dir: Path, *, as_adapter: bool, step: int | None, 
             num_tensors, num_bytes = write_adapter(folder, cfg.model.path, cfg.lora, modules, factors)
         else:
             num_tensors, num_bytes = write_merged(folder, cfg.model, arch, modules, factors, cfg.lora.alpha)
+            if cfg.model.dtype == "bf16" and not cfg.trains_merged:
+                _note(
+                    "this run trained base weights and factors apart; bf16 rounds the merged ones, --adapter does not"
+                )
         if changed:
             (folder / "changed_inputs.json").write_text(json.dumps(changed, indent=1) + "\n")
             _note(f"accepted: {changed[0]} ({len(changed)} in all, listed in {out_dir / 'changed_inputs.json'})")
-    what = "PEFT adapter" if as_adapter else "merged model"
-    return f"wrote {out_dir}: {what} after step {found.step} ({num_tensors} tensors, {num_bytes / 2**20:.1f} MiB)"
+    return (
+        f"wrote {out_dir}: {'PEFT adapter' if as_adapter else 'merged model'} after step {found.step} "
+        f"({num_tensors} tensors, {num_bytes / 2**20:.1f} MiB)"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

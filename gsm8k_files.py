@@ -50,9 +50,10 @@ def read(path: str | Path) -> tuple[list[Row], str]:
                 raise InputError(f"found the columns {', '.join(row)}; needed: names that differ in more than capitals")
             form = form or next((form for form in FORMS if columns.keys() >= set(form.columns)), None)
             if form is None:
-                needed = "question and answer, or messages, or prompt with reward_model"
-                found = ", ".join(sorted(columns)) or "none"
-                raise InputError(f"found the columns {found}; needed: an object with columns {needed}")
+                raise InputError(
+                    f"found the columns {', '.join(sorted(columns)) or 'none'}; needed: an object with columns "
+                    "question and answer, or messages, or prompt with reward_model"
+                )
             question, answer = form.parse(columns)
             gold_number(answer)
         except InputError as error:
@@ -137,9 +138,10 @@ def _turns(row: dict[str, Any], name: str) -> list[str]:
         raise InputError(f"{name}: found {shown(turns)}; needed: a list of objects with role and content")
     roles = [turn.get("role") for turn in turns]
     if roles not in (["user"], ["user", "assistant"]):
-        found = ", ".join(map(str, roles)) or "none"
-        needed = "user, or user and assistant (a system text belongs in data.instruction)"
-        raise InputError(f"{name}: found the turns {found}; needed: {needed}")
+        raise InputError(
+            f"{name}: found the turns {', '.join(map(str, roles)) or 'none'}; needed: user, or user and assistant (a "
+            "system text belongs in data.instruction)"
+        )
     return [_text(turn, "content") for turn in turns]
 
 
@@ -213,8 +215,10 @@ def convert(in_path: str | Path, out_path: str | Path) -> str:
     for question, answer, others in parsed:
         new: dict[str, Any] = {"question": question, "answer": answer}
         if to_chat:
-            turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            new = {"messages": turns, "answer": answer}
+            new = {
+                "messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}],
+                "answer": answer,
+            }
         if taken := [name for name in others if name.lower() in new]:
             raise InputError(f"{in_path}: found the other column {taken[0]}; needed: a file without it")
         rows.append(new | others)

@@ -84,16 +84,20 @@ def parse(raw: dict, where: str = "config.json") -> Architecture:
         value: Any = default if raw.get(key) is None else raw[key]
         refuse_if(value is None, f"{key} is missing")
         number = kind in (int, float)
-        wrong = (number and not (isinstance(value, int | float) and 0 < value < math.inf)) or type(value) is not kind
-        refuse_if(wrong, f"{key}: expected a {'positive ' * number}{kind.__name__}, found {shown(value)}")
+        refuse_if(
+            (number and not (isinstance(value, int | float) and 0 < value < math.inf)) or type(value) is not kind,
+            f"{key}: expected a {'positive ' * number}{kind.__name__}, found {shown(value)}",
+        )
         most = MOST.get(key, MOST_SIZE)
         refuse_if(kind is int and value > most, f"{key}: found {shown(value)}; needed: at most {most}")
         return value
 
     model_type = raw.get("model_type")
-    supported = model_type in list(ARCHITECTURES)  # a list, because a value of JSON may have no hash
-    names = ", ".join(ARCHITECTURES)
-    refuse_if(not supported, f"model_type {shown(model_type)} is not supported; supported: {names}")
+    supported = list(ARCHITECTURES)  # a list, because a value of JSON may have no hash
+    refuse_if(
+        model_type not in supported,
+        f"model_type {shown(model_type)} is not supported; supported: {', '.join(supported)}",
+    )
     qwen3, names = model_type == "qwen3_moe", [ARCHITECTURES[model_type]]
     refuse_unless("architectures", raw.get("architectures") or names, names)
     for key, only in SUPPORTED.items():
@@ -119,8 +123,10 @@ def parse(raw: dict, where: str = "config.json") -> Architecture:
     num_experts = need("num_local_experts" if "num_local_experts" in raw else "num_experts")
     other = raw.get("num_experts", num_experts)
     refuse_if(other != num_experts, f"num_local_experts {num_experts} and num_experts {shown(other)} differ")
-    most = f"{num_layers} layers of {num_experts} experts; needed: at most {MOST_MATRICES}"
-    refuse_if(num_layers * num_experts > MOST_MATRICES, most)
+    refuse_if(
+        num_layers * num_experts > MOST_MATRICES,
+        f"{num_layers} layers of {num_experts} experts; needed: at most {MOST_MATRICES}",
+    )
     hidden, heads, kv_heads = need("hidden_size"), need("num_attention_heads"), need("num_key_value_heads")
     refuse_if(heads % kv_heads > 0, f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     head_dim = need("head_dim", int, hidden // heads)
@@ -131,8 +137,10 @@ def parse(raw: dict, where: str = "config.json") -> Architecture:
     refuse_if(top_k == 1 and normalised, "norm_topk_prob = true with num_experts_per_tok 1 is not supported")
     sparse_step, dense = need("decoder_sparse_step", int, 1), need("mlp_only_layers", list, [])
     for layer in dense:
-        needed = f"layers from 0 to {num_layers - 1}"
-        refuse_if(layer not in range(num_layers), f"mlp_only_layers: found {shown(layer)}; needed: {needed}")
+        refuse_if(
+            layer not in range(num_layers),
+            f"mlp_only_layers: found {shown(layer)}; needed: layers from 0 to {num_layers - 1}",
+        )
     return Architecture(
         model_type=model_type,
         vocab_size=need("vocab_size"),
@@ -181,7 +189,8 @@ def settings(cfg: Config) -> tuple[dict, str]:
 def tiny_settings(tiny: TinyModelConfig, row_tokens: int) -> dict:
     """config.json of the model that ``tiny`` describes, for rows of at least ``row_tokens`` tokens."""
     qwen3 = tiny.architecture == "qwen3_moe"
-    settings = {
+    shared_expert = {"shared_expert_intermediate_size": tiny.shared_expert_width, "qkv_bias": True}
+    return {
         "architectures": [ARCHITECTURES[tiny.architecture]],
         "model_type": tiny.architecture,
         "vocab_size": tiny.vocab_size,
@@ -205,7 +214,5 @@ def tiny_settings(tiny: TinyModelConfig, row_tokens: int) -> dict:
         "torch_dtype": "float32",
         "pad_token_id": 0,
         "eos_token_id": 2,
+        **({} if qwen3 else shared_expert),
     }
-    if not qwen3:
-        settings |= {"shared_expert_intermediate_size": tiny.shared_expert_width, "qkv_bias": True}
-    return settings

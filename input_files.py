@@ -183,7 +183,6 @@ def _probe(work: Callable[[], object]) -> None:
 
     The first call may compile something, so only the second one is timed.
     """
-    code = 2
     try:
         for output in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), output)
@@ -209,8 +208,9 @@ def variable(name: str, default: int, low: int, high: int) -> int:
     """The whole number in the environment variable ``name``, or ``default`` if it is not set; InputError otherwise."""
     text = os.environ.get(name, str(default))
     if not re.fullmatch(r"[0-9]{1,9}", text) or not low <= int(text) <= high:
-        found = f"the environment's {name}: found {shown(text)}"
-        raise InputError(f"{found}; needed: a whole number from {low} to {high}, or none")
+        raise InputError(
+            f"the environment's {name}: found {shown(text)}; needed: a whole number from {low} to {high}, or none"
+        )
     return int(text)
 
 

@@ -91,7 +91,10 @@ class RolloutConfig(Section):
     )
     enforce_eager: bool = knob(True, "vllm: no graph capture; false decodes faster on an accelerator")
     kv_cache_mib: int = knob(512, "vllm: MiB of the key-value cache of one rank", ge=1, le=2**24)
-    sync: Literal["merged", "adapter"] = knob("merged", "vllm: it receives the whole weights, or only the LoRA factors")
+    sync: Literal["merged", "adapter"] = knob(
+        "merged",
+        "the policy of sampler and trainer: W + alpha / R x B A, in bf16 rounded on both sides; or W and the factors",
+    )
     merge: Literal["trained", "nearest", "stochastic", "trained_stochastic"] = knob(
         "trained", "bf16, merged: what is compared: the trainer uses the pushed weights or not; how they are rounded"
     )
@@ -123,7 +126,12 @@ class LoraConfig(Section):
     rank: int = knob(32, "R, except of routed experts; large models learn too little below 32", ge=1, le=2**12)
     alpha: float = knob(32.0, "the update is alpha / R x B A, with the R of that pair", gt=0, le=1e6)
     expert_rank: int = knob(0, "R of routed experts, e.g. rank / experts_per_token; 0 for rank", ge=0, le=2**12)
-    dropout: float = knob(0.0, "dropout on the input of A; above 0 a run depends on its layout", ge=0, lt=1)
+    dropout: float = knob(
+        0.0,
+        "dropout on the input of A; above 0 a run depends on its layout, and in bf16 the trainer uses the factors",
+        ge=0,
+        lt=1,
+    )
 
 
 class LossConfig(Section):

@@ -69,6 +69,8 @@ launch() {
         printf '%q ' "${torchrun[@]}"; echo
         exit 0
     fi
+    "$PYTHON" -c 'import pydantic, tqdm, yaml' 2>/dev/null ||
+        { echo "error: PYTHON: $PYTHON lacks the packages of requirements/; needed: one that has them (docs/npu.md)" >&2; exit 2; }
     if [ "${DOCTOR:-on}" != off ]; then
         local code=0
         "${doctor[@]}" || code=$?

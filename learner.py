@@ -63,9 +63,7 @@ class Learner:
         self.cfg, self.arch, self.parallel, self.model, self.adapters = cfg, arch, parallel, model, adapters
         self.pad_token = pad_token
         self.replay = RoutingReplay(model, arch, parallel) if cfg.replay.mode != "off" else None
-        # No packing under routing replay (routes index padded rows) or on an NPU (its attention kernel takes padded
-        # rows).
-        self.packs = self.replay is None and parallel.device.type != "npu"
+        self.packs = parallel.device.type != "npu"  # its attention kernel takes padded rows
         self.factors = lora_megatron.factors(adapters)
         self.parameters = list(self.factors.values())
         self.moments = {
@@ -162,6 +160,9 @@ class Learner:
             )
             if self.packs:
                 micro.packing = packing.pack(micro.tokens, micro.mask, parallel.tensor)
+                if micro.routes is not None:
+                    micro.replayed = micro.packing.of_line(micro.replayed) * micro.packing.rows
+                    micro.routes = micro.packing.of_line(micro.routes)
             micro_batches.append(micro)
         return Update(micro_batches, counts, sum(batch.lengths[s] for s in sequences))
 
@@ -191,8 +192,9 @@ class Learner:
         if self.cfg.replay.mode != "r2":
             with self._routed(micro):
                 return self._logp(micro)[0], micro.routes, micro.replayed
-        (logp, _), routes = self.replay.record(lambda: self._logp(micro), len(micro.tokens))
-        return logp, routes, torch.ones_like(micro.tokens, dtype=torch.bool)
+        replayed = torch.ones_like(micro.tokens) if micro.packing is None else micro.packing.rows[None]
+        (logp, _), routes = self.replay.record(lambda: self._logp(micro), len(replayed))
+        return logp, routes, replayed
 
     @torch.no_grad()
     def _reference_logp(self, micro: MicroBatch) -> Tensor:

@@ -169,7 +169,9 @@ class LoRAGroupedLinear(Adapter):
             y = self.base(x, tokens_per_expert)
             return y.add_(self._update(x, tokens_per_expert)) if self.enabled else y
         # Expert by expert as in the push (weights_hf.merged): a product of all of them may round differently.
-        weight = torch.stack([self.merged(weight, expert) for expert, weight in enumerate(self.base.weight)])
+        weight = torch.empty_like(self.base.weight)
+        for expert, base in enumerate(self.base.weight):
+            weight[expert] = self.merged(base, expert)
         with _using(self.base, weight):
             y = self.base(x, tokens_per_expert)
         return _GradientOf.apply(y, self._update(x.detach(), tokens_per_expert)) if torch.is_grad_enabled() else y

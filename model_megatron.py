@@ -48,8 +48,7 @@ class CausalAttention(torch.nn.Module):
         """(T, b, heads, d), (T, b, kv heads, d) twice -> (T, b, heads x d); a packed line has b = 1"""
         if self.packing is not None:
             return self.packing.attention(query[:, 0], key[:, 0], value[:, 0], self.scale)[:, None]
-        heads_first = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out = kernels.causal_attention(*heads_first, scale=self.scale)
+        out = kernels.causal_attention(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), scale=self.scale)
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -66,11 +65,11 @@ def build(
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    config = _transformer_config(arch, parallel, dtype, recompute, aux_loss)
-    layers = [_layer_spec(arch, is_moe) for is_moe in arch.moe_layers]
     model = GPTModel(
-        config=config,
-        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
+        config=_transformer_config(arch, parallel, dtype, recompute, aux_loss),
+        transformer_layer_spec=TransformerBlockSubmodules(
+            layer_specs=[_layer_spec(arch, is_moe) for is_moe in arch.moe_layers], layer_norm=RMSNorm
+        ),
         vocab_size=arch.vocab_size,
         max_sequence_length=arch.max_positions,
         share_embeddings_and_output_weights=arch.tied_head,
@@ -175,10 +174,8 @@ def hidden_states(model: torch.nn.Module, tokens: Tensor, packing: Packing | Non
     """
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-    config = model.config
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    x = model.embedding(input_ids=tokens, position_ids=positions)  # (T / tensor, b, h)
-    if config.recompute_granularity and torch.is_grad_enabled() and not x.requires_grad:
+    x = model.embedding(input_ids=tokens, position_ids=None)  # (T / tensor, b, h); RoPE needs no position ids
+    if model.config.recompute_granularity and torch.is_grad_enabled() and not x.requires_grad:
         x.requires_grad_()  # a checkpointed layer returns gradients only if its input wants one
     for layer in model.decoder.layers:
         layer.self_attention.core_attention.packing = packing
@@ -186,7 +183,7 @@ def hidden_states(model: torch.nn.Module, tokens: Tensor, packing: Packing | Non
     if packing is not None:
         cos_sin = cos_sin[:, packing.position]
     x = model.decoder(hidden_states=x, attention_mask=None, rotary_pos_emb=cos_sin)
-    if config.sequence_parallel:
+    if model.config.sequence_parallel:
         # Each tensor rank returns the gradient of its vocabulary shard only; the backward pass sums these.
         x = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True)
     return x
@@ -209,12 +206,11 @@ def layer_outputs(model: torch.nn.Module, prompt: list[int], parallel: Parallel)
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
     padding = prompt[-1:] * (-len(prompt) % parallel.tensor)  # sequence parallelism splits the row evenly
-    tokens = torch.tensor([prompt + padding], device=parallel.device)
     outputs: list[Tensor] = []
     with evaluating(model), contextlib.ExitStack() as hooks:
         for layer in model.decoder.layers:
             hooks.enter_context(layer.register_forward_hook(lambda module, args, output: outputs.append(output[0])))
-        hidden_states(model, tokens)
+        hidden_states(model, torch.tensor([prompt + padding], device=parallel.device))
     if model.config.sequence_parallel:
         outputs = [gather_from_sequence_parallel_region(output) for output in outputs]
     return [output[: len(prompt), 0] for output in outputs]
@@ -241,9 +237,8 @@ def token_logprobs(
     else:
         line = hidden_states(model, tokens.flatten()[packing.source][None], packing)[:, 0]  # (M, h)
         hidden = line.index_select(0, packing.line[row, position - 1])
-    chosen = tokens[row, position]
     head = model.embedding.word_embeddings if model.share_embeddings_and_output_weights else model.output_layer
-    logp, entropy = _VocabularyLogProbs.apply(hidden, head.weight, chosen, temperature, parallel)
+    logp, entropy = _VocabularyLogProbs.apply(hidden, head.weight, tokens[row, position], temperature, parallel)
     zeros = hidden.new_zeros(mask.shape, dtype=torch.float32)
     return zeros.index_put((row, position), logp), zeros.index_put((row, position), entropy)
 

@@ -12,9 +12,10 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 import kernels
+
+KEYS = 16  # Rows attend to a multiple of so many keys: in bf16, torch's kernel for a CPU rounds odd numbers otherwise
 
 
 @dataclass
@@ -23,6 +24,7 @@ class Packing:
 
     source: Tensor  # (M,) the place of each token in the flattened rows
     position: Tensor  # (M,) the place of each token in its row, for RoPE
+    rows: Tensor  # (M,) the number of rows that have the token: of several for a prompt's, 0 for filler at the end
     line: Tensor  # (b, T) inverse map: place in the row -> place in the line
     prompts: Tensor  # (P, longest prompt) places of the prompts' tokens
     own: Tensor  # (b, N) places of the own tokens of the rows
@@ -41,11 +43,17 @@ class Packing:
             results.append(mixed.transpose(1, 2).flatten(0, 1))  # (b x N, heads, d)
         return torch.cat(results).flatten(1).index_select(0, self.result)
 
+    def of_line(self, rows: Tensor) -> Tensor:
+        """What ``rows`` hold for the tokens of the line, as one row. Of a shared prompt, what its first row holds.
+
+        (b, T, ...) -> (1, M, ...)
+        """
+        return rows.flatten(0, 1).index_select(0, self.source)[None]
+
 
 def rows_of(line: Tensor, places: Tensor) -> Tensor:
     """The tokens at ``places`` of the line, as rows.  (M, heads, d), (r, t) -> (r, heads, t, d)"""
-    rows = line.flatten(1).index_select(0, places.flatten())
-    return rows.view(*places.shape, *line.shape[1:]).transpose(1, 2)
+    return line.flatten(1).index_select(0, places.flatten()).view(*places.shape, *line.shape[1:]).transpose(1, 2)
 
 
 def pack(tokens: Tensor, mask: Tensor, multiple: int) -> Packing:
@@ -65,9 +73,10 @@ def pack(tokens: Tensor, mask: Tensor, multiple: int) -> Packing:
     prompts = list(dict.fromkeys(prompt_of.values()))
     start_of = dict(zip(prompts, accumulate(map(len, prompts), initial=0), strict=False))
     source = [first_row[prompt] * width + t for prompt in prompts for t in range(len(prompt))]
-    longest, longest_own = max(map(len, prompts)), max(end - length for _, length, end in spans)
+    longest, longest_own = -(-max(map(len, prompts)) // KEYS) * KEYS, max(end - length for _, length, end in spans)
     result = [i * longest + t for i, prompt in enumerate(prompts) for t in range(len(prompt))]
-    line, own, sees = torch.zeros(b, width, dtype=torch.long), torch.zeros(b, longest_own, dtype=torch.long), [0] * b
+    keys = -(-width // KEYS) * KEYS
+    line, own, sees = torch.zeros(b, keys, dtype=torch.long), torch.zeros(b, longest_own, dtype=torch.long), [0] * b
     for row, length, end in spans:
         start, first_own = start_of[prompt_of[row]], len(source)
         line[row, :length] = torch.arange(start, start + length)
@@ -76,10 +85,16 @@ def pack(tokens: Tensor, mask: Tensor, multiple: int) -> Packing:
         result += range(first_result, first_result + end - length)
         source += range(row * width + length, row * width + end)
         sees[row] = length
+    num_rows = torch.zeros(len(source), dtype=torch.long)
+    for row, _, end in spans:
+        num_rows[line[row, :end]] += 1
     filler = [0] * (-len(source) % multiple)
+    num_rows = F.pad(num_rows, (0, len(filler)))
     source, result = torch.tensor(source + filler), torch.tensor(result + filler)
-    prompt_places = pad_sequence([torch.arange(s, s + len(prompt)) for prompt, s in start_of.items()], batch_first=True)
+    prompt_places = torch.zeros(len(prompts), longest, dtype=torch.long)
+    for place, (prompt, start) in enumerate(start_of.items()):
+        prompt_places[place, : len(prompt)] = torch.arange(start, start + len(prompt))
     last_seen = torch.tensor(sees)[:, None, None, None] + torch.arange(longest_own)[:, None]  # (b, 1, N, 1)
-    bias = torch.zeros(b, 1, longest_own, width).masked_fill_(torch.arange(width) > last_seen, float("-inf"))
-    fields = (source, source % width, line, prompt_places, own, bias, result)
+    bias = torch.zeros(b, 1, longest_own, keys).masked_fill_(torch.arange(keys) > last_seen, float("-inf"))
+    fields = (source, source % width, num_rows, line, prompt_places, own, bias, result)
     return Packing(*(field.to(tokens.device) for field in fields))

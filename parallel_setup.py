@@ -11,8 +11,6 @@ because HCCL has no fp64.
 In the order of a start: what torchrun says, the device and the world, the layout, and the reductions over it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import hashlib
@@ -109,13 +107,15 @@ def open_world(cfg: Config) -> Iterator[torch.device]:
     devices.select(device)
     if cfg.train.deterministic:
         devices.make_deterministic(device)
-    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    where = {"init_method": "env://"} if "RANK" in os.environ else alone
+    where = (
+        {"init_method": "env://"} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    )
     try:
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=cfg.parallel.timeout_seconds), **where)
     except (RuntimeError, ValueError) as error:  # for example DistStoreError, or a wrong GLOO_SOCKET_IFNAME
-        found = str(error).splitlines()[0]  # a C++ stack follows
-        raise InputError(f"torch.distributed: the ranks did not find each other: {found}") from None
+        raise InputError(
+            f"torch.distributed: the ranks did not find each other: {str(error).splitlines()[0]}"  # a C++ stack follows
+        ) from None
     torch.manual_seed(cfg.train.seed)  # the method draws from generators of its own; this is for everything else
     yield device
     close_layout()
@@ -125,7 +125,7 @@ def open_world(cfg: Config) -> Iterator[torch.device]:
 # ------------------------------------------------------------------------------------------------ the layout
 
 
-def open_layout(sizes: ParallelConfig, device: torch.device) -> Parallel:
+def open_layout(sizes: ParallelConfig, device: torch.device) -> "Parallel":
     """Megatron's groups of these sizes over the current world. config_rules.check_layout has checked the sizes."""
     devices.import_megatron(device)
     from megatron.core import parallel_state
@@ -173,7 +173,7 @@ def _groups_on(device: torch.device) -> Iterator[None]:
     create, options = parallel_state.create_group, parallel_state.get_nccl_options
 
     def create_group(*args, backend: str | None = None, **kwargs):
-        return create(*args, backend=backend or devices.backend(device), **kwargs)
+        return create(*args, backend=backend or devices.BACKENDS[device.type], **kwargs)
 
     if device.type != "cpu":  # on a CPU, the backend of the world is the right one
         parallel_state.create_group = create_group
@@ -241,8 +241,11 @@ class Parallel:
 
     def groups(self) -> dict[str, dist.ProcessGroup]:
         """The groups of this rank that have several ranks and transfer something, by name."""
-        names = ("tensor", "expert", "expert_tensor", "data", "expert_data")
-        found = {name: getattr(self, f"{name}_group") for name in names if getattr(self, name) > 1}
+        found = {
+            name: getattr(self, f"{name}_group")
+            for name in ("tensor", "expert", "expert_tensor", "data", "expert_data")
+            if getattr(self, name) > 1
+        }
         if self.expert_tensor > 1:  # Megatron gathers the numbers of tokens per expert over this group
             from megatron.core import parallel_state
 
@@ -278,8 +281,7 @@ class Parallel:
         """InputError, the same on all ranks, that names the first of ``texts`` that differs between ranks."""
         digests = self.gather_objects([hashlib.sha256(text.encode()).hexdigest() for text in texts.values()])
         for name, by_rank in zip(texts, zip(*digests, strict=True), strict=True):
-            odd = [rank for rank, digest in enumerate(by_rank) if digest != by_rank[0]]
-            if odd:
+            if odd := [rank for rank, digest in enumerate(by_rank) if digest != by_rank[0]]:
                 raise InputError(
                     f"{name}: rank {', '.join(map(str, odd))} did not read what rank 0 read; needed: the same files on "
                     "every node"
@@ -318,10 +320,8 @@ class Parallel:
 
         A factor that c ranks hold counts 1/c on each of them, so the sum over all ranks counts every element once.
         """
-        total = torch.zeros((), device=self.device)
-        for parameter in parameters:
-            total += parameter.grad.float().square().sum() / self.copies(parameter)
-        return self.sum_over_ranks(total).sqrt()
+        squares = (p.grad.float().square().sum() / self.copies(p) for p in parameters)
+        return self.sum_over_ranks(sum(squares, torch.zeros((), device=self.device))).sqrt()
 
     def copies(self, parameter: torch.nn.Parameter) -> int:
         """The number of ranks that hold this piece of ``parameter``."""

@@ -16,14 +16,12 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
 
 import hf_config
-from config import resolve_config
+from config import command_line, resolve_config
 from config_rules import OTHER_RULES
 from input_files import BAD_INPUT, MOST_RANKS, InputError, refused, shown
 from plan import grid, memory, roofline
-from plan.memory import GIB
 from plan.search import Setting, Verdict, alternatives, judge, overrides
 
 # ---------------------------------------------------------------------------------------------------------- the report
@@ -94,14 +92,14 @@ def as_text(verdict: Verdict, others: list[Verdict], setting: Setting, source: s
     if not verdict.reasons:
         return "\n".join([*lines, "", "verdict: fits"])
     nearest = [
-        f"  {other.memory.peak / GIB:6.1f} GiB {other.times.total:8.1f} s"
+        f"  {other.memory.peak / memory.GIB:6.1f} GiB {other.times.total:8.1f} s"
         f"  --ranks {other.layout.ranks} {' '.join(overrides(other, verdict.cfg))}"
         for other in others
     ]
     head = "the nearest that fit, by memory a rank and estimated step:"
     none = "no layout on up to 8 times as many ranks fits"
-    reasons = [f"  {reason}" for reason in verdict.reasons]
-    return "\n".join([*lines, "", "verdict: refused", *reasons, head if others else none, *nearest])
+    lines += ["", "verdict: refused", *(f"  {reason}" for reason in verdict.reasons)]
+    return "\n".join([*lines, head if others else none, *nearest])
 
 
 def _layout_lines(verdict: Verdict, setting: Setting) -> list[str]:
@@ -138,17 +136,17 @@ def _memory_lines(verdict: Verdict, setting: Setting) -> list[str]:
     needs = verdict.memory
 
     def row(name: str, size: int, note: str) -> str:
-        shown = f"{size / GIB:8.3f} GiB" if size >= GIB / 32 else f"{size / 2**20:8.3f} MiB"
+        shown = f"{size / memory.GIB:8.3f} GiB" if size >= memory.GIB / 32 else f"{size / 2**20:8.3f} MiB"
         return f"  {name:22} {shown}{note}"
 
     return [
         "",
-        f"memory of the fullest rank, of {needs.capacity / GIB:.1f} GiB:",
+        f"memory of the fullest rank, of {needs.capacity / memory.GIB:.1f} GiB:",
         *(row(name, size, ", within the activations" * (name == "logits chunk")) for name, size in needs.parts.items()),
         "  in each phase, all that stays included:",
         *(row(name, size, "  <- fullest" * (name == needs.fullest)) for name, size in needs.phases.items()),
         f"  assumed: {memory.IMBALANCE} x the mean rows on the busiest experts,"
-        f" {memory.RUNTIME_BYTES[setting.device] / GIB:g} GiB for runtime, {memory.MARGIN:.0%} margin;"
+        f" {memory.RUNTIME_BYTES[setting.device] / memory.GIB:g} GiB for runtime, {memory.MARGIN:.0%} margin;"
         f" {needs.cached_rows} of a replica's {needs.wanted_rows} sequences in the key-value cache at once",
     ]
 
@@ -211,11 +209,9 @@ LARGEST = {
 }
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line; InputError for a number that is out of range."""
-    parser = argparse.ArgumentParser(prog="preflight.py", description=__doc__.split("\n\n")[0])
-    parser.add_argument("config", nargs="?", help="YAML file, e.g. configs/qwen3.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser = command_line("preflight.py", __doc__, nargs="?")
     parser.add_argument("--ranks", type=int, help="default: one node, or on a CPU the fewest that the layout takes")
     parser.add_argument("--ranks-per-node", type=int, default=16, help="devices of one server")
     parser.add_argument("--device-gib", type=float, help="memory of one rank, in place of the device's own")
@@ -234,9 +230,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Exit code 0: it fits. 1: it is refused. 2: the input cannot be used."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
     for option in OTHER_QUESTIONS:
         if option in arguments:
             return answer(option, [argument for argument in arguments if argument != option])

@@ -27,12 +27,13 @@ from lab.records import Record
 
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 ROOT = Path(__file__).resolve().parent
-PLANNED: dict[str, tuple[float, float]] = {
+PLANNED: dict[str, tuple[float, float]] = {  # option of `plan` -> smallest and largest value
     "questions": (1, 10**9),
     "seeds": (1, 10**6),
     "comparisons": (1, 10**6),
-}  # smallest and largest
-PLANNED |= {"discordant": (1e-6, 1), "seed_spread": (0, 1)}
+    "discordant": (1e-6, 1),
+    "seed_spread": (0, 1),
+}
 # name -> its purpose and its arguments, as argparse takes them
 VERBS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "add": ("store finished runs, or files of benchmarks", {
@@ -99,10 +100,14 @@ def rerun_commands(record: Record) -> str:
         ]
     else:
         lines.append(f"# install the packages of results/{record.id}/record.json, as {record.device} needs them")
-    threads = {key: value for key, value in machine.variables.items() if re.fullmatch(r"OMP_\w+", key)}
-    exports = "".join(f" {key}={quoted(value)}" for key, value in threads.items())
-    lines.append(f'PATH="$PWD/.venv/bin:$PATH"{exports} {command}')
-    return "\n".join([*lines, f"# is it the same?  python report.py compare {record.id} ../rerun-{record.id}/out/RUN"])
+    threads = "".join(
+        f" {key}={quoted(value)}" for key, value in machine.variables.items() if re.fullmatch(r"OMP_\w+", key)
+    )
+    lines += [
+        f'PATH="$PWD/.venv/bin:$PATH"{threads} {command}',
+        f"# is it the same?  python report.py compare {record.id} ../rerun-{record.id}/out/RUN",
+    ]
+    return "\n".join(lines)
 
 
 def rerun(results: Path, record: Record, execute: bool) -> int:
@@ -139,8 +144,7 @@ def plan(args: argparse.Namespace) -> int:
     """Print the minimum detectable effect of the design at 80 % power."""
     for option, (low, high) in PLANNED.items():
         if not low <= (value := getattr(args, option)) <= high:
-            found = f"--{option.replace('_', '-')}: found {shown(value)}"
-            raise InputError(f"{found}; needed: {low:g} to {high:g}")
+            raise InputError(f"--{option.replace('_', '-')}: found {shown(value)}; needed: {low:g} to {high:g}")
     error, freedom = paired.planned(args.seeds, args.questions, args.discordant, args.seed_spread)
     size = paired.detectable(error, freedom, comparisons.ALPHA / args.comparisons)
     print(
@@ -156,8 +160,9 @@ def plan(args: argparse.Namespace) -> int:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    check = "exit 1 if a record was changed or a page is not up to date"
-    parser.add_argument("--check", action="store_true", help=check)
+    parser.add_argument(
+        "--check", action="store_true", help="exit 1 if a record was changed or a page is not up to date"
+    )
     parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder of the records")
     parser.add_argument("--page", type=Path, default=ROOT / "RESULTS.md")
     verbs = parser.add_subparsers(dest="verb")
@@ -189,10 +194,12 @@ def act(args: argparse.Namespace) -> int:
     elif args.verb == "html":
         print(run_page.write(args.folder, args.output or args.folder / "report.html"))
     else:
-        found, compared = store.history(args.results)
-        faults = found + pages.check(args.results, args.page)
-        agree = f"records, pages and figures agree; {compared}"
-        print("\n".join(faults) or agree, file=sys.stderr if faults else sys.stdout)
+        faults, compared = store.history(args.results)
+        faults += pages.check(args.results, args.page)
+        print(
+            "\n".join(faults) or f"records, pages and figures agree; {compared}",
+            file=sys.stderr if faults else sys.stdout,
+        )
         return 1 if faults else 0
     return 0
 
@@ -200,6 +207,10 @@ def act(args: argparse.Namespace) -> int:
 def main(arguments: list[str]) -> int:
     try:
         return act(parse(arguments))
+    except ModuleNotFoundError as error:  # requirements/cpu.txt has no scipy
+        package = (error.name or "a package").split(".")[0]
+        needed = "pip install --no-deps -r requirements/report.txt"
+        return refused(InputError(f"report.py: {package} is not installed; needed: {needed}"))
     except BAD_INPUT as error:
         return refused(error)
 

@@ -50,9 +50,9 @@ class MicroBatch:
     mask: Tensor  # (b, T) 1 on completion tokens that are trained
     rollout_logp: Tensor  # (b, T) the sampler's log-probs, 0 outside the mask
     advantages: Tensor  # (b,)
-    routes: Tensor | None = None  # (b, T, L, K) experts to replay, L MoE layers
-    packing: Packing | None = None  # how the rows become one line of tokens; None where routes are replayed
-    replayed: Tensor | None = None  # (b, T) true where there is a route: not on last tokens, not on padding
+    packing: Packing | None = None  # how the rows become one line of M tokens
+    routes: Tensor | None = None  # (b, T, L, K), packed (1, M, L, K): experts to replay, L MoE layers
+    replayed: Tensor | None = None  # (b, T), packed (1, M): the number of rows whose token has a route here
 
 
 # ------------------------------------------------------------------------------------------------ the engine
@@ -288,9 +288,9 @@ def pack(
     micro = MicroBatch(tokens.to(device), mask.to(device), logp.to(device), chosen.to(device))
     if records is not None and sequences:
         routes = torch.zeros(*shape, *records[sequences[0]].shape[1:], dtype=torch.uint8)
-        replayed = torch.zeros(shape, dtype=torch.bool)
+        replayed = torch.zeros(shape, dtype=torch.long)
         for row, sequence in enumerate(sequences):
             length = len(records[sequence])
-            routes[row, :length], replayed[row, :length] = records[sequence], True
+            routes[row, :length], replayed[row, :length] = records[sequence], 1
         micro.routes, micro.replayed = routes.to(device), replayed.to(device)
     return micro

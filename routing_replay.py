@@ -36,7 +36,7 @@ class RoutingReplay:
     def __init__(self, model: torch.nn.Module, arch: Architecture, parallel: Parallel) -> None:
         self.arch, self.parallel = arch, parallel
         self.routes: Tensor | None = None  # (N, L, K) of the bound micro-batch
-        self.replayed: Tensor | None = None  # (N,) tokens that have a record; the others are routed natively
+        self.replayed: Tensor | None = None  # (N,) rows whose token has a record; 0: it is routed natively
         self.written: dict[int, Tensor] | None = None  # layer -> (N, K), during `record`
         self.uses = [0] * sum(arch.moe_layers)  # number of times that each layer read the bound record
         self.counting = False
@@ -58,9 +58,9 @@ class RoutingReplay:
             record = self.routes[:, layer]
             if self.counting and not self.uses[layer]:  # a recompute is not counted
                 same = (chosen.sort(-1).values == record.sort(-1).values).all(-1)
-                self.differing += int((~same & self.replayed).sum())
+                self.differing += int((~same * self.replayed).sum())
                 self.compared += int(self.replayed.sum())
-            chosen = torch.where(self.replayed[:, None], record, chosen)
+            chosen = torch.where(self.replayed[:, None] > 0, record, chosen)
             self.uses[layer] += 1
         if self.written is not None:
             self.written[layer] = chosen
@@ -70,11 +70,12 @@ class RoutingReplay:
 
     @contextlib.contextmanager
     def replaying(self, routes: Tensor, replayed: Tensor, *, count: bool = False) -> Iterator[None]:
-        """Inside the block, every forward pass and recompute uses ``routes`` where ``replayed`` is true.
+        """Inside the block, every forward pass and recompute uses ``routes`` where ``replayed`` is not 0.
 
-        Shapes (b, T, L, K) and (b, T), of whole rows; each rank takes its sequence shard. With ``count``,
-        differing_share compares this pass with the record. Every layer must have used the record when the block ends:
-        a run with an unused record would only look replayed.
+        Shapes (b, T, L, K) and (b, T), of whole rows; each rank takes its sequence shard. ``replayed`` is the number of
+        rows for which a token counts: packed rows share the tokens of their prompt. With ``count``, differing_share
+        compares this pass with the record. Every layer must have used the record when the block ends: a run with an
+        unused record would only look replayed.
         """
         self.routes = self._local(routes).long()
         self.replayed = self._local(replayed)
@@ -144,14 +145,16 @@ def collect(
         for data_rank, sequences in enumerate(share)
         for sequence in sequences
     }
-    rest = (sum(arch.moe_layers), arch.experts_per_token)
     records = {
         (parallel.rank // sampler_tensor + i * replicas) * group + j: torch.from_numpy(answer.routed_experts)
         for i, answers in enumerate(own)
         for j, answer in enumerate(answers)
     }
     owner = {sequence: sequence // group % replicas * sampler_tensor for sequence in needed_by}
-    shapes = {sequence: (batch.row_length(sequence) - 1, *rest) for sequence in needed_by}
+    shapes = {
+        sequence: (batch.row_length(sequence) - 1, sum(arch.moe_layers), arch.experts_per_token)
+        for sequence in needed_by
+    }
     return exchange(records, owner, needed_by, shapes, parallel.rank)
 
 
@@ -174,5 +177,4 @@ def exchange(
     receive = torch.empty(sum(splits[1]), dtype=torch.uint8)
     dist.all_to_all_single(receive, send, splits[1], splits[0])
     wanted = [s for peer in incoming for s in peer]
-    parts = receive.split([size[s] for s in wanted])
-    return {s: part.view(shapes[s]) for s, part in zip(wanted, parts, strict=True)}
+    return {s: p.view(shapes[s]) for s, p in zip(wanted, receive.split([size[s] for s in wanted]), strict=True)}

@@ -110,8 +110,7 @@ def json_line(row: dict[str, Any]) -> str:
     """One line of strict JSON with the keys in their order; "nonfinite" names keys whose number is NaN or infinite."""
     written = json.dumps(row, default=lambda value: value.tolist())  # scalars and arrays of numpy and torch
     plain = json.loads(written, parse_constant=lambda name: None)
-    lost = [key for key, value in row.items() if value is not None and plain[str(key)] is None]
-    if lost:
+    if lost := [key for key, value in row.items() if value is not None and plain[str(key)] is None]:
         plain["nonfinite"] = lost
     return json.dumps(plain, allow_nan=False) + "\n"
 
@@ -167,9 +166,10 @@ def cpu_name() -> str:
 def environment(world_size: int) -> dict[str, Any]:
     """Versions, machine, and the environment variables that change results or speed."""
     # In the order of sys.path, the first version of a package is imported; it is the last one here and replaces others.
-    found = [(item.metadata.get("Name") or "unnamed", item.version) for item in metadata.distributions()]
-    installed = {name.lower().replace("_", "-"): version for name, version in reversed(found)}
-    variables = {key: value for key, value in sorted(os.environ.items()) if VARIABLES.match(key)}
+    installed = {
+        (item.metadata.get("Name") or "unnamed").lower().replace("_", "-"): item.version
+        for item in reversed(list(metadata.distributions()))
+    }
     return {
         "python": platform.python_version(),
         "packages": dict(sorted(installed.items())),
@@ -179,7 +179,11 @@ def environment(world_size: int) -> dict[str, Any]:
         "cores_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "world_size": world_size,
-        "variables": {key: "(set)" if SECRETS.search(key) else _private(value) for key, value in variables.items()},
+        "variables": {
+            key: "(set)" if SECRETS.search(key) else _private(value)
+            for key, value in sorted(os.environ.items())
+            if VARIABLES.match(key)
+        },
     }
 
 
@@ -188,26 +192,28 @@ def variant_name(name: str) -> str:
     return re.sub(r"-seed\d+$", "", name)
 
 
-def _git(*arguments: str) -> bytes | None:
-    """The output of git in the folder of the source; None without git, without a repository or without a commit."""
-    command = ["git", "-C", str(Path(__file__).resolve().parent), *arguments]
+def git(*arguments: str, folder: Path | None = None) -> bytes:
+    """The output of git in ``folder`` (None: that of the source); empty without git, a repository or a commit."""
+    command = ["git", "-C", str(folder or Path(__file__).resolve().parent), *arguments]
     try:
-        return subprocess.run(command, capture_output=True, timeout=60, check=True).stdout
+        return subprocess.run(command, capture_output=True, timeout=120, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return None
+        return b""
 
 
 def git_state() -> tuple[dict[str, Any], bytes]:
     """The commit of the source and whether it has changes (both None without a repository), and a patch of these."""
-    commit = _git("rev-parse", "HEAD")
-    if commit is None:
+    commit = git("rev-parse", "HEAD").decode().strip()
+    if not commit:
         return {"commit": None, "dirty": None}, b""
-    plain = ["-c", "color.ui=false", "-c", "diff.noprefix=false", "-c", "diff.mnemonicPrefix=false"]
-    patch = _git(*plain, "diff", "--no-ext-diff", "--no-textconv", "--binary", "HEAD", "--", ".") or b""
-    untracked = (_git("ls-files", "--others", "--exclude-standard", "--", "*.py") or b"").splitlines()
+    patch = git(
+        "-c", "color.ui=false", "-c", "diff.noprefix=false", "-c", "diff.mnemonicPrefix=false",
+        "diff", "--no-ext-diff", "--no-textconv", "--binary", "HEAD", "--", ".",
+    )  # fmt: skip
+    untracked = git("ls-files", "--others", "--exclude-standard", "--", "*.py").splitlines()
     # `git apply` skips the lines before the first "diff".
     whole = b"".join(b"# untracked: %s\n" % name for name in untracked) + patch
-    return {"commit": commit.decode().strip(), "dirty": bool(whole)}, whole
+    return {"commit": commit, "dirty": bool(whole)}, whole
 
 
 # ---------------------------------------------------------------- model and data of the run
@@ -243,19 +249,19 @@ def sha256_of_inputs(paths: list[Path]) -> dict[Path, str]:
         stat = path.stat()
         if stat.st_size >= LARGE_BYTES:
             keys[path] = f"{path.resolve()} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
-    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    cache = Path(folder) / "megatron-grpo" / "sha256.json"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "megatron-grpo" / "sha256.json"
     known = {}
     with contextlib.suppress(InputError):  # nothing is kept yet, or it cannot be read
         known = read_object(cache)
     found = {path: known[key] for path, key in keys.items() if key in known}
     todo = [path for path in dict.fromkeys(paths) if path not in found]
-    shown = None if keys else True  # None: on a terminal only
     with ThreadPoolExecutor(THREADS) as pool:
-        sums = pool.map(sha256_file, todo)
-        found |= zip(todo, tqdm(sums, "checksums", len(todo), leave=False, unit="file", disable=shown), strict=True)
-    fresh = {keys[path]: found[path] for path in todo if path in keys and time.time() - path.stat().st_ctime > 5}
-    if fresh:
+        sums = tqdm(
+            pool.map(sha256_file, todo), "checksums", len(todo), leave=False, unit="file",
+            disable=None if keys else True,  # None: shown on a terminal only
+        )  # fmt: skip
+        found |= zip(todo, sums, strict=True)
+    if fresh := {keys[path]: found[path] for path in todo if path in keys and time.time() - path.stat().st_ctime > 5}:
         with contextlib.suppress(OSError):  # if they cannot be kept, the next start reads the files again
             cache.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(cache, json.dumps(known | fresh, indent=1) + "\n")
@@ -271,8 +277,7 @@ def changed_inputs(run_dir: Path, model_dir: str | Path, data: DataConfig) -> li
     resumed = [path for path in run_dir.glob("resume-*/inputs.json") if path.parent.name[7:].isdecimal()]
     record = max(resumed, key=lambda path: int(path.parent.name[7:]), default=run_dir / "inputs.json")
     try:
-        recorded = read_object(record, ("model", "data"))
-        recorded = {kind: dict(recorded[kind]) for kind in ("model", "data")}
+        recorded = {kind: dict(files) for kind, files in read_object(record, ("model", "data")).items()}
     except (ValueError, TypeError) as error:
         return [f"{record}: not the record of the run's inputs ({error!r})"]
     lines, present = [], inputs(model_dir, data)
@@ -305,20 +310,23 @@ def refuse_changed_inputs(
 
 def write_records(folder: Path, cfg: Config, world_size: int) -> None:
     """Write config.yaml, environment.json, inputs.json, git.json, git.patch and command.txt of a start of the run."""
-    write_atomically(folder / "config.yaml", to_yaml(cfg))
-    write_atomically(folder / "inputs.json", json.dumps(inputs(cfg.model.path, cfg.data), indent=1) + "\n")
-    write_atomically(folder / "environment.json", json.dumps(environment(world_size), indent=1) + "\n")
-    git, patch = git_state()
-    if git["commit"]:
-        write_atomically(folder / "git.patch", patch)
-    write_atomically(folder / "git.json", json.dumps(git) + "\n")
+    source, patch = git_state()
     launcher = ["python"]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         processes = variable("LOCAL_WORLD_SIZE", world_size, 1, world_size)
         launcher = ["torchrun", f"--nnodes={world_size // processes}", f"--nproc_per_node={processes}"]
     command = shlex.join([*launcher, os.path.basename(sys.argv[0]), *sys.argv[1:]])
-    # Only home folders are replaced here: without a name in `name=tiny`, the command would be another one.
-    write_atomically(folder / "command.txt", _without_homes(command) + "\n")
+    records: dict[str, str | bytes] = {
+        "config.yaml": to_yaml(cfg),
+        "inputs.json": json.dumps(inputs(cfg.model.path, cfg.data), indent=1) + "\n",
+        "environment.json": json.dumps(environment(world_size), indent=1) + "\n",
+        "git.json": json.dumps(source) + "\n",
+        # Only home folders are replaced here: without a name in `name=tiny`, the command would be another one.
+        "command.txt": _without_homes(command) + "\n",
+        **({"git.patch": patch} if source["commit"] else {}),
+    }
+    for name, content in records.items():
+        write_atomically(folder / name, content)
 
 
 def wilson(share: float, n: int, z: float = 1.959964) -> tuple[float, float]:

@@ -9,7 +9,7 @@ set -euo pipefail
 
 # --- yours to change -------------------------------------------------------------------------------------------------
 PYTHON=${PYTHON:-python3}                  # 3.11, 3.12 or 3.13; used to make the environment
-VENV=${VENV:-.venv}                        # folder of the environment, 2.5 GB
+VENV=${VENV:-.venv}                        # folder of the environment, 2.8 GB
 TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}    # source of torch without CUDA; a mirror also works
 MEGATRON_0_12_DIR=${MEGATRON_0_12_DIR:-.cache/megatron-core-0.12.1} # older Megatron, for the parity tests
 # ---------------------------------------------------------------------------------------------------------------------

@@ -95,8 +95,9 @@ def open_run(cfg: Config, world_size: int, rank: int, resume: Path | None = None
             log.say(f"{run_dir}/run.lock: {error.strerror}: make sure yourself that no two processes write this run")
         if resume is None:
             write_records(run_dir, cfg, world_size)
-            identity = {"name": cfg.name, "config_hash": config_hash(cfg)}
-            write_atomically(run_dir / "run.json", json.dumps(identity) + "\n")
+            write_atomically(
+                run_dir / "run.json", json.dumps({"name": cfg.name, "config_hash": config_hash(cfg)}) + "\n"
+            )
         else:
             start = run_dir / f"resume-{1 + len(list(run_dir.glob('resume-*')))}"
             start.mkdir()

@@ -70,10 +70,11 @@ install_cpu() {  # $1: version, $2: interpreter
     "$2" -m venv "$VENV" >"$VENV/set-up.log" 2>&1 || fail "$2 could not make $VENV: $(tail -n 1 "$VENV/set-up.log")"
 
     # The build of torch without CUDA has the version "+cpu", which PyPI does not have. The pip configuration of the machine is
-    # tried first, then PyTorch's index. The version without "+cpu" would install gigabytes of CUDA packages.
+    # tried first, then PyTorch's index. The version without "+cpu" would install gigabytes of CUDA packages. (If pip has a file
+    # of constraints that names torch, it reports a missing version as ResolutionImpossible.)
     grep '^torch==' requirements/cpu.txt >"$VENV/torch.txt"
     if ! pip_install -r "$VENV/torch.txt"; then
-        grep -q 'No matching distribution found' "$VENV/set-up.log" || pip_failed torch
+        grep -qE 'No matching distribution found|ResolutionImpossible' "$VENV/set-up.log" || pip_failed torch
         pip_install --index-url "$TORCH_INDEX" -r "$VENV/torch.txt" || pip_failed "torch from $TORCH_INDEX (TORCH_INDEX)"
     fi
     pip_install -r requirements/cpu.txt || pip_failed requirements/cpu.txt

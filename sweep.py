@@ -11,7 +11,6 @@ file system of the checkout.
 
 import argparse
 import contextlib
-import fcntl
 import itertools
 import json
 import os
@@ -30,7 +29,7 @@ from config import config_hash, load_config
 from input_files import BAD_INPUT, MOST_RANKS, InputError, read_file, read_object, refused
 from knobs import Config
 from lab.records import Part, validated
-from run_record import read_lines, write_atomically
+from run_record import lock_file, read_lines, write_atomically
 from runlog import lock_run
 
 RAY = "ray==2.60.0"  # the version that has been tried
@@ -108,8 +107,13 @@ def read_sweep(path: Path, extra: list[str]) -> tuple[Sweep, list[Job]]:
     # All variants of a seed come before the next seed, so that pairs are complete early.
     for seed, (name, variant) in itertools.product(sweep.seeds, sweep.variants.items()):
         job = f"{name}-seed{seed}"
-        overrides = [text.replace("{seed}", str(seed)) for text in sweep.each_seed]
-        arguments = [f"name={job}", *sweep.overrides, *variant.overrides, *overrides, *extra]
+        arguments = [
+            f"name={job}",
+            *sweep.overrides,
+            *variant.overrides,
+            *(text.replace("{seed}", str(seed)) for text in sweep.each_seed),
+            *extra,
+        ]
         try:
             cfg = load_config(ROOT / sweep.config, arguments)
         except InputError as error:
@@ -126,17 +130,19 @@ def start_job(name: str, arguments: list[str], processes: int, folder: Path) -> 
 
     torchrun inherits the lock of the job and holds it as long as it lives, even if the sweep has ended before.
     """
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
-    command = [*launcher, f"--nproc_per_node={processes}", "train_grpo.py", *arguments]
-    hidden = ("PYTHONPATH", "PYTHONHOME")  # packages found there would replace the pinned ones
-    environment = {key: value for key, value in os.environ.items() if key not in hidden} | ENVIRONMENT
-    with open(folder / f"{name}.lock", "ab") as lock, open(folder / f"{name}.log", "ab") as log:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return None
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost",
+        f"--nproc_per_node={processes}", "train_grpo.py", *arguments,
+    ]  # fmt: skip
+    # Packages found in the folders of these two variables would replace the pinned ones.
+    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
+    try:
+        lock = lock_file(folder / f"{name}.lock")
+    except BlockingIOError:
+        return None
+    with lock, open(folder / f"{name}.log", "ab") as log:
         return subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, pass_fds=[lock.fileno()]
+            command, cwd=ROOT, env=kept | ENVIRONMENT, stdout=log, stderr=subprocess.STDOUT, pass_fds=[lock.fileno()]
         )
 
 
@@ -187,9 +193,11 @@ def connect_ray(folder: Path, resources: dict[str, int], address: str | None) ->
         if there.get(name, 0) < number:
             raise InputError(f"resources.{name}: {number} a job; Ray reports {there.get(name, 0):g} in all")
     print("ray: " + ", ".join(f"{there[name]:g} {name}" for name in resources), flush=True)
-    others = {name: number for name, number in resources.items() if name not in ("CPU", "GPU")}
     task = ray.remote(run_job).options(
-        num_cpus=resources.get("CPU", 0), num_gpus=resources.get("GPU", 0), resources=others, max_retries=0
+        num_cpus=resources.get("CPU", 0),
+        num_gpus=resources.get("GPU", 0),
+        resources={name: number for name, number in resources.items() if name not in ("CPU", "GPU")},
+        max_retries=0,
     )
     return lambda job: RayTask(ray, task.remote(job.name, job.arguments, job.processes, str(folder.resolve())))
 
@@ -272,9 +280,8 @@ def main(arguments: list[str]) -> int:
         for job in jobs:
             job.look()
             if args.list:
-                done = len(read_lines(job.run / "metrics.jsonl")) if job.run else 0
-                progress = f"{job.state}  {done}/{job.cfg.train.steps} steps  {job.processes} ranks"
-                print(f"{job.name}  {progress}  {' '.join(job.arguments)}")
+                done = f"{len(read_lines(job.run / 'metrics.jsonl')) if job.run else 0}/{job.cfg.train.steps} steps"
+                print(f"{job.name}  {job.state}  {done}  {job.processes} ranks  {' '.join(job.arguments)}")
         if args.list:
             return 0
         folder = Path(ROOT, jobs[0].cfg.train.out_dir) / f"sweep-{args.sweep.stem}"

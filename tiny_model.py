@@ -62,17 +62,16 @@ def exists(cfg: Config) -> bool:
     if not folder.exists():
         return False
     try:
-        record = read_object(folder / RECORD, tuple(wanted))
+        old = flatten(read_object(folder / RECORD, tuple(wanted)))
     except InputError:
         raise InputError(
             f"model.path: {folder} exists and has no readable {RECORD}, so it is not a model made here; "
             "needed: another path, or no tiny_model section"
         ) from None
-    old = flatten(record)
     if changed := [key for key, value in flatten(wanted).items() if key not in old or old[key] != value]:
-        theirs = ", ".join(f"{key} ({old.get(key)})" for key in changed)
         raise InputError(
-            f"model.path: {folder} was made with another {theirs}; needed: another model.path, or delete {folder}"
+            f"model.path: {folder} was made with another {', '.join(f'{key} ({old.get(key)})' for key in changed)}; "
+            f"needed: another model.path, or delete {folder}"
         )
     return True
 
@@ -130,13 +129,11 @@ def _make(cfg: Config, device: torch.device, beat: Callable[[str], None]) -> Non
         arch = hf_config.read(aside)
         model = model_megatron.build(arch, parallel, dtype=torch.float32, recompute=False, aux_loss=AUX_LOSS)
         weights_hf.load(model, arch, parallel, aside)
-        operands = (cfg.data.operand_low, cfg.data.operand_high)
-        _warm_start(model, tiny, operands, parallel, data_gsm8k.load_tokenizer(aside), beat)
+        _warm_start(model, cfg, parallel, data_gsm8k.load_tokenizer(aside), beat)
         if parallel.rank == 0:
             weights_hf.save_model(weights_hf.export(model, arch, parallel), aside)
     if parallel.rank == 0:
-        record = recipe(cfg) | {"made_by_ranks": parallel.world_size}
-        (aside / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+        (aside / RECORD).write_text(json.dumps(recipe(cfg) | {"made_by_ranks": parallel.world_size}, indent=1) + "\n")
         finish_folder(aside, folder)
     dist.barrier()
     parallel_setup.close_layout()
@@ -147,10 +144,9 @@ def _write_random_model(cfg: Config, folder: Path) -> None:
     fresh_folder(folder)
     (folder / "config.json").write_text(json.dumps(recipe(cfg)["config"], indent=1) + "\n")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "pad_token_id": 0}) + "\n")
-    rng, texts = random.Random(1), []
-    for _ in range(2000):
-        problem = data_gsm8k.problem(rng, cfg.data.operand_low, cfg.data.operand_high, False)
-        texts.append(f"user\n{problem.question}\nassistant\n{data_gsm8k.solution(problem)}")
+    rng, low, high = random.Random(1), cfg.data.operand_low, cfg.data.operand_high
+    problems = (data_gsm8k.problem(rng, low, high, heldout=False) for _ in range(2000))
+    texts = (f"user\n{problem.question}\nassistant\n{data_gsm8k.solution(problem)}" for problem in problems)
     build_tokenizer(texts, cfg.tiny_model.vocab_size, folder)
     weights_hf.save_model(random_weights(hf_config.read(folder), cfg.tiny_model.seed), folder)
 
@@ -180,36 +176,36 @@ def random_weights(arch: hf_config.Architecture, seed: int) -> Iterator[tuple[st
 
 def _warm_start(
     model: torch.nn.Module,
-    tiny: TinyModelConfig,
-    operands: tuple[int, int],
+    cfg: Config,
     parallel: Parallel,
     tokenizer: PreTrainedTokenizerBase,
     beat: Callable[[str], None],
 ) -> None:
     """Train all weights in place with supervised AdamW steps; word problems and drills alternate."""
+    tiny, operands = cfg.tiny_model, (cfg.data.operand_low, cfg.data.operand_high)
     parameters = list(model.parameters())
-    matrices, vectors = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=tiny.warm_start_lr, betas=BETAS)
     rng = random.Random(tiny.seed * 1000 + parallel.rank)
     steps = tqdm(range(tiny.warm_start_steps), desc="warm start", disable=None if parallel.rank == 0 else True)
     for step in steps:
         beat(f"step {step} of the warm start")
-        share = step / tiny.warm_start_steps
-        decay = 1 - (1 - LAST_LR_SHARE) * max(0.0, 2 * share - 1)  # constant for half of the steps, then linear
+        # Constant for half of the steps, then linear.
+        decay = 1 - (1 - LAST_LR_SHARE) * max(0.0, 2 * (step / tiny.warm_start_steps) - 1)
         for group in optimizer.param_groups:
             group["lr"] = tiny.warm_start_lr * min(1.0, (step + 1) / WARMUP_STEPS) * decay
-        if step % 2:
-            count = -(-tiny.drills_per_batch // parallel.world_size)
-            examples = [data_gsm8k.drill(rng, *operands) for _ in range(count)]
-        else:
-            count = -(-tiny.words_per_batch // parallel.world_size)
-            examples = [_word_problem(tiny, operands, rng, tokenizer) for _ in range(count)]
+        num_examples = tiny.drills_per_batch if step % 2 else tiny.words_per_batch
+        examples = [
+            data_gsm8k.drill(rng, *operands) if step % 2 else _word_problem(tiny, operands, rng, tokenizer)
+            for _ in range(-(-num_examples // parallel.world_size))
+        ]
         tokens, mask = _padded(examples, tokenizer)
         num_tokens = parallel.sum_over_data(mask.sum())
         labels = tokens.roll(-1, dims=1)  # position t predicts token t + 1; the last column is never trained
-        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-        losses = model(tokens, positions, None, labels=labels)  # (b, T)
+        losses = model(tokens, None, None, labels=labels)  # (b, T); RoPE needs no position ids
         loss = (losses * mask.roll(-1, dims=1)).sum() / num_tokens
         loss.backward()
         parallel_setup.sum_gradients_(parameters, parallel.data_group)
@@ -225,8 +221,9 @@ def _word_problem(
 ) -> tuple[str, str]:
     """(prompt, answer of the sloppy teacher) of a word problem of the training set."""
     problem = data_gsm8k.problem(rng, *operands, heldout=False)
-    turns = [{"role": "user", "content": problem.question}]
-    prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": problem.question}], add_generation_prompt=True, tokenize=False
+    )
     return prompt, data_gsm8k.sloppy_solution(problem, rng, tiny.teacher_right, tiny.teacher_wrong_operation)
 
 
@@ -244,26 +241,27 @@ def _padded(examples: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase)
 # -------------------------------------------------------------------------------------------------------- its tokenizer
 
 
-def build_tokenizer(texts: Iterable[str], vocab_size: int, out_dir: str | Path) -> int:
-    """Train on ``texts``, write the tokenizer's files to ``out_dir``; returns the number of used ids, <= vocab_size.
+def build_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> int:
+    """Train on ``texts``, write the tokenizer's files to ``folder``; returns the number of used ids, <= vocab_size.
 
     The same texts give the same files byte for byte.  A digit is always a token of its own, so that the model can
     learn to add and subtract digit by digit.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
 
-    folder = Path(out_dir)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {

@@ -18,7 +18,7 @@ import aqn_targets
 import lora_megatron
 import model_megatron
 import weights_hf
-from engines import vllm_shards
+from engines import vllm_colocated
 from engines.interface import Completion, Engine, TensorStream
 from hf_config import Architecture
 from input_files import InputError
@@ -56,7 +56,7 @@ class WeightSync:
             self.clean_norms = aqn.clean_norms(self._export(set(self.noise)), self.noise)
         self.touched = aqn_targets.touched_names(self.noise)
         if cfg.rollout.expert_parallel:
-            vllm_shards.check_placement(engine.placement(), arch, parallel)
+            vllm_colocated.check_placement(engine.placement(), arch, parallel)
         engine.load_weights(self._export())
         if cfg.rollout.sync == "adapter":
             engine.load_adapter(self._factors()[0])
@@ -64,7 +64,7 @@ class WeightSync:
     def _export(self, only: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """The tensors that the engine takes: whole ones, or this rank's shards. ``only``: see weights_hf.export."""
         if self.cfg.rollout.expert_parallel:
-            return vllm_shards.shards(self.model, self.arch, self.parallel, only=only)
+            return vllm_colocated.shards(self.model, self.arch, self.parallel, only=only)
         return weights_hf.export(
             self.model, self.arch, self.parallel, only=only, merge=self.cfg.rollout.sync == "merged"
         )

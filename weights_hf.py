@@ -6,6 +6,7 @@ of slots. Nothing is ever unpickled.
 """
 
 import json
+import os
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -318,16 +319,24 @@ def gather(value: Tensor, size: int, group) -> Tensor:
     return out
 
 
+def save_file(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file with the permissions of any new file; safetensors lets only its owner read it."""
+    import safetensors.torch
+
+    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+    mask = os.umask(0)  # the system tells the mask only in exchange for another one
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
+
+
 def save_model(tensors: Iterator[tuple[str, Tensor]], out_dir: Path, shard_bytes: int = 4 * 2**30) -> None:
     """Write a stream of named tensors as safetensors files of at most ``shard_bytes``; several files get an index."""
-    from safetensors.torch import save_file
-
     batch: dict[str, Tensor] = {}
     paths, weight_map, total = [], {}, 0
 
     def flush() -> None:
         path = out_dir / f"model-{len(paths) + 1:05d}.safetensors"
-        save_file(batch, path, metadata={"format": "pt"})
+        save_file(batch, path)
         paths.append(path)
         weight_map.update(dict.fromkeys(batch, path.name))
         batch.clear()

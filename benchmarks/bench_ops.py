@@ -7,14 +7,10 @@ measured in the same run: a large matrix product, and a copy that is larger than
 training step of the tiny model: 4,286 packed tokens of width 128 with 2 of 8 experts each, or decoding of 64 rows.
 """
 
-import sys
 import time
 import timeit
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import cases
 import torch
@@ -122,8 +118,10 @@ def main() -> None:
             rate = amount / seconds / 1e9
             rows.append({"operation": name, "ms": 1e3 * seconds, "rate": rate, "unit": unit,
                          "of the ceiling": rate / ceilings[unit]})  # fmt: skip
-    above = f"ceilings: {', '.join(f'{rate:.3g} {unit}' for unit, rate in ceilings.items())}\n"
-    cases.report(args, __doc__, rows, {"ceilings": ceilings, "operations": rows}, above)
+    cases.report(
+        args, __doc__, rows, {"ceilings": ceilings, "operations": rows},
+        above=f"ceilings: {', '.join(f'{rate:.3g} {unit}' for unit, rate in ceilings.items())}\n",
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -8,14 +8,11 @@ sampler reports must agree with those of transformers for the same tokens, to 1e
 """
 
 import statistics
-import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import cases
 import torch

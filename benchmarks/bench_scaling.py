@@ -11,11 +11,8 @@ busier one of two.
 import itertools
 import socket
 import statistics
-import sys
 import tempfile
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import cases
 from bench_step import Peer, in_turn, our_command, ready_peer

@@ -17,8 +17,6 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import cases
 import pandas as pd
 
@@ -185,8 +183,10 @@ def main() -> None:
          "loss gap": abs(case["agreed"]["loss"] - case["agreed"]["their_loss"])}
         for case in found
     ]  # fmt: skip
-    above = f"medians of CPU seconds (wall: wall seconds)\n{cases.table(by_side)}\n\n"
-    cases.report(args, __doc__, ratios, {"cases": found}, above)
+    cases.report(
+        args, __doc__, ratios, {"cases": found},
+        above=f"medians of CPU seconds (wall: wall seconds)\n{cases.table(by_side)}\n\n",
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

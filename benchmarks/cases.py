@@ -2,6 +2,7 @@
 
 The model is a tiny Qwen3-MoE with 1.9 M parameters. A step samples 8 completions of 8 prompts, all of the same length.
 The cases differ in the trained modules and in the number of sampled tokens. TRL gets the same sizes as JSON.
+This file adds the folder of the repository to sys.path, so the benchmarks import it before the files of the repository.
 """
 
 import argparse
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from knobs import Config
 from run_record import cpu_name, git_state

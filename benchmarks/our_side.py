@@ -17,8 +17,6 @@ import warnings
 from collections import defaultdict
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import cases
 import torch
 
@@ -73,13 +71,13 @@ class Side:
                 "prompts": [question.prompt for question in loaded],
             })  # fmt: skip
         else:
-            unit = 1024 if sys.platform == "linux" else 2**20  # of ru_maxrss, in MiB
             self.answer({
                 "cpu_s": time.process_time() - self.start[0], "wall_s": time.perf_counter() - self.start[1],
                 "phases": self.phases, "new_tokens": self.num_tokens,
                 "loss": self.metrics["actor/loss"], "kl": self.metrics.get("actor/kl_loss", 0.0),
                 "logp_gap": self.metrics["rollout/logp_gap_max"], "now_mib": now_mib(),
-                "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit,
+                "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+                / (1024 if sys.platform == "linux" else 2**20),
             })  # fmt: skip
         while (line := sys.stdin.readline()).startswith("check "):
             self.answer(self.check(json.loads(Path(line[6:].strip()).read_text())))
@@ -110,9 +108,9 @@ class Side:
         def gap(ours: torch.Tensor, name: str) -> float:
             return (ours[micro.mask == 1].view(rows, width) - torch.tensor(theirs[name])).abs().max().item()
 
-        kl = (reference - logp)[micro.mask == 1].abs().max().item()
         return {"logp_gap": gap(logp, "logp"), "reference_gap": gap(reference, "reference"), "loss": loss.item(),
-                "their_loss": theirs["loss"], "largest_log_ratio_to_reference": kl}  # fmt: skip
+                "their_loss": theirs["loss"],
+                "largest_log_ratio_to_reference": (reference - logp)[micro.mask == 1].abs().max().item()}  # fmt: skip
 
 
 def now_mib() -> float:

@@ -105,8 +105,10 @@ def architecture() -> str:
     parts, middle, y = [text(left, 26, head, 15)], {}, 44
     for section, files in sections().items():
         height = 34 + row * math.ceil(len(files) / columns)
-        parts.append(f'<rect x="{left}" y="{y}" width="{box}" height="{height}" rx="8" fill="{COLOURS[section]}"/>')
-        parts.append(text(left + 12, y + 20, TITLES.get(section, section), 14, 'font-weight="bold"'))
+        parts += [
+            f'<rect x="{left}" y="{y}" width="{box}" height="{height}" rx="8" fill="{COLOURS[section]}"/>',
+            text(left + 12, y + 20, TITLES.get(section, section), 14, 'font-weight="bold"'),
+        ]
         for index, file in enumerate(files):
             x, line = left + 12 + (index % columns) * 138, y + 42 + row * (index // columns)
             parts.append(text(x, line, Path(file).stem, 12))
@@ -116,12 +118,12 @@ def architecture() -> str:
         start, end, right = middle[above] - 6, middle[below] + 6, left + box
         reach = right + 24 + 0.42 * (end - start)
         colour = "#c0392b" if start > end else "#5b6b7b"
-        parts.append(
+        parts += [
             f'<path d="M {right} {start:g} C {reach:g} {start:g} {reach:g} {end:g} {right + 7} {end:g}" fill="none" '
             f'stroke="{colour}" stroke-opacity="0.55" stroke-width="{1 + count / 12:.2f}"/>'
-            f'<path d="M {right} {end:g} l 9 -4 v 8 z" fill="{colour}"/>'
-        )
-        parts.append(text(right + 18 + 0.315 * (end - start), (start + end) / 2 + 4, str(count), 10, 'fill="#333"'))
+            f'<path d="M {right} {end:g} l 9 -4 v 8 z" fill="{colour}"/>',
+            text(right + 18 + 0.315 * (end - start), (start + end) / 2 + 4, str(count), 10, 'fill="#333"'),
+        ]
     return svg(width, y, parts)
 
 
@@ -132,18 +134,20 @@ def step() -> str:
     parts = [text(16, 26, head, 15)]
     for number, ((title, calls), colour) in enumerate(zip(STEP, COLOURS.values(), strict=False)):
         height = 34 + 30 * len(calls)
-        parts.append(f'<rect x="16" y="{y}" width="{width - 32}" height="{height}" rx="8" fill="{colour}"/>')
-        parts.append(text(28, y + 21, title, 14, 'font-weight="bold"'))
+        parts += [
+            f'<rect x="16" y="{y}" width="{width - 32}" height="{height}" rx="8" fill="{colour}"/>',
+            text(28, y + 21, title, 14, 'font-weight="bold"'),
+        ]
         for index, (function, takes, gives) in enumerate(calls):
             line = y + 46 + 30 * index
             name = ".".join(function.split(".")[-3:]).removeprefix("interface.")
-            parts.append(text(296, line, takes, 12, 'text-anchor="end"'))
-            parts.append(text(304, line, "→", 13))
-            parts.append(
+            parts += [
+                text(296, line, takes, 12, 'text-anchor="end"'),
+                text(304, line, "→", 13),
                 f'<rect x="322" y="{line - 16}" width="276" height="23" rx="5" fill="white" stroke="#5b6b7b"/>'
-                + text(460, line, name, 12, 'text-anchor="middle" font-weight="bold"')
-            )
-            parts.append(text(604, line, "→", 13) + text(624, line, gives, 12))
+                + text(460, line, name, 12, 'text-anchor="middle" font-weight="bold"'),
+                text(604, line, "→", 13) + text(624, line, gives, 12),
+            ]
         if number + 1 < len(STEP):
             arrow = f"M {width / 2:g} {y + height} v 9 m -5 -5 l 5 6 l 5 -6"
             parts.append(f'<path d="{arrow}" fill="none" stroke="#5b6b7b"/>')
@@ -152,6 +156,5 @@ def step() -> str:
 
 
 if __name__ == "__main__":
-    PICTURES.mkdir(exist_ok=True)
     (PICTURES / "architecture.svg").write_text(architecture())
     (PICTURES / "step.svg").write_text(step())

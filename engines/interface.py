@@ -113,6 +113,13 @@ class TensorStream(Generic[Result]):
 # ------------------------------------------------------------------------------------------------ what is refused
 
 
+def refuse_first(where: str, *rules: tuple[object, str]) -> None:
+    """Raise InputError with ``where`` and the message of the first rule, (whether it is broken, message), if any."""
+    for broken, message in rules:
+        if broken:
+            raise InputError(where + message)
+
+
 def check_call(
     arch: Architecture,
     prompts: list[list[int]],
@@ -129,7 +136,8 @@ def check_call(
     tokens that one row may have.
     """
     in_range = 0 <= rule.temperature < float("inf") and 0 < rule.top_p <= 1 and rule.top_k >= 0
-    for wrong, problem in (
+    refuse_first(
+        "sample: ",
         (not ready, "no usable weights; needed: a load_weights of the whole model that succeeded"),
         (len(seeds) != len(prompts), f"{len(prompts)} prompts but {len(seeds)} seeds; needed: one a prompt"),
         (
@@ -142,12 +150,11 @@ def check_call(
             f"routed experts are recorded as uint8; found {arch.num_experts} experts in {sum(arch.moe_layers)} MoE "
             "layers; needed: at most 256 experts and at least one MoE layer",
         ),
-    ):
-        if wrong:
-            raise InputError(f"sample: {problem}")
+    )
     longest = positions - rule.max_new_tokens
     for i, prompt in enumerate(prompts):
-        for wrong, problem in (
+        refuse_first(
+            f"sample: prompt {i} ",
             (len(prompt) == 0, "is empty; needed: at least one token"),
             (
                 prompt and not 0 <= min(prompt) <= max(prompt) < arch.vocab_size,
@@ -158,9 +165,7 @@ def check_call(
                 f"has {len(prompt)} tokens, which with max_new_tokens {rule.max_new_tokens} exceeds the {positions} "
                 "positions of the engine",
             ),
-        ):
-            if wrong:
-                raise InputError(f"sample: prompt {i} {problem}")
+        )
 
 
 def check_arrival(name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]], seen: Collection[str]) -> None:

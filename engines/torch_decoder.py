@@ -3,12 +3,11 @@
 Every row decodes one token at a time. The rows that sample one prompt are adjacent; together they are a line. They
 share the keys and values of their prompt, which are computed once, and each row has its own keys and values for the
 tokens that it sampled. There is no process group and no autograd.
-P prompts, T prompt tokens, N new tokens, R rows, L lines, H / KV query / key-value heads, D head size, h hidden size,
-E experts, K experts a token.
+P prompts, T prompt tokens, R rows, H / KV query / key-value heads, D head size, h hidden size, E experts, K experts a
+token.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,30 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
+import packing
 from engines.interface import check_arrival, check_complete, check_factors, check_finite
+from engines.torch_cache import LineCache, RowCache
 from hf_config import Architecture
 from knobs import LoraConfig
 from weights_hf import fused_group
 
 PREFILL_TOKENS = 16384  # prompt tokens, padding included, that are computed at once; this limits the activations
-# Number of slots by which the cache of a row grows. A cache with few unused slots is read in half of the time of a
-# cache with a slot for every future token, where it does not fit into the processor's cache. Growing it moves an eighth
-# of what reading it moves.
-SLOTS = 16
-
-
-@dataclass
-class Cache:
-    """Keys and values of all tokens so far, by layer. Heads come first, so that the rows of a line are adjacent."""
-
-    cos: Tensor  # (T + N, D) by position
-    sin: Tensor  # (T + N, D)
-    prompt_length: Tensor  # (R,)
-    padding: Tensor  # (KV * L, 1, T) -inf at the padding of a prompt, else 0
-    prompt_keys: list[Tensor]  # (KV * L, D, T)
-    prompt_values: list[Tensor]  # (KV * L, T, D)
-    keys: list[Tensor]  # (KV * R, C, D): C slots; those after the sampled tokens hold 0
-    values: list[Tensor]  # (KV * R, C, D)
 
 
 class Factors(NamedTuple):
@@ -48,28 +31,6 @@ class Factors(NamedTuple):
     a: Tensor
     b: Tensor
     scale: float
-
-
-def keep_rows_(cache: Cache, rows: Tensor) -> None:
-    """Keep only the given rows. Each of them becomes a line of its own.
-
-    The caches of the prompts are copied to the rows that remain. Measured, this is as fast as lines of several rows;
-    once half of the rows are gone, the copies take less memory than caches that were never shared.
-    """
-    kv_heads = len(cache.keys[0]) // len(cache.prompt_length)
-    lines = rows.div(len(cache.keys[0]) // len(cache.padding), rounding_mode="floor")
-
-    def keep(x: Tensor, kept: Tensor) -> Tensor:
-        return x.unflatten(0, (kv_heads, -1)).index_select(1, kept).flatten(0, 1)
-
-    cache.prompt_length, cache.padding = cache.prompt_length[rows], keep(cache.padding, lines)
-    for layers, kept in (
-        (cache.prompt_keys, lines),
-        (cache.prompt_values, lines),
-        (cache.keys, rows),
-        (cache.values, rows),
-    ):
-        layers[:] = [keep(layer, kept) for layer in layers]
 
 
 class Decoder:
@@ -86,6 +47,7 @@ class Decoder:
         """``norm_dtype``: the dtype of the RMSNorm weights, if it is not ``dtype``."""
         self.arch, self.dtype, self.device = arch, dtype, torch.device(device)
         self.norm_dtype = norm_dtype or dtype
+        self.cache = LineCache if dtype == torch.float32 else RowCache
         self.ready = False
         self.slots: dict[str, Tensor] = {}  # Hugging Face name -> the part of a storage that holds this tensor
         self.places: dict[str, tuple[int, str, Any]] = {}  # Hugging Face name -> its layer, part, and index in the part
@@ -247,15 +209,24 @@ class Decoder:
         score, experts = logits.topk(arch.experts_per_token, dim=-1)  # (R, K)
         score = score.softmax(-1) if arch.norm_topk_prob else (score - logits.logsumexp(-1, keepdim=True)).exp()
         routes.append(experts)
+        if (
+            self.cache is RowCache
+        ):  # the sum over a row's experts is rounded in the order of the experts, as the trainer's
+            experts, order = experts.sort(-1)
+            score = score.gather(-1, order)
         # Each (row, choice) pair becomes a row. Sorted by expert, two grouped products compute all experts.
         in_order, pair = experts.view(-1).sort(stable=True)
         tokens_per_expert = torch.bincount(in_order, minlength=arch.num_experts)
         pairs = h.index_select(0, pair.div(arch.experts_per_token, rounding_mode="floor"))
-        pairs = kernels.swiglu(self._grouped(layer, "expert_gate_up", pairs, tokens_per_expert))
+        pairs = self._grouped(layer, "expert_gate_up", pairs, tokens_per_expert)
+        pairs = kernels.swiglu(pairs).mul_(score.to(x.dtype).view(-1, 1).index_select(0, pair))
         pairs = self._grouped(layer, "expert_down", pairs, tokens_per_expert)
         # Restore the order of rows and choices before the sum: index_add_ adds in no fixed order on an accelerator.
         pairs = torch.empty_like(pairs).index_copy_(0, pair, pairs).view(*experts.shape, -1)
-        return x + (pairs * score.to(x.dtype).unsqueeze(-1)).sum(1)
+        total = pairs[:, 0]
+        for choice in range(1, arch.experts_per_token):
+            total = total + pairs[:, choice]
+        return x + total
 
     def prefill(
         self,
@@ -264,7 +235,7 @@ class Decoder:
         new_tokens: int,
         pad_token: int,
         layer_outputs: list[Tensor] | None = None,
-    ) -> tuple[Tensor, Cache, Tensor | None]:
+    ) -> tuple[Tensor, LineCache | RowCache, Tensor | None]:
         """Run the prompts: last hidden states, a cache for ``num_samples`` rows of each, and their tokens' experts.
 
         The shapes are (P, h) for the states and (P, T, MoE layers, K) uint8 for the experts, which are None without MoE
@@ -272,39 +243,21 @@ class Decoder:
         collects the (P, T, h) after each layer.
         """
         arch, device, longest = self.arch, self.device, max(map(len, prompts))
-
-        def empty(sequences: int, *shape: int) -> list[Tensor]:
-            shape = (arch.num_kv_heads * sequences, *shape)
-            return [torch.empty(shape, dtype=self.dtype, device=device) for _ in self.layers]
-
+        if self.cache is RowCache:
+            longest += -longest % packing.KEYS
         lengths = torch.tensor([len(p) for p in prompts], device=device)
-        padding = torch.zeros(len(prompts), 1, longest, dtype=self.dtype, device=device)
-        padding.masked_fill_(torch.arange(longest, device=device) >= lengths[:, None, None], float("-inf"))
-        exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.float32) / arch.head_dim
-        angle = torch.outer(torch.arange(longest + new_tokens, dtype=torch.float32), 1.0 / arch.rope_theta**exponents)
-        angle = torch.cat([angle, angle], -1)
-        cos, sin = angle.cos().to(device, self.dtype), angle.sin().to(device, self.dtype)
-        cache = Cache(
-            cos,
-            sin,
-            lengths.repeat_interleave(num_samples),
-            padding.repeat(arch.num_kv_heads, 1, 1),
-            prompt_keys=empty(len(prompts), arch.head_dim, longest),
-            prompt_values=empty(len(prompts), longest, arch.head_dim),
-            keys=empty(len(prompts) * num_samples, 0, arch.head_dim),
-            values=empty(len(prompts) * num_samples, 0, arch.head_dim),
-        )
+        cache = self.cache(arch, lengths, longest, num_samples, new_tokens, self.dtype)
 
         ids = torch.tensor([[*p, *[pad_token] * (longest - len(p))] for p in prompts], device=device)
         hidden, experts = [], []
-        step, by_head = max(1, PREFILL_TOKENS // longest), (arch.num_kv_heads, -1)
+        step = max(1, PREFILL_TOKENS // longest)
+        cos, sin = (table[None, :longest, None] for table in (cache.cos, cache.sin))
         for part in (slice(start, start + step) for start in range(0, len(prompts), step)):
             x, routes = F.embedding(ids[part], self.embedding), []  # (p, T, h)
             for layer in range(arch.num_layers):
-                qkv = self._qkv(layer, x, cos[None, :longest, None], sin[None, :longest, None])
+                qkv = self._qkv(layer, x, cos, sin)
                 query, key, value = (heads.transpose(1, 2) for heads in qkv)  # (p, heads, T, D)
-                cache.prompt_keys[layer].unflatten(0, by_head)[:, part] = key.permute(1, 0, 3, 2)
-                cache.prompt_values[layer].unflatten(0, by_head)[:, part] = value.transpose(0, 1)
+                cache.write_prompts(layer, part, key, value)
                 mixed = kernels.causal_attention(query, key, value, scale=arch.head_dim**-0.5)
                 x = x + self._linear(layer, "out", mixed.transpose(1, 2).flatten(2))
                 x = self._mlp(layer, x.flatten(0, 1), routes).view_as(x)
@@ -314,40 +267,14 @@ class Decoder:
             experts += [torch.stack(routes, 1).to(torch.uint8).unflatten(0, (-1, longest))] if routes else []
         return torch.cat(hidden), cache, torch.cat(experts) if experts else None
 
-    def decode(self, token: Tensor, n: int, cache: Cache) -> tuple[Tensor, list[Tensor]]:
+    def decode(self, token: Tensor, n: int, cache: LineCache | RowCache) -> tuple[Tensor, list[Tensor]]:
         """Run the ``n``-th sampled token of every row: hidden states, experts by MoE layer.  (R,) -> (R, h), (R, K)"""
-        kv_heads, head_dim, rows = self.arch.num_kv_heads, self.arch.head_dim, len(token)
-        routes, scale = [], head_dim**-0.5
-        lines, _, longest = cache.padding.shape
-        slots = (n // SLOTS + 1) * SLOTS
-        unused = torch.zeros(slots, dtype=self.dtype, device=self.device)
-        unused[n + 1 :] = float("-inf")
-        position = cache.prompt_length + n
-        cos, sin = cache.cos.index_select(0, position)[:, None], cache.sin.index_select(0, position)[:, None]
-        x, fused_sum = F.embedding(token, self.embedding), self.dtype == torch.float32 and not any(self.factors)
-        for layer, weights in enumerate(self.layers):
-            query, key, value = self._qkv(layer, x, cos, sin)
-            if n % SLOTS == 0:  # add slots layer by layer, so that only one layer exists twice
-                cache.keys[layer] = F.pad(cache.keys[layer], (0, 0, 0, SLOTS))
-                cache.values[layer] = F.pad(cache.values[layer], (0, 0, 0, SLOTS))
-            keys, values = cache.keys[layer], cache.values[layer]
-            # unflatten, not view: MindSpeed's view copies a tensor that is not contiguous, which loses the write.
-            keys.unflatten(0, (kv_heads, rows)).select(2, n).copy_(key.transpose(0, 1))
-            values.unflatten(0, (kv_heads, rows)).select(2, n).copy_(value.transpose(0, 1))
-            # All rows of a line, with all query heads of a key head, attend to the same prompt in one product.
-            query = query.view(rows, kv_heads, -1, head_dim).transpose(0, 1).contiguous()
-            by_row, by_line = query.view(kv_heads * rows, -1, head_dim), query.view(lines, -1, head_dim)
-            on_prompt = torch.baddbmm(cache.padding, by_line, cache.prompt_keys[layer], alpha=scale)
-            on_own = torch.baddbmm(unused, by_row, keys.mT, alpha=scale)
-            scores = torch.cat([on_prompt.view(*by_row.shape[:2], longest), on_own], -1)  # (KV * R, H/KV, T + C)
-            attention = scores.softmax(-1, dtype=torch.float32).to(x.dtype)
-            on_prompt, on_own = attention.narrow(-1, 0, longest), attention.narrow(-1, longest, slots)
-            mixed = torch.bmm(on_prompt.view(*by_line.shape[:2], longest), cache.prompt_values[layer])
-            mixed = mixed.view_as(by_row).baddbmm_(on_own, values).view(kv_heads, rows, -1)  # (KV, R, H/KV * D)
-            mixed = mixed.transpose(0, 1).flatten(1)
-            if fused_sum:
-                x = torch.addmm(x, mixed, weights["out"].t())
-            else:  # in bf16 the sum must be rounded where the trainer rounds it
+        (cos, sin), x, routes = cache.begin(n), F.embedding(token, self.embedding), []
+        for layer in range(self.arch.num_layers):
+            mixed = cache.attend(layer, n, *self._qkv(layer, x, cos, sin))
+            if self.cache is LineCache and not self.factors[layer]:
+                x = torch.addmm(x, mixed, self.layers[layer]["out"].t())
+            else:
                 x = x + self._linear(layer, "out", mixed)
             x = self._mlp(layer, x, routes)
         return x, routes

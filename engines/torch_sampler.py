@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engines.interface import Completion, Engine, Rule, check_call
-from engines.torch_decoder import Decoder, keep_rows_
+from engines.torch_decoder import Decoder
 from hf_config import Architecture
 from input_files import InputError
 from knobs import LoraConfig
@@ -53,7 +53,10 @@ def pick(logits: Tensor, uniform: Tensor | None, rule: Rule) -> tuple[Tensor, Te
 
     Without ``uniform`` the choice is greedy, and the log-probability is that of temperature 1.
     """
-    probs = torch.softmax(logits.float() / (rule.temperature or 1.0), -1)
+    # As in the trainer, so that both round alike: model_megatron._VocabularyLogProbs.
+    scores = logits.float() / (rule.temperature or 1.0)
+    scores = scores - scores.amax(-1, keepdim=True)
+    probs = scores.exp()  # times their sum
     if uniform is None:
         token = logits.argmax(-1, keepdim=True)
     elif rule.top_k or rule.top_p < 1:
@@ -61,7 +64,7 @@ def pick(logits: Tensor, uniform: Tensor | None, rule: Rule) -> tuple[Tensor, Te
         token = ids.gather(-1, inverse_cdf(kept, uniform))
     else:
         token = inverse_cdf(probs, uniform)
-    return token[:, 0], probs.gather(-1, token)[:, 0].log()
+    return token[:, 0], (scores.gather(-1, token) - probs.sum(-1, keepdim=True).log())[:, 0]
 
 
 # ---------------------------------------------------------------------------------------------------------- the sampler
@@ -185,7 +188,7 @@ class TorchSampler(Engine):
             if len(running) == 0 or n + 1 == new_tokens:
                 break
             if 2 * len(running) <= len(row_ids):
-                keep_rows_(cache, running)
+                cache.keep_rows(running)
                 row_ids, token = row_ids[running], token[running]
             hidden, experts = decoder.decode(token, n, cache)
             if routes is not None:

@@ -61,16 +61,15 @@ def check_dispatch(arch: Architecture, ranks: int, tokens: int) -> None:
 
 def arguments(enforce_eager: bool, max_sequences: int) -> dict:
     """The arguments of vllm.LLM that only an NPU gets. They leave out sleep mode, worker_cls and EPLB."""
-    more: dict = {
+    sizes = [size for size in CAPTURE_SIZES if size < max_sequences] + [max_sequences]
+    graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
+    return {
         "additional_config": {
             "weight_nz_mode": 0,  # the same as VLLM_ASCEND_ENABLE_NZ 0
             "enable_cpu_binding": False,  # it would pin this process, which is the trainer too
-        }
+        },
+        **({} if enforce_eager else {"compilation_config": graphs}),
     }
-    if not enforce_eager:
-        sizes = [size for size in CAPTURE_SIZES if size < max_sequences] + [max_sequences]
-        more["compilation_config"] = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
-    return more
 
 
 @contextlib.contextmanager

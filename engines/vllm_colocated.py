@@ -5,20 +5,29 @@ tokens with every other, so all ranks must enter each `sample` together, also ra
 step inside the call. A rank that fails ends its process, and torchrun ends the others. This has not run on an NPU yet;
 the lockstep and the placement were tested on a CPU.
 
+A push needs no communication: in vLLM and in the trainer, tensor rank t has the same heads, columns and tokens of the
+vocabulary, and expert rank r the same experts. So each rank copies its own shards. Their names are those of vLLM's
+parameters; the layout is the one that its NPU kernels read. E local experts, h hidden size, w expert width.
+
 Every sample has its own generator, as in other layouts. So the ranks of a tensor group draw the same tokens, and the
 layout changes nothing but rounding. For vllm-ascend this costs one small kernel for each sample and token.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+import weights_hf
 from engines import vllm_ascend, vllm_inside
 from engines.vllm_engine import MAX_SEQUENCES, VllmEngine
 from hf_config import Architecture
 from input_files import InputError
+from parallel_setup import Parallel
+from weights_hf import Slot
 
 
 def check(arch: Architecture, *, device_type: str, ranks: int, tensor: int) -> None:
@@ -32,7 +41,7 @@ def check(arch: Architecture, *, device_type: str, ranks: int, tensor: int) -> N
 
 
 class ColocatedEngine(VllmEngine):
-    """A VllmEngine into which each rank pushes its own shards, under vLLM's names (vllm_shards.shards)."""
+    """A VllmEngine into which each rank pushes its own shards, under vLLM's names (see shards)."""
 
     lockstep = True
 
@@ -69,3 +78,56 @@ class ColocatedEngine(VllmEngine):
         if torch.promote_types(tensor.dtype, wanted) != wanted:
             raise InputError(f"load_weights: {name}: found {tensor.dtype}; needed: {wanted}, or a narrower dtype")
         return tensor.detach().to(self.device)
+
+
+# ------------------------------------------------------------------------------------------------ the push
+
+
+@torch.no_grad()
+def shards(
+    model: torch.nn.Module, arch: Architecture, parallel: Parallel, *, only: Collection[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """This rank's shards of what weights_hf.export gives, under vLLM's names, with LoRA merged. Not collective.
+
+    Each shard equals the slice that vLLM's loader would cut from the whole tensors. ``only``: see weights_hf.export.
+    The routed experts of a layer are two tensors in the trainer's layout: w13 (E, h, 2w), with gate before up, and w2
+    (E, w, h).
+    """
+    todo = list(weights_hf.slots(model, arch, parallel))
+    for name, members in groupby(todo if only is None else weights_hf.changing(todo, only), key=vllm_name):
+        slots = list(members)
+        if slots[0].expert is None:
+            (slot,) = slots
+            value = weights_hf.merged(slot)
+            yield name, weights_hf.separate_qkv(value, slot.qkv_groups, arch) if slot.qkv_groups else value
+        else:
+            assert [slot.expert for slot in slots] == list(range(arch.num_experts // parallel.expert)), name
+            yield name, torch.stack([weights_hf.merged(slot) for slot in slots])
+
+
+def vllm_name(slot: Slot) -> str:
+    """The name of vLLM's parameter that holds the weight of ``slot``."""
+    name = slot.names[0]
+    if slot.expert is not None:
+        return f"{name.partition('.experts.')[0]}.experts.{'w13' if len(slot.names) == 2 else 'w2'}_weight"
+    if slot.qkv_groups:
+        return name.replace(".q_proj.", ".qkv_proj.")
+    return name.replace(".gate_proj.", ".gate_up_proj.")
+
+
+def check_placement(found: dict, arch: Architecture, parallel: Parallel) -> None:
+    """Raise InputError unless this rank has the same groups and experts in vLLM (vllm_inside.placement) and trainer."""
+    local = arch.num_experts // parallel.expert
+    experts = list(range(parallel.expert_rank * local, (parallel.expert_rank + 1) * local))
+    needed = {
+        "tensor": dist.get_process_group_ranks(parallel.tensor_group),
+        "data": dist.get_process_group_ranks(parallel.data_group),
+        "expert": dist.get_process_group_ranks(parallel.expert_group),
+        **{f"layer {i} experts": experts for i, is_moe in enumerate(arch.moe_layers) if is_moe},
+    }
+    for what in sorted(needed.keys() | found.keys()):
+        if found.get(what) != needed.get(what):
+            raise InputError(
+                f"rollout.expert_parallel: rank {parallel.rank}: vLLM's {what}: {found.get(what)}; the trainer's: "
+                f"{needed.get(what)}; needed: the same (or rollout.expert_parallel false)"
+            )

@@ -34,6 +34,7 @@ from engines.interface import (
     check_call,
     check_complete,
     check_finite,
+    refuse_first,
 )
 from hf_config import Architecture
 from input_files import InputError
@@ -67,7 +68,8 @@ def check(
     on_cpu, head_dims = device_type == "cpu", ", ".join(map(str, CPU_HEAD_DIMS))
     for problem in replica_problems(arch, ranks, tensor, max_tokens, kv_cache_mib, dtype.itemsize):
         raise InputError(problem)
-    for wrong, problem in (
+    refuse_first(
+        "",
         (
             arch.model_type == "qwen2_moe" and arch.head_dim * heads != hidden,
             f"rollout.engine: vllm's qwen2_moe needs a head_dim of hidden_size / heads; found {arch.head_dim}; "
@@ -91,9 +93,7 @@ def check(
             on_cpu and "VLLM_CPU_KVCACHE_SPACE" in os.environ,
             "rollout.kv_cache_mib: the environment's VLLM_CPU_KVCACHE_SPACE would override it; unset that variable",
         ),
-    ):
-        if wrong:
-            raise InputError(problem)
+    )
 
 
 def _check_installed(device_type: str) -> None:
@@ -157,7 +157,6 @@ class VllmEngine(Engine):
             raise InputError("rollout.engine: the environment's VLLM_ENABLE_V1_MULTIPROCESSING must be 0 or unset")
         job = [f"grpo-{os.getpid()}-{time.time_ns()}"]
         dist.broadcast_object_list(job)
-        launched = "RANK" in os.environ  # by torchrun
         with (
             vllm_inside.surroundings_kept(self.device),
             vllm_ascend.original_compile(enforce_eager),
@@ -183,7 +182,7 @@ class VllmEngine(Engine):
                 max_num_batched_tokens=max(PREFILL_TOKENS, max_tokens),
                 enable_chunked_prefill=False,  # a chunk would draw from the generator of its row and, on a CPU, fail
                 tensor_parallel_size=tensor,
-                distributed_executor_backend="external_launcher" if launched else "uni",
+                distributed_executor_backend="external_launcher" if "RANK" in os.environ else "uni",  # torchrun sets it
                 enforce_eager=enforce_eager,
                 kv_cache_memory_bytes=kv_cache_mib * 2**20,
                 gpu_memory_utilization=0.01,  # vLLM requires this share to be free; the cache size is given
@@ -207,8 +206,10 @@ class VllmEngine(Engine):
 
     def _more_arguments(self, tensor: int, ranks: int, *, enforce_eager: bool, max_sequences: int) -> dict:
         """Arguments of vllm.LLM that depend on the device and on how the ranks share an engine."""
-        more = {"enable_expert_parallel": self.device.type != "cpu" and tensor > 1}  # it crashes on a CPU
-        return more | (vllm_ascend.arguments(enforce_eager, max_sequences) if self.device.type == "npu" else {})
+        return {
+            "enable_expert_parallel": self.device.type != "cpu" and tensor > 1,  # it crashes on a CPU
+            **(vllm_ascend.arguments(enforce_eager, max_sequences) if self.device.type == "npu" else {}),
+        }
 
     # -------------------------------------------------------------------------------------------------------- weights
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -289,7 +290,8 @@ class VllmEngine(Engine):
 
         rule = Rule(max_new_tokens, temperature, top_p, top_k)
         check_call(self.arch, prompts, seeds, num_samples, rule, return_routed_experts, self.ready, self.max_tokens)
-        for wrong, problem in (
+        refuse_first(
+            "sample: ",
             (
                 temperature and not LOWEST_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE,
                 f"temperature {temperature}; vLLM needs 0, or {LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE}",
@@ -303,9 +305,7 @@ class VllmEngine(Engine):
                 return_routed_experts and not self.routed_experts,
                 "routed experts asked of an engine that was made without routed_experts",
             ),
-        ):
-            if wrong:
-                raise InputError(f"sample: {problem}")
+        )
         places = [(i, j) for i in range(len(prompts)) for j in range(num_samples)]
         rules = [
             SamplingParams(
@@ -316,9 +316,12 @@ class VllmEngine(Engine):
         ]  # fmt: skip
         with vllm_inside.surroundings_kept(self.device):
             asked = [{"prompt_token_ids": prompts[i]} for i, _ in places]
-            together = asked or self.lockstep  # in lockstep, ranks without prompts take part too
             adapter = self.adapter and self.adapter.request()
-            answers = self.llm.generate(asked, rules, use_tqdm=False, lora_request=adapter) if together else []
+            answers = (
+                self.llm.generate(asked, rules, use_tqdm=False, lora_request=adapter)
+                if asked or self.lockstep  # in lockstep, ranks without prompts take part too
+                else []
+            )
         completions: list[list[Completion]] = [[] for _ in prompts]
         for (i, _), answer in zip(places, answers, strict=True):
             (one,) = answer.outputs

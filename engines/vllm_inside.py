@@ -25,9 +25,8 @@ def surroundings_kept(device: torch.device) -> Iterator[None]:
     torch.set_num_threads.
     """
     set_num_threads, python_state, numpy_state = torch.set_num_threads, random.getstate(), np.random.get_state()
-    devices = [] if device.type == "cpu" else [device]
     try:
-        with torch.random.fork_rng(devices, device_type=device.type):
+        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
             yield
     finally:
         torch.set_num_threads = set_num_threads
@@ -92,8 +91,11 @@ def placement(worker) -> dict[str, list[int]]:
     """The ranks of each group of this rank, and by MoE layer the ids of its experts in the order of its weights."""
     from vllm.distributed import parallel_state
 
-    names = {"tensor": "tp", "data": "dp", "expert": "ep"}
-    found = {name: list(getattr(parallel_state, f"get_{short}_group")().ranks) for name, short in names.items()}
+    found = {
+        "tensor": list(parallel_state.get_tp_group().ranks),
+        "data": list(parallel_state.get_dp_group().ranks),
+        "expert": list(parallel_state.get_ep_group().ranks),
+    }
     for name, module in worker.model_runner.get_model().named_modules():
         if hasattr(module, "w13_weight"):
             places = module._expert_map  # expert -> local index, -1 on another rank; None: all are here, in order
@@ -110,8 +112,9 @@ def layer_outputs(worker, run: Callable[[], object]) -> list[Tensor]:
     layers = [module for name, module in worker.model_runner.model.named_modules() if re.fullmatch(LAYER, name)]
     with contextlib.ExitStack() as hooks:
         for layer in layers:
-            hook = layer.register_forward_hook(lambda module, args, output: outputs.append(output[0] + output[1]))
-            hooks.enter_context(hook)
+            hooks.enter_context(
+                layer.register_forward_hook(lambda module, args, output: outputs.append(output[0] + output[1]))
+            )
         run()
     return outputs
 

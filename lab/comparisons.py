@@ -122,20 +122,21 @@ def compare(groups: dict[str, list[Run]], kind: str = "sampled") -> list[Compari
         effect, seeds = paired.effect(differences), [a.record.seed for a, _ in pairs]
         better, worse = (differences > 0).sum(1), (differences < 0).sum(1)
         exact = paired.mcnemar_exact(better, worse)
-        comparison = Comparison(
-            base=base_name,
-            other=name,
-            changed=differing(pairs[0][0].record, pairs[0][1].record),
-            seeds=seeds,
-            questions=differences.shape[1],
-            effect=effect,
-            p=p,
-            num_comparisons=len(others),
-            detectable=paired.detectable(float(effect.error), float(effect.freedom), ALPHA / len(others)),
-            by_seed=list(zip(seeds, better.tolist(), worse.tolist(), exact.tolist(), strict=True)),
-            notes=_notes(base, group, pairs),
+        found.append(
+            Comparison(
+                base=base_name,
+                other=name,
+                changed=differing(pairs[0][0].record, pairs[0][1].record),
+                seeds=seeds,
+                questions=differences.shape[1],
+                effect=effect,
+                p=p,
+                num_comparisons=len(others),
+                detectable=paired.detectable(float(effect.error), float(effect.freedom), ALPHA / len(others)),
+                by_seed=list(zip(seeds, better.tolist(), worse.tolist(), exact.tolist(), strict=True)),
+                notes=_notes(base, group, pairs),
+            )
         )
-        found.append(comparison)
     return found
 
 
@@ -151,8 +152,10 @@ def paired_differences(
     for run in itertools.chain(*pairs):
         gold, other = (one.rows[0].get(GOLD, []) for one in (first, run))
         if gold != other:
-            found = f"{first.record.id}, {run.record.id}: other questions ({len(gold)} and {len(other)})"
-            raise InputError(f"{found}; needed: the same data and eval.num_questions")
+            raise InputError(
+                f"{first.record.id}, {run.record.id}: other questions ({len(gold)} and {len(other)}); "
+                "needed: the same data and eval.num_questions"
+            )
     return pairs, np.stack([scores(b, kind) - scores(a, kind) for a, b in pairs])
 
 
@@ -178,6 +181,8 @@ def sentences(found: Comparison, kind: str) -> str:
         f"  {found.verdict}; p = {found.p:.3g}, Holm over {found.num_comparisons}; minimum detectable effect "
         f"{100 * found.detectable:.1f} points with 80 % power",
     ]
-    for seed, better, worse, p in found.by_seed:
-        lines.append(f"  seed {seed}, these weights only: {better} better, {worse} worse, exact McNemar p = {p:.3g}")
+    lines += [
+        f"  seed {seed}, these weights only: {better} better, {worse} worse, exact McNemar p = {p:.3g}"
+        for seed, better, worse, p in found.by_seed
+    ]
     return "\n".join(lines + [f"  note: {note}" for note in found.notes])

@@ -158,12 +158,14 @@ def draw_all(wanted: Wanted, results: Path) -> None:
         title, groups = wanted[name]
         figure = comparison(title, groups) if len(groups) > 1 else learning_curve(title, *groups.values())
         picture = BytesIO()
-        about = {"Software": None, "Description": source_hash(title, groups)}  # no version and no date: the same bytes
-        figure.savefig(picture, format="png", dpi=110, metadata=about)
+        figure.savefig(
+            picture, format="png", dpi=110,
+            metadata={"Software": None, "Description": source_hash(title, groups)},  # no version and no date
+        )  # fmt: skip
         (results / name).parent.mkdir(exist_ok=True)
         write_atomically(results / name, picture.getvalue())
-    drawn = {name: sha256_file(results / name) for name in sorted(wanted)}
-    fresh = {name: index[name] for name in index if not FIGURE.fullmatch(name)} | drawn
+    fresh = {name: index[name] for name in index if not FIGURE.fullmatch(name)}
+    fresh |= {name: sha256_file(results / name) for name in sorted(wanted)}
     if fresh != index:
         write_index(results, fresh)
 
@@ -174,8 +176,7 @@ def faults(wanted: Wanted, results: Path) -> set[str]:
     found = {name for name in index if FIGURE.fullmatch(name) and name not in wanted}
     for name, (title, groups) in wanted.items():
         picture = (results / name).read_bytes() if (results / name).exists() else b""
-        same = hashlib.sha256(picture).hexdigest() == index.get(name)
-        if not same or source_hash(title, groups).encode() not in picture:
+        if index.get(name) != hashlib.sha256(picture).hexdigest() or source_hash(title, groups).encode() not in picture:
             found.add(name)
     return found
 

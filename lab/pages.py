@@ -91,14 +91,16 @@ def results_page(groups: dict[str, list[Run]], plan: Plan, results: Path) -> str
         base = next(iter(ready)).base
         parts.append("\n".join(f"- {sentence}" for sentence in [training(base, groups[base]), *findings]))
         parts += [f"![Learning curve of {base}](results/{CURVE})", "## Comparisons", comparison_table(ready)]
-    for planned in ready:
-        if text := step_by_step(groups[planned.base], {name: groups[name] for name in planned.others}):
-            parts.append(text)
+        layouts = [step_by_step(groups[each.base], {name: groups[name] for name in each.others}) for each in ready]
+        parts += filter(None, layouts)
     used = {run.record.device for runs in groups.values() for run in runs}
     unused = [where for device, where in DEVICES.items() if device not in used]
     parts += [f"No record yet of a run on {' or '.join(unused)}."] if unused else []
-    measured = store.benchmarks_by_script(results)
-    shown = {script: each for script, each in measured.items() if plan.benchmarks is None or script in plan.benchmarks}
+    shown = {
+        script: measured
+        for script, measured in store.benchmarks_by_script(results).items()
+        if plan.benchmarks is None or script in plan.benchmarks
+    }
     parts += ["## Benchmarks", benchmark_tables(shown, "results/benchmarks"), "## Not run yet", not_run(plan, groups)]
     return "\n\n".join(parts)
 
@@ -120,10 +122,11 @@ def finding(planned: Planned, found: list[Comparison]) -> str:
         text += f" {_names(undecided)}: too few paired seeds to decide."
     for one in found:
         if one.verdict.startswith("different"):
-            better = one.verdict.rpartition(" ")[2]
-            size, interval = f"{abs(100 * one.effect.mean):.1f} points", points(*one.effect.interval())
-            evidence = f"(95 % interval {interval}, p = {one.p:.2g})"
-            text += f" `{one.other}` is {better} than `{one.base}` by {size} {evidence}."
+            text += (
+                f" `{one.other}` is {one.verdict.rpartition(' ')[2]} than `{one.base}` by "
+                f"{abs(100 * one.effect.mean):.1f} points (95 % interval {points(*one.effect.interval())}, "
+                f"p = {one.p:.2g})."
+            )
     if same := [one for one in found if one.verdict.startswith("not different")]:
         means, least = [one.effect.mean for one in same], max(one.detectable for one in same)
         shown = f"{100 * means[0]:+.1f}" if len(same) == 1 else points(min(means), max(means))
@@ -140,11 +143,10 @@ def comparison_table(ready: dict[Planned, list[Comparison]]) -> str:
     """All comparisons in one table, with the notes about how the pairs were made."""
     rows, notes = [], {}
     for planned, found in ready.items():
-        title = f"[{planned.title}](results/figures/{figures.slug(planned.title)}.png)"
         for one in found:
             rows.append(
                 {
-                    "comparison": title,
+                    "comparison": f"[{planned.title}](results/figures/{figures.slug(planned.title)}.png)",
                     "variant": one.other,
                     "base": one.base,
                     "answers": planned.kind,
@@ -177,10 +179,18 @@ def step_by_step(base: list[Run], others: dict[str, list[Run]]) -> str:
             mine.index[mine["reward/mean"].fillna(0) != theirs["reward/mean"].fillna(0)] for mine, theirs in pairs
         ]
         parted = [str(steps[0] + 1) if len(steps) else "never" for steps in unequal]
-        row = {"layout": name, "loss, largest difference": f"{loss:.1e}", "gradient norm, relative": f"{norm:.1e}"}
-        rows.append(row | {"first step with another reward, by seed": ", ".join(parted)})
-    about = "Layouts: the differences in the first step, and the first step in which rounding changed a reward:"
-    return f"{about}\n\n{table(rows)}"
+        rows.append(
+            {
+                "layout": name,
+                "loss, largest difference": f"{loss:.1e}",
+                "gradient norm, relative": f"{norm:.1e}",
+                "first step with another reward, by seed": ", ".join(parted),
+            }
+        )
+    return (
+        "Layouts: the differences in the first step, and the first step in which rounding changed a reward:\n\n"
+        + table(rows)
+    )
 
 
 def benchmark_tables(found: dict[str, dict[str, store.Benchmark]], links: str) -> str:
@@ -189,10 +199,14 @@ def benchmark_tables(found: dict[str, dict[str, store.Benchmark]], links: str) -
     for script, measured in found.items():
         *earlier, (_, newest) = measured.items()
         versions = ", ".join(f"{key} {value}" for key, value in newest.machine.items())
-        about = f"{newest.about} `{newest.command}`, commit `{newest.commit[:7]}`; {versions}."
         rows = [{k: f"{x:.4g}" if isinstance(x, float) else str(x) for k, x in row.items()} for row in newest.table]
         old = ", ".join(f"[{name}]({links}/{name}.json) at `{one.commit[:7]}`" for name, one in earlier)
-        parts += [f"### {script}", about, table(rows), *([f"Earlier: {old}."] if old else [])]
+        parts += [
+            f"### {script}",
+            f"{newest.about} `{newest.command}`, commit `{newest.commit[:7]}`; {versions}.",
+            table(rows),
+            *([f"Earlier: {old}."] if old else []),
+        ]
     return "\n\n".join(parts) or "No record yet."
 
 
@@ -205,8 +219,13 @@ def not_run(plan: Plan, groups: dict[str, list[Run]]) -> str:
     ]
     for planned in plan.comparisons:
         if missing := [name for name in planned.names if name not in groups]:
-            command = f"`python sweep.py {planned.sweep}`" if planned.sweep else ""
-            rows.append({"what": planned.title, "command": command, "plan": f"missing: {', '.join(missing)}"})
+            rows.append(
+                {
+                    "what": planned.title,
+                    "command": f"`python sweep.py {planned.sweep}`" if planned.sweep else "",
+                    "plan": f"missing: {', '.join(missing)}",
+                }
+            )
     return table(rows) if rows else "Everything that is planned was run."
 
 
@@ -310,8 +329,10 @@ def _wanted(results: Path, page: Path) -> tuple[dict[Path, str], figures.Wanted]
     for planned in plan.comparisons:
         if {*planned.names} <= groups.keys():
             pictures.setdefault(CURVE, (planned.base, {planned.base: groups[planned.base]}))
-            chosen = {name: groups[name] for name in planned.names}
-            pictures[f"figures/{figures.slug(planned.title)}.png"] = (planned.title, chosen)
+            pictures[f"figures/{figures.slug(planned.title)}.png"] = (
+                planned.title,
+                {name: groups[name] for name in planned.names},
+            )
     return texts, pictures
 
 
@@ -333,7 +354,10 @@ def check(results: Path, page: Path) -> list[str]:
     for path, text in texts.items():
         if text != (written := read_text(path)):
             changed = [line[:100] for line in difflib.ndiff(written.splitlines(), text.splitlines()) if line[0] in "+-"]
-            count = f"{len(changed)} lines differ"
-            faults.append(f"{path}: stale: {count}, the first: {changed[0]}; python report.py build")
-    needed = "missing, edited, stale or not wanted; python report.py build"
-    return faults + [f"{results / name}: {needed}" for name in sorted(figures.faults(pictures, results))]
+            faults.append(
+                f"{path}: stale: {len(changed)} lines differ, the first: {changed[0]}; python report.py build"
+            )
+    return faults + [
+        f"{results / name}: missing, edited, stale or not wanted; python report.py build"
+        for name in sorted(figures.faults(pictures, results))
+    ]

@@ -19,16 +19,21 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from input_files import InputError, read_file, read_object, read_text, shown
 from run_record import checksums, read_lines, variant_name, wilson
 
-NEEDED = ("config.yaml", "environment.json", "inputs.json", "git.json", "run.json", "command.txt")
-NEEDED += ("metrics.jsonl", "timing.jsonl", "eval.jsonl", "eval_outcomes.jsonl")
+NEEDED = (
+    "config.yaml", "environment.json", "inputs.json", "git.json", "run.json", "command.txt",
+    "metrics.jsonl", "timing.jsonl", "eval.jsonl", "eval_outcomes.jsonl",
+)  # fmt: skip
 VERSIONS = ("torch", "megatron", "transformers", "numpy", "vllm", "mind")  # prefixes of packages that results depend on
 AXES = ("tensor", "expert", "expert_tensor")
 LARGEST_MIB = 50  # of a run's files, and of the steps of a record
 ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,149}"
 GOLD, MARKS = "eval/gold", {"greedy": "eval/greedy_right", "sampled": "eval/sampled_right"}
 RIGHT, WRONG = "+", "-"
-COMPLETION: dict[str, tuple[type, str]] = {key: (str, "a text") for key in ("question", "gold", "completion")}
-COMPLETION |= {"reward": (Real, "a number"), "tokens": (int, "a number")}
+COMPLETION: dict[str, tuple[type, str]] = {
+    **dict.fromkeys(("question", "gold", "completion"), (str, "a text")),
+    "reward": (Real, "a number"),
+    "tokens": (int, "a number"),
+}
 Content = TypeVar("Content", bound=BaseModel)
 
 
@@ -213,8 +218,10 @@ def _evaluation(rows: list[dict[str, Any]], step: int) -> Evaluation:
         marks, stated = row[MARKS[kind]], row.get(f"eval/{kind}_accuracy", 0.0)
         accuracy = marks.count(RIGHT) / max(len(marks), 1)
         if len(marks) != answers or abs(accuracy - stated) > 1e-6:
-            said = f"{kind} accuracy {stated} of {n} questions"
-            raise InputError(f"eval.jsonl: step {step}: {said}, but the outcomes give {accuracy} of {len(marks)}")
+            raise InputError(
+                f"eval.jsonl: step {step}: {kind} accuracy {stated} of {n} questions, "
+                f"but the outcomes give {accuracy} of {len(marks)}"
+            )
         if answers:
             low, high = wilson(accuracy, n)
             shares[kind] = Share(accuracy=accuracy, low=low, high=high)
@@ -295,8 +302,9 @@ def from_run(folder: Path, record_id: str) -> Run:
         raise error if str(folder) in str(error) else InputError(f"{folder / str(error)}") from None
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         # The checksums are right, and the content is not.
-        what = "a file of it holds something else than a run writes"
-        raise InputError(f"{folder}: no record: {what}: {error!r}") from None
+        raise InputError(
+            f"{folder}: no record: a file of it holds something else than a run writes: {error!r}"
+        ) from None
 
 
 def validated(model: type[Content], content: Any, where: Path) -> Content:

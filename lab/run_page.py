@@ -70,12 +70,11 @@ def write(folder: Path, output: Path) -> Path:
 def draw_curves(run: Path) -> None:
     """Write the curves of the page as curves.png. A dotted red line marks a step whose value is not finite."""
     rows = merged(run)
-    metrics = _one_line_each(run, rows)
+    metrics = _curves(run, rows, run.name)
     figure, _ = figures.grid(metrics, [run.name])
     for axes, key in zip(figure.axes, metrics, strict=True):
-        for row in rows:
-            if key in row.get("nonfinite", ()):
-                axes.axvline(row["step"], color="red", lw=1, ls=":")
+        for row in [row for row in rows if key in row.get("nonfinite", ())]:
+            axes.axvline(row["step"], color="red", lw=1, ls=":")
     figure.savefig(run / "curves.png", dpi=110)
 
 
@@ -104,7 +103,7 @@ def page(folder: Path) -> str:
 
 
 def _run(folder: Path, rows: list[dict], result: str, checks: dict, command: str, config: str) -> str:
-    curves = _one_line_each(folder, rows)
+    curves = _curves(folder, rows, folder.name)
     fired = [{"check": check, "first warning": warning} for check, warning in checks.items()]
     parts = {
         "Curves": figures.svg(curves) if curves else "",
@@ -119,28 +118,21 @@ def _run(folder: Path, rows: list[dict], result: str, checks: dict, command: str
     return f"<p>{html.escape(result)}</p>\n<pre>{html.escape(command)}</pre>\n{sections}"
 
 
-def _one_line_each(folder: Path, rows: list[dict]) -> dict[str, figures.Curves]:
-    """The curves of a single run, as figures.grid takes them."""
-    return {key: {folder.name: [values]} for key, values in _curves(folder, rows).items()}
+def _curves(folder: Path, rows: list[dict], name: str) -> dict[str, figures.Curves]:
+    """The accuracies and the metrics of CURVES as figures.grid takes them; the single curve of each is called ``name``.
 
-
-def _curves(folder: Path, rows: list[dict]) -> dict[str, Any]:
-    """Metric -> a pandas.Series over the steps, for the accuracies and for CURVES; null is a gap in a curve."""
+    null is a gap in a curve: it stands for a number that is not finite. InputError for any other value.
+    """
     import pandas
 
-    steps = pandas.DataFrame(_checked(folder, rows)).set_index("step") if rows else pandas.DataFrame()
-    order = sorted(key for key in steps if key.endswith("_accuracy")) + [key for key in CURVES if key in steps]
-    return {key: pandas.to_numeric(steps[key]) for key in order}
-
-
-def _checked(folder: Path, rows: list[dict]) -> list[dict]:
-    """The rows. InputError if a value to draw is neither a number nor null, which stands for one that is not finite."""
     for row in rows:
         for key in [key for key in row if key in CURVES or key.endswith("_accuracy")]:
             value, where = row[key], folder / file_of(key)
             if value is not None and (type(value) not in (int, float) or abs(value) > 1e300):
                 raise InputError(f"{where}, step {row['step']}: {key}: found {shown(value)}; needed: a number")
-    return rows
+    steps = pandas.DataFrame(rows).set_index("step") if rows else pandas.DataFrame()
+    order = sorted(key for key in steps if key.endswith("_accuracy")) + [key for key in CURVES if key in steps]
+    return {key: {name: [pandas.to_numeric(steps[key])]} for key in order}
 
 
 def _table(rows: Iterable[dict[str, Any]]) -> str:
@@ -154,11 +146,15 @@ def _table(rows: Iterable[dict[str, Any]]) -> str:
 
 def _completions(rows: list[dict]) -> str:
     """Two sliders over the steps, to compare early completions with late ones."""
-    steps = []
-    for row in rows:
-        first = row["completions"][0]
-        answers = [{"text": one["completion"], "reward": one["reward"]} for one in row["completions"]]
-        steps.append({"step": row["step"], "question": first["question"], "gold": first["gold"], "answers": answers})
+    steps = [
+        {
+            "step": row["step"],
+            "question": row["completions"][0]["question"],
+            "gold": row["completions"][0]["gold"],
+            "answers": [{"text": one["completion"], "reward": one["reward"]} for one in row["completions"]],
+        }
+        for row in rows
+    ]
     data = json.dumps(steps).replace("<", "\\u003c")  # a "</script>" in an answer stays text
     last = max(len(steps) - 1, 0)
     sides = "".join(
@@ -171,8 +167,7 @@ def _completions(rows: list[dict]) -> str:
 
 
 def _slowest(rows: list[dict]) -> str:
-    timed = [row for row in rows if row.get("timing/step_s")]
-    timed.sort(key=lambda row: -row["timing/step_s"])
+    timed = sorted((row for row in rows if row.get("timing/step_s")), key=lambda row: -row["timing/step_s"])
     return _table(
         {"step": row["step"] + 1} | {key.removeprefix("timing/"): row[key] for key in row if key.startswith("timing/")}
         for row in timed[:LISTED]
@@ -180,9 +175,8 @@ def _slowest(rows: list[dict]) -> str:
 
 
 def _longest(rows: list[dict]) -> str:
-    columns = ("tokens", "reward", "completion")
     found = [
-        {"step": row["step"] + 1} | {key: one[key] for key in columns}
+        {"step": row["step"] + 1} | {key: one[key] for key in ("tokens", "reward", "completion")}
         for row in rows
         for one in row.get("completions", ())
     ]
@@ -211,7 +205,8 @@ def _sweep(folder: Path) -> str:
     metrics: dict[str, figures.Curves] = {}
     for name, job in jobs.items():
         run = folder.parent / Path(job["run"]).name  # the runs lie beside the folder of the sweep
-        for key, values in _curves(run, merged(run)).items() if job["run"] and run.is_dir() else ():
-            metrics.setdefault(key, {}).setdefault(variant_name(name), []).append(values)
+        variant = variant_name(name)
+        for key, lines in _curves(run, merged(run), variant).items() if job["run"] and run.is_dir() else ():
+            metrics.setdefault(key, {}).setdefault(variant, []).extend(lines[variant])
     rows = [{"job": name, **{key: job[key] for key in wanted}} for name, job in jobs.items()]
     return f"<h2>Curves</h2>{figures.svg(metrics) if metrics else ''}<h2>Jobs</h2>{_table(rows)}"

@@ -75,8 +75,8 @@ def effect(differences: Array) -> Effect:
     by_question = seeds * differences.mean(-2).var(-1, ddof=1)
     free_seeds, free_questions = seeds - 1, questions - 1
     total = differences.var((-2, -1)) * seeds * questions
-    rest = (total - by_seed * free_seeds - by_question * free_questions) / (free_seeds * free_questions)
-    rest = np.maximum(rest, 0.0)  # rounding
+    # Rounding can make the difference negative.
+    rest = np.maximum(total - by_seed * free_seeds - by_question * free_questions, 0.0) / (free_seeds * free_questions)
     variance = np.maximum(by_seed + by_question - rest, np.maximum(by_seed, by_question))
     spread = by_seed**2 / free_seeds + by_question**2 / free_questions + rest**2 / (free_seeds * free_questions)
     with np.errstate(divide="ignore", invalid="ignore"):

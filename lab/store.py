@@ -13,7 +13,6 @@ import io
 import itertools
 import json
 import re
-import subprocess
 import zlib
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from pydantic import Field
 from config import MAY_CHANGE, flatten
 from input_files import InputError, finish_folder, fresh_folder, read_bytes, read_object, shown
 from lab.records import ID, LARGEST_MIB, Part, Record, Run, from_run, summary, validated
-from run_record import RECORDED, sha256_file, write_atomically
+from run_record import RECORDED, git, sha256_file, write_atomically
 
 RECORD, STEPS = "record.json", "steps.jsonl.gz"
 KEPT = re.compile(rf"(?!figures/|benchmarks/){ID}/({RECORD}|{STEPS})|benchmarks/{ID}\.json")
@@ -71,8 +70,8 @@ def load_run(results: Path, record_id: str) -> Run:
 
 def load_groups(results: Path) -> dict[str, list[Run]]:
     """Variant -> its runs in order of their seeds."""
-    runs = [load_run(results, path.parent.name) for path in results.glob(f"[!.]*/{RECORD}")]
-    runs.sort(key=lambda run: (run.record.group, run.record.seed, run.record.id))
+    found = (load_run(results, path.parent.name) for path in results.glob(f"[!.]*/{RECORD}"))
+    runs = sorted(found, key=lambda run: (run.record.group, run.record.seed, run.record.id))
     return {name: list(group) for name, group in itertools.groupby(runs, key=lambda run: run.record.group)}
 
 
@@ -131,8 +130,7 @@ def add_run(run_dir: Path, results: Path, record_id: str = "") -> Path:
     The id is the run's name by default. InputError for a run that may not become a record, for an id that exists, and
     for a seed of a variant whose other seeds have other settings.
     """
-    found = {path for pattern in RECORDED for path in run_dir.glob(pattern)}
-    size = sum(path.stat().st_size for path in found if path.is_file()) / 2**20
+    size = sum(path.stat().st_size for each in RECORDED for path in run_dir.glob(each) if path.is_file()) / 2**20
     if size > LARGEST_MIB:
         raise InputError(f"{run_dir}: {size:.0f} MiB of records; at most {LARGEST_MIB}: fewer train.completions_logged")
     run = from_run(run_dir, record_id or str(read_object(run_dir / "run.json").get("name")))
@@ -198,11 +196,17 @@ def check(results: Path) -> list[str]:
     present = {
         path.relative_to(results).as_posix() for path in results.glob("[!.]*/*") if path.parent.name != "figures"
     }
-    added = sorted(name for name in present - index.keys() if not NO_RECORD.fullmatch(name))
-    edited = sorted(name for name in present & index.keys() if sha256_file(results / name) != index[name])
     faults = [f"{results / name}: was deleted" for name in sorted(index.keys() - present)]
-    faults += [f"{results / name}: edited: its sha256 is not the one in index.json" for name in edited]
-    faults += [f"{results / name}: not in index.json; needed: report.py add" for name in added]
+    faults += [
+        f"{results / name}: edited: its sha256 is not the one in index.json"
+        for name in sorted(present & index.keys())
+        if sha256_file(results / name) != index[name]
+    ]
+    faults += [
+        f"{results / name}: not in index.json; needed: report.py add"
+        for name in sorted(present - index.keys())
+        if not NO_RECORD.fullmatch(name)
+    ]
     for name in [name for name in index if name.endswith(RECORD)] if not faults else ():
         try:
             run = load_run(results, Path(name).parent.name)
@@ -220,14 +224,14 @@ def history(results: Path) -> tuple[list[str], str]:
     starts at the oldest commit whose subject begins with CONVERSION, which brought all older records into this format.
     A shallow clone is compared as far as its commits reach.
     """
-    log = _git(results, "log", "--format=%H %s", "--", ".")
+    log = git("log", "--format=%H %s", "--", ".", folder=results).decode()
     if not log:
         return [], "no git history to compare with"
     conversions = [line.split()[0] for line in log.splitlines() if line.partition(" ")[2].startswith(CONVERSION)]
     commits = f"{conversions[-1]}..HEAD" if conversions else "HEAD"
     changes = ["-c", "--no-renames", "--relative", "--name-status"]  # -c: of a merge, what differs from all its parents
-    listed = _git(results, "log", *changes, "--format=commit %h", commits, "--", ".")
-    unsaved = _git(results, "diff", "HEAD", *changes[1:], "--", ".")
+    listed = git("log", *changes, "--format=commit %h", commits, "--", ".", folder=results).decode()
+    unsaved = git("diff", "HEAD", *changes[1:], "--", ".", folder=results).decode()
     faults, where = [], ""
     for line in [*listed.splitlines(), "the working tree", *unsaved.splitlines()]:
         status, tab, name = line.rpartition("\t")
@@ -236,14 +240,5 @@ def history(results: Path) -> tuple[list[str], str]:
         elif KEPT.fullmatch(name) and status.strip("A"):
             faults.append(f"{results / name}: changed or deleted by {where}; records are never replaced")
     number = sum(line.startswith("commit ") for line in listed.splitlines())
-    shallow = _git(results, "rev-parse", "--is-shallow-repository").strip() == "true"
+    shallow = git("rev-parse", "--is-shallow-repository", folder=results).strip() == b"true"
     return faults, f"commits compared: {number}{', a shallow clone has no older ones' if shallow else ''}"
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    """Output of git in ``folder``; empty when git, the repository or its first commit is missing."""
-    try:
-        command = ["git", "-C", str(folder), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""

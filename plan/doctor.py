@@ -7,17 +7,15 @@ configuration cannot be used. doctor_npu.py and doctor_variables.py hold the che
 imports torch.
 """
 
-import argparse
 import dataclasses
 import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import hf_config
-from config import load_config
+from config import command_line, load_config
 from input_files import (
     BAD_INPUT,
     MOST_RANKS,
@@ -29,9 +27,8 @@ from input_files import (
     refused,
 )
 from knobs import Config
-from plan import doctor_npu, doctor_variables
-from plan.grid import WHOLE
-from plan.machine import Finding, Machine, every, first, memory_findings
+from plan import doctor_npu, doctor_variables, grid
+from plan.machine import Check, Finding, Machine, every, first, memory_findings
 from plan.memory import GIB, lora_parameters
 
 FILES_WANTED = 32768  # open at once: sockets of the ranks, weight files, shared memory
@@ -80,23 +77,27 @@ def check_cuda(machine: Machine) -> list[Finding]:
     count = len(nodes) if shown is None else len([part for part in shown.split(",") if part.strip()])
     wanted, container = machine.ranks or 1, "in a container: docker run --gpus all"
     said = f"{len(nodes)} in /dev, {count} visible, {wanted} wanted"
-    lost = (not driver, "fail", "no /proc/driver/nvidia/version", f"install the driver; {container}")
-    few = (count < wanted, "fail", said, f"unset CUDA_VISIBLE_DEVICES; {container}")
-    return first("driver", driver[1] if driver else "", lost) + first("devices", said, few)
+    return [
+        *first(
+            "driver",
+            driver[1] if driver else "",
+            (not driver, "fail", "no /proc/driver/nvidia/version", f"install the driver; {container}"),
+        ),
+        *first("devices", said, (count < wanted, "fail", said, f"unset CUDA_VISIBLE_DEVICES; {container}")),
+    ]
 
 
 def check_cuda_runtime(machine: Machine) -> list[Finding]:
     """torch counts the same devices, and every device has free memory."""
     error, memory = machine.accelerator.get("error"), machine.accelerator.get("memory", [])
-    wanted, todo = machine.ranks or 1, "nvidia-smi; a driver new enough for torch?"
+    wanted = machine.ranks or 1
     count = f"torch counts {len(memory)} devices, {wanted} wanted"
-    found = first(
+    return first(
         "CUDA",
         f"NCCL {machine.accelerator.get('nccl')}, {count}",
-        (error, "fail", f"torch cannot open the devices: {error}", todo),
+        (error, "fail", f"torch cannot open the devices: {error}", "nvidia-smi; a driver new enough for torch?"),
         (len(memory) < wanted, "fail", count, "unset CUDA_VISIBLE_DEVICES; nvidia-smi"),
-    )
-    return found + (memory_findings(memory, "nvidia-smi shows whose process it is") if memory else [])
+    ) + (memory_findings(memory, "nvidia-smi shows whose process it is") if memory else [])
 
 
 # ---------------------------------------------------------------------------------------------------- files of the run
@@ -115,13 +116,13 @@ def check_model_files(machine: Machine) -> list[Finding]:
         wrong = f"{index} cannot be read ({error})"
     broken = [f"{path.name} {fault}" for path in files if (fault := file_fault(path))]
     size = sum(path.stat().st_size for path in files if not broken) / GIB
-    tokenizers = [folder / name for name in ("tokenizer.json", "vocab.json")]
+    tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
     todo = f"download it again into {folder} (docs/npu.md); a broken download is resumed by the same command"
     return first(
         "model",
         f"{folder}: {len(files)} weight files, {size:.1f} GiB, all complete",
         (not settings.is_file(), "fail", f"no config.json in {folder}", todo),
-        (not any(map(Path.is_file, tokenizers)), "fail", f"no tokenizer.json and no vocab.json in {folder}", todo),
+        (not tokenizer, "fail", f"no tokenizer.json and no vocab.json in {folder}", todo),
         (wrong, "fail", wrong, todo),
         (not files, "fail", f"no *.safetensors in {folder}", todo),
         (broken, "fail", f"{first_three(broken)}, of {len(files)} files in {folder}", todo),
@@ -152,8 +153,7 @@ def file_fault(path: Path) -> str:
 
 def check_data_files(machine: Machine) -> list[Finding]:
     data = machine.run.data
-    keys = ["train_path", "test_path"] if data.source == "gsm8k" else []
-    keys += ["few_shot_path"] if data.few_shot_path else []
+    keys = ["train_path", "test_path"] * (data.source == "gsm8k") + ["few_shot_path"] * bool(data.few_shot_path)
     paths = {f"data.{key}": Path(getattr(data, key)) for key in keys}
     return every(
         "data",
@@ -175,7 +175,7 @@ def check_disk(machine: Machine) -> list[Finding]:
     cfg, folder = machine.run, Path(machine.run.train.out_dir)
     free = machine.free_bytes(folder) / GIB
     try:
-        one = 12 * lora_parameters(hf_config.read(cfg.model.path), cfg.lora, WHOLE) / GIB
+        one = 12 * lora_parameters(hf_config.read(cfg.model.path), cfg.lora, grid.WHOLE) / GIB
         size = f"of {one:.1f}"
     except InputError:  # check_model_files reports it; a tiny model does not exist before the run
         one, size = 0.0, "of unknown size, because the model cannot be read"
@@ -203,22 +203,20 @@ def check_git(machine: Machine) -> list[Finding]:
 # ---------------------------------------------------------------------------------------------------------- the checks
 
 # check -> is it quick? A quick check starts no command and loads no library.
-Check = Callable[[Machine], list[Finding]]
 SYSTEM: dict[Check, bool] = {check_open_files: True, check_shared_memory: False, check_ram: False}
 CUDA: dict[Check, bool] = {check_cuda: True, check_cuda_runtime: False, doctor_npu.check_torch_build: True}
 CPU: dict[Check, bool] = {doctor_npu.check_autoload: False, check_shared_memory: False, check_ram: False}
 RUN: dict[Check, bool] = {check_model_files: False, check_data_files: False, check_disk: False, check_git: False}
 
 
-def checks(machine: Machine, quick: bool = False) -> Iterator[Check]:
+def checks(machine: Machine, quick: bool = False) -> list[Check]:
     """The checks for this kind of machine, and with a configuration those of its files."""
     tables: list[dict[Check, bool]] = {
         "npu": [doctor_npu.CHECKS, doctor_variables.CHECKS, SYSTEM],
         "cuda": [CUDA, SYSTEM],
         "cpu": [CPU],
-    }[machine.kind]
-    for table in tables + ([RUN] if machine.run is not None else []):
-        yield from (check for check, is_quick in table.items() if is_quick or not quick)
+    }[machine.kind] + [RUN] * (machine.run is not None)
+    return [check for table in tables for check, is_quick in table.items() if is_quick or not quick]
 
 
 def examine(machine: Machine, quick: bool = False) -> list[Finding]:
@@ -235,11 +233,11 @@ def quick(cfg: Config) -> None:
                 print(finding, file=sys.stderr, flush=True)
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Examine this machine, and if a configuration is named, for its run."""
-    parser = argparse.ArgumentParser(prog="preflight.py --doctor", description=__doc__.split("\n\n")[0])
-    parser.add_argument("config", nargs="?", help="YAML file of the run that is meant to go on this machine")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser = command_line(
+        "preflight.py --doctor", __doc__, nargs="?", help="YAML file of the run that is meant to go on this machine"
+    )
     parser.add_argument("--ranks", type=int, help="processes on this machine")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     args = parser.parse_intermixed_args(arguments)

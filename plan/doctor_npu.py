@@ -6,17 +6,11 @@ torch_npu, MindSpeed, vllm-ascend and Ray. Tests plant faults; nothing here has 
 
 import json
 import re
-from collections.abc import Callable
 
 import environment
-from plan.machine import Finding, Machine, Row, every, first, last_line, memory_findings, number_ranges
+from plan.machine import Check, Finding, Machine, Row, every, first, last_line, memory_findings, number_ranges
 
 DIES = 16  # of a 910C server: 8 cards with two dies each; a die is a device and has one rank
-MANAGERS = (
-    "davinci_manager",
-    "devmm_svm",
-    "hisi_hdc",
-)  # device files that every process opens, with the one of its die
 CANN_FOLDERS = ("usr/local/Ascend/cann", "usr/local/Ascend/ascend-toolkit")  # from CANN 8.5 on; before 8.5
 RAY_NPUS = 'import ray; ray.init(address="auto", logging_level="ERROR"); print(ray.cluster_resources().get("NPU", 0))'
 
@@ -48,38 +42,53 @@ def check_cann_libraries(machine: Machine) -> list[Finding]:
     """CANN's libraries and its Python module acl can be loaded."""
     errors = {name: machine.library_error(name) for name in ("libascendcl.so", "libhccl.so", "libatb.so")}
     code, output = machine.python("import acl")
-    todo = source_command(machine)
-    path = "source CANN's set_env.sh, which puts its python/site-packages on PYTHONPATH"
     return every(
         "CANN libraries",
         "libascendcl, libhccl, libatb and acl load",
-        *((error, "fail", f"{name} cannot be loaded ({error})", todo) for name, error in errors.items()),
-        (code, "fail", f"import acl: {last_line(output)}", path),
+        *((e, "fail", f"{name} cannot be loaded ({e})", source_command(machine)) for name, e in errors.items()),
+        (
+            code,
+            "fail",
+            f"import acl: {last_line(output)}",
+            "source CANN's set_env.sh, which puts its python/site-packages on PYTHONPATH",
+        ),
     )
 
 
 def check_driver(machine: Machine) -> list[Finding]:
     version = re.search(r"^Version=(\S+)", machine.text("usr/local/Ascend/driver/version.info"), re.M)
-    todo = "on the host: install it, npu-smi info; in a container: -v /usr/local/Ascend/driver:/usr/local/Ascend/driver"
-    lost = (not version, "fail", "no /usr/local/Ascend/driver/version.info", todo)
-    return first("driver", version[1] if version else "", lost)
+    return first(
+        "driver",
+        version[1] if version else "",
+        (
+            not version,
+            "fail",
+            "no /usr/local/Ascend/driver/version.info",
+            "on the host: install it, npu-smi info; in a container: "
+            "-v /usr/local/Ascend/driver:/usr/local/Ascend/driver",
+        ),
+    )
 
 
 def check_autoload(machine: Machine) -> list[Finding]:
     """torch imports every installed backend by itself, so torch_npu without CANN makes `import torch` fail."""
     installed = machine.version("torch-npu")
     loads = "ASCEND_HOME_PATH" not in machine.env and machine.env.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0"
-    without = "to run without NPUs: pip uninstall torch-npu, or export TORCH_DEVICE_BACKEND_AUTOLOAD=0"
-    packages = "install the packages of docs/npu.md, section 2"
     return first(
         "torch_npu",
         installed or "not installed, not needed",
-        (not installed and machine.kind == "npu", "fail", "not installed", packages),
+        (
+            not installed and machine.kind == "npu",
+            "fail",
+            "not installed",
+            "install the packages of docs/npu.md, section 2",
+        ),
         (
             installed and loads,
             "fail",
             f"{installed} without CANN: `import torch` fails on libhccl.so",
-            f"{source_command(machine)}; {without}",
+            f"{source_command(machine)}; to run without NPUs: pip uninstall torch-npu, "
+            "or export TORCH_DEVICE_BACKEND_AUTOLOAD=0",
         ),
     )
 
@@ -87,7 +96,6 @@ def check_autoload(machine: Machine) -> list[Finding]:
 def check_torch_build(machine: Machine) -> list[Finding]:
     version = machine.version("torch")
     for_cuda = "+cu" in (version or "")
-    todo = "pip install torch==<the same>+cpu --index-url https://download.pytorch.org/whl/cpu"
     return first(
         "torch build",
         f"{version}",
@@ -101,7 +109,7 @@ def check_torch_build(machine: Machine) -> list[Finding]:
             for_cuda and machine.version("torch-npu"),
             "fail",
             f"{version} is for CUDA; torch_npu refuses a second accelerator",
-            todo,
+            "pip install torch==<the same>+cpu --index-url https://download.pytorch.org/whl/cpu",
         ),
     )
 
@@ -139,13 +147,17 @@ def check_versions(machine: Machine) -> list[Finding]:
         for plugin, base in environment.SAME_RELEASE
     ]
     stock = machine.version("triton")
-    misplaced = (
-        stock not in (None, "?"),  # "?": the folder triton of triton-ascend, which has no metadata
-        "fail",
-        f"triton {stock} lies in the folder of triton-ascend, and is for CUDA",
-        "pip uninstall -y triton triton-ascend, then install triton-ascend again (docs/npu.md)",
+    return every(
+        "versions",
+        ", ".join(f"{name} {version}" for name, version in found.items()),
+        *rows,
+        (
+            stock not in (None, "?"),  # "?": the folder triton of triton-ascend, which has no metadata
+            "fail",
+            f"triton {stock} lies in the folder of triton-ascend, and is for CUDA",
+            "pip uninstall -y triton triton-ascend, then install triton-ascend again (docs/npu.md)",
+        ),
     )
-    return every("versions", ", ".join(f"{name} {version}" for name, version in found.items()), *rows, misplaced)
 
 
 def release(version: str) -> str:
@@ -156,11 +168,16 @@ def release(version: str) -> str:
 def check_packages(machine: Machine) -> list[Finding]:
     """The other packages that the code of this repository imports."""
     missing = [name for name in environment.OUR_PACKAGES if machine.version(name) is None]
-    lists = "requirements/npu-image.txt in vllm-ascend's image, requirements/npu.txt elsewhere (docs/npu.md)"
     return first(
         "packages",
         f"{len(environment.OUR_PACKAGES)} that the code imports are installed",
-        (missing, "fail", f"not installed: {', '.join(missing)}", f"pip install --no-deps -r {lists}"),
+        (
+            missing,
+            "fail",
+            f"not installed: {', '.join(missing)}",
+            "pip install --no-deps -r requirements/npu-image.txt in vllm-ascend's image, "
+            "requirements/npu.txt elsewhere (docs/npu.md)",
+        ),
     )
 
 
@@ -214,18 +231,32 @@ def check_vllm_kernels(machine: Machine) -> list[Finding]:
     if not machine.version("vllm-ascend"):
         return first("vLLM kernels", "vllm-ascend is not installed")
     code, output = machine.python("import vllm_ascend.vllm_ascend_C")
-    todo = "rebuild vllm-ascend with COMPILE_CUSTOM_KERNELS=1 inside the CANN container"
-    failed = (code, "warn", f"vllm_ascend_C: {last_line(output)}", todo)
-    return first("vLLM kernels", "vllm_ascend_C imports", failed)
+    return first(
+        "vLLM kernels",
+        "vllm_ascend_C imports",
+        (
+            code,
+            "warn",
+            f"vllm_ascend_C: {last_line(output)}",
+            "rebuild vllm-ascend with COMPILE_CUSTOM_KERNELS=1 inside the CANN container",
+        ),
+    )
 
 
 def check_compiler(machine: Machine) -> list[Finding]:
     folders = [machine.root / folder.lstrip("/") for folder in machine.env.get("PATH", "").split(":") if folder]
     packages = {"g++": "g++", "ninja": "ninja-build"}
     missing = [tool for tool in packages if not any((folder / tool).exists() for folder in folders)]
-    said = f"no {' and no '.join(missing)}: MindSpeed compiles some of its operators"
-    todo = f"apt-get install {' '.join(packages[tool] for tool in missing)}"
-    return first("compiler", "g++, ninja", (missing, "warn", said, todo))
+    return first(
+        "compiler",
+        "g++, ninja",
+        (
+            missing,
+            "warn",
+            f"no {' and no '.join(missing)}: MindSpeed compiles some of its operators",
+            f"apt-get install {' '.join(packages[tool] for tool in missing)}",
+        ),
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- dies
@@ -251,7 +282,8 @@ def check_dies(machine: Machine) -> list[Finding]:
     """There are enough device files and visible dies, one for each process."""
     nodes, (visible, wrong) = machine.device_nodes("davinci"), visible_dies(machine)
     wanted = machine.ranks or (DIES if len(nodes) > DIES // 2 else len(nodes))
-    managers = [name for name in MANAGERS if not (machine.root / "dev" / name).exists()]
+    # Every process opens these files, and the file of its die.
+    managers = [f for f in ("davinci_manager", "devmm_svm", "hisi_hdc") if not (machine.root / "dev" / f).exists()]
     absent = sorted({*range(wanted), *range(max(nodes, default=0))} - set(nodes))
     variable = f"ASCEND_RT_VISIBLE_DEVICES={machine.env.get('ASCEND_RT_VISIBLE_DEVICES')}"
     found = f"{len(nodes)} in /dev, {len(visible)} visible" + (f", {machine.ranks} ranks" if machine.ranks else "")
@@ -300,7 +332,7 @@ def check_runtime(machine: Machine) -> list[Finding]:
     error, memory = machine.accelerator.get("error"), machine.accelerator.get("memory", [])
     visible, nodes = len(visible_dies(machine)[0]), machine.device_nodes("davinci")
     count = f"torch_npu counts {len(memory)}, the environment shows {visible}, ranks: {machine.ranks or 'any'}"
-    found = first(
+    return first(
         "torch_npu devices",
         count,
         (
@@ -315,8 +347,7 @@ def check_runtime(machine: Machine) -> list[Finding]:
             count,
             f"export ASCEND_RT_VISIBLE_DEVICES={','.join(map(str, nodes))} (npu-smi info)",
         ),
-    )
-    return found + (memory_findings(memory, "npu-smi info shows whose process it is") if memory else [])
+    ) + (memory_findings(memory, "npu-smi info shows whose process it is") if memory else [])
 
 
 def check_ray(machine: Machine) -> list[Finding]:
@@ -341,7 +372,7 @@ def check_ray(machine: Machine) -> list[Finding]:
 
 
 # check -> is it quick? A quick check starts no command and loads no library.
-CHECKS: dict[Callable[[Machine], list[Finding]], bool] = {
+CHECKS: dict[Check, bool] = {
     check_driver: False,
     check_cann: True,
     check_cann_libraries: False,

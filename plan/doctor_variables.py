@@ -5,17 +5,13 @@ trackers. Tests plant faults; nothing here has been run on an NPU yet.
 """
 
 import re
-from collections.abc import Callable
 
 import environment
-from plan.machine import Finding, Machine, every, first, number_ranges
+from plan.machine import Check, Finding, Machine, every, first, number_ranges
 
 TIMEOUTS = ("HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT")
 
 # ---------------------------------------------------------------------------------------------------- communication
-
-
-PORTS = re.compile(r"[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?)*")
 
 
 def port_numbers(text: str) -> list[int]:
@@ -28,7 +24,7 @@ def check_ports(machine: Machine) -> list[Finding]:
     """No process listens on HCCL's ports, and the system gives none of them to outgoing connections."""
     base = machine.number("HCCL_IF_BASE_PORT", 60000)
     text = machine.env.get("HCCL_HOST_SOCKET_PORT_RANGE", f"{base}-{base + 31}" if base else "")
-    ports = port_numbers(text) if PORTS.fullmatch(text) else []
+    ports = port_numbers(text) if re.fullmatch(r"[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?)*", text) else []
     span = f"{ports[0]}-{ports[-1]}" if ports else text
     busy = [port for port in ports if not machine.port_is_free(port)]
     outgoing = port_numbers("-".join(machine.text("proc/sys/net/ipv4/ip_local_port_range").split()))
@@ -137,8 +133,9 @@ def check_determinism(machine: Machine) -> list[Finding]:
 
 
 def check_allocator(machine: Machine) -> list[Finding]:
-    names = ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-    given = {name: machine.env[name] for name in names if machine.env.get(name)}
+    given = {
+        name: machine.env[name] for name in ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF") if machine.env.get(name)
+    }
     expandable = [name for name, value in given.items() if "expandable_segments:true" in value.lower()]
     unset = f"unset {' '.join(expandable)}"
     return first(
@@ -188,7 +185,6 @@ def check_task_queue(machine: Machine) -> list[Finding]:
 def check_vllm_variables(machine: Machine) -> list[Finding]:
     """The engine refuses the same variables: those of another launcher, and options that move weights."""
     names = environment.from_a_launcher(machine.env)
-    said = f"{', '.join(names)} set: every rank would act as data-parallel rank 0 of an engine of its own"
     return every(
         "vLLM variables",
         "none that overrides the arguments",
@@ -196,19 +192,31 @@ def check_vllm_variables(machine: Machine) -> list[Finding]:
             (True, "fail", f"{v.name}={machine.env[v.name]}: {v.reason}", f"export {v.name}=0")
             for v in environment.switched_on(machine.env)
         ),
-        (names, "fail", said, f"unset {' '.join(names)}"),
+        (
+            names,
+            "fail",
+            f"{', '.join(names)} set: every rank would act as data-parallel rank 0 of an engine of its own",
+            f"unset {' '.join(names)}",
+        ),
     )
 
 
 def check_jemalloc(machine: Machine) -> list[Finding]:
     preloaded = machine.env.get("LD_PRELOAD", "")
-    todo = "apt-get install libjemalloc2; the run scripts preload it where it is installed"
-    absent = ("jemalloc" not in preloaded, "warn", "not preloaded: host memory grows more", todo)
-    return first("jemalloc", preloaded, absent)
+    return first(
+        "jemalloc",
+        preloaded,
+        (
+            "jemalloc" not in preloaded,
+            "warn",
+            "not preloaded: host memory grows more",
+            "apt-get install libjemalloc2; the run scripts preload it where it is installed",
+        ),
+    )
 
 
 # check -> is it quick? A quick check starts no command and loads no library.
-CHECKS: dict[Callable[[Machine], list[Finding]], bool] = {
+CHECKS: dict[Check, bool] = {
     check_ports: False,
     check_timeouts: True,
     check_expansion_mode: True,

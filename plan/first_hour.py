@@ -21,7 +21,6 @@ import sys
 import textwrap
 import time
 import uuid
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
@@ -29,14 +28,13 @@ from typing import BinaryIO
 import hf_config
 import run_record
 import runlog
-from config import load_config, to_yaml
+from config import command_line, load_config, to_yaml
 from config_rules import check_engine_layout, check_layout
 from input_files import BAD_INPUT, MOST_RANKS, InputError, read_object, refused
 from knobs import Config
 from plan import grid
 from plan.first_hour_stages import ROOT, STAGES, Job, Outcome, Stage, cause
 from plan.machine import Machine
-from run_record import write_atomically
 
 MINUTES = "5 15 30 30 90"  # limit of each stage
 GRACE = 45.0  # seconds to end after a SIGTERM; torchrun gives its ranks 30 of them
@@ -110,7 +108,7 @@ def hold(folder: Path, report: Path) -> BinaryIO:
 
 def state(job: Job) -> str:
     """sha256 (hex) of everything that the result of a stage depends on."""
-    sources = sorted([*ROOT.glob("*.py"), *ROOT.glob("*/*.py"), *ROOT.glob("*.sh")])
+    sources = [path for pattern in ("*.py", "*/*.py", "*.sh") for path in ROOT.glob(pattern)]
     code = {str(path.relative_to(ROOT)): run_record.sha256_file(path) for path in sources}
     paths = [Path(job.cfg.data.train_path), Path(job.cfg.data.test_path)] if job.cfg.data.source == "gsm8k" else []
     if job.cfg.tiny_model is None:
@@ -160,7 +158,7 @@ def run_all(job: Job, minutes: list[float], lock: BinaryIO) -> list[dict]:
         else:
             print(f"{label}: at most {limit:g} minutes ...", flush=True)
             result = run_stage(stage, job, limit * 60, lock)
-            write_atomically(path, json.dumps(result | {"state": now}, indent=1) + "\n")
+            run_record.write_atomically(path, json.dumps(result | {"state": now}, indent=1) + "\n")
         mark = "(kept from an earlier start)" if result.get("kept") else f"in {result['seconds']:.1f} s"
         print(f"{label}: {result['status']} {mark}", flush=True)
         results.append({"name": stage.name, "proves": stage.proves, "todo": stage.todo} | result)
@@ -194,8 +192,10 @@ def as_json(job: Job, results: list[dict]) -> dict:
 def as_text(report: dict, path: Path) -> str:
     """The report for a reader."""
     commit = f"{report['commit'][:12]}{' with changes' * bool(report['dirty'])}" if report["commit"] else "no git"
-    head = f"first hour: {report['config']}, {report['ranks']} ranks on {report['device']}, {report['when']}, {commit}"
-    lines = ["", head]
+    lines = [
+        "",
+        f"first hour: {report['config']}, {report['ranks']} ranks on {report['device']}, {report['when']}, {commit}",
+    ]
     for number, stage in enumerate(report["stages"], start=1):
         again = f"  (kept: passed on {stage['when']}, nothing has changed since)" if stage.get("kept") else ""
         status = stage["status"].replace("fail", "FAIL")
@@ -251,17 +251,16 @@ def read(args: argparse.Namespace) -> tuple[Job, list[float]]:
         check_engine_layout(cfg, arch, ranks)
     except InputError as error:
         raise InputError(f"{ranks} ranks (RANKS=N for another number): {error}") from None
-    folder = Path(cfg.train.out_dir) / f"first_hour-{cfg.name}"
-    job = Job(args.config, tuple(args.overrides), cfg, ranks, device, folder)
+    job = Job(
+        args.config, tuple(args.overrides), cfg, ranks, device, Path(cfg.train.out_dir) / f"first_hour-{cfg.name}"
+    )
     load_config(args.config, job.steps())  # InputError now, not in the last stage
     return job, minutes
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Exit code 0: all stages passed. 1: a stage failed. 2: the input cannot be used. 130: interrupted."""
-    parser = argparse.ArgumentParser(prog="first_hour.sh", description=__doc__.split("\n\n")[0])
-    parser.add_argument("config", help="YAML file, e.g. configs/qwen3.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser = command_line("first_hour.sh", __doc__)
     parser.add_argument("--report", metavar="FILE", help="the report as JSON; default: report.json among the results")
     parser.add_argument("--ranks", default="", help="processes on this machine; default: its devices")
     parser.add_argument("--minutes", default=MINUTES, help=f"limit of each stage; default: {MINUTES}")
@@ -276,7 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with hold(job.folder, path) as lock:
             print(f"{job.config}: {job.ranks} ranks on {job.device}; logs and results: {job.folder}", flush=True)
             report = as_json(job, run_all(job, minutes, lock))
-            write_atomically(path, json.dumps(report, indent=1) + "\n")
+            run_record.write_atomically(path, json.dumps(report, indent=1) + "\n")
     except BAD_INPUT as error:
         return refused(error)
     except KeyboardInterrupt:  # the current stage has been ended, and is the first one of the next start

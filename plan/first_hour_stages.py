@@ -36,14 +36,15 @@ class Job(NamedTuple):
 
     def torchrun(self, script: str, *arguments: str) -> list[str]:
         """``script`` on all ranks. With localhost, the start does not wait for a host name that cannot be resolved."""
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
-        launcher.append(f"--nproc_per_node={self.ranks}")
-        return [sys.executable, *launcher, str(ROOT / script), *arguments]
+        return [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost",
+            f"--nproc_per_node={self.ranks}", str(ROOT / script), *arguments,
+        ]  # fmt: skip
 
     def question(self, stage: str, *more: str) -> list[str]:
         """A question of preflight.py to all ranks, whose figures are written to the stage's JSON file."""
-        given = [self.config, *self.overrides, "--json", str(self.folder / f"{stage}.json"), *more]
-        return self.torchrun("preflight.py", f"--{stage}", *given)
+        figures = str(self.folder / f"{stage}.json")
+        return self.torchrun("preflight.py", f"--{stage}", self.config, *self.overrides, "--json", figures, *more)
 
     def figures(self, stage: str) -> dict | list:
         """The figures that a question has written."""
@@ -61,9 +62,15 @@ class Job(NamedTuple):
 
     def verdict(self) -> Verdict:
         """The verdict of preflight.py on the run of the last stage."""
-        arch, cfg = hf_config.planned(self.cfg)[0], self.cfg
-        lengths = cfg.data.max_prompt_tokens, cfg.rollout.max_new_tokens
-        return judge(cfg, self.ranks, Setting(arch, self.device, self.ranks, None, *lengths))
+        setting = Setting(
+            arch=hf_config.planned(self.cfg)[0],
+            device=self.device,
+            ranks_per_node=self.ranks,
+            device_gib=None,
+            prompt_tokens=self.cfg.data.max_prompt_tokens,
+            completion_tokens=self.cfg.rollout.max_new_tokens,
+        )
+        return judge(self.cfg, self.ranks, setting)
 
 
 @dataclass
@@ -106,10 +113,12 @@ def doctor_outcome(job: Job, log: Path, code: int) -> Outcome:
     findings = json.JSONDecoder().raw_decode(text, text.index("[\n"))[0]
     levels = [one["level"] for one in findings]
     count = {level: levels.count(level) for level in ("ok", "warn", "fail")}
-    shown = [str(Finding(**one)) for one in findings if one["level"] != "ok"]
-    failed = dict.fromkeys(one["what"] for one in findings if one["level"] == "fail")
     summary = ", ".join(f"{number} {level}" for level, number in count.items())
-    return Outcome(", ".join(failed), [summary, *shown], {**count, "findings": findings})
+    return Outcome(
+        ", ".join(dict.fromkeys(one["what"] for one in findings if one["level"] == "fail")),
+        [summary, *(str(Finding(**one)) for one in findings if one["level"] != "ok")],
+        {**count, "findings": findings},
+    )
 
 
 def groups_outcome(job: Job, log: Path, code: int) -> Outcome:
@@ -128,8 +137,7 @@ def operators_outcome(job: Job, log: Path, code: int) -> Outcome:
         name, ranks = f"{row['operator']} in {row['dtype']}", ", ".join(map(str, row["wrong_ranks"]))
         passes = [f", {p}: {row[p]:.2g} off, at most {row[f'{p}_tolerance']:.2g}" for p in row["wrong"]]
         wrong += [f"{name}{found} (rank {ranks})" for found in ([f": {row['error']}"] if row["error"] else passes)]
-    lines = log.read_text(errors="replace").splitlines()[: len(rows) + 1]
-    return Outcome("; ".join(wrong), lines, rows)
+    return Outcome("; ".join(wrong), log.read_text(errors="replace").splitlines()[: len(rows) + 1], rows)
 
 
 def layers_outcome(job: Job, log: Path, code: int) -> Outcome:
@@ -170,10 +178,12 @@ def steps_outcome(job: Job, log: Path, code: int) -> Outcome:
         beside = f"rank 0's process has had {rss:.2f} GiB, planned: {planned:.2f} GiB in {memory.fullest}"
         return Outcome("", [*lines, f"device memory is not counted on a CPU; {beside}"], found)
     peak, phase = max(measured)
-    found |= {"peak_device_gib": peak, "peak_device_phase": phase}
-    lines.append(beside_plan(job.cfg, hf_config.planned(job.cfg)[0], job.ranks, job.device, peak, phase))
     beyond = f"{peak:.2f} GiB of device memory in {phase}, planned: {planned:.2f}, {limit:.2f} with its margin"
-    return Outcome(beyond if peak > limit else "", lines, found)
+    return Outcome(
+        beyond if peak > limit else "",
+        [*lines, beside_plan(job.cfg, hf_config.planned(job.cfg)[0], job.ranks, job.device, peak, phase)],
+        found | {"peak_device_gib": peak, "peak_device_phase": phase},
+    )
 
 
 # ------------------------------------------------------------------------------------------------ the stages

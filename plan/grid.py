@@ -101,8 +101,7 @@ def describe(layout: RankGrid, ranks_per_node: int) -> list[str]:
 def _brief(group: list[int]) -> str:
     if len(group) <= 4:
         return ",".join(map(str, group))
-    neighbours = group[1] - group[0] == 1
-    return f"{group[0]}-{group[-1]}" if neighbours else f"{group[0]},{group[1]}..{group[-1]}"
+    return f"{group[0]}-{group[-1]}" if group[1] == group[0] + 1 else f"{group[0]},{group[1]}..{group[-1]}"
 
 
 DEVICE_FILES = {"npu": "/dev/davinci[0-9]*", "cuda": "/dev/nvidia[0-9]*"}

@@ -28,16 +28,15 @@ class Result(NamedTuple):
     group: str
     ranks: list[int]
     collective: str
-    milliseconds: float
     wrong: str  # what was found and what was expected; empty if the answer was right
+    milliseconds: float
 
 
 def measure(parallel: Parallel) -> list[Result]:
     """The results of all ranks, each over its own groups, and over the world on the host. The same on every rank."""
-    mine: list[Result] = []
-    for name, group in parallel.groups().items():
-        mine += _measure_group(name, group, parallel.device)
-    mine += _measure_group("world", dist.group.WORLD, torch.device("cpu"))
+    todo = [(name, group, parallel.device) for name, group in parallel.groups().items()]
+    todo.append(("world", dist.group.WORLD, torch.device("cpu")))
+    mine = [result for one in todo for result in _measure_group(*one)]
     return [result for one in parallel.gather_objects(mine) for result in one]
 
 
@@ -99,11 +98,11 @@ def _measure_group(name: str, group: dist.ProcessGroup, device: torch.device) ->
         "all-to-all": (all_to_all, numbers.repeat_interleave(torch.tensor(receives))[:, None].expand(-1, 8)),
         "barrier": (barrier, numbers[me].expand(count)),
     }
-    results = []
-    for kind, (job, expected) in jobs.items():
-        wrong = difference(job().cpu(), expected)
-        results.append(Result(name, ranks, kind, devices.median_milliseconds(job, device, REPEATS), wrong))
-    return results
+    # The untimed run, whose answer is compared, comes first.
+    return [
+        Result(name, ranks, kind, difference(job().cpu(), expected), devices.median_milliseconds(job, device, REPEATS))
+        for kind, (job, expected) in jobs.items()
+    ]
 
 
 def difference(found: Tensor, expected: Tensor) -> str:
@@ -125,11 +124,10 @@ def refuse(cfg: Config, ranks: int) -> None:
 
 def answer(cfg: Config, parallel: Parallel) -> launched.Answer:
     rows = summary(measure(parallel))
-    head = f"{parallel.world_size} ranks on {parallel.device.type}, {devices.backend(parallel.device)}"
+    head = f"{parallel.world_size} ranks on {parallel.device.type}, {devices.BACKENDS[parallel.device.type]}"
     return launched.Answer(all(row["answer"] == "right" for row in rows), f"{head}\n{as_text(rows)}", rows)
 
 
 def main(arguments: list[str]) -> int:
     """Exit code 0: every group works. 1: an answer is wrong; the table names it. 2: the input cannot be used."""
-    args = launched.command_line("--groups", __doc__).parse_intermixed_args(arguments)
-    return launched.ask(args, refuse, answer)
+    return launched.ask(launched.command_line("--groups", __doc__).parse_intermixed_args(arguments), refuse, answer)

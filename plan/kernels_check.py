@@ -28,11 +28,9 @@ import hf_config
 import kernels
 from config import derive_seed
 from config_rules import check_layout
-from hf_config import Architecture
 from knobs import Config
 from parallel_setup import Parallel
-from plan import grid, launched
-from plan.memory import micro_batch_tokens
+from plan import grid, launched, memory
 
 INSIDE = 8  # fp32 roundings in a fused operator beside its sum: squares, means; an exp or rsqrt counts as two
 BLOCK = 64  # least numbers that are compared together: if all of a few are small by chance, their relative error is not
@@ -88,10 +86,10 @@ def rounded(x: Tensor) -> Tensor:
     return x.bfloat16().float()
 
 
-def cases(cfg: Config, arch: Architecture, ranks: int, seed: int) -> list[Case]:
+def cases(cfg: Config, arch: hf_config.Architecture, ranks: int, seed: int) -> list[Case]:
     """The operators of a micro-batch of one rank. ``seed`` decides the numbers, not the sizes."""
     layout, generator = grid.of(cfg, ranks), torch.Generator().manual_seed(seed)
-    h, d, tokens = arch.hidden_size, arch.head_dim, micro_batch_tokens(cfg, layout)
+    h, d, tokens = arch.hidden_size, arch.head_dim, memory.micro_batch_tokens(cfg, layout)
     T = min(tokens, -(-cfg.row_tokens // layout.tensor) * layout.tensor)
     own_tokens, rows = tokens // layout.tensor, tokens // T
     heads, kv_heads = arch.num_heads // layout.tensor, max(1, arch.num_kv_heads // layout.tensor)
@@ -256,5 +254,8 @@ def answer(cfg: Config, parallel: Parallel) -> launched.Answer:
 
 def main(arguments: list[str]) -> int:
     """Exit code 0: every operator is right. 1: one is wrong; the table names it. 2: the input cannot be used."""
-    args = launched.command_line("--operators", __doc__).parse_intermixed_args(arguments)
-    return launched.ask(args, lambda cfg, ranks: check_layout(cfg, hf_config.planned(cfg)[0], ranks), answer)
+    return launched.ask(
+        launched.command_line("--operators", __doc__).parse_intermixed_args(arguments),
+        lambda cfg, ranks: check_layout(cfg, hf_config.planned(cfg)[0], ranks),
+        answer,
+    )

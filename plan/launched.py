@@ -9,11 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import config
 import parallel_setup
-from config import load_config
 from input_files import BAD_INPUT, InputError, one_line
 from knobs import Config
-from parallel_setup import Parallel
 from tripwires import Tripped
 
 
@@ -27,15 +26,15 @@ class Answer(NamedTuple):
 
 def command_line(option: str, description: str) -> argparse.ArgumentParser:
     """A parser with the arguments that every such question takes."""
-    parser = argparse.ArgumentParser(prog=f"preflight.py {option}", description=description.split("\n\n")[0])
-    parser.add_argument("config", nargs="?", help="YAML file, e.g. configs/qwen3.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser = config.command_line(f"preflight.py {option}", description, nargs="?")
     parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
     return parser
 
 
 def ask(
-    args: argparse.Namespace, refuse: Callable[[Config, int], None], answer: Callable[[Config, Parallel], Answer]
+    args: argparse.Namespace,
+    refuse: Callable[[Config, int], None],
+    answer: Callable[[Config, parallel_setup.Parallel], Answer],
 ) -> int:
     """Exit code 0: the answer is right on every rank. 1: it is wrong somewhere. 2: the input cannot be used.
 
@@ -46,7 +45,7 @@ def ask(
         rank = parallel_setup.check_launch()
         if args.config is None:
             raise InputError("CONFIG: missing; needed: a YAML file, e.g. configs/qwen3.yaml")
-        cfg = load_config(args.config, args.overrides)
+        cfg = config.load_config(args.config, args.overrides)
         refuse(cfg, parallel_setup.launched_world_size())
         with parallel_setup.open_world(cfg) as device:
             right, text, figures = answer(cfg, parallel_setup.open_layout(cfg.parallel, device))

@@ -16,7 +16,6 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -34,13 +33,11 @@ import weights_hf
 from config import derive_seed
 from config_rules import check_engine_layout, check_layout
 from data_gsm8k import Question
-from hf_config import Architecture
 from input_files import UNFINISHED, fresh_folder
 from knobs import Config
 from learner import Learner
 from parallel_setup import Parallel
 from plan import launched
-from rollout import Rollout
 from tripwires import GAP_FLOOR
 from weight_sync import WeightSync
 
@@ -70,16 +67,15 @@ def write_model(cfg: Config, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(settings(cfg), indent=1) + "\n")
     arch, dtype = hf_config.read(folder), devices.DTYPES[cfg.model.dtype]
     head = "model.embed_tokens.weight" if arch.tied_head else "lm_head.weight"
-
-    def weights() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in tiny_model.random_weights(arch, cfg.train.seed):
-            yield name, (tensor * HEAD if name == head else tensor).to(dtype)
-
-    weights_hf.save_model(weights(), folder)
+    weights = (
+        (name, (tensor * HEAD if name == head else tensor).to(dtype))
+        for name, tensor in tiny_model.random_weights(arch, cfg.train.seed)
+    )
+    weights_hf.save_model(weights, folder)
 
 
 @torch.no_grad()
-def enlarge_(adapters: dict[str, torch.nn.Module], arch: Architecture, parallel: Parallel, seed: int) -> None:
+def enlarge_(adapters: dict[str, torch.nn.Module], arch: hf_config.Architecture, parallel: Parallel, seed: int) -> None:
     """Random factors, in place: each update (alpha / R) B A gets the size of the base weights, 0.5 / sqrt(in).
 
     The factors are the same in every layout.
@@ -99,20 +95,26 @@ def enlarge_(adapters: dict[str, torch.nn.Module], arch: Architecture, parallel:
 # ------------------------------------------------------------------------------------------------ the comparison
 
 
-def sample(engine, cfg: Config, arch: Architecture, parallel: Parallel) -> Rollout:
+def sample(engine, cfg: Config, arch: hf_config.Architecture, parallel: Parallel) -> rollout.Rollout:
     """Completions of random prompts, at least one prompt for every replica. The same on every rank."""
     length = min(PROMPT_TOKENS, cfg.data.max_prompt_tokens)
     generator = torch.Generator().manual_seed(derive_seed(cfg.train.seed, "probe prompts"))
     tokens = torch.randint(1, arch.vocab_size, (max(PROMPTS, parallel.world_size), length), generator=generator)
     asked = [Question("", "", "", prompt) for prompt in tokens.tolist()]
     changes = {"group_size": GROUP, "max_new_tokens": min(NEW_TOKENS, cfg.rollout.max_new_tokens)}
-    short, seed = cfg.rollout.model_copy(update=changes), cfg.train.seed
-    return rollout.sample(engine, asked, lambda question, answer: (0.0, True), short, parallel, seed=seed, step=0)[0]
+    return rollout.sample(
+        engine, asked, lambda question, answer: (0.0, True), cfg.rollout.model_copy(update=changes), parallel,
+        seed=cfg.train.seed, step=0,
+    )[0]  # fmt: skip
 
 
 @torch.no_grad()
 def token_gaps(
-    model: torch.nn.Module, batch: Rollout, cfg: Config, parallel: Parallel, replay: routing_replay.RoutingReplay | None
+    model: torch.nn.Module,
+    batch: rollout.Rollout,
+    cfg: Config,
+    parallel: Parallel,
+    replay: routing_replay.RoutingReplay | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """|trainer's - sampler's log-prob| of every token, a mask of the sampled tokens, and with ``replay`` the experts.
 
@@ -143,7 +145,7 @@ def token_gaps(
     return torch.cat(gaps), torch.cat(masks), torch.cat(routes) if routes else None
 
 
-def by_expert(gaps: Tensor, mask: Tensor, routes: Tensor, arch: Architecture) -> list[dict]:
+def by_expert(gaps: Tensor, mask: Tensor, routes: Tensor, arch: hf_config.Architecture) -> list[dict]:
     """The median gap of each expert's tokens and of all other tokens, the most different expert first.
 
     An expert needs LEAST_TOKENS sampled tokens on both sides.  (S, T), (S, T), (S, T, L, K)
@@ -155,12 +157,14 @@ def by_expert(gaps: Tensor, mask: Tensor, routes: Tensor, arch: Architecture) ->
             chosen = (routes[:, index] == expert).any(-1)
             own, others = gaps[chosen], gaps[~chosen]
             if min(len(own), len(others)) >= LEAST_TOKENS:
-                medians = {"gap": own.median().item(), "others": others.median().item()}
-                found.append({"layer": layer, "expert": expert, "tokens": len(own), **medians})
+                found.append({
+                    "layer": layer, "expert": expert, "tokens": len(own),
+                    "gap": own.median().item(), "others": others.median().item(),
+                })  # fmt: skip
     return sorted(found, key=lambda row: -row["gap"] / max(row["others"], 1e-12))
 
 
-def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
+def compare(cfg: Config, arch: hf_config.Architecture, parallel: Parallel) -> dict:
     """All figures of this check. ``wrong`` says which are beyond their bounds; "" if none is. Collective."""
     model = model_megatron.build(arch, parallel, dtype=devices.DTYPES[cfg.model.dtype], recompute=cfg.model.recompute)
     weights_hf.load(model, arch, parallel, cfg.model.path)
@@ -178,10 +182,9 @@ def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
     batch = sample(engine, cfg, arch, parallel)
     gaps, mask, routes = token_gaps(model, batch, cfg, parallel, replay)
     with lora_megatron.disabled(adapters):
-        base_gaps, _, _ = token_gaps(model, batch, cfg, parallel, None)
+        base_gaps = parallel.gather_rows(token_gaps(model, batch, cfg, parallel, None)[0])[0]
     by_rank = parallel.gather_rows(gaps)  # (ranks, S, T): every data rank has a trainer of its own
     gaps = by_rank[by_rank.sum((1, 2)).argmax()]  # of the rank with the largest gap; nan counts as the largest
-    base_gaps = parallel.gather_rows(base_gaps)[0]
     bound, experts = getattr(cfg.checks, f"logp_gap_{cfg.model.dtype}"), []
     if replay is not None:
         torch.distributed.broadcast(routes, src=0)  # all ranks must judge the same numbers

@@ -76,8 +76,11 @@ def memory_findings(memory: list[list[int]], todo: str) -> list[Finding]:
     used = {device: (total - free) / 2**30 for device, (free, total) in enumerate(memory)}
     taken = ", ".join(f"{device}: {gib:.0f} GiB" for device, gib in used.items() if gib > 4)
     least = min((free for free, _ in memory), default=0) / 2**30
-    said = f"{len(memory)} devices, {least:.1f} GiB or more free on each"
-    return first("device memory", said, (taken, "fail", f"taken before the run starts: {taken}", todo))
+    return first(
+        "device memory",
+        f"{len(memory)} devices, {least:.1f} GiB or more free on each",
+        (taken, "fail", f"taken before the run starts: {taken}", todo),
+    )
 
 
 # ------------------------------------------------------------------------------------------ questions to this machine
@@ -210,3 +213,6 @@ class Machine:
         code, output = self.python(ACCELERATOR, self.kind)
         # Libraries may print lines of their own before the last one.
         return json.loads(output.strip().splitlines()[-1]) if code == 0 else {"error": last_line(output)}
+
+
+Check = Callable[[Machine], list[Finding]]

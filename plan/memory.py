@@ -71,6 +71,28 @@ def _layer_lora(arch: Architecture, lora: LoraConfig, layout: RankGrid, is_moe: 
     return sum(sizes[target] for target in lora.targets)
 
 
+def _layer_merged(arch: Architecture, lora: LoraConfig, layout: RankGrid, is_moe: bool) -> int:
+    """Parameters of the base weights of one layer, on one rank, that LoRA adapts."""
+    h, tensor = arch.hidden_size, layout.tensor
+    width = (arch.shared_expert_ffn_size if is_moe else arch.dense_ffn_size) // tensor
+    if is_moe:
+        width += arch.num_experts // layout.expert * arch.expert_ffn_size // layout.expert_tensor
+    sizes = {
+        "linear_qkv": h * arch.qkv_size // tensor,
+        "linear_proj": h * arch.num_heads * arch.head_dim // tensor,
+        "router": h * arch.num_experts * is_moe,
+        "linear_fc1": 2 * h * width,
+        "linear_fc2": h * width,
+    }
+    return sum(sizes[target] for target in lora.targets)
+
+
+def merged_weights(arch: Architecture, lora: LoraConfig, layout: RankGrid, recompute: bool) -> int:
+    """Parameters of the merged weights that a passing micro-batch holds: with ``recompute`` those of one layer."""
+    layers = [_layer_merged(arch, lora, layout, is_moe) for is_moe in arch.moe_layers]
+    return max(layers) if recompute else sum(layers)
+
+
 def gathered_by_a_save(arch: Architecture, lora: LoraConfig, layout: RankGrid, device: str) -> int:
     """Most bytes that a rank holds beside its own shards while a checkpoint is written: the largest whole fp32 tensor.
 
@@ -233,7 +255,6 @@ def step_memory(cfg: Config, arch: Architecture, layout: RankGrid, device: str, 
         imbalance=IMBALANCE, entropy_bonus=cfg.loss.entropy_coef > 0,
     )  # fmt: skip
     lora = 4 * lora_parameters(arch, cfg.lora, layout)
-    longest = cfg.row_tokens
     wanted_rows = -(-rollout.prompts_per_step // layout.replicas) * rollout.group_size
     cache, cached_rows = _cache(cfg, arch, layout, element, wanted_rows)
     engine = _engine_layout(layout)
@@ -250,10 +271,11 @@ def step_memory(cfg: Config, arch: Architecture, layout: RankGrid, device: str, 
         "optimizer": 2 * lora,  # AdamW's two moments
         "engine weights": base_parameters(arch, engine) * element,
         "key-value cache": cache,
-        "routing records": own_sequences * longest * routing,
+        "routing records": own_sequences * cfg.row_tokens * routing,
         "communication buffers": communicators(layout) * BUFFER_BYTES[device],
         "runtime": int(RUNTIME_BYTES[device] + (GRAPH_BYTES[device] if rollout.engine == "vllm" else 0)),
         "gradients": lora,
+        "merged weights": merged_weights(arch, cfg.lora, layout, cfg.model.recompute) * element * cfg.trains_merged,
         "activations": work.peak,
         "logits chunk": work.logits,  # within the activations
         "margin": int(MARGIN * capacity),
@@ -269,7 +291,8 @@ def step_memory(cfg: Config, arch: Architecture, layout: RankGrid, device: str, 
         "sync": resident + whole_group + 3 * 4 * h * max(arch.qkv_size, arch.expert_ffn_size * 2),
         "rollout": resident + sampling,
         "reference": resident + work.reference + parts["routing records"],
-        "update": resident + parts["gradients"] + work.peak + parts["routing records"],
+        "update": resident
+        + sum(parts[name] for name in ("gradients", "merged weights", "activations", "routing records")),
         "optimizer": resident + 3 * lora,  # gradients, their flat message, AdamW's temporaries
         "save": resident + gathered_by_a_save(arch, cfg.lora, layout, device),
     }
@@ -300,7 +323,8 @@ def _cache(cfg: Config, arch: Architecture, layout: RankGrid, element: int, rows
         # The samples of a prompt share its keys and values.
         return size, min(rows, int(size // ((prompt / group + new) * token)))
     held = min(rows, CACHED_ROWS)
-    return (-(-held // group) * prompt + held * new) * token, held
+    prompts = -(-held // group) if cfg.model.dtype == "fp32" else held  # in bf16 each row has a copy of its prompt
+    return (prompts * prompt + held * new) * token, held
 
 
 def communicators(layout: RankGrid) -> int:

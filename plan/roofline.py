@@ -12,7 +12,9 @@ from config_rules import ELEMENT_BYTES
 from hf_config import Architecture
 from knobs import Config
 from plan.grid import WHOLE, RankGrid
-from plan.memory import Memory, lora_parameters
+from plan.memory import Memory, lora_parameters, merged_weights
+
+MERGE_BYTES = 28  # read and written for an element of W + s B A: of bf16, in fp32, one operation after the other
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,7 @@ def decode_step(
     one_expert = 3 * h * arch.expert_ffn_size
     whole = active_parameters(arch) - moe * arch.experts_per_token * one_expert
     weights = (moe * used * one_expert / expert + whole / tensor) * element
-    heads = max(1, arch.num_kv_heads / tensor)
-    cache = rows * context * 2 * layers * heads * arch.head_dim * element
+    cache = rows * context * 2 * layers * max(1, arch.num_kv_heads / tensor) * arch.head_dim * element
     exchanged = 4 * layers * rows * h * element * (tensor - 1) / tensor  # two all-reduces for each layer
     if expert > tensor:
         exchanged += 2 * moe * sequences / ranks * arch.experts_per_token * h * element
@@ -159,8 +160,8 @@ def step_times(
         {"arithmetic": forward_flops(arch, tokens, length) / rate},
         {"launches": updates * micro_batches * hardware.eager_pass_seconds},
     ) | exchange_seconds(arch, hardware, layout, tokens, element)
-    backward = {cause: seconds * (2 if cfg.model.recompute else 1) for cause, seconds in forward.items()}
-    again = updates > 1 or cfg.replay.mode == "r2"
+    merged_bytes = MERGE_BYTES * merged_weights(arch, cfg.lora, layout, recompute=False) * cfg.trains_merged
+    merging = updates * micro_batches * merged_bytes / hardware.bandwidth
     causes = {
         "sync": _sync_seconds(cfg, arch, layout, hardware, element),
         "prefill": {"arithmetic": forward_flops(arch, rollout.prompts_per_step * prompt, prompt) / rate},
@@ -168,10 +169,11 @@ def step_times(
             cause: seconds * waves * completion
             for cause, seconds in _decode_causes(decode, hardware, rollout.enforce_eager).items()
         },
-        "old policy": forward if again else {"": 0.0},
+        "old policy": forward | {"merging": merging} if updates > 1 or cfg.replay.mode == "r2" else {"": 0.0},
         "reference": forward if cfg.loss.kl != "none" else {"": 0.0},
-        "update forward": forward,
-        "update backward": backward,
+        "update forward": forward | {"merging": merging},
+        "update backward": {cause: seconds * (1 + cfg.model.recompute) for cause, seconds in forward.items()}
+        | {"merging": merging * cfg.model.recompute},
         "optimizer": _optimizer_seconds(cfg, arch, layout, hardware, updates),
     }
     return Times(causes, decode, int(waves), micro_batches)
@@ -204,9 +206,8 @@ def _sync_seconds(
     experts = 3 * h * sum(arch.moe_layers) * arch.num_experts * arch.expert_ffn_size * mlp
     if layout.engine_expert > layout.engine_tensor:
         return {"memory": (split / layout.tensor + experts / layout.expert) * element * 2 / hardware.bandwidth}
-    size = (split + experts) * element
-    if cfg.rollout.sync == "adapter":
-        size = 4 * lora_parameters(arch, cfg.lora, WHOLE)
+    merged = (split + experts) * element
+    size = 4 * lora_parameters(arch, cfg.lora, WHOLE) if cfg.rollout.sync == "adapter" else merged
     return {"exchange": size / (hardware.link * hardware.link_share), "memory": size * 2 / hardware.bandwidth}
 
 

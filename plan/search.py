@@ -16,9 +16,7 @@ from config_rules import LAYOUT_RULES, cache_mib_per_row, divisors, engine_layou
 from hf_config import Architecture
 from knobs import Config
 from plan import grid, roofline
-from plan.grid import RankGrid
 from plan.memory import GIB, Memory, step_memory
-from plan.roofline import Times
 
 LISTED = 6  # alternatives
 
@@ -40,10 +38,10 @@ class Verdict:
     """A configuration on a number of ranks, and the reasons against it. If a rule is broken, nothing is planned."""
 
     cfg: Config
-    layout: RankGrid
+    layout: grid.RankGrid
     reasons: list[str]
     memory: Memory | None = None
-    times: Times | None = None
+    times: roofline.Times | None = None
 
 
 def judge(cfg: Config, ranks: int, setting: Setting) -> Verdict:
@@ -112,11 +110,13 @@ def _corrected(cfg: Config, arch: Architecture) -> Config:
     cache = cfg.rollout.kv_cache_mib
     if cfg.rollout.engine == "vllm" and cache_mib_per_row(cfg, arch) > cache:
         cache = cache_mib_per_row(_with(cfg, rollout={"tensor": 1}), arch)  # one row fits with any rollout.tensor
-    tokens = max(cfg.optim.tokens_per_micro_batch, cfg.row_tokens)
     return _with(
         cfg,
         parallel={"pipeline": 1, "context": 1},
-        optim={"prompts_per_update": update, "tokens_per_micro_batch": tokens},
+        optim={
+            "prompts_per_update": update,
+            "tokens_per_micro_batch": max(cfg.optim.tokens_per_micro_batch, cfg.row_tokens),
+        },
         rollout={"kv_cache_mib": cache},
     )
 
@@ -130,9 +130,11 @@ def _with(cfg: Config, **sections: dict) -> Config:
 def _other_counts(ranks: int, setting: Setting) -> list[int]:
     """Other numbers of ranks, nearest first: halves, doubles, powers of two, whole nodes."""
     node = setting.ranks_per_node
-    counts = {ranks // 2, ranks // 4, 2 * ranks, 4 * ranks, 8 * ranks, node, 2 * node}
-    counts |= {ranks // node * node, -(-ranks // node) * node}
-    counts |= {1 << (ranks.bit_length() - 1), 1 << ranks.bit_length()}  # the powers of two below and above
+    counts = {
+        ranks // 4, ranks // 2, 2 * ranks, 4 * ranks, 8 * ranks,
+        1 << (ranks.bit_length() - 1), 1 << ranks.bit_length(),
+        node, 2 * node, ranks // node * node, -(-ranks // node) * node,
+    }  # fmt: skip
     return sorted((n for n in counts - {ranks} if n > 0), key=lambda n: (abs(math.log2(n / ranks)), -n))
 
 
@@ -140,12 +142,11 @@ def _candidates(cfg: Config, counts: list[int], engines: bool, arch: Architectur
     """(configuration, ranks) for every layout whose sizes divide what they must; judge() applies the other rules."""
 
     def trains(ranks: int, **sizes: int) -> bool:
-        whole = {"tensor": 1, "expert": 1, "expert_tensor": 1}
-        alone = _with(cfg, parallel=whole | sizes, rollout={"expert_parallel": False})
-        return not any(layout_problems(alone, arch, ranks))
+        split = {"tensor": 1, "expert": 1, "expert_tensor": 1} | sizes
+        return not layout_problems(_with(cfg, parallel=split, rollout={"expert_parallel": False}), arch, ranks)
 
     def samples(ranks: int, tensor: int) -> bool:
-        return not any(engine_layout_problems(_with(cfg, rollout={"tensor": tensor}), arch, ranks))
+        return not engine_layout_problems(_with(cfg, rollout={"tensor": tensor}), arch, ranks)
 
     for ranks in counts:
         sizes, cuts = divisors(ranks), sorted({1, cfg.parallel.expert_tensor})
@@ -156,17 +157,28 @@ def _candidates(cfg: Config, counts: list[int], engines: bool, arch: Architectur
             [size for size in searched if samples(ranks, size)],
             {cfg.rollout.expert_parallel, False},  # the engine uses the trainer's shards, or has its own copy
         ):
-            split = {"tensor": tensor, "expert": expert, "expert_tensor": cut}
-            yield _with(cfg, parallel=split, rollout={"tensor": replica, "expert_parallel": shared}), ranks
+            yield (
+                _with(
+                    cfg,
+                    parallel={"tensor": tensor, "expert": expert, "expert_tensor": cut},
+                    rollout={"tensor": replica, "expert_parallel": shared},
+                ),
+                ranks,
+            )
 
 
 def _distance(verdict: Verdict, cfg: Config, ranks: int) -> float:
     """How far a candidate is from the request, in doublings of sizes."""
     old, new = verdict.cfg.parallel, cfg.parallel
-    pairs = [(old.tensor, new.tensor), (old.expert * old.expert_tensor, new.expert * new.expert_tensor)]
-    pairs += [(old.expert_tensor, new.expert_tensor), (verdict.cfg.rollout.tensor, cfg.rollout.tensor)]
+    pairs = [
+        (old.tensor, new.tensor),
+        (old.expert * old.expert_tensor, new.expert * new.expert_tensor),
+        (old.expert_tensor, new.expert_tensor),
+        (verdict.cfg.rollout.tensor, cfg.rollout.tensor),
+        (verdict.layout.ranks, ranks),
+    ]
     copied = verdict.cfg.rollout.expert_parallel != cfg.rollout.expert_parallel
-    return sum(abs(math.log2(a / b)) for a, b in [*pairs, (verdict.layout.ranks, ranks)]) + 0.5 * copied
+    return sum(abs(math.log2(a / b)) for a, b in pairs) + 0.5 * copied
 
 
 KEYS = (  # that a search can change, in the order in which overrides are listed

@@ -7,7 +7,6 @@ with a second implementation in float64 (plan/self_test_reference.py); then the 
 docs/self_test.md says what was measured, which faults this test does not find, and what the exit codes mean.
 """
 
-import argparse
 import contextlib
 import functools
 import importlib.metadata
@@ -34,7 +33,7 @@ import reward_gsm8k
 import tiny_model
 import train_grpo
 import weights_hf
-from config import resolve_config
+from config import command_line, resolve_config
 from config_rules import OTHER_RULES
 from engines.interface import Completion
 from input_files import BAD_INPUT, refused
@@ -82,7 +81,7 @@ def tiny_run(cfg: Config, folder: Path) -> Config:
     """The method of ``cfg`` on the tiny model and the toy questions in ``folder``, on one rank."""
     kept = cfg.model_dump(mode="json")
     roles = [target for target in kept["aqn"]["targets"] if target in ("attention", "experts", "router")]
-    tree = {
+    return Config.model_validate({
         "name": "self_test",
         "device": kept["device"],
         "model": kept["model"] | {"path": str(folder / "model")},
@@ -109,8 +108,7 @@ def tiny_run(cfg: Config, folder: Path) -> Config:
             "steps": STEPS, "out_dir": str(folder / "out"), "checkpoint_every": 0, "resume": "never",
             "seed": SEED, "deterministic": kept["train"]["deterministic"],
         },
-    }  # fmt: skip
-    return Config.model_validate(tree)
+    })  # fmt: skip
 
 
 def write_inputs(cfg: Config, folder: Path) -> dict[str, str]:
@@ -119,8 +117,10 @@ def write_inputs(cfg: Config, folder: Path) -> dict[str, str]:
     A question is a letter and a digit, which mean nothing, and an a or a b. The answers are 3 and 7.
     """
     model = folder / "model"
-    kind = hf_config.planned(cfg)[0].model_type
-    tiny = TinyModelConfig(architecture=kind, vocab_size=259, num_experts=4, expert_width=32, shared_expert_width=32)
+    tiny = TinyModelConfig(
+        architecture=hf_config.planned(cfg)[0].model_type, vocab_size=259, num_experts=4, expert_width=32,
+        shared_expert_width=32,
+    )  # fmt: skip
     settings = hf_config.tiny_settings(tiny, row_tokens=1536)
     tiny_model.build_tokenizer([], settings["vocab_size"], model)
     tokenizer = json.loads((model / "tokenizer_config.json").read_text())
@@ -204,8 +204,8 @@ class Observer:
             self.state = learner_state(learner, step * updates)
         before = self.state
         if step == FIRST:
-            moments = any(x.any() for x in before.first.values())
-            findings.add("AdamW", not moments, "moments before the first step are not 0")
+            zero = not any(x.any() for x in before.first.values())
+            findings.add("AdamW", zero, "moments before the first step are not 0")
         if cfg.aqn.schedule == "off":
             with torch.no_grad():
                 weights = merged(self.base, before.factors, cfg.lora)
@@ -255,10 +255,12 @@ class Observer:
         if not size:
             self.findings.add(name, not error, f"step {step + 1}: 0 is expected, norm {error:.1g} was found")
             return
-        mine, shares = pieces(found), {}
-        for key, x in pieces(expected).items():
-            if x.norm() > 0.05 * expected[key.partition("[")[0]].norm():
-                shares[key] = ((mine[key] * x).sum() / x.square().sum()).item()
+        mine = pieces(found)
+        shares = {
+            key: ((mine[key] * x).sum() / x.square().sum()).item()
+            for key, x in pieces(expected).items()
+            if x.norm() > 0.05 * expected[key.partition("[")[0]].norm()
+        }
         weakest, whole, piece = min(shares, key=shares.get), WHOLE[self.cfg.model.dtype], PIECE[self.cfg.model.dtype]
         self.findings.add(
             name,
@@ -366,10 +368,11 @@ def introduction(cfg: Config, source: str) -> str:
 
 def main(arguments: list[str]) -> int:
     """Exit code 0: it learned. 1: it did not. 2: the input cannot be used, or a file cannot be written."""
-    parser = argparse.ArgumentParser(prog="preflight.py --self-test", description=__doc__.split("\n\n")[0])
     default = str(Path(__file__).parents[1] / "configs" / "tiny_cpu.yaml")
-    parser.add_argument("config", nargs="?", default=default, help="default: configs/tiny_cpu.yaml, device auto")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser = command_line(
+        "preflight.py --self-test", __doc__, nargs="?", default=default,
+        help="default: configs/tiny_cpu.yaml, device auto",
+    )  # fmt: skip
     args = parser.parse_intermixed_args(arguments)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)  # the test has one rank, even under torchrun

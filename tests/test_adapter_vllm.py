@@ -260,7 +260,6 @@ def test_it_is_refused_before_any_weight_is_read(tmp_path: Path, monkeypatch) ->
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["rollout.engine=torch"], "rollout.sync: not read, rollout.engine is not vllm, and the embedded sampler's"),
         (["lora.targets=[linear_qkv, router]"], "lora.targets: router cannot go with rollout.sync adapter; needed"),
         (["lora.rank=8", "lora.expert_rank=4"], "lora.expert_rank: 4 cannot go with .*; needed: 0 or 8"),
         (["lora.rank=513", "lora.expert_rank=0"], "lora.rank: 513 is more than vLLM accepts .*needed: at most 512"),

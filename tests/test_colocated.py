@@ -31,7 +31,7 @@ from torch import Tensor
 import environment
 import hf_config
 import parallel_setup
-from engines import vllm_ascend, vllm_inside, vllm_shards
+from engines import vllm_ascend, vllm_colocated, vllm_inside
 from input_files import InputError
 
 RANKS, TENSOR, DATA = 16, 4, 4
@@ -65,7 +65,7 @@ def trainer(rank: int, path: Path) -> tuple[dict, dict[str, Tensor]]:
     try:
         parallel = world.open_layout("TP4_EP16")
         model, arch = adapted.load(path, parallel)
-        pushed = list(vllm_shards.shards(model, arch, parallel))
+        pushed = list(vllm_colocated.shards(model, arch, parallel))
         local = arch.num_experts // parallel.expert
         groups = {
             "tensor": dist.get_process_group_ranks(parallel.tensor_group),

@@ -221,6 +221,7 @@ def other_values(cfg: Config) -> dict[str, object]:
         "data.overlong_prompts": "drop",
         "data.chat_template_kwargs": "{enable_thinking: false}",
         "rollout.engine": "vllm",
+        "rollout.sync": "adapter",
         "reward.method": "openai",
         "lora.targets": "[linear_fc1]",
         "loss.advantage": "none",

@@ -174,6 +174,7 @@ def test_peft_adapter_has_the_trainers_logprobs_when_on_and_the_bases_when_off(
     assert streams.out.startswith(f"wrote {out}: PEFT adapter after step 3 (")
     assert ("PEFT will warn" in streams.err) == (name == "qwen2_no_attention_expert_rank")
     assert {path.name for path in out.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1  # whoever may read one may read the other
     assert json.loads((out / "adapter_config.json").read_text()).keys() <= LoraConfig().to_dict().keys()
 
     base = reference.load(run.base)

@@ -269,8 +269,21 @@ def test_an_update_of_packed_rows_takes_no_more_than_planned(shortest, tmp_path)
     assert 0.5 < found["update"] / (planned["activations"] + planned["gradients"]) < 1.1
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_passes_with_merged_weights_hold_the_planned_bytes_more(recompute, tmp_path):
+    cfg = training.config(
+        tmp_path, tmp_path, model__recompute=recompute, data__max_prompt_tokens=4, rollout__max_new_tokens=12,
+        rollout__group_size=4, optim__tokens_per_micro_batch=64,
+    )  # fmt: skip
+    arch = tiny("qwen2_moe", hidden_size=256, moe_intermediate_size=128)  # weights that are large beside activations
+    (apart,) = world.in_layouts(["TP1"], updated, cfg, arch)["TP1"]
+    (merged,) = world.in_layouts(["TP1"], updated, cfg, arch, None, True)["TP1"]
+    planned = 4 * memory.merged_weights(arch, cfg.lora, grid.of(cfg, 1), recompute)
+    assert merged["update"] - apart["update"] == pytest.approx(planned, rel=0.15), (merged, apart, planned)
+
+
 def updated(
-    parallel: parallel_setup.Parallel, cfg, arch: Architecture, packed_from: int | None = None
+    parallel: parallel_setup.Parallel, cfg, arch: Architecture, packed_from: int | None = None, merges: bool = False
 ) -> dict[str, int]:
     """Bytes that a Learner holds, and the peak of its update beyond these.
 
@@ -280,7 +293,7 @@ def updated(
     with torch.no_grad():
         for weight in model.parameters():
             weight.normal_(0, 0.05)
-    adapters = lora_megatron.attach(model, cfg.lora, parallel, 0)
+    adapters = lora_megatron.attach(model, cfg.lora, parallel, 0, merges=merges)
     with LiveBytes() as making:
         learner = Learner(cfg, arch, parallel, model, adapters, pad_token=0)
     learner.packs = packed_from is not None

@@ -98,6 +98,15 @@ def test_findings_say_what_was_and_what_was_not_found(tmp_path: Path) -> None:
     assert text.endswith(f"The minimum detectable effect is {100 * found[0].detectable:.1f} points.")
 
 
+def test_without_scipy_one_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    assert run("plan", "--questions", "1319", "--seeds", "5", "--discordant", "0.25") == 2
+    needed = "pip install --no-deps -r requirements/report.txt"
+    assert capsys.readouterr().err == f"error: report.py: scipy is not installed; needed: {needed}\n"
+
+
 def test_a_page_without_records_has_no_number(tmp_path: Path) -> None:
     (tmp_path / "RESULTS.md").write_text(TEXT.format(pages.BEGIN, pages.END))
     pages.build(tmp_path / "results", tmp_path / "RESULTS.md")

@@ -226,8 +226,9 @@ def test_folder_that_the_script_did_not_make_is_left_alone(checkout: Checkout) -
     assert [path.name for path in (checkout.root / "mine").iterdir()] == ["thesis"]
 
 
-def test_torch_comes_from_its_own_index_when_the_usual_one_lacks_the_cpu_build(checkout: Checkout) -> None:
-    lacks = {"STUB_PIP_FAILS": "progress-bar off -r .venv/torch.txt", "STUB_PIP_SAYS": "No matching distribution found"}
+@pytest.mark.parametrize("says", ["No matching distribution found", "ResolutionImpossible"])
+def test_torch_comes_from_its_own_index_when_the_usual_one_lacks_the_cpu_build(says: str, checkout: Checkout) -> None:
+    lacks = {"STUB_PIP_FAILS": "progress-bar off -r .venv/torch.txt", "STUB_PIP_SAYS": says}
     done = checkout.run("run_cpu.sh", TORCH_INDEX="https://mirror.example/cpu", **lacks)
     assert done.returncode == 0, done.stderr
     assert len(checkout.calls("--index-url https://mirror.example/cpu -r .venv/torch.txt")) == 1
@@ -426,6 +427,7 @@ def test_two_machines_meet_where_they_are_told() -> None:
 def test_run_starts_only_after_doctor_and_plan(doctor, plan, switch, code, called, tmp_path: Path) -> None:
     stub = tmp_path / "python"
     stub.write_text(f"""#!/bin/sh
+[ "$1" != -c ] || exit 0  # it has the packages
 asked=$1
 [ "$2" != --doctor ] || asked=--doctor
 echo "$asked" >>{tmp_path}/calls
@@ -435,6 +437,14 @@ case $asked in --doctor) exit {doctor} ;; preflight.py) exit {plan} ;; esac\n"""
     assert done.returncode == code, done.stderr
     assert (tmp_path / "calls").read_text().split() == called
     assert ("DOCTOR=off" in done.stderr) == (doctor == "1" and switch == "on")
+
+
+@pytest.mark.parametrize(("script", "arguments"), [("run_16npu.sh", ()), ("first_hour.sh", ("configs/qwen3.yaml",))])
+def test_an_interpreter_without_the_packages_is_refused_in_one_line(script: str, arguments: tuple[str, ...]) -> None:
+    done = accelerator(script, *arguments, PYTHON="false")
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: PYTHON: false lacks the packages of requirements/")
 
 
 def test_shellcheck_finds_nothing() -> None:

@@ -24,7 +24,7 @@ import hf_config
 import lora_megatron
 import rollout
 import weights_hf
-from engines import vllm_colocated, vllm_inside, vllm_shards
+from engines import vllm_colocated, vllm_inside
 from engines.interface import Completion
 from engines.torch_sampler import TorchSampler
 from engines.vllm_colocated import ColocatedEngine
@@ -185,7 +185,7 @@ def without_collectives(parallel: Parallel, path: Path) -> tuple[bool, bool]:
         for name in ("all_gather_into_tensor", "all_gather", "all_gather_object", "all_reduce", "broadcast", "barrier",
                      "all_to_all_single", "reduce_scatter_tensor", "send", "recv"):  # fmt: skip
             patch.setattr(torch.distributed, name, refuse)
-        return passes(vllm_shards.shards), passes(weights_hf.export)
+        return passes(vllm_colocated.shards), passes(weights_hf.export)
 
 
 # ------------------------------------------------------------------------------------------------ into vLLM's memory
@@ -199,7 +199,7 @@ def shards(path: Path) -> dict[str, Tensor]:
 
 def own_shards(parallel: Parallel, path: Path) -> dict[str, Tensor]:
     model, arch = adapted.load(path, parallel)
-    return {name: tensor.clone() for name, tensor in vllm_shards.shards(model, arch, parallel)}
+    return {name: tensor.clone() for name, tensor in vllm_colocated.shards(model, arch, parallel)}
 
 
 @pytest.fixture
@@ -305,7 +305,7 @@ def placements(parallel: Parallel, path: Path) -> dict[str, str]:
 
     def refusal(found: dict, place: Parallel) -> str:
         try:
-            vllm_shards.check_placement(found, arch, place)
+            vllm_colocated.check_placement(found, arch, place)
         except InputError as error:
             return str(error)
         return ""
@@ -391,5 +391,5 @@ def test_weights_hf_gives_every_slot_once(path: Path) -> None:
 
 def slot_names(parallel: Parallel, path: Path) -> dict[str, int]:
     model, arch = adapted.load(path, parallel)
-    names = [vllm_shards.vllm_name(slot) for slot in weights_hf.slots(model, arch, parallel)]
+    names = [vllm_colocated.vllm_name(slot) for slot in weights_hf.slots(model, arch, parallel)]
     return {name: names.count(name) for name in names}

@@ -6,9 +6,11 @@ them.
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 import shutil
+import stat
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -192,6 +194,15 @@ def test_transformers_reads_what_save_model_writes(shard_bytes, folders, tmp_pat
     tokens = reference.tokens(rows=2)
     with torch.no_grad():
         assert torch.equal(reference.load(tmp_path)(tokens).logits, reference.load(source)(tokens).logits)
+
+
+def test_others_may_read_a_written_model_as_the_mask_says(tmp_path):
+    before = os.umask(0o027)
+    try:
+        weights_hf.save_model(iter([("a", torch.ones(3))]), tmp_path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "model.safetensors").stat().st_mode) == 0o640
 
 
 def test_save_model_takes_views_and_transposed_tensors(tmp_path):
