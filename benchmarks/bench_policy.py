@@ -5,7 +5,8 @@
 A random layer (hidden size 2,048, 32 heads, experts of width 768, 8 a token) is trained by random rewards with the
 learning rate, warm-up and LoRA of configs/qwen3.yaml. Each way runs in a process of its own, on one thread. share and
 error: of the fp32 update in the pushed policy (docs/metrics.md, sync/update_share). gap: mean difference of the
-log-probs of trainer and sampler, nats a token. step: CPU seconds. policy: mean difference of the sampler's log-probs
+log-probs of trainer and sampler, nats a token, in the first step and in the later ones. kl 2: actor/kl_loss after one
+update, whose true KL is near 1e-8. step: CPU seconds. policy: mean difference of the sampler's log-probs
 from those of W + (alpha / R) B A in fp32, nats a token, after the last step.
 """
 
@@ -51,7 +52,7 @@ def config(folder: Path, way: str, steps: int) -> Config:
     source = cases.ROOT / "configs" / "qwen3.yaml"
     overrides = [
         "device=cpu", f"model.path={folder}", "model.recompute=false", "parallel.tensor=1", "parallel.expert=1",
-        "rollout.engine=torch", f"rollout.prompts_per_step={PROMPTS}", "rollout.group_size=4", "loss.kl=none",
+        "rollout.engine=torch", f"rollout.prompts_per_step={PROMPTS}", "rollout.group_size=4", "loss.kl_coef=0",
         f"rollout.max_new_tokens={NEW_TOKENS}", f"data.max_prompt_tokens={PROMPT_TOKENS}", f"train.steps={steps}",
         f"optim.prompts_per_update={PROMPTS}", "loss.importance=none", *WAYS[way],
     ]  # fmt: skip
@@ -119,6 +120,7 @@ def measure(way: str, experts: int, steps: int) -> dict:
         **{f"error {step}": by_step[step]["sync/update_error"] for step in SHOWN if step <= steps},
         "gap 1": by_step[0]["rollout/logp_gap_mean"],
         "gap 2-": statistics.fmean(one["rollout/logp_gap_mean"] for one in by_step[1:-1]),
+        "kl 2": by_step[1]["actor/kl_loss"],
         "policy": policy,
         "step": statistics.median(one["seconds"] for one in by_step[:-1]),
         "update": statistics.median(one["update_seconds"] for one in by_step[:-1]),
