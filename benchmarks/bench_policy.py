@@ -52,7 +52,7 @@ def config(folder: Path, way: str, steps: int) -> Config:
     source = cases.ROOT / "configs" / "qwen3.yaml"
     overrides = [
         "device=cpu", f"model.path={folder}", "model.recompute=false", "parallel.tensor=1", "parallel.expert=1",
-        "rollout.engine=torch", f"rollout.prompts_per_step={PROMPTS}", "rollout.group_size=4", "loss.kl_coef=0",
+        "rollout.engine=torch", f"rollout.prompts_per_step={PROMPTS}", "rollout.group_size=4",
         f"rollout.max_new_tokens={NEW_TOKENS}", f"data.max_prompt_tokens={PROMPT_TOKENS}", f"train.steps={steps}",
         f"optim.prompts_per_update={PROMPTS}", "loss.importance=none", *WAYS[way],
     ]  # fmt: skip
