@@ -95,9 +95,6 @@ class RolloutConfig(Section):
         "merged",
         "the policy of sampler and trainer: W + alpha / R x B A, in bf16 rounded on both sides; or W and the factors",
     )
-    merge: Literal["trained", "nearest", "stochastic", "trained_stochastic"] = knob(
-        "trained", "bf16, merged: what is compared: the trainer uses the pushed weights or not; how they are rounded"
-    )
     prompts_per_step: int = knob(32, "P, questions a step; a step has P x group_size sequences", ge=1, le=10**6)
     group_size: int = knob(8, "G, completions a prompt; a group of one has no advantage", ge=2, le=2**16)
     max_new_tokens: int = knob(1024, "longest completion in tokens, its end token included", ge=1, le=2**20)
@@ -292,5 +289,4 @@ class Config(Section):
 
         In fp32 the rounding is 1e-7 of a weight. Dropout acts on the input of A, so it needs the factors.
         """
-        trained = self.rollout.merge in ("trained", "trained_stochastic")
-        return self.model.dtype == "bf16" and self.rollout.sync == "merged" and not self.lora.dropout and trained
+        return self.model.dtype == "bf16" and self.rollout.sync == "merged" and not self.lora.dropout

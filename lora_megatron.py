@@ -75,7 +75,6 @@ class Adapter(torch.nn.Module):
     def __init__(self, rank: int, alpha: float, dropout: float, merges: bool) -> None:
         super().__init__()
         self.scale, self.dropout, self.merges, self.enabled = alpha / rank, dropout, merges, True
-        self.stochastic, self.noise = 0, {}
 
     def delta(self, expert: int | None = None) -> Tensor:
         """The shard of the update on this rank, fp32.  -> (out, in); with ``expert``, of one local expert: (in, out)"""
@@ -84,15 +83,7 @@ class Adapter(torch.nn.Module):
     @torch.no_grad()
     def merged(self, weight: Tensor, expert: int | None = None) -> Tensor:
         """W + (alpha / R) B A for the shard ``weight`` of W, in fp32 and cast once; ``expert``: see `delta`."""
-        exact = weight.float() + self.delta(expert)
-        if not self.stochastic or weight.dtype != torch.bfloat16:
-            return exact.to(weight.dtype)
-        # Up with the probability of what is cut off, always by the same random number of an element, which depends on
-        # its place in the whole model. An exact bf16 number stays.
-        if expert not in self.noise:
-            generator = torch.Generator().manual_seed(derive_seed(self.stochastic, "rounding", expert or 0))
-            self.noise[expert] = torch.randint(0, 2**16, exact.shape, generator=generator, dtype=torch.int32)
-        return ((exact.view(torch.int32) + self.noise[expert]) & -65536).view(torch.float32).to(torch.bfloat16)
+        return (weight.float() + self.delta(expert)).to(weight.dtype)
 
 
 class LoRALinear(Adapter):

@@ -26,7 +26,7 @@ import run_record
 import runlog
 import tiny_model
 import weights_hf
-from config import derive_seed, to_yaml
+from config import to_yaml
 from config_rules import check_engine_layout, check_layout
 from data_gsm8k import Question, Questions
 from engines.interface import Completion, Engine
@@ -242,10 +242,6 @@ def open_run(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inpu
     weights_hf.load(model, arch, parallel, cfg.model.path)
     heartbeat.beat("loading the base weights")
     adapters = lora_megatron.attach(model, cfg.lora, parallel, cfg.train.seed, merges=cfg.trains_merged)
-    if "stochastic" in cfg.rollout.merge:
-        for number, adapter in enumerate(adapters.values()):
-            place = parallel.expert_rank if adapter.A.is_expert else 0
-            adapter.stochastic = derive_seed(cfg.train.seed, number, place)
     stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
     pad_token = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stop_tokens)
     learner = Learner(cfg, arch, parallel, model, adapters, pad_token)

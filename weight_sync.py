@@ -166,7 +166,7 @@ class WeightSync:
             weight, first, dtype = slot.weight[rows], first[rows], slot.weight.dtype
             update = adapter.scale * (first @ second)
             if self.cfg.rollout.sync == "merged":
-                change = adapter.merged(slot.weight, slot.expert)[rows].float() - weight.float()
+                change = (weight.float() + update).to(dtype).float() - weight.float()
             else:
                 pair = (factor if kind == "router" else factor.to(dtype).float() for factor in (first, second))
                 change = adapter.scale * torch.matmul(*pair)

@@ -39,10 +39,7 @@ from learner import Learner, StepTimer
 from tripwires import Heartbeat
 from weight_sync import WeightSync
 
-WAYS = {
-    "nearest": ["rollout.merge=nearest"], "trained": ["rollout.merge=trained"], "adapter": ["rollout.sync=adapter"],
-    "stochastic": ["rollout.merge=stochastic"], "trained_stochastic": ["rollout.merge=trained_stochastic"],
-}  # fmt: skip
+WAYS = {"merged": ["rollout.sync=merged"], "adapter": ["rollout.sync=adapter"]}
 SHOWN = (1, 2, 5, 10, 20)  # steps
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS, VOCABULARY = 8, 24, 24, 4096
 
@@ -93,9 +90,6 @@ def measure(way: str, experts: int, steps: int) -> dict:
         model = model_megatron.build(arch, parallel, dtype=torch.bfloat16, recompute=False)
         fill(model, arch, parallel)
         adapters = lora_megatron.attach(model, cfg.lora, parallel, seed=0, merges=cfg.trains_merged)
-        if "stochastic" in cfg.rollout.merge:
-            for number, adapter in enumerate(adapters.values()):
-                adapter.stochastic = number + 1
         learner = Learner(cfg, arch, parallel, model, adapters, pad_token=0)
         engine = rollout.open_engine(cfg, arch, device, {0}, 0)
         weights = WeightSync(engine, model, arch, parallel, cfg)
