@@ -91,7 +91,7 @@ def grid(metrics: dict[str, Curves], names: list[str], title: str = "", more: in
     if len(names) > 1:
         handles = [matplotlib.lines.Line2D([], [], color=colors[name], lw=2, label=name) for name in names]
         figure.legend(
-            handles=handles, loc="outside upper left", ncols=7, frameon=False, fontsize=8, title=title, alignment="left"
+            handles=handles, loc="outside upper left", ncols=4, frameon=False, fontsize=8, title=title, alignment="left"
         )
     return figure, places[len(metrics) :]
 
