@@ -91,9 +91,10 @@ class RolloutConfig(Section):
     )
     enforce_eager: bool = knob(True, "vllm: no graph capture; false decodes faster on an accelerator")
     kv_cache_mib: int = knob(512, "vllm: MiB of the key-value cache of one rank", ge=1, le=2**24)
-    sync: Literal["merged", "adapter"] = knob(
-        "merged",
-        "the policy of sampler and trainer: W + alpha / R x B A, in bf16 rounded on both sides; or W and the factors",
+    sync: Literal["auto", "merged", "adapter"] = knob(
+        "auto",
+        "the policy of sampler and trainer. merged: weights with LoRA merged, in bf16 rounded; adapter: weights and "
+        "factors apart; auto: adapter in bf16 with the embedded sampler, else merged",
     )
     prompts_per_step: int = knob(32, "P, questions a step; a step has P x group_size sequences", ge=1, le=10**6)
     group_size: int = knob(8, "G, completions a prompt; a group of one has no advantage", ge=2, le=2**16)
@@ -284,9 +285,15 @@ class Config(Section):
         return self.data.max_prompt_tokens + self.rollout.max_new_tokens
 
     @property
+    def keeps_factors_apart(self) -> bool:
+        """Whether the sampler gets the LoRA factors, instead of merged weights."""
+        apart_by_default = self.rollout.engine == "torch" and self.model.dtype == "bf16"
+        return self.rollout.sync == "adapter" or (self.rollout.sync == "auto" and apart_by_default)
+
+    @property
     def trains_merged(self) -> bool:
         """Whether the trainer's passes use the merged weights that are pushed, rounded to model.dtype.
 
         In fp32 the rounding is 1e-7 of a weight. Dropout acts on the input of A, so it needs the factors.
         """
-        return self.model.dtype == "bf16" and self.rollout.sync == "merged" and not self.lora.dropout
+        return self.model.dtype == "bf16" and not self.keeps_factors_apart and not self.lora.dropout

@@ -78,7 +78,7 @@ def check_engine(cfg: Config, arch: Architecture, ranks: int) -> None:
         max_tokens=cfg.row_tokens,
         kv_cache_mib=cfg.rollout.kv_cache_mib,
     )
-    if cfg.rollout.sync == "adapter":
+    if cfg.keeps_factors_apart:
         vllm_adapter.check(arch, cfg.lora, device_type=device_type, dtype=dtype)
     if cfg.rollout.expert_parallel:
         vllm_colocated.check(arch, device_type=device_type, ranks=ranks, tensor=cfg.rollout.tensor)
@@ -86,7 +86,7 @@ def check_engine(cfg: Config, arch: Architecture, ranks: int) -> None:
 
 def open_engine(cfg: Config, arch: Architecture, device: torch.device, stop_tokens: set[int], pad_token: int) -> Engine:
     """The engine that cfg.rollout.engine names. It has no weights before its first load_weights."""
-    dtype, adapter = devices.DTYPES[cfg.model.dtype], cfg.lora if cfg.rollout.sync == "adapter" else None
+    dtype, adapter = devices.DTYPES[cfg.model.dtype], cfg.lora if cfg.keeps_factors_apart else None
     if cfg.rollout.engine == "torch":
         norms = torch.float32 if cfg.aqn.bf16 == "fp32" else dtype  # fp32 norms keep noise that bf16 would round off
         return TorchSampler(

@@ -217,7 +217,7 @@ class Tripwires:
     def _rounding(self, step: int, metrics: dict[str, float]) -> None:
         """Whether the sampler's weights were rounded far away from what the trainer computes with."""
         cfg = self.cfg
-        two_policies = cfg.model.dtype == "bf16" and cfg.rollout.sync == "merged" and not cfg.trains_merged
+        two_policies = cfg.model.dtype == "bf16" and not (cfg.keeps_factors_apart or cfg.trains_merged)
         if two_policies and metrics["sync/update_error"] > UPDATE_ERROR:
             self.trip(
                 "rounding",

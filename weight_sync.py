@@ -58,7 +58,7 @@ class WeightSync:
         if cfg.rollout.expert_parallel:
             vllm_colocated.check_placement(engine.placement(), arch, parallel)
         engine.load_weights(self._export())
-        if cfg.rollout.sync == "adapter":
+        if cfg.keeps_factors_apart:
             engine.load_adapter(self._factors()[0])
 
     def _export(self, only: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -66,7 +66,7 @@ class WeightSync:
         if self.cfg.rollout.expert_parallel:
             return vllm_colocated.shards(self.model, self.arch, self.parallel, only=only)
         return weights_hf.export(
-            self.model, self.arch, self.parallel, only=only, merge=self.cfg.rollout.sync == "merged"
+            self.model, self.arch, self.parallel, only=only, merge=not self.cfg.keeps_factors_apart
         )
 
     def check_start(self, probe: list[int]) -> None:
@@ -165,7 +165,7 @@ class WeightSync:
             kind, rows = _kind(slot.names[0]), slice(None, None, -(-len(first) // SAMPLED_ROWS))
             weight, first, dtype = slot.weight[rows], first[rows], slot.weight.dtype
             update = adapter.scale * (first @ second)
-            if self.cfg.rollout.sync == "merged":
+            if not self.cfg.keeps_factors_apart:
                 change = (weight.float() + update).to(dtype).float() - weight.float()
             else:
                 pair = (factor if kind == "router" else factor.to(dtype).float() for factor in (first, second))
@@ -184,7 +184,7 @@ class WeightSync:
 
     def _push_policy(self) -> tuple[float, dict[str, Tensor]]:
         """Push what training or noise changes, clean: the checksum, and the tensors that noise is going to change."""
-        adapter_only = self.cfg.rollout.sync == "adapter"
+        adapter_only = self.cfg.keeps_factors_apart
         checksum, touched = 0.0, {}
         if self.noise or not adapter_only:
             weights = TensorStream(self._changed())

@@ -207,7 +207,7 @@ def _sync_seconds(
     if layout.engine_expert > layout.engine_tensor:
         return {"memory": (split / layout.tensor + experts / layout.expert) * element * 2 / hardware.bandwidth}
     merged = (split + experts) * element
-    size = 4 * lora_parameters(arch, cfg.lora, WHOLE) if cfg.rollout.sync == "adapter" else merged
+    size = 4 * lora_parameters(arch, cfg.lora, WHOLE) if cfg.keeps_factors_apart else merged
     return {"exchange": size / (hardware.link * hardware.link_share), "memory": size * 2 / hardware.bandwidth}
 
 

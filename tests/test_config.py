@@ -326,3 +326,22 @@ def test_the_command_ends_with_one_error_line_and_exit_code_2():
 def test_reading_a_configuration_imports_no_torch():
     code = "import sys, config; config.load_config('configs/tiny_cpu.yaml'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "apart", "merged"),
+    [
+        (["model.dtype=fp32"], False, False),
+        (["model.dtype=fp32", "rollout.sync=adapter"], True, False),
+        (["model.dtype=bf16"], True, False),
+        (["model.dtype=bf16", "rollout.sync=merged"], False, True),
+        (["model.dtype=bf16", "rollout.engine=vllm"], False, True),
+        (["model.dtype=bf16", "rollout.engine=vllm", "lora.dropout=0.1"], False, False),
+    ],
+)
+def test_the_policy_of_sampler_and_trainer_follows_from_type_and_engine(
+    overrides: list[str], apart: bool, merged: bool
+) -> None:
+    """Factors apart by default where bf16 would round them away and the engine can; else merged on both sides."""
+    cfg = load_config("configs/tiny_cpu.yaml", overrides)
+    assert (cfg.keeps_factors_apart, cfg.trains_merged) == (apart, merged)

@@ -70,7 +70,7 @@ def log_probs(model, parallel: Parallel) -> Tensor:
 
 def compare(parallel: Parallel, path: Path, folder: Path) -> dict:
     """Log-probs and gradients in bf16: of the trainer, and of a model that only holds the exported weights."""
-    cfg = config(path, model__dtype="bf16")
+    cfg = config(path, model__dtype="bf16", rollout__sync="merged")
     model, arch, _ = attached(path, cfg, parallel, merges=True)
     exported = {name: tensor.clone() for name, tensor in weights_hf.export(model, arch, parallel)}
     if parallel.rank == 0:
@@ -241,7 +241,7 @@ def test_factors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 def greedy(parallel: Parallel, path: Path, dtype: str, folder: Path) -> list[tuple[list[int], list[int]]]:
     """Prompts and the sampler's greedy answers after a push, as in an evaluation. The factors go to a checkpoint."""
-    cfg = config(path, model__dtype=dtype)
+    cfg = config(path, model__dtype=dtype, rollout__sync="merged")
     model, arch, adapters = attached(path, cfg, parallel, merges=cfg.trains_merged)
     with torch.no_grad():
         for adapter in adapters.values():
