@@ -308,7 +308,8 @@ def test_no_check_would_have_fired_in_a_recorded_run() -> None:
     for run in runs:
         control = "control" in run.record.id
         bound = run.record.config["checks"].get("logp_gap_fp32", 1e-3)
-        changes = {"reward__permute": control, "checks__logp_gap_fp32": float(bound)}
+        dtype = run.record.config["model"]["dtype"]
+        changes = {"reward__permute": control, "checks__logp_gap_fp32": float(bound), "model__dtype": dtype}
         cfg = training.config(Path("none"), Path("none"), **changes)
         said: list[str] = []
         watch = Tripwires(cfg, said.append, lambda bound: "")

@@ -10,6 +10,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from statistics import mean
 
 import adapted
 import pytest
@@ -31,6 +32,7 @@ import weight_sync
 import weights_hf
 from config import to_yaml
 from device import DTYPES
+from engines import torch_decoder
 from engines.torch_sampler import TorchSampler
 from input_files import InputError
 from knobs import Config
@@ -280,3 +282,36 @@ def test_transformers_answers_with_the_merged_export_as_the_sampler_does(dtype: 
         others += int((chosen < best).sum())
     print(f"{kind} {dtype}: {tokens} tokens, {ties} ties, {others} answered otherwise")
     assert tokens > 500 and (others == 0 if dtype == "fp32" else others <= tokens / 50)
+
+
+# ---------------------------------------------------------------------------------------- the kernels of both sides
+
+SIZES = dict(
+    hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64, num_experts=8, experts_per_token=4, expert_width=128
+)  # fmt: skip
+NEAR = [("DP2", "adapter"), ("EP2", "merged"), ("EP2_DP4", "adapter")]  # tensor parallelism adds partial sums in bf16
+
+
+def train_with_the_other_cache(jobs: list) -> None:
+    """The sampler computes attention line by line, as in fp32."""
+    torch_decoder.RowCache = torch_decoder.LineCache
+    training.train_each(jobs)
+
+
+def test_in_bf16_the_sampler_rounds_as_the_trainer_does(tmp_path: Path) -> None:
+    """Nats a token over three steps. What is left are products of one or two rows, which kernels round otherwise."""
+    model = training.make_model(tmp_path / "model", **SIZES)
+    changes = {"model__dtype": "bf16", "optim__lr": 1e-3}
+    jobs = {
+        layout: (layout, config(model, rollout__sync=sync, train__out_dir=str(tmp_path / layout), **changes))
+        for layout, sync in NEAR
+    }
+    other = config(model, train__out_dir=str(tmp_path / "other"), **changes)
+    training.in_world("TP1", train_with_the_other_cache, [("TP1", other)])
+    gaps = {
+        label: mean(row["rollout/logp_gap_mean"] for row in training.metrics(run))
+        for label, run in {**training.run_all(jobs), "the other cache": training.only_run(other)}.items()
+    }
+    print(gaps)
+    control = gaps.pop("the other cache")
+    assert max(gaps.values()) < 4e-4 and control > 4 * max(gaps.values())
