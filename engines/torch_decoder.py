@@ -209,9 +209,7 @@ class Decoder:
         score, experts = logits.topk(arch.experts_per_token, dim=-1)  # (R, K)
         score = score.softmax(-1) if arch.norm_topk_prob else (score - logits.logsumexp(-1, keepdim=True)).exp()
         routes.append(experts)
-        if (
-            self.cache is RowCache
-        ):  # the sum over a row's experts is rounded in the order of the experts, as the trainer's
+        if self.cache is RowCache:  # the trainer adds a token's experts in the order of their numbers
             experts, order = experts.sort(-1)
             score = score.gather(-1, order)
         # Each (row, choice) pair becomes a row. Sorted by expert, two grouped products compute all experts.
@@ -223,10 +221,7 @@ class Decoder:
         pairs = self._grouped(layer, "expert_down", pairs, tokens_per_expert)
         # Restore the order of rows and choices before the sum: index_add_ adds in no fixed order on an accelerator.
         pairs = torch.empty_like(pairs).index_copy_(0, pair, pairs).view(*experts.shape, -1)
-        total = pairs[:, 0]
-        for choice in range(1, arch.experts_per_token):
-            total = total + pairs[:, choice]
-        return x + total
+        return x + pairs.sum(1)
 
     def prefill(
         self,
