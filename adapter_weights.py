@@ -46,6 +46,11 @@ FUSED = {  # Hugging Face module -> (lora.targets, the fused module)
 }
 
 
+def target_of(name: str) -> str:
+    """The member of lora.targets that adapts a Hugging Face tensor; "" if none does."""
+    return FUSED.get(name.split(".")[-2], ("", ""))[0] if name.endswith(".weight") else ""
+
+
 def hf_name(name: str) -> str:
     """decoder.layers.3.mlp.experts.linear_fc1.A -> model.layers.3.mlp.experts.gate_up_proj.A"""
     _, _, layer, rest = name.split(".", 3)

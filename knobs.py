@@ -94,7 +94,7 @@ class RolloutConfig(Section):
     sync: Literal["auto", "merged", "adapter"] = knob(
         "auto",
         "the policy of sampler and trainer. merged: weights with LoRA merged, in bf16 rounded; adapter: weights and "
-        "factors apart; auto: adapter in bf16 with the embedded sampler, else merged",
+        "factors apart; auto: adapter in bf16 with the embedded sampler and without noise, else merged",
     )
     prompts_per_step: int = knob(32, "P, questions a step; a step has P x group_size sequences", ge=1, le=10**6)
     group_size: int = knob(8, "G, completions a prompt; a group of one has no advantage", ge=2, le=2**16)
@@ -286,8 +286,12 @@ class Config(Section):
 
     @property
     def keeps_factors_apart(self) -> bool:
-        """Whether the sampler gets the LoRA factors, instead of merged weights."""
-        apart_by_default = self.rollout.engine == "torch" and self.model.dtype == "bf16"
+        """Whether the sampler gets the LoRA factors, instead of merged weights.
+
+        Not by default under AQN: the noise of some norms is taken out of the columns of merged matrices.
+        """
+        embedded, noisy = self.rollout.engine == "torch", self.aqn.schedule != "off"
+        apart_by_default = embedded and self.model.dtype == "bf16" and not noisy
         return self.rollout.sync == "adapter" or (self.rollout.sync == "auto" and apart_by_default)
 
     @property

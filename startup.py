@@ -71,7 +71,15 @@ def check_inputs(cfg: Config, ranks: int) -> Inputs | None:
         return None
     rollout.check_engine(cfg, arch, ranks)
     if cfg.aqn.schedule != "off":
-        aqn_targets.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
+        noise = aqn_targets.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
+        adapted = {
+            name for name in aqn_targets.touched_names(noise) if adapter_weights.target_of(name) in cfg.lora.targets
+        }
+        if adapted and cfg.keeps_factors_apart:
+            raise InputError(
+                f"rollout.sync: adapter: the noise is in the columns of {min(adapted)}, whose LoRA factors would not "
+                "get it; needed: merged, other aqn.targets, or aqn.router noisy"
+            )
     weights_hf.read_model(cfg.model.path, arch)
     tokenizer = data_gsm8k.load_tokenizer(cfg.model.path)
     check_answers(cfg)

@@ -335,6 +335,7 @@ def test_reading_a_configuration_imports_no_torch():
         (["model.dtype=fp32", "rollout.sync=adapter"], True, False),
         (["model.dtype=bf16"], True, False),
         (["model.dtype=bf16", "rollout.sync=merged"], False, True),
+        (["model.dtype=bf16", "aqn.schedule=constant"], False, True),
         (["model.dtype=bf16", "rollout.engine=vllm"], False, True),
         (["model.dtype=bf16", "rollout.engine=vllm", "lora.dropout=0.1"], False, False),
     ],

@@ -28,6 +28,7 @@ import hf_config
 import lora_megatron
 import model_megatron
 import run_record
+import startup
 import weight_sync
 import weights_hf
 from config import to_yaml
@@ -315,3 +316,25 @@ def test_in_bf16_the_sampler_rounds_as_the_trainer_does(tmp_path: Path) -> None:
     print(gaps)
     control = gaps.pop("the other cache")
     assert max(gaps.values()) < 4e-4 and control > 4 * max(gaps.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "matrix"),
+    [
+        ("qwen2_moe", {}, "model.layers.0.mlp.shared_expert.gate_proj.weight"),
+        ("qwen3_moe", {"aqn__router": "clean", "lora__targets": ("router",)}, "model.layers.0.mlp.gate.weight"),
+        ("qwen3_moe", {}, ""),
+        ("qwen2_moe", {"aqn__targets": ("attention", "experts", "mlp")}, ""),
+    ],
+)
+def test_noise_in_columns_of_adapted_matrices_needs_merged_weights(
+    kind: str, changes: dict, matrix: str, tmp_path: Path
+) -> None:
+    model = training.make_model(tmp_path / "model", kind)
+    settings = {"rollout__sync": "adapter", "aqn__schedule": "constant", "reward__method": "verl_flexible"}
+    cfg = training.config(model, tmp_path, **settings | changes)
+    if matrix:
+        with pytest.raises(InputError, match=rf"rollout.sync: adapter: .* columns of {matrix}, .*needed: merged"):
+            startup.check_inputs(cfg, 1)
+    else:
+        startup.check_inputs(cfg, 1)
