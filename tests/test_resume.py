@@ -339,7 +339,7 @@ def test_a_policy_in_bf16_is_the_same_after_a_resume(sync, model, tmp_path) -> N
     bf16 = {"model__dtype": "bf16", "rollout__sync": sync, "lora__dropout": 0.0, "replay__mode": "r3"}
     changes = EVERYTHING | bf16 | {"optim__prompts_per_update": 2}
     run = training.run_all({"": ("EP2", training.config(model, tmp_path / "whole", **changes))})[""]
-    copy = rewound(run, tmp_path / "again", 3)
+    copy = rewound(run, tmp_path / "again", 4)
     cfg = training.config(model, tmp_path / "out", **changes | {"train__resume": str(copy)})
     training.in_world("EP2", training.train_each, [("EP2", training.in_layout(cfg, "EP2"))])
     assert_same_bytes(copy, run)
