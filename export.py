@@ -270,6 +270,10 @@ def export(run_dir: Path, out_dir: Path, *, as_adapter: bool, step: int | None, 
     factors = check_factors(found, modules)
     with _appears_whole(out_dir) as folder:
         if as_adapter:
+            if cfg.trains_merged:
+                _note(
+                    "this run trained merged weights, rounded to bf16: --merged exports them, an adapter is not rounded"
+                )
             num_tensors, num_bytes = write_adapter(folder, cfg.model.path, cfg.lora, modules, factors)
         else:
             num_tensors, num_bytes = write_merged(folder, cfg.model, arch, modules, factors, cfg.lora.alpha)

@@ -229,7 +229,7 @@ class ChecksConfig(Section):
     collapse_kl: float = knob(1.0, "KL in nats a token", gt=0)
     logp_gap: Action = knob("stop", "the log-probs of sampler and trainer differ too much (under noise: of a probe)")
     logp_gap_fp32: float = knob(1e-3, "fp32: largest mean difference, nats a token; normal is 1e-7", gt=0)
-    logp_gap_bf16: float = knob(0.1, "bf16: largest mean difference, nats a token; normal is 1e-2", gt=0)
+    logp_gap_bf16: float = knob(0.1, "bf16: largest mean difference, nats a token; normal with vLLM is 1e-2", gt=0)
     reference_kl: Action = knob("stop", "the KL to the reference is not exactly 0 before the first update")
     adapters: Action = knob("stop", "after an update the sampler still receives the old tensors")
     rounding: Action = knob("warn", "bf16 with dropout: rounding takes over a tenth of the update from the sampler")

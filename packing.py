@@ -86,7 +86,7 @@ def pack(tokens: Tensor, mask: Tensor, multiple: int) -> Packing:
         source += range(row * width + length, row * width + end)
         sees[row] = length
     num_rows = torch.zeros(len(source), dtype=torch.long)
-    for row, _, end in spans:
+    for row, _, end in spans if any(trained) else []:
         num_rows[line[row, :end]] += 1
     filler = [0] * (-len(source) % multiple)
     num_rows = F.pad(num_rows, (0, len(filler)))

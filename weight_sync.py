@@ -172,7 +172,7 @@ class WeightSync:
                 change = adapter.scale * torch.matmul(*pair)
             parts = change * update, update.square(), (change - update).square()
             copies = min(map(self.parallel.copies, (adapter.A, adapter.B)))  # of this shard, on as many ranks
-            sums[kind] = sums.get(kind, 0) + torch.stack([part.sum() for part in parts]) / copies
+            sums[kind] = sums.get(kind, 0) + torch.stack([part.mean() for part in parts]) * slot.weight.numel() / copies
         totals = self.parallel.sum_over_ranks(torch.stack(list(sums.values())))
         by_kind = {f"_{kind}": total for kind, total in zip(sums, totals, strict=True)} | {"": totals.sum(0)}
         found = {}

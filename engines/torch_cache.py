@@ -19,6 +19,8 @@ from hf_config import Architecture
 # of what reading it moves.
 SLOTS = 16
 
+QUERIES = 4  # torch's attention for a CPU rounds otherwise for fewer queries of a key head, which the trainer never has
+
 
 class Cache:
     """What both caches have. Heads come first in all keys and values, so that the rows of a line are adjacent."""
@@ -141,9 +143,11 @@ class RowCache(Cache):
         keys[:, rows, self.prompt_length + n] = key.transpose(0, 1)
         values[:, rows, self.prompt_length + n] = value.transpose(0, 1)
         query = query.unflatten(1, (self.kv_heads, -1))  # the query heads of a key head, as if they were tokens
+        heads = query.shape[2]
+        query = query.repeat(1, 1, -(-QUERIES // heads), 1)
         keys, values = (x.transpose(0, 1)[:, :, :slots] for x in (keys, values))  # (R, KV, slots, D)
         mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=self.mask, scale=self.scale)
-        return mixed.flatten(1)
+        return mixed[:, :, :heads].flatten(1)
 
     def _mask(self, n: int) -> Tensor:
         """-inf after the newest token of each row. The slots are a multiple of packing.KEYS.  -> (R, 1, 1, slots)"""

@@ -161,8 +161,11 @@ class Decoder:
     # ------------------------------------------------------------------------------------------------------ the model
     def _linear(self, layer: int, part: str, x: Tensor) -> Tensor:
         """``part`` of a layer, with its adapter if it has one.  (.., in) -> (.., out)"""
-        weights = self.layers[layer]
-        y = F.linear(x, weights[part], weights.get(f"{part}_bias"))
+        weights, bias = self.layers[layer], self.layers[layer].get(f"{part}_bias")
+        if self.cache is LineCache or bias is None:
+            y = F.linear(x, weights[part], bias)
+        else:
+            y = F.linear(x, weights[part]) + bias  # rounded before the bias is added, as in the trainer
         if part in self.factors[layer]:
             a, b, scale = self.factors[layer][part]
             y += F.linear(scale * F.linear(x, a), b)
@@ -198,9 +201,8 @@ class Decoder:
             dense = self._linear(layer, "down", kernels.swiglu(self._linear(layer, "gate_up", h)))
             if "shared_gate" in weights:
                 dense *= torch.sigmoid(F.linear(h, weights["shared_gate"]))
-            x = x + dense
         if "router" not in weights:
-            return x
+            return x + dense
         # The router works in fp32 for every dtype of the model, as in the trainer.
         logits = F.linear(h.float(), weights["router"].float())
         if "router" in self.factors[layer]:
@@ -209,9 +211,6 @@ class Decoder:
         score, experts = logits.topk(arch.experts_per_token, dim=-1)  # (R, K)
         score = score.softmax(-1) if arch.norm_topk_prob else (score - logits.logsumexp(-1, keepdim=True)).exp()
         routes.append(experts)
-        if self.cache is RowCache:  # the trainer adds a token's experts in the order of their numbers
-            experts, order = experts.sort(-1)
-            score = score.gather(-1, order)
         # Each (row, choice) pair becomes a row. Sorted by expert, two grouped products compute all experts.
         in_order, pair = experts.view(-1).sort(stable=True)
         tokens_per_expert = torch.bincount(in_order, minlength=arch.num_experts)
@@ -221,7 +220,8 @@ class Decoder:
         pairs = self._grouped(layer, "expert_down", pairs, tokens_per_expert)
         # Restore the order of rows and choices before the sum: index_add_ adds in no fixed order on an accelerator.
         pairs = torch.empty_like(pairs).index_copy_(0, pair, pairs).view(*experts.shape, -1)
-        return x + pairs.sum(1)
+        mixed = pairs.sum(1)
+        return x + (mixed + dense if "gate_up" in weights else mixed)
 
     def prefill(
         self,

@@ -112,7 +112,7 @@ class TorchSampler(Engine):
     def layer_outputs(self, prompt: list[int]) -> list[Tensor]:
         outputs: list[Tensor] = []
         self.decoder.prefill([prompt], 1, 1, self.pad_token, outputs)
-        return [output[0] for output in outputs]
+        return [output[0, : len(prompt)] for output in outputs]
 
     @torch.inference_mode()
     def sample(

@@ -15,7 +15,7 @@ from config_rules import ELEMENT_BYTES, cache_bytes_per_token
 from hf_config import Architecture
 from knobs import Config, LoraConfig
 from plan import grid
-from plan.grid import RankGrid
+from plan.grid import WHOLE, RankGrid
 
 GIB = 2**30
 LOGITS_PER_CHUNK, ROWS_PER_CHUNK = 2**24, 2048  # of model_megatron.py
@@ -236,7 +236,16 @@ class Memory:
 
 
 # The parts that stay in memory after loading.
-RESIDENT = ("base", "lora", "optimizer", "engine weights", "key-value cache", "communication buffers", "runtime")
+RESIDENT = (
+    "base",
+    "lora",
+    "optimizer",
+    "engine weights",
+    "engine factors",
+    "key-value cache",
+    "communication buffers",
+    "runtime",
+)
 
 
 def micro_batch_tokens(cfg: Config, layout: RankGrid) -> int:
@@ -270,6 +279,7 @@ def step_memory(cfg: Config, arch: Architecture, layout: RankGrid, device: str, 
         "lora": lora,
         "optimizer": 2 * lora,  # AdamW's two moments
         "engine weights": base_parameters(arch, engine) * element,
+        "engine factors": lora_parameters(arch, cfg.lora, WHOLE) * element * cfg.keeps_factors_apart,
         "key-value cache": cache,
         "routing records": own_sequences * cfg.row_tokens * routing,
         "communication buffers": communicators(layout) * BUFFER_BYTES[device],
@@ -281,6 +291,8 @@ def step_memory(cfg: Config, arch: Architecture, layout: RankGrid, device: str, 
         "margin": int(MARGIN * capacity),
     }
     resident = sum(parts[name] for name in RESIDENT)
+    # A push of factors gathers them whole in fp32, and the engine holds the old ones until it has the new ones.
+    gathered = lora_parameters(arch, cfg.lora, WHOLE) * (4 + element) * cfg.keeps_factors_apart
     sampling = activations(
         arch, cfg.lora, engine, element=element, recompute=False, tokens=prefill, scored=min(wanted_rows, CACHED_ROWS)
     ).reference
@@ -288,7 +300,7 @@ def step_memory(cfg: Config, arch: Architecture, layout: RankGrid, device: str, 
         # Loading reads and rearranges one tensor at a time; the engine does not exist yet.
         "load": parts["base"] + parts["runtime"] + 2 * arch.vocab_size * h * element,
         # Merging is in fp32.
-        "sync": resident + whole_group + 3 * 4 * h * max(arch.qkv_size, arch.expert_ffn_size * 2),
+        "sync": resident + whole_group + gathered + 3 * 4 * h * max(arch.qkv_size, arch.expert_ffn_size * 2),
         "rollout": resident + sampling,
         "reference": resident + work.reference + parts["routing records"],
         "update": resident

@@ -61,7 +61,9 @@ def wrong_replica() -> None:
 
 def check(folder: Path, fault: Callable[[], None] | None, dtype: str = "bf16") -> tuple[list[int], dict, str]:
     """The exit codes of two ranks with EP2, the figures, and the printed text."""
-    cfg = training.in_layout(training.config(folder / "none", folder, model__dtype=dtype, **SIZES), "EP2")
+    cfg = training.in_layout(
+        training.config(folder / "none", folder, model__dtype=dtype, rollout__sync="merged", **SIZES), "EP2"
+    )
     (folder / "run.yaml").write_text(to_yaml(cfg))
     given = [str(folder / "run.yaml"), "--folder", str(folder / "two"), "--json", str(folder / "found.json")]
     world._import_megatron()

@@ -176,7 +176,7 @@ def test_share_and_error_are_those_of_what_the_engine_holds(
         assert metrics["sync/update_share"] == pytest.approx(share, abs=1e-3)
         assert metrics["sync/update_error"] == pytest.approx(error, rel=0.02, abs=1e-5)
         for name, value in rank["sample"].items():  # of a part of the rows
-            assert value == pytest.approx(metrics[name], rel=0.2, abs=1e-5), name
+            assert value == pytest.approx(metrics[name], rel=0.1, abs=1e-5), name
         assert shares[0] <= share <= shares[1] and errors[0] <= error <= errors[1], (share, error)
         kinds = {key.rpartition("_")[2] for key in metrics if key.startswith("sync/update_share_")}
         assert kinds == {"attention", "experts", "router", "mlp"}
@@ -264,7 +264,7 @@ def greedy(parallel: Parallel, path: Path, dtype: str, folder: Path) -> list[tup
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_transformers_answers_with_the_merged_export_as_the_sampler_does(dtype: str, kind: str, tmp_path: Path) -> None:
-    """Token by token along the sampler's answers. Apart from ties, bf16 may differ where a router is undecided."""
+    """Token by token along the sampler's answers. In bf16 transformers has kernels of its own: 2 % may differ."""
     from transformers import AutoModelForCausalLM
 
     path, run = reference.save(kind, tmp_path / "base"), tmp_path / "run"
@@ -290,7 +290,9 @@ def test_transformers_answers_with_the_merged_export_as_the_sampler_does(dtype: 
 SIZES = dict(
     hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64, num_experts=8, experts_per_token=4, expert_width=128
 )  # fmt: skip
-NEAR = [("DP2", "adapter"), ("EP2", "merged"), ("EP2_DP4", "adapter")]  # tensor parallelism adds partial sums in bf16
+NEAR = [  # tensor parallelism is not among the layouts: it adds partial sums in bf16
+    ("DP2", "adapter", "qwen3_moe"), ("EP2", "merged", "qwen3_moe"), ("EP2_DP4", "adapter", "qwen2_moe"),
+]  # fmt: skip
 
 
 def train_with_the_other_cache(jobs: list) -> None:
@@ -300,14 +302,15 @@ def train_with_the_other_cache(jobs: list) -> None:
 
 
 def test_in_bf16_the_sampler_rounds_as_the_trainer_does(tmp_path: Path) -> None:
-    """Nats a token over three steps. What is left are products of one or two rows, which kernels round otherwise."""
-    model = training.make_model(tmp_path / "model", **SIZES)
+    """Nats a token over three steps; qwen2_moe has biases, shared experts, and here a key head for each query head."""
+    models = {kind: training.make_model(tmp_path / kind, kind, **SIZES | {"num_kv_heads": heads})
+              for kind, heads in (("qwen3_moe", 2), ("qwen2_moe", 4))}  # fmt: skip
     changes = {"model__dtype": "bf16", "optim__lr": 1e-3}
     jobs = {
-        layout: (layout, config(model, rollout__sync=sync, train__out_dir=str(tmp_path / layout), **changes))
-        for layout, sync in NEAR
+        layout: (layout, config(models[kind], rollout__sync=sync, train__out_dir=str(tmp_path / layout), **changes))
+        for layout, sync, kind in NEAR
     }
-    other = config(model, train__out_dir=str(tmp_path / "other"), **changes)
+    other = config(models["qwen3_moe"], train__out_dir=str(tmp_path / "other"), **changes)
     training.in_world("TP1", train_with_the_other_cache, [("TP1", other)])
     gaps = {
         label: mean(row["rollout/logp_gap_mean"] for row in training.metrics(run))
@@ -315,7 +318,15 @@ def test_in_bf16_the_sampler_rounds_as_the_trainer_does(tmp_path: Path) -> None:
     }
     print(gaps)
     control = gaps.pop("the other cache")
-    assert max(gaps.values()) < 4e-4 and control > 4 * max(gaps.values())
+    assert max(gaps.values()) < 1e-6 and control > 1e-3  # measured: 0, on an AMD EPYC
+
+
+def test_the_layers_of_a_prompt_are_those_of_the_prompt_alone(tmp_path: Path) -> None:
+    """The cache pads prompts in bf16; the diagnosis of a gap compares layers without padding."""
+    arch = hf_config.read(reference.save("qwen3_moe", tmp_path))
+    engine = TorchSampler(arch, stop_tokens=set(), pad_token=0, dtype=torch.bfloat16)
+    engine.load_weights(weights_hf.read_model(tmp_path, arch).items())
+    assert [output.shape for output in engine.layer_outputs(PROMPTS[0])] == [(7, arch.hidden_size)] * arch.num_layers
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,8 @@ STOPS = {  # fault: (function that plants it, changes to the run, parts of the m
     ),
     "update lost in rounding": (
         nothing,
-        {"model__dtype": "bf16", "lora__dropout": 0.1, "optim__lr": 1e-4, "checks__rounding": "stop"},
+        {"model__dtype": "bf16", "rollout__sync": "merged", "lora__dropout": 0.1, "optim__lr": 1e-4,
+         "checks__rounding": "stop"},
         ["checks.rounding", "step 2: the sampler has ", "% of the update", "rollout.sync=adapter"],
     ),
     "adapters not at zero": (adapters_not_at_zero, {}, ["checks.reference_kl", "adapters start at 0"]),
