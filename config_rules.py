@@ -62,7 +62,7 @@ IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
      "checks.logp_gap is off, or model.dtype is not fp32", "checks.logp_gap_fp32"),
     (lambda c: c.checks.logp_gap == "off" or c.model.dtype != "bf16",
      "checks.logp_gap is off, or model.dtype is not bf16", "checks.logp_gap_bf16"),
-    (lambda c: c.model.dtype != "bf16" or c.keeps_factors_apart or c.trains_merged,
+    (lambda c: not c.has_two_policies,
      "sampler and trainer have the same policy unless lora.dropout is used in bf16", "checks.rounding"),
     (lambda c: c.checks.gradient_spike == "off", "checks.gradient_spike is off", "checks.gradient_spike_factor"),
     (lambda c: c.checks.entropy == "off", "checks.entropy is off", "checks.entropy_floor"),

@@ -301,3 +301,8 @@ class Config(Section):
         In fp32 the rounding is 1e-7 of a weight. Dropout acts on the input of A, so it needs the factors.
         """
         return self.model.dtype == "bf16" and not self.keeps_factors_apart and not self.lora.dropout
+
+    @property
+    def has_two_policies(self) -> bool:
+        """Whether the sampler gets rounded weights while the trainer keeps weights and factors apart."""
+        return self.model.dtype == "bf16" and not (self.keeps_factors_apart or self.trains_merged)

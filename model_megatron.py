@@ -235,7 +235,7 @@ def token_logprobs(
     if packing is None:
         hidden = hidden_states(model, tokens)[position - 1, row]  # (N, h): the state that predicts the token
     else:
-        line = hidden_states(model, tokens.flatten()[packing.source][None], packing)[:, 0]  # (M, h)
+        line = hidden_states(model, packing.of_line(tokens), packing)[:, 0]  # (M, h)
         hidden = line.index_select(0, packing.line[row, position - 1])
     head = model.embedding.word_embeddings if model.share_embeddings_and_output_weights else model.output_layer
     logp, entropy = _VocabularyLogProbs.apply(hidden, head.weight, tokens[row, position], temperature, parallel)

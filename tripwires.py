@@ -216,13 +216,11 @@ class Tripwires:
 
     def _rounding(self, step: int, metrics: dict[str, float]) -> None:
         """Whether the sampler's weights were rounded far away from what the trainer computes with."""
-        cfg = self.cfg
-        two_policies = cfg.model.dtype == "bf16" and not (cfg.keeps_factors_apart or cfg.trains_merged)
-        if two_policies and metrics["sync/update_error"] > UPDATE_ERROR:
+        if self.cfg.has_two_policies and metrics["sync/update_error"] > UPDATE_ERROR:
             self.trip(
                 "rounding",
                 f"step {step + 1}: the sampler has {metrics['sync/update_share']:.0%} of the update: rounding it to "
-                f"{cfg.model.dtype} changes it by {metrics['sync/update_error']:.0%}",
+                f"{self.cfg.model.dtype} changes it by {metrics['sync/update_error']:.0%}",
                 "lora.dropout, with which the trainer keeps weights and factors apart; rollout.sync=adapter",
             )
 

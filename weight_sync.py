@@ -32,8 +32,6 @@ PROBE_ANSWERS, PROBE_TOKENS = 8, 16
 # At temperature 1 the log-probs of a confident policy are exactly 0, so noise would not show; 2 is vLLM's maximum.
 # (vllm-ascend 0.23 always reports the log-probs of temperature 1.)
 FLAT = 2.0
-
-
 SAMPLED_ROWS = 64  # of a large weight, for `WeightSync.update_kept`: a small part of the cost of merging it
 
 
@@ -165,11 +163,11 @@ class WeightSync:
             kind, rows = _kind(slot.names[0]), slice(None, None, -(-len(first) // SAMPLED_ROWS))
             weight, first, dtype = slot.weight[rows], first[rows], slot.weight.dtype
             update = adapter.scale * (first @ second)
-            if not self.cfg.keeps_factors_apart:
-                change = (weight.float() + update).to(dtype).float() - weight.float()
-            else:
+            if self.cfg.keeps_factors_apart:
                 pair = (factor if kind == "router" else factor.to(dtype).float() for factor in (first, second))
                 change = adapter.scale * torch.matmul(*pair)
+            else:
+                change = (weight.float() + update).to(dtype).float() - weight.float()
             parts = change * update, update.square(), (change - update).square()
             copies = min(map(self.parallel.copies, (adapter.A, adapter.B)))  # of this shard, on as many ranks
             sums[kind] = sums.get(kind, 0) + torch.stack([part.mean() for part in parts]) * slot.weight.numel() / copies

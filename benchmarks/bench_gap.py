@@ -11,6 +11,7 @@ one expert does not reach the sampler; found: the expert that the tokens' gaps s
 """
 
 import contextlib
+import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -49,7 +50,7 @@ def tiny_architecture(folder: Path) -> hf_config.Architecture:
     settings = hf_config.tiny_settings(
         TinyModelConfig(architecture="qwen3_moe", experts_per_token=4, vocab_size=400), row_tokens=128
     )
-    (folder / "config.json").write_text(cases.json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps(settings))
     return hf_config.read(folder)
 
 
@@ -135,23 +136,19 @@ def factors_apart(pair: Pair) -> Iterator[None]:
         adapter.merges = merged
 
 
-def weighted_last(real: Callable) -> Callable:
+def weighted_last(self: Decoder, layer: int, x: Tensor, routes: list[Tensor]) -> Tensor:
     """Decoder._mlp with experts that are weighted after their second product."""
-
-    def mlp(self: Decoder, layer: int, x: Tensor, routes: list[Tensor]) -> Tensor:
-        arch, weights = self.arch, self.layers[layer]
-        h = kernels.rms_norm(x, weights["mlp_norm"], arch.rms_norm_eps)
-        score, experts = F.linear(h.float(), weights["router"].float()).topk(arch.experts_per_token, dim=-1)
-        routes.append(experts)
-        in_order, pair = experts.view(-1).sort(stable=True)
-        counts = torch.bincount(in_order, minlength=arch.num_experts)
-        out = h.index_select(0, pair.div(arch.experts_per_token, rounding_mode="floor"))
-        out = kernels.swiglu(kernels.grouped_mm(out, weights["expert_gate_up"], counts))
-        out = kernels.grouped_mm(out, weights["expert_down"], counts)
-        out = torch.empty_like(out).index_copy_(0, pair, out).view(*experts.shape, -1)
-        return x + (out * score.softmax(-1).to(x.dtype).unsqueeze(-1)).sum(1)
-
-    return mlp
+    arch, weights = self.arch, self.layers[layer]
+    h = kernels.rms_norm(x, weights["mlp_norm"], arch.rms_norm_eps)
+    score, experts = F.linear(h.float(), weights["router"].float()).topk(arch.experts_per_token, dim=-1)
+    routes.append(experts)
+    in_order, pair = experts.view(-1).sort(stable=True)
+    counts = torch.bincount(in_order, minlength=arch.num_experts)
+    out = h.index_select(0, pair.div(arch.experts_per_token, rounding_mode="floor"))
+    out = kernels.swiglu(kernels.grouped_mm(out, weights["expert_gate_up"], counts))
+    out = kernels.grouped_mm(out, weights["expert_down"], counts)
+    out = torch.empty_like(out).index_copy_(0, pair, out).view(*experts.shape, -1)
+    return x + (out * score.softmax(-1).to(x.dtype).unsqueeze(-1)).sum(1)
 
 
 def low_precision_router(real: Callable) -> Callable:
@@ -171,10 +168,6 @@ def high_precision_head(self: Decoder, hidden: Tensor) -> Tensor:
     return F.linear(kernels.rms_norm(hidden, self.final_norm, self.arch.rms_norm_eps).float(), self.head.float())
 
 
-def one_by_one(pair: Pair, rows: list) -> list[Tensor]:
-    return [pair.trainer([row])[0] for row in rows]
-
-
 def causes(pair: Pair) -> dict[str, tuple[contextlib.AbstractContextManager, Callable]]:
     """Name -> a context for sampling and for the trainer, and how the trainer computes."""
     none, mlp, trainer, decoder = contextlib.nullcontext(), Decoder._mlp, pair.trainer, pair.sampler.decoder
@@ -182,14 +175,11 @@ def causes(pair: Pair) -> dict[str, tuple[contextlib.AbstractContextManager, Cal
     return {
         "none": (none, trainer),
         "trainer with factors apart": (factors_apart(pair), trainer),
-        "experts weighted last": (patched(Decoder, "_mlp", weighted_last(mlp)), trainer),
-        "the other cache's attention": (
-            patched(decoder, "cache", other[decoder.cache]),
-            trainer,
-        ),
+        "experts weighted last": (patched(Decoder, "_mlp", weighted_last), trainer),
+        "the other cache's attention": (patched(decoder, "cache", other[decoder.cache]), trainer),
         "router in the model's dtype": (patched(Decoder, "_mlp", low_precision_router(mlp)), trainer),
         "head in fp32": (patched(Decoder, "logits", high_precision_head), trainer),
-        "trainer row by row": (none, lambda rows: one_by_one(pair, rows)),
+        "trainer row by row": (none, lambda rows: [trainer([row])[0] for row in rows]),
         "routes replayed": (none, lambda rows: trainer(rows, replay=True)),
     }
 

@@ -36,12 +36,12 @@ class Cache:
         self.cos, self.sin = (x.to(self.device, dtype) for x in (angle.cos(), angle.sin()))  # (T + N, D) by position
 
     def begin(self, n: int) -> tuple[Tensor, Tensor]:
-        """Begin with the ``n``-th sampled tokens: make their mask for all layers.  -> cos and sin, (R, 1, D) twice"""
-        position, self.mask = self.prompt_length + n, self._mask(n)
-        return self.cos.index_select(0, position)[:, None], self.sin.index_select(0, position)[:, None]
+        """Begin with the ``n``-th sampled tokens; the mask for all their layers is made here, too.
 
-    def _mask(self, n: int) -> Tensor:
-        raise NotImplementedError
+        It returns cos and sin, (R, 1, D) twice.
+        """
+        position = self.prompt_length + n
+        return self.cos.index_select(0, position)[:, None], self.sin.index_select(0, position)[:, None]
 
     def _zeros(self, arch: Architecture, sequences: int, *shape: int) -> list[Tensor]:
         """One tensor a layer. They are zeros, because attention reads slots that hold no token, with weight 0."""
@@ -96,11 +96,10 @@ class LineCache(Cache):
         mixed = mixed.view_as(by_row).baddbmm_(on_own, values).view(self.kv_heads, rows, -1)  # (KV, R, H/KV * D)
         return mixed.transpose(0, 1).flatten(1)
 
-    def _mask(self, n: int) -> Tensor:
-        """-inf at the unused slots.  -> (C,)"""
-        mask = torch.zeros((n // SLOTS + 1) * SLOTS, dtype=self.dtype, device=self.device)
-        mask[n + 1 :] = float("-inf")
-        return mask
+    def begin(self, n: int) -> tuple[Tensor, Tensor]:
+        self.mask = torch.zeros((n // SLOTS + 1) * SLOTS, dtype=self.dtype, device=self.device)  # (C,)
+        self.mask[n + 1 :] = float("-inf")  # the unused slots
+        return super().begin(n)
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep only the given rows. Each of them becomes a line of its own.
@@ -149,11 +148,12 @@ class RowCache(Cache):
         mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=self.mask, scale=self.scale)
         return mixed[:, :, :heads].flatten(1)
 
-    def _mask(self, n: int) -> Tensor:
-        """-inf after the newest token of each row. The slots are a multiple of packing.KEYS.  -> (R, 1, 1, slots)"""
+    def begin(self, n: int) -> tuple[Tensor, Tensor]:
         slots = self.longest + (n // packing.KEYS + 1) * packing.KEYS
         hidden = torch.arange(slots, device=self.device) > (self.prompt_length + n)[:, None, None, None]
-        return torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, float("-inf"))
+        self.mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)  # (R, 1, 1, slots)
+        self.mask.masked_fill_(hidden, float("-inf"))  # after the newest token of each row
+        return super().begin(n)
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep only the given rows."""

@@ -1,8 +1,7 @@
 """A Qwen3-MoE or Qwen2-MoE decoder in plain torch, for sampling. Its weights have their Hugging Face names.
 
-Every row decodes one token at a time. The rows that sample one prompt are adjacent; together they are a line. They
-share the keys and values of their prompt, which are computed once, and each row has its own keys and values for the
-tokens that it sampled. There is no process group and no autograd.
+Every row decodes one token at a time. A prompt is computed once for all rows that sample it. These rows are adjacent;
+torch_cache.py holds their keys and values. There is no process group and no autograd.
 P prompts, T prompt tokens, R rows, H / KV query / key-value heads, D head size, h hidden size, E experts, K experts a
 token.
 """
