@@ -75,6 +75,19 @@ def test_benchmarked_trainer_samples_every_token_and_computes_the_same_losses(tm
     peer.close()
 
 
+def test_the_measured_trainer_imports_nothing_that_only_the_benchmark_needs() -> None:
+    """Its peak memory is compared with TRL's; pandas with pyarrow would add 67 MiB that no training run has."""
+    program = "import sys, our_side; print(sorted({'pandas', 'pyarrow', 'matplotlib', 'scipy'} & sys.modules.keys()))"
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(bench_step.__file__).parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout == "[]\n"
+
+
 # ------------------------------------------------------------------------------------------------ the gap by its causes
 
 
