@@ -72,6 +72,13 @@ class Checkout:
         out, err = process.communicate(timeout=30)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
+    def pretend_to_be(self, machine: str) -> None:
+        """``machine``: the answers of `uname -s` and `uname -m`."""
+        system, processor = machine.split()
+        uname = self.root / "bin" / "uname"
+        uname.write_text(f"#!/bin/sh\ncase $1 in -s) echo {system} ;; -m) echo {processor} ;; esac\n")
+        uname.chmod(0o755)
+
     def calls(self, containing: str = "") -> list[str]:
         return [line for line in (self.root / "calls").read_text().splitlines() if containing in line]
 
@@ -79,7 +86,7 @@ class Checkout:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Checkout:
     root = tmp_path / "a folder"  # with a space, as many have
-    for folder in ("bin", "requirements", ".cache/megatron-core-0.12.1"):
+    for folder in ("bin", "requirements", ".cache/megatron-core-0.12.1", ".cache/torch_npu-2.13.0"):
         (root / folder).mkdir(parents=True)
     for name in ("run_cpu.sh", "run_tests.sh", "setup_cpu.sh"):
         shutil.copy(ROOT / name, root)
@@ -171,13 +178,38 @@ def test_what_vllm_declares_and_the_list_leaves_out_is_no_error(checkout: Checko
     assert (done.returncode, done.stderr) == (1 if message else 0, message)
 
 
-def test_older_megatron_is_installed_aside_and_only_when_complete_gets_its_name(checkout: Checkout) -> None:
-    folder = checkout.root / ".cache" / "megatron-core-0.12.1"
+@pytest.mark.parametrize(
+    ("name", "package", "machine"),
+    [
+        ("megatron-core-0.12.1", "megatron-core==0.12.1", "Darwin arm64"),
+        ("torch_npu-2.13.0", "torch-npu==2.13.0", "Linux x86_64"),
+        ("torch_npu-2.13.0", "torch-npu==2.13.0", "Linux aarch64"),
+    ],
+)
+def test_packages_for_some_tests_are_installed_aside_and_only_when_complete_get_their_names(
+    checkout: Checkout, name: str, package: str, machine: str
+) -> None:
+    checkout.pretend_to_be(machine)
+    folder = checkout.root / ".cache" / name
     folder.rmdir()
-    failed = checkout.run("run_tests.sh", STUB_PIP_FAILS="megatron-core==0.12.1", STUB_PIP_SAYS="no network")
+    failed = checkout.run("run_tests.sh", STUB_PIP_FAILS=package, STUB_PIP_SAYS="no network")
     assert failed.returncode == 1 and not folder.exists()
     assert checkout.run("run_tests.sh").returncode == 0
-    assert folder.is_dir() and len(checkout.calls("megatron-core==0.12.1")) == 1
+    assert folder.is_dir() and len(checkout.calls(package)) == 1
+    assert checkout.run("run_tests.sh").returncode == 0
+    assert checkout.calls(package) == []
+
+
+@pytest.mark.parametrize(
+    ("machine", "environment"), [("Linux x86_64", {"TORCH_NPU_DIR": ""}), ("Darwin arm64", {}), ("Linux ppc64le", {})]
+)
+def test_torch_npu_is_installed_only_where_it_has_wheels_and_is_wanted(
+    checkout: Checkout, machine: str, environment: dict[str, str]
+) -> None:
+    checkout.pretend_to_be(machine)
+    (checkout.root / ".cache" / "torch_npu-2.13.0").rmdir()
+    assert checkout.run("run_tests.sh", **environment).returncode == 0
+    assert checkout.calls("torch-npu") == []
 
 
 def test_changed_pins_make_the_environment_anew(checkout: Checkout) -> None:
