@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 TOOLS = ("cc", "nm", "readelf")
 # torch_npu also looks up functions of CANN by their names when it runs. Their names are texts in its libraries.
-NAMES = re.compile(rb"(?<![A-Za-z0-9_])(?:aclrt|aclmdl|aclprof|aclsys|aclop|acltdt|Hccl)[A-Z][A-Za-z0-9]+(?=\0)")
+NAMES = re.compile(rb"(?<![A-Za-z0-9_])(?:acl(?:rt|mdl|prof|sys|op|tdt)?|Hccl)[A-Z][A-Za-z0-9]+(?=\0)")
 
 HEADER = "#include <stddef.h>\n#include <stdint.h>\n#include <stdlib.h>\n#define GIB (1ull << 30)\n"
 ALLOCATE = "{ *out = aligned_alloc(512, (bytes + 511) / 512 * 512); return 0; }"
@@ -33,6 +33,8 @@ HANDLE = "{ *out = (void *)16; return 0; }"  # any address but 0; nobody reads w
 ANSWERS = {
     "aclrtGetSocName": 'const char *aclrtGetSocName(void) { return "Ascend910_9392"; }',
     "aclGetRecentErrMsg": 'const char *aclGetRecentErrMsg(void) { return "no error: this is a stub of CANN"; }',
+    "aclGetCompileoptSize": "size_t aclGetCompileoptSize(int option) { return 8; }",
+    "aclGetCompileopt": "int aclGetCompileopt(int option, char *value, size_t size) { *value = 0; return 0; }",
     "aclrtGetDeviceCount": "int aclrtGetDeviceCount(uint32_t *count) { *count = 16; return 0; }",
     "aclrtGetDevice": "int aclrtGetDevice(int32_t *device) { *device = 0; return 0; }",
     "aclrtGetMemInfo": "int aclrtGetMemInfo(int k, size_t *free, size_t *max) { *free = *max = 64 * GIB; return 0; }",

@@ -347,7 +347,7 @@ def npu_fusion_attention(
 @kernel
 def npu_grouped_matmul(
     x: list[Tensor], weight: list[Tensor], *, bias=None, group_list: Tensor | None = None, split_item: int = 0,
-    group_type: int = -1, group_list_type: int = 0,
+    group_type: int | None = None, group_list_type: int = 0,
 ) -> list[Tensor]:  # fmt: skip
     where = "npu_grouped_matmul"
     require(isinstance(x, list) and isinstance(weight, list) and len(x) == len(weight) == 1, f"{where}: lists of one")

@@ -2,18 +2,22 @@
 
     python tests/support/npu_schema.py '{"name": ["configs/qwen3.yaml", ["parallel.tensor=4"], 16]}'
 
-For each training (configuration, overrides, ranks): the operators at the sizes of a rank, forward and backward, in bf16,
-on an NPU and on the CPU. tests/support/cann_stub.py makes the environment; tests/test_npu_schema.py judges the answers.
+For each training (configuration, overrides, ranks): the operators at the sizes of a rank, forward and backward, in
+bf16, on an NPU and on the CPU. cann_stub.py makes the environment of the process; tests/test_npu_schema.py judges the
+answers.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import fake_npu
 import torch
 import torch_npu
 from torch import Tensor
@@ -35,20 +39,23 @@ DEVICES = {"npu": torch.device("npu", 0), "cpu": torch.device("cpu")}
 
 
 def described(x: Tensor) -> list:
-    return [list(x.shape), str(x.dtype).removeprefix("torch."), x.device.type]
+    return [list(x.shape), str(x.dtype).removeprefix("torch."), str(x.device)]
 
 
 def outcome(case: Case, where: str) -> list | str:
     """The result of ``case`` and the gradients of its trained inputs: shape, type, device. A text if it was refused."""
 
     def cast(name: str, x: Tensor) -> Tensor:
-        kept = not x.is_floating_point() or name == "probs"  # the router's probabilities are fp32
-        return x.to(DEVICES[where], x.dtype if kept else BF16).requires_grad_(name in case.trained)
+        dtype = x.dtype if not x.is_floating_point() or name == "probs" else BF16  # the router's probabilities are fp32
+        # On the NPU without data: FakeTensorMode keeps the data of small constants, and would copy it to the device.
+        moved = x.to(dtype) if where == "cpu" else torch.empty(x.shape, dtype=dtype, device=DEVICES[where])
+        return moved.requires_grad_(name in case.trained)
 
     inputs = {name: cast(name, x) for name, x in case.inputs.items()}
     try:
         out = case.operator(*inputs.values())
-        return [described(x) for x in (out, *torch.autograd.grad(out.sum(), [inputs[n] for n in case.trained]))]
+        gradients = torch.autograd.grad(out, [inputs[name] for name in case.trained], torch.empty_like(out))
+        return [described(x) for x in (out, *gradients)]
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -120,15 +127,116 @@ def answers(trainings: dict[str, list], mode: FakeTensorMode) -> list[dict]:
                 row = rows.setdefault((case.name, str(sizes)), {"operator": case.name, "sizes": sizes, "layouts": []})
                 row["layouts"].append(name)
                 if "npu" not in row:
-                    row |= {where: outcome(case, where) for where in DEVICES}
+                    # Without data, the CPU's loop over experts cannot run; the test knows what to expect there.
+                    looped = case.name.startswith("grouped_mm") and case.name.endswith("no rows")
+                    row |= {where: outcome(case, where) for where in DEVICES if where == "npu" or not looped}
     return list(rows.values())
+
+
+# ------------------------------------------------------------------------------------------------ planted faults
+
+
+def planted_faults() -> dict[str, list | str]:
+    """Fault in kernels.py -> the outcome of a grouped product with it."""
+    inputs = {"x": torch.empty(64, 32), "weight": torch.empty(4, 32, 16), "counts": torch.tensor([16] * 4)}
+    case = Case("grouped_mm", kernels.grouped_mm, kernels.grouped_mm, inputs, ("x", "weight"), (0, 0), (0, 0))
+    real, real_package = kernels._npu_grouped, kernels._npu
+
+    class Package:
+        """torch_npu, but its grouped product is called with another keyword."""
+
+        @staticmethod
+        def npu_grouped_matmul(*args, group_type: int, **kwargs) -> list[Tensor]:
+            return torch_npu.npu_grouped_matmul(*args, group_typ=group_type, **kwargs)
+
+    faults = {
+        "none": {},
+        "inner size": {"_npu_grouped": lambda x, w, counts, group_type=0: real(x[:, 1:], w, counts, group_type)},
+        "int32 list": {"_npu_grouped": lambda x, w, counts, group_type=0: real(x, w, counts.int(), group_type)},
+        "fp32 weight": {"_npu_grouped": lambda x, w, counts, group_type=0: real(x, w.float(), counts, group_type)},
+        "group_type 1": {"_npu_grouped": lambda x, w, counts, group_type=0: real(x, w, counts, 1 - group_type // 2)},
+        "unknown keyword": {"_npu": lambda: Package},
+    }
+    found = {}
+    for name, replaced in faults.items():
+        vars(kernels).update(replaced)
+        found[name] = outcome(case, "npu")
+        kernels._npu_grouped, kernels._npu = real, real_package
+    return found
+
+
+def accepted_without_data() -> dict[str, bool]:
+    """Call that a device refuses or computes wrongly -> whether torch_npu accepts it on tensors without data."""
+
+    def npu(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device="npu")
+
+    x, weight, counts, heads = npu(64, 32), npu(4, 32, 16), npu(4, dtype=torch.int64), npu(2, 8, 64, 128)
+
+    def grouped(x: Tensor, weight: Tensor, counts: Tensor) -> Callable:
+        chosen = {"split_item": 3, "group_type": 0, "group_list_type": 1}
+        return lambda: torch_npu.npu_grouped_matmul([x], [weight], group_list=counts, **chosen)
+
+    def attention(heads: Tensor, mask: Tensor) -> Callable:
+        return lambda: torch_npu.npu_fusion_attention(heads, heads, heads, heads.shape[1], "BNSD", atten_mask=mask)
+
+    calls = {
+        "grouped: inner size": grouped(x[:, 1:], weight, counts),
+        "grouped: int32 list": grouped(x, weight, counts.int()),
+        "grouped: fp32 weight": grouped(x, weight.float(), counts),
+        "grouped: 1025 groups": grouped(x, npu(1025, 32, 16), npu(1025, dtype=torch.int64)),
+        "norm: weight of another width": lambda: torch_npu.npu_rms_norm(x, npu(16)),
+        "norm: bf16 weight beside fp32": lambda: torch_npu.npu_rms_norm(x.float(), npu(32)),
+        "swiglu: odd width": lambda: torch_npu.npu_swiglu(npu(64, 31)),
+        "rotary: head size of 896": lambda: torch_npu.npu_rotary_mul(npu(8, 1, 2, 896), *(npu(8, 1, 1, 896),) * 2),
+        "rotary: angles of other tokens": lambda: torch_npu.npu_rotary_mul(npu(8, 1, 2, 64), *(npu(7, 1, 1, 64),) * 2),
+        "attention: head size of 769": attention(npu(2, 8, 64, 769), npu(2, 1, 64, 64, dtype=torch.bool)),
+        "attention: 257 heads": attention(npu(2, 257, 64, 8), npu(2, 1, 64, 64, dtype=torch.bool)),
+        "attention: mask of other keys": attention(heads, npu(2, 1, 64, 63, dtype=torch.bool)),
+        "attention: bf16 mask": attention(heads, npu(2, 1, 64, 64)),
+    }
+    return {name: _accepts(call) for name, call in calls.items()}
+
+
+def _accepts(call: Callable) -> bool:
+    try:
+        call()
+    except Exception:
+        return False
+    return True
+
+
+def stand_in() -> list[str]:
+    """What fake_npu.py has and the real package has not: names of torch.npu, keywords of kernels and their defaults."""
+    module = fake_npu.torch_npu_module()
+    wrong = [f"torch.npu.{name}" for name in vars(module) if not name.startswith("__") and not hasattr(torch.npu, name)]
+    for kernel in ("npu_rms_norm", "npu_swiglu", "npu_rotary_mul", "npu_fusion_attention", "npu_grouped_matmul"):
+        schema = getattr(torch.ops.npu, kernel).default._schema
+        real = {argument.name: argument.default_value for argument in schema.arguments}
+        for name, parameter in inspect.signature(getattr(fake_npu, kernel)).parameters.items():
+            if parameter.default is parameter.empty:
+                continue
+            same = name in real and (
+                math.isclose(real[name], parameter.default, rel_tol=1e-6)
+                if isinstance(parameter.default, float)
+                else real[name] == parameter.default
+            )
+            if not same:
+                wrong.append(f"{kernel}: {name}={parameter.default}, really {real.get(name, 'unknown')}")
+    return wrong
 
 
 def main(trainings: str) -> None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    operators = answers(json.loads(trainings), mode)
+    with mode:
+        faults, accepted = planted_faults(), accepted_without_data()
     found = {
         "versions": [torch.__version__, torch_npu.__version__],
-        "operators": answers(json.loads(trainings), mode),
+        "operators": operators,
+        "faults": faults,
+        "accepted": accepted,
+        "stand-in": stand_in(),
         "buffers": {name: devices.group_options(DEVICES["npu"], name).hccl_config for name in devices.HCCL_BUFFER_MIB},
     }
     print(json.dumps(found))
