@@ -125,6 +125,8 @@ def main() -> None:
     args = parser.parse_args()
     engines = [args.engine] if args.engine else list(ENGINES)
     if "vllm" in engines and importlib.util.find_spec("vllm") is None:
+        if args.engine:
+            parser.error("--engine vllm: vllm is not installed; needed: requirements/cpu-vllm.txt")
         print("vllm is not installed (requirements/cpu-vllm.txt): its rows are left out", file=sys.stderr)
         engines.remove("vllm")
     torch.set_num_threads(1)
