@@ -19,6 +19,7 @@ import json
 import resource
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import checkpoint
 import device as devices
 import hf_config
+import kernels
 import lora_megatron
 import model_megatron
 import parallel_setup
@@ -43,7 +45,7 @@ import weights_hf
 from config import command_line, resolve_config
 from config_rules import LAYOUT_RULES, OTHER_RULES, engine_layout_problems, layout_problems, problems
 from hf_config import Architecture
-from input_files import BAD_INPUT, MOST_RANKS, InputError, refused, shown
+from input_files import BAD_INPUT, MOST_RANKS, InputError, one_line, refused, shown
 from knobs import Config
 from learner import Learner, StepTimer, Update
 from parallel_setup import Parallel
@@ -90,6 +92,8 @@ def run(
     adapt: Callable[[torch.nn.Module], None] = lambda model: None,
 ) -> DryRun:
     """One step of ``rank``, with an update for each imbalance. ``adapt`` may change the model before the step."""
+    from megatron.core import parallel_state
+
     device, layout = torch.device(kind), grid.of(cfg, ranks)
     batch, length = fullest_batch(cfg, layout)
     one = _of_one_micro_batch(cfg, layout, len(batch.lengths))
@@ -97,13 +101,17 @@ def run(
     meter = Meter(kind, answers=True, experts_per_token=arch.experts_per_token)
     with contextlib.ExitStack() as stack:
         parallel = stack.enter_context(dry_run_device.as_rank(rank, ranks, cfg.parallel, device))
-        meter.groups = {group.group_name: name for name, group in parallel.groups().items()}
+        counts = parallel_state.get_expert_tensor_and_model_parallel_group()  # Megatron gathers counts over it
+        meter.groups = {counts.group_name: "expert_tensor x expert"}
+        meter.groups |= {group.group_name: name for name, group in parallel.groups().items()}
         meter.groups[dist.group.WORLD.group_name] = "all ranks, on the host"
         # torch's AdamW chooses its form by the type of the tensors.
         stack.enter_context(mock.patch.object(optimizer, "_foreach_supported_types", [FakeTensor]))
         stack.enter_context(mock.patch.object(routing_replay, "collect", _routes))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(meter)
+        kernels._causal_mask.cache_clear()  # of an earlier run
+        kernels._scalar.cache_clear()
         gc.collect()
         gc.disable()  # it runs at random moments
         stack.callback(gc.enable)
@@ -373,7 +381,12 @@ def main(arguments: list[str]) -> int:
         arch = dataclasses.replace(arch, num_layers=args.layers, moe_layers=arch.moe_layers[: args.layers])
     if kind == "npu":
         dry_run_device.open_npu()
-    done = run(cfg, arch, ranks, args.rank, kind)
+    try:
+        done = run(cfg, arch, ranks, args.rank, kind)
+    except Exception as error:
+        traceback.print_exc()
+        print(f"the step does not run: {one_line(error)}", file=sys.stderr)
+        return 1
     found = figures(done, args.rank, IMBALANCES)
     rows = confirmed.compare(cfg, arch, done.layout, kind, found)
     agree = all(row.agrees for row in rows)

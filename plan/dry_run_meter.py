@@ -3,6 +3,7 @@
 Tensors of a dry run hold no data, so the meter also answers where a value decides what happens next.
 """
 
+import bisect
 import contextlib
 import itertools
 import sys
@@ -88,7 +89,7 @@ class Meter(TorchDispatchMode):
         if before:
             self.phases[before].parts[-1][1] = self.time
         if phase:
-            self.phases[phase].parts.append([self.time, self.time])
+            self.phases[phase].parts.append([self.time + 1, self.time])
         return before
 
     @contextlib.contextmanager
@@ -129,11 +130,14 @@ class Meter(TorchDispatchMode):
         return out
 
     def _sized_by_values(self, packet: object, args: tuple) -> Tensor | None:
-        """The result of an operation whose shape depends on values."""
+        """The result of an operation whose shape depends on values, or that torch refuses without data."""
         if packet is aten.nonzero:  # token_logprobs: where the mask is 1
             return args[0].new_empty((self.scored, args[0].dim()), dtype=torch.int64)
         if packet is aten.masked_select:  # Megatron's permute: (experts, tokens), of each token its experts
             return args[0].new_empty(args[1].shape[1] * self.experts_per_token)
+        if packet is aten._grouped_mm and args[0].dtype == torch.float32:  # works, but not without data
+            x, weight = args[:2]
+            return x.new_empty((*([len(args[2])] if weight.dim() == 2 else []), x.shape[0], weight.shape[-1]))
         return None
 
     def _see(self, tensor: Tensor, operator: str) -> None:
@@ -179,13 +183,13 @@ class Meter(TorchDispatchMode):
             if allocation.died != sys.maxsize:
                 changes[allocation.died] -= allocation.size
         times = sorted(changes)
-        level = list(itertools.accumulate(changes[time] for time in times))
-        within = [
-            (size, time)
-            for time, size in zip(times, level, strict=True)
-            if any(first <= time <= last for first, last in self.phases[name].parts)
-        ]
-        most, when = max(within, default=(0, 0))
+        level = [0, *itertools.accumulate(changes[time] for time in times)]
+        most, when = 0, 0
+        for first, last in self.phases[name].parts:
+            start, end = bisect.bisect_right(times, first), bisect.bisect_right(times, last)
+            for place in range(start, end + 1) if first <= last else ():  # what is there at first, and each change
+                if level[place] > most:
+                    most, when = level[place], max(first, times[place - 1])
         held = [one for one in self.allocations if one.born <= when < one.died]
         kinds = dict.fromkeys(KINDS, 0)
         places: Counter = Counter()
