@@ -131,7 +131,7 @@ def settings(cfg: Config, arch: Architecture, layout: RankGrid, device: str) -> 
 def line(cfg: Config, arch: Architecture, layout: RankGrid, device: str) -> str:
     """Whether a record of a dry run of these settings is there, and how far it is from the plan."""
     wanted = settings(cfg, arch, layout, device)
-    for path in sorted(RECORDS.glob("dry_run*.json"), reverse=True):
+    for path in sorted(RECORDS.glob("bench_dry_run*.json"), reverse=True):
         try:
             runs = read_object(path)["measured"]["runs"]
         except (*BAD_INPUT, KeyError, TypeError):

@@ -18,6 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+import bench_dry_run
 import bench_gap
 import bench_step
 import cases
@@ -156,3 +157,20 @@ def test_figures_of_a_gap_by_hand() -> None:
     assert found["gap"] == pytest.approx(0.2) and found["equal"] == pytest.approx(1 / 3)
     assert (found["low"], found["high"]) == (pytest.approx(0.2 - half), pytest.approx(0.2 + half))
     assert found["largest"] == pytest.approx(0.4)
+
+
+def test_dry_runs_of_every_layout_and_their_largest_differences() -> None:
+    found = bench_dry_run.layouts()
+    assert len(found) == 20 and not any("8gpu" in name for name in found)
+    wanted = ["configs/qwen3.yaml", "parallel.tensor=4", "parallel.expert=16", "--ranks", "16"]
+    assert found["run_16npu.sh tp4_ep16"] == wanted
+    big = 2.0**30
+    compared = [
+        {"unit": "GiB", "planned": big, "found": 1.02 * big, "agrees": True},
+        {"unit": "GiB", "planned": big, "found": 0.8 * big, "agrees": False},
+        {"unit": "MiB sent", "planned": 1.0, "found": 9.0, "agrees": True},  # too small to count
+    ]
+    run = {"compared": compared, "phases": {"load": {"peak_bytes": 3 * 2**29}}, "seconds": 60.0, "rss_gib": 0.5}
+    row = bench_dry_run.row("one", run)
+    assert (row["bytes"], row["operations"], row["sent"], row["apart"]) == ("20.0%", "0.0%", "0.0%", 1)
+    assert row["fullest GiB"] == 1.5

@@ -14,13 +14,15 @@ import training
 import world
 from launched import ROOT
 from live_bytes import LiveBytes
-from test_memory import tiny
 
+import hf_config
 import lora_megatron
 import model_megatron
 import parallel_setup
 import preflight
+from config import load_config
 from learner import Learner, StepTimer
+from plan import confirmed
 from plan.dry_run_meter import Meter
 from rollout import Rollout
 from tripwires import Heartbeat
@@ -51,15 +53,17 @@ def case(name: str, ranks: int, tensor: int, expert: int, expert_tensor: int, ch
     return {"config": f"configs/{name}.yaml", "overrides": overrides, "ranks": ranks, "rank": 0, "layers": 2} | more
 
 
-def dry_runs(cases: list[dict]) -> list[dict]:
+def dry_runs(cases: list[dict], torch_npu: dict[str, str] | None = None) -> list[dict]:
+    """``torch_npu``: the variables with which the real package is found; else the dry run's own operators are used."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
-    environment = os.environ | {"PYTHONPATH": paths, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}
+    environment = torch_npu or os.environ | {"PYTHONPATH": paths, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    command = [sys.executable, str(ROOT / "tests" / "support" / "dry_runs.py"), *(["torch_npu"] if torch_npu else [])]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "support" / "dry_runs.py")], env=environment, cwd=ROOT,
+        command, env=environment | {"OMP_NUM_THREADS": "1"}, cwd=ROOT,
         input="\n".join(map(json.dumps, cases)), capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 def apart(found: dict) -> dict[str, tuple[float, float]]:
@@ -105,6 +109,16 @@ def test_a_rank_of_the_last_place_holds_as_much_as_the_first():
     assert sizes[0] == sizes[1]
 
 
+@pytest.mark.npu_schema
+def test_the_real_torch_npu_keeps_the_bytes_of_the_stand_in(torch_npu_environment):
+    """plan/dry_run_device.py against the package: what its operators return, and what autograd saves of them."""
+    cases = [case(*LAYOUTS[0]), case(*LAYOUTS[5]), case(*LAYOUTS[11])]
+    for ours, theirs in zip(dry_runs(cases), dry_runs(cases, torch_npu_environment), strict=True):
+        assert "error" not in theirs, theirs
+        for name, phase in ours["found"]["phases"].items():
+            assert phase["peak_bytes"] == pytest.approx(theirs["found"]["phases"][name]["peak_bytes"], rel=1e-3), name
+
+
 def metered(parallel: parallel_setup.Parallel, cfg) -> tuple[int, int]:
     """The peak of a real update beyond what was there before: by the meter, and by the allocator."""
     meter = Meter("cpu", answers=False)
@@ -122,7 +136,7 @@ def metered(parallel: parallel_setup.Parallel, cfg) -> tuple[int, int]:
 
 def prepared(parallel: parallel_setup.Parallel, cfg) -> Callable[[], object]:
     """An update of a tiny model, ready to run."""
-    arch = tiny("qwen3_moe")
+    arch = hf_config.planned(load_config("configs/tiny_cpu.yaml"))[0]
     model = model_megatron.build(arch, parallel, dtype=torch.float32, recompute=cfg.model.recompute)
     with torch.no_grad():
         for weight in model.parameters():
@@ -164,8 +178,23 @@ def test_bad_input_is_one_line(arguments, code, piece, capfd):
     assert piece in printed.err and "Traceback" not in printed.err and not printed.out
 
 
-def test_the_command_prints_json(capfd):
-    assert preflight.main(["configs/tiny_cpu.yaml", "--dry-run", "--json", "rollout.max_new_tokens=32"]) == 0
-    printed = json.loads(capfd.readouterr().out)
-    assert printed["ranks"] == 2 and printed["phases"]["backward"]["flops"] > printed["phases"]["forward"]["flops"] > 0
-    assert all(row["agrees"] for row in printed["compared"])
+def test_a_record_of_what_the_command_prints_confirms_the_plan(capfd, tmp_path, monkeypatch):
+    changes = ["rollout.max_new_tokens=32"]
+    assert preflight.main(["configs/tiny_cpu.yaml", "--dry-run", "--json", *changes]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["ranks"] == 2 and found["phases"]["backward"]["flops"] > found["phases"]["forward"]["flops"] > 0
+    assert all(row["agrees"] for row in found["compared"])
+    monkeypatch.setattr(confirmed, "RECORDS", tmp_path)
+
+    def said(*overrides: str) -> str:
+        preflight.main(["configs/tiny_cpu.yaml", *changes, *overrides])
+        return next(line for line in capfd.readouterr().out.splitlines() if "dry run" in line)
+
+    assert "no dry run of these settings is recorded" in said()
+    record = tmp_path / "bench_dry_run.json"
+    record.write_text(json.dumps({"measured": {"runs": [{"found": found}]}}))
+    assert "bench_dry_run.json) confirm every figure" in said()
+    assert "no dry run of these settings" in said("lora.rank=4")
+    found["phases"]["backward"]["flops"] *= 2
+    record.write_text(json.dumps({"measured": {"runs": [{"found": found}]}}))
+    assert "differ from the plan in: backward," in said()
