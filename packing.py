@@ -28,18 +28,17 @@ class Packing:
     line: Tensor  # (b, T) inverse map: place in the row -> place in the line
     prompts: Tensor  # (P, longest prompt) places of the prompts' tokens
     own: Tensor  # (b, N) places of the own tokens of the rows
-    bias: Tensor  # (b, 1, N, T) fp32: 0 where an own token sees a token of its row, else -inf; made once for all layers
     result: Tensor  # (M,) the place of each token's result in the flattened attention results [prompts; own]
+    mask: Tensor  # (b, 1, N, T) of kernels.attention_mask: which tokens of its row an own token sees; for all layers
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Causal attention within each row.  (M, heads, d), (M, kv heads, d) twice -> (M, heads x d)"""
         shared = kernels.causal_attention(*(rows_of(x, self.prompts) for x in (query, key, value)), scale=scale)
         results = [shared.transpose(1, 2).flatten(0, 1)]  # (P x longest prompt, heads, d)
         if self.own.numel():
-            mixed = F.scaled_dot_product_attention(
-                rows_of(query, self.own), rows_of(key, self.line), rows_of(value, self.line),
-                attn_mask=self.bias.to(query.dtype), scale=scale, enable_gqa=query.shape[1] != key.shape[1],
-            )  # fmt: skip
+            mixed = kernels.masked_attention(
+                rows_of(query, self.own), rows_of(key, self.line), rows_of(value, self.line), self.mask, scale=scale
+            )
             results.append(mixed.transpose(1, 2).flatten(0, 1))  # (b x N, heads, d)
         return torch.cat(results).flatten(1).index_select(0, self.result)
 
@@ -94,7 +93,9 @@ def pack(tokens: Tensor, mask: Tensor, multiple: int) -> Packing:
     prompt_places = torch.zeros(len(prompts), longest, dtype=torch.long)
     for place, (prompt, start) in enumerate(start_of.items()):
         prompt_places[place, : len(prompt)] = torch.arange(start, start + len(prompt))
+    # An own place that is padding sees what it would see as a token, so no query is without a key.
     last_seen = torch.tensor(sees)[:, None, None, None] + torch.arange(longest_own)[:, None]  # (b, 1, N, 1)
-    bias = torch.zeros(b, 1, longest_own, keys).masked_fill_(torch.arange(keys) > last_seen, float("-inf"))
-    fields = (source, source % width, num_rows, line, prompt_places, own, bias, result)
+    hidden = torch.arange(keys) > last_seen  # (b, 1, N, T)
+    shown = kernels.attention_mask(hidden.to(tokens.device))
+    fields = (source, source % width, num_rows, line, prompt_places, own, result, shown)
     return Packing(*(field.to(tokens.device) for field in fields))

@@ -12,11 +12,13 @@ PYTHON=${PYTHON:-python3}                  # 3.11, 3.12 or 3.13; used to make th
 VENV=${VENV:-.venv}                        # folder of the environment, 2.8 GB
 TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}    # source of torch without CUDA; a mirror also works
 MEGATRON_0_12_DIR=${MEGATRON_0_12_DIR:-.cache/megatron-core-0.12.1} # older Megatron, for the parity tests
+TORCH_NPU_DIR=${TORCH_NPU_DIR-.cache/torch_npu-2.13.0} # torch_npu that fits the torch of cpu.txt; empty: none
 # ---------------------------------------------------------------------------------------------------------------------
 
 cd "$(dirname "$0")"
 
 export MEGATRON_0_12_DIR              # the parity tests import it instead of the installed version
+export TORCH_NPU_DIR                  # the npu_schema tests import it, each in a process of its own
 export OMP_NUM_THREADS=1              # many tests start 2 to 16 processes on few cores
 export TOKENIZERS_PARALLELISM=false   # the tokenizer warns if a process forks after its threads were used
 export HF_HUB_OFFLINE=1               # no test may use the network
@@ -25,14 +27,22 @@ unset PYTHONPATH PYTHONHOME           # CANN and some editors set them; packages
 source ./setup_cpu.sh
 set_up cpu test vllm
 
-# pip installs into another folder, which is renamed when it is complete. The wheel is tagged for Python 3.11, but all files of
-# it that the tests import are plain Python.
-if [ ! -d "$MEGATRON_0_12_DIR" ]; then
-    unfinished=$MEGATRON_0_12_DIR.$$
+# pip installs into another folder, which is renamed when it is complete.
+install_aside() {  # $1: folder; the rest: options of pip, and the package
+    if [ -d "$1" ]; then return; fi
+    local unfinished=$1.$$
     mkdir -p "$unfinished"
-    pip_install --target "$unfinished" --python-version 3.11 --only-binary=:all: megatron-core==0.12.1 ||
-        pip_failed "megatron-core 0.12.1 into $MEGATRON_0_12_DIR"
-    mv "$unfinished" "$MEGATRON_0_12_DIR"
-fi
+    pip_install --target "$unfinished" "${@:2}" || pip_failed "${*: -1} into $1"
+    mv "$unfinished" "$1"
+}
+
+# The wheel is tagged for Python 3.11, but all files of it that the tests import are plain Python.
+install_aside "$MEGATRON_0_12_DIR" --python-version 3.11 --only-binary=:all: megatron-core==0.12.1
+
+# Only these machines have wheels of torch_npu, 44 MB to download and 126 MB on disk. Elsewhere the tests are skipped.
+case "$(uname -s) $(uname -m)" in
+    "Linux x86_64" | "Linux aarch64")
+        if [ -n "$TORCH_NPU_DIR" ]; then install_aside "$TORCH_NPU_DIR" --only-binary=:all: torch-npu==2.13.0; fi ;;
+esac
 
 exec "$VENV/bin/python" -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -26,6 +26,7 @@ from torch import Tensor
 import device as devices
 import hf_config
 import kernels
+import packing
 from config import derive_seed
 from config_rules import check_layout
 from knobs import Config
@@ -62,10 +63,13 @@ def rms_norm_formula(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def attention_formula(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor:
-    key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
     later = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).triu(1)
-    scores = (query @ key.transpose(-1, -2) * scale).masked_fill(later, -math.inf)
-    return scores.softmax(-1) @ value
+    return masked_formula(query, key, value, later, scale=scale)
+
+
+def masked_formula(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, *, scale: float) -> Tensor:
+    key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
+    return (query @ key.transpose(-1, -2) * scale).masked_fill(hidden, -math.inf).softmax(-1) @ value
 
 
 def swiglu_formula(gate_up: Tensor) -> Tensor:
@@ -109,6 +113,14 @@ def cases(cfg: Config, arch: hf_config.Architecture, ranks: int, seed: int) -> l
     angles = torch.cat([angles, angles], -1)[:, None, None]  # (T, 1, 1, d)
     turned = {"x": normal(T, rows, heads, d), "cos": rounded(angles.cos()), "sin": rounded(angles.sin())}
     qkv = {"query": normal(1, heads, T, d), "key": normal(1, kv_heads, T, d), "value": normal(1, kv_heads, T, d)}
+    # A packed row: its first quarter is the prompt, and the other tokens are its own.
+    own, keys = T - T // 4, -(-T // packing.KEYS) * packing.KEYS
+    packed = {
+        "query": normal(1, heads, own, d),
+        "key": normal(1, kv_heads, keys, d),
+        "value": normal(1, kv_heads, keys, d),
+    }
+    hidden = torch.arange(keys) > T // 4 + torch.arange(own)[:, None]  # (own, keys)
     dense = arch.shared_expert_ffn_size or arch.dense_ffn_size  # the layers or shared experts that use plain swiglu
     gate_up = {"gate_up": normal(tokens, 2 * max(1, dense // layout.tensor))}
     # The operators are looked up in kernels.py when they are called, so that a test can replace them.
@@ -117,6 +129,10 @@ def cases(cfg: Config, arch: hf_config.Architecture, ranks: int, seed: int) -> l
         Case("rotary", lambda *x: kernels.rotary(*x), rotary_formula, turned, ("x",), (3, 3), (1, 1)),
         Case("causal_attention", lambda *x: kernels.causal_attention(*x, scale=d**-0.5),
              lambda *x: attention_formula(*x, scale=d**-0.5), qkv, tuple(qkv), (2, 5), (T + d, T + d), block=2),
+        Case("masked_attention",
+             lambda q, k, v, hidden: kernels.masked_attention(q, k, v, kernels.attention_mask(hidden), scale=d**-0.5),
+             lambda *x: masked_formula(*x, scale=d**-0.5), packed | {"hidden": hidden[None, None]}, tuple(packed),
+             (2, 5), (T + d, T + d), block=2),
         Case("swiglu", lambda *x: kernels.swiglu(*x), swiglu_formula, gate_up, ("gate_up",), (2, 3), (1, 1)),
     ]  # fmt: skip
     if arch.qk_norm:
@@ -127,13 +143,13 @@ def cases(cfg: Config, arch: hf_config.Architecture, ranks: int, seed: int) -> l
     w, E = arch.expert_ffn_size // layout.expert_tensor, arch.num_experts // layout.expert
     N, R = own_tokens * arch.experts_per_token * layout.expert_tensor, cfg.lora.expert_rank or cfg.lora.rank
     # If there are several experts, the first one gets no row, which routing can cause.
-    shares = torch.arange(E) if E > 1 else torch.ones(1)
-    counts = (shares / shares.sum() * N).long()
-    counts[-1] += N - counts.sum()
+    rows_of = [N * 2 * e // (E * (E - 1)) for e in range(E - 1)] if E > 1 else []
+    rows_of.append(N - sum(rows_of))
+    counts = torch.tensor(rows_of)
 
     def grouped(name: str, in_size: int, out_size: int, trained: tuple[str, ...]) -> Case:
         inputs = {"x": normal(N, in_size), "weight": normal(E, in_size, out_size, std=in_size**-0.5), "counts": counts}
-        longest = max(out_size, int(counts.max())) if "weight" in trained else out_size
+        longest = max(out_size, *rows_of) if "weight" in trained else out_size
         return Case(f"grouped_mm ({name})", lambda *x: kernels.grouped_mm(*x), grouped_formula, inputs, trained, (1, 1),
                     (in_size, longest))  # fmt: skip
 

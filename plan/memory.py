@@ -2,7 +2,7 @@
 
 Parameters are exact: tests/test_memory.py compares them with those of the instantiated model. Activations are the
 tensors that autograd keeps in model_megatron.py and lora_megatron.py; the test compares them with the allocations of a
-tiny model. Rows count with their padding. rollout.plan puts so many packed rows (on CPUs and GPUs) into a forward pass
+tiny model. Rows count with their padding. rollout.plan puts so many packed rows into a forward pass
 that they need no more than padded ones, except where a single row fills it. All ranks hold the same amount; only the
 routing decides which rank's experts get the most rows.
 h hidden size, t tokens of a micro-batch, s = t / tensor of them on a rank, N rows that a rank's experts get, e bytes of

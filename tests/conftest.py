@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
 import os
 from pathlib import Path
 
+import cann_stub
 import pytest
 from source import ROOT
 
@@ -46,3 +48,17 @@ def old_megatron() -> Path:
     if not (folder / "megatron" / "core").is_dir():
         pytest.skip(f"megatron-core 0.12.1 is not in {folder} (MEGATRON_0_12_DIR); run_tests.sh installs it there")
     return folder
+
+
+@pytest.fixture(scope="session")
+def torch_npu_environment(tmp_path_factory) -> dict[str, str]:
+    """The variables of a process that imports the real torch_npu on a stub of CANN (cann_stub.py)."""
+    folder = ROOT / os.environ.get("TORCH_NPU_DIR", ".cache/torch_npu-2.13.0")
+    if not (folder / "torch_npu").is_dir():
+        pytest.skip(f"torch_npu is not in {folder} (TORCH_NPU_DIR); run_tests.sh installs it there on Linux")
+    extension = f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    if not (folder / "torch_npu" / extension).is_file():
+        pytest.skip(f"{folder}: torch_npu is for another Python or machine, it has no {extension}; delete the folder")
+    if missing := cann_stub.missing_tools():
+        pytest.skip(f"the stub of CANN needs a C compiler and binutils; missing: {', '.join(missing)}")
+    return cann_stub.environment(folder, tmp_path_factory.mktemp("cann"))

@@ -189,14 +189,18 @@ def test_auto_is_the_npu_where_there_is_one(found):
 
 
 def test_operations_and_their_gradients_are_the_cpus(found):
-    assert len(found["apart"]) == 11
+    assert len(found["apart"]) == 14
     for name, gaps in found["apart"].items():
         assert max(gaps) < 2e-6, name
 
 
 def test_frozen_experts_cost_no_weight_gradient(found):
     """One grouped product forward, one for the rows' gradient; a third only for a weight that wants one."""
-    assert found["calls"] == {"frozen": 2, "trained": 3}
+    assert found["calls"]["frozen"] == 2 and found["calls"]["trained"] == 3
+
+
+def test_a_norm_of_two_types_does_not_reach_the_kernel(found):
+    assert found["calls"]["norms"] == 0
 
 
 @pytest.mark.parametrize(
@@ -215,6 +219,40 @@ def test_frozen_experts_cost_no_weight_gradient(found):
             "InputError: LOCAL_RANK: 2 needs 3 npu devices on this host, found 2 (ASCEND_RT_VISIBLE_DEVICES is 4,5)",
         ),
         ("contradiction", "InputError: train.deterministic: true, but HCCL_DETERMINISTIC is false"),
+        ("grouped: inner sizes", "npu_grouped_matmul: found (4, 8) float32, (2, 6, 8) float32; needed: 2-D x, 3-D"),
+        ("grouped: two types", "found (4, 8) bfloat16, (2, 8, 8) float32; needed: x and weight of one type"),
+        ("grouped: int32 list", "found (2,) int32; needed: the sizes of 2 to 1024 groups in int64"),
+        ("grouped: sizes of other groups", "found (3, 8, 8) float32, (2,) int64; needed: a matrix for each group"),
+        ("grouped: 1025 groups", "found (1025,) int64; needed: the sizes of 2 to 1024 groups"),
+        ("grouped: width of 65536", "needed: widths below 65536"),
+        ("grouped: sum of the sizes", "npu_grouped_matmul: [2, 2] of torch.Size([5, 8])"),  # the device alone sees it
+        (
+            "norm: another weight",
+            "npu_rms_norm: found (4, 8) float32, (4,) float32; needed: x of 2 axes or more, a weig",
+        ),
+        ("norm: one axis", "npu_rms_norm: found (8,) float32, (8,) float32; needed: x of 2 axes"),
+        ("swiglu: odd width", "npu_swiglu: found (4, 7) float32; needed: two halves of one width"),
+        ("attention: two types", "npu_fusion_attention: found (1, 4, 4, 8) bfloat16, (1, 4, 4, 8) float32, (1"),
+        (
+            "attention: head size of 769",
+            "(1, 4, 4, 769) float32; needed: a head size up to 768",
+        ),
+        ("attention: 257 heads", "(1, 257, 4, 8) float32; needed: a head size up to 768; up to 256 heads"),
+        ("attention: 4 heads on 3", "found (1, 4, 4, 8) float32, (1, 3, 4, 8) float32; needed: a head size"),
+        ("attention: other batch", "needed: one type, batch and head size; key and value of one shape"),
+        ("attention: no rows", "needed: a row or more, of 1 to 2^20 tokens"),
+        ("mask: fp32", "(1, 1, 4, 4) float32; needed: a bool mask of (b, 1, queries, keys)"),
+        ("mask: of other keys", "(1, 1, 4, 3) bool; needed: a bool mask of (b, 1, queries, keys)"),
+        ("mask: a query without keys", "npu_fusion_attention: a query sees no key"),  # the device alone sees it
+        (
+            "rotary: odd head size",
+            "npu_rotary_mul: found (4, 1, 2, 7) float32; needed: heads of an even size",
+        ),
+        ("rotary: head size of 896", "found (4, 1, 2, 896) float32; needed: heads of an even size below 896"),
+        ("rotary: angles of each head", "needed: x of four axes; angles of its type, with size 1 for batch and heads"),
+        ("rotary: two types", "found (4, 1, 2, 8) bfloat16, (4, 1, 1, 8) float32, (4, 1, 1, 8) float32; needed: x of"),
+        ("rotary: batch of 1000", "found (4, 1000, 2, 8) float32; needed: a batch and a number of heads below 1000"),
+        ("rotary: 1000 heads", "found (4, 1, 1000, 8) float32; needed: a batch and a number of heads below 1000"),
     ],
 )
 def test_what_hardware_or_start_up_refuses(attempt, words, found):

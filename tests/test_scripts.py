@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import run_scripts
 from published import QWEN3_30B_A3B, QWEN15_MOE
 
 import hf_config
@@ -72,6 +73,13 @@ class Checkout:
         out, err = process.communicate(timeout=30)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
+    def pretend_to_be(self, machine: str) -> None:
+        """``machine``: the answers of `uname -s` and `uname -m`."""
+        system, processor = machine.split()
+        uname = self.root / "bin" / "uname"
+        uname.write_text(f"#!/bin/sh\ncase $1 in -s) echo {system} ;; -m) echo {processor} ;; esac\n")
+        uname.chmod(0o755)
+
     def calls(self, containing: str = "") -> list[str]:
         return [line for line in (self.root / "calls").read_text().splitlines() if containing in line]
 
@@ -79,7 +87,7 @@ class Checkout:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Checkout:
     root = tmp_path / "a folder"  # with a space, as many have
-    for folder in ("bin", "requirements", ".cache/megatron-core-0.12.1"):
+    for folder in ("bin", "requirements", ".cache/megatron-core-0.12.1", ".cache/torch_npu-2.13.0"):
         (root / folder).mkdir(parents=True)
     for name in ("run_cpu.sh", "run_tests.sh", "setup_cpu.sh"):
         shutil.copy(ROOT / name, root)
@@ -171,13 +179,38 @@ def test_what_vllm_declares_and_the_list_leaves_out_is_no_error(checkout: Checko
     assert (done.returncode, done.stderr) == (1 if message else 0, message)
 
 
-def test_older_megatron_is_installed_aside_and_only_when_complete_gets_its_name(checkout: Checkout) -> None:
-    folder = checkout.root / ".cache" / "megatron-core-0.12.1"
+@pytest.mark.parametrize(
+    ("name", "package", "machine"),
+    [
+        ("megatron-core-0.12.1", "megatron-core==0.12.1", "Darwin arm64"),
+        ("torch_npu-2.13.0", "torch-npu==2.13.0", "Linux x86_64"),
+        ("torch_npu-2.13.0", "torch-npu==2.13.0", "Linux aarch64"),
+    ],
+)
+def test_packages_for_some_tests_are_installed_aside_and_only_when_complete_get_their_names(
+    checkout: Checkout, name: str, package: str, machine: str
+) -> None:
+    checkout.pretend_to_be(machine)
+    folder = checkout.root / ".cache" / name
     folder.rmdir()
-    failed = checkout.run("run_tests.sh", STUB_PIP_FAILS="megatron-core==0.12.1", STUB_PIP_SAYS="no network")
+    failed = checkout.run("run_tests.sh", STUB_PIP_FAILS=package, STUB_PIP_SAYS="no network")
     assert failed.returncode == 1 and not folder.exists()
     assert checkout.run("run_tests.sh").returncode == 0
-    assert folder.is_dir() and len(checkout.calls("megatron-core==0.12.1")) == 1
+    assert folder.is_dir() and len(checkout.calls(package)) == 1
+    assert checkout.run("run_tests.sh").returncode == 0
+    assert checkout.calls(package) == []
+
+
+@pytest.mark.parametrize(
+    ("machine", "environment"), [("Linux x86_64", {"TORCH_NPU_DIR": ""}), ("Darwin arm64", {}), ("Linux ppc64le", {})]
+)
+def test_torch_npu_is_installed_only_where_it_has_wheels_and_is_wanted(
+    checkout: Checkout, machine: str, environment: dict[str, str]
+) -> None:
+    checkout.pretend_to_be(machine)
+    (checkout.root / ".cache" / "torch_npu-2.13.0").rmdir()
+    assert checkout.run("run_tests.sh", **environment).returncode == 0
+    assert checkout.calls("torch-npu") == []
 
 
 def test_changed_pins_make_the_environment_anew(checkout: Checkout) -> None:
@@ -319,26 +352,9 @@ RUNS = {  # script -> (processes, machines, model, layout)
 }
 
 
-def accelerator(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    """One of the scripts above, in the repository and a plain environment."""
-    known = {"PATH": os.environ["PATH"], "HOME": "/nowhere", "RENDEZVOUS": "first:29400"} | environment
-    command = ["bash", str(ROOT / script), *arguments]
-    return subprocess.run(command, env=known, cwd="/", capture_output=True, text=True, timeout=30)
-
-
-def planned(script: str, *arguments: str, **environment: str) -> tuple[list[str], list[str]]:
-    """What --plan-only prints: its lines, and the words of the last one, the torchrun command."""
-    done = accelerator(script, "--plan-only", *arguments, **environment)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    return lines, shlex.split(lines[-1])
-
-
 def checked(command: list[str], model: dict) -> tuple[int, int]:
     """(tensor, expert) of the command's configuration, which loads and fits the model and the command's processes."""
-    number = {key: int(value) for key, value in (w[2:].split("=") for w in command if re.match("--n.*=[0-9]+$", w))}
-    ranks = number["nnodes"] * number["nproc_per_node"]
-    path, *overrides = command[command.index("train_grpo.py") + 1 :]
+    path, overrides, ranks = run_scripts.training(command)
     cfg = load_config(ROOT / path, overrides)
     arch = hf_config.parse(model)
     check_layout(cfg, arch, ranks)
@@ -347,13 +363,13 @@ def checked(command: list[str], model: dict) -> tuple[int, int]:
 
 
 def test_every_run_script_is_listed_here() -> None:
-    assert RUNS.keys() == {path.name for path in ROOT.glob("run_*.sh")} - {"run_cpu.sh", "run_tests.sh"}
+    assert RUNS.keys() == set(run_scripts.SCRIPTS)
 
 
 @pytest.mark.parametrize("script", RUNS)
 def test_run_script_plans_a_run_whose_configuration_loads_and_fits(script: str) -> None:
     ranks, machines, model, layout = RUNS[script]
-    lines, command = planned(script)
+    lines, command = run_scripts.planned(script)
     assert command[:3] == ["python3", "-m", "torch.distributed.run"]
     assert {f"--nnodes={machines}", f"--nproc_per_node={ranks}", "--tee=3", "--log-dir=out/logs"} <= set(command)
     assert ("--standalone" in command) == (machines == 1)
@@ -369,23 +385,22 @@ def test_run_script_plans_a_run_whose_configuration_loads_and_fits(script: str) 
 @pytest.mark.parametrize("script", RUNS)
 def test_every_layout_that_a_run_script_offers_fits(script: str) -> None:
     ranks, _, model, _ = RUNS[script]
-    offered = re.search(r"^LAYOUT=.*$", (ROOT / script).read_text(), re.M)[0]
-    layouts = set(re.findall(r"tp\d+_ep\d+", offered))
+    layouts = run_scripts.layouts(script)
     assert len(layouts) >= 3
     for layout in layouts:
-        assert "tp{}_ep{}".format(*checked(planned(script, LAYOUT=layout)[1], model)) == layout
+        assert "tp{}_ep{}".format(*checked(run_scripts.planned(script, LAYOUT=layout)[1], model)) == layout
 
 
 @pytest.mark.parametrize(("script", "layout"), [("run_12npu.sh", "tp3_ep4"), ("run_12npu.sh", "tp4_ep12")])
 def test_what_the_script_of_12_dies_says_does_not_fit_is_refused(script: str, layout: str) -> None:
     with pytest.raises(InputError, match="does not divide"):
-        checked(planned(script, LAYOUT=layout)[1], QWEN3_30B_A3B)
+        checked(run_scripts.planned(script, LAYOUT=layout)[1], QWEN3_30B_A3B)
     with pytest.raises(InputError, match="8 does not divide 60 experts"):
-        checked(planned("run_8npu_qwen15.sh", LAYOUT="tp4_ep8")[1], QWEN15_MOE)
+        checked(run_scripts.planned("run_8npu_qwen15.sh", LAYOUT="tp4_ep8")[1], QWEN15_MOE)
 
 
 def test_users_own_settings_reach_the_run() -> None:
-    lines, command = planned(
+    lines, command = run_scripts.planned(
         "run_16npu.sh",
         "data.instruction=a b",
         "parallel.tensor=2",
@@ -398,20 +413,22 @@ def test_users_own_settings_reach_the_run() -> None:
     assert "export HCCL_BUFFSIZE=100" in lines
     assert checked(command, QWEN3_30B_A3B) == (2, 8)  # the command line's own comes last
     for wrong in (("train.steps",), ("--ranks",)):
-        done = accelerator("run_16npu.sh", *wrong)
+        done = run_scripts.start("run_16npu.sh", *wrong)
         assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(f"error: {wrong[0]}: expected")
-    assert accelerator("run_16npu.sh", "--plan-only", LAYOUT="4x16").stderr.startswith("error: LAYOUT: 4x16: expected")
+    assert run_scripts.start("run_16npu.sh", "--plan-only", LAYOUT="4x16").stderr.startswith(
+        "error: LAYOUT: 4x16: expected"
+    )
 
 
 def test_two_machines_meet_where_they_are_told() -> None:
-    lines, command = planned("run_2node.sh", INTERFACE="eth1", RANKS_PER_NODE="8")
+    lines, command = run_scripts.planned("run_2node.sh", INTERFACE="eth1", RANKS_PER_NODE="8")
     assert {"--rdzv-backend=c10d", "--rdzv-endpoint=first:29400", "--nproc_per_node=8"} <= set(command)
     assert "--max-restarts=0" in command and "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in lines
     assert {"export GLOO_SOCKET_IFNAME=eth1", "export HCCL_SOCKET_IFNAME=eth1"} <= set(lines)
-    _, command = planned("run_2node.sh", DEVICE="cpu", RESTARTS="2", RENDEZVOUS="")
+    _, command = run_scripts.planned("run_2node.sh", DEVICE="cpu", RESTARTS="2", RENDEZVOUS="")
     alone = {"--rdzv-endpoint=localhost:29400", "--local-addr=localhost", "--nproc_per_node=1", "--max-restarts=2"}
     assert alone | {"configs/tiny_cpu.yaml", "device=cpu"} <= set(command)
-    assert accelerator("run_2node.sh", RENDEZVOUS="").stderr.startswith("error: RENDEZVOUS: not given; needed:")
+    assert run_scripts.start("run_2node.sh", RENDEZVOUS="").stderr.startswith("error: RENDEZVOUS: not given; needed:")
 
 
 @pytest.mark.parametrize(
@@ -433,7 +450,7 @@ asked=$1
 echo "$asked" >>{tmp_path}/calls
 case $asked in --doctor) exit {doctor} ;; preflight.py) exit {plan} ;; esac\n""")
     stub.chmod(0o755)
-    done = accelerator("run_16npu.sh", PYTHON=str(stub), DOCTOR=switch)
+    done = run_scripts.start("run_16npu.sh", PYTHON=str(stub), DOCTOR=switch)
     assert done.returncode == code, done.stderr
     assert (tmp_path / "calls").read_text().split() == called
     assert ("DOCTOR=off" in done.stderr) == (doctor == "1" and switch == "on")
@@ -441,7 +458,7 @@ case $asked in --doctor) exit {doctor} ;; preflight.py) exit {plan} ;; esac\n"""
 
 @pytest.mark.parametrize(("script", "arguments"), [("run_16npu.sh", ()), ("first_hour.sh", ("configs/qwen3.yaml",))])
 def test_an_interpreter_without_the_packages_is_refused_in_one_line(script: str, arguments: tuple[str, ...]) -> None:
-    done = accelerator(script, *arguments, PYTHON="false")
+    done = run_scripts.start(script, *arguments, PYTHON="false")
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: PYTHON: false lacks the packages of requirements/")

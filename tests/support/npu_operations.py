@@ -44,7 +44,13 @@ def operations() -> dict[str, tuple[Callable, list[Tensor]]]:
             lambda *args: kernels.causal_attention(*args, scale=0.3),
             [random(2, 4, 7, 8), random(2, 2, 7, 8), random(2, 2, 7, 8)],
         ),
+        "masked_attention": (
+            lambda *args: kernels.masked_attention(*args, mask_of(args[0].device), scale=0.3),
+            [random(2, 4, 3, 8), random(2, 2, 7, 8), random(2, 2, 7, 8)],
+        ),
         "swiglu": (kernels.swiglu, [random(6, 12)]),
+        "swiglu of a strided tensor": (lambda x: kernels.swiglu(x.t()), [random(12, 6)]),
+        "weighted_swiglu, no rows": (kernels.weighted_swiglu, [random(0, 12), random(0)]),
         "rotary of the trainer": (kernels.rotary, trained),
         "rotary of a prefill": (kernels.rotary, prefilled),
         "rotary of a decode": (kernels.rotary, decoded),
@@ -68,6 +74,12 @@ def operations() -> dict[str, tuple[Callable, list[Tensor]]]:
     }
 
 
+def mask_of(device: torch.device) -> Tensor:
+    """Of two rows, 3 own tokens after prompts of 1 and 4 tokens."""
+    last_seen = torch.tensor([1, 4])[:, None, None, None] + torch.arange(3)[:, None]
+    return kernels.attention_mask((torch.arange(7) > last_seen).to(device))
+
+
 def apart(function: Callable, given: list[Tensor]) -> list[float]:
     """Largest differences between npu and CPU: of the result, and of the gradient of each argument."""
     found = {}
@@ -89,6 +101,14 @@ def patches_in_force() -> dict[str, bool]:
     dist.all_reduce(total, group=group)
     named = "cuda" in torch.ones(1, device="npu").type()
     return {"write lost": not columns.cpu().any().item(), "no error": total.tolist() == [1.0, 1.0], "named": named}
+
+
+def norms_of_two_types() -> int:
+    """Number of calls of the norm's kernel with a weight of another type. Its formula serves these."""
+    fake_npu.KERNELS.clear()
+    for x, weight in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
+        kernels.rms_norm(torch.ones(4, 8, dtype=x).to("npu"), torch.ones(8, dtype=weight).to("npu"), 1e-6)
+    return fake_npu.KERNELS.get("npu_rms_norm", 0)
 
 
 def kernel_calls(frozen: bool) -> int:
@@ -120,7 +140,58 @@ def refusals() -> dict[str, str]:
         "third of two devices": lambda: third_of_two(),
         "contradiction": lambda: contradiction(),
     }
-    return {name: _message(attempt) for name, attempt in attempts.items()}
+    return {name: _message(attempt) for name, attempt in (attempts | refused_tensors()).items()}
+
+
+def refused_tensors() -> dict[str, Callable]:
+    """Calls of kernels.py with tensors that an NPU refuses, though the meta kernels of torch_npu take them."""
+
+    def npu(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.ones(*shape, device="npu", dtype=dtype)
+
+    counts, half = torch.tensor([2, 2], device="npu"), torch.bfloat16
+    heads, mask = npu(1, 4, 4, 8), npu(1, 1, 4, 4, dtype=torch.bool)
+    angles = npu(4, 1, 1, 8)
+
+    def grouped(x: Tensor, weight: Tensor, counts: Tensor = counts) -> Callable:
+        return lambda: kernels.grouped_mm(x, weight, counts)
+
+    def attend(query: Tensor = heads, key: Tensor = heads, value: Tensor = heads, scale: float = 1.0) -> Callable:
+        return lambda: kernels.causal_attention(query, key, value, scale=scale)
+
+    def masked(mask: Tensor) -> Callable:
+        return lambda: kernels.masked_attention(heads, heads, heads, mask, scale=1.0)
+
+    def rotary(x: Tensor, cos: Tensor = angles) -> Callable:
+        return lambda: kernels.rotary(x, cos, cos)
+
+    return {
+        "grouped: inner sizes": grouped(npu(4, 8), npu(2, 6, 8)),
+        "grouped: two types": grouped(npu(4, 8, dtype=half), npu(2, 8, 8)),
+        "grouped: int32 list": lambda: kernels._npu_grouped(npu(4, 8), npu(2, 8, 8), counts.int()),
+        "grouped: sizes of other groups": grouped(npu(4, 8), npu(3, 8, 8)),
+        "grouped: 1025 groups": grouped(npu(4, 1), npu(1025, 1, 1), torch.zeros(1025, dtype=torch.long).to("npu")),
+        "grouped: width of 65536": grouped(npu(4, 1), npu(2, 1, 65536)),
+        "grouped: sum of the sizes": grouped(npu(5, 8), npu(2, 8, 8)),
+        "norm: another weight": lambda: kernels.rms_norm(npu(4, 8), npu(4), 1e-6),
+        "norm: one axis": lambda: kernels.rms_norm(npu(8), npu(8), 1e-6),
+        "swiglu: odd width": lambda: kernels.swiglu(npu(4, 7)),
+        "attention: two types": attend(query=npu(1, 4, 4, 8, dtype=half)),
+        "attention: head size of 769": attend(*(npu(1, 4, 4, 769),) * 3),
+        "attention: 257 heads": attend(*(npu(1, 257, 4, 8),) * 3),
+        "attention: 4 heads on 3": attend(key=npu(1, 3, 4, 8), value=npu(1, 3, 4, 8)),
+        "attention: other batch": attend(query=npu(2, 4, 4, 8)),
+        "attention: no rows": attend(*(npu(0, 4, 4, 8),) * 3),
+        "mask: fp32": masked(mask.float()),
+        "mask: of other keys": masked(mask[..., :3]),
+        "mask: a query without keys": masked(mask),
+        "rotary: odd head size": rotary(npu(4, 1, 2, 7), npu(4, 1, 1, 7)),
+        "rotary: head size of 896": rotary(npu(4, 1, 2, 896), npu(4, 1, 1, 896)),
+        "rotary: angles of each head": rotary(npu(4, 1, 2, 8), npu(4, 1, 2, 8)),
+        "rotary: two types": rotary(npu(4, 1, 2, 8, dtype=half)),
+        "rotary: batch of 1000": rotary(npu(4, 1000, 2, 8)),
+        "rotary: 1000 heads": rotary(npu(4, 1, 1000, 8)),
+    }
 
 
 def megatron_first() -> None:
@@ -170,7 +241,7 @@ def main() -> None:
     answers = {
         "auto": str(devices.resolve("auto")),
         "apart": {name: apart(*operation) for name, operation in operations().items()},
-        "calls": {"frozen": kernel_calls(True), "trained": kernel_calls(False)},
+        "calls": {"frozen": kernel_calls(True), "trained": kernel_calls(False), "norms": norms_of_two_types()},
         "refused": refusals(),
     }
     answers["patches"] = patches_in_force()

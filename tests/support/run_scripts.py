@@ -1,0 +1,62 @@
+"""What the run scripts for accelerators plan to start: the training command of a script and a layout."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted(path.name for path in ROOT.glob("run_*.sh") if path.name not in ("run_cpu.sh", "run_tests.sh"))
+
+
+class Training(NamedTuple):
+    """A configuration file with its overrides, and the number of ranks."""
+
+    config: str
+    overrides: list[str]
+    ranks: int
+
+
+def start(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """The script, in the repository and a plain environment."""
+    known = {"PATH": os.environ["PATH"], "HOME": "/nowhere", "RENDEZVOUS": "first:29400"} | environment
+    command = ["bash", str(ROOT / script), *arguments]
+    return subprocess.run(command, env=known, cwd="/", capture_output=True, text=True, timeout=30)
+
+
+def planned(script: str, *arguments: str, **environment: str) -> tuple[list[str], list[str]]:
+    """What --plan-only prints: its lines, and the words of the last one, the torchrun command."""
+    done = start(script, "--plan-only", *arguments, **environment)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    return lines, shlex.split(lines[-1])
+
+
+def training(command: list[str]) -> Training:
+    """What a torchrun command trains."""
+    number = {key: int(value) for key, value in (w[2:].split("=") for w in command if re.match("--n.*=[0-9]+$", w))}
+    path, *overrides = command[command.index("train_grpo.py") + 1 :]
+    return Training(path, overrides, number["nnodes"] * number["nproc_per_node"])
+
+
+def layouts(script: str) -> set[str]:
+    """The layouts that the script offers: its default, and those that the comment beside it names."""
+    offered = re.search(r"^LAYOUT=.*$", (ROOT / script).read_text(), re.M)
+    return set(re.findall(r"tp\d+_ep\d+", offered[0]))
+
+
+def shipped() -> dict[str, Training]:
+    """Every layout of every script, by name, and the two configurations of a tiny model that no such script starts."""
+    found = {
+        f"{script} {layout}": training(planned(script, LAYOUT=layout)[1])
+        for script in SCRIPTS
+        for layout in sorted(layouts(script))
+    }
+    return found | {
+        "tiny_cpu.yaml": Training("configs/tiny_cpu.yaml", [], 2),
+        "tiny_16.yaml": Training("configs/tiny_16.yaml", [], 16),
+    }

@@ -1,0 +1,120 @@
+"""Every operator of kernels.py and packing.py with the real torch_npu, at the sizes of every shipped layout.
+
+The tensors have no data (FakeTensorMode) and CANN is a stub (cann_stub.py), so no NPU is needed. This shows that the
+names, arguments and shapes of the calls are right, forward and backward. It does not show what the kernels compute, how
+fast they are, or which tensors a device refuses; for that, kernels.py has rules of its own, with tests in test_npu.py.
+
+run_tests.sh installs the torch_npu that belongs to the torch of requirements/cpu.txt. For the pinned versions of
+requirements/npu.txt, in an environment of its own (docs/npu.md, "Operators without an NPU"):
+
+    TORCH_NPU_DIR=FOLDER python -m pytest -m npu_schema tests/test_npu_schema.py
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import run_scripts
+
+import device as devices
+
+pytestmark = pytest.mark.npu_schema
+
+OPERATORS = {
+    "rms_norm", "rotary", "causal_attention", "masked_attention", "swiglu", "weighted_swiglu", "grouped_mm",
+    "Packing.attention",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def layouts() -> dict[str, run_scripts.Training]:
+    return run_scripts.shipped()
+
+
+@pytest.fixture(scope="module")
+def found(torch_npu_environment: dict[str, str], layouts: dict[str, run_scripts.Training]) -> dict:
+    """What npu_schema.py printed."""
+    script = Path(__file__).parent / "support" / "npu_schema.py"
+    done = subprocess.run(
+        [sys.executable, str(script), json.dumps(layouts)], env=torch_npu_environment, cwd=run_scripts.ROOT,
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_torch_npu_is_the_one_that_belongs_to_torch(found) -> None:
+    torch_version, npu_version = (version.split("+")[0].split(".post")[0] for version in found["versions"])
+    assert torch_version == npu_version
+
+
+def test_every_call_is_accepted_and_gives_the_shapes_and_types_of_the_cpu(found) -> None:
+    for row in found["operators"]:
+        where = (row["operator"], row["sizes"], row["layouts"])
+        assert isinstance(row["npu"], list), (where, row["npu"])
+        assert {device for _, _, device in row["npu"]} == {"npu:0"}, where
+        if "cpu" in row:
+            expected = [part[:2] for part in row["cpu"]]
+        else:  # a grouped product without rows: (0, o), and gradients like x and, if it is trained, the weight
+            sizes = row["sizes"]
+            expected = [[shape, "bfloat16"] for shape in ([0, sizes["weight"][2]], sizes["x"], sizes["weight"])]
+            expected = expected[: len(row["npu"])]
+        assert [part[:2] for part in row["npu"]] == expected, where
+
+
+def test_every_layout_has_every_operator(found, layouts) -> None:
+    assert len(layouts) > 20 and {name.split()[0] for name in layouts} > set(run_scripts.SCRIPTS)
+    for layout in layouts:
+        names = {row["operator"].split()[0].rstrip(",") for row in found["operators"] if layout in row["layouts"]}
+        assert names == OPERATORS, layout
+
+
+def test_experts_without_rows_and_single_experts_are_among_the_calls(found) -> None:
+    names = {row["operator"] for row in found["operators"]}
+    for matrix in ("fc1", "fc2", "LoRA A", "LoRA B"):
+        assert {f"grouped_mm ({matrix}), {use}" for use in ("no rows", "one expert", "int32 counts")} <= names
+    assert {"rotary, prefill", "rotary, decode", "weighted_swiglu, no rows"} <= names
+
+
+def test_sizes_are_those_of_a_rank(found) -> None:
+    """Qwen3-30B-A3B on TP4 EP16: 8 of 128 experts, 8 of 32 heads and 1 of 4 key/value heads on a rank."""
+    mine = [row for row in found["operators"] if "run_16npu.sh tp4_ep16" in row["layouts"]]
+    sizes = {row["operator"]: row["sizes"] for row in mine}
+    assert sizes["grouped_mm (fc1)"]["weight"] == [8, 2048, 1536] and sizes["grouped_mm (fc2)"]["weight"] == [
+        8,
+        768,
+        2048,
+    ]
+    assert sizes["causal_attention"]["query"][1::2] == [8, 128] and sizes["causal_attention"]["key"][1::2] == [1, 128]
+    assert sizes["Packing.attention"]["query"][1:] == [8, 128]
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("inner size", "npu_grouped_matmul: found (64, 31) bfloat16, (4, 32, 16) bfloat16; needed: 2-D x"),
+        ("int32 list", "found (4,) int32; needed: the sizes of 2 to 1024 groups in int64"),
+        ("fp32 weight", "found (64, 32) bfloat16, (4, 32, 16) float32; needed: x and weight of one type"),
+        ("group_type 1", "needed: 2-D x, 3-D weight"),
+        ("unknown keyword", "Unknown keyword argument 'group_typ'"),
+    ],
+)
+def test_a_planted_fault_is_found(fault: str, words: str, found) -> None:
+    assert isinstance(found["faults"]["none"], list)
+    assert words in found["faults"][fault]
+
+
+def test_rules_of_kernels_are_needed_because_torch_npu_accepts_these_calls_without_data(found) -> None:
+    assert len(found["accepted"]) == 13 and all(found["accepted"].values()), found["accepted"]
+
+
+def test_stand_in_of_the_other_tests_has_no_name_keyword_or_default_that_torch_npu_lacks(found) -> None:
+    assert found["stand-in"] == []
+
+
+def test_buffers_of_communicators_reach_hccls_options(found) -> None:
+    assert found["buffers"] == {name: {"hccl_buffer_size": mib} for name, mib in devices.HCCL_BUFFER_MIB.items()}
