@@ -1,5 +1,6 @@
-"""Settings of vllm-ascend that a run needs or refuses. They follow the sources of 0.23.0 and have not run yet.
+"""Settings of vllm-ascend that a run needs or refuses. They follow the sources of 0.23.0 and have not run on an NPU.
 
+tests/test_vllm_ascend.py gives them to the real vllm-ascend on a stub of CANN.
 Weights are pushed into plain tensors, so every option that tiles, moves, copies or frees weights stays off.
 """
 
@@ -68,6 +69,7 @@ def arguments(enforce_eager: bool, max_sequences: int) -> dict:
             "weight_nz_mode": 0,  # the same as VLLM_ASCEND_ENABLE_NZ 0
             "enable_cpu_binding": False,  # it would pin this process, which is the trainer too
         },
+        "async_scheduling": False,  # one step after the other; vLLM's default has not been tried beside a trainer
         **({} if enforce_eager else {"compilation_config": graphs}),
     }
 

@@ -256,7 +256,7 @@ def test_a_model_beyond_the_experts_kernels_is_refused(change: dict, tokens: int
 
 
 def test_graphs_are_captured_for_few_sizes_with_torchs_own_compile(monkeypatch) -> None:
-    assert vllm_ascend.arguments(True, 256).keys() == {"additional_config"}
+    assert vllm_ascend.arguments(True, 256).keys() == {"additional_config", "async_scheduling"}
     graphs = vllm_ascend.arguments(False, 192)["compilation_config"]
     assert graphs == {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [16, 64, 128, 192]}
 
