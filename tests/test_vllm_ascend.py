@@ -115,12 +115,27 @@ def test_every_shipped_layout_becomes_the_engine_that_was_meant(configurations) 
         cfg = config.load_config(case["config"], case["overrides"])
         tensor, shared, eager = cfg.rollout.tensor, cfg.rollout.expert_parallel, cfg.rollout.enforce_eager
         data = case["ranks"] // tensor if shared else 1
-        assert found == {
+        assert found["config"] == {
             "tensor": tensor, "data": data, "data rank": data - 1, "world": tensor * data, "expert parallel": True,
             "worker": "vllm_ascend.worker.worker.NPUWorker", "cache bytes": cfg.rollout.kv_cache_mib * 2**20,
             "block": 128, "prefix caching": True, "chunked prefill": False, "async": False,
             "graphs": "NONE" if eager else "FULL_DECODE_ONLY", "sizes": [] if eager else [16, 64, 128, 192, 256],
             "quantization": None, "tied head": False, "tiled weights": 0, "binds CPUs": False,
+        }, name  # fmt: skip
+
+
+def test_the_groups_of_a_rank_are_consecutive_and_experts_share_all_ranks_of_an_engine(configurations) -> None:
+    """On all the ranks of a layout; rank r of `tensor` ranks a replica, `size` ranks an engine."""
+    _, asked, answers = configurations
+    for name in (name for name in asked if name not in REFUSED):
+        cfg = config.load_config(asked[name]["config"], asked[name]["overrides"])
+        rank, tensor = asked[name]["rank"], cfg.rollout.tensor
+        size = asked[name]["ranks"] if cfg.rollout.expert_parallel else tensor
+        first = rank // size * size
+        assert answers[name]["groups"] == {
+            "tensor": list(range(rank // tensor * tensor, rank // tensor * tensor + tensor)),
+            "data": list(range(first + rank % tensor, first + size, tensor)),
+            "expert": list(range(first, first + size)), "mc2": list(range(first, first + size)),
         }, name  # fmt: skip
 
 
@@ -210,6 +225,7 @@ def test_the_trainers_shards_are_what_vllm_ascends_loader_makes_of_the_whole_wei
     hidden, width, heads = 256, 64, 4
     for found in shared:
         assert found["different"] == [] and found["zero"] == []
+        assert found["different when swapped"] == [f"model.layers.{i}.mlp.experts.w13_weight" for i in (0, 1)]
         sizes = {name: shape[:-2] for name, shape in found["shapes"].items()}
         assert sizes["model.layers.0.mlp.experts.w13_weight"] == [2, hidden, 2 * width]
         assert sizes["model.layers.0.mlp.experts.w2_weight"] == [2, width, hidden]

@@ -83,6 +83,34 @@ def described(vllm_config) -> dict:
     }
 
 
+def groups(vllm_config, rank: int, ranks: int) -> dict[str, list[int]]:
+    """The ranks of each group of this rank, made without other processes by torch's fake process groups."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm_ascend.distributed import parallel_state as ascend_state
+
+    make, parallel = dist.new_group, vllm_config.parallel_config
+    fake = mock.patch.object(dist, "new_group", lambda members, *args, **more: make(members, backend="fake"))
+    # It would exchange handles of shared memory.
+    queue = mock.patch.object(shm_broadcast.MessageQueue, "create_from_process_group")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    with fake, queue, set_current_vllm_config(vllm_config):
+        parallel_state.init_distributed_environment(ranks, rank, local_rank=rank % 16, backend="fake")
+        parallel_state.ensure_model_parallel_initialized(parallel.tensor_parallel_size, 1)
+        ascend_state.init_ascend_model_parallel(parallel)
+        getters = {
+            "tensor": parallel_state.get_tp_group, "data": parallel_state.get_dp_group,
+            "expert": parallel_state.get_ep_group, "mc2": ascend_state.get_mc2_group,
+        }  # fmt: skip
+        found = {name: list(get().ranks) for name, get in getters.items()}
+        ascend_state.destroy_ascend_model_parallel()
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+    return found
+
+
 def configurations(folder: Path) -> None:
     """For each case of asked.json what vLLM has made of it, or its error."""
     from vllm.engine.arg_utils import EngineArgs
@@ -97,7 +125,9 @@ def configurations(folder: Path) -> None:
             try:
                 cfg = config.load_config(case["config"], case["overrides"])
                 given = arguments(cfg, case["ranks"]) | case.get("changes", {})
-                answers["cases"].append(described(EngineArgs(**given).create_engine_config()))
+                made = EngineArgs(**given).create_engine_config()
+                placed = groups(made, case["rank"], case["ranks"])
+                answers["cases"].append({"config": described(made), "groups": placed})
             except Exception as error:
                 answers["cases"].append({"error": f"{type(error).__name__}: {error}"})
     (folder / "answer.json").write_text(json.dumps(answers))
@@ -178,11 +208,18 @@ def push(folder: Path) -> int:
         whole = load_file(folder / "model" / "model.safetensors")
         engine.llm.collective_rpc(vllm_inside.reload, args=(iter(whole.items()),))
         (loaded,) = engine.llm.collective_rpc(vllm_inside.parameters)
-        different = [name for name, value in loaded.items() if not torch.equal(host_npu.on_host(value), pushed[name])]
+        expected = {name: host_npu.on_host(parameter).clone() for name, parameter in loaded.items()}
+        wrong = (  # up before gate
+            (name, value.roll(value.shape[-1] // 2, -1) if name.endswith("w13_weight") else value)
+            for name, value in vllm_colocated.shards(model, arch, parallel)
+        )
+        engine.load_weights(wrong)
+        swapped = {name: host_npu.on_host(parameter) for name, parameter in engine.parameters.items()}
         found = {
             "placement": placement,
             "shapes": shapes(engine),
-            "different": different,
+            "different": [name for name in expected if not torch.equal(expected[name], pushed[name])],
+            "different when swapped": [name for name in expected if not torch.equal(expected[name], swapped[name])],
             "zero": [name for name, value in pushed.items() if not value.any()],
             "config": described(engine.llm.llm_engine.vllm_config),
         }
