@@ -208,7 +208,7 @@ def import_megatron(device: torch.device) -> None:
     second, for kernels that we switch off and that an NPU cannot run. So torch.compile does nothing during the import.
     """
     if device.type == "cpu":
-        _redirect_cuda()
+        redirect_cuda()
     compiler = torch.compile
     torch.compile = lambda model=None, **options: model if model is not None else lambda function: function
     try:
@@ -232,7 +232,7 @@ class _NoStream:
         return lambda *args, **kwargs: self
 
 
-def _redirect_cuda() -> None:
+def redirect_cuda() -> None:
     """Redirect, on a CPU, the torch.cuda calls of megatron.core at its import, at building and at running a model."""
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.Stream = torch.cuda.Event = _NoStream

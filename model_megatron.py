@@ -77,9 +77,21 @@ def build(
         rotary_base=arch.rope_theta,
         parallel_output=True,
     )
+    for layer, is_moe in zip(model.decoder.layers, arch.moe_layers, strict=True):
+        if is_moe:
+            layer.mlp.register_forward_hook(_release_routes)
     # The rotary embedding returns stacked (cos, sin) instead of angles, (2, T, 1, 1, d), as kernels.rotary needs.
     model.rotary_pos_emb.register_forward_hook(lambda module, args, a: torch.stack([a.cos(), a.sin()]).to(dtype))
     return model.to(parallel.device).train()  # Megatron makes some weights on the CPU in any case
+
+
+def _release_routes(moe_layer: torch.nn.Module, *unused) -> None:
+    """Drop the routes that Megatron's dispatcher holds until its next use.
+
+    Their autograd graph would keep the input of every layer and its gradient alive after the update.
+    """
+    dispatcher = moe_layer.token_dispatcher
+    dispatcher.probs = dispatcher.routing_map = dispatcher.reversed_local_input_permutation_mapping = None
 
 
 def _transformer_config(arch: Architecture, parallel: Parallel, dtype: torch.dtype, recompute: bool, aux_loss: float):
@@ -335,6 +347,6 @@ class GroupedExperts(torch.nn.Module):
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """(N, h), (E,), (N,) -> (N, h) and no bias.  With expert_tensor > 1 the dispatcher sums the parts."""
-        gate_up = self.linear_fc1(x, tokens_per_expert)  # (N, 2 w)
         # The router weight commutes with the second matrix; applying it before is cheaper, since w < h.
-        return self.linear_fc2(kernels.weighted_swiglu(gate_up, probs), tokens_per_expert), None
+        hidden = kernels.weighted_swiglu(self.linear_fc1(x, tokens_per_expert), probs)  # of (N, 2 w), not kept: (N, w)
+        return self.linear_fc2(hidden, tokens_per_expert), None

@@ -1,6 +1,7 @@
 """Does a run fit, and how long will a step take? The answer takes seconds and needs no devices, weights or data.
 
     python preflight.py CONFIG [section.key=value ...] [--ranks N] [--json]
+    python preflight.py CONFIG --dry-run [--rank R] [--json]                  runs a step without data (plan/dry_run.py)
     python preflight.py --doctor [CONFIG]                                     examines this machine (plan/doctor.py)
     python preflight.py --self-test [CONFIG] [section.key=value ...]          trains a tiny model (plan/self_test.py)
     torchrun --nproc_per_node=N preflight.py --groups|--operators|--layers CONFIG [section.key=value ...]
@@ -15,13 +16,15 @@ layers in trainer and sampler (plan/layers_check.py).
 import argparse
 import json
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import hf_config
 from config import command_line, resolve_config
 from config_rules import OTHER_RULES
 from input_files import BAD_INPUT, MOST_RANKS, InputError, refused, shown
-from plan import grid, memory, roofline
+from plan import confirmed, grid, memory, roofline
 from plan.search import Setting, Verdict, alternatives, judge, overrides
 
 # ---------------------------------------------------------------------------------------------------------- the report
@@ -148,6 +151,7 @@ def _memory_lines(verdict: Verdict, setting: Setting) -> list[str]:
         f"  assumed: {memory.IMBALANCE} x the mean rows on the busiest experts,"
         f" {memory.RUNTIME_BYTES[setting.device] / memory.GIB:g} GiB for runtime, {memory.MARGIN:.0%} margin;"
         f" {needs.cached_rows} of a replica's {needs.wanted_rows} sequences in the key-value cache at once",
+        confirmed.line(verdict.cfg, setting.arch, verdict.layout, setting.device),
     ]
 
 
@@ -175,6 +179,7 @@ def _time_lines(verdict: Verdict, setting: Setting) -> list[str]:
 # --------------------------------------------------------------------------------------------------------- the command
 
 OTHER_QUESTIONS = {  # option -> its question; each has a command line of its own
+    "--dry-run": "what does a rank's step hold, compute and send? It is run at its real size without data",
     "--doctor": "what is wrong with this machine?",
     "--groups": "under torchrun: do the process groups work, and how fast?",
     "--operators": "under torchrun: does every operator give its formula's answer?",
@@ -185,12 +190,15 @@ OTHER_QUESTIONS = {  # option -> its question; each has a command line of its ow
 
 def answer(option: str, arguments: list[str]) -> int:
     """The exit code of one of the other questions. All of them import torch, except --doctor."""
-    if option in ("--doctor", "--self-test") and os.environ.get("RANK", "0") != "0":
+    if option in ("--doctor", "--self-test", "--dry-run") and os.environ.get("RANK", "0") != "0":
         return 0  # under torchrun one process is enough
     if option == "--doctor":
         from plan import doctor
 
         return doctor.main(arguments)
+    if option == "--dry-run":  # in a process of its own: it changes torch, and no installed backend may load
+        environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": str(Path(__file__).parent)}
+        return subprocess.run([sys.executable, "-P", "-m", "plan.dry_run", *arguments], env=environment).returncode
     import parallel_setup
     from plan import groups, kernels_check, layers_check, self_test
 

@@ -15,8 +15,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-import pandas as pd
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from knobs import Config
@@ -92,6 +90,8 @@ def parser(about: str) -> argparse.ArgumentParser:
 
 def table(rows: list[dict]) -> str:
     """``rows`` as aligned columns."""
+    import pandas as pd  # here, because the measured trainer imports this file, and pandas takes 67 MiB
+
     return pd.DataFrame(rows).to_string(index=False, float_format="{:.4g}".format)
 
 

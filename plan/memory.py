@@ -1,10 +1,10 @@
 """Bytes on one rank in each phase of a step, from a config.json and a layout alone. Nothing here imports torch.
 
 Parameters are exact: tests/test_memory.py compares them with those of the instantiated model. Activations are the
-tensors that autograd keeps in model_megatron.py and lora_megatron.py; the test compares them with the allocations of a
-tiny model. Rows count with their padding. rollout.plan puts so many packed rows into a forward pass
-that they need no more than padded ones, except where a single row fills it. All ranks hold the same amount; only the
-routing decides which rank's experts get the most rows.
+tensors that autograd keeps in model_megatron.py and lora_megatron.py. The test compares them with the allocations of a
+tiny model, and preflight.py --dry-run compares every phase with the trainer's own code at the real size. Rows are
+packed: the most that a line of them needs is what rows with short prompts need. All ranks hold the same amount; only
+the routing decides which rank's experts get the most rows.
 h hidden size, t tokens of a micro-batch, s = t / tensor of them on a rank, N rows that a rank's experts get, e bytes of
 an element.
 """
@@ -149,34 +149,35 @@ def activations(
     rows = s * arch.experts_per_token * layout.expert_tensor * (imbalance if layout.expert > 1 else 1)  # N
     layers = {is_moe: _kept_by_layer(arch, lora, layout, is_moe, element, tokens, rows) for is_moe in arch.moe_layers}
     # The widest place of a layer: gradients of activations in its backward pass; a forward pass that keeps nothing.
-    dense, expert = arch.dense_ffn_size, arch.expert_ffn_size
-    in_flight = {True: 3 * rows * h * element, False: 2 * tokens * dense // layout.tensor * element}
+    dense, width = arch.dense_ffn_size, arch.expert_ffn_size // layout.expert_tensor
+    # With expert_tensor > 1 Megatron sums the experts' outputs in fp32.
+    summed = rows * h * 4 * (1 + 1 / layout.expert_tensor) if layout.expert_tensor > 1 else 0
+    in_flight = {True: 3 * rows * h * element + summed, False: 2 * tokens * dense // layout.tensor * element}
+    # A MoE layer holds its rows as they are sent, received and sorted, then the experts' output, and this unsorted.
+    copies = 2 / layout.expert_tensor + (3 if layout.expert < arch.num_experts else 1)
     forward_only = {
-        True: rows * (3 * h + 5 * expert // layout.expert_tensor) * element,
-        False: tokens * (h + 5 * dense // layout.tensor) * element,
+        True: max(rows * copies * h * element + summed, rows * (3 * h + 4 * width) * element),
+        False: tokens * (h + 3 * dense // layout.tensor) * element,
     }
     norm = max(4, element)  # a norm keeps its input in fp32
     vocabulary = arch.vocab_size // layout.tensor
     chunk = min(scored, max(1, min(ROWS_PER_CHUNK, LOGITS_PER_CHUNK // vocabulary))) * vocabulary * 4  # fp32
-    # The forward pass holds logits in the model's dtype, then in fp32, and their exponentials. The backward pass of an
-    # entropy bonus holds five copies.
-    logits = 5 * chunk if entropy_bonus else 2 * chunk + (chunk // 2 if element < 4 else 0)
+    # The forward pass holds logits, their exponentials and a product of both; the backward pass of an entropy bonus
+    # holds five copies.
+    logits = (5 if entropy_bonus else 3) * chunk
     head = scored * (h * element + 12) + logits + scored * h * element
     head_kept = scored * (h * element + 12) + s * h * norm
-    # The dispatcher holds its last routes even in a forward pass that keeps nothing.
-    routes = sum(arch.moe_layers) * s * (5 * arch.num_experts + 8 * arch.experts_per_token)
-    inputs = arch.num_layers * s * h * element
     if recompute:
-        # The input of a checkpointed layer and its gradient live until the loss of the micro-batch is freed.
-        kept = inputs + routes + head_kept
-        backward = max(layers[is_moe] + in_flight[is_moe] for is_moe in layers) + inputs
+        kept = arch.num_layers * s * h * element + head_kept
+        # Of the residual stream: the sum after attention, and a gradient.
+        backward = max(layers[is_moe] + in_flight[is_moe] for is_moe in layers) + 2 * s * h * element
     else:
         # The embedding is frozen, so layer 0 does not keep its input.
         kept = sum(arch.moe_layers.count(is_moe) * layer for is_moe, layer in layers.items()) + head_kept
         kept -= s * h * norm
         backward = max(in_flight[is_moe] for is_moe in layers)
     forward = 3 * tokens // layout.tensor * h * element + max(forward_only[is_moe] for is_moe in layers)
-    reference = max(forward, head - scored * h * element - 2 * chunk) + routes + s * h * element
+    reference = max(forward, scored * (h * element + 12) + 3 * chunk) + s * h * element
     return Activations(int(kept), int(kept + max(backward, head)), int(logits), int(reference))
 
 
@@ -206,6 +207,8 @@ def _kept_by_layer(
     width, rank = arch.expert_ffn_size // layout.expert_tensor, lora.expert_rank or lora.rank
     a_row = h * on["linear_fc1"] + (2 + on["linear_fc2"]) * width  # input, gate and up, and their product
     a_row += rank * (on["linear_fc1"] + on["linear_fc2"])
+    if lora.dropout:  # a copy of each input of the factors, and its mask
+        a_row += (h * on["linear_fc1"] + width * on["linear_fc2"]) * (1 + 1 / e)
     kept += rows * (a_row * e + 24) + s * 10 * arch.num_experts  # the second term: the router's scores and maps
     if arch.shared_expert_ffn_size:
         kept += swiglu(arch.shared_expert_ffn_size // layout.tensor) + s * h * e
@@ -255,13 +258,21 @@ def micro_batch_tokens(cfg: Config, layout: RankGrid) -> int:
     return max(longest, min(cfg.optim.tokens_per_micro_batch, sequences * longest) // layout.tensor * layout.tensor)
 
 
-def step_memory(cfg: Config, arch: Architecture, layout: RankGrid, device: str, capacity: int) -> Memory:
+def line_tokens(cfg: Config, layout: RankGrid) -> int:
+    """Most tokens of the line of packed rows in one forward pass on one rank: each row counts a quarter more."""
+    longest = -(-cfg.row_tokens // layout.tensor) * layout.tensor
+    return max(longest, int(micro_batch_tokens(cfg, layout) / 1.25) // layout.tensor * layout.tensor)
+
+
+def step_memory(
+    cfg: Config, arch: Architecture, layout: RankGrid, device: str, capacity: int, imbalance: float = IMBALANCE
+) -> Memory:
     """Every phase of a step on the fullest rank. ``device``: cpu | npu | cuda. ``capacity``: bytes of this rank."""
     element, h, rollout = ELEMENT_BYTES[cfg.model.dtype], arch.hidden_size, cfg.rollout
-    tokens = micro_batch_tokens(cfg, layout)
+    tokens = line_tokens(cfg, layout)
     work = activations(
         arch, cfg.lora, layout, element=element, recompute=cfg.model.recompute, tokens=tokens, scored=tokens,
-        imbalance=IMBALANCE, entropy_bonus=cfg.loss.entropy_coef > 0,
+        imbalance=imbalance, entropy_bonus=cfg.loss.entropy_coef > 0,
     )  # fmt: skip
     lora = 4 * lora_parameters(arch, cfg.lora, layout)
     wanted_rows = -(-rollout.prompts_per_step // layout.replicas) * rollout.group_size
@@ -270,8 +281,11 @@ def step_memory(cfg: Config, arch: Architecture, layout: RankGrid, device: str, 
     prefill = min(PREFILL_TOKENS, -(-wanted_rows // rollout.group_size) * cfg.data.max_prompt_tokens)
     # An engine takes a fused group of tensors whole. The largest group is all experts of a layer, or this rank's
     # experts if the engine uses the trainer's own shards.
-    shared = layout.engine_expert if layout.engine_expert > layout.engine_tensor else 1
-    whole_group = max(3 * arch.num_experts * h * arch.expert_ffn_size // shared, arch.vocab_size * h) * element
+    experts = arch.num_experts * h * arch.expert_ffn_size * element  # one matrix of all experts of a layer
+    if layout.engine_expert > layout.engine_tensor:
+        group, attention = 4 * experts // layout.engine_expert, arch.qkv_size // layout.tensor  # merged, then stacked
+    else:
+        group, attention = max(3 * experts, arch.vocab_size * h * element), arch.qkv_size
     routing = sum(arch.moe_layers) * arch.experts_per_token if cfg.replay.mode != "off" else 0
     own_sequences = -(-rollout.prompts_per_step * rollout.group_size // layout.data)
     parts = {
@@ -297,15 +311,16 @@ def step_memory(cfg: Config, arch: Architecture, layout: RankGrid, device: str, 
         arch, cfg.lora, engine, element=element, recompute=False, tokens=prefill, scored=min(wanted_rows, CACHED_ROWS)
     ).reference
     phases = {
-        # Loading reads and rearranges one tensor at a time; the engine does not exist yet.
-        "load": parts["base"] + parts["runtime"] + 2 * arch.vocab_size * h * element,
+        # Loading reads and rearranges one tensor at a time on the host; the engine does not exist yet.
+        "load": sum(parts[name] for name in ("base", "lora", "optimizer", "runtime")),
         # Merging is in fp32.
-        "sync": resident + whole_group + gathered + 3 * 4 * h * max(arch.qkv_size, arch.expert_ffn_size * 2),
+        "sync": resident + group + gathered + 3 * 4 * h * max(attention, arch.expert_ffn_size * 2),
         "rollout": resident + sampling,
-        "reference": resident + work.reference + parts["routing records"],
+        # A later micro-batch of an update finds the gradients of the earlier ones.
+        "reference": resident + parts["gradients"] + work.reference + parts["routing records"],
         "update": resident
         + sum(parts[name] for name in ("gradients", "merged weights", "activations", "routing records")),
-        "optimizer": resident + 3 * lora,  # gradients, their flat message, AdamW's temporaries
+        "optimizer": resident + 2 * lora,  # gradients; then their flat message, or AdamW's temporaries
         "save": resident + gathered_by_a_save(arch, cfg.lora, layout, device),
     }
     return Memory(parts, phases, capacity, cached_rows, wanted_rows)

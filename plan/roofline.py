@@ -6,11 +6,13 @@ Nothing here has been run on a 910C. tests/test_roofline.py compares the formula
 Qwen3-30B-A3B on 16 dies. Nothing here imports torch.
 """
 
+import dataclasses
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from config_rules import ELEMENT_BYTES
 from hf_config import Architecture
-from knobs import Config
+from knobs import Config, LoraConfig
 from plan.grid import WHOLE, RankGrid
 from plan.memory import Memory, lora_parameters, merged_weights
 
@@ -48,10 +50,55 @@ def active_parameters(arch: Architecture) -> int:
     return arch.num_layers * attention + sum(moe if m else dense for m in arch.moe_layers) + arch.vocab_size * h
 
 
-def forward_flops(arch: Architecture, tokens: float, length: float) -> float:
-    """Operations of one forward pass over ``tokens`` in rows of ``length``, causal attention included."""
-    attention = 4 * arch.num_layers * arch.num_heads * arch.head_dim * length / 2
-    return tokens * (2 * active_parameters(arch) + attention)
+class Rows(NamedTuple):
+    """What passes through the model: rows of one prompt and one completion, packed by group."""
+
+    number: float
+    prompt: float  # tokens
+    completion: float
+    group: int = 1  # rows that share the work on their prompt
+
+    @property
+    def tokens(self) -> float:
+        return self.number * (self.completion + self.prompt / self.group)
+
+    @property
+    def pairs(self) -> float:
+        """Products of a query and a key. A prompt's attention is causal; a completion's tokens meet their whole row."""
+        length = self.prompt + self.completion
+        return self.number * (self.completion * length + self.prompt**2 / 2 / self.group)
+
+
+def forward_flops(arch: Architecture, rows: Rows) -> dict[str, float]:
+    """Operations of one forward pass: linear layers, attention, and the head, which only completions reach."""
+    head = 2 * arch.vocab_size * arch.hidden_size
+    return {
+        "layers": rows.tokens * (2 * active_parameters(arch) - head),
+        "attention": rows.pairs * 4 * arch.num_layers * arch.num_heads * arch.head_dim,
+        "head": rows.number * max(1, rows.completion) * head,
+    }
+
+
+def lora_flops(arch: Architecture, lora: LoraConfig, tokens: float) -> float:
+    """Operations of all low-rank updates in one forward pass: each token meets the factors of its own experts."""
+    own = dataclasses.replace(arch, num_experts=arch.experts_per_token)
+    return 2 * tokens * lora_parameters(own, lora, WHOLE)
+
+
+def update_flops(cfg: Config, arch: Architecture, rows: Rows) -> tuple[float, float]:
+    """Operations of the forward and of the backward pass of an update.
+
+    Frozen weights get no gradient, so a linear layer costs once more; attention costs 2.5 times its forward pass, the
+    head computes its logits again, and the factors get gradients. Where the trainer merges its weights, the factors'
+    products serve the gradient alone, and their input gets none.
+    """
+    parts, low_rank = forward_flops(arch, rows), lora_flops(arch, cfg.lora, rows.tokens)
+    layers = parts["layers"] + parts["attention"]
+    backward = parts["layers"] + 2.5 * parts["attention"] + 2 * parts["head"]
+    backward += low_rank * (1.5 if cfg.trains_merged else 2)
+    if not cfg.model.recompute:
+        return layers + parts["head"] + low_rank, backward
+    return layers + parts["head"] + low_rank * (not cfg.trains_merged), backward + layers + low_rank
 
 
 def decode_step(
@@ -88,17 +135,21 @@ def decode_step(
     return seconds | {"total": max(seconds["weights"] + seconds["cache"], seconds["arithmetic"]) + seconds["exchange"]}
 
 
-def exchange_seconds(
-    arch: Architecture, hardware: Hardware, layout: RankGrid, tokens: float, element: int
+def exchange_bytes(
+    arch: Architecture, layout: RankGrid, tokens: float, element: int, passes: int = 1, ends: int = 2
 ) -> dict[str, float]:
-    """Communication of the trainer's forward pass over ``tokens``: tensor ranks gather and scatter, expert ranks
-    exchange rows.
+    """Bytes that a rank sends when ``tokens`` pass all layers ``passes`` times, forward or backward.
+
+    Tensor ranks gather and scatter the sequence: around attention, a dense layer and a shared expert, and at ``ends``:
+    after the embedding and before the head. Expert ranks exchange rows; expert_tensor ranks gather them, and sum them
+    in fp32.
     """
-    h, rate = arch.hidden_size, hardware.link * hardware.link_share
-    tensor = 4 * arch.num_layers * tokens / layout.data * h * element * (layout.tensor - 1) / layout.tensor
-    experts = layout.expert * layout.expert_tensor
-    traded = 2 * sum(arch.moe_layers) * tokens / layout.ranks * arch.experts_per_token * h * element
-    return {"tensor exchange": tensor / rate, "expert exchange": traded * (1 - 1 / experts) / rate}
+    h, tensor, parts = arch.hidden_size, layout.tensor, layout.expert_tensor
+    split = arch.num_layers + sum(bool(not is_moe or arch.shared_expert_ffn_size) for is_moe in arch.moe_layers)
+    sequence = (2 * split * passes + ends) * tokens / layout.data * h * element * (1 - 1 / tensor)
+    rows = passes * sum(arch.moe_layers) * tokens / layout.ranks * arch.experts_per_token * h
+    traded = 2 * rows * element * (1 - 1 / layout.expert) + rows * (parts - 1) * (element + 4)
+    return {"tensor exchange": sequence, "expert exchange": traded}
 
 
 @dataclass(frozen=True)
@@ -142,10 +193,9 @@ def step_times(
     completion: float,
 ) -> Times:
     """Every phase of a step. ``prompt``, ``completion``: mean numbers of tokens."""
-    element, rollout = ELEMENT_BYTES[cfg.model.dtype], cfg.rollout
-    sequences = rollout.prompts_per_step * rollout.group_size
-    length = prompt + completion
-    tokens = -(-sequences // layout.data) * layout.data * length  # all ranks wait for the fullest
+    element, rollout, recompute = ELEMENT_BYTES[cfg.model.dtype], cfg.rollout, int(cfg.model.recompute)
+    sequences = -(-rollout.prompts_per_step * rollout.group_size // layout.data) * layout.data  # of the fullest rank
+    trained = Rows(sequences, prompt, completion, rollout.group_size)
     waves = -(-memory.wanted_rows // max(1, memory.cached_rows))
     decode = decode_step(
         arch, hardware, ranks=layout.ranks, tensor=layout.engine_tensor, expert=layout.engine_expert,
@@ -155,25 +205,34 @@ def step_times(
     rate = layout.ranks * hardware.flops * hardware.training_share
     updates = rollout.prompts_per_step // max(1, cfg.optim.prompts_per_update)
     rows = -(-cfg.optim.prompts_per_update * rollout.group_size // layout.data)
-    micro_batches = -(-rows // max(1, int(cfg.optim.tokens_per_micro_batch // length)))
-    forward = _slower(
-        {"arithmetic": forward_flops(arch, tokens, length) / rate},
-        {"launches": updates * micro_batches * hardware.eager_pass_seconds},
-    ) | exchange_seconds(arch, hardware, layout, tokens, element)
+    # rollout.plan counts a packed row with a quarter of its padded length more.
+    a_row = completion + prompt / rollout.group_size + (prompt + completion) / 4
+    micro_batches = -(-rows // max(1, int(cfg.optim.tokens_per_micro_batch // a_row)))
+
+    def passing(operations: float, passes: int = 1, ends: int = 2) -> dict[str, float]:
+        """Seconds of so many operations in ``passes`` through all layers."""
+        launches = passes * updates * micro_batches * hardware.eager_pass_seconds
+        sent = exchange_bytes(arch, layout, trained.tokens, element, passes, ends)
+        slower = _slower({"arithmetic": operations / rate}, {"launches": launches})
+        return slower | {cause: size / (hardware.link * hardware.link_share) for cause, size in sent.items()}
+
+    frozen = sum(forward_flops(arch, trained).values())
+    policy = frozen + lora_flops(arch, cfg.lora, trained.tokens) * (not cfg.trains_merged)
+    first, second = update_flops(cfg, arch, trained)
+    prompts = forward_flops(arch, Rows(rollout.prompts_per_step, prompt, 0))
     merged_bytes = MERGE_BYTES * merged_weights(arch, cfg.lora, layout, recompute=False) * cfg.trains_merged
     merging = updates * micro_batches * merged_bytes / hardware.bandwidth
     causes = {
         "sync": _sync_seconds(cfg, arch, layout, hardware, element),
-        "prefill": {"arithmetic": forward_flops(arch, rollout.prompts_per_step * prompt, prompt) / rate},
+        "prefill": {"arithmetic": sum(prompts.values()) / rate},
         "decode": {
             cause: seconds * waves * completion
             for cause, seconds in _decode_causes(decode, hardware, rollout.enforce_eager).items()
         },
-        "old policy": forward | {"merging": merging} if updates > 1 or cfg.replay.mode == "r2" else {"": 0.0},
-        "reference": forward if cfg.loss.kl != "none" else {"": 0.0},
-        "update forward": forward | {"merging": merging},
-        "update backward": {cause: seconds * (1 + cfg.model.recompute) for cause, seconds in forward.items()}
-        | {"merging": merging * cfg.model.recompute},
+        "old policy": passing(policy) | {"merging": merging} if updates > 1 or cfg.replay.mode == "r2" else {"": 0.0},
+        "reference": passing(frozen) if cfg.loss.kl != "none" else {"": 0.0},
+        "update forward": passing(first) | {"merging": merging},
+        "update backward": passing(second, 1 + recompute, recompute) | {"merging": merging * recompute},
         "optimizer": _optimizer_seconds(cfg, arch, layout, hardware, updates),
     }
     return Times(causes, decode, int(waves), micro_batches)
@@ -211,15 +270,38 @@ def _sync_seconds(
     return {"exchange": size / (hardware.link * hardware.link_share), "memory": size * 2 / hardware.bandwidth}
 
 
+def gradient_bytes(arch: Architecture, lora: LoraConfig, layout: RankGrid) -> dict[str, float]:
+    """Bytes that a rank sends over each kind of group when the fp32 gradients of an update are summed.
+
+    Factors of routed experts are summed over expert_data, all others over data. A factor that tensor ranks hold whole
+    is summed over these first: A of a column-parallel matrix, B of a row-parallel one, both of the router.
+    """
+    h, moe, tensor = arch.hidden_size, sum(arch.moe_layers), layout.tensor
+    width, rank = arch.expert_ffn_size // layout.expert_tensor, lora.expert_rank or lora.rank
+    local = moe * arch.num_experts // layout.expert * rank
+    on = {target: target in lora.targets for target in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")}
+    experts = local * ((h + 2 * width) * on["linear_fc1"] + (width + h) * on["linear_fc2"])
+    split = moe * bool(arch.shared_expert_ffn_size) + arch.num_layers - moe  # shared experts and dense layers
+    whole = lora.rank * h * arch.num_layers * (on["linear_qkv"] + on["linear_proj"])
+    whole += lora.rank * h * split * (on["linear_fc1"] + on["linear_fc2"])
+    whole += lora.rank * (h + arch.num_experts) * moe * ("router" in lora.targets)
+    sizes = {
+        "tensor": (tensor, whole),
+        "expert_tensor": (layout.expert_tensor, local * h * (on["linear_fc1"] + on["linear_fc2"])),
+        "data": (layout.data, lora_parameters(arch, lora, layout) - experts),
+        "expert_data": (layout.expert_data, experts),
+    }
+    return {kind: 4 * parameters * 2 * (1 - 1 / ranks) for kind, (ranks, parameters) in sizes.items()}
+
+
 def _optimizer_seconds(
     cfg: Config, arch: Architecture, layout: RankGrid, hardware: Hardware, updates: int
 ) -> dict[str, float]:
     """All optimizer steps: the sum of fp32 gradients over the ranks that share a factor, and AdamW's memory traffic."""
     size = 4 * lora_parameters(arch, cfg.lora, layout)
-    shared = 2 * (1 - 1 / max(layout.data, layout.expert_data))  # upper bound of a ring all-reduce
     # 13 passes: two copies into and out of the message, clipping, and AdamW's four reads and three writes.
     seconds = {
-        "exchange": size * shared / (hardware.link * hardware.link_share),
+        "exchange": sum(gradient_bytes(arch, cfg.lora, layout).values()) / (hardware.link * hardware.link_share),
         "memory": 13 * size / hardware.bandwidth,
     }
     return {cause: updates * value for cause, value in seconds.items()}

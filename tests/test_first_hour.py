@@ -83,7 +83,7 @@ def test_the_report_has_each_stages_figures(sound) -> None:
     kinds = ("all-reduce", "all-gather", "all-to-all", "barrier")
     assert answered == {(group, kind) for group in ("expert", "data", "world") for kind in kinds}
     assert all(row["milliseconds"] > 0 and row["answer"] == "right" for row in figures["groups"])
-    assert {row["dtype"] for row in figures["operators"]} == {"fp32", "bf16"} and len(figures["operators"]) == 20
+    assert {row["dtype"] for row in figures["operators"]} == {"fp32", "bf16"} and len(figures["operators"]) == 22
     assert figures["layers"]["gap_mean"] < 1e-4 and figures["layers"]["layers"] == 2
     steps = figures["steps"]
     assert steps["steps"] == 3 and steps["step_seconds"] > 0 and steps["peak_rss_gib"] > 0.1

@@ -153,6 +153,8 @@ def test_communicators_are_built_for_the_groups_that_carry_traffic_only(layout, 
 @pytest.mark.slow
 def test_the_npus_kernels_are_what_ran(layout, on_npu):
     kernels = {"npu_rms_norm", "npu_fusion_attention", "npu_swiglu", "npu_rotary_mul", "npu_grouped_matmul"}
+    # Prompts attend causally (2), and the own tokens of packed rows by a mask (0).
+    kernels |= {"npu_fusion_attention, sparse_mode 0", "npu_fusion_attention, sparse_mode 2"}
     assert all(rank["kernels"].keys() == kernels for rank in on_npu[layout][1])
 
 

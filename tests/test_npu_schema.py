@@ -1,8 +1,9 @@
 """Every operator of kernels.py and packing.py with the real torch_npu, at the sizes of every shipped layout.
 
 The tensors have no data (FakeTensorMode) and CANN is a stub (cann_stub.py), so no NPU is needed. This shows that the
-names, arguments and shapes of the calls are right, forward and backward. It does not show what the kernels compute, how
-fast they are, or which tensors a device refuses; for that, kernels.py has rules of its own, with tests in test_npu.py.
+names, arguments and shapes of the calls are right, forward and backward, and that device.py starts up. It does not show
+what the kernels compute, how fast they are, or which tensors a device refuses; for that, kernels.py has rules of its
+own, with tests in test_npu.py.
 
 run_tests.sh installs the torch_npu that belongs to the torch of requirements/cpu.txt. For the pinned versions of
 requirements/npu.txt, in an environment of its own (docs/npu.md, "Operators without an NPU"):
@@ -114,6 +115,13 @@ def test_rules_of_kernels_are_needed_because_torch_npu_accepts_these_calls_witho
 
 def test_stand_in_of_the_other_tests_has_no_name_keyword_or_default_that_torch_npu_lacks(found) -> None:
     assert found["stand-in"] == []
+
+
+def test_device_starts_up_and_megatron_is_imported_on_the_real_package(found) -> None:
+    refused = "LOCAL_RANK: 16 needs 17 npu devices on this host, found 16"
+    assert found["start-up"]["16"].startswith(refused)
+    expected = {"auto": "npu", "15": "selected", "peak memory": 0.0, "cuda devices": 16, "megatron": True}
+    assert found["start-up"] == expected | {"16": found["start-up"]["16"]}
 
 
 def test_buffers_of_communicators_reach_hccls_options(found) -> None:

@@ -42,6 +42,19 @@ def test_line_holds_each_prompt_once_and_no_token_that_predicts_nothing() -> Non
     assert len(packing.pack(*rows(), multiple=4).source) == 40
 
 
+def test_every_query_sees_a_key_and_none_after_itself() -> None:
+    """Also the places of padding: a kernel's result for a query without keys is undefined, and could be NaN."""
+    tokens, mask = rows()
+    packed = packing.pack(tokens, mask, multiple=1)
+    sees = packed.mask[:, 0] == 0  # (8, N, T)
+    assert packed.own.shape == (8, 8) and sees.shape == (8, 8, 16) and sees.any(-1).all()
+    for row, (prompt, own) in enumerate([(3, 3), (3, 8), (5, 0), (5, 6), (5, 8), (5, 1), (3, 0), (0, 0)]):
+        for i in range(own):
+            assert sees[row, i].nonzero().flatten().tolist() == list(range(prompt + i + 1))
+    nothing = packing.pack(tokens, torch.zeros_like(mask), multiple=4)
+    assert (nothing.mask == 0).any(-1).all()
+
+
 def both_ways(parallel, path, recompute: bool) -> tuple[float, float, float]:
     """Largest differences of log-probs, entropies and (relative) gradients of packed and padded rows, on this rank."""
     tokens, mask = (part.chunk(parallel.data)[parallel.data_rank] for part in rows())

@@ -43,34 +43,44 @@ def test_decode_step_with_the_experts_over_16_dies(prompt, completion, step_ms, 
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("prompt", "completion", "seconds"), [(120, 256, 6), (1024, 1024, 36)])
+@pytest.mark.parametrize(("prompt", "completion", "seconds"), [(120, 256, 4.6), (1024, 1024, 24)])
 def test_update_with_recompute_and_reference_pass(prompt, completion, seconds):
-    """At 20 % of the peak: the time of four forward passes (update 3, reference 1), without communication."""
+    """At 20 % of the peak, without communication, for 768 rows; 8 rows share the work on their prompt.
+
+    Worked out by hand: the linear layers and the head are passed four times (reference, forward, again, backward),
+    attention 5.5 times (backward 2.5), and the factors, of which a token meets 99 M, four times (backward twice).
+    """
     unlinked = dataclasses.replace(NPU, link=1e18)
     times, _ = planned("optim.prompts_per_update=96", hardware=unlinked, prompt=prompt, completion=completion)
+    tokens = 768 * (completion + prompt / 8)
+    head = 2 * 151_936 * 2048 * 768 * completion
+    linear = 2 * (3.04e9 - 151_936 * 2048) * tokens
+    attention = 48 * 4 * 32 * 128 * 768 * (completion * (prompt + completion) + prompt**2 / 16)
+    low_rank = 2 * 48 * (32 * (7168 + 6144) + 8 * 32 * 6400) * tokens
+    by_hand = (4 * linear + 4 * head + 5.5 * attention + 4 * low_rank) / (16 * 376e12 * 0.2)
     phases = times.phases
-    assert phases["update forward"] + phases["update backward"] + phases["reference"] == pytest.approx(
-        seconds, rel=0.02
-    )
+    found = phases["update forward"] + phases["update backward"] + phases["reference"]
+    assert found == pytest.approx(by_hand, rel=0.005) and by_hand == pytest.approx(seconds, rel=0.05)
     assert phases["old policy"] == 0
 
 
 def test_merging_reads_and_writes_28_bytes_of_each_adapted_weight_in_each_pass():
     """48 layers; a rank adapts 8 experts x 3 x 2,048 x 768, and a quarter of 2,048 x (5,120 + 4,096)."""
-    without, with_merging = (planned(f"lora.dropout={dropout}")[0] for dropout in (0.1, 0))
+    times = planned("lora.dropout=0")[0]
     weights = 48 * (8 * 3 * 2048 * 768 + 2048 * (5120 + 4096) // 4)
-    micro_batches = 4 * -(-48 // (8192 // 376))  # 4 updates of 48 rows of 376 tokens
+    micro_batches = 4 * 3  # 4 updates of 48 rows; of 256 + 120 / 8 + 376 / 4 tokens, 22 rows fit into 8,192
     merging = micro_batches * weights * 28 / 1.6e12
     for phase in ("old policy", "update forward", "update backward"):  # the backward pass recomputes the forward pass
-        assert with_merging.phases[phase] - without.phases[phase] == pytest.approx(merging, rel=1e-6)
+        assert times.causes[phase]["merging"] == pytest.approx(merging, rel=1e-6)
 
 
 def test_experts_exchange_as_worked_out_for_four_passes():
     """2.17 s for EP16 with short completions; the attention is not split."""
     cfg = load_config("configs/qwen3.yaml", ["parallel.tensor=1", "rollout.expert_parallel=false"])
     layout = grid.of(cfg, 16)
-    found = roofline.exchange_seconds(QWEN3, NPU, layout, 768 * 376, 2)
-    assert found["tensor exchange"] == 0 and 4 * found["expert exchange"] == pytest.approx(2.17, rel=0.01)
+    found = roofline.exchange_bytes(QWEN3, layout, 768 * 376, 2)
+    assert found["tensor exchange"] == 0
+    assert 4 * found["expert exchange"] / (196e9 / 2) == pytest.approx(2.17, rel=0.01)
 
 
 def test_more_work_takes_longer_and_more_ranks_do_not():
@@ -100,7 +110,7 @@ def test_decoding_waits_for_launches_with_and_without_graphs(eager, step_ms, wha
 
 
 def test_from_16_to_64_ranks_training_shrinks_and_decoding_does_not():
-    """Decoding takes a third of the step on 16 dies and most of it on 64. There, kernel launches are the bottleneck."""
+    """Decoding takes 0.37 of the step on 16 dies and most of it on 64. There, kernel launches are the bottleneck."""
     at = {ranks: planned(f"parallel.expert={ranks}", ranks=ranks)[0] for ranks in (16, 32, 64)}
     for times in at.values():
         assert times.bottleneck == "decode" and times.bound("decode") == "launches" and times.waves == 1
@@ -109,7 +119,7 @@ def test_from_16_to_64_ranks_training_shrinks_and_decoding_does_not():
     for name in ("prefill", "reference", "update backward"):
         assert at[16].phases[name] == pytest.approx(2 * at[32].phases[name], rel=0.03)
         assert at[16].phases[name] == pytest.approx(4 * at[64].phases[name], rel=0.03)
-    assert at[16].phases["decode"] < at[16].total / 3 and at[64].phases["decode"] > at[64].total / 2
+    assert at[16].phases["decode"] < at[16].total * 0.4 and at[64].phases["decode"] > at[64].total / 2
 
 
 def test_micro_batches_of_one_row_are_bound_by_launches_as_published():
@@ -129,7 +139,8 @@ def test_throughput_lies_between_what_is_published_and_the_floor():
     assert 44 < 768 * 376 / 16 / times.total < 1800
     free = dataclasses.replace(NPU, decode_step_seconds=0, eager_pass_seconds=0)
     layout = ("parallel.tensor=1", "rollout.tensor=1", "optim.prompts_per_update=96")
-    assert 768 * 376 / 16 / planned(*layout, hardware=free)[0].total == pytest.approx(1800, rel=0.05)
+    # The bound computes every row's prompt; 8 rows share theirs, which saves at most 105 of 376 tokens.
+    assert 1800 < 768 * 376 / 16 / planned(*layout, hardware=free)[0].total < 1800 * 376 / 271
 
 
 def test_a_slow_link_makes_the_experts_traffic_the_bottleneck_of_training():
@@ -142,5 +153,5 @@ def test_the_rank_on_experts_is_what_the_optimizer_pays_for():
     """Rank 32 on everything has 1.28 G trained numbers; with rank 4 on the experts, these have 160 M."""
     times, cfg = planned("parallel.expert=16", ranks=32)
     small, _ = planned("parallel.expert=16", "lora.expert_rank=4", ranks=32)
-    assert 4 < times.phases["optimizer"] / small.phases["optimizer"] < 8
+    assert 3 < times.phases["optimizer"] / small.phases["optimizer"] < 8
     assert "lora.expert_rank" in roofline.advice(cfg, times, "optimizer")

@@ -12,7 +12,6 @@ C compiler and nm and readelf of binutils.
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import os
 import re
@@ -80,13 +79,15 @@ def build(torch_npu: Path, torch: Path, stub: Path) -> None:
     libraries = [*torch_npu.glob("_C*.so"), *(torch_npu / "lib").glob("*.so")]
     given = [*libraries, *(torch / "lib").glob("*.so*")]
     present = {path.name for path in given}
-    needed = sorted(name for name in _needed(libraries) if name not in present and not _of_the_system(name))
+    paths = {name: _of_the_system(name) for name in _needed(libraries) if name not in present}
+    given += [path for path in paths.values() if path]
     stub.mkdir(parents=True, exist_ok=True)
     source, library = stub / "cann.c", stub / "cann.so"
     source.write_text(HEADER + "".join(f"{_function(name)}\n" for name in sorted(_names(libraries, given))))
     _run("cc", "-w", "-fno-builtin", "-shared", "-fPIC", "-o", str(library), str(source))
-    for name in needed:  # every library has all functions, so each is found in the one where torch_npu looks it up
-        shutil.copy(library, stub / name)
+    for name, path in paths.items():
+        if path is None:  # every library has all functions, so each is found in the one where torch_npu looks it up
+            shutil.copy(library, stub / name)
 
 
 def _function(name: str) -> str:
@@ -95,28 +96,29 @@ def _function(name: str) -> str:
 
 
 def _names(libraries: list[Path], given: list[Path]) -> set[str]:
-    """The functions that ``libraries`` want, and that neither ``given``, Python nor the system has."""
-    wanted = set(_symbols("--undefined-only", libraries)) - set(_symbols("--defined-only", given))
-    process = ctypes.CDLL(None)  # what this interpreter is linked with
-    # A symbol with a version ("malloc@GLIBC_2.2.5") is one of the system's C or C++ library.
-    names = {name for name in wanted if "@" not in name and not hasattr(process, name)}
+    """The functions that ``libraries`` want and that neither ``given`` nor Python has."""
+    names = _symbols("--undefined-only", libraries) - _symbols("--defined-only", given)
     looked_up = {text.decode() for path in libraries for text in NAMES.findall(path.read_bytes())}
     return {name for name in names if not name.startswith(("Py", "_Py"))} | looked_up | ANSWERS.keys()
 
 
-def _symbols(which: str, libraries: list[Path]) -> list[str]:
-    """The dynamic symbols of ``libraries``. Undefined weak symbols are left out: a library loads without them."""
+def _symbols(which: str, libraries: list[Path]) -> set[str]:
+    """The dynamic symbols of ``libraries``, without versions ("malloc@GLIBC_2.2.5").
+
+    Undefined weak symbols are left out, because a library loads without them.
+    """
     lines = map(str.split, _run("nm", "-D", which, *map(str, libraries)).splitlines())
-    return [fields[-1] for fields in lines if len(fields) > 1 and fields[-2] not in ("w", "v")]
+    return {fields[-1].partition("@")[0] for fields in lines if len(fields) > 1 and fields[-2] not in ("w", "v")}
 
 
 def _needed(libraries: list[Path]) -> set[str]:
     return set(re.findall(r"\(NEEDED\).*\[(.*)\]", _run("readelf", "-d", *map(str, libraries))))
 
 
-def _of_the_system(name: str) -> bool:
-    """Whether the compiler finds the library; it answers with a path, or with the name alone."""
-    return "/" in _run("cc", f"-print-file-name={name}").strip()
+def _of_the_system(name: str) -> Path | None:
+    """The path of a library of the system, where the compiler finds it; else its answer is the name alone."""
+    answer = _run("cc", f"-print-file-name={name}").strip()
+    return Path(answer) if "/" in answer else None
 
 
 def _run(*command: str) -> str:

@@ -329,6 +329,7 @@ def npu_fusion_attention(
 ) -> tuple:  # fmt: skip
     where = "npu_fusion_attention"
     require(input_layout == "BNSD" and sparse_mode in (0, 2) and keep_prob == 1.0, f"{where}: only what is asked for")
+    KERNELS[f"{where}, sparse_mode {sparse_mode}"] = KERNELS.get(f"{where}, sparse_mode {sparse_mode}", 0) + 1
     require(all(x.is_contiguous() for x in (query, key, value, atten_mask)), f"{where}: a strided tensor")
     require(head_num == query.shape[1] and atten_mask.dtype == torch.bool, f"{where}: {head_num}, {atten_mask.dtype}")
     hidden, whole = atten_mask.raw, torch.ones(2048, 2048, dtype=torch.bool).triu(1)

@@ -13,7 +13,9 @@ import dataclasses
 import inspect
 import json
 import math
+import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +33,7 @@ import kernels  # noqa: E402
 import packing  # noqa: E402
 from config import Config, load_config  # noqa: E402
 from config_rules import check_layout  # noqa: E402
+from input_files import InputError  # noqa: E402
 from plan import grid, kernels_check, memory  # noqa: E402
 from plan.kernels_check import Case  # noqa: E402
 
@@ -226,6 +229,27 @@ def stand_in() -> list[str]:
     return wrong
 
 
+def start_up() -> dict:
+    """What device.py finds on the stub, which has 16 devices, and whether Megatron can be imported there."""
+    npu, found = devices.resolve("npu"), {"auto": str(devices.resolve("auto"))}
+    for rank in ("15", "16"):
+        os.environ["LOCAL_RANK"] = rank
+        try:
+            devices.select(npu)
+            found[rank] = "selected"
+        except InputError as error:
+            found[rank] = str(error)
+    devices.make_deterministic(npu)
+    devices.synchronize(npu)
+    found["peak memory"] = devices.peak_memory_gib(npu)
+    devices.adapt(npu)  # torch.cuda then means the NPU
+    found["cuda devices"] = torch.cuda.device_count()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        devices.import_megatron(npu)
+    return found | {"megatron": "megatron.core.models.gpt" in sys.modules}
+
+
 def main(trainings: str) -> None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     operators = answers(json.loads(trainings), mode)
@@ -237,6 +261,7 @@ def main(trainings: str) -> None:
         "faults": faults,
         "accepted": accepted,
         "stand-in": stand_in(),
+        "start-up": start_up(),
         "buffers": {name: devices.group_options(DEVICES["npu"], name).hccl_config for name in devices.HCCL_BUFFER_MIB},
     }
     print(json.dumps(found))

@@ -1,0 +1,147 @@
+"""The plan beside a dry run: which figures agree, and whether a recorded dry run confirms a plan. No torch here."""
+
+import dataclasses
+import hashlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hf_config import Architecture
+from input_files import BAD_INPUT, read_object
+from knobs import Config
+from plan import memory, roofline
+from plan.grid import RankGrid
+
+WITHIN = 0.1  # largest relative difference of a figure that counts as confirmed
+SLACK = {"GiB": 8 * 2**20, "TFLOP": 0, "MiB sent": 2**10}  # differences that do not count, in bytes and operations
+RECORDS = Path(__file__).parents[1] / "results" / "benchmarks"
+NOT_RUN = ("engine weights", "engine factors", "key-value cache", "communication buffers", "runtime")
+MEMORY = {  # phase of a dry run -> phase of the plan
+    "load": "load", "push": "sync", "reference": "reference", "backward": "update", "update": "optimizer",
+    "save": "save",
+}  # fmt: skip
+EXACT = {"weights": "base", "adapters": "lora", "moments": "optimizer", "gradients": "gradients"}
+EXPERT_GROUPS = ("expert", "expert_tensor", "expert_tensor x expert")
+
+
+class Compared(NamedTuple):
+    """A figure of the plan and of the dry run."""
+
+    what: str
+    unit: str  # GiB | TFLOP | MiB sent
+    planned: float
+    found: float
+    agrees: bool
+
+
+def compare(cfg: Config, arch: Architecture, layout: RankGrid, device: str, found: dict[str, Any]) -> list[Compared]:
+    """Every figure that both have. ``found``: what `preflight.py --dry-run --json` prints."""
+    rows = []
+    for imbalance in found["imbalances"]:
+        plan = memory.step_memory(cfg, arch, layout, device, 0, imbalance)
+        elsewhere = sum(plan.parts[name] for name in NOT_RUN)
+        for phase, planned in MEMORY.items():
+            seen = found["phases"].get(phase if imbalance == 1 else f"{phase} at {imbalance:g}")
+            if seen is None:
+                continue
+            size = plan.phases[planned] - (plan.parts["runtime"] if phase == "load" else elsewhere)
+            name = phase if imbalance == 1 else f"{phase}, imbalance {imbalance:g}"
+            rows.append(_compared(name, "GiB", size, seen["peak_bytes"]))
+            if phase == "backward":
+                resident = sum(seen["kinds"][kind] for kind in EXACT)
+                work = plan.parts["activations"] + plan.parts["merged weights"]
+                rows.append(_compared(f"activations of {name}", "GiB", work, seen["peak_bytes"] - resident))
+            if phase == "update" and imbalance == 1:
+                left = found["left_bytes"]
+                rows.append(
+                    Compared(
+                        "alive after it", "GiB", 0, left, left <= max(WITHIN * plan.parts["activations"], SLACK["GiB"])
+                    )
+                )
+                for kind, part in EXACT.items():
+                    same = plan.parts[part] == seen["kinds"][kind]
+                    rows.append(Compared(kind, "GiB", plan.parts[part], seen["kinds"][kind], same))
+    return rows + _operations(cfg, arch, layout, found) + _traffic(cfg, arch, layout, found)
+
+
+def _compared(what: str, unit: str, planned: float, found: float) -> Compared:
+    return Compared(what, unit, planned, found, abs(found - planned) <= max(WITHIN * planned, SLACK[unit]))
+
+
+def _operations(cfg: Config, arch: Architecture, layout: RankGrid, found: dict[str, Any]) -> list[Compared]:
+    """Floating-point operations of one micro-batch on one rank. All its rows answer one prompt of one token."""
+    number = found["tokens"] / found["length"] * layout.data
+    rows = roofline.Rows(number, 1, found["length"] - 1, group=max(1, int(number)))
+    forward, backward = roofline.update_flops(cfg, arch, rows)
+    frozen = sum(roofline.forward_flops(arch, rows).values())
+    planned = {"reference": frozen, "forward": forward, "backward": backward}
+    return [
+        _compared(phase, "TFLOP", flops / layout.ranks, found["phases"][phase]["flops"])
+        for phase, flops in planned.items()
+        if phase in found["phases"]
+    ]
+
+
+def _traffic(cfg: Config, arch: Architecture, layout: RankGrid, found: dict[str, Any]) -> list[Compared]:
+    """Bytes that a rank sends over each kind of group."""
+    tokens, element = found["tokens"] * layout.data, memory.ELEMENT_BYTES[cfg.model.dtype]
+    passes = {phase: (1, 2) for phase in ("reference", "forward")}
+    passes["backward"] = (1 + cfg.model.recompute, int(cfg.model.recompute))
+    rows = []
+    for phase, (times, ends) in passes.items():
+        planned = roofline.exchange_bytes(arch, layout, tokens, element, times, ends)
+        for cause, groups in (("tensor exchange", ("tensor",)), ("expert exchange", EXPERT_GROUPS)):
+            if phase in found["phases"]:
+                rows.append(_compared(f"{phase}: {cause}", "MiB sent", planned[cause], _sent(found, phase, groups)))
+    for kind, size in roofline.gradient_bytes(arch, cfg.lora, layout).items():
+        rows.append(_compared(f"update: {kind} group", "MiB sent", size, _sent(found, "update", (kind,))))
+    passing = {"tensor", *EXPERT_GROUPS}
+    for phase, seen in found["phases"].items():
+        allowed = passing if phase.startswith((*passes, "old policy")) else {*passing, "data", "expert_data"}
+        for one in seen["collectives"]:
+            if one["group"] not in allowed and "host" not in one["group"]:
+                what = f"{phase}: {one['operator']} over {one['group']}"
+                rows.append(Compared(what, "MiB sent", 0, one["bytes"], agrees=False))
+    return rows
+
+
+def _sent(found: dict[str, Any], phase: str, groups: tuple[str, ...]) -> int:
+    return sum(one["bytes"] for one in found["phases"][phase]["collectives"] if one["group"] in groups)
+
+
+# ------------------------------------------------------------------------------------------------ records
+
+
+def settings(cfg: Config, arch: Architecture, layout: RankGrid, device: str) -> dict[str, Any]:
+    """What the figures depend on. Two configurations with the same settings have the same dry run."""
+    return {
+        "architecture": hashlib.sha256(repr(dataclasses.astuple(arch)).encode()).hexdigest()[:16],
+        "device": device,
+        "dtype": cfg.model.dtype,
+        "recompute": cfg.model.recompute,
+        "layout": [layout.ranks, layout.tensor, layout.expert, layout.expert_tensor],
+        "experts of the engine": layout.engine_expert,
+        "sync": "factors" if cfg.keeps_factors_apart else "merged on both sides" if cfg.trains_merged else "merged",
+        "lora": cfg.lora.model_dump(mode="json"),
+        "loss": [cfg.loss.kl != "none", cfg.loss.entropy_coef > 0],
+        "replay": cfg.replay.mode,
+        "tokens": [memory.micro_batch_tokens(cfg, layout), cfg.row_tokens],
+    }
+
+
+def line(cfg: Config, arch: Architecture, layout: RankGrid, device: str) -> str:
+    """Whether a record of a dry run of these settings is there, and how far it is from the plan."""
+    wanted = settings(cfg, arch, layout, device)
+    for path in sorted(RECORDS.glob("bench_dry_run*.json"), reverse=True):
+        try:
+            runs = read_object(path)["measured"]["runs"]
+        except (*BAD_INPUT, KeyError, TypeError):
+            continue
+        for one in runs:
+            if one["found"]["settings"] == wanted:
+                rows = compare(cfg, arch, layout, device, one["found"])
+                apart = [row for row in rows if not row.agrees]
+                what = "confirm every figure of memory, operations and traffic of the trainer"
+                if apart:
+                    what = f"differ from the plan in: {', '.join(row.what for row in apart)}"
+                return f"  dry runs ({path.parent.name}/{path.name}) {what}, within {WITHIN:.0%}"
+    return "  no dry run of these settings is recorded: preflight.py CONFIG --dry-run takes about a minute"

@@ -1,0 +1,243 @@
+"""A device without storage for the dry run: npu tensors that are only a shape, and what else the trainer asks of it.
+
+The operators of torch_npu are shapes and what autograd keeps for their backward pass, which is what decides memory.
+tests/test_npu_schema.py compares both with the real package. Megatron's dispatcher gets token counts from a plan
+instead of from a router.
+"""
+
+import contextlib
+import sys
+import types
+from collections.abc import Iterator
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import device as devices
+import parallel_setup
+import weights_hf
+from hf_config import Architecture
+from knobs import ParallelConfig
+
+STATISTICS = 8  # fp32 numbers that npu_fusion_attention keeps for a query of a head, twice
+
+# ------------------------------------------------------------------------------------------------ operators
+
+SCHEMAS = (  # the arguments that kernels.py uses, named and ordered as in torch_npu
+    "npu_grouped_matmul(Tensor[] x, Tensor[] weight, *, Tensor group_list, int split_item, int group_type, "
+    "int group_list_type) -> Tensor[]",
+    "npu_rms_norm(Tensor self, Tensor gamma, float epsilon) -> (Tensor, Tensor)",
+    "npu_rms_norm_backward(Tensor dy, Tensor self, Tensor gamma, Tensor rstd) -> (Tensor, Tensor)",
+    "npu_fusion_attention(Tensor query, Tensor key, Tensor value, int head_num, str input_layout, *, "
+    "Tensor? atten_mask, float scale, int sparse_mode, float keep_prob) -> (Tensor, Tensor, Tensor)",
+    "npu_fusion_attention_grad(Tensor query, Tensor key, Tensor value, Tensor dy, Tensor softmax_max, "
+    "Tensor softmax_sum, Tensor attention_in, *, int sparse_mode) -> (Tensor, Tensor, Tensor)",
+    "npu_swiglu(Tensor self, *, int dim) -> Tensor",
+    "npu_swiglu_backward(Tensor dy, Tensor self) -> Tensor",
+    "npu_rotary_mul(Tensor self, Tensor r1, Tensor r2) -> Tensor",
+    "npu_rotary_mul_backward(Tensor dy, Tensor self, Tensor r1, Tensor r2) -> Tensor",
+)
+
+
+def _grouped_matmul(x, weight, *, group_list, split_item, group_type, group_list_type):
+    (x,), (weight,) = x, weight
+    if group_type == 2:  # (k, N) (N, o) -> (E, k, o)
+        return [x.new_empty(len(group_list), x.shape[0], weight.shape[1])]
+    return [x.new_empty(x.shape[0], weight.shape[2])]
+
+
+def _statistics(query: Tensor) -> Tensor:
+    return query.new_empty(*query.shape[:3], STATISTICS, dtype=torch.float32)
+
+
+SHAPES = {
+    "npu_grouped_matmul": _grouped_matmul,
+    "npu_rms_norm": lambda x, gamma, epsilon: (
+        torch.empty_like(x), x.new_empty(*x.shape[: x.dim() - gamma.dim()], *[1] * gamma.dim(), dtype=torch.float32)
+    ),
+    "npu_rms_norm_backward": lambda dy, x, gamma, rstd: (
+        torch.empty_like(x), torch.empty_like(gamma, dtype=torch.float32)
+    ),
+    "npu_fusion_attention": lambda q, k, v, heads, layout, **options: (
+        torch.empty_like(q), _statistics(q), _statistics(q)
+    ),
+    "npu_fusion_attention_grad": lambda q, k, v, *others, **options: tuple(map(torch.empty_like, (q, k, v))),
+    "npu_swiglu": lambda x, *, dim: x.new_empty(*x.shape[:-1], x.shape[-1] // 2),
+    "npu_swiglu_backward": lambda dy, x: torch.empty_like(x),
+    "npu_rotary_mul": lambda x, cos, sin: torch.empty_like(x),
+    "npu_rotary_mul_backward": lambda dy, x, cos, sin: torch.empty_like(x),
+}  # fmt: skip
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, gamma, epsilon):
+        y, rstd = torch.ops.npu.npu_rms_norm(x, gamma, epsilon)
+        ctx.save_for_backward(x, gamma, rstd)
+        ctx.mark_non_differentiable(rstd)
+        return y, rstd
+
+    @staticmethod
+    def backward(ctx, dy, unused):
+        grad_x, grad_gamma = torch.ops.npu.npu_rms_norm_backward(dy, *ctx.saved_tensors)
+        return grad_x, grad_gamma.to(dy.dtype) if ctx.needs_input_grad[1] else None, None
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, heads, layout, atten_mask, scale, sparse_mode, keep_prob):
+        out, largest, total = torch.ops.npu.npu_fusion_attention(
+            query, key, value, heads, layout,
+            atten_mask=atten_mask, scale=scale, sparse_mode=sparse_mode, keep_prob=keep_prob,
+        )  # fmt: skip
+        ctx.save_for_backward(query, key, value, largest, total, out)
+        ctx.sparse_mode = sparse_mode
+        return out
+
+    @staticmethod
+    def backward(ctx, dy):
+        query, key, value, largest, total, out = ctx.saved_tensors
+        grads = torch.ops.npu.npu_fusion_attention_grad(
+            query, key, value, dy, largest, total, out, sparse_mode=ctx.sparse_mode
+        )
+        return *grads, *[None] * 6
+
+
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dim):
+        ctx.save_for_backward(x)
+        return torch.ops.npu.npu_swiglu(x, dim=dim)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return torch.ops.npu.npu_swiglu_backward(dy, *ctx.saved_tensors), None
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(x, cos, sin)
+        return torch.ops.npu.npu_rotary_mul(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return torch.ops.npu.npu_rotary_mul_backward(dy, *ctx.saved_tensors), None, None
+
+
+def npu_fusion_attention(query, key, value, head_num, input_layout, *, atten_mask, scale, sparse_mode, keep_prob):
+    """As in torch_npu: the result comes first."""
+    return (_Attention.apply(query, key, value, head_num, input_layout, atten_mask, scale, sparse_mode, keep_prob),)
+
+
+def open_npu() -> None:
+    """Give this process the device type npu, and a torch_npu with the operators of kernels.py. It cannot be undone."""
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    _setup_privateuseone_for_python_backend("npu")
+    library = torch.library.Library("npu", "DEF")
+    for schema in SCHEMAS:
+        name = library.define(schema)
+        library.impl(name, SHAPES[name], "Meta")
+    package = types.ModuleType("torch_npu")
+    package.__dict__.update(
+        library=library,  # torch forgets the operators of a library that is collected
+        npu_grouped_matmul=torch.ops.npu.npu_grouped_matmul,
+        npu_rms_norm=_RmsNorm.apply,
+        npu_fusion_attention=npu_fusion_attention,
+        npu_swiglu=lambda x, dim=-1: _Swiglu.apply(x, dim),
+        npu_rotary_mul=_Rotary.apply,
+    )
+    sys.modules["torch_npu"] = package
+
+
+# ------------------------------------------------------------------------------------------------ a rank
+
+
+@contextlib.contextmanager
+def as_rank(rank: int, ranks: int, sizes: ParallelConfig, device: torch.device) -> Iterator[parallel_setup.Parallel]:
+    """This process as one rank of a world that does not exist. Collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        with (
+            mock.patch.dict(devices.BACKENDS, {device.type: "fake"}),
+            mock.patch.object(devices, "group_options", lambda device, name: None),
+        ):
+            if device.type != "cpu":
+                _stand_for_cuda(device)
+            yield parallel_setup.open_layout(sizes, device)
+    finally:
+        parallel_setup.close_layout()
+        dist.destroy_process_group()
+
+
+def _stand_for_cuda(device: torch.device) -> None:
+    """Megatron's calls of torch.cuda, which torch_npu or MindSpeed would redirect to the NPU."""
+    devices.redirect_cuda()
+    vars(torch.cuda)["current_device"] = lambda: device
+    devices.import_megatron(device)
+    import megatron.core.tensor_parallel.random as random
+
+    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+
+
+# ------------------------------------------------------------------------------------------------ what needs data
+
+
+@contextlib.contextmanager
+def routed(imbalance: float) -> Iterator[None]:
+    """Megatron's dispatcher with planned counts: this rank's experts get ``imbalance`` x the mean number of rows."""
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
+
+    with mock.patch.object(Dispatcher, "preprocess", _planned_counts(Dispatcher.preprocess, imbalance)):
+        yield
+
+
+def _planned_counts(preprocess, imbalance: float):
+    def planned(self, routing_map: Tensor) -> Tensor:
+        """Megatron's own, then counts as arrays of numpy: Megatron reads them like tensors on the host."""
+        counts = preprocess(self, routing_map)
+        ranks, parts, local = self.ep_size, self.tp_size, self.num_local_experts
+        sent = _even(routing_map.shape[0] * self.config.moe_router_topk, ranks)
+        got = [int(rows * imbalance) if ranks > 1 else rows for rows in sent]
+        self.input_splits, self.output_splits = sent, got
+        self.output_splits_tp = np.full(parts, sum(got))
+        if local > 1:
+            self.num_global_tokens_per_local_expert = np.array([_even(rows, local) for rows in got] * parts)
+            index = np.arange(self.num_experts * parts)
+            self.sort_input_by_local_experts = index.reshape(-1, local).T.ravel()
+            self.restore_output_by_local_experts = index.reshape(local, -1).T.ravel()
+        return counts
+
+    return planned
+
+
+def _even(total: int, shares: int) -> list[int]:
+    """``total`` as that many whole numbers that differ by at most 1."""
+    return [total // shares + (place < total % shares) for place in range(shares)]
+
+
+def moved(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """torch's Module.to for a model without data: each parameter on the host is replaced by one on ``device``."""
+    for owner in module.modules():
+        for name, old in owner._parameters.items():
+            if old is None or old.device.type == device.type:
+                continue
+            new = torch.nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
+            for key, value in vars(old).items():  # Megatron's marks, but not those of a tensor without data
+                vars(new).setdefault(key, value)
+            owner._parameters[name] = new
+        for name, buffer in owner._buffers.items():
+            owner._buffers[name] = None if buffer is None else buffer.to(device)
+    return module
+
+
+def tensors_of(arch: Architecture) -> dict[str, Tensor]:
+    """What weights_hf.read_model gives, without data: every tensor of the model in bf16 on the host."""
+    return {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in weights_hf.tensor_shapes(arch).items()}

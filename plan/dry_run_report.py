@@ -1,0 +1,98 @@
+"""What a dry run prints."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from hf_config import Architecture
+from knobs import Config
+from plan import confirmed, grid, memory
+from plan.dry_run_meter import KINDS, Meter, Peak
+
+PHASES = ("load", "push", "reference", "old policy", "forward", "backward", "update", "save")
+
+
+def suffix(imbalance: float) -> str:
+    """What the name of a phase of a micro-batch ends with, if the experts' rows are not even."""
+    return "" if imbalance == 1 else f" at {imbalance:g}"
+
+
+@dataclasses.dataclass(frozen=True)
+class DryRun:
+    """What one rank does in a step."""
+
+    cfg: Config
+    arch: Architecture
+    layout: grid.RankGrid
+    kind: str  # cpu | cuda | npu
+    meter: Meter
+    left: int  # bytes that are alive after the update and were not before it
+    tokens: int  # of the micro-batch on this rank
+    length: int  # of its rows
+
+    def peak(self, phase: str) -> Peak:
+        return self.meter.peak(phase)
+
+
+def figures(done: DryRun, rank: int, imbalances: Sequence[float]) -> dict:
+    """What --json prints, in bytes and operations."""
+    phases = {}
+    names = [phase + ending for phase in PHASES for ending in dict.fromkeys(["", *map(suffix, imbalances)])]
+    for name in (name for name in names if name in done.meter.phases):
+        seen = done.meter.phases[name]
+        peak = done.peak(name)
+        phases[name] = {
+            "peak_bytes": peak.bytes,
+            "kinds": peak.kinds,
+            "largest": [{"bytes": size, "count": count, "where": where} for size, count, where in peak.largest],
+            "operations": seen.operations,
+            "flops": sum(seen.flops.values()),
+            "flops_by_operator": dict(seen.flops),
+            "collectives": [
+                {"operator": operator, "group": group, "count": count, "bytes": seen.sent[operator, group]}
+                for (operator, group), count in seen.collectives.items()
+            ],
+        }
+    return {
+        "settings": confirmed.settings(done.cfg, done.arch, done.layout, done.kind),
+        "rank": rank,
+        "ranks": done.layout.ranks,
+        "imbalances": list(imbalances),
+        "tokens": done.tokens,
+        "length": done.length,
+        "left_bytes": done.left,
+        "phases": phases,
+    }
+
+
+def as_text(found: dict, rows: list[confirmed.Compared], title: str) -> str:
+    """The figures for a reader."""
+    gib, mib = memory.GIB, 2**20
+    lines = [
+        title,
+        "",
+        f"GiB at the fullest moment of {'':7}    all {''.join(f'{kind:>12}' for kind in KINDS)}   TFLOP",
+    ]
+    for name, phase in found["phases"].items():
+        kinds = "".join(f"{phase['kinds'][kind] / gib:12.3f}" for kind in KINDS)
+        lines.append(f"  {name:30} {phase['peak_bytes'] / gib:7.3f} {kinds} {phase['flops'] / 1e12:7.3f}")
+    lines += [f"  {found['left_bytes'] / mib:.1f} MiB of an update are alive after it", "", "collectives"]
+    lines += [
+        f"  {name:30} {one['operator']:20} {one['group']:24} x {one['count']:5} {one['bytes'] / mib:10.2f} MiB sent"
+        for name, phase in found["phases"].items()
+        for one in phase["collectives"]
+    ]
+    fullest = suffix(max(found["imbalances"]))
+    for name, phase in found["phases"].items():
+        if name + fullest in found["phases"] and fullest:
+            continue
+        lines += ["", f"largest of {name}, apart from weights, adapters and moments"]
+        lines += [f"  {one['bytes'] / mib:9.1f} MiB {one['count']:5} x  {one['where']}" for one in phase["largest"]]
+    units = {"GiB": gib, "TFLOP": 1e12, "MiB sent": mib}
+    lines += ["", f"{'beside the plan':34} {'planned':>12} {'dry run':>12}"]
+    for row in rows:
+        planned, seen = (value / units[row.unit] for value in (row.planned, row.found))
+        ratio = f"{row.found / row.planned:8.3f}" if row.planned else f"{'':8}"
+        lines.append(
+            f"  {row.what:32} {planned:12.3f} {seen:12.3f} {row.unit:8} {ratio}{'' if row.agrees else '  DIFFERS'}"
+        )
+    return "\n".join(lines)

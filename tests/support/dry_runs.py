@@ -1,0 +1,90 @@
+"""Dry runs in a process of their own, because a dry run changes torch: a line of JSON for each.
+
+python tests/support/dry_runs.py < cases        a line of JSON for each case: what `case` takes
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import warnings
+
+import torch
+
+import hf_config
+import kernels
+from config import resolve_config
+from config_rules import OTHER_RULES
+from plan import confirmed, dry_run, dry_run_device, dry_run_report
+
+
+def kept_alive(model: torch.nn.Module) -> None:
+    """Every MoE layer's output outlives the step."""
+    model.kept = []
+    for layer in model.decoder.layers:
+        layer.mlp.register_forward_hook(lambda module, args, output: model.kept.append(output[0]))
+
+
+def wrong_group(model: torch.nn.Module) -> None:
+    """The attention's output is summed over the data ranks."""
+    from megatron.core import parallel_state
+
+    for layer in model.decoder.layers:
+        linear = layer.self_attention.linear_proj
+        getattr(linear, "base", linear).tp_group = parallel_state.get_data_parallel_group()
+
+
+def fp32(model: torch.nn.Module) -> None:
+    """The experts' input is cast to fp32 and back."""
+
+    def cast(module: torch.nn.Module, args: tuple) -> tuple:
+        return args[0].float().mul(1).to(args[0].dtype), *args[1:]
+
+    for layer in model.decoder.layers:
+        layer.mlp.experts.register_forward_pre_hook(cast)
+
+
+def inner_size(model: torch.nn.Module) -> None:
+    """The rows that the experts get are too short for their first matrix."""
+    for layer in model.decoder.layers:
+        layer.mlp.experts.register_forward_pre_hook(lambda module, args: (args[0][:, :-16], *args[1:]))
+
+
+def int32(model: torch.nn.Module) -> None:
+    """The sizes of the groups are 32-bit numbers."""
+    real = kernels._npu_grouped
+    kernels._npu_grouped = lambda x, weight, counts, group_type=0: real(x, weight, counts.int(), group_type)
+
+
+FAULTS = {each.__name__: each for each in (kept_alive, wrong_group, fp32, inner_size, int32)}
+
+
+def case(config: str, overrides: list[str], ranks: int, rank: int, layers: int, fault: str = "") -> dict:
+    """What the dry run found, and how it compares with the plan; or its error."""
+    cfg, _ = resolve_config(config, overrides, rules=OTHER_RULES)
+    arch = hf_config.planned(cfg)[0]
+    arch = dataclasses.replace(arch, num_layers=layers, moe_layers=arch.moe_layers[:layers])
+    real = kernels._npu_grouped
+    try:
+        done = dry_run.run(cfg, arch, ranks, rank, "npu", adapt=FAULTS.get(fault, lambda model: None))
+    except RuntimeError as error:
+        return {"error": str(error)}
+    finally:
+        kernels._npu_grouped = real
+    found = dry_run_report.figures(done, rank, dry_run.IMBALANCES)
+    rows = confirmed.compare(cfg, arch, done.layout, "npu", found)
+    return {"found": found, "compared": [row._asdict() for row in rows]}
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    if sys.argv[1:] == ["torch_npu"]:
+        import torch_npu.op_plugin.meta._meta_registrations as registrations
+
+        registrations._npu_fusion_attention_warning_printed = True  # it would ask the chip for its version
+    else:
+        dry_run_device.open_npu()
+    for line in sys.stdin:
+        print(json.dumps(case(**json.loads(line))), flush=True)
