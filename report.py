@@ -2,7 +2,7 @@
 
     python report.py add out/RUN [--id ID]      store a finished run as results/ID (its name by default)
     python report.py add out/bench_step.json    store a benchmark's file as results/benchmarks/bench_step.json
-    python report.py build                      write RESULTS.md, results/README.md and the figures
+    python report.py build                      write RESULTS.md, results/README.md, docs/npu.md and the figures
     python report.py --check                    exit 1 if a record was edited or lost, or a page is not up to date
     python report.py rerun ID [--run]           print the commands that repeat a run (--run: execute and compare)
     python report.py compare A B [C ...]        compare records, groups of seeds or run folders
@@ -40,7 +40,7 @@ VERBS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "runs": {"nargs": "+", "type": Path, "metavar": "out/RUN"},
         "--id": {"default": "", "help": "the name of the record; by default the name of the run"},
     }),
-    "build": ("write RESULTS.md, results/README.md and the figures", {}),
+    "build": ("write RESULTS.md, results/README.md, docs/npu.md and the figures", {}),
     "rerun": ("print the commands that repeat a run", {
         "id": {},
         "--run": {"action": "store_true", "help": "execute them, and compare with the record"},

@@ -15,7 +15,7 @@ from torch import Tensor
 import device as devices
 from config import derive_seed
 from data_gsm8k import Question
-from engines import vllm_adapter, vllm_colocated, vllm_engine
+from engines import vllm_adapter, vllm_ascend, vllm_colocated, vllm_engine
 from engines.interface import Completion, Engine
 from engines.torch_sampler import TorchSampler
 from hf_config import Architecture
@@ -82,6 +82,10 @@ def check_engine(cfg: Config, arch: Architecture, ranks: int) -> None:
         vllm_adapter.check(arch, cfg.lora, device_type=device_type, dtype=dtype)
     if cfg.rollout.expert_parallel:
         vllm_colocated.check(arch, device_type=device_type, ranks=ranks, tensor=cfg.rollout.tensor)
+    elif device_type == "npu" and cfg.rollout.tensor > 1 and any(arch.moe_layers):
+        # The ranks of a replica divide its experts, and vllm-ascend on an A3 sends their tokens by MC2 as well.
+        rows = -(-vllm_engine.MAX_SEQUENCES // cfg.rollout.tensor)
+        vllm_ascend.check_dispatch(arch, cfg.rollout.tensor, rows, key="rollout.tensor")
 
 
 def open_engine(cfg: Config, arch: Architecture, device: torch.device, stop_tokens: set[int], pad_token: int) -> Engine:

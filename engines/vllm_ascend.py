@@ -1,5 +1,6 @@
-"""Settings of vllm-ascend that a run needs or refuses. They follow the sources of 0.23.0 and have not run yet.
+"""Settings of vllm-ascend that a run needs or refuses. They follow the sources of 0.23.0 and have not run on an NPU.
 
+tests/test_vllm_ascend.py gives them to the real vllm-ascend on a stub of CANN.
 Weights are pushed into plain tensors, so every option that tiles, moves, copies or frees weights stays off.
 """
 
@@ -28,12 +29,17 @@ def check_environment(device_type: str) -> None:
         raise InputError(f"rollout.engine: the environment's {variable.name} must be 0 or unset: {variable.reason}")
 
 
-def check_dispatch(arch: Architecture, ranks: int, tokens: int) -> None:
+def check_dispatch(arch: Architecture, ranks: int, tokens: int, key: str = "rollout.expert_parallel") -> None:
     """Raise InputError where MC2 cannot send the tokens of a decoding step to their experts.
 
     ``tokens``: the most tokens on one of the ``ranks`` that share the experts. MC2 needs all of them in one buffer of
-    HCCL_BUFFSIZE. Bounds and formula: CANN's documentation of aclnnMoeDistributeDispatchV2.
+    HCCL_BUFFSIZE. Bounds and formula: CANN's documentation of aclnnMoeDistributeDispatchV2. The error names ``key``.
     """
+    if arch.num_experts % ranks:
+        raise InputError(
+            f"{key}: an NPU's expert kernels need equal numbers of experts on {ranks} ranks, not {arch.num_experts} "
+            "experts in all (or rollout.engine torch)"
+        )
     for what, found, low, high in (
         ("hidden_size", arch.hidden_size, 1024, 8192),
         ("experts a token", arch.experts_per_token, 1, 16),
@@ -41,7 +47,7 @@ def check_dispatch(arch: Architecture, ranks: int, tokens: int) -> None:
     ):
         if not low <= found <= high:
             raise InputError(
-                f"rollout.expert_parallel: an NPU's expert kernels need {what} from {low} to {high}, not {found} "
+                f"{key}: an NPU's expert kernels need {what} from {low} to {high}, not {found} "
                 "(or rollout.engine torch)"
             )
 
@@ -54,7 +60,7 @@ def check_dispatch(arch: Architecture, ranks: int, tokens: int) -> None:
     window = os.environ.get("HCCL_BUFFSIZE", environment.when_unset("HCCL_BUFFSIZE"))
     if not re.fullmatch("[0-9]{1,9}", window) or int(window) < needed:
         raise InputError(
-            f"rollout.expert_parallel: the environment's HCCL_BUFFSIZE is {window}; needed: {needed} or more (MiB) for "
+            f"{key}: the environment's HCCL_BUFFSIZE is {window}; needed: {needed} or more (MiB) for "
             f"{tokens} tokens a rank, the same on all ranks"
         )
 
@@ -68,6 +74,7 @@ def arguments(enforce_eager: bool, max_sequences: int) -> dict:
             "weight_nz_mode": 0,  # the same as VLLM_ASCEND_ENABLE_NZ 0
             "enable_cpu_binding": False,  # it would pin this process, which is the trainer too
         },
+        "async_scheduling": False,  # one step after the other; vLLM's default has not been tried beside a trainer
         **({} if enforce_eager else {"compilation_config": graphs}),
     }
 

@@ -1,8 +1,9 @@
-"""RESULTS.md and results/README.md: their generated parts follow from the records in results/ alone.
+"""RESULTS.md, results/README.md, docs/npu.md: their generated parts follow from the records in results/ alone.
 
-RESULTS.md holds the findings, the comparisons and the benchmarks. results/README.md holds the table of runs. In
-results/plan.yaml the comparisons are announced before they are run, so that p-values are corrected for their number.
-Text outside the two marker lines is written by hand and stays as it is. This file needs no torch.
+RESULTS.md holds the findings, the comparisons and the benchmarks. results/README.md holds the table of runs, and
+docs/npu.md the table of the checks without an NPU. In results/plan.yaml the comparisons are announced before they are
+run, so that p-values are corrected for their number. Text outside the two marker lines is written by hand and stays as
+it is. This file needs no torch.
 """
 
 import difflib
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from input_files import InputError, read_file, read_text
-from lab import comparisons, figures, store
+from lab import comparisons, figures, npu_checks, store
 from lab.comparisons import Comparison
 from lab.records import Evaluation, Part, Run, validated
 from run_record import write_atomically
@@ -325,11 +326,14 @@ def _fresh(path: Path, generated: str) -> str:
 
 
 def _wanted(results: Path, page: Path) -> tuple[dict[Path, str], figures.Wanted]:
-    """The texts of the two pages, and the figures: the learning curve of the first base, and one per comparison."""
+    """The texts of the pages, and the figures: the learning curve of the first base, and one per comparison."""
     groups, plan = store.load_groups(results), read_plan(results)
     texts = {page: _fresh(page, results_page(groups, plan, results))}
     if (readme := results / "README.md").exists():
         texts[readme] = _fresh(readme, records_page(groups, results))
+    if (npu := page.parent / "docs" / "npu.md").exists():
+        rows = npu_checks.rows(results)
+        texts[npu] = _fresh(npu, table(rows) if rows else "No record yet.")
     pictures: figures.Wanted = {}
     for planned in plan.comparisons:
         if {*planned.names} <= groups.keys():

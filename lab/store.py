@@ -76,13 +76,15 @@ def load_groups(results: Path) -> dict[str, list[Run]]:
 
 
 def benchmarks_by_script(results: Path) -> dict[str, dict[str, Benchmark]]:
-    """Name of the script -> id -> what it measured, the newest last."""
+    """Name of the script, with its subcommand if it has one -> id -> what it measured, the newest last."""
     found: dict[str, dict[str, Benchmark]] = {}
     for name in read_index(results):
         if name.startswith("benchmarks/"):
             benchmark = validated(Benchmark, read_object(results / name), results / name)
-            script = re.search(r"(\w+)\.py", benchmark.command)
-            found.setdefault(script[1] if script else Path(name).stem, {})[Path(name).stem] = benchmark
+            script = re.search(r"(\w+)\.py( [a-z]\w*)?", benchmark.command)
+            found.setdefault(script[1] + (script[2] or "") if script else Path(name).stem, {})[Path(name).stem] = (
+                benchmark
+            )
     return dict(sorted(found.items()))
 
 

@@ -7,6 +7,7 @@ experts. Not covered: collectives, kernels, and vLLM 0.23, whose loaders the NPU
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -26,11 +27,14 @@ import torch.distributed as dist
 import world
 from lockstep_ranks import CALLS
 from safetensors.torch import load_file
+from source import ROOT
 from torch import Tensor
 
 import environment
 import hf_config
 import parallel_setup
+import rollout
+from config import load_config
 from engines import vllm_ascend, vllm_colocated, vllm_inside
 from input_files import InputError
 
@@ -255,8 +259,30 @@ def test_a_model_beyond_the_experts_kernels_is_refused(change: dict, tokens: int
         vllm_ascend.check_dispatch(dataclasses.replace(hf_config.parse(published.QWEN3_30B_A3B), **change), 16, tokens)
 
 
+@pytest.mark.parametrize(
+    ("tensor", "change", "message"),
+    [
+        (4, {}, ""),
+        (1, {"hidden_size": 512}, ""),  # all experts are on one rank
+        (4, {"hidden_size": 512}, "rollout.tensor: an NPU's expert kernels need hidden_size from 1024"),
+        (4, {"num_experts": 126}, "rollout.tensor: .* equal numbers of experts on 4 ranks, not 126"),
+    ],
+)
+def test_the_ranks_of_a_replica_on_an_npu_need_the_experts_kernels_too(
+    monkeypatch, tensor: int, change: dict, message: str
+) -> None:
+    monkeypatch.setattr(rollout.devices, "resolve", lambda name: SimpleNamespace(type="npu"))
+    monkeypatch.setattr(rollout.vllm_engine, "check", lambda *args, **more: None)
+    monkeypatch.delenv("HCCL_BUFFSIZE", raising=False)
+    arch = dataclasses.replace(hf_config.parse(published.QWEN3_30B_A3B), **change)
+    sizes = [f"rollout.tensor={tensor}", "rollout.expert_parallel=false", "rollout.engine=vllm"]
+    cfg = load_config(ROOT / "configs" / "qwen3.yaml", sizes)
+    with pytest.raises(InputError, match=message) if message else contextlib.nullcontext():
+        rollout.check_engine(cfg, arch, 16)
+
+
 def test_graphs_are_captured_for_few_sizes_with_torchs_own_compile(monkeypatch) -> None:
-    assert vllm_ascend.arguments(True, 256).keys() == {"additional_config"}
+    assert vllm_ascend.arguments(True, 256).keys() == {"additional_config", "async_scheduling"}
     graphs = vllm_ascend.arguments(False, 192)["compilation_config"]
     assert graphs == {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [16, 64, 128, 192]}
 

@@ -165,6 +165,44 @@ def test_a_page_shows_a_benchmarks_newest_measurement_and_links_those_before(
     assert f"Earlier: {before}[bench_step-2](results/benchmarks/bench_step-2.json) at `bbbbbbb`." in text
 
 
+def check_record(check: str, totals: dict, commit: str = "a") -> str:
+    """The content of a file of benchmarks/check_ascend.py."""
+    measured = {"check": check, "shows": f"what {check} runs", "date": "2026-11-22", "totals": totals}
+    return json.dumps({
+        "about": "A check.", "command": f"python benchmarks/check_ascend.py {check} DIR", "commit": commit * 40,
+        "dirty": False, "machine": {}, "table": [{"test": "one", "passed": 1}], "measured": measured,
+    })  # fmt: skip
+
+
+def test_the_table_of_checks_has_the_newest_record_of_each_check(places: list[str], tmp_path: Path, capsys) -> None:
+    """Each check has its own newest record, although one script writes them all; another benchmark is no check."""
+    (tmp_path / "docs").mkdir()
+    page = tmp_path / "docs" / "npu.md"
+    page.write_text(TEXT.format(pages.BEGIN, pages.END))
+    assert run(*places, "build") == 0 and f"{pages.BEGIN}\n\nNo record yet.\n\n{pages.END}" in page.read_text()
+
+    def add(name: str, content: str) -> None:
+        (tmp_path / name).write_text(content)
+        assert run(*places, "add", str(tmp_path / name)) == 0 and run(*places, "--check") == 1
+        assert "npu.md: stale" in capsys.readouterr().err
+        assert run(*places, "build") == 0 and run(*places, "--check") == 0
+
+    add("one.json", check_record("one", {"A 1": {"passed": 2, "failed": 1, "skipped": 0}}))
+    add("two.json", check_record("two", {"C 5": {"passed": 9, "failed": 0, "skipped": 0}}))
+    both = {"A 2": {"passed": 3, "failed": 0, "skipped": 4}, "B 7": {"passed": 5, "failed": 0, "skipped": 0}}
+    add("one.json", check_record("one", both, "b"))
+    record = "[2026-11-22](../results/benchmarks/one-2.json), commit `bbbbbbb`"
+    text = page.read_text()
+    assert [line for line in text.splitlines() if line.startswith("| ")][2:] == [
+        f"| one | what one runs | A 2 | 3 passed, 4 skipped | {record} |",
+        f"| one | what one runs | B 7 | 5 passed | {record} |",
+        "| two | what two runs | C 5 | 9 passed | [2026-11-22](../results/benchmarks/two.json), commit `aaaaaaa` |",
+    ]
+    assert (tmp_path / "results" / "README.md").read_text().count("### check_ascend ") == 2
+    page.write_text(text.replace("9 passed", "10 passed"))
+    assert run(*places, "--check") == 1 and "npu.md: stale: 2 lines differ" in capsys.readouterr().err
+
+
 def test_layouts_of_one_method_are_compared_step_by_step(tmp_path: Path) -> None:
     """Equal luck makes equal metrics; another luck other rewards from the first step on."""
     for name, luck, change in (

@@ -23,6 +23,7 @@ from collections.abc import Callable
 import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
+from stub_modules import Stub, StubFinder, StubModule
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map
@@ -482,56 +483,6 @@ class _Hooks(torch._C._acc.PrivateUse1Hooks):
         return torch.default_generator
 
 
-class _Stub:
-    """Stands for any name that MindSpeed imports or uses as a decorator, but that our run never calls."""
-
-    def __call__(self, *args, **kwargs):
-        if args and isinstance(args[0], torch._ops.OpOverload):  # used as a decorator of a converter of this operation
-            return lambda function: function
-        return args[0] if args and callable(args[0]) and not isinstance(args[0], _Stub) else self
-
-    def __getattr__(self, name: str):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Stub()
-
-    def __getitem__(self, key):
-        return 1  # the number of cores
-
-    def __iter__(self):
-        return iter(())
-
-    def __mro_entries__(self, bases):
-        return (object,)
-
-
-class _StubModule(types.ModuleType):
-    """A module that has every name."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.__path__, self.__spec__ = [], importlib.machinery.ModuleSpec(name, None, is_package=True)
-
-    def __getattr__(self, name: str):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Stub()
-
-
-class _StubFinder:
-    """Finds every module of the packages of STUBBED that is not imitated here."""
-
-    def find_spec(self, name: str, path=None, target=None):
-        root = name.split(".")[0]
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if root in STUBBED else None
-
-    def create_module(self, spec):
-        return _StubModule(spec.name)
-
-    def exec_module(self, module) -> None:
-        pass
-
-
 STUBBED = ("scipy", "torchair", "triton", "torch_npu")
 libraries = []  # the registrations of a library end with the object
 
@@ -553,14 +504,14 @@ def install(stubs: bool = False) -> None:
     autocast.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     libraries.extend((every, aten, autocast))
 
-    module = (_StubModule if stubs else types.ModuleType)("torch_npu")
+    module = (StubModule if stubs else types.ModuleType)("torch_npu")
     if stubs:
-        sys.meta_path.insert(0, _StubFinder())
+        sys.meta_path.insert(0, StubFinder(*STUBBED))
         target = types.SimpleNamespace(backend="npu", arch="Ascend910_9392", warp_size=0)
         importlib.import_module("triton").__version__ = "3.2.2"
         driver = importlib.import_module("triton.runtime.driver")
-        driver.active = types.SimpleNamespace(get_current_target=lambda: target, utils=_Stub())
-        npu.mstx, npu.__path__ = _Stub(), []
+        driver.active = types.SimpleNamespace(get_current_target=lambda: target, utils=Stub())
+        npu.mstx, npu.__path__ = Stub(), []
     module.__spec__ = importlib.machinery.ModuleSpec("torch_npu", None, is_package=True)
     module.__path__, module.__file__, module.__version__, module.npu = [], __file__, "0.0+fake", npu
     module.contrib = _Contrib("torch_npu.contrib")

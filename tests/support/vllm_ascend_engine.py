@@ -1,0 +1,240 @@
+"""The engines of engines/ in the real vLLM and vllm-ascend, on host_npu.py; run by the Python that has these packages.
+
+    python tests/support/vllm_ascend_engine.py configurations FOLDER     FOLDER/asked.json -> FOLDER/answer.json
+    python tests/support/vllm_ascend_engine.py sample FOLDER             one rank, a whole engine
+    python tests/support/vllm_ascend_engine.py push FOLDER               four ranks, one engine over all of them
+
+`configurations` stops where vllm.LLM would be made, and makes vLLM's configuration from the arguments. The other two
+make the engine of the tiny model in FOLDER/model, without loading weights from files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import host_npu
+
+host_npu.install()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import vllm  # noqa: E402
+import world  # noqa: E402
+
+import config  # noqa: E402
+import hf_config  # noqa: E402
+import rollout  # noqa: E402
+from engines import vllm_colocated, vllm_inside  # noqa: E402
+
+END = {151645}
+
+
+class Captured(Exception):
+    """The arguments of vllm.LLM, and no engine."""
+
+
+def arguments(cfg: config.Config, ranks: int) -> dict:
+    """What the engine of ``cfg`` passes to vllm.LLM on ``ranks`` ranks."""
+
+    def capture(**given) -> None:
+        raise Captured(given)
+
+    with (
+        mock.patch.object(vllm, "LLM", capture),
+        mock.patch.object(dist, "get_world_size", lambda *args: ranks),
+        mock.patch.object(dist, "broadcast_object_list"),
+        contextlib.suppress(AssertionError),
+    ):
+        try:
+            rollout.open_engine(cfg, hf_config.read(cfg.model.path), torch.device("npu"), END, 0)
+        except Captured as found:
+            return found.args[0]
+
+
+def described(vllm_config) -> dict:
+    """What vLLM and vllm-ascend have made of the arguments."""
+    from vllm_ascend.ascend_config import get_ascend_config
+
+    parallel, graphs = vllm_config.parallel_config, vllm_config.compilation_config
+    return {
+        "tensor": parallel.tensor_parallel_size,
+        "data": parallel.data_parallel_size,
+        "data rank": parallel.data_parallel_rank,
+        "world": parallel.world_size,
+        "expert parallel": parallel.enable_expert_parallel,
+        "worker": parallel.worker_cls,
+        "cache bytes": vllm_config.cache_config.kv_cache_memory_bytes,
+        "block": vllm_config.cache_config.block_size,
+        "prefix caching": vllm_config.cache_config.enable_prefix_caching,
+        "chunked prefill": vllm_config.scheduler_config.enable_chunked_prefill,
+        "async": vllm_config.scheduler_config.async_scheduling,
+        "graphs": graphs.cudagraph_mode.name,
+        "sizes": sorted(graphs.cudagraph_capture_sizes),
+        "quantization": vllm_config.model_config.quantization,
+        "tied head": vllm_config.model_config.hf_config.tie_word_embeddings,
+        "tiled weights": get_ascend_config().weight_nz_mode,
+        "binds CPUs": get_ascend_config().enable_cpu_binding,
+    }
+
+
+def groups(vllm_config, rank: int, ranks: int) -> dict[str, list[int]]:
+    """The ranks of each group of this rank, made without other processes by torch's fake process groups."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm_ascend.distributed import parallel_state as ascend_state
+
+    make, parallel = dist.new_group, vllm_config.parallel_config
+    fake = mock.patch.object(dist, "new_group", lambda members, *args, **more: make(members, backend="fake"))
+    # It would exchange handles of shared memory.
+    queue = mock.patch.object(shm_broadcast.MessageQueue, "create_from_process_group")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    with fake, queue, set_current_vllm_config(vllm_config):
+        parallel_state.init_distributed_environment(ranks, rank, local_rank=rank % 16, backend="fake")
+        parallel_state.ensure_model_parallel_initialized(parallel.tensor_parallel_size, 1)
+        ascend_state.init_ascend_model_parallel(parallel)
+        getters = {
+            "tensor": parallel_state.get_tp_group, "data": parallel_state.get_dp_group,
+            "expert": parallel_state.get_ep_group, "mc2": ascend_state.get_mc2_group,
+        }  # fmt: skip
+        found = {name: list(get().ranks) for name, get in getters.items()}
+        ascend_state.destroy_ascend_model_parallel()
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+    return found
+
+
+def configurations(folder: Path) -> None:
+    """For each case of asked.json what vLLM has made of it, or its error."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm_ascend.utils import get_ascend_device_type
+
+    answers = {"platform": type(current_platform).__name__, "device": get_ascend_device_type().name, "cases": []}
+    for case in json.loads((folder / "asked.json").read_text()):
+        place = {"RANK": case["rank"], "LOCAL_RANK": case["rank"], "WORLD_SIZE": case["ranks"]}
+        variables = {name: str(value) for name, value in place.items()} | case.get("variables", {})
+        with mock.patch.dict(os.environ, variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}):
+            try:
+                cfg = config.load_config(case["config"], case["overrides"])
+                given = arguments(cfg, case["ranks"]) | case.get("changes", {})
+                made = EngineArgs(**given).create_engine_config()
+                placed = groups(made, case["rank"], case["ranks"])
+                answers["cases"].append({"config": described(made), "groups": placed})
+            except Exception as error:
+                answers["cases"].append({"error": f"{type(error).__name__}: {error}"})
+    (folder / "answer.json").write_text(json.dumps(answers))
+
+
+@contextlib.contextmanager
+def opened(folder: Path) -> Iterator[tuple[vllm_colocated.ColocatedEngine, config.Config]]:
+    """The engine of FOLDER/config.yaml on this rank, in a world of gloo as the trainer makes it."""
+    import vllm_ascend.worker.block_table as block_table
+
+    block_table._compute_slot_mapping_kernel = host_npu.SlotMapping()
+    cfg = config.load_config(folder / "config.yaml")
+    local = int(os.environ["LOCAL_RANK"])
+    dist.init_process_group("gloo")
+    with host_npu.mode():
+        torch.npu.set_device(local)
+        yield rollout.open_engine(cfg, hf_config.read(cfg.model.path), torch.device("npu", local), END, 0), cfg
+
+
+def shapes(engine) -> dict[str, list]:
+    (found,) = engine.llm.collective_rpc(vllm_inside.parameters)
+    return {name: [*parameter.shape, str(parameter.dtype), parameter.device.type] for name, parameter in found.items()}
+
+
+def sampled(one) -> list:
+    return [len(one.tokens), one.routed_experts.shape, sorted(set(one.logp))]
+
+
+def sample(folder: Path) -> int:
+    """Make the engine, push whole weights, and sample with recorded routes."""
+    import weights_hf
+
+    with opened(folder) as (engine, _):
+        generator = torch.Generator().manual_seed(0)
+        whole = {
+            name: torch.randn(shape, generator=generator) * 0.02
+            for name, shape in weights_hf.tensor_shapes(engine.arch).items()
+        }
+        engine.load_weights(whole.items())
+        (held,) = engine.llm.collective_rpc(vllm_inside.parameters)
+        answers = engine.sample(
+            [[5, 6, 7], [8, 9]], seeds=[1, 2], num_samples=2, max_new_tokens=4, temperature=1.0,
+            return_routed_experts=True,
+        )  # fmt: skip
+        found = {
+            "shapes": shapes(engine),
+            "placement": engine.llm.collective_rpc(vllm_inside.placement)[0],
+            "whole": {name: whole[name].tolist() for name in whole if name.startswith("model.layers.1.mlp.experts.")},
+            "w13": host_npu.on_host(held["model.layers.1.mlp.experts.w13_weight"]).float().tolist(),
+            "w2": host_npu.on_host(held["model.layers.1.mlp.experts.w2_weight"]).float().tolist(),
+            "samples": [[sampled(one) for one in group] for group in answers],
+            "calls": dict(host_npu.calls),
+            "config": described(engine.llm.llm_engine.vllm_config),
+        }
+    (folder / "answer.json").write_text(json.dumps(found))
+    return 0
+
+
+def push(folder: Path) -> int:
+    """Push the trainer's shards, then load the same weights by vLLM's own loader; say which parameters differ."""
+    import adapted
+    from safetensors.torch import load_file
+    from vllm_ascend.worker.worker import NPUModelRunner
+
+    # The collectives do nothing here, and a forward pass checks the numbers of tokens that these bring.
+    with (
+        mock.patch.object(NPUModelRunner, "profile_run", lambda self: None),
+        opened(folder) as (engine, cfg),
+    ):
+        parallel = world.open_layout("TP2_EP4")
+        model, arch = adapted.load(folder / "model", parallel, dtype=torch.bfloat16)
+        placement = engine.placement()
+        vllm_colocated.check_placement(placement, arch, parallel)
+        engine.load_weights(vllm_colocated.shards(model, arch, parallel))
+        pushed = {name: host_npu.on_host(parameter).clone() for name, parameter in engine.parameters.items()}
+        for parameter in engine.parameters.values():
+            parameter.data.zero_()
+        whole = load_file(folder / "model" / "model.safetensors")
+        engine.llm.collective_rpc(vllm_inside.reload, args=(iter(whole.items()),))
+        (loaded,) = engine.llm.collective_rpc(vllm_inside.parameters)
+        expected = {name: host_npu.on_host(parameter).clone() for name, parameter in loaded.items()}
+        wrong = (  # up before gate
+            (name, value.roll(value.shape[-1] // 2, -1) if name.endswith("w13_weight") else value)
+            for name, value in vllm_colocated.shards(model, arch, parallel)
+        )
+        engine.load_weights(wrong)
+        swapped = {name: host_npu.on_host(parameter) for name, parameter in engine.parameters.items()}
+        found = {
+            "placement": placement,
+            "shapes": shapes(engine),
+            "different": [name for name in expected if not torch.equal(expected[name], pushed[name])],
+            "different when swapped": [name for name in expected if not torch.equal(expected[name], swapped[name])],
+            "zero": [name for name, value in pushed.items() if not value.any()],
+            "config": described(engine.llm.llm_engine.vllm_config),
+        }
+    (folder / f"answer-{parallel.rank}.json").write_text(json.dumps(found))
+    return 0
+
+
+def main(what: str, folder: str) -> int:
+    path = Path(folder)
+    if what == "configurations":
+        configurations(path)
+        return 0
+    codes = world.as_torchrun(1 if what == "sample" else 4, globals()[what], path)
+    return int(any(codes))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,234 @@
+"""The real vLLM 0.23.0 and vllm-ascend 0.23.0 with our arguments and pushes, on a stub of CANN; no NPU is needed.
+
+Run on host_npu.py: the platform (A3); `create_engine_config` for every layout of the run scripts; on one rank a whole
+engine of a tiny model (worker, memory check, model, caches, warm-up), a push of whole weights through vLLM's reload,
+and sampling with recorded routes; on four ranks of gloo (tensor 2 x data 2, experts over all) the groups, the model,
+the placement of the experts and the push of the trainer's shards, which must write what vllm-ascend's loader writes.
+
+It ends there: the kernels of torch_npu, vllm-ascend and HCCL only check their arguments, so nothing is shown about
+their values, speed and memory; no forward pass on several ranks; no graph capture. torch is 2.13.0 and not 2.10.0.
+docs/npu.md, "vllm-ascend without an NPU", has the commands that make the environment, and lists their assertions.
+
+    VLLM_ASCEND_ENV=../vllm-ascend-env/bin/python python -m pytest -m vllm_ascend tests/test_vllm_ascend.py
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import cann_stub
+import host_npu
+import pytest
+import run_scripts
+import training
+from source import ROOT
+
+import config
+
+pytestmark = pytest.mark.vllm_ascend
+
+SIZES = dict(vocab_size=512, hidden_size=256, num_heads=4, num_kv_heads=4, head_dim=128, num_experts=8, expert_width=64)
+SCRIPTS = [name for name in run_scripts.SCRIPTS if "npu" in name or "node" in name]
+REFUSED = {  # what the real code refuses -> (what is changed, words of its error)
+    "graphs and blocking launches": ({"variables": {"ASCEND_LAUNCH_BLOCKING": "1"}}, "ACL graph is incompatible"),
+    "ranks that are no grid": ({"changes": {"tensor_parallel_size": 3}}, "data_parallel_rank (5) must be in the range"),
+    "a fourth of a head": ({"changes": {"tensor_parallel_size": 64, "data_parallel_size": 1}}, "attention heads"),
+    "a longer row": ({"changes": {"max_model_len": 10**6}}, "greater than the derived max_model_len"),
+}
+
+
+@pytest.fixture(scope="module")
+def child(tmp_path_factory):
+    """A function that runs vllm_ascend_engine.py."""
+    python = os.environ.get("VLLM_ASCEND_ENV", "")
+    if not python:
+        pytest.skip("VLLM_ASCEND_ENV names no Python with vLLM and vllm-ascend (docs/npu.md)")
+    if missing := cann_stub.missing_tools():
+        pytest.skip(f"the stub of CANN needs a C compiler and binutils; missing: {', '.join(missing)}")
+    variables = host_npu.environment(python, tmp_path_factory.mktemp("cann"))
+
+    def run(what: str, folder: Path) -> None:
+        script = ROOT / "tests" / "support" / "vllm_ascend_engine.py"
+        done = subprocess.run(
+            [python, str(script), what, str(folder)], env=variables, cwd=ROOT, capture_output=True, text=True,
+            timeout=500,
+        )  # fmt: skip
+        assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+
+    return run
+
+
+# ------------------------------------------------------------------------------------------------------ configuration
+
+
+def cases(folder: Path) -> dict[str, dict]:
+    """For every layout, its last rank with and without graphs; then what must be refused."""
+    for path in ROOT.glob("configs/*.config.json"):  # the published config.json files
+        (folder / path.name.removesuffix(".config.json")).mkdir()
+        shutil.copy(path, folder / path.name.removesuffix(".config.json") / "config.json")
+    found = {}
+    for name, job in run_scripts.shipped().items():
+        if name.split()[0] in SCRIPTS:
+            overrides = [text.replace("model.path=models", f"model.path={folder}") for text in job.overrides]
+            for eager in ("true", "false"):
+                chosen = [*overrides, f"rollout.enforce_eager={eager}"]
+                case = {
+                    "config": str(ROOT / job.config),
+                    "overrides": chosen,
+                    "rank": job.ranks - 1,
+                    "ranks": job.ranks,
+                }
+                found[f"{name} {'eager' if eager == 'true' else 'graphs'}"] = case
+    return found
+
+
+@pytest.fixture(scope="module")
+def configurations(child, tmp_path_factory) -> tuple[dict, dict, dict]:
+    """The answers for the platform; the cases; the answer for each case."""
+    folder = tmp_path_factory.mktemp("configurations")
+    asked = cases(folder)
+    colocated = asked["run_16npu.sh tp4_ep16 graphs"]
+    asked |= {name: colocated | change for name, (change, _) in REFUSED.items()}
+    (folder / "asked.json").write_text(json.dumps(list(asked.values())))
+    child("configurations", folder)
+    found = json.loads((folder / "answer.json").read_text())
+    return found, asked, dict(zip(asked, found["cases"], strict=True))
+
+
+def test_the_platform_is_an_npu_of_the_kind_that_it_was_built_for(configurations) -> None:
+    assert (configurations[0]["platform"], configurations[0]["device"]) == ("NPUPlatform", "A3")
+
+
+def test_every_shipped_layout_becomes_the_engine_that_was_meant(configurations) -> None:
+    """Expected from the configuration, by hand: `tensor` ranks a replica, or one engine over all ranks."""
+    _, asked, answers = configurations
+    layouts = [name for name in asked if name not in REFUSED]
+    assert len(layouts) >= 40
+    for name in layouts:
+        case, found = asked[name], answers[name]
+        assert "error" not in found, (name, found)
+        cfg = config.load_config(case["config"], case["overrides"])
+        tensor, shared, eager = cfg.rollout.tensor, cfg.rollout.expert_parallel, cfg.rollout.enforce_eager
+        data = case["ranks"] // tensor if shared else 1
+        assert found["config"] == {
+            "tensor": tensor, "data": data, "data rank": data - 1, "world": tensor * data, "expert parallel": True,
+            "worker": "vllm_ascend.worker.worker.NPUWorker", "cache bytes": cfg.rollout.kv_cache_mib * 2**20,
+            "block": 128, "prefix caching": True, "chunked prefill": False, "async": False,
+            "graphs": "NONE" if eager else "FULL_DECODE_ONLY", "sizes": [] if eager else [16, 64, 128, 192, 256],
+            "quantization": None, "tied head": False, "tiled weights": 0, "binds CPUs": False,
+        }, name  # fmt: skip
+
+
+def test_the_groups_of_a_rank_are_consecutive_and_experts_share_all_ranks_of_an_engine(configurations) -> None:
+    """On all the ranks of a layout; rank r of `tensor` ranks a replica, `size` ranks an engine."""
+    _, asked, answers = configurations
+    for name in (name for name in asked if name not in REFUSED):
+        cfg = config.load_config(asked[name]["config"], asked[name]["overrides"])
+        rank, tensor = asked[name]["rank"], cfg.rollout.tensor
+        size = asked[name]["ranks"] if cfg.rollout.expert_parallel else tensor
+        first = rank // size * size
+        assert answers[name]["groups"] == {
+            "tensor": list(range(rank // tensor * tensor, rank // tensor * tensor + tensor)),
+            "data": list(range(first + rank % tensor, first + size, tensor)),
+            "expert": list(range(first, first + size)), "mc2": list(range(first, first + size)),
+        }, name  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_the_checks_of_the_real_code_are_in_force(what: str, configurations) -> None:
+    assert REFUSED[what][1] in configurations[2][what].get("error", "none")
+
+
+# ------------------------------------------------------------------------------------------------------------ engines
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return training.make_model(tmp_path_factory.mktemp("models") / "model", **SIZES)
+
+
+def engine_folder(folder: Path, model: Path, **changes: object) -> Path:
+    """A folder with the configuration of an engine for the tiny model, and the model."""
+    cfg = training.config(
+        folder / "model", folder, model__dtype="bf16", rollout__engine="vllm", rollout__kv_cache_mib=64,
+        rollout__max_new_tokens=32, **changes,
+    )  # fmt: skip
+    shutil.copytree(model, folder / "model")
+    (folder / "config.yaml").write_text(config.to_yaml(cfg.model_copy(update={"device": "npu"})))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(child, model, tmp_path_factory) -> dict:
+    folder = engine_folder(tmp_path_factory.mktemp("alone"), model, replay__mode="r3")
+    child("sample", folder)
+    return json.loads((folder / "answer.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def shared(child, model, tmp_path_factory) -> list[dict]:
+    """The answers of the four ranks."""
+    folder = engine_folder(
+        tmp_path_factory.mktemp("shared"), model, rollout__tensor=2, rollout__expert_parallel=True,
+        parallel__tensor=2, parallel__expert=4,
+    )  # fmt: skip
+    child("push", folder)
+    return [json.loads((folder / f"answer-{rank}.json").read_text()) for rank in range(4)]
+
+
+@pytest.mark.slow
+def test_an_engine_samples_and_records_a_route_for_each_token_but_the_last(alone: dict) -> None:
+    """Prompts of 3 and 2 tokens, 2 samples each of 4 tokens; 2 MoE layers, 2 experts a token; all logits are 0."""
+    for group, prompt in zip(alone["samples"], (3, 2), strict=True):
+        for tokens, routes, logp in group:
+            assert tokens == 4 and routes == [prompt + 4 - 1, 2, 2]
+            assert logp == [pytest.approx(-math.log(SIZES["vocab_size"]), abs=1e-5)]
+    layers, prefill_and_decode = 2, 4
+    assert alone["calls"]["rotary_embedding"] >= layers * prefill_and_decode
+    assert alone["calls"]["reshape_and_cache"] == layers * prefill_and_decode
+
+
+@pytest.mark.slow
+def test_a_push_of_whole_weights_brings_every_expert_transposed(alone: dict) -> None:
+    """E local experts, h hidden size, w expert width: w13 (E, h, 2w) with gate before up, w2 (E, w, h)."""
+    import torch
+
+    found = {key: torch.tensor(alone[key]) for key in ("w13", "w2")}
+    whole = {name: torch.tensor(value).bfloat16().float() for name, value in alone["whole"].items()}
+    for e in range(8):
+        gate, up, down = (
+            whole[f"model.layers.1.mlp.experts.{e}.{kind}_proj.weight"] for kind in ("gate", "up", "down")
+        )
+        assert torch.equal(found["w13"][e], torch.cat([gate, up]).t()), e
+        assert torch.equal(found["w2"][e], down.t()), e
+
+
+@pytest.mark.slow
+def test_the_groups_and_the_experts_of_a_rank_are_the_trainers(shared: list[dict]) -> None:
+    """vllm_colocated.check_placement has compared them with Megatron's; the expected ranks are by hand."""
+    for rank, found in enumerate(shared):
+        experts = [2 * rank, 2 * rank + 1]
+        assert found["placement"] == {
+            "tensor": [[0, 1], [2, 3]][rank // 2], "data": [[0, 2], [1, 3]][rank % 2], "expert": [0, 1, 2, 3],
+            "layer 0 experts": experts, "layer 1 experts": experts,
+        }  # fmt: skip
+        assert (found["config"]["data rank"], found["config"]["world"]) == (rank // 2, 4)
+
+
+@pytest.mark.slow
+def test_the_trainers_shards_are_what_vllm_ascends_loader_makes_of_the_whole_weights(shared: list[dict]) -> None:
+    hidden, width, heads = 256, 64, 4
+    for found in shared:
+        assert found["different"] == [] and found["zero"] == []
+        assert found["different when swapped"] == [f"model.layers.{i}.mlp.experts.w13_weight" for i in (0, 1)]
+        sizes = {name: shape[:-2] for name, shape in found["shapes"].items()}
+        assert sizes["model.layers.0.mlp.experts.w13_weight"] == [2, hidden, 2 * width]
+        assert sizes["model.layers.0.mlp.experts.w2_weight"] == [2, width, hidden]
+        assert sizes["model.layers.0.self_attn.qkv_proj.weight"] == [3 * heads // 2 * 128, hidden]
+        assert {shape[-1] for shape in found["shapes"].values()} == {"npu"}
+        assert {shape[-2] for shape in found["shapes"].values()} == {"torch.bfloat16"}
