@@ -206,8 +206,6 @@ def _watch(learner: Learner, meter: Meter) -> None:
             (micro,) = update.micro_batches
             meter.scored = int(micro.mask.sum())
         learner.parallel = parallel
-        if parallel.device.type == "npu":  # its mask, where kernels.attention_mask made that of the host
-            micro.packing.mask = micro.packing.mask < 0
         _change_tensors(micro, lambda tensor: fake.from_tensor(tensor).to(parallel.device))
         return update
 
