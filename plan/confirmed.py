@@ -56,7 +56,7 @@ def compare(cfg: Config, arch: Architecture, layout: RankGrid, device: str, foun
                 left = found["left_bytes"]
                 rows.append(
                     Compared(
-                        "alive after it", "GiB", 0, left, left <= max(WITHIN * plan.parts["activations"], SLACK["GiB"])
+                        "alive after it", "GiB", 0, left, left <= max(0.02 * plan.parts["activations"], SLACK["GiB"])
                     )
                 )
                 for kind, part in EXACT.items():
