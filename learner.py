@@ -107,6 +107,8 @@ class Learner:
                     loss, metrics, gap = self._loss(micro, old_logp.get((number, i)), ref_logp, update.counts)
                     loss.backward()  # under replay too: activation recompute routes the tokens again
                 del loss  # free the autograd graph before the next forward pass
+                if micro.packing is not None:
+                    micro.packing.release_mask()
                 timer.end_phase("update")
                 for name, value in metrics.items():
                     share = 1 / len(updates) if name in LOSSES else update.counts["num_tokens"] / num_trained_tokens
@@ -205,9 +207,12 @@ class Learner:
             return self._logp(micro)[0]
 
     def _logp(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        return model_megatron.token_logprobs(
+        found = model_megatron.token_logprobs(
             self.model, micro.tokens, micro.mask, self.parallel, self.cfg.rollout.temperature, micro.packing
         )
+        if micro.packing is not None and not torch.is_grad_enabled():  # recompute in a backward pass needs the mask
+            micro.packing.release_mask()
+        return found
 
     def _loss(
         self, micro: MicroBatch, old_logp: Tensor | None, ref_logp: Tensor | None, counts: dict[str, int]

@@ -6,6 +6,7 @@ own tokens of each row attend to the row's prompt and to themselves. b rows, T t
 number of own tokens of a row, d head size.
 """
 
+import functools
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -29,7 +30,22 @@ class Packing:
     prompts: Tensor  # (P, longest prompt) places of the prompts' tokens
     own: Tensor  # (b, N) places of the own tokens of the rows
     result: Tensor  # (M,) the place of each token's result in the flattened attention results [prompts; own]
-    mask: Tensor  # (b, 1, N, T) of kernels.attention_mask: which tokens of its row an own token sees; for all layers
+    sees: Tensor  # (b,) tokens of the prompt, which all own tokens of the row see
+
+    @functools.cached_property
+    def mask(self) -> Tensor:
+        """kernels.attention_mask of what an own token sees of its row, for all layers.  -> (b, 1, N, T)
+
+        It is made at its first use, because a step has many micro-batches, and only one at a time needs its mask.
+        """
+        (_, own), (_, keys) = self.own.shape, self.line.shape
+        # An own place that is padding sees what it would see as a token, so no query is without a key.
+        last_seen = self.sees[:, None, None, None] + torch.arange(own, device=self.sees.device)[:, None]  # (b, 1, N, 1)
+        return kernels.attention_mask(torch.arange(keys, device=self.sees.device) > last_seen)
+
+    def release_mask(self) -> None:
+        """Free the mask. The next use makes it again."""
+        vars(self).pop("mask", None)
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Causal attention within each row.  (M, heads, d), (M, kv heads, d) twice -> (M, heads x d)"""
@@ -93,9 +109,5 @@ def pack(tokens: Tensor, mask: Tensor, multiple: int) -> Packing:
     prompt_places = torch.zeros(len(prompts), longest, dtype=torch.long)
     for place, (prompt, start) in enumerate(start_of.items()):
         prompt_places[place, : len(prompt)] = torch.arange(start, start + len(prompt))
-    # An own place that is padding sees what it would see as a token, so no query is without a key.
-    last_seen = torch.tensor(sees)[:, None, None, None] + torch.arange(longest_own)[:, None]  # (b, 1, N, 1)
-    hidden = torch.arange(keys) > last_seen  # (b, 1, N, T)
-    shown = kernels.attention_mask(hidden.to(tokens.device))
-    fields = (source, source % width, num_rows, line, prompt_places, own, result, shown)
+    fields = (source, source % width, num_rows, line, prompt_places, own, result, torch.tensor(sees))
     return Packing(*(field.to(tokens.device) for field in fields))

@@ -206,8 +206,6 @@ def _watch(learner: Learner, meter: Meter) -> None:
             (micro,) = update.micro_batches
             meter.scored = int(micro.mask.sum())
         learner.parallel = parallel
-        if parallel.device.type == "npu":  # its mask, where kernels.attention_mask made that of the host
-            micro.packing.mask = micro.packing.mask < 0
         _change_tensors(micro, lambda tensor: fake.from_tensor(tensor).to(parallel.device))
         return update
 
@@ -244,7 +242,7 @@ def fullest_batch(cfg: Config, layout: grid.RankGrid) -> tuple[Rollout, int]:
         logp=torch.zeros(sequences, new),
         lengths=[new] * sequences,
         truncated=torch.zeros(sequences, dtype=torch.bool),
-        rewards=torch.arange(sequences)[None].float(),  # skip_equal_groups drops a group of equal rewards
+        rewards=torch.zeros(1, sequences),
         parsable=torch.ones(1, sequences),
     )
     return batch, length
@@ -254,6 +252,7 @@ def _of_one_micro_batch(cfg: Config, layout: grid.RankGrid, sequences: int) -> C
     """``cfg`` with a step of one update of one micro-batch."""
     changes = {
         "rollout": {"prompts_per_step": 1, "group_size": sequences},
+        "loss": {"skip_equal_groups": False},  # a group of one row would be skipped
         "optim": {"prompts_per_update": 1, "tokens_per_micro_batch": memory.micro_batch_tokens(cfg, layout)},
     }
     return cfg.model_copy(update={name: getattr(cfg, name).model_copy(update=new) for name, new in changes.items()})
@@ -275,7 +274,7 @@ def main(arguments: list[str]) -> int:
         cfg, _ = resolve_config(args.config, args.overrides, rules=OTHER_RULES)
         arch, source = hf_config.planned(cfg)
         kind = grid.device_of(cfg)
-        ranks = args.ranks or grid.default_ranks(cfg, kind, 16)
+        ranks = grid.default_ranks(cfg, kind, 16) if args.ranks is None else args.ranks
         for name, value, least, most in (
             ("--ranks", ranks, 1, MOST_RANKS), ("--rank", args.rank, 0, ranks - 1),
             ("--layers", args.layers or arch.num_layers, 1, arch.num_layers),

@@ -185,9 +185,11 @@ class Meter(TorchDispatchMode):
         times = sorted(changes)
         level = [0, *itertools.accumulate(changes[time] for time in times)]
         most, when = 0, 0
-        for first, last in self.phases[name].parts:
+        # A phase without operations holds what is there when it ends.
+        parts = self.phases[name].parts
+        for first, last in [part for part in parts if part[0] <= part[1]] or [[last, last] for _, last in parts[-1:]]:
             start, end = bisect.bisect_right(times, first), bisect.bisect_right(times, last)
-            for place in range(start, end + 1) if first <= last else ():  # what is there at first, and each change
+            for place in range(start, end + 1):  # what is there at first, and each change
                 if level[place] > most:
                     most, when = level[place], max(first, times[place - 1])
         held = [one for one in self.allocations if one.born <= when < one.died]

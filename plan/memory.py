@@ -140,10 +140,12 @@ def activations(
     scored: int,
     imbalance: float = 1.0,
     entropy_bonus: bool = False,
+    mask: tuple[int, int] = (0, 0),
 ) -> Activations:
     """One micro-batch of ``tokens`` (rows x padded length), ``scored`` of which reach the language-model head.
 
     With recompute only the input of each layer is kept. The layer that is being differentiated exists once more.
+    ``mask``: bytes of the mask of packed rows, in a pass that keeps it for the backward pass, and in one that does not.
     """
     h, s = arch.hidden_size, tokens // layout.tensor
     rows = s * arch.experts_per_token * layout.expert_tensor * (imbalance if layout.expert > 1 else 1)  # N
@@ -152,12 +154,12 @@ def activations(
     dense, width = arch.dense_ffn_size, arch.expert_ffn_size // layout.expert_tensor
     # With expert_tensor > 1 Megatron sums the experts' outputs in fp32.
     summed = rows * h * 4 * (1 + 1 / layout.expert_tensor) if layout.expert_tensor > 1 else 0
-    in_flight = {True: 3 * rows * h * element + summed, False: 2 * tokens * dense // layout.tensor * element}
+    in_flight = {True: 3 * rows * h * element + summed, False: 4 * tokens * dense // layout.tensor * element}
     # A MoE layer holds its rows as they are sent, received and sorted, then the experts' output, and this unsorted.
     copies = 2 / layout.expert_tensor + (3 if layout.expert < arch.num_experts else 1)
     forward_only = {
         True: max(rows * copies * h * element + summed, rows * (3 * h + 4 * width) * element),
-        False: tokens * (h + 3 * dense // layout.tensor) * element,
+        False: tokens * (h + 4 * dense // layout.tensor) * element,
     }
     norm = max(4, element)  # a norm keeps its input in fp32
     vocabulary = arch.vocab_size // layout.tensor
@@ -177,7 +179,8 @@ def activations(
         kept -= s * h * norm
         backward = max(in_flight[is_moe] for is_moe in layers)
     forward = 3 * tokens // layout.tensor * h * element + max(forward_only[is_moe] for is_moe in layers)
-    reference = max(forward, scored * (h * element + 12) + 3 * chunk) + s * h * element
+    reference = max(forward, scored * (h * element + 12) + 3 * chunk) + s * h * element + mask[1]
+    kept += mask[0]
     return Activations(int(kept), int(kept + max(backward, head)), int(logits), int(reference))
 
 
@@ -264,6 +267,21 @@ def line_tokens(cfg: Config, layout: RankGrid) -> int:
     return max(longest, int(micro_batch_tokens(cfg, layout) / 1.25) // layout.tensor * layout.tensor)
 
 
+def _mask(cfg: Config, arch: Architecture, tokens: int, device: str) -> tuple[int, int]:
+    """Bytes of the attention mask of a line of ``tokens``: for each own token, all tokens of its row.
+
+    Of a pass that keeps it for the backward pass, and of one that does not.
+    """
+    places = tokens * cfg.row_tokens
+    if device == "npu":  # one mask of bool
+        return places, places
+    # fp32; torch's attention takes a mask of its own type, of which autograd keeps a copy in each layer.
+    copies = 1 if cfg.model.recompute else arch.num_layers
+    if cfg.model.dtype == "bf16":
+        return places * (4 + 2 * copies), places * 6
+    return places * 4, places * 5  # beside it the bool mask of which it is made
+
+
 def step_memory(
     cfg: Config, arch: Architecture, layout: RankGrid, device: str, capacity: int, imbalance: float = IMBALANCE
 ) -> Memory:
@@ -272,7 +290,7 @@ def step_memory(
     tokens = line_tokens(cfg, layout)
     work = activations(
         arch, cfg.lora, layout, element=element, recompute=cfg.model.recompute, tokens=tokens, scored=tokens,
-        imbalance=imbalance, entropy_bonus=cfg.loss.entropy_coef > 0,
+        imbalance=imbalance, entropy_bonus=cfg.loss.entropy_coef > 0, mask=_mask(cfg, arch, tokens, device),
     )  # fmt: skip
     lora = 4 * lora_parameters(arch, cfg.lora, layout)
     wanted_rows = -(-rollout.prompts_per_step // layout.replicas) * rollout.group_size

@@ -40,6 +40,7 @@ LAYOUTS = [  # configuration, ranks, tensor, expert, expert_tensor, other change
     ("qwen15_moe", 8, 2, 4, 1, ["replay.mode=r3"]),
     ("qwen15_moe", 6, 2, 3, 1, ["model.recompute=false"]),
     ("qwen15_moe", 8, 2, 2, 2, []),
+    ("qwen3", 16, 4, 16, 1, ["rollout.max_new_tokens=16384", "optim.tokens_per_micro_batch=20480"]),
     ("qwen15_moe", 6, 1, 3, 1, ["lora.targets=[linear_qkv,linear_proj,linear_fc1,linear_fc2,router]"]),
 ]
 
@@ -90,7 +91,7 @@ def faults() -> dict[str, dict]:
     [
         ("kept_alive", "alive after it"),
         ("wrong_group", "forward: reduce_scatter_base over data"),
-        ("fp32", "activations of backward"),
+        ("fp32", "activations of forward and backward"),
     ],
 )
 def test_a_planted_fault_is_found(faults, fault, seen):
@@ -153,6 +154,20 @@ def prepared(parallel: parallel_setup.Parallel, cfg) -> Callable[[], object]:
     return lambda: learner.update(batch, [], torch.ones(sequences), 0, StepTimer(Heartbeat(0, 0), 0, parallel.device))
 
 
+def test_a_phase_without_operations_holds_what_is_there() -> None:
+    meter = Meter("cpu", answers=False)
+    with meter:
+        with meter.phase("before"):
+            kept, freed = torch.ones(1000), torch.ones(500)
+            del freed
+            kept += 1  # what is freed counts as alive until the next operation
+        with meter.phase("empty"):
+            pass
+        with meter.phase("after"):
+            kept += 1
+    assert meter.peak("before").bytes == 6000 and meter.peak("empty").bytes == meter.peak("after").bytes == 4000
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_meter_counts_what_the_allocator_gives(recompute, tmp_path):
     cfg = training.config(
@@ -167,6 +182,7 @@ def test_the_meter_counts_what_the_allocator_gives(recompute, tmp_path):
     ("arguments", "code", "piece"),
     [
         (["configs/qwen3.yaml", "--dry-run", "--rank", "16"], 2, "--rank: found 16; needed: 0 to 15"),
+        (["configs/qwen3.yaml", "--dry-run", "--ranks", "0"], 2, "--ranks: found 0; needed: 1 to"),
         (["configs/qwen3.yaml", "--dry-run", "parallel.expert=5"], 2, "parallel.expert"),
         (["configs/qwen3.yaml", "--dry-run", "device=cuda"], 2, "needed: a build with it, or device=npu or cpu"),
         (["configs/none.yaml", "--dry-run"], 2, "configs/none.yaml"),
@@ -176,6 +192,11 @@ def test_bad_input_is_one_line(arguments, code, piece, capfd):
     assert preflight.main(arguments) == code
     printed = capfd.readouterr()
     assert piece in printed.err and "Traceback" not in printed.err and not printed.out
+
+
+def test_rows_that_torchs_grouped_kernel_does_not_take_are_split_by_the_planned_counts(capfd) -> None:
+    """Two fp32 columns are 8 bytes; the kernel needs 16."""
+    assert preflight.main(["configs/tiny_cpu.yaml", "--dry-run", "lora.rank=2"]) == 0, capfd.readouterr().err
 
 
 def test_a_record_of_what_the_command_prints_confirms_the_plan(capfd, tmp_path, monkeypatch):
@@ -193,8 +214,10 @@ def test_a_record_of_what_the_command_prints_confirms_the_plan(capfd, tmp_path, 
     assert "no dry run of these settings is recorded" in said()
     record = tmp_path / "bench_dry_run.json"
     record.write_text(json.dumps({"measured": {"runs": [{"found": found}]}}))
-    assert "bench_dry_run.json) confirm every figure" in said()
+    assert "bench_dry_run.json) confirm the trainer's memory" in said()
     assert "no dry run of these settings" in said("lora.rank=4")
     found["phases"]["backward"]["flops"] *= 2
     record.write_text(json.dumps({"measured": {"runs": [{"found": found}]}}))
     assert "differ from the plan in: backward," in said()
+    record.write_text(json.dumps({"measured": {"runs": [{}]}}))
+    assert "no dry run of these settings" in said()

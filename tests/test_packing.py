@@ -55,6 +55,14 @@ def test_every_query_sees_a_key_and_none_after_itself() -> None:
     assert (nothing.mask == 0).any(-1).all()
 
 
+def test_a_mask_that_was_freed_is_made_again() -> None:
+    packed = packing.pack(*rows(), multiple=1)
+    assert "mask" not in vars(packed)  # a step packs all its micro-batches before the first pass
+    mask = packed.mask
+    packed.release_mask()
+    assert "mask" not in vars(packed) and torch.equal(packed.mask, mask)
+
+
 def both_ways(parallel, path, recompute: bool) -> tuple[float, float, float]:
     """Largest differences of log-probs, entropies and (relative) gradients of packed and padded rows, on this rank."""
     tokens, mask = (part.chunk(parallel.data)[parallel.data_rank] for part in rows())

@@ -100,18 +100,17 @@ def packed_line(cfg: Config, arch: hf_config.Architecture, ranks: int, mode: Fak
         mask[row, -own : cfg.row_tokens - row % (own - 1)] = 1  # rows of several lengths
     packed = packing.pack(tokens, mask, layout.tensor)
     fields = {field.name: getattr(packed, field.name) for field in dataclasses.fields(packed)}
-    hidden = fields.pop("mask") < 0
     names = tuple(fields)
     heads, kv_heads = arch.num_heads // layout.tensor, max(1, arch.num_kv_heads // layout.tensor)
     M, d = len(packed.source), arch.head_dim
 
-    def attention(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, *places: Tensor) -> Tensor:
-        line = packing.Packing(**dict(zip(names, places, strict=True)), mask=kernels.attention_mask(hidden))
+    def attention(query: Tensor, key: Tensor, value: Tensor, *places: Tensor) -> Tensor:
+        line = packing.Packing(**dict(zip(names, places, strict=True)))
         return line.attention(query, key, value, d**-0.5)
 
     with mode:
         inputs = {"query": torch.empty(M, heads, d)} | {n: torch.empty(M, kv_heads, d) for n in ("key", "value")}
-    inputs |= {name: mode.from_tensor(x) for name, x in ({"hidden": hidden} | fields).items()}
+    inputs |= {name: mode.from_tensor(x) for name, x in fields.items()}
     return Case("Packing.attention", attention, attention, inputs, ("query", "key", "value"), (0, 0), (0, 0))
 
 
