@@ -71,8 +71,8 @@ def _layer_lora(arch: Architecture, lora: LoraConfig, layout: RankGrid, is_moe: 
     return sum(sizes[target] for target in lora.targets)
 
 
-def _layer_merged(arch: Architecture, lora: LoraConfig, layout: RankGrid, is_moe: bool) -> int:
-    """Parameters of the base weights of one layer, on one rank, that LoRA adapts."""
+def _layer_merged(arch: Architecture, lora: LoraConfig, layout: RankGrid, is_moe: bool) -> list[int]:
+    """Parameters of each base weight of one layer, on one rank, that LoRA adapts."""
     h, tensor = arch.hidden_size, layout.tensor
     width = (arch.shared_expert_ffn_size if is_moe else arch.dense_ffn_size) // tensor
     if is_moe:
@@ -84,12 +84,12 @@ def _layer_merged(arch: Architecture, lora: LoraConfig, layout: RankGrid, is_moe
         "linear_fc1": 2 * h * width,
         "linear_fc2": h * width,
     }
-    return sum(sizes[target] for target in lora.targets)
+    return [sizes[target] for target in lora.targets]
 
 
 def merged_weights(arch: Architecture, lora: LoraConfig, layout: RankGrid, recompute: bool) -> int:
     """Parameters of the merged weights that a passing micro-batch holds: with ``recompute`` those of one layer."""
-    layers = [_layer_merged(arch, lora, layout, is_moe) for is_moe in arch.moe_layers]
+    layers = [sum(_layer_merged(arch, lora, layout, is_moe)) for is_moe in arch.moe_layers]
     return max(layers) if recompute else sum(layers)
 
 
@@ -306,6 +306,9 @@ def step_memory(
         group, attention = max(3 * experts, arch.vocab_size * h * element), arch.qkv_size
     routing = sum(arch.moe_layers) * arch.experts_per_token if cfg.replay.mode != "off" else 0
     own_sequences = -(-rollout.prompts_per_step * rollout.group_size // layout.data)
+    has_old_policy = rollout.prompts_per_step > cfg.optim.prompts_per_update or cfg.replay.mode == "r2"
+    one_merged = max(max(_layer_merged(arch, cfg.lora, layout, is_moe)) for is_moe in arch.moe_layers) * element
+    merging = one_merged * (cfg.trains_merged and has_old_policy)
     parts = {
         "base": base_parameters(arch, layout) * element,
         "lora": lora,
@@ -334,8 +337,9 @@ def step_memory(
         # Merging is in fp32.
         "sync": resident + group + gathered + 3 * 4 * h * max(attention, arch.expert_ffn_size * 2),
         "rollout": resident + sampling,
-        # A later micro-batch of an update finds the gradients of the earlier ones.
-        "reference": resident + parts["gradients"] + work.reference + parts["routing records"],
+        # A later micro-batch of an update finds the gradients of the earlier ones. The pass of the old policy merges
+        # one weight at a time.
+        "reference": resident + parts["gradients"] + work.reference + parts["routing records"] + merging,
         "update": resident
         + sum(parts[name] for name in ("gradients", "merged weights", "activations", "routing records")),
         "optimizer": resident + 2 * lora,  # gradients; then their flat message, or AdamW's temporaries
