@@ -4,6 +4,7 @@
     python report.py add out/bench_step.json    store a benchmark's file as results/benchmarks/bench_step.json
     python report.py build                      write RESULTS.md, results/README.md and the figures
     python report.py --check                    exit 1 if a record was edited or lost, or a page is not up to date
+    python report.py --check --against REV      and if the records of commit REV are not all there, byte for byte
     python report.py rerun ID [--run]           print the commands that repeat a run (--run: execute and compare)
     python report.py compare A B [C ...]        compare records, groups of seeds or run folders
     python report.py plan                       the minimum detectable effect of a design, before it is run
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from input_files import BAD_INPUT, InputError, refused, shown
-from lab import comparisons, pages, run_page, store
+from lab import audit, comparisons, pages, run_page, store
 from lab import statistics as paired
 from lab.records import Record
 
@@ -164,6 +165,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--check", action="store_true", help="exit 1 if a record was changed or a page is not up to date"
     )
+    parser.add_argument("--against", metavar="REV", help="with --check: a commit whose records must all be there")
     parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder of the records")
     parser.add_argument("--page", type=Path, default=ROOT / "RESULTS.md")
     verbs = parser.add_subparsers(dest="verb")
@@ -174,6 +176,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.check == (args.verb is not None):
         parser.error(f"one of: {', '.join(VERBS)}; or --check alone")
+    if args.against and not args.check:
+        parser.error("--against: needed: --check --against REV")
     return args
 
 
@@ -195,14 +199,24 @@ def act(args: argparse.Namespace) -> int:
     elif args.verb == "html":
         print(run_page.write(args.folder, args.output or args.folder / "report.html"))
     else:
-        faults, compared = store.history(args.results)
-        faults += pages.check(args.results, args.page)
-        print(
-            "\n".join(faults) or f"records, pages and figures agree; {compared}",
-            file=sys.stderr if faults else sys.stdout,
-        )
-        return 1 if faults else 0
+        return check(args.results, args.page, args.against)
     return 0
+
+
+def check(results: Path, page: Path, revision: str | None) -> int:
+    """Print every fault of the records and the pages, or what was compared.  -> exit code"""
+    faults, compared = store.history(results)
+    faults += audit.against(results, revision) if revision else []
+    if broken := store.check(results):
+        faults += broken
+    else:
+        more, looked_up = audit.faults(results)
+        faults, compared = [*faults, *more, *pages.stale(results, page)], f"{compared}; {looked_up}"
+    print(
+        "\n".join(faults) or f"records, pages and figures agree; {compared}",
+        file=sys.stderr if faults else sys.stdout,
+    )
+    return 1 if faults else 0
 
 
 def main(arguments: list[str]) -> int:

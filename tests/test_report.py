@@ -16,7 +16,7 @@ import recorded
 
 import report
 from input_files import InputError
-from lab import pages, records, store
+from lab import audit, pages, records, store
 
 TEXT = "# Results\n\nWritten by people.\n\n{}\n\n{}\n\nAlso by people.\n"
 
@@ -264,7 +264,9 @@ def test_a_page_without_markers_is_left_alone(tmp_path: Path, text: str) -> None
 
 
 def test_the_repositorys_own_records_and_page_agree() -> None:
-    assert pages.check(recorded.ROOT / "results", recorded.ROOT / "RESULTS.md") == []
+    results = recorded.ROOT / "results"
+    assert store.check(results) == [] == pages.stale(results, recorded.ROOT / "RESULTS.md")
+    assert audit.faults(results)[0] == []
 
 
 def test_every_metric_of_a_run_is_in_the_glossary() -> None:
