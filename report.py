@@ -6,6 +6,7 @@
     python report.py --check                    exit 1 if a record was edited or lost, or a page is not up to date
     python report.py --check --against REV      and if the records of commit REV are not all there, byte for byte
     python report.py rerun ID [--run]           print the commands that repeat a run (--run: execute and compare)
+    python report.py weights ID FOLDER          write the tiny model from which the run started to FOLDER
     python report.py compare A B [C ...]        compare records, groups of seeds or run folders
     python report.py plan                       the minimum detectable effect of a design, before it is run
     python report.py html out/RUN               one page about a run, a record or a sweep; it needs no network
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from input_files import BAD_INPUT, InputError, refused, shown
-from lab import audit, comparisons, pages, run_page, store
+from lab import audit, comparisons, pages, run_page, store, weights
 from lab import statistics as paired
 from lab.records import Record
 
@@ -45,6 +46,11 @@ VERBS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "rerun": ("print the commands that repeat a run", {
         "id": {},
         "--run": {"action": "store_true", "help": "execute them, and compare with the record"},
+    }),
+    "weights": ("write the tiny model from which a run started, if it was kept", {
+        "id": {},
+        "folder": {"type": Path, "metavar": "FOLDER", "help": "a new folder: the model.path of the repeated run"},
+        "--keep": {"action": "store_true", "help": "keep the model in FOLDER, made again bit for bit, for the record"},
     }),
     "compare": ("compare runs or groups of seeds", {
         "names": {"nargs": "+", "metavar": "NAME", "help": "record, group of seeds, or run folder"},
@@ -74,8 +80,8 @@ def quoted(text: str) -> str:
     return '"$HOME"'.join(shlex.quote(part) if part else "" for part in text.split("$HOME")) or "''"
 
 
-def rerun_commands(record: Record) -> str:
-    """Shell commands that repeat the run in a new folder beside this checkout.
+def rerun_commands(record: Record, results: Path) -> str:
+    """Shell commands that repeat the run in a new folder beside this checkout, from the same weights if they were kept.
 
     Another person may have written the record, so its texts are quoted. InputError if its command cannot be split.
     """
@@ -88,6 +94,7 @@ def rerun_commands(record: Record) -> str:
     lines = [
         "set -euo pipefail",
         f"git worktree add --detach ../rerun-{record.id} {record.commit}",
+        *([] if "tiny_model" not in record.config else [_restore(record, results)]),
         f"cd ../rerun-{record.id}",
     ]
     if "tiny_model" not in record.config:
@@ -112,9 +119,17 @@ def rerun_commands(record: Record) -> str:
     return "\n".join(lines)
 
 
+def _restore(record: Record, results: Path) -> str:
+    """The command that writes the tiny model for the repeated run, or a comment if it was not kept."""
+    if not weights.kept(results, record):
+        return "# the model was not kept: its warm start is repeated, and another processor makes other weights"
+    python, folder = quoted(sys.executable), Path(f"../rerun-{record.id}") / record.config["model"]["path"]
+    return f"{python} report.py --results {quoted(str(results))} weights {record.id} {quoted(str(folder))}"
+
+
 def rerun(results: Path, record: Record, execute: bool) -> int:
     """Print the commands. With ``execute``, run them and compare the new run with the record.  -> exit code"""
-    commands = rerun_commands(record)
+    commands = rerun_commands(record, results.resolve())
     print(commands, flush=True)
     if not execute:
         return 0
@@ -193,9 +208,20 @@ def act(args: argparse.Namespace) -> int:
             raise InputError(f"--id: {args.id} for {len(args.runs)} runs; needed: one run, or no --id")
         for run in args.runs:
             add = store.add_benchmark if run.suffix == ".json" else store.add_run
-            print(f"{add(run, args.results, args.id)}: added; next: python report.py build")
+            print(f"{(added := add(run, args.results, args.id))}: added; next: python report.py build")
+            if add is store.add_run:
+                record = store.load_run(args.results, added.name).record
+                print(weights.keep(args.results, record, weights.places(run, record)))
     elif args.verb == "build":
         pages.build(args.results, args.page)
+    elif args.verb == "weights":
+        record = store.load_run(args.results, args.id).record
+        if not args.keep:
+            weights.restore(args.results, record, args.folder)
+        elif "not kept" in (said := weights.keep(args.results, record, [args.folder])):
+            raise InputError(f"{args.id}: {said}; needed: the model of this record")
+        else:
+            print(said)
     elif args.verb == "html":
         print(run_page.write(args.folder, args.output or args.folder / "report.html"))
     else:

@@ -26,7 +26,7 @@ from lab.consistency import contradictions
 from lab.records import ID, LARGEST_MIB, Part, Record, Run, from_run, summary, validated
 from run_record import RECORDED, git, sha256_file, write_atomically
 
-RECORD, STEPS, METRICS = "record.json", "steps.jsonl.gz", "metrics.jsonl"
+RECORD, STEPS, METRICS, WEIGHTS = "record.json", "steps.jsonl.gz", "metrics.jsonl", "weights"
 KEPT = re.compile(
     rf"(?!figures/|benchmarks/|weights/){ID}/({RECORD}|{STEPS})|benchmarks/{ID}\.json|weights/[0-9a-f]{{64}}\.\w{{1,20}}"
 )
@@ -216,6 +216,11 @@ def check(results: Path) -> list[str]:
         f"{results / name}: not in index.json; needed: report.py add"
         for name in sorted(present - index.keys())
         if not NO_RECORD.fullmatch(name)
+    ]
+    faults += [
+        f"{results / name}: its name is not the sha256 of its content"
+        for name, checksum in index.items()
+        if name.startswith(f"{WEIGHTS}/") and Path(name).stem != checksum
     ]
     seen: dict[str, str] = {}  # sha256 of metrics -> the first record that has them
     first_seed: dict[str, Record] = {}  # variant -> its first record

@@ -374,7 +374,7 @@ def test_what_a_record_says_is_never_run_as_shell_text(places: list[str], tmp_pa
     config = {key: value for key, value in record.config.items() if key != "tiny_model"}
     config["model"] = record.config["model"] | {"path": planted}
     text = report.rerun_commands(
-        record.model_copy(update={"environment": environment, "command": command, "config": config})
+        record.model_copy(update={"environment": environment, "command": command, "config": config}), Path(places[1])
     )
     last_lines = text[text.index("PYTHON=") :].replace("source ./setup_cpu.sh\nset_up cpu", "")
     done = subprocess.run(
@@ -384,7 +384,7 @@ def test_what_a_record_says_is_never_run_as_shell_text(places: list[str], tmp_pa
     assert not (tmp_path / "ran").exists()
     assert done.stdout == f"ran: /at home/model /at home/a b $PATH; touch {tmp_path}/ran\n", (text, done)
     with pytest.raises(InputError, match="base-seed1/record.json: command: .* is no command line"):
-        report.rerun_commands(record.model_copy(update={"command": "torchrun 'train_grpo.py"}))
+        report.rerun_commands(record.model_copy(update={"command": "torchrun 'train_grpo.py"}), Path(places[1]))
 
 
 @pytest.mark.parametrize(("luck", "said", "code"), [(None, "same: ", 0), (7, "different, and it should not be", 1)])
@@ -403,10 +403,10 @@ def test_rerun_executes_what_it_prints_and_compares(
     monkeypatch.setattr(
         report,
         "rerun_commands",
-        lambda record: f"mkdir -p ../rerun-{record.id}; cp -r {made.parent} ../rerun-{record.id}/out",
+        lambda record, results: f"mkdir -p ../rerun-{record.id}; cp -r {made.parent} ../rerun-{record.id}/out",
     )
     assert run(*places, "rerun", "base-seed1", "--run") == code and said in capsys.readouterr().out
-    monkeypatch.setattr(report, "rerun_commands", lambda record: "exit 5")
+    monkeypatch.setattr(report, "rerun_commands", lambda record, results: "exit 5")
     assert run(*places, "rerun", "base-seed1", "--run") == 5
 
 

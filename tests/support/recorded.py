@@ -65,7 +65,7 @@ def make_run(
         (folder / file).write_text(text)
     for step in range(steps):
         reward = before + (after - before) * (step + generator.random()) / steps
-        entropy = 1 / (step + 1) + 1e-12 * zlib.crc32(name.encode())  # no two records have the same metrics
+        entropy = 1 / (step + 1) if step else 1 + 1e-12 * zlib.crc32(name.encode())  # the same metrics in no other run
         metrics = {"reward/mean": reward, "rollout/logp_gap_mean": 1e-7, "actor/entropy": entropy}
         metrics |= {"actor/loss": reward / 10, "actor/grad_norm": 2 * reward}
         timing = {"timing/generate_s": 0.1, "timing/step_s": 0.5 + step / 10, "perf/tokens_per_s": 2000.0 + step}
