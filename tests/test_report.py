@@ -311,6 +311,35 @@ def test_numbers_of_the_written_part_are_those_of_the_records() -> None:
     assert groups["control"][0].record.config["reward"]["permute"] is True
 
 
+@pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
+def test_every_percentage_of_the_readme_is_a_records(page: str) -> None:
+    """The printed lines are those of one record, the three others are means of a group; there is no further one."""
+    text = (recorded.ROOT / page).read_text()
+    groups = store.load_groups(recorded.ROOT / "results")
+    run = next(run for run in groups["baseline"] if f"[{run.record.id}](results/{run.record.id})" in text)
+    last = run.record.last
+    shares = [
+        f"{100 * share.accuracy:.1f} % ({100 * share.low:.1f}-{100 * share.high:.1f})"
+        for share in (last.sampled, last.greedy)
+    ]
+    printed = [
+        *(f"step {row['step'] + 1}/{run.record.steps}  reward {row['reward/mean']:.3f}  " for row in run.rows[-3:-1]),
+        f"held-out accuracy after {last.step} steps: sampled {shares[0]}, greedy {shares[1]}, "
+        f"n = {last.num_questions:,}\n",
+        run.record.result + "\n",
+    ]
+    block = next(block for block in re.findall(r"^```\n(.*?)^```", text, re.M | re.S) if "held-out accuracy" in block)
+    lines = block.splitlines(keepends=True)
+    assert len(lines) == len(printed) and all(map(str.startswith, lines, printed)), (lines, printed)
+
+    def mean(name: str, when: str) -> str:
+        return f"{100 * statistics.fmean(getattr(run.record, when).sampled.accuracy for run in groups[name]):.1f}"
+
+    quoted = re.findall(r"([\d.]+) ?%", text.replace(block, ""))
+    assert quoted == [mean("baseline", "first"), mean("baseline", "last"), mean("control", "last")]
+    assert len(groups["baseline"]) == len(groups["control"]) == 5  # "means of five seeds"
+
+
 @pytest.mark.parametrize(
     "change", ["questions=0", "seeds=0", "discordant=0", "discordant=nan", "seed-spread=-1", "comparisons=0"]
 )
