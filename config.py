@@ -186,7 +186,12 @@ def to_yaml(cfg: Config) -> str:
 
 def config_hash(cfg: Config) -> str:
     """sha256 (hex) of all keys that the run reads, except MAY_CHANGE: it names what the run computes."""
-    fixed = {key: value for key, value in flatten(to_dict(cfg)).items() if key not in MAY_CHANGE}
+    return hash_of(to_dict(cfg))
+
+
+def hash_of(tree: dict[str, Any]) -> str:
+    """config_hash of the configuration whose to_dict is ``tree``, which may come from another version."""
+    fixed = {key: value for key, value in flatten(tree).items() if key not in MAY_CHANGE}
     return hashlib.sha256(json.dumps(fixed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 

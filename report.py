@@ -4,7 +4,9 @@
     python report.py add out/bench_step.json    store a benchmark's file as results/benchmarks/bench_step.json
     python report.py build                      write RESULTS.md, results/README.md, docs/npu.md and the figures
     python report.py --check                    exit 1 if a record was edited or lost, or a page is not up to date
+    python report.py --check --against REV      and if the records of commit REV are not all there, byte for byte
     python report.py rerun ID [--run]           print the commands that repeat a run (--run: execute and compare)
+    python report.py weights ID FOLDER          write the tiny model from which the run started to FOLDER
     python report.py compare A B [C ...]        compare records, groups of seeds or run folders
     python report.py plan                       the minimum detectable effect of a design, before it is run
     python report.py html out/RUN               one page about a run, a record or a sweep; it needs no network
@@ -21,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from input_files import BAD_INPUT, InputError, refused, shown
-from lab import comparisons, pages, run_page, store
+from lab import audit, comparisons, pages, run_page, store, weights
 from lab import statistics as paired
 from lab.records import Record
 
@@ -44,6 +46,11 @@ VERBS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "rerun": ("print the commands that repeat a run", {
         "id": {},
         "--run": {"action": "store_true", "help": "execute them, and compare with the record"},
+    }),
+    "weights": ("write the tiny model from which a run started, if it was kept", {
+        "id": {},
+        "folder": {"type": Path, "metavar": "FOLDER", "help": "a new folder: the model.path of the repeated run"},
+        "--keep": {"action": "store_true", "help": "keep the model in FOLDER, made again bit for bit, for the record"},
     }),
     "compare": ("compare runs or groups of seeds", {
         "names": {"nargs": "+", "metavar": "NAME", "help": "record, group of seeds, or run folder"},
@@ -73,8 +80,8 @@ def quoted(text: str) -> str:
     return '"$HOME"'.join(shlex.quote(part) if part else "" for part in text.split("$HOME")) or "''"
 
 
-def rerun_commands(record: Record) -> str:
-    """Shell commands that repeat the run in a new folder beside this checkout.
+def rerun_commands(record: Record, results: Path) -> str:
+    """Shell commands that repeat the run in a new folder beside this checkout, from the same weights if they were kept.
 
     Another person may have written the record, so its texts are quoted. InputError if its command cannot be split.
     """
@@ -87,6 +94,7 @@ def rerun_commands(record: Record) -> str:
     lines = [
         "set -euo pipefail",
         f"git worktree add --detach ../rerun-{record.id} {record.commit}",
+        *([] if "tiny_model" not in record.config else [_restore(record, results)]),
         f"cd ../rerun-{record.id}",
     ]
     if "tiny_model" not in record.config:
@@ -111,9 +119,17 @@ def rerun_commands(record: Record) -> str:
     return "\n".join(lines)
 
 
+def _restore(record: Record, results: Path) -> str:
+    """The command that writes the tiny model for the repeated run, or a comment if it was not kept."""
+    if not weights.kept(results, record):
+        return "# the model was not kept: its warm start is repeated, and another processor makes other weights"
+    python, folder = quoted(sys.executable), Path(f"../rerun-{record.id}") / record.config["model"]["path"]
+    return f"{python} report.py --results {quoted(str(results))} weights {record.id} {quoted(str(folder))}"
+
+
 def rerun(results: Path, record: Record, execute: bool) -> int:
     """Print the commands. With ``execute``, run them and compare the new run with the record.  -> exit code"""
-    commands = rerun_commands(record)
+    commands = rerun_commands(record, results.resolve())
     print(commands, flush=True)
     if not execute:
         return 0
@@ -164,6 +180,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--check", action="store_true", help="exit 1 if a record was changed or a page is not up to date"
     )
+    parser.add_argument("--against", metavar="REV", help="with --check: a commit whose records must all be there")
     parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder of the records")
     parser.add_argument("--page", type=Path, default=ROOT / "RESULTS.md")
     verbs = parser.add_subparsers(dest="verb")
@@ -174,6 +191,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.check == (args.verb is not None):
         parser.error(f"one of: {', '.join(VERBS)}; or --check alone")
+    if args.against and not args.check:
+        parser.error("--against: needed: --check --against REV")
     return args
 
 
@@ -189,20 +208,41 @@ def act(args: argparse.Namespace) -> int:
             raise InputError(f"--id: {args.id} for {len(args.runs)} runs; needed: one run, or no --id")
         for run in args.runs:
             add = store.add_benchmark if run.suffix == ".json" else store.add_run
-            print(f"{add(run, args.results, args.id)}: added; next: python report.py build")
+            print(f"{(added := add(run, args.results, args.id))}: added; next: python report.py build")
+            if add is store.add_run:
+                record = store.load_run(args.results, added.name).record
+                print(weights.keep(args.results, record, weights.places(run, record)))
     elif args.verb == "build":
         pages.build(args.results, args.page)
+    elif args.verb == "weights":
+        record = store.load_run(args.results, args.id).record
+        if not args.keep:
+            weights.restore(args.results, record, args.folder)
+        elif "not kept" in (said := weights.keep(args.results, record, [args.folder])):
+            raise InputError(f"{args.id}: {said}; needed: the model of this record")
+        else:
+            print(said)
     elif args.verb == "html":
         print(run_page.write(args.folder, args.output or args.folder / "report.html"))
     else:
-        faults, compared = store.history(args.results)
-        faults += pages.check(args.results, args.page)
-        print(
-            "\n".join(faults) or f"records, pages and figures agree; {compared}",
-            file=sys.stderr if faults else sys.stdout,
-        )
-        return 1 if faults else 0
+        return check(args.results, args.page, args.against)
     return 0
+
+
+def check(results: Path, page: Path, revision: str | None) -> int:
+    """Print every fault of the records and the pages, or what was compared.  -> exit code"""
+    faults, compared = store.history(results)
+    faults += audit.against(results, revision) if revision else []
+    if broken := store.check(results):
+        faults += broken
+    else:
+        more, looked_up = audit.faults(results)
+        faults, compared = [*faults, *more, *pages.stale(results, page)], f"{compared}; {looked_up}"
+    print(
+        "\n".join(faults) or f"records, pages and figures agree; {compared}",
+        file=sys.stderr if faults else sys.stdout,
+    )
+    return 1 if faults else 0
 
 
 def main(arguments: list[str]) -> int:

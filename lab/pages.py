@@ -37,6 +37,8 @@ class Planned(Part):
     others: tuple[str, ...] = Field(min_length=1, strict=False)
     kind: str = Field("sampled", pattern="^(sampled|greedy|reward)$", description="reward: mean training reward")
     margin: float = Field(0.0, ge=0, description="points: a variant whose interval lies within it is called equal")
+    seeds: tuple[int, ...] | None = Field(None, strict=False, description="the announced seeds; by default the sweep's")
+    missing: tuple[str, ...] = Field((), strict=False, description="NAME-seedN: why this announced run has no record")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -232,6 +234,7 @@ def not_run(plan: Plan, groups: dict[str, list[Run]]) -> str:
                     "plan": f"missing: {', '.join(missing)}",
                 }
             )
+        rows += [{"what": planned.title, "command": "", "plan": f"no record of {run}"} for run in planned.missing]
     return table(rows) if rows else "Everything that is planned was run."
 
 
@@ -355,11 +358,9 @@ def build(results: Path, page: Path) -> None:
         write_atomically(path, text)
 
 
-def check(results: Path, page: Path) -> list[str]:
-    """One sentence for each fault of the records, the pages and the figures; nothing when all is well."""
-    if faults := store.check(results):
-        return faults
-    texts, pictures = _wanted(results, page)
+def stale(results: Path, page: Path) -> list[str]:
+    """One sentence for each page and figure that does not follow from the records, which store.check has accepted."""
+    (texts, pictures), faults = _wanted(results, page), []
     for path, text in texts.items():
         if text != (written := read_text(path)):
             changed = [line[:100] for line in difflib.ndiff(written.splitlines(), text.splitlines()) if line[0] in "+-"]

@@ -20,7 +20,7 @@ from input_files import InputError, read_file, read_object, read_text, shown
 from run_record import checksums, read_lines, variant_name, wilson
 
 NEEDED = (
-    "config.yaml", "environment.json", "inputs.json", "git.json", "run.json", "command.txt",
+    "config.yaml", "environment.json", "inputs.json", "git.json", "git.patch", "run.json", "command.txt",
     "metrics.jsonl", "timing.jsonl", "eval.jsonl", "eval_outcomes.jsonl",
 )  # fmt: skip
 VERSIONS = ("torch", "megatron", "transformers", "numpy", "vllm", "mind")  # prefixes of packages that results depend on
@@ -70,13 +70,14 @@ class Inputs(Part):
 
 
 class Environment(Part):
-    """environment.json, which run_record.py writes."""
+    """environment.json, which run_record.py writes, in the order of its keys."""
 
     model_config = ConfigDict(extra="allow")
     python: str
     packages: dict[str, str]
     platform: str
     cpu: str
+    cores: int | None
     cores_usable: int
     memory_gib: float
     world_size: int = Field(ge=1, description="number of ranks")
@@ -269,6 +270,8 @@ def _sealed(folder: Path) -> dict[str, Any]:
 def _origin(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """git.json and inputs.json. InputError unless the source was a clean commit, and the same at every start."""
     git, inputs = (read_object(folder / name) for name in ("git.json", "inputs.json"))
+    if git.get("dirty") is False and (patched := [p for p in folder.rglob("git.patch") if p.stat().st_size]):
+        raise InputError(f"{patched[0]}: a patch of a run that calls its source clean; needed: git status clean")
     if not git.get("commit") or git.get("dirty") is not False:
         found = "changes that are in no commit" if git.get("commit") else "no git repository"
         raise InputError(f"{folder / 'git.json'}: {found}; needed: a run of a commit, git status clean")

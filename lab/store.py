@@ -3,6 +3,7 @@
     results/<id>/record.json         what ran, on which machine, by which command, and the main results
     results/<id>/steps.jsonl.gz      one line per step: metrics, times, evaluations, and which answers were right
     results/benchmarks/<id>.json     what a script of benchmarks/ measured
+    results/weights/<sha256>.*       the files of the tiny models from which runs started (lab/weights.py)
     results/index.json               the sha256 of each of these files, and of the figures
 
 `pandas.read_json("results/<id>/steps.jsonl.gz", lines=True)` reads the steps of a run. This file needs no torch.
@@ -21,15 +22,18 @@ from pydantic import Field
 
 from config import MAY_CHANGE, flatten
 from input_files import InputError, finish_folder, fresh_folder, read_bytes, read_object, shown
+from lab.consistency import contradictions
 from lab.records import ID, LARGEST_MIB, Part, Record, Run, from_run, summary, validated
 from run_record import RECORDED, git, sha256_file, write_atomically
 
-RECORD, STEPS = "record.json", "steps.jsonl.gz"
-KEPT = re.compile(rf"(?!figures/|benchmarks/){ID}/({RECORD}|{STEPS})|benchmarks/{ID}\.json")
+RECORD, STEPS, METRICS, WEIGHTS = "record.json", "steps.jsonl.gz", "metrics.jsonl", "weights"
+KEPT = re.compile(
+    rf"(?!figures/|benchmarks/|weights/){ID}/({RECORD}|{STEPS})|benchmarks/{ID}\.json|weights/[0-9a-f]{{64}}\.\w{{1,20}}"
+)
 FIGURE = re.compile(rf"figures/{ID}\.png")
 NO_RECORD = re.compile(rf"benchmarks/README\.md|{ID}/report\.html")  # report.py html writes the page there
 # Names in results/ that no record may have.
-RESERVED = {"figures", "benchmarks", "index.json", "plan.yaml", "README.md"}
+RESERVED = {"figures", "benchmarks", "weights", "index.json", "plan.yaml", "README.md"}
 # Settings that differ between the seeds of one variant, and settings that do not change the result. Runs that differ in
 # any other setting are different variants.
 SEEDS = {"name", "train.seed", "tiny_model.seed"}
@@ -143,7 +147,13 @@ def add_run(run_dir: Path, results: Path, record_id: str = "") -> Path:
         raise InputError(f"{target}: exists; records are never replaced; needed: another id (--id)")
     files = packed(run)
     _refuse_private(files[RECORD], run_dir)
-    for other in load_groups(results).get(record.group, []):
+    if faults := contradictions(run):
+        raise InputError(f"{run_dir}: {faults[0]}")
+    groups = load_groups(results)
+    for other in itertools.chain(*groups.values()):
+        if other.record.files[METRICS] == record.files[METRICS]:
+            raise InputError(f"{record.id}: the metrics are those of {other.record.id}; needed: a run of its own")
+    for other in groups.get(record.group, []):
         if changed := differing(other.record, record):
             raise InputError(f"{record.id}: no seed of {record.group}: {'; '.join(changed)}; needed: another id (--id)")
         if other.record.seed == record.seed:
@@ -209,11 +219,25 @@ def check(results: Path) -> list[str]:
         for name in sorted(present - index.keys())
         if not NO_RECORD.fullmatch(name)
     ]
+    faults += [
+        f"{results / name}: its name is not the sha256 of its content"
+        for name, checksum in index.items()
+        if name.startswith(f"{WEIGHTS}/") and Path(name).stem != checksum
+    ]
+    seen: dict[str, str] = {}  # sha256 of metrics -> the first record that has them
+    first_seed: dict[str, Record] = {}  # variant -> its first record
     for name in [name for name in index if name.endswith(RECORD)] if not faults else ():
         try:
-            run = load_run(results, Path(name).parent.name)
+            run = load_run(results, folder := Path(name).parent.name)
             if run.record != run.record.model_copy(update=summary(run.rows, run.record.steps)):
                 faults.append(f"{results / name}: not what {STEPS} says")
+            if run.record.id != folder:
+                faults.append(f"{results / name}: id: found {run.record.id}; needed: {folder}, the name of the folder")
+            faults += [f"{results / name}: {fault}" for fault in contradictions(run)]
+            if changed := differing(first_seed.setdefault(run.record.group, run.record), run.record):
+                faults.append(f"{results / name}: no seed of {run.record.group}: {'; '.join(changed)}")
+            if (first := seen.setdefault(run.record.files[METRICS], folder)) != folder:
+                faults.append(f"{results / name}: its metrics are those of {first}; each record is a run of its own")
         except (InputError, KeyError, TypeError) as error:
             faults.append(f"{results / name}: {error}")
     return faults

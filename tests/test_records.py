@@ -16,7 +16,7 @@ import pytest
 import recorded
 
 from input_files import InputError
-from lab import records, store
+from lab import consistency, records, store
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_a_record_is_two_small_files_that_hold_every_number_of_the_run(run: Path
     folder = store.add_run(run, results)
     assert {path.name for path in folder.iterdir()} == {"record.json", "steps.jsonl.gz"}
     rows = store.load_run(results, "base-seed3").rows
-    for name, text in recorded.unpacked(rows).items():
+    for name, text in consistency.unmerged(rows).items():
         assert text == (run / name).read_text(), name
     assert [len(row.get("completions", ())) for row in rows] == [2, 0, 0, 2, 0]  # a sample: first and last step
     again = store.add_run(run, results.with_name("again")) / "steps.jsonl.gz"
@@ -129,7 +129,7 @@ def test_the_records_of_the_repository_are_small_and_hold_every_number_of_their_
         assert len(files) == 2 and sum(path.stat().st_size for path in files) < 60_000
         if place % 10 == 0:
             run = store.load_run(recorded.ROOT / "results", folder.name)
-            for name, text in recorded.unpacked(run.rows).items():
+            for name, text in consistency.unmerged(run.rows).items():
                 assert hashlib.sha256(text.encode()).hexdigest() == run.record.files[name]
 
 
@@ -137,9 +137,12 @@ def test_an_id_is_used_once(run: Path, results: Path) -> None:
     store.add_run(run, results)
     with pytest.raises(InputError, match="never replaced"):
         store.add_run(run, results)
-    with pytest.raises(InputError, match="seed 3 of base is there"):
+    with pytest.raises(InputError, match="id: found 4; needed: 3"):
         store.add_run(run, results, "base-seed4")
-    store.add_run(run, results, "again")
+    with pytest.raises(InputError, match="seed 3 of base is there"):
+        store.add_run(recorded.make_run(run.parent, "base-seed03", seed=3), results)
+    with pytest.raises(InputError, match="again: the metrics are those of base-seed3"):
+        store.add_run(run, results, "again")
 
 
 @pytest.mark.parametrize(

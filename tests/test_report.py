@@ -16,7 +16,7 @@ import recorded
 
 import report
 from input_files import InputError
-from lab import pages, records, store
+from lab import audit, pages, records, store
 
 TEXT = "# Results\n\nWritten by people.\n\n{}\n\n{}\n\nAlso by people.\n"
 
@@ -302,7 +302,9 @@ def test_a_page_without_markers_is_left_alone(tmp_path: Path, text: str) -> None
 
 
 def test_the_repositorys_own_records_and_page_agree() -> None:
-    assert pages.check(recorded.ROOT / "results", recorded.ROOT / "RESULTS.md") == []
+    results = recorded.ROOT / "results"
+    assert store.check(results) == [] == pages.stale(results, recorded.ROOT / "RESULTS.md")
+    assert audit.faults(results)[0] == []
 
 
 def test_every_metric_of_a_run_is_in_the_glossary() -> None:
@@ -345,6 +347,35 @@ def test_numbers_of_the_written_part_are_those_of_the_records() -> None:
     assert all(len(gaps) == 1 for gaps in apart) and "differ by 1e-4 to 0.1 nats" in text
     assert min(apart)[0] >= 1e-4 and round(max(apart)[0], 1) == 0.1
     assert groups["control"][0].record.config["reward"]["permute"] is True
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
+def test_every_percentage_of_the_readme_is_a_records(page: str) -> None:
+    """The printed lines are those of one record, the three others are means of a group; there is no further one."""
+    text = (recorded.ROOT / page).read_text()
+    groups = store.load_groups(recorded.ROOT / "results")
+    run = next(run for run in groups["baseline"] if f"[{run.record.id}](results/{run.record.id})" in text)
+    last = run.record.last
+    shares = [
+        f"{100 * share.accuracy:.1f} % ({100 * share.low:.1f}-{100 * share.high:.1f})"
+        for share in (last.sampled, last.greedy)
+    ]
+    printed = [
+        *(f"step {row['step'] + 1}/{run.record.steps}  reward {row['reward/mean']:.3f}  " for row in run.rows[-3:-1]),
+        f"held-out accuracy after {last.step} steps: sampled {shares[0]}, greedy {shares[1]}, "
+        f"n = {last.num_questions:,}\n",
+        run.record.result + "\n",
+    ]
+    block = next(block for block in re.findall(r"^```\n(.*?)^```", text, re.M | re.S) if "held-out accuracy" in block)
+    lines = block.splitlines(keepends=True)
+    assert len(lines) == len(printed) and all(map(str.startswith, lines, printed)), (lines, printed)
+
+    def mean(name: str, when: str) -> str:
+        return f"{100 * statistics.fmean(getattr(run.record, when).sampled.accuracy for run in groups[name]):.1f}"
+
+    quoted = re.findall(r"([\d.]+) ?%", text.replace(block, ""))
+    assert quoted == [mean("baseline", "first"), mean("baseline", "last"), mean("control", "last")]
+    assert len(groups["baseline"]) == len(groups["control"]) == 5  # "means of five seeds"
 
 
 @pytest.mark.parametrize(
@@ -410,7 +441,7 @@ def test_what_a_record_says_is_never_run_as_shell_text(places: list[str], tmp_pa
     config = {key: value for key, value in record.config.items() if key != "tiny_model"}
     config["model"] = record.config["model"] | {"path": planted}
     text = report.rerun_commands(
-        record.model_copy(update={"environment": environment, "command": command, "config": config})
+        record.model_copy(update={"environment": environment, "command": command, "config": config}), Path(places[1])
     )
     last_lines = text[text.index("PYTHON=") :].replace("source ./setup_cpu.sh\nset_up cpu", "")
     done = subprocess.run(
@@ -420,7 +451,7 @@ def test_what_a_record_says_is_never_run_as_shell_text(places: list[str], tmp_pa
     assert not (tmp_path / "ran").exists()
     assert done.stdout == f"ran: /at home/model /at home/a b $PATH; touch {tmp_path}/ran\n", (text, done)
     with pytest.raises(InputError, match="base-seed1/record.json: command: .* is no command line"):
-        report.rerun_commands(record.model_copy(update={"command": "torchrun 'train_grpo.py"}))
+        report.rerun_commands(record.model_copy(update={"command": "torchrun 'train_grpo.py"}), Path(places[1]))
 
 
 @pytest.mark.parametrize(("luck", "said", "code"), [(None, "same: ", 0), (7, "different, and it should not be", 1)])
@@ -439,10 +470,10 @@ def test_rerun_executes_what_it_prints_and_compares(
     monkeypatch.setattr(
         report,
         "rerun_commands",
-        lambda record: f"mkdir -p ../rerun-{record.id}; cp -r {made.parent} ../rerun-{record.id}/out",
+        lambda record, results: f"mkdir -p ../rerun-{record.id}; cp -r {made.parent} ../rerun-{record.id}/out",
     )
     assert run(*places, "rerun", "base-seed1", "--run") == code and said in capsys.readouterr().out
-    monkeypatch.setattr(report, "rerun_commands", lambda record: "exit 5")
+    monkeypatch.setattr(report, "rerun_commands", lambda record, results: "exit 5")
     assert run(*places, "rerun", "base-seed1", "--run") == 5
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,6 @@ from source import ROOT
 
 import run_record
 from config import load_config
-from lab.records import GOLD, MARKS, file_of
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ENVIRONMENT = {
@@ -37,6 +37,7 @@ def make_run(
     steps: int = 4,
     luck: int | None = None,
     checks: dict[str, str] | None = None,
+    commit: str = COMMIT,
 ) -> Path:
     """A finished run of configs/tiny_cpu.yaml, with chosen probabilities of a right answer.
 
@@ -55,16 +56,17 @@ def make_run(
         "config.yaml": to_yaml(cfg),
         "command.txt": command,
         "git.patch": "",
-        "environment.json": json.dumps(ENVIRONMENT),
-        "inputs.json": json.dumps({"model": {"model.safetensors": "ab" * 32}, "data": {}}),
-        "git.json": json.dumps({"commit": COMMIT, "dirty": False}),
-        "run.json": json.dumps({"name": name, "config_hash": config_hash(cfg)}),
+        "environment.json": json.dumps(ENVIRONMENT, indent=1) + "\n",
+        "inputs.json": json.dumps({"model": {"model.safetensors": "ab" * 32}, "data": {}}, indent=1) + "\n",
+        "git.json": json.dumps({"commit": commit, "dirty": False}) + "\n",
+        "run.json": json.dumps({"name": name, "config_hash": config_hash(cfg)}) + "\n",
         "log.txt": "",
     }.items():
         (folder / file).write_text(text)
     for step in range(steps):
         reward = before + (after - before) * (step + generator.random()) / steps
-        metrics = {"reward/mean": reward, "rollout/logp_gap_mean": 1e-7, "actor/entropy": 1 / (step + 1)}
+        entropy = 1 / (step + 1) if step else 1 + 1e-12 * zlib.crc32(name.encode())  # the same metrics in no other run
+        metrics = {"reward/mean": reward, "rollout/logp_gap_mean": 1e-7, "actor/entropy": entropy}
         metrics |= {"actor/loss": reward / 10, "actor/grad_norm": 2 * reward}
         timing = {"timing/generate_s": 0.1, "timing/step_s": 0.5 + step / 10, "perf/tokens_per_s": 2000.0 + step}
         answer = {"question": "1 + 1 <b>?</b>", "gold": "2", "completion": f"</script>#### {step}", "reward": step % 2}
@@ -94,21 +96,3 @@ def seal(folder: Path, checks: dict[str, str] | None = None) -> None:
     """Write finished.json, with the checksums of the files as they are now."""
     done = {"result": "arithmetic accuracy 30.0 % -> 90.0 %", "checks": checks or {}}
     (folder / "finished.json").write_text(json.dumps(done | {"sha256": run_record.checksums(folder)}))
-
-
-def unpacked(rows: list[dict]) -> dict[str, str]:
-    """The files of a run's folder that hold numbers, written again from the rows of its record."""
-    texts = dict.fromkeys(("metrics.jsonl", "timing.jsonl", "eval.jsonl", "eval_outcomes.jsonl"), "")
-    for row in rows:
-        for name in ("metrics.jsonl", "timing.jsonl", "eval.jsonl"):
-            line = {key: row[key] for key in row if file_of(key) == name and key not in ("step", "completions")}
-            texts[name] += run_record.json_line({"step": row["step"], **line}) if line else ""
-        greedy, sampled = (row.get(key, "") for key in MARKS.values())
-        count = len(sampled) // max(len(greedy), 1)
-        for place, answer in enumerate(greedy):
-            samples = [float(mark == "+") for mark in sampled[place * count : (place + 1) * count]]
-            line = {"step": row["step"], "question": place, "gold": rows[0][GOLD][place]}
-            texts["eval_outcomes.jsonl"] += run_record.json_line(
-                line | {"greedy": float(answer == "+"), "sampled": samples}
-            )
-    return texts

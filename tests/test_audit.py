@@ -1,0 +1,296 @@
+"""Attacks on the records that also correct the checksums and rewrite the history, and the line that refuses each."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import recorded
+
+import report
+from config import hash_of
+from input_files import dump_yaml
+from lab import pages
+
+SWEEP = "seeds: [0, 1, 2]\nvariants: {base: {}, better: {}}\n"
+COMPARISON = "- {title: Better or not, base: base, others: [better], sweep: configs/sweeps/two.yaml}\n"
+
+
+def git(folder: Path, *arguments: str) -> str:
+    """Output of a git command, run as a person who does not exist."""
+    identity = ["-c", "user.name=nobody", "-c", "user.email=nobody@localhost", "-c", "commit.gpgsign=false"]
+    command = ["git", "-C", str(folder), *identity, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def commit(folder: Path, *how: str) -> str:
+    git(folder, "add", "-A")
+    git(folder, "commit", "-q", "-m", "A commit", *how)
+    return git(folder, "rev-parse", "HEAD").strip()
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository: a plan, then the records of its two variants and three seeds, under the tag `published`."""
+    folder = tmp_path_factory.mktemp("project")
+    for name, text in {"configs/sweeps/two.yaml": SWEEP, "results/plan.yaml": f"comparisons:\n{COMPARISON}"}.items():
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text(text)
+    git(folder, "init", "-q", "-b", "main")
+    announced = commit(folder)
+    out = folder.with_name("out")
+    for name, after, change in (("base", 0.5, ()), ("better", 0.9, ("lora.rank=8",))):
+        for seed in range(3):
+            made = recorded.make_run(out, f"{name}-seed{seed}", seed, after, overrides=change, commit=announced)
+            assert report.main(["--results", str(folder / "results"), "add", str(made)]) == 0
+    for page in ("RESULTS.md", "results/README.md"):
+        (folder / page).write_text(f"{pages.BEGIN}\n{pages.END}\n")
+    pages.build(folder / "results", folder / "RESULTS.md")
+    commit(folder)
+    git(folder, "tag", "published")
+    return folder
+
+
+@pytest.fixture
+def project(built: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(built, tmp_path / "project")
+
+
+def check(project: Path, *more: str) -> int:
+    places = ["--results", str(project / "results"), "--page", str(project / "RESULTS.md")]
+    return report.main([*places, "--check", *more])
+
+
+# ---------------------------------------------------------------- the attacks; each ends with checksums that agree
+
+
+def index(results: Path) -> None:
+    """results/index.json with the checksums of the files as they are now."""
+    found = sorted([*results.glob("*-seed*/*"), *results.glob("figures/*")])
+    sums = {path.relative_to(results).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
+    (results / "index.json").write_text(json.dumps(sums))
+
+
+def edit(results: Path, name: str, change: Callable[[dict], object]) -> None:
+    path = results / name / "record.json"
+    record = json.loads(path.read_text())
+    change(record)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    index(results)
+
+
+def reseal(record: dict) -> None:
+    """Correct the checksums that a record holds of its own parts, too."""
+    record["config_hash"] = hash_of(record["config"])
+    for name, text in {
+        "config.yaml": dump_yaml(record["config"]),
+        "command.txt": record["command"] + "\n",
+        "git.json": json.dumps({"commit": record["commit"], "dirty": False}) + "\n",
+        "run.json": json.dumps({"name": record["config"]["name"], "config_hash": record["config_hash"]}) + "\n",
+    }.items():
+        record["files"][name] = hashlib.sha256(text.encode()).hexdigest()
+
+
+def rate(record: dict) -> None:
+    record["config"]["optim"]["lr"] = 5e-4
+
+
+def rate_and_hash(record: dict) -> None:
+    rate(record)
+    record["config_hash"] = hash_of(record["config"])
+
+
+def rate_everywhere(project: Path) -> None:
+    for seed in range(3):
+        edit(project / "results", f"better-seed{seed}", lambda record: (rate(record), reseal(record)))
+
+
+def patched(record: dict) -> None:
+    record["files"]["git.patch"] = "ab" * 32
+
+
+def elsewhere(record: dict) -> None:
+    record["commit"] = "f" * 40
+    reseal(record)
+
+
+def renamed(record: dict, name: str, seed: int) -> None:
+    record.update(id=name, seed=seed)
+    record["config"]["name"] = name
+    record["config"]["train"]["seed"] = seed
+    reseal(record)
+
+
+def under_another_name(project: Path) -> None:
+    results = project / "results"
+    shutil.copytree(results / "base-seed1", results / "other-seed1")
+    edit(results, "other-seed1", lambda record: renamed(record, "other-seed1", 1))
+
+
+def under_another_seed(project: Path) -> None:
+    results = project / "results"
+    shutil.move(results / "base-seed1", results / "base-seed7")
+    edit(results, "base-seed7", lambda record: renamed(record, "base-seed7", 7))
+
+
+def swapped(project: Path, also: tuple[str, ...] = ()) -> None:
+    """The steps and the main results of a bad and a good run change places."""
+    results, names = project / "results", ("base-seed0", "better-seed0")
+    steps = [(results / name / "steps.jsonl.gz").read_bytes() for name in names]
+    records = [json.loads((results / name / "record.json").read_text()) for name in names]
+    for name, theirs, other in zip(names, steps[::-1], records[::-1], strict=True):
+        (results / name / "steps.jsonl.gz").write_bytes(theirs)
+        follows = ("first", "last", "seconds_per_step", "tokens_per_second", "peak_memory_gib", "result", *also)
+        edit(results, name, lambda record, other=other, follows=follows: record.update({k: other[k] for k in follows}))
+
+
+def swapped_with_sums(project: Path) -> None:
+    swapped(project, ("files",))
+    for name in ("base-seed0", "better-seed0"):
+        edit(project / "results", name, reseal)
+
+
+def no_bad_seed(project: Path) -> None:
+    shutil.rmtree(project / "results" / "better-seed2")
+    index(project / "results")
+
+
+def no_bad_seed_in_the_sweep(project: Path) -> None:
+    no_bad_seed(project)
+    (project / "configs/sweeps/two.yaml").write_text(SWEEP.replace(", 2]", "]"))
+
+
+def no_bad_variant(project: Path) -> None:
+    for folder in (project / "results").glob("better-*"):
+        shutil.rmtree(folder)
+    (project / "results" / "plan.yaml").write_text("comparisons: []\n")
+    index(project / "results")
+
+
+def record_of(name: str, change: Callable[[dict], None]) -> Callable[[Path], None]:
+    return lambda project: edit(project / "results", name, change)
+
+
+EVERYWHERE: dict[str, Callable[[Path], None]] = {  # what `--check` says -> the attack, in a history that was rewritten
+    "base-seed1/record.json: config_hash: found": record_of("base-seed1", rate),
+    "base-seed1/record.json: config.yaml: the record does not give the file": record_of("base-seed1", rate_and_hash),
+    "base-seed1/record.json: no seed of base: optim.lr: 0.001 -> 0.0005": record_of(
+        "base-seed1", lambda record: (rate(record), reseal(record))
+    ),
+    "base-seed1/record.json: git.patch: not the empty patch": record_of("base-seed1", patched),
+    f"base-seed1/record.json: commit: {'f' * 40} is not in the history of HEAD": record_of("base-seed1", elsewhere),
+    "base-seed1/record.json: environment.json: the record does not give": record_of(
+        "base-seed1", lambda record: record["environment"].update(cpu="Apple M9")
+    ),
+    "base-seed1/record.json: command.txt: the record does not give": record_of(
+        "base-seed1", lambda record: record.update(command="python other.py")
+    ),
+    "other-seed1/record.json: its metrics are those of base-seed1": under_another_name,
+    "base-seed1: no record of an announced seed": under_another_seed,
+    "base-seed7: seed: found 7; announced at commit": under_another_seed,
+    "better-seed0/record.json: metrics.jsonl: the record does not give the file": swapped,
+    "better-seed2: no record of an announced seed": no_bad_seed,
+    "results/better-seed2: no record of an announced": no_bad_seed_in_the_sweep,
+}
+AGAINST: dict[str, Callable[[Path], None]] = {  # only a comparison with an earlier commit finds these
+    "base-seed0/steps.jsonl.gz: edited; it is another file in": swapped_with_sums,
+    "better-seed1/record.json: edited; it is another file in": rate_everywhere,
+    "index.json: the line of better-seed1/record.json is not the one in": rate_everywhere,
+    "better-seed1/steps.jsonl.gz: was deleted; it is in": no_bad_variant,
+    "plan.yaml: Better or not: not as announced in": no_bad_variant,
+}
+
+
+def test_records_as_they_were_added_pass(project: Path, capsys: pytest.CaptureFixture) -> None:
+    assert check(project) == check(project, "--against", "published") == check(project, "--against", "HEAD~1") == 0
+    assert "agree; commits compared: 2; commits of runs found" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("line", EVERYWHERE)
+def test_an_attack_with_corrected_checksums_and_a_rewritten_history_is_refused(
+    project: Path, line: str, capsys: pytest.CaptureFixture
+) -> None:
+    EVERYWHERE[line](project)
+    commit(project, "--amend")
+    assert check(project) == 1 and line in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", AGAINST)
+def test_a_consistent_other_record_is_refused_against_an_earlier_commit(
+    project: Path, line: str, capsys: pytest.CaptureFixture
+) -> None:
+    AGAINST[line](project)
+    commit(project, "--amend")
+    places = ["--results", str(project / "results"), "--page", str(project / "RESULTS.md")]
+    assert report.main([*places, "build"]) == 0
+    commit(project, "--amend")
+    assert check(project) == 0  # nothing in the files themselves is wrong
+    assert check(project, "--against", "published") == 1 and line in capsys.readouterr().err
+
+
+def test_what_was_added_to_an_earlier_commit_is_no_fault(project: Path, capsys: pytest.CaptureFixture) -> None:
+    """One more record and one more comparison that has no run yet."""
+    ran = git(project, "rev-list", "--max-parents=0", "HEAD").strip()
+    made = recorded.make_run(project.parent, "more-seed0", commit=ran)
+    places = ["--results", str(project / "results"), "--page", str(project / "RESULTS.md")]
+    assert report.main([*places, "add", str(made)]) == 0
+    with open(project / "results" / "plan.yaml", "a") as file:
+        file.write("- {title: Later, base: better, others: [later], sweep: configs/sweeps/two.yaml}\n")
+    assert report.main([*places, "build"]) == 0
+    commit(project)
+    assert check(project, "--against", "published") == 0
+
+
+def test_a_comparison_is_announced_before_its_runs(project: Path, capsys: pytest.CaptureFixture) -> None:
+    ran = git(project, "rev-list", "--max-parents=0", "HEAD").strip()
+    made = recorded.make_run(project.parent, "late-seed0", commit=ran)
+    assert report.main(["--results", str(project / "results"), "add", str(made)]) == 0
+    with open(project / "results" / "plan.yaml", "a") as file:
+        file.write("- {title: Late, base: base, others: [late], seeds: [0]}\n")
+    commit(project)
+    assert check(project) == 1
+    assert f"late-seed0: plan.yaml and its sweeps did not announce late at commit {ran[:7]}" in capsys.readouterr().err
+
+
+def test_an_announced_run_without_a_record_needs_a_reason_which_the_page_shows(project: Path) -> None:
+    no_bad_seed(project)
+    plan = project / "results" / "plan.yaml"
+    plan.write_text(plan.read_text().replace("}\n", ", missing: ['better-seed2: stopped by checks.non_finite']}\n"))
+    places = ["--results", str(project / "results"), "--page", str(project / "RESULTS.md")]
+    assert report.main([*places, "build"]) == 0
+    commit(project, "--amend")
+    assert check(project) == 0
+    page = (project / "RESULTS.md").read_text().split("## Not run yet")[1]
+    assert "no record of better-seed2: stopped by checks.non_finite" in page
+
+
+def test_without_the_whole_history_check_says_what_it_left_out(
+    project: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    git(tmp_path, "clone", "-q", "--depth", "1", project.as_uri(), "shallow")
+    assert check(tmp_path / "shallow") == 0
+    assert "a shallow clone: commits of runs not looked up" in capsys.readouterr().out
+    assert check(tmp_path / "shallow", "--against", "HEAD~1") == 2
+    assert re.fullmatch(r"error: --against: found 'HEAD~1'; needed: .*\n", capsys.readouterr().err)
+    shutil.rmtree(project / ".git")
+    assert check(project) == 0
+    assert "no git history to compare with; no git: commits of runs not looked up" in capsys.readouterr().out
+
+
+def test_a_run_with_a_patch_that_calls_itself_clean_is_no_record(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    made = recorded.make_run(tmp_path, "base-seed0")
+    (made / "git.patch").write_text("diff --git a/grpo.py b/grpo.py\n")
+    recorded.seal(made)
+    assert report.main(["--results", str(tmp_path / "results"), "add", str(made)]) == 2
+    assert "git.patch: a patch of a run that calls its source clean" in capsys.readouterr().err
+
+
+def test_against_alone_is_no_command() -> None:
+    with pytest.raises(SystemExit):
+        report.main(["--against", "HEAD", "build"])
