@@ -95,7 +95,7 @@ def test_a_held_out_problem_begins_with_a_held_out_pair_and_a_training_problem_h
         assert not any(held_out_lines(parsed(answer)))
 
 
-def test_most_held_out_pairs_of_the_benchmark_are_asked() -> None:
+def test_the_benchmark_asks_every_held_out_pair() -> None:
     cfg = load_config("configs/bench.yaml")
     low, high = cfg.data.operand_low, cfg.data.operand_high
     pairs = {(x, y) for x in range(low, high + 1) for y in range(x, high + 1) if data_gsm8k.held_out(x, y)}
