@@ -39,7 +39,7 @@ IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
     (lambda c: c.data.source == "gsm8k", "data.source is not arithmetic", "data.num_train data.num_test data.seed"),
     # The warm start teaches arithmetic, whatever the questions of the run are.
     (lambda c: c.data.source == "gsm8k" and _no_warm_start(c), "data.source is not arithmetic",
-     "data.operand_low data.operand_high"),
+     "data.operand_low data.operand_high data.operations_low data.operations_high"),
     (lambda c: c.rollout.engine != "vllm", "rollout.engine is not vllm",
      "rollout.tensor rollout.expert_parallel rollout.enforce_eager rollout.kv_cache_mib"),
     (lambda c: not {"linear_fc1", "linear_fc2"} & set(c.lora.targets),
@@ -47,6 +47,8 @@ IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
     (lambda c: c.loss.kind != "ppo", "loss.kind is not ppo", "loss.dual_clip"),
     (lambda c: c.loss.kl == "none", "loss.kl is none", "loss.kl_coef"),
     (lambda c: c.loss.importance == "none", "loss.importance is none", "loss.importance_clip"),
+    (lambda c: c.loss.importance != "icepop", "loss.importance is not icepop", "loss.importance_low"),
+    (lambda c: c.rollout.round_bits == 0, "rollout.round_bits is 0", "rollout.round_group"),
     (lambda c: c.optim.decay == "constant", "optim.decay is constant", "optim.min_lr_ratio"),
     (lambda c: c.aqn.schedule == "off", "aqn.schedule is off", "aqn.sigma_start aqn.targets aqn.router checks.noise"),
     (lambda c: c.aqn.schedule in ("off", "constant"), "aqn.schedule is off or constant",
@@ -180,6 +182,10 @@ def _data_rules(cfg: Config) -> list[Rule]:
         ),
         (low > high, f"data.operand_low: {low} exceeds data.operand_high {high}"),
         (
+            data.operations_low > data.operations_high,
+            f"data.operations_low: {data.operations_low} exceeds data.operations_high {data.operations_high}",
+        ),
+        (
             generated and prompts > data.num_train,
             f"rollout.prompts_per_step: {prompts} exceeds data.num_train {data.num_train}",
         ),
@@ -191,7 +197,7 @@ def _data_rules(cfg: Config) -> list[Rule]:
 
 
 def _method_rules(cfg: Config) -> list[Rule]:
-    loss, aqn, targets = cfg.loss, cfg.aqn, cfg.lora.targets
+    loss, aqn, targets, bits = cfg.loss, cfg.aqn, cfg.lora.targets, cfg.rollout.round_bits
     repeated = sorted({target for target in targets if targets.count(target) > 1})
     return [
         (
@@ -201,6 +207,19 @@ def _method_rules(cfg: Config) -> list[Rule]:
         (
             0 < loss.dual_clip <= 1,
             f"loss.dual_clip: {loss.dual_clip} would cut unclipped tokens too; needed: more than 1, or 0 for off",
+        ),
+        (
+            loss.importance == "icepop" and loss.importance_low >= loss.importance_clip,
+            f"loss.importance_low: {loss.importance_low} is not below loss.importance_clip {loss.importance_clip}",
+        ),
+        (
+            bits > 0 and cfg.rollout.engine != "torch",
+            f"rollout.round_bits: {bits} is for rollout.engine torch; needed: 0 with {cfg.rollout.engine}",
+        ),
+        (
+            bits > 0 and cfg.keeps_factors_apart,
+            f"rollout.round_bits: {bits} rounds merged weights, which rollout.sync {cfg.rollout.sync} does not push; "
+            "needed: merged",
         ),
         (bool(repeated), f"lora.targets: {', '.join(repeated)} given twice"),
         (

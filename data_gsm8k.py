@@ -1,7 +1,7 @@
 """Questions and their prompts: real GSM8K (gsm8k_files.py), or generated arithmetic in the form of GSM8K.
 
 A worked answer ends in `#### N`.  Which questions a step asks depends on (seed, step) alone.  The generated questions
-are split by the unordered pair of their operands: no sum of a test question occurs in training, not even as an error.
+are split by the unordered pair of their first operands: no operation of training has such a pair, not even as an error.
 
     python data_gsm8k.py convert IN OUT     question/answer columns -> chat form; any other form -> question/answer
 """
@@ -45,9 +45,15 @@ TEMPLATES = {
         "{name} had {x} {items} and lost {y} of them. How many {items} does {name} have now?",
     ],
 }
-
-
+# Sentences of the later operations of a question, which go on from the result so far, and the question after them.
+LATER = {
+    "+": ["Then {y} more come.", "A friend brings {y}.", "Later {name} picks up {y}.", "On Friday {name} wins {y}."],
+    "-": ["Then {y} get lost.", "A friend borrows {y}.", "Later {name} sells {y}.", "On Friday {name} drops {y}."],
+}
+ASKED = "How many {items} are there now?"
 OPERATIONS = {"+": operator.add, "-": operator.sub}
+ONE = (1, 1)  # the fewest and the most operations of a question
+MOST_DRAWS = 10_000  # after so many draws that give nothing new there is no such question
 
 
 # ------------------------------------------------------------------------------------------------------------ questions
@@ -94,8 +100,10 @@ def read(data: DataConfig, split: str) -> tuple[list[tuple[str, str]], str, str]
     """
     if data.source == "arithmetic":
         num, low, high = {"train": data.num_train, "test": data.num_test}[split], data.operand_low, data.operand_high
-        pairs = arithmetic(num, split == "test", data.seed, low, high)
-        return pairs, f"arithmetic ({split})", f"generated, operands {low} to {high}"
+        operations = (data.operations_low, data.operations_high)
+        pairs = arithmetic(num, split == "test", data.seed, low, high, operations)
+        length = f", {operations[0]} to {operations[1]} operations" if operations != ONE else ""
+        return pairs, f"arithmetic ({split})", f"generated, operands {low} to {high}{length}"
     path = {"train": data.train_path, "test": data.test_path}[split]
     rows, form = gsm8k_files.read(path)
     return [(row.question, row.answer) for row in rows], path, form
@@ -263,16 +271,13 @@ def _plain_text(turns: list[tuple[str, str]], data: DataConfig) -> str:
 
 
 # ------------------------------------------------------------------------------------------------- generated arithmetic
+Line = tuple[int, str, int, int]  # (37, "-", 25, 12): one operation of an answer and its result
+
+
 @dataclass(frozen=True)
 class Problem:
     question: str
-    sign: str  # "+" or "-"
-    x: int
-    y: int  # at most x if the sign is "-"
-
-    @property
-    def result(self) -> int:
-        return OPERATIONS[self.sign](self.x, self.y)
+    lines: tuple[Line, ...]  # the right ones; each begins with the result of the line before it
 
 
 def held_out(x: int, y: int) -> bool:
@@ -283,13 +288,15 @@ def held_out(x: int, y: int) -> bool:
     return (min(x, y) * 7919 + max(x, y) * 104729) % 1009 % 8 == 0
 
 
-def arithmetic(num: int, heldout: bool, seed: int, low: int, high: int) -> list[tuple[str, str]]:
+def arithmetic(
+    num: int, heldout: bool, seed: int, low: int, high: int, operations: tuple[int, int] = ONE
+) -> list[tuple[str, str]]:
     """`num` different (question, worked answer) pairs with operands low..high, from held-out operand pairs or others.
 
     InputError if the range leaves training or test without a pair, or has fewer than `num` questions.
     """
     for part in (True, False):
-        _operands(random.Random(0), low, high, part)  # InputError if there is no pair
+        draw_lines(random.Random(0), low, high, part)  # InputError if there is no pair
     split = "test" if heldout else "train"
     wordings = 3 * len(NAMES) * len(ITEMS)  # three templates
     of_pairs = (
@@ -299,66 +306,73 @@ def arithmetic(num: int, heldout: bool, seed: int, low: int, high: int) -> list[
         if held_out(x, y) == heldout
     )
     available = sum(itertools.islice(of_pairs, 1 + num // wordings))  # enough pairs, if there are so many
-    if available < num:
-        raise InputError(
-            f"data.num_{split}: found {num}; operands {low} to {high} give {available} different questions"
-        )
+    short = f"data.num_{split}: found {num}; operands {low} to {high} give {{}} different questions"
+    if available < num and operations == ONE:
+        raise InputError(short.format(available))
     rng = random.Random(derive_seed(seed, "arithmetic", split))
     pairs: dict[str, str] = {}
+    repeats = 0
     while len(pairs) < num:
-        made = problem(rng, low, high, heldout)
-        pairs[made.question] = solution(made)  # a repeated question has the same answer and changes nothing
+        made = problem(rng, low, high, heldout, operations)
+        repeats = repeats + 1 if made.question in pairs else 0
+        if repeats > MOST_DRAWS and operations != ONE:  # of one operation the number is known exactly
+            raise InputError(short.format(f"about {len(pairs)}"))
+        pairs[made.question] = solution(made.lines)  # a repeated question has the same answer and changes nothing
     return list(pairs.items())
 
 
-def _operands(rng: random.Random, low: int, high: int, heldout: bool) -> tuple[str, int, int]:
-    """(sign, x, y) of a pair that is held out, or of one that is not; InputError if 10,000 draws give none."""
-    for _ in range(10_000):
+def draw_lines(
+    rng: random.Random, low: int, high: int, heldout: bool, operations: tuple[int, int] = ONE
+) -> tuple[Line, ...]:
+    """The operations of a problem; InputError if 10,000 draws give none.
+
+    A held-out problem begins with a held-out pair. A training problem has no held-out pair in any operation. No result
+    is negative or larger than `largest(high)`.
+    """
+    fewest, most = operations
+    num = rng.randint(fewest, most) if fewest < most else fewest
+    for _ in range(MOST_DRAWS):
         sign, x, y = rng.choice(["+", "-"]), rng.randint(low, high), rng.randint(low, high)
-        if held_out(x, y) == heldout:
-            return (sign, max(x, y), min(x, y)) if sign == "-" else (sign, x, y)
+        if held_out(x, y) != heldout:
+            continue
+        lines = [line(sign, x, y)]
+        while len(lines) < num:
+            sign, x, y = rng.choice(["+", "-"]), lines[-1][3], rng.randint(low, high)
+            if (y > x if sign == "-" else x + y > largest(high)) or (not heldout and held_out(x, y)):
+                break
+            lines.append(line(sign, x, y))
+        else:
+            return tuple(lines)
     raise InputError(
         f"data.operand_low, operand_high: {low} to {high} has no {'test' if heldout else 'training'} pair; use a wider "
         "range"
     )
 
 
-def problem(rng: random.Random, low: int, high: int, heldout: bool) -> Problem:
-    """A word problem drawn from `rng`: one addition, or one subtraction whose result is not negative."""
-    sign, x, y = _operands(rng, low, high, heldout)
-    template, name, items = rng.choice(TEMPLATES[sign]), rng.choice(NAMES), rng.choice(ITEMS)
-    return Problem(template.format(name=name, items=items, x=x, y=y), sign, x, y)
+def largest(high: int) -> int:
+    """The largest result of a problem with operands of at most ``high``."""
+    return max(99, 2 * high)
 
 
-def solution(problem: Problem, result: int | None = None) -> str:
-    """The worked answer with this result, by default the right one, as in `37 - 25 = 12\\n#### 12`."""
-    found = problem.result if result is None else result
-    return f"{problem.x} {problem.sign} {problem.y} = {found}\n#### {found}"
+def line(sign: str, x: int, y: int) -> Line:
+    """x + y, or the smaller number subtracted from the larger one."""
+    x, y = (max(x, y), min(x, y)) if sign == "-" else (x, y)
+    return x, sign, y, OPERATIONS[sign](x, y)
 
 
-def sloppy_solution(problem: Problem, rng: random.Random, right: float, wrong_operation: float) -> str:
-    """The answer of a teacher who makes mistakes.
-
-    With probability `right` it is right, with probability `wrong_operation` it is the result of the other operation,
-    and otherwise the result is off by one or ten, but never below 0.
-
-    A model that learns from such answers knows their form and how to calculate, but often chooses the wrong operation.
-    """
-    draw = rng.random()
-    if draw < right:
-        return solution(problem)
-    if draw < right + wrong_operation:
-        sign, x, y = "-" if problem.sign == "+" else "+", max(problem.x, problem.y), min(problem.x, problem.y)
-        return solution(Problem("", sign, x, y))
-    if rng.choice(["one", "ten"]) == "one":
-        return solution(problem, max(0, problem.result + rng.choice([-1, 1])))
-    return solution(problem, problem.result + (10 if problem.result < 10 else rng.choice([-10, 10])))
+def problem(rng: random.Random, low: int, high: int, heldout: bool, operations: tuple[int, int] = ONE) -> Problem:
+    """A word problem drawn from `rng` of at least operations[0] and at most operations[1] operations."""
+    first, *later = lines = draw_lines(rng, low, high, heldout, operations)
+    text, name, items = rng.choice(TEMPLATES[first[1]]), rng.choice(NAMES), rng.choice(ITEMS)
+    if later:
+        sentences = [rng.choice(LATER[sign]).replace("{y}", str(y)) for _, sign, y, _ in later]
+        text = " ".join([text[: text.index(" How many")], *sentences, ASKED])
+    return Problem(text.format(name=name, items=items, x=first[0], y=first[2]), lines)
 
 
-def drill(rng: random.Random, low: int, high: int) -> tuple[str, str]:
-    """A right sum without words, of a training pair, as (text, completion): ("37 + 25", " = 62")."""
-    sign, x, y = _operands(rng, low, high, heldout=False)
-    return f"{x} {sign} {y}", f" = {OPERATIONS[sign](x, y)}"
+def solution(lines: Sequence[Line]) -> str:
+    """The worked answer of these lines, as in `37 - 25 = 12\\n12 + 4 = 16\\n#### 16`."""
+    return "\n".join([*(f"{x} {sign} {y} = {result}" for x, sign, y, result in lines), f"#### {lines[-1][3]}"])
 
 
 # --------------------------------------------------------------------------------------------------------- command line

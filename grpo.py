@@ -15,7 +15,8 @@ NORMS = ("std", "none", "loo")
 KL_KINDS = ("k1", "k2", "k3", "low_var_kl", "low_var_kl+", "abs")
 LOSS_KINDS = ("ppo", "gspo", "cispo")
 AGGREGATES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "dr-grpo")
-WEIGHT_MODES = ("none", "token", "sequence")
+WEIGHT_MODES = ("none", "token", "sequence", "icepop", "mis")
+MASKING_MODES = ("icepop", "mis")
 
 STD_EPS = 1e-6
 LOG_RATIO_LIMIT = 20.0  # nats: e^20 is far below the largest float32 number
@@ -203,25 +204,38 @@ def aggregate_loss(
 
 # --------------------------------------------------------------------------------------------------- rollout correction
 def rollout_weights(
-    old_logp: Tensor, rollout_logp: Tensor, mask: Tensor, mode: str = "token", clip: float = 2.0
+    old_logp: Tensor,
+    rollout_logp: Tensor,
+    mask: Tensor,
+    mode: str = "token",
+    clip: float = 2.0,
+    low: float = 0.5,
 ) -> Tensor:
-    """Truncated importance weights for tokens of an engine with other numerics than the trainer's.  (B, T) -> (B, T)
+    """Importance weights for tokens of an engine with other numerics than the trainer's.  (B, T) -> (B, T)
 
-    token: exp(old_logp - rollout_logp) of each token; sequence: the product of the row's ratios, at each of its tokens;
-    both are at most clip. none: 1. Outside the mask the weight is 0. There is no gradient. old_logp: the trainer's
-    log-probs of the policy that sampled.
+    old_logp: the trainer's log-probs of the policy that sampled. With r = exp(old_logp - rollout_logp) of a token:
+    token: min(r, clip). sequence: the product of the row's r, at most clip, at each of its tokens. icepop (IcePop,
+    arXiv 2510.18855, which uses 0.5 and 5): r if low <= r <= clip, else 0. mis (masked importance sampling): the
+    product of the row's r if it is at most clip, else 0, at each of its tokens. none: 1. Outside the mask the weight is
+    0. There is no gradient. A token with the weight 0 still counts in the denominator of the loss.
     """
     _require("mode", mode, WEIGHT_MODES)
     if not clip > 0:
         raise ValueError(f"clip: found {clip}; needed: more than 0")
+    if mode == "icepop" and not 0 <= low < clip:
+        raise ValueError(f"low: found {low}; needed: at least 0 and less than clip, {clip}")
     _same_shape(old_logp=old_logp, rollout_logp=rollout_logp, mask=mask)
     old_logp, rollout_logp = _at_least_float32(old_logp).detach(), _at_least_float32(rollout_logp).detach()
     if mode == "none":
         return _inside(mask, torch.ones_like(old_logp))
     log_ratio = _inside(mask, old_logp) - _inside(mask, rollout_logp)
-    if mode == "sequence":
+    if mode in ("sequence", "mis"):
         log_ratio = log_ratio.sum(dim=1, keepdim=True).expand_as(log_ratio)
-    return _inside(mask, log_ratio.exp().clamp(max=clip))
+    ratio = log_ratio.exp()
+    if mode in MASKING_MODES:
+        kept = (ratio <= clip) & (ratio >= (low if mode == "icepop" else 0))
+        return _inside(mask, torch.where(kept, ratio, torch.zeros_like(ratio)))
+    return _inside(mask, ratio.clamp(max=clip))
 
 
 # ---------------------------------------------------------------------------------------------------- masks and checks

@@ -80,6 +80,8 @@ class DataConfig(Section):
     )
     operand_low: int = knob(1, "arithmetic: smallest operand", ge=0, le=10**6)
     operand_high: int = knob(49, "arithmetic: largest operand", ge=0, le=10**6)
+    operations_low: int = knob(1, "arithmetic: fewest operations of a question", ge=1, le=8)
+    operations_high: int = knob(1, "arithmetic: most operations; each later one uses the result so far", ge=1, le=8)
     seed: int = knob(0, "arithmetic: seed of the generated questions", ge=0, lt=2**32)
 
 
@@ -102,6 +104,12 @@ class RolloutConfig(Section):
     temperature: float = knob(1.0, "temperature of sampling and of the trainer's log-probabilities", gt=0)
     top_p: float = knob(1.0, "nucleus sampling; a value below 1 biases the policy gradient", gt=0, le=1)
     top_k: int = knob(0, "sample from this many most likely tokens; 0 for all", ge=0, le=2**24)
+    round_bits: Literal[0, 3, 4, 8] = knob(
+        0,
+        "torch: training samples from matrices rounded to so many bits, as an int8 or int4 engine would; 0: off. "
+        "Embedding, head and routers are not rounded; evaluations use the trainer's policy",
+    )
+    round_group: int = knob(32, "number of neighbouring inputs that share a scale under round_bits", ge=1, le=2**20)
 
 
 RewardMethod = Literal[
@@ -148,10 +156,13 @@ class LossConfig(Section):
     )
     kl_coef: float = knob(1e-3, "weight of the KL penalty", ge=0, le=1e6)
     entropy_coef: float = knob(0.0, "weight of the entropy bonus; with 0 entropy is only logged", ge=0, le=1e6)
-    importance: Literal["none", "token", "sequence"] = knob(
-        "none", "truncated importance weights, which correct the numerical difference of sampler and trainer"
+    importance: Literal["none", "token", "sequence", "icepop", "mis"] = knob(
+        "none",
+        "importance weights, which correct the difference of sampler and trainer: truncated (token, sequence), or 0 "
+        "for a token (icepop) or a sequence (mis) whose difference is large",
     )
-    importance_clip: float = knob(2.0, "largest importance weight", gt=0, le=1e6)
+    importance_clip: float = knob(2.0, "largest importance weight; a larger one is cut, or masked", gt=0, le=1e6)
+    importance_low: float = knob(0.5, "icepop: smallest importance weight; a smaller one is masked", ge=0, le=1e6)
     mask_truncated: bool = knob(False, "leave completions without an end token out of the loss")
     skip_equal_groups: bool = knob(False, "skip groups of equal reward (advantage 0) in the update, their KL included")
 
@@ -288,10 +299,11 @@ class Config(Section):
     def keeps_factors_apart(self) -> bool:
         """Whether the sampler gets the LoRA factors, instead of merged weights.
 
-        Not by default under AQN: the noise of some norms is taken out of the columns of merged matrices.
+        Not by default under AQN: the noise of some norms is taken out of the columns of merged matrices. Not by
+        default with rollout.round_bits, which rounds merged matrices.
         """
-        embedded, noisy = self.rollout.engine == "torch", self.aqn.schedule != "off"
-        apart_by_default = embedded and self.model.dtype == "bf16" and not noisy
+        embedded, altered = self.rollout.engine == "torch", self.aqn.schedule != "off" or self.rollout.round_bits > 0
+        apart_by_default = embedded and self.model.dtype == "bf16" and not altered
         return self.rollout.sync == "adapter" or (self.rollout.sync == "auto" and apart_by_default)
 
     @property

@@ -222,7 +222,12 @@ class Learner:
         logp, entropy = self._logp(micro)  # (b, T) twice
         old_logp = logp.detach() if old_logp is None else old_logp
         weights = grpo.rollout_weights(
-            old_logp, micro.rollout_logp, micro.mask, loss_cfg.importance, loss_cfg.importance_clip
+            old_logp,
+            micro.rollout_logp,
+            micro.mask,
+            loss_cfg.importance,
+            loss_cfg.importance_clip,
+            loss_cfg.importance_low,
         )
         loss, stats = grpo.policy_loss(
             logp, old_logp, micro.advantages, micro.mask, weights=weights, kind=loss_cfg.kind,
@@ -245,8 +250,11 @@ class Learner:
             "rollout/logp_gap_mean": mean(gap),
         }
         if loss_cfg.importance != "none":
-            clipped = (weights >= loss_cfg.importance_clip) * micro.mask
-            metrics |= {"rollout/importance_mean": mean(weights), "rollout/importance_clip_frac": mean(clipped)}
+            metrics["rollout/importance_mean"] = mean(weights)
+            if loss_cfg.importance in grpo.MASKING_MODES:
+                metrics["rollout/importance_masked_frac"] = mean((weights == 0) * micro.mask)
+            else:
+                metrics["rollout/importance_clip_frac"] = mean((weights >= loss_cfg.importance_clip) * micro.mask)
         return loss, metrics, gap.amax()
 
     def first_differing_layer(self, engine, prompt: list[int], bound: float) -> str:

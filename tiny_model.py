@@ -28,8 +28,9 @@ import model_megatron
 import parallel_setup
 import weights_hf
 from config import derive_seed, flatten
+from data_gsm8k import Line, Problem
 from input_files import InputError, finish_folder, fresh_folder, read_object
-from knobs import Config, ParallelConfig, TinyModelConfig
+from knobs import Config, ParallelConfig
 from parallel_setup import Parallel
 from run_record import disk_errors, lock_file
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 RECORD = "tiny_model.json"  # how the model was made; this file is written last
 AUX_LOSS = 1e-2  # load balancing in the warm start; without it a few experts receive every token
 BETAS, WEIGHT_DECAY, MAX_GRAD_NORM, WARMUP_STEPS, LAST_LR_SHARE = (0.9, 0.98), 0.01, 1.0, 50, 0.05
+MOST_MISTAKES = 50  # draws of one operation of the teacher; after them he gives the right answer
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # ids 0, 1, 2: padding, start of a turn, EOS
 CHAT_TEMPLATE = (
@@ -53,7 +55,11 @@ def recipe(cfg: Config) -> dict:
         "tiny_model": cfg.tiny_model.model_dump(mode="json"),
         "config": hf_config.tiny_settings(cfg.tiny_model, cfg.row_tokens),
         "operands": [cfg.data.operand_low, cfg.data.operand_high],
-    }
+    } | ({} if operations(cfg) == data_gsm8k.ONE else {"operations": list(operations(cfg))})
+
+
+def operations(cfg: Config) -> tuple[int, int]:
+    return cfg.data.operations_low, cfg.data.operations_high
 
 
 def exists(cfg: Config) -> bool:
@@ -145,8 +151,8 @@ def _write_random_model(cfg: Config, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(recipe(cfg)["config"], indent=1) + "\n")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "pad_token_id": 0}) + "\n")
     rng, low, high = random.Random(1), cfg.data.operand_low, cfg.data.operand_high
-    problems = (data_gsm8k.problem(rng, low, high, heldout=False) for _ in range(2000))
-    texts = (f"user\n{problem.question}\nassistant\n{data_gsm8k.solution(problem)}" for problem in problems)
+    problems = (data_gsm8k.problem(rng, low, high, False, operations(cfg)) for _ in range(2000))
+    texts = (f"user\n{problem.question}\nassistant\n{data_gsm8k.solution(problem.lines)}" for problem in problems)
     build_tokenizer(texts, cfg.tiny_model.vocab_size, folder)
     weights_hf.save_model(random_weights(hf_config.read(folder), cfg.tiny_model.seed), folder)
 
@@ -182,7 +188,7 @@ def _warm_start(
     beat: Callable[[str], None],
 ) -> None:
     """Train all weights in place with supervised AdamW steps; word problems and drills alternate."""
-    tiny, operands = cfg.tiny_model, (cfg.data.operand_low, cfg.data.operand_high)
+    tiny, low, high = cfg.tiny_model, cfg.data.operand_low, cfg.data.operand_high
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
@@ -199,7 +205,7 @@ def _warm_start(
             group["lr"] = tiny.warm_start_lr * min(1.0, (step + 1) / WARMUP_STEPS) * decay
         num_examples = tiny.drills_per_batch if step % 2 else tiny.words_per_batch
         examples = [
-            data_gsm8k.drill(rng, *operands) if step % 2 else _word_problem(tiny, operands, rng, tokenizer)
+            drill(rng, low, high, operations(cfg)) if step % 2 else _word_problem(cfg, rng, tokenizer)
             for _ in range(-(-num_examples // parallel.world_size))
         ]
         tokens, mask = _padded(examples, tokenizer)
@@ -216,15 +222,64 @@ def _warm_start(
             steps.set_postfix(loss=f"{parallel.sum_over_data(loss).item():.3f}")
 
 
-def _word_problem(
-    tiny: TinyModelConfig, operands: tuple[int, int], rng: random.Random, tokenizer: PreTrainedTokenizerBase
-) -> tuple[str, str]:
+def _word_problem(cfg: Config, rng: random.Random, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     """(prompt, answer of the sloppy teacher) of a word problem of the training set."""
-    problem = data_gsm8k.problem(rng, *operands, heldout=False)
+    problem = data_gsm8k.problem(rng, cfg.data.operand_low, cfg.data.operand_high, False, operations(cfg))
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": problem.question}], add_generation_prompt=True, tokenize=False
     )
-    return prompt, data_gsm8k.sloppy_solution(problem, rng, tiny.teacher_right, tiny.teacher_wrong_operation)
+    return prompt, sloppy_solution(problem, rng, cfg.tiny_model.teacher_right, cfg.tiny_model.teacher_wrong_operation)
+
+
+def sloppy_solution(problem: Problem, rng: random.Random, right: float, wrong_operation: float) -> str:
+    """The answer of a teacher who makes mistakes, and goes on from what he found.
+
+    With probability `right` an operation is right, with probability `wrong_operation` it is the other operation, and
+    otherwise its result is off by one or ten, but never below 0. An operation whose mistake would lead to a held-out
+    pair in the next one is drawn again.
+
+    A model that learns from such answers knows their form and how to calculate, but often chooses the wrong operation.
+    """
+    x, lines = problem.lines[0][0], []
+    for (_, sign, operand, _), following in itertools.zip_longest(problem.lines, problem.lines[1:]):
+        for _ in range(MOST_MISTAKES):
+            line = _sloppy_line(sign, x, operand, rng, right, wrong_operation)
+            if following is None or not data_gsm8k.held_out(line[3], following[2]):
+                break
+        else:
+            return data_gsm8k.solution(problem.lines)
+        x = line[3]
+        lines.append(line)
+    return data_gsm8k.solution(lines)
+
+
+def _sloppy_line(sign: str, x: int, y: int, rng: random.Random, right: float, wrong_operation: float) -> Line:
+    """One operation of the teacher's answer."""
+    draw = rng.random()
+    if right <= draw < right + wrong_operation:
+        return data_gsm8k.line("-" if sign == "+" else "+", x, y)
+    first, sign, second, result = data_gsm8k.line(sign, x, y)
+    if draw < right:
+        return first, sign, second, result
+    if rng.choice(["one", "ten"]) == "one":
+        return first, sign, second, max(0, result + rng.choice([-1, 1]))
+    return first, sign, second, result + (10 if result < 10 else rng.choice([-10, 10]))
+
+
+def drill(rng: random.Random, low: int, high: int, operations: tuple[int, int] = data_gsm8k.ONE) -> tuple[str, str]:
+    """A right sum without words, of a training pair, as (text, completion): ("37 + 25", " = 62").
+
+    If problems have several operations, every other sum begins with any number that their results may be.
+    """
+    if operations[1] > 1 and rng.random() < 0.5:
+        most = data_gsm8k.largest(high)
+        line = (0, "+", 0, most + 1)
+        while line[3] > most or data_gsm8k.held_out(line[0], line[2]):
+            line = data_gsm8k.line(rng.choice(["+", "-"]), rng.randint(0, most), rng.randint(low, high))
+    else:
+        (line,) = data_gsm8k.draw_lines(rng, low, high, heldout=False)
+    x, sign, y, result = line
+    return f"{x} {sign} {y}", f" = {result}"
 
 
 def _padded(examples: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:

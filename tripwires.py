@@ -199,7 +199,9 @@ class Tripwires:
         if self.checks.logp_gap == "off" or "logp_gap" in self.warned or (self.cfg.lora.dropout and not noisy):
             return
         bound = getattr(self.checks, f"logp_gap_{self.cfg.model.dtype}")
-        gap = metrics["aqn/probe_gap" if noisy else "rollout/logp_gap_mean"]  # noisy completions cannot show the gap
+        # The completions of a sampler with noise or rounded weights cannot show the gap.
+        probe = "aqn/probe_gap" if noisy else "sync/probe_gap"
+        gap = metrics[probe if probe in metrics else "rollout/logp_gap_mean"]
         if self._far_above_the_first_steps(gap, bound):
             self.say(
                 f"warning: checks.logp_gap: step {step + 1}: sampler and trainer differ by {gap:.2g} nats a token, "

@@ -1,8 +1,8 @@
 """Handing the policy to the engine: the whole model once, then what training changes, with the noise of the step.
 
 With rollout.sync adapter the engine keeps the base weights and gets the LoRA factors; with merged it gets whole weights
-with LoRA merged. Every push starts from the clean weights, so noise never adds up. Only the engine's copy has noise:
-the trainer, the reference and the evaluations do not.
+with LoRA merged. Every push starts from the clean weights, so noise never adds up. Only the engine's copy has noise or
+rounded weights (rollout.round_bits): the trainer, the reference and the evaluations do not.
 """
 
 from collections.abc import Callable, Generator, Iterator
@@ -45,7 +45,7 @@ class WeightSync:
     def __init__(
         self, engine: Engine, model: torch.nn.Module, arch: Architecture, parallel: Parallel, cfg: Config
     ) -> None:
-        """Push the whole model. Raises InputError for noise targets that this model does not have."""
+        """Push the whole model. InputError for noise targets that it does not have, or whose matrices are rounded."""
         self.engine, self.model, self.arch, self.parallel, self.cfg = engine, model, arch, parallel, cfg
         self.noise: dict[str, aqn_targets.NormNoise] = {}
         self.clean_norms: dict[str, Tensor] = {}
@@ -53,6 +53,12 @@ class WeightSync:
             self.noise = aqn_targets.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
             self.clean_norms = aqn.clean_norms(self._export(set(self.noise)), self.noise)
         self.touched = aqn_targets.touched_names(self.noise)
+        self.rounded = {name for name in weights_hf.tensor_shapes(arch) if cfg.rollout.round_bits and is_rounded(name)}
+        if both := sorted(self.touched & self.rounded):
+            raise InputError(
+                f"aqn.targets: the noise changes columns of {both[0]}, which rollout.round_bits rounds; needed: "
+                "experts and mlp together (the shared expert then reads the same norm), or round_bits 0"
+            )
         if cfg.rollout.expert_parallel:
             vllm_colocated.check_placement(engine.placement(), arch, parallel)
         engine.load_weights(self._export())
@@ -90,20 +96,31 @@ class WeightSync:
         self._push_policy()
 
     def push(self, step: int, probe: list[int]) -> dict[str, float]:
-        """Push the policy with the noise of ``step`` (from 0). It returns metrics: the checksum, and the noise.
+        """Push the policy as training samples from it at ``step`` (from 0): with noise, or rounded.  -> metrics
 
-        The checksum is the sum of the adapted tensors, or of the LoRA factors, without noise. With
-        rollout.expert_parallel it is that of this rank's shards.
-        The clean policy is pushed first, so that two things can be measured on the prompt ``probe``. aqn/probe_gap
-        (nats a token) shows whether the engine has the trainer's policy. aqn/probe_shift shows whether noise changes
-        it: the largest change of a token's log-prob, at temperature FLAT and after half of the prompt. It is exactly 0
-        for an engine that ignores the noise. Both come from the rank with the worst value, so all ranks judge the same
-        numbers. Raises AqnError if the noise is not the noise that was asked for.
+        The checksum is the sum of the adapted tensors, or of the LoRA factors, without noise or rounding. With
+        rollout.expert_parallel it is that of this rank's shards. The clean policy is pushed first. Under
+        rollout.round_bits, sync/probe_gap (nats a token, on the prompt ``probe``) shows whether the engine has it.
         """
         checksum, touched = self._push_policy()
         metrics = {"sync/checksum": checksum} | self.update_kept()
-        if not self.noise:
-            return metrics
+        if self.rounded and self.cfg.checks.logp_gap != "off":
+            metrics["sync/probe_gap"] = self._gap(probe)
+        if self.noise:
+            metrics |= self._add_noise(step, probe, touched)
+        if self.rounded:
+            self._load(self.engine.load_weights, self._round())
+        return metrics
+
+    def _add_noise(self, step: int, probe: list[int], touched: dict[str, Tensor]) -> dict[str, float]:
+        """Push the tensors ``touched`` with the noise of ``step``, after the clean policy.  -> metrics
+
+        Two things are measured on the prompt ``probe``. aqn/probe_gap (nats a token, before the noise) shows whether
+        the engine has the trainer's policy. aqn/probe_shift shows whether noise changes it: the largest change of a
+        token's log-prob, at temperature FLAT and after half of the prompt. It is exactly 0 for an engine that ignores
+        the noise. Both come from the rank with the worst value, so all ranks judge the same numbers. Raises AqnError
+        if the noise is not the noise that was asked for.
+        """
         cfg = self.cfg
         sigma = aqn.sigma_at(
             step,
@@ -135,7 +152,7 @@ class WeightSync:
             shift = max(abs(after - before) for pair in pairs for after, before in pair)
             shift = -self.parallel.max_over_ranks(-shift)  # the smallest of all ranks
             aqn.check_report(report)
-        return metrics | {
+        return {
             "aqn/sigma": sigma,
             "aqn/modules": report.num_modules,
             "aqn/changed_elements": report.num_changed,
@@ -193,6 +210,13 @@ class WeightSync:
             self._load(self.engine.load_adapter, factors)
         return checksum, touched
 
+    def _round(self) -> Iterator[tuple[str, Tensor]]:
+        """The matrices that rollout.round_bits rounds, and what an engine fuses with them, without noisy tensors."""
+        bits, group = self.cfg.rollout.round_bits, self.cfg.rollout.round_group
+        for name, tensor in self._export(self.rounded):
+            if name not in self.touched:
+                yield name, rounded(tensor, bits, group) if name in self.rounded else tensor
+
     def _load(self, load: Callable, tensors: object) -> None:
         """Call ``load``. The base weights were valid when they were read, so a refusal now comes from training."""
         try:
@@ -243,7 +267,7 @@ class WeightSync:
     def _changed(self) -> Generator[tuple[str, Tensor], None, tuple[float, dict[str, Tensor]]]:
         """The tensors that training or noise changes. The result: the checksum, and the tensors that noise changes."""
         sums, touched = [], {}
-        for name, tensor in self._export(self.touched):
+        for name, tensor in self._export(self.touched | self.rounded):
             if name in self.touched:
                 touched[name] = tensor
             else:
@@ -267,6 +291,25 @@ def _kind(name: str) -> str:
     """The kind of module of an adapted Hugging Face tensor; mlp: dense layers and shared experts."""
     words = {".self_attn.": "attention", ".mlp.experts.": "experts", ".mlp.gate.": "router"}
     return next((kind for word, kind in words.items() if word in name), "mlp")
+
+
+def is_rounded(name: str) -> bool:
+    """Whether rollout.round_bits rounds the tensor: the matrices of attention, MLPs and experts."""
+    return name.endswith("_proj.weight")
+
+
+def rounded(weight: Tensor, bits: int, group: int) -> Tensor:
+    """The nearest weights that a sampler of ``bits`` bits has: whole multiples of a scale.  (out, in) -> (out, in)
+
+    Every ``group`` neighbouring inputs of an output share one scale, which makes the largest of them the largest
+    integer, 2^(bits - 1) - 1 (symmetric, round to nearest). The last group may be smaller.
+    """
+    most = 2 ** (bits - 1) - 1
+    parts = []
+    for part in weight.float().split(group, dim=-1):
+        scale = part.abs().amax(dim=-1, keepdim=True) / most
+        parts.append((part / scale.clamp(min=torch.finfo(scale.dtype).tiny)).round() * scale)
+    return torch.cat(parts, dim=-1).to(weight.dtype)
 
 
 def _total(sums: list[Tensor]) -> float:

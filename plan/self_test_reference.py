@@ -166,8 +166,12 @@ def loss_of(
             policy = torch.where(a < 0, torch.minimum(policy, -a * loss.dual_clip), policy)
     if loss.importance != "none":
         off = (old - rows.sampled_logp) * rows.own
-        off = off.sum(1, keepdim=True) if loss.importance == "sequence" else off
-        policy = policy * off.exp().clamp(max=loss.importance_clip)
+        weight = (off.sum(1, keepdim=True) if loss.importance in ("sequence", "mis") else off).exp()
+        masked = {
+            "icepop": (weight < loss.importance_low) | (weight > loss.importance_clip),
+            "mis": weight > loss.importance_clip,
+        }.get(loss.importance)
+        policy = policy * (weight.clamp(max=loss.importance_clip) if masked is None else weight * ~masked)
     total = policy - loss.entropy_coef * entropy
     if loss.kl != "none":
         d = reference - logp

@@ -209,7 +209,12 @@ def test_the_resolved_configuration_loads_back_to_itself(path, overrides, tmp_pa
     assert sections == [name for name in Config.model_fields if name in sections]
 
 
-SINGLE = {"data.source", "parallel.pipeline", "parallel.context"}  # nothing else is accepted beside the rest
+SINGLE = {
+    "data.source",
+    "data.operations_low",
+    "parallel.pipeline",
+    "parallel.context",
+}  # nothing else is accepted beside the rest
 
 
 def other_values(cfg: Config) -> dict[str, object]:
@@ -222,6 +227,7 @@ def other_values(cfg: Config) -> dict[str, object]:
         "data.chat_template_kwargs": "{enable_thinking: false}",
         "rollout.engine": "vllm",
         "rollout.sync": "adapter",
+        "rollout.round_bits": 4,
         "reward.method": "openai",
         "lora.targets": "[linear_fc1]",
         "loss.advantage": "none",

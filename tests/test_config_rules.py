@@ -38,8 +38,8 @@ def test_every_shipped_file_loads_and_holds_every_key_that_it_makes_the_run_read
     assert set(config.flatten(config.to_dict(cfg))) - written == {"data.prompt_template"}
 
 
-def test_four_files_are_shipped():
-    assert [path.stem for path in CONFIGS] == ["qwen15_moe", "qwen3", "tiny_16", "tiny_cpu"]
+def test_five_files_are_shipped():
+    assert [path.stem for path in CONFIGS] == ["bench", "qwen15_moe", "qwen3", "tiny_16", "tiny_cpu"]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_the_real_models_fit_their_layouts(name, arch, world):
     check_layout(load_config(ROOT / "configs" / f"{name}.yaml"), arch, world)
 
 
-@pytest.mark.parametrize(("name", "world"), [("tiny_cpu", 2), ("tiny_16", 16)])
+@pytest.mark.parametrize(("name", "world"), [("bench", 1), ("tiny_cpu", 2), ("tiny_16", 16)])
 def test_the_tiny_models_fit_their_layouts(name, world):
     cfg = load_config(ROOT / "configs" / f"{name}.yaml")
     tiny = cfg.tiny_model
@@ -80,6 +80,8 @@ IDLE_CASES = [
     ("loss: {kl: none, %s}", "kl_coef", "1e-3", "loss.kl is none"),
     ("loss: {kind: gspo, %s}", "dual_clip", "3", "loss.kind is not ppo"),
     ("loss: {%s}", "importance_clip", "2", "loss.importance is none"),
+    ("loss: {importance: mis, %s}", "importance_low", "0.5", "loss.importance is not icepop"),
+    ("rollout: {%s}", "round_group", "32", "rollout.round_bits is 0"),
     ("optim: {%s}", "min_lr_ratio", "0.1", "optim.decay is constant"),
     ("eval: {samples: 0, %s}", "temperature", "1", "eval.samples is 0"),
     ("lora: {targets: [linear_qkv, router], %s}", "expert_rank", "4", "neither linear_fc1 nor linear_fc2"),
@@ -91,6 +93,7 @@ IDLE_CASES = [
     ("data: {source: arithmetic, %s}", "train_path", "a.jsonl", "data.source is arithmetic"),
     ("data: {source: gsm8k, train_path: a, test_path: b, %s}", "num_train", "8", "data.source is not arithmetic"),
     ("data: {source: gsm8k, train_path: a, test_path: b, %s}", "operand_low", "8", "data.source is not arithmetic"),
+    ("data: {source: gsm8k, train_path: a, test_path: b, %s}", "operations_high", "1", "data.source is not arithmetic"),
 ]
 
 
@@ -161,6 +164,10 @@ def test_every_idle_rule_names_a_field():
         (["parallel.context=4"], "parallel.context: 4 is not supported yet"),
         (["rollout.max_new_tokens=8192"], "data.max_prompt_tokens 64 + rollout.max_new_tokens 8192 = 8256 tokens"),
         (["data.operand_low=50"], "data.operand_low: 50 exceeds data.operand_high 49"),
+        (["data.operations_low=2"], "data.operations_low: 2 exceeds data.operations_high 1"),
+        (["loss.importance=icepop", "loss.importance_low=2"], "loss.importance_low: 2.0 is not below"),
+        (["rollout.engine=vllm", "rollout.round_bits=4"], "rollout.round_bits: 4 is for rollout.engine torch"),
+        (["rollout.sync=adapter", "rollout.round_bits=4"], "which rollout.sync adapter does not push; needed: merged"),
         (["loss.kl_coef=0"], "use loss.kl: none"),
         (["loss.dual_clip=0.5"], "needed: more than 1, or 0 for off"),
         (["data.source=gsm8k", "data.train_path=a"], "data.test_path: missing"),

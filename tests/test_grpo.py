@@ -484,6 +484,8 @@ def test_rollout_weights_by_hand() -> None:
         "none": [[1, 1, 1], [1, 1, 0]],
         "token": [[1.5, 0.5, 2], [1.5, 1.2, 0]],
         "sequence": [[2, 2, 2], [1.8, 1.8, 0]],
+        "icepop": [[1.5, 0.5, 0], [1.5, 1.2, 0]],
+        "mis": [[0, 0, 0], [1.8, 1.8, 0]],
     }
     old_logp = ratios.log().requires_grad_()
     for mode, weights in expected.items():
@@ -493,7 +495,28 @@ def test_rollout_weights_by_hand() -> None:
     assert grpo.rollout_weights(old_logp, torch.zeros_like(ratios), mask, clip=1.1).max().item() == pytest.approx(1.1)
 
 
-@pytest.mark.parametrize("mode", ["none", "token", "sequence"])
+def test_masking_weights_by_hand() -> None:
+    """IcePop's [0.5, 5] masks 0.4 and 6 of 0.4, 0.6, 6, 4; the rows' products are 0.24 and 24."""
+    ratios, mask = torch.tensor([[0.4, 0.6], [6.0, 4.0]], dtype=torch.float64), torch.ones(2, 2)
+    zeros = torch.zeros_like(ratios)
+    icepop = grpo.rollout_weights(ratios.log(), zeros, mask, "icepop", clip=5.0, low=0.5)
+    torch.testing.assert_close(icepop, torch.tensor([[0, 0.6], [0, 4.0]], dtype=torch.float64))
+    mis = grpo.rollout_weights(ratios.log(), zeros, mask, "mis", clip=5.0, low=0.5)  # has no lower bound
+    torch.testing.assert_close(mis, torch.tensor([[0.24, 0.24], [0, 0]], dtype=torch.float64))
+
+
+def test_a_masked_token_has_no_gradient_and_still_counts_in_the_mean() -> None:
+    """Two tokens with advantage 1 and ratio 1; the second is masked. The loss is -1 x 1.5 / 2, not -1 x 1.5 / 1."""
+    logp = torch.tensor([[0.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    mask, rollout_logp = torch.ones(1, 2), -torch.tensor([[1.5, 9.0]], dtype=torch.float64).log()
+    weights = grpo.rollout_weights(logp.detach(), rollout_logp, mask, "icepop", clip=5.0)
+    loss, _ = grpo.policy_loss(logp, logp.detach(), torch.ones(1), mask, weights=weights)
+    loss.backward()
+    assert loss.item() == pytest.approx(-0.75)
+    assert logp.grad.tolist() == [[pytest.approx(-0.75), 0.0]]
+
+
+@pytest.mark.parametrize("mode", grpo.WEIGHT_MODES)
 @pytest.mark.parametrize("garbage", GARBAGE)
 def test_rollout_weights_ignore_what_is_outside_the_mask(mode: str, garbage: float) -> None:
     data = batch()
@@ -509,6 +532,10 @@ def test_rollout_weights_of_an_exact_sampler_are_one_and_of_an_absurd_one_bounde
     for mode in ("token", "sequence"):
         assert torch.equal(grpo.rollout_weights(logp, logp.clone(), mask, mode), mask)
         assert torch.equal(grpo.rollout_weights(logp + 1e4, logp, mask, mode), 2 * mask)
+        assert torch.equal(grpo.rollout_weights(logp - 1e4, logp, mask, mode), 0 * mask)
+    for mode in ("icepop", "mis"):
+        assert torch.equal(grpo.rollout_weights(logp, logp.clone(), mask, mode), mask)
+        assert torch.equal(grpo.rollout_weights(logp + 1e4, logp, mask, mode), 0 * mask)
         assert torch.equal(grpo.rollout_weights(logp - 1e4, logp, mask, mode), 0 * mask)
 
 
@@ -546,9 +573,10 @@ ROW = torch.zeros(2, 3)
         (lambda: grpo.policy_loss(ROW, ROW, ROW, ROW[:, :1]), "found shapes .*'mask'"),
         (lambda: grpo.policy_loss(ROW, ROW, ROW, ROW, weights=ROW[:, :1]), "found shapes .*'weights'"),
         (
-            lambda: grpo.rollout_weights(ROW, ROW, ROW, "icepop"),
-            "mode: found 'icepop'; needed: one of none, token, sequence",
+            lambda: grpo.rollout_weights(ROW, ROW, ROW, "geometric"),
+            "mode: found 'geometric'; needed: one of none, token, sequence, icepop, mis",
         ),
+        (lambda: grpo.rollout_weights(ROW, ROW, ROW, "icepop", low=2.0), "low: found 2.0; needed: at least 0 and less"),
         (lambda: grpo.rollout_weights(ROW, ROW, ROW, clip=0.0), "clip: found 0.0; needed: more than 0"),
     ],
 )

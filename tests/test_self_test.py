@@ -105,6 +105,10 @@ SOUND = {
         TINY, "loss.advantage=none", "loss.aggregate=dr-grpo", "replay.mode=r3", "aqn.schedule=qerl",
         "loss.kl=low_var_kl+", "loss.importance=sequence",
     ),
+    "noise and icepop": (
+        TINY, "aqn.schedule=qerl", "loss.importance=icepop", "loss.importance_low=0.98", "loss.importance_clip=1.02",
+    ),
+    "noise and mis": (TINY, "aqn.schedule=qerl", "loss.importance=mis", "loss.importance_clip=1.02"),
 }  # fmt: skip
 
 

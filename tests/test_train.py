@@ -42,6 +42,8 @@ OPTIONS = {  # every loss kind, aggregate, KL estimate, advantage and importance
     },
     "masked": {"loss__kl": "low_var_kl+", "loss__importance": "token", "loss__mask_truncated": True},
     "skipped": {"loss__kl": "abs", "loss__importance": "sequence", "loss__skip_equal_groups": True},
+    "icepop": {"loss__importance": "icepop", "loss__importance_clip": 5.0},
+    "mis": {"loss__importance": "mis", "rollout__round_bits": 8, "rollout__round_group": 16},
     "masked_and_skipped": {
         "loss__kl": "none", "loss__mask_truncated": True, "loss__skip_equal_groups": True, "rollout__top_k": 20,
         "loss__aggregate": "seq-mean-token-mean",

@@ -21,8 +21,10 @@ import aqn
 import aqn_targets
 import lora_megatron
 import train_grpo
+import weight_sync
 import weights_hf
 from engines.torch_sampler import TorchSampler
+from input_files import InputError
 from knobs import Config
 from parallel_setup import Parallel
 from tripwires import Heartbeat
@@ -140,6 +142,78 @@ def test_every_rank_of_a_layout_holds_the_same_and_every_layout_the_same_noise(n
             assert not same(one[noise][step]["held"], one["off"][step]["held"])
 
 
+# ------------------------------------------------------------------------------------------------ rounded weights
+
+
+def test_rounded_weights_by_hand() -> None:
+    """3 bits have -3 to 3. The scales are 3 / 3 = 1 and 0.6 / 3 = 0.2, then 0 (a group of zeros) and 9 / 3 = 3."""
+    weight = torch.tensor([[3.0, -1.4, 0.6, 0.29], [0.0, 0.0, 4.6, -9.0]])
+    expected = torch.tensor([[3.0, -1.0, 0.6, 0.2], [0.0, 0.0, 6.0, -9.0]])
+    torch.testing.assert_close(weight_sync.rounded(weight, 3, 2), expected)
+    # One scale of 1 for the first three inputs; the last one has its own, which keeps it.
+    torch.testing.assert_close(weight_sync.rounded(weight[:1], 3, 3), torch.tensor([[3.0, -1.0, 1.0, 0.29]]))
+    # 4 bits: the scale is 7 / 7 = 1. 8 bits: 127 / 127 = 1.
+    assert weight_sync.rounded(torch.tensor([[7.0, 2.4, -6.6]]), 4, 32).tolist() == [[7.0, 2.0, -7.0]]
+    assert weight_sync.rounded(torch.tensor([[127.0, 2.4, -99.6]]), 8, 32).tolist() == [[127.0, 2.0, -100.0]]
+    assert weight_sync.rounded(weight.bfloat16(), 3, 2).dtype == torch.bfloat16
+
+
+ROUNDED = tuple(f"{letter}_proj.weight" for letter in ("q", "k", "v", "o", "gate", "up", "down"))
+
+
+def round_by(parallel: Parallel, path: Path) -> dict[str, object]:
+    """What the engine holds after a push with rounded weights, and after a clean one; only attention is adapted."""
+    only_attention = {"lora__targets": ("linear_qkv", "linear_proj")}
+    cfg = training.config(path, path, rollout__round_bits=4, rollout__round_group=8, **only_attention)
+    model, arch = adapted.load(path, parallel)
+    adapters = lora_megatron.attach(model, cfg.lora, parallel, cfg.train.seed)
+    engine = TorchSampler(arch, stop_tokens=set(), pad_token=0)
+    sync = WeightSync(engine, model, arch, parallel, cfg)
+    adapted.move(adapters, arch, parallel, 0)
+    clean = loaded(arch, weights_hf.export(model, arch, parallel))
+    first = loaded(
+        arch,
+        (
+            (name, weight_sync.rounded(tensor, 4, 8) if name.endswith(ROUNDED) else tensor)
+            for name, tensor in weights_hf.export(model, arch, parallel)
+        ),
+    )
+    metrics = sync.push(0, PROBE)
+    answer = {"as expected": same(held(engine), first), "differs": not same(first, clean)}
+    again = sync.push(0, PROBE)
+    answer |= {"no drift": same(held(engine), first) and again == metrics, "gap": metrics["sync/probe_gap"]}
+    sync.push_clean()
+    return answer | {"clean again": same(held(engine), clean), "share": metrics["sync/update_share"]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_the_push_for_training_is_rounded(kind: str, tmp_path: Path) -> None:
+    """Also the experts, which have no adapter here; embedding, head, norms, biases and routers stay as they are."""
+    path = reference.save(kind, tmp_path)
+    for answers_of_layout in world.in_layouts(LAYOUTS, round_by, path).values():
+        for answer in answers_of_layout:
+            assert answer["as expected"] and answer["differs"] and answer["no drift"] and answer["clean again"]
+            assert answer["gap"] < 1e-5 and answer["share"] == pytest.approx(1, abs=1e-4), "of the clean push"
+
+
+def refusal(parallel: Parallel, path: Path) -> str:
+    noise = {"aqn__schedule": "constant", "aqn__targets": ("experts",), "rollout__round_bits": 4}
+    cfg = training.config(path, path, lora__targets=TARGETS, **noise)
+    model, arch = adapted.load(path, parallel)
+    try:
+        WeightSync(TorchSampler(arch, stop_tokens=set(), pad_token=0), model, arch, parallel, cfg)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_noise_in_the_columns_of_a_rounded_matrix_is_refused(tmp_path: Path) -> None:
+    """With a shared expert, `experts` without `mlp` takes the noise out of the columns of its matrices."""
+    path = reference.save("qwen2_moe", tmp_path)
+    (found,) = world.in_layouts(["TP1"], refusal, path)["TP1"]
+    assert "the noise changes columns of model.layers.0.mlp.shared_expert" in found and "rollout.round_bits" in found
+
+
 # ------------------------------------------------------------------------------------------------ whole runs
 
 
@@ -169,8 +243,10 @@ def runs(tmp_path_factory) -> dict[str, Path]:
         "rollout__max_new_tokens": 2, "eval__samples": 0, "eval__num_questions": 1,
     }  # fmt: skip
     staged = {"aqn__schedule": "qerl", "aqn__num_stages": 5, "train__steps": 20}
+    changes_rounded = still | {"rollout__round_bits": 3, "rollout__round_group": 16}
     small = few | {"model__dtype": "bf16", "aqn__schedule": "constant", "aqn__sigma_start": 0.001}
     changes = {"clean": still, "noisy": still | noise, "faulty": still | noise, "staged": few | staged}
+    changes["rounded"] = changes_rounded
     changes |= {"grid": small, "fp32": small | {"aqn__bf16": "fp32"}}
     cfgs = {label: training.config(model, out / label, **changes[label]) for label in changes}
     training.in_world("TP1", train, [("TP1", cfg, label == "faulty") for label, cfg in cfgs.items()])
@@ -184,6 +260,15 @@ def test_evaluation_is_the_same_to_the_last_bit_with_and_without_noise(runs: dic
     assert [json.loads(line)["step"] for line in evaluations] == [0, 1, 2, 3]
     sampled = [(runs[label] / "completions.jsonl").read_text() for label in ("noisy", "clean")]
     assert sampled[0] != sampled[1], "control: the noise changes what is sampled for training"
+
+
+def test_evaluation_is_the_same_to_the_last_bit_with_rounded_rollouts(runs: dict[str, Path]) -> None:
+    """The check of the gap, which is on, uses the clean policy: the rounded one is far above its bound of 1e-3."""
+    for name in ("eval.jsonl", "eval_outcomes.jsonl"):
+        assert (runs["rounded"] / name).read_bytes() == (runs["clean"] / name).read_bytes()
+    for row in training.metrics(runs["rounded"]):
+        assert row["sync/probe_gap"] < 1e-5 and row["rollout/logp_gap_mean"] > 2e-3
+    assert all("sync/probe_gap" not in row for row in training.metrics(runs["clean"]))
 
 
 def test_fp32_norms_take_noise_that_bf16_takes_in_rare_jumps(runs: dict[str, Path]) -> None:
