@@ -161,7 +161,7 @@ def _push(cfg: Config, arch: Architecture, parallel: Parallel, model: torch.nn.M
     sync = object.__new__(weight_sync.WeightSync)  # its constructor pushes the whole model, and asks the engine
     vars(sync).update(
         engine=_Engine(not cfg.rollout.expert_parallel), model=model, arch=arch, parallel=parallel, cfg=cfg,
-        noise={}, clean_norms={}, touched=set(),
+        noise={}, clean_norms={}, touched=set(), rounded=set(),
     )  # fmt: skip
     sync.push(0, [])
 
