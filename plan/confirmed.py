@@ -133,7 +133,8 @@ def settings(cfg: Config, arch: Architecture, layout: RankGrid, device: str) -> 
 def line(cfg: Config, arch: Architecture, layout: RankGrid, device: str) -> str:
     """Whether a record of a dry run of these settings is there, and how far it is from the plan."""
     wanted = settings(cfg, arch, layout, device)
-    for path in sorted(RECORDS.glob("bench_dry_run*.json"), reverse=True):
+    # The newest first: a later record of the same name ends with a number, -2 and so on.
+    for path in sorted(RECORDS.glob("bench_dry_run*.json"), key=lambda path: (len(path.stem), path.stem), reverse=True):
         try:
             runs = [one["found"] for one in read_object(path)["measured"]["runs"]]
             matching = [found for found in runs if found["settings"] == wanted]
