@@ -318,3 +318,8 @@ class Config(Section):
     def has_two_policies(self) -> bool:
         """Whether the sampler gets rounded weights while the trainer keeps weights and factors apart."""
         return self.model.dtype == "bf16" and not (self.keeps_factors_apart or self.trains_merged)
+
+    @property
+    def has_old_policy_pass(self) -> bool:
+        """Whether a step computes the log-probs of the policy before its first update: for later updates, or for r2."""
+        return self.rollout.prompts_per_step > self.optim.prompts_per_update or self.replay.mode == "r2"

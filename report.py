@@ -208,7 +208,8 @@ def act(args: argparse.Namespace) -> int:
             raise InputError(f"--id: {args.id} for {len(args.runs)} runs; needed: one run, or no --id")
         for run in args.runs:
             add = store.add_benchmark if run.suffix == ".json" else store.add_run
-            print(f"{(added := add(run, args.results, args.id))}: added; next: python report.py build")
+            added = add(run, args.results, args.id)
+            print(f"{added}: added; next: python report.py build")
             if add is store.add_run:
                 record = store.load_run(args.results, added.name).record
                 print(weights.keep(args.results, record, weights.places(run, record)))

@@ -159,11 +159,11 @@ def against(results: Path, revision: str) -> list[str]:
     ]
     recorded = {name.split("/")[0] for name in before if name.endswith("/record.json")}
     variants = {re.sub(r"-seed\d+$", "", name) for name in recorded}
-    today = announced(_working_tree(results))
+    today = [entry | {"missing": None} for entry in announced(_working_tree(results))]  # reasons may be added later
     found += [
         f"{results / PLAN}: {entry['title']}: not as announced in {where}, and its runs exist"
         for entry in announced(read)
-        if begun(entry, variants) and {**entry, "missing": None} not in [{**now, "missing": None} for now in today]
+        if begun(entry, variants) and entry | {"missing": None} not in today
     ]
     return found
 

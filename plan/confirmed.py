@@ -23,6 +23,11 @@ EXACT = {"weights": "base", "adapters": "lora", "moments": "optimizer", "gradien
 EXPERT_GROUPS = ("expert", "expert_tensor", "expert_tensor x expert")
 
 
+def suffix(imbalance: float) -> str:
+    """What the name of a phase of a micro-batch ends with, if the experts' rows are not even."""
+    return "" if imbalance == 1 else f" at {imbalance:g}"
+
+
 class Compared(NamedTuple):
     """A figure of the plan and of the dry run."""
 
@@ -40,7 +45,7 @@ def compare(cfg: Config, arch: Architecture, layout: RankGrid, device: str, foun
         plan = memory.step_memory(cfg, arch, layout, device, 0, imbalance)
         elsewhere = sum(plan.parts[name] for name in NOT_RUN)
         for planned, phases in MEMORY.items():
-            ending = "" if imbalance == 1 else f" at {imbalance:g}"
+            ending = suffix(imbalance)
             there = [phase for phase in phases if phase + ending in found["phases"]]
             if not there:
                 continue

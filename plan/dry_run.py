@@ -43,7 +43,7 @@ import routing_replay
 import weight_sync
 import weights_hf
 from config import command_line, resolve_config
-from config_rules import LAYOUT_RULES, OTHER_RULES, engine_layout_problems, layout_problems, problems
+from config_rules import OTHER_RULES
 from hf_config import Architecture
 from input_files import BAD_INPUT, MOST_RANKS, InputError, one_line, refused, shown
 from knobs import Config
@@ -51,7 +51,8 @@ from learner import Learner, StepTimer, Update
 from parallel_setup import Parallel
 from plan import confirmed, dry_run_device, grid, memory
 from plan.dry_run_meter import Meter
-from plan.dry_run_report import DryRun, as_text, figures, suffix
+from plan.dry_run_report import DryRun, as_text, figures
+from plan.search import broken_rules
 from rollout import MicroBatch, Rollout
 
 IMBALANCES = (1.0, memory.IMBALANCE)  # rows of this rank's experts / the mean
@@ -105,12 +106,12 @@ def run(
         before = meter.held()
         _watch(learner, meter)
         for imbalance in imbalances:
-            meter.suffix = suffix(imbalance)
+            meter.suffix = confirmed.suffix(imbalance)
             with dry_run_device.routed(imbalance), meter.phase("update"):
                 for factor in learner.parameters:  # the fullest micro-batch is not the first one of its update
                     factor.grad = torch.zeros_like(factor)
                 meter.mark((factor.grad for factor in learner.parameters), "gradients")
-                if cfg.rollout.prompts_per_step > cfg.optim.prompts_per_update and cfg.replay.mode != "r2":
+                if cfg.has_old_policy_pass and cfg.replay.mode != "r2":  # under r2, update makes this pass
                     for micro in learner._pack(batch, [], list(range(len(batch.lengths))), advantages).micro_batches:
                         learner._old_logp(micro)
                     del micro
@@ -283,8 +284,7 @@ def main(arguments: list[str]) -> int:
                 raise InputError(f"{name}: found {shown(value)}; needed: {least} to {most}")
         if kind == "cuda" and not torch.backends.cuda.is_built():
             raise InputError("device: cuda: this torch has no CUDA; needed: a build with it, or device=npu or cpu")
-        broken = [*problems(cfg, LAYOUT_RULES), *layout_problems(cfg, arch, ranks)]
-        if broken := broken + engine_layout_problems(cfg, arch, ranks):
+        if broken := broken_rules(cfg, arch, ranks):
             raise InputError("; ".join(broken))
     except BAD_INPUT as error:
         return refused(error)

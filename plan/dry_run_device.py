@@ -1,8 +1,8 @@
 """A device without storage for the dry run: npu tensors that are only a shape, and what else the trainer asks of it.
 
 The operators of torch_npu are shapes and what autograd keeps for their backward pass, which is what decides memory.
-tests/test_npu_schema.py compares both with the real package. Megatron's dispatcher gets token counts from a plan
-instead of from a router.
+tests/test_dry_run.py compares the bytes of whole steps with those of the real package. Megatron's dispatcher gets token
+counts from a plan instead of from a router.
 """
 
 import contextlib

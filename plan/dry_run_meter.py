@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
 from torch.distributed._tools.fake_collectives import CollectiveOp
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -168,8 +169,6 @@ class Meter(TorchDispatchMode):
             phase = self.phases[self.current]
             phase.collectives[key] += 1
             phase.sent[key] += times * largest * (size - 1) // size
-        from torch._C._distributed_c10d import FakeWork
-
         work = FakeWork().boxed()
         return work if func in CollectiveOp.WK else (args[0], work)
 

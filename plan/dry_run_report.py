@@ -6,14 +6,9 @@ from collections.abc import Sequence
 from hf_config import Architecture
 from knobs import Config
 from plan import confirmed, grid, memory
-from plan.dry_run_meter import KINDS, Meter, Peak
+from plan.dry_run_meter import KINDS, Meter
 
 PHASES = ("load", "push", "reference", "old policy", "forward", "backward", "update", "save")
-
-
-def suffix(imbalance: float) -> str:
-    """What the name of a phase of a micro-batch ends with, if the experts' rows are not even."""
-    return "" if imbalance == 1 else f" at {imbalance:g}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,17 +24,14 @@ class DryRun:
     tokens: int  # of the micro-batch on this rank
     length: int  # of its rows
 
-    def peak(self, phase: str) -> Peak:
-        return self.meter.peak(phase)
-
 
 def figures(done: DryRun, rank: int, imbalances: Sequence[float]) -> dict:
     """What --json prints, in bytes and operations."""
     phases = {}
-    names = [phase + ending for phase in PHASES for ending in dict.fromkeys(["", *map(suffix, imbalances)])]
+    names = [phase + ending for phase in PHASES for ending in dict.fromkeys(["", *map(confirmed.suffix, imbalances)])]
     for name in (name for name in names if name in done.meter.phases):
         seen = done.meter.phases[name]
-        peak = done.peak(name)
+        peak = done.meter.peak(name)
         phases[name] = {
             "peak_bytes": peak.bytes,
             "kinds": peak.kinds,
@@ -81,7 +73,7 @@ def as_text(found: dict, rows: list[confirmed.Compared], title: str) -> str:
         for name, phase in found["phases"].items()
         for one in phase["collectives"]
     ]
-    fullest = suffix(max(found["imbalances"]))
+    fullest = confirmed.suffix(max(found["imbalances"]))
     for name, phase in found["phases"].items():
         if name + fullest in found["phases"] and fullest:
             continue

@@ -306,9 +306,8 @@ def step_memory(
         group, attention = max(3 * experts, arch.vocab_size * h * element), arch.qkv_size
     routing = sum(arch.moe_layers) * arch.experts_per_token if cfg.replay.mode != "off" else 0
     own_sequences = -(-rollout.prompts_per_step * rollout.group_size // layout.data)
-    has_old_policy = rollout.prompts_per_step > cfg.optim.prompts_per_update or cfg.replay.mode == "r2"
     one_merged = max(max(_layer_merged(arch, cfg.lora, layout, is_moe)) for is_moe in arch.moe_layers) * element
-    merging = one_merged * (cfg.trains_merged and has_old_policy)
+    merging = one_merged * (cfg.trains_merged and cfg.has_old_policy_pass)
     parts = {
         "base": base_parameters(arch, layout) * element,
         "lora": lora,

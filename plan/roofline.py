@@ -229,7 +229,7 @@ def step_times(
             cause: seconds * waves * completion
             for cause, seconds in _decode_causes(decode, hardware, rollout.enforce_eager).items()
         },
-        "old policy": passing(policy) | {"merging": merging} if updates > 1 or cfg.replay.mode == "r2" else {"": 0.0},
+        "old policy": passing(policy) | {"merging": merging} if cfg.has_old_policy_pass else {"": 0.0},
         "reference": passing(frozen) if cfg.loss.kl != "none" else {"": 0.0},
         "update forward": passing(first) | {"merging": merging},
         "update backward": passing(second, 1 + recompute, recompute) | {"merging": merging * recompute},

@@ -44,12 +44,19 @@ class Verdict:
     times: roofline.Times | None = None
 
 
+def broken_rules(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
+    """The rules of config_rules.py about layouts that are broken on so many ranks."""
+    return [
+        *problems(cfg, LAYOUT_RULES),
+        *layout_problems(cfg, arch, ranks),
+        *engine_layout_problems(cfg, arch, ranks),
+    ]
+
+
 def judge(cfg: Config, ranks: int, setting: Setting) -> Verdict:
     """Apply every rule of config_rules.py, then compare the planned memory with the device's."""
     arch, layout = setting.arch, grid.of(cfg, ranks)
-    reasons = problems(cfg, LAYOUT_RULES)
-    reasons += [*layout_problems(cfg, arch, ranks), *engine_layout_problems(cfg, arch, ranks)]
-    if reasons:
+    if reasons := broken_rules(cfg, arch, ranks):
         return Verdict(cfg, layout, reasons)
     hardware = roofline.HARDWARE[setting.device]
     gib = hardware.memory_gib if setting.device_gib is None else setting.device_gib

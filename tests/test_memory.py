@@ -30,7 +30,7 @@ from engines import torch_sampler, vllm_engine
 from hf_config import Architecture
 from knobs import LoraConfig, ParallelConfig
 from learner import Learner, StepTimer
-from plan import grid, memory
+from plan import dry_run_device, grid, memory
 from plan.grid import WHOLE, RankGrid
 from rollout import Rollout
 from tripwires import Heartbeat
@@ -60,19 +60,12 @@ def real(name: str) -> Architecture:
 @contextlib.contextmanager
 def as_rank(rank: int, ranks: int, tensor: int, expert: int, expert_tensor: int):
     """This process as one rank of a world that does not exist."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     with warnings.catch_warnings():
         world._quiet_third_parties()
         world._import_megatron()
-        dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
-        try:
-            yield parallel_setup.open_layout(
-                ParallelConfig(tensor=tensor, expert=expert, expert_tensor=expert_tensor), torch.device("cpu")
-            )
-        finally:
-            parallel_setup.close_layout()
-            dist.destroy_process_group()
+        sizes = ParallelConfig(tensor=tensor, expert=expert, expert_tensor=expert_tensor)
+        with dry_run_device.as_rank(rank, ranks, sizes, torch.device("cpu")) as parallel:
+            yield parallel
 
 
 # ---------------------------------------------------------------------------------------------------------- parameters
