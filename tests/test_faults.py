@@ -310,6 +310,8 @@ def test_no_check_would_have_fired_in_a_recorded_run() -> None:
         bound = run.record.config["checks"].get("logp_gap_fp32", 1e-3)
         dtype = run.record.config["model"]["dtype"]
         changes = {"reward__permute": control, "checks__logp_gap_fp32": float(bound), "model__dtype": dtype}
+        sizes = ("prompts_per_step", "group_size", "max_new_tokens", "temperature")
+        changes |= {f"rollout__{key}": run.record.config["rollout"][key] for key in sizes}
         cfg = training.config(Path("none"), Path("none"), **changes)
         said: list[str] = []
         watch = Tripwires(cfg, said.append, lambda bound: "")
