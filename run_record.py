@@ -315,7 +315,9 @@ def write_records(folder: Path, cfg: Config, world_size: int) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         processes = variable("LOCAL_WORLD_SIZE", world_size, 1, world_size)
         launcher = ["torchrun", f"--nnodes={world_size // processes}", f"--nproc_per_node={processes}"]
-    command = shlex.join([*launcher, os.path.basename(sys.argv[0]), *sys.argv[1:]])
+    script, checkout = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parent
+    script = script.relative_to(checkout) if script.is_relative_to(checkout) else Path(script.name)
+    command = shlex.join([*launcher, str(script), *sys.argv[1:]])
     records: dict[str, str | bytes] = {
         "config.yaml": to_yaml(cfg),
         "inputs.json": json.dumps(inputs(cfg.model.path, cfg.data), indent=1) + "\n",

@@ -1,7 +1,7 @@
 """Train each variant with each seed, in parallel on Ray or one run after another on this machine.
 
     python sweep.py configs/sweeps/aqn.yaml [section.key=value ...]     on Ray: a local one, or --address of a cluster
-    python sweep.py configs/sweeps/aqn.yaml --local                     without Ray
+    python sweep.py configs/sweeps/aqn.yaml --local                     without Ray, as many jobs at once as have CPUs
     python sweep.py configs/sweeps/aqn.yaml --list                      print the state of the jobs and start nothing
 
 After a crash or Ctrl-C, start the same command again: finished runs are not repeated, and an interrupted run resumes
@@ -42,6 +42,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HU
 
 class Variant(Part):
     overrides: tuple[str, ...] = Field((), strict=False, description="section.key=value")
+    fault: str = Field("", description="of benchmarks/planted_fault.py: train with this fault, as a control")
     processes: int | None = Field(
         None, ge=1, le=MOST_RANKS, description="number of ranks; by default that of the sweep"
     )
@@ -66,7 +67,7 @@ class Sweep(Part):
 class Job:
     name: str
     cfg: Config
-    arguments: list[str]  # of train_grpo.py
+    arguments: list[str]  # of torchrun: the script and its arguments
     processes: int
     state: str = "waiting"  # waiting, running, elsewhere (another process runs it), finished, failed
     attempts: int = 0
@@ -104,8 +105,8 @@ def read_sweep(path: Path, extra: list[str]) -> tuple[Sweep, list[Job]]:
     if len(sweep.seeds) > 1 and not any("{seed}" in text for text in sweep.each_seed):
         raise InputError(f"{path}: each_seed: has no {{seed}}, so all {len(sweep.seeds)} seeds would be the same run")
     jobs = []
-    # All variants of a seed come before the next seed, so that pairs are complete early.
     for seed, (name, variant) in itertools.product(sweep.seeds, sweep.variants.items()):
+        script = ["benchmarks/planted_fault.py", variant.fault] if variant.fault else ["train_grpo.py"]
         job = f"{name}-seed{seed}"
         arguments = [
             f"name={job}",
@@ -118,8 +119,15 @@ def read_sweep(path: Path, extra: list[str]) -> tuple[Sweep, list[Job]]:
             cfg = load_config(ROOT / sweep.config, arguments)
         except InputError as error:
             raise InputError(f"{path}: {job}: {error}") from None
-        jobs.append(Job(job, cfg, [sweep.config, *arguments], variant.processes or sweep.processes))
-    return sweep, jobs
+        jobs.append(Job(job, cfg, [*script, sweep.config, *arguments], variant.processes or sweep.processes))
+    return sweep, in_order(jobs, len(sweep.variants))
+
+
+def in_order(jobs: list[Job], variants: int) -> list[Job]:
+    """All variants of a seed before the next seed, so that pairs are complete early. But the first job of a seed, which
+    may have to make a tiny model, comes half a seed earlier, so that no other job waits for the model."""
+    place = {job.name: index - (variants // 2 if index % variants == 0 else 0) for index, job in enumerate(jobs)}
+    return sorted(jobs, key=lambda job: place[job.name])
 
 
 # ------------------------------------------------------------------------------------------------------------- one job
@@ -132,7 +140,7 @@ def start_job(name: str, arguments: list[str], processes: int, folder: Path) -> 
     """
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost",
-        f"--nproc_per_node={processes}", "train_grpo.py", *arguments,
+        f"--nproc_per_node={processes}", *arguments,
     ]  # fmt: skip
     # Packages found in the folders of these two variables would replace the pinned ones.
     kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
@@ -223,6 +231,12 @@ def run_sweep(sweep: Sweep, jobs: list[Job], start: Callable[[Job], Any], most: 
         time.sleep(1)
 
 
+def jobs_at_once(resources: dict[str, int], cores: int) -> int:
+    """Number of jobs that this machine runs side by side: one if a job reserves more than CPUs, such as NPUs."""
+    needed = resources.get("CPU", 0)
+    return max(1, cores // needed) if needed and set(resources) == {"CPU"} else 1
+
+
 def advance(job: Job, start: Callable[[Job], Any], room: bool, retries: int, folder: Path) -> None:
     """Bring a job to its next state. A waiting job starts if there is ``room``; a running job can end."""
     if not job.process and not room:
@@ -269,7 +283,9 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweep", type=Path, help="a file of configs/sweeps/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of all jobs")
-    parser.add_argument("--local", action="store_true", help="one job after another, without Ray")
+    parser.add_argument(
+        "--local", action="store_true", help="without Ray; jobs that reserve nothing but CPUs run side by side"
+    )
     parser.add_argument("--address", help="address of a Ray cluster; by default a local Ray is started")
     parser.add_argument("--list", action="store_true", help="print the state of the jobs and start nothing")
     args = parser.parse_intermixed_args(arguments)
@@ -287,7 +303,8 @@ def main(arguments: list[str]) -> int:
         folder = Path(ROOT, jobs[0].cfg.train.out_dir) / f"sweep-{args.sweep.stem}"
         folder.mkdir(parents=True, exist_ok=True)
         if args.local:
-            run_sweep(sweep, jobs, lambda job: start_job(job.name, job.arguments, job.processes, folder), 1, folder)
+            most = jobs_at_once(sweep.resources, len(os.sched_getaffinity(0)))
+            run_sweep(sweep, jobs, lambda job: start_job(job.name, job.arguments, job.processes, folder), most, folder)
         else:
             run_sweep(sweep, jobs, connect_ray(folder, sweep.resources, args.address), len(jobs), folder)
     except BAD_INPUT as error:

@@ -35,10 +35,14 @@ class Planned(Part):
     sweep: str = Field("", description="the file of configs/sweeps/ that makes the runs")
     base: str = Field(description="group of records that the others are compared with")
     others: tuple[str, ...] = Field(min_length=1, strict=False)
-    kind: str = Field("sampled", pattern="^(sampled|greedy|reward)$", description="reward: mean training reward")
+    kind: str = Field("sampled", pattern="^(sampled|greedy|reward|curve)$", description="outcome, see records.scores")
     margin: float = Field(0.0, ge=0, description="points: a variant whose interval lies within it is called equal")
     seeds: tuple[int, ...] | None = Field(None, strict=False, description="the announced seeds; by default the sweep's")
     missing: tuple[str, ...] = Field((), strict=False, description="NAME-seedN: why this announced run has no record")
+    family: str = Field("", description="comparisons of one family are corrected together")
+    predicted: str = Field("", pattern="^(better|worse|equal|)$", description="the outcome, announced before the runs")
+    why: str = Field("", description="the mechanism behind the prediction")
+    control: str = Field("", description="group of runs with a planted fault, which this design must find")
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -200,10 +200,14 @@ def evaluation(rows: list[dict[str, Any]], step: int) -> dict[str, Any]:
 def scores(run: Run, kind: str, step: int | None = None) -> np.ndarray:
     """Score of each question after ``step`` steps (the last by default), the mean of its answers.  -> (n,)
 
-    ``kind`` reward: the mean training reward of all steps instead.  -> (1,)
+    ``kind`` curve: the mean of the sampled score over all evaluations after the first step.  -> (n,)
+    ``kind`` reward: the mean training reward of all steps.  -> (1,)
     """
     if kind == "reward":
         return np.array([run.steps["reward/mean"].mean()])
+    if kind == "curve":
+        steps = [row["step"] for row in run.rows if row["step"] > 0 and "eval/num_questions" in row]
+        return np.mean([scores(run, "sampled", step) for step in steps], axis=0)
     row = evaluation(run.rows, run.record.steps if step is None else step)
     if not row[MARKS[kind]]:
         raise InputError(f"{run.record.id}: no {kind} answers (eval.samples is 0); there are: greedy")

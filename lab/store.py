@@ -36,7 +36,7 @@ NO_RECORD = re.compile(rf"benchmarks/README\.md|{ID}/report\.html")  # report.py
 RESERVED = {"figures", "benchmarks", "weights", "index.json", "plan.yaml", "README.md"}
 # Settings that differ between the seeds of one variant, and settings that do not change the result. Runs that differ in
 # any other setting are different variants.
-SEEDS = {"name", "train.seed", "tiny_model.seed"}
+SEEDS = {"name", "train.seed", "tiny_model.seed", "data.seed"}
 BOOKKEEPING = {key for key in MAY_CHANGE if key.split(".")[0] in ("train", "checks", "device")}
 PRIVATE = re.compile(r"(?<![\w.~}])/(?:[h]ome|[U]sers|[r]oot)/\w")
 CONVERSION = "Convert the records"  # how the subject of the commit begins that brought the records into this format
