@@ -2,7 +2,7 @@
 
     python report.py add out/RUN [--id ID]      store a finished run as results/ID (its name by default)
     python report.py add out/bench_step.json    store a benchmark's file as results/benchmarks/bench_step.json
-    python report.py build                      write RESULTS.md, results/README.md, docs/npu.md and the figures
+    python report.py build                      write RESULTS.md, the pages beside it, and the figures
     python report.py --check                    exit 1 if a record was edited or lost, or a page is not up to date
     python report.py --check --against REV      and if the records of commit REV are not all there, byte for byte
     python report.py rerun ID [--run]           print the commands that repeat a run (--run: execute and compare)
@@ -42,7 +42,7 @@ VERBS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "runs": {"nargs": "+", "type": Path, "metavar": "out/RUN"},
         "--id": {"default": "", "help": "the name of the record; by default the name of the run"},
     }),
-    "build": ("write RESULTS.md, results/README.md, docs/npu.md and the figures", {}),
+    "build": ("write RESULTS.md, the pages beside it, and the figures", {}),
     "rerun": ("print the commands that repeat a run", {
         "id": {},
         "--run": {"action": "store_true", "help": "execute them, and compare with the record"},
@@ -55,8 +55,9 @@ VERBS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "compare": ("compare runs or groups of seeds", {
         "names": {"nargs": "+", "metavar": "NAME", "help": "record, group of seeds, or run folder"},
         "--kind": {
-            "choices": ("sampled", "greedy", "reward"),
-            "help": "what is compared: by default the sampled answers if there are any; reward: that of training",
+            "choices": ("sampled", "greedy", "curve", "reward"),
+            "help": "what is compared: by default the sampled answers if there are any, at the end; "
+            "curve: their mean along the run; reward: that of training",
         },
     }),
     "plan": ("the minimum detectable effect of a design", {

@@ -4,16 +4,23 @@ python report.py compare seed0 out/seed0-20260101-120000     a repeat of a run a
 python report.py compare baseline aqn_weak aqn_strong        groups of seeds: each variant against the first
 """
 
-import itertools
-from dataclasses import dataclass
+import functools
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+import data_gsm8k
 from input_files import InputError
+from knobs import DataConfig
 from lab import statistics as paired
+from lab.markdown import points
 from lab.records import GOLD, Record, Run, file_of, from_run, scores
 from lab.store import differing, load_groups
+from reward_gsm8k import gold_answer
 
 ALPHA = 0.05
 
@@ -91,6 +98,7 @@ class Comparison:
     seeds: list[int]  # paired: trained under both
     questions: int
     effect: paired.Effect  # of this comparison alone
+    clustered: paired.Effect  # the same, where both seeds and clusters of questions are random samples
     p: float  # corrected for the number of comparisons
     num_comparisons: int
     detectable: float  # minimum detectable effect: 80 % power at the corrected level
@@ -99,68 +107,143 @@ class Comparison:
     margin: float  # an effect whose interval lies within it is equal to none
 
     @property
+    def decided(self) -> bool:
+        return len(self.seeds) >= paired.MIN_SEEDS
+
+    @property
+    def direction(self) -> str:
+        """better or worse; empty unless the p-value is small and there are enough seeds."""
+        if not self.decided or self.p >= ALPHA:
+            return ""
+        return "better" if self.effect.mean > 0 else "worse"
+
+    @property
+    def equal(self) -> bool:
+        """Whether the interval lies within the margin. A difference can be that small and still be no chance."""
+        return self.decided and float(max(map(abs, self.effect.interval()))) < self.margin
+
+    @property
     def verdict(self) -> str:
-        """In words. A variant is called better or worse only with a small p-value and with enough seeds."""
-        if len(self.seeds) < paired.MIN_SEEDS:
+        if not self.decided:
             return f"not decided: {len(self.seeds)} paired seed{'s' * (len(self.seeds) > 1)} of {paired.MIN_SEEDS}"
-        if max(map(abs, self.effect.interval())) < self.margin:
-            return f"equal within {100 * self.margin:g} points"
-        if self.p < ALPHA:
-            return f"different: {self.other} is {'better' if self.effect.mean > 0 else 'worse'}"
-        return "not different: inside the noise"
+        margin = f"within {100 * self.margin:g} points"
+        if self.direction:
+            return f"different: {self.other} is {self.direction}" + f", {margin}" * self.equal
+        return f"equal {margin}" if self.equal else "not different: inside the noise"
 
 
 def gain(group: list[Run], kind: str) -> paired.Effect:
     """Last evaluation minus first, over the seeds and questions of one variant."""
-    return paired.effect(np.stack([scores(run, kind) - scores(run, kind, 0) for run in group]))
+    return _effects(group, [scores(run, kind) - scores(run, kind, 0) for run in group])[0]
 
 
-def compare(groups: dict[str, list[Run]], kind: str = "sampled", margin: float = 0.0) -> list[Comparison]:
-    """Each group against the first, paired by seed and question; p-values corrected by Holm over all of them."""
+def compare(
+    groups: dict[str, list[Run]], kind: str = "sampled", margin: float = 0.0, announced: int | None = None
+) -> list[Comparison]:
+    """Each group against the first, paired by seed; p-values corrected by Holm.
+
+    ``announced``: the number of comparisons for which they are corrected, by default all of this call.
+    """
     (base_name, base), *others = groups.items()
-    tables = [paired_differences(base_name, base, name, group, kind) for name, group in others]
-    corrected = paired.holm([float(paired.effect(differences).p_value()) for _, differences in tables])
     found = []
-    for (name, group), (pairs, differences), p in zip(others, tables, corrected, strict=True):
-        effect, seeds = paired.effect(differences), [a.record.seed for a, _ in pairs]
-        better, worse = (differences > 0).sum(1), (differences < 0).sum(1)
-        exact = paired.mcnemar_exact(better, worse)
+    for name, group in others:
+        pairs = _pairs(base_name, base, name, group)
+        differences = [scores(b, kind) - scores(a, kind) for a, b in pairs]
+        effect, clustered = _effects([a for a, _ in pairs], differences)
+        better, worse = (np.array([(sign * each > 0).sum() for each in differences]) for sign in (1, -1))
+        exact, seeds = paired.mcnemar_exact(better, worse), [a.record.seed for a, _ in pairs]
         found.append(
             Comparison(
                 base=base_name,
                 other=name,
                 changed=differing(pairs[0][0].record, pairs[0][1].record),
                 seeds=seeds,
-                questions=differences.shape[1],
+                questions=len(differences[0]),
                 effect=effect,
-                p=p,
-                num_comparisons=len(others),
-                detectable=paired.detectable(float(effect.error), float(effect.freedom), ALPHA / len(others)),
+                clustered=clustered,
+                p=float(effect.p_value()),
+                num_comparisons=1,
+                detectable=0.0,
                 by_seed=list(zip(seeds, better.tolist(), worse.tolist(), exact.tolist(), strict=True)),
                 notes=_notes(base, group, pairs),
                 margin=margin,
             )
         )
-    return found
+    return corrected(found, announced or len(found))
 
 
-def paired_differences(
-    base_name: str, base: list[Run], name: str, group: list[Run], kind: str
-) -> tuple[list[tuple[Run, Run]], np.ndarray]:
-    """The pairs of runs with the same seed, and the scores of the second minus those of the first.  -> pairs, (S, n)"""
+def corrected(family: list[Comparison], announced: int) -> list[Comparison]:
+    """The comparisons with p-values and minimum detectable effects for a family of ``announced`` ones (Holm).
+
+    Comparisons of the family that have not been made count as if they had the largest p-values.
+    """
+    p_values = [float(one.effect.p_value()) for one in family]
+    adjusted = paired.holm(p_values + [1.0] * (announced - len(family)))
+    return [
+        replace(
+            one,
+            p=p,
+            num_comparisons=announced,
+            detectable=paired.detectable(float(one.effect.error), float(one.effect.freedom), ALPHA / announced),
+        )
+        for one, p in zip(family, adjusted, strict=False)
+    ]
+
+
+def _pairs(base_name: str, base: list[Run], name: str, group: list[Run]) -> list[tuple[Run, Run]]:
+    """The runs with the same seed; InputError if there are none, or if a pair was asked different questions."""
     partners = {run.record.seed: run for run in group}
     pairs = [(run, partners[run.record.seed]) for run in base if run.record.seed in partners]
     if not pairs:
         raise InputError(f"{base_name}, {name}: no common seed; needed: runs of both with the same train.seed")
-    first = pairs[0][0]
-    for run in itertools.chain(*pairs):
-        gold, other = (one.rows[0].get(GOLD, []) for one in (first, run))
+    for a, b in pairs:
+        gold, other = (run.rows[0].get(GOLD, []) for run in (a, b))
         if gold != other:
             raise InputError(
-                f"{first.record.id}, {run.record.id}: other questions ({len(gold)} and {len(other)}); "
+                f"{a.record.id}, {b.record.id}: other questions ({len(gold)} and {len(other)}); "
                 "needed: the same data and eval.num_questions"
             )
-    return pairs, np.stack([scores(b, kind) - scores(a, kind) for a, b in pairs])
+    return pairs
+
+
+def _effects(runs: list[Run], differences: list[np.ndarray]) -> tuple[paired.Effect, paired.Effect]:
+    """The effect of differences of S runs with n questions each, and the one with clusters of questions.  S x (n,)
+
+    Questions that all seeds share are a sample that does not grow with the seeds, so both effects count them, or their
+    clusters, as a random effect. Where each seed has questions of its own, the first effect has the seeds as its unit.
+    """
+    n = len(differences[0])
+    if n == 1:  # training rewards
+        alone = paired.effect(np.stack(differences))
+        return alone, alone
+    clusters: list[Sequence] = [operand_pairs(run) or range(n) for run in runs]
+    table = paired.by_cluster(differences, clusters)
+    clustered = paired.effect(table, answers=n)
+    if all(run.rows[0].get(GOLD) == runs[0].rows[0].get(GOLD) for run in runs):
+        return clustered, clustered
+    return paired.effect(np.array([[each.mean()] for each in differences])), clustered
+
+
+def operand_pairs(run: Run) -> list[tuple[int, int]]:
+    """The first two operands of each generated question, which decide whether it is held out.
+
+    The questions are generated again from the run's configuration. Empty for other data, and if the gold answers of the
+    record are others.
+    """
+    data, gold = run.record.config["data"], run.rows[0].get(GOLD, [])
+    made = _generated(json.dumps(data))[: len(gold)] if data["source"] == "arithmetic" else []
+    return [pair for pair, _ in made] if [answer for _, answer in made] == gold else []
+
+
+@functools.cache
+def _generated(data: str) -> list[tuple[tuple[int, int], str]]:
+    """The first two operands, in order of size, and the gold answer of each held-out question of a configuration."""
+    pairs, _, _ = data_gsm8k.read(DataConfig.model_validate_json(data), "test")
+    found = []
+    for _, line in pairs:
+        x, y = map(int, re.findall(r"\d+", line)[:2])
+        found.append(((min(x, y), max(x, y)), gold_answer(line)))
+    return found
 
 
 def _notes(base: list[Run], group: list[Run], pairs: list[tuple[Run, Run]]) -> list[str]:
@@ -169,6 +252,10 @@ def _notes(base: list[Run], group: list[Run], pairs: list[tuple[Run, Run]]) -> l
     notes = [
         (unpaired, f"{unpaired} runs have no partner of the same seed and are left out"),
         (any(a.record.inputs.model != b.record.inputs.model for a, b in pairs), "the pairs started from other weights"),
+        (
+            any(a.record.config["data"]["source"] == "arithmetic" and not operand_pairs(a) for a, _ in pairs),
+            "the questions cannot be generated again, so they count as independent",
+        ),
         (len({run.record.commit for pair in pairs for run in pair}) > 1, "the runs are of several commits"),
     ]
     return [text for holds, text in notes if holds]
@@ -177,11 +264,11 @@ def _notes(base: list[Run], group: list[Run], pairs: list[tuple[Run, Run]]) -> l
 def sentences(found: Comparison, kind: str) -> str:
     """A comparison as text for a terminal."""
     s, (low, high) = len(found.seeds), found.effect.interval()
-    what = "mean training reward" if kind == "reward" else f"{kind} accuracy"
+    what = {"reward": "mean training reward", "curve": "mean accuracy along the run"}.get(kind, f"{kind} accuracy")
     lines = [
         f"{found.other} against {found.base}: {'; '.join(found.changed) or 'same settings'}",
-        f"  {what} {100 * found.effect.mean:+.1f} points, 95 % interval {100 * low:+.1f} to "
-        f"{100 * high:+.1f} ({s} paired seed{'s' * (s > 1)} x {found.questions:,} questions)",
+        f"  {what} {100 * found.effect.mean:+.1f} points, 95 % interval {points(low, high)} "
+        f"({s} paired seed{'s' * (s > 1)} x {found.questions:,} questions)",
         f"  standard error {100 * found.effect.error:.2f} points",
         f"  {found.verdict}; p = {found.p:.3g}, Holm over {found.num_comparisons}; minimum detectable effect "
         f"{100 * found.detectable:.1f} points with 80 % power",

@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import json
 import re
+from collections.abc import Callable
 from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ SCHEDULES = {"aqn/sigma", "actor/lr"}  # not smoothed: these have no noise
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito
 DRAWING = 2  # raise it when the drawing changes, so that --check asks for new figures
 Curves = dict[str, list[Any]]  # variant -> one pandas.Series per run: step -> value
-Wanted = dict[str, tuple[str, dict[str, list[Run]]]]  # file of a figure below results/ -> its title and its variants
+# File of a figure below results/ -> its title, the variants whose data it shows, and the function that draws it.
+Wanted = dict[str, tuple[str, dict[str, list[Run]], Callable[[], Any]]]
 
 
 def curves(groups: dict[str, list[Run]], key: str) -> Curves:
@@ -99,9 +101,11 @@ def grid(metrics: dict[str, Curves], names: list[str], title: str = "", more: in
 # --------------------------------------------------------------------------------------------------------- PNG figures
 
 
-def learning_curve(name: str, runs: list[Run]) -> Any:
+def learning_curve(name: str, groups: dict[str, list[Run]]) -> Any:
     """The training reward of one variant's seeds, with the held-out accuracy of the evaluations."""
     import matplotlib.figure
+
+    runs = groups[name]
 
     figure = matplotlib.figure.Figure(figsize=(8, 4.5), layout="constrained")
     axes, accuracy = figure.subplots(), f"eval/{runs[0].record.last.kind}_accuracy"
@@ -155,10 +159,9 @@ def draw_all(wanted: Wanted, results: Path) -> None:
     for name in stale - wanted.keys():
         (results / name).unlink(missing_ok=True)
     for name in stale & wanted.keys():
-        title, groups = wanted[name]
-        figure = comparison(title, groups) if len(groups) > 1 else learning_curve(title, *groups.values())
+        title, groups, draw = wanted[name]
         picture = BytesIO()
-        figure.savefig(
+        draw().savefig(
             picture, format="png", dpi=110,
             metadata={"Software": None, "Description": source_hash(title, groups)},  # no version and no date
         )  # fmt: skip
@@ -174,7 +177,7 @@ def faults(wanted: Wanted, results: Path) -> set[str]:
     """The figures that draw_all() would draw or remove: missing, edited, drawn from other data, or not wanted."""
     index = read_index(results)
     found = {name for name in index if FIGURE.fullmatch(name) and name not in wanted}
-    for name, (title, groups) in wanted.items():
+    for name, (title, groups, _) in wanted.items():
         picture = (results / name).read_bytes() if (results / name).exists() else b""
         if index.get(name) != hashlib.sha256(picture).hexdigest() or source_hash(title, groups).encode() not in picture:
             found.add(name)

@@ -5,6 +5,7 @@ from pathlib import Path
 from pydantic import Field
 
 from lab import store
+from lab.markdown import table
 from lab.records import Part, validated
 
 
@@ -37,3 +38,8 @@ def rows(results: Path) -> list[dict[str, str]]:
                 }
             )
     return found
+
+
+def page(results: Path) -> str:
+    """The generated part of docs/npu.md."""
+    return table(found) if (found := rows(results)) else "No record yet."

@@ -1,22 +1,21 @@
-"""RESULTS.md, results/README.md, docs/npu.md: their generated parts follow from the records in results/ alone.
+"""RESULTS.md, results/README.md and two pages of docs/: what is generated of them follows from the records alone.
 
-RESULTS.md holds the findings, the comparisons and the benchmarks. results/README.md holds the table of runs, and
-docs/npu.md the table of the checks without an NPU. In results/plan.yaml the comparisons are announced before they are
-run, so that p-values are corrected for their number. Text outside the two marker lines is written by hand and stays as
-it is. This file needs no torch.
+RESULTS.md holds the findings, the comparisons and the benchmarks. results/README.md holds the table of runs,
+docs/benchmark.md the comparisons of methods, and docs/npu.md the checks without an NPU. Text outside the two marker
+lines is written by hand and stays as it is. This file needs no torch.
 """
 
 import difflib
+import functools
 import statistics
 from pathlib import Path
 
-from numpy.typing import NDArray
-from pydantic import Field
-
-from input_files import InputError, read_file, read_text
-from lab import comparisons, figures, npu_checks, store
+from input_files import InputError, read_text
+from lab import announced, benchmark, comparisons, figures, npu_checks, store
+from lab.announced import Plan, Planned
 from lab.comparisons import Comparison
-from lab.records import Evaluation, Part, Run, validated
+from lab.markdown import points, table
+from lab.records import Evaluation, Run
 from run_record import write_atomically
 
 BEGIN = "<!-- report.py build writes the text below: edit results/plan.yaml, or the text outside of the two markers -->"
@@ -28,78 +27,26 @@ GAPS = {  # column -> metric
     "on the probe, without noise": "aqn/probe_gap",
 }
 CURVE = "figures/learning_curve.png"
-
-
-class Planned(Part):
-    title: str
-    sweep: str = Field("", description="the file of configs/sweeps/ that makes the runs")
-    base: str = Field(description="group of records that the others are compared with")
-    others: tuple[str, ...] = Field(min_length=1, strict=False)
-    kind: str = Field("sampled", pattern="^(sampled|greedy|reward|curve)$", description="outcome, see records.scores")
-    margin: float = Field(0.0, ge=0, description="points: a variant whose interval lies within it is called equal")
-    seeds: tuple[int, ...] | None = Field(None, strict=False, description="the announced seeds; by default the sweep's")
-    missing: tuple[str, ...] = Field((), strict=False, description="NAME-seedN: why this announced run has no record")
-    family: str = Field("", description="comparisons of one family are corrected together")
-    predicted: str = Field("", pattern="^(better|worse|equal|)$", description="the outcome, announced before the runs")
-    why: str = Field("", description="the mechanism behind the prediction")
-    control: str = Field("", description="group of runs with a planted fault, which this design must find")
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.base, *self.others)
-
-
-class NotRun(Part):
-    group: str = Field(description="name of the future records; when they exist, the row is no longer shown")
-    what: str
-    command: str
-    plan: str
-
-
-class Plan(Part):
-    """results/plan.yaml."""
-
-    comparisons: tuple[Planned, ...] = Field((), strict=False)
-    rows: tuple[NotRun, ...] = Field((), strict=False)
-    benchmarks: tuple[str, ...] | None = Field(
-        None, strict=False, description="scripts shown in RESULTS.md; all if none"
-    )
-
-
-def read_plan(results: Path) -> Plan:
-    """The plan of a folder of records; empty when there is no plan.yaml."""
-    path = results / "plan.yaml"
-    return validated(Plan, read_file(path) if path.exists() else {}, path)
-
-
-def table(rows: list[dict[str, str]]) -> str:
-    """A Markdown table; the keys of the first row are its head."""
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def points(low: float | NDArray, high: float | NDArray) -> str:
-    """An interval of shares, in points."""
-    return f"{100 * low:+.1f} to {100 * high:+.1f}"
+SHOWN_SEEDS = 6  # the table of runs leaves out variants with more
 
 
 # ----------------------------------------------------------------------------------------------------------- RESULTS.md
 
 
-def results_page(groups: dict[str, list[Run]], plan: Plan, results: Path) -> str:
+def results_page(
+    groups: dict[str, list[Run]], plan: Plan, ready: dict[Planned, list[Comparison]], results: Path
+) -> str:
     """The generated part of RESULTS.md."""
-    ready = {
-        planned: comparisons.compare({name: groups[name] for name in planned.names}, planned.kind, planned.margin / 100)
-        for planned in plan.comparisons
-        if {*planned.names} <= groups.keys()
-    }
-    findings = [finding(planned, found) for planned, found in ready.items()]
+    alone = {planned: found for planned, found in ready.items() if not planned.family}
+    findings = [finding(planned, found) for planned, found in ready.items() if planned.family != benchmark.CONTROLS]
     parts = ["## Findings"]
-    if ready:
-        base = next(iter(ready)).base
-        parts.append("\n".join(f"- {sentence}" for sentence in [training(base, groups[base]), *findings]))
-        parts += [f"![Learning curve of {base}](results/{CURVE})", "## Comparisons", comparison_table(ready)]
-        layouts = [step_by_step(groups[each.base], {name: groups[name] for name in each.others}) for each in ready]
+    if alone:
+        base = next(iter(alone)).base
+        findings = [training(base, groups[base]), *findings]
+    parts += ["\n".join(f"- {sentence}" for sentence in findings)] if findings else []
+    if alone:
+        parts += [f"![Learning curve of {base}](results/{CURVE})", "## Comparisons", comparison_table(alone)]
+        layouts = [step_by_step(groups[each.base], {name: groups[name] for name in each.others}) for each in alone]
         parts += filter(None, layouts)
     used = {run.record.device for runs in groups.values() for run in runs}
     unused = [where for device, where in DEVICES.items() if device not in used]
@@ -126,24 +73,25 @@ def training(name: str, runs: list[Run]) -> str:
 def finding(planned: Planned, found: list[Comparison]) -> str:
     """The outcome of one announced comparison, in sentences."""
     text = f"**{planned.title}.**"
-    if undecided := [one for one in found if one.verdict.startswith("not decided")]:
+    if undecided := [one for one in found if not one.decided]:
         text += f" {_names(undecided)}: too few paired seeds to decide."
     for one in found:
-        if one.verdict.startswith("different"):
+        if one.direction:
             text += (
-                f" `{one.other}` is {one.verdict.rpartition(' ')[2]} than `{one.base}` by "
-                f"{abs(100 * one.effect.mean):.1f} points (95 % interval {points(*one.effect.interval())}, "
-                f"p = {one.p:.2g})."
+                f" `{one.other}` is {one.direction} than `{one.base}` by {abs(100 * one.effect.mean):.1f} points "
+                f"(95 % interval {points(*one.effect.interval())}, p = {one.p:.2g})."
             )
-    if equal := [one for one in found if one.verdict.startswith("equal")]:
+    if equal := [one for one in found if one.equal and not one.direction]:
         lows, highs = zip(*(one.effect.interval() for one in equal), strict=True)
         text += f" Equal to `{planned.base}` within {planned.margin:g} points: {_names(equal)}"
         text += f" (95 % intervals within {points(min(lows), max(highs))})."
-    if same := [one for one in found if one.verdict.startswith("not different")]:
+    if same := [one for one in found if one.decided and not one.equal and not one.direction]:
         means, least = [one.effect.mean for one in same], max(one.detectable for one in same)
         shown = f"{100 * means[0]:+.1f}" if len(same) == 1 else points(min(means), max(means))
         text += f" No difference from `{planned.base}` was found for {_names(same)} ({shown} points)."
         text += f" The minimum detectable effect is {'' if len(same) == 1 else 'up to '}{100 * least:.1f} points."
+    if planned.predicted:
+        text += f" Predicted: {planned.predicted}; {announced.outcome(planned, found[0])}."
     return text
 
 
@@ -255,7 +203,12 @@ def records_page(groups: dict[str, list[Run]], results: Path) -> str:
             parts += [f"## Measured on {where}", "\n".join(sorted({_machine(run) for run in runs}))]
             parts += ["### Variants", table([variant_row(name, each) for name, each in here.items()])]
             parts += ["### Sampler against trainer", table([gap_row(name, each) for name, each in here.items()])]
-            parts += ["### Runs", table([run_row(run) for run in runs])]
+            shown = [run for each in here.values() if len(each) <= SHOWN_SEEDS for run in each]
+            parts += [
+                "### Runs",
+                f"Variants of at most {SHOWN_SEEDS} seeds; the others are in the folders of this one.",
+            ]
+            parts += [table([run_row(run) for run in shown])] if shown else []
     return "\n\n".join([*parts, "## Benchmarks", benchmark_tables(store.benchmarks_by_script(results), "benchmarks")])
 
 
@@ -333,22 +286,31 @@ def _fresh(path: Path, generated: str) -> str:
 
 
 def _wanted(results: Path, page: Path) -> tuple[dict[Path, str], figures.Wanted]:
-    """The texts of the pages, and the figures: the learning curve of the first base, and one per comparison."""
-    groups, plan = store.load_groups(results), read_plan(results)
-    texts = {page: _fresh(page, results_page(groups, plan, results))}
-    if (readme := results / "README.md").exists():
-        texts[readme] = _fresh(readme, records_page(groups, results))
-    if (npu := page.parent / "docs" / "npu.md").exists():
-        rows = npu_checks.rows(results)
-        texts[npu] = _fresh(npu, table(rows) if rows else "No record yet.")
+    """The texts of the pages, and the figures: the learning curve of the first base, and the comparisons."""
+    groups, plan = store.load_groups(results), announced.read_plan(results)
+    ready = announced.compared(plan, groups)
+    generated = {
+        page: results_page(groups, plan, ready, results),
+        results / "README.md": records_page(groups, results),
+        page.parent / "docs" / "npu.md": npu_checks.page(results),
+        page.parent / "docs" / "benchmark.md": benchmark.page(ready, groups),
+    }
+    texts = {path: _fresh(path, text) for path, text in generated.items() if path == page or path.exists()}
     pictures: figures.Wanted = {}
-    for planned in plan.comparisons:
-        if {*planned.names} <= groups.keys():
-            pictures.setdefault(CURVE, (planned.base, {planned.base: groups[planned.base]}))
-            pictures[f"figures/{figures.slug(planned.title)}.png"] = (
-                planned.title,
-                {name: groups[name] for name in planned.names},
+    for planned in ready:
+        variants = {name: groups[name] for name in planned.names}
+        if not planned.family:
+            base = {planned.base: groups[planned.base]}
+            pictures.setdefault(
+                CURVE, (planned.base, base, functools.partial(figures.learning_curve, planned.base, base))
             )
+            draw = functools.partial(figures.comparison, planned.title, variants)
+            pictures[f"figures/{figures.slug(planned.title)}.png"] = (planned.title, variants, draw)
+    if methods := benchmark.of(benchmark.METHODS, ready):
+        names = dict.fromkeys(name for planned, _ in methods for name in planned.names)
+        title = "; ".join(f"{planned.title}: {planned.predicted}" for planned, _ in methods)
+        draw = functools.partial(benchmark.figure, ready)
+        pictures[benchmark.FIGURE] = (title, {name: groups[name] for name in names}, draw)
     return texts, pictures
 
 

@@ -6,8 +6,9 @@ with the questions, and with the sampling of single answers. An interval that ig
 narrow and finds differences that do not exist.
 """
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,21 +58,24 @@ class Effect:
         return t.interval(confidence, self.freedom, self.mean, self.error)
 
 
-def effect(differences: Array) -> Effect:
-    """The mean difference when both seeds and questions are random samples.  (..., S, n) -> (...)
+def effect(differences: Array, answers: int | None = None) -> Effect:
+    """Mean of D, with a standard error for the case that seeds and questions are random samples.  (..., S, n) -> (...)
 
     Seeds and questions are crossed random effects: Var = (MS_seeds + MS_questions - MS_rest) / (S n) from the mean
     squares of the two-way table, but at least max(MS_seeds, MS_questions) / (S n). The degrees of freedom are those of
     Satterthwaite (1946), at least S - 1. With one seed only the questions vary, so the effect is that of these weights
     only. The error has a lower bound, the error of one better and one worse answer, so that no interval has width 0.
     With one number a seed (n = 1) only the seeds vary.
+
+    Questions that share something, such as operands, are not independent. Then n counts the clusters (by_cluster), and
+    ``answers`` the questions, for the lower bound.
     """
     seeds, questions = differences.shape[-2:]
     mean = differences.mean((-2, -1))
     if questions == 1 and seeds > 1:
         error = differences[..., 0].std(-1, ddof=1) / math.sqrt(seeds)
         return Effect(mean, error, np.full_like(mean, seeds - 1))
-    least = math.sqrt(2) / (seeds * questions)
+    least = math.sqrt(2) / (seeds * (answers or questions))
     if seeds == 1:
         error = differences[..., 0, :].std(-1, ddof=1) / math.sqrt(questions)
         return Effect(mean, np.maximum(error, least), np.full_like(mean, questions - 1))
@@ -86,6 +90,18 @@ def effect(differences: Array) -> Effect:
     with np.errstate(divide="ignore", invalid="ignore"):
         freedom = np.fmax(np.where(spread > 0, variance**2 / spread, free_seeds), free_seeds)
     return Effect(mean, np.maximum(np.sqrt(variance / (seeds * questions)), least), freedom)
+
+
+def by_cluster(differences: Sequence[Array], clusters: Sequence[Sequence[Hashable]]) -> Array:
+    """Sums of D over the questions of a cluster, scaled so that their mean is the mean of D.  S x (n,) -> (S, clusters)
+
+    ``clusters`` names the cluster of each question, for each seed. A seed may have other questions than the next one.
+    """
+    places = {name: place for place, name in enumerate(dict.fromkeys(itertools.chain(*clusters)))}
+    table = np.zeros((len(differences), len(places)))
+    for row, scores, names in zip(table, differences, clusters, strict=True):
+        np.add.at(row, [places[name] for name in names], scores * (len(places) / len(scores)))
+    return table
 
 
 def power(true_effect: float, error: float, freedom: float, alpha: float = 0.05) -> float:

@@ -69,6 +69,28 @@ def test_every_variant_meets_every_seed_and_seeds_come_first(write_sweep) -> Non
     assert jobs[3].cfg.model.path.endswith("model7")
 
 
+def test_the_job_that_may_make_a_model_comes_half_a_seed_early(write_sweep) -> None:
+    variants = {name: variant(f"lora.rank={4 + place}") for place, name in enumerate("abcd")}
+    _, jobs = sweep.read_sweep(write_sweep([0, 1, 2], **variants), [])
+    order = [job.name.replace("-seed", "") for job in jobs]
+    assert order == ["a0", "b0", "c0", "a1", "d0", "b1", "c1", "a2", "d1", "b2", "c2", "d2"]
+
+
+@pytest.mark.parametrize(
+    ("resources", "cores", "jobs"),
+    [({"CPU": 1}, 2, 2), ({"CPU": 2}, 5, 2), ({"CPU": 4}, 2, 1), ({"CPU": 1, "NPU": 16}, 64, 1), ({"NPU": 16}, 8, 1)],
+)
+def test_only_jobs_that_need_nothing_but_cpus_run_side_by_side(resources: dict, cores: int, jobs: int) -> None:
+    assert sweep.jobs_at_once(resources, cores) == jobs
+
+
+def test_a_control_runs_the_script_that_plants_its_fault(write_sweep) -> None:
+    path = write_sweep([3], base=variant(), broken=variant() | {"fault": "reversed_clip"})
+    _, (base, broken) = sweep.read_sweep(path, [])
+    assert base.arguments[0] == "train_grpo.py" and base.arguments[2] == "name=base-seed3"
+    assert broken.arguments[:2] == ["benchmarks/planted_fault.py", "reversed_clip"]
+
+
 def test_a_sweep_that_cannot_run_is_refused_before_anything_starts(write_sweep, tmp_path: Path) -> None:
     path = write_sweep([0], base=variant(), wrong=variant("lora.rnak=8"))
     with pytest.raises(InputError, match="wrong-seed0: override lora.rnak: unknown key"):
@@ -305,6 +327,7 @@ def test_a_killed_sweep_goes_on_and_repeats_nothing(write_sweep, tmp_path: Path)
     for folder in folders:  # what real runs leave is what a record needs, whether or not this checkout is clean
         for start_of in (folder, *folder.glob("resume-*")):
             (start_of / "git.json").write_text(json.dumps({"commit": recorded.COMMIT, "dirty": False}))
+            (start_of / "git.patch").write_text("")
         finished = json.loads((folder / "finished.json").read_text())
         sealed = finished["sha256"] | {name: checksums(folder)[name] for name in finished["sha256"]}
         (folder / "finished.json").write_text(json.dumps(finished | {"sha256": sealed}))

@@ -1,0 +1,82 @@
+"""results/plan.yaml: the comparisons that were announced before their runs, and what the records say about them.
+
+The announcement fixes how many p-values are corrected together: those of one entry, or of all entries of a family.
+"""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from input_files import read_file
+from lab import comparisons
+from lab.comparisons import Comparison
+from lab.records import Part, Run, validated
+
+
+class Planned(Part):
+    title: str
+    sweep: str = Field("", description="the file of configs/sweeps/ that makes the runs")
+    base: str = Field(description="group of records that the others are compared with")
+    others: tuple[str, ...] = Field(min_length=1, strict=False)
+    kind: str = Field("sampled", pattern="^(sampled|greedy|reward|curve)$", description="outcome, see records.scores")
+    margin: float = Field(0.0, ge=0, description="points: a variant whose interval lies within it is called equal")
+    seeds: tuple[int, ...] | None = Field(None, strict=False, description="the announced seeds; by default the sweep's")
+    missing: tuple[str, ...] = Field((), strict=False, description="NAME-seedN: why this announced run has no record")
+    family: str = Field("", description="comparisons of one family are corrected together, on a page of their own")
+    predicted: str = Field("", pattern="^(better|worse|equal|)$", description="the outcome, announced before the runs")
+    why: str = Field("", description="the mechanism behind the prediction")
+    control: str = Field("", description="group of runs with a planted fault, which this design must find")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.base, *self.others)
+
+
+class NotRun(Part):
+    group: str = Field(description="name of the future records; when they exist, the row is no longer shown")
+    what: str
+    command: str
+    plan: str
+
+
+class Plan(Part):
+    """results/plan.yaml."""
+
+    comparisons: tuple[Planned, ...] = Field((), strict=False)
+    rows: tuple[NotRun, ...] = Field((), strict=False)
+    benchmarks: tuple[str, ...] | None = Field(
+        None, strict=False, description="scripts shown in RESULTS.md; all if none"
+    )
+
+
+def read_plan(results: Path) -> Plan:
+    """The plan of a folder of records; empty when there is no plan.yaml."""
+    path = results / "plan.yaml"
+    return validated(Plan, read_file(path) if path.exists() else {}, path)
+
+
+def compared(plan: Plan, groups: dict[str, list[Run]]) -> dict[Planned, list[Comparison]]:
+    """The announced comparisons whose variants all have records, with p-values corrected as announced."""
+    found = {}
+    for planned in plan.comparisons:
+        if {*planned.names} <= groups.keys():
+            variants = {name: groups[name] for name in planned.names}
+            found[planned] = comparisons.compare(variants, planned.kind, planned.margin / 100)
+    for family in {planned.family for planned in found} - {""}:
+        members = [planned for planned in found if planned.family == family]
+        announced = sum(len(planned.others) for planned in plan.comparisons if planned.family == family)
+        corrected = iter(comparisons.corrected([one for member in members for one in found[member]], announced))
+        for member in members:
+            found[member] = [next(corrected) for _ in found[member]]
+    return found
+
+
+def outcome(planned: Planned, one: Comparison) -> str:
+    """Whether the prediction was met, in words."""
+    if not one.decided:
+        return one.verdict
+    if planned.predicted == "equal":
+        return "met" if one.equal else f"not met: {one.direction}" if one.direction else "undecided"
+    if one.direction:
+        return "met" if one.direction == planned.predicted else f"not met: {one.direction}"
+    return "not met: equal" if one.equal else "undecided"

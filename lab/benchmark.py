@@ -1,0 +1,144 @@
+"""docs/benchmark.md: what was predicted of each method of the benchmark, what was found, and whether the controls were.
+
+The comparisons are those of the family "benchmark" in results/plan.yaml, the planted faults those of "controls".
+"""
+
+import statistics
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from lab import announced, comparisons, figures
+from lab.announced import Planned
+from lab.comparisons import Comparison
+from lab.markdown import point, points, table
+from lab.records import Run, scores
+
+METHODS, CONTROLS = "benchmark", "controls"
+FIGURE = "figures/benchmark.png"
+Found = dict[Planned, list[Comparison]]
+
+
+def of(family: str, ready: Found) -> list[tuple[Planned, Comparison]]:
+    """The comparisons of a family."""
+    return [(planned, one) for planned, found in ready.items() if planned.family == family for one in found]
+
+
+def page(ready: Found, groups: dict[str, list[Run]]) -> str:
+    """The generated part of docs/benchmark.md."""
+    methods, controls = of(METHODS, ready), of(CONTROLS, ready)
+    if not methods:
+        return "No record yet."
+    parts = [
+        "## What was found",
+        f"![Effect of each method](../results/{FIGURE})",
+        table([method_row(*each) for each in methods]),
+        "## Why it was predicted",
+        table([reason_row(planned) for planned, _ in methods]),
+    ]
+    if controls:
+        parts += ["## Planted faults", table([control_row(*each) for each in controls])]
+    ends = [(planned, comparisons.compare({name: groups[name] for name in planned.names})) for planned, _ in methods]
+    parts += ["## The second outcome: accuracy at the end", table([end_row(*each) for each in ends])]
+    names = dict.fromkeys(name for planned, _ in [*methods, *controls] for name in planned.names)
+    parts += ["## All variants", table([variant_row(name, groups[name]) for name in names])]
+    return "\n\n".join(parts)
+
+
+def method_row(planned: Planned, one: Comparison) -> dict[str, str]:
+    return {
+        "comparison": planned.title,
+        "method": f"`{one.other}`",
+        "against": f"`{one.base}`",
+        "predicted": planned.predicted,
+        "difference, points": point(one.effect.mean),
+        "95 % interval": points(*one.effect.interval()),
+        "with operands as a sample": points(*one.clustered.interval()),
+        "p (Holm)": f"{one.p:.2g}",
+        "minimum detectable effect, points": f"{100 * one.detectable:.1f}",
+        "found": one.verdict.replace(f"different: {one.other} is ", ""),
+        "prediction": announced.outcome(planned, one),
+    }
+
+
+def reason_row(planned: Planned) -> dict[str, str]:
+    return {
+        "comparison": planned.title,
+        "predicted": planned.predicted,
+        "because": planned.why,
+        "its control": f"`{planned.control}`",
+    }
+
+
+def control_row(planned: Planned, one: Comparison) -> dict[str, str]:
+    return {
+        "fault": planned.title.removeprefix("Control: "),
+        "run": f"`{one.other}`",
+        "against": f"`{one.base}`",
+        "seeds": str(len(one.seeds)),
+        "difference, points": point(one.effect.mean),
+        "95 % interval": points(*one.effect.interval()),
+        "p (Holm)": f"{one.p:.2g}",
+        "found": "yes" if one.direction == planned.predicted else "no",
+    }
+
+
+def end_row(planned: Planned, found: list[Comparison]) -> dict[str, str]:
+    (one,) = found
+    return {
+        "comparison": planned.title,
+        "difference, points": point(one.effect.mean),
+        "95 % interval": points(*one.effect.interval()),
+        "with operands as a sample": points(*one.clustered.interval()),
+        "p, not corrected": f"{one.effect.p_value():.2g}",
+    }
+
+
+def variant_row(name: str, runs: list[Run]) -> dict[str, str]:
+    """Means of a variant over its seeds, with the standard deviation over the seeds."""
+    outcomes = {
+        "before": [scores(run, "sampled", 0).mean() for run in runs],
+        "along the run": [scores(run, "curve").mean() for run in runs],
+        "at the end": [scores(run, "sampled").mean() for run in runs],
+        "training reward": [scores(run, "reward").mean() for run in runs],
+    }
+    seconds = statistics.median(run.record.seconds_per_step for run in runs)
+    gap = [run.steps["rollout/logp_gap_mean"][: run.record.steps].mean() for run in runs]
+    return {
+        "variant": f"`{name}`",
+        "seeds": str(len(runs)),
+        **{key: _spread([100 * value for value in values]) for key, values in outcomes.items()},
+        "sampler against trainer, nats": f"{np.mean(gap):.1e}",
+        "s per step": f"{seconds:.2f}",
+    }
+
+
+def _spread(values: Iterable[float]) -> str:
+    mean, deviation = np.mean(list(values)), np.std(list(values), ddof=1)
+    return f"{mean:.1f} ({deviation:.1f})"
+
+
+def figure(ready: Found) -> Any:
+    """Every method's difference with its interval, and the direction that was predicted."""
+    import matplotlib.figure
+
+    methods = of(METHODS, ready)
+    drawn = matplotlib.figure.Figure(figsize=(9, 0.36 * len(methods) + 1.4), layout="constrained")
+    axes = drawn.subplots()
+    for place, (planned, one) in enumerate(methods):
+        low, high = one.effect.interval()
+        met = announced.outcome(planned, one) == "met"
+        axes.plot(
+            [100 * low, 100 * high], [-place, -place], color=figures.COLORS[0] if met else figures.COLORS[1], lw=2
+        )
+        axes.plot(
+            100 * one.effect.mean, -place, marker="o", ms=5, color=figures.COLORS[0] if met else figures.COLORS[1]
+        )
+    axes.axvline(0, color="black", lw=0.8)
+    labels = [f"{planned.title} (predicted: {planned.predicted})" for planned, _ in methods]
+    axes.set_yticks([-place for place in range(len(methods))], labels)
+    figures.finish(axes, "")
+    axes.set_xlabel("difference of the accuracy along the run, points; 95 % interval", fontsize=9)
+    axes.set_title("Blue: as predicted. Orange: not, or undecided.", loc="left", fontsize=9)
+    return drawn

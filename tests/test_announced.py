@@ -1,0 +1,190 @@
+"""Announced comparisons: outcomes, intervals for questions that share operands, families, predictions, their page."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import recorded
+from scipy import stats
+
+import data_gsm8k
+from knobs import DataConfig
+from lab import announced, comparisons, pages, records, store
+from lab import statistics as paired
+from reward_gsm8k import gold_answer
+
+QUESTIONS = 200
+
+
+def with_gold(run: Path, gold: Callable[[int], str]) -> Path:
+    """The run with other gold answers: ``gold`` of the number of a question."""
+    path = run / "eval_outcomes.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("")
+    for line in lines:
+        recorded.append(path, line | {"gold": gold(line["question"])})
+    recorded.seal(run)
+    return run
+
+
+def group(
+    folder: Path, name: str, after: list[float], gold: Callable[[int, int], str], **settings
+) -> list[records.Run]:
+    """One run a seed, with the chance of a right answer at the end, and gold answers by seed and question."""
+    runs = []
+    for seed, chance in enumerate(after):
+        made = recorded.make_run(folder / "out", f"{name}-seed{seed}", seed, chance, questions=QUESTIONS, **settings)
+        with_gold(made, lambda question, seed=seed: gold(seed, question))
+        runs.append(records.from_run(made, made.name[: made.name.index("-2030")]))
+    return runs
+
+
+# ---------------------------------------------------------------- outcomes
+
+
+def test_the_outcome_along_the_run_is_the_mean_over_evaluations_after_the_first(tmp_path: Path) -> None:
+    run = records.from_run(recorded.make_run(tmp_path, "x", questions=2), "x")
+    marks = {0: "++", 1: "+-", 2: "--", 4: "++"}
+    rows = [
+        {"step": step, "eval/num_questions": 2, records.MARKS["greedy"]: "--", records.MARKS["sampled"]: sampled}
+        for step, sampled in marks.items()
+    ]
+    rows.insert(3, {"step": 3, "reward/mean": 0.5})  # a step without an evaluation
+    assert records.scores(replace(run, rows=rows), "curve").tolist() == [2 / 3, 1 / 3]
+
+
+# ---------------------------------------------------------------- seeds with questions of their own
+
+
+def test_seeds_with_their_own_questions_are_the_unit(tmp_path: Path) -> None:
+    chances = [0.5, 0.55, 0.6, 0.65]
+    base = group(tmp_path, "base", chances, lambda seed, question: f"{seed}{question}")
+    other = group(tmp_path, "other", [c + 0.1 for c in chances], lambda s, q: f"{s}{q}", overrides=("lora.rank=8",))
+    (found,) = comparisons.compare({"base": base, "other": other})
+    means = [np.array([records.scores(run, "sampled").mean() for run in runs]) for runs in (base, other)]
+    expected = stats.ttest_rel(means[1], means[0])
+    assert found.effect.interval() == pytest.approx(tuple(expected.confidence_interval()))
+    assert found.p == pytest.approx(expected.pvalue) and found.questions == QUESTIONS
+    with pytest.raises(comparisons.InputError, match="other questions"):
+        comparisons.compare({"base": base, "other": group(tmp_path / "2", "other", chances, lambda s, q: f"{q}")})
+
+
+# ---------------------------------------------------------------- questions that share operands
+
+
+def test_generated_questions_are_grouped_by_their_first_two_operands(tmp_path: Path) -> None:
+    data = DataConfig(source="arithmetic", num_train=40, num_test=QUESTIONS, operand_high=30)
+    made, _, _ = data_gsm8k.read(data, "test")
+    gold = [gold_answer(answer) for _, answer in made]
+    changes = tuple(f"data.{key}={getattr(data, key)}" for key in ("num_train", "num_test", "operand_high"))
+    run = with_gold(recorded.make_run(tmp_path, "x", overrides=changes), lambda place: gold[place])
+    strange = with_gold(recorded.make_run(tmp_path, "y", overrides=changes), lambda place: gold[place] + "1")
+    pairs = comparisons.operand_pairs(records.from_run(run, "x"))
+    assert len(pairs) == QUESTIONS > len(set(pairs)) and all(data_gsm8k.held_out(*pair) for pair in pairs)
+    for (question, _), pair in zip(made, pairs, strict=True):
+        assert sorted(map(int, re.findall(r"\d+", question))) == list(pair)
+    assert comparisons.operand_pairs(records.from_run(strange, "y")) == []  # not the questions of the record
+
+
+def test_the_mean_of_clusters_is_the_mean_of_questions() -> None:
+    first, second = np.array([1.0, 0.0, -1.0, 1.0]), np.array([0.0, 1.0, 1.0])
+    table = paired.by_cluster([first, second], ["aabc", "bca"])
+    # Of the first seed, a holds 1 + 0, b -1 and c 1, each times 3/4; of the second, a 1, b 0 and c 1, times 3/3.
+    assert table.tolist() == [[0.75, -0.75, 0.75], [1.0, 0.0, 1.0]]
+    assert table.mean(1) == pytest.approx([first.mean(), second.mean()])
+
+
+def test_intervals_cover_the_truth_when_questions_share_operands() -> None:
+    """A true effect of 0, which differs between clusters of 10 questions: 95 % intervals must hold 0 nearly always."""
+    generator, missed = np.random.default_rng(0), {"clusters": 0, "questions": 0}
+    names = np.repeat(np.arange(20), 10)
+    for _ in range(300):
+        shared = np.repeat(generator.normal(0, 0.3, 20), 10)
+        tables = [shared + generator.normal(0, 0.3) * 0.1 + generator.normal(0, 0.5, 200) for _ in range(5)]
+        for how, table in (("clusters", paired.by_cluster(tables, [names] * 5)), ("questions", np.stack(tables))):
+            low, high = paired.effect(table, answers=200).interval()
+            missed[how] += not low <= 0 <= high
+    assert missed["clusters"] < 0.09 * 300 < 0.2 * 300 < missed["questions"]
+
+
+# ---------------------------------------------------------------- families
+
+
+def test_a_family_is_corrected_as_a_whole_also_before_all_of_it_was_run(tmp_path: Path) -> None:
+    names = ("base", "one", "two")
+    made = {
+        name: group(
+            tmp_path, name, [0.5 + 0.02 * place] * 4, lambda s, q: f"{s}{q}", overrides=(f"lora.rank={4 + place}",)
+        )
+        for place, name in enumerate(names)
+    }
+    entries = [
+        announced.Planned(title=name, base="base", others=(name,), family="f", kind="curve", predicted="better")
+        for name in ("one", "two", "absent")
+    ]
+    alone = [comparisons.compare({"base": made["base"], name: made[name]}, "curve")[0] for name in ("one", "two")]
+    found = announced.compared(announced.Plan(comparisons=tuple(entries)), made)
+    p_values = [float(one.effect.p_value()) for one in alone]
+    assert [one.p for each in found.values() for one in each] == pytest.approx(paired.holm([*p_values, 1.0])[:2])
+    for (one,), before in zip(found.values(), alone, strict=True):
+        assert one.num_comparisons == 3 and one.detectable > before.detectable
+
+
+@pytest.mark.parametrize(
+    ("predicted", "mean", "error", "seeds", "said"),
+    [
+        ("better", 0.05, 0.005, 5, "met"),
+        ("better", -0.05, 0.005, 5, "not met: worse"),
+        ("better", 0.01, 0.001, 5, "met"),  # small, and no chance
+        ("better", 0.001, 0.001, 5, "not met: equal"),
+        ("worse", 0.01, 0.05, 5, "undecided"),
+        ("equal", 0.001, 0.001, 5, "met"),
+        ("equal", 0.01, 0.001, 5, "met"),  # a difference, but smaller than the margin
+        ("equal", 0.05, 0.005, 5, "not met: better"),
+        ("equal", 0.0, 0.05, 5, "undecided"),
+        ("better", 0.05, 0.005, 2, "not decided: 2 paired seeds of 3"),
+    ],
+)
+def test_whether_a_prediction_was_met(predicted: str, mean: float, error: float, seeds: int, said: str) -> None:
+    effect = paired.Effect(np.array(mean), np.array(error), np.array(9.0))
+    one = comparisons.Comparison(
+        base="base", other="other", changed=[], seeds=list(range(seeds)), questions=9, effect=effect, clustered=effect,
+        p=float(effect.p_value()), num_comparisons=1, detectable=0.0, by_seed=[], notes=[], margin=0.02,
+    )  # fmt: skip
+    assert (
+        announced.outcome(announced.Planned(title="x", base="base", others=("other",), predicted=predicted), one)
+        == said
+    )
+
+
+# ---------------------------------------------------------------- the page
+
+
+def test_the_page_says_what_was_predicted_and_what_was_found(tmp_path: Path) -> None:
+    for place, (name, after) in enumerate((("base", 0.5), ("good", 0.9), ("fault", 0.1))):
+        for seed in range(4):
+            made = recorded.make_run(
+                tmp_path / "out", f"{name}-seed{seed}", seed, after, overrides=(f"lora.rank={4 + place}",)
+            )
+            store.add_run(made, tmp_path / "results")
+    entry = "{title: %s, family: %s, kind: curve, base: base, others: [%s], predicted: %s, why: luck, control: fault}"
+    entries = [("Good", "benchmark", "good", "better"), ("Good again", "benchmark", "good", "equal")]
+    entries += [("'Control: broken'", "controls", "fault", "worse"), ("Later", "benchmark", "absent", "worse")]
+    text = "".join(f"- {entry % each}\n" for each in entries)
+    (tmp_path / "results" / "plan.yaml").write_text("comparisons:\n" + text)
+    (tmp_path / "docs").mkdir()
+    for page in ("RESULTS.md", "docs/benchmark.md"):
+        (tmp_path / page).write_text(f"By people.\n{pages.BEGIN}\n{pages.END}\n")
+    pages.build(tmp_path / "results", tmp_path / "RESULTS.md")
+    assert pages.stale(tmp_path / "results", tmp_path / "RESULTS.md") == []
+    page, results = ((tmp_path / name).read_text() for name in ("docs/benchmark.md", "RESULTS.md"))
+    (good, again), (fault,) = re.findall(r"\| Good.*`good`.*", page), re.findall(r"\| broken \|.*", page)
+    assert good.endswith("| better | met |") and again.endswith("| better | not met: better |")
+    assert fault.endswith("| yes |") and (tmp_path / "results/figures/benchmark.png").exists()
+    assert "Predicted: better; met." in results and "broken" not in results and "missing: absent" in results
