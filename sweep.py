@@ -26,9 +26,9 @@ from typing import Any
 from pydantic import Field, NonNegativeInt
 
 from config import config_hash, load_config
-from input_files import BAD_INPUT, MOST_RANKS, InputError, read_file, read_object, refused
+from input_files import BAD_INPUT, MOST_RANKS, InputError, read_file, read_object, read_text, refused
 from knobs import Config
-from lab.records import Part, validated
+from lab.records import Part, planted_fault, validated
 from run_record import lock_file, read_lines, write_atomically
 from runlog import lock_run
 
@@ -69,6 +69,7 @@ class Job:
     cfg: Config
     arguments: list[str]  # of torchrun: the script and its arguments
     processes: int
+    fault: str = ""  # that is planted into the training
     state: str = "waiting"  # waiting, running, elsewhere (another process runs it), finished, failed
     attempts: int = 0
     run: Path | None = None  # its run folder, once there is one
@@ -80,7 +81,9 @@ class Job:
         wanted, found = {"name": self.cfg.name, "config_hash": config_hash(self.cfg)}, []
         for identity in Path(ROOT, self.cfg.train.out_dir).glob(f"{self.cfg.name}-*/run.json"):
             with contextlib.suppress(InputError, OSError):  # the run was killed before it could write anything
-                if read_object(identity) == wanted:
+                command = identity.with_name("command.txt")
+                planted = planted_fault(read_text(command) if command.exists() else "")
+                if read_object(identity) == wanted and planted == self.fault:
                     found.append(identity.parent)
         done = [folder for folder in found if (folder / "finished.json").exists()]
         self.run = max(done or found, key=lambda folder: folder.stat().st_mtime, default=None)
@@ -119,7 +122,8 @@ def read_sweep(path: Path, extra: list[str]) -> tuple[Sweep, list[Job]]:
             cfg = load_config(ROOT / sweep.config, arguments)
         except InputError as error:
             raise InputError(f"{path}: {job}: {error}") from None
-        jobs.append(Job(job, cfg, [*script, sweep.config, *arguments], variant.processes or sweep.processes))
+        processes = variant.processes or sweep.processes
+        jobs.append(Job(job, cfg, [*script, sweep.config, *arguments], processes, variant.fault))
     return sweep, in_order(jobs, len(sweep.variants))
 
 

@@ -34,7 +34,11 @@ FAULTS: dict[str, tuple[str, str, str]] = {
         "values = [merged(slot) if merge and slot.expert is None else slot.weight for slot in together]",
     ),
     # Evaluations measure the policy that samples, with noise or rounding, instead of the one that is trained.
-    "altered_evaluation": ("train_grpo", "            run.weights.push_clean()\n", ""),
+    "altered_evaluation": (
+        "train_grpo",
+        "            run.weights.push_clean()\n",
+        "            run.weights.push(step + 1, held_out[0].prompt)\n",
+    ),
 }
 
 

@@ -5,12 +5,14 @@ The announcement fixes how many p-values are corrected together: those of one en
 
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from input_files import read_file
+from input_files import InputError, read_file
 from lab import comparisons
 from lab.comparisons import Comparison
 from lab.records import Part, Run, validated
+
+METHODS, CONTROLS = "benchmark", "controls"  # the families with a page
 
 
 class Planned(Part):
@@ -26,6 +28,12 @@ class Planned(Part):
     predicted: str = Field("", pattern="^(better|worse|equal|)$", description="the outcome, announced before the runs")
     why: str = Field("", description="the mechanism behind the prediction")
     control: str = Field("", description="group of runs with a planted fault, which this design must find")
+
+    @model_validator(mode="after")
+    def _one_prediction(self) -> "Planned":
+        if self.family and not (len(self.others) == 1 and self.predicted):
+            raise ValueError("an entry of a family needs one name in others, and predicted")
+        return self
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -52,7 +60,12 @@ class Plan(Part):
 def read_plan(results: Path) -> Plan:
     """The plan of a folder of records; empty when there is no plan.yaml."""
     path = results / "plan.yaml"
-    return validated(Plan, read_file(path) if path.exists() else {}, path)
+    plan = validated(Plan, read_file(path) if path.exists() else {}, path)
+    controls = {name for planned in plan.comparisons if planned.family == CONTROLS for name in planned.others}
+    for planned in plan.comparisons:
+        if planned.control and planned.control not in controls:
+            raise InputError(f"{path}: {planned.title}: control: found {planned.control}; needed: one of {CONTROLS}")
+    return plan
 
 
 def compared(plan: Plan, groups: dict[str, list[Run]]) -> dict[Planned, list[Comparison]]:
@@ -71,12 +84,20 @@ def compared(plan: Plan, groups: dict[str, list[Run]]) -> dict[Planned, list[Com
     return found
 
 
-def outcome(planned: Planned, one: Comparison) -> str:
-    """Whether the prediction was met, in words."""
+def outcome(planned: Planned, one: Comparison, ready: dict[Planned, list[Comparison]]) -> str:
+    """Whether the prediction was met, in words. No statement is made if its control was not found, or not run."""
     if not one.decided:
         return one.verdict
+    if planned.control and planned.control not in found_controls(ready):
+        return "no statement: its control was not found"
     if planned.predicted == "equal":
         return "met" if one.equal else f"not met: {one.direction}" if one.direction else "undecided"
     if one.direction:
         return "met" if one.direction == planned.predicted else f"not met: {one.direction}"
     return "not met: equal" if one.equal else "undecided"
+
+
+def found_controls(ready: dict[Planned, list[Comparison]]) -> set[str]:
+    """The planted faults that were found as predicted."""
+    controls = [(planned, one) for planned, found in ready.items() if planned.family == CONTROLS for one in found]
+    return {one.other for planned, one in controls if one.direction == planned.predicted}

@@ -101,6 +101,7 @@ def _not_as_announced(results: Path, groups: dict[str, list[Run]], known: set[st
     for commit in ran:
         read = _revision(results, commit)
         plans[commit] = announced(read) + [entry for sweep in sweeps for entry in _of_sweep(read, sweep)]
+    found += _changed_families(results, today, groups, plans)
     missing = {line.partition(":")[0] for entry in today for line in entry.get("missing", ())}
     for name in dict.fromkeys(name for entry in today for name in begun(entry, groups)):
         runs = groups[name]
@@ -122,6 +123,31 @@ def _not_as_announced(results: Path, groups: dict[str, list[Run]], known: set[st
                 found.append(
                     f"{results / run.record.id}: seed: found {run.record.seed}; announced {where}: {sorted(seeds)}"
                 )
+    return found
+
+
+def _changed_families(
+    results: Path, today: list[dict[str, Any]], groups: dict[str, list[Run]], plans: dict[str, list[dict[str, Any]]]
+) -> list[str]:
+    """One sentence for each family whose entries are others than when its runs were made.
+
+    The number of its entries decides how p-values are corrected, and its predictions are worth something only if they
+    are older than the runs. Seeds may be announced, and reasons of missing runs given, later.
+    """
+
+    def entries(plan: list[dict[str, Any]], family: str) -> list[dict[str, Any]]:
+        later = {"seeds": None, "missing": None, "sweep": None}
+        return sorted((entry | later for entry in plan if entry.get("family") == family), key=str)
+
+    found = []
+    for family in sorted({entry["family"] for entry in today if entry.get("family")}):
+        now = entries(today, family)
+        ran = {run.record.commit for entry in now for name in entry["others"] for run in groups.get(name, ())}
+        found += [
+            f"{results / PLAN}: family {family}: not as announced at commit {commit[:7]}, which made its runs"
+            for commit in sorted(ran & plans.keys())
+            if entries(plans[commit], family) != now
+        ]
     return found
 
 

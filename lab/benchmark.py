@@ -4,18 +4,16 @@ The comparisons are those of the family "benchmark" in results/plan.yaml, the pl
 """
 
 import statistics
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from lab import announced, comparisons, figures
-from lab.announced import Planned
+from lab.announced import CONTROLS, METHODS, Planned
 from lab.comparisons import Comparison
 from lab.markdown import point, points, table
 from lab.records import Run, scores
 
-METHODS, CONTROLS = "benchmark", "controls"
 FIGURE = "figures/benchmark.png"
 Found = dict[Planned, list[Comparison]]
 
@@ -33,20 +31,29 @@ def page(ready: Found, groups: dict[str, list[Run]]) -> str:
     parts = [
         "## What was found",
         f"![Effect of each method](../results/{FIGURE})",
-        table([method_row(*each) for each in methods]),
+        table([method_row(*each, ready) for each in methods]),
+        *notes(methods),
         "## Why it was predicted",
         table([reason_row(planned) for planned, _ in methods]),
     ]
     if controls:
-        parts += ["## Planted faults", table([control_row(*each) for each in controls])]
-    ends = [(planned, comparisons.compare({name: groups[name] for name in planned.names})) for planned, _ in methods]
-    parts += ["## The second outcome: accuracy at the end", table([end_row(*each) for each in ends])]
+        parts += ["## Planted faults", table([control_row(*each) for each in controls]), *notes(controls)]
+    parts += ["## The second outcome: accuracy at the end", table([end_row(each, groups) for each, _ in methods])]
     names = dict.fromkeys(name for planned, _ in [*methods, *controls] for name in planned.names)
     parts += ["## All variants", table([variant_row(name, groups[name]) for name in names])]
     return "\n\n".join(parts)
 
 
-def method_row(planned: Planned, one: Comparison) -> dict[str, str]:
+def notes(family: list[tuple[Planned, Comparison]]) -> list[str]:
+    """The limits of comparisons, each with the methods that have it."""
+    found: dict[str, list[str]] = {}
+    for _, one in family:
+        for note in one.notes:
+            found.setdefault(note, []).append(f"`{one.other}`")
+    return [f"Note: {note} ({', '.join(who)})." for note, who in found.items()]
+
+
+def method_row(planned: Planned, one: Comparison, ready: Found) -> dict[str, str]:
     return {
         "comparison": planned.title,
         "method": f"`{one.other}`",
@@ -58,7 +65,7 @@ def method_row(planned: Planned, one: Comparison) -> dict[str, str]:
         "p (Holm)": f"{one.p:.2g}",
         "minimum detectable effect, points": f"{100 * one.detectable:.1f}",
         "found": one.verdict.replace(f"different: {one.other} is ", ""),
-        "prediction": announced.outcome(planned, one),
+        "prediction": announced.outcome(planned, one, ready),
     }
 
 
@@ -84,8 +91,8 @@ def control_row(planned: Planned, one: Comparison) -> dict[str, str]:
     }
 
 
-def end_row(planned: Planned, found: list[Comparison]) -> dict[str, str]:
-    (one,) = found
+def end_row(planned: Planned, groups: dict[str, list[Run]]) -> dict[str, str]:
+    (one,) = comparisons.compare({name: groups[name] for name in planned.names})
     return {
         "comparison": planned.title,
         "difference, points": point(one.effect.mean),
@@ -114,9 +121,9 @@ def variant_row(name: str, runs: list[Run]) -> dict[str, str]:
     }
 
 
-def _spread(values: Iterable[float]) -> str:
-    mean, deviation = np.mean(list(values)), np.std(list(values), ddof=1)
-    return f"{mean:.1f} ({deviation:.1f})"
+def _spread(values: list[float]) -> str:
+    mean = f"{np.mean(values):.1f}"
+    return f"{mean} ({np.std(values, ddof=1):.1f})" if len(values) > 1 else mean
 
 
 def figure(ready: Found) -> Any:
@@ -128,7 +135,7 @@ def figure(ready: Found) -> Any:
     axes = drawn.subplots()
     for place, (planned, one) in enumerate(methods):
         low, high = one.effect.interval()
-        met = announced.outcome(planned, one) == "met"
+        met = announced.outcome(planned, one, ready) == "met"
         axes.plot(
             [100 * low, 100 * high], [-place, -place], color=figures.COLORS[0] if met else figures.COLORS[1], lw=2
         )

@@ -18,7 +18,7 @@ from input_files import InputError
 from knobs import DataConfig
 from lab import statistics as paired
 from lab.markdown import points
-from lab.records import GOLD, Record, Run, file_of, from_run, scores
+from lab.records import GOLD, Record, Run, evaluated, file_of, from_run, scores
 from lab.store import differing, load_groups
 from reward_gsm8k import gold_answer
 
@@ -46,7 +46,7 @@ def repeat(first: Run, second: Run) -> tuple[str, int] | None:
     On a CPU the same configuration, layout, versions and processor must give the same bytes. Anything else is a defect.
     """
     a, b = first.record, second.record
-    if a.config_hash != b.config_hash or a.layout != b.layout:
+    if a.config_hash != b.config_hash or a.layout != b.layout or a.fault != b.fault:
         return None
     if a.files["metrics.jsonl"] == b.files["metrics.jsonl"]:
         if a.files["eval_outcomes.jsonl"] == b.files["eval_outcomes.jsonl"]:
@@ -113,7 +113,7 @@ class Comparison:
     @property
     def direction(self) -> str:
         """better or worse; empty unless the p-value is small and there are enough seeds."""
-        if not self.decided or self.p >= ALPHA:
+        if not (self.decided and self.p < ALPHA):
             return ""
         return "better" if self.effect.mean > 0 else "worse"
 
@@ -148,6 +148,8 @@ def compare(
     found = []
     for name, group in others:
         pairs = _pairs(base_name, base, name, group)
+        if kind == "curve":
+            _same_evaluations(pairs)
         differences = [scores(b, kind) - scores(a, kind) for a, b in pairs]
         effect, clustered = _effects([a for a, _ in pairs], differences)
         better, worse = (np.array([(sign * each > 0).sum() for each in differences]) for sign in (1, -1))
@@ -206,6 +208,17 @@ def _pairs(base_name: str, base: list[Run], name: str, group: list[Run]) -> list
     return pairs
 
 
+def _same_evaluations(pairs: list[tuple[Run, Run]]) -> None:
+    """InputError unless the two runs of a pair were evaluated after the same steps: accuracy grows along a run."""
+    for pair in pairs:
+        first, second = (evaluated(run) for run in pair)
+        if first != second:
+            raise InputError(
+                f"{pair[0].record.id}, {pair[1].record.id}: evaluations after {first} and {second} steps; needed for "
+                "the mean along the run: the same eval.every and train.steps"
+            )
+
+
 def _effects(runs: list[Run], differences: list[np.ndarray]) -> tuple[paired.Effect, paired.Effect]:
     """The effect of differences of S runs with n questions each, and the one with clusters of questions.  S x (n,)
 
@@ -216,12 +229,13 @@ def _effects(runs: list[Run], differences: list[np.ndarray]) -> tuple[paired.Eff
     if n == 1:  # training rewards
         alone = paired.effect(np.stack(differences))
         return alone, alone
-    clusters: list[Sequence] = [operand_pairs(run) or range(n) for run in runs]
-    table = paired.by_cluster(differences, clusters)
-    clustered = paired.effect(table, answers=n)
+    clusters: list[Sequence] = [
+        operand_pairs(run) or range(len(each)) for run, each in zip(runs, differences, strict=True)
+    ]
+    clustered = paired.effect(paired.by_cluster(differences, clusters), answers=n)
     if all(run.rows[0].get(GOLD) == runs[0].rows[0].get(GOLD) for run in runs):
         return clustered, clustered
-    return paired.effect(np.array([[each.mean()] for each in differences])), clustered
+    return paired.effect(np.array([[each.mean()] for each in differences]), answers=n), clustered
 
 
 def operand_pairs(run: Run) -> list[tuple[int, int]]:
@@ -275,6 +289,6 @@ def sentences(found: Comparison, kind: str) -> str:
     ]
     lines += [
         f"  seed {seed}, these weights only: {better} better, {worse} worse, exact McNemar p = {p:.3g}"
-        for seed, better, worse, p in (found.by_seed if kind != "reward" else [])
+        for seed, better, worse, p in (found.by_seed if kind in ("sampled", "greedy") else [])
     ]
     return "\n".join(lines + [f"  note: {note}" for note in found.notes])

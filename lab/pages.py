@@ -38,7 +38,7 @@ def results_page(
 ) -> str:
     """The generated part of RESULTS.md."""
     alone = {planned: found for planned, found in ready.items() if not planned.family}
-    findings = [finding(planned, found) for planned, found in ready.items() if planned.family != benchmark.CONTROLS]
+    findings = [finding(planned, ready) for planned in ready if planned.family != announced.CONTROLS]
     parts = ["## Findings"]
     if alone:
         base = next(iter(alone)).base
@@ -70,9 +70,9 @@ def training(name: str, runs: list[Run]) -> str:
     )
 
 
-def finding(planned: Planned, found: list[Comparison]) -> str:
+def finding(planned: Planned, ready: dict[Planned, list[Comparison]]) -> str:
     """The outcome of one announced comparison, in sentences."""
-    text = f"**{planned.title}.**"
+    text, found = f"**{planned.title}.**", ready[planned]
     if undecided := [one for one in found if not one.decided]:
         text += f" {_names(undecided)}: too few paired seeds to decide."
     for one in found:
@@ -91,7 +91,7 @@ def finding(planned: Planned, found: list[Comparison]) -> str:
         text += f" No difference from `{planned.base}` was found for {_names(same)} ({shown} points)."
         text += f" The minimum detectable effect is {'' if len(same) == 1 else 'up to '}{100 * least:.1f} points."
     if planned.predicted:
-        text += f" Predicted: {planned.predicted}; {announced.outcome(planned, found[0])}."
+        text += f" Predicted: {planned.predicted}; {announced.outcome(planned, found[0], ready)}."
     return text
 
 
@@ -306,9 +306,10 @@ def _wanted(results: Path, page: Path) -> tuple[dict[Path, str], figures.Wanted]
             )
             draw = functools.partial(figures.comparison, planned.title, variants)
             pictures[f"figures/{figures.slug(planned.title)}.png"] = (planned.title, variants, draw)
-    if methods := benchmark.of(benchmark.METHODS, ready):
+    if methods := benchmark.of(announced.METHODS, ready):
         names = dict.fromkeys(name for planned, _ in methods for name in planned.names)
-        title = "; ".join(f"{planned.title}: {planned.predicted}" for planned, _ in methods)
+        drawn = [(planned.title, planned.predicted, announced.outcome(planned, one, ready)) for planned, one in methods]
+        title = str([(*each, points(*one.effect.interval())) for each, (_, one) in zip(drawn, methods, strict=True)])
         draw = functools.partial(benchmark.figure, ready)
         pictures[benchmark.FIGURE] = (title, {name: groups[name] for name in names}, draw)
     return texts, pictures

@@ -6,6 +6,7 @@ This file needs no torch.
 """
 
 import itertools
+import re
 import statistics
 from dataclasses import dataclass
 from functools import cached_property
@@ -119,6 +120,17 @@ class Record(Part):
         """The variant: the id without its seed."""
         return variant_name(self.id)
 
+    @property
+    def fault(self) -> str:
+        """The fault that was planted into the run on purpose; empty for any other run."""
+        return planted_fault(self.command)
+
+
+def planted_fault(command: str) -> str:
+    """The fault with which a command trains on purpose (benchmarks/planted_fault.py); empty for any other command."""
+    found = re.search(r"\bplanted_fault\.py (\w+)", command)
+    return found[1] if found else ""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -206,12 +218,16 @@ def scores(run: Run, kind: str, step: int | None = None) -> np.ndarray:
     if kind == "reward":
         return np.array([run.steps["reward/mean"].mean()])
     if kind == "curve":
-        steps = [row["step"] for row in run.rows if row["step"] > 0 and "eval/num_questions" in row]
-        return np.mean([scores(run, "sampled", step) for step in steps], axis=0)
+        return np.mean([scores(run, "sampled", step) for step in evaluated(run)], axis=0)
     row = evaluation(run.rows, run.record.steps if step is None else step)
     if not row[MARKS[kind]]:
         raise InputError(f"{run.record.id}: no {kind} answers (eval.samples is 0); there are: greedy")
     return shares_right(row[MARKS[kind]], len(row[MARKS["greedy"]]))
+
+
+def evaluated(run: Run) -> list[int]:
+    """The numbers of steps after which the run was evaluated, without the evaluation before the first."""
+    return [row["step"] for row in run.rows if row["step"] > 0 and "eval/num_questions" in row]
 
 
 def shares_right(marks: str, questions: int) -> np.ndarray:

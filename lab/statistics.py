@@ -65,15 +65,16 @@ def effect(differences: Array, answers: int | None = None) -> Effect:
     squares of the two-way table, but at least max(MS_seeds, MS_questions) / (S n). The degrees of freedom are those of
     Satterthwaite (1946), at least S - 1. With one seed only the questions vary, so the effect is that of these weights
     only. The error has a lower bound, the error of one better and one worse answer, so that no interval has width 0.
-    With one number a seed (n = 1) only the seeds vary.
 
-    Questions that share something, such as operands, are not independent. Then n counts the clusters (by_cluster), and
-    ``answers`` the questions, for the lower bound.
+    With one number a seed (n = 1) only the seeds vary. Questions that share something, such as operands, are not
+    independent; then n counts the clusters (by_cluster). In both cases ``answers`` is the number of questions behind a
+    row, for the lower bound. Numbers that are no means of answers have none.
     """
     seeds, questions = differences.shape[-2:]
     mean = differences.mean((-2, -1))
     if questions == 1 and seeds > 1:
         error = differences[..., 0].std(-1, ddof=1) / math.sqrt(seeds)
+        error = np.maximum(error, math.sqrt(2) / (seeds * answers)) if answers else error
         return Effect(mean, error, np.full_like(mean, seeds - 1))
     least = math.sqrt(2) / (seeds * (answers or questions))
     if seeds == 1:
@@ -93,14 +94,17 @@ def effect(differences: Array, answers: int | None = None) -> Effect:
 
 
 def by_cluster(differences: Sequence[Array], clusters: Sequence[Sequence[Hashable]]) -> Array:
-    """Sums of D over the questions of a cluster, scaled so that their mean is the mean of D.  S x (n,) -> (S, clusters)
+    """D by clusters of questions, so that the mean of a row is the mean of its questions.  S x (n,) -> (S, clusters)
 
     ``clusters`` names the cluster of each question, for each seed. A seed may have other questions than the next one.
+    An entry is the mean of D over all seeds, plus the scaled sum of the cluster's deviations from it: a sum of D itself
+    would vary with the sizes of the clusters.
     """
     places = {name: place for place, name in enumerate(dict.fromkeys(itertools.chain(*clusters)))}
-    table = np.zeros((len(differences), len(places)))
+    centre = float(np.mean([each.mean() for each in differences]))
+    table = np.full((len(differences), len(places)), centre)
     for row, scores, names in zip(table, differences, clusters, strict=True):
-        np.add.at(row, [places[name] for name in names], scores * (len(places) / len(scores)))
+        np.add.at(row, [places[name] for name in names], (scores - centre) * (len(places) / len(scores)))
     return table
 
 
@@ -113,10 +117,12 @@ def power(true_effect: float, error: float, freedom: float, alpha: float = 0.05)
 
 
 def detectable(error: float, freedom: float, alpha: float = 0.05, wanted: float = 0.8) -> float:
-    """Minimum detectable effect: called different with probability ``wanted``. Same unit as ``error``."""
+    """Minimum detectable effect: called different with probability ``wanted``. Unit of ``error``; NaN of one seed."""
     from scipy.optimize import brentq
     from scipy.stats import t
 
+    if not freedom > 0:
+        return math.nan
     about = t.ppf(1 - alpha / 2, freedom) + t.ppf(wanted, freedom)  # exact for infinitely many
     return error * float(brentq(lambda size: power(size, 1.0, freedom, alpha) - wanted, 0.0, 2 * about))
 

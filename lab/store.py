@@ -112,7 +112,14 @@ def variant(record: Record) -> dict[str, Any]:
     """The settings and the number of ranks, which all seeds of a variant share."""
     dropped = SEEDS | BOOKKEEPING | ({"model.path"} if "tiny_model" in record.config else set())
     settings = {key: value for key, value in flatten(record.config).items() if key not in dropped}
-    return settings | {"ranks": record.layout["ranks"]}
+    planted = {"planted fault": record.fault} if record.fault else {}
+    return settings | {"ranks": record.layout["ranks"]} | planted
+
+
+def same_run(first: Record, second: Record) -> bool:
+    """Whether two records have the metrics of one run. A fault that is planted into evaluations changes only those."""
+    files = [METRICS] if first.fault == second.fault else [METRICS, "eval_outcomes.jsonl"]
+    return all(first.files[name] == second.files[name] for name in files)
 
 
 def differing(first: Record, second: Record) -> list[str]:
@@ -151,7 +158,7 @@ def add_run(run_dir: Path, results: Path, record_id: str = "") -> Path:
         raise InputError(f"{run_dir}: {faults[0]}")
     groups = load_groups(results)
     for other in itertools.chain(*groups.values()):
-        if other.record.files[METRICS] == record.files[METRICS]:
+        if same_run(other.record, record):
             raise InputError(f"{record.id}: the metrics are those of {other.record.id}; needed: a run of its own")
     for other in groups.get(record.group, []):
         if changed := differing(other.record, record):
@@ -224,7 +231,7 @@ def check(results: Path) -> list[str]:
         for name, checksum in index.items()
         if name.startswith(f"{WEIGHTS}/") and Path(name).stem != checksum
     ]
-    seen: dict[str, str] = {}  # sha256 of metrics -> the first record that has them
+    seen: dict[str, list[Record]] = {}  # sha256 of metrics -> the records that have them
     first_seed: dict[str, Record] = {}  # variant -> its first record
     for name in [name for name in index if name.endswith(RECORD)] if not faults else ():
         try:
@@ -236,8 +243,10 @@ def check(results: Path) -> list[str]:
             faults += [f"{results / name}: {fault}" for fault in contradictions(run)]
             if changed := differing(first_seed.setdefault(run.record.group, run.record), run.record):
                 faults.append(f"{results / name}: no seed of {run.record.group}: {'; '.join(changed)}")
-            if (first := seen.setdefault(run.record.files[METRICS], folder)) != folder:
-                faults.append(f"{results / name}: its metrics are those of {first}; each record is a run of its own")
+            others = seen.setdefault(run.record.files[METRICS], [])
+            if repeated := [other.id for other in others if same_run(other, run.record)]:
+                faults.append(f"{results / name}: its metrics are those of {repeated[0]}; needed: a run of its own")
+            others.append(run.record)
         except (InputError, KeyError, TypeError) as error:
             faults.append(f"{results / name}: {error}")
     return faults

@@ -75,6 +75,28 @@ def test_seeds_with_their_own_questions_are_the_unit(tmp_path: Path) -> None:
         comparisons.compare({"base": base, "other": group(tmp_path / "2", "other", chances, lambda s, q: f"{q}")})
 
 
+def test_equal_answers_in_all_seeds_are_no_difference(tmp_path: Path) -> None:
+    base = group(tmp_path, "base", [1.0] * 4, lambda seed, question: f"{seed}{question}")
+    other = group(tmp_path, "other", [1.0] * 4, lambda s, q: f"{s}{q}", overrides=("lora.rank=8",))
+    (found,) = comparisons.compare({"base": base, "other": other})
+    assert (
+        found.p == 1 and found.direction == "" and float(found.effect.error) == pytest.approx(2**0.5 / (4 * QUESTIONS))
+    )
+
+
+def test_means_along_runs_with_other_evaluations_are_not_compared(tmp_path: Path) -> None:
+    base = group(tmp_path, "base", [0.5] * 3, lambda seed, question: f"{question}")
+    for run in base:
+        for row in run.rows:
+            if row["step"] == 1:
+                row |= {"eval/num_questions": QUESTIONS, records.MARKS["greedy"]: "-" * QUESTIONS}
+                row[records.MARKS["sampled"]] = "-" * QUESTIONS
+    other = group(tmp_path / "2", "other", [0.5] * 3, lambda s, q: f"{q}", overrides=("lora.rank=8",))
+    with pytest.raises(comparisons.InputError, match=r"evaluations after \[1, 4\] and \[4\] steps; needed"):
+        comparisons.compare({"base": base, "other": other}, "curve")
+    assert comparisons.compare({"base": base, "other": other})
+
+
 # ---------------------------------------------------------------- questions that share operands
 
 
@@ -95,21 +117,29 @@ def test_generated_questions_are_grouped_by_their_first_two_operands(tmp_path: P
 def test_the_mean_of_clusters_is_the_mean_of_questions() -> None:
     first, second = np.array([1.0, 0.0, -1.0, 1.0]), np.array([0.0, 1.0, 1.0])
     table = paired.by_cluster([first, second], ["aabc", "bca"])
-    # Of the first seed, a holds 1 + 0, b -1 and c 1, each times 3/4; of the second, a 1, b 0 and c 1, times 3/3.
-    assert table.tolist() == [[0.75, -0.75, 0.75], [1.0, 0.0, 1.0]]
     assert table.mean(1) == pytest.approx([first.mean(), second.mean()])
+    # The mean of both seeds is (1/4 + 2/3) / 2 = 11/24. Cluster a of the first seed deviates by 1 - 22/24, times 3/4.
+    assert table[0] == pytest.approx(11 / 24 + 0.75 * np.array([1 - 22 / 24, -1 - 11 / 24, 1 - 11 / 24]))
 
 
-def test_intervals_cover_the_truth_when_questions_share_operands() -> None:
-    """A true effect of 0, which differs between clusters of 10 questions: 95 % intervals must hold 0 nearly always."""
+def test_an_effect_without_any_variation_has_no_error_in_clusters_of_unequal_size() -> None:
+    tables, names = [np.full(60, 0.5)] * 4, [[str(place**2 // 200) for place in range(60)]] * 4
+    assert float(paired.effect(paired.by_cluster(tables, names), answers=60).error) == pytest.approx(2**0.5 / 240)
+
+
+@pytest.mark.parametrize("true_effect", [0.0, 0.5])
+def test_intervals_cover_the_truth_when_questions_share_operands(true_effect: float) -> None:
+    """The effect differs between clusters of 1 to 19 questions: 95 % intervals must hold its mean nearly always."""
     generator, missed = np.random.default_rng(0), {"clusters": 0, "questions": 0}
-    names = np.repeat(np.arange(20), 10)
+    names = np.repeat(np.arange(20), np.arange(20) % 19 + 1)
     for _ in range(300):
-        shared = np.repeat(generator.normal(0, 0.3, 20), 10)
-        tables = [shared + generator.normal(0, 0.3) * 0.1 + generator.normal(0, 0.5, 200) for _ in range(5)]
+        shared = generator.normal(0, 0.3, 20)[names]
+        tables = [
+            true_effect + shared + 0.03 * generator.normal() + generator.normal(0, 0.5, len(names)) for _ in range(5)
+        ]
         for how, table in (("clusters", paired.by_cluster(tables, [names] * 5)), ("questions", np.stack(tables))):
-            low, high = paired.effect(table, answers=200).interval()
-            missed[how] += not low <= 0 <= high
+            low, high = paired.effect(table, answers=len(names)).interval()
+            missed[how] += not low <= true_effect <= high
     assert missed["clusters"] < 0.09 * 300 < 0.2 * 300 < missed["questions"]
 
 
@@ -157,10 +187,27 @@ def test_whether_a_prediction_was_met(predicted: str, mean: float, error: float,
         base="base", other="other", changed=[], seeds=list(range(seeds)), questions=9, effect=effect, clustered=effect,
         p=float(effect.p_value()), num_comparisons=1, detectable=0.0, by_seed=[], notes=[], margin=0.02,
     )  # fmt: skip
-    assert (
-        announced.outcome(announced.Planned(title="x", base="base", others=("other",), predicted=predicted), one)
-        == said
-    )
+    planned = announced.Planned(title="x", base="base", others=("other",), predicted=predicted)
+    assert announced.outcome(planned, one, {}) == said
+    if one.decided:
+        guarded = planned.model_copy(update={"control": "fault"})
+        assert announced.outcome(guarded, one, {}) == "no statement: its control was not found"
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("others: [a, b], predicted: worse", "an entry of a family needs one name in others, and predicted"),
+        ("others: [a]", "an entry of a family needs one name in others, and predicted"),
+        ("others: [a], predicted: worse, control: fualt", "x: control: found fualt; needed: one of controls"),
+    ],
+)
+def test_an_entry_of_a_family_has_one_prediction_and_a_control_that_exists(
+    entry: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "plan.yaml").write_text(f"comparisons:\n- {{title: x, family: benchmark, base: base, {entry}}}\n")
+    with pytest.raises(comparisons.InputError, match=said):
+        announced.read_plan(tmp_path)
 
 
 # ---------------------------------------------------------------- the page

@@ -37,9 +37,12 @@ def commit(folder: Path, *how: str) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("project"), f"comparisons:\n{COMPARISON}")
+
+
+def build(folder: Path, plan: str) -> Path:
     """A repository: a plan, then the records of its two variants and three seeds, under the tag `published`."""
-    folder = tmp_path_factory.mktemp("project")
-    for name, text in {"configs/sweeps/two.yaml": SWEEP, "results/plan.yaml": f"comparisons:\n{COMPARISON}"}.items():
+    for name, text in {"configs/sweeps/two.yaml": SWEEP, "results/plan.yaml": plan}.items():
         (folder / name).parent.mkdir(parents=True)
         (folder / name).write_text(text)
     git(folder, "init", "-q", "-b", "main")
@@ -256,6 +259,36 @@ def test_a_comparison_is_announced_before_its_runs(project: Path, capsys: pytest
     commit(project)
     assert check(project) == 1
     assert f"late-seed0: plan.yaml and its sweeps did not announce late at commit {ran[:7]}" in capsys.readouterr().err
+
+
+FAMILY = """comparisons:
+- {title: One, family: f, base: base, others: [better], predicted: better, seeds: [0, 1, 2]}
+- {title: Two, family: f, base: base, others: [absent], predicted: worse, seeds: [0, 1, 2]}
+"""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda plan: plan.replace("predicted: better", "predicted: worse"),
+        lambda plan: plan.replace("title: One,", "title: One, margin: 9,"),
+        lambda plan: "".join(line for line in plan.splitlines(keepends=True) if "Two" not in line),
+        lambda plan: plan + "- {title: Three, family: f, base: base, others: [third], predicted: worse, seeds: [0]}\n",
+    ],
+    ids=["prediction", "margin", "entry taken away", "entry added"],
+)  # fmt: skip
+def test_a_family_is_the_one_that_was_announced(change: Callable[[str], str], tmp_path: Path, capsys) -> None:
+    project = build(tmp_path / "project", FAMILY)
+    assert check(project) == 0
+    plan = project / "results" / "plan.yaml"
+    plan.write_text(changed := change(plan.read_text()))
+    assert changed != FAMILY
+    pages.build(project / "results", project / "RESULTS.md")
+    assert check(project) == 1
+    assert "family f: not as announced at commit " in capsys.readouterr().err
+    plan.write_text(FAMILY.replace("seeds: [0, 1, 2]", "seeds: [0, 1, 2], missing: ['better-seed7: lost']"))
+    pages.build(project / "results", project / "RESULTS.md")
+    assert check(project) == 0
 
 
 def test_an_announced_run_without_a_record_needs_a_reason_which_the_page_shows(project: Path) -> None:

@@ -305,13 +305,13 @@ def test_a_policy_far_from_the_reference_is_reported() -> None:
 def test_no_check_would_have_fired_in_a_recorded_run() -> None:
     runs = [run for group in store.load_groups(ROOT / "results").values() for run in group]
     assert len(runs) > 80
-    for run in runs:
-        control = "control" in run.record.id
-        bound = run.record.config["checks"].get("logp_gap_fp32", 1e-3)
-        dtype = run.record.config["model"]["dtype"]
-        changes = {"reward__permute": control, "checks__logp_gap_fp32": float(bound), "model__dtype": dtype}
+    for run in [run for run in runs if "planted_fault.py" not in run.record.command]:
+        given = run.record.config
+        changes = {"model__dtype": given["model"]["dtype"], "reward__permute": given["reward"]["permute"]}
+        changes |= {f"loss__{key}": given["loss"][key] for key in ("kl", "importance")}
         sizes = ("prompts_per_step", "group_size", "max_new_tokens", "temperature")
-        changes |= {f"rollout__{key}": run.record.config["rollout"][key] for key in sizes}
+        changes |= {f"rollout__{key}": given["rollout"][key] for key in sizes}
+        changes["checks__logp_gap_fp32"] = float(given["checks"].get("logp_gap_fp32", 1e-3))
         cfg = training.config(Path("none"), Path("none"), **changes)
         said: list[str] = []
         watch = Tripwires(cfg, said.append, lambda bound: "")

@@ -145,6 +145,17 @@ def test_an_id_is_used_once(run: Path, results: Path) -> None:
         store.add_run(run, results, "again")
 
 
+def test_a_fault_that_is_planted_into_evaluations_makes_another_run(run: Path, results: Path) -> None:
+    sound = records.from_run(run, "base-seed3").record
+    command = sound.command.replace("train_grpo.py", "benchmarks/planted_fault.py altered_evaluation")
+    faulty = sound.model_copy(update={"command": command})
+    other_answers = {"files": sound.files | {"eval_outcomes.jsonl": "ab" * 32}}
+    assert faulty.fault == "altered_evaluation" and sound.fault == ""
+    assert store.same_run(sound, faulty) and not store.same_run(sound, faulty.model_copy(update=other_answers))
+    assert store.same_run(sound, sound.model_copy(update=other_answers))  # no fault explains other answers
+    assert store.differing(sound, faulty) == ["planted fault: nothing -> 'altered_evaluation'"]
+
+
 @pytest.mark.parametrize(
     "name", ["figures", "benchmarks", "index.json", "plan.yaml", "README.md", "..", "a/b", "x" * 300, "\u0130"]
 )
