@@ -38,7 +38,8 @@ def results_page(
 ) -> str:
     """The generated part of RESULTS.md."""
     alone = {planned: found for planned, found in ready.items() if not planned.family}
-    findings = [finding(planned, ready) for planned in ready if planned.family != announced.CONTROLS]
+    findings = [finding(planned, found) for planned, found in alone.items()]
+    findings += [methods_finding(ready)] if benchmark.of(announced.METHODS, ready) else []
     parts = ["## Findings"]
     if alone:
         base = next(iter(alone)).base
@@ -70,9 +71,9 @@ def training(name: str, runs: list[Run]) -> str:
     )
 
 
-def finding(planned: Planned, ready: dict[Planned, list[Comparison]]) -> str:
+def finding(planned: Planned, found: list[Comparison]) -> str:
     """The outcome of one announced comparison, in sentences."""
-    text, found = f"**{planned.title}.**", ready[planned]
+    text = f"**{planned.title}.**"
     if undecided := [one for one in found if not one.decided]:
         text += f" {_names(undecided)}: too few paired seeds to decide."
     for one in found:
@@ -90,9 +91,21 @@ def finding(planned: Planned, ready: dict[Planned, list[Comparison]]) -> str:
         shown = f"{100 * means[0]:+.1f}" if len(same) == 1 else points(min(means), max(means))
         text += f" No difference from `{planned.base}` was found for {_names(same)} ({shown} points)."
         text += f" The minimum detectable effect is {'' if len(same) == 1 else 'up to '}{100 * least:.1f} points."
-    if planned.predicted:
-        text += f" Predicted: {planned.predicted}; {announced.outcome(planned, found[0], ready)}."
     return text
+
+
+def methods_finding(ready: dict[Planned, list[Comparison]]) -> str:
+    """The outcomes of the benchmark of methods, sorted by whether their predictions were met, with effects."""
+    by_outcome: dict[str, list[str]] = {}
+    for planned, one in benchmark.of(announced.METHODS, ready):
+        outcome = announced.outcome(planned, one, ready)
+        effect = f"{100 * one.effect.mean:+.1f} ({points(*one.effect.interval())})"
+        least = "" if one.direction else f", detectable {100 * one.detectable:.1f}"
+        by_outcome.setdefault("as predicted" if outcome == "met" else outcome, []).append(
+            f"{planned.title} {effect}{f', {planned.predicted}' if outcome == 'met' else ''}{least}"
+        )
+    outcomes = "; ".join(f"*{outcome}*: {'; '.join(each)}" for outcome, each in sorted(by_outcome.items()))
+    return f"**[Benchmark of methods](docs/benchmark.md).** Accuracy along the run, points (95 % interval), {outcomes}."
 
 
 def _names(found: list[Comparison]) -> str:
@@ -177,16 +190,18 @@ def not_run(plan: Plan, groups: dict[str, list[Run]]) -> str:
         for row in plan.rows
         if row.group not in groups
     ]
+    families: dict[str, list[str]] = {}
     for planned in plan.comparisons:
+        command = f"`python sweep.py {planned.sweep}`" if planned.sweep else ""
         if missing := [name for name in planned.names if name not in groups]:
-            rows.append(
-                {
-                    "what": planned.title,
-                    "command": f"`python sweep.py {planned.sweep}`" if planned.sweep else "",
-                    "plan": f"missing: {', '.join(missing)}",
-                }
-            )
+            if planned.family:
+                families.setdefault(f"family {planned.family}|{command}", []).extend(missing)
+                continue
+            rows.append({"what": planned.title, "command": command, "plan": f"missing: {', '.join(missing)}"})
         rows += [{"what": planned.title, "command": "", "plan": f"no record of {run}"} for run in planned.missing]
+    for key, missing in families.items():
+        what, _, command = key.partition("|")
+        rows.append({"what": what, "command": command, "plan": f"missing: {', '.join(dict.fromkeys(missing))}"})
     return table(rows) if rows else "Everything that is planned was run."
 
 
