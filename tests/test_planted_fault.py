@@ -70,12 +70,12 @@ def test_an_unknown_fault_is_refused_in_one_line(capsys: pytest.CaptureFixture) 
 
 
 def train(folder: Path, *script: str) -> dict[str, str]:
-    """Two steps of configs/bench.yaml on a random model.  -> file of the run -> its text"""
+    """Two steps of configs/bench.yaml on a model that has hardly learned.  -> file of the run -> its text"""
     given = [
-        "configs/bench.yaml", "name=x", f"model.path={folder / 'model'}", "tiny_model.warm_start_steps=0",
-        "rollout.prompts_per_step=4", "rollout.max_new_tokens=8", "rollout.round_bits=3", "replay.mode=r3",
+        "configs/bench.yaml", "name=x", f"model.path={folder / 'model'}", "tiny_model.warm_start_steps=60",
+        "rollout.prompts_per_step=4", "rollout.max_new_tokens=24", "rollout.round_bits=3", "replay.mode=r3",
         "optim.prompts_per_update=4", "optim.warmup_steps=0", "optim.lr=0.05", "loss.entropy_coef=0.1", "train.steps=2",
-        "lora.targets=[linear_fc1,linear_fc2]", "eval.num_questions=16", "eval.every=1",
+        "lora.targets=[linear_fc1,linear_fc2]", "eval.num_questions=64", "eval.every=1",
         "checks.logp_gap=off", "checks.adapters=off", f"train.out_dir={folder / script[-1]}",
     ]  # fmt: skip
     ended = subprocess.run([sys.executable, *script, *given], cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -301,7 +301,8 @@ def wait_for(happened, process: subprocess.Popen, log: Path, seconds: float = 30
 @pytest.mark.slow
 def test_a_killed_sweep_goes_on_and_repeats_nothing(write_sweep, tmp_path: Path) -> None:
     """2 variants x 3 seeds; all processes killed in the second job, after a checkpoint; then the same command again."""
-    path, log, out = write_sweep([0, 1, 2], a=variant(), b=variant("lora.rank=8")), tmp_path / "log", tmp_path / "out"
+    path = write_sweep([0, 1, 2], "{CPU: 10000}", a=variant(), b=variant("lora.rank=8"))  # one job after another
+    log, out = tmp_path / "log", tmp_path / "out"
     first = start(path, log, "--local")
     try:
         wait_for(lambda: any(out.glob("b-seed0-*/checkpoints/step-000001/checksums.json")), first, log)
