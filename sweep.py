@@ -69,7 +69,6 @@ class Job:
     cfg: Config
     arguments: list[str]  # of torchrun: the script and its arguments
     processes: int
-    fault: str = ""  # that is planted into the training
     state: str = "waiting"  # waiting, running, elsewhere (another process runs it), finished, failed
     attempts: int = 0
     run: Path | None = None  # its run folder, once there is one
@@ -79,11 +78,12 @@ class Job:
     def look(self) -> None:
         """Find the newest run folder with this name and configuration, and see whether the run is finished."""
         wanted, found = {"name": self.cfg.name, "config_hash": config_hash(self.cfg)}, []
+        fault = planted_fault(" ".join(self.arguments))
         for identity in Path(ROOT, self.cfg.train.out_dir).glob(f"{self.cfg.name}-*/run.json"):
             with contextlib.suppress(InputError, OSError):  # the run was killed before it could write anything
                 command = identity.with_name("command.txt")
                 planted = planted_fault(read_text(command) if command.exists() else "")
-                if read_object(identity) == wanted and planted == self.fault:
+                if read_object(identity) == wanted and planted == fault:
                     found.append(identity.parent)
         done = [folder for folder in found if (folder / "finished.json").exists()]
         self.run = max(done or found, key=lambda folder: folder.stat().st_mtime, default=None)
@@ -122,16 +122,15 @@ def read_sweep(path: Path, extra: list[str]) -> tuple[Sweep, list[Job]]:
             cfg = load_config(ROOT / sweep.config, arguments)
         except InputError as error:
             raise InputError(f"{path}: {job}: {error}") from None
-        processes = variant.processes or sweep.processes
-        jobs.append(Job(job, cfg, [*script, sweep.config, *arguments], processes, variant.fault))
+        jobs.append(Job(job, cfg, [*script, sweep.config, *arguments], variant.processes or sweep.processes))
     return sweep, in_order(jobs, len(sweep.variants))
 
 
 def in_order(jobs: list[Job], variants: int) -> list[Job]:
     """All variants of a seed before the next seed, so that pairs are complete early. But the first job of a seed, which
     may have to make a tiny model, comes half a seed earlier, so that no other job waits for the model."""
-    place = {job.name: index - (variants // 2 if index % variants == 0 else 0) for index, job in enumerate(jobs)}
-    return sorted(jobs, key=lambda job: place[job.name])
+    places = (index if index % variants else index - variants // 2 for index in range(len(jobs)))
+    return [job for _, job in sorted(zip(places, jobs, strict=True), key=lambda pair: pair[0])]
 
 
 # ------------------------------------------------------------------------------------------------------------- one job

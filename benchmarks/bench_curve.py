@@ -21,7 +21,6 @@ import cases
 import numpy as np
 
 import data_gsm8k
-from config import load_config
 from knobs import Config
 from lab import statistics as paired
 from sweep import ENVIRONMENT, read_sweep
@@ -84,8 +83,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as temporary:
             work = Path(temporary)
             mine = ours(jobs[seed].arguments, work / "out", environment)
-            cfg = load_config(cases.ROOT / jobs[seed].arguments[1], jobs[seed].arguments[2:])
-            curves[seed] = {"ours": mine, "trl": theirs(cfg, python, work, environment)}
+            curves[seed] = {"ours": mine, "trl": theirs(jobs[seed].cfg, python, work, environment)}
         a, b = mine, curves[seed]["trl"]["reward"]
         print(f"seed {seed}: ours {100 * np.mean(a):.1f}, TRL {100 * np.mean(b):.1f}", file=sys.stderr, flush=True)
     rows = [

@@ -76,12 +76,16 @@ def compared(plan: Plan, groups: dict[str, list[Run]]) -> dict[Planned, list[Com
             variants = {name: groups[name] for name in planned.names}
             found[planned] = comparisons.compare(variants, planned.kind, planned.margin / 100)
     for family in {planned.family for planned in found} - {""}:
-        members = [planned for planned in found if planned.family == family]
-        announced = sum(len(planned.others) for planned in plan.comparisons if planned.family == family)
-        corrected = iter(comparisons.corrected([one for member in members for one in found[member]], announced))
-        for member in members:
-            found[member] = [next(corrected) for _ in found[member]]
+        members, ones = zip(*of(family, found), strict=True)
+        announced = sum(planned.family == family for planned in plan.comparisons)
+        corrected = comparisons.corrected(list(ones), announced)
+        found |= {planned: [one] for planned, one in zip(members, corrected, strict=True)}
     return found
+
+
+def of(family: str, ready: dict[Planned, list[Comparison]]) -> list[tuple[Planned, Comparison]]:
+    """The comparisons of a family."""
+    return [(planned, one) for planned, found in ready.items() if planned.family == family for one in found]
 
 
 def outcome(planned: Planned, one: Comparison, ready: dict[Planned, list[Comparison]]) -> str:
@@ -99,5 +103,4 @@ def outcome(planned: Planned, one: Comparison, ready: dict[Planned, list[Compari
 
 def found_controls(ready: dict[Planned, list[Comparison]]) -> set[str]:
     """The planted faults that were found as predicted."""
-    controls = [(planned, one) for planned, found in ready.items() if planned.family == CONTROLS for one in found]
-    return {one.other for planned, one in controls if one.direction == planned.predicted}
+    return {one.other for planned, one in of(CONTROLS, ready) if one.direction == planned.predicted}

@@ -18,39 +18,26 @@ FIGURE = "figures/benchmark.png"
 Found = dict[Planned, list[Comparison]]
 
 
-def of(family: str, ready: Found) -> list[tuple[Planned, Comparison]]:
-    """The comparisons of a family."""
-    return [(planned, one) for planned, found in ready.items() if planned.family == family for one in found]
-
-
 def page(ready: Found, groups: dict[str, list[Run]]) -> str:
     """The generated part of docs/benchmark.md."""
-    methods, controls = of(METHODS, ready), of(CONTROLS, ready)
+    methods, controls = announced.of(METHODS, ready), announced.of(CONTROLS, ready)
     if not methods:
         return "No record yet."
     parts = [
         "## What was found",
         f"![Effect of each method](../results/{FIGURE})",
         table([method_row(*each, ready) for each in methods]),
-        *notes(methods),
+        *comparisons.notes(one for _, one in methods),
         "## Why it was predicted",
         table([reason_row(planned) for planned, _ in methods]),
     ]
     if controls:
-        parts += ["## Planted faults", table([control_row(*each) for each in controls]), *notes(controls)]
+        parts += ["## Planted faults", table([control_row(*each, ready) for each in controls])]
+        parts += comparisons.notes(one for _, one in controls)
     parts += ["## The second outcome: accuracy at the end", table([end_row(each, groups) for each, _ in methods])]
     names = dict.fromkeys(name for planned, _ in [*methods, *controls] for name in planned.names)
     parts += ["## All variants", table([variant_row(name, groups[name]) for name in names])]
     return "\n\n".join(parts)
-
-
-def notes(family: list[tuple[Planned, Comparison]]) -> list[str]:
-    """The limits of comparisons, each with the methods that have it."""
-    found: dict[str, list[str]] = {}
-    for _, one in family:
-        for note in one.notes:
-            found.setdefault(note, []).append(f"`{one.other}`")
-    return [f"Note: {note} ({', '.join(who)})." for note, who in found.items()]
 
 
 def method_row(planned: Planned, one: Comparison, ready: Found) -> dict[str, str]:
@@ -78,7 +65,7 @@ def reason_row(planned: Planned) -> dict[str, str]:
     }
 
 
-def control_row(planned: Planned, one: Comparison) -> dict[str, str]:
+def control_row(planned: Planned, one: Comparison, ready: Found) -> dict[str, str]:
     return {
         "fault": planned.title.removeprefix("Control: "),
         "run": f"`{one.other}`",
@@ -87,7 +74,7 @@ def control_row(planned: Planned, one: Comparison) -> dict[str, str]:
         "difference, points": point(one.effect.mean),
         "95 % interval": points(*one.effect.interval()),
         "p (Holm)": f"{one.p:.2g}",
-        "found": "yes" if one.direction == planned.predicted else "no",
+        "found": "yes" if one.other in announced.found_controls(ready) else "no",
     }
 
 
@@ -130,18 +117,14 @@ def figure(ready: Found) -> Any:
     """Every method's difference with its interval, and the direction that was predicted."""
     import matplotlib.figure
 
-    methods = of(METHODS, ready)
+    methods = announced.of(METHODS, ready)
     drawn = matplotlib.figure.Figure(figsize=(9, 0.36 * len(methods) + 1.4), layout="constrained")
     axes = drawn.subplots()
     for place, (planned, one) in enumerate(methods):
         low, high = one.effect.interval()
-        met = announced.outcome(planned, one, ready) == "met"
-        axes.plot(
-            [100 * low, 100 * high], [-place, -place], color=figures.COLORS[0] if met else figures.COLORS[1], lw=2
-        )
-        axes.plot(
-            100 * one.effect.mean, -place, marker="o", ms=5, color=figures.COLORS[0] if met else figures.COLORS[1]
-        )
+        color = figures.COLORS[announced.outcome(planned, one, ready) != "met"]
+        axes.plot([100 * low, 100 * high], [-place, -place], color=color, lw=2)
+        axes.plot(100 * one.effect.mean, -place, color=color, marker="o", ms=5)
     axes.axvline(0, color="black", lw=0.8)
     labels = [f"{planned.title} (predicted: {planned.predicted})" for planned, _ in methods]
     axes.set_yticks([-place for place in range(len(methods))], labels)

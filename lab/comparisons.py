@@ -7,7 +7,7 @@ python report.py compare baseline aqn_weak aqn_strong        groups of seeds: ea
 import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -137,13 +137,8 @@ def gain(group: list[Run], kind: str) -> paired.Effect:
     return _effects(group, [scores(run, kind) - scores(run, kind, 0) for run in group])[0]
 
 
-def compare(
-    groups: dict[str, list[Run]], kind: str = "sampled", margin: float = 0.0, announced: int | None = None
-) -> list[Comparison]:
-    """Each group against the first, paired by seed; p-values corrected by Holm.
-
-    ``announced``: the number of comparisons for which they are corrected, by default all of this call.
-    """
+def compare(groups: dict[str, list[Run]], kind: str = "sampled", margin: float = 0.0) -> list[Comparison]:
+    """Each group against the first, paired by seed; p-values corrected by Holm over all of them."""
     (base_name, base), *others = groups.items()
     found = []
     for name, group in others:
@@ -171,7 +166,7 @@ def compare(
                 margin=margin,
             )
         )
-    return corrected(found, announced or len(found))
+    return corrected(found, len(found))
 
 
 def corrected(family: list[Comparison], announced: int) -> list[Comparison]:
@@ -273,6 +268,15 @@ def _notes(base: list[Run], group: list[Run], pairs: list[tuple[Run, Run]]) -> l
         (len({run.record.commit for pair in pairs for run in pair}) > 1, "the runs are of several commits"),
     ]
     return [text for holds, text in notes if holds]
+
+
+def notes(found: Iterable[Comparison]) -> list[str]:
+    """The limits of comparisons, a sentence each, with the variants that have it."""
+    who: dict[str, dict[str, None]] = {}
+    for one in found:
+        for note in one.notes:
+            who.setdefault(note, {})[one.other] = None
+    return [f"Note: {note} ({', '.join(names)})." for note, names in sorted(who.items())]
 
 
 def sentences(found: Comparison, kind: str) -> str:

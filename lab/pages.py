@@ -7,6 +7,7 @@ lines is written by hand and stays as it is. This file needs no torch.
 
 import difflib
 import functools
+import itertools
 import statistics
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from input_files import InputError, read_text
 from lab import announced, benchmark, comparisons, figures, npu_checks, store
 from lab.announced import Plan, Planned
 from lab.comparisons import Comparison
-from lab.markdown import points, table
+from lab.markdown import point, points, table
 from lab.records import Evaluation, Run
 from run_record import write_atomically
 
@@ -39,7 +40,7 @@ def results_page(
     """The generated part of RESULTS.md."""
     alone = {planned: found for planned, found in ready.items() if not planned.family}
     findings = [finding(planned, found) for planned, found in alone.items()]
-    findings += [methods_finding(ready)] if benchmark.of(announced.METHODS, ready) else []
+    findings += [methods_finding(ready)] if announced.of(announced.METHODS, ready) else []
     parts = ["## Findings"]
     if alone:
         base = next(iter(alone)).base
@@ -97,7 +98,7 @@ def finding(planned: Planned, found: list[Comparison]) -> str:
 def methods_finding(ready: dict[Planned, list[Comparison]]) -> str:
     """The outcomes of the benchmark of methods, sorted by whether their predictions were met, with effects."""
     by_outcome: dict[str, list[str]] = {}
-    for planned, one in benchmark.of(announced.METHODS, ready):
+    for planned, one in announced.of(announced.METHODS, ready):
         outcome = announced.outcome(planned, one, ready)
         effect = f"{100 * one.effect.mean:+.1f} ({points(*one.effect.interval())})"
         least = "" if one.direction else f", detectable {100 * one.detectable:.1f}"
@@ -114,26 +115,23 @@ def _names(found: list[Comparison]) -> str:
 
 def comparison_table(ready: dict[Planned, list[Comparison]]) -> str:
     """All comparisons in one table, with the notes about how the pairs were made."""
-    rows, notes = [], {}
-    for planned, found in ready.items():
-        for one in found:
-            rows.append(
-                {
-                    "comparison": f"[{planned.title}](results/figures/{figures.slug(planned.title)}.png)",
-                    "variant": one.other,
-                    "base": one.base,
-                    "answers": planned.kind,
-                    "seeds": str(len(one.seeds)),
-                    "difference, points": f"{100 * one.effect.mean:+.1f}",
-                    "95 % interval": points(*one.effect.interval()),
-                    "p (Holm)": f"{one.p:.2g}",
-                    "minimum detectable effect, points": f"{100 * one.detectable:.1f}",
-                    "verdict": one.verdict,
-                }
-            )
-            for note in dict.fromkeys(one.notes):
-                notes.setdefault(note, []).append(one.other)
-    about = [f"Note: {note} ({', '.join(dict.fromkeys(who))})." for note, who in sorted(notes.items())]
+    rows = [
+        {
+            "comparison": f"[{planned.title}](results/figures/{figures.slug(planned.title)}.png)",
+            "variant": one.other,
+            "base": one.base,
+            "answers": planned.kind,
+            "seeds": str(len(one.seeds)),
+            "difference, points": point(one.effect.mean),
+            "95 % interval": points(*one.effect.interval()),
+            "p (Holm)": f"{one.p:.2g}",
+            "minimum detectable effect, points": f"{100 * one.detectable:.1f}",
+            "verdict": one.verdict,
+        }
+        for planned, found in ready.items()
+        for one in found
+    ]
+    about = comparisons.notes(itertools.chain(*ready.values()))
     return "\n\n".join([table(rows), *about])
 
 
@@ -321,7 +319,7 @@ def _wanted(results: Path, page: Path) -> tuple[dict[Path, str], figures.Wanted]
             )
             draw = functools.partial(figures.comparison, planned.title, variants)
             pictures[f"figures/{figures.slug(planned.title)}.png"] = (planned.title, variants, draw)
-    if methods := benchmark.of(announced.METHODS, ready):
+    if methods := announced.of(announced.METHODS, ready):
         names = dict.fromkeys(name for planned, _ in methods for name in planned.names)
         drawn = [(planned.title, planned.predicted, announced.outcome(planned, one, ready)) for planned, one in methods]
         title = str([(*each, points(*one.effect.interval())) for each, (_, one) in zip(drawn, methods, strict=True)])
