@@ -14,6 +14,8 @@ import functools
 import torch
 from torch import Tensor
 
+from quantisation import Packed
+
 
 def _npu():
     import torch_npu
@@ -42,6 +44,49 @@ def grouped_mm(x: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
         return torch._grouped_mm(x.contiguous(), weight, offs=ends)
     blocks = x.split(tokens_per_expert.tolist())
     return torch.cat([block @ weight[e] for e, block in enumerate(blocks)])
+
+
+PIECE = 2**26  # bytes of dequantised experts that exist at a time
+
+
+def quantised_grouped_mm(x: Tensor, packed: Packed, tokens_per_expert: Tensor) -> Tensor:
+    """grouped_mm with frozen quantised experts: row block e of ``x`` times matrix e, transposed.  (N, in) -> (N, out)
+
+    Forward and backward dequantise as many experts at a time as PIECE allows, and multiply on all devices as grouped_mm
+    does. The kernels of an NPU that take codes have no backward pass for scales per group.
+    """
+    return _QuantisedGroupedMatmul.apply(x, packed, tokens_per_expert)
+
+
+class _QuantisedGroupedMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, packed: Packed, tokens_per_expert: Tensor) -> Tensor:
+        ctx.packed, ctx.tokens_per_expert = packed, tokens_per_expert
+        return _by_pieces(x, packed, tokens_per_expert, transposed=True)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _by_pieces(grad.contiguous(), ctx.packed, ctx.tokens_per_expert, transposed=False), None, None
+
+
+def _by_pieces(x: Tensor, packed: Packed, tokens_per_expert: Tensor, transposed: bool) -> Tensor:
+    """grouped_mm with the dequantised (E, out, in), or with its transpose (E, in, out)."""
+    experts, out, inputs = packed.shape
+    size = max(1, PIECE // (out * inputs * packed.dtype.itemsize))
+    if size >= experts:  # reads no count: an NPU need not be waited for
+        return _times(x, packed, tokens_per_expert, transposed)
+    ends = [0, *tokens_per_expert.cumsum(0).tolist()]
+    y = x.new_empty(len(x), out if transposed else inputs)
+    for first in range(0, experts, size):
+        piece = slice(first, min(first + size, experts))
+        rows = slice(ends[piece.start], ends[piece.stop])
+        y[rows] = _times(x[rows], packed.experts(piece), tokens_per_expert[piece], transposed)
+    return y
+
+
+def _times(x: Tensor, packed: Packed, tokens_per_expert: Tensor, transposed: bool) -> Tensor:
+    weight = packed.dequantised()
+    return grouped_mm(x, weight.transpose(1, 2) if transposed else weight, tokens_per_expert)
 
 
 def _grouped_mm_takes(weight: Tensor) -> bool:

@@ -10,6 +10,7 @@ and B get the gradient that they would have without the rounding (a straight-thr
 """
 
 import contextlib
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -29,15 +30,15 @@ from parallel_setup import Parallel
 
 
 def _factor(
-    weight: Tensor, shape: tuple[int, ...], shard_dim: int | None, partial_over: str | None
+    device: torch.device, shape: tuple[int, ...], shard_dim: int | None, partial_over: str | None
 ) -> torch.nn.Parameter:
-    """A zero fp32 factor on the device of ``weight``, marked with its place in the layout.
+    """A zero fp32 factor on ``device``, marked with its place in the layout.
 
     ``shard_dim``: the dimension that is split over ranks; None: every rank of the group holds the whole factor, and if
     ``partial_over`` names the group, each of its ranks computes a partial gradient. Parallel.sync_gradients_ and the
     checkpoints read these marks. The factor is made on its final device, because Module.to may replace a parameter.
     """
-    factor = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=weight.device))
+    factor = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=device))
     factor.is_expert, factor.shard_dim = len(shape) == 3, shard_dim
     factor.partial_over = partial_over if shard_dim is None else None
     return factor
@@ -106,8 +107,8 @@ class LoRALinear(Adapter):
         # a partial gradient on each.
         partial_over = "tensor" if self.sequence_parallel else None
         out_size, in_size = base.weight.shape
-        self.A = _factor(base.weight, (rank, in_size), None if is_column else 1, partial_over)
-        self.B = _factor(base.weight, (out_size, rank), 0 if is_column else None, partial_over)
+        self.A = _factor(base.weight.device, (rank, in_size), None if is_column else 1, partial_over)
+        self.B = _factor(base.weight.device, (out_size, rank), 0 if is_column else None, partial_over)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         if not (self.enabled and self.merges):
@@ -151,9 +152,10 @@ class LoRAGroupedLinear(Adapter):
         super().__init__(rank, alpha, dropout, merges)
         self.base = base
         partial_over = "expert_tensor" if tensor > 1 else None
-        experts, in_size, out_size = base.weight.shape
-        self.A = _factor(base.weight, (experts, in_size, rank), None if is_column else 1, partial_over)
-        self.B = _factor(base.weight, (experts, rank, out_size), 2 if is_column else None, partial_over)
+        experts, in_size, out_size = base.shape
+        device = next(itertools.chain(base.parameters(), base.buffers())).device
+        self.A = _factor(device, (experts, in_size, rank), None if is_column else 1, partial_over)
+        self.B = _factor(device, (experts, rank, out_size), 2 if is_column else None, partial_over)
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
         if not (self.enabled and self.merges):
@@ -180,8 +182,8 @@ class LoRARouter(Adapter):
     ) -> None:
         super().__init__(rank, alpha, dropout, merges)
         partial_over = "tensor" if tensor > 1 else None
-        self.A = _factor(router.weight, (rank, router.weight.shape[1]), None, partial_over)
-        self.B = _factor(router.weight, (router.weight.shape[0], rank), None, partial_over)
+        self.A = _factor(router.weight.device, (rank, router.weight.shape[1]), None, partial_over)
+        self.B = _factor(router.weight.device, (router.weight.shape[0], rank), None, partial_over)
         base_gating = router.gating
 
         def update(x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
+import quantisation as quantised
 from hf_config import Architecture
 from packing import Packing
 from parallel_setup import Parallel
@@ -56,17 +57,28 @@ class CausalAttention(torch.nn.Module):
 
 
 def build(
-    arch: Architecture, parallel: Parallel, *, dtype: torch.dtype, recompute: bool, aux_loss: float = 0.0
+    arch: Architecture,
+    parallel: Parallel,
+    *,
+    dtype: torch.dtype,
+    recompute: bool,
+    aux_loss: float = 0.0,
+    quantisation: str = "none",
 ) -> torch.nn.Module:
     """The shard of the model on this rank, with uninitialised weights; weights_hf.load fills it.
 
     ``aux_loss`` is the router's load-balancing coefficient, for the supervised warm start of tiny models only.
+    ``quantisation``: the format of the routed experts (quantisation.py). InputError if a shard would cut a group.
     """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+    config = _transformer_config(arch, parallel, dtype, recompute, aux_loss)
+    config.quantisation = quantisation
+    if quantisation != "none":
+        quantised.check_experts(quantisation, arch, parallel.expert_tensor)
     model = GPTModel(
-        config=_transformer_config(arch, parallel, dtype, recompute, aux_loss),
+        config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
             layer_specs=[_layer_spec(arch, is_moe) for is_moe in arch.moe_layers], layer_norm=RMSNorm
         ),
@@ -325,15 +337,34 @@ def _chunks(num_rows: int, vocabulary: int) -> list[slice]:
 
 
 class GroupedLinear(torch.nn.Module):
-    """One weight matrix per expert, stored as (in, out): row block e of x is multiplied by weight[e]."""
+    """One weight matrix per expert: row block e of x is multiplied by matrix e.
 
-    def __init__(self, num_experts: int, in_size: int, out_size: int, dtype: torch.dtype) -> None:
+    ``weight`` (E, in, out) is a parameter. With a ``quantisation`` there are codes and scales of (E, out, in) instead,
+    frozen, where ``blocks`` matrices are joined along out.
+    """
+
+    def __init__(
+        self, num_experts: int, in_size: int, out_size: int, dtype: torch.dtype, quantisation: str, blocks: int
+    ) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.empty(num_experts, in_size, out_size, dtype=dtype))
+        self.shape, self.dtype, self.quantisation = (num_experts, in_size, out_size), dtype, quantisation
+        if quantisation == "none":
+            self.weight = torch.nn.Parameter(torch.empty(num_experts, in_size, out_size, dtype=dtype))
+            return
+        stored = quantised.empty(quantisation, (num_experts, out_size, in_size), blocks, dtype)
+        for name, tensor in stored.items():
+            self.register_buffer(name, tensor, persistent=False)
+
+    @property
+    def packed(self) -> quantised.Packed:
+        """The codes and scales of all experts, as views."""
+        return quantised.Packed(self.codes, self.scales, self.factors, self.quantisation, self.dtype)
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
         """(N, in), (E,) -> (N, out)"""
-        return kernels.grouped_mm(x, self.weight, tokens_per_expert)
+        if self.quantisation == "none":
+            return kernels.grouped_mm(x, self.weight, tokens_per_expert)
+        return kernels.quantised_grouped_mm(x, self.packed, tokens_per_expert)
 
 
 class GroupedExperts(torch.nn.Module):
@@ -342,8 +373,9 @@ class GroupedExperts(torch.nn.Module):
     def __init__(self, num_local_experts: int, config, submodules=None, pg_collection=None) -> None:
         super().__init__()
         width = config.moe_ffn_hidden_size // config.expert_tensor_parallel_size
-        self.linear_fc1 = GroupedLinear(num_local_experts, config.hidden_size, 2 * width, config.params_dtype)
-        self.linear_fc2 = GroupedLinear(num_local_experts, width, config.hidden_size, config.params_dtype)
+        dtype, quantisation = config.params_dtype, config.quantisation
+        self.linear_fc1 = GroupedLinear(num_local_experts, config.hidden_size, 2 * width, dtype, quantisation, 2)
+        self.linear_fc2 = GroupedLinear(num_local_experts, width, config.hidden_size, dtype, quantisation, 1)
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """(N, h), (E,), (N,) -> (N, h) and no bias.  With expert_tensor > 1 the dispatcher sums the parts."""

@@ -19,7 +19,9 @@ from torch import Tensor
 from hf_config import Architecture
 from input_files import InputError, first_three, read_object, refuse_special
 from lora_megatron import Adapter, attached
+from model_megatron import GroupedLinear
 from parallel_setup import Parallel, Shards
+from quantisation import Packed
 
 DTYPES = ("float32", "bfloat16", "float16")  # of model files
 MESSAGE = 2**24  # maximum number of elements in one all-gather: small experts are gathered together to save latency
@@ -29,12 +31,17 @@ MESSAGE = 2**24  # maximum number of elements in one all-gather: small experts a
 class Slot:
     """One Megatron weight of this rank and the Hugging Face tensors that it consists of."""
 
-    weight: Tensor  # the shard of this rank; for a routed expert the matrix of one expert, stored (in, out)
+    stored: Tensor | Packed  # the shard of this rank; for a routed expert the matrix of one expert
     names: tuple[str, ...]  # the blocks, in the order in which they are joined along dim
     dim: int | None = None  # dimension of the Hugging Face tensors that is split over ranks; None: every rank holds all
     qkv_groups: int = 0  # > 0: the rows of q, k and v are interleaved by key/value group, which is Megatron's order
     expert: int | None = None  # local index of a routed expert
     adapter: Adapter | None = None  # the LoRA module, once attached
+
+    @property
+    def weight(self) -> Tensor:
+        """The shard; of a routed expert (in, out). Of a quantised one, what its codes stand for."""
+        return self.stored if isinstance(self.stored, Tensor) else self.stored.dequantised().t()
 
 
 # ------------------------------------------------------------------------------------------------ the map
@@ -104,14 +111,20 @@ def slots(model: torch.nn.Module, arch: Architecture, parallel: Parallel) -> Ite
         weights = {name.replace(".base.", "."): weight for name, weight in layer.named_parameters()}
         weights = {name: weight for name, weight in weights.items() if not name.endswith((".A", ".B"))}
         assert weights.keys() <= LAYER_WEIGHTS.keys(), weights.keys() - LAYER_WEIGHTS.keys()
+        packed = {
+            f"{name.replace('.base', '')}.weight": module.packed
+            for name, module in layer.named_modules()
+            if isinstance(module, GroupedLinear) and module.quantisation != "none"
+        }
         for name, (blocks, dim) in LAYER_WEIGHTS.items():
-            if name not in weights:
+            if name not in weights and name not in packed:
                 continue
             names, adapter = tuple(f"model.layers.{i}.{block}" for block in blocks), adapters.get(name)
             if name.startswith("mlp.experts."):
-                for local, weight in enumerate(weights[name]):
+                for local in range(arch.num_experts // parallel.expert):
                     expert_names = tuple(block.format(first_expert + local) for block in names)
-                    yield Slot(weight, expert_names, dim, expert=local, adapter=adapter)
+                    stored = weights[name][local] if name in weights else packed[name].experts(local)
+                    yield Slot(stored, expert_names, dim, expert=local, adapter=adapter)
             else:
                 groups = arch.num_kv_heads // parallel.tensor if ".linear_qkv." in name else 0
                 yield Slot(weights[name], names, dim, groups, adapter=adapter)
@@ -203,6 +216,7 @@ def load(model: torch.nn.Module, arch: Architecture, parallel: Parallel, model_d
     todo = list(slots(model, arch, parallel))
     for slot in tqdm(todo, desc="loading weights", disable=None if parallel.rank == 0 else True, leave=False):
         shards, blocks = parallel.shards(slot.expert is not None), [tensors[name] for name in slot.names]
+        whole = blocks
         if slot.dim is not None:
             blocks = [block.chunk(shards.size, slot.dim)[shards.rank] for block in blocks]  # views
         value = blocks[0] if len(blocks) == 1 else torch.cat(blocks, slot.dim)
@@ -210,7 +224,10 @@ def load(model: torch.nn.Module, arch: Architecture, parallel: Parallel, model_d
             raise InputError(f"{model_dir}: {' or '.join(slot.names)} holds values that are not finite")
         if slot.qkv_groups:
             value = interleave_qkv(value, slot.qkv_groups, arch)
-        slot.weight.copy_(value.t() if slot.expert is not None else value)
+        if isinstance(slot.stored, Packed):
+            slot.stored.fill_(blocks, whole)
+        else:
+            slot.stored.copy_(value.t() if slot.expert is not None else value)
 
 
 # ------------------------------------------------------------------------------------------------ export
@@ -257,7 +274,9 @@ def _messages(todo: list[Slot], ranks: int) -> list[list[Slot]]:
     """
     messages: list[list[Slot]] = []
     for slot in todo:
-        most = MESSAGE // (ranks * slot.weight.numel()) if ranks > 1 and slot.expert else 1  # expert 0 begins anew
+        most = (
+            MESSAGE // (ranks * slot.stored.shape.numel()) if ranks > 1 and slot.expert else 1
+        )  # expert 0 begins anew
         if messages and len(messages[-1]) < most:
             messages[-1].append(slot)
         else:

@@ -1,0 +1,163 @@
+"""Low-bit formats of frozen weights: packed codes and scales, and the matrices that they stand for.
+
+A weight of a linear layer is (out, in), as in a Hugging Face checkpoint. Along the input, `group` neighbours share a scale
+(0: the whole row). Its codes are packed as the compressed-tensors package packs them, so that such checkpoints can be
+read, and written bit for bit:
+
+    int8     8-bit integers with a scale per row; Ascend's grouped product takes int8 with such scales only
+    int4     4-bit integers with a scale per 32 inputs
+    nvfp4    4-bit floats (E2M1) with an FP8 (E4M3) scale per 16 inputs, and one FP32 factor of the whole matrix
+
+Rounding is to the nearest, symmetric around 0. No gradient reaches codes or scales.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_config import Architecture
+from input_files import InputError
+
+FP8_MAX, FP4_MAX = 448.0, 6.0
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7; with 8 added they are negative
+# Between two neighbours the nearest is chosen, and in the middle the one with the even code.
+FP4_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+
+
+class Format(NamedTuple):
+    bits: int
+    group: int  # inputs that share a scale; 0: all
+    float: bool = False
+
+    @property
+    def per_word(self) -> int:
+        """Codes of one stored integer: int32 for integers, uint8 for floats."""
+        return 2 if self.float else 32 // self.bits
+
+    def groups(self, inputs: int) -> int:
+        return inputs // self.group if self.group else 1
+
+    def bytes(self, out: int, inputs: int, scale_bytes: int = 2) -> int:
+        """Bytes of a stored matrix."""
+        codes, scales = out * inputs * self.bits // 8, out * self.groups(inputs)
+        return codes + (scales + 4 if self.float else scales * scale_bytes)
+
+
+FORMATS = {"int8": Format(8, 0), "int4": Format(4, 32), "nvfp4": Format(4, 16, float=True)}
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A quantised matrix (out, in), or a stack of them (E, out, in)."""
+
+    codes: Tensor  # (..., out, in / per_word) int32 or uint8
+    scales: Tensor  # (..., out, groups) of the model's type, or float8_e4m3fn
+    factors: Tensor  # (..., blocks) fp32: of nvfp4, for each of the joined matrices; otherwise blocks is 0
+    format: str
+    dtype: torch.dtype  # of the matrix that this stands for
+
+    @property
+    def shape(self) -> torch.Size:
+        *experts, out, words = self.codes.shape
+        return torch.Size([*experts, out, words * FORMATS[self.format].per_word])
+
+    def experts(self, which: int | slice) -> "Packed":
+        """One matrix of a stack, or some of them; views."""
+        return replace(self, codes=self.codes[which], scales=self.scales[which], factors=self.factors[which])
+
+    def fill_(self, shards: list[Tensor], whole: list[Tensor]) -> None:
+        """Quantise the ``shards`` of the matrices ``whole``, joined along out, into these codes and scales."""
+        device = self.codes.device
+        parts = [
+            quantise(shard.to(device, self.dtype), self.format, factor_of(matrix.to(self.dtype)).to(device))
+            for shard, matrix in zip(shards, whole, strict=True)
+        ]
+        for name in ("codes", "scales", "factors"):
+            getattr(self, name).copy_(torch.cat([getattr(part, name) for part in parts]))
+
+    def dequantised(self) -> Tensor:
+        """The matrix, computed in fp32 and rounded once.  -> (..., out, in)"""
+        form, scales = FORMATS[self.format], self.scales.float()
+        if form.float:
+            blocks = self.factors.shape[-1]  # joined along out, all of one size
+            scales = scales / self.factors.repeat_interleave(scales.shape[-2] // blocks, -1)[..., None]
+        values = _unpack_floats(self.codes) if form.float else _unpack_integers(self.codes, form)
+        return (values.unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]).flatten(-2).to(self.dtype)
+
+
+def empty(name: str, shape: tuple[int, ...], blocks: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Storage for a quantised (..., out, in) that joins ``blocks`` matrices along out: codes, scales, factors."""
+    form, (*experts, out, inputs) = FORMATS[name], shape
+    return {
+        "codes": torch.empty(*experts, out, inputs // form.per_word, dtype=torch.uint8 if form.float else torch.int32),
+        "scales": torch.empty(*experts, out, form.groups(inputs), dtype=torch.float8_e4m3fn if form.float else dtype),
+        "factors": torch.empty(*experts, blocks * form.float, dtype=torch.float32),
+    }
+
+
+def check_experts(name: str, arch: Architecture, expert_tensor: int) -> None:
+    """InputError unless the input axes of the experts' matrices, and every shard of them, consist of whole groups."""
+    form, needed = FORMATS[name], max(FORMATS[name].group, FORMATS[name].per_word)
+    for what, inputs in (("hidden_size", arch.hidden_size), ("moe_intermediate_size", arch.expert_ffn_size)):
+        if inputs % needed:
+            raise InputError(f"model.quantisation: {name} with {what} {inputs}; needed: a multiple of {needed}")
+    # The second matrix is split along its input.
+    if expert_tensor > 1 and (not form.group or arch.expert_ffn_size // expert_tensor % form.group):
+        scales = f"a scale for {form.group} inputs" if form.group else "one scale for a whole row"
+        raise InputError(
+            f"parallel.expert_tensor: {expert_tensor} ranks split the {arch.expert_ffn_size} inputs of an expert's second "
+            f"matrix, and model.quantisation {name} has {scales}; needed: 1, or shards of whole groups"
+        )
+
+
+def quantise(weight: Tensor, name: str, factor: Tensor | None = None) -> Packed:
+    """The codes and scales of a matrix, or of a shard of it, whose whole has the ``factor``.  (out, in) -> Packed"""
+    form = FORMATS[name]
+    groups = weight.unflatten(-1, (form.groups(weight.shape[-1]), -1))  # (out, groups, group)
+    largest = groups.abs().amax(-1)
+    if form.float:
+        factor = factor_of(weight) if factor is None else factor
+        scales = (factor * (largest.float() / FP4_MAX)).clamp(max=FP8_MAX).to(torch.float8_e4m3fn).float()
+        scales = torch.where(scales == 0, torch.finfo(torch.float8_e4m3fn).eps, scales)
+        values = (groups.float() / (scales / factor)[..., None]).clamp(-FP4_MAX, FP4_MAX)
+        codes, scales = _pack_floats(values.flatten(-2)), scales.to(torch.float8_e4m3fn)
+        return Packed(codes, scales, factor, name, weight.dtype)
+    scales = largest / (float(2**form.bits - 1) / 2)
+    scales = torch.where(scales == 0, torch.finfo(scales.dtype).eps, scales)
+    most = 2 ** (form.bits - 1)
+    codes = (groups / scales[..., None]).round().clamp(-most, most - 1).flatten(-2).to(torch.int32) + most
+    return Packed(_pack_integers(codes, form), scales, scales.new_empty(0, dtype=torch.float32), name, weight.dtype)
+
+
+def factor_of(weight: Tensor) -> Tensor:
+    """nvfp4's factor of a whole matrix, which maps its largest group scale to the largest FP8 number.  -> (1,) fp32"""
+    return (FP8_MAX * FP4_MAX / weight.abs().amax().float().clamp(min=torch.finfo(torch.float32).tiny)).reshape(1)
+
+
+def _pack_integers(codes: Tensor, form: Format) -> Tensor:
+    """Codes from 0, the first in the lowest bits.  (..., in) int32 -> (..., in / per_word) int32"""
+    shifts = torch.arange(form.per_word, device=codes.device, dtype=torch.int32) * form.bits
+    return (codes.unflatten(-1, (-1, form.per_word)) << shifts).sum(-1, dtype=torch.int32)
+
+
+def _unpack_integers(words: Tensor, form: Format) -> Tensor:
+    shifts = torch.arange(form.per_word, device=words.device, dtype=torch.int32) * form.bits
+    codes = (words[..., None] >> shifts) & (2**form.bits - 1)
+    return codes.flatten(-2).float() - 2 ** (form.bits - 1)
+
+
+def _pack_floats(values: Tensor) -> Tensor:
+    """(..., in) -> (..., in / 2) uint8; the first value of a pair is in the lower bits"""
+    size = values.abs()
+    codes = torch.bucketize(size, torch.tensor(FP4_MIDDLES, device=values.device), right=True)
+    middle = torch.isin(size, torch.tensor(FP4_MIDDLES, device=values.device))  # a tie: the even code
+    codes = torch.where(middle & (codes % 2 == 1), codes - 1, codes) + 8 * (values < 0)
+    low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
+    return (low + 16 * high).to(torch.uint8)
+
+
+def _unpack_floats(words: Tensor) -> Tensor:
+    table = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)], device=words.device)
+    return table[torch.stack([words & 15, words >> 4], dim=-1).long()].flatten(-2)
