@@ -1,8 +1,7 @@
 """Low-bit formats of frozen weights: packed codes and scales, and the matrices that they stand for.
 
-A weight of a linear layer is (out, in), as in a Hugging Face checkpoint. Along the input, `group` neighbours share a scale
-(0: the whole row). Its codes are packed as the compressed-tensors package packs them, so that such checkpoints can be
-read, and written bit for bit:
+A weight of a linear layer is (out, in), as in a Hugging Face checkpoint. Along the input, neighbours share a scale. The
+codes are packed as the compressed-tensors package packs them:
 
     int8     8-bit integers with a scale per row; Ascend's grouped product takes int8 with such scales only
     int4     4-bit integers with a scale per 32 inputs
@@ -107,8 +106,8 @@ def check_experts(name: str, arch: Architecture, expert_tensor: int) -> None:
     if expert_tensor > 1 and (not form.group or arch.expert_ffn_size // expert_tensor % form.group):
         scales = f"a scale for {form.group} inputs" if form.group else "one scale for a whole row"
         raise InputError(
-            f"parallel.expert_tensor: {expert_tensor} ranks split the {arch.expert_ffn_size} inputs of an expert's second "
-            f"matrix, and model.quantisation {name} has {scales}; needed: 1, or shards of whole groups"
+            f"parallel.expert_tensor: {expert_tensor} ranks split the {arch.expert_ffn_size} inputs of an expert's "
+            f"second matrix, and model.quantisation {name} has {scales}; needed: 1, or shards of whole groups"
         )
 
 

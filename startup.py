@@ -246,7 +246,13 @@ def open_run(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inpu
     log = runlog.open_run(cfg, parallel.world_size, parallel.rank, resume=saved.run_dir if saved else None)
     if saved:
         log.rewind(first_step)
-    model = model_megatron.build(arch, parallel, dtype=devices.DTYPES[cfg.model.dtype], recompute=cfg.model.recompute)
+    model = model_megatron.build(
+        arch,
+        parallel,
+        dtype=devices.DTYPES[cfg.model.dtype],
+        recompute=cfg.model.recompute,
+        quantisation=cfg.model.quantisation,
+    )
     weights_hf.load(model, arch, parallel, cfg.model.path)
     heartbeat.beat("loading the base weights")
     adapters = lora_megatron.attach(model, cfg.lora, parallel, cfg.train.seed, merges=cfg.trains_merged)

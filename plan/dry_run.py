@@ -134,7 +134,13 @@ def _load(cfg: Config, arch: Architecture, parallel: Parallel) -> tuple[torch.nn
         mock.patch.object(lora_megatron, "_initialise_", lambda *args: None),  # draws numbers on the host
     ):
         dtype = devices.DTYPES[cfg.model.dtype]
-        model = model_megatron.build(arch, parallel, dtype=dtype, recompute=cfg.model.recompute)
+        model = model_megatron.build(
+            arch,
+            parallel,
+            dtype=dtype,
+            recompute=cfg.model.recompute,
+            quantisation=cfg.model.quantisation,
+        )
         weights_hf.load(model, arch, parallel, cfg.model.path)
         adapters = lora_megatron.attach(model, cfg.lora, parallel, cfg.train.seed, merges=cfg.trains_merged)
     return model, adapters

@@ -25,9 +25,9 @@ def lora_config(**changes) -> LoraConfig:
     return LoraConfig(**settings | changes)
 
 
-def load(path: Path, parallel: Parallel, *, recompute: bool = False, dtype: torch.dtype = torch.float32):
+def load(path: Path, parallel: Parallel, *, dtype: torch.dtype = torch.float32, recompute: bool = False, **settings):
     arch = hf_config.read(path)
-    model = model_megatron.build(arch, parallel, dtype=dtype, recompute=recompute)
+    model = model_megatron.build(arch, parallel, dtype=dtype, recompute=recompute, **settings)
     weights_hf.load(model, arch, parallel, path)
     return model, arch
 

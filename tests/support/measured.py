@@ -116,6 +116,38 @@ def _measure(parallel: Parallel, path: Path, expected: Reference, tokens: Tensor
     return out
 
 
+def measure_quantised(
+    parallel: Parallel, path: Path, formats: dict[str, tuple[dict[str, Tensor], Reference]], tokens: Tensor
+) -> dict[str, dict]:
+    """By format, with the tensors and the reference of the model that its codes stand for: what the tests compare."""
+    found = {}
+    for name, (twin, expected) in formats.items():
+        if parallel.expert_tensor > 1 and name == "int8":  # its scale is that of a whole row
+            continue
+        found[name] = _measure_quantised(parallel, path, name, twin, expected, tokens)
+    return found
+
+
+def _measure_quantised(
+    parallel: Parallel, path: Path, name: str, twin: dict[str, Tensor], expected: Reference, tokens: Tensor
+) -> dict:
+    out: dict = {}
+    for recompute in (False, True):
+        model, arch = load(path, parallel, recompute=recompute, quantisation=name)
+        out["unequal"] = [key for key, value in weights_hf.export(model, arch, parallel) if not value.equal(twin[key])]
+        adapters = lora_megatron.attach(model, lora_config(), parallel, SEED)
+        fill(adapters, expected.factors, arch, parallel)
+        logp = backward(model, tokens, parallel)
+        gap = logp[:, 1:] - expected.logp.chunk(parallel.data)[parallel.data_rank]
+        shares = {key: factor.grad.clone() for key, factor in lora_megatron.factors(adapters).items()}
+        out[f"logp error, recompute {recompute}"] = float(gap.abs().max())
+        out[f"error, recompute {recompute}"] = _error_after_sync(adapters, shares, arch, parallel, expected)
+    merged = dict(weights_hf.export(model, arch, parallel))
+    out["merged error"] = max(float((merged[key] - value).abs().max()) for key, value in expected.merged.items())
+    out["trained"] = sorted(key for key, parameter in model.named_parameters() if parameter.grad is not None)
+    return out
+
+
 def _error_after_sync(adapters, shares: dict[str, Tensor], arch, parallel: Parallel, expected: Reference) -> float:
     factors = lora_megatron.factors(adapters)
     for name, factor in factors.items():

@@ -1,0 +1,181 @@
+"""Quantised experts: codes as compressed-tensors packs them; a model that computes with what its codes stand for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import lora_reference
+import pytest
+import reference
+import torch
+import world
+from measured import measure_quantised
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import hf_config
+import kernels
+import model_megatron
+import quantisation
+from input_files import InputError
+
+LAYOUTS = list(world.LAYOUTS)
+TOLERANCE = 1e-4  # of a gradient, relative to its largest element
+SIZES = {"moe_intermediate_size": 128}  # a quarter of it is a whole group of every format
+
+
+# ---------------------------------------------------------------- the formats
+
+
+def packed_by_compressed_tensors(weight: Tensor, name: str) -> dict[str, Tensor]:
+    """Codes, scales and factors of a matrix by the package compressed-tensors."""
+    from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import quantize
+    from compressed_tensors.quantization.utils.helpers import calculate_qparams, generate_gparam
+
+    form = quantisation.FORMATS[name]
+    size = form.group or weight.shape[1]
+    if form.float:
+        weight, fp8 = weight.float(), torch.float8_e4m3fn
+        args = QuantizationArgs(
+            num_bits=4, type="float", strategy="tensor_group", group_size=size, scale_dtype=fp8, zp_dtype=fp8
+        )
+        factor = generate_gparam(weight.amin(), weight.amax())
+    else:
+        strategy = {"strategy": "group", "group_size": size} if form.group else {"strategy": "channel"}
+        args, factor = QuantizationArgs(num_bits=form.bits, type="int", **strategy), None
+    groups = weight.unflatten(-1, (-1, size))
+    scales, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), args, factor)
+    dtype = None if form.float else torch.int8
+    codes = quantize(x=weight, scale=scales, zero_point=None, args=args, dtype=dtype, global_scale=factor)
+    packed = pack_fp4_to_uint8(codes) if form.float else pack_to_int32(codes, form.bits)
+    return {"codes": packed, "scales": scales, "factors": torch.empty(0) if factor is None else factor}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", quantisation.FORMATS)
+def test_codes_and_scales_are_those_of_compressed_tensors(name: str, dtype: torch.dtype) -> None:
+    pytest.importorskip("compressed_tensors", reason="comes with vLLM (bash run_cpu.sh --vllm)")
+    weight = torch.randn(48, 256, generator=torch.Generator().manual_seed(0)).mul(0.05).to(dtype)
+    weight[3], weight[5, :40] = 0, 0
+    weight[7, ::2] *= 1000
+    weight[9, :16] = torch.tensor([0.25, -0.75, 1.25, 1.75, 2.5, -3.5, 5.0, 6.0] * 2)  # ties of nvfp4
+    found, expected = quantisation.quantise(weight, name), packed_by_compressed_tensors(weight, name)
+    for field, value in expected.items():
+        mine = getattr(found, field)
+        assert mine.float().equal(value.float()), field
+    assert found.scales.dtype == (torch.float8_e4m3fn if name == "nvfp4" else dtype)
+
+
+@pytest.mark.parametrize(("name", "largest"), [("int8", 0.5 / 127.5), ("int4", 1 / 7.5), ("nvfp4", 1 / 6 + 0.07)])
+def test_what_codes_stand_for_is_near_the_weight(name: str, largest: float) -> None:
+    """Of the largest weight of a group: half a step, and what lies above the largest code."""
+    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(1))
+    form = quantisation.FORMATS[name]
+    gap = (quantisation.quantise(weight, name).dequantised() - weight).abs()
+    size = form.group or 128
+    share = gap.unflatten(-1, (-1, size)).amax(-1) / weight.abs().unflatten(-1, (-1, size)).amax(-1)
+    assert 0.5 * largest < share.max() <= largest + 1e-6
+
+
+@pytest.mark.parametrize("name", quantisation.FORMATS)
+def test_storage_has_the_bytes_that_the_format_says(name: str) -> None:
+    stored = quantisation.empty(name, (4, 256, 128), blocks=2, dtype=torch.bfloat16)
+    bytes_ = sum(tensor.nbytes for tensor in stored.values())
+    factors = 4 * 4 * (name == "nvfp4")  # the second of two joined matrices has a factor of its own
+    assert bytes_ == 4 * quantisation.FORMATS[name].bytes(256, 128) + factors
+    assert bytes_ < {"int8": 0.51, "int4": 0.29, "nvfp4": 0.29}[name] * 4 * 256 * 128 * 2
+
+
+# ---------------------------------------------------------------- every layout
+
+
+def twin(path: Path, name: str, folder: Path) -> dict[str, Tensor]:
+    """A copy of the model at ``path`` in ``folder``, with the experts that the codes stand for; its tensors."""
+    tensors = load_file(path / "model.safetensors")
+    for key, tensor in tensors.items():
+        if re.search(r"\.mlp\.experts\.\d+\.", key):
+            tensors[key] = quantisation.quantise(tensor, name).dequantised()
+    folder.mkdir()
+    (folder / "config.json").write_text((path / "config.json").read_text())
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return tensors
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "qwen2_moe"])
+def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
+    folder = tmp_path_factory.mktemp("quantised")
+    path, tokens = reference.save(request.param, folder / "whole", **SIZES), reference.tokens(rows=8, length=16)
+    formats = {}
+    for name in quantisation.FORMATS:
+        tensors = twin(path, name, folder / name)
+        formats[name] = tensors, lora_reference.compute(reference.load(folder / name), tokens)
+    return world.in_layouts(LAYOUTS, measure_quantised, path, formats, tokens)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_log_probs_and_gradients_are_those_of_the_model_that_the_codes_stand_for(
+    layout: str, measured: dict[str, list]
+) -> None:
+    for rank in measured[layout]:
+        assert rank.keys() == quantisation.FORMATS.keys() - ({"int8"} if "ETP" in layout else set())
+        for found in rank.values():
+            assert found["unequal"] == []  # to the last bit, also from shards
+            for recompute in (False, True):
+                assert found[f"logp error, recompute {recompute}"] < 1e-4
+                assert found[f"error, recompute {recompute}"] < TOLERANCE
+            assert found["merged error"] < 1e-5
+            assert all(name.endswith((".A", ".B")) for name in found["trained"]) and found["trained"]
+
+
+# ---------------------------------------------------------------- bounded pieces
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_pieces_of_experts_give_the_product_of_all(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(5, 32, 64, generator=generator)
+    stored = quantisation.empty("int4", (5, 32, 64), 1, torch.float32)
+    packed = quantisation.Packed(**stored, format="int4", dtype=torch.float32)
+    for expert in range(5):
+        packed.experts(expert).fill_([weight[expert]], [weight[expert]])
+    counts = torch.tensor([3, 0, 4, 1, 0])
+    x = torch.randn(8, 64 if transposed else 32, generator=generator)
+    whole = kernels._by_pieces(x, packed, counts, transposed)
+    seen: list[int] = []
+    real = quantisation.Packed.dequantised
+    monkeypatch.setattr(
+        quantisation.Packed, "dequantised", lambda self: (seen.append(self.shape.numel()), real(self))[1]
+    )
+    monkeypatch.setattr(kernels, "PIECE", 2 * 32 * 64 * 4)
+    assert torch.allclose(kernels._by_pieces(x, packed, counts, transposed), whole, atol=1e-5)
+    assert seen == [2 * 32 * 64, 2 * 32 * 64, 32 * 64]
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden", "width", "split", "said"),
+    [
+        ("int4", 80, 64, 1, "model.quantisation: int4 with hidden_size 80; needed: a multiple of 32"),
+        ("nvfp4", 64, 40, 1, "nvfp4 with moe_intermediate_size 40; needed: a multiple of 16"),
+        ("int8", 64, 64, 2, "expert_tensor: 2 ranks split the 64 inputs .* one scale for a whole row; needed: 1"),
+        ("int4", 64, 64, 4, "expert_tensor: 4 ranks split the 64 inputs .* a scale for 32 inputs; needed: 1, or"),
+    ],
+)
+def test_sizes_that_cut_a_group_are_refused(
+    name: str, hidden: int, width: int, split: int, said: str, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": hidden, "moe_intermediate_size": width}
+    arch = hf_config.read(reference.save("qwen3_moe", tmp_path / "m", **sizes))
+    with pytest.raises(InputError, match=said):
+        quantisation.check_experts(name, arch, split)
+
+
+def test_an_unquantised_model_has_parameters_only(tmp_path: Path) -> None:
+    experts = model_megatron.GroupedLinear(2, 32, 64, torch.float32, "none", 1)
+    assert [name for name, _ in experts.named_parameters()] == ["weight"] and not list(experts.buffers())
