@@ -221,11 +221,6 @@ def _method_rules(cfg: Config) -> list[Rule]:
             f"rollout.round_bits: {bits} rounds merged weights, which rollout.sync {cfg.rollout.sync} does not push; "
             "needed: merged",
         ),
-        (
-            cfg.model.quantisation != "none" and cfg.rollout.sync == "merged",
-            f"rollout.sync: merged would round the update away in the codes of model.quantisation "
-            f"{cfg.model.quantisation}; needed: auto or adapter",
-        ),
         (bool(repeated), f"lora.targets: {', '.join(repeated)} given twice"),
         (
             aqn.schedule in ("qerl", "paper") and (aqn.num_stages < 2 or cfg.train.steps < 2),

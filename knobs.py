@@ -24,7 +24,7 @@ class ModelConfig(Section):
     dtype: Literal["fp32", "bf16"] = knob("bf16", "type of weights and activations; LoRA factors are always fp32")
     recompute: bool = knob(False, "recompute activations in the backward pass: less memory, one more forward pass")
     quantisation: Literal["none", "int8", "int4", "nvfp4"] = knob(
-        "none", "format of the frozen routed experts; adapters stay apart from them (quantisation.py)"
+        "none", "format in which the trainer holds the frozen routed experts (quantisation.py)"
     )
 
 
@@ -302,12 +302,9 @@ class Config(Section):
     def keeps_factors_apart(self) -> bool:
         """Whether the sampler gets the LoRA factors, instead of merged weights.
 
-        Always with quantised experts, into which nothing can be merged without rounding it away. Not by default under
-        AQN: the noise of some norms is taken out of the columns of merged matrices. Not by default with
-        rollout.round_bits, which rounds merged matrices.
+        Not by default under AQN: the noise of some norms is taken out of the columns of merged matrices. Not by
+        default with rollout.round_bits, which rounds merged matrices.
         """
-        if self.model.quantisation != "none":
-            return True
         embedded, altered = self.rollout.engine == "torch", self.aqn.schedule != "off" or self.rollout.round_bits > 0
         apart_by_default = embedded and self.model.dtype == "bf16" and not altered
         return self.rollout.sync == "adapter" or (self.rollout.sync == "auto" and apart_by_default)

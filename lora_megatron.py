@@ -59,12 +59,15 @@ class _GradientOf(torch.autograd.Function):
 @contextlib.contextmanager
 def _using(module: torch.nn.Module, weight: Tensor) -> Iterator[None]:
     """A context in which ``module`` computes with ``weight``; so does its backward pass, since autograd saves it."""
-    own = module._parameters["weight"]
+    own = module._parameters.get("weight")  # None: quantised experts have codes instead
     module._parameters["weight"] = weight
     try:
         yield
     finally:
-        module._parameters["weight"] = own
+        if own is None:
+            del module._parameters["weight"]
+        else:
+            module._parameters["weight"] = own
 
 
 class Adapter(torch.nn.Module):
@@ -162,9 +165,9 @@ class LoRAGroupedLinear(Adapter):
             y = self.base(x, tokens_per_expert)
             return y.add_(self._update(x, tokens_per_expert)) if self.enabled else y
         # Expert by expert as in the push (weights_hf.merged): a product of all of them may round differently.
-        weight = torch.empty_like(self.base.weight)
-        for expert, base in enumerate(self.base.weight):
-            weight[expert] = self.merged(base, expert)
+        weight = torch.empty(self.base.shape, dtype=self.base.dtype, device=self.A.device)
+        for expert in range(len(weight)):
+            weight[expert] = self.merged(self.base.matrix(expert), expert)
         with _using(self.base, weight):
             y = self.base(x, tokens_per_expert)
         return _GradientOf.apply(y, self._update(x.detach(), tokens_per_expert)) if torch.is_grad_enabled() else y

@@ -355,6 +355,10 @@ class GroupedLinear(torch.nn.Module):
         for name, tensor in stored.items():
             self.register_buffer(name, tensor, persistent=False)
 
+    def matrix(self, expert: int) -> Tensor:
+        """The matrix of one expert, or what its codes stand for.  -> (in, out)"""
+        return self.weight[expert] if self.quantisation == "none" else self.packed.experts(expert).dequantised().t()
+
     @property
     def packed(self) -> quantised.Packed:
         """The codes and scales of all experts, as views."""
@@ -362,7 +366,7 @@ class GroupedLinear(torch.nn.Module):
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
         """(N, in), (E,) -> (N, out)"""
-        if self.quantisation == "none":
+        if "weight" in self._parameters:  # its own, or one that LoRA has merged
             return kernels.grouped_mm(x, self.weight, tokens_per_expert)
         return kernels.quantised_grouped_mm(x, self.packed, tokens_per_expert)
 

@@ -132,16 +132,16 @@ def _measure_quantised(
     parallel: Parallel, path: Path, name: str, twin: dict[str, Tensor], expected: Reference, tokens: Tensor
 ) -> dict:
     out: dict = {}
-    for recompute in (False, True):
-        model, arch = load(path, parallel, recompute=recompute, quantisation=name)
+    for how in ("apart", "recompute", "merged"):
+        model, arch = load(path, parallel, recompute=how == "recompute", quantisation=name)
         out["unequal"] = [key for key, value in weights_hf.export(model, arch, parallel) if not value.equal(twin[key])]
-        adapters = lora_megatron.attach(model, lora_config(), parallel, SEED)
+        adapters = lora_megatron.attach(model, lora_config(), parallel, SEED, merges=how == "merged")
         fill(adapters, expected.factors, arch, parallel)
         logp = backward(model, tokens, parallel)
         gap = logp[:, 1:] - expected.logp.chunk(parallel.data)[parallel.data_rank]
         shares = {key: factor.grad.clone() for key, factor in lora_megatron.factors(adapters).items()}
-        out[f"logp error, recompute {recompute}"] = float(gap.abs().max())
-        out[f"error, recompute {recompute}"] = _error_after_sync(adapters, shares, arch, parallel, expected)
+        out[f"logp error, {how}"] = float(gap.abs().max())
+        out[f"error, {how}"] = _error_after_sync(adapters, shares, arch, parallel, expected)
     merged = dict(weights_hf.export(model, arch, parallel))
     out["merged error"] = max(float((merged[key] - value).abs().max()) for key, value in expected.merged.items())
     out["trained"] = sorted(key for key, parameter in model.named_parameters() if parameter.grad is not None)
