@@ -321,6 +321,7 @@ def layout_problems(cfg: Config, arch: Architecture, world_size: int) -> list[st
             world_size,
         ),
         *_split_problem("parallel.expert", expert, split_by_expert, world_size),
+        *filter(None, [arch.quantisation_problem(cfg.model.quantisation, expert_tensor)]),
         *(message for broken, message in rules if broken),
     ]
 

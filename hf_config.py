@@ -7,7 +7,7 @@ Every option that would change the computation is read or refused here; none is 
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from input_files import InputError, read_object, shown
 from knobs import Config, TinyModelConfig
@@ -21,6 +21,32 @@ MOST_SIZE, MOST_MATRICES = 2**24, 2**17  # of any other key; of layers x experts
 # Options with one supported value, which is also what their absence means. use_sliding_window is the switch: the
 # configurations of Qwen have a sliding_window, too, which is not used while the switch is false.
 SUPPORTED = {"hidden_act": "silu", "use_sliding_window": False, "attention_dropout": 0.0, "quantization_config": None}
+
+
+class Format(NamedTuple):
+    """A format of quantised matrices; quantisation.py has its arithmetic."""
+
+    bits: int
+    group: int  # neighbours along the input that share a scale; 0: all
+    float: bool = False  # 4-bit floats (E2M1) with FP8 scales, and one fp32 factor of each matrix
+
+    @property
+    def per_word(self) -> int:
+        """Codes in one stored integer: uint8 for floats, else int32."""
+        return 2 if self.float else 32 // self.bits
+
+    def groups(self, inputs: int) -> int:
+        return inputs // self.group if self.group else 1
+
+    def bytes(self, out: int, inputs: int, element: int) -> int:
+        """Bytes of a stored matrix of a model whose numbers have ``element`` bytes."""
+        scales = out * self.groups(inputs)
+        return out * inputs * self.bits // 8 + (scales + 4 if self.float else scales * element)
+
+
+# model.quantisation -> format. Ascend's grouped product takes int8 with a scale for each row only (npu_grouped_matmul
+# of github.com/Ascend/op-plugin); nvfp4 is the format of QeRL (arXiv 2510.11696).
+FORMATS = {"int8": Format(8, 0), "int4": Format(4, 32), "nvfp4": Format(4, 16, float=True)}
 
 ARCHITECTURES = {"qwen3_moe": "Qwen3MoeForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM"}
 
@@ -54,6 +80,24 @@ class Architecture:
     def qkv_size(self) -> int:
         """Rows of the fused query, key and value projection."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    def quantisation_problem(self, name: str, expert_tensor: int) -> str:
+        """Why the format ``name`` cannot hold shards of the experts over ``expert_tensor`` ranks; "" if it can."""
+        if name == "none":
+            return ""
+        form = FORMATS[name]
+        needed = max(form.group, form.per_word)
+        for what, inputs in (("hidden_size", self.hidden_size), ("moe_intermediate_size", self.expert_ffn_size)):
+            if inputs % needed:
+                return f"model.quantisation: {name} with {what} {inputs}; needed: a multiple of {needed}"
+        # The second matrix of an expert is split along its input.
+        if expert_tensor > 1 and (not form.group or self.expert_ffn_size // expert_tensor % form.group):
+            scale = f"a scale for {form.group} inputs" if form.group else "one scale for a whole row"
+            return (
+                f"parallel.expert_tensor: {expert_tensor} ranks split the {self.expert_ffn_size} inputs of an expert's "
+                f"second matrix, and model.quantisation {name} has {scale}; needed: 1, or shards of whole groups"
+            )
+        return ""
 
 
 def read(model_dir: str | Path) -> Architecture:

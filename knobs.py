@@ -24,7 +24,7 @@ class ModelConfig(Section):
     dtype: Literal["fp32", "bf16"] = knob("bf16", "type of weights and activations; LoRA factors are always fp32")
     recompute: bool = knob(False, "recompute activations in the backward pass: less memory, one more forward pass")
     quantisation: Literal["none", "int8", "int4", "nvfp4"] = knob(
-        "none", "format in which the trainer holds the frozen routed experts (quantisation.py)"
+        "none", "format in which the trainer holds the frozen routed experts (hf_config.FORMATS)"
     )
 
 

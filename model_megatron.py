@@ -68,15 +68,13 @@ def build(
     """The shard of the model on this rank, with uninitialised weights; weights_hf.load fills it.
 
     ``aux_loss`` is the router's load-balancing coefficient, for the supervised warm start of tiny models only.
-    ``quantisation``: the format of the routed experts (quantisation.py). InputError if a shard would cut a group.
+    ``quantisation``: the format of the routed experts (hf_config.FORMATS).
     """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     config = _transformer_config(arch, parallel, dtype, recompute, aux_loss)
     config.quantisation = quantisation
-    if quantisation != "none":
-        quantised.check_experts(quantisation, arch, parallel.expert_tensor)
     model = GPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(

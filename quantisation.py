@@ -1,50 +1,21 @@
-"""Low-bit formats of frozen weights: packed codes and scales, and the matrices that they stand for.
+"""Low-bit weights: packed codes and scales, and the matrices that they stand for.
 
-A weight of a linear layer is (out, in), as in a Hugging Face checkpoint. Along the input, neighbours share a scale. The
-codes are packed as the compressed-tensors package packs them:
-
-    int8     8-bit integers with a scale per row; Ascend's grouped product takes int8 with such scales only
-    int4     4-bit integers with a scale per 32 inputs
-    nvfp4    4-bit floats (E2M1) with an FP8 (E4M3) scale per 16 inputs, and one FP32 factor of the whole matrix
-
-Rounding is to the nearest, symmetric around 0. No gradient reaches codes or scales.
+The formats are those of hf_config.FORMATS. A weight of a linear layer is (out, in), as in a Hugging Face checkpoint.
+Along the input, neighbours share a scale. Codes, scales and packing equal those of the compressed-tensors package, bit
+for bit. Rounding is to the nearest, symmetric around 0. No gradient reaches codes or scales.
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_config import Architecture
-from input_files import InputError
+from hf_config import FORMATS, Format
 
 FP8_MAX, FP4_MAX = 448.0, 6.0
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7; with 8 added they are negative
 # Between two neighbours the nearest is chosen, and in the middle the one with the even code.
 FP4_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-
-
-class Format(NamedTuple):
-    bits: int
-    group: int  # inputs that share a scale; 0: all
-    float: bool = False
-
-    @property
-    def per_word(self) -> int:
-        """Codes of one stored integer: int32 for integers, uint8 for floats."""
-        return 2 if self.float else 32 // self.bits
-
-    def groups(self, inputs: int) -> int:
-        return inputs // self.group if self.group else 1
-
-    def bytes(self, out: int, inputs: int, scale_bytes: int = 2) -> int:
-        """Bytes of a stored matrix."""
-        codes, scales = out * inputs * self.bits // 8, out * self.groups(inputs)
-        return codes + (scales + 4 if self.float else scales * scale_bytes)
-
-
-FORMATS = {"int8": Format(8, 0), "int4": Format(4, 32), "nvfp4": Format(4, 16, float=True)}
 
 
 @dataclass(frozen=True)
@@ -94,21 +65,6 @@ def empty(name: str, shape: tuple[int, ...], blocks: int, dtype: torch.dtype) ->
         "scales": torch.empty(*experts, out, form.groups(inputs), dtype=torch.float8_e4m3fn if form.float else dtype),
         "factors": torch.empty(*experts, blocks * form.float, dtype=torch.float32),
     }
-
-
-def check_experts(name: str, arch: Architecture, expert_tensor: int) -> None:
-    """InputError unless the input axes of the experts' matrices, and every shard of them, consist of whole groups."""
-    form, needed = FORMATS[name], max(FORMATS[name].group, FORMATS[name].per_word)
-    for what, inputs in (("hidden_size", arch.hidden_size), ("moe_intermediate_size", arch.expert_ffn_size)):
-        if inputs % needed:
-            raise InputError(f"model.quantisation: {name} with {what} {inputs}; needed: a multiple of {needed}")
-    # The second matrix is split along its input.
-    if expert_tensor > 1 and (not form.group or arch.expert_ffn_size // expert_tensor % form.group):
-        scales = f"a scale for {form.group} inputs" if form.group else "one scale for a whole row"
-        raise InputError(
-            f"parallel.expert_tensor: {expert_tensor} ranks split the {arch.expert_ffn_size} inputs of an expert's "
-            f"second matrix, and model.quantisation {name} has {scales}; needed: 1, or shards of whole groups"
-        )
 
 
 def quantise(weight: Tensor, name: str, factor: Tensor | None = None) -> Packed:

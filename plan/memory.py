@@ -12,13 +12,14 @@ an element.
 from dataclasses import dataclass
 
 from config_rules import ELEMENT_BYTES, cache_bytes_per_token
-from hf_config import Architecture
+from hf_config import FORMATS, Architecture
 from knobs import Config, LoraConfig
 from plan import grid
 from plan.grid import WHOLE, RankGrid
 
 GIB = 2**30
 LOGITS_PER_CHUNK, ROWS_PER_CHUNK = 2**24, 2048  # of model_megatron.py
+PIECE = 2**26  # of kernels.py: bytes of dequantised experts that exist at a time
 CACHED_ROWS = 512  # of engines/torch_sampler.py: rows that it samples at the same time
 PREFILL_TOKENS = 8192  # of engines/vllm_engine.py: prompt tokens that it computes at once
 
@@ -45,6 +46,25 @@ def base_parameters(arch: Architecture, layout: RankGrid) -> int:
     vocabulary = arch.vocab_size * h // tensor * (1 if arch.tied_head else 2)
     ffn = sum(moe if is_moe else dense for is_moe in arch.moe_layers)
     return vocabulary + h + arch.num_layers * (attention + norms) + ffn
+
+
+def base_bytes(arch: Architecture, layout: RankGrid, element: int, quantisation: str) -> int:
+    """Bytes of the frozen weights of one rank of the trainer."""
+    whole = base_parameters(arch, layout) * element
+    if quantisation == "none":
+        return whole
+    h, width, form = arch.hidden_size, arch.expert_ffn_size // layout.expert_tensor, FORMATS[quantisation]
+    saved = 3 * h * width * element - 2 * form.bytes(width, h, element) - form.bytes(h, width, element)
+    return whole - sum(arch.moe_layers) * arch.num_experts // layout.expert * saved
+
+
+def dequantised_bytes(arch: Architecture, layout: RankGrid, element: int, quantisation: str) -> int:
+    """Bytes that a product with quantised experts holds beside them: a piece of the matrices, and its fp32 parts."""
+    if quantisation == "none":
+        return 0
+    matrix = 2 * arch.hidden_size * arch.expert_ffn_size // layout.expert_tensor
+    pieces = max(1, min(arch.num_experts // layout.expert, PIECE // (matrix * element)))
+    return pieces * matrix * (12 + element)
 
 
 def lora_parameters(arch: Architecture, lora: LoraConfig, layout: RankGrid) -> int:
@@ -309,7 +329,7 @@ def step_memory(
     one_merged = max(max(_layer_merged(arch, cfg.lora, layout, is_moe)) for is_moe in arch.moe_layers) * element
     merging = one_merged * (cfg.trains_merged and cfg.has_old_policy_pass)
     parts = {
-        "base": base_parameters(arch, layout) * element,
+        "base": base_bytes(arch, layout, element, cfg.model.quantisation),
         "lora": lora,
         "optimizer": 2 * lora,  # AdamW's two moments
         "engine weights": base_parameters(arch, engine) * element,
@@ -319,6 +339,7 @@ def step_memory(
         "communication buffers": communicators(layout) * BUFFER_BYTES[device],
         "runtime": int(RUNTIME_BYTES[device] + (GRAPH_BYTES[device] if rollout.engine == "vllm" else 0)),
         "gradients": lora,
+        "dequantised experts": dequantised_bytes(arch, layout, element, cfg.model.quantisation),
         "merged weights": merged_weights(arch, cfg.lora, layout, cfg.model.recompute) * element * cfg.trains_merged,
         "activations": work.peak,
         "logits chunk": work.logits,  # within the activations
@@ -338,9 +359,15 @@ def step_memory(
         "rollout": resident + sampling,
         # A later micro-batch of an update finds the gradients of the earlier ones. The pass of the old policy merges
         # one weight at a time.
-        "reference": resident + parts["gradients"] + work.reference + parts["routing records"] + merging,
+        "reference": resident
+        + work.reference
+        + merging
+        + sum(parts[name] for name in ("gradients", "dequantised experts", "routing records")),
         "update": resident
-        + sum(parts[name] for name in ("gradients", "merged weights", "activations", "routing records")),
+        + sum(
+            parts[name]
+            for name in ("gradients", "dequantised experts", "merged weights", "activations", "routing records")
+        ),
         "optimizer": resident + 2 * lora,  # gradients; then their flat message, or AdamW's temporaries
         "save": resident + gathered_by_a_save(arch, cfg.lora, layout, device),
     }

@@ -9,16 +9,17 @@ import lora_reference
 import pytest
 import reference
 import torch
+import training
 import world
 from measured import measure_quantised
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import config_rules
 import hf_config
 import kernels
 import model_megatron
 import quantisation
-from input_files import InputError
 
 LAYOUTS = list(world.LAYOUTS)
 TOLERANCE = 1e-4  # of a gradient, relative to its largest element
@@ -36,7 +37,7 @@ def packed_by_compressed_tensors(weight: Tensor, name: str) -> dict[str, Tensor]
     from compressed_tensors.quantization.lifecycle.forward import quantize
     from compressed_tensors.quantization.utils.helpers import calculate_qparams, generate_gparam
 
-    form = quantisation.FORMATS[name]
+    form = hf_config.FORMATS[name]
     size = form.group or weight.shape[1]
     if form.float:
         weight, fp8 = weight.float(), torch.float8_e4m3fn
@@ -56,7 +57,7 @@ def packed_by_compressed_tensors(weight: Tensor, name: str) -> dict[str, Tensor]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", quantisation.FORMATS)
+@pytest.mark.parametrize("name", hf_config.FORMATS)
 def test_codes_and_scales_are_those_of_compressed_tensors(name: str, dtype: torch.dtype) -> None:
     pytest.importorskip("compressed_tensors", reason="comes with vLLM (bash run_cpu.sh --vllm)")
     weight = torch.randn(48, 256, generator=torch.Generator().manual_seed(0)).mul(0.05).to(dtype)
@@ -74,19 +75,19 @@ def test_codes_and_scales_are_those_of_compressed_tensors(name: str, dtype: torc
 def test_what_codes_stand_for_is_near_the_weight(name: str, largest: float) -> None:
     """Of the largest weight of a group: half a step, and what lies above the largest code."""
     weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(1))
-    form = quantisation.FORMATS[name]
+    form = hf_config.FORMATS[name]
     gap = (quantisation.quantise(weight, name).dequantised() - weight).abs()
     size = form.group or 128
     share = gap.unflatten(-1, (-1, size)).amax(-1) / weight.abs().unflatten(-1, (-1, size)).amax(-1)
     assert 0.5 * largest < share.max() <= largest + 1e-6
 
 
-@pytest.mark.parametrize("name", quantisation.FORMATS)
+@pytest.mark.parametrize("name", hf_config.FORMATS)
 def test_storage_has_the_bytes_that_the_format_says(name: str) -> None:
     stored = quantisation.empty(name, (4, 256, 128), blocks=2, dtype=torch.bfloat16)
     bytes_ = sum(tensor.nbytes for tensor in stored.values())
     factors = 4 * 4 * (name == "nvfp4")  # the second of two joined matrices has a factor of its own
-    assert bytes_ == 4 * quantisation.FORMATS[name].bytes(256, 128) + factors
+    assert bytes_ == 4 * hf_config.FORMATS[name].bytes(256, 128, element=2) + factors
     assert bytes_ < {"int8": 0.51, "int4": 0.29, "nvfp4": 0.29}[name] * 4 * 256 * 128 * 2
 
 
@@ -110,7 +111,7 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("quantised")
     path, tokens = reference.save(request.param, folder / "whole", **SIZES), reference.tokens(rows=8, length=16)
     formats = {}
-    for name in quantisation.FORMATS:
+    for name in hf_config.FORMATS:
         tensors = twin(path, name, folder / name)
         formats[name] = tensors, lora_reference.compute(reference.load(folder / name), tokens)
     return world.in_layouts(LAYOUTS, measure_quantised, path, formats, tokens)
@@ -121,7 +122,7 @@ def test_log_probs_and_gradients_are_those_of_the_model_that_the_codes_stand_for
     layout: str, measured: dict[str, list]
 ) -> None:
     for rank in measured[layout]:
-        assert rank.keys() == quantisation.FORMATS.keys() - ({"int8"} if "ETP" in layout else set())
+        assert rank.keys() == hf_config.FORMATS.keys() - ({"int8"} if "ETP" in layout else set())
         for found in rank.values():
             assert found["unequal"] == []  # to the last bit, also from shards
             for how in ("apart", "recompute", "merged"):
@@ -172,8 +173,9 @@ def test_sizes_that_cut_a_group_are_refused(
 ) -> None:
     sizes = {"hidden_size": hidden, "moe_intermediate_size": width}
     arch = hf_config.read(reference.save("qwen3_moe", tmp_path / "m", **sizes))
-    with pytest.raises(InputError, match=said):
-        quantisation.check_experts(name, arch, split)
+    assert re.search(said, arch.quantisation_problem(name, split))
+    changes = {"model__quantisation": name, "parallel__expert_tensor": split}
+    assert re.search(said, config_rules.layout_problems(training.config(tmp_path, tmp_path, **changes), arch, split)[0])
 
 
 def test_an_unquantised_model_has_parameters_only(tmp_path: Path) -> None:
