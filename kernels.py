@@ -52,8 +52,9 @@ PIECE = 2**26  # bytes of dequantised experts that exist at a time
 def quantised_grouped_mm(x: Tensor, packed: Packed, tokens_per_expert: Tensor) -> Tensor:
     """grouped_mm with frozen quantised experts: row block e of ``x`` times matrix e, transposed.  (N, in) -> (N, out)
 
-    Forward and backward dequantise as many experts at a time as PIECE allows, and multiply on all devices as grouped_mm
-    does. The kernels of an NPU that take codes have no backward pass for scales per group.
+    Forward and backward dequantise at most PIECE bytes at a time, of all experts: a piece of some experts would need
+    the numbers of their rows, for which the CPU would wait for the device. The kernels of an NPU that take codes have
+    no backward pass for scales per group, so all devices multiply as grouped_mm does.
     """
     return _QuantisedGroupedMatmul.apply(x, packed, tokens_per_expert)
 
@@ -62,31 +63,13 @@ class _QuantisedGroupedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, packed: Packed, tokens_per_expert: Tensor) -> Tensor:
         ctx.packed, ctx.tokens_per_expert = packed, tokens_per_expert
-        return _by_pieces(x, packed, tokens_per_expert, transposed=True)
+        pieces = packed.pieces(PIECE, along_out=True)
+        return torch.cat([grouped_mm(x, w.dequantised().transpose(1, 2), tokens_per_expert) for w in pieces], dim=1)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return _by_pieces(grad.contiguous(), ctx.packed, ctx.tokens_per_expert, transposed=False), None, None
-
-
-def _by_pieces(x: Tensor, packed: Packed, tokens_per_expert: Tensor, transposed: bool) -> Tensor:
-    """grouped_mm with the dequantised (E, out, in), or with its transpose (E, in, out)."""
-    experts, out, inputs = packed.shape
-    size = max(1, PIECE // (out * inputs * packed.dtype.itemsize))
-    if size >= experts:  # reads no count: an NPU need not be waited for
-        return _times(x, packed, tokens_per_expert, transposed)
-    ends = [0, *tokens_per_expert.cumsum(0).tolist()]
-    y = x.new_empty(len(x), out if transposed else inputs)
-    for first in range(0, experts, size):
-        piece = slice(first, min(first + size, experts))
-        rows = slice(ends[piece.start], ends[piece.stop])
-        y[rows] = _times(x[rows], packed.experts(piece), tokens_per_expert[piece], transposed)
-    return y
-
-
-def _times(x: Tensor, packed: Packed, tokens_per_expert: Tensor, transposed: bool) -> Tensor:
-    weight = packed.dequantised()
-    return grouped_mm(x, weight.transpose(1, 2) if transposed else weight, tokens_per_expert)
+        grad, pieces = grad.contiguous(), ctx.packed.pieces(PIECE, along_out=False)
+        return torch.cat([grouped_mm(grad, w.dequantised(), ctx.tokens_per_expert) for w in pieces], dim=1), None, None
 
 
 def _grouped_mm_takes(weight: Tensor) -> bool:

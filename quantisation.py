@@ -5,6 +5,7 @@ Along the input, neighbours share a scale. Codes, scales and packing equal those
 for bit. Rounding is to the nearest, symmetric around 0. No gradient reaches codes or scales.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +17,8 @@ FP8_MAX, FP4_MAX = 448.0, 6.0
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7; with 8 added they are negative
 # Between two neighbours the nearest is chosen, and in the middle the one with the even code.
 FP4_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+
+ALIGNED = 64  # rows or columns: whole groups, and addresses that matrix products take
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,24 @@ class Packed:
     def experts(self, which: int | slice) -> "Packed":
         """One matrix of a stack, or some of them; views."""
         return replace(self, codes=self.codes[which], scales=self.scales[which], factors=self.factors[which])
+
+    def pieces(self, most_bytes: int, *, along_out: bool) -> Iterator["Packed"]:
+        """Views of all experts that cover the matrices in order, along out or along the input.
+
+        What a piece stands for has at most ``most_bytes``, or the size of one group.
+        """
+        form, (experts, out, inputs) = FORMATS[self.format], self.shape
+        whole, across = (out, inputs) if along_out else (inputs, out)
+        size = most_bytes // (experts * across * self.dtype.itemsize) // ALIGNED * ALIGNED
+        for first in range(0, whole, max(size, ALIGNED)):
+            part = slice(first, first + max(size, ALIGNED))
+            if along_out:
+                factors = self.factors.repeat_interleave(out // max(1, self.factors.shape[-1]), -1)[:, part]
+                yield replace(self, codes=self.codes[:, part], scales=self.scales[:, part], factors=factors)
+                continue
+            words, groups = (slice(part.start // n, part.stop // n) for n in (form.per_word, form.group or inputs))
+            scales = self.scales[:, :, groups] if form.group else self.scales
+            yield replace(self, codes=self.codes[:, :, words], scales=scales)
 
     def fill_(self, shards: list[Tensor], whole: list[Tensor]) -> None:
         """Quantise the ``shards`` of the matrices ``whole``, joined along out, into these codes and scales."""

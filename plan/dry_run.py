@@ -15,6 +15,7 @@ preflight.py starts this file in a process of its own, because it changes torch.
 import contextlib
 import dataclasses
 import gc
+import itertools
 import json
 import resource
 import sys
@@ -98,7 +99,7 @@ def run(
             adapt(model)
             learner = Learner(one, arch, parallel, model, adapters, pad_token=0)
             gc.collect()
-        meter.mark(model.parameters(), "weights")
+        meter.mark(itertools.chain(model.parameters(), model.buffers()), "weights")
         meter.mark(learner.parameters, "adapters")
         meter.mark((moment for each in learner.moments.values() for moment in each.values()), "moments")
         with meter.phase("push"):

@@ -62,9 +62,8 @@ def dequantised_bytes(arch: Architecture, layout: RankGrid, element: int, quanti
     """Bytes that a product with quantised experts holds beside them: a piece of the matrices, and its fp32 parts."""
     if quantisation == "none":
         return 0
-    matrix = 2 * arch.hidden_size * arch.expert_ffn_size // layout.expert_tensor
-    pieces = max(1, min(arch.num_experts // layout.expert, PIECE // (matrix * element)))
-    return pieces * matrix * (12 + element)
+    largest = arch.num_experts // layout.expert * 2 * arch.hidden_size * arch.expert_ffn_size // layout.expert_tensor
+    return min(largest, PIECE // element) * (12 + element)
 
 
 def lora_parameters(arch: Architecture, lora: LoraConfig, layout: RankGrid) -> int:
@@ -361,13 +360,11 @@ def step_memory(
         # one weight at a time.
         "reference": resident
         + work.reference
-        + merging
-        + sum(parts[name] for name in ("gradients", "dequantised experts", "routing records")),
+        + max(merging, parts["dequantised experts"])
+        + sum(parts[name] for name in ("gradients", "routing records")),
         "update": resident
-        + sum(
-            parts[name]
-            for name in ("gradients", "dequantised experts", "merged weights", "activations", "routing records")
-        ),
+        + max(parts["merged weights"], parts["dequantised experts"])
+        + sum(parts[name] for name in ("gradients", "activations", "routing records")),
         "optimizer": resident + 2 * lora,  # gradients; then their flat message, or AdamW's temporaries
         "save": resident + gathered_by_a_save(arch, cfg.lora, layout, device),
     }

@@ -135,25 +135,35 @@ def test_log_probs_and_gradients_are_those_of_the_model_that_the_codes_stand_for
 # ---------------------------------------------------------------- bounded pieces
 
 
-@pytest.mark.parametrize("transposed", [True, False])
-def test_pieces_of_experts_give_the_product_of_all(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", hf_config.FORMATS)
+def test_bounded_pieces_give_the_product_and_the_gradient_of_the_whole(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(5, 32, 64, generator=generator)
-    stored = quantisation.empty("int4", (5, 32, 64), 1, torch.float32)
-    packed = quantisation.Packed(**stored, format="int4", dtype=torch.float32)
+    weight = torch.randn(5, 192, 256, generator=generator)  # each is two matrices, one above the other
+    packed = quantisation.Packed(
+        **quantisation.empty(name, (5, 192, 256), 2, torch.float32), format=name, dtype=torch.float32
+    )
     for expert in range(5):
-        packed.experts(expert).fill_([weight[expert]], [weight[expert]])
-    counts = torch.tensor([3, 0, 4, 1, 0])
-    x = torch.randn(8, 64 if transposed else 32, generator=generator)
-    whole = kernels._by_pieces(x, packed, counts, transposed)
-    seen: list[int] = []
+        packed.experts(expert).fill_([*weight[expert].chunk(2)], [*weight[expert].chunk(2)])
+    counts, seen = torch.tensor([3, 0, 4, 1, 0]), []
+    x, grad = (torch.randn(8, size, generator=generator) for size in (256, 192))
+    whole = packed.dequantised()
+    assert (whole - weight).abs().max() < 0.8
+    rows = torch.arange(5).repeat_interleave(counts)
+    expected = torch.einsum("ni,noi->no", x, whole[rows]), torch.einsum("no,noi->ni", grad, whole[rows])
     real = quantisation.Packed.dequantised
     monkeypatch.setattr(
-        quantisation.Packed, "dequantised", lambda self: (seen.append(self.shape.numel()), real(self))[1]
+        quantisation.Packed, "dequantised", lambda self: (seen.append(self.shape.numel() * 4), real(self))[1]
     )
-    monkeypatch.setattr(kernels, "PIECE", 2 * 32 * 64 * 4)
-    assert torch.allclose(kernels._by_pieces(x, packed, counts, transposed), whole, atol=1e-5)
-    assert seen == [2 * 32 * 64, 2 * 32 * 64, 32 * 64]
+    monkeypatch.setattr(
+        kernels, "PIECE", 5 * 256 * 128 * 4
+    )  # 128 of 192 rows at a time, then 170 -> 128 of 256 columns
+    x.requires_grad_()
+    y = kernels.quantised_grouped_mm(x, packed, counts)
+    y.backward(grad)
+    assert torch.allclose(y, expected[0], atol=1e-4) and torch.allclose(x.grad, expected[1], atol=1e-4)
+    assert len(seen) == 4 and max(seen) <= kernels.PIECE and sum(seen) == 2 * whole.numel() * 4
 
 
 # ---------------------------------------------------------------- bad input
