@@ -48,22 +48,16 @@ def base_parameters(arch: Architecture, layout: RankGrid) -> int:
     return vocabulary + h + arch.num_layers * (attention + norms) + ffn
 
 
-def base_bytes(arch: Architecture, layout: RankGrid, element: int, quantisation: str) -> int:
-    """Bytes of the frozen weights of one rank of the trainer."""
+def base_bytes(arch: Architecture, layout: RankGrid, element: int, quantisation: str) -> tuple[int, int]:
+    """Bytes of the frozen weights of one rank of the trainer, and what a product dequantises, with its fp32 parts."""
     whole = base_parameters(arch, layout) * element
     if quantisation == "none":
-        return whole
+        return whole, 0
     h, width, form = arch.hidden_size, arch.expert_ffn_size // layout.expert_tensor, FORMATS[quantisation]
     saved = 3 * h * width * element - 2 * form.bytes(width, h, element) - form.bytes(h, width, element)
-    return whole - sum(arch.moe_layers) * arch.num_experts // layout.expert * saved
-
-
-def dequantised_bytes(arch: Architecture, layout: RankGrid, element: int, quantisation: str) -> int:
-    """Bytes that a product with quantised experts holds beside them: a piece of the matrices, and its fp32 parts."""
-    if quantisation == "none":
-        return 0
-    largest = arch.num_experts // layout.expert * 2 * arch.hidden_size * arch.expert_ffn_size // layout.expert_tensor
-    return min(largest, PIECE // element) * (12 + element)
+    experts = arch.num_experts // layout.expert
+    piece = min(experts * 2 * h * width, PIECE // element) * (12 + element)
+    return whole - sum(arch.moe_layers) * experts * saved, piece
 
 
 def lora_parameters(arch: Architecture, lora: LoraConfig, layout: RankGrid) -> int:
@@ -327,8 +321,9 @@ def step_memory(
     own_sequences = -(-rollout.prompts_per_step * rollout.group_size // layout.data)
     one_merged = max(max(_layer_merged(arch, cfg.lora, layout, is_moe)) for is_moe in arch.moe_layers) * element
     merging = one_merged * (cfg.trains_merged and cfg.has_old_policy_pass)
+    base, dequantised = base_bytes(arch, layout, element, cfg.model.quantisation)
     parts = {
-        "base": base_bytes(arch, layout, element, cfg.model.quantisation),
+        "base": base,
         "lora": lora,
         "optimizer": 2 * lora,  # AdamW's two moments
         "engine weights": base_parameters(arch, engine) * element,
@@ -338,7 +333,7 @@ def step_memory(
         "communication buffers": communicators(layout) * BUFFER_BYTES[device],
         "runtime": int(RUNTIME_BYTES[device] + (GRAPH_BYTES[device] if rollout.engine == "vllm" else 0)),
         "gradients": lora,
-        "dequantised experts": dequantised_bytes(arch, layout, element, cfg.model.quantisation),
+        "dequantised experts": dequantised,
         "merged weights": merged_weights(arch, cfg.lora, layout, cfg.model.recompute) * element * cfg.trains_merged,
         "activations": work.peak,
         "logits chunk": work.logits,  # within the activations
@@ -358,13 +353,8 @@ def step_memory(
         "rollout": resident + sampling,
         # A later micro-batch of an update finds the gradients of the earlier ones. The pass of the old policy merges
         # one weight at a time.
-        "reference": resident
-        + work.reference
-        + max(merging, parts["dequantised experts"])
-        + sum(parts[name] for name in ("gradients", "routing records")),
-        "update": resident
-        + max(parts["merged weights"], parts["dequantised experts"])
-        + sum(parts[name] for name in ("gradients", "activations", "routing records")),
+        "reference": resident + lora + work.reference + parts["routing records"] + max(merging, dequantised),
+        "update": resident + lora + work.peak + parts["routing records"] + max(parts["merged weights"], dequantised),
         "optimizer": resident + 2 * lora,  # gradients; then their flat message, or AdamW's temporaries
         "save": resident + gathered_by_a_save(arch, cfg.lora, layout, device),
     }

@@ -71,7 +71,9 @@ def as_rank(rank: int, ranks: int, tensor: int, expert: int, expert_tensor: int)
 # ---------------------------------------------------------------------------------------------------------- parameters
 
 
-def check_parameters(arch: Architecture, sizes: tuple, lora: LoraConfig, dtype: torch.dtype, monkeypatch) -> None:
+def check_parameters(
+    arch: Architecture, sizes: tuple, lora: LoraConfig, dtype: torch.dtype, monkeypatch, quantisation: str = "none"
+) -> None:
     """The planned bytes of the base and parameters of LoRA equal those of the last rank's model."""
     monkeypatch.setattr(
         lora_megatron, "_initialise_", lambda *args: None
@@ -80,11 +82,12 @@ def check_parameters(arch: Architecture, sizes: tuple, lora: LoraConfig, dtype: 
     layout = RankGrid(ranks, tensor, expert, expert_tensor, 1, 1)
     with as_rank(ranks - 1, *sizes) as parallel, torch.device("meta"):
         parallel = dataclasses.replace(parallel, device=torch.device("meta"))
-        model = model_megatron.build(arch, parallel, dtype=dtype, recompute=False)
-        base = sum(parameter.nbytes for parameter in model.parameters())
+        model = model_megatron.build(arch, parallel, dtype=dtype, recompute=False, quantisation=quantisation)
+        codes = (b for name, b in model.named_buffers() if name.endswith((".codes", ".scales", ".factors")))
+        base = sum(tensor.nbytes for tensor in (*model.parameters(), *codes))
         adapters = lora_megatron.attach(model, lora, parallel, 0)
         factors = lora_megatron.factors(adapters).values()
-    assert memory.base_parameters(arch, layout) * dtype.itemsize == base
+    assert memory.base_bytes(arch, layout, dtype.itemsize, quantisation)[0] == base
     assert memory.lora_parameters(arch, lora, layout) == sum(factor.numel() for factor in factors)
 
 
@@ -93,6 +96,13 @@ def check_parameters(arch: Architecture, sizes: tuple, lora: LoraConfig, dtype: 
 def test_parameters_are_those_of_the_instantiated_tiny_model(model_type, name, monkeypatch):
     lora = LoraConfig(rank=8, expert_rank=3, targets=ALL_TARGETS)
     check_parameters(tiny(model_type), world.LAYOUTS[name], lora, torch.float32, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["TP1", "TP2_EP2_DP2", "TP4_EP16"])
+@pytest.mark.parametrize("quantisation", hf_config.FORMATS)
+def test_bytes_of_quantised_experts_are_those_of_the_instantiated_model(quantisation, name, monkeypatch):
+    lora, arch = LoraConfig(rank=4), tiny("qwen2_moe", hidden_size=64, moe_intermediate_size=96)
+    check_parameters(arch, world.LAYOUTS[name], lora, torch.bfloat16, monkeypatch, quantisation)
 
 
 @pytest.mark.parametrize("name", ["TP1", "TP2_EP2_ETP2"])
