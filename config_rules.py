@@ -312,6 +312,8 @@ def layout_problems(cfg: Config, arch: Architecture, world_size: int) -> list[st
             f"rollout.expert_parallel each rank holds a part of them; needed: off {STREAMED}",
         ),
     ]
+    if arch.stored_format != "none" and cfg.rollout.engine == "vllm":
+        rules.append((True, "rollout.engine: vllm cannot take the policy of a quantised checkpoint; needed: torch"))
     return [
         *_split_problem("parallel.tensor", tensor, split_by_tensor, world_size),
         *_split_problem(

@@ -15,6 +15,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 import checkpoint
 import device as devices
 import hf_config
+import quantisation as quantised
 import weights_hf
 from adapter_weights import Adapted, adapted_modules
 from config import changed_keys, load_config
@@ -59,7 +61,9 @@ def read_run(run_dir: Path, step: int | None) -> tuple[Config, checkpoint.Checkp
             there = ", ".join(sorted(other.name for other in folder.glob("step-*"))) or "none"
             raise InputError(f"--step {step}: no {path.name} in {folder}; there: {there}")
         found = checkpoint.load(path, only="adapter")
-    if changed := [line for line in changed_keys(found.config, cfg) if line.startswith(("lora.", "model.dtype"))]:
+    if changed := [
+        line for line in changed_keys(found.config, cfg) if line.startswith(("lora.", "model.dtype", "model.quant"))
+    ]:
         raise InputError(f"{run_dir / 'config.yaml'}: changed since {found.path.name}: {'; '.join(changed)}")
     return cfg, found
 
@@ -96,14 +100,16 @@ def merged_tensors(
     factors: dict[str, Tensor],
     alpha: float,
     dtype: torch.dtype,
+    quantisation: str = "none",
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the base model by name, one at a time: W + (alpha / R) B A in fp32 where trained, cast once.
 
-    The base is rounded to ``dtype`` first, because the adapters were trained on the rounded weights.
+    The base is rounded to ``dtype`` first, and the experts to their ``quantisation``, because the adapters were trained
+    on the rounded weights.
     """
     pairs = {name: (alpha / module.rank, a, b) for module in modules for name, a, b in module.pairs(factors)}
     for name in weights_hf.tensor_shapes(arch):
-        weight = base[name].to(dtype)
+        weight = quantised.frozen(base, name, dtype, quantisation)
         if name in pairs:
             scale, a, b = pairs[name]
             weight = (weight.float() + scale * (b @ a)).to(dtype)
@@ -123,15 +129,17 @@ def write_merged(
     num_bytes = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
     _check_room(folder, num_bytes)
     base = weights_hf.read_model(source, arch)
-    weights_hf.save_model(merged_tensors(base, arch, modules, factors, alpha, dtype), folder)
+    tensors = merged_tensors(base, arch, modules, factors, alpha, dtype, model.quantisation)
+    weights_hf.save_model(tensors, folder)
     about = read_object(source / "config.json")
+    about.pop("quantization_config", None)  # the merged experts are not quantised
     for key in {"dtype", "torch_dtype"} & about.keys():
         about[key] = str(dtype).removeprefix("torch.")  # transformers loads the weights in this type by default
     (folder / "config.json").write_text(json.dumps(about, indent=2) + "\n")
     for name in COPIED:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-    for name, weight in weights_hf.read_model(folder, arch).items():
+    for name, weight in weights_hf.read_model(folder, replace(arch, stored_format="none")).items():
         if weight.dtype != dtype or not weight.isfinite().all():
             raise InputError(f"{source}: {name}, merged, is not a finite {dtype} tensor")
     return len(shapes), num_bytes
@@ -275,6 +283,8 @@ def export(run_dir: Path, out_dir: Path, *, as_adapter: bool, step: int | None, 
                     "this run trained merged weights, rounded to bf16: --merged exports them, an adapter is not rounded"
                 )
             num_tensors, num_bytes = write_adapter(folder, cfg.model.path, cfg.lora, modules, factors)
+            if cfg.model.quantisation != "none":
+                _note(f"the adapter belongs to a base whose experts are in {cfg.model.quantisation}; --merged has both")
         else:
             num_tensors, num_bytes = write_merged(folder, cfg.model, arch, modules, factors, cfg.lora.alpha)
             if cfg.model.dtype == "bf16" and not cfg.trains_merged:

@@ -20,7 +20,7 @@ MOST_SIZE, MOST_MATRICES = 2**24, 2**17  # of any other key; of layers x experts
 
 # Options with one supported value, which is also what their absence means. use_sliding_window is the switch: the
 # configurations of Qwen have a sliding_window, too, which is not used while the switch is false.
-SUPPORTED = {"hidden_act": "silu", "use_sliding_window": False, "attention_dropout": 0.0, "quantization_config": None}
+SUPPORTED = {"hidden_act": "silu", "use_sliding_window": False, "attention_dropout": 0.0}
 
 
 class Format(NamedTuple):
@@ -75,6 +75,7 @@ class Architecture:
     rope_theta: float
     rms_norm_eps: float
     max_positions: int
+    stored_format: str = "none"  # of FORMATS: the checkpoint holds the codes of the routed experts
 
     @property
     def qkv_size(self) -> int:
@@ -83,6 +84,9 @@ class Architecture:
 
     def quantisation_problem(self, name: str, expert_tensor: int) -> str:
         """Why the format ``name`` cannot hold shards of the experts over ``expert_tensor`` ranks; "" if it can."""
+        if self.stored_format not in ("none", name):
+            held = self.stored_format
+            return f"model.quantisation: {name}, but the checkpoint has its experts in {held}; needed: {held}"
         if name == "none":
             return ""
         form = FORMATS[name]
@@ -146,6 +150,13 @@ def parse(raw: dict, where: str = "config.json") -> Architecture:
     refuse_unless("architectures", raw.get("architectures") or names, names)
     for key, only in SUPPORTED.items():
         refuse_unless(key, raw.get(key, only), only)
+    stored = _stored_format(raw.get("quantization_config"))
+    refuse_if(
+        not stored,
+        f"quantization_config = {shown(raw.get('quantization_config'))} is not supported; only routed experts of "
+        f"compressed-tensors in one of the formats {', '.join(FORMATS)} (symmetric; groups of "
+        f"{FORMATS['int4'].group} for int4)",
+    )
     if qwen3:
         refuse_unless("attention_bias", raw.get("attention_bias", False), False)
     for layer_type in need("layer_types", list, []):
@@ -206,7 +217,26 @@ def parse(raw: dict, where: str = "config.json") -> Architecture:
         rope_theta=float(theta),
         rms_norm_eps=need("rms_norm_eps", float),
         max_positions=need("max_position_embeddings"),
+        stored_format=stored,
     )
+
+
+def _stored_format(config: Any) -> str:
+    """The format of FORMATS that a quantization_config describes; "none" without one, "" for another format."""
+    if config is None:
+        return "none"
+    groups = config.get("config_groups") if isinstance(config, dict) else None
+    if not isinstance(groups, dict) or len(groups) != 1 or config.get("quant_method") != "compressed-tensors":
+        return ""
+    (group,) = groups.values()
+    weights = group.get("weights") if isinstance(group, dict) and not group.get("input_activations") else None
+    for name, form in FORMATS.items():
+        strategy = "tensor_group" if form.float else "group" if form.group else "channel"
+        needed = {"num_bits": form.bits, "type": "float" if form.float else "int", "strategy": strategy}
+        needed |= {"symmetric": True} | ({"group_size": form.group} if form.group else {})
+        if isinstance(weights, dict) and needed.items() <= weights.items():
+            return name
+    return ""
 
 
 def planned(cfg: Config) -> tuple[Architecture, str]:

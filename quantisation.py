@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from hf_config import FORMATS, Format
+from input_files import InputError
+from parallel_setup import Shards
 
 FP8_MAX, FP4_MAX = 448.0, 6.0
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7; with 8 added they are negative
@@ -65,8 +67,26 @@ class Packed:
             quantise(shard.to(device, self.dtype), self.format, factor_of(matrix.to(self.dtype)).to(device))
             for shard, matrix in zip(shards, whole, strict=True)
         ]
+        self.copy_(parts)
+
+    def read(self, tensors: dict[str, Tensor], name: str) -> "Packed":
+        """The whole matrix ``name`` of a quantised checkpoint; InputError for scales that are not finite."""
+        codes, scales = tensors[f"{name}_packed"], tensors[f"{name}_scale"]
+        factors = tensors.get(f"{name}_global_scale", torch.empty(0))
+        if not (scales.float().isfinite().all() and factors.isfinite().all()):
+            raise InputError(f"{name}: its scales hold values that are not finite")
+        return replace(self, codes=codes, scales=scales, factors=factors)
+
+    def copy_(self, parts: list["Packed"]) -> None:
+        """Take the codes and scales of matrices that are joined along out."""
         for name in ("codes", "scales", "factors"):
             getattr(self, name).copy_(torch.cat([getattr(part, name) for part in parts]))
+
+    def shard(self, dim: int, shards: Shards) -> "Packed":
+        """The part of a whole matrix that this rank holds, split along out (0) or the input (1)."""
+        size, rank = shards.size, shards.rank
+        scales = self.scales if dim == 1 and not FORMATS[self.format].group else self.scales.chunk(size, dim)[rank]
+        return replace(self, codes=self.codes.chunk(size, dim)[rank], scales=scales)
 
     def dequantised(self) -> Tensor:
         """The matrix, computed in fp32 and rounded once.  -> (..., out, in)"""
@@ -76,6 +96,23 @@ class Packed:
             scales = scales / self.factors.repeat_interleave(scales.shape[-2] // blocks, -1)[..., None]
         values = _unpack_floats(self.codes) if form.float else _unpack_integers(self.codes, form)
         return (values.unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]).flatten(-2).to(self.dtype)
+
+
+def stored_shapes(
+    shapes: dict[str, tuple[int, ...]], dtypes: tuple[str, ...], name: str
+) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+    """Tensor -> shape and possible dtypes in a model directory whose experts are in the format ``name``, or "none".
+
+    ``shapes`` are those of the model without quantisation, ``dtypes`` those that its tensors may have.
+    """
+    found = {tensor: (shape, dtypes) for tensor, shape in shapes.items()}
+    for tensor in [tensor for tensor in shapes if ".mlp.experts." in tensor and name != "none"]:
+        ((out, inputs), _), form = found.pop(tensor), FORMATS[name]
+        found[f"{tensor}_packed"] = (out, inputs // form.per_word), ("uint8" if form.float else "int32",)
+        found[f"{tensor}_scale"] = (out, form.groups(inputs)), ("float8_e4m3fn",) if form.float else dtypes
+        if form.float:
+            found[f"{tensor}_global_scale"] = (1,), ("float32",)
+    return found
 
 
 def empty(name: str, shape: tuple[int, ...], blocks: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -137,3 +174,16 @@ def _pack_floats(values: Tensor) -> Tensor:
 def _unpack_floats(words: Tensor) -> Tensor:
     table = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)], device=words.device)
     return table[torch.stack([words & 15, words >> 4], dim=-1).long()].flatten(-2)
+
+
+def frozen(base: dict[str, Tensor], name: str, dtype: torch.dtype, quantisation: str) -> Tensor:
+    """The whole frozen tensor ``name`` as the trainer has it: of a quantised expert, what its codes stand for.
+
+    ``base``: the tensors of a model directory, which may hold codes or the weights that are quantised on loading.
+    """
+    if quantisation == "none" or ".mlp.experts." not in name:
+        return base[name].to(dtype)
+    if name in base:
+        return quantise(base[name].to(dtype), quantisation).dequantised()
+    nothing = torch.empty(0)
+    return Packed(nothing, nothing, nothing, quantisation, dtype).read(base, name).dequantised()

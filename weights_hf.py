@@ -21,7 +21,7 @@ from input_files import InputError, first_three, read_object, refuse_special
 from lora_megatron import Adapter, attached
 from model_megatron import GroupedLinear
 from parallel_setup import Parallel, Shards
-from quantisation import Packed
+from quantisation import Packed, stored_shapes
 
 DTYPES = ("float32", "bfloat16", "float16")  # of model files
 MESSAGE = 2**24  # maximum number of elements in one all-gather: small experts are gathered together to save latency
@@ -168,7 +168,9 @@ def read_model(model_dir: str | Path, arch: Architecture) -> dict[str, Tensor]:
         if twice := tensors.keys() & found.keys():
             raise InputError(f"{path}: {min(twice)} is also in another file of this directory")
         found |= tensors
-    expected = tensor_shapes(arch)
+    # compressed-tensors also stores the shape of a packed matrix, which follows from config.json.
+    found = {name: tensor for name, tensor in found.items() if not name.endswith(".weight_shape")}
+    expected = stored_shapes(tensor_shapes(arch), DTYPES, arch.stored_format)
     unmatched = {
         "missing": [name for name in expected if name not in found],
         "not part of this architecture": [name for name in found if name not in expected],
@@ -176,10 +178,11 @@ def read_model(model_dir: str | Path, arch: Architecture) -> dict[str, Tensor]:
     problems = [f"{label}: {first_three(names)}" for label, names in unmatched.items() if names]
     for name in (name for name in expected if name in found):
         shape, dtype = found[name].shape, str(found[name].dtype).removeprefix("torch.")
-        if shape != expected[name]:
-            problems.append(f"{name} has shape {list(shape)}, config.json needs {list(expected[name])}")
-        elif dtype not in DTYPES:
-            problems.append(f"{name} has dtype {dtype}; supported: {', '.join(DTYPES)}")
+        needed, dtypes = expected[name]
+        if shape != needed:
+            problems.append(f"{name} has shape {list(shape)}, config.json needs {list(needed)}")
+        elif dtype not in dtypes:
+            problems.append(f"{name} has dtype {dtype}; supported: {', '.join(dtypes)}")
     if problems:
         raise InputError(f"{model_dir}: weights do not fit config.json: {'; '.join(problems[:3])}")
     return found
@@ -215,7 +218,11 @@ def load(model: torch.nn.Module, arch: Architecture, parallel: Parallel, model_d
     tensors = read_model(model_dir, arch)
     todo = list(slots(model, arch, parallel))
     for slot in tqdm(todo, desc="loading weights", disable=None if parallel.rank == 0 else True, leave=False):
-        shards, blocks = parallel.shards(slot.expert is not None), [tensors[name] for name in slot.names]
+        shards = parallel.shards(slot.expert is not None)
+        if isinstance(slot.stored, Packed) and arch.stored_format != "none":
+            slot.stored.copy_([slot.stored.read(tensors, name).shard(slot.dim, shards) for name in slot.names])
+            continue
+        blocks = [tensors[name] for name in slot.names]
         whole = blocks
         if slot.dim is not None:
             blocks = [block.chunk(shards.size, slot.dim)[shards.rank] for block in blocks]  # views

@@ -84,7 +84,7 @@ def tiny_run(cfg: Config, folder: Path) -> Config:
     return Config.model_validate({
         "name": "self_test",
         "device": kept["device"],
-        "model": kept["model"] | {"path": str(folder / "model")},
+        "model": kept["model"] | {"path": str(folder / "model"), "quantisation": "none"},
         "data": {
             "source": "gsm8k", "train_path": str(folder / "train.jsonl"), "test_path": str(folder / "test.jsonl"),
             "max_prompt_tokens": 16, "prompt_template": "{question}",

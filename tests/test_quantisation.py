@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -11,15 +12,21 @@ import reference
 import torch
 import training
 import world
+from adapted import load, lora_config, move
 from measured import measure_quantised
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import adapter_weights
 import config_rules
+import export
 import hf_config
 import kernels
+import lora_megatron
 import model_megatron
 import quantisation
+import weights_hf
+from parallel_setup import Parallel
 
 LAYOUTS = list(world.LAYOUTS)
 TOLERANCE = 1e-4  # of a gradient, relative to its largest element
@@ -130,6 +137,94 @@ def test_log_probs_and_gradients_are_those_of_the_model_that_the_codes_stand_for
                 assert found[f"error, {how}"] < TOLERANCE
             assert found["merged error"] < 1e-5
             assert all(name.endswith((".A", ".B")) for name in found["trained"]) and found["trained"]
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def compressed(path: Path, name: str, folder: Path) -> Path:
+    """The model at ``path`` as compressed-tensors stores it, with the routed experts in the format ``name``."""
+    form, tensors = hf_config.FORMATS[name], {}
+    for key, tensor in load_file(path / "model.safetensors").items():
+        if ".mlp.experts." not in key:
+            tensors[key] = tensor
+            continue
+        packed = quantisation.quantise(tensor, name)
+        tensors |= {f"{key}_packed": packed.codes, f"{key}_scale": packed.scales}
+        extra = {"global_scale": packed.factors} if form.float else {"shape": torch.tensor(tensor.shape)}
+        tensors |= {f"{key}_{what}": value for what, value in extra.items()}
+    strategy = "tensor_group" if form.float else "group" if form.group else "channel"
+    weights = {"num_bits": form.bits, "type": "float" if form.float else "int", "strategy": strategy, "symmetric": True}
+    groups = {"group_0": {"targets": ["re:.*mlp.experts.*"], "weights": weights | {"group_size": form.group or None}}}
+    about = json.loads((path / "config.json").read_text())
+    about["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": groups}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(about))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def loaded(parallel: Parallel, path: Path, folder: Path, name: str) -> bool:
+    """Whether a rank has the same codes and scales from the quantised checkpoint as from the one without."""
+    models = [load(each, parallel, quantisation=name)[0] for each in (path, folder)]
+    first, second = (dict(model.named_buffers()) for model in models)
+    return all(torch.equal(first[key].view(torch.uint8), second[key].view(torch.uint8)) for key in first)
+
+
+@pytest.mark.parametrize("name", hf_config.FORMATS)
+def test_a_quantised_checkpoint_has_the_codes_that_are_made_on_loading(name: str, tmp_path: Path) -> None:
+    path = reference.save("qwen3_moe", tmp_path / "whole", **SIZES)
+    folder = compressed(path, name, tmp_path / "codes")
+    layouts = ["TP1", "EP2", "TP2_EP2_DP2"] + ["TP2_EP2_ETP2"] * (name != "int8")
+    assert all(all(ranks) for ranks in world.in_layouts(layouts, loaded, path, folder, name).values())
+
+
+def test_what_a_checkpoint_holds_must_be_what_the_run_says(tmp_path: Path) -> None:
+    path = reference.save("qwen3_moe", tmp_path / "whole", **SIZES)
+    folder = compressed(path, "int4", tmp_path / "codes")
+    arch = hf_config.read(folder)
+    cfg = training.config(folder, tmp_path, model__quantisation="nvfp4")
+    said = "model.quantisation: nvfp4, but the checkpoint has its experts in int4; needed: int4"
+    assert said in config_rules.layout_problems(cfg, arch, 1)
+    cfg = training.config(folder, tmp_path, model__quantisation="int4", rollout__engine="vllm")
+    assert any(
+        "vllm cannot take the policy of a quantised" in said for said in config_rules.layout_problems(cfg, arch, 1)
+    )
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.experts.3.up_proj.weight"
+    for broken, said in (
+        ({f"{name}_packed": tensors[f"{name}_packed"][:, 1:].contiguous()}, r"has shape \[128, 7\], config.json needs"),
+        ({f"{name}_scale": tensors[f"{name}_scale"] * torch.inf}, "its scales hold values that are not finite"),
+        ({f"{name}_packed": tensors[f"{name}_packed"].long()}, "has dtype int64; supported: int32"),
+    ):
+        save_file(tensors | broken, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(RuntimeError, match=said):
+            world.in_layouts(["TP1"], loaded, folder, folder, "int4")
+
+
+def trained_policy(parallel: Parallel, path: Path, name: str, dtype: torch.dtype) -> tuple[dict, dict]:
+    """The LoRA factors after a step, and the merged weights that the trainer pushes."""
+    model, arch = load(path, parallel, dtype=dtype, quantisation=name)
+    adapters = lora_megatron.attach(model, lora_config(), parallel, 0)
+    move(adapters, arch, parallel, step=1)
+    factors = adapter_weights.gather(adapters, lora_megatron.factors(adapters), arch, parallel)
+    return factors, {key: value.clone() for key, value in weights_hf.export(model, arch, parallel)}
+
+
+@pytest.mark.parametrize("name", hf_config.FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_export_is_the_policy_that_was_trained(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    path = reference.save("qwen3_moe", tmp_path / "whole", **SIZES)
+    ((factors, trained),) = world.in_layouts(["TP1"], trained_policy, path, name, dtype)["TP1"]
+    sources = [path]
+    if dtype == torch.float32:  # the codes of this checkpoint are those of the fp32 weights
+        sources.append(compressed(path, name, tmp_path / "codes"))
+    for source in sources:
+        arch = hf_config.read(source)
+        modules = list(adapter_weights.adapted_modules(arch, lora_config()))
+        base = weights_hf.read_model(source, arch)
+        for key, value in export.merged_tensors(base, arch, modules, factors, lora_config().alpha, dtype, name):
+            assert torch.equal(value, trained[key]), key
 
 
 # ---------------------------------------------------------------- bounded pieces
