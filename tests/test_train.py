@@ -45,7 +45,7 @@ OPTIONS = {  # every loss kind, aggregate, KL estimate, advantage and importance
     "icepop": {"loss__importance": "icepop", "loss__importance_clip": 5.0},
     "rounded mis": {"loss__importance": "mis", "rollout__round_bits": 8, "rollout__round_group": 16},
     "quantised": {
-        "model__quantisation": "nvfp4", "replay__mode": "r3", "aqn__schedule": "constant", "aqn__targets": ("experts",),
+        "model__quantisation": "nvfp4", "replay__mode": "r3",
     },
     "masked_and_skipped": {
         "loss__kl": "none", "loss__mask_truncated": True, "loss__skip_equal_groups": True, "rollout__top_k": 20,
