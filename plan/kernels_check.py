@@ -18,6 +18,7 @@ E local experts, N rows of all of them, h hidden size, w expert width, R LoRA ra
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ import device as devices
 import hf_config
 import kernels
 import packing
+import quantisation
 from config import derive_seed
 from config_rules import check_layout
 from knobs import Config
@@ -35,6 +37,7 @@ from plan import grid, launched, memory
 
 INSIDE = 8  # fp32 roundings in a fused operator beside its sum: squares, means; an exp or rsqrt counts as two
 BLOCK = 64  # least numbers that are compared together: if all of a few are small by chance, their relative error is not
+FP32 = ("probs", "factors")  # inputs that stay fp32 beside the others' dtype
 REPEATS = 3  # timed runs, after the run that is compared
 
 
@@ -44,7 +47,7 @@ class Case(NamedTuple):
     name: str
     operator: Callable[..., Tensor]  # of kernels.py
     formula: Callable[..., Tensor]  # the same in fp64
-    inputs: dict[str, Tensor]  # on the CPU; fp32 tensors are cast to the dtype, except ``probs``, which stays fp32
+    inputs: dict[str, Tensor]  # on the CPU; fp32 tensors are cast to the dtype, except those of FP32
     trained: tuple[str, ...]  # inputs whose gradients the training uses
     roundings: tuple[int, int]  # to the dtype, forward and backward
     sums: tuple[int, int]  # terms of the longest sum, forward and backward
@@ -153,14 +156,34 @@ def cases(cfg: Config, arch: hf_config.Architecture, ranks: int, seed: int) -> l
         return Case(f"grouped_mm ({name})", lambda *x: kernels.grouped_mm(*x), grouped_formula, inputs, trained, (1, 1),
                     (in_size, longest))  # fmt: skip
 
+    def experts(name: str, in_size: int, out_size: int) -> Case:
+        """The product with the frozen experts."""
+        form = cfg.model.quantisation
+        if form == "none":
+            return grouped(name, in_size, out_size, ("x",))
+        stored = quantisation.empty(form, (E, out_size, in_size), 1, torch.bfloat16)
+        packed = quantisation.Packed(**stored, format=form, dtype=torch.bfloat16)
+        for e in range(E):
+            matrix = normal(out_size, in_size, std=in_size**-0.5)
+            packed.experts(e).fill_([matrix], [matrix])
+        exact = replace(packed, dtype=torch.float32).dequantised().transpose(1, 2)
+        inputs = {"x": normal(N, in_size), "weight": exact, "counts": counts, **stored}
+        return Case(
+            f"quantised_grouped_mm ({name})",
+            lambda x, _, counts, *stored: kernels.quantised_grouped_mm(
+                x, quantisation.Packed(*stored, form, x.dtype), counts
+            ),
+            lambda *x: grouped_formula(*x[:3]), inputs, ("x",), (2, 2), (in_size, out_size),
+        )  # fmt: skip
+
     weighted = {"gate_up": normal(N, 2 * w), "probs": rounded(normal(N).sigmoid())}
     return [
         *found,
         Case("weighted_swiglu", lambda *x: kernels.weighted_swiglu(*x),
              lambda gate_up, probs: swiglu_formula(gate_up) * probs[:, None], weighted, tuple(weighted), (4, 4),
              (1, w)),
-        grouped("fc1", h, 2 * w, ("x",)),
-        grouped("fc2", w, h, ("x",)),
+        experts("fc1", h, 2 * w),
+        experts("fc2", w, h),
         grouped("LoRA A", h, R, ("x", "weight")),
         grouped("LoRA B", R, 2 * w, ("x", "weight")),
     ]  # fmt: skip
@@ -223,7 +246,7 @@ def relative_error(found: Tensor, true: Tensor, block: int = 1) -> float:
 
 def _inputs(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     def cast(name: str, x: Tensor) -> Tensor:
-        kept = not x.is_floating_point() or (name == "probs" and dtype != torch.float64)  # probs stays fp32
+        kept = x.dtype not in devices.DTYPES.values() or (name in FP32 and dtype != torch.float64)
         return x.to(device, x.dtype if kept else dtype).requires_grad_(name in case.trained)
 
     return {name: cast(name, x) for name, x in case.inputs.items()}
@@ -248,10 +271,10 @@ def summary(results: list[dict]) -> list[dict]:
 
 def as_text(table: list[dict]) -> str:
     """The table for a reader; errors beside their tolerances."""
-    lines = [f"{'operator':<20} {'dtype':<5} {'forward':>8} {'at most':>8} {'backward':>8} {'at most':>8} {'ms':>9}"]
+    lines = [f"{'operator':<27} {'dtype':<5} {'forward':>8} {'at most':>8} {'backward':>8} {'at most':>8} {'ms':>9}"]
     for row in table:
         numbers = [f"{row[p]:>8.1e}" for p in ("forward", "forward_tolerance", "backward", "backward_tolerance")]
-        line = f"{row['operator']:<20} {row['dtype']:<5} {' '.join(numbers)} {row['milliseconds']:>9.2f}"
+        line = f"{row['operator']:<27} {row['dtype']:<5} {' '.join(numbers)} {row['milliseconds']:>9.2f}"
         if row["wrong"]:
             line += f"  WRONG: {' and '.join(row['wrong'])}, on rank {', '.join(map(str, row['wrong_ranks']))}"
             line += f" ({row['error']})" * bool(row["error"])

@@ -22,26 +22,28 @@ CPU = torch.device("cpu")
 SMALL = ["optim.tokens_per_micro_batch=352", "rollout.max_new_tokens=24"]  # 4 rows of 88 tokens
 
 
-def small_cases() -> list[Case]:
-    cfg = load_config(CONFIGS / "tiny_cpu.yaml", SMALL)
+def small_cases(quantisation: str = "none") -> list[Case]:
+    cfg = load_config(CONFIGS / "tiny_cpu.yaml", [*SMALL, f"model.quantisation={quantisation}"])
     return kernels_check.cases(cfg, hf_config.planned(cfg)[0], 2, seed=0)
 
 
-def table() -> dict[tuple[str, str], list[str]]:
+def table(quantisation: str = "none") -> dict[tuple[str, str], list[str]]:
     """(operator, dtype) -> which passes are wrong."""
-    results = [result for case in small_cases() for result in kernels_check.check_operator(case, CPU, 0)]
+    results = [result for case in small_cases(quantisation) for result in kernels_check.check_operator(case, CPU, 0)]
     return {(row["operator"], row["dtype"]): row["wrong"] for row in kernels_check.summary(results)}
 
 
-def test_sound_operators_pass_in_both_dtypes() -> None:
-    found = table()
+@pytest.mark.parametrize("quantisation", ["none", "int8", "int4", "nvfp4"])
+def test_sound_operators_pass_in_both_dtypes(quantisation: str) -> None:
+    found = table(quantisation)
     assert not any(found.values()), found
     assert len(found) == 2 * 11 and {dtype for _, dtype in found} == {"fp32", "bf16"}
 
 
 def test_every_operator_of_kernels_is_checked() -> None:
     public = {name for name, f in inspect.getmembers(kernels, inspect.isfunction) if not name.startswith("_")}
-    assert public - {"attention_mask"} == {case.name.split()[0] for case in small_cases()}  # it makes an argument
+    checked = {case.name.split()[0] for case in [*small_cases(), *small_cases("int4")]}
+    assert public - {"attention_mask"} == checked  # it makes an argument
 
 
 def test_sizes_are_those_of_a_rank_of_the_real_model() -> None:
@@ -104,7 +106,16 @@ def off(real: Callable[..., Tensor], dtype: torch.dtype, forward: float, backwar
 
 @pytest.mark.parametrize(
     "operator",
-    ["rms_norm", "causal_attention", "masked_attention", "swiglu", "weighted_swiglu", "rotary", "grouped_mm"],
+    [
+        "rms_norm",
+        "causal_attention",
+        "masked_attention",
+        "swiglu",
+        "weighted_swiglu",
+        "rotary",
+        "grouped_mm",
+        "quantised_grouped_mm",
+    ],  # fmt: skip
 )
 @pytest.mark.parametrize(
     ("dtype", "which", "forward", "backward"),
@@ -120,7 +131,8 @@ def test_an_operator_that_is_off_is_named_with_its_dtype_and_pass(
 ) -> None:
     real = getattr(kernels, operator)
     monkeypatch.setattr(kernels, operator, off(real, kernels_check.devices.DTYPES[dtype], forward, backward))
-    mine = [case for case in small_cases() if case.name.startswith(operator)]
+    every = small_cases("int4" if operator == "quantised_grouped_mm" else "none")
+    mine = [case for case in every if case.name.startswith(operator)]
     rows = kernels_check.summary([result for case in mine for result in kernels_check.check_operator(case, CPU, 3)])
     assert {(row["dtype"], *row["wrong"]) for row in rows} == {(dtype, which), ("bf16" if dtype == "fp32" else "fp32",)}
     text = kernels_check.as_text(rows)
