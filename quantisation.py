@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hf_config import FORMATS, Format
 from input_files import InputError
-from parallel_setup import Shards
 
 FP8_MAX, FP4_MAX = 448.0, 6.0
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7; with 8 added they are negative
@@ -82,9 +81,8 @@ class Packed:
         for name in ("codes", "scales", "factors"):
             getattr(self, name).copy_(torch.cat([getattr(part, name) for part in parts]))
 
-    def shard(self, dim: int, shards: Shards) -> "Packed":
-        """The part of a whole matrix that this rank holds, split along out (0) or the input (1)."""
-        size, rank = shards.size, shards.rank
+    def shard(self, dim: int, size: int, rank: int) -> "Packed":
+        """The part of a whole matrix that rank ``rank`` of ``size`` holds, split along out (0) or the input (1)."""
         scales = self.scales if dim == 1 and not FORMATS[self.format].group else self.scales.chunk(size, dim)[rank]
         return replace(self, codes=self.codes.chunk(size, dim)[rank], scales=scales)
 

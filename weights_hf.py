@@ -220,7 +220,8 @@ def load(model: torch.nn.Module, arch: Architecture, parallel: Parallel, model_d
     for slot in tqdm(todo, desc="loading weights", disable=None if parallel.rank == 0 else True, leave=False):
         shards = parallel.shards(slot.expert is not None)
         if isinstance(slot.stored, Packed) and arch.stored_format != "none":
-            slot.stored.copy_([slot.stored.read(tensors, name).shard(slot.dim, shards) for name in slot.names])
+            parts = [slot.stored.read(tensors, name).shard(slot.dim, shards.size, shards.rank) for name in slot.names]
+            slot.stored.copy_(parts)
             continue
         blocks = [tensors[name] for name in slot.names]
         whole = blocks

@@ -170,8 +170,8 @@ def cases(cfg: Config, arch: hf_config.Architecture, ranks: int, seed: int) -> l
         inputs = {"x": normal(N, in_size), "weight": exact, "counts": counts, **stored}
         return Case(
             f"quantised_grouped_mm ({name})",
-            lambda x, _, counts, *stored: kernels.quantised_grouped_mm(
-                x, quantisation.Packed(*stored, form, x.dtype), counts
+            lambda x, _, counts, codes, scales, factors: kernels.quantised_grouped_mm(
+                x, quantisation.Packed(codes, scales, factors, form, x.dtype), counts
             ),
             lambda *x: grouped_formula(*x[:3]), inputs, ("x",), (2, 2), (in_size, out_size),
         )  # fmt: skip
