@@ -92,8 +92,8 @@ class Packed:
         if form.float:
             blocks = self.factors.shape[-1]  # joined along out, all of one size
             scales = scales / self.factors.repeat_interleave(scales.shape[-2] // blocks, -1)[..., None]
-        values = _unpack_floats(self.codes) if form.float else _unpack_integers(self.codes, form)
-        return (values.unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]).flatten(-2).to(self.dtype)
+        values = _values(self.codes.view(torch.uint8), form)
+        return values.unflatten(-1, (scales.shape[-1], -1)).mul_(scales[..., None]).flatten(-2).to(self.dtype)
 
 
 def stored_shapes(
@@ -153,12 +153,6 @@ def _pack_integers(codes: Tensor, form: Format) -> Tensor:
     return (codes.unflatten(-1, (-1, form.per_word)) << shifts).sum(-1, dtype=torch.int32)
 
 
-def _unpack_integers(words: Tensor, form: Format) -> Tensor:
-    shifts = torch.arange(form.per_word, device=words.device, dtype=torch.int32) * form.bits
-    codes = (words[..., None] >> shifts) & (2**form.bits - 1)
-    return codes.flatten(-2).float() - 2 ** (form.bits - 1)
-
-
 def _pack_floats(values: Tensor) -> Tensor:
     """(..., in) -> (..., in / 2) uint8; the first value of a pair is in the lower bits"""
     size = values.abs()
@@ -169,9 +163,18 @@ def _pack_floats(values: Tensor) -> Tensor:
     return (low + 16 * high).to(torch.uint8)
 
 
-def _unpack_floats(words: Tensor) -> Tensor:
-    table = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)], device=words.device)
-    return table[torch.stack([words & 15, words >> 4], dim=-1).long()].flatten(-2)
+def _values(codes: Tensor, form: Format) -> Tensor:
+    """What the codes stand for without scales, in new memory.  (..., bytes) uint8 -> (..., in) fp32
+
+    The arithmetic is on bytes as long as possible: on int32 it takes a CPU three times as long.
+    """
+    if form.float:  # a table of the two values of each byte
+        values, byte = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)]), torch.arange(256)
+        pairs = values[torch.stack([byte & 15, byte >> 4], -1)].to(codes.device)
+        return torch.nn.functional.embedding(codes.int(), pairs).flatten(-2)
+    if form.bits == 8:
+        return codes.float().sub_(128)
+    return torch.stack([codes & 15, codes >> 4], -1).flatten(-2).float().sub_(8)
 
 
 def frozen(base: dict[str, Tensor], name: str, dtype: torch.dtype, quantisation: str) -> Tensor:

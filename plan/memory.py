@@ -56,7 +56,7 @@ def base_bytes(arch: Architecture, layout: RankGrid, element: int, quantisation:
     h, width, form = arch.hidden_size, arch.expert_ffn_size // layout.expert_tensor, FORMATS[quantisation]
     saved = 3 * h * width * element - 2 * form.bytes(width, h, element) - form.bytes(h, width, element)
     experts = arch.num_experts // layout.expert
-    piece = min(experts * 2 * h * width, PIECE // element) * (12 + element)
+    piece = min(experts * 2 * h * width, PIECE // element) * (4 + element)
     return whole - sum(arch.moe_layers) * experts * saved, piece
 
 
