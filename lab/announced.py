@@ -12,7 +12,7 @@ from lab import comparisons
 from lab.comparisons import Comparison
 from lab.records import Part, Run, validated
 
-METHODS, CONTROLS = "benchmark", "controls"  # the families with a page
+CONTROLS = "controls"  # the family of planted faults; the others compare methods
 
 
 class Planned(Part):
@@ -24,7 +24,7 @@ class Planned(Part):
     margin: float = Field(0.0, ge=0, description="points: a variant whose interval lies within it is called equal")
     seeds: tuple[int, ...] | None = Field(None, strict=False, description="the announced seeds; by default the sweep's")
     missing: tuple[str, ...] = Field((), strict=False, description="NAME-seedN: why this announced run has no record")
-    family: str = Field("", description="comparisons of one family are corrected together, on a page of their own")
+    family: str = Field("", description="comparisons of a family are corrected together, and are in docs/benchmark.md")
     predicted: str = Field("", pattern="^(better|worse|equal|)$", description="the outcome, announced before the runs")
     why: str = Field("", description="the mechanism behind the prediction")
     control: str = Field("", description="group of runs with a planted fault, which this design must find")
@@ -86,6 +86,12 @@ def compared(plan: Plan, groups: dict[str, list[Run]]) -> dict[Planned, list[Com
 def of(family: str, ready: dict[Planned, list[Comparison]]) -> list[tuple[Planned, Comparison]]:
     """The comparisons of a family."""
     return [(planned, one) for planned, found in ready.items() if planned.family == family for one in found]
+
+
+def methods(ready: dict[Planned, list[Comparison]]) -> dict[str, list[tuple[Planned, Comparison]]]:
+    """Family -> its comparisons, without the planted faults."""
+    families = dict.fromkeys(planned.family for planned in ready if planned.family not in ("", CONTROLS))
+    return {family: of(family, ready) for family in families}
 
 
 def outcome(planned: Planned, one: Comparison, ready: dict[Planned, list[Comparison]]) -> str:

@@ -1,15 +1,16 @@
 """docs/benchmark.md: what was predicted of each method of the benchmark, what was found, and whether the controls were.
 
-The comparisons are those of the family "benchmark" in results/plan.yaml, the planted faults those of "controls".
+The comparisons are those of the families in results/plan.yaml, the planted faults those of the family "controls".
 """
 
+import itertools
 import statistics
 from typing import Any
 
 import numpy as np
 
 from lab import announced, comparisons, figures
-from lab.announced import CONTROLS, METHODS, Planned
+from lab.announced import CONTROLS, Planned
 from lab.comparisons import Comparison
 from lab.markdown import point, points, table
 from lab.records import Run, scores
@@ -20,17 +21,15 @@ Found = dict[Planned, list[Comparison]]
 
 def page(ready: Found, groups: dict[str, list[Run]]) -> str:
     """The generated part of docs/benchmark.md."""
-    methods, controls = announced.of(METHODS, ready), announced.of(CONTROLS, ready)
-    if not methods:
+    families, controls = announced.methods(ready), announced.of(CONTROLS, ready)
+    if not families:
         return "No record yet."
-    parts = [
-        "## What was found",
-        f"![Effect of each method](../results/{FIGURE})",
-        table([method_row(*each, ready) for each in methods]),
-        *comparisons.notes(one for _, one in methods),
-        "## Why it was predicted",
-        table([reason_row(planned) for planned, _ in methods]),
-    ]
+    parts = ["## What was found", f"![Effect of each method](../results/{FIGURE})"]
+    for family, found in families.items():
+        parts += [f"### Family {family}", table([method_row(*each, ready) for each in found])]
+        parts += comparisons.notes(one for _, one in found)
+    methods = list(itertools.chain(*families.values()))
+    parts += ["## Why it was predicted", table([reason_row(planned) for planned, _ in methods])]
     if controls:
         parts += ["## Planted faults", table([control_row(*each, ready) for each in controls])]
         parts += comparisons.notes(one for _, one in controls)
@@ -61,7 +60,7 @@ def reason_row(planned: Planned) -> dict[str, str]:
         "comparison": planned.title,
         "predicted": planned.predicted,
         "because": planned.why,
-        "its control": f"`{planned.control}`",
+        "its control": f"`{planned.control}`" if planned.control else "none",
     }
 
 
@@ -117,7 +116,7 @@ def figure(ready: Found) -> Any:
     """Every method's difference with its interval, and the direction that was predicted."""
     import matplotlib.figure
 
-    methods = announced.of(METHODS, ready)
+    methods = list(itertools.chain(*announced.methods(ready).values()))
     drawn = matplotlib.figure.Figure(figsize=(9, 0.36 * len(methods) + 1.4), layout="constrained")
     axes = drawn.subplots()
     for place, (planned, one) in enumerate(methods):

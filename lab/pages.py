@@ -40,7 +40,7 @@ def results_page(
     """The generated part of RESULTS.md."""
     alone = {planned: found for planned, found in ready.items() if not planned.family}
     findings = [finding(planned, found) for planned, found in alone.items()]
-    findings += [methods_finding(ready)] if announced.of(announced.METHODS, ready) else []
+    findings += [methods_finding(family, ready) for family in announced.methods(ready)]
     parts = ["## Findings"]
     if alone:
         base = next(iter(alone)).base
@@ -95,10 +95,10 @@ def finding(planned: Planned, found: list[Comparison]) -> str:
     return text
 
 
-def methods_finding(ready: dict[Planned, list[Comparison]]) -> str:
-    """The outcomes of the benchmark of methods, sorted by whether their predictions were met, with effects."""
+def methods_finding(family: str, ready: dict[Planned, list[Comparison]]) -> str:
+    """The outcomes of a family of methods, sorted by whether their predictions were met, with effects."""
     by_outcome: dict[str, list[str]] = {}
-    for planned, one in announced.of(announced.METHODS, ready):
+    for planned, one in announced.of(family, ready):
         outcome = announced.outcome(planned, one, ready)
         effect = f"{100 * one.effect.mean:+.1f} ({points(*one.effect.interval())})"
         least = "" if one.direction else f", detectable {100 * one.detectable:.1f}"
@@ -106,7 +106,8 @@ def methods_finding(ready: dict[Planned, list[Comparison]]) -> str:
             f"{planned.title} {effect}{f', {planned.predicted}' if outcome == 'met' else ''}{least}"
         )
     outcomes = "; ".join(f"*{outcome}*: {'; '.join(each)}" for outcome, each in sorted(by_outcome.items()))
-    return f"**[Benchmark of methods](docs/benchmark.md).** Accuracy along the run, points (95 % interval), {outcomes}."
+    about = f"**[Benchmark of methods](docs/benchmark.md), family {family}.**"
+    return f"{about} Accuracy along the run, points (95 % interval), {outcomes}."
 
 
 def _names(found: list[Comparison]) -> str:
@@ -319,7 +320,7 @@ def _wanted(results: Path, page: Path) -> tuple[dict[Path, str], figures.Wanted]
             )
             draw = functools.partial(figures.comparison, planned.title, variants)
             pictures[f"figures/{figures.slug(planned.title)}.png"] = (planned.title, variants, draw)
-    if methods := announced.of(announced.METHODS, ready):
+    if methods := list(itertools.chain(*announced.methods(ready).values())):
         names = dict.fromkeys(name for planned, _ in methods for name in planned.names)
         drawn = [(planned.title, planned.predicted, announced.outcome(planned, one, ready)) for planned, one in methods]
         title = str([(*each, points(*one.effect.interval())) for each, (_, one) in zip(drawn, methods, strict=True)])
