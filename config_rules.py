@@ -42,6 +42,7 @@ IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
      "data.operand_low data.operand_high data.operations_low data.operations_high"),
     (lambda c: c.rollout.engine != "vllm", "rollout.engine is not vllm",
      "rollout.tensor rollout.expert_parallel rollout.enforce_eager rollout.kv_cache_mib"),
+    (lambda c: c.model.quantisation == "none", "model.quantisation is none", "model.quantised"),
     (lambda c: not {"linear_fc1", "linear_fc2"} & set(c.lora.targets),
      "lora.targets has neither linear_fc1 nor linear_fc2", "lora.expert_rank"),
     (lambda c: c.loss.kind != "ppo", "loss.kind is not ppo", "loss.dual_clip"),
@@ -198,7 +199,7 @@ def _data_rules(cfg: Config) -> list[Rule]:
 
 def _method_rules(cfg: Config) -> list[Rule]:
     loss, aqn, targets, bits = cfg.loss, cfg.aqn, cfg.lora.targets, cfg.rollout.round_bits
-    repeated = sorted({target for target in targets if targets.count(target) > 1})
+    repeated, parts = sorted({target for target in targets if targets.count(target) > 1}), cfg.model.quantised
     return [
         (
             loss.kl != "none" and loss.kl_coef == 0,
@@ -222,6 +223,10 @@ def _method_rules(cfg: Config) -> list[Rule]:
             "needed: merged",
         ),
         (bool(repeated), f"lora.targets: {', '.join(repeated)} given twice"),
+        (
+            parts not in (("experts",), ("experts", "attention")),
+            f"model.quantised: found [{', '.join(parts)}]; needed: [experts] or [experts, attention]",
+        ),
         (
             aqn.schedule in ("qerl", "paper") and (aqn.num_stages < 2 or cfg.train.steps < 2),
             f"aqn.num_stages: {aqn.num_stages} over {cfg.train.steps} steps has no noisy stage under "
@@ -280,6 +285,8 @@ def layout_problems(cfg: Config, arch: Architecture, world_size: int) -> list[st
         f"ranks ({world_size} / expert_tensor {expert_tensor})": world_size // expert_tensor,
     }
     shared, uneven = cfg.rollout.expert_parallel, arch.num_experts % world_size > 0
+    attention = cfg.model.quantises_attention
+    columns = {"columns of an expert": arch.expert_ffn_size, "ranks": world_size}
     sizes = [d for d in divisors(arch.num_experts) if d % tensor == 0]
     rules = [
         (
@@ -316,14 +323,9 @@ def layout_problems(cfg: Config, arch: Architecture, world_size: int) -> list[st
         rules.append((True, "rollout.engine: vllm cannot take the policy of a quantised checkpoint; needed: torch"))
     return [
         *_split_problem("parallel.tensor", tensor, split_by_tensor, world_size),
-        *_split_problem(
-            "parallel.expert_tensor",
-            expert_tensor,
-            {"columns of an expert": arch.expert_ffn_size, "ranks": world_size},
-            world_size,
-        ),
+        *_split_problem("parallel.expert_tensor", expert_tensor, columns, world_size),
         *_split_problem("parallel.expert", expert, split_by_expert, world_size),
-        *filter(None, [arch.quantisation_problem(cfg.model.quantisation, expert_tensor)]),
+        *filter(None, [arch.quantisation_problem(cfg.model.quantisation, expert_tensor, tensor * attention)]),
         *(message for broken, message in rules if broken),
     ]
 

@@ -101,15 +101,16 @@ def merged_tensors(
     alpha: float,
     dtype: torch.dtype,
     quantisation: str = "none",
+    quantises_attention: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the base model by name, one at a time: W + (alpha / R) B A in fp32 where trained, cast once.
 
-    The base is rounded to ``dtype`` first, and the experts to their ``quantisation``, because the adapters were trained
-    on the rounded weights.
+    The base is rounded to ``dtype`` first, and what is quantised to its ``quantisation``, because the adapters were
+    trained on the rounded weights.
     """
     pairs = {name: (alpha / module.rank, a, b) for module in modules for name, a, b in module.pairs(factors)}
     for name in weights_hf.tensor_shapes(arch):
-        weight = quantised.frozen(base, name, dtype, quantisation)
+        weight = quantised.frozen(base, name, dtype, quantisation, quantises_attention)
         if name in pairs:
             scale, a, b = pairs[name]
             weight = (weight.float() + scale * (b @ a)).to(dtype)
@@ -129,10 +130,10 @@ def write_merged(
     num_bytes = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
     _check_room(folder, num_bytes)
     base = weights_hf.read_model(source, arch)
-    tensors = merged_tensors(base, arch, modules, factors, alpha, dtype, model.quantisation)
+    tensors = merged_tensors(base, arch, modules, factors, alpha, dtype, model.quantisation, model.quantises_attention)
     weights_hf.save_model(tensors, folder)
     about = read_object(source / "config.json")
-    about.pop("quantization_config", None)  # the merged experts are not quantised
+    about.pop("quantization_config", None)  # the merged weights are not quantised
     for key in {"dtype", "torch_dtype"} & about.keys():
         about[key] = str(dtype).removeprefix("torch.")  # transformers loads the weights in this type by default
     (folder / "config.json").write_text(json.dumps(about, indent=2) + "\n")
@@ -284,7 +285,8 @@ def export(run_dir: Path, out_dir: Path, *, as_adapter: bool, step: int | None, 
                 )
             num_tensors, num_bytes = write_adapter(folder, cfg.model.path, cfg.lora, modules, factors)
             if cfg.model.quantisation != "none":
-                _note(f"the adapter belongs to a base whose experts are in {cfg.model.quantisation}; --merged has both")
+                parts = " and ".join(cfg.model.quantised)
+                _note(f"the adapter belongs to a base with {parts} in {cfg.model.quantisation}; --merged has both")
         else:
             num_tensors, num_bytes = write_merged(folder, cfg.model, arch, modules, factors, cfg.lora.alpha)
             if cfg.model.dtype == "bf16" and not cfg.trains_merged:

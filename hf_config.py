@@ -5,6 +5,7 @@ Every option that would change the computation is read or refused here; none is 
 """
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -76,31 +77,44 @@ class Architecture:
     rms_norm_eps: float
     max_positions: int
     stored_format: str = "none"  # of FORMATS: the checkpoint holds the codes of the routed experts
+    stored_attention: bool = False  # and those of the matrices around attention
 
     @property
     def qkv_size(self) -> int:
         """Rows of the fused query, key and value projection."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
-    def quantisation_problem(self, name: str, expert_tensor: int) -> str:
-        """Why the format ``name`` cannot hold shards of the experts over ``expert_tensor`` ranks; "" if it can."""
+    def quantisation_problem(self, name: str, expert_tensor: int, tensor: int = 0) -> str:
+        """Why the format ``name`` cannot hold shards of the experts over ``expert_tensor`` ranks; "" if it can.
+
+        ``tensor``: the ranks over which quantised attention is split; 0 if attention is not quantised.
+        """
         if self.stored_format not in ("none", name):
             held = self.stored_format
             return f"model.quantisation: {name}, but the checkpoint has its experts in {held}; needed: {held}"
         if name == "none":
             return ""
-        form = FORMATS[name]
+        if self.stored_attention and not tensor:
+            return (
+                f"model.quantised: [experts], but the checkpoint has attention in {name}; needed: [experts, attention]"
+            )
+        form, heads = FORMATS[name], self.num_heads * self.head_dim
         needed = max(form.group, form.per_word)
-        for what, inputs in (("hidden_size", self.hidden_size), ("moe_intermediate_size", self.expert_ffn_size)):
+        sizes = {"hidden_size": self.hidden_size, "moe_intermediate_size": self.expert_ffn_size}
+        sizes |= {"num_attention_heads x head_dim": heads} if tensor else {}
+        for what, inputs in sizes.items():
             if inputs % needed:
                 return f"model.quantisation: {name} with {what} {inputs}; needed: a multiple of {needed}"
-        # The second matrix of an expert is split along its input.
-        if expert_tensor > 1 and (not form.group or self.expert_ffn_size // expert_tensor % form.group):
-            scale = f"a scale for {form.group} inputs" if form.group else "one scale for a whole row"
-            return (
-                f"parallel.expert_tensor: {expert_tensor} ranks split the {self.expert_ffn_size} inputs of an expert's "
-                f"second matrix, and model.quantisation {name} has {scale}; needed: 1, or shards of whole groups"
-            )
+        for key, ranks, what, inputs in (  # the matrices that are split along their input
+            ("parallel.expert_tensor", expert_tensor, "an expert's second matrix", self.expert_ffn_size),
+            ("parallel.tensor", tensor, "attention's output matrix (model.quantised)", heads),
+        ):
+            if ranks > 1 and (not form.group or inputs // ranks % form.group):
+                scale = f"a scale for {form.group} inputs" if form.group else "one scale for a whole row"
+                return (
+                    f"{key}: {ranks} ranks split the {inputs} inputs of {what}, and model.quantisation {name} has "
+                    f"{scale}; needed: 1, or shards of whole groups"
+                )
         return ""
 
 
@@ -153,8 +167,8 @@ def parse(raw: dict, where: str = "config.json") -> Architecture:
     stored = _stored_format(raw.get("quantization_config"))
     refuse_if(
         not stored,
-        f"quantization_config = {shown(raw.get('quantization_config'))} is not supported; only routed experts of "
-        f"compressed-tensors in one of the formats {', '.join(FORMATS)} (symmetric; groups of "
+        f"quantization_config = {shown(raw.get('quantization_config'))} is not supported; only routed experts (and "
+        f"attention) of compressed-tensors in one of the formats {', '.join(FORMATS)} (symmetric; groups of "
         f"{FORMATS['int4'].group} for int4)",
     )
     if qwen3:
@@ -218,6 +232,7 @@ def parse(raw: dict, where: str = "config.json") -> Architecture:
         rms_norm_eps=need("rms_norm_eps", float),
         max_positions=need("max_position_embeddings"),
         stored_format=stored,
+        stored_attention=_stores_attention(raw),
     )
 
 
@@ -237,6 +252,26 @@ def _stored_format(config: Any) -> str:
         if isinstance(weights, dict) and needed.items() <= weights.items():
             return name
     return ""
+
+
+def _stores_attention(raw: dict) -> bool:
+    """Whether the quantization_config (of a supported format) quantises the matrices around attention.
+
+    As in compressed-tensors a target is a class, the name of a module, or "re:" and the beginning of a name.
+    """
+    if (config := raw.get("quantization_config")) is None:
+        return False
+    (group,) = config["config_groups"].values()
+
+    def among(patterns: Any) -> bool:
+        texts = [each for each in patterns if isinstance(each, str)] if isinstance(patterns, list) else []
+        name = "model.layers.0.self_attn.q_proj"
+        try:
+            return any(re.match(e[3:], name) if e.startswith("re:") else e in ("Linear", name) for e in texts)
+        except re.error:
+            return False
+
+    return among(group.get("targets")) and not among(config.get("ignore"))
 
 
 def planned(cfg: Config) -> tuple[Architecture, str]:

@@ -59,7 +59,7 @@ class _GradientOf(torch.autograd.Function):
 @contextlib.contextmanager
 def _using(module: torch.nn.Module, weight: Tensor) -> Iterator[None]:
     """A context in which ``module`` computes with ``weight``; so does its backward pass, since autograd saves it."""
-    own = module._parameters.get("weight")  # None: quantised experts have codes instead
+    own = module._parameters.get("weight")  # None: a quantised module has codes instead
     module._parameters["weight"] = weight
     try:
         yield
@@ -109,9 +109,10 @@ class LoRALinear(Adapter):
         # With sequence parallelism every tensor rank sees other tokens, so the factor that all of them hold whole gets
         # a partial gradient on each.
         partial_over = "tensor" if self.sequence_parallel else None
-        out_size, in_size = base.weight.shape
-        self.A = _factor(base.weight.device, (rank, in_size), None if is_column else 1, partial_over)
-        self.B = _factor(base.weight.device, (out_size, rank), 0 if is_column else None, partial_over)
+        weight = base.weight  # of a quantised linear, what its codes stand for
+        out_size, in_size = weight.shape
+        self.A = _factor(weight.device, (rank, in_size), None if is_column else 1, partial_over)
+        self.B = _factor(weight.device, (out_size, rank), 0 if is_column else None, partial_over)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         if not (self.enabled and self.merges):

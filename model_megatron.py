@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-import quantisation as quantised
 from hf_config import Architecture
 from packing import Packing
 from parallel_setup import Parallel
+from quantisation import Quantised, QuantisedLinear
 
 LOGITS_PER_CHUNK = 2**24  # at most 64 MiB of fp32 logits exist at a time, for any batch
 ROWS_PER_CHUNK = 2048  # enough to keep any device busy; the logits of a small vocabulary then fit into the cache
@@ -64,11 +64,13 @@ def build(
     recompute: bool,
     aux_loss: float = 0.0,
     quantisation: str = "none",
+    quantises_attention: bool = False,
 ) -> torch.nn.Module:
     """The shard of the model on this rank, with uninitialised weights; weights_hf.load fills it.
 
     ``aux_loss`` is the router's load-balancing coefficient, for the supervised warm start of tiny models only.
-    ``quantisation``: the format of the routed experts (hf_config.FORMATS).
+    ``quantisation``: the format of the routed experts (hf_config.FORMATS), with ``quantises_attention`` also of the
+    matrices around attention.
     """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -78,7 +80,8 @@ def build(
     model = GPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[_layer_spec(arch, is_moe) for is_moe in arch.moe_layers], layer_norm=RMSNorm
+            layer_specs=[_layer_spec(arch, is_moe, quantises_attention) for is_moe in arch.moe_layers],
+            layer_norm=RMSNorm,
         ),
         vocab_size=arch.vocab_size,
         max_sequence_length=arch.max_positions,
@@ -165,7 +168,7 @@ def _transformer_config(arch: Architecture, parallel: Parallel, dtype: torch.dty
     return TransformerConfig(**settings)
 
 
-def _layer_spec(arch: Architecture, is_moe: bool):
+def _layer_spec(arch: Architecture, is_moe: bool, quantises_attention: bool):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -176,6 +179,8 @@ def _layer_spec(arch: Architecture, is_moe: bool):
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     layer.self_attention.submodules.core_attention = CausalAttention
+    if quantises_attention:
+        layer.self_attention.submodules.linear_qkv = layer.self_attention.submodules.linear_proj = QuantisedLinear
     if arch.qk_norm:
         layer.self_attention.submodules.q_layernorm = layer.self_attention.submodules.k_layernorm = RMSNorm
     if is_moe:
@@ -334,7 +339,7 @@ def _chunks(num_rows: int, vocabulary: int) -> list[slice]:
 # --------------------------------------------------------------------------------------------------- the routed experts
 
 
-class GroupedLinear(torch.nn.Module):
+class GroupedLinear(Quantised):
     """One weight matrix per expert: row block e of x is multiplied by matrix e.
 
     ``weight`` (E, in, out) is a parameter. With a ``quantisation`` there are codes and scales of (E, out, in) instead,
@@ -345,22 +350,15 @@ class GroupedLinear(torch.nn.Module):
         self, num_experts: int, in_size: int, out_size: int, dtype: torch.dtype, quantisation: str, blocks: int
     ) -> None:
         super().__init__()
-        self.shape, self.dtype, self.quantisation = (num_experts, in_size, out_size), dtype, quantisation
+        self.shape, self.dtype = (num_experts, in_size, out_size), dtype
         if quantisation == "none":
             self.weight = torch.nn.Parameter(torch.empty(num_experts, in_size, out_size, dtype=dtype))
-            return
-        stored = quantised.empty(quantisation, (num_experts, out_size, in_size), blocks, dtype)
-        for name, tensor in stored.items():
-            self.register_buffer(name, tensor, persistent=False)
+        else:
+            self.hold(quantisation, (num_experts, out_size, in_size), blocks, dtype)
 
     def matrix(self, expert: int) -> Tensor:
         """The matrix of one expert, or what its codes stand for.  -> (in, out)"""
         return self.weight[expert] if self.quantisation == "none" else self.packed.experts(expert).dequantised().t()
-
-    @property
-    def packed(self) -> quantised.Packed:
-        """The codes and scales of all experts, as views."""
-        return quantised.Packed(self.codes, self.scales, self.factors, self.quantisation, self.dtype)
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
         """(N, in), (E,) -> (N, out)"""

@@ -1,11 +1,11 @@
-"""Low-bit weights: packed codes and scales, and the matrices that they stand for.
+"""Low-bit weights: packed codes and scales, the matrices that they stand for, and modules that hold them.
 
 The formats are those of hf_config.FORMATS. A weight of a linear layer is (out, in), as in a Hugging Face checkpoint.
 Along the input, neighbours share a scale. Codes, scales and packing equal those of the compressed-tensors package, bit
 for bit. Rounding is to the nearest, symmetric around 0. No gradient reaches codes or scales.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,7 +28,7 @@ class Packed:
 
     codes: Tensor  # (..., out, in / per_word) int32 or uint8
     scales: Tensor  # (..., out, groups) of the model's type, or float8_e4m3fn
-    factors: Tensor  # (..., blocks) fp32: of nvfp4, for each of the joined matrices; otherwise blocks is 0
+    factors: Tensor  # (..., blocks) fp32: of nvfp4, for blocks of out of equal size; otherwise blocks is 0
     format: str
     dtype: torch.dtype  # of the matrix that this stands for
 
@@ -59,14 +59,14 @@ class Packed:
             scales = self.scales[:, :, groups] if form.group else self.scales
             yield replace(self, codes=self.codes[:, :, words], scales=scales)
 
-    def fill_(self, shards: list[Tensor], whole: list[Tensor]) -> None:
-        """Quantise the ``shards`` of the matrices ``whole``, joined along out, into these codes and scales."""
+    def fill_(self, shards: list[Tensor], whole: list[Tensor], order: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Quantise the ``shards`` of the matrices ``whole`` into these codes and scales; ``order``: see copy_."""
         device = self.codes.device
         parts = [
             quantise(shard.to(device, self.dtype), self.format, factor_of(matrix.to(self.dtype)).to(device))
             for shard, matrix in zip(shards, whole, strict=True)
         ]
-        self.copy_(parts)
+        self.copy_(parts, order)
 
     def read(self, tensors: dict[str, Tensor], name: str) -> "Packed":
         """The whole matrix ``name`` of a quantised checkpoint; InputError for scales that are not finite."""
@@ -76,10 +76,15 @@ class Packed:
             raise InputError(f"{name}: its scales hold values that are not finite")
         return replace(self, codes=codes, scales=scales, factors=factors)
 
-    def copy_(self, parts: list["Packed"]) -> None:
-        """Take the codes and scales of matrices that are joined along out."""
-        for name in ("codes", "scales", "factors"):
-            getattr(self, name).copy_(torch.cat([getattr(part, name) for part in parts]))
+    def copy_(self, parts: list["Packed"], order: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Take the codes and scales of matrices that are joined along out; ``order`` arranges the joined rows."""
+        rows = len(self.codes) // max(1, len(self.factors))  # that share a factor
+        for name in ("codes", "scales", "factors")[: None if len(self.factors) else 2]:
+            values = [getattr(part, name) for part in parts]
+            if name == "factors":
+                values = [factor.expand(len(part.codes) // rows) for factor, part in zip(values, parts, strict=True)]
+            joined = torch.cat(values)
+            getattr(self, name).copy_(order(joined) if order else joined)
 
     def shard(self, dim: int, size: int, rank: int) -> "Packed":
         """The part of a whole matrix that rank ``rank`` of ``size`` holds, split along out (0) or the input (1)."""
@@ -90,21 +95,27 @@ class Packed:
         """The matrix, computed in fp32 and rounded once.  -> (..., out, in)"""
         form, scales = FORMATS[self.format], self.scales.float()
         if form.float:
-            blocks = self.factors.shape[-1]  # joined along out, all of one size
+            blocks = self.factors.shape[-1]
             scales = scales / self.factors.repeat_interleave(scales.shape[-2] // blocks, -1)[..., None]
         values = _values(self.codes.view(torch.uint8), form)
         return values.unflatten(-1, (scales.shape[-1], -1)).mul_(scales[..., None]).flatten(-2).to(self.dtype)
 
 
+def is_quantised(tensor: str, attention: bool) -> bool:
+    """Whether a Hugging Face tensor is a matrix of a routed expert, or (with ``attention``) one around attention."""
+    return ".mlp.experts." in tensor or (attention and ".self_attn." in tensor and tensor.endswith("_proj.weight"))
+
+
 def stored_shapes(
-    shapes: dict[str, tuple[int, ...]], dtypes: tuple[str, ...], name: str
+    shapes: dict[str, tuple[int, ...]], dtypes: tuple[str, ...], name: str, attention: bool = False
 ) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
     """Tensor -> shape and possible dtypes in a model directory whose experts are in the format ``name``, or "none".
 
+    With ``attention`` the matrices around attention are in this format, too.
     ``shapes`` are those of the model without quantisation, ``dtypes`` those that its tensors may have.
     """
     found = {tensor: (shape, dtypes) for tensor, shape in shapes.items()}
-    for tensor in [tensor for tensor in shapes if ".mlp.experts." in tensor and name != "none"]:
+    for tensor in [tensor for tensor in shapes if name != "none" and is_quantised(tensor, attention)]:
         ((out, inputs), _), form = found.pop(tensor), FORMATS[name]
         found[f"{tensor}_packed"] = (out, inputs // form.per_word), ("uint8" if form.float else "int32",)
         found[f"{tensor}_scale"] = (out, form.groups(inputs)), ("float8_e4m3fn",) if form.float else dtypes
@@ -177,14 +188,83 @@ def _values(codes: Tensor, form: Format) -> Tensor:
     return torch.stack([codes & 15, codes >> 4], -1).flatten(-2).float().sub_(8)
 
 
-def frozen(base: dict[str, Tensor], name: str, dtype: torch.dtype, quantisation: str) -> Tensor:
-    """The whole frozen tensor ``name`` as the trainer has it: of a quantised expert, what its codes stand for.
+def frozen(
+    base: dict[str, Tensor], name: str, dtype: torch.dtype, quantisation: str, attention: bool = False
+) -> Tensor:
+    """The whole frozen tensor ``name`` as the trainer has it: of a quantised matrix, what its codes stand for.
 
     ``base``: the tensors of a model directory, which may hold codes or the weights that are quantised on loading.
     """
-    if quantisation == "none" or ".mlp.experts." not in name:
+    if quantisation == "none" or not is_quantised(name, attention):
         return base[name].to(dtype)
     if name in base:
         return quantise(base[name].to(dtype), quantisation).dequantised()
     nothing = torch.empty(0)
     return Packed(nothing, nothing, nothing, quantisation, dtype).read(base, name).dequantised()
+
+
+# ------------------------------------------------------------------------------------------------ modules
+
+
+class Quantised(torch.nn.Module):
+    """A module whose frozen weight may be codes and scales, which are buffers."""
+
+    quantisation = "none"
+
+    def hold(self, name: str, shape: tuple[int, ...], blocks: int, dtype: torch.dtype) -> None:
+        """Make storage in the format ``name``; see `empty`."""
+        self.quantisation, self.dtype = name, dtype
+        for key, tensor in empty(name, shape, blocks, dtype).items():
+            self.register_buffer(key, tensor, persistent=False)
+
+    @property
+    def packed(self) -> Packed:
+        """The codes and scales, as views."""
+        return Packed(self.codes, self.scales, self.factors, self.quantisation, self.dtype)
+
+
+class QuantisedLinear(Quantised):
+    """A column or row parallel linear of attention; it replaces Megatron's, which keep a weight for the backward pass.
+
+    Like there, sequence parallelism splits the tokens outside of the two linears. Both passes dequantise the whole
+    shard, which is small beside the experts.
+    """
+
+    def __init__(self, in_size: int, out_size: int, *, config, bias: bool, input_is_parallel: bool = False, **unused):
+        super().__init__()
+        self.is_column, self.splits_tokens = not input_is_parallel, config.sequence_parallel
+        ranks = config.tensor_model_parallel_size
+        out_size, in_size = (out_size // ranks, in_size) if self.is_column else (out_size, in_size // ranks)
+        # The rows of q, k and v are interleaved, so each row has a factor of its own.
+        self.hold(config.quantisation, (out_size, in_size), out_size if self.is_column else 1, config.params_dtype)
+        self.bias = torch.nn.Parameter(torch.empty(out_size, dtype=config.params_dtype)) if bias else None
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight that LoRA has merged, or what the codes stand for.  -> (out, in)"""
+        return self._parameters["weight"] if "weight" in self._parameters else self.packed.dequantised()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """(.., in) -> (.., out), and no bias that is still to be added"""
+        from megatron.core.tensor_parallel import mappings
+
+        if self.splits_tokens and self.is_column:
+            x = mappings.gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True)
+        merged = "weight" in self._parameters
+        y = torch.matmul(x, self.weight.t()) if merged else _QuantisedMatmul.apply(x, self.packed)
+        if self.splits_tokens and not self.is_column:
+            y = mappings.reduce_scatter_to_sequence_parallel_region(y)
+        return y if self.bias is None else y + self.bias, None
+
+
+class _QuantisedMatmul(torch.autograd.Function):
+    """x times a frozen quantised matrix, transposed; autograd keeps codes only.  (.., in), (out, in) -> (.., out)"""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, packed: Packed) -> Tensor:
+        ctx.packed = packed
+        return torch.matmul(x, packed.dequantised().t())
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return torch.matmul(grad, ctx.packed.dequantised()), None

@@ -252,6 +252,7 @@ def open_run(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inpu
         dtype=devices.DTYPES[cfg.model.dtype],
         recompute=cfg.model.recompute,
         quantisation=cfg.model.quantisation,
+        quantises_attention=cfg.model.quantises_attention,
     )
     weights_hf.load(model, arch, parallel, cfg.model.path)
     heartbeat.beat("loading the base weights")

@@ -5,6 +5,7 @@ the tensor ranks, and the shares are joined. A `Slot` describes one weight, and 
 of slots. Nothing is ever unpickled.
 """
 
+import functools
 import json
 import os
 import re
@@ -19,9 +20,8 @@ from torch import Tensor
 from hf_config import Architecture
 from input_files import InputError, first_three, read_object, refuse_special
 from lora_megatron import Adapter, attached
-from model_megatron import GroupedLinear
 from parallel_setup import Parallel, Shards
-from quantisation import Packed, stored_shapes
+from quantisation import Packed, Quantised, stored_shapes
 
 DTYPES = ("float32", "bfloat16", "float16")  # of model files
 MESSAGE = 2**24  # maximum number of elements in one all-gather: small experts are gathered together to save latency
@@ -40,8 +40,10 @@ class Slot:
 
     @property
     def weight(self) -> Tensor:
-        """The shard; of a routed expert (in, out). Of a quantised one, what its codes stand for."""
-        return self.stored if isinstance(self.stored, Tensor) else self.stored.dequantised().t()
+        """The shard; of a routed expert (in, out). Of a quantised matrix, what its codes stand for."""
+        if isinstance(self.stored, Tensor):
+            return self.stored
+        return self.stored.dequantised() if self.expert is None else self.stored.dequantised().t()
 
 
 # ------------------------------------------------------------------------------------------------ the map
@@ -114,7 +116,7 @@ def slots(model: torch.nn.Module, arch: Architecture, parallel: Parallel) -> Ite
         packed = {
             f"{name.replace('.base', '')}.weight": module.packed
             for name, module in layer.named_modules()
-            if isinstance(module, GroupedLinear) and module.quantisation != "none"
+            if isinstance(module, Quantised) and module.quantisation != "none"
         }
         for name, (blocks, dim) in LAYER_WEIGHTS.items():
             if name not in weights and name not in packed:
@@ -127,7 +129,7 @@ def slots(model: torch.nn.Module, arch: Architecture, parallel: Parallel) -> Ite
                     yield Slot(stored, expert_names, dim, expert=local, adapter=adapter)
             else:
                 groups = arch.num_kv_heads // parallel.tensor if ".linear_qkv." in name else 0
-                yield Slot(weights[name], names, dim, groups, adapter=adapter)
+                yield Slot(weights[name] if name in weights else packed[name], names, dim, groups, adapter=adapter)
     yield Slot(model.decoder.final_layernorm.weight, ("model.norm.weight",))
     if not arch.tied_head:
         yield Slot(model.output_layer.weight, ("lm_head.weight",), 0)
@@ -170,7 +172,7 @@ def read_model(model_dir: str | Path, arch: Architecture) -> dict[str, Tensor]:
         found |= tensors
     # compressed-tensors also stores the shape of a packed matrix, which follows from config.json.
     found = {name: tensor for name, tensor in found.items() if not name.endswith(".weight_shape")}
-    expected = stored_shapes(tensor_shapes(arch), DTYPES, arch.stored_format)
+    expected = stored_shapes(tensor_shapes(arch), DTYPES, arch.stored_format, arch.stored_attention)
     unmatched = {
         "missing": [name for name in expected if name not in found],
         "not part of this architecture": [name for name in found if name not in expected],
@@ -219,9 +221,10 @@ def load(model: torch.nn.Module, arch: Architecture, parallel: Parallel, model_d
     todo = list(slots(model, arch, parallel))
     for slot in tqdm(todo, desc="loading weights", disable=None if parallel.rank == 0 else True, leave=False):
         shards = parallel.shards(slot.expert is not None)
-        if isinstance(slot.stored, Packed) and arch.stored_format != "none":
+        order = functools.partial(interleave_qkv, groups=slot.qkv_groups, arch=arch) if slot.qkv_groups else None
+        if isinstance(slot.stored, Packed) and slot.names[0] not in tensors:  # a quantised checkpoint
             parts = [slot.stored.read(tensors, name).shard(slot.dim, shards.size, shards.rank) for name in slot.names]
-            slot.stored.copy_(parts)
+            slot.stored.copy_(parts, order)
             continue
         blocks = [tensors[name] for name in slot.names]
         whole = blocks
@@ -230,11 +233,10 @@ def load(model: torch.nn.Module, arch: Architecture, parallel: Parallel, model_d
         value = blocks[0] if len(blocks) == 1 else torch.cat(blocks, slot.dim)
         if not (value.sum().isfinite() or value.isfinite().all()):  # a sum takes a tenth of the time
             raise InputError(f"{model_dir}: {' or '.join(slot.names)} holds values that are not finite")
-        if slot.qkv_groups:
-            value = interleave_qkv(value, slot.qkv_groups, arch)
         if isinstance(slot.stored, Packed):
-            slot.stored.fill_(blocks, whole)
+            slot.stored.fill_(blocks, whole, order)
         else:
+            value = order(value) if order else value
             slot.stored.copy_(value.t() if slot.expert is not None else value)
 
 

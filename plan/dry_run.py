@@ -141,6 +141,7 @@ def _load(cfg: Config, arch: Architecture, parallel: Parallel) -> tuple[torch.nn
             dtype=dtype,
             recompute=cfg.model.recompute,
             quantisation=cfg.model.quantisation,
+            quantises_attention=cfg.model.quantises_attention,
         )
         weights_hf.load(model, arch, parallel, cfg.model.path)
         adapters = lora_megatron.attach(model, cfg.lora, parallel, cfg.train.seed, merges=cfg.trains_merged)

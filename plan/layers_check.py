@@ -172,6 +172,7 @@ def compare(cfg: Config, arch: hf_config.Architecture, parallel: Parallel) -> di
         dtype=devices.DTYPES[cfg.model.dtype],
         recompute=cfg.model.recompute,
         quantisation=cfg.model.quantisation,
+        quantises_attention=cfg.model.quantises_attention,
     )
     weights_hf.load(model, arch, parallel, cfg.model.path)
     adapters = lora_megatron.attach(model, cfg.lora, parallel, cfg.train.seed, merges=cfg.trains_merged)

@@ -48,16 +48,25 @@ def base_parameters(arch: Architecture, layout: RankGrid) -> int:
     return vocabulary + h + arch.num_layers * (attention + norms) + ffn
 
 
-def base_bytes(arch: Architecture, layout: RankGrid, element: int, quantisation: str) -> tuple[int, int]:
-    """Bytes of the frozen weights of one rank of the trainer, and what a product dequantises, with its fp32 parts."""
+def base_bytes(
+    arch: Architecture, layout: RankGrid, element: int, quantisation: str, attention: bool = False
+) -> tuple[int, int]:
+    """Bytes of the frozen weights of one rank of the trainer, and what a product dequantises, with its fp32 parts.
+
+    ``attention``: whether its matrices are quantised, too. In nvfp4 each of the interleaved rows of qkv has a factor.
+    """
     whole = base_parameters(arch, layout) * element
     if quantisation == "none":
         return whole, 0
     h, width, form = arch.hidden_size, arch.expert_ffn_size // layout.expert_tensor, FORMATS[quantisation]
     saved = 3 * h * width * element - 2 * form.bytes(width, h, element) - form.bytes(h, width, element)
     experts = arch.num_experts // layout.expert
-    piece = min(experts * 2 * h * width, PIECE // element) * (4 + element)
-    return whole - sum(arch.moe_layers) * experts * saved, piece
+    piece, whole = min(experts * 2 * h * width, PIECE // element), whole - sum(arch.moe_layers) * experts * saved
+    if attention:
+        rows, inputs = arch.qkv_size // layout.tensor, arch.num_heads * arch.head_dim // layout.tensor
+        stored = form.bytes(rows, h, element) + 4 * (rows - 1) * form.float + form.bytes(h, inputs, element)
+        piece, whole = max(piece, rows * h), whole - arch.num_layers * (h * (rows + inputs) * element - stored)
+    return whole, piece * (4 + element)
 
 
 def lora_parameters(arch: Architecture, lora: LoraConfig, layout: RankGrid) -> int:
@@ -255,16 +264,8 @@ class Memory:
 
 
 # The parts that stay in memory after loading.
-RESIDENT = (
-    "base",
-    "lora",
-    "optimizer",
-    "engine weights",
-    "engine factors",
-    "key-value cache",
-    "communication buffers",
-    "runtime",
-)
+RESIDENT = ("base", "lora", "optimizer", "engine weights", "engine factors", "key-value cache")
+RESIDENT += ("communication buffers", "runtime")
 
 
 def micro_batch_tokens(cfg: Config, layout: RankGrid) -> int:
@@ -321,7 +322,7 @@ def step_memory(
     own_sequences = -(-rollout.prompts_per_step * rollout.group_size // layout.data)
     one_merged = max(max(_layer_merged(arch, cfg.lora, layout, is_moe)) for is_moe in arch.moe_layers) * element
     merging = one_merged * (cfg.trains_merged and cfg.has_old_policy_pass)
-    base, dequantised = base_bytes(arch, layout, element, cfg.model.quantisation)
+    base, dequantised = base_bytes(arch, layout, element, cfg.model.quantisation, cfg.model.quantises_attention)
     parts = {
         "base": base,
         "lora": lora,
@@ -333,7 +334,7 @@ def step_memory(
         "communication buffers": communicators(layout) * BUFFER_BYTES[device],
         "runtime": int(RUNTIME_BYTES[device] + (GRAPH_BYTES[device] if rollout.engine == "vllm" else 0)),
         "gradients": lora,
-        "dequantised experts": dequantised,
+        "dequantised weights": dequantised,
         "merged weights": merged_weights(arch, cfg.lora, layout, cfg.model.recompute) * element * cfg.trains_merged,
         "activations": work.peak,
         "logits chunk": work.logits,  # within the activations
