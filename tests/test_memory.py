@@ -72,8 +72,9 @@ def as_rank(rank: int, ranks: int, tensor: int, expert: int, expert_tensor: int)
 
 
 def check_parameters(
-    arch: Architecture, sizes: tuple, lora: LoraConfig, dtype: torch.dtype, monkeypatch, quantisation: str = "none"
-) -> None:
+    arch: Architecture, sizes: tuple, lora: LoraConfig, dtype: torch.dtype, monkeypatch, quantisation: str = "none",
+    attention: bool = False,
+) -> None:  # fmt: skip
     """The planned bytes of the base and parameters of LoRA equal those of the last rank's model."""
     monkeypatch.setattr(
         lora_megatron, "_initialise_", lambda *args: None
@@ -82,12 +83,14 @@ def check_parameters(
     layout = RankGrid(ranks, tensor, expert, expert_tensor, 1, 1)
     with as_rank(ranks - 1, *sizes) as parallel, torch.device("meta"):
         parallel = dataclasses.replace(parallel, device=torch.device("meta"))
-        model = model_megatron.build(arch, parallel, dtype=dtype, recompute=False, quantisation=quantisation)
+        model = model_megatron.build(
+            arch, parallel, dtype=dtype, recompute=False, quantisation=quantisation, quantises_attention=attention
+        )
         codes = (b for name, b in model.named_buffers() if name.endswith((".codes", ".scales", ".factors")))
         base = sum(tensor.nbytes for tensor in (*model.parameters(), *codes))
         adapters = lora_megatron.attach(model, lora, parallel, 0)
         factors = lora_megatron.factors(adapters).values()
-    assert memory.base_bytes(arch, layout, dtype.itemsize, quantisation)[0] == base
+    assert memory.base_bytes(arch, layout, dtype.itemsize, quantisation, attention)[0] == base
     assert memory.lora_parameters(arch, lora, layout) == sum(factor.numel() for factor in factors)
 
 
@@ -103,6 +106,24 @@ def test_parameters_are_those_of_the_instantiated_tiny_model(model_type, name, m
 def test_bytes_of_quantised_experts_are_those_of_the_instantiated_model(quantisation, name, monkeypatch):
     lora, arch = LoraConfig(rank=4), tiny("qwen2_moe", hidden_size=64, moe_intermediate_size=96)
     check_parameters(arch, world.LAYOUTS[name], lora, torch.bfloat16, monkeypatch, quantisation)
+
+
+@pytest.mark.parametrize("name", ["TP1", "TP2_EP2_DP2", "TP4_EP16"])
+@pytest.mark.parametrize("quantisation", hf_config.FORMATS)
+def test_bytes_of_quantised_attention_are_those_of_the_instantiated_model(quantisation, name, monkeypatch):
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 96, "head_dim": 24, "num_key_value_heads": 4}
+    for model_type in ("qwen3_moe", "qwen2_moe"):
+        arch = tiny(model_type, **sizes)
+        check_parameters(
+            arch, world.LAYOUTS[name], LoraConfig(rank=4), torch.bfloat16, monkeypatch, quantisation, attention=True
+        )
+
+
+def test_quantised_attention_of_qwen3_30b_takes_the_bytes_counted_by_hand():
+    """A layer: qkv 5120 x 2048 and proj 2048 x 4096; in int4 4 bits a weight and 2 bytes for 32 of them."""
+    planned = [memory.base_bytes(real("qwen3"), WHOLE, 2, "int4", attention)[0] for attention in (False, True)]
+    weights = 48 * (5120 * 2048 + 2048 * 4096)
+    assert planned[0] - planned[1] == weights * 2 - weights * 4.5 / 8
 
 
 @pytest.mark.parametrize("name", ["TP1", "TP2_EP2_ETP2"])

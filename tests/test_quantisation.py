@@ -1,4 +1,4 @@
-"""Quantised experts: codes as compressed-tensors packs them; a model that computes with what its codes stand for."""
+"""Quantised experts and attention: codes as compressed-tensors packs them; a model that computes with them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ import weights_hf
 from parallel_setup import Parallel
 
 LAYOUTS = list(world.LAYOUTS)
+WITH_ATTENTION = ["TP1", "TP2", "TP2_EP2"]
 TOLERANCE = 1e-4  # of a gradient, relative to its largest element
 SIZES = {"moe_intermediate_size": 128}  # a quarter of it is a whole group of every format
+GROUPED = SIZES | {"num_key_value_heads": 4}  # two query heads share a key/value head
+ATTENTION = r"|\.self_attn\.[qkvo]_proj\.weight"
 
 
 # ---------------------------------------------------------------- the formats
@@ -101,11 +104,14 @@ def test_storage_has_the_bytes_that_the_format_says(name: str) -> None:
 # ---------------------------------------------------------------- every layout
 
 
-def twin(path: Path, name: str, folder: Path) -> dict[str, Tensor]:
-    """A copy of the model at ``path`` in ``folder``, with the experts that the codes stand for; its tensors."""
+def twin(path: Path, name: str, folder: Path, also: str = "") -> dict[str, Tensor]:
+    """A copy of the model at ``path`` in ``folder``, with the experts that the codes stand for; its tensors.
+
+    ``also``: the pattern of further tensors that are quantised.
+    """
     tensors = load_file(path / "model.safetensors")
     for key, tensor in tensors.items():
-        if re.search(r"\.mlp\.experts\.\d+\.", key):
+        if re.search(r"\.mlp\.experts\.\d+\." + also, key):
             tensors[key] = quantisation.quantise(tensor, name).dequantised()
     folder.mkdir()
     (folder / "config.json").write_text((path / "config.json").read_text())
@@ -115,21 +121,43 @@ def twin(path: Path, name: str, folder: Path) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "qwen2_moe"])
 def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
-    folder = tmp_path_factory.mktemp("quantised")
-    path, tokens = reference.save(request.param, folder / "whole", **SIZES), reference.tokens(rows=8, length=16)
+    return measure(tmp_path_factory.mktemp("quantised"), request.param, LAYOUTS, attention=False)
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "qwen2_moe"])
+def measured_with_attention(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list]:
+    return measure(tmp_path_factory.mktemp("attention"), request.param, WITH_ATTENTION, attention=True)
+
+
+def measure(folder: Path, kind: str, layouts: list[str], attention: bool) -> dict[str, list]:
+    sizes, also = (GROUPED, ATTENTION) if attention else (SIZES, "")
+    path, tokens = reference.save(kind, folder / "whole", **sizes), reference.tokens(rows=8, length=16)
     formats = {}
     for name in hf_config.FORMATS:
-        tensors = twin(path, name, folder / name)
+        tensors = twin(path, name, folder / name, also)
         formats[name] = tensors, lora_reference.compute(reference.load(folder / name), tokens)
-    return world.in_layouts(LAYOUTS, measure_quantised, path, formats, tokens)
+    return world.in_layouts(layouts, measure_quantised, path, formats, tokens, attention)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_log_probs_and_gradients_are_those_of_the_model_that_the_codes_stand_for(
     layout: str, measured: dict[str, list]
 ) -> None:
-    for rank in measured[layout]:
-        assert rank.keys() == hf_config.FORMATS.keys() - ({"int8"} if "ETP" in layout else set())
+    assert_equal_to_the_twin(measured[layout], {"int8"} if "ETP" in layout else set())
+
+
+@pytest.mark.parametrize("layout", WITH_ATTENTION)
+def test_quantised_attention_is_that_of_the_model_that_the_codes_stand_for(
+    layout: str, measured_with_attention: dict[str, list]
+) -> None:
+    assert_equal_to_the_twin(measured_with_attention[layout], {"int8"} if "TP2" in layout else set())
+
+
+def assert_equal_to_the_twin(ranks: list, impossible: set[str]) -> None:
+    for rank in ranks:
+        assert rank.keys() == hf_config.FORMATS.keys() - impossible
         for found in rank.values():
             assert found["unequal"] == []  # to the last bit, also from shards
             for how in ("apart", "recompute", "merged"):
@@ -142,11 +170,14 @@ def test_log_probs_and_gradients_are_those_of_the_model_that_the_codes_stand_for
 # ---------------------------------------------------------------- checkpoints
 
 
-def compressed(path: Path, name: str, folder: Path) -> Path:
-    """The model at ``path`` as compressed-tensors stores it, with the routed experts in the format ``name``."""
+def compressed(path: Path, name: str, folder: Path, also: str = "") -> Path:
+    """The model at ``path`` as compressed-tensors stores it, with the routed experts in the format ``name``.
+
+    ``also``: the pattern of further tensors in this format; then the configuration names what is not quantised.
+    """
     form, tensors = hf_config.FORMATS[name], {}
     for key, tensor in load_file(path / "model.safetensors").items():
-        if ".mlp.experts." not in key:
+        if not re.search(r"\.mlp\.experts\." + also, key):
             tensors[key] = tensor
             continue
         packed = quantisation.quantise(tensor, name)
@@ -158,16 +189,21 @@ def compressed(path: Path, name: str, folder: Path) -> Path:
     groups = {"group_0": {"targets": ["re:.*mlp.experts.*"], "weights": weights | {"group_size": form.group or None}}}
     about = json.loads((path / "config.json").read_text())
     about["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": groups}
+    if also:
+        groups["group_0"]["targets"] = ["Linear"]
+        about["quantization_config"]["ignore"] = ["lm_head", "re:.*mlp.gate$", r"re:.*layers\.1\.mlp\..*"]
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(about))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
-def loaded(parallel: Parallel, path: Path, folder: Path, name: str) -> bool:
+def loaded(parallel: Parallel, path: Path, folder: Path, name: str, attention: bool = False) -> bool:
     """Whether a rank has the same codes and scales from the quantised checkpoint as from the one without."""
-    models = [load(each, parallel, quantisation=name)[0] for each in (path, folder)]
+    settings = {"quantisation": name, "quantises_attention": attention}
+    models = [load(each, parallel, **settings)[0] for each in (path, folder)]
     first, second = (dict(model.named_buffers()) for model in models)
+    assert any("linear_qkv.codes" in key for key in first) == attention
     return all(torch.equal(first[key].view(torch.uint8), second[key].view(torch.uint8)) for key in first)
 
 
@@ -177,6 +213,21 @@ def test_a_quantised_checkpoint_has_the_codes_that_are_made_on_loading(name: str
     folder = compressed(path, name, tmp_path / "codes")
     layouts = ["TP1", "EP2", "TP2_EP2_DP2"] + ["TP2_EP2_ETP2"] * (name != "int8")
     assert all(all(ranks) for ranks in world.in_layouts(layouts, loaded, path, folder, name).values())
+
+
+@pytest.mark.parametrize("name", hf_config.FORMATS)
+def test_a_checkpoint_with_quantised_attention_has_the_codes_that_are_made_on_loading(
+    name: str, tmp_path: Path
+) -> None:
+    path = reference.save("qwen3_moe", tmp_path / "whole", **GROUPED)
+    folder, experts = compressed(path, name, tmp_path / "c", ATTENTION), compressed(path, name, tmp_path / "experts")
+    assert hf_config.read(folder).stored_attention and not hf_config.read(experts).stored_attention
+    for each in (folder, experts):  # what the second one lacks is quantised on loading
+        found = world.in_layouts(["TP1"] + ["TP2_EP2"] * (name != "int8"), loaded, path, each, name, True)
+        assert all(all(ranks) for ranks in found.values())
+    cfg = training.config(folder, tmp_path, model__quantisation=name)
+    said = f"model.quantised: [experts], but the checkpoint has attention in {name}; needed: [experts, attention]"
+    assert said in config_rules.layout_problems(cfg, hf_config.read(folder), 1)
 
 
 def test_what_a_checkpoint_holds_must_be_what_the_run_says(tmp_path: Path) -> None:
@@ -202,28 +253,32 @@ def test_what_a_checkpoint_holds_must_be_what_the_run_says(tmp_path: Path) -> No
             world.in_layouts(["TP1"], loaded, folder, folder, "int4")
 
 
-def trained_policy(parallel: Parallel, path: Path, name: str, dtype: torch.dtype) -> tuple[dict, dict]:
+def trained_policy(parallel: Parallel, path: Path, name: str, dtype: torch.dtype, attention: bool) -> tuple[dict, dict]:
     """The LoRA factors after a step, and the merged weights that the trainer pushes."""
-    model, arch = load(path, parallel, dtype=dtype, quantisation=name)
+    model, arch = load(path, parallel, dtype=dtype, quantisation=name, quantises_attention=attention)
     adapters = lora_megatron.attach(model, lora_config(), parallel, 0)
     move(adapters, arch, parallel, step=1)
     factors = adapter_weights.gather(adapters, lora_megatron.factors(adapters), arch, parallel)
     return factors, {key: value.clone() for key, value in weights_hf.export(model, arch, parallel)}
 
 
-@pytest.mark.parametrize("name", hf_config.FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_an_export_is_the_policy_that_was_trained(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    path = reference.save("qwen3_moe", tmp_path / "whole", **SIZES)
-    ((factors, trained),) = world.in_layouts(["TP1"], trained_policy, path, name, dtype)["TP1"]
+@pytest.mark.parametrize("attention", [False, True])
+@pytest.mark.parametrize("name", hf_config.FORMATS)
+def test_an_export_is_the_policy_that_was_trained(
+    name: str, attention: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    path = reference.save("qwen3_moe", tmp_path / "whole", **GROUPED)
+    ((factors, trained),) = world.in_layouts(["TP1"], trained_policy, path, name, dtype, attention)["TP1"]
     sources = [path]
     if dtype == torch.float32:  # the codes of this checkpoint are those of the fp32 weights
-        sources.append(compressed(path, name, tmp_path / "codes"))
+        sources.append(compressed(path, name, tmp_path / "codes", ATTENTION * attention))
     for source in sources:
         arch = hf_config.read(source)
         modules = list(adapter_weights.adapted_modules(arch, lora_config()))
         base = weights_hf.read_model(source, arch)
-        for key, value in export.merged_tensors(base, arch, modules, factors, lora_config().alpha, dtype, name):
+        alpha = lora_config().alpha
+        for key, value in export.merged_tensors(base, arch, modules, factors, alpha, dtype, name, attention):
             assert torch.equal(value, trained[key]), key
 
 
@@ -281,6 +336,43 @@ def test_sizes_that_cut_a_group_are_refused(
     assert re.search(said, arch.quantisation_problem(name, split))
     changes = {"model__quantisation": name, "parallel__expert_tensor": split}
     assert re.search(said, config_rules.layout_problems(training.config(tmp_path, tmp_path, **changes), arch, split)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "tensor", "said"),
+    [
+        ("int4", 6, 1, "model.quantisation: int4 with num_attention_heads x head_dim 48; needed: a multiple of 32"),
+        ("int4", 12, 2, "parallel.tensor: 2 ranks split the 96 inputs .* a scale for 32 inputs; needed: 1, or shards"),
+        ("int8", 16, 2, "parallel.tensor: 2 ranks split the 128 inputs .* one scale for a whole row; needed: 1"),
+    ],
+)
+def test_sizes_that_cut_a_group_of_attention_are_refused(
+    name: str, head_dim: int, tensor: int, said: str, tmp_path: Path
+) -> None:
+    arch = hf_config.read(reference.save("qwen3_moe", tmp_path / "m", head_dim=head_dim))
+    changes = {"model__quantisation": name, "parallel__tensor": tensor}
+    for attention in (False, True):
+        changes["model__quantised"] = ("experts", "attention")[: 1 + attention]
+        found = config_rules.layout_problems(training.config(tmp_path, tmp_path, **changes), arch, tensor)
+        assert bool(re.search(said, "; ".join(found))) == attention
+
+
+def test_the_backward_pass_keeps_no_dequantised_attention(tmp_path: Path) -> None:
+    path = reference.save("qwen3_moe", tmp_path / "whole", **GROUPED)
+    world.in_layouts(["TP1"], no_weight_is_kept, path)
+
+
+def no_weight_is_kept(parallel: Parallel, path: Path) -> None:
+    """The autograd graph of a quantised linear has no tensor as large as its weight."""
+    model, _ = load(path, parallel, quantisation="int4", quantises_attention=True)
+    for name in ("linear_qkv", "linear_proj"):
+        linear, kept = getattr(model.decoder.layers[0].self_attention, name), []
+        x = torch.randn(3, 1, linear.weight.shape[1], requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda x: x):  # noqa: B023
+            y, _ = linear(x)
+        assert not [tensor for tensor in kept if tensor.numel() >= linear.weight.numel()]
+        y.sum().backward()
+        assert torch.allclose(x.grad, linear.weight.sum(0).expand_as(x), atol=1e-5)
 
 
 def test_an_unquantised_model_has_parameters_only(tmp_path: Path) -> None:

@@ -47,6 +47,9 @@ OPTIONS = {  # every loss kind, aggregate, KL estimate, advantage and importance
     "quantised": {
         "model__quantisation": "nvfp4", "replay__mode": "r3",
     },
+    "quantised attention": {
+        "model__quantisation": "nvfp4", "model__quantised": ("experts", "attention"),
+    },
     "masked_and_skipped": {
         "loss__kl": "none", "loss__mask_truncated": True, "loss__skip_equal_groups": True, "rollout__top_k": 20,
         "loss__aggregate": "seq-mean-token-mean",

@@ -117,23 +117,35 @@ def _measure(parallel: Parallel, path: Path, expected: Reference, tokens: Tensor
 
 
 def measure_quantised(
-    parallel: Parallel, path: Path, formats: dict[str, tuple[dict[str, Tensor], Reference]], tokens: Tensor
+    parallel: Parallel,
+    path: Path,
+    formats: dict[str, tuple[dict[str, Tensor], Reference]],
+    tokens: Tensor,
+    attention: bool = False,
 ) -> dict[str, dict]:
     """By format, with the tensors and the reference of the model that its codes stand for: what the tests compare."""
     found = {}
     for name, (twin, expected) in formats.items():
-        if parallel.expert_tensor > 1 and name == "int8":  # its scale is that of a whole row
+        split = max(parallel.expert_tensor, parallel.tensor if attention else 1)
+        if split > 1 and name == "int8":  # its scale is that of a whole row
             continue
-        found[name] = _measure_quantised(parallel, path, name, twin, expected, tokens)
+        found[name] = _measure_quantised(parallel, path, name, attention, twin, expected, tokens)
     return found
 
 
 def _measure_quantised(
-    parallel: Parallel, path: Path, name: str, twin: dict[str, Tensor], expected: Reference, tokens: Tensor
+    parallel: Parallel,
+    path: Path,
+    name: str,
+    attention: bool,
+    twin: dict[str, Tensor],
+    expected: Reference,
+    tokens: Tensor,
 ) -> dict:
     out: dict = {}
+    settings = {"quantisation": name, "quantises_attention": attention}
     for how in ("apart", "recompute", "merged"):
-        model, arch = load(path, parallel, recompute=how == "recompute", quantisation=name)
+        model, arch = load(path, parallel, recompute=how == "recompute", **settings)
         out["unequal"] = [key for key, value in weights_hf.export(model, arch, parallel) if not value.equal(twin[key])]
         adapters = lora_megatron.attach(model, lora_config(), parallel, SEED, merges=how == "merged")
         fill(adapters, expected.factors, arch, parallel)
