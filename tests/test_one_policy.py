@@ -290,8 +290,10 @@ def test_transformers_answers_with_the_merged_export_as_the_sampler_does(dtype: 
 SIZES = dict(
     hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64, num_experts=8, experts_per_token=4, expert_width=128
 )  # fmt: skip
+QUANTISED = {"model__quantisation": "int4", "model__quantised": ("experts", "attention")}
 NEAR = [  # tensor parallelism is not among the layouts: it adds partial sums in bf16
-    ("DP2", "adapter", "qwen3_moe"), ("EP2", "merged", "qwen3_moe"), ("EP2_DP4", "adapter", "qwen2_moe"),
+    ("DP2", "adapter", "qwen3_moe", {}), ("EP2", "merged", "qwen3_moe", {}), ("EP2_DP4", "adapter", "qwen2_moe", {}),
+    ("DP2", "adapter", "qwen2_moe", QUANTISED), ("EP2", "merged", "qwen3_moe", QUANTISED),
 ]  # fmt: skip
 
 
@@ -306,10 +308,11 @@ def test_in_bf16_the_sampler_rounds_as_the_trainer_does(tmp_path: Path) -> None:
     models = {kind: training.make_model(tmp_path / kind, kind, **SIZES | {"num_kv_heads": heads})
               for kind, heads in (("qwen3_moe", 2), ("qwen2_moe", 4))}  # fmt: skip
     changes = {"model__dtype": "bf16", "optim__lr": 1e-3}
-    jobs = {
-        layout: (layout, config(models[kind], rollout__sync=sync, train__out_dir=str(tmp_path / layout), **changes))
-        for layout, sync, kind in NEAR
-    }
+    jobs = {}
+    for layout, sync, kind, more in NEAR:
+        label = f"{layout} {kind} quantised" if more else f"{layout} {kind}"
+        own = changes | more | {"rollout__sync": sync, "train__out_dir": str(tmp_path / label)}
+        jobs[label] = layout, config(models[kind], **own)
     other = config(models["qwen3_moe"], train__out_dir=str(tmp_path / "other"), **changes)
     training.in_world("TP1", train_with_the_other_cache, [("TP1", other)])
     gaps = {
