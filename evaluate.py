@@ -1,19 +1,43 @@
 """Accuracy on held-out questions, from clean weights, with the engine and the reward of the training.
 
 Each question gets a greedy answer and k sampled ones, which give a mean and pass@k. Every question's outcome is kept.
+
+    torchrun --nproc_per_node=N evaluate.py CONFIG [section.key=value ...]     measures model.path, without training
 """
 
+from __future__ import annotations
+
+import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
+import data_gsm8k
+import hf_config
+import parallel_setup
+import reward_gsm8k
 import rollout
-from config import derive_seed
+import weights_hf
+from config import command_line, derive_seed, resolve_config
 from data_gsm8k import Question, Questions
 from engines.interface import Completion, Engine
-from knobs import EvalConfig, RolloutConfig
+from input_files import BAD_INPUT, refused
+from knobs import Config, EvalConfig, ParallelConfig, RolloutConfig
 from parallel_setup import Parallel
 from run_record import wilson
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def score(
+    question: Question, completion: Completion, tokenizer: PreTrainedTokenizerBase, method: str
+) -> tuple[float, bool]:
+    """The reward of a completion, and whether an answer was found. The stop token is left out."""
+    tokens = completion.tokens[:-1] if completion.finish_reason == "stop" else completion.tokens
+    text = tokenizer.decode(tokens)
+    return reward_gsm8k.score(text, question.gold, method), reward_gsm8k.parsable(text, method)
 
 
 def evaluate(
@@ -100,3 +124,47 @@ def result_line(before: dict, after: dict, source: str) -> str:
         f"{source} accuracy {first:.1f} % -> {last:.1f} % "
         f"(95 % interval {low:.1f}-{high:.1f}, {kind}, n = {after['eval/num_questions']:,} held-out questions)"
     )
+
+
+# --------------------------------------------------------------------------------------------------------- the command
+
+
+def measure(cfg: Config) -> dict:
+    """The summary of cfg.model.path on the held-out questions, the same on every rank. Collective."""
+    arch, tokenizer = hf_config.read(cfg.model.path), data_gsm8k.load_tokenizer(cfg.model.path)
+    questions = data_gsm8k.load(cfg.data, "test", tokenizer, cfg.train.seed)
+    stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
+    pad_token = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stop_tokens)
+    with parallel_setup.open_world(cfg) as device:
+        parallel = parallel_setup.open_layout(ParallelConfig(), device)  # every rank has its own questions
+        engine = rollout.open_engine(cfg, arch, device, stop_tokens, pad_token)
+        engine.load_weights(weights_hf.read_model(cfg.model.path, arch).items())
+        summary, _ = evaluate(
+            engine,
+            questions,
+            lambda question, completion: score(question, completion, tokenizer, cfg.reward.method),
+            cfg.eval,
+            cfg.rollout,
+            parallel,
+        )
+        engine.close()
+    return summary
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code 0: measured; 2: input that cannot be used, in one line."""
+    parser = command_line("evaluate.py", "Measure the accuracy of model.path on the held-out questions.")
+    args = parser.parse_intermixed_args(arguments)
+    try:
+        cfg, notes = resolve_config(args.config, args.overrides)
+        summary = measure(cfg)
+        if parallel_setup.launched_rank() == 0:
+            print("".join(f"note: {note}\n" for note in notes), end="")
+            print(f"{cfg.model.path}: {cfg.data.source} accuracy: {headline(summary)}", flush=True)
+    except BAD_INPUT as error:
+        return refused(error)
+    return 0
+
+
+if __name__ == "__main__":
+    parallel_setup.run_command(main, sys.argv[1:])

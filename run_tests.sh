@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests. The first call makes the environment: requirements/cpu.txt, test.txt and cpu-vllm.txt.
+# Runs the tests. The first call makes the environment: requirements/cpu.txt, test.txt, cpu-vllm.txt and smol.txt.
 #
 #   bash run_tests.sh [pytest arguments]          e.g.  bash run_tests.sh -m "not slow" tests/test_grpo.py
 #
@@ -9,7 +9,7 @@ set -euo pipefail
 
 # --- yours to change -------------------------------------------------------------------------------------------------
 PYTHON=${PYTHON:-python3}                  # 3.11, 3.12 or 3.13; used to make the environment
-VENV=${VENV:-.venv}                        # folder of the environment, 2.8 GB
+VENV=${VENV:-.venv}                        # folder of the environment, 2.9 GB
 TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}    # source of torch without CUDA; a mirror also works
 MEGATRON_0_12_DIR=${MEGATRON_0_12_DIR:-.cache/megatron-core-0.12.1} # older Megatron, for the parity tests
 TORCH_NPU_DIR=${TORCH_NPU_DIR-.cache/torch_npu-2.13.0} # torch_npu that fits the torch of cpu.txt; empty: none
@@ -25,7 +25,7 @@ export HF_HUB_OFFLINE=1               # no test may use the network
 unset PYTHONPATH PYTHONHOME           # CANN and some editors set them; packages from there would hide the pinned ones
 
 source ./setup_cpu.sh
-set_up cpu test vllm
+set_up cpu test vllm smol
 
 # pip installs into another folder, which is renamed when it is complete.
 install_aside() {  # $1: folder; the rest: options of pip, and the package

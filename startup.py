@@ -187,10 +187,8 @@ class Run:
         self.log.say(f"held-out accuracy after {after_steps} steps: {evaluate.headline(summary)}")
 
     def score(self, question: Question, completion: Completion) -> tuple[float, bool]:
-        """The reward of a completion, and whether an answer was found. The stop token is left out."""
-        tokens = completion.tokens[:-1] if completion.finish_reason == "stop" else completion.tokens
-        text, method = self.inputs.tokenizer.decode(tokens), self.cfg.reward.method
-        return reward_gsm8k.score(text, question.gold, method), reward_gsm8k.parsable(text, method)
+        """As evaluate.score, with the tokenizer and the reward of this run."""
+        return evaluate.score(question, completion, self.inputs.tokenizer, self.cfg.reward.method)
 
     def shown_completions(
         self, asked: list[Question], batch: Rollout, completions: list[list[Completion]]

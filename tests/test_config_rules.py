@@ -38,8 +38,8 @@ def test_every_shipped_file_loads_and_holds_every_key_that_it_makes_the_run_read
     assert set(config.flatten(config.to_dict(cfg))) - written == {"data.prompt_template"}
 
 
-def test_five_files_are_shipped():
-    assert [path.stem for path in CONFIGS] == ["bench", "qwen15_moe", "qwen3", "tiny_16", "tiny_cpu"]
+def test_six_files_are_shipped():
+    assert [path.stem for path in CONFIGS] == ["bench", "qwen15_moe", "qwen3", "smol", "tiny_16", "tiny_cpu"]
 
 
 @pytest.mark.parametrize(

