@@ -41,7 +41,9 @@ class Rule(NamedTuple):
 class Engine(Protocol):
     """The copy of the policy that samples. It needs a whole model from `load_weights` before it can sample."""
 
-    beat: Callable[[], None] = staticmethod(lambda: None)  # called once for every token that a batch of rows decodes
+    beat: Callable[[], None] = staticmethod(
+        lambda: None
+    )  # called for every decoded token of a batch, and (torch) layer of its prompts
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy whole tensors into the engine, under their Hugging Face names.

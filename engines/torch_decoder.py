@@ -6,7 +6,7 @@ P prompts, T prompt tokens, R rows, H / KV query / key-value heads, D head size,
 token.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -229,12 +229,13 @@ class Decoder:
         new_tokens: int,
         pad_token: int,
         layer_outputs: list[Tensor] | None = None,
+        beat: Callable[[], None] = lambda: None,
     ) -> tuple[Tensor, LineCache | RowCache, Tensor | None]:
         """Run the prompts: last hidden states, a cache for ``num_samples`` rows of each, and their tokens' experts.
 
         The shapes are (P, h) for the states and (P, T, MoE layers, K) uint8 for the experts, which are None without MoE
         layers. Padding is on the right and attention is causal, so no real token sees padding. ``layer_outputs``
-        collects the (P, T, h) after each layer.
+        collects the (P, T, h) after each layer. ``beat`` is called after each layer, too.
         """
         arch, device, longest = self.arch, self.device, max(map(len, prompts))
         if self.cache is RowCache:
@@ -257,6 +258,7 @@ class Decoder:
                 x = self._mlp(layer, x.flatten(0, 1), routes).view_as(x)
                 if layer_outputs is not None:
                     layer_outputs.append(x)
+                beat()
             hidden.append(x[torch.arange(len(x), device=device), lengths[part] - 1])
             experts += [torch.stack(routes, 1).to(torch.uint8).unflatten(0, (-1, longest))] if routes else []
         return torch.cat(hidden), cache, torch.cat(experts) if experts else None

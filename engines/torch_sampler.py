@@ -169,7 +169,7 @@ class TorchSampler(Engine):
         """``num_samples`` completions of each prompt, in one list. ``uniforms``: (N, R, 1), None for greedy."""
         decoder, device, new_tokens = self.decoder, self.decoder.device, rule.max_new_tokens
         rows = len(prompts) * num_samples
-        hidden, cache, prompt_routes = decoder.prefill(prompts, num_samples, new_tokens, self.pad_token)
+        hidden, cache, prompt_routes = decoder.prefill(prompts, num_samples, new_tokens, self.pad_token, beat=self.beat)
         hidden = hidden.repeat_interleave(num_samples, 0)
         # Results by time, then by row. Rows that have finished write to one more row, which nobody reads.
         tokens = torch.full((new_tokens, rows + 1), -1, device=device)

@@ -156,7 +156,7 @@ def test_the_command_measures_what_the_first_evaluation_of_a_run_measures(model:
     path.write_text(to_yaml(cfg))
     for ranks in (1, 2):
         log = tmp_path / f"{ranks}.log"
-        arguments = [str(path), "train.seed=5", f"name={ranks}"]
+        arguments = [str(path), "train.seed=5", f"name=ranks{ranks}"]
         assert world.as_torchrun(ranks, measured, arguments, log=log) == [0] * ranks
         assert log.read_text().splitlines()[-1] == f"{model}: arithmetic accuracy: {evaluate.headline(first)}"
     assert world.as_torchrun(1, measured, [str(path), f"model.path={tmp_path}"], log=log) == [2]

@@ -60,12 +60,15 @@ def sampler(model: SimpleNamespace, stop_tokens: set[int] = frozenset(), **optio
     return engine
 
 
-def test_the_watcher_of_stalls_hears_of_every_decoded_token(models) -> None:
-    """A wave of long answers must not look like a stalled rank."""
+def test_the_watcher_of_stalls_hears_of_every_layer_of_the_prompts_and_every_decoded_token(models) -> None:
+    """Neither many prompts nor long answers may look like a stalled rank, on a slow or busy processor."""
     engine, beats = sampler(models("qwen3")), []
     engine.beat = lambda: beats.append(1)
     engine.sample(PROMPTS, seeds=[0] * len(PROMPTS), num_samples=2, max_new_tokens=9, temperature=1.0)
-    assert len(beats) >= 9
+    assert len(beats) >= 9 + engine.arch.num_layers
+    beats.clear()
+    engine.sample(PROMPTS, seeds=[0] * len(PROMPTS), num_samples=2, max_new_tokens=1, temperature=1.0)
+    assert len(beats) == engine.arch.num_layers + 1
 
 
 @torch.no_grad()
