@@ -41,9 +41,8 @@ class Rule(NamedTuple):
 class Engine(Protocol):
     """The copy of the policy that samples. It needs a whole model from `load_weights` before it can sample."""
 
-    beat: Callable[[], None] = staticmethod(
-        lambda: None
-    )  # called for every decoded token of a batch, and (torch) layer of its prompts
+    # Called for every decoded token of a batch of rows. The embedded sampler also calls it for every layer of prompts.
+    beat: Callable[[], None] = staticmethod(lambda: None)
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy whole tensors into the engine, under their Hugging Face names.
