@@ -10,6 +10,7 @@ of three. error: rms of what the codes stand for minus the weight, over the rms 
 """
 
 import ctypes
+import dataclasses
 import gc
 import json
 import resource
@@ -78,9 +79,16 @@ def measure(quantisation: str, experts: int) -> dict:
         cfg, arch = config(Path(folder), quantisation), hf_config.read(folder)
     with parallel_setup.open_world(cfg) as device:
         parallel = parallel_setup.open_layout(cfg.parallel, device)
+
+        def make(arch: hf_config.Architecture) -> tuple[torch.nn.Module, float]:
+            model = model_megatron.build(
+                arch, parallel, dtype=torch.bfloat16, recompute=False, quantisation=quantisation
+            )
+            return model, fill(model, arch, parallel)
+
+        make(dataclasses.replace(arch, num_experts=8))  # loads the code that all sizes need
         before = resident()
-        model = model_megatron.build(arch, parallel, dtype=torch.bfloat16, recompute=False, quantisation=quantisation)
-        error = fill(model, arch, parallel)
+        model, error = make(arch)
         weights = resident() - before
         adapters = lora_megatron.attach(model, cfg.lora, parallel, seed=0, merges=False)
         learner = Learner(cfg, arch, parallel, model, adapters, pad_token=0)
