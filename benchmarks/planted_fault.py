@@ -33,6 +33,12 @@ FAULTS: dict[str, tuple[str, str, str]] = {
         "values = [merged(slot) if merge else slot.weight for slot in together]",
         "values = [merged(slot) if merge and slot.expert is None else slot.weight for slot in together]",
     ),
+    # The sampler's weights are rounded down instead of to the nearest.
+    "rounded_down": (
+        "weight_sync",
+        ".clamp(min=torch.finfo(scale.dtype).tiny)).round() * scale",
+        ".clamp(min=torch.finfo(scale.dtype).tiny)).floor() * scale",
+    ),
     # Evaluations measure the policy that samples, with noise or rounding, instead of the one that is trained.
     "altered_evaluation": (
         "train_grpo",

@@ -12,7 +12,7 @@ from lab import comparisons
 from lab.comparisons import Comparison
 from lab.records import Part, Run, validated
 
-CONTROLS = "controls"  # the family of planted faults; the others compare methods
+CONTROLS = "controls"  # how the names of families of planted faults begin; the others compare methods
 
 
 class Planned(Part):
@@ -34,6 +34,10 @@ class Planned(Part):
         if self.family and not (len(self.others) == 1 and self.predicted):
             raise ValueError("an entry of a family needs one name in others, and predicted")
         return self
+
+    @property
+    def is_control(self) -> bool:
+        return self.family.startswith(CONTROLS)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -61,7 +65,7 @@ def read_plan(results: Path) -> Plan:
     """The plan of a folder of records; empty when there is no plan.yaml."""
     path = results / "plan.yaml"
     plan = validated(Plan, read_file(path) if path.exists() else {}, path)
-    controls = {name for planned in plan.comparisons if planned.family == CONTROLS for name in planned.others}
+    controls = {name for planned in plan.comparisons if planned.is_control for name in planned.others}
     for planned in plan.comparisons:
         if planned.control and planned.control not in controls:
             raise InputError(f"{path}: {planned.title}: control: found {planned.control}; needed: one of {CONTROLS}")
@@ -90,8 +94,13 @@ def of(family: str, ready: dict[Planned, list[Comparison]]) -> list[tuple[Planne
 
 def methods(ready: dict[Planned, list[Comparison]]) -> dict[str, list[tuple[Planned, Comparison]]]:
     """Family -> its comparisons, without the planted faults."""
-    families = dict.fromkeys(planned.family for planned in ready if planned.family not in ("", CONTROLS))
+    families = dict.fromkeys(planned.family for planned in ready if planned.family and not planned.is_control)
     return {family: of(family, ready) for family in families}
+
+
+def controls(ready: dict[Planned, list[Comparison]]) -> list[tuple[Planned, Comparison]]:
+    """The comparisons with planted faults."""
+    return [(planned, one) for planned, found in ready.items() if planned.is_control for one in found]
 
 
 def outcome(planned: Planned, one: Comparison, ready: dict[Planned, list[Comparison]]) -> str:
@@ -109,4 +118,4 @@ def outcome(planned: Planned, one: Comparison, ready: dict[Planned, list[Compari
 
 def found_controls(ready: dict[Planned, list[Comparison]]) -> set[str]:
     """The planted faults that were found as predicted."""
-    return {one.other for planned, one in of(CONTROLS, ready) if one.direction == planned.predicted}
+    return {one.other for planned, one in controls(ready) if one.direction == planned.predicted}

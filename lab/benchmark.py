@@ -1,6 +1,7 @@
 """docs/benchmark.md: what was predicted of each method of the benchmark, what was found, and whether the controls were.
 
-The comparisons are those of the families in results/plan.yaml, the planted faults those of the family "controls".
+The comparisons are those of the families in results/plan.yaml, the planted faults those of families whose names
+begin with "controls".
 """
 
 import itertools
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lab import announced, comparisons, figures
-from lab.announced import CONTROLS, Planned
+from lab.announced import Planned
 from lab.comparisons import Comparison
 from lab.markdown import point, points, table
 from lab.records import Run, scores
@@ -21,7 +22,7 @@ Found = dict[Planned, list[Comparison]]
 
 def page(ready: Found, groups: dict[str, list[Run]]) -> str:
     """The generated part of docs/benchmark.md."""
-    families, controls = announced.methods(ready), announced.of(CONTROLS, ready)
+    families, controls = announced.methods(ready), announced.controls(ready)
     if not families:
         return "No record yet."
     parts = ["## What was found", f"![Effect of each method](../results/{FIGURE})"]

