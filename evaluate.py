@@ -134,7 +134,7 @@ def measure(cfg: Config) -> dict:
     arch, tokenizer = hf_config.read(cfg.model.path), data_gsm8k.load_tokenizer(cfg.model.path)
     questions = data_gsm8k.load(cfg.data, "test", tokenizer, cfg.train.seed)
     stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
-    pad_token = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stop_tokens)
+    pad_token = rollout.pad_token_id(tokenizer, stop_tokens)
     with parallel_setup.open_world(cfg) as device:
         parallel = parallel_setup.open_layout(ParallelConfig(), device)  # every rank has its own questions
         engine = rollout.open_engine(cfg, arch, device, stop_tokens, pad_token)

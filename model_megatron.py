@@ -13,8 +13,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+import device as devices
 import kernels
 from hf_config import Architecture
+from knobs import ModelConfig
 from packing import Packing
 from parallel_setup import Parallel
 from quantisation import Quantised, QuantisedLinear
@@ -54,6 +56,18 @@ class CausalAttention(torch.nn.Module):
 
 
 # ------------------------------------------------------------------------------------------------ building
+
+
+def build_for(model: ModelConfig, arch: Architecture, parallel: Parallel) -> torch.nn.Module:
+    """The shard of a run's model on this rank; see `build`."""
+    return build(
+        arch,
+        parallel,
+        dtype=devices.DTYPES[model.dtype],
+        recompute=model.recompute,
+        quantisation=model.quantisation,
+        quantises_attention=model.quantises_attention,
+    )
 
 
 def build(
@@ -358,7 +372,7 @@ class GroupedLinear(Quantised):
 
     def matrix(self, expert: int) -> Tensor:
         """The matrix of one expert, or what its codes stand for.  -> (in, out)"""
-        return self.weight[expert] if self.quantisation == "none" else self.packed.experts(expert).dequantised().t()
+        return self.weight[expert] if self.quantisation == "none" else self.packed[expert].dequantised().t()
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
         """(N, in), (E,) -> (N, out)"""

@@ -37,9 +37,9 @@ class Packed:
         *experts, out, words = self.codes.shape
         return torch.Size([*experts, out, words * FORMATS[self.format].per_word])
 
-    def experts(self, which: int | slice) -> "Packed":
-        """One matrix of a stack, or some of them; views."""
-        return replace(self, codes=self.codes[which], scales=self.scales[which], factors=self.factors[which])
+    def __getitem__(self, expert: int) -> "Packed":
+        """One matrix of a stack; views."""
+        return replace(self, codes=self.codes[expert], scales=self.scales[expert], factors=self.factors[expert])
 
     def pieces(self, most_bytes: int, *, along_out: bool) -> Iterator["Packed"]:
         """Views of all experts that cover the matrices in order, along out or along the input.
@@ -63,7 +63,11 @@ class Packed:
         """Quantise the ``shards`` of the matrices ``whole`` into these codes and scales; ``order``: see copy_."""
         device = self.codes.device
         parts = [
-            quantise(shard.to(device, self.dtype), self.format, factor_of(matrix.to(self.dtype)).to(device))
+            quantise(
+                shard.to(device, self.dtype),
+                self.format,
+                factor_of(matrix.to(self.dtype)).to(device) if FORMATS[self.format].float else None,
+            )
             for shard, matrix in zip(shards, whole, strict=True)
         ]
         self.copy_(parts, order)

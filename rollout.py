@@ -8,6 +8,7 @@ afterwards every rank has the whole rollout.
 import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from input_files import InputError
 from knobs import Config, RolloutConfig
 from packing import Packing
 from parallel_setup import Parallel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass
@@ -86,6 +90,11 @@ def check_engine(cfg: Config, arch: Architecture, ranks: int) -> None:
         # The ranks of a replica divide its experts, and vllm-ascend on an A3 sends their tokens by MC2 as well.
         rows = -(-vllm_engine.MAX_SEQUENCES // cfg.rollout.tensor)
         vllm_ascend.check_dispatch(arch, cfg.rollout.tensor, rows, key="rollout.tensor")
+
+
+def pad_token_id(tokenizer: "PreTrainedTokenizerBase", stop_tokens: set[int]) -> int:
+    """The token that fills rows up: the tokenizer's, or one of the stop tokens."""
+    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stop_tokens)
 
 
 def open_engine(cfg: Config, arch: Architecture, device: torch.device, stop_tokens: set[int], pad_token: int) -> Engine:

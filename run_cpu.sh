@@ -24,12 +24,8 @@ if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
 fi
 cd "$(dirname "$0")"
 
-export OMP_NUM_THREADS=1              # NPROC processes share the cores; more threads are slower and change the last bits
-export TOKENIZERS_PARALLELISM=false   # the tokenizer's threads do not survive a fork, and it prints a warning
-export HF_HUB_OFFLINE=1               # models are local folders; a wrong path must not start a download
-unset PYTHONPATH PYTHONHOME           # CANN and some editors set them; their packages would hide the pinned ones
-
 source ./setup_cpu.sh
+set_variables
 if [ "${1:-}" = --vllm ]; then
     shift
     if [ "$CONFIG" = configs/tiny_cpu.yaml ]; then   # vLLM's attention on a CPU needs heads larger than 16

@@ -27,12 +27,8 @@ fi
 case $GSM8K in "" | /*) ;; *) GSM8K=$PWD/$GSM8K ;; esac   # the folder changes in the next line
 cd "$(dirname "$0")"
 
-export OMP_NUM_THREADS=1              # NPROC processes share the cores; more threads are slower and change the last bits
-export TOKENIZERS_PARALLELISM=false   # the tokenizer's threads do not survive a fork, and it prints a warning
-export HF_HUB_OFFLINE=1               # models are local folders; a wrong path must not start a download
-unset PYTHONPATH PYTHONHOME           # CANN and some editors set them; their packages would hide the pinned ones
-
 source ./setup_cpu.sh
+set_variables
 set_up cpu smol
 
 # exec, where it stands before this: signals reach torchrun, which ends its processes. --local-addr: otherwise torchrun hangs if

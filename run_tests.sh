@@ -19,12 +19,9 @@ cd "$(dirname "$0")"
 
 export MEGATRON_0_12_DIR              # the parity tests import it instead of the installed version
 export TORCH_NPU_DIR                  # the npu_schema tests import it, each in a process of its own
-export OMP_NUM_THREADS=1              # many tests start 2 to 16 processes on few cores
-export TOKENIZERS_PARALLELISM=false   # the tokenizer warns if a process forks after its threads were used
-export HF_HUB_OFFLINE=1               # no test may use the network
-unset PYTHONPATH PYTHONHOME           # CANN and some editors set them; packages from there would hide the pinned ones
 
 source ./setup_cpu.sh
+set_variables
 set_up cpu test vllm smol
 
 # pip installs into another folder, which is renamed when it is complete.

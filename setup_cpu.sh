@@ -1,6 +1,7 @@
 # Makes the Python environment of the CPU runs. Sourced by run_cpu.sh, run_smol.sh and run_tests.sh, which set PYTHON, VENV and
 # TORCH_INDEX.
 #
+#   set_variables                the environment variables of processes on a CPU
 #   set_up cpu                   $VENV holds requirements/cpu.txt
 #   set_up cpu smol              and also requirements/smol.txt
 #   set_up cpu test vllm smol    and also requirements/test.txt and requirements/cpu-vllm.txt
@@ -11,6 +12,13 @@
 
 NEEDED_GB=2.5        # 1.6 GB installed, and temporary files of pip
 NEEDED_VLLM_GB=1.2   # 0.6 GB more, and temporary files of pip
+
+set_variables() {
+    export OMP_NUM_THREADS=1              # several processes share the cores; more threads are slower and change the last bits
+    export TOKENIZERS_PARALLELISM=false   # the tokenizer's threads do not survive a fork, and it prints a warning
+    export HF_HUB_OFFLINE=1               # models are local folders; a wrong path must not start a download
+    unset PYTHONPATH PYTHONHOME           # CANN and some editors set them; their packages would hide the pinned ones
+}
 
 fail() {
     printf 'error: %s\n' "$*" >&2

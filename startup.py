@@ -244,19 +244,12 @@ def open_run(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inpu
     log = runlog.open_run(cfg, parallel.world_size, parallel.rank, resume=saved.run_dir if saved else None)
     if saved:
         log.rewind(first_step)
-    model = model_megatron.build(
-        arch,
-        parallel,
-        dtype=devices.DTYPES[cfg.model.dtype],
-        recompute=cfg.model.recompute,
-        quantisation=cfg.model.quantisation,
-        quantises_attention=cfg.model.quantises_attention,
-    )
+    model = model_megatron.build_for(cfg.model, arch, parallel)
     weights_hf.load(model, arch, parallel, cfg.model.path)
     heartbeat.beat("loading the base weights")
     adapters = lora_megatron.attach(model, cfg.lora, parallel, cfg.train.seed, merges=cfg.trains_merged)
     stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
-    pad_token = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stop_tokens)
+    pad_token = rollout.pad_token_id(tokenizer, stop_tokens)
     learner = Learner(cfg, arch, parallel, model, adapters, pad_token)
 
     def where_apart(bound: float) -> str:

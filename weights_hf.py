@@ -113,23 +113,22 @@ def slots(model: torch.nn.Module, arch: Architecture, parallel: Parallel) -> Ite
         weights = {name.replace(".base.", "."): weight for name, weight in layer.named_parameters()}
         weights = {name: weight for name, weight in weights.items() if not name.endswith((".A", ".B"))}
         assert weights.keys() <= LAYER_WEIGHTS.keys(), weights.keys() - LAYER_WEIGHTS.keys()
-        packed = {
+        held: dict[str, Tensor | Packed] = {
             f"{name.replace('.base', '')}.weight": module.packed
             for name, module in layer.named_modules()
             if isinstance(module, Quantised) and module.quantisation != "none"
-        }
+        } | weights
         for name, (blocks, dim) in LAYER_WEIGHTS.items():
-            if name not in weights and name not in packed:
+            if name not in held:
                 continue
             names, adapter = tuple(f"model.layers.{i}.{block}" for block in blocks), adapters.get(name)
             if name.startswith("mlp.experts."):
                 for local in range(arch.num_experts // parallel.expert):
                     expert_names = tuple(block.format(first_expert + local) for block in names)
-                    stored = weights[name][local] if name in weights else packed[name].experts(local)
-                    yield Slot(stored, expert_names, dim, expert=local, adapter=adapter)
+                    yield Slot(held[name][local], expert_names, dim, expert=local, adapter=adapter)
             else:
                 groups = arch.num_kv_heads // parallel.tensor if ".linear_qkv." in name else 0
-                yield Slot(weights[name] if name in weights else packed[name], names, dim, groups, adapter=adapter)
+                yield Slot(held[name], names, dim, groups, adapter=adapter)
     yield Slot(model.decoder.final_layernorm.weight, ("model.norm.weight",))
     if not arch.tied_head:
         yield Slot(model.output_layer.weight, ("lm_head.weight",), 0)
@@ -284,9 +283,8 @@ def _messages(todo: list[Slot], ranks: int) -> list[list[Slot]]:
     """
     messages: list[list[Slot]] = []
     for slot in todo:
-        most = (
-            MESSAGE // (ranks * slot.stored.shape.numel()) if ranks > 1 and slot.expert else 1
-        )  # expert 0 begins anew
+        # Expert 0 begins anew.
+        most = MESSAGE // (ranks * slot.stored.shape.numel()) if ranks > 1 and slot.expert else 1
         if messages and len(messages[-1]) < most:
             messages[-1].append(slot)
         else:

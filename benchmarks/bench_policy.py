@@ -13,7 +13,6 @@ from those of W + (alpha / R) B A in fp32, nats a token, after the last step.
 import json
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -149,11 +148,8 @@ def main() -> None:
     if args.only:
         print(json.dumps(measure(args.only, args.experts, args.steps)))
         return
-    measured = []
-    for way in WAYS:
-        command = [sys.executable, __file__, "--only", way, "--experts", str(args.experts), "--steps", str(args.steps)]
-        run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        measured.append(json.loads(run.stdout.splitlines()[-1]))
+    options = ("--experts", str(args.experts), "--steps", str(args.steps))
+    measured = cases.measured_apart(__file__, WAYS, *options)
     rows = [{key: value for key, value in one.items() if key != "by_step"} for one in measured]
     cases.report(args, __doc__, rows, {"ways": measured})
 

@@ -14,7 +14,6 @@ import dataclasses
 import gc
 import json
 import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -81,9 +80,7 @@ def measure(quantisation: str, experts: int) -> dict:
         parallel = parallel_setup.open_layout(cfg.parallel, device)
 
         def make(arch: hf_config.Architecture) -> tuple[torch.nn.Module, float]:
-            model = model_megatron.build(
-                arch, parallel, dtype=torch.bfloat16, recompute=False, quantisation=quantisation
-            )
+            model = model_megatron.build_for(cfg.model, arch, parallel)
             return model, fill(model, arch, parallel)
 
         make(dataclasses.replace(arch, num_experts=8))  # loads the code that all sizes need
@@ -141,11 +138,7 @@ def main() -> None:
     if args.only:
         print(json.dumps(measure(args.only, args.experts)))
         return
-    measured = []
-    for quantisation in FORMATS:
-        command = [sys.executable, __file__, "--only", quantisation, "--experts", str(args.experts)]
-        run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        measured.append(json.loads(run.stdout.splitlines()[-1]))
+    measured = cases.measured_apart(__file__, FORMATS, "--experts", str(args.experts))
     rows = [{key: value for key, value in one.items() if key != "all seconds"} for one in measured]
     cases.report(args, __doc__, rows, {"formats": measured})
 

@@ -40,6 +40,10 @@ class Planned(Part):
         return self.family.startswith(CONTROLS)
 
     @property
+    def is_method(self) -> bool:
+        return bool(self.family) and not self.is_control
+
+    @property
     def names(self) -> tuple[str, ...]:
         return (self.base, *self.others)
 
@@ -92,10 +96,9 @@ def of(family: str, ready: dict[Planned, list[Comparison]]) -> list[tuple[Planne
     return [(planned, one) for planned, found in ready.items() if planned.family == family for one in found]
 
 
-def methods(ready: dict[Planned, list[Comparison]]) -> dict[str, list[tuple[Planned, Comparison]]]:
-    """Family -> its comparisons, without the planted faults."""
-    families = dict.fromkeys(planned.family for planned in ready if planned.family and not planned.is_control)
-    return {family: of(family, ready) for family in families}
+def methods(ready: dict[Planned, list[Comparison]]) -> list[tuple[Planned, Comparison]]:
+    """The comparisons of all families, without the planted faults."""
+    return [(planned, one) for planned, found in ready.items() if planned.is_method for one in found]
 
 
 def controls(ready: dict[Planned, list[Comparison]]) -> list[tuple[Planned, Comparison]]:

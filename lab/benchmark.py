@@ -4,7 +4,6 @@ The comparisons are those of the families in results/plan.yaml, the planted faul
 begin with "controls".
 """
 
-import itertools
 import statistics
 from typing import Any
 
@@ -22,14 +21,14 @@ Found = dict[Planned, list[Comparison]]
 
 def page(ready: Found, groups: dict[str, list[Run]]) -> str:
     """The generated part of docs/benchmark.md."""
-    families, controls = announced.methods(ready), announced.controls(ready)
-    if not families:
+    methods, controls = announced.methods(ready), announced.controls(ready)
+    if not methods:
         return "No record yet."
     parts = ["## What was found", f"![Effect of each method](../results/{FIGURE})"]
-    for family, found in families.items():
+    for family in dict.fromkeys(planned.family for planned, _ in methods):
+        found = announced.of(family, ready)
         parts += [f"### Family {family}", table([method_row(*each, ready) for each in found])]
         parts += comparisons.notes(one for _, one in found)
-    methods = list(itertools.chain(*families.values()))
     parts += ["## Why it was predicted", table([reason_row(planned) for planned, _ in methods])]
     if controls:
         parts += ["## Planted faults", table([control_row(*each, ready) for each in controls])]
@@ -117,7 +116,7 @@ def figure(ready: Found) -> Any:
     """Every method's difference with its interval, and the direction that was predicted."""
     import matplotlib.figure
 
-    methods = list(itertools.chain(*announced.methods(ready).values()))
+    methods = announced.methods(ready)
     drawn = matplotlib.figure.Figure(figsize=(9, 0.36 * len(methods) + 1.4), layout="constrained")
     axes = drawn.subplots()
     for place, (planned, one) in enumerate(methods):

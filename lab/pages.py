@@ -40,7 +40,8 @@ def results_page(
     """The generated part of RESULTS.md."""
     alone = {planned: found for planned, found in ready.items() if not planned.family}
     findings = [finding(planned, found) for planned, found in alone.items()]
-    findings += [methods_finding(family, ready) for family in announced.methods(ready)]
+    families = dict.fromkeys(planned.family for planned, _ in announced.methods(ready))
+    findings += [methods_finding(family, ready) for family in families]
     parts = ["## Findings"]
     if alone:
         base = next(iter(alone)).base
@@ -194,9 +195,9 @@ def not_run(plan: Plan, groups: dict[str, list[Run]]) -> str:
         command = f"`python sweep.py {planned.sweep}`" if planned.sweep else ""
         if missing := [name for name in planned.names if name not in groups]:
             if planned.family:
-                names, groups_of = families.setdefault(command, ([], []))
+                names, absent = families.setdefault(command, ([], []))
                 names.append(planned.family)
-                groups_of += missing
+                absent += missing
                 continue
             rows.append({"what": planned.title, "command": command, "plan": f"missing: {', '.join(missing)}"})
         rows += [{"what": planned.title, "command": "", "plan": f"no record of {run}"} for run in planned.missing]
@@ -322,7 +323,7 @@ def _wanted(results: Path, page: Path) -> tuple[dict[Path, str], figures.Wanted]
             )
             draw = functools.partial(figures.comparison, planned.title, variants)
             pictures[f"figures/{figures.slug(planned.title)}.png"] = (planned.title, variants, draw)
-    if methods := list(itertools.chain(*announced.methods(ready).values())):
+    if methods := announced.methods(ready):
         names = dict.fromkeys(name for planned, _ in methods for name in planned.names)
         drawn = [(planned.title, planned.predicted, announced.outcome(planned, one, ready)) for planned, one in methods]
         title = str([(*each, points(*one.effect.interval())) for each, (_, one) in zip(drawn, methods, strict=True)])

@@ -34,7 +34,6 @@ from torch.optim import optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 import checkpoint
-import device as devices
 import hf_config
 import kernels
 import lora_megatron
@@ -134,15 +133,7 @@ def _load(cfg: Config, arch: Architecture, parallel: Parallel) -> tuple[torch.nn
         mock.patch.object(weights_hf, "read_model", lambda folder, arch: dry_run_device.tensors_of(arch)),
         mock.patch.object(lora_megatron, "_initialise_", lambda *args: None),  # draws numbers on the host
     ):
-        dtype = devices.DTYPES[cfg.model.dtype]
-        model = model_megatron.build(
-            arch,
-            parallel,
-            dtype=dtype,
-            recompute=cfg.model.recompute,
-            quantisation=cfg.model.quantisation,
-            quantises_attention=cfg.model.quantises_attention,
-        )
+        model = model_megatron.build_for(cfg.model, arch, parallel)
         weights_hf.load(model, arch, parallel, cfg.model.path)
         adapters = lora_megatron.attach(model, cfg.lora, parallel, cfg.train.seed, merges=cfg.trains_merged)
     return model, adapters

@@ -165,7 +165,7 @@ def cases(cfg: Config, arch: hf_config.Architecture, ranks: int, seed: int) -> l
         packed = quantisation.Packed(**stored, format=form, dtype=torch.bfloat16)
         for e in range(E):
             matrix = normal(out_size, in_size, std=in_size**-0.5)
-            packed.experts(e).fill_([matrix], [matrix])
+            packed[e].fill_([matrix], [matrix])
         exact = replace(packed, dtype=torch.float32).dequantised().transpose(1, 2)
         inputs = {"x": normal(N, in_size), "weight": exact, "counts": counts, **stored}
         return Case(

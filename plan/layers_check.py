@@ -166,14 +166,7 @@ def by_expert(gaps: Tensor, mask: Tensor, routes: Tensor, arch: hf_config.Archit
 
 def compare(cfg: Config, arch: hf_config.Architecture, parallel: Parallel) -> dict:
     """All figures of this check. ``wrong`` says which are beyond their bounds; "" if none is. Collective."""
-    model = model_megatron.build(
-        arch,
-        parallel,
-        dtype=devices.DTYPES[cfg.model.dtype],
-        recompute=cfg.model.recompute,
-        quantisation=cfg.model.quantisation,
-        quantises_attention=cfg.model.quantises_attention,
-    )
+    model = model_megatron.build_for(cfg.model, arch, parallel)
     weights_hf.load(model, arch, parallel, cfg.model.path)
     adapters = lora_megatron.attach(model, cfg.lora, parallel, cfg.train.seed, merges=cfg.trains_merged)
     pad_token = 0

@@ -295,7 +295,7 @@ def test_bounded_pieces_give_the_product_and_the_gradient_of_the_whole(
         **quantisation.empty(name, (5, 192, 256), 2, torch.float32), format=name, dtype=torch.float32
     )
     for expert in range(5):
-        packed.experts(expert).fill_([*weight[expert].chunk(2)], [*weight[expert].chunk(2)])
+        packed[expert].fill_([*weight[expert].chunk(2)], [*weight[expert].chunk(2)])
     counts, seen = torch.tensor([3, 0, 4, 1, 0]), []
     x, grad = (torch.randn(8, size, generator=generator) for size in (256, 192))
     whole = packed.dequantised()
