@@ -55,6 +55,8 @@ class ColocatedEngine(VllmEngine):
         self.shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
         if self.arch.tied_head:
             self.shapes.pop("lm_head.weight", None)  # load_weights copies the embedding to it
+        if not self.arch.qkv_bias:  # load_weights sets them to 0
+            self.shapes = {name: shape for name, shape in self.shapes.items() if not name.endswith(".bias")}
 
     def placement(self) -> dict[str, list[int]]:
         return self.llm.collective_rpc(vllm_inside.placement)[0]

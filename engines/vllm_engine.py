@@ -222,6 +222,8 @@ class VllmEngine(Engine):
         stream = TensorStream(self._complete_groups(named_tensors, whole))
         with vllm_inside.surroundings_kept(self.device):
             self._hand_over(stream)
+            if not self.arch.qkv_bias:
+                self.llm.collective_rpc(vllm_inside.clear_biases)
             if self.adapter:
                 self.adapter.put(self.llm)
             self._forget("load_weights")

@@ -71,6 +71,17 @@ def correct_cpu_defects(job: str) -> None:
     _CPUSHMDistributed._init_cpu_shm = open_own_memory
 
 
+def clear_biases(worker) -> None:
+    """Set the biases of linear layers to 0, for a model without any.
+
+    vLLM's Qwen2-MoE has q, k, v biases also then. They hold random numbers at first, and in some versions other numbers
+    after every reload.
+    """
+    for name, parameter in parameters(worker).items():
+        if name.endswith(".bias"):
+            parameter.data.zero_()
+
+
 def reload(worker, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
     """Load tensors under their Hugging Face names, in whole fused groups."""
     from vllm.config import set_current_vllm_config

@@ -201,6 +201,17 @@ def test_the_real_vocabulary_is_split_alike() -> None:
     assert pad_vocab_size(151937, DEFAULT_VOCAB_PADDING_SIZE) != 151937
 
 
+def test_a_push_brings_only_biases_that_the_model_has() -> None:
+    """vLLM's Qwen2-MoE always has them; load_weights clears those that no push brings."""
+    engine = object.__new__(vllm_colocated.ColocatedEngine)
+    bias, weight = "model.layers.0.self_attn.qkv_proj.bias", "model.layers.0.self_attn.qkv_proj.weight"
+    engine.parameters = {bias: torch.empty(6), weight: torch.empty(6, 4)}
+    for has_biases, expected in ((True, {bias: (6,), weight: (6, 4)}), (False, {weight: (6, 4)})):
+        engine.arch = dataclasses.replace(hf_config.parse(published.QWEN15_MOE), qkv_bias=has_biases)
+        engine.take_parameters_as_they_are()
+        assert engine.shapes == expected
+
+
 # ------------------------------------------------------------------------------------------------ around vllm-ascend
 
 

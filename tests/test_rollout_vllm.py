@@ -44,6 +44,7 @@ MODELS = {
     # Biases, a shared expert, a tied head, and a vocabulary and widths that vLLM pads.
     "qwen2": ("qwen2_moe", HEADS | dict(hidden_size=128, vocab_size=131, moe_intermediate_size=40, mlp_only_layers=[],
                                         shared_expert_intermediate_size=56, tie_word_embeddings=True)),
+    "qwen2_no_qkv_bias": ("qwen2_moe", HEADS | dict(hidden_size=128, qkv_bias=False)),
 }  # fmt: skip
 LONG = 4  # PROMPTS[LONG] has 322 tokens, more than two blocks of vLLM's prefix cache
 FREE = dict(num_samples=2, max_new_tokens=12, temperature=1.0)

@@ -214,7 +214,7 @@ def engine(path: Path, shards: dict[str, Tensor]) -> ColocatedEngine:
         for name, shard in shards.items()
     ]
     worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
-    made.llm = SimpleNamespace(reset_prefix_cache=lambda: True)
+    made.llm = SimpleNamespace(reset_prefix_cache=lambda: True, collective_rpc=lambda call: [call(worker)])
     made.parameters = vllm_inside.parameters(worker)
     made.take_parameters_as_they_are()
     return made
