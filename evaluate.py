@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 
 import data_gsm8k
+import device as devices
 import hf_config
 import parallel_setup
+import quantisation
 import reward_gsm8k
 import rollout
 import weights_hf
@@ -130,7 +132,12 @@ def result_line(before: dict, after: dict, source: str) -> str:
 
 
 def measure(cfg: Config) -> dict:
-    """The summary of cfg.model.path on the held-out questions, the same on every rank. Collective."""
+    """The summary of cfg.model on the held-out questions, the same on every rank. Collective.
+
+    The weights are those from which a training starts: in model.dtype, and quantised as model.quantisation says.
+    """
+    whole = cfg.rollout.model_copy(update={"sync": "merged", "expert_parallel": False})  # no adapter, whole tensors
+    cfg = cfg.model_copy(update={"rollout": whole})
     arch, tokenizer = hf_config.read(cfg.model.path), data_gsm8k.load_tokenizer(cfg.model.path)
     questions = data_gsm8k.load(cfg.data, "test", tokenizer, cfg.train.seed)
     stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
@@ -138,7 +145,11 @@ def measure(cfg: Config) -> dict:
     with parallel_setup.open_world(cfg) as device:
         parallel = parallel_setup.open_layout(ParallelConfig(), device)  # every rank has its own questions
         engine = rollout.open_engine(cfg, arch, device, stop_tokens, pad_token)
-        engine.load_weights(weights_hf.read_model(cfg.model.path, arch).items())
+        base, model, dtype = weights_hf.read_model(cfg.model.path, arch), cfg.model, devices.DTYPES[cfg.model.dtype]
+        engine.load_weights(
+            (name, quantisation.frozen(base, name, dtype, model.quantisation, model.quantises_attention))
+            for name in weights_hf.tensor_shapes(arch)
+        )
         summary, _ = evaluate(
             engine,
             questions,

@@ -146,9 +146,12 @@ def measured(arguments: list[str]) -> int:
     return evaluate.main(arguments)
 
 
-def test_the_command_measures_what_the_first_evaluation_of_a_run_measures(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantisation", ["none", "nvfp4"])
+def test_the_command_measures_what_the_first_evaluation_of_a_run_measures(
+    model: Path, tmp_path: Path, quantisation: str
+) -> None:
     """On one rank and on two, and with the overrides of the command line."""
-    cfg = training.config(model, tmp_path, train__steps=1, eval__samples=2)
+    cfg = training.config(model, tmp_path, train__steps=1, eval__samples=2, model__quantisation=quantisation)
     run_dir = training.run_all({"run": ("DP2", cfg)})["run"]
     first = json.loads((run_dir / "eval.jsonl").read_text().splitlines()[0])
     assert 0 < first["eval/greedy_accuracy"] < 1 and first["eval/num_questions"] == 9
@@ -159,5 +162,8 @@ def test_the_command_measures_what_the_first_evaluation_of_a_run_measures(model:
         arguments = [str(path), "train.seed=5", f"name=ranks{ranks}"]
         assert world.as_torchrun(ranks, measured, arguments, log=log) == [0] * ranks
         assert log.read_text().splitlines()[-1] == f"{model}: arithmetic accuracy: {evaluate.headline(first)}"
+    if quantisation != "none":  # it makes a difference
+        assert world.as_torchrun(1, measured, [str(path), "model.quantisation=none"], log=log) == [0]
+        assert not log.read_text().endswith(f" accuracy: {evaluate.headline(first)}\n")
     assert world.as_torchrun(1, measured, [str(path), f"model.path={tmp_path}"], log=log) == [2]
     assert "error: model.path: no config.json in" in log.read_text()
