@@ -313,7 +313,9 @@ def main(arguments: list[str]) -> int:
     except BAD_INPUT as error:
         return refused(error)
     except KeyboardInterrupt:
-        print("interrupted; the same command continues the sweep", file=sys.stderr)
+        for number in (signal.SIGINT, signal.SIGTERM):  # a second one must not end the wait for the jobs
+            signal.signal(number, signal.SIG_IGN)
+        print("interrupted, waiting for the jobs to end; the same command continues the sweep", file=sys.stderr)
         return 130
     finally:
         running = [job.process for job in jobs if job.process]

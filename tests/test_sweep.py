@@ -259,11 +259,16 @@ def test_without_ray_it_says_how_to_get_it(write_sweep, monkeypatch: pytest.Monk
 def test_an_interrupted_sweep_ends_its_job_and_says_how_to_go_on(
     write_sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    """Ctrl-C, or SIGTERM from a scheduler, while a job runs."""
+    """Ctrl-C, or SIGTERM from a scheduler, while a job runs; and once more while the sweep waits for its end."""
     sleeper = subprocess.Popen(["sleep", "600"])
+    monkeypatch.setattr(sleeper, "terminate", lambda: [sleeper.send_signal(signal.SIGTERM), *again()])
     monkeypatch.setattr(sweep, "start_job", lambda *arguments: sleeper)
     monkeypatch.setattr(sweep.time, "sleep", lambda seconds: os.kill(os.getpid(), signal.SIGTERM))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def again() -> list[None]:
+        return [os.kill(os.getpid(), number) for number in handlers]
+
     try:
         assert sweep.main([str(write_sweep([0], a=variant())), "--local"]) == 130
     finally:
