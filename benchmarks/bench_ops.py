@@ -32,6 +32,14 @@ def best(work: Callable[[], object], rounds: int) -> float:
     return max(min(timeit.repeat(work, number=1, repeat=rounds, timer=time.process_time)), 1e-9)
 
 
+def peak_rates(rounds: int, dtype: torch.dtype = torch.float32, numbers: int = 2**24) -> tuple[float, float]:
+    """Operations a second of a large matrix product in ``dtype``, and bytes a second of a copy of so many numbers."""
+    square, large = torch.randn(1024, 1024).to(dtype), torch.randn(numbers)
+    target = torch.empty_like(large)
+    product, copy = best(lambda: square @ square, rounds), best(lambda: target.copy_(large), rounds)
+    return 2 * 1024**3 / product, 2 * large.nbytes / copy
+
+
 def both_passes(work: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Callable[[], object]:
     """Forward and backward pass of ``work`` on inputs that need gradients."""
     leaves = [x.clone().requires_grad_() for x in inputs]
@@ -105,12 +113,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    square, large = torch.randn(1024, 1024), torch.randn(2**24)
-    target = torch.empty_like(large)
-    ceilings = {
-        "GFLOP/s": 2 * 1024**3 / best(lambda: square @ square, args.rounds) / 1e9,
-        "GB/s": 2 * large.nbytes / best(lambda: target.copy_(large), args.rounds) / 1e9,
-    }
+    ceilings = {unit: rate / 1e9 for unit, rate in zip(("GFLOP/s", "GB/s"), peak_rates(args.rounds), strict=True)}
     rows = []
     for unit, operations in (("GFLOP/s", products()), ("GB/s", passes())):
         for name, (work, amount) in operations.items():

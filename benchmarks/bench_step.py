@@ -1,6 +1,7 @@
 """A whole training step against TRL's GRPOTrainer: same model, questions, adapters and forced token counts, in turn.
 
     python benchmarks/bench_step.py [--cases NAME ...] [--steps 10] [--json] [--trl-python PATH]
+    python benchmarks/bench_step.py --cases smol_attention_r16_32 smol_all_r16_32     needs models/smollm2_moe
 
 Each trainer is a process with one thread in fp32. They take turns step by step, so that other load on the machine
 affects both. The figures are medians of CPU seconds. TRL runs in .venv-bench, which the first call makes from
@@ -20,9 +21,13 @@ from pathlib import Path
 import cases
 import pandas as pd
 
+from input_files import InputError
+
 HERE = Path(__file__).parent
 LOGP_BOUND, LOSS_BOUND = 1e-5, 1e-6  # in nats; the loss is a mean of numbers near 1
+SMOL_BOUND = 1e-4  # in place of LOGP_BOUND, for 30 layers instead of 4 and 49,152 tokens instead of 512
 BARS = {"attention_r8_64": 0.70, "attention_r8_128": 0.70, "all_r32_64": 0.55, "all_r32_128": 0.55}  # ours over TRL
+BARS |= {"smol_attention_r16_32": 0.70, "smol_all_r16_32": 0.70}
 MEMORY_BAR = 0.7
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # has the build without CUDA, which PyPI does not have
 PHASES = ("sync", "generate", "reference", "forward", "backward", "optimizer")
@@ -84,9 +89,10 @@ def ready_peer(name: str, work: Path, **changes: object) -> tuple[Peer, dict]:
 def trl_command(name: str, work: Path, python: Path, questions: list[str]) -> list[str]:
     case = cases.CASES[name]
     settings = json.dumps({
-        "model": str(work / "model"), "questions": questions,
+        "model": str(case.model(work)), "questions": questions,
         "group": cases.GROUP, "new_tokens": case.new_tokens, "rank": case.rank,
-        "experts": "linear_fc1" in case.targets, "beta": cases.KL_COEF, "lr": cases.LEARNING_RATE,
+        "experts": "linear_fc1" in case.targets, "shared_expert": "linear_fc1" in case.targets and case.smol,
+        "beta": cases.KL_COEF, "lr": cases.LEARNING_RATE,
         "adapter": str(work / f"adapter_{name}"), "record": str(work / f"record_{name}.json"), "work": str(work),
     })  # fmt: skip
     return [str(python), str(HERE / "trl_side.py"), settings]
@@ -106,7 +112,8 @@ def trl_python() -> Path:
 
 def check_equal_work(name: str, agreed: dict) -> None:
     """AssertionError unless both agree on the log-probs and the loss of TRL's completions, and the adapters matter."""
-    assert agreed["logp_gap"] < LOGP_BOUND and agreed["reference_gap"] < LOGP_BOUND, (name, agreed)
+    bound = SMOL_BOUND if cases.CASES[name].smol else LOGP_BOUND
+    assert agreed["logp_gap"] < bound and agreed["reference_gap"] < bound, (name, agreed)
     assert abs(agreed["loss"] - agreed["their_loss"]) < LOSS_BOUND, (name, agreed)
     assert agreed["largest_log_ratio_to_reference"] > 1e-3, (name, "the adapters do nothing", agreed)
 
@@ -122,7 +129,7 @@ def compare(name: str, work: Path, python: Path, steps: int) -> dict:
     check_equal_work(name, agreed)
     ours.ask("step")
     timed = dict(zip(("ours", "trl"), in_turn([ours, theirs], steps), strict=True))
-    tokens = cases.PROMPTS * cases.GROUP * cases.CASES[name].new_tokens
+    tokens = cases.CASES[name].prompts * cases.GROUP * cases.CASES[name].new_tokens
     assert all(record["new_tokens"] == tokens for records in timed.values() for record in records), (name, tokens)
     return summary(name, timed, ready, agreed, tokens)
 
@@ -159,14 +166,20 @@ def summary(name: str, timed: dict[str, list[dict]], ready: dict[str, dict], agr
 
 def main() -> None:
     parser = cases.parser(__doc__)
-    parser.add_argument("--cases", nargs="+", choices=cases.CASES, default=list(cases.CASES))
+    parser.add_argument("--cases", nargs="+", choices=cases.CASES, default=cases.TINY)
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each side")
     parser.add_argument("--trl-python", type=Path, help="a Python that has TRL; .venv-bench if not given")
     args = parser.parse_args()
+    try:
+        for name in args.cases:
+            cases.CASES[name].model(Path())
+    except InputError as error:
+        parser.error(str(error))
     python = args.trl_python or trl_python()
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
-        ready_peer(args.cases[0], work)[0].close()  # it makes the model, so that no start-up time includes that
+        for name in [name for name in args.cases if name in cases.TINY][:1]:
+            ready_peer(name, work)[0].close()  # it makes the tiny model, so that no start-up time includes that
         found = [compare(name, work, python, args.steps) for name in args.cases]
     by_side = [
         {"case": case["name"], "": side, "step": case[side]["cpu_s"], "min": case[side]["cpu_s_min"],

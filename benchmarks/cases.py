@@ -1,7 +1,8 @@
 """What all benchmarks share: the model, the cases, the command line, and the file that holds the figures.
 
-The model is a tiny Qwen3-MoE with 1.9 M parameters. A step samples 8 completions of 8 prompts, all of the same length.
-The cases differ in the trained modules and in the number of sampled tokens. TRL gets the same sizes as JSON.
+The model is a tiny Qwen3-MoE with 1.9 M parameters, or SmolLM2-135M as a mixture of experts (smol_model.py). A step
+samples 8 completions of 8 prompts (SmolLM2: of 4), all of the same length. The cases differ in the model, in the
+trained modules and in the number of sampled tokens. TRL gets the same sizes as JSON.
 This file adds the folder of the repository to sys.path, so the benchmarks import it before the files of the repository.
 """
 
@@ -19,6 +20,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from input_files import InputError
 from knobs import Config
 from run_record import cpu_name, git_state
 
@@ -29,6 +31,7 @@ MODEL = dict(
 )  # fmt: skip
 PROMPTS, GROUP, KL_COEF, LEARNING_RATE = 8, 8, 0.04, 1e-4
 ATTENTION = ("linear_qkv", "linear_proj")
+SMOL = "models/smollm2_moe"
 
 
 class Case(NamedTuple):
@@ -37,6 +40,14 @@ class Case(NamedTuple):
     targets: tuple[str, ...]
     rank: int
     new_tokens: int
+    prompts: int = PROMPTS
+    smol: bool = False  # SmolLM2 instead of the tiny model, which the benchmark makes
+
+    def model(self, work: Path) -> Path:
+        """The folder of the model; InputError if SmolLM2's is not there."""
+        if self.smol and not (ROOT / SMOL).is_dir():
+            raise InputError(f"{ROOT / SMOL}: there is no such folder; needed: python smol_model.py {SMOL}")
+        return ROOT / SMOL if self.smol else work / "model"
 
 
 CASES = {
@@ -44,28 +55,36 @@ CASES = {
     "attention_r8_128": Case(ATTENTION, 8, 128),
     "all_r32_64": Case((*ATTENTION, "linear_fc1", "linear_fc2"), 32, 64),
     "all_r32_128": Case((*ATTENTION, "linear_fc1", "linear_fc2"), 32, 128),
+    "smol_attention_r16_32": Case(ATTENTION, 16, 32, 4, smol=True),
+    "smol_all_r16_32": Case((*ATTENTION, "linear_fc1", "linear_fc2"), 16, 32, 4, smol=True),
 }
+TINY = [name for name, case in CASES.items() if not case.smol]
 
 
-def config(case: Case, model_dir: Path, out_dir: Path, steps: int, **changes: object) -> Config:
-    """A run of ``case``: every step uses all PROMPTS questions. ``changes``: section__key=value."""
+def config(case: Case, work: Path, steps: int, **changes: object) -> Config:
+    """A run of ``case`` in ``work``: every step uses all its questions. ``changes``: section__key=value."""
     tree: dict = {
         "name": "bench",
         "device": "cpu",
-        "model": {"path": str(model_dir), "dtype": "fp32"},
-        "tiny_model": dict(MODEL),
-        "data": {"source": "arithmetic", "max_prompt_tokens": 64, "num_train": PROMPTS, "num_test": 1},
-        "rollout": {"prompts_per_step": PROMPTS, "group_size": GROUP, "max_new_tokens": case.new_tokens},
+        "model": {"path": str(case.model(work)), "dtype": "fp32"},
+        **({} if case.smol else {"tiny_model": dict(MODEL)}),
+        "data": {
+            "source": "arithmetic",
+            "max_prompt_tokens": 128 if case.smol else 64,
+            "num_train": case.prompts,
+            "num_test": 1,
+        },
+        "rollout": {"prompts_per_step": case.prompts, "group_size": GROUP, "max_new_tokens": case.new_tokens},
         "lora": {"targets": case.targets, "rank": case.rank, "alpha": 2.0 * case.rank},
         "loss": {"kl_coef": KL_COEF},
-        "optim": {"lr": LEARNING_RATE, "warmup_steps": 0, "prompts_per_update": PROMPTS},
+        "optim": {"lr": LEARNING_RATE, "warmup_steps": 0, "prompts_per_update": case.prompts},
         # The adapters start with non-zero values, so the first KL is not 0. No completion ends by itself, and the
         # benchmark's reward does not read answers.
         "checks": dict.fromkeys(("reference_kl", "sampling", "truncated", "unparsable", "reward_constant"), "off"),
         "eval": {"num_questions": 1, "samples": 0},
         "train": {
             "steps": steps,
-            "out_dir": str(out_dir),
+            "out_dir": str(work / "runs"),
             "checkpoint_every": 0,
             "resume": "never",
             "stall_seconds": 0,

@@ -179,7 +179,7 @@ def main() -> None:
     args = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # stdout is for the answers; the trainer's own output goes to stderr
-    cfg = cases.config(cases.CASES[args.case], args.work / "model", args.work / "runs", 10**6, **args.set)
+    cfg = cases.config(cases.CASES[args.case], args.work, 10**6, **args.set)
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
     install(Side(answers, args.work / f"adapter_{args.case}"))
     train_grpo.start(cfg)

@@ -123,7 +123,8 @@ config = GRPOConfig(
 )  # fmt: skip
 lora = LoraConfig(
     r=settings["rank"], lora_alpha=2 * settings["rank"], lora_dropout=0.0, bias="none", task_type="CAUSAL_LM",
-    target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+    target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]
+    + ["gate_proj", "up_proj", "down_proj"] * settings["shared_expert"],
     target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if settings["experts"] else None,
 )  # fmt: skip
 turns = Turns()

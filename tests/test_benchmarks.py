@@ -19,6 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import bench_dry_run
+import bench_floor
 import bench_gap
 import bench_step
 import cases
@@ -174,3 +175,18 @@ def test_dry_runs_of_every_layout_and_their_largest_differences() -> None:
     row = bench_dry_run.row("one", run)
     assert (row["bytes"], row["operations"], row["sent"], row["apart"]) == ("20.0%", "0.0%", "0.0%", 1)
     assert row["fullest GiB"] == 1.5
+
+
+@pytest.mark.slow
+def test_the_phases_beside_the_roofline_are_those_of_the_step(tmp_path: Path) -> None:
+    """No phase is left out on either side, and at the measured rates of this machine none is faster."""
+    command = [sys.executable, bench_floor.__file__, "configs/tiny_cpu.yaml", "parallel.expert=1", "loss.kl=none"]
+    command += ["tiny_model.warm_start_steps=0", f"model.path={tmp_path}/model", "rollout.max_new_tokens=24"]
+    command += ["--steps", "4", "--out", str(tmp_path / "floor.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    *phases, step = json.loads((tmp_path / "floor.json").read_text())["table"]
+    assert [row["phase"] for row in phases] == ["sync", "generate", "update"]
+    assert all(row["times the roofline"] > 1 for row in phases), phases
+    assert step["roofline s"] == pytest.approx(sum(row["roofline s"] for row in phases))
+    assert step["s"] == pytest.approx(sum(row["s"] for row in phases), rel=0.2)  # of medians

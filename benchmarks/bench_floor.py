@@ -1,0 +1,99 @@
+"""The phases of a training step beside the times of plan/roofline.py at the rates of this machine.
+
+    python benchmarks/bench_floor.py [CONFIG] [section.key=value ...] [--steps 6] [--json]
+
+CONFIG is configs/smol.yaml if it is not given. One process with one thread trains; the figures are medians of wall
+seconds without the first step, so on a busy machine they include waiting. The rates are the best of two things that are
+measured in CPU seconds: a large matrix product, and a copy larger than the caches. The roofline uses them in full, for
+the mean completion of these steps and the mean prompt of all questions.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import cases
+import torch
+from bench_ops import peak_rates
+
+import data_gsm8k
+import device as devices
+import hf_config
+from config import load_config
+from input_files import BAD_INPUT, refused
+from plan import grid, memory, roofline
+
+PHASES = {  # of timing.jsonl -> those of plan/roofline.py
+    "sync": ("sync",),
+    "generate": ("prefill", "decode"),
+    "update": ("update forward", "update backward", "optimizer"),
+}
+SETTINGS = (
+    "train.checkpoint_every=0", "train.resume=never", "eval.num_questions=1", "eval.samples=0",
+    "loss.skip_equal_groups=false",  # every step trains on all of its sequences
+)  # fmt: skip
+
+
+def measured_hardware(dtype: torch.dtype, rounds: int) -> roofline.Hardware:
+    """A processor core with the rates of this one, all of which count. ``dtype``: of the matrix product."""
+    flops, bandwidth = peak_rates(rounds, dtype, numbers=2**26)
+    core = roofline.HARDWARE["cpu"]
+    return dataclasses.replace(core, flops=flops, bandwidth=bandwidth, training_share=1, link_share=1, link=math.inf)
+
+
+def train(config: str, overrides: list[str]) -> list[dict]:
+    """The steps of a training in a folder that is deleted, metrics and timing together. Its errors end this program."""
+    with tempfile.TemporaryDirectory() as out:
+        command = [sys.executable, "train_grpo.py", config, *overrides, f"train.out_dir={out}"]
+        one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+        if code := subprocess.run(command, cwd=cases.ROOT, stdout=sys.stderr, env=one_thread).returncode:
+            sys.exit(code)
+        (run,) = (path.parent for path in Path(out).glob("*/finished.json"))
+        files = [(run / name).read_text().splitlines() for name in ("metrics.jsonl", "timing.jsonl")]
+    return [json.loads(metrics) | json.loads(timing) for metrics, timing in zip(*files, strict=True)]
+
+
+def main() -> int:
+    parser = cases.parser(__doc__)
+    parser.add_argument("config", nargs="?", default="configs/smol.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--steps", type=int, default=6, help="2 or more")
+    args = parser.parse_intermixed_args()
+    if args.steps < 2:
+        parser.error(f"--steps: found {args.steps}; needed: 2 or more, because the first one does not count")
+    torch.set_num_threads(1)
+    try:
+        overrides = [*SETTINGS, f"train.steps={args.steps}", *args.overrides]
+        cfg = load_config(cases.ROOT / args.config, overrides)
+    except BAD_INPUT as error:
+        return refused(error)
+    hardware = measured_hardware(devices.DTYPES[cfg.model.dtype], rounds=10)
+    steps = train(args.config, overrides)[1:]
+    arch = hf_config.read(cases.ROOT / cfg.model.path)
+    tokenizer = data_gsm8k.load_tokenizer(cases.ROOT / cfg.model.path)
+    questions = data_gsm8k.load(cfg.data, "train", tokenizer, cfg.train.seed)
+    prompt = statistics.fmean(len(question.prompt) for question in questions)
+    completion = statistics.fmean(step["response_length/mean"] for step in steps)
+    layout = grid.of(cfg, 1)
+    planned = memory.step_memory(cfg, arch, layout, "cpu", 2**40)
+    least = roofline.step_times(cfg, arch, layout, hardware, planned, prompt, completion)
+    rows = []
+    for phase, parts in {**PHASES, "step": tuple(least.phases)}.items():
+        seconds = statistics.median(step[f"timing/{phase}_s"] for step in steps)
+        floor = sum(least.phases[part] for part in parts)
+        rows.append({"phase": phase, "s": seconds, "roofline s": floor, "times the roofline": seconds / floor})
+    rates = f"{hardware.flops / 1e9:.1f} GFLOP/s, {hardware.bandwidth / 1e9:.1f} GB/s, "
+    rates += f"prompts of {prompt:.0f} tokens, completions of {completion:.0f}"
+    cases.report(args, __doc__, rows, {"flops": hardware.flops, "bandwidth": hardware.bandwidth, "steps": steps,
+                                      "causes": least.causes}, above=f"{rates}\n")  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
