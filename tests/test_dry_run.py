@@ -36,6 +36,7 @@ LAYOUTS = [  # configuration, ranks, tensor, expert, expert_tensor, other change
     ("qwen3", 8, 4, 8, 1, ["model.recompute=false"]),
     ("qwen3", 32, 4, 16, 1, ["replay.mode=r2"]),
     ("qwen3", 16, 2, 8, 2, ["lora.dropout=0.1"]),
+    ("qwen3", 16, 2, 8, 1, ["model.quantisation=int4", "model.quantised=[experts,attention]"]),
     ("qwen15_moe", 8, 4, 4, 1, []),
     ("qwen15_moe", 8, 2, 4, 1, ["replay.mode=r3"]),
     ("qwen15_moe", 6, 2, 3, 1, ["model.recompute=false"]),
