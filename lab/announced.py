@@ -59,6 +59,7 @@ class Plan(Part):
     """results/plan.yaml."""
 
     comparisons: tuple[Planned, ...] = Field((), strict=False)
+    gains: tuple[str, ...] = Field((), strict=False, description="groups whose gain is stated among the findings")
     rows: tuple[NotRun, ...] = Field((), strict=False)
     benchmarks: tuple[str, ...] | None = Field(
         None, strict=False, description="scripts shown in RESULTS.md; all if none"
@@ -73,6 +74,8 @@ def read_plan(results: Path) -> Plan:
     for planned in plan.comparisons:
         if planned.control and planned.control not in controls:
             raise InputError(f"{path}: {planned.title}: control: found {planned.control}; needed: one of {CONTROLS}")
+    if unknown := {*plan.gains} - {name for planned in plan.comparisons for name in planned.names}:
+        raise InputError(f"{path}: gains: found {min(unknown)}; needed: groups of comparisons")
     return plan
 
 

@@ -39,15 +39,14 @@ def results_page(
 ) -> str:
     """The generated part of RESULTS.md."""
     alone = {planned: found for planned, found in ready.items() if not planned.family}
-    findings = [finding(planned, found) for planned, found in alone.items()]
+    findings = [training(name, groups[name]) for name in plan.gains if name in groups]
+    findings += [finding(planned, found) for planned, found in alone.items()]
     families = dict.fromkeys(planned.family for planned, _ in announced.methods(ready))
     findings += [methods_finding(family, ready) for family in families]
     parts = ["## Findings"]
-    if alone:
-        base = next(iter(alone)).base
-        findings = [training(base, groups[base]), *findings]
     parts += ["\n".join(f"- {sentence}" for sentence in findings)] if findings else []
     if alone:
+        base = next(iter(alone)).base
         parts += [f"![Learning curve of {base}](results/{CURVE})", "## Comparisons", comparison_table(alone)]
         layouts = [step_by_step(groups[each.base], {name: groups[name] for name in each.others}) for each in alone]
         parts += filter(None, layouts)
@@ -67,7 +66,7 @@ def training(name: str, runs: list[Run]) -> str:
     """What training did to one variant, in a sentence."""
     row = variant_row(name, runs)
     return (
-        f"**Training.** {row['answers'].capitalize()} accuracy of `{name}` on {runs[0].record.last.num_questions:,} "
+        f"**Training of `{name}`.** {row['answers'].capitalize()} accuracy on {runs[0].record.last.num_questions:,} "
         f"held-out questions: {row['before, mean']} % before and {row['after, mean']} % after {runs[0].record.steps} "
         f"steps ({row['seeds']} seeds). The gain is {row['gain, points']} points (95 % interval {row['95 %']})."
     )

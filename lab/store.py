@@ -80,15 +80,14 @@ def load_groups(results: Path) -> dict[str, list[Run]]:
 
 
 def benchmarks_by_script(results: Path) -> dict[str, dict[str, Benchmark]]:
-    """Name of the script, with its subcommand if it has one -> id -> what it measured, the newest last."""
+    """Name of the script, with its subcommand and its cases if given -> id -> what it measured, the newest last."""
     found: dict[str, dict[str, Benchmark]] = {}
     for name in read_index(results):
         if name.startswith("benchmarks/"):
             benchmark = validated(Benchmark, read_object(results / name), results / name)
-            script = re.search(r"(\w+)\.py( [a-z]\w*)?", benchmark.command)
-            found.setdefault(script[1] + (script[2] or "") if script else Path(name).stem, {})[Path(name).stem] = (
-                benchmark
-            )
+            script = re.search(r"(\w+)\.py( [a-z]\w*)?( --cases( \w+)+)?", benchmark.command)
+            key = script[1] + (script[2] or "") + (script[3] or "") if script else Path(name).stem
+            found.setdefault(key, {})[Path(name).stem] = benchmark
     return dict(sorted(found.items()))
 
 

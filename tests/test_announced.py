@@ -210,6 +210,12 @@ def test_an_entry_of_a_family_has_one_prediction_and_a_control_that_exists(
         announced.read_plan(tmp_path)
 
 
+def test_a_gain_is_that_of_a_group_that_is_compared(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text("gains: [base, otter]\ncomparisons: [{title: x, base: base, others: [other]}]")
+    with pytest.raises(comparisons.InputError, match="gains: found otter; needed: groups of comparisons"):
+        announced.read_plan(tmp_path)
+
+
 # ---------------------------------------------------------------- the page
 
 
