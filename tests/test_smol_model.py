@@ -9,13 +9,17 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
+import json
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import regex
 import torch
+from launched import ROOT
 
 import data_gsm8k
 import gsm8k_files
@@ -176,6 +180,33 @@ def test_chat_template_and_special_tokens_are_those_of_the_file(folder: Path) ->
     assert prompt(folder)[0] == 1 and tokenizer.decode(prompt(folder)).endswith("<|im_end|>\n<|im_start|>assistant\n")
     assert tokenizer.encode("<|im_start|>a<|im_end|>", add_special_tokens=False)[::2] == [1, 2]
     assert data_gsm8k.stop_token_ids(folder, tokenizer) == {2}
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+@needs_packages
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "settings", "gap"),  # largest mean difference between sampler and trainer, nats a token
+    [
+        (2, ["parallel.expert=2"], 1e-4),
+        (1, ["model.dtype=bf16"], 1e-3),  # 0 on an AMD EPYC, because both round alike
+        pytest.param(2, ["rollout.engine=vllm"], 1e-4, marks=pytest.mark.vllm),
+    ],
+)
+def test_a_training_of_three_steps(folder: Path, tmp_path: Path, ranks: int, settings: list[str], gap: float) -> None:
+    """Two ranks that share the experts, bf16, and vLLM: the third step samples with adapters that were trained."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
+    command += [f"--nproc_per_node={ranks}", "train_grpo.py", "configs/smol.yaml", f"model.path={folder}"]
+    command += ["rollout.prompts_per_step=4", "optim.prompts_per_update=4", "rollout.max_new_tokens=24", *settings]
+    command += ["loss.skip_equal_groups=false", "eval.num_questions=2", "train.steps=3", f"train.out_dir={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-3000:])
+    (run,) = (path.parent for path in tmp_path.glob("*/finished.json"))
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 3 and all(step["rollout/logp_gap_mean"] <= gap for step in steps)
+    assert any(step["actor/grad_norm"] > 0 for step in steps[:2])
 
 
 # ---------------------------------------------------------------------------------------------------------- the folder
