@@ -80,14 +80,14 @@ class Adapter(torch.nn.Module):
         super().__init__()
         self.scale, self.dropout, self.merges, self.enabled = alpha / rank, dropout, merges, True
 
-    def delta(self, expert: int | None = None) -> Tensor:
-        """The shard of the update on this rank, fp32.  -> (out, in); with ``expert``, of one local expert: (in, out)"""
-        return self.scale * (self.B @ self.A if expert is None else self.A[expert] @ self.B[expert])
-
     @torch.no_grad()
     def merged(self, weight: Tensor, expert: int | None = None) -> Tensor:
-        """W + (alpha / R) B A for the shard ``weight`` of W, in fp32 and cast once; ``expert``: see `delta`."""
-        return (weight.float() + self.delta(expert)).to(weight.dtype)
+        """W + (alpha / R) B A for the shard ``weight`` of W, in fp32 and cast once.
+
+        The shard is (out, in); with ``expert`` it is that of one local expert, (in, out).
+        """
+        first, second = (self.B, self.A) if expert is None else (self.A[expert], self.B[expert])
+        return torch.addmm(weight.float(), first, second, alpha=self.scale).to(weight.dtype)
 
 
 class LoRALinear(Adapter):

@@ -178,16 +178,18 @@ class WeightSync:
             if slot.expert is not None:
                 first, second = first[slot.expert], second[slot.expert]
             kind, rows = _kind(slot.names[0]), slice(None, None, -(-len(first) // SAMPLED_ROWS))
-            weight, first, dtype = slot.weight[rows], first[rows], slot.weight.dtype
+            first, dtype = first[rows], slot.stored.dtype
             update = adapter.scale * (first @ second)
             if self.cfg.keeps_factors_apart:
                 pair = (factor if kind == "router" else factor.to(dtype).float() for factor in (first, second))
                 change = adapter.scale * torch.matmul(*pair)
             else:
-                change = (weight.float() + update).to(dtype).float() - weight.float()
-            parts = change * update, update.square(), (change - update).square()
+                weight = slot.weight[rows].float()
+                change = (weight + update).to(dtype).float() - weight
+            change, update = change.flatten(), update.flatten()
+            parts = torch.stack([change @ update, update @ update, (change - update).square().sum()])
             copies = min(map(self.parallel.copies, (adapter.A, adapter.B)))  # of this shard, on as many ranks
-            sums[kind] = sums.get(kind, 0) + torch.stack([part.mean() for part in parts]) * slot.weight.numel() / copies
+            sums[kind] = sums.get(kind, 0) + parts * (slot.stored.shape.numel() / update.numel() / copies)
         totals = self.parallel.sum_over_ranks(torch.stack(list(sums.values())))
         by_kind = {f"_{kind}": total for kind, total in zip(sums, totals, strict=True)} | {"": totals.sum(0)}
         found = {}

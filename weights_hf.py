@@ -334,7 +334,7 @@ def _whole(
         kv = slot.qkv_groups * arch.head_dim
         sizes = [len(value) - 2 * kv, kv, kv]
     for name, blocks in zip(names, zip(*(shard.split(sizes) for shard in by_rank), strict=True), strict=True):
-        yield name, torch.cat(blocks)
+        yield name, torch.cat(blocks) if len(blocks) > 1 else blocks[0]
 
 
 def gather(value: Tensor, size: int, group) -> Tensor:

@@ -16,7 +16,7 @@ from knobs import Config, LoraConfig
 from plan.grid import WHOLE, RankGrid
 from plan.memory import Memory, lora_parameters, merged_weights
 
-MERGE_BYTES = 28  # read and written for an element of W + s B A: of bf16, in fp32, one operation after the other
+MERGE_BYTES = 20  # read and written for an element of W + s B A: a copy in fp32, one product that adds to it, a cast
 
 
 @dataclass(frozen=True)
@@ -255,19 +255,24 @@ def _sync_seconds(
 ) -> dict[str, float]:
     """One push of the policy: every rank receives whole adapted tensors, or reads and writes only its own shards.
 
-    With rollout.sync=adapter, only the fp32 factors are sent.
+    Before that a rank merges its own shards. With rollout.sync=adapter, only the fp32 factors are sent.
     """
-    h, targets = arch.hidden_size, cfg.lora.targets
+    h, lora = arch.hidden_size, cfg.lora
+    targets = lora.targets
     mlp = "linear_fc1" in targets or "linear_fc2" in targets
     dense = sum(arch.shared_expert_ffn_size if is_moe else arch.dense_ffn_size for is_moe in arch.moe_layers)
     heads = arch.qkv_size * ("linear_qkv" in targets) + arch.num_heads * arch.head_dim * ("linear_proj" in targets)
     split = h * (arch.num_layers * heads + 3 * dense * mlp)
     experts = 3 * h * sum(arch.moe_layers) * arch.num_experts * arch.expert_ffn_size * mlp
-    if layout.engine_expert > layout.engine_tensor:
-        return {"memory": (split / layout.tensor + experts / layout.expert) * element * 2 / hardware.bandwidth}
-    merged = (split + experts) * element
-    size = 4 * lora_parameters(arch, cfg.lora, WHOLE) if cfg.keeps_factors_apart else merged
-    return {"exchange": size / (hardware.link * hardware.link_share), "memory": size * 2 / hardware.bandwidth}
+    if cfg.keeps_factors_apart:
+        size = 4 * lora_parameters(arch, lora, WHOLE)
+        return {"exchange": size / (hardware.link * hardware.link_share), "memory": size * 2 / hardware.bandwidth}
+    split_share, experts_share = split / layout.tensor, experts / layout.expert
+    products = 2 * (lora.rank * split_share + (lora.expert_rank or lora.rank) * experts_share)
+    whole = layout.engine_expert <= layout.engine_tensor
+    size = (split + experts if whole else split_share + experts_share) * element
+    slower = _slower({"memory": size * 2 / hardware.bandwidth}, {"arithmetic": products / hardware.flops})
+    return slower | ({"exchange": size / (hardware.link * hardware.link_share)} if whole else {})
 
 
 def gradient_bytes(arch: Architecture, lora: LoraConfig, layout: RankGrid) -> dict[str, float]:
