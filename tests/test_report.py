@@ -30,6 +30,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
             made = recorded.make_run(folder / "out", f"{name}-seed{seed}", seed, after, overrides=change)
             store.add_run(made, folder / "results")
     (folder / "results" / "plan.yaml").write_text(
+        "gains: [base]\n"
         "comparisons:\n"
         "- {title: Better or not, base: base, others: [better]}\n"
         "- {title: Never run, base: base, others: [absent], sweep: configs/sweeps/x.yaml}\n"
@@ -338,7 +339,7 @@ def test_numbers_of_the_written_part_are_those_of_the_records() -> None:
     assert "answers of about 15 tokens" in text
     quiet, apart = 0, []
     families = {name for entry in pages.announced.read_plan(recorded.ROOT / "results").comparisons if entry.family
-                for name in entry.names}  # fmt: skip
+                for name in entry.names} | {"smol", "smol_control"}  # fmt: skip
     for run in [run for name, runs in groups.items() for run in runs if name not in families]:
         assert round(run.steps["response_length/mean"].mean()) == 15 or run.record.group == "control"
         noisy = run.steps.get("aqn/sigma", run.steps["reward/mean"] * 0).any()
@@ -353,7 +354,7 @@ def test_numbers_of_the_written_part_are_those_of_the_records() -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
 def test_every_percentage_of_the_readme_is_a_records(page: str) -> None:
-    """The printed lines are those of one record, the three others are means of a group; there is no further one."""
+    """The printed lines are those of one record, the others are means of a group; there is no further one."""
     text = (recorded.ROOT / page).read_text()
     groups = store.load_groups(recorded.ROOT / "results")
     everything = (run for group in groups.values() for run in group)
@@ -377,7 +378,8 @@ def test_every_percentage_of_the_readme_is_a_records(page: str) -> None:
         return f"{100 * statistics.fmean(getattr(run.record, when).sampled.accuracy for run in groups[name]):.1f}"
 
     quoted = re.findall(r"([\d.]+) ?%", text.replace(block, ""))
-    assert quoted == [mean("baseline", "first"), mean("baseline", "last"), mean("control", "last")]
+    smol = [mean("smol", "first"), mean("smol", "last"), mean("smol_control", "last")]
+    assert quoted == [mean("baseline", "first"), mean("baseline", "last"), mean("control", "last"), *smol]
     assert len(groups["baseline"]) == len(groups["control"]) == 5  # "means of five seeds"
 
 
@@ -432,6 +434,15 @@ def test_rerun_prints_checkout_installation_and_command(places: list[str], capsy
     assert f"git worktree add --detach ../rerun-base-seed1 {record.commit}" in text
     assert "set_up cpu\n" in text and text.splitlines()[-2].endswith(f"OMP_NUM_THREADS=1 {record.command}")
     assert subprocess.run(["bash", "-n", "-c", text]).returncode == 0
+
+
+def test_rerun_makes_the_model_of_a_package_again(places: list[str]) -> None:
+    record = store.load_run(Path(places[1]), "base-seed1").record
+    config = {key: value for key, value in record.config.items() if key != "tiny_model"}
+    inputs = record.inputs.model_copy(update={"model": {"smol_model.json": "0" * 64}})
+    text = report.rerun_commands(record.model_copy(update={"config": config, "inputs": inputs}), Path(places[1]))
+    assert f"set_up cpu smol\n.venv/bin/python smol_model.py {record.config['model']['path']}\n" in text
+    assert "# put the model" not in text and " weights " not in text
 
 
 def test_what_a_record_says_is_never_run_as_shell_text(places: list[str], tmp_path: Path) -> None:
