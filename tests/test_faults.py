@@ -308,7 +308,8 @@ def test_no_check_would_have_fired_in_a_recorded_run() -> None:
     for run in [run for run in runs if "planted_fault.py" not in run.record.command]:
         given = run.record.config
         changes = {"model__dtype": given["model"]["dtype"], "reward__permute": given["reward"]["permute"]}
-        changes |= {f"loss__{key}": given["loss"][key] for key in ("kl", "importance")}
+        losses = ("kl", "importance", "skip_equal_groups", "mask_truncated")
+        changes |= {f"loss__{key}": given["loss"][key] for key in losses if key in given["loss"]}
         sizes = ("prompts_per_step", "group_size", "max_new_tokens", "temperature")
         changes |= {f"rollout__{key}": given["rollout"][key] for key in sizes}
         changes["checks__logp_gap_fp32"] = float(given["checks"].get("logp_gap_fp32", 1e-3))
