@@ -74,6 +74,16 @@ def test_merging_reads_and_writes_20_bytes_of_each_adapted_weight_in_each_pass()
         assert times.causes[phase]["merging"] == pytest.approx(merging, rel=1e-6)
 
 
+@pytest.mark.parametrize(("flops", "cause"), [(376e12, "memory"), (1e12, "arithmetic")])
+def test_a_push_takes_the_longer_of_its_products_and_its_writes(flops: float, cause: str):
+    """48 layers; the engine's shards: 8 experts x 3 x 2,048 x 768, and a quarter of attention. B A has rank 32."""
+    times = planned("lora.dropout=0", hardware=dataclasses.replace(NPU, flops=flops))[0]
+    numbers = 48 * (8 * 3 * 2048 * 768 + 2048 * (5120 + 4096) // 4)
+    by_hand = {"memory": numbers * 2 * 2 / 1.6e12, "arithmetic": 2 * 32 * numbers / flops}
+    assert times.causes["sync"] == {cause: pytest.approx(by_hand[cause], rel=1e-6)}
+    assert by_hand[cause] == max(by_hand.values())
+
+
 def test_experts_exchange_as_worked_out_for_four_passes():
     """2.17 s for EP16 with short completions; the attention is not split."""
     cfg = load_config("configs/qwen3.yaml", ["parallel.tensor=1", "rollout.expert_parallel=false"])
