@@ -87,7 +87,7 @@ class Adapter(torch.nn.Module):
         The shard is (out, in); with ``expert`` it is that of one local expert, (in, out).
         """
         first, second = (self.B, self.A) if expert is None else (self.A[expert], self.B[expert])
-        return torch.addmm(weight.float(), first, second, alpha=self.scale).to(weight.dtype)
+        return (first @ second).mul_(self.scale).add_(weight).to(weight.dtype)
 
 
 class LoRALinear(Adapter):
