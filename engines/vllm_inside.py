@@ -74,7 +74,7 @@ def correct_cpu_defects(job: str) -> None:
 def clear_biases(worker) -> None:
     """Set the biases of linear layers to 0, for a model without any.
 
-    vLLM's Qwen2-MoE has q, k, v biases also then. They hold random numbers at first, and in some versions other numbers
+    vLLM's Qwen2-MoE always has q, k, v biases. They hold random numbers at first, and in some versions other numbers
     after every reload.
     """
     for name, parameter in parameters(worker).items():
