@@ -6,17 +6,20 @@ fused Hugging Face module, e.g. `model.layers.0.self_attn.qkv_proj.B` with rows 
 converted in the same way. E experts, R rank.
 """
 
+import dataclasses
+import functools
 import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import lora_megatron
 import weights_hf
-from checkpoint import Checkpoint, Pending
+from checkpoint import Checkpoint
 from hf_config import Architecture
 from input_files import InputError, first_three
 from knobs import LoraConfig
@@ -121,21 +124,31 @@ def scatter(
     pieces = {}
     for name, factor in factors.items():
         whole_name, shape = hf_name(name) + ending, whole_shape(factor, parallel)
-        value, dim, shards = wholes[whole_name], factor.shard_dim, parallel.shards(factor.is_expert)
-        if tuple(value.shape) != shape:
-            raise InputError(f"checkpoint: {whole_name} has shape {list(value.shape)}, the model needs {list(shape)}")
-        if factor.is_expert:
-            value = value.chunk(parallel.expert)[parallel.expert_rank]
-        if dim is not None:
-            blocks = value.split(_block_sizes(value.shape[dim], name, arch), dim)
-            value = torch.cat([block.chunk(shards.size, dim)[shards.rank] for block in blocks], dim)
-        if name.endswith("linear_qkv.B"):
-            value = weights_hf.interleave_qkv(value, arch.num_kv_heads // shards.size, arch)
+        value = wholes[whole_name]
+        if tuple(value.shape) != shape or value.dtype != factor.dtype:
+            raise InputError(
+                f"checkpoint: {whole_name} has shape {list(value.shape)} of {value.dtype}, "
+                f"the model needs {list(shape)} of {factor.dtype}"
+            )
+        value = _piece(name, factor, value, arch, parallel)
         negative = ending == ".exp_avg_sq" and bool((value < 0).any())
-        if not value.is_floating_point() or not value.isfinite().all() or negative:
+        if not value.isfinite().all() or negative:
             raise InputError(f"checkpoint: {whole_name} holds a number that is not finite, or a negative square")
         pieces[name] = value.contiguous()
     return pieces
+
+
+def _piece(name: str, factor: torch.nn.Parameter, value: Tensor, arch: Architecture, parallel: Parallel) -> Tensor:
+    """What the rank at the place of ``parallel`` holds of the whole tensor ``value``, the inverse of `whole`."""
+    dim, shards = factor.shard_dim, parallel.shards(factor.is_expert)
+    if factor.is_expert:
+        value = value.chunk(parallel.expert)[parallel.expert_rank]
+    if dim is not None:
+        blocks = value.split(_block_sizes(value.shape[dim], name, arch), dim)
+        value = torch.cat([block.chunk(shards.size, dim)[shards.rank] for block in blocks], dim)
+    if name.endswith("linear_qkv.B"):
+        value = weights_hf.interleave_qkv(value, arch.num_kv_heads // shards.size, arch)
+    return value
 
 
 def _block_sizes(size: int, name: str, arch: Architecture) -> list[int]:
@@ -223,10 +236,7 @@ def all_pieces(model: torch.nn.Module, arch: Architecture, adapters: dict[str, A
 @torch.no_grad()
 def differing(pieces: Pieces, parallel: Parallel) -> str:
     """Names the pieces that are not equal on all ranks that hold them; "" if there are none. Collective."""
-    own = {
-        piece: zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-        for piece, tensor in pieces.items()
-    }
+    own = {piece: _checksum(tensor) for piece, tensor in pieces.items()}
     held: dict[tuple[str, str], dict[int, int]] = {}  # the checksum of a piece on each rank that holds it
     for rank, checksums in enumerate(parallel.gather_objects(own)):
         for piece, checksum in checksums.items():
@@ -239,19 +249,58 @@ def differing(pieces: Pieces, parallel: Parallel) -> str:
     return f"{first_three(unequal)}: not the same on all ranks that hold it" if unequal else ""
 
 
+def _checksum(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def _checksum_at(
+    name: str,
+    factor: torch.nn.Parameter,
+    value: Tensor,
+    arch: Architecture,
+    parallel: Parallel,
+    place: tuple[tuple[str, Any], ...],
+) -> int:
+    """The checksum of the piece of the whole tensor ``value`` at another ``place``: (a rank in Parallel, its value)."""
+    return _checksum(_piece(name, factor, value, arch, dataclasses.replace(parallel, **dict(place))))
+
+
 @torch.no_grad()
-def not_restored(
-    saved: Checkpoint, tensors: dict[str, dict[str, Pending]], counts: dict[str, int], parallel: Parallel
+def not_saved(
+    saved: Checkpoint | None,
+    adapters: dict[str, Adapter],
+    live: Mapping[str, Mapping[str, Tensor]],
+    counts: dict[str, int],
+    arch: Architecture,
+    parallel: Parallel,
 ) -> str:
     """Names adapters, moments or counts that are not those of the checkpoint; "" if there are none. Collective.
 
-    ``tensors`` and ``counts`` are what Learner.state() returned after the restore.
+    ``live``: ending of the names in the file -> factor name -> tensor of this rank. Rank 0 alone needs ``saved``: it
+    cuts each of its tensors into the pieces of all ranks, and compares their checksums. So what `whole` puts together
+    is compared by its inverse, one tensor at a time.
     """
-    found = [f"{key} {counts[key]} for {saved.state.get(key)}" for key in counts if counts[key] != saved.state.get(key)]
-    for kind, named in tensors.items():
-        for name, pending in named.items():
-            value, theirs = pending.make(), saved.tensors.get(kind, {})  # making it is collective
-            if parallel.rank == 0 and not (name in theirs and torch.equal(value.cpu(), theirs[name])):
-                found.append(f"{kind} {name}")
-    message = f"{first_three(found)}: not what {saved.path} holds" if found else ""
-    return parallel.gather_objects(message)[0]  # rank 0 has compared
+    factors = lora_megatron.factors(adapters)
+    sums = {(name, ending): _checksum(values[name]) for ending, values in live.items() for name in factors}
+    place = {key: getattr(parallel, key) for key in ("tensor_rank", "expert_rank", "expert_tensor_rank")}
+    by_rank, found = parallel.gather_objects((place, sums)), []
+    if parallel.rank == 0 and saved is not None:
+        found = [
+            f"{key} {count} for {saved.state.get(key)}"
+            for key, count in counts.items()
+            if count != saved.state.get(key)
+        ]
+        stored = {f"{kind} {name}": value for kind, named in saved.tensors.items() for name, value in named.items()}
+        for name, ending in sums:
+            factor, label = factors[name], f"{'optimizer' if ending else 'adapter'} {hf_name(name)}{ending}"
+            value = stored.pop(label, None)
+            fits = value is not None and tuple(value.shape) == whole_shape(factor, parallel)
+            # A piece is cut once, however many ranks hold it.
+            keys = ("expert_rank", "expert_tensor_rank") if factor.is_expert else ("tensor_rank",)
+            cut = functools.cache(functools.partial(_checksum_at, name, factor, value, arch, parallel))
+            fits = fits and all(
+                cut(tuple((key, there[key]) for key in keys)) == own[name, ending] for there, own in by_rank
+            )
+            found += [] if fits else [label]
+        found += sorted(stored)
+    return parallel.gather_objects(f"{first_three(found)}: not what {saved.path} holds" if found else "")[0]

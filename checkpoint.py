@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from config import changed_keys, config_hash, to_dict
+from config import changes_at_resume, config_hash, flatten, to_dict
 from input_files import InputError, check_folder, one_line, read_object, shown
 from knobs import Config
 from run_record import fsync_path, sha256_file, write_atomically
@@ -113,6 +113,7 @@ def save(
     state: dict[str, Any],
     cfg: Config,
     writes: bool = True,
+    check: Callable[[Checkpoint | None], None] = lambda written: None,
 ) -> Path | None:
     """Write the checkpoint of ``step`` finished steps, keep the newest cfg.train.keep_last, and return its folder.
 
@@ -120,13 +121,15 @@ def save(
     and drops them. The run's .jsonl files are forced to the disk before, because a resume needs their lines up to this
     step. Checkpoints of later steps are removed: they were made before the run was rewound. An earlier checkpoint of
     the same step is replaced. Raises InputError when the disk is full or cannot be written; the earlier checkpoints
-    then stay as they were.
+    then stay as they were. So they do if ``check`` raises: it gets what the files hold, before their folder has its
+    name, and None on a process that does not write.
     """
     if not writes:
         for tensor in (
             tensor for named in tensors.values() for tensor in named.values() if isinstance(tensor, Pending)
         ):
             tensor.make()
+        check(None)
         return None
     folder = Path(run_dir) / "checkpoints"
     target = folder / f"step-{step:06d}"
@@ -149,6 +152,7 @@ def save(
         for path in aside.iterdir():
             fsync_path(path)
         fsync_path(aside)
+        check(load(aside, verified=True))
         if target.exists():
             if replaced.exists():
                 _discard(replaced)
@@ -156,8 +160,9 @@ def save(
         os.rename(aside, target)
         fsync_path(folder)
     except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
         raise InputError(_write_failure(target, tensors, error)) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)  # after a failure; otherwise it has its name
     kept = [path for found, path in _found(folder) if found <= step and path.name == f"step-{found:06d}"]
     for _, path in _found(folder):
         if path not in kept[: cfg.train.keep_last]:
@@ -213,12 +218,28 @@ def load(path: Path, verified: bool = False, only: str | None = None) -> Checkpo
         raise InputError(f"{path / 'state.json'}: {odd[0]}: found {shown(about[odd[0]])}; needed: what a run saves")
     if (match := NAME.fullmatch(path.name)) and int(match[2]) != about["step"]:
         raise InputError(f"{path / 'state.json'}: step {about['step']} in a folder of step {int(match[2])}")
+    if wrong := misfit(about["step"], about["config"], about["state"]):
+        raise InputError(f"{path / 'state.json'}: {wrong}")
     try:
         tensors = {file.stem: load_file(file) for file in sorted(path.glob(f"{only or '*'}.safetensors"))}
     except SafetensorError as error:
         raise InputError(f"{path}: not a safetensors file ({error})") from None
     return Checkpoint(
         about["step"], tensors, about["state"], about["config"], read_object(path / "checksums.json"), path
+    )
+
+
+def misfit(step: int, config: dict[str, Any], state: dict[str, Any]) -> str:
+    """What is wrong with the steps and the optimizer steps of a checkpoint under its configuration; "" if they fit."""
+    named = ("train.steps", "rollout.prompts_per_step", "optim.prompts_per_update")
+    most, prompts, update = (size if type(size) is int else 0 for size in map(flatten(config).get, named))
+    expected = step * (prompts // max(1, update))
+    found = state.get("optimizer_steps", expected)
+    if 0 <= step <= most and found == expected:
+        return ""
+    return (
+        f"found step {step}, optimizer_steps {shown(found)}; needed: at most train.steps {most} steps of "
+        f"{prompts} // {update} optimizer steps, {expected} in all"
     )
 
 
@@ -236,33 +257,47 @@ def latest(run_dir: Path, say: Callable[[str], None] = print, only: str | None =
 
 def check_resume(checkpoint: Checkpoint, cfg: Config) -> None:
     """Raises InputError that lists the configuration keys that differ from the checkpoint's, but must not."""
-    if changed := "; ".join(changed_keys(checkpoint.config, cfg)):
-        raise InputError(f"{checkpoint.path}: changed since: {changed}; needed: the old values, or train.resume=never")
+    if refused := changes_at_resume(checkpoint.config, cfg)[0]:
+        raise InputError(
+            f"{checkpoint.path}: changed since: {'; '.join(refused[:10])}; needed: the old values to "
+            f"continue it (train.resume={checkpoint.run_dir}), or train.resume=never or another name to begin anew"
+        )
 
 
 def find_resumable(cfg: Config, say: Callable[[str], None] = print) -> Checkpoint | None:
     """The checkpoint that train.resume=auto resumes from: the newest one of the newest suitable run; None without one.
 
-    A suitable run has this name and this configuration, is not finished, has a checkpoint with right checksums, and is
-    not being written by a live process.
+    A suitable run has this name and a configuration with which a resume may go on, is not finished, has a checkpoint
+    with right checksums, and is not being written by a live process. Without one, the newest run of this name that no
+    live process writes decides: if it has a checkpoint and is not finished, InputError names what has changed since.
+    If it has none, a new run begins, and ``say`` is told which folder is left.
     """
     pattern = re.compile(re.escape(cfg.name) + r"-(\d{8}-\d{6})(?:-(\d+))?")
     out_dir = Path(cfg.train.out_dir)
     matches = [(pattern.fullmatch(path.name), path) for path in out_dir.iterdir()] if out_dir.is_dir() else []
-    runs = sorted((match[1], int(match[2] or 1), path) for match, path in matches if match)
+    # A process that was killed while it made its folder has left no run.json, and nothing to resume.
+    started = [(match, path) for match, path in matches if match and (path / "run.json").exists()]
+    runs = sorted((match[1], int(match[2] or 1), path) for match, path in started)
+    others: list[tuple[Path, Checkpoint | None]] = []  # runs that do not go on, the newest first
     for _, _, run_dir in reversed(runs):
+        found = None
         try:
-            same = read_object(run_dir / "run.json", ("config_hash",))["config_hash"] == config_hash(cfg)
-        except InputError:
-            continue  # killed while the folder was made: there is nothing to resume
-        if not same or (run_dir / "finished.json").exists():
-            continue
-        try:
-            with lock_run(run_dir):
-                if found := latest(run_dir, say):
-                    return found
+            if not (run_dir / "finished.json").exists():
+                with lock_run(run_dir):
+                    found = latest(run_dir, say)
         except BlockingIOError:
             say(f"{run_dir}: not resumed: a live process writes it")
         except OSError as error:
             say(f"{run_dir}: not resumed: {error.strerror}; if no process writes it: train.resume={run_dir}")
+        else:
+            if found and not changes_at_resume(found.config, cfg)[0]:
+                return found
+            others.append((run_dir, found))
+    for run_dir, found in others[:1]:
+        if found:
+            check_resume(found, cfg)
+        elif not (run_dir / "finished.json").exists():
+            say(
+                f"note: {run_dir}: not finished, and without a usable checkpoint; a new run begins, that folder is left"
+            )
     return None

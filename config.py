@@ -35,7 +35,9 @@ def resolve_config(
     """The file at ``path`` with the overrides applied, and notes for the user; InputError if anything is wrong.
 
     The file must be right on its own. An idle key (one that the run would not read) in the file or among the overrides
-    is an error. But if only the overrides made a key of the file idle, it takes its default, and a note says so.
+    is an error. But if only the overrides made a key of the file idle, it takes its default, and a note says so. A file
+    with a tiny_model section says that its own model.path is to be made. An override of model.path alone may be a
+    mistyped folder, or a model to download, so a folder that does not exist needs a tiny_model key beside it.
     """
     file_tree = read_file(path)
     _refuse_idle(flatten(file_tree), _typed(file_tree, f"{path}: "), f"{path}: ")
@@ -56,6 +58,12 @@ def resolve_config(
     cfg = _typed(tree, "")
     if found := problems(cfg, rules):
         raise InputError("; ".join(found))
+    wished = cfg.model.path == file_tree["model"]["path"] or any(key.startswith("tiny_model.") for key in given)
+    if cfg.tiny_model is not None and not wished and not Path(cfg.model.path).exists():
+        raise InputError(
+            f"override model.path: there is no {cfg.model.path}; needed: the folder of a model (and tiny_model=null), "
+            f"or, to make a tiny model there, a key of it beside the path, e.g. tiny_model.seed={cfg.tiny_model.seed}"
+        )
     return cfg, notes
 
 
@@ -169,6 +177,14 @@ MAY_CHANGE = frozenset(
     | {f"checks.{key}" for key in ChecksConfig.model_fields}
 )
 
+# A resume may change these, too: when to evaluate, graphs, and the place of files whose content is compared with
+# inputs.json. config_hash holds them all the same, because a record says with which of them it was made.
+MAY_CHANGE_AT_RESUME = (
+    MAY_CHANGE
+    | {"eval.every", "rollout.enforce_eager", "model.path"}
+    | {f"data.{use}_path" for use in ("train", "test", "few_shot")}
+)
+
 
 def to_dict(cfg: Config) -> dict[str, Any]:
     """Every key that the run reads, in the order of knobs.py, as plain values that load_config accepts."""
@@ -205,12 +221,27 @@ def changed_keys(old: dict, new: Config) -> list[str]:
     ]
 
 
+def changes_at_resume(old: dict, new: Config) -> tuple[list[str], list[str]]:
+    """changed_keys, divided into those that a resume refuses and those that it takes over.
+
+    More train.steps may follow if no schedule depends on their number; otherwise the line says why not.
+    """
+    before = flatten(old).get("train.steps")
+    against = {
+        "a resume can only add steps": type(before) is not int or new.train.steps < before,
+        "optim.decay depends on it": new.optim.decay != "constant",
+        "aqn.schedule depends on it": new.aqn.schedule not in ("off", "constant"),
+    }
+    reason = next((reason for reason, holds in against.items() if holds), "")
+    may = MAY_CHANGE_AT_RESUME if reason else MAY_CHANGE_AT_RESUME | {"train.steps"}
+    lines = {line.partition(":")[0]: line for line in changed_keys(old, new)}
+    refused = [f"{line} ({reason})" if key == "train.steps" else line for key, line in lines.items() if key not in may]
+    return refused, [line for key, line in lines.items() if key in may]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the resolved configuration; notes and errors go to stderr.  -> exit code, 2 on an InputError"""
-    parser = argparse.ArgumentParser(description="Print the resolved configuration.")
-    parser.add_argument("config", help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    args = parser.parse_args(arguments)
+    args = command_line("config.py", "Print the resolved configuration.").parse_args(arguments)
     try:
         cfg, notes = resolve_config(args.config, args.overrides)
     except BAD_INPUT as error:

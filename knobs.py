@@ -245,7 +245,9 @@ class ChecksConfig(Section):
     truncated_share: float = knob(0.5, "share of the completions of the last steps that have 256 in all", gt=0, lt=1)
     sampling: Action = knob("stop", "all completions are equal, none ends by itself, or one question is always asked")
     held_out: Action = knob("stop", "a held-out question is among the training questions")
-    state: Action = knob("stop", "the state differs between ranks, or between a checkpoint and its resumed run")
+    state: Action = knob(
+        "stop", "the state differs between ranks, or between a checkpoint and the run that saves or resumes it"
+    )
     impossible: Action = knob("stop", "a negative KL estimate or entropy, or a KL of exactly 0 after updates")
     collapse: Action = knob("warn", "the mean of ten steps is beyond collapse_reward or collapse_kl")
     collapse_reward: float = knob(0.2, "share of the mean reward of the run's first ten steps", gt=0, lt=1)
@@ -270,7 +272,9 @@ class TrainConfig(Section):
     out_dir: str = knob("out", "folder of the run folders, which are called <name>-<time>", min_length=1)
     checkpoint_every: int = knob(20, "steps between checkpoints; 0 saves the last step only", ge=0, le=10**9)
     keep_last: int = knob(2, "number of checkpoints that are kept", ge=1, le=10**6)
-    resume: str = knob("auto", "auto: the newest unfinished run of this name; never; or a run folder", min_length=1)
+    resume: str = knob(
+        "auto", "auto: the newest unfinished run of this name, which must fit; never; or a run folder", min_length=1
+    )
     changed_inputs: Literal["refuse", "accept"] = knob(
         "refuse", "what a resume does if model, tokenizer or data differ from inputs.json; accept records them anew"
     )

@@ -322,11 +322,14 @@ class Learner:
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], counts: dict[str, int]) -> None:
         """Load a state() that any layout wrote. InputError if names or shapes are not those of this model."""
         steps = counts.get("optimizer_steps")
-        if type(steps) is not int or not 0 <= steps < 2**31 or not {"adapter", "optimizer"} <= tensors.keys():
+        if type(steps) is not int or not 0 <= steps < 2**31 or tensors.keys() != {"adapter", "optimizer"}:
             raise InputError(
                 f"checkpoint: found {', '.join(tensors) or 'no tensors'}, optimizer_steps {shown(steps)}; "
                 "needed: adapter, optimizer and a number of steps"
             )
+        # scatter compares the names that end as those of the moments
+        if unknown := [name for name in tensors["optimizer"] if not name.endswith(tuple(f".{m}" for m in MOMENTS))]:
+            raise InputError(f"checkpoint: optimizer: {unknown[0]}: unknown; needed: {' and '.join(MOMENTS)} alone")
         for kind, ending, values in self._saved_parts():
             pieces = adapter_weights.scatter(self.adapters, tensors[kind], self.arch, self.parallel, ending)
             for name, piece in pieces.items():

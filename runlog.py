@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import json
 import numbers
+import os
 import re
 import resource
+import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -22,7 +25,7 @@ from typing import Any, BinaryIO
 from tqdm import tqdm
 
 from config import config_hash
-from input_files import InputError
+from input_files import InputError, read_object
 from knobs import Config, TrainConfig
 from run_record import (
     checks_fired,
@@ -93,16 +96,44 @@ def open_run(cfg: Config, world_size: int, rank: int, resume: Path | None = None
         except OSError as error:
             log = RunLog(cfg.train, run_dir, rank, None)
             log.say(f"{run_dir}/run.lock: {error.strerror}: make sure yourself that no two processes write this run")
-        if resume is None:
-            write_records(run_dir, cfg, world_size)
-            write_atomically(
-                run_dir / "run.json", json.dumps({"name": cfg.name, "config_hash": config_hash(cfg)}) + "\n"
-            )
-        else:
-            start = run_dir / f"resume-{1 + len(list(run_dir.glob('resume-*')))}"
-            start.mkdir()
-            write_records(start, cfg, world_size)
+        start = run_dir / f"resume-{1 + len(list(run_dir.glob('resume-*')))}" if resume else run_dir
+        start.mkdir(exist_ok=start == run_dir)
+        write_records(start, cfg, world_size)
+        identity = read_object(run_dir / "run.json") if resume else {"name": cfg.name}
+        # The hash is that of the last start: a sweep looks for its own configuration.
+        write_atomically(run_dir / "run.json", json.dumps(identity | {"config_hash": config_hash(cfg)}) + "\n")
     return log
+
+
+# ---------------------------------------------------------------- the end by a signal
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C; a scheduler's or torchrun's
+
+
+def end_on_signals(reached: Callable[[], str]) -> None:
+    """From now on one of SIGNALS ends this process at once, and rank 0 prints one line with ``reached()``.
+
+    Python calls a handler in the main thread, and not while that waits in a collective. So a thread waits for the
+    numbers of signals, which Python writes to a pipe as they arrive. A forked process ends silently, by the handler.
+    """
+    receiving, sending = os.pipe()
+    first = threading.Lock()  # the handler and the thread may both be called
+
+    def end(number: int, frame: object = None, process: int = os.getpid()) -> None:
+        first.acquire(timeout=2)
+        try:
+            if os.environ.get("RANK", "0") == "0" and os.getpid() == process:
+                os.write(2, f"\nended by {signal.Signals(number).name} {reached()}\n".encode())
+        finally:
+            os._exit(128 + number)
+
+    for number in SIGNALS:
+        signal.signal(number, end)
+    os.set_blocking(sending, False)
+    signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    numbers = iter(lambda: os.read(receiving, 1)[0], None)
+    threading.Thread(target=lambda: end(next(filter(SIGNALS.__contains__, numbers))), daemon=True).start()
 
 
 # ---------------------------------------------------------------- the log
@@ -223,6 +254,15 @@ class RunLog:
             if isinstance(value, numbers.Real):
                 self.board.add_scalar(key, value, step)
         self.board.flush()
+
+    def reached(self) -> str:
+        """How far the run has come and how to continue it, for a process that is being ended."""
+        saved = max(self.run_dir.glob("checkpoints/step-*"), default=None)
+        how = f"{f' with train.resume={self.run_dir}' * (self.train.resume == 'never')} continues from {saved}"
+        return (
+            f"after step {len(read_lines(self.run_dir / 'metrics.jsonl'))} of {self.train.steps}; the same command"
+            f"{how if saved else ' begins anew, because there is no checkpoint yet'}"
+        )
 
     def say(self, text: str) -> None:
         """Print a line above the progress bar, and write it to log.txt with the time."""

@@ -26,7 +26,7 @@ import run_record
 import runlog
 import tiny_model
 import weights_hf
-from config import to_yaml
+from config import changes_at_resume, to_dict, to_yaml
 from config_rules import check_engine_layout, check_layout
 from data_gsm8k import Question, Questions
 from engines.interface import Completion, Engine
@@ -147,9 +147,13 @@ def checkpoint_to_resume(cfg: Config) -> checkpoint.Checkpoint | None:
             f"train.resume: {cfg.train.resume} holds no usable checkpoint; needed: auto, never, or a run's folder"
         )
     checkpoint.check_resume(saved, cfg)
-    how = "train.resume=never for a new run, or train.changed_inputs=accept to go on"
-    accept = cfg.train.changed_inputs == "accept"
-    for line in run_record.refuse_changed_inputs(saved.run_dir, cfg.model.path, cfg.data, accept=accept, how=how):
+    for line in run_record.refuse_changed_inputs(
+        saved.run_dir,
+        cfg.model.path,
+        cfg.data,
+        accept=cfg.train.changed_inputs == "accept",
+        how="train.resume=never for a new run, or train.changed_inputs=accept to go on",
+    ):
         print(f"note: train.changed_inputs: accepted: {line}", flush=True)
     return saved
 
@@ -207,12 +211,21 @@ class Run:
         ]
 
     def save(self, after_steps: int) -> None:
-        """Write a checkpoint, after a check that all ranks hold the same weights. Collective."""
+        """Write a checkpoint, if all ranks hold the same weights and its files hold what the ranks do. Collective."""
         learner, parallel = self.learner, self.parallel
         pieces = adapter_weights.all_pieces(learner.model, self.inputs.arch, learner.adapters, parallel)
         self.tripwires.state(after_steps, adapter_weights.differing(pieces, parallel))
         tensors, counts = learner.state()
-        checkpoint.save(self.log.run_dir, after_steps, tensors, counts, self.cfg, writes=parallel.rank == 0)
+        self.tripwires.state(after_steps, checkpoint.misfit(after_steps, to_dict(self.cfg), counts))
+        checkpoint.save(
+            self.log.run_dir,
+            after_steps,
+            tensors,
+            counts,
+            self.cfg,
+            writes=parallel.rank == 0,
+            check=lambda written: self.tripwires.state(after_steps, not_saved(learner, written)),
+        )
         dist.barrier()
 
     def finish(self, peak: tuple[float, str] | tuple[()]) -> None:
@@ -242,8 +255,11 @@ def open_run(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inpu
     saved = agreed_checkpoint(cfg, parallel)
     first_step = saved.step if saved else 0
     log = runlog.open_run(cfg, parallel.world_size, parallel.rank, resume=saved.run_dir if saved else None)
+    heartbeat.reached = log.reached
     if saved:
         log.rewind(first_step)
+        if changed := changes_at_resume(saved.config, cfg)[1]:
+            log.say(f"note: changed at this resume: {'; '.join(changed)}")
     model = model_megatron.build_for(cfg.model, arch, parallel)
     weights_hf.load(model, arch, parallel, cfg.model.path)
     heartbeat.beat("loading the base weights")
@@ -259,7 +275,7 @@ def open_run(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inpu
     tripwires = Tripwires(cfg, log.say, where_apart)
     if saved:
         learner.restore(saved.tensors, saved.state)
-        tripwires.state(first_step, adapter_weights.not_restored(saved, *learner.state(), parallel))
+        tripwires.state(first_step, not_saved(learner, saved))
         saved = None  # closes its files: a checkpoint that is removed must give its space back
     pieces = adapter_weights.all_pieces(model, arch, adapters, parallel)
     tripwires.state(first_step, adapter_weights.differing(pieces, parallel))
@@ -271,6 +287,18 @@ def open_run(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inpu
         weights.check_start(held_out[0].prompt)
     log.say(introduction(cfg, parallel, log.run_dir, lora_megatron.describe(adapters, parallel), questions, held_out))
     return Run(cfg, parallel, heartbeat, inputs, log, tripwires, learner, engine, weights, first_step)
+
+
+def not_saved(learner: Learner, saved: checkpoint.Checkpoint | None) -> str:
+    """What adapter_weights.not_saved finds: where ``saved``, which rank 0 has, differs from the learner. Collective."""
+    return adapter_weights.not_saved(
+        saved,
+        learner.adapters,
+        {"": learner.factors} | {f".{moment}": values for moment, values in learner.moments.items()},
+        {"optimizer_steps": learner.optimizer_steps},
+        learner.arch,
+        learner.parallel,
+    )
 
 
 def agreed_checkpoint(cfg: Config, parallel: Parallel) -> checkpoint.Checkpoint | None:

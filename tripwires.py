@@ -325,6 +325,7 @@ class Heartbeat:
         self.rank, self.stall_seconds = rank, stall_seconds
         self.place, self.last = "start", time.monotonic()
         self.stopped = threading.Event()
+        self.reached = lambda: "before the first step; the same command starts again"  # startup.open_run knows more
         if stall_seconds:
             threading.Thread(target=self._watch, name="heartbeat", daemon=True).start()
 

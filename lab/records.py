@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from config import hash_of
 from input_files import InputError, read_file, read_object, read_text, shown
 from run_record import checksums, read_lines, variant_name, wilson
 
@@ -325,6 +326,8 @@ def from_run(folder: Path, record_id: str) -> Run:
             "environment": environment,
             "files": finished["sha256"],
         }
+        if record["resumed"] and record["config_hash"] != hash_of(config):
+            raise InputError("run.json: a resume has changed the configuration; needed: one for all steps")
         return Run(validated(Record, record | summary(rows, config["train"]["steps"]), folder), rows)
     except InputError as error:
         raise error if str(folder) in str(error) else InputError(f"{folder / str(error)}") from None

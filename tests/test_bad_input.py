@@ -24,6 +24,7 @@ from breaking import (
     Place,
     cut,
     each_adapter,
+    each_moment,
     each_state,
     exit_code,
     file,
@@ -61,6 +62,7 @@ pytestmark = [  # warnings of torch and Megatron about GPUs and each other; the 
 ROOT = Path(__file__).resolve().parent.parent
 NORM, EMBED = "model.norm.weight", "model.embed_tokens.weight"
 WEIGHTS = "model.safetensors"
+NEW = typed("model.path=FOLDER/new", "tiny_model.seed=0")  # a tiny model that is to be made
 
 
 # ------------------------------------------------------------------------------------------------ the table
@@ -252,7 +254,10 @@ MODEL = [
         tiny(file("tiny_model.json", None))),
     row("tiny record a list", "no readable tiny_model.json", tiny(file("tiny_model.json", "[]"))),
     row("tiny path a file", "run.yaml exists and has no readable tiny_model.json", typed("model.path=FOLDER/run.yaml")),
-    row("tiny path in a file", "model.path: ... run.yaml is not a folder", typed("model.path=FOLDER/run.yaml/model")),
+    row("tiny path in a file", "model.path: ... run.yaml is not a folder",
+        typed("model.path=FOLDER/run.yaml/model", "tiny_model.seed=0")),
+    row("no such model", "override model.path: there is no HuggingFaceTB/SmolLM2-135M; needed: the folder of a model",
+        "model.path=HuggingFaceTB/SmolLM2-135M", run=True),
     row("tiny model, other seed", "was made with another tiny_model.seed (0); needed: another", "tiny_model.seed=1"),
     row("tiny model, other operands", "was made with another operands ([1, 49])", "data.operand_high=40"),
     row("tiny heads", "tiny_model.num_kv_heads: 3 does not divide num_heads 4", "tiny_model.num_kv_heads=3"),
@@ -297,10 +302,10 @@ DATA = [
     row("too many generated", "data.num_train: found 999999; operands 1 to 49 give", "data.num_train=999999"),
     row("operands", "data.operand_low: 50 exceeds data.operand_high 49", "data.operand_low=50"),
     # Everything else is checked before a tiny model is made, because that takes minutes.
-    row("no model, no data file", "train.jsonl: cannot be read", questions(train=None), typed("model.path=FOLDER/new")),
-    row("no model, bad reward", "reward.method: base_acc", "reward.method=base_acc", typed("model.path=FOLDER/new")),
+    row("no model, no data file", "train.jsonl: cannot be read", questions(train=None), NEW),
+    row("no model, bad reward", "reward.method: base_acc", "reward.method=base_acc", NEW),
     row("no model, bad layout", "parallel.expert: 3 does not divide 4 experts",
-        "parallel.expert=3", "--ranks=3", typed("model.path=FOLDER/new")),
+        "parallel.expert=3", "--ranks=3", NEW),
 ]
 RESUME = [
     row("resume nothing", "train.resume: a/b holds no usable checkpoint; needed: auto, never,", "train.resume=a/b"),
@@ -317,6 +322,19 @@ RESUME = [
         each_adapter(other_factors(lambda t: t.update({max(t): torch.ones(3, 5)}))), run=True),
     row("a text as step", "state.json: step: found '2'; needed: what a run saves",
         each_state(lambda state: state.update(step="2")), run=True),
+    row("other optimizer steps", "step-000002/state.json: found step 2, optimizer_steps 7; needed: at most train.steps "
+        "2 steps of 2 // 2 optimizer steps, 2 in all", each_state(lambda s: s["state"].update(optimizer_steps=7))),
+    row("more steps than the run", "state.json: found step 2, ... at most train.steps 1",
+        each_state(lambda state: state["config"]["train"].update(steps=1))),
+    row("no sizes", "state.json: found step 2, ... at most train.steps 0", each_state(lambda s: s.update(config={}))),
+    row("an unknown tensor", "checkpoint: optimizer: more.exp: unknown; needed: exp_avg and exp_avg_sq alone",
+        each_moment(lambda t: t.update({"more.exp": torch.ones(1)})), run=True),
+    row("an unknown factor", "more is on one side only",
+        each_adapter(other_factors(lambda t: t.update(more=torch.ones(1)))), run=True),
+    row("moments of another type", "the model needs [", each_moment(lambda t: t.update({max(t): t[max(t)].double()})),
+        run=True),
+    row("a negative square", "exp_avg_sq holds a number that is not finite, or a negative square",
+        each_moment(lambda t: [v.fill_(-1) for k, v in t.items() if k.endswith("sq")]), run=True),
     row("no optimizer steps", "checkpoint: found adapter, optimizer, optimizer_steps nothing",
         each_state(lambda state: state.update(state={})), run=True),
     row("adapter not finite", "checkpoint: ... holds a number that is not finite",
@@ -390,7 +408,13 @@ def assert_one_line(stderr: str, expected: str) -> None:
 @pytest.mark.parametrize("run", [True, False], ids=["run", "check"])
 @pytest.mark.parametrize(
     "broken",
-    [typed(), typed("model.path=FOLDER/new"), model(lambda m: None), questions(), resumed(lambda r: None)],
+    [
+        typed(),
+        NEW,
+        model(lambda m: None),
+        questions(),
+        resumed(lambda r: None),
+    ],
     ids=["made", "new", "model", "gsm8k", "resume"],
 )
 def test_an_unbroken_run_prints_nothing_on_stderr(broken, run, place: Place, capfd: CaptureFixture) -> None:
@@ -416,11 +440,11 @@ def test_the_process_ends_with_that_line_and_code(expected, changes, run, place:
 @pytest.mark.parametrize("module, name", [(train_grpo.doctor, "quick"), (tiny_model, "_write_random_model")])
 def test_the_watcher_ends_a_start_that_stalls(module, name, place: Place, capfd: CaptureFixture) -> None:
     place.monkeypatch.setattr(module, name, lambda *arguments: time.sleep(100))
-    changes = (typed("model.path=FOLDER/new"), "train.stall_seconds=2")
+    changes = (NEW, "train.stall_seconds=2")
     assert exit_code(command(place, changes, run=True)) == tripwires.EXIT_CODE
     assert "rank 0: stood still for" in capfd.readouterr().err
 
 
 def test_check_leaves_nothing_behind(place: Place) -> None:
-    assert exit_code(command(place, (typed("model.path=FOLDER/new"),), run=False)) == 0
+    assert exit_code(command(place, (NEW,), run=False)) == 0
     assert [path.name for path in place.folder.iterdir()] == ["run.yaml"]

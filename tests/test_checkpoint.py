@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -19,8 +20,9 @@ from torch import Tensor
 
 import checkpoint
 import runlog
+from config import changes_at_resume, to_dict
 from input_files import InputError
-from knobs import Config, OptimConfig
+from knobs import AqnConfig, Config, EvalConfig, ModelConfig, OptimConfig, RolloutConfig
 
 
 @pytest.fixture
@@ -255,9 +257,78 @@ def test_a_run_that_lives_is_not_resumed_until_it_is_killed(cfg: Config) -> None
     assert checkpoint.find_resumable(cfg).path.parent.parent == run_dir
 
 
-def test_a_run_with_another_configuration_is_not_resumed(cfg: Config) -> None:
-    start_a_run(cfg, 1).close()
-    assert checkpoint.find_resumable(cfg.model_copy(update={"optim": OptimConfig(lr=0.5)})) is None
+def test_a_run_with_another_configuration_is_named_instead_of_starting_anew(cfg: Config) -> None:
+    """Only the newest run decides that is not finished and that no live process writes."""
+    other = cfg.model_copy(update={"optim": OptimConfig(lr=0.5)})
+    log = start_a_run(cfg, 1)
+    said: list[str] = []
+    assert checkpoint.find_resumable(other, said.append) is None  # it still lives
+    assert said == [f"{log.run_dir}: not resumed: a live process writes it"]
+    log.close()
+    with pytest.raises(
+        InputError, match="step-000001: changed since: optim.lr: 1e-05 -> 0.5; .*resume=never"
+    ) as raised:
+        checkpoint.find_resumable(other)
+    assert f"train.resume={log.run_dir}" in str(raised.value)
+    assert checkpoint.find_resumable(cfg).run_dir == log.run_dir
+    finished = start_a_run(cfg, 1)
+    finished.close()
+    (finished.run_dir / "finished.json").write_text("{}")
+    assert checkpoint.find_resumable(other) is None
+
+
+def test_a_run_without_a_checkpoint_is_named_and_a_new_one_begins(cfg: Config) -> None:
+    log = start_a_run(cfg)
+    log.close()
+    said: list[str] = []
+    for again in (cfg, cfg.model_copy(update={"optim": OptimConfig(lr=0.5)})):
+        said.clear()
+        assert checkpoint.find_resumable(again, said.append) is None
+        (line,) = said
+        assert line.startswith(f"note: {log.run_dir}: not finished, and without a usable checkpoint; a new run begins")
+
+
+def test_at_most_ten_changed_keys_are_listed(tmp_path: Path, cfg: Config) -> None:
+    (path,) = saved(tmp_path, cfg, 1)
+    changes = {"lr": 0.5, "eps": 1e-3, "weight_decay": 0.5, "warmup_steps": 9, "max_grad_norm": 3.0}
+    other = cfg.model_copy(update={"optim": OptimConfig(**changes), "rollout": RolloutConfig(
+        group_size=3, max_new_tokens=7, temperature=0.5, top_p=0.5, top_k=9, round_bits=4, round_group=8)})  # fmt: skip
+    with pytest.raises(InputError) as raised:
+        checkpoint.check_resume(checkpoint.load(path), other)
+    assert str(raised.value).count(" -> ") == 10
+
+
+def test_what_a_resume_may_change_is_taken_over_and_more_steps_only_without_a_schedule(cfg: Config) -> None:
+    def steps(number: int, **changes: object) -> tuple[list[str], list[str]]:
+        train = cfg.train.model_copy(update={"steps": number})
+        return changes_at_resume(to_dict(cfg), cfg.model_copy(update={"train": train, **changes}))
+
+    assert steps(202) == ([], ["train.steps: 200 -> 202"])
+    assert steps(198) == (["train.steps: 200 -> 198 (a resume can only add steps)"], [])
+    decaying = OptimConfig(decay="cosine")
+    assert "train.steps: 200 -> 202 (optim.decay depends on it)" in steps(202, optim=decaying)[0]
+    assert "train.steps: 200 -> 202 (aqn.schedule depends on it)" in steps(202, aqn=AqnConfig(schedule="qerl"))[0]
+    assert steps(200, eval=EvalConfig(every=7), model=ModelConfig(path="moved")) == (
+        [], ["model.path: 'none' -> 'moved'", "eval.every: 0 -> 7"],
+    )  # fmt: skip
+    vllm = cfg.model_copy(update={"rollout": RolloutConfig(engine="vllm")})
+    graphs = cfg.model_copy(update={"rollout": RolloutConfig(engine="vllm", enforce_eager=False)})
+    assert changes_at_resume(to_dict(vllm), graphs) == ([], ["rollout.enforce_eager: true -> false"])
+    assert changes_at_resume({}, cfg)[1] == [] or "train.steps" not in str(changes_at_resume({}, cfg)[1])
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_checkpoint_that_is_refused_at_its_check_leaves_the_earlier_ones(tmp_path: Path, cfg: Config, raises) -> None:
+    saved(tmp_path, cfg, 1)
+
+    def check(written: checkpoint.Checkpoint | None) -> None:
+        assert is_whole(written) and names(tmp_path) == [".tmp-step-000002", "step-000001"]
+        if raises:
+            raise RuntimeError("refused")
+
+    with pytest.raises(RuntimeError, match="refused") if raises else contextlib.nullcontext():
+        checkpoint.save(tmp_path, 2, tensors_of(2), {"cursor": 2}, cfg, check=check)
+    assert names(tmp_path) == ["step-000001"] + ["step-000002"] * (not raises)
 
 
 def test_resuming_lists_changed_keys_that_must_not_change(tmp_path: Path, cfg: Config) -> None:

@@ -222,6 +222,7 @@ def other_values(cfg: Config) -> dict[str, object]:
     choices = {
         "device": "auto",
         "model.dtype": "bf16",
+        "model.path": ".",  # a folder that does not exist would be a model to make
         "model.quantisation": "int8",
         "tiny_model.architecture": "qwen2_moe",
         "data.overlong_prompts": "drop",

@@ -47,6 +47,13 @@ def resumed_elsewhere(run: Path) -> None:
     recorded.seal(run)
 
 
+def resumed_with_more_steps(run: Path) -> None:
+    (run / "resume-1").mkdir()
+    for name in ("git.json", "inputs.json"):
+        shutil.copy(run / name, run / "resume-1" / name)
+    rewrite("run.json", lambda text: json.dumps(json.loads(text) | {"config_hash": "f" * 64}))(run)
+
+
 def altered(run: Path) -> None:
     metrics = run / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace("0.", "0.1", 1))
@@ -59,6 +66,7 @@ REFUSED = {
     "extra.jsonl: not a file of the run": lambda run: (run / "extra.jsonl").write_text(""),
     "changes that are in no commit": rewrite("git.json", lambda text: text.replace("false", "true")),
     "no git repository": rewrite("git.json", lambda _: '{"commit": null, "dirty": null}'),
+    "run.json: a resume has changed the configuration": resumed_with_more_steps,
     "resume-1/git.json: differs from the first start": resumed_elsewhere,
     "metrics.jsonl: found steps twice": rewrite("metrics.jsonl", lambda text: text + text.splitlines(keepends=True)[3]),
     "eval.jsonl: found steps twice": rewrite("eval.jsonl", lambda text: text + text.splitlines(keepends=True)[1]),

@@ -202,10 +202,11 @@ def test_a_changed_value_is_refused_by_name_and_nothing_is_touched(plain, file, 
 
 def test_auto_goes_on_with_the_unfinished_run_of_this_configuration_only(plain, file, tmp_path) -> None:
     copy = rewound(plain, tmp_path / "out", 2)
-    code, text = command(file, "train.seed=3", "train.steps=1")
-    assert code == 0 and "resumed" not in text and len(folders(tmp_path)) == 2, text
+    code, text = command(file, "train.seed=3", "train.steps=7")
+    assert code == 2 and "train.seed: 0 -> 3" in text and len(folders(tmp_path)) == 1, text
+    assert "train.steps: 5 -> 7 (optim.decay depends on it)" in text
     code, text = command(file)
-    assert code == 0 and f"resumed {copy.name} after 2 of 5 steps" in text and len(folders(tmp_path)) == 2, text
+    assert code == 0 and f"resumed {copy.name} after 2 of 5 steps" in text and len(folders(tmp_path)) == 1, text
     training.assert_same_metrics(copy, plain)
     shutil.rmtree(copy / "checkpoints")
     code, text = command(file, f"train.resume={copy}")
@@ -228,6 +229,23 @@ def test_resuming_a_finished_run_by_name_leaves_its_numbers_alone(plain, file, t
     assert code == 0 and "after 5 of 5 steps" in text
     assert_same_bytes(copy, plain)
     assert (copy / "finished.json").exists()
+
+
+def test_a_finished_run_goes_on_for_more_steps_with_the_numbers_of_a_longer_run(model, tmp_path) -> None:
+    """And with evaluations in other steps. A sweep then finds the run by its last configuration."""
+    changes = EVERYTHING | {"optim__decay": "constant", "train__steps": 3, "lora__dropout": 0.0}
+    longer = training.config(model, tmp_path / "whole", **changes | {"train__steps": 5, "eval__every": 1})
+    short = training.config(model, tmp_path / "short", **changes)
+    runs = training.run_all({"longer": ("TP1", longer), "short": ("TP1", short)})
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(short))
+    code, text = command(path, f"train.resume={runs['short']}", "train.steps=5", "eval.every=1")
+    assert code == 0 and "note: changed at this resume: eval.every: 2 -> 1; train.steps: 3 -> 5" in text, text
+    assert "note: changed at this resume" in (runs["short"] / "log.txt").read_text()
+    assert training.metrics(runs["short"]) == training.metrics(runs["longer"])
+    steps = [json.loads(line)["step"] for line in (runs["short"] / "eval.jsonl").read_text().splitlines()]
+    assert steps == [0, 2, 3, 4, 5]
+    assert (runs["short"] / "run.json").read_bytes() == (runs["longer"] / "run.json").read_bytes()
 
 
 # ------------------------------------------------------------------------------------------------ other inputs
