@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,8 +36,8 @@ from runlog import lock_run
 RAY = "ray==2.60.0"  # the version that has been tried
 ROOT = Path(__file__).resolve().parent
 BUSY = -1000  # in place of an exit code: another process runs this job
-# As in run_cpu.sh: the number of threads changes the last bits of results, the tokenizer must not start threads before
-# a fork, and a mistyped model path must not start a download.
+# Of jobs on a CPU, as in run_cpu.sh: the number of threads changes the last bits of results, the tokenizer must not
+# start threads before a fork, and a mistyped model path must not start a download.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
 
@@ -136,30 +137,37 @@ def in_order(jobs: list[Job], variants: int) -> list[Job]:
 # ------------------------------------------------------------------------------------------------------------- one job
 
 
-def start_job(name: str, arguments: list[str], processes: int, folder: Path) -> subprocess.Popen | None:
+def start_job(
+    name: str, arguments: list[str], processes: int, folder: Path, device: str = "cpu"
+) -> subprocess.Popen | None:
     """Start torchrun for one training, with its output in FOLDER/NAME.log; None if another process runs this job.
 
+    The environment is that of the run_*.sh scripts for the ``device`` of the configuration. On an NPU it keeps
+    PYTHONPATH, in which CANN puts its packages.
     torchrun inherits the lock of the job and holds it as long as it lives, even if the sweep has ended before.
     """
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost",
         f"--nproc_per_node={processes}", *arguments,
     ]  # fmt: skip
-    # Packages found in the folders of these two variables would replace the pinned ones.
-    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
+    # On a CPU, packages found in the folders of these two variables would replace the pinned ones.
+    environment = {key: x for key, x in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")} | ENVIRONMENT
+    if device in ("npu", "cuda"):
+        shell = ["bash", "-euo", "pipefail", "-c", 'source "$0"; exec "$@"', f"./{device}_env.sh"]  # the file is $0
+        command, environment = [*shell, *command], dict(os.environ)
     try:
         lock = lock_file(folder / f"{name}.lock")
     except BlockingIOError:
         return None
     with lock, open(folder / f"{name}.log", "ab") as log:
         return subprocess.Popen(
-            command, cwd=ROOT, env=kept | ENVIRONMENT, stdout=log, stderr=subprocess.STDOUT, pass_fds=[lock.fileno()]
+            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, pass_fds=[lock.fileno()]
         )
 
 
-def run_job(name: str, arguments: list[str], processes: int, folder: str) -> int:
+def run_job(name: str, arguments: list[str], processes: int, folder: str, device: str) -> int:
     """The work of a Ray task: one training.  -> its exit code, or BUSY"""
-    started = start_job(name, arguments, processes, Path(folder))
+    started = start_job(name, arguments, processes, Path(folder), device)
     if started is None:
         return BUSY
     try:
@@ -210,7 +218,9 @@ def connect_ray(folder: Path, resources: dict[str, int], address: str | None) ->
         resources={name: number for name, number in resources.items() if name not in ("CPU", "GPU")},
         max_retries=0,
     )
-    return lambda job: RayTask(ray, task.remote(job.name, job.arguments, job.processes, str(folder.resolve())))
+    return lambda job: RayTask(
+        ray, task.remote(job.name, job.arguments, job.processes, str(folder.resolve()), job.cfg.device)
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- the sweep
@@ -261,7 +271,8 @@ def advance(job: Job, start: Callable[[Job], Any], room: bool, retries: int, fol
     else:
         lines = (folder / f"{job.name}.log").read_text(errors="replace").splitlines()
         final = [line for line in lines if line.startswith(("error: ", "stopped: "))]  # a repeat would end like this
-        job.said = final[-1] if final else f"exit code {code}: {lines[-1] if lines else 'no output'}"
+        errors = [line for line in lines if re.match(r"(?!.*ChildFailedError)[\w.]*(Error|Exception)\b", line)]
+        job.said = final[-1] if final else f"exit code {code}: {(errors or lines or ['no output'])[-1]}"
         job.state = "failed" if final or job.attempts > retries else "waiting"
 
 
@@ -307,7 +318,13 @@ def main(arguments: list[str]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         if args.local:
             most = jobs_at_once(sweep.resources, len(os.sched_getaffinity(0)))
-            run_sweep(sweep, jobs, lambda job: start_job(job.name, job.arguments, job.processes, folder), most, folder)
+            run_sweep(
+                sweep,
+                jobs,
+                lambda job: start_job(job.name, job.arguments, job.processes, folder, job.cfg.device),
+                most,
+                folder,
+            )
         else:
             run_sweep(sweep, jobs, connect_ray(folder, sweep.resources, args.address), len(jobs), folder)
     except BAD_INPUT as error:

@@ -42,7 +42,7 @@ def write_sweep(tmp_path: Path):
 
     def write(seeds: list[int], resources: str = "{CPU: 1}", **variants: list[str]) -> Path:
         (tmp_path / "tiny.yaml").write_text(CONFIG)
-        folder = f"[train.out_dir={tmp_path / 'out'}, 'model.path={tmp_path / 'model'}{{seed}}']"
+        folder = f"[train.out_dir={tmp_path / 'out'}, 'model.path={tmp_path / 'model'}{{seed}}', tiny_model.seed=0]"
         text = f"config: {tmp_path / 'tiny.yaml'}\nprocesses: 1\nseeds: {seeds}\nresources: {resources}\n"
         text += f"each_seed: ['train.seed={{seed}}', *]\nvariants: {json.dumps(variants)}\n".replace("*", folder[1:-1])
         path = tmp_path / "trial.yaml"
@@ -277,6 +277,26 @@ def test_an_interrupted_sweep_ends_its_job_and_says_how_to_go_on(
         sleeper.kill()
     assert sleeper.returncode == -signal.SIGTERM and "the same command continues the sweep" in capsys.readouterr().err
     assert json.loads((tmp_path / "out/sweep-trial/sweep.json").read_text())["jobs"]["a-seed0"]["state"] == "running"
+
+
+def test_a_job_gets_the_environment_of_the_run_script_of_its_device(tmp_path: Path, monkeypatch) -> None:
+    """On a CPU, that of run_cpu.sh; on an NPU, CANN's packages stay and npu_env.sh is read, as launch.sh does."""
+    stub = tmp_path / "python"
+    stub.write_text("#!/bin/sh\nenv\n")
+    stub.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stub))
+    for name, value in {"PYTHONPATH": "/cann/python", "ASCEND_HOME_PATH": "/cann", "HCCL_BUFFSIZE": "77"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    found = {}
+    for device in ("cpu", "npu", "cuda"):
+        assert sweep.start_job(device, ["train_grpo.py"], 1, tmp_path, device).wait(30) == 0
+        found[device] = dict(line.partition("=")[::2] for line in (tmp_path / f"{device}.log").read_text().splitlines())
+    assert "PYTHONPATH" not in found["cpu"] and found["cpu"]["OMP_NUM_THREADS"] == "1"
+    assert found["npu"]["PYTHONPATH"] == "/cann/python" and found["npu"]["OMP_NUM_THREADS"] == "4"
+    assert found["npu"]["HCCL_CONNECT_TIMEOUT"] == "1800" and found["npu"]["HCCL_BUFFSIZE"] == "77"
+    assert found["cuda"]["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1" and "HCCL_CONNECT_TIMEOUT" not in found["cuda"]
+    assert all(variables["HF_HUB_OFFLINE"] == "1" for variables in found.values())
 
 
 # ---------------------------------------------------------------- real processes
