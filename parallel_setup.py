@@ -9,12 +9,15 @@ which transfer activations and gradients, use the backend of the device. Reducti
 because HCCL has no fp64.
 
 In the order of a start: what torchrun says, the device and the world, the layout, and the reductions over it.
+`python parallel_setup.py ...` is torchrun for the run_*.sh scripts: Ctrl-C ends it with the line of rank 0 alone.
 """
 
 import contextlib
 import datetime
 import hashlib
+import logging
 import os
+import signal
 import socket
 import sys
 import time
@@ -338,5 +341,22 @@ def sum_gradients_(parameters: list[torch.nn.Parameter], group: dist.ProcessGrou
         parameter.grad.copy_(total.view_as(parameter))
 
 
+# ------------------------------------------------------------------------------------------------ the launcher
+
+
+def launch(arguments: list[str]) -> int:
+    """torchrun with these arguments, but a signal that ends it leaves no traceback of its own.  -> its exit code"""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    for name in ("agent.server.api", "multiprocessing.api"):  # their lines about the signal say nothing more
+        logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(lambda record: "signal" not in record.msg)
+    try:
+        run.main(arguments)
+    except (SignalException, KeyboardInterrupt) as error:
+        return 128 + getattr(error, "sigval", signal.SIGINT)
+    return 0
+
+
 if __name__ == "__main__":
-    sys.exit("parallel_setup.py --check is now: torchrun --nproc_per_node=N preflight.py --groups CONFIG")
+    sys.exit(launch(sys.argv[1:]))

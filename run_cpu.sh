@@ -38,7 +38,7 @@ else
 fi
 
 "$VENV/bin/python" train_grpo.py "$CONFIG" "$@" --check --ranks "$NPROC"   # bad input ends here, before torchrun starts
-# --local-addr: otherwise torchrun hangs on a laptop whose host name cannot be resolved. exec: signals reach torchrun, which
-# ends its processes.
-exec "$VENV/bin/python" -m torch.distributed.run --standalone --local-addr=localhost --nproc_per_node="$NPROC" \
+# parallel_setup.py is torchrun that ends without a traceback. exec: signals reach it, and it ends its processes.
+# --local-addr: otherwise it hangs on a laptop whose host name cannot be resolved.
+exec "$VENV/bin/python" parallel_setup.py --standalone --local-addr=localhost --nproc_per_node="$NPROC" \
     train_grpo.py "$CONFIG" "$@"

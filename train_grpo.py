@@ -7,9 +7,13 @@ GRPO: arXiv 2402.03300. The reference policy of the KL penalty is the same model
 P questions, G completions of each question. Questions, samples and noise depend on (seed, step) alone.
 """
 
-import argparse
 import sys
 import traceback
+
+import runlog
+
+if __name__ == "__main__":  # before the other imports, which take seconds
+    runlog.end_on_signals(lambda: "before the first step; the same command starts again")
 
 import torch
 from torch import Tensor
@@ -18,11 +22,10 @@ import adapter_weights
 import grpo
 import parallel_setup
 import rollout
-import runlog
 import startup
 import tiny_model
 from aqn import AqnError
-from config import derive_seed, resolve_config
+from config import command_line, derive_seed, resolve_config
 from input_files import MOST_RANKS, InputError, one_line
 from knobs import Config
 from learner import StepTimer
@@ -105,9 +108,11 @@ def is_due(steps_done: int, every: int, num_steps: int) -> bool:
 # ------------------------------------------------------------------------------------------------ the command
 
 
-def start(cfg: Config) -> None:
-    """Check the input, start the device, join the other ranks, and train."""
+def start(cfg: Config, is_command: bool = False) -> None:
+    """Check the input, start the device, join the other ranks, and train. A command says how to continue it."""
     heartbeat = Heartbeat(parallel_setup.check_launch(), cfg.train.stall_seconds)  # before anything that can wait
+    if is_command:
+        runlog.end_on_signals(lambda: heartbeat.reached())
     try:
         parallel_setup.start_device(cfg)
         heartbeat.beat("the start of the device")
@@ -125,10 +130,11 @@ def start(cfg: Config) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code 0: done; 2: input that cannot be used, in one line; 3: a tripwire's message; 1: any other error."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("config", help="YAML file, e.g. configs/tiny_cpu.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    """Exit code 0: done; 2: input that cannot be used, in one line; 3: a tripwire's message; 1: any other error.
+
+    A rank that stands still ends itself with 4 (tripwires.Heartbeat); 130 and 143: ended by Ctrl-C or SIGTERM.
+    """
+    parser = command_line("train_grpo.py", __doc__)
     parser.add_argument("--check", action="store_true", help="check the input and stop")
     parser.add_argument("--ranks", type=int, help="with --check: the number of ranks of the run")
     args = parser.parse_intermixed_args(arguments)
@@ -141,10 +147,11 @@ def main(arguments: list[str]) -> int:
         if args.ranks is not None and not (args.check and 1 <= args.ranks <= MOST_RANKS):
             raise InputError(f"--ranks: found {args.ranks}; needed: 1 or more, and --check: torchrun starts the ranks")
         if args.check:
-            startup.check_inputs(cfg, args.ranks or parallel_setup.launched_world_size())
+            if startup.check_inputs(cfg, args.ranks or parallel_setup.launched_world_size()) is None:
+                print(f"note: {cfg.model.path} is not there: a start makes a tiny model, {cfg.tiny_model}", flush=True)
             startup.checkpoint_to_resume(cfg)
         else:
-            start(cfg)
+            start(cfg, is_command=True)
     except (Tripped, AqnError) as error:
         parallel_setup.report(rank, f"stopped: {error}")
         return 3
@@ -153,8 +160,8 @@ def main(arguments: list[str]) -> int:
             parallel_setup.report(rank, f"error: {one_line(error)}")
             return 2
         lost = isinstance(error, RuntimeError) and any(word in str(error) for word in ("onnection", "peer"))
-        found = f"another rank ended, and its message says why ({error})" if lost else traceback.format_exc()
-        parallel_setup.report(rank, found, late=lost)
+        hint = "perhaps another rank ended, and its message says why; the traceback of this one:\n" if lost else ""
+        parallel_setup.report(rank, hint + traceback.format_exc(), late=lost)
         return 1
     return 0
 

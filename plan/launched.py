@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import config
 import parallel_setup
-from input_files import BAD_INPUT, InputError, one_line
+from input_files import InputError, one_line
 from knobs import Config
 from tripwires import Tripped
 
@@ -54,7 +54,9 @@ def ask(
                 if args.json:
                     Path(args.json).write_text(json.dumps(figures, indent=1) + "\n")
         return 0 if right else 1
-    except BAD_INPUT as error:
+    except (InputError, OSError) as error:
+        if isinstance(error, OSError) and not error.filename:
+            raise  # no file of the user, for example a connection that is lost: the traceback says where
         parallel_setup.report(rank, f"error: {one_line(error)}")
         return 2
     except Tripped as error:

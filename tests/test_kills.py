@@ -1,4 +1,7 @@
-"""SIGKILL at any moment, or a write that the system refuses: a whole checkpoint is left, and the run ends the same."""
+"""SIGKILL at any moment, or a write that the system refuses: a whole checkpoint is left, and the run ends the same.
+
+Ctrl-C and SIGTERM end a process at once, with one line.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -14,12 +18,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from launched import ROOT
 from pytest import MonkeyPatch
 from saved import config_in, is_whole, names, saved, tensors_of
 from torch import Tensor
+from training import config, make_model
 
 import checkpoint
 import runlog
+from config import to_yaml
 from input_files import InputError
 from knobs import Config
 
@@ -182,3 +189,88 @@ def test_a_run_killed_anywhere_ends_byte_identical_when_started_again(tmp_path: 
         assert records(cfg) == records(whole)
         shutil.rmtree(cfg.train.out_dir)
     assert status == 0 and resumed >= 15
+
+
+# ------------------------------------------------------------------------------------------------ Ctrl-C and SIGTERM
+
+
+BUSY = """
+import hashlib, os, runlog
+runlog.end_on_signals(lambda: 'after step 3')
+child = os.fork()
+if child == 0:
+    os.kill(os.getpid(), 15)  # as a pool of processes ends its workers
+print('the child ended with', os.waitpid(child, 0)[1] >> 8, flush=True)
+hashlib.pbkdf2_hmac('sha256', b'x', b'y', 10**9)  # like a collective: Python calls no handler before it returns
+"""
+
+
+@pytest.mark.parametrize(("number", "rank"), [(signal.SIGINT, "0"), (signal.SIGTERM, "0"), (signal.SIGINT, "1")])
+def test_a_signal_ends_a_process_that_waits_in_foreign_code_with_one_line_of_rank_0(number, rank) -> None:
+    busy = subprocess.Popen(
+        [sys.executable, "-c", BUSY], cwd=ROOT, env=os.environ | {"RANK": rank}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    line = f"\nended by {number.name} after step 3\n" if rank == "0" else ""
+    assert busy.stdout.readline() == f"the child ended with {128 + signal.SIGTERM}\n"
+    time.sleep(0.2)
+    busy.send_signal(number)
+    try:
+        _, error = busy.communicate(timeout=20)
+    finally:
+        busy.kill()
+    assert busy.returncode == 128 + number and error == line
+
+
+def started(path: Path, log: Path, *launcher: str) -> subprocess.Popen:
+    """train_grpo.py as the leader of a process group, as a terminal starts a command."""
+    with open(log, "wb") as file:
+        return subprocess.Popen(
+            [sys.executable, *launcher, "train_grpo.py", str(path)], cwd=ROOT, start_new_session=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=file, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+
+def pressed(process: subprocess.Popen, ready: Callable[[], bool], log: Path) -> list[str]:
+    """Ctrl-C when ``ready``. The lines of the log, if the process then ends soon, with 130 and without a traceback."""
+    deadline = time.monotonic() + 120
+    while not ready():
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    try:
+        code = process.wait(60)
+    finally:
+        process.kill()
+    assert code == 130 and "Traceback" not in log.read_text() and "signal" not in log.read_text(), log.read_text()
+    return [line for line in log.read_text().splitlines() if line]
+
+
+def test_ctrl_c_during_the_imports_ends_with_one_line(tmp_path: Path) -> None:
+    process = started(tmp_path / "absent.yaml", tmp_path / "log")
+
+    def catches_sigterm() -> bool:
+        caught = next(x for x in Path(f"/proc/{process.pid}/status").read_text().splitlines() if x.startswith("SigCgt"))
+        return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+    lines = pressed(process, catches_sigterm, tmp_path / "log")
+    assert lines == ["ended by SIGINT before the first step; the same command starts again"]
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_run_of_two_ranks_ends_with_one_line_that_names_the_checkpoint(tmp_path: Path) -> None:
+    """Through the launcher of the run_*.sh scripts. The line is right: the same command goes on from there."""
+    model, log = make_model(tmp_path / "model"), tmp_path / "log"
+    cfg = config(model, tmp_path / "out", parallel__expert=2, train__steps=1000, train__checkpoint_every=2)
+    (tmp_path / "config.yaml").write_text(to_yaml(cfg))
+    launcher = ("parallel_setup.py", "--standalone", "--local-addr=localhost", "--nproc_per_node=2")
+    process = started(tmp_path / "config.yaml", log, *launcher)
+    lines = pressed(process, lambda: "step 4/1000" in log.read_text(), log)
+    (run,) = (tmp_path / "out").iterdir()
+    done = len((run / "metrics.jsonl").read_text().splitlines())
+    last = names(run)[-1]
+    assert lines[-2].startswith(f"step {done}/1000")
+    assert lines[-1] == (
+        f"ended by SIGINT after step {done} of 1000; the same command continues from {run}/checkpoints/{last}"
+    )
+    assert checkpoint.find_resumable(cfg).path == run / "checkpoints" / last

@@ -11,14 +11,16 @@ import pytest
 import training
 import world
 
+import parallel_setup
 import train_grpo
 from config import to_yaml
+from plan import launched as launched_question
 
 
 @pytest.mark.slow
 def test_sixteen_ranks_run_the_shape_of_the_large_layout(tmp_path) -> None:
     """TP4 EP16 as on 16 NPUs. The random model earns no reward; the test shows that every collective completes."""
-    folders = (f"train.out_dir={tmp_path}/out", f"model.path={tmp_path}/model")
+    folders = (f"train.out_dir={tmp_path}/out", f"model.path={tmp_path}/model", "tiny_model.seed=0")
     arguments = ("configs/tiny_16.yaml", "train.steps=3", *folders)
     training.import_before_the_fork()
     world._import_megatron()
@@ -50,5 +52,34 @@ def test_a_rank_that_fails_brings_the_others_down_within_seconds(fault, rank, mo
         assert not started.living()
     assert ("a deliberate fault in process" in started.text) == (fault == "raise")
     assert "step 1/3" in started.text and "step 2/3" not in started.text
-    assert started.text.count("Traceback") <= 2, started.text  # the message of the rank, and that of torchrun about it
+    assert started.text.count("Traceback") <= 3, started.text  # of each rank, and that of torchrun about them
     print(f"{fault} on rank {rank}: all ended {seconds:.1f} s later with exit code {code}\n{started.text}")
+
+
+def test_the_traceback_of_a_lost_connection_is_printed_after_the_hint(monkeypatch, capsys) -> None:
+    """HCCL and NCCL word errors of their own in this way, too."""
+
+    def lost(*_: object, **__: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(train_grpo, "start", lost)
+    monkeypatch.setattr(parallel_setup.time, "sleep", lambda seconds: None)
+    assert train_grpo.main(["configs/tiny_cpu.yaml"]) == 1
+    said = capsys.readouterr().err.strip().splitlines()
+    assert said[0].startswith("perhaps another rank ended") and said[1].startswith("Traceback")
+    assert any(", in lost" in line for line in said) and said[-1] == "RuntimeError: Connection closed by peer"
+
+
+def test_a_question_to_all_ranks_names_a_file_in_one_line_and_shows_the_traceback_of_other_errors(capsys) -> None:
+    def question(error: Exception) -> int:
+        def refuse(*_: object) -> None:
+            raise error
+
+        args = launched_question.command_line("--groups", "x").parse_args(["configs/tiny_cpu.yaml"])
+        return launched_question.ask(args, refuse, lambda *_: pytest.fail("not reached"))
+
+    assert question(FileNotFoundError(2, "No such file", "a/b")) == 2
+    assert capsys.readouterr().err == "error: a/b: No such file\n"
+    for error in (ConnectionResetError("lost"), UnicodeDecodeError("utf-8", b"x", 0, 1, "of a library")):
+        with pytest.raises(type(error)):
+            question(error)

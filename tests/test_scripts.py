@@ -49,7 +49,7 @@ case "$1 ${2:-} ${3:-}" in
         exit "${STUB_PIP_CHECK:-0}" ;;
     "train_grpo.py "*) exit "${STUB_CHECK:-0}" ;;
     "smol_model.py "*) exit "${STUB_SMOL:-0}" ;;
-    "-m torch.distributed.run "*)
+    "parallel_setup.py "*)
         case "$*" in
             *" evaluate.py "*) printf 'note: of a key\\n%s: right\\n' "$(sed 's/.*model.path=//; s/ .*//' <<<"$*")" ;;
             *) printf 'torchrun is process %s\\nrun folder: out/RUN\\n' $$ ;;
@@ -324,13 +324,13 @@ def test_overrides_reach_the_check_and_the_trainer_unchanged(checkout: Checkout)
     assert checkout.run("run_cpu.sh", "name=two words", "train.steps=3", NPROC="4").returncode == 0
     check, run = checkout.calls("train_grpo.py")
     assert check == "train_grpo.py configs/tiny_cpu.yaml name=two_words train.steps=3 --check --ranks 4"
-    assert run.startswith("-m torch.distributed.run --standalone --local-addr=localhost --nproc_per_node=4 ")
+    assert run.startswith("parallel_setup.py --standalone --local-addr=localhost --nproc_per_node=4 ")
     assert run.endswith(" train_grpo.py configs/tiny_cpu.yaml name=two_words train.steps=3")
 
 
 def test_refused_input_ends_the_script_with_the_exit_code_of_the_check(checkout: Checkout) -> None:
     done = checkout.run("run_cpu.sh", "train.step=3", STUB_CHECK="2")
-    assert (done.returncode, done.stderr, checkout.calls("torch.distributed")) == (2, "", [])
+    assert (done.returncode, done.stderr, checkout.calls("parallel_setup")) == (2, "", [])
 
 
 def test_signals_reach_the_launcher_because_it_takes_the_place_of_the_script(checkout: Checkout) -> None:
@@ -405,7 +405,7 @@ def test_every_run_script_is_listed_here() -> None:
 def test_run_script_plans_a_run_whose_configuration_loads_and_fits(script: str) -> None:
     ranks, machines, model, layout = RUNS[script]
     lines, command = run_scripts.planned(script)
-    assert command[:3] == ["python3", "-m", "torch.distributed.run"]
+    assert command[:2] == ["python3", "parallel_setup.py"]
     assert {f"--nnodes={machines}", f"--nproc_per_node={ranks}", "--tee=3", "--log-dir=out/logs"} <= set(command)
     assert ("--standalone" in command) == (machines == 1)
     assert checked(command, model) == layout
@@ -469,10 +469,10 @@ def test_two_machines_meet_where_they_are_told() -> None:
 @pytest.mark.parametrize(
     ("doctor", "plan", "switch", "code", "called"),
     [
-        ("0", "0", "on", 0, ["--doctor", "preflight.py", "-m"]),
+        ("0", "0", "on", 0, ["--doctor", "preflight.py", "parallel_setup.py"]),
         ("1", "0", "on", 1, ["--doctor"]),
         ("2", "0", "on", 2, ["--doctor"]),
-        ("1", "0", "off", 0, ["preflight.py", "-m"]),
+        ("1", "0", "off", 0, ["preflight.py", "parallel_setup.py"]),
         ("0", "1", "on", 1, ["--doctor", "preflight.py"]),
     ],
 )
