@@ -443,19 +443,22 @@ LEGITIMATE = {
 }  # fmt: skip
 
 
-def test_no_check_stops_an_unusual_but_legitimate_run_or_warns(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("turn", [0])  # 0 to 3 are all pairs of a configuration with the ranks and dtypes below
+def test_no_check_stops_an_unusual_but_legitimate_run_or_warns(turn: int, model: Path, tmp_path: Path) -> None:
     """Off are `unparsable`, because a random model never answers in the right form, and `gradient_spike` and `entropy`,
     which concern bad training. Four tokens are too few for most answers to end."""
     quiet = {f"checks__{name}": "off" for name in ("unparsable", "truncated", "gradient_spike", "entropy", "collapse")}
     fired = {}
     for number, (name, changes) in enumerate(LEGITIMATE.items()):
-        cfg = training.config(model, tmp_path / str(number), **FEW | quiet | changes)
-        ((_, message),) = raised(parsable, cfg)
+        two = ["DP2", "EP2", "TP2"][number % 3]
+        layout, dtype = [("TP1", "fp32"), (two, "fp32"), ("TP1", "bf16"), (two, "bf16")][(number + turn) % 4]
+        cfg = training.config(model, tmp_path / str(number), **FEW | quiet | {"model__dtype": dtype} | changes)
+        (_, message), *_ = raised(parsable, cfg, layout)
         log = (training.only_run(cfg) / "log.txt").read_text()
         if message or "warning" in log:
-            fired[name] = message or log
+            fired[name, layout, dtype] = message or log
     assert fired == {}
-    assert len(LEGITIMATE) >= 39
+    assert len(LEGITIMATE) >= 40
 
 
 ON_SEVERAL_RANKS = {
