@@ -7,16 +7,21 @@ faults that the self-test does not find.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
+import functools
+import itertools
 import json
 import multiprocessing
 import os
+import random
 import resource
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -25,9 +30,14 @@ import world
 from torch import Tensor
 from training import after
 
+import aqn
+import checkpoint
+import config
 import data_gsm8k
+import evaluate
 import grpo
 import kernels
+import knobs
 import learner
 import lora_megatron
 import parallel_setup
@@ -36,11 +46,13 @@ import reward_gsm8k
 import rollout
 import runlog
 import startup
+import weight_sync
+import weights_hf
 from config import resolve_config
 from config_rules import OTHER_RULES
 from engines import torch_sampler
 from learner import Learner
-from plan import self_test
+from plan import self_test, self_test_schedules
 from rollout import MicroBatch, Rollout
 
 ROOT = Path(__file__).parents[1]
@@ -262,6 +274,282 @@ def test_a_planted_fault_is_found_by_its_check(fault: str, tmp_path: Path) -> No
     assert check in failed(findings), findings
 
 
+# ------------------------------------------------------------------------------------------------ evaluations, resumes
+
+
+def push_nothing() -> None:
+    weight_sync.WeightSync.push_clean = lambda self: None
+
+
+def evaluated_on(change: Callable[[startup.Run], None]) -> Callable[[], None]:
+    """A fault that changes the run before each evaluation."""
+    return lambda: before(startup.Run, "evaluate", lambda run, *_: change(run))
+
+
+def training_questions(run: startup.Run) -> None:
+    run.inputs = run.inputs._replace(held_out=run.inputs.questions)
+
+
+def backwards(run: startup.Run) -> None:
+    questions = run.inputs.held_out
+    run.inputs = run.inputs._replace(held_out=dataclasses.replace(questions, questions=questions[::-1]))
+
+
+def base_policy(run: startup.Run) -> None:
+    run.engine.load_weights(weights_hf.read_model(run.cfg.model.path, run.inputs.arch).items())
+
+
+def never_greedy() -> None:
+    real = torch_sampler.TorchSampler.sample
+    torch_sampler.TorchSampler.sample = lambda *args, temperature, **kwargs: real(
+        *args, temperature=temperature or 1.0, **kwargs
+    )
+
+
+def hotter() -> None:
+    """Samples at 1.3 times the temperature, with the log-probs of the right one."""
+    real = torch_sampler.inverse_cdf
+    torch_sampler.inverse_cdf = lambda probs, uniform: real(probs ** (1 / 1.3), uniform)
+
+
+def accuracy_one_higher(summary: dict, *_) -> dict:
+    return summary | {"eval/greedy_accuracy": summary["eval/greedy_accuracy"] + 1 / summary["eval/num_questions"]}
+
+
+def order_from_the_start() -> None:
+    """A resumed run asks again what the run asked from its first step on."""
+    first = []
+    after(startup, "open_run", lambda run, *_: (first.append(run.first_step), run)[1])
+    real = data_gsm8k.Questions.pick
+    data_gsm8k.Questions.pick = lambda self, step, count: real(self, step - (first or [0])[-1], count)
+
+
+def saved_without_b() -> None:
+    real = checkpoint.save
+
+    def save(run_dir: Path, step: int, tensors: dict, *args, **kwargs) -> None:
+        adapter = {
+            name: checkpoint.Pending(x.shape, x.dtype, lambda x=x, name=name: x.make() * (not name.endswith(".B")))
+            for name, x in tensors["adapter"].items()
+        }
+        real(run_dir, step, tensors | {"adapter": adapter}, *args, **kwargs)
+
+    checkpoint.save = save
+
+
+def one_seed_of_noise() -> None:
+    """The trainer asks for the noise of step 0 in every step; aqn.py itself is sound."""
+    real = weight_sync.WeightSync._add_noise
+
+    def add_noise(*args) -> dict:
+        with mock.patch.object(aqn, "perturb", functools.partial(perturb_at, aqn.perturb)):
+            return real(*args)
+
+    def perturb_at(perturb: Callable, *args, step: int, **kwargs) -> object:
+        return perturb(*args, step=0, **kwargs)
+
+    weight_sync.WeightSync._add_noise = add_noise
+
+
+NOISY = ("aqn.schedule=constant", "aqn.sigma_start=1e-3")
+SAMPLES = ("eval.samples=1",)
+IN_THE_RUN = {  # fault: how it is planted, the check that must find it, overrides of configs/tiny_cpu.yaml
+    "evaluation one update old": (push_nothing, "evaluation", ()),
+    "evaluation of the noisy policy, bf16": (push_nothing, "evaluation", (*NOISY, "model.dtype=bf16")),
+    "evaluation of the base": (evaluated_on(base_policy), "evaluation", ()),
+    "evaluation of training questions": (evaluated_on(training_questions), "evaluation", ()),
+    "evaluation in another order": (evaluated_on(backwards), "evaluation", ("eval.num_questions=3",)),
+    "greedy answers at temperature 1": (never_greedy, "evaluation", ()),
+    "samples at another temperature": (hotter, "evaluation", SAMPLES),
+    "another accuracy is logged": (lambda: after(evaluate, "_summary", accuracy_one_higher), "evaluation", ()),
+    "order that starts again at a resume": (order_from_the_start, "questions", ()),
+    "B saved as 0": (saved_without_b, "resume", ()),
+    "one noise in all steps of the run": (one_seed_of_noise, "noise", NOISY),
+}
+
+
+@pytest.mark.parametrize("fault", IN_THE_RUN)
+def test_a_fault_of_evaluation_resume_or_noise_is_found_in_the_run(fault: str, tmp_path: Path) -> None:
+    plant, check, changes = IN_THE_RUN[fault]
+    findings = judged(tmp_path, plant, TINY, *changes)
+    print(findings)
+    assert failed(findings) == [check], findings
+
+
+# ------------------------------------------------------------------------------------------------ schedules
+
+
+def picked(change: Callable[..., list]) -> Callable:
+    """A data_gsm8k.Questions.pick that returns ``change(real pick, questions, step, count)``."""
+    real = data_gsm8k.Questions.pick
+    return lambda self, step, count: change(real, self, step, count)
+
+
+def in_file_order(_: Callable, questions: data_gsm8k.Questions, step: int, count: int) -> list:
+    return [questions[place % len(questions)] for place in range(step * count, (step + 1) * count)]
+
+
+def shuffled_in_a_step(_: Callable, questions: data_gsm8k.Questions, step: int, count: int) -> list:
+    return random.Random(step).sample(in_file_order(_, questions, step, count), count)
+
+
+def drawn_anew(_: Callable, questions: data_gsm8k.Questions, step: int, count: int) -> list:
+    return random.Random(step).sample(list(questions), count)
+
+
+def first_epoch_again(real: Callable, questions: data_gsm8k.Questions, step: int, count: int) -> list:
+    return real(questions, step % (len(questions) // count), count)
+
+
+def any_seed(real: Callable, questions: data_gsm8k.Questions, step: int, count: int) -> list:
+    return real(dataclasses.replace(questions, seed=0), step, count)
+
+
+def by_calls() -> Callable:
+    calls = itertools.count()
+    return lambda real, questions, step, count: real(questions, next(calls), count)
+
+
+def rates(change: Callable) -> tuple[object, str, Callable]:
+    real = learner.learning_rate
+    return learner, "learning_rate", lambda optim, step, steps: change(real, optim, step, steps)
+
+
+def sigmas(change: Callable[[int, int], int]) -> tuple[object, str, Callable]:
+    real = aqn.sigma_at
+    return aqn, "sigma_at", lambda step, steps, **keys: real(change(step, steps), steps, **keys)
+
+
+def noises(change: Callable[..., dict]) -> tuple[object, str, Callable]:
+    real = aqn.perturb
+    return aqn, "perturb", lambda *args, **keys: real(*args, **keys | change(**keys))
+
+
+PICK = (data_gsm8k.Questions, "pick")
+SCHEDULES = {  # fault: owner, name and stand-in of a function, the check that must find it
+    "questions in the order of the file": (*PICK, picked(in_file_order), "order"),
+    "questions shuffled only within a step": (*PICK, picked(shuffled_in_a_step), "order"),
+    "questions drawn anew in each step": (*PICK, picked(drawn_anew), "order"),
+    "one order for all epochs": (*PICK, picked(first_epoch_again), "order"),
+    "one order for all seeds": (*PICK, picked(any_seed), "order"),
+    "an order that counts calls, and so starts again at a resume": (*PICK, picked(by_calls()), "order"),
+    "a rate that falls twice as fast": (
+        *rates(lambda real, optim, step, steps: real(optim, min(2 * step, steps - 1), steps)), "rate",
+    ),
+    "a rate that falls one step late": (
+        *rates(lambda real, optim, step, steps: real(optim, max(0, step - 1), steps)), "rate",
+    ),
+    "noise that grows": (*sigmas(lambda step, steps: steps - 1 - step), "sigma"),
+    "stages one step late": (*sigmas(lambda step, _: max(0, step - 1)), "sigma"),
+    "the same noise in each step": (*noises(lambda **_: {"step": 0}), "noise"),
+    "the same noise in every hundredth step": (*noises(lambda step, **_: {"step": step % 100}), "noise"),
+    "the same noise for each seed": (*noises(lambda **_: {"seed": 0}), "noise"),
+    "noise of another size": (*noises(lambda sigma, **_: {"sigma": 1.05 * sigma}), "noise"),
+    "the same noise on each norm": (aqn, "derive_seed", lambda *key: config.derive_seed(*key[:-1]), "noise"),
+}  # fmt: skip
+FALLING = ("optim.decay=cosine", "optim.warmup_steps=7", "aqn.schedule=qerl", "train.steps=3000", "train.seed=5")
+
+
+def findings_on_schedules(*changes: str) -> Findings:
+    findings = self_test_schedules.Findings()
+    cfg, _ = resolve_config(TINY, [*HERE, *FALLING, *changes], rules=OTHER_RULES)
+    self_test_schedules.schedules(cfg, findings)
+    return findings
+
+
+@pytest.mark.parametrize("fault", SCHEDULES)
+def test_a_fault_of_a_schedule_is_found_by_its_check(fault: str, monkeypatch) -> None:
+    owner, name, stand_in, check = SCHEDULES[fault]
+    monkeypatch.setattr(owner, name, stand_in)
+    findings = findings_on_schedules()
+    assert failed(findings) == [check], findings
+
+
+LEGITIMATE = {
+    "one step": ("train.steps=1", "aqn.schedule=constant"),
+    "a billion steps": ("train.steps=1000000000", "aqn.num_stages=1000000"),
+    "more stages than steps": ("train.steps=12", "aqn.num_stages=100"),
+    "warm-up longer than the run": ("train.steps=5", "optim.decay=linear"),
+    "warm-up as long as the run": ("train.steps=7", "optim.min_lr_ratio=0"),
+    "two stages": ("aqn.num_stages=2",),
+    "two of the paper's stages": ("aqn.num_stages=2", "aqn.schedule=paper"),
+    "the paper's stages": ("aqn.schedule=paper", "train.steps=1234", "aqn.num_stages=7"),
+    "constant noise": ("aqn.schedule=constant", "optim.decay=constant"),
+    "growing noise": ("aqn.sigma_start=1e-4", "aqn.sigma_end=1"),
+    "one prompt a step": ("rollout.prompts_per_step=1", "optim.prompts_per_update=1"),
+    "one question": ("data.num_train=1", "rollout.prompts_per_step=1", "optim.prompts_per_update=1"),
+    "a prime number of questions": ("data.num_train=4093",),
+    "all questions in one step": ("data.num_train=32", "train.steps=9"),
+    "a million questions": ("data.num_train=1000000", "rollout.prompts_per_step=8", "optim.prompts_per_update=8"),
+}
+
+
+@pytest.mark.parametrize("what", LEGITIMATE)
+def test_no_schedule_of_an_unusual_but_legitimate_configuration_is_blamed(what: str) -> None:
+    findings = findings_on_schedules(*LEGITIMATE[what])
+    assert not failed(findings) and {"order", "rate"} <= findings.keys(), findings
+
+
+# ------------------------------------------------------------------------------------------------ what is not known
+
+NEW = {"kind": "reinforce", "aggregate": "sum", "importance": "root", "kl": "k4", "advantage": "rank"}
+
+
+def new_methods() -> None:
+    """Adds a loss, a mean over tokens, weights, a KL estimate and an advantage to knobs.py and grpo.py."""
+    for name in NEW:
+        knobs.LossConfig.model_fields[name].annotation = str
+    knobs.LossConfig.model_rebuild(force=True)
+    knobs.Config.model_rebuild(force=True)
+    grpo._require = lambda *_: None
+    policy, mean, weights, estimate, advantage = (
+        grpo.policy_loss, grpo.aggregate_loss, grpo.rollout_weights, grpo.kl, grpo.group_advantages,
+    )  # fmt: skip
+
+    def policy_loss(logp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, **keys) -> tuple:
+        loss, stats = policy(logp, old, advantages, mask, **keys)
+        if keys["kind"] == "reinforce":
+            counts = {key: keys[key] for key in ("aggregate", "num_tokens", "num_sequences", "max_new_tokens")}
+            loss = grpo.aggregate_loss(-advantages[:, None] * logp * keys["weights"], mask, **counts)
+        return loss, stats
+
+    def aggregate_loss(per_token: Tensor, mask: Tensor, *, aggregate: str = "token-mean", **counts) -> Tensor:
+        return mean(per_token, mask, aggregate="token-mean" if aggregate == "sum" else aggregate, **counts) * (
+            3 if aggregate == "sum" else 1
+        )
+
+    def rollout_weights(old: Tensor, sampled: Tensor, mask: Tensor, mode: str, *bounds) -> Tensor:
+        return (
+            weights(old, sampled, mask, "token", *bounds) ** 0.5
+            if mode == "root"
+            else weights(old, sampled, mask, mode, *bounds)
+        )
+
+    grpo.policy_loss, grpo.aggregate_loss, grpo.rollout_weights = policy_loss, aggregate_loss, rollout_weights
+    grpo.kl = lambda logp, ref, kind, mask: 2 * estimate(logp, ref, "k2" if kind == "k4" else kind, mask)
+    grpo.group_advantages = lambda rewards, norm: (
+        2 * advantage(rewards, "none") if norm == "rank" else advantage(rewards, norm)
+    )
+
+
+UNKNOWN = tuple(f"loss.{key}={value}" for key, value in NEW.items())
+
+
+def test_a_loss_and_an_advantage_that_have_no_second_formula_are_named_and_all_else_passes(tmp_path: Path) -> None:
+    findings = judged(tmp_path, new_methods, TINY, *UNKNOWN, "loss.dual_clip=0")
+    assert not failed(findings) and {"learning", "gradient", "evaluation"} <= findings.keys(), findings
+    assert all(f"loss.{key} {value}" in findings["not judged:"][1] for key, value in NEW.items())
+
+
+def test_with_an_unknown_loss_a_masked_token_is_still_found(tmp_path: Path) -> None:
+    def plant() -> None:
+        new_methods()
+        masks(lambda mask: mask * mask.roll(1, 1))()
+
+    findings = judged(tmp_path, plant, TINY, "loss.kind=reinforce")
+    assert "gradient" in failed(findings) and "loss.kind reinforce" in findings["not judged:"][1], findings
+
+
 # ------------------------------------------------------------------------------------------------ the command
 
 
@@ -272,7 +560,7 @@ def test_the_command_reports_in_a_few_lines_and_takes_less_than_a_minute() -> No
     assert done.returncode == 0 and done.stderr == "", done
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - used < 60
     lines = done.stdout.splitlines()
-    assert len(lines) <= 15 and "loss cispo" in lines[1] and lines[-1].startswith("it learned"), done.stdout
+    assert len(lines) <= 20 and "loss cispo" in lines[1] and lines[-1].startswith("it learned"), done.stdout
     assert "KL" in done.stdout and "at least 0.3" in done.stdout
 
 
@@ -280,7 +568,7 @@ def test_a_failed_self_test_ends_with_code_1_and_says_what_to_look_at(tmp_path: 
     monkeypatch.setattr(self_test.tempfile, "mkdtemp", lambda **_: str(tmp_path))
     code = forked(lambda: (FAULTS["KL of the wrong sign"][0](), self_test.main([TINY, *HERE]))[1])
     lines = capfd.readouterr().out.splitlines()
-    assert code == 1 and len(lines) <= 16, lines
+    assert code == 1 and len(lines) <= 20, lines
     place = next(i for i, line in enumerate(lines) if line.startswith("FAIL  KL"))
     assert "relative difference 2, at most 0.05" in lines[place] and "look at: Learner._reference" in lines[place + 1]
     assert lines[-1].startswith("it did not learn") and lines[-1].endswith(str(tmp_path))
