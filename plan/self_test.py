@@ -39,7 +39,7 @@ from input_files import BAD_INPUT, refused
 from knobs import Config, TinyModelConfig
 from learner import Learner, StepTimer
 from plan.self_test_reference import Named, State, forward, merged, rows_of, unknown, updated
-from plan.self_test_schedules import GAP, Findings, NotAsExpected, Watch, learner_state, rate, schedules
+from plan.self_test_schedules import GAP, Findings, Interrupted, NotAsExpected, Watch, learner_state, rate, schedules
 from rollout import Rollout
 from run_record import read_lines
 from startup import Run
@@ -174,10 +174,6 @@ def write_inputs(cfg: Config, folder: Path) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------ judging a run
 
 
-class Interrupted(Exception):
-    """The run has ended after its first checkpoint."""
-
-
 def pieces(tensors: Named) -> Named:
     """The same, with the tensors of each expert by themselves."""
     parts = {f"{name}[{e}]": part for name, x in tensors.items() if x.dim() == 3 for e, part in enumerate(x)}
@@ -193,14 +189,6 @@ class Observer(Watch):
     """Also repeats the updates of some steps of a run in float64, and compares."""
 
     state: State | None = None
-    saved: State | None = None
-
-    def save(self, real: Callable, run: Run, after_steps: int) -> None:
-        """Run.save. The first time the run is ended there, as by a kill."""
-        real(run, after_steps)
-        if not self.saved:
-            self.saved = learner_state(run.learner, run.learner.optimizer_steps)
-            raise Interrupted
 
     def update(
         self, real_update: Callable, learner: Learner, batch: Rollout, completions: list[list[Completion]],
@@ -222,16 +210,8 @@ class Observer(Watch):
         if step != SECOND:  # the second step begins with the state after the first: a loss between the two shows
             self.state = learner_state(learner, step * updates)
         before = self.state
-        if saved := self.saved:
-            kinds = (saved.factors, before.factors), (saved.first, before.first), (saved.second, before.second)
-            wrong = [name for kept, now in kinds for name in kept if not kept[name].equal(now[name])]
-            counts = learner.optimizer_steps, saved.steps
-            findings.add(
-                "resume",
-                not wrong and counts == (before.steps, before.steps),
-                f"step {step + 1}: {len(wrong)} tensors are not those before the save; optimizer steps {counts}, "
-                f"{before.steps} were made",
-            )
+        if self.saved:
+            self.check_resume(self.saved, before, learner.optimizer_steps)
         if step == FIRST:
             zero = not any(x.any() for x in before.first.values())
             findings.add("AdamW", zero, "moments before the first step are not 0")

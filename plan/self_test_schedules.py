@@ -40,6 +40,10 @@ class NotAsExpected(Exception):
     """A check has failed; the findings say which one."""
 
 
+class Interrupted(Exception):
+    """The tiny run has ended after its first checkpoint."""
+
+
 class Findings(dict[str, tuple[bool, str]]):
     """Name of a check -> (is it good?, what was measured: at the last time, or at the first failure)."""
 
@@ -174,7 +178,8 @@ class Watch:
         self.base = {name: x.double() for name, x in load_file(model / "model.safetensors").items()}
         self.held: Named = {}  # the weights of the engine
         self.calls: list[tuple[list[list[int]], dict[str, Any], list[list[Completion]]]] = []  # of the last evaluation
-        self.asked: list[str] = []
+        self.asked: list[str] = []  # the questions of all steps so far
+        self.saved: State | None = None
         self.noises: set[bytes] = set()
 
     def load_weights(self, real: Callable, engine: Any, pairs: Iterable[tuple[str, Tensor]]) -> None:
@@ -248,6 +253,23 @@ class Watch:
             right = float(re.findall("[0-9]+", answer)[-1:] == [golds.get(text)])
             earned.append(None if re.search(r"[-.,]", answer) else right)
         return bad, earned
+
+    def save(self, real: Callable, run: Any, after_steps: int) -> None:
+        """Run.save. The first time the run is ended there, as by a kill."""
+        real(run, after_steps)
+        if not self.saved:
+            self.saved = learner_state(run.learner, run.learner.optimizer_steps)
+            raise Interrupted
+
+    def check_resume(self, saved: State, now: State, optimizer_steps: int) -> None:
+        """A resumed run must go on with the state that was in memory when it was saved."""
+        kinds = (saved.factors, now.factors), (saved.first, now.first), (saved.second, now.second)
+        lost = [name for then, resumed in kinds for name, x in then.items() if not x.equal(resumed[name])]
+        good = not lost and optimizer_steps == saved.steps == now.steps
+        text = (
+            f"{len(lost)} tensors are not those of the save; optimizer steps {optimizer_steps}, {now.steps} were made"
+        )
+        self.findings.add("resume", good, text)
 
     def evaluate(self, real: Callable, run: Any, after_steps: int) -> None:
         """Run.evaluate, compared with the float64 model. NotAsExpected if they differ."""
