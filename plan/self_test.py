@@ -201,9 +201,8 @@ class Observer(Watch):
             self.check_noise(step)
         if step not in OBSERVED:
             return real_update(learner, batch, completions, advantages, step, timer)
-        if "optim.decay" not in unknown(cfg):
-            optim = cfg.optim.model_copy(update={"lr": rate(cfg.optim, step, STEPS)})
-            cfg = cfg.model_copy(update={"optim": optim})
+        optim = cfg.optim.model_copy(update={"lr": rate(cfg.optim, step, STEPS)})
+        cfg = cfg.model_copy(update={"optim": optim})
         expected_advantages = self.check_inputs(batch, completions, advantages, step)  # (S,)
         rows = rows_of(batch, [one for group in completions for one in group])
         updates = PROMPTS // cfg.optim.prompts_per_update
