@@ -244,6 +244,7 @@ class ChecksConfig(Section):
     truncated: Action = knob("warn", "more than truncated_share of the completions end at max_new_tokens")
     truncated_share: float = knob(0.5, "share of the completions of the last steps that have 256 in all", gt=0, lt=1)
     sampling: Action = knob("stop", "all completions are equal, none ends by itself, or one question is always asked")
+    surprise: Action = knob("warn", "sampled tokens, or equal completions, that are improbable under the policy")
     held_out: Action = knob("stop", "a held-out question is among the training questions")
     state: Action = knob(
         "stop", "the state differs between ranks, or between a checkpoint and the run that saves or resumes it"
@@ -334,6 +335,13 @@ class Config(Section):
     def has_two_policies(self) -> bool:
         """Whether the sampler gets rounded weights while the trainer keeps weights and factors apart."""
         return self.model.dtype == "bf16" and not (self.keeps_factors_apart or self.trains_merged)
+
+    @property
+    def samples_own_policy(self) -> bool:
+        """Whether the sampler draws from the very distribution that the trainer computes, but for rounding."""
+        rollout = self.rollout
+        altered = self.aqn.schedule != "off" or rollout.round_bits or rollout.top_k or rollout.top_p < 1
+        return not (altered or self.lora.dropout or self.has_two_policies)
 
     @property
     def has_old_policy_pass(self) -> bool:

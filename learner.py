@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -18,7 +17,6 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 import adapter_weights
-import device as devices
 import grpo
 import lora_megatron
 import model_megatron
@@ -27,16 +25,19 @@ import rollout
 import routing_replay
 from checkpoint import Pending
 from config import derive_seed
+from device import StepTimer
 from engines.interface import Completion
 from hf_config import Architecture
 from input_files import InputError, shown
 from knobs import Config, OptimConfig
+from model_megatron import TokenStats
 from parallel_setup import Parallel
 from rollout import MicroBatch, Rollout
 from routing_replay import RoutingReplay
-from tripwires import Heartbeat, Tripped
+from tripwires import Tripped
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, in torch's names
+LEAST_VARIANCE = 5.0  # nats^2 of a step: below, the sum of D is far from normally distributed
 LOSSES = ("actor/loss", "actor/policy_loss")  # every other metric of a micro-batch is a mean over tokens
 
 
@@ -44,6 +45,7 @@ class Update(NamedTuple):
     """The share of this rank in one optimizer step."""
 
     micro_batches: list[MicroBatch]
+    left_out: list[MicroBatch]  # rows that loss.mask_truncated or skip_equal_groups leave out; for the surprise only
     counts: dict[str, int]  # num_tokens, num_sequences and max_new_tokens that the loss divides by, over all data ranks
     num_trained_tokens: int  # fewer than num_tokens if loss.skip_equal_groups leaves rows out of the forward pass
 
@@ -86,16 +88,19 @@ class Learner:
         firsts = range(0, len(advantages), per_update)
         updates = [self._pack(batch, completions, list(range(i, i + per_update)), advantages) for i in firsts]
         old_logp: dict[tuple[int, int], Tensor] = {}
+        surprises = [self._old_stats(micro)[0].surprise() for update in updates for micro in update.left_out]
         if len(updates) > 1 or cfg.replay.mode == "r2":
             # With one update, the policy that sampled is the policy that learns, and its ratio is 1 without this pass.
             for number, update in enumerate(updates):
                 for i, micro in enumerate(update.micro_batches):
                     self._seed_dropout(step, number, i)  # the same masks as in the update: the ratio starts at 1
-                    old_logp[number, i], micro.routes, micro.replayed = self._old_logp(micro)
+                    stats, micro.routes, micro.replayed = self._old_stats(micro)
+                    old_logp[number, i] = stats.logp
+                    surprises.append(stats.surprise())
             timer.end_phase("old_logp")
         sums: dict[str, Tensor] = {}
         largest_gap, norms = torch.zeros((), device=self.parallel.device), []
-        num_trained_tokens = max(1, sum(update.num_trained_tokens for update in updates))
+        trained_tokens = sum(update.num_trained_tokens for update in updates)
         for number, update in enumerate(updates):
             for i, micro in enumerate(update.micro_batches):
                 self._seed_dropout(step, number, i)
@@ -104,25 +109,32 @@ class Learner:
                     ref_logp = self._reference_logp(micro)
                     timer.end_phase("reference")
                 with self._routed(micro, count=True):
-                    loss, metrics, gap = self._loss(micro, old_logp.get((number, i)), ref_logp, update.counts)
+                    loss, metrics, gap, surprise = self._loss(micro, old_logp.get((number, i)), ref_logp, update.counts)
                     loss.backward()  # under replay too: activation recompute routes the tokens again
+                if not old_logp:
+                    surprises.append(surprise)
                 del loss  # free the autograd graph before the next forward pass
                 if micro.packing is not None:
                     micro.packing.release_mask()
                 timer.end_phase("update")
                 for name, value in metrics.items():
-                    share = 1 / len(updates) if name in LOSSES else update.counts["num_tokens"] / num_trained_tokens
+                    share = 1 / len(updates) if name in LOSSES else update.counts["num_tokens"] / max(1, trained_tokens)
                     sums[name] = sums.get(name, 0) + value * share
                 largest_gap = torch.maximum(largest_gap, gap)
             self.parallel.sync_gradients_(self.parameters)
             norms.append(self._step(step))
             timer.end_phase("update")
-        totals = self.parallel.sum_over_data(torch.stack(list(sums.values())))
-        found = dict(zip(sums, totals.tolist(), strict=True))
+        totals = torch.stack([*sums.values(), *torch.stack(surprises).sum(0)])
+        *totals, deviation, variance = self.parallel.sum_over_data(totals).tolist()
+        found = dict(zip(sums, totals, strict=True))
         if self.replay:
             found["replay/differing_frac"] = self.replay.differing_share()
+        found["rollout/logp_gap_max"] = self.parallel.max_over_ranks(largest_gap.item())
+        if not trained_tokens:
+            found = {}  # without a trained token these metrics mean nothing
+        if cfg.samples_own_policy and variance >= LEAST_VARIANCE:
+            found |= {"rollout/surprise_z": deviation / math.sqrt(variance), "rollout/surprise_variance": variance}
         return found | {
-            "rollout/logp_gap_max": self.parallel.max_over_ranks(largest_gap.item()),
             "actor/grad_norm": sum(norms) / len(norms),
             "actor/lr": learning_rate(cfg.optim, step, cfg.train.steps),
         }
@@ -131,17 +143,29 @@ class Learner:
         self, batch: Rollout, completions: list[list[Completion]], sequences: list[int], advantages: Tensor
     ) -> Update:
         """The share of this rank in the update on ``sequences``. Skipped groups count in the loss, as 0."""
-        cfg, parallel = self.cfg, self.parallel
-        if cfg.loss.mask_truncated:
-            sequences = [s for s in sequences if not batch.truncated[s]]
+        cfg = self.cfg
+        kept = [s for s in sequences if not (cfg.loss.mask_truncated and batch.truncated[s])]
         counts = {
-            "num_tokens": sum(batch.lengths[s] for s in sequences),
-            "num_sequences": len(sequences),
+            "num_tokens": sum(batch.lengths[s] for s in kept),
+            "num_sequences": len(kept),
             "max_new_tokens": cfg.rollout.max_new_tokens,
         }
         if cfg.loss.skip_equal_groups:
             mixed = batch.rewards.amax(dim=1) > batch.rewards.amin(dim=1)
-            sequences = [s for s in sequences if mixed[s // cfg.rollout.group_size]]
+            kept = [s for s in kept if mixed[s // cfg.rollout.group_size]]
+        left_out = sorted(set(sequences) - set(kept)) if cfg.samples_own_policy else []
+        return Update(
+            self._micro_batches(batch, completions, kept, advantages),
+            self._micro_batches(batch, completions, left_out, advantages) if left_out else [],
+            counts,
+            sum(batch.lengths[s] for s in kept),
+        )
+
+    def _micro_batches(
+        self, batch: Rollout, completions: list[list[Completion]], sequences: list[int], advantages: Tensor
+    ) -> list[MicroBatch]:
+        """The share of this rank in forward passes over ``sequences``; every rank gets as many micro-batches."""
+        cfg, parallel = self.cfg, self.parallel
         lengths = {s: batch.row_length(s) for s in sequences}
         prompts = {s: lengths[s] - batch.lengths[s] for s in sequences}
         shares = rollout.plan(
@@ -167,7 +191,7 @@ class Learner:
                     micro.replayed = micro.packing.of_line(micro.replayed) * micro.packing.rows
                     micro.routes = micro.packing.of_line(micro.routes)
             micro_batches.append(micro)
-        return Update(micro_batches, counts, sum(batch.lengths[s] for s in sequences))
+        return micro_batches
 
     def _seed_dropout(self, step: int, update: int, micro_batch: int) -> None:
         """LoRA dropout is the only draw from global generators. Its masks depend on the step and on the layout."""
@@ -190,14 +214,14 @@ class Learner:
         return self.replay.replaying(micro.routes, micro.replayed, count=count)
 
     @torch.no_grad()
-    def _old_logp(self, micro: MicroBatch) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Log-probs of the policy before its first update, (b, T), and the routes that the update must replay."""
+    def _old_stats(self, micro: MicroBatch) -> tuple[TokenStats, Tensor | None, Tensor | None]:
+        """The tokens under the policy before its first update, and the routes that the update must replay."""
         if self.cfg.replay.mode != "r2":
             with self._routed(micro):
-                return self._logp(micro)[0], micro.routes, micro.replayed
+                return self._logp(micro), micro.routes, micro.replayed
         replayed = torch.ones_like(micro.tokens) if micro.packing is None else micro.packing.rows[None]
-        (logp, _), routes = self.replay.record(lambda: self._logp(micro), len(replayed))
-        return logp, routes, replayed
+        stats, routes = self.replay.record(lambda: self._logp(micro), len(replayed))
+        return stats, routes, replayed
 
     @torch.no_grad()
     def _reference_logp(self, micro: MicroBatch) -> Tensor:
@@ -206,7 +230,7 @@ class Learner:
         with routed, lora_megatron.disabled(self.adapters):
             return self._logp(micro)[0]
 
-    def _logp(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    def _logp(self, micro: MicroBatch) -> TokenStats:
         found = model_megatron.token_logprobs(
             self.model, micro.tokens, micro.mask, self.parallel, self.cfg.rollout.temperature, micro.packing
         )
@@ -216,10 +240,10 @@ class Learner:
 
     def _loss(
         self, micro: MicroBatch, old_logp: Tensor | None, ref_logp: Tensor | None, counts: dict[str, int]
-    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """The share of ``micro`` in the loss and in the metrics, and its largest sampler-trainer gap."""
-        loss_cfg = self.cfg.loss
-        logp, entropy = self._logp(micro)  # (b, T) twice
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
+        """The share of ``micro`` in the loss and in the metrics, its largest sampler-trainer gap, and its surprise."""
+        loss_cfg, stats = self.cfg.loss, self._logp(micro)
+        logp, entropy = stats.logp, stats.entropy  # (b, T) twice
         old_logp = logp.detach() if old_logp is None else old_logp
         weights = grpo.rollout_weights(
             old_logp,
@@ -229,13 +253,13 @@ class Learner:
             loss_cfg.importance_clip,
             loss_cfg.importance_low,
         )
-        loss, stats = grpo.policy_loss(
+        loss, measured = grpo.policy_loss(
             logp, old_logp, micro.advantages, micro.mask, weights=weights, kind=loss_cfg.kind,
             clip_low=loss_cfg.clip_low, clip_high=loss_cfg.clip_high, dual_clip=loss_cfg.dual_clip,
             aggregate=loss_cfg.aggregate, **counts,
         )  # fmt: skip
         mean = functools.partial(grpo.aggregate_loss, mask=micro.mask, num_tokens=counts["num_tokens"])
-        metrics = {f"actor/{name}": value for name, value in stats.items()}
+        metrics = {f"actor/{name}": value for name, value in measured.items()}
         if ref_logp is not None:
             kl = grpo.kl(logp, ref_logp, loss_cfg.kl, micro.mask)
             loss = loss + loss_cfg.kl_coef * grpo.aggregate_loss(kl, micro.mask, aggregate=loss_cfg.aggregate, **counts)
@@ -255,7 +279,7 @@ class Learner:
                 metrics["rollout/importance_masked_frac"] = mean((weights == 0) * micro.mask)
             else:
                 metrics["rollout/importance_clip_frac"] = mean((weights >= loss_cfg.importance_clip) * micro.mask)
-        return loss, metrics, gap.amax()
+        return loss, metrics, gap.amax(), stats.surprise()
 
     def first_differing_layer(self, engine, prompt: list[int], bound: float) -> str:
         """The first layer whose output on ``prompt`` differs between engine and trainer, as a text. Collective."""
@@ -351,40 +375,3 @@ def learning_rate(optim: OptimConfig, step: int, num_steps: int) -> float:
     share = (step - optim.warmup_steps) / max(1, num_steps - 1 - optim.warmup_steps)  # 0 -> 1 at the last step
     fall = share if optim.decay == "linear" else (1 - math.cos(math.pi * share)) / 2
     return optim.lr * (1 - (1 - optim.min_lr_ratio) * fall)
-
-
-class StepTimer:
-    """Wall time of the phases of one step, and where ``device`` counts it the most memory in use in each phase.
-
-    A phase that occurs several times counts once, with its sum. The phases add up to the step.
-    """
-
-    def __init__(self, heartbeat: Heartbeat, step: int, device: torch.device) -> None:
-        self.heartbeat, self.step, self.device = heartbeat, step, device
-        self.peaks: dict[str, float] = {}  # GiB
-        self._count_memory("between_steps")  # loading, an evaluation, a checkpoint
-        self.start = self.last = time.perf_counter()
-        self.seconds: dict[str, float] = {}
-
-    def end_phase(self, phase: str) -> None:
-        """Count the time since the end of the last phase as ``phase``."""
-        self.heartbeat.beat(f"{phase} of step {self.step + 1}")
-        now = time.perf_counter()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.last
-        self.last = now
-        self._count_memory(phase)
-
-    def _count_memory(self, phase: str) -> None:
-        gib = devices.peak_memory_gib(self.device)
-        if gib is not None:
-            self.peaks[phase] = max(gib, self.peaks.get(phase, 0.0))
-
-    def peak(self) -> tuple[float, str] | tuple[()]:
-        """GiB and name of the phase in which most of the device was in use; () where it is not counted."""
-        return max(((gib, phase) for phase, gib in self.peaks.items()), default=())
-
-    def timing(self, new_tokens: int) -> dict[str, float]:
-        """Seconds of each phase and of the whole step, and generated tokens a second of the whole step."""
-        total = time.perf_counter() - self.start
-        phases = {f"timing/{phase}_s": round(seconds, 4) for phase, seconds in self.seconds.items()}
-        return phases | {"timing/step_s": round(total, 4), "perf/tokens_per_s": round(new_tokens / total, 1)}

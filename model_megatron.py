@@ -7,6 +7,7 @@ causal, so no mask is needed. b rows, T tokens, h hidden size, N completion toke
 
 import contextlib
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ import device as devices
 import kernels
 from hf_config import Architecture
 from knobs import ModelConfig
-from packing import Packing
+from packing import CausalAttention, Packing
 from parallel_setup import Parallel
 from quantisation import Quantised, QuantisedLinear
 
@@ -37,22 +38,6 @@ class RMSNorm(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # A copy: a view would keep the whole QKV tensor alive until the backward pass.
         return kernels.rms_norm(x.contiguous(), self.weight, self.eps)
-
-
-class CausalAttention(torch.nn.Module):
-    """Scaled dot-product attention; it replaces Megatron's core attention."""
-
-    def __init__(self, config, *args, **kwargs) -> None:
-        super().__init__()
-        self.scale = config.kv_channels**-0.5
-        self.packing: Packing | None = None  # of the last forward pass; activation recompute needs it again
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask, **unused) -> Tensor:
-        """(T, b, heads, d), (T, b, kv heads, d) twice -> (T, b, heads x d); a packed line has b = 1"""
-        if self.packing is not None:
-            return self.packing.attention(query[:, 0], key[:, 0], value[:, 0], self.scale)[:, None]
-        out = kernels.causal_attention(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), scale=self.scale)
-        return out.permute(2, 0, 1, 3).flatten(2)
 
 
 # ------------------------------------------------------------------------------------------------ building
@@ -257,6 +242,20 @@ def layer_outputs(model: torch.nn.Module, prompt: list[int], parallel: Parallel)
     return [output[: len(prompt), 0] for output in outputs]
 
 
+class TokenStats(NamedTuple):
+    """Of the distribution from which each token of the rows was drawn; 0 for tokens that are not asked for."""
+
+    logp: Tensor  # (b, T) log-probability of the token
+    entropy: Tensor  # (b, T) mean of -log p over the vocabulary, nats
+    variance: Tensor  # (b, T) variance of -log p over the vocabulary, nats^2; it has no gradient
+
+    def surprise(self) -> Tensor:
+        """The sums over the tokens of D = -log p - entropy and of its variance.  -> (2,)
+
+        D of a token that was drawn from the distribution has the mean 0, whatever the tokens before it are."""
+        return torch.stack([-(self.logp + self.entropy).detach().sum(), self.variance.sum()])
+
+
 def token_logprobs(
     model: torch.nn.Module,
     tokens: Tensor,
@@ -264,8 +263,8 @@ def token_logprobs(
     parallel: Parallel,
     temperature: float = 1.0,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Log-probability and entropy at every token where ``mask`` is 1, and 0 elsewhere.  (b, T), (b, T) -> (b, T) twice
+) -> TokenStats:
+    """Log-probability and distribution of every token where ``mask`` is 1.  (b, T), (b, T)
 
     Position t holds log p(tokens[t] | tokens[:t]) under softmax(logits / temperature), so mask[:, 0] must be 0.
     Only masked positions reach the language-model head, and only a chunk of the (N, V) logits exists at a time.
@@ -279,22 +278,22 @@ def token_logprobs(
         line = hidden_states(model, packing.of_line(tokens), packing)[:, 0]  # (M, h)
         hidden = line.index_select(0, packing.line[row, position - 1])
     head = model.embedding.word_embeddings if model.share_embeddings_and_output_weights else model.output_layer
-    logp, entropy = _VocabularyLogProbs.apply(hidden, head.weight, tokens[row, position], temperature, parallel)
+    stats = _VocabularyLogProbs.apply(hidden, head.weight, tokens[row, position], temperature, parallel)
     zeros = hidden.new_zeros(mask.shape, dtype=torch.float32)
-    return zeros.index_put((row, position), logp), zeros.index_put((row, position), entropy)
+    return TokenStats(*(zeros.index_put((row, position), values) for values in stats))
 
 
 class _VocabularyLogProbs(torch.autograd.Function):
-    """Log-softmax at the chosen tokens, and its entropy, over a vocabulary that is split over the tensor ranks.
+    """TokenStats of the chosen tokens, over a vocabulary that is split over the tensor ranks.
 
-    (N, h), (V / tensor, h), (N,) -> (N,), (N,).  The backward pass computes the logits of each chunk again:
+    (N, h), (V / tensor, h), (N,) -> (N,) three times.  The backward pass computes the logits of a chunk again:
     d logp / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy).  The weight is frozen.
     """
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, chosen: Tensor, temperature: float, parallel: Parallel):
         first = parallel.tensor_rank * len(weight)  # the first token of this rank's slice of the vocabulary
-        logp, entropy, log_norm = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
+        logp, entropy, variance, log_norm = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(4))
         for rows in _chunks(len(hidden), len(weight)):
             logits = (hidden[rows] @ weight.t()).float()  # (n, V / tensor)
             if temperature != 1:
@@ -307,20 +306,23 @@ class _VocabularyLogProbs(torch.autograd.Function):
             local = chosen[rows] - first
             mine = (local >= 0) & (local < len(weight))
             picked = logits.gather(1, local.clamp(0, len(weight) - 1)[:, None])[:, 0] * mine
-            sums = torch.stack([weights.sum(-1), torch.linalg.vecdot(weights, logits), picked])  # (3, n)
+            sums = [picked, weights.sum(-1), torch.linalg.vecdot(weights, logits)]
+            sums = torch.stack([*sums, torch.linalg.vecdot(weights.mul_(logits), logits)])  # (4, n)
             if parallel.tensor > 1:
                 dist.all_reduce(sums, group=parallel.tensor_group)
-            log_sum = sums[0].log()
+            picked, total, first_moment, second_moment = sums
+            log_sum, mean = total.log(), first_moment / total
             log_norm[rows] = top + log_sum
-            entropy[rows] = log_sum - sums[1] / sums[0]
-            logp[rows] = sums[2] - log_sum
+            logp[rows], entropy[rows] = picked - log_sum, log_sum - mean
+            variance[rows] = (second_moment / total - mean.square()).clamp(min=0)  # rounding may make it negative
         ctx.save_for_backward(hidden, weight, chosen, log_norm, entropy)
         ctx.temperature, ctx.first = temperature, first
         ctx.set_materialize_grads(False)
-        return logp, entropy
+        ctx.mark_non_differentiable(variance)
+        return logp, entropy, variance
 
     @staticmethod
-    def backward(ctx, grad_logp: Tensor | None, grad_entropy: Tensor | None):
+    def backward(ctx, grad_logp: Tensor | None, grad_entropy: Tensor | None, _: None):
         hidden, weight, chosen, log_norm, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_logp = torch.zeros_like(log_norm) if grad_logp is None else grad_logp

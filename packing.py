@@ -66,6 +66,22 @@ class Packing:
         return rows.flatten(0, 1).index_select(0, self.source)[None]
 
 
+class CausalAttention(torch.nn.Module):
+    """Scaled dot-product attention; it replaces Megatron's core attention."""
+
+    def __init__(self, config, *args, **kwargs) -> None:
+        super().__init__()
+        self.scale = config.kv_channels**-0.5
+        self.packing: Packing | None = None  # of the last forward pass; activation recompute needs it again
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask, **unused) -> Tensor:
+        """(T, b, heads, d), (T, b, kv heads, d) twice -> (T, b, heads x d); a packed line has b = 1"""
+        if self.packing is not None:
+            return self.packing.attention(query[:, 0], key[:, 0], value[:, 0], self.scale)[:, None]
+        out = kernels.causal_attention(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), scale=self.scale)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
 def rows_of(line: Tensor, places: Tensor) -> Tensor:
     """The tokens at ``places`` of the line, as rows.  (M, heads, d), (r, t) -> (r, heads, t, d)"""
     return line.flatten(1).index_select(0, places.flatten()).view(*places.shape, *line.shape[1:]).transpose(1, 2)

@@ -6,6 +6,7 @@ afterwards every rank has the whole rollout.
 """
 
 import bisect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -207,6 +208,29 @@ def metrics(batch: Rollout) -> dict[str, float]:
         "response_length/mean": lengths.mean().item(),
         "response_length/max": int(lengths.max()),
         "response_length/truncated_frac": batch.truncated.double().mean().item(),
+    } | repetitions(batch)
+
+
+def repetitions(batch: Rollout) -> dict[str, float]:
+    """Share of the completions after the first of each group that repeat an earlier one, and what log-probs predict.
+
+    Given the earlier ones, a completion is one of them with the probability q, the sum of theirs. The variance is the
+    sum of q (1 - q).
+    """
+    tokens, logp = batch.tokens.tolist(), batch.logp.double().sum(dim=1).tolist()
+    group_size, repeated, predicted = batch.rewards.shape[1], 0, []
+    for first in range(0, len(tokens), group_size):
+        seen: dict[tuple[int, ...], float] = {}  # completion -> its probability
+        for sequence in range(first, first + group_size):
+            completion = tuple(tokens[sequence][: batch.lengths[sequence]])
+            if seen:
+                repeated += completion in seen
+                predicted.append(min(1.0, sum(seen.values())))
+            seen[completion] = math.exp(logp[sequence])
+    return {
+        "rollout/repeated_frac": repeated / len(predicted),
+        "rollout/repeated_predicted": sum(predicted) / len(predicted),
+        "rollout/repeated_variance": sum(q * (1 - q) for q in predicted),
     }
 
 

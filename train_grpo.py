@@ -26,9 +26,9 @@ import startup
 import tiny_model
 from aqn import AqnError
 from config import command_line, derive_seed, resolve_config
+from device import StepTimer
 from input_files import MOST_RANKS, InputError, one_line
 from knobs import Config
-from learner import StepTimer
 from parallel_setup import Parallel
 from plan import doctor
 from tripwires import Heartbeat, Tripped

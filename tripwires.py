@@ -27,6 +27,10 @@ UPDATE_ERROR = 0.1  # of the update: from here on the sampler's rounded policy c
 WINDOW = 10  # steps: the mean of the last ones is compared with the mean of the first ones
 ROUNDING = -1e-6  # rounding may make an estimate that cannot be negative as low as this
 NOT_NEGATIVE = ("k2", "k3", "low_var_kl", "low_var_kl+", "abs")  # kinds of loss.kl
+SURPRISE_STEPS = 20  # the last steps, in which the statistics of sampling are judged together
+SURPRISE_Z = 5.0  # standard deviations; chance alone reaches it with a probability of 6e-7
+SURPRISE_SHARE = 0.03  # in bf16 the rounding of log-probs alone may move the sums by about 1 %
+RAREST_TOKEN = 12.0  # nats: -log p of a token that is drawn once in 160,000 times
 SPIKE_WINDOW = 50  # steps: their median gradient norm is the usual one
 SPIKE_START = 10  # no gradient norm is judged before so many steps
 
@@ -119,8 +123,8 @@ class Tripwires:
         if broken:
             self.trip("non_finite", f"step {step + 1}: {', '.join(broken)} not finite", "optim.lr, and the data")
         for check in (
-            self._reward, self._truncated, self._identical, self._agreement, self._rounding, self._reference_at_start,
-            self._impossible, self._collapse, self._gradient_and_entropy,
+            self._reward, self._truncated, self._identical, self._surprise, self._agreement, self._rounding,
+            self._reference_at_start, self._impossible, self._collapse, self._gradient_and_entropy,
         ):  # fmt: skip
             check(step, metrics)
 
@@ -176,12 +180,41 @@ class Tripwires:
             self.identical_nats = 0.0
             return
         pairs = rollout.prompts_per_step * (rollout.group_size - 1)
-        self.identical_nats += pairs * metrics["actor/entropy"] * metrics["response_length/mean"]
+        self.identical_nats += pairs * metrics.get("actor/entropy", 0.0) * metrics["response_length/mean"]
         if self.identical_nats > IDENTICAL_NATS:
             self.trip(
                 "sampling",
                 f"step {step + 1}: all completions of every group are identical, with an entropy of "
                 f"{metrics['actor/entropy']:.2g} nats a token: all advantages are 0",
+                "the engine's seeds of the samples of one prompt",
+            )
+
+    def _surprise(self, step: int, metrics: dict[str, float]) -> None:
+        """Whether sampled tokens, and equal completions of a group, are as frequent as their probabilities say.
+
+        Both are sums of differences that have the mean 0 whatever was sampled before: -log p - entropy of a token;
+        1 or 0 for a completion that repeats another one or not, minus the probability of that.
+        """
+        rollout, last = self.cfg.rollout, self.history[-SURPRISE_STEPS:]
+        rows = [row for row in last if "rollout/surprise_z" in row]
+        variance = sum(row["rollout/surprise_variance"] for row in rows)
+        nats = sum(row["rollout/surprise_z"] * row["rollout/surprise_variance"] ** 0.5 for row in rows)
+        if abs(nats) > SURPRISE_SHARE * variance and improbable(nats, variance, RAREST_TOKEN):
+            self.trip(
+                "surprise",
+                f"steps up to {step + 1}: -log p of the sampled tokens is {nats / variance**0.5:+.1f} standard "
+                f"deviations from its mean under the policy ({len(rows)} steps)",
+                "the sampler's temperature, top-k and top-p; its random numbers, which preflight.py --layers tests",
+            )
+        rows = [row for row in last if "rollout/repeated_frac" in row and not rollout.top_k and rollout.top_p == 1]
+        repeated, predicted = (sum(row[f"rollout/repeated_{key}"] for row in rows) for key in ("frac", "predicted"))
+        more = (repeated - predicted) * rollout.prompts_per_step * (rollout.group_size - 1)
+        variance = sum(row["rollout/repeated_variance"] for row in rows)
+        if abs(repeated - predicted) > SURPRISE_SHARE * len(rows) and improbable(more, variance, 1.0):
+            self.trip(
+                "surprise",
+                f"steps up to {step + 1}: {repeated / len(rows):.1%} of the completions repeat another one of their "
+                f"group, but their log-probs predict {predicted / len(rows):.1%} ({len(rows)} steps)",
                 "the engine's seeds of the samples of one prompt",
             )
 
@@ -201,7 +234,7 @@ class Tripwires:
         bound = getattr(self.checks, f"logp_gap_{self.cfg.model.dtype}")
         # The completions of a sampler with noise or rounded weights cannot show the gap.
         probe = "aqn/probe_gap" if noisy else "sync/probe_gap"
-        gap = metrics[probe if probe in metrics else "rollout/logp_gap_mean"]
+        gap = metrics.get(probe, metrics.get("rollout/logp_gap_mean", 0.0))  # absent if no row was trained
         if self._far_above_the_first_steps(gap, bound):
             self.say(
                 f"warning: checks.logp_gap: step {step + 1}: sampler and trainer differ by {gap:.2g} nats a token, "
@@ -262,7 +295,7 @@ class Tripwires:
                     "the sign in grpo.py, and in model_megatron.py for the entropy",
                 )
         updated = any(row["actor/grad_norm"] > 0 and row["actor/lr"] > 0 for row in self.history[:-1])
-        if not self._untrained(metrics):
+        if kl is not None:
             tokens = metrics["response_length/mean"] * rollout.prompts_per_step * rollout.group_size
             self.kl_zero = [*self.kl_zero, tokens] if kl == 0 and updated else []
         if len(self.kl_zero) >= STUCK_STEPS and sum(self.kl_zero) >= STUCK_TOKENS[self.cfg.model.dtype]:
@@ -297,16 +330,20 @@ class Tripwires:
                 f"step {step + 1}: gradient norm {norm:.3g}, {norm / usual:.0f} x the usual {usual:.3g}",
                 "the step's completions, optim.lr, loss.clip_high",
             )
-        if metrics["actor/entropy"] < self.checks.entropy_floor and not self._untrained(metrics):
+        if metrics.get("actor/entropy", math.inf) < self.checks.entropy_floor:  # absent if no row was trained
             self.trip(
                 "entropy",
                 f"step {step + 1}: entropy {metrics['actor/entropy']:.2g} nats a token: completions repeat themselves",
                 "loss.entropy_coef, optim.lr, loss.kl_coef",
             )
 
-    def _untrained(self, metrics: dict[str, float]) -> bool:
-        """Whether the loss options left out all rows of the step, so that its entropy and KL mean nothing."""
-        return metrics["actor/grad_norm"] == 0 and (self.cfg.loss.skip_equal_groups or self.cfg.loss.mask_truncated)
+
+def improbable(deviation: float, variance: float, largest: float) -> bool:
+    """Whether a sum with the mean 0 is further from it than chance explains: SURPRISE_Z standard deviations, or more.
+
+    By Bernstein's inequality for martingales (Freedman 1975), where single terms are as large as ``largest``.
+    """
+    return deviation**2 > SURPRISE_Z**2 * (variance + abs(deviation) * largest / 3)
 
 
 # ------------------------------------------------------------------------------------------------ a rank that stalls

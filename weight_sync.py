@@ -261,7 +261,7 @@ class WeightSync:
         place = torch.arange(tokens.shape[1]) - len(prompt)
         mask = ((place >= 0) & (place < torch.tensor([[len(answer)] for answer in answers]))).long()
         with model_megatron.evaluating(self.model):
-            logp, _ = model_megatron.token_logprobs(
+            logp, *_ = model_megatron.token_logprobs(
                 self.model, tokens.to(device), mask.to(device), self.parallel, self.cfg.rollout.temperature
             )
         return {answer: rows[chosen == 1] for answer, rows, chosen in zip(answers, logp.cpu(), mask, strict=True)}

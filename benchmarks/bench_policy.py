@@ -33,8 +33,9 @@ import rollout
 import weights_hf
 from config import load_config
 from data_gsm8k import Question
+from device import StepTimer
 from knobs import Config
-from learner import Learner, StepTimer
+from learner import Learner
 from tripwires import Heartbeat
 from weight_sync import WeightSync
 

@@ -30,8 +30,9 @@ import lora_megatron
 import model_megatron
 import parallel_setup
 import weights_hf
+from device import StepTimer
 from knobs import Config
-from learner import Learner, StepTimer
+from learner import Learner
 from plan import grid, memory
 from plan.dry_run_meter import Meter
 from rollout import Rollout

@@ -163,7 +163,7 @@ class HeadIn:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, self.real = dtype, model_megatron._VocabularyLogProbs
 
-    def apply(self, hidden: Tensor, weight: Tensor, *more) -> tuple[Tensor, Tensor]:
+    def apply(self, hidden: Tensor, weight: Tensor, *more) -> tuple[Tensor, Tensor, Tensor]:
         return self.real.apply(hidden.to(self.dtype), weight.to(self.dtype), *more)
 
 

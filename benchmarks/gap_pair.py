@@ -125,7 +125,7 @@ class Pair:
             mask[row, len(prompt) : end] = 1
         packed = packing.pack(tokens, mask, 1)
         with self._replaying(rows, width, packed) if replay else contextlib.nullcontext():
-            logp, _ = model_megatron.token_logprobs(self.model, tokens, mask, self.parallel, 1.0, packed)
+            logp, *_ = model_megatron.token_logprobs(self.model, tokens, mask, self.parallel, 1.0, packed)
         return [logp[row][mask[row] == 1] for row in range(len(rows))]
 
     def _replaying(self, rows: list[Row], width: int, packed: packing.Packing) -> contextlib.AbstractContextManager:

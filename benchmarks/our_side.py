@@ -28,8 +28,9 @@ import reward_gsm8k
 import rollout
 import startup
 import train_grpo
+from device import StepTimer
 from engines.torch_sampler import TorchSampler
-from learner import Learner, StepTimer
+from learner import Learner
 
 FACTOR_STD = 0.02  # standard deviation of B at the start; in a real run B starts at 0
 
@@ -101,7 +102,7 @@ class Side:
         with torch.no_grad():
             reference = learner._reference_logp(micro)
             logp = learner._logp(micro)[0]
-            loss, _, _ = learner._loss(
+            loss, *_ = learner._loss(
                 micro, None, reference, {"num_tokens": rows * width, "num_sequences": rows, "max_new_tokens": width}
             )
 

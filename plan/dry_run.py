@@ -44,10 +44,11 @@ import weight_sync
 import weights_hf
 from config import command_line, resolve_config
 from config_rules import OTHER_RULES
+from device import StepTimer
 from hf_config import Architecture
 from input_files import BAD_INPUT, MOST_RANKS, InputError, one_line, refused, shown
 from knobs import Config
-from learner import Learner, StepTimer, Update
+from learner import Learner, Update
 from parallel_setup import Parallel
 from plan import confirmed, dry_run_device, grid, memory
 from plan.dry_run_meter import Meter
@@ -113,7 +114,7 @@ def run(
                 meter.mark((factor.grad for factor in learner.parameters), "gradients")
                 if cfg.has_old_policy_pass and cfg.replay.mode != "r2":  # under r2, update makes this pass
                     for micro in learner._pack(batch, [], list(range(len(batch.lengths))), advantages).micro_batches:
-                        learner._old_logp(micro)
+                        learner._old_stats(micro)
                     del micro
                 learner.update(batch, [], advantages, 0, _Timer())
             gc.collect()
@@ -211,7 +212,7 @@ def _watch(learner: Learner, meter: Meter) -> None:
 
     vars(learner)["_pack"] = pack
     watched("_reference_logp", "reference")
-    watched("_old_logp", "old policy")
+    watched("_old_stats", "old policy")
     watched("_loss", "forward", after="backward")
     watched("_step", "update")
     sync = learner.parallel.sync_gradients_

@@ -12,23 +12,21 @@ import functools
 import importlib.metadata
 import json
 import os
-import re
 import shutil
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 import aqn
-import data_gsm8k
 import hf_config
+import parallel_setup
 import reward_gsm8k
 import tiny_model
 import train_grpo
@@ -36,16 +34,21 @@ import weights_hf
 from config import command_line, resolve_config
 from config_rules import OTHER_RULES
 from engines.interface import Completion
+from engines.torch_sampler import TorchSampler
 from input_files import BAD_INPUT, refused
 from knobs import Config, TinyModelConfig
 from learner import Learner, StepTimer
-from plan.self_test_reference import Named, State, advantages_of, forward, merged, rows_of, updated
+from plan.self_test_reference import Named, State, forward, merged, rows_of, unknown, updated
+from plan.self_test_schedules import GAP, Findings, Interrupted, NotAsExpected, Watch, learner_state, rate, schedules
 from rollout import Rollout
+from run_record import read_lines
+from startup import Run
 from tripwires import Tripped
 
-FIRST, SECOND, LATER = OBSERVED = (0, 1, 9)  # steps whose updates are repeated in float64
+FIRST, SECOND, LATER = OBSERVED = (0, 1, 9)  # steps whose updates are repeated in float64; before LATER is a resume
 STEPS, LAST, LEVEL = 50, 10, 0.3  # least mean reward of the last steps; a sound run may also settle at 0.5
 PROMPTS, GROUP, NEW_TOKENS = 16, 16, 6
+HELD_OUT = 8  # questions, of 48
 STOPS = 64  # tokens that end an answer, of 259
 SEED = 0
 ANSWERS = (("a", "3"), ("b", "7"))  # last letter of a question -> its answer
@@ -53,11 +56,20 @@ LARGER = ("lm_head.weight", "model.embed_tokens.weight")
 WHOLE = {"fp32": 0.05, "bf16": 0.7}  # largest relative difference of a whole gradient; docs/self_test.md: what was seen
 PIECE = {"fp32": 0.9, "bf16": 0.02}  # smallest part of the expected value in each tensor, or in an expert's part of one
 NORM = {"fp32": 0.01, "bf16": 0.25}  # largest relative difference of the gradient's norm
-GAP = {"fp32": 2e-3, "bf16": 0.1}  # nats a token
 # Tripwires of a run that have a check of their own here, or that a toy task would trip.
 OFF = ("reward_constant", "unparsable", "truncated", "sampling", "impossible", "gradient_spike", "entropy")
+WATCHED = (  # methods that Observer's of the same name stand in for
+    (TorchSampler, "load_weights"), (TorchSampler, "load_adapter"), (TorchSampler, "sample"), (Run, "evaluate"),
+    (Run, "save"), (Learner, "update"),
+)  # fmt: skip
 LOOK_AT = {
-    "questions": "data_gsm8k.Questions.pick; which file each split is read from",
+    "order": "data_gsm8k.Questions.pick",
+    "rate": "learner.learning_rate, and the step that it is called with",
+    "sigma": "aqn.sigma_at, and the step that it is called with",
+    "noise": "aqn.perturb, and the step, seed and sigma that it is called with (weight_sync.py)",
+    "questions": "data_gsm8k.Questions.pick, and the step in train_grpo.train; which file each split is read from",
+    "evaluation": "evaluate.py, startup.Run.evaluate, and the push before it (WeightSync.push_clean)",
+    "resume": "checkpoint.py, Learner.state, Learner.restore",
     "answers": "data_gsm8k.stop_token_ids, and how the sampler ends an answer (torch_sampler.py)",
     "rewards": "reward_gsm8k.py, startup.Run.score, and the order in which rollout.sample gathers",
     "advantages": "grpo.group_advantages",
@@ -92,20 +104,27 @@ def tiny_run(cfg: Config, folder: Path) -> Config:
         "rollout": {
             "prompts_per_step": PROMPTS, "group_size": GROUP, "max_new_tokens": NEW_TOKENS,
             **{key: kept["rollout"][key] for key in ("temperature", "top_p", "top_k")},
+            "round_bits": kept["rollout"]["round_bits"] if kept["aqn"]["schedule"] == "off" else 0,
         },
         "reward": {"method": "verl_flexible"},
         "lora": {"targets": kept["lora"]["targets"], "rank": 16, "alpha": 32.0, "expert_rank": 8},
         "loss": kept["loss"],
         "optim": {
-            "lr": 3e-3, "warmup_steps": 0, "prompts_per_update": PROMPTS // num_updates(cfg),
+            "lr": 3e-3, "warmup_steps": min(2, kept["optim"]["warmup_steps"]),
+            "decay": "constant" if "optim.decay" in unknown(cfg) else kept["optim"]["decay"],
+            "min_lr_ratio": max(0.5, kept["optim"]["min_lr_ratio"]), "prompts_per_update": PROMPTS // num_updates(cfg),
             **{key: kept["optim"][key] for key in ("betas", "eps", "weight_decay", "max_grad_norm")},
         },
         "aqn": kept["aqn"] | {"targets": roles or ["attention", "experts"]},
         "replay": kept["replay"],
         "checks": dict.fromkeys(OFF, "off") | {f"logp_gap_{dtype}": 1.0 for dtype in GAP},
-        "eval": {"samples": 0, "num_questions": 8},
+        "eval": {
+            "every": 10, "batch_size": 4, "temperature": kept["eval"]["temperature"],
+            "samples": 16 if kept["eval"]["samples"] else 0,
+            "num_questions": 6 if kept["eval"]["num_questions"] else 0,
+        },
         "train": {
-            "steps": STEPS, "out_dir": str(folder / "out"), "checkpoint_every": 0, "resume": "never",
+            "steps": STEPS, "out_dir": str(folder / "out"), "checkpoint_every": LATER, "resume": "auto",
             "seed": SEED, "deterministic": kept["train"]["deterministic"],
         },
     })  # fmt: skip
@@ -138,36 +157,21 @@ def write_inputs(cfg: Config, folder: Path) -> dict[str, str]:
         w[name] = 0.1 * noise + ("norm" in name) if len(shape) == 1 else scale * noise / shape[1] ** 0.5
     answers = {f"{letter}{digit} {which}": gold for letter in "uvwxyz" for digit in "0189" for which, gold in ANSWERS}
     questions = [json.dumps({"question": text, "answer": f"#### {gold}"}) for text, gold in answers.items()]
-    for name, part in (("train", questions[:-8]), ("test", questions[-8:])):
+    for name, part in (("train", questions[:-HELD_OUT]), ("test", questions[-HELD_OUT:])):
         (folder / f"{name}.jsonl").write_text("\n".join(part) + "\n")
     # Give the two answers the rows of likely first tokens in the head, so that some samples are right at the start.
     vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
     prompts = torch.tensor([[vocabulary[c] for c in text.replace(" ", "\u0120")] for text in answers])
-    likely = forward({n: x.double() for n, x in w.items()}, settings, prompts, 1.0)[3].exp().mean(0)
+    likely = forward({n: x.double() for n, x in w.items()}, settings, prompts, 1.0)[3][:, -1].exp().mean(0)
     likely[stops] = 0
     for place, (_, gold) in zip(likely.topk(2).indices.tolist(), ANSWERS, strict=True):
         w["lm_head.weight"][[place, vocabulary[gold]]] = w["lm_head.weight"][[vocabulary[gold], place]]
     w = {name: tensor.bfloat16().float() for name, tensor in w.items()}  # so that both dtypes have the same weights
     save_file(w, model / "model.safetensors", metadata={"format": "pt"})
-    return dict(list(answers.items())[:-8])
+    return dict(list(answers.items())[:-HELD_OUT])
 
 
 # ------------------------------------------------------------------------------------------------ judging a run
-
-
-class NotAsExpected(Exception):
-    """A check has failed; the findings say which one."""
-
-
-class Findings(dict[str, tuple[bool, str]]):
-    """Name of a check -> (is it good?, what was measured: at the last time, or at the first failure)."""
-
-    def add(self, name: str, good: bool, measured: str) -> None:
-        if self.get(name, (True, ""))[0]:
-            self[name] = (bool(good), measured)
-
-    def good(self) -> bool:
-        return all(good for good, _ in self.values())
 
 
 def pieces(tensors: Named) -> Named:
@@ -176,37 +180,41 @@ def pieces(tensors: Named) -> Named:
     return parts | {name: x for name, x in tensors.items() if x.dim() != 3}
 
 
-class Observer:
-    """Repeats the updates of some steps of a run in float64, and compares."""
+def watched(watching: Callable, real: Callable) -> Callable:
+    """``watching`` with the real method as its first argument, as a method."""
+    return lambda *args, **kwargs: watching(real, *args, **kwargs)
 
-    def __init__(self, cfg: Config, answers: dict[str, str], findings: Findings) -> None:
-        model = Path(cfg.model.path)
-        self.cfg, self.answers, self.findings = cfg, answers, findings
-        self.tokenizer = data_gsm8k.load_tokenizer(str(model))
-        self.settings = json.loads((model / "config.json").read_text())
-        self.stops = set(json.loads((model / "generation_config.json").read_text())["eos_token_id"])
-        self.base = {name: x.double() for name, x in load_file(model / "model.safetensors").items()}
-        self.asked: set[str] = set()
-        self.state: State | None = None
+
+class Observer(Watch):
+    """Also repeats the updates of some steps of a run in float64, and compares."""
+
+    state: State | None = None
 
     def update(
         self, real_update: Callable, learner: Learner, batch: Rollout, completions: list[list[Completion]],
         advantages: Tensor, step: int, timer: StepTimer,
     ) -> dict[str, float]:  # fmt: skip
         """Learner.update, compared with the reference in the OBSERVED steps. NotAsExpected if they differ."""
+        cfg, findings, dtype = self.cfg, self.findings, self.cfg.model.dtype
+        self.asked += [self.tokenizer.decode(prompt) for prompt in batch.prompts]
+        if cfg.aqn.schedule in ("qerl", "paper", "constant") and {"attention", "experts"} & set(cfg.aqn.targets):
+            self.check_noise(step)
         if step not in OBSERVED:
             return real_update(learner, batch, completions, advantages, step, timer)
-        cfg, findings, dtype = self.cfg, self.findings, self.cfg.model.dtype
-        expected_advantages = self._check_inputs(batch, completions, advantages, step)  # (S,)
+        optim = cfg.optim.model_copy(update={"lr": rate(cfg.optim, step, STEPS)})
+        cfg = cfg.model_copy(update={"optim": optim})
+        expected_advantages = self.check_inputs(batch, completions, advantages, step)  # (S,)
         rows = rows_of(batch, [one for group in completions for one in group])
         updates = PROMPTS // cfg.optim.prompts_per_update
         if step != SECOND:  # the second step begins with the state after the first: a loss between the two shows
             self.state = learner_state(learner, step * updates)
         before = self.state
+        if self.saved:
+            self.check_resume(self.saved, before, learner.optimizer_steps)
         if step == FIRST:
             zero = not any(x.any() for x in before.first.values())
             findings.add("AdamW", zero, "moments before the first step are not 0")
-        if cfg.aqn.schedule == "off":
+        if cfg.aqn.schedule == "off" and not cfg.rollout.round_bits:
             with torch.no_grad():
                 weights = merged(self.base, before.factors, cfg.lora)
                 logp = forward(weights, self.settings, rows.tokens, cfg.rollout.temperature)[0]
@@ -269,47 +277,6 @@ class Observer:
             f"{shares[weakest]:.0%} of what is expected, at least {piece:.0%}",
         )
 
-    def _check_inputs(
-        self, batch: Rollout, completions: list[list[Completion]], advantages: Tensor, step: int
-    ) -> Tensor:
-        """Check questions, ends of answers, rewards and advantages. Returns the right advantages, (S,)."""
-        add = self.findings.add
-        texts = [self.tokenizer.decode(prompt) for prompt in batch.prompts]
-        known, when = sum(text in self.answers for text in texts), f"step {step + 1}:"
-        new = len(set(texts) - self.asked if step == SECOND else set(texts))  # step 10 is in a later epoch
-        add(
-            "questions",
-            known == new == PROMPTS,
-            f"{when} {known} of {PROMPTS} are training questions, {new} are new",
-        )
-        self.asked = set(texts)
-        bad = wrong = judged = 0
-        for text, group, rewards in zip(texts, completions, batch.rewards.tolist(), strict=True):
-            for one, reward in zip(group, rewards, strict=True):
-                stopped, tokens = one.finish_reason == "stop", one.tokens
-                too_early = len(tokens) < NEW_TOKENS and not stopped
-                bad += too_early or (tokens[-1] in self.stops) != stopped or not self.stops.isdisjoint(tokens[:-1])
-                answer = self.tokenizer.decode(tokens[:-1] if stopped else tokens)
-                if not re.search(r"[-.,]", answer):  # with these, methods differ on what a number is
-                    judged += 1
-                    wrong += reward != float(re.findall("[0-9]+", answer)[-1:] == [self.answers.get(text)])
-        add("answers", not bad, f"{when} {bad} of {PROMPTS * GROUP} do not end where they should")
-        add("rewards", not wrong, f"{when} {wrong} of {judged} are not what the answer earns")
-        by_group = [advantages_of(group, self.cfg.loss.advantage) for group in batch.rewards.tolist()]
-        expected = torch.tensor(by_group, dtype=torch.float64).flatten()
-        apart = (advantages.cpu().double() - expected).abs().max().item()
-        add("advantages", apart < 1e-3, f"{when} largest difference {apart:.1g}, at most 1e-3")
-        return expected
-
-
-def learner_state(learner: Learner, steps: int) -> State:
-    """Factors and moments of the learner in float64. ``steps``: the optimizer steps that it should have made."""
-    whole = learner.state()[0]
-    factors, moments = ({k: x.make().detach().cpu().double() for k, x in whole[kind].items()}
-                        for kind in ("adapter", "optimizer"))  # fmt: skip
-    first, second = ({k: moments[f"{k}.{moment}"] for k in factors} for moment in ("exp_avg", "exp_avg_sq"))
-    return State(factors, first, second, steps)
-
 
 def judge(cfg: Config, folder: Path) -> Findings:
     """Train by the method of ``cfg`` in ``folder``, which is empty, and return the findings. InputError as in a run."""
@@ -323,23 +290,33 @@ def judge(cfg: Config, folder: Path) -> Findings:
     )
     if not findings.good():
         return findings
+    schedules(cfg, findings)
+    if not findings.good():
+        return findings
+    if other := ", ".join(f"{key} {value}" for key, value in unknown(cfg).items()):
+        findings.add("not judged:", True, f"{other}; it has no second formula, so the trainer's own was used")
     observer = Observer(tiny, write_inputs(cfg, folder), findings)
-    real_update = Learner.update
-
-    def update(*args: Any) -> dict[str, float]:
-        return observer.update(real_update, *args)
-
-    with open(folder / "log.txt", "w") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+    with contextlib.ExitStack() as stack, open(folder / "log.txt", "w") as log:
+        stack.enter_context(contextlib.redirect_stdout(log))
+        stack.enter_context(contextlib.redirect_stderr(log))
+        for owner, name in WATCHED:
+            stack.enter_context(mock.patch.object(owner, name, watched(getattr(observer, name), getattr(owner, name))))
         try:
-            with mock.patch.object(Learner, "update", update):
+            with contextlib.suppress(Interrupted):
                 train_grpo.start(tiny)
+            parallel_setup.close_layout()  # what an exception leaves open
+            torch.distributed.destroy_process_group()
+            train_grpo.start(tiny)
         except NotAsExpected:
             return findings
         except (Tripped, aqn.AqnError) as error:
             findings.add("learning", False, f"the run stopped: {error}")
             return findings
-    (metrics,) = folder.glob("out/*/metrics.jsonl")
-    rewards = [json.loads(line)["reward/mean"] for line in metrics.read_text().splitlines()]
+    (run_dir,) = folder.glob("out/*")
+    rows, evaluations = (read_lines(run_dir / name) for name in ("metrics.jsonl", "eval.jsonl"))
+    due, found = list(range(0, STEPS + 1, tiny.eval.every)), [row["step"] for row in evaluations]
+    findings.add("evaluation", found == due, f"after {found} steps, as the float64 model; needed: after {due}")
+    rewards = [row["reward/mean"] for row in rows]
     last = sum(rewards[-LAST:]) / LAST
     text = f"reward {rewards[0]:.2f} in the first step, {last:.2f} in the last {LAST} of {STEPS}, at least {LEVEL}"
     if set(tiny.lora.targets) == {"router"}:  # four experts of a random model do not hold the answers

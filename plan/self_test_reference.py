@@ -1,7 +1,8 @@
 """A second implementation for plan/self_test.py: model, loss and AdamW in float64, on one rank and right-padded rows.
 
 It follows the formulas of the model and of the papers that grpo.py names. It shares no code with the trainer: neither
-kernels nor shards, packing or masks. A fault stays hidden only if both implementations have it.
+kernels nor shards, packing or masks. A fault stays hidden only if both implementations have it. For a loss that is not
+in KNOWN the trainer's own formula stands in, so that everything around it is still compared.
 S sequences, T tokens of a row, V vocabulary, E experts, K experts a token, R LoRA rank, L layers.
 """
 
@@ -15,19 +16,36 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+import grpo
+
 if TYPE_CHECKING:
     from engines.interface import Completion
     from knobs import Config, LoraConfig
     from rollout import Rollout
 
 Named = dict[str, Tensor]
+KNOWN = {  # what has a formula of its own, here or in self_test_schedules.py
+    "loss.kind": ("ppo", "gspo", "cispo"),
+    "loss.aggregate": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "dr-grpo"),
+    "loss.importance": ("none", "token", "sequence", "icepop", "mis"),
+    "loss.kl": ("none", "k1", "k2", "k3", "abs", "low_var_kl", "low_var_kl+"),
+    "loss.advantage": ("std", "none", "loo"),
+    "optim.decay": ("constant", "linear", "cosine"),
+    "aqn.schedule": ("off", "constant", "qerl", "paper"),
+}
+
+
+def unknown(cfg: Config) -> dict[str, str]:
+    """The keys of KNOWN whose value in ``cfg`` has no formula written apart, with this value."""
+    values = {key: functools.reduce(getattr, key.split("."), cfg) for key in KNOWN}
+    return {key: str(value) for key, value in values.items() if value not in KNOWN[key]}
 
 
 def forward(w: Named, c: dict, tokens: Tensor, temperature: float, routes: Tensor | None = None) -> tuple:
-    """Log-prob and entropy of each token, given the tokens before it; the routes; the log-probs of the next token.
+    """Log-prob and entropy of each token, given the tokens before it; the routes; the log-probs of each next token.
 
-    (S, T) -> (S, T), (S, T), (S, T, L, K), (S, V).  The first token has log-prob 0. ``w``: weights; ``c``: config.json;
-    ``routes``: experts to use, -1 where the model chooses itself.
+    (S, T) -> (S, T), (S, T), (S, T, L, K), (S, T, V).  The first token has log-prob 0. ``w``: weights; ``c``: its
+    config.json; ``routes``: experts to use, -1 where the model chooses itself.
     """
     heads, size, length, chosen = c["num_attention_heads"], c["head_dim"], tokens.shape[1], []
     angle = torch.arange(length)[:, None] * c["rope_theta"] ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
@@ -73,7 +91,7 @@ def forward(w: Named, c: dict, tokens: Tensor, temperature: float, routes: Tenso
     logp = (linear(norm(x, "model.norm"), "lm_head") / temperature).log_softmax(-1)
     picked, entropy = logp[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0], -(logp.exp() * logp).sum(-1)[:, :-1]
     picked, entropy = (torch.nn.functional.pad(x, (1, 0)) for x in (picked, entropy))  # 0 for the first token
-    return picked, entropy, torch.stack(chosen, 2), logp[:, -1]
+    return picked, entropy, torch.stack(chosen, 2), logp
 
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -146,6 +164,8 @@ def loss_of(
     ``chosen`` are the sequences of the update. ``skipped`` ones count in the means but add nothing to the loss.
     """
     loss, own = cfg.loss, rows.own & chosen[:, None]
+    if {"loss.kind", "loss.aggregate", "loss.importance", "loss.kl"} & unknown(cfg).keys():
+        return trainers_loss(cfg, logp, entropy, old, reference, rows, own & ~skipped[:, None], own, advantages)
     lengths, sequences = own.sum(1, keepdim=True).clamp(min=1), chosen.sum().clamp(min=1)
     share = {
         "token-mean": 1 / own.sum().clamp(min=1).double().expand(len(own), 1),
@@ -180,6 +200,36 @@ def loss_of(
             "k1": -d, "k2": d**2 / 2, "k3": k3, "abs": d.abs(), "low_var_kl": k3.clamp(max=10), "low_var_kl+": d**2 / 2,
         }[loss.kl]  # fmt: skip
     return (total * share).sum()
+
+
+def trainers_loss(
+    cfg: Config,
+    logp: Tensor,
+    entropy: Tensor,
+    old: Tensor,
+    reference: Tensor,
+    rows: Rows,
+    trained: Tensor,
+    counted: Tensor,
+    advantages: Tensor,
+) -> Tensor:
+    """As loss_of, by grpo.py in float64, called as the trainer calls it.  trained, counted: (S, T)"""
+    loss, r = cfg.loss, trained.any(1)
+    means: dict = {
+        "aggregate": loss.aggregate, "num_tokens": counted.sum(), "num_sequences": counted.any(1).sum(),
+        "max_new_tokens": cfg.rollout.max_new_tokens,
+    }  # fmt: skip
+    weights = grpo.rollout_weights(
+        old[r], rows.sampled_logp[r], trained[r], loss.importance, loss.importance_clip, loss.importance_low
+    )
+    total, _ = grpo.policy_loss(
+        logp[r], old[r], advantages[r], trained[r], weights=weights, kind=loss.kind, clip_low=loss.clip_low,
+        clip_high=loss.clip_high, dual_clip=loss.dual_clip, **means,
+    )  # fmt: skip
+    penalty = -loss.entropy_coef * entropy[r]
+    if loss.kl != "none":
+        penalty = penalty + loss.kl_coef * grpo.kl(logp[r], reference[r], loss.kl, trained[r])
+    return total + grpo.aggregate_loss(penalty, trained[r], **means)
 
 
 @dataclass

@@ -12,7 +12,7 @@ import device as devices
 import hf_config
 import runlog
 from config import load_config
-from learner import StepTimer
+from device import StepTimer
 from plan import grid
 from plan.memory import beside_plan, step_memory
 from tripwires import Heartbeat

@@ -21,7 +21,8 @@ import model_megatron
 import parallel_setup
 import preflight
 from config import load_config
-from learner import Learner, StepTimer
+from device import StepTimer
+from learner import Learner
 from plan import confirmed
 from plan.dry_run_meter import Meter
 from rollout import Rollout

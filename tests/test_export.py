@@ -103,7 +103,7 @@ def trainer_logp(parallel, folders: dict[str, Path]) -> dict[str, tuple[dict[str
         with torch.no_grad():
             for key, factor in factors.items():
                 factor.copy_(pieces[key])
-            logp, _ = model_megatron.token_logprobs(model, tokens, mask, parallel)
+            logp, *_ = model_megatron.token_logprobs(model, tokens, mask, parallel)
         results[name] = (whole, logp[:, 1:])
     return results
 

@@ -15,6 +15,7 @@ import torch
 import training
 import world
 from source import ROOT
+from torch import Tensor
 from training import after, raised
 
 import adapter_weights
@@ -25,6 +26,8 @@ import lora_megatron
 import parallel_setup
 import reward_gsm8k
 import weights_hf
+from engines import torch_sampler
+from engines.interface import Rule
 from engines.torch_sampler import TorchSampler
 from input_files import InputError
 from knobs import Action, ChecksConfig
@@ -38,6 +41,7 @@ FEW = {
     "rollout__max_new_tokens": 4, "eval__samples": 0, "eval__num_questions": 1, "train__steps": 5,
 }  # fmt: skip
 LARGE = {"rollout__prompts_per_step": 32, "rollout__group_size": 8, "optim__prompts_per_update": 32}
+MANY_TOKENS = {"rollout__max_new_tokens": 12, "train__steps": 8}
 CHECKS = [name for name, field in ChecksConfig.model_fields.items() if field.annotation == Action]
 
 
@@ -125,6 +129,66 @@ def test_a_fault_that_metrics_and_questions_show_stops_the_run(fault: str, model
     ((found, message),) = raised(plant, training.config(model, tmp_path, **FEW | changes))
     assert found is kind and all(part in message for part in expected), message
     assert len(message.splitlines()) <= 10
+
+
+# ------------------------------------------------------------------------------------------------ faults of sampling
+
+
+def chosen_by(change: Callable[[Rule], Rule]) -> None:
+    """The sampler chooses tokens by another rule, but reports the log-probs of the right one."""
+    real = torch_sampler.pick
+
+    def pick(logits: Tensor, uniform: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
+        if uniform is None:
+            return real(logits, uniform, rule)
+        token, _ = real(logits, uniform, change(rule))
+        return token, torch.log_softmax(logits.float() / rule.temperature, -1).gather(-1, token[:, None])[:, 0]
+
+    torch_sampler.pick = pick
+
+
+def always_token_0() -> None:
+    real = torch_sampler.pick
+    torch_sampler.pick = lambda logits, *rest: real(logits.index_fill(1, torch.arange(1, logits.shape[1]), -1e3), *rest)
+
+
+def each_sample_twice() -> None:
+    after(
+        TorchSampler, "sample", lambda groups, *_: [[group[j - j % 2] for j in range(len(group))] for group in groups]
+    )
+
+
+HOTTER = partial(chosen_by, lambda rule: rule._replace(temperature=1.3 * rule.temperature))
+SURPRISING = {  # fault: (function that plants it, changes to the run, parts of the message)
+    "temperature x 1.3": (HOTTER, {}, ["-log p of the sampled tokens is +", " standard deviations from its mean"]),
+    "temperature x 1.3, four updates": (
+        HOTTER, {"optim__prompts_per_update": 8}, ["-log p of the sampled tokens is +"],
+    ),
+    "temperature x 1.3, rows left out": (
+        HOTTER, {"loss__skip_equal_groups": True, "loss__mask_truncated": True}, ["-log p of the sampled tokens is +"],
+    ),
+    "top-k 3": (
+        partial(chosen_by, lambda rule: rule._replace(top_k=3)), {}, ["-log p of the sampled tokens is -"],
+    ),
+    "each sample twice": (
+        each_sample_twice, {}, ["57.1% of the completions repeat another one of their group, but their log-probs pre"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", SURPRISING)
+def test_tokens_drawn_from_another_distribution_are_found(fault: str, model: Path, tmp_path: Path) -> None:
+    plant, changes, expected = SURPRISING[fault]
+    cfg = training.config(model, tmp_path, checks__surprise="stop", **FEW | LARGE | MANY_TOKENS | changes)
+    ((kind, message),) = raised(plant, cfg)
+    assert kind is Tripped and message.startswith("checks.surprise: steps up to "), message
+    assert all(part in message for part in expected), message
+
+
+def test_a_token_that_is_always_drawn_is_found(model: Path, tmp_path: Path) -> None:
+    cfg = training.config(model, tmp_path, checks__surprise="stop", checks__logp_gap="off", **FEW | LARGE | MANY_TOKENS)
+    ((kind, message),) = raised(always_token_0, cfg)
+    assert kind is Tripped and message.startswith("checks.s"), message
 
 
 # ------------------------------------------------------------------------------------------------ faults between ranks
@@ -423,8 +487,13 @@ def test_no_check_would_have_fired_in_a_recorded_run() -> None:
             for row in run.rows[:-1]:  # the last row has only the evaluation after the last step
                 logged = {key for key in row if file_of(key) == "metrics.jsonl"} - {"step", "completions"}
                 metrics = {key: row[key] for key in logged}
-                sound = {"rollout/identical_groups": 0, "actor/entropy": 1.0}  # some old records do not have these
-                watch.after_step(row["step"], sound | metrics, (0.0, 1.0))
+                if row["actor/grad_norm"] == 0 and given["loss"].get("skip_equal_groups"):
+                    for name in ("actor/entropy", "actor/kl_loss"):
+                        metrics.pop(name, None)  # old records have 0 for a step that trained no row
+                else:
+                    metrics.setdefault("actor/entropy", 1.0)  # some old records do not have these two
+                metrics.setdefault("rollout/identical_groups", 0)
+                watch.after_step(row["step"], metrics, (0.0, 1.0))
         assert said == [], run.record.id
 
 
@@ -472,19 +541,22 @@ LEGITIMATE = {
 }  # fmt: skip
 
 
-def test_no_check_stops_an_unusual_but_legitimate_run_or_warns(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("turn", [0])  # 0 to 3 are all pairs of a configuration with the ranks and dtypes below
+def test_no_check_stops_an_unusual_but_legitimate_run_or_warns(turn: int, model: Path, tmp_path: Path) -> None:
     """Off are `unparsable`, because a random model never answers in the right form, and `gradient_spike` and `entropy`,
     which concern bad training. Four tokens are too few for most answers to end."""
     quiet = {f"checks__{name}": "off" for name in ("unparsable", "truncated", "gradient_spike", "entropy", "collapse")}
     fired = {}
     for number, (name, changes) in enumerate(LEGITIMATE.items()):
-        cfg = training.config(model, tmp_path / str(number), **FEW | quiet | changes)
-        ((_, message),) = raised(parsable, cfg)
+        two = ["DP2", "EP2", "TP2"][number % 3]
+        layout, dtype = [("TP1", "fp32"), (two, "fp32"), ("TP1", "bf16"), (two, "bf16")][(number + turn) % 4]
+        cfg = training.config(model, tmp_path / str(number), **FEW | quiet | {"model__dtype": dtype} | changes)
+        (_, message), *_ = raised(parsable, cfg, layout)
         log = (training.only_run(cfg) / "log.txt").read_text()
         if message or "warning" in log:
-            fired[name] = message or log
+            fired[name, layout, dtype] = message or log
     assert fired == {}
-    assert len(LEGITIMATE) >= 39
+    assert len(LEGITIMATE) >= 40
 
 
 ON_SEVERAL_RANKS = {
@@ -508,7 +580,12 @@ def test_a_step_without_any_trained_group_is_no_fault(model: Path, tmp_path: Pat
                           loss__skip_equal_groups=True, **FEW | LARGE | {"train__steps": 8})  # fmt: skip
     assert raised(solved_after_two_steps, cfg) == [(InputError, "")]
     rows = training.metrics(training.only_run(cfg))
-    assert rows[1]["actor/grad_norm"] > 0 and [row["actor/kl_loss"] for row in rows[3:]] == [0.0] * 5
+    assert rows[1]["actor/grad_norm"] > 0 and "actor/kl_loss" in rows[1]
+    for row in rows[3:]:
+        assert (
+            not {"actor/entropy", "actor/kl_loss", "rollout/logp_gap_max"} & row.keys() and row["actor/grad_norm"] == 0
+        )
+        assert row["rollout/surprise_variance"] > 5  # of all sampled tokens, also of those that train nothing
 
 
 def solved_after_two_steps() -> None:

@@ -42,7 +42,7 @@ def main(folder: Path) -> dict:
         for kind in KINDS:
             gaps = []
             for rank in forwards[layout]:
-                share, *found = rank[kind]
+                share, found = rank[kind]
                 shares = len({other[kind][0] for other in forwards[layout]})
                 gaps += [
                     float((mine[:, 1:] - true.chunk(shares)[share]).abs().max())

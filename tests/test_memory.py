@@ -26,10 +26,11 @@ import lora_megatron
 import model_megatron
 import parallel_setup
 from config import load_config
+from device import StepTimer
 from engines import torch_sampler, vllm_engine
 from hf_config import Architecture
 from knobs import LoraConfig, ParallelConfig
-from learner import Learner, StepTimer
+from learner import Learner
 from plan import dry_run_device, grid, memory
 from plan.grid import WHOLE, RankGrid
 from rollout import Rollout
@@ -228,7 +229,7 @@ def _allocated(parallel: parallel_setup.Parallel, arch: Architecture, recompute:
     mask = torch.ones(ROWS, LENGTH)
     mask[:, : LENGTH // 2] = 0
     with LiveBytes() as live:
-        logp, _ = model_megatron.token_logprobs(model, tokens, mask, parallel)
+        logp, *_ = model_megatron.token_logprobs(model, tokens, mask, parallel)
         live.mark()
         logp.sum().backward()
     (kept,) = live.marks

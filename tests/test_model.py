@@ -66,18 +66,18 @@ def other_forwards(parallel: Parallel, path: Path, tokens: Tensor) -> dict[str, 
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     with torch.no_grad():
         answers["logits"] = gather_from_tensor_model_parallel_region(model(tokens, positions, None))
-        answers["logp"], answers["entropy"] = model_megatron.token_logprobs(model, tokens, mask, parallel)
+        answers["all"] = model_megatron.token_logprobs(model, tokens, mask, parallel)
         short = tokens[:, :8]
         answers["short"] = model_megatron.token_logprobs(model, short, after_first(short), parallel)[0]
         padded = torch.cat([short, torch.zeros_like(short)], 1)
         answers["padded"] = model_megatron.token_logprobs(model, padded, after_first(padded), parallel)[0]
         some = mask * (tokens % 3 == 0)
-        answers["some"] = some, *model_megatron.token_logprobs(model, tokens, some, parallel)
+        answers["some"] = some, model_megatron.token_logprobs(model, tokens, some, parallel)
 
     gradients = []
     for recompute in (False, True):
         model, _ = load(path, parallel, recompute=recompute)
-        logp, entropy = model_megatron.token_logprobs(model, tokens, mask, parallel, TEMPERATURE)
+        logp, entropy, _ = model_megatron.token_logprobs(model, tokens, mask, parallel, TEMPERATURE)
         (logp.sum() + entropy.sum()).backward()
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     answers["num_gradients"] = len(gradients[0])
@@ -94,7 +94,7 @@ def other_forwards(parallel: Parallel, path: Path, tokens: Tensor) -> dict[str, 
     model_megatron.LOGITS_PER_CHUNK = 16 * vocabulary_shard  # 16 of the 120 rows at a time; this process ends soon
     model.zero_grad()
     with _WidestTensor(head.weight, vocabulary_shard) as widest:
-        logp, entropy = model_megatron.token_logprobs(model, tokens, mask, parallel, TEMPERATURE)
+        logp, entropy, _ = model_megatron.token_logprobs(model, tokens, mask, parallel, TEMPERATURE)
         (logp.sum() + entropy.sum()).backward()
     answers["rows_of_logits"] = widest.rows
     answers["chunk_gap"] = max(
@@ -129,7 +129,7 @@ def sharded_gradient(parallel: Parallel, hidden: Tensor, weight: Tensor, chosen:
     """d (signs . logp + 0.3 signs . entropy) / d hidden, summed over the tensor ranks."""
     state = hidden.clone().requires_grad_()
     shard = weight.chunk(parallel.tensor)[parallel.tensor_rank]
-    logp, entropy = model_megatron._VocabularyLogProbs.apply(state, shard, chosen, TEMPERATURE, parallel)
+    logp, entropy, _ = model_megatron._VocabularyLogProbs.apply(state, shard, chosen, TEMPERATURE, parallel)
     (signs @ logp + 0.3 * signs @ entropy).backward()
     if parallel.tensor > 1:
         torch.distributed.all_reduce(state.grad, group=parallel.tensor_group)
@@ -193,17 +193,17 @@ def forwards(by_kind, kind, layout) -> dict[str, object]:
 
 
 def assert_as_transformers(by_rank: list, name: str, logits: Tensor, tokens: Tensor) -> None:
-    logp, entropy = reference.distribution(logits, tokens, TEMPERATURE)
+    expected = reference.distribution(logits, tokens, TEMPERATURE)
     shares = len({answers[name][0] for answers in by_rank})
     for answers in by_rank:
-        share, found_logp, found_entropy = answers[name]
-        torch.testing.assert_close(found_logp[:, 1:], logp.chunk(shares)[share], rtol=0, atol=TOLERANCE)
-        torch.testing.assert_close(found_entropy[:, 1:], entropy.chunk(shares)[share], rtol=0, atol=TOLERANCE)
-        assert not found_logp[:, 0].any() and not found_entropy[:, 0].any()
+        share, stats = answers[name]
+        for found, values in zip(stats, expected, strict=True):
+            torch.testing.assert_close(found[:, 1:], values.chunk(shares)[share], rtol=0, atol=TOLERANCE)
+            assert not found[:, 0].any()
 
 
 @pytest.mark.parametrize("name", list(world.LAYOUTS))
-def test_every_layout_gives_the_log_probs_and_entropy_of_transformers(name, kind, everywhere, true_logits, tokens):
+def test_every_layout_gives_the_distribution_of_transformers(name, kind, everywhere, true_logits, tokens):
     assert_as_transformers(everywhere[name], kind, true_logits[kind], tokens)
 
 
@@ -224,9 +224,8 @@ def test_megatrons_own_logits_are_those_of_transformers(forwards, kind, true_log
 
 
 def test_temperature_1_is_the_plain_distribution(forwards, kind, true_logits, tokens):
-    logp, entropy = reference.distribution(true_logits[kind], tokens, 1.0)
-    torch.testing.assert_close(forwards["logp"][:, 1:], logp, rtol=0, atol=TOLERANCE)
-    torch.testing.assert_close(forwards["entropy"][:, 1:], entropy, rtol=0, atol=TOLERANCE)
+    for found, values in zip(forwards["all"], reference.distribution(true_logits[kind], tokens, 1.0), strict=True):
+        torch.testing.assert_close(found[:, 1:], values, rtol=0, atol=TOLERANCE)
 
 
 def test_all_ranks_of_a_tensor_group_hold_the_same_bits(everywhere, kind):
@@ -234,7 +233,7 @@ def test_all_ranks_of_a_tensor_group_hold_the_same_bits(everywhere, kind):
     ranks = [answers[kind] for answers in everywhere["TP4_EP16"]]
     for first in range(0, len(ranks), tensor):
         for other in ranks[first : first + tensor]:
-            assert torch.equal(other[1], ranks[first][1]) and torch.equal(other[2], ranks[first][2])
+            assert all(map(torch.equal, other[1], ranks[first][1]))
 
 
 # ------------------------------------------------------------------------------------------------ rows, chunks, memory
@@ -242,14 +241,14 @@ def test_all_ranks_of_a_tensor_group_hold_the_same_bits(everywhere, kind):
 
 def test_right_padding_changes_no_log_prob(forwards):
     torch.testing.assert_close(forwards["padded"][:, :8], forwards["short"], rtol=0, atol=TOLERANCE)
-    torch.testing.assert_close(forwards["short"], forwards["logp"][:, :8], rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(forwards["short"], forwards["all"].logp[:, :8], rtol=0, atol=TOLERANCE)
 
 
 def test_only_masked_positions_are_scored(forwards):
-    mask, logp, entropy = forwards["some"]
+    mask, some = forwards["some"]
     assert 0 < mask.sum() < mask.numel() / 2
-    torch.testing.assert_close(logp, forwards["logp"] * mask, rtol=0, atol=TOLERANCE)
-    torch.testing.assert_close(entropy, forwards["entropy"] * mask, rtol=0, atol=TOLERANCE)
+    for found, values in zip(some, forwards["all"], strict=True):
+        torch.testing.assert_close(found, values * mask, rtol=0, atol=TOLERANCE)
 
 
 def test_a_batch_without_completion_tokens_gives_zeros(forwards):
@@ -271,7 +270,7 @@ def test_chunk_size_changes_no_gradient(forwards):
 
 
 def test_bf16_stays_near_fp32(forwards, kind, layout):
-    gap = (forwards["bf16"] - forwards["logp"]).abs()
+    gap = (forwards["bf16"] - forwards["all"].logp).abs()
     print(f"bf16 against fp32, {kind} {layout}: log-prob gap mean {gap.mean():.4f}, largest {gap.max():.4f}")
     assert 0 < gap.mean() < 0.05
 
@@ -302,9 +301,11 @@ def test_log_probs_and_entropy_stay_exact_for_large_logits(scale):
     """Logits of 1e4 in fp32 have steps of 1e-3: entropy must not be the difference of two such numbers."""
     hidden, weight, chosen, _ = vocabulary_problem(scale)
     one_rank = SimpleNamespace(tensor=1, tensor_rank=0)
-    logp, entropy = model_megatron._VocabularyLogProbs.apply(hidden, weight, chosen, 1.0, one_rank)
+    logp, entropy, variance = model_megatron._VocabularyLogProbs.apply(hidden, weight, chosen, 1.0, one_rank)
     exact = torch.log_softmax((hidden @ weight.t()).double(), -1)
     entropy_gap = (entropy - -(exact.exp() * exact).sum(-1)).abs().max()
     assert entropy_gap < 1e-5 and entropy.min() >= -1e-6
+    spread = (exact.exp() * (exact - (exact.exp() * exact).sum(-1, keepdim=True)).square()).sum(-1)
+    assert (variance - spread).abs().max() < 1e-5 * max(1, spread.max()) and variance.min() >= 0
     gap = (logp - exact.gather(1, chosen[:, None])[:, 0]).abs() / exact.gather(1, chosen[:, None])[:, 0].abs().clamp(1)
     assert gap.max() < 1e-6

@@ -69,7 +69,7 @@ def both_ways(parallel, path, recompute: bool) -> tuple[float, float, float]:
     found = []
     for packed in (None, packing.pack(tokens, mask, parallel.tensor)):
         model, _ = adapted.load(path, parallel, recompute=recompute)
-        logp, entropy = model_megatron.token_logprobs(model, tokens, mask, parallel, TEMPERATURE, packed)
+        logp, entropy, _ = model_megatron.token_logprobs(model, tokens, mask, parallel, TEMPERATURE, packed)
         (logp * torch.arange(16) + 0.3 * entropy).sum().backward()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         for (
@@ -97,7 +97,7 @@ def of_nothing(parallel, path) -> float:
     model, _ = adapted.load(path, parallel)
     tokens, mask = rows()[0], torch.zeros(8, 16)
     packed = packing.pack(tokens, mask, parallel.tensor)
-    logp, entropy = model_megatron.token_logprobs(model, tokens, mask, parallel, TEMPERATURE, packed)
+    logp, entropy, _ = model_megatron.token_logprobs(model, tokens, mask, parallel, TEMPERATURE, packed)
     (logp.sum() + entropy.sum()).backward()
     return max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
 

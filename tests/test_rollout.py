@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -221,3 +222,36 @@ def test_every_rank_knows_the_same_rollout_whoever_sampled_it(num_prompts, tmp_p
                 assert torch.equal(getattr(batch, name), getattr(alone, name)), name
     (other_step,) = training.in_world("TP1", gathered, cfg, num_prompts, 8)
     assert not torch.equal(other_step.tokens, alone.tokens)
+
+
+def answered(*groups: list[tuple[list[int], float]]) -> Rollout:
+    """A rollout of these groups of (tokens, probability of the completion)."""
+    rows = [row for group in groups for row in group]
+    width = max(len(tokens) for tokens, _ in rows)
+    padded_tokens = torch.tensor([[*tokens, *[0] * (width - len(tokens))] for tokens, _ in rows])
+    logp = torch.tensor([[math.log(p), *[0.0] * (width - 1)] for _, p in rows])
+    shape = (len(groups), len(groups[0]))
+    lengths = [len(tokens) for tokens, _ in rows]
+    return Rollout([[1]] * len(groups), padded_tokens, logp, lengths, torch.zeros(len(rows)), *[torch.zeros(shape)] * 2)
+
+
+def test_repeated_completions_are_counted_beside_their_probability() -> None:
+    """By hand: the second of the first group is an earlier one with probability 1/2, the third and fourth with 3/4."""
+    a, b = ([5], 0.5), ([5, 0], 0.25)  # b is a with one more token, of the id with which rows are filled up
+    found = rollout.repetitions(answered([a, b, a, a], [b, b, b, b]))
+    assert found["rollout/repeated_frac"] == (2 + 3) / 6
+    assert found["rollout/repeated_predicted"] == pytest.approx((0.5 + 0.75 + 0.75 + 3 * 0.25) / 6)
+    assert found["rollout/repeated_variance"] == pytest.approx(0.25 + 2 * 0.1875 + 3 * 0.1875)
+
+
+def test_repetitions_of_independent_draws_are_as_frequent_as_predicted() -> None:
+    chances = torch.tensor([0.4, 0.3, 0.2, 0.05, 0.05])
+    draws = torch.multinomial(chances.expand(2000, -1), 8, replacement=True, generator=torch.Generator().manual_seed(0))
+    groups = [[([token], chances[token].item()) for token in row] for row in draws.tolist()]
+    found = rollout.repetitions(answered(*groups))
+    more = (found["rollout/repeated_frac"] - found["rollout/repeated_predicted"]) * 7 * 2000
+    assert abs(more) < 4 * found["rollout/repeated_variance"] ** 0.5
+    twice = [[row[j - j % 2] for j in range(8)] for row in groups]
+    found = rollout.repetitions(answered(*twice))
+    more = (found["rollout/repeated_frac"] - found["rollout/repeated_predicted"]) * 7 * 2000
+    assert more > 20 * found["rollout/repeated_variance"] ** 0.5

@@ -7,7 +7,9 @@ faults that the self-test does not find.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
+import functools
 import json
 import multiprocessing
 import os
@@ -17,6 +19,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -25,9 +28,13 @@ import world
 from torch import Tensor
 from training import after
 
+import aqn
+import checkpoint
 import data_gsm8k
+import evaluate
 import grpo
 import kernels
+import knobs
 import learner
 import lora_megatron
 import parallel_setup
@@ -36,6 +43,8 @@ import reward_gsm8k
 import rollout
 import runlog
 import startup
+import weight_sync
+import weights_hf
 from config import resolve_config
 from config_rules import OTHER_RULES
 from engines import torch_sampler
@@ -192,6 +201,11 @@ def equal_groups() -> None:
     ]
 
 
+def optimizer_twice_as_fast() -> None:
+    real = learner.adamw
+    learner.adamw = lambda *args, lr, **kwargs: real(*args, lr=2 * lr, **kwargs)
+
+
 def first_questions() -> None:
     real = data_gsm8k.Questions.pick
     data_gsm8k.Questions.pick = lambda questions, step, count: real(questions, 0, count)
@@ -239,14 +253,15 @@ FAULTS = {  # fault: how it is planted, the check that must find it, overrides o
     "moments forgotten in each update": (lambda: before(Learner, "_step", forget_moments), "gradient", ()),
     "moments forgotten between steps": (lambda: before(Learner, "_pack", forget_moments), "gradient", SEVERAL),
     "the optimizer's step count forgotten": (lambda: before(Learner, "_step", forget_steps), "AdamW", ()),
-    "another learning rate": (lambda: after(learner, "learning_rate", lambda rate, *_: rate * 2), "AdamW", ()),
+    "another learning rate": (lambda: after(learner, "learning_rate", lambda rate, *_: rate * 2), "rate", ()),
+    "another learning rate for the optimizer alone": (optimizer_twice_as_fast, "AdamW", ()),
     "LoRA's scale wrong on both sides": (lambda: after(lora_megatron, "attach", scale_doubled), "gradient", ()),
     "another mean over tokens": (always_one_mean, "gradient", ("loss.aggregate=seq-mean-token-mean",)),
     "KL of the wrong sign": (lambda: after(grpo, "kl", lambda kl, *_: -kl), "KL", ()),
     "a reference with its adapters on": (reference_with_adapters, "KL", ()),
     "positions wrong on both sides": (rotated_backwards, "sampler", ()),
     "a wrong backward pass of a kernel": (norm_backward_without_its_mean, "gradient", ()),
-    "the same questions in each step": (first_questions, "questions", ()),
+    "the same questions in each step": (first_questions, "order", ()),
     "the end token never recognised": (
         lambda: after(data_gsm8k, "stop_token_ids", lambda *_: {258}), "answers", (),
     ),
@@ -262,6 +277,168 @@ def test_a_planted_fault_is_found_by_its_check(fault: str, tmp_path: Path) -> No
     assert check in failed(findings), findings
 
 
+# ------------------------------------------------------------------------------------------------ evaluations, resumes
+
+
+def push_nothing() -> None:
+    weight_sync.WeightSync.push_clean = lambda self: None
+
+
+def evaluated_on(change: Callable[[startup.Run], None]) -> Callable[[], None]:
+    """A fault that changes the run before each evaluation."""
+    return lambda: before(startup.Run, "evaluate", lambda run, *_: change(run))
+
+
+def training_questions(run: startup.Run) -> None:
+    run.inputs = run.inputs._replace(held_out=run.inputs.questions)
+
+
+def backwards(run: startup.Run) -> None:
+    questions = run.inputs.held_out
+    run.inputs = run.inputs._replace(held_out=dataclasses.replace(questions, questions=questions[::-1]))
+
+
+def base_policy(run: startup.Run) -> None:
+    run.engine.load_weights(weights_hf.read_model(run.cfg.model.path, run.inputs.arch).items())
+
+
+def never_greedy() -> None:
+    real = torch_sampler.TorchSampler.sample
+    torch_sampler.TorchSampler.sample = lambda *args, temperature, **kwargs: real(
+        *args, temperature=temperature or 1.0, **kwargs
+    )
+
+
+def hotter() -> None:
+    """Samples at 1.3 times the temperature, with the log-probs of the right one."""
+    real = torch_sampler.inverse_cdf
+    torch_sampler.inverse_cdf = lambda probs, uniform: real(probs ** (1 / 1.3), uniform)
+
+
+def accuracy_one_higher(summary: dict, *_) -> dict:
+    return summary | {"eval/greedy_accuracy": summary["eval/greedy_accuracy"] + 1 / summary["eval/num_questions"]}
+
+
+def order_from_the_start() -> None:
+    """A resumed run asks again what the run asked from its first step on."""
+    first = []
+    after(startup, "open_run", lambda run, *_: (first.append(run.first_step), run)[1])
+    real = data_gsm8k.Questions.pick
+    data_gsm8k.Questions.pick = lambda self, step, count: real(self, step - (first or [0])[-1], count)
+
+
+def saved_without_b() -> None:
+    real = checkpoint.save
+
+    def save(run_dir: Path, step: int, tensors: dict, *args, **kwargs) -> None:
+        adapter = {
+            name: checkpoint.Pending(x.shape, x.dtype, lambda x=x, name=name: x.make() * (not name.endswith(".B")))
+            for name, x in tensors["adapter"].items()
+        }
+        real(run_dir, step, tensors | {"adapter": adapter}, *args, **kwargs)
+
+    checkpoint.save = save
+
+
+def one_seed_of_noise() -> None:
+    """The trainer asks for the noise of step 0 in every step; aqn.py itself is sound."""
+    real = weight_sync.WeightSync._add_noise
+
+    def add_noise(*args) -> dict:
+        with mock.patch.object(aqn, "perturb", functools.partial(perturb_at, aqn.perturb)):
+            return real(*args)
+
+    def perturb_at(perturb: Callable, *args, step: int, **kwargs) -> object:
+        return perturb(*args, step=0, **kwargs)
+
+    weight_sync.WeightSync._add_noise = add_noise
+
+
+NOISY = ("aqn.schedule=constant", "aqn.sigma_start=1e-3")
+SAMPLES = ("eval.samples=1",)
+IN_THE_RUN = {  # fault: how it is planted, the check that must find it, overrides of configs/tiny_cpu.yaml
+    "evaluation one update old": (push_nothing, "evaluation", ()),
+    "evaluation of the noisy policy, bf16": (push_nothing, "evaluation", (*NOISY, "model.dtype=bf16")),
+    "evaluation of the base": (evaluated_on(base_policy), "evaluation", ()),
+    "evaluation of training questions": (evaluated_on(training_questions), "evaluation", ()),
+    "evaluation in another order": (evaluated_on(backwards), "evaluation", ("eval.num_questions=3",)),
+    "greedy answers at temperature 1": (never_greedy, "evaluation", ()),
+    "samples at another temperature": (hotter, "evaluation", SAMPLES),
+    "another accuracy is logged": (lambda: after(evaluate, "_summary", accuracy_one_higher), "evaluation", ()),
+    "order that starts again at a resume": (order_from_the_start, "questions", ()),
+    "B saved as 0": (saved_without_b, "resume", ()),
+    "one noise in all steps of the run": (one_seed_of_noise, "noise", NOISY),
+}
+
+
+@pytest.mark.parametrize("fault", IN_THE_RUN)
+def test_a_fault_of_evaluation_resume_or_noise_is_found_in_the_run(fault: str, tmp_path: Path) -> None:
+    plant, check, changes = IN_THE_RUN[fault]
+    findings = judged(tmp_path, plant, TINY, *changes)
+    print(findings)
+    assert check in failed(findings), findings
+
+
+# ------------------------------------------------------------------------------------------------ what is not known
+
+NEW = {"kind": "reinforce", "aggregate": "sum", "importance": "root", "kl": "k4", "advantage": "rank"}
+
+
+def new_methods() -> None:
+    """Adds a loss, a mean over tokens, weights, a KL estimate and an advantage to knobs.py and grpo.py."""
+    for name in NEW:
+        knobs.LossConfig.model_fields[name].annotation = str
+    knobs.LossConfig.model_rebuild(force=True)
+    knobs.Config.model_rebuild(force=True)
+    grpo._require = lambda *_: None
+    policy, mean, weights, estimate, advantage = (
+        grpo.policy_loss, grpo.aggregate_loss, grpo.rollout_weights, grpo.kl, grpo.group_advantages,
+    )  # fmt: skip
+
+    def policy_loss(logp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, **keys) -> tuple:
+        loss, stats = policy(logp, old, advantages, mask, **keys)
+        if keys["kind"] == "reinforce":
+            counts = {key: keys[key] for key in ("aggregate", "num_tokens", "num_sequences", "max_new_tokens")}
+            loss = grpo.aggregate_loss(-advantages[:, None] * logp * keys["weights"], mask, **counts)
+        return loss, stats
+
+    def aggregate_loss(per_token: Tensor, mask: Tensor, *, aggregate: str = "token-mean", **counts) -> Tensor:
+        return mean(per_token, mask, aggregate="token-mean" if aggregate == "sum" else aggregate, **counts) * (
+            3 if aggregate == "sum" else 1
+        )
+
+    def rollout_weights(old: Tensor, sampled: Tensor, mask: Tensor, mode: str, *bounds) -> Tensor:
+        return (
+            weights(old, sampled, mask, "token", *bounds) ** 0.5
+            if mode == "root"
+            else weights(old, sampled, mask, mode, *bounds)
+        )
+
+    grpo.policy_loss, grpo.aggregate_loss, grpo.rollout_weights = policy_loss, aggregate_loss, rollout_weights
+    grpo.kl = lambda logp, ref, kind, mask: 2 * estimate(logp, ref, "k2" if kind == "k4" else kind, mask)
+    grpo.group_advantages = lambda rewards, norm: (
+        2 * advantage(rewards, "none") if norm == "rank" else advantage(rewards, norm)
+    )
+
+
+UNKNOWN = tuple(f"loss.{key}={value}" for key, value in NEW.items())
+
+
+def test_a_loss_and_an_advantage_that_have_no_second_formula_are_named_and_all_else_passes(tmp_path: Path) -> None:
+    findings = judged(tmp_path, new_methods, TINY, *UNKNOWN)
+    assert not failed(findings) and {"learning", "gradient", "evaluation"} <= findings.keys(), findings
+    assert all(f"loss.{key} {value}" in findings["not judged:"][1] for key, value in NEW.items())
+
+
+def test_with_an_unknown_loss_a_masked_token_is_still_found(tmp_path: Path) -> None:
+    def plant() -> None:
+        new_methods()
+        masks(lambda mask: mask * mask.roll(1, 1))()
+
+    findings = judged(tmp_path, plant, TINY, "loss.kind=reinforce")
+    assert "gradient" in failed(findings) and "loss.kind reinforce" in findings["not judged:"][1], findings
+
+
 # ------------------------------------------------------------------------------------------------ the command
 
 
@@ -272,7 +449,7 @@ def test_the_command_reports_in_a_few_lines_and_takes_less_than_a_minute() -> No
     assert done.returncode == 0 and done.stderr == "", done
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - used < 60
     lines = done.stdout.splitlines()
-    assert len(lines) <= 15 and "loss cispo" in lines[1] and lines[-1].startswith("it learned"), done.stdout
+    assert len(lines) <= 20 and "loss cispo" in lines[1] and lines[-1].startswith("it learned"), done.stdout
     assert "KL" in done.stdout and "at least 0.3" in done.stdout
 
 
@@ -280,7 +457,7 @@ def test_a_failed_self_test_ends_with_code_1_and_says_what_to_look_at(tmp_path: 
     monkeypatch.setattr(self_test.tempfile, "mkdtemp", lambda **_: str(tmp_path))
     code = forked(lambda: (FAULTS["KL of the wrong sign"][0](), self_test.main([TINY, *HERE]))[1])
     lines = capfd.readouterr().out.splitlines()
-    assert code == 1 and len(lines) <= 16, lines
+    assert code == 1 and len(lines) <= 20, lines
     place = next(i for i, line in enumerate(lines) if line.startswith("FAIL  KL"))
     assert "relative difference 2, at most 0.05" in lines[place] and "look at: Learner._reference" in lines[place + 1]
     assert lines[-1].startswith("it did not learn") and lines[-1].endswith(str(tmp_path))

@@ -20,6 +20,7 @@ import lora_megatron
 import model_megatron
 import parallel_setup
 import weights_hf
+from model_megatron import TokenStats
 from parallel_setup import Parallel
 
 CONTROLS = {  # the omitted reduction: layouts in which several ranks take part in it
@@ -33,15 +34,14 @@ CONTROLS = {  # the omitted reduction: layouts in which several ranks take part 
 
 def log_probs(
     parallel: Parallel, paths: dict[str, Path], tokens: Tensor, temperature: float
-) -> dict[str, tuple[int, Tensor, Tensor]]:
-    """For each model: the number of this data rank, and the log-probs and entropies of its share of the rows."""
+) -> dict[str, tuple[int, TokenStats]]:
+    """For each model: the number of this data rank, and what it computes of its share of the rows."""
     mine, mask = my_rows(tokens, parallel)
     answers = {}
     for name, path in paths.items():
         model, _ = load(path, parallel)
         with torch.no_grad():
-            logp, entropy = model_megatron.token_logprobs(model, mine, mask, parallel, temperature)
-        answers[name] = parallel.data_rank, logp, entropy
+            answers[name] = parallel.data_rank, model_megatron.token_logprobs(model, mine, mask, parallel, temperature)
     return answers
 
 
