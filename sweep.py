@@ -165,7 +165,7 @@ def start_job(
         )
 
 
-def run_job(name: str, arguments: list[str], processes: int, folder: str, device: str) -> int:
+def run_job(name: str, arguments: list[str], processes: int, folder: str, device: str = "cpu") -> int:
     """The work of a Ray task: one training.  -> its exit code, or BUSY"""
     started = start_job(name, arguments, processes, Path(folder), device)
     if started is None:

@@ -13,17 +13,23 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import launched
 import pytest
+import torch
 import training
+from training import after, raised
 
 import checkpoint
 import run_record
 import train_grpo
 from config import load_config, to_yaml
 from knobs import Config
+from learner import MOMENTS, Learner
+from tripwires import Tripped
 
 RECORDS = ("metrics.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl")
 EVERYTHING = {  # rollout, updates and evaluation depend on everything that a checkpoint must hold
@@ -246,6 +252,108 @@ def test_a_finished_run_goes_on_for_more_steps_with_the_numbers_of_a_longer_run(
     steps = [json.loads(line)["step"] for line in (runs["short"] / "eval.jsonl").read_text().splitlines()]
     assert steps == [0, 2, 3, 4, 5]
     assert (runs["short"] / "run.json").read_bytes() == (runs["longer"] / "run.json").read_bytes()
+
+
+# ----------------------------------------------------------------------------------------------- faults of a checkpoint
+
+FEW = {
+    "rollout__prompts_per_step": 4, "rollout__group_size": 2, "optim__prompts_per_update": 4,
+    "rollout__max_new_tokens": 4, "eval__samples": 0, "eval__num_questions": 1,
+}  # fmt: skip
+
+
+def in_the_second_save(change: Callable[[dict, dict, Learner], tuple[dict, dict]]) -> None:
+    """What Learner.state returns is changed, from the second update on."""
+    after(Learner, "state", lambda found, learner: change(*found, learner) if learner.optimizer_steps > 1 else found)
+
+
+def remade(kind: str, part: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The tensors of a kind with ``part`` in their name are changed when they are made for the second save."""
+
+    def changed(tensors: dict, counts: dict, _: Learner) -> tuple[dict, dict]:
+        named = {
+            name: old._replace(make=lambda old=old: change(old.make())) if part in name else old
+            for name, old in tensors[kind].items()
+        }
+        return tensors | {kind: named}, counts
+
+    in_the_second_save(changed)
+
+
+def one_update_old() -> None:
+    """The second checkpoint has the adapters that the first one had."""
+    made: dict[str, torch.Tensor] = {}
+
+    def older(found: tuple[dict, dict], learner: Learner) -> tuple[dict, dict]:
+        tensors, counts = found
+        for name, pending in tensors["adapter"].items():
+            if learner.optimizer_steps == 1:
+                made[name] = pending.make().clone()
+            else:
+                tensors["adapter"][name] = pending._replace(make=partial(made.get, name))
+        return tensors, counts
+
+    after(Learner, "state", older)
+
+
+def moments_exchanged() -> None:
+    def exchange(tensors: dict, counts: dict, _: Learner) -> tuple[dict, dict]:
+        factors = [name.removesuffix(".exp_avg_sq") for name in tensors["optimizer"] if name.endswith(".exp_avg_sq")]
+        exchanged = {f"{name}.{moment}": tensors["optimizer"][f"{name}.{other}"]
+                     for name in factors for moment, other in zip(MOMENTS, MOMENTS[::-1], strict=True)}  # fmt: skip
+        return tensors | {"optimizer": exchanged}, counts
+
+    in_the_second_save(exchange)
+
+
+def a_tensor_more() -> None:
+    more = checkpoint.Pending((3,), torch.float32, lambda: torch.zeros(3))
+    in_the_second_save(lambda tensors, counts, _: (tensors | {"adapter": tensors["adapter"] | {"more": more}}, counts))
+
+
+def another_count() -> None:
+    in_the_second_save(lambda tensors, counts, _: (tensors, {"optimizer_steps": 7}))
+
+
+def a_file_with_a_wrong_number() -> None:
+    """The bytes are wrong, and the checksum of the file is that of the wrong bytes."""
+    real = checkpoint._write_tensors
+
+    def write(path: Path, tensors: dict) -> str:
+        if "step-000002" in str(path) and path.stem == "adapter":
+            name = next(iter(tensors))
+            tensors = tensors | {name: tensors[name]._replace(make=lambda old=tensors[name]: 2 * old.make())}
+        return real(path, tensors)
+
+    checkpoint._write_tensors = write
+
+
+SAVED_WRONGLY = {  # fault: (function that plants it, layouts, part of the message)
+    "B as 0": (partial(remade, "adapter", ".B", torch.zeros_like), ["TP1", "TP2_EP2"], "adapter model.layers.0."),
+    "experts in another order": (
+        partial(remade, "adapter", ".experts.", lambda value: value.flip(0)), ["TP1", "TP2_EP2"], ".experts.",
+    ),
+    "moments of experts in another order": (
+        partial(remade, "optimizer", ".experts.", lambda value: value.roll(1, 0)), ["TP2_EP2"], ".exp_avg",
+    ),
+    "one update old": (one_update_old, ["TP1"], "adapter model.layers.0."),
+    "moments exchanged": (moments_exchanged, ["TP1"], "optimizer model.layers.0."),
+    "a tensor more": (a_tensor_more, ["TP1"], "adapter more"),
+    "another count": (another_count, ["TP1"], "optimizer_steps 7; needed: at most train.steps 3"),
+    "a wrong number in the file": (a_file_with_a_wrong_number, ["TP1"], "adapter model.layers.0."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("fault", "layout"), [(f, layout) for f, row in SAVED_WRONGLY.items() for layout in row[1]])
+def test_a_checkpoint_that_is_not_what_the_ranks_hold_stops_the_run(fault, layout, model: Path, tmp_path: Path) -> None:
+    """On every rank; the checkpoint of the step before stays, and the run goes on from it."""
+    plant, _, expected = SAVED_WRONGLY[fault]
+    cfg = training.config(model, tmp_path, **FEW | {"train__steps": 3, "train__checkpoint_every": 1})
+    reports = raised(plant, cfg, layout)
+    assert {kind for kind, _ in reports} == {Tripped} and len({message for _, message in reports}) == 1, reports
+    assert reports[0][1].startswith("checks.state: after 2 steps: ") and expected in reports[0][1], reports[0]
+    folder = training.only_run(cfg) / "checkpoints"
+    assert [path.name for path in folder.iterdir()] == ["step-000001"]
 
 
 # ------------------------------------------------------------------------------------------------ other inputs
