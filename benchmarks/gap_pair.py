@@ -11,7 +11,6 @@ from pathlib import Path
 
 import cases
 import torch
-from bench_policy import VOCABULARY, fill, make_model
 from torch import Tensor
 
 import device as devices
@@ -32,6 +31,7 @@ from routing_replay import RoutingReplay
 PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 24, 4, 23, 24
 LONG_PROMPTS, LONG = 12, 150  # more tokens than a block of vLLM's prefix cache has, which is 128 on a CPU
 UPDATE = {"tiny": 2e-2, "real": 2e-5}  # size of the elements of B: some updates at the learning rate of the shape
+VOCABULARY = 4096  # of the real shape
 CACHE_MIB = 256  # of vLLM
 Row = tuple[list[int], Completion]  # a prompt and one answer to it
 
@@ -39,10 +39,22 @@ Row = tuple[list[int], Completion]  # a prompt and one answer to it
 def write_settings(shape: str, folder: Path) -> None:
     """config.json of the model. vLLM on a CPU needs a head_dim of 32 or more."""
     if shape == "real":
-        make_model(folder, 16)
+        settings = json.loads((cases.ROOT / "configs" / "Qwen3-30B-A3B-Instruct-2507.config.json").read_text())
+        settings |= {"num_hidden_layers": 1, "num_experts": 16, "vocab_size": VOCABULARY}
+        (folder / "config.json").write_text(json.dumps(settings))
         return
     tiny = TinyModelConfig(architecture="qwen3_moe", experts_per_token=4, head_dim=32, vocab_size=400)
     (folder / "config.json").write_text(json.dumps(hf_config.tiny_settings(tiny, row_tokens=LONG + NEW_TOKENS)))
+
+
+@torch.no_grad()
+def fill(model: torch.nn.Module, arch: hf_config.Architecture, parallel: Parallel) -> None:
+    """Random weights of the size that trained weights have."""
+    generator = torch.Generator().manual_seed(0)
+    for slot in weights_hf.slots(model, arch, parallel):
+        weight, name = slot.weight, slot.names[0]
+        std = 0.1 if weight.dim() == 1 else 0.08 if name == "lm_head.weight" else 0.02
+        weight.copy_((weight.dim() == 1) + std * torch.randn(weight.shape, generator=generator))
 
 
 class Pair:

@@ -137,8 +137,8 @@ def token_gaps(
             forward = functools.partial(
                 model_megatron.token_logprobs, model, micro.tokens, micro.mask, parallel, cfg.rollout.temperature
             )
-            (logp, *_), used = replay.record(forward, len(rows)) if replay else (forward(), None)
-            gaps.append(padded((logp - micro.rollout_logp).abs()))
+            stats, used = replay.record(forward, len(rows)) if replay else (forward(), None)
+            gaps.append(padded((stats.logp - micro.rollout_logp).abs()))
             masks.append(padded(micro.mask) > 0)
             if used is not None:  # (b, t, L, K) of each token itself
                 routes.append(padded(used.roll(1, dims=1)))  # of the token before, which predicted it
