@@ -234,6 +234,7 @@ def load(model: torch.nn.Module, arch: Architecture, parallel: Parallel, model_d
             raise InputError(f"{model_dir}: {' or '.join(slot.names)} holds values that are not finite")
         if isinstance(slot.stored, Packed):
             slot.stored.fill_(blocks, whole, order)
+            slot.stored.checked(f"{model_dir}: {' or '.join(slot.names)}")
         else:
             value = order(value) if order else value
             slot.stored.copy_(value.t() if slot.expert is not None else value)
