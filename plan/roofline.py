@@ -8,7 +8,7 @@ Qwen3-30B-A3B on 16 dies. Nothing here imports torch.
 
 import dataclasses
 import functools
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -111,7 +111,7 @@ def decode_step(
     ranks: int,
     tensor: int,
     expert: int,
-    sequences: int,
+    sequences: float,
     context: float,
     element: int,
 ) -> dict[str, float]:
@@ -207,7 +207,7 @@ def step_times(
     )  # fmt: skip
     together = -(-memory.wanted_rows // waves) * layout.replicas
     decode = step(sequences=together, context=prompt + completion / 2)
-    decoding: Counter[str] = Counter()
+    decoding: dict[str, float] = defaultdict(float)
     for steps, share, tokens in decode_parts(completion, longest, waves, refills=rollout.engine == "vllm"):
         part = step(sequences=max(1, together * share), context=prompt + tokens)
         for cause, seconds in _decode_causes(part, hardware, rollout.enforce_eager).items():
