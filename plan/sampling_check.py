@@ -4,7 +4,7 @@ Log-probs of the tokens that were drawn do not say how they were drawn: a broken
 Three statistics of the draws are judged, so that a sound run fails with a probability below 1e-6:
 
 - many first tokens of few prompts, by chi-square against the probabilities of all tokens;
-- completions that repeat an earlier one of the same prompt, against the number that their probabilities predict;
+- completions and first tokens that repeat an earlier one of their prompt, against the number that is predicted;
 - the first tokens of a batch that is asked for again with the same seeds.
 
 P prompts, R replicas, G samples, V vocabulary, C classes. Place i of a batch asks prompt i // R of replica i % R.
