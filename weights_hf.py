@@ -229,11 +229,13 @@ def load(model: torch.nn.Module, arch: Architecture, parallel: Parallel, model_d
         whole = blocks
         if slot.dim is not None:
             blocks = [block.chunk(shards.size, slot.dim)[shards.rank] for block in blocks]  # views
-        value = blocks[0] if len(blocks) == 1 else torch.cat(blocks, slot.dim)
+        value = (blocks[0] if len(blocks) == 1 else torch.cat(blocks, slot.dim)).to(slot.stored.dtype)
         if not (value.sum().isfinite() or value.isfinite().all()):  # a sum takes a tenth of the time
-            raise InputError(f"{model_dir}: {' or '.join(slot.names)} holds values that are not finite")
+            dtype = str(value.dtype).removeprefix("torch.")
+            raise InputError(f"{model_dir}: {' or '.join(slot.names)} holds values that are not finite in {dtype}")
         if isinstance(slot.stored, Packed):
             slot.stored.fill_(blocks, whole, order)
+            slot.stored.checked(f"{model_dir}: {' or '.join(slot.names)}")
         else:
             value = order(value) if order else value
             slot.stored.copy_(value.t() if slot.expert is not None else value)

@@ -80,16 +80,17 @@ def main() -> int:
     questions = data_gsm8k.load(cfg.data, "train", tokenizer, cfg.train.seed)
     prompt = statistics.fmean(len(question.prompt) for question in questions)
     completion = statistics.fmean(step["response_length/mean"] for step in steps)
+    longest = statistics.fmean(step["response_length/max"] for step in steps)
     layout = grid.of(cfg, 1)
     planned = memory.step_memory(cfg, arch, layout, "cpu", 2**40)
-    least = roofline.step_times(cfg, arch, layout, hardware, planned, prompt, completion)
+    least = roofline.step_times(cfg, arch, layout, hardware, planned, prompt, completion, longest)
     rows = []
     for phase, parts in {**PHASES, "step": tuple(least.phases)}.items():
         seconds = statistics.median(step[f"timing/{phase}_s"] for step in steps)
         floor = sum(least.phases[part] for part in parts)
         rows.append({"phase": phase, "s": seconds, "roofline s": floor, "times the roofline": seconds / floor})
     rates = f"{hardware.flops / 1e9:.1f} GFLOP/s, {hardware.bandwidth / 1e9:.1f} GB/s, "
-    rates += f"prompts of {prompt:.0f} tokens, completions of {completion:.0f}"
+    rates += f"prompts of {prompt:.0f} tokens, completions of {completion:.0f}, the longest of {longest:.0f}"
     cases.report(args, __doc__, rows, {"flops": hardware.flops, "bandwidth": hardware.bandwidth, "steps": steps,
                                       "causes": least.causes}, above=f"{rates}\n")  # fmt: skip
     return 0

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engines.capacity import MOST_SEQUENCES
 from engines.interface import Completion, Engine, Rule, check_call
 from engines.torch_decoder import Decoder
 from hf_config import Architecture
@@ -81,7 +82,7 @@ class TorchSampler(Engine):
         pad_token: int,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
-        max_sequences: int = 512,
+        max_sequences: int = MOST_SEQUENCES,
         norm_dtype: torch.dtype | None = None,
         adapter: LoraConfig | None = None,
     ) -> None:

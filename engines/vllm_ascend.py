@@ -74,7 +74,6 @@ def arguments(enforce_eager: bool, max_sequences: int) -> dict:
             "weight_nz_mode": 0,  # the same as VLLM_ASCEND_ENABLE_NZ 0
             "enable_cpu_binding": False,  # it would pin this process, which is the trainer too
         },
-        "async_scheduling": False,  # one step after the other; vLLM's default has not been tried beside a trainer
         **({} if enforce_eager else {"compilation_config": graphs}),
     }
 

@@ -23,21 +23,24 @@ from torch import Tensor
 
 import weights_hf
 from engines import vllm_ascend, vllm_inside
-from engines.vllm_engine import MAX_SEQUENCES, VllmEngine
+from engines.vllm_engine import VllmEngine
 from hf_config import Architecture
 from input_files import InputError
 from parallel_setup import Parallel
 from weights_hf import Slot
 
 
-def check(arch: Architecture, *, device_type: str, ranks: int, tensor: int) -> None:
-    """Raise InputError for a device whose kernels need another layout than the trainer's, or cannot run the model."""
+def check(arch: Architecture, *, device_type: str, ranks: int, tokens: int) -> None:
+    """Raise InputError for a device whose kernels need another layout than the trainer's, or cannot run the model.
+
+    ``tokens``: see vllm_ascend.check_dispatch.
+    """
     if device_type != "npu":
         raise InputError(
             f"rollout.expert_parallel: on {device_type} vLLM packs its weights for its kernels, so a shard cannot be "
             "written in place; needed: device npu (or rollout.expert_parallel false)"
         )
-    vllm_ascend.check_dispatch(arch, ranks, -(-MAX_SEQUENCES // tensor))  # the tensor ranks split the tokens
+    vllm_ascend.check_dispatch(arch, ranks, tokens)
 
 
 class ColocatedEngine(VllmEngine):
@@ -65,7 +68,6 @@ class ColocatedEngine(VllmEngine):
         return super()._more_arguments(tensor, ranks, **more) | {
             "data_parallel_size": ranks // tensor,
             "enable_expert_parallel": True,
-            "async_scheduling": False,  # not tried with data parallelism
         }
 
     def _hand_over(self, stream: Iterable[tuple[str, Tensor]]) -> None:

@@ -25,6 +25,7 @@ import weights_hf
 from config import derive_seed
 from config_rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, replica_problems
 from engines import vllm_adapter, vllm_ascend, vllm_inside
+from engines.capacity import MOST_SEQUENCES, PREFILL_TOKENS
 from engines.interface import (
     Completion,
     Engine,
@@ -41,8 +42,6 @@ from input_files import InputError
 from knobs import LoraConfig
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention kernel for a CPU
-MAX_SEQUENCES = 256  # rows that are decoded together
-PREFILL_TOKENS = 8192  # prompt tokens that are computed at once; this limits the activations
 
 
 # -------------------------------------------------------------------------------------------------- what is refused
@@ -135,7 +134,7 @@ class VllmEngine(Engine):
         tensor: int = 1,
         enforce_eager: bool = True,
         kv_cache_mib: int = 512,
-        max_sequences: int = MAX_SEQUENCES,
+        max_sequences: int = MOST_SEQUENCES,
         routed_experts: bool = False,
         adapter: LoraConfig | None = None,
     ) -> None:
@@ -186,6 +185,7 @@ class VllmEngine(Engine):
                 enforce_eager=enforce_eager,
                 kv_cache_memory_bytes=kv_cache_mib * 2**20,
                 gpu_memory_utilization=0.01,  # vLLM requires this share to be free; the cache size is given
+                async_scheduling=False,  # one step after the other; vLLM's default has not been tried beside a trainer
                 logprobs_mode="processed_logprobs",  # of the temperature-scaled distribution
                 enable_prefix_caching=True,  # the S samples of a prompt share its keys and values
                 enable_return_routed_experts=routed_experts,
@@ -206,9 +206,13 @@ class VllmEngine(Engine):
 
     def _more_arguments(self, tensor: int, ranks: int, *, enforce_eager: bool, max_sequences: int) -> dict:
         """Arguments of vllm.LLM that depend on the device and on how the ranks share an engine."""
+        on_npu = self.device.type == "npu"
+        # On a CPU expert parallelism crashes. On an NPU the ranks of a replica then split the tokens, and vllm-ascend
+        # 0.23.0 would record the routes of one rank's share; without it they split each expert.
+        whole_experts = self.device.type != "cpu" and not (on_npu and self.routed_experts)
         return {
-            "enable_expert_parallel": self.device.type != "cpu" and tensor > 1,  # it crashes on a CPU
-            **(vllm_ascend.arguments(enforce_eager, max_sequences) if self.device.type == "npu" else {}),
+            "enable_expert_parallel": whole_experts and tensor > 1,
+            **(vllm_ascend.arguments(enforce_eager, max_sequences) if on_npu else {}),
         }
 
     # -------------------------------------------------------------------------------------------------------- weights

@@ -14,6 +14,7 @@ import re
 import sys
 from pathlib import Path
 
+import environment
 import hf_config
 from config import command_line, load_config
 from input_files import (
@@ -85,6 +86,14 @@ def check_cuda(machine: Machine) -> list[Finding]:
         ),
         *first("devices", said, (count < wanted, "fail", said, f"unset CUDA_VISIBLE_DEVICES; {container}")),
     ]
+
+
+def check_cuda_versions(machine: Machine) -> list[Finding]:
+    """Compare with the versions of requirements/cuda.txt."""
+    found = {name: machine.version(name) for name in environment.CUDA_SET}
+    said = ", ".join(f"{name} {version}" for name, version in found.items())
+    rows = doctor_npu.version_rows(machine, environment.CUDA_SET, found, "requirements/cuda.txt")
+    return every("versions", said, *rows)
 
 
 def check_cuda_runtime(machine: Machine) -> list[Finding]:
@@ -204,7 +213,12 @@ def check_git(machine: Machine) -> list[Finding]:
 
 # check -> is it quick? A quick check starts no command and loads no library.
 SYSTEM: dict[Check, bool] = {check_open_files: True, check_shared_memory: False, check_ram: False}
-CUDA: dict[Check, bool] = {check_cuda: True, check_cuda_runtime: False, doctor_npu.check_torch_build: True}
+CUDA: dict[Check, bool] = {
+    check_cuda: True,
+    check_cuda_runtime: False,
+    doctor_npu.check_torch_build: True,
+    check_cuda_versions: True,
+}
 CPU: dict[Check, bool] = {doctor_npu.check_autoload: False, check_shared_memory: False, check_ram: False}
 RUN: dict[Check, bool] = {check_model_files: False, check_data_files: False, check_disk: False, check_git: False}
 

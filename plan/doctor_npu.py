@@ -126,17 +126,7 @@ def check_versions(machine: Machine) -> list[Finding]:
     torch, sets = machine.version("torch") or "", environment.VERSION_SETS
     pinned = next((one for one in sets if environment.matches(torch, one["torch"])), sets[0])
     found = {name: cann_version(machine) if name == "CANN" else machine.version(name) for name in pinned}
-    rows: list[Row] = []
-    for name, wanted in pinned.items():
-        needed = f"needed: {' or '.join(wanted)}, with torch {pinned['torch'][0]} (requirements/npu.txt, docs/npu.md)"
-        lacking = found[name] is None and name != "CANN"
-        optional = name.startswith("vllm") and not machine.samples_with_vllm
-        other = not environment.matches(found[name] or "", wanted)
-        rows += [
-            (lacking and optional, "warn", f"{name} is not installed; only rollout.engine torch works", needed),
-            (lacking and not optional, "fail", f"{name} is not installed", needed),
-            (other and not lacking, "warn", f"{name} {found[name] or 'of unknown version'}", needed),
-        ]
+    rows = version_rows(machine, pinned, found, "requirements/npu.txt, docs/npu.md")
     rows += [
         (
             found[plugin] and found[base] and release(found[plugin]) != release(found[base]),
@@ -158,6 +148,24 @@ def check_versions(machine: Machine) -> list[Finding]:
             "pip uninstall -y triton triton-ascend, then install triton-ascend again (docs/npu.md)",
         ),
     )
+
+
+def version_rows(
+    machine: Machine, pinned: dict[str, tuple[str, ...]], found: dict[str, str | None], where: str
+) -> list[Row]:
+    """What is wrong with the versions ``found`` beside those of a set; ``where`` names the lists of packages."""
+    rows: list[Row] = []
+    for name, wanted in pinned.items():
+        needed = f"needed: {' or '.join(wanted)}, with torch {pinned['torch'][0]} ({where})"
+        lacking = found[name] is None and name != "CANN"
+        optional = name.startswith("vllm") and not machine.samples_with_vllm
+        other = not environment.matches(found[name] or "", wanted)
+        rows += [
+            (lacking and optional, "warn", f"{name} is not installed; only rollout.engine torch works", needed),
+            (lacking and not optional, "fail", f"{name} is not installed", needed),
+            (other and not lacking, "warn", f"{name} {found[name] or 'of unknown version'}", needed),
+        ]
+    return rows
 
 
 def release(version: str) -> str:

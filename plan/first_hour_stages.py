@@ -224,8 +224,8 @@ STAGES = (
     Stage(
         "layers",
         "Two layers of the model, with random weights of its real sizes, give the trainer and the configured engine "
-        "the same log-probs after every adapter has changed: loading, merging, pushing and sampling work on this "
-        "layout.",
+        "the same log-probs after every adapter has changed, and tokens are drawn by them: loading, merging, pushing "
+        "and sampling work on this layout.",
         "The line names the layer or the experts. Try rollout.expert_parallel=false (whole tensors are pushed), "
         "rollout.enforce_eager=true, or rollout.engine=torch: the one that helps names the part at fault.",
         ("groups",),

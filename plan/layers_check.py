@@ -8,6 +8,7 @@ after a step, and compares the log-probs of sampled tokens with the trainer's, a
 The mean difference of all tokens does not show one wrong expert of many. Therefore the tokens of each expert are also
 judged by themselves: their median may be at most FACTOR times the median of the other tokens. It is a median because in
 bf16 a token at which two experts almost tie may differ much in a sound run.
+plan/sampling_check.py judges how the tokens are drawn.
 S sequences, T tokens of a row, L MoE layers, K experts a token.
 """
 
@@ -33,11 +34,12 @@ import weights_hf
 from config import derive_seed
 from config_rules import check_engine_layout, check_layout
 from data_gsm8k import Question
+from engines.interface import Engine
 from input_files import UNFINISHED, fresh_folder
 from knobs import Config
 from learner import Learner
 from parallel_setup import Parallel
-from plan import launched
+from plan import launched, sampling_check
 from tripwires import GAP_FLOOR
 from weight_sync import WeightSync
 
@@ -95,16 +97,16 @@ def enlarge_(adapters: dict[str, torch.nn.Module], arch: hf_config.Architecture,
 # ------------------------------------------------------------------------------------------------ the comparison
 
 
-def sample(engine, cfg: Config, arch: hf_config.Architecture, parallel: Parallel) -> rollout.Rollout:
-    """Completions of random prompts, at least one prompt for every replica. The same on every rank."""
-    length = min(PROMPT_TOKENS, cfg.data.max_prompt_tokens)
-    generator = torch.Generator().manual_seed(derive_seed(cfg.train.seed, "probe prompts"))
-    tokens = torch.randint(1, arch.vocab_size, (max(PROMPTS, parallel.world_size), length), generator=generator)
-    asked = [Question("", "", "", prompt) for prompt in tokens.tolist()]
-    changes = {"group_size": GROUP, "max_new_tokens": min(NEW_TOKENS, cfg.rollout.max_new_tokens)}
+def sample(
+    engine: Engine, prompts: list[list[int]], cfg: Config, parallel: Parallel, group: int, tokens: int
+) -> rollout.Rollout:
+    """Completions of at most ``tokens`` tokens, ``group`` of each prompt by every replica. The same on every rank."""
+    replicas = parallel.world_size // cfg.rollout.tensor
     return rollout.sample(
-        engine, asked, lambda question, answer: (0.0, True), cfg.rollout.model_copy(update=changes), parallel,
-        seed=cfg.train.seed, step=0,
+        engine, [Question("", "", "", prompt) for prompt in prompts for _ in range(replicas)],
+        lambda question, answer: (0.0, True),
+        cfg.rollout.model_copy(update={"group_size": group, "max_new_tokens": tokens, "top_p": 1.0, "top_k": 0}),
+        parallel, seed=cfg.train.seed, step=0,
     )[0]  # fmt: skip
 
 
@@ -179,7 +181,15 @@ def compare(cfg: Config, arch: hf_config.Architecture, parallel: Parallel) -> di
         weights.check_start(probe)
     enlarge_(adapters, arch, parallel, cfg.train.seed)
     weights.push_clean()
-    batch = sample(engine, cfg, arch, parallel)
+    replicas = parallel.world_size // cfg.rollout.tensor
+    shape = (max(PROMPTS // replicas, 8) // 2, min(PROMPT_TOKENS, cfg.data.max_prompt_tokens))
+    generator = torch.Generator().manual_seed(derive_seed(cfg.train.seed, "probe prompts"))
+    prompts = torch.randint(1, arch.vocab_size, shape, generator=generator).tolist()
+    batch, again = (  # every replica is asked every prompt twice
+        sample(engine, prompts * 2, cfg, parallel, GROUP, min(NEW_TOKENS, cfg.rollout.max_new_tokens)) for _ in range(2)
+    )
+    first = sample(engine, prompts, cfg, parallel, sampling_check.FIRST_TOKENS // len(prompts), 1)
+    logp = sampling_check.next_logprobs(model, prompts, parallel, cfg.rollout.temperature)
     gaps, mask, routes = token_gaps(model, batch, cfg, parallel, replay)
     with lora_megatron.disabled(adapters):
         base_gaps = parallel.gather_rows(token_gaps(model, batch, cfg, parallel, None)[0])[0]
@@ -189,7 +199,6 @@ def compare(cfg: Config, arch: hf_config.Architecture, parallel: Parallel) -> di
     if replay is not None:
         torch.distributed.broadcast(routes, src=0)  # all ranks must judge the same numbers
         experts = by_expert(gaps, mask, routes, arch)
-    replicas = parallel.world_size // (cfg.rollout.tensor if cfg.rollout.engine == "vllm" else 1)
     replica = torch.arange(len(gaps)) // GROUP % replicas  # the replica that sampled each sequence
     found = {
         "layers": arch.num_layers,
@@ -204,6 +213,7 @@ def compare(cfg: Config, arch: hf_config.Architecture, parallel: Parallel) -> di
         "experts": arch.num_experts * sum(arch.moe_layers),
         "experts_judged": len(experts),
         "experts_most_apart": experts[:LISTED],
+        "sampling": sampling_check.figures(batch, again, first, logp, replicas),
     }
     found["wrong"] = judged(found, experts)
     if not found["gap_mean"] <= bound:
@@ -235,6 +245,11 @@ def judged(found: dict, experts: list[dict]) -> str:
             f"with the adapters off the trainer differs by {found['gap_without_adapters']:.2g} nats, so this check "
             f"would not show adapters that do not reach the sampler; needed: more than {bound:g}",
         ),
+        (
+            all(row["right"] for row in found["sampling"]),
+            "tokens are not drawn by the reported probabilities: "
+            + "; ".join(row["text"] for row in found["sampling"] if not row["right"]),
+        ),
     )
     return "; ".join(text for good, text in rules if not good)
 
@@ -254,6 +269,7 @@ def as_text(found: dict) -> list[str]:
         lines.append(f"{found['experts_judged']} of {found['experts']} experts had {LEAST_TOKENS} tokens or more")
     for row in found["experts_most_apart"][:1]:
         lines[-1] += f"; median gap of one's tokens at most {row['gap']:.2g}, of the others {row['others']:.2g}"
+    lines += [row["text"] for row in found["sampling"]]
     return lines + [f"WRONG: {found['wrong']}"] * bool(found["wrong"])
 
 

@@ -11,7 +11,7 @@ an element.
 
 from dataclasses import dataclass
 
-from config_rules import ELEMENT_BYTES, cache_bytes_per_token
+from engines.capacity import ELEMENT_BYTES, PREFILL_TOKENS, cache_bytes_per_token, max_sequences, rows_of_a_step
 from hf_config import FORMATS, Architecture
 from knobs import Config, LoraConfig
 from plan import grid
@@ -20,8 +20,6 @@ from plan.grid import WHOLE, RankGrid
 GIB = 2**30
 LOGITS_PER_CHUNK, ROWS_PER_CHUNK = 2**24, 2048  # of model_megatron.py
 PIECE = 2**26  # of kernels.py: bytes of dequantised experts that exist at a time
-CACHED_ROWS = 512  # of engines/torch_sampler.py: rows that it samples at the same time
-PREFILL_TOKENS = 8192  # of engines/vllm_engine.py: prompt tokens that it computes at once
 
 # Assumptions, printed with every plan.
 IMBALANCE = 1.5  # rows of the fullest rank's experts / the mean; RL has no load balancing
@@ -307,8 +305,8 @@ def step_memory(
         imbalance=imbalance, entropy_bonus=cfg.loss.entropy_coef > 0, mask=_mask(cfg, arch, tokens, device),
     )  # fmt: skip
     lora = 4 * lora_parameters(arch, cfg.lora, layout)
-    wanted_rows = -(-rollout.prompts_per_step // layout.replicas) * rollout.group_size
-    cache, cached_rows = _cache(cfg, arch, layout, element, wanted_rows)
+    wanted_rows = rows_of_a_step(cfg, layout.ranks)
+    cached_rows = min(wanted_rows, max_sequences(cfg, arch, layout.ranks))
     engine = _engine_layout(layout)
     prefill = min(PREFILL_TOKENS, -(-wanted_rows // rollout.group_size) * cfg.data.max_prompt_tokens)
     # An engine takes a fused group of tensors whole. The largest group is all experts of a layer, or this rank's
@@ -329,7 +327,7 @@ def step_memory(
         "optimizer": 2 * lora,  # AdamW's two moments
         "engine weights": base_parameters(arch, engine) * element,
         "engine factors": lora_parameters(arch, cfg.lora, WHOLE) * element * cfg.keeps_factors_apart,
-        "key-value cache": cache,
+        "key-value cache": _cache(cfg, arch, element, cached_rows),
         "routing records": own_sequences * cfg.row_tokens * routing,
         "communication buffers": communicators(layout) * BUFFER_BYTES[device],
         "runtime": int(RUNTIME_BYTES[device] + (GRAPH_BYTES[device] if rollout.engine == "vllm" else 0)),
@@ -344,7 +342,7 @@ def step_memory(
     # A push of factors gathers them whole in fp32, and the engine holds the old ones until it has the new ones.
     gathered = lora_parameters(arch, cfg.lora, WHOLE) * (4 + element) * cfg.keeps_factors_apart
     sampling = activations(
-        arch, cfg.lora, engine, element=element, recompute=False, tokens=prefill, scored=min(wanted_rows, CACHED_ROWS)
+        arch, cfg.lora, engine, element=element, recompute=False, tokens=prefill, scored=cached_rows
     ).reference
     phases = {
         # Loading reads and rearranges one tensor at a time on the host; the engine does not exist yet.
@@ -377,17 +375,14 @@ def _engine_layout(layout: RankGrid) -> RankGrid:
     return RankGrid(tensor, tensor, 1, tensor, tensor, tensor)
 
 
-def _cache(cfg: Config, arch: Architecture, layout: RankGrid, element: int, rows: int) -> tuple[int, int]:
-    """Bytes of the key-value cache, and how many whole sequences of a replica's ``rows`` fit into it at once."""
-    prompt, new, group = cfg.data.max_prompt_tokens, cfg.rollout.max_new_tokens, cfg.rollout.group_size
-    token = cache_bytes_per_token(arch, layout.engine_tensor, element)
+def _cache(cfg: Config, arch: Architecture, element: int, rows: int) -> int:
+    """Bytes of the key-value cache of one rank; the embedded sampler makes it for ``rows``."""
     if cfg.rollout.engine == "vllm":
-        size = cfg.rollout.kv_cache_mib * 2**20
-        # The samples of a prompt share its keys and values.
-        return size, min(rows, int(size // ((prompt / group + new) * token)))
-    held = min(rows, CACHED_ROWS)
-    prompts = -(-held // group) if cfg.model.dtype == "fp32" else held  # in bf16 each row has a copy of its prompt
-    return (prompts * prompt + held * new) * token, held
+        return cfg.rollout.kv_cache_mib * 2**20
+    # In bf16 each row has a copy of its prompt.
+    prompts = -(-rows // cfg.rollout.group_size) if cfg.model.dtype == "fp32" else rows
+    tokens = prompts * cfg.data.max_prompt_tokens + rows * cfg.rollout.max_new_tokens
+    return tokens * cache_bytes_per_token(arch, 1, element)
 
 
 def communicators(layout: RankGrid) -> int:

@@ -7,15 +7,18 @@ Qwen3-30B-A3B on 16 dies. Nothing here imports torch.
 """
 
 import dataclasses
+import functools
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from config_rules import ELEMENT_BYTES
+from engines.capacity import ELEMENT_BYTES, MOST_SEQUENCES
 from hf_config import Architecture
 from knobs import Config, LoraConfig
 from plan.grid import WHOLE, RankGrid
 from plan.memory import Memory, lora_parameters, merged_weights
 
+DECODE_PARTS = 16  # in which the number of running rows counts as constant
 MERGE_BYTES = 28  # read and written for an element of W + s B A: of bf16, in fp32, one operation after the other
 
 
@@ -108,7 +111,7 @@ def decode_step(
     ranks: int,
     tensor: int,
     expert: int,
-    sequences: int,
+    sequences: float,
     context: float,
     element: int,
 ) -> dict[str, float]:
@@ -158,7 +161,7 @@ class Times:
 
     causes: dict[str, dict[str, float]]  # phase -> cause -> seconds
     decode: dict[str, float]  # seconds of one decode step
-    waves: int  # sampling takes so many rounds, because the key-value cache holds only a part of the rows
+    waves: int  # sampling takes so many rounds, because the engine takes only a part of the rows at once
     micro_batches: int  # of one rank in one update
 
     @property
@@ -191,17 +194,24 @@ def step_times(
     memory: Memory,
     prompt: float,
     completion: float,
+    longest: float,
 ) -> Times:
-    """Every phase of a step. ``prompt``, ``completion``: mean numbers of tokens."""
+    """Every phase of a step. ``prompt``, ``completion``: mean numbers of tokens. ``longest``: of one completion."""
     element, rollout, recompute = ELEMENT_BYTES[cfg.model.dtype], cfg.rollout, int(cfg.model.recompute)
     sequences = -(-rollout.prompts_per_step * rollout.group_size // layout.data) * layout.data  # of the fullest rank
     trained = Rows(sequences, prompt, completion, rollout.group_size)
     waves = -(-memory.wanted_rows // max(1, memory.cached_rows))
-    decode = decode_step(
-        arch, hardware, ranks=layout.ranks, tensor=layout.engine_tensor, expert=layout.engine_expert,
-        sequences=-(-memory.wanted_rows // waves) * layout.replicas,
-        context=prompt + completion / 2, element=element,
+    step = functools.partial(
+        decode_step, arch, hardware, ranks=layout.ranks, tensor=layout.engine_tensor, expert=layout.engine_expert,
+        element=element,
     )  # fmt: skip
+    together = -(-memory.wanted_rows // waves) * layout.replicas
+    decode = step(sequences=together, context=prompt + completion / 2)
+    decoding: dict[str, float] = defaultdict(float)
+    for steps, share, tokens in decode_parts(completion, longest, waves, refills=rollout.engine == "vllm"):
+        part = step(sequences=max(1, together * share), context=prompt + tokens)
+        for cause, seconds in _decode_causes(part, hardware, rollout.enforce_eager).items():
+            decoding[cause] += steps * seconds
     rate = layout.ranks * hardware.flops * hardware.training_share
     updates = rollout.prompts_per_step // max(1, cfg.optim.prompts_per_update)
     rows = -(-cfg.optim.prompts_per_update * rollout.group_size // layout.data)
@@ -225,10 +235,7 @@ def step_times(
     causes = {
         "sync": _sync_seconds(cfg, arch, layout, hardware, element),
         "prefill": {"arithmetic": sum(prompts.values()) / rate},
-        "decode": {
-            cause: seconds * waves * completion
-            for cause, seconds in _decode_causes(decode, hardware, rollout.enforce_eager).items()
-        },
+        "decode": dict(decoding),
         "old policy": passing(policy) | {"merging": merging} if cfg.has_old_policy_pass else {"": 0.0},
         "reference": passing(frozen) if cfg.loss.kl != "none" else {"": 0.0},
         "update forward": passing(first) | {"merging": merging},
@@ -236,6 +243,19 @@ def step_times(
         "optimizer": _optimizer_seconds(cfg, arch, layout, hardware, updates),
     }
     return Times(causes, decode, int(waves), micro_batches)
+
+
+def decode_parts(completion: float, longest: float, waves: int, *, refills: bool) -> list[tuple[float, float, float]]:
+    """Parts of decoding: (decode steps, share of the rows that are still running, tokens that a row has by then).
+
+    Decoding ends with the longest row, of N tokens. Assumed: after t tokens a share (1 - t / N)^(N / mean - 1) still
+    runs, which gives the mean ``completion``; with a mean of N all rows run to the end. An engine that ``refills``, as
+    vLLM, starts a waiting row as soon as another one ends, so its earlier waves last for a mean row, all places taken.
+    """
+    ends = 1 if refills else waves  # of waves, in which fewer and fewer rows run
+    places = [(part + 0.5) / DECODE_PARTS for part in range(DECODE_PARTS)]
+    falling = [(ends * longest / DECODE_PARTS, (1 - at) ** (longest / completion - 1), at * longest) for at in places]
+    return [*falling, ((waves - ends) * completion, 1.0, completion / 2)]
 
 
 def _slower(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
@@ -312,7 +332,7 @@ def _optimizer_seconds(
     return {cause: updates * value for cause, value in seconds.items()}
 
 
-def assumptions(hardware: Hardware, prompt: float, completion: float) -> str:
+def assumptions(hardware: Hardware, prompt: float, completion: float, longest: float) -> str:
     """The assumptions behind the seconds, in one line."""
     return (
         f"{hardware.flops / 1e12:g} TFLOP/s at {hardware.training_share:.0%} in training, "
@@ -320,7 +340,8 @@ def assumptions(hardware: Hardware, prompt: float, completion: float) -> str:
         "the same between nodes, "
         f"a decode step takes at least {hardware.decode_step_seconds * 1e3:g} ms, a pass without a graph "
         f"{hardware.eager_pass_seconds * 1e3:g} ms, "
-        f"prompts of {prompt:g} and completions of {completion:g} tokens; a roofline, not a measurement"
+        f"prompts of {prompt:g} and completions of {completion:g} tokens in the mean, the longest of {longest:g}; "
+        "a roofline, not a measurement"
     )
 
 
@@ -332,7 +353,7 @@ def advice(cfg: Config, times: Times, phase: str) -> str:
     rules = (
         (
             in_decode and times.waves > 1,
-            f"the key-value cache allows {times.waves} waves: more rollout.kv_cache_mib, up to one wave",
+            f"sampling takes {times.waves} waves: more rollout.kv_cache_mib; above {MOST_SEQUENCES} rows more replicas",
         ),
         (
             in_decode and bound == "launches" and cfg.rollout.enforce_eager,

@@ -12,7 +12,8 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from config_rules import LAYOUT_RULES, cache_mib_per_row, divisors, engine_layout_problems, layout_problems, problems
+from config_rules import LAYOUT_RULES, divisors, engine_layout_problems, layout_problems, problems
+from engines.capacity import cache_mib_per_row
 from hf_config import Architecture
 from knobs import Config
 from plan import grid, roofline
@@ -63,7 +64,8 @@ def judge(cfg: Config, ranks: int, setting: Setting) -> Verdict:
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     capacity = int(gib * GIB) if gib else host // min(ranks, setting.ranks_per_node)  # on a CPU a share of the host
     memory = step_memory(cfg, arch, layout, setting.device, capacity)
-    times = roofline.step_times(cfg, arch, layout, hardware, memory, setting.prompt_tokens, setting.completion_tokens)
+    tokens = setting.prompt_tokens, setting.completion_tokens, cfg.rollout.max_new_tokens
+    times = roofline.step_times(cfg, arch, layout, hardware, memory, *tokens)
     if memory.peak > capacity:
         parts = [(size, name) for name, size in memory.parts.items() if name not in ("margin", "logits chunk")]
         largest = ", ".join(f"{name} {size / GIB:.1f}" for size, name in sorted(parts, reverse=True)[:3])

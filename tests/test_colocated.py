@@ -293,7 +293,7 @@ def test_the_ranks_of_a_replica_on_an_npu_need_the_experts_kernels_too(
 
 
 def test_graphs_are_captured_for_few_sizes_with_torchs_own_compile(monkeypatch) -> None:
-    assert vllm_ascend.arguments(True, 256).keys() == {"additional_config", "async_scheduling"}
+    assert vllm_ascend.arguments(True, 256).keys() == {"additional_config"}
     graphs = vllm_ascend.arguments(False, 192)["compilation_config"]
     assert graphs == {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [16, 64, 128, 192]}
 

@@ -9,7 +9,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from healthy import ENVIRONMENT, GIB, NPU_SMI, ROOT, VERSIONS, answers, cuda, npu, qwen3, safetensors, write
+from healthy import (
+    CUDA_VERSIONS,
+    ENVIRONMENT,
+    GIB,
+    NPU_SMI,
+    ROOT,
+    VERSIONS,
+    answers,
+    cuda,
+    npu,
+    qwen3,
+    safetensors,
+    write,
+)
 
 from config import load_config
 from plan import doctor, doctor_npu, doctor_variables
@@ -46,6 +59,11 @@ def environment(**changes: str | None) -> Callable[[Machine], None]:
         where.env = {k: v for k, v in (ENVIRONMENT | changes).items() if v is not None}
 
     return plant
+
+
+def cuda_versions(**changes: str | None) -> Callable[[Machine], None]:
+    renamed = {name.replace("_", "-"): version for name, version in changes.items()}
+    return lambda where: setattr(where, "version", (CUDA_VERSIONS | renamed).get)
 
 
 def versions(**changes: str | None) -> Callable[[Machine], None]:
@@ -360,6 +378,28 @@ CUDA_FAULTS = [
     (D.check_cuda, file("proc/driver/nvidia/version", None), "fail  driver: no /proc/driver/nvidia/version"),
     (D.check_cuda, environment(CUDA_VISIBLE_DEVICES="0,1"), "fail  devices: 8 in /dev, 2 visible, 8 wanted"),
     (N.check_torch_build, versions(torch="2.10.0+cpu"), "fail  torch build: 2.10.0+cpu is not for CUDA"),
+    (
+        D.check_cuda_versions,
+        cuda_versions(vllm="0.33.0"),
+        "warn  versions: vllm 0.33.0; needed: 0.30.0, with torch",
+    ),
+    (
+        D.check_cuda_versions,
+        cuda_versions(torch="2.11.0+cu129"),
+        "warn  versions: torch 2.11.0+cu129; needed: 2.13.0",
+    ),
+    (D.check_cuda_versions, cuda_versions(Python="3.10.1"), "warn  versions: Python 3.10.1; needed: 3.12, with torch"),
+    (D.check_cuda_versions, cuda_versions(vllm=None), "fail  versions: vllm is not installed; needed: 0.30.0"),
+    (
+        D.check_cuda_versions,
+        cuda_versions(megatron_core=None),
+        "fail  versions: megatron-core is not installed; needed",
+    ),
+    (
+        D.check_cuda_versions,
+        both(run("rollout.engine=torch"), cuda_versions(vllm=None)),
+        "warn  versions: vllm is not installed; only rollout.engine torch works",
+    ),
     (D.check_cuda_runtime, memory(4), "fail  CUDA: torch counts 4 devices, 8 wanted"),
     (D.check_cuda_runtime, memory(8, taken=50), "fail  device memory: taken before the run starts: 7: 50 GiB"),
     (

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import typing
 from collections.abc import Callable
 
 import pytest
@@ -22,6 +23,7 @@ import parallel_setup
 import preflight
 from config import load_config
 from device import StepTimer
+from knobs import ModelConfig
 from learner import Learner
 from plan import confirmed
 from plan.dry_run_meter import Meter
@@ -80,6 +82,22 @@ def test_the_plan_agrees_with_the_dry_run_on_every_layout():
         assert "error" not in found, (layout, found)
         assert not apart(found), (layout, apart(found))
         assert {"load", "push", "reference", "forward", "backward", "update", "save"} <= found["found"]["phases"].keys()
+
+
+def test_the_dry_run_loads_every_format_as_the_plan_counts_it():
+    """One layer, short rows, two experts a rank; attention is not split, because int8 has one scale for a whole row."""
+    small = ["rollout.max_new_tokens=96", "data.max_prompt_tokens=32", "optim.tokens_per_micro_batch=128"]
+    formats = [f for f in typing.get_args(ModelConfig.model_fields["quantisation"].annotation) if f != "none"]
+    quantised = "model.quantised=[experts,attention]"
+    cases = [
+        case("qwen3", 64, 1, 64, 1, [f"model.quantisation={form}", quantised, *small], layers=1) for form in formats
+    ]
+    assert {"int8", "int4", "nvfp4"} <= set(formats)
+    for asked, found in zip(cases, dry_runs(cases), strict=True):
+        assert "error" not in found, (asked["overrides"], found)
+        exact = {row["what"]: (row["planned"], row["found"]) for row in found["compared"]}["weights"]
+        assert exact[0] == exact[1], (asked["overrides"], exact)  # so few tokens say nothing about activations
+        assert {"load", "push", "forward", "backward", "update", "save"} <= found["found"]["phases"].keys()
 
 
 @pytest.fixture(scope="module")

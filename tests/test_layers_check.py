@@ -7,18 +7,26 @@ Qwen3-30B-A3B; that was tried by hand.
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import training
 import world
+from scipy import stats
 
 import hf_config
+import rollout
 import weights_hf
 from config import load_config, to_yaml
+from engines import torch_sampler
+from engines.torch_sampler import TorchSampler
 from input_files import InputError
-from plan import layers_check
+from parallel_setup import Parallel
+from plan import layers_check, sampling_check
 from weight_sync import WeightSync
 
 SIZES = {
@@ -87,6 +95,8 @@ def test_a_sound_trainer_and_sampler_agree_and_every_expert_is_met(tmp_path) -> 
     assert found["experts"] == found["experts_judged"] == 2 * 16
     assert found["gap_mean"] < 0.1 < found["gap_without_adapters"]
     assert found["tokens"] > 3000 and len(found["gap_by_replica"]) == 2
+    assert "first tokens that the same seeds give again: 1, 1; at least 0.9 expected" in text
+    assert all(row["right"] and row["text"] in text for row in found["sampling"]) and len(found["sampling"]) == 5
 
 
 def test_one_expert_whose_adapter_does_not_reach_the_sampler_is_named(tmp_path) -> None:
@@ -107,8 +117,160 @@ def test_an_engine_that_was_not_pushed_to_is_named(fault, words, tmp_path) -> No
     assert "layer 0 is the first whose output differs" in found["wrong"]
 
 
+# ------------------------------------------------------------------------------------------------ how tokens are drawn
+
+
+def draws(change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[pytest.MonkeyPatch], None]:
+    """A fault: the sampler draws by change(probabilities, uniform numbers), and reports the right log-probs."""
+    return lambda patch: patch.setattr(torch_sampler, "inverse_cdf", change)
+
+
+def calls(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
+    """A fault: TorchSampler.sample is change(the real one, the engine, the prompts, the other arguments)."""
+    real = TorchSampler.sample
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(TorchSampler, "sample", lambda engine, prompts, **more: change(real, engine, prompts, more))
+
+    return plant
+
+
+def own_count(patch: pytest.MonkeyPatch) -> None:
+    """Each of two replicas counts its own prompts, so that both have the same random numbers."""
+    real = rollout.derive_seed
+    patch.setattr(rollout, "derive_seed", lambda seed, what, step, place: real(seed, what, step, place // 2))
+
+
+def second_replica(plant: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyPatch], None]:
+    """The same fault on rank 1 only."""
+    return lambda patch: plant(patch) if torch.distributed.get_rank() == 1 else None
+
+
+cdf = torch_sampler.inverse_cdf
+warmer = draws(lambda p, u: cdf(p ** (1 / 1.3), u))
+FOLLOWS, BY_ID = "first tokens, classed by probability: ", "first tokens, classed by id: "
+REPEAT, AGAIN = "completions that repeat an earlier one, ", "first tokens that the same seeds give again: "
+FAULTS = {  # name: (the fault, ranks, words of the message)
+    "none": (lambda patch: None, 1, ""),
+    "none on two ranks": (lambda patch: None, 2, ""),
+    "temperature x 1.3": (warmer, 1, FOLLOWS),
+    "temperature x 1.3 on the second replica": (second_replica(warmer), 2, FOLLOWS),
+    "temperature / 1.3": (draws(lambda p, u: cdf(p**1.3, u)), 1, FOLLOWS),
+    "top-k 3": (draws(lambda p, u: p.topk(3)[1].gather(1, cdf(p.topk(3)[0], u))), 1, FOLLOWS),
+    "always token 0": (draws(lambda p, u: torch.zeros_like(u, dtype=torch.long)), 1, FOLLOWS),
+    "greedy": (draws(lambda p, u: p.argmax(-1, keepdim=True)), 1, FOLLOWS),
+    "without the last 16 tokens": (draws(lambda p, u: cdf(p[:, :-16], u)), 1, BY_ID),
+    "uniform numbers of 5 bits": (draws(lambda p, u: cdf(p, (u * 32).floor() / 32)), 1, "first tokens that repeat"),
+    "one random stream for all prompts": (
+        calls(lambda real, engine, prompts, more: real(engine, prompts, **more | {"seeds": [1] * len(prompts)})),
+        1, REPEAT,
+    ),
+    "one random stream for both replicas": (own_count, 2, REPEAT),
+    "each sample twice": (
+        calls(lambda real, engine, prompts, more: [
+            [one for one in group[::2] for _ in range(2)] for group in real(engine, prompts, **more)]),
+        1, REPEAT,
+    ),
+    "one sample for its whole group": (
+        calls(lambda real, engine, prompts, more: [group[:1] * len(group) for group in real(engine, prompts, **more)]),
+        1, REPEAT,
+    ),
+    "seeds are ignored": (
+        calls(lambda real, engine, prompts, more: real(
+            engine, prompts, **more | {"seeds": torch.randint(2**62, (len(prompts),)).tolist()})),
+        1, AGAIN,
+    ),
+}  # fmt: skip
+
+
+def each_fault(parallel: Parallel, path: Path) -> dict[str, str]:
+    """What the check says about each fault for so many ranks."""
+    cfg = training.config(path, path, **SIZES | {"rollout__top_p": 0.9})  # of the run; the check draws without it
+    said = {}
+    for name, (plant, ranks, _) in FAULTS.items():
+        if ranks == parallel.world_size:
+            with pytest.MonkeyPatch.context() as patch:
+                plant(patch)
+                said[name] = layers_check.compare(cfg, hf_config.read(path), parallel)["wrong"]
+    return said
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory) -> dict[str, str]:
+    path = tmp_path_factory.mktemp("two") / "layers"
+    layers_check.write_model(training.config(path, path, **SIZES), path)
+    by_layout = world.in_layouts(["TP1", "EP2"], each_fault, path)
+    assert len({tuple(one.items()) for one in by_layout["EP2"]}) == 1, "all ranks say the same"
+    return by_layout["TP1"][0] | by_layout["EP2"][0]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_sampler_that_does_not_draw_by_its_log_probs_is_named(name: str, said) -> None:
+    words = FAULTS[name][2]
+    assert words in said[name] and bool(said[name]) == bool(words), said[name]
+    assert "nats" not in said[name], "the log-probs of these samplers are right"
+    if "second replica" in name:
+        sound, faulty = re.search(rf"{FOLLOWS}([^,]*), ([^,]*); at least", said[name]).groups()
+        assert float(sound) > 1e-6 > float(faulty)
+
+
+def batch(tokens: list[list[int]], logp: torch.Tensor, prompts: list[list[int]]) -> rollout.Rollout:
+    """One completion for each list of tokens, in groups of equal size; ``logp`` (S, N)."""
+    groups = torch.zeros(len(prompts), len(tokens) // len(prompts))
+    return rollout.Rollout(
+        prompts, torch.tensor(tokens), logp, [len(row) for row in tokens], torch.zeros(len(tokens)), groups, groups
+    )
+
+
+def test_the_p_values_are_those_of_a_chi_square_test() -> None:
+    """32 tokens of equal probability: the classes by id are 0 and 1, 2 and 3, and so on."""
+    counts = torch.randint(20, 120, (32,), generator=torch.Generator().manual_seed(0))
+    counts = torch.stack([counts, counts.roll(1)])  # of two replicas, with other pairs
+    tokens = [[token] for row in counts for token, n in enumerate(row.tolist()) for _ in range(n)]
+    uniform = torch.full((1, 32), -math.log(32), dtype=torch.float64)
+    drawn = batch(tokens, torch.full((len(tokens), 1), -math.log(32)), [[1], [1]])
+    found = sampling_check.chi_square(drawn, uniform, torch.arange(32)[None], 2)
+    # Nothing is known of the last class, so it counts as a degree of freedom.
+    expected = [stats.chi2.sf(stats.chisquare(row.view(16, 2).sum(1)).statistic, 16) for row in counts]
+    assert found == pytest.approx(expected, rel=1e-3) and min(expected) < 1e-6
+
+
+def test_a_sampler_whose_kernels_round_otherwise_is_judged_by_its_own_log_probs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    trainer = torch.randn(4, 320, generator=generator).double().log_softmax(1)
+    sampler = (trainer + 0.5 * torch.randn(4, 320, generator=generator)).log_softmax(1)
+    tokens = sampler.exp().multinomial(4096, replacement=True, generator=generator)  # (P, G)
+    p_value = {}
+    for name, logp in (("its own", sampler), ("the trainer's", trainer)):
+        drawn = batch(tokens.view(-1, 1).tolist(), logp.gather(1, tokens).view(-1, 1).float(), [[1]] * 4)
+        (p_value[name],) = sampling_check.chi_square(drawn, trainer, trainer.argsort(1, descending=True), 1)
+    assert p_value["its own"] > 1e-3 and p_value["the trainer's"] < 1e-9, p_value
+
+
+def test_repeats_are_counted_and_predicted_by_prompt() -> None:
+    """Two prompts at two places each. Token 5 has probability 1/2, 6 has 1/4, and 7 has 1/100.
+
+    In the order of the draws the first prompt has 5, 6, 5, 6, and the second has 5, 7, 7, 7.
+    """
+    tokens = [[5], [6], [5], [7], [5], [6], [7], [7]]
+    logp = torch.tensor([{5: 0.5, 6: 0.25, 7: 0.01}[token] for (token,) in tokens]).log()[:, None]
+    chances = [0, 0.5, 0.75, 0.75, 0, 0.5, 0.51, 0.51]
+    text, (p_value,) = sampling_check.repeats(batch(tokens, logp, [[1], [2], [1], [2]]), "words", copies=2, replicas=1)
+    assert text == f"p of 4 words that repeat an earlier one, {sum(chances):.4g} expected" and p_value == 1.0
+    same = batch([[7]] * 32, torch.full((32, 1), -8.0), [[1], [1]])
+    chance = math.exp(-8)
+    for copies, replicas in ((2, 1), (1, 2)):
+        text, (p_value,) = sampling_check.repeats(same, "words", copies, replicas)
+        assert text == f"p of 31 words that repeat an earlier one, {31 * chance:.4g} expected"
+        assert p_value == pytest.approx(math.exp(-31 * (1 - chance - (math.e - 2) * chance * (1 - chance))), rel=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------ its inputs
+
+
 def test_adapters_that_change_nothing_are_refused_as_a_blind_check() -> None:
     found = {"bound": 0.1, "gap_by_replica": [0.0], "gap_by_rank": [0.0], "gap_mean": 0.0, "gap_without_adapters": 0.0}
+    found["sampling"] = []
     assert "would not show" in layers_check.judged(found, [])
     assert layers_check.judged(found | {"gap_without_adapters": 3.0}, []) == ""
     assert "differ by nan" in layers_check.judged(found | {"gap_mean": float("nan")}, [])

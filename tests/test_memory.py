@@ -20,14 +20,14 @@ import world
 from live_bytes import LiveBytes
 
 import checkpoint
-import config_rules
 import hf_config
 import lora_megatron
 import model_megatron
 import parallel_setup
+import rollout
 from config import load_config
 from device import StepTimer
-from engines import torch_sampler, vllm_engine
+from engines import capacity, vllm_colocated, vllm_engine
 from hf_config import Architecture
 from knobs import LoraConfig, ParallelConfig
 from learner import Learner
@@ -185,14 +185,8 @@ def test_groups_are_megatrons(name):
 
 
 def test_the_plan_knows_the_constants_of_the_files_that_it_may_not_import():
-    import inspect
-
     assert memory.LOGITS_PER_CHUNK == model_megatron.LOGITS_PER_CHUNK
     assert memory.ROWS_PER_CHUNK == model_megatron.ROWS_PER_CHUNK
-    assert memory.PREFILL_TOKENS == vllm_engine.PREFILL_TOKENS
-    assert config_rules.CACHE_BLOCK == 128  # tokens; vLLM's block size on a CPU
-    sampler = inspect.signature(torch_sampler.TorchSampler.__init__).parameters
-    assert memory.CACHED_ROWS == sampler["max_sequences"].default
 
 
 # --------------------------------------------------------------------------------------------------------- activations
@@ -377,12 +371,63 @@ def test_a_cache_holds_the_rows_that_its_bytes_are_for():
     cfg, arch = load_config("configs/qwen3.yaml", ["rollout.kv_cache_mib=2048"]), real("qwen3")
     layout = grid.of(cfg, 16)
     planned = memory.step_memory(cfg, arch, layout, "npu", 61 * 2**30)
-    assert config_rules.cache_bytes_per_token(arch, 4, 2) == 24_576
+    assert capacity.cache_bytes_per_token(arch, 4, 2) == 24_576
     assert planned.wanted_rows == 96 // 4 * 8
     assert planned.cached_rows == 2048 * 2**20 // (24_576 * (512 // 8 + 1536))
     roomy = dataclasses.replace(layout, engine_tensor=8)
-    assert config_rules.cache_bytes_per_token(arch, 8, 2) == 24_576  # 4 heads over 8 ranks: two ranks hold each head
+    assert capacity.cache_bytes_per_token(arch, 8, 2) == 24_576  # 4 heads over 8 ranks: two ranks hold each head
     assert (
         memory.step_memory(cfg, arch, roomy, "npu", 61 * 2**30).parts["engine weights"]
         < planned.parts["engine weights"]
     )
+
+
+ROWS = [  # ranks, other settings, rows of a replica in a step, rows that are decoded at once; all by hand
+    (16, [], 24 * 8, 192),
+    (8, ["rollout.expert_parallel=false"], 48 * 8, 252),  # 9,472 MiB of 24,576 bytes hold 252 rows of 64 + 1,536 tokens
+    (8, ["rollout.expert_parallel=false", "rollout.kv_cache_mib=20000"], 48 * 8, 384),
+    (8, ["rollout.expert_parallel=false", "rollout.kv_cache_mib=40000", "rollout.prompts_per_step=144"], 72 * 8, 512),
+    (16, ["rollout.kv_cache_mib=20000", "eval.batch_size=60", "eval.samples=4"], 192, 240),  # an evaluation has more
+    (16, ["rollout.kv_cache_mib=51"], 192, 1),
+    (
+        16,
+        ["rollout.tensor=1", "rollout.expert_parallel=false"],
+        6 * 8,
+        63,
+    ),  # 4 heads: a quarter of the rows; eval has 96
+    (10, ["rollout.tensor=2", "rollout.expert_parallel=false", "rollout.kv_cache_mib=40000"], 20 * 8, 160),  # 96 / 5
+]
+
+
+@pytest.mark.parametrize(("ranks", "changes", "in_a_step", "at_once"), ROWS)
+def test_the_plan_counts_the_rows_that_the_engine_takes_at_once(ranks, changes, in_a_step, at_once, monkeypatch):
+    """1.5 waves of the plan's rows are two waves of the engine, whose ``max_num_seqs`` is the same number."""
+    cfg, arch = load_config("configs/qwen3.yaml", changes), real("qwen3")
+    planned = memory.step_memory(cfg, arch, grid.of(cfg, ranks), "npu", 61 * 2**30)
+    assert (planned.wanted_rows, planned.cached_rows) == (in_a_step, min(in_a_step, at_once))
+    given: dict = {}
+    for kind in (vllm_engine.VllmEngine, vllm_colocated.ColocatedEngine):
+        monkeypatch.setattr(kind, "__init__", lambda self, *args, **options: given.update(options))
+    monkeypatch.setattr(rollout.dist, "get_world_size", lambda: ranks)
+    rollout.open_engine(cfg, arch, torch.device("cpu"), {1}, 0)
+    assert given["max_sequences"] == at_once
+
+
+def test_the_embedded_sampler_takes_the_rows_of_the_plan_in_a_wave():
+    cfg = load_config("configs/tiny_cpu.yaml", ["rollout.prompts_per_step=96", "optim.prompts_per_update=96"])
+    arch = hf_config.planned(cfg)[0]
+    engine = rollout.open_engine(cfg, arch, torch.device("cpu"), {1}, 0)
+    planned = memory.step_memory(cfg, arch, grid.of(cfg, 1), "cpu", 2**40)
+    assert planned.wanted_rows == 96 * cfg.rollout.group_size > 512
+    assert planned.cached_rows == engine.max_sequences == 512
+
+
+@pytest.mark.parametrize(("prompts", "tokens"), [(96, 48), (192, 96), (768, 128)])  # of 4 replicas: 4 ranks split them
+def test_a_run_checks_the_kernel_for_the_tokens_that_a_rank_will_send(prompts, tokens, monkeypatch):
+    cfg = load_config("configs/qwen3.yaml", [f"rollout.prompts_per_step={prompts}", "rollout.kv_cache_mib=40000"])
+    seen = []
+    monkeypatch.setattr(rollout.devices, "resolve", lambda name: torch.device("meta"))
+    monkeypatch.setattr(vllm_engine, "check", lambda *args, **more: None)
+    monkeypatch.setattr(vllm_colocated, "check", lambda *args, **more: seen.append((more["ranks"], more["tokens"])))
+    rollout.check_engine(cfg, real("qwen3"), 16)
+    assert seen == [(16, tokens)]

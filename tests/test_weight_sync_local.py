@@ -6,8 +6,11 @@ that the cut is vLLM's is test_colocated.py's matter.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +31,7 @@ from engines import vllm_colocated, vllm_inside
 from engines.interface import Completion
 from engines.torch_sampler import TorchSampler
 from engines.vllm_colocated import ColocatedEngine
+from engines.vllm_engine import VllmEngine
 from input_files import InputError
 from knobs import Config
 from parallel_setup import Parallel
@@ -270,18 +274,54 @@ def test_on_other_devices_it_is_refused_by_name(path: Path) -> None:
     arch = dataclasses.replace(hf_config.read(path), hidden_size=2048)
     for device in ("cpu", "cuda"):
         with pytest.raises(InputError, match=f"rollout.expert_parallel: on {device} vLLM packs its weights"):
-            vllm_colocated.check(arch, device_type=device, ranks=4, tensor=2)
-    vllm_colocated.check(arch, device_type="npu", ranks=4, tensor=2)
+            vllm_colocated.check(arch, device_type=device, ranks=4, tokens=128)
+    vllm_colocated.check(arch, device_type="npu", ranks=4, tokens=128)
     with pytest.raises(InputError, match="hidden_size from 1024 to 8192, not 64"):
-        vllm_colocated.check(hf_config.read(path), device_type="npu", ranks=4, tensor=2)
-    engine = object.__new__(ColocatedEngine)
-    engine.device = SimpleNamespace(type="npu")
-    assert engine._more_arguments(4, 16, enforce_eager=True, max_sequences=192) == {
-        "data_parallel_size": 4,
-        "enable_expert_parallel": True,
-        "async_scheduling": False,
-        "additional_config": {"weight_nz_mode": 0, "enable_cpu_binding": False},
+        vllm_colocated.check(hf_config.read(path), device_type="npu", ranks=4, tokens=128)
+    for routed_experts in (False, True):
+        assert arguments(ColocatedEngine, "npu", routed_experts) == {
+            "data_parallel_size": 4,
+            "enable_expert_parallel": True,
+            "additional_config": {"weight_nz_mode": 0, "enable_cpu_binding": False},
+        }
+
+
+def arguments(kind: type, device: str, routed_experts: bool) -> dict:
+    """What an engine of 4 of 16 ranks adds for its device."""
+    engine = object.__new__(kind)
+    engine.device, engine.routed_experts = SimpleNamespace(type=device), routed_experts
+    return engine._more_arguments(4, 16, enforce_eager=True, max_sequences=192)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_runner_and_the_scheduling_of_vllm_are_set_by_name(device: str, path: Path, monkeypatch) -> None:
+    """On CUDA vLLM 0.30.0 would choose Model Runner V2 and asynchronous scheduling by itself."""
+    given: dict = {}
+    monkeypatch.setitem(
+        sys.modules, "vllm", SimpleNamespace(LLM=lambda **more: given.update(more) or SimpleNamespace())
+    )
+    monkeypatch.setattr(vllm_inside, "correct_cpu_defects", lambda job: None)
+    monkeypatch.setattr(vllm_inside, "surroundings_kept", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr("torch.distributed.broadcast_object_list", lambda job: None)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
+    monkeypatch.setattr(os, "environ", {"PATH": ""})
+    with pytest.raises(AttributeError, match="llm_engine"):  # the stand-in has nothing that could sample
+        VllmEngine(hf_config.read(path), path, stop_tokens={1}, max_tokens=64, device=device, max_sequences=48)
+    assert (given["async_scheduling"], given["max_num_seqs"]) == (False, 48)
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+
+
+def test_a_replica_on_an_npu_splits_each_expert_where_routes_are_recorded() -> None:
+    """With whole experts a rank sees a part of the tokens, and vllm-ascend records this part: test_vllm_ascend.py."""
+    kept = {
+        (device, routes): arguments(VllmEngine, device, routes)
+        for device in ("npu", "cuda", "cpu")
+        for routes in (False, True)
     }
+    assert {case: more["enable_expert_parallel"] for case, more in kept.items()} == {
+        ("npu", False): True, ("npu", True): False, ("cuda", False): True, ("cuda", True): True,
+        ("cpu", False): False, ("cpu", True): False,
+    }  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ the start of a run
@@ -375,6 +415,7 @@ def test_the_engine_is_the_one_that_the_configuration_asks_for(path: Path, monke
 
     monkeypatch.setattr(vllm_engine, "check", lambda *a, **k: asked.append("checked"))
     arch = hf_config.read(path)
+    monkeypatch.setattr(rollout.dist, "get_world_size", lambda: 4)
     rollout.open_engine(config(path, {}, True), arch, torch.device("cpu"), {1}, 0)
     with pytest.raises(InputError, match="on cpu vLLM packs its weights"):
         rollout.check_engine(config(path, {}, True), arch, 4)

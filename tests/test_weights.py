@@ -384,7 +384,7 @@ def said(folders, tmp_path_factory) -> list[dict[str, str]]:
 def test_load_refuses_what_it_cannot_use_by_name(what, said):
     assert VALUES[what][0] in said[0][what]
     if "inf" in what or what == "nan":
-        assert said[0][what].endswith("holds values that are not finite")
+        assert said[0][what].endswith("holds values that are not finite in float32")
 
 
 # ------------------------------------------------------------------------------------------------ q, k, v in one matrix

@@ -27,6 +27,13 @@ VERSIONS = {  # the versions of requirements/npu.txt
     "mindspeed": "0.16.0",
     "ray": "2.53.0",
 } | dict.fromkeys(environment.OUR_PACKAGES, "1.0")
+CUDA_VERSIONS = {  # the versions of requirements/cuda.txt
+    "Python": "3.12.11",
+    "torch": "2.13.0+cu130",
+    "transformers": "5.19.0",
+    "vllm": "0.30.0",
+    "megatron-core": "0.16.1",
+}
 # The two dies of the first card of a 910C; the lines are from vllm-ascend's issue 2534.
 NPU_SMI = """
 | NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
@@ -126,6 +133,6 @@ def cuda(tmp_path: Path) -> Machine:
     healthy = npu(tmp_path, "device=cuda", "rollout.expert_parallel=false")
     for die in range(8):
         write(healthy.root / "dev" / f"nvidia{die}")
-    write(healthy.root / "proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX Kernel Module  570.86  Wed\n")
-    healthy.ranks, healthy.version = 8, {"torch": "2.10.0+cu128"}.get
+    write(healthy.root / "proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX Kernel Module  580.95  Wed\n")
+    healthy.ranks, healthy.version = 8, CUDA_VERSIONS.get
     return healthy

@@ -1,0 +1,51 @@
+"""How many rows an engine decodes together, and the bytes of vLLM's key-value cache that a row takes. No torch.
+
+The plan and rollout.open_engine ask the same functions, so an engine takes as many rows at once as the plan says.
+"""
+
+from hf_config import Architecture
+from knobs import Config
+
+ELEMENT_BYTES = {"bf16": 2, "fp32": 4}  # model.dtype -> bytes of one number
+CACHE_BLOCK = 128  # tokens; vLLM allocates its key-value cache in blocks, and keeps one block for padding
+PREFILL_TOKENS = 8192  # prompt tokens that vLLM computes at once; this limits the activations
+# Rows that are decoded together: a wave of the embedded sampler, vLLM's largest graph, and what MC2 sends from a rank.
+MOST_SEQUENCES = 512
+
+
+def rows_of_a_step(cfg: Config, ranks: int) -> int:
+    """Sequences of the fullest replica in a step: that of the most prompts."""
+    replicas = ranks // (cfg.rollout.tensor if cfg.rollout.engine == "vllm" else 1)
+    return -(-cfg.rollout.prompts_per_step // replicas) * cfg.rollout.group_size
+
+
+def max_sequences(cfg: Config, arch: Architecture, ranks: int) -> int:
+    """Rows that an engine decodes together: at most those of a step or an evaluation, and those that its cache holds.
+
+    vLLM's cache must hold them at their full length, because vLLM would drop a row for which it has no room, and later
+    compute it again. The samples of a prompt share its keys and values. The embedded sampler makes a cache for each
+    wave, however many rows it has.
+    """
+    rollout = cfg.rollout
+    if rollout.engine != "vllm":
+        return MOST_SEQUENCES
+    tokens = cfg.data.max_prompt_tokens / rollout.group_size + rollout.max_new_tokens
+    row = tokens * cache_bytes_per_token(arch, rollout.tensor, ELEMENT_BYTES[cfg.model.dtype])
+    asked = max(rows_of_a_step(cfg, ranks), cfg.eval.batch_size * max(1, cfg.eval.samples))
+    return max(1, min(asked, int(rollout.kv_cache_mib * 2**20 // row), MOST_SEQUENCES))
+
+
+def cache_mib_per_row(cfg: Config, arch: Architecture) -> int:
+    """MiB of vLLM's key-value cache on a rank that the longest row needs."""
+    return cache_mib(arch, cfg.rollout.tensor, cfg.row_tokens, ELEMENT_BYTES[cfg.model.dtype])
+
+
+def cache_mib(arch: Architecture, tensor: int, longest: int, element: int) -> int:
+    """MiB of the cache on one of ``tensor`` ranks that a row of ``longest`` tokens needs, in whole blocks."""
+    blocks = -(-longest // CACHE_BLOCK) + 1
+    return -(-blocks * CACHE_BLOCK * cache_bytes_per_token(arch, tensor, element) // 2**20)
+
+
+def cache_bytes_per_token(arch: Architecture, tensor: int, element: int) -> int:
+    """Bytes of the keys and values of one token in all layers on one of ``tensor`` ranks."""
+    return 2 * arch.num_layers * max(1, arch.num_kv_heads // tensor) * arch.head_dim * element

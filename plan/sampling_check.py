@@ -1,0 +1,107 @@
+"""Does the sampler draw tokens by the probabilities that it reports? A part of preflight.py --layers.
+
+Log-probs of the tokens that were drawn do not say how they were drawn: a broken random generator has right log-probs.
+Three statistics of the draws are judged, so that a sound run fails with a probability below 1e-6:
+
+- many first tokens of few prompts, by chi-square against the probabilities of all tokens;
+- completions and first tokens that repeat an earlier one of their prompt, against the number that is predicted;
+- the first tokens of a batch that is asked for again with the same seeds.
+
+P prompts, R replicas, G samples, V vocabulary, C classes. Place i of a batch asks prompt i // R of replica i % R.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+import model_megatron
+from parallel_setup import Parallel
+from rollout import Rollout
+
+# All bounds of p sum to FALSE_ALARM. It is not 1e-6, because the tail of a chi-square of counts is up to four times as
+# heavy as that of its distribution. Of the first tokens a tenth may differ, because kernels may round otherwise.
+FALSE_ALARM, SAME_AGAIN = 1e-7, 0.9
+FIRST_TOKENS = 4096  # of each replica; so many show a temperature that is 1.3 times too high
+CLASSES, LEAST_EXPECTED = 16, 50.0  # of about equal probability; a class with fewer expected tokens is not judged
+
+
+@torch.no_grad()
+def next_logprobs(model: torch.nn.Module, prompts: list[list[int]], parallel: Parallel, temperature: float) -> Tensor:
+    """The log-prob of every token after each of equally long prompts, by rank 0's trainer.  -> (P, V) fp64 on the host
+
+    Collective. The result is the same on every rank.
+    """
+    even = [prompt + [0] * (-len(prompt) % parallel.tensor) for prompt in prompts]  # sequence parallelism splits rows
+    with model_megatron.evaluating(model):
+        hidden = model_megatron.hidden_states(model, torch.tensor(even, device=parallel.device))[len(prompts[0]) - 1]
+    head = model.embedding.word_embeddings if model.share_embeddings_and_output_weights else model.output_layer
+    by_rank = parallel.gather_rows((hidden @ head.weight.t()).float() / temperature)  # (ranks, P, V / tensor)
+    return by_rank[: parallel.tensor].transpose(0, 1).flatten(1).double().log_softmax(-1)
+
+
+def chi_square(batch: Rollout, logp: Tensor, order: Tensor, replicas: int) -> list[float]:
+    """The p-value of each replica's first tokens, where tokens that follow each other in ``order`` (P, V) are classed.
+
+    ``logp``: (P, V) of the trainer, which gives the classes and their probabilities. A drawn token counts as the ratio
+    of the trainer's to the sampler's probability. The sum of these ratios in a class has the trainer's probability of
+    the class as its mean for every sampler that draws as it reports, also where its kernels round otherwise.
+    A class has tokens of all prompts. Its count then varies less than that of one multinomial distribution.
+    """
+    tokens = batch.tokens[:, 0].view(len(logp), replicas, -1)  # (P, R, G)
+    ratios = (logp.gather(1, tokens.flatten(1)).view_as(tokens) - batch.logp[:, 0].view_as(tokens)).exp()
+    places = (logp.exp().gather(1, order).cumsum(1) * CLASSES).long().clamp(max=CLASSES - 1)
+    classes = torch.zeros_like(order).scatter(1, order, places)  # (P, V)
+    expected = torch.bincount(classes.flatten(), logp.exp().flatten(), CLASSES) * tokens.shape[2]  # (C,)
+    drawn = [classes.gather(1, tokens[:, replica]).flatten() for replica in range(replicas)]
+    counts = torch.stack([torch.bincount(own, ratios[:, r].flatten(), CLASSES) for r, own in enumerate(drawn)])
+    judged = expected >= LEAST_EXPECTED
+    statistic = ((counts - expected).square() / expected)[:, judged].sum(1)  # (R,)
+    return torch.special.gammaincc(judged.sum().double() / 2, statistic / 2).tolist()
+
+
+def repeats(batch: Rollout, what: str, copies: int, replicas: int) -> tuple[str, list[float]]:
+    """How many completions repeat an earlier one of the same prompt, the number expected, and a bound of its p-value.
+
+    ``copies`` times the batch has each prompt at ``replicas`` places that follow each other, all prompts each time.
+    Given the completions before it, a completion repeats one of them with the sum of their probabilities. So the number
+    less its expectation is a martingale, and exceeds e - 2 times its variance by t with a probability of at most
+    exp(-t) (Freedman, 1975).
+    """
+    tokens, logp = (
+        x.unflatten(0, (copies, -1, replicas * batch.rewards.shape[1])).transpose(0, 1).flatten(1, 2)
+        for x in (batch.tokens, batch.logp)
+    )
+    repeated = (tokens[:, :, None] == tokens[:, None]).all(-1).tril(-1).any(-1)  # (P, S)
+    new = logp.double().sum(-1).exp() * ~repeated
+    chance = (new.cumsum(1) - new).clamp(max=1)
+    excess = repeated.sum() - chance.sum() - (math.e - 2) * (chance * (1 - chance)).sum()
+    text = f"p of {repeated.sum()} {what} that repeat an earlier one, {chance.sum():.4g} expected"
+    return text, [math.exp(-max(0.0, excess.item()))]
+
+
+def figures(batch: Rollout, again: Rollout, first: Rollout, logp: Tensor, replicas: int) -> list[dict]:
+    """Every statistic: whether it is right, a text for a reader, and its values, most of them one for each replica.
+
+    ``batch``: every replica is asked every prompt twice. ``again``: the same once more. ``first``: first tokens after
+    the prompts of ``logp``; replicas are judged apart there, because every two of their tokens are compared.
+    """
+    orders = {"probability": logp.argsort(1, descending=True), "id": torch.arange(logp.shape[1]).expand_as(logp)}
+    p_values = [
+        *((f"p of a chi-square of each sampler's first tokens, classed by {name}",
+           chi_square(first, logp, order, replicas)) for name, order in orders.items()),
+        repeats(batch, "completions", copies=2, replicas=replicas),
+        repeats(first, "first tokens", copies=1, replicas=1),
+    ]  # fmt: skip
+    least = FALSE_ALARM / sum(len(values) for _, values in p_values)
+    same = (batch.tokens[:, 0] == again.tokens[:, 0]).double().view(-1, replicas, batch.rewards.shape[1])
+    shares = ("share of each sampler's first tokens that the same seeds give again", same.mean((0, 2)).tolist())
+    return [
+        {
+            "right": all(value >= bound for value in values),
+            "text": f"{what}: {', '.join(f'{value:.2g}' for value in values)}; at least {bound:.2g} expected",
+            "values": values,
+        }
+        for bound, rows in ((least, p_values), (SAME_AGAIN, [shares]))
+        for what, values in rows
+    ]
