@@ -23,6 +23,7 @@ import startup
 import tiny_model
 from aqn import AqnError
 from config import derive_seed, resolve_config
+from gsm8k_files import alike
 from input_files import MOST_RANKS, InputError, one_line
 from knobs import Config
 from learner import StepTimer
@@ -37,7 +38,7 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: startup
     run = startup.open_run(cfg, parallel, heartbeat, inputs)
     log, tripwires, learner = run.log, run.tripwires, run.learner
     questions, held_out = inputs.questions, inputs.held_out
-    not_for_training = frozenset(question.question for question in held_out)
+    not_for_training = frozenset(alike(question.question) for question in held_out)
     if run.first_step == 0:
         run.evaluate(after_steps=0)
     gradient_norm, peak = None, ()  # of the last update; of the device memory in any step

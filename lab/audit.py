@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from input_files import InputError, parse_yaml, read_text
+from input_files import InputError, parse_yaml, read_bytes, read_text
 from lab.records import Run
 from lab.store import KEPT, Benchmark, benchmarks_by_script, load_groups, read_index
 from run_record import git
@@ -174,7 +174,7 @@ def against(results: Path, revision: str) -> list[str]:
             path, blob = results / name, about.split()[2]
             if not path.is_file():
                 found.append(f"{path}: was deleted; it is in {where}")
-            elif _blob(path.read_bytes(), blob) != blob:
+            elif _blob(read_bytes(path), blob) != blob:
                 found.append(f"{path}: edited; it is another file in {where}")
     read, index = _revision(results, commit), read_index(results)
     before = json.loads(read("index.json") or "{}")
