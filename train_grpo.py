@@ -108,7 +108,7 @@ def is_due(steps_done: int, every: int, num_steps: int) -> bool:
 
 def start(cfg: Config) -> None:
     """Check the input, start the device, join the other ranks, and train."""
-    heartbeat = Heartbeat(parallel_setup.check_launch(), cfg.train.stall_seconds)  # before anything that can wait
+    heartbeat = Heartbeat(parallel_setup.launched_rank(), cfg.train.stall_seconds)  # before anything that can wait
     try:
         parallel_setup.start_device(cfg)
         heartbeat.beat("the start of the device")
@@ -135,7 +135,7 @@ def main(arguments: list[str]) -> int:
     args = parser.parse_intermixed_args(arguments)
     rank = 0
     try:
-        rank = parallel_setup.launched_rank()
+        rank = parallel_setup.check_launch()
         cfg, notes = resolve_config(args.config, args.overrides)
         if rank == 0:
             print("".join(f"note: {note}\n" for note in notes), end="", flush=True)
