@@ -52,7 +52,7 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: startup
 
         # 2. Sample and score G completions for each of P questions.
         asked = questions.pick(step, cfg.rollout.prompts_per_step)
-        tripwires.asked(step, [question.question for question in asked], len(questions), not_for_training)
+        tripwires.asked(step, [alike(question.question) for question in asked], len(questions), not_for_training)
         batch, completions = rollout.sample(
             run.engine,
             asked,

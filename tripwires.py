@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable
 from statistics import fmean, median
 
-from gsm8k_files import alike
 from knobs import Config
 
 GAP_START, GAP_FACTOR, GAP_FLOOR, GAP_STEPS = 10, 10, 0.1, 3  # see _far_above_the_first_steps
@@ -94,11 +93,8 @@ class Tripwires:
             )
 
     def asked(self, step: int, asked: list[str], num_questions: int, held_out: frozenset[str]) -> None:
-        """Check the questions of ``step``, which come from ``num_questions``; none may be among ``held_out``.
-
-        The texts of ``held_out`` are those that `alike` gives.
-        """
-        if leaked := [question for question in asked if alike(question) in held_out]:
+        """Check the questions of ``step``, which come from ``num_questions``; ``held_out`` must not be among them."""
+        if leaked := held_out.intersection(asked):
             self.trip(
                 "held_out",
                 f"step {step + 1} asks {len(leaked)} held-out questions, for example {min(leaked)[:60]!r}",
