@@ -170,6 +170,36 @@ def test_conversion_refuses_what_parquet_would_lose(tmp_path: Path) -> None:
     assert not (tmp_path / "out.parquet").exists()
 
 
+# ------------------------------------------------------------------------------------------------------ equal questions
+@pytest.mark.parametrize(
+    "other",
+    [
+        "MIA HAS 3 PENS. How many?",
+        "  Mia has\t3 \u00a0pens.\r\nHow\u2028many?\u3000",
+        "Mia\u200b has\ufeff 3 p\u00aden\u2060s. How\u200d many?",
+        "\uff2dia has \uff13 pens\uff0e How many?",
+        "Mia has 3\ufe0f pens\u034f. \u202eHow\u202c many?\u0008",
+        "\u200b Mia \u200b has 3 pens. How many?",
+    ],
+    ids=["case", "spaces", "no-width", "full-width", "invisible", "between-spaces"],
+)
+def test_questions_are_compared_as_a_reader_sees_them(other: str, tmp_path: Path, tokenizer: Any) -> None:
+    first = {"question": "Mia has 3 pens. How many?", "answer": "#### 3"}
+    path = write_jsonl(tmp_path / "train.jsonl", [first, {"question": other, "answer": "so\n#### 3.0"}])
+    assert len(gsm8k_files.read(path)[0]) == 2  # one answer: a repeated question is kept
+    write_jsonl(path, [ROWS[0], first, {"question": other, "answer": "#### 4"}])
+    with pytest.raises(InputError, match="train.jsonl, row 3: answer: 4; row 2 has the same question with 3; needed"):
+        gsm8k_files.read(path)
+    write_jsonl(tmp_path / "shots.jsonl", [{"question": other, "answer": "#### 3"}])
+    with pytest.raises(InputError, match="which is asked as well"):
+        data_gsm8k.few_shot(str(tmp_path / "shots.jsonl"), [tuple(first.values())])
+
+
+@pytest.mark.parametrize("other", ["Mia has 4 pens.", "Mia has 3 pens?", "Mia has -3 pens.", "3 pens."])
+def test_questions_that_a_reader_tells_apart_are_two(other: str) -> None:
+    assert gsm8k_files.alike(other) != gsm8k_files.alike("Mia has 3 pens.")
+
+
 # ------------------------------------------------------------------------------------------------------- malformed rows
 def line(row: Any) -> bytes:
     return json.dumps(row).encode() + b"\n"

@@ -70,12 +70,12 @@ def after_each_kill(command: Callable[[], int], folder: Path) -> tuple[int, list
 
     The same: exit code 0, and the files of ``folder`` that a command without a kill leaves.
     """
-    start = shutil.copytree(folder, folder.with_name(f"{folder.name}-start"))
+    start = shutil.copytree(folder, folder.with_name(f"{folder.name}-start"), symlinks=True)
     assert in_child(lambda: must_succeed(command)) == 0
     whole, wrong = contents(folder), []
     for moment in range(1, 500):
         shutil.rmtree(folder)
-        shutil.copytree(start, folder)
+        shutil.copytree(start, folder, symlinks=True)
         killed = in_child(lambda moment=moment: (kill_me_at(moment, folder), command()))
         if killed == 0:
             return moment - 1, wrong
