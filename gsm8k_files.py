@@ -219,11 +219,17 @@ def _jsonl_rows(data: bytes, path: Path) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         try:
             if line.strip():
-                yield number, json.loads(line.decode("utf-8"), parse_constant=_no_number)
+                yield number, json.loads(line.decode("utf-8"), parse_constant=_no_number, object_pairs_hook=_object)
         except UnicodeDecodeError as error:
             raise InputError(f"{path}, row {number}: byte {error.start} is not UTF-8; needed: UTF-8") from error
         except (ValueError, RecursionError) as error:
             raise InputError(f"{path}, row {number}: not one JSON object a line: {one_line(error)}") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError(f"found a column twice among {', '.join(name for name, _ in pairs)}; needed: each once")
+    return dict(pairs)
 
 
 def _no_number(name: str) -> None:

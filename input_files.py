@@ -17,8 +17,9 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -85,7 +86,7 @@ def refuse_special(path: str | Path, mode: int) -> None:
 
 
 @contextlib.contextmanager
-def opened(path: str | Path) -> Iterator[BinaryIO]:
+def opened(path: str | Path) -> Iterator[BufferedReader]:
     """The regular file at ``path``, open for reading: the one place that opens a file of the user's.
 
     InputError that names the file for every error of the system, also for one that comes while it is read.

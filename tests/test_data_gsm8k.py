@@ -170,23 +170,21 @@ def test_conversion_refuses_what_parquet_would_lose(tmp_path: Path) -> None:
     assert not (tmp_path / "out.parquet").exists()
 
 
-# ------------------------------------------------------------------------------------------------------ equal questions
+# ----------------------------------------------------------------------------------------------------- equal questions
 @pytest.mark.parametrize(
     "other",
     [
         "MIA HAS 3 PENS. How many?",
         "  Mia has\t3 \u00a0pens.\r\nHow\u2028many?\u3000",
         "Mia\u200b has\ufeff 3 p\u00aden\u2060s. How\u200d many?",
-        "\uff2dia has \uff13 pens\uff0e How many?",
+        "\uff2dia \u200b has \uff13 pens\uff0e How many?",
         "Mia has 3\ufe0f pens\u034f. \u202eHow\u202c many?\u0008",
-        "\u200b Mia \u200b has 3 pens. How many?",
     ],
-    ids=["case", "spaces", "no-width", "full-width", "invisible", "between-spaces"],
 )
-def test_questions_are_compared_as_a_reader_sees_them(other: str, tmp_path: Path, tokenizer: Any) -> None:
+def test_questions_are_compared_as_a_reader_sees_them(other: str, tmp_path: Path) -> None:
     first = {"question": "Mia has 3 pens. How many?", "answer": "#### 3"}
     path = write_jsonl(tmp_path / "train.jsonl", [first, {"question": other, "answer": "so\n#### 3.0"}])
-    assert len(gsm8k_files.read(path)[0]) == 2  # one answer: a repeated question is kept
+    assert len(read_pairs(path)) == 2  # one answer: both rows are kept
     write_jsonl(path, [ROWS[0], first, {"question": other, "answer": "#### 4"}])
     with pytest.raises(InputError, match="train.jsonl, row 3: answer: 4; row 2 has the same question with 3; needed"):
         gsm8k_files.read(path)
@@ -223,6 +221,7 @@ MALFORMED = {
     "answer null": (line({**ROWS[0], "answer": None}), r", row 1: answer: found nothing; needed: a text$"),
     "half a character": (line({**ROWS[0], "question": "a\ud800"}), r", row 1: question: found a lone surrogate"),
     "broken line": (GOOD + b"\n" + GOOD[:-5] + b"\n", r", row 3: not one JSON object a line: "),
+    "a column twice": (b'{"question": "2?", "question": "3?", "answer": "#### 1"}', r", row 1: .* a column twice"),
     "two objects": (GOOD[:-1] + GOOD, r", row 1: not one JSON object a line: "),
     "not UTF-8": (GOOD + b'{"question": "\xff"}', r", row 2: byte 14 is not UTF-8"),
     "not an object": (GOOD + b"[1, 2]\n", r", row 2: found list; needed: an object"),

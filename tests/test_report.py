@@ -309,6 +309,17 @@ def test_nothing_is_built_on_records_that_were_tampered_with(places: list[str], 
     assert run(*places, "build") == 2 and (tmp_path / "RESULTS.md").read_text() == before
 
 
+@pytest.mark.parametrize(
+    "plan", ["[1]", "comparisons: x", "comparisons: [x]", "comparisons: [null]", "comparisons: [{title: a, sweep: 5}]"]
+)
+def test_a_plan_that_is_none_is_refused_in_one_line(plan: str, places: list[str], tmp_path: Path, capsys) -> None:
+    (tmp_path / "results" / "plan.yaml").write_text(plan)
+    for command in ("build", "--check"):
+        assert run(*places, command) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: {tmp_path}/results/plan.yaml: ") and said.count("\n") == 1
+
+
 @pytest.mark.parametrize("text", ["no markers", f"{pages.BEGIN}", f"{pages.END} {pages.BEGIN}"])
 def test_a_page_without_markers_is_left_alone(project: Path, tmp_path: Path, text: str) -> None:
     shutil.copytree(project / "results", tmp_path / "results")

@@ -129,6 +129,10 @@ def test_jobs_have_names_of_their_own_and_known_faults(write_sweep, capsys) -> N
     ):
         assert sweep.main([str(write_sweep([0], a=variant(), **wrong)), "--list"]) == 2
         assert said in capsys.readouterr().err
+    path = write_sweep([4, 5], a=variant())
+    path.write_text(path.read_text().replace("train.seed={seed}", "data.seed={seed}"))
+    assert sweep.main([str(path), "--list"]) == 2
+    assert "a-seed4: train.seed: found 0; needed: 4 (each_seed: train.seed={seed})" in capsys.readouterr().err
     assert sweep.main([str(write_sweep([0, 1], a=variant())), "--list", "name=mine"]) == 2
     assert "a-seed0: override name: found mine; needed: none" in capsys.readouterr().err
 
