@@ -142,9 +142,7 @@ def read_sweep(path: Path, extra: list[str]) -> tuple[Sweep, list[Job]]:
             if cfg.name != job:  # two jobs of one name would write, and resume, each other's runs
                 raise InputError(f"override name: found {cfg.name}; needed: none, because a sweep names its jobs")
             if cfg.train.seed != seed:  # the name says the seed, and a record must have that one
-                raise InputError(
-                    f"override train.seed: found {cfg.train.seed}; needed: {seed}, as train.seed={{seed}} in each_seed gives"
-                )
+                raise InputError(f"train.seed: found {cfg.train.seed}; needed: {seed} (each_seed: train.seed={{seed}})")
         except InputError as error:
             raise InputError(f"{path}: {job}: {error}") from None
         jobs.append(Job(job, cfg, [*script, sweep.config, *arguments], variant.processes or sweep.processes))

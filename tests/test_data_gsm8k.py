@@ -110,9 +110,9 @@ def test_every_form_gives_the_same_questions(form: str, ending: str, tmp_path: P
 def test_a_bare_final_number_becomes_a_worked_answer(tmp_path: Path) -> None:
     rows = [
         {"messages": [{"role": "user", "content": "1+1?"}], "answer": "1,002"},
-        {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "two"}], "answer": "2"},
+        {"messages": [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "two"}], "answer": "2"},
     ]
-    assert read_pairs(write_jsonl(tmp_path / "a.jsonl", rows)) == [("1+1?", "#### 1002"), ("1+1?", "two\n#### 2")]
+    assert read_pairs(write_jsonl(tmp_path / "a.jsonl", rows)) == [("1+1?", "#### 1002"), ("2?", "two\n#### 2")]
     verl = [{"prompt": [{"role": "user", "content": "1+1?"}], "reward_model": {"ground_truth": "2"}}]
     assert read_pairs(write_parquet(tmp_path / "b.parquet", verl)) == [("1+1?", "#### 2")]
 
@@ -315,7 +315,7 @@ def test_command_converts_and_never_overwrites(tmp_path: Path) -> None:
         ((start, out), "File exists"),
         ((start, start), "File exists"),
         ((start, tmp_path / "out.csv"), "found the ending '.csv'"),
-        ((start, tmp_path / "absent" / "out.jsonl"), "cannot be written"),
+        ((start, tmp_path / "absent" / "out.jsonl"), "out.jsonl: not written"),
         ((tmp_path / "bad.jsonl", tmp_path / "new.jsonl"), "bad.jsonl, row 2"),
     ):
         failed = run_command("convert", *arguments)
