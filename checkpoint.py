@@ -19,14 +19,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from config import changes_at_resume, config_hash, flatten, to_dict
-from input_files import InputError, check_folder, one_line, read_object, shown
+from input_files import InputError, check_folder, fsync_path, one_line, read_object, read_tensors, shown
 from knobs import Config
-from run_record import fsync_path, sha256_file, write_atomically
+from run_record import sha256_file, write_atomically
 from runlog import lock_run
 
 # A checkpoint has the second name if the process was killed while a newer one of the same step replaced it.
@@ -220,10 +218,7 @@ def load(path: Path, verified: bool = False, only: str | None = None) -> Checkpo
         raise InputError(f"{path / 'state.json'}: step {about['step']} in a folder of step {int(match[2])}")
     if wrong := misfit(about["step"], about["config"], about["state"]):
         raise InputError(f"{path / 'state.json'}: {wrong}")
-    try:
-        tensors = {file.stem: load_file(file) for file in sorted(path.glob(f"{only or '*'}.safetensors"))}
-    except SafetensorError as error:
-        raise InputError(f"{path}: not a safetensors file ({error})") from None
+    tensors = {file.stem: read_tensors(file) for file in sorted(path.glob(f"{only or '*'}.safetensors"))}
     return Checkpoint(
         about["step"], tensors, about["state"], about["config"], read_object(path / "checksums.json"), path
     )

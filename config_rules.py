@@ -4,6 +4,7 @@ config.py asks for idle_keys and problems, the trainer also for check_layout and
 all of them at once. A message says the key, what was found, what is needed, and the nearest sizes that work.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from math import isqrt
 
@@ -16,6 +17,7 @@ LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0  # vLLM raises a lower tempe
 LARGEST_ADAPTER_RANK = 512  # of vLLM's LoRA
 LARGEST_TINY_MODEL = 1e9  # parameters
 VOCABULARY_BLOCK = 64  # tokens; vLLM pads the embedding and the head to a multiple of it
+FIELD = re.compile(r"(?<![\\\w^_{}])\{\w*([.!:\[][^{}\s]*)?\}")  # looks like a field of str.format; \boxed{N} does not
 STREAMED = "(or rollout.expert_parallel false, which pushes whole tensors)"
 
 
@@ -173,6 +175,7 @@ def _data_rules(cfg: Config) -> list[Rule]:
     data, low, high = cfg.data, cfg.data.operand_low, cfg.data.operand_high
     generated, prompts = data.source == "arithmetic", cfg.rollout.prompts_per_step
     needed = "data.source gsm8k needs a .jsonl or .parquet file"
+    fields = [found[0] for found in FIELD.finditer(data.prompt_template.replace("{question}", " "))]
     return [
         (not generated and not data.train_path, f"data.train_path: missing; {needed}"),
         (not generated and not data.test_path, f"data.test_path: missing; {needed}"),
@@ -180,6 +183,7 @@ def _data_rules(cfg: Config) -> list[Rule]:
             "{question}" not in data.prompt_template,
             f"data.prompt_template: {data.prompt_template!r} does not contain {{question}}",
         ),
+        (bool(fields), f"data.prompt_template: {', '.join(fields)} is not replaced; needed: {{question}} alone"),
         (low > high, f"data.operand_low: {low} exceeds data.operand_high {high}"),
         (
             data.operations_low > data.operations_high,
@@ -346,14 +350,8 @@ def engine_layout_problems(cfg: Config, arch: Architecture, world_size: int) -> 
     """Why vLLM cannot hold ``arch`` on ``world_size`` ranks as cfg.rollout says; [] for the embedded sampler."""
     if cfg.rollout.engine != "vllm":
         return []
-    return replica_problems(
-        arch,
-        world_size,
-        cfg.rollout.tensor,
-        cfg.row_tokens,
-        cfg.rollout.kv_cache_mib,
-        ELEMENT_BYTES[cfg.model.dtype],
-    )
+    element, cache = ELEMENT_BYTES[cfg.model.dtype], cfg.rollout.kv_cache_mib
+    return replica_problems(arch, world_size, cfg.rollout.tensor, cfg.row_tokens, cache, element)
 
 
 def replica_problems(

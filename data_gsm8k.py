@@ -14,7 +14,6 @@ import operator
 import random
 import re
 import sys
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,8 +114,8 @@ def few_shot(path: str, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str
     InputError if a question of `pairs` is among them: it would be asked after its own answer.
     """
     examples = [(row.question, row.answer) for row in gsm8k_files.read(path)[0]] if path else []
-    known = {_words(question).casefold() for question, _ in examples}
-    if repeated := [question for question, _ in pairs if _words(question).casefold() in known]:
+    known = {gsm8k_files.alike(question) for question, _ in examples}
+    if repeated := [question for question, _ in pairs if gsm8k_files.alike(question) in known]:
         raise InputError(
             f"data.few_shot_path: {path} holds {repeated[0][:60]!r}, which is asked as well; needed: examples that "
             "are in neither the training nor the held-out questions"
@@ -131,10 +130,8 @@ def load(data: DataConfig, split: str, tokenizer: PreTrainedTokenizerBase, seed:
     """
     pairs, source, form = read(data, split)
     examples = few_shot(data.few_shot_path, pairs)
-    if tokenizer.chat_template:
-        refuse_endless(
-            lambda: prompt_ids(pairs[0][0], tokenizer, data, examples), f"{tokenizer.name_or_path}: the chat template"
-        )
+    what = "chat template" if tokenizer.chat_template else "tokenizer"  # whose pattern for splitting may be endless
+    refuse_endless(lambda: prompt_ids(pairs[0][0], tokenizer, data, examples), f"{tokenizer.name_or_path}: the {what}")
     questions = [
         Question(question, answer, gold_answer(answer), prompt_ids(question, tokenizer, data, examples))
         for question, answer in pairs
@@ -159,17 +156,12 @@ def load(data: DataConfig, split: str, tokenizer: PreTrainedTokenizerBase, seed:
     )
 
 
-def _words(text: str) -> str:
-    """`text` with single spaces and in Unicode's form NFKC: a template or a tokenizer may change spaces and forms."""
-    return " ".join(unicodedata.normalize("NFKC", text).split())
-
-
 def _refuse_equal_prompts(questions: list[Question], tokenizer: PreTrainedTokenizerBase) -> None:
     """InputError if two different questions have the same prompt, since one model answer cannot be right for both."""
     first: dict[tuple[int, ...], str] = {}
     for question in questions:
         one, other = question.question, first.setdefault(tuple(question.prompt), question.question)
-        if other != one and _words(other).casefold() != _words(one).casefold():
+        if other != one and gsm8k_files.alike(other) != gsm8k_files.alike(one):
             raise InputError(
                 f"{tokenizer.name_or_path}: {other[:60]!r} and {one[:60]!r} become the same prompt; needed: a "
                 "tokenizer that knows the questions' characters"
@@ -228,9 +220,9 @@ def prompt_ids(
         if answer is not None:
             turns.append(("assistant", answer))
     text = _chat_text(turns, tokenizer, data) if tokenizer.chat_template else _plain_text(turns, data)
-    words = _words(text)
+    words = gsm8k_files.words(text)
     for role, content in turns:
-        if _words(content) not in words:
+        if gsm8k_files.words(content) not in words:
             raise InputError(
                 f"{tokenizer.name_or_path}: its template leaves out the text of a {role} turn, or a part of it: "
                 f"{content[:60]!r} becomes {text[:120]!r}; needed: a chat template that shows all turns"

@@ -167,9 +167,10 @@ def main(arguments: list[str]) -> int:
     parser = command_line("evaluate.py", "Measure the accuracy of model.path on the held-out questions.")
     args = parser.parse_intermixed_args(arguments)
     try:
+        rank = parallel_setup.check_launch()
         cfg, notes = resolve_config(args.config, args.overrides)
         summary = measure(cfg)
-        if parallel_setup.launched_rank() == 0:
+        if rank == 0:
             print("".join(f"note: {note}\n" for note in notes), end="")
             print(f"{cfg.model.path}: {cfg.data.source} accuracy: {headline(summary)}", flush=True)
     except BAD_INPUT as error:

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 import checkpoint
@@ -31,9 +30,21 @@ import weights_hf
 from adapter_weights import Adapted, adapted_modules
 from config import changed_keys, load_config
 from hf_config import Architecture
-from input_files import BAD_INPUT, UNFINISHED, InputError, finish_folder, fresh_folder, read_object, refused
+from input_files import (
+    BAD_INPUT,
+    InputError,
+    finish_folder,
+    fresh_folder,
+    fsync_path,
+    is_leftover,
+    read_bytes,
+    read_object,
+    read_tensors,
+    refused,
+    remove_leftover,
+)
 from knobs import Config, LoraConfig, ModelConfig
-from run_record import disk_errors, fsync_path, refuse_changed_inputs
+from run_record import disk_errors, refuse_changed_inputs
 
 COPIED = """generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json
     vocab.json merges.txt tokenizer.model chat_template.jinja chat_template.json LICENSE""".split()
@@ -139,7 +150,7 @@ def write_merged(
     (folder / "config.json").write_text(json.dumps(about, indent=2) + "\n")
     for name in COPIED:
         if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+            (folder / name).write_bytes(read_bytes(source / name))
     for name, weight in weights_hf.read_model(folder, replace(arch, stored_format="none")).items():
         if weight.dtype != dtype or not weight.isfinite().all():
             raise InputError(f"{source}: {name}, merged, is not a finite {dtype} tensor")
@@ -224,7 +235,7 @@ def write_adapter(
     path = folder / "adapter_model.safetensors"
     weights_hf.save_file(tensors, path)
     (folder / "adapter_config.json").write_text(json.dumps(adapter_config(base_model, lora, modules), indent=2) + "\n")
-    written = load_file(path)
+    written = read_tensors(path)
     if written.keys() != tensors.keys() or not all(torch.equal(written[name], tensors[name]) for name in tensors):
         raise InputError(f"{path}: the file differs from what was written; is the disk sound?")
     return len(tensors), num_bytes
@@ -255,10 +266,10 @@ def _appears_whole(out_dir: Path) -> Iterator[Path]:
             for path in aside.iterdir():
                 fsync_path(path)
             finish_folder(aside, target)
-            fsync_path(target.parent)
     finally:
-        if (aside / UNFINISHED).exists():  # otherwise it is a folder of the user
-            shutil.rmtree(aside, ignore_errors=True)
+        if is_leftover(aside):  # otherwise it is a folder of the user
+            with contextlib.suppress(OSError):
+                remove_leftover(aside)
 
 
 def export(run_dir: Path, out_dir: Path, *, as_adapter: bool, step: int | None, accept_changed_inputs: bool) -> str:
@@ -267,7 +278,7 @@ def export(run_dir: Path, out_dir: Path, *, as_adapter: bool, step: int | None, 
     InputError for an ``out_dir`` in use, a run without a good checkpoint, or a base model that does not fit or has
     changed since the run; accepted changes are listed in ``out_dir``/changed_inputs.json.
     """
-    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+    if out_dir.exists() and not is_leftover(Path(os.path.realpath(out_dir))):
         raise InputError(f"{out_dir}: already there and not an empty directory; needed: a new one")
     cfg, found = read_run(run_dir, step)
     changed = refuse_changed_inputs(

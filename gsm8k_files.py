@@ -6,16 +6,24 @@ row is skipped or repaired silently.  Rows count from 1; the number of a jsonl r
 
 import io
 import json
+import os
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from input_files import LINES_MIB, UNUSABLE, InputError, one_line, read_bytes, shown
 from reward_gsm8k import gold_answer
+from run_record import disk_errors, write_atomically
 
 NUMBER = re.compile(r"-?[0-9]{1,100}(\.[0-9]{1,100})?")  # ASCII digits, because the rewards compare these
 LONGEST_TEXT = 100_000  # characters; the longest text of GSM8K has about 1,000
+
+
+# Characters that are drawn as nothing and are letters or marks to Unicode: fillers of Hangul, selectors of a variant.
+INVISIBLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\ufe00-\ufe0f\U000e0100-\U000e01ef]")
 
 
 class Row(NamedTuple):
@@ -41,6 +49,7 @@ def read(path: str | Path) -> tuple[list[Row], str]:
     _check_ending(path)
     table = _parquet_rows(data, path) if path.suffix == ".parquet" else _jsonl_rows(data, path)
     form, rows = None, []
+    asked: dict[str, tuple[int, str]] = {}  # question -> the first row that asks it, and its answer
     for number, row in table:
         try:
             if not isinstance(row, dict):
@@ -55,13 +64,34 @@ def read(path: str | Path) -> tuple[list[Row], str]:
                     "question and answer, or messages, or prompt with reward_model"
                 )
             question, answer = form.parse(columns)
-            gold_number(answer)
+            gold = gold_number(answer)
+            first, known = asked.setdefault(alike(question), (number, gold))
+            if Decimal(gold) != Decimal(known):
+                raise InputError(f"answer: {gold}; row {first} has the same question with {known}; needed: one answer")
+            if "" in asked:
+                raise InputError("question: found an empty text")
         except InputError as error:
             raise InputError(f"{path}, row {number}: {error}") from error
         rows.append(Row(question, answer, {name: row[name] for name in row if name.lower() not in form.used}))
     if form is None:
         raise InputError(f"{path}: no rows found; needed: at least one question")
     return rows, form.name
+
+
+def words(text: str) -> str:
+    """`text` with single spaces and in Unicode's form NFKC: a template or a tokenizer may change spaces and forms."""
+    return " ".join(unicodedata.normalize("NFKC", text).split())
+
+
+def alike(question: str) -> str:
+    """The text by which questions are compared: two that a reader cannot tell apart, or that differ in case, are one.
+
+    It is in form NFKC, without case, without characters of no width and control characters, and with single spaces.
+    """
+    text = unicodedata.normalize("NFKC", question).casefold()
+    if not text.isprintable():
+        text = "".join(c for c in text if c.isspace() or unicodedata.category(c) not in ("Cc", "Cf"))
+    return words(INVISIBLE.sub("", text))
 
 
 def gold_number(answer: str) -> str:
@@ -189,11 +219,17 @@ def _jsonl_rows(data: bytes, path: Path) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         try:
             if line.strip():
-                yield number, json.loads(line.decode("utf-8"), parse_constant=_no_number)
+                yield number, json.loads(line.decode("utf-8"), parse_constant=_no_number, object_pairs_hook=_object)
         except UnicodeDecodeError as error:
             raise InputError(f"{path}, row {number}: byte {error.start} is not UTF-8; needed: UTF-8") from error
         except (ValueError, RecursionError) as error:
             raise InputError(f"{path}, row {number}: not one JSON object a line: {one_line(error)}") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError(f"found a column twice among {', '.join(name for name, _ in pairs)}; needed: each once")
+    return dict(pairs)
 
 
 def _no_number(name: str) -> None:
@@ -223,11 +259,10 @@ def convert(in_path: str | Path, out_path: str | Path) -> str:
             raise InputError(f"{in_path}: found the other column {taken[0]}; needed: a file without it")
         rows.append(new | others)
     data = _parquet_bytes(rows, out) if out.suffix == ".parquet" else _jsonl_bytes(rows, out)
-    try:
-        with out.open("xb") as file:
-            file.write(data)
-    except OSError as error:
-        raise InputError(f"{out}: cannot be written ({error.strerror}); needed: the name of a new file") from error
+    if os.path.lexists(out):
+        raise InputError(f"{out}: cannot be written (File exists); needed: the name of a new file")
+    with disk_errors(out):
+        write_atomically(out, data)
     return f"{len(rows)} rows: {in_path} ({form}) -> {out} ({FORMS[to_chat].name})"
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from input_files import InputError, read_object, shown
+from input_files import InputError, read_object, refuse_endless, shown
 from knobs import Config, TinyModelConfig
 
 PUBLISHED = Path(__file__).resolve().parent / "configs"  # <name>.config.json, to plan a run before the download
@@ -18,6 +18,7 @@ PUBLISHED = Path(__file__).resolve().parent / "configs"  # <name>.config.json, t
 # Upper bounds far above any known model: a list of the names and shapes of all tensors must fit into memory.
 MOST = {"num_hidden_layers": 1000, "num_experts": 4096, "num_local_experts": 4096, "max_position_embeddings": 2**31}
 MOST_SIZE, MOST_MATRICES = 2**24, 2**17  # of any other key; of layers x experts
+PATTERN_SECONDS = 1  # for all patterns of a quantization_config together; they take microseconds
 
 # Options with one supported value, which is also what their absence means. use_sliding_window is the switch: the
 # configurations of Qwen have a sliding_window, too, which is not used while the switch is false.
@@ -232,7 +233,7 @@ def parse(raw: dict, where: str = "config.json") -> Architecture:
         rms_norm_eps=need("rms_norm_eps", float),
         max_positions=need("max_position_embeddings"),
         stored_format=stored,
-        stored_attention=_stores_attention(raw),
+        stored_attention=_stores_attention(raw, where),
     )
 
 
@@ -254,7 +255,7 @@ def _stored_format(config: Any) -> str:
     return ""
 
 
-def _stores_attention(raw: dict) -> bool:
+def _stores_attention(raw: dict, where: str) -> bool:
     """Whether the quantization_config (of a supported format) quantises the matrices around attention.
 
     As in compressed-tensors a target is a class, the name of a module, or "re:" and the beginning of a name.
@@ -266,12 +267,17 @@ def _stores_attention(raw: dict) -> bool:
     def among(patterns: Any) -> bool:
         texts = [each for each in patterns if isinstance(each, str)] if isinstance(patterns, list) else []
         name = "model.layers.0.self_attn.q_proj"
-        try:
-            return any(re.match(e[3:], name) if e.startswith("re:") else e in ("Linear", name) for e in texts)
-        except re.error:
-            return False
+        return any(re.match(e[3:], name) if e.startswith("re:") else e in ("Linear", name) for e in texts)
 
-    return among(group.get("targets")) and not among(config.get("ignore"))
+    def stores() -> bool:
+        return among(group.get("targets")) and not among(config.get("ignore"))
+
+    if "re:" in str((group.get("targets"), config.get("ignore"))):
+        refuse_endless(stores, f"{where}: quantization_config: a pattern of targets or ignore", PATTERN_SECONDS)
+    try:
+        return stores()
+    except (re.error, RecursionError, OverflowError) as error:
+        raise InputError(f"{where}: quantization_config: targets, ignore: no pattern: {error}") from None
 
 
 def planned(cfg: Config) -> tuple[Architecture, str]:

@@ -4,21 +4,27 @@ Every reader returns a value or raises InputError, and does so soon: it never wa
 without end, and never removes a folder of the user. Commands print an InputError with `refused`. Imports no torch.
 """
 
+import contextlib
 import json
 import multiprocessing
 import os
 import re
 import resource
 import shutil
+import signal
 import stat
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOST_RANKS = 2**16  # an upper bound of every number of ranks; no job has so many
 SETTINGS_MIB = 64  # the largest file of settings or records; the index of a model with 30,000 tensors has 3 MiB
@@ -26,7 +32,7 @@ LINES_MIB = 1024  # the largest file of questions, or of the lines of a run
 LARGEST_YAML_MIB = 0.25  # a configuration has about 3 KiB; PyYAML needs 3 s for a file of this size
 LONGEST_MESSAGE = 1000  # characters
 SMALL_FILES = (".json", ".jinja", ".txt", ".model")  # files of a model's folder that are read as a whole
-PROBE_SECONDS, AGAIN_SECONDS, PROBE_GIB = 10, 0.1, 2  # limits of refuse_endless: first call, second call, memory
+PROBE_SECONDS, AGAIN_SECONDS, PROBE_GIB = 10, 0.1, 2  # limits of refuse_endless: first call, second, memory
 UNFINISHED = ".unfinished"  # this file marks a folder that this project is still filling
 UNUSABLE = re.compile("[\0\ud800-\udfff]")  # NUL and half characters: file names, tokens and UTF-8 cannot hold them
 
@@ -79,21 +85,35 @@ def refuse_special(path: str | Path, mode: int) -> None:
         raise InputError(f"{path}: found {kind}; needed: a file")
 
 
-def read_bytes(path: str | Path, most_mib: float = SETTINGS_MIB) -> bytes:
-    """The content of a regular file of at most ``most_mib``; InputError if it cannot be read."""
+@contextlib.contextmanager
+def opened(path: str | Path) -> Iterator[BufferedReader]:
+    """The regular file at ``path``, open for reading: the one place that opens a file of the user's.
+
+    InputError that names the file for every error of the system, also for one that comes while it is read.
+    """
     try:
         # O_NONBLOCK: opening a pipe does not wait for its writer.
-        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            refuse_special(path, os.fstat(file.fileno()).st_mode)
+            yield file
+    except InputError:
+        raise
     except ValueError as error:
         raise InputError(f"{shown(str(path))}: no name of a file ({error})") from None
-    with file:
-        about, most = os.fstat(file.fileno()), int(most_mib * 2**20)
-        refuse_special(path, about.st_mode)
+    except OSError as error:  # an error while a file is read has a number, and no name of a file
+        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
+def read_bytes(path: str | Path, most_mib: float = SETTINGS_MIB) -> bytes:
+    """The content of a regular file of at most ``most_mib``; InputError if it cannot be read."""
+    most = int(most_mib * 2**20)
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
         # Files in /proc hold more bytes than st_size says, so the length is checked after reading as well.
-        data = b"" if about.st_size > most else file.read(most + 1)
-    if max(about.st_size, len(data)) > most:
+        data: bytes | None = b"" if size > most else file.read(most + 1)
+    if data is None:
+        raise InputError(f"{path}: cannot be read (it does not wait for its writer, and holds nothing yet)")
+    if max(size, len(data)) > most:
         raise InputError(f"{path}: larger than {most_mib:g} MiB, the most that is read of such a file")
     return data
 
@@ -120,6 +140,18 @@ def read_object(path: str | Path, keys: tuple[str, ...] = ()) -> dict[str, Any]:
     return content
 
 
+def read_tensors(path: Path) -> dict[str, "Tensor"]:
+    """The tensors of a safetensors file by name, mapped: only the parts that are used are read from the disk."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    with opened(path):  # refuses what is no file before the library opens it
+        try:
+            return load_file(path)
+        except (SafetensorError, LookupError, RuntimeError) as error:  # a type of numbers that torch does not have
+            raise InputError(f"{path}: not a readable safetensors file ({error})") from None
+
+
 def check_folder(folder: Path) -> None:
     """InputError if a library that opens the files of ``folder`` would wait for a pipe or read without end.
 
@@ -134,41 +166,73 @@ def check_folder(folder: Path) -> None:
             raise InputError(f"{path}: larger than {SETTINGS_MIB} MiB, the most that is read of such a file")
 
 
+def fsync_path(path: Path) -> None:
+    """Wait until the file at ``path``, or the names in that folder, would survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether ``path`` is a folder that a killed process of this project left (it has UNFINISHED), or an empty one."""
+    return path.is_dir() and not path.is_symlink() and ((path / UNFINISHED).is_file() or not any(path.iterdir()))
+
+
 def fresh_folder(path: Path) -> None:
     """Make an empty folder to fill; it contains the file UNFINISHED until `finish_folder`.
 
-    A folder with UNFINISHED, which a killed process left, is removed first. InputError if anything else has the name.
+    A folder that a killed process left is removed first. InputError if anything else has the name.
     """
     if os.path.lexists(path):
-        if path.is_symlink() or not (path / UNFINISHED).is_file():
+        if not is_leftover(path):
             raise InputError(f"{path}: in the way, and not made by this program; needed: another name for it")
-        shutil.rmtree(path)
+        remove_leftover(path)
     path.mkdir(parents=True)
     (path / UNFINISHED).touch()
 
 
 def finish_folder(path: Path, target: Path) -> None:
-    """Rename the folder ``path``, which fresh_folder made, to ``target``."""
+    """Rename the folder ``path``, which fresh_folder made, to ``target``, where nothing or a leftover may be.
+
+    A process that is killed before the last line leaves a leftover, so that its command can be repeated.
+    """
+    if is_leftover(target):
+        remove_leftover(target)
     os.rename(path, target)
+    fsync_path(target.parent)
     (target / UNFINISHED).unlink()
+
+
+def remove_leftover(folder: Path) -> None:
+    """Remove a leftover. UNFINISHED is the last of its files, so that the rest is still one after a kill half-way."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != UNFINISHED:
+            path.unlink()
+    shutil.rmtree(folder)
 
 
 # ----------------------------------------------------------------------------------------- programs that models contain
 
 
-def refuse_endless(work: Callable[[], object], what: str) -> None:
+def refuse_endless(work: Callable[[], object], what: str, cpu_seconds: int = PROBE_SECONDS) -> None:
     """InputError unless ``work`` ends in PROBE_SECONDS and PROBE_GIB, and when called again in AGAIN_SECONDS.
 
-    A model's folder contains programs (chat templates) that may run for ever, so ``work`` is tried in a process of its
-    own. An exception of ``work`` is not reported here: the caller meets it when it calls ``work`` itself.
+    A model's folder contains programs (chat templates, patterns) that may run for ever, so ``work`` is tried in a
+    process of its own, which may also use at most ``cpu_seconds``. An exception of ``work`` is not reported here: the
+    caller meets it when it calls ``work`` itself.
     """
-    probe = multiprocessing.get_context("fork").Process(target=_probe, args=(work,), daemon=True)
+    probe = multiprocessing.get_context("fork").Process(target=_probe, args=(work, cpu_seconds), daemon=True)
     with warnings.catch_warnings():  # Python 3.12 warns of every fork of a process that has threads
         warnings.simplefilter("ignore", DeprecationWarning)
         probe.start()
     probe.join(PROBE_SECONDS)
     faults = {
         None: f"does not end in {PROBE_SECONDS} s; needed: one that takes milliseconds",
+        -signal.SIGXCPU: f"does not end in {cpu_seconds} s; needed: one that takes milliseconds",
         1: f"takes more than {AGAIN_SECONDS} s for each question; needed: one that takes milliseconds",
     }
     code = probe.exitcode  # None if it still runs
@@ -178,7 +242,7 @@ def refuse_endless(work: Callable[[], object], what: str) -> None:
         raise InputError(f"{what} {faults.get(code, f'takes more than {PROBE_GIB} GiB; needed: less')}")
 
 
-def _probe(work: Callable[[], object]) -> None:
+def _probe(work: Callable[[], object], cpu_seconds: int) -> None:
     """Run ``work`` twice in a forked process, and end it with exit code 0 (good), 1 (slow) or 2 (too much memory).
 
     The first call may compile something, so only the second one is timed.
@@ -191,6 +255,7 @@ def _probe(work: Callable[[], object]) -> None:
             most = int(in_use.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + PROBE_GIB * 2**30
             resource.setrlimit(resource.RLIMIT_AS, (most, most))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
         work()
         start = time.process_time()
         work()

@@ -37,6 +37,9 @@ from knobs import Config, ParallelConfig
 # ------------------------------------------------------------------------------------------------ the process
 
 
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # torchrun sets these, and others
+
+
 def launched_world_size() -> int:
     """Number of processes that torchrun started; 1 without torchrun. InputError if the environment holds no number."""
     return variable("WORLD_SIZE", 1, 1, MOST_RANKS)
@@ -57,6 +60,12 @@ def check_launch() -> int:
     variable("LOCAL_RANK", 0, 0, variable("LOCAL_WORLD_SIZE", ranks, 1, most) - 1)
     variable("MASTER_PORT", 1, 1, 65535)
     variable("OMP_NUM_THREADS", 1, 1, 1024)
+    absent = [name for name in TORCHRUN if name not in os.environ]
+    if absent and {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & os.environ.keys():
+        raise InputError(
+            f"the environment's {', '.join(absent)}: not set, but others that torchrun sets are; needed: all of "
+            f"{', '.join(TORCHRUN)}, or none"
+        )
     if "RANK" in os.environ and (address := os.environ.get("MASTER_ADDR")):
         try:
             socket.getaddrinfo(address, None)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import hf_config
 from config import command_line, resolve_config
-from config_rules import OTHER_RULES
+from config_rules import OTHER_RULES, divisors, nearest
 from input_files import BAD_INPUT, MOST_RANKS, InputError, refused, shown
 from plan import confirmed, grid, memory, roofline
 from plan.search import Setting, Verdict, alternatives, judge, overrides
@@ -254,6 +254,13 @@ def main(arguments: list[str] | None = None) -> int:
                 f"--completion-tokens: {args.completion_tokens:g} is the mean, and rollout.max_new_tokens "
                 f"{cfg.rollout.max_new_tokens} the longest; needed: at most that"
             )
+        node = args.ranks_per_node
+        ranks = args.ranks or grid.default_ranks(cfg, grid.device_of(cfg), node)
+        if ranks > node and ranks % node:
+            raise InputError(
+                f"--ranks-per-node: {node} does not divide --ranks {ranks}; needed: equal nodes, nearest: "
+                f"{nearest(node, divisors(ranks))}"
+            )
     except BAD_INPUT as error:
         return refused(error)
     for note in notes:
@@ -266,7 +273,7 @@ def main(arguments: list[str] | None = None) -> int:
         prompt_tokens=args.prompt_tokens or cfg.data.max_prompt_tokens,
         completion_tokens=args.completion_tokens or cfg.rollout.max_new_tokens,
     )
-    verdict = judge(cfg, args.ranks or grid.default_ranks(cfg, setting.device, args.ranks_per_node), setting)
+    verdict = judge(cfg, ranks, setting)
     others = alternatives(verdict, setting) if verdict.reasons else []
     if args.json:
         print(json.dumps(as_json(verdict, others, setting)))

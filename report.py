@@ -237,12 +237,13 @@ def act(args: argparse.Namespace) -> int:
 def check(results: Path, page: Path, revision: str | None) -> int:
     """Print every fault of the records and the pages, or what was compared.  -> exit code"""
     faults, compared = store.history(results)
-    faults += audit.against(results, revision) if revision else []
     if broken := store.check(results):
         faults += broken
     else:
+        stale = pages.stale(results, page)  # first: it refuses a plan that is none
         more, looked_up = audit.faults(results)
-        faults, compared = [*faults, *more, *pages.stale(results, page)], f"{compared}; {looked_up}"
+        faults, compared = [*faults, *more, *stale], f"{compared}; {looked_up}"
+    faults += audit.against(results, revision) if revision else []
     print(
         "\n".join(faults) or f"records, pages and figures agree; {compared}",
         file=sys.stderr if faults else sys.stdout,

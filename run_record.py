@@ -27,7 +27,17 @@ from typing import Any, BinaryIO
 from tqdm import tqdm
 
 from config import to_yaml
-from input_files import LINES_MIB, InputError, one_line, read_bytes, read_object, read_text, refuse_special, variable
+from input_files import (
+    LINES_MIB,
+    InputError,
+    fsync_path,
+    one_line,
+    opened,
+    read_bytes,
+    read_object,
+    read_text,
+    variable,
+)
 from knobs import Config, DataConfig
 
 VARIABLES = re.compile(r"(OMP|MKL|CUDA|ASCEND|HCCL|NCCL|GLOO|VLLM|PYTORCH|TORCH)_")
@@ -38,15 +48,6 @@ LARGE_BYTES, THREADS = 2**24, 8  # the checksums of files of at least so many by
 
 
 # ---------------------------------------------------------------- files
-
-
-def fsync_path(path: Path) -> None:
-    """Wait until the file at ``path``, or the names in that folder, would survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -83,8 +84,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 def sha256_file(path: Path) -> str:
     """The sha256 of a file in hexadecimal."""
-    refuse_special(path, os.stat(path).st_mode)
-    with open(path, "rb") as file:
+    with opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -25,13 +25,12 @@ from typing import Any, BinaryIO
 from tqdm import tqdm
 
 from config import config_hash
-from input_files import InputError, read_object
+from input_files import InputError, fsync_path, read_object
 from knobs import Config, TrainConfig
 from run_record import (
     checks_fired,
     checksums,
     disk_errors,
-    fsync_path,
     json_line,
     lock_file,
     read_lines,

@@ -27,14 +27,28 @@ from typing import Any
 from pydantic import Field, NonNegativeInt
 
 from config import config_hash, load_config
-from input_files import BAD_INPUT, MOST_RANKS, InputError, read_file, read_object, read_text, refused
+from input_files import (
+    BAD_INPUT,
+    LINES_MIB,
+    MOST_RANKS,
+    InputError,
+    one_line,
+    read_bytes,
+    read_file,
+    read_object,
+    read_text,
+    refused,
+    shown,
+)
 from knobs import Config
+from lab.faults import FAULTS
 from lab.records import Part, planted_fault, validated
 from run_record import lock_file, read_lines, write_atomically
 from runlog import lock_run
 
 RAY = "ray==2.60.0"  # the version that has been tried
 ROOT = Path(__file__).resolve().parent
+MOST_JOBS = 2000  # of a sweep; the largest one that was run has 306
 BUSY = -1000  # in place of an exit code: another process runs this job
 # Of jobs on a CPU, as in run_cpu.sh: the number of threads changes the last bits of results, the tokenizer must not
 # start threads before a fork, and a mistyped model path must not start a download.
@@ -108,6 +122,9 @@ def read_sweep(path: Path, extra: list[str]) -> tuple[Sweep, list[Job]]:
         raise InputError(f"{path}: seeds: {repeated[0]} is given twice; needed: each seed once, a run of its own")
     if len(sweep.seeds) > 1 and not any("{seed}" in text for text in sweep.each_seed):
         raise InputError(f"{path}: each_seed: has no {{seed}}, so all {len(sweep.seeds)} seeds would be the same run")
+    if len(sweep.seeds) * len(sweep.variants) > MOST_JOBS:
+        found = f"{len(sweep.variants)} variants x {len(sweep.seeds)} seeds"
+        raise InputError(f"{path}: {found}; needed: at most {MOST_JOBS} jobs")
     jobs = []
     for seed, (name, variant) in itertools.product(sweep.seeds, sweep.variants.items()):
         script = ["benchmarks/planted_fault.py", variant.fault] if variant.fault else ["train_grpo.py"]
@@ -120,7 +137,13 @@ def read_sweep(path: Path, extra: list[str]) -> tuple[Sweep, list[Job]]:
             *extra,
         ]
         try:
+            if variant.fault and variant.fault not in FAULTS:
+                raise InputError(f"fault: found {shown(variant.fault)}; needed: one of {', '.join(FAULTS)}")
             cfg = load_config(ROOT / sweep.config, arguments)
+            if cfg.name != job:  # two jobs of one name would write, and resume, each other's runs
+                raise InputError(f"override name: found {cfg.name}; needed: none, because a sweep names its jobs")
+            if cfg.train.seed != seed:  # the name says the seed, and a record must have that one
+                raise InputError(f"train.seed: found {cfg.train.seed}; needed: {seed} (each_seed: train.seed={{seed}})")
         except InputError as error:
             raise InputError(f"{path}: {job}: {error}") from None
         jobs.append(Job(job, cfg, [*script, sweep.config, *arguments], variant.processes or sweep.processes))
@@ -206,7 +229,10 @@ def connect_ray(folder: Path, resources: dict[str, int], address: str | None) ->
         import ray
     except ImportError:
         raise InputError(f"sweep: ray is not installed; needed: pip install {RAY}, or --local") from None
-    ray.init(address=address, include_dashboard=False, log_to_driver=False)
+    try:
+        ray.init(address=address, include_dashboard=False, log_to_driver=False)
+    except Exception as error:  # Ray raises ValueError, ConnectionError, RuntimeError and a plain Exception
+        raise InputError(f"--address: found {shown(address)}: Ray does not start: {one_line(error)}") from None
     there = ray.cluster_resources()
     for name, number in resources.items():
         if there.get(name, 0) < number:
@@ -269,7 +295,7 @@ def advance(job: Job, start: Callable[[Job], Any], room: bool, retries: int, fol
     elif code == BUSY:
         job.state, job.attempts = "elsewhere", job.attempts - 1
     else:
-        lines = (folder / f"{job.name}.log").read_text(errors="replace").splitlines()
+        lines = read_bytes(folder / f"{job.name}.log", LINES_MIB).decode(errors="replace").splitlines()
         final = [line for line in lines if line.startswith(("error: ", "stopped: "))]  # a repeat would end like this
         errors = [line for line in lines if re.match(r"(?!.*ChildFailedError)[\w.]*(Error|Exception)\b", line)]
         job.said = final[-1] if final else f"exit code {code}: {(errors or lines or ['no output'])[-1]}"
@@ -288,7 +314,7 @@ def save(jobs: list[Job], folder: Path) -> None:
         for job in jobs
     }
     path, text = folder / "sweep.json", json.dumps({"jobs": rows}, indent=1) + "\n"
-    if not path.exists() or path.read_text() != text:
+    if not path.exists() or read_bytes(path) != text.encode():
         write_atomically(path, text)
 
 
@@ -306,6 +332,8 @@ def main(arguments: list[str]) -> int:
     jobs: list[Job] = []
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's SIGTERM ends a sweep as Ctrl-C does
     try:
+        if args.local and args.address is not None:
+            raise InputError("--address: not read with --local; needed: one of the two")
         sweep, jobs = read_sweep(args.sweep, args.overrides)
         for job in jobs:
             job.look()

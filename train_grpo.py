@@ -27,6 +27,7 @@ import tiny_model
 from aqn import AqnError
 from config import command_line, derive_seed, resolve_config
 from device import StepTimer
+from gsm8k_files import alike
 from input_files import MOST_RANKS, InputError, one_line
 from knobs import Config
 from parallel_setup import Parallel
@@ -40,7 +41,7 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: startup
     run = startup.open_run(cfg, parallel, heartbeat, inputs)
     log, tripwires, learner = run.log, run.tripwires, run.learner
     questions, held_out = inputs.questions, inputs.held_out
-    not_for_training = frozenset(question.question for question in held_out)
+    not_for_training = frozenset(alike(question.question) for question in held_out)
     if run.first_step == 0:
         run.evaluate(after_steps=0)
     gradient_norm, peak = None, ()  # of the last update; of the device memory in any step
@@ -54,7 +55,7 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: startup
 
         # 2. Sample and score G completions for each of P questions.
         asked = questions.pick(step, cfg.rollout.prompts_per_step)
-        tripwires.asked(step, [question.question for question in asked], len(questions), not_for_training)
+        tripwires.asked(step, [alike(question.question) for question in asked], len(questions), not_for_training)
         batch, completions = rollout.sample(
             run.engine,
             asked,
@@ -110,7 +111,7 @@ def is_due(steps_done: int, every: int, num_steps: int) -> bool:
 
 def start(cfg: Config, is_command: bool = False) -> None:
     """Check the input, start the device, join the other ranks, and train. A command says how to continue it."""
-    heartbeat = Heartbeat(parallel_setup.check_launch(), cfg.train.stall_seconds)  # before anything that can wait
+    heartbeat = Heartbeat(parallel_setup.launched_rank(), cfg.train.stall_seconds)  # before anything that can wait
     if is_command:
         runlog.end_on_signals(lambda: heartbeat.reached())
     try:
@@ -140,7 +141,7 @@ def main(arguments: list[str]) -> int:
     args = parser.parse_intermixed_args(arguments)
     rank = 0
     try:
-        rank = parallel_setup.launched_rank()
+        rank = parallel_setup.check_launch()
         cfg, notes = resolve_config(args.config, args.overrides)
         if rank == 0:
             print("".join(f"note: {note}\n" for note in notes), end="", flush=True)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_config import Architecture
-from input_files import InputError, first_three, read_object, refuse_special
+from input_files import InputError, first_three, read_object, read_tensors
 from lora_megatron import Adapter, attached
 from parallel_setup import Parallel, Shards
 from quantisation import Packed, Quantised, stored_shapes
@@ -156,16 +156,9 @@ def read_model(model_dir: str | Path, arch: Architecture) -> dict[str, Tensor]:
 
     Raises InputError unless their names, shapes and dtypes are exactly those of the architecture.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     found: dict[str, Tensor] = {}
     for path in _weight_files(Path(model_dir)):
-        try:
-            refuse_special(path, path.stat().st_mode)
-            tensors = load_file(path)
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"{path}: not a readable safetensors file ({error})") from None
+        tensors = read_tensors(path)
         if twice := tensors.keys() & found.keys():
             raise InputError(f"{path}: {min(twice)} is also in another file of this directory")
         found |= tensors

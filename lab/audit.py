@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from input_files import InputError, parse_yaml, read_text
+from input_files import InputError, parse_yaml, read_bytes, read_text, shown
 from lab.records import Run
 from lab.store import KEPT, Benchmark, benchmarks_by_script, load_groups, read_index
 from run_record import git
@@ -60,23 +60,30 @@ def _revision(results: Path, commit: str) -> Read:
     return lambda name: git("show", f"{commit}:./{name}", folder=results).decode()
 
 
+def _mapping(text: str, where: str) -> dict[str, Any]:
+    """The mapping in a YAML text, empty for an empty text; InputError for anything else."""
+    if not isinstance(tree := parse_yaml(text, where) or {}, dict):
+        raise InputError(f"{where}: expected a mapping, found {shown(tree)}")
+    return tree
+
+
 def announced(read: Read) -> list[dict[str, Any]]:
     """The comparisons of a plan, each with its seeds: its own, or those of its sweep, or None if it names neither.
 
     The plan may be of an older version, so only the fields that are needed here are read.
     """
     entries = []
-    for entry in (parse_yaml(read(PLAN), PLAN) or {}).get("comparisons") or ():
+    for entry in _mapping(read(PLAN), PLAN).get("comparisons") or ():
         seeds = entry.get("seeds")
         if seeds is None and entry.get("sweep"):
-            seeds = (parse_yaml(read(f"../{entry['sweep']}"), entry["sweep"]) or {}).get("seeds", [])
+            seeds = _mapping(read(f"../{entry['sweep']}"), entry["sweep"]).get("seeds", [])
         entries.append(entry | {"seeds": seeds})
     return entries
 
 
 def _of_sweep(read: Read, sweep: str) -> list[dict[str, Any]]:
     """A sweep file as an announcement of its variants and seeds; none if there was no such file."""
-    tree = parse_yaml(read(f"../{sweep}"), sweep) or {}
+    tree = _mapping(read(f"../{sweep}"), sweep)
     names = list(tree.get("variants") or ())
     return [{"base": names[0], "others": names[1:], "seeds": tree["seeds"]}] if names else []
 
@@ -174,7 +181,7 @@ def against(results: Path, revision: str) -> list[str]:
             path, blob = results / name, about.split()[2]
             if not path.is_file():
                 found.append(f"{path}: was deleted; it is in {where}")
-            elif _blob(path.read_bytes(), blob) != blob:
+            elif _blob(read_bytes(path), blob) != blob:
                 found.append(f"{path}: edited; it is another file in {where}")
     read, index = _revision(results, commit), read_index(results)
     before = json.loads(read("index.json") or "{}")

@@ -14,6 +14,7 @@ from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 
+from input_files import read_bytes
 from lab.records import Run
 from lab.store import FIGURE, read_index, write_index
 from run_record import sha256_file, write_atomically
@@ -178,7 +179,7 @@ def faults(wanted: Wanted, results: Path) -> set[str]:
     index = read_index(results)
     found = {name for name in index if FIGURE.fullmatch(name) and name not in wanted}
     for name, (title, groups, _) in wanted.items():
-        picture = (results / name).read_bytes() if (results / name).exists() else b""
+        picture = read_bytes(results / name) if (results / name).exists() else b""
         if index.get(name) != hashlib.sha256(picture).hexdigest() or source_hash(title, groups).encode() not in picture:
             found.add(name)
     return found

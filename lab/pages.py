@@ -302,7 +302,12 @@ def _fresh(path: Path, generated: str) -> str:
 
 
 def _wanted(results: Path, page: Path) -> tuple[dict[Path, str], figures.Wanted]:
-    """The texts of the pages, and the figures: the learning curve of the first base, and the comparisons."""
+    """The texts of the pages, and the figures: the learning curve of the first base, and the comparisons.
+
+    InputError for a folder without records: its pages would replace what is written with nothing.
+    """
+    if not store.read_index(results):
+        raise InputError(f"{results}: no records; needed: the folder that report.py add has filled")
     groups, plan = store.load_groups(results), announced.read_plan(results)
     ready = announced.compared(plan, groups)
     generated = {

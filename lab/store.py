@@ -10,6 +10,7 @@
 """
 
 import gzip
+import hashlib
 import io
 import itertools
 import json
@@ -21,7 +22,7 @@ from typing import Any
 from pydantic import Field
 
 from config import MAY_CHANGE, flatten
-from input_files import InputError, finish_folder, fresh_folder, read_bytes, read_object, shown
+from input_files import UNFINISHED, InputError, finish_folder, fresh_folder, read_bytes, read_object, shown
 from lab.consistency import contradictions
 from lab.records import ID, LARGEST_MIB, Part, Record, Run, from_run, summary, validated
 from run_record import RECORDED, git, sha256_file, write_atomically
@@ -137,10 +138,11 @@ def packed(run: Run) -> dict[str, bytes]:
 
 
 def add_run(run_dir: Path, results: Path, record_id: str = "") -> Path:
-    """Write the record of a finished run to results/<id>/. A refused run leaves nothing behind.  -> the new folder
+    """Write the record of a finished run to results/<id>/. A refused run leaves nothing behind.  -> the folder
 
-    The id is the run's name by default. InputError for a run that may not become a record, for an id that exists, and
-    for a seed of a variant whose other seeds have other settings.
+    The id is the run's name by default. InputError for a run that may not become a record, for the id of another
+    record, and for a seed of a variant whose other seeds have other settings. A run whose record is there already may
+    be added again: a process that was killed may have written it without the index.
     """
     size = sum(path.stat().st_size for each in RECORDED for path in run_dir.glob(each) if path.is_file()) / 2**20
     if size > LARGEST_MIB:
@@ -149,50 +151,56 @@ def add_run(run_dir: Path, results: Path, record_id: str = "") -> Path:
     record, target = run.record, results / run.record.id
     if record.id in RESERVED:
         raise InputError(f"{record.id}: {target} is for other things than records; needed: another id (--id)")
-    if target.exists():
-        raise InputError(f"{target}: exists; records are never replaced; needed: another id (--id)")
     files = packed(run)
+    is_there = all(_holds(target / name, content) for name, content in files.items())
+    if target.exists() and not is_there:
+        raise InputError(f"{target}: exists; records are never replaced; needed: another id (--id)")
     _refuse_private(files[RECORD], run_dir)
     if faults := contradictions(run):
         raise InputError(f"{run_dir}: {faults[0]}")
-    groups = load_groups(results)
-    for other in itertools.chain(*groups.values()):
-        if same_run(other.record, record):
-            raise InputError(f"{record.id}: the metrics are those of {other.record.id}; needed: a run of its own")
-    for other in groups.get(record.group, []):
-        if changed := differing(other.record, record):
+    for other in (other.record for group in load_groups(results).values() for other in group):
+        if other.id != record.id and same_run(other, record):
+            raise InputError(f"{record.id}: the metrics are those of {other.id}; needed: a run of its own")
+        if other.group == record.group and (changed := differing(other, record)):
             raise InputError(f"{record.id}: no seed of {record.group}: {'; '.join(changed)}; needed: another id (--id)")
-        if other.record.seed == record.seed:
-            raise InputError(f"{record.id}: seed {record.seed} of {record.group} is there: {other.record.id}")
-    aside = results / f".adding-{record.id}"
-    fresh_folder(aside)
-    for name, content in files.items():
-        write_atomically(aside / name, content)
-    finish_folder(aside, target)
+        if other.group == record.group and other.id != record.id and other.seed == record.seed:
+            raise InputError(f"{record.id}: seed {record.seed} of {record.group} is there: {other.id}")
+    if not is_there:
+        aside = results / f".adding-{record.id}"
+        fresh_folder(aside)
+        for name, content in files.items():
+            write_atomically(aside / name, content)
+        finish_folder(aside, target)
+    (target / UNFINISHED).unlink(missing_ok=True)
     write_index(results, read_index(results) | {f"{record.id}/{name}": sha256_file(target / name) for name in files})
     return target
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    return path.is_file() and read_bytes(path) == content
 
 
 def add_benchmark(path: Path, results: Path, name: str = "") -> Path:
     """Copy a benchmark's file to results/benchmarks/<name>.json.  -> the copy
 
     The name is the file's own by default, with a number from the second measurement on. InputError for a tree that was
-    not clean, a file that is there already, a name that exists or is unusable, and a private path.
+    not clean, a file that is there under another name, a name of another file or an unusable one, and a private path.
+    As with add_run, the same file may be added again.
     """
-    found = validated(Benchmark, read_object(path), path)
-    folder, index, checksum = results / "benchmarks", read_index(results), sha256_file(path)
-    if same := [kept for kept, known in index.items() if known == checksum]:
-        raise InputError(f"{path}: is {results / same[0]} already; needed: another measurement")
+    found, content = validated(Benchmark, read_object(path), path), read_bytes(path)
+    folder, index, checksum = results / "benchmarks", read_index(results), hashlib.sha256(content).hexdigest()
     numbered = (folder / f"{path.stem}-{number}.json" for number in itertools.count(2))
-    unused = (free for free in itertools.chain([folder / path.name], numbered) if not free.exists())
-    target = folder / f"{name}.json" if name else next(unused)
+    names = itertools.chain([folder / path.name], numbered)
+    target = folder / f"{name}.json" if name else next(p for p in names if not p.exists() or _holds(p, content))
     if not re.fullmatch(ID, target.stem):
         raise InputError(f"--id: found {target.stem!r}; needed: letters, digits, . _ and -")
     if found.dirty:
         raise InputError(f"{path}: measured with changes that are in no commit; needed: git status clean")
-    if target.exists():
+    same = [results / kept for kept, known in index.items() if known == checksum]
+    if same and target not in same:
+        raise InputError(f"{path}: is {same[0]} already; needed: another measurement")
+    if target.exists() and not _holds(target, content):
         raise InputError(f"{target}: exists; records are never replaced; needed: another id (--id)")
-    content = read_bytes(path)
     _refuse_private(content, path)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(target, content)

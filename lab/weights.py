@@ -8,7 +8,7 @@ of 1,200 supervised steps depend on the processor and on versions. Other models 
 
 from pathlib import Path
 
-from input_files import InputError, finish_folder, fresh_folder, read_bytes
+from input_files import UNFINISHED, InputError, finish_folder, fresh_folder, read_bytes
 from lab.records import Record
 from lab.store import WEIGHTS, read_index, write_index
 from run_record import sha256_file, write_atomically
@@ -43,9 +43,10 @@ def keep(results: Path, record: Record, folders: list[Path]) -> str:
     path = record.config["model"]["path"]
     if "tiny_model" not in record.config:
         return f"weights of {path} not kept: not a tiny model"
-    if kept(results, record):
+    wanted, index = record.inputs.model, read_index(results)
+    names = {place: f"{WEIGHTS}/{place.name}" for place in copies(results, record).values()}
+    if kept(results, record) and index.keys() >= {*names.values()}:
         return f"weights of {path}: there already"
-    wanted = record.inputs.model
     for folder in folders:
         if all((folder / name).is_file() and sha256_file(folder / name) == wanted[name] for name in wanted):
             files = {place: read_bytes(folder / name) for name, place in copies(results, record).items()}
@@ -54,15 +55,14 @@ def keep(results: Path, record: Record, folders: list[Path]) -> str:
             (results / WEIGHTS).mkdir(exist_ok=True)
             for place, content in files.items():
                 write_atomically(place, content)
-            added = {f"{WEIGHTS}/{place.name}": place.stem for place in files}
-            write_index(results, read_index(results) | added)
+            write_index(results, index | {name: place.stem for place, name in names.items()})
             return f"weights of {path}: kept, {size:.1f} MiB"
     return f"weights of {path} not kept: {folders[-1]} does not hold the files from which the run started"
 
 
 def restore(results: Path, record: Record, folder: Path) -> None:
     """Write the model from which the run started to ``folder``; InputError if it was not kept or was changed."""
-    if folder.exists():
+    if folder.exists() and not (folder / UNFINISHED).exists():
         raise InputError(f"{folder}: exists; needed: a new folder for the model of {record.id}")
     contents = {}
     for name, place in copies(results, record).items():

@@ -23,9 +23,10 @@ from input_files import (
     SETTINGS_MIB,
     InputError,
     first_three,
+    opened,
     read_object,
-    refuse_special,
     refused,
+    variable,
 )
 from knobs import Config
 from plan import doctor_npu, doctor_variables, grid
@@ -145,8 +146,7 @@ def file_fault(path: Path) -> str:
     """
     try:
         size = path.stat().st_size
-        refuse_special(path, path.stat().st_mode)
-        with open(path, "rb") as file:
+        with opened(path) as file:
             length = int.from_bytes(file.read(8), "little")
             if not 8 <= length + 8 <= size or length > SETTINGS_MIB * 2**20:
                 return "is empty" if size == 0 else "is no safetensors file, or cut off"
@@ -241,7 +241,7 @@ def examine(machine: Machine, quick: bool = False) -> list[Finding]:
 def quick(cfg: Config) -> None:
     """Print every finding of the quick checks that is not ok; on one process of each machine, at the start of a run."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        machine = Machine(run=cfg, ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        machine = Machine(run=cfg, ranks=variable("LOCAL_WORLD_SIZE", 1, 1, MOST_RANKS))
         for finding in examine(machine, quick=True):
             if finding.level != "ok":
                 print(finding, file=sys.stderr, flush=True)

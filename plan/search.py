@@ -144,7 +144,8 @@ def _other_counts(ranks: int, setting: Setting) -> list[int]:
         1 << (ranks.bit_length() - 1), 1 << ranks.bit_length(),
         node, 2 * node, ranks // node * node, -(-ranks // node) * node,
     }  # fmt: skip
-    return sorted((n for n in counts - {ranks} if n > 0), key=lambda n: (abs(math.log2(n / ranks)), -n))
+    equal = (n for n in counts - {ranks} if 0 < n <= node or (n > node and n % node == 0))  # as many on each node
+    return sorted(equal, key=lambda n: (abs(math.log2(n / ranks)), -n))
 
 
 def _candidates(cfg: Config, counts: list[int], engines: bool, arch: Architecture) -> Iterator[tuple[Config, int]]:

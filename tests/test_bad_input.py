@@ -19,6 +19,7 @@ import pytest
 import torch
 import world
 from breaking import (
+    HELD_OUT,
     QUESTIONS,
     Break,
     Place,
@@ -27,6 +28,7 @@ from breaking import (
     each_moment,
     each_state,
     exit_code,
+    failing_read,
     file,
     flip_a_bit,
     folder_instead,
@@ -63,6 +65,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NORM, EMBED = "model.norm.weight", "model.embed_tokens.weight"
 WEIGHTS = "model.safetensors"
 NEW = typed("model.path=FOLDER/new", "tiny_model.seed=0")  # a tiny model that is to be made
+FAILED = "cannot be read (Input/output error)"
 
 
 # ------------------------------------------------------------------------------------------------ the table
@@ -71,6 +74,12 @@ NEW = typed("model.path=FOLDER/new", "tiny_model.seed=0")  # a tiny model that i
 def row(name: str, expected: str, *changes: str | Break, run: bool = False):
     """``expected``: parts of the message in their order, joined by " ... "; ``changes``: arguments typed, or Breaks."""
     return pytest.param(expected, changes, run, id=name.replace(" ", "-"))
+
+
+def quantised(target: str) -> dict:
+    """A quantization_config of int4 experts in the form of compressed-tensors."""
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    return {"quant_method": "compressed-tensors", "config_groups": {"0": {"targets": [target], "weights": weights}}}
 
 
 # fmt: off
@@ -125,6 +134,9 @@ CONFIG = [
     row("a pipe as file", "run.yaml: found a pipe; needed: a file", instead(os.mkfifo)),
     row("an endless file", "run.yaml: found a device; needed: a file", instead(lambda p: p.symlink_to("/dev/zero"))),
     row("a large file", "run.yaml: larger than 0.25 MiB", instead(lambda path: path.write_text("# x\n" * 2**17))),
+    row("a file that fails", f"run.yaml: {FAILED}", instead(failing_read)),
+    row("another field in the template", "data.prompt_template: {0} is not replaced; needed: {question} alone",
+        'data.prompt_template="{0} {question}"'),
     row("aliases of aliases", "line 2: not valid YAML: the alias *a: write its value out",
         instead(lambda path: path.write_text("a: &a [x,x]\nb: &b [*a,*a]\nc: [*b,*b]\n"))),
     row("deep lists", "run.yaml: not valid YAML: maximum recursion", instead(lambda path: path.write_text("[" * 9999))),
@@ -152,7 +164,8 @@ ENVIRONMENT = [
     row("local world", "the environment's LOCAL_WORLD_SIZE: found '1,1'", variables(LOCAL_WORLD_SIZE="1,1"), run=True),
     row("port", "the environment's MASTER_PORT: found '99999' ... to 65535", variables(MASTER_PORT="99999"), run=True),
     row("address", "the environment's MASTER_ADDR: 'no.such.host.invalid'",
-        variables(RANK="0", WORLD_SIZE="1", MASTER_PORT="29000", MASTER_ADDR="no.such.host.invalid"), run=True),
+        variables(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_PORT="29000", MASTER_ADDR="no.such.host.invalid"),
+        run=True),
     row("interface", "torch.distributed: the ranks did not find each other: ... nope",
         variables(GLOO_SOCKET_IFNAME="nope"), run=True),
 ]
@@ -176,7 +189,11 @@ LAYOUT = [
     row("engine ranks", "rollout.tensor: 3 does not divide 1 ranks; nearest: 1",
         "rollout.engine=vllm", "rollout.tensor=3"),
     row("vllm", "rollout.engine: vllm ... or rollout.engine torch", "rollout.engine=vllm"),
-    row("half a torchrun", "torch.distributed: the ranks did not find each other", variables(RANK="0"), run=True),
+    row("half a torchrun", "environment's WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT: not set, but others ... "
+        "needed: all of RANK, WORLD_SIZE,", variables(RANK="0"), run=True),
+    row("a world without ranks", "environment's RANK, LOCAL_RANK, MASTER_ADDR", variables(WORLD_SIZE="2"), run=True),
+    row("a world without ranks, check", "environment's RANK, LOCAL_RANK, MASTER_ADDR", variables(WORLD_SIZE="2")),
+    row("a local rank alone", "environment's RANK, WORLD_SIZE, MASTER_ADDR", variables(LOCAL_RANK="0"), run=True),
     row("positions", "data.max_prompt_tokens: 96 + rollout.max_new_tokens 4 = 100 exceeds the model's 64 positions",
         option(max_position_embeddings=64)),
 ]
@@ -247,6 +264,16 @@ MODEL = [
     row("unknown dtype", "not a readable safetensors file", header(lambda h: h[NORM].update(dtype="X9"))),
     row("endless template", "the chat template does not end in 10 s",
         model(file("chat_template.jinja", "{{ 9 ** (9 ** 9) }}{{ messages[0].content }}"))),
+    *(row(f"{name} that fails", f"model/{name}: {FAILED}", model(lambda folder, name=name: failing_read(folder / name)))
+      for name in ("config.json", "tokenizer_config.json", "generation_config.json", "model.safetensors.index.json")),
+    row("weights that fail", "model/model.safetensors: cannot be read (", model(lambda f: failing_read(f / WEIGHTS))),
+    row("tokenizer that fails", "the tokenizer cannot be loaded", model(lambda f: failing_read(f / "tokenizer.json"))),
+    row("endless pattern", "config.json: quantization_config: a pattern of targets or ignore does not end in",
+        option(quantization_config=quantised(r"re:(([a-z_.0-9]+)+)+\$"))),
+    row("deep pattern", "config.json: quantization_config: targets, ignore: no pattern: maximum recursion",
+        option(quantization_config=quantised("re:" + "(" * 5000))),
+    row("broken pattern", "config.json: quantization_config: targets, ignore: no pattern: missing )",
+        option(quantization_config=quantised("re:("))),
     row("generation config", "generation_config.json: not valid JSON", model(file("generation_config.json", "{"))),
     row("stop token a text", "eos_token_id: found 'x'", model(file("generation_config.json", '{"eos_token_id": "x"}'))),
     row("stop token", "use token 320, beyond its ", model(file("generation_config.json", '{"eos_token_id": 320}'))),
@@ -274,6 +301,14 @@ DATA = [
     row("no answer mark", "train.jsonl, row 3: answer: found '5'; needed: a worked answer that ends in '#### '",
         questions(QUESTIONS + '{"question": "2 + 3?", "answer": "5"}\n')),
     row("held-out and trained on", "data: 2 held-out questions are training questions", questions(test=QUESTIONS)),
+    row("held-out and trained on, for a reader", "data: 1 held-out questions are training questions",
+        questions(test=HELD_OUT + QUESTIONS.splitlines()[0].replace("What is", "\u200bWHAT \u00a0 \uff49s") + "\n")),
+    row("one question, two answers", "train.jsonl, row 3: answer: 5; row 1 has the same question with 4; needed: one",
+        questions(QUESTIONS + '{"question": "what  is 3 + 1?", "answer": "#### 5"}\n')),
+    row("a question of nothing", "row 3: question: found an empty text",
+        questions(QUESTIONS + '{"question": "\u200b", "answer": "#### 5"}\n')),
+    row("data that fails", f"train.jsonl: {FAILED}", questions(train=None),
+        lambda place: failing_read(place.folder / "train.jsonl")),
     row("half a row", "test.jsonl, row 3: not one JSON object a line", questions(test=QUESTIONS + '{"question": "2')),
     row("no column", "row 1: found the columns answer; needed: ... question", questions('{"answer": "#### 1"}\n')),
     row("no column, later", "train.jsonl, row 3: answer: missing", questions(QUESTIONS + '{"question": "2?"}\n')),
@@ -343,6 +378,10 @@ RESUME = [
         resumed(file("metrics.jsonl", '{"step": "0"}\n')), run=True),
     row("evaluation without accuracy", "eval.jsonl: an evaluation without accuracies",
         resumed(file("eval.jsonl", '{"step": 0}\n')), run=True),
+    row("inputs that fail", f"inputs.json: {FAILED}", resumed(lambda r: failing_read(r / "inputs.json"))),
+    row("metrics that fail", f"metrics.jsonl: {FAILED}",
+        resumed(lambda r: failing_read(r / "metrics.jsonl")), run=True),
+    row("checkpoints that fail", "run holds no usable checkpoint", each_adapter(failing_read)),
     row("a pipe as lock", "run.lock: found a pipe", resumed(pipe_instead("run.lock")), run=True),
     row("a pipe as log", "log.txt: found a pipe", resumed(pipe_instead("log.txt")), run=True),
     row("live process", "run: a live process writes this run; end it, or", resumed(runlog.lock_run), run=True),

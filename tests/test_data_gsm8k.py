@@ -110,9 +110,9 @@ def test_every_form_gives_the_same_questions(form: str, ending: str, tmp_path: P
 def test_a_bare_final_number_becomes_a_worked_answer(tmp_path: Path) -> None:
     rows = [
         {"messages": [{"role": "user", "content": "1+1?"}], "answer": "1,002"},
-        {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "two"}], "answer": "2"},
+        {"messages": [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "two"}], "answer": "2"},
     ]
-    assert read_pairs(write_jsonl(tmp_path / "a.jsonl", rows)) == [("1+1?", "#### 1002"), ("1+1?", "two\n#### 2")]
+    assert read_pairs(write_jsonl(tmp_path / "a.jsonl", rows)) == [("1+1?", "#### 1002"), ("2?", "two\n#### 2")]
     verl = [{"prompt": [{"role": "user", "content": "1+1?"}], "reward_model": {"ground_truth": "2"}}]
     assert read_pairs(write_parquet(tmp_path / "b.parquet", verl)) == [("1+1?", "#### 2")]
 
@@ -170,6 +170,34 @@ def test_conversion_refuses_what_parquet_would_lose(tmp_path: Path) -> None:
     assert not (tmp_path / "out.parquet").exists()
 
 
+# ----------------------------------------------------------------------------------------------------- equal questions
+@pytest.mark.parametrize(
+    "other",
+    [
+        "MIA HAS 3 PENS. How many?",
+        "  Mia has\t3 \u00a0pens.\r\nHow\u2028many?\u3000",
+        "Mia\u200b has\ufeff 3 p\u00aden\u2060s. How\u200d many?",
+        "\uff2dia \u200b has \uff13 pens\uff0e How many?",
+        "Mia has 3\ufe0f pens\u034f. \u202eHow\u202c many?\u0008",
+    ],
+)
+def test_questions_are_compared_as_a_reader_sees_them(other: str, tmp_path: Path) -> None:
+    first = {"question": "Mia has 3 pens. How many?", "answer": "#### 3"}
+    path = write_jsonl(tmp_path / "train.jsonl", [first, {"question": other, "answer": "so\n#### 3.0"}])
+    assert len(read_pairs(path)) == 2  # one answer: both rows are kept
+    write_jsonl(path, [ROWS[0], first, {"question": other, "answer": "#### 4"}])
+    with pytest.raises(InputError, match="train.jsonl, row 3: answer: 4; row 2 has the same question with 3; needed"):
+        gsm8k_files.read(path)
+    write_jsonl(tmp_path / "shots.jsonl", [{"question": other, "answer": "#### 3"}])
+    with pytest.raises(InputError, match="which is asked as well"):
+        data_gsm8k.few_shot(str(tmp_path / "shots.jsonl"), [tuple(first.values())])
+
+
+@pytest.mark.parametrize("other", ["Mia has 4 pens.", "Mia has 3 pens?", "Mia has -3 pens.", "3 pens."])
+def test_questions_that_a_reader_tells_apart_are_two(other: str) -> None:
+    assert gsm8k_files.alike(other) != gsm8k_files.alike("Mia has 3 pens.")
+
+
 # ------------------------------------------------------------------------------------------------------- malformed rows
 def line(row: Any) -> bytes:
     return json.dumps(row).encode() + b"\n"
@@ -193,6 +221,7 @@ MALFORMED = {
     "answer null": (line({**ROWS[0], "answer": None}), r", row 1: answer: found nothing; needed: a text$"),
     "half a character": (line({**ROWS[0], "question": "a\ud800"}), r", row 1: question: found a lone surrogate"),
     "broken line": (GOOD + b"\n" + GOOD[:-5] + b"\n", r", row 3: not one JSON object a line: "),
+    "a column twice": (b'{"question": "2?", "question": "3?", "answer": "#### 1"}', r", row 1: .* a column twice"),
     "two objects": (GOOD[:-1] + GOOD, r", row 1: not one JSON object a line: "),
     "not UTF-8": (GOOD + b'{"question": "\xff"}', r", row 2: byte 14 is not UTF-8"),
     "not an object": (GOOD + b"[1, 2]\n", r", row 2: found list; needed: an object"),
@@ -286,7 +315,7 @@ def test_command_converts_and_never_overwrites(tmp_path: Path) -> None:
         ((start, out), "File exists"),
         ((start, start), "File exists"),
         ((start, tmp_path / "out.csv"), "found the ending '.csv'"),
-        ((start, tmp_path / "absent" / "out.jsonl"), "cannot be written"),
+        ((start, tmp_path / "absent" / "out.jsonl"), "out.jsonl: not written"),
         ((tmp_path / "bad.jsonl", tmp_path / "new.jsonl"), "bad.jsonl, row 2"),
     ):
         failed = run_command("convert", *arguments)

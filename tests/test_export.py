@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import killed
 import pytest
 import reference
 import torch
@@ -274,6 +275,16 @@ def test_an_empty_target_and_what_a_killed_export_left_are_replaced(runs: dict[s
     (left / "stale.safetensors").write_bytes(b"x")
     assert export.main([str(runs["qwen3_attention"].folder), "--merged", str(out)]) == 0
     assert (out / "model.safetensors").is_file() and not (out / "stale.safetensors").exists() and not left.exists()
+
+
+@pytest.mark.parametrize("kind", ["--merged", "--adapter"])
+def test_an_export_that_was_killed_at_any_file_operation_works_again(kind, runs: dict[str, Run], tmp_path) -> None:
+    folder = tmp_path / "exports"
+    folder.mkdir()
+    command = [str(runs["qwen3_attention"].folder), kind, str(folder / "out")]
+    moments, wrong = killed.after_each_kill(lambda: export.main(command), folder)
+    assert wrong == [] and moments > 10
+    assert [path.name for path in folder.iterdir()] == ["out"]
 
 
 def test_a_folder_of_the_users_beside_the_target_stays(runs: dict[str, Run], tmp_path: Path, capsys) -> None:

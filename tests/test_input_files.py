@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import socket
 import time
 from pathlib import Path
 
+import killed
 import pytest
 
+import config
+import data_gsm8k
+import evaluate
+import export
+import gsm8k_files
 import input_files
+import preflight
+import report
+import run_record
+import sweep
+import train_grpo
 from input_files import InputError
 
 
@@ -47,6 +60,83 @@ def test_a_file_is_read_up_to_its_limit_and_not_beyond(tmp_path: Path) -> None:
         input_files.read_text(path)
     with pytest.raises(InputError, match="no name of a file"):
         input_files.read_bytes(tmp_path / "a\0b")
+
+
+READERS = {
+    "read_bytes": input_files.read_bytes,
+    "read_text": input_files.read_text,
+    "read_object": input_files.read_object,
+    "read_file": input_files.read_file,
+    "read_tensors": input_files.read_tensors,
+    "sha256_file": run_record.sha256_file,
+    "read_lines": run_record.read_lines,
+    "questions": gsm8k_files.read,
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_a_file_that_fails_while_it_is_read_is_named(name: str, ending: str, tmp_path: Path) -> None:
+    """The system reports such an error without the name of a file, as for a damaged disk or a lost network drive."""
+    path = tmp_path / f"x.{ending}"
+    path.symlink_to("/proc/self/mem")  # a regular file; nothing is mapped at its first byte
+    with pytest.raises(InputError) as refusal:
+        READERS[name](path)
+    assert str(refusal.value).startswith(f"{path}: cannot be read ("), refusal.value
+
+
+@pytest.mark.parametrize("read", [lambda size: None, lambda size: 1 / 0 and b""], ids=["nothing-yet", "defect"])
+def test_a_read_that_returns_nothing_is_refused_and_a_defect_of_ours_is_not_hidden(read, tmp_path, monkeypatch) -> None:
+    class Blocked(io.FileIO):
+        def read(self, size: int = -1) -> bytes | None:
+            return read(size)
+
+    (tmp_path / "x").write_text("x")
+    monkeypatch.setattr(input_files, "open", lambda path, *_, opener: Blocked(path), raising=False)
+    with pytest.raises((InputError, ZeroDivisionError)) as refusal:
+        input_files.read_bytes(tmp_path / "x")
+    assert isinstance(refusal.value, ZeroDivisionError) or "x: cannot be read (it does not wait" in str(refusal.value)
+
+
+FOLDER = {  # a command -> its arguments, in a folder with one sweep, one run, one folder of records and their pages
+    "config": (config.main, "run.yaml"),
+    "preflight": (preflight.main, "run.yaml"),
+    "doctor": (preflight.main, "--doctor run.yaml"),
+    "dry run": (preflight.main, "--dry-run run.yaml"),
+    "sweep": (sweep.main, "sweep.yaml --list"),
+    "configuration of a sweep": (sweep.main, "of_config.yaml --list"),
+    "convert": (data_gsm8k.main, "convert questions.jsonl new.jsonl"),
+    "convert parquet": (data_gsm8k.main, "convert questions.parquet new.jsonl"),
+    "evaluate": (evaluate.main, "run.yaml"),
+    "train": (train_grpo.main, "run.yaml --check"),
+    "export": (export.main, "run --merged new"),
+    "add": (report.main, "add run"),
+    "add benchmark": (report.main, "add bench_step.json"),
+    "build": (report.main, "--results results build"),
+    "check": (report.main, "--results results --check"),
+    "compare": (report.main, "--results results compare a b"),
+    "rerun": (report.main, "--results results rerun a"),
+    "html": (report.main, "html run"),
+}
+
+
+@pytest.mark.parametrize("name", FOLDER)
+def test_every_command_names_a_file_that_fails(name: str, tmp_path: Path, monkeypatch, capfd) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("run", "results", "results/a"):
+        (tmp_path / folder).mkdir()
+    files = ["run.yaml", "sweep.yaml", "fails.yaml", "questions.jsonl", "questions.parquet", "bench_step.json"]
+    files += ["run/run.json", "run/config.yaml", "results/index.json", "results/a/record.json"]
+    for file in files:
+        (tmp_path / file).symlink_to("/proc/self/mem")
+    (tmp_path / "of_config.yaml").write_text(
+        f"config: {tmp_path}/fails.yaml\nprocesses: 1\nseeds: [0]\nresources: {{CPU: 1}}\nvariants: {{a: {{}}}}\n"
+    )
+    main, arguments = FOLDER[name]
+    assert main(arguments.split()) == 2
+    said = capfd.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1 and "cannot be read (Input/output error)" in said
+    assert any(f"{file}: cannot be read" in said for file in files)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +199,18 @@ def test_a_folder_of_the_users_is_never_removed(tmp_path: Path) -> None:
     assert [path.name for path in target.iterdir()] == ["whole"] and not ours.exists()
 
 
+def test_a_leftover_keeps_its_mark_until_the_last_of_its_files_is_gone(tmp_path: Path) -> None:
+    """Otherwise a kill while it is removed would leave a folder that seems to be the user's."""
+    left = tmp_path / "left"
+    input_files.fresh_folder(left)
+    (left / "folder").mkdir()
+    (left / "link").symlink_to(tmp_path)
+    for name in ("a", "z", "folder/inside"):
+        (left / name).touch()
+    moments, wrong = killed.after_each_kill(lambda: input_files.fresh_folder(left) or 0, tmp_path / "left")
+    assert wrong == [] and moments > 8 and tmp_path.is_dir()
+
+
 def test_a_folder_of_a_model_holds_plain_files_of_a_size(special: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(InputError, match="needed: a file"):
         input_files.check_folder(tmp_path)
@@ -138,6 +240,22 @@ def test_a_program_that_comes_with_a_model_must_end(work, said: str, monkeypatch
     monkeypatch.setattr(input_files, "PROBE_SECONDS", 0.3 if "end" in said else 20)
     with pytest.raises(InputError, match=said):
         input_files.refuse_endless(work, "it")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [(r"(([a-z_.0-9]+)+)+\$", "does not end in"), (r"[a-z_.0-9]+\$", "")],
+    ids=["endless", "ends"],
+)
+def test_a_pattern_may_use_one_second(pattern: str, said: str) -> None:
+    """Of the processor: on a busy machine a sound pattern may have to wait longer for its turn."""
+    start = time.process_time()
+    try:
+        input_files.refuse_endless(lambda: re.match(pattern, "model.layers.0.self_attn.q_proj"), "it", 1)
+        found = ""
+    except InputError as error:
+        found = str(error)
+    assert said in found and bool(said) == bool(found) and time.process_time() - start < 1
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,12 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import killed
 import pytest
 import recorded
 
 import report
+from lab import store
 
 FILES = {"model.safetensors": b"\0weights" * 9, "tokenizer.json": b'{"tokens": 1}\n', "tiny_model.json": b"{}\n"}
 
@@ -143,3 +145,25 @@ def test_a_model_that_was_made_again_is_kept_for_an_older_record(
     assert call(results, "weights", "base-seed0", str(model), "--keep") == 2
     assert "does not hold the files from which the run started" in capsys.readouterr().err
     assert not (results / "weights").exists()
+
+
+@pytest.mark.parametrize("what", ["run", "benchmark", "model"])
+def test_a_command_that_was_killed_at_any_file_operation_works_again(what: str, tmp_path: Path) -> None:
+    """`add` of a run with its tiny model, `add` of a benchmark, and `weights`: the same files, and nothing is left."""
+    folder, checkout = tmp_path / "project", tmp_path / "checkout"
+    folder.mkdir()
+    results, bench = folder / "results", tmp_path / "bench_step.json"
+    assert call(results, "add", str(made(checkout, "base-seed0", 0))) == 0
+    bench.write_text(json.dumps({
+        "about": "x", "command": "python benchmarks/bench_step.py", "commit": "ab" * 20, "dirty": False,
+        "machine": {}, "table": [{"case": "small", "ratio": 0.5}], "measured": {},
+    }))  # fmt: skip
+    command = {
+        "run": ["add", str(made(checkout, "base-seed1", 1, FILES | {"model.safetensors": b"other"}))],
+        "benchmark": ["add", str(bench)],
+        "model": ["weights", "base-seed0", str(folder / "again")],
+    }[what]
+    moments, wrong = killed.after_each_kill(lambda: call(results, *command), folder)
+    assert wrong == [] and moments > 10
+    assert store.check(results) == []
+    assert not [path for path in folder.rglob(".*")]

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from killed import in_child, kill_me_at
 from launched import ROOT
 from pytest import MonkeyPatch
 from saved import config_in, is_whole, names, saved, tensors_of
@@ -36,39 +37,6 @@ RECORDS = ("metrics.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.js
 @pytest.fixture
 def cfg(tmp_path: Path) -> Config:
     return config_in(tmp_path)
-
-
-def in_child(work: Callable[[], None], kill_after_seconds: float | None = None) -> int:
-    """Run ``work`` in a forked process, SIGKILL it after a while if asked, and return its exit status (-9: killed)."""
-    sys.stdout.flush()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            work()
-            status = 0
-        except BaseException as error:
-            os.write(2, f"in the child: {error!r}\n".encode())
-        finally:
-            os._exit(status)
-    if kill_after_seconds is not None:
-        time.sleep(kill_after_seconds)
-        os.kill(child, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def kill_me_at(moment: int) -> None:
-    """SIGKILL this process at its n-th file operation (open, rename, make, remove) from now on."""
-    left = [moment]
-
-    def count(event: str, _: tuple) -> None:
-        if event in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"):
-            left[0] -= 1
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(count)
 
 
 def test_a_write_that_the_system_cuts_short_is_a_clear_error(tmp_path: Path, cfg: Config) -> None:

@@ -148,6 +148,8 @@ def test_memory_refusals_follow_the_size_of_the_device(capsys):
         [QWEN3, "loss.kl_coef=0"],
         [QWEN3, "--ranks", "0"],
         [QWEN3, "--ranks-per-node", "-1"],
+        [QWEN3, "--ranks", "16", "--ranks-per-node", "7"],
+        [QWEN3, "--ranks", "24"],  # one and a half of the servers with 16
         [QWEN3, "--ranks", "1000000000"],
         [QWEN3, "--device-gib", "1e300"],
         [QWEN3, "--completion-tokens", "1e300"],

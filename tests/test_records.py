@@ -143,8 +143,11 @@ def test_the_records_of_the_repository_are_small_and_hold_every_number_of_their_
 
 def test_an_id_is_used_once(run: Path, results: Path) -> None:
     store.add_run(run, results)
+    before = {path: path.read_bytes() for path in results.rglob("*") if path.is_file()}
+    store.add_run(run, results)  # the same run again: nothing changes
+    assert {path: path.read_bytes() for path in results.rglob("*") if path.is_file()} == before
     with pytest.raises(InputError, match="never replaced"):
-        store.add_run(run, results)
+        store.add_run(recorded.make_run(run.parent, "other-seed3", seed=3), results, "base-seed3")
     with pytest.raises(InputError, match="id: found 4; needed: 3"):
         store.add_run(run, results, "base-seed4")
     with pytest.raises(InputError, match="seed 3 of base is there"):

@@ -108,10 +108,25 @@ def test_without_scipy_one_line_says_what_to_install(
     assert capsys.readouterr().err == f"error: report.py: scipy is not installed; needed: {needed}\n"
 
 
-def test_a_page_without_records_has_no_number(tmp_path: Path) -> None:
-    (tmp_path / "RESULTS.md").write_text(TEXT.format(pages.BEGIN, pages.END))
-    pages.build(tmp_path / "results", tmp_path / "RESULTS.md")
-    assert not re.search(r"\d \||\| \d", (tmp_path / "RESULTS.md").read_text())
+@pytest.mark.parametrize("content", [None, "file", "folder", "plan", "pages"])
+@pytest.mark.parametrize("command", ["build", "--check"])
+def test_nothing_is_written_from_a_folder_without_records(content: str | None, command: str, tmp_path, capsys) -> None:
+    """Otherwise a mistyped --results would replace all that was found with nothing."""
+    results, page = tmp_path / "results", tmp_path / "RESULTS.md"
+    if content == "file":
+        results.write_text("{}")
+    elif content:
+        results.mkdir()
+    if content == "plan":
+        shutil.copy(recorded.ROOT / "results" / "plan.yaml", results)
+    if content == "pages":
+        (results / "README.md").write_text(TEXT.format(pages.BEGIN, pages.END))
+        (results / "index.json").write_text("{}")
+    page.write_text(written := TEXT.format(f"{pages.BEGIN}\n\nfound: 1 of 2", pages.END))
+    before = sorted(tmp_path.rglob("*"))
+    assert run("--results", str(results), "--page", str(page), command) == 2
+    assert capsys.readouterr().err.startswith(f"error: {results}: no records; needed: the folder that report.py add ")
+    assert page.read_text() == written and sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_benchmark_is_kept_as_it_was_printed(
@@ -294,8 +309,20 @@ def test_nothing_is_built_on_records_that_were_tampered_with(places: list[str], 
     assert run(*places, "build") == 2 and (tmp_path / "RESULTS.md").read_text() == before
 
 
+@pytest.mark.parametrize(
+    "plan", ["[1]", "comparisons: x", "comparisons: [x]", "comparisons: [null]", "comparisons: [{title: a, sweep: 5}]"]
+)
+def test_a_plan_that_is_none_is_refused_in_one_line(plan: str, places: list[str], tmp_path: Path, capsys) -> None:
+    (tmp_path / "results" / "plan.yaml").write_text(plan)
+    for command in ("build", "--check"):
+        assert run(*places, command) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: {tmp_path}/results/plan.yaml: ") and said.count("\n") == 1
+
+
 @pytest.mark.parametrize("text", ["no markers", f"{pages.BEGIN}", f"{pages.END} {pages.BEGIN}"])
-def test_a_page_without_markers_is_left_alone(tmp_path: Path, text: str) -> None:
+def test_a_page_without_markers_is_left_alone(project: Path, tmp_path: Path, text: str) -> None:
+    shutil.copytree(project / "results", tmp_path / "results")
     (tmp_path / "RESULTS.md").write_text(text)
     with pytest.raises(InputError, match="once each"):
         pages.build(tmp_path / "results", tmp_path / "RESULTS.md")

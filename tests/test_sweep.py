@@ -117,6 +117,43 @@ def test_seeds_and_sizes_that_make_no_sweep_are_refused(write_sweep, old: str, n
     assert said in capsys.readouterr().err
 
 
+def test_jobs_have_names_of_their_own_and_known_faults(write_sweep, capsys) -> None:
+    for wrong, said in (
+        ({"b": variant("name=a-seed0")}, "b-seed0: override name: found a-seed0; needed: none"),
+        ({"b": variant("lora.rank=8", 'name="a-seed0"')}, "b-seed0: override name: found a-seed0"),
+        (
+            {"b": variant() | {"fault": "reversed_clap"}},
+            "b-seed0: fault: found 'reversed_clap'; needed: one of inverted",
+        ),
+        ({"b": variant() | {"fault": "--help"}}, "b-seed0: fault: found '--help'; needed: one of inverted_weights"),
+    ):
+        assert sweep.main([str(write_sweep([0], a=variant(), **wrong)), "--list"]) == 2
+        assert said in capsys.readouterr().err
+    path = write_sweep([4, 5], a=variant())
+    path.write_text(path.read_text().replace("train.seed={seed}", "data.seed={seed}"))
+    assert sweep.main([str(path), "--list"]) == 2
+    assert "a-seed4: train.seed: found 0; needed: 4 (each_seed: train.seed={seed})" in capsys.readouterr().err
+    assert sweep.main([str(write_sweep([0, 1], a=variant())), "--list", "name=mine"]) == 2
+    assert "a-seed0: override name: found mine; needed: none" in capsys.readouterr().err
+
+
+def test_a_sweep_has_a_bound_on_its_jobs(write_sweep, capsys) -> None:
+    start = time.process_time()
+    path = write_sweep(list(range(1000)), **{f"v{place}": variant() for place in range(50)})
+    assert sweep.main([str(path), "--list"]) == 2 and time.process_time() - start < 5
+    assert "trial.yaml: 50 variants x 1000 seeds; needed: at most 2000 jobs" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
+@pytest.mark.parametrize("address", ["not an address", "1.2.3:x", ""])
+def test_an_address_that_is_none_is_refused_in_one_line(address: str, write_sweep, capfd) -> None:
+    assert sweep.main([str(write_sweep([0], a=variant())), "--address", address]) == 2
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"error: --address: found {address!r}: Ray does not start: ")
+    assert sweep.main([str(write_sweep([0], a=variant())), "--local", "--address", address]) == 2
+    assert "--address: not read with --local" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("content", [b"", b"x", b"[]", b"[" * 99999, b'"\xff"', None], ids=str)
 def test_a_run_folder_that_cannot_be_read_is_no_run_of_the_sweep(write_sweep, tmp_path: Path, content) -> None:
     path = write_sweep([0], base=variant())

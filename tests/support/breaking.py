@@ -165,6 +165,12 @@ def pipe_instead(name: str) -> Callable[[Path], object]:
     return lambda folder: ((folder / name).unlink(), os.mkfifo(folder / name))
 
 
+def failing_read(path: Path) -> None:
+    """A file takes the place of ``path`` that can be opened and whose first byte cannot be read (EIO)."""
+    path.unlink(missing_ok=True)
+    path.symlink_to("/proc/self/mem")
+
+
 def option(**changes: object) -> Break:
     """The config.json of a model gets these values; None removes a key."""
 
