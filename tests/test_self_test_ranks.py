@@ -1,0 +1,251 @@
+"""The self-test on two ranks: sound methods pass, and every fault between ranks fails the check that is made for it.
+
+Each fault is planted in the product's own functions, in one layout that shows it. One world of two forked ranks runs
+all of them, one after the other.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import training
+from pytest import MonkeyPatch
+from torch import Tensor
+
+import adapter_weights
+import grpo
+import learner
+import lora_megatron
+import rollout
+from config import resolve_config
+from config_rules import OTHER_RULES
+from learner import Learner
+from parallel_setup import Parallel
+from plan import self_test, self_test_ranks
+from rollout import Rollout
+
+ROOT = Path(__file__).parents[1]
+TINY, QWEN3, QWEN15 = (str(ROOT / "configs" / f"{name}.yaml") for name in ("tiny_cpu", "qwen3", "qwen15_moe"))
+HERE = ["device=cpu", "rollout.engine=torch"]
+Findings = dict[str, tuple[bool, str]]
+Plant = Callable[[MonkeyPatch], None]
+
+
+# ------------------------------------------------------------------------------------------------ planting a fault
+
+
+def after(owner: object, name: str, change: Callable) -> Plant:
+    """``owner.name`` returns ``change(result, *arguments)``."""
+
+    def plant(patch: MonkeyPatch) -> None:
+        real = getattr(owner, name)
+        patch.setattr(owner, name, lambda *args, **kwargs: change(real(*args, **kwargs), *args))
+
+    return plant
+
+
+def instead(owner: object, name: str, act: Callable) -> Plant:
+    """``owner.name`` is ``act(real, *arguments)``."""
+
+    def plant(patch: MonkeyPatch) -> None:
+        real = getattr(owner, name)
+        patch.setattr(owner, name, lambda *args, **kwargs: act(real, *args, **kwargs))
+
+    return plant
+
+
+def gradients(change: Callable[[torch.nn.Parameter, Parallel], Tensor | float]) -> Plant:
+    """After their sum over ranks, gradients are multiplied by ``change``."""
+
+    def all_of_them(_: None, parallel: Parallel, parameters: list[torch.nn.Parameter]) -> None:
+        for parameter in parameters:
+            parameter.grad *= change(parameter, parallel)
+
+    return after(Parallel, "sync_gradients_", all_of_them)
+
+
+def attribute(name: str, value: Callable[[Parallel], object], function: str) -> Plant:
+    """While ``Parallel.<function>`` works, the field ``name`` has another value."""
+
+    def act(real: Callable, parallel: Parallel, *args: object) -> object:
+        kept = getattr(parallel, name)
+        object.__setattr__(parallel, name, value(parallel))
+        try:
+            return real(parallel, *args)
+        finally:
+            object.__setattr__(parallel, name, kept)
+
+    return instead(Parallel, function, act)
+
+
+def counts(**changes: Callable[[Learner, learner.Update], float]) -> Plant:
+    """Learner._pack gives other counts."""
+    return after(
+        Learner, "_pack",
+        lambda update, trainer, *_: update._replace(
+            counts=update.counts | {name: change(trainer, update) for name, change in changes.items()}
+        ),
+    )  # fmt: skip
+
+
+def own_tokens(trainer: Learner, update: learner.Update) -> float:
+    return float(sum(micro.mask.sum() for micro in update.micro_batches))
+
+
+def own_sequences(trainer: Learner, update: learner.Update) -> float:
+    return float(sum(micro.mask.any(1).sum() for micro in update.micro_batches))
+
+
+def in_batch(change: Callable[[Rollout], None]) -> Plant:
+    def changed(result: tuple, *_: object) -> tuple:
+        change(result[0])
+        return result
+
+    return after(rollout, "sample", changed)
+
+
+def neighbours_rewards(batch: Rollout) -> None:
+    batch.rewards = batch.rewards.roll(1, dims=0)
+
+
+def rewards_of_this_rank(batch: Rollout) -> None:
+    mine = batch.rewards[dist.get_rank() :: 2]
+    batch.rewards = mine.repeat_interleave(2, 0)
+
+
+def twice(real: Callable, *args: object) -> None:
+    real(*args)
+    real(*args)
+
+
+def local_clip(real: Callable, trainer: Learner, step: int) -> float:
+    """Clips by the norm of this rank's gradients, and reports the true one."""
+    true = trainer.parallel.gradient_norm(trainer.parameters).item()
+    local = sum(parameter.grad.square().sum() for parameter in trainer.parameters) ** 0.5
+    with MonkeyPatch.context() as patch:
+        patch.setattr(Parallel, "gradient_norm", lambda *_: local)
+        real(trainer, step)
+    return true
+
+
+def same_half(shares: list, *_: object) -> list:
+    return [[share[0]] * len(share) for share in shares]
+
+
+def other_advantages(advantages: Tensor, *_: object) -> Tensor:
+    return advantages.roll(8, 0) if dist.get_rank() == 1 else advantages
+
+
+def rank_order(whole: Tensor, by_rank: Tensor, count: int, tensor: int) -> Tensor:
+    return by_rank[::tensor].flatten(0, 1)[:count].cpu()
+
+
+def swapped_experts(pieces: dict, adapters: dict, wholes: dict, arch: object, parallel: Parallel, *_: object) -> dict:
+    factors = lora_megatron.factors(adapters)
+    return {name: piece.flip(0) if factors[name].is_expert else piece for name, piece in pieces.items()}
+
+
+def largest(real: Callable, parallel: Parallel, values: Tensor) -> Tensor:
+    top = values.detach().clone()
+    dist.all_reduce(top, dist.ReduceOp.MAX)
+    return top
+
+
+def replicated(parameter: torch.nn.Parameter) -> bool:
+    return parameter.partial_over == "tensor"
+
+
+def no_tensor_sum(real: Callable, parallel: Parallel, parameters: list[torch.nn.Parameter]) -> None:
+    kept = [parameter.partial_over for parameter in parameters]
+    for parameter in parameters:
+        parameter.partial_over = None
+    real(parallel, parameters)
+    for parameter, group in zip(parameters, kept, strict=True):
+        parameter.partial_over = group
+
+
+HALF = lambda *_: 0.5  # noqa: E731
+FAULTS: dict[str, tuple[str, str, Plant]] = {  # fault: the layout, the check that must find it, how it is planted
+    # The eight that outside checks found silent.
+    "gradients divided by the number of ranks": ("DP2", "gradient", gradients(HALF)),
+    "expert gradients summed over the wrong group": (
+        "EP2", "gradient", attribute("expert_data_group", lambda parallel: parallel.data_group, "sync_gradients_"),
+    ),
+    "expert gradients doubled": ("EP2", "gradient", gradients(lambda p, _: 1.0 + p.is_expert)),
+    "gradients of replicated factors doubled": ("TP2", "gradient", gradients(lambda p, _: 1.0 + replicated(p))),
+    "copies counted twice in the norm": ("TP2", "gradient", after(Parallel, "copies", lambda *_: 1)),
+    "the loss divided by this rank's tokens": ("DP2", "gradient", counts(num_tokens=own_tokens)),
+    "both ranks train the same half": ("DP2", "rows", after(rollout, "plan", same_half)),
+    "rewards of the neighbouring prompt": ("DP2", "rewards", in_batch(neighbours_rewards)),
+    # More.
+    "replicated factors not summed over tensor ranks": (
+        "TP2", "gradient", instead(Parallel, "sync_gradients_", no_tensor_sum),
+    ),
+    "no sum over data ranks": (
+        "DP2", "gradient", instead(Parallel, "sync_gradients_", lambda *_: None),
+    ),
+    "gradients summed twice": ("DP2", "gradient", instead(Parallel, "sync_gradients_", twice)),
+    "advantages of the other rank's prompts": ("DP2", "advantages", after(grpo, "group_advantages", other_advantages)),
+    "rewards of this rank's prompts only": ("DP2", "rewards", in_batch(rewards_of_this_rank)),
+    "answers in the order of ranks": ("DP2", "samples", after(rollout, "in_place", rank_order)),
+    "the same random numbers on both ranks": (
+        "DP2", "samples", instead(rollout, "derive_seed", lambda real, seed, name, step, place: real(
+            seed, name, step, place // 2)),
+    ),
+    "experts exchanged at a restore": ("EP2", "restored", after(adapter_weights, "scatter", swapped_experts)),
+    "gradients clipped by this rank's norm": ("EP2", "AdamW", instead(Learner, "_step", local_clip)),
+    "the largest instead of the sum in metrics": ("DP2", "metrics", instead(Parallel, "sum_over_data", largest)),
+    "metrics summed over tensor ranks": (
+        "TP2", "metrics", instead(Parallel, "sum_over_data", lambda _, parallel, x: parallel.sum_over_ranks(x)),
+    ),
+    "metrics of this rank": ("DP2", "metrics", instead(Parallel, "sum_over_data", lambda _, __, x: x.detach())),
+}  # fmt: skip
+
+
+def config(*arguments: str):
+    return resolve_config(arguments[0], [*HERE, *arguments[1:]], rules=OTHER_RULES)[0]
+
+
+def judge_each(folder: Path, jobs: list[tuple[str, tuple[str, ...], Plant]]) -> list[tuple[Findings, float]]:
+    """Called on both ranks of a world. The findings and the CPU seconds of each (layout, arguments, fault)."""
+    training.lighten(lenient=False)
+    warnings.simplefilter("ignore")
+    judged, cpu = [], torch.device("cpu")
+    for number, (layout, arguments, plant) in enumerate(jobs):
+        start, cfg, place = time.process_time(), config(*arguments), folder / str(number)
+        answers = {}
+        if dist.get_rank() == 0:
+            place.mkdir()
+            answers = self_test.write_inputs(cfg, place, vocab_size=260, boost=1.3)
+        answers = self_test_ranks.everyones(answers)[0]
+        with MonkeyPatch.context() as patch:
+            plant(patch)
+            found = self_test_ranks.judge_layout(cfg, place, layout, answers, cpu)
+        judged.append((dict(found), time.process_time() - start))
+    return judged
+
+
+def failed(findings: Findings) -> list[str]:
+    return [name for name, (good, _) in findings.items() if not good]
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory) -> dict[str, Findings]:
+    jobs = [(layout, (TINY,), plant) for layout, _, plant in FAULTS.values()]
+    by_rank = training.in_world("DP2", judge_each, tmp_path_factory.mktemp("faults"), jobs)
+    for name, (_, seconds) in zip(FAULTS, by_rank[0], strict=True):
+        print(f"{seconds:.2f} s  {name}")
+    return {name: findings for name, (findings, _) in zip(FAULTS, by_rank[0], strict=True)}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_between_ranks_is_found_by_its_check(fault: str, faulty: dict[str, Findings]) -> None:
+    findings = faulty[fault]
+    print(findings)
+    assert FAULTS[fault][1] in failed(findings), findings
