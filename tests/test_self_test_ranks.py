@@ -6,7 +6,8 @@ all of them, one after the other.
 
 from __future__ import annotations
 
-import time
+import os
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import training
+import world
 from pytest import MonkeyPatch
 from torch import Tensor
 
@@ -22,9 +24,13 @@ import adapter_weights
 import grpo
 import learner
 import lora_megatron
+import preflight
 import rollout
+import weight_sync
+import weights_hf
 from config import resolve_config
 from config_rules import OTHER_RULES
+from knobs import Config
 from learner import Learner
 from parallel_setup import Parallel
 from plan import self_test, self_test_ranks
@@ -171,7 +177,7 @@ def no_tensor_sum(real: Callable, parallel: Parallel, parameters: list[torch.nn.
 
 
 HALF = lambda *_: 0.5  # noqa: E731
-FAULTS: dict[str, tuple[str, str, Plant]] = {  # fault: the layout, the check that must find it, how it is planted
+FAULTS: dict[str, tuple] = {  # fault: the layout, the check that must find it, how it is planted, overrides
     # The eight that outside checks found silent.
     "gradients divided by the number of ranks": ("DP2", "gradient", gradients(HALF)),
     "expert gradients summed over the wrong group": (
@@ -204,48 +210,132 @@ FAULTS: dict[str, tuple[str, str, Plant]] = {  # fault: the layout, the check th
     "metrics summed over tensor ranks": (
         "TP2", "metrics", instead(Parallel, "sum_over_data", lambda _, parallel, x: parallel.sum_over_ranks(x)),
     ),
+    "sequences counted on this rank": (
+        "DP2", "gradient", counts(num_sequences=own_sequences), "loss.aggregate=seq-mean-token-mean",
+    ),
+    "other noise on each rank": (
+        "DP2", "samples", instead(weight_sync.aqn, "perturb", lambda real, *args, seed, **more: real(
+            *args, seed=seed + dist.get_rank(), **more)), "aqn.schedule=qerl", "aqn.sigma_start=0.05",
+    ),
+    "shards joined in the wrong order in the sampler": (
+        "TP2", "sampler", instead(weights_hf, "gather", lambda real, *args: real(*args).flip(0)),
+    ),
     "metrics of this rank": ("DP2", "metrics", instead(Parallel, "sum_over_data", lambda _, __, x: x.detach())),
 }  # fmt: skip
 
 
-def config(*arguments: str):
+SOUND = {  # the method, in one layout each: all of them in all layouts are in docs/self_test.md
+    "Qwen3's in bf16, with noise": ("EP2", (QWEN3, "aqn.schedule=qerl")),
+    "Qwen1.5's, cispo, 4 updates, r2, entropy bonus": (
+        "TP2", (QWEN15, "model.dtype=fp32", "loss.kind=cispo", "replay.mode=r2", "loss.entropy_coef=1e-3"),
+    ),
+    "routers, r3, dr-grpo": (
+        "TP2", (TINY, "replay.mode=r3", "loss.aggregate=dr-grpo", "loss.kl=low_var_kl+",
+                "lora.targets=[linear_qkv,linear_proj,linear_fc1,linear_fc2,router]"),
+    ),
+    "gspo, small micro-batches, no equal groups": (
+        "DP2", (TINY, "loss.kind=gspo", "loss.aggregate=seq-mean-token-mean", "loss.clip_low=3e-4",
+                "loss.clip_high=4e-4", "optim.tokens_per_micro_batch=64", "loss.skip_equal_groups=true"),
+    ),
+}  # fmt: skip
+
+
+def judge_each(folder: Path, jobs: list[tuple[str, tuple[str, ...], Plant]]) -> list[Findings]:
+    """Called on both ranks of a world. The findings on each (layout, arguments, fault)."""
+    training.lighten(lenient=False)
+    warnings.simplefilter("ignore")
+    judged, inputs = [], {}
+    for number, (layout, arguments, plant) in enumerate(jobs):
+        cfg, place, written = config(*arguments), folder / str(number), folder / Path(arguments[0]).stem
+        if dist.get_rank() == 0:
+            place.mkdir()
+            if not written.exists():
+                written.mkdir()
+                inputs[written] = self_test.write_inputs(cfg, written, 260, boost=1.3)
+            for path in written.iterdir():
+                (place / path.name).symlink_to(path)
+        inputs, _ = self_test_ranks.everyones(inputs)
+        answers = inputs[written]
+        with MonkeyPatch.context() as patch:
+            plant(patch)
+            judged.append(dict(self_test_ranks.judge_layout(cfg, place, layout, answers, torch.device("cpu"))))
+    return judged
+
+
+def config(*arguments: str) -> Config:
     return resolve_config(arguments[0], [*HERE, *arguments[1:]], rules=OTHER_RULES)[0]
 
 
-def judge_each(folder: Path, jobs: list[tuple[str, tuple[str, ...], Plant]]) -> list[tuple[Findings, float]]:
-    """Called on both ranks of a world. The findings and the CPU seconds of each (layout, arguments, fault)."""
-    training.lighten(lenient=False)
-    warnings.simplefilter("ignore")
-    judged, cpu = [], torch.device("cpu")
-    for number, (layout, arguments, plant) in enumerate(jobs):
-        start, cfg, place = time.process_time(), config(*arguments), folder / str(number)
-        answers = {}
-        if dist.get_rank() == 0:
-            place.mkdir()
-            answers = self_test.write_inputs(cfg, place, vocab_size=260, boost=1.3)
-        answers = self_test_ranks.everyones(answers)[0]
-        with MonkeyPatch.context() as patch:
-            plant(patch)
-            found = self_test_ranks.judge_layout(cfg, place, layout, answers, cpu)
-        judged.append((dict(found), time.process_time() - start))
-    return judged
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory) -> dict[str, Findings]:
+    """The findings on every method and every fault, by name."""
+    training.import_before_the_fork()
+    jobs = {name: (layout, arguments, lambda _: None) for name, (layout, arguments) in SOUND.items()}
+    jobs |= {name: (layout, (TINY, *more), plant) for name, (layout, _, plant, *more) in FAULTS.items()}
+    by_rank = training.in_world("DP2", judge_each, tmp_path_factory.mktemp("ranks"), list(jobs.values()))
+    assert by_rank[0] == by_rank[1]
+    return dict(zip(jobs, by_rank[0], strict=True))
 
 
 def failed(findings: Findings) -> list[str]:
     return [name for name, (good, _) in findings.items() if not good]
 
 
-@pytest.fixture(scope="module")
-def faulty(tmp_path_factory) -> dict[str, Findings]:
-    jobs = [(layout, (TINY,), plant) for layout, _, plant in FAULTS.values()]
-    by_rank = training.in_world("DP2", judge_each, tmp_path_factory.mktemp("faults"), jobs)
-    for name, (_, seconds) in zip(FAULTS, by_rank[0], strict=True):
-        print(f"{seconds:.2f} s  {name}")
-    return {name: findings for name, (findings, _) in zip(FAULTS, by_rank[0], strict=True)}
+@pytest.mark.parametrize("method", SOUND)
+def test_two_ranks_of_a_sound_method_agree_with_the_reference(method: str, judged: dict[str, Findings]) -> None:
+    findings = judged[method]
+    print(findings)
+    assert not failed(findings) and {"rows", "samples", "metrics", "gradient"} <= findings.keys(), findings
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_between_ranks_is_found_by_its_check(fault: str, faulty: dict[str, Findings]) -> None:
-    findings = faulty[fault]
+def test_a_fault_between_ranks_is_found_by_its_check(fault: str, judged: dict[str, Findings]) -> None:
+    findings = judged[fault]
     print(findings)
     assert FAULTS[fault][1] in failed(findings), findings
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+def test_the_command_names_layout_and_place_of_a_fault_on_two_ranks(tmp_path: Path, monkeypatch, capfd) -> None:
+    """The faults of a forked command reach its ranks, which it forks."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def run() -> int:
+        with MonkeyPatch.context() as patch:
+            FAULTS["gradients of replicated factors doubled"][2](patch)
+            return preflight.main(["--self-test", TINY, *HERE, "--ranks", "2"])
+
+    (code,) = world.as_torchrun(1, run_without_ranks, run)
+    lines = capfd.readouterr().out.splitlines()
+    assert code == 1, lines
+    assert [line[:19] for line in lines[3:5]] == ["ok    DP2 gradient ", "ok    EP2 gradient "]
+    assert lines[5].startswith("FAIL  TP2 AdamW ") and lines[7].startswith(
+        "FAIL  TP2 gradient step 1: norm 1.75, expected 1.2"
+    )
+    assert lines[8].startswith("      look at: Parallel.sync_gradients_") and len(lines) == 10
+    assert lines[9].startswith("two ranks do not agree with the reference, ")
+    assert next(tmp_path.glob("self_test-*/log-TP2-1.txt")).exists()
+
+
+def run_without_ranks(run: Callable[[], int]) -> int:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    return run()
+
+
+def test_another_number_of_ranks_is_refused(monkeypatch, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        preflight.main(["--self-test", TINY, "--ranks", "4"])
+    assert ended.value.code == 2 and "--ranks: invalid choice: 4" in capsys.readouterr().err
+    for name, value in (("RANK", "3"), ("WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    assert self_test_ranks.main([TINY, "--ranks", "2"]) == 2
+    assert capsys.readouterr().err == "error: --ranks 2: torchrun has started 4; needed: --nproc_per_node=2\n"
+
+
+def test_on_a_device_torchrun_starts_the_two_ranks(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(self_test_ranks.devices, "resolve", lambda _: torch.device("cuda"))
+    assert self_test_ranks.main([TINY, "--ranks", "2"]) == 2
+    assert "(device cuda, " in capsys.readouterr().out
