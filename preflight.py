@@ -190,9 +190,9 @@ OTHER_QUESTIONS = {  # option -> its question; each has a command line of its ow
 
 def answer(option: str, arguments: list[str]) -> int:
     """The exit code of one of the other questions. All of them import torch, except --doctor."""
-    on_all_ranks = option == "--self-test" and "--ranks" in " ".join(arguments)
-    if option in ("--doctor", "--self-test", "--dry-run") and not on_all_ranks and os.environ.get("RANK", "0") != "0":
-        return 0  # under torchrun one process is enough
+    alone = ("--doctor", "--dry-run") if "--r" in " ".join(arguments) else ("--doctor", "--dry-run", "--self-test")
+    if option in alone and os.environ.get("RANK", "0") != "0":
+        return 0  # under torchrun one process is enough, except for --self-test --ranks 2
     if option == "--doctor":
         from plan import doctor
 

@@ -235,7 +235,9 @@ def updated(
             step = m / (1 - beta1**state.steps) / ((v / (1 - beta2**state.steps)).sqrt() + optim.eps)
             state.factors[name] = x.detach() * (1 - optim.lr * optim.weight_decay) - optim.lr * step
     tokens = (rows.own & (kept & ~skipped)[:, None]).sum().clamp(min=1).item()
-    for name in sums[-1]:
-        whole = len(sums) if name in ("actor/loss", "actor/policy_loss") else tokens
-        state.metrics[name] = sum(metrics[name].item() for metrics in sums) / whole
+    state.metrics = {
+        name: sum(part[name].item() for part in sums)
+        / (len(sums) if name in ("actor/loss", "actor/policy_loss") else tokens)
+        for name in sums[-1]
+    }
     return state, sum(norms) / len(norms)

@@ -6,6 +6,8 @@ all of them, one after the other.
 
 from __future__ import annotations
 
+import hashlib
+import io
 import os
 import tempfile
 import warnings
@@ -240,10 +242,26 @@ SOUND = {  # the method, in one layout each: all of them in all layouts are in d
 }  # fmt: skip
 
 
+def computed_once(real: Callable) -> Callable:
+    """The reference, computed once for equal inputs: most faults change none of them."""
+    known: dict[str, tuple] = {}
+
+    def updated(cfg: Config, *inputs: object) -> tuple:
+        file = io.BytesIO()
+        torch.save((cfg.model_dump_json(exclude={"parallel", "train", "model"}), inputs), file)
+        key = hashlib.sha256(file.getvalue()).hexdigest()
+        if key not in known:
+            known[key] = real(cfg, *inputs)
+        return known[key]
+
+    return updated
+
+
 def judge_each(folder: Path, jobs: list[tuple[str, tuple[str, ...], Plant]]) -> list[Findings]:
     """Called on both ranks of a world. The findings on each (layout, arguments, fault)."""
     training.lighten(lenient=False)
     warnings.simplefilter("ignore")
+    self_test.updated = computed_once(self_test.updated)
     judged, inputs = [], {}
     for number, (layout, arguments, plant) in enumerate(jobs):
         cfg, place, written = config(*arguments), folder / str(number), folder / Path(arguments[0]).stem
@@ -311,9 +329,8 @@ def test_the_command_names_layout_and_place_of_a_fault_on_two_ranks(tmp_path: Pa
     lines = capfd.readouterr().out.splitlines()
     assert code == 1, lines
     assert [line[:19] for line in lines[3:5]] == ["ok    DP2 gradient ", "ok    EP2 gradient "]
-    assert lines[5].startswith("FAIL  TP2 AdamW ") and lines[7].startswith(
-        "FAIL  TP2 gradient step 1: norm 1.75, expected 1.2"
-    )
+    assert lines[5].startswith("FAIL  TP2 AdamW ")
+    assert lines[7].startswith("FAIL  TP2 gradient step 1: norm 1.75, expected 1.2")
     assert lines[8].startswith("      look at: Parallel.sync_gradients_") and len(lines) == 10
     assert lines[9].startswith("two ranks do not agree with the reference, ")
     assert next(tmp_path.glob("self_test-*/log-TP2-1.txt")).exists()
