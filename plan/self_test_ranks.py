@@ -160,11 +160,11 @@ class Watch(Observer):
         """Each sequence is trained once over the data ranks, with its own advantage."""
         loss, tensor, by_rank = self.cfg.loss, self.cfg.parallel.tensor, everyones(self.trained)
         equal = batch.rewards.amax(1) == batch.rewards.amin(1)
-        left_out = batch.truncated & loss.mask_truncated | equal.repeat_interleave(GROUP) & loss.skip_equal_groups
         expected = Counter(
             (*batch.prompts[s // GROUP], *one.tokens, len(one.tokens), advantages[s].item())
             for s, one in enumerate(one for group in groups for one in group)
-            if not left_out[s]
+            if not (loss.skip_equal_groups and equal[s // GROUP])
+            and not (loss.mask_truncated and one.finish_reason == "length")
         )
         shares = [sum(by_rank[rank::tensor], Counter()) for rank in range(tensor)]  # tensor ranks train equal rows
         lost, surplus = (
@@ -259,9 +259,12 @@ def examine(args: argparse.Namespace, judge: Callable[[Config, Path], Findings],
             if not good:
                 print(f"      look at: {(LOOK_AT if ' ' in name else self_test.LOOK_AT)[name.split()[-1]]}")
         kept = not findings.good()
-        seconds = f"{time.perf_counter() - start:.0f} s"
         if findings:
-            print(f"{no}, {seconds}; the run and its log are in {folder}" if kept else f"{yes}, {seconds}", flush=True)
+            print(
+                f"{no if kept else yes}, {time.perf_counter() - start:.0f} s"
+                + f"; the run and its log are in {folder}" * kept,
+                flush=True,
+            )
     except BAD_INPUT as error:
         return refused(error)
     except Exception:
@@ -307,15 +310,18 @@ def main(arguments: list[str]) -> int:
         return compare(args)
     try:
         cfg, _ = resolve_config(args.config, args.overrides, rules=OTHER_RULES)
-        device, cores = devices.resolve(cfg.device).type, len(os.sched_getaffinity(0))
+        # Where the usable cores are not known, as on macOS, a fork is not safe either.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        device = devices.resolve(cfg.device).type
     except BAD_INPUT as error:
         return refused(error)
     print(introduction(cfg, Path(args.config).name), flush=True)
     possible = device == "cpu" and (args.ranks or cores >= RANKS)
     if not possible:
         print(
-            f"two ranks cannot be compared here (device {device}, {cores} cores); needed: torchrun "
-            f"--nproc_per_node={RANKS} preflight.py --self-test CONFIG --ranks {RANKS}",
+            f"{'error: ' if args.ranks else ''}two ranks cannot be compared here (device {device}, {cores} cores); "
+            f"needed: torchrun --nproc_per_node={RANKS} preflight.py --self-test CONFIG --ranks {RANKS}",
+            file=sys.stderr if args.ranks else sys.stdout,
             flush=True,
         )
     code = both_ranks(args) if possible else 2 * bool(args.ranks)

@@ -122,6 +122,10 @@ def neighbours_rewards(batch: Rollout) -> None:
     batch.rewards = batch.rewards.roll(1, dims=0)
 
 
+def truncated_of_the_next_prompt(batch: Rollout) -> None:
+    batch.truncated = batch.truncated.roll(self_test.GROUP)
+
+
 def rewards_of_this_rank(batch: Rollout) -> None:
     mine = batch.rewards[dist.get_rank() :: 2]
     batch.rewards = mine.repeat_interleave(2, 0)
@@ -201,6 +205,9 @@ FAULTS: dict[str, tuple] = {  # fault: the layout, the check that must find it, 
     "gradients summed twice": ("DP2", "gradient", instead(Parallel, "sync_gradients_", twice)),
     "advantages of the other rank's prompts": ("DP2", "advantages", after(grpo, "group_advantages", other_advantages)),
     "rewards of this rank's prompts only": ("DP2", "rewards", in_batch(rewards_of_this_rank)),
+    "the truncated answers of the next prompt": (
+        "DP2", "rows", in_batch(truncated_of_the_next_prompt), "loss.mask_truncated=true",
+    ),
     "answers in the order of ranks": ("DP2", "samples", after(rollout, "in_place", rank_order)),
     "the same random numbers on both ranks": (
         "DP2", "samples", instead(rollout, "derive_seed", lambda real, seed, name, step, place: real(
@@ -355,4 +362,4 @@ def test_another_number_of_ranks_is_refused(monkeypatch, capsys) -> None:
 def test_on_a_device_torchrun_starts_the_two_ranks(monkeypatch, capsys) -> None:
     monkeypatch.setattr(self_test_ranks.devices, "resolve", lambda _: torch.device("cuda"))
     assert self_test_ranks.main([TINY, "--ranks", "2"]) == 2
-    assert "(device cuda, " in capsys.readouterr().out
+    assert capsys.readouterr().err.startswith("error: two ranks cannot be compared here (device cuda, ")
