@@ -452,7 +452,7 @@ def test_a_sound_stand_in_npu_passes_every_stage(tmp_path) -> None:
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["device"], report["ranks"]) == ("npu", 2)
-    steps = report["stages"][4]["figures"]
+    steps = report["stages"][5]["figures"]
     assert (
         steps["peak_device_gib"] == 1.0 < steps["planned_gib"]
     )  # the stand-in reports it as memory outside of torch's pool
