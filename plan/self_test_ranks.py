@@ -58,6 +58,7 @@ LOOK_AT = self_test.LOOK_AT | {  # where two ranks differ
     "gradient": "Parallel.sync_gradients_ (which group sums which factor; marks in lora_megatron.py), gradient_norm, "
     "copies; the counts in Learner._pack, which are those of all ranks",
     "AdamW": "Learner._step: is the gradient clipped by the norm of all ranks?",
+    "copies": "Parallel.sync_gradients_ and gradient_norm: every rank must update its copy of a factor equally",
     "metrics": "Parallel.sum_over_data, and the counts in Learner.update",
 }
 
@@ -132,6 +133,9 @@ class Watch(Observer):
             ]
             self.findings.add("metrics", not wrong, "; ".join(wrong) or f"{len(expected)} are as expected")
         self._compare_rows(batch, groups, advantages)
+        sums = everyones({name: x.sum().item() for name, x in learner_state(learner, 0).factors.items()})
+        apart = [name for name in sums[0] if sums[0][name] != sums[1][name]]
+        self.findings.add("copies", not apart, f"{len(apart)} factors are not the same on both ranks: {apart[:1]}")
         raise NotAsExpected
 
     def _compare_samples(self, batch: Rollout) -> None:
@@ -159,11 +163,10 @@ class Watch(Observer):
     def _compare_rows(self, batch: Rollout, groups: list[list[Completion]], advantages: Tensor) -> None:
         """Each sequence is trained once over the data ranks, with its own advantage."""
         loss, tensor, by_rank = self.cfg.loss, self.cfg.parallel.tensor, everyones(self.trained)
-        equal = batch.rewards.amax(1) == batch.rewards.amin(1)
         expected = Counter(
             (*batch.prompts[s // GROUP], *one.tokens, len(one.tokens), advantages[s].item())
             for s, one in enumerate(one for group in groups for one in group)
-            if not (loss.skip_equal_groups and equal[s // GROUP])
+            if not (loss.skip_equal_groups and len(set(batch.rewards[s // GROUP].tolist())) == 1)
             and not (loss.mask_truncated and one.finish_reason == "length")
         )
         shares = [sum(by_rank[rank::tensor], Counter()) for rank in range(tensor)]  # tensor ranks train equal rows
@@ -171,12 +174,11 @@ class Watch(Observer):
             sum((expected - share).total() for share in shares),
             sum((share - expected).total() for share in shares),
         )
-        counts = [rows.total() for rows in by_rank]
         self.findings.add(
             "rows",
-            not lost and not surplus and (all(counts) or expected.total() < RANKS),
-            f"{' and '.join(map(str, counts))} rows on the ranks, of {expected.total()}; {lost} are not trained, "
-            f"{surplus} are surplus or have another advantage",
+            not lost and not surplus and (all(by_rank) or expected.total() < RANKS),
+            f"{' and '.join(str(rows.total()) for rows in by_rank)} rows on the ranks, of {expected.total()}; "
+            f"{lost} are not trained, {surplus} are surplus or have another advantage",
         )
 
 
@@ -196,8 +198,8 @@ def judge_layout(cfg: Config, folder: Path, layout: str, answers: dict[str, str]
     ):
         train_grpo.train(tiny, parallel, Heartbeat(parallel.rank, 0))
     parallel_setup.close_layout()
-    by_rank = [finding for theirs in everyones(dict(findings)) for finding in theirs.items()]
-    return Findings(sorted(by_rank, key=lambda finding: finding[1][0], reverse=True))  # what is wrong on a rank counts
+    of_both = (finding for theirs in everyones(dict(findings)) for finding in theirs.items())
+    return Findings(sorted(of_both, key=lambda finding: finding[1][0], reverse=True))  # what is wrong on a rank counts
 
 
 def judge(cfg: Config, folder: Path) -> Findings:
@@ -311,8 +313,10 @@ def main(arguments: list[str]) -> int:
     try:
         cfg, _ = resolve_config(args.config, args.overrides, rules=OTHER_RULES)
         # Where the usable cores are not known, as on macOS, a fork is not safe either.
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        device = devices.resolve(cfg.device).type
+        device, cores = (
+            devices.resolve(cfg.device).type,
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
+        )
     except BAD_INPUT as error:
         return refused(error)
     print(introduction(cfg, Path(args.config).name), flush=True)

@@ -199,6 +199,7 @@ FAULTS: dict[str, tuple] = {  # fault: the layout, the check that must find it, 
     "replicated factors not summed over tensor ranks": (
         "TP2", "gradient", instead(Parallel, "sync_gradients_", no_tensor_sum),
     ),
+    "the same in bf16": ("TP2", "copies", instead(Parallel, "sync_gradients_", no_tensor_sum), "model.dtype=bf16"),
     "no sum over data ranks": (
         "DP2", "gradient", instead(Parallel, "sync_gradients_", lambda *_: None),
     ),
