@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The first hour on a new machine: five stages, from the doctor to three steps of the real run, and one report. Each stage
+# The first hour on a new machine: six stages, from the doctor to three steps of the real run, and one report. Each stage
 # says what it proves and, if it fails, what to do.
 #
 #   bash first_hour.sh CONFIG [--report FILE] [section.key=value ...]       e.g.  bash first_hour.sh configs/qwen3.yaml
@@ -10,7 +10,8 @@
 #   2 groups      tests and times every process group
 #   3 operators   compares every operator of kernels.py with its formula, in bf16 and fp32, at the sizes of a rank
 #   4 layers      compares log-probs of sampler and trainer on two layers of real sizes, and pushes adapters
-#   5 steps       runs three steps of the real run, and compares device memory with preflight's plan
+#   5 self-test   compares the first update of two ranks (DP2, EP2, TP2) with a second implementation, on a tiny model
+#   6 steps       runs three steps of the real run, and compares device memory with preflight's plan
 #
 # After a failure the same command continues: a stage that has passed is not repeated unless configuration, code, packages,
 # variables or files have changed. Logs, results and report.json (or FILE) are in train.out_dir,
@@ -22,7 +23,7 @@ set -euo pipefail
 
 # --- yours to change -------------------------------------------------------------------------------------------------
 RANKS=${RANKS:-}                        # processes; "": all devices of this machine, or on a CPU the smallest number that the layout allows
-MINUTES=${MINUTES:-5 15 30 30 90}       # time limits of the stages in their order; a stage that takes longer fails
+MINUTES=${MINUTES:-5 15 30 30 15 90}    # time limits of the stages in their order; a stage that takes longer fails
 PYTHON=${PYTHON:-python3}               # with requirements/npu.txt and MindSpeed (docs/npu.md)
 # ---------------------------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
     python preflight.py CONFIG [section.key=value ...] [--ranks N] [--json]
     python preflight.py CONFIG --dry-run [--rank R] [--json]                  runs a step without data (plan/dry_run.py)
     python preflight.py --doctor [CONFIG]                                     examines this machine (plan/doctor.py)
-    python preflight.py --self-test [CONFIG] [section.key=value ...]          trains a tiny model (plan/self_test.py)
+    python preflight.py --self-test [CONFIG] [section.key=value ...] [--ranks 2]           (plan/self_test_ranks.py)
     torchrun --nproc_per_node=N preflight.py --groups|--operators|--layers CONFIG [section.key=value ...]
 
 Without one of these options it prints the layout of the ranks and their groups, the batch equation, the bytes of a rank
@@ -185,14 +185,15 @@ OTHER_QUESTIONS = {  # option -> its question; each has a command line of its ow
     "--groups": "under torchrun: do the process groups work, and how fast?",
     "--operators": "under torchrun: does every operator give its formula's answer?",
     "--layers": "under torchrun: do trainer and sampler agree on two layers?",
-    "--self-test": "does a tiny model learn here?",
+    "--self-test": "does a tiny model learn here? With --ranks 2: do two ranks agree with a reference?",
 }
 
 
 def answer(option: str, arguments: list[str]) -> int:
     """The exit code of one of the other questions. All of them import torch, except --doctor."""
-    if option in ("--doctor", "--self-test", "--dry-run") and os.environ.get("RANK", "0") != "0":
-        return 0  # under torchrun one process is enough
+    alone = ("--doctor", "--dry-run") if "--r" in " ".join(arguments) else ("--doctor", "--dry-run", "--self-test")
+    if option in alone and os.environ.get("RANK", "0") != "0":
+        return 0  # under torchrun one process is enough, except for --self-test --ranks 2
     if option == "--doctor":
         from plan import doctor
 
@@ -201,10 +202,10 @@ def answer(option: str, arguments: list[str]) -> int:
         environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": str(Path(__file__).parent)}
         return subprocess.run([sys.executable, "-P", "-m", "plan.dry_run", *arguments], env=environment).returncode
     import parallel_setup
-    from plan import groups, kernels_check, layers_check, self_test
+    from plan import groups, kernels_check, layers_check, self_test_ranks
 
     questions = {
-        "--groups": groups, "--operators": kernels_check, "--layers": layers_check, "--self-test": self_test,
+        "--groups": groups, "--operators": kernels_check, "--layers": layers_check, "--self-test": self_test_ranks,
     }  # fmt: skip
     return parallel_setup.run_command(questions[option].main, arguments)
 

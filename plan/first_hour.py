@@ -1,4 +1,4 @@
-"""The first hour on a new machine: five stages, from the doctor to three steps of the real run, and one report.
+"""The first hour on a new machine: six stages, from the doctor to three steps of the real run, and one report.
 
     bash first_hour.sh CONFIG [--report FILE] [section.key=value ...]      sets the environment and calls this file
 
@@ -36,7 +36,7 @@ from plan import grid
 from plan.first_hour_stages import ROOT, STAGES, Job, Outcome, Stage, cause
 from plan.machine import Machine
 
-MINUTES = "5 15 30 30 90"  # limit of each stage
+MINUTES = "5 15 30 30 15 90"  # limit of each stage
 GRACE = 45.0  # seconds to end after a SIGTERM; torchrun gives its ranks 30 of them
 WAIT = 60  # seconds for the processes of a killed start to end
 WIDTH = 118  # of the report's text

@@ -145,6 +145,11 @@ def layers_outcome(job: Job, log: Path, code: int) -> Outcome:
     return Outcome(found["wrong"], found["text"], found)
 
 
+def self_test_outcome(job: Job, log: Path, code: int) -> Outcome:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if re.match("ok|FAIL|two ranks", line)]
+    return Outcome("; ".join(line for line in lines if line.startswith("FAIL")), lines)
+
+
 def steps_outcome(job: Job, log: Path, code: int) -> Outcome:
     """Passed: three finished steps, finite metrics, and no more memory in use than planned."""
     runs = sorted((job.folder / "run").glob("*/timing.jsonl"))
@@ -231,6 +236,18 @@ STAGES = (
         ("groups",),
         lambda job: job.question("layers", "--folder", str(job.folder / "two_layers")),
         layers_outcome,
+    ),
+    Stage(
+        "self-test",
+        "Two ranks, as DP2, EP2 and TP2, make the same first update of a tiny model by this configuration's method as "
+        "a second implementation in float64: samples, rewards, rows, gradients, metrics. (One rank: the model learns.)",
+        "Each line that begins with FAIL names a layout and a check; the log says what to look at. The bounds are wide "
+        "in bf16; model.dtype=fp32 compares to 5 %, if the device's kernels take it.",
+        ("groups",),
+        lambda job: job._replace(ranks=min(job.ranks, 2)).torchrun(
+            "preflight.py", "--self-test", job.config, *job.overrides, *["--ranks", "2"] * (job.ranks > 1)
+        ),
+        self_test_outcome,
     ),
     Stage(
         "steps",

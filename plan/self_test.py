@@ -1,6 +1,6 @@
 """Does the installed code learn? Trains a tiny model by the method of a configuration, in less than a minute.
 
-    python preflight.py --self-test [CONFIG] [section.key=value ...]
+    python preflight.py --self-test [CONFIG] [section.key=value ...]            (the command: plan/self_test_ranks.py)
 
 This is the trainer's own run (train_grpo.start) on a random model and toy questions. Three of its updates are compared
 with a second implementation in float64 (plan/self_test_reference.py); then the run must reach a known reward.
@@ -9,13 +9,7 @@ docs/self_test.md says what was measured, which faults this test does not find, 
 
 import contextlib
 import functools
-import importlib.metadata
 import json
-import os
-import shutil
-import tempfile
-import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -31,11 +25,8 @@ import reward_gsm8k
 import tiny_model
 import train_grpo
 import weights_hf
-from config import command_line, resolve_config
-from config_rules import OTHER_RULES
 from engines.interface import Completion
 from engines.torch_sampler import TorchSampler
-from input_files import BAD_INPUT, refused
 from knobs import Config, TinyModelConfig
 from learner import Learner, StepTimer
 from plan.self_test_reference import Named, State, forward, merged, rows_of, unknown, updated
@@ -54,7 +45,7 @@ SEED = 0
 ANSWERS = (("a", "3"), ("b", "7"))  # last letter of a question -> its answer
 LARGER = ("lm_head.weight", "model.embed_tokens.weight")
 WHOLE = {"fp32": 0.05, "bf16": 0.7}  # largest relative difference of a whole gradient; docs/self_test.md: what was seen
-PIECE = {"fp32": 0.9, "bf16": 0.02}  # smallest part of the expected value in each tensor, or in an expert's part of one
+PIECE = {"fp32": (0.9, 1.1), "bf16": (0.02, 4)}  # part of the expected value in each tensor, or an expert's part of one
 NORM = {"fp32": 0.01, "bf16": 0.25}  # largest relative difference of the gradient's norm
 # Tripwires of a run that have a check of their own here, or that a toy task would trip.
 OFF = ("reward_constant", "unparsable", "truncated", "sampling", "impossible", "gradient_spike", "entropy")
@@ -130,14 +121,15 @@ def tiny_run(cfg: Config, folder: Path) -> Config:
     })  # fmt: skip
 
 
-def write_inputs(cfg: Config, folder: Path) -> dict[str, str]:
+def write_inputs(cfg: Config, folder: Path, vocab_size: int = 259, boost: float = 1.0) -> dict[str, str]:
     """Write a random model of the kind of ``cfg``, and toy questions. Returns the training questions and answers.
 
-    A question is a letter and a digit, which mean nothing, and an a or a b. The answers are 3 and 7.
+    A question is a letter and a digit, which mean nothing, and an a or a b. The answers are 3 and 7; the head's rows of
+    these are multiplied by ``boost``.
     """
     model = folder / "model"
     tiny = TinyModelConfig(
-        architecture=hf_config.planned(cfg)[0].model_type, vocab_size=259, num_experts=4, expert_width=32,
+        architecture=hf_config.planned(cfg)[0].model_type, vocab_size=vocab_size, num_experts=4, expert_width=32,
         shared_expert_width=32,
     )  # fmt: skip
     settings = hf_config.tiny_settings(tiny, row_tokens=1536)
@@ -166,6 +158,7 @@ def write_inputs(cfg: Config, folder: Path) -> dict[str, str]:
     likely[stops] = 0
     for place, (_, gold) in zip(likely.topk(2).indices.tolist(), ANSWERS, strict=True):
         w["lm_head.weight"][[place, vocabulary[gold]]] = w["lm_head.weight"][[vocabulary[gold], place]]
+        w["lm_head.weight"][vocabulary[gold]] *= boost
     w = {name: tensor.bfloat16().float() for name, tensor in w.items()}  # so that both dtypes have the same weights
     save_file(w, model / "model.safetensors", metadata={"format": "pt"})
     return dict(list(answers.items())[:-HELD_OUT])
@@ -241,6 +234,7 @@ class Observer(Watch):
             learner.restore(kept, counts)
         metrics = real_update(learner, batch, completions, advantages, step, timer)
         after, (expected, norm) = learner_state(learner, before.steps + updates), reference(expected_advantages)
+        self.expected = expected  # with its metrics
         found = metrics["actor/grad_norm"]
         findings.add(
             "gradient",
@@ -269,12 +263,13 @@ class Observer(Watch):
             for key, x in pieces(expected).items()
             if x.norm() > 0.05 * expected[key.partition("[")[0]].norm()
         }
-        weakest, whole, piece = min(shares, key=shares.get), WHOLE[self.cfg.model.dtype], PIECE[self.cfg.model.dtype]
+        whole, (least, most) = WHOLE[self.cfg.model.dtype], PIECE[self.cfg.model.dtype]
+        odd = min(shares, key=lambda key: min(shares[key] - least, most - shares[key]))
         self.findings.add(
             name,
-            bool(error / size <= whole and shares[weakest] >= piece),
-            f"step {step + 1}: relative difference {error / size:.1g}, at most {whole:g}; {weakest} has "
-            f"{shares[weakest]:.0%} of what is expected, at least {piece:.0%}",
+            bool(error / size <= whole and least <= shares[odd] <= most),
+            f"step {step + 1}: relative difference {error / size:.1g}, at most {whole:g}; {odd} has {shares[odd]:.0%} "
+            f"of what is expected, {least:.0%} to {most:.0%} is right",
         )
 
 
@@ -324,54 +319,3 @@ def judge(cfg: Config, folder: Path) -> Findings:
     else:
         findings.add("learning", last >= LEVEL, text)
     return findings
-
-
-# ------------------------------------------------------------------------------------------------ the command
-
-
-def introduction(cfg: Config, source: str) -> str:
-    """What the configuration contributes to the test, and what is set here."""
-    loss, updates = cfg.loss, num_updates(cfg)
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "megatron-core"))
-    return (
-        f"self-test of {source}: {versions}, device {cfg.device}, {cfg.model.dtype}\n"
-        f"  kept: loss {loss.kind}, {loss.aggregate}, advantage {loss.advantage}, kl {loss.kl}, importance "
-        f"{loss.importance} and its other keys; aqn {cfg.aqn.schedule}, replay {cfg.replay.mode}, lora.targets, "
-        "AdamW's betas, eps, weight decay and clipping, temperature, top_p, top_k\n"
-        f"  set here: a random model of 2 layers on one rank, {STEPS} steps of {PROMPTS} x {GROUP} answers, {updates} "
-        f"update{'s' * (updates > 1)} a step, lr 3e-3, LoRA of rank 16 and 8 without dropout, the embedded sampler"
-    )
-
-
-def main(arguments: list[str]) -> int:
-    """Exit code 0: it learned. 1: it did not. 2: the input cannot be used, or a file cannot be written."""
-    default = str(Path(__file__).parents[1] / "configs" / "tiny_cpu.yaml")
-    parser = command_line(
-        "preflight.py --self-test", __doc__, nargs="?", default=default,
-        help="default: configs/tiny_cpu.yaml, device auto",
-    )  # fmt: skip
-    args = parser.parse_intermixed_args(arguments)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)  # the test has one rank, even under torchrun
-    overrides = args.overrides or (["device=auto"] if args.config == default else [])
-    start, folder, kept = time.perf_counter(), Path(tempfile.mkdtemp(prefix="self_test-")), False
-    try:
-        cfg, _ = resolve_config(args.config, overrides, rules=OTHER_RULES)
-        print(introduction(cfg, Path(args.config).name), flush=True)
-        findings = judge(cfg, folder)
-        for name, (good, measured) in findings.items():
-            print(f"{'ok  ' if good else 'FAIL'}  {name:11} {measured}")
-            if not good:
-                print(f"      look at: {LOOK_AT[name]}")
-        kept = not findings.good()
-        seconds = f"{time.perf_counter() - start:.0f} s"
-        print(f"it did not learn, {seconds}; the run and its log are in {folder}" if kept else f"it learned, {seconds}")
-    except BAD_INPUT as error:
-        return refused(error)
-    except Exception:
-        kept = True
-        print(f"{traceback.format_exc()}it did not learn: the run ended with this error; its log is in {folder}")
-    finally:
-        if not kept:
-            shutil.rmtree(folder)
-    return int(kept)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -158,14 +158,16 @@ def loss_of(
     chosen: Tensor,
     skipped: Tensor,
     advantages: Tensor,
-) -> Tensor:
-    """The loss of one update.  logp, entropy, old, reference: (S, T); chosen, skipped, advantages: (S,)
+) -> Named:
+    """The losses of one update by the trainer's names, and for other metrics the sums over the trained tokens.
 
-    ``chosen`` are the sequences of the update. ``skipped`` ones count in the means but add nothing to the loss.
+    logp, entropy, old, reference: (S, T); chosen, skipped, advantages: (S,). ``chosen`` are the sequences of the
+    update. ``skipped`` ones count in the means but add nothing to the loss.
     """
     loss, own = cfg.loss, rows.own & chosen[:, None]
     if {"loss.kind", "loss.aggregate", "loss.importance", "loss.kl"} & unknown(cfg).keys():
-        return trainers_loss(cfg, logp, entropy, old, reference, rows, own & ~skipped[:, None], own, advantages)
+        trained = own & ~skipped[:, None]
+        return {"actor/loss": trainers_loss(cfg, logp, entropy, old, reference, rows, trained, own, advantages)}
     lengths, sequences = own.sum(1, keepdim=True).clamp(min=1), chosen.sum().clamp(min=1)
     share = {
         "token-mean": 1 / own.sum().clamp(min=1).double().expand(len(own), 1),
@@ -192,14 +194,22 @@ def loss_of(
             "mis": weight > loss.importance_clip,
         }.get(loss.importance)
         policy = policy * (weight.clamp(max=loss.importance_clip) if masked is None else weight * ~masked)
+    sums = {
+        "actor/entropy": entropy,
+        "actor/ppo_kl": old - logp,
+        "rollout/logp_gap_mean": (old - rows.sampled_logp).abs(),
+    }
     total = policy - loss.entropy_coef * entropy
     if loss.kl != "none":
         d = reference - logp
-        k3 = d.exp() - d - 1
-        total = total + loss.kl_coef * {
-            "k1": -d, "k2": d**2 / 2, "k3": k3, "abs": d.abs(), "low_var_kl": k3.clamp(max=10), "low_var_kl+": d**2 / 2,
+        k3, k2 = d.exp() - d - 1, d**2 / 2
+        sums["actor/kl_loss"] = {
+            "k1": -d, "k2": k2, "k3": k3, "abs": d.abs(), "low_var_kl": k3.clamp(max=10),
+            "low_var_kl+": k2 + (k3.clamp(max=10) - k2).detach(),  # the gradient of k2
         }[loss.kl]  # fmt: skip
-    return (total * share).sum()
+        total = total + loss.kl_coef * sums["actor/kl_loss"]
+    losses = {"actor/loss": (total * share).sum(), "actor/policy_loss": (policy * share).sum()}
+    return losses | {name: (value * (own & ~skipped[:, None])).sum() for name, value in sums.items()}
 
 
 def trainers_loss(
@@ -213,7 +223,7 @@ def trainers_loss(
     counted: Tensor,
     advantages: Tensor,
 ) -> Tensor:
-    """As loss_of, by grpo.py in float64, called as the trainer calls it.  trained, counted: (S, T)"""
+    """The loss of loss_of, by grpo.py in float64, called as the trainer calls it.  trained, counted: (S, T)"""
     loss, r = cfg.loss, trained.any(1)
     means: dict = {
         "aggregate": loss.aggregate, "num_tokens": counted.sum(), "num_sequences": counted.any(1).sum(),
@@ -234,12 +244,13 @@ def trainers_loss(
 
 @dataclass
 class State:
-    """Factors by their names in a checkpoint, AdamW's moments, and the number of its steps."""
+    """Factors by their names in a checkpoint, AdamW's moments, the number of its steps; metrics of the last rollout."""
 
     factors: Named
     first: Named
     second: Named
     steps: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 def updated(
@@ -259,14 +270,14 @@ def updated(
     place, group = torch.arange(len(rows.tokens)), cfg.rollout.group_size
     equal = batch.rewards.amax(1) == batch.rewards.amin(1)
     skipped = equal.repeat_interleave(group) & cfg.loss.skip_equal_groups
-    kept, norms = ~(batch.truncated & cfg.loss.mask_truncated), []
+    kept, norms, sums = ~(batch.truncated & cfg.loss.mask_truncated), [], []
     size = optim.prompts_per_update * group
     for first in range(0, len(place), size):
         chosen = (place >= first) & (place < first + size) & kept
         factors = {name: x.detach().requires_grad_() for name, x in state.factors.items()}
         logp, entropy, *_ = run(merged(base, factors, cfg.lora), routes=routes)
-        loss = loss_of(cfg, logp, entropy, old, reference, rows, chosen, skipped, advantages)
-        gradients = torch.autograd.grad(loss, list(factors.values()))
+        sums.append(loss_of(cfg, logp, entropy, old, reference, rows, chosen, skipped, advantages))
+        gradients = torch.autograd.grad(sums[-1]["actor/loss"], list(factors.values()))
         norms.append(math.sqrt(sum(g.square().sum().item() for g in gradients)))
         shrink, state.steps = min(1.0, optim.max_grad_norm / (norms[-1] + 1e-6)), state.steps + 1
         for (name, x), g in zip(factors.items(), gradients, strict=True):
@@ -274,4 +285,10 @@ def updated(
             v = state.second[name] = beta2 * state.second[name] + (1 - beta2) * (g * shrink) ** 2
             step = m / (1 - beta1**state.steps) / ((v / (1 - beta2**state.steps)).sqrt() + optim.eps)
             state.factors[name] = x.detach() * (1 - optim.lr * optim.weight_decay) - optim.lr * step
+    tokens = (rows.own & (kept & ~skipped)[:, None]).sum().clamp(min=1).item()
+    state.metrics = {
+        name: sum(part[name].item() for part in sums)
+        / (len(sums) if name in ("actor/loss", "actor/policy_loss") else tokens)
+        for name in sums[-1]
+    }
     return state, sum(norms) / len(norms)

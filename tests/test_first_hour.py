@@ -164,16 +164,16 @@ def test_faults_are_named_by_their_stages_and_what_needs_them_is_skipped(tmp_pat
         wrong_group(patch)
         wrong_operator(patch)
         code, stages = the_hour(tmp_path)
-    assert code == 1 and list(status(stages).values()) == ["pass", "fail", "fail", "skipped", "skipped"]
+    assert code == 1 and list(status(stages).values()) == ["pass", "fail", "fail", "skipped", "skipped", "skipped"]
     assert stages["groups"]["reason"].startswith("expert, all-reduce: WRONG in ranks [0, 1]: element 2 is 4, not 3")
     assert stages["operators"]["reason"].startswith("rotary in bf16, backward: ")
     said = capsys.readouterr().out
     assert "2 groups     FAIL" in said and "4 layers     skipped" in said
-    assert "result: failed: groups, operators; skipped: layers, steps" in said and "by hand: " in said
+    assert "result: failed: groups, operators; skipped: layers, self-test, steps" in said and "by hand: " in said
 
     lost_expert(monkeypatch)
     code, stages = the_hour(tmp_path)
-    assert code == 1 and list(status(stages).values()) == ["pass", "pass", "pass", "fail", "skipped"]
+    assert code == 1 and list(status(stages).values()) == ["pass", "pass", "pass", "fail", "pass", "skipped"]
     assert stages["doctor"]["kept"] and "kept" not in stages["groups"]
     assert "stand out by their median, first: 6 of layer 0 (" in stages["layers"]["reason"]
 
@@ -235,7 +235,7 @@ def test_a_metric_that_is_not_finite_fails_the_steps(tmp_path) -> None:
 def test_a_layout_that_the_plan_refuses_is_not_started(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(first_hour, "execute", lambda *args: pytest.fail("started"))
     job = a_job(tmp_path, "qwen3.yaml", 16, "model.path=none/Qwen3-30B-A3B-Instruct-2507", "rollout.kv_cache_mib=60000")
-    result = first_hour.run_stage(STAGES[4], job, 60, None)
+    result = first_hour.run_stage(STAGES[5], job, 60, None)
     assert result["status"] == "fail" and "preflight.py refuses this run" in result["reason"]
     assert "memory: " in result["reason"]
 
@@ -285,7 +285,7 @@ def test_killed_in_the_fourth_stage_it_continues_there(tmp_path, monkeypatch) ->
         world.exit_with(lambda: the_hour(tmp_path)[0], failed=99)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     code, stages = the_hour(tmp_path)
-    assert code == 0 and begun == ["4-layers.log", "5-steps.log"]
+    assert code == 0 and begun == ["4-layers.log", "5-self-test.log", "6-steps.log"]
     assert [name for name, stage in stages.items() if stage.get("kept")] == ["doctor", "groups", "operators"]
 
 
@@ -365,7 +365,7 @@ def until(happened: Callable[[], object], seconds: float = 60) -> None:
         (["FOLDER/run.yaml", "--ranks", "9" * 28], "needed: whole numbers of 1 or more"),
         (["FOLDER/run.yaml", "--report", "FOLDER"], "cannot be read (Is a directory)"),
         (["FOLDER/run.yaml", "--report", "FOLDER/run.yaml"], "run.yaml: not valid JSON"),
-        (["FOLDER/run.yaml", "--minutes", "5 5"], "MINUTES: found '5 5'; needed: 5 numbers above 0, one a stage"),
+        (["FOLDER/run.yaml", "--minutes", "5 5"], "MINUTES: found '5 5'; needed: 6 numbers above 0, one a stage"),
         (["FOLDER/run.yaml", "--report", "FOLDER/run.yaml/x.json"], "needed: a place to write"),
         (["FOLDER/run.yaml", "train.out_dir=FOLDER/run.yaml"], "needed: a place to write"),
     ],
@@ -452,7 +452,7 @@ def test_a_sound_stand_in_npu_passes_every_stage(tmp_path) -> None:
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["device"], report["ranks"]) == ("npu", 2)
-    steps = report["stages"][4]["figures"]
+    steps = report["stages"][5]["figures"]
     assert (
         steps["peak_device_gib"] == 1.0 < steps["planned_gib"]
     )  # the stand-in reports it as memory outside of torch's pool

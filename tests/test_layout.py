@@ -26,7 +26,8 @@ MAY_ENTER = {
     "plan": {"train_grpo", "startup", "preflight"},
     "lab": {"report", "startup", "sweep"},
 }
-RUNS_A_COMMAND = {"plan.self_test": {"train_grpo"}}  # a file -> the command that it may import
+# A file -> the command that it may import.
+RUNS_A_COMMAND = {"plan.self_test": {"train_grpo"}, "plan.self_test_ranks": {"train_grpo"}}
 HEAVY = {"megatron", "vllm", "ray", "transformers", "torch_npu", "mindspeed", "peft"}
 HEAVY |= {"pandas", "pyarrow", "matplotlib", "scipy"}
 ONLY_DEVICE = r"torch\.(?:cuda|npu)\b|\btorch_npu\b|\bmindspeed\b"

@@ -49,7 +49,7 @@ from config import resolve_config
 from config_rules import OTHER_RULES
 from engines import torch_sampler
 from learner import Learner
-from plan import self_test
+from plan import self_test, self_test_ranks
 from rollout import MicroBatch, Rollout
 
 ROOT = Path(__file__).parents[1]
@@ -87,6 +87,17 @@ def forked(function: Callable[[], int]) -> int:
         child.start()
     child.join()
     return child.exitcode
+
+
+def alone(arguments: list[str], plant: Callable[[], None] = lambda: None) -> int:
+    """The exit code of the command where two ranks cannot run, in a forked process with a planted fault."""
+
+    def run() -> int:
+        os.sched_getaffinity = lambda _: {0}
+        plant()
+        return self_test_ranks.main(arguments)
+
+    return forked(run)
 
 
 def failed(findings: Findings) -> list[str]:
@@ -449,15 +460,18 @@ def test_the_command_reports_in_a_few_lines_and_takes_less_than_a_minute() -> No
     assert done.returncode == 0 and done.stderr == "", done
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - used < 60
     lines = done.stdout.splitlines()
-    assert len(lines) <= 20 and "loss cispo" in lines[1] and lines[-1].startswith("it learned"), done.stdout
+    assert len(lines) <= 24 and "loss cispo" in lines[1] and lines[-1].startswith("it learned"), done.stdout
+    assert [line.split()[:3] for line in lines[3:6]] == [["ok", layout, "gradient"] for layout in ("DP2", "EP2", "TP2")]
+    assert lines[6].startswith("two ranks agree with the reference, ")
     assert "KL" in done.stdout and "at least 0.3" in done.stdout
 
 
 def test_a_failed_self_test_ends_with_code_1_and_says_what_to_look_at(tmp_path: Path, monkeypatch, capfd) -> None:
-    monkeypatch.setattr(self_test.tempfile, "mkdtemp", lambda **_: str(tmp_path))
-    code = forked(lambda: (FAULTS["KL of the wrong sign"][0](), self_test.main([TINY, *HERE]))[1])
+    monkeypatch.setattr(self_test_ranks.tempfile, "mkdtemp", lambda **_: str(tmp_path))
+    code = alone([TINY, *HERE], FAULTS["KL of the wrong sign"][0])
     lines = capfd.readouterr().out.splitlines()
-    assert code == 1 and len(lines) <= 20, lines
+    assert code == 1 and len(lines) <= 22, lines
+    assert lines[3].startswith("two ranks cannot be compared here (device cpu, 1 cores); needed: torchrun ")
     place = next(i for i, line in enumerate(lines) if line.startswith("FAIL  KL"))
     assert "relative difference 2, at most 0.05" in lines[place] and "look at: Learner._reference" in lines[place + 1]
     assert lines[-1].startswith("it did not learn") and lines[-1].endswith(str(tmp_path))
@@ -475,18 +489,18 @@ UNUSABLE = {
 @pytest.mark.parametrize("what", UNUSABLE)
 def test_unusable_input_is_one_line_and_exit_code_2(what: str, capfd) -> None:
     arguments, expected = UNUSABLE[what]
-    assert forked(lambda: self_test.main(arguments)) == 2
+    assert alone(arguments) == 2
     error = capfd.readouterr().err
     assert error.startswith("error: ") and expected in error and error.count("\n") == 1
 
 
 def test_a_full_disk_is_an_error_and_not_a_failure_to_learn(tmp_path: Path, monkeypatch, capfd) -> None:
-    monkeypatch.setattr(self_test.tempfile, "mkdtemp", lambda **_: str(tmp_path))
+    monkeypatch.setattr(self_test_ranks.tempfile, "mkdtemp", lambda **_: str(tmp_path))
 
     def full(*_) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.jsonl")
 
-    code = forked(lambda: (before(runlog.RunLog, "log_step", full), self_test.main([TINY, *HERE]))[1])
+    code = alone([TINY, *HERE], lambda: before(runlog.RunLog, "log_step", full))
     said = capfd.readouterr()
     assert code == 2 and said.err == "error: metrics.jsonl: No space left on device\n", said
     assert "learn" not in said.out.splitlines()[-1] and not tmp_path.exists()
