@@ -8,8 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from math import isqrt
 
-from engines.capacity import ELEMENT_BYTES, cache_mib
-from hf_config import Architecture
+from hf_config import ELEMENT_BYTES, Architecture, cache_mib
 from input_files import InputError
 from knobs import Config
 

@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple
 from input_files import InputError, read_object, refuse_endless, shown
 from knobs import Config, TinyModelConfig
 
+ELEMENT_BYTES = {"bf16": 2, "fp32": 4}  # model.dtype -> bytes of one number
+CACHE_BLOCK = 128  # tokens; vLLM allocates its key-value cache in blocks, and keeps one block for padding
 PUBLISHED = Path(__file__).resolve().parent / "configs"  # <name>.config.json, to plan a run before the download
 
 # Upper bounds far above any known model: a list of the names and shapes of all tensors must fit into memory.
@@ -331,3 +333,17 @@ def tiny_settings(tiny: TinyModelConfig, row_tokens: int) -> dict:
         "eos_token_id": 2,
         **({} if qwen3 else shared_expert),
     }
+
+
+# ------------------------------------------------------------------------------------------------ the key-value cache
+
+
+def cache_mib(arch: Architecture, tensor: int, longest: int, element: int) -> int:
+    """MiB of the cache on one of ``tensor`` ranks that a row of ``longest`` tokens needs, in whole blocks."""
+    blocks = -(-longest // CACHE_BLOCK) + 1
+    return -(-blocks * CACHE_BLOCK * cache_bytes_per_token(arch, tensor, element) // 2**20)
+
+
+def cache_bytes_per_token(arch: Architecture, tensor: int, element: int) -> int:
+    """Bytes of the keys and values of one token in all layers on one of ``tensor`` ranks."""
+    return 2 * arch.num_layers * max(1, arch.num_kv_heads // tensor) * arch.head_dim * element

@@ -3,11 +3,9 @@
 The plan and rollout.open_engine ask the same functions, so an engine takes as many rows at once as the plan says.
 """
 
-from hf_config import Architecture
+from hf_config import ELEMENT_BYTES, Architecture, cache_bytes_per_token, cache_mib
 from knobs import Config
 
-ELEMENT_BYTES = {"bf16": 2, "fp32": 4}  # model.dtype -> bytes of one number
-CACHE_BLOCK = 128  # tokens; vLLM allocates its key-value cache in blocks, and keeps one block for padding
 PREFILL_TOKENS = 8192  # prompt tokens that vLLM computes at once; this limits the activations
 # Rows that are decoded together: a wave of the embedded sampler, vLLM's largest graph, and what MC2 sends from a rank.
 MOST_SEQUENCES = 512
@@ -38,14 +36,3 @@ def max_sequences(cfg: Config, arch: Architecture, ranks: int) -> int:
 def cache_mib_per_row(cfg: Config, arch: Architecture) -> int:
     """MiB of vLLM's key-value cache on a rank that the longest row needs."""
     return cache_mib(arch, cfg.rollout.tensor, cfg.row_tokens, ELEMENT_BYTES[cfg.model.dtype])
-
-
-def cache_mib(arch: Architecture, tensor: int, longest: int, element: int) -> int:
-    """MiB of the cache on one of ``tensor`` ranks that a row of ``longest`` tokens needs, in whole blocks."""
-    blocks = -(-longest // CACHE_BLOCK) + 1
-    return -(-blocks * CACHE_BLOCK * cache_bytes_per_token(arch, tensor, element) // 2**20)
-
-
-def cache_bytes_per_token(arch: Architecture, tensor: int, element: int) -> int:
-    """Bytes of the keys and values of one token in all layers on one of ``tensor`` ranks."""
-    return 2 * arch.num_layers * max(1, arch.num_kv_heads // tensor) * arch.head_dim * element

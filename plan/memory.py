@@ -11,8 +11,8 @@ an element.
 
 from dataclasses import dataclass
 
-from engines.capacity import ELEMENT_BYTES, PREFILL_TOKENS, cache_bytes_per_token, max_sequences, rows_of_a_step
-from hf_config import FORMATS, Architecture
+from engines.capacity import PREFILL_TOKENS, max_sequences, rows_of_a_step
+from hf_config import ELEMENT_BYTES, FORMATS, Architecture, cache_bytes_per_token
 from knobs import Config, LoraConfig
 from plan import grid
 from plan.grid import WHOLE, RankGrid

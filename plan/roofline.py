@@ -12,8 +12,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engines.capacity import ELEMENT_BYTES, MOST_SEQUENCES
-from hf_config import Architecture
+from engines.capacity import MOST_SEQUENCES
+from hf_config import ELEMENT_BYTES, Architecture
 from knobs import Config, LoraConfig
 from plan.grid import WHOLE, RankGrid
 from plan.memory import Memory, lora_parameters, merged_weights

@@ -27,7 +27,7 @@ import parallel_setup
 import rollout
 from config import load_config
 from device import StepTimer
-from engines import capacity, vllm_colocated, vllm_engine
+from engines import vllm_colocated, vllm_engine
 from hf_config import Architecture
 from knobs import LoraConfig, ParallelConfig
 from learner import Learner
@@ -342,7 +342,7 @@ def save_checkpoint(parallel, path: Path, folder: Path) -> dict[str, int]:
     run_dir.mkdir(exist_ok=True)
     with LiveBytes() as live:
         tensors, counts = learner.state()
-        checkpoint.save(run_dir, 1, tensors, counts, cfg, writes=parallel.rank == 0)
+        checkpoint.save(run_dir, 1, tensors, counts | {"optimizer_steps": 1}, cfg, writes=parallel.rank == 0)
     sizes = [math.prod(tensor.shape) * 4 for kind in tensors.values() for tensor in kind.values()]
     layout = RankGrid(parallel.world_size, parallel.tensor, parallel.expert, parallel.expert_tensor, 1, 1)
     planned = {device: memory.gathered_by_a_save(arch, cfg.lora, layout, device) for device in ("cpu", "npu")}
@@ -371,11 +371,11 @@ def test_a_cache_holds_the_rows_that_its_bytes_are_for():
     cfg, arch = load_config("configs/qwen3.yaml", ["rollout.kv_cache_mib=2048"]), real("qwen3")
     layout = grid.of(cfg, 16)
     planned = memory.step_memory(cfg, arch, layout, "npu", 61 * 2**30)
-    assert capacity.cache_bytes_per_token(arch, 4, 2) == 24_576
+    assert hf_config.cache_bytes_per_token(arch, 4, 2) == 24_576
     assert planned.wanted_rows == 96 // 4 * 8
     assert planned.cached_rows == 2048 * 2**20 // (24_576 * (512 // 8 + 1536))
     roomy = dataclasses.replace(layout, engine_tensor=8)
-    assert capacity.cache_bytes_per_token(arch, 8, 2) == 24_576  # 4 heads over 8 ranks: two ranks hold each head
+    assert hf_config.cache_bytes_per_token(arch, 8, 2) == 24_576  # 4 heads over 8 ranks: two ranks hold each head
     assert (
         memory.step_memory(cfg, arch, roomy, "npu", 61 * 2**30).parts["engine weights"]
         < planned.parts["engine weights"]

@@ -377,7 +377,7 @@ IN_THE_RUN = {  # fault: how it is planted, the check that must find it, overrid
     "samples at another temperature": (hotter, "evaluation", SAMPLES),
     "another accuracy is logged": (lambda: after(evaluate, "_summary", accuracy_one_higher), "evaluation", ()),
     "order that starts again at a resume": (order_from_the_start, "questions", ()),
-    "B saved as 0": (saved_without_b, "resume", ()),
+    "B saved as 0": (saved_without_b, "learning", ()),
     "one noise in all steps of the run": (one_seed_of_noise, "noise", NOISY),
 }
 

@@ -354,7 +354,8 @@ def test_another_number_of_ranks_is_refused(monkeypatch, capsys) -> None:
     with pytest.raises(SystemExit) as ended:
         preflight.main(["--self-test", TINY, "--ranks", "4"])
     assert ended.value.code == 2 and "--ranks: invalid choice: 4" in capsys.readouterr().err
-    for name, value in (("RANK", "3"), ("WORLD_SIZE", "4")):
+    others = {"LOCAL_RANK": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in ({"RANK": "3", "WORLD_SIZE": "4"} | others).items():
         monkeypatch.setenv(name, value)
     assert self_test_ranks.main([TINY, "--ranks", "2"]) == 2
     assert capsys.readouterr().err == "error: --ranks 2: torchrun has started 4; needed: --nproc_per_node=2\n"
