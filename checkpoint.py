@@ -111,7 +111,7 @@ def save(
     state: dict[str, Any],
     cfg: Config,
     writes: bool = True,
-    check: Callable[[Checkpoint | None], None] = lambda written: None,
+    check: Callable[[Checkpoint | None], None] | None = None,
 ) -> Path | None:
     """Write the checkpoint of ``step`` finished steps, keep the newest cfg.train.keep_last, and return its folder.
 
@@ -127,7 +127,8 @@ def save(
             tensor for named in tensors.values() for tensor in named.values() if isinstance(tensor, Pending)
         ):
             tensor.make()
-        check(None)
+        if check:
+            check(None)
         return None
     folder = Path(run_dir) / "checkpoints"
     target = folder / f"step-{step:06d}"
@@ -150,7 +151,8 @@ def save(
         for path in aside.iterdir():
             fsync_path(path)
         fsync_path(aside)
-        check(load(aside, verified=True))
+        if check:
+            check(load(aside, verified=True))  # mapped: only what is compared is read, and it is not allocated
         if target.exists():
             if replaced.exists():
                 _discard(replaced)

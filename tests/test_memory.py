@@ -382,7 +382,7 @@ def test_a_cache_holds_the_rows_that_its_bytes_are_for():
     )
 
 
-ROWS = [  # ranks, other settings, rows of a replica in a step, rows that are decoded at once; all by hand
+ROWS_AT_ONCE = [  # ranks, other settings, rows of a replica in a step, rows that are decoded at once; all by hand
     (16, [], 24 * 8, 192),
     (8, ["rollout.expert_parallel=false"], 48 * 8, 252),  # 9,472 MiB of 24,576 bytes hold 252 rows of 64 + 1,536 tokens
     (8, ["rollout.expert_parallel=false", "rollout.kv_cache_mib=20000"], 48 * 8, 384),
@@ -399,7 +399,7 @@ ROWS = [  # ranks, other settings, rows of a replica in a step, rows that are de
 ]
 
 
-@pytest.mark.parametrize(("ranks", "changes", "in_a_step", "at_once"), ROWS)
+@pytest.mark.parametrize(("ranks", "changes", "in_a_step", "at_once"), ROWS_AT_ONCE)
 def test_the_plan_counts_the_rows_that_the_engine_takes_at_once(ranks, changes, in_a_step, at_once, monkeypatch):
     """1.5 waves of the plan's rows are two waves of the engine, whose ``max_num_seqs`` is the same number."""
     cfg, arch = load_config("configs/qwen3.yaml", changes), real("qwen3")
