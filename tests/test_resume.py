@@ -384,7 +384,7 @@ CHANGES = {
     "model/model.safetensors": weight_changed,
     "model/tokenizer.json": lambda path: path.write_text(path.read_text() + " "),
     "model/chat_template.jinja": lambda path: path.write_text("{{ messages[0]['content'] }} is"),
-    "train.jsonl": lambda path: path.write_text(path.read_text().replace("What is 3 +", "What is 4 +")),
+    "train.jsonl": lambda path: path.write_text(path.read_text().replace("What is 3 +", "What is 30 +")),
 }
 
 
