@@ -255,7 +255,7 @@ def other_values(cfg: Config) -> dict[str, object]:
         **dict.fromkeys(["checks.reward_constant", "checks.logp_gap", "checks.reference_kl"], "warn"),
         **dict.fromkeys(["checks.adapters", "checks.non_finite"], "warn"),
         **dict.fromkeys(["checks.unparsable", "checks.gradient_spike", "checks.entropy"], "stop"),
-        **dict.fromkeys(["checks.truncated", "checks.collapse"], "stop"),
+        **dict.fromkeys(["checks.truncated", "checks.collapse", "checks.surprise"], "stop"),
         **dict.fromkeys([f"checks.{name}" for name in ("sampling", "held_out", "state", "impossible")], "warn"),
         **dict.fromkeys(["checks.unparsable_share", "checks.truncated_share", "checks.collapse_reward"], 0.6),
         "train.changed_inputs": "accept",
