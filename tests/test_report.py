@@ -448,7 +448,10 @@ def test_add_names_the_record_and_refuses_in_one_line(tmp_path: Path, capsys: py
     folder = recorded.make_run(tmp_path / "out", "tiny")
     places = ["--results", str(tmp_path / "results")]
     assert run(*places, "add", str(folder), "--id", "mine") == 0 and (tmp_path / "results/mine/record.json").exists()
-    assert run(*places, "add", str(folder), "--id", "mine") == 2
+    assert run(*places, "add", str(folder), "--id", "mine") == 0  # the same run: nothing is left to do
+    other = recorded.make_run(tmp_path / "out", "other")
+    capsys.readouterr()
+    assert run(*places, "add", str(other), "--id", "mine") == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
     assert run(*places, "add", str(folder), str(folder), "--id", "x") == 2
