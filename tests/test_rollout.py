@@ -7,11 +7,13 @@ import random
 from pathlib import Path
 from types import SimpleNamespace
 
+import published
 import pytest
 import torch
 import training
 import world
 
+import hf_config
 import rollout
 from data_gsm8k import Question
 from engines import vllm_engine
@@ -134,12 +136,13 @@ def test_packed_rows_count_their_prompt_once_and_a_quarter_of_their_padded_size(
 
 def test_vllm_on_an_npu_samples_at_temperature_1_only(tmp_path: Path, monkeypatch) -> None:
     """vllm-ascend always reports the log-probs of temperature 1."""
+    arch = hf_config.parse(published.QWEN3_30B_A3B)
     cfg = training.config(tmp_path, tmp_path, rollout__engine="vllm", rollout__temperature=0.7)
     monkeypatch.setattr(rollout.devices, "resolve", lambda name: SimpleNamespace(type="npu"))
     monkeypatch.setattr(vllm_engine, "check", lambda *args, **kwargs: None)
     with pytest.raises(InputError, match="rollout.temperature: 0.7, but vllm-ascend reports log-probs at temp"):
-        rollout.check_engine(cfg, None, 1)
-    rollout.check_engine(training.config(tmp_path, tmp_path, rollout__engine="vllm"), None, 1)
+        rollout.check_engine(cfg, arch, 1)
+    rollout.check_engine(training.config(tmp_path, tmp_path, rollout__engine="vllm"), arch, 1)
 
 
 # ------------------------------------------------------------------------------------------------ pack
