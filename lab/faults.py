@@ -21,8 +21,8 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     # The sampler's weights are rounded down instead of to the nearest.
     "rounded_down": (
         "weight_sync",
-        ".clamp(min=torch.finfo(scale.dtype).tiny)).round() * scale",
-        ".clamp(min=torch.finfo(scale.dtype).tiny)).floor() * scale",
+        "(part / scale).round() * scale",
+        "(part / scale).floor() * scale",
     ),
     # Evaluations measure the policy that samples, with noise or rounding, instead of the one that is trained.
     "altered_evaluation": (
