@@ -60,6 +60,8 @@ IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
     (lambda c: c.checks.reward_constant == "off", "checks.reward_constant is off", "checks.reward_constant_steps"),
     (lambda c: c.checks.unparsable == "off", "checks.unparsable is off", "checks.unparsable_share"),
     (lambda c: c.checks.truncated == "off", "checks.truncated is off", "checks.truncated_share"),
+    (lambda c: c.rollout.top_k > 0 or c.rollout.top_p < 1, "rollout.top_k or rollout.top_p leaves tokens out",
+     "checks.surprise"),
     (lambda c: c.checks.collapse == "off", "checks.collapse is off", "checks.collapse_reward checks.collapse_kl"),
     (lambda c: c.checks.logp_gap == "off" or c.model.dtype != "fp32",
      "checks.logp_gap is off, or model.dtype is not fp32", "checks.logp_gap_fp32"),

@@ -191,9 +191,10 @@ OTHER_QUESTIONS = {  # option -> its question; each has a command line of its ow
 
 def answer(option: str, arguments: list[str]) -> int:
     """The exit code of one of the other questions. All of them import torch, except --doctor."""
-    alone = ("--doctor", "--dry-run") if "--r" in " ".join(arguments) else ("--doctor", "--dry-run", "--self-test")
-    if option in alone and os.environ.get("RANK", "0") != "0":
-        return 0  # under torchrun one process is enough, except for --self-test --ranks 2
+    of_ranks = option == "--self-test" and any(argument.startswith("--r") for argument in arguments)  # --ranks 2
+    alone = option in ("--doctor", "--dry-run", "--self-test") and not of_ranks
+    if alone and os.environ.get("RANK", "0") != "0":
+        return 0  # under torchrun one process is enough
     if option == "--doctor":
         from plan import doctor
 

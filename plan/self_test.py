@@ -25,10 +25,11 @@ import reward_gsm8k
 import tiny_model
 import train_grpo
 import weights_hf
+from device import StepTimer
 from engines.interface import Completion
 from engines.torch_sampler import TorchSampler
 from knobs import Config, TinyModelConfig
-from learner import Learner, StepTimer
+from learner import Learner
 from plan.self_test_reference import Named, State, forward, merged, rows_of, unknown, updated
 from plan.self_test_schedules import GAP, Findings, Interrupted, NotAsExpected, Watch, learner_state, rate, schedules
 from rollout import Rollout

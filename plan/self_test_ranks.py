@@ -35,11 +35,12 @@ import startup
 import train_grpo
 from config import command_line, derive_seed, resolve_config
 from config_rules import OTHER_RULES
+from device import StepTimer
 from engines.interface import Completion
 from engines.torch_sampler import TorchSampler
 from input_files import BAD_INPUT, InputError, refused
 from knobs import Config
-from learner import Learner, StepTimer
+from learner import Learner
 from plan import self_test
 from plan.self_test import GROUP, PROMPTS, SEED, Observer, watched
 from plan.self_test_schedules import GAP, Findings, NotAsExpected, learner_state

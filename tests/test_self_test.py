@@ -280,14 +280,6 @@ FAULTS = {  # fault: how it is planted, the check that must find it, overrides o
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_found_by_its_check(fault: str, tmp_path: Path) -> None:
-    plant, check, changes = FAULTS[fault]
-    findings = judged(tmp_path, plant, TINY, *changes)
-    print(findings)
-    assert check in failed(findings), findings
-
-
 # ------------------------------------------------------------------------------------------------ evaluations, resumes
 
 
@@ -382,9 +374,9 @@ IN_THE_RUN = {  # fault: how it is planted, the check that must find it, overrid
 }
 
 
-@pytest.mark.parametrize("fault", IN_THE_RUN)
-def test_a_fault_of_evaluation_resume_or_noise_is_found_in_the_run(fault: str, tmp_path: Path) -> None:
-    plant, check, changes = IN_THE_RUN[fault]
+@pytest.mark.parametrize("fault", FAULTS | IN_THE_RUN)
+def test_a_planted_fault_is_found_by_its_check(fault: str, tmp_path: Path) -> None:
+    plant, check, changes = (FAULTS | IN_THE_RUN)[fault]
     findings = judged(tmp_path, plant, TINY, *changes)
     print(findings)
     assert check in failed(findings), findings
