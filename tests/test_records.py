@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import json
@@ -16,7 +17,7 @@ import pytest
 import recorded
 
 from input_files import InputError
-from lab import consistency, records, store
+from lab import audit, consistency, records, store, tables
 
 
 @pytest.fixture
@@ -95,11 +96,12 @@ def test_a_run_that_cannot_be_believed_is_refused_and_leaves_nothing(run: Path, 
 
 
 def test_a_record_says_what_the_run_was(run: Path, results: Path) -> None:
-    assert store.add_run(run, results) == results / "base-seed3"
+    assert store.add_run(run, results) == results / "base-seed3.parquet"
     added = store.load_run(results, "base-seed3").record
     assert records.from_run(run, "base-seed3").record == added and store.check(results) == []
     assert (added.group, added.seed, added.steps, added.commit) == ("base", 3, 4, recorded.COMMIT)
     assert (added.layout["ranks"], added.layout["expert"], added.device) == (2, 2, "cpu")
+    assert added.date == "2030-01-02"  # in the name of the folder
     assert added.seconds_per_step == pytest.approx(0.65) and added.tokens_per_second == 2001.5  # medians of four
     assert added.peak_memory_gib == 0.5 and added.checks_fired == {"entropy": "step 2: low"}
     rows = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
@@ -110,35 +112,74 @@ def test_a_record_says_what_the_run_was(run: Path, results: Path) -> None:
     assert "log.txt" not in added.files and "curves.png" not in added.files
 
 
-def test_a_record_is_two_small_files_that_hold_every_number_of_the_run(run: Path, results: Path) -> None:
-    folder = store.add_run(run, results)
-    assert {path.name for path in folder.iterdir()} == {"record.json", "steps.jsonl.gz"}
+def test_a_record_is_one_file_that_holds_every_number_of_the_run(run: Path, results: Path) -> None:
+    path = store.add_run(run, results)
+    assert [path] == list(results.iterdir())
     rows = store.load_run(results, "base-seed3").rows
     for name, text in consistency.unmerged(rows).items():
         assert text == (run / name).read_text(), name
     assert [len(row.get("completions", ())) for row in rows] == [2, 0, 0, 2, 0]  # a sample: first and last step
-    again = store.add_run(run, results.with_name("again")) / "steps.jsonl.gz"
-    assert again.read_bytes() == (folder / "steps.jsonl.gz").read_bytes()  # no time and no name in the file
+    again = store.add_run(run, results.with_name("again"))
+    assert again.read_bytes() == path.read_bytes()  # no time and no name in the file
 
 
-def test_one_line_of_pandas_reads_the_steps(run: Path, results: Path) -> None:
-    steps = pandas.read_json(store.add_run(run, results) / "steps.jsonl.gz", lines=True)
+def test_one_line_of_pandas_reads_the_steps_and_the_record(run: Path, results: Path) -> None:
+    steps = pandas.read_parquet(store.add_run(run, results))
     assert list(steps["step"]) == [0, 1, 2, 3, 4] and steps["reward/mean"].notna().sum() == 4
     assert steps["eval/sampled_accuracy"].notna().tolist() == [True, False, False, False, True]
     right = [json.loads(line)["greedy"] for line in (run / "eval_outcomes.jsonl").read_text().splitlines()[:200]]
     assert [float(mark == "+") for mark in steps["eval/greedy_right"][0]] == right
+    records = steps[steps["record/commit"].notna()]
+    assert records["id"].tolist() == ["base-seed3"] and records["record/date"].tolist() == ["2030-01-02"]
+    assert json.loads(records["record/config"][0])["lora"]["rank"] == 16
+
+
+def test_numbers_that_a_table_would_change_are_refused(run: Path, results: Path) -> None:
+    """A column has one type: 1 in a column of fractions would come back as 1.0."""
+    rewrite("metrics.jsonl", lambda text: text.replace('"actor/entropy": ', '"actor/entropy": 1, "more": ', 1))(run)
+    with pytest.raises(InputError, match="actor/entropy.*needed: in all steps whole numbers, or in all fractions"):
+        store.add_run(run, results)
+    assert not results.exists()
 
 
 def test_the_records_of_the_repository_are_small_and_hold_every_number_of_their_runs() -> None:
-    folders = sorted(path.parent for path in recorded.ROOT.glob("results/*/record.json"))
-    assert len(folders) >= 93
-    for place, folder in enumerate(folders):
-        files = list(folder.iterdir())
-        assert len(files) == 2 and sum(path.stat().st_size for path in files) < 60_000
-        if place % 10 == 0:
-            run = store.load_run(recorded.ROOT / "results", folder.name)
-            for name, text in consistency.unmerged(run.rows).items():
-                assert hashlib.sha256(text.encode()).hexdigest() == run.record.files[name]
+    results = recorded.ROOT / "results"
+    listed = [path for path in results.rglob("*") if path.is_file() and path.name != "report.html"]
+    assert len(listed) <= 40 and sum(path.stat().st_size for path in listed) < 9e6
+    runs = store.load_runs(results)
+    assert len(runs) >= 614
+    assert not [run.record.id for run in runs.values() if store.PRIVATE.search(run.record.model_dump_json())]
+    for run in [*runs.values()][::10]:
+        for name, text in consistency.unmerged(run.rows).items():
+            assert hashlib.sha256(text.encode()).hexdigest() == run.record.files[name]
+
+
+@pytest.mark.parametrize("killed_at", [None, 0, 1])
+def test_files_are_merged_and_hold_what_they_held(run: Path, results: Path, killed_at: int | None, monkeypatch) -> None:
+    """Also if the command is killed after it has written the new file, and is given again."""
+    for seed in (3, 4, 5):
+        made = run if seed == 3 else recorded.make_run(run.parent, f"base-seed{seed}", seed)
+        store.add_run(made, results)
+    before = {name: tables.sealed(each) for name, each in store.load_runs(results).items()}
+    removed, unlink = [], Path.unlink
+
+    def killing(path: Path, **options) -> None:
+        if path.suffix == ".parquet" and len(removed) == killed_at:
+            raise KeyboardInterrupt
+        removed.append(path)
+        unlink(path, **options)
+
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(Path, "unlink", killing)
+        store.compact(results, "base", [])
+    assert store.compact(results, "base", []) == results / "base.parquet"
+    assert [path.name for path in results.iterdir()] == ["base.parquet"]
+    assert {name: tables.sealed(each) for name, each in store.load_runs(results).items()} == before
+    store.add_run(recorded.make_run(run.parent, "base-seed6", 6), results)
+    store.compact(results, "base", [])
+    assert [*store.load_runs(results)] == [f"base-seed{seed}" for seed in (3, 4, 5, 6)]
+    with pytest.raises(InputError, match="found 0 runs, 0 benchmarks and 0 files .* needed: only one of these kinds"):
+        store.compact(results, "other", [])
 
 
 def test_an_id_is_used_once(run: Path, results: Path) -> None:
@@ -167,13 +208,13 @@ def test_a_fault_that_is_planted_into_evaluations_makes_another_run(run: Path, r
     assert store.differing(sound, faulty) == ["planted fault: nothing -> 'altered_evaluation'"]
 
 
-@pytest.mark.parametrize(
-    "name", ["figures", "benchmarks", "index.json", "plan.yaml", "README.md", "..", "a/b", "x" * 300, "\u0130"]
-)
-def test_an_id_is_no_name_of_something_else_in_the_folder(run: Path, results: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["..", "a/b", "x" * 300, "\u0130", "base"])
+def test_an_id_is_the_name_of_a_file_that_is_not_there(run: Path, results: Path, name: str) -> None:
+    results.mkdir()
+    (results / "base.parquet").write_bytes(tables.table_of([]))  # a merged file
     with pytest.raises(InputError):
         store.add_run(run, results, name)
-    assert not results.exists()
+    assert [path.name for path in results.iterdir()] == ["base.parquet"]
 
 
 def odd(path: Path) -> None:
@@ -200,54 +241,57 @@ def test_seeds_of_one_variant_have_the_same_settings(run: Path, results: Path, t
         store.add_run(other, results)
 
 
-def edited_number(folder: Path) -> None:
-    record = json.loads((folder / "record.json").read_text())
-    (folder / "record.json").write_text(json.dumps(record | {"seconds_per_step": 0.05}))
+def edited(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    return lambda path: recorded.rewrite(path, change)
 
 
-def edited_steps(folder: Path) -> None:
+def other_marks(record: dict) -> None:
     """The marks of the answers of one evaluation are changed."""
-    steps = gzip.decompress((folder / "steps.jsonl.gz").read_bytes()).decode()
-    (folder / "steps.jsonl.gz").write_bytes(gzip.compress(steps.replace("-+", "++", 1).encode()))
-
-
-def with_its_checksum(change: Callable[[Path], None]) -> Callable[[Path], None]:
-    """A change by somebody who also corrects the index."""
-
-    def apply(folder: Path) -> None:
-        change(folder)
-        index = {f"{folder.name}/{path.name}": store.sha256_file(path) for path in folder.iterdir()}
-        (folder.parent / "index.json").write_text(json.dumps(index))
-
-    return apply
+    record["rows"][0]["eval/greedy_right"] = record["rows"][0]["eval/greedy_right"].replace("-+", "++", 1)
 
 
 TAMPERED = {
-    "record.json: was deleted": lambda folder: (folder / "record.json").unlink(),
-    "steps.jsonl.gz: was deleted": lambda folder: (folder / "steps.jsonl.gz").unlink(),
-    "record.json: edited": edited_number,
-    "steps.jsonl.gz: edited": edited_steps,
-    "notes.txt: not in index.json": lambda folder: (folder / "notes.txt").write_text(""),
-    "record.json: not what steps.jsonl.gz says": with_its_checksum(edited_number),
-    "but the outcomes give": with_its_checksum(edited_steps),
-    "cannot be read": with_its_checksum(lambda folder: (folder / "steps.jsonl.gz").write_bytes(b"x")),
+    "base-seed3: not what its steps say": edited(lambda record: record.update(seconds_per_step=0.05)),
+    "but the outcomes give": edited(other_marks),
+    "metrics.jsonl: the record does not give": edited(lambda record: record["rows"][1].update({"actor/loss": 0.5})),
+    "Extra inputs are not permitted": edited(lambda record: record.update(surprise=1)),
+    "Input should be a valid integer": edited(lambda record: record.update(steps="4")),
+    "commit: String should match": edited(lambda record: record.update(commit="main")),
+    "schema_version: Input should be greater": edited(lambda record: record.update(schema_version=2)),
+    "its rows have other ids": lambda path: (
+        recorded.rewrite(path, lambda record: record.update(id="other")) or swap(path)
+    ),
+    "cannot be read": lambda path: path.write_bytes(b"x"),
+    "cannot be read: ": lambda path: path.write_bytes(path.read_bytes()[:-100]),
 }
 
 
+def swap(path: Path) -> None:
+    """The record says another id than the rows."""
+    columns = tables.decoded(path.read_bytes(), path)
+    columns["id"] = ["base-seed3"] * len(columns["id"])
+    path.write_bytes(tables.encoded(columns))
+
+
 @pytest.mark.parametrize("fault", TAMPERED)
-def test_a_record_that_was_edited_or_lost_is_found(run: Path, results: Path, fault: str) -> None:
-    store.add_run(run, results)
+def test_a_record_that_was_edited_is_found(run: Path, results: Path, fault: str) -> None:
+    path = store.add_run(run, results)
     assert store.check(results) == []
-    TAMPERED[fault](results / "base-seed3")
-    (found,) = store.check(results)
-    assert fault in found
+    TAMPERED[fault](path)
+    try:
+        found = store.check(results)
+    except InputError as error:
+        found = [str(error)]
+    assert len(found) == 1 and fault in found[0] and "\n" not in found[0]
 
 
-def test_a_deleted_and_a_copied_record_are_found(run: Path, results: Path) -> None:
-    folder = store.add_run(run, results)
-    shutil.move(folder, folder.with_name("copy"))
-    found = store.check(results)
-    assert len(found) == 4 and "base-seed3/record.json: was deleted" in found[0] and "not in index.json" in found[3]
+def test_a_copied_record_is_found_and_two_files_may_hold_the_same_run(run: Path, results: Path) -> None:
+    path = store.add_run(run, results)
+    shutil.copy(path, copy := path.with_name("copy.parquet"))  # as after a killed `compact`
+    assert store.check(results) == [] and [*store.load_runs(results)] == ["base-seed3"]
+    recorded.rewrite(copy, lambda record: record.update(result="better"))
+    with pytest.raises(InputError, match="base-seed3: another file of this folder holds another run of this id"):
+        store.check(results)
 
 
 # ---------------------------------------------------------------- against the history
@@ -277,70 +321,84 @@ def commit(results: Path, subject: str) -> None:
     git(results, "commit", "-q", "-m", subject)
 
 
-def reseal(results: Path) -> None:
-    """Change a record and its checksum, so that the files agree with each other."""
-    with_its_checksum(lambda folder: (folder / "record.json").write_text((folder / "record.json").read_text() + " "))(
-        results / "base-seed3"
-    )
+def edit(results: Path) -> None:
+    recorded.rewrite(results / "base-seed3.parquet", lambda record: record.update(result="a better result"))
 
 
-def test_added_records_agree_with_the_history(repository: Path) -> None:
-    assert store.history(repository) == ([], "commits compared: 3")
-    assert store.history(repository.parent)[1] == "no git history to compare with"
+def test_added_and_merged_records_agree_with_the_history(repository: Path) -> None:
+    assert audit.history(repository) == ([], "commits compared: 3")
+    assert audit.history(repository.parent)[1] == "no git history to compare with"
+    store.compact(repository, "base", [])
+    assert audit.history(repository) == ([], "commits compared: 3")
+    commit(repository, "Merge the files")
+    assert audit.history(repository) == ([], "commits compared: 4")
 
 
-@pytest.mark.parametrize("change", [reseal, lambda results: shutil.rmtree(results / "base-seed3")])
-def test_a_record_that_was_changed_after_it_was_added_is_found(repository: Path, change) -> None:
-    change(repository)
-    (found, *_), _ = store.history(repository)
-    assert "base-seed3/record.json: changed or deleted by the working tree" in found
+CHANGES = {
+    "changed": edit,
+    "not here": lambda results: (results / "base-seed3.parquet").unlink(),
+    "changed;": lambda results: (edit(results), store.compact(results, "base", [])),
+}
+
+
+@pytest.mark.parametrize("said", CHANGES)
+def test_a_record_that_was_changed_after_it_was_added_is_found(repository: Path, said: str) -> None:
+    CHANGES[said](repository)
+    (found,), _ = audit.history(repository)
+    assert f"run base-seed3: {said}" in found
     commit(repository, "Nothing to see here")
-    (found, *_), _ = store.history(repository)
-    assert "base-seed3/record.json: changed or deleted by commit" in found
-
-
-def test_the_one_announced_conversion_is_accepted_and_no_later_change(repository: Path) -> None:
-    reseal(repository)
-    commit(repository, "Convert the records to two files each")
-    assert store.history(repository) == ([], "commits compared: 0")
-    reseal(repository)
-    commit(repository, "Convert the records once more")
-    (found,), compared = store.history(repository)
-    assert "base-seed3/record.json" in found and compared == "commits compared: 1"
+    (found,), _ = audit.history(repository)
+    assert f"run base-seed3: {said}" in found
 
 
 def test_a_merge_may_bring_records_and_may_not_change_them(repository: Path) -> None:
-    """A branch from before the conversion is merged, with a conflict that keeps this side, and then with a change."""
-    git(repository, "branch", "old", "main~1")
-    reseal(repository)
-    commit(repository, "Convert the records to two files each")
-    git(repository, "checkout", "-q", "old")
-    (repository / "notes").write_text("not a record")
-    commit(repository, "Another branch")
+    """A merge shows its changes only against its parents: `git log -c` hides what differs from all but one."""
+    git(repository, "checkout", "-q", "-b", "other", "main~1")
+    store.add_run(recorded.make_run(repository.parent / "out", "base-seed8", 8), repository)
+    commit(repository, "Add seed 8")
     git(repository, "checkout", "-q", "main")
-    git(repository, "merge", "-q", "--no-ff", "-m", "Merge", "old")
-    assert store.history(repository)[0] == []
-    git(repository, "checkout", "-q", "old")
-    (repository / "notes").write_text("still not a record")
+    git(repository, "merge", "-q", "--no-ff", "-m", "Merge", "other")
+    assert audit.history(repository)[0] == []
+    git(repository, "checkout", "-q", "other")
+    (repository / "notes").write_text("not a record")
     commit(repository, "Another branch again")
     git(repository, "checkout", "-q", "main")
-    git(repository, "merge", "-q", "--no-ff", "--no-commit", "old")
-    reseal(repository)
-    commit(repository, "An evil merge")
-    assert "base-seed3/record.json" in store.history(repository)[0][0]
+    git(repository, "merge", "-q", "--no-ff", "--no-commit", "other")
+    edit(repository)
+    commit(repository, "A merge that changes a record")
+    (found,), _ = audit.history(repository)
+    assert "run base-seed3: changed; it is in the history until commit" in found
 
 
 def test_a_shallow_clone_is_compared_as_far_as_it_reaches(repository: Path, tmp_path: Path) -> None:
     git(tmp_path, "clone", "-q", "--depth", "2", repository.as_uri(), "clone")
-    faults, compared = store.history(tmp_path / "clone")
+    faults, compared = audit.history(tmp_path / "clone")
     assert faults == [] and compared == "commits compared: 2, a shallow clone has no older ones"
 
 
-def test_the_schema_refuses_what_it_does_not_know(run: Path, results: Path) -> None:
-    store.add_run(run, results)
-    path = results / "base-seed3" / "record.json"
-    whole = json.loads(path.read_text())
-    for change in ({"surprise": 1}, {"steps": "4"}, {"commit": "main"}, {"schema_version": 1}):
-        path.write_text(json.dumps(whole | change))
-        with pytest.raises(InputError, match=next(iter(change))):
-            store.load_run(results, "base-seed3")
+def test_records_of_before_version_0_2_are_compared_with_those_of_today(repository: Path) -> None:
+    """At that time, a record was a folder with two files, without a date, and a benchmark was a JSON file."""
+    benchmark = {"about": "x", "command": "python benchmarks/bench_step.py", "commit": "ab" * 20, "dirty": False,
+                 "machine": {}, "table": [{"case": "small", "ratio": 0.5}], "measured": {"a": [1, 0.5]}}  # fmt: skip
+    old = {"benchmarks/bench_step.json": json.dumps(benchmark).encode()}
+    for name, run in store.load_runs(repository).items():
+        record = run.record.model_dump(mode="json") | {"schema_version": 2}
+        del record["date"]
+        old[f"{name}/record.json"] = json.dumps(record).encode()
+        old[f"{name}/steps.jsonl.gz"] = gzip.compress("".join(json.dumps(row) + "\n" for row in run.rows).encode())
+    git(repository, "checkout", "-q", "--orphan", "before")
+    git(repository, "rm", "-rfq", ".")
+    for name, content in old.items():
+        (repository / name).parent.mkdir(exist_ok=True)
+        (repository / name).write_bytes(content)
+    commit(repository, "Before")
+    git(repository, "checkout", "-q", "main")
+    (path := repository.parent / "bench_step.json").write_text(json.dumps(benchmark))
+    assert audit.against(repository, "before")[0].endswith(
+        f"benchmark bench_step: not here; it is in {git(repository, 'rev-parse', 'before')[:7]} (before)"
+    )
+    store.add_benchmark(path, repository)
+    assert audit.against(repository, "before") == []
+    edit(repository)
+    (found,) = audit.against(repository, "before")
+    assert "run base-seed3: changed; it is in" in found

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import recorded
+from PIL import Image, PngImagePlugin
 
 import report
 from input_files import InputError
@@ -66,7 +67,7 @@ def test_every_number_of_the_pages_is_a_records(places: list[str], tmp_path: Pat
         assert page.startswith("# Results\n\nWritten by people.") and page.endswith("Also by people.\n")
     known = all_records(tmp_path / "results")
     for record in known:
-        (row,) = re.findall(rf"^\| \[{record.id}\].*$", table, re.M)
+        (row,) = re.findall(rf"^\| {record.id} \|.*$", table, re.M)
         low, high = 100 * record.last.sampled.low, 100 * record.last.sampled.high
         assert f"{100 * record.last.sampled.accuracy:.1f} ({low:.1f}-{high:.1f})" in row
         assert f"`{record.commit[:7]}`" in row and f"{record.seconds_per_step:.2f}" in row
@@ -121,7 +122,6 @@ def test_nothing_is_written_from_a_folder_without_records(content: str | None, c
         shutil.copy(recorded.ROOT / "results" / "plan.yaml", results)
     if content == "pages":
         (results / "README.md").write_text(TEXT.format(pages.BEGIN, pages.END))
-        (results / "index.json").write_text("{}")
     page.write_text(written := TEXT.format(f"{pages.BEGIN}\n\nfound: 1 of 2", pages.END))
     before = sorted(tmp_path.rglob("*"))
     assert run("--results", str(results), "--page", str(page), command) == 2
@@ -150,13 +150,8 @@ def test_a_benchmark_is_kept_as_it_was_printed(
     assert "### bench_step\n\nOurs against theirs. `python benchmarks/bench_step.py`, commit `abababa`" in text
     table = "| case | ratio | bar |\n| --- | --- | --- |\n| small | 0.5123 | 0.7 |\n| large | 12 | 0.7 |"
     assert table in text and "Earlier" not in text
-    kept = tmp_path / "results" / "benchmarks" / "bench_step.json"
-    kept.write_text(kept.read_text().replace("0.51234", "0.41234"))
-    assert run(*places, "--check") == 1 and "bench_step.json: edited" in capsys.readouterr().err
-    kept.unlink()
-    assert run(*places, "--check") == 1 and "was deleted" in capsys.readouterr().err
-    kept.with_name("new.json").write_text(stored.read_text())
-    assert run(*places, "--check") == 1 and "new.json: not in index.json" in capsys.readouterr().err
+    (kept,) = store.load_benchmarks(tmp_path / "results").values()
+    assert kept.model_dump(exclude={"place"}) == content | {"dirty": False}
 
 
 def test_a_page_shows_a_benchmarks_newest_measurement_and_links_those_before(
@@ -172,13 +167,14 @@ def test_a_page_shows_a_benchmarks_newest_measurement_and_links_those_before(
         return run(*places, "add", str(stored), *more)
 
     assert add("a", 0.61) == add("b", 0.52) == add("c", 0.43, "--id", "after_a_change") == 0
-    assert add("c", 0.43) == 2 and "after_a_change.json already" in capsys.readouterr().err
+    assert add("c", 0.43) == 0 and len(store.load_benchmarks(tmp_path / "results")) == 3  # it is there already
+    assert add("c", 0.43, "--id", "x") == 2 and "is after_a_change already" in capsys.readouterr().err
     assert add("d", 0.34, "--id", "bench_step-2") == 2 and "never replaced" in capsys.readouterr().err
     assert run(*places, "build") == 0
     text = (tmp_path / "RESULTS.md").read_text()
     assert text.count("### bench_step") == 1 and "| small | 0.43 |" in text and "0.61" not in text
-    before = "[bench_step](results/benchmarks/bench_step.json) at `aaaaaaa`, "
-    assert f"Earlier: {before}[bench_step-2](results/benchmarks/bench_step-2.json) at `bbbbbbb`." in text
+    assert "Earlier: bench_step at `aaaaaaa`, bench_step-2 at `bbbbbbb`." in text
+    assert run(*places, "compact", "benchmarks", "bench_step", "after") == 0 and run(*places, "--check") == 0
 
 
 def check_record(check: str, totals: dict, commit: str = "a") -> str:
@@ -207,12 +203,12 @@ def test_the_table_of_checks_has_the_newest_record_of_each_check(places: list[st
     add("two.json", check_record("two", {"C 5": {"passed": 9, "failed": 0, "skipped": 0}}))
     both = {"A 2": {"passed": 3, "failed": 0, "skipped": 4}, "B 7": {"passed": 5, "failed": 0, "skipped": 0}}
     add("one.json", check_record("one", both, "b"))
-    record = "[2026-11-22](../results/benchmarks/one-2.json), commit `bbbbbbb`"
+    record = "one-2, 2026-11-22, commit `bbbbbbb`"
     text = page.read_text()
     assert [line for line in text.splitlines() if line.startswith("| ")][2:] == [
         f"| one | what one runs | A 2 | 3 passed, 4 skipped | {record} |",
         f"| one | what one runs | B 7 | 5 passed | {record} |",
-        "| two | what two runs | C 5 | 9 passed | [2026-11-22](../results/benchmarks/two.json), commit `aaaaaaa` |",
+        "| two | what two runs | C 5 | 9 passed | two, 2026-11-22, commit `aaaaaaa` |",
     ]
     assert (tmp_path / "results" / "README.md").read_text().count("### check_ascend ") == 2
     page.write_text(text.replace("9 passed", "10 passed"))
@@ -268,15 +264,20 @@ def another_record(folder: Path) -> None:
 
 def redrawn(folder: Path) -> None:
     """A figure is drawn on, and the data that it was drawn from stay in its metadata."""
-    path = folder / "results/figures/better-or-not.png"
-    path.write_bytes(path.read_bytes() + b"more")
+    path, about = folder / "results/figures/better-or-not.png", PngImagePlugin.PngInfo()
+    image = Image.open(path)
+    about.add_text("Description", image.info["Description"])
+    image.putpixel((200, 100), (image.getpixel((200, 100)) + 1) % 64)
+    image.save(path, pnginfo=about)
 
 
 FAULTS = {
     "RESULTS.md: stale": edit("RESULTS.md", "different: better is better", "different: better is far better"),
     "README.md: stale": edit("results/README.md", "| base |", "| baste |"),
     "stale: ": another_record,
-    "edited": edit("results/better-seed1/record.json", "AMD EPYC", "Apple M9"),
+    "environment.json: the record does not give": lambda folder: recorded.rewrite(
+        folder / "results/better-seed1.parquet", lambda record: record["environment"].update(cpu="Apple M9")
+    ),
     "better-or-not.png: missing": lambda folder: (folder / "results/figures/better-or-not.png").unlink(),
     "better-or-not.png: missing, edited": redrawn,
     "learning_curve.png: missing, edited, stale or not wanted": edit(
@@ -287,10 +288,8 @@ FAULTS = {
 
 
 def figure(folder: Path, name: str) -> None:
-    """A figure that the index names and that no comparison needs."""
-    (folder / f"results/figures/{name}.png").write_bytes(b"\x89PNG")
-    index = json.loads((folder / "results/index.json").read_text())
-    (folder / "results/index.json").write_text(json.dumps(index | {f"figures/{name}.png": "0"}))
+    """A figure that `build` has drawn and that no comparison needs."""
+    shutil.copy(folder / "results/figures/better-or-not.png", folder / f"results/figures/{name}.png")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -305,7 +304,7 @@ def test_check_fails_when_something_does_not_follow(
 
 def test_nothing_is_built_on_records_that_were_tampered_with(places: list[str], tmp_path: Path) -> None:
     before = (tmp_path / "RESULTS.md").read_text()
-    FAULTS["edited"](tmp_path)
+    FAULTS["environment.json: the record does not give"](tmp_path)
     assert run(*places, "build") == 2 and (tmp_path / "RESULTS.md").read_text() == before
 
 
@@ -447,7 +446,7 @@ def test_the_protocols_numbers_are_what_plan_prints(capsys: pytest.CaptureFixtur
 def test_add_names_the_record_and_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     folder = recorded.make_run(tmp_path / "out", "tiny")
     places = ["--results", str(tmp_path / "results")]
-    assert run(*places, "add", str(folder), "--id", "mine") == 0 and (tmp_path / "results/mine/record.json").exists()
+    assert run(*places, "add", str(folder), "--id", "mine") == 0 and (tmp_path / "results/mine.parquet").exists()
     assert run(*places, "add", str(folder), "--id", "mine") == 0  # the same run: nothing is left to do
     other = recorded.make_run(tmp_path / "out", "other")
     capsys.readouterr()
@@ -494,7 +493,7 @@ def test_what_a_record_says_is_never_run_as_shell_text(places: list[str], tmp_pa
     )  # fmt: skip
     assert not (tmp_path / "ran").exists()
     assert done.stdout == f"ran: /at home/model /at home/a b $PATH; touch {tmp_path}/ran\n", (text, done)
-    with pytest.raises(InputError, match="base-seed1/record.json: command: .* is no command line"):
+    with pytest.raises(InputError, match="base-seed1: command: .* is no command line"):
         report.rerun_commands(record.model_copy(update={"command": "torchrun 'train_grpo.py"}), Path(places[1]))
 
 
@@ -567,13 +566,10 @@ def test_the_schema_is_documented() -> None:
     assert json.dumps(schema)
 
 
-def test_only_figures_of_its_own_folder_are_removed(places: list[str], tmp_path: Path, capsys) -> None:
-    """Another person may have written the index."""
-    theirs, index = tmp_path / "theirs.png", tmp_path / "results" / "index.json"
-    theirs.write_text("years of work")
-    index.write_text(json.dumps(json.loads(index.read_text()) | {"figures/../../theirs.png": ""}))
-    assert run(*places, "build") == 2 and "index.json: found 'figures/../../theirs.png'" in capsys.readouterr().err
-    assert theirs.read_text() == "years of work"
+def test_only_figures_that_it_has_drawn_are_removed(places: list[str], tmp_path: Path) -> None:
+    theirs = tmp_path / "results/figures/theirs.png"
+    Image.new("RGB", (9, 9)).save(theirs)
+    assert run(*places, "--check") == 0 == run(*places, "build") and theirs.exists()
 
 
 def test_a_figure_that_nothing_needs_any_more_is_removed(places: list[str], tmp_path: Path) -> None:

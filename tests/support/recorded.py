@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from source import ROOT
 
 import run_record
 from config import load_config
+from lab import tables
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ENVIRONMENT = {
@@ -96,3 +98,15 @@ def seal(folder: Path, checks: dict[str, str] | None = None) -> None:
     """Write finished.json, with the checksums of the files as they are now."""
     done = {"result": "arithmetic accuracy 30.0 % -> 90.0 %", "checks": checks or {}}
     (folder / "finished.json").write_text(json.dumps(done | {"sha256": run_record.checksums(folder)}))
+
+
+def rewrite(path: Path, change: Callable[[dict], object], target: Path | None = None) -> None:
+    """Change the record in a file of results/ unchecked. ``change`` gets its fields, and its steps as "rows"."""
+    (run,) = tables.content_of(path.read_bytes(), path).runs
+    record = run.record.model_dump(mode="json") | {"rows": [dict(row) for row in run.rows]}
+    change(record)
+    rows = record.pop("rows")
+    columns: tables.Columns = {"id": [record["id"]] * len(rows)}
+    columns |= {tables.ABOUT + name: [value, *[None] * (len(rows) - 1)] for name, value in record.items()}
+    columns |= {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
+    (target or path).write_bytes(tables.encoded(columns))
