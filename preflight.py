@@ -24,7 +24,7 @@ import hf_config
 from config import command_line, resolve_config
 from config_rules import OTHER_RULES, divisors, nearest
 from input_files import BAD_INPUT, MOST_RANKS, InputError, refused, shown
-from plan import confirmed, grid, memory, roofline
+from plan import grid, memory, roofline
 from plan.search import Setting, Verdict, alternatives, judge, overrides
 
 # ---------------------------------------------------------------------------------------------------------- the report
@@ -151,7 +151,7 @@ def _memory_lines(verdict: Verdict, setting: Setting) -> list[str]:
         f"  assumed: {memory.IMBALANCE} x the mean rows on the busiest experts,"
         f" {memory.RUNTIME_BYTES[setting.device] / memory.GIB:g} GiB for runtime, {memory.MARGIN:.0%} margin;"
         f" {needs.cached_rows} of a replica's {needs.wanted_rows} sequences in the key-value cache at once",
-        confirmed.line(verdict.cfg, setting.arch, verdict.layout, setting.device),
+        "  preflight.py CONFIG --dry-run compares these figures with a step without data, in about a minute",
     ]
 
 

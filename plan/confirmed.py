@@ -1,19 +1,14 @@
-"""The plan beside a dry run: which figures agree, and whether a recorded dry run confirms a plan. No torch here."""
+"""The plan beside a dry run: which figures agree. No torch here."""
 
-import dataclasses
-import hashlib
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_config import Architecture
-from input_files import BAD_INPUT, read_object
 from knobs import Config
 from plan import memory, roofline
 from plan.grid import RankGrid
 
 WITHIN = 0.1  # largest relative difference of a figure that counts as confirmed
 SLACK = {"GiB": 8 * 2**20, "TFLOP": 0, "MiB sent": 2**10}  # differences that do not count, in bytes and operations
-RECORDS = Path(__file__).parents[1] / "results" / "benchmarks"
 NOT_RUN = ("engine weights", "engine factors", "key-value cache", "communication buffers", "runtime")
 MEMORY = {  # phase of the plan -> phases of a dry run, the fullest of which it is compared with
     "load": ("load",), "sync": ("push",), "reference": ("reference", "old policy"), "update": ("forward", "backward"),
@@ -113,43 +108,3 @@ def _traffic(cfg: Config, arch: Architecture, layout: RankGrid, found: dict[str,
 
 def _sent(found: dict[str, Any], phase: str, groups: tuple[str, ...]) -> int:
     return sum(one["bytes"] for one in found["phases"][phase]["collectives"] if one["group"] in groups)
-
-
-# ------------------------------------------------------------------------------------------------ records
-
-
-def settings(cfg: Config, arch: Architecture, layout: RankGrid, device: str) -> dict[str, Any]:
-    """What the figures depend on. Two configurations with the same settings have the same dry run."""
-    return {
-        "architecture": hashlib.sha256(repr(dataclasses.astuple(arch)).encode()).hexdigest()[:16],
-        "device": device,
-        "dtype": cfg.model.dtype,
-        "recompute": cfg.model.recompute,
-        "layout": [layout.ranks, layout.tensor, layout.expert, layout.expert_tensor],
-        "experts of the engine": layout.engine_expert,
-        "sync": "factors" if cfg.keeps_factors_apart else "merged on both sides" if cfg.trains_merged else "merged",
-        "lora": cfg.lora.model_dump(mode="json"),
-        "loss": [cfg.loss.kl != "none", cfg.loss.entropy_coef > 0],
-        "replay": cfg.replay.mode,
-        "tokens": [memory.micro_batch_tokens(cfg, layout), cfg.row_tokens],
-    }
-
-
-def line(cfg: Config, arch: Architecture, layout: RankGrid, device: str) -> str:
-    """Whether a record of a dry run of these settings is there, and how far it is from the plan."""
-    wanted = settings(cfg, arch, layout, device)
-    # The newest first: a later record of the same name ends with a number, -2 and so on.
-    for path in sorted(RECORDS.glob("bench_dry_run*.json"), key=lambda path: (len(path.stem), path.stem), reverse=True):
-        try:
-            runs = [one["found"] for one in read_object(path)["measured"]["runs"]]
-            matching = [found for found in runs if found["settings"] == wanted]
-            compared = [compare(cfg, arch, layout, device, found) for found in matching]
-        except (*BAD_INPUT, KeyError, TypeError):
-            continue
-        for rows in compared:
-            apart = [row for row in rows if not row.agrees]
-            what = "confirm the trainer's memory, the operations of its passes, the traffic of passes and gradients"
-            if apart:
-                what = f"differ from the plan in: {', '.join(row.what for row in apart)}"
-            return f"  dry runs ({path.parent.name}/{path.name}) {what}, within {WITHIN:.0%}"
-    return "  no dry run of these settings is recorded: preflight.py CONFIG --dry-run takes about a minute"

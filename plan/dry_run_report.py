@@ -45,7 +45,6 @@ def figures(done: DryRun, rank: int, imbalances: Sequence[float]) -> dict:
             ],
         }
     return {
-        "settings": confirmed.settings(done.cfg, done.arch, done.layout, done.kind),
         "rank": rank,
         "ranks": done.layout.ranks,
         "imbalances": list(imbalances),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 OPTIONAL = {"torch_npu", "mindspeed", "vllm", "ray", "tensorboard"}  # used if installed; no CPU run needs them
-PACKAGE = {"yaml": "PyYAML", "megatron": "megatron-core", "PIL": "pillow"}  # import name -> name on PyPI where they differ
+PACKAGE = {"yaml": "PyYAML", "megatron": "megatron-core", "PIL": "pillow"}  # import name -> name on PyPI
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path
     for pattern in ("*.py", "engines/*.py", "plan/*.py", "lab/*.py")
