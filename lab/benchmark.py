@@ -29,6 +29,7 @@ def page(ready: Found, groups: dict[str, list[Run]]) -> str:
         found = announced.of(family, ready)
         parts += [f"### Family {family}", table([method_row(*each, ready) for each in found])]
         parts += comparisons.notes(one for _, one in found)
+        parts += filter(None, [announced.by_the_rule_of_today(family, ready)])
     parts += ["## Why it was predicted", table([reason_row(planned) for planned, _ in methods])]
     if controls:
         parts += ["## Planted faults", table([control_row(*each, ready) for each in controls])]
@@ -47,7 +48,6 @@ def method_row(planned: Planned, one: Comparison, ready: Found) -> dict[str, str
         "predicted": planned.predicted,
         "difference, points": point(one.effect.mean),
         "95 % interval": points(*one.effect.interval()),
-        "with operands as a sample": points(*one.clustered.interval()),
         "p (Holm)": f"{one.p:.2g}",
         "minimum detectable effect, points": f"{100 * one.detectable:.1f}",
         "found": one.verdict.replace(f"different: {one.other} is ", ""),
@@ -83,7 +83,6 @@ def end_row(planned: Planned, groups: dict[str, list[Run]]) -> dict[str, str]:
         "comparison": planned.title,
         "difference, points": point(one.effect.mean),
         "95 % interval": points(*one.effect.interval()),
-        "with operands as a sample": points(*one.clustered.interval()),
         "p, not corrected": f"{one.effect.p_value():.2g}",
     }
 

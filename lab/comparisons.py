@@ -7,7 +7,7 @@ python report.py compare baseline aqn_weak aqn_strong        groups of seeds: ea
 import functools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -98,7 +98,6 @@ class Comparison:
     seeds: list[int]  # paired: trained under both
     questions: int
     effect: paired.Effect  # of this comparison alone
-    clustered: paired.Effect  # the same, where both seeds and clusters of questions are random samples
     p: float  # corrected for the number of comparisons
     num_comparisons: int
     detectable: float  # minimum detectable effect: 80 % power at the corrected level
@@ -134,7 +133,7 @@ class Comparison:
 
 def gain(group: list[Run], kind: str) -> paired.Effect:
     """Last evaluation minus first, over the seeds and questions of one variant."""
-    return _effects(group, [scores(run, kind) - scores(run, kind, 0) for run in group])[0]
+    return _effect(group, [scores(run, kind) - scores(run, kind, 0) for run in group])
 
 
 def compare(groups: dict[str, list[Run]], kind: str = "sampled", margin: float = 0.0) -> list[Comparison]:
@@ -146,7 +145,7 @@ def compare(groups: dict[str, list[Run]], kind: str = "sampled", margin: float =
         if kind == "curve":
             _same_evaluations(pairs)
         differences = [scores(b, kind) - scores(a, kind) for a, b in pairs]
-        effect, clustered = _effects([a for a, _ in pairs], differences)
+        effect = _effect([a for a, _ in pairs], differences)
         better, worse = (np.array([(sign * each > 0).sum() for each in differences]) for sign in (1, -1))
         exact, seeds = paired.mcnemar_exact(better, worse), [a.record.seed for a, _ in pairs]
         found.append(
@@ -157,7 +156,6 @@ def compare(groups: dict[str, list[Run]], kind: str = "sampled", margin: float =
                 seeds=seeds,
                 questions=len(differences[0]),
                 effect=effect,
-                clustered=clustered,
                 p=float(effect.p_value()),
                 num_comparisons=1,
                 detectable=0.0,
@@ -214,23 +212,19 @@ def _same_evaluations(pairs: list[tuple[Run, Run]]) -> None:
             )
 
 
-def _effects(runs: list[Run], differences: list[np.ndarray]) -> tuple[paired.Effect, paired.Effect]:
-    """The effect of differences of S runs with n questions each, and the one with clusters of questions.  S x (n,)
+def _effect(runs: list[Run], differences: list[np.ndarray]) -> paired.Effect:
+    """The effect of differences of S runs with n questions each.  S x (n,)
 
-    Questions that all seeds share are a sample that does not grow with the seeds, so both effects count them, or their
-    clusters, as a random effect. Where each seed has questions of its own, the first effect has the seeds as its unit.
+    Questions that all seeds share are a sample that does not grow with the seeds, so they count, or their clusters do,
+    as a random effect. Where each seed has questions of its own, the seeds are the unit.
     """
     n = len(differences[0])
     if n == 1:  # training rewards
-        alone = paired.effect(np.stack(differences))
-        return alone, alone
-    clusters: list[Sequence] = [
-        operand_pairs(run) or range(len(each)) for run, each in zip(runs, differences, strict=True)
-    ]
-    clustered = paired.effect(paired.by_cluster(differences, clusters), answers=n)
-    if all(run.rows[0].get(GOLD) == runs[0].rows[0].get(GOLD) for run in runs):
-        return clustered, clustered
-    return paired.effect(np.array([[each.mean()] for each in differences]), answers=n), clustered
+        return paired.effect(np.stack(differences))
+    if any(run.rows[0].get(GOLD) != runs[0].rows[0].get(GOLD) for run in runs):
+        return paired.effect(np.array([[each.mean()] for each in differences]), answers=n)
+    clusters = [operand_pairs(run) or range(len(each)) for run, each in zip(runs, differences, strict=True)]
+    return paired.effect(paired.by_cluster(differences, clusters), answers=n)
 
 
 def operand_pairs(run: Run) -> list[tuple[int, int]]:

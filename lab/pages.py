@@ -9,6 +9,7 @@ import difflib
 import functools
 import itertools
 import statistics
+from collections import Counter
 from pathlib import Path
 
 from input_files import InputError, read_text
@@ -41,7 +42,6 @@ def results_page(
     """The generated part of RESULTS.md."""
     alone = {planned: found for planned, found in ready.items() if not planned.family}
     findings = [training(name, groups[name]) for name in plan.gains if name in groups]
-    findings += [finding(planned, found) for planned, found in alone.items()]
     families = dict.fromkeys(planned.family for planned, _ in announced.methods(ready))
     findings += [methods_finding(family, ready) for family in families]
     parts = ["## Findings"]
@@ -73,46 +73,11 @@ def training(name: str, runs: list[Run]) -> str:
     )
 
 
-def finding(planned: Planned, found: list[Comparison]) -> str:
-    """The outcome of one announced comparison, in sentences."""
-    text = f"**{planned.title}.**"
-    if undecided := [one for one in found if not one.decided]:
-        text += f" {_names(undecided)}: too few paired seeds to decide."
-    for one in found:
-        if one.direction:
-            text += (
-                f" `{one.other}` is {one.direction} than `{one.base}` by {abs(100 * one.effect.mean):.1f} points "
-                f"(95 % interval {points(*one.effect.interval())}, p = {one.p:.2g})."
-            )
-    if equal := [one for one in found if one.equal and not one.direction]:
-        lows, highs = zip(*(one.effect.interval() for one in equal), strict=True)
-        text += f" Equal to `{planned.base}` within {planned.margin:g} points: {_names(equal)}"
-        text += f" (95 % intervals within {points(min(lows), max(highs))})."
-    if same := [one for one in found if one.decided and not one.equal and not one.direction]:
-        means, least = [one.effect.mean for one in same], max(one.detectable for one in same)
-        shown = f"{100 * means[0]:+.1f}" if len(same) == 1 else points(min(means), max(means))
-        text += f" No difference from `{planned.base}` was found for {_names(same)} ({shown} points)."
-        text += f" The minimum detectable effect is {'' if len(same) == 1 else 'up to '}{100 * least:.1f} points."
-    return text
-
-
 def methods_finding(family: str, ready: dict[Planned, list[Comparison]]) -> str:
-    """The outcomes of a family of methods, sorted by whether their predictions were met, with effects."""
-    by_outcome: dict[str, list[str]] = {}
-    for planned, one in announced.of(family, ready):
-        outcome = announced.outcome(planned, one, ready)
-        effect = f"{100 * one.effect.mean:+.1f} ({points(*one.effect.interval())})"
-        least = "" if one.direction else f", detectable {100 * one.detectable:.1f}"
-        by_outcome.setdefault("as predicted" if outcome == "met" else outcome, []).append(
-            f"{planned.title} {effect}{f', {planned.predicted}' if outcome == 'met' else ''}{least}"
-        )
-    outcomes = "; ".join(f"*{outcome}*: {'; '.join(each)}" for outcome, each in sorted(by_outcome.items()))
-    about = f"**[Benchmark of methods](docs/benchmark.md), family {family}.**"
-    return f"{about} Accuracy along the run, points (95 % interval), {outcomes}."
-
-
-def _names(found: list[Comparison]) -> str:
-    return ", ".join(f"`{one.other}`" for one in found)
+    """How many predictions of a family of methods were met."""
+    counts = Counter(announced.outcome(planned, one, ready) for planned, one in announced.of(family, ready))
+    outcomes = "; ".join(f"{outcome}: {number}" for outcome, number in counts.most_common())
+    return f"**Family {family} of the [benchmark of methods](docs/benchmark.md).** Predictions {outcomes}."
 
 
 def comparison_table(ready: dict[Planned, list[Comparison]]) -> str:

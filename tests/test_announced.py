@@ -155,7 +155,7 @@ def test_a_family_is_corrected_as_a_whole_also_before_all_of_it_was_run(tmp_path
         for place, name in enumerate(names)
     }
     entries = [
-        announced.Planned(title=name, base="base", others=(name,), family="f", kind="curve", predicted="better")
+        announced.Planned(title=name, base="base", others=(name,), family="f", kind="curve", predicted="larger")
         for name in ("one", "two", "absent")
     ]
     alone = [comparisons.compare({"base": made["base"], name: made[name]}, "curve")[0] for name in ("one", "two")]
@@ -175,20 +175,30 @@ def test_a_family_is_corrected_as_a_whole_also_before_all_of_it_was_run(tmp_path
         ("better", 0.001, 0.001, 5, "not met: equal"),
         ("worse", 0.01, 0.05, 5, "undecided"),
         ("equal", 0.001, 0.001, 5, "met"),
-        ("equal", 0.01, 0.001, 5, "met"),  # a difference, but smaller than the margin
-        ("equal", 0.05, 0.005, 5, "not met: better"),
         ("equal", 0.0, 0.05, 5, "undecided"),
         ("better", 0.05, 0.005, 2, "not decided: 2 paired seeds of 3"),
+        ("larger", 0.05, 0.005, 5, "met"),
+        ("larger", -0.05, 0.005, 5, "not met: smaller"),
+        ("larger", 0.01, 0.001, 5, "not met: equal"),  # no chance, but smaller than the margin
+        ("smaller", -0.05, 0.005, 5, "met"),
+        ("smaller", 0.01, 0.05, 5, "undecided"),
+        ("equal", 0.01, 0.001, 5, "met"),
+        ("equal", 0.05, 0.005, 5, "not met: larger"),
     ],
 )
 def test_whether_a_prediction_was_met(predicted: str, mean: float, error: float, seeds: int, said: str) -> None:
     effect = paired.Effect(np.array(mean), np.array(error), np.array(9.0))
     one = comparisons.Comparison(
-        base="base", other="other", changed=[], seeds=list(range(seeds)), questions=9, effect=effect, clustered=effect,
+        base="base", other="other", changed=[], seeds=list(range(seeds)), questions=9, effect=effect,
         p=float(effect.p_value()), num_comparisons=1, detectable=0.0, by_seed=[], notes=[], margin=0.02,
     )  # fmt: skip
-    planned = announced.Planned(title="x", base="base", others=("other",), predicted=predicted)
+    family = "benchmark" if predicted in ("better", "worse") else "new"
+    planned = announced.Planned(title="x", base="base", others=("other",), family=family, predicted=predicted)
     assert announced.outcome(planned, one, {}) == said
+    note = announced.by_the_rule_of_today(family, {planned: [one]})
+    assert ("`other` (+1.0 points) is equal, not better" in note) == (
+        said == "met" and mean == 0.01 and family != "new"
+    )
     if one.decided:
         guarded = planned.model_copy(update={"control": "fault"})
         assert announced.outcome(guarded, one, {}) == "no statement: its control was not found"
@@ -197,15 +207,22 @@ def test_whether_a_prediction_was_met(predicted: str, mean: float, error: float,
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        ("others: [a, b], predicted: worse", "an entry of a family needs one name in others, and predicted"),
-        ("others: [a]", "an entry of a family needs one name in others, and predicted"),
-        ("others: [a], predicted: worse, control: fualt", "x: control: found fualt; needed: one of controls"),
+        (
+            "family: benchmark, others: [a, b], predicted: worse",
+            "an entry of a family needs one name in others, and predicted",
+        ),
+        ("family: benchmark, others: [a]", "an entry of a family needs one name in others, and predicted"),
+        (
+            "family: benchmark, others: [a], predicted: worse, control: fualt",
+            "x: control: found fualt; needed: one of controls",
+        ),
+        ("others: [a], predicted: worse, family: mine", "worse is of older families; needed: equal, larger or smaller"),
     ],
 )
 def test_an_entry_of_a_family_has_one_prediction_and_a_control_that_exists(
     entry: str, said: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "plan.yaml").write_text(f"comparisons:\n- {{title: x, family: benchmark, base: base, {entry}}}\n")
+    (tmp_path / "plan.yaml").write_text(f"comparisons:\n- {{title: x, base: base, {entry}}}\n")
     with pytest.raises(comparisons.InputError, match=said):
         announced.read_plan(tmp_path)
 
@@ -241,4 +258,7 @@ def test_the_page_says_what_was_predicted_and_what_was_found(tmp_path: Path) -> 
     assert good.endswith("| better | met |") and again.endswith("| better | not met: better |")
     assert fault.endswith("| yes |") and (tmp_path / "results/figures/benchmark.png").exists()
     assert "broken" not in results and "| family benchmark |  | missing: absent |" in results
-    assert re.search(r"\*as predicted\*: Good \+\S+ \(.*\), better; \*not met: better\*: Good again", results)
+    assert (
+        "**Family benchmark of the [benchmark of methods](docs/benchmark.md).** Predictions met: 1; not met: "
+        in results
+    )

@@ -275,18 +275,18 @@ def test_a_comparison_is_announced_before_its_runs(project: Path, capsys: pytest
 
 
 FAMILY = """comparisons:
-- {title: One, family: f, base: base, others: [better], predicted: better, seeds: [0, 1, 2]}
-- {title: Two, family: f, base: base, others: [absent], predicted: worse, seeds: [0, 1, 2]}
+- {title: One, family: f, base: base, others: [better], predicted: larger, seeds: [0, 1, 2]}
+- {title: Two, family: f, base: base, others: [absent], predicted: smaller, seeds: [0, 1, 2]}
 """
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda plan: plan.replace("predicted: better", "predicted: worse"),
+        lambda plan: plan.replace("predicted: larger", "predicted: smaller"),
         lambda plan: plan.replace("title: One,", "title: One, margin: 9,"),
         lambda plan: "".join(line for line in plan.splitlines(keepends=True) if "Two" not in line),
-        lambda plan: plan + "- {title: Three, family: f, base: base, others: [third], predicted: worse, seeds: [0]}\n",
+        lambda plan: plan + "- {title: Three, family: f, base: base, others: [c], predicted: smaller, seeds: [0]}\n",
     ],
     ids=["prediction", "margin", "entry taken away", "entry added"],
 )  # fmt: skip

@@ -76,28 +76,13 @@ def test_every_number_of_the_pages_is_a_records(places: list[str], tmp_path: Pat
         for when in ("first", "last")
     )
     assert f"200 held-out questions: {before:.1f} % before and {after:.1f} % after 4 steps (3 seeds)" in text
-    assert "different: better is better" in text and "`better` is better than `base` by " in text
+    assert "different: better is better" in text
     missing = text.split("## Not run yet")[1]
     assert "| A big model | `torchrun big` | later |" in missing and "missing: absent" in missing
     assert "The base" not in missing and "No record yet of a run on a GPU or an NPU." in text
     for figure in ("learning_curve", "better-or-not"):
         assert f"results/figures/{figure}.png" in text
         assert (tmp_path / "results" / "figures" / f"{figure}.png").read_bytes()[1:4] == b"PNG"
-
-
-def test_findings_say_what_was_and_what_was_not_found(tmp_path: Path) -> None:
-    for name, seeds, after in (("base", 3, 0.6), ("same", 3, 0.6), ("few", 2, 0.9)):
-        for seed in range(seeds):
-            change = () if name == "base" else (f"lora.rank={len(name)}",)
-            made = recorded.make_run(tmp_path, f"{name}-seed{seed}", seed, after, overrides=change)
-            store.add_run(made, tmp_path / "results")
-    groups = store.load_groups(tmp_path / "results")
-    planned = pages.Planned(title="Two", base="base", others=("same", "few"))
-    found = pages.comparisons.compare({name: groups[name] for name in planned.names})
-    text = pages.finding(planned, found)
-    assert text.startswith("**Two.** `few`: too few paired seeds to decide.")
-    assert f"for `same` ({100 * found[0].effect.mean:+.1f} points)" in text
-    assert text.endswith(f"The minimum detectable effect is {100 * found[0].detectable:.1f} points.")
 
 
 def test_without_scipy_one_line_says_what_to_install(
@@ -378,13 +363,52 @@ def test_numbers_of_the_written_part_are_those_of_the_records() -> None:
     assert groups["control"][0].record.config["reward"]["permute"] is True
 
 
+def test_what_was_learned_is_what_the_records_say() -> None:
+    """RESULTS.md begins with it: numbered sentences, best first."""
+    results = recorded.ROOT / "results"
+    text = (recorded.ROOT / "RESULTS.md").read_text()
+    items = re.split(r"\n\d\. ", text.split("## What was learned")[1].split(pages.BEGIN)[0])[1:]
+    groups, plan = store.load_groups(results), pages.announced.read_plan(results)
+    ready = pages.announced.compared(plan, groups)
+    effect = {one.other: f"{100 * one.effect.mean:.1f}" for found in ready.values() for one in found}
+    gap = {name: statistics.fmean(run.steps["rollout/logp_gap_mean"][: run.record.steps].mean() for run in groups[name])
+           for name in ("quantised_int4_aqn", "bench_int4")}  # fmt: skip
+    smol = [100 * run.record.last.sampled.accuracy for run in groups["smol"]]
+    before = statistics.fmean(100 * run.record.first.sampled.accuracy for run in groups["smol"])
+    quantised = max(abs(float(effect[f"quantised_{name}"])) for name in ("int8", "int4", "nvfp4"))
+    aqn = [name for name in effect if "aqn" in name]
+    wanted = [
+        [effect[f"bench_int3{name}"].lstrip("-") for name in ("", "_sequence", "_token", "_icepop")]
+        + [effect["bench_int3_r3"]],
+        [effect["bench_int4"].lstrip("-"), effect["rounding_int4"]],
+        [effect["bench_8"], effect["bench_16"], effect["bench_8_gspo"], effect["bench_8_cispo"].lstrip("-")],
+        [effect["control"].lstrip("-")],
+        ["0.2"],
+        [f"{gap['quantised_int4_aqn']:.4f}", f"{gap['bench_int4']:.3f}"],
+        ["0.4"],
+        [f"{before:.1f}", f"{statistics.fmean(smol):.1f}", effect["smol_control"]],
+    ]
+    assert [re.findall(r"-?\d+\.\d+", item) for item in items] == wanted
+    assert max(abs(float(effect[f"layout_{ranks}"])) for ranks in (1, 4)) <= 0.2 and quantised <= 0.4
+    assert f"between {min(smol):.0f} % and {max(smol):.0f} %" in items[-1]
+    found = {one.other: one for each in ready.values() for one in each}
+    assert len(aqn) == 11 and not any(found[name].direction and not found[name].equal for name in aqn)
+    for sentence in re.split(r"(?<=[.:])\s", " ".join(" ".join(items).split())):
+        assert len(sentence.split()) <= 40, sentence
+
+
+def test_no_bullet_of_the_results_is_long() -> None:
+    for bullet in re.findall(r"^- (?:.*\n)(?:  .*\n)*", (recorded.ROOT / "RESULTS.md").read_text(), re.M):
+        assert len(bullet) <= 300, bullet
+
+
 @pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
 def test_every_percentage_of_the_readme_is_a_records(page: str) -> None:
     """The printed lines are those of one record, the others are means of a group; there is no further one."""
     text = (recorded.ROOT / page).read_text()
     groups = store.load_groups(recorded.ROOT / "results")
     everything = (run for group in groups.values() for run in group)
-    run = next(run for run in everything if f"[{run.record.id}](results/{run.record.id})" in text)
+    run = next(run for run in everything if re.search(rf"(record|记录) {run.record.id}\b", text))
     last = run.record.last
     shares = [
         f"{100 * share.accuracy:.1f} % ({100 * share.low:.1f}-{100 * share.high:.1f})"
