@@ -226,7 +226,9 @@ class Tripwires:
                 "noise",
                 f"step {step + 1}: sigma is {metrics['aqn/sigma']:g} but the sampler's log-prob on the probe prompt is "
                 "to the last bit what it was before the noise",
-                "whether the engine takes pushed norms (aqn.targets, the engine's load_weights)",
+                "aqn.sigma_end and aqn.bf16: rounding left none of this noise"
+                if metrics.get("aqn/changed_elements") == 0
+                else "whether the engine takes pushed norms (aqn.targets, the engine's load_weights)",
             )
         # Under dropout only the probe counts, because the passes of the update drop activations.
         if self.checks.logp_gap == "off" or "logp_gap" in self.warned or (self.cfg.lora.dropout and not noisy):

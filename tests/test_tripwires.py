@@ -211,6 +211,10 @@ STOPS = {  # fault: (function that plants it, changes to the run, parts of the m
     "engine without norms, bf16": (
         engine_without_norms, NOISE | {"model__dtype": "bf16"}, ["checks.noise", "step 1", "takes pushed norms"],
     ),
+    "noise that bf16 rounds away": (
+        lambda: None, NOISE | {"model__dtype": "bf16", "aqn__sigma_start": 1e-6, "aqn__sigma_end": 1e-7},
+        ["checks.noise", "step 1", "rounding left none of this noise"],
+    ),
     "noise watched where it cannot show": (
         sure_policy_watched_at_temperature_1, NOISE | SURE, ["checks.noise", "step 1", "takes pushed norms"],
     ),
