@@ -1,13 +1,14 @@
-"""Each planted fault of the benchmark does what it says, at a place that still exists."""
+"""Each planted fault of the benchmark does what it says, and a fault without a place to go is an error."""
 
 from __future__ import annotations
 
-import importlib
 import json
+import pkgutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,64 +18,72 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import planted_fault
 
+import routing_replay
+
+Pair = tuple[Callable, Callable]
+
 
 @pytest.fixture
-def sound_and_faulty(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, ModuleType]:
-    """The module as other tests have it, and the one with the fault of the test's parameter."""
-    name = planted_fault.FAULTS[request.param][0]
-    sound = importlib.import_module(name)
-    monkeypatch.setitem(sys.modules, name, sound)  # puts it back afterwards
+def right_and_wrong(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pair:
+    """The function of the method, and what stands in its place with the fault of the test's parameter."""
+    place, _ = planted_fault.FAULTS[request.param]
+    right = pkgutil.resolve_name(place)
+    monkeypatch.setattr(place, right)  # puts it back afterwards
     planted_fault.plant(request.param)
-    assert sys.modules[name] is not sound and sys.modules[name].__doc__ == sound.__doc__
-    return sound, sys.modules[name]
+    return right, pkgutil.resolve_name(place)
 
 
-@pytest.mark.parametrize("sound_and_faulty", ["inverted_weights"], indirect=True)
-def test_inverted_weights_are_the_reciprocals(sound_and_faulty: tuple[ModuleType, ModuleType]) -> None:
+@pytest.mark.parametrize("right_and_wrong", ["inverted_weights"], indirect=True)
+def test_inverted_weights_are_the_reciprocals(right_and_wrong: Pair) -> None:
     old, sampled, mask = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.2, -1.9]]), torch.ones(1, 2)
-    weights = [module.rollout_weights(old, sampled, mask, "token", 1e3) for module in sound_and_faulty]
+    weights = [rollout_weights(old, sampled, mask, "token", 1e3) for rollout_weights in right_and_wrong]
     assert torch.allclose(weights[0] * weights[1], mask) and not torch.allclose(*weights)
 
 
-@pytest.mark.parametrize("sound_and_faulty", ["reversed_clip"], indirect=True)
-def test_a_reversed_clip_stops_what_should_pass(sound_and_faulty: tuple[ModuleType, ModuleType]) -> None:
-    """A ratio of 1.5 with a bad completion: PPO corrects it fully, the fault clips the gradient away."""
-    gradients = []
-    for module in sound_and_faulty:
-        logp = torch.tensor([[0.5]]).log().requires_grad_()
-        old = torch.tensor([[0.5 / 1.5]]).log()
-        loss, _ = module.policy_loss(logp, old, torch.tensor([-1.0]), torch.ones(1, 1), dual_clip=0)
+@pytest.mark.parametrize("right_and_wrong", ["reversed_clip"], indirect=True)
+def test_a_reversed_clip_stops_what_should_pass_and_passes_what_should_be_stopped(right_and_wrong: Pair) -> None:
+    """Ratios of 1.5, limit 1.2. PPO has the losses 1.5 for A = -1, and -1.2 for A = 1, where a limit has no gradient."""
+    found = []
+    for policy_loss in right_and_wrong:
+        logp = torch.tensor([[0.5], [0.5]]).log().requires_grad_()
+        old = logp.detach() - torch.tensor(1.5).log()
+        loss, measured = policy_loss(logp, old, torch.tensor([-1.0, 1.0]), torch.ones(2, 1), num_tokens=1)
         loss.backward()
-        gradients.append(logp.grad.item())
-    assert gradients == pytest.approx([1.5, 0.0])
+        assert measured["policy_loss"] == loss and measured["clip_frac"] == 1
+        found.append([loss.item(), *logp.grad.flatten().tolist()])
+    assert found == [pytest.approx([1.5 - 1.2, 1.5, 0.0]), pytest.approx([1.2 - 1.5, 0.0, -1.5])]
 
 
-@pytest.mark.parametrize("sound_and_faulty", ["foreign_routes"], indirect=True)
-def test_foreign_routes_are_those_of_the_token_before(sound_and_faulty: tuple[ModuleType, ModuleType]) -> None:
+@pytest.mark.parametrize("right_and_wrong", ["foreign_routes"], indirect=True)
+def test_foreign_routes_are_those_of_the_token_before(right_and_wrong: Pair) -> None:
     routes = torch.arange(2 * 3).view(2, 3, 1, 1)  # 2 rows of 3 tokens
     found = []
-    for module in sound_and_faulty:
-        replay = object.__new__(module.RoutingReplay)
-        replay.parallel = SimpleNamespace(tensor=1, tensor_rank=0)
-        replay.uses = [0]
-        with replay.replaying(routes, torch.ones(2, 3)):
+    for replaying in right_and_wrong:
+        replay = object.__new__(routing_replay.RoutingReplay)
+        replay.parallel, replay.uses = SimpleNamespace(tensor=1, tensor_rank=0), [0]
+        with replaying(replay, routes, torch.ones(2, 3)):
             found.append(replay.routes.flatten().view(3, 2).T.tolist())  # (tokens, rows) -> (rows, tokens)
             replay.uses = [1]
     assert found == [[[0, 1, 2], [3, 4, 5]], [[2, 0, 1], [5, 3, 4]]]
 
 
-@pytest.mark.parametrize("sound_and_faulty", ["rounded_down"], indirect=True)
-def test_rounded_down_weights_are_never_above_the_right_ones(sound_and_faulty: tuple[ModuleType, ModuleType]) -> None:
-    """With 3 bits and a largest weight of 3 the scale is 1."""
-    weight = torch.tensor([[3.0, 1.4, 1.6, -0.2]])
-    found = [module.rounded(weight, 3, 4).tolist() for module in sound_and_faulty]
-    assert found == [[[3.0, 1.0, 2.0, 0.0]], [[3.0, 1.0, 1.0, -1.0]]]
+@pytest.mark.parametrize("right_and_wrong", ["rounded_down"], indirect=True)
+def test_rounded_down_weights_are_never_above_the_right_ones(right_and_wrong: Pair) -> None:
+    """With 3 bits the largest weight of a group is 3 scales, so the scales of the two groups are 1 and 2."""
+    weight = torch.tensor([[3.0, 1.4, 1.6, -0.2, -6.0, 3.2]])
+    found = [rounded(weight, 3, 4).tolist() for rounded in right_and_wrong]
+    assert found == [[[3.0, 1.0, 2.0, 0.0, -6.0, 4.0]], [[3.0, 1.0, 1.0, -1.0, -6.0, 2.0]]]
 
 
-def test_an_unknown_fault_is_refused_in_one_line(capsys: pytest.CaptureFixture) -> None:
-    assert planted_fault.main(["nothing", "configs/bench.yaml"]) == 2
+def test_a_fault_that_cannot_be_planted_is_refused_in_one_line(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for given in ([], ["nothing", "configs/bench.yaml"]):
+        assert planted_fault.main(given) == 2
     assert "FAULT: found 'nothing'; needed: one of inverted_weights, " in capsys.readouterr().err
-    assert planted_fault.main([]) == 2
+    monkeypatch.delattr("routing_replay.RoutingReplay.replaying")
+    assert planted_fault.main(["foreign_routes", "configs/bench.yaml"]) == 2
+    assert "error: routing_replay.RoutingReplay.replaying: not there (" in capsys.readouterr().err
 
 
 def train(folder: Path, *script: str) -> dict[str, str]:
