@@ -23,9 +23,8 @@ def reversed_clip(right: Function) -> Function:
     """
 
     def policy_loss(logp: Any, old_logp: Any, advantages: Any, mask: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
-        options["dual_clip"] = (
-            0  # it bounds the loss at -3 A where A < 0; the smaller loss is at most -A (1 + clip_high)
-        )
+        # The dual clip bounds the loss at -3 A where A < 0. The smaller loss is at most -A (1 + clip_high) there.
+        options["dual_clip"] = 0
         _, statistics = right(logp, old_logp, advantages, mask, **options)
         loss, _ = right(logp, old_logp, -advantages, mask, **options)
         return -loss, statistics | {"policy_loss": -loss.detach()}
