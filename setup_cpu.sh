@@ -1,10 +1,11 @@
-# Makes the Python environment of the CPU runs. Sourced by run_cpu.sh, run_smol.sh and run_tests.sh, which set PYTHON, VENV and
-# TORCH_INDEX.
+# Makes the Python environment of the CPU runs. Sourced by run_cpu.sh, run_smol.sh, run_tests.sh and benchmarks/bench_step.py,
+# which set PYTHON, VENV and TORCH_INDEX.
 #
 #   set_variables                the environment variables of processes on a CPU
 #   set_up cpu                   $VENV holds requirements/cpu.txt
 #   set_up cpu smol              and also requirements/smol.txt
 #   set_up cpu test vllm smol    and also requirements/test.txt and requirements/cpu-vllm.txt
+#   set_up bench                 $VENV holds requirements/bench.txt: TRL instead of what this repository needs
 #
 # The file $VENV/.set-up shows that this script made the folder. It has a line "<list> <sha256>" for each list that is
 # installed completely; the sum covers the pins, the Python version and the kind of machine. The file is empty while pip
@@ -70,23 +71,23 @@ pip_failed() {
     fail "pip could not install $1 (its last lines are above, the others in $VENV/set-up.log); is there a network?"
 }
 
-install_cpu() {  # $1: version, $2: interpreter
+install_first() {  # $1: list with torch, $2: version, $3: interpreter
     find "$VENV" -mindepth 1 -maxdepth 1 ! -name .set-up -exec rm -rf {} +
     check_disk "$NEEDED_GB"
-    "$2" -c 'import ensurepip, venv' 2>/dev/null ||
-        fail "PYTHON: $PYTHON has no venv module, which makes $VENV; needed: the package python$1-venv (Debian, Ubuntu)"
-    echo "making $VENV: Python $1 and requirements/cpu.txt, 1.6 GB on disk; about a minute, once"
-    "$2" -m venv "$VENV" >"$VENV/set-up.log" 2>&1 || fail "$2 could not make $VENV: $(tail -n 1 "$VENV/set-up.log")"
+    "$3" -c 'import ensurepip, venv' 2>/dev/null ||
+        fail "PYTHON: $PYTHON has no venv module, which makes $VENV; needed: the package python$2-venv (Debian, Ubuntu)"
+    echo "making $VENV: Python $2 and requirements/$1.txt, 1.6 GB on disk; about a minute, once"
+    "$3" -m venv "$VENV" >"$VENV/set-up.log" 2>&1 || fail "$3 could not make $VENV: $(tail -n 1 "$VENV/set-up.log")"
 
     # The build of torch without CUDA has the version "+cpu", which PyPI does not have. The pip configuration of the machine is
     # tried first, then PyTorch's index. The version without "+cpu" would install gigabytes of CUDA packages. (If pip has a file
     # of constraints that names torch, it reports a missing version as ResolutionImpossible.)
-    grep '^torch==' requirements/cpu.txt >"$VENV/torch.txt"
+    grep '^torch==' "requirements/$1.txt" >"$VENV/torch.txt"
     if ! pip_install -r "$VENV/torch.txt"; then
         grep -qE 'No matching distribution found|ResolutionImpossible' "$VENV/set-up.log" || pip_failed torch
         pip_install --index-url "$TORCH_INDEX" -r "$VENV/torch.txt" || pip_failed "torch from $TORCH_INDEX (TORCH_INDEX)"
     fi
-    pip_install -r requirements/cpu.txt || pip_failed requirements/cpu.txt
+    pip_install -r "requirements/$1.txt" || pip_failed "requirements/$1.txt"
 }
 
 pip_check() {  # ignores what these packages declare and cpu-vllm.txt and smol.txt leave out (their comments give the reasons)
@@ -121,15 +122,15 @@ set_up() {
         if [ ! -f "$VENV/.set-up" ] && [ -n "$(ls -A "$VENV" 2>/dev/null)" ]; then
             fail "$VENV: not made by this script, so left alone; delete it, or name another folder (VENV=.venv-cpu)"
         fi
-        local cpu_ready=no
-        if installed "$(grep '^cpu ' <<<"$wanted")"; then
-            cpu_ready=yes
+        local first_ready=no
+        if installed "$(head -n 1 <<<"$wanted")"; then
+            first_ready=yes
             kept=$(cat "$VENV/.set-up")
             for list in "$@"; do kept=$(grep -v "^$list " <<<"$kept" || true); done   # lists of other scripts
         fi
         mkdir -p "$VENV"
         : >"$VENV/.set-up"
-        if [ "$cpu_ready" = no ]; then install_cpu "$version" "$interpreter"; fi
+        if [ "$first_ready" = no ]; then install_first "$1" "$version" "$interpreter"; fi
         if grep -q '^test ' <<<"$wanted"; then
             echo "installing requirements/test.txt into $VENV"
             pip_install -r requirements/test.txt || pip_failed requirements/test.txt

@@ -1,140 +1,49 @@
-"""Where the gap between the log-probs of sampler and trainer comes from: one cause at a time is switched on.
+"""The gap between the log-probs of sampler and trainer, for each sampler and dtype.
 
-    python benchmarks/bench_gap.py [--engine embedded] [--shape tiny] [--json]
+    python benchmarks/bench_gap.py [CONFIG] [section.key=value ...] [--steps 4] [--vllm] [--json]
 
-Sampler and trainer on one rank, one thread, with a policy some updates away from its base: the embedded sampler, and
-vLLM where it is installed. gap_pair.py says what the shapes tiny and real are, gap_causes.py what each row changes.
-`none` is the code as it is. gap: mean difference of the log-probs, nats a token, with a 95 % interval over the
-completions; equal: share of the tokens whose log-probs are equal to the last bit; largest: of one token. Each other row
-changes one thing, so its difference from `none` is what that cause adds or takes away. Rows with long prompts are
-compared with each other.
-planted: the gap with an error of the same kind in the trainer, and the lower end of its interval. It shows that the
-row would see such an error. The errors are: numbers of 2 or 4 significant bits, a row that sees another row, the routes
-of the token before, and (of the sampler) prompts that were computed with other weights.
-The last rows are the control of `none`: the update of one expert does not reach the sampler. In the very last row every
-update is as large as its matrix. found: the expert whose tokens have the largest median gap, if it is more than twice
-that of the other tokens, as in preflight.py --layers, with both medians.
-In vLLM these cannot be switched: its attention kernel (a CPU has one), the precision of its router, and the order in
-which its fused kernel weights and sums the experts. They are switched in the trainer instead.
-All rows take about 10 minutes of one thread, those of the tiny shape half a minute.
+Each row is a training for a few steps, of CONFIG or of the benchmarks' tiny model, in one process with one thread. gap:
+mean difference of the log-probs of sampled tokens (rollout/logp_gap_mean), in nats; largest: of one token. The first
+step does not count, because the adapters do nothing before the first update.
 """
 
-import gc
-import importlib.util
-import sys
+import statistics
+import tempfile
+from pathlib import Path
 
+import bench_floor
 import cases
-import gap_causes
-import torch
-from gap_causes import Cause
-from gap_pair import Pair, Row
-from torch import Tensor
 
-import parallel_setup
-from config import load_config
-from parallel_setup import Parallel
-from plan import layers_check
+from config import to_yaml
 
-ENGINES, SHAPES, DTYPES = ("embedded", "vllm"), ("tiny", "real"), ("fp32", "bf16")
-LOST = 1  # the expert of the control
-LEAST_GAP = 1e-5  # nats; a smaller median of an expert's tokens is rounding of fp32
-
-
-def differences(rows: list[Row], logp: list[Tensor]) -> list[Tensor]:
-    """|trainer's - sampler's log-prob| of the tokens of each row."""
-    return [(mine - torch.tensor(one.logp)).abs() for mine, (_, one) in zip(logp, rows, strict=True)]
-
-
-def figures(rows: list[Row], logp: list[Tensor]) -> dict:
-    """Gap with its interval, share of equal tokens, largest gap."""
-    by_row = differences(rows, logp)
-    gaps, means = torch.cat(by_row).double(), torch.stack([gaps.double().mean() for gaps in by_row])
-    half = 1.96 * (means.std() / len(means) ** 0.5).item()
-    return {
-        "gap": gaps.mean().item(),
-        "low": gaps.mean().item() - half,
-        "high": gaps.mean().item() + half,
-        "equal": (gaps == 0).double().mean().item(),
-        "largest": gaps.max().item(),
-    }
-
-
-def found(pair: Pair, rows: list[Row], logp: list[Tensor]) -> str:
-    """The expert whose tokens stand out by the rule of preflight.py --layers, with both medians; "" if none does."""
-    gaps = torch.cat(differences(rows, logp))
-    routes = torch.cat([torch.from_numpy(one.routed_experts)[-len(one.tokens) :].long() for _, one in rows])
-    worst = layers_check.by_expert(gaps[None], torch.ones(1, len(gaps), dtype=torch.bool), routes[None], pair.arch)[0]
-    if worst["gap"] <= max(layers_check.FACTOR * worst["others"], LEAST_GAP):
-        return ""
-    return "expert {expert} of layer {layer} ({gap:.2g}, others {others:.2g})".format(**worst)
-
-
-def measured(pair: Pair, cause: Cause, rows: list[Row]) -> dict:
-    """The figures under a cause, of new rows if it changes the sampler, otherwise of ``rows``."""
-    with cause.context:
-        rows = cause.sampler() if cause.sampler else rows
-        return figures(rows, (cause.trainer or pair.trainer)(rows))
-
-
-def lost_update(pair: Pair) -> tuple[list[Row], list[Tensor]]:
-    """Rows that are sampled without the update of expert LOST, and the trainer's log-probs of their tokens."""
-    pair.push(lost=LOST)
-    rows = pair.sample()
-    pair.push()
-    return rows, pair.trainer(rows)
-
-
-def table(pair: Pair, at: dict) -> list[dict]:
-    """All rows of one engine, shape and dtype. ``at``: their first columns."""
-    rows, lines = pair.sample(), []
-    planted = {name: measured(pair, error, rows) for name, error in gap_causes.planted(pair).items()}
-
-    def add(cause: str, gap: dict, error: str = "", expert: str = "") -> None:
-        of = planted.get(error, {"gap": "", "low": ""})
-        print(*at.values(), f"{cause}: {gap['gap']:.2g} {expert}", file=sys.stderr, flush=True)
-        lines.append(at | {"cause": cause} | gap | {"planted": of["gap"], "at least": of["low"], "found": expert})
-
-    logp = pair.trainer(rows)
-    add("none", figures(rows, logp), expert=found(pair, rows, logp))
-    for name, cause in gap_causes.causes(pair).items():
-        add(name, measured(pair, cause, rows), cause.planted)
-    lost = lost_update(pair)
-    add("an expert's update lost", figures(*lost), expert=found(pair, *lost))
-    pair.enlarge()
-    lost = lost_update(pair)
-    add("an expert's large update lost", figures(*lost), expert=found(pair, *lost))
-    return lines
-
-
-def measure(engines: list[str], shapes: list[str], parallel: Parallel) -> list[dict]:
-    """The rows of all dtypes. An engine is closed before the next one starts."""
-    rows = []
-    for at in ({"engine": e, "shape": s, "dtype": d} for e in engines for s in shapes for d in DTYPES):
-        pair = Pair(**at, parallel=parallel)
-        rows += table(pair, at)
-        pair.sampler.close()
-        del pair
-        gc.collect()
-    return rows
+TINY = {
+    "lora__rank": 64,  # x 128 inputs: with a bf16 matrix of at most 4,096 elements, the kernel depends on the rows
+    "loss__entropy_coef": 0.1,  # the gradient, because a model with random weights has no right answer
+    "optim__lr": 0.02,  # Adam's first update makes every element of B as large as this
+}
 
 
 def main() -> None:
     parser = cases.parser(__doc__)
-    parser.add_argument("--engine", choices=ENGINES, help="only this sampler")
-    parser.add_argument("--shape", choices=SHAPES, help="only this shape")
-    args = parser.parse_args()
-    engines = [args.engine] if args.engine else list(ENGINES)
-    if "vllm" in engines and importlib.util.find_spec("vllm") is None:
-        if args.engine:
-            parser.error("--engine vllm: vllm is not installed; needed: requirements/cpu-vllm.txt")
-        print("vllm is not installed (requirements/cpu-vllm.txt): its rows are left out", file=sys.stderr)
-        engines.remove("vllm")
-    torch.set_num_threads(1)
-    cfg = load_config(cases.ROOT / "configs" / "tiny_cpu.yaml", ["parallel.expert=1"])
-    with parallel_setup.open_world(cfg) as device:
-        parallel = parallel_setup.open_layout(cfg.parallel, device)
-        rows = measure(engines, [args.shape] if args.shape else list(SHAPES), parallel)
-    cases.report(args, __doc__, rows, {"causes": rows})
+    parser.add_argument("config", nargs="?", help="relative to the repository's folder")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--steps", type=int, default=4, help="2 or more")
+    parser.add_argument("--vllm", action="store_true", help="also measure vLLM (requirements/cpu-vllm.txt)")
+    args = parser.parse_intermixed_args()
+    if args.steps < 2:
+        parser.error(f"--steps: found {args.steps}; needed: 2 or more, because the first one does not count")
+    rows = []
+    for engine, dtype in [(e, d) for e in ("torch", "vllm")[: 1 + args.vllm] for d in ("fp32", "bf16")]:
+        with tempfile.TemporaryDirectory() as folder:
+            tiny = Path(folder) / "tiny.yaml"
+            tiny.write_text(to_yaml(cases.config(cases.CASES["all_r32_64"], Path(folder), args.steps, **TINY)))
+            chosen = [*args.overrides, f"rollout.engine={engine}", f"model.dtype={dtype}", "checks.logp_gap=warn"]
+            chosen += [*bench_floor.SETTINGS, f"train.steps={args.steps}"]
+            steps = bench_floor.train(args.config or str(tiny), chosen)[1:]
+        gap = statistics.fmean(step["rollout/logp_gap_mean"] for step in steps)
+        largest = max(step["rollout/logp_gap_max"] for step in steps)
+        rows.append({"engine": engine, "dtype": dtype, "gap": gap, "largest": largest})
+    cases.report(args, __doc__, rows, {"gaps": rows})
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@
     python benchmarks/bench_step.py --cases smol_attention_r16_32 smol_all_r16_32     needs models/smollm2_moe
 
 Each trainer is a process with one thread in fp32. They take turns step by step, so that other load on the machine
-affects both. The figures are medians of CPU seconds. TRL runs in .venv-bench, which the first call makes from
-requirements/bench.txt. Before the timed steps, the trainer computes log-probs and the loss of the completions that TRL
-sampled in its first step; both must agree.
+affects both. The figures are medians of CPU seconds. Before the timed steps, the trainer computes log-probs and the
+loss of the completions that TRL sampled in its first step; both must agree. TRL runs in .venv-bench, which setup_cpu.sh
+makes from requirements/bench.txt. TORCH_INDEX in the environment is its source of torch without CUDA.
 """
 
 import json
@@ -29,7 +29,8 @@ SMOL_BOUND = 1e-4  # in place of LOGP_BOUND, for 30 layers instead of 4 and 49,1
 BARS = {"attention_r8_64": 0.70, "attention_r8_128": 0.70, "all_r32_64": 0.55, "all_r32_128": 0.55}  # ours over TRL
 BARS |= {"smol_attention_r16_32": 0.70, "smol_all_r16_32": 0.70}
 MEMORY_BAR = 0.7
-TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # has the build without CUDA, which PyPI does not have
+SET_UP = "set -euo pipefail; source ./setup_cpu.sh; set_variables; set_up bench"  # with PYTHON, VENV and TORCH_INDEX
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # as in run_cpu.sh
 PHASES = ("sync", "generate", "reference", "forward", "backward", "optimizer")
 
 
@@ -99,15 +100,11 @@ def trl_command(name: str, work: Path, python: Path, questions: list[str]) -> li
 
 
 def trl_python() -> Path:
-    """The interpreter of .venv-bench, which is made first if it does not exist."""
-    venv = cases.ROOT / ".venv-bench"
-    if not (venv / "installed").exists():
-        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
-        install = [str(venv / "bin" / "python"), "-m", "pip", "install", "-q", "--no-deps"]
-        install += ["--extra-index-url", TORCH_INDEX, "-r", str(cases.ROOT / "requirements" / "bench.txt")]
-        subprocess.run(install, check=True, stdout=sys.stderr)
-        (venv / "installed").touch()
-    return venv / "bin" / "python"
+    """The interpreter of .venv-bench. setup_cpu.sh makes it if it is not complete; its errors end this program."""
+    environment = {"TORCH_INDEX": TORCH_INDEX} | os.environ | {"PYTHON": sys.executable, "VENV": ".venv-bench"}
+    if code := subprocess.run(["bash", "-c", SET_UP], cwd=cases.ROOT, env=environment, stdout=sys.stderr).returncode:
+        sys.exit(code)
+    return cases.ROOT / ".venv-bench" / "bin" / "python"
 
 
 def check_equal_work(name: str, agreed: dict) -> None:

@@ -11,9 +11,7 @@ import json
 import os
 import platform
 import shlex
-import subprocess
 import sys
-from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -107,13 +105,6 @@ def parser(about: str) -> argparse.ArgumentParser:
     found.add_argument("--out", type=Path, help="file for the figures; out/<name of the benchmark>.json if not given")
     found.add_argument("--json", action="store_true", help="print the JSON instead of the table")
     return found
-
-
-def measured_apart(script: str, choices: Iterable[str], *options: str) -> list[dict]:
-    """What ``script --only CHOICE`` prints as JSON in its last line, each choice in a process of its own."""
-    commands = [[sys.executable, script, "--only", choice, *options] for choice in choices]
-    runs = [subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True) for command in commands]
-    return [json.loads(run.stdout.splitlines()[-1]) for run in runs]
 
 
 def table(rows: list[dict]) -> str:

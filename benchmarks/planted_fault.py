@@ -2,34 +2,32 @@
 
     torchrun --nproc_per_node=1 benchmarks/planted_fault.py FAULT configs/bench.yaml [section.key=value ...]
 
-A fault replaces one piece of source text by another while the module is imported; no file is changed. Everything else
-is train_grpo.py. These runs are controls: if a comparison cannot find its fault, its other results mean nothing.
+A fault takes the place of one function of the method while the training runs (lab/faults.py); no file is changed.
+Everything else is train_grpo.py. These runs are controls: if a comparison cannot find its fault, its other results mean
+nothing.
 """
 
-import importlib.util
+import pkgutil
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from input_files import BAD_INPUT, InputError, refused  # noqa: E402
-from lab.faults import FAULTS  # noqa: E402
+from input_files import BAD_INPUT, InputError, refused
+from lab.faults import FAULTS
 
 
-def plant(fault: str) -> None:
-    """Import the module with the fault in it; InputError for an unknown fault, or if its place has changed."""
-    if fault not in FAULTS:
-        raise InputError(f"FAULT: found {fault!r}; needed: one of {', '.join(FAULTS)}")
-    name, right, wrong = FAULTS[fault]
-    path = ROOT / f"{name}.py"
-    text = path.read_text()
-    if text.count(right) != 1:
-        raise InputError(f"{path}: {right.strip()!r} is there {text.count(right)} times; needed: once, for {fault}")
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    exec(compile(text.replace(right, wrong), path, "exec"), module.__dict__)
+def plant(name: str) -> None:
+    """Put the fault in the place of the right function; InputError for an unknown fault, or if the place is gone."""
+    if name not in FAULTS:
+        raise InputError(f"FAULT: found {name!r}; needed: one of {', '.join(FAULTS)}")
+    place, fault = FAULTS[name]
+    owner, _, attribute = place.rpartition(".")
+    try:
+        right = pkgutil.resolve_name(place)
+    except AttributeError as error:
+        raise InputError(f"{place}: not there ({error}); needed for the fault {name}") from None
+    setattr(pkgutil.resolve_name(owner), attribute, fault(right))
 
 
 def main(arguments: list[str]) -> int:

@@ -1,14 +1,10 @@
-"""The trainer's side of the benchmarks does the work that it reports, and bench_gap.py sees the errors that it plants.
+"""The trainer's side of the benchmarks does the work that it reports, and bench_gap.py sees a sampler that differs.
 
 The completions of TRL's first step, with their log-probs, are replaced by random ones with log-probs of transformers
-and PEFT. The comparison with TRL itself needs a separate environment, so no test makes it. Of bench_gap.py only the
-tiny shape runs here.
+and PEFT. The comparison with TRL itself needs a separate environment, so no test makes it.
 """
 
-from __future__ import annotations
-
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,13 +14,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-import bench_dry_run
-import bench_floor
-import bench_gap
 import bench_step
 import cases
-
-from engines.interface import Completion
 
 NEW_TOKENS = 20  # checks.sampling needs at least this many, and must be off in the benchmarks
 CHANGES = {"rollout__max_new_tokens": NEW_TOKENS, "tiny_model__num_layers": 1}
@@ -43,11 +34,9 @@ def theirs(work: Path, prompts: list[list[int]]) -> dict:
 
     @torch.no_grad()
     def logp() -> torch.Tensor:
-        rows = []
-        for prompt, answer in zip(prompts, tokens, strict=True):
-            logits = model(input_ids=torch.tensor([prompt + answer.tolist()])).logits[0, len(prompt) - 1 : -1]
-            rows.append(logits.log_softmax(-1).gather(1, answer[:, None])[:, 0])
-        return torch.stack(rows)
+        inputs = [torch.tensor([prompt + answer.tolist()]) for prompt, answer in zip(prompts, tokens, strict=True)]
+        found = [model(input_ids=row).logits[0, -NEW_TOKENS - 1 : -1].log_softmax(-1) for row in inputs]
+        return torch.stack(found).gather(2, tokens[..., None])[..., 0]
 
     policy = logp()
     with model.disable_adapter():
@@ -82,7 +71,7 @@ def test_the_measured_trainer_imports_nothing_that_only_the_benchmark_needs() ->
     program = "import sys, our_side; print(sorted({'pandas', 'pyarrow', 'matplotlib', 'scipy'} & sys.modules.keys()))"
     run = subprocess.run(
         [sys.executable, "-c", program],
-        cwd=Path(bench_step.__file__).parent,
+        cwd=bench_step.HERE,
         capture_output=True,
         text=True,
         check=True,
@@ -90,102 +79,44 @@ def test_the_measured_trainer_imports_nothing_that_only_the_benchmark_needs() ->
     assert run.stdout == "[]\n"
 
 
-# ------------------------------------------------------------------------------------------------ the gap by its causes
+def measured(name: str, out: Path, *arguments: str) -> list[dict]:
+    """The table of a benchmark, which runs as a command."""
+    command = [sys.executable, str(bench_step.HERE / f"{name}.py"), *arguments, "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(out.read_text())["table"]
 
 
-def measured_gaps(engine: str, folder: Path) -> dict[str, dict[str, dict]]:
-    """dtype -> cause -> the row that bench_gap.py prints for the tiny shape."""
-    command = [sys.executable, bench_gap.__file__, "--engine", engine, "--shape", "tiny", "--out", str(folder / "gap")]
-    subprocess.run(command, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    found: dict[str, dict[str, dict]] = {"fp32": {}, "bf16": {}}
-    for row in json.loads((folder / "gap").read_text())["table"]:
-        assert row["engine"] == engine and row["shape"] == "tiny"
-        found[row["dtype"]][row["cause"]] = row
-    return found
-
-
-def check_controls(by_cause: dict[str, dict]) -> None:
-    """Every planted error is larger than the gap without it, and the lost update alone singles out its expert."""
-    none, lost = by_cause["none"], ("an expert's update lost", "an expert's large update lost")
-    planted = [row for name, row in by_cause.items() if name != "none" and name not in lost]
-    assert len(planted) == len(by_cause) - 3 >= 8
-    for row in planted:
-        assert row["at least"] > 1.3 * none["high"], row["cause"]
-    assert none["found"] == ""
-    assert all(by_cause[name]["found"].startswith("expert 1 of layer 0 ") for name in lost)
-    assert by_cause[lost[1]]["gap"] > 3 * by_cause[lost[0]]["gap"] > 6 * none["gap"]
+def untrained(folder: Path) -> list[str]:
+    """A configuration with changes that leave out the warm start of its model."""
+    return ["configs/tiny_cpu.yaml", "parallel.expert=1", "tiny_model.warm_start_steps=0", f"model.path={folder}/model"]
 
 
 @pytest.mark.slow
-def test_the_causes_of_the_embedded_samplers_gap(tmp_path: Path) -> None:
-    """In bf16 the sampler rounds as the trainer, so each cause that rounds otherwise is seen."""
-    found = measured_gaps("embedded", tmp_path)
-    for rows in found.values():
-        check_controls(rows)
-    assert found["bf16"]["none"]["gap"] < 1e-6 and found["fp32"]["none"]["gap"] < 1e-6
-    for cause in ("trainer with factors apart", "experts weighted last", "the other cache's attention",
-                  "router in bf16", "head in fp32"):  # fmt: skip
-        assert found["bf16"][cause]["low"] > 3e-4, cause
-    for cause in ("router in bf16", "head in bf16"):
-        assert found["fp32"][cause]["low"] > 1e-4, cause
-    for rows in found.values():
-        for cause in ("trainer row by row", "sampler prompt by prompt", "routes replayed"):
-            assert rows[cause]["gap"] < 1e-6, cause
+def test_the_embedded_sampler_has_no_gap_unless_its_weights_are_rounded(tmp_path: Path) -> None:
+    sound = measured("bench_gap", tmp_path / "gap.json")
+    rounded = measured(
+        "bench_gap", tmp_path / "rounded.json", *untrained(tmp_path), "rollout.round_bits=4", "--steps", "2"
+    )
+    for rows in (sound, rounded):
+        assert [(row["engine"], row["dtype"]) for row in rows] == [("torch", "fp32"), ("torch", "bf16")]
+    assert all(row["gap"] < 1e-6 and row["largest"] < 1e-5 for row in sound), sound
+    assert all(row["largest"] > row["gap"] > 1e-3 for row in rounded), rounded
 
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_the_causes_of_vllms_gap(tmp_path: Path) -> None:
-    """In fp32 only a cause in bf16 is seen; in bf16 replay removes the tokens whose experts almost tie."""
-    found = measured_gaps("vllm", tmp_path)
-    for rows in found.values():
-        check_controls(rows)
-    seen = {cause for cause, row in found["fp32"].items() if row["low"] > 1e-5}
-    assert seen == {"trainer's router in bf16", "trainer's head in bf16", "an expert's update lost",
-                    "an expert's large update lost"}  # fmt: skip
-    rows = found["bf16"]
-    assert 1e-3 < rows["none"]["gap"] < 1e-2
-    assert rows["routes replayed"]["largest"] < rows["none"]["largest"] / 2
-    used, not_used = (rows[f"long prompts, prefix cache {word}"] for word in ("used", "not used"))
-    assert used["gap"] == pytest.approx(not_used["gap"], rel=0.1)
-
-
-def test_figures_of_a_gap_by_hand() -> None:
-    """Rows of two tokens and one: the gap is of tokens, the interval of rows, whose means are 0.1 and 0.4."""
-    rows = [([1], Completion([5, 6], [-1.0, -2.0], "stop")), ([2], Completion([7], [-3.0], "stop"))]
-    found = bench_gap.figures(rows, [torch.tensor([-1.0, -1.8]), torch.tensor([-3.4])])
-    half = 1.96 * 0.15  # the standard error of two values is half of their difference
-    assert found["gap"] == pytest.approx(0.2) and found["equal"] == pytest.approx(1 / 3)
-    assert (found["low"], found["high"]) == (pytest.approx(0.2 - half), pytest.approx(0.2 + half))
-    assert found["largest"] == pytest.approx(0.4)
-
-
-def test_dry_runs_of_every_layout_and_their_largest_differences() -> None:
-    found = bench_dry_run.layouts()
-    assert len(found) == 21 and not any("8gpu" in name for name in found)
-    wanted = ["configs/qwen3.yaml", "parallel.tensor=4", "parallel.expert=16", "--ranks", "16"]
-    assert found["run_16npu.sh tp4_ep16"] == wanted
-    big = 2.0**30
-    compared = [
-        {"unit": "GiB", "planned": big, "found": 1.02 * big, "agrees": True},
-        {"unit": "GiB", "planned": big, "found": 0.8 * big, "agrees": False},
-        {"unit": "MiB sent", "planned": 1.0, "found": 9.0, "agrees": True},  # too small to count
-    ]
-    run = {"compared": compared, "phases": {"load": {"peak_bytes": 3 * 2**29}}, "seconds": 60.0, "rss_gib": 0.5}
-    row = bench_dry_run.row("one", run)
-    assert (row["bytes"], row["operations"], row["sent"], row["apart"]) == ("20.0%", "0.0%", "0.0%", 1)
-    assert row["fullest GiB"] == 1.5
+def test_vllms_gap_is_that_of_its_kernels(tmp_path: Path) -> None:
+    *_, fp32, bf16 = measured("bench_gap", tmp_path / "gap.json", "--vllm", "--steps", "2")
+    assert fp32["engine"] == bf16["engine"] == "vllm"
+    assert 0 < fp32["gap"] < 1e-5 and 1e-3 < bf16["gap"] < 1e-2
 
 
 @pytest.mark.slow
 def test_the_phases_beside_the_roofline_are_those_of_the_step(tmp_path: Path) -> None:
     """No phase is left out on either side, and at the measured rates of this machine none is faster."""
-    command = [sys.executable, bench_floor.__file__, "configs/tiny_cpu.yaml", "parallel.expert=1", "loss.kl=none"]
-    command += ["tiny_model.warm_start_steps=0", f"model.path={tmp_path}/model", "rollout.max_new_tokens=24"]
-    command += ["--steps", "4", "--out", str(tmp_path / "floor.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    *phases, step = json.loads((tmp_path / "floor.json").read_text())["table"]
+    options = ["loss.kl=none", "rollout.max_new_tokens=24", "--steps", "4"]
+    *phases, step = measured("bench_floor", tmp_path / "floor.json", *untrained(tmp_path), *options)
     assert [row["phase"] for row in phases] == ["sync", "generate", "update"]
     assert all(row["times the roofline"] > 1 for row in phases), phases
     assert step["roofline s"] == pytest.approx(sum(row["roofline s"] for row in phases))

@@ -1,7 +1,5 @@
 """A record of a check counts every test that pytest ran, by its outcome."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -38,34 +36,34 @@ def check(tmp_path: Path) -> check_ascend.Check:
     return check_ascend.Check("some tests", selection, "NUMBER", lambda target: f"version {target}")
 
 
-def test_rows_count_what_pytest_ran_with_each_version(check: check_ascend.Check) -> None:
-    def counted(number: str) -> dict:
-        rows = check_ascend.run(check, Path(number))
-        assert {row["versions"] for row in rows} == {f"version {number}"}
-        return {row["test"]: [row[outcome] for outcome in check_ascend.OUTCOMES] for row in rows}
-
-    assert counted("3") == {"of three": [2, 1, 0], "skipped": [0, 0, 1], "in error": [0, 1, 0]}
-    assert counted("4")["of three"] == [3, 0, 0]
-
-
-def test_a_selection_without_tests_is_no_check(check: check_ascend.Check) -> None:
-    with pytest.raises(SystemExit, match="exit code 5"):
-        check_ascend.run(check._replace(selection=(*check.selection, "-k", "absent")), Path("3"))
-
-
-@pytest.mark.parametrize(("chosen", "number", "code"), [("three", "4", 0), ("three", "3", 1), ("skipped", "4", 1)])
-def test_the_file_is_a_record_of_a_check_and_failures_have_an_exit_code(
-    check: check_ascend.Check, chosen: str, number: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_record_counts_what_pytest_ran_with_each_version_and_failures_have_an_exit_code(
+    check: check_ascend.Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "check.json"
-    some = check._replace(selection=(*check.selection, "-k", chosen))
-    monkeypatch.setitem(check_ascend.CHECKS, "vllm", some)
-    monkeypatch.setattr(sys, "argv", ["benchmarks/check_ascend.py", "vllm", number, "--out", str(out)])
     monkeypatch.setattr(Path, "absolute", lambda path: path)
-    assert check_ascend.main() == code
-    found = npu_checks.Checked.model_validate(json.loads(out.read_text())["measured"])
-    assert found.check == "vllm" and list(found.totals) == [f"version {number}"]
-    assert sum(found.totals[f"version {number}"].values()) == (3 if chosen == "three" else 1)
+
+    def code(chosen: str, *numbers: str) -> int:
+        monkeypatch.setitem(check_ascend.CHECKS, "vllm", check._replace(selection=(*check.selection, "-k", chosen)))
+        monkeypatch.setattr(sys, "argv", ["benchmarks/check_ascend.py", "vllm", *numbers, "--out", str(out)])
+        return check_ascend.main()
+
+    assert code("three or skipped", "4", "3") == 1
+    record = json.loads(out.read_text())
+    rows = [
+        (row["versions"], row["test"], *(row[outcome] for outcome in check_ascend.OUTCOMES)) for row in record["table"]
+    ]
+    assert rows == [
+        ("version 4", "of three", 3, 0, 0), ("version 4", "skipped", 0, 0, 1),
+        ("version 3", "of three", 2, 1, 0), ("version 3", "skipped", 0, 0, 1),
+    ]  # fmt: skip
+    found = npu_checks.Checked.model_validate(record["measured"])
+    assert found.check == "vllm" and found.totals == {
+        "version 4": {"passed": 3, "failed": 0, "skipped": 1},
+        "version 3": {"passed": 2, "failed": 1, "skipped": 1},
+    }
+    assert [code(chosen, "4") for chosen in ("three", "skipped", "error")] == [0, 1, 1]
+    with pytest.raises(SystemExit, match="exit code 5"):  # a selection without tests is no check
+        code("absent", "3")
 
 
 def test_versions_are_those_of_the_checkout(tmp_path: Path) -> None:

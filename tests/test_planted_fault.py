@@ -1,13 +1,12 @@
-"""Each planted fault of the benchmark does what it says, at a place that still exists."""
+"""Each planted fault of the benchmark does what it says, and a fault without a place to go is an error."""
 
-from __future__ import annotations
-
-import importlib
 import json
+import pkgutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,68 +16,62 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import planted_fault
 
-
-@pytest.fixture
-def sound_and_faulty(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, ModuleType]:
-    """The module as other tests have it, and the one with the fault of the test's parameter."""
-    name = planted_fault.FAULTS[request.param][0]
-    sound = importlib.import_module(name)
-    monkeypatch.setitem(sys.modules, name, sound)  # puts it back afterwards
-    planted_fault.plant(request.param)
-    assert sys.modules[name] is not sound and sys.modules[name].__doc__ == sound.__doc__
-    return sound, sys.modules[name]
+from lab.faults import FAULTS
 
 
-@pytest.mark.parametrize("sound_and_faulty", ["inverted_weights"], indirect=True)
-def test_inverted_weights_are_the_reciprocals(sound_and_faulty: tuple[ModuleType, ModuleType]) -> None:
-    old, sampled, mask = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.2, -1.9]]), torch.ones(1, 2)
-    weights = [module.rollout_weights(old, sampled, mask, "token", 1e3) for module in sound_and_faulty]
-    assert torch.allclose(weights[0] * weights[1], mask) and not torch.allclose(*weights)
+def right_and_wrong(name: str) -> tuple[Callable, Callable]:
+    """The function of the method, and what the fault puts in its place."""
+    place, fault = FAULTS[name]
+    right = pkgutil.resolve_name(place)
+    return right, fault(right)
 
 
-@pytest.mark.parametrize("sound_and_faulty", ["reversed_clip"], indirect=True)
-def test_a_reversed_clip_stops_what_should_pass(sound_and_faulty: tuple[ModuleType, ModuleType]) -> None:
-    """A ratio of 1.5 with a bad completion: PPO corrects it fully, the fault clips the gradient away."""
-    gradients = []
-    for module in sound_and_faulty:
-        logp = torch.tensor([[0.5]]).log().requires_grad_()
-        old = torch.tensor([[0.5 / 1.5]]).log()
-        loss, _ = module.policy_loss(logp, old, torch.tensor([-1.0]), torch.ones(1, 1), dual_clip=0)
-        loss.backward()
-        gradients.append(logp.grad.item())
-    assert gradients == pytest.approx([1.5, 0.0])
+def test_inverted_weights_are_the_reciprocals_and_rounded_down_weights_are_never_larger() -> None:
+    """With 3 bits the largest weight of a group is 3 scales, so the scales of the two groups are 1 and 2."""
+    old, sampled = torch.tensor([[0.2, 0.3]]).log(), torch.tensor([[0.1, 0.6]]).log()
+    given = old, sampled, torch.ones(1, 2), "token", 1e3
+    ratios = [rollout_weights(*given)[0].tolist() for rollout_weights in right_and_wrong("inverted_weights")]
+    assert ratios == [pytest.approx([2.0, 0.5]), pytest.approx([0.5, 2.0])]
+    weight = torch.tensor([[3.0, 1.4, 1.6, -0.2, -6.0, 3.2]])
+    found = [rounded(weight, 3, 4).tolist() for rounded in right_and_wrong("rounded_down")]
+    assert found == [[[3.0, 1.0, 2.0, 0.0, -6.0, 4.0]], [[3.0, 1.0, 1.0, -1.0, -6.0, 2.0]]]
 
 
-@pytest.mark.parametrize("sound_and_faulty", ["foreign_routes"], indirect=True)
-def test_foreign_routes_are_those_of_the_token_before(sound_and_faulty: tuple[ModuleType, ModuleType]) -> None:
-    routes = torch.arange(2 * 3).view(2, 3, 1, 1)  # 2 rows of 3 tokens
+def test_a_reversed_clip_stops_what_should_pass_and_passes_what_should_be_stopped() -> None:
+    """Ratios 1.5, limit 1.2. PPO has the losses 1.5 for A = -1, and -1.2 for A = 1, where a limit has no gradient."""
     found = []
-    for module in sound_and_faulty:
-        replay = object.__new__(module.RoutingReplay)
-        replay.parallel = SimpleNamespace(tensor=1, tensor_rank=0)
-        replay.uses = [0]
-        with replay.replaying(routes, torch.ones(2, 3)):
-            found.append(replay.routes.flatten().view(3, 2).T.tolist())  # (tokens, rows) -> (rows, tokens)
-            replay.uses = [1]
+    for policy_loss in right_and_wrong("reversed_clip"):
+        logp = torch.tensor([[0.5], [0.5]]).log().requires_grad_()
+        old = logp.detach() - torch.tensor(1.5).log()
+        loss, measured = policy_loss(logp, old, torch.tensor([-1.0, 1.0]), torch.ones(2, 1), num_tokens=1)
+        loss.backward()
+        assert measured["policy_loss"] == loss and measured["clip_frac"] == 1
+        found.append([loss.item(), *logp.grad.flatten().tolist()])
+    assert found == [pytest.approx([1.5 - 1.2, 1.5, 0.0]), pytest.approx([1.2 - 1.5, 0.0, -1.5])]
+
+
+def test_foreign_routes_are_those_of_the_token_before() -> None:
+    routes, found = torch.arange(2 * 3).view(2, 3, 1, 1), []  # 2 rows of 3 tokens
+    for replaying in right_and_wrong("foreign_routes"):
+        replay = SimpleNamespace(uses=[], _local=lambda rows: rows)  # of one tensor rank, and of a model without layers
+        with replaying(replay, routes, torch.ones(2, 3)):
+            found.append(replay.routes.flatten(1).tolist())
     assert found == [[[0, 1, 2], [3, 4, 5]], [[2, 0, 1], [5, 3, 4]]]
 
 
-@pytest.mark.parametrize("sound_and_faulty", ["rounded_down"], indirect=True)
-def test_rounded_down_weights_are_never_above_the_right_ones(sound_and_faulty: tuple[ModuleType, ModuleType]) -> None:
-    """With 3 bits and a largest weight of 3 the scale is 1."""
-    weight = torch.tensor([[3.0, 1.4, 1.6, -0.2]])
-    found = [module.rounded(weight, 3, 4).tolist() for module in sound_and_faulty]
-    assert found == [[[3.0, 1.0, 2.0, 0.0]], [[3.0, 1.0, 1.0, -1.0]]]
-
-
-def test_an_unknown_fault_is_refused_in_one_line(capsys: pytest.CaptureFixture) -> None:
-    assert planted_fault.main(["nothing", "configs/bench.yaml"]) == 2
+def test_a_fault_that_cannot_be_planted_is_refused_in_one_line(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for given in ([], ["nothing", "configs/bench.yaml"]):
+        assert planted_fault.main(given) == 2
     assert "FAULT: found 'nothing'; needed: one of inverted_weights, " in capsys.readouterr().err
-    assert planted_fault.main([]) == 2
+    monkeypatch.delattr("routing_replay.RoutingReplay.replaying")
+    assert planted_fault.main(["foreign_routes", "configs/bench.yaml"]) == 2
+    assert "error: routing_replay.RoutingReplay.replaying: not there (" in capsys.readouterr().err
 
 
-def train(folder: Path, *script: str) -> dict[str, str]:
-    """Two steps of configs/bench.yaml on a model that has hardly learned.  -> file of the run -> its text"""
+def train(folder: Path, *script: str) -> tuple[str, str, list[dict]]:
+    """Two steps of configs/bench.yaml on a model that has hardly learned.  -> command, metrics, evaluations"""
     given = [
         "configs/bench.yaml", "name=x", f"model.path={folder / 'model'}", "tiny_model.warm_start_steps=60",
         "rollout.prompts_per_step=4", "rollout.max_new_tokens=24", "rollout.round_bits=3", "replay.mode=r3",
@@ -89,35 +82,16 @@ def train(folder: Path, *script: str) -> dict[str, str]:
     ended = subprocess.run([sys.executable, *script, *given], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (run,) = (folder / script[-1]).glob("x-*")
-    return {name: (run / name).read_text() for name in ("command.txt", "metrics.jsonl", "eval.jsonl")}
+    command, metrics, evals = ((run / name).read_text() for name in ("command.txt", "metrics.jsonl", "eval.jsonl"))
+    return command, metrics, [json.loads(line) | {"step": 0} for line in evals.splitlines()]
 
 
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """A folder with a run without a fault, and its files."""
-    folder = tmp_path_factory.mktemp("trained")
-    return folder, train(folder, "train_grpo.py")
-
-
-def test_adapters_of_experts_that_never_arrive_leave_the_sampler_as_it_was(sound: tuple[Path, dict]) -> None:
-    """With LoRA on the experts only, both evaluations after an update are those of the base model."""
-    folder, right = sound
-    wrong = train(folder, "benchmarks/planted_fault.py", "lost_experts")
-    assert evaluations(right)[0] != evaluations(right)[1]
-    assert evaluations(wrong)[0] == evaluations(wrong)[1] == evaluations(wrong)[2]
-    assert wrong["command.txt"].startswith("python benchmarks/planted_fault.py lost_experts configs/bench.yaml name=x ")
-    assert right["command.txt"].startswith("python train_grpo.py configs/bench.yaml ")
-
-
-def test_an_altered_evaluation_is_that_of_the_rounded_policy_and_changes_nothing_else(
-    sound: tuple[Path, dict],
-) -> None:
-    folder, right = sound
-    wrong = train(folder, "benchmarks/planted_fault.py", "altered_evaluation")
-    assert right["metrics.jsonl"] == wrong["metrics.jsonl"]
-    first, *later = zip(evaluations(right), evaluations(wrong), strict=True)
-    assert first[0] == first[1] and any(a != b for a, b in later)
-
-
-def evaluations(run: dict[str, str]) -> list[dict]:
-    return [json.loads(line) | {"step": 0} for line in run["eval.jsonl"].splitlines()]
+def test_faults_of_pushes_and_evaluations_do_in_a_training_what_they_say(tmp_path: Path) -> None:
+    """LoRA is on the experts only, so without them all evaluations are those of the base model."""
+    _, metrics, right = train(tmp_path, "train_grpo.py")
+    command, _, lost = train(tmp_path, "benchmarks/planted_fault.py", "lost_experts")
+    assert right[0] == lost[0] == lost[1] == lost[2] and right[0] != right[1]
+    assert command.startswith("python benchmarks/planted_fault.py lost_experts configs/bench.yaml name=x ")
+    _, same_metrics, altered = train(tmp_path, "benchmarks/planted_fault.py", "altered_evaluation")
+    assert metrics == same_metrics  # the rounded policy is evaluated, and nothing else changes
+    assert right[0] == altered[0] and right[1:] != altered[1:]
