@@ -204,7 +204,7 @@ def _parquet_rows(data: bytes, path: Path) -> Iterable[tuple[int, Any]]:
     size = 0
     try:
         file = parquet.ParquetFile(io.BytesIO(data), page_checksum_verification=True)
-        for batch in file.iter_batches(batch_size=1024):
+        for batch in file.iter_batches(batch_size=1024, use_threads=False):
             rows += batch.to_pylist()
             size += batch.nbytes
             if size > LINES_MIB * 2**20:  # run-length coding lets a short file hold very many rows

@@ -65,7 +65,8 @@ def decoded(content: bytes, where: str | Path) -> Columns:
     from pyarrow import parquet
 
     try:
-        table = parquet.read_table(io.BytesIO(content))
+        # Threads of pyarrow that live until the end of the process may abort it there, with exit code 134.
+        table = parquet.read_table(io.BytesIO(content), use_threads=False, pre_buffer=False)
         return {
             field.name: [None if value is None else json.loads(value) for value in values]
             if (field.metadata or {}).items() >= NESTED.items()

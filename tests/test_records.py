@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -152,6 +153,19 @@ def test_the_records_of_the_repository_are_small_and_hold_every_number_of_their_
     for run in [*runs.values()][::10]:
         for name, text in consistency.unmerged(run.rows).items():
             assert hashlib.sha256(text.encode()).hexdigest() == run.record.files[name]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+def test_reading_starts_no_thread(run: Path, results: Path) -> None:
+    """A thread of pyarrow that lives until the end of the process may abort it there: one command in three did."""
+    store.add_run(run, results)
+    code = (
+        "import os, sys; from pathlib import Path; from lab import store; from pyarrow import parquet\n"
+        "before = len(os.listdir('/proc/self/task'))\n"
+        "assert len(store.load_runs(Path(sys.argv[1]))) == 1\n"
+        "assert len(os.listdir('/proc/self/task')) == before"
+    )
+    subprocess.run([sys.executable, "-c", code, str(results)], cwd=recorded.ROOT, check=True)
 
 
 @pytest.mark.parametrize("killed_at", [None, 0, 1])
