@@ -94,9 +94,7 @@ def rerun_commands(record: Record, results: Path) -> str:
     try:
         command = " ".join(map(quoted, shlex.split(record.command)))
     except ValueError as error:
-        raise InputError(
-            f"{record.id}: command: {record.command!r} is no command line: {error}"
-        ) from None
+        raise InputError(f"{record.id}: command: {record.command!r} is no command line: {error}") from None
     lines = [
         "set -euo pipefail",
         f"git worktree add --detach ../rerun-{record.id} {record.commit}",

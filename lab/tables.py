@@ -66,7 +66,7 @@ def decoded(content: bytes, where: str | Path) -> Columns:
 
     try:
         # Threads of pyarrow that live until the end of the process may abort it there, with exit code 134.
-        table = parquet.read_table(io.BytesIO(content), use_threads=False, pre_buffer=False)
+        table = parquet.ParquetFile(io.BytesIO(content), pre_buffer=False).read(use_threads=False)
         return {
             field.name: [None if value is None else json.loads(value) for value in values]
             if (field.metadata or {}).items() >= NESTED.items()
