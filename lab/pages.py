@@ -12,12 +12,14 @@ import statistics
 from collections import Counter
 from pathlib import Path
 
+from pydantic import Field
+
 from input_files import InputError, read_text
-from lab import announced, benchmark, comparisons, figures, npu_checks, store
+from lab import announced, benchmark, comparisons, figures, store
 from lab.announced import Plan, Planned
 from lab.comparisons import Comparison
 from lab.markdown import point, points, table
-from lab.records import Evaluation, Run
+from lab.records import Evaluation, Part, Run, validated
 from lab.tables import Benchmark
 from run_record import write_atomically
 
@@ -255,6 +257,44 @@ def run_row(run: Run) -> dict[str, str]:
     }
 
 
+# ---------------------------------------------------------------------------------------------------------- docs/npu.md
+
+
+class Checked(Part):
+    """What benchmarks/check_ascend.py measured."""
+
+    check: str
+    shows: str = Field(description="what the tests executed")
+    date: str = Field(pattern=r"^\d{4}-\d\d-\d\d$")
+    totals: dict[str, dict[str, int]] = Field(min_length=1, description="versions -> outcome -> number of tests")
+
+
+def checks_without_npu(results: Path) -> list[dict[str, str]]:
+    """The newest record of each check, with one row for each set of versions."""
+    found = []
+    for measured in store.benchmarks_by_script(results).values():
+        *_, (record_id, newest) = measured.items()
+        if "check" not in newest.measured:  # another benchmark
+            continue
+        checked = validated(Checked, newest.measured, results / record_id)
+        for versions, totals in checked.totals.items():
+            found.append(
+                {
+                    "check": checked.check,
+                    "what was executed": checked.shows,
+                    "versions": versions,
+                    "tests": ", ".join(f"{number} {outcome}" for outcome, number in totals.items() if number),
+                    "record": f"{record_id}, {checked.date}, commit `{newest.commit[:7]}`",
+                }
+            )
+    return found
+
+
+def npu_page(results: Path) -> str:
+    """The generated part of docs/npu.md."""
+    return table(found) if (found := checks_without_npu(results)) else "No record yet."
+
+
 # ------------------------------------------------------------------------------------------------ writing and checking
 
 
@@ -279,7 +319,7 @@ def _wanted(results: Path, page: Path) -> tuple[dict[Path, str], figures.Wanted]
     generated = {
         page: results_page(groups, plan, ready, results),
         results / "README.md": records_page(groups, results),
-        page.parent / "docs" / "npu.md": npu_checks.page(results),
+        page.parent / "docs" / "npu.md": npu_page(results),
         page.parent / "docs" / "benchmark.md": benchmark.page(ready, groups),
     }
     texts = {path: _fresh(path, text) for path, text in generated.items() if path == page or path.exists()}

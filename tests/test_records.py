@@ -18,7 +18,7 @@ import pytest
 import recorded
 
 from input_files import InputError
-from lab import audit, consistency, records, store, tables
+from lab import audit, records, store, tables
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_a_record_is_one_file_that_holds_every_number_of_the_run(run: Path, resu
     path = store.add_run(run, results)
     assert [path] == list(results.iterdir())
     rows = store.load_run(results, "base-seed3").rows
-    for name, text in consistency.unmerged(rows).items():
+    for name, text in store.unmerged(rows).items():
         assert text == (run / name).read_text(), name
     assert [len(row.get("completions", ())) for row in rows] == [2, 0, 0, 2, 0]  # a sample: first and last step
     again = store.add_run(run, results.with_name("again"))
@@ -151,7 +151,7 @@ def test_the_records_of_the_repository_are_small_and_hold_every_number_of_their_
     assert len(runs) >= 614
     assert not [run.record.id for run in runs.values() if store.PRIVATE.search(run.record.model_dump_json())]
     for run in [*runs.values()][::10]:
-        for name, text in consistency.unmerged(run.rows).items():
+        for name, text in store.unmerged(run.rows).items():
             assert hashlib.sha256(text.encode()).hexdigest() == run.record.files[name]
 
 
