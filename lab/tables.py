@@ -50,7 +50,7 @@ def encoded(columns: Columns) -> bytes:
         texts = [None if value is None else json.dumps(value) for value in values] if nested else values
         try:
             arrays.append(pyarrow.array(texts))
-        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, OverflowError) as error:
+        except (pyarrow.ArrowException, OverflowError, UnicodeError) as error:
             raise InputError(f"{name}: {str(error).splitlines()[0]}; needed: values of one type") from None
         fields.append(pyarrow.field(name, arrays[-1].type, metadata=NESTED if nested else None))
     file = io.BytesIO()

@@ -135,6 +135,15 @@ def test_one_line_of_pandas_reads_the_steps_and_the_record(run: Path, results: P
     assert json.loads(records["record/config"][0])["lora"]["rank"] == 16
 
 
+def test_a_text_that_no_file_can_hold_is_refused(run: Path, results: Path) -> None:
+    """Half a character: from a file name that is not UTF-8."""
+    broken = r'"more": "\ud800", "actor/entropy": '
+    rewrite("metrics.jsonl", lambda text: text.replace('"actor/entropy": ', broken, 1))(run)
+    with pytest.raises(InputError) as refusal:
+        store.add_run(run, results)
+    assert "\n" not in str(refusal.value) and not results.exists()
+
+
 def test_numbers_that_a_table_would_change_are_refused(run: Path, results: Path) -> None:
     """A column has one type: 1 in a column of fractions would come back as 1.0."""
     rewrite("metrics.jsonl", lambda text: text.replace('"actor/entropy": ', '"actor/entropy": 1, "more": ', 1))(run)
