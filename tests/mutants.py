@@ -191,16 +191,12 @@ def place(root: Path, fault: dict) -> tuple[Path, Unit] | None:
     """Where the statement of a fault stands: in its function, else in its file, else in another file of the product."""
     own = root / fault["file"]
     others = [path for path in [*sorted(root.glob("*.py")), *sorted(root.glob("*/*.py"))] if "tests" not in path.parts]
-    found = []
     for path in [own, *(path for path in others if path != own)]:
         if path.is_file():
-            found += [
-                ((path != own, unit.function != fault["function"]), path, unit)
-                for unit in units(ast.parse(path.read_text()))
-                if text_of(unit.node) == fault["before"]
-            ]
-    _, path, unit = min(found, key=lambda each: each[0], default=(None, None, None))
-    return (path, unit) if unit else None
+            found = [unit for unit in units(ast.parse(path.read_text())) if text_of(unit.node) == fault["before"]]
+            if found:
+                return path, min(found, key=lambda unit: unit.function != fault["function"])
+    return None
 
 
 def replace(path: Path, unit: Unit, text: str) -> None:
