@@ -265,9 +265,9 @@ def find_resumable(cfg: Config, say: Callable[[str], None] = print) -> Checkpoin
     """The checkpoint that train.resume=auto resumes from: the newest one of the newest suitable run; None without one.
 
     A suitable run has this name and a configuration with which a resume may go on, is not finished, has a checkpoint
-    with right checksums, and is not being written by a live process. Without one, the newest run of this name that no
-    live process writes decides: if it has a checkpoint and is not finished, InputError names what has changed since.
-    If it has none, a new run begins, and ``say`` is told which folder is left.
+    with right checksums, and is not being written by a live process. Without one, the newest other run of this name
+    that has a checkpoint and is not finished decides: InputError names what has changed since. If a newer run is
+    finished, ``say`` is told instead, and a new run begins; so it is told if the newest run has no checkpoint.
     """
     pattern = re.compile(re.escape(cfg.name) + r"-(\d{8}-\d{6})(?:-(\d+))?")
     out_dir = Path(cfg.train.out_dir)
@@ -290,11 +290,15 @@ def find_resumable(cfg: Config, say: Callable[[str], None] = print) -> Checkpoin
             if found and not changes_at_resume(found.config, cfg)[0]:
                 return found
             others.append((run_dir, found))
-    for run_dir, found in others[:1]:
-        if found:
+    finished_since = False
+    for place, (run_dir, found) in enumerate(others):
+        if found and not finished_since:
             check_resume(found, cfg)
-        elif not (run_dir / "finished.json").exists():
-            say(
-                f"note: {run_dir}: not finished, and without a usable checkpoint; a new run begins, that folder is left"
-            )
+        elif found:
+            say(f"note: {run_dir}: not finished, and left: {'; '.join(changes_at_resume(found.config, cfg)[0][:10])}")
+            break
+        elif (run_dir / "finished.json").exists():
+            finished_since = True
+        elif place == 0:
+            say(f"note: {run_dir}: not finished, and without a usable checkpoint; that folder is left")
     return None

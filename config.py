@@ -177,6 +177,8 @@ MAY_CHANGE = frozenset(
     | {f"checks.{key}" for key in ChecksConfig.model_fields}
 )
 
+SPLIT = {"optim.tokens_per_micro_batch", "parallel.tensor", "parallel.expert", "parallel.expert_tensor"}
+
 # A resume may change these, too: when to evaluate, graphs, and the place of files whose content is compared with
 # inputs.json. config_hash holds them all the same, because a record says with which of them it was made.
 MAY_CHANGE_AT_RESUME = (
@@ -235,8 +237,13 @@ def changes_at_resume(old: dict, new: Config) -> tuple[list[str], list[str]]:
     reason = next((reason for reason, holds in against.items() if holds), "")
     may = MAY_CHANGE_AT_RESUME if reason else MAY_CHANGE_AT_RESUME | {"train.steps"}
     lines = {line.partition(":")[0]: line for line in changed_keys(old, new)}
+    if new.lora.dropout:  # its masks depend on the micro-batches and the layout
+        then, now = flatten(old), flatten(to_dict(new))
+        lines |= {key: f"{key}: {shown(then.get(key))} -> {shown(now.get(key))} (lora.dropout depends on it)"
+                  for key in SPLIT if then.get(key, now.get(key)) != now.get(key)}  # fmt: skip
     refused = [f"{line} ({reason})" if key == "train.steps" else line for key, line in lines.items() if key not in may]
-    return refused, [line for key, line in lines.items() if key in may]
+    refused += [lines[key] for key in sorted(SPLIT & lines.keys())]
+    return refused, [line for key, line in lines.items() if key in may - SPLIT]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

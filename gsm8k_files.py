@@ -22,8 +22,11 @@ NUMBER = re.compile(r"-?[0-9]{1,100}(\.[0-9]{1,100})?")  # ASCII digits, because
 LONGEST_TEXT = 100_000  # characters; the longest text of GSM8K has about 1,000
 
 
-# Characters that are drawn as nothing and are letters or marks to Unicode: fillers of Hangul, selectors of a variant.
-INVISIBLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\ufe00-\ufe0f\U000e0100-\U000e01ef]")
+# Characters that are drawn as nothing and are letters, marks or unassigned to Unicode (Default_Ignorable_Code_Point),
+# and the empty pattern of Braille.
+INVISIBLE = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2065\u2800\ufe00-\ufe0f\ufff0-\ufff8\U00016fe4\U000e0000-\U000e0fff]"
+)
 
 
 class Row(NamedTuple):

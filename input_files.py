@@ -164,6 +164,9 @@ def check_folder(folder: Path) -> None:
         refuse_special(path, about.st_mode)
         if path.suffix in SMALL_FILES and about.st_size > SETTINGS_MIB * 2**20:
             raise InputError(f"{path}: larger than {SETTINGS_MIB} MiB, the most that is read of such a file")
+        if path.suffix in SMALL_FILES:
+            with opened(path) as file:
+                file.read(1)  # a library would not name the file that cannot be read
 
 
 def fsync_path(path: Path) -> None:

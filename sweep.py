@@ -16,6 +16,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -229,6 +230,11 @@ def connect_ray(folder: Path, resources: dict[str, int], address: str | None) ->
         import ray
     except ImportError:
         raise InputError(f"sweep: ray is not installed; needed: pip install {RAY}, or --local") from None
+    if found := re.search(r"([^/@]+):(\d+)$", address or ""):  # ray.init tries for minutes
+        try:
+            socket.create_connection((found[1].strip("[]"), int(found[2])), timeout=10).close()
+        except (OSError, OverflowError, UnicodeError) as error:
+            raise InputError(f"--address: found {shown(address)}: {one_line(error)}; needed: a head of Ray") from None
     try:
         ray.init(address=address, include_dashboard=False, log_to_driver=False)
     except Exception as error:  # Ray raises ValueError, ConnectionError, RuntimeError and a plain Exception

@@ -13,7 +13,7 @@ import traceback
 import runlog
 
 if __name__ == "__main__":  # before the other imports, which take seconds
-    runlog.end_on_signals(lambda: "before the first step; the same command starts again")
+    runlog.end_on_signals(lambda: "before a step of this start; the same command starts it again")
 
 import torch
 from torch import Tensor
@@ -158,7 +158,8 @@ def main(arguments: list[str]) -> int:
         return 3
     except Exception as error:
         if isinstance(error, InputError) or (isinstance(error, OSError) and error.filename):  # the user's file
-            parallel_setup.report(rank, f"error: {one_line(error)}")
+            cause = "" if isinstance(error, InputError) else traceback.format_exc()
+            parallel_setup.report(rank, f"{cause}error: {one_line(error)}")
             return 2
         lost = isinstance(error, RuntimeError) and any(word in str(error) for word in ("onnection", "peer"))
         hint = "perhaps another rank ended, and its message says why; the traceback of this one:\n" if lost else ""

@@ -184,8 +184,8 @@ class Tripwires:
         if self.identical_nats > IDENTICAL_NATS:
             self.trip(
                 "sampling",
-                f"step {step + 1}: all completions of every group are identical, with an entropy of "
-                f"{metrics['actor/entropy']:.2g} nats a token: all advantages are 0",
+                f"step {step + 1}: all completions of every group are identical, with an entropy that makes this "
+                "improbable: all advantages are 0",
                 "the engine's seeds of the samples of one prompt",
             )
 
@@ -364,7 +364,9 @@ class Heartbeat:
         self.rank, self.stall_seconds = rank, stall_seconds
         self.place, self.last = "start", time.monotonic()
         self.stopped = threading.Event()
-        self.reached = lambda: "before the first step; the same command starts again"  # startup.open_run knows more
+        self.reached = lambda: (
+            "before a step of this start; the same command starts it again"
+        )  # startup.open_run knows more
         if stall_seconds:
             threading.Thread(target=self._watch, name="heartbeat", daemon=True).start()
 

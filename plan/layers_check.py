@@ -188,8 +188,12 @@ def compare(cfg: Config, arch: hf_config.Architecture, parallel: Parallel) -> di
     batch, again = (  # every replica is asked every prompt twice
         sample(engine, prompts * 2, cfg, parallel, GROUP, min(NEW_TOKENS, cfg.rollout.max_new_tokens)) for _ in range(2)
     )
+    alone = sample(
+        engine, prompts[:1] * len(prompts), cfg, parallel, GROUP, min(NEW_TOKENS, cfg.rollout.max_new_tokens)
+    )
     first = sample(engine, prompts, cfg, parallel, sampling_check.FIRST_TOKENS // len(prompts), 1)
     logp = sampling_check.next_logprobs(model, prompts, parallel, cfg.rollout.temperature)
+    later = sampling_check.places(model, batch, parallel, cfg.rollout.temperature)
     gaps, mask, routes = token_gaps(model, batch, cfg, parallel, replay)
     with lora_megatron.disabled(adapters):
         base_gaps = parallel.gather_rows(token_gaps(model, batch, cfg, parallel, None)[0])[0]
@@ -213,7 +217,7 @@ def compare(cfg: Config, arch: hf_config.Architecture, parallel: Parallel) -> di
         "experts": arch.num_experts * sum(arch.moe_layers),
         "experts_judged": len(experts),
         "experts_most_apart": experts[:LISTED],
-        "sampling": sampling_check.figures(batch, again, first, logp, replicas),
+        "sampling": sampling_check.figures(batch, again, first, alone, logp, later, replicas),
     }
     found["wrong"] = judged(found, experts)
     if not found["gap_mean"] <= bound:

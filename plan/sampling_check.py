@@ -1,10 +1,12 @@
 """Does the sampler draw tokens by the probabilities that it reports? A part of preflight.py --layers.
 
 Log-probs of the tokens that were drawn do not say how they were drawn: a broken random generator has right log-probs.
-Three statistics of the draws are judged, so that a sound run fails with a probability below 1e-6:
+These statistics of the draws are judged, so that a sound run fails with a probability below 1e-6:
 
 - many first tokens of few prompts, by chi-square against the probabilities of all tokens;
-- completions and first tokens that repeat an earlier one of their prompt, against the number that is predicted;
+- the later tokens, by chi-square of their places in the trainer's distribution;
+- completions and first tokens that repeat an earlier one of their prompt, against the number that is predicted, also
+  where one prompt is at all places of a batch;
 - the first tokens of a batch that is asked for again with the same seeds.
 
 P prompts, R replicas, G samples, V vocabulary, C classes. Place i of a batch asks prompt i // R of replica i % R.
@@ -13,6 +15,7 @@ P prompts, R replicas, G samples, V vocabulary, C classes. Place i of a batch as
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import model_megatron
@@ -23,6 +26,7 @@ from rollout import Rollout
 # heavy as that of its distribution. Of the first tokens a tenth may differ, because kernels may round otherwise.
 FALSE_ALARM, SAME_AGAIN = 1e-7, 0.9
 FIRST_TOKENS = 4096  # of each replica; so many show a temperature that is 1.3 times too high
+NUMBERS = 2**22  # of probabilities that are computed at once
 CLASSES, LEAST_EXPECTED = 16, 50.0  # of about equal probability; a class with fewer expected tokens is not judged
 
 
@@ -35,9 +39,53 @@ def next_logprobs(model: torch.nn.Module, prompts: list[list[int]], parallel: Pa
     even = [prompt + [0] * (-len(prompt) % parallel.tensor) for prompt in prompts]  # sequence parallelism splits rows
     with model_megatron.evaluating(model):
         hidden = model_megatron.hidden_states(model, torch.tensor(even, device=parallel.device))[len(prompts[0]) - 1]
+    return _all_logprobs(model, hidden, parallel, temperature)
+
+
+def _all_logprobs(model: torch.nn.Module, hidden: Tensor, parallel: Parallel, temperature: float) -> Tensor:
+    """The log-probs of all tokens from the last hidden states, by rank 0's trainer.  (.., h) -> (.., V) fp64"""
     head = model.embedding.word_embeddings if model.share_embeddings_and_output_weights else model.output_layer
-    by_rank = parallel.gather_rows((hidden @ head.weight.t()).float() / temperature)  # (ranks, P, V / tensor)
-    return by_rank[: parallel.tensor].transpose(0, 1).flatten(1).double().log_softmax(-1)
+    by_rank = parallel.gather_rows((hidden @ head.weight.t()).float() / temperature)  # (ranks, .., V / tensor)
+    return by_rank[: parallel.tensor].movedim(0, -2).flatten(-2).double().log_softmax(-1)
+
+
+@torch.no_grad()
+def places(model: torch.nn.Module, batch: Rollout, parallel: Parallel, temperature: float) -> Tensor:
+    """Where each token stands in the trainer's distribution, from the most probable one: in [0, 1).  -> (S, T)
+
+    A token stands at a random point of its own probability (a randomised probability integral transform), so the places
+    of soundly drawn tokens are uniform, whatever the distributions are. -1 for first tokens, and where there is none.
+    Collective; all prompts have the same length, and the result is the same on every rank.
+    """
+    length, (number, longest) = len(batch.prompts[0]), batch.tokens.shape
+    group, generator = batch.rewards.shape[1], torch.Generator().manual_seed(0)
+    prompts = torch.tensor(batch.prompts).repeat_interleave(group, 0)
+    rows = F.pad(torch.cat([prompts, batch.tokens], 1), (0, -(length + longest) % parallel.tensor))
+    found = torch.full((number, longest), -1.0, dtype=torch.float64)
+    head = model.embedding.word_embeddings if model.share_embeddings_and_output_weights else model.output_layer
+    at_once = max(1, NUMBERS // (longest * head.weight.shape[0]))
+    for some in torch.arange(number).split(at_once) if longest > 1 else ():
+        with model_megatron.evaluating(model):
+            hidden = model_megatron.hidden_states(model, rows[some].to(parallel.device))[length : length + longest - 1]
+        chance = _all_logprobs(model, hidden, parallel, temperature).exp().transpose(0, 1)  # (s, T - 1, V)
+        own = chance.gather(2, batch.tokens[some, 1:, None])
+        before = (chance * (chance > own)).sum(2)
+        found[some, 1:] = before + own[..., 0] * torch.rand(before.shape, generator=generator, dtype=torch.float64)
+    is_token = torch.arange(longest) < torch.tensor(batch.lengths)[:, None]
+    return found.where(is_token, -1.0)
+
+
+def uniform(found: Tensor, replicas: int, group: int) -> list[float]:
+    """The p-value of a chi-square of the places of each replica's tokens.  (S, T) -> R values"""
+    replica = torch.arange(len(found)) // group % replicas
+    values = []
+    for own in (found[replica == r] for r in range(replicas)):
+        counts = torch.histc(own[own >= 0].clamp(max=1.0), CLASSES, 0.0, 1.0)
+        expected = counts.sum() / CLASSES
+        statistic = (counts - expected).square().sum() / expected.clamp(min=1)
+        enough = expected >= LEAST_EXPECTED
+        values.append(torch.special.gammaincc(torch.tensor((CLASSES - 1) / 2), statistic / 2).item() if enough else 1.0)
+    return values
 
 
 def chi_square(batch: Rollout, logp: Tensor, order: Tensor, replicas: int) -> list[float]:
@@ -80,21 +128,27 @@ def repeats(batch: Rollout, what: str, copies: int, replicas: int) -> tuple[str,
     return text, [math.exp(-max(0.0, excess.item()))]
 
 
-def figures(batch: Rollout, again: Rollout, first: Rollout, logp: Tensor, replicas: int) -> list[dict]:
+def figures(
+    batch: Rollout, again: Rollout, first: Rollout, alone: Rollout, logp: Tensor, later: Tensor, replicas: int
+) -> list[dict]:
     """Every statistic: whether it is right, a text for a reader, and its values, most of them one for each replica.
 
     ``batch``: every replica is asked every prompt twice. ``again``: the same once more. ``first``: first tokens after
-    the prompts of ``logp``; replicas are judged apart there, because every two of their tokens are compared.
+    the prompts of ``logp``; replicas are judged apart there, because every two of their tokens are compared. ``alone``:
+    one prompt at every place. ``later``: what `places` returns for ``batch``.
     """
+    group = batch.rewards.shape[1]
     orders = {"probability": logp.argsort(1, descending=True), "id": torch.arange(logp.shape[1]).expand_as(logp)}
     p_values = [
         *((f"p of a chi-square of each sampler's first tokens, classed by {name}",
            chi_square(first, logp, order, replicas)) for name, order in orders.items()),
+        ("p of a chi-square of each sampler's later tokens, by their places", uniform(later, replicas, group)),
         repeats(batch, "completions", copies=2, replicas=replicas),
+        repeats(alone, "completions of one prompt", copies=len(alone.prompts) // replicas, replicas=replicas),
         repeats(first, "first tokens", copies=1, replicas=1),
     ]  # fmt: skip
     least = FALSE_ALARM / sum(len(values) for _, values in p_values)
-    same = (batch.tokens[:, 0] == again.tokens[:, 0]).double().view(-1, replicas, batch.rewards.shape[1])
+    same = (batch.tokens[:, 0] == again.tokens[:, 0]).double().view(-1, replicas, group)
     shares = ("share of each sampler's first tokens that the same seeds give again", same.mean((0, 2)).tolist())
     return [
         {

@@ -40,6 +40,7 @@ from tripwires import Tripped
 FIRST, SECOND, LATER = OBSERVED = (0, 1, 9)  # steps whose updates are repeated in float64; before LATER is a resume
 STEPS, LAST, LEVEL = 50, 10, 0.3  # least mean reward of the last steps; a sound run may also settle at 0.5
 PROMPTS, GROUP, NEW_TOKENS = 16, 16, 6
+MICRO_BATCH = 400  # tokens, so that even with 4 updates a step both of two ranks have two micro-batches or more
 HELD_OUT = 8  # questions, of 48
 STOPS = 64  # tokens that end an answer, of 259
 SEED = 0
@@ -105,6 +106,7 @@ def tiny_run(cfg: Config, folder: Path) -> Config:
             "lr": 3e-3, "warmup_steps": min(2, kept["optim"]["warmup_steps"]),
             "decay": "constant" if "optim.decay" in unknown(cfg) else kept["optim"]["decay"],
             "min_lr_ratio": max(0.5, kept["optim"]["min_lr_ratio"]), "prompts_per_update": PROMPTS // num_updates(cfg),
+            "tokens_per_micro_batch": MICRO_BATCH,
             **{key: kept["optim"][key] for key in ("betas", "eps", "weight_decay", "max_grad_norm")},
         },
         "aqn": kept["aqn"] | {"targets": roles or ["attention", "experts"]},

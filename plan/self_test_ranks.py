@@ -56,6 +56,7 @@ LAYOUTS = {name: {"tensor": tensor, "expert": expert}
            for name, tensor, expert in (("DP2", 1, 1), ("EP2", 1, 2), ("TP2", 2, 1))}  # fmt: skip
 MEAN = {"fp32": (0.01, 1e-4), "bf16": (0.25, 0.1)}  # largest difference of a metric: relative, plus absolute
 LOOK_AT = self_test.LOOK_AT | {  # where two ranks differ
+    "initial": "lora_megatron: each expert of the whole model draws its own A, on whatever rank it lies",
     "restored": "adapter_weights.scatter and whole: which experts, which shard, the order of fused blocks",
     "samples": "rollout.own_places, in_place and the seeds in rollout.sample; weight_sync.py: are the engines equal?",
     "rewards": "rollout.sample: the question that a score belongs to, and the order in which ranks are gathered",
@@ -96,6 +97,13 @@ class RanksObserver(Observer):
         """startup.open_run, after which Learner.restore gives the adapters random values."""
         self.run, self.trained = real(*arguments), Counter[tuple]()
         generator, (whole, counts) = torch.Generator().manual_seed(SEED), self.run.learner.state()
+        made = {name: x.make() for name, x in whole["adapter"].items()}  # collective
+        equal = [
+            name
+            for name, x in made.items()
+            if self.run.parallel.rank == 0 and x.dim() == 3 and x.any() and len(x.flatten(1).unique(dim=0)) < len(x)
+        ]
+        self.findings.add("initial", not equal, f"{len(equal)} factors are equal for two experts: {equal[:1]}")
         chosen = {
             kind: {
                 name: torch.randn(x.shape, generator=generator) * 0.05 * (kind == "adapter") for name, x in part.items()

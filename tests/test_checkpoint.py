@@ -258,7 +258,7 @@ def test_a_run_that_lives_is_not_resumed_until_it_is_killed(cfg: Config) -> None
 
 
 def test_a_run_with_another_configuration_is_named_instead_of_starting_anew(cfg: Config) -> None:
-    """Only the newest run decides that is not finished and that no live process writes."""
+    """The newest run decides that is not finished and that no live process writes."""
     other = cfg.model_copy(update={"optim": OptimConfig(lr=0.5)})
     log = start_a_run(cfg, 1)
     said: list[str] = []
@@ -274,7 +274,10 @@ def test_a_run_with_another_configuration_is_named_instead_of_starting_anew(cfg:
     finished = start_a_run(cfg, 1)
     finished.close()
     (finished.run_dir / "finished.json").write_text("{}")
-    assert checkpoint.find_resumable(other) is None
+    said.clear()
+    assert checkpoint.find_resumable(other, said.append) is None  # a new run has been wished since
+    assert said == [f"note: {log.run_dir}: not finished, and left: optim.lr: 1e-05 -> 0.5"]
+    assert checkpoint.find_resumable(cfg).run_dir == log.run_dir
 
 
 def test_a_run_without_a_checkpoint_is_named_and_a_new_one_begins(cfg: Config) -> None:
@@ -285,7 +288,9 @@ def test_a_run_without_a_checkpoint_is_named_and_a_new_one_begins(cfg: Config) -
         said.clear()
         assert checkpoint.find_resumable(again, said.append) is None
         (line,) = said
-        assert line.startswith(f"note: {log.run_dir}: not finished, and without a usable checkpoint; a new run begins")
+        assert line.startswith(
+            f"note: {log.run_dir}: not finished, and without a usable checkpoint; that folder is left"
+        )
 
 
 def test_at_most_ten_changed_keys_are_listed(tmp_path: Path, cfg: Config) -> None:
@@ -313,6 +318,11 @@ def test_what_a_resume_may_change_is_taken_over_and_more_steps_only_without_a_sc
     )  # fmt: skip
     vllm = cfg.model_copy(update={"rollout": RolloutConfig(engine="vllm")})
     graphs = cfg.model_copy(update={"rollout": RolloutConfig(engine="vllm", enforce_eager=False)})
+    dropout = cfg.model_copy(update={"lora": cfg.lora.model_copy(update={"dropout": 0.2})})
+    packed = {"optim": cfg.optim.model_copy(update={"tokens_per_micro_batch": 999})}
+    assert changes_at_resume(to_dict(cfg), cfg.model_copy(update=packed)) == ([], [])
+    (line,), taken = changes_at_resume(to_dict(dropout), dropout.model_copy(update=packed))
+    assert line.endswith("-> 999 (lora.dropout depends on it)") and taken == []
     assert changes_at_resume(to_dict(vllm), graphs) == ([], ["rollout.enforce_eager: true -> false"])
     assert changes_at_resume({}, cfg)[1] == [] or "train.steps" not in str(changes_at_resume({}, cfg)[1])
 

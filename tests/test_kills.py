@@ -222,7 +222,7 @@ def test_ctrl_c_during_the_imports_ends_with_one_line(tmp_path: Path) -> None:
         return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
     lines = pressed(process, catches_sigterm, tmp_path / "log")
-    assert lines == ["ended by SIGINT before the first step; the same command starts again"]
+    assert lines == ["ended by SIGINT before a step of this start; the same command starts it again"]
 
 
 @pytest.mark.slow

@@ -70,6 +70,19 @@ def test_the_traceback_of_a_lost_connection_is_printed_after_the_hint(monkeypatc
     assert any(", in lost" in line for line in said) and said[-1] == "RuntimeError: Connection closed by peer"
 
 
+def test_a_missing_file_in_the_middle_of_a_training_has_a_traceback(monkeypatch, capsys) -> None:
+    """It may be a library's own: then the line alone would blame the user's input."""
+
+    def missing(*_: object, **__: object) -> None:
+        raise FileNotFoundError(2, "No such file", "library.so")
+
+    monkeypatch.setattr(train_grpo, "start", missing)
+    assert train_grpo.main(["configs/tiny_cpu.yaml"]) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert said[0].startswith("Traceback") and any(", in missing" in line for line in said)
+    assert said[-1] == "error: library.so: No such file"
+
+
 def test_a_question_to_all_ranks_names_a_file_in_one_line_and_shows_the_traceback_of_other_errors(capsys) -> None:
     def question(error: Exception) -> int:
         def refuse(*_: object) -> None:

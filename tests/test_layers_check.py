@@ -96,7 +96,7 @@ def test_a_sound_trainer_and_sampler_agree_and_every_expert_is_met(tmp_path) -> 
     assert found["gap_mean"] < 0.1 < found["gap_without_adapters"]
     assert found["tokens"] > 3000 and len(found["gap_by_replica"]) == 2
     assert "first tokens that the same seeds give again: 1, 1; at least 0.9 expected" in text
-    assert all(row["right"] and row["text"] in text for row in found["sampling"]) and len(found["sampling"]) == 5
+    assert all(row["right"] and row["text"] in text for row in found["sampling"]) and len(found["sampling"]) == 7
 
 
 def test_one_expert_whose_adapter_does_not_reach_the_sampler_is_named(tmp_path) -> None:
@@ -135,6 +135,25 @@ def calls(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
     return plant
 
 
+def only_later(change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[pytest.MonkeyPatch], None]:
+    """A fault as in `draws`, of all tokens but the first: an engine may sample after the prompt by other code."""
+    real, calls_of_wave = TorchSampler._run_wave, []
+
+    def wave(*args, **more):
+        calls_of_wave.clear()
+        return real(*args, **more)
+
+    def drawn(p: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+        calls_of_wave.append(1)
+        return (cdf if len(calls_of_wave) == 1 else change)(p, u)
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(TorchSampler, "_run_wave", wave)
+        patch.setattr(torch_sampler, "inverse_cdf", drawn)
+
+    return plant
+
+
 def own_count(patch: pytest.MonkeyPatch) -> None:
     """Each of two replicas counts its own prompts, so that both have the same random numbers."""
     real = rollout.derive_seed
@@ -148,7 +167,11 @@ def second_replica(plant: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pyt
 
 cdf = torch_sampler.inverse_cdf
 warmer = draws(lambda p, u: cdf(p ** (1 / 1.3), u))
-FOLLOWS, BY_ID = "first tokens, classed by probability: ", "first tokens, classed by id: "
+LATER, FOLLOWS, BY_ID = (
+    "later tokens, by their places: ",
+    "first tokens, classed by probability: ",
+    "first tokens, classed by id: ",
+)
 REPEAT, AGAIN = "completions that repeat an earlier one, ", "first tokens that the same seeds give again: "
 FAULTS = {  # name: (the fault, ranks, words of the message)
     "none": (lambda patch: None, 1, ""),
@@ -166,6 +189,15 @@ FAULTS = {  # name: (the fault, ranks, words of the message)
         1, REPEAT,
     ),
     "one random stream for both replicas": (own_count, 2, REPEAT),
+    "one random stream for every two neighbours": (
+        calls(lambda real, engine, prompts, more: real(
+            engine, prompts, **more | {"seeds": [more["seeds"][place // 2] for place in range(len(prompts))]})),
+        1, "completions of one prompt that repeat",
+    ),
+    "top-k 3 after the first token": (
+        only_later(lambda p, u: p.topk(3)[1].gather(1, cdf(p.topk(3)[0], u))), 1, LATER,
+    ),
+    "temperature x 1.3 after the first token": (only_later(lambda p, u: cdf(p ** (1 / 1.3), u)), 1, LATER),
     "each sample twice": (
         calls(lambda real, engine, prompts, more: [
             [one for one in group[::2] for _ in range(2)] for group in real(engine, prompts, **more)]),

@@ -184,6 +184,17 @@ def forget_steps(trainer: Learner, *_) -> None:
     trainer.optimizer_steps = 0
 
 
+def last_micro_batch() -> None:
+    """Each micro-batch throws away the gradients of those before it."""
+    real = learner.Learner._loss
+
+    def loss(trainer: learner.Learner, *arguments: object) -> tuple:
+        trainer.model.zero_grad()
+        return real(trainer, *arguments)
+
+    learner.Learner._loss = loss
+
+
 def neighbours_rewards(result: tuple, *_) -> tuple:
     batch: Rollout = result[0]
     batch.rewards = batch.rewards.roll(1, dims=1)
@@ -255,6 +266,7 @@ FAULTS = {  # fault: how it is planted, the check that must find it, overrides o
     "half of the tokens masked": (
         masks(lambda mask: mask * (torch.arange(mask.shape[1]) % 2)), "gradient", (),
     ),
+    "only the last micro-batch counts": (last_micro_batch, "gradient", ()),
     "no gradient for the experts": (
         gradients(lambda parameter: parameter.grad * (not parameter.is_expert)), "gradient", (),
     ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import re
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -136,6 +137,17 @@ def twice(real: Callable, *args: object) -> None:
     real(*args)
 
 
+def summed_before(real: Callable, trainer: Learner, *arguments: object) -> tuple:
+    """Sums the gradients of the earlier micro-batches over ranks, which are summed again at the end."""
+    trainer.parallel.sync_gradients_(trainer.parameters)
+    return real(trainer, *arguments)
+
+
+def place_on_the_rank(real: Callable, seed: int, what: str, key: str) -> int:
+    """The draw of an expert's factor depends on its place on its rank; each of two ranks has two experts."""
+    return real(seed, what, re.sub(r"\d+$", lambda found: str(int(found[0]) % 2), key))
+
+
 def local_clip(real: Callable, trainer: Learner, step: int) -> float:
     """Clips by the norm of this rank's gradients, and reports the true one."""
     true = trainer.parallel.gradient_norm(trainer.parameters).item()
@@ -202,6 +214,10 @@ FAULTS: dict[str, tuple] = {  # fault: the layout, the check that must find it, 
     "the same in bf16": ("TP2", "copies", instead(Parallel, "sync_gradients_", no_tensor_sum), "model.dtype=bf16"),
     "no sum over data ranks": (
         "DP2", "gradient", instead(Parallel, "sync_gradients_", lambda *_: None),
+    ),
+    "gradients summed after every micro-batch": ("DP2", "gradient", instead(Learner, "_loss", summed_before)),
+    "experts that start equal on both ranks": (
+        "EP2", "initial", instead(lora_megatron, "derive_seed", place_on_the_rank),
     ),
     "gradients summed twice": ("DP2", "gradient", instead(Parallel, "sync_gradients_", twice)),
     "advantages of the other rank's prompts": ("DP2", "advantages", after(grpo, "group_advantages", other_advantages)),
