@@ -139,7 +139,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--check", action="store_true", help="check the input and stop")
     parser.add_argument("--ranks", type=int, help="with --check: the number of ranks of the run")
     args = parser.parse_intermixed_args(arguments)
-    rank = 0
+    rank, trains = 0, False
     try:
         rank = parallel_setup.check_launch()
         cfg, notes = resolve_config(args.config, args.overrides)
@@ -152,13 +152,14 @@ def main(arguments: list[str]) -> int:
                 print(f"note: {cfg.model.path} is not there: a start makes a tiny model, {cfg.tiny_model}", flush=True)
             startup.checkpoint_to_resume(cfg)
         else:
+            trains = True
             start(cfg, is_command=True)
     except (Tripped, AqnError) as error:
         parallel_setup.report(rank, f"stopped: {error}")
         return 3
     except Exception as error:
         if isinstance(error, InputError) or (isinstance(error, OSError) and error.filename):  # the user's file
-            cause = "" if isinstance(error, InputError) else traceback.format_exc()
+            cause = traceback.format_exc() if trains and not isinstance(error, InputError) else ""
             parallel_setup.report(rank, f"{cause}error: {one_line(error)}")
             return 2
         lost = isinstance(error, RuntimeError) and any(word in str(error) for word in ("onnection", "peer"))

@@ -31,6 +31,8 @@ SURPRISE_STEPS = 20  # the last steps, in which the statistics of sampling are j
 SURPRISE_Z = 5.0  # standard deviations; chance alone reaches it with a probability of 6e-7
 SURPRISE_SHARE = 0.03  # in bf16 the rounding of log-probs alone may move the sums by about 1 %
 RAREST_TOKEN = 12.0  # nats: -log p of a token that is drawn once in 160,000 times
+ROUNDED_AWAY = "aqn.sigma_end and aqn.bf16: rounding left none of this noise"
+NO_NORMS = "whether the engine takes pushed norms (aqn.targets, the engine's load_weights)"
 SPIKE_WINDOW = 50  # steps: their median gradient norm is the usual one
 SPIKE_START = 10  # no gradient norm is judged before so many steps
 
@@ -184,8 +186,7 @@ class Tripwires:
         if self.identical_nats > IDENTICAL_NATS:
             self.trip(
                 "sampling",
-                f"step {step + 1}: all completions of every group are identical, with an entropy that makes this "
-                "improbable: all advantages are 0",
+                f"step {step + 1}: all completions of every group are identical, which is improbable",
                 "the engine's seeds of the samples of one prompt",
             )
 
@@ -226,9 +227,7 @@ class Tripwires:
                 "noise",
                 f"step {step + 1}: sigma is {metrics['aqn/sigma']:g} but the sampler's log-prob on the probe prompt is "
                 "to the last bit what it was before the noise",
-                "aqn.sigma_end and aqn.bf16: rounding left none of this noise"
-                if metrics.get("aqn/changed_elements") == 0
-                else "whether the engine takes pushed norms (aqn.targets, the engine's load_weights)",
+                ROUNDED_AWAY if metrics.get("aqn/changed_elements") == 0 else NO_NORMS,
             )
         # Under dropout only the probe counts, because the passes of the update drop activations.
         if self.checks.logp_gap == "off" or "logp_gap" in self.warned or (self.cfg.lora.dropout and not noisy):
@@ -364,9 +363,8 @@ class Heartbeat:
         self.rank, self.stall_seconds = rank, stall_seconds
         self.place, self.last = "start", time.monotonic()
         self.stopped = threading.Event()
-        self.reached = lambda: (
-            "before a step of this start; the same command starts it again"
-        )  # startup.open_run knows more
+        # startup.open_run knows more
+        self.reached = lambda: "before a step of this start; the same command starts it again"
         if stall_seconds:
             threading.Thread(target=self._watch, name="heartbeat", daemon=True).start()
 

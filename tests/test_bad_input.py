@@ -267,7 +267,7 @@ MODEL = [
     *(row(f"{name} that fails", f"model/{name}: {FAILED}", model(lambda folder, name=name: failing_read(folder / name)))
       for name in ("config.json", "tokenizer_config.json", "generation_config.json", "model.safetensors.index.json")),
     row("weights that fail", "model/model.safetensors: cannot be read (", model(lambda f: failing_read(f / WEIGHTS))),
-    row("tokenizer that fails", "the tokenizer cannot be loaded", model(lambda f: failing_read(f / "tokenizer.json"))),
+    row("tokenizer that fails", "tokenizer.json: cannot be read", model(lambda f: failing_read(f / "tokenizer.json"))),
     row("endless pattern", "config.json: quantization_config: a pattern of targets or ignore does not end in",
         option(quantization_config=quantised(r"re:(([a-z_.0-9]+)+)+\$"))),
     row("deep pattern", "config.json: quantization_config: targets, ignore: no pattern: maximum recursion",
