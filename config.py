@@ -11,7 +11,7 @@ import difflib
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
 from typing import Any, get_args
 
@@ -177,6 +177,7 @@ MAY_CHANGE = frozenset(
     | {f"checks.{key}" for key in ChecksConfig.model_fields}
 )
 
+# How the rows of a step are split over micro-batches and ranks: the masks of LoRA dropout depend on it.
 SPLIT = {"optim.tokens_per_micro_batch", "parallel.tensor", "parallel.expert", "parallel.expert_tensor"}
 
 # A resume may change these, too: when to evaluate, graphs, and the place of files whose content is compared with
@@ -213,13 +214,13 @@ def hash_of(tree: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fixed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def changed_keys(old: dict, new: Config) -> list[str]:
-    """A line "section.key: old -> new" for each key outside MAY_CHANGE that differs; ``old`` is an earlier to_dict."""
+def changed_keys(old: dict, new: Config, may: Set[str] = MAY_CHANGE) -> list[str]:
+    """A line "section.key: old -> new" for each key outside ``may`` that differs; ``old`` is an earlier to_dict."""
     before, after = flatten(old), flatten(to_dict(new))
     return [
         f"{key}: {shown(before.get(key))} -> {shown(after.get(key))}"
         for key in {**after, **before}
-        if key not in MAY_CHANGE and before.get(key) != after.get(key)
+        if key not in may and before.get(key) != after.get(key)
     ]
 
 
@@ -235,15 +236,12 @@ def changes_at_resume(old: dict, new: Config) -> tuple[list[str], list[str]]:
         "aqn.schedule depends on it": new.aqn.schedule not in ("off", "constant"),
     }
     reason = next((reason for reason, holds in against.items() if holds), "")
-    may = MAY_CHANGE_AT_RESUME if reason else MAY_CHANGE_AT_RESUME | {"train.steps"}
-    lines = {line.partition(":")[0]: line for line in changed_keys(old, new)}
-    if new.lora.dropout:  # its masks depend on the micro-batches and the layout
-        then, now = flatten(old), flatten(to_dict(new))
-        lines |= {key: f"{key}: {shown(then.get(key))} -> {shown(now.get(key))} (lora.dropout depends on it)"
-                  for key in SPLIT if then.get(key, now.get(key)) != now.get(key)}  # fmt: skip
-    refused = [f"{line} ({reason})" if key == "train.steps" else line for key, line in lines.items() if key not in may]
-    refused += [lines[key] for key in sorted(SPLIT & lines.keys())]
-    return refused, [line for key, line in lines.items() if key in may - SPLIT]
+    split = SPLIT if new.lora.dropout else set()
+    reasons = dict.fromkeys(split, "lora.dropout depends on it") | ({"train.steps": reason} if reason else {})
+    may = (MAY_CHANGE_AT_RESUME | {"train.steps"}) - reasons.keys()
+    lines = {line.partition(":")[0]: line for line in changed_keys(old, new, MAY_CHANGE - split)}
+    refused = [f"{line} ({reasons[key]})" if key in reasons else line for key, line in lines.items() if key not in may]
+    return refused, [line for key, line in lines.items() if key in may]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

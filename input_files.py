@@ -162,9 +162,9 @@ def check_folder(folder: Path) -> None:
             continue
         about = path.stat()
         refuse_special(path, about.st_mode)
-        if path.suffix in SMALL_FILES and about.st_size > SETTINGS_MIB * 2**20:
-            raise InputError(f"{path}: larger than {SETTINGS_MIB} MiB, the most that is read of such a file")
         if path.suffix in SMALL_FILES:
+            if about.st_size > SETTINGS_MIB * 2**20:
+                raise InputError(f"{path}: larger than {SETTINGS_MIB} MiB, the most that is read of such a file")
             with opened(path) as file:
                 file.read(1)  # a library would not name the file that cannot be read
 

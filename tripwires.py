@@ -186,7 +186,7 @@ class Tripwires:
         if self.identical_nats > IDENTICAL_NATS:
             self.trip(
                 "sampling",
-                f"step {step + 1}: all completions of every group are identical, which is improbable",
+                f"step {step + 1}: all completions of every group are equal, a chance of e^-{self.identical_nats:.0f}",
                 "the engine's seeds of the samples of one prompt",
             )
 

@@ -43,8 +43,7 @@ Read = Callable[[str], str]  # a path relative to results/ -> the text of the fi
 
 def faults(results: Path) -> tuple[list[str], str]:
     """One sentence for each run or benchmark whose commit or announcement is missing; and what was looked up."""
-    groups, known_commits = load_groups(results), _history(results)
-    known, compared = known_commits
+    groups, (known, compared) = load_groups(results), _history(results)
     named = {f"run {run.record.id}": run.record.commit for runs in groups.values() for run in runs}
     named |= {f"benchmark {name}": one.commit for name, one in load_benchmarks(results).items()}
     found = [
@@ -153,9 +152,8 @@ def _not_as_announced(results: Path, groups: dict[str, list[Run]], known: set[st
     for commit in ran:
         read = _revision(results, commit)
         plans[commit] = announced(read) + [entry for sweep in sweeps for entry in _of_sweep(read, sweep)]
+        found += _shorter_gains(results, read, _working_tree(results), commit[:7])
     found += _changed_families(results, today, groups, plans) + _changed_entries(results, today, groups, plans)
-    for commit in ran:
-        found += _shorter_gains(results, _revision(results, commit), _working_tree(results), commit[:7])
     missing = {line.partition(":")[0] for entry in today for line in entry.get("missing", ())}
     for name in dict.fromkeys(name for entry in today for name in begun(entry, groups)):
         runs = groups[name]
@@ -309,7 +307,7 @@ def _records_at(results: Path, commit: str) -> dict[str, str]:
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         contents = {member.name: tar.extractfile(member).read() for member in tar.getmembers() if member.isfile()}
     dates = {run.record.id: run.record.date for run in load_runs(results).values()}  # those records had no date
-    found: dict[str, str] = {}
+    known, found = load_benchmarks(results), {}
     for name, content in contents.items():
         record_id, _, file = name.partition("/")
         if name.endswith(".parquet"):
@@ -319,7 +317,7 @@ def _records_at(results: Path, commit: str) -> dict[str, str]:
             rows = gzip.decompress(contents[f"{record_id}/steps.jsonl.gz"]).splitlines()
             found |= seals(Content([Run(validated(Record, record, name), [json.loads(row) for row in rows])]))
         elif record_id == "benchmarks" and file.endswith(".json"):
-            known = load_benchmarks(results).get(Path(file).stem)
-            about = json.loads(content) | {"place": known.place if known else 0}
-            found |= seals(Content(benchmarks={Path(file).stem: validated(Benchmark, about, name)}))
+            stem = Path(file).stem
+            about = json.loads(content) | {"place": known[stem].place if stem in known else 0}
+            found |= seals(Content(benchmarks={stem: validated(Benchmark, about, name)}))
     return found

@@ -185,11 +185,10 @@ def compare(cfg: Config, arch: hf_config.Architecture, parallel: Parallel) -> di
     shape = (max(PROMPTS // replicas, 8) // 2, min(PROMPT_TOKENS, cfg.data.max_prompt_tokens))
     generator = torch.Generator().manual_seed(derive_seed(cfg.train.seed, "probe prompts"))
     prompts = torch.randint(1, arch.vocab_size, shape, generator=generator).tolist()
-    batch, again = (  # every replica is asked every prompt twice
-        sample(engine, prompts * 2, cfg, parallel, GROUP, min(NEW_TOKENS, cfg.rollout.max_new_tokens)) for _ in range(2)
-    )
-    alone = sample(
-        engine, prompts[:1] * len(prompts), cfg, parallel, GROUP, min(NEW_TOKENS, cfg.rollout.max_new_tokens)
+    new_tokens = min(NEW_TOKENS, cfg.rollout.max_new_tokens)
+    batch, again, alone = (  # every replica is asked every prompt twice; the same again; one prompt at all places
+        sample(engine, asked, cfg, parallel, GROUP, new_tokens)
+        for asked in (prompts * 2, prompts * 2, prompts[:1] * len(prompts))
     )
     first = sample(engine, prompts, cfg, parallel, sampling_check.FIRST_TOKENS // len(prompts), 1)
     logp = sampling_check.next_logprobs(model, prompts, parallel, cfg.rollout.temperature)

@@ -42,10 +42,14 @@ def next_logprobs(model: torch.nn.Module, prompts: list[list[int]], parallel: Pa
     return _all_logprobs(model, hidden, parallel, temperature)
 
 
+def _head(model: torch.nn.Module) -> Tensor:
+    """This rank's share of the output layer.  (V / tensor, h)"""
+    return (model.embedding.word_embeddings if model.share_embeddings_and_output_weights else model.output_layer).weight
+
+
 def _all_logprobs(model: torch.nn.Module, hidden: Tensor, parallel: Parallel, temperature: float) -> Tensor:
     """The log-probs of all tokens from the last hidden states, by rank 0's trainer.  (.., h) -> (.., V) fp64"""
-    head = model.embedding.word_embeddings if model.share_embeddings_and_output_weights else model.output_layer
-    by_rank = parallel.gather_rows((hidden @ head.weight.t()).float() / temperature)  # (ranks, .., V / tensor)
+    by_rank = parallel.gather_rows((hidden @ _head(model).t()).float() / temperature)  # (ranks, .., V / tensor)
     return by_rank[: parallel.tensor].movedim(0, -2).flatten(-2).double().log_softmax(-1)
 
 
@@ -62,8 +66,7 @@ def places(model: torch.nn.Module, batch: Rollout, parallel: Parallel, temperatu
     prompts = torch.tensor(batch.prompts).repeat_interleave(group, 0)
     rows = F.pad(torch.cat([prompts, batch.tokens], 1), (0, -(length + longest) % parallel.tensor))
     found = torch.full((number, longest), -1.0, dtype=torch.float64)
-    head = model.embedding.word_embeddings if model.share_embeddings_and_output_weights else model.output_layer
-    at_once = max(1, NUMBERS // (longest * head.weight.shape[0]))
+    at_once = max(1, NUMBERS // (longest * len(_head(model))))
     for some in torch.arange(number).split(at_once) if longest > 1 else ():
         with model_megatron.evaluating(model):
             hidden = model_megatron.hidden_states(model, rows[some].to(parallel.device))[length : length + longest - 1]
