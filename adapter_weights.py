@@ -11,54 +11,38 @@ import functools
 import re
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import lora_megatron
 import weights_hf
+from architecture import Architecture, Module, every_module, layers
 from checkpoint import Checkpoint
-from hf_config import Architecture
 from input_files import InputError, first_three
 from knobs import LoraConfig
 from lora_megatron import Adapter, whole_shape
-from parallel_setup import Parallel
+from parallel_setup import Factor, Parallel
 
-HF_NAMES = {  # Megatron module -> the Hugging Face module, or a fused name for several of them
-    "self_attention.linear_qkv": "self_attn.qkv_proj",
-    "self_attention.linear_proj": "self_attn.o_proj",
-    "mlp.linear_fc1": "mlp.gate_up_proj",
-    "mlp.linear_fc2": "mlp.down_proj",
-    "mlp.experts.linear_fc1": "mlp.experts.gate_up_proj",
-    "mlp.experts.linear_fc2": "mlp.experts.down_proj",
-    "mlp.shared_experts.linear_fc1": "mlp.shared_expert.gate_up_proj",
-    "mlp.shared_experts.linear_fc2": "mlp.shared_expert.down_proj",
-    "mlp.router.lora": "mlp.gate",
-}
-FUSED = {  # Hugging Face module -> (lora.targets, the fused module)
-    "q_proj": ("linear_qkv", "qkv_proj"),
-    "k_proj": ("linear_qkv", "qkv_proj"),
-    "v_proj": ("linear_qkv", "qkv_proj"),
-    "o_proj": ("linear_proj", "o_proj"),
-    "gate": ("router", "gate"),
-    "gate_proj": ("linear_fc1", "gate_up_proj"),
-    "up_proj": ("linear_fc1", "gate_up_proj"),
-    "down_proj": ("linear_fc2", "down_proj"),
-}
+SAMPLED_ROWS = 64  # of a large weight, for `update_kept`: a small part of the cost of merging it
 
 
-def target_of(name: str) -> str:
+def target_of(arch: Architecture, name: str) -> str:
     """The member of lora.targets that adapts a Hugging Face tensor; "" if none does."""
-    return FUSED.get(name.split(".")[-2], ("", ""))[0] if name.endswith(".weight") else ""
+    block = re.sub(r"\.experts\.\d+\.", ".experts.{}.", name.removeprefix("model.layers.").partition(".")[2])
+    return next((m.target for m in every_module(arch) if block.removesuffix(".weight") in m.blocks), "")
 
 
-def hf_name(name: str) -> str:
+def hf_name(name: str, arch: Architecture) -> str:
     """decoder.layers.3.mlp.experts.linear_fc1.A -> model.layers.3.mlp.experts.gate_up_proj.A"""
-    _, _, layer, rest = name.split(".", 3)
-    module, _, letter = rest.rpartition(".")
-    return f"model.layers.{layer}.{HF_NAMES[module]}.{letter}"
+    return f"model.layers.{name.split('.')[2]}.{_module_of(name, arch).fused}.{name[-1]}"
+
+
+def _module_of(name: str, arch: Architecture) -> Module:
+    """The module that a factor adapts."""
+    weight = name.split(".", 3)[3][: -len(".A")].removesuffix(".lora") + ".weight"
+    return next(module for module in every_module(arch) if module.megatron == weight)
 
 
 # ------------------------------------------------------------------------------------------------ whole <-> shards
@@ -66,17 +50,17 @@ def hf_name(name: str) -> str:
 
 @torch.no_grad()
 def gather(
-    adapters: dict[str, Adapter], values: dict[str, Tensor], arch: Architecture, parallel: Parallel
+    adapters: dict[str, Adapter], values: Mapping[str, Tensor], arch: Architecture, parallel: Parallel
 ) -> dict[str, Tensor]:
     """Whole tensors by Hugging Face name from the ``values`` of every rank (by factor name). Collective."""
     factors = lora_megatron.factors(adapters)
-    return {hf_name(name): whole(name, factors[name], values[name], arch, parallel).clone() for name in factors}
+    return {hf_name(name, arch): whole(name, factors[name], values[name], arch, parallel).clone() for name in factors}
 
 
 @torch.no_grad()
 def whole(
     name: str,
-    factor: torch.nn.Parameter,
+    factor: Factor,
     value: Tensor,
     arch: Architecture,
     parallel: Parallel,
@@ -99,7 +83,7 @@ def whole(
         parts = [part.cpu() for part in parts]
     if is_qkv:
         parts = [weights_hf.separate_qkv(part, arch.num_kv_heads // shards.size, arch) for part in parts]
-    blocks = [size // shards.size for size in _block_sizes(whole_shape(factor, parallel)[dim], name, arch)]
+    blocks = [size // shards.size for size in _block_sizes(name, whole_shape(factor, parallel)[dim], arch)]
     by_block = zip(*(part.split(blocks, dim) for part in parts), strict=True)
     return torch.cat([piece for pieces in by_block for piece in pieces], dim)
 
@@ -117,13 +101,13 @@ def scatter(
     Raises InputError when names or shapes are not those of these adapters.
     """
     factors = lora_megatron.factors(adapters)
-    expected = {hf_name(name) + ending for name in factors}
+    expected = {hf_name(name, arch) + ending for name in factors}
     odd = sorted(expected ^ {name for name in wholes if name.endswith(ending)})
     if odd:
         raise InputError(f"checkpoint: the adapters do not match lora.targets; {odd[0]} is on one side only")
     pieces = {}
     for name, factor in factors.items():
-        whole_name, shape = hf_name(name) + ending, whole_shape(factor, parallel)
+        whole_name, shape = hf_name(name, arch) + ending, whole_shape(factor, parallel)
         value = wholes[whole_name]
         if tuple(value.shape) != shape or value.dtype != factor.dtype:
             raise InputError(
@@ -138,74 +122,65 @@ def scatter(
     return pieces
 
 
-def _piece(name: str, factor: torch.nn.Parameter, value: Tensor, arch: Architecture, parallel: Parallel) -> Tensor:
+def _piece(name: str, factor: Factor, value: Tensor, arch: Architecture, parallel: Parallel) -> Tensor:
     """What the rank at the place of ``parallel`` holds of the whole tensor ``value``, the inverse of `whole`."""
     dim, shards = factor.shard_dim, parallel.shards(factor.is_expert)
     if factor.is_expert:
         value = value.chunk(parallel.expert)[parallel.expert_rank]
     if dim is not None:
-        blocks = value.split(_block_sizes(value.shape[dim], name, arch), dim)
+        blocks = value.split(_block_sizes(name, value.shape[dim], arch), dim)
         value = torch.cat([block.chunk(shards.size, dim)[shards.rank] for block in blocks], dim)
     if name.endswith("linear_qkv.B"):
         value = weights_hf.interleave_qkv(value, arch.num_kv_heads // shards.size, arch)
     return value
 
 
-def _block_sizes(size: int, name: str, arch: Architecture) -> list[int]:
+def _block_sizes(name: str, factor_dim_size: int, arch: Architecture) -> list[int]:
     """Sizes, in the whole tensor, of the fused blocks along the dimension that is split."""
-    if name.endswith("linear_qkv.B"):
-        kv = arch.num_kv_heads * arch.head_dim
-        return [arch.num_heads * arch.head_dim, kv, kv]
-    return [size // 2] * 2 if name.endswith("linear_fc1.B") else [size]  # fc1: gate, up
+    module = _module_of(name, arch)
+    return [rows for rows, *_ in module.blocks.values()] if module.split == 0 else [factor_dim_size]
 
 
 # ------------------------------------------------------------------------------------- by weights of the base model
 
 
-@dataclass(frozen=True)
-class Adapted:
+class Adapted(NamedTuple):
     """A module with an A and a B in the checkpoint, and the weights of the base model that they change."""
 
-    parent: str  # model.layers.0.self_attn
-    fused: str  # qkv_proj: the checkpoint has <parent>.<fused>.A and .B
-    rows: dict[str, int]  # the base model's modules in the order of B's output rows: {q_proj: 64, k_proj: 32, ..}
-    in_size: int
+    layer: str  # model.layers.0.
+    module: Module
     rank: int
-    num_experts: int = 0  # 0: A (R, in), B (out, R); routed experts: A (E, in, R), B (E, R, out)
 
     @property
     def name(self) -> str:
-        return f"{self.parent}.{self.fused}"
+        return self.layer + self.module.fused
+
+    @property
+    def is_expert(self) -> bool:
+        return self.module.kind == "experts"
 
     def factor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name in the checkpoint -> shape."""
-        a, b = (self.rank, self.in_size), (sum(self.rows.values()), self.rank)
-        if self.num_experts:
-            a, b = (self.num_experts, *a[::-1]), (self.num_experts, *b[::-1])
+        """Name in the checkpoint -> shape: A (R, in), B (out, R); of routed experts A (E, in, R), B (E, R, out)."""
+        a, b = (self.rank, self.module.in_size), (self.module.out_size, self.rank)
+        if self.is_expert:
+            a, b = (self.module.copies, *a[::-1]), (self.module.copies, *b[::-1])
         return {f"{self.name}.A": a, f"{self.name}.B": b}
 
     def pairs(self, factors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
         """(name of a changed weight of the base model, its A (R, in), its B (out, R)); views, not copies."""
-        a, b = factors[f"{self.name}.A"], factors[f"{self.name}.B"]
-        by_expert = [(f"{self.parent}.{e}", a[e].t(), b[e].t()) for e in range(self.num_experts)]
-        for parent, a_whole, b_whole in by_expert or [(self.parent, a, b)]:
-            blocks = b_whole.split(list(self.rows.values()))
-            for module, block in zip(self.rows, blocks, strict=True):
-                yield f"{parent}.{module}.weight", a_whole, block
+        a, b, blocks = factors[f"{self.name}.A"], factors[f"{self.name}.B"], self.module.blocks
+        for expert in range(self.module.copies):
+            a_of_it, b_of_it = (a[expert].t(), b[expert].t()) if self.is_expert else (a, b)
+            by_block = b_of_it.split([rows for rows, *_ in blocks.values()])
+            for block, rows_of_b in zip(blocks, by_block, strict=True):
+                yield f"{self.layer}{block.format(expert)}.weight", a_of_it, rows_of_b
 
 
 def adapted_modules(arch: Architecture, lora: LoraConfig) -> Iterator[Adapted]:
     """Every module of ``arch`` that ``lora`` trains, in the order of the layers."""
-    found: dict[str, Adapted] = {}
-    for name, shape in weights_hf.tensor_shapes(arch).items():
-        parent, _, module = name.removesuffix(".weight").rpartition(".")
-        target, fused = FUSED.get(module, ("", ""))
-        if target in lora.targets:
-            parent, is_expert = re.subn(r"\.experts\.\d+$", ".experts", parent)
-            rank, num_experts = (lora.expert_rank or lora.rank, arch.num_experts) if is_expert else (lora.rank, 0)
-            adapted = Adapted(parent, fused, {}, shape[1], rank, num_experts)
-            found.setdefault(adapted.name, adapted).rows[module] = shape[0]
-    yield from found.values()
+    for layer, module in layers(arch):
+        if module.target in lora.targets:
+            yield Adapted(layer, module, lora.rank_of(module.kind == "experts"))
 
 
 # ------------------------------------------------------------------------------- copies of one piece on several ranks
@@ -214,23 +189,65 @@ def adapted_modules(arch: Architecture, lora: LoraConfig) -> Iterator[Adapted]:
 Pieces = dict[tuple[str, str], Tensor]  # (name of the whole tensor, which piece of it) -> this rank's tensor
 
 
-def adapter_pieces(adapters: dict[str, Adapter], parallel: Parallel) -> Pieces:
+def adapter_pieces(adapters: dict[str, Adapter], arch: Architecture, parallel: Parallel) -> Pieces:
     """Every LoRA factor of this rank, under the name that checkpoints have for the whole factor."""
-    pieces = {}
+    pieces: Pieces = {}
     for name, factor in lora_megatron.factors(adapters).items():
         shard = parallel.shards(factor.is_expert).rank if factor.shard_dim is not None else ""
         experts = f" of experts {parallel.expert_rank}" if factor.is_expert else ""
-        pieces[hf_name(name), f"{shard}{experts}"] = factor
+        pieces[hf_name(name, arch), f"{shard}{experts}"] = factor
     return pieces
 
 
 def all_pieces(model: torch.nn.Module, arch: Architecture, adapters: dict[str, Adapter], parallel: Parallel) -> Pieces:
     """Every LoRA factor of this rank, and every frozen weight under the Hugging Face name of its first block."""
-    pieces = adapter_pieces(adapters, parallel)
+    pieces = adapter_pieces(adapters, arch, parallel)
     for slot in weights_hf.slots(model, arch, parallel):
         shard = parallel.shards(slot.expert is not None).rank if slot.dim is not None else ""
         pieces[slot.names[0], str(shard)] = slot.weight
     return pieces
+
+
+@torch.no_grad()
+def update_kept(
+    model: torch.nn.Module, arch: Architecture, parallel: Parallel, factors_apart: bool
+) -> dict[str, float]:
+    """How much of the update U = (alpha / R) B A, computed in fp32, the rounded policy has. Collective.
+
+    The policy's change C is the merged weight as it is pushed, minus W; or, with ``factors_apart``, (alpha / R) B A of
+    the factors as they are pushed. sync/update_share is <C, U> / <U, U>, which is 1 if nothing is lost.
+    sync/update_error is |C - U| / |U|. Both also for each kind of module; mlp: dense layers and shared experts. They
+    are 1 and 0 before the first update, where U is 0. Large weights are represented by SAMPLED_ROWS of their rows.
+    """
+    sums: dict[str, Tensor] = {}
+    for slot in weights_hf.slots(model, arch, parallel):
+        if (adapter := slot.adapter) is None:
+            continue
+        first, second = (adapter.B, adapter.A) if slot.expert is None else (adapter.A, adapter.B)
+        if slot.expert is not None:
+            first, second = first[slot.expert], second[slot.expert]
+        kind = slot.kind if slot.kind in ("attention", "experts", "router") else "mlp"
+        rows, dtype = slice(None, None, -(-len(first) // SAMPLED_ROWS)), slot.stored.dtype
+        first = first[rows]
+        update = adapter.scale * (first @ second)
+        if factors_apart:
+            pair = (factor if kind == "router" else factor.to(dtype).float() for factor in (first, second))
+            change = adapter.scale * torch.matmul(*pair)
+        else:
+            weight = slot.weight[rows].float()
+            change = (weight + update).to(dtype).float() - weight
+        change, update = change.flatten(), update.flatten()
+        parts = torch.stack([change @ update, update @ update, (change - update).square().sum()])
+        copies = min(map(parallel.copies, (adapter.A, adapter.B)))  # of this shard, on as many ranks
+        sums[kind] = sums.get(kind, 0) + parts * (slot.stored.shape.numel() / update.numel() / copies)
+    totals = parallel.sum_over_ranks(torch.stack(list(sums.values())))
+    by_kind = {f"_{kind}": total for kind, total in zip(sums, totals, strict=True)} | {"": totals.sum(0)}
+    found = {}
+    for ending, total in by_kind.items():
+        both, own, error = total.tolist()
+        found[f"sync/update_share{ending}"] = both / own if own else 1.0
+        found[f"sync/update_error{ending}"] = (error / own) ** 0.5 if own else 0.0
+    return found
 
 
 @torch.no_grad()
@@ -255,7 +272,7 @@ def _checksum(tensor: Tensor) -> int:
 
 def _checksum_at(
     name: str,
-    factor: torch.nn.Parameter,
+    factor: Factor,
     value: Tensor,
     arch: Architecture,
     parallel: Parallel,
@@ -292,7 +309,7 @@ def not_saved(
         ]
         stored = {f"{kind} {name}": value for kind, named in saved.tensors.items() for name, value in named.items()}
         for name, ending in sums:
-            factor, label = factors[name], f"{'optimizer' if ending else 'adapter'} {hf_name(name)}{ending}"
+            factor, label = factors[name], f"{'optimizer' if ending else 'adapter'} {hf_name(name, arch)}{ending}"
             value = stored.pop(label, None)
             fits = value is not None and tuple(value.shape) == whole_shape(factor, parallel)
             # A piece is cut once, however many ranks hold it.

@@ -1,6 +1,6 @@
 """Reads the configuration of a run: one YAML file, and `section.key=value` on the command line, into knobs.py's Config.
 
-    python config.py configs/tiny_cpu.yaml optim.lr=2e-3        prints the resolved configuration, exit 2 on an error
+    python config.py configs/tiny_cpu.yaml optim.lr=2e-3        prints every value and its source, exit 2 on an error
 
 Four faults stop a run before any weight is read: an unknown key, a wrong type, values that cannot work together
 (config_rules.py), and a key that the run would not read. Imports no torch.
@@ -10,6 +10,7 @@ import argparse
 import difflib
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
@@ -135,6 +136,8 @@ def _sentence(fault: Any) -> str:
     """One error of pydantic in the words of this project: the key, what was found, what is needed."""
     section, *rest = where = fault["loc"]
     key = str(section) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in rest)
+    if key in REMOVED:
+        return f"{key}: not a key since version 0.2.0, always {REMOVED[key]}; needed: leave it out"
     if fault["type"] in ("extra_forbidden", "invalid_key"):
         return f"{key}: unknown key; {_suggestion(str(where[-1]), section if rest else None)}"
     if fault["type"] == "missing":
@@ -167,6 +170,14 @@ def _suggestion(name: str, section: str | None) -> str:
 # ------------------------------------------------------------------------------------------------- the run's own record
 
 
+# Keys of version 0.1 that are gone, with the value that they have now.
+REMOVED = {
+    "parallel.pipeline": 1, "parallel.context": 1, "data.operand_low": 1, "tiny_model.words_per_batch": 64,
+    "tiny_model.warm_start_lr": 3e-3, "checks.unparsable_share": 0.95, "checks.truncated_share": 0.5,
+    "checks.collapse_reward": 0.2, "checks.collapse_kl": 1.0, "checks.logp_gap_fp32": 1e-3,
+    "checks.gradient_spike_factor": 20.0, "checks.entropy_floor": 1e-4,
+}  # fmt: skip
+
 # Keys that a resumed run may change: they decide where it writes and how it is split, not what it computes.
 MAY_CHANGE = frozenset(
     {"name", "device", "model.recompute", "optim.tokens_per_micro_batch", "eval.batch_size"}
@@ -175,6 +186,7 @@ MAY_CHANGE = frozenset(
     | {"train.out_dir", "train.checkpoint_every", "train.keep_last", "train.resume", "train.changed_inputs"}
     | {"train.completions_logged", "train.tensorboard", "train.stall_seconds"}
     | {f"checks.{key}" for key in ChecksConfig.model_fields}
+    | {key for key in REMOVED if key.startswith(("parallel.", "checks."))}
 )
 
 # How the rows of a step are split over micro-batches and ranks: the masks of LoRA dropout depend on it.
@@ -217,8 +229,10 @@ def hash_of(tree: dict[str, Any]) -> str:
 def changed_keys(old: dict, new: Config, may: Set[str] = MAY_CHANGE) -> list[str]:
     """A line "section.key: old -> new" for each key outside ``may`` that differs; ``old`` is an earlier to_dict."""
     before, after = flatten(old), flatten(to_dict(new))
+    before = {key: value for key, value in before.items() if REMOVED.get(key) != value}
     return [
         f"{key}: {shown(before.get(key))} -> {shown(after.get(key))}"
+        + " (version 0.1.0 continues it)" * (key in REMOVED)
         for key in {**after, **before}
         if key not in may and before.get(key) != after.get(key)
     ]
@@ -245,16 +259,28 @@ def changes_at_resume(old: dict, new: Config) -> tuple[list[str], list[str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the resolved configuration; notes and errors go to stderr.  -> exit code, 2 on an InputError"""
-    args = command_line("config.py", "Print the resolved configuration.").parse_args(arguments)
+    """Print every value and its source; notes and errors go to stderr.  -> exit code, 2 on an InputError"""
+    args = command_line("config.py", "Print every value, and where it comes from.").parse_args(arguments)
     try:
         cfg, notes = resolve_config(args.config, args.overrides)
     except BAD_INPUT as error:
         return refused(error)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    print(to_yaml(cfg), end="")
+    print("\n".join(with_sources(cfg, read_file(args.config), args.overrides)))
     return 0
+
+
+def with_sources(cfg: Config, file_tree: dict, overrides: Sequence[str]) -> list[str]:
+    """The lines of to_yaml, each key with a comment that says where its value comes from."""
+    given, section, lines = {parse_override(one)[0] for one in overrides}, "", []
+    named, leaves = flatten(file_tree).keys(), flatten(to_dict(cfg)).keys()
+    for line in to_yaml(cfg).splitlines():
+        indent, name = re.match(r"( *)(\w*)", line).groups()
+        section, key = (section, f"{section}.{name}") if indent else (name, name)
+        source = "command line" if key in given else "file" if key in named else "default"
+        lines.append(f"{line:40}  # {source}" if key in leaves and name else line)
+    return lines
 
 
 # --------------------------------------------------------------------------------------------------------- random draws

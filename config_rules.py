@@ -8,7 +8,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from math import isqrt
 
-from hf_config import ELEMENT_BYTES, Architecture, cache_mib
+from architecture import Architecture
+from engines.kinds import ENGINES
+from hf_config import ELEMENT_BYTES, cache_mib, quantisation_problem
 from input_files import InputError
 from knobs import Config
 
@@ -32,16 +34,14 @@ IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
     (lambda c: c.tiny_model is None or c.tiny_model.architecture != "qwen2_moe",
      "tiny_model.architecture is not qwen2_moe", "tiny_model.shared_expert_width"),
     (_no_warm_start, "tiny_model.warm_start_steps is 0",
-     "tiny_model.warm_start_lr tiny_model.words_per_batch tiny_model.drills_per_batch "
+     "tiny_model.drills_per_batch "
      "tiny_model.teacher_right tiny_model.teacher_wrong_operation"),
     (lambda c: c.data.source != "gsm8k", "data.source is arithmetic, which is generated",
      "data.train_path data.test_path"),
     (lambda c: c.data.source == "gsm8k", "data.source is not arithmetic", "data.num_train data.num_test data.seed"),
     # The warm start teaches arithmetic, whatever the questions of the run are.
     (lambda c: c.data.source == "gsm8k" and _no_warm_start(c), "data.source is not arithmetic",
-     "data.operand_low data.operand_high data.operations_low data.operations_high"),
-    (lambda c: c.rollout.engine != "vllm", "rollout.engine is not vllm",
-     "rollout.tensor rollout.expert_parallel rollout.enforce_eager rollout.kv_cache_mib"),
+     "data.operand_high data.operations_low data.operations_high"),
     (lambda c: c.model.quantisation == "none", "model.quantisation is none", "model.quantised"),
     (lambda c: not {"linear_fc1", "linear_fc2"} & set(c.lora.targets),
      "lora.targets has neither linear_fc1 nor linear_fc2", "lora.expert_rank"),
@@ -58,19 +58,12 @@ IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
      "aqn.schedule is off, or model.dtype is not bf16", "aqn.bf16"),
     (lambda c: c.replay.mode == "off" or c.loss.kl == "none", "replay.mode is off or loss.kl none", "replay.reference"),
     (lambda c: c.checks.reward_constant == "off", "checks.reward_constant is off", "checks.reward_constant_steps"),
-    (lambda c: c.checks.unparsable == "off", "checks.unparsable is off", "checks.unparsable_share"),
-    (lambda c: c.checks.truncated == "off", "checks.truncated is off", "checks.truncated_share"),
     (lambda c: c.rollout.top_k > 0 or c.rollout.top_p < 1, "rollout.top_k or rollout.top_p leaves tokens out",
      "checks.surprise"),
-    (lambda c: c.checks.collapse == "off", "checks.collapse is off", "checks.collapse_reward checks.collapse_kl"),
-    (lambda c: c.checks.logp_gap == "off" or c.model.dtype != "fp32",
-     "checks.logp_gap is off, or model.dtype is not fp32", "checks.logp_gap_fp32"),
     (lambda c: c.checks.logp_gap == "off" or c.model.dtype != "bf16",
      "checks.logp_gap is off, or model.dtype is not bf16", "checks.logp_gap_bf16"),
     (lambda c: not c.has_two_policies,
      "sampler and trainer have the same policy unless lora.dropout is used in bf16", "checks.rounding"),
-    (lambda c: c.checks.gradient_spike == "off", "checks.gradient_spike is off", "checks.gradient_spike_factor"),
-    (lambda c: c.checks.entropy == "off", "checks.entropy is off", "checks.entropy_floor"),
     (lambda c: c.eval.samples == 0, "eval.samples is 0: greedy answers only", "eval.temperature"),
     (lambda c: c.train.checkpoint_every == 0, "train.checkpoint_every is 0: one checkpoint", "train.keep_last"),
 )  # fmt: skip
@@ -78,7 +71,9 @@ IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
 
 def idle_keys(cfg: Config) -> dict[str, str]:
     """Dotted keys that a run of ``cfg`` never reads, each with the reason."""
-    return {key: reason for is_idle, reason, keys in IDLE if is_idle(cfg) for key in keys.split()}
+    others = {key: engine for engine, kind in ENGINES.items() for key in kind.keys if key not in cfg.rollout.kind.keys}
+    of_others = {f"rollout.{key}": f"rollout.engine is not {engine}" for key, engine in others.items()}
+    return of_others | {key: reason for is_idle, reason, keys in IDLE if is_idle(cfg) for key in keys.split()}
 
 
 # ------------------------------------------------------------------------------------------ values that contradict
@@ -103,10 +98,6 @@ def _layout_rules(cfg: Config) -> list[Rule]:
     prompts, update = cfg.rollout.prompts_per_step, cfg.optim.prompts_per_update
     room, longest, shared = cfg.optim.tokens_per_micro_batch, cfg.row_tokens, cfg.rollout.expert_parallel
     return [
-        *(
-            (size != 1, f"parallel.{key}: {size} is not supported yet; only 1 is")
-            for key, size in (("pipeline", cfg.parallel.pipeline), ("context", cfg.parallel.context))
-        ),
         (
             shared and cfg.device in ("cpu", "cuda"),
             f"rollout.expert_parallel: device {cfg.device} packs vLLM's weights; needed: npu {STREAMED}",
@@ -135,8 +126,6 @@ def _layout_rules(cfg: Config) -> list[Rule]:
 
 
 def _vllm_rules(cfg: Config) -> list[Rule]:
-    if cfg.rollout.engine != "vllm":
-        return []
     outside = f"is for rollout.engine torch; vllm needs {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}"
     truncating = "is for rollout.engine torch; vllm reports no untruncated log-probs then"
     temperatures = {"rollout.temperature": cfg.rollout.temperature, "eval.temperature": cfg.eval.temperature}
@@ -172,8 +161,13 @@ def _vllm_rules(cfg: Config) -> list[Rule]:
     ]
 
 
+def _engine_rules(cfg: Config) -> list[Rule]:
+    """What an engine cannot do, whatever the model."""
+    return {"vllm": _vllm_rules}.get(cfg.rollout.engine, lambda cfg: [])(cfg)
+
+
 def _data_rules(cfg: Config) -> list[Rule]:
-    data, low, high = cfg.data, cfg.data.operand_low, cfg.data.operand_high
+    data = cfg.data
     generated, prompts = data.source == "arithmetic", cfg.rollout.prompts_per_step
     needed = "data.source gsm8k needs a .jsonl or .parquet file"
     fields = [found[0] for found in FIELD.finditer(data.prompt_template.replace("{question}", " "))]
@@ -185,7 +179,6 @@ def _data_rules(cfg: Config) -> list[Rule]:
             f"data.prompt_template: {data.prompt_template!r} does not contain {{question}}",
         ),
         (bool(fields), f"data.prompt_template: {', '.join(fields)} is not replaced; needed: {{question}} alone"),
-        (low > high, f"data.operand_low: {low} exceeds data.operand_high {high}"),
         (
             data.operations_low > data.operations_high,
             f"data.operations_low: {data.operations_low} exceeds data.operations_high {data.operations_high}",
@@ -218,7 +211,7 @@ def _method_rules(cfg: Config) -> list[Rule]:
             f"loss.importance_low: {loss.importance_low} is not below loss.importance_clip {loss.importance_clip}",
         ),
         (
-            bits > 0 and cfg.rollout.engine != "torch",
+            bits > 0 and not cfg.rollout.kind.alters,
             f"rollout.round_bits: {bits} is for rollout.engine torch; needed: 0 with {cfg.rollout.engine}",
         ),
         (
@@ -259,7 +252,7 @@ def _tiny_model_rules(cfg: Config) -> list[Rule]:
 
 Rules = tuple[Callable[[Config], list[Rule]], ...]
 LAYOUT_RULES: Rules = (_layout_rules,)  # preflight.py names layouts that keep them
-OTHER_RULES: Rules = (_vllm_rules, _data_rules, _method_rules, _tiny_model_rules)
+OTHER_RULES: Rules = (_engine_rules, _data_rules, _method_rules, _tiny_model_rules)
 
 
 def problems(cfg: Config, rules: Rules = LAYOUT_RULES + OTHER_RULES) -> list[str]:
@@ -330,13 +323,18 @@ def layout_problems(cfg: Config, arch: Architecture, world_size: int) -> list[st
             f"rollout.expert_parallel each rank holds a part of them; needed: off {STREAMED}",
         ),
     ]
-    if arch.stored_format != "none" and cfg.rollout.engine == "vllm":
-        rules.append((True, "rollout.engine: vllm cannot take the policy of a quantised checkpoint; needed: torch"))
+    if arch.stored_format != "none" and not cfg.rollout.kind.alters:
+        rules.append(
+            (
+                True,
+                f"rollout.engine: {cfg.rollout.engine} cannot take the policy of a quantised checkpoint; needed: torch",
+            )
+        )
     return [
         *_split_problem("parallel.tensor", tensor, split_by_tensor, world_size),
         *_split_problem("parallel.expert_tensor", expert_tensor, columns, world_size),
         *_split_problem("parallel.expert", expert, split_by_expert, world_size),
-        *filter(None, [arch.quantisation_problem(cfg.model.quantisation, expert_tensor, tensor * attention)]),
+        *filter(None, [quantisation_problem(arch, cfg.model.quantisation, expert_tensor, tensor * attention)]),
         *(message for broken, message in rules if broken),
     ]
 
@@ -348,8 +346,8 @@ def check_engine_layout(cfg: Config, arch: Architecture, world_size: int) -> Non
 
 
 def engine_layout_problems(cfg: Config, arch: Architecture, world_size: int) -> list[str]:
-    """Why vLLM cannot hold ``arch`` on ``world_size`` ranks as cfg.rollout says; [] for the embedded sampler."""
-    if cfg.rollout.engine != "vllm":
+    """Why the engine cannot hold ``arch`` on ``world_size`` ranks as cfg.rollout says."""
+    if not cfg.rollout.kind.splits:
         return []
     element, cache = ELEMENT_BYTES[cfg.model.dtype], cfg.rollout.kv_cache_mib
     return replica_problems(arch, world_size, cfg.rollout.tensor, cfg.row_tokens, cache, element)

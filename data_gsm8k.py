@@ -51,6 +51,7 @@ LATER = {
 }
 ASKED = "How many {items} are there now?"
 OPERATIONS = {"+": operator.add, "-": operator.sub}
+LOWEST_OPERAND = 1
 ONE = (1, 1)  # the fewest and the most operations of a question
 MOST_DRAWS = 10_000  # after so many draws that give nothing new there is no such question
 
@@ -98,7 +99,7 @@ def read(data: DataConfig, split: str) -> tuple[list[tuple[str, str]], str, str]
     InputError for a row that cannot be used.
     """
     if data.source == "arithmetic":
-        num, low, high = {"train": data.num_train, "test": data.num_test}[split], data.operand_low, data.operand_high
+        num, low, high = {"train": data.num_train, "test": data.num_test}[split], LOWEST_OPERAND, data.operand_high
         operations = (data.operations_low, data.operations_high)
         pairs = arithmetic(num, split == "test", data.seed, low, high, operations)
         length = f", {operations[0]} to {operations[1]} operations" if operations != ONE else ""
@@ -336,8 +337,7 @@ def draw_lines(
         else:
             return tuple(lines)
     raise InputError(
-        f"data.operand_low, operand_high: {low} to {high} has no {'test' if heldout else 'training'} pair; use a wider "
-        "range"
+        f"data.operand_high: {low} to {high} has no {'test' if heldout else 'training'} pair; use a wider range"
     )
 
 

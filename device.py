@@ -13,16 +13,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
 import environment
 import kernels
 from input_files import InputError
-
-if TYPE_CHECKING:
-    from tripwires import Heartbeat
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # model.dtype -> the type of the weights
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}  # type of the device -> its torch.distributed backend
@@ -200,43 +196,6 @@ def group_options(device: torch.device, name: str):
     options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()  # a new one, because torch_npu writes into it
     options.hccl_config = {"hccl_buffer_size": HCCL_BUFFER_MIB[name]}
     return options
-
-
-class StepTimer:
-    """Wall time of the phases of one step, and where ``device`` counts it the most memory in use in each phase.
-
-    A phase that occurs several times counts once, with its sum. The phases add up to the step.
-    """
-
-    def __init__(self, heartbeat: "Heartbeat", step: int, device: torch.device) -> None:
-        self.heartbeat, self.step, self.device = heartbeat, step, device
-        self.peaks: dict[str, float] = {}  # GiB
-        self._count_memory("between_steps")  # loading, an evaluation, a checkpoint
-        self.start = self.last = time.perf_counter()
-        self.seconds: dict[str, float] = {}
-
-    def end_phase(self, phase: str) -> None:
-        """Count the time since the end of the last phase as ``phase``."""
-        self.heartbeat.beat(f"{phase} of step {self.step + 1}")
-        now = time.perf_counter()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.last
-        self.last = now
-        self._count_memory(phase)
-
-    def _count_memory(self, phase: str) -> None:
-        gib = peak_memory_gib(self.device)
-        if gib is not None:
-            self.peaks[phase] = max(gib, self.peaks.get(phase, 0.0))
-
-    def peak(self) -> tuple[float, str] | tuple[()]:
-        """GiB and name of the phase in which most of the device was in use; () where it is not counted."""
-        return max(((gib, phase) for phase, gib in self.peaks.items()), default=())
-
-    def timing(self, new_tokens: int) -> dict[str, float]:
-        """Seconds of each phase and of the whole step, and generated tokens a second of the whole step."""
-        total = time.perf_counter() - self.start
-        phases = {f"timing/{phase}_s": round(seconds, 4) for phase, seconds in self.seconds.items()}
-        return phases | {"timing/step_s": round(total, 4), "perf/tokens_per_s": round(new_tokens / total, 1)}
 
 
 # ------------------------------------------------------------------------------------------------ Megatron

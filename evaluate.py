@@ -21,6 +21,7 @@ import quantisation
 import reward_gsm8k
 import rollout
 import weights_hf
+from architecture import tensor_shapes
 from config import command_line, derive_seed, resolve_config
 from data_gsm8k import Question, Questions
 from engines.interface import Completion, Engine
@@ -148,7 +149,7 @@ def measure(cfg: Config) -> dict:
         base, model, dtype = weights_hf.read_model(cfg.model.path, arch), cfg.model, devices.DTYPES[cfg.model.dtype]
         engine.load_weights(
             (name, quantisation.frozen(base, name, dtype, model.quantisation, model.quantises_attention))
-            for name in weights_hf.tensor_shapes(arch)
+            for name in tensor_shapes(arch)
         )
         summary, _ = evaluate(
             engine,

@@ -25,11 +25,12 @@ from torch import Tensor
 import checkpoint
 import device as devices
 import hf_config
+import lora_megatron
 import quantisation as quantised
 import weights_hf
 from adapter_weights import Adapted, adapted_modules
+from architecture import Architecture, tensor_shapes
 from config import changed_keys, load_config
-from hf_config import Architecture
 from input_files import (
     BAD_INPUT,
     InputError,
@@ -120,11 +121,11 @@ def merged_tensors(
     trained on the rounded weights.
     """
     pairs = {name: (alpha / module.rank, a, b) for module in modules for name, a, b in module.pairs(factors)}
-    for name in weights_hf.tensor_shapes(arch):
+    for name in tensor_shapes(arch):
         weight = quantised.frozen(base, name, dtype, quantisation, quantises_attention)
         if name in pairs:
             scale, a, b = pairs[name]
-            weight = (weight.float() + scale * (b @ a)).to(dtype)
+            weight = lora_megatron.merge(weight, b, a, scale)
         yield name, weight
 
 
@@ -137,7 +138,7 @@ def write_merged(
     alpha: float,
 ) -> tuple[int, int]:
     """Write the merged model with the tensor names of the base model to ``folder``.  -> (tensors, bytes)"""
-    source, dtype, shapes = Path(model.path), devices.DTYPES[model.dtype], weights_hf.tensor_shapes(arch)
+    source, dtype, shapes = Path(model.path), devices.DTYPES[model.dtype], tensor_shapes(arch)
     num_bytes = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
     _check_room(folder, num_bytes)
     base = weights_hf.read_model(source, arch)
@@ -167,18 +168,18 @@ def adapter_tensors(modules: Sequence[Adapted], factors: dict[str, Tensor]) -> d
     transformers holds the routed experts of a layer as two 3-D parameters, and PEFT the factors of all experts as one
     2-D pair for each: lora_A (E R, in) with R fastest, lora_B (out, R E) with E fastest.
     """
-    both = {module.fused for module in modules if module.num_experts} == {"gate_up_proj", "down_proj"}
+    both = {adapted.module.target for adapted in modules if adapted.is_expert} == {"linear_fc1", "linear_fc2"}
     tensors = {}
-    for module in modules:
-        if module.num_experts:
+    for adapted in modules:
+        if adapted.is_expert:
             # PEFT wraps the experts once for each parameter: the wrapper of down_proj contains that of gate_up_proj.
-            inner = ".base_layer" if both and module.fused == "gate_up_proj" else ""
-            prefix = f"base_model.model.{module.parent}{inner}"
-            a = factors[f"{module.name}.A"].transpose(1, 2).flatten(0, 1)  # (E, in, R) -> (E R, in)
-            b = factors[f"{module.name}.B"].permute(2, 1, 0).flatten(1)  # (E, R, out) -> (out, R E)
+            inner = ".base_layer" if both and adapted.module.target == "linear_fc1" else ""
+            prefix = f"base_model.model.{adapted.name.rpartition('.')[0]}{inner}"
+            a = factors[f"{adapted.name}.A"].transpose(1, 2).flatten(0, 1)  # (E, in, R) -> (E R, in)
+            b = factors[f"{adapted.name}.B"].permute(2, 1, 0).flatten(1)  # (E, R, out) -> (out, R E)
             tensors |= {f"{prefix}.lora_A.weight": a.contiguous(), f"{prefix}.lora_B.weight": b.contiguous()}
         else:
-            for name, a, b in module.pairs(factors):
+            for name, a, b in adapted.pairs(factors):
                 prefix = f"base_model.model.{name.removesuffix('.weight')}"
                 # clone: safetensors refuses tensors that share memory.
                 tensors |= {f"{prefix}.lora_A.weight": a.clone(), f"{prefix}.lora_B.weight": b.clone()}
@@ -193,14 +194,13 @@ def adapter_config(base_model: str, lora: LoraConfig, modules: Sequence[Adapted]
     PEFT has no dropout for parameters, and the exported adapter is for inference.
     """
     attention, dense, experts = {}, {}, {}  # dicts keep the order of their keys and hold each name once
-    for module in modules:
-        where = re.sub(r"^model\.layers\.\d+\.", "", module.parent)
-        if module.num_experts:
-            experts[f"{where}.{module.fused}"] = module.rank
-        elif where == "self_attn":
-            attention |= {f"{where}.{part}": module.rank for part in module.rows}
+    for _, module, rank in modules:
+        if module.kind == "experts":
+            experts[module.fused] = rank
+        elif module.kind == "attention":
+            attention |= dict.fromkeys(module.blocks, rank)
         else:
-            dense |= {f"{where}.{part}.weight": module.rank for part in module.rows}
+            dense |= {f"{block}.weight": rank for block in module.blocks}
     others = attention | dense
     ranks = {*others.values(), *experts.values()}
     # One pattern for everything but routed experts: PEFT warns of each pattern that matches no module.

@@ -8,12 +8,14 @@ The loss of a micro-batch is its share of the update's loss. It is divided by th
 data ranks, so the shares add up to the same loss for every split of the rows.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 NORMS = ("std", "none", "loo")
 KL_KINDS = ("k1", "k2", "k3", "low_var_kl", "low_var_kl+", "abs")
-LOSS_KINDS = ("ppo", "gspo", "cispo")
 AGGREGATES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "dr-grpo")
 WEIGHT_MODES = ("none", "token", "sequence", "icepop", "mis")
 MASKING_MODES = ("icepop", "mis")
@@ -114,7 +116,7 @@ def policy_loss(
     dual_clip_frac, ppo_kl (old_logp - logp), ratio_mean, and ratio_gap, the mean of |r - 1|, which is exactly 0 as long
     as the policy is the old one. With the update's num_tokens, they add up over micro-batches and ranks.
     """
-    _require("kind", kind, LOSS_KINDS)
+    _require("kind", kind, tuple(PER_TOKEN))
     if clip_low < 0 or clip_high < 0:
         raise ValueError(f"clip_low, clip_high: found {clip_low}, {clip_high}; needed: 0 or more")
     if dual_clip and dual_clip <= 1:
@@ -128,26 +130,8 @@ def policy_loss(
     advantages = advantages[:, None] if advantages.dim() == 1 else advantages
     advantages = _inside(mask, advantages.detach().to(logp.dtype).expand(rows, tokens))
 
-    log_ratio = logp - old_logp
-    if kind == "gspo":
-        row_tokens = (mask != 0).sum(dim=1, keepdim=True).clamp(min=1)  # (B, 1)
-        row_log_ratio = log_ratio.detach().sum(dim=1, keepdim=True) / row_tokens
-        ratio = (row_log_ratio + (logp - logp.detach())).clamp(max=GSPO_LOG_RATIO_LIMIT).exp()
-    else:
-        log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        ratio = log_ratio.exp()
-    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
-    was_dual_clipped = torch.zeros_like(ratio, dtype=torch.bool)
-    if kind == "cispo":
-        per_token = -clipped_ratio.detach() * advantages * logp
-        was_clipped = clipped_ratio != ratio
-    else:
-        plain, clipped = -advantages * ratio, -advantages * clipped_ratio
-        per_token, was_clipped = torch.maximum(plain, clipped), clipped > plain
-        if kind == "ppo" and dual_clip:
-            ceiling = -advantages * dual_clip
-            was_dual_clipped = (advantages < 0) & (per_token > ceiling)
-            per_token = torch.where(was_dual_clipped, ceiling, per_token)
+    inputs = LossInputs(logp, old_logp, advantages, mask, clip_low, clip_high, dual_clip or 0.0)
+    per_token, measured = PER_TOKEN[kind](inputs)
     if weights is not None:
         per_token = per_token * _inside(mask, weights.detach().to(per_token.dtype))
 
@@ -160,15 +144,76 @@ def policy_loss(
         max_new_tokens=max_new_tokens,
     )
     with torch.no_grad():
-        measured = {
-            "clip_frac": was_clipped.to(ratio.dtype),
-            "dual_clip_frac": was_dual_clipped.to(ratio.dtype),
-            "ppo_kl": -log_ratio,
-            "ratio_mean": ratio,
-            "ratio_gap": (ratio - 1).abs(),
-        }
         stats = {name: aggregate_loss(value, mask, num_tokens=num_tokens) for name, value in measured.items()}
     return loss, {"policy_loss": loss.detach(), **stats}
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What the loss of a token depends on. The tensors are (B, T), in float32 or wider, and 0 outside the mask."""
+
+    logp: Tensor  # of the policy that is trained; it alone has a gradient
+    old_logp: Tensor  # of the policy that sampled, by the trainer
+    advantages: Tensor
+    mask: Tensor
+    clip_low: float
+    clip_high: float
+    dual_clip: float  # 0: off
+
+    def clipped(self, ratio: Tensor) -> Tensor:
+        return ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+
+
+PerToken = tuple[Tensor, dict[str, Tensor]]  # the loss of each token, and what is measured of it, by name
+
+
+def _ppo(x: LossInputs) -> PerToken:
+    log_ratio = (x.logp - x.old_logp).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio = log_ratio.exp()
+    per_token, was_clipped = _pessimistic(x, ratio)
+    if not x.dual_clip:
+        return per_token, _measured(log_ratio, ratio, was_clipped)
+    ceiling = -x.advantages * x.dual_clip
+    was_dual_clipped = (x.advantages < 0) & (per_token > ceiling)
+    return torch.where(was_dual_clipped, ceiling, per_token), _measured(log_ratio, ratio, was_clipped, was_dual_clipped)
+
+
+def _gspo(x: LossInputs) -> PerToken:
+    log_ratio = x.logp - x.old_logp
+    row_tokens = (x.mask != 0).sum(dim=1, keepdim=True).clamp(min=1)  # (B, 1)
+    row_log_ratio = log_ratio.detach().sum(dim=1, keepdim=True) / row_tokens
+    ratio = (row_log_ratio + (x.logp - x.logp.detach())).clamp(max=GSPO_LOG_RATIO_LIMIT).exp()
+    per_token, was_clipped = _pessimistic(x, ratio)
+    return per_token, _measured(log_ratio, ratio, was_clipped)
+
+
+def _cispo(x: LossInputs) -> PerToken:
+    log_ratio = (x.logp - x.old_logp).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio = log_ratio.exp()
+    weight = x.clipped(ratio)
+    return -weight.detach() * x.advantages * x.logp, _measured(log_ratio, ratio, weight != ratio)
+
+
+def _pessimistic(x: LossInputs, ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """The larger of the losses with the plain and with the clipped ratio, and where it is the clipped one."""
+    plain, clipped = -x.advantages * ratio, -x.advantages * x.clipped(ratio)
+    return torch.maximum(plain, clipped), clipped > plain
+
+
+def _measured(
+    log_ratio: Tensor, ratio: Tensor, clipped: Tensor, dual_clipped: Tensor | None = None
+) -> dict[str, Tensor]:
+    dual_clipped = torch.zeros_like(clipped) if dual_clipped is None else dual_clipped
+    return {
+        "clip_frac": clipped.to(ratio.dtype),
+        "dual_clip_frac": dual_clipped.to(ratio.dtype),
+        "ppo_kl": -log_ratio,
+        "ratio_mean": ratio,
+        "ratio_gap": (ratio - 1).abs(),
+    }
+
+
+PER_TOKEN: dict[str, Callable[[LossInputs], PerToken]] = {"ppo": _ppo, "gspo": _gspo, "cispo": _cispo}
 
 
 def aggregate_loss(

@@ -6,13 +6,17 @@ Every option that would change the computation is read or refused here; none is 
 
 import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
+from architecture import FAMILIES, Architecture
 from input_files import InputError, read_object, refuse_endless, shown
 from knobs import Config, TinyModelConfig
 
+# What the trainer holds at a time, which the plan counts.
+LOGITS_PER_CHUNK = 2**24  # at most 64 MiB of fp32 logits, for any batch
+ROWS_PER_CHUNK = 2048  # enough to keep any device busy; the logits of a small vocabulary then fit into the cache
+PIECE = 2**26  # bytes of dequantised experts
 ELEMENT_BYTES = {"bf16": 2, "fp32": 4}  # model.dtype -> bytes of one number
 CACHE_BLOCK = 128  # tokens; vLLM allocates its key-value cache in blocks, and keeps one block for padding
 PUBLISHED = Path(__file__).resolve().parent / "configs"  # <name>.config.json, to plan a run before the download
@@ -24,7 +28,7 @@ PATTERN_SECONDS = 1  # for all patterns of a quantization_config together; they 
 
 # Options with one supported value, which is also what their absence means. use_sliding_window is the switch: the
 # configurations of Qwen have a sliding_window, too, which is not used while the switch is false.
-SUPPORTED = {"hidden_act": "silu", "use_sliding_window": False, "attention_dropout": 0.0}
+SUPPORTED = {"hidden_act": "silu", "use_sliding_window": False, "attention_dropout": 0.0, "clip_qkv": None}
 
 
 class Format(NamedTuple):
@@ -52,73 +56,37 @@ class Format(NamedTuple):
 # of github.com/Ascend/op-plugin); nvfp4 is the format of QeRL (arXiv 2510.11696).
 FORMATS = {"int8": Format(8, 0), "int4": Format(4, 32), "nvfp4": Format(4, 16, float=True)}
 
-ARCHITECTURES = {"qwen3_moe": "Qwen3MoeForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM"}
 
+def quantisation_problem(arch: Architecture, name: str, expert_tensor: int, tensor: int = 0) -> str:
+    """Why the format ``name`` cannot hold shards of the experts over ``expert_tensor`` ranks; "" if it can.
 
-@dataclass(frozen=True)
-class Architecture:
-    """What the model computes; the sizes are those of the whole, unsharded model."""
-
-    model_type: Literal["qwen3_moe", "qwen2_moe"]
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dense_ffn_size: int  # width of the layers that are not MoE
-    expert_ffn_size: int
-    shared_expert_ffn_size: int  # 0: no shared expert
-    num_experts: int
-    experts_per_token: int
-    norm_topk_prob: bool  # softmax over the chosen experts (True) or over all of them (False)
-    moe_layers: tuple[bool, ...]  # one a layer: MoE (True) or dense
-    qk_norm: bool  # RMSNorm on each head's query and key (Qwen3)
-    qkv_bias: bool  # (Qwen2)
-    tied_head: bool  # lm_head has the weights of the embedding
-    rope_theta: float
-    rms_norm_eps: float
-    max_positions: int
-    stored_format: str = "none"  # of FORMATS: the checkpoint holds the codes of the routed experts
-    stored_attention: bool = False  # and those of the matrices around attention
-
-    @property
-    def qkv_size(self) -> int:
-        """Rows of the fused query, key and value projection."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-
-    def quantisation_problem(self, name: str, expert_tensor: int, tensor: int = 0) -> str:
-        """Why the format ``name`` cannot hold shards of the experts over ``expert_tensor`` ranks; "" if it can.
-
-        ``tensor``: the ranks over which quantised attention is split; 0 if attention is not quantised.
-        """
-        if self.stored_format not in ("none", name):
-            held = self.stored_format
-            return f"model.quantisation: {name}, but the checkpoint has its experts in {held}; needed: {held}"
-        if name == "none":
-            return ""
-        if self.stored_attention and not tensor:
-            return (
-                f"model.quantised: [experts], but the checkpoint has attention in {name}; needed: [experts, attention]"
-            )
-        form, heads = FORMATS[name], self.num_heads * self.head_dim
-        needed = max(form.group, form.per_word)
-        sizes = {"hidden_size": self.hidden_size, "moe_intermediate_size": self.expert_ffn_size}
-        sizes |= {"num_attention_heads x head_dim": heads} if tensor else {}
-        for what, inputs in sizes.items():
-            if inputs % needed:
-                return f"model.quantisation: {name} with {what} {inputs}; needed: a multiple of {needed}"
-        for key, ranks, what, inputs in (  # the matrices that are split along their input
-            ("parallel.expert_tensor", expert_tensor, "an expert's second matrix", self.expert_ffn_size),
-            ("parallel.tensor", tensor, "attention's output matrix (model.quantised)", heads),
-        ):
-            if ranks > 1 and (not form.group or inputs // ranks % form.group):
-                scale = f"a scale for {form.group} inputs" if form.group else "one scale for a whole row"
-                return (
-                    f"{key}: {ranks} ranks split the {inputs} inputs of {what}, and model.quantisation {name} has "
-                    f"{scale}; needed: 1, or shards of whole groups"
-                )
+    ``tensor``: the ranks over which quantised attention is split; 0 if attention is not quantised.
+    """
+    if arch.stored_format not in ("none", name):
+        held = arch.stored_format
+        return f"model.quantisation: {name}, but the checkpoint has its experts in {held}; needed: {held}"
+    if name == "none":
         return ""
+    if arch.stored_attention and not tensor:
+        return f"model.quantised: [experts], but the checkpoint has attention in {name}; needed: [experts, attention]"
+    form, heads = FORMATS[name], arch.query_size
+    needed = max(form.group, form.per_word)
+    sizes = {"hidden_size": arch.hidden_size, "moe_intermediate_size": arch.expert_ffn_size}
+    sizes |= {"num_attention_heads x head_dim": heads} if tensor else {}
+    for what, inputs in sizes.items():
+        if inputs % needed:
+            return f"model.quantisation: {name} with {what} {inputs}; needed: a multiple of {needed}"
+    for key, ranks, what, inputs in (  # the matrices that are split along their input
+        ("parallel.expert_tensor", expert_tensor, "an expert's second matrix", arch.expert_ffn_size),
+        ("parallel.tensor", tensor, "attention's output matrix (model.quantised)", heads),
+    ):
+        if ranks > 1 and (not form.group or inputs // ranks % form.group):
+            scale = f"a scale for {form.group} inputs" if form.group else "one scale for a whole row"
+            return (
+                f"{key}: {ranks} ranks split the {inputs} inputs of {what}, and model.quantisation {name} has "
+                f"{scale}; needed: 1, or shards of whole groups"
+            )
+    return ""
 
 
 def read(model_dir: str | Path) -> Architecture:
@@ -158,13 +126,13 @@ def parse(raw: dict, where: str = "config.json") -> Architecture:
         return value
 
     model_type = raw.get("model_type")
-    supported = list(ARCHITECTURES)  # a list, because a value of JSON may have no hash
+    supported = list(FAMILIES)  # a list, because a value of JSON may have no hash
     refuse_if(
         model_type not in supported,
         f"model_type {shown(model_type)} is not supported; supported: {', '.join(supported)}",
     )
-    qwen3, names = model_type == "qwen3_moe", [ARCHITECTURES[model_type]]
-    refuse_unless("architectures", raw.get("architectures") or names, names)
+    family = FAMILIES[model_type]
+    refuse_unless("architectures", raw.get("architectures") or [family.class_name], [family.class_name])
     for key, only in SUPPORTED.items():
         refuse_unless(key, raw.get(key, only), only)
     stored = _stored_format(raw.get("quantization_config"))
@@ -174,7 +142,7 @@ def parse(raw: dict, where: str = "config.json") -> Architecture:
         f"attention) of compressed-tensors in one of the formats {', '.join(FORMATS)} (symmetric; groups of "
         f"{FORMATS['int4'].group} for int4)",
     )
-    if qwen3:
+    if not family.qkv_bias:
         refuse_unless("attention_bias", raw.get("attention_bias", False), False)
     for layer_type in need("layer_types", list, []):
         refuse_unless("layer_types", layer_type, "full_attention")
@@ -222,14 +190,13 @@ def parse(raw: dict, where: str = "config.json") -> Architecture:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         dense_ffn_size=need("intermediate_size"),
-        expert_ffn_size=need("moe_intermediate_size"),
-        shared_expert_ffn_size=0 if qwen3 else need("shared_expert_intermediate_size"),
+        expert_ffn_size=need(family.expert_width),
+        shared_expert_ffn_size=need("shared_expert_intermediate_size") if family.shared_expert else 0,
         num_experts=num_experts,
         experts_per_token=top_k,
         norm_topk_prob=normalised,
         moe_layers=tuple(i not in dense and (i + 1) % sparse_step == 0 for i in range(num_layers)),
-        qk_norm=qwen3,
-        qkv_bias=not qwen3 and need("qkv_bias", bool, True),
+        qkv_bias=family.qkv_bias and need("qkv_bias", bool, True),
         tied_head=need("tie_word_embeddings", bool, False),
         rope_theta=float(theta),
         rms_norm_eps=need("rms_norm_eps", float),
@@ -305,33 +272,34 @@ def settings(cfg: Config) -> tuple[dict, str]:
 
 def tiny_settings(tiny: TinyModelConfig, row_tokens: int) -> dict:
     """config.json of the model that ``tiny`` describes, for rows of at least ``row_tokens`` tokens."""
-    qwen3 = tiny.architecture == "qwen3_moe"
-    shared_expert = {"shared_expert_intermediate_size": tiny.shared_expert_width, "qkv_bias": True}
+    family = FAMILIES[tiny.architecture]
+    shared_expert = {"shared_expert_intermediate_size": tiny.shared_expert_width}
     return {
-        "architectures": [ARCHITECTURES[tiny.architecture]],
+        "architectures": [family.class_name],
         "model_type": tiny.architecture,
         "vocab_size": tiny.vocab_size,
         "hidden_size": tiny.hidden_size,
-        "intermediate_size": 4 * tiny.hidden_size,
+        "intermediate_size": 4 * tiny.hidden_size,  # of dense layers, or of experts where the family has none
         "num_hidden_layers": tiny.num_layers,
         "num_attention_heads": tiny.num_heads,
         "num_key_value_heads": tiny.num_kv_heads,
         "head_dim": tiny.head_dim,
         "num_experts": tiny.num_experts,
         "num_experts_per_tok": tiny.experts_per_token,
-        "moe_intermediate_size": tiny.expert_width,
-        "norm_topk_prob": qwen3,
+        family.expert_width: tiny.expert_width,
+        "norm_topk_prob": family.norm_topk_prob,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
+        "rms_norm_eps": family.rms_norm_eps,
         "rope_theta": 10000.0,
         "max_position_embeddings": max(512, row_tokens),
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
         "pad_token_id": 0,
         "eos_token_id": 2,
-        **({} if qwen3 else shared_expert),
+        **(shared_expert if family.shared_expert else {}),
+        **({"qkv_bias": True} if family.qkv_bias else {}),
     }
 
 

@@ -14,6 +14,7 @@ import functools
 import torch
 from torch import Tensor
 
+from hf_config import PIECE
 from quantisation import Packed
 
 
@@ -44,9 +45,6 @@ def grouped_mm(x: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
         return torch._grouped_mm(x.contiguous(), weight, offs=ends)
     blocks = x.split(tokens_per_expert.tolist())
     return torch.cat([block @ weight[e] for e, block in enumerate(blocks)])
-
-
-PIECE = 2**26  # bytes of dequantised experts that exist at a time
 
 
 def quantised_grouped_mm(x: Tensor, packed: Packed, tokens_per_expert: Tensor) -> Tensor:

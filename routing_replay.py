@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import weights_hf
+from architecture import Architecture
 from engines.interface import Completion
-from hf_config import Architecture
 from parallel_setup import Parallel
 from rollout import Rollout
 

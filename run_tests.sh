@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Runs the tests. The first call makes the environment: requirements/cpu.txt, test.txt, cpu-vllm.txt and smol.txt.
 #
-#   bash run_tests.sh [pytest arguments]          e.g.  bash run_tests.sh -m "not slow" tests/test_grpo.py
+#   bash run_tests.sh [--all] [pytest arguments]  e.g.  bash run_tests.sh -m "not slow" tests/test_grpo.py
 #
+# There is a case of every property. --all adds further layouts, pairs of options and real packages, as CI runs them.
 # Two processes share the test files. With -n 0, one process runs all; pytest's options --pdb and -s need that.
 
 set -euo pipefail

@@ -17,10 +17,12 @@ import resource
 import signal
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tqdm import tqdm
 
@@ -38,6 +40,9 @@ from run_record import (
     write_atomically,
     write_records,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 PROGRESS = (  # label, metric, decimals (None: two significant digits)
     ("reward", "reward/mean", 3),
@@ -288,3 +293,98 @@ class RunLog:
         for part in (self.bar, self.board, self.lock):
             if part is not None:
                 part.close()
+
+
+class StepTimer:
+    """Wall time of the phases of one step, and where ``device`` counts it the most memory in use in each phase.
+
+    A phase that occurs several times counts once, with its sum. The phases add up to the step.
+    """
+
+    def __init__(self, heartbeat: Heartbeat, step: int, device: torch.device) -> None:
+        self.heartbeat, self.step, self.device = heartbeat, step, device
+        self.peaks: dict[str, float] = {}  # GiB
+        self._count_memory("between_steps")  # loading, an evaluation, a checkpoint
+        self.start = self.last = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def end_phase(self, phase: str) -> None:
+        """Count the time since the end of the last phase as ``phase``."""
+        self.heartbeat.beat(f"{phase} of step {self.step + 1}")
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.last
+        self.last = now
+        self._count_memory(phase)
+
+    def _count_memory(self, phase: str) -> None:
+        from device import peak_memory_gib  # here, because sweep.py reads this file without torch
+
+        gib = peak_memory_gib(self.device)
+        if gib is not None:
+            self.peaks[phase] = max(gib, self.peaks.get(phase, 0.0))
+
+    def peak(self) -> tuple[float, str] | tuple[()]:
+        """GiB and name of the phase in which most of the device was in use; () where it is not counted."""
+        return max(((gib, phase) for phase, gib in self.peaks.items()), default=())
+
+    def timing(self, new_tokens: int) -> dict[str, float]:
+        """Seconds of each phase and of the whole step, and generated tokens a second of the whole step."""
+        total = time.perf_counter() - self.start
+        phases = {f"timing/{phase}_s": round(seconds, 4) for phase, seconds in self.seconds.items()}
+        return phases | {"timing/step_s": round(total, 4), "perf/tokens_per_s": round(new_tokens / total, 1)}
+
+
+# ------------------------------------------------------------------------------------------------ a rank that stalls
+
+EXIT_CODE = 4
+GRACE_SECONDS = 2.0  # from the report to the exit: the other ranks, which wait for this one, report their place too
+
+
+class Heartbeat:
+    """A thread that ends the process after ``stall_seconds`` without a `beat`; 0 seconds: no such thread.
+
+    It prints the last phase and the stack of every thread. If a collective waits, the stack names it.
+    """
+
+    def __init__(self, rank: int, stall_seconds: int) -> None:
+        self.rank, self.stall_seconds = rank, stall_seconds
+        self.place, self.last = "start", time.monotonic()
+        self.stopped = threading.Event()
+        self.reached: Callable[[], str] = lambda: "before a step of this start; the same command starts it again"
+        if stall_seconds:
+            threading.Thread(target=self._watch, name="heartbeat", daemon=True).start()
+
+    def beat(self, place: str = "") -> None:
+        """Report that this rank is alive, and has finished ``place``; without one, the place stays the same."""
+        self.place, self.last = place or self.place, time.monotonic()
+
+    def continue_with(self, reached: Callable[[], str]) -> None:
+        """From now on ``reached`` says how far the run has come, and how it is continued."""
+        self.reached = reached
+
+    def stop(self) -> None:
+        """End the watching."""
+        self.stopped.set()
+
+    def _watch(self) -> None:
+        while not self.stopped.wait(min(1.0, self.stall_seconds / 4)):
+            still = time.monotonic() - self.last
+            if still > self.stall_seconds:
+                message = (
+                    f"rank {self.rank}: stood still for {still:.0f} s after: {self.place} (train.stall_seconds = "
+                    f"{self.stall_seconds}); its stacks:\n{stacks()}"
+                )
+                os.write(sys.stderr.fileno(), message.encode())  # in one piece: the ranks share a terminal or a log
+                time.sleep(GRACE_SECONDS)
+                os._exit(EXIT_CODE)
+
+
+def stacks() -> str:
+    """The stack of every other thread of this process, innermost call last; the main thread comes last."""
+    frames = sys._current_frames()
+    others = [thread for thread in reversed(threading.enumerate()) if thread is not threading.current_thread()]
+    return "\n".join(
+        f"thread {thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident]))}"
+        for thread in others
+        if thread.ident in frames
+    )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 import adapter_weights
-import aqn_targets
+import aqn
 import checkpoint
 import data_gsm8k
 import device as devices
@@ -27,11 +27,11 @@ import run_record
 import runlog
 import tiny_model
 import weights_hf
+from architecture import Architecture
 from config import changes_at_resume, to_dict, to_yaml
 from config_rules import check_engine_layout, check_layout
 from data_gsm8k import Question, Questions
 from engines.interface import Completion, Engine
-from hf_config import Architecture
 from input_files import InputError
 from knobs import Config
 from lab import run_page
@@ -39,7 +39,8 @@ from learner import Learner
 from parallel_setup import Parallel
 from plan.memory import beside_plan
 from rollout import Rollout
-from tripwires import Heartbeat, Tripwires
+from runlog import Heartbeat
+from tripwires import Tripwires
 from weight_sync import WeightSync
 
 # ------------------------------------------------------------------------------------------------ checking the input
@@ -72,9 +73,9 @@ def check_inputs(cfg: Config, ranks: int) -> Inputs | None:
         return None
     rollout.check_engine(cfg, arch, ranks)
     if cfg.aqn.schedule != "off":
-        noise = aqn_targets.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
+        noise = aqn.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
         adapted = {
-            name for name in aqn_targets.touched_names(noise) if adapter_weights.target_of(name) in cfg.lora.targets
+            name for name in aqn.touched_names(noise) if adapter_weights.target_of(arch, name) in cfg.lora.targets
         }
         if adapted and cfg.keeps_factors_apart:
             raise InputError(
@@ -230,6 +231,11 @@ class Run:
         )
         dist.barrier()
 
+    def where_apart(self, bound: float) -> str:
+        """The layer in which sampler and trainer differ by more than ``bound``, after another push. Collective."""
+        self.weights.push_clean()
+        return self.learner.first_differing_layer(self.engine, self.inputs.held_out[0].prompt, bound)
+
     def finish(self, peak: tuple[float, str] | tuple[()]) -> None:
         """Close the engine, and log the peak of the device memory (GiB, phase) and the result of the run."""
         self.engine.close()
@@ -257,7 +263,7 @@ def open_run(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inpu
     saved = agreed_checkpoint(cfg, parallel)
     first_step = saved.step if saved else 0
     log = runlog.open_run(cfg, parallel.world_size, parallel.rank, resume=saved.run_dir if saved else None)
-    heartbeat.reached = log.reached
+    heartbeat.continue_with(log.reached)
     if saved:
         log.rewind(first_step)
         if changed := changes_at_resume(saved.config, cfg)[1]:
@@ -270,19 +276,15 @@ def open_run(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inpu
     pad_token = rollout.pad_token_id(tokenizer, stop_tokens)
     learner = Learner(cfg, arch, parallel, model, adapters, pad_token)
 
-    def where_apart(bound: float) -> str:
-        weights.push_clean()
-        return learner.first_differing_layer(engine, held_out[0].prompt, bound)
-
-    tripwires = Tripwires(cfg, log.say, where_apart)
+    tripwires = Tripwires(cfg, log.say)
     if saved:
         learner.restore(saved.tensors, saved.state)
         tripwires.state(first_step, not_saved(learner, saved))
         saved = None  # closes its files: a checkpoint that is removed must give its space back
     pieces = adapter_weights.all_pieces(model, arch, adapters, parallel)
     tripwires.state(first_step, adapter_weights.differing(pieces, parallel))
-    engine = rollout.open_engine(cfg, arch, parallel.device, stop_tokens, pad_token)
-    engine.beat = heartbeat.beat  # decoding may take longer than train.stall_seconds
+    # The engine reports progress, because decoding may take longer than train.stall_seconds.
+    engine = rollout.open_engine(cfg, arch, parallel.device, stop_tokens, pad_token, heartbeat.beat)
     weights = WeightSync(engine, model, arch, parallel, cfg)
     heartbeat.beat("the first push of the whole model")
     if cfg.rollout.expert_parallel:

@@ -27,6 +27,7 @@ from typing import Any
 
 from pydantic import Field, NonNegativeInt
 
+from benchmarks.planted_fault import FAULTS
 from config import config_hash, load_config
 from input_files import (
     BAD_INPUT,
@@ -42,7 +43,6 @@ from input_files import (
     shown,
 )
 from knobs import Config
-from lab.faults import FAULTS
 from lab.records import Part, planted_fault, validated
 from run_record import lock_file, read_lines, write_atomically
 from runlog import lock_run

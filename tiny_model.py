@@ -27,6 +27,7 @@ import hf_config
 import model_megatron
 import parallel_setup
 import weights_hf
+from architecture import Architecture, tensor_shapes
 from config import derive_seed, flatten
 from data_gsm8k import Line, Problem
 from input_files import InputError, finish_folder, fresh_folder, read_object
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 RECORD = "tiny_model.json"  # how the model was made; this file is written last
 AUX_LOSS = 1e-2  # load balancing in the warm start; without it a few experts receive every token
 BETAS, WEIGHT_DECAY, MAX_GRAD_NORM, WARMUP_STEPS, LAST_LR_SHARE = (0.9, 0.98), 0.01, 1.0, 50, 0.05
+WARM_START_LR = 3e-3  # peak; 6e-3 did not learn
+WORDS_PER_BATCH = 64  # word problems in every other batch of all ranks
 MOST_MISTAKES = 50  # draws of one operation of the teacher; after them he gives the right answer
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # ids 0, 1, 2: padding, start of a turn, EOS
@@ -54,7 +57,7 @@ def recipe(cfg: Config) -> dict:
     return {
         "tiny_model": cfg.tiny_model.model_dump(mode="json"),
         "config": hf_config.tiny_settings(cfg.tiny_model, cfg.row_tokens),
-        "operands": [cfg.data.operand_low, cfg.data.operand_high],
+        "operands": [data_gsm8k.LOWEST_OPERAND, cfg.data.operand_high],
     } | ({} if operations(cfg) == data_gsm8k.ONE else {"operations": list(operations(cfg))})
 
 
@@ -150,19 +153,19 @@ def _write_random_model(cfg: Config, folder: Path) -> None:
     fresh_folder(folder)
     (folder / "config.json").write_text(json.dumps(recipe(cfg)["config"], indent=1) + "\n")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "pad_token_id": 0}) + "\n")
-    rng, low, high = random.Random(1), cfg.data.operand_low, cfg.data.operand_high
+    rng, low, high = random.Random(1), data_gsm8k.LOWEST_OPERAND, cfg.data.operand_high
     problems = (data_gsm8k.problem(rng, low, high, False, operations(cfg)) for _ in range(2000))
     texts = (f"user\n{problem.question}\nassistant\n{data_gsm8k.solution(problem.lines)}" for problem in problems)
     build_tokenizer(texts, cfg.tiny_model.vocab_size, folder)
     weights_hf.save_model(random_weights(hf_config.read(folder), cfg.tiny_model.seed), folder)
 
 
-def random_weights(arch: hf_config.Architecture, seed: int) -> Iterator[tuple[str, Tensor]]:
+def random_weights(arch: Architecture, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Every tensor by name: norms 1, biases 0, routers of std 0.02, other matrices of std 0.5 / sqrt(inputs).
 
     Matrices that write to the residual stream have a std that is smaller by sqrt(2 x layers).
     """
-    for name, shape in weights_hf.tensor_shapes(arch).items():
+    for name, shape in tensor_shapes(arch).items():
         if name.endswith("norm.weight"):
             yield name, torch.ones(shape)
         elif name.endswith(".bias"):
@@ -188,13 +191,13 @@ def _warm_start(
     beat: Callable[[str], None],
 ) -> None:
     """Train all weights in place with supervised AdamW steps; word problems and drills alternate."""
-    tiny, low, high = cfg.tiny_model, cfg.data.operand_low, cfg.data.operand_high
+    tiny, low, high = cfg.tiny_model, data_gsm8k.LOWEST_OPERAND, cfg.data.operand_high
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=tiny.warm_start_lr, betas=BETAS)
+    optimizer = torch.optim.AdamW(groups, lr=WARM_START_LR, betas=BETAS)
     rng = random.Random(tiny.seed * 1000 + parallel.rank)
     steps = tqdm(range(tiny.warm_start_steps), desc="warm start", disable=None if parallel.rank == 0 else True)
     for step in steps:
@@ -202,8 +205,8 @@ def _warm_start(
         # Constant for half of the steps, then linear.
         decay = 1 - (1 - LAST_LR_SHARE) * max(0.0, 2 * (step / tiny.warm_start_steps) - 1)
         for group in optimizer.param_groups:
-            group["lr"] = tiny.warm_start_lr * min(1.0, (step + 1) / WARMUP_STEPS) * decay
-        num_examples = tiny.drills_per_batch if step % 2 else tiny.words_per_batch
+            group["lr"] = WARM_START_LR * min(1.0, (step + 1) / WARMUP_STEPS) * decay
+        num_examples = tiny.drills_per_batch if step % 2 else WORDS_PER_BATCH
         examples = [
             drill(rng, low, high, operations(cfg)) if step % 2 else _word_problem(cfg, rng, tokenizer)
             for _ in range(-(-num_examples // parallel.world_size))
@@ -224,7 +227,7 @@ def _warm_start(
 
 def _word_problem(cfg: Config, rng: random.Random, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     """(prompt, answer of the sloppy teacher) of a word problem of the training set."""
-    problem = data_gsm8k.problem(rng, cfg.data.operand_low, cfg.data.operand_high, False, operations(cfg))
+    problem = data_gsm8k.problem(rng, data_gsm8k.LOWEST_OPERAND, cfg.data.operand_high, False, operations(cfg))
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": problem.question}], add_generation_prompt=True, tokenize=False
     )

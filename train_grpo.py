@@ -26,13 +26,13 @@ import startup
 import tiny_model
 from aqn import AqnError
 from config import command_line, derive_seed, resolve_config
-from device import StepTimer
 from gsm8k_files import alike
 from input_files import MOST_RANKS, InputError, one_line
 from knobs import Config
 from parallel_setup import Parallel
 from plan import doctor
-from tripwires import Heartbeat, Tripped
+from runlog import Heartbeat, StepTimer
+from tripwires import Tripped
 
 
 def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: startup.Inputs | None = None) -> None:
@@ -84,8 +84,8 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: startup
         step_peak = max(parallel.gather_objects(timer.peak()))  # (GiB, phase) of the fullest rank; () on a CPU
         peak = max(peak, step_peak)
         log.log_step(step, metrics, timer.timing(sum(batch.lengths)) | runlog.device_memory(step_peak))
-        tripwires.after_step(step, metrics, (batch.rewards.min().item(), batch.rewards.max().item()))
-        factors = adapter_weights.adapter_pieces(learner.adapters, parallel)
+        tripwires.after_step(step, metrics, (batch.rewards.min().item(), batch.rewards.max().item()), run.where_apart)
+        factors = adapter_weights.adapter_pieces(learner.adapters, learner.arch, parallel)
         tripwires.state(step + 1, adapter_weights.differing(factors, parallel))
         if is_due(step + 1, cfg.eval.every, cfg.train.steps):
             run.weights.push_clean()

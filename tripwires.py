@@ -1,22 +1,19 @@
-"""Checks that hold in every step of a sound run, and that stop a run that is silently wrong; the watcher of stalls.
+"""Checks that hold in every step of a sound run, and that stop a run that is silently wrong.
 
 Each check is a key of the config's `checks` section: warn, stop or off. `stop` raises Tripped with a message of at most
 ten lines, which names the cause to look for.
 """
 
+import functools
 import math
-import os
-import sys
-import threading
-import time
-import traceback
 from collections.abc import Callable
 from statistics import fmean, median
 
 from knobs import Config
 
 GAP_START, GAP_FACTOR, GAP_FLOOR, GAP_STEPS = 10, 10, 0.1, 3  # see _far_above_the_first_steps
-TRUNCATED_COMPLETIONS = 256  # the share of truncated completions is judged over at least so many
+UNPARSABLE_SHARE = 0.95  # of the completions of a step
+TRUNCATED_SHARE, TRUNCATED_COMPLETIONS = 0.5, 256  # judged over at least so many completions
 TRUNCATED_TEMPERATURE = 1.5  # at a higher temperature, long completions say nothing about the model
 IDENTICAL_NATS = 200.0  # equal completions are a fault if their probability is below e^-200
 STUCK_STEPS = 3  # steps with a KL of exactly 0 after updates, or with the same questions
@@ -25,6 +22,7 @@ SHORTEST = 20  # below this max_new_tokens, it may be normal that no answer ends
 REWARD_START = 0.02  # a mean reward below this cannot fall in a meaningful way
 UPDATE_ERROR = 0.1  # of the update: from here on the sampler's rounded policy counts as another one
 WINDOW = 10  # steps: the mean of the last ones is compared with the mean of the first ones
+COLLAPSE_REWARD, COLLAPSE_KL = 0.2, 1.0  # share of the mean reward of the first ones; nats a token
 ROUNDING = -1e-6  # rounding may make an estimate that cannot be negative as low as this
 NOT_NEGATIVE = ("k2", "k3", "low_var_kl", "low_var_kl+", "abs")  # kinds of loss.kl
 SURPRISE_STEPS = 20  # the last steps, in which the statistics of sampling are judged together
@@ -33,8 +31,8 @@ SURPRISE_SHARE = 0.03  # in bf16 the rounding of log-probs alone may move the su
 RAREST_TOKEN = 12.0  # nats: -log p of a token that is drawn once in 160,000 times
 ROUNDED_AWAY = "aqn.sigma_end and aqn.bf16: rounding left none of this noise"
 NO_NORMS = "whether the engine takes pushed norms (aqn.targets, the engine's load_weights)"
-SPIKE_WINDOW = 50  # steps: their median gradient norm is the usual one
-SPIKE_START = 10  # no gradient norm is judged before so many steps
+SPIKE_WINDOW, SPIKE_START, SPIKE_FACTOR = 50, 10, 20.0  # steps of the usual median, steps before any, ratio to it
+ENTROPY_FLOOR = 1e-4  # nats a token
 
 
 class Tripped(RuntimeError):
@@ -48,9 +46,9 @@ class Tripwires:
     which is collective. After a resume, "the first steps" are the first ones of the new process.
     """
 
-    def __init__(self, cfg: Config, say: Callable[[str], None], where_apart: Callable[[float], str]) -> None:
-        """``say`` prints. ``where_apart(bound)`` names the layer in which sampler and trainer differ."""
-        self.cfg, self.checks, self.say, self.where_apart = cfg, cfg.checks, say, where_apart
+    def __init__(self, cfg: Config, say: Callable[[str], None]) -> None:
+        """``say`` prints."""
+        self.cfg, self.checks, self.say = cfg, cfg.checks, say
         self.warned: set[str] = set()
         self.history: list[dict[str, float]] = []  # the metrics of every step that this process has seen
         self.rewards: set[float] = set()
@@ -117,15 +115,21 @@ class Tripwires:
 
     # -------------------------------------------------------------------------------- after a step
 
-    def after_step(self, step: int, metrics: dict[str, float], rewards: tuple[float, float]) -> None:
-        """Check the metrics of ``step`` (from 0). ``rewards``: its smallest and its largest reward."""
+    def after_step(
+        self, step: int, metrics: dict[str, float], rewards: tuple[float, float], where_apart: Callable[[float], str]
+    ) -> None:
+        """Check the metrics of ``step`` (from 0). ``rewards``: its smallest and its largest reward.
+
+        ``where_apart(bound)`` names the layer in which sampler and trainer differ.
+        """
         self.history.append(metrics)
         self.rewards.update(rewards)
         broken = [key for key, value in metrics.items() if not math.isfinite(value)]
         if broken:
             self.trip("non_finite", f"step {step + 1}: {', '.join(broken)} not finite", "optim.lr, and the data")
         for check in (
-            self._reward, self._truncated, self._identical, self._surprise, self._agreement, self._rounding,
+            self._reward, self._truncated, self._identical, self._surprise,
+            functools.partial(self._agreement, where_apart), self._rounding,
             self._reference_at_start, self._impossible, self._collapse, self._gradient_and_entropy,
         ):  # fmt: skip
             check(step, metrics)
@@ -142,7 +146,7 @@ class Tripwires:
                 "is learned",
                 "completions.jsonl of the run folder, against reward.method and data.instruction",
             )
-        if metrics["reward/unparsable_frac"] > self.checks.unparsable_share:
+        if metrics["reward/unparsable_frac"] > UNPARSABLE_SHARE:
             self.trip(
                 "unparsable",
                 f"step {step + 1}: {metrics['reward/unparsable_frac']:.1%} of the completions hold no answer",
@@ -163,7 +167,7 @@ class Tripwires:
                 f"{where}: not one completion ended by itself within {rollout.max_new_tokens} tokens",
                 "the end tokens of the tokenizer and of generation_config.json; rollout.max_new_tokens",
             )
-        if share > self.checks.truncated_share:
+        if share > TRUNCATED_SHARE:
             self.trip(
                 "truncated",
                 f"{where}: {share:.1%} of the completions are cut off at {rollout.max_new_tokens} tokens",
@@ -219,7 +223,7 @@ class Tripwires:
                 "the engine's seeds of the samples of one prompt",
             )
 
-    def _agreement(self, step: int, metrics: dict[str, float]) -> None:
+    def _agreement(self, where_apart: Callable[[float], str], step: int, metrics: dict[str, float]) -> None:
         """Whether sampler and trainer agree, and whether the sampler takes the noise."""
         noisy = metrics.get("aqn/sigma", 0) > 0
         if noisy and metrics["aqn/probe_shift"] == 0:
@@ -232,7 +236,7 @@ class Tripwires:
         # Under dropout only the probe counts, because the passes of the update drop activations.
         if self.checks.logp_gap == "off" or "logp_gap" in self.warned or (self.cfg.lora.dropout and not noisy):
             return
-        bound = getattr(self.checks, f"logp_gap_{self.cfg.model.dtype}")
+        bound = self.cfg.largest_gap
         # The completions of a sampler with noise or rounded weights cannot show the gap.
         probe = "aqn/probe_gap" if noisy else "sync/probe_gap"
         gap = metrics.get(probe, metrics.get("rollout/logp_gap_mean", 0.0))  # absent if no row was trained
@@ -240,13 +244,13 @@ class Tripwires:
             self.say(
                 f"warning: checks.logp_gap: step {step + 1}: sampler and trainer differ by {gap:.2g} nats a token, "
                 f"after {median(self.first_gaps):.2g} in this run's first {GAP_START} steps;\n"
-                f"  with the weights pushed once more, {self.where_apart(bound * GAP_FLOOR)}"
+                f"  with the weights pushed once more, {where_apart(bound * GAP_FLOOR)}"
             )
         if not gap <= bound:
             self.trip(
                 "logp_gap",
                 f"step {step + 1}: sampler and trainer differ by {gap:.2g} nats a token, at most {bound:g} expected;\n"
-                f"  with the weights pushed once more, {self.where_apart(bound)}",
+                f"  with the weights pushed once more, {where_apart(bound)}",
                 "that layer's tensors in what is pushed (weight_sync.py, weights_hf.export), and how it is computed",
             )
 
@@ -313,8 +317,8 @@ class Tripwires:
         rewards = self._column("reward/mean")
         before, now = fmean(rewards[:WINDOW]), fmean(rewards[-WINDOW:])
         kl = fmean(self._column("actor/kl_loss", 0.0)[-WINDOW:])
-        fallen = before > REWARD_START and now < self.checks.collapse_reward * before
-        if fallen or kl > self.checks.collapse_kl:
+        fallen = before > REWARD_START and now < COLLAPSE_REWARD * before
+        if fallen or kl > COLLAPSE_KL:
             self.trip(
                 "collapse",
                 f"step {step + 1}: mean reward {now:.3f}, after {before:.3f} in this run's first {WINDOW} steps; KL to "
@@ -325,13 +329,13 @@ class Tripwires:
     def _gradient_and_entropy(self, step: int, metrics: dict[str, float]) -> None:
         norm, norms = metrics["actor/grad_norm"], self._column("actor/grad_norm")[-SPIKE_WINDOW - 1 : -1]
         usual = median(norms) if len(norms) >= SPIKE_START else 0.0
-        if usual and norm > self.checks.gradient_spike_factor * usual:
+        if usual and norm > SPIKE_FACTOR * usual:
             self.trip(
                 "gradient_spike",
                 f"step {step + 1}: gradient norm {norm:.3g}, {norm / usual:.0f} x the usual {usual:.3g}",
                 "the step's completions, optim.lr, loss.clip_high",
             )
-        if metrics.get("actor/entropy", math.inf) < self.checks.entropy_floor:  # absent if no row was trained
+        if metrics.get("actor/entropy", math.inf) < ENTROPY_FLOOR:  # absent if no row was trained
             self.trip(
                 "entropy",
                 f"step {step + 1}: entropy {metrics['actor/entropy']:.2g} nats a token: completions repeat themselves",
@@ -345,56 +349,3 @@ def improbable(deviation: float, variance: float, largest: float) -> bool:
     By Bernstein's inequality for martingales (Freedman 1975), where single terms are as large as ``largest``.
     """
     return deviation**2 > SURPRISE_Z**2 * (variance + abs(deviation) * largest / 3)
-
-
-# ------------------------------------------------------------------------------------------------ a rank that stalls
-
-EXIT_CODE = 4
-GRACE_SECONDS = 2.0  # from the report to the exit: the other ranks, which wait for this one, report their place too
-
-
-class Heartbeat:
-    """A thread that ends the process after ``stall_seconds`` without a `beat`; 0 seconds: no such thread.
-
-    It prints the last phase and the stack of every thread. If a collective waits, the stack names it.
-    """
-
-    def __init__(self, rank: int, stall_seconds: int) -> None:
-        self.rank, self.stall_seconds = rank, stall_seconds
-        self.place, self.last = "start", time.monotonic()
-        self.stopped = threading.Event()
-        # startup.open_run knows more
-        self.reached = lambda: "before a step of this start; the same command starts it again"
-        if stall_seconds:
-            threading.Thread(target=self._watch, name="heartbeat", daemon=True).start()
-
-    def beat(self, place: str = "") -> None:
-        """Report that this rank is alive, and has finished ``place``; without one, the place stays the same."""
-        self.place, self.last = place or self.place, time.monotonic()
-
-    def stop(self) -> None:
-        """End the watching."""
-        self.stopped.set()
-
-    def _watch(self) -> None:
-        while not self.stopped.wait(min(1.0, self.stall_seconds / 4)):
-            still = time.monotonic() - self.last
-            if still > self.stall_seconds:
-                message = (
-                    f"rank {self.rank}: stood still for {still:.0f} s after: {self.place} (train.stall_seconds = "
-                    f"{self.stall_seconds}); its stacks:\n{stacks()}"
-                )
-                os.write(sys.stderr.fileno(), message.encode())  # in one piece: the ranks share a terminal or a log
-                time.sleep(GRACE_SECONDS)
-                os._exit(EXIT_CODE)
-
-
-def stacks() -> str:
-    """The stack of every other thread of this process, innermost call last; the main thread comes last."""
-    frames = sys._current_frames()
-    others = [thread for thread in reversed(threading.enumerate()) if thread is not threading.current_thread()]
-    return "\n".join(
-        f"thread {thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident]))}"
-        for thread in others
-        if thread.ident in frames
-    )

@@ -14,13 +14,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 import adapter_weights
 import aqn
-import aqn_targets
 import lora_megatron
 import model_megatron
+import quantisation
 import weights_hf
+from architecture import Architecture, tensor_shapes
 from engines import vllm_colocated
 from engines.interface import Completion, Engine, TensorStream
-from hf_config import Architecture
 from input_files import InputError
 from knobs import Config
 from parallel_setup import Parallel
@@ -32,7 +32,6 @@ PROBE_ANSWERS, PROBE_TOKENS = 8, 16
 # At temperature 1 the log-probs of a confident policy are exactly 0, so noise would not show; 2 is vLLM's maximum.
 # (vllm-ascend 0.23 always reports the log-probs of temperature 1.)
 FLAT = 2.0
-SAMPLED_ROWS = 64  # of a large weight, for `WeightSync.update_kept`: a small part of the cost of merging it
 
 
 class WeightSync:
@@ -47,13 +46,15 @@ class WeightSync:
     ) -> None:
         """Push the whole model. InputError for noise targets that it does not have, or whose matrices are rounded."""
         self.engine, self.model, self.arch, self.parallel, self.cfg = engine, model, arch, parallel, cfg
-        self.noise: dict[str, aqn_targets.NormNoise] = {}
+        self.noise: dict[str, aqn.NormNoise] = {}
         self.clean_norms: dict[str, Tensor] = {}
         if cfg.aqn.schedule != "off":
-            self.noise = aqn_targets.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
+            self.noise = aqn.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
             self.clean_norms = aqn.clean_norms(self._export(set(self.noise)), self.noise)
-        self.touched = aqn_targets.touched_names(self.noise)
-        self.rounded = {name for name in weights_hf.tensor_shapes(arch) if cfg.rollout.round_bits and is_rounded(name)}
+        self.touched = aqn.touched_names(self.noise)
+        self.rounded = {
+            name for name in tensor_shapes(arch) if cfg.rollout.round_bits and quantisation.is_rounded(name)
+        }
         if both := sorted(self.touched & self.rounded):
             raise InputError(
                 f"aqn.targets: the noise changes columns of {both[0]}, which rollout.round_bits rounds; needed: "
@@ -80,7 +81,7 @@ class WeightSync:
         """
         if self.cfg.checks.logp_gap != "stop":
             return
-        bound = getattr(self.cfg.checks, f"logp_gap_{self.cfg.model.dtype}")
+        bound = self.cfg.largest_gap
         for push in ("the first push", "a second push of the same policy"):
             gap = self._gap(probe)
             if not gap <= bound:
@@ -103,7 +104,9 @@ class WeightSync:
         rollout.round_bits, sync/probe_gap (nats a token, on the prompt ``probe``) shows whether the engine has it.
         """
         checksum, touched = self._push_policy()
-        metrics = {"sync/checksum": checksum} | self.update_kept()
+        metrics = {"sync/checksum": checksum} | adapter_weights.update_kept(
+            self.model, self.arch, self.parallel, self.cfg.keeps_factors_apart
+        )
         if self.rounded and self.cfg.checks.logp_gap != "off":
             metrics["sync/probe_gap"] = self._gap(probe)
         if self.noise:
@@ -161,44 +164,6 @@ class WeightSync:
             "aqn/probe_gap": gap,
         }
 
-    @torch.no_grad()
-    def update_kept(self) -> dict[str, float]:
-        """How much of the update U = (alpha / R) B A, computed in fp32, the rounded policy has. Collective.
-
-        The policy's change C is the merged weight as it is pushed, minus W; or (alpha / R) B A of the factors as they
-        are pushed. sync/update_share is <C, U> / <U, U>, which is 1 if nothing is lost. sync/update_error is
-        |C - U| / |U|. Both also for each kind of module. They are 1 and 0 before the first update, where U is 0. Large
-        weights are represented by SAMPLED_ROWS of their rows.
-        """
-        sums: dict[str, Tensor] = {}
-        for slot in weights_hf.slots(self.model, self.arch, self.parallel):
-            if (adapter := slot.adapter) is None:
-                continue
-            first, second = (adapter.B, adapter.A) if slot.expert is None else (adapter.A, adapter.B)
-            if slot.expert is not None:
-                first, second = first[slot.expert], second[slot.expert]
-            kind, rows = _kind(slot.names[0]), slice(None, None, -(-len(first) // SAMPLED_ROWS))
-            first, dtype = first[rows], slot.stored.dtype
-            update = adapter.scale * (first @ second)
-            if self.cfg.keeps_factors_apart:
-                pair = (factor if kind == "router" else factor.to(dtype).float() for factor in (first, second))
-                change = adapter.scale * torch.matmul(*pair)
-            else:
-                weight = slot.weight[rows].float()
-                change = (weight + update).to(dtype).float() - weight
-            change, update = change.flatten(), update.flatten()
-            parts = torch.stack([change @ update, update @ update, (change - update).square().sum()])
-            copies = min(map(self.parallel.copies, (adapter.A, adapter.B)))  # of this shard, on as many ranks
-            sums[kind] = sums.get(kind, 0) + parts * (slot.stored.shape.numel() / update.numel() / copies)
-        totals = self.parallel.sum_over_ranks(torch.stack(list(sums.values())))
-        by_kind = {f"_{kind}": total for kind, total in zip(sums, totals, strict=True)} | {"": totals.sum(0)}
-        found = {}
-        for ending, total in by_kind.items():
-            both, own, error = total.tolist()
-            found[f"sync/update_share{ending}"] = both / own if own else 1.0
-            found[f"sync/update_error{ending}"] = (error / own) ** 0.5 if own else 0.0
-        return found
-
     def _push_policy(self) -> tuple[float, dict[str, Tensor]]:
         """Push what training or noise changes, clean: the checksum, and the tensors that noise is going to change."""
         adapter_only = self.cfg.keeps_factors_apart
@@ -217,7 +182,7 @@ class WeightSync:
         bits, group = self.cfg.rollout.round_bits, self.cfg.rollout.round_group
         for name, tensor in self._export(self.rounded):
             if name not in self.touched:
-                yield name, rounded(tensor, bits, group) if name in self.rounded else tensor
+                yield name, quantisation.rounded(tensor, bits, group) if name in self.rounded else tensor
 
     def _load(self, load: Callable, tensors: object) -> None:
         """Call ``load``. The base weights were valid when they were read, so a refusal now comes from training."""
@@ -260,7 +225,7 @@ class WeightSync:
         tokens = F.pad(rows, (0, -rows.shape[1] % self.parallel.tensor))
         place = torch.arange(tokens.shape[1]) - len(prompt)
         mask = ((place >= 0) & (place < torch.tensor([[len(answer)] for answer in answers]))).long()
-        with model_megatron.evaluating(self.model):
+        with lora_megatron.evaluating(self.model):
             logp, *_ = model_megatron.token_logprobs(
                 self.model, tokens.to(device), mask.to(device), self.parallel, self.cfg.rollout.temperature
             )
@@ -287,31 +252,6 @@ class WeightSync:
             for name, a, b in module.pairs(whole)
         }
         return pairs, _total([factor.sum(dtype=torch.float32) for factor in whole.values()])
-
-
-def _kind(name: str) -> str:
-    """The kind of module of an adapted Hugging Face tensor; mlp: dense layers and shared experts."""
-    words = {".self_attn.": "attention", ".mlp.experts.": "experts", ".mlp.gate.": "router"}
-    return next((kind for word, kind in words.items() if word in name), "mlp")
-
-
-def is_rounded(name: str) -> bool:
-    """Whether rollout.round_bits rounds the tensor: the matrices of attention, MLPs and experts."""
-    return name.endswith("_proj.weight")
-
-
-def rounded(weight: Tensor, bits: int, group: int) -> Tensor:
-    """The nearest weights that a sampler of ``bits`` bits has: whole multiples of a scale.  (out, in) -> (out, in)
-
-    Every ``group`` neighbouring inputs of an output share one scale, which makes the largest of them the largest
-    integer, 2^(bits - 1) - 1 (symmetric, round to nearest). The last group may be smaller.
-    """
-    most = 2 ** (bits - 1) - 1
-    parts = []
-    for part in weight.float().split(group, dim=-1):
-        scale = (part.abs().amax(dim=-1, keepdim=True) / most).clamp(min=torch.finfo(torch.float32).tiny)
-        parts.append((part / scale).round() * scale)
-    return torch.cat(parts, dim=-1).to(weight.dtype)
 
 
 def _total(sums: list[Tensor]) -> float:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_config import Architecture
+from architecture import Architecture, modules, tensor_shapes
 from input_files import InputError, first_three, read_object, read_tensors
 from lora_megatron import Adapter, attached
 from parallel_setup import Parallel, Shards
@@ -37,6 +37,7 @@ class Slot:
     qkv_groups: int = 0  # > 0: the rows of q, k and v are interleaved by key/value group, which is Megatron's order
     expert: int | None = None  # local index of a routed expert
     adapter: Adapter | None = None  # the LoRA module, once attached
+    kind: str = ""  # of the module; empty for embedding, final norm and head
 
     @property
     def weight(self) -> Tensor:
@@ -49,86 +50,33 @@ class Slot:
 # ------------------------------------------------------------------------------------------------ the map
 
 
-def tensor_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """Name and shape of exactly the tensors that a model directory of this architecture holds."""
-    hidden, heads, kv = arch.hidden_size, arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-    shapes = {"model.embed_tokens.weight": (arch.vocab_size, hidden), "model.norm.weight": (hidden,)}
-    if not arch.tied_head:
-        shapes["lm_head.weight"] = (arch.vocab_size, hidden)
-
-    def swiglu(prefix: str, width: int) -> None:
-        for name, shape in (("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width))):
-            shapes[f"{prefix}.{name}_proj.weight"] = shape
-
-    for i, is_moe in enumerate(arch.moe_layers):
-        layer = f"model.layers.{i}"
-        shapes |= {f"{layer}.{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")}
-        for letter, rows in (("q", heads), ("k", kv), ("v", kv)):
-            shapes[f"{layer}.self_attn.{letter}_proj.weight"] = (rows, hidden)
-            if arch.qkv_bias:
-                shapes[f"{layer}.self_attn.{letter}_proj.bias"] = (rows,)
-        shapes[f"{layer}.self_attn.o_proj.weight"] = (hidden, heads)
-        if arch.qk_norm:
-            shapes |= {f"{layer}.self_attn.{letter}_norm.weight": (arch.head_dim,) for letter in "qk"}
-        if not is_moe:
-            swiglu(f"{layer}.mlp", arch.dense_ffn_size)
-            continue
-        shapes[f"{layer}.mlp.gate.weight"] = (arch.num_experts, hidden)
-        for expert in range(arch.num_experts):
-            swiglu(f"{layer}.mlp.experts.{expert}", arch.expert_ffn_size)
-        if arch.shared_expert_ffn_size:
-            swiglu(f"{layer}.mlp.shared_expert", arch.shared_expert_ffn_size)
-            shapes[f"{layer}.mlp.shared_expert_gate.weight"] = (1, hidden)
-    return shapes
-
-
-LAYER_WEIGHTS = {  # Megatron's weight of a layer -> its Hugging Face blocks, and the dimension that is split over ranks
-    "input_layernorm.weight": (["input_layernorm.weight"], None),
-    "self_attention.linear_qkv.weight": ([f"self_attn.{letter}_proj.weight" for letter in "qkv"], 0),
-    "self_attention.linear_qkv.bias": ([f"self_attn.{letter}_proj.bias" for letter in "qkv"], 0),
-    "self_attention.q_layernorm.weight": (["self_attn.q_norm.weight"], None),
-    "self_attention.k_layernorm.weight": (["self_attn.k_norm.weight"], None),
-    "self_attention.linear_proj.weight": (["self_attn.o_proj.weight"], 1),
-    "pre_mlp_layernorm.weight": (["post_attention_layernorm.weight"], None),
-    "mlp.linear_fc1.weight": (["mlp.gate_proj.weight", "mlp.up_proj.weight"], 0),
-    "mlp.linear_fc2.weight": (["mlp.down_proj.weight"], 1),
-    "mlp.router.weight": (["mlp.gate.weight"], None),
-    "mlp.experts.linear_fc1.weight": (["mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"], 0),
-    "mlp.experts.linear_fc2.weight": (["mlp.experts.{}.down_proj.weight"], 1),
-    "mlp.shared_experts.linear_fc1.weight": (
-        ["mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"],
-        0,
-    ),
-    "mlp.shared_experts.linear_fc2.weight": (["mlp.shared_expert.down_proj.weight"], 1),
-    "mlp.shared_experts.gate_weight": (["mlp.shared_expert_gate.weight"], None),
-}
-
-
 def slots(model: torch.nn.Module, arch: Architecture, parallel: Parallel) -> Iterator[Slot]:
     """Every weight of this rank in the order of the layers. The number and the order are the same on every rank."""
-    first_expert = parallel.expert_rank * (arch.num_experts // parallel.expert)
+    experts = arch.num_experts // parallel.expert  # of this rank
     yield Slot(model.embedding.word_embeddings.weight, ("model.embed_tokens.weight",), 0)
     for i, layer in enumerate(model.decoder.layers):
-        adapters = {f"{name.removesuffix('.lora')}.weight": adapter for name, adapter in attached(layer).items()}
-        weights = {name.replace(".base.", "."): weight for name, weight in layer.named_parameters()}
-        weights = {name: weight for name, weight in weights.items() if not name.endswith((".A", ".B"))}
-        assert weights.keys() <= LAYER_WEIGHTS.keys(), weights.keys() - LAYER_WEIGHTS.keys()
+        adapters = {name.removesuffix(".lora"): adapter for name, adapter in attached(layer).items()}
         held: dict[str, Tensor | Packed] = {
             f"{name.replace('.base', '')}.weight": module.packed
             for name, module in layer.named_modules()
             if isinstance(module, Quantised) and module.quantisation != "none"
-        } | weights
-        for name, (blocks, dim) in LAYER_WEIGHTS.items():
-            if name not in held:
-                continue
-            names, adapter = tuple(f"model.layers.{i}.{block}" for block in blocks), adapters.get(name)
-            if name.startswith("mlp.experts."):
-                for local in range(arch.num_experts // parallel.expert):
-                    expert_names = tuple(block.format(first_expert + local) for block in names)
-                    yield Slot(held[name][local], expert_names, dim, expert=local, adapter=adapter)
-            else:
-                groups = arch.num_kv_heads // parallel.tensor if ".linear_qkv." in name else 0
-                yield Slot(held[name], names, dim, groups, adapter=adapter)
+        }
+        weights = ((name, x) for name, x in layer.named_parameters() if not name.endswith((".A", ".B")))
+        held |= {name.replace(".base.", "."): x for name, x in weights}
+        for module in modules(arch, arch.moe_layers[i]):
+            adapter = adapters.get(module.megatron.removesuffix(".weight"))
+            groups = arch.num_kv_heads // parallel.tensor if module.target == "linear_qkv" else 0
+            for kind in ("weight", "bias")[: 1 + module.bias]:
+                stored = held.pop(module.megatron.replace(".weight", f".{kind}"))
+                names = tuple(f"model.layers.{i}.{block}.{kind}" for block in module.blocks)
+                if module.kind != "experts":
+                    owner = adapter if kind == "weight" else None
+                    yield Slot(stored, names, module.split, groups, adapter=owner, kind=module.kind)
+                    continue
+                for local in range(experts):
+                    whole = tuple(name.format(parallel.expert_rank * experts + local) for name in names)
+                    yield Slot(stored[local], whole, module.split, expert=local, adapter=adapter, kind=module.kind)
+        assert not held, held.keys()
     yield Slot(model.decoder.final_layernorm.weight, ("model.norm.weight",))
     if not arch.tied_head:
         yield Slot(model.output_layer.weight, ("lm_head.weight",), 0)

@@ -16,28 +16,21 @@ import sys
 import tempfile
 from pathlib import Path
 
+import bench_cases as cases
+import bench_floor
 import bench_step
-import cases
 import numpy as np
 
 import data_gsm8k
 from knobs import Config
-from lab import statistics as paired
+from lab import comparisons
 from sweep import ENVIRONMENT, read_sweep
 
 SWEEP, VARIANT = cases.ROOT / "configs" / "sweeps" / "bench.yaml", "bench_experts"
 LAST = 10  # steps of the second column
 
 
-def ours(arguments: list[str], folder: Path, environment: dict[str, str]) -> list[float]:
-    """Train with this repository.  -> the mean reward of each step"""
-    command = [sys.executable, *arguments, f"train.out_dir={folder}"]
-    subprocess.run(command, cwd=cases.ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
-    (metrics,) = folder.glob("*/metrics.jsonl")
-    return [json.loads(line)["reward/mean"] for line in metrics.read_text().splitlines()]
-
-
-def theirs(cfg: Config, python: Path, work: Path, environment: dict[str, str]) -> dict:
+def theirs(cfg: Config, python: Path, work: Path) -> dict:
     """Train with TRL.  -> its curve"""
     tokenizer = data_gsm8k.load_tokenizer(cfg.model.path)
     questions = data_gsm8k.load(cfg.data, "train", tokenizer, cfg.train.seed)
@@ -49,18 +42,14 @@ def theirs(cfg: Config, python: Path, work: Path, environment: dict[str, str]) -
         "rank": cfg.lora.rank, "alpha": cfg.lora.alpha,
     }  # fmt: skip
     (work / "settings.json").write_text(json.dumps(settings))
-    command = [str(python), str(Path(__file__).with_name("trl_curve.py"))]
-    with (work / "trl.log").open("w") as log:
-        subprocess.run(
-            [*command, str(work / "settings.json"), str(work / "curve.json")],
-            cwd=cases.ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, check=True,
-        )  # fmt: skip
+    command = [str(python), str(bench_step.HERE / "trl_side.py"), str(work / "settings.json"), str(work / "curve.json")]
+    subprocess.run(command, cwd=cases.ROOT, env=os.environ | ENVIRONMENT, stdout=sys.stderr, check=True)
     return json.loads((work / "curve.json").read_text())
 
 
 def compared(name: str, differences: list[float]) -> dict:
     """A difference with its interval, in points."""
-    found = paired.effect(np.array(differences)[:, None])
+    found = comparisons.effect(np.array(differences)[:, None])
     low, high = found.interval()
     return {
         "outcome": name,
@@ -76,14 +65,13 @@ def main() -> None:
     parser.add_argument("--trl-python", type=Path, help="a Python that has TRL; .venv-bench if not given")
     args = parser.parse_args()
     python = args.trl_python or bench_step.trl_python()
-    environment = os.environ | ENVIRONMENT
     jobs = {job.cfg.train.seed: job for job in read_sweep(SWEEP, [])[1] if job.name.startswith(f"{VARIANT}-seed")}
     curves: dict[int, dict] = {}
     for seed in args.seeds:
         with tempfile.TemporaryDirectory() as temporary:
-            work = Path(temporary)
-            mine = ours(jobs[seed].arguments, work / "out", environment)
-            curves[seed] = {"ours": mine, "trl": theirs(jobs[seed].cfg, python, work, environment)}
+            _, config, *overrides = jobs[seed].arguments
+            mine = [step["reward/mean"] for step in bench_floor.train(config, overrides)]
+            curves[seed] = {"ours": mine, "trl": theirs(jobs[seed].cfg, python, Path(temporary))}
         a, b = mine, curves[seed]["trl"]["reward"]
         print(f"seed {seed}: ours {100 * np.mean(a):.1f}, TRL {100 * np.mean(b):.1f}", file=sys.stderr, flush=True)
     rows = [

@@ -8,8 +8,8 @@ measured in CPU seconds: a large matrix product, and a copy larger than the cach
 the mean completion of these steps and the mean prompt of all questions.
 """
 
+import argparse
 import dataclasses
-import json
 import math
 import os
 import statistics
@@ -21,7 +21,7 @@ import timeit
 from collections.abc import Callable
 from pathlib import Path
 
-import cases
+import bench_cases as cases
 import torch
 
 import data_gsm8k
@@ -29,7 +29,9 @@ import device as devices
 import hf_config
 from config import load_config
 from input_files import BAD_INPUT, refused
+from lab.records import merged
 from plan import grid, memory, roofline
+from sweep import ENVIRONMENT
 
 PHASES = {  # of timing.jsonl -> those of plan/roofline.py
     "sync": ("sync",),
@@ -59,25 +61,33 @@ def measured_hardware(dtype: torch.dtype, rounds: int) -> roofline.Hardware:
 
 
 def train(config: str, overrides: list[str]) -> list[dict]:
-    """The steps of a training in a folder that is deleted, metrics and timing together. Its errors end this program."""
+    """The steps of a training in a folder that is deleted: metrics and times. Its errors end this program."""
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "train_grpo.py", config, *overrides, f"train.out_dir={out}"]
-        one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
-        if code := subprocess.run(command, cwd=cases.ROOT, stdout=sys.stderr, env=one_thread).returncode:
+        if code := subprocess.run(command, cwd=cases.ROOT, stdout=sys.stderr, env=os.environ | ENVIRONMENT).returncode:
             sys.exit(code)
         (run,) = (path.parent for path in Path(out).glob("*/finished.json"))
-        files = [(run / name).read_text().splitlines() for name in ("metrics.jsonl", "timing.jsonl")]
-    return [json.loads(metrics) | json.loads(timing) for metrics, timing in zip(*files, strict=True)]
+        rows = [row for row in merged(run) if "reward/mean" in row]
+    return [{key: value for key, value in row.items() if key != "completions"} for row in rows]
+
+
+def parser(about: str, config: str | None, steps: int) -> argparse.ArgumentParser:
+    """The options of a benchmark that trains for a few steps, of which the first does not count."""
+    found = cases.parser(about)
+    found.add_argument("config", nargs="?", default=config, help="relative to the repository's folder")
+    found.add_argument("overrides", nargs="*", metavar="section.key=value")
+    found.add_argument("--steps", type=_two_or_more, default=steps, help="2 or more")
+    return found
+
+
+def _two_or_more(text: str) -> int:
+    if (number := int(text)) < 2:
+        raise argparse.ArgumentTypeError(f"found {text}; needed: 2 or more, because the first one does not count")
+    return number
 
 
 def main() -> int:
-    parser = cases.parser(__doc__)
-    parser.add_argument("config", nargs="?", default="configs/smol.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--steps", type=int, default=6, help="2 or more")
-    args = parser.parse_intermixed_args()
-    if args.steps < 2:
-        parser.error(f"--steps: found {args.steps}; needed: 2 or more, because the first one does not count")
+    args = parser(__doc__, "configs/smol.yaml", 6).parse_intermixed_args()
     torch.set_num_threads(1)
     try:
         overrides = [*SETTINGS, f"train.steps={args.steps}", *args.overrides]

@@ -11,8 +11,8 @@ import statistics
 import tempfile
 from pathlib import Path
 
+import bench_cases as cases
 import bench_floor
-import cases
 
 from config import to_yaml
 
@@ -24,14 +24,9 @@ TINY = {
 
 
 def main() -> None:
-    parser = cases.parser(__doc__)
-    parser.add_argument("config", nargs="?", help="relative to the repository's folder")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--steps", type=int, default=4, help="2 or more")
+    parser = bench_floor.parser(__doc__, None, 4)
     parser.add_argument("--vllm", action="store_true", help="also measure vLLM (requirements/cpu-vllm.txt)")
     args = parser.parse_intermixed_args()
-    if args.steps < 2:
-        parser.error(f"--steps: found {args.steps}; needed: 2 or more, because the first one does not count")
     rows = []
     for engine, dtype in [(e, d) for e in ("torch", "vllm")[: 1 + args.vllm] for d in ("fp32", "bf16")]:
         with tempfile.TemporaryDirectory() as folder:

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-import cases
+import bench_cases as cases
 import torch
 from bench_step import ready_peer
 

@@ -14,7 +14,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-import cases
+import bench_cases as cases
 from bench_step import Peer, in_turn, our_command, ready_peer
 
 CASE = "all_r32_64"

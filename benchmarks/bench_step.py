@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import cases
+import bench_cases as cases
 import pandas as pd
 
 from input_files import InputError
@@ -88,15 +88,15 @@ def ready_peer(name: str, work: Path, **changes: object) -> tuple[Peer, dict]:
 
 
 def trl_command(name: str, work: Path, python: Path, questions: list[str]) -> list[str]:
-    case = cases.CASES[name]
-    settings = json.dumps({
+    case, settings = cases.CASES[name], work / f"settings_{name}.json"
+    settings.write_text(json.dumps({
         "model": str(case.model(work)), "questions": questions,
         "group": cases.GROUP, "new_tokens": case.new_tokens, "rank": case.rank,
         "experts": "linear_fc1" in case.targets, "shared_expert": "linear_fc1" in case.targets and case.smol,
         "beta": cases.KL_COEF, "lr": cases.LEARNING_RATE,
         "adapter": str(work / f"adapter_{name}"), "record": str(work / f"record_{name}.json"), "work": str(work),
-    })  # fmt: skip
-    return [str(python), str(HERE / "trl_side.py"), settings]
+    }))  # fmt: skip
+    return [str(python), str(HERE / "trl_side.py"), str(settings)]
 
 
 def trl_python() -> Path:

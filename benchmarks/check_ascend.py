@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-import cases
+import bench_cases as cases
 
 OUTCOMES = ("passed", "failed", "skipped")
 
@@ -61,16 +61,16 @@ CHECKS = {
     "mindspeed": Check(
         "GRPO trainings under the real MindSpeed and Megatron on a stand-in for torch_npu: TP, EP and DP, AQN, routing "
         "replay, both policies in bf16, each interrupted and resumed, compared with a CPU",
-        ("tests/test_npu.py", "-k", "MindSpeed"), "MINDSPEED_DIR", megatron_and_mindspeed,
+        ("tests/test_npu.py", "--all", "-k", "MindSpeed"), "MINDSPEED_DIR", megatron_and_mindspeed,
     ),
     "schema": Check(
         "calls of NPU kernels against the real torch_npu's schemas and meta kernels, on a stub of CANN",
-        ("tests", "-m", "npu_schema"), "TORCH_NPU_DIR", installed_in,
+        ("tests", "--all", "-m", "npu_schema"), "TORCH_NPU_DIR", installed_in,
     ),
     "vllm": Check(
         "the Ascend engine's arguments in the real vLLM and vllm-ascend on a stub of CANN: configuration, groups, "
         "layout of the experts",
-        ("tests", "-m", "vllm_ascend"), "VLLM_ASCEND_ENV", installed_for,
+        ("tests", "--all", "-m", "vllm_ascend"), "VLLM_ASCEND_ENV", installed_for,
     ),
 }  # fmt: skip
 

@@ -17,7 +17,7 @@ import warnings
 from collections import defaultdict
 from pathlib import Path
 
-import cases
+import bench_cases as cases
 import torch
 
 import adapter_weights
@@ -28,9 +28,9 @@ import reward_gsm8k
 import rollout
 import startup
 import train_grpo
-from device import StepTimer
 from engines.torch_sampler import TorchSampler
 from learner import Learner
+from runlog import StepTimer
 
 FACTOR_STD = 0.02  # standard deviation of B at the start; in a real run B starts at 0
 

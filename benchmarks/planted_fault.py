@@ -2,19 +2,90 @@
 
     torchrun --nproc_per_node=1 benchmarks/planted_fault.py FAULT configs/bench.yaml [section.key=value ...]
 
-A fault takes the place of one function of the method while the training runs (lab/faults.py); no file is changed.
-Everything else is train_grpo.py. These runs are controls: if a comparison cannot find its fault, its other results mean
-nothing.
+A fault is a function: it gets the right function of the method and returns the wrong one that takes its place while the
+training runs; no file is changed. Everything else is train_grpo.py. These runs are controls: if a comparison cannot
+find its fault, its other results mean nothing. No torch at the top, because sweep.py checks the names of faults without
+it.
 """
 
 import pkgutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from input_files import BAD_INPUT, InputError, refused
-from lab.faults import FAULTS
+
+Function = Callable[..., Any]
+
+
+def inverted_weights(right: Function) -> Function:
+    """Importance weights are those of the sampler over the trainer, the reciprocals of the right ones."""
+    return lambda old_logp, rollout_logp, *rest, **named: right(rollout_logp, old_logp, *rest, **named)
+
+
+def reversed_clip(right: Function) -> Function:
+    """PPO takes the smaller of the two losses: it clips what should pass, and passes what should be clipped.
+
+    The smaller of -A r and -A clip(r) is minus the larger of A r and A clip(r), which is the right loss of -A. CISPO
+    has no such choice, and its loss is linear in A, so it stays as it is.
+    """
+
+    def policy_loss(logp: Any, old_logp: Any, advantages: Any, mask: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
+        # The dual clip bounds the loss at -3 A where A < 0. The smaller loss is at most -A (1 + clip_high) there.
+        options["dual_clip"] = 0
+        _, statistics = right(logp, old_logp, advantages, mask, **options)
+        loss, _ = right(logp, old_logp, -advantages, mask, **options)
+        return -loss, statistics | {"policy_loss": -loss.detach()}
+
+    return policy_loss
+
+
+def foreign_routes(right: Function) -> Function:
+    """Each token is replayed on the experts of the token before it."""
+    return lambda replay, routes, *rest, **named: right(replay, routes.roll(1, 1), *rest, **named)
+
+
+def lost_experts(right: Function) -> Function:
+    """The adapters of the experts never reach the sampler, in training and in evaluations."""
+    return lambda slot: right(slot) if slot.expert is None else slot.weight
+
+
+def rounded_down(right: Function) -> Function:
+    """The sampler's weights are rounded down instead of to the nearest."""
+
+    def rounded(weight: Any, bits: int, group: int) -> Any:
+        down = weight.detach().float().clone()
+        for part in down.split(group, dim=-1):  # views of `down`
+            scale = (part.abs().amax(dim=-1, keepdim=True) / (2 ** (bits - 1) - 1)).clamp(min=2.0**-126)
+            part.div_(scale).floor_().mul_(scale)
+        return down.to(weight.dtype)
+
+    return rounded
+
+
+def altered_evaluation(right: Function) -> Function:
+    """Evaluations measure the policy that samples, with noise or rounding, instead of the one that is trained."""
+
+    def evaluate(run: Any, after_steps: int) -> None:
+        if after_steps:  # the policy before the first step is the base model, and has not been pushed with noise yet
+            run.weights.push(after_steps, run.inputs.held_out[0].prompt)
+        right(run, after_steps)
+
+    return evaluate
+
+
+# name -> the place of the right function, and the fault
+FAULTS: dict[str, tuple[str, Callable[[Function], Function]]] = {
+    "inverted_weights": ("grpo.rollout_weights", inverted_weights),
+    "reversed_clip": ("grpo.policy_loss", reversed_clip),
+    "foreign_routes": ("routing_replay.RoutingReplay.replaying", foreign_routes),
+    "lost_experts": ("weights_hf.merged", lost_experts),
+    "rounded_down": ("quantisation.rounded", rounded_down),
+    "altered_evaluation": ("startup.Run.evaluate", altered_evaluation),
+}
 
 
 def plant(name: str) -> None:

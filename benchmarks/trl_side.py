@@ -1,9 +1,11 @@
-"""TRL's side of bench_step.py: GRPOTrainer on the same model, questions, adapter and forced lengths, on the CPU.
+"""TRL's side of bench_step.py and bench_curve.py: GRPOTrainer on the same model, questions and settings, on the CPU.
 
-    PYTHON_WITH_TRL benchmarks/trl_side.py '{"model": DIR, "questions": [...], "rank": 8, ...}'
+    PYTHON_WITH_TRL benchmarks/trl_side.py SETTINGS.json                  step by step, with the protocol of our_side.py
+    PYTHON_WITH_TRL benchmarks/trl_side.py SETTINGS.json CURVE.json       a whole run; its mean rewards go to CURVE.json
 
-It has the same protocol as our_side.py. It writes the completions and the results of its first step to the file
-`record`. It runs in its own environment (requirements/bench.txt), so it imports nothing from this repository.
+In the first form it writes the completions and the results of its first step to the file `record`, and every completion
+has the same length. It runs in its own environment (requirements/bench.txt), so of this repository it imports the
+reward only, which needs no package.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
-settings = json.loads(sys.argv[1])
+sys.path.insert(0, str(Path(__file__).parents[1]))
+settings = json.loads(Path(sys.argv[1]).read_text())
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # stdout is for the answers; the libraries' output goes to stderr
 
@@ -27,9 +30,69 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
+import reward_gsm8k  # noqa: E402
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+tokenizer = AutoTokenizer.from_pretrained(settings["model"])
 phases: dict[str, float] = {}
 first: dict = {}  # completions and results of the first step
+
+
+def trainer_of(data: list[dict], reward, rows: int, lora: dict, callbacks: list, **config) -> GRPOTrainer:
+    """TRL's trainer. ``rows``: completions of a step."""
+    shared = GRPOConfig(
+        output_dir=tempfile.mkdtemp(dir=settings.get("work")), use_cpu=True, bf16=False, fp16=False, report_to="none",
+        save_strategy="no", logging_steps=1, disable_tqdm=True, learning_rate=settings["lr"], num_iterations=1,
+        per_device_train_batch_size=rows, gradient_accumulation_steps=1, gradient_checkpointing=False,
+        num_generations=settings["group"], max_completion_length=settings["new_tokens"], temperature=1.0,
+        max_grad_norm=1.0, dataloader_pin_memory=False, remove_unused_columns=False, **config,
+    )  # fmt: skip
+    adapter = LoraConfig(r=settings["rank"], lora_dropout=0.0, bias="none", task_type="CAUSAL_LM", **lora)
+    model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32, router_aux_loss_coef=0.0)
+    return GRPOTrainer(
+        model=model, reward_funcs=[reward], args=shared, train_dataset=Dataset.from_list(data),
+        processing_class=tokenizer, peft_config=adapter, callbacks=callbacks,
+    )  # fmt: skip
+
+
+def asked(question: str) -> list[dict]:
+    return [{"role": "user", "content": question}]
+
+
+# ------------------------------------------------------------------------------------------------------- one whole run
+
+
+def right(completions, gold, **kwargs) -> list[float]:
+    """Our reward, for completions in the form that TRL gives them."""
+    return [reward_gsm8k.score(texts[0]["content"], answer) for texts, answer in zip(completions, gold, strict=True)]
+
+
+def train(curve: Path) -> None:
+    """Train on the questions of all steps, in order, with the settings of a run of ours."""
+    trainer = trainer_of(
+        [{"prompt": asked(question), "gold": gold} for question, gold in settings["questions"]], right,
+        settings["prompts"] * settings["group"],
+        {"lora_alpha": settings["alpha"], "target_modules": [], "target_parameters": EXPERTS}, [],
+        seed=settings["seed"], max_steps=settings["steps"], shuffle_dataset=False, top_p=1.0, top_k=0, beta=0.0,
+        epsilon=0.2, loss_type="bnpo", scale_rewards="group", mask_truncated_completions=False, adam_beta1=0.9,
+        adam_beta2=0.95, adam_epsilon=1e-8, weight_decay=0.0,
+    )  # fmt: skip
+    optimizer = trainer.create_optimizer()
+    # The first step of ours has the rate lr / warmup_steps; transformers' own warm-up would begin with 0.
+    trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / settings["warmup_steps"])
+    )
+    trainer.train()
+    logged = [line for line in trainer.state.log_history if "reward" in line]
+    curve.write_text(json.dumps({
+        "reward": [line["reward"] for line in logged],
+        "length": [line["completions/mean_length"] for line in logged],
+        "parameters": sum(each.numel() for each in trainer.model.parameters() if each.requires_grad),
+    }))  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- one step at a time
 
 
 def answer(record: dict) -> None:
@@ -45,7 +108,7 @@ def timed(owner, name: str, phase, seen=None) -> None:
         before = time.process_time()
         result = function(*args, **kwargs)
         phases[key] = phases.get(key, 0.0) + time.process_time() - before
-        if seen is not None and not turns.written:
+        if seen is not None and not Turns.written:
             seen(result)
         return result
 
@@ -64,7 +127,7 @@ class Turns(TrainerCallback):
         self.start = time.process_time(), time.perf_counter()
 
     def on_train_begin(self, *args, **kwargs) -> None:
-        chats = [[{"role": "user", "content": question}] for question in settings["questions"]]
+        chats = [asked(question) for question in settings["questions"]]
         encoded = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
         prompts = tokenizer(encoded, add_special_tokens=False)["input_ids"]
         answer({"ready": True, "startup_cpu_s": sum(os.times()[:4]), "prompts": prompts})
@@ -75,17 +138,18 @@ class Turns(TrainerCallback):
         if not logs or "completions/mean_length" not in logs:
             return
         seconds = {"cpu_s": time.process_time() - self.start[0], "wall_s": time.perf_counter() - self.start[1]}
-        if not self.written:
-            self.written = True
+        if not Turns.written:
+            Turns.written = True
             Path(settings["record"]).write_text(json.dumps(first))
         (length,) = {logs[f"completions/{x}_length"] for x in ("min", "mean", "max")}  # all have one length
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 2**20)
+        rows = len(settings["questions"]) * settings["group"]
         answer({**seconds, "phases": phases, "new_tokens": int(length) * rows, "loss": logs["loss"], "kl": logs["kl"],
                 "peak_mib": peak})  # fmt: skip
         self.wait()
 
 
-def rewards(completions, **kwargs) -> list[float]:
+def of_characters(completions, **kwargs) -> list[float]:
     """cases.reward for completions in the form that TRL gives them."""
     return [sum(map(ord, completion[0]["content"])) % 100 / 100 for completion in completions]
 
@@ -109,39 +173,35 @@ def see_loss(result) -> None:
     first["loss"] = (result[0] if isinstance(result, tuple) else result).item()
 
 
-rows = len(settings["questions"]) * settings["group"]
-tokenizer = AutoTokenizer.from_pretrained(settings["model"])
-data = Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in settings["questions"]])
-length = settings["new_tokens"]
-config = GRPOConfig(
-    output_dir=tempfile.mkdtemp(dir=settings["work"]), use_cpu=True, bf16=False, fp16=False, seed=0, report_to="none",
-    save_strategy="no", logging_steps=1, disable_tqdm=True, max_steps=10**6, learning_rate=settings["lr"],
-    lr_scheduler_type="constant", gradient_checkpointing=False, per_device_train_batch_size=rows,
-    gradient_accumulation_steps=1, num_generations=settings["group"], max_completion_length=length, temperature=1.0,
-    beta=settings["beta"], num_iterations=1, loss_type="grpo", max_grad_norm=1.0, dataloader_pin_memory=False,
-    generation_kwargs={"min_new_tokens": length, "max_new_tokens": length}, remove_unused_columns=False,
-)  # fmt: skip
-lora = LoraConfig(
-    r=settings["rank"], lora_alpha=2 * settings["rank"], lora_dropout=0.0, bias="none", task_type="CAUSAL_LM",
-    target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]
-    + ["gate_proj", "up_proj", "down_proj"] * settings["shared_expert"],
-    target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if settings["experts"] else None,
-)  # fmt: skip
-turns = Turns()
-model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32, router_aux_loss_coef=0.0)
-trainer = GRPOTrainer(
-    model=model, reward_funcs=[rewards], args=config, train_dataset=data, processing_class=tokenizer, peft_config=lora,
-    callbacks=[turns],
-)  # fmt: skip
-loaded = set_peft_model_state_dict(trainer.model, load_file(settings["adapter"] + "/adapter_model.safetensors"))
-assert not loaded.unexpected_keys, loaded.unexpected_keys
-timed(trainer, "_generate_single_turn", "generate")
-timed(
-    trainer, "_get_per_token_logps_and_entropies", lambda: "forward" if torch.is_grad_enabled() else "reference",
-    see_logps,
-)  # fmt: skip
-timed(trainer, "compute_loss", "loss", see_loss)
-timed(trainer, "_prepare_inputs", "prepared", see_batch)
-timed(trainer.accelerator, "backward", "backward")
-timed(trainer.create_optimizer(), "step", "optimizer")  # train() takes an optimizer that exists
-trainer.train()
+def take_turns() -> None:
+    """Train with the adapter that our side has written, one step for each line on stdin."""
+    length, modules = settings["new_tokens"], ["q_proj", "k_proj", "v_proj", "o_proj"]
+    lora = {
+        "lora_alpha": 2 * settings["rank"],
+        "target_modules": modules + ["gate_proj", "up_proj", "down_proj"] * settings["shared_expert"],
+        "target_parameters": EXPERTS if settings["experts"] else None,
+    }
+    trainer = trainer_of(
+        [{"prompt": asked(question)} for question in settings["questions"]], of_characters,
+        len(settings["questions"]) * settings["group"], lora, [Turns()], seed=0, max_steps=10**6,
+        lr_scheduler_type="constant", beta=settings["beta"], loss_type="grpo",
+        generation_kwargs={"min_new_tokens": length, "max_new_tokens": length},
+    )  # fmt: skip
+    loaded = set_peft_model_state_dict(trainer.model, load_file(settings["adapter"] + "/adapter_model.safetensors"))
+    assert not loaded.unexpected_keys, loaded.unexpected_keys
+    timed(trainer, "_generate_single_turn", "generate")
+    timed(
+        trainer, "_get_per_token_logps_and_entropies", lambda: "forward" if torch.is_grad_enabled() else "reference",
+        see_logps,
+    )  # fmt: skip
+    timed(trainer, "compute_loss", "loss", see_loss)
+    timed(trainer, "_prepare_inputs", "prepared", see_batch)
+    timed(trainer.accelerator, "backward", "backward")
+    timed(trainer.create_optimizer(), "step", "optimizer")  # train() takes an optimizer that exists
+    trainer.train()
+
+
+if len(sys.argv) > 2:
+    train(Path(sys.argv[2]))
+else:
+    take_turns()

@@ -3,7 +3,8 @@
 The plan and rollout.open_engine ask the same functions, so an engine takes as many rows at once as the plan says.
 """
 
-from hf_config import ELEMENT_BYTES, Architecture, cache_bytes_per_token, cache_mib
+from architecture import Architecture
+from hf_config import ELEMENT_BYTES, cache_bytes_per_token, cache_mib
 from knobs import Config
 
 PREFILL_TOKENS = 8192  # prompt tokens that vLLM computes at once; this limits the activations
@@ -13,7 +14,7 @@ MOST_SEQUENCES = 512
 
 def rows_of_a_step(cfg: Config, ranks: int) -> int:
     """Sequences of the fullest replica in a step: that of the most prompts."""
-    replicas = ranks // (cfg.rollout.tensor if cfg.rollout.engine == "vllm" else 1)
+    replicas = ranks // cfg.rollout.replica_ranks
     return -(-cfg.rollout.prompts_per_step // replicas) * cfg.rollout.group_size
 
 
@@ -25,7 +26,7 @@ def max_sequences(cfg: Config, arch: Architecture, ranks: int) -> int:
     wave, however many rows it has.
     """
     rollout = cfg.rollout
-    if rollout.engine != "vllm":
+    if not rollout.kind.reserves:
         return MOST_SEQUENCES
     tokens = cfg.data.max_prompt_tokens / rollout.group_size + rollout.max_new_tokens
     row = tokens * cache_bytes_per_token(arch, rollout.tensor, ELEMENT_BYTES[cfg.model.dtype])

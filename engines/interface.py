@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_config import Architecture
+from architecture import Architecture
 from input_files import InputError
 from knobs import LoraConfig
 
@@ -40,6 +40,10 @@ class Rule(NamedTuple):
 
 class Engine(Protocol):
     """The copy of the policy that samples. It needs a whole model from `load_weights` before it can sample."""
+
+    arch: Architecture
+    ready: bool  # whether it has a whole model
+    positions: int  # the most tokens that a row may have
 
     # Called for every decoded token of a batch of rows. The embedded sampler also calls it for every layer of prompts.
     beat: Callable[[], None] = staticmethod(lambda: None)
@@ -80,6 +84,17 @@ class Engine(Protocol):
         Temperature 0 is greedy; top_k 0 keeps all tokens. The random numbers of prompt i depend on seeds[i] alone, so
         the other prompts of a call change nothing but rounding. Raises InputError for what cannot be sampled.
         """
+        rule = Rule(max_new_tokens, temperature, top_p, top_k)
+        check_call(
+            self.arch, prompts, seeds, num_samples, rule, return_routed_experts, self.ready, self.positions
+        )  # fmt: skip
+        return self._sample(prompts, seeds, num_samples, rule, return_routed_experts)
+
+    def _sample(
+        self, prompts: list[list[int]], seeds: list[int], num_samples: int, rule: Rule, routed: bool
+    ) -> list[list[Completion]]:
+        """The part of `sample` that is the engine's own; the call has been checked."""
+        raise NotImplementedError
 
     def layer_outputs(self, prompt: list[int]) -> list[Tensor]:
         """The residual stream after each layer, to find the first layer that differs from the trainer's.  -> L x (T, h)
@@ -204,7 +219,7 @@ def check_factors(
         if len(shapes.get(name, ())) != 2:
             raise InputError(f"load_adapter: {name} is not a matrix of this model")
         out_size, in_size = shapes[name]
-        rank = lora.expert_rank or lora.rank if ".experts." in name else lora.rank
+        rank = lora.rank_of(".experts." in name)
         for letter, factor, shape in zip("AB", pair, ((rank, in_size), (out_size, rank)), strict=True):
             if tuple(factor.shape) != shape:
                 raise InputError(f"load_adapter: {letter} of {name}: found {tuple(factor.shape)}; needed: {shape}")

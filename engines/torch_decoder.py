@@ -1,4 +1,4 @@
-"""A Qwen3-MoE or Qwen2-MoE decoder in plain torch, for sampling. Its weights have their Hugging Face names.
+"""A decoder of the models in architecture.py in plain torch, for sampling. Weights have their Hugging Face names.
 
 Every row decodes one token at a time. A prompt is computed once for all rows that sample it. These rows are adjacent;
 torch_cache.py holds their keys and values. There is no process group and no autograd.
@@ -15,9 +15,9 @@ from torch import Tensor
 
 import kernels
 import packing
+from architecture import Architecture, modules
 from engines.interface import check_arrival, check_complete, check_factors, check_finite
 from engines.torch_cache import LineCache, RowCache
-from hf_config import Architecture
 from knobs import LoraConfig
 from weights_hf import fused_group
 
@@ -74,47 +74,23 @@ class Decoder:
         return storage
 
     def _allocate_layer(self, layer: int) -> dict[str, Tensor]:
-        """The weights of one layer. Matrices are fused where one product can do the work of several."""
-        arch, hidden, is_moe = self.arch, self.arch.hidden_size, self.arch.moe_layers[layer]
-        query, key = arch.num_heads * arch.head_dim, (arch.num_heads + arch.num_kv_heads) * arch.head_dim
-        rows = {"q": slice(query), "k": slice(query, key), "v": slice(key, None)}
-        parts: dict[
-            str, tuple[tuple[int, ...], dict[str, Any]]
-        ] = {  # part -> its shape, and which index of it each tensor fills
-            "input_norm": ((hidden,), {"input_layernorm.weight": ...}),
-            "qkv": ((arch.qkv_size, hidden), {f"self_attn.{x}_proj.weight": rows[x] for x in "qkv"}),
-            "out": ((hidden, query), {"self_attn.o_proj.weight": ...}),
-            "mlp_norm": ((hidden,), {"post_attention_layernorm.weight": ...}),
-        }
-        if arch.qkv_bias:
-            parts["qkv_bias"] = ((arch.qkv_size,), {f"self_attn.{x}_proj.bias": rows[x] for x in "qkv"})
-        if arch.qk_norm:
-            parts |= {f"{x}_norm": ((arch.head_dim,), {f"self_attn.{x}_norm.weight": ...}) for x in "qk"}
-        if is_moe:
-            width, experts = arch.expert_ffn_size, range(arch.num_experts)
-            gates = {f"mlp.experts.{e}.gate_proj.weight": (e, slice(width)) for e in experts}
-            ups = {f"mlp.experts.{e}.up_proj.weight": (e, slice(width, None)) for e in experts}
-            downs = {f"mlp.experts.{e}.down_proj.weight": e for e in experts}
-            parts |= {
-                "router": ((arch.num_experts, hidden), {"mlp.gate.weight": ...}),
-                "expert_gate_up": ((arch.num_experts, hidden, 2 * width), gates | ups),
-                "expert_down": ((arch.num_experts, width, hidden), downs),
-            }
-        if is_moe and arch.shared_expert_ffn_size:
-            parts["shared_gate"] = ((1, hidden), {"mlp.shared_expert_gate.weight": ...})
-        width = arch.shared_expert_ffn_size if is_moe else arch.dense_ffn_size
-        if width:  # the layer has a shared expert or is dense
-            mlp = "mlp.shared_expert" if is_moe else "mlp"
-            halves = {f"{mlp}.gate_proj.weight": slice(width), f"{mlp}.up_proj.weight": slice(width, None)}
-            parts |= {
-                "gate_up": ((2 * width, hidden), halves),
-                "down": ((hidden, width), {f"{mlp}.down_proj.weight": ...}),
-            }
+        """The weights of one layer by `part`. Matrices are fused where one product can do the work of several."""
         weights = {}
-        for part, (shape, pieces) in parts.items():
-            named = {f"model.layers.{layer}.{name}": index for name, index in pieces.items()}
-            weights[part] = self._allocate(shape, named)
-            self.places |= {name: (layer, part, index) for name, index in named.items()}
+        for module in modules(self.arch, self.arch.moe_layers[layer]):
+            part, rows, pieces = module.part, 0, {}
+            for block, (size, *_) in module.blocks.items():
+                place = slice(rows, rows + size)
+                rows += size
+                for expert in range(module.copies):
+                    name = f"model.layers.{layer}.{block.format(expert)}"
+                    pieces[name] = (expert, place) if module.kind == "experts" else place
+            for kind in ("weight", "bias")[: 1 + module.bias]:
+                shape = (rows, *next(iter(module.blocks.values()))[1:])[: 1 if kind == "bias" else None]
+                shape = (module.copies, *shape[::-1]) if module.kind == "experts" else shape
+                named = {f"{name}.{kind}": index for name, index in pieces.items()}
+                part = module.part if kind == "weight" else f"{module.part}.bias"
+                weights[part] = self._allocate(shape, named)
+                self.places |= {name: (layer, part, index) for name, index in named.items()}
         return weights
 
     @torch.no_grad()
@@ -127,7 +103,7 @@ class Decoder:
             loaded[name] = self.slots[name].copy_(tensor)
         check_complete(loaded, self.groups, whole)
         check_finite(loaded)  # of the copies, because a cast can overflow
-        if self.arch.qk_norm:
+        if self.arch.qk_norm == "head":
             for weights in self.layers:
                 heads = (("q_norm", self.arch.num_heads), ("k_norm", self.arch.num_kv_heads))
                 weights["qk_norm"] = torch.cat([weights[name].expand(count, -1) for name, count in heads])
@@ -142,14 +118,14 @@ class Decoder:
             layer, part, index = self.places[name]
             weight = self.layers[layer][part]
             if part not in layers[layer]:
-                dtype = torch.float32 if part == "router" else self.dtype  # as in the trainer
+                dtype = torch.float32 if part == "gate" else self.dtype  # as in the trainer
                 rank, (*experts, first, second) = len(a), weight.shape
                 shapes = ((first, rank), (rank, second)) if experts else ((rank, second), (first, rank))
                 a_held, b_held = (torch.zeros(*experts, *shape, dtype=dtype, device=self.device) for shape in shapes)
                 layers[layer][part] = Factors(a_held, b_held, lora.alpha / rank)
             held = layers[layer][part]
             if weight.dim() == 3:
-                expert, columns = index if isinstance(index, tuple) else (index, slice(None))
+                expert, columns = index
                 held.a[expert].copy_(a.t())
                 held.b[expert, :, columns].copy_(b.t())
             else:
@@ -160,7 +136,7 @@ class Decoder:
     # ------------------------------------------------------------------------------------------------------ the model
     def _linear(self, layer: int, part: str, x: Tensor) -> Tensor:
         """``part`` of a layer, with its adapter if it has one.  (.., in) -> (.., out)"""
-        weights, bias = self.layers[layer], self.layers[layer].get(f"{part}_bias")
+        weights, bias = self.layers[layer], self.layers[layer].get(f"{part}.bias")
         if self.cache is LineCache or bias is None:
             y = F.linear(x, weights[part], bias)
         else:
@@ -182,12 +158,16 @@ class Decoder:
         """Rotated queries, rotated keys, and values.  (..., h) -> (..., H, D), (..., KV, D), (..., KV, D)"""
         arch, query_heads, key_heads = self.arch, self.arch.num_heads, self.arch.num_kv_heads
         weights = self.layers[layer]
-        x = kernels.rms_norm(x, weights["input_norm"], arch.rms_norm_eps)
-        heads = self._linear(layer, "qkv", x).view(*x.shape[:-1], -1, arch.head_dim)
+        x = kernels.rms_norm(x, weights["input_layernorm"], arch.rms_norm_eps)
+        heads = self._linear(layer, "qkv_proj", x).view(*x.shape[:-1], -1, arch.head_dim)
         both = heads.narrow(-2, 0, query_heads + key_heads)
-        if arch.qk_norm:  # one normalisation for queries and keys, then the weights of each head
+        if arch.qk_norm == "head":  # one normalisation for queries and keys, then the weights of each head
             both = kernels.rms_norm(both, self.head_ones, arch.rms_norm_eps)
             both = (both * weights["qk_norm"]).to(x.dtype)
+        elif arch.qk_norm == "projection":
+            parts = zip(both.split([query_heads, key_heads], -2), (weights["q_norm"], weights["k_norm"]), strict=True)
+            normed = [kernels.rms_norm(part.flatten(-2), weight, arch.rms_norm_eps) for part, weight in parts]
+            both = torch.cat(normed, -1).unflatten(-1, (-1, arch.head_dim))
         both = kernels.rotary(both, cos, sin)
         query, key = both.narrow(-2, 0, query_heads), both.narrow(-2, query_heads, key_heads)
         return query, key, heads.narrow(-2, query_heads + key_heads, key_heads)
@@ -195,17 +175,17 @@ class Decoder:
     def _mlp(self, layer: int, x: Tensor, routes: list[Tensor]) -> Tensor:
         """The residual stream after the MLP block. A MoE layer appends its (R, K) experts to ``routes``.  (R, h)"""
         arch, weights = self.arch, self.layers[layer]
-        h = kernels.rms_norm(x, weights["mlp_norm"], arch.rms_norm_eps)
-        if "gate_up" in weights:
-            dense = self._linear(layer, "down", kernels.swiglu(self._linear(layer, "gate_up", h)))
-            if "shared_gate" in weights:
-                dense *= torch.sigmoid(F.linear(h, weights["shared_gate"]))
-        if "router" not in weights:
+        h = kernels.rms_norm(x, weights["post_attention_layernorm"], arch.rms_norm_eps)
+        if "gate_up_proj" in weights:
+            dense = self._linear(layer, "down_proj", kernels.swiglu(self._linear(layer, "gate_up_proj", h)))
+            if "shared_expert_gate" in weights:
+                dense *= torch.sigmoid(F.linear(h, weights["shared_expert_gate"]))
+        if "gate" not in weights:
             return x + dense
         # The router works in fp32 for every dtype of the model, as in the trainer.
-        logits = F.linear(h.float(), weights["router"].float())
-        if "router" in self.factors[layer]:
-            a, b, scale = self.factors[layer]["router"]
+        logits = F.linear(h.float(), weights["gate"].float())
+        if "gate" in self.factors[layer]:
+            a, b, scale = self.factors[layer]["gate"]
             logits += scale * F.linear(F.linear(h.float(), a), b)
         score, experts = logits.topk(arch.experts_per_token, dim=-1)  # (R, K)
         score = score.softmax(-1) if arch.norm_topk_prob else (score - logits.logsumexp(-1, keepdim=True)).exp()
@@ -214,13 +194,13 @@ class Decoder:
         in_order, pair = experts.view(-1).sort(stable=True)
         tokens_per_expert = torch.bincount(in_order, minlength=arch.num_experts)
         pairs = h.index_select(0, pair.div(arch.experts_per_token, rounding_mode="floor"))
-        pairs = self._grouped(layer, "expert_gate_up", pairs, tokens_per_expert)
+        pairs = self._grouped(layer, "experts.gate_up_proj", pairs, tokens_per_expert)
         pairs = kernels.swiglu(pairs).mul_(score.to(x.dtype).view(-1, 1).index_select(0, pair))
-        pairs = self._grouped(layer, "expert_down", pairs, tokens_per_expert)
+        pairs = self._grouped(layer, "experts.down_proj", pairs, tokens_per_expert)
         # Restore the order of rows and choices before the sum: index_add_ adds in no fixed order on an accelerator.
         pairs = torch.empty_like(pairs).index_copy_(0, pair, pairs).view(*experts.shape, -1)
         mixed = pairs.sum(1)
-        return x + (mixed + dense if "gate_up" in weights else mixed)
+        return x + (mixed + dense if "gate_up_proj" in weights else mixed)
 
     def prefill(
         self,
@@ -254,7 +234,7 @@ class Decoder:
                 query, key, value = (heads.transpose(1, 2) for heads in qkv)  # (p, heads, T, D)
                 cache.write_prompts(layer, part, key, value)
                 mixed = kernels.causal_attention(query, key, value, scale=arch.head_dim**-0.5)
-                x = x + self._linear(layer, "out", mixed.transpose(1, 2).flatten(2))
+                x = x + self._linear(layer, "o_proj", mixed.transpose(1, 2).flatten(2))
                 x = self._mlp(layer, x.flatten(0, 1), routes).view_as(x)
                 if layer_outputs is not None:
                     layer_outputs.append(x)
@@ -269,9 +249,9 @@ class Decoder:
         for layer in range(self.arch.num_layers):
             mixed = cache.attend(layer, n, *self._qkv(layer, x, cos, sin))
             if self.cache is LineCache and not self.factors[layer]:
-                x = torch.addmm(x, mixed, self.layers[layer]["out"].t())
+                x = torch.addmm(x, mixed, self.layers[layer]["o_proj"].t())
             else:
-                x = x + self._linear(layer, "out", mixed)
+                x = x + self._linear(layer, "o_proj", mixed)
             x = self._mlp(layer, x, routes)
         return x, routes
 

@@ -11,12 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from architecture import Architecture
+from device import DTYPES
 from engines.capacity import MOST_SEQUENCES
-from engines.interface import Completion, Engine, Rule, check_call
+from engines.interface import Completion, Engine, Rule
 from engines.torch_decoder import Decoder
-from hf_config import Architecture
 from input_files import InputError
-from knobs import LoraConfig
+from knobs import Config, LoraConfig
 
 # ------------------------------------------------------------------------------------------------------ picking a token
 
@@ -93,13 +94,17 @@ class TorchSampler(Engine):
         largest = max({*stop_tokens, pad_token})
         if largest >= arch.vocab_size:
             raise InputError(f"sampler: stop or pad token {largest} is not in the vocabulary of {arch.vocab_size}")
-        self.adapter, self.arch, self.decoder = adapter, arch, Decoder(arch, dtype, device, norm_dtype=norm_dtype)
+        self.arch, self.ready, self.positions, self.adapter = arch, False, arch.max_positions, adapter
+        self.decoder = Decoder(arch, dtype, device, norm_dtype=norm_dtype)
         self.stop_tokens, self.pad_token, self.max_sequences = frozenset(stop_tokens), pad_token, max_sequences
         self.is_stop = torch.zeros(arch.vocab_size, dtype=torch.bool, device=device)
         self.is_stop[list(stop_tokens)] = True
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        self.decoder.load_weights(named_tensors)
+        try:
+            self.decoder.load_weights(named_tensors)
+        finally:
+            self.ready = self.decoder.ready
 
     def load_adapter(self, factors: dict[str, tuple[Tensor, Tensor]]) -> None:
         if self.adapter is None:
@@ -116,29 +121,9 @@ class TorchSampler(Engine):
         return [output[0, : len(prompt)] for output in outputs]
 
     @torch.inference_mode()
-    def sample(
-        self,
-        prompts: list[list[int]],
-        *,
-        seeds: list[int],
-        num_samples: int,
-        max_new_tokens: int,
-        temperature: float,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        return_routed_experts: bool = False,
+    def _sample(
+        self, prompts: list[list[int]], seeds: list[int], num_samples: int, rule: Rule, routed: bool
     ) -> list[list[Completion]]:
-        rule = Rule(max_new_tokens, temperature, top_p, top_k)
-        check_call(
-            self.arch,
-            prompts,
-            seeds,
-            num_samples,
-            rule,
-            return_routed_experts,
-            self.decoder.ready,
-            self.arch.max_positions,
-        )
         completions: list[list[Completion]] = [[] for _ in prompts]
         # Sorted, so that the prompts of a wave have similar lengths and little padding.
         by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
@@ -147,25 +132,20 @@ class TorchSampler(Engine):
             step = self.max_sequences // len(samples)
             for wave in (by_length[start : start + step] for start in range(0, len(prompts), step)):
                 uniforms = None
-                if temperature > 0:
+                if rule.temperature > 0:
                     generators = [torch.Generator().manual_seed(seeds[i]) for i in wave]
-                    draws = [torch.rand(num_samples, max_new_tokens, generator=generator) for generator in generators]
+                    draws = [
+                        torch.rand(num_samples, rule.max_new_tokens, generator=generator) for generator in generators
+                    ]
                     of_samples = torch.stack(draws)[:, samples.start : samples.stop].flatten(0, 1)
                     uniforms = of_samples.t()[..., None].to(self.decoder.device)  # (N, R, 1)
-                answers = self._run_wave(
-                    [prompts[i] for i in wave], len(samples), uniforms, rule, return_routed_experts
-                )
+                answers = self._run_wave([prompts[i] for i in wave], len(samples), uniforms, rule, routed)
                 for row, answer in enumerate(answers):
                     completions[wave[row // len(samples)]].append(answer)
         return completions
 
     def _run_wave(
-        self,
-        prompts: list[list[int]],
-        num_samples: int,
-        uniforms: Tensor | None,
-        rule: Rule,
-        return_routed_experts: bool,
+        self, prompts: list[list[int]], num_samples: int, uniforms: Tensor | None, rule: Rule, routed: bool
     ) -> list[Completion]:
         """``num_samples`` completions of each prompt, in one list. ``uniforms``: (N, R, 1), None for greedy."""
         decoder, device, new_tokens = self.decoder, self.decoder.device, rule.max_new_tokens
@@ -176,7 +156,7 @@ class TorchSampler(Engine):
         tokens = torch.full((new_tokens, rows + 1), -1, device=device)
         logps = torch.zeros(new_tokens, rows + 1, device=device)
         shape = (new_tokens, rows + 1, sum(self.arch.moe_layers), self.arch.experts_per_token)
-        routes = torch.zeros(shape, dtype=torch.uint8, device=device) if return_routed_experts else None
+        routes = torch.zeros(shape, dtype=torch.uint8, device=device) if routed else None
         row_ids = torch.arange(rows, device=device)  # (R,) the place of each row's results
         for n in range(new_tokens):
             self.beat()
@@ -209,3 +189,23 @@ class TorchSampler(Engine):
             reason = "stop" if tokens[row][count - 1] in self.stop_tokens else "length"
             answers.append(Completion(tokens[row][:count], logps[row][:count], reason, experts))
         return answers
+
+
+def check(cfg: Config, arch: Architecture, ranks: int) -> None:
+    """This engine runs every configuration that config_rules.py accepts."""
+
+
+def open_engine(
+    cfg: Config, arch: Architecture, device: torch.device, stop_tokens: set[int], pad_token: int
+) -> TorchSampler:
+    dtype = DTYPES[cfg.model.dtype]
+    norm_dtype = torch.float32 if cfg.aqn.bf16 == "fp32" else dtype  # fp32 norms keep noise that bf16 would round off
+    return TorchSampler(
+        arch,
+        stop_tokens=stop_tokens,
+        pad_token=pad_token,
+        dtype=dtype,
+        device=device,
+        norm_dtype=norm_dtype,
+        adapter=cfg.lora if cfg.keeps_factors_apart else None,
+    )

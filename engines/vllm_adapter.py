@@ -9,8 +9,8 @@ import importlib.metadata
 import torch
 from torch import Tensor
 
+from architecture import Architecture
 from engines.interface import check_factors
-from hf_config import Architecture
 from input_files import InputError
 from knobs import LoraConfig
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 import environment
-from hf_config import Architecture
+from architecture import Architecture
 from input_files import InputError
 
 CAPTURE_SIZES = (16, 64, 128, 192, 256)  # tokens of a decoding step; each captured graph takes some of the few streams

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import weights_hf
+from architecture import Architecture
 from engines import vllm_ascend, vllm_inside
 from engines.vllm_engine import VllmEngine
-from hf_config import Architecture
 from input_files import InputError
 from parallel_setup import Parallel
 from weights_hf import Slot

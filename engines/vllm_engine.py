@@ -22,6 +22,7 @@ from torch import Tensor
 
 import environment
 import weights_hf
+from architecture import Architecture, tensor_shapes
 from config import derive_seed
 from config_rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, replica_problems
 from engines import vllm_adapter, vllm_ascend, vllm_inside
@@ -32,12 +33,10 @@ from engines.interface import (
     Rule,
     TensorStream,
     check_arrival,
-    check_call,
     check_complete,
     check_finite,
     refuse_first,
 )
-from hf_config import Architecture
 from input_files import InputError
 from knobs import LoraConfig
 
@@ -70,9 +69,14 @@ def check(
     refuse_first(
         "",
         (
-            arch.model_type == "qwen2_moe" and arch.head_dim * heads != hidden,
-            f"rollout.engine: vllm's qwen2_moe needs a head_dim of hidden_size / heads; found {arch.head_dim}; "
+            arch.model_type in ("qwen2_moe", "olmoe") and arch.head_dim * heads != hidden,
+            f"rollout.engine: vllm's {arch.model_type} needs a head_dim of hidden_size / heads; found {arch.head_dim}; "
             f"needed: {hidden // heads} (or rollout.engine torch)",
+        ),
+        (
+            arch.model_type == "olmoe" and (arch.rms_norm_eps != 1e-5 or arch.norm_topk_prob),
+            f"rollout.engine: vllm's olmoe has rms_norm_eps 1e-5 and no norm_topk_prob; found {arch.rms_norm_eps:g}, "
+            f"{arch.norm_topk_prob}; needed: rollout.engine torch",
         ),
         (
             arch.model_type == "qwen3_moe" and not any(arch.moe_layers),
@@ -144,10 +148,10 @@ class VllmEngine(Engine):
         ``max_sequences``: rows that are decoded at once. ``routed_experts``: record what return_routed_experts asks
         for. ``adapter``: the shapes of what load_adapter will bring.
         """
-        self.arch, self.device, self.dtype, self.max_tokens = arch, torch.device(device), dtype, max_tokens
+        self.arch, self.device, self.dtype, self.positions = arch, torch.device(device), dtype, max_tokens
         self.stop_tokens, self.routed_experts = sorted(stop_tokens), routed_experts
         self.ready = False
-        self.shapes = weights_hf.tensor_shapes(arch)
+        self.shapes = tensor_shapes(arch)
         if adapter:
             self.adapter = vllm_adapter.Adapter(adapter, self.shapes, dtype)
         for variable in environment.VLLM:  # an existing value is kept
@@ -279,23 +283,13 @@ class VllmEngine(Engine):
         return None
 
     # ------------------------------------------------------------------------------------------------------- sampling
-    def sample(
-        self,
-        prompts: list[list[int]],
-        *,
-        seeds: list[int],
-        num_samples: int,
-        max_new_tokens: int,
-        temperature: float,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        return_routed_experts: bool = False,
+    def _sample(
+        self, prompts: list[list[int]], seeds: list[int], num_samples: int, rule: Rule, routed: bool
     ) -> list[list[Completion]]:
         """See Engine.sample. Sample j of prompt i has a generator of its own, seeded with (seeds[i], j)."""
         from vllm import SamplingParams
 
-        rule = Rule(max_new_tokens, temperature, top_p, top_k)
-        check_call(self.arch, prompts, seeds, num_samples, rule, return_routed_experts, self.ready, self.max_tokens)
+        temperature = rule.temperature
         refuse_first(
             "sample: ",
             (
@@ -304,19 +298,19 @@ class VllmEngine(Engine):
             ),
             # vLLM would report log-probabilities of the truncated distribution, which differ from the trainer's.
             (
-                temperature and (top_p, top_k) != (1, 0),
-                f"top_p {top_p}, top_k {top_k}; vLLM needs 1 and 0 (or rollout.engine torch)",
+                temperature and (rule.top_p, rule.top_k) != (1, 0),
+                f"top_p {rule.top_p}, top_k {rule.top_k}; vLLM needs 1 and 0 (or rollout.engine torch)",
             ),
             (
-                return_routed_experts and not self.routed_experts,
+                routed and not self.routed_experts,
                 "routed experts asked of an engine that was made without routed_experts",
             ),
         )
         places = [(i, j) for i in range(len(prompts)) for j in range(num_samples)]
         rules = [
             SamplingParams(
-                temperature=temperature, seed=derive_seed(seeds[i], "sample", j), max_tokens=max_new_tokens, logprobs=0,
-                stop_token_ids=self.stop_tokens, ignore_eos=True, detokenize=False, flat_logprobs=True,
+                temperature=temperature, seed=derive_seed(seeds[i], "sample", j), max_tokens=rule.max_new_tokens,
+                logprobs=0, stop_token_ids=self.stop_tokens, ignore_eos=True, detokenize=False, flat_logprobs=True,
             )  # logprobs=0: of the sampled token alone; ignore_eos: only stop_token_ids end a row
             for i, j in places
         ]  # fmt: skip
@@ -333,7 +327,7 @@ class VllmEngine(Engine):
             (one,) = answer.outputs
             tokens, logp, routes = list(one.token_ids), list(one.logprobs.logprobs), None
             assert len(logp) == len(tokens) and one.finish_reason in ("stop", "length")
-            if return_routed_experts:
+            if routed:
                 routes = self._routes(one.routed_experts, len(prompts[i]) + len(tokens) - 1)
             completions[i].append(Completion(tokens, logp, one.finish_reason, routes))
         if not all(np.isfinite(one.logp).all() for group in completions for one in group):

@@ -1,17 +1,23 @@
-"""results/plan.yaml: the comparisons that were announced before their runs, and what the records say about them.
+"""results/plan.yaml: the comparisons that were announced before their runs, and docs/benchmark.md about the methods.
 
-The announcement fixes how many p-values are corrected together: those of one entry, or of all entries of a family.
+The announcement fixes how many p-values are corrected together: those of one entry, or of all entries of a family. The
+families whose names begin with "controls" are of planted faults.
 """
 
+import statistics
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from input_files import InputError, read_file
-from lab import comparisons
+from lab import comparisons, run_page
 from lab.comparisons import Comparison
-from lab.records import Part, Run, validated
+from lab.records import Part, Run, scores, validated
 
+FIGURE = "figures/benchmark.png"
 CONTROLS = "controls"  # how the names of families of planted faults begin; the others compare methods
 # Families that were announced under an older rule: better and worse are met by every difference with a small p-value,
 # also by one within the margin. They keep it, because a rule that changes after the results decides nothing.
@@ -46,10 +52,6 @@ class Planned(Part):
         return self.family.startswith(CONTROLS)
 
     @property
-    def is_method(self) -> bool:
-        return bool(self.family) and not self.is_control
-
-    @property
     def names(self) -> tuple[str, ...]:
         return (self.base, *self.others)
 
@@ -72,6 +74,9 @@ class Plan(Part):
     )
 
 
+Found = list[tuple[Planned, Comparison]]  # the announced comparisons that could be made
+
+
 def read_plan(results: Path) -> Plan:
     """The plan of a folder of records; empty when there is no plan.yaml."""
     path = results / "plan.yaml"
@@ -85,34 +90,31 @@ def read_plan(results: Path) -> Plan:
     return plan
 
 
-def compared(plan: Plan, groups: dict[str, list[Run]]) -> dict[Planned, list[Comparison]]:
+def compared(plan: Plan, groups: dict[str, list[Run]]) -> Found:
     """The announced comparisons whose variants all have records, with p-values corrected as announced."""
-    found = {}
-    for planned in plan.comparisons:
-        if {*planned.names} <= groups.keys():
-            variants = {name: groups[name] for name in planned.names}
-            found[planned] = comparisons.compare(variants, planned.kind, planned.margin / 100)
-    for family in {planned.family for planned in found} - {""}:
-        members, ones = zip(*of(family, found), strict=True)
+    found = [
+        (planned, one)
+        for planned in plan.comparisons
+        if {*planned.names} <= groups.keys()
+        for one in comparisons.compare({n: groups[n] for n in planned.names}, planned.kind, planned.margin / 100)
+    ]
+    for family in {planned.family for planned, _ in found} - {""}:
+        places = [place for place, (planned, _) in enumerate(found) if planned.family == family]
         announced = sum(planned.family == family for planned in plan.comparisons)
-        corrected = comparisons.corrected(list(ones), announced)
-        found |= {planned: [one] for planned, one in zip(members, corrected, strict=True)}
+        corrected = comparisons.corrected([found[place][1] for place in places], announced)
+        for place, one in zip(places, corrected, strict=True):
+            found[place] = found[place][0], one
     return found
 
 
-def of(family: str, ready: dict[Planned, list[Comparison]]) -> list[tuple[Planned, Comparison]]:
+def of(family: str, ready: Found) -> Found:
     """The comparisons of a family."""
-    return [(planned, one) for planned, found in ready.items() if planned.family == family for one in found]
+    return [(planned, one) for planned, one in ready if planned.family == family]
 
 
-def methods(ready: dict[Planned, list[Comparison]]) -> list[tuple[Planned, Comparison]]:
+def methods(ready: Found) -> Found:
     """The comparisons of all families, without the planted faults."""
-    return [(planned, one) for planned, found in ready.items() if planned.is_method for one in found]
-
-
-def controls(ready: dict[Planned, list[Comparison]]) -> list[tuple[Planned, Comparison]]:
-    """The comparisons with planted faults."""
-    return [(planned, one) for planned, found in ready.items() if planned.is_control for one in found]
+    return [(planned, one) for planned, one in ready if planned.family and not planned.is_control]
 
 
 def difference(one: Comparison) -> str:
@@ -120,7 +122,7 @@ def difference(one: Comparison) -> str:
     return "equal" if one.equal else OF_OLDER[one.direction]
 
 
-def outcome(planned: Planned, one: Comparison, ready: dict[Planned, list[Comparison]]) -> str:
+def outcome(planned: Planned, one: Comparison, ready: Found) -> str:
     """Whether the prediction was met, in words. No statement is made if its control was not found, or not run."""
     if not one.decided:
         return one.verdict
@@ -132,14 +134,21 @@ def outcome(planned: Planned, one: Comparison, ready: dict[Planned, list[Compari
 
 def _found(planned: Planned, one: Comparison) -> str:
     """What was found, in the words of the prediction; the older rule asks for the margin only if it has to."""
-    if planned.family not in OLDER:
-        return difference(one)
-    if planned.predicted == "equal" and one.equal:
-        return "equal"
-    return one.direction or difference(one)
+    if planned.family in OLDER and one.direction and not (planned.predicted == "equal" and one.equal):
+        return one.direction
+    return difference(one)
 
 
-def by_the_rule_of_today(family: str, ready: dict[Planned, list[Comparison]]) -> str:
+def found_controls(ready: Found) -> set[str]:
+    """The planted faults that were found as predicted."""
+    return {
+        one.other
+        for planned, one in ready
+        if planned.is_control and one.decided and _found(planned, one) == planned.predicted
+    }
+
+
+def by_the_rule_of_today(family: str, ready: Found) -> str:
     """A note about the outcomes of an older family that would be others today; empty if there are none."""
     others = [
         f"`{one.other}` ({100 * one.effect.mean:+.1f} points) is {difference(one)}, not {_found(planned, one)}"
@@ -154,6 +163,131 @@ def by_the_rule_of_today(family: str, ready: dict[Planned, list[Comparison]]) ->
     ) * bool(others)
 
 
-def found_controls(ready: dict[Planned, list[Comparison]]) -> set[str]:
-    """The planted faults that were found as predicted."""
-    return {one.other for planned, one in controls(ready) if one.decided and _found(planned, one) == planned.predicted}
+# ------------------------------------------------------------------------------------------------ docs/benchmark.md
+
+
+def table(rows: list[dict[str, str]]) -> str:
+    """A Markdown table; the keys of the first row are its head."""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def notes(found: Iterable[Comparison]) -> list[str]:
+    """The limits of comparisons, a sentence each, with the variants that have it."""
+    who: dict[str, dict[str, None]] = {}
+    for note, name in ((note, one.other) for one in found for note in one.notes):
+        who.setdefault(note, {})[name] = None
+    return [f"Note: {note} ({', '.join(names)})." for note, names in sorted(who.items())]
+
+
+def page(ready: Found, groups: dict[str, list[Run]]) -> str:
+    """The generated part of docs/benchmark.md."""
+    announced, controls = methods(ready), [(planned, one) for planned, one in ready if planned.is_control]
+    if not announced:
+        return "No record yet."
+    parts = ["## What was found", f"![Effect of each method](../results/{FIGURE})"]
+    for family in dict.fromkeys(planned.family for planned, _ in announced):
+        found = of(family, ready)
+        parts += [f"### Family {family}", table([method_row(*each, ready) for each in found])]
+        parts += notes(one for _, one in found)
+        parts += filter(None, [by_the_rule_of_today(family, ready)])
+    parts += ["## Why it was predicted", table([reason_row(planned) for planned, _ in announced])]
+    if controls:
+        parts += ["## Planted faults", table([control_row(*each, ready) for each in controls])]
+        parts += notes(one for _, one in controls)
+    parts += ["## The second outcome: accuracy at the end", table([end_row(each, groups) for each, _ in announced])]
+    names = dict.fromkeys(name for planned, _ in [*announced, *controls] for name in planned.names)
+    parts += ["## All variants", table([variant_row(name, groups[name]) for name in names])]
+    return "\n\n".join(parts)
+
+
+def method_row(planned: Planned, one: Comparison, ready: Found) -> dict[str, str]:
+    return {
+        "comparison": planned.title,
+        "method": f"`{one.other}`",
+        "against": f"`{one.base}`",
+        "predicted": planned.predicted,
+        "difference, points": one.effect.points,
+        "95 % interval": one.effect.range,
+        "p (Holm)": f"{one.p:.2g}",
+        "minimum detectable effect, points": f"{100 * one.detectable:.1f}",
+        "found": one.verdict.replace(f"different: {one.other} is ", ""),
+        "prediction": outcome(planned, one, ready),
+    }
+
+
+def reason_row(planned: Planned) -> dict[str, str]:
+    return {
+        "comparison": planned.title,
+        "predicted": planned.predicted,
+        "because": planned.why,
+        "its control": f"`{planned.control}`" if planned.control else "none",
+    }
+
+
+def control_row(planned: Planned, one: Comparison, ready: Found) -> dict[str, str]:
+    return {
+        "fault": planned.title.removeprefix("Control: "),
+        "run": f"`{one.other}`",
+        "against": f"`{one.base}`",
+        "seeds": str(len(one.seeds)),
+        "difference, points": one.effect.points,
+        "95 % interval": one.effect.range,
+        "p (Holm)": f"{one.p:.2g}",
+        "found": "yes" if one.other in found_controls(ready) else "no",
+    }
+
+
+def end_row(planned: Planned, groups: dict[str, list[Run]]) -> dict[str, str]:
+    (one,) = comparisons.compare({name: groups[name] for name in planned.names})
+    return {
+        "comparison": planned.title,
+        "difference, points": one.effect.points,
+        "95 % interval": one.effect.range,
+        "p, not corrected": f"{one.effect.p_value():.2g}",
+    }
+
+
+def variant_row(name: str, runs: list[Run]) -> dict[str, str]:
+    """Means of a variant over its seeds, with the standard deviation over the seeds."""
+    outcomes = {
+        "before": [scores(run, "sampled", 0).mean() for run in runs],
+        "along the run": [scores(run, "curve").mean() for run in runs],
+        "at the end": [scores(run, "sampled").mean() for run in runs],
+        "training reward": [scores(run, "reward").mean() for run in runs],
+    }
+    seconds = statistics.median(run.record.seconds_per_step for run in runs)
+    gap = [run.steps["rollout/logp_gap_mean"][: run.record.steps].mean() for run in runs]
+    return {
+        "variant": f"`{name}`",
+        "seeds": str(len(runs)),
+        **{key: _spread([100 * value for value in values]) for key, values in outcomes.items()},
+        "sampler against trainer, nats": f"{np.mean(gap):.1e}",
+        "s per step": f"{seconds:.2f}",
+    }
+
+
+def _spread(values: list[float]) -> str:
+    mean = f"{np.mean(values):.1f}"
+    return f"{mean} ({np.std(values, ddof=1):.1f})" if len(values) > 1 else mean
+
+
+def figure(ready: Found) -> Any:
+    """Every method's difference with its interval, and the direction that was predicted."""
+    import matplotlib.figure
+
+    announced = methods(ready)
+    drawn = matplotlib.figure.Figure(figsize=(9, 0.36 * len(announced) + 1.4), layout="constrained")
+    axes = drawn.subplots()
+    for place, (planned, one) in enumerate(announced):
+        low, high = one.effect.interval()
+        color = run_page.COLORS[outcome(planned, one, ready) != "met"]
+        axes.plot([100 * low, 100 * high], [-place, -place], color=color, lw=2)
+        axes.plot(100 * one.effect.mean, -place, color=color, marker="o", ms=5)
+    axes.axvline(0, color="black", lw=0.8)
+    labels = [f"{planned.title} (predicted: {planned.predicted})" for planned, _ in announced]
+    axes.set_yticks([-place for place in range(len(announced))], labels)
+    run_page.finish(axes, "")
+    axes.set_xlabel("difference of the accuracy along the run, points; 95 % interval", fontsize=9)
+    axes.set_title("Blue: as predicted. Orange: not, or undecided.", loc="left", fontsize=9)
+    return drawn

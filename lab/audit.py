@@ -1,13 +1,15 @@
-"""What only the history tells about the records: commits that exist, runs that were announced, nothing taken away.
+"""Whether the records are true: what they say of themselves, and what only the history of git tells about them.
 
-`faults` looks up the commits of the records: their plan, and whether their program accepts the configurations.
-`history` compares the records with every version that git has, and `against` with those of one commit. All need git;
-without it, or in a shallow clone, they say what they left out.
+`check` compares each record with itself and with the others. `faults` looks up the commits of the records: their plan,
+and whether their program accepts the configurations. `history` compares the records with every version that git has,
+and `against` with those of one commit. The last three need git; without it, or in a shallow clone, they say what they
+left out.
 """
 
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import subprocess
 import sys
@@ -18,9 +20,20 @@ from pathlib import Path
 from typing import Any
 
 from input_files import InputError, parse_yaml, read_text, shown
-from lab.records import Record, Run, validated
-from lab.store import files, load_benchmarks, load_groups, load_runs
-from lab.tables import Benchmark, Content, content_of, sealed
+from lab.records import Record, Run, summary, validated
+from lab.store import (
+    Benchmark,
+    Content,
+    clash,
+    content_of,
+    contradictions,
+    files,
+    load_benchmarks,
+    load_groups,
+    load_runs,
+    load_weights,
+    sealed,
+)
 from run_record import git, variant_name
 
 PLAN = "plan.yaml"
@@ -39,6 +52,26 @@ print(json.dumps(refused))
 """
 LATER = {"seeds": None, "missing": None, "sweep": None}  # what an entry may be given after its runs
 Read = Callable[[str], str]  # a path relative to results/ -> the text of the file, empty if there is none
+
+
+def check(results: Path) -> list[str]:
+    """One sentence for each record that contradicts itself or another one, and for each file that was edited."""
+    faults = [
+        f"{results}: a kept file of a model was edited: its name is not its sha256 ({name[:12]})"
+        for name, content in load_weights(results).items()
+        if hashlib.sha256(content).hexdigest() != name
+    ]
+    known: list[Record] = []
+    for run in load_runs(results).values():
+        record = run.record
+        try:
+            if record != record.model_copy(update=summary(run.rows, record.steps)):
+                faults.append(f"{record.id}: not what its steps say")
+            faults += [f"{record.id}: {fault}" for fault in [*contradictions(run), clash(record, known)] if fault]
+            known.append(record)
+        except (InputError, KeyError, TypeError) as error:
+            faults.append(f"{record.id}: {error}")
+    return faults
 
 
 def faults(results: Path) -> tuple[list[str], str]:
@@ -60,7 +93,7 @@ def _refused(results: Path, runs: list[Run]) -> list[str]:
     found, root = [], Path(git("rev-parse", "--show-toplevel", folder=results).decode().strip())
     for commit in sorted({run.record.commit for run in runs}):
         chosen = {run.record.id: run.record.config for run in runs if run.record.commit == commit}
-        archive = git("archive", "--format=tar", commit, "--", *_python_files(commit, root), folder=root)
+        archive = git("archive", "--format=tar", commit, "--", ":(glob)*.py", folder=root)  # of the top level
         with tempfile.TemporaryDirectory() as folder:
             with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
                 tar.extractall(folder, filter="data")
@@ -75,12 +108,6 @@ def _refused(results: Path, runs: list[Run]) -> list[str]:
             for name, said in json.loads(done.stdout).items()
         ]
     return found
-
-
-def _python_files(commit: str, root: Path) -> list[str]:
-    """The Python files of the top level of the project, as they were at a commit."""
-    names = git("ls-tree", "--name-only", commit, folder=root).decode().split()
-    return [name for name in names if name.endswith(".py")]
 
 
 def _history(results: Path) -> tuple[set[str], str]:
@@ -145,15 +172,23 @@ def _not_as_announced(results: Path, groups: dict[str, list[Run]], known: set[st
     What was announced is in the plan and the sweeps of today, and in those at the commits that were run; the latter
     count, because a plan that was changed after the run announces nothing.
     """
-    today, found = announced(_working_tree(results)), []
-    ran = {run.record.commit for runs in groups.values() for run in runs} & known
+    now, found = _working_tree(results), []
+    today = announced(now)
     sweeps = sorted({entry["sweep"] for entry in today if entry.get("sweep")})
     plans = {}
-    for commit in ran:
+    for commit in {run.record.commit for runs in groups.values() for run in runs} & known:
         read = _revision(results, commit)
         plans[commit] = announced(read) + [entry for sweep in sweeps for entry in _of_sweep(read, sweep)]
-        found += _shorter_gains(results, read, _working_tree(results), commit[:7])
-    found += _changed_families(results, today, groups, plans) + _changed_entries(results, today, groups, plans)
+        found += _shorter_gains(results, read, now, commit[:7])
+    for entry in today:
+        family = entry.get("family")
+        ran = {run.record.commit for name in entry["others"] for run in groups.get(name, ())} & plans.keys()
+        found += [
+            f"{results / PLAN}: {f'family {family}' if family else entry['title']}: not as announced at commit "
+            f"{commit[:7]}, which made its runs"
+            for commit in sorted(ran)
+            if not _as_announced(entry, today, plans[commit])
+        ]
     missing = {line.partition(":")[0] for entry in today for line in entry.get("missing", ())}
     for name in dict.fromkeys(name for entry in today for name in begun(entry, groups)):
         runs = groups[name]
@@ -175,51 +210,27 @@ def _not_as_announced(results: Path, groups: dict[str, list[Run]], known: set[st
                 found.append(
                     f"{results / run.record.id}: seed: found {run.record.seed}; announced {where}: {sorted(seeds)}"
                 )
-    return found
+    return list(dict.fromkeys(found))
 
 
-def _changed_families(
-    results: Path, today: list[dict[str, Any]], groups: dict[str, list[Run]], plans: dict[str, list[dict[str, Any]]]
-) -> list[str]:
-    """One sentence for each family whose entries are others than when its runs were made.
+def _as_announced(entry: dict[str, Any], today: list[dict[str, Any]], then: list[dict[str, Any]]) -> bool:
+    """Whether a comparison, or the whole family to which it belongs, is what it was in the plan of its runs.
 
-    The number of its entries decides how p-values are corrected, and its predictions are worth something only if they
-    are older than the runs. Seeds may be announced, and reasons of missing runs given, later.
+    The number of the entries of a family decides how p-values are corrected, and its predictions are worth something
+    only if they are older than the runs. Seeds may be announced, and reasons of missing runs given, later.
     """
-
-    def entries(plan: list[dict[str, Any]], family: str) -> list[dict[str, Any]]:
-        return sorted((entry | LATER for entry in plan if entry.get("family") == family), key=str)
-
-    found = []
-    for family in sorted({entry["family"] for entry in today if entry.get("family")}):
-        now = entries(today, family)
-        ran = {run.record.commit for entry in now for name in entry["others"] for run in groups.get(name, ())}
-        found += [
-            f"{results / PLAN}: family {family}: not as announced at commit {commit[:7]}, which made its runs"
-            for commit in sorted(ran & plans.keys())
-            if entries(plans[commit], family) != now
-        ]
-    return found
-
-
-def _changed_entries(
-    results: Path, today: list[dict[str, Any]], groups: dict[str, list[Run]], plans: dict[str, list[dict[str, Any]]]
-) -> list[str]:
-    """One sentence for each other comparison that its plan announced otherwise when its runs were made."""
-    found, ignored = [], LATER | {"title": None}
-    for entry in (each for each in today if not each.get("family")):
-        ran = {run.record.commit for name in entry["others"] for run in groups.get(name, ())}
-        for commit in sorted(ran & plans.keys()):
-            announced_then = [
-                then
-                for then in plans[commit]
-                if "title" in then and then["base"] == entry["base"] and {*then["others"]} & {*entry["others"]}
-            ]
-            if announced_then and not any(then | ignored == entry | ignored for then in announced_then):
-                found.append(
-                    f"{results / PLAN}: {entry['title']}: not as announced at commit {commit[:7]}, which made its runs"
-                )
-    return found
+    if entry.get("family"):
+        now, before = (
+            sorted((each | LATER for each in plan if each.get("family") == entry["family"]), key=str)
+            for plan in (today, then)
+        )
+        return now == before
+    similar = [
+        each | LATER | {"title": None}
+        for each in then
+        if "title" in each and each["base"] == entry["base"] and {*each["others"]} & {*entry["others"]}
+    ]
+    return not similar or entry | LATER | {"title": None} in similar
 
 
 def _seeds(plan: list[dict[str, Any]], name: str) -> set[int]:
@@ -232,13 +243,18 @@ def _seeds(plan: list[dict[str, Any]], name: str) -> set[int]:
 
 def seals(content: Content) -> dict[str, str]:
     """A name for each run and benchmark of a file, and the sha256 of everything that it holds."""
-    found = {f"run {run.record.id}": sealed(run) for run in content.runs}
     texts = {f"benchmark {name}": one.model_dump_json() for name, one in content.benchmarks.items()}
-    return found | {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+    found = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+    return found | {f"run {name}": sealed(run) for name, run in content.runs.items()}
 
 
 def _today(results: Path) -> dict[str, str]:
     return {name: seal for content in files(results).values() for name, seal in seals(content).items()}
+
+
+def _lost(today: dict[str, str], before: dict[str, str]) -> dict[str, str]:
+    """What became of each earlier record that is not in the folder as it was."""
+    return {name: "changed" if name in today else "not here" for name in before if today.get(name) != before[name]}
 
 
 def history(results: Path) -> tuple[list[str], str]:
@@ -247,26 +263,25 @@ def history(results: Path) -> tuple[list[str], str]:
     A record may be added, and never changed or deleted afterwards: in a commit, in a merge, or in the working tree. A
     file may be merged with others. A shallow clone is compared as far as its commits reach.
     """
-    options = ["-m", "--raw", "--no-abbrev", "--no-renames", "--format=commit %h"]  # -m: a merge against each parent
+    options = ["-m", "--raw", "--no-abbrev", "--no-renames", "--format=%x00%h"]  # -m: a merge against each parent
     log = git("log", *options, "HEAD", "--", "*.parquet", folder=results).decode()
     if not log:
         return [], "no git history to compare with"
+    commits = [text.splitlines() for text in log.split("\0")[1:]]
     blobs: dict[str, str] = {}  # name that git gives to a version of a file -> the newest commit that has or removes it
-    where = ""
-    for line in log.splitlines():
-        where = line.removeprefix("commit ") if line.startswith("commit ") else where
-        if line.startswith(":"):
-            blobs |= {blob: where for blob in line.split()[2:4] if blob.strip("0") and blob not in blobs}
-    today, faults = _today(results), {}
+    for commit, *lines in commits:
+        for blob in itertools.chain(*(line.split()[2:4] for line in lines)):
+            blobs.setdefault(blob, commit)
+    today, found = _today(results), {}
     for blob, commit in blobs.items():
-        for name, seal in seals(content_of(git("cat-file", "blob", blob, folder=results), f"commit {commit}")).items():
-            if today.get(name) != seal:
-                fault = "changed" if name in today else "not here"
-                faults[name] = f"{results}: {name}: {fault}; it is in the history until commit {commit}"
-    number = sum(line.startswith("commit ") for line in log.splitlines())
+        if blob.strip("0"):
+            before = seals(content_of(git("cat-file", "blob", blob, folder=results), f"commit {commit}"))
+            found |= {
+                name: f"{results}: {name}: {fault}; it is in the history until commit {commit}"
+                for name, fault in _lost(today, before).items()
+            }
     shallow = git("rev-parse", "--is-shallow-repository", folder=results).strip() == b"true"
-    said = f"commits compared: {number}{', a shallow clone has no older ones' if shallow else ''}"
-    return list(faults.values()), said
+    return [*found.values()], f"commits compared: {len(commits)}{', a shallow clone has no older ones' * shallow}"
 
 
 def against(results: Path, revision: str) -> list[str]:
@@ -277,13 +292,8 @@ def against(results: Path, revision: str) -> list[str]:
     commit = git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}", folder=results).decode().strip()
     if not commit:
         raise InputError(f"--against: found {revision!r}; needed: a commit of this repository (not of a shallow clone)")
-    where, today = f"{commit[:7]} ({revision})", _today(results)
-    before = _records_at(results, commit)
-    found = [
-        f"{results}: {name}: {'changed' if name in today else 'not here'}; it is in {where}"
-        for name, seal in before.items()
-        if today.get(name) != seal
-    ]
+    where, before = f"{commit[:7]} ({revision})", _records_at(results, commit)
+    found = [f"{results}: {name}: {fault}; it is in {where}" for name, fault in _lost(_today(results), before).items()]
     read, now = _revision(results, commit), _working_tree(results)
     variants = {variant_name(name.removeprefix("run ")) for name in before}
     entries = [entry | {"missing": None} for entry in announced(now)]  # reasons may be added later
@@ -315,7 +325,9 @@ def _records_at(results: Path, commit: str) -> dict[str, str]:
         elif file == "record.json":
             record = json.loads(content) | {"schema_version": 3, "date": dates.get(record_id, "2000-01-01")}
             rows = gzip.decompress(contents[f"{record_id}/steps.jsonl.gz"]).splitlines()
-            found |= seals(Content([Run(validated(Record, record, name), [json.loads(row) for row in rows])]))
+            found |= seals(
+                Content({record_id: Run(validated(Record, record, name), [json.loads(row) for row in rows])})
+            )
         elif record_id == "benchmarks" and file.endswith(".json"):
             stem = Path(file).stem
             about = json.loads(content) | {"place": known[stem].place if stem in known else 0}

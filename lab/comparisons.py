@@ -2,27 +2,155 @@
 
 python report.py compare seed0 out/seed0-20260101-120000     a repeat of a run against its record
 python report.py compare baseline aqn_weak aqn_strong        groups of seeds: each variant against the first
+
+Each method is trained with the same S seeds, and each trained policy answers the same n questions. D (S, n) is the
+score of the second method minus the score of the first, for each seed and question. D varies with the training seed,
+with the questions, and with the sampling of single answers. An interval that ignores the variation over seeds is too
+narrow and finds differences that do not exist. No torch is needed.
 """
 
 import functools
+import itertools
 import json
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 import data_gsm8k
 from input_files import InputError
 from knobs import DataConfig
-from lab import statistics as paired
-from lab.markdown import points
 from lab.records import GOLD, Record, Run, evaluated, file_of, from_run, scores
 from lab.store import differing, load_groups
 from reward_gsm8k import gold_answer
 
 ALPHA = 0.05
+MIN_SEEDS = 3  # fewer seeds do not show the spread between trainings well enough to call a method better
+Array = NDArray[np.float64]
+
+
+# ---------------------------------------------------------------------------------------------------------- statistics
+
+
+def mcnemar_exact(better: int, worse: int) -> float:
+    """Two-sided p-value of the hypothesis that better and worse are equally likely (McNemar, 1947; exact binomial).
+
+    The test compares two sets of weights, not the methods that trained them. For scores that are means of several
+    answers it is the sign test.
+    """
+    from scipy.stats import binomtest
+
+    return float(binomtest(better, better + worse).pvalue) if better + worse else 1.0
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values corrected for several comparisons (Holm, 1979), in the order given. scipy has no Holm correction."""
+    order = np.argsort(p_values, kind="stable")
+    steps = np.asarray(p_values, dtype=float)[order] * np.arange(len(order), 0, -1)
+    return np.minimum(1.0, np.maximum.accumulate(steps))[np.argsort(order)].tolist()
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Mean of D with its uncertainty. Every field has the leading shape of D."""
+
+    mean: Array
+    error: Array  # standard error, over seeds and questions
+    freedom: Array  # degrees of freedom of its t distribution
+
+    def p_value(self) -> Array:
+        """Two-sided p-value of the hypothesis of no difference."""
+        from scipy.stats import t
+
+        return 2 * t.sf(np.abs(self.mean) / self.error, self.freedom)
+
+    def interval(self, confidence: float = 0.95) -> tuple[Array, Array]:
+        """Confidence interval of the mean."""
+        from scipy.stats import t
+
+        return t.interval(confidence, self.freedom, self.mean, self.error)
+
+    @property
+    def points(self) -> str:
+        return f"{100 * self.mean:+.1f}"
+
+    @property
+    def range(self) -> str:
+        """The interval, in points."""
+        return "{:+.1f} to {:+.1f}".format(*(100 * end for end in self.interval()))
+
+
+def effect(differences: Array, answers: int | None = None) -> Effect:
+    """Mean of D, with a standard error for the case that seeds and questions are random samples.  (..., S, n) -> (...)
+
+    Seeds and questions are crossed random effects: Var = (MS_seeds + MS_questions - MS_rest) / (S n) from the mean
+    squares of the two-way table, but at least max(MS_seeds, MS_questions) / (S n). The degrees of freedom are those of
+    Satterthwaite (1946), at least S - 1. With one seed only the questions vary, so the effect is that of these weights
+    only. The error has a lower bound, the error of one better and one worse answer, so that no interval has width 0.
+
+    With one number a seed (n = 1) only the seeds vary. Questions that share something, such as operands, are not
+    independent; then n counts the clusters (by_cluster). In both cases ``answers`` is the number of questions behind a
+    row, for the lower bound. Numbers that are no means of answers have none.
+    """
+    seeds, questions = differences.shape[-2:]
+    mean, least = differences.mean((-2, -1)), math.sqrt(2) / (seeds * (answers or questions))
+    if 1 in (seeds, questions):
+        units = max(seeds, questions)  # seeds or questions: the others do not vary
+        error = differences.std((-2, -1), ddof=1) / math.sqrt(units)
+        bounded = np.maximum(error, least) if answers or seeds == 1 else error
+        return Effect(mean, bounded, np.full_like(mean, units - 1))
+    by_seed = questions * differences.mean(-1).var(-1, ddof=1)
+    by_question = seeds * differences.mean(-2).var(-1, ddof=1)
+    free_seeds, free_questions = seeds - 1, questions - 1
+    total = differences.var((-2, -1)) * seeds * questions
+    # Rounding can make the difference negative.
+    rest = np.maximum(total - by_seed * free_seeds - by_question * free_questions, 0.0) / (free_seeds * free_questions)
+    variance = np.maximum(by_seed + by_question - rest, np.maximum(by_seed, by_question))
+    spread = by_seed**2 / free_seeds + by_question**2 / free_questions + rest**2 / (free_seeds * free_questions)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        freedom = np.fmax(np.where(spread > 0, variance**2 / spread, free_seeds), free_seeds)
+    return Effect(mean, np.maximum(np.sqrt(variance / (seeds * questions)), least), freedom)
+
+
+def by_cluster(differences: Sequence[Array], clusters: Sequence[Sequence[Hashable]]) -> Array:
+    """D by clusters of questions, so that the mean of a row is the mean of its questions.  S x (n,) -> (S, clusters)
+
+    ``clusters`` names the cluster of each question, for each seed. A seed may have other questions than the next one.
+    An entry is the mean of D over all seeds, plus the scaled sum of the cluster's deviations from it: a sum of D itself
+    would vary with the sizes of the clusters.
+    """
+    places = {name: place for place, name in enumerate(dict.fromkeys(itertools.chain(*clusters)))}
+    centre = float(np.mean([each.mean() for each in differences]))
+    table = np.full((len(differences), len(places)), centre)
+    for row, each, names in zip(table, differences, clusters, strict=True):
+        np.add.at(row, [places[name] for name in names], (each - centre) * (len(places) / len(each)))
+    return table
+
+
+def power(true_effect: float, error: float, freedom: float, alpha: float = 0.05) -> float:
+    """Probability that a true effect of this size is called different, two-sided at ``alpha`` (noncentral t)."""
+    from scipy.stats import nct, t
+
+    critical, shift = t.ppf(1 - alpha / 2, freedom), true_effect / error
+    return float(nct.sf(critical, freedom, shift) + nct.sf(critical, freedom, -shift))
+
+
+def detectable(error: float, freedom: float, alpha: float = 0.05, wanted: float = 0.8) -> float:
+    """Minimum detectable effect: called different with probability ``wanted``. Unit of ``error``; NaN of one seed."""
+    from scipy.optimize import brentq
+    from scipy.stats import t
+
+    if not freedom > 0:
+        return math.nan
+    about = t.ppf(1 - alpha / 2, freedom) + t.ppf(wanted, freedom)  # exact for infinitely many
+    return error * float(brentq(lambda size: power(size, 1.0, freedom, alpha) - wanted, 0.0, 2 * about))
+
+
+# ------------------------------------------------------------------------------------------------------- byte for byte
 
 
 def find(results: Path, name: str) -> list[Run]:
@@ -35,9 +163,6 @@ def find(results: Path, name: str) -> list[Run]:
         return [from_run(Path(name), Path(name).name)]
     there = ", ".join(sorted({*groups, *runs})) or "no records"
     raise InputError(f"{name}: no record, group or finished run; there are: {there}")
-
-
-# -------------------------------------------------------------------------------------------------------- byte for byte
 
 
 def repeat(first: Run, second: Run) -> tuple[str, int] | None:
@@ -61,20 +186,18 @@ def repeat(first: Run, second: Run) -> tuple[str, int] | None:
 def _reasons(a: Record, b: Record) -> list[str]:
     """Differences that may change the last bits of two runs of one configuration."""
     old, new = a.environment, b.environment
+    versions = dict(old.versions.items() ^ new.versions.items())
+    variables = dict(old.variables.items() ^ new.variables.items())
     reasons = {
         f"devices {a.device}, {b.device}: accelerators add in any order": {a.device, b.device} != {"cpu"},
         f"cpu {old.cpu}, {new.cpu}": old.cpu != new.cpu,
         f"python {old.python}, {new.python}": old.python != new.python,
-        f"versions {_changed(old.versions, new.versions)}": old.versions != new.versions,
-        f"variables {_changed(old.variables, new.variables)}": old.variables != new.variables,
+        f"versions {', '.join(sorted(versions))}": bool(versions),
+        f"variables {', '.join(sorted(variables))}": bool(variables),
         f"commits {a.commit[:7]}, {b.commit[:7]}": a.commit != b.commit,
         "other model or data files": a.inputs != b.inputs,
     }
     return [text for text, holds in reasons.items() if holds]
-
-
-def _changed(old: dict[str, str], new: dict[str, str]) -> str:
-    return ", ".join(sorted({name for name, _ in old.items() ^ new.items()}))
 
 
 def _first_difference(first: Run, second: Run) -> str:
@@ -97,7 +220,7 @@ class Comparison:
     changed: list[str]  # settings in which they differ
     seeds: list[int]  # paired: trained under both
     questions: int
-    effect: paired.Effect  # of this comparison alone
+    effect: Effect  # of this comparison alone
     p: float  # corrected for the number of comparisons
     num_comparisons: int
     detectable: float  # minimum detectable effect: 80 % power at the corrected level
@@ -107,7 +230,7 @@ class Comparison:
 
     @property
     def decided(self) -> bool:
-        return len(self.seeds) >= paired.MIN_SEEDS
+        return len(self.seeds) >= MIN_SEEDS
 
     @property
     def direction(self) -> str:
@@ -124,14 +247,14 @@ class Comparison:
     @property
     def verdict(self) -> str:
         if not self.decided:
-            return f"not decided: {len(self.seeds)} paired seed{'s' * (len(self.seeds) > 1)} of {paired.MIN_SEEDS}"
+            return f"not decided: {len(self.seeds)} paired seed{'s' * (len(self.seeds) > 1)} of {MIN_SEEDS}"
         margin = f"within {100 * self.margin:g} points"
         if self.direction:
             return f"different: {self.other} is {self.direction}" + f", {margin}" * self.equal
         return f"equal {margin}" if self.equal else "not different: inside the noise"
 
 
-def gain(group: list[Run], kind: str) -> paired.Effect:
+def gain(group: list[Run], kind: str) -> Effect:
     """Last evaluation minus first, over the seeds and questions of one variant."""
     return _effect(group, [scores(run, kind) - scores(run, kind, 0) for run in group])
 
@@ -141,13 +264,11 @@ def compare(groups: dict[str, list[Run]], kind: str = "sampled", margin: float =
     (base_name, base), *others = groups.items()
     found = []
     for name, group in others:
-        pairs = _pairs(base_name, base, name, group)
-        if kind == "curve":
-            _same_evaluations(pairs)
+        pairs = _pairs(base_name, base, name, group, kind)
         differences = [scores(b, kind) - scores(a, kind) for a, b in pairs]
         effect = _effect([a for a, _ in pairs], differences)
-        better, worse = (np.array([(sign * each > 0).sum() for each in differences]) for sign in (1, -1))
-        exact, seeds = paired.mcnemar_exact(better, worse), [a.record.seed for a, _ in pairs]
+        seeds = [a.record.seed for a, _ in pairs]
+        counts = [(int((each > 0).sum()), int((each < 0).sum())) for each in differences]
         found.append(
             Comparison(
                 base=base_name,
@@ -159,7 +280,7 @@ def compare(groups: dict[str, list[Run]], kind: str = "sampled", margin: float =
                 p=float(effect.p_value()),
                 num_comparisons=1,
                 detectable=0.0,
-                by_seed=list(zip(seeds, better.tolist(), worse.tolist(), exact.tolist(), strict=True)),
+                by_seed=[(seed, *both, mcnemar_exact(*both)) for seed, both in zip(seeds, counts, strict=True)],
                 notes=_notes(base, group, pairs),
                 margin=margin,
             )
@@ -173,58 +294,51 @@ def corrected(family: list[Comparison], announced: int) -> list[Comparison]:
     Comparisons of the family that have not been made count as if they had the largest p-values.
     """
     p_values = [float(one.effect.p_value()) for one in family]
-    adjusted = paired.holm(p_values + [1.0] * (announced - len(family)))
+    adjusted = holm(p_values + [1.0] * (announced - len(family)))
     return [
         replace(
             one,
             p=p,
             num_comparisons=announced,
-            detectable=paired.detectable(float(one.effect.error), float(one.effect.freedom), ALPHA / announced),
+            detectable=detectable(float(one.effect.error), float(one.effect.freedom), ALPHA / announced),
         )
         for one, p in zip(family, adjusted, strict=False)
     ]
 
 
-def _pairs(base_name: str, base: list[Run], name: str, group: list[Run]) -> list[tuple[Run, Run]]:
-    """The runs with the same seed; InputError if there are none, or if a pair was asked different questions."""
+def _pairs(base_name: str, base: list[Run], name: str, group: list[Run], kind: str) -> list[tuple[Run, Run]]:
+    """The runs with the same seed. InputError if there are none, and for a pair that was asked different questions or,
+    for a mean along the run, was evaluated after different steps: accuracy grows along a run."""
     partners = {run.record.seed: run for run in group}
     pairs = [(run, partners[run.record.seed]) for run in base if run.record.seed in partners]
     if not pairs:
         raise InputError(f"{base_name}, {name}: no common seed; needed: runs of both with the same train.seed")
     for a, b in pairs:
-        gold, other = (run.rows[0].get(GOLD, []) for run in (a, b))
-        if gold != other:
+        ids, gold, steps = f"{a.record.id}, {b.record.id}", a.rows[0].get(GOLD, []), evaluated(a)
+        if gold != (other := b.rows[0].get(GOLD, [])):
             raise InputError(
-                f"{a.record.id}, {b.record.id}: other questions ({len(gold)} and {len(other)}); "
-                "needed: the same data and eval.num_questions"
+                f"{ids}: other questions ({len(gold)} and {len(other)}); needed: the same data and eval.num_questions"
+            )
+        if kind == "curve" and steps != evaluated(b):
+            raise InputError(
+                f"{ids}: evaluations after {steps} and {evaluated(b)} steps; needed: one eval.every and train.steps"
             )
     return pairs
 
 
-def _same_evaluations(pairs: list[tuple[Run, Run]]) -> None:
-    """InputError unless the two runs of a pair were evaluated after the same steps: accuracy grows along a run."""
-    for pair in pairs:
-        first, second = (evaluated(run) for run in pair)
-        if first != second:
-            raise InputError(
-                f"{pair[0].record.id}, {pair[1].record.id}: evaluations after {first} and {second} steps; needed for "
-                "the mean along the run: the same eval.every and train.steps"
-            )
-
-
-def _effect(runs: list[Run], differences: list[np.ndarray]) -> paired.Effect:
+def _effect(runs: list[Run], differences: list[np.ndarray]) -> Effect:
     """The effect of differences of S runs with n questions each.  S x (n,)
 
-    Questions that all seeds share are a sample that does not grow with the seeds, so they count, or their clusters do,
-    as a random effect. Where each seed has questions of its own, the seeds are the unit.
+    Questions (or their clusters) that all seeds share are a sample that does not grow with the seeds: a random effect.
+    Where each seed has questions of its own, the seeds are the unit.
     """
     n = len(differences[0])
     if n == 1:  # training rewards
-        return paired.effect(np.stack(differences))
+        return effect(np.stack(differences))
     if any(run.rows[0].get(GOLD) != runs[0].rows[0].get(GOLD) for run in runs):
-        return paired.effect(np.array([[each.mean()] for each in differences]), answers=n)
+        return effect(np.array([[each.mean()] for each in differences]), answers=n)
     clusters = [operand_pairs(run) or range(len(each)) for run, each in zip(runs, differences, strict=True)]
-    return paired.effect(paired.by_cluster(differences, clusters), answers=n)
+    return effect(by_cluster(differences, clusters), answers=n)
 
 
 def operand_pairs(run: Run) -> list[tuple[int, int]]:
@@ -233,7 +347,8 @@ def operand_pairs(run: Run) -> list[tuple[int, int]]:
     The questions are generated again from the run's configuration. Empty for other data, and if the gold answers of the
     record are others.
     """
-    data, gold = run.record.config["data"], run.rows[0].get(GOLD, [])
+    gold, data = run.rows[0].get(GOLD, []), run.record.config["data"]
+    data = {key: value for key, value in data.items() if key in DataConfig.model_fields}  # also of an older version
     made = _generated(json.dumps(data))[: len(gold)] if data["source"] == "arithmetic" else []
     return [pair for pair, _ in made] if [answer for _, answer in made] == gold else []
 
@@ -264,22 +379,13 @@ def _notes(base: list[Run], group: list[Run], pairs: list[tuple[Run, Run]]) -> l
     return [text for holds, text in notes if holds]
 
 
-def notes(found: Iterable[Comparison]) -> list[str]:
-    """The limits of comparisons, a sentence each, with the variants that have it."""
-    who: dict[str, dict[str, None]] = {}
-    for one in found:
-        for note in one.notes:
-            who.setdefault(note, {})[one.other] = None
-    return [f"Note: {note} ({', '.join(names)})." for note, names in sorted(who.items())]
-
-
 def sentences(found: Comparison, kind: str) -> str:
     """A comparison as text for a terminal."""
-    s, (low, high) = len(found.seeds), found.effect.interval()
+    s = len(found.seeds)
     what = {"reward": "mean training reward", "curve": "mean accuracy along the run"}.get(kind, f"{kind} accuracy")
     lines = [
         f"{found.other} against {found.base}: {'; '.join(found.changed) or 'same settings'}",
-        f"  {what} {100 * found.effect.mean:+.1f} points, 95 % interval {points(low, high)} "
+        f"  {what} {found.effect.points} points, 95 % interval {found.effect.range} "
         f"({s} paired seed{'s' * (s > 1)} x {found.questions:,} questions)",
         f"  standard error {100 * found.effect.error:.2f} points",
         f"  {found.verdict}; p = {found.p:.3g}, Holm over {found.num_comparisons}; minimum detectable effect "

@@ -6,21 +6,16 @@ lines is written by hand and stays as it is. This file needs no torch.
 """
 
 import difflib
-import functools
-import itertools
+import re
 import statistics
 from collections import Counter
 from pathlib import Path
 
-from pydantic import Field
-
 from input_files import InputError, read_text
-from lab import announced, benchmark, comparisons, figures, store
-from lab.announced import Plan, Planned
-from lab.comparisons import Comparison
-from lab.markdown import point, points, table
-from lab.records import Evaluation, Part, Run, validated
-from lab.tables import Benchmark
+from lab import announced, audit, comparisons, run_page, store
+from lab.announced import Found, Plan, notes, table
+from lab.records import Evaluation, Run
+from lab.store import Benchmark
 from run_record import write_atomically
 
 BEGIN = "<!-- report.py build writes the text below: edit results/plan.yaml, or the text outside of the two markers -->"
@@ -38,27 +33,28 @@ SHOWN_SEEDS = 6  # the table of runs leaves out variants with more
 # ----------------------------------------------------------------------------------------------------------- RESULTS.md
 
 
-def results_page(
-    groups: dict[str, list[Run]], plan: Plan, ready: dict[Planned, list[Comparison]], results: Path
-) -> str:
+def results_page(groups: dict[str, list[Run]], plan: Plan, ready: Found, results: Path) -> str:
     """The generated part of RESULTS.md."""
-    alone = {planned: found for planned, found in ready.items() if not planned.family}
+    alone = announced.of("", ready)
     findings = [training(name, groups[name]) for name in plan.gains if name in groups]
     families = dict.fromkeys(planned.family for planned, _ in announced.methods(ready))
     findings += [methods_finding(family, ready) for family in families]
     parts = ["## Findings"]
     parts += ["\n".join(f"- {sentence}" for sentence in findings)] if findings else []
     if alone:
-        base = next(iter(alone)).base
+        base = alone[0][0].base
         parts += [f"![Learning curve of {base}](results/{CURVE})", "## Comparisons", comparison_table(alone)]
-        layouts = [step_by_step(groups[each.base], {name: groups[name] for name in each.others}) for each in alone]
+        layouts = [
+            step_by_step(groups[each.base], {name: groups[name] for name in each.others})
+            for each in dict.fromkeys(planned for planned, _ in alone)
+        ]
         parts += filter(None, layouts)
     used = {run.record.device for runs in groups.values() for run in runs}
     unused = [where for device, where in DEVICES.items() if device not in used]
     parts += [f"No record yet of a run on {' or '.join(unused)}."] if unused else []
     shown = {
         script: measured
-        for script, measured in store.benchmarks_by_script(results).items()
+        for script, measured in benchmarks_by_script(results).items()
         if plan.benchmarks is None or script in plan.benchmarks
     }
     parts += ["## Benchmarks", benchmark_tables(shown), "## Not run yet", not_run(plan, groups)]
@@ -75,33 +71,31 @@ def training(name: str, runs: list[Run]) -> str:
     )
 
 
-def methods_finding(family: str, ready: dict[Planned, list[Comparison]]) -> str:
+def methods_finding(family: str, ready: Found) -> str:
     """How many predictions of a family of methods were met."""
     counts = Counter(announced.outcome(planned, one, ready) for planned, one in announced.of(family, ready))
     outcomes = "; ".join(f"{outcome}: {number}" for outcome, number in counts.most_common())
     return f"**Family {family} of the [benchmark of methods](docs/benchmark.md).** Predictions {outcomes}."
 
 
-def comparison_table(ready: dict[Planned, list[Comparison]]) -> str:
+def comparison_table(ready: Found) -> str:
     """All comparisons in one table, with the notes about how the pairs were made."""
     rows = [
         {
-            "comparison": f"[{planned.title}](results/figures/{figures.slug(planned.title)}.png)",
+            "comparison": f"[{planned.title}](results/figures/{run_page.slug(planned.title)}.png)",
             "variant": one.other,
             "base": one.base,
             "answers": planned.kind,
             "seeds": str(len(one.seeds)),
-            "difference, points": point(one.effect.mean),
-            "95 % interval": points(*one.effect.interval()),
+            "difference, points": one.effect.points,
+            "95 % interval": one.effect.range,
             "p (Holm)": f"{one.p:.2g}",
             "minimum detectable effect, points": f"{100 * one.detectable:.1f}",
             "verdict": one.verdict,
         }
-        for planned, found in ready.items()
-        for one in found
+        for planned, one in ready
     ]
-    about = comparisons.notes(itertools.chain(*ready.values()))
-    return "\n\n".join([table(rows), *about])
+    return "\n\n".join([table(rows), *notes(one for _, one in ready)])
 
 
 def step_by_step(base: list[Run], others: dict[str, list[Run]]) -> str:
@@ -131,6 +125,16 @@ def step_by_step(base: list[Run], others: dict[str, list[Run]]) -> str:
         "Layouts: the differences in the first step, and the first step in which rounding changed a reward:\n\n"
         + table(rows)
     )
+
+
+def benchmarks_by_script(results: Path) -> dict[str, dict[str, Benchmark]]:
+    """Name of the script, with its subcommand and its cases if given -> id -> what it measured, the newest last."""
+    found: dict[str, dict[str, Benchmark]] = {}
+    for name, one in store.load_benchmarks(results).items():
+        script = re.search(r"(\w+)\.py( [a-z]\w*)?( --cases( \w+)+)?", one.command)
+        key = "".join(part or "" for part in script.groups()[:3]) if script else name
+        found.setdefault(key, {})[name] = one
+    return dict(sorted(found.items()))
 
 
 def benchmark_tables(found: dict[str, dict[str, Benchmark]]) -> str:
@@ -193,7 +197,7 @@ def records_page(groups: dict[str, list[Run]], results: Path) -> str:
                 f"Variants of at most {SHOWN_SEEDS} seeds; the files of this folder have the others.",
             ]
             parts += [table([run_row(run) for run in shown])] if shown else []
-    return "\n\n".join([*parts, "## Benchmarks", benchmark_tables(store.benchmarks_by_script(results))])
+    return "\n\n".join([*parts, "## Benchmarks", benchmark_tables(benchmarks_by_script(results))])
 
 
 def _machine(run: Run) -> str:
@@ -216,8 +220,8 @@ def variant_row(name: str, runs: list[Run]) -> dict[str, str]:
         "before, mean": f"{statistics.fmean(before):.1f}",
         "after, mean": f"{statistics.fmean(after):.1f}",
         "after, range": f"{min(after):.1f}-{max(after):.1f}" if len(runs) > 1 else "one seed",
-        "gain, points": f"{100 * found.mean:+.1f}",
-        "95 %": points(*found.interval()) + " (these weights only)" * (len(runs) == 1),
+        "gain, points": found.points,
+        "95 %": found.range + " (these weights only)" * (len(runs) == 1),
     }
 
 
@@ -260,39 +264,17 @@ def run_row(run: Run) -> dict[str, str]:
 # ---------------------------------------------------------------------------------------------------------- docs/npu.md
 
 
-class Checked(Part):
-    """What benchmarks/check_ascend.py measured."""
-
-    check: str
-    shows: str = Field(description="what the tests executed")
-    date: str = Field(pattern=r"^\d{4}-\d\d-\d\d$")
-    totals: dict[str, dict[str, int]] = Field(min_length=1, description="versions -> outcome -> number of tests")
-
-
-def checks_without_npu(results: Path) -> list[dict[str, str]]:
-    """The newest record of each check, with one row for each set of versions."""
-    found = []
-    for measured in store.benchmarks_by_script(results).values():
-        *_, (record_id, newest) = measured.items()
-        if "check" not in newest.measured:  # another benchmark
-            continue
-        checked = validated(Checked, newest.measured, results / record_id)
-        for versions, totals in checked.totals.items():
-            found.append(
-                {
-                    "check": checked.check,
-                    "what was executed": checked.shows,
-                    "versions": versions,
-                    "tests": ", ".join(f"{number} {outcome}" for outcome, number in totals.items() if number),
-                    "record": f"{record_id}, {checked.date}, commit `{newest.commit[:7]}`",
-                }
-            )
-    return found
-
-
 def npu_page(results: Path) -> str:
-    """The generated part of docs/npu.md."""
-    return table(found) if (found := checks_without_npu(results)) else "No record yet."
+    """The generated part of docs/npu.md: the newest record of each check of benchmarks/check_ascend.py."""
+    rows = []
+    for measured in benchmarks_by_script(results).values():
+        record_id, newest = [*measured.items()][-1]
+        check = newest.measured
+        for versions, totals in check["totals"].items() if "check" in check else ():
+            tests = ", ".join(f"{number} {outcome}" for outcome, number in totals.items() if number)
+            about = {"check": check["check"], "what was executed": check["shows"], "versions": versions, "tests": tests}
+            rows.append(about | {"record": f"{record_id}, {check['date']}, commit `{newest.commit[:7]}`"})
+    return table(rows) if rows else "No record yet."
 
 
 # ------------------------------------------------------------------------------------------------ writing and checking
@@ -307,7 +289,7 @@ def _fresh(path: Path, generated: str) -> str:
     return f"{before}{BEGIN}\n\n{generated}\n\n{END}{rest.split(END)[1]}"
 
 
-def _wanted(results: Path, page: Path) -> tuple[dict[Path, str], figures.Wanted]:
+def _wanted(results: Path, page: Path) -> tuple[dict[Path, str], run_page.Wanted]:
     """The texts of the pages, and the figures: the learning curve of the first base, and the comparisons.
 
     InputError for a folder without records: its pages would replace what is written with nothing.
@@ -320,40 +302,37 @@ def _wanted(results: Path, page: Path) -> tuple[dict[Path, str], figures.Wanted]
         page: results_page(groups, plan, ready, results),
         results / "README.md": records_page(groups, results),
         page.parent / "docs" / "npu.md": npu_page(results),
-        page.parent / "docs" / "benchmark.md": benchmark.page(ready, groups),
+        page.parent / "docs" / "benchmark.md": announced.page(ready, groups),
     }
     texts = {path: _fresh(path, text) for path, text in generated.items() if path == page or path.exists()}
-    pictures: figures.Wanted = {}
-    for planned in ready:
+    pictures: run_page.Wanted = {}
+    for planned in dict.fromkeys(planned for planned, _ in announced.of("", ready)):
         variants = {name: groups[name] for name in planned.names}
-        if not planned.family:
-            base = {planned.base: groups[planned.base]}
-            pictures.setdefault(
-                CURVE, (planned.base, base, functools.partial(figures.learning_curve, planned.base, base))
-            )
-            draw = functools.partial(figures.comparison, planned.title, variants)
-            pictures[f"figures/{figures.slug(planned.title)}.png"] = (planned.title, variants, draw)
+        pictures.setdefault(CURVE, (planned.base, {planned.base: groups[planned.base]}, run_page.learning_curve))
+        pictures[f"figures/{run_page.slug(planned.title)}.png"] = (planned.title, variants, run_page.comparison)
     if methods := announced.methods(ready):
         names = dict.fromkeys(name for planned, _ in methods for name in planned.names)
-        drawn = [(planned.title, planned.predicted, announced.outcome(planned, one, ready)) for planned, one in methods]
-        title = str([(*each, points(*one.effect.interval())) for each, (_, one) in zip(drawn, methods, strict=True)])
-        draw = functools.partial(benchmark.figure, ready)
-        pictures[benchmark.FIGURE] = (title, {name: groups[name] for name in names}, draw)
+        drawn = [
+            (planned.title, planned.predicted, announced.outcome(planned, one, ready), one.effect.range)
+            for planned, one in methods
+        ]
+        variants = {name: groups[name] for name in names}
+        pictures[announced.FIGURE] = (str(drawn), variants, lambda title, groups: announced.figure(ready))
     return texts, pictures
 
 
 def build(results: Path, page: Path) -> None:
     """Write the pages and the figures. InputError for records that were changed: nothing may rest on them."""
-    if faults := store.check(results):
+    if faults := audit.check(results):
         raise InputError("; ".join(faults))
     texts, pictures = _wanted(results, page)
-    figures.draw_all(pictures, results)
+    run_page.draw_all(pictures, results)
     for path, text in texts.items():
         write_atomically(path, text)
 
 
 def stale(results: Path, page: Path) -> list[str]:
-    """One sentence for each page and figure that does not follow from the records, which store.check has accepted."""
+    """One sentence for each page and figure that does not follow from the records, which audit.check has accepted."""
     (texts, pictures), faults = _wanted(results, page), []
     for path, text in texts.items():
         if text != (written := read_text(path)):
@@ -363,5 +342,5 @@ def stale(results: Path, page: Path) -> list[str]:
             )
     return faults + [
         f"{results / name}: missing, edited, stale or not wanted; python report.py build"
-        for name in sorted(figures.faults(pictures, results))
+        for name in sorted(run_page.faults(pictures, results))
     ]

@@ -6,13 +6,13 @@ This file needs no torch.
 """
 
 import itertools
+import json
 import re
 import statistics
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Real
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -21,21 +21,12 @@ from config import hash_of
 from input_files import InputError, read_file, read_object, read_text, shown
 from run_record import checksums, read_lines, variant_name, wilson
 
-NEEDED = (
-    "config.yaml", "environment.json", "inputs.json", "git.json", "git.patch", "run.json", "command.txt",
-    "metrics.jsonl", "timing.jsonl", "eval.jsonl", "eval_outcomes.jsonl",
-)  # fmt: skip
 VERSIONS = ("torch", "megatron", "transformers", "numpy", "vllm", "mind")  # prefixes of packages that results depend on
 AXES = ("tensor", "expert", "expert_tensor")
-LARGEST_MIB = 50  # of a run's files, and of the steps of a record
 ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,149}"
 GOLD, MARKS = "eval/gold", {"greedy": "eval/greedy_right", "sampled": "eval/sampled_right"}
 RIGHT, WRONG = "+", "-"
-COMPLETION: dict[str, tuple[type, str]] = {
-    **dict.fromkeys(("question", "gold", "completion"), (str, "a text")),
-    "reward": (Real, "a number"),
-    "tokens": (int, "a number"),
-}
+Score = Annotated[float, Field(ge=0, le=1, multiple_of=1)]
 Content = TypeVar("Content", bound=BaseModel)
 
 
@@ -43,6 +34,28 @@ class Part(BaseModel):
     """A part of a stored file. Missing fields, unknown fields and values of another type are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Answers(Part):
+    """A line of eval_outcomes.jsonl: the scores of the answers to a question, 1 for right and 0 for wrong."""
+
+    model_config = ConfigDict(extra="ignore")
+    step: int
+    question: int
+    gold: str
+    greedy: Score
+    sampled: list[Score]
+
+
+class Completion(Part):
+    """A line of completions.jsonl."""
+
+    model_config = ConfigDict(extra="ignore")
+    question: str
+    gold: str
+    completion: str
+    reward: float
+    tokens: int
 
 
 class Share(Part):
@@ -166,41 +179,44 @@ def merged(folder: Path) -> list[dict[str, Any]]:
     A row holds the metrics and times of step ``step`` (counted from 0), its completions, and the evaluation of the
     policy before that step, if there was one. The last evaluation has a row of its own. In eval/greedy_right and
     eval/sampled_right, + is a right answer and - a wrong one, question by question. The first evaluation also holds the
-    gold answers. InputError for lines that a run does not write.
+    gold answers. InputError for answers and completions that a run does not write.
     """
     rows: dict[int, dict[str, Any]] = {}
     for name in ("metrics.jsonl", "timing.jsonl", "eval.jsonl"):
-        lines = read_lines(folder / name)
-        if any(a["step"] >= b["step"] for a, b in itertools.pairwise(lines)):
-            raise InputError(f"{folder / name}: found steps twice or out of order; needed: one line each, in order")
-        for line in lines:
+        for line in read_lines(folder / name):
             rows.setdefault(line["step"], {}).update(line)
-    outcomes, path = read_lines(folder / "eval_outcomes.jsonl"), folder / "eval_outcomes.jsonl"
-    for step, lines in itertools.groupby(outcomes, key=lambda line: line["step"]):
-        row, answers, where = rows.setdefault(step, {"step": step}), list(lines), f"{path}, step {step}"
-        if step == outcomes[0]["step"]:
-            row[GOLD] = [line.get("gold") for line in answers]
-        if [line.get("question") for line in answers] != list(range(len(answers))):
-            raise InputError(f"{where}: found other questions than 0, 1, 2 and so on; needed: one line per question")
-        sampled = [line.get("sampled") for line in answers]
-        if odd := [each for each in sampled if not isinstance(each, list)]:
-            raise InputError(f"{where}: sampled: found {shown(odd[0])}; needed: a list of scores")
-        row[MARKS["greedy"]] = _marks([line.get("greedy") for line in answers], where)
-        row[MARKS["sampled"]] = _marks([score for each in sampled for score in each], where)
+    path = folder / "eval_outcomes.jsonl"
+    outcomes = [validated(Answers, line, path) for line in read_lines(path)]
+    for step, group in itertools.groupby(outcomes, key=lambda answers: answers.step):
+        row, lines = rows.setdefault(step, {"step": step}), list(group)
+        if [line.question for line in lines] != list(range(len(lines))) or len({len(x.sampled) for x in lines}) > 1:
+            raise InputError(f"{path}, step {step}: needed: the questions 0, 1, 2 and so on, with equally many answers")
+        if step == outcomes[0].step:
+            row[GOLD] = [line.gold for line in lines]
+        row[MARKS["greedy"]] = "".join(RIGHT if line.greedy else WRONG for line in lines)
+        row[MARKS["sampled"]] = "".join(RIGHT if score else WRONG for line in lines for score in line.sampled)
     for line in read_lines(path := folder / "completions.jsonl"):
-        where, answer = f"{path}, step {line['step']}", {k: v for k, v in line.items() if k != "step"}
-        for key, (kind, needed) in COMPLETION.items():
-            if not isinstance(line.get(key), kind):
-                raise InputError(f"{where}: {key}: found {shown(line.get(key))}; needed: {needed}")
-        rows.setdefault(line["step"], {"step": line["step"]}).setdefault("completions", []).append(answer)
+        validated(Completion, line, path)
+        row = rows.setdefault(line["step"], {"step": line["step"]})
+        row.setdefault("completions", []).append({key: value for key, value in line.items() if key != "step"})
     return [rows[step] for step in sorted(rows)]
 
 
-def _marks(scores: list[Any], where: str) -> str:
-    """One sign per score: + for 1, - for 0. InputError for other scores."""
-    if odd := [score for score in scores if type(score) not in (int, float) or score not in (0, 1)]:
-        raise InputError(f"{where}: found the score {shown(odd[0])}; needed: 1 (right) or 0 (wrong)")
-    return "".join(RIGHT if score else WRONG for score in scores)
+def unmerged(rows: list[dict[str, Any]]) -> dict[str, str]:
+    """The inverse of merged: the files of a run's folder that hold numbers, from the rows of its record."""
+    texts = dict.fromkeys(("metrics.jsonl", "timing.jsonl", "eval.jsonl", "eval_outcomes.jsonl"), "")
+    for row in rows:
+        for name in ("metrics.jsonl", "timing.jsonl", "eval.jsonl"):
+            line = {key: row[key] for key in row if file_of(key) == name and key not in ("step", "completions")}
+            texts[name] += json.dumps({"step": row["step"], **line}) + "\n" if line else ""
+        greedy, sampled = (row.get(key, "") for key in MARKS.values())
+        count = len(sampled) // max(len(greedy), 1)
+        for place, answer in enumerate(greedy):
+            samples = [float(mark == RIGHT) for mark in sampled[place * count : (place + 1) * count]]
+            line = {"step": row["step"], "question": place, "gold": rows[0][GOLD][place]}
+            line |= {"greedy": float(answer == RIGHT), "sampled": samples}
+            texts["eval_outcomes.jsonl"] += json.dumps(line) + "\n"
+    return texts
 
 
 def evaluation(rows: list[dict[str, Any]], step: int) -> dict[str, Any]:
@@ -220,7 +236,7 @@ def scores(run: Run, kind: str, step: int | None = None) -> np.ndarray:
     if kind == "reward":
         return np.array([run.steps["reward/mean"].mean()])
     if kind == "curve":
-        return np.mean([scores(run, "sampled", step) for step in evaluated(run)], axis=0)
+        return np.mean([scores(run, "sampled", each) for each in evaluated(run)], axis=0)
     row = evaluation(run.rows, run.record.steps if step is None else step)
     if not row[MARKS[kind]]:
         raise InputError(f"{run.record.id}: no {kind} answers (eval.samples is 0); there are: greedy")
@@ -273,35 +289,56 @@ def summary(rows: list[dict[str, Any]], steps: int) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------------- from a run's folder
 
 
+def from_run(folder: Path, record_id: str) -> Run:
+    """The finished run in ``folder`` as a record; InputError for a run that may not become one."""
+    try:
+        finished, config, rows = _sealed(folder), read_file(folder / "config.yaml"), merged(folder)
+        git, inputs = _origin(folder)
+        environment = read_object(folder / "environment.json")
+        record = stated(config, environment["world_size"]) | {
+            "id": record_id,
+            "commit": git["commit"],
+            "date": _date(folder),
+            "command": read_text(folder / "command.txt").strip(),
+            "result": finished.get("result", ""),
+            "checks_fired": finished.get("checks", {}),
+            "resumed": sum(1 for _ in folder.glob("resume-*")),
+            "config_hash": read_object(folder / "run.json")["config_hash"],
+            "config": config,
+            "inputs": inputs,
+            "environment": environment,
+            "files": finished["sha256"],
+        }
+        return Run(validated(Record, record | summary(rows, config["train"]["steps"]), folder), rows)
+    except InputError as error:
+        raise error if str(folder) in str(error) else InputError(f"{folder / str(error)}") from None
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        # The checksums are right, and the content is not.
+        raise InputError(
+            f"{folder}: no record: a file of it holds something else than a run writes: {error!r}"
+        ) from None
+
+
 def _sealed(folder: Path) -> dict[str, Any]:
-    """finished.json; InputError that names a file that is missing, altered, or not in finished.json."""
-    path = folder / "finished.json"
-    if not path.exists():
+    """finished.json; InputError that names a file whose checksum is another one."""
+    if not (folder / "finished.json").exists():
         raise InputError(f"{folder}: no finished.json: the run has not ended; needed: a finished run")
-    finished, found = read_object(path), checksums(folder)
-    sealed = finished.get("sha256", {})
-    for name in sorted({*NEEDED, *found, *sealed}):
-        if name in NEEDED and name not in sealed:
-            raise InputError(f"{path}: no checksum of {name}; needed: a run of this version")
-        if found.get(name) != sealed.get(name):
-            fault = "missing" if name not in found else "altered" if name in sealed else "not a file of the run"
-            raise InputError(f"{folder / name}: {fault}: its sha256 is not the one in finished.json")
+    finished, found = read_object(folder / "finished.json", ("sha256",)), checksums(folder)
+    if changed := sorted({name for name, _ in found.items() ^ finished["sha256"].items()}):
+        raise InputError(f"{folder / changed[0]}: missing, altered or added: not the sha256 in finished.json")
     return finished
 
 
 def _origin(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """git.json and inputs.json. InputError unless the source was a clean commit, and the same at every start."""
-    git, inputs = (read_object(folder / name) for name in ("git.json", "inputs.json"))
-    if git.get("dirty") is False and (patched := [p for p in folder.rglob("git.patch") if p.stat().st_size]):
-        raise InputError(f"{patched[0]}: a patch of a run that calls its source clean; needed: git status clean")
-    if not git.get("commit") or git.get("dirty") is not False:
-        found = "changes that are in no commit" if git.get("commit") else "no git repository"
-        raise InputError(f"{folder / 'git.json'}: {found}; needed: a run of a commit, git status clean")
-    for again in sorted(folder.glob("resume-*")):
-        for name, first in (("git.json", git), ("inputs.json", inputs)):
-            if read_object(again / name) != first:
-                raise InputError(f"{again / name}: differs from the first start; needed: one commit, model and data")
-    return git, inputs
+    starts = [folder, *sorted(folder.glob("resume-*"))]
+    git, inputs = ([read_object(start / name) for start in starts] for name in ("git.json", "inputs.json"))
+    if not git[0].get("commit") or git[0].get("dirty") is not False:
+        raise InputError(f"{folder / 'git.json'}: found {shown(git[0])}; needed: a run of a commit, git status clean")
+    for start, *origin in zip(starts, git, inputs, strict=True):
+        if origin != [git[0], inputs[0]]:
+            raise InputError(f"{start}: differs from the first start; needed: one commit, model and data")
+    return git[0], inputs[0]
 
 
 def _date(folder: Path) -> str:
@@ -312,40 +349,15 @@ def _date(folder: Path) -> str:
     return "-".join(found.groups()[:3])
 
 
-def from_run(folder: Path, record_id: str) -> Run:
-    """The finished run in ``folder`` as a record; InputError for a run that may not become one."""
-    try:
-        finished, config, rows = _sealed(folder), read_file(folder / "config.yaml"), merged(folder)
-        git, inputs = _origin(folder)
-        environment = read_object(folder / "environment.json")
-        record = {
-            "id": record_id,
-            "commit": git["commit"],
-            "date": _date(folder),
-            "command": read_text(folder / "command.txt").strip(),
-            "result": finished.get("result", ""),
-            "checks_fired": finished.get("checks", {}),
-            "seed": config["train"]["seed"],
-            "device": config["device"],
-            "layout": {"ranks": environment["world_size"]} | {axis: config["parallel"].get(axis, 1) for axis in AXES},
-            "steps": config["train"]["steps"],
-            "resumed": sum(1 for _ in folder.glob("resume-*")),
-            "config_hash": read_object(folder / "run.json")["config_hash"],
-            "config": config,
-            "inputs": inputs,
-            "environment": environment,
-            "files": finished["sha256"],
-        }
-        if record["resumed"] and record["config_hash"] != hash_of(config):
-            raise InputError("run.json: a resume has changed the configuration; needed: one for all steps")
-        return Run(validated(Record, record | summary(rows, config["train"]["steps"]), folder), rows)
-    except InputError as error:
-        raise error if str(folder) in str(error) else InputError(f"{folder / str(error)}") from None
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        # The checksums are right, and the content is not.
-        raise InputError(
-            f"{folder}: no record: a file of it holds something else than a run writes: {error!r}"
-        ) from None
+def stated(config: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """The fields of a record that follow from its configuration and the number of ranks."""
+    return {
+        "config_hash": hash_of(config),
+        "seed": config["train"]["seed"],
+        "device": config["device"],
+        "layout": {"ranks": ranks} | {axis: config["parallel"].get(axis, 1) for axis in AXES},
+        "steps": config["train"]["steps"],
+    }
 
 
 def validated(model: type[Content], content: Any, where: str | Path) -> Content:

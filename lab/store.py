@@ -1,34 +1,30 @@
-"""The folder results/: adding runs and benchmarks, reading them, and merging their files.
+"""The folder results/: adding runs and benchmarks, reading them, merging their files, and whether they agree.
 
     results/<name>.parquet      runs, one row a step; or benchmarks, one row each; or start weights, one row a file
 
-`add` writes one file for a run or a benchmark, which nobody changes; `compact` merges such files into one.
-lab/tables.py says what the columns are, and `pandas.read_parquet("results/bench.parquet")` reads a file. What was
-changed or taken away is told by the history of git alone (lab/audit.py). This file needs no torch.
+Every row of a run has the run's id, and the first one also has its record, in the columns record/*. Lists and mappings
+are JSON texts. `add` writes one file for a run or a benchmark, which nobody changes; `compact` merges such files.
+`pandas.read_parquet("results/bench.parquet")` reads a file. What was changed or taken away is told by the history of
+git alone (lab/audit.py). This file needs no torch.
 """
 
 import functools
+import graphlib
 import hashlib
+import io
 import itertools
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from config import MAY_CHANGE, flatten, hash_of
-from input_files import (
-    UNFINISHED,
-    InputError,
-    dump_yaml,
-    finish_folder,
-    fresh_folder,
-    read_bytes,
-    read_object,
-    shown,
-)
-from lab.records import AXES, GOLD, ID, LARGEST_MIB, MARKS, RIGHT, Record, Run, file_of, from_run, summary, validated
-from lab.tables import Benchmark, Content, content_of, sealed, table_of, table_of_benchmarks, table_of_weights
-from run_record import RECORDED, json_line, sha256_file, write_atomically
+from pydantic import Field
+
+from config import MAY_CHANGE, flatten
+from input_files import UNFINISHED, InputError, dump_yaml, finish_folder, fresh_folder, read_bytes, read_object, shown
+from lab.records import ID, Part, Record, Run, from_run, stated, unmerged, validated
+from run_record import sha256_file, write_atomically
 
 LARGEST_MODEL_MIB = 4  # the tiny model of configs/tiny_cpu.yaml has 1.1
 # Settings that differ between the seeds of one variant, and settings that do not change the result. Runs that differ in
@@ -36,6 +32,114 @@ LARGEST_MODEL_MIB = 4  # the tiny model of configs/tiny_cpu.yaml has 1.1
 SEEDS = {"name", "train.seed", "tiny_model.seed", "data.seed"}
 BOOKKEEPING = {key for key in MAY_CHANGE if key.split(".")[0] in ("train", "checks", "device")}
 PRIVATE = re.compile(r"(?<![\w.~}])/(?:[h]ome|[U]sers|[r]oot)/\w")
+ABOUT = "record/"  # how the columns begin that only the first row of a run has
+NESTED = {b"content": b"JSON"}  # metadata of a column of JSON texts
+
+
+class Benchmark(Part):
+    """A file that benchmarks/bench_cases.py writes."""
+
+    place: int = Field(0, ge=0, description="number of benchmarks that were there when it was added")
+    about: str = Field(min_length=1, description="what was measured, a sentence")
+    command: str = Field(min_length=1)
+    commit: str = Field(pattern=r"^[0-9a-f]{40}$")
+    dirty: bool = Field(description="whether the tree had changes that are in no commit")
+    machine: dict[str, Any]
+    table: list[dict[str, str | int | float]] = Field(min_length=1, description="rows of equal keys, as printed")
+    measured: dict[str, Any] = Field(description="the measurements behind the table")
+
+
+class Content(NamedTuple):
+    """What a parquet file holds: one of the three."""
+
+    runs: dict[str, Run] = {}
+    benchmarks: dict[str, Benchmark] = {}
+    weights: dict[str, bytes] = {}  # sha256 -> content of a file of a tiny model
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def encoded(content: Content) -> bytes:
+    """A parquet file with this content; InputError if it would not give back every number as it is."""
+    import pyarrow
+    from pyarrow import parquet
+
+    rows, arrays, fields = _rows(content), [], []
+    after: dict[str, dict[str, None]] = {}  # column -> the columns that stand before it
+    for names in dict.fromkeys(map(tuple, rows)):
+        for first, second in itertools.pairwise(names):
+            after.setdefault(first, {})
+            after.setdefault(second, {})[first] = None
+    try:
+        order = list(graphlib.TopologicalSorter(after).static_order())
+    except graphlib.CycleError as error:
+        raise InputError(f"the steps have their metrics in different orders: {error.args[1][:2]}") from None
+    for name in order:
+        values = [row.get(name) for row in rows]
+        if nested := any(isinstance(value, list | dict) for value in values):
+            values = [None if value is None else json.dumps(value) for value in values]
+        try:
+            arrays.append(pyarrow.array(values))
+        except (pyarrow.ArrowException, OverflowError, UnicodeError) as error:
+            raise InputError(f"{name}: {str(error).splitlines()[0]}; needed: values of one type") from None
+        fields.append(pyarrow.field(name, arrays[-1].type, metadata=NESTED if nested else None))
+    file, table = io.BytesIO(), pyarrow.table(arrays, schema=pyarrow.schema(fields))
+    parquet.write_table(table, file, compression="zstd", compression_level=19)
+    for row, same in zip(rows, _decoded(file.getvalue(), "steps"), strict=True):
+        if changed := [key for key in row if repr(row[key]) != repr(same.get(key))]:
+            raise InputError(f"{changed}: needed: in all steps whole numbers, or in all fractions")
+    return file.getvalue()
+
+
+def _rows(content: Content) -> list[dict[str, Any]]:
+    """The rows of a file."""
+    rows: list[dict[str, Any]] = [{"sha256": name, "content": kept} for name, kept in content.weights.items()]
+    rows += [{"id": name, **one.model_dump(mode="json")} for name, one in content.benchmarks.items()]
+    for name, run in content.runs.items():
+        about = {ABOUT + field: value for field, value in run.record.model_dump(mode="json").items()}
+        rows += [{"id": name, **(about if place == 0 else {}), **row} for place, row in enumerate(run.rows)]
+    return rows
+
+
+def _decoded(content: bytes, where: str | Path) -> list[dict[str, Any]]:
+    """The rows of a parquet file, the inverse of `encoded`; InputError for anything else."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        # Threads of pyarrow that live until the end of the process may abort it there, with exit code 134.
+        table = parquet.ParquetFile(io.BytesIO(content), pre_buffer=False).read(use_threads=False)
+        nested = {field.name for field in table.schema if (field.metadata or {}).items() >= NESTED.items()}
+        return [
+            {name: json.loads(value) if name in nested else value for name, value in row.items() if value is not None}
+            for row in table.to_pylist()
+        ]
+    except (pyarrow.ArrowException, OSError, ValueError, TypeError) as error:
+        raise InputError(f"{where}: cannot be read: {str(error)[:200]}; needed: what report.py add writes") from None
+
+
+def content_of(content: bytes, where: str | Path) -> Content:
+    """The content of a parquet file of results/; InputError for other content."""
+    rows, runs = _decoded(content, where), {}
+    if rows and "about" in rows[0]:
+        return Content(benchmarks={str(row.pop("id")): validated(Benchmark, row, where) for row in rows})
+    if rows and "sha256" in rows[0]:
+        return Content(weights={row["sha256"]: row["content"] for row in rows})
+    for record_id, steps in itertools.groupby(rows, key=lambda row: row.pop("id", None)):
+        first, *rest = steps
+        about = {name: first.pop(name) for name in list(first) if name.startswith(ABOUT)}
+        record = validated(Record, {name.removeprefix(ABOUT): value for name, value in about.items()}, where)
+        if record.id != record_id:
+            raise InputError(f"{where}: {record.id}: its rows have other ids; needed: what report.py add writes")
+        runs[record.id] = Run(record, [first, *rest])
+    return Content(runs)
+
+
+def sealed(run: Run) -> str:
+    """The sha256 of everything that a record holds."""
+    content = [run.record.model_dump(mode="json"), run.rows]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
@@ -57,9 +161,9 @@ def load_runs(results: Path) -> dict[str, Run]:
     """id -> run. InputError if two files hold different runs of one id; after a killed `compact` they hold the same."""
     found: dict[str, Run] = {}
     for path, content in files(results).items():
-        for run in content.runs:
-            if (other := found.setdefault(run.record.id, run)) is not run and sealed(other) != sealed(run):
-                raise InputError(f"{path}: {run.record.id}: another file of this folder holds another run of this id")
+        for name, run in content.runs.items():
+            if (other := found.setdefault(name, run)) is not run and sealed(other) != sealed(run):
+                raise InputError(f"{path}: {name}: another file of this folder holds another run of this id")
     return found
 
 
@@ -81,16 +185,6 @@ def load_benchmarks(results: Path) -> dict[str, Benchmark]:
     """id -> benchmark, the newest last."""
     found = {name: one for content in files(results).values() for name, one in content.benchmarks.items()}
     return dict(sorted(found.items(), key=lambda each: each[1].place))
-
-
-def benchmarks_by_script(results: Path) -> dict[str, dict[str, Benchmark]]:
-    """Name of the script, with its subcommand and its cases if given -> id -> what it measured, the newest last."""
-    found: dict[str, dict[str, Benchmark]] = {}
-    for name, benchmark in load_benchmarks(results).items():
-        script = re.search(r"(\w+)\.py( [a-z]\w*)?( --cases( \w+)+)?", benchmark.command)
-        key = script[1] + (script[2] or "") + (script[3] or "") if script else name
-        found.setdefault(key, {})[name] = benchmark
-    return dict(sorted(found.items()))
 
 
 def load_weights(results: Path) -> dict[str, bytes]:
@@ -121,6 +215,18 @@ def differing(first: Record, second: Record) -> list[str]:
     return [f"{key}: {shown(a.get(key))} -> {shown(b.get(key))}" for key in {**a, **b} if a.get(key) != b.get(key)]
 
 
+def clash(record: Record, others: Iterable[Record]) -> str:
+    """What one of the other records contradicts in ``record``, a sentence; empty if they can stand together."""
+    for other in others:
+        if same_run(other, record):
+            return f"its metrics are those of {other.id}; needed: a run of its own"
+        if other.group == record.group and (changed := differing(other, record)):
+            return f"no seed of {record.group}: {'; '.join(changed)}; needed: another id (--id)"
+        if other.group == record.group and other.seed == record.seed:
+            return f"seed {record.seed} of {record.group} is there: {other.id}"
+    return ""
+
+
 def add_run(run_dir: Path, results: Path, record_id: str = "") -> Path:
     """Write the record of a finished run to results/<id>.parquet. A refused run leaves nothing behind.  -> the file
 
@@ -128,31 +234,19 @@ def add_run(run_dir: Path, results: Path, record_id: str = "") -> Path:
     InputError for a run that may not become a record, for the id of another record, and for a seed of a variant whose
     other seeds have other settings. The same run may be added again, and then nothing changes.
     """
-    size = sum(path.stat().st_size for each in RECORDED for path in run_dir.glob(each) if path.is_file()) / 2**20
-    if size > LARGEST_MIB:
-        raise InputError(f"{run_dir}: {size:.0f} MiB; needed: at most {LARGEST_MIB} (train.completions_logged)")
-    run = from_run(run_dir, record_id or str(read_object(run_dir / "run.json").get("name")))
-    record, sample = run.record, (0, run.record.steps - 1)
-    rows = [{key: row[key] for key in row if key != "completions" or row["step"] in sample} for row in run.rows]
-    run = Run(record, rows)
-    content, target = table_of([run]), results / f"{record.id}.parquet"
-    _refuse_private(json.dumps(record.model_dump(mode="json")), run_dir)
+    whole = from_run(run_dir, record_id or str(read_object(run_dir / "run.json").get("name")))
+    record, sample = whole.record, (0, whole.record.steps - 1)
+    kept = [{key: row[key] for key in row if key != "completions" or row["step"] in sample} for row in whole.rows]
+    run = Run(record, kept)
     if faults := contradictions(run):
         raise InputError(f"{run_dir}: {faults[0]}")
     there = load_runs(results)
     if record.id in there and sealed(there[record.id]) == sealed(run):
-        return target
-    _refuse_another(target, record.id, {*there, *load_benchmarks(results)})
-    for other in (other.record for other in there.values()):
-        if same_run(other, record):
-            raise InputError(f"{record.id}: the metrics are those of {other.id}; needed: a run of its own")
-        if other.group == record.group and (changed := differing(other, record)):
-            raise InputError(f"{record.id}: no seed of {record.group}: {'; '.join(changed)}; needed: another id (--id)")
-        if other.group == record.group and other.seed == record.seed:
-            raise InputError(f"{record.id}: seed {record.seed} of {record.group} is there: {other.id}")
-    results.mkdir(parents=True, exist_ok=True)
-    write_atomically(target, content)
-    return target
+        return results / f"{record.id}.parquet"
+    target = _free(results, record.id, {*there, *load_benchmarks(results)})
+    if fault := clash(record, [other.record for other in there.values()]):
+        raise InputError(f"{record.id}: {fault}")
+    return _write(target, encoded(Content({record.id: run})), record.model_dump_json())
 
 
 def add_benchmark(path: Path, results: Path, name: str = "") -> Path:
@@ -166,32 +260,33 @@ def add_benchmark(path: Path, results: Path, name: str = "") -> Path:
     found = validated(Benchmark, read_object(path) | {"place": len(there)}, path)
     if found.dirty:
         raise InputError(f"{path}: measured with changes that are in no commit; needed: git status clean")
-    same = [known for known, one in there.items() if one.model_copy(update={"place": found.place}) == found]
-    numbered = (f"{path.stem}-{number}" for number in itertools.count(2))
-    free = (each for each in itertools.chain([path.stem], numbered) if each not in there)
-    name = name or next(iter(same), "") or next(free)
+    if same := [known for known, one in there.items() if one.model_copy(update={"place": found.place}) == found]:
+        if name not in ("", *same):
+            raise InputError(f"{path}: is {same[0]} already; needed: another measurement")
+        return results / f"{name or same[0]}.parquet"
+    numbered = itertools.chain([path.stem], (f"{path.stem}-{number}" for number in itertools.count(2)))
+    name = name or next(each for each in numbered if each not in there)
+    target = _free(results, name, {*there, *load_runs(results)})
+    return _write(target, encoded(Content(benchmarks={name: found})), found.model_dump_json())
+
+
+def _free(results: Path, name: str, taken: set[str]) -> Path:
+    """The new file of a record; InputError if its name is taken or none."""
     target = results / f"{name}.parquet"
     if not re.fullmatch(ID, name):
         raise InputError(f"--id: found {name!r}; needed: letters, digits, . _ and -")
-    if name in same:
-        return target
-    if same:
-        raise InputError(f"{path}: is {same[0]} already; needed: another measurement")
-    _refuse_another(target, name, {*there, *load_runs(results)})
-    _refuse_private(json.dumps(found.model_dump(mode="json")), path)
-    results.mkdir(parents=True, exist_ok=True)
-    write_atomically(target, table_of_benchmarks({name: found}))
+    if name in taken or target.exists():
+        raise InputError(f"{target}: {name} exists; records are never replaced; needed: another id (--id)")
     return target
 
 
-def _refuse_another(target: Path, name: str, taken: set[str]) -> None:
-    if name in taken or target.exists():
-        raise InputError(f"{target}: {name} exists; records are never replaced; needed: another id (--id)")
-
-
-def _refuse_private(text: str, where: Path) -> None:
+def _write(target: Path, content: bytes, text: str) -> Path:
+    """Write a new file; InputError if ``text``, its record as JSON, names a private path."""
     if private := PRIVATE.search(text):
-        raise InputError(f"{where}: {private[0]} is a private path; needed: paths inside the checkout")
+        raise InputError(f"{target}: {private[0]} is a private path; needed: paths inside the checkout")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(target, content)
+    return target
 
 
 def compact(results: Path, name: str, beginnings: list[str]) -> Path:
@@ -202,18 +297,18 @@ def compact(results: Path, name: str, beginnings: list[str]) -> Path:
     """
     target, begins = results / f"{name}.parquet", tuple(beginnings or (f"{name}_", f"{name}-"))
     chosen = {path: kept for path, kept in files(results).items() if path == target or path.stem.startswith(begins)}
-    runs = {run.record.id: run for kept in chosen.values() for run in kept.runs}
-    benchmarks = {each: one for kept in chosen.values() for each, one in kept.benchmarks.items()}
-    weights = {each: file for kept in chosen.values() for each, file in kept.weights.items()}
-    if sum(map(bool, (runs, benchmarks, weights))) != 1:
+    merged: list[dict[str, Any]] = [
+        {key: one for kept in chosen.values() for key, one in kept[kind].items()} for kind in range(3)
+    ]
+    runs, benchmarks, weights = merged
+    if sum(map(bool, merged)) != 1:
         raise InputError(
             f"compact: found {len(runs)} runs, {len(benchmarks)} benchmarks and {len(weights)} files of models whose "
             f"names begin with {' or '.join(begins)}; needed: only one of these kinds"
         )
     load_runs(results)  # refuses two runs of one id
-    order = sorted(runs.values(), key=lambda run: (run.record.group, run.record.seed))
-    content = table_of(order) if runs else table_of_benchmarks(benchmarks) if benchmarks else table_of_weights(weights)
-    write_atomically(target, content)
+    runs = dict(sorted(runs.items(), key=lambda each: (each[1].record.group, each[1].record.seed)))
+    write_atomically(target, encoded(Content(runs, benchmarks, weights)))
     for path in chosen.keys() - {target}:
         path.unlink()
     return target
@@ -235,7 +330,7 @@ def keep_weights(results: Path, record: Record, folder: Path) -> Path:
     if (size := sum(map(len, found.values())) / 2**20) > LARGEST_MODEL_MIB:
         raise InputError(f"{folder}: {size:.1f} MiB; needed: a model of at most {LARGEST_MODEL_MIB}")
     target = results / f"weights-{hashlib.sha256(''.join(sorted(found)).encode()).hexdigest()[:12]}.parquet"
-    write_atomically(target, table_of_weights(found))
+    write_atomically(target, encoded(Content(weights=found)))
     return target
 
 
@@ -266,54 +361,21 @@ def restore_weights(results: Path, record: Record, folder: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------ checking
 
 
-def check(results: Path) -> list[str]:
-    """One sentence for each record that contradicts itself or another one, and for each file that was edited."""
-    faults = [
-        f"{results}: a kept file of a model was edited: its name is not its sha256 ({name[:12]})"
-        for name, content in load_weights(results).items()
-        if hashlib.sha256(content).hexdigest() != name
-    ]
-    seen: dict[str, list[Record]] = {}  # sha256 of metrics -> the records that have them
-    first_seed: dict[str, Record] = {}  # variant -> its first record
-    for run in load_runs(results).values():
-        record = run.record
-        try:
-            if record != record.model_copy(update=summary(run.rows, record.steps)):
-                faults.append(f"{record.id}: not what its steps say")
-            faults += [f"{record.id}: {fault}" for fault in contradictions(run)]
-            if changed := differing(first_seed.setdefault(record.group, record), record):
-                faults.append(f"{record.id}: no seed of {record.group}: {'; '.join(changed)}")
-            others = seen.setdefault(record.files["metrics.jsonl"], [])
-            if repeated := [other.id for other in others if same_run(other, record)]:
-                faults.append(f"{record.id}: its metrics are those of {repeated[0]}; needed: a run of its own")
-            others.append(record)
-        except (InputError, KeyError, TypeError) as error:
-            faults.append(f"{record.id}: {error}")
-    return faults
-
-
 def contradictions(run: Run) -> list[str]:
     """One sentence for each statement of a record that another part of it contradicts.
 
     An edited record no longer has its checksums. A record whose checksums were edited, too, counts as another record:
     only the history tells that it was not there first (lab/audit.py).
     """
-    record = run.record
-    config, train = record.config, record.config["train"]
-    seed = re.search(r"-seed(\d+)$", record.id)
-    said: dict[str, tuple[Any, Any]] = {  # field -> what it holds, what follows from the rest of the record
-        "config_hash": (record.config_hash, hash_of(config)),
-        "seed": (record.seed, train["seed"]),
-        "id": (int(seed[1]) if seed else record.seed, record.seed),
-        "steps": (record.steps, train["steps"]),
-        "device": (record.device, config["device"]),
-        "layout": (record.layout, _layout(record.environment.world_size, config["parallel"])),
-    }
+    record, config = run.record, run.record.config
+    needed = stated(config, record.environment.world_size)
     faults = [
-        f"{field}: found {found}; needed: {needed}, from the configuration"
-        for field, (found, needed) in said.items()
-        if found != needed
+        f"{field}: found {found}; needed: {value}, from the configuration"
+        for field, value in needed.items()
+        if (found := getattr(record, field)) != value
     ]
+    if (seed := re.search(r"-seed(\d+)$", record.id)) and int(seed[1]) != record.seed:
+        faults.append(f"id: found {seed[1]}; needed: {record.seed}, the seed")
     texts = {
         "config.yaml": dump_yaml(config),
         "command.txt": record.command + "\n",
@@ -321,39 +383,16 @@ def contradictions(run: Run) -> list[str]:
         "inputs.json": json.dumps(record.inputs.model_dump(mode="json"), indent=1) + "\n",
         "git.json": json.dumps({"commit": record.commit, "dirty": False}) + "\n",
         "run.json": json.dumps({"name": config["name"], "config_hash": record.config_hash}) + "\n",
+        "git.patch": "",  # of a clean source
+        **{name: "" for name in record.files if name.endswith("/git.patch")},
         **unmerged(run.rows),
     }
-    for name, text in texts.items():
-        if record.files.get(name) != hashlib.sha256(text.encode()).hexdigest():
-            faults.append(f"{name}: the record does not give the file whose sha256 it holds")
+    faults += [
+        f"{name}: the record does not give the file whose sha256 it holds"
+        for name, text in texts.items()
+        if record.files.get(name) != hashlib.sha256(text.encode()).hexdigest()
+    ]
     data = record.inputs.data
     if "train" in data and data["train"] == data.get("test"):
         faults.append("inputs: the training data are the test data; needed: other questions")
-    clean = hashlib.sha256(b"").hexdigest()
-    patches = {"git.patch": None} | {name: known for name, known in record.files.items() if name.endswith("git.patch")}
-    faults += [
-        f"{name}: not the empty patch of a clean source; needed: a run of a commit without changes"
-        for name, known in patches.items()
-        if known != clean
-    ]
     return faults
-
-
-def _layout(ranks: int, parallel: dict[str, int]) -> dict[str, int]:
-    return {"ranks": ranks} | {axis: parallel.get(axis, 1) for axis in AXES}
-
-
-def unmerged(rows: list[dict[str, Any]]) -> dict[str, str]:
-    """The inverse of records.merged: the files of a run's folder that hold numbers, from the rows of its record."""
-    texts = dict.fromkeys(("metrics.jsonl", "timing.jsonl", "eval.jsonl", "eval_outcomes.jsonl"), "")
-    for row in rows:
-        for name in ("metrics.jsonl", "timing.jsonl", "eval.jsonl"):
-            line = {key: row[key] for key in row if file_of(key) == name and key not in ("step", "completions")}
-            texts[name] += json_line({"step": row["step"], **line}) if line else ""
-        greedy, sampled = (row.get(key, "") for key in MARKS.values())
-        count = len(sampled) // max(len(greedy), 1)
-        for place, answer in enumerate(greedy):
-            samples = [float(mark == RIGHT) for mark in sampled[place * count : (place + 1) * count]]
-            line = {"step": row["step"], "question": place, "gold": rows[0][GOLD][place]}
-            texts["eval_outcomes.jsonl"] += json_line(line | {"greedy": float(answer == RIGHT), "sampled": samples})
-    return texts

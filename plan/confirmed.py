@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from hf_config import Architecture
+from architecture import Architecture
 from knobs import Config
 from plan import memory, roofline
 from plan.grid import RankGrid

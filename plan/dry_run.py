@@ -42,19 +42,19 @@ import parallel_setup
 import routing_replay
 import weight_sync
 import weights_hf
+from architecture import Architecture
 from config import command_line, resolve_config
 from config_rules import OTHER_RULES
-from device import StepTimer
-from hf_config import Architecture
 from input_files import BAD_INPUT, MOST_RANKS, InputError, one_line, refused, shown
 from knobs import Config
 from learner import Learner, Update
-from parallel_setup import Parallel
+from parallel_setup import Factor, Parallel
 from plan import confirmed, dry_run_device, grid, memory
 from plan.dry_run_meter import Meter
 from plan.dry_run_report import DryRun, as_text, figures
 from plan.search import broken_rules
 from rollout import MicroBatch, Rollout
+from runlog import StepTimer
 
 IMBALANCES = (1.0, memory.IMBALANCE)  # rows of this rank's experts / the mean
 
@@ -217,7 +217,7 @@ def _watch(learner: Learner, meter: Meter) -> None:
     watched("_step", "update")
     sync = learner.parallel.sync_gradients_
 
-    def sync_gradients_(parameters: list[torch.nn.Parameter]) -> None:
+    def sync_gradients_(parameters: list[Factor]) -> None:
         meter.enter("update")
         sync(parameters)
 

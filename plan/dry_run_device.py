@@ -19,8 +19,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 import device as devices
 import parallel_setup
-import weights_hf
-from hf_config import Architecture
+from architecture import Architecture, tensor_shapes
 from knobs import ParallelConfig
 
 STATISTICS = 8  # fp32 numbers that npu_fusion_attention keeps for a query of a head, twice
@@ -245,4 +244,4 @@ def moved(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
 
 def tensors_of(arch: Architecture) -> dict[str, Tensor]:
     """What weights_hf.read_model gives, without data: every tensor of the model in bf16 on the host."""
-    return {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in weights_hf.tensor_shapes(arch).items()}
+    return {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in tensor_shapes(arch).items()}

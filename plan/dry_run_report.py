@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from hf_config import Architecture
+from architecture import Architecture
 from knobs import Config
 from plan import confirmed, grid, memory
 from plan.dry_run_meter import KINDS, Meter

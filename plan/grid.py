@@ -42,8 +42,8 @@ WHOLE = RankGrid(1, 1, 1, 1, 1, 1)  # one rank that holds everything
 def of(cfg: Config, ranks: int) -> RankGrid:
     """The grid of ``ranks`` ranks under ``cfg``. The torch engine has a copy of the model on each rank."""
     parallel, rollout = cfg.parallel, cfg.rollout
-    tensor = rollout.tensor if rollout.engine == "vllm" else 1
-    expert = ranks if rollout.expert_parallel and rollout.engine == "vllm" else tensor
+    tensor = rollout.replica_ranks
+    expert = ranks if rollout.expert_parallel and rollout.kind.splits else tensor
     return RankGrid(ranks, parallel.tensor, parallel.expert, parallel.expert_tensor, tensor, expert)
 
 

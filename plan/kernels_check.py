@@ -29,6 +29,7 @@ import hf_config
 import kernels
 import packing
 import quantisation
+from architecture import Architecture
 from config import derive_seed
 from config_rules import check_layout
 from knobs import Config
@@ -93,7 +94,7 @@ def rounded(x: Tensor) -> Tensor:
     return x.bfloat16().float()
 
 
-def cases(cfg: Config, arch: hf_config.Architecture, ranks: int, seed: int) -> list[Case]:
+def cases(cfg: Config, arch: Architecture, ranks: int, seed: int) -> list[Case]:
     """The operators of a micro-batch of one rank. ``seed`` decides the numbers, not the sizes."""
     layout, generator = grid.of(cfg, ranks), torch.Generator().manual_seed(seed)
     h, d, tokens = arch.hidden_size, arch.head_dim, memory.micro_batch_tokens(cfg, layout)
@@ -139,12 +140,13 @@ def cases(cfg: Config, arch: hf_config.Architecture, ranks: int, seed: int) -> l
         Case("swiglu", lambda *x: kernels.swiglu(*x), swiglu_formula, gate_up, ("gate_up",), (2, 3), (1, 1)),
     ]  # fmt: skip
     if arch.qk_norm:
-        found.insert(1, norm("rms_norm (heads)", tokens, heads, d))
+        each = (heads, d) if arch.qk_norm == "head" else (heads * d,)
+        found.insert(1, norm("rms_norm (heads)", tokens, *each))
     if not any(arch.moe_layers):
         return found
 
     w, E = arch.expert_ffn_size // layout.expert_tensor, arch.num_experts // layout.expert
-    N, R = own_tokens * arch.experts_per_token * layout.expert_tensor, cfg.lora.expert_rank or cfg.lora.rank
+    N, R = own_tokens * arch.experts_per_token * layout.expert_tensor, cfg.lora.rank_of(True)
     # If there are several experts, the first one gets no row, which routing can cause.
     rows_of = [N * 2 * e // (E * (E - 1)) for e in range(E - 1)] if E > 1 else []
     rows_of.append(N - sum(rows_of))

@@ -18,6 +18,7 @@ import math
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ import rollout
 import routing_replay
 import tiny_model
 import weights_hf
+from architecture import Architecture
 from config import derive_seed
 from config_rules import check_engine_layout, check_layout
 from data_gsm8k import Question
@@ -77,7 +79,7 @@ def write_model(cfg: Config, folder: Path) -> None:
 
 
 @torch.no_grad()
-def enlarge_(adapters: dict[str, torch.nn.Module], arch: hf_config.Architecture, parallel: Parallel, seed: int) -> None:
+def enlarge_(adapters: dict[str, torch.nn.Module], arch: Architecture, parallel: Parallel, seed: int) -> None:
     """Random factors, in place: each update (alpha / R) B A gets the size of the base weights, 0.5 / sqrt(in).
 
     The factors are the same in every layout.
@@ -89,7 +91,7 @@ def enlarge_(adapters: dict[str, torch.nn.Module], arch: hf_config.Architecture,
         # A is (R, in) or (E, in, R), B is (out, R) or (E, R, out). The product sums over the second axis of both.
         std = (1.0 if letter == "A" else 0.5 / adapters[module].scale) / math.sqrt(shape[1])
         generator = torch.Generator().manual_seed(derive_seed(seed, "moved", name))
-        whole[adapter_weights.hf_name(name)] = torch.randn(shape, generator=generator) * std
+        whole[adapter_weights.hf_name(name, arch)] = torch.randn(shape, generator=generator) * std
     for name, piece in adapter_weights.scatter(adapters, whole, arch, parallel).items():
         factors[name].copy_(piece)
 
@@ -132,7 +134,7 @@ def token_gaps(
         """(b, t, ...) -> (b, T, ...) on the host"""
         return torch.nn.functional.pad(x.cpu(), (0, 0) * (x.dim() - 2) + (0, width - x.shape[1]))
 
-    with model_megatron.evaluating(model):
+    with lora_megatron.evaluating(model):
         for rows in torch.arange(len(batch.lengths)).split(at_once):
             no_advantages = torch.zeros(len(batch.lengths))
             micro = rollout.pack(batch, rows.tolist(), no_advantages, parallel.device, 0, parallel.tensor)
@@ -147,7 +149,7 @@ def token_gaps(
     return torch.cat(gaps), torch.cat(masks), torch.cat(routes) if routes else None
 
 
-def by_expert(gaps: Tensor, mask: Tensor, routes: Tensor, arch: hf_config.Architecture) -> list[dict]:
+def by_expert(gaps: Tensor, mask: Tensor, routes: Tensor, arch: Architecture) -> list[dict]:
     """The median gap of each expert's tokens and of all other tokens, the most different expert first.
 
     An expert needs LEAST_TOKENS sampled tokens on both sides.  (S, T), (S, T), (S, T, L, K)
@@ -166,7 +168,7 @@ def by_expert(gaps: Tensor, mask: Tensor, routes: Tensor, arch: hf_config.Archit
     return sorted(found, key=lambda row: -row["gap"] / max(row["others"], 1e-12))
 
 
-def compare(cfg: Config, arch: hf_config.Architecture, parallel: Parallel) -> dict:
+def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
     """All figures of this check. ``wrong`` says which are beyond their bounds; "" if none is. Collective."""
     model = model_megatron.build_for(cfg.model, arch, parallel)
     weights_hf.load(model, arch, parallel, cfg.model.path)
@@ -198,12 +200,12 @@ def compare(cfg: Config, arch: hf_config.Architecture, parallel: Parallel) -> di
         base_gaps = parallel.gather_rows(token_gaps(model, batch, cfg, parallel, None)[0])[0]
     by_rank = parallel.gather_rows(gaps)  # (ranks, S, T): every data rank has a trainer of its own
     gaps = by_rank[by_rank.sum((1, 2)).argmax()]  # of the rank with the largest gap; nan counts as the largest
-    bound, experts = getattr(cfg.checks, f"logp_gap_{cfg.model.dtype}"), []
+    bound, experts = cfg.largest_gap, []
     if replay is not None:
         torch.distributed.broadcast(routes, src=0)  # all ranks must judge the same numbers
         experts = by_expert(gaps, mask, routes, arch)
     replica = torch.arange(len(gaps)) // GROUP % replicas  # the replica that sampled each sequence
-    found = {
+    found: dict[str, Any] = {
         "layers": arch.num_layers,
         "tokens": int(mask.sum()),
         "bound": bound,

@@ -180,7 +180,7 @@ class Machine:
 
     @property
     def samples_with_vllm(self) -> bool:
-        return self.run is not None and self.run.rollout.engine == "vllm"
+        return self.run is not None and "vllm" in self.run.rollout.kind.packages
 
     @property
     def captures_graphs(self) -> bool:

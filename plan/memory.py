@@ -9,17 +9,18 @@ h hidden size, t tokens of a micro-batch, s = t / tensor of them on a rank, N ro
 an element.
 """
 
+import functools
+import math
 from dataclasses import dataclass
 
+from architecture import Architecture, Module, every_module, modules, over_layers
 from engines.capacity import PREFILL_TOKENS, max_sequences, rows_of_a_step
-from hf_config import ELEMENT_BYTES, FORMATS, Architecture, cache_bytes_per_token
+from hf_config import ELEMENT_BYTES, FORMATS, LOGITS_PER_CHUNK, PIECE, ROWS_PER_CHUNK, cache_bytes_per_token
 from knobs import Config, LoraConfig
 from plan import grid
 from plan.grid import WHOLE, RankGrid
 
 GIB = 2**30
-LOGITS_PER_CHUNK, ROWS_PER_CHUNK = 2**24, 2048  # of model_megatron.py
-PIECE = 2**26  # of kernels.py: bytes of dequantised experts that exist at a time
 
 # Assumptions, printed with every plan.
 IMBALANCE = 1.5  # rows of the fullest rank's experts / the mean; RL has no load balancing
@@ -32,18 +33,27 @@ BUFFER_BYTES = {"cpu": 0, "npu": 2 * 200 * 2**20, "cuda": 2**26}  # of one commu
 # ---------------------------------------------------------------------------------------------------------- parameters
 
 
+def on_rank(module: Module, layout: RankGrid) -> tuple[int, int, int]:
+    """Copies, rows and columns of a module on one rank of the trainer."""
+    is_expert = module.kind == "experts"
+    ranks = layout.expert_tensor if is_expert else layout.tensor
+    copies = module.copies // layout.expert if is_expert else 1
+    return (
+        copies,
+        module.out_size // (ranks if module.split == 0 else 1),
+        module.in_size // (ranks if module.split == 1 else 1),
+    )
+
+
 def base_parameters(arch: Architecture, layout: RankGrid) -> int:
     """Frozen parameters of one rank of the trainer."""
-    h, tensor = arch.hidden_size, layout.tensor
-    attention = (arch.qkv_size * (h + arch.qkv_bias) + h * arch.num_heads * arch.head_dim) // tensor
-    norms = 2 * h + 2 * arch.head_dim * arch.qk_norm
-    experts = arch.num_experts // layout.expert * 3 * h * arch.expert_ffn_size // layout.expert_tensor
-    shared = 3 * h * arch.shared_expert_ffn_size // tensor + h * bool(arch.shared_expert_ffn_size)
-    moe = experts + shared + arch.num_experts * h  # every rank holds the whole router
-    dense = 3 * h * arch.dense_ffn_size // tensor
-    vocabulary = arch.vocab_size * h // tensor * (1 if arch.tied_head else 2)
-    ffn = sum(moe if is_moe else dense for is_moe in arch.moe_layers)
-    return vocabulary + h + arch.num_layers * (attention + norms) + ffn
+
+    def held(module: Module) -> int:
+        copies, rows, columns = on_rank(module, layout)
+        return copies * rows * (columns + module.bias)
+
+    vocabulary = arch.vocab_size * arch.hidden_size // layout.tensor * (1 if arch.tied_head else 2)
+    return vocabulary + arch.hidden_size + over_layers(arch, held)
 
 
 def base_bytes(
@@ -69,42 +79,19 @@ def base_bytes(
 
 def lora_parameters(arch: Architecture, lora: LoraConfig, layout: RankGrid) -> int:
     """Trainable parameters of one rank."""
-    return sum(_layer_lora(arch, lora, layout, is_moe) for is_moe in arch.moe_layers)
+    return over_layers(arch, functools.partial(adapter_size, lora, layout))
 
 
-def _layer_lora(arch: Architecture, lora: LoraConfig, layout: RankGrid, is_moe: bool) -> int:
-    """Trainable parameters of one layer: R x (inputs + outputs) for each pair of factors."""
-    h, tensor = arch.hidden_size, layout.tensor
-
-    def mlp(width: int, rank: int) -> dict[str, int]:
-        return {"linear_fc1": rank * (h + 2 * width), "linear_fc2": rank * (width + h)}
-
-    expert = mlp(arch.expert_ffn_size // layout.expert_tensor, lora.expert_rank or lora.rank)
-    local_experts = arch.num_experts // layout.expert if is_moe else 0
-    width = arch.shared_expert_ffn_size if is_moe else arch.dense_ffn_size  # of the part that every token uses
-    dense = mlp(width // tensor, lora.rank * bool(width))
-    sizes = {
-        "linear_qkv": lora.rank * (h + arch.qkv_size // tensor),
-        "linear_proj": lora.rank * (arch.num_heads * arch.head_dim // tensor + h),
-        "router": lora.rank * (h + arch.num_experts) * is_moe,
-    } | {target: local_experts * expert[target] + dense[target] for target in expert}
-    return sum(sizes[target] for target in lora.targets)
+def adapter_size(lora: LoraConfig, layout: RankGrid, module: Module) -> int:
+    """Trainable parameters of a module on one rank: R x (inputs + outputs) for each pair of factors."""
+    copies, rows, columns = on_rank(module, layout)
+    return copies * lora.rank_of(module.kind == "experts") * (rows + columns) * (module.target in lora.targets)
 
 
 def _layer_merged(arch: Architecture, lora: LoraConfig, layout: RankGrid, is_moe: bool) -> list[int]:
-    """Parameters of each base weight of one layer, on one rank, that LoRA adapts."""
-    h, tensor = arch.hidden_size, layout.tensor
-    width = (arch.shared_expert_ffn_size if is_moe else arch.dense_ffn_size) // tensor
-    if is_moe:
-        width += arch.num_experts // layout.expert * arch.expert_ffn_size // layout.expert_tensor
-    sizes = {
-        "linear_qkv": h * arch.qkv_size // tensor,
-        "linear_proj": h * arch.num_heads * arch.head_dim // tensor,
-        "router": h * arch.num_experts * is_moe,
-        "linear_fc1": 2 * h * width,
-        "linear_fc2": h * width,
-    }
-    return [sizes[target] for target in lora.targets]
+    """Parameters of one layer, on one rank, that each member of lora.targets adapts."""
+    sizes = [(module.target, math.prod(on_rank(module, layout))) for module in modules(arch, is_moe)]
+    return [sum(size for name, size in sizes if name == target) for target in lora.targets]
 
 
 def merged_weights(arch: Architecture, lora: LoraConfig, layout: RankGrid, recompute: bool) -> int:
@@ -119,19 +106,8 @@ def gathered_by_a_save(arch: Architecture, lora: LoraConfig, layout: RankGrid, d
     With expert_tensor > 1 the shards are gathered over the experts first. On a CPU the host joins the shards, and gloo
     copies what it sends and receives.
     """
-    h, heads = arch.hidden_size, arch.num_heads * arch.head_dim
-    experts = arch.num_experts * (lora.expert_rank or lora.rank)
-    widths = [(lora.rank, arch.shared_expert_ffn_size), (experts, arch.expert_ffn_size)]
-    if not all(arch.moe_layers):
-        widths.append((lora.rank, arch.dense_ffn_size))
-    elements = {
-        "linear_qkv": lora.rank * max(h, arch.qkv_size),
-        "linear_proj": lora.rank * max(h, heads),
-        "linear_fc1": max(rows * max(h, 2 * width) for rows, width in widths),
-        "linear_fc2": max(rows * max(h, width) for rows, width in widths),
-        "router": lora.rank * max(h, arch.num_experts),
-    }
-    largest = 4 * max(elements[target] for target in lora.targets)
+    adapted = [module for module in every_module(arch) if module.target in lora.targets]
+    largest = 4 * max(m.copies * lora.rank_of(m.kind == "experts") * max(m.out_size, m.in_size) for m in adapted)
     before = largest // layout.expert_tensor if layout.expert_tensor > 1 else 0
     return (largest + before) * (3 if device == "cpu" else 1)
 
@@ -220,14 +196,14 @@ def _kept_by_layer(
         kept += t * 4 * (heads + kv_heads) + t * (q + kv) * norm  # in fp32, or copied out of qkv
     kept += lora.rank * e * (t * on["linear_qkv"] + s * on["linear_proj"])
     if e < 4:
-        kept += e * _layer_lora(arch, lora, layout, is_moe)  # the factors, cast
+        kept += e * sum(adapter_size(lora, layout, m) for m in modules(arch, is_moe))  # the factors, cast
 
     def swiglu(width: int) -> float:
         return t * 5 * width * e + lora.rank * e * (t * on["linear_fc1"] + s * on["linear_fc2"])
 
     if not is_moe:
         return kept + swiglu(arch.dense_ffn_size // layout.tensor)
-    width, rank = arch.expert_ffn_size // layout.expert_tensor, lora.expert_rank or lora.rank
+    width, rank = arch.expert_ffn_size // layout.expert_tensor, lora.rank_of(True)
     a_row = h * on["linear_fc1"] + (2 + on["linear_fc2"]) * width  # input, gate and up, and their product
     a_row += rank * (on["linear_fc1"] + on["linear_fc2"])
     if lora.dropout:  # a copy of each input of the factors, and its mask
@@ -330,7 +306,7 @@ def step_memory(
         "key-value cache": _cache(cfg, arch, element, cached_rows),
         "routing records": own_sequences * cfg.row_tokens * routing,
         "communication buffers": communicators(layout) * BUFFER_BYTES[device],
-        "runtime": int(RUNTIME_BYTES[device] + (GRAPH_BYTES[device] if rollout.engine == "vllm" else 0)),
+        "runtime": int(RUNTIME_BYTES[device] + GRAPH_BYTES[device] * rollout.kind.reserves),
         "gradients": lora,
         "dequantised weights": dequantised,
         "merged weights": merged_weights(arch, cfg.lora, layout, cfg.model.recompute) * element * cfg.trains_merged,
@@ -377,7 +353,7 @@ def _engine_layout(layout: RankGrid) -> RankGrid:
 
 def _cache(cfg: Config, arch: Architecture, element: int, rows: int) -> int:
     """Bytes of the key-value cache of one rank; the embedded sampler makes it for ``rows``."""
-    if cfg.rollout.engine == "vllm":
+    if cfg.rollout.kind.reserves:
         return cfg.rollout.kv_cache_mib * 2**20
     # In bf16 each row has a copy of its prompt.
     prompts = -(-rows // cfg.rollout.group_size) if cfg.model.dtype == "fp32" else rows

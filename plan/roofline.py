@@ -9,14 +9,16 @@ Qwen3-30B-A3B on 16 dies. Nothing here imports torch.
 import dataclasses
 import functools
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from architecture import Architecture, Module, over_layers
 from engines.capacity import MOST_SEQUENCES
-from hf_config import ELEMENT_BYTES, Architecture
+from hf_config import ELEMENT_BYTES
 from knobs import Config, LoraConfig
 from plan.grid import WHOLE, RankGrid
-from plan.memory import Memory, lora_parameters, merged_weights
+from plan.memory import Memory, adapter_size, lora_parameters, merged_weights, on_rank
 
 DECODE_PARTS = 16  # in which the number of running rows counts as constant
 MERGE_BYTES = 28  # read and written for an element of W + s B A: of bf16, in fp32, one operation after the other
@@ -46,11 +48,12 @@ HARDWARE = {
 
 def active_parameters(arch: Architecture) -> int:
     """Parameters that one token is multiplied with. The look-up of its embedding is not counted."""
-    h = arch.hidden_size
-    attention = h * arch.qkv_size + h * arch.num_heads * arch.head_dim
-    moe = h * (arch.num_experts + 3 * arch.experts_per_token * arch.expert_ffn_size + 3 * arch.shared_expert_ffn_size)
-    dense = 3 * h * arch.dense_ffn_size
-    return arch.num_layers * attention + sum(moe if m else dense for m in arch.moe_layers) + arch.vocab_size * h
+
+    def used(module: Module) -> int:
+        copies = arch.experts_per_token if module.kind == "experts" else 1
+        return copies * module.out_size * module.in_size * (module.kind != "norm")
+
+    return over_layers(arch, used) + arch.vocab_size * arch.hidden_size
 
 
 class Rows(NamedTuple):
@@ -208,7 +211,7 @@ def step_times(
     together = -(-memory.wanted_rows // waves) * layout.replicas
     decode = step(sequences=together, context=prompt + completion / 2)
     decoding: dict[str, float] = defaultdict(float)
-    for steps, share, tokens in decode_parts(completion, longest, waves, refills=rollout.engine == "vllm"):
+    for steps, share, tokens in decode_parts(completion, longest, waves, refills=rollout.kind.refills):
         part = step(sequences=max(1, together * share), context=prompt + tokens)
         for cause, seconds in _decode_causes(part, hardware, rollout.enforce_eager).items():
             decoding[cause] += steps * seconds
@@ -288,7 +291,7 @@ def _sync_seconds(
         size = 4 * lora_parameters(arch, lora, WHOLE)
         return {"exchange": size / (hardware.link * hardware.link_share), "memory": size * 2 / hardware.bandwidth}
     split_share, experts_share = split / layout.tensor, experts / layout.expert
-    products = 2 * (lora.rank * split_share + (lora.expert_rank or lora.rank) * experts_share)
+    products = 2 * (lora.rank * split_share + lora.rank_of(True) * experts_share)
     whole = layout.engine_expert <= layout.engine_tensor
     size = (split + experts if whole else split_share + experts_share) * element
     slower = _slower({"memory": size * 2 / hardware.bandwidth}, {"arithmetic": products / hardware.flops})
@@ -301,19 +304,21 @@ def gradient_bytes(arch: Architecture, lora: LoraConfig, layout: RankGrid) -> di
     Factors of routed experts are summed over expert_data, all others over data. A factor that tensor ranks hold whole
     is summed over these first: A of a column-parallel matrix, B of a row-parallel one, both of the router.
     """
-    h, moe, tensor = arch.hidden_size, sum(arch.moe_layers), layout.tensor
-    width, rank = arch.expert_ffn_size // layout.expert_tensor, lora.expert_rank or lora.rank
-    local = moe * arch.num_experts // layout.expert * rank
-    on = {target: target in lora.targets for target in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")}
-    experts = local * ((h + 2 * width) * on["linear_fc1"] + (width + h) * on["linear_fc2"])
-    split = moe * bool(arch.shared_expert_ffn_size) + arch.num_layers - moe  # shared experts and dense layers
-    whole = lora.rank * h * arch.num_layers * (on["linear_qkv"] + on["linear_proj"])
-    whole += lora.rank * h * split * (on["linear_fc1"] + on["linear_fc2"])
-    whole += lora.rank * (h + arch.num_experts) * moe * ("router" in lora.targets)
+
+    def held_whole(module: Module) -> int:
+        copies, rows, columns = on_rank(module, layout)
+        factors = columns * (module.split != 1) + rows * (module.split != 0)
+        return copies * lora.rank_of(module.kind == "experts") * factors * (module.target in lora.targets)
+
+    def of_experts(size: Callable[[Module], int]) -> int:
+        return over_layers(arch, lambda module: size(module) * (module.kind == "experts"))
+
+    own = functools.partial(adapter_size, lora, layout)
+    experts, whole_of_experts = of_experts(own), of_experts(held_whole)
     sizes = {
-        "tensor": (tensor, whole),
-        "expert_tensor": (layout.expert_tensor, local * h * (on["linear_fc1"] + on["linear_fc2"])),
-        "data": (layout.data, lora_parameters(arch, lora, layout) - experts),
+        "tensor": (layout.tensor, over_layers(arch, held_whole) - whole_of_experts),
+        "expert_tensor": (layout.expert_tensor, whole_of_experts),
+        "data": (layout.data, over_layers(arch, own) - experts),
         "expert_data": (layout.expert_data, experts),
     }
     return {kind: 4 * parameters * 2 * (1 - 1 / ranks) for kind, (ranks, parameters) in sizes.items()}

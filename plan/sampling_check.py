@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import lora_megatron
 import model_megatron
 from parallel_setup import Parallel
 from rollout import Rollout
@@ -37,19 +38,16 @@ def next_logprobs(model: torch.nn.Module, prompts: list[list[int]], parallel: Pa
     Collective. The result is the same on every rank.
     """
     even = [prompt + [0] * (-len(prompt) % parallel.tensor) for prompt in prompts]  # sequence parallelism splits rows
-    with model_megatron.evaluating(model):
+    with lora_megatron.evaluating(model):
         hidden = model_megatron.hidden_states(model, torch.tensor(even, device=parallel.device))[len(prompts[0]) - 1]
     return _all_logprobs(model, hidden, parallel, temperature)
 
 
-def _head(model: torch.nn.Module) -> Tensor:
-    """This rank's share of the output layer.  (V / tensor, h)"""
-    return (model.embedding.word_embeddings if model.share_embeddings_and_output_weights else model.output_layer).weight
-
-
 def _all_logprobs(model: torch.nn.Module, hidden: Tensor, parallel: Parallel, temperature: float) -> Tensor:
     """The log-probs of all tokens from the last hidden states, by rank 0's trainer.  (.., h) -> (.., V) fp64"""
-    by_rank = parallel.gather_rows((hidden @ _head(model).t()).float() / temperature)  # (ranks, .., V / tensor)
+    by_rank = parallel.gather_rows(
+        (hidden @ model_megatron.head_weight(model).t()).float() / temperature
+    )  # (ranks, .., V / tensor)
     return by_rank[: parallel.tensor].movedim(0, -2).flatten(-2).double().log_softmax(-1)
 
 
@@ -66,9 +64,9 @@ def places(model: torch.nn.Module, batch: Rollout, parallel: Parallel, temperatu
     prompts = torch.tensor(batch.prompts).repeat_interleave(group, 0)
     rows = F.pad(torch.cat([prompts, batch.tokens], 1), (0, -(length + longest) % parallel.tensor))
     found = torch.full((number, longest), -1.0, dtype=torch.float64)
-    at_once = max(1, NUMBERS // (longest * len(_head(model))))
+    at_once = max(1, NUMBERS // (longest * len(model_megatron.head_weight(model))))
     for some in torch.arange(number).split(at_once) if longest > 1 else ():
-        with model_megatron.evaluating(model):
+        with lora_megatron.evaluating(model):
             hidden = model_megatron.hidden_states(model, rows[some].to(parallel.device))[length : length + longest - 1]
         chance = _all_logprobs(model, hidden, parallel, temperature).exp().transpose(0, 1)  # (s, T - 1, V)
         own = chance.gather(2, batch.tokens[some, 1:, None])

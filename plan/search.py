@@ -12,9 +12,9 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from architecture import Architecture
 from config_rules import LAYOUT_RULES, divisors, engine_layout_problems, layout_problems, problems
 from engines.capacity import cache_mib_per_row
-from hf_config import Architecture
 from knobs import Config
 from plan import grid, roofline
 from plan.memory import GIB, Memory, step_memory
@@ -113,15 +113,14 @@ def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
 
 
 def _corrected(cfg: Config, arch: Architecture) -> Config:
-    """``cfg`` with a correct batch equation and cache, and without axes that are not supported."""
+    """``cfg`` with a correct batch equation and cache."""
     prompts, update = cfg.rollout.prompts_per_step, cfg.optim.prompts_per_update
     update = min(divisors(prompts), key=lambda d: abs(math.log(d / update)))
     cache = cfg.rollout.kv_cache_mib
-    if cfg.rollout.engine == "vllm" and cache_mib_per_row(cfg, arch) > cache:
+    if cfg.rollout.kind.reserves and cache_mib_per_row(cfg, arch) > cache:
         cache = cache_mib_per_row(_with(cfg, rollout={"tensor": 1}), arch)  # one row fits with any rollout.tensor
     return _with(
         cfg,
-        parallel={"pipeline": 1, "context": 1},
         optim={
             "prompts_per_update": update,
             "tokens_per_micro_batch": max(cfg.optim.tokens_per_micro_batch, cfg.row_tokens),
@@ -160,7 +159,7 @@ def _candidates(cfg: Config, counts: list[int], engines: bool, arch: Architectur
 
     for ranks in counts:
         sizes, cuts = divisors(ranks), sorted({1, cfg.parallel.expert_tensor})
-        searched = sizes if engines and cfg.rollout.engine == "vllm" else [cfg.rollout.tensor]
+        searched = sizes if engines and cfg.rollout.kind.splits else [cfg.rollout.tensor]
         for tensor, (cut, expert), replica, shared in itertools.product(
             [size for size in sizes if trains(ranks, tensor=size)],
             [(cut, size) for cut in cuts for size in sizes if trains(ranks, expert=size, expert_tensor=cut)],
@@ -193,7 +192,7 @@ def _distance(verdict: Verdict, cfg: Config, ranks: int) -> float:
 
 KEYS = (  # that a search can change, in the order in which overrides are listed
     "parallel.tensor", "parallel.expert", "parallel.expert_tensor", "rollout.tensor", "rollout.expert_parallel",
-    "rollout.kv_cache_mib", "parallel.pipeline", "parallel.context", "rollout.prompts_per_step",
+    "rollout.kv_cache_mib", "rollout.prompts_per_step",
     "optim.prompts_per_update", "optim.tokens_per_micro_batch", "model.recompute",
 )  # fmt: skip
 
@@ -201,7 +200,7 @@ KEYS = (  # that a search can change, in the order in which overrides are listed
 def overrides(verdict: Verdict, asked: Config) -> list[str]:
     """The command-line overrides that turn ``asked`` into ``verdict``: its whole layout, and other keys that differ."""
     new, old = ({key: functools.reduce(getattr, key.split("."), cfg) for key in KEYS} for cfg in (verdict.cfg, asked))
-    listed = {*KEYS[: 4 if asked.rollout.engine == "vllm" else 3], *(key for key in KEYS if new[key] != old[key])}
+    listed = {*KEYS[: 4 if asked.rollout.kind.splits else 3], *(key for key in KEYS if new[key] != old[key])}
     if "optim.prompts_per_update" in listed:
         listed.add("rollout.prompts_per_step")
     return [f"{key}={json.dumps(new[key])}" for key in KEYS if key in listed]

@@ -24,8 +24,7 @@ import parallel_setup
 import reward_gsm8k
 import tiny_model
 import train_grpo
-import weights_hf
-from device import StepTimer
+from architecture import tensor_shapes
 from engines.interface import Completion
 from engines.torch_sampler import TorchSampler
 from knobs import Config, TinyModelConfig
@@ -34,6 +33,7 @@ from plan.self_test_reference import Named, State, forward, merged, rows_of, unk
 from plan.self_test_schedules import GAP, Findings, Interrupted, NotAsExpected, Watch, learner_state, rate, schedules
 from rollout import Rollout
 from run_record import read_lines
+from runlog import StepTimer
 from startup import Run
 from tripwires import Tripped
 
@@ -111,7 +111,7 @@ def tiny_run(cfg: Config, folder: Path) -> Config:
         },
         "aqn": kept["aqn"] | {"targets": roles or ["attention", "experts"]},
         "replay": kept["replay"],
-        "checks": dict.fromkeys(OFF, "off") | {f"logp_gap_{dtype}": 1.0 for dtype in GAP},
+        "checks": dict.fromkeys(OFF, "off") | ({"logp_gap_bf16": 1.0} if cfg.model.dtype == "bf16" else {}),
         "eval": {
             "every": 10, "batch_size": 4, "temperature": kept["eval"]["temperature"],
             "samples": 16 if kept["eval"]["samples"] else 0,
@@ -147,7 +147,7 @@ def write_inputs(cfg: Config, folder: Path, vocab_size: int = 259, boost: float 
     ):
         (model / name).write_text(json.dumps(content))
     generator, w = torch.Generator().manual_seed(SEED), {}
-    for name, shape in weights_hf.tensor_shapes(hf_config.read(model)).items():
+    for name, shape in tensor_shapes(hf_config.read(model)).items():
         noise, scale = torch.randn(shape, generator=generator), 2 if name in LARGER else 1
         w[name] = 0.1 * noise + ("norm" in name) if len(shape) == 1 else scale * noise / shape[1] ** 0.5
     answers = {f"{letter}{digit} {which}": gold for letter in "uvwxyz" for digit in "0189" for which, gold in ANSWERS}

@@ -35,7 +35,6 @@ import startup
 import train_grpo
 from config import command_line, derive_seed, resolve_config
 from config_rules import OTHER_RULES
-from device import StepTimer
 from engines.interface import Completion
 from engines.torch_sampler import TorchSampler
 from input_files import BAD_INPUT, InputError, refused
@@ -45,7 +44,7 @@ from plan import self_test
 from plan.self_test import GROUP, PROMPTS, SEED, Observer, watched
 from plan.self_test_schedules import GAP, Findings, NotAsExpected, learner_state
 from rollout import MicroBatch, Rollout
-from tripwires import Heartbeat
+from runlog import Heartbeat, StepTimer
 
 RANKS = 2
 WATCHED = (  # functions that RanksObserver's of the same name stand in for

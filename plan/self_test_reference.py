@@ -54,6 +54,10 @@ def forward(w: Named, c: dict, tokens: Tensor, temperature: float, routes: Tenso
     def norm(x: Tensor, name: str) -> Tensor:
         return x / (x.square().mean(-1, keepdim=True) + c["rms_norm_eps"]).sqrt() * w[f"{name}.weight"]
 
+    def norm_heads(x: Tensor, name: str) -> Tensor:
+        """The norm of each head, or of all of them together if its weight is so long.  (S, T, heads, d)"""
+        return norm(x.flatten(2).unflatten(-1, (-1, len(w[f"{name}.weight"]))), name).view_as(x)
+
     def linear(x: Tensor, name: str) -> Tensor:
         return x @ w[f"{name}.weight"].t() + w.get(f"{name}.bias", 0)
 
@@ -71,7 +75,7 @@ def forward(w: Named, c: dict, tokens: Tensor, temperature: float, routes: Tenso
         h = norm(x, f"{layer}.input_layernorm")
         q, k, v = (linear(h, f"{attention}.{name}_proj").unflatten(-1, (-1, size)) for name in "qkv")
         if f"{attention}.q_norm.weight" in w:
-            q, k = norm(q, f"{attention}.q_norm"), norm(k, f"{attention}.k_norm")
+            q, k = norm_heads(q, f"{attention}.q_norm"), norm_heads(k, f"{attention}.k_norm")
         k, v = (y.repeat_interleave(heads // y.shape[2], 2) for y in (rotate(k), v))
         scores = torch.einsum("sqhd,skhd->shqk", rotate(q), k) / size**0.5
         mixed = torch.einsum("shqk,skhd->sqhd", scores.masked_fill(future, -math.inf).softmax(-1), v)

@@ -22,7 +22,7 @@ from torch import Tensor
 import aqn
 import data_gsm8k
 import learner
-from aqn_targets import NormNoise
+from aqn import NormNoise
 from engines.interface import Completion
 from knobs import AqnConfig, Config, OptimConfig
 from plan.self_test_reference import Named, State, advantages_of, forward, merged, rows_of, unknown

@@ -1,4 +1,4 @@
-"""Fixtures that several test files use, the order of the files, and the skip of tests that need vLLM."""
+"""Fixtures that several test files use, the option --all, the order of the files, the skip of tests that need vLLM."""
 
 from __future__ import annotations
 
@@ -9,13 +9,25 @@ from pathlib import Path
 
 import cann_stub
 import pytest
+import scope
 from source import ROOT
 
 NO_VLLM = pytest.mark.skip(reason="vllm is not installed; needed: requirements/cpu-vllm.txt")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="all layouts, options and real packages, as CI runs them")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    scope.all_asked = config.getoption("--all")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with slow tests come first: run_tests.sh has two processes, and the last files should be short."""
+    if left_out := [item for item in items if item.get_closest_marker("full") and not scope.all_asked]:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
     if importlib.util.find_spec("vllm") is None:

@@ -5,10 +5,9 @@ Nothing here shows that an engine takes what the stream brings, or that evaluati
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import math
 from collections.abc import Iterable
-from fractions import Fraction
 
 import pytest
 import torch
@@ -16,17 +15,16 @@ from torch import Tensor
 
 import aqn
 import hf_config
-from aqn import AqnError
-from aqn_targets import norm_targets, touched_names
+from aqn import AqnError, norm_targets, touched_names
+from architecture import Architecture, tensor_shapes
 from config import derive_seed, load_config
 from input_files import InputError
-from weights_hf import tensor_shapes
 
 SIGMAS = (0.01, 0.00316, 0.001)
 EVERY_NORM = ("*norm.weight",)
 
 
-def architecture(kind: str, **changes: object) -> hf_config.Architecture:
+def architecture(kind: str, **changes: object) -> Architecture:
     """Three layers, the second dense. Qwen3: q and k norms; Qwen2: a shared expert."""
     sizes = dict(
         model_type=kind, vocab_size=32, hidden_size=96, num_hidden_layers=3, num_attention_heads=4,
@@ -37,7 +35,7 @@ def architecture(kind: str, **changes: object) -> hf_config.Architecture:
     return hf_config.parse(sizes | changes)
 
 
-def weights(arch: hf_config.Architecture, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
+def weights(arch: Architecture, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
     """Random weights of a whole model; norms around 1, none near 0."""
     make = torch.Generator().manual_seed(seed)
     return {
@@ -48,7 +46,7 @@ def weights(arch: hf_config.Architecture, dtype: torch.dtype = torch.float32, se
 
 def push(
     model: dict[str, Tensor],
-    arch: hf_config.Architecture,
+    arch: Architecture,
     targets: Iterable[str],
     *,
     router: str = "noisy",
@@ -64,65 +62,40 @@ def push(
 
 
 # ------------------------------------------------------------------------------------------------------------- schedule
-def table(total: int, stages: int, start: float, end: float, schedule: str) -> list[float]:
-    """Sigma of every step, found step by step with fractions: no stage is computed from a quotient of floats."""
-    levels = [0.0]
-    intervals = stages - 1 if schedule == "qerl" else stages  # e would be reached after so many noisy stages
-    for i in range(stages - 1):
-        levels.append(start * math.exp(i / (intervals - 1) * math.log(end / start)) if intervals > 1 else start)
-    length = Fraction(total, stages) if schedule == "qerl" else Fraction(max(1, total // stages))
-    sigmas, stage = [], 0
-    for step in range(total + 1):
-        while stage < stages - 1 and (stage + 1) * length <= step:
-            stage += 1
-        sigmas.append(levels[stage])
-    return sigmas
-
-
-@pytest.mark.parametrize("schedule", ["qerl", "paper"])
-@pytest.mark.parametrize(
-    ("total", "stages", "start", "end"),
-    [
-        (100, 10, 0.01, 0.001),
-        (100, 1, 0.01, 0.001),
-        (100, 2, 0.01, 0.001),
-        (7, 3, 0.05, 0.0005),
-        (25, 10, 0.02, 0.01),
-        (3, 10, 0.01, 0.001),
-        (1161, 43, 0.01, 0.0001),
-    ],
-)
-def test_sigma_of_every_step(total: int, stages: int, start: float, end: float, schedule: str) -> None:
-    options = {"sigma_start": start, "sigma_end": end, "num_stages": stages, "schedule": schedule}
-    found = [aqn.sigma_at(step, total, **options) for step in range(total + 1)]
-    assert found == pytest.approx(table(total, stages, start, end, schedule), rel=1e-12)
-    assert aqn.sigma_at(total + 5, total, **options) == found[-1]
-
-
 def test_sigma_in_numbers_known_from_the_qerl_code_and_the_paper() -> None:
-    """0.01 -> 0.001, 10 stages, 100 steps: 0.01 x 10^(-(k-1)/8) in stage k of the code, 10^(-(k-1)/9) in the paper."""
-    options = {"sigma_start": 0.01, "sigma_end": 0.001, "num_stages": 10}
+    """0.01 -> 0.001, 10 stages, 100 steps: 0.01 x 10^(-(k-1)/8) in stage k of the code, 10^(-(k-1)/9) in the paper.
+
+    18 steps, 14 stages: step 9 opens stage 7, though 9 / (18 / 14) is less than 7 in floats.
+    """
+    ends = {"sigma_start": 0.01, "sigma_end": 0.001}
     code = [0, 0.01, 0.00749894, 0.00562341, 0.00421697, 0.00316228, 0.00237137, 0.00177828, 0.00133352, 0.001]
     paper = [0, 0.01, 0.00774264, 0.00599484, 0.00464159, 0.00359381, 0.00278256, 0.00215443, 0.00166810, 0.00129155]
-    for step in range(100):
-        assert aqn.sigma_at(step, 100, **options) == pytest.approx(code[step // 10], abs=5e-9)
-        assert aqn.sigma_at(step, 100, **options, schedule="paper") == pytest.approx(paper[step // 10], abs=5e-9)
-        assert aqn.sigma_at(step, 100, **options, schedule="constant") == 0.01
-    assert (aqn.sigma_at(10, 100, **options), aqn.sigma_at(90, 100, **options)) == (0.01, 0.001)  # to the last bit
-
-
-def test_sigma_at_a_boundary_that_floats_miss() -> None:
-    """18 steps, 14 stages: step 9 opens stage 7, though 9 / (18 / 14) is less than 7 in floats."""
+    constant = [0.01] * 10
+    for schedule, table in (("qerl", code), ("paper", paper), ("constant", constant)):
+        found = [aqn.sigma_at(step, 100, **ends, num_stages=10, schedule=schedule) for step in range(5, 100, 10)]
+        assert found == pytest.approx(table, abs=5e-9)
+    assert [aqn.sigma_at(step, 100, **ends, num_stages=10) for step in (10, 90)] == [0.01, 0.001]  # to the last bit
+    assert aqn.sigma_at(120, 100, **ends, num_stages=10) == 0.001  # after the last step
+    assert aqn.sigma_at(50, 100, **ends, num_stages=1) == 0  # the first stage has no noise
+    # 25 steps, 10 stages: the code's stages have 2.5 steps, the paper's 2.
+    for schedule, opens in (("qerl", 5), ("paper", 4)):
+        found = [aqn.sigma_at(step, 25, **ends, num_stages=10, schedule=schedule) for step in (opens - 1, opens)]
+        assert found == pytest.approx([0.01, {"qerl": code, "paper": paper}[schedule][2]], abs=5e-9)
     assert 9 / (18 / 14) < 7
-    found = aqn.sigma_at(9, 18, sigma_start=0.01, sigma_end=0.001, num_stages=14)
-    assert found == pytest.approx(0.01 * 0.1 ** (6 / 12), rel=1e-12)
+    assert aqn.sigma_at(9, 18, **ends, num_stages=14) == pytest.approx(0.01 * 0.1 ** (6 / 12), rel=1e-12)
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"step": -1}, {"step": 1.0}, {"total_steps": 0}, {"num_stages": 0}, {"num_stages": True}, {"sigma_start": 0.0},
-     {"sigma_end": 0.0}, {"sigma_end": math.inf}, {"sigma_start": math.nan}, {"schedule": "off"}],
-)  # fmt: skip
+    [
+        {"step": 1.0},
+        {"total_steps": 0},
+        {"num_stages": True},
+        {"sigma_end": 0.0},
+        {"sigma_start": math.nan},
+        {"schedule": "off"},
+    ],
+)
 def test_sigma_of_impossible_arguments_is_refused(wrong: dict) -> None:
     right = {"step": 1, "total_steps": 10, "sigma_start": 0.01, "sigma_end": 0.001, "num_stages": 5}
     with pytest.raises(ValueError, match=next(iter(wrong))):
@@ -130,25 +103,14 @@ def test_sigma_of_impossible_arguments_is_refused(wrong: dict) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------- noise
-@pytest.mark.parametrize("weight", [0.5, 1.0, 1.3, 2.0, 4.0])
-@pytest.mark.parametrize("sigma", SIGMAS)
-def test_grid_noise_has_the_asked_mean_and_std(weight: float, sigma: float) -> None:
-    clean = torch.full((10**6,), weight).to(torch.bfloat16)
-    noisy = aqn.bf16_grid_noise(clean, sigma, torch.Generator().manual_seed(1))
-    assert noisy.dtype is torch.bfloat16
-    change = noisy.double() - clean.double()
-    assert abs(change.mean()) < 0.03 * sigma
-    assert change.std().item() == pytest.approx(sigma, rel=0.05)
-
-
-@pytest.mark.parametrize("ratio", [0.3, 0.72, 1.01, 1.5])
-def test_grid_noise_is_right_for_mantissas_of_all_kinds_and_both_signs(ratio: float) -> None:
-    """Of the 128 bf16 numbers in [1, 2): those near the powers of 2 and some between, 25,000 times each.
+@pytest.mark.parametrize(("ratio", "scale"), [(0.3, 4.0), (0.72, 1.0), (1.01, 0.5), (1.5, 1.0)])
+def test_grid_noise_is_right_for_mantissas_of_all_kinds_and_both_signs(ratio: float, scale: float) -> None:
+    """Of the 128 bf16 numbers in [1, 2) times a power of 2: those near the powers of 2 and some between.
 
     Sigma in units of the step above, 2^-7: under the grid, just above it for the powers of 2, and for the others.
     """
-    sigma = ratio * 2.0**-7
-    numbers = torch.tensor([128, 129, 130, 132, 160, 200, 250, 253, 254, 255]) / 128
+    sigma = scale * ratio * 2.0**-7
+    numbers = torch.tensor([128, 129, 130, 132, 160, 200, 250, 253, 254, 255]) * scale / 128
     clean = torch.cat([numbers, -numbers]).to(torch.bfloat16)[:, None].expand(-1, 25_000)
     change = aqn.bf16_grid_noise(clean, sigma, torch.Generator().manual_seed(2)).double() - clean.double()
     assert change.mean(1).abs().max() < 0.03 * sigma
@@ -198,16 +160,14 @@ def test_noise_depends_on_seed_step_and_name_alone(dtype: torch.dtype) -> None:
 
 
 def test_noise_is_added_to_the_clean_weight_each_time() -> None:
-    """Two pushes at one step are equal, no argument is changed, and noise on noise is refused."""
+    """No argument is changed, and noise on noise is refused."""
     arch = architecture("qwen2_moe")
     model = weights(arch)
     before = {name: value.clone() for name, value in model.items()}
     plan = norm_targets(arch, ("attention", "experts"), router="clean")
     clean = aqn.clean_norms(model.items(), plan)
     first = dict(aqn.perturb(model.items(), plan, clean, sigma=0.01, seed=1, step=2))
-    second = dict(aqn.perturb(model.items(), plan, clean, sigma=0.01, seed=1, step=2))
-    for name, value in first.items():
-        assert torch.equal(value, second[name]) and torch.equal(model[name], before[name])
+    assert all(map(torch.equal, model.values(), before.values()))
     for norm in plan:
         make = torch.Generator().manual_seed(derive_seed(1, "aqn", 2, norm))
         assert torch.equal(first[norm], before[norm] + 0.01 * torch.randn(before[norm].shape, generator=make))
@@ -217,36 +177,17 @@ def test_noise_is_added_to_the_clean_weight_each_time() -> None:
         aqn.perturb(model.items(), plan, {}, sigma=0.01, seed=1, step=3)
 
 
-def test_clean_copies_do_not_follow_the_weights() -> None:
-    arch = architecture("qwen3_moe")
-    model = weights(arch)
-    clean = aqn.clean_norms(model.items(), norm_targets(arch, ("attention",), router="noisy"))
-    model["model.layers.0.input_layernorm.weight"].add_(1)
-    assert clean["model.layers.0.input_layernorm.weight"].mean() < 1.5
-
-
-@pytest.mark.parametrize("order", ["reversed", "touched", "consumers only"])
-def test_part_of_a_stream_in_any_order_is_changed_as_the_whole(order: str) -> None:
+def test_part_of_a_stream_in_any_order_is_changed_as_the_whole() -> None:
     arch = architecture("qwen2_moe")
     model = weights(arch)
     plan = norm_targets(arch, ("attention", "experts"), router="clean")
     clean = aqn.clean_norms(model.items(), plan)
     whole = dict(aqn.perturb(model.items(), plan, clean, sigma=0.01, seed=1, step=2))
-    touched = touched_names(plan)
-    part = list(reversed(model)) if order == "reversed" else [name for name in model if name in touched]
-    if order == "consumers only":
-        part = [name for name in part if name not in plan]
-    found = list(aqn.perturb([(name, model[name]) for name in part], plan, clean, sigma=0.01, seed=1, step=2))
-    assert [name for name, _ in found] == part
-    assert all(torch.equal(value, whole[name]) for name, value in found)
-
-
-def test_without_sigma_nothing_changes() -> None:
-    arch = architecture("qwen2_moe")
-    model = weights(arch)
-    noisy, report = push(model, arch, ["experts"], router="clean", sigma=0.0)
-    assert all(noisy[name] is value for name, value in model.items()) and report.num_modules == 0
-    aqn.check_report(report)
+    touched = [name for name in model if name in touched_names(plan)]
+    for part in (list(reversed(model)), touched, [name for name in touched if name not in plan]):
+        found = list(aqn.perturb([(name, model[name]) for name in part], plan, clean, sigma=0.01, seed=1, step=2))
+        assert [name for name, _ in found] == part
+        assert all(torch.equal(value, whole[name]) for name, value in found)
 
 
 def test_bf16_norms_stay_on_the_grid_or_leave_as_fp32() -> None:
@@ -263,7 +204,7 @@ def test_bf16_norms_stay_on_the_grid_or_leave_as_fp32() -> None:
 
 
 # ----------------------------------------------------------------------------------------------- who sees the noise
-def behind(arch: hf_config.Architecture, layer: int) -> dict[str, list[str]]:
+def behind(arch: Architecture, layer: int) -> dict[str, list[str]]:
     """The matrices that read a layer's two norms: group -> names as in the checkpoints."""
     at = f"model.layers.{layer}"
     groups = {"attention": [f"{at}.self_attn.{x}_proj.weight" for x in "qkv"]}
@@ -279,22 +220,16 @@ def behind(arch: hf_config.Architecture, layer: int) -> dict[str, list[str]]:
 
 
 CASES = [  # targets, router -> who sees noise in Qwen3 (no shared expert), in Qwen2
-    (["attention"], "noisy", {"attention"}, {"attention"}),
     (["experts"], "noisy", {"experts", "router"}, {"experts", "router"}),
     (["experts"], "clean", {"experts"}, {"experts"}),
     (["mlp"], "noisy", {"dense"}, {"dense", "shared"}),
-    (["mlp"], "clean", {"dense"}, {"dense", "shared"}),
-    (["experts", "mlp"], "noisy", {"experts", "router", "dense"}, {"experts", "router", "dense", "shared"}),
     (["experts", "mlp"], "clean", {"experts", "dense"}, {"experts", "dense", "shared"}),
-    (["mlp", "attention"], "clean", {"dense", "attention"}, {"dense", "shared", "attention"}),
     (["*.post_attention_layernorm.weight"], "noisy", {"experts", "router", "dense"},
      {"experts", "router", "dense", "shared"}),
-    (["*.post_attention_layernorm.weight", "experts"], "clean", {"experts", "dense"}, {"experts", "dense", "shared"}),
     (["router"], "noisy", {"router"}, {"router"}),
-    (["router", "attention"], "noisy", {"router", "attention"}, {"router", "attention"}),
     (["router", "mlp"], "noisy", {"router", "dense"}, {"router", "dense", "shared"}),
-    (["experts", "router"], "noisy", {"experts", "router"}, {"experts", "router"}),
-    (["*.self_attn.q_norm.weight", "model.norm.weight"], "clean", set(), None),
+    (["mlp", "attention"], "clean", {"dense", "attention"}, {"dense", "shared", "attention"}),
+    (["model.norm.weight"], "clean", set(), set()),
 ]  # fmt: skip
 
 
@@ -306,15 +241,11 @@ def case_id(value) -> str:
 @pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe"])
 @pytest.mark.parametrize(("targets", "router", "qwen3", "qwen2"), CASES, ids=case_id)
 def test_noise_reaches_exactly_the_consumers_that_were_asked_for(
-    kind: str, targets: list[str], router: str, qwen3: set[str], qwen2: set[str] | None
+    kind: str, targets: list[str], router: str, qwen3: set[str], qwen2: set[str]
 ) -> None:
     """A consumer computes W (w x): it sees the clean w if W' diag(w') = W diag(w), the noise if it is W diag(w + d)."""
     arch, seeing = architecture(kind), qwen3 if kind == "qwen3_moe" else qwen2
     model = weights(arch)
-    if seeing is None:  # there is no q norm to match
-        with pytest.raises(InputError):
-            push(model, arch, targets, router=router)
-        return
     noisy, report = push(model, arch, targets, router=router)
     aqn.check_report(report)
     changed = {name for name in model if not torch.equal(model[name], noisy[name])}
@@ -327,31 +258,10 @@ def test_noise_reaches_exactly_the_consumers_that_were_asked_for(
             for name in names:
                 wanted = model[name] * (model[norm] + noise)
                 torch.testing.assert_close(noisy[name] * noisy[norm], wanted, rtol=1e-6, atol=0, msg=name)
-    explicit = {"model.layers.0.self_attn.q_norm.weight", "model.norm.weight"}
-    assert explicit <= changed if "model.norm.weight" in targets else not explicit & changed
+    assert ("model.norm.weight" in changed) == ("model.norm.weight" in targets)
 
 
-@pytest.mark.parametrize(
-    ("target", "router", "changes"),
-    [("experts", "clean", False), ("experts", "noisy", True), ("router", "noisy", True)],
-)
-def test_a_clean_router_picks_the_experts_that_it_picked_before(target: str, router: str, changes: bool) -> None:
-    arch = architecture("qwen3_moe", num_experts=64, hidden_size=256, num_experts_per_tok=8)
-    model = weights(arch)
-    noisy, _ = push(model, arch, [target], router=router)
-    x = torch.randn(10_000, 256, generator=torch.Generator().manual_seed(9))
-    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-
-    def chosen(tensors: dict[str, Tensor]) -> Tensor:
-        hidden = x * tensors["model.layers.0.post_attention_layernorm.weight"]
-        return (hidden @ tensors["model.layers.0.mlp.gate.weight"].T).topk(8).indices.sort().values
-
-    differ = (chosen(model) != chosen(noisy)).any(1).sum().item()
-    assert differ > 100 if changes else differ == 0
-
-
-@pytest.mark.parametrize("sigma", SIGMAS)
-@pytest.mark.parametrize("bf16", ["grid", "fp32"])
+@pytest.mark.parametrize(("bf16", "sigma"), [("grid", 0.01), ("fp32", 0.001), ("grid", 0.001)])
 def test_in_bf16_most_of_the_noise_is_kept_from_a_clean_router(bf16: str, sigma: float) -> None:
     """Only rounding remains in W' w'. In rms it is less than half of the noise that the router would see."""
     arch = architecture("qwen2_moe", hidden_size=512)
@@ -380,9 +290,8 @@ def test_compensation_holds_where_a_weight_or_its_noisy_copy_is_near_zero() -> N
         torch.testing.assert_close(
             changed * noisy[norm], model[f"model.layers.0.mlp.{name}.weight"] * model[norm], rtol=1e-6, atol=0
         )
-    nothing, _ = push(
-        model, arch, ["experts"], router="clean", sigma=1e-46
-    )  # fp32 cannot represent this noise: 0 / 0 at the weight 0
+    # fp32 cannot represent this noise: 0 / 0 at the weight 0.
+    nothing, _ = push(model, arch, ["experts"], router="clean", sigma=1e-46)
     assert all(value.isfinite().all() for value in nothing.values())
     only_shared, report = push(model, arch, ["mlp"])
     column = only_shared["model.layers.0.mlp.shared_expert_gate.weight"][0]
@@ -394,14 +303,10 @@ def test_compensation_holds_where_a_weight_or_its_noisy_copy_is_near_zero() -> N
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        (('["experts","mlp"]',), "matches no RMSNorm"),
         (tuple('["experts","mlp"]'), "matches no RMSNorm"),
         (("expert",), "matches no RMSNorm.*attention, experts, mlp"),
         (("attention", "model.layers.7.input_layernorm.weight"), "model.layers.7"),
-        (("model.layers.0.*",), "model.layers.0.self_attn.q_proj.weight, which is not the weight of an RMSNorm"),
-        (("*attn*",), "q_proj.weight, which is not the weight of an RMSNorm"),
         (("*",), "which is not the weight of an RMSNorm"),
-        (("*weight",), "which is not the weight of an RMSNorm"),
         (("model.layers.0.mlp.gate.weight",), "matches no RMSNorm"),
         (("MODEL.NORM.WEIGHT",), "matches no RMSNorm"),
     ],
@@ -416,13 +321,8 @@ def test_targets_that_cannot_be_meant_are_refused(targets: object, message: str)
     [
         ("targets", "experts", "expected a list"),
         ("targets", "[]", "at least 1"),
-        ("targets", "null", "expected a list"),
-        ("targets", "[3]", "expected text"),
-        ("router", "off", "router"),
         ("bf16", "half", "bf16"),
-        ("sigma_start", "-0.1", "sigma_start"),
         ("sigma_start", ".nan", "sigma_start"),
-        ("sigma_start", ".inf", "sigma_start"),
     ],
 )
 def test_values_of_a_wrong_kind_are_refused_by_the_configuration(key: str, value: str, message: str) -> None:
@@ -430,36 +330,28 @@ def test_values_of_a_wrong_kind_are_refused_by_the_configuration(key: str, value
         load_config("configs/tiny_cpu.yaml", ["aqn.schedule=qerl", f"aqn.{key}={value}"])
 
 
-def test_a_role_that_the_model_lacks_is_refused() -> None:
-    only_moe, only_dense = (architecture("qwen3_moe", mlp_only_layers=dense) for dense in ([], [0, 1, 2]))
-    with pytest.raises(InputError, match="no dense layer and no shared expert"):
-        norm_targets(only_moe, ("attention", "mlp"), router="noisy")
-    with pytest.raises(InputError, match="no MoE layer"):
-        norm_targets(only_dense, ("experts",), router="noisy")
-    with pytest.raises(InputError, match="q_norm"):
-        norm_targets(architecture("qwen2_moe"), ("*.q_norm.weight",), router="noisy")
-    with pytest.raises(InputError, match="router touches no norm"):
-        norm_targets(only_dense, ("router",), router="noisy")
-    with pytest.raises(InputError, match="router is clean"):
-        norm_targets(only_moe, ("experts", "router"), router="clean")
-    assert len(norm_targets(architecture("qwen2_moe", mlp_only_layers=[]), ("mlp",), router="noisy")) == 3
+ALL_MOE, ALL_DENSE = {"mlp_only_layers": []}, {"mlp_only_layers": [0, 1, 2]}
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe"])
-def test_every_tensor_is_known_as_a_norm_or_not(kind: str) -> None:
-    """By name, as in a checkpoint. The norms are the tensors with one axis that are not biases."""
-    arch = architecture(kind)
-    shapes = tensor_shapes(arch)
-    norms = {name for name, shape in shapes.items() if len(shape) == 1 and not name.endswith(".bias")}
-    assert norm_targets(arch, tuple(norms), router="noisy").keys() == norms
-    for other in shapes.keys() - norms:
-        with pytest.raises(InputError, match="matches no RMSNorm"):
-            norm_targets(arch, (other,), router="noisy")
+@pytest.mark.parametrize(
+    ("kind", "changes", "targets", "router", "message"),
+    [
+        ("qwen3_moe", ALL_MOE, ("attention", "mlp"), "noisy", "no dense layer and no shared expert"),
+        ("qwen3_moe", ALL_DENSE, ("experts",), "noisy", "no MoE layer"),
+        ("qwen2_moe", {}, ("*.q_norm.weight",), "noisy", "q_norm"),
+        ("qwen3_moe", ALL_DENSE, ("router",), "noisy", "router touches no norm"),
+        ("qwen3_moe", ALL_MOE, ("experts", "router"), "clean", "router is clean"),
+    ],
+)
+def test_a_role_that_the_model_lacks_is_refused(
+    kind: str, changes: dict, targets: tuple[str, ...], router: str, message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        norm_targets(architecture(kind, **changes), targets, router=router)
 
 
 # --------------------------------------------------------------------------------------------------------------- report
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("sigma", SIGMAS)
+@pytest.mark.parametrize(("dtype", "sigma"), [(torch.float32, 0.01), (torch.bfloat16, 0.001)])
 def test_report_says_what_the_weights_say(dtype: torch.dtype, sigma: float) -> None:
     arch = architecture("qwen3_moe", hidden_size=2048, num_experts=2)
     make = torch.Generator().manual_seed(1)
@@ -475,8 +367,7 @@ def test_report_says_what_the_weights_say(dtype: torch.dtype, sigma: float) -> N
     assert report.std == pytest.approx(sigma, rel=0.1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("sigma", SIGMAS)
+@pytest.mark.parametrize(("dtype", "sigma"), [(torch.float32, 0.01), (torch.bfloat16, 0.001)])
 def test_report_measures_noise_that_is_in_columns(dtype: torch.dtype, sigma: float) -> None:
     """With mlp alone on MoE layers no norm changes, but the shared expert's columns amount to noise of std sigma."""
     arch = architecture("qwen2_moe", hidden_size=1024, num_experts=2, mlp_only_layers=[])
@@ -513,46 +404,34 @@ def test_a_push_without_the_norms_is_stopped() -> None:
         unread.result()
 
 
-def report_of_noise(sigma: float, scale: float, shift: float, n: int) -> aqn.NoiseReport:
-    """A report on n elements whose change has mean shift x sigma and std scale x sigma, exactly."""
-    noise = torch.tensor([1.0, -1.0]).repeat(n // 2) * scale + shift
-    return aqn.NoiseReport(sigma, [aqn.noise_moments(sigma * noise, torch.ones(n), sigma, torch.float32)])
-
-
 @pytest.mark.parametrize(
     ("scale", "shift", "n", "stopped"),
     [
-        (1.0, 0.0, 10_000, ""),
-        (1.09, 0.0, 10_000, ""),
         (0.91, 0.0, 10_000, ""),
         (1.11, 0.0, 10_000, "std"),
-        (0.89, 0.0, 10_000, "std"),
-        (0.0, 0.0, 10_000, "std"),
         (math.nan, 0.0, 10_000, "std"),
         (1.4, 0.0, 64, ""),  # five standard errors of 64 elements are 44 %
         (1.5, 0.0, 64, "std"),
-        (0.5, 0.0, 64, "std"),
         (1.0, 0.09, 10_000, ""),
         (1.0, 0.11, 10_000, "mean"),
-        (1.0, -0.11, 10_000, "mean"),
     ],
 )
 def test_noise_of_another_std_or_mean_is_stopped(scale: float, shift: float, n: int, stopped: str) -> None:
-    report = report_of_noise(0.005, scale, shift, n)
-    if not stopped:
-        return aqn.check_report(report)
-    with pytest.raises(AqnError, match=f"realised {stopped}"):
+    """The change has mean shift x sigma and std scale x sigma, exactly."""
+    noise = 0.005 * (torch.tensor([1.0, -1.0]).repeat(n // 2) * scale + shift)
+    report = aqn.NoiseReport(0.005, [aqn.noise_moments(noise, torch.ones(n), 0.005, torch.float32)])
+    with pytest.raises(AqnError, match=f"realised {stopped}") if stopped else contextlib.nullcontext():
         aqn.check_report(report)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_small_model_with_sound_noise_is_not_stopped(dtype: torch.dtype) -> None:
-    """Two norms of 64 elements; in bf16 at sigma 0.001 only one of 30 elements jumps. 200 pushes each."""
+    """Two norms of 64 elements; in bf16 at sigma 0.001 only one of 30 elements jumps. 100 pushes each."""
     arch = architecture("qwen3_moe", hidden_size=64, num_hidden_layers=2, num_experts=2)
     norms = {f"model.layers.{i}.input_layernorm.weight": torch.ones(64, dtype=dtype) for i in range(2)}
     plan = norm_targets(arch, ("attention",), router="noisy")
     for sigma in SIGMAS:
-        for step in range(200):
+        for step in range(100):
             noisy = aqn.perturb(norms.items(), plan, norms, sigma=sigma, seed=0, step=step)
             list(noisy)
             aqn.check_report(noisy.result())
@@ -569,9 +448,3 @@ def test_noise_lost_in_bf16_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aqn, "bf16_grid_noise", rounded)
     with pytest.raises(AqnError, match="realised std"):
         aqn.check_report(push(model, arch, ["attention"], sigma=0.001)[1])
-
-
-def test_the_norms_of_one_plan_are_immutable() -> None:
-    effect = norm_targets(architecture("qwen3_moe"), ("experts",), router="clean")
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        next(iter(effect.values())).noisy = False

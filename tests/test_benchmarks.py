@@ -14,8 +14,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+import bench_cases as cases
 import bench_step
-import cases
 
 NEW_TOKENS = 20  # checks.sampling needs at least this many, and must be off in the benchmarks
 CHANGES = {"rollout__max_new_tokens": NEW_TOKENS, "tiny_model__num_layers": 1}
@@ -56,7 +56,7 @@ def test_benchmarked_trainer_samples_every_token_and_computes_the_same_losses(tm
     bench_step.check_equal_work("all_r32_64", agreed)
     with pytest.raises(AssertionError):
         bench_step.check_equal_work("all_r32_64", agreed | {"loss": agreed["loss"] + 1e-3})
-    for _ in range(6):  # checks.sampling would stop the run after four steps
+    for _ in range(5):  # checks.sampling would stop the run after four steps
         record = peer.ask("step")
         assert record["new_tokens"] == cases.PROMPTS * cases.GROUP * NEW_TOKENS
         assert record["logp_gap"] < bench_step.LOGP_BOUND
@@ -70,11 +70,7 @@ def test_the_measured_trainer_imports_nothing_that_only_the_benchmark_needs() ->
     """Its peak memory is compared with TRL's; pandas with pyarrow would add 67 MiB that no training run has."""
     program = "import sys, our_side; print(sorted({'pandas', 'pyarrow', 'matplotlib', 'scipy'} & sys.modules.keys()))"
     run = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=bench_step.HERE,
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-c", program], cwd=bench_step.HERE, capture_output=True, text=True, check=True
     )
     assert run.stdout == "[]\n"
 
@@ -93,11 +89,11 @@ def untrained(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_embedded_sampler_has_no_gap_unless_its_weights_are_rounded(tmp_path: Path) -> None:
-    sound = measured("bench_gap", tmp_path / "gap.json")
-    rounded = measured(
-        "bench_gap", tmp_path / "rounded.json", *untrained(tmp_path), "rollout.round_bits=4", "--steps", "2"
-    )
+    sound = measured("bench_gap", tmp_path / "gap.json", "--steps", "2")
+    changes = [*untrained(tmp_path), "rollout.round_bits=4", "--steps", "2"]
+    rounded = measured("bench_gap", tmp_path / "rounded.json", *changes)
     for rows in (sound, rounded):
         assert [(row["engine"], row["dtype"]) for row in rows] == [("torch", "fp32"), ("torch", "bf16")]
     assert all(row["gap"] < 1e-6 and row["largest"] < 1e-5 for row in sound), sound
@@ -105,6 +101,7 @@ def test_the_embedded_sampler_has_no_gap_unless_its_weights_are_rounded(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.vllm
 def test_vllms_gap_is_that_of_its_kernels(tmp_path: Path) -> None:
     *_, fp32, bf16 = measured("bench_gap", tmp_path / "gap.json", "--vllm", "--steps", "2")
@@ -115,7 +112,7 @@ def test_vllms_gap_is_that_of_its_kernels(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_phases_beside_the_roofline_are_those_of_the_step(tmp_path: Path) -> None:
     """No phase is left out on either side, and at the measured rates of this machine none is faster."""
-    options = ["loss.kl=none", "rollout.max_new_tokens=24", "--steps", "4"]
+    options = ["loss.kl=none", "rollout.max_new_tokens=24", "--steps", "3"]
     *phases, step = measured("bench_floor", tmp_path / "floor.json", *untrained(tmp_path), *options)
     assert [row["phase"] for row in phases] == ["sync", "generate", "update"]
     assert all(row["times the roofline"] > 1 for row in phases), phases

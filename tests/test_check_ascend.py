@@ -12,8 +12,6 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import check_ascend
 
-from lab import pages
-
 TESTS = """
 import os, pytest
 @pytest.mark.parametrize("n", [1, 2, 3])
@@ -56,8 +54,7 @@ def test_the_record_counts_what_pytest_ran_with_each_version_and_failures_have_a
         ("version 4", "of three", 3, 0, 0), ("version 4", "skipped", 0, 0, 1),
         ("version 3", "of three", 2, 1, 0), ("version 3", "skipped", 0, 0, 1),
     ]  # fmt: skip
-    found = pages.Checked.model_validate(record["measured"])
-    assert found.check == "vllm" and found.totals == {
+    assert record["measured"]["check"] == "vllm" and record["measured"]["totals"] == {
         "version 4": {"passed": 3, "failed": 0, "skipped": 1},
         "version 3": {"passed": 2, "failed": 1, "skipped": 1},
     }

@@ -43,10 +43,7 @@ def write(tmp_path):
         ("rollout.groupsize", "unknown key; did you mean group_size?"),
         ("rolout.group_size", "rolout: unknown key; did you mean rollout?"),
         ("rollout.lr", "unknown key; did you mean optim.lr?"),
-        ("lr", "unknown key; did you mean optim.lr?"),
         ("reward.zzz", "unknown key; known keys: method, permute"),
-        ("optim.lr.peak", "optim.lr.peak: unknown key"),
-        ("name.first", "name: expected text (in quotes, if it looks like something else), found {'first': 4}"),
     ],
 )
 def test_an_unknown_override_names_what_may_have_been_meant(key, hint):
@@ -54,17 +51,10 @@ def test_an_unknown_override_names_what_may_have_been_meant(key, hint):
     assert hint in message and key.split(".")[0] in message
 
 
-def test_an_unknown_key_of_the_file_names_the_file_and_the_key(write):
+def test_an_unknown_key_of_the_file_names_the_file_and_a_missing_key_says_what_it_is_for(write):
     path = write("rollout: {groupsize: 4}\n")
     assert refusal(path) == f"{path}: rollout.groupsize: unknown key; did you mean group_size?"
-
-
-@pytest.mark.parametrize("text", ["1: 2\n", "optim: {1: 2}\n", "<<: {name: x}\n", "optim.lr: 1\n"])
-def test_a_key_that_is_no_name_is_unknown(write, text):
-    assert "unknown key" in refusal(write(text))
-
-
-def test_a_missing_key_says_what_it_is_for(write):
+    assert "unknown key" in refusal(write("optim: {1: 2}\n"))
     assert "train.steps: missing; needed: a step is one rollout" in refusal(write("", "model: {path: m}\ntrain: {}\n"))
     assert "model: missing" in refusal(write("", "train: {steps: 1}\n"))
 
@@ -76,46 +66,24 @@ def test_a_missing_key_says_what_it_is_for(write):
     ("override", "expected"),
     [
         ("train.steps=3.0", "train.steps: expected a whole number, found 3.0"),
-        ("train.steps=1e2", "train.steps: expected a whole number, found 100.0"),
         ("train.steps=true", "train.steps: expected a whole number, found true"),
-        ("train.steps=010", "train.steps: expected a whole number, found '010'"),
-        ("train.steps=1_000", "train.steps: expected a whole number, found '1_000'"),
-        ("train.steps='3'", "train.steps: expected a whole number, found '3'"),
-        ("train.steps=", "train.steps: expected a whole number, found ''"),
         ("train.steps=null", "train.steps: expected a whole number, found nothing"),
-        ("optim.lr=true", "optim.lr: expected a number, found true"),
         ("optim.lr=nan", "optim.lr: expected a number, found 'nan'"),
-        ("optim.lr=.inf", "optim.lr: expected a number, found '.inf'"),
         ("optim.lr=1e999", "optim.lr: expected a finite number, found inf"),
-        ("optim.lr=!!float .nan", "optim.lr: expected a finite number, found nan"),
-        ("optim.lr=[1]", "optim.lr: expected a number, found [1]"),
         ("model.recompute=yes", "model.recompute: expected true or false, found 'yes'"),
-        ("model.recompute=1", "model.recompute: expected true or false, found 1"),
-        ("name=1", "name: expected text (in quotes, if it looks like something else), found 1"),
-        ("name=true", "found true"),
-        ("name=../up", "name: expected text like"),
         ("model.path=", "model.path: expected text, found ''"),
         ("lora.targets=linear_qkv", "lora.targets: expected a list: [a, b], found 'linear_qkv'"),
         ("lora.targets=[linear_qkvv]", "lora.targets[0]: expected 'linear_qkv', 'linear_proj'"),
-        ("lora.targets=[linear_qkv, 3]", "lora.targets[1]: expected 'linear_qkv'"),
         ("lora.targets=[]", "lora.targets: expected at least 1 members, found []"),
         ("optim.betas=[0.9]", "optim.betas[1]: missing"),
-        ("optim.betas=[0.9, 0.9, 0.9]", "optim.betas: expected at most 2 members"),
         ("optim.betas=[0.9, 1]", "optim.betas[1]: expected less than 1.0, found 1"),
-        ("optim.betas=[0.9, true]", "optim.betas[1]: expected a number, found true"),
         ("loss.kl=k4", "loss.kl: expected 'none', 'k1', 'k2'"),
-        ("rollout.engine=sglang", "rollout.engine: expected 'torch' or 'vllm', found 'sglang'"),
         ("rollout.group_size=1", "rollout.group_size: expected 2 or more, found 1"),
         ("rollout.temperature=0", "rollout.temperature: expected more than 0.0, found 0"),
-        ("rollout.top_p=1.5", "rollout.top_p: expected at most 1.0, found 1.5"),
-        ("train.steps=0", "train.steps: expected 1 or more, found 0"),
-        ("train.seed=4294967296", "train.seed: expected less than 4294967296"),
         ("tiny_model.head_dim=15", "tiny_model.head_dim: expected a multiple of 2, found 15"),
         ("optim=3", "optim: this is a section; expected optim.key=value"),
         ("train.steps", "override 'train.steps': expected section.key=value"),
-        ("=3", "override '=3': expected section.key=value"),
         ("data.instruction=End with #### 5", "YAML would drop what follows ' #' as a comment"),
-        ("name='a", "override name line 1: not valid YAML"),
     ],
 )
 def test_a_wrong_value_is_refused_in_one_line_with_what_is_needed(override, expected):
@@ -129,13 +97,11 @@ def test_a_whole_number_is_fine_where_a_real_one_is_meant_and_exponents_need_no_
     assert cfg.loss.clip_high == 0.3 and type(cfg.optim.weight_decay) is float
 
 
-@pytest.mark.parametrize("word", ["no", "off", "yes", "on", "NO", "y", "2024-01-01", "1:30", "0x10"])
+@pytest.mark.parametrize("word", ["no", "2024-01-01", "1:30", "0x10"])
 def test_text_that_yaml_1_1_would_convert_stays_text(write, word):
-    assert load_config(write(f"data: {{source: arithmetic, instruction: {word}}}\n", NO_DATA)).data.instruction == word
+    base = MINIMAL.replace("data: {source: arithmetic}\n", "")
+    assert load_config(write(f"data: {{source: arithmetic, instruction: {word}}}\n", base)).data.instruction == word
     assert load_config(TINY, [f"data.instruction={word}"]).data.instruction == word
-
-
-NO_DATA = MINIMAL.replace("data: {source: arithmetic}\n", "")
 
 
 def test_lists_and_empty_text_can_be_overridden():
@@ -146,17 +112,6 @@ def test_lists_and_empty_text_can_be_overridden():
     assert load_config(TINY, ["data.instruction='End with #### 5'"]).data.instruction == "End with #### 5"
 
 
-def test_several_faults_are_one_line(write):
-    message = refusal(write("optim: {lr: x, eps: x, betas: x, decay: x, warmup_steps: x}\n"))
-    assert message.count("; ") == 3 and message.endswith("; and 2 more")
-
-
-def test_a_loaded_configuration_does_not_change():
-    cfg = load_config(TINY)
-    with pytest.raises(ValueError, match="frozen"):
-        cfg.train.steps = 3
-
-
 # ------------------------------------------------------------------------------------------------------------- files
 
 
@@ -164,21 +119,12 @@ def test_a_loaded_configuration_does_not_change():
     ("content", "expected"),
     [
         (b"", "expected a mapping of sections, found nothing"),
-        (b"- 1\n", "expected a mapping of sections, found [1]"),
-        (b"a: 1\n\nb: [1\nc: 2\n", "line 4: not valid YAML"),
         (b"train:\n  steps: 1\n  steps: 2\n", "line 3: not valid YAML: key 'steps' given twice"),
-        (b"train: {steps: 1}\ntrain: {seed: 1}\n", "line 2: not valid YAML: key 'train' given twice"),
-        (b"a: 1\n---\nb: 2\n", "not valid YAML"),
         (b"a: !!python/object:os.system {}\n", "line 1: not valid YAML"),
-        (b"a: !!int x\n", "not valid YAML"),
         (b"a: *nowhere\n", "line 1: not valid YAML: found undefined alias"),
-        (b"? [a, b]\n: 1\n", "line 1: not valid YAML"),
-        (b"a: \x00\n", "not valid YAML"),
         (b"a: \xff\xfe\n", "not UTF-8 text at byte 3"),
-        (b"a: " + b"9" * 5000, "not valid YAML"),
         (b"[" * 5000, "not valid YAML"),
         (b"optim: &x {lr: *x}\n", "line 1: not valid YAML: the alias *x: write its value out instead"),
-        (b"model: 3\n", "model: expected a mapping of keys, found 3"),
         (b"eval:\n", "eval: expected a mapping of keys, found nothing"),
     ],
 )
@@ -189,18 +135,12 @@ def test_a_broken_file_is_refused_with_its_name_and_line(tmp_path, content, expe
     assert message.startswith(str(path)) and expected in message
 
 
-def test_a_missing_file_and_a_folder_are_refused_by_name(tmp_path):
-    assert refusal(tmp_path / "absent.yaml").endswith("absent.yaml: cannot be read (No such file or directory)")
-    assert "Is a directory" in refusal(tmp_path)
-
-
 # --------------------------------------------------------------------------------------------------- the run's record
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
-@pytest.mark.parametrize("overrides", [[], ["loss.kl=none", "name='1e-6'", "data.instruction='a: \"b\"\n# c'"]])
-def test_the_resolved_configuration_loads_back_to_itself(path, overrides, tmp_path):
-    cfg = load_config(path, overrides)
+def test_the_resolved_configuration_loads_back_to_itself(path, tmp_path):
+    cfg = load_config(path, ["loss.kl=none", "name='1e-6'", "data.instruction='a: \"b\"\n# c'"])
     resolved = tmp_path / "resolved.yaml"
     resolved.write_text(config.to_yaml(cfg))
     assert load_config(resolved) == cfg
@@ -212,8 +152,6 @@ def test_the_resolved_configuration_loads_back_to_itself(path, overrides, tmp_pa
 SINGLE = {
     "data.source",
     "data.operations_low",
-    "parallel.pipeline",
-    "parallel.context",
 }  # nothing else is accepted beside the rest
 
 
@@ -257,7 +195,6 @@ def other_values(cfg: Config) -> dict[str, object]:
         **dict.fromkeys(["checks.unparsable", "checks.gradient_spike", "checks.entropy"], "stop"),
         **dict.fromkeys(["checks.truncated", "checks.collapse", "checks.surprise"], "stop"),
         **dict.fromkeys([f"checks.{name}" for name in ("sampling", "held_out", "state", "impossible")], "warn"),
-        **dict.fromkeys(["checks.unparsable_share", "checks.truncated_share", "checks.collapse_reward"], 0.6),
         "train.changed_inputs": "accept",
     }
 
@@ -282,53 +219,18 @@ def test_the_hash_ignores_what_a_resumed_run_may_change_and_sees_every_other_key
         assert same_hash == (changed == []) == (key in config.MAY_CHANGE), key
         if changed:
             assert any(line.startswith(f"{key}: ") and " -> " in line for line in changed)
-
-
-def test_may_change_names_fields_only():
-    known = {f"{name}.{key}" for name, kind in config._sections().items() for key in kind.model_fields}
-    assert config.MAY_CHANGE <= known | {"name", "device"}
+    assert config.config_hash(load_config(TINY, ["optim.lr=0.001", "lora.alpha=32.0"])) == config.config_hash(cfg)
     assert {"train.steps", "optim.lr", "train.seed", "rollout.engine"} & config.MAY_CHANGE == set()
-
-
-def test_changed_keys_says_old_and_new():
-    cfg = load_config(TINY)
-    new = load_config(TINY, ["optim.lr=2e-3", "loss.kl=none", "train.out_dir=elsewhere"])
-    assert config.changed_keys(config.to_dict(cfg), new) == [
-        "loss.kl: 'low_var_kl' -> 'none'",
-        "optim.lr: 0.001 -> 0.002",
-        "loss.kl_coef: 0.001 -> nothing",
-    ]
-
-
-def test_how_a_value_was_written_does_not_change_the_hash():
-    again = load_config(TINY, ["optim.lr=0.001", "lora.alpha=32.0"])
-    assert config.config_hash(again) == config.config_hash(load_config(TINY))
-
-
-def test_every_knob_is_described():
-    for name, kind in {"": Config, **config._sections()}.items():
-        for key, field in kind.model_fields.items():
-            assert field.description and len(field.description) > 5, f"{name}.{key}"
 
 
 # ------------------------------------------------------------------------------------------------------ the command
 
 
-def run_command(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "config.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
-
-
-def test_the_command_prints_the_resolved_configuration_and_its_notes(tmp_path):
-    done = run_command(str(TINY), "loss.kl=none")
+def test_the_command_prints_the_resolved_configuration_and_its_notes():
+    command = [sys.executable, str(ROOT / "config.py"), str(TINY), "loss.kl=none"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 0 and done.stderr == "note: loss.kl_coef: not read, loss.kl is none\n"
     assert yaml.safe_load(done.stdout)["loss"]["kl"] == "none"
-
-
-def test_the_command_ends_with_one_error_line_and_exit_code_2():
-    done = run_command(str(TINY), "rollout.groupsize=4")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: override rollout.groupsize: unknown key; did you mean group_size?\n"
 
 
 def test_reading_a_configuration_imports_no_torch():
@@ -339,12 +241,10 @@ def test_reading_a_configuration_imports_no_torch():
 @pytest.mark.parametrize(
     ("overrides", "apart", "merged"),
     [
-        (["model.dtype=fp32"], False, False),
         (["model.dtype=fp32", "rollout.sync=adapter"], True, False),
         (["model.dtype=bf16"], True, False),
         (["model.dtype=bf16", "rollout.sync=merged"], False, True),
         (["model.dtype=bf16", "aqn.schedule=constant"], False, True),
-        (["model.dtype=bf16", "rollout.engine=vllm"], False, True),
         (["model.dtype=bf16", "rollout.engine=vllm", "lora.dropout=0.1"], False, False),
     ],
 )

@@ -6,17 +6,17 @@ Refusals of layouts use the real sizes of Qwen3-30B-A3B and Qwen1.5-MoE-A2.7B. N
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from pathlib import Path
 
 import published
 import pytest
-import yaml
 from refused import refusal
 
 import config
 import hf_config
 from config import load_config, resolve_config
-from config_rules import IDLE, check_layout
+from config_rules import check_layout
 from input_files import InputError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,50 +25,40 @@ TINY = ROOT / "configs" / "tiny_cpu.yaml"
 MINIMAL = "model: {path: m}\ndata: {source: arithmetic}\ntrain: {steps: 100}\n"
 QWEN3_30B_A3B = hf_config.parse(published.QWEN3_30B_A3B)
 QWEN15_MOE = hf_config.parse(published.QWEN15_MOE)
+RESOLVED = {  # the beginning of the sha256 of every value
+    "bench": "909771874391",
+    "olmoe": "eb77d1b5fe32",
+    "qwen15_moe": "fc976a27409a",
+    "qwen3": "233126eeb896",
+    "smol": "ecce99763f28",
+    "tiny_16": "3683be7da80d",
+    "tiny_cpu": "b679782c9f1b",
+}
 
 
 # ------------------------------------------------------------------------------------------------ the files we ship
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
-def test_every_shipped_file_loads_and_holds_every_key_that_it_makes_the_run_read(path):
-    cfg = load_config(path)
-    written = set(config.flatten(yaml.safe_load(path.read_text())))
-    # A template is read only if the tokenizer has no chat template, which ours have.
-    assert set(config.flatten(config.to_dict(cfg))) - written == {"data.prompt_template"}
+def test_every_shipped_file_is_short_and_resolves_to_the_values_of_its_experiment(path):
+    """By hash: a default that changes in knobs.py cannot change an experiment."""
+    assert len(path.read_text().splitlines()) <= 80
+    resolved = config.to_yaml(load_config(path))
+    assert hashlib.sha256(resolved.encode()).hexdigest()[:12] == RESOLVED[path.stem]
 
 
-def test_six_files_are_shipped():
-    assert [path.stem for path in CONFIGS] == ["bench", "qwen15_moe", "qwen3", "smol", "tiny_16", "tiny_cpu"]
-
-
-@pytest.mark.parametrize(
-    ("name", "arch", "world"), [("qwen3", QWEN3_30B_A3B, 16), ("qwen15_moe", QWEN15_MOE, 16)], ids=["qwen3", "qwen15"]
-)
-def test_the_real_models_fit_their_layouts(name, arch, world):
-    check_layout(load_config(ROOT / "configs" / f"{name}.yaml"), arch, world)
-
-
-@pytest.mark.parametrize(("name", "world"), [("bench", 1), ("tiny_cpu", 2), ("tiny_16", 16)])
-def test_the_tiny_models_fit_their_layouts(name, world):
-    cfg = load_config(ROOT / "configs" / f"{name}.yaml")
-    tiny = cfg.tiny_model
-    arch = dataclasses.replace(
-        QWEN3_30B_A3B,
-        vocab_size=tiny.vocab_size,
-        num_heads=tiny.num_heads,
-        num_kv_heads=tiny.num_kv_heads,
-        expert_ffn_size=tiny.expert_width,
-        num_experts=tiny.num_experts,
+def test_a_key_of_an_older_version_is_named_with_what_to_do(tmp_path):
+    assert refusal(TINY, "parallel.pipeline=2") == (
+        "override parallel.pipeline: not a key since version 0.2.0, always 1; needed: leave it out"
     )
-    check_layout(cfg, arch, world)
-
-
-def test_the_arithmetic_in_the_comments_of_the_tiny_recipe_is_its_values():
     cfg = load_config(TINY)
-    assert cfg.rollout.prompts_per_step * cfg.rollout.group_size == 256 == 2 * 128
-    assert cfg.data.num_train // cfg.rollout.prompts_per_step == 128
-    assert cfg.train.steps * 256 == 30_720
+    older = config.to_dict(cfg)
+    older["checks"]["collapse_kl"] = 1.0
+    older["tiny_model"] |= {"words_per_batch": 64}
+    assert config.changed_keys(older, cfg, set()) == []
+    older["tiny_model"] |= {"words_per_batch": 32}
+    (line,) = config.changed_keys(older, cfg, set())
+    assert line == "tiny_model.words_per_batch: 32 -> nothing (version 0.1.0 continues it)"
 
 
 # -------------------------------------------------------------------------------------------- keys that are not read
@@ -78,22 +68,15 @@ RANDOM_WEIGHTS = "tiny_model: {architecture: qwen3_moe, warm_start_steps: 0, %s}
 IDLE_CASES = [
     # (selectors, key, value, reason)
     ("loss: {kl: none, %s}", "kl_coef", "1e-3", "loss.kl is none"),
-    ("loss: {kind: gspo, %s}", "dual_clip", "3", "loss.kind is not ppo"),
     ("loss: {%s}", "importance_clip", "2", "loss.importance is none"),
-    ("loss: {importance: mis, %s}", "importance_low", "0.5", "loss.importance is not icepop"),
-    ("rollout: {%s}", "round_group", "32", "rollout.round_bits is 0"),
     ("optim: {%s}", "min_lr_ratio", "0.1", "optim.decay is constant"),
     ("eval: {samples: 0, %s}", "temperature", "1", "eval.samples is 0"),
     ("lora: {targets: [linear_qkv, router], %s}", "expert_rank", "4", "neither linear_fc1 nor linear_fc2"),
     ("tiny_model: {architecture: qwen3_moe, %s}", "shared_expert_width", "64", "not qwen2_moe"),
-    (RANDOM_WEIGHTS, "warm_start_lr", "1e-3", "warm_start_steps is 0"),
-    (RANDOM_WEIGHTS, "teacher_right", "0.3", "warm_start_steps is 0"),
-    (RANDOM_WEIGHTS, "drills_per_batch", "8", "warm_start_steps is 0"),
+    (RANDOM_WEIGHTS, "drills_per_batch", "160", "warm_start_steps is 0"),
     ("train: {steps: 100, checkpoint_every: 0, %s}", "keep_last", "2", "train.checkpoint_every is 0"),
     ("data: {source: arithmetic, %s}", "train_path", "a.jsonl", "data.source is arithmetic"),
     ("data: {source: gsm8k, train_path: a, test_path: b, %s}", "num_train", "8", "data.source is not arithmetic"),
-    ("data: {source: gsm8k, train_path: a, test_path: b, %s}", "operand_low", "8", "data.source is not arithmetic"),
-    ("data: {source: gsm8k, train_path: a, test_path: b, %s}", "operations_high", "1", "data.source is not arithmetic"),
 ]
 
 
@@ -117,40 +100,20 @@ def test_a_key_of_the_file_that_an_override_makes_idle_is_noted_and_takes_its_de
         "loss.kl_coef: not read, loss.kl is none",
     ]
     assert "kl_coef" not in config.to_dict(cfg)["loss"]
-    assert "loss.kl_coef: not read" in refusal(TINY, "loss.kl=none", "loss.kl_coef=0.1")
-
-
-def test_a_key_that_became_idle_leaves_no_trace_in_the_run(tmp_path):
-    with_value, without = tmp_path / "with.yaml", tmp_path / "without.yaml"
-    with_value.write_text(MINIMAL + "loss: {kl_coef: 0.5}\n")
-    without.write_text(MINIMAL + "loss: {kl: none}\n")
-    assert load_config(with_value, ["loss.kl=none"]) == load_config(without)
-
-
-def test_an_override_can_make_a_key_of_the_same_command_line_read():
-    cfg = load_config(TINY, ["optim.min_lr_ratio=0.2", "optim.decay=cosine"])
-    assert cfg.optim.min_lr_ratio == 0.2
-
-
-def test_a_key_given_twice_on_the_command_line_is_noted_and_the_last_one_counts():
-    cfg, notes = resolve_config(TINY, ["train.steps=30", "train.steps=40"])
-    assert cfg.train.steps == 40
+    cfg, notes = resolve_config(
+        TINY, ["train.steps=30", "train.steps=40", "optim.min_lr_ratio=0.2", "optim.decay=cosine"]
+    )
+    assert (cfg.train.steps, cfg.optim.min_lr_ratio) == (40, 0.2)
     assert notes == ["train.steps: given twice on the command line, the last one counts"]
-
-
-def test_gsm8k_keeps_the_operands_that_the_warm_start_reads():
+    # The warm start reads the operands.
     _, notes = resolve_config(TINY, ["data.source=gsm8k", "data.train_path=a", "data.test_path=b"])
-    assert [note.split(":")[0] for note in notes] == ["data.num_train", "data.num_test", "data.seed"]
+    assert [note.split(":")[0] for note in notes] == ["data.num_train", "data.num_test"]
+    assert "loss.kl_coef: not read" in refusal(TINY, "loss.kl=none", "loss.kl_coef=0.1")
 
 
 def test_the_tiny_model_can_be_left_out_but_not_made_by_accident():
     assert load_config(TINY, ["tiny_model=null"]).tiny_model is None
     assert "tiny_model.architecture: missing" in refusal(ROOT / "configs" / "qwen3.yaml", "tiny_model.seed=1")
-
-
-def test_every_idle_rule_names_a_field():
-    sections = {name: kind.model_fields for name, kind in config._sections().items()}
-    assert all(key.split(".")[1] in sections[key.split(".")[0]] for _, _, keys in IDLE for key in keys.split())
 
 
 # ---------------------------------------------------------------------------------------- values that contradict
@@ -160,28 +123,17 @@ def test_every_idle_rule_names_a_field():
     ("overrides", "expected"),
     [
         (["optim.prompts_per_update=12"], "12 does not divide rollout.prompts_per_step 32; nearest: 8, 16"),
-        (["parallel.pipeline=2"], "parallel.pipeline: 2 is not supported yet"),
-        (["parallel.context=4"], "parallel.context: 4 is not supported yet"),
         (["rollout.max_new_tokens=8192"], "data.max_prompt_tokens 64 + rollout.max_new_tokens 8192 = 8256 tokens"),
-        (["data.operand_low=50"], "data.operand_low: 50 exceeds data.operand_high 49"),
-        (["data.operations_low=2"], "data.operations_low: 2 exceeds data.operations_high 1"),
         (["loss.importance=icepop", "loss.importance_low=2"], "loss.importance_low: 2.0 is not below"),
-        (["rollout.engine=vllm", "rollout.round_bits=4"], "rollout.round_bits: 4 is for rollout.engine torch"),
         (["rollout.sync=adapter", "rollout.round_bits=4"], "which rollout.sync adapter does not push; needed: merged"),
         (["loss.kl_coef=0"], "use loss.kl: none"),
-        (["loss.dual_clip=0.5"], "needed: more than 1, or 0 for off"),
         (["data.source=gsm8k", "data.train_path=a"], "data.test_path: missing"),
         (["data.prompt_template='Q:'"], "does not contain {question}"),
-        (["lora.targets=[router, router]"], "lora.targets: router given twice"),
         (["data.num_train=16"], "rollout.prompts_per_step: 32 exceeds data.num_train 16"),
         (["eval.num_questions=2000"], "eval.num_questions: 2000 exceeds data.num_test 1024"),
-        (["tiny_model.num_kv_heads=3"], "tiny_model.num_kv_heads: 3 does not divide num_heads 4; nearest: 2, 4"),
-        (["tiny_model.experts_per_token=9"], "tiny_model.experts_per_token: 9 exceeds num_experts 8"),
         (["tiny_model.teacher_right=0.5"], "tiny_model.teacher_right: 0.5 + teacher_wrong_operation 0.55 exceeds 1"),
-        (["parallel.pipeline=2", "loss.kl_coef=0"], "only 1 is; loss.kl_coef"),
+        (["data.num_train=16", "loss.kl_coef=0"], "exceeds data.num_train 16; loss.kl_coef"),
         (["rollout.engine=vllm", "rollout.top_p=0.9"], "rollout.top_p: 0.9 is for rollout.engine torch"),
-        (["rollout.engine=vllm", "rollout.temperature=2.5"], "rollout.temperature: 2.5 is for rollout.engine torch"),
-        (["rollout.engine=vllm", "eval.temperature=0.001"], "eval.temperature: 0.001 is for rollout.engine torch"),
         (
             ["rollout.engine=vllm", "model.dtype=bf16", "aqn.schedule=constant", "aqn.bf16=fp32"],
             "aqn.bf16: fp32 is for rollout.engine torch",
@@ -200,16 +152,11 @@ def test_values_that_cannot_work_together_are_refused_with_their_numbers(overrid
     ("arch", "world", "layout", "expected"),
     [
         (QWEN3_30B_A3B, 16, {"tensor": 3}, "parallel.tensor: 3 does not divide 4 key/value heads; nearest: 2, 4"),
-        (QWEN3_30B_A3B, 16, {"tensor": 8}, "parallel.tensor: 8 does not divide 4 key/value heads; nearest: 4"),
         (QWEN3_30B_A3B, 6, {"tensor": 4}, "parallel.tensor: 4 does not divide 6 ranks; nearest: 2"),
-        (QWEN3_30B_A3B, 16, {"expert": 32}, "32 does not divide 16 ranks (16 / expert_tensor 1); nearest: 16"),
         (QWEN3_30B_A3B, 12, {"expert": 3}, "parallel.expert: 3 does not divide 128 experts; nearest: 2, 4"),
         (QWEN3_30B_A3B, 16, {"expert": 8, "expert_tensor": 4}, "divide 4 ranks (16 / expert_tensor 4); nearest: 4"),
         (QWEN3_30B_A3B, 10, {"expert_tensor": 5}, "parallel.expert_tensor: 5 does not divide 768 columns of an expert"),
-        (QWEN3_30B_A3B, 16, {"expert_tensor": 32}, "parallel.expert_tensor: 32 does not divide 16 ranks; nearest: 16"),
         (QWEN15_MOE, 16, {"expert": 16}, "parallel.expert: 16 does not divide 60 experts; nearest: 4"),
-        (QWEN15_MOE, 16, {"expert": 8}, "parallel.expert: 8 does not divide 60 experts; nearest: 4"),
-        (QWEN15_MOE, 7, {"tensor": 7}, "parallel.tensor: 7 does not divide 16 key/value heads; nearest: 1"),
         (
             dataclasses.replace(QWEN15_MOE, shared_expert_ffn_size=5630),
             16,
@@ -250,11 +197,7 @@ def test_an_impossible_layout_is_refused_with_numbers_and_the_nearest_that_works
     [
         (QWEN3_30B_A3B, 16, 4, 16, 1),
         (QWEN3_30B_A3B, 16, 4, 4, 4),
-        (QWEN3_30B_A3B, 16, 4, 4, 1),
-        (QWEN3_30B_A3B, 16, 1, 16, 1),
         (QWEN3_30B_A3B, 16, 2, 8, 2),
-        (QWEN3_30B_A3B, 1, 1, 1, 1),
-        (QWEN15_MOE, 16, 4, 4, 4),
         (QWEN15_MOE, 12, 4, 12, 1),
         (QWEN15_MOE, 8, 8, 4, 2),
     ],
@@ -275,7 +218,6 @@ STREAMED = "(or rollout.expert_parallel false, which pushes whole tensors)"
     ("overrides", "expected"),
     [
         (["device=cpu"], "rollout.expert_parallel: device cpu packs vLLM's weights; needed: npu"),
-        (["device=cuda"], "rollout.expert_parallel: device cuda packs vLLM's weights; needed: npu"),
         (
             ["rollout.tensor=2"],
             "rollout.tensor: 2 with rollout.expert_parallel splits attention differently than parallel.tensor 4; "
@@ -293,8 +235,6 @@ def test_what_cannot_share_shards_whatever_the_model_is_refused(overrides, expec
     ("arch", "world", "overrides", "expected"),
     [
         (QWEN3_30B_A3B, 16, [], None),
-        (QWEN3_30B_A3B, 8, ["parallel.expert=8"], None),
-        (QWEN3_30B_A3B, 32, ["parallel.expert=32"], None),
         (QWEN15_MOE, 12, ["parallel.expert=12"], None),
         (
             QWEN15_MOE,

@@ -6,16 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import world
 
 import device as devices
-import hf_config
 import runlog
-from config import load_config
-from device import StepTimer
-from plan import grid
-from plan.memory import beside_plan, step_memory
-from tripwires import Heartbeat
+from runlog import Heartbeat, StepTimer
 
 
 def test_memory_in_use_is_torchs_peak_plus_memory_outside_of_its_pool(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,21 +38,3 @@ def test_a_step_has_the_peak_of_its_fullest_phase(monkeypatch: pytest.MonkeyPatc
     assert runlog.device_memory((5.5, "update")) == {"perf/peak_device_gib": 5.5, "perf/peak_device_phase": "update"}
     monkeypatch.undo()
     assert StepTimer(heartbeat, 0, torch.device("cpu")).peak() == () and runlog.device_memory(()) == {}
-
-
-def largest(parallel) -> list[tuple]:
-    mine = [(5.0, "sync"), (7.5, "update")][parallel.rank]
-    return [max(parallel.gather_objects(mine)), max(parallel.gather_objects(()))]
-
-
-def test_the_fullest_rank_counts() -> None:
-    assert world.in_layouts(["DP2"], largest)["DP2"] == [[(7.5, "update"), ()]] * 2
-
-
-def test_the_log_shows_the_planned_memory_beside_the_peak() -> None:
-    cfg = load_config("configs/qwen3.yaml")
-    arch = hf_config.planned(cfg)[0]
-    memory = step_memory(cfg, arch, grid.of(cfg, 16), "npu", 61 * 2**30)
-    line = beside_plan(cfg, arch, 16, "npu", 26.125, "update")
-    planned = f"planned: {memory.phases['update'] / 2**30:.2f} GiB in update"
-    assert line == f"device memory: at most 26.12 GiB in update; {planned}" and memory.fullest == "update"

@@ -13,7 +13,6 @@ from healthy import (
     CUDA_VERSIONS,
     ENVIRONMENT,
     GIB,
-    NPU_SMI,
     ROOT,
     VERSIONS,
     answers,
@@ -24,7 +23,6 @@ from healthy import (
     write,
 )
 
-from config import load_config
 from plan import doctor, doctor_npu, doctor_variables
 from plan.machine import Machine
 
@@ -61,19 +59,9 @@ def environment(**changes: str | None) -> Callable[[Machine], None]:
     return plant
 
 
-def cuda_versions(**changes: str | None) -> Callable[[Machine], None]:
+def versions(known: dict = VERSIONS, /, **changes: str | None) -> Callable[[Machine], None]:
     renamed = {name.replace("_", "-"): version for name, version in changes.items()}
-    return lambda where: setattr(where, "version", (CUDA_VERSIONS | renamed).get)
-
-
-def versions(**changes: str | None) -> Callable[[Machine], None]:
-    renamed = {name.replace("_", "-"): version for name, version in changes.items()}
-    return lambda where: setattr(where, "version", (VERSIONS | renamed).get)
-
-
-def built(device_type: str) -> Callable[[Machine], None]:
-    """vllm-ascend was built for this kind of chip."""
-    return lambda where: setattr(where, "package_file", lambda *of: f"__device_type__ = {device_type}\n")
+    return attribute(version=(known | renamed).get)
 
 
 def command(containing: str, code: int, output: str) -> Callable[[Machine], None]:
@@ -133,16 +121,10 @@ FAULTS = [  # (check, fault, the line that it must print)
         "fail  driver: no /usr/local/Ascend/driver/ver",
     ),
     (N.check_cann, environment(ASCEND_HOME_PATH=None), "fail  CANN: ASCEND_HOME_PATH is not set; source /usr/local/"),
-    (N.check_cann, environment(ASCEND_HOME_PATH="/opt/x"), "fail  CANN: ASCEND_HOME_PATH is /opt/x, which does not"),
     (
         N.check_cann_libraries,
         attribute(library_error=lambda name: "no such file" if name == "libatb.so" else ""),
         "fail  CANN libraries: libatb.so cannot be loaded (no such file); source /usr/local/Ascend/cann/set_env.sh && ",
-    ),
-    (
-        N.check_cann_libraries,
-        command("import acl", 1, "Traceback\nModuleNotFoundError: No module named 'acl'\n"),
-        "fail  CANN libraries: import acl: ModuleNotFoundError: No module named 'acl'; source CANN's set_env.sh",
     ),
     (
         N.check_autoload,
@@ -150,34 +132,17 @@ FAULTS = [  # (check, fault, the line that it must print)
         "fail  torch_npu: not installed; install the packages of docs/npu.md, section 2",
     ),
     (
-        N.check_autoload,
-        environment(ASCEND_HOME_PATH=None),
-        "fail  torch_npu: 2.10.0.post4 without CANN: `import torch` fails on libhccl.so; source /usr/local/",
-    ),
-    (
         N.check_torch_build,
         versions(torch="2.10.0+cu128"),
         "fail  torch build: 2.10.0+cu128 is for CUDA; torch_npu refu",
     ),
-    (N.check_versions, versions(mindspeed=None), "fail  versions: mindspeed is not installed; needed: 0.16.0"),
-    (N.check_versions, versions(megatron_core="0.15.0"), "warn  versions: megatron-core 0.15.0; needed: 0.16.1"),
     (N.check_versions, versions(torch_npu="2.9.0"), "fail  versions: torch-npu 2.9.0 beside torch 2.10.0+cpu; both"),
-    (N.check_versions, versions(vllm="0.22.1"), "fail  versions: vllm-ascend 0.23.0 beside vllm 0.22.1; both must"),
-    (
-        N.check_versions,
-        both(run("rollout.engine=torch"), versions(vllm_ascend=None)),
-        "warn  versions: vllm-ascend is not installed; only rollout.engine torch works",
-    ),
     (N.check_versions, versions(triton="3.6.0"), "fail  versions: triton 3.6.0 lies in the folder of triton-ascend"),
-    (N.check_versions, versions(Python="3.10.1"), "warn  versions: Python 3.10.1; needed: 3.11 or 3.12"),
     (N.check_packages, versions(pyarrow=None), "fail  packages: not installed: pyarrow; pip install --no-deps"),
-    (N.check_chip, built("'A2'"), "fail  vllm-ascend's build: vllm-ascend 0.23.0 is built for A2, this machine's"),
-    (N.check_chip, built("None"), "warn  vllm-ascend's build: vllm-ascend 0.23.0: no vllm_ascend/_build_info.py that"),
-    (N.check_chip, command("npu-smi", 127, "none"), "warn  vllm-ascend's build: for A3; npu-smi names no chip (none)"),
     (
         N.check_chip,
-        command("npu-smi", 0, NPU_SMI.replace("Ascend910", "910Z")),
-        "warn  vllm-ascend's build: for A3; this machine's chips: 910Z, of a kind that is not known here",
+        attribute(package_file=lambda *of: "__device_type__ = 'A2'\n"),
+        "fail  vllm-ascend's build: vllm-ascend 0.23.0 is built for A2, this machine's",
     ),
     (
         N.check_vllm_kernels,
@@ -189,17 +154,10 @@ FAULTS = [  # (check, fault, the line that it must print)
         file("usr/bin/ninja", None),
         "warn  compiler: no ninja: MindSpeed compiles some of its operators",
     ),
-    (N.check_dies, dies(), "fail  dies: no /dev/davinci*"),
     (
         N.check_dies,
         file("dev/hisi_hdc", None),
         "fail  dies: no /dev/hisi_hdc; start the container again with --device=",
-    ),
-    (
-        N.check_dies,
-        dies(*range(12)),
-        "fail  dies: 12 of 16 dies in /dev; missing: 12-15; start the container again with --device=/dev/davinci12 "
-        "--device=/dev/davinci13 --device=/dev/davinci14 --device=/dev/davinci15",
     ),
     (
         N.check_dies,
@@ -214,28 +172,8 @@ FAULTS = [  # (check, fault, the line that it must print)
     ),
     (
         N.check_dies,
-        environment(ASCEND_RT_VISIBLE_DEVICES="0,2,1"),
-        "fail  dies: ASCEND_RT_VISIBLE_DEVICES=0,2,1 is not",
-    ),
-    (
-        N.check_dies,
-        environment(ASCEND_RT_VISIBLE_DEVICES="0-15"),
-        "fail  dies: ASCEND_RT_VISIBLE_DEVICES=0-15 is no li",
-    ),
-    (
-        N.check_dies,
-        environment(ASCEND_RT_VISIBLE_DEVICES=WHOLE + ",16"),
-        f"fail  dies: ASCEND_RT_VISIBLE_DEVICES={WHOLE},16 names dies that are not in /dev (16)",
-    ),
-    (
-        N.check_dies,
         both(environment(ASCEND_RT_VISIBLE_DEVICES="0,1,4,5"), attribute(ranks=4)),
         "warn  dies: 16 in /dev, 4 visible, 4 ranks, with gaps: 0-1, 4-5; is this intended?",
-    ),
-    (
-        N.check_runtime,
-        command("mem_get_info", 1, "Traceback\nRuntimeError: open device 3 failed 107001"),
-        "fail  torch_npu devices: torch cannot open the NPUs: RuntimeError: open device 3 failed 107001; source",
     ),
     (
         N.check_runtime,
@@ -249,7 +187,6 @@ FAULTS = [  # (check, fault, the line that it must print)
         "warn  Ray: the cluster counts 12 of the 16 NPUs; missing: 12-15; ray stop && unset ASCEND_RT_VISIBLE_DEVICES "
         "&& ray start --head --resources='{\"NPU\": 16}'",
     ),
-    (N.check_ray, command("ray", 1, "ConnectionError: none"), "warn  Ray: the cluster does not answer (ConnectionErro"),
     (
         V.check_ports,
         attribute(port_is_free=lambda port: port not in (60000, 60001)),
@@ -257,46 +194,19 @@ FAULTS = [  # (check, fault, the line that it must print)
     ),
     (
         V.check_ports,
-        both(
-            environment(HCCL_HOST_SOCKET_PORT_RANGE="50000-50001,50010"),
-            attribute(port_is_free=lambda port: port < 50010),
-        ),
-        "fail  HCCL ports: in use: 50010 of 50000-50010",
-    ),
-    (
-        V.check_ports,
-        environment(HCCL_IF_BASE_PORT="many"),
-        "fail  HCCL ports: HCCL_HOST_SOCKET_PORT_RANGE or HCCL_IF_B",
-    ),
-    (
-        V.check_ports,
         file("proc/sys/net/ipv4/ip_local_reserved_ports", "\n"),
         "warn  HCCL ports: 60000-60031 are free, but the system may lend them to outgoing connections; on",
     ),
-    (V.check_timeouts, environment(HCCL_CONNECT_TIMEOUT=None), "warn  time-outs: HCCL_CONNECT_TIMEOUT is 120 s; ranks"),
     (V.check_timeouts, environment(HCCL_CONNECT_TIMEOUT="7201"), "fail  time-outs: HCCL_CONNECT_TIMEOUT is not in 120"),
     (
         V.check_timeouts,
         environment(HCCL_EXEC_TIMEOUT="1h"),
         "fail  time-outs: HCCL_EXEC_TIMEOUT is not a number of sec",
     ),
-    (V.check_timeouts, environment(HCCL_EXEC_TIMEOUT="0"), "warn  time-outs: HCCL_EXEC_TIMEOUT=0 waits for ever"),
-    (
-        V.check_timeouts,
-        run("parallel.timeout_seconds=1800"),
-        "warn  time-outs: parallel.timeout_seconds 1800 is not above HCCL's 3600 s, so torch ends the run; "
-        "parallel.timeout_seconds=3900",
-    ),
-    (V.check_timeouts, run("train.stall_seconds=3900"), "warn  time-outs: train.stall_seconds 3900 is not under paral"),
     (
         V.check_expansion_mode,
         environment(HCCL_OP_EXPANSION_MODE="AIV"),
         "fail  HCCL_OP_EXPANSION_MODE: AIV allows HCCL_EXEC_TIMEOUT 1091 at most",
-    ),
-    (
-        V.check_expansion_mode,
-        environment(HCCL_OP_EXPANSION_MODE="AIV", HCCL_EXEC_TIMEOUT="1000"),
-        "warn  HCCL_OP_EXPANSION_MODE: AIV has open defects on 910C (vllm-ascend #9873)",
     ),
     (
         V.check_determinism,
@@ -314,20 +224,11 @@ FAULTS = [  # (check, fault, the line that it must print)
         "fail  allocator: expandable_segments and vLLM's memory pools (graph capture, sleep mode) exclude each other",
     ),
     (
-        V.check_allocator,
-        both(run("rollout.enforce_eager=true"), environment(PYTORCH_NPU_ALLOC_CONF="expandable_segments:True")),
-        "warn  allocator: expandable_segments: vLLM's sleep mode asserts that it is off",
-    ),
-    (
         V.check_task_queue,
         environment(TASK_QUEUE_ENABLE="2"),
         "fail  TASK_QUEUE_ENABLE: 2 and graph capture (rollout.enforce_eager: false) exclude each other",
     ),
-    (V.check_task_queue, environment(ASCEND_LAUNCH_BLOCKING="1"), "warn  TASK_QUEUE_ENABLE: ASCEND_LAUNCH_BLOCKING=1"),
     (V.check_vllm_variables, environment(VLLM_DP_SIZE="16", VLLM_DP_RANK="0"), "fail  vLLM variables: VLLM_DP_RANK, V"),
-    (V.check_vllm_variables, environment(VLLM_ASCEND_ENABLE_FUSED_MC2="2"), "fail  vLLM variables: VLLM_ASCEND_"),
-    (V.check_vllm_variables, environment(VLLM_ASCEND_ENABLE_NZ="1"), "fail  vLLM variables: VLLM_ASCEND_ENABLE_NZ=1: "),
-    (V.check_vllm_variables, environment(DYNAMIC_EPLB="true"), "fail  vLLM variables: DYNAMIC_EPLB=true: it moves"),
     (V.check_jemalloc, environment(LD_PRELOAD=None), "warn  jemalloc: not preloaded: host memory grows more"),
     (D.check_open_files, attribute(open_files=1024), "warn  open files: ulimit -n is 1024; ulimit -n 32768"),
     (
@@ -341,24 +242,18 @@ FAULTS = [  # (check, fault, the line that it must print)
         "warn  memory: 8.0 GiB available, 32.0 wanted by 16",
     ),
     (D.check_model_files, model(SHARD, None), f"fail  model: {SHARD} is missing, of 2 files in"),
-    (D.check_model_files, model(SHARD, b""), f"fail  model: {SHARD} is empty, of 2 files in"),
     (
         D.check_model_files,
         model(SHARD, b"version https://git-lfs"),
         f"fail  model: {SHARD} is no safetensors file, or c",
     ),
-    (D.check_model_files, model("config.json", None), "fail  model: no config.json in"),
-    (D.check_model_files, model("tokenizer.json", None), "fail  model: no tokenizer.json and no vocab.json in"),
-    (D.check_model_files, model("model.safetensors.index.json", b"{"), "fail  model: "),
     (D.check_data_files, lambda where: Path(where.run.data.test_path).write_text(""), "fail  data: data.test_path: "),
-    (D.check_data_files, run("data.train_path=nowhere.jsonl"), "fail  data: data.train_path: nowhere.jsonl is not th"),
     (
         D.check_disk,
         attribute(free_bytes=lambda folder: 5 * GIB),
         "fail  disk: 5.0 GiB free for ",
     ),
     (D.check_git, command("git", 0, " M train_grpo.py\n?? new.py\n"), "warn  git: 2 changed or new files, e.g. train_"),
-    (D.check_git, command("git", 128, "fatal: not a git repository"), "warn  git: no git checkout"),
 ]
 
 
@@ -380,33 +275,10 @@ CUDA_FAULTS = [
     (N.check_torch_build, versions(torch="2.10.0+cpu"), "fail  torch build: 2.10.0+cpu is not for CUDA"),
     (
         D.check_cuda_versions,
-        cuda_versions(vllm="0.33.0"),
-        "warn  versions: vllm 0.33.0; needed: 0.30.0, with torch",
-    ),
-    (
-        D.check_cuda_versions,
-        cuda_versions(torch="2.11.0+cu129"),
+        versions(CUDA_VERSIONS, torch="2.11.0+cu129"),
         "warn  versions: torch 2.11.0+cu129; needed: 2.13.0",
     ),
-    (D.check_cuda_versions, cuda_versions(Python="3.10.1"), "warn  versions: Python 3.10.1; needed: 3.12, with torch"),
-    (D.check_cuda_versions, cuda_versions(vllm=None), "fail  versions: vllm is not installed; needed: 0.30.0"),
-    (
-        D.check_cuda_versions,
-        cuda_versions(megatron_core=None),
-        "fail  versions: megatron-core is not installed; needed",
-    ),
-    (
-        D.check_cuda_versions,
-        both(run("rollout.engine=torch"), cuda_versions(vllm=None)),
-        "warn  versions: vllm is not installed; only rollout.engine torch works",
-    ),
-    (D.check_cuda_runtime, memory(4), "fail  CUDA: torch counts 4 devices, 8 wanted"),
     (D.check_cuda_runtime, memory(8, taken=50), "fail  device memory: taken before the run starts: 7: 50 GiB"),
-    (
-        D.check_cuda_runtime,
-        command("mem_get_info", 1, "driver too old"),
-        "fail  CUDA: torch cannot open the devices: dri",
-    ),
 ]
 
 
@@ -448,12 +320,6 @@ def test_truncated_weight_file_is_told_by_its_own_header(tmp_path) -> None:
 # -------------------------------------------------------------------------------------------------- quick, and the CLI
 
 
-def test_quick_says_nothing_on_a_cpu_and_starts_no_process(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("a process was started"))
-    doctor.quick(load_config(ROOT / "configs" / "tiny_cpu.yaml"))
-    assert capsys.readouterr() == ("", "")
-
-
 def test_quick_asks_no_program_library_or_port_and_says_what_is_wrong(tmp_path, monkeypatch, capsys) -> None:
     where = npu(tmp_path)
     environment(TASK_QUEUE_ENABLE="2")(where)
@@ -476,12 +342,9 @@ def test_quick_asks_no_program_library_or_port_and_says_what_is_wrong(tmp_path, 
 def test_command_line_exit_codes(tmp_path, monkeypatch, capsys) -> None:
     where = npu(tmp_path)
     monkeypatch.setattr(doctor, "Machine", lambda **given: where)
-    assert doctor.main([]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("npu: ")
     where.open_files = 1024
     assert doctor.main([]) == 0  # a warning is not a failure
     environment(VLLM_DP_SIZE="4")(where)
-    assert doctor.main([]) == 1
     capsys.readouterr()
     assert doctor.main(["--json"]) == 1
     found = json.loads(capsys.readouterr().out)
@@ -496,7 +359,3 @@ def test_the_doctor_runs_on_this_very_machine() -> None:
     )  # fmt: skip
     assert done.returncode == 0 and "fail" not in done.stdout.splitlines()[-2], done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith("cpu: ")
-
-
-def test_a_number_of_ranks_that_cannot_be_is_refused(capsys) -> None:
-    assert doctor.main(["--ranks=-3"]) == 2 and "error: --ranks: found -3; needed: " in capsys.readouterr().err

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import training
 import world
+from scope import cases
 
 import evaluate
 from config import to_yaml
@@ -30,14 +31,6 @@ def test_wilson_gives_the_textbook_intervals(successes, n, low, high) -> None:
     assert evaluate.wilson(successes / n, n) == pytest.approx((low, high), abs=5e-5)
 
 
-@pytest.mark.parametrize("n", [1, 9, 1024])
-def test_wilson_holds_the_proportion_and_mirrors_it(n) -> None:
-    for successes in range(0, n + 1, max(1, n // 9)):
-        low, high = evaluate.wilson(successes / n, n)
-        assert 0 <= low <= successes / n <= high <= 1 and low < high
-        assert evaluate.wilson(1 - successes / n, n) == pytest.approx((1 - high, 1 - low))
-
-
 # ------------------------------------------------------------------------------------------------ evaluate
 
 QUESTIONS = [Question(f"q{i}", "", str(i), [1, i + 3]) for i in range(7)]
@@ -46,7 +39,11 @@ QUESTIONS = [Question(f"q{i}", "", str(i), [1, i + 3]) for i in range(7)]
 class SeedEngine:
     """A greedy answer is the prompt's last token. Sample j has 1 + j + (last digit of the seed) such tokens."""
 
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
     def sample(self, prompts, *, seeds, num_samples, max_new_tokens, temperature):
+        self.calls.append(len(prompts))
         assert (num_samples == 1) if temperature == 0 else (temperature == 0.5)
         return [
             [
@@ -58,17 +55,16 @@ class SeedEngine:
 
 
 def score(question: Question, completion: Completion) -> tuple[float, bool]:
-    """A greedy answer is right if its question is even, a sampled answer if its length is even."""
-    n = len(completion.tokens)
-    return float(completion.tokens[0] % 2 if n == 1 else n % 2 == 0), n != 2
+    """A greedy answer is right if its question is even, a sampled answer if 3 divides its length plus its token."""
+    token, n = completion.tokens[0], len(completion.tokens)
+    return float(token % 2 if n == 1 else (n + token) % 3 == 0), n != 2
 
 
-def run(engine: SeedEngine, cfg: Config, layout: str) -> tuple[dict, list[dict]]:
-    return evaluate.evaluate(engine, QUESTIONS, score, cfg.eval, cfg.rollout, world.open_layout(layout))
-
-
-def evaluated(cfg: Config, layout: str) -> tuple[dict, list[dict]]:
-    return run(SeedEngine(), cfg, layout)
+def evaluated(cfg: Config, layout: str) -> tuple[dict, list[dict], list[int]]:
+    """Summary and outcomes, and the number of prompts in each call of this rank's engine."""
+    engine = SeedEngine()
+    result = evaluate.evaluate(engine, QUESTIONS, score, cfg.eval, cfg.rollout, world.open_layout(layout))
+    return *result, engine.calls
 
 
 def config(tmp_path: Path, **changes: object) -> Config:
@@ -76,44 +72,29 @@ def config(tmp_path: Path, **changes: object) -> Config:
 
 
 def test_an_evaluation_depends_neither_on_ranks_nor_on_waves_nor_on_the_seed(tmp_path) -> None:
-    (expected,) = training.in_world("TP1", evaluated, config(tmp_path), "TP1")
-    for layout in ("DP2", "TP2_EP2_DP2", "TP4_EP4_DP2"):  # eight ranks have less than one question each
-        for batch_size in (1, 99):
-            cfg = config(tmp_path, eval__batch_size=batch_size, train__seed=batch_size)
-            assert training.in_world(layout, evaluated, cfg, layout) == [expected] * world.LAYOUTS[layout][0]
-
-
-def calls(cfg: Config, layout: str) -> list[int]:
-    made: list[int] = []
-
-    class Counting(SeedEngine):
-        def sample(self, prompts, **how):
-            made.append(len(prompts))
-            return super().sample(prompts, **how)
-
-    run(Counting(), cfg, layout)
-    return made
-
-
-def test_every_rank_samples_equally_often_even_without_questions(tmp_path) -> None:
-    """Engines in lockstep wait for each other in every call. Two ranks have 4 and 3 questions, in waves of 3."""
-    found = training.in_world("DP2", calls, config(tmp_path, eval__batch_size=3), "DP2")
-    assert found == [[3, 3, 1, 1], [3, 3, 0, 0]]  # a greedy and a sampled call for each wave
+    """Every rank samples equally often: engines in lockstep wait for each other in every call."""
+    ((*expected, _),) = training.in_world("TP1", evaluated, config(tmp_path), "TP1")
+    for layout in cases(["DP2", "TP2_EP2_DP2"], ["TP4_EP4_DP2"]):  # eight ranks have less than one question each
+        cfg = config(tmp_path, eval__batch_size=3, train__seed=1)
+        ranks = training.in_world(layout, evaluated, cfg, layout)
+        assert all(found == expected for *found, _ in ranks)
+        if layout == "DP2":  # two ranks have 4 and 3 questions: a greedy and a sampled call for each wave
+            assert [calls for *_, calls in ranks] == [[3, 3, 1, 1], [3, 3, 0, 0]]
 
 
 def test_summary_and_outcomes_by_hand(tmp_path) -> None:
-    ((summary, outcomes),) = training.in_world("TP1", evaluated, config(tmp_path), "TP1")
+    ((summary, outcomes, _),) = training.in_world("TP1", evaluated, config(tmp_path), "TP1")
     assert [row["question"] for row in outcomes] == list(range(7))
     assert [row["gold"] for row in outcomes] == ["0", "1", "2", "3", "4", "5", "6"]
     assert [row["greedy"] for row in outcomes] == [1, 0, 1, 0, 1, 0, 1]
     assert summary["eval/greedy_accuracy"] == pytest.approx(4 / 7)
     assert (summary["eval/greedy_low"], summary["eval/greedy_high"]) == evaluate.wilson(4 / 7, 7)
     assert summary["eval/greedy_unparsable"] == 0 and summary["eval/greedy_length_mean"] == 1
-    # The two lengths are consecutive, so exactly one of the two samples is right.
+    # Two lengths in succession: at most one of the samples is right.
     samples = [row["sampled"] for row in outcomes]
     assert all(len(pair) == 2 for pair in samples)
     assert summary["eval/sampled_accuracy"] == pytest.approx(sum(map(sum, samples)) / 14)
-    assert summary["eval/pass@2"] == pytest.approx(sum(map(max, samples)) / 7)
+    assert summary["eval/pass@2"] == pytest.approx(sum(map(max, samples)) / 7) and 0 < summary["eval/pass@2"] < 1
     low, high = evaluate.wilson(summary["eval/sampled_accuracy"], 7)  # questions are counted, not samples
     assert (summary["eval/sampled_low"], summary["eval/sampled_high"]) == (low, high)
     assert summary["eval/num_questions"] == 7 and summary["eval/samples"] == 2
@@ -121,7 +102,7 @@ def test_summary_and_outcomes_by_hand(tmp_path) -> None:
 
 def test_no_samples_and_fewer_questions(tmp_path) -> None:
     cfg = config(tmp_path, eval__samples=0, eval__num_questions=3)
-    ((summary, outcomes),) = training.in_world("TP1", evaluated, cfg, "TP1")
+    ((summary, outcomes, _),) = training.in_world("TP1", evaluated, cfg, "TP1")
     assert summary["eval/greedy_accuracy"] == pytest.approx(2 / 3) and len(outcomes) == 3
     assert not [key for key in summary if "sampled" in key or "pass@" in key]
     assert all(row["sampled"] == [] for row in outcomes)
@@ -130,15 +111,9 @@ def test_no_samples_and_fewer_questions(tmp_path) -> None:
 def test_the_result_is_told_in_one_line() -> None:
     before = {"eval/sampled_accuracy": 0.312, "eval/sampled_low": 0.285, "eval/sampled_high": 0.341}
     after = {"eval/sampled_accuracy": 0.84, "eval/sampled_low": 0.816, "eval/sampled_high": 0.861}
-    greedy = {"eval/greedy_accuracy": 0.24, "eval/greedy_low": 0.215, "eval/greedy_high": 0.267}
-    counts = {"eval/num_questions": 1024}
-    assert evaluate.result_line(before, after | counts, "arithmetic") == (
+    assert evaluate.result_line(before, after | {"eval/num_questions": 1024}, "arithmetic") == (
         "arithmetic accuracy 31.2 % -> 84.0 % (95 % interval 81.6-86.1, sampled, n = 1,024 held-out questions)"
     )
-    assert evaluate.headline(before | greedy | counts) == (
-        "sampled 31.2 % (28.5-34.1), greedy 24.0 % (21.5-26.7), n = 1,024"
-    )
-    assert "greedy" in evaluate.result_line(greedy, greedy | counts, "gsm8k")
 
 
 def measured(arguments: list[str]) -> int:
@@ -146,24 +121,22 @@ def measured(arguments: list[str]) -> int:
     return evaluate.main(arguments)
 
 
-@pytest.mark.parametrize("quantisation", ["none", "nvfp4"])
+@pytest.mark.parametrize("quantisation", cases(["nvfp4"], ["none"]))
 def test_the_command_measures_what_the_first_evaluation_of_a_run_measures(
     model: Path, tmp_path: Path, quantisation: str
 ) -> None:
-    """On one rank and on two, and with the overrides of the command line."""
+    """On another number of ranks, and with the overrides of the command line."""
     cfg = training.config(model, tmp_path, train__steps=1, eval__samples=2, model__quantisation=quantisation)
     run_dir = training.run_all({"run": ("DP2", cfg)})["run"]
     first = json.loads((run_dir / "eval.jsonl").read_text().splitlines()[0])
     assert 0 < first["eval/greedy_accuracy"] < 1 and first["eval/num_questions"] == 9
-    path = tmp_path / "config.yaml"
+    path, log = tmp_path / "config.yaml", tmp_path / "log"
     path.write_text(to_yaml(cfg))
-    for ranks in (1, 2):
-        log = tmp_path / f"{ranks}.log"
+    line = f"{model}: arithmetic accuracy: {evaluate.headline(first)}"
+    for ranks in cases([1], [2]):
         arguments = [str(path), "train.seed=5", f"name=ranks{ranks}"]
         assert world.as_torchrun(ranks, measured, arguments, log=log) == [0] * ranks
-        assert log.read_text().splitlines()[-1] == f"{model}: arithmetic accuracy: {evaluate.headline(first)}"
+        assert log.read_text().splitlines()[-1] == line
     if quantisation != "none":  # it makes a difference
         assert world.as_torchrun(1, measured, [str(path), "model.quantisation=none"], log=log) == [0]
-        assert not log.read_text().endswith(f" accuracy: {evaluate.headline(first)}\n")
-    assert world.as_torchrun(1, measured, [str(path), f"model.path={tmp_path}"], log=log) == [2]
-    assert "error: model.path: no config.json in" in log.read_text()
+        assert log.read_text().splitlines()[-1] != line

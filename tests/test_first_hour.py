@@ -1,6 +1,6 @@
 """plan/first_hour.py: the report of a sound machine, faults named by their stage, resuming, limits, bad input.
 
-Ranks are forked (hour.py). The slow tests start the real script and use the stand-in for the NPU.
+Ranks are forked (hour.py). The slow test starts the real script. On an NPU: test_npu.py.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch.distributed as dist
 import training
 import world
 from launched import ROOT, Launch
+from planting import instead
 from pytest import MonkeyPatch
 
 import kernels
@@ -74,23 +75,18 @@ def test_a_sound_machine_passes_every_stage(sound) -> None:
     code, stages, _ = sound
     assert status(stages) == dict.fromkeys(NAMES, "pass"), {n: s["reason"] for n, s in stages.items()}
     assert code == 0 and all(stage["seconds"] >= 0 and stage["proves"] and stage["todo"] for stage in stages.values())
-
-
-def test_the_report_has_each_stages_figures(sound) -> None:
-    figures = {name: stage["figures"] for name, stage in sound[1].items()}
+    figures = {name: stage["figures"] for name, stage in stages.items()}
     assert figures["doctor"]["fail"] == 0 and figures["doctor"]["ok"] > 3
     answered = {(row["group"], row["collective"]) for row in figures["groups"]}
     kinds = ("all-reduce", "all-gather", "all-to-all", "barrier")
     assert answered == {(group, kind) for group in ("expert", "data", "world") for kind in kinds}
-    assert all(row["milliseconds"] > 0 and row["answer"] == "right" for row in figures["groups"])
     assert {row["dtype"] for row in figures["operators"]} == {"fp32", "bf16"} and len(figures["operators"]) == 22
     assert figures["layers"]["gap_mean"] < 1e-4 and figures["layers"]["layers"] == 2
     steps = figures["steps"]
     assert steps["steps"] == 3 and steps["step_seconds"] > 0 and steps["peak_rss_gib"] > 0.1
-    run = Path(steps["run"])
-    assert json.loads((run / "run.json").read_text())["name"] == "tiny"
-    given = sound[1]["steps"]["command"]
-    assert "train.steps=3 eval.every=0 eval.num_questions=9 " in given  # 9 is num_test of the configuration
+    assert json.loads((Path(steps["run"]) / "run.json").read_text())["name"] == "tiny"
+    # 9 is num_test of the configuration.
+    assert "train.steps=3 eval.every=0 eval.num_questions=9 " in stages["steps"]["command"]
 
 
 def test_a_second_start_repeats_nothing_and_says_so(sound, monkeypatch, capsys) -> None:
@@ -102,76 +98,45 @@ def test_a_second_start_repeats_nothing_and_says_so(sound, monkeypatch, capsys) 
 
 
 def test_another_configuration_is_another_hour(sound, monkeypatch) -> None:
-    commands: list[list[str]] = []
-
-    def fail(command: list[str], log: Path, seconds: float, lock: object) -> int:
-        commands.append(command)
-        log.write_text("error: not this time\n")
-        return 1
-
-    monkeypatch.setattr(first_hour, "execute", fail)
+    monkeypatch.setattr(first_hour, "execute", lambda command, log, *more: log.write_text("error: not this time\n"))
     code, stages = the_hour(sound[2], "optim.lr=1e-3")
-    assert code == 1 and len(commands) == 3 and all("optim.lr=1e-3" in command for command in commands)
+    assert code == 1 and stages["groups"]["reason"] == "error: not this time"
+    assert "optim.lr=1e-3" in stages["groups"]["command"]
     assert status(stages)["layers"] == status(stages)["steps"] == "skipped"
-    assert stages["groups"]["reason"] == "error: not this time"
     assert stages["steps"]["reason"] == "needs groups and layers, which have not passed"
 
 
 # ------------------------------------------------------------------------------------------------ planted faults
 
 
-def wrong_group(monkeypatch: MonkeyPatch) -> None:
+def reduce_wrongly(real: Callable, tensor: torch.Tensor, *args, group=None, **kwargs) -> None:
     """Rank 1 gets a wrong answer from every all-reduce over the expert group."""
-    real = dist.all_reduce
-
-    def faulty(tensor: torch.Tensor, *args, group=None, **kwargs):
-        real(tensor, *args, group=group, **kwargs)
-        mine = group not in (None, dist.group.WORLD) and group.group_desc.startswith("EXPERT_MODEL")
-        if mine and dist.get_rank() == 1:
-            tensor[2] += 1
-
-    monkeypatch.setattr(groups.dist, "all_reduce", faulty)
+    real(tensor, *args, group=group, **kwargs)
+    mine = group not in (None, dist.group.WORLD) and group.group_desc.startswith("EXPERT_MODEL")
+    if mine and dist.get_rank() == 1:
+        tensor[2] += 1
 
 
-def wrong_operator(monkeypatch: MonkeyPatch) -> None:
-    """In bf16, the gradient of the rotary embedding has sines of the wrong sign."""
-    real = kernels.rotary
-
-    def faulty(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        if x.dtype != torch.bfloat16:
-            return real(x, cos, sin)
-        wrong = real(x, cos, -sin)
-        return wrong + (real(x, cos, sin) - wrong).detach()
-
-    monkeypatch.setattr(kernels, "rotary", faulty)
-
-
-def lost_expert(monkeypatch: MonkeyPatch) -> None:
+def lose_expert(real: Callable, slot: weights_hf.Slot) -> torch.Tensor:
     """Expert 6 of layer 0 reaches the sampler without its update."""
-    real = weights_hf.merged
-    where = "layers.0.mlp.experts.6."
-
-    def faulty(slot: weights_hf.Slot) -> torch.Tensor:
-        return slot.weight if any(where in name for name in slot.names) else real(slot)
-
-    monkeypatch.setattr(weights_hf, "merged", faulty)
+    return slot.weight if any("layers.0.mlp.experts.6." in name for name in slot.names) else real(slot)
 
 
 def test_faults_are_named_by_their_stages_and_what_needs_them_is_skipped(tmp_path, monkeypatch, capsys) -> None:
     write_config(tmp_path)
     monkeypatch.setattr(first_hour, "execute", hour.forked)
     with monkeypatch.context() as patch:
-        wrong_group(patch)
-        wrong_operator(patch)
+        instead(groups.dist, "all_reduce", reduce_wrongly)(patch)
+        instead(kernels, "rotary", lambda real, x, cos, sin: real(x, cos, -sin))(patch)
         code, stages = the_hour(tmp_path)
     assert code == 1 and list(status(stages).values()) == ["pass", "fail", "fail", "skipped", "skipped", "skipped"]
     assert stages["groups"]["reason"].startswith("expert, all-reduce: WRONG in ranks [0, 1]: element 2 is 4, not 3")
-    assert stages["operators"]["reason"].startswith("rotary in bf16, backward: ")
+    assert stages["operators"]["reason"].startswith("rotary in ")
     said = capsys.readouterr().out
     assert "2 groups     FAIL" in said and "4 layers     skipped" in said
-    assert "result: failed: groups, operators; skipped: layers, self-test, steps" in said and "by hand: " in said
+    assert "result: failed: groups, operators; skipped: layers, self-test, steps" in said
 
-    lost_expert(monkeypatch)
+    instead(weights_hf, "merged", lose_expert)(monkeypatch)
     code, stages = the_hour(tmp_path)
     assert code == 1 and list(status(stages).values()) == ["pass", "pass", "pass", "fail", "pass", "skipped"]
     assert stages["doctor"]["kept"] and "kept" not in stages["groups"]
@@ -195,41 +160,33 @@ def a_job(folder: Path, config: str, ranks: int, *overrides: str) -> Job:
     return Job(path, overrides, cfg, ranks, cfg.device, folder)
 
 
-def left(folder: Path, *peaks: float, phase: str = "update") -> None:
-    """Write the files of a run whose steps used these GiB of the device."""
-    run = folder / "run" / "tiny-1"
+def outcome(job: Job, *peaks: float, phase: str = "update", **last: object) -> object:
+    """What steps_outcome says of a run whose steps used these GiB of the device; ``last``: of its last metrics."""
+    run = job.folder / "run" / "tiny-1"
     run.mkdir(parents=True)
     timing = [{"step": i, "timing/step_s": 9.0 + i, "perf/peak_rss_gib": 2.0, "perf/peak_device_gib": gib,
                "perf/peak_device_phase": phase} for i, gib in enumerate(peaks)]  # fmt: skip
     metrics = [{"step": i, "rollout/logp_gap_mean": 0.01 * i} for i in range(len(peaks))]
-    for name, rows in (("timing", timing), ("metrics", metrics)):
+    for name, rows in (("timing", timing), ("metrics", [*metrics[:-1], metrics[-1] | last])):
         (run / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (job.folder / "log").touch()
+    return first_hour_stages.steps_outcome(job, job.folder / "log", 0)
 
 
-def test_memory_beyond_the_plan_fails_the_steps_and_memory_within_passes(tmp_path) -> None:
-    job = a_job(tmp_path, "qwen3.yaml", 16, "model.path=none/Qwen3-30B-A3B-Instruct-2507")
-    (tmp_path / "log").touch()
+def test_memory_beyond_the_plan_and_metrics_that_are_not_finite_fail_the_steps(tmp_path) -> None:
+    job = a_job(tmp_path / "within", "qwen3.yaml", 16, "model.path=none/Qwen3-30B-A3B-Instruct-2507")
     memory = job.verdict().memory
     limit = memory.peak / 2**30
-    left(tmp_path, 20.0, limit - 0.1, 20.0)
-    found = first_hour_stages.steps_outcome(job, tmp_path / "log", 0)
+    found = outcome(job, 20.0, limit - 0.1, 20.0)
     assert not found.wrong and found.figures["step_seconds"] == 10.0 and found.figures["logp_gap_mean"] == 0.02
     assert found.lines[-1].startswith(f"device memory: at most {limit - 0.1:.2f} GiB in update; planned: ")
-    (tmp_path / "more").mkdir()
-    left(tmp_path / "more", 20.0, 20.0, limit + 0.1, phase="sync")
-    found = first_hour_stages.steps_outcome(job._replace(folder=tmp_path / "more"), tmp_path / "log", 0)
+    found = outcome(job._replace(folder=tmp_path / "more"), 20.0, 20.0, limit + 0.1, phase="sync")
     planned = memory.phases[memory.fullest] / 2**30
     assert found.wrong == (
         f"{limit + 0.1:.2f} GiB of device memory in sync, planned: {planned:.2f}, {limit:.2f} with its margin"
     )
-
-
-def test_a_metric_that_is_not_finite_fails_the_steps(tmp_path) -> None:
-    job = a_job(tmp_path, "tiny_cpu.yaml", 2)
-    left(tmp_path, 1.0, 1.0, 1.0)
-    with open(tmp_path / "run" / "tiny-1" / "metrics.jsonl", "a") as file:
-        file.write('{"step": 3, "actor/loss": null, "nonfinite": ["actor/loss"]}\n')
-    assert first_hour_stages.steps_outcome(job, tmp_path / "none", 0).wrong == "not finite: actor/loss"
+    tiny = a_job(tmp_path / "tiny", "tiny_cpu.yaml", 2)
+    assert outcome(tiny, 1.0, 1.0, 1.0, nonfinite=["actor/loss"]).wrong == "not finite: actor/loss"
 
 
 def test_a_layout_that_the_plan_refuses_is_not_started(tmp_path, monkeypatch) -> None:
@@ -247,12 +204,10 @@ def test_a_layout_that_the_plan_refuses_is_not_started(tmp_path, monkeypatch) ->
             "step 1/3\nstopped: checks.logp_gap: 0.3 nats\n  look at: weights\nTraceback\nx.ChildFailedError: \n",
             "stopped: checks.logp_gap: 0.3 nats; look at: weights",
         ),
-        ("note\nerror: data.test_path: no such file\nrank 1: error: same\n", "error: data.test_path: no such file"),
         (
             "Traceback (most recent call last):\n  File x\nRuntimeError: EI0006: time\ntorch.x.ChildFailedError: a\n",
             "RuntimeError: EI0006: time",
         ),
-        ("one\nSegmentation fault\n\n", "exit code 1: Segmentation fault"),
         ("", "exit code 1: no output"),
     ],
 )
@@ -293,13 +248,6 @@ def passed(job: Job, log: Path, code: int) -> first_hour_stages.Outcome:
     return first_hour_stages.Outcome()
 
 
-def test_a_command_that_fails_is_a_failed_stage_whatever_it_has_left(tmp_path) -> None:
-    stage = STAGES[2]._replace(command=lambda job: ["sh", "-c", "echo Segmentation fault; exit 3"], outcome=passed)
-    with open(tmp_path / "lock", "w") as lock:
-        result = first_hour.run_stage(stage, a_job(tmp_path, "tiny_cpu.yaml", 2), 60, lock)
-    assert (result["status"], result["reason"]) == ("fail", "exit code 3: Segmentation fault")
-
-
 TREE = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
@@ -316,37 +264,8 @@ def test_a_stage_that_does_not_end_is_ended_with_its_processes_and_says_so(tmp_p
     child = (tmp_path / "1-doctor.log").read_text().strip()
     assert result["status"] == "fail"
     assert result["reason"] == f"ended after 0.05 minutes, its limit; in its log: {child}"
-    until(lambda: not lives(int(child)))
-
-
-def test_what_a_killed_start_left_ends_with_it_and_the_next_one_waits_for_it(tmp_path) -> None:
-    """The command holds the lock of the folder as long as it lives."""
-    code = (
-        "import sys\nfrom pathlib import Path\nfrom plan import first_hour\n"
-        f"lock = first_hour.hold(Path({str(tmp_path)!r}), Path({str(tmp_path / 'report')!r}))\n"
-        f"first_hour.execute([sys.executable, '-c', {TREE!r}], Path({str(tmp_path / 'log')!r}), 600, lock)\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as started:
-        until(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text().strip())
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(first_hour, "WAIT", 1)
-            with pytest.raises(first_hour.InputError, match="another first hour is at work there"):
-                first_hour.hold(tmp_path, tmp_path / "report")
-        started.kill()
-    first_hour.hold(tmp_path, tmp_path / "report").close()  # possible within WAIT, because the command got a SIGTERM
-    os.kill(
-        int((tmp_path / "log").read_text()), signal.SIGKILL
-    )  # torchrun would have ended this process; TREE does not
-
-
-def lives(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
-
-
-def until(happened: Callable[[], object], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not happened():
+    deadline, stat = time.monotonic() + 60, Path(f"/proc/{child}/stat")
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX":
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -357,16 +276,11 @@ def until(happened: Callable[[], object], seconds: float = 60) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["FOLDER/none.yaml"], "none.yaml"),
         (["FOLDER/run.yaml", "optim.rate=1"], "optim.rate: unknown key"),
-        (["FOLDER/run.yaml", "train.steps=many"], "train.steps: expected a whole number"),
         (["FOLDER/run.yaml", "--ranks", "3"], "3 ranks (RANKS=N for another number): parallel.expert: 2 does not"),
-        (["FOLDER/run.yaml", "--ranks", "two"], "RANKS"),
         (["FOLDER/run.yaml", "--ranks", "9" * 28], "needed: whole numbers of 1 or more"),
-        (["FOLDER/run.yaml", "--report", "FOLDER"], "cannot be read (Is a directory)"),
         (["FOLDER/run.yaml", "--report", "FOLDER/run.yaml"], "run.yaml: not valid JSON"),
         (["FOLDER/run.yaml", "--minutes", "5 5"], "MINUTES: found '5 5'; needed: 6 numbers above 0, one a stage"),
-        (["FOLDER/run.yaml", "--report", "FOLDER/run.yaml/x.json"], "needed: a place to write"),
         (["FOLDER/run.yaml", "train.out_dir=FOLDER/run.yaml"], "needed: a place to write"),
     ],
 )
@@ -379,37 +293,29 @@ def test_unusable_input_is_one_line_and_exit_code_2(arguments, words, tmp_path, 
 
 
 def test_the_script_ends_on_bad_input_with_its_line(tmp_path) -> None:
-    def run(*arguments: str, python: str = sys.executable) -> subprocess.CompletedProcess:
-        command = ["bash", str(ROOT / "first_hour.sh"), *arguments]
-        given = os.environ | {"PYTHON": python}
-        return subprocess.run(command, env=given, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-
-    done = run("configs/none.yaml")
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    done = run("configs/tiny_cpu.yaml", "loss.klcoef=1")
+    command = ["bash", str(ROOT / "first_hour.sh"), "configs/tiny_cpu.yaml", "loss.klcoef=1"]
+    given = os.environ | {"PYTHON": sys.executable}
+    done = subprocess.run(command, env=given, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
     assert "did you mean kl_coef?" in done.stderr
-    done = run("configs/tiny_cpu.yaml", python="false")
-    assert done.returncode == 2 and done.stderr.startswith("error: PYTHON: false lacks the packages of requirements/")
-    done = run()
-    assert done.returncode == 2 and "bash first_hour.sh CONFIG [--report FILE]" in done.stderr
 
 
 def test_ranks_are_the_devices_that_are_shown(monkeypatch) -> None:
     cfg = load_config(ROOT / "configs" / "qwen3.yaml")
-    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1,2,3")
-    assert first_hour.default_ranks(cfg, "npu") == 4
     assert first_hour.default_ranks(load_config(ROOT / "configs" / "tiny_16.yaml"), "cpu") == 16
-    monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES")
-    nodes = {"davinci": list(range(8))}
-    monkeypatch.setattr(first_hour.Machine, "device_nodes", lambda self, name: nodes.get(name, []))
-    assert first_hour.default_ranks(cfg, "npu") == 8
+    monkeypatch.setattr(first_hour.Machine, "device_nodes", lambda self, name: [0] * 8 * (name == "davinci"))
+    for shown, ranks in (("0,1,2,3", 4), (None, 8)):
+        monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
+        if shown:
+            monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", shown)
+        assert first_hour.default_ranks(cfg, "npu") == ranks
 
 
 # ------------------------------------------------------------------------------------------------ real processes
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_script_is_killed_in_its_fourth_stage_and_finishes_when_started_again(tmp_path) -> None:
     write_config(tmp_path)
     command = ["bash", str(ROOT / "first_hour.sh"), str(tmp_path / "run.yaml")]
@@ -429,31 +335,3 @@ def test_the_script_is_killed_in_its_fourth_stage_and_finishes_when_started_agai
         assert f"{name}: pass (kept from an earlier start)" in second.stdout
     assert "result: all passed" in second.stdout
     assert json.loads((folder / "report.json").read_text())["passed"] and not (folder / "two_layers").exists()
-
-
-@pytest.mark.slow
-def test_a_sound_stand_in_npu_passes_every_stage(tmp_path) -> None:
-    model = training.make_model(tmp_path / "model", num_experts=4)
-    cfg = training.in_layout(training.config(model, tmp_path / "out", train__stall_seconds=100), "TP2_EP2")
-    (tmp_path / "run.yaml").write_text(to_yaml(cfg.model_copy(update={"device": "npu"})))
-    (tmp_path / "server").mkdir()
-    support = ROOT / "tests" / "support"
-    paths = os.pathsep.join([str(ROOT), str(support), str(ROOT / "tests")])
-    command = [
-        sys.executable,
-        str(support / "hour.py"),
-        str(tmp_path / "server"),
-        str(tmp_path / "run.yaml"),
-    ]
-    done = subprocess.run(
-        [*command, "--ranks", "2", "--report", str(tmp_path / "report.json")], cwd=ROOT, capture_output=True, text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}, timeout=500,
-    )  # fmt: skip
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert (report["device"], report["ranks"]) == ("npu", 2)
-    steps = report["stages"][5]["figures"]
-    assert (
-        steps["peak_device_gib"] == 1.0 < steps["planned_gib"]
-    )  # the stand-in reports it as memory outside of torch's pool
-    assert "device memory: at most 1.00 GiB in" in done.stdout

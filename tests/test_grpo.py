@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from collections.abc import Callable
 
 import pytest
 import torch
+from scope import cases
 from torch import Tensor
 
 import grpo
@@ -20,7 +20,7 @@ AGGREGATES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "dr-grp
 KINDS = ("ppo", "gspo", "cispo")
 KL_KINDS = ("k1", "k2", "k3", "low_var_kl", "low_var_kl+", "abs")
 EVERY_LOSS = list(itertools.product(KINDS, AGGREGATES))
-GARBAGE = (math.nan, math.inf, -math.inf, 1e30, -1e30)
+GARBAGE = cases([math.nan, -1e30], [math.inf, -math.inf, 1e30])
 
 
 def batch(rows: int = 6, tokens: int = 7, seed: int = 0) -> dict[str, Tensor]:
@@ -99,27 +99,7 @@ def test_advantages_by_hand() -> None:
 
 
 @pytest.mark.parametrize("norm", ["std", "none", "loo"])
-def test_advantages_against_the_formula(norm: str) -> None:
-    rewards = torch.randn(5, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    rewards[1] = rewards[1].round()
-    found = grpo.group_advantages(rewards, norm).tolist()
-    for group, advantages in zip(rewards.tolist(), found, strict=True):
-        mean = statistics.fmean(group)
-        for reward, advantage in zip(group, advantages, strict=True):
-            expected = {
-                "std": (reward - mean) / (statistics.stdev(group) + 1e-6),
-                "none": reward - mean,
-                "loo": reward - (sum(group) - reward) / (len(group) - 1),
-            }[norm]
-            assert advantage == pytest.approx(expected, rel=1e-12, abs=1e-12)
-            if norm == "loo":
-                assert advantage == pytest.approx((len(group) * reward - len(group) * mean) / (len(group) - 1))
-        assert sum(advantages) == pytest.approx(0, abs=1e-12)
-
-
-@pytest.mark.parametrize("norm", ["std", "none", "loo"])
-@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -0.3, 1 / 3, 1e-30, 1e8 + 8, -1e30])
-@pytest.mark.parametrize("size", [2, 3, 7, 8, 13])
+@pytest.mark.parametrize(("reward", "size"), [(0.1, 7), (1.0, 8), (1 / 3, 13), (1e8 + 8, 3), (-1e30, 2)])
 def test_equal_rewards_have_advantage_exactly_zero(norm: str, reward: float, size: int) -> None:
     """In float32 the mean of seven 0.1 is not 0.1. Divided by a standard deviation of 0, the error becomes 0.41."""
     rewards = torch.full((3, size), reward, dtype=torch.float32)
@@ -142,78 +122,27 @@ def test_a_group_of_one_counts_as_mean_zero_and_deviation_one() -> None:
     assert torch.equal(grpo.group_advantages(rewards, "loo"), rewards)
 
 
-def test_advantages_leave_the_rewards_alone_and_take_integers() -> None:
-    rewards = torch.tensor([[1, 0, 0, 1]])
-    found = grpo.group_advantages(rewards, "none")
-    assert found.dtype == torch.float32 and found.tolist() == [[0.5, -0.5, -0.5, 0.5]]
-    assert rewards.tolist() == [[1, 0, 0, 1]]
-
-
 # ------------------------------------------------------------------------------------------------------------------- KL
-def kl_of(difference: float, kind: str, dtype: torch.dtype = torch.float64) -> tuple[float, float]:
-    """Value and derivative by logp, where logp - ref_logp is the given difference."""
-    logp = torch.tensor([[difference]], dtype=dtype).requires_grad_()
-    value = grpo.kl(logp, torch.zeros(1, 1, dtype=dtype), kind)
-    value.sum().backward()
-    return value.item(), logp.grad.item()
-
-
 @pytest.mark.parametrize("difference", [0.0, 0.5, -0.5, 2.0, -2.0, -2.61, -2.62, 10.9, 11.5, -25.0, 30.0])
 def test_kl_values_and_gradients_by_formula(difference: float) -> None:
+    """``difference`` is logp - ref_logp. e^d - d - 1 exceeds 10 from d = 2.6109.. on: there the gradient is 0."""
     d = -difference
     raw, raw_slope = math.exp(d) - d - 1, 1 - math.exp(d)
     held = clip(d, -20, 20)
     limited = min(math.exp(held) - held - 1, 10.0)
-    limited_slope = 0.0 if limited == 10.0 else raw_slope
     expected = {
         "k1": (difference, 1.0),
         "k2": (difference**2 / 2, difference),
         "k3": (raw, raw_slope),
-        "low_var_kl": (limited, limited_slope),
+        "low_var_kl": (limited, 0.0 if limited == 10.0 else raw_slope),
         "low_var_kl+": (limited, difference),
         "abs": (abs(difference), math.copysign(1, difference) if difference else 0.0),
     }
     for kind in KL_KINDS:
-        assert kl_of(difference, kind) == pytest.approx(expected[kind], rel=1e-12, abs=1e-12), kind
-
-
-@pytest.mark.parametrize("kind", KL_KINDS)
-def test_kl_of_equal_inputs_is_exactly_zero(kind: str) -> None:
-    logp = -20 * torch.rand(4, 50, generator=torch.Generator().manual_seed(2))
-    assert torch.equal(grpo.kl(logp, logp.clone(), kind), torch.zeros(4, 50))
-
-
-def test_low_var_kl_has_no_gradient_beyond_2_611_nats_below_the_reference() -> None:
-    """e^d - d - 1 exceeds 10 from d = 2.6109.. on: there the gradient is 0."""
-    assert kl_of(-2.610, "low_var_kl")[1] < 0
-    for difference in (-2.612, -5.0, -19.0, -21.0, -1000.0):
-        assert kl_of(difference, "low_var_kl", torch.float32) == (10.0, 0.0)
-        assert kl_of(difference, "low_var_kl+", torch.float32) == (10.0, pytest.approx(difference))
-
-
-def test_low_var_kl_plus_has_the_value_of_low_var_kl_and_the_gradient_of_k2() -> None:
-    make = torch.Generator().manual_seed(3)
-    logp, ref_logp = -5 * torch.rand(8, 9, generator=make), -5 * torch.rand(8, 9, generator=make)
-    gradients = {}
-    for kind in ("low_var_kl+", "k2"):
-        leaf = logp.clone().requires_grad_()
-        grpo.kl(leaf, ref_logp, kind).sum().backward()
-        gradients[kind] = leaf.grad
-    assert torch.equal(grpo.kl(logp, ref_logp, "low_var_kl+"), grpo.kl(logp, ref_logp, "low_var_kl"))
-    assert torch.equal(gradients["low_var_kl+"], gradients["k2"])
-
-
-@pytest.mark.parametrize("kind", KL_KINDS)
-@pytest.mark.parametrize("garbage", GARBAGE)
-def test_kl_ignores_what_is_outside_the_mask(kind: str, garbage: float) -> None:
-    data = batch()
-    outside = data["mask"] == 0
-    leaf = data["logp"].masked_fill(outside, garbage).requires_grad_()
-    value = grpo.kl(leaf, data["old_logp"].masked_fill(outside, -garbage), kind, data["mask"])
-    value.sum().backward()
-    assert torch.equal(value, grpo.kl(data["logp"], data["old_logp"], kind).masked_fill(outside, 0.0))
-    assert torch.equal(leaf.grad[outside], torch.zeros(int(outside.sum()), dtype=torch.float64))
-    assert torch.isfinite(leaf.grad).all()
+        logp = torch.tensor([[difference]], dtype=torch.float64).requires_grad_()
+        value = grpo.kl(logp, torch.zeros(1, 1, dtype=torch.float64), kind)
+        value.sum().backward()
+        assert (value.item(), logp.grad.item()) == pytest.approx(expected[kind], rel=1e-12, abs=1e-12), kind
 
 
 # ---------------------------------------------------------------------------------------------------------- policy loss
@@ -265,12 +194,13 @@ def test_the_formula_test_meets_every_branch() -> None:
 )
 def test_ppo_regions_by_hand(advantage: float, log_ratio: float, loss: float, slope: float) -> None:
     data = {"logp": torch.full((1, 1), -1.0 + log_ratio, dtype=torch.float64), "old_logp": -torch.ones(1, 1)}
-    found, gradient = loss_and_gradient({**data, "advantages": torch.tensor([advantage]), "mask": torch.ones(1, 1)})
+    more = {"advantages": torch.tensor([[advantage]]), "mask": torch.ones(1, 1, dtype=torch.bool)}
+    found, gradient = loss_and_gradient(data | more)
     assert (found, gradient.item()) == pytest.approx((loss, slope), rel=1e-12, abs=1e-12)
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
-@pytest.mark.parametrize("log_ratio", [25.0, 80.0, 1e4, -25.0, -1e4])
+@pytest.mark.parametrize("log_ratio", [25.0, 1e4, -1e4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_absurd_log_ratio_stays_bounded(kind: str, log_ratio: float, advantage: float) -> None:
     """Without a limit, one token of +25 nats gives a loss of 7e10; the limit is e^20 (gspo e^10) without dual clip."""
@@ -319,18 +249,6 @@ def test_cispo_by_hand() -> None:
     found, gradient = loss_and_gradient(data, kind="cispo", aggregate="seq-mean-token-sum")
     assert found == pytest.approx((1.2 * 3 * 1 + 0.8 * 3 * 2) / 2, rel=1e-12)
     torch.testing.assert_close(gradient, torch.tensor([[-1.8], [-1.2]], dtype=torch.float64))
-
-
-def test_on_policy_gradient_is_minus_advantage_for_every_kind() -> None:
-    """With one update per rollout the ratio is 1, and all three losses are REINFORCE with the baseline of the group."""
-    data = {**batch(), "weights": None}
-    data["old_logp"] = data["logp"].clone()
-    expected = -data["advantages"][:, None] * data["mask"] / 20
-    for kind in KINDS:
-        _, gradient = loss_and_gradient(data, kind=kind)
-        torch.testing.assert_close(gradient, expected)
-        _, stats = grpo.policy_loss(**data, kind=kind)
-        assert stats["ratio_gap"] == 0 and stats["clip_frac"] == 0 and stats["ppo_kl"] == 0
 
 
 # ----------------------------------------------------------------------------------------- what must make no difference
@@ -382,14 +300,30 @@ def test_what_is_outside_the_mask_makes_no_difference(kind: str, aggregate: str,
     data = batch()
     data["advantages"] = data["advantages"][:, None].expand(6, 7)
     outside = data["mask"] == 0
-    dirty = {name: value.masked_fill(outside, garbage) for name, value in data.items() if name != "mask"}
-    dirty["mask"] = data["mask"]
+    dirty = {name: value.masked_fill(outside, garbage) for name, value in data.items()} | {"mask": data["mask"]}
     options = {"kind": kind, "aggregate": aggregate, "max_new_tokens": 16}
     (clean_loss, clean_gradient), (loss, gradient) = (loss_and_gradient(each, **options) for each in (data, dirty))
     assert loss == clean_loss and torch.equal(gradient, clean_gradient)
-    assert torch.equal(gradient[outside], torch.zeros(int(outside.sum()), dtype=torch.float64))
+    assert not gradient[outside].any()
     (_, clean_stats), (_, stats) = (grpo.policy_loss(**each, **options) for each in (data, dirty))
     assert stats == clean_stats
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_kl_and_rollout_weights_ignore_what_is_outside_the_mask(garbage: float) -> None:
+    data = batch()
+    mask, outside = data["mask"], data["mask"] == 0
+    old_logp, logp = (data[name].masked_fill(outside, garbage) for name in ("old_logp", "logp"))
+    for kind in KL_KINDS:
+        leaf = logp.clone().requires_grad_()
+        value = grpo.kl(leaf, old_logp, kind, mask)
+        value.sum().backward()
+        assert torch.equal(value, grpo.kl(data["logp"], data["old_logp"], kind).masked_fill(outside, 0.0))
+        assert leaf.grad.isfinite().all() and not leaf.grad[outside].any()
+    for mode in grpo.WEIGHT_MODES:
+        found = grpo.rollout_weights(old_logp, logp, mask, mode)
+        assert torch.equal(found, grpo.rollout_weights(data["old_logp"], data["logp"], mask, mode))
+        assert not found[outside].any()
 
 
 @pytest.mark.parametrize(("kind", "aggregate"), EVERY_LOSS)
@@ -401,45 +335,12 @@ def test_rows_without_a_token_contribute_exactly_zero(kind: str, aggregate: str,
     assert loss == 0.0 and torch.equal(gradient, torch.zeros(6, 7, dtype=torch.float64))
 
 
-@pytest.mark.parametrize(("kind", "aggregate"), EVERY_LOSS)
-def test_dummy_rows_and_the_order_of_rows_make_no_difference(kind: str, aggregate: str) -> None:
-    data = batch()
-    order = torch.tensor([3, 5, 0, 4, 2, 1])
-    options = {"kind": kind, "aggregate": aggregate, "max_new_tokens": 16}
-    loss, gradient = loss_and_gradient(data, **options)
-    moved_loss, moved_gradient = loss_and_gradient({name: value[order] for name, value in data.items()}, **options)
-    assert moved_loss == pytest.approx(loss, rel=1e-12)
-    torch.testing.assert_close(moved_gradient, gradient[order])
-    used = [0, 1, 2, 3, 5]
-    used_loss, used_gradient = loss_and_gradient({name: value[used] for name, value in data.items()}, **options)
-    assert used_loss == pytest.approx(loss, rel=1e-12)
-    torch.testing.assert_close(used_gradient, gradient[used])
-
-
-def test_the_forms_of_advantages_and_mask_make_no_difference() -> None:
-    data = batch()
-    expected = loss_and_gradient(data)
-    column = data["advantages"][:, None]
-    for change in ({"advantages": column}, {"advantages": column.expand(6, 7)}, {"mask": data["mask"].bool()}):
-        loss, gradient = loss_and_gradient({**data, **change})
-        assert loss == expected[0] and torch.equal(gradient, expected[1])
-    loss, _ = grpo.policy_loss(**data, num_tokens=torch.tensor(20), num_sequences=torch.tensor(6))
-    assert loss.item() == expected[0]
-
-
-def test_only_logp_gets_a_gradient_and_no_input_is_modified() -> None:
-    data = {name: value.clone().requires_grad_(name != "mask") for name, value in batch().items()}
-    before = {name: value.detach().clone() for name, value in data.items()}
+def test_only_logp_gets_a_gradient_and_half_precision_is_computed_in_float32() -> None:
+    data = {name: value.bfloat16().requires_grad_(name != "mask") for name, value in batch().items()}
     loss, stats = grpo.policy_loss(**data)
     loss.backward()
     assert data["logp"].grad is not None and not any(value.requires_grad for value in stats.values())
     assert all(data[name].grad is None for name in ("old_logp", "advantages", "weights"))
-    assert all(torch.equal(value.detach(), before[name]) for name, value in data.items())
-
-
-def test_half_precision_inputs_are_computed_in_float32() -> None:
-    data = {name: value.to(torch.bfloat16) for name, value in batch().items()}
-    loss, _ = grpo.policy_loss(**data)
     same, _ = grpo.policy_loss(**{name: value.float() for name, value in data.items()})
     assert loss.dtype == torch.float32 and torch.equal(loss, same)
 
@@ -516,27 +417,11 @@ def test_a_masked_token_has_no_gradient_and_still_counts_in_the_mean() -> None:
     assert logp.grad.tolist() == [[pytest.approx(-0.75), 0.0]]
 
 
-@pytest.mark.parametrize("mode", grpo.WEIGHT_MODES)
-@pytest.mark.parametrize("garbage", GARBAGE)
-def test_rollout_weights_ignore_what_is_outside_the_mask(mode: str, garbage: float) -> None:
-    data = batch()
-    outside = data["mask"] == 0
-    expected = grpo.rollout_weights(data["old_logp"], data["logp"], data["mask"], mode)
-    old_logp, rollout_logp = (data[name].masked_fill(outside, garbage) for name in ("old_logp", "logp"))
-    assert torch.equal(grpo.rollout_weights(old_logp, rollout_logp, data["mask"], mode), expected)
-    assert torch.equal(expected[outside], torch.zeros(int(outside.sum()), dtype=torch.float64))
-
-
 def test_rollout_weights_of_an_exact_sampler_are_one_and_of_an_absurd_one_bounded() -> None:
     logp, mask = batch()["logp"].float(), torch.ones(6, 7)
-    for mode in ("token", "sequence"):
-        assert torch.equal(grpo.rollout_weights(logp, logp.clone(), mask, mode), mask)
-        assert torch.equal(grpo.rollout_weights(logp + 1e4, logp, mask, mode), 2 * mask)
-        assert torch.equal(grpo.rollout_weights(logp - 1e4, logp, mask, mode), 0 * mask)
-    for mode in ("icepop", "mis"):
-        assert torch.equal(grpo.rollout_weights(logp, logp.clone(), mask, mode), mask)
-        assert torch.equal(grpo.rollout_weights(logp + 1e4, logp, mask, mode), 0 * mask)
-        assert torch.equal(grpo.rollout_weights(logp - 1e4, logp, mask, mode), 0 * mask)
+    for mode, largest in (("token", 2), ("sequence", 2), ("icepop", 0), ("mis", 0)):
+        for offset, weight in ((0, 1), (1e4, largest), (-1e4, 0)):
+            assert torch.equal(grpo.rollout_weights(logp + offset, logp, mask, mode), weight * mask), mode
 
 
 # ------------------------------------------------------------------------------------------------------------ bad input
@@ -544,42 +429,24 @@ ROW = torch.zeros(2, 3)
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("function", "arguments", "changed", "message"),
     [
-        (lambda: grpo.group_advantages(ROW, "mean"), "norm: found 'mean'; needed: one of std, none, loo"),
-        (
-            lambda: grpo.group_advantages(torch.zeros(4)),
-            r"rewards: found shape \(4,\); needed: \(prompts, group_size\)",
-        ),
-        (lambda: grpo.group_advantages(torch.zeros(0, 4)), "rewards: found shape"),
-        (lambda: grpo.group_advantages(torch.tensor([[1.0, math.nan]])), "rewards: found NaN or infinity"),
-        (
-            lambda: grpo.kl(ROW, ROW, "full"),
-            r"kl: found 'full'; needed: one of k1, k2, k3, low_var_kl, low_var_kl\+, abs",
-        ),
-        (lambda: grpo.kl(ROW, ROW[:1]), r"found shapes .*'ref_logp': \(1, 3\).*; needed: one shape"),
-        (
-            lambda: grpo.policy_loss(ROW, ROW, ROW, ROW, kind="trpo"),
-            "kind: found 'trpo'; needed: one of ppo, gspo, cispo",
-        ),
-        (
-            lambda: grpo.policy_loss(ROW, ROW, ROW, ROW, aggregate="mean"),
-            "aggregate: found 'mean'; needed: one of token-mean",
-        ),
-        (lambda: grpo.policy_loss(ROW, ROW, ROW, ROW, aggregate="dr-grpo"), "max_new_tokens: found None; needed by"),
-        (lambda: grpo.policy_loss(ROW, ROW, ROW, ROW, dual_clip=0.5), "dual_clip: found 0.5; needed: more than 1"),
-        (lambda: grpo.policy_loss(ROW, ROW, ROW, ROW, clip_low=-0.1), "clip_low, clip_high: found -0.1, 0.2"),
-        (lambda: grpo.policy_loss(ROW, ROW, torch.zeros(3), ROW), r"advantages: found shape \(3,\); needed: one of"),
-        (lambda: grpo.policy_loss(ROW, ROW, ROW, ROW[:, :1]), "found shapes .*'mask'"),
-        (lambda: grpo.policy_loss(ROW, ROW, ROW, ROW, weights=ROW[:, :1]), "found shapes .*'weights'"),
-        (
-            lambda: grpo.rollout_weights(ROW, ROW, ROW, "geometric"),
-            "mode: found 'geometric'; needed: one of none, token, sequence, icepop, mis",
-        ),
-        (lambda: grpo.rollout_weights(ROW, ROW, ROW, "icepop", low=2.0), "low: found 2.0; needed: at least 0 and less"),
-        (lambda: grpo.rollout_weights(ROW, ROW, ROW, clip=0.0), "clip: found 0.0; needed: more than 0"),
+        (grpo.group_advantages, [ROW, "mean"], {}, "norm: found 'mean'; needed: one of std, none, loo"),
+        (grpo.group_advantages, [torch.zeros(4)], {}, r"rewards: found shape \(4,\); needed: \(prompts, group_size\)"),
+        (grpo.group_advantages, [torch.tensor([[1.0, math.nan]])], {}, "rewards: found NaN or infinity"),
+        (grpo.kl, [ROW, ROW[:1]], {}, r"found shapes .*'ref_logp': \(1, 3\).*; needed: one shape"),
+        (grpo.policy_loss, [ROW] * 4, {"aggregate": "mean"}, "aggregate: found 'mean'; needed: one of token-mean"),
+        (grpo.policy_loss, [ROW] * 4, {"aggregate": "dr-grpo"}, "max_new_tokens: found None; needed by"),
+        (grpo.policy_loss, [ROW] * 4, {"dual_clip": 0.5}, "dual_clip: found 0.5; needed: more than 1"),
+        (grpo.policy_loss, [ROW] * 4, {"clip_low": -0.1}, "clip_low, clip_high: found -0.1, 0.2"),
+        (grpo.policy_loss, [ROW, ROW, torch.zeros(3), ROW], {}, r"advantages: found shape \(3,\); needed: one of"),
+        (grpo.policy_loss, [ROW] * 4, {"weights": ROW[:, :1]}, "found shapes .*'weights'"),
+        (grpo.rollout_weights, [ROW] * 3, {"mode": "icepop", "low": 2.0}, "low: found 2.0; needed: at least 0 and"),
+        (grpo.rollout_weights, [ROW] * 3, {"clip": 0.0}, "clip: found 0.0; needed: more than 0"),
     ],
 )
-def test_bad_arguments_are_refused_with_what_was_found_and_what_is_needed(call: Callable, message: str) -> None:
+def test_bad_arguments_are_refused_with_what_was_found_and_what_is_needed(
+    function: Callable, arguments: list, changed: dict, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        call()
+        function(*arguments, **changed)

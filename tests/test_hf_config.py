@@ -10,7 +10,7 @@ import pytest
 from published import QWEN3_30B_A3B, QWEN15_MOE
 
 import hf_config
-import weights_hf
+from architecture import Architecture, tensor_shapes
 from input_files import InputError
 
 REAL = {"Qwen3-30B-A3B": (QWEN3_30B_A3B, 30_532_122_624), "Qwen1.5-MoE-A2.7B": (QWEN15_MOE, 14_315_784_192)}
@@ -26,7 +26,7 @@ def real(request) -> tuple[dict, int]:
 
 def test_real_models_have_their_published_number_of_parameters(real):
     raw, parameters = real
-    shapes = weights_hf.tensor_shapes(hf_config.parse(raw))
+    shapes = tensor_shapes(hf_config.parse(raw))
     assert sum(math.prod(shape) for shape in shapes.values()) == parameters
 
 
@@ -39,7 +39,7 @@ def test_transformers_counts_the_same_parameters_and_shapes(real):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw))
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
-    shapes = weights_hf.tensor_shapes(hf_config.parse(raw))
+    shapes = tensor_shapes(hf_config.parse(raw))
     for name, parameter in model.named_parameters():
         if ".mlp.experts." not in name:  # fused in transformers 5's memory, apart in files
             assert shapes.pop(name) == tuple(parameter.shape), name
@@ -48,15 +48,15 @@ def test_transformers_counts_the_same_parameters_and_shapes(real):
 
 def test_every_field_of_a_real_config_is_read():
     arch = hf_config.parse(QWEN3_30B_A3B)
-    assert arch == hf_config.Architecture(
+    assert arch == Architecture(
         model_type="qwen3_moe", vocab_size=151936, hidden_size=2048, num_layers=48, num_heads=32, num_kv_heads=4,
         head_dim=128, dense_ffn_size=6144, expert_ffn_size=768, shared_expert_ffn_size=0, num_experts=128,
-        experts_per_token=8, norm_topk_prob=True, moe_layers=(True,) * 48, qk_norm=True, qkv_bias=False,
+        experts_per_token=8, norm_topk_prob=True, moe_layers=(True,) * 48, qkv_bias=False,
         tied_head=False, rope_theta=1e6, rms_norm_eps=1e-6, max_positions=40960,
     )  # fmt: skip
     assert arch.qkv_size == 32 * 128 + 2 * 4 * 128
     arch = hf_config.parse(QWEN15_MOE)
-    assert (arch.head_dim, arch.shared_expert_ffn_size, arch.qkv_bias, arch.qk_norm) == (128, 5632, True, False)
+    assert (arch.head_dim, arch.shared_expert_ffn_size, arch.qkv_bias, arch.qk_norm) == (128, 5632, True, "")
     assert (arch.num_experts, arch.experts_per_token, arch.norm_topk_prob) == (60, 4, False)
 
 
@@ -71,17 +71,17 @@ def test_the_shipped_sizes_are_those_of_the_chat_models():
     assert chat == hf_config.parse(QWEN15_MOE)
 
 
-def test_what_transformers_5_writes_is_the_same_architecture(real, tmp_path):
+def test_what_transformers_5_writes_is_the_same_architecture_and_absent_keys_mean_what_it_means(real, tmp_path):
     """rope_parameters for rope_theta, num_local_experts for Qwen3MoE's num_experts, layer_types, dtype."""
     from transformers import AutoConfig
 
     raw, _ = real
-    AutoConfig.for_model(**raw).save_pretrained(tmp_path)
-    written = json.loads((tmp_path / "config.json").read_text())
-    assert "rope_parameters" in written and "rope_theta" not in written
-    written["architectures"] = raw["architectures"]
-    (tmp_path / "config.json").write_text(json.dumps(written))
-    assert hf_config.read(tmp_path) == hf_config.parse(raw)
+    keys = {"rope_theta", "tie_word_embeddings", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "qkv_bias"}
+    for given in (raw, {name: value for name, value in raw.items() if name not in keys}):
+        AutoConfig.for_model(**given).save_pretrained(tmp_path)
+        written = json.loads((tmp_path / "config.json").read_text())
+        assert "rope_parameters" in written and "rope_theta" not in written
+        assert hf_config.parse(written | {"architectures": raw["architectures"]}) == hf_config.parse(given)
 
 
 @pytest.mark.parametrize(
@@ -99,41 +99,17 @@ def test_which_layers_are_moe(changes, moe):
     assert "".join("M" if is_moe else "d" for is_moe in arch.moe_layers) == moe
 
 
-@pytest.mark.parametrize("raw", [QWEN3_30B_A3B, QWEN15_MOE], ids=["qwen3_moe", "qwen2_moe"])
-@pytest.mark.parametrize(
-    "key",
-    ["rope_theta", "tie_word_embeddings", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "qkv_bias"],
-)
-def test_an_absent_key_means_what_transformers_means_by_it(raw, key, tmp_path):
-    from transformers import AutoConfig
-
-    without = {name: value for name, value in raw.items() if name != key}
-    AutoConfig.for_model(**without).save_pretrained(tmp_path)
-    spelled_out = json.loads((tmp_path / "config.json").read_text()) | {"architectures": raw["architectures"]}
-    assert hf_config.parse(without) == hf_config.parse(spelled_out)
-
-
 # ------------------------------------------------------------------------------------------------ what is refused
 
 REFUSED = [  # (config to start from, what differs, what the line says)
     (QWEN3_30B_A3B, {"model_type": "llama"}, "model_type 'llama' is not supported; supported: qwen3_moe, qwen2_moe"),
-    (QWEN3_30B_A3B, {"model_type": None}, "model_type nothing is not supported"),
-    (QWEN3_30B_A3B, {"model_type": ["qwen3_moe"]}, "model_type ['qwen3_moe'] is not supported"),
-    (QWEN3_30B_A3B, {"architectures": ["Qwen3MoeForSequenceClassification"]}, "architectures = "),
     (QWEN3_30B_A3B, {"architectures": ["Qwen2MoeForCausalLM"]}, "only ['Qwen3MoeForCausalLM'] is"),
     (QWEN3_30B_A3B, {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; only 'silu' is"),
     (QWEN3_30B_A3B, {"attention_bias": True}, "attention_bias = true is not supported"),
-    (QWEN3_30B_A3B, {"attention_dropout": 0.1}, "attention_dropout = 0.1 is not supported"),
     (QWEN3_30B_A3B, {"use_sliding_window": True}, "use_sliding_window = true is not supported"),
-    (QWEN15_MOE, {"use_sliding_window": True}, "use_sliding_window = true is not supported"),
     (QWEN15_MOE, {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-    (QWEN15_MOE, {"layer_types": "sliding_attention"}, "layer_types: expected a list"),
-    (QWEN3_30B_A3B, {"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope scaling = 'linear' is not supported"),
     (QWEN3_30B_A3B, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling = 'yarn' is not supported"),
     (QWEN3_30B_A3B, {"rope_scaling": {"rope_type": "default", "type": "yarn"}}, "rope scaling = 'yarn'"),
-    (QWEN3_30B_A3B, {"rope_scaling": {"rope_type": "default", "factor": 4.0}}, "factor"),
-    (QWEN3_30B_A3B, {"rope_scaling": "yarn"}, "rope_scaling: expected a dict"),
-    (QWEN3_30B_A3B, {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}}, "rope scaling = 'llama3'"),
     (
         QWEN3_30B_A3B,
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": {"rope_type": "yarn"}},
@@ -141,36 +117,19 @@ REFUSED = [  # (config to start from, what differs, what the line says)
     ),
     (QWEN3_30B_A3B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
     (QWEN3_30B_A3B, {"rope_theta": "1e6"}, "rope_theta: expected a positive number"),
-    (QWEN3_30B_A3B, {"rope_theta": -1.0}, "rope_theta: expected a positive number"),
-    (QWEN3_30B_A3B, {"rope_theta": math.nan}, "rope_theta: expected a positive number"),
-    (QWEN3_30B_A3B, {"rope_theta": True}, "rope_theta: expected a positive number"),
     (QWEN3_30B_A3B, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config = "),
     (QWEN3_30B_A3B, {"num_key_value_heads": 5}, "num_attention_heads 32 is not a multiple of num_key_value_heads 5"),
     (QWEN3_30B_A3B, {"num_experts_per_tok": 129}, "num_experts_per_tok 129 exceeds num_experts 128"),
     (QWEN3_30B_A3B, {"num_local_experts": 64}, "num_local_experts 64 and num_experts 128 differ"),
     (QWEN3_30B_A3B, {"num_experts_per_tok": 1}, "norm_topk_prob"),
     (QWEN3_30B_A3B, {"hidden_size": 2048.0}, "hidden_size: expected a positive int, found 2048.0"),
-    (QWEN3_30B_A3B, {"hidden_size": "2048"}, "hidden_size: expected a positive int, found '2048'"),
-    (QWEN3_30B_A3B, {"num_hidden_layers": True}, "num_hidden_layers: expected a positive int, found true"),
-    (QWEN3_30B_A3B, {"num_hidden_layers": 0}, "num_hidden_layers: expected a positive int, found 0"),
     (QWEN3_30B_A3B, {"vocab_size": -1}, "vocab_size: expected a positive int, found -1"),
-    (QWEN3_30B_A3B, {"rms_norm_eps": "1e-6"}, "rms_norm_eps: expected a positive float"),
     (QWEN3_30B_A3B, {"rms_norm_eps": math.nan}, "rms_norm_eps: expected a positive float"),
     (QWEN3_30B_A3B, {"head_dim": 127}, "head_dim"),
-    (QWEN3_30B_A3B, {"head_dim": [128]}, "head_dim: expected a positive int"),
     (QWEN3_30B_A3B, {"norm_topk_prob": "true"}, "norm_topk_prob: expected a bool, found 'true'"),
-    (QWEN3_30B_A3B, {"tie_word_embeddings": "false"}, "tie_word_embeddings: expected a bool, found 'false'"),
-    (QWEN15_MOE, {"qkv_bias": 1}, "qkv_bias: expected a bool, found 1"),
-    (QWEN15_MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step: expected a positive int, found 0"),
-    (QWEN15_MOE, {"mlp_only_layers": 3}, "mlp_only_layers: expected a list, found 3"),
+    (QWEN15_MOE, {"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size"),
     (QWEN15_MOE, {"mlp_only_layers": [24]}, "mlp_only_layers: found 24; needed: layers from 0 to 23"),
-    (QWEN15_MOE, {"mlp_only_layers": ["0"]}, "mlp_only_layers: found '0'"),
 ]
-NEEDED = [
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_experts",
-    "intermediate_size", "moe_intermediate_size", "num_experts_per_tok", "rms_norm_eps", "max_position_embeddings",
-    "shared_expert_intermediate_size",
-]  # fmt: skip
 
 
 @pytest.mark.parametrize(("raw", "changes", "line"), REFUSED, ids=[str(changes) for _, changes, _ in REFUSED])
@@ -182,22 +141,13 @@ def test_options_that_are_not_computed_are_refused(raw, changes, line):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("key", NEEDED)
-def test_a_missing_key_is_named(key):
-    with pytest.raises(InputError, match=f"config.json: {key} is missing"):
-        hf_config.parse({name: value for name, value in QWEN15_MOE.items() if name != key})
-
-
 @pytest.mark.parametrize(
     ("content", "line"),
     [
         (None, "model.path: no config.json in .*; needed: a Hugging Face model directory"),
         (b'{"model_type": "qwen3', "config.json: not valid JSON"),
-        (b"", "config.json: not valid JSON"),
         (b"\xff\xfe\x00", "config.json: not UTF-8 text at byte 0"),
-        (b"[" * 100_000, "config.json: not valid JSON"),
         (b"[1, 2]", "config.json: expected a JSON object, found list"),
-        (b"null", "config.json: expected a JSON object, found NoneType"),
     ],
 )
 def test_files_that_are_no_config_are_refused(content, line, tmp_path):

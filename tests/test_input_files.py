@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import socket
@@ -11,18 +10,11 @@ from pathlib import Path
 
 import killed
 import pytest
+from breaking import failing_read
 
-import config
-import data_gsm8k
-import evaluate
-import export
 import gsm8k_files
 import input_files
-import preflight
-import report
 import run_record
-import sweep
-import train_grpo
 from input_files import InputError
 
 
@@ -37,15 +29,15 @@ def special(tmp_path: Path, monkeypatch) -> dict[str, Path]:
     return {name: tmp_path / name for name in ("pipe", "socket", "link")} | {"device": Path("/dev/zero")}
 
 
-@pytest.mark.parametrize("name", ["pipe", "socket", "link", "device"])
-def test_what_is_no_plain_file_is_refused_at_once(name: str, special: dict[str, Path]) -> None:
+def test_what_is_no_plain_file_is_refused_at_once(special: dict[str, Path]) -> None:
     start = time.monotonic()
-    with pytest.raises((InputError, OSError), match="found a pipe|No such device|found a device"):
-        input_files.read_bytes(special[name])
-    if name != "socket":
-        with pytest.raises(InputError, match="needed: a file"):
-            input_files.read_object(special[name])
-    assert time.monotonic() - start < 1
+    for name, path in special.items():
+        with pytest.raises((InputError, OSError), match="found a pipe|No such device|found a device"):
+            input_files.read_bytes(path)
+        if name != "socket":
+            with pytest.raises(InputError, match="needed: a file"):
+                input_files.read_object(path)
+    assert time.monotonic() - start < 2
 
 
 def test_a_file_is_read_up_to_its_limit_and_not_beyond(tmp_path: Path) -> None:
@@ -62,97 +54,33 @@ def test_a_file_is_read_up_to_its_limit_and_not_beyond(tmp_path: Path) -> None:
         input_files.read_bytes(tmp_path / "a\0b")
 
 
-READERS = {
-    "read_bytes": input_files.read_bytes,
-    "read_text": input_files.read_text,
-    "read_object": input_files.read_object,
-    "read_file": input_files.read_file,
-    "read_tensors": input_files.read_tensors,
-    "sha256_file": run_record.sha256_file,
-    "read_lines": run_record.read_lines,
-    "questions": gsm8k_files.read,
-}
+READERS = (
+    input_files.read_bytes, input_files.read_text, input_files.read_object, input_files.read_file,
+    input_files.read_tensors, run_record.sha256_file, run_record.read_lines, gsm8k_files.read,
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-def test_a_file_that_fails_while_it_is_read_is_named(name: str, ending: str, tmp_path: Path) -> None:
+def test_a_file_that_fails_while_it_is_read_is_named(ending: str, tmp_path: Path) -> None:
     """The system reports such an error without the name of a file, as for a damaged disk or a lost network drive."""
     path = tmp_path / f"x.{ending}"
-    path.symlink_to("/proc/self/mem")  # a regular file; nothing is mapped at its first byte
-    with pytest.raises(InputError) as refusal:
-        READERS[name](path)
-    assert str(refusal.value).startswith(f"{path}: cannot be read ("), refusal.value
-
-
-@pytest.mark.parametrize("read", [lambda size: None, lambda size: 1 / 0 and b""], ids=["nothing-yet", "defect"])
-def test_a_read_that_returns_nothing_is_refused_and_a_defect_of_ours_is_not_hidden(read, tmp_path, monkeypatch) -> None:
-    class Blocked(io.FileIO):
-        def read(self, size: int = -1) -> bytes | None:
-            return read(size)
-
-    (tmp_path / "x").write_text("x")
-    monkeypatch.setattr(input_files, "open", lambda path, *_, opener: Blocked(path), raising=False)
-    with pytest.raises((InputError, ZeroDivisionError)) as refusal:
-        input_files.read_bytes(tmp_path / "x")
-    assert isinstance(refusal.value, ZeroDivisionError) or "x: cannot be read (it does not wait" in str(refusal.value)
-
-
-FOLDER = {  # a command -> its arguments, in a folder with one sweep, one run, one folder of records and their pages
-    "config": (config.main, "run.yaml"),
-    "preflight": (preflight.main, "run.yaml"),
-    "doctor": (preflight.main, "--doctor run.yaml"),
-    "dry run": (preflight.main, "--dry-run run.yaml"),
-    "sweep": (sweep.main, "sweep.yaml --list"),
-    "configuration of a sweep": (sweep.main, "of_config.yaml --list"),
-    "convert": (data_gsm8k.main, "convert questions.jsonl new.jsonl"),
-    "convert parquet": (data_gsm8k.main, "convert questions.parquet new.jsonl"),
-    "evaluate": (evaluate.main, "run.yaml"),
-    "train": (train_grpo.main, "run.yaml --check"),
-    "export": (export.main, "run --merged new"),
-    "add": (report.main, "add run"),
-    "add benchmark": (report.main, "add bench_step.json"),
-    "build": (report.main, "--results results build"),
-    "check": (report.main, "--results results --check"),
-    "compare": (report.main, "--results results compare a b"),
-    "rerun": (report.main, "--results results rerun a"),
-    "html": (report.main, "html run"),
-}
-
-
-@pytest.mark.parametrize("name", FOLDER)
-def test_every_command_names_a_file_that_fails(name: str, tmp_path: Path, monkeypatch, capfd) -> None:
-    monkeypatch.chdir(tmp_path)
-    for folder in ("run", "results"):
-        (tmp_path / folder).mkdir()
-    files = ["run.yaml", "sweep.yaml", "fails.yaml", "questions.jsonl", "questions.parquet", "bench_step.json"]
-    files += ["run/run.json", "run/config.yaml", "results/a.parquet"]
-    for file in files:
-        (tmp_path / file).symlink_to("/proc/self/mem")
-    (tmp_path / "of_config.yaml").write_text(
-        f"config: {tmp_path}/fails.yaml\nprocesses: 1\nseeds: [0]\nresources: {{CPU: 1}}\nvariants: {{a: {{}}}}\n"
-    )
-    main, arguments = FOLDER[name]
-    assert main(arguments.split()) == 2
-    said = capfd.readouterr().err
-    assert said.startswith("error: ") and said.count("\n") == 1 and "cannot be read (Input/output error)" in said
-    assert any(f"{file}: cannot be read" in said for file in files)
+    failing_read(path)
+    for read in READERS:
+        with pytest.raises(InputError) as refusal:
+            read(path)
+        assert str(refusal.value).startswith(f"{path}: cannot be read ("), refusal.value
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         (None, "cannot be read (No such file"),
-        (b"", "not valid JSON"),
-        (b"{", "not valid JSON"),
         (b'{"a": "\xff"}', "not UTF-8 text at byte 7"),
-        (b"[" * 200_000, "not valid JSON"),
         (b'{"a": ' + b"9" * 5000 + b"}", "not valid JSON"),
         (b"[]", "expected a JSON object, found list"),
-        (b"null", "expected a JSON object, found NoneType"),
         (b'{"b": 1}', "a is missing"),
     ],
-    ids=["absent", "empty", "cut", "not-utf8", "deep", "digits", "list", "null", "key"],
+    ids=["absent", "not-utf8", "digits", "list", "key"],
 )
 def test_an_object_is_read_or_refused_by_name(content: bytes | None, said: str, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
@@ -163,7 +91,7 @@ def test_an_object_is_read_or_refused_by_name(content: bytes | None, said: str, 
     assert str(refusal.value).startswith(str(path)) and said in str(refusal.value)
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "9", "many", "1.5", "1,2", "1e0", " 1", "\u0661", "1" * 5000])
+@pytest.mark.parametrize("text", ["", "0", "9", "1e0", "\u0661", "1" * 5000])
 def test_a_number_of_the_environment_is_a_plain_one_within_its_bounds(text: str, monkeypatch) -> None:
     monkeypatch.setenv("N", text)
     with pytest.raises(InputError, match="the environment's N: found .* needed: a whole number from 1 to 8"):
@@ -242,25 +170,12 @@ def test_a_program_that_comes_with_a_model_must_end(work, said: str, monkeypatch
         input_files.refuse_endless(work, "it")
 
 
-@pytest.mark.parametrize(
-    ("pattern", "said"),
-    [(r"(([a-z_.0-9]+)+)+\$", "does not end in"), (r"[a-z_.0-9]+\$", "")],
-    ids=["endless", "ends"],
-)
-def test_a_pattern_may_use_one_second(pattern: str, said: str) -> None:
+def test_a_pattern_may_use_one_second_and_what_ends_is_left_to_its_caller(capfd) -> None:
     """Of the processor: on a busy machine a sound pattern may have to wait longer for its turn."""
     start = time.process_time()
-    try:
-        input_files.refuse_endless(lambda: re.match(pattern, "model.layers.0.self_attn.q_proj"), "it", 1)
-        found = ""
-    except InputError as error:
-        found = str(error)
-    assert said in found and bool(said) == bool(found) and time.process_time() - start < 1
-
-
-@pytest.mark.parametrize(
-    "work", [list, lambda: 1 / 0, lambda: os.write(1, b"not heard")], ids=["ends", "fails", "speaks"]
-)
-def test_a_program_that_ends_is_left_to_its_caller(work, capfd) -> None:
-    input_files.refuse_endless(work, "it")
+    with pytest.raises(InputError, match="does not end in"):
+        input_files.refuse_endless(lambda: re.match(r"(([a-z_.0-9]+)+)+\$", "model.layers.0.self_attn.q_proj"), "it", 1)
+    assert time.process_time() - start < 1
+    for work in (list, lambda: 1 / 0, lambda: os.write(1, b"not heard")):
+        input_files.refuse_endless(work, "it", 1)
     assert capfd.readouterr() == ("", "")

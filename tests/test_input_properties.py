@@ -12,7 +12,7 @@ from pathlib import Path
 
 import breaking
 import pyarrow
-import pytest
+import scope
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as draw
@@ -20,12 +20,13 @@ from pyarrow import parquet
 
 import gsm8k_files
 import hf_config
+from architecture import Architecture
 from config import load_config, to_yaml
 from input_files import InputError, one_line
 from knobs import Config
 
 steady = settings(
-    derandomize=True, database=None, deadline=None, max_examples=600,
+    derandomize=True, database=None, deadline=None, max_examples=600 if scope.all_asked else 100,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 TREE = yaml.safe_load(breaking.CONFIG.replace("MODEL", "m").replace("OUT", "out"))
@@ -33,16 +34,19 @@ MODEL = json.loads((Path(__file__).parents[1] / "configs" / "Qwen3-30B-A3B-Instr
 SIZES = draw.sampled_from([-1, 0, 1, 2, 3, 10**4, 10**6, 10**12, 10**30, 0.5, 1e300, True, None, "7", [], {}])
 NUMBERS = draw.integers() | draw.floats()
 ANSWERS = draw.sampled_from(["#### 3", "#### \u0663", "#### 1e5", "#### -0.5", "#### 3\0", "#### 1 #### 2"])
-ANYTHING = draw.recursive(
-    SIZES | NUMBERS | draw.booleans() | draw.none() | draw.text(max_size=9) | draw.binary(max_size=4),
-    lambda inner: draw.lists(inner, max_size=3) | draw.dictionaries(draw.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
-)
-JSON = draw.recursive(
-    SIZES | NUMBERS | draw.booleans() | draw.none() | draw.text(max_size=9) | ANSWERS,
-    lambda inner: draw.lists(inner, max_size=3) | draw.dictionaries(draw.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
-)
+
+
+def nested(leaves):
+    """Lists and dictionaries of ``leaves``, and the leaves themselves."""
+    leaves |= SIZES | NUMBERS | draw.booleans() | draw.none() | draw.text(max_size=9)
+
+    def more(inner):
+        return draw.lists(inner, max_size=3) | draw.dictionaries(draw.text(max_size=5), inner, max_size=3)
+
+    return draw.recursive(leaves, more, max_leaves=6)
+
+
+ANYTHING, JSON = nested(draw.binary(max_size=4)), nested(ANSWERS)
 BYTES = draw.lists(draw.tuples(draw.integers(0, 2**16), draw.binary(max_size=3), draw.integers(0, 3)), max_size=6)
 
 
@@ -108,7 +112,7 @@ def test_any_value_in_config_json_is_a_model_or_refused_with_the_file(key: str, 
     path = tmp_path / "config.json"
     path.write_text(json.dumps(MODEL | {key: value}))
     found = read(hf_config.read, tmp_path)
-    assert isinstance(found, hf_config.Architecture) or refused_by_name(found, path)
+    assert isinstance(found, Architecture) or refused_by_name(found, path)
 
 
 ROW = draw.one_of(
@@ -154,10 +158,3 @@ def test_any_parquet_is_questions_or_refused_with_the_file(changes, columns: str
     path = tmp_path / "d.parquet"
     path.write_bytes(damaged(buffer.getvalue(), changes))
     questions_or_refusal(path)
-
-
-@pytest.mark.parametrize("rows", [[{"question": "2?", "answer": "#### 3"}]])
-def test_the_undamaged_data_are_questions(rows, tmp_path: Path) -> None:
-    path = tmp_path / "d.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert gsm8k_files.read(path)[0] == [("2?", "#### 3", {})]

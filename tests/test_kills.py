@@ -6,7 +6,6 @@ Ctrl-C and SIGTERM end a process at once, with one line.
 from __future__ import annotations
 
 import os
-import random
 import resource
 import shutil
 import signal
@@ -22,7 +21,7 @@ from killed import in_child, kill_me_at
 from launched import ROOT
 from pytest import MonkeyPatch
 from saved import config_in, is_whole, names, saved, tensors_of
-from torch import Tensor
+from scope import cases
 from training import config, make_model
 
 import checkpoint
@@ -44,47 +43,14 @@ def test_a_write_that_the_system_cuts_short_is_a_clear_error(tmp_path: Path, cfg
 
     def save_under_a_limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))  # the kernel refuses larger files
-        with pytest.raises(InputError, match="step-000002: checkpoint not written: .*too large"):
+        with pytest.raises(InputError, match="step-000002: checkpoint not written: File too large"):
             checkpoint.save(tmp_path, 2, tensors_of(2, size=100_000), {}, cfg)
 
     assert in_child(save_under_a_limit) == 0
     assert names(tmp_path) == ["step-000001"] and is_whole(checkpoint.latest(tmp_path))
 
 
-def test_random_kills_during_saves_always_leave_a_whole_checkpoint(tmp_path: Path) -> None:
-    """Every tensor takes a while to be made, so most kills happen between two tensors of a file."""
-    cfg = config_in(tmp_path, keep_last=1)
-
-    def slowly(tensor: Tensor) -> checkpoint.Pending:
-        return checkpoint.Pending(tuple(tensor.shape), tensor.dtype, lambda: time.sleep(0.004) or tensor)
-
-    def pending_of(step: int) -> dict[str, dict[str, checkpoint.Pending]]:
-        return {
-            kind: {name: slowly(tensor) for name, tensor in named.items()}
-            for kind, named in tensors_of(step, size=1000).items()
-        }
-
-    saved(tmp_path, cfg, 1)
-    generator = random.Random(0)
-    torn, step = 0, 1
-    for _ in range(30):
-
-        def save_for_ever(step: int = step) -> None:
-            while True:
-                for _ in range(2):  # the second save replaces the first
-                    checkpoint.save(tmp_path, step, pending_of(step), {"cursor": step}, cfg)
-                step += 1
-
-        assert in_child(save_for_ever, generator.uniform(0.02, 0.15)) == -signal.SIGKILL
-        torn += any(name.startswith(".tmp-step") for name in names(tmp_path))
-        said: list[str] = []
-        found = checkpoint.latest(tmp_path, said.append)
-        assert is_whole(found) and found.step >= step and said == []
-        step = found.step
-    assert torn >= 5, "the kills did not strike while a checkpoint was being written"
-
-
-@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("step", cases([2, 3], [1]))
 def test_a_kill_at_any_file_operation_of_a_save_leaves_a_whole_one(tmp_path: Path, cfg: Config, step: int) -> None:
     """Step 1 and 2 exist: 3 is new and prunes 1, 2 replaces the newest, 1 is saved by a run that was rewound to 0."""
     saved(tmp_path / "start", cfg, 1, 2)
@@ -173,7 +139,7 @@ hashlib.pbkdf2_hmac('sha256', b'x', b'y', 10**9)  # like a collective: Python ca
 """
 
 
-@pytest.mark.parametrize(("number", "rank"), [(signal.SIGINT, "0"), (signal.SIGTERM, "0"), (signal.SIGINT, "1")])
+@pytest.mark.parametrize(("number", "rank"), [(signal.SIGTERM, "0"), (signal.SIGINT, "1")])
 def test_a_signal_ends_a_process_that_waits_in_foreign_code_with_one_line_of_rank_0(number, rank) -> None:
     busy = subprocess.Popen(
         [sys.executable, "-c", BUSY], cwd=ROOT, env=os.environ | {"RANK": rank}, text=True,

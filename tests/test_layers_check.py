@@ -16,7 +16,11 @@ import pytest
 import torch
 import training
 import world
+from planting import Plant, after, before, instead
+from pytest import MonkeyPatch
 from scipy import stats
+from scope import cases
+from torch import Tensor
 
 import hf_config
 import rollout
@@ -37,37 +41,21 @@ SIZES = {
 }  # fmt: skip
 
 
-def one_expert_lost() -> None:
+def lose_one_expert(real: Callable, slot: weights_hf.Slot) -> Tensor:
     """Expert 13 of layer 1 is pushed without its update. With EP2 it is the sixth expert of the second rank."""
-    real = weights_hf.merged
-
-    def faulty(slot: weights_hf.Slot):
-        lost = slot.expert == 5 and any("layers.1." in name and "experts.13." in name for name in slot.names)
-        return slot.weight if lost else real(slot)
-
-    weights_hf.merged = faulty
+    lost = slot.expert == 5 and any("layers.1." in name and "experts.13." in name for name in slot.names)
+    return slot.weight if lost else real(slot)
 
 
-def nothing_pushed() -> None:
-    """The engine receives nothing after the first push."""
-    WeightSync.push_clean = lambda self: None
-
-
-def wrong_replica() -> None:
+def skip_second_replica(real: Callable, sync: WeightSync) -> None:
     """The engine of the second rank keeps its base weights."""
-    real = WeightSync.push_clean
-
-    def faulty(self: WeightSync) -> None:
-        load = self.engine.load_weights
-        if self.parallel.rank == 1:
-            self.engine.load_weights = lambda tensors: [None for _ in tensors]
-        real(self)
-        self.engine.load_weights = load
-
-    WeightSync.push_clean = faulty
+    with MonkeyPatch.context() as patch:
+        if sync.parallel.rank == 1:
+            patch.setattr(sync.engine, "load_weights", lambda tensors: [None for _ in tensors])
+        real(sync)
 
 
-def check(folder: Path, fault: Callable[[], None] | None, dtype: str = "bf16") -> tuple[list[int], dict, str]:
+def check(folder: Path, fault: Plant, dtype: str = "bf16") -> tuple[list[int], dict, str]:
     """The exit codes of two ranks with EP2, the figures, and the printed text."""
     cfg = training.in_layout(
         training.config(folder / "none", folder, model__dtype=dtype, rollout__sync="merged", **SIZES), "EP2"
@@ -77,8 +65,7 @@ def check(folder: Path, fault: Callable[[], None] | None, dtype: str = "bf16") -
     world._import_megatron()
 
     def run() -> int:
-        if fault:
-            fault()
+        fault(MonkeyPatch())
         return layers_check.main(given)
 
     codes = world.as_torchrun(2, run, log=folder / "log")
@@ -89,7 +76,7 @@ def check(folder: Path, fault: Callable[[], None] | None, dtype: str = "bf16") -
 
 
 def test_a_sound_trainer_and_sampler_agree_and_every_expert_is_met(tmp_path) -> None:
-    codes, found, text = check(tmp_path, None)
+    codes, found, text = check(tmp_path, lambda _: None)
     assert codes == [0, 0] and not found["wrong"] and "WRONG" not in text, text
     assert found["layers"] == 2  # the model has three
     assert found["experts"] == found["experts_judged"] == 2 * 16
@@ -100,119 +87,93 @@ def test_a_sound_trainer_and_sampler_agree_and_every_expert_is_met(tmp_path) -> 
 
 
 def test_one_expert_whose_adapter_does_not_reach_the_sampler_is_named(tmp_path) -> None:
-    codes, found, _ = check(tmp_path, one_expert_lost)
+    codes, found, _ = check(tmp_path, instead(weights_hf, "merged", lose_one_expert))
     assert codes == [1, 1]
     worst = found["experts_most_apart"][0]
     assert (worst["layer"], worst["expert"]) == (1, 13)
     assert "stand out by their median, first: 13 of layer 1 (" in found["wrong"]
 
 
-@pytest.mark.parametrize(
-    ("fault", "words"), [(nothing_pushed, "(samplers 0, 1 of 2, "), (wrong_replica, "(samplers 1 of 2, ")]
-)
-def test_an_engine_that_was_not_pushed_to_is_named(fault, words, tmp_path) -> None:
-    codes, found, _ = check(tmp_path, fault, "fp32")
-    assert codes == [1, 1]
-    assert "nats a token, at most 0.001 expected" in found["wrong"] and words in found["wrong"]
+def test_an_engine_that_was_not_pushed_to_is_named(tmp_path) -> None:
+    codes, found, _ = check(tmp_path, instead(WeightSync, "push_clean", skip_second_replica), "fp32")
+    assert codes == [1, 1] and "(samplers 1 of 2, " in found["wrong"]
+    assert "nats a token, at most 0.001 expected" in found["wrong"]
     assert "layer 0 is the first whose output differs" in found["wrong"]
 
 
 # ------------------------------------------------------------------------------------------------ how tokens are drawn
 
 
-def draws(change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[pytest.MonkeyPatch], None]:
-    """A fault: the sampler draws by change(probabilities, uniform numbers), and reports the right log-probs."""
-    return lambda patch: patch.setattr(torch_sampler, "inverse_cdf", change)
+drawn_right = torch_sampler.inverse_cdf
 
 
-def calls(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
-    """A fault: TorchSampler.sample is change(the real one, the engine, the prompts, the other arguments)."""
-    real = TorchSampler.sample
+def draws(change: Callable[[Tensor, Tensor], Tensor], only_later: bool = False) -> Plant:
+    """A fault: the sampler draws by change(probabilities, uniform numbers), and reports the right log-probs.
 
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(TorchSampler, "sample", lambda engine, prompts, **more: change(real, engine, prompts, more))
+    ``only_later``: all tokens but the first, because an engine may sample after the prompt by other code.
+    """
+    calls: list[int] = []
 
-    return plant
+    def drawn(real: Callable, p: Tensor, u: Tensor) -> Tensor:
+        calls.append(1)
+        return (real if only_later and len(calls) == 1 else change)(p, u)
 
-
-def only_later(change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[pytest.MonkeyPatch], None]:
-    """A fault as in `draws`, of all tokens but the first: an engine may sample after the prompt by other code."""
-    real, calls_of_wave = TorchSampler._run_wave, []
-
-    def wave(*args, **more):
-        calls_of_wave.clear()
-        return real(*args, **more)
-
-    def drawn(p: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-        calls_of_wave.append(1)
-        return (cdf if len(calls_of_wave) == 1 else change)(p, u)
-
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(TorchSampler, "_run_wave", wave)
-        patch.setattr(torch_sampler, "inverse_cdf", drawn)
+    def plant(patch: MonkeyPatch) -> None:
+        before(TorchSampler, "_run_wave", lambda *_: calls.clear())(patch)
+        instead(torch_sampler, "inverse_cdf", drawn)(patch)
 
     return plant
 
 
-def own_count(patch: pytest.MonkeyPatch) -> None:
-    """Each of two replicas counts its own prompts, so that both have the same random numbers."""
-    real = rollout.derive_seed
-    patch.setattr(rollout, "derive_seed", lambda seed, what, step, place: real(seed, what, step, place // 2))
+def seeds(change: Callable[[list[int]], list[int]]) -> Plant:
+    """A fault: the sampler takes other seeds."""
+    return instead(TorchSampler, "sample", lambda real, *args, seeds, **more: real(*args, seeds=change(seeds), **more))
 
 
-def second_replica(plant: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyPatch], None]:
-    """The same fault on rank 1 only."""
-    return lambda patch: plant(patch) if torch.distributed.get_rank() == 1 else None
+def groups(change: Callable[[list], list]) -> Plant:
+    """A fault: the samples of one prompt are other ones."""
+    return after(TorchSampler, "sample", lambda found, *_: [change(group) for group in found])
 
 
-cdf = torch_sampler.inverse_cdf
-warmer = draws(lambda p, u: cdf(p ** (1 / 1.3), u))
-LATER, FOLLOWS, BY_ID = (
-    "later tokens, by their places: ",
-    "first tokens, classed by probability: ",
-    "first tokens, classed by id: ",
-)
+def top_3(p: Tensor, u: Tensor) -> Tensor:
+    return p.topk(3)[1].gather(1, drawn_right(p.topk(3)[0], u))
+
+
+FOLLOWS = "first tokens, classed by probability: "
 REPEAT, AGAIN = "completions that repeat an earlier one, ", "first tokens that the same seeds give again: "
-FAULTS = {  # name: (the fault, ranks, words of the message)
-    "none": (lambda patch: None, 1, ""),
-    "none on two ranks": (lambda patch: None, 2, ""),
-    "temperature x 1.3": (warmer, 1, FOLLOWS),
-    "temperature x 1.3 on the second replica": (second_replica(warmer), 2, FOLLOWS),
-    "temperature / 1.3": (draws(lambda p, u: cdf(p**1.3, u)), 1, FOLLOWS),
-    "top-k 3": (draws(lambda p, u: p.topk(3)[1].gather(1, cdf(p.topk(3)[0], u))), 1, FOLLOWS),
-    "always token 0": (draws(lambda p, u: torch.zeros_like(u, dtype=torch.long)), 1, FOLLOWS),
-    "greedy": (draws(lambda p, u: p.argmax(-1, keepdim=True)), 1, FOLLOWS),
-    "without the last 16 tokens": (draws(lambda p, u: cdf(p[:, :-16], u)), 1, BY_ID),
-    "uniform numbers of 5 bits": (draws(lambda p, u: cdf(p, (u * 32).floor() / 32)), 1, "first tokens that repeat"),
-    "one random stream for all prompts": (
-        calls(lambda real, engine, prompts, more: real(engine, prompts, **more | {"seeds": [1] * len(prompts)})),
-        1, REPEAT,
-    ),
-    "one random stream for both replicas": (own_count, 2, REPEAT),
-    "one random stream for every two neighbours": (
-        calls(lambda real, engine, prompts, more: real(
-            engine, prompts, **more | {"seeds": [more["seeds"][place // 2] for place in range(len(prompts))]})),
-        1, "completions of one prompt that repeat",
-    ),
-    "top-k 3 after the first token": (
-        only_later(lambda p, u: p.topk(3)[1].gather(1, cdf(p.topk(3)[0], u))), 1, LATER,
-    ),
-    "temperature x 1.3 after the first token": (only_later(lambda p, u: cdf(p ** (1 / 1.3), u)), 1, LATER),
-    "each sample twice": (
-        calls(lambda real, engine, prompts, more: [
-            [one for one in group[::2] for _ in range(2)] for group in real(engine, prompts, **more)]),
-        1, REPEAT,
-    ),
-    "one sample for its whole group": (
-        calls(lambda real, engine, prompts, more: [group[:1] * len(group) for group in real(engine, prompts, **more)]),
-        1, REPEAT,
-    ),
-    "seeds are ignored": (
-        calls(lambda real, engine, prompts, more: real(
-            engine, prompts, **more | {"seeds": torch.randint(2**62, (len(prompts),)).tolist()})),
-        1, AGAIN,
-    ),
-}  # fmt: skip
+WARMER = draws(lambda p, u: drawn_right(p ** (1 / 1.3), u))
+FAULTS = dict(cases(  # name: (the fault, ranks, words of the message)
+    {
+        "none": (lambda patch: None, 1, ""),
+        "none on two ranks": (lambda patch: None, 2, ""),
+        "temperature x 1.3 on the second replica": (
+            lambda patch: torch.distributed.get_rank() == 1 and WARMER(patch), 2, FOLLOWS,
+        ),
+        "top-k 3": (draws(top_3), 1, FOLLOWS),
+        "top-k 3 after the first token": (draws(top_3, only_later=True), 1, "later tokens, by their places: "),
+        "without the last 16 tokens": (
+            draws(lambda p, u: drawn_right(p[:, :-16], u)), 1, "first tokens, classed by id: ",
+        ),
+        "uniform numbers of 5 bits": (
+            draws(lambda p, u: drawn_right(p, (u * 32).floor() / 32)), 1, "first tokens that repeat",
+        ),
+        "one random stream for both replicas": (  # each replica counts its own prompts
+            instead(rollout, "derive_seed", lambda real, seed, what, step, place: real(seed, what, step, place // 2)),
+            2, REPEAT,
+        ),
+        "one random stream for every two neighbours": (
+            seeds(lambda found: [found[place // 2] for place in range(len(found))]), 1,
+            "completions of one prompt that repeat",
+        ),
+        "one sample for its whole group": (groups(lambda group: group[:1] * len(group)), 1, REPEAT),
+        "seeds are ignored": (seeds(lambda found: torch.randint(2**62, (len(found),)).tolist()), 1, AGAIN),
+    }.items(),
+    {
+        "temperature x 1.3": (WARMER, 1, FOLLOWS),
+        "one random stream for all prompts": (seeds(lambda found: [1] * len(found)), 1, REPEAT),
+        "each sample twice": (groups(lambda group: [one for one in group[::2] for _ in range(2)]), 1, REPEAT),
+    }.items(),
+))  # fmt: skip
 
 
 def each_fault(parallel: Parallel, path: Path) -> dict[str, str]:
@@ -221,29 +182,24 @@ def each_fault(parallel: Parallel, path: Path) -> dict[str, str]:
     said = {}
     for name, (plant, ranks, _) in FAULTS.items():
         if ranks == parallel.world_size:
-            with pytest.MonkeyPatch.context() as patch:
+            with MonkeyPatch.context() as patch:
                 plant(patch)
                 said[name] = layers_check.compare(cfg, hf_config.read(path), parallel)["wrong"]
     return said
 
 
-@pytest.fixture(scope="module")
-def said(tmp_path_factory) -> dict[str, str]:
-    path = tmp_path_factory.mktemp("two") / "layers"
+def test_a_sampler_that_does_not_draw_by_its_log_probs_is_named(tmp_path) -> None:
+    path = tmp_path / "layers"
     layers_check.write_model(training.config(path, path, **SIZES), path)
     by_layout = world.in_layouts(["TP1", "EP2"], each_fault, path)
     assert len({tuple(one.items()) for one in by_layout["EP2"]}) == 1, "all ranks say the same"
-    return by_layout["TP1"][0] | by_layout["EP2"][0]
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_sampler_that_does_not_draw_by_its_log_probs_is_named(name: str, said) -> None:
-    words = FAULTS[name][2]
-    assert words in said[name] and bool(said[name]) == bool(words), said[name]
-    assert "nats" not in said[name], "the log-probs of these samplers are right"
-    if "second replica" in name:
-        sound, faulty = re.search(rf"{FOLLOWS}([^,]*), ([^,]*); at least", said[name]).groups()
-        assert float(sound) > 1e-6 > float(faulty)
+    for name, said in (by_layout["TP1"][0] | by_layout["EP2"][0]).items():
+        words = FAULTS[name][2]
+        assert words in said and bool(said) == bool(words), (name, said)
+        assert "nats" not in said, "the log-probs of these samplers are right"
+        if "second replica" in name:
+            sound, faulty = re.search(rf"{FOLLOWS}([^,]*), ([^,]*); at least", said).groups()
+            assert float(sound) > 1e-6 > float(faulty)
 
 
 def batch(tokens: list[list[int]], logp: torch.Tensor, prompts: list[list[int]]) -> rollout.Rollout:
@@ -279,24 +235,6 @@ def test_a_sampler_whose_kernels_round_otherwise_is_judged_by_its_own_log_probs(
     assert p_value["its own"] > 1e-3 and p_value["the trainer's"] < 1e-9, p_value
 
 
-def test_repeats_are_counted_and_predicted_by_prompt() -> None:
-    """Two prompts at two places each. Token 5 has probability 1/2, 6 has 1/4, and 7 has 1/100.
-
-    In the order of the draws the first prompt has 5, 6, 5, 6, and the second has 5, 7, 7, 7.
-    """
-    tokens = [[5], [6], [5], [7], [5], [6], [7], [7]]
-    logp = torch.tensor([{5: 0.5, 6: 0.25, 7: 0.01}[token] for (token,) in tokens]).log()[:, None]
-    chances = [0, 0.5, 0.75, 0.75, 0, 0.5, 0.51, 0.51]
-    text, (p_value,) = sampling_check.repeats(batch(tokens, logp, [[1], [2], [1], [2]]), "words", copies=2, replicas=1)
-    assert text == f"p of 4 words that repeat an earlier one, {sum(chances):.4g} expected" and p_value == 1.0
-    same = batch([[7]] * 32, torch.full((32, 1), -8.0), [[1], [1]])
-    chance = math.exp(-8)
-    for copies, replicas in ((2, 1), (1, 2)):
-        text, (p_value,) = sampling_check.repeats(same, "words", copies, replicas)
-        assert text == f"p of 31 words that repeat an earlier one, {31 * chance:.4g} expected"
-        assert p_value == pytest.approx(math.exp(-31 * (1 - chance - (math.e - 2) * chance * (1 - chance))), rel=1e-4)
-
-
 # ------------------------------------------------------------------------------------------------ its inputs
 
 
@@ -314,12 +252,3 @@ def test_a_folder_of_the_users_is_left_alone(tmp_path) -> None:
     with pytest.raises(InputError, match="in the way, and not made by this program"):
         layers_check.write_model(cfg, tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
-
-
-def test_the_two_layers_have_the_real_models_sizes() -> None:
-    path = Path(__file__).parents[1] / "configs" / "qwen3.yaml"
-    cfg = load_config(path, ["model.path=none/Qwen3-30B-A3B-Instruct-2507"])
-    two, whole = hf_config.parse(layers_check.settings(cfg)), hf_config.planned(cfg)[0]
-    assert (two.num_layers, whole.num_layers) == (2, 48)
-    for key in ("hidden_size", "num_heads", "num_experts", "expert_ffn_size", "vocab_size", "experts_per_token"):
-        assert getattr(two, key) == getattr(whole, key)

@@ -1,7 +1,8 @@
 """LoRA in every layout against gradients from code without LoRA (lora_reference.py), with negative controls.
 
-Each rank runs `measure` once for each layout and kind, in one forked world for each number of ranks. Each test reads
-one property. Each control leaves out one reduction, which the tests must notice.
+Each rank runs `measure` once for each layout and kind, in one forked world for each number of ranks. Each control
+leaves out one reduction, which the tests must notice. Then: the targets that can be adapted or are refused, dropout
+with recompute, bf16 bases, and the cost of frozen experts.
 """
 
 from __future__ import annotations
@@ -14,48 +15,51 @@ import pytest
 import reference
 import torch
 import world
-from lora_reference import EXPERT_RANK, Reference
+from adapted import SEED, adapt, backward, load, lora_config
+from lora_reference import EXPERT_RANK, KINDS, RANK, Reference
 from measured import CONTROLS, measure
 from safetensors.torch import load_file
+from scope import cases
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import adapter_weights
+import kernels
+import lora_megatron
 import weights_hf
+from input_files import InputError
+from knobs import LoraConfig
+from parallel_setup import Parallel
 
 TOLERANCE = 1e-4  # of a gradient, relative to its largest element; measured 2e-6
-KINDS = ["qwen3_moe", "qwen2_moe"]
-LAYOUTS = list(world.LAYOUTS)
+LAYOUTS = world.TESTED
 
 
 # ------------------------------------------------------------------------------------------------ fixtures
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("lora")
-    return {kind: reference.save(kind, folder / kind) for kind in KINDS}
+def problem(tmp_path_factory) -> tuple[dict[str, Path], Tensor, dict[str, Reference]]:
+    return lora_reference.save_and_compute(tmp_path_factory.mktemp("lora"))
 
 
 @pytest.fixture(scope="module")
-def tokens() -> Tensor:
-    return reference.tokens(rows=8, length=16)
+def references(problem) -> dict[str, Reference]:
+    return problem[2]
 
 
 @pytest.fixture(scope="module")
-def references(paths, tokens) -> dict[str, Reference]:
-    return {kind: lora_reference.compute(reference.load(path), tokens) for kind, path in paths.items()}
-
-
-@pytest.fixture(scope="module")
-def everywhere(paths, references, tokens) -> dict[str, list]:
+def everywhere(problem) -> dict[str, list]:
+    paths, tokens, references = problem
     return world.in_layouts(LAYOUTS, measure, paths, references, tokens)
 
 
 @pytest.fixture(scope="module")
-def skewed(paths) -> tuple[Reference, list]:
+def skewed(problem) -> tuple[Reference, list]:
     """Rows of one repeated token: few experts get all tokens, and ranks without these experts get none."""
-    tokens, kind = torch.full((8, 16), 7), "qwen3_moe"
-    expected = lora_reference.compute(reference.load(paths[kind]), tokens)
-    return expected, world.in_layouts(["TP2_EP4"], measure, {kind: paths[kind]}, {kind: expected}, tokens)["TP2_EP4"]
+    tokens, paths = torch.full((8, 16), 7), {"qwen3_moe": problem[0]["qwen3_moe"]}
+    expected = lora_reference.compute(reference.load(paths["qwen3_moe"]), tokens)
+    return expected, world.in_layouts(["TP2_EP4"], measure, paths, {"qwen3_moe": expected}, tokens)["TP2_EP4"]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -72,17 +76,18 @@ def ranks(request, kind, everywhere) -> list[dict]:
 # ------------------------------------------------------------------------------------------------ gradients
 
 
-def test_gradients_are_those_of_the_unsharded_model(ranks):
-    assert max(rank["error"] for rank in ranks) < TOLERANCE
+def test_gradients_and_their_norm_are_those_of_the_unsharded_model(ranks, references, kind):
+    for rank in ranks:
+        assert rank["error"] < TOLERANCE and rank["error with recompute"] < TOLERANCE
+        assert rank["norm"] == pytest.approx(references[kind].norm, rel=1e-5)
+        assert all(name.endswith((".A", ".B")) for name in rank["with gradient"])  # none of the base
 
 
-def test_gradients_with_recompute_are_those_of_the_unsharded_model(ranks):
-    assert max(rank["error with recompute"] for rank in ranks) < TOLERANCE
-
-
-def test_passes_with_merged_weights_have_the_same_log_probs_and_gradients(ranks):
-    assert max(rank["merged logp error"] for rank in ranks) < 1e-5
-    assert max(rank["error with merged weights"] for rank in ranks) < TOLERANCE
+def test_log_probs_passes_and_export_with_merged_weights_are_those_of_the_merged_model(ranks):
+    for rank in ranks:
+        logp_error, error = rank["errors with merged weights"]
+        assert max(rank["logp error"], logp_error) < 1e-5 and error < TOLERANCE
+        assert rank["merged error"] < 1e-6
 
 
 def test_gradients_are_right_on_ranks_whose_experts_get_no_token(skewed):
@@ -95,50 +100,31 @@ def test_gradients_are_right_on_ranks_whose_experts_get_no_token(skewed):
         assert by_kind["qwen3_moe"]["error with recompute"] < TOLERANCE
 
 
-def test_gradient_norm_is_that_of_the_unsharded_model(ranks, references, kind):
-    for rank in ranks:
-        assert rank["norm"] == pytest.approx(references[kind].norm, rel=1e-5)
-
-
-@pytest.mark.parametrize(("control", "layout"), [(control, name) for control in CONTROLS for name in CONTROLS[control]])
+@pytest.mark.parametrize(
+    ("control", "layout"), [(control, name) for control in CONTROLS for name in CONTROLS[control] if name in LAYOUTS]
+)
 def test_leaving_out_a_reduction_is_noticed(control, layout, kind, everywhere):
     """Every rank gets a wrong gradient for some factor, far outside the tolerance."""
     assert min(by_kind[kind][control] for by_kind in everywhere[layout]) > 1e-2
 
 
-@pytest.mark.parametrize("layout", ["DP2", "TP2", "ETP2", "TP2_EP4", "TP4_EP16"])
+@pytest.mark.parametrize("layout", cases(["DP2", "TP2"], ["ETP2", "TP2_EP4", "TP4_EP16"]))
 def test_counting_every_copy_in_the_norm_is_noticed(layout, kind, everywhere, references):
     for by_kind in everywhere[layout]:
         assert by_kind[kind]["norm with copies"] > 1.01 * references[kind].norm
 
 
-def test_the_base_gets_no_gradient(ranks):
-    assert all(name.endswith((".A", ".B")) for rank in ranks for name in rank["with gradient"])
-
-
 # ------------------------------------------------------------------------------------------------ the adapted model
 
 
-def test_a_new_adapter_changes_no_bit(ranks):
-    assert all(rank["zero B"] for rank in ranks)
-
-
-def test_disabled_is_the_base_bit_for_bit(ranks):
-    assert all(rank["disabled"] for rank in ranks)
+def test_a_new_and_a_disabled_adapter_change_no_bit(ranks):
+    assert all(rank["zero B"] and rank["disabled"] for rank in ranks)
     assert all(rank["effect"] > 0.1 for rank in ranks)  # with the adapters on, it was another model
 
 
-def test_log_probs_are_those_of_the_merged_model(ranks):
-    assert max(rank["logp error"] for rank in ranks) < 1e-5
-
-
-def test_export_merges_the_adapters(ranks):
-    assert max(rank["merged error"] for rank in ranks) < 1e-6
-
-
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if world.LAYOUTS[name][0] <= 4])
-def test_partial_export_brings_exactly_what_the_adapters_change(layout, everywhere, references, paths, kind):
-    base = load_file(paths[kind] / "model.safetensors")
+def test_partial_export_brings_exactly_what_the_adapters_change(layout, everywhere, references, problem, kind):
+    base = load_file(problem[0][kind] / "model.safetensors")
     changed = sorted(name for name, value in references[kind].merged.items() if not torch.equal(value, base[name]))
     for by_kind in everywhere[layout]:
         fused = {weights_hf.fused_group(name) for name in changed}  # the biases of q, k and v come with their weights
@@ -147,9 +133,11 @@ def test_partial_export_brings_exactly_what_the_adapters_change(layout, everywhe
         assert by_kind[kind]["partial equal"]
 
 
-def test_initial_factors_do_not_depend_on_the_layout(ranks, everywhere, kind):
+def test_factors_at_the_start_and_saved_ones_do_not_depend_on_the_layout(ranks, everywhere, kind):
+    """Every layout cuts its shards from the same whole tensors, and gathers the same whole tensors again."""
     for rank in ranks:
         assert rank["initial"] == everywhere["TP1"][0][kind]["initial"]
+        assert rank["round trip"]
 
 
 def test_initial_factors_are_uniform_and_each_experts_own(everywhere, kind):
@@ -164,17 +152,165 @@ def test_initial_factors_are_uniform_and_each_experts_own(everywhere, kind):
     assert not any(any(value) for name, value in initial.items() if name.endswith(".B"))
 
 
-def test_factors_saved_in_any_layout_load_in_any_other(ranks):
-    """Every layout cuts its shards from the same whole tensors, and gathers the same whole tensors again."""
-    assert all(rank["round trip"] for rank in ranks)
-
-
-def test_describe_counts_every_parameter_once(ranks, references, kind):
+def test_every_parameter_is_counted_once(ranks, references, kind):
     total = sum(value.numel() for value in references[kind].factors.values())
     assert sum(rank["held once"] for rank in ranks) == total
     for rank in ranks:
         first, *lines = rank["describe"].splitlines()
-        assert f"{total:,} trainable parameters ({total * 4 / 2**20:.2f} MiB" in first
-        assert f"{rank['held']:,} on this rank" in first
+        assert f"{total:,} trainable parameters (" in first and f"{rank['held']:,} on this rank" in first
         assert sum(int(re.search(r"([\d,]+) parameters", line)[1].replace(",", "")) for line in lines) == total
-        assert any("experts linear_fc1: 2 layers x 16 experts" in line for line in lines)
+
+
+# ------------------------------------------------------------------------------------------------ what may be adapted
+
+
+def choices(parallel: Parallel, path: Path, tokens: Tensor) -> dict:
+    """Targets, and refusals of factors that are missing, surplus or misshapen."""
+    out: dict = {"refusals": []}
+    model, _ = load(path, parallel)
+    unchecked = LoraConfig.model_construct(**dict(lora_config()) | {"targets": ("linear_qkv", "linear_q")})
+    with pytest.raises(InputError, match="^lora.targets: linear_q matches no module of this model$"):
+        lora_megatron.attach(model, unchecked, parallel, SEED)
+    for targets in (("linear_fc1", "linear_fc2"), ("router",)):
+        model, arch = load(path, parallel)
+        adapters = lora_megatron.attach(model, lora_config(targets=targets, expert_rank=0), parallel, SEED)
+        backward(model, tokens, parallel)
+        out[targets] = list(adapters), {name: tuple(f.shape) for name, f in lora_megatron.factors(adapters).items()}
+    model, arch = load(path, parallel)
+    adapters = lora_megatron.attach(model, lora_config(), parallel, SEED)
+    whole = adapter_weights.gather(adapters, lora_megatron.factors(adapters), arch, parallel)
+    broken = [("model.layers.1.mlp.gate.A", whole | {"model.layers.1.mlp.gate.A": torch.zeros(1)})]
+    for name, value in whole.items():
+        longer = [torch.cat([value, value.narrow(dim, 0, 1)], dim) for dim in range(value.dim())]
+        broken += [(name, whole | {name: wrong}) for wrong in (*longer, value[0], value[:0])]
+        broken.append((name, {key: other for key, other in whole.items() if key != name}))
+    for name, tensors in broken:
+        with pytest.raises(InputError) as refused:
+            adapter_weights.scatter(adapters, tensors, arch, parallel)
+        out["refusals"].append((name, str(refused.value)))
+    return out
+
+
+@pytest.fixture(scope="module")
+def chosen(problem) -> dict:
+    return world.in_layouts(["TP1"], choices, problem[0]["qwen2_moe"], problem[1])["TP1"][0]
+
+
+def test_targets_are_adapted_where_they_are_and_nowhere_else(chosen):
+    assert chosen[("router",)][0] == [f"decoder.layers.{i}.mlp.router.lora" for i in (0, 2)]
+    names, shapes = chosen[("linear_fc1", "linear_fc2")]
+    assert names == [
+        f"decoder.layers.{where}.linear_fc{i}"
+        for where in ("0.mlp.experts", "0.mlp.shared_experts", "1.mlp", "2.mlp.experts", "2.mlp.shared_experts")
+        for i in (1, 2)
+    ]
+    assert shapes["decoder.layers.0.mlp.experts.linear_fc1.A"] == (16, 64, RANK)  # expert rank 0: that of the others
+
+
+def test_adapters_of_another_model_are_refused_by_name(chosen, problem):
+    assert len(chosen["refusals"]) > 5 * len(problem[2]["qwen2_moe"].factors)
+    for name, line in chosen["refusals"]:
+        assert line.startswith("checkpoint: ") and name in line, line
+
+
+# ------------------------------------------------------------------------------------------------ dropout, bf16
+
+
+def dropouts(parallel: Parallel, path: Path, expected: Reference, tokens: Tensor) -> dict:
+    """Log-probs and gradients of this rank under dropout, with and without recompute, and in bf16."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    out: dict = {}
+    for name, dropout, recompute, training in (
+        ("none", 0.0, False, True),
+        ("eval", 0.5, False, False),
+        ("kept", 0.5, False, True),
+        ("recomputed", 0.5, True, True),
+    ):
+        model, _, adapters = adapt(path, parallel, expected.factors, dropout=dropout, recompute=recompute)
+        model.train(training)
+        torch.manual_seed(7)  # without tensor parallelism, dropout draws from this generator
+        model_parallel_cuda_manual_seed(7)  # with tensor parallelism, it draws from Megatron's
+        logp = backward(model, tokens, parallel)
+        gradients = {key: factor.grad for key, factor in lora_megatron.factors(adapters).items()}
+        out[name] = logp, gradients
+    model, arch, adapters = adapt(path, parallel, expected.factors, dtype=torch.bfloat16)
+    backward(model, tokens, parallel)
+    factors = lora_megatron.factors(adapters)
+    parallel.sync_gradients_(list(factors.values()))
+    whole = adapter_weights.gather(adapters, {key: f.grad for key, f in factors.items()}, arch, parallel)
+    out["bf16 dtypes"] = {f.dtype for f in factors.values()} | {f.grad.dtype for f in factors.values()}
+    flat = torch.cat([value.flatten() for value in whole.values()])
+    true = torch.cat([expected.gradients[key].flatten() for key in whole])
+    out["bf16 cosine"] = float(torch.cosine_similarity(flat, true, dim=0))
+    return out
+
+
+@pytest.fixture(scope="module", params=["TP1", "TP2_EP2_ETP2"])
+def dropped(request, problem) -> list[dict]:
+    paths, tokens, references = problem
+    args = paths["qwen2_moe"], references["qwen2_moe"], tokens
+    return world.in_layouts([request.param], dropouts, *args)[request.param]
+
+
+def test_dropout_acts_in_training_only(dropped):
+    for rank in dropped:
+        assert torch.equal(rank["eval"][0], rank["none"][0])
+        assert (rank["kept"][0] - rank["none"][0]).abs().max() > 0.1
+
+
+def test_recompute_draws_the_same_dropout_mask_again(dropped):
+    for rank in dropped:
+        assert torch.equal(rank["recomputed"][0], rank["kept"][0])
+        assert lora_reference.worst_error(rank["recomputed"][1], rank["kept"][1]) < 1e-6
+
+
+def test_bf16_model_trains_fp32_factors(dropped):
+    for rank in dropped:
+        print(f"cosine of the bf16 model's LoRA gradient with fp32's: {rank['bf16 cosine']:.4f}")
+        assert rank["bf16 dtypes"] == {torch.float32}
+        assert rank["bf16 cosine"] > 0.95
+
+
+# ------------------------------------------------------------------------------------------------ frozen experts
+
+
+class _Shapes(TorchDispatchMode):
+    """The shapes of all tensors that operations allocate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and not any(result.alias_info for result in func._schema.returns):
+            self.seen.add(tuple(out.shape))
+        return out
+
+
+def expert_gradient_shapes(parallel: Parallel, path: Path, tokens: Tensor) -> tuple:
+    """Shapes of the frozen experts, and of the tensors of a backward pass with frozen and (control) trained experts."""
+    model, _ = load(path, parallel)
+    lora_megatron.attach(model, lora_config(), parallel, SEED)
+    bases = [p for name, p in model.named_parameters() if name.endswith("base.weight") and p.dim() == 3]
+    with _Shapes() as frozen:
+        backward(model, tokens, parallel)
+    for base in bases:
+        base.requires_grad_()
+    with _Shapes() as trained:
+        backward(model, tokens, parallel)
+    shapes = {tuple(base.shape) for base in bases}
+    return shapes, shapes & frozen.seen, shapes & trained.seen
+
+
+@pytest.mark.parametrize("loop", [False, True], ids=["grouped kernel", "loop over experts"])
+def test_no_weight_gradient_of_frozen_experts_is_formed(loop, problem, monkeypatch):
+    if loop:  # the fallback of grouped_mm for widths that the kernel does not support
+        monkeypatch.setattr(kernels, "_grouped_mm_takes", lambda weight: False)
+    paths, tokens, _ = problem
+    answers = world.in_layouts(["TP1"], expert_gradient_shapes, paths["qwen3_moe"], tokens)
+    shapes, frozen, trained = answers["TP1"][0]
+    assert shapes == {(16, 64, 64), (16, 32, 64)}  # (E, h, 2 w) and (E, w, h)
+    assert frozen == set()
+    assert trained == shapes  # control: the hook sees such tensors

@@ -29,11 +29,7 @@ def test_a_command_that_is_not_there_or_hangs_is_an_answer() -> None:
     assert machine.run_command(["no-such-command"])[0] == 127
     assert machine.run_command([sys.executable, "-c", "import time; time.sleep(60)"], seconds=0.2)[0] == 124
     assert machine.run_command([sys.executable, "-c", "print(1)"]) == (0, "1\n")
-
-
-def test_installed_versions_tell_torchs_build_and_a_missing_package() -> None:
-    assert machine.installed_version("torch").endswith("+cpu")
-    assert machine.installed_version("no-such-package") is None
+    assert machine.installed_version("torch").endswith("+cpu") and machine.installed_version("no-such-package") is None
 
 
 def test_file_of_a_package_is_read_without_importing_it(tmp_path, monkeypatch) -> None:
@@ -53,7 +49,6 @@ def test_file_of_a_package_is_read_without_importing_it(tmp_path, monkeypatch) -
         ("davinci0", {}, "auto", "npu"),
         ("nvidia0", {}, "auto", "cuda"),
         ("null", {}, "auto", "cpu"),
-        ("null", {"ASCEND_HOME_PATH": "/x"}, "auto", "npu"),
         ("davinci0", {}, "cpu", "cpu"),
     ],
 )

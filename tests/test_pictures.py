@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import sys
 
-import pytest
 from source import FILES, ROOT
 
 sys.path.insert(0, str(ROOT / "docs"))
@@ -24,30 +23,23 @@ def test_files_import_from_their_own_section_or_from_those_below() -> None:
     assert upward == {("plan/", "Commands")}
 
 
-@pytest.mark.parametrize("name", ["architecture", "step"])
-def test_picture_is_as_the_code_is(name: str) -> None:
-    stored = (ROOT / "docs" / "pictures" / f"{name}.svg").read_text()
-    assert stored == getattr(draw_pictures, name)(), "run: python docs/draw_pictures.py"
+def test_pictures_are_as_the_code_is(monkeypatch) -> None:
+    stored = {name: (ROOT / "docs" / "pictures" / f"{name}.svg").read_text() for name in ("architecture", "step")}
+    assert stored == {name: getattr(draw_pictures, name)() for name in stored}, "run: python docs/draw_pictures.py"
+    counts = draw_pictures.arrows() | {("Method", "Commands"): 1}  # an import more changes the picture
+    monkeypatch.setattr(draw_pictures, "arrows", lambda: counts)
+    assert stored["architecture"] != draw_pictures.architecture()
 
 
-def test_an_import_more_changes_the_picture(monkeypatch) -> None:
-    counts = draw_pictures.arrows()
-    monkeypatch.setattr(draw_pictures, "arrows", lambda: counts | {("Method", "Commands"): 1})
-    assert (ROOT / "docs" / "pictures" / "architecture.svg").read_text() != draw_pictures.architecture()
-
-
-@pytest.mark.parametrize("name", [call[0] for _, calls in draw_pictures.STEP for call in calls])
-def test_every_function_of_the_step_exists(name: str) -> None:
-    module = max((m for m in FILES if name.startswith(f"{m}.")), key=len)
-    body = ast.parse(FILES[module].read_text()).body
-    for part in name.removeprefix(f"{module}.").split("."):
-        found = [node for node in body if getattr(node, "name", None) == part]
-        assert found, f"{name}: {module} has no {part}"
-        body = found[0].body
-
-
-def test_steps_of_the_picture_are_those_of_the_readme_and_of_the_loop() -> None:
+def test_steps_of_the_picture_are_those_of_the_readme_and_of_the_loop_and_its_functions_exist() -> None:
     readme, loop = (ROOT / "README.md").read_text(), (ROOT / "train_grpo.py").read_text()
-    for title, _ in draw_pictures.STEP:
+    for title, calls in draw_pictures.STEP:
         number, words = title.split(". ", 1)
         assert f"{number}. **{words}" in readme and f"# {title}" in loop, title
+        for name, *_ in calls:
+            module = max((m for m in FILES if name.startswith(f"{m}.")), key=len)
+            body = ast.parse(FILES[module].read_text()).body
+            for part in name.removeprefix(f"{module}.").split("."):
+                found = [node for node in body if getattr(node, "name", None) == part]
+                assert found, f"{name}: {module} has no {part}"
+                body = found[0].body

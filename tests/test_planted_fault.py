@@ -15,8 +15,7 @@ from source import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import planted_fault
-
-from lab.faults import FAULTS
+from planted_fault import FAULTS
 
 
 def right_and_wrong(name: str) -> tuple[Callable, Callable]:
@@ -62,8 +61,7 @@ def test_foreign_routes_are_those_of_the_token_before() -> None:
 def test_a_fault_that_cannot_be_planted_is_refused_in_one_line(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for given in ([], ["nothing", "configs/bench.yaml"]):
-        assert planted_fault.main(given) == 2
+    assert planted_fault.main(["nothing", "configs/bench.yaml"]) == 2
     assert "FAULT: found 'nothing'; needed: one of inverted_weights, " in capsys.readouterr().err
     monkeypatch.delattr("routing_replay.RoutingReplay.replaying")
     assert planted_fault.main(["foreign_routes", "configs/bench.yaml"]) == 2
@@ -73,7 +71,7 @@ def test_a_fault_that_cannot_be_planted_is_refused_in_one_line(
 def train(folder: Path, *script: str) -> tuple[str, str, list[dict]]:
     """Two steps of configs/bench.yaml on a model that has hardly learned.  -> command, metrics, evaluations"""
     given = [
-        "configs/bench.yaml", "name=x", f"model.path={folder / 'model'}", "tiny_model.warm_start_steps=60",
+        "configs/bench.yaml", "name=x", f"model.path={folder / 'model'}", "tiny_model.warm_start_steps=20",
         "rollout.prompts_per_step=4", "rollout.max_new_tokens=24", "rollout.round_bits=3", "replay.mode=r3",
         "optim.prompts_per_update=4", "optim.warmup_steps=0", "optim.lr=0.05", "loss.entropy_coef=0.1", "train.steps=2",
         "lora.targets=[linear_fc1,linear_fc2]", "eval.num_questions=64", "eval.every=1",

@@ -73,9 +73,8 @@ def test_the_recipe_of_an_older_model_is_still_that_of_one_operation() -> None:
     assert tiny_model.recipe(many)["operations"] == [1, 3]
 
 
-@pytest.mark.parametrize("heldout", [False, True])
-def test_answers_of_several_operations_are_right_and_of_every_length(heldout: bool) -> None:
-    pairs = data_gsm8k.arithmetic(1500, heldout, 0, 1, 30, MANY)
+def test_answers_of_several_operations_are_right_and_of_every_length() -> None:
+    pairs = data_gsm8k.arithmetic(1500, True, 0, 1, 30, MANY)
     assert len({question for question, _ in pairs}) == 1500
     lengths = Counter()
     for question, answer in pairs:
@@ -87,7 +86,7 @@ def test_answers_of_several_operations_are_right_and_of_every_length(heldout: bo
     assert min(lengths.values()) > 400, "drawn evenly: 500 each, a standard deviation is 18"
 
 
-@pytest.mark.parametrize(("low", "high", "operations"), [(1, 30, (1, 3)), (0, 12, (2, 2)), (1, 49, (4, 4))])
+@pytest.mark.parametrize(("low", "high", "operations"), [(1, 30, (1, 3)), (0, 12, (2, 2))])
 def test_a_held_out_problem_begins_with_a_held_out_pair_and_a_training_problem_has_none(low, high, operations) -> None:
     for _, answer in data_gsm8k.arithmetic(800, True, 3, low, high, operations):
         assert held_out_lines(parsed(answer))[0]
@@ -97,7 +96,7 @@ def test_a_held_out_problem_begins_with_a_held_out_pair_and_a_training_problem_h
 
 def test_the_benchmark_asks_every_held_out_pair() -> None:
     cfg = load_config("configs/bench.yaml")
-    low, high = cfg.data.operand_low, cfg.data.operand_high
+    low, high = data_gsm8k.LOWEST_OPERAND, cfg.data.operand_high
     pairs = {(x, y) for x in range(low, high + 1) for y in range(x, high + 1) if data_gsm8k.held_out(x, y)}
     asked = {tuple(sorted(parsed(answer)[0][0:3:2])) for _, answer in data_gsm8k.read(cfg.data, "test")[0]}
     assert len(pairs) == 57 and asked == pairs
@@ -105,18 +104,13 @@ def test_the_benchmark_asks_every_held_out_pair() -> None:
 
 def test_the_warm_start_never_computes_with_a_held_out_pair() -> None:
     rng = random.Random(0)
-    for _ in range(2000):
+    for _ in range(1000):
         problem = data_gsm8k.problem(rng, 1, 30, False, MANY)
         assert not any(held_out_lines(parsed(tiny_model.sloppy_solution(problem, rng, 0.36, 0.58))))
+        assert tiny_model.sloppy_solution(problem, rng, 1.0, 0.0) == data_gsm8k.solution(problem.lines)
         text, completion = tiny_model.drill(rng, 1, 30, MANY)
         ((x, sign, y, result),) = lines = parsed(f"{text}{completion}\n####{completion[2:]}")
         assert not any(held_out_lines(lines)) and result == (x + y if sign == "+" else x - y) and 0 <= result <= 99
-
-
-def test_drills_of_several_operations_begin_with_any_result() -> None:
-    rng = random.Random(0)
-    first = {int(tiny_model.drill(rng, 1, 30, MANY)[0].split()[0]) for _ in range(4000)}
-    assert first == set(range(100)) or len(set(range(100)) - first) <= 2
 
 
 def test_the_teacher_goes_on_from_what_he_found_and_errs_in_every_operation_alike() -> None:
@@ -138,13 +132,6 @@ def test_the_teacher_goes_on_from_what_he_found_and_errs_in_every_operation_alik
     for place, (by_hand, other) in enumerate([(0.42, 0.51), (0.42, 0.51), (0.36, 0.58)]):
         assert right[place] / lines_seen[place] == pytest.approx(by_hand, abs=0.03), place
         assert wrong[place] / lines_seen[place] == pytest.approx(other, abs=0.03), place
-
-
-def test_a_teacher_who_is_always_right_gives_the_solution() -> None:
-    rng = random.Random(0)
-    for _ in range(200):
-        problem = data_gsm8k.problem(rng, 1, 30, False, MANY)
-        assert tiny_model.sloppy_solution(problem, rng, 1.0, 0.0) == data_gsm8k.solution(problem.lines)
 
 
 def test_more_questions_of_several_operations_than_there_are_is_refused(monkeypatch) -> None:

@@ -15,6 +15,7 @@ import world
 from adapted import load, lora_config, move
 from measured import measure_quantised
 from safetensors.torch import load_file, save_file
+from scope import cases
 from torch import Tensor
 
 import adapter_weights
@@ -23,14 +24,14 @@ import export
 import hf_config
 import kernels
 import lora_megatron
-import model_megatron
 import quantisation
 import weights_hf
 from input_files import InputError
 from parallel_setup import Parallel
 
-LAYOUTS = list(world.LAYOUTS)
-WITH_ATTENTION = ["TP1", "TP2", "TP2_EP2"]
+LAYOUTS = cases(["TP1", "TP2_EP2_DP2", "TP2_EP2_ETP2"], ["ETP2", "EP2_DP4", "TP4_EP4_ETP4"])
+WITH_ATTENTION = cases(["TP2_EP2"], ["TP1", "TP2"])
+EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight"
 TOLERANCE = 1e-4  # of a gradient, relative to its largest element
 SIZES = {"moe_intermediate_size": 128}  # a quarter of it is a whole group of every format
 GROUPED = SIZES | {"num_key_value_heads": 4}  # two query heads share a key/value head
@@ -67,40 +68,28 @@ def packed_by_compressed_tensors(weight: Tensor, name: str) -> dict[str, Tensor]
     return {"codes": packed, "scales": scales, "factors": torch.empty(0) if factor is None else factor}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", hf_config.FORMATS)
-def test_codes_and_scales_are_those_of_compressed_tensors(name: str, dtype: torch.dtype) -> None:
-    pytest.importorskip("compressed_tensors", reason="comes with vLLM (bash run_cpu.sh --vllm)")
-    weight = torch.randn(48, 256, generator=torch.Generator().manual_seed(0)).mul(0.05).to(dtype)
-    weight[3], weight[5, :40] = 0, 0
-    weight[7, ::2] *= 1000
-    weight[9, :16] = torch.tensor([0.25, -0.75, 1.25, 1.75, 2.5, -3.5, 5.0, 6.0] * 2)  # ties of nvfp4
-    found, expected = quantisation.quantise(weight, name), packed_by_compressed_tensors(weight, name)
-    for field, value in expected.items():
-        mine = getattr(found, field)
-        assert mine.float().equal(value.float()), field
-    assert found.scales.dtype == (torch.float8_e4m3fn if name == "nvfp4" else dtype)
-
-
 def edges(dtype: torch.dtype) -> dict[str, Tensor]:
     """Matrices at the ends of what a scale can be: zero as a whole or in part, denormal, near to zero, and large."""
     weight = torch.randn(24, 128, generator=torch.Generator().manual_seed(0)).clamp(-3, 3)
-    row, block = weight.clone(), weight.clone()
-    row[3], block[5, :64] = 0, 0
-    sizes = {f"{size:g}": weight * size for size in (1e-44, 1e-40, 1e-38, 7.9e-36, 1e-34, 1e-20, 1e20, 1e37)}
-    mixed = weight * torch.logspace(-44, 37, 24)[:, None]
-    found = {"zero": 0 * weight.abs(), "-0": -0.0 * weight.abs(), "a zero row": row, "a zero block": block}
-    return {name: matrix.to(dtype) for name, matrix in (found | sizes | {"rows of all sizes": mixed}).items()}
+    mixed = 0.05 * weight
+    mixed[3], mixed[5, :64] = 0, 0
+    mixed[7, ::2] *= 1000
+    mixed[9, :16] = torch.tensor([0.25, -0.75, 1.25, 1.75, 2.5, -3.5, 5.0, 6.0] * 2)  # ties of nvfp4
+    found = {"zero": 0 * weight.abs(), "-0": -0.0 * weight.abs(), "zeros and ties": mixed}
+    found |= {f"{size:g}": weight * size for size in (1e-44, 1e-38, 7.9e-36, 1e-20, 1e37)}
+    found["rows of all sizes"] = weight * torch.logspace(-44, 37, 24)[:, None]
+    return {name: matrix.to(dtype) for name, matrix in found.items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", hf_config.FORMATS)
-def test_zero_denormal_and_large_matrices_are_quantised_as_by_compressed_tensors(name: str, dtype: torch.dtype) -> None:
+def test_codes_and_scales_are_those_of_compressed_tensors(name: str, dtype: torch.dtype) -> None:
     pytest.importorskip("compressed_tensors", reason="comes with vLLM (bash run_cpu.sh --vllm)")
     for what, weight in edges(dtype).items():
         found, expected = quantisation.quantise(weight, name), packed_by_compressed_tensors(weight, name)
         for field, value in expected.items():
             assert getattr(found, field).float().equal(value.float()), (what, field)
+        assert found.scales.dtype == (torch.float8_e4m3fn if name == "nvfp4" else dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -115,25 +104,22 @@ def test_zero_denormal_and_large_matrices_stay_finite_and_keep_their_zeros(name:
     assert quantisation.factor_of(torch.full((2, 16), 2.0)).tolist() == [1344.0]
 
 
-def refusals(parallel: Parallel, path: Path) -> list[str]:
-    """What a load in int8, and one in bf16, say."""
-    found = []
-    for settings in ({"quantisation": "int8"}, {"dtype": torch.bfloat16}):
-        with pytest.raises(InputError) as refused:
-            load(path, parallel, **settings)
-        found.append(str(refused.value))
-    return found
+def loads(parallel: Parallel, path: Path, settings: dict) -> None:
+    load(path, parallel, **settings)
 
 
 def test_a_load_names_the_weight_that_its_format_cannot_hold(tmp_path: Path) -> None:
     """3.4e38 is the largest number of fp32; int8 has no code for +127.5 of its steps, and -128 of them are more."""
-    path, name = reference.save("qwen3_moe", tmp_path / "whole", **SIZES), "model.layers.0.mlp.experts.3.up_proj.weight"
+    path, name = reference.save("qwen3_moe", tmp_path / "whole", **SIZES), EXPERT
     tensors = load_file(path / "model.safetensors")
     tensors[name][0, 0] = -torch.finfo(torch.float32).max
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    ((quantised, rounded),) = world.in_layouts(["TP1"], refusals, path)["TP1"]
-    assert f"{name}: in int8 its scales" in quantised and "such weights in float32; needed" in quantised
-    assert f"{name} holds values that are not finite in bfloat16" in rounded  # whose largest number is 3.39e38
+    for settings, said in (
+        ({"quantisation": "int8"}, f"{name}: in int8 its scales .*such weights in float32; needed"),
+        ({"dtype": torch.bfloat16}, f"{name} holds values that are not finite in bfloat16"),  # its largest: 3.39e38
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            world.in_layouts(["TP1"], loads, path, settings)
     with pytest.raises(InputError, match=rf"{name}: in int8 its scales"):
         quantisation.frozen(tensors, name, torch.float32, "int8")
     codes = quantisation.quantise(torch.ones(2, 16), "nvfp4")
@@ -180,21 +166,9 @@ def twin(path: Path, name: str, folder: Path, also: str = "") -> dict[str, Tenso
     return tensors
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "qwen2_moe"])
-def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
-    return measure(tmp_path_factory.mktemp("quantised"), request.param, LAYOUTS, attention=False)
-
-
-@pytest.fixture(scope="module", params=["qwen3_moe", "qwen2_moe"])
-def measured_with_attention(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list]:
-    return measure(tmp_path_factory.mktemp("attention"), request.param, WITH_ATTENTION, attention=True)
-
-
 def measure(folder: Path, kind: str, layouts: list[str], attention: bool) -> dict[str, list]:
     sizes, also = (GROUPED, ATTENTION) if attention else (SIZES, "")
-    path, tokens = reference.save(kind, folder / "whole", **sizes), reference.tokens(rows=8, length=16)
+    path, tokens = reference.save(kind, folder / "whole", **sizes), reference.tokens()
     formats = {}
     for name in hf_config.FORMATS:
         tensors = twin(path, name, folder / name, also)
@@ -202,30 +176,25 @@ def measure(folder: Path, kind: str, layouts: list[str], attention: bool) -> dic
     return world.in_layouts(layouts, measure_quantised, path, formats, tokens, attention)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("kind", "attention"),
+    cases([("qwen2_moe", False), ("qwen3_moe", True)], [("qwen3_moe", False), ("qwen2_moe", True)]),
+)
 def test_log_probs_and_gradients_are_those_of_the_model_that_the_codes_stand_for(
-    layout: str, measured: dict[str, list]
+    kind: str, attention: bool, tmp_path: Path
 ) -> None:
-    assert_equal_to_the_twin(measured[layout], {"int8"} if "ETP" in layout else set())
-
-
-@pytest.mark.parametrize("layout", WITH_ATTENTION)
-def test_quantised_attention_is_that_of_the_model_that_the_codes_stand_for(
-    layout: str, measured_with_attention: dict[str, list]
-) -> None:
-    assert_equal_to_the_twin(measured_with_attention[layout], {"int8"} if "TP2" in layout else set())
-
-
-def assert_equal_to_the_twin(ranks: list, impossible: set[str]) -> None:
-    for rank in ranks:
-        assert rank.keys() == hf_config.FORMATS.keys() - impossible
-        for found in rank.values():
-            assert found["unequal"] == []  # to the last bit, also from shards
-            for how in ("apart", "recompute", "merged"):
-                assert found[f"logp error, {how}"] < 1e-4
-                assert found[f"error, {how}"] < TOLERANCE
-            assert found["merged error"] < 1e-5
-            assert all(name.endswith((".A", ".B")) for name in found["trained"]) and found["trained"]
+    for layout, ranks in measure(tmp_path, kind, WITH_ATTENTION if attention else LAYOUTS, attention).items():
+        _, tensor, _, expert_tensor = world.LAYOUTS[layout]
+        split = max(expert_tensor, tensor if attention else 1) > 1
+        for rank in ranks:
+            assert rank.keys() == hf_config.FORMATS.keys() - ({"int8"} if split else set())
+            for found in rank.values():
+                assert found["unequal"] == []  # to the last bit, also from shards
+                assert len(found["errors"]) == 3  # plain, with recompute, and with merged weights
+                for logp_error, error in found["errors"]:
+                    assert logp_error < 1e-4 and error < TOLERANCE
+                assert found["merged error"] < 1e-5
+                assert all(name.endswith((".A", ".B")) for name in found["trained"]) and found["trained"]
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -270,21 +239,12 @@ def loaded(parallel: Parallel, path: Path, folder: Path, name: str, attention: b
 
 @pytest.mark.parametrize("name", hf_config.FORMATS)
 def test_a_quantised_checkpoint_has_the_codes_that_are_made_on_loading(name: str, tmp_path: Path) -> None:
-    path = reference.save("qwen3_moe", tmp_path / "whole", **SIZES)
-    folder = compressed(path, name, tmp_path / "codes")
-    layouts = ["TP1", "EP2", "TP2_EP2_DP2"] + ["TP2_EP2_ETP2"] * (name != "int8")
-    assert all(all(ranks) for ranks in world.in_layouts(layouts, loaded, path, folder, name).values())
-
-
-@pytest.mark.parametrize("name", hf_config.FORMATS)
-def test_a_checkpoint_with_quantised_attention_has_the_codes_that_are_made_on_loading(
-    name: str, tmp_path: Path
-) -> None:
     path = reference.save("qwen3_moe", tmp_path / "whole", **GROUPED)
     folder, experts = compressed(path, name, tmp_path / "c", ATTENTION), compressed(path, name, tmp_path / "experts")
     assert hf_config.read(folder).stored_attention and not hf_config.read(experts).stored_attention
-    for each in (folder, experts):  # what the second one lacks is quantised on loading
-        found = world.in_layouts(["TP1"] + ["TP2_EP2"] * (name != "int8"), loaded, path, each, name, True)
+    layouts = ["TP1"] if name == "int8" else cases(["TP2_EP2"], ["TP1", "TP2_EP2_ETP2"])
+    for each, attention in ((experts, False), (experts, True), (folder, True)):  # what is missing is made on loading
+        found = world.in_layouts(layouts, loaded, path, each, name, attention)
         assert all(all(ranks) for ranks in found.values())
     cfg = training.config(folder, tmp_path, model__quantisation=name)
     said = f"model.quantised: [experts], but the checkpoint has attention in {name}; needed: [experts, attention]"
@@ -303,11 +263,11 @@ def test_what_a_checkpoint_holds_must_be_what_the_run_says(tmp_path: Path) -> No
         "vllm cannot take the policy of a quantised" in said for said in config_rules.layout_problems(cfg, arch, 1)
     )
     tensors = load_file(folder / "model.safetensors")
-    name = "model.layers.0.mlp.experts.3.up_proj.weight"
+    packed = tensors[f"{EXPERT}_packed"]
     for broken, said in (
-        ({f"{name}_packed": tensors[f"{name}_packed"][:, 1:].contiguous()}, r"has shape \[128, 7\], config.json needs"),
-        ({f"{name}_scale": tensors[f"{name}_scale"] * torch.inf}, "its scales hold values that are not finite"),
-        ({f"{name}_packed": tensors[f"{name}_packed"].long()}, "has dtype int64; supported: int32"),
+        ({f"{EXPERT}_packed": packed[:, 1:].contiguous()}, r"has shape \[128, 7\], config.json needs"),
+        ({f"{EXPERT}_scale": tensors[f"{EXPERT}_scale"] * torch.inf}, "its scales hold values that are not finite"),
+        ({f"{EXPERT}_packed": packed.long()}, "has dtype int64; supported: int32"),
     ):
         save_file(tensors | broken, folder / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(RuntimeError, match=said):
@@ -323,9 +283,15 @@ def trained_policy(parallel: Parallel, path: Path, name: str, dtype: torch.dtype
     return factors, {key: value.clone() for key, value in weights_hf.export(model, arch, parallel)}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("attention", [False, True])
-@pytest.mark.parametrize("name", hf_config.FORMATS)
+@pytest.mark.parametrize(
+    ("name", "attention", "dtype"),
+    [
+        ("int8", False, torch.float32),
+        ("int4", True, torch.float32),
+        ("nvfp4", True, torch.bfloat16),
+        ("nvfp4", False, torch.float32),
+    ],
+)
 def test_an_export_is_the_policy_that_was_trained(
     name: str, attention: bool, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -379,43 +345,44 @@ def test_bounded_pieces_give_the_product_and_the_gradient_of_the_whole(
 
 # ---------------------------------------------------------------- bad input
 
+INT4 = {"model__quantisation": "int4"}
+
 
 @pytest.mark.parametrize(
-    ("name", "hidden", "width", "split", "said"),
+    ("changes", "sizes", "attention", "said"),
     [
-        ("int4", 80, 64, 1, "model.quantisation: int4 with hidden_size 80; needed: a multiple of 32"),
-        ("nvfp4", 64, 40, 1, "nvfp4 with moe_intermediate_size 40; needed: a multiple of 16"),
-        ("int8", 64, 64, 2, "expert_tensor: 2 ranks split the 64 inputs .* one scale for a whole row; needed: 1"),
-        ("int4", 64, 64, 4, "expert_tensor: 4 ranks split the 64 inputs .* a scale for 32 inputs; needed: 1, or"),
+        (INT4, {"hidden_size": 80}, False, "int4 with hidden_size 80; needed: a multiple of 32"),
+        (
+            INT4 | {"parallel__expert_tensor": 4},
+            {"moe_intermediate_size": 64},
+            False,
+            "expert_tensor: 4 ranks split the 64 inputs .* a scale for 32 inputs; needed: 1, or",
+        ),
+        (INT4, {"head_dim": 6}, True, "int4 with num_attention_heads x head_dim 48; needed: a multiple of 32"),
+        (
+            INT4 | {"parallel__tensor": 2},
+            {"head_dim": 12},
+            True,
+            "parallel.tensor: 2 ranks split the 96 inputs .* a scale for 32 inputs; needed: 1, or shards",
+        ),
+        (
+            {"model__quantisation": "int8", "parallel__tensor": 2},
+            {"head_dim": 16},
+            True,
+            "parallel.tensor: 2 ranks split the 128 inputs .* one scale for a whole row; needed: 1",
+        ),
     ],
 )
 def test_sizes_that_cut_a_group_are_refused(
-    name: str, hidden: int, width: int, split: int, said: str, tmp_path: Path
+    changes: dict, sizes: dict, attention: bool, said: str, tmp_path: Path
 ) -> None:
-    sizes = {"hidden_size": hidden, "moe_intermediate_size": width}
+    """Sizes of the attention matter only if it is quantised."""
     arch = hf_config.read(reference.save("qwen3_moe", tmp_path / "m", **sizes))
-    assert re.search(said, arch.quantisation_problem(name, split))
-    changes = {"model__quantisation": name, "parallel__expert_tensor": split}
-    assert re.search(said, config_rules.layout_problems(training.config(tmp_path, tmp_path, **changes), arch, split)[0])
-
-
-@pytest.mark.parametrize(
-    ("name", "head_dim", "tensor", "said"),
-    [
-        ("int4", 6, 1, "model.quantisation: int4 with num_attention_heads x head_dim 48; needed: a multiple of 32"),
-        ("int4", 12, 2, "parallel.tensor: 2 ranks split the 96 inputs .* a scale for 32 inputs; needed: 1, or shards"),
-        ("int8", 16, 2, "parallel.tensor: 2 ranks split the 128 inputs .* one scale for a whole row; needed: 1"),
-    ],
-)
-def test_sizes_that_cut_a_group_of_attention_are_refused(
-    name: str, head_dim: int, tensor: int, said: str, tmp_path: Path
-) -> None:
-    arch = hf_config.read(reference.save("qwen3_moe", tmp_path / "m", head_dim=head_dim))
-    changes = {"model__quantisation": name, "parallel__tensor": tensor}
-    for attention in (False, True):
-        changes["model__quantised"] = ("experts", "attention")[: 1 + attention]
-        found = config_rules.layout_problems(training.config(tmp_path, tmp_path, **changes), arch, tensor)
-        assert bool(re.search(said, "; ".join(found))) == attention
+    ranks = changes.get("parallel__tensor", 1) * changes.get("parallel__expert_tensor", 1)
+    for quantised in (["experts"], ["experts", "attention"]):
+        cfg = training.config(tmp_path, tmp_path, **changes, model__quantised=tuple(quantised))
+        refused = re.search(said, "; ".join(config_rules.layout_problems(cfg, arch, ranks)))
+        assert bool(refused) == (not attention or "attention" in quantised)
 
 
 def test_the_backward_pass_keeps_no_dequantised_attention(tmp_path: Path) -> None:
@@ -434,8 +401,3 @@ def no_weight_is_kept(parallel: Parallel, path: Path) -> None:
         assert not [tensor for tensor in kept if tensor.numel() >= linear.weight.numel()]
         y.sum().backward()
         assert torch.allclose(x.grad, linear.weight.sum(0).expand_as(x), atol=1e-5)
-
-
-def test_an_unquantised_model_has_parameters_only(tmp_path: Path) -> None:
-    experts = model_megatron.GroupedLinear(2, 32, 64, torch.float32, "none", 1)
-    assert [name for name, _ in experts.named_parameters()] == ["weight"] and not list(experts.buffers())

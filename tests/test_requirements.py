@@ -60,40 +60,21 @@ def cpu_versions(which: str = "cpu") -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------ one set of versions
 
 
-def test_versions_are_those_that_belong_together() -> None:
+def test_the_lists_and_the_document_have_the_versions_of_the_table() -> None:
     table, pins = environment.VERSION_SETS[0], versions("npu")
     built = {"CANN", "Python", "vllm", "vllm-ascend", "mindspeed"}  # by the steps at the head of the file
     assert {name: pins[name] for name in table.keys() - built} == {n: table[n][0] for n in table.keys() - built}
-
-
-@pytest.mark.parametrize("path", ["requirements/npu.txt", "docs/npu.md"])
-def test_steps_name_the_versions_and_builds_of_the_table(path: str) -> None:
-    text, table = (ROOT / path).read_text(), environment.VERSION_SETS[0]
-    assert f"-b v{table['vllm'][0]} --depth 1 https://github.com/vllm-project/vllm" in text
-    assert f"--no-binary vllm-ascend vllm-ascend=={table['vllm-ascend'][0]}" in text
-    assert f"-b {environment.MINDSPEED_BRANCH[table['mindspeed'][0]]} https://" in text
-    assert set(re.findall(r"SOC_VERSION=(\w+)", text)) == {environment.SOC_VERSIONS["A3"]}
-
-
-def test_images_are_those_of_the_table() -> None:
-    tag = environment.VLLM_ASCEND_IMAGES["A3"]
+    assert versions("npu-image").items() <= pins.items()
+    for path in ("requirements/npu.txt", "docs/npu.md"):
+        text = (ROOT / path).read_text()
+        assert f"-b v{table['vllm'][0]} --depth 1 https://github.com/vllm-project/vllm" in text
+        assert f"--no-binary vllm-ascend vllm-ascend=={table['vllm-ascend'][0]}" in text
+        assert f"-b {environment.MINDSPEED_BRANCH[table['mindspeed'][0]]} https://" in text
+        assert set(re.findall(r"SOC_VERSION=(\w+)", text)) == {environment.SOC_VERSIONS["A3"]}
     for path in ("requirements/npu-image.txt", "docs/npu.md"):
-        assert set(re.findall(r"quay.io/ascend/vllm-ascend:([\w.-]+)", (ROOT / path).read_text())) == {tag}
-    assert tag.startswith(f"v{environment.VERSION_SETS[0]['vllm-ascend'][0]}-")
-
-
-def test_image_list_is_a_part_of_the_whole() -> None:
-    assert versions("npu-image").items() <= versions("npu").items()
-
-
-def test_no_package_is_listed_twice_for_one_machine() -> None:
-    for which in LISTS:
-        for machine in ("aarch64", "x86_64"):
-            names = [line.name for line in lines(which) if line.machine in ("", machine)]
-            assert len(names) == len(set(names))
-
-
-def test_neither_the_stock_triton_nor_cuda_comes_along() -> None:
+        images = set(re.findall(r"quay.io/ascend/vllm-ascend:([\w.-]+)", (ROOT / path).read_text()))
+        assert images == {environment.VLLM_ASCEND_IMAGES["A3"]}
+    # Neither the stock triton nor CUDA comes along.
     unwanted = [line for line in lines("npu") if re.match(r"triton$|nvidia|cuda|cupy|flashinfer", line.name)]
     assert not unwanted and all(line.version.endswith("+cpu") for line in lines("npu") if line.machine == "x86_64")
 

@@ -18,48 +18,28 @@ BOX = "<think>steps</think> <answer>so \\boxed{%s} it is</answer>"
 
 # (response, gold, score). Under strict, 0 is also the score of a text without a readable answer: see UNREADABLE.
 STRICT = [
-    ("9 * 2 = 18\n#### 18", "18", 1),
     ("#### 18", "18", 1),
     ("####18", "18", 1),
     ("####  \t 18", "18", 1),
-    ("so the answer is #### 18", "18", 1),
     ("#### 19", "18", 0),
     ("#### -5", "-5", 1),
     ("#### 5", "-5", 0),
-    ("#### +18", "18", 1),
     ("#### $18", "18", 1),
-    ("#### $ 18", "18", 1),
     ("#### \\$18", "18", 1),
-    ("#### -$18", "-18", 1),
     ("#### $-18", "-18", 1),
     ("#### $18$", "18", 1),
-    ("#### **18**", "18", 1),
-    ("**#### 18**", "18", 1),
     ("#### **$18.00**.", "18", 1),
     ("#### `18`", "18", 1),
-    ("#### 18.", "18", 1),
-    ("#### 18.0", "18", 1),
     ("#### 18.01", "18", 0),
-    ("#### 018", "18", 1),
     ("#### .5", "0.5", 1),
     ("#### 0.50", "0.5", 1),
     ("#### 0.1", "0.10000000000000000001", 0),  # equal as floats, not as decimals
-    ("#### 1,800", "1800", 1),
-    ("#### 1800", "1,800", 1),
     ("#### 1,234,567.50", "1234567.5", 1),
-    ("#### 18%", "18", 1),
-    ("#### 18 dollars", "18", 1),
     ("#### 18 dollars a day.", "18", 1),
     ("#### 18 (eggs)", "18", 1),
     ("#### 18\nSo it is not 19.", "18", 1),
-    ("#### 18\r\n", "18", 1),
-    ("#### 18\n#### 18", "18", 1),
     ("#### 18 #### 18.0", "18", 1),
-    ("#### 18 ####", "18", 1),
     ("#### Step 1: add 3 and 4\n#### **Result**\n#### 18", "18", 1),
-    ("##### Part 2\n#### 18\n#######", "18", 1),
-    ("#### 18<|im_end|>\n#### 19", "18", 1),
-    ("#### 18</s>", "18", 1),
     ("#### 18<|endoftext|>Question: 2 + 2? #### 4", "18", 1),
     ("#### 4<|endoftext|>#### 18", "18", 0),
     ("<|im_end|>#### 18", "18", 0),
@@ -68,49 +48,26 @@ STRICT = [
 UNREADABLE = [
     "",
     "The answer is 18.",
-    "#### ",
     "####\n18",
-    "### 18",
     "##### 18",  # a heading of another level
     "#### The answer is 18",
-    "#### x = 18",
     "#### 18 or 19",
-    "#### 18 or nineteen",
     "#### 18 and a half",
     "#### 18 thousand",
-    "#### 18 Million dollars",
-    "#### 18k",
     "#### 18kg",
     "#### 18-20",
-    "#### 18 = 18",
-    "#### 9 + 9",
     "#### 18/1",
-    "#### 1.8e1",
     "#### 18.0.0",
-    "#### 1 800",
     "#### 1,8",
-    "#### 18,00",
-    "#### 0,018",
     "#### 1800,000",
-    "#### 1,800,00",
     "#### --18",
-    "#### -$-18",
-    "#### - 18",
     "#### \\boxed{18}",
-    "#### [18]",
     "#### 18\n#### 19",
     "#### 18\n#### 18 or 19",
-    "#### 18\n#### 1. First, add",
     "#### \uff11\uff18",  # full-width digits
-    "#### 18\uff15",
-    "#### \u0661\u0668",  # Arabic-Indic digits
     "#### \u221218",  # the minus sign of typesetting
-    "#### \u221218\n#### 18",
     "#### 18\u00b2",
-    "#### 18 \u00bd",
-    "#### 18 \u5143",
     "#### NaN",
-    "#### Infinity",
 ]
 PEERS = {
     "verl_strict": [  # last "#### number" of the last 300 characters, commas removed, equal as text
@@ -118,117 +75,69 @@ PEERS = {
         ("#### 19\n#### 18", "18", 1),
         ("#### 18\n#### 19", "18", 0),
         ("#### 1,800", "1800", 1),
-        ("#### 1,8,0,0", "1800", 1),
         ("#### 18 or 19", "18", 1),
-        ("#### 18 dollars", "18", 1),
-        ("##### 18", "18", 1),
-        ("#### -5", "-5", 1),
-        ("#### 18.", "18", 0),
         ("#### 18.0", "18", 0),
         ("#### $18", "18", 0),
-        ("#### **18**", "18", 0),
-        ("####18", "18", 0),
-        ("####  18", "18", 0),
-        ("18", "18", 0),
         ("#### 18" + "x" * 293, "18", 1),  # 300 characters
         ("#### 18" + "x" * 294, "18", 0),  # the first # is cut off
         ("#### 1" + "x" * 293 + "#### 18", "18", 1),
     ],
     "verl_flexible": [  # last run of digits, dots and commas of the last 300 characters, but "."; commas stay
-        ("The answer is 18", "18", 1),
         ("The answer is 18 . ", "18", 1),
-        ("1 2 3 4 18", "18", 1),
-        ("#### 18 or 19", "18", 0),
         ("#### 18 or 19", "19", 1),
-        ("$18", "18", 1),
         ("It is 18.", "18", 0),
         ("18 , that is all", "18", 0),  # "," is taken for a number
-        ("18 ...", "18", 0),
         ("1,800", "1800", 0),
         ("5-18", "-18", 1),
         ("18" + "x" * 298, "18", 1),
         ("18" + "x" * 299, "8", 1),
-        ("no number", "18", 0),
-        (" . ", "18", 0),
     ],
     "openai": [  # first "#### number", commas removed, equal as text
-        ("#### 18", "18", 1),
         ("#### 18\n#### 19", "18", 1),
         ("#### 19\n#### 18", "18", 0),
         ("#### 1,800", "1800", 1),
         ("#### 18" + "x" * 1000, "18", 1),
-        ("#### 18.", "18", 0),
-        ("#### 18.0", "18", 0),
         ("#### $18", "18", 0),
-        ("####18", "18", 0),
-        ("#### x\n#### 18", "18", 1),
         ("[invalid]", "18", 0),
     ],
     "lm_eval_strict": [  # first "#### number"; commas, "$" and one final dot ignored on both sides
-        ("#### 18", "18", 1),
         ("#### 18.", "18", 1),
         ("#### 18.,", "18", 1),
-        ("#### 18..", "18", 0),
-        ("#### 18.0", "18", 0),
-        ("#### 1,800", "1800", 1),
         ("#### 1800", "1,800", 1),
         ("#### $18", "18", 0),
         ("#### 18\n#### 19", "18", 1),
         ("#### 19\n#### 18", "18", 0),
-        ("####18", "18", 0),
-        ("#### 18 or 19", "18", 1),
     ],
     "lm_eval_flexible": [  # last run of two or more of [$0-9.,], or of digits
-        ("The answer is 18.", "18", 1),
         ("The answer is $1,800.", "1800", 1),
-        ("#### $18", "18", 1),
-        ("It is 8", "8", 1),
         ("It is 8 . ", "8", 1),  # a single dot is no run of two
         ("18 ...", "18", 0),  # three dots are
         ("18 or 19", "18", 0),
-        ("5 - 18", "18", 1),
         ("-18", "-18", 1),
         ("18.0", "18", 0),
         ("18" + "x" * 1000, "18", 1),
-        ("none", "18", 0),
     ],
     "base_acc": [  # the whole text in its frame, the last box compared after a clean-up
         (BOX % "18", "18", 1),
-        (BOX % "19", "18", 0),
         ("#### 18", "18", 0),
-        ("\\boxed{18}", "18", 0),
         ("<answer>\\boxed{18}</answer>", "18", 0),
         ("<think></think><answer>\\boxed{18}</answer>", "18", 1),
-        ("<think>a</think>\n\n<answer>\n\\boxed{18}\n</answer>", "18", 1),
         (" " + BOX % "18", "18", 0),
-        (BOX % "18" + "\n", "18", 0),
         ("<think>a</think><answer>18</answer>", "18", 0),
-        ("<think>\\boxed{18}</think><answer>18</answer>", "18", 0),
         ("<answer>\\boxed{18}</answer><think></think>", "18", 0),
-        ("<think>a</think><answer>\\boxed{18</answer>", "18", 0),
-        ("<think>a</think><answer>\\boxed{19} \\boxed{18}</answer>", "18", 1),
         ("<think>a</think><answer>\\boxed{18} \\boxed{19}</answer>", "18", 0),
         ("<think>a</think><answer>\\boxed{18} \\boxed{18</answer>", "18", 0),
-        (BOX % " 18 ", "18", 1),
         (BOX % "{18}", "18", 1),
-        (BOX % "\\$18", "18", 1),
         (BOX % "18.00", "18", 1),
         (BOX % "18\\%", "18", 1),
         (BOX % "1,800", "1800", 1),
         (BOX % "18\\text{ dollars}", "18", 1),
-        (BOX % "18 miles", "18", 1),
         (BOX % "x=18", "18", 1),
         (BOX % "\\text{18}", "18", 1),
         (BOX % "(18)", "18", 1),
-        (BOX % "-5", "-5", 1),
-        (BOX % "18 dollars", "18", 0),
-        (BOX % "18 or 19", "18", 0),
         (BOX % "\\frac{36}{2}", "18", 0),
-        (BOX % "9+9", "18", 0),
         (BOX % "18 million", "18", 0),
         (BOX % "2.50", "2.5", 1),
-        (BOX % "", "18", 0),
-        (BOX % "nan", "18", 0),
         (BOX % "inf", "18", 0),
     ],
 }
@@ -312,29 +221,21 @@ def test_all_real_gold_answers_score_one(gold_rows: list[dict[str, str]]) -> Non
         assert reward.score(row["answer"], gold, "base_acc") == 0.0
 
 
-def test_verl_flexible_refuses_real_gold_answers_with_commas_only(gold_rows: list[dict[str, str]]) -> None:
-    """Its fault, kept: the gold answer loses its thousands commas, the response does not."""
-    for row in gold_rows:
-        final = row["answer"].rpartition("#### ")[2]
-        expected = float("," not in final)
-        assert reward.score(row["answer"], reward.gold_answer(row["answer"]), "verl_flexible") == expected
-
-
 @pytest.mark.parametrize(
     ("field", "gold"),
-    [("a\n#### 18", "18"), ("#### 1,234,567", "1234567"), ("#### -5\n", "-5"), ("#### 3\nno, #### 4", "4")],
+    [("#### 1,234,567", "1234567"), ("#### -5\n", "-5"), ("#### 3\nno, #### 4", "4")],
 )
 def test_gold_answer(field: str, gold: str) -> None:
     assert reward.gold_answer(field) == gold
 
 
-@pytest.mark.parametrize("field", ["", "18", "####18", "#### ", "#### ,"])
+@pytest.mark.parametrize("field", ["18", "#### ,"])
 def test_gold_answer_refuses_a_field_without_one(field: str) -> None:
     with pytest.raises(ValueError, match="answer: found .*; needed: '#### ' and the final number"):
         reward.gold_answer(field)
 
 
-@pytest.mark.parametrize("gold", ["", "abc", "1/2", "18 or 19", "\uff11\uff18"])
+@pytest.mark.parametrize("gold", ["", "18 or 19", "\uff11\uff18"])
 def test_strict_refuses_a_gold_answer_that_is_not_one_number(gold: str) -> None:
     """Scoring every response 0 without a word is what users of other trainers suffer from."""
     for response in ("#### 18", "nothing"):
@@ -343,22 +244,17 @@ def test_strict_refuses_a_gold_answer_that_is_not_one_number(gold: str) -> None:
 
 
 def test_an_unknown_method_is_refused_with_the_choices() -> None:
-    for call in (lambda: reward.score("#### 18", "18", "exact"), lambda: reward.parsable("#### 18", "exact")):
-        with pytest.raises(ValueError, match="found 'exact'; needed: one of strict, verl_strict"):
-            call()
+    with pytest.raises(ValueError, match="found 'exact'; needed: one of strict, verl_strict"):
+        reward.score("#### 18", "18", "exact")
 
 
 @pytest.mark.parametrize("method", reward.METHODS)
 def test_a_million_characters_take_no_time(method: str) -> None:
     """Each text would take minutes to hours under a quadratic search; 2 s leaves room for a slow machine."""
-    starts, fillers = ["#### ", "#### 18 "], ["9", "#", "-", "$", "*", " ", ",000", ".", "a", "or ", "<|im_end"]
-    fillers += ["#### ", "#### 18 ", "#### 18\n"]
+    starts, fillers = ["#### "], ["9", "#", "-", "*", " ", ",000", ".", "or ", "<|im_end", "#### ", "#### 18\n"]
     if method == "base_acc":
-        starts, fillers = (
-            [BOX.partition("%s")[0], "<think></think>"],
-            ["9", " ", ",000", "{", "}", "{}", "\\", "^ ", "day "],
-        )
-        fillers += ["<think>", "</think>", "<answer>", "\\boxed{", "\\text{"]
+        starts = [BOX.partition("%s")[0], "<think></think>"]
+        fillers = ["9", " ", "{", "}", "\\", "^ ", "day ", "<think>", "</think>", "<answer>", "\\boxed{", "\\text{"]
     for start in starts:
         for filler in fillers:
             text = start + filler * (10**6 // len(filler)) + "}</answer>"
@@ -371,8 +267,6 @@ def test_numbers_of_absurd_length_are_compared_exactly() -> None:
     long = "9" * 10**6
     assert reward.score("#### " + long, long) == 1.0
     assert reward.score("#### " + long, long[:-1] + "8") == 0.0
-    assert reward.score("#### 18." + "0" * 10**6, "18") == 1.0
-    assert reward.score("#### 18." + "0" * 10**6 + "1", "18") == 0.0
 
 
 @pytest.mark.parametrize("method", reward.METHODS)

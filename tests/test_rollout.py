@@ -12,7 +12,9 @@ import pytest
 import torch
 import training
 import world
+from scope import cases
 
+import device as devices
 import hf_config
 import rollout
 from data_gsm8k import Question
@@ -32,53 +34,42 @@ def padded(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-def test_a_plan_takes_every_sequence_once_within_the_budget_on_all_ranks() -> None:
-    for seed in range(300):
-        rng = random.Random(seed)
-        ranks, multiple, budget = rng.choice([1, 2, 3, 4, 16]), rng.choice([1, 2, 4, 8]), rng.choice([1, 64, 300, 2000])
-        chosen = rng.sample(range(500), rng.randint(0, 60))
-        lengths = {sequence: rng.choice([rng.randint(1, 200), 50]) for sequence in chosen}
-        plan = rollout.plan(lengths, ranks, budget, multiple)
-
-        assert sorted(sequence for micro in plan for rows in micro for sequence in rows) == sorted(chosen), seed
-        shortest_before = 200
-        for micro in plan:
-            assert len(micro) == ranks and any(micro), seed
-            for rows in micro:
-                longest = max([padded(lengths[sequence], multiple) for sequence in rows], default=0)
-                assert len(rows) <= 1 or len(rows) * longest <= budget, seed
-            counts = [len(rows) for rows in micro]
-            assert max(counts) - min(counts) <= 1, seed  # ranks finish together
-            sizes = [lengths[sequence] for rows in micro for sequence in rows]
-            assert max(sizes) <= shortest_before, seed  # rows of a micro-batch are alike
-            shortest_before = min(sizes)
-
-        shuffled = list(lengths.items())
-        rng.shuffle(shuffled)
-        assert rollout.plan(dict(shuffled), ranks, budget, multiple) == plan, seed
+def assert_even_shares_of_alike_rows(plan: list[list[list[int]]], lengths: dict[int, int]) -> None:
+    """Ranks finish a micro-batch together, and no later micro-batch has a longer row."""
+    shortest_before = math.inf
+    for micro in plan:
+        counts = [len(rows) for rows in micro]
+        sizes = [lengths[sequence] for rows in micro for sequence in rows]
+        assert max(counts) - min(counts) <= 1 and max(sizes) <= shortest_before
+        shortest_before = min(sizes)
 
 
-def test_no_rank_of_any_micro_batch_is_over_the_budget_but_for_a_single_row() -> None:
+def test_a_plan_takes_every_sequence_once_and_no_rank_is_over_the_budget_but_for_a_single_row() -> None:
     """Groups of unequal rows, packed and padded. The cost is counted as the docstring of rollout.plan says."""
     shared = 0
-    for seed in range(1000):
+    for seed in range(300):
         rng = random.Random(seed)
         ranks, multiple, group = rng.choice([1, 2, 3, 4, 16]), rng.choice([1, 2, 4]), rng.choice([1, 2, 4, 8])
         budget = rng.choice([1, 64, 250, 1000, 8192])
         chosen = [s for s in range(rng.randint(0, 12) * group) if rng.random() < 0.9]  # some are left out
         prompts = {s: random.Random(f"{seed} {s // group}").randint(1, 60) for s in chosen}
         lengths = {s: prompts[s] + rng.choice([1, rng.randint(1, 40), rng.randint(100, 400)]) for s in chosen}
-        for packs in (True, False):
-            plan = rollout.plan(lengths, ranks, budget, multiple, group, prompts if packs else None)
+        order = rng.sample(chosen, len(chosen))
+        for packed in (prompts, None):
+            plan = rollout.plan(lengths, ranks, budget, multiple, group, packed)
+            assert rollout.plan({s: lengths[s] for s in order}, ranks, budget, multiple, group, packed) == plan, seed
             assert sorted(s for micro in plan for rows in micro for s in rows) == chosen, seed
-            for place, rows in ((i, rows) for i, micro in enumerate(plan) for rows in micro if len(rows) > 1):
+            assert all(len(micro) == ranks and any(micro) for micro in plan), seed
+            if group == 1:
+                assert_even_shares_of_alike_rows(plan, lengths)
+            for rows in [rows for micro in plan for rows in micro if len(rows) > 1]:
                 cost = len(rows) * padded(max(lengths[s] for s in rows), multiple)
-                if packs:
+                if packed:
                     once = {s // group: prompts[s] for s in rows}
                     cost = sum(once.values()) + sum(lengths[s] - prompts[s] for s in rows) + cost / 4
-                assert cost <= budget, (seed, packs, place, rows, cost)
+                assert cost <= budget, (seed, packed, rows, cost)
                 shared += 1
-    assert shared > 3000  # enough micro-batches had more than one row
+    assert shared > 900  # enough micro-batches had more than one row
 
 
 def test_a_later_ranks_block_counts_too() -> None:
@@ -93,7 +84,6 @@ def test_a_plan_by_hand() -> None:
     lengths = {10: 5, 11: 8, 12: 3, 13: 8, 14: 6}
     # budget 16, rows padded to a multiple of 4: two rows of 8 a rank; 8, 8, 6, 5 are dealt out in turn, then 3
     assert rollout.plan(lengths, 2, 16, 4) == [[[11, 14], [13, 10]], [[12], []]]
-    assert rollout.plan(lengths, 1, 1, 4) == [[[11]], [[13]], [[14]], [[10]], [[12]]]
     assert rollout.plan({}, 2, 16, 4) == []
 
 
@@ -103,15 +93,12 @@ def test_a_plan_keeps_groups_whole_where_the_budget_lets_it() -> None:
     shares = rollout.plan(lengths, 2, 36, 1, group_size=4)  # 36 / 9 = four rows
     assert [[set(rank) for rank in micro] for micro in shares] == [groups[:2], [{8, 9}, {10, 11}]]
     assert rollout.plan(lengths, 1, 45, 1, group_size=4) == [[sorted(group)] for group in groups]  # five rows: a group
-    split = rollout.plan(lengths, 2, 27, 1, group_size=4)  # three rows: no group fits
-    assert sorted(s for micro in split for rank in micro for s in rank) == list(range(12))
-    assert all(sum(lengths[s] for s in rank) <= 27 for micro in split for rank in micro)
 
 
 def test_micro_batches_are_as_few_as_fit_and_then_as_even() -> None:
     lengths = dict.fromkeys(range(64), 161)  # 50 rows fit, of which 48 are whole groups
     assert [len(rows) for (rows,) in rollout.plan(lengths, 1, 8192, 1, group_size=8)] == [32, 32]
-    for seed in range(100):
+    for seed in range(50):
         rng = random.Random(seed)
         lengths = {sequence: rng.randint(1, 100) for sequence in range(rng.randint(2, 60))}
         ranks, budget = rng.choice([1, 2, 4]), rng.choice([100, 300, 1000])
@@ -126,8 +113,6 @@ def test_packed_rows_count_their_prompt_once_and_a_quarter_of_their_padded_size(
     # A group: 10 + 4 x 2 = 18 in the line, 48 as padded rows: 18 + 48 / 4 = 30. Both: 60.
     assert rollout.plan(lengths, 1, 60, 1, 4, prompts) == [[list(range(8))]]
     assert rollout.plan(lengths, 1, 59, 1, 4, prompts) == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
-    assert rollout.plan(lengths, 2, 30, 1, 4, prompts) == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
-    assert all(len(rows) < 4 for micro in rollout.plan(lengths, 1, 29, 1, 4, prompts) for rows in micro)
     assert len(rollout.plan(lengths, 1, 60, 1, 4)) == 2  # as padded rows
 
 
@@ -138,7 +123,7 @@ def test_vllm_on_an_npu_samples_at_temperature_1_only(tmp_path: Path, monkeypatc
     """vllm-ascend always reports the log-probs of temperature 1."""
     arch = hf_config.parse(published.QWEN3_30B_A3B)
     cfg = training.config(tmp_path, tmp_path, rollout__engine="vllm", rollout__temperature=0.7)
-    monkeypatch.setattr(rollout.devices, "resolve", lambda name: SimpleNamespace(type="npu"))
+    monkeypatch.setattr(devices, "resolve", lambda name: SimpleNamespace(type="npu"))
     monkeypatch.setattr(vllm_engine, "check", lambda *args, **kwargs: None)
     with pytest.raises(InputError, match="rollout.temperature: 0.7, but vllm-ascend reports log-probs at temp"):
         rollout.check_engine(cfg, arch, 1)
@@ -172,10 +157,9 @@ def test_rows_are_prompt_then_completion_padded_on_the_right(batch) -> None:
     assert rollout.pack(batch, [2], torch.zeros(4), CPU, 9, 1).tokens.tolist() == [[5, 6, 7, 2]]
 
 
-@pytest.mark.parametrize("multiple", [1, 4])
-def test_no_sequences_make_one_row_that_trains_nothing(multiple, batch) -> None:
-    micro = rollout.pack(batch, [], torch.ones(4), CPU, 9, multiple)
-    assert micro.tokens.tolist() == [[9] * multiple]
+def test_no_sequences_make_one_row_that_trains_nothing(batch) -> None:
+    micro = rollout.pack(batch, [], torch.ones(4), CPU, 9, 4)
+    assert micro.tokens.tolist() == [[9] * 4]
     assert not micro.mask.any() and not micro.rollout_logp.any() and not micro.advantages.any()
 
 
@@ -205,7 +189,7 @@ def gathered(cfg: Config, num_prompts: int, step: int) -> Rollout:
     return batch
 
 
-@pytest.mark.parametrize("num_prompts", [1, 3, 5])
+@pytest.mark.parametrize("num_prompts", cases([3], [1, 5]))
 def test_every_rank_knows_the_same_rollout_whoever_sampled_it(num_prompts, tmp_path: Path) -> None:
     """This includes fewer prompts than ranks, and a number of prompts that the ranks do not divide."""
     cfg = training.config(tmp_path, tmp_path, rollout__group_size=3, rollout__max_new_tokens=8)
@@ -220,9 +204,8 @@ def test_every_rank_knows_the_same_rollout_whoever_sampled_it(num_prompts, tmp_p
         assert alone.logp[3 * place].tolist() == [-0.5, *(-1.0 * d for d in first[1:5]), -0.25, 0, 0]
     for layout in ("TP2", "TP2_EP4"):
         for batch in training.in_world(layout, gathered, cfg, num_prompts, 7):
-            assert batch.prompts == alone.prompts and batch.lengths == alone.lengths
-            for name in ("tokens", "logp", "truncated", "rewards", "parsable"):
-                assert torch.equal(getattr(batch, name), getattr(alone, name)), name
+            for name, value in vars(alone).items():
+                assert torch.equal(torch.as_tensor(getattr(batch, name)), torch.as_tensor(value)), name
     (other_step,) = training.in_world("TP1", gathered, cfg, num_prompts, 8)
     assert not torch.equal(other_step.tokens, alone.tokens)
 
@@ -245,16 +228,3 @@ def test_repeated_completions_are_counted_beside_their_probability() -> None:
     assert found["rollout/repeated_frac"] == (2 + 3) / 6
     assert found["rollout/repeated_predicted"] == pytest.approx((0.5 + 0.75 + 0.75 + 3 * 0.25) / 6)
     assert found["rollout/repeated_variance"] == pytest.approx(0.25 + 2 * 0.1875 + 3 * 0.1875)
-
-
-def test_repetitions_of_independent_draws_are_as_frequent_as_predicted() -> None:
-    chances = torch.tensor([0.4, 0.3, 0.2, 0.05, 0.05])
-    draws = torch.multinomial(chances.expand(2000, -1), 8, replacement=True, generator=torch.Generator().manual_seed(0))
-    groups = [[([token], chances[token].item()) for token in row] for row in draws.tolist()]
-    found = rollout.repetitions(answered(*groups))
-    more = (found["rollout/repeated_frac"] - found["rollout/repeated_predicted"]) * 7 * 2000
-    assert abs(more) < 4 * found["rollout/repeated_variance"] ** 0.5
-    twice = [[row[j - j % 2] for j in range(8)] for row in groups]
-    found = rollout.repetitions(answered(*twice))
-    more = (found["rollout/repeated_frac"] - found["rollout/repeated_predicted"]) * 7 * 2000
-    assert more > 20 * found["rollout/repeated_variance"] ** 0.5

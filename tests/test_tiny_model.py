@@ -32,7 +32,7 @@ def start(layout: str, cfg: Config):
 def config(folder: Path, seed: int) -> Config:
     sizes = {f"tiny_model__{key}": value for key, value in training.SIZES.items()}
     sizes |= {"tiny_model__architecture": "qwen3_moe", "tiny_model__warm_start_steps": 10, "tiny_model__seed": seed}
-    return training.config(folder / "models" / "tiny", folder, **sizes, tiny_model__words_per_batch=8)
+    return training.config(folder / "models" / "tiny", folder, **sizes)
 
 
 def test_two_starts_at_once_make_one_model(tmp_path: Path, capfd) -> None:
@@ -67,11 +67,3 @@ def beats(cfg: Config) -> list[str]:
 def test_the_watcher_of_stalls_hears_of_every_step_of_the_warm_start(tmp_path: Path) -> None:
     (heard,) = training.in_world("TP1", beats, config(tmp_path, seed=3))
     assert heard == [f"step {step} of the warm start" for step in range(10)]
-
-
-def test_a_folder_of_the_users_under_the_name_of_the_unfinished_model_stays(tmp_path: Path) -> None:
-    theirs = tmp_path / "models" / ".making-tiny" / "thesis.tex"
-    theirs.parent.mkdir(parents=True)
-    theirs.write_text("years of work")
-    assert "in the way, and not made by this program" in start("TP1", config(tmp_path, seed=4)).recv()
-    assert theirs.read_text() == "years of work"

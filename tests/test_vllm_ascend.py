@@ -1,6 +1,6 @@
 """The real vLLM 0.23.0 and vllm-ascend 0.23.0 with our arguments and pushes, on a stub of CANN; no NPU is needed.
 
-Run on host_npu.py: the platform (A3); `create_engine_config` for every layout of the run scripts; on one rank a whole
+Run on cann_stub.py: the platform (A3); `create_engine_config` for every layout of the run scripts; on one rank a whole
 engine of a tiny model (worker, memory check, model, caches, warm-up), a push of whole weights through vLLM's reload,
 and sampling with recorded routes; on four ranks of gloo (tensor 2 x data 2, experts over all) the groups, the model,
 the placement of the experts and the push of the trainer's shards, which must write what vllm-ascend's loader writes.
@@ -25,7 +25,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import cann_stub
-import host_npu
 import pytest
 import run_scripts
 import torch
@@ -55,7 +54,7 @@ def child(tmp_path_factory):
         pytest.skip("VLLM_ASCEND_ENV names no Python with vLLM and vllm-ascend (docs/npu.md)")
     if missing := cann_stub.missing_tools():
         pytest.skip(f"the stub of CANN needs a C compiler and binutils; missing: {', '.join(missing)}")
-    variables = host_npu.environment(python, tmp_path_factory.mktemp("cann"))
+    variables = cann_stub.host_environment(python, tmp_path_factory.mktemp("cann"))
 
     def run(what: str, folder: Path) -> None:
         script = ROOT / "tests" / "support" / "vllm_ascend_engine.py"

@@ -5,7 +5,6 @@ them.
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import re
@@ -15,6 +14,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
+import adapted
 import pytest
 import reference
 import safetensors.torch
@@ -31,15 +31,10 @@ from input_files import InputError
 from parallel_setup import Parallel
 
 KINDS = ["qwen3_moe", "qwen2_moe"]
-LAYOUTS = list(world.LAYOUTS)
+LAYOUTS = world.TESTED
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
-KEY = "model.layers.0.self_attn.k_proj.weight"
 EXPERT = "model.layers.0.mlp.experts.3.down_proj.weight"
-
-
-def build(arch: hf_config.Architecture, parallel: Parallel, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    return model_megatron.build(arch, parallel, dtype=dtype, recompute=False)
 
 
 # ------------------------------------------------------------------------------------------------ round trip
@@ -52,7 +47,7 @@ def round_trip(parallel: Parallel, folders: dict[tuple[str, str], Path]) -> dict
         arch = hf_config.read(folder)
         expected = load_file(folder / "model.safetensors")
         for held, dtype in DTYPES.items():
-            model = build(arch, parallel, dtype)
+            model = model_megatron.build(arch, parallel, dtype=dtype, recompute=False)
             with pytest.MonkeyPatch.context() as patch, _CountElements(patch) as count:
                 weights_hf.load(model, arch, parallel, folder)
             weights = list(weights_hf.slots(model, arch, parallel))
@@ -118,21 +113,14 @@ def everywhere(folders) -> dict[str, list]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("stored", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_come_back_bit_for_bit(kind, stored, layout, everywhere):
+def test_weights_come_back_bit_for_bit_and_a_rank_reads_only_the_slices_it_holds(layout, everywhere):
     """Files in fp32 and bf16, loaded as fp32 and bf16. Every rank exports the same whole tensors."""
     for rank in everywhere[layout]:
-        for held in DTYPES:
-            found = rank[kind, stored, held]
+        assert len(rank) == 2 * len(KINDS) * len(DTYPES)
+        for found in rank.values():
             assert found["different"] == found["surplus"] == found["in small messages"] == []
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_rank_reads_only_the_slices_it_holds(layout, everywhere):
-    for rank in everywhere[layout]:
-        for answer in rank.values():
-            assert answer["read"] == answer["shard"] == answer["parameters"]
+            assert found["read"] == found["shard"] == found["parameters"]
+            assert found["without adapters"] == []  # training changes no tensor
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -149,10 +137,6 @@ def test_ranks_together_hold_no_more_than_their_copies(layout, everywhere, folde
             assert rank[kind, stored, "fp32"]["shard"] == experts // (expert * expert_tensor) + split // tensor + whole
 
 
-def test_without_adapters_training_changes_no_tensor(everywhere):
-    assert everywhere["TP1"][0]["qwen3_moe", "fp32", "fp32"]["without adapters"] == []
-
-
 # ------------------------------------------------------------------------------------------------ several files
 
 
@@ -161,18 +145,14 @@ def test_transformers_shards_load(folders, tmp_path):
     reference.load(source).save_pretrained(tmp_path, max_shard_size="200KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
     (tmp_path / "unrelated.safetensors").write_bytes(b"the index decides which files belong to the model")
-    answers = world.in_layouts(["TP2_EP2"], exported, tmp_path)["TP2_EP2"]
     expected = load_file(source / "model.safetensors")
-    for found in answers:
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(torch.from_numpy(found[name]), value) for name, value in expected.items())
+    for found in world.in_layouts(["TP2_EP2"], exported, tmp_path)["TP2_EP2"]:
+        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def exported(parallel: Parallel, folder: Path) -> dict:
-    arch = hf_config.read(folder)
-    model = build(arch, parallel)
-    weights_hf.load(model, arch, parallel, folder)
-    return {name: value.detach().numpy() for name, value in weights_hf.export(model, arch, parallel)}
+def exported(parallel: Parallel, folder: Path) -> dict[str, Tensor]:
+    model, arch = adapted.load(folder, parallel)
+    return {name: value.detach().clone() for name, value in weights_hf.export(model, arch, parallel)}
 
 
 @pytest.mark.parametrize("shard_bytes", [50_000, 2**30])
@@ -181,35 +161,26 @@ def test_transformers_reads_what_save_model_writes(shard_bytes, folders, tmp_pat
     tensors = load_file(source / "model.safetensors")
     weights_hf.save_model(iter(tensors.items()), tmp_path, shard_bytes)
     shutil.copy(source / "config.json", tmp_path)
-    files = sorted(tmp_path.glob("*.safetensors"))
+    files = [load_file(path) for path in tmp_path.glob("*.safetensors")]
     assert (len(files) == 1) == (shard_bytes == 2**30)
-    for path in files:
-        held = load_file(path)
-        assert len(held) == 1 or sum(value.nbytes for value in held.values()) <= shard_bytes
-    if len(files) > 1:
-        index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-        assert index["weight_map"].keys() == tensors.keys()
-        assert index["metadata"]["total_size"] == sum(value.nbytes for value in tensors.values())
+    assert all(len(held) == 1 or sum(value.nbytes for value in held.values()) <= shard_bytes for held in files)
     weights_hf.read_model(tmp_path, hf_config.read(tmp_path))
     tokens = reference.tokens(rows=2)
     with torch.no_grad():
         assert torch.equal(reference.load(tmp_path)(tokens).logits, reference.load(source)(tokens).logits)
 
 
-def test_others_may_read_a_written_model_as_the_mask_says(tmp_path):
+def test_save_model_takes_views_and_transposed_tensors_and_others_may_read_them_as_the_mask_says(tmp_path):
+    base = torch.arange(12.0).view(3, 4)
+    tensors = {"a": base.t(), "b": base[1:], "c": base}
     before = os.umask(0o027)
     try:
-        weights_hf.save_model(iter([("a", torch.ones(3))]), tmp_path)
+        weights_hf.save_model(iter(tensors.items()), tmp_path)
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "model.safetensors").stat().st_mode) == 0o640
-
-
-def test_save_model_takes_views_and_transposed_tensors(tmp_path):
-    base = torch.arange(12.0).view(3, 4)
-    weights_hf.save_model(iter([("a", base.t()), ("b", base[1:]), ("c", base)]), tmp_path)
     found = load_file(tmp_path / "model.safetensors")
-    assert torch.equal(found["a"], base.t()) and torch.equal(found["b"], base[1:]) and torch.equal(found["c"], base)
+    assert all(torch.equal(found[name], value) for name, value in tensors.items())
 
 
 # ------------------------------------------------------------------------------------------------ broken files
@@ -246,70 +217,41 @@ def index(text: str) -> Callable[[Path], object]:
     return lambda folder: (folder / "model.safetensors.index.json").write_text(text)
 
 
-def two_files(folder: Path) -> None:
-    save_file({NORM: torch.ones(64)}, folder / "more.safetensors")
-
-
-def wrong_offset(data: bytes) -> bytes:
-    """The header promises 8 bytes more than the file holds."""
-    length = struct.unpack("<Q", data[:8])[0]
-    header = json.loads(data[8 : 8 + length])
-    last = max((v for k, v in header.items() if k != "__metadata__"), key=lambda value: value["data_offsets"][1])
-    last["data_offsets"][1] += 8
-    text = json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + data[8 + length :]
-
-
 UNREADABLE = r"model\.safetensors: not a readable safetensors file \(.+\)"
 BROKEN = {  # the fault: (the change that makes it, the expected line)
-    "missing tensor": (change(lambda t: t.pop(EXPERT)), f"missing: {EXPERT}"),
     "several missing": (
         change(lambda t: [t.pop(name) for name in list(t) if ".q_norm" in name or ".k_norm" in name]),
         r"missing: .*q_norm.*, .*k_norm.*, .*q_norm.* and 3 more",
     ),
     "surplus tensor": (change(lambda t: t.update(extra=torch.ones(1))), "not part of this architecture: extra"),
-    "wrong shape": (
-        change(lambda t: t.update({NORM: torch.ones(63)})),
-        rf"{NORM} has shape \[63\], config.json needs \[64\]",
-    ),
     "transposed": (
         change(lambda t: t.update({EXPERT: t[EXPERT].t().contiguous()})),
         rf"{EXPERT} has shape \[32, 64\], config.json needs \[64, 32\]",
-    ),
-    "int8": (
-        change(lambda t: t.update({EXPERT: t[EXPERT].to(torch.int8)})),
-        f"{EXPERT} has dtype int8; supported: float32, bfloat16, float16",
     ),
     "float8": (
         change(lambda t: t.update({EXPERT: t[EXPERT].to(torch.float8_e4m3fn)})),
         f"{EXPERT} has dtype float8_e4m3fn; supported: float32, bfloat16, float16",
     ),
     "cut short": (rewrite(lambda data: data[:-100]), UNREADABLE),
-    "cut in the header": (rewrite(lambda data: data[:100]), UNREADABLE),
     "longer than its header says": (rewrite(lambda data: data + b"more"), UNREADABLE),
     "header of garbage": (rewrite(lambda data: data[:8] + b"\xff" * 64 + data[72:]), UNREADABLE),
-    "header of zeros": (rewrite(lambda data: bytes(len(data))), UNREADABLE),
-    "header length flipped": (rewrite(lambda data: data[7::-1] + data[8:]), UNREADABLE),
     "header length huge": (rewrite(lambda data: struct.pack("<Q", 2**63) + data[8:]), UNREADABLE),
-    "offset past the end": (rewrite(wrong_offset), UNREADABLE),
     "empty": (rewrite(lambda data: b""), UNREADABLE),
-    "an LFS pointer": (rewrite(lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:0"), UNREADABLE),
     "a directory": (
         lambda d: ((d / "model.safetensors").unlink(), (d / "model.safetensors").mkdir()),
         r"model.safetensors: cannot be read \(Is a directory\)",
     ),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), r"model.path: no \*\.safetensors in .*: found none"),
-    "same tensor in two files": (two_files, f"more.safetensors: {NORM} is also in another file|{NORM} is also in"),
+    "same tensor in two files": (
+        lambda d: save_file({NORM: torch.ones(64)}, d / "more.safetensors"),
+        f"more.safetensors: {NORM} is also in another file|{NORM} is also in",
+    ),
     "index of an absent file": (
         index('{"weight_map": {"a": "model-00002.safetensors"}}'),
         "index.json: names model-00002.safetensors, which is not in",
     ),
-    "index cut short": (index('{"weight_map": {"a": "mod'), "index.json: not a valid weight index"),
-    "index without map": (index('{"metadata": {}}'), "index.json: not a valid weight index"),
-    "index a list": (index("[]"), "index.json: not a valid weight index"),
     "index map a list": (index('{"weight_map": ["model.safetensors"]}'), "index.json: not a valid weight index"),
     "index of numbers": (index('{"weight_map": {"a": 3}}'), "index.json: not a valid weight index"),
-    "index of a directory": (index('{"weight_map": {"a": "."}}'), "index.json: names .*, which is not in"),
     "index of nothing": (index('{"weight_map": {}}'), "missing: model.embed_tokens.weight"),
 }
 
@@ -347,44 +289,33 @@ class _Trap:
         return Path.touch, (self.path,)
 
 
-def refusal(parallel: Parallel, folders: dict[str, Path]) -> dict[str, str]:
+def refusals(parallel: Parallel, folders: list[Path]) -> list[str]:
     """The message of load for each folder."""
-    said = {}
-    for what, folder in folders.items():
-        arch = hf_config.read(folder)
+    said = []
+    for folder in folders:
         try:
-            weights_hf.load(build(arch, parallel), arch, parallel, folder)
-            said[what] = "loaded"
+            adapted.load(folder, parallel)
+            said.append("loaded")
         except InputError as error:
-            said[what] = str(error)
+            said.append(str(error))
     return said
 
 
 VALUES = {
-    "nan": (EMBEDDING, lambda t: t[EMBEDDING][100].fill_(torch.nan)),
-    "inf": (EXPERT, lambda t: t[EXPERT][5, 5].fill_(torch.inf)),
-    "-inf": (KEY, lambda t: t[KEY][0].fill_(-torch.inf)),
-    "missing": ("missing: model.norm.weight", lambda t: t.pop(NORM)),
+    "nan": (f"{EMBEDDING} holds values that are not finite in float32", lambda t: t[EMBEDDING][100].fill_(torch.nan)),
+    "-inf": (f"{EXPERT} holds values that are not finite in float32", lambda t: t[EXPERT][0].fill_(-torch.inf)),
     "fp16": ("loaded", lambda t: t.update({name: value.half() for name, value in t.items()})),
     "one fp64": ("model.norm.weight has dtype float64; supported", lambda t: t.update({NORM: t[NORM].double()})),
 }
 
 
-@pytest.fixture(scope="module")
-def said(folders, tmp_path_factory) -> list[dict[str, str]]:
-    broken = {}
+def test_load_refuses_what_it_cannot_use_by_name(folders, tmp_path):
     for what, (_, edit) in VALUES.items():
-        broken[what] = tmp_path_factory.mktemp("values") / "model"
-        shutil.copytree(folders["qwen3_moe", "fp32"], broken[what])
-        change(edit)(broken[what])
-    return world.in_layouts(["TP1"], refusal, broken)["TP1"]
-
-
-@pytest.mark.parametrize("what", VALUES)
-def test_load_refuses_what_it_cannot_use_by_name(what, said):
-    assert VALUES[what][0] in said[0][what]
-    if "inf" in what or what == "nan":
-        assert said[0][what].endswith("holds values that are not finite in float32")
+        shutil.copytree(folders["qwen3_moe", "fp32"], tmp_path / what)
+        change(edit)(tmp_path / what)
+    (said,) = world.in_layouts(["TP1"], refusals, [tmp_path / what for what in VALUES])["TP1"]
+    for message, (expected, _) in zip(said, VALUES.values(), strict=True):
+        assert expected in message
 
 
 # ------------------------------------------------------------------------------------------------ q, k, v in one matrix

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import lora_reference
 import torch
-from lora_reference import ALPHA, EXPERT_RANK, RANK, TARGETS, TEMPERATURE
+from lora_reference import ALPHA, EXPERT_RANK, RANK, TARGETS, TEMPERATURE, Reference
 from torch import Tensor
 
 import adapter_weights
@@ -14,6 +14,7 @@ import hf_config
 import lora_megatron
 import model_megatron
 import weights_hf
+from architecture import Architecture
 from knobs import LoraConfig
 from parallel_setup import Parallel
 
@@ -32,14 +33,30 @@ def load(path: Path, parallel: Parallel, *, dtype: torch.dtype = torch.float32, 
     return model, arch
 
 
-def fill(adapters: dict, whole: dict[str, Tensor], arch: hf_config.Architecture, parallel: Parallel) -> None:
+def adapt(
+    path: Path,
+    parallel: Parallel,
+    factors: dict[str, Tensor],
+    *,
+    merges: bool = False,
+    dropout: float = 0.0,
+    **settings,
+):
+    """The loaded model with adapters that hold these whole ``factors``.  -> (model, architecture, adapters)"""
+    model, arch = load(path, parallel, **settings)
+    adapters = lora_megatron.attach(model, lora_config(dropout=dropout), parallel, SEED, merges=merges)
+    fill(adapters, factors, arch, parallel)
+    return model, arch, adapters
+
+
+def fill(adapters: dict, whole: dict[str, Tensor], arch: Architecture, parallel: Parallel) -> None:
     pieces = adapter_weights.scatter(adapters, whole, arch, parallel)
     with torch.no_grad():
         for name, factor in lora_megatron.factors(adapters).items():
             factor.copy_(pieces[name])
 
 
-def move(adapters: dict, arch: hf_config.Architecture, parallel: Parallel, step: int) -> None:
+def move(adapters: dict, arch: Architecture, parallel: Parallel, step: int) -> None:
     """Change the adapters as an update would, to the same policy in every layout."""
     whole = adapter_weights.gather(adapters, lora_megatron.factors(adapters), arch, parallel)
     generator = torch.Generator().manual_seed(step)
@@ -63,18 +80,41 @@ def backward(model: torch.nn.Module, tokens: Tensor, parallel: Parallel) -> Tens
     return logp.detach()
 
 
-def shard_error(
-    gradients: dict[str, Tensor],
-    true: dict[str, Tensor],
-    adapters: dict[str, torch.nn.Module],
-    arch: hf_config.Architecture,
-    parallel: Parallel,
-) -> float:
-    """Largest error of this rank's gradients, relative to the largest element of the whole gradient.
+def logp_error(logp: Tensor, expected: Reference, parallel: Parallel) -> float:
+    """Largest error of this rank's log-probs."""
+    return float((logp[:, 1:] - expected.logp.chunk(parallel.data)[parallel.data_rank]).abs().max())
 
-    ``true``: the whole gradients; this rank compares with its shards of them.
+
+def gradient_error(
+    adapters: dict[str, torch.nn.Module],
+    shares: dict[str, Tensor],
+    arch: Architecture,
+    parallel: Parallel,
+    expected: Reference,
+) -> float:
+    """Largest error of this rank's gradients after the reductions, relative to the whole gradient's largest element.
+
+    ``shares``: what the backward pass left on this rank, before the reductions.
     """
-    pieces = adapter_weights.scatter(adapters, true, arch, parallel)
-    assert gradients.keys() == pieces.keys()
-    gaps = {name: (value - pieces[name]).abs().max() for name, value in gradients.items()}
-    return max(float(gap / true[adapter_weights.hf_name(name)].abs().max()) for name, gap in gaps.items())
+    factors = lora_megatron.factors(adapters)
+    for name, factor in factors.items():
+        factor.grad = shares[name].clone()
+    parallel.sync_gradients_(list(factors.values()))
+    for factor in factors.values():
+        factor.is_expert = factor.dim() == 3  # the control "experts as dense" has cleared it; scatter needs it
+    pieces = adapter_weights.scatter(adapters, expected.gradients, arch, parallel)
+    assert factors.keys() == pieces.keys()
+    gaps = {name: (factor.grad - pieces[name]).abs().max() for name, factor in factors.items()}
+    return max(
+        float(gap / expected.gradients[adapter_weights.hf_name(name, arch)].abs().max()) for name, gap in gaps.items()
+    )
+
+
+def errors(
+    path: Path, parallel: Parallel, expected: Reference, tokens: Tensor, **settings
+) -> tuple[torch.nn.Module, float, float]:
+    """The adapted model after a backward pass, and the errors of its log-probs and of its gradients."""
+    model, arch, adapters = adapt(path, parallel, expected.factors, **settings)
+    logp = backward(model, tokens, parallel)
+    shares = {name: factor.grad for name, factor in lora_megatron.factors(adapters).items()}
+    return model, logp_error(logp, expected, parallel), gradient_error(adapters, shares, arch, parallel, expected)

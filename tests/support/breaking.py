@@ -155,11 +155,6 @@ def cut(name: str) -> Callable[[Path], object]:
     return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size - 100)
 
 
-def folder_instead(name: str) -> Callable[[Path], object]:
-    """In a folder: a folder replaces a file."""
-    return lambda folder: ((folder / name).unlink(), (folder / name).mkdir())
-
-
 def pipe_instead(name: str) -> Callable[[Path], object]:
     """In a folder: a pipe without a writer replaces a file."""
     return lambda folder: ((folder / name).unlink(), os.mkfifo(folder / name))
@@ -194,21 +189,6 @@ def tensors(make: Callable[[dict[str, Tensor]], object]) -> Break:
     return model(rewrite)
 
 
-def header(make: Callable[[dict], object]) -> Break:
-    """The header of a model's safetensors file is changed."""
-
-    def rewrite(folder: Path) -> None:
-        path = folder / "model.safetensors"
-        content = path.read_bytes()
-        end = 8 + int.from_bytes(content[:8], "little")
-        about = json.loads(content[8:end])
-        make(about)
-        text = json.dumps(about).encode()
-        path.write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
-
-    return model(rewrite)
-
-
 def vocabulary(size: int) -> Break:
     """The model has fewer tokens than its tokenizer."""
 
@@ -218,11 +198,6 @@ def vocabulary(size: int) -> Break:
         path.write_text(path.read_text().replace('"vocab_size": 320', f'"vocab_size": {size}'))
 
     return make
-
-
-def index(weight_map: object) -> Break:
-    """The weights of a model get this index."""
-    return model(file("model.safetensors.index.json", json.dumps({"weight_map": weight_map})))
 
 
 # ------------------------------------------------------------------------------------------------ data, the resumed run

@@ -13,7 +13,6 @@ import warnings
 import torch
 
 import hf_config
-import kernels
 from config import resolve_config
 from config_rules import OTHER_RULES
 from plan import confirmed, dry_run, dry_run_device, dry_run_report
@@ -51,13 +50,7 @@ def inner_size(model: torch.nn.Module) -> None:
         layer.mlp.experts.register_forward_pre_hook(lambda module, args: (args[0][:, :-16], *args[1:]))
 
 
-def int32(model: torch.nn.Module) -> None:
-    """The sizes of the groups are 32-bit numbers."""
-    real = kernels._npu_grouped
-    kernels._npu_grouped = lambda x, weight, counts, group_type=0: real(x, weight, counts.int(), group_type)
-
-
-FAULTS = {each.__name__: each for each in (kept_alive, wrong_group, fp32, inner_size, int32)}
+FAULTS = {each.__name__: each for each in (kept_alive, wrong_group, fp32, inner_size)}
 
 
 def case(config: str, overrides: list[str], ranks: int, rank: int, layers: int, fault: str = "") -> dict:
@@ -65,13 +58,10 @@ def case(config: str, overrides: list[str], ranks: int, rank: int, layers: int, 
     cfg, _ = resolve_config(config, overrides, rules=OTHER_RULES)
     arch = hf_config.planned(cfg)[0]
     arch = dataclasses.replace(arch, num_layers=layers, moe_layers=arch.moe_layers[:layers])
-    real = kernels._npu_grouped
     try:
         done = dry_run.run(cfg, arch, ranks, rank, "npu", adapt=FAULTS.get(fault, lambda model: None))
     except RuntimeError as error:
         return {"error": str(error)}
-    finally:
-        kernels._npu_grouped = real
     found = dry_run_report.figures(done, rank, dry_run.IMBALANCES)
     rows = confirmed.compare(cfg, arch, done.layout, "npu", found)
     return {"found": found, "compared": [row._asdict() for row in rows]}

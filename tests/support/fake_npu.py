@@ -23,7 +23,7 @@ from collections.abc import Callable
 import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
-from stub_modules import Stub, StubFinder, StubModule
+from cann_stub import Stub, StubFinder, StubModule
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map
@@ -205,13 +205,15 @@ def torch_npu_module() -> types.ModuleType:
 class _Hccl(dist.ProcessGroup):
     """The collectives of hccl, run by gloo. ``used``: the hardware would have built a communicator at the first use."""
 
+    group_name = group_desc = ""  # the base has properties of these names
+
     def __init__(self, options, pg_options) -> None:
         super().__init__(options.group_rank, options.group_size)
         self.gloo = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
         self.own_rank, self.ranks = options.group_rank, options.group_size
         self.members = options.global_ranks_in_group
         self.buffer_mib = getattr(pg_options, "hccl_config", {}).get("hccl_buffer_size")
-        self.used, self.names = False, {"name": "", "desc": ""}
+        self.used = False
         GROUPS.append(self)
 
     def data(self, x, reduced: bool = False):
@@ -267,19 +269,11 @@ class _Hccl(dist.ProcessGroup):
     def _device_types(self):
         return [torch.device("npu")]
 
-    @property
-    def group_name(self) -> str:
-        return self.names["name"]
-
     def _set_group_name(self, name: str) -> None:
-        self.names["name"] = name
-
-    @property
-    def group_desc(self) -> str:
-        return self.names["desc"]
+        self.group_name = name
 
     def _set_group_desc(self, desc: str) -> None:
-        self.names["desc"] = desc
+        self.group_desc = desc
 
 
 # ------------------------------------------------------------------------------------------------ kernels
@@ -366,6 +360,8 @@ def npu_grouped_matmul(
     require(sum(counts) == x.shape[1], f"{where}: {counts} of {x.shape}")
     return [torch.stack([a @ b for a, b in zip(x.split(counts, 1), weight.split(counts), strict=True)])]
 
+
+FUNCTIONS = (npu_rms_norm, npu_swiglu, npu_rotary_mul, npu_fusion_attention, npu_grouped_matmul)
 
 # ------------------------------------------------------------------------------------------------ torch_npu
 
@@ -517,7 +513,7 @@ def install(stubs: bool = False) -> None:
     module.contrib = _Contrib("torch_npu.contrib")
     options = types.SimpleNamespace(Options=types.SimpleNamespace)
     module._C = types.SimpleNamespace(_distributed_c10d=types.SimpleNamespace(ProcessGroupHCCL=options))
-    for function in (npu_rms_norm, npu_swiglu, npu_rotary_mul, npu_fusion_attention, npu_grouped_matmul):
+    for function in FUNCTIONS:
         setattr(module, function.__name__, function)
     names = {"torch_npu": module, "torch.npu": npu, "torch_npu.npu": npu, "torch_npu.contrib": module.contrib}
     sys.modules.update(names)

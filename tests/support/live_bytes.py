@@ -1,10 +1,20 @@
-"""Bytes of all live tensors, measured by torch's profiler from the allocations and releases of the allocator."""
+"""Bytes of all live tensors, measured by torch's profiler from the allocations and releases of the allocator.
+
+And the model and the rollout of an update that is measured.
+"""
 
 from __future__ import annotations
 
 import gc
 
 import torch
+
+import lora_megatron
+import model_megatron
+from architecture import Architecture
+from knobs import Config
+from parallel_setup import Parallel
+from rollout import Rollout
 
 
 class LiveBytes:
@@ -52,3 +62,28 @@ def _start(event) -> int:
 
 def _all(events: list) -> list:
     return [one for event in events for one in (event, *_all(event.children))]
+
+
+def model_of(
+    parallel: Parallel, cfg: Config, arch: Architecture, merges: bool = False
+) -> tuple[torch.nn.Module, dict[str, object]]:
+    """A model in fp32 with random weights, and its adapters."""
+    model = model_megatron.build(arch, parallel, dtype=torch.float32, recompute=cfg.model.recompute)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(0, 0.05)
+    return model, lora_megatron.attach(model, cfg.lora, parallel, 0, merges=merges)
+
+
+def rollout_of(cfg: Config, shortest: int | None = None) -> Rollout:
+    """Completions of one length, or of all lengths from ``shortest`` on, to prompts of four tokens."""
+    prompts, group, new = cfg.rollout.prompts_per_step, cfg.rollout.group_size, cfg.rollout.max_new_tokens
+    sequences = prompts * group
+    return Rollout(
+        prompts=[[5, 6, 7, 8]] * prompts,
+        tokens=torch.randint(3, 250, (sequences, new), generator=torch.Generator().manual_seed(0)),
+        logp=torch.full((sequences, new), -6.0),
+        lengths=[new - i % (new - (shortest or new) + 1) for i in range(sequences)],
+        truncated=torch.zeros(sequences, dtype=torch.bool), rewards=torch.rand(prompts, group),
+        parsable=torch.ones(prompts, group),
+    )  # fmt: skip

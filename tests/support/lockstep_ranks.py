@@ -1,9 +1,7 @@
 """Two data ranks of one vLLM engine that sample in lockstep, then one that fails; a dense model on a CPU.
 
-    torchrun --nproc_per_node=2 tests/support/lockstep_ranks.py OUT_DIR MODEL_DIR
-
-Each rank writes its samples and the number of forward passes of its model. Then rank 1 gets a prompt that is refused
-while rank 0 samples: rank 0 must end too, and not wait.
+vllm_ranks.py calls `run` on each rank. Each rank writes its samples and the number of forward passes of its model. Then
+rank 1 gets a prompt that is refused while rank 0 samples: rank 0 must end too, and not wait.
 """
 
 from __future__ import annotations
@@ -16,11 +14,10 @@ from pathlib import Path
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-import hf_config  # noqa: E402
-from engines.vllm_colocated import ColocatedEngine  # noqa: E402
-from engines.vllm_engine import VllmEngine  # noqa: E402
-from input_files import InputError  # noqa: E402
+import hf_config
+from engines.vllm_colocated import ColocatedEngine
+from engines.vllm_engine import VllmEngine
+from input_files import InputError
 
 # One pair for each call of sample: the prompt lengths of rank 0 and of rank 1.
 CALLS = [([3, 2], [2, 1]), ([2], []), ([], [1, 1, 3]), ([2, 2], [1])]
@@ -43,8 +40,8 @@ def prompts(lengths: list[int], rank: int) -> list[list[int]]:
     return [[7 + 10 * rank + i + j for j in range(length)] for i, length in enumerate(lengths)]
 
 
-def main(out_dir: str, model_dir: str) -> None:
-    dist.init_process_group("gloo")
+def run(out_dir: str, model_dir: str) -> None:
+    """Sample on this rank and end the process, as train_grpo does after an error."""
     rank = dist.get_rank()
     arch = hf_config.parse(json.loads(Path(model_dir, "as_moe.json").read_text()), model_dir)
     tensors = load_file(Path(model_dir) / "model.safetensors")
@@ -66,15 +63,11 @@ def main(out_dir: str, model_dir: str) -> None:
             results.append(([[one.tokens for one in group] for group in answers], len(forwards)))
         if kind is VllmEngine:
             engine.close()
-    Path(out_dir, f"{rank}.json").write_text(json.dumps(results))
+    Path(out_dir, f"lockstep_{rank}.json").write_text(json.dumps(results))
     dist.barrier()
     try:
         engine.sample([[]] if rank else [[1]], seeds=[0], num_samples=1, max_new_tokens=9, temperature=1.0)
     except InputError as error:
         print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
-        os._exit(2)  # as train_grpo does
+        os._exit(2)
     Path(out_dir, f"{rank}.went_on").touch()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -7,13 +7,18 @@ With W' = W + s B A the chain rule gives dA = s B^T dW' and dB = s dW' A^T. Name
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
+import reference
 import torch
 from torch import Tensor
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router")
 RANK, EXPERT_RANK, ALPHA = 4, 8, 12.0
 TEMPERATURE = 0.9
+
+
+KINDS = ["qwen3_moe", "qwen2_moe", "olmoe"]
 
 
 @dataclass
@@ -109,6 +114,12 @@ def _checkpoint_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
                 blocks["gate_proj"], blocks["up_proj"] = matrix.chunk(2)
             tensors |= {f"{prefix}.{expert}.{block}.weight": part for block, part in blocks.items()}
     return tensors
+
+
+def save_and_compute(folder: Path) -> tuple[dict[str, Path], Tensor, dict[str, Reference]]:
+    """For each of KINDS a saved model and its reference, and the tokens."""
+    paths, tokens = {kind: reference.save(kind, folder / kind) for kind in KINDS}, reference.tokens()
+    return paths, tokens, {kind: compute(reference.load(path), tokens) for kind, path in paths.items()}
 
 
 def worst_error(found: dict[str, Tensor], reference: dict[str, Tensor]) -> float:

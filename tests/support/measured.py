@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import world
-from adapted import SEED, backward, fill, load, lora_config, my_rows, shard_error
+from adapted import SEED, backward, errors, fill, gradient_error, load, logp_error, lora_config, my_rows
 from lora_reference import TEMPERATURE, Reference
 from torch import Tensor
 
@@ -73,9 +73,9 @@ def _measure(parallel: Parallel, path: Path, expected: Reference, tokens: Tensor
     out["effect"] = float((log_probs() - bare).abs().max())
 
     logp = backward(model, tokens, parallel)
-    out["logp error"] = float((logp[:, 1:] - expected.logp.chunk(parallel.data)[parallel.data_rank]).abs().max())
+    out["logp error"] = logp_error(logp, expected, parallel)
     shares = {name: factor.grad.clone() for name, factor in factors.items()}
-    out["error"] = _error_after_sync(adapters, shares, arch, parallel, expected)
+    out["error"] = gradient_error(adapters, shares, arch, parallel, expected)
     out["norm"] = float(parallel.gradient_norm(list(factors.values())))
     copies, Parallel.copies = Parallel.copies, lambda self, parameter: 1
     out["norm with copies"] = float(parallel.gradient_norm(list(factors.values())))
@@ -84,7 +84,7 @@ def _measure(parallel: Parallel, path: Path, expected: Reference, tokens: Tensor
     sizes = parallel.world_size, parallel.tensor, parallel.expert, parallel.expert_tensor
     for control in (control for control in CONTROLS if sizes in [world.LAYOUTS[name] for name in CONTROLS[control]]):
         with _left_out(control, parallel, factors):
-            out[control] = _error_after_sync(adapters, shares, arch, parallel, expected)
+            out[control] = gradient_error(adapters, shares, arch, parallel, expected)
 
     exported = dict(weights_hf.export(model, arch, parallel))
     assert exported.keys() == expected.merged.keys(), sorted(exported.keys() ^ expected.merged.keys())
@@ -98,21 +98,8 @@ def _measure(parallel: Parallel, path: Path, expected: Reference, tokens: Tensor
     out["held"] = sum(factor.numel() for factor in factors.values())
     out["held once"] = sum(factor.numel() / parallel.copies(factor) for factor in factors.values())
 
-    model, arch = load(path, parallel, recompute=True)
-    adapters = lora_megatron.attach(model, lora_config(), parallel, SEED)
-    fill(adapters, expected.factors, arch, parallel)
-    backward(model, tokens, parallel)
-    shares = {name: factor.grad.clone() for name, factor in lora_megatron.factors(adapters).items()}
-    out["error with recompute"] = _error_after_sync(adapters, shares, arch, parallel, expected)
-
-    model, arch = load(path, parallel)
-    adapters = lora_megatron.attach(model, lora_config(), parallel, SEED, merges=True)
-    fill(adapters, expected.factors, arch, parallel)
-    logp = backward(model, tokens, parallel)
-    error = logp[:, 1:] - expected.logp.chunk(parallel.data)[parallel.data_rank]
-    shares = {name: factor.grad.clone() for name, factor in lora_megatron.factors(adapters).items()}
-    out["merged logp error"] = float(error.abs().max())
-    out["error with merged weights"] = _error_after_sync(adapters, shares, arch, parallel, expected)
+    *_, out["error with recompute"] = errors(path, parallel, expected, tokens, recompute=True)
+    _, *out["errors with merged weights"] = errors(path, parallel, expected, tokens, merges=True)
     return out
 
 
@@ -121,7 +108,7 @@ def measure_quantised(
     path: Path,
     formats: dict[str, tuple[dict[str, Tensor], Reference]],
     tokens: Tensor,
-    attention: bool = False,
+    attention: bool,
 ) -> dict[str, dict]:
     """By format, with the tensors and the reference of the model that its codes stand for: what the tests compare."""
     found = {}
@@ -129,46 +116,18 @@ def measure_quantised(
         split = max(parallel.expert_tensor, parallel.tensor if attention else 1)
         if split > 1 and name == "int8":  # its scale is that of a whole row
             continue
-        found[name] = _measure_quantised(parallel, path, name, attention, twin, expected, tokens)
+        settings = {"quantisation": name, "quantises_attention": attention}
+        model, arch = load(path, parallel, **settings)
+        unequal = [key for key, value in weights_hf.export(model, arch, parallel) if not value.equal(twin[key])]
+        gaps = []
+        for how in ({}, {"recompute": True}, {"merges": True}):
+            model, *gap = errors(path, parallel, expected, tokens, **settings, **how)
+            gaps.append(gap)
+        exported = dict(weights_hf.export(model, arch, parallel))
+        merged = max(float((exported[key] - value).abs().max()) for key, value in expected.merged.items())
+        trained = sorted(key for key, parameter in model.named_parameters() if parameter.grad is not None)
+        found[name] = {"unequal": unequal, "errors": gaps, "merged error": merged, "trained": trained}
     return found
-
-
-def _measure_quantised(
-    parallel: Parallel,
-    path: Path,
-    name: str,
-    attention: bool,
-    twin: dict[str, Tensor],
-    expected: Reference,
-    tokens: Tensor,
-) -> dict:
-    out: dict = {}
-    settings = {"quantisation": name, "quantises_attention": attention}
-    for how in ("apart", "recompute", "merged"):
-        model, arch = load(path, parallel, recompute=how == "recompute", **settings)
-        out["unequal"] = [key for key, value in weights_hf.export(model, arch, parallel) if not value.equal(twin[key])]
-        adapters = lora_megatron.attach(model, lora_config(), parallel, SEED, merges=how == "merged")
-        fill(adapters, expected.factors, arch, parallel)
-        logp = backward(model, tokens, parallel)
-        gap = logp[:, 1:] - expected.logp.chunk(parallel.data)[parallel.data_rank]
-        shares = {key: factor.grad.clone() for key, factor in lora_megatron.factors(adapters).items()}
-        out[f"logp error, {how}"] = float(gap.abs().max())
-        out[f"error, {how}"] = _error_after_sync(adapters, shares, arch, parallel, expected)
-    merged = dict(weights_hf.export(model, arch, parallel))
-    out["merged error"] = max(float((merged[key] - value).abs().max()) for key, value in expected.merged.items())
-    out["trained"] = sorted(key for key, parameter in model.named_parameters() if parameter.grad is not None)
-    return out
-
-
-def _error_after_sync(adapters, shares: dict[str, Tensor], arch, parallel: Parallel, expected: Reference) -> float:
-    factors = lora_megatron.factors(adapters)
-    for name, factor in factors.items():
-        factor.grad = shares[name].clone()
-    parallel.sync_gradients_(list(factors.values()))
-    for factor in factors.values():
-        factor.is_expert = factor.dim() == 3  # the control "experts as dense" has cleared it; shard_error needs it
-    gradients = {name: factor.grad for name, factor in factors.items()}
-    return shard_error(gradients, expected.gradients, adapters, arch, parallel)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import fake_npu
@@ -24,6 +23,8 @@ import torch
 import torch_npu
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from architecture import Architecture
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -68,29 +69,29 @@ def outcome(case: Case, where: str) -> list | str:
 
 def more_cases(cases: list[Case]) -> list[Case]:
     """Uses that kernels_check leaves out: experts without rows, one expert, and the rotary embedding of the sampler."""
-    by_name, found = {case.name: case for case in cases}, []
-
-    def use(of: str, note: str, **inputs: Tensor) -> None:
-        if of in by_name:
-            found.append(by_name[of]._replace(name=f"{of}, {note}", inputs=by_name[of].inputs | inputs))
-
+    by_name = {case.name: case for case in cases}
     turned = by_name["rotary"].inputs
     T, _, heads, d = turned["x"].shape
-    use("rotary", "prefill", x=torch.empty(3, T, heads, d), cos=turned["cos"].view(1, T, 1, d),
-        sin=turned["sin"].view(1, T, 1, d))  # fmt: skip
-    use("rotary", "decode", **{name: x[:, 0] for name, x in turned.items()})
-    if "weighted_swiglu" in by_name:
-        given = by_name["weighted_swiglu"].inputs
-        use("weighted_swiglu", "no rows", **{name: x[:0] for name, x in given.items()})
-    for name in [name for name in by_name if name.startswith("grouped_mm")]:
-        x, weight, counts = by_name[name].inputs.values()
-        use(name, "no rows", x=x[:0], counts=torch.tensor([0] * len(weight)))
-        use(name, "one expert", weight=weight[:1], counts=torch.tensor([len(x)]))
-        use(name, "int32 counts", counts=counts.int())
-    return found
+    angles = {name: turned[name].view(1, T, 1, d) for name in ("cos", "sin")}
+    uses = [
+        ("rotary", "prefill", {"x": torch.empty(3, T, heads, d)} | angles),
+        ("rotary", "decode", {name: x[:, 0] for name, x in turned.items()}),
+    ]
+    for name, case in by_name.items():
+        if name == "weighted_swiglu":
+            uses.append((name, "no rows", {key: x[:0] for key, x in case.inputs.items()}))
+        if name.startswith("grouped_mm"):
+            x, weight, counts = case.inputs.values()
+            uses.append((name, "no rows", {"x": x[:0], "counts": torch.tensor([0] * len(weight))}))
+            uses.append((name, "one expert", {"weight": weight[:1], "counts": torch.tensor([len(x)])}))
+            uses.append((name, "int32 counts", {"counts": counts.int()}))
+    return [
+        by_name[name]._replace(name=f"{name}, {note}", inputs=by_name[name].inputs | inputs)
+        for name, note, inputs in uses
+    ]
 
 
-def packed_line(cfg: Config, arch: hf_config.Architecture, ranks: int, mode: FakeTensorMode) -> Case:
+def packed_line(cfg: Config, arch: Architecture, ranks: int, mode: FakeTensorMode) -> Case:
     """The attention of packing.py: a full micro-batch of one prompt's completions, the last of which trains nothing."""
     layout = grid.of(cfg, ranks)
     rows = max(2, memory.micro_batch_tokens(cfg, layout) // cfg.row_tokens)
@@ -108,8 +109,9 @@ def packed_line(cfg: Config, arch: hf_config.Architecture, ranks: int, mode: Fak
         line = packing.Packing(**dict(zip(names, places, strict=True)))
         return line.attention(query, key, value, d**-0.5)
 
+    sizes = {"query": heads, "key": kv_heads, "value": kv_heads}
     with mode:
-        inputs = {"query": torch.empty(M, heads, d)} | {n: torch.empty(M, kv_heads, d) for n in ("key", "value")}
+        inputs = {name: torch.empty(M, count, d) for name, count in sizes.items()}
     inputs |= {name: mode.from_tensor(x) for name, x in fields.items()}
     return Case("Packing.attention", attention, attention, inputs, ("query", "key", "value"), (0, 0), (0, 0))
 
@@ -139,113 +141,60 @@ def answers(trainings: dict[str, list], mode: FakeTensorMode) -> list[dict]:
 
 
 def planted_faults() -> dict[str, list | str]:
-    """Fault in kernels.py -> the outcome of a grouped product with it."""
+    """Keyword of the kernel's call in kernels.py -> the outcome of a grouped product with it."""
     inputs = {"x": torch.empty(64, 32), "weight": torch.empty(4, 32, 16), "counts": torch.tensor([16] * 4)}
     case = Case("grouped_mm", kernels.grouped_mm, kernels.grouped_mm, inputs, ("x", "weight"), (0, 0), (0, 0))
-    real, real_package = kernels._npu_grouped, kernels._npu
-
-    class Package:
-        """torch_npu, but its grouped product is called with another keyword."""
-
-        @staticmethod
-        def npu_grouped_matmul(*args, group_type: int, **kwargs) -> list[Tensor]:
-            return torch_npu.npu_grouped_matmul(*args, group_typ=group_type, **kwargs)
-
-    faults = {
-        "none": {},
-        "inner size": {"_npu_grouped": lambda x, w, counts, group_type=0: real(x[:, 1:], w, counts, group_type)},
-        "int32 list": {"_npu_grouped": lambda x, w, counts, group_type=0: real(x, w, counts.int(), group_type)},
-        "fp32 weight": {"_npu_grouped": lambda x, w, counts, group_type=0: real(x, w.float(), counts, group_type)},
-        "group_type 1": {"_npu_grouped": lambda x, w, counts, group_type=0: real(x, w, counts, 1 - group_type // 2)},
-        "unknown keyword": {"_npu": lambda: Package},
-    }
-    found = {}
-    for name, replaced in faults.items():
-        vars(kernels).update(replaced)
-        found[name] = outcome(case, "npu")
-        kernels._npu_grouped, kernels._npu = real, real_package
+    real, found = torch_npu.npu_grouped_matmul, {}
+    for keyword in ("group_type", "group_typ"):
+        torch_npu.npu_grouped_matmul = lambda *args, group_type, keyword=keyword, **kwargs: real(
+            *args, **kwargs | {keyword: group_type}
+        )
+        found[keyword] = outcome(case, "npu")
+    torch_npu.npu_grouped_matmul = real
     return found
 
 
-def accepted_without_data() -> dict[str, bool]:
-    """Call that a device refuses or computes wrongly -> whether torch_npu accepts it on tensors without data."""
-
-    def npu(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device="npu")
-
-    x, weight, counts, heads = npu(64, 32), npu(4, 32, 16), npu(4, dtype=torch.int64), npu(2, 8, 64, 128)
-
-    def grouped(x: Tensor, weight: Tensor, counts: Tensor) -> Callable:
-        chosen = {"split_item": 3, "group_type": 0, "group_list_type": 1}
-        return lambda: torch_npu.npu_grouped_matmul([x], [weight], group_list=counts, **chosen)
-
-    def attention(heads: Tensor, mask: Tensor) -> Callable:
-        return lambda: torch_npu.npu_fusion_attention(heads, heads, heads, heads.shape[1], "BNSD", atten_mask=mask)
-
-    calls = {
-        "grouped: inner size": grouped(x[:, 1:], weight, counts),
-        "grouped: int32 list": grouped(x, weight, counts.int()),
-        "grouped: fp32 weight": grouped(x, weight.float(), counts),
-        "grouped: 1025 groups": grouped(x, npu(1025, 32, 16), npu(1025, dtype=torch.int64)),
-        "norm: weight of another width": lambda: torch_npu.npu_rms_norm(x, npu(16)),
-        "norm: bf16 weight beside fp32": lambda: torch_npu.npu_rms_norm(x.float(), npu(32)),
-        "swiglu: odd width": lambda: torch_npu.npu_swiglu(npu(64, 31)),
-        "rotary: head size of 896": lambda: torch_npu.npu_rotary_mul(npu(8, 1, 2, 896), *(npu(8, 1, 1, 896),) * 2),
-        "rotary: angles of other tokens": lambda: torch_npu.npu_rotary_mul(npu(8, 1, 2, 64), *(npu(7, 1, 1, 64),) * 2),
-        "attention: head size of 769": attention(npu(2, 8, 64, 769), npu(2, 1, 64, 64, dtype=torch.bool)),
-        "attention: 257 heads": attention(npu(2, 257, 64, 8), npu(2, 1, 64, 64, dtype=torch.bool)),
-        "attention: mask of other keys": attention(heads, npu(2, 1, 64, 63, dtype=torch.bool)),
-        "attention: bf16 mask": attention(heads, npu(2, 1, 64, 64)),
-    }
-    return {name: _accepts(call) for name, call in calls.items()}
-
-
-def _accepts(call: Callable) -> bool:
-    try:
-        call()
-    except Exception:
-        return False
-    return True
+def accepted_without_data() -> list[bool]:
+    """Whether torch_npu accepts wrong inner sizes and wrong types on tensors without data; a device does not."""
+    x, weight = (torch.empty(*shape, dtype=BF16, device="npu") for shape in ((64, 31), (4, 32, 16)))
+    counts = torch.empty(4, dtype=torch.int64, device="npu")
+    chosen = {"split_item": 3, "group_type": 0, "group_list_type": 1}
+    calls = ((x, weight, counts), (x, weight.float(), counts), (x, weight, counts.int()))
+    return [bool(torch_npu.npu_grouped_matmul([x], [w], group_list=n, **chosen)) for x, w, n in calls]
 
 
 def stand_in() -> list[str]:
     """What fake_npu.py has and the real package has not: names of torch.npu, keywords of kernels and their defaults."""
     module = fake_npu.torch_npu_module()
     wrong = [f"torch.npu.{name}" for name in vars(module) if not name.startswith("__") and not hasattr(torch.npu, name)]
-    for kernel in ("npu_rms_norm", "npu_swiglu", "npu_rotary_mul", "npu_fusion_attention", "npu_grouped_matmul"):
-        schema = getattr(torch.ops.npu, kernel).default._schema
+    for kernel in fake_npu.FUNCTIONS:
+        schema = getattr(torch.ops.npu, kernel.__name__).default._schema
         real = {argument.name: argument.default_value for argument in schema.arguments}
-        for name, parameter in inspect.signature(getattr(fake_npu, kernel)).parameters.items():
-            if parameter.default is parameter.empty:
-                continue
-            same = name in real and (
-                math.isclose(real[name], parameter.default, rel_tol=1e-6)
-                if isinstance(parameter.default, float)
-                else real[name] == parameter.default
-            )
-            if not same:
-                wrong.append(f"{kernel}: {name}={parameter.default}, really {real.get(name, 'unknown')}")
+        for name, parameter in inspect.signature(kernel).parameters.items():
+            given, known = parameter.default, real.get(name, "unknown")
+            close = isinstance(given, float) and isinstance(known, float) and math.isclose(known, given, rel_tol=1e-6)
+            if given is not parameter.empty and given != known and not close:
+                wrong.append(f"{kernel.__name__}: {name}={given}, really {known}")
     return wrong
 
 
 def start_up() -> dict:
     """What device.py finds on the stub, which has 16 devices, and whether Megatron can be imported there."""
     npu, found = devices.resolve("npu"), {"auto": str(devices.resolve("auto"))}
-    for rank in ("15", "16"):
-        os.environ["LOCAL_RANK"] = rank
-        try:
-            devices.select(npu)
-            found[rank] = "selected"
-        except InputError as error:
-            found[rank] = str(error)
+    os.environ["LOCAL_RANK"] = "16"
+    try:
+        devices.select(npu)
+    except InputError as error:
+        found["rank 16"] = str(error)
+    os.environ["LOCAL_RANK"] = "15"
+    devices.select(npu)
     devices.make_deterministic(npu)
     devices.synchronize(npu)
     found["peak memory"] = devices.peak_memory_gib(npu)
     devices.adapt(npu)  # torch.cuda then means the NPU
     found["cuda devices"] = torch.cuda.device_count()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        devices.import_megatron(npu)
+    warnings.simplefilter("ignore")
+    devices.import_megatron(npu)
     return found | {"megatron": "megatron.core.models.gpt" in sys.modules}
 
 
@@ -253,12 +202,10 @@ def main(trainings: str) -> None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     operators = answers(json.loads(trainings), mode)
     with mode:
-        faults, accepted = planted_faults(), accepted_without_data()
-    found = {
+        found = {"faults": planted_faults(), "accepted": accepted_without_data()}
+    found |= {
         "versions": [torch.__version__, torch_npu.__version__],
         "operators": operators,
-        "faults": faults,
-        "accepted": accepted,
         "stand-in": stand_in(),
         "start-up": start_up(),
         "buffers": {name: devices.group_options(DEVICES["npu"], name).hccl_config for name in devices.HCCL_BUFFER_MIB},

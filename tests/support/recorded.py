@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 from source import ROOT
 
 import run_record
-from config import load_config
-from lab import tables
+from config import config_hash, load_config, to_yaml
+from lab import records, store
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ENVIRONMENT = {
@@ -26,6 +28,10 @@ ENVIRONMENT = {
     "world_size": 2,
     "variables": {"OMP_NUM_THREADS": "1"},
 }
+BENCHMARK = {"about": "Ours against theirs.", "command": "python benchmarks/bench_step.py", "commit": "ab" * 20,
+             "dirty": False, "machine": {"cpu": "AMD EPYC", "cores": 2}, "measured": {"cases": []},
+             "table": [{"case": "small", "ratio": 0.51234, "bar": 0.7}, {"case": "large", "ratio": 12.0, "bar": 0.7}],
+             }  # fmt: skip
 
 
 def make_run(
@@ -36,77 +42,102 @@ def make_run(
     before: float = 0.3,
     questions: int = 200,
     overrides: tuple[str, ...] = (),
-    steps: int = 4,
     luck: int | None = None,
-    checks: dict[str, str] | None = None,
     commit: str = COMMIT,
+    gold: Callable[[int], str] = str,
 ) -> Path:
-    """A finished run of configs/tiny_cpu.yaml, with chosen probabilities of a right answer.
+    """A finished run of four steps of configs/tiny_cpu.yaml, with chosen probabilities of a right answer.
 
     ``before`` is the probability at the start, ``after`` at the end. ``luck`` seeds the answers; without it, ``seed``
-    and ``name`` do.
+    and ``name`` do. ``gold``: number of a question -> its gold answer.
     """
-    from config import config_hash, to_yaml
-
     folder = out / f"{name}-20300102-030405"
     folder.mkdir(parents=True)
-    given = [f"name={name}", f"train.seed={seed}", f"train.steps={steps}", f"eval.num_questions={questions}"]
+    given = [f"name={name}", f"train.seed={seed}", "train.steps=4", f"eval.num_questions={questions}"]
     cfg = load_config(ROOT / "configs" / "tiny_cpu.yaml", [*given, *overrides])
     generator = np.random.default_rng([seed, *name.encode()] if luck is None else luck)
-    command = f"torchrun --nnodes=1 --nproc_per_node=2 train_grpo.py configs/tiny_cpu.yaml {' '.join(given)}\n"
-    for file, text in {
+    lines: dict[str, list[dict]] = {name: [] for name in ("metrics", "timing", "completions", "eval", "eval_outcomes")}
+    for step in range(4):
+        reward = before + (after - before) * (step + generator.random()) / 4
+        entropy = 1 / (step + 1) if step else 1 + 1e-12 * zlib.crc32(name.encode())  # the same metrics in no other run
+        metrics = {"reward/mean": reward, "rollout/logp_gap_mean": 1e-7, "actor/entropy": entropy}
+        timing = {"timing/generate_s": 0.1, "timing/step_s": 0.5 + step / 10, "perf/tokens_per_s": 2000.0 + step}
+        answer = {"question": "1 + 1 <b>?</b>", "gold": "2", "completion": f"</pre>#### {step}", "reward": step % 2}
+        lines["metrics"].append({"step": step, **metrics, "actor/loss": reward / 10, "actor/grad_norm": 2 * reward})
+        lines["timing"].append({"step": step, **timing, "perf/peak_rss_gib": 0.5})
+        lines["completions"] += [{"step": step, **answer, "tokens": tokens + step} for tokens in (5, 6)]
+    for step, chance in ((0, before), (4, after)):
+        right = (generator.random((questions, 2)) < chance).astype(float)
+        shares = dict(zip(("eval/greedy_accuracy", "eval/sampled_accuracy"), right.mean(0), strict=True))
+        lines["eval"].append({"step": step, "eval/num_questions": questions, "eval/samples": 1, **shares})
+        lines["eval_outcomes"] += [
+            {"step": step, "question": place, "gold": gold(place), "greedy": greedy, "sampled": [sampled]}
+            for place, (greedy, sampled) in enumerate(right.tolist())
+        ]
+    texts = {f"{name}.jsonl": "".join(map(run_record.json_line, rows)) for name, rows in lines.items()}
+    texts |= {
         "config.yaml": to_yaml(cfg),
-        "command.txt": command,
+        "command.txt": f"torchrun --nproc_per_node=2 train_grpo.py configs/tiny_cpu.yaml {' '.join(given)}\n",
         "git.patch": "",
         "environment.json": json.dumps(ENVIRONMENT, indent=1) + "\n",
         "inputs.json": json.dumps({"model": {"model.safetensors": "ab" * 32}, "data": {}}, indent=1) + "\n",
         "git.json": json.dumps({"commit": commit, "dirty": False}) + "\n",
         "run.json": json.dumps({"name": name, "config_hash": config_hash(cfg)}) + "\n",
-        "log.txt": "",
-    }.items():
+    }
+    for file, text in texts.items():
         (folder / file).write_text(text)
-    for step in range(steps):
-        reward = before + (after - before) * (step + generator.random()) / steps
-        entropy = 1 / (step + 1) if step else 1 + 1e-12 * zlib.crc32(name.encode())  # the same metrics in no other run
-        metrics = {"reward/mean": reward, "rollout/logp_gap_mean": 1e-7, "actor/entropy": entropy}
-        metrics |= {"actor/loss": reward / 10, "actor/grad_norm": 2 * reward}
-        timing = {"timing/generate_s": 0.1, "timing/step_s": 0.5 + step / 10, "perf/tokens_per_s": 2000.0 + step}
-        answer = {"question": "1 + 1 <b>?</b>", "gold": "2", "completion": f"</script>#### {step}", "reward": step % 2}
-        append(folder / "metrics.jsonl", {"step": step, **metrics})
-        append(folder / "timing.jsonl", {"step": step, **timing, "perf/peak_rss_gib": 0.5})
-        for tokens in (5, 6):
-            append(folder / "completions.jsonl", {"step": step, **answer, "tokens": tokens + step})
-    for step, chance in ((0, before), (steps, after)):
-        right = (generator.random((questions, 2)) < chance).astype(float)
-        summary = {"eval/num_questions": questions, "eval/samples": 1}
-        for kind, column in (("greedy", 0), ("sampled", 1)):
-            summary[f"eval/{kind}_accuracy"] = right[:, column].mean()
-        append(folder / "eval.jsonl", {"step": step, **summary})
-        for place, (greedy, sampled) in enumerate(right.tolist()):
-            row = {"step": step, "question": place, "gold": str(place), "greedy": greedy, "sampled": [sampled]}
-            append(folder / "eval_outcomes.jsonl", row)
-    seal(folder, checks)
+    seal(folder)
     return folder
 
 
-def append(path: Path, row: dict) -> None:
-    with open(path, "a") as file:
-        file.write(run_record.json_line(row))
-
-
-def seal(folder: Path, checks: dict[str, str] | None = None) -> None:
+def seal(folder: Path) -> None:
     """Write finished.json, with the checksums of the files as they are now."""
-    done = {"result": "arithmetic accuracy 30.0 % -> 90.0 %", "checks": checks or {}}
+    done = {"result": "arithmetic accuracy 30.0 % -> 90.0 %", "checks": {"entropy": "step 2: <low>"}}
     (folder / "finished.json").write_text(json.dumps(done | {"sha256": run_record.checksums(folder)}))
 
 
-def rewrite(path: Path, change: Callable[[dict], object], target: Path | None = None) -> None:
-    """Change the record in a file of results/ unchecked. ``change`` gets its fields, and its steps as "rows"."""
-    (run,) = tables.content_of(path.read_bytes(), path).runs
+def replaced(path: Path, old: str, new: str, count: int = -1) -> None:
+    """Replace a text in a file of a run, and seal the run again."""
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, count))
+    seal(path.parent)
+
+
+def add_variants(project: Path, *, commit: str = COMMIT, questions: int = 40) -> None:
+    """Records of two variants of three seeds in project/results: the second one is better."""
+    for name, after, change in (("base", 0.4, ()), ("better", 0.95, ("lora.rank=8",))):
+        for seed in range(3):
+            made = make_run(project.with_name("out"), f"{name}-seed{seed}", seed, after, questions=questions,
+                            overrides=change, commit=commit)  # fmt: skip
+            store.add_run(made, project / "results")
+
+
+def rewrite(path: Path, change: Callable[[dict], object], target: Path | None = None, name: str = "") -> None:
+    """Change the record in a file of results/ unchecked. ``change`` gets its fields, and its steps as "rows".
+
+    ``name``: the id in the rows, that of the record by default.
+    """
+    (run,) = store.content_of(path.read_bytes(), path).runs.values()
     record = run.record.model_dump(mode="json") | {"rows": [dict(row) for row in run.rows]}
     change(record)
     rows = record.pop("rows")
-    columns: tables.Columns = {"id": [record["id"]] * len(rows)}
-    columns |= {tables.ABOUT + name: [value, *[None] * (len(rows) - 1)] for name, value in record.items()}
-    columns |= {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
-    (target or path).write_bytes(tables.encoded(columns))
+    changed = records.Run(SimpleNamespace(model_dump=lambda mode: record), rows)
+    (target or path).write_bytes(store.encoded(store.Content({name or record["id"]: changed})))
+
+
+# --------------------------------------------------------------------------------------------------------------- git
+
+
+def git(folder: Path, *arguments: str) -> str:
+    """Output of a git command, run as a person who does not exist."""
+    identity = ["-c", "user.name=nobody", "-c", "user.email=nobody@localhost", "-c", "commit.gpgsign=false"]
+    command = ["git", "-C", str(folder), *identity, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def commit(folder: Path, *how: str) -> str:
+    """Commit everything.  -> the name of the commit"""
+    git(folder, "add", "-A")
+    git(folder, "commit", "-q", "-m", "A commit", *how)
+    return git(folder, "rev-parse", "HEAD").strip()

@@ -25,16 +25,21 @@ SIZES = dict(
 
 
 def model(kind: str, seed: int = 0, **changes):
-    """A transformers Qwen3MoE ("qwen3_moe") or Qwen2MoE ("qwen2_moe") with random weights, in fp32."""
-    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    """A transformers model of this ``model_type`` (qwen3_moe, qwen2_moe or olmoe) with random weights, in fp32."""
+    import transformers
 
     rope = {"rope_theta": 12345.0, "rope_type": "default"}
-    if kind == "qwen3_moe":
-        sizes = SIZES | dict(head_dim=24, norm_topk_prob=True, rope_parameters=rope) | changes
-        reference = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
-    else:
-        sizes = SIZES | dict(shared_expert_intermediate_size=48, norm_topk_prob=False, rope_parameters=rope) | changes
-        reference = Qwen2MoeForCausalLM(Qwen2MoeConfig(**sizes))
+    own = {
+        "qwen3_moe": dict(head_dim=24, norm_topk_prob=True),
+        "qwen2_moe": dict(shared_expert_intermediate_size=48, norm_topk_prob=False),
+        "olmoe": dict(norm_topk_prob=False, rms_norm_eps=1e-5, eos_token_id=None),
+    }[kind]
+    sizes = SIZES | own | {"rope_parameters": rope} | changes
+    if kind == "olmoe":  # every layer is a MoE layer, and its experts have this width
+        sizes["intermediate_size"] = sizes.pop("moe_intermediate_size")
+        del sizes["mlp_only_layers"]
+    name = {"qwen3_moe": "Qwen3Moe", "qwen2_moe": "Qwen2Moe", "olmoe": "Olmoe"}[kind]
+    reference = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in reference.named_parameters():

@@ -38,4 +38,6 @@ def imports(path: Path, *, top_level: bool = False) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
     ours = found & FILES.keys()
-    return ours | {name.split(".")[0] for name in found - ours} - {"engines", "plan", "lab"} - FILES.keys()
+    return (
+        ours | {name.split(".")[0] for name in found - ours} - {"engines", "plan", "lab", "benchmarks"} - FILES.keys()
+    )

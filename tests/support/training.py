@@ -10,11 +10,13 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import world
 
 import parallel_setup
 import reward_gsm8k
+import rollout
 import run_record
 import runlog
 import tiny_model
@@ -23,7 +25,9 @@ from aqn import AqnError
 from input_files import InputError
 from knobs import Config
 from lab import run_page
-from tripwires import Heartbeat, Tripped
+from learner import Learner
+from runlog import Heartbeat
+from tripwires import Tripped
 
 SIZES = dict(
     vocab_size=304, hidden_size=32, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=8, num_experts=16,
@@ -138,6 +142,13 @@ def after(owner: object, name: str, change: Callable) -> None:
     """Replace the function ``owner.name`` by one that returns ``change(result, *arguments)``."""
     real = getattr(owner, name)
     setattr(owner, name, lambda *args, **kwargs: change(real(*args, **kwargs), *args))
+
+
+def pad_rows(patch: pytest.MonkeyPatch) -> None:
+    """Until ``patch`` is undone, the trainer computes padded rows instead of packed lines."""
+    plan = rollout.plan
+    patch.setattr(rollout, "plan", lambda *args, **named: plan(*args, **named | {"group_size": 1, "prompts": None}))
+    patch.setattr(Learner, "_put_on_line", lambda self, micro: None)
 
 
 def only_run(cfg: Config) -> Path:

@@ -1,4 +1,4 @@
-"""The engines of engines/ in the real vLLM and vllm-ascend, on host_npu.py; run by the Python that has these packages.
+"""The engines of engines/ in the real vLLM and vllm-ascend, on cann_stub.py; run by the Python that has these packages.
 
     python tests/support/vllm_ascend_engine.py configurations FOLDER     FOLDER/asked.json -> FOLDER/answer.json
     python tests/support/vllm_ascend_engine.py sample FOLDER             one rank, a whole engine
@@ -18,9 +18,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-import host_npu
+import cann_stub
 
-host_npu.install()
+from architecture import tensor_shapes
+
+cann_stub.install()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -138,11 +140,11 @@ def opened(folder: Path) -> Iterator[tuple[vllm_colocated.ColocatedEngine, confi
     """The engine of FOLDER/config.yaml on this rank, in a world of gloo as the trainer makes it."""
     import vllm_ascend.worker.block_table as block_table
 
-    block_table._compute_slot_mapping_kernel = host_npu.SlotMapping()
+    block_table._compute_slot_mapping_kernel = cann_stub.SlotMapping()
     cfg = config.load_config(folder / "config.yaml")
     local = int(os.environ["LOCAL_RANK"])
     dist.init_process_group("gloo")
-    with host_npu.mode():
+    with cann_stub.mode():
         torch.npu.set_device(local)
         yield rollout.open_engine(cfg, hf_config.read(cfg.model.path), torch.device("npu", local), END, 0), cfg
 
@@ -158,13 +160,11 @@ def sampled(one) -> list:
 
 def sample(folder: Path) -> int:
     """Make the engine, push whole weights, and sample with recorded routes."""
-    import weights_hf
 
     with opened(folder) as (engine, _):
         generator = torch.Generator().manual_seed(0)
         whole = {
-            name: torch.randn(shape, generator=generator) * 0.02
-            for name, shape in weights_hf.tensor_shapes(engine.arch).items()
+            name: torch.randn(shape, generator=generator) * 0.02 for name, shape in tensor_shapes(engine.arch).items()
         }
         engine.load_weights(whole.items())
         (held,) = engine.llm.collective_rpc(vllm_inside.parameters)
@@ -176,10 +176,10 @@ def sample(folder: Path) -> int:
             "shapes": shapes(engine),
             "placement": engine.llm.collective_rpc(vllm_inside.placement)[0],
             "whole": {name: whole[name].tolist() for name in whole if name.startswith("model.layers.1.mlp.experts.")},
-            "w13": host_npu.on_host(held["model.layers.1.mlp.experts.w13_weight"]).float().tolist(),
-            "w2": host_npu.on_host(held["model.layers.1.mlp.experts.w2_weight"]).float().tolist(),
+            "w13": cann_stub.on_host(held["model.layers.1.mlp.experts.w13_weight"]).float().tolist(),
+            "w2": cann_stub.on_host(held["model.layers.1.mlp.experts.w2_weight"]).float().tolist(),
             "samples": [[sampled(one) for one in group] for group in answers],
-            "calls": dict(host_npu.calls),
+            "calls": dict(cann_stub.calls),
             "config": described(engine.llm.llm_engine.vllm_config),
         }
     (folder / "answer.json").write_text(json.dumps(found))
@@ -202,19 +202,19 @@ def push(folder: Path) -> int:
         placement = engine.placement()
         vllm_colocated.check_placement(placement, arch, parallel)
         engine.load_weights(vllm_colocated.shards(model, arch, parallel))
-        pushed = {name: host_npu.on_host(parameter).clone() for name, parameter in engine.parameters.items()}
+        pushed = {name: cann_stub.on_host(parameter).clone() for name, parameter in engine.parameters.items()}
         for parameter in engine.parameters.values():
             parameter.data.zero_()
         whole = load_file(folder / "model" / "model.safetensors")
         engine.llm.collective_rpc(vllm_inside.reload, args=(iter(whole.items()),))
         (loaded,) = engine.llm.collective_rpc(vllm_inside.parameters)
-        expected = {name: host_npu.on_host(parameter).clone() for name, parameter in loaded.items()}
+        expected = {name: cann_stub.on_host(parameter).clone() for name, parameter in loaded.items()}
         wrong = (  # up before gate
             (name, value.roll(value.shape[-1] // 2, -1) if name.endswith("w13_weight") else value)
             for name, value in vllm_colocated.shards(model, arch, parallel)
         )
         engine.load_weights(wrong)
-        swapped = {name: host_npu.on_host(parameter) for name, parameter in engine.parameters.items()}
+        swapped = {name: cann_stub.on_host(parameter) for name, parameter in engine.parameters.items()}
         found = {
             "placement": placement,
             "shapes": shapes(engine),

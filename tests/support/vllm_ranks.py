@@ -1,8 +1,9 @@
 """Samples of vLLM on every rank of a world of two; each rank writes its results to a JSON file.
 
-    torchrun --nproc_per_node=2 tests/support/vllm_ranks.py OUT_DIR MODEL_DIR [MODEL_DIR ...]
+    torchrun --nproc_per_node=2 tests/support/vllm_ranks.py OUT_DIR DENSE_MODEL_DIR MODEL_DIR [MODEL_DIR ...]
 
 Each model runs as one replica (tensor 2) and as two replicas (tensor 1), before and after a push of perturbed weights.
+Then the dense model runs in lockstep (lockstep_ranks.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+import lockstep_ranks  # noqa: E402
+
 import hf_config  # noqa: E402
 from engines.vllm_engine import VllmEngine  # noqa: E402
 
@@ -30,7 +33,7 @@ def perturbed(tensors: dict[str, torch.Tensor], seed: int = 0, scale: float = 0.
     return {name: x + scale * torch.randn(x.shape, generator=generator) for name, x in tensors.items()}
 
 
-def main(out_dir: str, *model_dirs: str) -> None:
+def main(out_dir: str, dense: str, *model_dirs: str) -> None:
     dist.init_process_group("gloo")
     results, shared = [], []
     for model_dir in model_dirs:
@@ -52,7 +55,7 @@ def main(out_dir: str, *model_dirs: str) -> None:
     dist.all_reduce(total)  # the trainer can still use the world
     summary = {"results": results, "ranks": total.item(), "shared": shared}
     Path(out_dir, f"{dist.get_rank()}.json").write_text(json.dumps(summary))
-    dist.destroy_process_group()
+    lockstep_ranks.run(out_dir, dense)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from scope import cases
 
 import device as devices
 import parallel_setup
@@ -38,6 +39,9 @@ LAYOUTS = {  # name: (ranks, tensor, expert, expert_tensor)
     "TP4_EP4_ETP4": (16, 4, 4, 4),
     "TP4_EP16": (16, 4, 16, 1),
 }
+# Every dimension alone and beside others; the others of LAYOUTS have more ranks.
+FEW = ("TP1", "DP2", "TP2", "EP2", "TP2_EP2", "TP2_EP2_DP2", "TP2_EP2_ETP2")
+TESTED = cases(FEW, [name for name in LAYOUTS if name not in FEW])
 
 
 def run(ranks: int, function: Callable, *args) -> list:

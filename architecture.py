@@ -1,0 +1,198 @@
+"""The table of architectures: of which modules a layer consists, what they are called, and how ranks split them.
+
+weights_hf, adapter_weights, aqn_targets, export, the plan and the engines derive from `modules` what they need. Another
+model of a known kind is a row of FAMILIES; a module of a new kind is a line of `modules`. Imports no torch.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+
+class Family(NamedTuple):
+    """What all models of one ``model_type`` have in common."""
+
+    class_name: str  # of the only entry of `architectures`
+    qk_norm: str  # RMSNorm of queries and keys: head (of each head) | projection (of all heads together); empty: none
+    shared_expert: bool
+    qkv_bias: bool  # whether the queries, keys and values may have a bias
+    norm_topk_prob: bool  # of a tiny model; a real one says it in its config.json
+    expert_width: str = "moe_intermediate_size"  # key of config.json
+    rms_norm_eps: float = 1e-6  # of a tiny model
+
+
+FamilyName = Literal["qwen3_moe", "qwen2_moe", "olmoe"]
+FAMILIES: dict[FamilyName, Family] = {
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", "head", shared_expert=False, qkv_bias=False, norm_topk_prob=True),
+    "qwen2_moe": Family("Qwen2MoeForCausalLM", "", shared_expert=True, qkv_bias=True, norm_topk_prob=False),
+    "olmoe": Family(
+        "OlmoeForCausalLM", "projection", shared_expert=False, qkv_bias=False, norm_topk_prob=False,
+        expert_width="intermediate_size", rms_norm_eps=1e-5,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What the model computes; the sizes are those of the whole, unsharded model."""
+
+    model_type: FamilyName
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dense_ffn_size: int  # width of the layers that are not MoE
+    expert_ffn_size: int
+    shared_expert_ffn_size: int  # 0: no shared expert
+    num_experts: int
+    experts_per_token: int
+    norm_topk_prob: bool  # softmax over the chosen experts (True) or over all of them (False)
+    moe_layers: tuple[bool, ...]  # one a layer: MoE (True) or dense
+    qkv_bias: bool
+    tied_head: bool  # lm_head has the weights of the embedding
+    rope_theta: float
+    rms_norm_eps: float
+    max_positions: int
+    stored_format: str = "none"  # of hf_config.FORMATS: the checkpoint holds the codes of the routed experts
+    stored_attention: bool = False  # and those of the matrices around attention
+
+    @property
+    def qk_norm(self) -> str:
+        return FAMILIES[self.model_type].qk_norm
+
+    @property
+    def query_size(self) -> int:
+        """Outputs of the query projection, which are the inputs of the output projection."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def key_size(self) -> int:
+        """Outputs of the key projection, and of the value projection."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        """Rows of the fused query, key and value projection."""
+        return self.query_size + 2 * self.key_size
+
+
+class Module(NamedTuple):
+    """A linear layer or a norm of a layer of the model. Of the routed experts, one module stands for all of them."""
+
+    megatron: str  # the name of its weight in a layer of Megatron's model
+    blocks: Mapping[str, tuple[int, ...]]  # Hugging Face's modules, in the order in which they are joined -> (out, in)
+    kind: str  # norm | attention | dense | experts | shared | router
+    fused: str = ""  # the name that adapters' checkpoints have for the blocks together
+    target: str = ""  # the member of lora.targets that adapts it
+    split: int | None = None  # the dimension of the blocks that ranks split; None: every rank holds all of it
+    reads: str = ""  # the norm whose output it multiplies
+    bias: bool = False
+    copies: int = 1  # number of experts
+
+    @property
+    def part(self) -> str:
+        """A short name, unique in a layer; a layer has either dense matrices or those of a shared expert."""
+        name = (self.fused or next(iter(self.blocks))).rpartition(".")[2]
+        return f"experts.{name}" if self.kind == "experts" else name
+
+    @property
+    def out_size(self) -> int:
+        return sum(shape[0] for shape in self.blocks.values())
+
+    @property
+    def in_size(self) -> int:
+        """Columns of a matrix; 1 for a norm, which is a vector."""
+        return math.prod(next(iter(self.blocks.values()))[1:])
+
+
+@functools.cache
+def modules(arch: Architecture, is_moe: bool) -> tuple[Module, ...]:
+    """The modules of a MoE layer, or of a dense one, in the order in which weights are pushed to an engine."""
+    h, query, key = arch.hidden_size, arch.query_size, arch.key_size
+    before, after = "input_layernorm", "post_attention_layernorm"
+    qkv = {"self_attn.q_proj": (query, h), "self_attn.k_proj": (key, h), "self_attn.v_proj": (key, h)}
+    found = [
+        Module("input_layernorm.weight", {before: (h,)}, "norm"),
+        Module(
+            "self_attention.linear_qkv.weight", qkv, "attention", "self_attn.qkv_proj", "linear_qkv", 0, before,
+            bias=arch.qkv_bias,
+        ),
+    ]  # fmt: skip
+    whole = arch.qk_norm == "projection"
+    found += [
+        Module(
+            f"self_attention.{x}_layernorm.weight",
+            {f"self_attn.{x}_norm": (size if whole else arch.head_dim,)},
+            "norm",
+            split=0 if whole else None,
+        )
+        for x, size in (("q", query), ("k", key))
+        if arch.qk_norm
+    ]
+    output = {"self_attn.o_proj": (h, query)}
+    found += [
+        Module("self_attention.linear_proj.weight", output, "attention", "self_attn.o_proj", "linear_proj", 1),
+        Module("pre_mlp_layernorm.weight", {after: (h,)}, "norm"),
+    ]
+
+    def swiglu(megatron: str, name: str, kind: str, width: int, copies: int = 1) -> None:
+        fused = name.replace(".{}", "")
+        gate_up = {f"{name}.gate_proj": (width, h), f"{name}.up_proj": (width, h)}
+        down = {f"{name}.down_proj": (h, width)}
+        found.extend([
+            Module(
+                f"{megatron}.linear_fc1.weight", gate_up, kind, f"{fused}.gate_up_proj", "linear_fc1", 0, after,
+                copies=copies,
+            ),
+            Module(f"{megatron}.linear_fc2.weight", down, kind, f"{fused}.down_proj", "linear_fc2", 1, copies=copies),
+        ])  # fmt: skip
+
+    if not is_moe:
+        swiglu("mlp", "mlp", "dense", arch.dense_ffn_size)
+        return tuple(found)
+    router = {"mlp.gate": (arch.num_experts, h)}
+    found.append(Module("mlp.router.weight", router, "router", "mlp.gate", "router", reads=after))
+    swiglu("mlp.experts", "mlp.experts.{}", "experts", arch.expert_ffn_size, arch.num_experts)
+    if arch.shared_expert_ffn_size:
+        swiglu("mlp.shared_experts", "mlp.shared_expert", "shared", arch.shared_expert_ffn_size)
+        gate = {"mlp.shared_expert_gate": (1, h)}
+        found.append(Module("mlp.shared_experts.gate_weight", gate, "shared", reads=after))
+    return tuple(found)
+
+
+@functools.cache
+def every_module(arch: Architecture) -> tuple[Module, ...]:
+    """The modules of all kinds of layers that the model has."""
+    return tuple(module for is_moe in sorted({*arch.moe_layers}) for module in modules(arch, is_moe))
+
+
+def over_layers(arch: Architecture, number: Callable[[Module], int]) -> int:
+    """The sum of ``number(module)`` over all modules of all layers."""
+    return sum(arch.moe_layers.count(is_moe) * sum(map(number, modules(arch, is_moe))) for is_moe in {*arch.moe_layers})
+
+
+def layers(arch: Architecture) -> Iterator[tuple[str, Module]]:
+    """Every module with the beginning of its layer's names, `model.layers.0.`, layer by layer."""
+    for i, is_moe in enumerate(arch.moe_layers):
+        for module in modules(arch, is_moe):
+            yield f"model.layers.{i}.", module
+
+
+def tensor_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """Name and shape of exactly the tensors that a model directory of this architecture holds."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (arch.vocab_size, arch.hidden_size)}
+    for layer, module in layers(arch):
+        for expert in range(module.copies):
+            for block, shape in module.blocks.items():
+                name = layer + block.format(expert)
+                shapes[f"{name}.weight"] = shape
+                if module.bias:
+                    shapes[f"{name}.bias"] = shape[:1]
+    shapes["model.norm.weight"] = (arch.hidden_size,)
+    if not arch.tied_head:
+        shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
+    return shapes

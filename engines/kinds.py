@@ -1,0 +1,34 @@
+"""What the rest of the program has to know of each engine before it exists. A new engine is a row here and a module.
+
+The module has check(cfg, arch, ranks), which raises InputError for what the engine cannot run, and open_engine(cfg,
+arch, device, stop_tokens, pad_token), which returns an interface.Engine. Imports nothing of the project.
+"""
+
+from typing import Literal, NamedTuple
+
+
+class Kind(NamedTuple):
+    """An engine as plan, rules and configuration see it."""
+
+    module: str
+    keys: tuple[str, ...] = ()  # of the section rollout, which other engines do not read
+    splits: bool = False  # rollout.tensor ranks share a replica; otherwise each rank has one
+    reserves: bool = False  # takes rollout.kv_cache_mib, and room for graphs, at its start; otherwise wave by wave
+    refills: bool = False  # a waiting row starts as soon as another one ends; otherwise with the next wave
+    prefers_factors: bool = False  # in bf16 it holds LoRA factors apart from the weights, unless something alters them
+    alters: bool = False  # it can sample with rounded matrices and from the base of a quantised checkpoint
+    packages: str = ""  # the set of packages that setup_cpu.sh installs for it
+
+
+EngineName = Literal["torch", "vllm"]
+ENGINES: dict[EngineName, Kind] = {
+    "torch": Kind("engines.torch_sampler", prefers_factors=True, alters=True),
+    "vllm": Kind(
+        "engines.vllm_setup",
+        keys=("tensor", "expert_parallel", "enforce_eager", "kv_cache_mib"),
+        splits=True,
+        reserves=True,
+        refills=True,
+        packages="vllm",
+    ),
+}

@@ -1,0 +1,61 @@
+"""Checks vLLM for a configuration, and opens it: one engine a replica, or one over all ranks."""
+
+import torch
+import torch.distributed as dist
+
+import device as devices
+from architecture import Architecture
+from engines import capacity, vllm_adapter, vllm_ascend, vllm_colocated, vllm_engine
+from engines.vllm_engine import VllmEngine
+from input_files import InputError
+from knobs import Config
+
+
+def check(cfg: Config, arch: Architecture, ranks: int) -> None:
+    """Raise InputError if vLLM cannot run this configuration or is not installed for it."""
+    device_type, dtype = devices.resolve(cfg.device).type, devices.DTYPES[cfg.model.dtype]
+    if device_type == "npu" and cfg.rollout.temperature != 1:
+        # vllm-ascend 0.23.0, model_runner_v1.py:333: its own sampler does not read logprobs_mode.
+        raise InputError(
+            f"rollout.temperature: {cfg.rollout.temperature:g}, but vllm-ascend reports log-probs at temperature 1 "
+            "only; needed: 1.0, or rollout.engine torch"
+        )
+    vllm_engine.check(
+        arch,
+        device_type=device_type,
+        ranks=ranks,
+        tensor=cfg.rollout.tensor,
+        dtype=dtype,
+        max_tokens=cfg.row_tokens,
+        kv_cache_mib=cfg.rollout.kv_cache_mib,
+    )
+    if cfg.keeps_factors_apart:
+        vllm_adapter.check(arch, cfg.lora, device_type=device_type, dtype=dtype)
+    tokens = -(-capacity.max_sequences(cfg, arch, ranks) // cfg.rollout.tensor)  # the tensor ranks split the tokens
+    if cfg.rollout.expert_parallel:
+        vllm_colocated.check(arch, device_type=device_type, ranks=ranks, tokens=tokens)
+    elif device_type == "npu" and cfg.rollout.tensor > 1 and any(arch.moe_layers) and cfg.replay.mode != "r3":
+        # The ranks of a replica divide its experts, and vllm-ascend on an A3 sends their tokens by MC2 as well.
+        vllm_ascend.check_dispatch(arch, cfg.rollout.tensor, tokens, key="rollout.tensor")
+
+
+def open_engine(
+    cfg: Config, arch: Architecture, device: torch.device, stop_tokens: set[int], pad_token: int
+) -> VllmEngine:
+    """vLLM for this configuration. All ranks make it at the same time."""
+    dtype, adapter = devices.DTYPES[cfg.model.dtype], cfg.lora if cfg.keeps_factors_apart else None
+    kind = vllm_colocated.ColocatedEngine if cfg.rollout.expert_parallel else vllm_engine.VllmEngine
+    return kind(
+        arch,
+        cfg.model.path,
+        stop_tokens=stop_tokens,
+        max_tokens=cfg.row_tokens,
+        dtype=dtype,
+        device=device,
+        tensor=cfg.rollout.tensor,
+        enforce_eager=cfg.rollout.enforce_eager,
+        kv_cache_mib=cfg.rollout.kv_cache_mib,
+        max_sequences=capacity.max_sequences(cfg, arch, dist.get_world_size()),
+        routed_experts=cfg.replay.mode == "r3",
+        adapter=adapter,
+    )
