@@ -80,7 +80,8 @@ class Architecture:
         return self.query_size + 2 * self.key_size
 
 
-class Module(NamedTuple):
+@dataclass(frozen=True)
+class Module:
     """A linear layer or a norm of a layer of the model. Of the routed experts, one module stands for all of them."""
 
     megatron: str  # the name of its weight in a layer of Megatron's model
@@ -99,11 +100,11 @@ class Module(NamedTuple):
         name = (self.fused or next(iter(self.blocks))).rpartition(".")[2]
         return f"experts.{name}" if self.kind == "experts" else name
 
-    @property
+    @functools.cached_property
     def out_size(self) -> int:
         return sum(shape[0] for shape in self.blocks.values())
 
-    @property
+    @functools.cached_property
     def in_size(self) -> int:
         """Columns of a matrix; 1 for a norm, which is a vector."""
         return math.prod(next(iter(self.blocks.values()))[1:])

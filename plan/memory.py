@@ -96,8 +96,8 @@ def _layer_merged(arch: Architecture, lora: LoraConfig, layout: RankGrid, is_moe
 
 def merged_weights(arch: Architecture, lora: LoraConfig, layout: RankGrid, recompute: bool) -> int:
     """Parameters of the merged weights that a passing micro-batch holds: with ``recompute`` those of one layer."""
-    layers = [sum(_layer_merged(arch, lora, layout, is_moe)) for is_moe in arch.moe_layers]
-    return max(layers) if recompute else sum(layers)
+    layers = {is_moe: sum(_layer_merged(arch, lora, layout, is_moe)) for is_moe in {*arch.moe_layers}}
+    return max(layers.values()) if recompute else sum(layers[is_moe] for is_moe in arch.moe_layers)
 
 
 def gathered_by_a_save(arch: Architecture, lora: LoraConfig, layout: RankGrid, device: str) -> int:
@@ -145,7 +145,8 @@ def activations(
     """
     h, s = arch.hidden_size, tokens // layout.tensor
     rows = s * arch.experts_per_token * layout.expert_tensor * (imbalance if layout.expert > 1 else 1)  # N
-    layers = {is_moe: _kept_by_layer(arch, lora, layout, is_moe, element, tokens, rows) for is_moe in arch.moe_layers}
+    kinds = {*arch.moe_layers}
+    layers = {is_moe: _kept_by_layer(arch, lora, layout, is_moe, element, tokens, rows) for is_moe in kinds}
     # The widest place of a layer: gradients of activations in its backward pass; a forward pass that keeps nothing.
     dense, width = arch.dense_ffn_size, arch.expert_ffn_size // layout.expert_tensor
     # With expert_tensor > 1 Megatron sums the experts' outputs in fp32.
@@ -294,7 +295,7 @@ def step_memory(
         group, attention = max(3 * experts, arch.vocab_size * h * element), arch.qkv_size
     routing = sum(arch.moe_layers) * arch.experts_per_token if cfg.replay.mode != "off" else 0
     own_sequences = -(-rollout.prompts_per_step * rollout.group_size // layout.data)
-    one_merged = max(max(_layer_merged(arch, cfg.lora, layout, is_moe)) for is_moe in arch.moe_layers) * element
+    one_merged = max(max(_layer_merged(arch, cfg.lora, layout, is_moe)) for is_moe in {*arch.moe_layers}) * element
     merging = one_merged * (cfg.trains_merged and cfg.has_old_policy_pass)
     base, dequantised = base_bytes(arch, layout, element, cfg.model.quantisation, cfg.model.quantises_attention)
     parts = {
