@@ -220,7 +220,7 @@ def hidden_states(model: torch.nn.Module, tokens: Tensor, packing: Packing | Non
     if model.config.recompute_granularity and torch.is_grad_enabled() and not x.requires_grad:
         x.requires_grad_()  # a checkpointed layer returns gradients only if its input wants one
     for layer in model.decoder.layers:
-        layer.self_attention.core_attention.packing = packing
+        layer.self_attention.core_attention.use(packing)
     cos_sin = model.rotary_pos_emb(tokens.shape[1] if packing is None else packing.line.shape[1])  # (2, T, 1, 1, d)
     if packing is not None:
         cos_sin = cos_sin[:, packing.position]

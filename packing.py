@@ -72,7 +72,11 @@ class CausalAttention(torch.nn.Module):
     def __init__(self, config, *args, **kwargs) -> None:
         super().__init__()
         self.scale = config.kv_channels**-0.5
-        self.packing: Packing | None = None  # of the last forward pass; activation recompute needs it again
+        self.packing: Packing | None = None
+
+    def use(self, packing: Packing | None) -> None:
+        """Until the next call the rows are packed like this, or not at all. Recompute needs it in a backward pass."""
+        self.packing = packing
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask, **unused) -> Tensor:
         """(T, b, heads, d), (T, b, kv heads, d) twice -> (T, b, heads x d); a packed line has b = 1"""
