@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 from pathlib import Path
+from unittest import mock
 
 import torch
 import training
 
 import hf_config
+import model_megatron
 import tiny_model
 import weights_hf
 from knobs import Config
@@ -67,3 +69,20 @@ def beats(cfg: Config) -> list[str]:
 def test_the_watcher_of_stalls_hears_of_every_step_of_the_warm_start(tmp_path: Path) -> None:
     (heard,) = training.in_world("TP1", beats, config(tmp_path, seed=3))
     assert heard == [f"step {step} of the warm start" for step in range(10)]
+
+
+def warm_started(cfg: Config) -> list[torch.Tensor]:
+    """The weights of this rank's replica after the warm start."""
+    built: list[torch.nn.Module] = []
+    build = model_megatron.build
+    with mock.patch.object(
+        model_megatron, "build", lambda *args, **more: built.append(build(*args, **more)) or built[0]
+    ):
+        tiny_model.make(cfg, torch.device("cpu"))
+    return [parameter.detach() for parameter in built[0].parameters()]
+
+
+def test_the_warm_start_gives_all_ranks_the_same_weights(tmp_path: Path) -> None:
+    """Each rank has its own examples, so a gradient that is not summed over the ranks would drive them apart."""
+    first, second = training.in_world("DP2", warm_started, config(tmp_path, seed=4))
+    assert first and all(torch.equal(*pair) for pair in zip(first, second, strict=True))
