@@ -1,10 +1,10 @@
 """Which small faults in the method and the system do the tests find? A tool for maintainers; CI does not run it.
 
-    python tests/mutants.py choose REVISION          writes tests/mutants.jsonl: 150 faults in the files of a commit
     python tests/mutants.py record                   adds which test files execute the statement of each fault (20 min)
     python tests/mutants.py run [NUMBER ...]         plants each fault, runs these test files, adds which test finds it
 
-A line of tests/mutants.jsonl is a fault: its file, function and kind, the statement without the fault and with it. A
+A line of tests/mutants.jsonl is a fault: its file, function and kind, the statement without the fault and with it. The
+command `choose` of this program at commit 72b9914 chose them, in the files of the commit that the first line names. A
 compound statement counts as its header (the condition of an if). A fault is planted where its statement stands today;
 one whose statement is gone is not planted. `record` and `run` work in copies of the committed files, two at a time.
 A test that fails in the copy of `record`, which changes nothing, is left out (it reads sources, say).
@@ -13,11 +13,8 @@ A test that fails in the copy of `record`, which changes nothing, is left out (i
 import argparse
 import ast
 import contextlib
-import itertools
 import json
 import os
-import random
-import re
 import signal
 import subprocess
 import tempfile
@@ -25,34 +22,17 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tests" / "mutants.jsonl"
-FILES = """
-    train_grpo grpo learner rollout evaluate reward_gsm8k data_gsm8k gsm8k_files aqn aqn_targets lora_megatron
-    model_megatron packing routing_replay kernels quantisation weights_hf adapter_weights weight_sync
-    parallel_setup device startup checkpoint runlog run_record tripwires config config_rules hf_config input_files
-    export tiny_model
-    engines/torch_sampler engines/torch_decoder engines/torch_cache engines/vllm_engine engines/capacity
-    architecture
-""".split()  # of some commit; a file that a commit does not have is left out
-SEED, FAULTS, IN_A_FILE, SECONDS = 0, 150, 4, 120
+SECONDS = 120
 NO_ANSWER = (MISSED, SLOW, GONE, NOT_EXECUTED) = (
     "no test fails", f"no test fails in {SECONDS} seconds", "its statement is gone", "no test executes it",
 )  # fmt: skip
-COMPARISONS = {
-    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
-    ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
-}  # fmt: skip
-SIGNS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
-RARE = ("group", "axis")  # these kinds come first
-LOGIC = {ast.And: ast.Or, ast.Or: ast.And}
-PARALLEL = {"tensor": "expert", "expert": "tensor", "expert_tensor": "tensor", "expert_data": "data", "data": "tensor"}
-OF_RANKS = ("parallel", "self", "self.parallel", "cfg.parallel", "sizes", "parallel_state", "dist")
-GROUPS = {f"{a}{end}": f"{b}{end}" for a, b in PARALLEL.items() for end in ("", "_rank", "_group")}
 PLUGIN = """# Of tests/mutants.py: notes which test files execute a statement; runs files in the order of the command.
 import os
 import pytest
@@ -87,10 +67,6 @@ def header(node: ast.AST) -> ast.expr | None:
     return None
 
 
-def is_text(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-
-
 def units(tree: ast.AST, function: str = "") -> Iterator[Unit]:
     """The units of a file in the order of its lines."""
     for node in ast.iter_child_nodes(tree):
@@ -100,93 +76,13 @@ def units(tree: ast.AST, function: str = "") -> Iterator[Unit]:
         part = header(node)
         if function and part:
             yield Unit(function, part, False)
-        elif function and isinstance(node, ast.stmt) and not hasattr(node, "body") and not is_text(node):
+        elif function and isinstance(node, ast.stmt) and not hasattr(node, "body"):
             yield Unit(function, node, True)
         yield from units(node, function)
 
 
-def replacements(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    """The kinds of faults in a node, each with the node that has it."""
-    match node:
-        case ast.Compare(left=left, ops=[op], comparators=right) if type(op) in COMPARISONS:
-            yield "comparison", ast.Compare(left, [COMPARISONS[type(op)]()], right)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in SIGNS and not {"'", '"'} & set(ast.unparse(node)):
-            yield "sign", ast.BinOp(left, SIGNS[type(op)](), right)
-        case ast.UnaryOp(op=ast.USub() | ast.Not(), operand=operand):
-            yield "sign", operand
-        case ast.BoolOp(op=op, values=values):
-            yield "logic", ast.BoolOp(LOGIC[type(op)](), values)
-        case ast.keyword(arg="dim" | "axis" as name, value=ast.Constant(value=int(number))):
-            yield "axis", ast.keyword(name, ast.Constant(1 - number))
-        case ast.keyword(arg="dim" | "axis" as name, value=ast.UnaryOp(operand=ast.Constant(value=int(number)))):
-            yield "axis", ast.keyword(name, ast.UnaryOp(ast.USub(), ast.Constant(number % 2 + 1)))
-        case ast.Subscript(value=value, slice=ast.Constant(value=int(index)), ctx=context):
-            yield "index", ast.Subscript(value, ast.Constant(index + 1), context)
-        case ast.Slice(lower=lower, upper=ast.expr() as upper, step=step):
-            yield "index", ast.Slice(lower, ast.BinOp(upper, ast.Add(), ast.Constant(1)), step)
-        case ast.Slice(lower=ast.expr() as lower, upper=None, step=step):
-            yield "index", ast.Slice(ast.BinOp(lower, ast.Add(), ast.Constant(1)), None, step)
-        case ast.Call(func=ast.Name(id="range"), args=args, keywords=[]):
-            one_less = ast.BinOp(args[-1], ast.Sub(), ast.Constant(1))
-            yield "index", ast.Call(ast.Name("range"), [*args[:-1], one_less], [])
-        case ast.Attribute(value=value, attr=name, ctx=context) if name in GROUPS and ast.unparse(value) in OF_RANKS:
-            yield "group", ast.Attribute(value, GROUPS[name], context)
-
-
-def faults_of(unit: Unit) -> Iterator[tuple[str, str]]:
-    """The kind of each fault of a unit, and the unit with it. Texts and messages get none."""
-    may_miss = isinstance(unit.node, ast.Expr | ast.AugAssign | ast.Raise | ast.Continue | ast.Break)
-    if unit.is_simple and may_miss and not re.match(r"print|.*say\(|.*warn|.*beat", text_of(unit.node)):
-        yield "missing line", "pass"
-    if isinstance(unit.node, ast.Raise | ast.Import | ast.ImportFrom):
-        return
-    todo: list[ast.AST] = [unit.node]
-    for node in todo:
-        said = re.search(r"print|say|warn|write|beat", ast.unparse(node.func)) if isinstance(node, ast.Call) else False
-        if isinstance(node, ast.JoinedStr | ast.Lambda) or said:
-            continue
-        for name, value in list(ast.iter_fields(node)):
-            children = value if isinstance(value, list) else [value]
-            for place, child in enumerate(children):
-                if not isinstance(child, ast.AST) or name in ("annotation", "returns"):
-                    continue
-                if not (isinstance(child, ast.keyword) and child.arg in ("dim", "axis")):
-                    todo.append(child)
-                for kind, changed in replacements(child):
-                    new = [*children[:place], changed, *children[place + 1 :]] if value is children else changed
-                    setattr(node, name, new)
-                    yield kind, text_of(unit.node)
-                    setattr(node, name, value)
-    if not unit.is_simple:  # a header may itself be the node of a fault
-        yield from ((kind, text_of(changed)) for kind, changed in replacements(unit.node))
-
-
 def text_of(node: ast.AST) -> str:
     return ast.unparse(ast.fix_missing_locations(node))
-
-
-def chosen(revision: str) -> Iterator[dict]:
-    """FAULTS faults, at least IN_A_FILE in a file as far as it has so many, of kinds as different as possible."""
-    randomly, remaining = random.Random(SEED), []
-    for name in FILES:
-        show = ["git", "show", f"{revision}:{name}.py"]
-        if not (source := subprocess.run(show, cwd=ROOT, capture_output=True, text=True).stdout):
-            continue
-        kinds: dict[str, list[dict]] = {}
-        for unit in units(ast.parse(source)):
-            before = text_of(unit.node)
-            for kind, after in faults_of(unit):
-                about = {"file": f"{name}.py", "function": unit.function, "kind": kind}
-                kinds.setdefault(kind, []).append(about | {"before": before, "after": after})
-        for each in kinds.values():
-            randomly.shuffle(each)
-        common = sorted(kinds.keys() - {*RARE})
-        order = [kind for kind in RARE if kind in kinds] + randomly.sample(common, len(common))
-        turns = max(map(len, kinds.values()), default=0)
-        mixed = [kinds[kind][turn] for turn in range(turns) for kind in order if turn < len(kinds[kind])]
-        yield from mixed[:IN_A_FILE]
-        remaining += mixed[IN_A_FILE : 2 * IN_A_FILE]
-    yield from randomly.sample(remaining, len(remaining))
 
 
 # ------------------------------------------------------------------------------------------------ planting
@@ -286,24 +182,20 @@ def found_by(copy: Path, fault: dict, left_out: list[str]) -> str:
 
 def run(about: dict, faults: list[dict], numbers: list[int], folder: Path) -> None:
     """Plant the faults of these numbers, two at a time, and write after each which test finds it."""
-    todo, lock = iter(numbers), threading.Lock()
+    lock = threading.Lock()
 
-    def work(name: str) -> None:
+    def work(name: str, share: list[int]) -> None:
+        (folder / name).mkdir()
         copy = copy_of_commit(folder / name)
-        while (number := next(todo, None)) is not None:
+        for number in share:
             start, found = time.monotonic(), found_by(copy, faults[number], about["left_out"])
             with lock:
                 faults[number]["found"] = found
                 write(about, faults)
                 print(f"{number:3} {time.monotonic() - start:4.0f} s  {faults[number]['file']:22} {found}", flush=True)
 
-    workers = []
-    for name in ("first", "second"):
-        (folder / name).mkdir()
-        workers.append(threading.Thread(target=work, args=(name,)))
-        workers[-1].start()
-    for worker in workers:
-        worker.join()
+    with ThreadPoolExecutor() as workers:
+        list(workers.map(work, ("first", "second"), (numbers[::2], numbers[1::2])))
 
 
 def read() -> tuple[dict, list[dict]]:
@@ -317,18 +209,15 @@ def write(about: dict, faults: list[dict]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["choose", "record", "run"])
-    parser.add_argument("arguments", nargs="*")
+    parser.add_argument("command", choices=["record", "run"])
+    parser.add_argument("numbers", nargs="*", type=int)
     args = parser.parse_args()
-    if args.command == "choose":
-        write({"commit": args.arguments[0]}, list(itertools.islice(chosen(args.arguments[0]), FAULTS)))
-        return
     about, faults = read()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         if args.command == "record":
             record(about, faults, Path(folder))
         else:
-            run(about, faults, [int(number) for number in args.arguments] or list(range(len(faults))), Path(folder))
+            run(about, faults, args.numbers or list(range(len(faults))), Path(folder))
     write(about, faults)
     answers = [fault["found"] for fault in faults if "found" in fault]
     results = Counter(answer if answer in NO_ANSWER else "found" for answer in answers)

@@ -1,8 +1,7 @@
-"""Data: every gold answer of real GSM8K parses, malformed rows are refused by file and row, conversion loses nothing, a
-step's questions depend on (seed, step) alone, and the generated test set shares no operand pair with training. A prompt
-has its system turn, its worked examples and its question.
+"""Data: every gold answer of real GSM8K parses, malformed rows are refused by file and row, conversion loses nothing,
+and a step's questions depend on (seed, step) alone. A prompt has its system turn, its worked examples and its question.
 
-Expected answers of generated problems are recomputed here from the question's wording, not with the module's code.
+The generated questions are in test_problems.py. What the command says of files that it cannot use: test_bad_input.py.
 """
 
 from __future__ import annotations
@@ -10,9 +9,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import subprocess
-import sys
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,9 +21,8 @@ import data_gsm8k
 import gsm8k_files
 from input_files import InputError
 from knobs import DataConfig
-from tiny_model import build_tokenizer, drill, sloppy_solution
+from tiny_model import build_tokenizer
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 ROWS = [
     {"question": "Mia has 3 pens \u2028and {2} more. How many?", "answer": "3 + 2 = 5\n#### 5"},
     {"question": "Ben had 1,200 coins; he lost 3 £. How many are left?\n", "answer": "1,200 - 3 = 1,197\n#### 1,197"},
@@ -84,10 +79,6 @@ def test_every_row_of_real_gsm8k_has_a_gold_number(
     assert questions[0].gold == first
     for question in questions:  # the number after the mark, read without the module's help
         assert int(question.gold) == int(question.answer[question.answer.rindex("####") + 4 :].replace(",", ""))
-    assert re.fullmatch(
-        rf"{count} questions from \S+ \(question/answer columns\); longest prompt \d+ of 1000 tokens, dropped 0",
-        questions.description,
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------------- forms
@@ -237,23 +228,6 @@ def test_a_malformed_row_is_refused_by_file_and_row(case: str, tmp_path: Path) -
     assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
 
 
-def test_unreadable_files_are_refused_by_name(tmp_path: Path) -> None:
-    good = write_parquet(tmp_path / "good.parquet", ROWS).read_bytes()
-    (tmp_path / "rows.txt").write_bytes(GOOD)
-    (tmp_path / "cut.parquet").write_bytes(good[:-20])
-    (tmp_path / "folder.jsonl").mkdir()
-    cases = {
-        "rows.txt": "found the ending '.txt'",
-        "cut.parquet": "not a readable parquet file",
-        "folder.jsonl": "cannot be read",
-        "absent.jsonl": "cannot be read",
-    }
-    for name, message in cases.items():
-        with pytest.raises(InputError, match=message) as caught:
-            gsm8k_files.read(tmp_path / name)
-        assert name in str(caught.value) and "\n" not in str(caught.value)
-
-
 def test_a_flipped_byte_in_our_own_parquet_file_is_noticed(tmp_path: Path) -> None:
     start = write_jsonl(tmp_path / "start.jsonl", ROWS)
     gsm8k_files.convert(start, tmp_path / "chat.parquet")
@@ -265,26 +239,15 @@ def test_a_flipped_byte_in_our_own_parquet_file_is_noticed(tmp_path: Path) -> No
 
 
 # --------------------------------------------------------------------------------------------------------- command line
-def run_command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(REPOSITORY / "data_gsm8k.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
-def test_command_converts_and_never_overwrites(tmp_path: Path) -> None:
+def test_command_converts_and_never_overwrites(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     start, out = write_jsonl(tmp_path / "start.jsonl", ROWS), tmp_path / "chat.parquet"
-    done = run_command("convert", start, out)
-    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("3 rows: ")
+    assert data_gsm8k.main(["convert", str(start), str(out)]) == 0
+    assert capsys.readouterr().out.startswith("3 rows: ")
     before = out.read_bytes()
-    (tmp_path / "bad.jsonl").write_bytes(GOOD + b"{\n")
-    for arguments, message in (
-        ((start, out), "File exists"),
-        ((start, tmp_path / "absent" / "out.jsonl"), "out.jsonl: not written"),
-        ((tmp_path / "bad.jsonl", tmp_path / "new.jsonl"), "bad.jsonl, row 2"),
-    ):
-        failed = run_command("convert", *arguments)
-        assert failed.returncode == 2 and failed.stdout == ""
-        assert re.fullmatch(rf"error: .*{re.escape(message)}.*\n", failed.stderr), failed.stderr
-    assert out.read_bytes() == before and not (tmp_path / "new.jsonl").exists()
+    for target, message in (("chat.parquet", "File exists"), ("absent/out.jsonl", "out.jsonl: not written")):
+        assert data_gsm8k.main(["convert", str(start), str(tmp_path / target)]) == 2
+        assert re.fullmatch(rf"error: .*{message}.*\n", capsys.readouterr().err)
+    assert out.read_bytes() == before
 
 
 # ----------------------------------------------------------------------------------------------------------------- pick
@@ -313,36 +276,6 @@ def test_pick_is_a_function_of_seed_and_step() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- arithmetic
-def recompute(question: str) -> tuple[int, int, str, int]:
-    """(x, y, sign, result) from the wording of a question."""
-    x, y = map(int, re.findall(r"\d+", question))
-    more, less = re.search(r"finds|puts in|buys", question), re.search(r"gives away|takes out|lost", question)
-    assert (more is None) != (less is None)
-    return x, y, "+" if more else "-", x + y if more else x - y
-
-
-@pytest.mark.parametrize(("low", "high"), [(1, 49), (0, 12)])
-def test_generated_answers_are_right_and_train_and_test_share_no_operand_pair(low: int, high: int) -> None:
-    operands: dict[bool, set] = {False: set(), True: set()}
-    for heldout in operands:
-        pairs = data_gsm8k.arithmetic(900, heldout, seed=0, low=low, high=high)
-        assert len({question for question, _ in pairs}) == 900
-        for question, answer in pairs:
-            x, y, sign, result = recompute(question)
-            assert answer == f"{x} {sign} {y} = {result}\n#### {result}"
-            assert low <= x <= high and low <= y <= high and result >= 0
-            operands[heldout].add(frozenset((x, y)))
-    assert not operands[False] & operands[True]
-
-
-def test_arithmetic_is_a_function_of_its_arguments() -> None:
-    first = data_gsm8k.arithmetic(50, False, 3, 1, 49)
-    random.seed(7)  # Python's own generator plays no part
-    assert data_gsm8k.arithmetic(50, False, 3, 1, 49) == first
-    assert data_gsm8k.arithmetic(60, False, 3, 1, 49)[:50] == first
-    assert data_gsm8k.arithmetic(50, False, 4, 1, 49) != first
-
-
 def test_a_range_that_cannot_be_split_is_refused() -> None:
     """Of the pairs of one operand with itself, most are for training and some are held out, so one side is empty."""
     sides = {data_gsm8k.held_out(low, low): low for low in range(60)}
@@ -363,34 +296,6 @@ def test_more_questions_than_there_are_is_refused() -> None:
         data_gsm8k.arithmetic(available + 1, True, 0, 1, 7)
 
 
-def test_drills_are_right_and_never_held_out() -> None:
-    rng = random.Random(0)
-    kinds = Counter()
-    for _ in range(5000):
-        text, completion = drill(rng, 1, 49)
-        x, sign, y = text.split()
-        assert not data_gsm8k.held_out(int(x), int(y))
-        assert completion == f" = {int(x) + int(y) if sign == '+' else int(x) - int(y)}"
-        assert sign == "+" or int(x) >= int(y)
-        kinds[sign] += 1
-    assert min(kinds.values()) > 2000
-
-
-def test_sloppy_answers_have_the_shares_asked_for() -> None:
-    rng, seen = random.Random(0), Counter()
-    for _ in range(10_000):
-        problem = data_gsm8k.problem(rng, 1, 49, heldout=False)
-        x, y, sign, result = recompute(problem.question)
-        answer = sloppy_solution(problem, rng, right=0.35, wrong_operation=0.55)
-        a, op, b, written, final = re.fullmatch(r"(\d+) ([+-]) (\d+) = (\d+)\n#### (\d+)", answer).groups()
-        assert written == final and {int(a), int(b)} == {x, y}
-        by_operation = x + y if op == "+" else abs(x - y)
-        seen["operation" if op != sign else "right" if int(final) == result else "off"] += 1
-        assert abs(int(final) - by_operation) in ((0,) if op != sign else (0, 1, 10))
-    # Four standard deviations of a share of 10,000 are 0.02.
-    assert abs(seen["right"] - 3500) < 200 and abs(seen["operation"] - 5500) < 200 and abs(seen["off"] - 1000) < 120
-
-
 # ------------------------------------------------------------------------------------------------ tokenizer and prompts
 def test_built_tokenizer_is_the_same_byte_for_byte_and_reads_digits_one_by_one(
     tokenizer: Any, model_dir: Path, tmp_path: Path
@@ -406,31 +311,10 @@ def test_built_tokenizer_is_the_same_byte_for_byte_and_reads_digits_one_by_one(
 
 
 def test_chat_template_gives_the_same_ids_by_text_and_by_the_tokenizer(tokenizer: Any) -> None:
-    section = data()
     for row in ROWS:
         messages = [{"role": "user", "content": row["question"]}]
         ids = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
-        found = data_gsm8k.prompt_ids(row["question"], tokenizer, section)
-        assert found == ids
-        assert tokenizer.decode(found) == f"<|im_start|>user\n{row['question']}<|im_end|>\n<|im_start|>assistant\n"
-        assert found[0] == 1 and found.count(2) == 1
-
-
-@pytest.mark.parametrize(
-    ("template", "left_out"),
-    [
-        ("{{ messages[0]['content'][:20] }}", "a user turn, or a part of it: 'Tom buys"),
-        # Some models have no system turn, and their templates drop it without a word.
-        (
-            "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}",
-            "a system turn, .*: 'Be",
-        ),
-    ],
-)
-def test_a_template_that_leaves_a_turn_out_is_refused(template: str, left_out: str, tokenizer: Any) -> None:
-    tokenizer.chat_template = template
-    with pytest.raises(InputError, match=f"leaves out the text of {left_out}"):
-        data_gsm8k.prompt_ids("Tom buys 24 shells on Monday.", tokenizer, data(system="Be brief."))
+        assert data_gsm8k.prompt_ids(row["question"], tokenizer, data()) == ids
 
 
 def test_two_questions_that_become_one_prompt_are_refused(tokenizer: Any, tmp_path: Path, monkeypatch) -> None:
@@ -485,8 +369,6 @@ def test_a_missing_or_damaged_tokenizer_is_refused(model_dir: Path, tmp_path: Pa
     with pytest.raises(InputError, match="absent: no such directory"):
         data_gsm8k.load_tokenizer(tmp_path / "absent")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
-    with pytest.raises(InputError, match="no tokenizer found; needed: tokenizer.json"):
-        data_gsm8k.load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes((model_dir / "tokenizer.json").read_bytes()[:-100])
     with pytest.raises(InputError, match="the tokenizer cannot be loaded") as caught:
         data_gsm8k.load_tokenizer(tmp_path)
@@ -515,18 +397,12 @@ def test_system_turn_and_worked_examples_come_before_the_question(tokenizer: Any
         "<|im_start|>user\nWhat is 3 - 1? Go.<|im_end|>\n<|im_start|>assistant\n3 - 1 = 2\n#### 2<|im_end|>\n"
         "<|im_start|>user\nWhat is 5 + 1? Go.<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert "2 worked examples before each" in loaded.description
-    overlap = data(source="gsm8k", train_path=shots, few_shot_path=shots)
-    with pytest.raises(InputError, match=r"data.few_shot_path: .*holds 'What is 2 \+ 2\?', which is asked as well"):
-        data_gsm8k.load(overlap, "train", tokenizer, seed=0)
 
 
 def test_without_a_chat_template_examples_follow_the_plain_one(tokenizer: Any) -> None:
     tokenizer.chat_template = None
     text = tokenizer.decode(data_gsm8k.prompt_ids("1+1?", tokenizer, data(system="Be brief."), EXAMPLES[:1]))
     assert text == "Be brief.\n\nQuestion: What is 2 + 2?\nAnswer: 2 + 2 = 4\n#### 4\n\nQuestion: 1+1?\nAnswer:"
-    with pytest.raises(InputError, match="found enable_thinking; needed: none, this tokenizer has no chat template"):
-        data_gsm8k.prompt_ids("1+1?", tokenizer, data(chat_template_kwargs={"enable_thinking": False}))
 
 
 def test_chat_template_kwargs_reach_the_template(tokenizer: Any) -> None:
@@ -537,15 +413,30 @@ def test_chat_template_kwargs_reach_the_template(tokenizer: Any) -> None:
         assert text == f"<|im_start|>user\n1+1?<|im_end|>\n{tail}"
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"enable_thinkin": False}, r"data.chat_template_kwargs.enable_thinkin: the chat template .* does not read it"),
-        ({"messages": []}, "the chat template fails"),
-    ],
-    ids=["a misspelled name", "a name of transformers"],
-)
-def test_template_kwargs_without_effect_are_refused(kwargs: dict, message: str, tokenizer: Any) -> None:
-    tokenizer.chat_template = HYBRID
+UNFIT = {  # template, section, message
+    "user turn": ("{{ messages[0]['content'][:20] }}", {}, "leaves out the text of a user turn, or a part of it: 'Tom"),
+    # Some models have no system turn, and their templates drop it without a word.
+    "system turn": (
+        "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}",
+        {"system": "Be brief."},
+        "leaves out the text of a system turn, .*: 'Be",
+    ),
+    "a misspelled name": (
+        HYBRID,
+        {"chat_template_kwargs": {"enable_thinkin": False}},
+        r"data.chat_template_kwargs.enable_thinkin: the chat template .* does not read it",
+    ),
+    "a name of transformers": (HYBRID, {"chat_template_kwargs": {"messages": []}}, "the chat template fails"),
+    "no template": (
+        None,
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        "found enable_thinking; needed: none, this tokenizer has no chat template",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_a_template_that_ignores_what_it_is_given_is_refused(case: str, tokenizer: Any) -> None:
+    tokenizer.chat_template, section, message = UNFIT[case]
     with pytest.raises(InputError, match=message):
-        data_gsm8k.prompt_ids("1+1?", tokenizer, data(chat_template_kwargs=kwargs))
+        data_gsm8k.prompt_ids("Tom buys 24 shells on Monday.", tokenizer, data(**section))

@@ -6,9 +6,6 @@ Ranks are forked (hour.py). The slow test starts the real script. On an NPU: tes
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +17,7 @@ import torch
 import torch.distributed as dist
 import training
 import world
-from launched import ROOT, Launch
+from launched import ROOT, started
 from planting import instead
 from pytest import MonkeyPatch
 
@@ -220,34 +217,6 @@ def test_a_failing_step_is_told_by_the_runs_own_line(log, reason, tmp_path) -> N
 # ------------------------------------------------------------------------------------------------ killed, hung
 
 
-def test_killed_in_the_fourth_stage_it_continues_there(tmp_path, monkeypatch) -> None:
-    """A SIGKILL arrives during the stage layers. The outcomes of the stages do not matter here."""
-    write_config(tmp_path)
-    monkeypatch.setattr(first_hour, "STAGES", tuple(s._replace(outcome=passed) for s in STAGES))
-    begun: list[str] = []
-
-    def execute(command: list[str], log: Path, seconds: float, lock: object) -> int:
-        begun.append(log.name)
-        log.touch()
-        if log.name == "4-layers.log" and not (tmp_path / "killed").exists():
-            (tmp_path / "killed").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return 0
-
-    monkeypatch.setattr(first_hour, "execute", execute)
-    child = os.fork()
-    if child == 0:
-        world.exit_with(lambda: the_hour(tmp_path)[0], failed=99)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    code, stages = the_hour(tmp_path)
-    assert code == 0 and begun == ["4-layers.log", "5-self-test.log", "6-steps.log"]
-    assert [name for name, stage in stages.items() if stage.get("kept")] == ["doctor", "groups", "operators"]
-
-
-def passed(job: Job, log: Path, code: int) -> first_hour_stages.Outcome:
-    return first_hour_stages.Outcome()
-
-
 TREE = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
@@ -292,14 +261,6 @@ def test_unusable_input_is_one_line_and_exit_code_2(arguments, words, tmp_path, 
     assert code == 2 and said.startswith("error: ") and said.count("\n") == 1 and words in said, said
 
 
-def test_the_script_ends_on_bad_input_with_its_line(tmp_path) -> None:
-    command = ["bash", str(ROOT / "first_hour.sh"), "configs/tiny_cpu.yaml", "loss.klcoef=1"]
-    given = os.environ | {"PYTHON": sys.executable}
-    done = subprocess.run(command, env=given, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
-    assert "did you mean kl_coef?" in done.stderr
-
-
 def test_ranks_are_the_devices_that_are_shown(monkeypatch) -> None:
     cfg = load_config(ROOT / "configs" / "qwen3.yaml")
     assert first_hour.default_ranks(load_config(ROOT / "configs" / "tiny_16.yaml"), "cpu") == 16
@@ -316,22 +277,18 @@ def test_ranks_are_the_devices_that_are_shown(monkeypatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_the_script_is_killed_in_its_fourth_stage_and_finishes_when_started_again(tmp_path) -> None:
+def test_the_script_is_killed_in_its_fourth_stage_and_finishes_when_started_again(tmp_path, monkeypatch) -> None:
     write_config(tmp_path)
-    command = ["bash", str(ROOT / "first_hour.sh"), str(tmp_path / "run.yaml")]
-    given = {"env": os.environ | {"PYTHON": sys.executable}, "cwd": ROOT}
-    with open(tmp_path / "first", "wb") as log:
-        started = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, **given)
-    family = Launch.__new__(Launch)
-    family.process, family.known, family.log = started, set(), tmp_path / "first"
-    folder = tmp_path / "out" / "first_hour-tiny"
-    family.until((folder / "two_layers" / "config.json").exists)
-    started.kill()
-    started.wait()
-    second = subprocess.run(command, capture_output=True, text=True, timeout=500, **given)
-    assert second.returncode == 0, second.stdout + second.stderr
-    assert not family.living()
+    monkeypatch.setenv("PYTHON", sys.executable)
+    command, folder = ("bash", "first_hour.sh", tmp_path / "run.yaml"), tmp_path / "out" / "first_hour-tiny"
+    with started(*command, log=tmp_path / "first") as first:
+        first.until((folder / "two_layers" / "config.json").exists)
+        first.process.kill()
+        first.process.wait()
+        with started(*command, log=tmp_path / "second") as second:
+            assert second.wait(500) == 0, second.text
+        assert not first.living()
     for name in ("doctor", "groups", "operators"):
-        assert f"{name}: pass (kept from an earlier start)" in second.stdout
-    assert "result: all passed" in second.stdout
+        assert f"{name}: pass (kept from an earlier start)" in second.text
+    assert "result: all passed" in second.text
     assert json.loads((folder / "report.json").read_text())["passed"] and not (folder / "two_layers").exists()

@@ -6,11 +6,12 @@ import re
 import subprocess
 import sys
 import tomllib
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 import yaml
-from source import FILES, OPTIONAL, PACKAGE, REPORTING, ROOT, imports
+from source import FILES, OPTIONAL, PACKAGE, REPORTING, ROOT, imports, pins
 
 TOP_LEVEL_FILES, LAB_FILES = 38, 7
 # The files that users run. The order of the layers is: commands, then plan/ and lab/, then the method, then engines/,
@@ -55,13 +56,6 @@ def below(name: str, *, top_level: bool = False) -> set[str]:
     return seen
 
 
-def pinned(*lists: str) -> dict[str, str]:
-    """name -> version of every package that one of these requirements/*.txt pins."""
-    lines = [line for name in lists for line in (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()]
-    pins = [line.split(" ")[0].split("==") for line in lines if line and not line.startswith("#")]
-    return {name.lower(): version for name, version in pins}
-
-
 def listed_files() -> list[Path]:
     """All files of the working tree that .gitignore does not exclude."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -77,11 +71,7 @@ def test_a_reader_can_hold_the_top_level_and_the_lab_in_mind() -> None:
 
 def test_no_file_imports_itself_by_way_of_others() -> None:
     """Imports inside functions count too, although Python can load such circles."""
-    left = dict(OURS)
-    while ready := [name for name, needed in left.items() if not needed & left.keys()]:
-        for name in ready:
-            del left[name]
-    assert not left, f"import circles; these files are in one or import a file of one: {sorted(left)}"
+    TopologicalSorter(OURS).prepare()  # CycleError: import circles
 
 
 def test_files_import_only_from_below() -> None:
@@ -102,16 +92,16 @@ def test_packages_are_pinned_and_heavy_ones_are_imported_inside_the_function_tha
         allowed = {"megatron"} if name in {"parallel_setup", "model_megatron", "lora_megatron"} else set()
         heavy = AT_TOP[name] & (HEAVY - allowed)
         assert not heavy, f"{name} imports {sorted(heavy)} at the top; import inside the function that needs it"
-        pins = pinned("cpu", *(["report"] * (name in REPORTING)), *(["smol"] * (name == "smol_model")))
+        pinned = pins("cpu", *(["report"] * (name in REPORTING)), *(["smol"] * (name == "smol_model")))
         packages = imports(path) - FILES.keys() - sys.stdlib_module_names - OPTIONAL
-        unpinned = {package for package in packages if PACKAGE.get(package, package).lower() not in pins}
+        unpinned = {package for package in packages if PACKAGE.get(package, package).lower() not in pinned}
         assert not unpinned, f"{name} imports {sorted(unpinned)}, which requirements/ does not pin"
 
 
 def test_reporting_needs_no_torch_and_the_versions_of_the_runs_and_of_the_tests() -> None:
     """The files that read records run on any laptop with only requirements/report.txt."""
-    report = pinned("report")
-    assert report.items() <= pinned("cpu", "test").items()
+    report = pins("report")
+    assert report.items() <= pins("cpu", "test").items()
     for name in REPORTING:
         files = {name}.union(*(below(each, top_level=True) for each in OURS[name]))
         needed = {one for each in files for one in (imports(FILES[each]) if each in REPORTING else AT_TOP[each])}

@@ -1,4 +1,4 @@
-"""Real torchrun processes for tests: start them, find all of them, and end them with SIGKILL."""
+"""Real processes for tests: start a command, find all its processes, and end them with SIGKILL."""
 
 from __future__ import annotations
 
@@ -8,21 +8,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from source import ROOT
 
 
 class Launch:
-    """A torchrun and all processes that it has started."""
+    """A command and all processes that it has started."""
 
-    def __init__(
-        self, ranks: int, script: str, *arguments: object, log: Path, meet: tuple[str, ...] = ("--standalone",)
-    ) -> None:
-        # --standalone takes a free port, so that tests and trainings on one machine do not disturb each other.
-        launcher = ["-m", "torch.distributed.run", *meet, f"--nproc_per_node={ranks}"]
-        command = [sys.executable, *launcher, script, *map(str, arguments)]
+    def __init__(self, command: list[str], log: Path) -> None:
         # As in launch.sh: torchrun's own store keeps the addresses of processes that have ended.
         variables = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         self.log = log
@@ -34,11 +29,11 @@ class Launch:
 
     @property
     def text(self) -> str:
-        """The output so far, including the lines of torchrun."""
+        """The output so far, including the lines of a launcher."""
         return self.log.read_text(errors="replace")
 
     def family(self) -> set[tuple[int, str]]:
-        """(process, start time) of torchrun and of all its descendants that have been seen alive."""
+        """(process, start time) of the command and of all its descendants that have been seen alive."""
         found = _processes()
         self.known |= {process for process in found if process[0] == self.process.pid}
         while True:
@@ -59,7 +54,7 @@ class Launch:
         self.family()
 
     def wait(self, seconds: float = 300) -> int:
-        """The exit code of torchrun, for which this waits."""
+        """The exit code of the command, for which this waits."""
         deadline = time.monotonic() + seconds
         while self.process.poll() is None and time.monotonic() < deadline:
             self.family()
@@ -83,14 +78,23 @@ class Launch:
 
 
 @contextmanager
-def launch(ranks: int, script: str, *arguments: object, log: Path, **options: tuple[str, ...]) -> Iterator[Launch]:
-    """A torchrun whose processes have all ended when the block ends. ``meet``: arguments for the rendezvous."""
-    started = Launch(ranks, script, *arguments, log=log, **options)
+def started(*command: object, log: Path) -> Iterator[Launch]:
+    """A command in the repository's folder. All its processes have ended when the block ends."""
+    launch = Launch([str(word) for word in command], log)
     try:
-        yield started
+        yield launch
     finally:
-        if started.process.poll() is None or started.living():
-            started.kill()
+        if launch.process.poll() is None or launch.living():
+            launch.kill()
+
+
+def launch(
+    ranks: int, script: str, *arguments: object, log: Path, meet: tuple[str, ...] = ("--standalone",)
+) -> AbstractContextManager[Launch]:
+    """The same with a torchrun. ``meet``: arguments for the rendezvous."""
+    # --standalone takes a free port, so that tests and trainings on one machine do not disturb each other.
+    launcher = ["-m", "torch.distributed.run", *meet, f"--nproc_per_node={ranks}"]
+    return started(sys.executable, *launcher, script, *arguments, log=log)
 
 
 def _processes() -> dict[tuple[int, str], int]:

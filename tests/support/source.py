@@ -1,8 +1,9 @@
-"""The source files of the product, and the imports of any file."""
+"""The source files of the product, the imports of any file, and the packages that requirements/ pins."""
 
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -41,3 +42,11 @@ def imports(path: Path, *, top_level: bool = False) -> set[str]:
     return (
         ours | {name.split(".")[0] for name in found - ours} - {"engines", "plan", "lab", "benchmarks"} - FILES.keys()
     )
+
+
+def pins(*lists: str) -> dict[str, str]:
+    """name -> version of every package that one of these requirements/*.txt pins, without the "+cpu" of a build."""
+    text = "".join((ROOT / "requirements" / f"{name}.txt").read_text() for name in lists)
+    return {
+        name.lower().replace("_", "-"): version for name, version in re.findall(r"^([\w.-]+)==([\w.]+)", text, re.M)
+    }
