@@ -100,11 +100,6 @@ def rate(record: dict) -> None:
     record["config"]["optim"]["lr"] = 5e-4
 
 
-def rate_and_hash(record: dict) -> None:
-    rate(record)
-    record["config_hash"] = hash_of(record["config"])
-
-
 def resealed(change: Callable[[dict], object]) -> Callable[[dict], object]:
     """The change, with checksums that agree."""
     return lambda record: (change(record), reseal(record))
@@ -121,31 +116,10 @@ def renamed(record: dict, name: str, seed: int) -> None:
     reseal(record)
 
 
-def under_another_name(project: Path) -> None:
-    path = project / "results" / "base-seed1.parquet"
-    recorded.rewrite(path, lambda record: renamed(record, "other-seed1", 1), path.with_name("other-seed1.parquet"))
-
-
 def under_another_seed(project: Path) -> None:
     path = project / "results" / "base-seed1.parquet"
     recorded.rewrite(path, lambda record: renamed(record, "base-seed7", 7), path.with_name("base-seed7.parquet"))
     path.unlink()
-
-
-def swapped(project: Path, also: tuple[str, ...] = ()) -> None:
-    """The steps and the main results of a bad and a good run change places."""
-    results, names = project / "results", ("base-seed0", "better-seed0")
-    follows = ("rows", "first", "last", "seconds_per_step", "tokens_per_second", "peak_memory_gib", "result", *also)
-    runs = [store.load_run(results, name) for name in names]
-    contents = [run.record.model_dump(mode="json") | {"rows": run.rows} for run in runs]
-    for name, other in zip(names, contents[::-1], strict=True):
-        edit(results, name, lambda record, other=other: record.update({key: other[key] for key in follows}))
-
-
-def swapped_with_sums(project: Path) -> None:
-    swapped(project, ("files",))
-    for name in ("base-seed0", "better-seed0"):
-        edit(project / "results", name, reseal)
 
 
 def no_bad_seed(project: Path) -> None:
@@ -175,24 +149,15 @@ def record_of(name: str, change: Callable[[dict], None]) -> Callable[[Path], Non
 
 EVERYWHERE: dict[str, Callable[[Path], None]] = {  # what `--check` says -> the attack, in a history that was rewritten
     "base-seed1: config_hash: found": record_of("base-seed1", rate),
-    "base-seed1: config.yaml: the record does not give the file": record_of("base-seed1", rate_and_hash),
     "base-seed1: no seed of base: optim.lr: 0.001 -> 0.0005": record_of("base-seed1", resealed(rate)),
-    "base-seed1: git.patch: the record does not give": record_of(
-        "base-seed1", lambda record: record["files"].update({"git.patch": "ab" * 32})
-    ),
     f"base-seed1: commit: {'f' * 40} is not in the history of HEAD": record_of(
         "base-seed1", resealed(lambda record: record.update(commit="f" * 40))
-    ),
-    "base-seed1: environment.json: the record does not give": record_of(
-        "base-seed1", lambda record: record["environment"].update(cpu="Apple M9")
     ),
     "base-seed1: command.txt: the record does not give": record_of(
         "base-seed1", lambda record: record.update(command="python other.py")
     ),
-    "other-seed1: its metrics are those of base-seed1": under_another_name,
     "base-seed1: no record of an announced seed": under_another_seed,
     "base-seed7: seed: found 7; announced at commit": under_another_seed,
-    "better-seed0: metrics.jsonl: the record does not give the file": swapped,
     "better-seed2: no record of an announced seed": no_bad_seed,
     "results/better-seed2: no record of an announced": no_bad_seed_in_the_sweep,
     "base-seed1: the program of commit": in_all_seeds(  # it refuses this configuration
@@ -204,7 +169,6 @@ EVERYWHERE: dict[str, Callable[[Path], None]] = {  # what `--check` says -> the 
     ),
 }
 AGAINST: dict[str, Callable[[Path], None]] = {  # only a comparison with an earlier commit finds these
-    "run base-seed0: changed; it is in": swapped_with_sums,
     "run better-seed1: changed; it is in": in_all_seeds("better", rate),
     "run better-seed1: not here; it is in": no_bad_variant,
     "plan.yaml: Better or not: not as announced in": no_bad_variant,
@@ -288,5 +252,3 @@ def test_without_the_whole_history_check_says_what_it_left_out(project: Path, tm
     shutil.rmtree(project / ".git")
     assert check(project) == 0
     assert "no git history to compare with; no git: commits of runs not looked up" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        report.main(["--against", "HEAD", "build"])

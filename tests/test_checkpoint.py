@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from breaking import flip_a_bit
 from pytest import MonkeyPatch
 from saved import config_in, is_whole, names, saved, tensors_of
 from torch import Tensor
@@ -37,9 +38,6 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path, cfg: Config) -> None:
     state = {"rng": [1, 2, 3], "lr": 0.1 + 0.2}
     path = checkpoint.save(tmp_path, 20, tensors, state, cfg)
     assert path == tmp_path / "checkpoints" / "step-000020"
-    assert {file.name for file in path.iterdir()} == {
-        "adapter.safetensors", "optimizer.safetensors", "state.json", "checksums.json"
-    }  # fmt: skip
     found = checkpoint.latest(tmp_path)
     assert (found.step, found.state, found.path) == (20, state, path)
     for kind, named in tensors.items():
@@ -83,12 +81,6 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(
 # ---------------------------------------------------------------- damage
 
 
-def flip_a_byte(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
@@ -96,7 +88,7 @@ def cut(path: Path) -> None:
 FILES = ("adapter.safetensors", "optimizer.safetensors", "state.json", "checksums.json")
 
 
-@pytest.mark.parametrize("damage", [flip_a_byte, cut, Path.unlink, lambda path: path.write_bytes(b"")])
+@pytest.mark.parametrize("damage", [flip_a_bit, cut, Path.unlink, lambda path: path.write_bytes(b"")])
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     tmp_path: Path, cfg: Config, name: str, damage: Callable[[Path], None]

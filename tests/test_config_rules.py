@@ -192,21 +192,6 @@ def test_an_impossible_layout_is_refused_with_numbers_and_the_nearest_that_works
     assert str(caught.value).endswith(expected) or str(caught.value).startswith(expected)
 
 
-@pytest.mark.parametrize(
-    ("arch", "world", "tensor", "expert", "expert_tensor"),
-    [
-        (QWEN3_30B_A3B, 16, 4, 16, 1),
-        (QWEN3_30B_A3B, 16, 4, 4, 4),
-        (QWEN3_30B_A3B, 16, 2, 8, 2),
-        (QWEN15_MOE, 12, 4, 12, 1),
-        (QWEN15_MOE, 8, 8, 4, 2),
-    ],
-)
-def test_a_possible_layout_is_accepted(arch, world, tensor, expert, expert_tensor):
-    layout = [f"parallel.tensor={tensor}", f"parallel.expert={expert}", f"parallel.expert_tensor={expert_tensor}"]
-    check_layout(load_config(ROOT / "configs" / "qwen3.yaml", [*layout, "rollout.expert_parallel=false"]), arch, world)
-
-
 # ------------------------------------------------------------------------------------------------ shards in common
 
 

@@ -257,18 +257,6 @@ FAULTS = [  # (check, fault, the line that it must print)
 ]
 
 
-@pytest.mark.parametrize(("check", "plant", "line"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
-def test_planted_fault_is_found_by_its_check(check, plant, line, tmp_path) -> None:
-    where = npu(tmp_path)
-    assert check in doctor.checks(where)
-    plant(where)
-    lines = [str(finding) for finding in check(where)]
-    assert any(said.startswith(line) for said in lines), lines
-    level = line.split()[0]
-    assert all(finding.todo for finding in check(where) if finding.level in ("warn", "fail"))
-    assert any(finding.level == level for finding in doctor.examine(where))
-
-
 CUDA_FAULTS = [
     (D.check_cuda, file("proc/driver/nvidia/version", None), "fail  driver: no /proc/driver/nvidia/version"),
     (D.check_cuda, environment(CUDA_VISIBLE_DEVICES="0,1"), "fail  devices: 8 in /dev, 2 visible, 8 wanted"),
@@ -282,11 +270,20 @@ CUDA_FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("check", "plant", "line"), CUDA_FAULTS, ids=lambda value: getattr(value, "__name__", None))
-def test_planted_fault_of_a_cuda_machine_is_found(check, plant, line, tmp_path) -> None:
-    where = cuda(tmp_path)
+@pytest.mark.parametrize(
+    ("healthy", "check", "plant", "line"),
+    [(npu, *fault) for fault in FAULTS] + [(cuda, *fault) for fault in CUDA_FAULTS],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_planted_fault_is_found_by_its_check(healthy, check, plant, line, tmp_path) -> None:
+    where = healthy(tmp_path)
+    assert check in doctor.checks(where)
     plant(where)
-    assert any(str(finding).startswith(line) for finding in check(where)), check(where)
+    lines = [str(finding) for finding in check(where)]
+    assert any(said.startswith(line) for said in lines), lines
+    level = line.split()[0]
+    assert all(finding.todo for finding in check(where) if finding.level in ("warn", "fail"))
+    assert any(finding.level == level for finding in doctor.examine(where))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -37,12 +36,10 @@ def test_links_lead_to_files_and_headings() -> None:
             assert heading in found, f"{path} links to {target}"
 
 
-def script_of(words: list[str]) -> str:
-    """The script or module that a command runs, as a path from the repository's folder."""
-    words = [word for word in words if not re.fullmatch(r"[A-Z_0-9]+=\S*", word)][1:]
-    while words[0].startswith("-") and words[0] != "-m":
-        words.pop(0)
-    return f"{words[1].replace('.', '/')}.py" if words[0] == "-m" else words[0]
+def script_of(line: str) -> str:
+    """The script or module that a command line runs, as a path from the repository's folder."""
+    module, script = re.search(r"(?:bash|python|torchrun) (?:-m (\S+)|(?:-\S+ )*(\S+))", line).groups()
+    return script or f"{module.replace('.', '/')}.py"
 
 
 def test_documented_commands_name_scripts_options_and_keys_that_exist() -> None:
@@ -50,7 +47,7 @@ def test_documented_commands_name_scripts_options_and_keys_that_exist() -> None:
     lines = [line for path in DOCUMENTS for line in commands(path)]
     assert len(lines) > 50
     for line in lines:
-        script = ROOT / script_of(shlex.split(line))
+        script = ROOT / script_of(line)
         assert script.exists(), line
         more = {"preflight.py": ROOT.glob("plan/*.py")}.get(script.name, ROOT.glob("launch.sh"))
         source = "".join(file.read_text() for file in (script, *more))

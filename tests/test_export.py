@@ -168,7 +168,6 @@ def test_peft_adapter_has_the_trainers_logprobs_when_on_and_the_bases_when_off(
     assert streams.out.startswith(f"wrote {out}: PEFT adapter after step 3 (")
     assert ("PEFT will warn" in streams.err) == (name == "qwen2_no_attention_expert_rank")
     assert {path.name for path in out.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
-    assert len({path.stat().st_mode for path in out.iterdir()}) == 1  # whoever may read one may read the other
     assert json.loads((out / "adapter_config.json").read_text()).keys() <= LoraConfig().to_dict().keys()
 
     base = reference.load(run.base)
@@ -180,13 +179,6 @@ def test_peft_adapter_has_the_trainers_logprobs_when_on_and_the_bases_when_off(
     with model.disable_adapter():
         torch.testing.assert_close(logp_of(model), without, rtol=0, atol=1e-6)
     assert (on - without).abs().max() > 0.1
-
-    # Nothing that PEFT has adapters for was left at its start, and nothing of the file was ignored.
-    loaded = {key.replace(".default", ""): value for key, value in model.state_dict().items() if ".lora_" in key}
-    written = tensors_in(out)
-    assert loaded.keys() == written.keys()
-    for key, value in written.items():
-        assert torch.equal(loaded[key], value), key
 
 
 # ---------------------------------------------------------------- the files

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import time
 from pathlib import Path
 
@@ -19,24 +18,19 @@ from input_files import InputError
 
 
 @pytest.fixture
-def special(tmp_path: Path, monkeypatch) -> dict[str, Path]:
+def special(tmp_path: Path) -> dict[str, Path]:
     """Names that open() waits for, or reads without end."""
     os.mkfifo(tmp_path / "pipe")
-    monkeypatch.chdir(tmp_path)  # the name of a socket has at most 107 bytes
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind("socket")
     (tmp_path / "link").symlink_to("/dev/zero")
-    return {name: tmp_path / name for name in ("pipe", "socket", "link")} | {"device": Path("/dev/zero")}
+    return {name: tmp_path / name for name in ("pipe", "link")} | {"device": Path("/dev/zero")}
 
 
 def test_what_is_no_plain_file_is_refused_at_once(special: dict[str, Path]) -> None:
     start = time.monotonic()
-    for name, path in special.items():
-        with pytest.raises((InputError, OSError), match="found a pipe|No such device|found a device"):
-            input_files.read_bytes(path)
-        if name != "socket":
-            with pytest.raises(InputError, match="needed: a file"):
-                input_files.read_object(path)
+    for path in special.values():
+        for read in (input_files.read_bytes, input_files.read_object):
+            with pytest.raises(InputError, match="found a (pipe|device); needed: a file"):
+                read(path)
     assert time.monotonic() - start < 2
 
 
@@ -142,7 +136,7 @@ def test_a_leftover_keeps_its_mark_until_the_last_of_its_files_is_gone(tmp_path:
 def test_a_folder_of_a_model_holds_plain_files_of_a_size(special: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(InputError, match="needed: a file"):
         input_files.check_folder(tmp_path)
-    for name in ("pipe", "socket", "link"):
+    for name in ("pipe", "link"):
         special[name].unlink()
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "folder").mkdir()

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tomllib
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 import pytest
 import yaml
@@ -54,13 +53,6 @@ def below(name: str, *, top_level: bool = False) -> set[str]:
         seen |= todo
         todo = {found for each in todo for found in (AT_TOP if top_level else OURS)[each] & FILES.keys()} - seen
     return seen
-
-
-def listed_files() -> list[Path]:
-    """All files of the working tree that .gitignore does not exclude."""
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
 
 
 def test_a_reader_can_hold_the_top_level_and_the_lab_in_mind() -> None:
@@ -150,7 +142,9 @@ def test_no_file_names_a_machine_a_home_folder_or_a_foreign_process() -> None:
         ("an address of a machine", "at 10.0." + "0.7.", "127.0.0.1:29500, version 2.13.0 or 1.2.3.4.5"),
     ):
         assert re.search(NOT_IN_ANY_FILE[what], caught) and not re.search(NOT_IN_ANY_FILE[what], passed)
-    for path in listed_files():
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for path in [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]:
         content = path.read_bytes()
         text = "" if b"\0" in content else content.decode(errors="replace")  # a picture, or another binary file
         for what, pattern in NOT_IN_ANY_FILE.items():

@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from source import FILES, OPTIONAL, PACKAGE, REPORTING, ROOT, imports, pins
 
 import environment
@@ -24,26 +24,11 @@ CUDA_DIFFERS = {"apache-tvm-ffi", "oss-harmony"}  # pinned by vLLM for CUDA; not
 ELSEWHERE = "not on PyPI: "  # begins the reason of a line that another index has
 
 
-@dataclass(frozen=True)
-class Line:
-    name: str
-    version: str
-    machine: str  # aarch64, x86_64, or "" for both
-    comment: str
-
-
-def lines(which: str) -> list[Line]:
-    """Every requirement of requirements/WHICH.txt; a line of another form is an error."""
-    found = []
-    for text in (ROOT / "requirements" / f"{which}.txt").read_text().splitlines():
-        if not text or text.startswith("#"):
-            continue
-        form = r'([\w.-]+)==([\w.+]+)(?: ; platform_machine == "(\w+)")?(?:  # (\S.*))?'
-        match = re.fullmatch(form, text)
-        assert match, f"requirements/{which}.txt: {text}"
-        name, version, machine, comment = match.groups(default="")
-        found.append(Line(name.lower().replace("_", "-"), version, machine, comment))
-    return found
+def lines(which: str) -> list[tuple[Requirement, str]]:
+    """Every requirement of requirements/WHICH.txt, with its comment."""
+    texts = (ROOT / "requirements" / f"{which}.txt").read_text().splitlines()
+    parts = [text.partition("  # ") for text in texts if text and not text.startswith("#")]
+    return [(Requirement(requirement), comment) for requirement, _, comment in parts]
 
 
 # ------------------------------------------------------------------------------------------------ one set of versions
@@ -64,8 +49,10 @@ def test_the_lists_and_the_document_have_the_versions_of_the_table() -> None:
         images = set(re.findall(r"quay.io/ascend/vllm-ascend:([\w.-]+)", (ROOT / path).read_text()))
         assert images == {environment.VLLM_ASCEND_IMAGES["A3"]}
     # Neither the stock triton nor CUDA comes along.
-    unwanted = [line for line in lines("npu") if re.match(r"triton$|nvidia|cuda|cupy|flashinfer", line.name)]
-    assert not unwanted and all(line.version.endswith("+cpu") for line in lines("npu") if line.machine == "x86_64")
+    unwanted = [name for name in npu if re.match(r"triton$|nvidia|cuda|cupy|flashinfer", name)]
+    builds = [str(line.specifier) for line, _ in lines("npu") if "x86_64" in str(line.marker)]
+    assert not unwanted and all(build.endswith("+cpu") for build in builds)
+    assert all(str(line.specifier).startswith("==") for which in LISTS for line, _ in lines(which))
 
 
 def test_the_list_for_cuda_has_the_versions_of_its_table_and_of_the_cpu_tests() -> None:
@@ -95,13 +82,13 @@ def test_the_code_finds_what_it_imports_in_the_versions_that_it_is_tested_with()
 # ------------------------------------------------------------------------------------------------------------ PyPI
 
 
-def pip(requirements: list[Line], python: str, machine: str, folder: Path) -> subprocess.CompletedProcess:
+def pip(requirements: list[Requirement], python: str, machine: str, folder: Path) -> subprocess.CompletedProcess:
     """What pip says, which looks for wheels of these on PyPI, for that Python on Linux; nothing is installed."""
     platforms = [f"--platform=manylinux_2_{n}_{machine}" for n in range(17, 36)]  # glibc 2.35: Ubuntu 22.04
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet"]
     command += ["--only-binary=:all:", f"--python-version={python}", "--implementation=cp", f"--target={folder}"]
     command += [*platforms, f"--platform=manylinux2014_{machine}"]
-    command += [f"{line.name}=={line.version}" for line in requirements]
+    command += [f"{line.name}{line.specifier}" for line in requirements]
     return subprocess.run(command, capture_output=True, text=True, timeout=1200)
 
 
@@ -111,10 +98,11 @@ def pip(requirements: list[Line], python: str, machine: str, folder: Path) -> su
 @pytest.mark.parametrize("python", environment.VERSION_SETS[0]["Python"])
 def test_pypi_has_every_line_but_those_that_say_where_they_are_from(python: str, machine: str, tmp_path: Path) -> None:
     lists = LISTS if machine == CUDA_ONLY[0] and python in CUDA_ONLY[1] else LISTS[:2]
-    wanted = [line for which in lists for line in lines(which) if line.machine in ("", machine)]
-    elsewhere = [line for line in wanted if line.comment.startswith(ELSEWHERE)]
-    for line in elsewhere:
-        found = pip([line], python, machine, tmp_path)
-        assert found.returncode != 0, f"PyPI has {line.name} {line.version} now: say so"
-    done = pip([line for line in wanted if line not in elsewhere], python, machine, tmp_path)
+    here = {"platform_machine": machine}
+    listed = [line for which in lists for line in lines(which)]
+    wanted = [line for line in listed if line[0].marker is None or line[0].marker.evaluate(here)]
+    for line, comment in wanted:
+        if comment.startswith(ELSEWHERE):
+            assert pip([line], python, machine, tmp_path).returncode != 0, f"PyPI has {line} now: say so"
+    done = pip([line for line, comment in wanted if not comment.startswith(ELSEWHERE)], python, machine, tmp_path)
     assert done.returncode == 0, done.stderr

@@ -165,12 +165,13 @@ def test_a_worked_answer_is_put_into_the_form_that_the_method_reads(method: str,
 
 
 @pytest.mark.parametrize("method", reward.METHODS)
-def test_every_method_gives_every_gold_answer_of_gsm8k_its_reward_in_that_form(
+def test_every_method_gives_every_gold_answer_of_gsm8k_its_reward_and_another_number_none(
     method: str, gold_rows: list[dict[str, str]]
 ) -> None:
-    rows = [row["answer"] for row in gold_rows]
-    wrong = [a for a in rows if reward.score(reward.in_form(a, method, True), reward.gold_answer(a), method) != 1.0]
-    assert not wrong, wrong[:3]
+    """In the form of a worked answer that the method reads."""
+    for row in gold_rows:
+        text, gold = reward.in_form(row["answer"], method, True), reward.gold_answer(row["answer"])
+        assert reward.score(text, gold, method) == 1.0 and reward.score(text, gold + "1", method) == 0.0, text
 
 
 @pytest.mark.parametrize(("response", "gold", "expected"), STRICT)
@@ -209,18 +210,6 @@ def test_parsable_tells_a_wrong_answer_from_none(method: str, readable: str, unr
     assert reward.score(readable, "18", method) == reward.score(unreadable, "18", method) == 0.0
 
 
-def test_all_real_gold_answers_score_one(gold_rows: list[dict[str, str]]) -> None:
-    """As worked answers under the methods that read '####'; base_acc's frame does not occur in them."""
-    assert len(gold_rows) == 8792
-    for row in gold_rows:
-        gold = reward.gold_answer(row["answer"])
-        for method in ("strict", "verl_strict", "openai", "lm_eval_strict", "lm_eval_flexible"):
-            assert reward.score(row["answer"], gold, method) == 1.0, (method, row["answer"])
-            assert reward.score(row["answer"], gold + "1", method) == 0.0, (method, row["answer"])
-        assert reward.score(BOX % gold, gold, "base_acc") == 1.0
-        assert reward.score(row["answer"], gold, "base_acc") == 0.0
-
-
 @pytest.mark.parametrize(
     ("field", "gold"),
     [("#### 1,234,567", "1234567"), ("#### -5\n", "-5"), ("#### 3\nno, #### 4", "4")],
@@ -241,11 +230,6 @@ def test_strict_refuses_a_gold_answer_that_is_not_one_number(gold: str) -> None:
     for response in ("#### 18", "nothing"):
         with pytest.raises(ValueError, match="gold: found .*; needed: one number"):
             reward.score(response, gold)
-
-
-def test_an_unknown_method_is_refused_with_the_choices() -> None:
-    with pytest.raises(ValueError, match="found 'exact'; needed: one of strict, verl_strict"):
-        reward.score("#### 18", "18", "exact")
 
 
 @pytest.mark.parametrize("method", reward.METHODS)
@@ -270,17 +254,13 @@ def test_numbers_of_absurd_length_are_compared_exactly() -> None:
 
 
 @pytest.mark.parametrize("method", reward.METHODS)
-def test_model_text_is_never_evaluated(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    touched = tmp_path / "touched"
-    codes = [f'__import__("os").system("touch {touched}")', f'open("{touched}", "w")', '__import__("math").gcd(36,54)']
-
+def test_model_text_is_never_evaluated(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("model text was evaluated")
 
     with monkeypatch.context() as patch:
         for name in ("eval", "exec", "compile"):
             patch.setattr(builtins, name, refuse)
-        for code in codes:
+        for code in ('__import__("os").system("true")', '__import__("math").gcd(36,54)'):
             for text in (f"\\boxed{{{code}}}", BOX % code, f"#### {code}"):
                 assert reward.score(text, "18", method) == 0.0
-    assert not touched.exists()

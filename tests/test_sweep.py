@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import launched
 import pytest
@@ -59,20 +60,13 @@ def variant(*overrides: str) -> dict[str, list[str]]:
 
 
 def test_every_variant_meets_every_seed_and_seeds_come_first(write_sweep) -> None:
-    path = write_sweep([4, 7], base=variant(), wide=variant("lora.rank=8"))
-    _, jobs = sweep.read_sweep(path, ["train.steps=2"])
-    assert [job.name for job in jobs] == ["base-seed4", "wide-seed4", "base-seed7", "wide-seed7"]
-    assert [(job.cfg.train.seed, job.cfg.lora.rank, job.cfg.train.steps) for job in jobs] == [
-        (4, 4, 2), (4, 8, 2), (7, 4, 2), (7, 8, 2),
-    ]  # fmt: skip
-    assert jobs[3].cfg.model.path.endswith("model7")
-
-
-def test_the_job_that_may_make_a_model_comes_half_a_seed_early(write_sweep) -> None:
+    """But the job that may make the model of a seed comes half a seed early."""
     variants = {name: variant(f"lora.rank={4 + place}") for place, name in enumerate("abcd")}
-    _, jobs = sweep.read_sweep(write_sweep([0, 1, 2], **variants), [])
+    _, jobs = sweep.read_sweep(write_sweep([0, 1, 2], **variants), ["train.steps=2"])
     order = [job.name.replace("-seed", "") for job in jobs]
     assert order == ["a0", "b0", "c0", "a1", "d0", "b1", "c1", "a2", "d1", "b2", "c2", "d2"]
+    (job,) = (job for job in jobs if job.name == "d-seed2")
+    assert (job.cfg.train.seed, job.cfg.lora.rank, job.cfg.train.steps, job.cfg.model.path[-6:]) == (2, 7, 2, "model2")
 
 
 def test_only_jobs_that_need_nothing_but_cpus_run_side_by_side() -> None:
@@ -141,74 +135,55 @@ def test_the_sweeps_of_the_repository_load_and_their_jobs_have_names_of_their_ow
 # ---------------------------------------------------------------- who runs when, without processes
 
 
-class Process:
-    """A process that has ended at the second look at it."""
+def run_scripted(path: Path, tmp_path: Path, codes: dict, log: str = "", day: str = "02", most: int = 9) -> tuple:
+    """The jobs that a sweep started, the largest number that ran in parallel, and all jobs after its end.
 
-    def __init__(self, code: int) -> None:
-        self.code, self.looks = code, 0
+    A job ends with the next of the exit codes written for it, 0 by default.
+    """
+    read, jobs = sweep.read_sweep(path, [])
+    for job in jobs:
+        job.look()
+        (tmp_path / f"{job.name}.log").write_text(log)
+    started, running = {}, []
 
-    def poll(self) -> int | None:
-        self.looks += 1
-        return self.code if self.looks > 1 else None
-
-
-class Scripted:
-    """Starts jobs that end with the next of the exit codes written for them, 0 by default."""
-
-    def __init__(self, codes: dict[str, list[int]], out: Path, day: str) -> None:
-        self.codes, self.out, self.day = codes, out, day
-        self.started: dict[str, Process] = {}
-        self.most = 0  # jobs that ran in parallel
-
-    def start(self, job: sweep.Job) -> Process:
-        process = Process(self.codes.get(job.name, [0]).pop(0))
-        self.started[job.name] = process
-        self.most = max(self.most, sum(each.looks < 2 for each in self.started.values()))
-        if process.code == 0:
-            folder = self.out / f"{job.cfg.name}-203001{self.day}-030405"
+    def start(job: sweep.Job) -> mock.Mock:
+        """A process that has ended at the second look at it."""
+        code = codes.get(job.name, [0]).pop(0)
+        started[job.name] = process = mock.Mock(**{"poll.side_effect": [None, code]})
+        running.append(sum(each.poll.call_count < 2 for each in started.values()))
+        if code == 0:
+            folder = tmp_path / "out" / f"{job.cfg.name}-203001{day}-030405"
             folder.mkdir(parents=True)
             identity = {"name": job.cfg.name, "config_hash": sweep.config_hash(job.cfg)}
             (folder / "run.json").write_text(json.dumps(identity))
             (folder / "finished.json").write_text('{"result": "done"}')
         return process
 
-
-def run_scripted(path: Path, tmp_path: Path, codes: dict, log: str = "", day: str = "02", most: int = 9) -> tuple:
-    """The starter and the jobs of a sweep that has ended."""
-    read, jobs = sweep.read_sweep(path, [])
-    for job in jobs:
-        job.look()
-        (tmp_path / f"{job.name}.log").write_text(log)
-    launcher = Scripted(codes, tmp_path / "out", day)
-    sweep.run_sweep(read, jobs, launcher.start, most, tmp_path)
-    return launcher, jobs
+    with mock.patch.object(sweep.time, "sleep"):
+        sweep.run_sweep(read, jobs, start, most, tmp_path)
+    return [*started], max(running), jobs
 
 
-@pytest.fixture
-def no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep.time, "sleep", lambda seconds: None)
+def test_at_most_so_many_jobs_run_in_parallel(write_sweep, tmp_path: Path) -> None:
+    _, most, jobs = run_scripted(write_sweep([0, 1, 2], a=variant()), tmp_path, {}, most=2)
+    assert most == 2 and [job.state for job in jobs] == ["finished"] * 3
 
 
-def test_at_most_so_many_jobs_run_in_parallel(write_sweep, tmp_path: Path, no_sleep) -> None:
-    launcher, jobs = run_scripted(write_sweep([0, 1, 2], a=variant()), tmp_path, {}, most=2)
-    assert launcher.most == 2 and [job.state for job in jobs] == ["finished"] * 3
-
-
-def test_a_failed_job_is_tried_again_reported_and_does_not_stop_the_others(write_sweep, tmp_path, no_sleep) -> None:
+def test_a_failed_job_is_tried_again_reported_and_does_not_stop_the_others(write_sweep, tmp_path) -> None:
     path = write_sweep([0, 1], a=variant(), b=variant("lora.rank=8"))
-    _, jobs = run_scripted(path, tmp_path, {"a-seed0": [1, 0], "b-seed0": [1, 1]}, "RuntimeError: lost")
+    _, _, jobs = run_scripted(path, tmp_path, {"a-seed0": [1, 0], "b-seed0": [1, 1]}, "RuntimeError: lost")
     assert {job.name: (job.state, job.attempts) for job in jobs} == {
         "a-seed0": ("finished", 2), "b-seed0": ("failed", 2), "a-seed1": ("finished", 1), "b-seed1": ("finished", 1),
     }  # fmt: skip
     written = json.loads((tmp_path / "sweep.json").read_text())["jobs"]
     assert written["b-seed0"]["result"] == "exit code 1: RuntimeError: lost"
-    again, (_, job, *_) = run_scripted(
+    again, _, (_, job, *_) = run_scripted(
         path, tmp_path, {"b-seed0": [1, 0]}, "stopped: checks.entropy: gone\nW1120 torch"
     )
-    assert [*again.started] == ["b-seed0"]  # what is finished is not repeated, and a tripwire is not tried again
+    assert again == ["b-seed0"]  # what is finished is not repeated, and a tripwire is not tried again
     assert (job.state, job.attempts, job.said) == ("failed", 1, "stopped: checks.entropy: gone")
-    other, _ = run_scripted(write_sweep([0], a=variant("lora.rank=8")), tmp_path, {}, day="03")
-    assert [*other.started] == ["a-seed0"]  # a run of another configuration does not count
+    other, *_ = run_scripted(write_sweep([0], a=variant("lora.rank=8")), tmp_path, {}, day="03")
+    assert other == ["a-seed0"]  # a run of another configuration does not count
 
 
 def test_a_job_that_another_process_runs_is_left_alone(write_sweep, tmp_path: Path) -> None:
