@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,7 +20,6 @@ from healthy import (
     cuda,
     npu,
     qwen3,
-    safetensors,
     write,
 )
 
@@ -247,6 +247,11 @@ FAULTS = [  # (check, fault, the line that it must print)
         model(SHARD, b"version https://git-lfs"),
         f"fail  model: {SHARD} is no safetensors file, or c",
     ),
+    (
+        D.check_model_files,
+        lambda where: os.truncate(path := Path(where.run.model.path) / SHARD, path.stat().st_size - 1),
+        f"fail  model: {SHARD} has ",
+    ),
     (D.check_data_files, lambda where: Path(where.run.data.test_path).write_text(""), "fail  data: data.test_path: "),
     (
         D.check_disk,
@@ -301,17 +306,6 @@ def test_every_check_has_a_planted_fault() -> None:
     tables = (doctor_npu.CHECKS, doctor_variables.CHECKS, doctor.SYSTEM, doctor.CUDA, doctor.CPU, doctor.RUN)
     checks = {check for table in tables for check in table}
     assert checks == {check for check, _, _ in FAULTS + CUDA_FAULTS}
-
-
-# ------------------------------------------------------------------------------------------------------------ details
-
-
-def test_truncated_weight_file_is_told_by_its_own_header(tmp_path) -> None:
-    whole = safetensors(tmp_path / "a.safetensors", data=64)
-    assert doctor.file_fault(whole) == ""
-    content = whole.read_bytes()
-    whole.write_bytes(content[:-1])
-    assert doctor.file_fault(whole) == f"has {len(content) - 1} of {len(content)} bytes"
 
 
 # -------------------------------------------------------------------------------------------------- quick, and the CLI

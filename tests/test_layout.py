@@ -101,14 +101,6 @@ def test_reporting_needs_no_torch_and_the_versions_of_the_runs_and_of_the_tests(
         assert {PACKAGE.get(package, package).lower() for package in needed} <= report.keys(), name
 
 
-def test_config_doctor_and_plan_and_what_they_import_need_no_torch() -> None:
-    """preflight.py imports modules that need torch only inside the functions of its other options."""
-    for name in ("config", "hf_config", "plan.doctor", "preflight"):
-        files = below(name, top_level=True)
-        needy = {each for each in files if "torch" in AT_TOP[each]}
-        assert "input_files" in files and not needy, f"{name}: {sorted(needy)} import torch"
-
-
 def test_only_device_names_an_accelerator() -> None:
     for name in FILES.keys() - NAME_PACKAGES:
         found = re.findall(ONLY_DEVICE, FILES[name].read_text())

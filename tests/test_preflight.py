@@ -142,7 +142,9 @@ def test_nodes_cut_the_groups_that_span_them(capsys):
 
 def test_a_plan_takes_seconds_without_torch_and_prints_one_object():
     """A refusal on 1,024 ranks without alternatives. No torch can be imported. CPU time counts."""
-    blocked = "import sys; sys.modules['torch'] = None; import preflight; sys.exit(preflight.main(sys.argv[1:]))"
+    blocked = (
+        "import sys; sys.modules['torch'] = None; import preflight, plan.doctor; sys.exit(preflight.main(sys.argv[1:]))"
+    )
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     command = [sys.executable, "-c", blocked, QWEN3, "--device-gib", "1", "--ranks", "1024", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

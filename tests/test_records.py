@@ -307,3 +307,14 @@ def test_a_merge_may_bring_records_and_may_not_change_them(repository: Path) -> 
     commit(repository)
     (found,), _ = audit.history(repository)
     assert "run base-seed3: changed; it is in the history until commit" in found
+
+
+@pytest.mark.skipif(not (recorded.ROOT / ".git").exists(), reason="not a git checkout: there is no history")
+def test_the_records_of_before_version_0_2_are_those_of_today() -> None:
+    """At that time, a record was a folder with two files, without a date, and a benchmark was a JSON file."""
+    results = recorded.ROOT / "results"
+    commits = git(results, "log", "--format=%h", "--", "*/record.json").split()
+    if len(commits) < 2:
+        pytest.skip("a shallow clone")
+    before = audit._records_at(results, commits[1])
+    assert len(before) == 635 and audit._lost(audit._today(results), before) == {}
