@@ -247,27 +247,61 @@ Action = Literal["warn", "stop", "off"]
 
 
 class ChecksConfig(Section):
-    """Tripwires against runs that are silently wrong: `warn` logs the cause, `stop` ends the run with it."""
+    """Tripwires against runs that are silently wrong: `warn` logs the cause, `stop` ends the run with it.
+
+    The descriptions say when a check fires. `report.py build` writes the table of docs/checks.md from them.
+    """
 
     reward_constant: Action = knob("stop", "all rewards of the first reward_constant_steps steps are equal")
     reward_constant_steps: int = knob(20, "steps after which a constant reward counts", ge=1, le=10**9)
     unparsable: Action = knob("warn", "more than 95 % of the completions of a step hold no answer")
-    truncated: Action = knob("warn", "more than half of the completions of the last steps end at max_new_tokens")
-    sampling: Action = knob("stop", "all completions are equal, none ends by itself, or one question is always asked")
-    surprise: Action = knob("warn", "sampled tokens, or equal completions, that are improbable under the policy")
-    held_out: Action = knob("stop", "a held-out question is among the training questions")
+    truncated: Action = knob(
+        "warn",
+        "more than half of the last 256 completions are cut off at rollout.max_new_tokens; not checked above "
+        "temperature 1.5",
+    )
+    sampling: Action = knob(
+        "stop",
+        "none of the last 256 completions ends by itself, though max_new_tokens is at least 20; or all completions of "
+        "every group are equal, improbable by the entropy; or the same questions are asked for the third time in a row",
+    )
+    surprise: Action = knob(
+        "warn",
+        "in the last 20 steps -log p of the sampled tokens differs from the policy's entropy, or the number of equal "
+        "completions from what their log-probs predict, by more than 5 standard deviations and 3 %",
+    )
+    held_out: Action = knob(
+        "stop", "a held-out question is a training question (refused before the run), or is asked for training"
+    )
     state: Action = knob(
-        "stop", "the state differs between ranks, or between a checkpoint and the run that saves or resumes it"
+        "stop",
+        "ranks differ in a LoRA factor (compared after each step) or base weight (at the start, before a checkpoint) "
+        "that they share; or a new checkpoint does not hold what the ranks hold (earlier ones stay); or a resumed run "
+        "has not taken up what its checkpoint holds",
     )
-    impossible: Action = knob("stop", "a negative KL estimate or entropy, or a KL of exactly 0 after updates")
+    impossible: Action = knob(
+        "stop",
+        "the entropy, or a KL estimate that cannot be negative, is negative; or the KL to the reference is exactly 0 "
+        "in three successive steps after updates (of 500 tokens or more, 20,000 in bf16)",
+    )
     collapse: Action = knob(
-        "warn", "over ten steps the reward is below a fifth of the first ten, or the KL above 1 nat a token"
+        "warn",
+        "the mean reward of ten steps is below a fifth of the first ten steps', or their mean KL above 1 nat a token; "
+        "not checked under reward.permute",
     )
-    logp_gap: Action = knob("stop", "the log-probs of sampler and trainer differ too much (under noise: of a probe)")
-    logp_gap_bf16: float = knob(0.1, "bf16: largest mean difference, nats a token; normal with vLLM is 1e-2", gt=0)
+    logp_gap: Action = knob(
+        "stop",
+        "the log-probs of sampler and trainer differ by more than 1e-3 nats a token in fp32 or logp_gap_bf16 in bf16 "
+        "(under noise: those of a probe); a gap far above the run's own first steps is a warning",
+    )
+    logp_gap_bf16: float = knob(
+        0.1, "bf16: largest mean difference, nats a token; normal is 1e-2 with vLLM, 0 to 1e-4 with torch", gt=0
+    )
     reference_kl: Action = knob("stop", "the KL to the reference is not exactly 0 before the first update")
     adapters: Action = knob("stop", "after an update the sampler still receives the old tensors")
-    rounding: Action = knob("warn", "bf16 with dropout: rounding takes over a tenth of the update from the sampler")
+    rounding: Action = knob(
+        "warn", "bf16 with lora.dropout: rounding to bf16 takes over a tenth of the update from the sampler's weights"
+    )
     noise: Action = knob("stop", "AQN noise does not change the sampler; noise other than asked for always stops")
     non_finite: Action = knob("stop", "a metric is NaN or infinite; a gradient that is not finite always stops")
     gradient_spike: Action = knob("warn", "the gradient norm exceeds 20 x its median of 50 steps")

@@ -1,20 +1,21 @@
-"""Draws docs/pictures/architecture.svg from docs/files.md and the imports, and step.svg from STEP below.
+"""Draws docs/pictures/architecture.svg from SECTIONS and the imports, and step.svg from STEP below.
 
     python docs/draw_pictures.py            tests/test_pictures.py fails when a picture is older than the code
+    python docs/draw_pictures.py --files    prints what each file is for, by section: the first line of its docstring
 
-The bytes follow from the input alone, so that a test can compare them.
+The bytes of a picture follow from the input alone, so that a test can compare them.
 """
 
 import ast
 import math
-import re
+import sys
 from collections import Counter
 from html import escape
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "pictures"
-COLOURS = {  # section of docs/files.md -> background
+COLOURS = {  # section of SECTIONS -> background
     "Commands": "#fde7c8",
     "plan/": "#e3eefb",
     "lab/": "#e3eefb",
@@ -22,6 +23,17 @@ COLOURS = {  # section of docs/files.md -> background
     "engines/": "#f6e3ef",
     "Model": "#efeaf9",
     "System": "#eeeeee",
+}
+SECTIONS = {  # section -> its files, or nothing for a whole folder; a section imports from itself and from those below
+    "Commands": "train_grpo startup preflight report sweep export",
+    "plan/": "",
+    "lab/": "",
+    "Method": "learner grpo rollout weight_sync aqn routing_replay reward_gsm8k data_gsm8k gsm8k_files evaluate "
+    "tiny_model smol_model",
+    "engines/": "",
+    "Model": "model_megatron packing lora_megatron weights_hf adapter_weights",
+    "System": "parallel_setup device kernels quantisation checkpoint runlog run_record tripwires config config_rules "
+    "knobs environment input_files hf_config architecture engines/kinds",
 }
 TITLES = {"plan/": "plan/  before a run", "lab/": "lab/  after a run", "engines/": "engines/  what samples"}
 FONT = 'font-family="Helvetica, Arial, sans-serif"'
@@ -59,14 +71,13 @@ STEP = [
 
 
 def sections() -> dict[str, list[str]]:
-    """Section of docs/files.md -> its files, as paths from the repository's folder."""
-    found: dict[str, list[str]] = {}
-    for line in (ROOT / "docs" / "files.md").read_text().splitlines():
-        if line.startswith("## "):
-            current = found.setdefault(line[3:].split(":")[0], [])
-        elif entry := re.match(r"\| \[[^]]+\]\(\.\./([^)]+\.py)\) \|", line):
-            current.append(entry[1])
-    return {section: files for section, files in found.items() if files}
+    """Section -> its files, as paths from the repository's folder."""
+    listed = {section: [f"{name}.py" for name in names.split()] for section, names in SECTIONS.items()}
+    elsewhere = sum(listed.values(), [])
+    for folder in (section for section, files in listed.items() if not files):
+        inside = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(f"{folder}*.py"))
+        listed[folder] = [file for file in inside if file not in elsewhere]
+    return listed
 
 
 def imported(path: str, files: set[str]) -> set[str]:
@@ -155,6 +166,20 @@ def step() -> str:
     return svg(width, y, parts)
 
 
+def purposes() -> str:
+    """Every file with the first line of its docstring, by section."""
+    lines = []
+    for section, files in sections().items():
+        lines.append(TITLES.get(section, section))
+        for file in files:
+            written = ast.get_docstring(ast.parse((ROOT / file).read_text())) or ""
+            lines.append(f"  {file:30} {written.splitlines()[0]}")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
+    if "--files" in sys.argv:
+        print(purposes())
+        sys.exit()
     (PICTURES / "architecture.svg").write_text(architecture())
     (PICTURES / "step.svg").write_text(step())

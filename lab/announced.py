@@ -4,18 +4,16 @@ The announcement fixes how many p-values are corrected together: those of one en
 families whose names begin with "controls" are of planted faults.
 """
 
-import statistics
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from pydantic import Field, model_validator
 
 from input_files import InputError, read_file
 from lab import comparisons, run_page
 from lab.comparisons import Comparison
-from lab.records import Part, Run, scores, validated
+from lab.records import Part, Run, validated
 
 FIGURE = "figures/benchmark.png"
 CONTROLS = "controls"  # how the names of families of planted faults begin; the others compare methods
@@ -188,20 +186,18 @@ def page(ready: Found, groups: dict[str, list[Run]]) -> str:
     parts = ["## What was found", f"![Effect of each method](../results/{FIGURE})"]
     for family in dict.fromkeys(planned.family for planned, _ in announced):
         found = of(family, ready)
-        parts += [f"### Family {family}", table([method_row(*each, ready) for each in found])]
+        parts += [f"### Family {family}", table([method_row(*each, ready, groups) for each in found])]
         parts += notes(one for _, one in found)
         parts += filter(None, [by_the_rule_of_today(family, ready)])
-    parts += ["## Why it was predicted", table([reason_row(planned) for planned, _ in announced])]
     if controls:
         parts += ["## Planted faults", table([control_row(*each, ready) for each in controls])]
         parts += notes(one for _, one in controls)
-    parts += ["## The second outcome: accuracy at the end", table([end_row(each, groups) for each, _ in announced])]
-    names = dict.fromkeys(name for planned, _ in [*announced, *controls] for name in planned.names)
-    parts += ["## All variants", table([variant_row(name, groups[name]) for name in names])]
     return "\n\n".join(parts)
 
 
-def method_row(planned: Planned, one: Comparison, ready: Found) -> dict[str, str]:
+def method_row(planned: Planned, one: Comparison, ready: Found, groups: dict[str, list[Run]]) -> dict[str, str]:
+    """A comparison; its second outcome, the accuracy at the end, has a p-value that is not corrected."""
+    (end,) = comparisons.compare({name: groups[name] for name in planned.names})
     return {
         "comparison": planned.title,
         "method": f"`{one.other}`",
@@ -210,18 +206,10 @@ def method_row(planned: Planned, one: Comparison, ready: Found) -> dict[str, str
         "difference, points": one.effect.points,
         "95 % interval": one.effect.range,
         "p (Holm)": f"{one.p:.2g}",
-        "minimum detectable effect, points": f"{100 * one.detectable:.1f}",
+        "detectable, points": f"{100 * one.detectable:.1f}",
         "found": one.verdict.replace(f"different: {one.other} is ", ""),
         "prediction": outcome(planned, one, ready),
-    }
-
-
-def reason_row(planned: Planned) -> dict[str, str]:
-    return {
-        "comparison": planned.title,
-        "predicted": planned.predicted,
-        "because": planned.why,
-        "its control": f"`{planned.control}`" if planned.control else "none",
+        "at the end": f"{end.effect.points} ({end.effect.range}; p {end.effect.p_value():.2g})",
     }
 
 
@@ -236,40 +224,6 @@ def control_row(planned: Planned, one: Comparison, ready: Found) -> dict[str, st
         "p (Holm)": f"{one.p:.2g}",
         "found": "yes" if one.other in found_controls(ready) else "no",
     }
-
-
-def end_row(planned: Planned, groups: dict[str, list[Run]]) -> dict[str, str]:
-    (one,) = comparisons.compare({name: groups[name] for name in planned.names})
-    return {
-        "comparison": planned.title,
-        "difference, points": one.effect.points,
-        "95 % interval": one.effect.range,
-        "p, not corrected": f"{one.effect.p_value():.2g}",
-    }
-
-
-def variant_row(name: str, runs: list[Run]) -> dict[str, str]:
-    """Means of a variant over its seeds, with the standard deviation over the seeds."""
-    outcomes = {
-        "before": [scores(run, "sampled", 0).mean() for run in runs],
-        "along the run": [scores(run, "curve").mean() for run in runs],
-        "at the end": [scores(run, "sampled").mean() for run in runs],
-        "training reward": [scores(run, "reward").mean() for run in runs],
-    }
-    seconds = statistics.median(run.record.seconds_per_step for run in runs)
-    gap = [run.steps["rollout/logp_gap_mean"][: run.record.steps].mean() for run in runs]
-    return {
-        "variant": f"`{name}`",
-        "seeds": str(len(runs)),
-        **{key: _spread([100 * value for value in values]) for key, values in outcomes.items()},
-        "sampler against trainer, nats": f"{np.mean(gap):.1e}",
-        "s per step": f"{seconds:.2f}",
-    }
-
-
-def _spread(values: list[float]) -> str:
-    mean = f"{np.mean(values):.1f}"
-    return f"{mean} ({np.std(values, ddof=1):.1f})" if len(values) > 1 else mean
 
 
 def figure(ready: Found) -> Any:

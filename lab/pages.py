@@ -1,8 +1,8 @@
-"""RESULTS.md, results/README.md and two pages of docs/: what is generated of them follows from the records alone.
+"""RESULTS.md, results/README.md and three pages of docs/: what is generated of them follows from records and knobs.py.
 
-RESULTS.md holds the findings, the comparisons and the benchmarks. results/README.md holds the table of runs,
-docs/benchmark.md the comparisons of methods, and docs/npu.md the checks without an NPU. Text outside the two marker
-lines is written by hand and stays as it is. This file needs no torch.
+RESULTS.md holds the findings, the comparisons and the benchmarks. results/README.md holds the tables of variants and
+runs, docs/benchmark.md the comparisons of methods, docs/npu.md the checks without an NPU, and docs/checks.md the checks
+of a running job. Text outside the two marker lines is written by hand and stays as it is. This file needs no torch.
 """
 
 import difflib
@@ -11,10 +11,13 @@ import statistics
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
+
 from input_files import InputError, read_text
+from knobs import ChecksConfig
 from lab import announced, audit, comparisons, run_page, store
 from lab.announced import Found, Plan, notes, table
-from lab.records import Evaluation, Run
+from lab.records import Evaluation, Run, evaluated, scores
 from lab.store import Benchmark
 from run_record import write_atomically
 
@@ -222,17 +225,28 @@ def variant_row(name: str, runs: list[Run]) -> dict[str, str]:
         "after, range": f"{min(after):.1f}-{max(after):.1f}" if len(runs) > 1 else "one seed",
         "gain, points": found.points,
         "95 %": found.range + " (these weights only)" * (len(runs) == 1),
+        "s.d. before, after": f"{statistics.stdev(before):.1f}, {statistics.stdev(after):.1f}" if len(runs) > 1 else "",
+        "along the run": mean_and_spread([100 * np.mean([scores(r, kind, n) for n in evaluated(r)]) for r in runs]),
+        "training reward": mean_and_spread([100 * float(scores(run, "reward")[0]) for run in runs]),
+        "s per step": f"{statistics.median(run.record.seconds_per_step for run in runs):.2f}",
     }
 
 
+def mean_and_spread(values: list[float]) -> str:
+    """`42.7 (4.0)`: the mean over the seeds and the standard deviation, or the value of one seed."""
+    spread = f" ({statistics.stdev(values):.1f})" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.1f}{spread}"
+
+
 def gap_row(name: str, runs: list[Run]) -> dict[str, str]:
-    """The largest gaps between sampler and trainer over all steps of all seeds."""
+    """The gap between sampler and trainer over all steps of all seeds: its mean, and the largest ones."""
     steps = [run.steps[: run.record.steps] for run in runs]
     noisy = sum(int(each["aqn/sigma"].gt(0).sum()) for each in steps if "aqn/sigma" in each)
     row = {"variant": name, "steps": f"{sum(map(len, steps)):,}", "noisy steps": f"{noisy:,}" if noisy else "none"}
     for head, key in GAPS.items():
         gaps = [each[key].max() for each in steps if key in each]
         row[head] = f"{max(gaps):.1e}" if gaps else ""
+    row["mean of all steps"] = f"{statistics.fmean(each['rollout/logp_gap_mean'].mean() for each in steps):.1e}"
     return row
 
 
@@ -277,6 +291,16 @@ def npu_page(results: Path) -> str:
     return table(rows) if rows else "No record yet."
 
 
+# ------------------------------------------------------------------------------------------------------- docs/checks.md
+
+
+def checks_page() -> str:
+    """The generated part of docs/checks.md: the keys of `checks`, as knobs.py describes them."""
+    described = ChecksConfig.model_fields.items()
+    rows = [(f"`{key}`", str(field.default), field.description or "") for key, field in described]
+    return table([dict(zip(("key", "default", "it fires when, or it is"), row, strict=True)) for row in rows])
+
+
 # ------------------------------------------------------------------------------------------------ writing and checking
 
 
@@ -303,6 +327,7 @@ def _wanted(results: Path, page: Path) -> tuple[dict[Path, str], run_page.Wanted
         results / "README.md": records_page(groups, results),
         page.parent / "docs" / "npu.md": npu_page(results),
         page.parent / "docs" / "benchmark.md": announced.page(ready, groups),
+        page.parent / "docs" / "checks.md": checks_page(),
     }
     texts = {path: _fresh(path, text) for path, text in generated.items() if path == page or path.exists()}
     pictures: run_page.Wanted = {}

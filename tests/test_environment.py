@@ -1,4 +1,4 @@
-"""The table of environment.py: scripts export it, docs/npu.md repeats it, and what follows it passes the doctor."""
+"""The table of environment.py: scripts export it, and what follows it passes the doctor."""
 
 from __future__ import annotations
 

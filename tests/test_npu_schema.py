@@ -5,10 +5,20 @@ names, arguments and shapes of the calls are right, forward and backward, and th
 what the kernels compute, how fast they are, or which tensors a device refuses; for that, kernels.py has rules of its
 own, with tests in test_npu.py.
 
-run_tests.sh installs the torch_npu that belongs to the torch of requirements/cpu.txt. For the pinned versions of
-requirements/npu.txt, in an environment of its own (docs/npu.md, "Operators without an NPU"):
+run_tests.sh installs the torch_npu that belongs to the torch of requirements/cpu.txt (126 MB). For the pinned versions
+of requirements/npu.txt, in an environment of its own, which must not contain torch_npu itself, because `import torch`
+would then import it (aarch64: torch==2.10.0 without --index-url):
 
-    TORCH_NPU_DIR=FOLDER python -m pytest --all -m npu_schema tests/test_npu_schema.py
+    python3 -m venv .venv-npu-schema
+    pip=".venv-npu-schema/bin/python -m pip install --no-deps"
+    $pip --index-url https://download.pytorch.org/whl/cpu torch==2.10.0+cpu
+    $pip -r <(grep -v ^torch== requirements/cpu.txt) -r requirements/test.txt
+    $pip --target .cache/torch_npu-2.10.0.post4 torch-npu==2.10.0.post4
+    export TORCH_NPU_DIR=.cache/torch_npu-2.10.0.post4
+    .venv-npu-schema/bin/python -m pytest --all tests/test_npu_schema.py
+
+The tests passed with both on x86_64. (PyTorch's index could not be reached: torch 2.10.0 was the CUDA build from PyPI,
+with a stub of CUDA's libraries.)
 """
 
 from __future__ import annotations
