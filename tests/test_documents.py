@@ -36,6 +36,12 @@ def test_links_lead_to_files_and_headings() -> None:
             assert heading in found, f"{path} links to {target}"
 
 
+def test_the_chinese_readme_has_the_headings_commands_and_links_of_the_english_one() -> None:
+    english, chinese = ((ROOT / name).read_text() for name in ("README.md", "README.zh.md"))
+    for pattern in (r"^#+ ", r"^(?:bash|step|held) [^#\n]*", r"\]\((?!README)[^)]+\)", r"\$[^$]+\$"):
+        assert sorted(re.findall(pattern, english, re.M)) == sorted(re.findall(pattern, chinese, re.M))
+
+
 def script_of(line: str) -> str:
     """The script or module that a command line runs, as a path from the repository's folder."""
     module, script = re.search(r"(?:bash|python|torchrun) (?:-m (\S+)|(?:-\S+ )*(\S+))", line).groups()
