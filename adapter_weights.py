@@ -242,12 +242,12 @@ def update_kept(
         sums[kind] = sums.get(kind, 0) + parts * (slot.stored.shape.numel() / update.numel() / copies)
     totals = parallel.sum_over_ranks(torch.stack(list(sums.values())))
     by_kind = {f"_{kind}": total for kind, total in zip(sums, totals, strict=True)} | {"": totals.sum(0)}
-    found = {}
+    metrics = {}
     for ending, total in by_kind.items():
         both, own, error = total.tolist()
-        found[f"sync/update_share{ending}"] = both / own if own else 1.0
-        found[f"sync/update_error{ending}"] = (error / own) ** 0.5 if own else 0.0
-    return found
+        metrics[f"sync/update_share{ending}"] = both / own if own else 1.0
+        metrics[f"sync/update_error{ending}"] = (error / own) ** 0.5 if own else 0.0
+    return metrics
 
 
 @torch.no_grad()
@@ -300,9 +300,9 @@ def not_saved(
     factors = lora_megatron.factors(adapters)
     sums = {(name, ending): _checksum(values[name]) for ending, values in live.items() for name in factors}
     place = {key: getattr(parallel, key) for key in ("tensor_rank", "expert_rank", "expert_tensor_rank")}
-    by_rank, found = parallel.gather_objects((place, sums)), []
+    by_rank, misfits = parallel.gather_objects((place, sums)), []
     if parallel.rank == 0 and saved is not None:
-        found = [
+        misfits = [
             f"{key} {count} for {saved.state.get(key)}"
             for key, count in counts.items()
             if count != saved.state.get(key)
@@ -318,6 +318,6 @@ def not_saved(
             fits = fits and all(
                 cut(tuple((key, there[key]) for key in keys)) == own[name, ending] for there, own in by_rank
             )
-            found += [] if fits else [label]
-        found += sorted(stored)
-    return parallel.gather_objects(f"{first_three(found)}: not what {saved.path} holds" if found else "")[0]
+            misfits += [] if fits else [label]
+        misfits += sorted(stored)
+    return parallel.gather_objects(f"{first_three(misfits)}: not what {saved.path} holds" if misfits else "")[0]

@@ -6,9 +6,10 @@
     check_report(noisy.result())                                             after the stream was read
 
 The noise is a function of (seed, step, name of the norm). It is added to the clean weight each time.
-The norms take the noise; a matrix that reads a norm's output is changed where it must, or must not, see the noise. A
-matrix that must not see it gets the inverse in its columns: (W diag(w / (w + d))) ((w + d) x) = W (w x). A matrix that
-alone must see it gets (w + d) / w in its columns, and the norm stays clean. w clean norm weight (h,), d its noise (h,),
+The targets say which of the matrices that read a norm's output shall see its noise. If all of them shall, only the norm
+changes. A matrix that shall not see the noise of a noisy norm has it divided out of its columns:
+(W diag(w / (w + d))) ((w + d) x) = W (w x). If only the router or the shared expert shall see it, their
+columns are multiplied by (w + d) / w, and the norm stays clean. w clean norm weight (h,), d its noise (h,),
 W a matrix that reads the norm's output (out, h), h hidden size. Names are Hugging Face's.
 """
 
@@ -96,11 +97,11 @@ def _norms_of(arch: Architecture, target: str) -> dict[str, str]:
             raise InputError(f"aqn.targets: {target!r} matches {others[0]}, which is not the weight of an RMSNorm")
         return dict.fromkeys(matched, "all")
     kinds = ("dense", "shared") if target == "mlp" else (target,)
-    found = {f"{layer}{m.reads}.weight": m.kind for layer, m in layers(arch) if m.reads and m.kind in kinds}
-    if not found:
+    kind_by_norm = {f"{layer}{m.reads}.weight": m.kind for layer, m in layers(arch) if m.reads and m.kind in kinds}
+    if not kind_by_norm:
         lacks = "dense layer and no shared expert" if target == "mlp" else "MoE layer"
         raise InputError(f"aqn.targets: {target} touches no norm: this {arch.model_type} model has no {lacks}")
-    return found
+    return kind_by_norm
 
 
 def _effect(arch: Architecture, norm: str, readers: set[str], router: str) -> NormNoise:
@@ -229,16 +230,18 @@ def perturb(
     step: int,
     bf16: str = "grid",
 ) -> "TensorStream[NoiseReport]":
-    """The (name, whole tensor) stream with the plan's noise. Its result is a report on that noise.
+    """Adds the plan's noise to a stream of (name, whole tensor). The result of the stream is a report on the noise.
 
     The stream may have any order, and may bring only a part of the tensors. ``clean`` is the result of clean_norms. All
-    noise is drawn on the CPU, so no rank, layout or device changes it. No argument is changed.
-    fp32 norms get Gaussian noise. With ``bf16`` "grid", bf16 norms get bf16_grid_noise. With "fp32" they get Gaussian
-    noise and become fp32, for an engine that keeps them in fp32. A norm whose noise is also in bf16 columns stays on
-    the grid: a bf16 column times 1.001 is rounded back, but a column times a step of the grid is not.
+    noise is drawn on the CPU, so it is the same on every rank, layout and device. No argument is changed.
 
-    A weight that the noise would bring to 0 keeps NEAREST_ZERO of its clean size. Where the noise is in the columns of
-    a matrix, a channel whose clean weight is below DEAD gets none. The report counts the noise that both really got.
+    Norms in fp32 get Gaussian noise. Norms in bf16 get bf16_grid_noise if ``bf16`` is "grid". If it is "fp32", they get
+    Gaussian noise and become fp32, for an engine that keeps its norms in fp32. An exception is a norm whose noise also
+    changes the columns of a bf16 matrix. It gets bf16_grid_noise in any case, because a bf16 column times 1.001 is
+    rounded back to its old value.
+
+    A weight that the noise would bring to 0 keeps NEAREST_ZERO of its clean size. Where the noise changes the columns
+    of a matrix, a channel whose clean weight is below DEAD gets no noise. The report counts the noise after both rules.
     Raises AqnError if ``clean`` lacks a norm, or if the stream's norm is not the clean one: noise on noise would be a
     random walk.
     """
@@ -349,10 +352,10 @@ def check_report(report: NoiseReport, tolerance: float = 0.1) -> None:
         raise AqnError(
             f"AQN: {min(report.missing)} should change and was not in the push ({len(report.missing)} such tensors)"
         )
-    found = f"over {n} elements of {report.num_modules} norms, {report.num_changed / n:.1%} of them changed"
+    measured = f"over {n} elements of {report.num_modules} norms, {report.num_changed / n:.1%} of them changed"
     for what, value, needed, bound in (
         ("std", report.std, sigma, max(tolerance, 5 * report.std_error)),
         ("mean", report.mean, 0.0, max(tolerance, 5 / math.sqrt(n))),
     ):
         if not abs(value - needed) <= bound * sigma:
-            raise AqnError(f"AQN: realised {what} {value:.3g}, needed {needed:g} +- {bound * sigma:.2g}, {found}")
+            raise AqnError(f"AQN: realised {what} {value:.3g}, needed {needed:g} +- {bound * sigma:.2g}, {measured}")

@@ -56,7 +56,7 @@ class Checkpoint:
         return self.path.parent.parent
 
 
-def _found(folder: Path) -> list[tuple[int, Path]]:
+def _candidates(folder: Path) -> list[tuple[int, Path]]:
     """(step, path) of the folders that may be checkpoints, the best candidate first."""
     matches = [(NAME.fullmatch(path.name), path) for path in folder.iterdir()] if folder.is_dir() else []
     ordered = sorted((int(match[2]), match[1] == "step-", path) for match, path in matches if match)
@@ -163,8 +163,8 @@ def save(
         raise InputError(_write_failure(target, tensors, error)) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)  # after a failure; otherwise it has its name
-    kept = [path for found, path in _found(folder) if found <= step and path.name == f"step-{found:06d}"]
-    for _, path in _found(folder):
+    kept = [path for number, path in _candidates(folder) if number <= step and path.name == f"step-{number:06d}"]
+    for _, path in _candidates(folder):
         if path not in kept[: cfg.train.keep_last]:
             try:
                 _discard(path)
@@ -231,18 +231,18 @@ def misfit(step: int, config: dict[str, Any], state: dict[str, Any]) -> str:
     named = ("train.steps", "rollout.prompts_per_step", "optim.prompts_per_update")
     most, prompts, update = (size if type(size) is int else 0 for size in map(flatten(config).get, named))
     expected = step * (prompts // max(1, update))
-    found = state.get("optimizer_steps", expected)
-    if 0 <= step <= most and found == expected:
+    optimizer_steps = state.get("optimizer_steps", expected)
+    if 0 <= step <= most and optimizer_steps == expected:
         return ""
     return (
-        f"found step {step}, optimizer_steps {shown(found)}; needed: at most train.steps {most} steps of "
+        f"found step {step}, optimizer_steps {shown(optimizer_steps)}; needed: at most train.steps {most} steps of "
         f"{prompts} // {update} optimizer steps, {expected} in all"
     )
 
 
 def latest(run_dir: Path, say: Callable[[str], None] = print, only: str | None = None) -> Checkpoint | None:
     """The newest checkpoint of the run with right checksums. ``say`` is told which ones were skipped, and why."""
-    for _, path in _found(Path(run_dir) / "checkpoints"):
+    for _, path in _candidates(Path(run_dir) / "checkpoints"):
         try:
             verify(path, only)
         except (InputError, OSError) as error:
@@ -277,25 +277,25 @@ def find_resumable(cfg: Config, say: Callable[[str], None] = print) -> Checkpoin
     runs = sorted((match[1], int(match[2] or 1), path) for match, path in started)
     others: list[tuple[Path, Checkpoint | None]] = []  # runs that do not go on, the newest first
     for _, _, run_dir in reversed(runs):
-        found = None
+        newest = None
         try:
             if not (run_dir / "finished.json").exists():
                 with lock_run(run_dir):
-                    found = latest(run_dir, say)
+                    newest = latest(run_dir, say)
         except BlockingIOError:
             say(f"{run_dir}: not resumed: a live process writes it")
         except OSError as error:
             say(f"{run_dir}: not resumed: {error.strerror}; if no process writes it: train.resume={run_dir}")
         else:
-            if found and not changes_at_resume(found.config, cfg)[0]:
-                return found
-            others.append((run_dir, found))
+            if newest and not changes_at_resume(newest.config, cfg)[0]:
+                return newest
+            others.append((run_dir, newest))
     finished_since = False
-    for place, (run_dir, found) in enumerate(others):
-        if found and not finished_since:
-            check_resume(found, cfg)
-        elif found:
-            say(f"note: {run_dir}: not finished, and left: {'; '.join(changes_at_resume(found.config, cfg)[0][:10])}")
+    for place, (run_dir, newest) in enumerate(others):
+        if newest and not finished_since:
+            check_resume(newest, cfg)
+        elif newest:
+            say(f"note: {run_dir}: not finished, and left: {'; '.join(changes_at_resume(newest.config, cfg)[0][:10])}")
             break
         elif (run_dir / "finished.json").exists():
             finished_since = True

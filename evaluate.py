@@ -77,9 +77,9 @@ def evaluate(
                 temperature=temperature,
             )
             for i, (place, group) in enumerate(zip(wave, answers, strict=True)):
-                found = [[*score(questions[place], one), len(one.tokens)] for one in group]
-                results[start + i, columns] = torch.tensor(found, dtype=torch.float32).flatten()
-    by_place = rollout.in_place(parallel.gather_rows(results), count, tensor).view(count, 1 + k, 3)
+                scored = [[*score(questions[place], one), len(one.tokens)] for one in group]
+                results[start + i, columns] = torch.tensor(scored, dtype=torch.float32).flatten()
+    by_place = rollout.in_prompt_order(parallel.gather_rows(results), count, tensor).view(count, 1 + k, 3)
     return _summary(by_place), [
         {"question": place, "gold": questions[place].gold, "greedy": row[0, 0].item(), "sampled": row[1:, 0].tolist()}
         for place, row in enumerate(by_place)

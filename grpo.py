@@ -299,9 +299,9 @@ def _at_least_one(count: int | Tensor) -> int | Tensor:
     return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
 
 
-def _require(name: str, found: str, choices: tuple[str, ...]) -> None:
-    if found not in choices:
-        raise ValueError(f"{name}: found {found!r}; needed: one of {', '.join(choices)}")
+def _require(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}: found {value!r}; needed: one of {', '.join(choices)}")
 
 
 def _same_shape(**tensors: Tensor | None) -> None:

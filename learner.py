@@ -124,15 +124,18 @@ class Learner:
             timer.end_phase("update")
         totals = torch.stack([*sums.values(), *torch.stack(surprises).sum(0)])
         *totals, deviation, variance = self.parallel.sum_over_data(totals).tolist()
-        found = dict(zip(sums, totals, strict=True))
+        step_metrics = dict(zip(sums, totals, strict=True))
         if self.replay:
-            found["replay/differing_frac"] = self.replay.differing_share()
-        found["rollout/logp_gap_max"] = self.parallel.max_over_ranks(largest_gap.item())
+            step_metrics["replay/differing_frac"] = self.replay.differing_share()
+        step_metrics["rollout/logp_gap_max"] = self.parallel.max_over_ranks(largest_gap.item())
         if not trained_tokens:
-            found = {}  # without a trained token these metrics mean nothing
+            step_metrics = {}  # without a trained token these metrics mean nothing
         if cfg.samples_own_policy and variance >= LEAST_VARIANCE:
-            found |= {"rollout/surprise_z": deviation / math.sqrt(variance), "rollout/surprise_variance": variance}
-        return found | {
+            step_metrics |= {
+                "rollout/surprise_z": deviation / math.sqrt(variance),
+                "rollout/surprise_variance": variance,
+            }
+        return step_metrics | {
             "actor/grad_norm": sum(norms) / len(norms),
             "actor/lr": learning_rate(cfg.optim, step, cfg.train.steps),
         }
@@ -191,8 +194,8 @@ class Learner:
         """Let the forward passes of ``micro`` compute one line of tokens instead of padded rows."""
         micro.packing = packing.pack(micro.tokens, micro.mask, self.parallel.tensor)
         if micro.routes is not None:
-            micro.replayed = micro.packing.of_line(micro.replayed) * micro.packing.rows
-            micro.routes = micro.packing.of_line(micro.routes)
+            micro.replayed = micro.packing.to_line(micro.replayed) * micro.packing.rows
+            micro.routes = micro.packing.to_line(micro.routes)
 
     def _seed_dropout(self, step: int, update: int, micro_batch: int) -> None:
         """LoRA dropout is the only draw from global generators. Its masks depend on the step and on the layout."""
@@ -232,12 +235,12 @@ class Learner:
             return self._logp(micro)[0]
 
     def _logp(self, micro: MicroBatch) -> TokenStats:
-        found = model_megatron.token_logprobs(
+        stats = model_megatron.token_logprobs(
             self.model, micro.tokens, micro.mask, self.parallel, self.cfg.rollout.temperature, micro.packing
         )
         if micro.packing is not None and not torch.is_grad_enabled():  # recompute in a backward pass needs the mask
             micro.packing.release_mask()
-        return found
+        return stats
 
     def _loss(
         self, micro: MicroBatch, old_logp: Tensor | None, ref_logp: Tensor | None, counts: dict[str, int]

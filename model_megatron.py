@@ -269,7 +269,7 @@ def token_logprobs(
     if packing is None:
         hidden = hidden_states(model, tokens)[position - 1, row]  # (N, h): the state that predicts the token
     else:
-        line = hidden_states(model, packing.of_line(tokens), packing)[:, 0]  # (M, h)
+        line = hidden_states(model, packing.to_line(tokens), packing)[:, 0]  # (M, h)
         hidden = line.index_select(0, packing.line[row, position - 1])
     stats = _VocabularyLogProbs.apply(hidden, head_weight(model), tokens[row, position], temperature, parallel)
     zeros = hidden.new_zeros(mask.shape, dtype=torch.float32)

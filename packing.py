@@ -1,8 +1,9 @@
-"""A micro-batch as one line of tokens: no padding, no token that predicts nothing, each prompt once for all its rows.
+"""Packs the rows of a micro-batch into one line of tokens, without padding and with each prompt only once.
 
-The G completions of a prompt need the hidden states of the prompt only once. Every operation except attention works
-token by token and sees a line of M tokens. Only attention knows rows: first the prompts attend to themselves, then the
-own tokens of each row attend to the row's prompt and to themselves. b rows, T tokens of a row, P prompts, N the largest
+The G completions of a prompt share its hidden states, and the last token of a row is left out, because it predicts
+nothing. Attention works on rows: first the prompts attend to themselves, then the own tokens of each row (those after
+the prompt) attend to the row's prompt and to themselves. Every other operation works on single tokens, so it sees only
+the line of M tokens. b rows, T tokens of a row, P prompts, N the largest
 number of own tokens of a row, d head size.
 """
 
@@ -58,10 +59,10 @@ class Packing:
             results.append(mixed.transpose(1, 2).flatten(0, 1))  # (b x N, heads, d)
         return torch.cat(results).flatten(1).index_select(0, self.result)
 
-    def of_line(self, rows: Tensor) -> Tensor:
-        """What ``rows`` hold for the tokens of the line, as one row. Of a shared prompt, what its first row holds.
+    def to_line(self, rows: Tensor) -> Tensor:
+        """The values of ``rows``, a value for each token, in the order of the line.  (b, T, ...) -> (1, M, ...)
 
-        (b, T, ...) -> (1, M, ...)
+        Rows that share a prompt have it once in the line; its values are those of the first of these rows.
         """
         return rows.flatten(0, 1).index_select(0, self.source)[None]
 

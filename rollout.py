@@ -1,8 +1,8 @@
-"""A rollout: the engine that samples it, its sequences, and the micro-batches that the update makes of them.
+"""Step 2: opens the engine, samples and scores G completions of each prompt, and packs them into micro-batches.
 
 P prompts, G completions a prompt, S = P x G sequences, N = max_new_tokens, b rows of a micro-batch, T tokens of a row.
-A replica is the rollout.tensor ranks that hold one copy of the model. Replica r of n samples the prompts r, r + n, ...;
-afterwards every rank has the whole rollout.
+A replica is a group of rollout.tensor ranks, which hold one copy of the model together. Replica r of n samples the
+prompts r, r + n, r + 2 n, ...; then all ranks exchange their results, so that every rank has the whole rollout.
 """
 
 import bisect
@@ -125,24 +125,24 @@ def sample(
     # One message of integers and one of fp32 numbers, of equal shape on every rank. Replica 0 has the most prompts.
     longest = settings.max_new_tokens
     num_own = len(range(0, len(asked), parallel.world_size // settings.tensor))
-    whole = torch.zeros(num_own, settings.group_size, longest + 2, dtype=torch.int64)
-    real = torch.zeros(num_own, settings.group_size, longest + 2, dtype=torch.float32)
+    integers = torch.zeros(num_own, settings.group_size, longest + 2, dtype=torch.int64)
+    reals = torch.zeros(num_own, settings.group_size, longest + 2, dtype=torch.float32)
     for i, (question, group) in enumerate(zip(own, completions, strict=True)):
         for j, answer in enumerate(group):
             n = len(answer.tokens)
-            whole[i, j, :n] = torch.tensor(answer.tokens)
-            whole[i, j, longest:] = torch.tensor([n, answer.finish_reason == "length"])
-            real[i, j, :n] = torch.tensor(answer.logp)
-            real[i, j, longest:] = torch.tensor(score(question, answer), dtype=torch.float32)
-    whole, real = (in_place(parallel.gather_rows(x), len(asked), settings.tensor) for x in (whole, real))
+            integers[i, j, :n] = torch.tensor(answer.tokens)
+            integers[i, j, longest:] = torch.tensor([n, answer.finish_reason == "length"])
+            reals[i, j, :n] = torch.tensor(answer.logp)
+            reals[i, j, longest:] = torch.tensor(score(question, answer), dtype=torch.float32)
+    integers, reals = (in_prompt_order(parallel.gather_rows(x), len(asked), settings.tensor) for x in (integers, reals))
     batch = Rollout(
         prompts=[question.prompt for question in asked],
-        tokens=whole[..., :longest].flatten(0, 1),
-        logp=real[..., :longest].flatten(0, 1),
-        lengths=whole[..., longest].flatten().tolist(),
-        truncated=whole[..., longest + 1].flatten().bool(),
-        rewards=real[..., longest],
-        parsable=real[..., longest + 1],
+        tokens=integers[..., :longest].flatten(0, 1),
+        logp=reals[..., :longest].flatten(0, 1),
+        lengths=integers[..., longest].flatten().tolist(),
+        truncated=integers[..., longest + 1].flatten().bool(),
+        rewards=reals[..., longest],
+        parsable=reals[..., longest + 1],
     )
     return batch, completions
 
@@ -152,8 +152,11 @@ def own_places(count: int, tensor: int, parallel: Parallel) -> range:
     return range(parallel.rank // tensor, count, parallel.world_size // tensor)
 
 
-def in_place(by_rank: Tensor, count: int, tensor: int) -> Tensor:
-    """What every rank found for its own_places, in the order of the prompts.  (ranks, own, ...) -> (count, ...)"""
+def in_prompt_order(by_rank: Tensor, count: int, tensor: int) -> Tensor:
+    """The gathered results of all ranks, sorted into the order of the prompts.  (ranks, own, ...) -> (count, ...)
+
+    ``by_rank`` has a rank's results for its own_places; the ``tensor`` ranks of a replica have the same ones.
+    """
     return by_rank[::tensor].transpose(0, 1).flatten(0, 1)[:count].cpu()
 
 

@@ -104,22 +104,22 @@ def read_model(model_dir: str | Path, arch: Architecture) -> dict[str, Tensor]:
 
     Raises InputError unless their names, shapes and dtypes are exactly those of the architecture.
     """
-    found: dict[str, Tensor] = {}
+    stored: dict[str, Tensor] = {}
     for path in _weight_files(Path(model_dir)):
-        tensors = read_tensors(path)
-        if twice := tensors.keys() & found.keys():
+        of_this_file = read_tensors(path)
+        if twice := of_this_file.keys() & stored.keys():
             raise InputError(f"{path}: {min(twice)} is also in another file of this directory")
-        found |= tensors
+        stored |= of_this_file
     # compressed-tensors also stores the shape of a packed matrix, which follows from config.json.
-    found = {name: tensor for name, tensor in found.items() if not name.endswith(".weight_shape")}
+    stored = {name: tensor for name, tensor in stored.items() if not name.endswith(".weight_shape")}
     expected = stored_shapes(tensor_shapes(arch), DTYPES, arch.stored_format, arch.stored_attention)
     unmatched = {
-        "missing": [name for name in expected if name not in found],
-        "not part of this architecture": [name for name in found if name not in expected],
+        "missing": [name for name in expected if name not in stored],
+        "not part of this architecture": [name for name in stored if name not in expected],
     }
     problems = [f"{label}: {first_three(names)}" for label, names in unmatched.items() if names]
-    for name in (name for name in expected if name in found):
-        shape, dtype = found[name].shape, str(found[name].dtype).removeprefix("torch.")
+    for name in (name for name in expected if name in stored):
+        shape, dtype = stored[name].shape, str(stored[name].dtype).removeprefix("torch.")
         needed, dtypes = expected[name]
         if shape != needed:
             problems.append(f"{name} has shape {list(shape)}, config.json needs {list(needed)}")
@@ -127,7 +127,7 @@ def read_model(model_dir: str | Path, arch: Architecture) -> dict[str, Tensor]:
             problems.append(f"{name} has dtype {dtype}; supported: {', '.join(dtypes)}")
     if problems:
         raise InputError(f"{model_dir}: weights do not fit config.json: {'; '.join(problems[:3])}")
-    return found
+    return stored
 
 
 def _weight_files(model_dir: Path) -> list[Path]:
@@ -144,8 +144,8 @@ def _weight_files(model_dir: Path) -> list[Path]:
     files = sorted(model_dir.glob("*.safetensors"))
     if not files:
         pickled = [path.name for path in model_dir.glob("*.bin")]
-        found = f"found {pickled[0]}, and pickled files are never opened" if pickled else "found none"
-        raise InputError(f"model.path: no *.safetensors in {model_dir}: {found}")
+        content = f"found {pickled[0]}, and pickled files are never opened" if pickled else "found none"
+        raise InputError(f"model.path: no *.safetensors in {model_dir}: {content}")
     return files
 
 

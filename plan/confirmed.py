@@ -33,18 +33,18 @@ class Compared(NamedTuple):
     agrees: bool
 
 
-def compare(cfg: Config, arch: Architecture, layout: RankGrid, device: str, found: dict[str, Any]) -> list[Compared]:
-    """Every figure that both have. ``found``: what `preflight.py --dry-run --json` prints."""
+def compare(cfg: Config, arch: Architecture, layout: RankGrid, device: str, counted: dict[str, Any]) -> list[Compared]:
+    """Every figure that both have. ``counted``: what `preflight.py --dry-run --json` prints."""
     rows = []
-    for imbalance in found["imbalances"]:
+    for imbalance in counted["imbalances"]:
         plan = memory.step_memory(cfg, arch, layout, device, 0, imbalance)
         elsewhere = sum(plan.parts[name] for name in NOT_RUN)
         for planned, phases in MEMORY.items():
             ending = suffix(imbalance)
-            there = [phase for phase in phases if phase + ending in found["phases"]]
+            there = [phase for phase in phases if phase + ending in counted["phases"]]
             if not there:
                 continue
-            seen = max((found["phases"][phase + ending] for phase in there), key=lambda phase: phase["peak_bytes"])
+            seen = max((counted["phases"][phase + ending] for phase in there), key=lambda phase: phase["peak_bytes"])
             size = plan.phases[planned] - (plan.parts["runtime"] if planned == "load" else elsewhere)
             name = " and ".join(there) + (f", imbalance {imbalance:g}" if ending else "")
             rows.append(_compared(name, "GiB", size, seen["peak_bytes"]))
@@ -53,7 +53,7 @@ def compare(cfg: Config, arch: Architecture, layout: RankGrid, device: str, foun
                 work = plan.parts["activations"] + plan.parts["merged weights"]
                 rows.append(_compared(f"activations of {name}", "GiB", work, seen["peak_bytes"] - resident))
             if planned == "optimizer" and imbalance == 1:
-                left = found["left_bytes"]
+                left = counted["left_bytes"]
                 rows.append(
                     Compared(
                         "alive after it", "GiB", 0, left, left <= max(0.02 * plan.parts["activations"], SLACK["GiB"])
@@ -62,42 +62,42 @@ def compare(cfg: Config, arch: Architecture, layout: RankGrid, device: str, foun
                 for kind, part in EXACT.items():
                     same = plan.parts[part] == seen["kinds"][kind]
                     rows.append(Compared(kind, "GiB", plan.parts[part], seen["kinds"][kind], same))
-    return rows + _operations(cfg, arch, layout, found) + _traffic(cfg, arch, layout, found)
+    return rows + _operations(cfg, arch, layout, counted) + _traffic(cfg, arch, layout, counted)
 
 
 def _compared(what: str, unit: str, planned: float, found: float) -> Compared:
     return Compared(what, unit, planned, found, abs(found - planned) <= max(WITHIN * planned, SLACK[unit]))
 
 
-def _operations(cfg: Config, arch: Architecture, layout: RankGrid, found: dict[str, Any]) -> list[Compared]:
+def _operations(cfg: Config, arch: Architecture, layout: RankGrid, counted: dict[str, Any]) -> list[Compared]:
     """Floating-point operations of one micro-batch on one rank. All its rows answer one prompt of one token."""
-    number = found["tokens"] / found["length"] * layout.data
-    rows = roofline.Rows(number, 1, found["length"] - 1, group=max(1, int(number)))
+    number = counted["tokens"] / counted["length"] * layout.data
+    rows = roofline.Rows(number, 1, counted["length"] - 1, group=max(1, int(number)))
     forward, backward = roofline.update_flops(cfg, arch, rows)
     frozen = sum(roofline.forward_flops(arch, rows).values())
     planned = {"reference": frozen, "forward": forward, "backward": backward}
     return [
-        _compared(phase, "TFLOP", flops / layout.ranks, found["phases"][phase]["flops"])
+        _compared(phase, "TFLOP", flops / layout.ranks, counted["phases"][phase]["flops"])
         for phase, flops in planned.items()
-        if phase in found["phases"]
+        if phase in counted["phases"]
     ]
 
 
-def _traffic(cfg: Config, arch: Architecture, layout: RankGrid, found: dict[str, Any]) -> list[Compared]:
+def _traffic(cfg: Config, arch: Architecture, layout: RankGrid, counted: dict[str, Any]) -> list[Compared]:
     """Bytes that a rank sends over each kind of group."""
-    tokens, element = found["tokens"] * layout.data, memory.ELEMENT_BYTES[cfg.model.dtype]
+    tokens, element = counted["tokens"] * layout.data, memory.ELEMENT_BYTES[cfg.model.dtype]
     passes = {phase: (1, 2) for phase in ("reference", "forward")}
     passes["backward"] = (1 + cfg.model.recompute, int(cfg.model.recompute))
     rows = []
     for phase, (times, ends) in passes.items():
         planned = roofline.exchange_bytes(arch, layout, tokens, element, times, ends)
         for cause, groups in (("tensor exchange", ("tensor",)), ("expert exchange", EXPERT_GROUPS)):
-            if phase in found["phases"]:
-                rows.append(_compared(f"{phase}: {cause}", "MiB sent", planned[cause], _sent(found, phase, groups)))
+            if phase in counted["phases"]:
+                rows.append(_compared(f"{phase}: {cause}", "MiB sent", planned[cause], _sent(counted, phase, groups)))
     for kind, size in roofline.gradient_bytes(arch, cfg.lora, layout).items():
-        rows.append(_compared(f"update: {kind} group", "MiB sent", size, _sent(found, "update", (kind,))))
+        rows.append(_compared(f"update: {kind} group", "MiB sent", size, _sent(counted, "update", (kind,))))
     passing = {"tensor", *EXPERT_GROUPS}
-    for phase, seen in found["phases"].items():
+    for phase, seen in counted["phases"].items():
         allowed = passing if phase.startswith((*passes, "old policy")) else {*passing, "data", "expert_data"}
         for one in seen["collectives"]:
             if one["group"] not in allowed and "host" not in one["group"]:
@@ -106,5 +106,5 @@ def _traffic(cfg: Config, arch: Architecture, layout: RankGrid, found: dict[str,
     return rows
 
 
-def _sent(found: dict[str, Any], phase: str, groups: tuple[str, ...]) -> int:
-    return sum(one["bytes"] for one in found["phases"][phase]["collectives"] if one["group"] in groups)
+def _sent(counted: dict[str, Any], phase: str, groups: tuple[str, ...]) -> int:
+    return sum(one["bytes"] for one in counted["phases"][phase]["collectives"] if one["group"] in groups)

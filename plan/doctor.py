@@ -58,10 +58,10 @@ def check_shared_memory(machine: Machine) -> list[Finding]:
 
 def check_ram(machine: Machine) -> list[Finding]:
     """Main memory for the processes and, on a CPU, for the weights of the trainer and of the sampler."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", machine.text("proc/meminfo"), re.M)
-    if not found:
+    line = re.search(r"^MemAvailable:\s+(\d+) kB", machine.text("proc/meminfo"), re.M)
+    if not line:
         return first("memory", "not known on this system")
-    ranks, available = machine.ranks or 1, int(found[1]) * 1024 / GIB
+    ranks, available = machine.ranks or 1, int(line[1]) * 1024 / GIB
     needed = ranks * (0.7 if machine.kind == "cpu" else 2.0)  # a CPU process had 0.65 GiB; the others are a guess
     if machine.kind == "cpu" and machine.run is not None:
         needed += ranks * 2 * sum(p.stat().st_size for p in Path(machine.run.model.path).glob("*.safetensors")) / GIB
@@ -91,9 +91,9 @@ def check_cuda(machine: Machine) -> list[Finding]:
 
 def check_cuda_versions(machine: Machine) -> list[Finding]:
     """Compare with the versions of requirements/cuda.txt."""
-    found = {name: machine.version(name) for name in environment.CUDA_SET}
-    said = ", ".join(f"{name} {version}" for name, version in found.items())
-    rows = doctor_npu.version_rows(machine, environment.CUDA_SET, found, "requirements/cuda.txt")
+    installed = {name: machine.version(name) for name in environment.CUDA_SET}
+    said = ", ".join(f"{name} {version}" for name, version in installed.items())
+    rows = doctor_npu.version_rows(machine, environment.CUDA_SET, installed, "requirements/cuda.txt")
     return every("versions", said, *rows)
 
 
@@ -189,8 +189,8 @@ def check_disk(machine: Machine) -> list[Finding]:
     except InputError:  # check_model_files reports it; a tiny model does not exist before the run
         one, size = 0.0, "of unknown size, because the model cannot be read"
     needed = one * (cfg.train.keep_last + 1) + 0.5  # 0.5: logs, completions, evaluations
-    found = f"{free:.1f} GiB free for {folder}, {needed:.1f} needed: {cfg.train.keep_last + 1} checkpoints {size}"
-    return first("disk", found, (free < needed, "fail", found, "train.out_dir=<a larger disk>, or train.keep_last=1"))
+    space = f"{free:.1f} GiB free for {folder}, {needed:.1f} needed: {cfg.train.keep_last + 1} checkpoints {size}"
+    return first("disk", space, (free < needed, "fail", space, "train.out_dir=<a larger disk>, or train.keep_last=1"))
 
 
 def check_git(machine: Machine) -> list[Finding]:

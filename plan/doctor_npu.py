@@ -20,10 +20,10 @@ RAY_NPUS = 'import ray; ray.init(address="auto", logging_level="ERROR"); print(r
 
 def source_command(machine: Machine) -> str:
     """The command that sets CANN's environment on this machine."""
-    found = [folder for folder in CANN_FOLDERS if (machine.root / folder / "set_env.sh").exists()]
-    if not found:
+    folders = [folder for folder in CANN_FOLDERS if (machine.root / folder / "set_env.sh").exists()]
+    if not folders:
         return "start the CANN container, or install CANN (docs/npu.md)"
-    return f"source /{found[0]}/set_env.sh && source /usr/local/Ascend/nnal/atb/set_env.sh"
+    return f"source /{folders[0]}/set_env.sh && source /usr/local/Ascend/nnal/atb/set_env.sh"
 
 
 def check_cann(machine: Machine) -> list[Finding]:
@@ -125,13 +125,13 @@ def check_versions(machine: Machine) -> list[Finding]:
     """Compare with the set in environment.VERSION_SETS that has the installed version of torch, or with the first."""
     torch, sets = machine.version("torch") or "", environment.VERSION_SETS
     pinned = next((one for one in sets if environment.matches(torch, one["torch"])), sets[0])
-    found = {name: cann_version(machine) if name == "CANN" else machine.version(name) for name in pinned}
-    rows = version_rows(machine, pinned, found, "requirements/npu.txt, docs/npu.md")
+    installed = {name: cann_version(machine) if name == "CANN" else machine.version(name) for name in pinned}
+    rows = version_rows(machine, pinned, installed, "requirements/npu.txt, docs/npu.md")
     rows += [
         (
-            found[plugin] and found[base] and release(found[plugin]) != release(found[base]),
+            installed[plugin] and installed[base] and release(installed[plugin]) != release(installed[base]),
             "fail",
-            f"{plugin} {found[plugin]} beside {base} {found[base]}",
+            f"{plugin} {installed[plugin]} beside {base} {installed[base]}",
             f"both must be of one release: {base} {pinned[base][0]}, {plugin} {pinned[plugin][0]}",
         )
         for plugin, base in environment.SAME_RELEASE
@@ -139,7 +139,7 @@ def check_versions(machine: Machine) -> list[Finding]:
     stock = machine.version("triton")
     return every(
         "versions",
-        ", ".join(f"{name} {version}" for name, version in found.items()),
+        ", ".join(f"{name} {version}" for name, version in installed.items()),
         *rows,
         (
             stock not in (None, "?"),  # "?": the folder triton of triton-ascend, which has no metadata
@@ -151,19 +151,19 @@ def check_versions(machine: Machine) -> list[Finding]:
 
 
 def version_rows(
-    machine: Machine, pinned: dict[str, tuple[str, ...]], found: dict[str, str | None], where: str
+    machine: Machine, pinned: dict[str, tuple[str, ...]], installed: dict[str, str | None], where: str
 ) -> list[Row]:
-    """What is wrong with the versions ``found`` beside those of a set; ``where`` names the lists of packages."""
+    """What is wrong with the versions ``installed`` beside those of a set; ``where`` names the lists of packages."""
     rows: list[Row] = []
     for name, wanted in pinned.items():
         needed = f"needed: {' or '.join(wanted)}, with torch {pinned['torch'][0]} ({where})"
-        lacking = found[name] is None and name != "CANN"
+        lacking = installed[name] is None and name != "CANN"
         optional = name.startswith("vllm") and not machine.samples_with_vllm
-        other = not environment.matches(found[name] or "", wanted)
+        other = not environment.matches(installed[name] or "", wanted)
         rows += [
             (lacking and optional, "warn", f"{name} is not installed; only rollout.engine torch works", needed),
             (lacking and not optional, "fail", f"{name} is not installed", needed),
-            (other and not lacking, "warn", f"{name} {found[name] or 'of unknown version'}", needed),
+            (other and not lacking, "warn", f"{name} {installed[name] or 'of unknown version'}", needed),
         ]
     return rows
 
@@ -294,7 +294,7 @@ def check_dies(machine: Machine) -> list[Finding]:
     managers = [f for f in ("davinci_manager", "devmm_svm", "hisi_hdc") if not (machine.root / "dev" / f).exists()]
     absent = sorted({*range(wanted), *range(max(nodes, default=0))} - set(nodes))
     variable = f"ASCEND_RT_VISIBLE_DEVICES={machine.env.get('ASCEND_RT_VISIBLE_DEVICES')}"
-    found = f"{len(nodes)} in /dev, {len(visible)} visible" + (f", {machine.ranks} ranks" if machine.ranks else "")
+    counts = f"{len(nodes)} in /dev, {len(visible)} visible" + (f", {machine.ranks} ranks" if machine.ranks else "")
 
     def start_with(devices: list[str]) -> str:
         return f"start the container again with {' '.join(f'--device=/dev/{name}' for name in devices)}"
@@ -304,7 +304,7 @@ def check_dies(machine: Machine) -> list[Finding]:
 
     return first(
         "dies",
-        found,
+        counts,
         (
             not nodes,
             "fail",
@@ -329,7 +329,7 @@ def check_dies(machine: Machine) -> list[Finding]:
         (
             "," in number_ranges(visible),
             "warn",
-            f"{found}, with gaps: {number_ranges(visible)}",
+            f"{counts}, with gaps: {number_ranges(visible)}",
             "is this intended? a card's two dies are neighbours (2n, 2n + 1) and share the fastest link",
         ),
     )

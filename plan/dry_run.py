@@ -298,19 +298,19 @@ def main(arguments: list[str]) -> int:
         traceback.print_exc()
         print(f"the step does not run: {one_line(error)}", file=sys.stderr)
         return 1
-    found = figures(done, args.rank, IMBALANCES)
-    rows = confirmed.compare(cfg, arch, done.layout, kind, found)
+    counted = figures(done, args.rank, IMBALANCES)
+    rows = confirmed.compare(cfg, arch, done.layout, kind, counted)
     agree = all(row.agrees for row in rows)
     seconds, peak = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     if args.json:
         beside = [row._asdict() for row in rows]
-        print(json.dumps(found | {"compared": beside, "seconds": round(seconds, 1), "rss_gib": round(peak, 2)}))
+        print(json.dumps(counted | {"compared": beside, "seconds": round(seconds, 1), "rss_gib": round(peak, 2)}))
         return 0 if agree else 1
     title = (
         f"{cfg.name}: dry run of rank {args.rank} of {ranks} on device {kind}, {arch.num_layers} layers, model from "
         f"{source}; a micro-batch of {done.tokens:,} tokens; nothing was computed"
     )
-    print(as_text(found, rows, title))
+    print(as_text(counted, rows, title))
     verdict = (
         f"all within {confirmed.WITHIN:.0%}, weights exact" if agree else "the plan is wrong where it says DIFFERS"
     )

@@ -55,7 +55,7 @@ def figures(done: DryRun, rank: int, imbalances: Sequence[float]) -> dict:
     }
 
 
-def as_text(found: dict, rows: list[confirmed.Compared], title: str) -> str:
+def as_text(counted: dict, rows: list[confirmed.Compared], title: str) -> str:
     """The figures for a reader."""
     gib, mib = memory.GIB, 2**20
     lines = [
@@ -63,18 +63,18 @@ def as_text(found: dict, rows: list[confirmed.Compared], title: str) -> str:
         "",
         f"GiB at the fullest moment of {'':7}    all {''.join(f'{kind:>12}' for kind in KINDS)}   TFLOP",
     ]
-    for name, phase in found["phases"].items():
+    for name, phase in counted["phases"].items():
         kinds = "".join(f"{phase['kinds'][kind] / gib:12.3f}" for kind in KINDS)
         lines.append(f"  {name:30} {phase['peak_bytes'] / gib:7.3f} {kinds} {phase['flops'] / 1e12:7.3f}")
-    lines += [f"  {found['left_bytes'] / mib:.1f} MiB of an update are alive after it", "", "collectives"]
+    lines += [f"  {counted['left_bytes'] / mib:.1f} MiB of an update are alive after it", "", "collectives"]
     lines += [
         f"  {name:30} {one['operator']:20} {one['group']:24} x {one['count']:5} {one['bytes'] / mib:10.2f} MiB sent"
-        for name, phase in found["phases"].items()
+        for name, phase in counted["phases"].items()
         for one in phase["collectives"]
     ]
-    fullest = confirmed.suffix(max(found["imbalances"]))
-    for name, phase in found["phases"].items():
-        if name + fullest in found["phases"] and fullest:
+    fullest = confirmed.suffix(max(counted["imbalances"]))
+    for name, phase in counted["phases"].items():
+        if name + fullest in counted["phases"] and fullest:
             continue
         lines += ["", f"largest of {name}, apart from weights, adapters and moments"]
         lines += [f"  {one['bytes'] / mib:9.1f} MiB {one['count']:5} x  {one['where']}" for one in phase["largest"]]

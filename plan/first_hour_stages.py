@@ -136,13 +136,13 @@ def operators_outcome(job: Job, log: Path, code: int) -> Outcome:
     for row in rows:
         name, ranks = f"{row['operator']} in {row['dtype']}", ", ".join(map(str, row["wrong_ranks"]))
         passes = [f", {p}: {row[p]:.2g} off, at most {row[f'{p}_tolerance']:.2g}" for p in row["wrong"]]
-        wrong += [f"{name}{found} (rank {ranks})" for found in ([f": {row['error']}"] if row["error"] else passes)]
+        wrong += [f"{name}{text} (rank {ranks})" for text in ([f": {row['error']}"] if row["error"] else passes)]
     return Outcome("; ".join(wrong), log.read_text(errors="replace").splitlines()[: len(rows) + 1], rows)
 
 
 def layers_outcome(job: Job, log: Path, code: int) -> Outcome:
-    found: Any = job.figures("layers")
-    return Outcome(found["wrong"], found["text"], found)
+    report: Any = job.figures("layers")
+    return Outcome(report["wrong"], report["text"], report)
 
 
 def self_test_outcome(job: Job, log: Path, code: int) -> Outcome:
@@ -166,7 +166,7 @@ def steps_outcome(job: Job, log: Path, code: int) -> Outcome:
     verdict = job.verdict()
     memory, rss = verdict.memory, max(row["perf/peak_rss_gib"] for row in timing)
     planned, limit = memory.phases[memory.fullest] / GIB, memory.peak / GIB
-    found = {
+    figures = {
         "run": str(run), "steps": len(timing), "step_seconds": seconds, "planned_step_seconds": verdict.times.total,
         "logp_gap_mean": gap, "planned_gib": planned, "planned_phase": memory.fullest, "limit_gib": limit,
         "peak_rss_gib": rss,
@@ -181,13 +181,13 @@ def steps_outcome(job: Job, log: Path, code: int) -> Outcome:
                 for row in timing if "perf/peak_device_gib" in row]  # fmt: skip
     if not measured:
         beside = f"rank 0's process has had {rss:.2f} GiB, planned: {planned:.2f} GiB in {memory.fullest}"
-        return Outcome("", [*lines, f"device memory is not counted on a CPU; {beside}"], found)
+        return Outcome("", [*lines, f"device memory is not counted on a CPU; {beside}"], figures)
     peak, phase = max(measured)
     beyond = f"{peak:.2f} GiB of device memory in {phase}, planned: {planned:.2f}, {limit:.2f} with its margin"
     return Outcome(
         beyond if peak > limit else "",
         [*lines, beside_plan(job.cfg, hf_config.planned(job.cfg)[0], job.ranks, job.device, peak, phase)],
-        found | {"peak_device_gib": peak, "peak_device_phase": phase},
+        figures | {"peak_device_gib": peak, "peak_device_phase": phase},
     )
 
 

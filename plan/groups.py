@@ -44,15 +44,15 @@ def summary(results: list[Result]) -> list[dict]:
     """A row for each group and collective, with the time of the slowest rank. ``answer``: right, or what was wrong."""
     rows = []
     for group, collective in dict.fromkeys((result.group, result.collective) for result in results):
-        found = [result for result in results if (result.group, result.collective) == (group, collective)]
-        wrong = [result for result in found if result.wrong]
+        of_group = [result for result in results if (result.group, result.collective) == (group, collective)]
+        wrong = [result for result in of_group if result.wrong]
         places = ", ".join(map(str, sorted({tuple(result.ranks): result.ranks for result in wrong}.values())))
         rows.append({
             "group": group,
-            "groups": len({tuple(result.ranks) for result in found}),
-            "ranks": len(found[0].ranks),
+            "groups": len({tuple(result.ranks) for result in of_group}),
+            "ranks": len(of_group[0].ranks),
             "collective": collective,
-            "milliseconds": max(result.milliseconds for result in found),
+            "milliseconds": max(result.milliseconds for result in of_group),
             "answer": f"WRONG in ranks {places}: {wrong[0].wrong}" if wrong else "right",
         })  # fmt: skip
     return rows

@@ -128,7 +128,7 @@ def cases(cfg: Config, arch: Architecture, ranks: int, seed: int) -> list[Case]:
     dense = arch.shared_expert_ffn_size or arch.dense_ffn_size  # the layers or shared experts that use plain swiglu
     gate_up = {"gate_up": normal(tokens, 2 * max(1, dense // layout.tensor))}
     # The operators are looked up in kernels.py when they are called, so that a test can replace them.
-    found = [
+    dense_cases = [
         norm("rms_norm (hidden)", own_tokens, h),
         Case("rotary", lambda *x: kernels.rotary(*x), rotary_formula, turned, ("x",), (3, 3), (1, 1)),
         Case("causal_attention", lambda *x: kernels.causal_attention(*x, scale=d**-0.5),
@@ -141,9 +141,9 @@ def cases(cfg: Config, arch: Architecture, ranks: int, seed: int) -> list[Case]:
     ]  # fmt: skip
     if arch.qk_norm:
         each = (heads, d) if arch.qk_norm == "head" else (heads * d,)
-        found.insert(1, norm("rms_norm (heads)", tokens, *each))
+        dense_cases.insert(1, norm("rms_norm (heads)", tokens, *each))
     if not any(arch.moe_layers):
-        return found
+        return dense_cases
 
     w, E = arch.expert_ffn_size // layout.expert_tensor, arch.num_experts // layout.expert
     N, R = own_tokens * arch.experts_per_token * layout.expert_tensor, cfg.lora.rank_of(True)
@@ -180,7 +180,7 @@ def cases(cfg: Config, arch: Architecture, ranks: int, seed: int) -> list[Case]:
 
     weighted = {"gate_up": normal(N, 2 * w), "probs": rounded(normal(N).sigmoid())}
     return [
-        *found,
+        *dense_cases,
         Case("weighted_swiglu", lambda *x: kernels.weighted_swiglu(*x),
              lambda gate_up, probs: swiglu_formula(gate_up) * probs[:, None], weighted, tuple(weighted), (4, 4),
              (1, w)),
@@ -261,12 +261,12 @@ def summary(results: list[dict]) -> list[dict]:
     """A row for each operator and dtype: the largest errors and the longest time of all ranks, and what was wrong."""
     table = []
     for operator, dtype in dict.fromkeys((row["operator"], row["dtype"]) for row in results):
-        found = [row for row in results if (row["operator"], row["dtype"]) == (operator, dtype)]
-        largest = {part: max(row[part] for row in found) for part in ("forward", "backward", "milliseconds")}
-        table.append({key: value for key, value in found[0].items() if key != "rank"} | largest | {
-            "wrong": sorted({way for row in found for way in row["wrong"]}, reverse=True),
-            "wrong_ranks": [row["rank"] for row in found if row["wrong"]],
-            "error": next((row["error"] for row in found if row["error"]), ""),
+        rows = [row for row in results if (row["operator"], row["dtype"]) == (operator, dtype)]
+        largest = {part: max(row[part] for row in rows) for part in ("forward", "backward", "milliseconds")}
+        table.append({key: value for key, value in rows[0].items() if key != "rank"} | largest | {
+            "wrong": sorted({way for row in rows for way in row["wrong"]}, reverse=True),
+            "wrong_ranks": [row["rank"] for row in rows if row["wrong"]],
+            "error": next((row["error"] for row in rows if row["error"]), ""),
         })  # fmt: skip
     return table
 

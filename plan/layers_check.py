@@ -155,17 +155,17 @@ def by_expert(gaps: Tensor, mask: Tensor, routes: Tensor, arch: Architecture) ->
     An expert needs LEAST_TOKENS sampled tokens on both sides.  (S, T), (S, T), (S, T, L, K)
     """
     gaps, routes = gaps[mask], routes[mask]  # (N,), (N, L, K)
-    found = []
+    judged_experts = []
     for index, layer in enumerate(layer for layer, is_moe in enumerate(arch.moe_layers) if is_moe):
         for expert in range(arch.num_experts):
             chosen = (routes[:, index] == expert).any(-1)
             own, others = gaps[chosen], gaps[~chosen]
             if min(len(own), len(others)) >= LEAST_TOKENS:
-                found.append({
+                judged_experts.append({
                     "layer": layer, "expert": expert, "tokens": len(own),
                     "gap": own.median().item(), "others": others.median().item(),
                 })  # fmt: skip
-    return sorted(found, key=lambda row: -row["gap"] / max(row["others"], 1e-12))
+    return sorted(judged_experts, key=lambda row: -row["gap"] / max(row["others"], 1e-12))
 
 
 def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
@@ -205,7 +205,7 @@ def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
         torch.distributed.broadcast(routes, src=0)  # all ranks must judge the same numbers
         experts = by_expert(gaps, mask, routes, arch)
     replica = torch.arange(len(gaps)) // GROUP % replicas  # the replica that sampled each sequence
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "layers": arch.num_layers,
         "tokens": int(mask.sum()),
         "bound": bound,
@@ -220,17 +220,17 @@ def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
         "experts_most_apart": experts[:LISTED],
         "sampling": sampling_check.figures(batch, again, first, alone, logp, later, replicas),
     }
-    found["wrong"] = judged(found, experts)
-    if not found["gap_mean"] <= bound:
-        found["wrong"] += f"; {learner.first_differing_layer(engine, probe, bound)}"
+    figures["wrong"] = judged(figures, experts)
+    if not figures["gap_mean"] <= bound:
+        figures["wrong"] += f"; {learner.first_differing_layer(engine, probe, bound)}"
     engine.close()
-    return found
+    return figures
 
 
-def judged(found: dict, experts: list[dict]) -> str:
+def judged(figures: dict, experts: list[dict]) -> str:
     """The figures that are beyond their bounds; "" if none is."""
-    bound = found["bound"]
-    odd = {part: ", ".join(str(place) for place, gap in enumerate(found[f"gap_by_{part}"]) if not gap <= bound)
+    bound = figures["bound"]
+    odd = {part: ", ".join(str(place) for place, gap in enumerate(figures[f"gap_by_{part}"]) if not gap <= bound)
            for part in ("replica", "rank")}  # fmt: skip
     apart = [row for row in experts if not row["gap"] <= max(FACTOR * row["others"], GAP_FLOOR * bound)]
     listed = ", ".join(
@@ -239,21 +239,21 @@ def judged(found: dict, experts: list[dict]) -> str:
     )
     rules = (
         (
-            max(found["gap_by_replica"]) <= bound and found["gap_mean"] <= bound,
-            f"sampler and trainer differ by {found['gap_mean']:.2g} nats a token, at most {bound:g} expected "
-            f"(samplers {odd['replica']} of {len(found['gap_by_replica'])}, trainers on rank "
-            f"{odd['rank']} of {len(found['gap_by_rank'])})",
+            max(figures["gap_by_replica"]) <= bound and figures["gap_mean"] <= bound,
+            f"sampler and trainer differ by {figures['gap_mean']:.2g} nats a token, at most {bound:g} expected "
+            f"(samplers {odd['replica']} of {len(figures['gap_by_replica'])}, trainers on rank "
+            f"{odd['rank']} of {len(figures['gap_by_rank'])})",
         ),
         (not apart, f"tokens of {len(apart)} of {len(experts)} experts stand out by their median, first: {listed}"),
         (
-            found["gap_without_adapters"] > bound,
-            f"with the adapters off the trainer differs by {found['gap_without_adapters']:.2g} nats, so this check "
+            figures["gap_without_adapters"] > bound,
+            f"with the adapters off the trainer differs by {figures['gap_without_adapters']:.2g} nats, so this check "
             f"would not show adapters that do not reach the sampler; needed: more than {bound:g}",
         ),
         (
-            all(row["right"] for row in found["sampling"]),
+            all(row["right"] for row in figures["sampling"]),
             "tokens are not drawn by the reported probabilities: "
-            + "; ".join(row["text"] for row in found["sampling"] if not row["right"]),
+            + "; ".join(row["text"] for row in figures["sampling"] if not row["right"]),
         ),
     )
     return "; ".join(text for good, text in rules if not good)
@@ -262,20 +262,20 @@ def judged(found: dict, experts: list[dict]) -> str:
 # ------------------------------------------------------------------------------------------------ the command
 
 
-def as_text(found: dict) -> list[str]:
+def as_text(figures: dict) -> list[str]:
     """The figures for a reader, line by line."""
     lines = [
-        f"{found['layers']} layers, {found['tokens']} sampled tokens: {found['gap_mean']:.2g} nats a token between "
-        f"sampler and trainer, at most {found['bound']:g} expected; half of the tokens at most "
-        f"{found['gap_median']:.2g}, the largest {found['gap_largest_token']:.2g}",
-        f"with the adapters off the trainer differs by {found['gap_without_adapters']:.2g} nats",
+        f"{figures['layers']} layers, {figures['tokens']} sampled tokens: {figures['gap_mean']:.2g} nats a token "
+        f"between sampler and trainer, at most {figures['bound']:g} expected; half of the tokens at most "
+        f"{figures['gap_median']:.2g}, the largest {figures['gap_largest_token']:.2g}",
+        f"with the adapters off the trainer differs by {figures['gap_without_adapters']:.2g} nats",
     ]
-    if found["experts"]:
-        lines.append(f"{found['experts_judged']} of {found['experts']} experts had {LEAST_TOKENS} tokens or more")
-    for row in found["experts_most_apart"][:1]:
+    if figures["experts"]:
+        lines.append(f"{figures['experts_judged']} of {figures['experts']} experts had {LEAST_TOKENS} tokens or more")
+    for row in figures["experts_most_apart"][:1]:
         lines[-1] += f"; median gap of one's tokens at most {row['gap']:.2g}, of the others {row['others']:.2g}"
-    lines += [row["text"] for row in found["sampling"]]
-    return lines + [f"WRONG: {found['wrong']}"] * bool(found["wrong"])
+    lines += [row["text"] for row in figures["sampling"]]
+    return lines + [f"WRONG: {figures['wrong']}"] * bool(figures["wrong"])
 
 
 def refuse(cfg: Config, ranks: int) -> None:
@@ -295,12 +295,12 @@ def answer(cfg: Config, parallel: Parallel, folder: Path) -> launched.Answer:
         cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"path": str(folder)})})
         arch = hf_config.read(folder)
         rollout.check_engine(cfg, arch, parallel.world_size)
-        found = compare(cfg, arch, parallel)
+        figures = compare(cfg, arch, parallel)
     finally:
         if writes and (folder / UNFINISHED).exists():
             shutil.rmtree(folder)
-    lines = as_text(found)
-    return launched.Answer(not found["wrong"], "\n".join(lines), found | {"text": lines})
+    lines = as_text(figures)
+    return launched.Answer(not figures["wrong"], "\n".join(lines), figures | {"text": lines})
 
 
 def main(arguments: list[str]) -> int:

@@ -63,7 +63,7 @@ def places(model: torch.nn.Module, batch: Rollout, parallel: Parallel, temperatu
     group, generator = batch.rewards.shape[1], torch.Generator().manual_seed(0)
     prompts = torch.tensor(batch.prompts).repeat_interleave(group, 0)
     rows = F.pad(torch.cat([prompts, batch.tokens], 1), (0, -(length + longest) % parallel.tensor))
-    found = torch.full((number, longest), -1.0, dtype=torch.float64)
+    standing = torch.full((number, longest), -1.0, dtype=torch.float64)
     at_once = max(1, NUMBERS // (longest * len(model_megatron.head_weight(model))))
     for some in torch.arange(number).split(at_once) if longest > 1 else ():
         with lora_megatron.evaluating(model):
@@ -71,16 +71,16 @@ def places(model: torch.nn.Module, batch: Rollout, parallel: Parallel, temperatu
         chance = _all_logprobs(model, hidden, parallel, temperature).exp().transpose(0, 1)  # (s, T - 1, V)
         own = chance.gather(2, batch.tokens[some, 1:, None])
         before = (chance * (chance > own)).sum(2)
-        found[some, 1:] = before + own[..., 0] * torch.rand(before.shape, generator=generator, dtype=torch.float64)
+        standing[some, 1:] = before + own[..., 0] * torch.rand(before.shape, generator=generator, dtype=torch.float64)
     is_token = torch.arange(longest) < torch.tensor(batch.lengths)[:, None]
-    return found.where(is_token, -1.0)
+    return standing.where(is_token, -1.0)
 
 
-def uniform(found: Tensor, replicas: int, group: int) -> list[float]:
+def uniform(places_of_tokens: Tensor, replicas: int, group: int) -> list[float]:
     """The p-value of a chi-square of the places of each replica's tokens.  (S, T) -> R values"""
-    replica = torch.arange(len(found)) // group % replicas
+    replica = torch.arange(len(places_of_tokens)) // group % replicas
     values = []
-    for own in (found[replica == r] for r in range(replicas)):
+    for own in (places_of_tokens[replica == r] for r in range(replicas)):
         counts = torch.histc(own[own >= 0].clamp(max=1.0), CLASSES, 0.0, 1.0)
         expected = counts.sum() / CLASSES
         statistic = (counts - expected).square().sum() / expected.clamp(min=1)

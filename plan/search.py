@@ -88,7 +88,7 @@ def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
     ranks, counts = refused.layout.ranks, _other_counts(refused.layout.ranks, setting)
     cfg = _corrected(refused.cfg, setting.arch)
     smaller = _with(cfg, model={"recompute": True}, optim={"tokens_per_micro_batch": cfg.row_tokens})
-    found: list[Verdict] = []
+    nearest_fitting: list[Verdict] = []
     for base, tried, engines in (
         (cfg, [ranks], False),
         (cfg, [ranks], True),
@@ -98,18 +98,18 @@ def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
     ):
         nearest = sorted(_candidates(base, tried, engines, setting.arch), key=lambda new: _distance(refused, *new))
         fitting = (verdict for new in nearest if not (verdict := judge(*new, setting)).reasons)
-        if found := list(itertools.islice(fitting, LISTED)):
+        if nearest_fitting := list(itertools.islice(fitting, LISTED)):
             break
     if cfg == refused.cfg:  # the configuration may be sound, and only the number of ranks wrong
-        listed = [(verdict.cfg, verdict.layout) for verdict in found]  # no set: a Config has no hash
+        listed = [(verdict.cfg, verdict.layout) for verdict in nearest_fitting]  # no set: a Config has no hash
         unchanged = (judge(cfg, count, setting) for count in counts)
         new = [v for v in unchanged if not v.reasons and (v.cfg, v.layout) not in listed]
-        found = found[: LISTED - 1] + new[:1]
+        nearest_fitting = nearest_fitting[: LISTED - 1] + new[:1]
 
     def order(verdict: Verdict) -> tuple[bool, float, float]:
         return verdict.layout.ranks > ranks, round(verdict.memory.peak / GIB, 1), verdict.times.total
 
-    return sorted(found, key=order)
+    return sorted(nearest_fitting, key=order)
 
 
 def _corrected(cfg: Config, arch: Architecture) -> Config:

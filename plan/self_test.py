@@ -238,11 +238,11 @@ class Observer(Watch):
         metrics = real_update(learner, batch, completions, advantages, step, timer)
         after, (expected, norm) = learner_state(learner, before.steps + updates), reference(expected_advantages)
         self.expected = expected  # with its metrics
-        found = metrics["actor/grad_norm"]
+        logged = metrics["actor/grad_norm"]
         findings.add(
             "gradient",
-            abs(found - norm) <= NORM[dtype] * norm,
-            f"step {step + 1}: norm {found:.3g}, expected {norm:.3g}",
+            abs(logged - norm) <= NORM[dtype] * norm,
+            f"step {step + 1}: norm {logged:.3g}, expected {norm:.3g}",
         )
         self._compare("gradient", step, after.first, expected.first)
         self._compare("AdamW", step, after.second, expected.second)
@@ -312,8 +312,8 @@ def judge(cfg: Config, folder: Path) -> Findings:
             return findings
     (run_dir,) = folder.glob("out/*")
     rows, evaluations = (read_lines(run_dir / name) for name in ("metrics.jsonl", "eval.jsonl"))
-    due, found = list(range(0, STEPS + 1, tiny.eval.every)), [row["step"] for row in evaluations]
-    findings.add("evaluation", found == due, f"after {found} steps, as the float64 model; needed: after {due}")
+    due, done = list(range(0, STEPS + 1, tiny.eval.every)), [row["step"] for row in evaluations]
+    findings.add("evaluation", done == due, f"after {done} steps, as the float64 model; needed: after {due}")
     rewards = [row["reward/mean"] for row in rows]
     last = sum(rewards[-LAST:]) / LAST
     text = f"reward {rewards[0]:.2f} in the first step, {last:.2f} in the last {LAST} of {STEPS}, at least {LEVEL}"

@@ -57,10 +57,10 @@ MEAN = {"fp32": (0.01, 1e-4), "bf16": (0.25, 0.1)}  # largest difference of a me
 LOOK_AT = self_test.LOOK_AT | {  # where two ranks differ
     "initial": "lora_megatron: each expert of the whole model draws its own A, on whatever rank it lies",
     "restored": "adapter_weights.scatter and whole: which experts, which shard, the order of fused blocks",
-    "samples": "rollout.own_places, in_place and the seeds in rollout.sample; weight_sync.py: are the engines equal?",
+    "samples": "rollout.own_places, in_prompt_order, the seeds of rollout.sample; weight_sync.py: equal engines",
     "rewards": "rollout.sample: the question that a score belongs to, and the order in which ranks are gathered",
     "advantages": "grpo.group_advantages, and whether every rank has the rewards of all prompts",
-    "sampler": "weights_hf.export and adapter_weights.whole (the order in which shards are joined), rollout.in_place",
+    "sampler": "weights_hf.export and adapter_weights.whole (the order of the shards), rollout.in_prompt_order",
     "rows": "rollout.plan (the shares), Parallel.data_rank, rollout.pack: a sequence belongs to one data rank",
     "gradient": "Parallel.sync_gradients_ (which group sums which factor; marks in lora_megatron.py), gradient_norm, "
     "copies; the counts in Learner._pack, which are those of all ranks",
@@ -219,7 +219,7 @@ def judge(cfg: Config, folder: Path) -> Findings:
 
     InputError if torchrun has not started two ranks. Each rank has a ``folder``; both work in that of rank 0.
     """
-    rank, ranks, found = parallel_setup.check_launch(), parallel_setup.launched_world_size(), Findings()
+    rank, ranks, of_all_layouts = parallel_setup.check_launch(), parallel_setup.launched_world_size(), Findings()
     if ranks != RANKS:
         raise InputError(f"--ranks {RANKS}: torchrun has started {ranks}; needed: --nproc_per_node={RANKS}")
     with parallel_setup.open_world(layout_run(cfg, folder, "DP2")) as device:
@@ -228,8 +228,10 @@ def judge(cfg: Config, folder: Path) -> Findings:
         answers = everyones(self_test.write_inputs(cfg, folder, 260, boost=1.3) if rank == 0 else {})[0]
         for layout in LAYOUTS:
             findings = judge_layout(cfg, folder, layout, answers, device)
-            found |= {f"{layout} {name}": one for name, one in findings.items() if name == "gradient" or not one[0]}
-    return found if rank == 0 else Findings()
+            of_all_layouts |= {
+                f"{layout} {name}": one for name, one in findings.items() if name == "gradient" or not one[0]
+            }
+    return of_all_layouts if rank == 0 else Findings()
 
 
 # ------------------------------------------------------------------------------------------------ the command

@@ -137,7 +137,7 @@ def order(cfg: Config) -> tuple[bool, str]:
             asked([step]) != places[step * count :][:count] for step in (judged[-1], 0)
         ),
     }
-    return not any(faults.values()), "; ".join(text for text, found in faults.items() if found) or (
+    return not any(faults.values()), "; ".join(text for text, is_fault in faults.items() if is_fault) or (
         f"{n} questions in {len(judged)} steps, and in the last epoch of {end} steps"
     )
 
@@ -201,11 +201,14 @@ class Watch:
     def check_noise(self, step: int) -> None:
         """The norms of the engine must have the noise of this step, other noise than in the steps before."""
         size = sigma(self.cfg.aqn, step, self.cfg.train.steps)
-        found = torch.cat([self.held[name] - x for name, x in self.base.items() if x.dim() == 1])
-        std, before = found[found != 0].square().mean().sqrt().item(), len(self.noises)
-        self.noises.add(found.numpy().tobytes())
-        close = self.cfg.model.dtype == "bf16" or abs(std - size) < BOUND * size / max(1, len(found[found != 0])) ** 0.5
-        good = close and len(self.noises) > before if size else not found.any()
+        noise_of_norms = torch.cat([self.held[name] - x for name, x in self.base.items() if x.dim() == 1])
+        std, before = noise_of_norms[noise_of_norms != 0].square().mean().sqrt().item(), len(self.noises)
+        self.noises.add(noise_of_norms.numpy().tobytes())
+        close = (
+            self.cfg.model.dtype == "bf16"
+            or abs(std - size) < BOUND * size / max(1, len(noise_of_norms[noise_of_norms != 0])) ** 0.5
+        )
+        good = close and len(self.noises) > before if size else not noise_of_norms.any()
         text = f"step {step + 1}: std {std:.3g}, sigma {size:.3g}, {len(self.noises)} different patterns so far"
         self.findings.add("noise", good, text)
 
@@ -280,7 +283,7 @@ class Watch:
         real(run, after_steps)
         logged = run.log.evaluations()[-1]
         faults = self._evaluation_faults(learner_state(run.learner, 0).factors, logged)
-        fault = next((text for found, text in faults if found), "")
+        fault = next((text for is_fault, text in faults if is_fault), "")
         self.findings.add("evaluation", not fault, f"after {after_steps} steps: {fault or 'as expected'}")
         if fault and after_steps:
             raise NotAsExpected

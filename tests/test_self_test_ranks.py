@@ -165,7 +165,7 @@ FAULTS = dict(cases(  # fault: the layout, the check that must find it, how it i
             "DP2", "rows", in_batch(lambda batch: setattr(batch, "truncated", batch.truncated.roll(self_test.GROUP))),
             "loss.mask_truncated=true",
         ),
-        "answers in the order of ranks": ("DP2", "samples", after(rollout, "in_place", rank_order)),
+        "answers in the order of ranks": ("DP2", "samples", after(rollout, "in_prompt_order", rank_order)),
         "experts exchanged at a restore": ("EP2", "restored", after(adapter_weights, "scatter", swapped_experts)),
         "gradients clipped by this rank's norm": ("EP2", "AdamW", instead(Learner, "_step", local_clip)),
         "metrics of this rank": ("DP2", "metrics", instead(Parallel, "sum_over_data", lambda _, __, x: x.detach())),
