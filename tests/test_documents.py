@@ -36,12 +36,6 @@ def test_links_lead_to_files_and_headings() -> None:
             assert heading in found, f"{path} links to {target}"
 
 
-def test_the_chinese_readme_has_the_headings_commands_and_links_of_the_english_one() -> None:
-    english, chinese = ((ROOT / name).read_text() for name in ("README.md", "README.zh.md"))
-    for pattern in (r"^#+ ", r"^(?:bash|step|held) [^#\n]*", r"\]\((?!README)[^)]+\)", r"\$[^$]+\$"):
-        assert sorted(re.findall(pattern, english, re.M)) == sorted(re.findall(pattern, chinese, re.M))
-
-
 def script_of(line: str) -> str:
     """The script or module that a command line runs, as a path from the repository's folder."""
     module, script = re.search(r"(?:bash|python|torchrun) (?:-m (\S+)|(?:-\S+ )*(\S+))", line).groups()
@@ -72,3 +66,9 @@ def test_documented_commands_name_scripts_options_and_keys_that_exist() -> None:
 def test_help_of_every_command_is_printed(script: str) -> None:
     done = subprocess.run([sys.executable, f"{script}.py", "--help"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "usage:" in done.stdout
+
+
+def test_the_chinese_readme_has_the_headings_commands_and_links_of_the_english_one() -> None:
+    english, chinese = ((ROOT / name).read_text() for name in ("README.md", "README.zh.md"))
+    for pattern in (r"^#+ ", r"^(?:bash|step|held) [^#\n]*", r"\]\((?!README)[^)]+\)", r"\$[^$]+\$"):
+        assert sorted(re.findall(pattern, english, re.M)) == sorted(re.findall(pattern, chinese, re.M))
