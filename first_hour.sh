@@ -1,17 +1,10 @@
 #!/usr/bin/env bash
 # The first hour on a new machine: six stages, from the doctor to three steps of the real run, and one report. Each stage
-# says what it proves and, if it fails, what to do.
+# says what it proves and, if it fails, what to do. --help prints the stages.
 #
 #   bash first_hour.sh CONFIG [--report FILE] [section.key=value ...]       e.g.  bash first_hour.sh configs/qwen3.yaml
 #   RANKS=8 bash first_hour.sh configs/qwen3.yaml parallel.expert=8         on 8 dies of the server
 #   PYTHON=.venv/bin/python bash first_hour.sh configs/tiny_cpu.yaml        on a laptop, with run_cpu.sh's environment
-#
-#   1 doctor      checks this machine for the configuration
-#   2 groups      tests and times every process group
-#   3 operators   compares every operator of kernels.py with its formula, in bf16 and fp32, at the sizes of a rank
-#   4 layers      compares log-probs of sampler and trainer on two layers of real sizes, and pushes adapters
-#   5 self-test   compares the first update of two ranks (DP2, EP2, TP2) with a second implementation, on a tiny model
-#   6 steps       runs three steps of the real run, and compares device memory with preflight's plan
 #
 # After a failure the same command continues: a stage that has passed is not repeated unless configuration, code, packages,
 # variables or files have changed. Logs, results and report.json (or FILE) are in train.out_dir,
@@ -23,23 +16,15 @@ set -euo pipefail
 
 # --- yours to change -------------------------------------------------------------------------------------------------
 RANKS=${RANKS:-}                        # processes; "": all devices of this machine, or on a CPU the smallest number that the layout allows
-MINUTES=${MINUTES:-5 15 30 30 15 90}    # time limits of the stages in their order; a stage that takes longer fails
+MINUTES=${MINUTES:-}                    # time limits of the stages in their order; "": those that --help prints
 PYTHON=${PYTHON:-python3}               # with requirements/npu.txt and MindSpeed (docs/npu.md)
 # ---------------------------------------------------------------------------------------------------------------------
 
-usage() {
-    awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' "$0"
-    exit "$1"
-}
-case ${1:-} in
-    "") usage 2 >&2 ;;
-    --help | -h) usage 0 ;;
-esac
 cd "$(dirname "$0")"
-
 "$PYTHON" -c 'import pydantic, tqdm, yaml' 2>/dev/null ||
     { echo "error: PYTHON: $PYTHON lacks the packages of requirements/; needed: one that has them (docs/npu.md)" >&2; exit 2; }
 hour=("$PYTHON" -m plan.first_hour "$@" --ranks "$RANKS" --minutes "$MINUTES")
+case ${1:-} in --help | -h) exec "${hour[@]}" ;; esac
 device=$("${hour[@]}" --device)   # unusable input ends here, with one line
 case $device in
     npu) source ./npu_env.sh ;;

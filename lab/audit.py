@@ -93,7 +93,7 @@ def _refused(results: Path, runs: list[Run]) -> list[str]:
     found, root = [], Path(git("rev-parse", "--show-toplevel", folder=results).decode().strip())
     for commit in sorted({run.record.commit for run in runs}):
         chosen = {run.record.id: run.record.config for run in runs if run.record.commit == commit}
-        archive = git("archive", "--format=tar", commit, "--", ":(glob)*.py", folder=root)  # of the top level
+        archive = git("archive", "--format=tar", commit, "--", "*.py", folder=root)
         with tempfile.TemporaryDirectory() as folder:
             with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
                 tar.extractall(folder, filter="data")

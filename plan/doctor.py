@@ -211,40 +211,36 @@ def check_git(machine: Machine) -> list[Finding]:
 
 # ---------------------------------------------------------------------------------------------------------- the checks
 
-# check -> is it quick? A quick check starts no command and loads no library.
-SYSTEM: dict[Check, bool] = {check_open_files: True, check_shared_memory: False, check_ram: False}
-CUDA: dict[Check, bool] = {
-    check_cuda: True,
-    check_cuda_runtime: False,
-    doctor_npu.check_torch_build: True,
-    check_cuda_versions: True,
+CHECKS: dict[str, tuple[Check, ...]] = {  # kind of machine -> its checks, in order
+    "npu": (*doctor_npu.CHECKS, *doctor_variables.CHECKS, check_open_files, check_shared_memory, check_ram),
+    "cuda": (
+        check_cuda, check_cuda_runtime, doctor_npu.check_torch_build, check_cuda_versions, check_open_files,
+        check_shared_memory, check_ram,
+    ),
+    "cpu": (doctor_npu.check_autoload, check_shared_memory, check_ram),
+}  # fmt: skip
+RUN: tuple[Check, ...] = (check_model_files, check_data_files, check_disk, check_git)  # with a configuration
+QUICK: dict[str, tuple[Check, ...]] = {  # those that start no command and load no library
+    "npu": (*doctor_npu.QUICK, *doctor_variables.QUICK, check_open_files),
+    "cuda": (check_cuda, doctor_npu.check_torch_build, check_cuda_versions, check_open_files),
+    "cpu": (),
 }
-CPU: dict[Check, bool] = {doctor_npu.check_autoload: False, check_shared_memory: False, check_ram: False}
-RUN: dict[Check, bool] = {check_model_files: False, check_data_files: False, check_disk: False, check_git: False}
 
 
-def checks(machine: Machine, quick: bool = False) -> list[Check]:
-    """The checks for this kind of machine, and with a configuration those of its files."""
-    tables: list[dict[Check, bool]] = {
-        "npu": [doctor_npu.CHECKS, doctor_variables.CHECKS, SYSTEM],
-        "cuda": [CUDA, SYSTEM],
-        "cpu": [CPU],
-    }[machine.kind] + [RUN] * (machine.run is not None)
-    return [check for table in tables for check, is_quick in table.items() if is_quick or not quick]
-
-
-def examine(machine: Machine, quick: bool = False) -> list[Finding]:
-    """The findings of all checks, in order."""
-    return [finding for check in checks(machine, quick) for finding in check(machine)]
+def examine(machine: Machine) -> list[Finding]:
+    """The findings of all checks for this kind of machine, in order."""
+    checks = CHECKS[machine.kind] + RUN * (machine.run is not None)
+    return [finding for check in checks for finding in check(machine)]
 
 
 def quick(cfg: Config) -> None:
     """Print every finding of the quick checks that is not ok; on one process of each machine, at the start of a run."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         machine = Machine(run=cfg, ranks=variable("LOCAL_WORLD_SIZE", 1, 1, MOST_RANKS))
-        for finding in examine(machine, quick=True):
-            if finding.level != "ok":
-                print(finding, file=sys.stderr, flush=True)
+        for check in QUICK[machine.kind]:
+            for finding in check(machine):
+                if finding.level != "ok":
+                    print(finding, file=sys.stderr, flush=True)
 
 
 def main(arguments: list[str]) -> int:

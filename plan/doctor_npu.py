@@ -379,19 +379,19 @@ def check_ray(machine: Machine) -> list[Finding]:
     )
 
 
-# check -> is it quick? A quick check starts no command and loads no library.
-CHECKS: dict[Check, bool] = {
-    check_driver: False,
-    check_cann: True,
-    check_cann_libraries: False,
-    check_autoload: True,
-    check_torch_build: True,
-    check_versions: True,
-    check_packages: True,
-    check_chip: False,
-    check_vllm_kernels: False,
-    check_compiler: False,
-    check_dies: True,
-    check_runtime: False,
-    check_ray: False,
-}
+CHECKS: tuple[Check, ...] = (
+    check_driver,
+    check_cann,
+    check_cann_libraries,
+    check_autoload,
+    check_torch_build,
+    check_versions,
+    check_packages,
+    check_chip,
+    check_vllm_kernels,
+    check_compiler,
+    check_dies,
+    check_runtime,
+    check_ray,
+)
+QUICK = (check_cann, check_autoload, check_torch_build, check_versions, check_packages, check_dies)

@@ -215,14 +215,14 @@ def check_jemalloc(machine: Machine) -> list[Finding]:
     )
 
 
-# check -> is it quick? A quick check starts no command and loads no library.
-CHECKS: dict[Check, bool] = {
-    check_ports: False,
-    check_timeouts: True,
-    check_expansion_mode: True,
-    check_determinism: False,
-    check_allocator: True,
-    check_task_queue: True,
-    check_vllm_variables: True,
-    check_jemalloc: False,
-}
+CHECKS: tuple[Check, ...] = (
+    check_ports,
+    check_timeouts,
+    check_expansion_mode,
+    check_determinism,
+    check_allocator,
+    check_task_queue,
+    check_vllm_variables,
+    check_jemalloc,
+)
+QUICK = (check_timeouts, check_expansion_mode, check_allocator, check_task_queue, check_vllm_variables)

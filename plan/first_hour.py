@@ -36,7 +36,6 @@ from plan import grid
 from plan.first_hour_stages import ROOT, STAGES, Job, Outcome, Stage, cause
 from plan.machine import Machine
 
-MINUTES = "5 15 30 30 15 90"  # limit of each stage
 GRACE = 45.0  # seconds to end after a SIGTERM; torchrun gives its ranks 30 of them
 WAIT = 60  # seconds for the processes of a killed start to end
 WIDTH = 118  # of the report's text
@@ -189,6 +188,10 @@ def as_json(job: Job, results: list[dict]) -> dict:
     return json.loads(run_record.json_line(report))  # strict: a figure that is not finite becomes null
 
 
+def indented(text: str, hanging: int = 0) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="  " + " " * hanging)
+
+
 def as_text(report: dict, path: Path) -> str:
     """The report for a reader."""
     commit = f"{report['commit'][:12]}{' with changes' * bool(report['dirty'])}" if report["commit"] else "no git"
@@ -200,13 +203,13 @@ def as_text(report: dict, path: Path) -> str:
         again = f"  (kept: passed on {stage['when']}, nothing has changed since)" if stage.get("kept") else ""
         status = stage["status"].replace("fail", "FAIL")
         lines += ["", f"{number} {stage['name']:<10} {status:<8}{stage['seconds']:8.1f} s{again}"]
-        lines += textwrap.wrap(stage["proves"], WIDTH, initial_indent="  ", subsequent_indent="  ")
+        lines += indented(stage["proves"])
         lines += [f"    {line}" for line in stage["lines"]]
         if stage["status"] == "skipped":
             lines.append(f"  because it {stage['reason']}")
         elif stage["status"] == "fail":
             lines.append(f"  why: {stage['reason']}")
-            lines += textwrap.wrap(f"do:  {stage['todo']}", WIDTH, initial_indent="  ", subsequent_indent="       ")
+            lines += indented(f"do:  {stage['todo']}", hanging=5)
             lines += [f"  log: {stage['log']}", f"  by hand: {stage['command']}"]
     failed, skipped = (", ".join(stage["name"] for stage in report["stages"] if stage["status"] == status)
                        for status in ("fail", "skipped"))  # fmt: skip
@@ -238,7 +241,7 @@ def read(args: argparse.Namespace) -> tuple[Job, list[float]]:
     device = grid.device_of(cfg)
     try:
         ranks = int(args.ranks) if args.ranks else default_ranks(cfg, device)
-        minutes = [float(part) for part in args.minutes.split()]
+        minutes = [float(part) for part in args.minutes.split()] or [stage.minutes for stage in STAGES]
     except ValueError:
         ranks, minutes = 0, []
     if not 1 <= ranks <= MOST_RANKS:
@@ -258,12 +261,21 @@ def read(args: argparse.Namespace) -> tuple[Job, list[float]]:
     return job, minutes
 
 
+def explained() -> str:
+    """The stages for --help: number, name, limit, and what each one proves."""
+    lines = ["stages:"]
+    for number, stage in enumerate(STAGES, start=1):
+        lines += [f"  {number} {stage.name:<10} at most {stage.minutes} minutes", *indented(stage.proves)]
+    return "\n".join(lines)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Exit code 0: all stages passed. 1: a stage failed. 2: the input cannot be used. 130: interrupted."""
     parser = command_line("first_hour.sh", __doc__)
+    parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, explained()
     parser.add_argument("--report", metavar="FILE", help="the report as JSON; default: report.json among the results")
-    parser.add_argument("--ranks", default="", help="processes on this machine; default: its devices")
-    parser.add_argument("--minutes", default=MINUTES, help=f"limit of each stage; default: {MINUTES}")
+    parser.add_argument("--ranks", default="", help="RANKS of the script: processes on this machine")
+    parser.add_argument("--minutes", default="", help="MINUTES of the script: limits of the stages")
     parser.add_argument("--device", action="store_true", help="only print which device the configuration is for")
     args = parser.parse_intermixed_args(arguments)
     try:

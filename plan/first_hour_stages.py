@@ -1,6 +1,7 @@
 """The stages of the first hour on a new machine: what each one proves, its command, and how its results are judged.
 
-first_hour.py runs the stages and prints the report. A user can give each command by hand. Nothing here imports torch.
+first_hour.py runs the stages and prints the report; its --help prints the table. A user can give each command by hand.
+Nothing here imports torch.
 """
 
 import itertools
@@ -86,6 +87,7 @@ class Stage(NamedTuple):
     """One stage."""
 
     name: str
+    minutes: int  # limit, if the user gives no other
     proves: str
     todo: str  # when it fails
     needs: tuple[str, ...]  # earlier stages; if one of them has failed, this one is skipped
@@ -197,6 +199,7 @@ def steps_outcome(job: Job, log: Path, code: int) -> Outcome:
 STAGES = (
     Stage(
         "doctor",
+        5,
         "Versions, devices, ports, limits, variables, disk, model and data files are what the run needs.",
         "Each line that begins with fail ends with what to do (docs/npu.md has a table of errors).",
         (),
@@ -208,6 +211,7 @@ STAGES = (
     ),
     Stage(
         "groups",
+        15,
         "All ranks meet, and every collective over every process group of the layout gives the right answer.",
         "The line names group and ranks. After a time-out, look at HCCL's ports and HCCL_CONNECT_TIMEOUT (npu_env.sh), "
         "or for a rank that died; its error is in the log. After a wrong answer, look at the versions of driver and "
@@ -218,6 +222,7 @@ STAGES = (
     ),
     Stage(
         "operators",
+        30,
         "Every operator of kernels.py, forward and backward, in bf16 and fp32, at the model's sizes on a rank, equals "
         "its formula in fp64 up to rounding.",
         "If one rank is wrong, its device is at fault. If one operator is wrong on all ranks, look at the versions "
@@ -228,6 +233,7 @@ STAGES = (
     ),
     Stage(
         "layers",
+        30,
         "Two layers of the model, with random weights of its real sizes, give the trainer and the configured engine "
         "the same log-probs after every adapter has changed, and tokens are drawn by them: loading, merging, pushing "
         "and sampling work on this layout.",
@@ -239,6 +245,7 @@ STAGES = (
     ),
     Stage(
         "self-test",
+        15,
         "Two ranks, as DP2, EP2 and TP2, make the same first update of a tiny model by this configuration's method as "
         "a second implementation in float64: samples, rewards, rows, gradients, metrics. (One rank: the model learns.)",
         "Each line that begins with FAIL names a layout and a check; the log says what to look at. The bounds are wide "
@@ -251,6 +258,7 @@ STAGES = (
     ),
     Stage(
         "steps",
+        90,
         f"{STEPS} steps of the real run work, with its model and data and an evaluation of few questions before and "
         "after; on an NPU or GPU the fullest rank had no more memory in use than preflight.py planned.",
         "The line is the run's own error or tripwire. If memory ran out or exceeded the plan, try a smaller "
