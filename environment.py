@@ -100,6 +100,10 @@ START: dict[str, tuple[Variable, ...]] = {
     ),
 }  # fmt: skip
 
+# Set by setup_cpu.sh, and for the jobs of sweep.py and of benchmarks on a CPU. One thread a process, because the number
+# of threads changes the last bits of results.
+ON_CPU = {"OMP_NUM_THREADS": "1"} | {variable.name: variable.value for variable in (_TOKENIZERS, _OFFLINE)}
+
 # ---------------------------------------------------------------------------- set by device.py, for train.deterministic
 
 # Their readers read them at the first operation or communicator, so they may be set after the import of torch.

@@ -175,10 +175,9 @@ def expected(seeds: int, questions: int, discordant: float, seed_spread: float) 
     """
     if seeds == 1:
         return math.sqrt(discordant / questions), questions - 1.0
-    by_seed, rest = questions * seed_spread**2 + discordant, discordant
-    free_seeds, free_questions = seeds - 1, questions - 1
-    spread = by_seed**2 / free_seeds + rest**2 / free_questions + rest**2 / (free_seeds * free_questions)
-    return math.sqrt(by_seed / (seeds * questions)), max(by_seed**2 / spread, free_seeds)
+    by_seed = questions * seed_spread**2 + discordant
+    error, freedom = comparisons.crossed(seeds, questions, by_seed, discordant, discordant)
+    return float(error), float(freedom)
 
 
 def plan(args: argparse.Namespace) -> int:

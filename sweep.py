@@ -29,6 +29,7 @@ from pydantic import Field, NonNegativeInt
 
 from benchmarks.planted_fault import FAULTS
 from config import config_hash, load_config
+from environment import ON_CPU
 from input_files import (
     BAD_INPUT,
     LINES_MIB,
@@ -51,9 +52,6 @@ RAY = "ray==2.60.0"  # the version that has been tried
 ROOT = Path(__file__).resolve().parent
 MOST_JOBS = 2000  # of a sweep; the largest one that was run has 306
 BUSY = -1000  # in place of an exit code: another process runs this job
-# Of jobs on a CPU, as in run_cpu.sh: the number of threads changes the last bits of results, the tokenizer must not
-# start threads before a fork, and a mistyped model path must not start a download.
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
 
 class Variant(Part):
@@ -175,7 +173,7 @@ def start_job(
         f"--nproc_per_node={processes}", *arguments,
     ]  # fmt: skip
     # On a CPU, packages found in the folders of these two variables would replace the pinned ones.
-    environment = {key: x for key, x in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")} | ENVIRONMENT
+    environment = {key: x for key, x in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")} | ON_CPU
     if device in ("npu", "cuda"):
         shell = ["bash", "-euo", "pipefail", "-c", 'source "$0"; exec "$@"', f"./{device}_env.sh"]  # the file is $0
         command, environment = [*shell, *command], dict(os.environ)

@@ -22,9 +22,11 @@ import bench_step
 import numpy as np
 
 import data_gsm8k
+from config import load_config
+from environment import ON_CPU
+from input_files import read_file
 from knobs import Config
 from lab import comparisons
-from sweep import ENVIRONMENT, read_sweep
 
 SWEEP, VARIANT = cases.ROOT / "configs" / "sweeps" / "bench.yaml", "bench_experts"
 LAST = 10  # steps of the second column
@@ -43,7 +45,7 @@ def theirs(cfg: Config, python: Path, work: Path) -> dict:
     }  # fmt: skip
     (work / "settings.json").write_text(json.dumps(settings))
     command = [str(python), str(bench_step.HERE / "trl_side.py"), str(work / "settings.json"), str(work / "curve.json")]
-    subprocess.run(command, cwd=cases.ROOT, env=os.environ | ENVIRONMENT, stdout=sys.stderr, check=True)
+    subprocess.run(command, cwd=cases.ROOT, env=os.environ | ON_CPU, stdout=sys.stderr, check=True)
     return json.loads((work / "curve.json").read_text())
 
 
@@ -65,13 +67,13 @@ def main() -> None:
     parser.add_argument("--trl-python", type=Path, help="a Python that has TRL; .venv-bench if not given")
     args = parser.parse_args()
     python = args.trl_python or bench_step.trl_python()
-    jobs = {job.cfg.train.seed: job for job in read_sweep(SWEEP, [])[1] if job.name.startswith(f"{VARIANT}-seed")}
-    curves: dict[int, dict] = {}
+    sweep, curves = read_file(SWEEP), {}
     for seed in args.seeds:
+        overrides = [*sweep["variants"][VARIANT]["overrides"], *(text.format(seed=seed) for text in sweep["each_seed"])]
+        mine = [step["reward/mean"] for step in bench_floor.train(sweep["config"], overrides)]
         with tempfile.TemporaryDirectory() as temporary:
-            _, config, *overrides = jobs[seed].arguments
-            mine = [step["reward/mean"] for step in bench_floor.train(config, overrides)]
-            curves[seed] = {"ours": mine, "trl": theirs(jobs[seed].cfg, python, Path(temporary))}
+            cfg = load_config(cases.ROOT / sweep["config"], overrides)
+            curves[seed] = {"ours": mine, "trl": theirs(cfg, python, Path(temporary))}
         a, b = mine, curves[seed]["trl"]["reward"]
         print(f"seed {seed}: ours {100 * np.mean(a):.1f}, TRL {100 * np.mean(b):.1f}", file=sys.stderr, flush=True)
     rows = [

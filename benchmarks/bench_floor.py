@@ -28,10 +28,10 @@ import data_gsm8k
 import device as devices
 import hf_config
 from config import load_config
+from environment import ON_CPU
 from input_files import BAD_INPUT, refused
 from lab.records import merged
 from plan import grid, memory, roofline
-from sweep import ENVIRONMENT
 
 PHASES = {  # of timing.jsonl -> those of plan/roofline.py
     "sync": ("sync",),
@@ -64,7 +64,7 @@ def train(config: str, overrides: list[str]) -> list[dict]:
     """The steps of a training in a folder that is deleted: metrics and times. Its errors end this program."""
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "train_grpo.py", config, *overrides, f"train.out_dir={out}"]
-        if code := subprocess.run(command, cwd=cases.ROOT, stdout=sys.stderr, env=os.environ | ENVIRONMENT).returncode:
+        if code := subprocess.run(command, cwd=cases.ROOT, stdout=sys.stderr, env=os.environ | ON_CPU).returncode:
             sys.exit(code)
         (run,) = (path.parent for path in Path(out).glob("*/finished.json"))
         rows = [row for row in merged(run) if "reward/mean" in row]

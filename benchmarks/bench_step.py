@@ -21,6 +21,7 @@ from pathlib import Path
 import bench_cases as cases
 import pandas as pd
 
+from environment import ON_CPU
 from input_files import InputError
 
 HERE = Path(__file__).parent
@@ -39,11 +40,10 @@ class Peer:
 
     def __init__(self, command: list[str], log: Path, **environment: str) -> None:
         self.log, self.began = log, time.perf_counter()
-        environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"} | environment
         with log.open("w") as file:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True,
-                env=os.environ | environment,
+                env=os.environ | ON_CPU | environment,
             )  # fmt: skip
 
     def wait_until_ready(self) -> dict:

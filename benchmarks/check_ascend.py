@@ -23,6 +23,8 @@ from xml.etree import ElementTree
 
 import bench_cases as cases
 
+from environment import ON_CPU
+
 OUTCOMES = ("passed", "failed", "skipped")
 
 
@@ -77,12 +79,11 @@ CHECKS = {
 
 def run(check: Check, target: Path) -> list[dict]:
     """Run the tests of ``check`` with one version.  -> one row for each test function, in the order of the tests"""
-    own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # as in run_tests.sh
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
         done = subprocess.run(
-            [*command, *check.selection], cwd=cases.ROOT, env=os.environ | own | {check.variable: str(target)},
+            [*command, *check.selection], cwd=cases.ROOT, env=os.environ | ON_CPU | {check.variable: str(target)},
             stdout=sys.stderr,
         )  # fmt: skip
         if done.returncode not in (0, 1):  # 5: no test was selected

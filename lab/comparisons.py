@@ -105,15 +105,22 @@ def effect(differences: Array, answers: int | None = None) -> Effect:
         return Effect(mean, bounded, np.full_like(mean, units - 1))
     by_seed = questions * differences.mean(-1).var(-1, ddof=1)
     by_question = seeds * differences.mean(-2).var(-1, ddof=1)
-    free_seeds, free_questions = seeds - 1, questions - 1
     total = differences.var((-2, -1)) * seeds * questions
-    # Rounding can make the difference negative.
-    rest = np.maximum(total - by_seed * free_seeds - by_question * free_questions, 0.0) / (free_seeds * free_questions)
+    rest = (total - by_seed * (seeds - 1) - by_question * (questions - 1)) / ((seeds - 1) * (questions - 1))
+    error, freedom = crossed(seeds, questions, by_seed, by_question, np.maximum(rest, 0.0))  # rounding can make it < 0
+    return Effect(mean, np.maximum(error, least), freedom)
+
+
+def crossed(
+    seeds: int, questions: int, by_seed: Array | float, by_question: Array | float, rest: Array | float
+) -> tuple[Array, Array]:
+    """Standard error and degrees of freedom from the mean squares of a two-way table, as `effect` says."""
+    free_seeds, free_questions = seeds - 1, questions - 1
     variance = np.maximum(by_seed + by_question - rest, np.maximum(by_seed, by_question))
     spread = by_seed**2 / free_seeds + by_question**2 / free_questions + rest**2 / (free_seeds * free_questions)
     with np.errstate(divide="ignore", invalid="ignore"):
         freedom = np.fmax(np.where(spread > 0, variance**2 / spread, free_seeds), free_seeds)
-    return Effect(mean, np.maximum(np.sqrt(variance / (seeds * questions)), least), freedom)
+    return np.sqrt(variance / (seeds * questions)), freedom
 
 
 def by_cluster(differences: Sequence[Array], clusters: Sequence[Sequence[Hashable]]) -> Array:

@@ -168,16 +168,12 @@ def slug(title: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
-def source_hash(title: str, groups: dict[str, list[Run]]) -> str:
-    """Checksum of a figure's data: title, names, and the checksums of metrics and evaluations."""
+def described(title: str, groups: dict[str, list[Run]], pixels: bytes) -> str:
+    """The metadata of a figure: checksums of its data (title, names, metrics and evaluations) and its pixels."""
     files = ("metrics.jsonl", "eval.jsonl")
     parts = [[name, [[run.record.files[file] for file in files] for run in runs]] for name, runs in groups.items()]
-    return hashlib.sha256(json.dumps([DRAWING, title, parts]).encode()).hexdigest()
-
-
-def described(title: str, groups: dict[str, list[Run]], pixels: bytes) -> str:
-    """The metadata of a figure: checksums of the data that it was drawn from, and of its pixels."""
-    return f"{DRAWN} {source_hash(title, groups)} {hashlib.sha256(pixels).hexdigest()}"
+    data = json.dumps([DRAWING, title, parts]).encode()
+    return f"{DRAWN} {hashlib.sha256(data).hexdigest()} {hashlib.sha256(pixels).hexdigest()}"
 
 
 def draw_all(wanted: Wanted, results: Path) -> None:

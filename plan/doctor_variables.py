@@ -118,17 +118,6 @@ def check_expansion_mode(machine: Machine) -> list[Finding]:
     )
 
 
-def check_determinism(machine: Machine) -> list[Finding]:
-    """train.deterministic sets all of these variables (device.set_environment); only some of them is a mistake."""
-    variables = environment.DETERMINISTIC["npu"]
-    wrong = [f"{v.name}={v.value}" for v in variables if not v.allows(machine.env.get(v.name, ""))]
-    return first(
-        "determinism",
-        "not asked for: two runs may differ in the last bits" if wrong else "asked for in HCCL, LCCL, products and ATB",
-        (0 < len(wrong) < len(variables), "warn", "asked for in part only", f"export {' '.join(wrong)}"),
-    )
-
-
 # -------------------------------------------------------------------------------------------- conflicting variables
 
 
@@ -219,7 +208,6 @@ CHECKS: tuple[Check, ...] = (
     check_ports,
     check_timeouts,
     check_expansion_mode,
-    check_determinism,
     check_allocator,
     check_task_queue,
     check_vllm_variables,

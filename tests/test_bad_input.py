@@ -51,7 +51,6 @@ from scope import cases
 import data_gsm8k
 import runlog
 import tiny_model
-import train_grpo
 
 pytestmark = [  # warnings of torch and Megatron about GPUs and each other; the command silences them
     pytest.mark.filterwarnings(r"ignore:::megatron\."),

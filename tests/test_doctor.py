@@ -209,11 +209,6 @@ FAULTS = [  # (check, fault, the line that it must print)
         "fail  HCCL_OP_EXPANSION_MODE: AIV allows HCCL_EXEC_TIMEOUT 1091 at most",
     ),
     (
-        V.check_determinism,
-        environment(HCCL_DETERMINISTIC="true", LCCL_DETERMINISTIC="1"),
-        "warn  determinism: asked for in part only; export CLOSE_MATMUL_K_SHIFT=1 ATB_MATMUL_SHUFFLE_K_ENABLE=0",
-    ),
-    (
         V.check_allocator,
         environment(PYTORCH_NPU_ALLOC_CONF="max_split_size_mb:64", PYTORCH_ALLOC_CONF="x"),
         "fail  allocator: PYTORCH_NPU_ALLOC_CONF and PYTORCH_ALLOC_CONF are both set",
