@@ -1,28 +1,41 @@
 # Runs the doctor, preflight.py and torchrun. The run_*.sh scripts of accelerators source this file and call:   launch "$@"
 # They set
-#   CONFIG NODES RANKS_PER_NODE        which run, on how many machines, with how many processes on each
+#   CONFIG DEVICE                      which run; npu, cuda or cpu
+#   NODES RANKS_PER_NODE               how many machines, with how many processes on each
 #   LAYOUT                             tp4_ep16: 4 ranks split an attention matrix, 16 the experts of a layer
 #   MODEL TRAIN TEST OUT               paths; with "" those of the configuration are used
 #   EXTRA                              further section.key=value pairs of the script
-#   ENVIRONMENT                        files that export variables; --plan-only prints these
 #   RENDEZVOUS                         several machines: host:port of the first one
 #   PYTHON                             the interpreter
 # From the environment: DOCTOR=off starts without the doctor; with RESTARTS=1 torchrun restarts lost processes once.
 
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1   # otherwise a restarted process reads the addresses of ended ones
 
+case $DEVICE in   # at the top level, as CANN's scripts expect
+    npu) source ./npu_env.sh ;;
+    cuda) source ./cuda_env.sh ;;
+esac
+
+# Prints the head of the script, and what all of them do.
 usage() {
-    awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' "$0"
-    exit "$1"
+    awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' "./${0##*/}"
+    cat <<'END'
+
+--plan-only prints the exports and the commands, and starts nothing. Otherwise the doctor checks the machine first, and
+preflight.py the layout. The output of each rank is in $OUT/logs. The same command, started again, resumes from the last
+checkpoint. Exit code: 1 refused or failed, 2 unusable input.
+END
+    exit
 }
 
-# Prints the variables that `source npu_env.sh` has set and unset, as commands.
+# Prints the variables that npu_env.sh or cuda_env.sh, the script and this file have set and unset, as commands.
 print_environment() {
-    local name
-    sed -n 's/^ *export \([A-Z_]*\)=.*/\1/p' "${ENVIRONMENT[@]}" launch.sh | while read -r name; do
+    local name files=("./${0##*/}" launch.sh)
+    [ "$DEVICE" = cpu ] || files=("${DEVICE}_env.sh" "${files[@]}")
+    sed -n 's/^ *export \([A-Z_]*\)=.*/\1/p' "${files[@]}" | while read -r name; do
         if [ -n "${!name+set}" ]; then printf 'export %s=%q\n' "$name" "${!name}"; fi
     done
-    sed -n 's/^ *\(unset [A-Z_ ]*[A-Z_]\) *#.*/\1/p' "${ENVIRONMENT[@]}"
+    sed -n 's/^ *\(unset [A-Z_ ]*[A-Z_]\) *#.*/\1/p' "${files[@]}"
 }
 
 launch() {
@@ -30,7 +43,7 @@ launch() {
     for argument in "$@"; do
         case $argument in
             --plan-only) plan_only=yes ;;
-            --help | -h) usage 0 ;;
+            --help | -h) usage ;;
             *=*) given+=("$argument") ;;
             *) echo "error: $argument: expected section.key=value, --plan-only or --help" >&2; exit 2 ;;
         esac

@@ -5,10 +5,7 @@
 # TP 1, 2 or 4 and EP 1, 2 or 4 are possible; with EP 4 three ranks hold each expert. docs/npu.md says why a server with 16
 # dies may show only 12.
 #
-#   bash run_12npu.sh [--plan-only] [section.key=value ...]     --plan-only: print exports and commands, start nothing
-#
-# The doctor checks the machine first, and preflight.py the layout. The output of each rank is in $OUT/logs. The same command,
-# started again, resumes from the last checkpoint. Exit code: 1 refused or failed, 2 unusable input. Not run on an NPU yet.
+#   bash run_12npu.sh [--plan-only] [section.key=value ...]     --help says more; not run on an NPU yet
 
 set -euo pipefail
 
@@ -22,7 +19,6 @@ PYTHON=${PYTHON:-python3}                          # with requirements/npu.txt a
 # ---------------------------------------------------------------------------------------------------------------------
 
 cd "$(dirname "$0")"
-CONFIG=configs/qwen3.yaml NODES=1 RANKS_PER_NODE=12 RENDEZVOUS="" EXTRA=() ENVIRONMENT=(npu_env.sh)
-source ./npu_env.sh
+CONFIG=configs/qwen3.yaml DEVICE=npu NODES=1 RANKS_PER_NODE=12 EXTRA=()
 source ./launch.sh
 launch "$@"

@@ -1,10 +1,7 @@
 #!/usr/bin/env bash
 # Qwen3-30B-A3B, GRPO with LoRA, on the 16 dies of one Ascend 910C server.
 #
-#   bash run_16npu.sh [--plan-only] [section.key=value ...]     --plan-only: print exports and commands, start nothing
-#
-# The doctor checks the machine first, and preflight.py the layout. The output of each rank is in $OUT/logs. The same command,
-# started again, resumes from the last checkpoint. Exit code: 1 refused or failed, 2 unusable input. Not run on an NPU yet.
+#   bash run_16npu.sh [--plan-only] [section.key=value ...]     --help says more; not run on an NPU yet
 
 set -euo pipefail
 
@@ -18,7 +15,6 @@ PYTHON=${PYTHON:-python3}                          # with requirements/npu.txt a
 # ---------------------------------------------------------------------------------------------------------------------
 
 cd "$(dirname "$0")"
-CONFIG=configs/qwen3.yaml NODES=1 RANKS_PER_NODE=16 RENDEZVOUS="" EXTRA=() ENVIRONMENT=(npu_env.sh)
-source ./npu_env.sh
+CONFIG=configs/qwen3.yaml DEVICE=npu NODES=1 RANKS_PER_NODE=16 EXTRA=()
 source ./launch.sh
 launch "$@"

@@ -8,9 +8,8 @@
 #
 #   DEVICE=cpu bash run_2node.sh name=two train.steps=5
 #
-# The doctor checks the machine first, and preflight.py the layout. The output of each rank is in $OUT/logs. The same command,
-# started again, resumes from the last checkpoint; with RESTARTS=1 on both machines torchrun does that after a lost process.
-# Exit code: 1 refused or failed, 2 unusable input. Two CPU processes are tested (tests/test_two_nodes.py); no NPUs yet.
+# With RESTARTS=1 on both machines torchrun resumes after a lost process. --help says more. Two CPU processes are tested
+# (tests/test_two_nodes.py); no NPUs yet.
 
 set -euo pipefail
 
@@ -28,20 +27,18 @@ PYTHON=${PYTHON:-python3}                          # with requirements/npu.txt a
 # ---------------------------------------------------------------------------------------------------------------------
 
 cd "$(dirname "$0")"
-CONFIG=configs/qwen3.yaml NODES=2 EXTRA=() ENVIRONMENT=(npu_env.sh run_2node.sh)
+CONFIG=configs/qwen3.yaml NODES=2 EXTRA=()
 if [ -n "$INTERFACE" ]; then
     export GLOO_SOCKET_IFNAME="$INTERFACE"   # otherwise gloo chooses the interface of the host's name
     export HCCL_SOCKET_IFNAME="$INTERFACE"   # otherwise HCCL chooses one
 fi
 if [ "$DEVICE" = cpu ]; then
     RENDEZVOUS=${RENDEZVOUS:-localhost:29400}
-    CONFIG=configs/tiny_cpu.yaml RANKS_PER_NODE=1 LAYOUT=tp1_ep2 MODEL="" TRAIN="" EXTRA=(device=cpu) ENVIRONMENT=(run_2node.sh)
+    CONFIG=configs/tiny_cpu.yaml RANKS_PER_NODE=1 LAYOUT=tp1_ep2 MODEL="" TRAIN="" EXTRA=(device=cpu)
     export OMP_NUM_THREADS=1                 # the processes share the cores
 elif [ -z "$RENDEZVOUS" ]; then
     echo "error: RENDEZVOUS: not given; needed: host:port of the first machine, the same on both, e.g. node1:29400" >&2
     exit 2
-else
-    source ./npu_env.sh
 fi
 source ./launch.sh
 launch "$@"

@@ -2,10 +2,7 @@
 # Qwen3-30B-A3B, GRPO with LoRA, on 2 dies: one 910C card. The trainer holds the experts in int4; vLLM has what the codes
 # stand for, in bf16. Weights and engine leave room for a small key-value cache, so a step takes long.
 #
-#   bash run_2npu.sh [--plan-only] [section.key=value ...]     --plan-only: print exports and commands, start nothing
-#
-# The doctor checks the machine first, and preflight.py the layout. The output of each rank is in $OUT/logs. The same command,
-# started again, resumes from the last checkpoint. Exit code: 1 refused or failed, 2 unusable input. Not run on an NPU yet.
+#   bash run_2npu.sh [--plan-only] [section.key=value ...]     --help says more; not run on an NPU yet
 
 set -euo pipefail
 
@@ -19,8 +16,7 @@ PYTHON=${PYTHON:-python3}                          # with requirements/npu.txt a
 # ---------------------------------------------------------------------------------------------------------------------
 
 cd "$(dirname "$0")"
-CONFIG=configs/qwen3.yaml NODES=1 RANKS_PER_NODE=2 RENDEZVOUS="" ENVIRONMENT=(npu_env.sh)
+CONFIG=configs/qwen3.yaml DEVICE=npu NODES=1 RANKS_PER_NODE=2
 EXTRA=(rollout.tensor=2 rollout.expert_parallel=true model.quantisation=int4 lora.expert_rank=16 rollout.kv_cache_mib=4096)
-source ./npu_env.sh
 source ./launch.sh
 launch "$@"

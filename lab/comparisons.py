@@ -31,6 +31,7 @@ from reward_gsm8k import gold_answer
 ALPHA = 0.05
 MIN_SEEDS = 3  # fewer seeds do not show the spread between trainings well enough to call a method better
 Array = NDArray[np.float64]
+Numbers = Array | float
 
 
 # ---------------------------------------------------------------------------------------------------------- statistics
@@ -39,8 +40,7 @@ Array = NDArray[np.float64]
 def mcnemar_exact(better: int, worse: int) -> float:
     """Two-sided p-value of the hypothesis that better and worse are equally likely (McNemar, 1947; exact binomial).
 
-    The test compares two sets of weights, not the methods that trained them. For scores that are means of several
-    answers it is the sign test.
+    The test compares two sets of weights, not the methods that trained them.
     """
     from scipy.stats import binomtest
 
@@ -111,9 +111,7 @@ def effect(differences: Array, answers: int | None = None) -> Effect:
     return Effect(mean, np.maximum(error, least), freedom)
 
 
-def crossed(
-    seeds: int, questions: int, by_seed: Array | float, by_question: Array | float, rest: Array | float
-) -> tuple[Array, Array]:
+def crossed(seeds: int, questions: int, by_seed: Numbers, by_question: Numbers, rest: Numbers) -> tuple[Array, Array]:
     """Standard error and degrees of freedom from the mean squares of a two-way table, as `effect` says."""
     free_seeds, free_questions = seeds - 1, questions - 1
     variance = np.maximum(by_seed + by_question - rest, np.maximum(by_seed, by_question))
@@ -228,12 +226,12 @@ class Comparison:
     seeds: list[int]  # paired: trained under both
     questions: int
     effect: Effect  # of this comparison alone
-    p: float  # corrected for the number of comparisons
-    num_comparisons: int
-    detectable: float  # minimum detectable effect: 80 % power at the corrected level
     by_seed: list[tuple[int, int, int, float]]  # seed, questions better, worse, p-value of exact McNemar
     notes: list[str]
     margin: float  # an effect whose interval lies within it is equal to none
+    p: float = math.nan  # corrected for the number of comparisons
+    num_comparisons: int = 1
+    detectable: float = math.nan  # minimum detectable effect: 80 % power at the corrected level
 
     @property
     def decided(self) -> bool:
@@ -284,9 +282,6 @@ def compare(groups: dict[str, list[Run]], kind: str = "sampled", margin: float =
                 seeds=seeds,
                 questions=len(differences[0]),
                 effect=effect,
-                p=float(effect.p_value()),
-                num_comparisons=1,
-                detectable=0.0,
                 by_seed=[(seed, *both, mcnemar_exact(*both)) for seed, both in zip(seeds, counts, strict=True)],
                 notes=_notes(base, group, pairs),
                 margin=margin,
