@@ -66,13 +66,11 @@ def encoded(content: Content) -> bytes:
     from pyarrow import parquet
 
     rows, arrays, fields = _rows(content), [], []
-    after: dict[str, dict[str, None]] = {}  # column -> the columns that stand before it
-    for names in dict.fromkeys(map(tuple, rows)):
-        for first, second in itertools.pairwise(names):
-            after.setdefault(first, {})
-            after.setdefault(second, {})[first] = None
+    columns = graphlib.TopologicalSorter[str]()
+    for first, second in dict.fromkeys(pair for row in rows for pair in itertools.pairwise(row)):
+        columns.add(second, first)  # stands after it
     try:
-        order = list(graphlib.TopologicalSorter(after).static_order())
+        order = list(columns.static_order())
     except graphlib.CycleError as error:
         raise InputError(f"the steps have their metrics in different orders: {error.args[1][:2]}") from None
     for name in order:
