@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import importlib.util
 import os
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import cann_stub
@@ -42,6 +44,57 @@ def model(tmp_path_factory) -> Path:
     import training
 
     return training.make_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def sampled_models(tmp_path_factory) -> Callable:
+    """A function that makes each model of sampled.MODELS once."""
+    import reference
+    import sampled
+
+    @functools.cache
+    def get(name: str) -> sampled.Model:
+        kind, changes = sampled.MODELS[name]
+        return sampled.Model(reference.save(kind, tmp_path_factory.mktemp(name), **changes))
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def vllm_of() -> Iterator[Callable]:
+    """A function that gives vLLM's engine of a model, with its weights. Each engine is made once, in a world of one.
+
+    World and environment are restored at the end.
+    """
+    import torch.distributed as dist
+    from sampled import Model, randomness
+
+    from engines.vllm_engine import VllmEngine
+
+    variables = dict(os.environ)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    @functools.cache
+    def made(model: Model, **options) -> VllmEngine:
+        before = randomness()
+        shared = dict(stop_tokens=set(), max_tokens=model.arch.max_positions, kv_cache_mib=4, routed_experts=True)
+        engine = VllmEngine(model.arch, model.path, **shared, **options)
+        assert randomness() == before
+        return engine
+
+    def get(model: Model, stops: Iterable[int] = (9,), **options) -> VllmEngine:
+        engine = made(model, **options)
+        engine.stop_tokens, engine.ready = sorted(stops), False  # the next push must bring the whole model
+        engine.load_weights(model.tensors.items())
+        return engine
+
+    yield get
+    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+    destroy_model_parallel()
+    destroy_distributed_environment()
+    os.environ.clear()
+    os.environ.update(variables)
 
 
 @pytest.fixture(scope="session")

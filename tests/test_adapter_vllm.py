@@ -1,7 +1,7 @@
 """rollout.sync adapter: vLLM samples the policy from base weights and LoRA factors, after every kind of push.
 
 The references: transformers with the merged weights, and the trainer. On a CPU vLLM runs models that are all dense;
-that the factors of MoE models are right is shown without it. Not covered: adapters on a GPU.
+that the factors of MoE models are right is shown by test_one_policy.py. Not covered: adapters on a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import training
 import world
 from refused import refusal
 from safetensors.torch import load_file, save_file
-from scope import cases
+from sampled import DENSE, FREE, Model
 from vllm_ranks import PROMPTS, SEEDS
 
 import aqn
@@ -32,6 +32,7 @@ import startup
 import weights_hf
 from architecture import tensor_shapes
 from engines import vllm_adapter
+from engines.interface import Completion
 from engines.vllm_engine import VllmEngine
 from input_files import InputError
 from knobs import LoraConfig
@@ -41,10 +42,7 @@ from weight_sync import WeightSync
 ROOT = Path(__file__).parents[1]
 ALL = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 RANK, ALPHA = 4, 6.5  # vLLM makes room for rank 8; alpha / rank is no power of two
-DENSE = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32, hidden_size=128, vocab_size=131,
-             max_position_embeddings=512, mlp_only_layers=[0, 1, 2])  # fmt: skip
 NOISE = {"aqn__schedule": "constant", "aqn__sigma_start": 0.05, "aqn__targets": ("attention", "mlp")}
-FREE = dict(seeds=SEEDS, num_samples=2, max_new_tokens=12, temperature=1.0)
 ADAPTER = {"rollout__engine": "vllm", "rollout__sync": "adapter", "lora__targets": ALL}
 
 
@@ -52,69 +50,22 @@ def config(path: Path, **changes):
     return training.config(path, path, **ADAPTER, lora__rank=RANK, lora__alpha=ALPHA, **changes)
 
 
-# ----------------------------------------------------------------------------------------- what the trainer hands over
-
-
-class Recorder:
-    """An engine that only keeps what it gets."""
-
-    def load_weights(self, named_tensors) -> None:
-        self.base = {name: tensor.clone() for name, tensor in named_tensors}
-
-    def load_adapter(self, factors) -> None:
-        self.factors = factors
-
-
-def hand_over(parallel: Parallel, path: Path) -> dict[str, float]:
-    """Adapted weight -> largest difference between base plus factors and the weight of a merged push."""
-    cfg = config(path)
-    model, arch = adapted.load(path, parallel)
-    untouched = {name: tensor.clone() for name, tensor in weights_hf.export(model, arch, parallel)}
-    adapters = lora_megatron.attach(model, cfg.lora, parallel, cfg.train.seed)
-    adapted.move(adapters, arch, parallel, step=0)
-    engine = Recorder()
-    WeightSync(engine, model, arch, parallel, cfg)
-    assert engine.base.keys() == untouched.keys()
-    assert all(torch.equal(tensor, untouched[name]) for name, tensor in engine.base.items())
-    merged = dict(weights_hf.export(model, arch, parallel))
-    assert {name for name in merged if not torch.equal(merged[name], engine.base[name])} == engine.factors.keys()
-    assert all(a.shape[0] == b.shape[1] == RANK for a, b in engine.factors.values())
-    by_hand = {name: engine.base[name] + ALPHA / RANK * b @ a for name, (a, b) in engine.factors.items()}
-    return {name: (by_hand[name] - merged[name]).abs().max().item() for name in by_hand}
-
-
-@pytest.mark.parametrize("kind", cases(["qwen2_moe"], ["qwen3_moe"]))
-def test_base_and_factors_are_the_merged_weights_in_every_layout(kind: str, tmp_path: Path) -> None:
-    path = reference.save(kind, tmp_path)
-    gaps = world.in_layouts(["TP2_EP2"], hand_over, path)["TP2_EP2"]
-    # Two MoE layers of 16 experts, one dense; q, k, v, o in three; a shared expert in qwen2's two.
-    assert [len(gap) for gap in gaps] == [2 * 16 * 3 + 3 + 3 * 4 + (6 if kind == "qwen2_moe" else 0)] * 2
-    assert max(max(gap.values()) for gap in gaps) < 1e-6
-
-
 # ------------------------------------------------------------------------------------------------ what vLLM samples
 
 
 def follow(parallel: Parallel, path: Path) -> dict:
     """The pushes of a run, clean and with noise: the largest log-prob gap to transformers with the intended policy."""
-    hf = reference.load(path)
+    merged = Model(path)
     model, arch = adapted.load(path, parallel)
     adapters = lora_megatron.attach(model, config(path).lora, parallel, 0)
     engine = VllmEngine(arch, path, stop_tokens={9}, max_tokens=360, kv_cache_mib=8, adapter=config(path).lora)
 
-    def sampled() -> list[tuple]:
-        answers = engine.sample(PROMPTS, **FREE)
-        return [(prompt, one.tokens, one.logp) for prompt, group in zip(PROMPTS, answers, strict=True) for one in group]
+    def sampled() -> list[list[Completion]]:
+        return engine.sample(PROMPTS, seeds=SEEDS, **FREE)
 
-    @torch.no_grad()
-    def gap(rows: list[tuple], **changed) -> float:
-        hf.load_state_dict(dict(weights_hf.export(model, arch, parallel)) | changed)
-        gaps = []
-        for prompt, tokens, logp in rows:
-            logits = hf(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-            expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-            gaps.append((expected - torch.tensor(logp)).abs().max().item())
-        return max(gaps)
+    def gap(answers: list[list[Completion]], **changed) -> float:
+        merged.hf.load_state_dict(dict(weights_hf.export(model, arch, parallel)) | changed)
+        return merged.gaps(PROMPTS, answers).max().item()
 
     answer = {}
     for label, changes in (("off", {}), ("noise", NOISE)):
@@ -133,11 +84,11 @@ def follow(parallel: Parallel, path: Path) -> dict:
                 norms = aqn.clean_norms(weights_hf.export(model, arch, parallel), plan)
                 stream = weights_hf.export(model, arch, parallel, only=aqn.touched_names(plan))
                 noisy = dict(aqn.perturb(stream, plan, norms, sigma=0.05, seed=0, step=step))
-            rows = sampled()
-            found["steps"].append(gap(rows, **noisy))
+            answers = sampled()
+            found["steps"].append(gap(answers, **noisy))
             sync.push(step, PROMPTS[0])
-            assert rows == sampled(), "twice is once"
-            assert seen.setdefault(step, rows) == rows, "the first policy again is what it was"
+            assert answers == sampled(), "twice is once"
+            assert seen.setdefault(step, answers) == answers, "the first policy again is what it was"
             sync.push_clean()
             found["clean"].append(gap(sampled()))
         engine.ready = False  # the next gets a whole model

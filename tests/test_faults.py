@@ -7,8 +7,6 @@ rank that stalls.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +15,7 @@ import pytest
 import torch
 import training
 from planted import FEW, LARGE, NOISE, SURE, nothing, on_rank_1
+from planting import Plant
 from scope import cases
 from training import raised
 
@@ -30,7 +29,7 @@ SURPRISE = LARGE | {"rollout__max_new_tokens": 12, "train__steps": 8, "checks__s
 class Fault(NamedTuple):
     """A fault, parts of the message that names it, and the run that shows it."""
 
-    plant: Callable[[], None]
+    plant: Plant
     expected: list[str]
     changes: dict = {}
     layout: str = "TP1"
@@ -38,21 +37,19 @@ class Fault(NamedTuple):
     lenient: bool = True
 
 
-def of_state(plant: Callable[[], None], layout: str, expected: str) -> Fault:
+def of_state(plant: Plant, layout: str, expected: str) -> Fault:
     """Ranks no longer hold the same where they must."""
     return Fault(plant, [f"checks.state: after {expected}"], layout=layout)
 
 
-def of_checkpoint(plant: Callable[[], None], expected: str, layout: str = "TP1") -> Fault:
+def of_checkpoint(plant: Plant, expected: str, layout: str = "TP1") -> Fault:
     """The second checkpoint is not what the ranks hold; the first one stays."""
     changes = {"train__steps": 3, "train__checkpoint_every": 1}
     return Fault(plant, ["checks.state: after 2 steps: ", expected], changes, layout)
 
 
-HOTTER, TOP_3 = (
-    partial(planted.chosen_by, lambda rule: rule._replace(temperature=1.3 * rule.temperature)),
-    partial(planted.chosen_by, lambda rule: rule._replace(top_k=3)),
-)
+HOTTER = planted.chosen_by(lambda rule: rule._replace(temperature=1.3 * rule.temperature))
+TOP_3 = planted.chosen_by(lambda rule: rule._replace(top_k=3))
 FAULTS = {
     "experts' delta dropped": Fault(
         planted.experts_delta_dropped,
@@ -141,7 +138,7 @@ FAULTS = {
         planted.asks_held_out_questions, ["checks.held_out: step 1 asks 1 held-out questions, for example"]
     ),
     "other questions on one rank": Fault(
-        partial(on_rank_1, planted.another_question),
+        on_rank_1(planted.another_question),
         ["the training questions as prompts: rank 1 did not read what rank 0 read"], layout="TP2", kind=InputError,
     ),
     "temperature x 1.3": Fault(
@@ -155,23 +152,23 @@ FAULTS = {
         SURPRISE,
     ),
     "a gradient not summed over data ranks": of_state(
-        partial(planted.one_gradient_not_summed, False), "TP2_EP2_DP2", "1 steps: model.layers.0.self_attn."
+        planted.one_gradient_not_summed(False), "TP2_EP2_DP2", "1 steps: model.layers.0.self_attn."
     ),
     "an expert's gradient not summed over its copies": of_state(
-        partial(planted.one_gradient_not_summed, True), "EP2_DP4", "1 steps: model.layers.0.mlp.experts."
+        planted.one_gradient_not_summed(True), "EP2_DP4", "1 steps: model.layers.0.mlp.experts."
     ),
     "a factor that drifts on one rank": of_state(
-        partial(on_rank_1, planted.a_factor_that_drifts), "TP2",
+        on_rank_1(planted.a_factor_that_drifts), "TP2",
         "1 steps: model.layers.0.self_attn.qkv_proj.A of ranks 0, 1: not the same",
     ),
     "a norm whose elements one rank has in another order": of_state(
         planted.a_norm_in_another_order, "DP2", "0 steps: model.layers.1.input_layernorm.weight of ranks 0, 1"
     ),
     "B as 0 in the checkpoint": of_checkpoint(
-        partial(planted.remade, "adapter", ".B", torch.zeros_like), "adapter model.layers.0."
+        planted.adapter_remade(".B", torch.zeros_like), "adapter model.layers.0."
     ),
     "experts in another order in the checkpoint": of_checkpoint(
-        partial(planted.remade, "adapter", ".experts.", lambda value: value.flip(0)), ".experts.", "TP2_EP2"
+        planted.adapter_remade(".experts.", lambda value: value.flip(0)), ".experts.", "TP2_EP2"
     ),
     "moments exchanged in the checkpoint": of_checkpoint(planted.moments_exchanged, "optimizer model.layers.0."),
     "a tensor more in the checkpoint": of_checkpoint(planted.a_tensor_more, "adapter more"),
@@ -215,10 +212,10 @@ def test_a_fault_of_one_rank_stops_all_ranks_or_warns_once(fault: str, layout: s
         training.config(model, tmp_path / action, **{expected[0].replace(".", "__"): action}, **FEW | changes)
         for action in ("stop", "warn")
     )
-    reports = raised(partial(on_rank_1, plant), stop, layout)
+    reports = raised(on_rank_1(plant), stop, layout)
     assert {kind for kind, _ in reports} == {Tripped} and len({message for _, message in reports}) == 1, reports
     assert all(part in reports[0][1] for part in expected), reports[0]
-    assert raised(partial(on_rank_1, plant), warn, layout) == [(InputError, "")] * len(reports)
+    assert raised(on_rank_1(plant), warn, layout) == [(InputError, "")] * len(reports)
     run = training.only_run(warn)
     text = (run / "log.txt").read_text()
     assert text.count(f"warning: {expected[0]}: step 1") == 1 and all(part in text for part in expected[2:])

@@ -11,22 +11,23 @@ import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 import training
 import world
+from planted import both, pushed_otherwise
+from planting import after
 from scope import cases
 
 import data_gsm8k
 import grpo
 import learner
-import parallel_setup
 import startup
 import train_grpo
 import weights_hf
 from engines.interface import Completion
+from input_files import InputError
 
 LAYOUTS = ["TP2_EP2_DP2", "TP2_EP2_ETP2"]  # test_lora.py covers the two kinds of layouts that --all leaves out here
 LAYOUTS = cases(LAYOUTS, [name for name in world.LAYOUTS if name not in ("TP1", "TP8", "TP4_EP4_ETP4", *LAYOUTS)])
@@ -97,11 +98,8 @@ def runs(models, tmp_path_factory) -> dict[str, Path]:
         jobs[f"{option}: {split}"] = layout, TWO_UPDATES | OPTIONS[option] | changes
     jobs |= {f"{name} {where}": (where, TWO_UPDATES | FEW[name]) for name in FEW for where in ("TP1", "EP2_DP4")}
     jobs |= {f"dropout {run}": ("TP2_EP2", {"lora__dropout": 0.1}) for run in ("once", "again")}
-    jobs["dropout, recompute"] = "TP2_EP2", {"lora__dropout": 0.1, "model__recompute": True}
     jobs |= {f"bf16 {kind}": ("TP2_EP2", {"model__dtype": "bf16"}) for kind in BF16}
     jobs["r3"] = "TP1", TWO_UPDATES | {"replay__mode": "r3"}
-    noise = {"aqn__schedule": "constant", "lora__targets": ROUTER_TOO, "loss__importance": "token"}
-    jobs["replay, router and noise"] = "TP2_EP2_DP2", noise | {"replay__mode": "r3"}
     jobs["skipped at once"] = ("TP1", {"loss__skip_equal_groups": True})
     jobs["seed 5"] = ("DP2", {"train__seed": 5, "eval__batch_size": 9})
     model = {label: models["qwen2_moe" if "qwen2_moe" in label else "qwen3_moe"] for label in jobs}
@@ -160,41 +158,6 @@ def test_skipped_groups_do_not_change_the_scale_of_the_metrics(runs) -> None:
     assert abs(rows[0]["actor/entropy"] - wanted[0]["actor/entropy"]) < 0.01 * wanted[0]["actor/entropy"]
 
 
-DROPPED = {  # a reduction of sync_gradients_: a layout that needs it
-    "data": "TP2_EP2_DP2", "tensor": "TP2_EP2_DP2", "expert_data": "TP2_EP2_DP2", "expert_tensor": "TP2_EP2_ETP2",
-}  # fmt: skip
-
-
-def train_without_each(jobs: dict) -> None:
-    """Train without one of the reductions of sync_gradients_, one after the other."""
-    real, real_sum = parallel_setup.Parallel.sync_gradients_, parallel_setup.sum_gradients_
-
-    for dropped, job in jobs.items():
-
-        def sync(parallel, parameters, dropped=dropped) -> None:
-            group = getattr(parallel, f"{dropped}_group")
-            parallel_setup.sum_gradients_ = lambda members, over: None if over is group else real_sum(members, over)
-            real(parallel, parameters)
-
-        with mock.patch.object(parallel_setup.Parallel, "sync_gradients_", sync):
-            training.train_each([job])
-
-
-def test_a_dropped_reduction_shows_at_the_second_step(models, runs, tmp_path) -> None:
-    """Negative control of the tests above. Two tripwires are off, which would notice that ranks have other policies."""
-    jobs = {}
-    for dropped, layout in DROPPED.items():
-        off = {"checks__logp_gap": "off", "checks__state": "off", "train__out_dir": str(tmp_path / dropped)}
-        jobs[dropped] = layout, training.in_layout(training.config(models["qwen3_moe"], tmp_path, **off), layout)
-    training.in_world("TP2_EP2_DP2", train_without_each, jobs)
-    expected = training.metrics(runs["qwen3_moe TP1"])
-    for dropped, (_, cfg) in jobs.items():
-        found = training.metrics(training.only_run(cfg))
-        assert found[0]["reward/mean"] == expected[0]["reward/mean"]
-        for key in ("actor/kl_loss", "actor/grad_norm"):
-            assert abs(found[1][key] - expected[1][key]) > 1e-3 * abs(expected[1][key]), dropped
-
-
 # ------------------------------------------------------------------------------------------------ repetition
 
 
@@ -202,11 +165,6 @@ def test_the_same_run_twice_is_the_same_to_the_byte(runs) -> None:
     for name in ("metrics.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl"):
         assert (runs["dropout once"] / name).read_bytes() == (runs["dropout again"] / name).read_bytes()
         assert (runs["dropout once"] / name).stat().st_size
-
-
-def test_recompute_repeats_the_dropout_of_the_forward(runs) -> None:
-    training.assert_same_metrics(runs["dropout, recompute"], runs["dropout once"])
-    assert column(runs["dropout once"], "actor/grad_norm") != column(runs["qwen3_moe TP2_EP2"], "actor/grad_norm")
 
 
 def test_the_first_evaluation_depends_neither_on_the_seed_nor_on_the_world(runs) -> None:
@@ -232,7 +190,7 @@ def test_the_first_step_starts_at_the_reference(run, runs) -> None:
 
 def test_sampler_and_trainer_agree_in_fp32_and_nearly_in_bf16(runs) -> None:
     for label, run in runs.items():
-        if not label.startswith(("bf16", "dropout", "rounded", "nothing to learn", "replay, router")):
+        if not label.startswith(("bf16", "dropout", "rounded", "nothing to learn")):
             assert max(column(run, "rollout/logp_gap_max")) <= 1e-5, label
     assert min(column(runs["rounded mis"], "rollout/logp_gap_max")) > 1e-3  # it samples from other weights
     for kind in BF16:
@@ -276,16 +234,10 @@ EDGE = 0.05  # so small gates are nearly undecided: a disturbance changes the ch
 DISTURBANCE = 0.002
 
 
-def train_padded(jobs: list) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        training.pad_rows(patch)
-        training.train_each(jobs)
-
-
 @pytest.mark.parametrize("mode", cases(["r3"], ["r2"]))
 def test_packed_lines_replay_as_padded_rows_do(mode: str, runs, models, tmp_path: Path) -> None:
     cfg = training.config(models["qwen3_moe"], tmp_path, **TWO_UPDATES, replay__mode=mode)
-    training.in_world("TP1", train_padded, [("TP1", cfg)])
+    assert training.raised(training.pad_rows, cfg) == [(InputError, "")]
     for padded, packed in zip(training.metrics(training.only_run(cfg)), training.metrics(runs[mode]), strict=True):
         for key in ("actor/loss", "actor/grad_norm", "actor/kl_loss", "rollout/logp_gap_mean"):
             assert packed[key] == pytest.approx(padded[key], rel=1e-4, abs=1e-6), key
@@ -302,29 +254,19 @@ def test_an_undisturbed_sampler_makes_replay_change_the_later_updates_only(mode:
     assert replayed["replay/differing_frac"] > 0 and replayed["actor/loss"] != free["actor/loss"]
 
 
-def test_replay_lora_on_the_router_and_noise_together_on_four_ranks(runs) -> None:
-    for row in training.metrics(runs["replay, router and noise"]):
-        assert row["aqn/sigma"] == 0.01 and row["aqn/probe_shift"] > 0 and row["actor/grad_norm"] > 0
-        assert 0 < row["replay/differing_frac"] < 0.5 and 0 < row["rollout/importance_mean"] < 2
+@torch.no_grad()
+def undecided(_: None, model: torch.nn.Module, *__) -> None:
+    for layer in model.decoder.layers:
+        layer.mlp.router.weight.mul_(EDGE)
 
 
-def train_disturbed(jobs: list) -> None:
-    """The trainer's routers are nearly undecided, and the sampler gets them with a small disturbance."""
+def disturbed(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    noise = DISTURBANCE * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(7))
+    return tensor + noise if name.endswith("mlp.gate.weight") else tensor
 
-    @torch.no_grad()
-    def undecided(_: None, model: torch.nn.Module, *__) -> None:
-        for layer in model.decoder.layers:
-            layer.mlp.router.weight.mul_(EDGE)
 
-    def change(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor + DISTURBANCE * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(7))
-
-    def disturbed(stream, *_):
-        return ((name, change(tensor) if name.endswith("mlp.gate.weight") else tensor) for name, tensor in stream)
-
-    training.after(weights_hf, "load", undecided)
-    training.after(weights_hf, "export", disturbed)
-    training.train_each(jobs)
+# The trainer's routers are nearly undecided, and the sampler gets them with a small disturbance.
+DISTURBED = both(after(weights_hf, "load", undecided), pushed_otherwise(disturbed))
 
 
 def test_replay_takes_most_of_a_disturbed_routers_gap_away(models, tmp_path: Path) -> None:
@@ -332,7 +274,7 @@ def test_replay_takes_most_of_a_disturbed_routers_gap_away(models, tmp_path: Pat
         training.config(models["qwen3_moe"], tmp_path / mode, replay__mode=mode, checks__logp_gap="off", train__steps=1)
         for mode in ("off", "r3")
     ]
-    training.in_world("TP1", train_disturbed, [("TP1", cfg) for cfg in cfgs])
+    assert [training.raised(DISTURBED, cfg) for cfg in cfgs] == [[(InputError, "")]] * 2
     (free,), (replayed,) = (training.metrics(training.only_run(cfg)) for cfg in cfgs)
     gaps = [row["rollout/logp_gap_mean"] for row in (free, replayed)]
     assert gaps[0] > 1e-4 and gaps[1] < gaps[0] / 5, gaps

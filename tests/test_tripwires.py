@@ -18,7 +18,6 @@ from source import ROOT
 from training import raised
 
 import runlog
-import weights_hf
 from config import to_yaml
 from input_files import InputError
 from knobs import Action, ChecksConfig
@@ -100,8 +99,7 @@ def test_the_command_ends_with_code_3_and_the_report(model: Path, tmp_path: Path
     (tmp_path / "run.yaml").write_text(to_yaml(training.config(model, tmp_path, **FEW)))
     for module, name in ((run_page, "draw_curves"), (runlog, "write_records")):
         monkeypatch.setattr(module, name, lambda *args: None)
-    monkeypatch.setattr(weights_hf, "export", weights_hf.export)  # restores it after this test
-    gate_permuted()
+    gate_permuted(monkeypatch)
     assert breaking.exit_code([str(tmp_path / "run.yaml")]) == 3
     message = capfd.readouterr().err
     assert message.startswith("stopped: checks.logp_gap: step 1") and "layer 0" in message

@@ -15,6 +15,7 @@ import torch
 import training
 import world
 from lora_reference import TARGETS
+from planting import instead
 from scope import cases
 from torch import Tensor
 
@@ -185,16 +186,8 @@ def test_noise_in_the_columns_of_a_rounded_matrix_is_refused(tmp_path: Path) -> 
 # ------------------------------------------------------------------------------------------------ whole runs
 
 
-def train(jobs: list[tuple[Config, bool]]) -> None:
-    """Train one run after the other. Runs with the fault do not push clean norms before an evaluation."""
-    sound = WeightSync.push_clean
-
-    def push_clean(self: WeightSync) -> None:
-        self.engine.load_weights((name, tensor) for name, tensor in self._changed() if name not in self.touched)
-
-    for cfg, faulty in jobs:
-        WeightSync.push_clean = push_clean if faulty else sound
-        training.train_each([("TP1", cfg)], lenient=True)
+def push_all_but_norms(_: object, sync: WeightSync) -> None:
+    sync.engine.load_weights((name, tensor) for name, tensor in sync._changed() if name not in sync.touched)
 
 
 @pytest.fixture(scope="module")
@@ -213,8 +206,10 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     changes["rounded"] = still | {"rollout__round_bits": 3, "rollout__round_group": 16}
     changes |= {"grid": small, "fp32": small | {"aqn__bf16": "fp32"}}
     cfgs = {label: training.config(model, out / label, **changes[label]) for label in changes}
-    training.in_world("TP1", train, [(cfg, label == "faulty") for label, cfg in cfgs.items()])
-    return {label: training.only_run(cfg) for label, cfg in cfgs.items()}
+    faulty = cfgs.pop("faulty")
+    assert training.raised(instead(WeightSync, "push_clean", push_all_but_norms), faulty) == [(InputError, "")]
+    runs = training.run_all({label: ("TP1", cfg) for label, cfg in cfgs.items()})
+    return runs | {"faulty": training.only_run(faulty)}
 
 
 def test_evaluation_is_the_same_to_the_last_bit_with_and_without_noise_or_rounding(

@@ -1,7 +1,7 @@
 """The push of a rank's own shards: what arrives, what is refused, and what the check at the start finds.
 
-The reference is the push of whole tensors, cut here once more by hand. Engines are stand-ins that keep what they get;
-that the cut is vLLM's is test_colocated.py's matter.
+The reference is the push of whole tensors, cut as those of a model without adapters. Engines are stand-ins that keep
+what they get; that the cut is vLLM's is test_colocated.py's matter.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
-import sys
+import shutil
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import adapted
 import pytest
@@ -21,13 +22,15 @@ import torch
 import training
 import world
 from lora_reference import TARGETS
+from planted import engine_with, nothing
 from torch import Tensor
 
 import hf_config
 import lora_megatron
 import rollout
 import weights_hf
-from engines import vllm_colocated, vllm_inside
+from architecture import Architecture
+from engines import vllm_colocated, vllm_engine, vllm_inside
 from engines.interface import Completion
 from engines.torch_sampler import TorchSampler
 from engines.vllm_colocated import ColocatedEngine
@@ -80,39 +83,12 @@ class Keeper:
         return [[Completion([1], [mass], "length")] for _ in prompts]
 
 
-def cut(whole: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """This rank's parts of whole tensors in vLLM's fused form, experts transposed, by hand."""
-    part = rank % TENSOR
-    mine: dict[str, Tensor] = {}
-    for name, tensor in whole.items():
-        stem, _, last = name.rpartition(".")
-        if ".experts." in name:
-            continue
-        if "q_proj" in name:
-            trio = [whole[f"{stem[: -len('q_proj')]}{x}_proj.{last}"].chunk(TENSOR)[part] for x in "qkv"]
-            mine[name.replace("q_proj", "qkv_proj")] = torch.cat(trio)
-        elif stem.endswith(("k_proj", "v_proj", "up_proj")):
-            continue
-        elif stem.endswith("gate_proj"):
-            pair = [tensor.chunk(TENSOR)[part], whole[name.replace("gate_proj", "up_proj")].chunk(TENSOR)[part]]
-            mine[name.replace("gate_proj", "gate_up_proj")] = torch.cat(pair)
-        elif stem.endswith(("o_proj", "down_proj")):
-            mine[name] = tensor.chunk(TENSOR, dim=1)[part]
-        elif stem in ("model.embed_tokens", "lm_head"):
-            mine[name] = tensor.chunk(TENSOR)[part]
-        else:
-            mine[name] = tensor
-    for layer in (0, 2):
-        stem = f"model.layers.{layer}.mlp.experts"
-        if f"{stem}.0.up_proj.weight" not in whole:
-            continue
-        gate, up, down = (
-            [whole[f"{stem}.{expert}.{block}_proj.weight"].t() for expert in range(4 * rank, 4 * rank + 4)]
-            for block in ("gate", "up", "down")
-        )
-        mine[f"{stem}.w13_weight"] = torch.stack([torch.cat([g, u], dim=1) for g, u in zip(gate, up, strict=True)])
-        mine[f"{stem}.w2_weight"] = torch.stack(down)
-    return mine
+def cut(whole: dict[str, Tensor], arch: Architecture, parallel: Parallel, path: Path) -> dict[str, Tensor]:
+    """This rank's shards of a model without adapters that has the tensors ``whole``."""
+    with tempfile.TemporaryDirectory() as folder:
+        weights_hf.save_model(iter(whole.items()), Path(folder))
+        shutil.copy(path / "config.json", folder)
+        return dict(vllm_colocated.shards(adapted.load(Path(folder), parallel)[0], arch, parallel))
 
 
 def both_ways(parallel: Parallel, path: Path) -> dict[str, list]:
@@ -135,8 +111,7 @@ def both_ways(parallel: Parallel, path: Path) -> dict[str, list]:
                     keys = [key for key in pushed[True] if key not in ("sync/checksum", "aqn/probe_shift")]
                     wrong += [key for key in keys if pushed[True][key] != pushed[False][key]]
                 checksums.append(pushed[True]["sync/checksum"])
-            needed = cut(keepers[False].held, parallel.rank)
-            held = keepers[True].held
+            needed, held = cut(keepers[False].held, arch, parallel, path), keepers[True].held
             wrong += sorted(needed.keys() ^ held.keys())
             wrong += [name for name in needed if name in held and not torch.equal(needed[name], held[name])]
             names.append(keepers[True].pushes[-2 if noise and step >= 0 else -1])
@@ -147,13 +122,8 @@ def both_ways(parallel: Parallel, path: Path) -> dict[str, list]:
 def on_a_rank(parallel: Parallel, path: Path) -> dict[str, object]:
     """What the tests below compare, on one rank."""
     model, arch = adapted.load(path, parallel)
-    names = [vllm_colocated.vllm_name(slot) for slot in weights_hf.slots(model, arch, parallel)]
     found = {
         "shards": {name: tensor.clone() for name, tensor in vllm_colocated.shards(model, arch, parallel)},
-        "without collectives": without_collectives(parallel, path),
-        "names": {name: names.count(name) for name in names},
-        "starts": starts(parallel, path),
-        "placements": placements(parallel, path),
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WeightSync, "_gap", lambda self, prompt: 0.0)  # a Keeper cannot compute log-probs
@@ -182,29 +152,21 @@ def test_a_local_push_is_the_streamed_one_cut(noise: str, answers) -> None:
         assert bool(touched) == (noise != "off") and "model.norm.weight" not in later[0]
 
 
-def test_nothing_travels_in_a_local_push(answers) -> None:
-    assert [answer["without collectives"] for answer in answers] == [(True, False)] * 4
-
-
-def without_collectives(parallel: Parallel, path: Path) -> tuple[bool, bool]:
-    """Whether the local and the streamed push work while every collective raises."""
+def without_collectives(parallel: Parallel, path: Path) -> None:
+    """The local push works where every collective raises; the streamed one does not."""
     model, arch = adapted.load(path, parallel)
     lora_megatron.attach(model, config(path, {}, True).lora, parallel, 0)
-
-    def refuse(*args, **options) -> None:
-        raise RuntimeError("a collective")
-
-    def passes(export) -> bool:
-        try:
-            return len(dict(export(model, arch, parallel))) > 20
-        except RuntimeError:
-            return False
-
     with pytest.MonkeyPatch.context() as patch:
         for name in ("all_gather_into_tensor", "all_gather", "all_gather_object", "all_reduce", "broadcast", "barrier",
                      "all_to_all_single", "reduce_scatter_tensor", "send", "recv"):  # fmt: skip
-            patch.setattr(torch.distributed, name, refuse)
-        return passes(vllm_colocated.shards), passes(weights_hf.export)
+            patch.setattr(torch.distributed, name, mock.Mock(side_effect=RuntimeError("a collective")))
+        assert len(dict(vllm_colocated.shards(model, arch, parallel))) > 20
+        with pytest.raises(RuntimeError, match="a collective"):
+            dict(weights_hf.export(model, arch, parallel))
+
+
+def test_nothing_travels_in_a_local_push(path: Path) -> None:
+    world.in_layouts([LAYOUT], without_collectives, path)
 
 
 # ------------------------------------------------------------------------------------------------ into vLLM's memory
@@ -293,23 +255,6 @@ def arguments(kind: type, device: str, routed_experts: bool) -> dict:
     return engine._more_arguments(4, 16, enforce_eager=True, max_sequences=192)
 
 
-def test_the_runner_and_the_scheduling_of_vllm_are_set_by_name(path: Path, monkeypatch) -> None:
-    """On CUDA vLLM 0.30.0 would choose Model Runner V2 and asynchronous scheduling by itself."""
-    given: dict = {}
-    monkeypatch.setitem(
-        sys.modules, "vllm", SimpleNamespace(LLM=lambda **more: given.update(more) or SimpleNamespace())
-    )
-    monkeypatch.setattr(vllm_inside, "correct_cpu_defects", lambda job: None)
-    monkeypatch.setattr(vllm_inside, "surroundings_kept", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr("torch.distributed.broadcast_object_list", lambda job: None)
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
-    monkeypatch.setattr(os, "environ", {"PATH": ""})
-    with pytest.raises(AttributeError, match="llm_engine"):  # the stand-in has nothing that could sample
-        VllmEngine(hf_config.read(path), path, stop_tokens={1}, max_tokens=64, device="cuda", max_sequences=48)
-    assert (given["async_scheduling"], given["max_num_seqs"]) == (False, 48)
-    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
-
-
 def test_a_replica_on_an_npu_splits_each_expert_where_routes_are_recorded() -> None:
     """With whole experts a rank sees a part of the tokens, and vllm-ascend records this part: test_vllm_ascend.py."""
     kept = {
@@ -326,77 +271,48 @@ def test_a_replica_on_an_npu_splits_each_expert_where_routes_are_recorded() -> N
 # ------------------------------------------------------------------------------------------------ the start of a run
 
 
-FAULTS = {
-    "tensor": ("tensor", lambda ranks: ranks[::-1]),
-    "data": ("data", lambda ranks: ranks[:1]),
-    "experts elsewhere": ("layer 2 experts", lambda ids: [i + 4 for i in ids]),
-    "experts in another order": ("layer 2 experts", lambda ids: ids[::-1]),
-    "one more layer": ("layer 1 experts", lambda _: [0]),
+PLACES = [  # a part of the placement, and what it is instead
+    ("tensor", lambda ranks: ranks[::-1]),
+    ("data", lambda ranks: ranks[:1]),
+    ("layer 2 experts", lambda ids: [i + 4 for i in ids]),  # elsewhere
+    ("layer 2 experts", lambda ids: ids[::-1]),  # in another order
+    ("layer 1 experts", lambda _: [0]),  # one more layer
+]
+STARTS = {  # from this push on the engine has another matrix
+    "": nothing,
+    "the first push": engine_with("0.self_attn.o_proj", lambda *found: found[-1].flip(1)),
+    "a second push of the same policy": engine_with(
+        "0.self_attn.o_proj", lambda engine, _, tensor: tensor.flip(1) if engine.ready else tensor
+    ),
 }
 
 
-def placements(parallel: Parallel, path: Path) -> dict[str, str]:
-    """Fault -> the message that refuses it. The sound placement is accepted."""
-    arch, sound, said = hf_config.read(path), Keeper(parallel).placement(), {}
+def refusals(parallel: Parallel, path: Path) -> None:
+    """On every rank, the sound start is accepted and each fault is refused."""
+    cfg, (model, arch) = training.config(path, path), adapted.load(path, parallel)
+    lora_megatron.attach(model, cfg.lora, parallel, 0)
+    sound = Keeper(parallel).placement()
     vllm_colocated.check_placement(sound, arch, parallel)
-    for label, (key, change) in FAULTS.items():
-        with pytest.raises(InputError) as refused:
+    for key, change in PLACES:
+        with pytest.raises(InputError, match=f"rank {parallel.rank}: vLLM's {key}: "):
             vllm_colocated.check_placement(sound | {key: change(sound.get(key))}, arch, parallel)
-        said[label] = str(refused.value)
-    return said
+    for push, plant in STARTS.items():
+        with pytest.MonkeyPatch.context() as patch:
+            plant(patch)
+            engine = TorchSampler(arch, stop_tokens=set(), pad_token=0)
+            sync = WeightSync(engine, model, arch, parallel, cfg)
+            differ = f"after {push} sampler and trainer differ by"
+            with pytest.raises(Tripped, match=differ) if push else contextlib.nullcontext():
+                sync.check_start(PROBE)
 
 
-def test_a_place_that_is_not_the_trainers_is_refused(answers) -> None:
-    for rank, said in enumerate(answer["placements"] for answer in answers):
-        for label, message in said.items():
-            assert f"rank {rank}: vLLM's {FAULTS[label][0]}: " in message, label
-
-
-class Faulty(TorchSampler):
-    """A sampler that gets one o_proj with its columns in another order, from push number ``fault_from`` on."""
-
-    fault_from = 10**9
-    pushes = 0
-
-    def load_weights(self, named_tensors) -> None:
-        self.pushes += 1
-        wrong = self.pushes >= self.fault_from
-        super().load_weights(
-            (name, tensor.flip(1) if wrong and name == "model.layers.0.self_attn.o_proj.weight" else tensor)
-            for name, tensor in named_tensors
-        )
-
-
-def starts(parallel: Parallel, path: Path) -> dict[int, str]:
-    """The push from which on the engine gets a wrong matrix -> the message of the check at the start."""
-    cfg = training.config(path, path)
-    said = {}
-    for fault_from in (10**9, 1, 2):
-        model, arch = adapted.load(path, parallel)
-        lora_megatron.attach(model, cfg.lora, parallel, 0)
-        engine = Faulty(arch, stop_tokens=set(), pad_token=0)
-        engine.fault_from = fault_from
-        sync = WeightSync(engine, model, arch, parallel, cfg)
-        try:
-            sync.check_start(PROBE)
-            said[fault_from] = ""
-        except Tripped as error:
-            said[fault_from] = str(error)
-    return said
-
-
-def test_a_run_does_not_start_unless_sampler_and_trainer_agree_and_go_on_to(answers) -> None:
-    for said in (answer["starts"] for answer in answers):
-        assert said[10**9] == ""
-        assert "after the first push sampler and trainer differ by" in said[1]
-        assert "after a second push of the same policy" in said[2]
+def test_a_run_starts_only_in_the_trainers_place_and_while_sampler_and_trainer_agree(path: Path) -> None:
+    world.in_layouts([LAYOUT], refusals, path)
 
 
 def test_the_engine_is_the_one_that_the_configuration_asks_for(path: Path, monkeypatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(vllm_colocated.ColocatedEngine, "__init__", lambda self, *a, **k: asked.append("colocated"))
-    from engines import vllm_engine
-
+    monkeypatch.setattr(ColocatedEngine, "__init__", lambda self, *a, **k: asked.append("colocated"))
     monkeypatch.setattr(vllm_engine, "check", lambda *a, **k: asked.append("checked"))
     arch = hf_config.read(path)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
@@ -405,9 +321,3 @@ def test_the_engine_is_the_one_that_the_configuration_asks_for(path: Path, monke
         rollout.check_engine(config(path, {}, True), arch, 4)
     rollout.check_engine(config(path, {}, False), arch, 4)
     assert asked == ["colocated", "checked", "checked"]
-
-
-def test_weights_hf_gives_every_slot_once(answers) -> None:
-    """Every slot has its own name in vLLM, except that the experts of a layer share two names."""
-    shared = {name: count for name, count in answers[0]["names"].items() if count > 1}
-    assert shared == {f"model.layers.{i}.mlp.experts.{w}_weight": 4 for i in (0, 2) for w in ("w13", "w2")}

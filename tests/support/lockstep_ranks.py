@@ -43,7 +43,7 @@ def prompts(lengths: list[int], rank: int) -> list[list[int]]:
 def run(out_dir: str, model_dir: str) -> None:
     """Sample on this rank and end the process, as train_grpo does after an error."""
     rank = dist.get_rank()
-    arch = hf_config.parse(json.loads(Path(model_dir, "as_moe.json").read_text()), model_dir)
+    arch = hf_config.read(model_dir)
     tensors = load_file(Path(model_dir) / "model.safetensors")
     results = []
     for kind in (VllmEngine, OnCpu):  # the first kind has two independent replicas

@@ -65,6 +65,13 @@ def load(directory: Path):
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
 
 
+@torch.no_grad()
+def logp(model, prompt: list[int], tokens: list[int], temperature: float = 1.0) -> Tensor:
+    """The log-prob of each of ``tokens`` after ``prompt`` and the tokens before it (teacher forcing)."""
+    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+    return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
 def tokens(rows: int = 8, length: int = 16, vocabulary: int = 128, seed: int = 1) -> torch.Tensor:
     """Random token ids.  -> (rows, length)"""
     return torch.randint(0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed))

@@ -1,8 +1,9 @@
-"""What holds for the samples of every engine, with transformers as the reference: log-probs, greedy tokens, routes."""
+"""Models and checks of samples that several test files use, with transformers as the reference."""
 
 from __future__ import annotations
 
 import math
+import random
 import shutil
 from pathlib import Path
 
@@ -13,16 +14,18 @@ from safetensors.torch import load_file, save_file
 
 import hf_config
 
-BAD_CALLS = [  # (what is changed in a call of five prompts for a vocabulary of 128 tokens, the message)
-    (dict(prompts=[[]], seeds=[1]), "prompt 0 is empty"),
-    (dict(prompts=[[1], [128]], seeds=[1, 2]), "prompt 1 has a token outside"),
-    (dict(prompts=[[-1]], seeds=[1]), "prompt 0 has a token outside"),
-    (dict(seeds=[1]), "5 prompts but 1 seeds"),
-    (dict(max_new_tokens=0), "max_new_tokens 0"),
-    (dict(num_samples=0), "num_samples 0"),
-    (dict(temperature=-0.1), "temperature"),
-    (dict(temperature=math.nan), "temperature"),
-]
+HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=384)
+MODELS = {
+    "qwen3": ("qwen3_moe", HEADS),  # a dense layer in the middle
+    # Biases, a shared expert, a tied head, and a vocabulary and widths that vLLM pads.
+    "qwen2": ("qwen2_moe", HEADS | dict(hidden_size=128, vocab_size=131, moe_intermediate_size=40, mlp_only_layers=[],
+                                        shared_expert_intermediate_size=56, tie_word_embeddings=True)),
+    "olmoe": ("olmoe", HEADS | dict(hidden_size=128)),
+    "qwen2_no_qkv_bias": ("qwen2_moe", HEADS | dict(hidden_size=128, qkv_bias=False)),
+    "qwen3_odd_widths": ("qwen3_moe", HEADS | dict(hidden_size=30, moe_intermediate_size=7)),
+}  # fmt: skip
+DENSE = HEADS | dict(hidden_size=128, vocab_size=131, mlp_only_layers=[0, 1, 2])  # a qwen2_moe without experts
+FREE = dict(num_samples=2, max_new_tokens=12, temperature=1.0)
 
 
 class Model:
@@ -42,12 +45,6 @@ class Model:
         return Model(folder)
 
     @torch.no_grad()
-    def logp(self, prompt: list[int], tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
-        """The log-prob of each of ``tokens`` after ``prompt`` and the tokens before it (teacher forcing)."""
-        logits = self.hf(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
-        return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-
-    @torch.no_grad()
     def next_probs(self, prompt: list[int], temperature: float) -> torch.Tensor:
         """The probability of every next token.  -> (V,)"""
         return torch.softmax(self.hf(torch.tensor([prompt])).logits[0, -1].double() / temperature, -1)
@@ -56,7 +53,10 @@ class Model:
         """The error of every log-prob of the answers."""
         rows = [(prompt, one) for prompt, group in zip(prompts, answers, strict=True) for one in group]
         return torch.cat(
-            [(self.logp(prompt, one.tokens, temperature) - torch.tensor(one.logp)).abs() for prompt, one in rows]
+            [
+                (reference.logp(self.hf, prompt, one.tokens, temperature) - torch.tensor(one.logp)).abs()
+                for prompt, one in rows
+            ]
         )
 
     @torch.no_grad()
@@ -71,16 +71,15 @@ def flat(answers: list) -> list[tuple]:
     return [(one.tokens, one.logp, one.finish_reason) for group in answers for one in group]
 
 
-def assert_greedy(model: Model, engine, prompts: list[list[int]], stops: set[int]) -> None:
-    """At temperature 0 the tokens are those of transformers' generate; truncation changes nothing."""
-    settings = dict(num_samples=1, max_new_tokens=12, temperature=0, top_p=0.5, top_k=3)
-    answers = engine.sample(prompts, seeds=[0] * len(prompts), **settings)
-    for prompt, (one,) in zip(prompts, answers, strict=True):
-        ids = torch.tensor([prompt])
-        rule = dict(max_new_tokens=12, do_sample=False, eos_token_id=sorted(stops), pad_token_id=0)
-        expected = model.hf.generate(ids, attention_mask=torch.ones_like(ids), **rule)
-        assert one.tokens == expected[0, len(prompt) :].tolist()
-    assert model.gaps(prompts, answers).max() <= 1e-5
+def randomness() -> tuple:
+    """The state of the generators that nobody may advance, and a function that vLLM replaces."""
+    return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist(), torch.set_num_threads
+
+
+def assert_alike(answers: list, expected: list) -> None:
+    """The same tokens; log-probs may differ by rounding."""
+    for one, other in zip(sum(answers, []), sum(expected, []), strict=True):
+        assert one.tokens == other.tokens and np.allclose(one.logp, other.logp, rtol=0, atol=1e-5)
 
 
 def assert_routes(model: Model, prompts: list[list[int]], answers: list) -> None:
@@ -89,15 +88,6 @@ def assert_routes(model: Model, prompts: list[list[int]], answers: list) -> None
         for one in group:
             assert one.routed_experts.dtype == np.uint8
             assert np.array_equal(np.sort(one.routed_experts, -1), model.routes(prompt + one.tokens[:-1]))
-
-
-def assert_stops(free: list, cut: list, stops: set[int]) -> None:
-    """``cut`` are the answers ``free`` up to the first of the tokens ``stops``."""
-    for whole, one in zip(sum(free, []), sum(cut, []), strict=True):
-        end = next((i + 1 for i, token in enumerate(whole.tokens) if token in stops), None)
-        assert one.tokens == whole.tokens[:end] and np.allclose(one.logp, whole.logp[:end], rtol=0, atol=1e-5)
-        assert one.finish_reason == ("stop" if end else "length") and whole.finish_reason == "length"
-    assert {one.finish_reason for group in cut for one in group} == {"stop", "length"}
 
 
 def assert_frequencies(group: list, probs: torch.Tensor) -> None:
