@@ -2,7 +2,7 @@
 
 Each rank runs `measure` once for each layout and kind, in one forked world for each number of ranks. Each control
 leaves out one reduction, which the tests must notice. Then: the targets that can be adapted or are refused, dropout
-with recompute, bf16 bases, and the cost of frozen experts.
+with recompute, and bf16 bases.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ from measured import CONTROLS, measure
 from safetensors.torch import load_file
 from scope import cases
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import adapter_weights
-import kernels
 import lora_megatron
 import weights_hf
 from input_files import InputError
@@ -270,47 +268,3 @@ def test_bf16_model_trains_fp32_factors(dropped):
         print(f"cosine of the bf16 model's LoRA gradient with fp32's: {rank['bf16 cosine']:.4f}")
         assert rank["bf16 dtypes"] == {torch.float32}
         assert rank["bf16 cosine"] > 0.95
-
-
-# ------------------------------------------------------------------------------------------------ frozen experts
-
-
-class _Shapes(TorchDispatchMode):
-    """The shapes of all tensors that operations allocate."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[tuple[int, ...]] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and not any(result.alias_info for result in func._schema.returns):
-            self.seen.add(tuple(out.shape))
-        return out
-
-
-def expert_gradient_shapes(parallel: Parallel, path: Path, tokens: Tensor) -> tuple:
-    """Shapes of the frozen experts, and of the tensors of a backward pass with frozen and (control) trained experts."""
-    model, _ = load(path, parallel)
-    lora_megatron.attach(model, lora_config(), parallel, SEED)
-    bases = [p for name, p in model.named_parameters() if name.endswith("base.weight") and p.dim() == 3]
-    with _Shapes() as frozen:
-        backward(model, tokens, parallel)
-    for base in bases:
-        base.requires_grad_()
-    with _Shapes() as trained:
-        backward(model, tokens, parallel)
-    shapes = {tuple(base.shape) for base in bases}
-    return shapes, shapes & frozen.seen, shapes & trained.seen
-
-
-@pytest.mark.parametrize("loop", [False, True], ids=["grouped kernel", "loop over experts"])
-def test_no_weight_gradient_of_frozen_experts_is_formed(loop, problem, monkeypatch):
-    if loop:  # the fallback of grouped_mm for widths that the kernel does not support
-        monkeypatch.setattr(kernels, "_grouped_mm_takes", lambda weight: False)
-    paths, tokens, _ = problem
-    answers = world.in_layouts(["TP1"], expert_gradient_shapes, paths["qwen3_moe"], tokens)
-    shapes, frozen, trained = answers["TP1"][0]
-    assert shapes == {(16, 64, 64), (16, 32, 64)}  # (E, h, 2 w) and (E, w, h)
-    assert frozen == set()
-    assert trained == shapes  # control: the hook sees such tensors

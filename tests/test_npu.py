@@ -74,18 +74,6 @@ def run_on_npu(model: Path, folder: Path, mindspeed: str) -> OnNpu:
     return OnNpu(found, *(json.loads(path.read_text()) if path.exists() else {} for path in (operations, report)))
 
 
-def assert_equal_to_1e_6(found: Path, expected: Path) -> None:
-    rows, wanted = training.metrics(found), training.metrics(expected)
-    assert [row["step"] for row in rows] == [row["step"] for row in wanted] == list(range(3))
-    for row, want in zip(rows, wanted, strict=True):
-        assert row.keys() == want.keys()
-        gaps = {key: abs(row[key] - want[key]) / max(1, abs(want[key])) for key in want}
-        apart = {key: (row[key], want[key]) for key, gap in gaps.items() if not gap <= 1e-6}
-        assert not apart, (row["step"], apart)
-    for name in ("eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl"):
-        assert (found / name).read_bytes() == (expected / name).read_bytes(), name
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     return training.make_model(tmp_path_factory.mktemp("model") / "qwen3_moe", num_experts=4)  # the stand-in is slow
@@ -117,7 +105,7 @@ def found(on_npu) -> dict:
 @pytest.mark.parametrize("layout", FP32)
 def test_a_resumed_training_on_the_npu_has_the_cpus_metrics(layout, on_npu, on_cpu):
     run, _ = on_npu.runs[layout]
-    assert_equal_to_1e_6(run, on_cpu[layout])
+    training.assert_same_metrics(run, on_cpu[layout], relative=1e-6)
     log = (run / "log.txt").read_text()
     assert "resumed" in log and "device memory: at most 1.00 GiB in update; planned: " in log
     timing = [json.loads(line) for line in (run / "timing.jsonl").read_text().splitlines()]

@@ -97,10 +97,9 @@ def test_sizes_are_those_of_a_rank(found) -> None:
     assert sizes["Packing.attention"]["query"][1:] == [8, 128]
 
 
-def test_a_wrong_keyword_is_found_and_only_the_rules_of_kernels_py_find_wrong_sizes_and_types(found) -> None:
+def test_a_wrong_keyword_is_found(found) -> None:
     assert isinstance(found["faults"]["group_type"], list)
     assert "Unknown keyword argument 'group_typ'" in found["faults"]["group_typ"]
-    assert found["accepted"] == [True] * 3, "without data, torch_npu accepts what a device refuses"
 
 
 def test_stand_in_of_the_other_tests_has_no_name_keyword_or_default_that_torch_npu_lacks(found) -> None:

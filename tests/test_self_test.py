@@ -82,9 +82,7 @@ def forked(function: Callable[[], int]) -> int:
         return function()
 
     child = multiprocessing.get_context("fork").Process(target=world.exit_with, args=(run, 99))
-    with warnings.catch_warnings():  # Python 3.12 warns of every fork of a process with threads
-        warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
-        child.start()
+    child.start()
     child.join()
     return child.exitcode
 

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
 import shutil
 import stat
-import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -123,20 +121,6 @@ def test_weights_come_back_bit_for_bit_and_a_rank_reads_only_the_slices_it_holds
             assert found["without adapters"] == []  # training changes no tensor
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_together_hold_no_more_than_their_copies(layout, everywhere, folders):
-    """Data ranks hold the same embedding, expert-data ranks the same expert. No shard is larger than necessary."""
-    ranks, tensor, expert, expert_tensor = world.LAYOUTS[layout]
-    for (kind, stored), folder in folders.items():
-        tensors = load_file(folder / "model.safetensors")
-        experts = sum(value.numel() for name, value in tensors.items() if ".experts." in name)
-        linear = r"embed_tokens|lm_head|self_attn\.._proj|mlp\.(gate|up|down)_proj|shared_expert\."
-        split = sum(v.numel() for n, v in tensors.items() if re.search(linear, n) and ".experts." not in n)
-        whole = sum(value.numel() for value in tensors.values()) - experts - split
-        for rank in everywhere[layout]:
-            assert rank[kind, stored, "fp32"]["shard"] == experts // (expert * expert_tensor) + split // tensor + whole
-
-
 # ------------------------------------------------------------------------------------------------ several files
 
 
@@ -233,10 +217,7 @@ BROKEN = {  # the fault: (the change that makes it, the expected line)
         f"{EXPERT} has dtype float8_e4m3fn; supported: float32, bfloat16, float16",
     ),
     "cut short": (rewrite(lambda data: data[:-100]), UNREADABLE),
-    "longer than its header says": (rewrite(lambda data: data + b"more"), UNREADABLE),
     "header of garbage": (rewrite(lambda data: data[:8] + b"\xff" * 64 + data[72:]), UNREADABLE),
-    "header length huge": (rewrite(lambda data: struct.pack("<Q", 2**63) + data[8:]), UNREADABLE),
-    "empty": (rewrite(lambda data: b""), UNREADABLE),
     "a directory": (
         lambda d: ((d / "model.safetensors").unlink(), (d / "model.safetensors").mkdir()),
         r"model.safetensors: cannot be read \(Is a directory\)",
@@ -251,7 +232,6 @@ BROKEN = {  # the fault: (the change that makes it, the expected line)
         "index.json: names model-00002.safetensors, which is not in",
     ),
     "index map a list": (index('{"weight_map": ["model.safetensors"]}'), "index.json: not a valid weight index"),
-    "index of numbers": (index('{"weight_map": {"a": 3}}'), "index.json: not a valid weight index"),
     "index of nothing": (index('{"weight_map": {}}'), "missing: model.embed_tokens.weight"),
 }
 
@@ -316,19 +296,3 @@ def test_load_refuses_what_it_cannot_use_by_name(folders, tmp_path):
     (said,) = world.in_layouts(["TP1"], refusals, [tmp_path / what for what in VALUES])["TP1"]
     for message, (expected, _) in zip(said, VALUES.values(), strict=True):
         assert expected in message
-
-
-# ------------------------------------------------------------------------------------------------ q, k, v in one matrix
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2), (4, 1)])
-def test_qkv_is_interleaved_by_key_value_group(heads, kv_heads):
-    sizes = reference.model("qwen3_moe", num_attention_heads=heads, num_key_value_heads=kv_heads).config.to_dict()
-    arch = hf_config.parse(sizes)
-    d, each = arch.head_dim, heads // kv_heads
-    head_numbers = [*range(heads), *range(1000, 1000 + kv_heads), *range(2000, 2000 + kv_heads)]  # q, k, v
-    rows = torch.tensor(head_numbers).repeat_interleave(d)
-    found = weights_hf.interleave_qkv(rows, kv_heads, arch)
-    expected = [head for g in range(kv_heads) for head in [*range(g * each, (g + 1) * each), 1000 + g, 2000 + g]]
-    assert found.view(-1, d)[:, 0].tolist() == expected
-    assert torch.equal(weights_hf.separate_qkv(found, kv_heads, arch), rows)

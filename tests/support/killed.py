@@ -6,20 +6,16 @@ import os
 import shutil
 import signal
 import sys
-import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 OPERATIONS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink")
 
 
-def in_child(work: Callable[[], object], kill_after_seconds: float | None = None) -> int:
-    """Run ``work`` in a forked process, SIGKILL it after a while if asked, and return its exit status (-9: killed)."""
+def in_child(work: Callable[[], object]) -> int:
+    """Run ``work`` in a forked process, and return its exit status (-9: killed)."""
     sys.stdout.flush()
-    with warnings.catch_warnings():  # Python 3.12 warns of every fork of a process with threads
-        warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
-        child = os.fork()
+    child = os.fork()
     if child == 0:
         status = 1
         try:
@@ -30,9 +26,6 @@ def in_child(work: Callable[[], object], kill_after_seconds: float | None = None
             os.write(2, f"in the child: {error!r}\n".encode())
         finally:
             os._exit(status)
-    if kill_after_seconds is not None:
-        time.sleep(kill_after_seconds)
-        os.kill(child, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 

@@ -57,10 +57,8 @@ def run(ranks: int, function: Callable, *args) -> list:
             context.Process(target=_rank, args=(rank, ranks, f"{folder}/rendezvous", pipes[rank][1], function, args))
             for rank in range(ranks)
         ]
-        with warnings.catch_warnings():  # Python 3.12 warns when a process with threads forks
-            warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
-            for process in processes:
-                process.start()
+        for process in processes:
+            process.start()
         for _, sender in pipes:
             sender.close()
         results = []
@@ -97,10 +95,8 @@ def as_torchrun(ranks: int, function: Callable, *args, log: Path | None = None) 
         variables = meet | {name: str(value) for name, value in place.items()}
         fork = multiprocessing.get_context("fork")
         processes.append(fork.Process(target=_launched, args=(variables, log, function, args)))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
-        for process in processes:
-            process.start()
+    for process in processes:
+        process.start()
     for process in processes:
         process.join()
     return [process.exitcode for process in processes]
