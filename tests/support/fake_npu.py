@@ -66,9 +66,6 @@ class NpuTensor(Tensor):
     def __init__(self, *args, **kwargs) -> None:
         pass
 
-    def __repr__(self, **unused) -> str:
-        return f"NpuTensor({self.raw})"
-
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
@@ -81,9 +78,6 @@ class NpuTensor(Tensor):
 
     def tolist(self):
         return self.raw.tolist()
-
-    def data_ptr(self) -> int:
-        return self.raw.data_ptr()
 
     def record_stream(self, stream) -> None:
         pass
@@ -264,10 +258,6 @@ class _Hccl(dist.ProcessGroup):
 
     def rank(self) -> int:
         return self.own_rank
-
-    @property
-    def _device_types(self):
-        return [torch.device("npu")]
 
     def _set_group_name(self, name: str) -> None:
         self.group_name = name
@@ -469,14 +459,8 @@ class _Hooks(torch._C._acc.PrivateUse1Hooks):
     def is_available(self) -> bool:
         return True
 
-    def is_built(self) -> bool:
-        return True
-
     def has_primary_context(self, index: int) -> bool:
         return True
-
-    def get_default_generator(self, index: int = -1):
-        return torch.default_generator
 
 
 STUBBED = ("scipy", "torchair", "triton", "torch_npu")
