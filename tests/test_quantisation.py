@@ -241,16 +241,23 @@ def test_what_a_checkpoint_holds_must_be_what_the_run_says(tmp_path: Path) -> No
     assert any(
         "vllm cannot take the policy of a quantised" in said for said in config_rules.layout_problems(cfg, arch, 1)
     )
-    tensors = load_file(folder / "model.safetensors")
-    packed = tensors[f"{EXPERT}_packed"]
-    for broken, said in (
-        ({f"{EXPERT}_packed": packed[:, 1:].contiguous()}, r"has shape \[128, 7\], config.json needs"),
-        ({f"{EXPERT}_scale": tensors[f"{EXPERT}_scale"] * torch.inf}, "its scales hold values that are not finite"),
-        ({f"{EXPERT}_packed": packed.long()}, "has dtype int64; supported: int32"),
+    stored, codes = (load_file(source / "model.safetensors") for source in (path, folder))
+    packed, scale = f"{EXPERT}_packed", f"{EXPERT}_scale"
+    for source, tensors, name, broken, said in (
+        (path, stored, "int8", {EXPERT: -3.4e38 * torch.ones(128, 64)}, f"{EXPERT}: in int8 its scales hold values"),
+        (
+            folder,
+            codes,
+            "int4",
+            {packed: codes[packed][:, 1:].contiguous()},
+            r"has shape \[128, 7\], config.json needs",
+        ),
+        (folder, codes, "int4", {scale: codes[scale] * torch.inf}, "its scales hold values that are not finite"),
+        (folder, codes, "int4", {packed: codes[packed].long()}, "has dtype int64; supported: int32"),
     ):
-        save_file(tensors | broken, folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(tensors | broken, source / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(RuntimeError, match=said):
-            world.in_layouts(["TP1"], loaded, folder, folder, "int4")
+            world.in_layouts(["TP1"], loaded, source, source, name)
 
 
 def trained_policy(parallel: Parallel, path: Path, name: str, dtype: torch.dtype, attention: bool) -> tuple[dict, dict]:
