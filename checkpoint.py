@@ -22,9 +22,18 @@ import torch
 from torch import Tensor
 
 from config import changes_at_resume, config_hash, flatten, to_dict
-from input_files import InputError, check_folder, fsync_path, one_line, read_object, read_tensors, shown
+from input_files import (
+    InputError,
+    check_folder,
+    fsync_path,
+    one_line,
+    read_object,
+    read_tensors,
+    shown,
+    write_atomically,
+)
 from knobs import Config
-from run_record import sha256_file, write_atomically
+from run_record import sha256_file
 from runlog import lock_run
 
 # A checkpoint has the second name if the process was killed while a newer one of the same step replaced it.

@@ -34,6 +34,7 @@ from config import changed_keys, load_config
 from input_files import (
     BAD_INPUT,
     InputError,
+    disk_errors,
     finish_folder,
     fresh_folder,
     fsync_path,
@@ -45,7 +46,7 @@ from input_files import (
     remove_leftover,
 )
 from knobs import Config, LoraConfig, ModelConfig
-from run_record import disk_errors, refuse_changed_inputs
+from run_record import refuse_changed_inputs
 
 COPIED = """generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json
     vocab.json merges.txt tokenizer.model chat_template.jinja chat_template.json LICENSE""".split()

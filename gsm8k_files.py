@@ -14,9 +14,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from input_files import LINES_MIB, UNUSABLE, InputError, one_line, read_bytes, shown
+from input_files import LINES_MIB, UNUSABLE, InputError, disk_errors, one_line, read_bytes, shown, write_atomically
 from reward_gsm8k import gold_answer
-from run_record import disk_errors, write_atomically
 
 NUMBER = re.compile(r"-?[0-9]{1,100}(\.[0-9]{1,100})?")  # ASCII digits, because the rewards compare these
 LONGEST_TEXT = 100_000  # characters; the longest text of GSM8K has about 1,000

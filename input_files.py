@@ -178,6 +178,24 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def disk_errors(where: str | Path, *others: type[Exception]) -> Iterator[None]:
+    """A full disk or a missing permission is an InputError, because the user can correct it; so are the ``others``."""
+    try:
+        yield
+    except (OSError, *others) as error:  # type: ignore[misc]  # mypy does not follow the star
+        raise InputError(f"{where}: not written: {one_line(error)}; needed: a folder to write, with room") from error
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file that holds its old content or all of the new one, whenever the process or the machine stops."""
+    aside = path.with_name(f".{path.name}.tmp")
+    aside.write_bytes(content.encode() if isinstance(content, str) else content)
+    fsync_path(aside)
+    os.replace(aside, path)
+    fsync_path(path.parent)
+
+
 def is_leftover(path: Path) -> bool:
     """Whether ``path`` is a folder that a killed process of this project left (it has UNFINISHED), or an empty one."""
     return path.is_dir() and not path.is_symlink() and ((path / UNFINISHED).is_file() or not any(path.iterdir()))

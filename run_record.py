@@ -18,7 +18,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
@@ -30,13 +29,12 @@ from config import to_yaml
 from input_files import (
     LINES_MIB,
     InputError,
-    fsync_path,
-    one_line,
     opened,
     read_bytes,
     read_object,
     read_text,
     variable,
+    write_atomically,
 )
 from knobs import Config, DataConfig
 
@@ -48,15 +46,6 @@ LARGE_BYTES, THREADS = 2**24, 8  # the checksums of files of at least so many by
 
 
 # ---------------------------------------------------------------- files
-
-
-@contextlib.contextmanager
-def disk_errors(where: str | Path, *others: type[Exception]) -> Iterator[None]:
-    """A full disk or a missing permission is an InputError, because the user can correct it; so are the ``others``."""
-    try:
-        yield
-    except (OSError, *others) as error:  # type: ignore[misc]  # mypy does not follow the star
-        raise InputError(f"{where}: not written: {one_line(error)}; needed: a folder to write, with room") from error
 
 
 def lock_file(path: Path) -> BinaryIO:
@@ -71,15 +60,6 @@ def lock_file(path: Path) -> BinaryIO:
         handle.close()
         raise
     return handle
-
-
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file that holds its old content or all of the new one, whenever the process or the machine stops."""
-    aside = path.with_name(f".{path.name}.tmp")
-    aside.write_bytes(content.encode() if isinstance(content, str) else content)
-    fsync_path(aside)
-    os.replace(aside, path)
-    fsync_path(path.parent)
 
 
 def sha256_file(path: Path) -> str:

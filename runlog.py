@@ -27,19 +27,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from tqdm import tqdm
 
 from config import config_hash
-from input_files import InputError, fsync_path, read_object
+from input_files import InputError, disk_errors, fsync_path, read_object, write_atomically
 from knobs import Config, TrainConfig
-from run_record import (
-    checks_fired,
-    checksums,
-    disk_errors,
-    json_line,
-    lock_file,
-    read_lines,
-    whole_lines,
-    write_atomically,
-    write_records,
-)
+from run_record import checks_fired, checksums, json_line, lock_file, read_lines, whole_lines, write_records
 
 if TYPE_CHECKING:
     import torch

@@ -42,10 +42,11 @@ from input_files import (
     read_text,
     refused,
     shown,
+    write_atomically,
 )
 from knobs import Config
 from lab.records import Part, planted_fault, validated
-from run_record import lock_file, read_lines, write_atomically
+from run_record import lock_file, read_lines
 from runlog import lock_run
 
 RAY = "ray==2.60.0"  # the version that has been tried

@@ -30,10 +30,10 @@ import weights_hf
 from architecture import Architecture, tensor_shapes
 from config import derive_seed, flatten
 from data_gsm8k import Line, Problem
-from input_files import InputError, finish_folder, fresh_folder, read_object
+from input_files import InputError, disk_errors, finish_folder, fresh_folder, read_object
 from knobs import Config, ParallelConfig
 from parallel_setup import Parallel
-from run_record import disk_errors, lock_file
+from run_record import lock_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

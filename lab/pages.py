@@ -13,13 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from input_files import InputError, read_text
+from input_files import InputError, read_text, write_atomically
 from knobs import ChecksConfig
 from lab import announced, audit, comparisons, run_page, store
 from lab.announced import Found, Plan, notes, table
 from lab.records import Evaluation, Run, evaluated, scores
 from lab.store import Benchmark
-from run_record import write_atomically
 
 BEGIN = "<!-- report.py build writes the text below: edit results/plan.yaml, or the text outside of the two markers -->"
 END = "<!-- report.py build writes the text above -->"

@@ -22,9 +22,19 @@ from typing import Any, NamedTuple
 from pydantic import Field
 
 from config import MAY_CHANGE, flatten
-from input_files import UNFINISHED, InputError, dump_yaml, finish_folder, fresh_folder, read_bytes, read_object, shown
+from input_files import (
+    UNFINISHED,
+    InputError,
+    dump_yaml,
+    finish_folder,
+    fresh_folder,
+    read_bytes,
+    read_object,
+    shown,
+    write_atomically,
+)
 from lab.records import ID, Part, Record, Run, from_run, stated, unmerged, validated
-from run_record import sha256_file, write_atomically
+from run_record import sha256_file
 
 LARGEST_MODEL_MIB = 4  # the tiny model of configs/tiny_cpu.yaml has 1.1
 # Settings that differ between the seeds of one variant, and settings that do not change the result. Runs that differ in

@@ -30,7 +30,7 @@ import run_record
 import runlog
 from config import command_line, load_config, to_yaml
 from config_rules import check_engine_layout, check_layout
-from input_files import BAD_INPUT, MOST_RANKS, InputError, read_object, refused
+from input_files import BAD_INPUT, MOST_RANKS, InputError, read_object, refused, write_atomically
 from knobs import Config
 from plan import grid
 from plan.first_hour_stages import ROOT, STAGES, Job, Outcome, Stage, cause
@@ -157,7 +157,7 @@ def run_all(job: Job, minutes: list[float], lock: BinaryIO) -> list[dict]:
         else:
             print(f"{label}: at most {limit:g} minutes ...", flush=True)
             result = run_stage(stage, job, limit * 60, lock)
-            run_record.write_atomically(path, json.dumps(result | {"state": now}, indent=1) + "\n")
+            write_atomically(path, json.dumps(result | {"state": now}, indent=1) + "\n")
         mark = "(kept from an earlier start)" if result.get("kept") else f"in {result['seconds']:.1f} s"
         print(f"{label}: {result['status']} {mark}", flush=True)
         results.append({"name": stage.name, "proves": stage.proves, "todo": stage.todo} | result)
@@ -287,7 +287,7 @@ def main(arguments: list[str] | None = None) -> int:
         with hold(job.folder, path) as lock:
             print(f"{job.config}: {job.ranks} ranks on {job.device}; logs and results: {job.folder}", flush=True)
             report = as_json(job, run_all(job, minutes, lock))
-            run_record.write_atomically(path, json.dumps(report, indent=1) + "\n")
+            write_atomically(path, json.dumps(report, indent=1) + "\n")
     except BAD_INPUT as error:
         return refused(error)
     except KeyboardInterrupt:  # the current stage has been ended, and is the first one of the next start

@@ -51,6 +51,7 @@ from scope import cases
 import data_gsm8k
 import runlog
 import tiny_model
+from plan import doctor
 
 pytestmark = [  # warnings of torch and Megatron about GPUs and each other; the command silences them
     pytest.mark.filterwarnings(r"ignore:::megatron\."),
@@ -291,7 +292,7 @@ def test_the_process_ends_with_that_line_and_code(expected, changes, run, place:
     assert_one_line(done.stderr, expected)
 
 
-@pytest.mark.parametrize("module, name", [(train_grpo.doctor, "quick"), (tiny_model, "_write_random_model")])
+@pytest.mark.parametrize("module, name", [(doctor, "quick"), (tiny_model, "_write_random_model")])
 def test_the_watcher_ends_a_start_that_stalls(module, name, place: Place, capfd: CaptureFixture) -> None:
     place.monkeypatch.setattr(module, name, lambda *arguments: time.sleep(100))
     changes = (NEW, "train.stall_seconds=2")

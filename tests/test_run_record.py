@@ -16,7 +16,7 @@ from recorded import commit, git
 from saved import config_in
 
 import run_record
-from input_files import InputError
+from input_files import InputError, write_atomically
 from knobs import DataConfig
 
 
@@ -79,7 +79,7 @@ def test_an_atomic_write_is_on_the_disk_before_it_has_the_name(tmp_path: Path, m
     replace = os.replace
     monkeypatch.setattr(os, "fsync", lambda fd: events.append(os.readlink(f"/proc/self/fd/{fd}")))
     monkeypatch.setattr(os, "replace", lambda old, new: (events.append("replace"), replace(old, new)))
-    run_record.write_atomically(tmp_path / "a.json", "{}")
+    write_atomically(tmp_path / "a.json", "{}")
     assert events == [str(tmp_path / ".a.json.tmp"), "replace", str(tmp_path)]
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
