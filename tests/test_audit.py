@@ -19,7 +19,8 @@ from input_files import dump_yaml
 from lab import pages, store
 
 SWEEP = "seeds: [0, 1, 2]\nvariants: {base: {}, better: {}}\n"
-KNOBS = """class Config:
+KNOBS = """import engines.kinds
+class Config:
     def model_validate(config):
         if config["lora"]["rank"] < 1:
             raise ValueError("lora.rank")
@@ -34,7 +35,8 @@ COMPARISON = "- {title: Better or not, base: base, others: [better], sweep: conf
 
 def make(folder: Path, plan: str) -> Path:
     """A repository: a plan, then the records of its two variants and three seeds, under the tag `published`."""
-    for name, text in {"configs/sweeps/two.yaml": SWEEP, "results/plan.yaml": plan, "knobs.py": KNOBS}.items():
+    program = {"knobs.py": KNOBS, "engines/kinds.py": ""}
+    for name, text in {"configs/sweeps/two.yaml": SWEEP, "results/plan.yaml": plan, **program}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     git(folder, "init", "-q", "-b", "main")
