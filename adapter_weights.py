@@ -20,7 +20,7 @@ import lora_megatron
 import weights_hf
 from architecture import Architecture, Module, every_module, layers
 from checkpoint import Checkpoint
-from input_files import InputError, first_three
+from inputs.files import InputError, first_three
 from knobs import LoraConfig
 from lora_megatron import Adapter, whole_shape
 from parallel_setup import Factor, Parallel

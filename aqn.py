@@ -24,7 +24,7 @@ from torch import Tensor
 from architecture import Architecture, layers, tensor_shapes
 from config import derive_seed
 from engines.interface import TensorStream
-from input_files import InputError
+from inputs.files import InputError
 
 NEAREST_ZERO = 2.0**-10  # least |noisy weight| / |clean weight|, so that w / (w + d) exists
 ROLES = ("attention", "experts", "mlp", "router")

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from config import changes_at_resume, config_hash, flatten, to_dict
-from input_files import (
+from inputs.files import (
     InputError,
     check_folder,
     fsync_path,

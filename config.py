@@ -3,7 +3,7 @@
     python config.py configs/tiny_cpu.yaml optim.lr=2e-3        prints every value and its source, exit 2 on an error
 
 Four faults stop a run before any weight is read: an unknown key, a wrong type, values that cannot work together
-(config_rules.py), and a key that the run would not read. Imports no torch.
+(inputs/config_rules.py), and a key that the run would not read. Imports no torch.
 """
 
 import argparse
@@ -18,8 +18,8 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from config_rules import LAYOUT_RULES, OTHER_RULES, Rules, idle_keys, problems
-from input_files import BAD_INPUT, InputError, dump_yaml, parse_override, read_file, refused, shown
+from inputs.config_rules import LAYOUT_RULES, OTHER_RULES, Rules, idle_keys, problems
+from inputs.files import BAD_INPUT, InputError, dump_yaml, parse_override, read_file, refused, shown
 from knobs import ChecksConfig, Config, ParallelConfig, Section
 
 # ------------------------------------------------------------------------------------------------------------ loading

@@ -1,4 +1,4 @@
-"""Questions and their prompts: real GSM8K (gsm8k_files.py), or generated arithmetic in the form of GSM8K.
+"""Questions and their prompts: real GSM8K (inputs/gsm8k_files.py), or generated arithmetic in the form of GSM8K.
 
 A worked answer ends in `#### N`.  Which questions a step asks depends on (seed, step) alone.  The generated questions
 are split by the unordered pair of their first operands: no operation of training has such a pair, not even as an error.
@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-import gsm8k_files
 from config import derive_seed
-from input_files import BAD_INPUT, InputError, check_folder, one_line, read_object, refuse_endless, refused, shown
+from inputs import gsm8k_files
+from inputs.files import BAD_INPUT, InputError, check_folder, one_line, read_object, refuse_endless, refused, shown
 from knobs import DataConfig
 from reward_gsm8k import gold_answer
 

@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 import torch
 
-import environment
 import kernels
-from input_files import InputError
+from inputs import environment
+from inputs.files import InputError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # model.dtype -> the type of the weights
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}  # type of the device -> its torch.distributed backend

@@ -15,7 +15,6 @@ import torch
 
 import data_gsm8k
 import device as devices
-import hf_config
 import parallel_setup
 import quantisation
 import reward_gsm8k
@@ -25,7 +24,8 @@ from architecture import tensor_shapes
 from config import command_line, derive_seed, resolve_config
 from data_gsm8k import Question, Questions
 from engines.interface import Completion, Engine
-from input_files import BAD_INPUT, refused
+from inputs import hf_config
+from inputs.files import BAD_INPUT, refused
 from knobs import Config, EvalConfig, ParallelConfig, RolloutConfig
 from parallel_setup import Parallel
 from run_record import wilson

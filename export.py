@@ -24,14 +24,14 @@ from torch import Tensor
 
 import checkpoint
 import device as devices
-import hf_config
 import lora_megatron
 import quantisation as quantised
 import weights_hf
 from adapter_weights import Adapted, adapted_modules
 from architecture import Architecture, tensor_shapes
 from config import changed_keys, load_config
-from input_files import (
+from inputs import hf_config
+from inputs.files import (
     BAD_INPUT,
     InputError,
     disk_errors,

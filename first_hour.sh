@@ -23,7 +23,7 @@ PYTHON=${PYTHON:-python3}               # with requirements/npu.txt and MindSpee
 cd "$(dirname "$0")"
 "$PYTHON" -c 'import pydantic, tqdm, yaml' 2>/dev/null ||
     { echo "error: PYTHON: $PYTHON lacks the packages of requirements/; needed: one that has them (docs/npu.md)" >&2; exit 2; }
-hour=("$PYTHON" -m plan.first_hour "$@" --ranks "$RANKS" --minutes "$MINUTES")
+hour=("$PYTHON" -m checks.first_hour "$@" --ranks "$RANKS" --minutes "$MINUTES")
 case ${1:-} in --help | -h) exec "${hour[@]}" ;; esac
 device=$("${hour[@]}" --device)   # unusable input ends here, with one line
 case $device in

@@ -14,7 +14,7 @@ import functools
 import torch
 from torch import Tensor
 
-from hf_config import PIECE
+from inputs.hf_config import PIECE
 from quantisation import Packed
 
 

@@ -27,7 +27,7 @@ from architecture import Architecture
 from checkpoint import Pending
 from config import derive_seed
 from engines.interface import Completion
-from input_files import InputError, shown
+from inputs.files import InputError, shown
 from knobs import Config, OptimConfig
 from model_megatron import TokenStats
 from parallel_setup import Parallel

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import kernels
 from config import derive_seed
-from input_files import InputError
+from inputs.files import InputError
 from knobs import LoraConfig
 from model_megatron import GroupedLinear
 from parallel_setup import Factor, Parallel

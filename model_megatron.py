@@ -15,7 +15,7 @@ from torch import Tensor
 import device as devices
 import kernels
 from architecture import Architecture
-from hf_config import LOGITS_PER_CHUNK, ROWS_PER_CHUNK
+from inputs.hf_config import LOGITS_PER_CHUNK, ROWS_PER_CHUNK
 from knobs import ModelConfig
 from packing import CausalAttention, Packing
 from parallel_setup import Parallel

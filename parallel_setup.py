@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import device as devices
-from input_files import MOST_RANKS, InputError, one_line, shown, variable
+from inputs.files import MOST_RANKS, InputError, one_line, shown, variable
 from knobs import Config, ParallelConfig
 
 # ------------------------------------------------------------------------------------------------ the process

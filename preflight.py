@@ -1,16 +1,16 @@
 """Does a run fit, and how long will a step take? The answer takes seconds and needs no devices, weights or data.
 
     python preflight.py CONFIG [section.key=value ...] [--ranks N] [--json]
-    python preflight.py CONFIG --dry-run [--rank R] [--json]                  runs a step without data (plan/dry_run.py)
+    python preflight.py CONFIG --dry-run [--rank R] [--json]                runs a step without data (checks/dry_run.py)
     python preflight.py --doctor [CONFIG]                                     examines this machine (plan/doctor.py)
-    python preflight.py --self-test [CONFIG] [section.key=value ...] [--ranks 2]           (plan/self_test_ranks.py)
+    python preflight.py --self-test [CONFIG] [section.key=value ...] [--ranks 2]           (checks/self_test_ranks.py)
     torchrun --nproc_per_node=N preflight.py --groups|--operators|--layers CONFIG [section.key=value ...]
 
 Without one of these options it prints the layout of the ranks and their groups, the batch equation, the bytes of a rank
 in every phase, an estimate of a step's time, and a verdict. Exit code 0: the run fits. 1: it is refused; the nearest
 layouts that fit are listed. 2: the input cannot be used. The plan does not import torch. --groups tests and times the
-process groups (plan/groups.py), --operators the kernels at the model's sizes (plan/kernels_check.py), --layers two
-layers in trainer and sampler (plan/layers_check.py).
+process groups (checks/groups.py), --operators the kernels at the model's sizes (checks/kernels_check.py), --layers two
+layers in trainer and sampler (checks/layers_check.py).
 """
 
 import argparse
@@ -20,10 +20,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import hf_config
 from config import command_line, resolve_config
-from config_rules import OTHER_RULES, divisors, nearest
-from input_files import BAD_INPUT, MOST_RANKS, InputError, refused, shown
+from inputs import hf_config
+from inputs.config_rules import OTHER_RULES, divisors, nearest
+from inputs.files import BAD_INPUT, MOST_RANKS, InputError, refused, shown
 from plan import grid, memory, roofline
 from plan.search import Setting, Verdict, alternatives, judge, overrides
 
@@ -201,9 +201,9 @@ def answer(option: str, arguments: list[str]) -> int:
         return doctor.main(arguments)
     if option == "--dry-run":  # in a process of its own: it changes torch, and no installed backend may load
         environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": str(Path(__file__).parent)}
-        return subprocess.run([sys.executable, "-P", "-m", "plan.dry_run", *arguments], env=environment).returncode
+        return subprocess.run([sys.executable, "-P", "-m", "checks.dry_run", *arguments], env=environment).returncode
     import parallel_setup
-    from plan import groups, kernels_check, layers_check, self_test_ranks
+    from checks import groups, kernels_check, layers_check, self_test_ranks
 
     questions = {
         "--groups": groups, "--operators": kernels_check, "--layers": layers_check, "--self-test": self_test_ranks,

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hf_config import FORMATS, Format
-from input_files import InputError
+from inputs.files import InputError
+from inputs.hf_config import FORMATS, Format
 
 FP8_MAX, FP4_MAX = 448.0, 6.0
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7; with 8 added they are negative

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.kinds import ENGINES
-from input_files import BAD_INPUT, InputError, refused, shown
+from inputs.files import BAD_INPUT, InputError, refused, shown
 from lab import audit, comparisons, pages, run_page, store
 from lab.records import Record
 

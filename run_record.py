@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 from tqdm import tqdm
 
 from config import to_yaml
-from input_files import (
+from inputs.files import (
     LINES_MIB,
     InputError,
     opened,

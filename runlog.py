@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from tqdm import tqdm
 
 from config import config_hash
-from input_files import InputError, disk_errors, fsync_path, read_object, write_atomically
+from inputs.files import InputError, disk_errors, fsync_path, read_object, write_atomically
 from knobs import Config, TrainConfig
 from run_record import checks_fired, checksums, json_line, lock_file, read_lines, whole_lines, write_records
 

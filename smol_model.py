@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from input_files import BAD_INPUT, InputError, disk_errors, finish_folder, fresh_folder, read_object, refused
+from inputs.files import BAD_INPUT, InputError, disk_errors, finish_folder, fresh_folder, read_object, refused
 
 if TYPE_CHECKING:
     from gguf import GGUFReader

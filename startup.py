@@ -17,8 +17,6 @@ import checkpoint
 import data_gsm8k
 import device as devices
 import evaluate
-import gsm8k_files
-import hf_config
 import lora_megatron
 import model_megatron
 import reward_gsm8k
@@ -29,10 +27,11 @@ import tiny_model
 import weights_hf
 from architecture import Architecture
 from config import changes_at_resume, to_dict, to_yaml
-from config_rules import check_engine_layout, check_layout
 from data_gsm8k import Question, Questions
 from engines.interface import Completion, Engine
-from input_files import InputError
+from inputs import gsm8k_files, hf_config
+from inputs.config_rules import check_engine_layout, check_layout
+from inputs.files import InputError
 from knobs import Config
 from lab import run_page
 from learner import Learner

@@ -29,8 +29,8 @@ from pydantic import Field, NonNegativeInt
 
 from benchmarks.planted_fault import FAULTS
 from config import config_hash, load_config
-from environment import ON_CPU
-from input_files import (
+from inputs.environment import ON_CPU
+from inputs.files import (
     BAD_INPUT,
     LINES_MIB,
     MOST_RANKS,

@@ -23,14 +23,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 import data_gsm8k
-import hf_config
 import model_megatron
 import parallel_setup
 import weights_hf
 from architecture import Architecture, tensor_shapes
 from config import derive_seed, flatten
 from data_gsm8k import Line, Problem
-from input_files import InputError, disk_errors, finish_folder, fresh_folder, read_object
+from inputs import hf_config
+from inputs.files import InputError, disk_errors, finish_folder, fresh_folder, read_object
 from knobs import Config, ParallelConfig
 from parallel_setup import Parallel
 from run_record import lock_file

@@ -26,8 +26,8 @@ import startup
 import tiny_model
 from aqn import AqnError
 from config import command_line, derive_seed, resolve_config
-from gsm8k_files import alike
-from input_files import MOST_RANKS, InputError, one_line
+from inputs.files import MOST_RANKS, InputError, one_line
+from inputs.gsm8k_files import alike
 from knobs import Config
 from parallel_setup import Parallel
 from plan import doctor

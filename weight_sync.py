@@ -21,7 +21,7 @@ import weights_hf
 from architecture import Architecture, tensor_shapes
 from engines import vllm_colocated
 from engines.interface import Completion, Engine, TensorStream
-from input_files import InputError
+from inputs.files import InputError
 from knobs import Config
 from parallel_setup import Parallel
 from tripwires import Tripped

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from architecture import Architecture, modules, tensor_shapes
-from input_files import InputError, first_three, read_object, read_tensors
+from inputs.files import InputError, first_three, read_object, read_tensors
 from lora_megatron import Adapter, attached
 from parallel_setup import Parallel, Shards
 from quantisation import Packed, Quantised, stored_shapes

@@ -23,8 +23,8 @@ import numpy as np
 
 import data_gsm8k
 from config import load_config
-from environment import ON_CPU
-from input_files import read_file
+from inputs.environment import ON_CPU
+from inputs.files import read_file
 from knobs import Config
 from lab import comparisons
 

@@ -26,10 +26,10 @@ import torch
 
 import data_gsm8k
 import device as devices
-import hf_config
 from config import load_config
-from environment import ON_CPU
-from input_files import BAD_INPUT, refused
+from inputs import hf_config
+from inputs.environment import ON_CPU
+from inputs.files import BAD_INPUT, refused
 from lab.records import merged
 from plan import grid, memory, roofline
 

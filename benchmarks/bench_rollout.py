@@ -18,8 +18,8 @@ import bench_cases as cases
 import torch
 from bench_step import ready_peer
 
-import hf_config
 from engines.torch_sampler import TorchSampler
+from inputs import hf_config
 
 BARS = {"64x64": 1.8, "64x128": 2.2, "256x64": 2.2}  # smallest accepted speed-up of the embedded sampler
 LOGP_BOUND = 1e-5

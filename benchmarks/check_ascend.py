@@ -23,7 +23,7 @@ from xml.etree import ElementTree
 
 import bench_cases as cases
 
-from environment import ON_CPU
+from inputs.environment import ON_CPU
 
 OUTCOMES = ("passed", "failed", "skipped")
 

@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from input_files import BAD_INPUT, InputError, refused
+from inputs.files import BAD_INPUT, InputError, refused
 
 Function = Callable[..., Any]
 

@@ -17,25 +17,38 @@ ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "pictures"
 COLOURS = {  # section of SECTIONS -> background
     "Commands": "#fde7c8",
+    "checks/": "#e3eefb",
+    "Training": "#fde7c8",
     "plan/": "#e3eefb",
     "lab/": "#e3eefb",
     "Method": "#e4f4e1",
     "engines/": "#f6e3ef",
     "Model": "#efeaf9",
     "System": "#eeeeee",
+    "inputs/": "#f3f0e6",
+    "Tables": "#eeeeee",
 }
 SECTIONS = {  # section -> its files, or nothing for a whole folder; a section imports from itself and from those below
-    "Commands": "train_grpo startup preflight report sweep export",
+    "Commands": "preflight report sweep export",
+    "checks/": "",
+    "Training": "train_grpo startup",
     "plan/": "",
     "lab/": "",
-    "Method": "learner grpo rollout weight_sync aqn routing_replay reward_gsm8k data_gsm8k gsm8k_files evaluate "
+    "Method": "learner grpo rollout weight_sync aqn routing_replay reward_gsm8k data_gsm8k evaluate "
     "tiny_model smol_model",
     "engines/": "",
     "Model": "model_megatron packing lora_megatron weights_hf adapter_weights",
-    "System": "parallel_setup device kernels quantisation checkpoint runlog run_record tripwires config config_rules "
-    "knobs environment input_files hf_config architecture engines/kinds",
+    "System": "parallel_setup device kernels quantisation checkpoint runlog run_record tripwires config",
+    "inputs/": "",
+    "Tables": "knobs architecture engines/kinds",
 }
-TITLES = {"plan/": "plan/  before a run", "lab/": "lab/  after a run", "engines/": "engines/  what samples"}
+TITLES = {
+    "plan/": "plan/  before a run",
+    "checks/": "checks/  the code on this machine",
+    "inputs/": "inputs/  what a user gives",
+    "lab/": "lab/  after a run",
+    "engines/": "engines/  what samples",
+}
 FONT = 'font-family="Helvetica, Arial, sans-serif"'
 
 # What a step passes on, in order: its title, and (function, what it takes, what it gives). test_pictures.py checks
@@ -112,7 +125,7 @@ def text(x: float, y: float, words: str, size: int = 13, more: str = "") -> str:
 def architecture() -> str:
     """The sections as boxes with their files, and an arc for each pair of sections that an import joins."""
     width, left, box, row, columns = 980, 16, 700, 24, 5
-    head = "A number counts the imports between two sections. One runs upwards: the self-test runs train_grpo"
+    head = "A number counts the imports between two sections. One runs upwards: data files use the reward's gold_answer"
     parts, middle, y = [text(left, 26, head, 15)], {}, 44
     for section, files in sections().items():
         height = 34 + row * math.ceil(len(files) / columns)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from architecture import Architecture
-from input_files import InputError
+from inputs.files import InputError
 from knobs import LoraConfig
 
 Result = TypeVar("Result")

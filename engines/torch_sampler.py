@@ -16,7 +16,7 @@ from device import DTYPES
 from engines.capacity import MOST_SEQUENCES
 from engines.interface import Completion, Engine, Rule
 from engines.torch_decoder import Decoder
-from input_files import InputError
+from inputs.files import InputError
 from knobs import Config, LoraConfig
 
 # ------------------------------------------------------------------------------------------------------ picking a token
@@ -192,7 +192,7 @@ class TorchSampler(Engine):
 
 
 def check(cfg: Config, arch: Architecture, ranks: int) -> None:
-    """This engine runs every configuration that config_rules.py accepts."""
+    """This engine runs every configuration that inputs/config_rules.py accepts."""
 
 
 def open_engine(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from architecture import Architecture
 from engines.interface import check_factors
-from input_files import InputError
+from inputs.files import InputError
 from knobs import LoraConfig
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the ranks that vLLM can make room for

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import torch
 
-import environment
 from architecture import Architecture
-from input_files import InputError
+from inputs import environment
+from inputs.files import InputError
 
 CAPTURE_SIZES = (16, 64, 128, 192, 256)  # tokens of a decoding step; each captured graph takes some of the few streams
 TORCH_COMPILE = torch.compile  # MindSpeed, imported later, replaces it by a function that does nothing

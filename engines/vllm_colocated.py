@@ -25,7 +25,7 @@ import weights_hf
 from architecture import Architecture
 from engines import vllm_ascend, vllm_inside
 from engines.vllm_engine import VllmEngine
-from input_files import InputError
+from inputs.files import InputError
 from parallel_setup import Parallel
 from weights_hf import Slot
 

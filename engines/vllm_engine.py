@@ -20,11 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import environment
 import weights_hf
 from architecture import Architecture, tensor_shapes
 from config import derive_seed
-from config_rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, replica_problems
 from engines import vllm_adapter, vllm_ascend, vllm_inside
 from engines.capacity import MOST_SEQUENCES, PREFILL_TOKENS
 from engines.interface import (
@@ -37,7 +35,9 @@ from engines.interface import (
     check_finite,
     refuse_first,
 )
-from input_files import InputError
+from inputs import environment
+from inputs.config_rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, replica_problems
+from inputs.files import InputError
 from knobs import LoraConfig
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention kernel for a CPU

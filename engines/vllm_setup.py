@@ -7,7 +7,7 @@ import device as devices
 from architecture import Architecture
 from engines import capacity, vllm_adapter, vllm_ascend, vllm_colocated, vllm_engine
 from engines.vllm_engine import VllmEngine
-from input_files import InputError
+from inputs.files import InputError
 from knobs import Config
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from input_files import InputError, read_file
+from inputs.files import InputError, read_file
 from lab import comparisons, run_page
 from lab.comparisons import Comparison
 from lab.records import Part, Run, validated

@@ -19,10 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from input_files import InputError, parse_yaml, read_text, shown
-from lab.records import Record, Run, summary, validated
+from inputs.files import InputError, parse_yaml, read_text, shown
+from lab.records import Benchmark, Record, Run, summary, validated
 from lab.store import (
-    Benchmark,
     Content,
     clash,
     content_of,

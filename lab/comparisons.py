@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import data_gsm8k
-from input_files import InputError
+from inputs.files import InputError
 from knobs import DataConfig
 from lab.records import GOLD, Record, Run, evaluated, file_of, from_run, scores
 from lab.store import differing, load_groups

@@ -13,12 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from input_files import InputError, read_text, write_atomically
+from inputs.files import InputError, read_text, write_atomically
 from knobs import ChecksConfig
 from lab import announced, audit, comparisons, run_page, store
 from lab.announced import Found, Plan, notes, table
-from lab.records import Evaluation, Run, evaluated, scores
-from lab.store import Benchmark
+from lab.records import Benchmark, Evaluation, Run, evaluated, scores
 
 BEGIN = "<!-- report.py build writes the text below: edit results/plan.yaml, or the text outside of the two markers -->"
 END = "<!-- report.py build writes the text above -->"

@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from config import hash_of
-from input_files import InputError, read_file, read_object, read_text, shown
+from inputs.files import InputError, read_file, read_object, read_text, shown
 from run_record import checksums, read_lines, variant_name, wilson
 
 VERSIONS = ("torch", "megatron", "transformers", "numpy", "vllm", "mind")  # prefixes of packages that results depend on
@@ -145,6 +145,19 @@ def planted_fault(command: str) -> str:
     """The fault with which a command trains on purpose (benchmarks/planted_fault.py); empty for any other command."""
     found = re.search(r"\bplanted_fault\.py (\w+)", command)
     return found[1] if found else ""
+
+
+class Benchmark(Part):
+    """A file that benchmarks/bench_cases.py writes."""
+
+    place: int = Field(0, ge=0, description="number of benchmarks that were there when it was added")
+    about: str = Field(min_length=1, description="what was measured, a sentence")
+    command: str = Field(min_length=1)
+    commit: str = Field(pattern=r"^[0-9a-f]{40}$")
+    dirty: bool = Field(description="whether the tree had changes that are in no commit")
+    machine: dict[str, Any]
+    table: list[dict[str, str | int | float]] = Field(min_length=1, description="rows of equal keys, as printed")
+    measured: dict[str, Any] = Field(description="the measurements behind the table")
 
 
 @dataclass(frozen=True)

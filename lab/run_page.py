@@ -22,7 +22,7 @@ from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 
-from input_files import InputError, dump_yaml, read_bytes, read_object, read_text, shown, write_atomically
+from inputs.files import InputError, dump_yaml, read_bytes, read_object, read_text, shown, write_atomically
 from lab.records import MARKS, Run, file_of, merged, shares_right
 from lab.store import load_runs
 from run_record import variant_name

@@ -19,10 +19,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import Field
-
 from config import MAY_CHANGE, flatten
-from input_files import (
+from inputs.files import (
     UNFINISHED,
     InputError,
     dump_yaml,
@@ -33,7 +31,7 @@ from input_files import (
     shown,
     write_atomically,
 )
-from lab.records import ID, Part, Record, Run, from_run, stated, unmerged, validated
+from lab.records import ID, Benchmark, Record, Run, from_run, stated, unmerged, validated
 from run_record import sha256_file
 
 LARGEST_MODEL_MIB = 4  # the tiny model of configs/tiny_cpu.yaml has 1.1
@@ -44,19 +42,6 @@ BOOKKEEPING = {key for key in MAY_CHANGE if key.split(".")[0] in ("train", "chec
 PRIVATE = re.compile(r"(?<![\w.~}])/(?:[h]ome|[U]sers|[r]oot)/\w")
 ABOUT = "record/"  # how the columns begin that only the first row of a run has
 NESTED = {b"content": b"JSON"}  # metadata of a column of JSON texts
-
-
-class Benchmark(Part):
-    """A file that benchmarks/bench_cases.py writes."""
-
-    place: int = Field(0, ge=0, description="number of benchmarks that were there when it was added")
-    about: str = Field(min_length=1, description="what was measured, a sentence")
-    command: str = Field(min_length=1)
-    commit: str = Field(pattern=r"^[0-9a-f]{40}$")
-    dirty: bool = Field(description="whether the tree had changes that are in no commit")
-    machine: dict[str, Any]
-    table: list[dict[str, str | int | float]] = Field(min_length=1, description="rows of equal keys, as printed")
-    measured: dict[str, Any] = Field(description="the measurements behind the table")
 
 
 class Content(NamedTuple):

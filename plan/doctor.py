@@ -14,10 +14,9 @@ import re
 import sys
 from pathlib import Path
 
-import environment
-import hf_config
 from config import command_line, load_config
-from input_files import (
+from inputs import environment, hf_config
+from inputs.files import (
     BAD_INPUT,
     MOST_RANKS,
     SETTINGS_MIB,

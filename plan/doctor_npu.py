@@ -7,7 +7,7 @@ torch_npu, MindSpeed, vllm-ascend and Ray. Tests plant faults; nothing here has 
 import json
 import re
 
-import environment
+from inputs import environment
 from plan.machine import Check, Finding, Machine, Row, every, first, last_line, memory_findings, number_ranges
 
 DIES = 16  # of a 910C server: 8 cards with two dies each; a die is a device and has one rank

@@ -6,7 +6,7 @@ trackers. Tests plant faults; nothing here has been run on an NPU yet.
 
 import re
 
-import environment
+from inputs import environment
 from plan.machine import Check, Finding, Machine, every, first, number_ranges
 
 TIMEOUTS = ("HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from architecture import Architecture, Module, every_module, modules, over_layers
 from engines.capacity import PREFILL_TOKENS, max_sequences, rows_of_a_step
-from hf_config import ELEMENT_BYTES, FORMATS, LOGITS_PER_CHUNK, PIECE, ROWS_PER_CHUNK, cache_bytes_per_token
+from inputs.hf_config import ELEMENT_BYTES, FORMATS, LOGITS_PER_CHUNK, PIECE, ROWS_PER_CHUNK, cache_bytes_per_token
 from knobs import Config, LoraConfig
 from plan import grid
 from plan.grid import WHOLE, RankGrid

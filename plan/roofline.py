@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from architecture import Architecture, Module, over_layers
 from engines.capacity import MOST_SEQUENCES
-from hf_config import ELEMENT_BYTES
+from inputs.hf_config import ELEMENT_BYTES
 from knobs import Config, LoraConfig
 from plan.grid import WHOLE, RankGrid
 from plan.memory import Memory, adapter_size, lora_parameters, merged_weights, on_rank

@@ -1,7 +1,7 @@
 """Does a configuration fit a number of ranks, and which similar layouts fit if it does not? Nothing here imports torch.
 
-judge() applies every rule of config_rules.py and then the memory plan. Everything that alternatives() lists has passed
-judge().
+judge() applies every rule of inputs/config_rules.py and then the memory plan. Everything that alternatives() lists has
+passed judge().
 """
 
 import functools
@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from architecture import Architecture
-from config_rules import LAYOUT_RULES, divisors, engine_layout_problems, layout_problems, problems
 from engines.capacity import cache_mib_per_row
+from inputs.config_rules import LAYOUT_RULES, divisors, engine_layout_problems, layout_problems, problems
 from knobs import Config
 from plan import grid, roofline
 from plan.memory import GIB, Memory, step_memory
@@ -46,7 +46,7 @@ class Verdict:
 
 
 def broken_rules(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
-    """The rules of config_rules.py about layouts that are broken on so many ranks."""
+    """The rules of inputs/config_rules.py about layouts that are broken on so many ranks."""
     return [
         *problems(cfg, LAYOUT_RULES),
         *layout_problems(cfg, arch, ranks),
@@ -55,7 +55,7 @@ def broken_rules(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
 
 
 def judge(cfg: Config, ranks: int, setting: Setting) -> Verdict:
-    """Apply every rule of config_rules.py, then compare the planned memory with the device's."""
+    """Apply every rule of inputs/config_rules.py, then compare the planned memory with the device's."""
     arch, layout = setting.arch, grid.of(cfg, ranks)
     if reasons := broken_rules(cfg, arch, ranks):
         return Verdict(cfg, layout, reasons)

@@ -26,7 +26,6 @@ from sampled import DENSE, FREE, Model
 from vllm_ranks import PROMPTS, SEEDS
 
 import aqn
-import hf_config
 import lora_megatron
 import startup
 import weights_hf
@@ -34,7 +33,8 @@ from architecture import tensor_shapes
 from engines import vllm_adapter
 from engines.interface import Completion
 from engines.vllm_engine import VllmEngine
-from input_files import InputError
+from inputs import hf_config
+from inputs.files import InputError
 from knobs import LoraConfig
 from parallel_setup import Parallel
 from weight_sync import WeightSync

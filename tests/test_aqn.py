@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 import aqn
-import hf_config
 from aqn import AqnError, norm_targets, touched_names
 from architecture import Architecture, tensor_shapes
 from config import derive_seed
-from input_files import InputError
+from inputs import hf_config
+from inputs.files import InputError
 
 SIGMAS = (0.01, 0.00316, 0.001)
 EVERY_NORM = ("*norm.weight",)

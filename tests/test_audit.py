@@ -15,7 +15,7 @@ from recorded import commit, git
 
 import report
 from config import hash_of
-from input_files import dump_yaml
+from inputs.files import dump_yaml
 from lab import pages, store
 
 SWEEP = "seeds: [0, 1, 2]\nvariants: {base: {}, better: {}}\n"

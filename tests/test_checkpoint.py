@@ -17,7 +17,7 @@ from torch import Tensor
 import checkpoint
 import runlog
 from config import changes_at_resume, to_dict
-from input_files import InputError
+from inputs.files import InputError
 from knobs import AqnConfig, Config, EvalConfig, ModelConfig, OptimConfig
 
 

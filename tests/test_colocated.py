@@ -28,13 +28,12 @@ from source import ROOT
 from torch import Tensor
 
 import device as devices
-import environment
-import hf_config
 import parallel_setup
 import rollout
 from config import load_config
 from engines import vllm_ascend, vllm_colocated, vllm_engine, vllm_inside
-from input_files import InputError
+from inputs import environment, hf_config
+from inputs.files import InputError
 
 RANKS, TENSOR, DATA = 16, 4, 4
 # Qwen3-30B-A3B's heads and experts, everything else small; a dense layer in the middle.
@@ -192,7 +191,7 @@ def test_the_real_vocabulary_is_split_alike() -> None:
     """151,936 tokens over 4 ranks: a multiple of vLLM's block, so that padding moves no boundary."""
     from vllm.model_executor.layers.vocab_parallel_embedding import DEFAULT_VOCAB_PADDING_SIZE, pad_vocab_size
 
-    import config_rules
+    from inputs import config_rules
 
     assert DEFAULT_VOCAB_PADDING_SIZE == config_rules.VOCABULARY_BLOCK
     assert pad_vocab_size(151936, DEFAULT_VOCAB_PADDING_SIZE) == 151936 == 4 * 37984

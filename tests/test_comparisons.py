@@ -12,7 +12,7 @@ import recorded
 from recorded import replaced
 from scipy import stats
 
-from input_files import InputError
+from inputs.files import InputError
 from lab import comparisons, records, store
 
 Group = list[records.Run]

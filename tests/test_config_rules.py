@@ -14,10 +14,10 @@ import pytest
 from refused import refusal
 
 import config
-import hf_config
 from config import load_config, resolve_config
-from config_rules import check_layout
-from input_files import InputError
+from inputs import hf_config
+from inputs.config_rules import check_layout
+from inputs.files import InputError
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

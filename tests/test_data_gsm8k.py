@@ -18,8 +18,8 @@ import pytest
 from pyarrow import parquet
 
 import data_gsm8k
-import gsm8k_files
-from input_files import InputError
+from inputs import gsm8k_files
+from inputs.files import InputError
 from knobs import DataConfig
 from tiny_model import build_tokenizer
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import device as devices
 import kernels
-from input_files import InputError
+from inputs.files import InputError
 
 ROOT = Path(__file__).parents[1]
 

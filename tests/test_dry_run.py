@@ -18,13 +18,13 @@ from live_bytes import LiveBytes
 from scope import cases
 from source import ROOT
 
-import hf_config
 import parallel_setup
 import preflight
+from checks.dry_run_meter import Meter
 from config import load_config
+from inputs import hf_config
 from knobs import ModelConfig
 from learner import Learner
-from plan.dry_run_meter import Meter
 from runlog import Heartbeat, StepTimer
 
 EP16 = ("qwen3", 16, 4, 16, 1, [])  # configuration, ranks, tensor, expert, expert_tensor, other changes
@@ -129,7 +129,7 @@ def test_a_rank_of_the_last_place_holds_as_much_as_the_first(found):
 @pytest.mark.npu_schema
 @pytest.mark.full
 def test_the_real_torch_npu_keeps_the_bytes_of_the_stand_in(torch_npu_environment, found):
-    """plan/dry_run_device.py against the package: what its operators return, and what autograd saves of them."""
+    """checks/dry_run_device.py against the package: what its operators return, and what autograd saves of them."""
     layouts = [LAYOUTS[0], LAYOUTS[2]]
     for layout, theirs in zip(layouts, dry_runs([case(*each) for each in layouts], torch_npu_environment), strict=True):
         assert "error" not in theirs, theirs

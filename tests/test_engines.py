@@ -19,7 +19,7 @@ from vllm_ranks import PROMPTS, SEEDS, perturbed
 
 from engines.torch_sampler import TorchSampler
 from engines.vllm_engine import VllmEngine
-from input_files import InputError
+from inputs.files import InputError
 from weights_hf import fused_group
 
 NAMES = cases(["qwen3", "qwen2", "olmoe"], ["qwen2_no_qkv_bias"])

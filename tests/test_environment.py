@@ -1,4 +1,4 @@
-"""The table of environment.py: scripts export it, and what follows it passes the doctor."""
+"""The table of inputs/environment.py: scripts export it, and what follows it passes the doctor."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import environment
 from config import load_config
+from inputs import environment
 from plan import doctor_variables
 from plan.machine import Machine
 

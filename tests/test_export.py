@@ -27,11 +27,11 @@ from torch import Tensor
 import adapter_weights
 import checkpoint
 import export
-import hf_config
 import lora_megatron
 import model_megatron
 import run_record
 from config import load_config
+from inputs import hf_config
 
 ROOT = Path(__file__).parents[1]
 LAYOUTS = ["TP1", "TP2_EP2"]

@@ -20,7 +20,7 @@ from scope import cases
 from training import raised
 
 from aqn import AqnError
-from input_files import InputError
+from inputs.files import InputError
 from tripwires import Tripped
 
 SURPRISE = LARGE | {"rollout__max_new_tokens": 12, "train__steps": 8, "checks__surprise": "stop"}

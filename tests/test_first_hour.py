@@ -1,4 +1,4 @@
-"""plan/first_hour.py: the report of a sound machine, faults named by their stage, resuming, limits, bad input.
+"""checks/first_hour.py: the report of a sound machine, faults named by their stage, resuming, limits, bad input.
 
 Ranks are forked (hour.py). The slow test starts the real script. On an NPU: test_npu.py.
 """
@@ -23,9 +23,9 @@ from pytest import MonkeyPatch
 
 import kernels
 import weights_hf
+from checks import first_hour, first_hour_stages, groups
+from checks.first_hour_stages import STAGES, Job
 from config import load_config, to_yaml
-from plan import first_hour, first_hour_stages, groups
-from plan.first_hour_stages import STAGES, Job
 
 NAMES = [stage.name for stage in STAGES]
 SIZES = {

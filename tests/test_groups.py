@@ -10,9 +10,9 @@ import torch.distributed as dist
 import world
 
 import parallel_setup
+from checks import groups, launched
 from knobs import ParallelConfig
 from parallel_setup import Parallel
-from plan import groups, launched
 
 
 def check_layout(tensor: int, expert: int, expert_tensor: int) -> tuple[list, str, bool]:

@@ -11,10 +11,10 @@ import killed
 import pytest
 from breaking import failing_read
 
-import gsm8k_files
-import input_files
 import run_record
-from input_files import InputError
+from inputs import files as input_files
+from inputs import gsm8k_files
+from inputs.files import InputError
 
 
 @pytest.fixture

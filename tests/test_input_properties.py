@@ -18,11 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as draw
 from pyarrow import parquet
 
-import gsm8k_files
-import hf_config
 from architecture import Architecture
 from config import load_config, to_yaml
-from input_files import InputError, one_line
+from inputs import gsm8k_files, hf_config
+from inputs.files import InputError, one_line
 from knobs import Config
 
 steady = settings(

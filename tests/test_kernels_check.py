@@ -1,4 +1,4 @@
-"""plan/kernels_check.py: sound operators pass. A slightly wrong operator is named with its dtype and pass."""
+"""checks/kernels_check.py: sound operators pass. A slightly wrong operator is named with its dtype and pass."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import hf_config
 import kernels
+from checks import kernels_check
+from checks.kernels_check import Case
 from config import load_config
-from plan import kernels_check
-from plan.kernels_check import Case
+from inputs import hf_config
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 CPU = torch.device("cpu")

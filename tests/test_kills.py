@@ -27,7 +27,7 @@ from training import config, make_model
 import checkpoint
 import runlog
 from config import to_yaml
-from input_files import InputError
+from inputs.files import InputError
 from knobs import Config
 
 RECORDS = ("metrics.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl")

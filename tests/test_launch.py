@@ -12,8 +12,8 @@ import training
 
 import parallel_setup
 import train_grpo
+from checks import launched as launched_question
 from config import to_yaml
-from plan import launched as launched_question
 from runlog import EXIT_CODE
 
 

@@ -22,15 +22,15 @@ from scipy import stats
 from scope import cases
 from torch import Tensor
 
-import hf_config
 import rollout
 import weights_hf
+from checks import layers_check, sampling_check
 from config import load_config, to_yaml
 from engines import torch_sampler
 from engines.torch_sampler import TorchSampler
-from input_files import InputError
+from inputs import hf_config
+from inputs.files import InputError
 from parallel_setup import Parallel
-from plan import layers_check, sampling_check
 from weight_sync import WeightSync
 
 SIZES = {

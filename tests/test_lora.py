@@ -25,7 +25,7 @@ from torch import Tensor
 import adapter_weights
 import lora_megatron
 import weights_hf
-from input_files import InputError
+from inputs.files import InputError
 from knobs import LoraConfig
 from parallel_setup import Parallel
 

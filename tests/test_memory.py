@@ -23,17 +23,18 @@ from scope import cases
 
 import checkpoint
 import device as devices
-import hf_config
 import lora_megatron
 import model_megatron
 import parallel_setup
 import rollout
 from architecture import Architecture
+from checks import dry_run_device
 from config import load_config
 from engines import vllm_colocated, vllm_engine
+from inputs import hf_config
 from knobs import Config, LoraConfig, ParallelConfig
 from learner import Learner
-from plan import dry_run_device, grid, memory
+from plan import grid, memory
 from plan.grid import WHOLE, RankGrid
 from runlog import Heartbeat, StepTimer
 

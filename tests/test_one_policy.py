@@ -27,7 +27,6 @@ from torch import Tensor
 import adapter_weights
 import checkpoint
 import export
-import hf_config
 import kernels
 import lora_megatron
 import model_megatron
@@ -38,7 +37,8 @@ from config import to_yaml
 from device import DTYPES
 from engines import torch_decoder
 from engines.torch_sampler import TorchSampler
-from input_files import InputError
+from inputs import hf_config
+from inputs.files import InputError
 from knobs import Config
 from parallel_setup import Parallel
 from weight_sync import WeightSync

@@ -15,9 +15,8 @@ import pytest
 from scope import cases
 
 import config
-import config_rules
-import hf_config
 import preflight
+from inputs import config_rules, hf_config
 
 ROOT = Path(__file__).parents[1]
 QWEN3, QWEN15, TINY = (str(ROOT / "configs" / f"{name}.yaml") for name in ("qwen3", "qwen15_moe", "tiny_cpu"))

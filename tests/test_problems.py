@@ -16,7 +16,7 @@ import pytest
 import data_gsm8k
 import tiny_model
 from config import load_config
-from input_files import InputError
+from inputs.files import InputError
 
 MANY = (1, 3)
 LINE = re.compile(r"(\d+) ([+-]) (\d+) = (\d+)")

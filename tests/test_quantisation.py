@@ -19,14 +19,13 @@ from scope import cases
 from torch import Tensor
 
 import adapter_weights
-import config_rules
 import export
-import hf_config
 import kernels
 import lora_megatron
 import quantisation
 import weights_hf
-from input_files import InputError
+from inputs import config_rules, hf_config
+from inputs.files import InputError
 from parallel_setup import Parallel
 
 LAYOUTS = cases(["TP1", "TP2_EP2_DP2", "TP2_EP2_ETP2"], ["ETP2", "EP2_DP4", "TP4_EP4_ETP4"])

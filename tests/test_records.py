@@ -15,7 +15,7 @@ import pytest
 import recorded
 from recorded import commit, git, replaced
 
-from input_files import InputError
+from inputs.files import InputError
 from lab import audit, records, store
 
 

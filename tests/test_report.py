@@ -17,7 +17,7 @@ import recorded
 from PIL import Image, PngImagePlugin
 
 import report
-from input_files import InputError
+from inputs.files import InputError
 from lab import audit, pages, store
 
 TEXT = "# Results\n\nWritten by people.\n\n{}\n\n{}\n\nAlso by people.\n"

@@ -1,4 +1,4 @@
-"""requirements/npu.txt, npu-image.txt, cuda.txt: the tables of environment.py, the code's imports, on request PyPI.
+"""requirements/npu.txt, npu-image.txt, cuda.txt: inputs/environment.py's tables, the code's imports, on request PyPI.
 
     bash run_tests.sh -m network tests/test_requirements.py        asks PyPI for every line: minutes, some GB
 
@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from source import FILES, OPTIONAL, PACKAGE, REPORTING, ROOT, imports, pins
 
-import environment
+from inputs import environment
 
 LISTS = ("npu", "npu-image", "cuda")
 CUDA_ONLY = "x86_64", environment.CUDA_SET["Python"]  # cuda.txt is for this machine and these versions of Python

@@ -15,12 +15,12 @@ import world
 from scope import cases
 
 import device as devices
-import hf_config
 import rollout
 from data_gsm8k import Question
 from engines import vllm_engine
 from engines.interface import Completion
-from input_files import InputError
+from inputs import hf_config
+from inputs.files import InputError
 from knobs import Config
 from rollout import Rollout
 

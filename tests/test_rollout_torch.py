@@ -15,7 +15,7 @@ from vllm_ranks import PROMPTS, SEEDS
 
 from engines import torch_decoder
 from engines.torch_sampler import TorchSampler, inverse_cdf, truncate
-from input_files import InputError
+from inputs.files import InputError
 
 MORE = FREE | dict(num_samples=4, max_new_tokens=40)  # the cache grows three times
 

@@ -26,9 +26,9 @@ from sampled import DENSE, FREE, assert_alike, flat
 from scope import cases
 from vllm_ranks import PROMPTS, SEEDS, STALE, perturbed
 
-import environment
 from engines import vllm_engine, vllm_inside
-from input_files import InputError
+from inputs import environment
+from inputs.files import InputError
 from weights_hf import fused_group
 
 LONG = 4  # PROMPTS[LONG] has 322 tokens, more than two blocks of vLLM's prefix cache

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-import hf_config
 from config import load_config
+from inputs import hf_config
 from plan import grid, roofline
 from plan.memory import step_memory
 from plan.roofline import HARDWARE

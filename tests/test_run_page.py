@@ -17,7 +17,7 @@ import recorded
 from matplotlib.image import imread
 
 import report
-from input_files import InputError
+from inputs.files import InputError
 from lab import run_page, store
 
 VOID = {"meta", "br"}

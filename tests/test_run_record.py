@@ -16,7 +16,7 @@ from recorded import commit, git
 from saved import config_in
 
 import run_record
-from input_files import InputError, write_atomically
+from inputs.files import InputError, write_atomically
 from knobs import DataConfig
 
 

@@ -19,7 +19,7 @@ from scope import cases
 
 import run_record
 import runlog
-from input_files import InputError
+from inputs.files import InputError
 from knobs import Config
 
 

@@ -19,9 +19,9 @@ import run_scripts
 from published import QWEN3_30B_A3B, QWEN15_MOE
 from scope import cases
 
-import hf_config
 from config import load_config
-from config_rules import check_layout
+from inputs import hf_config
+from inputs.config_rules import check_layout
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = [*sorted(ROOT.glob("*.sh")), ROOT / ".ci" / "run"]

@@ -42,13 +42,13 @@ import rollout
 import runlog
 import startup
 import weights_hf
+from checks import self_test, self_test_ranks
 from config import resolve_config
-from config_rules import OTHER_RULES
 from engines import torch_sampler
 from engines.torch_sampler import TorchSampler
+from inputs.config_rules import OTHER_RULES
 from learner import Learner
 from parallel_setup import Parallel
-from plan import self_test, self_test_ranks
 from rollout import MicroBatch, Rollout
 from weight_sync import WeightSync
 

@@ -32,12 +32,12 @@ import preflight
 import rollout
 import weight_sync
 import weights_hf
+from checks import self_test, self_test_ranks
 from config import resolve_config
-from config_rules import OTHER_RULES
+from inputs.config_rules import OTHER_RULES
 from knobs import Config
 from learner import Learner
 from parallel_setup import Parallel
-from plan import self_test, self_test_ranks
 from rollout import Rollout
 
 ROOT = Path(__file__).parents[1]

@@ -13,9 +13,9 @@ from planting import Plant, instead
 import aqn
 import config
 import learner
-from config_rules import OTHER_RULES
+from checks import self_test_schedules
 from data_gsm8k import Questions
-from plan import self_test_schedules
+from inputs.config_rules import OTHER_RULES
 
 TINY = str(Path(__file__).parents[1] / "configs" / "tiny_cpu.yaml")
 

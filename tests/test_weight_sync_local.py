@@ -25,7 +25,6 @@ from lora_reference import TARGETS
 from planted import engine_with, nothing
 from torch import Tensor
 
-import hf_config
 import lora_megatron
 import rollout
 import weights_hf
@@ -35,7 +34,8 @@ from engines.interface import Completion
 from engines.torch_sampler import TorchSampler
 from engines.vllm_colocated import ColocatedEngine
 from engines.vllm_engine import VllmEngine
-from input_files import InputError
+from inputs import hf_config
+from inputs.files import InputError
 from knobs import Config
 from parallel_setup import Parallel
 from tripwires import Tripped

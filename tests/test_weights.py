@@ -22,10 +22,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import hf_config
 import model_megatron
 import weights_hf
-from input_files import InputError
+from inputs import hf_config
+from inputs.files import InputError
 from parallel_setup import Parallel
 
 KINDS = ["qwen3_moe", "qwen2_moe"]

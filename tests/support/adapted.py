@@ -10,11 +10,11 @@ from lora_reference import ALPHA, EXPERT_RANK, RANK, TARGETS, TEMPERATURE, Refer
 from torch import Tensor
 
 import adapter_weights
-import hf_config
 import lora_megatron
 import model_megatron
 import weights_hf
 from architecture import Architecture
+from inputs import hf_config
 from knobs import LoraConfig
 from parallel_setup import Parallel
 

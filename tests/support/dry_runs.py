@@ -12,10 +12,10 @@ import warnings
 
 import torch
 
-import hf_config
+from checks import confirmed, dry_run, dry_run_device, dry_run_report
 from config import resolve_config
-from config_rules import OTHER_RULES
-from plan import confirmed, dry_run, dry_run_device, dry_run_report
+from inputs import hf_config
+from inputs.config_rules import OTHER_RULES
 
 
 def kept_alive(model: torch.nn.Module) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from published import QWEN3_30B_A3B
 from source import ROOT
 
-import environment
 from config import load_config
+from inputs import environment
 from knobs import Config
 from plan.machine import Machine
 

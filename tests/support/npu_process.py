@@ -29,8 +29,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import device as devices  # noqa: E402
 import environment  # noqa: E402
+
+import device as devices  # noqa: E402
 import kernels  # noqa: E402
 
 COUNTS = torch.tensor([5, 0, 7])
@@ -292,7 +293,8 @@ def first_hour_of(folder: Path) -> int:
     import healthy
     import hour
 
-    from plan import doctor, first_hour
+    from checks import first_hour
+    from plan import doctor
 
     server = healthy.npu(folder / "server")
     doctor.Machine = first_hour.Machine = lambda run, ranks: dataclasses.replace(server, run=run, ranks=ranks)

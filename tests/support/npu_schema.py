@@ -28,15 +28,17 @@ from architecture import Architecture
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import device as devices  # noqa: E402
 import hf_config  # noqa: E402
+
+import device as devices  # noqa: E402
 import kernels  # noqa: E402
 import packing  # noqa: E402
+from checks import kernels_check
+from checks.kernels_check import Case  # noqa: E402
 from config import Config, load_config  # noqa: E402
-from config_rules import check_layout  # noqa: E402
-from input_files import InputError  # noqa: E402
-from plan import grid, kernels_check, memory  # noqa: E402
-from plan.kernels_check import Case  # noqa: E402
+from inputs.config_rules import check_layout  # noqa: E402
+from inputs.files import InputError  # noqa: E402
+from plan import grid, memory  # noqa: E402
 
 BF16 = torch.bfloat16
 DEVICES = {"npu": torch.device("npu", 0), "cpu": torch.device("cpu")}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from config import load_config
-from input_files import InputError
+from inputs.files import InputError
 
 
 def refusal(path: Path | str, *overrides: str) -> str:

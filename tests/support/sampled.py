@@ -12,7 +12,7 @@ import reference
 import torch
 from safetensors.torch import load_file, save_file
 
-import hf_config
+from inputs import hf_config
 
 HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=384)
 MODELS = {

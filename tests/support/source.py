@@ -9,9 +9,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 OPTIONAL = {"torch_npu", "mindspeed", "vllm", "ray", "tensorboard"}  # used if installed; no CPU run needs them
 PACKAGE = {"yaml": "PyYAML", "megatron": "megatron-core", "PIL": "pillow"}  # import name -> name on PyPI
+FOLDERS = {"inputs", "engines", "plan", "checks", "lab"}
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path
-    for pattern in ("*.py", "engines/*.py", "plan/*.py", "lab/*.py")
+    for pattern in ("*.py", *(f"{folder}/*.py" for folder in sorted(FOLDERS)))
     for path in sorted(ROOT.glob(pattern))
 }
 # Files that must not need torch.
@@ -39,9 +40,7 @@ def imports(path: Path, *, top_level: bool = False) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
     ours = found & FILES.keys()
-    return (
-        ours | {name.split(".")[0] for name in found - ours} - {"engines", "plan", "lab", "benchmarks"} - FILES.keys()
-    )
+    return ours | {name.split(".")[0] for name in found - ours} - FOLDERS - {"benchmarks"} - FILES.keys()
 
 
 def pins(*lists: str) -> dict[str, str]:

@@ -23,7 +23,7 @@ import runlog
 import tiny_model
 import train_grpo
 from aqn import AqnError
-from input_files import InputError
+from inputs.files import InputError
 from knobs import Config
 from lab import run_page
 from learner import Learner

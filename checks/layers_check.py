@@ -8,7 +8,7 @@ after a step, and compares the log-probs of sampled tokens with the trainer's, a
 The mean difference of all tokens does not show one wrong expert of many. Therefore the tokens of each expert are also
 judged by themselves: their median may be at most FACTOR times the median of the other tokens. It is a median because in
 bf16 a token at which two experts almost tie may differ much in a sound run.
-plan/sampling_check.py judges how the tokens are drawn.
+checks/sampling_check.py judges how the tokens are drawn.
 S sequences, T tokens of a row, L MoE layers, K experts a token.
 """
 
@@ -25,7 +25,6 @@ from torch import Tensor
 
 import adapter_weights
 import device as devices
-import hf_config
 import lora_megatron
 import model_megatron
 import rollout
@@ -33,15 +32,16 @@ import routing_replay
 import tiny_model
 import weights_hf
 from architecture import Architecture
+from checks import launched, sampling_check
 from config import derive_seed
-from config_rules import check_engine_layout, check_layout
 from data_gsm8k import Question
 from engines.interface import Engine
-from input_files import UNFINISHED, fresh_folder
+from inputs import hf_config
+from inputs.config_rules import check_engine_layout, check_layout
+from inputs.files import UNFINISHED, fresh_folder
 from knobs import Config
 from learner import Learner
 from parallel_setup import Parallel
-from plan import launched, sampling_check
 from tripwires import GAP_FLOOR
 from weight_sync import WeightSync
 

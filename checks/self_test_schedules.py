@@ -1,6 +1,6 @@
-"""What plan/self_test.py checks beside the updates: schedules, questions, answers, noise and evaluations.
+"""What checks/self_test.py checks beside the updates: schedules, questions, answers, noise and evaluations.
 
-Every formula is written apart from the trainer's. Evaluations are compared with plan/self_test_reference.py.
+Every formula is written apart from the trainer's. Evaluations are compared with checks/self_test_reference.py.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import aqn
 import data_gsm8k
 import learner
 from aqn import NormNoise
+from checks.self_test_reference import Named, State, advantages_of, forward, merged, rows_of, unknown
 from engines.interface import Completion
 from knobs import AqnConfig, Config, OptimConfig
-from plan.self_test_reference import Named, State, advantages_of, forward, merged, rows_of, unknown
 from rollout import Rollout
 
 GAP = {"fp32": 2e-3, "bf16": 0.1}  # nats a token

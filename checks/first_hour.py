@@ -25,15 +25,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
 
-import hf_config
 import run_record
 import runlog
+from checks.first_hour_stages import ROOT, STAGES, Job, Outcome, Stage, cause
 from config import command_line, load_config, to_yaml
-from config_rules import check_engine_layout, check_layout
-from input_files import BAD_INPUT, MOST_RANKS, InputError, read_object, refused, write_atomically
+from inputs import hf_config
+from inputs.config_rules import check_engine_layout, check_layout
+from inputs.files import BAD_INPUT, MOST_RANKS, InputError, read_object, refused, write_atomically
 from knobs import Config
 from plan import grid
-from plan.first_hour_stages import ROOT, STAGES, Job, Outcome, Stage, cause
 from plan.machine import Machine
 
 GRACE = 45.0  # seconds to end after a SIGTERM; torchrun gives its ranks 30 of them

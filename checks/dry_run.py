@@ -34,7 +34,6 @@ from torch.optim import optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 import checkpoint
-import hf_config
 import kernels
 import lora_megatron
 import model_megatron
@@ -43,15 +42,17 @@ import routing_replay
 import weight_sync
 import weights_hf
 from architecture import Architecture
+from checks import confirmed, dry_run_device
+from checks.dry_run_meter import Meter
+from checks.dry_run_report import DryRun, as_text, figures
 from config import command_line, resolve_config
-from config_rules import OTHER_RULES
-from input_files import BAD_INPUT, MOST_RANKS, InputError, one_line, refused, shown
+from inputs import hf_config
+from inputs.config_rules import OTHER_RULES
+from inputs.files import BAD_INPUT, MOST_RANKS, InputError, one_line, refused, shown
 from knobs import Config
 from learner import Learner, Update
 from parallel_setup import Factor, Parallel
-from plan import confirmed, dry_run_device, grid, memory
-from plan.dry_run_meter import Meter
-from plan.dry_run_report import DryRun, as_text, figures
+from plan import grid, memory
 from plan.search import broken_rules
 from rollout import MicroBatch, Rollout
 from runlog import StepTimer

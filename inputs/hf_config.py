@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from architecture import FAMILIES, Architecture
-from input_files import InputError, read_object, refuse_endless, shown
+from inputs.files import InputError, read_object, refuse_endless, shown
 from knobs import Config, TinyModelConfig
 
 # What the trainer holds at a time, which the plan counts.

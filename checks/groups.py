@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import device as devices
-from input_files import InputError
+from checks import launched
+from inputs.files import InputError
 from knobs import Config
 from parallel_setup import Parallel
-from plan import launched
 
 ELEMENTS = {"cpu": 2**14, "cuda": 2**24, "npu": 2**24}  # fp32 of each rank: 64 KiB, or 64 MiB, the size of activations
 REPEATS = 5  # timed runs; an untimed run before them builds the communicator

@@ -3,8 +3,8 @@
     python preflight.py --self-test [CONFIG] [section.key=value ...] [--ranks 2]
     torchrun --nproc_per_node=2 preflight.py --self-test CONFIG [section.key=value ...] --ranks 2             on devices
 
-The first question is that of plan/self_test.py. For the second one, the first update of the trainer's own run
-(train_grpo.train) is compared with plan/self_test_reference.py on DP2, EP2 and TP2: samples, rewards, the rows that
+The first question is that of checks/self_test.py. For the second one, the first update of the trainer's own run
+(train_grpo.train) is compared with checks/self_test_reference.py on DP2, EP2 and TP2: samples, rewards, the rows that
 each rank trains, gradients, their norm, AdamW and the metrics. The adapters begin with random values, so that every
 factor has a gradient and the KL penalty is not 0. docs/self_test.md says what was measured.
 """
@@ -33,16 +33,16 @@ import device as devices
 import parallel_setup
 import startup
 import train_grpo
+from checks import self_test
+from checks.self_test import GROUP, PROMPTS, SEED, Observer, watched
+from checks.self_test_schedules import GAP, Findings, NotAsExpected, learner_state
 from config import command_line, derive_seed, resolve_config
-from config_rules import OTHER_RULES
 from engines.interface import Completion
 from engines.torch_sampler import TorchSampler
-from input_files import BAD_INPUT, InputError, refused
+from inputs.config_rules import OTHER_RULES
+from inputs.files import BAD_INPUT, InputError, refused
 from knobs import Config
 from learner import Learner
-from plan import self_test
-from plan.self_test import GROUP, PROMPTS, SEED, Observer, watched
-from plan.self_test_schedules import GAP, Findings, NotAsExpected, learner_state
 from rollout import MicroBatch, Rollout
 from runlog import Heartbeat, StepTimer
 

@@ -25,16 +25,17 @@ import torch
 from torch import Tensor
 
 import device as devices
-import hf_config
 import kernels
 import packing
 import quantisation
 from architecture import Architecture
+from checks import launched
 from config import derive_seed
-from config_rules import check_layout
+from inputs import hf_config
+from inputs.config_rules import check_layout
 from knobs import Config
 from parallel_setup import Parallel
-from plan import grid, launched, memory
+from plan import grid, memory
 
 INSIDE = 8  # fp32 roundings in a fused operator beside its sum: squares, means; an exp or rsqrt counts as two
 BLOCK = 64  # least numbers that are compared together: if all of a few are small by chance, their relative error is not

@@ -1,4 +1,4 @@
-"""A second implementation for plan/self_test.py: model, loss and AdamW in float64, on one rank and right-padded rows.
+"""A second implementation for checks/self_test.py: model, loss and AdamW in float64, on one rank and right-padded rows.
 
 It follows the formulas of the model and of the papers that grpo.py names. It shares no code with the trainer: neither
 kernels nor shards, packing or masks. A fault stays hidden only if both implementations have it. For a loss that is not

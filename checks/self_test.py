@@ -1,9 +1,9 @@
 """Does the installed code learn? Trains a tiny model by the method of a configuration, in less than a minute.
 
-    python preflight.py --self-test [CONFIG] [section.key=value ...]            (the command: plan/self_test_ranks.py)
+    python preflight.py --self-test [CONFIG] [section.key=value ...]            (the command: checks/self_test_ranks.py)
 
 This is the trainer's own run (train_grpo.start) on a random model and toy questions. Three of its updates are compared
-with a second implementation in float64 (plan/self_test_reference.py); then the run must reach a known reward.
+with a second implementation in float64 (checks/self_test_reference.py); then the run must reach a known reward.
 docs/self_test.md says what was measured, which faults this test does not find, and what the exit codes mean.
 """
 
@@ -19,18 +19,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import aqn
-import hf_config
 import parallel_setup
 import reward_gsm8k
 import tiny_model
 import train_grpo
 from architecture import tensor_shapes
+from checks.self_test_reference import Named, State, forward, merged, rows_of, unknown, updated
+from checks.self_test_schedules import GAP, Findings, Interrupted, NotAsExpected, Watch, learner_state, rate, schedules
 from engines.interface import Completion
 from engines.torch_sampler import TorchSampler
+from inputs import hf_config
 from knobs import Config, TinyModelConfig
 from learner import Learner
-from plan.self_test_reference import Named, State, forward, merged, rows_of, unknown, updated
-from plan.self_test_schedules import GAP, Findings, Interrupted, NotAsExpected, Watch, learner_state, rate, schedules
 from rollout import Rollout
 from run_record import read_lines
 from runlog import StepTimer

@@ -14,7 +14,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from input_files import LINES_MIB, UNUSABLE, InputError, disk_errors, one_line, read_bytes, shown, write_atomically
+from inputs.files import LINES_MIB, UNUSABLE, InputError, disk_errors, one_line, read_bytes, shown, write_atomically
 from reward_gsm8k import gold_answer
 
 NUMBER = re.compile(r"-?[0-9]{1,100}(\.[0-9]{1,100})?")  # ASCII digits, because the rewards compare these

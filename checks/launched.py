@@ -1,6 +1,6 @@
 """A question that all ranks answer together: its command line, groups, report and exit code.
 
-plan/groups.py, plan/kernels_check.py and plan/layers_check.py each hold one such question.
+checks/groups.py, checks/kernels_check.py and checks/layers_check.py each hold one such question.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import config
 import parallel_setup
-from input_files import InputError, one_line
+from inputs.files import InputError, one_line
 from knobs import Config
 from tripwires import Tripped
 

@@ -10,8 +10,8 @@ from math import isqrt
 
 from architecture import Architecture
 from engines.kinds import ENGINES
-from hf_config import ELEMENT_BYTES, cache_mib, quantisation_problem
-from input_files import InputError
+from inputs.files import InputError
+from inputs.hf_config import ELEMENT_BYTES, cache_mib, quantisation_problem
 from knobs import Config
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0  # vLLM raises a lower temperature to 0.01 and refuses a higher one

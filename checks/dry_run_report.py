@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Sequence
 
 from architecture import Architecture
+from checks import confirmed
+from checks.dry_run_meter import KINDS, Meter
 from knobs import Config
-from plan import confirmed, grid, memory
-from plan.dry_run_meter import KINDS, Meter
+from plan import grid, memory
 
 PHASES = ("load", "push", "reference", "old policy", "forward", "backward", "update", "save")
 

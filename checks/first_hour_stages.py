@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import hf_config
+from inputs import hf_config
 from knobs import Config
 from plan.machine import Finding
 from plan.memory import GIB, beside_plan
