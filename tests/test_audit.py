@@ -151,6 +151,9 @@ def record_of(name: str, change: Callable[[dict], None]) -> Callable[[Path], Non
 
 EVERYWHERE: dict[str, Callable[[Path], None]] = {  # what `--check` says -> the attack, in a history that was rewritten
     "base-seed1: config_hash: found": record_of("base-seed1", rate),
+    "base-seed1: config.yaml: the record does not give the file": record_of(
+        "base-seed1", lambda record: (rate(record), record.update(config_hash=hash_of(record["config"])))
+    ),
     "base-seed1: no seed of base: optim.lr: 0.001 -> 0.0005": record_of("base-seed1", resealed(rate)),
     f"base-seed1: commit: {'f' * 40} is not in the history of HEAD": record_of(
         "base-seed1", resealed(lambda record: record.update(commit="f" * 40))
