@@ -15,6 +15,7 @@ import os
 import weakref
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from scope import cases
 from vllm_ranks import PROMPTS, SEEDS, STALE, perturbed
 
 from engines import vllm_engine, vllm_inside
-from inputs import environment
+from engines.vllm_engine import VllmEngine
 from inputs.files import InputError
 from weights_hf import fused_group
 
@@ -137,10 +138,13 @@ def test_push_holds_one_group_at_a_time(fresh) -> None:
 
 
 @pytest.mark.vllm
-def test_the_runner_and_the_scheduling_of_vllm_are_set_by_name(fresh) -> None:
+def test_the_runner_and_the_scheduling_of_vllm_are_set_by_name(fresh, monkeypatch) -> None:
     """On CUDA vLLM 0.30.0 would choose Model Runner V2 and asynchronous scheduling by itself."""
-    engine, _ = fresh
-    assert engine.llm.llm_engine.vllm_config.scheduler_config.async_scheduling is False
+    _, model = fresh
+    monkeypatch.setattr("vllm.LLM", asked := mock.Mock(side_effect=RuntimeError("asked")))
+    with pytest.raises(RuntimeError, match="asked"):
+        VllmEngine(model.arch, model.path, stop_tokens={1}, max_tokens=64, max_sequences=48)
+    assert (asked.call_args.kwargs["async_scheduling"], asked.call_args.kwargs["max_num_seqs"]) == (False, 48)
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
 
 
