@@ -41,7 +41,8 @@ from knobs import Config, DataConfig
 VARIABLES = re.compile(r"(OMP|MKL|CUDA|ASCEND|HCCL|NCCL|GLOO|VLLM|PYTORCH|TORCH)_")
 SECRETS = re.compile(r"(API_KEY|_TOKEN$|SECRET|PASSW)")
 RECORDED = ("*.json", "*.jsonl", "config.yaml", "command.txt", "git.patch", "resume-*/*")
-WARNED = re.compile(r"^\d\d:\d\d:\d\d warning: checks\.(\w+): (.*)$", re.M)
+WARNED = re.compile(r"^\d\d:\d\d:\d\d (?:warning|stopped): checks\.(\w+): (.*)$", re.M)
+ENDED = re.compile(r"\d\d:\d\d:\d\d (stopped: .*|error: .*|ended by .*)")
 LARGE_BYTES, THREADS = 2**24, 8  # the checksums of files of at least so many bytes are kept in a cache
 
 
@@ -78,12 +79,20 @@ def checksums(run_dir: Path) -> dict[str, str]:
 
 
 def checks_fired(run_dir: Path) -> dict[str, str]:
-    """The first warning of each tripwire that warned, by the name of its check, from log.txt."""
+    """The first message of each tripwire that warned or stopped the run, by its check's name, from log.txt."""
     found: dict[str, str] = {}
     log = run_dir / "log.txt"
     for check, warning in WARNED.findall(read_text(log, 4 * LINES_MIB)) if log.exists() else []:
         found.setdefault(check, warning)
     return found
+
+
+def why_ended(run_dir: Path) -> str:
+    """Why an unfinished run ended, from the last line of log.txt; "not finished" if it runs or was killed."""
+    log = run_dir / "log.txt"
+    lines = read_text(log, 4 * LINES_MIB).splitlines() if log.exists() else []
+    cause = ENDED.match(lines[-1]) if lines else None
+    return f"not finished; {cause[1]}" if cause else "not finished"
 
 
 def json_line(row: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ out/<name>-<YYYYmmdd-HHMMSS>/
 
 from __future__ import annotations
 
+import contextlib
 import json
 import numbers
 import os
@@ -104,8 +105,8 @@ def open_run(cfg: Config, world_size: int, rank: int, resume: Path | None = None
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C; a scheduler's or torchrun's
 
 
-def end_on_signals(reached: Callable[[], str]) -> None:
-    """From now on one of SIGNALS ends this process at once, and rank 0 prints one line with ``reached()``.
+def end_on_signals(reached: Callable[[], str], note: Callable[[str], None] = lambda text: None) -> None:
+    """From now on one of SIGNALS ends this process at once, and rank 0 prints and notes one line with ``reached()``.
 
     Python calls a handler in the main thread, and not while that waits in a collective. So a thread waits for the
     numbers of signals, which Python writes to a pipe as they arrive. A forked process ends silently, by the handler.
@@ -117,7 +118,9 @@ def end_on_signals(reached: Callable[[], str]) -> None:
         first.acquire(timeout=2)
         try:
             if os.environ.get("RANK", "0") == "0" and os.getpid() == process:
-                os.write(2, f"\nended by {signal.Signals(number).name} {reached()}\n".encode())
+                line = f"ended by {signal.Signals(number).name} {reached()}"
+                os.write(2, f"\n{line}\n".encode())
+                note(line)
         finally:
             os._exit(128 + number)
 
@@ -263,7 +266,11 @@ class RunLog:
         if self.rank == 0:
             tqdm.write(text)
             sys.stdout.flush()
-            self._append("log.txt", f"{datetime.now():%H:%M:%S} {text}\n")
+            self.note(text)
+
+    def note(self, text: str) -> None:
+        """Write a line to log.txt with the time."""
+        self._append("log.txt", f"{datetime.now():%H:%M:%S} {text}\n")
 
     def finish(self, result_line: str) -> None:
         """Write finished.json (the result, the checks that warned, checksums of all records)."""
@@ -340,7 +347,7 @@ class Heartbeat:
         self.rank, self.stall_seconds = rank, stall_seconds
         self.place, self.last = "start", time.monotonic()
         self.stopped = threading.Event()
-        self.reached: Callable[[], str] = lambda: "before a step of this start; the same command starts it again"
+        self.log: RunLog | None = None
         if stall_seconds:
             threading.Thread(target=self._watch, name="heartbeat", daemon=True).start()
 
@@ -348,9 +355,19 @@ class Heartbeat:
         """Report that this rank is alive, and has finished ``place``; without one, the place stays the same."""
         self.place, self.last = place or self.place, time.monotonic()
 
-    def continue_with(self, reached: Callable[[], str]) -> None:
-        """From now on ``reached`` says how far the run has come, and how it is continued."""
-        self.reached = reached
+    def continue_with(self, log: RunLog) -> None:
+        """From now on ``log`` says how far the run has come and how it is continued, and notes why it ends."""
+        self.log = log
+
+    def reached(self) -> str:
+        """How far the run has come, and how it is continued."""
+        return self.log.reached() if self.log else "before a step of this start; the same command starts it again"
+
+    def note(self, text: str) -> None:
+        """Write why the run ends to its log, if there is one and it can be written."""
+        if self.log:
+            with contextlib.suppress(InputError):
+                self.log.note(text)
 
     def stop(self) -> None:
         """End the watching."""
@@ -360,11 +377,11 @@ class Heartbeat:
         while not self.stopped.wait(min(1.0, self.stall_seconds / 4)):
             still = time.monotonic() - self.last
             if still > self.stall_seconds:
-                message = (
-                    f"rank {self.rank}: stood still for {still:.0f} s after: {self.place} (train.stall_seconds = "
-                    f"{self.stall_seconds}); its stacks:\n{stacks()}"
-                )
-                os.write(sys.stderr.fileno(), message.encode())  # in one piece: the ranks share a terminal or a log
+                limit = f"train.stall_seconds = {self.stall_seconds}"
+                cause = f"stood still for {still:.0f} s after: {self.place} ({limit})"
+                # In one piece: the ranks share a terminal or a log.
+                os.write(sys.stderr.fileno(), f"rank {self.rank}: {cause}; its stacks:\n{stacks()}".encode())
+                self.note(f"stopped: rank {self.rank} {cause}")
                 time.sleep(GRACE_SECONDS)
                 os._exit(EXIT_CODE)
 

@@ -113,7 +113,7 @@ def start(cfg: Config, is_command: bool = False) -> None:
     """Check the input, start the device, join the other ranks, and train. A command says how to continue it."""
     heartbeat = Heartbeat(parallel_setup.launched_rank(), cfg.train.stall_seconds)  # before anything that can wait
     if is_command:
-        runlog.end_on_signals(lambda: heartbeat.reached())
+        runlog.end_on_signals(heartbeat.reached, heartbeat.note)
     try:
         parallel_setup.start_device(cfg)
         heartbeat.beat("the start of the device")
@@ -126,6 +126,9 @@ def start(cfg: Config, is_command: bool = False) -> None:
             parallel = parallel_setup.open_layout(cfg.parallel, device)
             heartbeat.beat("the meeting of all ranks")
             train(cfg, parallel, heartbeat, inputs)
+    except Exception as error:
+        heartbeat.note(f"{'stopped' if isinstance(error, (Tripped, AqnError)) else 'error'}: {one_line(error)}")
+        raise
     finally:
         heartbeat.stop()
 
@@ -133,7 +136,7 @@ def start(cfg: Config, is_command: bool = False) -> None:
 def main(arguments: list[str]) -> int:
     """Exit code 0: done; 2: input that cannot be used, in one line; 3: a tripwire's message; 1: any other error.
 
-    A rank that stands still ends itself with 4 (tripwires.Heartbeat); 130 and 143: ended by Ctrl-C or SIGTERM.
+    A rank that stands still ends itself with 4 (runlog.Heartbeat); 130 and 143: ended by Ctrl-C or SIGTERM.
     """
     parser = command_line("train_grpo.py", __doc__)
     parser.add_argument("--check", action="store_true", help="check the input and stop")

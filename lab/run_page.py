@@ -25,7 +25,7 @@ from typing import Any
 from inputs.files import InputError, dump_yaml, read_bytes, read_object, read_text, shown, write_atomically
 from lab.records import MARKS, Run, file_of, merged, shares_right
 from lab.store import load_runs
-from run_record import variant_name
+from run_record import checks_fired, variant_name, why_ended
 
 LABELS = {  # metric -> axis label of the figures
     "reward/mean": "mean reward of a step",
@@ -264,7 +264,7 @@ def page(folder: Path) -> str:
         body = _run(folder, run.rows, about.result, about.checks_fired, about.command, dump_yaml(about.config))
     elif (folder / "config.yaml").exists():
         finished = read_object(folder / "finished.json") if (folder / "finished.json").exists() else {}
-        result, fired = finished.get("result", "not finished"), finished.get("checks", {})
+        result, fired = finished.get("result", why_ended(folder)), finished.get("checks", checks_fired(folder))
         if not isinstance(fired, dict) or not isinstance(result, str):
             raise InputError(f"{folder / 'finished.json'}: checks, result: needed: an object and a text")
         command = read_text(folder / "command.txt") if (folder / "command.txt").exists() else ""

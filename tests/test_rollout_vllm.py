@@ -29,6 +29,7 @@ from vllm_ranks import PROMPTS, SEEDS, STALE, perturbed
 
 from engines import vllm_engine, vllm_inside
 from engines.vllm_engine import VllmEngine
+from inputs import environment
 from inputs.files import InputError
 from weights_hf import fused_group
 

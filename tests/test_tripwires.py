@@ -105,6 +105,13 @@ def test_the_command_ends_with_code_3_and_the_report(model: Path, tmp_path: Path
     assert message.startswith("stopped: checks.logp_gap: step 1") and "layer 0" in message
     assert "Traceback" not in message and len(message.splitlines()) <= 10
     assert message.endswith("to go on regardless: checks.logp_gap=warn\n")
+    # The run's folder and its page say why, too.
+    (run,) = tmp_path.glob("*/log.txt")
+    cause = run.read_text().splitlines()[-1].partition(" ")[2]
+    assert cause.startswith("stopped: checks.logp_gap: step 1") and "layer 0" in cause
+    (tmp_path / "run.yaml").rename(run.with_name("config.yaml"))
+    page = run_page.page(run.parent)
+    assert "not finished; stopped: checks.logp_gap" in page and "No check has fired" not in page
 
 
 # ------------------------------------------------------------------------------------------------ sound runs
