@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 ROOT = Path(__file__).parents[1]
 TORCH = str(Path(torch.__file__).parent)
-HIDDEN = (__file__, str(ROOT / "plan" / "dry_run_device.py"))  # files that stand between the trainer and torch
+HIDDEN = (__file__, str(ROOT / "checks" / "dry_run_device.py"))  # files that stand between the trainer and torch
 ANSWER = "dry_run_answer"  # attribute of a flag: the value that it stands for
 aten, c10d = torch.ops.aten, torch.ops.c10d
 RESIDENT = ("weights", "adapters", "moments")  # there before a step and after it

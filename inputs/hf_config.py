@@ -19,7 +19,7 @@ ROWS_PER_CHUNK = 2048  # enough to keep any device busy; the logits of a small v
 PIECE = 2**26  # bytes of dequantised experts
 ELEMENT_BYTES = {"bf16": 2, "fp32": 4}  # model.dtype -> bytes of one number
 CACHE_BLOCK = 128  # tokens; vLLM allocates its key-value cache in blocks, and keeps one block for padding
-PUBLISHED = Path(__file__).resolve().parent / "configs"  # <name>.config.json, to plan a run before the download
+PUBLISHED = Path(__file__).resolve().parents[1] / "configs"  # <name>.config.json, to plan a run before the download
 
 # Upper bounds far above any known model: a list of the names and shapes of all tensors must fit into memory.
 MOST = {"num_hidden_layers": 1000, "num_experts": 4096, "num_local_experts": 4096, "max_position_embeddings": 2**31}

@@ -29,7 +29,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import environment  # noqa: E402
+from inputs import environment  # noqa: E402
 
 import device as devices  # noqa: E402
 import kernels  # noqa: E402

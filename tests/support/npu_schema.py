@@ -28,7 +28,7 @@ from architecture import Architecture
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import hf_config  # noqa: E402
+from inputs import hf_config  # noqa: E402
 
 import device as devices  # noqa: E402
 import kernels  # noqa: E402
