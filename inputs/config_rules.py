@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from math import isqrt
 
-from architecture import Architecture
+from architecture import FAMILIES, Architecture
 from engines.kinds import ENGINES
 from inputs.files import InputError
 from inputs.hf_config import ELEMENT_BYTES, cache_mib, quantisation_problem
@@ -31,8 +31,8 @@ def _no_warm_start(cfg: Config) -> bool:
 
 # (whether the run would ignore the keys, the reason, the keys)
 IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
-    (lambda c: c.tiny_model is None or c.tiny_model.architecture != "qwen2_moe",
-     "tiny_model.architecture is not qwen2_moe", "tiny_model.shared_expert_width"),
+    (lambda c: c.tiny_model is None or not FAMILIES[c.tiny_model.architecture].shared_expert,
+     "models of this tiny_model.architecture have no shared expert", "tiny_model.shared_expert_width"),
     (_no_warm_start, "tiny_model.warm_start_steps is 0",
      "tiny_model.drills_per_batch "
      "tiny_model.teacher_right tiny_model.teacher_wrong_operation"),

@@ -1,6 +1,7 @@
 """Reads a Hugging Face config.json into the architecture that this project trains, or refuses it.
 
-Supported: Qwen3MoeForCausalLM (Qwen3-30B-A3B) and Qwen2MoeForCausalLM (Qwen1.5-MoE-A2.7B); some layers may be dense.
+Supported: Qwen3MoeForCausalLM (Qwen3-30B-A3B) and Qwen2MoeForCausalLM (Qwen1.5-MoE-A2.7B), also with some dense layers,
+and OlmoeForCausalLM (OLMoE-1B-7B).
 Every option that would change the computation is read or refused here; none is ignored. Imports no torch.
 """
 

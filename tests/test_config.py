@@ -7,14 +7,17 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 from refused import refusal
 
 import config
+import grpo
+import reward_gsm8k
 from config import load_config
-from knobs import Config
+from knobs import Config, LossConfig, RewardConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -249,3 +252,17 @@ def test_the_policy_of_sampler_and_trainer_follows_from_type_and_engine(
     """Factors apart by default where bf16 would round them away and the engine can; else merged on both sides."""
     cfg = load_config("configs/tiny_cpu.yaml", overrides)
     assert (cfg.keeps_factors_apart, cfg.trains_merged) == (apart, merged)
+
+
+def test_the_choices_of_a_key_are_those_of_the_function_that_gets_it():
+    """A choice that only one of them knows would end a run with a traceback, or could never be chosen."""
+    choices = {
+        (RewardConfig, "method"): reward_gsm8k.METHODS,
+        (LossConfig, "advantage"): grpo.NORMS,
+        (LossConfig, "kind"): grpo.PER_TOKEN,
+        (LossConfig, "aggregate"): grpo.AGGREGATES,
+        (LossConfig, "kl"): ("none", *grpo.KL_KINDS),
+        (LossConfig, "importance"): grpo.WEIGHT_MODES,
+    }
+    for (section, key), known in choices.items():
+        assert set(get_args(section.model_fields[key].annotation)) == set(known), key

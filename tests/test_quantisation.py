@@ -28,7 +28,7 @@ from inputs import config_rules, hf_config
 from inputs.files import InputError
 from parallel_setup import Parallel
 
-LAYOUTS = cases(["TP1", "TP2_EP2_DP2", "TP2_EP2_ETP2"], ["ETP2", "EP2_DP4", "TP4_EP4_ETP4"])
+LAYOUTS = cases(["TP1", "TP2_EP2_DP2", "TP2_EP2_ETP2"], ["ETP2", "EP2_DP4"])
 WITH_ATTENTION = cases(["TP2_EP2"], ["TP1", "TP2"])
 EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight"
 TOLERANCE = 1e-4  # of a gradient, relative to its largest element

@@ -136,13 +136,12 @@ def test_chat_template_and_special_tokens_are_those_of_the_file(folder: Path) ->
 @pytest.mark.parametrize(
     ("ranks", "settings", "gap"),  # largest mean difference between sampler and trainer, nats a token
     [
-        pytest.param(2, ["parallel.expert=2"], 1e-4, marks=pytest.mark.full),
         (1, ["model.dtype=bf16"], 1e-3),  # 0 on an AMD EPYC, because both round alike
-        pytest.param(2, ["rollout.engine=vllm"], 1e-4, marks=[pytest.mark.full, pytest.mark.vllm]),
+        pytest.param(2, ["parallel.expert=2", "rollout.engine=vllm"], 1e-4, marks=[pytest.mark.full, pytest.mark.vllm]),
     ],
 )
 def test_a_training_of_three_steps(folder: Path, tmp_path: Path, ranks: int, settings: list[str], gap: float) -> None:
-    """Two ranks that share the experts, bf16, and vLLM: the third step samples with adapters that were trained."""
+    """Two ranks that share the experts, with vLLM; bf16: the third step samples with adapters that were trained."""
     few = ["rollout.prompts_per_step=4", "optim.prompts_per_update=4", "rollout.max_new_tokens=24", "train.steps=3"]
     few += ["loss.skip_equal_groups=false", "eval.num_questions=2", f"model.path={folder}", f"train.out_dir={tmp_path}"]
     with launch(ranks, "train_grpo.py", "configs/smol.yaml", *few, *settings, log=tmp_path / "log") as started:

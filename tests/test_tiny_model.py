@@ -60,29 +60,20 @@ def test_two_starts_at_once_make_one_model(tmp_path: Path, capfd) -> None:
     assert sorted(path.name for path in (other / "models").iterdir()) == [".making-tiny.lock", "tiny"]
 
 
-def beats(cfg: Config) -> list[str]:
-    heard: list[str] = []
-    tiny_model.make(cfg, torch.device("cpu"), heard.append)
-    return heard
-
-
-def test_the_watcher_of_stalls_hears_of_every_step_of_the_warm_start(tmp_path: Path) -> None:
-    (heard,) = training.in_world("TP1", beats, config(tmp_path, seed=3))
-    assert heard == [f"step {step} of the warm start" for step in range(10)]
-
-
-def warm_started(cfg: Config) -> list[torch.Tensor]:
-    """The weights of this rank's replica after the warm start."""
+def warm_started(cfg: Config) -> tuple[list[torch.Tensor], list[str]]:
+    """The weights of this rank's replica after the warm start, and what the watcher of stalls heard."""
     built: list[torch.nn.Module] = []
+    heard: list[str] = []
     build = model_megatron.build
     with mock.patch.object(
         model_megatron, "build", lambda *args, **more: built.append(build(*args, **more)) or built[0]
     ):
-        tiny_model.make(cfg, torch.device("cpu"))
-    return [parameter.detach() for parameter in built[0].parameters()]
+        tiny_model.make(cfg, torch.device("cpu"), heard.append)
+    return [parameter.detach() for parameter in built[0].parameters()], heard
 
 
-def test_the_warm_start_gives_all_ranks_the_same_weights(tmp_path: Path) -> None:
+def test_the_warm_start_gives_all_ranks_the_same_weights_and_the_watcher_every_step(tmp_path: Path) -> None:
     """Each rank has its own examples, so a gradient that is not summed over the ranks would drive them apart."""
-    first, second = training.in_world("DP2", warm_started, config(tmp_path, seed=4))
+    (first, heard), (second, _) = training.in_world("DP2", warm_started, config(tmp_path, seed=4))
     assert first and all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+    assert heard == [f"step {step} of the warm start" for step in range(10)]

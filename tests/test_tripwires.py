@@ -100,14 +100,16 @@ def test_the_command_ends_with_code_3_and_the_report(model: Path, tmp_path: Path
     for module, name in ((run_page, "draw_curves"), (runlog, "write_records")):
         monkeypatch.setattr(module, name, lambda *args: None)
     gate_permuted(monkeypatch)
-    assert breaking.exit_code([str(tmp_path / "run.yaml")]) == 3
-    message = capfd.readouterr().err
+    assert breaking.exit_code([str(tmp_path / "run.yaml"), "loss.kl=none"]) == 3
+    said, message = capfd.readouterr()
+    assert "note: loss.kl_coef: not read, loss.kl is none\n" in said
     assert message.startswith("stopped: checks.logp_gap: step 1") and "layer 0" in message
     assert "Traceback" not in message and len(message.splitlines()) <= 10
     assert message.endswith("to go on regardless: checks.logp_gap=warn\n")
     # The run's folder and its page say why, too.
     (run,) = tmp_path.glob("*/log.txt")
     cause = run.read_text().splitlines()[-1].partition(" ")[2]
+    assert "a step: 4 prompts x 2 = 8 sequences, 1 update of 4 prompts x 2\n" in run.read_text()
     assert cause.startswith("stopped: checks.logp_gap: step 1") and "layer 0" in cause
     (tmp_path / "run.yaml").rename(run.with_name("config.yaml"))
     page = run_page.page(run.parent)

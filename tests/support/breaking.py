@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,9 +71,7 @@ def exit_code(arguments: list[str]) -> int:
 
     It does not run in this process, because the threads of torch would block every process that a later test forks.
     """
-    with warnings.catch_warnings():  # Python 3.12 warns of every fork of a process with threads
-        warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
-        child = os.fork()
+    child = os.fork()
     if child == 0:
         signal.alarm(300)
         world.exit_with(lambda: train_grpo.main(arguments), failed=99)

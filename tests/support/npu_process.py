@@ -29,10 +29,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from inputs import environment  # noqa: E402
-
 import device as devices  # noqa: E402
 import kernels  # noqa: E402
+from inputs import environment  # noqa: E402
 
 COUNTS = torch.tensor([5, 0, 7])
 INTERRUPTED = 2

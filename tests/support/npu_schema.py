@@ -28,14 +28,13 @@ from architecture import Architecture
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from inputs import hf_config  # noqa: E402
-
 import device as devices  # noqa: E402
 import kernels  # noqa: E402
 import packing  # noqa: E402
 from checks import kernels_check
 from checks.kernels_check import Case  # noqa: E402
 from config import Config, load_config  # noqa: E402
+from inputs import hf_config  # noqa: E402
 from inputs.config_rules import check_layout  # noqa: E402
 from inputs.files import InputError  # noqa: E402
 from plan import grid, memory  # noqa: E402

@@ -30,9 +30,9 @@ import vllm  # noqa: E402
 import world  # noqa: E402
 
 import config  # noqa: E402
-from inputs import hf_config  # noqa: E402
 import rollout  # noqa: E402
 from engines import vllm_colocated, vllm_inside  # noqa: E402
+from inputs import hf_config  # noqa: E402
 
 END = {151645}
 

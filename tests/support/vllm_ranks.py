@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import lockstep_ranks  # noqa: E402
 
-from inputs import hf_config  # noqa: E402
 from engines.vllm_engine import VllmEngine  # noqa: E402
+from inputs import hf_config  # noqa: E402
 
 PROMPTS = [[5, 3, 99], [7], list(range(40, 61)), [1, 2, 3, 4], [token % 100 for token in range(322)]]
 SEEDS = [11, 12, 13, 14, 15]
