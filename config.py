@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import ValidationError
+from pydantic_core import to_jsonable_python
 
 from inputs.config_rules import LAYOUT_RULES, OTHER_RULES, Rules, idle_keys, problems
 from inputs.files import BAD_INPUT, InputError, dump_yaml, parse_override, read_file, refused, shown
@@ -227,9 +228,16 @@ def hash_of(tree: dict[str, Any]) -> str:
 
 
 def changed_keys(old: dict, new: Config, may: Set[str] = MAY_CHANGE) -> list[str]:
-    """A line "section.key: old -> new" for each key outside ``may`` that differs; ``old`` is an earlier to_dict."""
+    """A line "section.key: old -> new" for each key outside ``may`` that differs; ``old`` is an earlier to_dict.
+
+    A key that ``old`` does not have is newer than it, or was idle: its default is what ``old`` did.
+    """
     before, after = flatten(old), flatten(to_dict(new))
     before = {key: value for key, value in before.items() if REMOVED.get(key) != value}
+    for name, section in _sections().items():
+        for key, field in section.model_fields.items():
+            if f"{name}.{key}" in after.keys() - before.keys() and not field.is_required():
+                before[f"{name}.{key}"] = to_jsonable_python(field.default)
     return [
         f"{key}: {shown(before.get(key))} -> {shown(after.get(key))}"
         + " (version 0.1.0 continues it)" * (key in REMOVED)

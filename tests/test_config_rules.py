@@ -57,8 +57,14 @@ def test_a_key_of_an_older_version_is_named_with_what_to_do(tmp_path):
     older["tiny_model"] |= {"words_per_batch": 64}
     assert config.changed_keys(older, cfg, set()) == []
     older["tiny_model"] |= {"words_per_batch": 32}
-    (line,) = config.changed_keys(older, cfg, set())
-    assert line == "tiny_model.words_per_batch: 32 -> nothing (version 0.1.0 continues it)"
+    assert config.changed_keys(older, cfg, set()) == [
+        "tiny_model.words_per_batch: 32 -> nothing (version 0.1.0 continues it)"
+    ]
+    del older["tiny_model"]["words_per_batch"], older["loss"]["aggregate"]  # a key that the older version did not have
+    assert config.changed_keys(older, cfg, set()) == []
+    assert config.changed_keys(older, load_config(TINY, ["loss.aggregate=dr-grpo"]), set()) == [
+        "loss.aggregate: 'token-mean' -> 'dr-grpo'"
+    ]
 
 
 # -------------------------------------------------------------------------------------------- keys that are not read
