@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,10 +93,10 @@ def _refused(results: Path, runs: list[Run]) -> list[str]:
     found, root = [], Path(git("rev-parse", "--show-toplevel", folder=results).decode().strip())
     for commit in sorted({run.record.commit for run in runs}):
         chosen = {run.record.id: run.record.config for run in runs if run.record.commit == commit}
-        archive = git("archive", "--format=tar", commit, "--", "*.py", folder=root)
+        archive = git("archive", "--format=zip", commit, "--", "*.py", folder=root)
         with tempfile.TemporaryDirectory() as folder:
-            with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-                tar.extractall(folder, filter="data")
+            with zipfile.ZipFile(io.BytesIO(archive)) as files_of_commit:
+                files_of_commit.extractall(folder)
             command = [sys.executable, "-c", VALIDATE]
             done = subprocess.run(command, cwd=folder, input=json.dumps(chosen), capture_output=True, text=True)
         if done.returncode:
