@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import ValidationError
-from pydantic_core import to_jsonable_python
 
 from inputs.config_rules import LAYOUT_RULES, OTHER_RULES, Rules, idle_keys, problems
 from inputs.files import BAD_INPUT, InputError, dump_yaml, parse_override, read_file, refused, shown
@@ -237,7 +236,7 @@ def changed_keys(old: dict, new: Config, may: Set[str] = MAY_CHANGE) -> list[str
     for name, section in _sections().items():
         for key, field in section.model_fields.items():
             if f"{name}.{key}" in after.keys() - before.keys() and not field.is_required():
-                before[f"{name}.{key}"] = to_jsonable_python(field.default)
+                before[f"{name}.{key}"] = [*field.default] if isinstance(field.default, tuple) else field.default
     return [
         f"{key}: {shown(before.get(key))} -> {shown(after.get(key))}"
         + " (version 0.1.0 continues it)" * (key in REMOVED)
