@@ -87,10 +87,10 @@ def text_of(node: ast.AST) -> str:
 
 
 def place(root: Path, fault: dict) -> tuple[Path, Unit] | None:
-    """Where the statement of a fault stands: in its function, else in its file, else in another file of the product."""
+    """Where the statement of a fault stands: in its function, else in its file (moved or not), else in another file."""
     own = root / fault["file"]
     others = [path for path in [*sorted(root.glob("*.py")), *sorted(root.glob("*/*.py"))] if "tests" not in path.parts]
-    for path in [own, *(path for path in others if path != own)]:
+    for path in sorted(others, key=lambda path: (path != own, path.name != own.name)):
         if path.is_file():
             found = [unit for unit in units(ast.parse(path.read_text())) if text_of(unit.node) == fault["before"]]
             if found:
