@@ -6,7 +6,8 @@
 A line of tests/mutants.jsonl is a fault: its file, function and kind, the statement without the fault and with it. The
 command `choose` of this program at commit 72b9914 chose them, in the files of the commit that the first line names. A
 compound statement counts as its header (the condition of an if). A fault is planted where its statement stands today;
-one whose statement is gone is not planted. `record` and `run` work in copies of the committed files, two at a time.
+one whose statement is gone is not planted; one that changes nothing has a reason. `record` and `run` work in copies of
+the committed files, two at a time.
 A test that fails in the copy of `record`, which changes nothing, is left out (it reads sources, say).
 """
 
