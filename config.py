@@ -233,10 +233,10 @@ def changed_keys(old: dict, new: Config, may: Set[str] = MAY_CHANGE) -> list[str
     """
     before, after = flatten(old), flatten(to_dict(new))
     before = {key: value for key, value in before.items() if REMOVED.get(key) != value}
-    for name, section in _sections().items():
-        for key, field in section.model_fields.items():
-            if f"{name}.{key}" in after.keys() - before.keys() and not field.is_required():
-                before[f"{name}.{key}"] = [*field.default] if isinstance(field.default, tuple) else field.default
+    fields = {f"{name}.{key}": f for name, section in _sections().items() for key, f in section.model_fields.items()}
+    defaults = {key: field.default for key, field in fields.items() if not field.is_required()}
+    for key in defaults.keys() & (after.keys() - before.keys()):
+        before[key] = [*defaults[key]] if isinstance(defaults[key], tuple) else defaults[key]
     return [
         f"{key}: {shown(before.get(key))} -> {shown(after.get(key))}"
         + " (version 0.1.0 continues it)" * (key in REMOVED)

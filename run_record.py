@@ -81,18 +81,22 @@ def checksums(run_dir: Path) -> dict[str, str]:
 def checks_fired(run_dir: Path) -> dict[str, str]:
     """The first message of each tripwire that warned or stopped the run, by its check's name, from log.txt."""
     found: dict[str, str] = {}
-    log = run_dir / "log.txt"
-    for check, warning in WARNED.findall(read_text(log, 4 * LINES_MIB)) if log.exists() else []:
+    for check, warning in WARNED.findall(_log(run_dir)):
         found.setdefault(check, warning)
     return found
 
 
 def why_ended(run_dir: Path) -> str:
     """Why an unfinished run ended, from the last line of log.txt; "not finished" if it runs or was killed."""
-    log = run_dir / "log.txt"
-    lines = read_text(log, 4 * LINES_MIB).splitlines() if log.exists() else []
-    cause = ENDED.match(lines[-1]) if lines else None
+    *_, last = ["", *_log(run_dir).splitlines()]
+    cause = ENDED.match(last)
     return f"not finished; {cause[1]}" if cause else "not finished"
+
+
+def _log(run_dir: Path) -> str:
+    """The text of log.txt; empty without one."""
+    log = run_dir / "log.txt"
+    return read_text(log, 4 * LINES_MIB) if log.exists() else ""
 
 
 def json_line(row: dict[str, Any]) -> str:

@@ -34,6 +34,8 @@ from plan import doctor
 from runlog import Heartbeat, StepTimer
 from tripwires import Tripped
 
+STOPS = (Tripped, AqnError)  # a run that would be silently wrong
+
 
 def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: startup.Inputs | None = None) -> None:
     """Train for cfg.train.steps steps. ``inputs`` is what startup.check_inputs returned, if it was called already."""
@@ -127,7 +129,7 @@ def start(cfg: Config, is_command: bool = False) -> None:
             heartbeat.beat("the meeting of all ranks")
             train(cfg, parallel, heartbeat, inputs)
     except Exception as error:
-        heartbeat.note(f"{'stopped' if isinstance(error, (Tripped, AqnError)) else 'error'}: {one_line(error)}")
+        heartbeat.note(f"{'stopped' if isinstance(error, STOPS) else 'error'}: {one_line(error)}")
         raise
     finally:
         heartbeat.stop()
@@ -157,7 +159,7 @@ def main(arguments: list[str]) -> int:
         else:
             trains = True
             start(cfg, is_command=True)
-    except (Tripped, AqnError) as error:
+    except STOPS as error:
         parallel_setup.report(rank, f"stopped: {error}")
         return 3
     except Exception as error:
