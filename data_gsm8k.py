@@ -15,7 +15,7 @@ import random
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +63,7 @@ class Question:
     answer: str  # worked answer, which ends in '#### N'
     gold: str  # N, without commas
     prompt: list[int]  # token ids, chat template applied
+    row: dict[str, Any] = field(default_factory=dict)  # all columns of the question's file
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,8 +7,9 @@ Each question gets a greedy answer and k sampled ones, which give a mean and pas
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,6 @@ import data_gsm8k
 import device as devices
 import parallel_setup
 import quantisation
-import reward_gsm8k
 import rollout
 import weights_hf
 from architecture import tensor_shapes
@@ -26,6 +26,7 @@ from data_gsm8k import Question, Questions
 from engines.interface import Completion, Engine
 from inputs import hf_config
 from inputs.files import BAD_INPUT, refused
+from inputs.scoring import Call, Score, Scorer
 from knobs import Config, EvalConfig, ParallelConfig, RolloutConfig
 from parallel_setup import Parallel
 from run_record import wilson
@@ -35,18 +36,20 @@ if TYPE_CHECKING:
 
 
 def score(
-    question: Question, completion: Completion, tokenizer: PreTrainedTokenizerBase, method: str
-) -> tuple[float, bool]:
-    """The reward of a completion, and whether an answer was found. The stop token is left out."""
-    tokens = completion.tokens[:-1] if completion.finish_reason == "stop" else completion.tokens
-    text = tokenizer.decode(tokens)
-    return reward_gsm8k.score(text, question.gold, method), reward_gsm8k.parsable(text, method)
+    answers: Sequence[tuple[Question, Completion]], tokenizer: PreTrainedTokenizerBase, scorer: Scorer
+) -> list[Score]:
+    """The score of each completion as an answer to its question. The stop token is left out of the text."""
+    calls = []
+    for question, completion in answers:
+        tokens = completion.tokens[:-1] if completion.finish_reason == "stop" else completion.tokens
+        calls.append(Call(tokenizer.decode(tokens), question.gold, question.row))
+    return scorer(calls)
 
 
 def evaluate(
     engine: Engine,
     questions: Questions,
-    score: Callable[[Question, Completion], tuple[float, bool]],
+    score: Callable[[Sequence[tuple[Question, Completion]]], list[Score]],
     settings: EvalConfig,
     sampling: RolloutConfig,
     parallel: Parallel,
@@ -63,7 +66,7 @@ def evaluate(
     k, tensor = settings.samples, sampling.tensor
     places = rollout.own_places(count, tensor, parallel)
     num_own = len(range(0, count, parallel.world_size // tensor))
-    results = torch.zeros(num_own, 3 * (1 + k))  # reward, parsable and length of the greedy answer and of k samples
+    results = torch.zeros(num_own, 3 * (1 + k))  # correct, parsable and length of the greedy answer and of k samples
     for start in range(0, num_own, settings.batch_size):  # equally often on every rank: engines may sample in lockstep
         wave = places[start : start + settings.batch_size]
         kinds = (slice(0, 3), 1, 0.0), (slice(3, None), k, settings.temperature)
@@ -77,7 +80,10 @@ def evaluate(
                 temperature=temperature,
             )
             for i, (place, group) in enumerate(zip(wave, answers, strict=True)):
-                scored = [[*score(questions[place], one), len(one.tokens)] for one in group]
+                scores = score([(questions[place], one) for one in group])
+                scored = [
+                    [one.correct, one.found, len(answer.tokens)] for one, answer in zip(scores, group, strict=True)
+                ]
                 results[start + i, columns] = torch.tensor(scored, dtype=torch.float32).flatten()
     by_place = rollout.in_prompt_order(parallel.gather_rows(results), count, tensor).view(count, 1 + k, 3)
     return _summary(by_place), [
@@ -87,7 +93,7 @@ def evaluate(
 
 
 def _summary(results: torch.Tensor) -> dict:
-    """Shares, intervals and counts of (questions, 1 + k, [reward, parsable, length])."""
+    """Shares, intervals and counts of (questions, 1 + k, [correct, parsable, length])."""
     n, k = len(results), results.shape[1] - 1
     summary: dict = {"eval/num_questions": n, "eval/samples": k}
     for kind, part in {"greedy": results[:, :1], "sampled": results[:, 1:]}.items():
@@ -154,7 +160,7 @@ def measure(cfg: Config) -> dict:
         summary, _ = evaluate(
             engine,
             questions,
-            lambda question, completion: score(question, completion, tokenizer, cfg.reward.method),
+            functools.partial(score, tokenizer=tokenizer, scorer=Scorer(cfg.reward)),
             cfg.eval,
             cfg.rollout,
             parallel,

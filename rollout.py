@@ -8,7 +8,7 @@ prompts r, r + n, r + 2 n, ...; then all ranks exchange their results, so that e
 import bisect
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from architecture import Architecture
 from config import derive_seed
 from data_gsm8k import Question
 from engines.interface import Completion, Engine
+from inputs.scoring import Score
 from knobs import Config, RolloutConfig
 from packing import Packing
 from parallel_setup import Parallel
@@ -38,6 +39,7 @@ class Rollout:
     truncated: Tensor  # (S,) bool: stopped by max_new_tokens
     rewards: Tensor  # (P, G)
     parsable: Tensor  # (P, G) 1 where an answer was found
+    correct: Tensor  # (P, G) 1 where it is right
 
     def row_length(self, sequence: int) -> int:
         """Tokens of prompt and completion."""
@@ -97,7 +99,7 @@ def pad_token_id(tokenizer: "PreTrainedTokenizerBase", stop_tokens: set[int]) ->
 def sample(
     engine: Engine,
     asked: list[Question],
-    score: Callable[[Question, Completion], tuple[float, bool]],
+    score: Callable[[Sequence[tuple[Question, Completion]]], list[Score]],
     settings: RolloutConfig,
     parallel: Parallel,
     *,
@@ -107,8 +109,7 @@ def sample(
 ) -> tuple[Rollout, list[list[Completion]]]:
     """G scored completions of each question: all of them on every rank, and this rank's own as the engine gave them.
 
-    ``score`` gives the reward of a completion, and whether an answer was found in it; the rank that samples it scores
-    it. A completion depends on the seed, the step and the place of its prompt, but not on the rank that samples it.
+    ``score`` scores answers to questions; the rank that samples a completion scores it. A completion depends on the seed, the step and the place of its prompt, but not on the rank that samples it.
     """
     places = own_places(len(asked), settings.tensor, parallel)
     own = [asked[place] for place in places]
@@ -126,14 +127,15 @@ def sample(
     longest = settings.max_new_tokens
     num_own = len(range(0, len(asked), parallel.world_size // settings.tensor))
     integers = torch.zeros(num_own, settings.group_size, longest + 2, dtype=torch.int64)
-    reals = torch.zeros(num_own, settings.group_size, longest + 2, dtype=torch.float32)
-    for i, (question, group) in enumerate(zip(own, completions, strict=True)):
+    reals = torch.zeros(num_own, settings.group_size, longest + 3, dtype=torch.float32)
+    scores = iter(score([(question, one) for question, group in zip(own, completions, strict=True) for one in group]))
+    for i, group in enumerate(completions):
         for j, answer in enumerate(group):
             n = len(answer.tokens)
             integers[i, j, :n] = torch.tensor(answer.tokens)
             integers[i, j, longest:] = torch.tensor([n, answer.finish_reason == "length"])
             reals[i, j, :n] = torch.tensor(answer.logp)
-            reals[i, j, longest:] = torch.tensor(score(question, answer), dtype=torch.float32)
+            reals[i, j, longest:] = torch.tensor(next(scores), dtype=torch.float32)
     integers, reals = (in_prompt_order(parallel.gather_rows(x), len(asked), settings.tensor) for x in (integers, reals))
     batch = Rollout(
         prompts=[question.prompt for question in asked],
@@ -143,6 +145,7 @@ def sample(
         truncated=integers[..., longest + 1].flatten().bool(),
         rewards=reals[..., longest],
         parsable=reals[..., longest + 1],
+        correct=reals[..., longest + 2],
     )
     return batch, completions
 

@@ -5,6 +5,7 @@ log, finds the checkpoint to resume from, and makes the model, the adapters, the
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from engines.interface import Completion, Engine
 from inputs import gsm8k_files, hf_config
 from inputs.config_rules import check_engine_layout, check_layout
 from inputs.files import InputError
+from inputs.scoring import Call, Score, Scorer
 from knobs import Config
 from lab import run_page
 from learner import Learner
@@ -52,15 +54,17 @@ class Inputs(NamedTuple):
     tokenizer: Any  # of transformers
     questions: Questions
     held_out: Questions
+    scorer: Scorer
 
 
-def check_inputs(cfg: Config, ranks: int) -> Inputs | None:
+def check_inputs(cfg: Config, ranks: int, scorer: Scorer | None = None) -> Inputs | None:
     """Check everything that needs no other rank; InputError for anything that cannot work. No weight is read.
 
     Returns architecture, tokenizer and questions; None for a tiny model that does not exist yet, of which only the
     configuration can be checked.
     """
     devices.resolve(cfg.device)
+    scorer = scorer or Scorer(cfg.reward)
     check_writable("train.out_dir", Path(cfg.train.out_dir))
     exists = cfg.tiny_model is None or tiny_model.exists(cfg)
     arch = hf_config.read(cfg.model.path) if exists else hf_config.planned(cfg)[0]
@@ -68,7 +72,7 @@ def check_inputs(cfg: Config, ranks: int) -> Inputs | None:
     check_engine_layout(cfg, arch, ranks)
     if not exists:
         check_writable("model.path", Path(cfg.model.path))
-        check_answers(cfg)
+        check_answers(cfg, scorer)
         return None
     rollout.check_engine(cfg, arch, ranks)
     if cfg.aqn.schedule != "off":
@@ -83,7 +87,7 @@ def check_inputs(cfg: Config, ranks: int) -> Inputs | None:
             )
     weights_hf.read_model(cfg.model.path, arch)
     tokenizer = data_gsm8k.load_tokenizer(cfg.model.path)
-    check_answers(cfg)
+    check_answers(cfg, scorer)
     questions, held_out = (data_gsm8k.load(cfg.data, split, tokenizer, cfg.train.seed) for split in ("train", "test"))
     for key, count, part, kind in (
         ("rollout.prompts_per_step", cfg.rollout.prompts_per_step, questions, "training"),
@@ -105,17 +109,18 @@ def check_inputs(cfg: Config, ranks: int) -> Inputs | None:
             f"model.path: prompts or stop tokens of {cfg.model.path} use token {largest}, beyond its vocabulary of "
             f"{arch.vocab_size}; needed: the model's own tokenizer and generation_config.json"
         )
-    return Inputs(arch, tokenizer, questions, held_out)
+    return Inputs(arch, tokenizer, questions, held_out, scorer)
 
 
-def check_answers(cfg: Config) -> None:
+def check_answers(cfg: Config, scorer: Scorer) -> None:
     """InputError unless every gold answer scores 1.0 under the chosen reward: otherwise the advantages are noise."""
     method, asks_for_box = cfg.reward.method, reward_gsm8k.BOXED in cfg.data.instruction
     for split, kind in (("train", "training"), ("test", "held-out")):
         answers = [
             reward_gsm8k.in_form(answer, method, asks_for_box) for _, answer in data_gsm8k.read(cfg.data, split)[0]
         ]
-        wrong = [a for a in answers if reward_gsm8k.score(a, reward_gsm8k.gold_answer(a), method) != 1.0]
+        scores = scorer([Call(answer, reward_gsm8k.gold_answer(answer), {}) for answer in answers])
+        wrong = [answer for answer, score in zip(answers, scores, strict=True) if not score.correct]
         if wrong:
             needs_box = method == "base_acc" and not asks_for_box
             form = f", or an instruction that asks for {reward_gsm8k.BOX_FORM}" if needs_box else ""
@@ -192,9 +197,9 @@ class Run:
         self.log.log_eval(after_steps, summary, outcomes)
         self.log.say(f"held-out accuracy after {after_steps} steps: {evaluate.headline(summary)}")
 
-    def score(self, question: Question, completion: Completion) -> tuple[float, bool]:
+    def score(self, answers: Sequence[tuple[Question, Completion]]) -> list[Score]:
         """As evaluate.score, with the tokenizer and the reward of this run."""
-        return evaluate.score(question, completion, self.inputs.tokenizer, self.cfg.reward.method)
+        return evaluate.score(answers, self.inputs.tokenizer, self.inputs.scorer)
 
     def shown_completions(
         self, asked: list[Question], batch: Rollout, completions: list[list[Completion]]
@@ -252,7 +257,7 @@ class Run:
 
 def open_run(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inputs) -> Run:
     """Open the log, make or restore the policy, and give it to the engine. Collective."""
-    arch, tokenizer, questions, held_out = inputs
+    arch, tokenizer, questions, held_out, _ = inputs
     parallel.refuse_unequal({  # each rank reads the files of its own node
         "the configuration": to_yaml(cfg),
         "config.json of model.path": repr(arch),

@@ -95,7 +95,7 @@ class Side:
         batch = rollout.Rollout(
             prompts=theirs["prompts"], tokens=torch.tensor(theirs["tokens"]), logp=torch.zeros(rows, width),
             lengths=[width] * rows, truncated=torch.ones(rows, dtype=torch.bool),
-            rewards=torch.zeros(rows, 1), parsable=torch.ones(1),
+            rewards=torch.zeros(rows, 1), parsable=torch.ones(1), correct=torch.ones(1),
         )  # fmt: skip
         micro = rollout.pack(batch, list(range(rows)), torch.tensor(theirs["advantages"]), torch.device("cpu"), 0, 1)
         micro.packing = packing.pack(micro.tokens, micro.mask, 1)
@@ -166,7 +166,7 @@ def install(side: Side) -> None:
     write_step, real_sample = train_grpo.runlog.RunLog.log_step, TorchSampler.sample
     train_grpo.runlog.RunLog.log_step, TorchSampler.sample = log_step, side.timed(sample, "sampling")
     train_grpo.StepTimer, startup.Learner = TurnTimer, AdaptedLearner
-    startup.check_answers = lambda cfg: None  # the benchmark's reward accepts no right answer
+    startup.check_answers = lambda cfg, scorer: None  # the benchmark's reward accepts no right answer
     reward_gsm8k.score = lambda text, gold, method="strict": cases.reward(text)
     # Without stop tokens every completion has max_new_tokens tokens.
     data_gsm8k.stop_token_ids = lambda model_dir, tokenizer: set()

@@ -246,6 +246,7 @@ def fullest_batch(cfg: Config, layout: grid.RankGrid) -> tuple[Rollout, int]:
         truncated=torch.zeros(sequences, dtype=torch.bool),
         rewards=torch.zeros(1, sequences),
         parsable=torch.ones(1, sequences),
+        correct=torch.ones(1, sequences),
     )
     return batch, length
 

@@ -39,6 +39,7 @@ from engines.interface import Engine
 from inputs import hf_config
 from inputs.config_rules import check_engine_layout, check_layout
 from inputs.files import UNFINISHED, fresh_folder
+from inputs.scoring import Score
 from knobs import Config
 from learner import Learner
 from parallel_setup import Parallel
@@ -106,7 +107,7 @@ def sample(
     replicas = parallel.world_size // cfg.rollout.tensor
     return rollout.sample(
         engine, [Question("", "", "", prompt) for prompt in prompts for _ in range(replicas)],
-        lambda question, answer: (0.0, True),
+        lambda answers: [Score(0.0, True, False)] * len(answers),
         cfg.rollout.model_copy(update={"group_size": group, "max_new_tokens": tokens, "top_p": 1.0, "top_k": 0}),
         parallel, seed=cfg.train.seed, step=0,
     )[0]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import evaluate
 from config import to_yaml
 from data_gsm8k import Question
 from engines.interface import Completion
+from inputs.scoring import Score
 from knobs import Config
 
 
@@ -54,10 +56,13 @@ class SeedEngine:
         ]
 
 
-def score(question: Question, completion: Completion) -> tuple[float, bool]:
-    """A greedy answer is right if its question is even, a sampled answer if 3 divides its length plus its token."""
-    token, n = completion.tokens[0], len(completion.tokens)
-    return float(token % 2 if n == 1 else (n + token) % 3 == 0), n != 2
+def score(answers: Sequence[tuple[Question, Completion]]) -> list[Score]:
+    """A greedy answer is right if its question is even, a sampled answer if 3 divides its length plus its token.
+
+    Accuracy counts right answers, whatever they earn.
+    """
+    sizes = [(one.tokens[0], len(one.tokens)) for _, one in answers]
+    return [Score(-0.5, n != 2, bool(token % 2) if n == 1 else (n + token) % 3 == 0) for token, n in sizes]
 
 
 def evaluated(cfg: Config, layout: str) -> tuple[dict, list[dict], list[int]]:

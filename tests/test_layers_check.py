@@ -206,7 +206,14 @@ def batch(tokens: list[list[int]], logp: torch.Tensor, prompts: list[list[int]])
     """One completion for each list of tokens, in groups of equal size; ``logp`` (S, N)."""
     groups = torch.zeros(len(prompts), len(tokens) // len(prompts))
     return rollout.Rollout(
-        prompts, torch.tensor(tokens), logp, [len(row) for row in tokens], torch.zeros(len(tokens)), groups, groups
+        prompts,
+        torch.tensor(tokens),
+        logp,
+        [len(row) for row in tokens],
+        torch.zeros(len(tokens)),
+        groups,
+        groups,
+        groups,
     )
 
 

@@ -21,6 +21,7 @@ from engines import vllm_engine
 from engines.interface import Completion
 from inputs import hf_config
 from inputs.files import InputError
+from inputs.scoring import Score
 from knobs import Config
 from rollout import Rollout
 
@@ -144,6 +145,7 @@ def batch() -> Rollout:
         truncated=torch.tensor([False, True, False, False]),
         rewards=torch.tensor([[1.0, 0.0], [0.0, 1.0]]),
         parsable=torch.tensor([[1.0, 0.0], [1.0, 1.0]]),
+        correct=torch.tensor([[1.0, 0.0], [0.0, 1.0]]),
     )
 
 
@@ -183,8 +185,11 @@ def gathered(cfg: Config, num_prompts: int, step: int) -> Rollout:
     asked = [Question(f"q{i}", "", "", [1, 40 + i]) for i in range(num_prompts)]
     ranks = torch.distributed.get_world_size()
     parallel = world.open_layout({1: "TP1", 2: "TP2", 4: "TP2_EP4"}[ranks])
-    batch, own = rollout.sample(EchoEngine(), asked, lambda q, one: (float(len(one.tokens)), q.question == "q1"),
-                                cfg.rollout, parallel, seed=cfg.train.seed, step=step)  # fmt: skip
+
+    def score(answers):
+        return [Score(len(one.tokens), asked.question == "q1", len(one.tokens) == 8) for asked, one in answers]
+
+    batch, own = rollout.sample(EchoEngine(), asked, score, cfg.rollout, parallel, seed=cfg.train.seed, step=step)
     assert len(own) == len(range(parallel.rank, num_prompts, ranks))
     return batch
 
@@ -198,6 +203,7 @@ def test_every_rank_knows_the_same_rollout_whoever_sampled_it(num_prompts, tmp_p
     assert alone.lengths == [6, 8, 6] * num_prompts and alone.truncated.tolist() == [False, True, False] * num_prompts
     assert alone.rewards.tolist() == [[6, 8, 6]] * num_prompts
     assert alone.parsable.tolist() == [[float(i == 1)] * 3 for i in range(num_prompts)]
+    assert alone.correct.tolist() == [[0, 1, 0]] * num_prompts
     for place in range(num_prompts):
         first, cut, _ = alone.tokens[3 * place : 3 * place + 3].tolist()
         assert first[0] == 40 + place and first[5:] == [2, 0, 0] and cut == [40 + place] * 8
@@ -218,7 +224,7 @@ def answered(*groups: list[tuple[list[int], float]]) -> Rollout:
     logp = torch.tensor([[math.log(p), *[0.0] * (width - 1)] for _, p in rows])
     shape = (len(groups), len(groups[0]))
     lengths = [len(tokens) for tokens, _ in rows]
-    return Rollout([[1]] * len(groups), padded_tokens, logp, lengths, torch.zeros(len(rows)), *[torch.zeros(shape)] * 2)
+    return Rollout([[1]] * len(groups), padded_tokens, logp, lengths, torch.zeros(len(rows)), *[torch.zeros(shape)] * 3)
 
 
 def test_repeated_completions_are_counted_beside_their_probability() -> None:

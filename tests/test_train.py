@@ -6,7 +6,6 @@ Every run is the whole trainer on a random tiny model, in forked worlds. The rew
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 from pathlib import Path
@@ -28,6 +27,7 @@ import train_grpo
 import weights_hf
 from engines.interface import Completion
 from inputs.files import InputError
+from inputs.scoring import Scorer
 
 LAYOUTS = ["TP2_EP2_DP2", "TP2_EP2_ETP2"]  # test_lora.py covers the two kinds of layouts that --all leaves out here
 LAYOUTS = cases(LAYOUTS, [name for name in world.LAYOUTS if name not in ("TP1", "TP8", "TP4_EP4_ETP4", *LAYOUTS)])
@@ -317,11 +317,13 @@ def test_the_shuffled_control_has_the_rewards_of_the_run_that_it_controls(runs) 
 def test_an_answer_is_scored_without_its_stop_token(models, tmp_path) -> None:
     tokenizer = data_gsm8k.load_tokenizer(models["qwen3_moe"])
     cfg = training.config(models["qwen3_moe"], tmp_path, reward__method="strict")
-    run = SimpleNamespace(cfg=cfg, inputs=SimpleNamespace(tokenizer=tokenizer))
-    score = functools.partial(startup.Run.score, run)
+    run = SimpleNamespace(inputs=SimpleNamespace(tokenizer=tokenizer, scorer=Scorer(cfg.reward)))
     question = data_gsm8k.Question("", "", "12", [])
     tokens = tokenizer("7 + 5 = 12\n#### 12", add_special_tokens=False)["input_ids"]
-    assert score(question, Completion([*tokens, 2], [], "stop")) == (1.0, True)
-    assert score(question, Completion(tokens, [], "length")) == (1.0, True)
-    assert score(question, Completion([*tokens[:-1], 2], [], "stop")) == (0.0, True)  # "#### 1"
-    assert score(question, Completion(tokens[:5], [], "length")) == (0.0, False)
+    for answer, ending, expected in (
+        ([*tokens, 2], "stop", (1.0, True, True)),
+        (tokens, "length", (1.0, True, True)),
+        ([*tokens[:-1], 2], "stop", (0.0, True, False)),  # "#### 1"
+        (tokens[:5], "length", (0.0, False, False)),
+    ):
+        assert startup.Run.score(run, [(question, Completion(answer, [], ending))]) == [expected]

@@ -85,5 +85,5 @@ def rollout_of(cfg: Config, shortest: int | None = None) -> Rollout:
         logp=torch.full((sequences, new), -6.0),
         lengths=[new - i % (new - (shortest or new) + 1) for i in range(sequences)],
         truncated=torch.zeros(sequences, dtype=torch.bool), rewards=torch.rand(prompts, group),
-        parsable=torch.ones(prompts, group),
+        parsable=torch.ones(prompts, group), correct=torch.ones(prompts, group),
     )  # fmt: skip
