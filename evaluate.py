@@ -79,10 +79,11 @@ def evaluate(
                 max_new_tokens=sampling.max_new_tokens,
                 temperature=temperature,
             )
-            for i, (place, group) in enumerate(zip(wave, answers, strict=True)):
-                scores = score([(questions[place], one) for one in group])
+            pairs = zip(wave, answers, strict=True)
+            scores = iter(score([(questions[place], answer) for place, group in pairs for answer in group]))
+            for i, group in enumerate(answers):
                 scored = [
-                    [one.correct, one.found, len(answer.tokens)] for one, answer in zip(scores, group, strict=True)
+                    (one.correct, one.found, len(answer.tokens)) for answer, one in zip(group, scores, strict=False)
                 ]
                 results[start + i, columns] = torch.tensor(scored, dtype=torch.float32).flatten()
     by_place = rollout.in_prompt_order(parallel.gather_rows(results), count, tensor).view(count, 1 + k, 3)

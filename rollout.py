@@ -109,7 +109,8 @@ def sample(
 ) -> tuple[Rollout, list[list[Completion]]]:
     """G scored completions of each question: all of them on every rank, and this rank's own as the engine gave them.
 
-    ``score`` scores answers to questions; the rank that samples a completion scores it. A completion depends on the seed, the step and the place of its prompt, but not on the rank that samples it.
+    ``score`` scores answers to questions; the rank that samples a completion scores it. A completion depends on the
+    seed, the step and the place of its prompt, but not on the rank that samples it.
     """
     places = own_places(len(asked), settings.tensor, parallel)
     own = [asked[place] for place in places]
