@@ -128,13 +128,16 @@ def _typed(tree: dict, where: str) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        faults = [where + _sentence(fault) for fault in error.errors(include_url=False)]
+        # A key that takes a choice or a function has two faults, the second one of which is that of the function.
+        found = [one for one in error.errors(include_url=False) if one["loc"][-1] != "constrained-str"]
+        faults = [where + _sentence(fault) for fault in found]
     raise InputError("; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if len(faults) > 3 else ""))
 
 
 def _sentence(fault: Any) -> str:
     """One error of pydantic in the words of this project: the key, what was found, what is needed."""
-    section, *rest = where = fault["loc"]
+    or_function = ", or FILE.py:NAME" * str(fault["loc"][-1]).startswith("literal[")
+    section, *rest = where = fault["loc"][:-1] if or_function else fault["loc"]
     key = str(section) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in rest)
     if key in REMOVED:
         return f"{key}: not a key since version 0.2.0, always {REMOVED[key]}; needed: leave it out"
@@ -144,7 +147,7 @@ def _sentence(fault: Any) -> str:
         fields = _sections()[section].model_fields if rest else Config.model_fields
         return f"{key}: missing; needed: {fields[rest[0] if rest else section].description}"
     needed = NEEDED.get(fault["type"], fault["msg"]).format(**fault.get("ctx", {}))
-    return f"{key}: expected {needed}, found {shown(fault['input'])}"
+    return f"{key}: expected {needed}{or_function}, found {shown(fault['input'])}"
 
 
 def _sections() -> dict[str, type[Section]]:

@@ -135,7 +135,13 @@ def load(data: DataConfig, split: str, tokenizer: PreTrainedTokenizerBase, seed:
     what = "chat template" if tokenizer.chat_template else "tokenizer"  # whose pattern for splitting may be endless
     refuse_endless(lambda: prompt_ids(pairs[0][0], tokenizer, data, examples), f"{tokenizer.name_or_path}: the {what}")
     questions = [
-        Question(question, answer, gold_answer(answer), prompt_ids(question, tokenizer, data, examples))
+        Question(
+            question,
+            answer,
+            gold_answer(answer),
+            prompt_ids(question, tokenizer, data, examples),
+            {"question": question, "answer": answer},
+        )
         for question, answer in pairs
     ]
     _refuse_equal_prompts(questions, tokenizer)

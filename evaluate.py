@@ -146,6 +146,7 @@ def measure(cfg: Config) -> dict:
     """
     whole = cfg.rollout.model_copy(update={"sync": "merged", "expert_parallel": False})  # no adapter, whole tensors
     cfg = cfg.model_copy(update={"rollout": whole})
+    scorer = Scorer(cfg.reward)  # before the device
     arch, tokenizer = hf_config.read(cfg.model.path), data_gsm8k.load_tokenizer(cfg.model.path)
     questions = data_gsm8k.load(cfg.data, "test", tokenizer, cfg.train.seed)
     stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
@@ -161,12 +162,13 @@ def measure(cfg: Config) -> dict:
         summary, _ = evaluate(
             engine,
             questions,
-            functools.partial(score, tokenizer=tokenizer, scorer=Scorer(cfg.reward)),
+            functools.partial(score, tokenizer=tokenizer, scorer=scorer),
             cfg.eval,
             cfg.rollout,
             parallel,
         )
         engine.close()
+    scorer.close()
     return summary
 
 

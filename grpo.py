@@ -27,20 +27,24 @@ GSPO_LOG_RATIO_LIMIT = 10.0  # nats; an upper limit only
 
 
 # ----------------------------------------------------------------------------------------------------------- advantages
-def group_advantages(rewards: Tensor, norm: str = "std") -> Tensor:
+def group_advantages(rewards: Tensor, norm: str | Callable[[Tensor], Tensor] = "std") -> Tensor:
     """How much better each completion is than its group.  (P, G) -> (P, G)
 
     std: reward minus the mean of the group, over its standard deviation (ddof 1) + 1e-6 (GRPO, arXiv 2402.03300); none:
     minus the mean only (Dr. GRPO, arXiv 2503.20783); loo: minus the mean of the G - 1 others (RLOO, arXiv 2402.14740).
     Equal rewards in a group give exactly 0. In a group of one, the mean counts as 0 and the standard deviation as 1.
+    A function as ``norm`` computes the advantages itself.
     Raises ValueError for another shape, another norm, or a reward that is not finite.
     """
-    _require("norm", norm, NORMS)
+    if not callable(norm):
+        _require("norm", norm, NORMS)
     if rewards.dim() != 2 or not rewards.numel():
         raise ValueError(f"rewards: found shape {tuple(rewards.shape)}; needed: (prompts, group_size), not empty")
     rewards = _at_least_float32(rewards)
     if not torch.isfinite(rewards).all():
         raise ValueError("rewards: found NaN or infinity; needed: finite numbers")
+    if callable(norm):
+        return norm(rewards)
     group_size = rewards.shape[1]
     if group_size == 1:
         return rewards / (1.0 + STD_EPS) if norm == "std" else rewards.clone()
@@ -92,7 +96,7 @@ def policy_loss(
     advantages: Tensor,
     mask: Tensor,
     *,
-    kind: str = "ppo",
+    kind: str | Callable[["LossInputs"], "PerToken"] = "ppo",
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = 3.0,
@@ -109,14 +113,16 @@ def policy_loss(
     ppo (arXiv 1707.06347): max(-A r, -A clip(r)) with the log-ratio limited to +-20; for A < 0 at most -A dual_clip
     (arXiv 1912.09729; 0 or None: off). gspo (arXiv 2507.18071): the same maximum, where r is the geometric mean of the
     row's ratios and its gradient is spread over the row's tokens; no dual clip. cispo (arXiv 2506.13585):
-    -clip(r) A logp, where clip(r) is a constant, so only logp has a gradient.
+    -clip(r) A logp, where clip(r) is a constant, so only logp has a gradient. A function as ``kind`` computes the
+    losses of the tokens itself.
 
     aggregate, num_tokens, num_sequences, max_new_tokens: see aggregate_loss. GSPO's paper uses seq-mean-token-mean.
     The statistics have no gradient. They are policy_loss, which is the loss itself, and means over tokens: clip_frac,
     dual_clip_frac, ppo_kl (old_logp - logp), ratio_mean, and ratio_gap, the mean of |r - 1|, which is exactly 0 as long
     as the policy is the old one. With the update's num_tokens, they add up over micro-batches and ranks.
     """
-    _require("kind", kind, tuple(PER_TOKEN))
+    if not callable(kind):
+        _require("kind", kind, tuple(PER_TOKEN))
     if clip_low < 0 or clip_high < 0:
         raise ValueError(f"clip_low, clip_high: found {clip_low}, {clip_high}; needed: 0 or more")
     if dual_clip and dual_clip <= 1:
@@ -131,7 +137,7 @@ def policy_loss(
     advantages = _inside(mask, advantages.detach().to(logp.dtype).expand(rows, tokens))
 
     inputs = LossInputs(logp, old_logp, advantages, mask, clip_low, clip_high, dual_clip or 0.0)
-    per_token, measured = PER_TOKEN[kind](inputs)
+    per_token, measured = (kind if callable(kind) else PER_TOKEN[kind])(inputs)
     if weights is not None:
         per_token = per_token * _inside(mask, weights.detach().to(per_token.dtype))
 

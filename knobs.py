@@ -132,12 +132,20 @@ class RolloutConfig(Section):
 
 
 RewardMethod = Literal[
-    "strict", "verl_strict", "verl_flexible", "openai", "lm_eval_strict", "lm_eval_flexible", "base_acc"
+    "strict", "verl_strict", "verl_flexible", "openai", "lm_eval_strict", "lm_eval_flexible", "base_acc", "math"
 ]
+Function = Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_][A-Za-z0-9_]*$")]  # FILE.py:NAME, inputs/functions.py
 
 
 class RewardConfig(Section):
-    method: RewardMethod = knob("strict", "strict is our own; the others compute what those projects compute")
+    method: RewardMethod = knob(
+        "strict", "strict is our own; math compares the last \\boxed{} by math-verify; the others are other projects'"
+    )
+    function: Function | None = knob(
+        None, "FILE.py:NAME instead: (completion, gold, row) -> score, or (score, answer found, correct)"
+    )
+    seconds: float = knob(10.0, "longest call of reward.function, which ends the run, or of the method math", gt=0)
+    check_gold: bool = knob(True, "refuse to start unless every gold answer is scored as correct")
     permute: bool = knob(False, "control run: the rewards of a step are shuffled, so accuracy must not rise")
 
 
@@ -164,10 +172,16 @@ class LoraConfig(Section):
 
 
 class LossConfig(Section):
-    advantage: Literal["std", "none", "loo"] = knob(
-        "std", "reward minus the group's mean, divided by its std; not divided (Dr.GRPO); minus the mean of the others"
+    advantage: Literal["std", "none", "loo"] | Function = knob(
+        "std",
+        "reward minus the group's mean, divided by its std; not divided (Dr.GRPO); minus the mean of the others; or "
+        "FILE.py:NAME, (rewards) -> advantages, both (P, G)",
     )
-    kind: Literal["ppo", "gspo", "cispo"] = knob("ppo", "clips a ratio a token, a ratio a sequence, or a weight")
+    kind: Literal["ppo", "gspo", "cispo"] | Function = knob(
+        "ppo",
+        "clips a ratio a token, a ratio a sequence, or a weight; or FILE.py:NAME, (grpo.LossInputs) -> (loss of each "
+        "token (B, T), {name: what is measured of it (B, T)})",
+    )
     clip_low: float = knob(0.2, "the ratio is clipped below at 1 - clip_low", ge=0, le=1)
     clip_high: float = knob(0.2, "the ratio is clipped above at 1 + clip_high; DAPO has 0.28", ge=0, le=1e6)
     dual_clip: float = knob(3.0, "ppo: bound of the loss for negative advantages, in advantages; 0: off", ge=0, le=1e6)

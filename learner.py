@@ -27,6 +27,7 @@ from architecture import Architecture
 from checkpoint import Pending
 from config import derive_seed
 from engines.interface import Completion
+from inputs import functions
 from inputs.files import InputError, shown
 from knobs import Config, OptimConfig
 from model_megatron import TokenStats
@@ -258,7 +259,7 @@ class Learner:
             loss_cfg.importance_low,
         )
         loss, measured = grpo.policy_loss(
-            logp, old_logp, micro.advantages, micro.mask, weights=weights, kind=loss_cfg.kind,
+            logp, old_logp, micro.advantages, micro.mask, weights=weights, kind=functions.token_loss(loss_cfg.kind),
             clip_low=loss_cfg.clip_low, clip_high=loss_cfg.clip_high, dual_clip=loss_cfg.dual_clip,
             aggregate=loss_cfg.aggregate, **counts,
         )  # fmt: skip

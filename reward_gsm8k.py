@@ -75,12 +75,15 @@ def score(response: str, gold: str, method: str = "strict") -> float:
 def in_form(answer_field: str, method: str, boxed: bool) -> str:
     """The worked answer of a data set as a response in the form that ``method`` reads; it must score 1.
 
-    verl_flexible cannot read thousands commas, and base_acc reads only BOX_FORM; ``boxed``: the prompt asks for it.
+    verl_flexible cannot read thousands commas, math reads only the box, and base_acc only BOX_FORM; ``boxed``: the
+    prompt asks for it.
     """
     gold = gold_answer(answer_field)
     worked = answer_field.rpartition("#### ")[0]
     if method == "verl_flexible":
         return f"{worked}#### {gold}"
+    if method == "math":
+        return f"{worked}{BOXED}{gold}}}"
     if method == "base_acc" and boxed:
         return f"<think>{worked}</think> <answer>{BOXED}{gold}}}</answer>"
     return answer_field

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 from tqdm import tqdm
 
 from config import to_yaml
+from inputs import functions
 from inputs.files import (
     LINES_MIB,
     InputError,
@@ -36,7 +37,7 @@ from inputs.files import (
     variable,
     write_atomically,
 )
-from knobs import Config, DataConfig
+from knobs import Config
 
 VARIABLES = re.compile(r"(OMP|MKL|CUDA|ASCEND|HCCL|NCCL|GLOO|VLLM|PYTORCH|TORCH)_")
 SECRETS = re.compile(r"(API_KEY|_TOKEN$|SECRET|PASSW)")
@@ -212,21 +213,27 @@ def git_state() -> tuple[dict[str, Any], bytes]:
 # ---------------------------------------------------------------- model and data of the run
 
 
-def inputs(model_dir: str | Path, data: DataConfig) -> dict[str, dict[str, str]]:
-    """sha256 of every file of the model's folder, by name, and of the data files, by use.
+def inputs(cfg: Config) -> dict[str, dict[str, str]]:
+    """sha256 of each of input_files. 60 GB take a minute at first."""
+    files = input_files(cfg)
+    found = sha256_of_inputs([path for named in files.values() for path in named.values()])
+    return {kind: {name: found[path] for name, path in named.items()} for kind, named in files.items()}
 
-    A record says with them which weights were used, not only how they were called. 60 GB take a minute at first.
+
+def input_files(cfg: Config) -> dict[str, dict[str, Path]]:
+    """The files of the model's folder, by name, the data files, by use, and the files of the user's functions, by key.
+
+    A record says with their checksums which weights were used, not only how they were called.
     """
-    folder = Path(model_dir)
+    folder, data = Path(cfg.model.path), cfg.data
     model = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
     uses = ["train", "test", "few_shot"] if data.source == "gsm8k" else ["few_shot"]  # generated questions have no file
     used = {use: Path(getattr(data, f"{use}_path")) for use in uses}
-    files = {
+    return {
         "model": {path.name: path for path in model},
         "data": {use: path for use, path in used.items() if path.is_file()},
+        "functions": {f"{key} {name}": path for key, name, path in functions.files(cfg)},
     }
-    found = sha256_of_inputs([path for named in files.values() for path in named.values()])
-    return {kind: {name: found[path] for name, path in named.items()} for kind, named in files.items()}
 
 
 def sha256_of_inputs(paths: list[Path]) -> dict[Path, str]:
@@ -261,8 +268,8 @@ def sha256_of_inputs(paths: list[Path]) -> dict[Path, str]:
     return found
 
 
-def changed_inputs(run_dir: Path, model_dir: str | Path, data: DataConfig) -> list[str]:
-    """A line for each file of model and data whose checksum is not the one that the run's last start recorded.
+def changed_inputs(run_dir: Path, cfg: Config) -> list[str]:
+    """A line for each of input_files whose checksum is not the one that the run's last start recorded.
 
     Hidden files of the model's folder and absent data files do not count, because nothing reads them. If inputs.json
     cannot be read, one line says so.
@@ -273,25 +280,22 @@ def changed_inputs(run_dir: Path, model_dir: str | Path, data: DataConfig) -> li
         recorded = {kind: dict(files) for kind, files in read_object(record, ("model", "data")).items()}
     except (ValueError, TypeError) as error:
         return [f"{record}: not the record of the run's inputs ({error!r})"]
-    lines, present = [], inputs(model_dir, data)
-    # An absent data file is not read, so only its name is left in the record.
-    names = {"model": present["model"].keys() | recorded["model"].keys(), "data": present["data"].keys()}
-    for kind in names:
-        for name in sorted(names[kind]):
+    files, lines, present = input_files(cfg), [], inputs(cfg)
+    for kind, now_there in present.items():
+        # An absent data file is not read, so only its name is left in the record.
+        for name in sorted(now_there.keys() | (recorded.get(kind, {}).keys() if kind != "data" else set())):
             was, now = (
-                f"sha256 {s}" if s else "not there" for s in (recorded[kind].get(name), present[kind].get(name))
+                f"sha256 {s}" if s else "not there" for s in (recorded.get(kind, {}).get(name), now_there.get(name))
             )
             if was != now and not name.startswith("."):
-                path = Path(model_dir) / name if kind == "model" else getattr(data, f"{name}_path")
+                path = files[kind].get(name, Path(cfg.model.path) / name if kind == "model" else name)
                 lines.append(f"{path}: when {record.parent} was started {was}, now {now}")
     return lines
 
 
-def refuse_changed_inputs(
-    run_dir: Path, model_dir: str | Path, data: DataConfig, *, accept: bool, how: str
-) -> list[str]:
+def refuse_changed_inputs(run_dir: Path, cfg: Config, *, accept: bool, how: str) -> list[str]:
     """The lines of changed_inputs if they are accepted; otherwise InputError, which says ``how`` to accept them."""
-    changed = changed_inputs(run_dir, model_dir, data)
+    changed = changed_inputs(run_dir, cfg)
     if changed and not accept:
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
         raise InputError(f"{changed[0]}{more}; needed: what was there then, or {how}")
@@ -313,7 +317,7 @@ def write_records(folder: Path, cfg: Config, world_size: int) -> None:
     command = shlex.join([*launcher, str(script), *sys.argv[1:]])
     records: dict[str, str | bytes] = {
         "config.yaml": to_yaml(cfg),
-        "inputs.json": json.dumps(inputs(cfg.model.path, cfg.data), indent=1) + "\n",
+        "inputs.json": json.dumps(inputs(cfg), indent=1) + "\n",
         "environment.json": json.dumps(environment(world_size), indent=1) + "\n",
         "git.json": json.dumps(source) + "\n",
         # Only home folders are replaced here: without a name in `name=tiny`, the command would be another one.

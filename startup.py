@@ -30,14 +30,14 @@ from architecture import Architecture
 from config import changes_at_resume, to_dict, to_yaml
 from data_gsm8k import Question, Questions
 from engines.interface import Completion, Engine
-from inputs import gsm8k_files, hf_config
+from inputs import functions, gsm8k_files, hf_config
 from inputs.config_rules import check_engine_layout, check_layout
 from inputs.files import InputError
 from inputs.scoring import Call, Score, Scorer
 from knobs import Config
 from lab import run_page
 from learner import Learner
-from parallel_setup import Parallel
+from parallel_setup import Parallel, launched_rank
 from plan.memory import beside_plan
 from rollout import Rollout
 from runlog import Heartbeat
@@ -64,6 +64,8 @@ def check_inputs(cfg: Config, ranks: int, scorer: Scorer | None = None) -> Input
     configuration can be checked.
     """
     devices.resolve(cfg.device)
+    functions.advantage(cfg.loss.advantage)
+    functions.token_loss(cfg.loss.kind)
     scorer = scorer or Scorer(cfg.reward)
     check_writable("train.out_dir", Path(cfg.train.out_dir))
     exists = cfg.tiny_model is None or tiny_model.exists(cfg)
@@ -113,20 +115,23 @@ def check_inputs(cfg: Config, ranks: int, scorer: Scorer | None = None) -> Input
 
 
 def check_answers(cfg: Config, scorer: Scorer) -> None:
-    """InputError unless every gold answer scores 1.0 under the chosen reward: otherwise the advantages are noise."""
-    method, asks_for_box = cfg.reward.method, reward_gsm8k.BOXED in cfg.data.instruction
+    """InputError unless every gold answer is correct under the chosen reward: otherwise the advantages are noise."""
+    if not cfg.reward.check_gold or (scorer.workers and launched_rank()):  # one rank is enough for a slow reward
+        return
+    method = "strict" if cfg.reward.function else cfg.reward.method
+    asks_for_box = reward_gsm8k.BOXED in cfg.data.instruction
     for split, kind in (("train", "training"), ("test", "held-out")):
-        answers = [
-            reward_gsm8k.in_form(answer, method, asks_for_box) for _, answer in data_gsm8k.read(cfg.data, split)[0]
-        ]
-        scores = scorer([Call(answer, reward_gsm8k.gold_answer(answer), {}) for answer in answers])
+        rows = [{"question": asked, "answer": answer} for asked, answer in data_gsm8k.read(cfg.data, split)[0]]
+        answers = [reward_gsm8k.in_form(row["answer"], method, asks_for_box) for row in rows]
+        golds = [reward_gsm8k.gold_answer(row["answer"]) for row in rows]
+        scores = scorer([Call(*each) for each in zip(answers, golds, rows, strict=True)])
         wrong = [answer for answer, score in zip(answers, scores, strict=True) if not score.correct]
         if wrong:
             needs_box = method == "base_acc" and not asks_for_box
-            form = f", or an instruction that asks for {reward_gsm8k.BOX_FORM}" if needs_box else ""
+            form = f" or an instruction that asks for {reward_gsm8k.BOX_FORM}, or" if needs_box else " or"
             raise InputError(
-                f"reward.method: {method} gives {len(wrong)} of {len(answers)} gold {kind} answers less than 1.0, the "
-                f"first being {wrong[0][-60:]!r}; needed: a method that fits the data's answers{form}"
+                f"{scorer.name} finds {len(wrong)} of {len(answers)} gold {kind} answers not correct, the first being "
+                f"{wrong[0][-60:]!r}; needed: a reward that fits the data's answers,{form} reward.check_gold=false"
             )
 
 
@@ -156,8 +161,7 @@ def checkpoint_to_resume(cfg: Config) -> checkpoint.Checkpoint | None:
     checkpoint.check_resume(saved, cfg)
     for line in run_record.refuse_changed_inputs(
         saved.run_dir,
-        cfg.model.path,
-        cfg.data,
+        cfg,
         accept=cfg.train.changed_inputs == "accept",
         how="train.resume=never for a new run, or train.changed_inputs=accept to go on",
     ):

@@ -26,8 +26,10 @@ import startup
 import tiny_model
 from aqn import AqnError
 from config import command_line, derive_seed, resolve_config
+from inputs import functions
 from inputs.files import MOST_RANKS, InputError, one_line
 from inputs.gsm8k_files import alike
+from inputs.scoring import Scorer
 from knobs import Config
 from parallel_setup import Parallel
 from plan import doctor
@@ -73,7 +75,7 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: startup
         # 3. Compare each score with its group's.
         if cfg.reward.permute:
             batch.rewards = shuffled(batch.rewards, derive_seed(cfg.train.seed, "permute", step))
-        advantages = grpo.group_advantages(batch.rewards, cfg.loss.advantage)  # (P, G)
+        advantages = grpo.group_advantages(batch.rewards, functions.advantage(cfg.loss.advantage))  # (P, G)
 
         # 4. Update the adapters on the clipped objective: one optimizer step for every prompts_per_update questions.
         updated = learner.update(batch, completions, advantages.flatten(), step, timer)
@@ -116,10 +118,11 @@ def start(cfg: Config, is_command: bool = False) -> None:
     heartbeat = Heartbeat(parallel_setup.launched_rank(), cfg.train.stall_seconds)  # before anything that can wait
     if is_command:
         runlog.end_on_signals(heartbeat.reached, heartbeat.note)
+    scorer = Scorer(cfg.reward)  # its processes begin before the device does
     try:
         parallel_setup.start_device(cfg)
         heartbeat.beat("the start of the device")
-        inputs = startup.check_inputs(cfg, parallel_setup.launched_world_size())
+        inputs = startup.check_inputs(cfg, parallel_setup.launched_world_size(), scorer)
         doctor.quick(cfg)
         heartbeat.beat("the checks of the input")
         with parallel_setup.open_world(cfg) as device:
@@ -132,6 +135,7 @@ def start(cfg: Config, is_command: bool = False) -> None:
         heartbeat.note(f"{'stopped' if isinstance(error, STOPS) else 'error'}: {one_line(error)}")
         raise
     finally:
+        scorer.close()
         heartbeat.stop()
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import grpo
+from inputs import functions
 
 if TYPE_CHECKING:
     from engines.interface import Completion
@@ -237,8 +238,8 @@ def trainers_loss(
         old[r], rows.sampled_logp[r], trained[r], loss.importance, loss.importance_clip, loss.importance_low
     )
     total, _ = grpo.policy_loss(
-        logp[r], old[r], advantages[r], trained[r], weights=weights, kind=loss.kind, clip_low=loss.clip_low,
-        clip_high=loss.clip_high, dual_clip=loss.dual_clip, **means,
+        logp[r], old[r], advantages[r], trained[r], weights=weights, kind=functions.token_loss(loss.kind),
+        clip_low=loss.clip_low, clip_high=loss.clip_high, dual_clip=loss.dual_clip, **means,
     )  # fmt: skip
     penalty = -loss.entropy_coef * entropy[r]
     if loss.kl != "none":

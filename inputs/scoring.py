@@ -1,9 +1,19 @@
-"""Scores of completions: the reward that is learned from, whether an answer was found, and whether it is correct."""
+"""Scores of completions: the reward that is learned from, whether an answer was found, and whether it is correct.
 
+reward.method computes them in this process; reward.function and the method math in processes of their own.
+"""
+
+import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import reward_gsm8k
+from inputs.files import InputError
+from inputs.workers import Failure, Workers
 from knobs import RewardConfig
+
+MATH = f"{Path(__file__).parent / 'math_answers.py'}:score"
+ARGUMENTS = ("completion", "gold", "row")
 
 
 class Call(NamedTuple):
@@ -21,15 +31,38 @@ class Score(NamedTuple):
 
 
 class Scorer:
-    """The reward of a run."""
+    """The reward of a run. Make it before the device is started: it may start processes."""
 
     def __init__(self, reward: RewardConfig) -> None:
-        self.method = reward.method
+        self.reward, self.workers = reward, None
+        self.name = f"reward.function: {reward.function}" if reward.function else f"reward.method: {reward.method}"
+        if reward.function:
+            self.workers = Workers("reward.function", reward.function, ARGUMENTS, reward.seconds)
+        elif reward.method == "math":
+            self.workers = Workers("reward.method math", MATH, ARGUMENTS, reward.seconds)
 
     def __call__(self, calls: list[Call]) -> list[Score]:
-        """The score of each completion, in their order."""
-        scores = []
-        for completion, gold, _ in calls:
-            reward = reward_gsm8k.score(completion, gold, self.method)
-            scores.append(Score(reward, reward_gsm8k.parsable(completion, self.method), reward == 1.0))
-        return scores
+        """The score of each completion, in their order.
+
+        InputError if a call of reward.function fails or takes too long; its traceback is printed. The method math
+        finds no answer in a completion that takes it too long.
+        """
+        if self.workers is None:
+            return [self._of_method(call) for call in calls]
+        scores = self.workers(calls, stops=bool(self.reward.function))
+        for call, failure in [(c, s) for c, s in zip(calls, scores, strict=True) if isinstance(s, Failure)]:
+            if self.reward.function:
+                sys.stderr.write(failure.trace)
+                raise InputError(
+                    f"reward.function: {self.reward.function} {failure.cause}; "
+                    f"question {str(call.row.get('question', ''))[:60]!r}, completion {call.completion[:60]!r}"
+                )
+        return [Score(0.0, False, False) if isinstance(score, Failure) else Score(*score) for score in scores]
+
+    def _of_method(self, call: Call) -> Score:
+        reward = reward_gsm8k.score(call.completion, call.gold, self.reward.method)
+        return Score(reward, reward_gsm8k.parsable(call.completion, self.reward.method), reward == 1.0)
+
+    def close(self) -> None:
+        if self.workers is not None:
+            self.workers.close()

@@ -181,7 +181,7 @@ DATA = [
     row("half a row", "test.jsonl, row 3: not one JSON object a line", questions(test=QUESTIONS + '{"question": "2')),
     row("prompts too long", "train.jsonl: 2 of 2 prompts are longer than data.max_prompt_tokens = 2; the longest",
         questions(), "data.max_prompt_tokens=2"),
-    row("reward in another form", "base_acc gives 8 of 8 gold ... or an instruction that asks for <think>",
+    row("reward in another form", "base_acc finds 8 of 8 gold ... or an instruction that asks for <think>",
         "reward.method=base_acc"),
     row("too many generated", "data.num_train: found 999999; operands 1 to 49 give", "data.num_train=999999"),
     # Everything else is checked before a tiny model is made, because that takes minutes.

@@ -7,7 +7,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args, get_origin
 
 import pytest
 import yaml
@@ -46,7 +46,7 @@ def write(tmp_path):
         ("rollout.groupsize", "unknown key; did you mean group_size?"),
         ("rolout.group_size", "rolout: unknown key; did you mean rollout?"),
         ("rollout.lr", "unknown key; did you mean optim.lr?"),
-        ("reward.zzz", "unknown key; known keys: method, permute"),
+        ("reward.zzz", "unknown key; known keys: method, function"),
     ],
 )
 def test_an_unknown_override_names_what_may_have_been_meant(key, hint):
@@ -257,7 +257,7 @@ def test_the_policy_of_sampler_and_trainer_follows_from_type_and_engine(
 def test_the_choices_of_a_key_are_those_of_the_function_that_gets_it():
     """A choice that only one of them knows would end a run with a traceback, or could never be chosen."""
     choices = {
-        (RewardConfig, "method"): reward_gsm8k.METHODS,
+        (RewardConfig, "method"): (*reward_gsm8k.METHODS, "math"),  # inputs/scoring.py
         (LossConfig, "advantage"): grpo.NORMS,
         (LossConfig, "kind"): grpo.PER_TOKEN,
         (LossConfig, "aggregate"): grpo.AGGREGATES,
@@ -265,4 +265,6 @@ def test_the_choices_of_a_key_are_those_of_the_function_that_gets_it():
         (LossConfig, "importance"): grpo.WEIGHT_MODES,
     }
     for (section, key), known in choices.items():
-        assert set(get_args(section.model_fields[key].annotation)) == set(known), key
+        taken = section.model_fields[key].annotation
+        names = get_args(taken) if get_origin(taken) is Literal else get_args(get_args(taken)[0])  # or a function
+        assert set(names) == set(known), key

@@ -8,7 +8,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 OPTIONAL = {"torch_npu", "mindspeed", "vllm", "ray", "tensorboard"}  # used if installed; no CPU run needs them
-PACKAGE = {"yaml": "PyYAML", "megatron": "megatron-core", "PIL": "pillow"}  # import name -> name on PyPI
+PACKAGE = {
+    "yaml": "PyYAML",
+    "megatron": "megatron-core",
+    "PIL": "pillow",
+    "math_verify": "math-verify",
+}  # import name -> name on PyPI
 FOLDERS = {"inputs", "engines", "plan", "checks", "lab"}
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path

@@ -1,0 +1,146 @@
+"""Functions that a configuration names as FILE.py:NAME: a reward, an advantage, the loss of a token.
+
+Only the named file is imported, and what it imports itself; never a file that data or a model's folder names.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from modulefinder import ModuleFinder
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from inputs.files import InputError, one_line, read_text
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from knobs import Config
+
+NEEDED = "needed: FILE.py:NAME, a Python file and a function in it"
+
+
+def split(key: str, named: str) -> tuple[Path, str]:
+    """The file and the function that ``named`` says; InputError if there is no such file."""
+    path, _, name = named.rpartition(":")
+    if not Path(path).is_file():
+        raise InputError(f"{key}: {path}: no such file; {NEEDED}")
+    return Path(path), name
+
+
+def load(key: str, named: str, *arguments: str) -> Callable[..., Any]:
+    """The function; InputError if the file cannot be imported, or the function does not take the ``arguments``.
+
+    Other modules in the file's folder can be imported from it.
+    """
+    path, name = split(key, named)
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # last, so that no file of it takes the place of another module
+    spec = importlib.util.spec_from_file_location(f"function_of_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # a dataclass looks for its module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{key}: {path}{line_of(error.__traceback__, path)}: {one_line(error)}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        defined = [each for each, value in vars(module).items() if inspect.isfunction(value)]
+        raise InputError(f"{key}: {path} has no function {name}; found {', '.join(defined) or 'none'}")
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise InputError(f"{key}: {named}: {error}; needed: {name}({', '.join(arguments)})") from None
+    return function
+
+
+def line_of(trace: TracebackType | None, path: Path) -> str:
+    """` line N`, the last line of ``path`` in a traceback; empty if there is none."""
+    lines = [frame.lineno for frame in traceback.extract_tb(trace) if Path(frame.filename) == path]
+    return f", line {lines[-1]}" if lines else ""
+
+
+def files(cfg: Config) -> list[tuple[str, str, Path]]:
+    """(key, name relative to its folder, path) of the files of all functions that ``cfg`` names, if they are there."""
+    named = {"reward.function": cfg.reward.function, "loss.advantage": cfg.loss.advantage, "loss.kind": cfg.loss.kind}
+    there = {key: Path(value.rpartition(":")[0]).resolve() for key, value in named.items() if value and ":" in value}
+    return [
+        (key, os.path.relpath(each, path.parent), each)
+        for key, path in there.items()
+        if path.is_file()
+        for each in with_imports(path)
+    ]
+
+
+def with_imports(path: Path) -> list[Path]:
+    """A Python file, and each module that it imports, at any place, from its folder or from PYTHONPATH.
+
+    InputError if it is no Python. What pip has installed is in environment.json.
+    """
+    folders = [str(path.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    finder = ModuleFinder(path=folders)
+    try:
+        compile(read_text(path), path, "exec")
+        finder.run_script(str(path))
+    except (SyntaxError, ValueError) as error:
+        raise InputError(f"{path}: {one_line(error)}; {NEEDED}") from None
+    found = {Path(module.__file__).resolve() for module in finder.modules.values() if module.__file__}  # type: ignore[attr-defined]
+    return sorted(each for each in found if "site-packages" not in each.parts)
+
+
+# ---------------------------------------------------------------------------------------- what a function returns
+
+
+@functools.cache
+def advantage(value: str) -> str | Callable[[Tensor], Tensor]:
+    """loss.advantage: the name of a formula, or a function (P, G) -> (P, G) whose errors are InputErrors."""
+    return _checked("loss.advantage", value, "rewards", _check_advantages) if ":" in value else value
+
+
+@functools.cache
+def token_loss(value: str) -> str | Callable[[Any], tuple[Tensor, dict[str, Tensor]]]:
+    """loss.kind: the name of a formula, or a function of grpo.LossInputs whose errors are InputErrors."""
+    return _checked("loss.kind", value, "inputs", _check_losses) if ":" in value else value
+
+
+def _checked(key: str, named: str, argument: str, check: Callable[[Any, Any], str]) -> Callable[[Any], Any]:
+    """The function; what it raises, and a result in which ``check`` finds a fault, is an InputError."""
+    function = load(key, named, argument)
+
+    def called(given: Any) -> Any:
+        try:
+            result = function(given)
+        except Exception as error:
+            sys.stderr.write(traceback.format_exc())
+            where = line_of(error.__traceback__, Path(named.rpartition(":")[0]))
+            raise InputError(f"{key}: {named}{where}: {type(error).__name__}: {one_line(error)}") from error
+        if fault := check(given, result):
+            raise InputError(f"{key}: {named} returned {fault}")
+        return result
+
+    return called
+
+
+def _check_advantages(rewards: Tensor, result: Any) -> str:
+    found = tuple(getattr(result, "shape", ())) or type(result).__name__
+    if found != tuple(rewards.shape):
+        return f"{found}; needed: a tensor of shape {tuple(rewards.shape)}"
+    return "" if result.isfinite().all() else "NaN or infinity; needed: finite numbers"
+
+
+def _check_losses(inputs: Any, result: Any) -> str:
+    shape = tuple(inputs.logp.shape)
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
+        return f"{type(result).__name__}; needed: the losses {shape}, and a dictionary of what is measured {shape}"
+    for name, found in {"the losses": result[0], **result[1]}.items():
+        if tuple(getattr(found, "shape", ())) != shape:
+            return f"for {name} {tuple(getattr(found, 'shape', ())) or type(found).__name__}; needed: shape {shape}"
+    return ""

@@ -1,0 +1,39 @@
+"""reward.method math: whether the last \\boxed{} of a completion is mathematically equal to the gold answer.
+
+The package math-verify compares fractions, sets, intervals, units and expressions. It runs in the workers of
+inputs/workers.py: an expression may take a computer algebra system for ever, and the time limit there ends it.
+"""
+
+import logging
+import re
+
+from inputs.files import InputError
+
+try:
+    from math_verify import parse, verify
+except ImportError as error:
+    raise InputError(f"{error}; needed: pip install --no-deps -r requirements/cpu.txt") from None
+
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that its own limits of time are off
+parse("\\boxed{\\frac{1}{2}}", parsing_timeout=None)  # the first call imports a parser, which may take seconds
+
+
+def score(completion: str, gold: str, row: dict) -> tuple[float, bool, bool]:
+    """(1.0 or 0.0, whether there is an answer, whether it is right)."""
+    answer = last_boxed(completion)
+    if answer is None:
+        return 0.0, False, False
+    ours, right = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (answer, gold))
+    is_right = bool(verify(right, ours, timeout_seconds=None))
+    return float(is_right), True, is_right
+
+
+def last_boxed(text: str) -> str | None:
+    """The content of the last complete \\boxed{...}, with the braces inside of it; None without one."""
+    found, begun = None, []  # begun: for each open brace where the content of its \\boxed begins, or None
+    for brace in re.finditer(r"(\\boxed)?\{|\}", text):
+        if brace[0] != "}":
+            begun.append(brace.end() if brace[1] else None)
+        elif begun and (first := begun.pop()) is not None:
+            found = text[first : brace.start()]
+    return found

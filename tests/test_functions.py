@@ -1,0 +1,224 @@
+"""Functions that a configuration names as FILE.py:NAME: what they may do, and that a fault of theirs is one clear line.
+
+That a run with all of them repeats itself after a kill is shown in test_resume.py.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from saved import config_in
+
+import grpo
+import run_record
+from inputs import functions
+from inputs.files import InputError
+from inputs.scoring import Call, Score, Scorer
+from inputs.workers import Failure, Workers
+from knobs import Config, RewardConfig
+
+OWN = Path(__file__).parent / "support" / "own.py"
+EXAMPLES = Path(__file__).parents[1] / "examples"
+ROW = {"question": "How many?", "answer": "#### 18"}
+
+
+def scored(reward: RewardConfig, *completions: str, gold: str = "18") -> list[Score]:
+    scorer = Scorer(reward)
+    try:
+        return scorer([Call(completion, gold, ROW) for completion in completions])
+    finally:
+        scorer.close()
+
+
+def refused(call, *arguments: object) -> str:
+    with pytest.raises(InputError) as caught:
+        call(*arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------ rewards
+
+
+def test_a_reward_scores_in_processes_of_its_own_and_in_the_order_of_the_completions(capfd) -> None:
+    texts = [f"answer {n}" for n in range(50)]
+    found = scored(RewardConfig(function=f"{OWN}:reward"), "", "#### 18", *texts)
+    sums = [sum(text.encode()) for text in ("", "#### 18", *texts)]
+    assert [one.reward for one in found] == [total % 7 / 7 for total in sums]
+    assert [one.correct for one in found] == [total % 2 == 0 or i == 1 for i, total in enumerate(sums)]
+    assert [one.found for one in found] == [False] + [True] * 51
+    plain = scored(RewardConfig(function=f"{OWN}:sleeps"), "a")
+    assert plain == [Score(1.0, True, True)]  # a score alone: an answer was found, and 1 is correct
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("crash", "KeyError: 'level'; question 'How many?', completion 'hang'"),
+        ("endless", "took more than 1 s and was ended; question 'How many?'"),  # inside C code, which holds the GIL
+        ("sleeps", "took more than 1 s and was ended"),
+        ("ends", "ended its process (exit code 3)"),
+        ("not_finite", "returned nan; needed: a finite number"),
+        ("text", "returned 'good'; needed: a number, or (number, answer found, correct)"),
+        ("two", "too many positional arguments; needed: two(completion, gold, row)"),
+        ("nothing", "own.py has no function nothing; found reward, advantages, loss"),
+    ],
+)
+def test_a_fault_of_a_reward_names_the_question_and_ends_soon(name: str, said: str, capfd) -> None:
+    start = time.monotonic()
+    message = refused(scored, RewardConfig(function=f"{OWN}:{name}", seconds=1.0), "hang")
+    assert message.startswith("reward.function: ") and said in message, message
+    assert time.monotonic() - start < 20
+    assert ("in crash" in capfd.readouterr().err) == (name == "crash")  # its traceback
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("def f(:\n", "invalid syntax"),
+        ("import no_such_package\n", "line 1: No module named 'no_such_package'"),
+        ("x = 1 / 0\n", "line 1: division by zero"),
+        ("raise SystemExit(0)\n", "line 1"),
+        ("import os\nos._exit(7)\n", "its process ended while it was imported (exit code 7)"),
+        ("", "has no function f; found none"),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_named_with_its_line(content: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(content)
+    message = refused(scored, RewardConfig(function=f"{path}:f"), "")
+    assert str(path) in message and said in message, message
+    path.unlink()
+    assert "no such file; needed: FILE.py:NAME" in refused(scored, RewardConfig(function=f"{path}:f"), "")
+
+
+def test_a_worker_that_hangs_is_replaced_and_the_other_calls_are_answered() -> None:
+    workers = Workers("k", f"{OWN}:endless", ("completion", "gold", "row"), 1.0)
+    first = {worker.process.pid for worker in workers.idle}
+    results = workers([(text, "", ROW) for text in ("a", "hang", "b")], stops=False)
+    assert results[0] == results[2] == (1.0, True, True) and isinstance(results[1], Failure)
+    assert len({worker.process.pid for worker in workers.idle} - first) == 1 and len(workers.idle) == len(first)
+    ended = [worker.process for worker in workers.idle]
+    workers.close()
+    assert all(process.poll() is not None for process in ended)
+
+
+MATH = {  # gold answers in the form of MATH's, which are LaTeX -> (right, wrong)
+    "\\frac{1}{2}": (["0.5", "\\frac{2}{4}", "1/2", "\\dfrac12"], ["2", "\\frac{1}{3}"]),
+    "\\{1,2\\}": (["\\{2, 1\\}"], ["\\{1\\}", "\\{1,3\\}"]),
+    "5 \\text{ cm}": (["5", "5\\text{ cm}"], ["50"]),
+    "\\left( 3, \\frac{\\pi}{2} \\right)": (["(3, \\pi/2)"], ["(\\pi/2, 3)"]),
+    "x^2+1": (["1 + x^2"], ["x^2"]),
+    "10\\%": (["10\\%"], ["11\\%"]),
+    "1,\\!000": (["1000", "1{,}000"], ["1"]),
+    "\\text{Evelyn}": (["\\text{Evelyn}"], ["\\text{Carla}"]),
+}
+
+
+def test_math_compares_the_last_box_by_its_value() -> None:
+    expected, calls = [], []
+    for gold, (right, wrong) in MATH.items():
+        for answer, is_right in (*((one, True) for one in right), *((one, False) for one in wrong)):
+            calls.append(Call(f"First \\boxed{{7}}. So \\boxed{{{answer}}}.", gold, ROW))
+            expected.append(Score(is_right, True, is_right))
+        calls += [Call(f"the answer is {gold}", gold, ROW), Call(f"\\boxed{{{gold}", gold, ROW)]  # no box, no whole box
+        expected += [Score(0.0, False, False)] * 2
+    scorer = Scorer(RewardConfig(method="math"))
+    found = scorer(calls)
+    scorer.close()
+    assert [(call, one) for call, one in zip(calls, found, strict=True)] == list(zip(calls, expected, strict=True))
+
+
+def test_an_expression_without_end_is_a_wrong_answer_and_not_the_end_of_the_run() -> None:
+    reward = RewardConfig(method="math", seconds=5.0)
+    assert scored(reward, "\\boxed{9^{9^{9^{9}}}}", "\\boxed{18}") == [Score(0, False, False), Score(1, True, True)]
+
+
+# ------------------------------------------------------------------------------------------------ advantages and losses
+
+
+def inputs() -> grpo.LossInputs:
+    logp = torch.tensor([[0.0, math.log(2)]], requires_grad=True)
+    advantages, old = torch.tensor([[2.0, -1.0]]), torch.zeros(1, 2)
+    return grpo.LossInputs(logp, old, advantages, torch.ones(1, 2), 0.2, 0.2, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: functions.advantage(f"{OWN}:fewer")(torch.ones(2, 3)), "fewer returned (1, 3); needed: a tensor of"),
+        (lambda: functions.advantage(f"{OWN}:infinite")(torch.ones(2, 3)), "NaN or infinity; needed: finite"),
+        (lambda: functions.advantage(f"{OWN}:loss")(torch.ones(2, 3)), "AttributeError: 'Tensor' object has no"),
+        (lambda: functions.advantage(f"{OWN}:two"), "missing a required argument"),
+        (lambda: functions.token_loss(f"{OWN}:one_value")(inputs()), "returned Tensor; needed: the losses (1, 2)"),
+        (lambda: functions.token_loss(f"{OWN}:flat")(inputs()), "for the losses Tensor; needed: shape (1, 2)"),
+    ],
+)
+def test_a_fault_of_an_advantage_or_a_loss_is_one_line(call, said: str) -> None:
+    message = refused(call)
+    assert message.startswith("loss.") and said in message, message
+
+
+def test_a_function_takes_the_place_of_a_formula() -> None:
+    """With the built-in's own formula as a function, the loss of a micro-batch has the same bits."""
+    rewards = torch.tensor([[0.0, 1.0, 0.5]])
+    assert grpo.group_advantages(rewards, functions.advantage(f"{OWN}:advantages")).tolist() == [[-1.0, 1.0, 0.0]]
+    x = inputs()
+    given = (x.logp, x.old_logp, x.advantages, x.mask)
+    named, own = (grpo.policy_loss(*given, kind=kind) for kind in ("ppo", grpo.PER_TOKEN["ppo"]))
+    assert torch.equal(named[0], own[0]) and named[1].keys() == own[1].keys()
+    loss, stats = grpo.policy_loss(*given, kind=functions.token_loss(f"{OWN}:loss"))
+    assert loss.item() == pytest.approx((-2.0 * 1 + 1.0 * 2) / 2) and stats["own"].item() == pytest.approx(1.5)
+
+
+# ------------------------------------------------------------------------------------------------ the examples
+
+
+def test_the_reward_of_the_example_has_a_part_for_the_form() -> None:
+    reward = RewardConfig(function=f"{EXAMPLES}/reward_with_format.py:score")
+    found = scored(reward, "so\n#### 18", "#### 1,018", "18", "#### 18\nand more", "#### 18.0")
+    assert [tuple(one) for one in found] == [
+        (1.0, True, True), (0.1, True, False), (0.0, False, False), (0.0, False, False), (1.0, True, True),
+    ]  # fmt: skip
+
+
+def test_the_advantage_of_the_example_has_one_scale_for_the_whole_step() -> None:
+    advantages = functions.advantage(f"{EXAMPLES}/advantage_reinforce_pp.py:advantages")
+    found = advantages(torch.tensor([[1.0, 0.0], [1.0, 1.0], [3.0, 1.0]]))
+    # Centred: +-0.5, 0 and 0, +-1. Their variance over five degrees of freedom is (0.5 + 2) / 5 = 0.5.
+    assert found.flatten().tolist() == pytest.approx([x / math.sqrt(0.5) for x in (0.5, -0.5, 0, 0, 1, -1)])
+    assert advantages(torch.ones(2, 2)).tolist() == [[0, 0], [0, 0]]
+
+
+def test_the_loss_of_the_example_is_sapo() -> None:
+    """arXiv 2511.20347: the gradient by logp is -A r 4 p (1 - p) with p = sigmoid(tau (r - 1)); 1 at r = 1."""
+    x = inputs()
+    loss, stats = functions.token_loss(f"{EXAMPLES}/loss_sapo.py:sapo")(x)
+    p = 1 / (1 + math.exp(-1.05))  # r = 2, and A < 0
+    assert loss.tolist()[0] == pytest.approx([-2 * 2.0, 4 / 1.05 * p])
+    (gradient,) = torch.autograd.grad(loss.sum(), x.logp)
+    assert gradient.tolist()[0] == pytest.approx([-2.0, 2 * 4 * p * (1 - p)])
+    assert stats["ratio_gap"].tolist()[0] == pytest.approx([0.0, 1.0])
+
+
+# ------------------------------------------------------------------------------------------------ what a run records
+
+
+def test_the_file_and_what_it_imports_are_inputs_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def f(completion, gold, row):\n    import part\n    return part.value\n")
+    (tmp_path / "part.py").write_text("import json, numpy\nvalue = 1.0\n")
+    cfg: Config = config_in(tmp_path)
+    cfg = cfg.model_copy(update={"reward": RewardConfig(function=f"{tmp_path}/mine.py:f")})
+    recorded = run_record.inputs(cfg)
+    assert list(recorded["functions"]) == ["reward.function mine.py", "reward.function part.py"]
+    run_record.write_records(tmp_path, cfg, 1)
+    assert run_record.changed_inputs(tmp_path, cfg) == []
+    (tmp_path / "part.py").write_text("value = 2.0\n")
+    (line,) = run_record.changed_inputs(tmp_path, cfg)
+    assert line.startswith(f"{tmp_path / 'part.py'}: when ") and "now sha256" in line
+    (tmp_path / "mine.py").unlink()
+    assert "mine.py: when" in run_record.changed_inputs(tmp_path, cfg)[0]
