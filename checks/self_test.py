@@ -20,15 +20,16 @@ from torch import Tensor
 
 import aqn
 import parallel_setup
-import reward_gsm8k
 import tiny_model
 import train_grpo
 from architecture import tensor_shapes
+from checks.self_test_functions import judge_functions
 from checks.self_test_reference import Named, State, forward, merged, rows_of, unknown, updated
 from checks.self_test_schedules import GAP, Findings, Interrupted, NotAsExpected, Watch, learner_state, rate, schedules
 from engines.interface import Completion
 from engines.torch_sampler import TorchSampler
 from inputs import hf_config
+from inputs.scoring import Call, Scorer
 from knobs import Config, TinyModelConfig
 from learner import Learner
 from rollout import Rollout
@@ -63,6 +64,7 @@ LOOK_AT = {
     "questions": "data_gsm8k.Questions.pick, and the step in train_grpo.train; which file each split is read from",
     "evaluation": "evaluate.py, startup.Run.evaluate, and the push before it (WeightSync.push_clean)",
     "resume": "checkpoint.py, Learner.state, Learner.restore",
+    **dict.fromkeys(("reward.function", "loss.advantage", "loss.kind"), "the function that the configuration names"),
     "answers": "data_gsm8k.stop_token_ids, and how the sampler ends an answer (torch_sampler.py)",
     "rewards": "reward_gsm8k.py, startup.Run.score, and the order in which rollout.sample gathers",
     "advantages": "grpo.group_advantages",
@@ -279,13 +281,20 @@ class Observer(Watch):
 def judge(cfg: Config, folder: Path) -> Findings:
     """Train by the method of ``cfg`` in ``folder``, which is empty, and return the findings. InputError as in a run."""
     findings, tiny = Findings(), tiny_run(cfg, folder)
-    texts = "#### 18", "<think>18</think><answer>\\boxed{18}</answer>"  # base_acc reads the second form only
-    right, wrong = (max(reward_gsm8k.score(text, gold, cfg.reward.method) for text in texts) for gold in ("18", "81"))
-    findings.add(
-        "rewards",
-        right == 1 and wrong == 0,
-        f"reward.method {cfg.reward.method}: 18 earns {right:g} where 18 is right, {wrong:g} where 81 is",
-    )
+    if not cfg.reward.function:
+        texts = (
+            "#### 18",
+            "<think>18</think><answer>\\boxed{18}</answer>",
+        )  # base_acc and math read the second form only
+        scorer = Scorer(cfg.reward)
+        right, wrong = (max(scorer([Call(text, gold, {}) for text in texts])).reward for gold in ("18", "81"))
+        scorer.close()
+        findings.add(
+            "rewards",
+            right == 1 and wrong == 0,
+            f"reward.method {cfg.reward.method}: 18 earns {right:g} where 18 is right, {wrong:g} where 81 is",
+        )
+    judge_functions(cfg, findings)
     if not findings.good():
         return findings
     schedules(cfg, findings)

