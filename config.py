@@ -178,7 +178,9 @@ REMOVED = {
     "parallel.pipeline": 1, "parallel.context": 1, "data.operand_low": 1, "tiny_model.words_per_batch": 64,
     "tiny_model.warm_start_lr": 3e-3, "checks.unparsable_share": 0.95, "checks.truncated_share": 0.5,
     "checks.collapse_reward": 0.2, "checks.collapse_kl": 1.0, "checks.logp_gap_fp32": 1e-3,
-    "checks.gradient_spike_factor": 20.0, "checks.entropy_floor": 1e-4,
+    "checks.gradient_spike_factor": 20.0, "checks.entropy_floor": 1e-4, "checks.reward_constant_steps": 20,
+    "checks.non_finite": "stop", "checks.rounding": "off", "lora.dropout": 0.0, "optim.eps": 1e-8,
+    "rollout.round_group": 32, "tiny_model.shared_expert_width": 64,
 }  # fmt: skip
 
 # Keys that a resumed run may change: they decide where it writes and how it is split, not what it computes.
@@ -191,9 +193,6 @@ MAY_CHANGE = frozenset(
     | {f"checks.{key}" for key in ChecksConfig.model_fields}
     | {key for key in REMOVED if key.startswith(("parallel.", "checks."))}
 )
-
-# How the rows of a step are split over micro-batches and ranks: the masks of LoRA dropout depend on it.
-SPLIT = {"optim.tokens_per_micro_batch", "parallel.tensor", "parallel.expert", "parallel.expert_tensor"}
 
 # A resume may change these, too: when to evaluate, graphs, and the place of files whose content is compared with
 # inputs.json. config_hash holds them all the same, because a record says with which of them it was made.
@@ -260,11 +259,9 @@ def changes_at_resume(old: dict, new: Config) -> tuple[list[str], list[str]]:
         "aqn.schedule depends on it": new.aqn.schedule not in ("off", "constant"),
     }
     reason = next((reason for reason, holds in against.items() if holds), "")
-    split = SPLIT if new.lora.dropout else set()
-    reasons = dict.fromkeys(split, "lora.dropout depends on it") | ({"train.steps": reason} if reason else {})
-    may = (MAY_CHANGE_AT_RESUME | {"train.steps"}) - reasons.keys()
-    lines = {line.partition(":")[0]: line for line in changed_keys(old, new, MAY_CHANGE - split)}
-    refused = [f"{line} ({reasons[key]})" if key in reasons else line for key, line in lines.items() if key not in may]
+    may = MAY_CHANGE_AT_RESUME if reason else MAY_CHANGE_AT_RESUME | {"train.steps"}
+    lines = {line.partition(":")[0]: line for line in changed_keys(old, new)}
+    refused = [f"{line} ({reason})" if key == "train.steps" else line for key, line in lines.items() if key not in may]
     return refused, [line for key, line in lines.items() if key in may]
 
 

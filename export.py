@@ -191,8 +191,8 @@ def adapter_config(base_model: str, lora: LoraConfig, modules: Sequence[Adapted]
     """PEFT's adapter_config.json for these modules.
 
     All layers of the MLP are targeted as parameters: in Qwen MoE models PEFT takes a target module called gate_proj,
-    up_proj, down_proj or gate for the routed experts and the router of older checkpoints. lora_dropout is 0, because
-    PEFT has no dropout for parameters, and the exported adapter is for inference.
+    up_proj, down_proj or gate for the routed experts and the router of older checkpoints. lora_dropout is 0,
+    as in training.
     """
     attention, dense, experts = {}, {}, {}  # dicts keep the order of their keys and hold each name once
     for _, module, rank in modules:

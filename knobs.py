@@ -53,7 +53,6 @@ class TinyModelConfig(Section):
     num_experts: int = knob(8, "number of routed experts in a layer", ge=1, le=1024)
     experts_per_token: int = knob(2, "number of experts that the router chooses for a token", ge=1, le=1024)
     expert_width: int = knob(64, "intermediate size of one routed expert", ge=1, le=2**16)
-    shared_expert_width: int = knob(64, "intermediate size of the shared expert (qwen2_moe only)", ge=1, le=2**16)
     seed: int = knob(0, "seed of the initial weights and of the warm start's examples", ge=0, lt=2**32)
     warm_start_steps: int = knob(1200, "supervised steps before GRPO; with 0 the weights stay random", ge=0, le=10**6)
     drills_per_batch: int = knob(256, "bare sums in one batch of all ranks (the other batches)", ge=1, le=2**16)
@@ -119,7 +118,6 @@ class RolloutConfig(Section):
         "torch: training samples from matrices rounded to so many bits, as an int8 or int4 engine would; 0: off. "
         "Embedding, head and routers are not rounded; evaluations use the trainer's policy",
     )
-    round_group: int = knob(32, "number of neighbouring inputs that share a scale under round_bits", ge=1, le=2**20)
 
     @property
     def kind(self) -> Kind:
@@ -159,12 +157,6 @@ class LoraConfig(Section):
     rank: int = knob(32, "R, except of routed experts; large models learn too little below 32", ge=1, le=2**12)
     alpha: float = knob(32.0, "the update is alpha / R x B A, with the R of that pair", gt=0, le=1e6)
     expert_rank: int = knob(0, "R of routed experts, e.g. rank / experts_per_token; 0 for rank", ge=0, le=2**12)
-    dropout: float = knob(
-        0.0,
-        "dropout on the input of A; above 0 a run depends on its layout, and in bf16 the trainer uses the factors",
-        ge=0,
-        lt=1,
-    )
 
     def rank_of(self, is_expert: bool) -> int:
         """R of a module; ``is_expert``: of the routed experts."""
@@ -210,7 +202,6 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 class OptimConfig(Section):
     lr: float = knob(1e-5, "peak learning rate of AdamW; LoRA needs about 10 x that of full fine-tuning", gt=0, le=1e3)
     betas: tuple[Decay, Decay] = knob((0.9, 0.95), "AdamW's decay rates of the two moments", strict=False)
-    eps: float = knob(1e-8, "AdamW's epsilon in the denominator", gt=0, le=1)
     weight_decay: float = knob(0.0, "AdamW's weight decay; 0, as LoRA factors are small already", ge=0, le=1e3)
     warmup_steps: int = knob(5, "steps of linear warm-up", ge=0, le=10**9)
     decay: Literal["constant", "linear", "cosine"] = knob("constant", "how lr falls from the warm-up to train.steps")
@@ -266,8 +257,7 @@ class ChecksConfig(Section):
     The descriptions say when a check fires. `report.py build` writes the table of docs/checks.md from them.
     """
 
-    reward_constant: Action = knob("stop", "all rewards of the first reward_constant_steps steps are equal")
-    reward_constant_steps: int = knob(20, "steps after which a constant reward counts", ge=1, le=10**9)
+    reward_constant: Action = knob("stop", "all rewards of the first 20 steps are equal")
     unparsable: Action = knob("warn", "more than 95 % of the completions of a step hold no answer")
     truncated: Action = knob(
         "warn",
@@ -313,11 +303,7 @@ class ChecksConfig(Section):
     )
     reference_kl: Action = knob("stop", "the KL to the reference is not exactly 0 before the first update")
     adapters: Action = knob("stop", "after an update the sampler still receives the old tensors")
-    rounding: Action = knob(
-        "warn", "bf16 with lora.dropout: rounding to bf16 takes over a tenth of the update from the sampler's weights"
-    )
     noise: Action = knob("stop", "AQN noise does not change the sampler; noise other than asked for always stops")
-    non_finite: Action = knob("stop", "a metric is NaN or infinite; a gradient that is not finite always stops")
     gradient_spike: Action = knob("warn", "the gradient norm exceeds 20 x its median of 50 steps")
     entropy: Action = knob("warn", "the policy's entropy is below 1e-4 nats a token: it has stopped exploring")
 
@@ -387,21 +373,15 @@ class Config(Section):
     def trains_merged(self) -> bool:
         """Whether the trainer's passes use the merged weights that are pushed, rounded to model.dtype.
 
-        In fp32 the rounding is 1e-7 of a weight. Dropout acts on the input of A, so it needs the factors.
+        In fp32 the rounding is 1e-7 of a weight.
         """
-        return self.model.dtype == "bf16" and not self.keeps_factors_apart and not self.lora.dropout
-
-    @property
-    def has_two_policies(self) -> bool:
-        """Whether the sampler gets rounded weights while the trainer keeps weights and factors apart."""
-        return self.model.dtype == "bf16" and not (self.keeps_factors_apart or self.trains_merged)
+        return self.model.dtype == "bf16" and not self.keeps_factors_apart
 
     @property
     def samples_own_policy(self) -> bool:
         """Whether the sampler draws from the very distribution that the trainer computes, but for rounding."""
         rollout = self.rollout
-        altered = self.aqn.schedule != "off" or rollout.round_bits or rollout.top_k or rollout.top_p < 1
-        return not (altered or self.lora.dropout or self.has_two_policies)
+        return not (self.aqn.schedule != "off" or rollout.round_bits or rollout.top_k or rollout.top_p < 1)
 
     @property
     def has_old_policy_pass(self) -> bool:

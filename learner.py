@@ -25,7 +25,6 @@ import rollout
 import routing_replay
 from architecture import Architecture
 from checkpoint import Pending
-from config import derive_seed
 from engines.interface import Completion
 from inputs import functions
 from inputs.files import InputError, shown
@@ -38,6 +37,7 @@ from runlog import StepTimer
 from tripwires import Tripped
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, in torch's names
+ADAM_EPS = 1e-8  # added to the denominator, as in the paper (arXiv 1412.6980)
 LEAST_VARIANCE = 5.0  # nats^2 of a step: below, the sum of D is far from normally distributed
 LOSSES = ("actor/loss", "actor/policy_loss")  # every other metric of a micro-batch is a mean over tokens
 
@@ -92,7 +92,6 @@ class Learner:
             # With one update, the policy that sampled is the policy that learns, and its ratio is 1 without this pass.
             for number, update in enumerate(updates):
                 for i, micro in enumerate(update.micro_batches):
-                    self._seed_dropout(step, number, i)  # the same masks as in the update: the ratio starts at 1
                     stats, micro.routes, micro.replayed = self._old_stats(micro)
                     old_logp[number, i] = stats.logp
                     surprises.append(stats.surprise())
@@ -102,7 +101,6 @@ class Learner:
         trained_tokens = sum(update.num_trained_tokens for update in updates)
         for number, update in enumerate(updates):
             for i, micro in enumerate(update.micro_batches):
-                self._seed_dropout(step, number, i)
                 ref_logp = None
                 if cfg.loss.kl != "none":
                     ref_logp = self._reference_logp(micro)
@@ -197,15 +195,6 @@ class Learner:
         if micro.routes is not None:
             micro.replayed = micro.packing.to_line(micro.replayed) * micro.packing.rows
             micro.routes = micro.packing.to_line(micro.routes)
-
-    def _seed_dropout(self, step: int, update: int, micro_batch: int) -> None:
-        """LoRA dropout is the only draw from global generators. Its masks depend on the step and on the layout."""
-        if self.cfg.lora.dropout:
-            from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-            seed = derive_seed(self.cfg.train.seed, "dropout", step, update, micro_batch, self.parallel.rank)
-            model_parallel_cuda_manual_seed(seed % 2**31)  # dropout draws from this generator under tensor parallelism
-            torch.manual_seed(seed)
 
     # -------------------------------------------------------------------------------------------- forward passes
 
@@ -326,7 +315,7 @@ class Learner:
             state_steps=[torch.tensor(float(self.optimizer_steps)) for _ in self.parameters],
             amsgrad=False, maximize=False,
             lr=learning_rate(optim, step, self.cfg.train.steps), beta1=optim.betas[0], beta2=optim.betas[1],
-            eps=optim.eps, weight_decay=optim.weight_decay,
+            eps=ADAM_EPS, weight_decay=optim.weight_decay,
         )  # fmt: skip
         self.optimizer_steps += 1
         self.model.zero_grad()
@@ -385,12 +374,12 @@ def learning_rate(optim: OptimConfig, step: int, num_steps: int) -> float:
 
 @torch.no_grad()
 def layer_outputs(model: torch.nn.Module, prompt: list[int], parallel: Parallel) -> list[Tensor]:
-    """The residual stream after each layer, on every tensor rank, without dropout.  (T,) -> L x (T, h)"""
+    """The residual stream after each layer, on every tensor rank.  (T,) -> L x (T, h)"""
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
     padding = prompt[-1:] * (-len(prompt) % parallel.tensor)  # sequence parallelism splits the row evenly
     outputs: list[Tensor] = []
-    with lora_megatron.evaluating(model), contextlib.ExitStack() as hooks:
+    with contextlib.ExitStack() as hooks:
         for layer in model.decoder.layers:
             hooks.enter_context(layer.register_forward_hook(lambda module, args, output: outputs.append(output[0])))
         model_megatron.hidden_states(model, torch.tensor([prompt + padding], device=parallel.device))

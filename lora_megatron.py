@@ -66,9 +66,9 @@ class Adapter(torch.nn.Module):
     ``merges``: the forward pass uses the merged weight, as the module's docstring says.
     """
 
-    def __init__(self, rank: int, alpha: float, dropout: float, merges: bool) -> None:
+    def __init__(self, rank: int, alpha: float, merges: bool) -> None:
         super().__init__()
-        self.scale, self.dropout, self.merges, self.enabled = alpha / rank, dropout, merges, True
+        self.scale, self.merges, self.enabled = alpha / rank, merges, True
 
     @torch.no_grad()
     def merged(self, weight: Tensor, expert: int | None = None) -> Tensor:
@@ -84,17 +84,9 @@ class LoRALinear(Adapter):
     """A column or row parallel linear with its low-rank update.  A (R, in), B (out, R), sharded like the base"""
 
     def __init__(
-        self,
-        base: torch.nn.Module,
-        rank: int,
-        alpha: float,
-        dropout: float,
-        merges: bool,
-        *,
-        is_column: bool,
-        tensor: int,
+        self, base: torch.nn.Module, rank: int, alpha: float, merges: bool, *, is_column: bool, tensor: int
     ) -> None:
-        super().__init__(rank, alpha, dropout, merges)
+        super().__init__(rank, alpha, merges)
         self.base, self.is_column, self.sequence_parallel = base, is_column, tensor > 1
         # With sequence parallelism every tensor rank sees other tokens, so the factor that all of them hold whole gets
         # a partial gradient on each.
@@ -116,7 +108,7 @@ class LoRALinear(Adapter):
         """(alpha / R) B A x, with the shape of what the base returns."""
         from megatron.core.tensor_parallel import mappings
 
-        low = F.linear(F.dropout(x, self.dropout, self.training), self.A.to(x.dtype))  # (.., R)
+        low = F.linear(x, self.A.to(x.dtype))  # (.., R)
         if self.sequence_parallel and self.is_column:
             # Gathering R columns is cheaper than gathering the hidden size. The backward pass sums their gradient over
             # the tensor ranks.
@@ -133,17 +125,9 @@ class LoRAGroupedLinear(Adapter):
     """
 
     def __init__(
-        self,
-        base: GroupedLinear,
-        rank: int,
-        alpha: float,
-        dropout: float,
-        merges: bool,
-        *,
-        is_column: bool,
-        tensor: int,
+        self, base: GroupedLinear, rank: int, alpha: float, merges: bool, *, is_column: bool, tensor: int
     ) -> None:
-        super().__init__(rank, alpha, dropout, merges)
+        super().__init__(rank, alpha, merges)
         self.base = base
         partial_over = "expert_tensor" if tensor > 1 else None
         experts, in_size, out_size = base.shape
@@ -164,25 +148,22 @@ class LoRAGroupedLinear(Adapter):
         return _GradientOf.apply(y, self._update(x.detach(), tokens_per_expert)) if torch.is_grad_enabled() else y
 
     def _update(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        low = kernels.grouped_mm(F.dropout(x, self.dropout, self.training), self.A.to(x.dtype), tokens_per_expert)
+        low = kernels.grouped_mm(x, self.A.to(x.dtype), tokens_per_expert)
         return kernels.grouped_mm(self.scale * low, self.B.to(x.dtype), tokens_per_expert)
 
 
 class LoRARouter(Adapter):
     """A low-rank update of the router's weight, added to its logits in fp32.  A (R, h), B (all experts, R)"""
 
-    def __init__(
-        self, router: torch.nn.Module, rank: int, alpha: float, dropout: float, merges: bool, *, tensor: int
-    ) -> None:
-        super().__init__(rank, alpha, dropout, merges)
+    def __init__(self, router: torch.nn.Module, rank: int, alpha: float, merges: bool, *, tensor: int) -> None:
+        super().__init__(rank, alpha, merges)
         partial_over = "tensor" if tensor > 1 else None
         self.A = Factor.zeros(router.weight.device, (rank, router.weight.shape[1]), None, partial_over)
         self.B = Factor.zeros(router.weight.device, (router.weight.shape[0], rank), None, partial_over)
         base_gating = router.gating
 
         def update(x: Tensor) -> Tensor:
-            x = F.dropout(x.float(), self.dropout, self.training)
-            return self.scale * F.linear(F.linear(x, self.A), self.B)
+            return self.scale * F.linear(F.linear(x.float(), self.A), self.B)
 
         def gating(x: Tensor) -> Tensor:
             if not (self.enabled and self.merges):
@@ -213,12 +194,12 @@ def attach(
     for name, module in modules.items():
         parent, _, target = name.rpartition(".")
         if target == "router":
-            module.lora = LoRARouter(module, cfg.rank, cfg.alpha, cfg.dropout, merges, tensor=parallel.tensor)
+            module.lora = LoRARouter(module, cfg.rank, cfg.alpha, merges, tensor=parallel.tensor)
             continue
         is_expert = isinstance(module, GroupedLinear)
         kind, rank = LoRAGroupedLinear if is_expert else LoRALinear, cfg.rank_of(is_expert)
         is_column, tensor = target in ("linear_qkv", "linear_fc1"), parallel.shards(is_expert).size
-        adapter = kind(module, rank, cfg.alpha, cfg.dropout, merges, is_column=is_column, tensor=tensor)
+        adapter = kind(module, rank, cfg.alpha, merges, is_column=is_column, tensor=tensor)
         setattr(model.get_submodule(parent), target, adapter)
     adapters = attached(model)
     for name, adapter in adapters.items():
@@ -274,17 +255,6 @@ def disabled(adapters: dict[str, Adapter]) -> Iterator[None]:
     finally:
         for adapter in adapters.values():
             adapter.enabled = True
-
-
-@contextlib.contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """A context without LoRA dropout, so that the trainer computes what the sampler should compute."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 def describe(adapters: dict[str, Adapter], parallel: Parallel) -> str:

@@ -32,6 +32,7 @@ PROBE_ANSWERS, PROBE_TOKENS = 8, 16
 # At temperature 1 the log-probs of a confident policy are exactly 0, so noise would not show; 2 is vLLM's maximum.
 # (vllm-ascend 0.23 always reports the log-probs of temperature 1.)
 FLAT = 2.0
+ROUND_GROUP = 32  # neighbouring inputs that share a scale under rollout.round_bits
 
 
 class WeightSync:
@@ -179,10 +180,10 @@ class WeightSync:
 
     def _round(self) -> Iterator[tuple[str, Tensor]]:
         """The matrices that rollout.round_bits rounds, and what an engine fuses with them, without noisy tensors."""
-        bits, group = self.cfg.rollout.round_bits, self.cfg.rollout.round_group
+        bits = self.cfg.rollout.round_bits
         for name, tensor in self._export(self.rounded):
             if name not in self.touched:
-                yield name, quantisation.rounded(tensor, bits, group) if name in self.rounded else tensor
+                yield name, quantisation.rounded(tensor, bits, ROUND_GROUP) if name in self.rounded else tensor
 
     def _load(self, load: Callable, tensors: object) -> None:
         """Call ``load``. The base weights were valid when they were read, so a refusal now comes from training."""
@@ -225,10 +226,9 @@ class WeightSync:
         tokens = F.pad(rows, (0, -rows.shape[1] % self.parallel.tensor))
         place = torch.arange(tokens.shape[1]) - len(prompt)
         mask = ((place >= 0) & (place < torch.tensor([[len(answer)] for answer in answers]))).long()
-        with lora_megatron.evaluating(self.model):
-            logp, *_ = model_megatron.token_logprobs(
-                self.model, tokens.to(device), mask.to(device), self.parallel, self.cfg.rollout.temperature
-            )
+        logp, *_ = model_megatron.token_logprobs(
+            self.model, tokens.to(device), mask.to(device), self.parallel, self.cfg.rollout.temperature
+        )
         return {answer: rows[chosen == 1] for answer, rows, chosen in zip(answers, logp.cpu(), mask, strict=True)}
 
     def _changed(self) -> Generator[tuple[str, Tensor], None, tuple[float, dict[str, Tensor]]]:

@@ -135,18 +135,17 @@ def token_gaps(
         """(b, t, ...) -> (b, T, ...) on the host"""
         return torch.nn.functional.pad(x.cpu(), (0, 0) * (x.dim() - 2) + (0, width - x.shape[1]))
 
-    with lora_megatron.evaluating(model):
-        for rows in torch.arange(len(batch.lengths)).split(at_once):
-            no_advantages = torch.zeros(len(batch.lengths))
-            micro = rollout.pack(batch, rows.tolist(), no_advantages, parallel.device, 0, parallel.tensor)
-            forward = functools.partial(
-                model_megatron.token_logprobs, model, micro.tokens, micro.mask, parallel, cfg.rollout.temperature
-            )
-            stats, used = replay.record(forward, len(rows)) if replay else (forward(), None)
-            gaps.append(padded((stats.logp - micro.rollout_logp).abs()))
-            masks.append(padded(micro.mask) > 0)
-            if used is not None:  # (b, t, L, K) of each token itself
-                routes.append(padded(used.roll(1, dims=1)))  # of the token before, which predicted it
+    for rows in torch.arange(len(batch.lengths)).split(at_once):
+        no_advantages = torch.zeros(len(batch.lengths))
+        micro = rollout.pack(batch, rows.tolist(), no_advantages, parallel.device, 0, parallel.tensor)
+        forward = functools.partial(
+            model_megatron.token_logprobs, model, micro.tokens, micro.mask, parallel, cfg.rollout.temperature
+        )
+        stats, used = replay.record(forward, len(rows)) if replay else (forward(), None)
+        gaps.append(padded((stats.logp - micro.rollout_logp).abs()))
+        masks.append(padded(micro.mask) > 0)
+        if used is not None:  # (b, t, L, K) of each token itself
+            routes.append(padded(used.roll(1, dims=1)))  # of the token before, which predicted it
     return torch.cat(gaps), torch.cat(masks), torch.cat(routes) if routes else None
 
 

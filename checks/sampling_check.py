@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import lora_megatron
 import model_megatron
 from parallel_setup import Parallel
 from rollout import Rollout
@@ -38,8 +37,7 @@ def next_logprobs(model: torch.nn.Module, prompts: list[list[int]], parallel: Pa
     Collective. The result is the same on every rank.
     """
     even = [prompt + [0] * (-len(prompt) % parallel.tensor) for prompt in prompts]  # sequence parallelism splits rows
-    with lora_megatron.evaluating(model):
-        hidden = model_megatron.hidden_states(model, torch.tensor(even, device=parallel.device))[len(prompts[0]) - 1]
+    hidden = model_megatron.hidden_states(model, torch.tensor(even, device=parallel.device))[len(prompts[0]) - 1]
     return _all_logprobs(model, hidden, parallel, temperature)
 
 
@@ -66,8 +64,7 @@ def places(model: torch.nn.Module, batch: Rollout, parallel: Parallel, temperatu
     standing = torch.full((number, longest), -1.0, dtype=torch.float64)
     at_once = max(1, NUMBERS // (longest * len(model_megatron.head_weight(model))))
     for some in torch.arange(number).split(at_once) if longest > 1 else ():
-        with lora_megatron.evaluating(model):
-            hidden = model_megatron.hidden_states(model, rows[some].to(parallel.device))[length : length + longest - 1]
+        hidden = model_megatron.hidden_states(model, rows[some].to(parallel.device))[length : length + longest - 1]
         chance = _all_logprobs(model, hidden, parallel, temperature).exp().transpose(0, 1)  # (s, T - 1, V)
         own = chance.gather(2, batch.tokens[some, 1:, None])
         before = (chance * (chance > own)).sum(2)

@@ -109,7 +109,7 @@ def tiny_run(cfg: Config, folder: Path) -> Config:
             "decay": "constant" if "optim.decay" in unknown(cfg) else kept["optim"]["decay"],
             "min_lr_ratio": max(0.5, kept["optim"]["min_lr_ratio"]), "prompts_per_update": PROMPTS // num_updates(cfg),
             "tokens_per_micro_batch": MICRO_BATCH,
-            **{key: kept["optim"][key] for key in ("betas", "eps", "weight_decay", "max_grad_norm")},
+            **{key: kept["optim"][key] for key in ("betas", "weight_decay", "max_grad_norm")},
         },
         "aqn": kept["aqn"] | {"targets": roles or ["attention", "experts"]},
         "replay": kept["replay"],
@@ -134,9 +134,8 @@ def write_inputs(cfg: Config, folder: Path, vocab_size: int = 259, boost: float 
     """
     model = folder / "model"
     tiny = TinyModelConfig(
-        architecture=hf_config.planned(cfg)[0].model_type, vocab_size=vocab_size, num_experts=4, expert_width=32,
-        shared_expert_width=32,
-    )  # fmt: skip
+        architecture=hf_config.planned(cfg)[0].model_type, vocab_size=vocab_size, num_experts=4, expert_width=32
+    )
     settings = hf_config.tiny_settings(tiny, row_tokens=1536)
     tiny_model.build_tokenizer([], settings["vocab_size"], model)
     tokenizer = json.loads((model / "tokenizer_config.json").read_text())

@@ -245,10 +245,10 @@ def introduction(cfg: Config, source: str) -> str:
         f"self-test of {source}: {versions}, device {cfg.device}, {cfg.model.dtype}\n"
         f"  kept: loss {loss.kind}, {loss.aggregate}, advantage {loss.advantage}, kl {loss.kl}, importance "
         f"{loss.importance} and its other keys; aqn {cfg.aqn.schedule}, replay {cfg.replay.mode}, lora.targets, "
-        "AdamW's betas, eps, weight decay and clipping, temperature, top_p, top_k\n"
+        "AdamW's betas, weight decay and clipping, temperature, top_p, top_k\n"
         f"  set here: a random model of 2 layers, {self_test.STEPS} steps on one rank (and one on two) of {PROMPTS} x "
-        f"{GROUP} answers, {updates} update{'s' * (updates > 1)} a step, lr 3e-3, LoRA of rank 16 and 8 without "
-        "dropout, the embedded sampler"
+        f"{GROUP} answers, {updates} update{'s' * (updates > 1)} a step, lr 3e-3, LoRA of rank 16 and 8, the "
+        "embedded sampler"
     )
 
 

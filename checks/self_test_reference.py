@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rollout import Rollout
 
 Named = dict[str, Tensor]
+EPS = 1e-8  # of AdamW
 KNOWN = {  # what has a formula of its own, here or in self_test_schedules.py
     "loss.kind": ("ppo", "gspo", "cispo"),
     "loss.aggregate": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "dr-grpo"),
@@ -288,7 +289,7 @@ def updated(
         for (name, x), g in zip(factors.items(), gradients, strict=True):
             m = state.first[name] = beta1 * state.first[name] + (1 - beta1) * g * shrink
             v = state.second[name] = beta2 * state.second[name] + (1 - beta2) * (g * shrink) ** 2
-            step = m / (1 - beta1**state.steps) / ((v / (1 - beta2**state.steps)).sqrt() + optim.eps)
+            step = m / (1 - beta1**state.steps) / ((v / (1 - beta2**state.steps)).sqrt() + EPS)
             state.factors[name] = x.detach() * (1 - optim.lr * optim.weight_decay) - optim.lr * step
     tokens = (rows.own & (kept & ~skipped)[:, None]).sum().clamp(min=1).item()
     state.metrics = {

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from math import isqrt
 
-from architecture import FAMILIES, Architecture
+from architecture import Architecture
 from engines.kinds import ENGINES
 from inputs.files import InputError
 from inputs.hf_config import ELEMENT_BYTES, cache_mib, quantisation_problem
@@ -31,8 +31,6 @@ def _no_warm_start(cfg: Config) -> bool:
 
 # (whether the run would ignore the keys, the reason, the keys)
 IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
-    (lambda c: c.tiny_model is None or not FAMILIES[c.tiny_model.architecture].shared_expert,
-     "models of this tiny_model.architecture have no shared expert", "tiny_model.shared_expert_width"),
     (_no_warm_start, "tiny_model.warm_start_steps is 0",
      "tiny_model.drills_per_batch "
      "tiny_model.teacher_right tiny_model.teacher_wrong_operation"),
@@ -52,7 +50,6 @@ IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
     (lambda c: c.loss.kl == "none", "loss.kl is none", "loss.kl_coef"),
     (lambda c: c.loss.importance == "none", "loss.importance is none", "loss.importance_clip"),
     (lambda c: c.loss.importance != "icepop", "loss.importance is not icepop", "loss.importance_low"),
-    (lambda c: c.rollout.round_bits == 0, "rollout.round_bits is 0", "rollout.round_group"),
     (lambda c: c.optim.decay == "constant", "optim.decay is constant", "optim.min_lr_ratio"),
     (lambda c: c.aqn.schedule == "off", "aqn.schedule is off", "aqn.sigma_start aqn.targets aqn.router checks.noise"),
     (lambda c: c.aqn.schedule in ("off", "constant"), "aqn.schedule is off or constant",
@@ -60,13 +57,10 @@ IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
     (lambda c: c.aqn.schedule == "off" or c.model.dtype != "bf16",
      "aqn.schedule is off, or model.dtype is not bf16", "aqn.bf16"),
     (lambda c: c.replay.mode == "off" or c.loss.kl == "none", "replay.mode is off or loss.kl none", "replay.reference"),
-    (lambda c: c.checks.reward_constant == "off", "checks.reward_constant is off", "checks.reward_constant_steps"),
     (lambda c: c.rollout.top_k > 0 or c.rollout.top_p < 1, "rollout.top_k or rollout.top_p leaves tokens out",
      "checks.surprise"),
     (lambda c: c.checks.logp_gap == "off" or c.model.dtype != "bf16",
      "checks.logp_gap is off, or model.dtype is not bf16", "checks.logp_gap_bf16"),
-    (lambda c: not c.has_two_policies,
-     "sampler and trainer have the same policy unless lora.dropout is used in bf16", "checks.rounding"),
     (lambda c: c.eval.samples == 0, "eval.samples is 0: greedy answers only", "eval.temperature"),
     (lambda c: c.train.checkpoint_every == 0, "train.checkpoint_every is 0: one checkpoint", "train.keep_last"),
 )  # fmt: skip

@@ -274,7 +274,7 @@ def settings(cfg: Config) -> tuple[dict, str]:
 def tiny_settings(tiny: TinyModelConfig, row_tokens: int) -> dict:
     """config.json of the model that ``tiny`` describes, for rows of at least ``row_tokens`` tokens."""
     family = FAMILIES[tiny.architecture]
-    shared_expert = {"shared_expert_intermediate_size": tiny.shared_expert_width}
+    shared_expert = {"shared_expert_intermediate_size": 64}
     return {
         "architectures": [family.class_name],
         "model_type": tiny.architecture,

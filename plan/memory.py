@@ -207,8 +207,6 @@ def _kept_by_layer(
     width, rank = arch.expert_ffn_size // layout.expert_tensor, lora.rank_of(True)
     a_row = h * on["linear_fc1"] + (2 + on["linear_fc2"]) * width  # input, gate and up, and their product
     a_row += rank * (on["linear_fc1"] + on["linear_fc2"])
-    if lora.dropout:  # a copy of each input of the factors, and its mask
-        a_row += (h * on["linear_fc1"] + width * on["linear_fc2"]) * (1 + 1 / e)
     kept += rows * (a_row * e + 24) + s * 10 * arch.num_experts  # the second term: the router's scores and maps
     if arch.shared_expert_ffn_size:
         kept += swiglu(arch.shared_expert_ffn_size // layout.tensor) + s * h * e

@@ -219,11 +219,14 @@ def test_what_a_resume_may_change_is_taken_over_and_more_steps_only_without_a_sc
     assert steps(200, eval=EvalConfig(every=7), model=ModelConfig(path="moved")) == (
         [], ["model.path: 'none' -> 'moved'", "eval.every: 0 -> 7"],
     )  # fmt: skip
-    dropout = cfg.model_copy(update={"lora": cfg.lora.model_copy(update={"dropout": 0.2})})
     packed = {"optim": cfg.optim.model_copy(update={"tokens_per_micro_batch": 999})}
     assert changes_at_resume(to_dict(cfg), cfg.model_copy(update=packed)) == ([], [])
-    (line,), taken = changes_at_resume(to_dict(dropout), dropout.model_copy(update=packed))
-    assert line.endswith("-> 999 (lora.dropout depends on it)") and taken == []
+    older = to_dict(cfg)
+    older["lora"]["dropout"], older["optim"]["eps"], older["checks"]["rounding"] = 0.0, 1e-8, "warn"
+    assert changes_at_resume(older, cfg) == ([], [])
+    older["lora"]["dropout"] = 0.2
+    line = "lora.dropout: 0.2 -> nothing (version 0.1.0 continues it)"
+    assert changes_at_resume(older, cfg) == ([line], [])
 
 
 def test_a_resume_verifies_each_file_once(tmp_path: Path, cfg: Config, monkeypatch: MonkeyPatch):

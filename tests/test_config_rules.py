@@ -78,7 +78,6 @@ IDLE_CASES = [
     ("optim: {%s}", "min_lr_ratio", "0.1", "optim.decay is constant"),
     ("eval: {samples: 0, %s}", "temperature", "1", "eval.samples is 0"),
     ("lora: {targets: [linear_qkv, router], %s}", "expert_rank", "4", "neither linear_fc1 nor linear_fc2"),
-    ("tiny_model: {architecture: qwen3_moe, %s}", "shared_expert_width", "64", "no shared expert"),
     (RANDOM_WEIGHTS, "drills_per_batch", "160", "warm_start_steps is 0"),
     ("train: {steps: 100, checkpoint_every: 0, %s}", "keep_last", "2", "train.checkpoint_every is 0"),
     ("data: {source: arithmetic, %s}", "train_path", "a.jsonl", "data.source is arithmetic"),

@@ -31,7 +31,7 @@ EP16 = ("qwen3", 16, 4, 16, 1, [])  # configuration, ranks, tensor, expert, expe
 LAYOUTS = cases(
     [
         EP16,
-        ("qwen3", 16, 2, 8, 2, ["lora.dropout=0.1"]),
+        ("qwen3", 16, 2, 8, 2, []),
         ("qwen15_moe", 6, 2, 3, 1, ["model.recompute=false", "replay.mode=r3"]),
     ],
     [

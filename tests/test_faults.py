@@ -85,13 +85,8 @@ FAULTS = {
         planted.noise_on_a_class_that_is_not_pushed, ["none of the targets was in the push"],
         NOISE | {"aqn__targets": ("attention",)}, kind=AqnError,
     ),
-    "update lost in rounding": Fault(
-        nothing, ["checks.rounding", "step 2: the sampler has ", "% of the update", "rollout.sync=adapter"],
-        {"model__dtype": "bf16", "rollout__sync": "merged", "lora__dropout": 0.1, "optim__lr": 1e-4,
-         "checks__rounding": "stop"},
-    ),
     "adapters not at zero": Fault(planted.adapters_not_at_zero, ["checks.reference_kl", "adapters start at 0"]),
-    "metric not finite": Fault(planted.loss_metric_not_finite, ["checks.non_finite", "step 1", "actor/ppo_kl"]),
+    "metric not finite": Fault(planted.loss_metric_not_finite, ["step 1: actor/ppo_kl", " not finite\n"]),
     "gradient not finite": Fault(planted.gradient_not_finite, ["step 1: the gradient norm is nan; nothing"]),
     "gradient spike": Fault(
         planted.twelfth_gradient_is_large, ["checks.gradient_spike", "step 12", "x the usual", "optim.lr"],
@@ -102,8 +97,8 @@ FAULTS = {
         {"checks__entropy": "stop", "checks__logp_gap": "off"},
     ),
     "reward constant": Fault(
-        nothing, ["checks.reward_constant", "every reward of 2 steps is 0", "completions.jsonl"],
-        {"checks__reward_constant_steps": 2}, lenient=False,
+        planted.two_steps_count, ["checks.reward_constant", "every reward of 2 steps is 0", "completions.jsonl"],
+        lenient=False,
     ),
     "no answers": Fault(
         nothing, ["checks.unparsable", "step 1: 100.0%", "chat template"], {"checks__unparsable": "stop"}

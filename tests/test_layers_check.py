@@ -37,7 +37,7 @@ SIZES = {
     "tiny_model__architecture": "qwen2_moe", "tiny_model__vocab_size": 320, "tiny_model__hidden_size": 32,
     "tiny_model__num_layers": 3, "tiny_model__num_heads": 4, "tiny_model__num_kv_heads": 2, "tiny_model__head_dim": 8,
     "tiny_model__num_experts": 16, "tiny_model__experts_per_token": 4, "tiny_model__expert_width": 32,
-    "tiny_model__shared_expert_width": 16, "tiny_model__warm_start_steps": 0, "rollout__max_new_tokens": 16,
+    "train__seed": 1, "tiny_model__warm_start_steps": 0, "rollout__max_new_tokens": 16,
 }  # fmt: skip
 
 

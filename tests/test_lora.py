@@ -1,8 +1,8 @@
 """LoRA in every layout against gradients from code without LoRA (lora_reference.py), with negative controls.
 
 Each rank runs `measure` once for each layout and kind, in one forked world for each number of ranks. Each control
-leaves out one reduction, which the tests must notice. Then: the targets that can be adapted or are refused, dropout
-with recompute, and bf16 bases.
+leaves out one reduction, which the tests must notice. Then: the targets that can be adapted or are refused, and bf16
+bases.
 """
 
 from __future__ import annotations
@@ -211,60 +211,26 @@ def test_adapters_of_another_model_are_refused_by_name(chosen, problem):
         assert line.startswith("checkpoint: ") and name in line, line
 
 
-# ------------------------------------------------------------------------------------------------ dropout, bf16
+# ------------------------------------------------------------------------------------------------ bf16
 
 
-def dropouts(parallel: Parallel, path: Path, expected: Reference, tokens: Tensor) -> dict:
-    """Log-probs and gradients of this rank under dropout, with and without recompute, and in bf16."""
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    out: dict = {}
-    for name, dropout, recompute, training in (
-        ("none", 0.0, False, True),
-        ("eval", 0.5, False, False),
-        ("kept", 0.5, False, True),
-        ("recomputed", 0.5, True, True),
-    ):
-        model, _, adapters = adapt(path, parallel, expected.factors, dropout=dropout, recompute=recompute)
-        model.train(training)
-        torch.manual_seed(7)  # without tensor parallelism, dropout draws from this generator
-        model_parallel_cuda_manual_seed(7)  # with tensor parallelism, it draws from Megatron's
-        logp = backward(model, tokens, parallel)
-        gradients = {key: factor.grad for key, factor in lora_megatron.factors(adapters).items()}
-        out[name] = logp, gradients
+def in_bf16(parallel: Parallel, path: Path, expected: Reference, tokens: Tensor) -> tuple[set[torch.dtype], float]:
+    """The dtypes of the factors and gradients of a bf16 model, and the cosine of its gradient with fp32's."""
     model, arch, adapters = adapt(path, parallel, expected.factors, dtype=torch.bfloat16)
     backward(model, tokens, parallel)
     factors = lora_megatron.factors(adapters)
     parallel.sync_gradients_(list(factors.values()))
     whole = adapter_weights.gather(adapters, {key: f.grad for key, f in factors.items()}, arch, parallel)
-    out["bf16 dtypes"] = {f.dtype for f in factors.values()} | {f.grad.dtype for f in factors.values()}
     flat = torch.cat([value.flatten() for value in whole.values()])
     true = torch.cat([expected.gradients[key].flatten() for key in whole])
-    out["bf16 cosine"] = float(torch.cosine_similarity(flat, true, dim=0))
-    return out
+    dtypes = {f.dtype for f in factors.values()} | {f.grad.dtype for f in factors.values()}
+    return dtypes, float(torch.cosine_similarity(flat, true, dim=0))
 
 
-@pytest.fixture(scope="module", params=["TP1", "TP2_EP2_ETP2"])
-def dropped(request, problem) -> list[dict]:
+@pytest.mark.parametrize("layout", ["TP1", "TP2_EP2_ETP2"])
+def test_bf16_model_trains_fp32_factors(layout, problem):
     paths, tokens, references = problem
     args = paths["qwen2_moe"], references["qwen2_moe"], tokens
-    return world.in_layouts([request.param], dropouts, *args)[request.param]
-
-
-def test_dropout_acts_in_training_only(dropped):
-    for rank in dropped:
-        assert torch.equal(rank["eval"][0], rank["none"][0])
-        assert (rank["kept"][0] - rank["none"][0]).abs().max() > 0.1
-
-
-def test_recompute_draws_the_same_dropout_mask_again(dropped):
-    for rank in dropped:
-        assert torch.equal(rank["recomputed"][0], rank["kept"][0])
-        assert lora_reference.worst_error(rank["recomputed"][1], rank["kept"][1]) < 1e-6
-
-
-def test_bf16_model_trains_fp32_factors(dropped):
-    for rank in dropped:
-        print(f"cosine of the bf16 model's LoRA gradient with fp32's: {rank['bf16 cosine']:.4f}")
-        assert rank["bf16 dtypes"] == {torch.float32}
-        assert rank["bf16 cosine"] > 0.95
+    for dtypes, cosine in world.in_layouts([layout], in_bf16, *args)[layout]:
+        print(f"cosine of the bf16 model's LoRA gradient with fp32's: {cosine:.4f}")
+        assert dtypes == {torch.float32} and cosine > 0.95

@@ -23,7 +23,7 @@ from run_record import sha256_file
 RECORDS = ("metrics.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl")
 EVERYTHING = {  # rollout, updates and evaluation depend on everything that a checkpoint must hold
     "train__steps": 5, "train__checkpoint_every": 1, "eval__every": 2, "optim__prompts_per_update": 3,
-    "optim__decay": "cosine", "optim__weight_decay": 0.1, "lora__dropout": 0.1, "loss__entropy_coef": 0.05,
+    "optim__decay": "cosine", "optim__weight_decay": 0.1, "loss__entropy_coef": 0.05,
     "optim__tokens_per_micro_batch": 300,
 }  # fmt: skip
 
@@ -80,15 +80,14 @@ def rewound(run_dir: Path, folder: Path, steps: int) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(model, tmp_path_factory) -> Path:
-    """A run without dropout: its numbers do not depend on the layout."""
-    changes = EVERYTHING | {"lora__dropout": 0.0, "train__keep_last": 9}
+    changes = EVERYTHING | {"train__keep_last": 9}
     return training.run_all({"": ("EP2", training.config(model, tmp_path_factory.mktemp("plain"), **changes))})[""]
 
 
 @pytest.mark.parametrize("layout", cases(["EP2", "TP2_EP2_ETP2"], ["TP1", "DP2", "TP2"]))
 def test_another_layout_goes_on_with_the_same_numbers(layout, model, plain, tmp_path) -> None:
     copy = rewound(plain, tmp_path, 2)
-    changes = EVERYTHING | {"lora__dropout": 0.0, "train__keep_last": 9, "train__resume": str(copy)}
+    changes = EVERYTHING | {"train__keep_last": 9, "train__resume": str(copy)}
     cfg = training.in_layout(training.config(model, tmp_path / "out", **changes), layout)
     training.in_world(layout, training.train_each, [(layout, cfg)])
     assert (copy / "finished.json").exists() and not (tmp_path / "out").exists()
@@ -120,7 +119,7 @@ def command(*arguments: object) -> tuple[int, str]:
 @pytest.fixture
 def file(model, plain, tmp_path) -> Path:
     """The configuration of the plain run, for one process; its out_dir is tmp_path / "out"."""
-    changes = EVERYTHING | {"lora__dropout": 0.0, "train__keep_last": 9}
+    changes = EVERYTHING | {"train__keep_last": 9}
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(training.config(model, tmp_path / "out", **changes)))
     return path
@@ -158,7 +157,7 @@ def test_resume_never_starts_a_new_run(plain, file, tmp_path) -> None:
 
 def test_a_finished_run_goes_on_for_more_steps_with_the_numbers_of_a_longer_run(model, tmp_path) -> None:
     """And with evaluations in other steps. A sweep then finds the run by its last configuration."""
-    changes = EVERYTHING | {"optim__decay": "constant", "train__steps": 3, "lora__dropout": 0.0}
+    changes = EVERYTHING | {"optim__decay": "constant", "train__steps": 3}
     longer = training.config(model, tmp_path / "whole", **changes | {"train__steps": 5, "eval__every": 1})
     short = training.config(model, tmp_path / "short", **changes)
     runs = training.run_all({"longer": ("TP1", longer), "short": ("TP1", short)})
@@ -221,15 +220,14 @@ def assert_a_resume_repeats(layout: str, model: Path, folder: Path, changes: dic
     return run
 
 
-def test_noise_and_dropout_are_the_same_after_a_resume(model, tmp_path) -> None:
-    """The check of the noise on the probe draws nothing from the generator of dropout, and uses no dropout."""
+def test_noise_is_the_same_after_a_resume(model, tmp_path) -> None:
     noise = {"aqn__schedule": "constant", "aqn__router": "clean"}
     rows = training.metrics(assert_a_resume_repeats("TP1", model, tmp_path, noise))
-    assert all(row["aqn/probe_gap"] < 1e-5 for row in rows), rows  # dropout would make it 5e-3 to 2e-2
+    assert all(row["aqn/probe_gap"] < 1e-5 for row in rows), rows
 
 
 @pytest.mark.parametrize("sync", cases(["merged"], ["adapter"]))
 def test_a_policy_in_bf16_is_the_same_after_a_resume(sync, model, tmp_path) -> None:
     """With routing replay, and with three updates of the policy after each push."""
-    bf16 = {"model__dtype": "bf16", "rollout__sync": sync, "lora__dropout": 0.0, "replay__mode": "r3"}
+    bf16 = {"model__dtype": "bf16", "rollout__sync": sync, "replay__mode": "r3"}
     assert_a_resume_repeats("EP2", model, tmp_path, bf16 | {"optim__prompts_per_update": 2})

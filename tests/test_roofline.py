@@ -20,8 +20,7 @@ def planned(
     *overrides: str, ranks: int = 16, hardware=NPU, prompt: float = 120, completion: float = 256, longest: float = 0
 ):
     """All rows are ``completion`` tokens long, or that in the mean and one of them ``longest``."""
-    # The figures assume graphs, and a trainer that merges no weights: with dropout it keeps the factors apart.
-    cfg = load_config("configs/qwen3.yaml", ["rollout.enforce_eager=false", "lora.dropout=0.1", *overrides])
+    cfg = load_config("configs/qwen3.yaml", ["rollout.enforce_eager=false", *overrides])  # the figures assume graphs
     layout = grid.of(cfg, ranks)
     memory = step_memory(cfg, QWEN3, layout, "npu", 61 * 2**30)
     times = roofline.step_times(cfg, QWEN3, layout, hardware, memory, prompt, completion, longest or completion)
@@ -48,10 +47,12 @@ def test_update_with_recompute_and_reference_pass(prompt, completion, seconds):
     """At 20 % of the peak, without communication, for 768 rows; 8 rows share the work on their prompt.
 
     Worked out by hand: the linear layers and the head are passed four times (reference, forward, again, backward),
-    attention 5.5 times (backward 2.5), and the factors, of which a token meets 99 M, four times (backward twice).
+    attention 5.5 times (backward 2.5), and the factors, of which a token meets 99 M, four times (backward twice). The
+    trainer merges no weights.
     """
+    apart = ["optim.prompts_per_update=96", "rollout.sync=adapter", "rollout.expert_parallel=false"]
     unlinked = dataclasses.replace(NPU, link=1e18)
-    times, _ = planned("optim.prompts_per_update=96", hardware=unlinked, prompt=prompt, completion=completion)
+    times, _ = planned(*apart, hardware=unlinked, prompt=prompt, completion=completion)
     tokens = 768 * (completion + prompt / 8)
     head = 2 * 151_936 * 2048 * 768 * completion
     linear = 2 * (3.04e9 - 151_936 * 2048) * tokens
@@ -66,7 +67,7 @@ def test_update_with_recompute_and_reference_pass(prompt, completion, seconds):
 
 def test_merging_reads_and_writes_28_bytes_of_each_adapted_weight_in_each_pass():
     """48 layers; a rank adapts 8 experts x 3 x 2,048 x 768, and a quarter of 2,048 x (5,120 + 4,096)."""
-    times = planned("lora.dropout=0")[0]
+    times = planned()[0]
     weights = 48 * (8 * 3 * 2048 * 768 + 2048 * (5120 + 4096) // 4)
     micro_batches = 4 * 3  # 4 updates of 48 rows; of 256 + 120 / 8 + 376 / 4 tokens, 22 rows fit into 8,192
     merging = micro_batches * weights * 28 / 1.6e12
@@ -77,7 +78,7 @@ def test_merging_reads_and_writes_28_bytes_of_each_adapted_weight_in_each_pass()
 @pytest.mark.parametrize(("flops", "cause"), [(376e12, "memory"), (1e12, "arithmetic")])
 def test_a_push_takes_the_longer_of_its_products_and_its_writes(flops: float, cause: str):
     """48 layers; the engine's shards: 8 experts x 3 x 2,048 x 768, and a quarter of attention. B A has rank 32."""
-    times = planned("lora.dropout=0", hardware=dataclasses.replace(NPU, flops=flops))[0]
+    times = planned(hardware=dataclasses.replace(NPU, flops=flops))[0]
     numbers = 48 * (8 * 3 * 2048 * 768 + 2048 * (5120 + 4096) // 4)
     by_hand = {"memory": numbers * 2 * 2 / 1.6e12, "arithmetic": 2 * 32 * numbers / flops}
     assert times.causes["sync"] == {cause: pytest.approx(by_hand[cause], rel=1e-6)}

@@ -136,9 +136,7 @@ SOUND = {  # all tripwires on `stop`
         "TP2_EP2", {"model__dtype": "bf16", "replay__mode": "r3", "replay__reference": "native"}
     ),
     "noise in bf16": ("TP2_EP2", NOISE | {"model__dtype": "bf16"}),
-    "several updates a step, dropout": (
-        "TP1", {"optim__prompts_per_update": 2, "replay__mode": "r2", "lora__dropout": 0.1}
-    ),
+    "several updates a step": ("TP1", {"optim__prompts_per_update": 2, "replay__mode": "r2"}),
 }  # fmt: skip
 
 
@@ -202,7 +200,7 @@ LEGITIMATE = {
     "nucleus, recompute": {"rollout__top_p": 0.1, "model__recompute": True},
     "gspo, leave-one-out": {"loss__kind": "gspo", "loss__advantage": "loo"},
     "cispo, several updates": {"loss__kind": "cispo", "optim__prompts_per_update": 1},
-    "Dr.GRPO, dropout": {"loss__advantage": "none", "loss__aggregate": "dr-grpo", "lora__dropout": 0.5},
+    "Dr.GRPO": {"loss__advantage": "none", "loss__aggregate": "dr-grpo"},
     "bf16 with noise": {"model__dtype": "bf16", "aqn__schedule": "constant"},
     "noise": {"aqn__schedule": "qerl", "aqn__num_stages": 3},
     "strong noise": {"aqn__schedule": "constant", "aqn__sigma_start": 0.3},
@@ -216,7 +214,7 @@ LEGITIMATE = {
 ON_SEVERAL_RANKS = {
     "two updates, router": ("TP2_EP2_DP2", {"lora__targets": ("linear_qkv", "router"), "optim__prompts_per_update": 2}),
     "bf16, split experts": ("TP2_EP2_ETP2", {"model__dtype": "bf16"}),
-    "bf16, dropout": ("EP2_DP4", {"model__dtype": "bf16", "lora__dropout": 0.3}),
+    "bf16, merged": ("EP2_DP4", {"model__dtype": "bf16", "rollout__sync": "merged"}),
 }
 PLACES = [("TP1", "fp32"), ("DP2", "fp32"), ("TP1", "bf16"), ("EP2", "fp32"), ("TP1", "fp32"), ("TP2", "bf16")]
 

@@ -40,7 +40,7 @@ NOISES = {
     "patterns": {"aqn__targets": ("*norm.weight",)},
     "router alone": {"aqn__targets": ("router",)},  # no norm changes, only columns behind it
     # All matrices, also those of the experts, which have no adapter here.
-    "rounded": {"rollout__round_bits": 4, "rollout__round_group": 8, "lora__targets": ("linear_qkv", "linear_proj")},
+    "rounded": {"rollout__round_bits": 4, "lora__targets": ("linear_qkv", "linear_proj")},
 }
 
 
@@ -64,7 +64,7 @@ ROUNDED = tuple(f"{letter}_proj.weight" for letter in ("q", "k", "v", "o", "gate
 
 def rounded_stream(stream):
     """Embedding, head, norms, biases and routers stay as they are."""
-    return ((name, quantisation.rounded(x, 4, 8) if name.endswith(ROUNDED) else x) for name, x in stream)
+    return ((name, quantisation.rounded(x, 4, 32) if name.endswith(ROUNDED) else x) for name, x in stream)
 
 
 def loaded(arch, stream) -> dict[str, Tensor]:
@@ -203,7 +203,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     }  # fmt: skip
     small = few | {"model__dtype": "bf16", "aqn__schedule": "constant", "aqn__sigma_start": 0.001}
     changes = {"clean": still, "noisy": still | noise, "faulty": still | noise}
-    changes["rounded"] = still | {"rollout__round_bits": 3, "rollout__round_group": 16}
+    changes["rounded"] = still | {"rollout__round_bits": 3}
     changes |= {"grid": small, "fp32": small | {"aqn__bf16": "fp32"}}
     cfgs = {label: training.config(model, out / label, **changes[label]) for label in changes}
     faulty = cfgs.pop("faulty")

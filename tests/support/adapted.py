@@ -22,7 +22,7 @@ SEED = 4  # seed of the initial factors
 
 
 def lora_config(**changes) -> LoraConfig:
-    settings = dict(targets=TARGETS, rank=RANK, alpha=ALPHA, expert_rank=EXPERT_RANK, dropout=0.0)
+    settings = dict(targets=TARGETS, rank=RANK, alpha=ALPHA, expert_rank=EXPERT_RANK)
     return LoraConfig(**settings | changes)
 
 
@@ -39,12 +39,11 @@ def adapt(
     factors: dict[str, Tensor],
     *,
     merges: bool = False,
-    dropout: float = 0.0,
     **settings,
 ):
     """The loaded model with adapters that hold these whole ``factors``.  -> (model, architecture, adapters)"""
     model, arch = load(path, parallel, **settings)
-    adapters = lora_megatron.attach(model, lora_config(dropout=dropout), parallel, SEED, merges=merges)
+    adapters = lora_megatron.attach(model, lora_config(), parallel, SEED, merges=merges)
     fill(adapters, factors, arch, parallel)
     return model, arch, adapters
 

@@ -120,9 +120,3 @@ def save_and_compute(folder: Path) -> tuple[dict[str, Path], Tensor, dict[str, R
     """For each of KINDS a saved model and its reference, and the tokens."""
     paths, tokens = {kind: reference.save(kind, folder / kind) for kind in KINDS}, reference.tokens()
     return paths, tokens, {kind: compute(reference.load(path), tokens) for kind, path in paths.items()}
-
-
-def worst_error(found: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
-    """Largest difference of any tensor, relative to its largest element. AssertionError if the names differ."""
-    assert found.keys() == reference.keys(), sorted(found.keys() ^ reference.keys())
-    return max(float((found[name] - value).abs().max() / value.abs().max()) for name, value in reference.items())

@@ -18,6 +18,7 @@ import data_gsm8k
 import grpo
 import lora_megatron
 import reward_gsm8k
+import tripwires
 import weight_sync
 import weights_hf
 from engines import torch_sampler
@@ -38,6 +39,10 @@ SURE = {"checks__entropy": "off", "checks__logp_gap": "off", "checks__reward_con
 
 def nothing(patch: MonkeyPatch) -> None:
     pass
+
+
+def two_steps_count(patch: MonkeyPatch) -> None:
+    patch.setattr(tripwires, "CONSTANT_STEPS", 2)
 
 
 def on_rank_1(plant: Plant) -> Plant:
