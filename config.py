@@ -68,6 +68,22 @@ def resolve_config(
     return cfg, notes
 
 
+def load_recorded(run_dir: Path) -> Config:
+    """The configuration that a run has recorded, also one of version 0.1 whose removed keys had today's values."""
+    path, tree = run_dir / "config.yaml", {}
+    for section, value in read_file(path).items():
+        if isinstance(value, dict):
+            gone = {key for key, v in value.items() if _is_gone(f"{section}.{key}", v)}
+            value = {key: v for key, v in value.items() if key not in gone}
+        tree[section] = value
+    return _typed(tree, f"{path}: ")
+
+
+def _is_gone(key: str, value: Any) -> bool:
+    """Whether ``key`` was removed and decided nothing, or had the value that is fixed now."""
+    return key in REMOVED and (key in MAY_CHANGE or REMOVED[key] == value)
+
+
 def command_line(prog: str, about: str, **config: Any) -> argparse.ArgumentParser:
     """A parser for CONFIG and its overrides. ``about``: the docstring of the command; ``config``: options of CONFIG."""
     parser = argparse.ArgumentParser(prog=prog, description=about.split("\n\n")[0])
@@ -234,7 +250,7 @@ def changed_keys(old: dict, new: Config, may: Set[str] = MAY_CHANGE) -> list[str
     A key that ``old`` does not have is newer than it, or was idle: its default is what ``old`` did.
     """
     before, after = flatten(old), flatten(to_dict(new))
-    before = {key: value for key, value in before.items() if REMOVED.get(key) != value}
+    before = {key: value for key, value in before.items() if not _is_gone(key, value)}
     fields = {f"{name}.{key}": f for name, section in _sections().items() for key, f in section.model_fields.items()}
     defaults = {key: field.default for key, field in fields.items() if not field.is_required()}
     for key in defaults.keys() & (after.keys() - before.keys()):

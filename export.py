@@ -29,7 +29,7 @@ import quantisation as quantised
 import weights_hf
 from adapter_weights import Adapted, adapted_modules
 from architecture import Architecture, tensor_shapes
-from config import changed_keys, load_config
+from config import changed_keys, load_recorded
 from inputs import hf_config
 from inputs.files import (
     BAD_INPUT,
@@ -62,7 +62,7 @@ def read_run(run_dir: Path, step: int | None) -> tuple[Config, checkpoint.Checkp
     """
     if not (run_dir / "config.yaml").is_file():
         raise InputError(f"{run_dir}: no config.yaml; needed: a run folder that train_grpo.py made")
-    cfg = load_config(run_dir / "config.yaml")
+    cfg = load_recorded(run_dir)
     folder = run_dir / "checkpoints"
     if step is None:
         found = checkpoint.latest(run_dir, say=_note, only="adapter")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import published
 import pytest
+import yaml
 from refused import refusal
 
 import config
@@ -56,7 +57,12 @@ def test_a_key_of_an_older_version_is_named_with_what_to_do(tmp_path):
     older["checks"]["collapse_kl"] = 1.0
     older["tiny_model"] |= {"words_per_batch": 64}
     assert config.changed_keys(older, cfg, set()) == []
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(older))
+    assert config.load_recorded(tmp_path) == cfg
     older["tiny_model"] |= {"words_per_batch": 32}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(older))
+    with pytest.raises(InputError, match="tiny_model.words_per_batch: not a key since version 0.2.0"):
+        config.load_recorded(tmp_path)
     assert config.changed_keys(older, cfg, set()) == [
         "tiny_model.words_per_batch: 32 -> nothing (version 0.1.0 continues it)"
     ]
