@@ -282,9 +282,7 @@ def export(run_dir: Path, out_dir: Path, *, as_adapter: bool, step: int | None, 
     if out_dir.exists() and not is_leftover(Path(os.path.realpath(out_dir))):
         raise InputError(f"{out_dir}: already there and not an empty directory; needed: a new one")
     cfg, found = read_run(run_dir, step)
-    changed = refuse_changed_inputs(
-        run_dir, cfg.model.path, cfg.data, accept=accept_changed_inputs, how="--accept-changed-inputs"
-    )
+    changed = refuse_changed_inputs(run_dir, cfg, accept=accept_changed_inputs, how="--accept-changed-inputs")
     arch = hf_config.read(cfg.model.path)
     weights_hf.read_model(cfg.model.path, arch)
     modules = list(adapted_modules(arch, cfg.lora))

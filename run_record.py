@@ -36,7 +36,8 @@ from inputs.files import (
     variable,
     write_atomically,
 )
-from knobs import Config, DataConfig
+from inputs.paths import listed
+from knobs import Config
 
 VARIABLES = re.compile(r"(OMP|MKL|CUDA|ASCEND|HCCL|NCCL|GLOO|VLLM|PYTORCH|TORCH)_")
 SECRETS = re.compile(r"(API_KEY|_TOKEN$|SECRET|PASSW)")
@@ -212,18 +213,33 @@ def git_state() -> tuple[dict[str, Any], bytes]:
 # ---------------------------------------------------------------- model and data of the run
 
 
-def inputs(model_dir: str | Path, data: DataConfig) -> dict[str, dict[str, str]]:
+def data_files(cfg: Config) -> dict[str, str]:
+    """Every data file that a run reads, by its key; [0], [1] and so on follow the key of a list."""
+    data, sets = cfg.data, {f"eval.sets.{name}": paths for name, paths in cfg.eval.sets.items()}
+    read = {} if data.source == "arithmetic" else {"data.train_path": data.train_path, "data.test_path": data.test_path}
+    return {
+        f"{key}[{place}]" if isinstance(paths, tuple) else key: path
+        for key, paths in (read | {"data.few_shot_path": data.few_shot_path} | sets).items()
+        for place, path in enumerate(listed(paths))
+        if path
+    }
+
+
+def _used(cfg: Config) -> dict[str, Path]:
+    """data_files by the names that inputs.json gives them: train for data.train_path."""
+    return {re.sub(r"^data\.(\w+)_path", r"\1", key): Path(path) for key, path in data_files(cfg).items()}
+
+
+def inputs(cfg: Config) -> dict[str, dict[str, str]]:
     """sha256 of every file of the model's folder, by name, and of the data files, by use.
 
     A record says with them which weights were used, not only how they were called. 60 GB take a minute at first.
     """
-    folder = Path(model_dir)
+    folder = Path(cfg.model.path)
     model = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
-    uses = ["train", "test", "few_shot"] if data.source == "gsm8k" else ["few_shot"]  # generated questions have no file
-    used = {use: Path(getattr(data, f"{use}_path")) for use in uses}
     files = {
         "model": {path.name: path for path in model},
-        "data": {use: path for use, path in used.items() if path.is_file()},
+        "data": {use: path for use, path in _used(cfg).items() if path.is_file()},
     }
     found = sha256_of_inputs([path for named in files.values() for path in named.values()])
     return {kind: {name: found[path] for name, path in named.items()} for kind, named in files.items()}
@@ -261,7 +277,7 @@ def sha256_of_inputs(paths: list[Path]) -> dict[Path, str]:
     return found
 
 
-def changed_inputs(run_dir: Path, model_dir: str | Path, data: DataConfig) -> list[str]:
+def changed_inputs(run_dir: Path, cfg: Config) -> list[str]:
     """A line for each file of model and data whose checksum is not the one that the run's last start recorded.
 
     Hidden files of the model's folder and absent data files do not count, because nothing reads them. If inputs.json
@@ -273,7 +289,7 @@ def changed_inputs(run_dir: Path, model_dir: str | Path, data: DataConfig) -> li
         recorded = {kind: dict(files) for kind, files in read_object(record, ("model", "data")).items()}
     except (ValueError, TypeError) as error:
         return [f"{record}: not the record of the run's inputs ({error!r})"]
-    lines, present = [], inputs(model_dir, data)
+    lines, present = [], inputs(cfg)
     # An absent data file is not read, so only its name is left in the record.
     names = {"model": present["model"].keys() | recorded["model"].keys(), "data": present["data"].keys()}
     for kind in names:
@@ -282,16 +298,14 @@ def changed_inputs(run_dir: Path, model_dir: str | Path, data: DataConfig) -> li
                 f"sha256 {s}" if s else "not there" for s in (recorded[kind].get(name), present[kind].get(name))
             )
             if was != now and not name.startswith("."):
-                path = Path(model_dir) / name if kind == "model" else getattr(data, f"{name}_path")
+                path = Path(cfg.model.path) / name if kind == "model" else _used(cfg)[name]
                 lines.append(f"{path}: when {record.parent} was started {was}, now {now}")
     return lines
 
 
-def refuse_changed_inputs(
-    run_dir: Path, model_dir: str | Path, data: DataConfig, *, accept: bool, how: str
-) -> list[str]:
+def refuse_changed_inputs(run_dir: Path, cfg: Config, *, accept: bool, how: str) -> list[str]:
     """The lines of changed_inputs if they are accepted; otherwise InputError, which says ``how`` to accept them."""
-    changed = changed_inputs(run_dir, model_dir, data)
+    changed = changed_inputs(run_dir, cfg)
     if changed and not accept:
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
         raise InputError(f"{changed[0]}{more}; needed: what was there then, or {how}")
@@ -313,7 +327,7 @@ def write_records(folder: Path, cfg: Config, world_size: int) -> None:
     command = shlex.join([*launcher, str(script), *sys.argv[1:]])
     records: dict[str, str | bytes] = {
         "config.yaml": to_yaml(cfg),
-        "inputs.json": json.dumps(inputs(cfg.model.path, cfg.data), indent=1) + "\n",
+        "inputs.json": json.dumps(inputs(cfg), indent=1) + "\n",
         "environment.json": json.dumps(environment(world_size), indent=1) + "\n",
         "git.json": json.dumps(source) + "\n",
         # Only home folders are replaced here: without a name in `name=tiny`, the command would be another one.

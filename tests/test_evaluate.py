@@ -65,10 +65,10 @@ def score(answers: Sequence[tuple[Question, Completion]]) -> list[Score]:
     return [Score(-0.5, n != 2, bool(token % 2) if n == 1 else (n + token) % 3 == 0) for token, n in sizes]
 
 
-def evaluated(cfg: Config, layout: str) -> tuple[dict, list[dict], list[int]]:
+def evaluated(cfg: Config, layout: str, **sets: list[Question]) -> tuple[dict, list[dict], list[int]]:
     """Summary and outcomes, and the number of prompts in each call of this rank's engine."""
-    engine = SeedEngine()
-    result = evaluate.evaluate(engine, QUESTIONS, score, cfg.eval, cfg.rollout, world.open_layout(layout))
+    engine, held_out = SeedEngine(), {"": QUESTIONS, **sets}
+    result = evaluate.evaluate(engine, held_out, score, cfg.eval, cfg.rollout, world.open_layout(layout))
     return *result, engine.calls
 
 

@@ -238,7 +238,7 @@ def greedy(parallel: Parallel, path: Path, dtype: str, folder: Path) -> list[tup
     factors = adapter_weights.gather(adapters, lora_megatron.factors(adapters), arch, parallel)
     if parallel.rank == 0:
         (folder / "config.yaml").write_text(to_yaml(cfg))
-        (folder / "inputs.json").write_text(json.dumps(run_record.inputs(path, cfg.data)))
+        (folder / "inputs.json").write_text(json.dumps(run_record.inputs(cfg)))
         checkpoint.save(folder, 1, {"adapter": factors}, {}, cfg)
     prompts = reference.tokens(rows=64, length=9, seed=3).tolist()
     answers = engine.sample(prompts, seeds=[0] * 64, num_samples=1, max_new_tokens=24, temperature=0.0)

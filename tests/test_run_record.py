@@ -17,7 +17,7 @@ from saved import config_in
 
 import run_record
 from inputs.files import InputError, write_atomically
-from knobs import DataConfig
+from knobs import Config
 
 
 def test_command_of_a_torchrun_start_can_be_typed_again(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
@@ -98,14 +98,16 @@ def test_inputs_are_the_checksums_of_model_and_data(tmp_path: Path) -> None:
     (model / "subfolder").mkdir(parents=True)
     (model / "config.json").write_text("abc")
     data.write_text("")
-    source = {"source": "gsm8k", "train_path": str(data), "test_path": str(data)}
+    source = {"source": "gsm8k", "train_path": [str(data), str(model / "config.json")], "test_path": str(data)}
+    cfg = config_in(tmp_path).model_dump() | {"model": {"path": str(model)}, "data": source}
+    cfg["eval"] = {"sets": {"math": str(data), "gone": str(tmp_path / "gone.jsonl")}}
     abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, appendix B.1
     empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
-    assert run_record.inputs(model, DataConfig(**source)) == {
+    assert run_record.inputs(Config.model_validate(cfg)) == {
         "model": {"config.json": abc},
-        "data": {"train": empty, "test": empty},
+        "data": {"train[0]": empty, "train[1]": abc, "test": empty, "eval.sets.math": empty},
     }
-    assert run_record.inputs("none", DataConfig(source="arithmetic")) == {"model": {}, "data": {}}
+    assert run_record.inputs(config_in(tmp_path)) == {"model": {}, "data": {}}
 
 
 def test_checksums_cover_every_record_and_those_of_resumed_starts(tmp_path: Path) -> None:
@@ -128,13 +130,13 @@ def test_checks_that_warned_are_found_once_each(tmp_path: Path) -> None:
 
 
 def test_damaged_records_of_inputs_are_one_line_and_may_be_accepted(tmp_path: Path) -> None:
-    given = ("none", DataConfig(source="arithmetic"))
+    cfg = config_in(tmp_path)
     for name in ("resume-old", "resume-1"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "inputs.json").write_text("{")
     with pytest.raises(InputError, match="resume-1/inputs.json: not the record of the run's inputs .* or how"):
-        run_record.refuse_changed_inputs(tmp_path, *given, accept=False, how="how")
-    assert len(run_record.refuse_changed_inputs(tmp_path, *given, accept=True, how="how")) == 1
+        run_record.refuse_changed_inputs(tmp_path, cfg, accept=False, how="how")
+    assert len(run_record.refuse_changed_inputs(tmp_path, cfg, accept=True, how="how")) == 1
 
 
 def test_large_inputs_are_read_once_until_they_change(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ def lighten(lenient: bool = True) -> None:
 
 def record_inputs(folder: Path, cfg: Config, world_size: int) -> None:
     """Record the checksums that a resumed start compares."""
-    (folder / "inputs.json").write_text(json.dumps(run_record.inputs(cfg.model.path, cfg.data)))
+    (folder / "inputs.json").write_text(json.dumps(run_record.inputs(cfg)))
 
 
 def raised(plant: Plant, cfg: Config, layout: str = "TP1", lenient: bool = True) -> list[tuple[type, str]]:
