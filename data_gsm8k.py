@@ -127,8 +127,8 @@ def few_shot(data: DataConfig, asked: Sequence[Row]) -> list[Row]:
     known = {question_files.alike(row.question) for row in examples}
     if repeated := [row.question for row in asked if question_files.alike(row.question) in known]:
         raise InputError(
-            f"data.few_shot_path: {data.few_shot_path} holds {repeated[0][:60]!r}, which is asked as well; needed: examples that "
-            "are in neither the training nor the held-out questions"
+            f"data.few_shot_path: {data.few_shot_path} holds {repeated[0][:60]!r}, which is asked as well; needed: "
+            "examples that are in neither the training nor the held-out questions"
         )
     return examples
 

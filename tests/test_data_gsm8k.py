@@ -244,6 +244,112 @@ def test_a_flipped_byte_in_our_own_parquet_file_is_noticed(tmp_path: Path) -> No
         question_files.read(tmp_path / "flipped.parquet")
 
 
+# ------------------------------------------------------------------------------------------------- files of any columns
+MATH = [  # rows of the form of MATH-500, made up
+    {"problem": "What is $\\frac{1}{2}+\\frac14$?", "answer": " \\frac{3}{4}\n", "level": 2, "unique_id": "a.json"},
+    {"problem": "Which digits? {0}", "answer": "025", "level": 5, "unique_id": "test/b.json"},
+]
+
+
+def own(path: str | list[str], question: str = "problem", answer: str = "answer", **keys: Any) -> DataConfig:
+    return data(source="file", train_path=path, columns={"question": question, "answer": answer}, **keys)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet", "json", "json with one list"])
+def test_columns_of_any_name_give_the_text_as_the_gold_answer_and_all_columns_to_the_reward(
+    ending: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / f"rows.{ending.split()[0]}"
+    if path.suffix == ".json":
+        path.write_text(json.dumps({"version": "1", "rows": MATH} if "with" in ending else MATH))
+    else:
+        (write_jsonl if ending == "jsonl" else write_parquet)(path, MATH)
+    number = {"problem": "2 + 2?", "answer": 4, "level": None}
+    more = write_jsonl(tmp_path / "more.jsonl", [MATH[0], number])
+    loaded = data_gsm8k.load(own([str(path), str(more)], instruction="Go."), "train", tokenizer, seed=0)
+    assert [one.gold for one in loaded] == ["\\frac{3}{4}", "025", "\\frac{3}{4}", "4"]
+    assert [one.row for one in loaded][:2] == MATH and loaded[3].row == number
+    assert tokenizer.decode(loaded[1].prompt).endswith(f"{MATH[1]['problem']} Go.<|im_end|>\n<|im_start|>assistant\n")
+    assert f"4 questions from {path}, {more} (columns problem and answer)" in loaded.description
+
+
+def test_a_list_of_turns_is_the_prompt_and_names_with_dots_lead_into_objects(tokenizer: Any, tmp_path: Path) -> None:
+    turns = [("system", "Be brief."), ("user", "1+1?"), ("assistant", "2"), ("user", "and 2+2?")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    rows = [
+        {"messages": messages, "reward_model": {"ground_truth": 4.5}, "reward_model.style": "rule"},
+        {
+            "messages": [*messages[1:], {"role": "assistant", "content": "It is 7."}],
+            "reward_model": {"ground_truth": "7"},
+            "reward_model.style": "rule",
+        },
+    ]
+    rows[1]["messages"][2] = {"role": "user", "content": "and 3+4?"}
+    path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+    section = own(path, "messages", "reward_model.ground_truth", instruction="Go.")
+    one, other = data_gsm8k.load(section, "train", tokenizer, seed=0)
+    assert (one.gold, other.gold, one.question) == ("4.5", "7", "1+1?\n\n2\n\nand 2+2?") and one.row == rows[0]
+    template = "<|im_start|>{}\n{}<|im_end|>\n"
+    talk = [*turns[:-1], ("user", "and 2+2? Go.")]
+    assert tokenizer.decode(one.prompt) == "".join(template.format(*turn) for turn in talk) + "<|im_start|>assistant\n"
+    assert "It is 7." not in tokenizer.decode(other.prompt)  # a last assistant turn would give the answer away
+    assert (
+        question_files.read(Path(path), {"question": "messages", "answer": "reward_model.style"})[0][0].gold == "rule"
+    )
+    with pytest.raises(InputError, match=r"data.system: the question 'and 2\+2\?' has a system turn; needed: one of"):
+        data_gsm8k.load(own(path, "messages", "reward_model.ground_truth", system="Hi"), "train", tokenizer, seed=0)
+    # The same reader for GSM8K's forms, whose gold answer is the number after the mark.
+    write_jsonl(Path(path), [{"messages": messages, "answer": "so\n#### 4"}])
+    (marked,) = data_gsm8k.load(data(source="gsm8k", train_path=path), "train", tokenizer, seed=0)
+    assert marked.gold == "4" and marked.prompt[:20] == one.prompt[:20] and marked.row["answer"] == "so\n#### 4"
+    with pytest.raises(InputError, match="found 4 turns before an answer; needed: one user turn in each row"):
+        question_files.convert(path, tmp_path / "out.jsonl")
+
+
+def test_worked_examples_have_the_form_of_the_file(tokenizer: Any, tmp_path: Path) -> None:
+    asked, shots = (str(write_jsonl(tmp_path / f"{n}.jsonl", [row])) for n, row in enumerate(MATH))
+    (one,) = data_gsm8k.load(own(asked, few_shot_path=shots), "train", tokenizer, seed=0)
+    assert f"{MATH[1]['problem']}<|im_end|>\n<|im_start|>assistant\n025<|im_end|>\n" in tokenizer.decode(one.prompt)
+    with pytest.raises(InputError, match="which is asked as well"):
+        data_gsm8k.load(own(asked, few_shot_path=asked), "train", tokenizer, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"problem": "1?"}, "row 2: answer: missing; found problem$"),
+        ({"problem": "1?", "answer": True}, "row 2: answer: found true; needed: a text"),
+        ({"problem": "1?", "answer": [1]}, r"row 2: answer: found \[1\]; needed: a text"),
+        ({"problem": "1?", "answer": " "}, "row 2: answer: found an empty text"),
+        ({"problem": {"a": 1}, "answer": "1"}, "row 2: problem: found {'a': 1}; needed: a text"),
+        ({"problem": [], "answer": "1"}, "row 2: problem: found the turns none; needed"),
+        ({"problem": "which DIGITS? {0}", "answer": "25"}, None),  # the same number
+        (
+            {"problem": "which DIGITS? {0}", "answer": "x"},
+            "row 2: answer: x; {first}row 2 has the same question with 025",
+        ),
+    ],
+)
+def test_a_bad_row_of_named_columns_is_refused(row: dict, message: str | None, tmp_path: Path) -> None:
+    first = write_jsonl(tmp_path / "first.jsonl", MATH)
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"problem": "Last?", "answer": 1}, row])
+    columns = {"question": "problem", "answer": "answer"}
+    if message is None:
+        assert len(question_files.read((str(first), str(path)), columns)[0]) == 4
+        return
+    with pytest.raises(InputError, match=f"{path}, {message.replace('{first}', f'{first}, ')}"):
+        question_files.read((str(first), str(path)), columns)
+
+
+@pytest.mark.parametrize(
+    "content", ['{"a": 1}', '{"a": [], "b": []}', "3", '[{"problem": NaN}]', "[", '{"a": [1], "a": [2]}']
+)
+def test_json_that_is_no_list_of_rows_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(content)
+    with pytest.raises(InputError, match="rows.json: (found . lists of rows; needed: a list of obj|not valid JSON)"):
+        question_files.read(tmp_path / "rows.json", {"question": "problem", "answer": "answer"})
+
+
 # --------------------------------------------------------------------------------------------------------- command line
 def test_command_converts_and_never_overwrites(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     start, out = write_jsonl(tmp_path / "start.jsonl", ROWS), tmp_path / "chat.parquet"
