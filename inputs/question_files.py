@@ -274,7 +274,7 @@ def _table(path: Path) -> Iterable[tuple[int, Any]]:
 
 def _check_ending(path: Path, *endings: str) -> None:
     if path.suffix not in endings:
-        raise InputError(f"{path}: found the ending {path.suffix or 'none'!r}; needed: {' or '.join(endings)}")
+        raise InputError(f"{path}: found the ending {path.suffix or 'none'!r}; needed: one of {', '.join(endings)}")
 
 
 def _json_rows(data: bytes, path: Path) -> Iterable[tuple[int, Any]]:
