@@ -105,9 +105,9 @@ def read(data: DataConfig, split: str) -> tuple[list[Row], str, str]:
         num, low, high = {"train": data.num_train, "test": data.num_test}[split], LOWEST_OPERAND, data.operand_high
         operations = (data.operations_low, data.operations_high)
         pairs = arithmetic(num, split == "test", data.seed, low, high, operations)
-        rows = [Row.worked(*pair) for pair in pairs]
         length = f", {operations[0]} to {operations[1]} operations" if operations != ONE else ""
-        return rows, f"arithmetic ({split})", f"generated, operands {low} to {high}{length}"
+        form = f"generated, operands {low} to {high}{length}"
+        return [Row.worked(*pair) for pair in pairs], f"arithmetic ({split})", form
     paths = {"train": data.train_path, "test": data.test_path}[split]
     rows, form = _read(data, paths)
     return rows, ", ".join(listed(paths)), form

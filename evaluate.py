@@ -25,11 +25,13 @@ from config import command_line, derive_seed, resolve_config
 from data_gsm8k import Question, Questions
 from engines.interface import Completion, Engine
 from inputs import hf_config
-from inputs.files import BAD_INPUT, refused
+from inputs.files import BAD_INPUT, InputError, refused
 from inputs.scoring import Call, Score, Scorer
 from knobs import Config, DataConfig, EvalConfig, ParallelConfig, RolloutConfig
 from parallel_setup import Parallel
 from run_record import wilson
+
+OTHER_REWARDS = "; for other answers than numbers reward.method math or reward.function"
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,7 +45,17 @@ def score(
     for question, completion in answers:
         tokens = completion.tokens[:-1] if completion.finish_reason == "stop" else completion.tokens
         calls.append(Call(tokenizer.decode(tokens), question.gold, question.row))
-    return scorer(calls)
+    return scored(calls, scorer)
+
+
+def scored(calls: list[Call], scorer: Scorer) -> list[Score]:
+    """The score of each call; InputError if the reward cannot compare a completion with its gold answer."""
+    try:
+        return scorer(calls)
+    except InputError:
+        raise
+    except ValueError as error:  # strict, of a gold answer that is no number
+        raise InputError(f"reward.method: {error}{OTHER_REWARDS}") from error
 
 
 def evaluate(

@@ -59,8 +59,9 @@ class Inputs(NamedTuple):
 
     def not_for_training(self) -> frozenset[str]:
         """The held-out questions of all sets, as they are compared."""
-        parts = (self.held_out, *self.sets.values())
-        return frozenset(question_files.alike(question.question) for part in parts for question in part)
+        return frozenset(
+            question_files.alike(one.question) for part in (self.held_out, *self.sets.values()) for one in part
+        )
 
 
 def check_inputs(cfg: Config, ranks: int, scorer: Scorer | None = None) -> Inputs | None:
@@ -126,24 +127,22 @@ def check_answers(cfg: Config, scorer: Scorer) -> None:
     parts = [("training", cfg.data, "train"), ("held-out", cfg.data, "test")]
     for kind, data, split in [*parts, *((name, data, "test") for name, data in evaluate.data_of_sets(cfg).items())]:
         rows = data_gsm8k.read(data, split)[0]
-        others = "; for other answers than numbers reward.method math or reward.function" * (data.source == "file")
-        try:
-            answers = [
-                reward_gsm8k.in_form(row.answer if "#### " in row.answer else f"#### {row.gold}", method, asks_for_box)
-                for row in rows
-            ]
-            scores = scorer([Call(answer, row.gold, row.columns) for answer, row in zip(answers, rows, strict=True)])
-        except InputError:
-            raise
-        except ValueError as error:  # the reward cannot compare a completion with this gold answer
-            raise InputError(f"reward.method: {method} cannot score the {kind} questions: {error}{others}") from error
+        answers = [
+            reward_gsm8k.in_form(row.answer if "#### " in row.answer else f"#### {row.gold}", method, asks_for_box)
+            for row in rows
+        ]
+        scores = evaluate.scored(
+            [Call(answer, row.gold, row.columns) for answer, row in zip(answers, rows, strict=True)], scorer
+        )
         wrong = [answer for answer, score in zip(answers, scores, strict=True) if not score.correct]
         if wrong:
             needs_box = method == "base_acc" and not asks_for_box
-            form = f", or an instruction that asks for {reward_gsm8k.BOX_FORM}" if needs_box else ""
+            form = f", or an instruction that asks for {reward_gsm8k.BOX_FORM}" * needs_box + (
+                evaluate.OTHER_REWARDS * (data.source == "file")
+            )
             raise InputError(
                 f"reward.method: {method} gives {len(wrong)} of {len(answers)} gold {kind} answers less than 1.0, the "
-                f"first being {wrong[0][-60:]!r}; needed: a method that fits the data's answers{form}{others}"
+                f"first being {wrong[0][-60:]!r}; needed: a method that fits the data's answers{form}"
             )
 
 
@@ -314,6 +313,8 @@ def open_run(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inpu
     if cfg.rollout.expert_parallel:
         weights.check_start(held_out[0].prompt)
     log.say(introduction(cfg, parallel, log.run_dir, lora_megatron.describe(adapters, parallel), questions, held_out))
+    for name, part in sets.items():
+        log.say(f"{name}: {part.description}")
     return Run(cfg, parallel, heartbeat, inputs, log, tripwires, learner, engine, weights, first_step)
 
 

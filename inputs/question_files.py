@@ -52,7 +52,7 @@ class Form(NamedTuple):
     name: str
     columns: tuple[str, ...]  # a file has this form if its first row has these columns
     used: tuple[str, ...]  # columns that conversion replaces; the others are copied
-    parse: Callable[[dict[str, Any]], tuple[list[Turn], str, str]]  # row -> (turns, answer, gold)
+    parse: Callable[[dict[str, Any]], tuple[list[Turn], str]]  # row -> (turns, worked answer)
 
 
 # -------------------------------------------------------------------------------------------------------------- reading
@@ -62,7 +62,7 @@ def read(paths: Paths | Path, columns: Mapping[str, str] | None = None) -> tuple
     ``columns``: the names of the columns question and answer, whose text is the gold answer. Without them the file has
     one of FORMS, and the gold answer is the number after `####`.
     """
-    form = columns and Form(f"columns {columns['question']} and {columns['answer']}", (), (), _by_name(columns))
+    form: Form | None = None
     rows: list[Row] = []
     asked: dict[str, tuple[Path, int, str]] = {}  # question -> file and row that asks it first, and its answer
     for path in map(Path, listed(paths)):
@@ -71,14 +71,28 @@ def read(paths: Paths | Path, columns: Mapping[str, str] | None = None) -> tuple
             try:
                 if not isinstance(row, dict):
                     raise InputError(f"found {type(row).__name__}; needed: an object with columns")
-                form = form or _form(row)
-                turns, answer, gold = form.parse(row if columns else _small_letters(row))
+                lower = {name.lower(): value for name, value in row.items()}
+                form = form or next((form for form in FORMS if lower.keys() >= set(form.columns)), None)
+                if columns:
+                    turns, answer = _by_name(row, columns)
+                elif form is None:
+                    raise InputError(
+                        f"found the columns {', '.join(sorted(lower)) or 'none'}; needed: an object with columns "
+                        "question and answer, or messages, or prompt with reward_model"
+                    )
+                elif len(lower) < len(row):
+                    raise InputError(
+                        f"found the columns {', '.join(row)}; needed: names that differ in more than capitals"
+                    )
+                else:
+                    turns, answer = form.parse(lower)
+                gold = answer if columns else gold_number(answer)
                 question = "\n\n".join(text for role, text in turns if role != "system")
                 file, first, known = asked.setdefault(alike(question), (path, number, gold))
                 if _value(gold) != _value(known):
-                    where = f"row {first}" if file == path else f"{file}, row {first}"
                     raise InputError(
-                        f"answer: {gold[:60]}; {where} has the same question with {known[:60]}; needed: one answer"
+                        f"answer: {gold[:60]}; {'' if file == path else f'{file}, '}row {first} has the same question "
+                        f"with {known[:60]}; needed: one answer"
                     )
                 if "" in asked:
                     raise InputError("question: found an empty text")
@@ -87,26 +101,7 @@ def read(paths: Paths | Path, columns: Mapping[str, str] | None = None) -> tuple
             rows.append(Row(question, answer, gold, turns, row))
         if len(rows) == before:
             raise InputError(f"{path}: no rows found; needed: at least one question")
-    return rows, form.name if form else ""
-
-
-def _small_letters(row: dict[str, Any]) -> dict[str, Any]:
-    """The columns of GSM8K's forms, whose names may be written with capitals."""
-    columns = {name.lower(): value for name, value in row.items()}
-    if len(columns) < len(row):
-        raise InputError(f"found the columns {', '.join(row)}; needed: names that differ in more than capitals")
-    return columns
-
-
-def _form(row: dict[str, Any]) -> Form:
-    names = _small_letters(row).keys()
-    for form in FORMS:
-        if names >= set(form.columns):
-            return form
-    raise InputError(
-        f"found the columns {', '.join(sorted(names)) or 'none'}; needed: an object with columns question and answer, "
-        "or messages, or prompt with reward_model (data.source: file reads others)"
-    )
+    return rows, form.name if form and not columns else f"columns {' and '.join((columns or {}).values())}"
 
 
 def _value(gold: str) -> Decimal | str:
@@ -142,46 +137,36 @@ def gold_number(answer: str) -> str:
     return gold
 
 
-def _by_name(columns: Mapping[str, str]) -> Callable[[dict[str, Any]], tuple[list[Turn], str, str]]:
-    """The parse of a Form: a text or a list of turns, and a text or a number, in the columns of these names."""
-
-    def parse(row: dict[str, Any]) -> tuple[list[Turn], str, str]:
-        question, answer = columns["question"], _column(row, columns["answer"])
-        if isinstance(answer, int | float | Decimal) and not isinstance(answer, bool) and math.isfinite(answer):
-            gold = str(answer)
-        else:
-            gold = _text(row, columns["answer"]).strip()
-        turns = _turns(row, question)[0] if isinstance(_column(row, question), list) else _asked(row, question)
-        return turns, gold, gold
-
-    return parse
+def _by_name(row: dict[str, Any], columns: Mapping[str, str]) -> tuple[list[Turn], str]:
+    """A question (a text or a list of turns) and an answer (a text or a number) in the columns of these names."""
+    question, answer = columns["question"], _column(row, columns["answer"])
+    turns = _turns(row, question)[0] if isinstance(_column(row, question), list) else _user(row, question)
+    if isinstance(answer, int | float | Decimal) and not isinstance(answer, bool) and math.isfinite(answer):
+        return turns, str(answer)
+    return turns, _text(row, columns["answer"]).strip()
 
 
-def _asked(row: dict[str, Any], name: str) -> list[Turn]:
+def _user(row: dict[str, Any], name: str) -> list[Turn]:
     return [("user", _text(row, name))]
 
 
-def _marked(turns: list[Turn], answer: str) -> tuple[list[Turn], str, str]:
-    return turns, answer, gold_number(answer)
-
-
-def _parse_messages(row: dict[str, Any]) -> tuple[list[Turn], str, str]:
+def _parse_messages(row: dict[str, Any]) -> tuple[list[Turn], str]:
     turns, assistant = _turns(row, "messages")
     short = _text(row, "answer") if row.get("answer") is not None else None
-    return _marked(turns, _one_answer("the assistant turn", assistant, "answer", short))
+    return turns, _one_answer("the assistant turn", assistant, "answer", short)
 
 
-def _parse_prompt(row: dict[str, Any]) -> tuple[list[Turn], str, str]:
+def _parse_prompt(row: dict[str, Any]) -> tuple[list[Turn], str]:
     turns = _turns(row, "prompt")[0]
     extra, reward = ({} if row.get(name) is None else row[name] for name in ("extra_info", "reward_model"))
     if not isinstance(extra, dict) or not isinstance(reward, dict):
         raise InputError("extra_info and reward_model: needed: objects")
     # The text of `prompt` ends with an instruction of its author; extra_info has the question without it.
     if "question" in extra:
-        turns = [*turns[:-1], *_asked(extra, "question")]
+        turns = [*turns[:-1], *_user(extra, "question")]
     worked = _text(extra, "answer") if "answer" in extra else None
     short = _text(reward, "ground_truth") if "ground_truth" in reward else None
-    return _marked(turns, _one_answer("extra_info.answer", worked, "reward_model.ground_truth", short))
+    return turns, _one_answer("extra_info.answer", worked, "reward_model.ground_truth", short)
 
 
 FORMS = (
@@ -189,7 +174,7 @@ FORMS = (
         "question/answer columns",
         ("question", "answer"),
         ("question", "answer"),
-        lambda row: _marked(_asked(row, "question"), _text(row, "answer")),
+        lambda row: (_user(row, "question"), _text(row, "answer")),
     ),
     Form("chat form, messages", ("messages",), ("messages", "answer"), _parse_messages),
     Form(
@@ -255,7 +240,7 @@ def _text(row: dict[str, Any], name: str) -> str:
     value = _column(row, name)
     if not isinstance(value, str):
         raise InputError(f"{name}: found {shown(value)}; needed: a text")
-    if not value.strip():
+    if not value.replace(",", "").strip():  # rewards ignore commas
         raise InputError(f"{name}: found an empty text")
     if len(value) > LONGEST_TEXT:
         raise InputError(f"{name}: found {len(value)} characters; needed: at most {LONGEST_TEXT}")

@@ -170,7 +170,7 @@ def check_data_files(machine: Machine) -> list[Finding]:
                 not path.is_file() or path.stat().st_size == 0,
                 "fail",
                 f"{key}: {path} is {'empty' if path.is_file() else 'not there'}",
-                f"put GSM8K there, as .jsonl or .parquet (docs/npu.md), or {key}=FILE",
+                f"put the questions there (GSM8K: docs/npu.md), or {key}=FILE",
             )
             for key, path in paths.items()
         ),

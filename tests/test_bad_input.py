@@ -182,8 +182,8 @@ DATA = [
     row("half a row", "test.jsonl, row 3: not one JSON object a line", questions(test=QUESTIONS + '{"question": "2')),
     row("prompts too long", "train.jsonl: 2 of 2 prompts are longer than data.max_prompt_tokens = 2; the longest",
         questions(), "data.max_prompt_tokens=2"),
-    row("no number as gold answer", "strict cannot score the training questions: gold: found 'Four'; needed: one "
-        "number; for other answers than numbers reward.method math or reward.function",
+    row("no number as gold answer", "reward.method: gold: found 'Four'; needed: one number; for other answers "
+        "than numbers reward.method math or reward.function",
         questions('{"question": "3 + 1?", "answer": "Four"}\n'), "data.source=file"),
     row("gold answers in another form", "1 of 2 gold held-out ... first being '#### x'; needed: ... method math or",
         questions(OWN, OWN.replace("3", "4").replace('"9"', '"x"')), "data.source=file", "reward.method=verl_strict"),
