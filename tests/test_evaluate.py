@@ -172,9 +172,9 @@ def test_the_command_measures_what_the_first_evaluation_of_a_run_measures(
         arguments = [str(path), "train.seed=5", f"name=ranks{ranks}"]
         assert world.as_torchrun(ranks, measured, arguments, log=log) == [0] * ranks
         assert log.read_text().splitlines()[-2:] == lines
-    sets.write_text('{"question": "1 + 1?", "answer": "Two"}\n')  # a gold answer that strict cannot compare
-    own = [str(path), "data.source=file", f"data.train_path={sets}", f"data.test_path={sets}", "eval.sets={}"]
-    assert world.as_torchrun(1, measured, own, log=log) == [2] and "found 'Two'; needed: one number" in log.read_text()
     if quantisation != "none":  # it makes a difference
         assert world.as_torchrun(1, measured, [str(path), "model.quantisation=none"], log=log) == [0]
         assert log.read_text().splitlines()[-2] != lines[0]
+    sets.write_text('{"question": "1 + 1?", "answer": "Two"}\n')  # a gold answer that strict cannot compare
+    own = [str(path), "data.source=file", f"data.train_path={sets}", f"data.test_path={sets}", "eval.sets={}"]
+    assert world.as_torchrun(1, measured, own, log=log) == [2] and "found 'Two'; needed: one number" in log.read_text()
