@@ -127,6 +127,7 @@ NEEDED = {
     "string_too_long": "text of at most {max_length} characters",
     "string_pattern_mismatch": "text like {pattern}",
     "literal_error": "{expected}",
+    "value_error": "{error}",
     "tuple_type": "a list: [a, b]",
     "too_short": "at least {min_length} members",
     "too_long": "at most {max_length} members",
@@ -214,7 +215,7 @@ MAY_CHANGE = frozenset(
 # inputs.json. config_hash holds them all the same, because a record says with which of them it was made.
 MAY_CHANGE_AT_RESUME = (
     MAY_CHANGE
-    | {"eval.every", "rollout.enforce_eager", "model.path"}
+    | {"eval.every", "eval.sets", "rollout.enforce_eager", "model.path"}
     | {f"data.{use}_path" for use in ("train", "test", "few_shot")}
 )
 

@@ -1,7 +1,7 @@
-"""Questions and their prompts: real GSM8K (inputs/gsm8k_files.py), or generated arithmetic in the form of GSM8K.
+"""Questions and their prompts: those of files (inputs/question_files.py), or generated arithmetic in the form of GSM8K.
 
-A worked answer ends in `#### N`.  Which questions a step asks depends on (seed, step) alone.  The generated questions
-are split by the unordered pair of their first operands: no operation of training has such a pair, not even as an error.
+Which questions a step asks depends on (seed, step) alone.  The generated questions are split by the unordered pair of
+their first operands: no operation of training has such a pair, not even as an error.
 
     python data_gsm8k.py convert IN OUT     question/answer columns -> chat form; any other form -> question/answer
 """
@@ -9,6 +9,7 @@ are split by the unordered pair of their first operands: no operation of trainin
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import operator
 import random
@@ -22,10 +23,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from config import derive_seed
-from inputs import gsm8k_files
+from inputs import question_files
 from inputs.files import BAD_INPUT, InputError, check_folder, one_line, read_object, refuse_endless, refused, shown
+from inputs.paths import Paths, listed
+from inputs.question_files import Row, Turn
 from knobs import DataConfig
-from reward_gsm8k import gold_answer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,8 +62,8 @@ MOST_DRAWS = 10_000  # after so many draws that give nothing new there is no suc
 @dataclass(frozen=True)
 class Question:
     question: str
-    answer: str  # worked answer, which ends in '#### N'
-    gold: str  # N, without commas
+    answer: str  # as a worked example shows it; of GSM8K and arithmetic it ends in '#### N'
+    gold: str  # N, without commas; of data.source file the answer
     prompt: list[int]  # token ids, chat template applied
     row: dict[str, Any] = field(default_factory=dict)  # all columns of the question's file
 
@@ -94,8 +96,8 @@ class Questions(Sequence[Question]):
         return [self.questions[place] for place in order[first : first + count]]
 
 
-def read(data: DataConfig, split: str) -> tuple[list[tuple[str, str]], str, str]:
-    """(question, worked answer) pairs of `split` ("train" | "test"), their source and their form, without a tokenizer.
+def read(data: DataConfig, split: str) -> tuple[list[Row], str, str]:
+    """The rows of `split` ("train" | "test"), their source and their form, without a tokenizer.
 
     InputError for a row that cannot be used.
     """
@@ -104,23 +106,29 @@ def read(data: DataConfig, split: str) -> tuple[list[tuple[str, str]], str, str]
         operations = (data.operations_low, data.operations_high)
         pairs = arithmetic(num, split == "test", data.seed, low, high, operations)
         length = f", {operations[0]} to {operations[1]} operations" if operations != ONE else ""
-        return pairs, f"arithmetic ({split})", f"generated, operands {low} to {high}{length}"
-    path = {"train": data.train_path, "test": data.test_path}[split]
-    rows, form = gsm8k_files.read(path)
-    return [(row.question, row.answer) for row in rows], path, form
+        form = f"generated, operands {low} to {high}{length}"
+        return [Row.worked(*pair) for pair in pairs], f"arithmetic ({split})", form
+    paths = {"train": data.train_path, "test": data.test_path}[split]
+    rows, form = _read(data, paths)
+    return rows, ", ".join(listed(paths)), form
 
 
-def few_shot(path: str, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """(question, worked answer) of each example in the file `path`, [] without a path.
+def _read(data: DataConfig, paths: Paths) -> tuple[list[Row], str]:
+    """The rows of files as data.source says, and their form."""
+    return question_files.read(paths, data.columns if data.source == "file" else None)
 
-    InputError if a question of `pairs` is among them: it would be asked after its own answer.
+
+def few_shot(data: DataConfig, asked: Sequence[Row]) -> list[Row]:
+    """The examples in data.few_shot_path, [] without a path.
+
+    InputError if a question of ``asked`` is among them: it would be asked after its own answer.
     """
-    examples = [(row.question, row.answer) for row in gsm8k_files.read(path)[0]] if path else []
-    known = {gsm8k_files.alike(question) for question, _ in examples}
-    if repeated := [question for question, _ in pairs if gsm8k_files.alike(question) in known]:
+    examples = _read(data, data.few_shot_path)[0] if data.few_shot_path else []
+    known = {question_files.alike(row.question) for row in examples}
+    if repeated := [row.question for row in asked if question_files.alike(row.question) in known]:
         raise InputError(
-            f"data.few_shot_path: {path} holds {repeated[0][:60]!r}, which is asked as well; needed: examples that "
-            "are in neither the training nor the held-out questions"
+            f"data.few_shot_path: {data.few_shot_path} holds {repeated[0][:60]!r}, which is asked as well; needed: "
+            "examples that are in neither the training nor the held-out questions"
         )
     return examples
 
@@ -130,20 +138,12 @@ def load(data: DataConfig, split: str, tokenizer: PreTrainedTokenizerBase, seed:
 
     InputError if any of them cannot be used.
     """
-    pairs, source, form = read(data, split)
-    examples = few_shot(data.few_shot_path, pairs)
+    rows, source, form = read(data, split)
+    examples = few_shot(data, rows)
     what = "chat template" if tokenizer.chat_template else "tokenizer"  # whose pattern for splitting may be endless
-    refuse_endless(lambda: prompt_ids(pairs[0][0], tokenizer, data, examples), f"{tokenizer.name_or_path}: the {what}")
-    questions = [
-        Question(
-            question,
-            answer,
-            gold_answer(answer),
-            prompt_ids(question, tokenizer, data, examples),
-            {"question": question, "answer": answer},
-        )
-        for question, answer in pairs
-    ]
+    ids = functools.partial(prompt_ids, tokenizer=tokenizer, data=data, examples=examples)
+    refuse_endless(lambda: ids(rows[0].turns), f"{tokenizer.name_or_path}: the {what}")
+    questions = [Question(row.question, row.answer, row.gold, ids(row.turns), row.columns) for row in rows]
     _refuse_equal_prompts(questions, tokenizer)
     limit = data.max_prompt_tokens
     kept = [question for question in questions if len(question.prompt) <= limit]
@@ -169,7 +169,7 @@ def _refuse_equal_prompts(questions: list[Question], tokenizer: PreTrainedTokeni
     first: dict[tuple[int, ...], str] = {}
     for question in questions:
         one, other = question.question, first.setdefault(tuple(question.prompt), question.question)
-        if other != one and gsm8k_files.alike(other) != gsm8k_files.alike(one):
+        if other != one and question_files.alike(other) != question_files.alike(one):
             raise InputError(
                 f"{tokenizer.name_or_path}: {other[:60]!r} and {one[:60]!r} become the same prompt; needed: a "
                 "tokenizer that knows the questions' characters"
@@ -215,22 +215,25 @@ def stop_token_ids(model_dir: str | Path, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def prompt_ids(
-    question: str, tokenizer: PreTrainedTokenizerBase, data: DataConfig, examples: Sequence[tuple[str, str]] = ()
+    asked: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, data: DataConfig, examples: Sequence[Row] = ()
 ) -> list[int]:
-    """Token ids of the prompt: data.system, then the worked `examples`, then the question.
+    """Token ids of the prompt: the system turn, then the worked `examples`, then the other turns of the question.
 
     Their text comes from the tokenizer's chat template, or from data.prompt_template if the tokenizer has none. It is
     tokenized without further special tokens, so the model gets what the template shows and no additional BOS.
     """
-    turns = [("system", data.system)] if data.system else []
-    for asked, answer in (*examples, (question, None)):
-        turns.append(("user", f"{asked} {data.instruction}" if data.instruction else asked))
-        if answer is not None:
+    turns = [*[("system", data.system)] * bool(data.system), *(turn for turn in asked if turn[0] == "system")]
+    if len(turns) > 1:
+        raise InputError(f"data.system: the question {asked[-1][1][:60]!r} has a system turn; needed: one of the two")
+    for talk, answer in (*((row.turns, row.answer) for row in examples), (asked, "")):
+        talk = [turn for turn in talk if turn[0] != "system"]
+        turns += [*talk[:-1], ("user", f"{talk[-1][1]} {data.instruction}" if data.instruction else talk[-1][1])]
+        if answer:
             turns.append(("assistant", answer))
     text = _chat_text(turns, tokenizer, data) if tokenizer.chat_template else _plain_text(turns, data)
-    words = gsm8k_files.words(text)
+    words = question_files.words(text)
     for role, content in turns:
-        if gsm8k_files.words(content) not in words:
+        if question_files.words(content) not in words:
             raise InputError(
                 f"{tokenizer.name_or_path}: its template leaves out the text of a {role} turn, or a part of it: "
                 f"{content[:60]!r} becomes {text[:120]!r}; needed: a chat template that shows all turns"
@@ -387,7 +390,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("out_path", metavar="OUT", help="a new .jsonl or .parquet file")
     options = parser.parse_args(arguments or ["--help"])
     try:
-        print(gsm8k_files.convert(options.in_path, options.out_path))
+        print(question_files.convert(options.in_path, options.out_path))
     except BAD_INPUT as error:
         return refused(error)
     return 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +27,7 @@ from engines.interface import Completion, Engine
 from inputs import hf_config
 from inputs.files import BAD_INPUT, refused
 from inputs.scoring import Call, Score, Scorer
-from knobs import Config, EvalConfig, ParallelConfig, RolloutConfig
+from knobs import Config, DataConfig, EvalConfig, ParallelConfig, RolloutConfig
 from parallel_setup import Parallel
 from run_record import wilson
 
@@ -48,7 +48,7 @@ def score(
 
 def evaluate(
     engine: Engine,
-    questions: Questions,
+    held_out: Mapping[str, Questions],
     score: Callable[[Sequence[tuple[Question, Completion]]], list[Score]],
     settings: EvalConfig,
     sampling: RolloutConfig,
@@ -57,11 +57,41 @@ def evaluate(
 ) -> tuple[dict, list[dict]]:
     """A summary (keys eval/...) and one outcome a question, the same on every rank. Collective.
 
-    Of ``sampling`` it uses tensor and max_new_tokens only. ``beat`` is called for every wave of questions.
-    An answer depends on the place of its question alone, neither on the seed nor on the step of the run, so two
-    evaluations differ by their policies. Intervals count questions, not samples, because the k samples of a question
-    are not independent.
+    ``held_out``: the main set under "", and those of eval.sets under their names, whose keys are eval/NAME/... Of
+    ``sampling`` it uses tensor and max_new_tokens only. ``beat`` is called for every wave of questions.
+    An answer depends on its set's name and the place of its question alone, neither on the seed nor on the step of the
+    run, so two evaluations differ by their policies. Intervals count questions, not samples, because the k samples of
+    a question are not independent.
     """
+    summary, outcomes = {}, []
+    for name, questions in held_out.items():
+        results = _results(engine, name, questions, score, settings, sampling, parallel, beat)
+        summary |= _summary(results, prefix(name))
+        outcomes += [
+            ({"set": name} if name else {})
+            | {"question": place, "gold": questions[place].gold}
+            | {"greedy": row[0, 0].item(), "sampled": row[1:, 0].tolist()}
+            for place, row in enumerate(results)
+        ]
+    return summary, outcomes
+
+
+def prefix(name: str) -> str:
+    """What the keys of a set begin with; "" is the main one."""
+    return f"eval/{name}/" if name else "eval/"
+
+
+def _results(
+    engine: Engine,
+    name: str,
+    questions: Questions,
+    score: Callable[[Sequence[tuple[Question, Completion]]], list[Score]],
+    settings: EvalConfig,
+    sampling: RolloutConfig,
+    parallel: Parallel,
+    beat: Callable[[str], None],
+) -> torch.Tensor:
+    """(questions, 1 + k, [correct, parsable, length]) of the greedy answer and of k sampled ones, on every rank."""
     count = min(settings.num_questions or len(questions), len(questions))
     k, tensor = settings.samples, sampling.tensor
     places = rollout.own_places(count, tensor, parallel)
@@ -71,10 +101,10 @@ def evaluate(
         wave = places[start : start + settings.batch_size]
         kinds = (slice(0, 3), 1, 0.0), (slice(3, None), k, settings.temperature)
         for columns, num_samples, temperature in kinds[: 1 + bool(k)]:
-            beat(f"evaluation of question {places.start + start * places.step}")
+            beat(f"evaluation of question {places.start + start * places.step}{f' of {name}' * bool(name)}")
             answers = engine.sample(
                 [questions[place].prompt for place in wave],
-                seeds=[derive_seed("evaluation", place) for place in wave],
+                seeds=[derive_seed("evaluation", *([name] * bool(name)), place) for place in wave],
                 num_samples=num_samples,
                 max_new_tokens=sampling.max_new_tokens,
                 temperature=temperature,
@@ -86,41 +116,37 @@ def evaluate(
                     (one.correct, one.found, len(answer.tokens)) for answer, one in zip(group, scores, strict=False)
                 ]
                 results[start + i, columns] = torch.tensor(scored, dtype=torch.float32).flatten()
-    by_place = rollout.in_prompt_order(parallel.gather_rows(results), count, tensor).view(count, 1 + k, 3)
-    return _summary(by_place), [
-        {"question": place, "gold": questions[place].gold, "greedy": row[0, 0].item(), "sampled": row[1:, 0].tolist()}
-        for place, row in enumerate(by_place)
-    ]
+    return rollout.in_prompt_order(parallel.gather_rows(results), count, tensor).view(count, 1 + k, 3)
 
 
-def _summary(results: torch.Tensor) -> dict:
-    """Shares, intervals and counts of (questions, 1 + k, [correct, parsable, length])."""
+def _summary(results: torch.Tensor, key: str) -> dict:
+    """Shares, intervals and counts of (questions, 1 + k, [correct, parsable, length]); names begin with ``key``."""
     n, k = len(results), results.shape[1] - 1
-    summary: dict = {"eval/num_questions": n, "eval/samples": k}
+    summary: dict = {f"{key}num_questions": n, f"{key}samples": k}
     for kind, part in {"greedy": results[:, :1], "sampled": results[:, 1:]}.items():
         if part.numel():
             accuracy, parsable, length = (part[..., i].double().mean().item() for i in range(3))
             low, high = wilson(accuracy, n)
             summary |= {
-                f"eval/{kind}_accuracy": accuracy,
-                f"eval/{kind}_low": low,
-                f"eval/{kind}_high": high,
-                f"eval/{kind}_unparsable": 1 - parsable,
-                f"eval/{kind}_length_mean": length,
+                f"{key}{kind}_accuracy": accuracy,
+                f"{key}{kind}_low": low,
+                f"{key}{kind}_high": high,
+                f"{key}{kind}_unparsable": 1 - parsable,
+                f"{key}{kind}_length_mean": length,
             }
     if k > 1:
-        summary[f"eval/pass@{k}"] = results[:, 1:, 0].amax(dim=1).double().mean().item()
+        summary[f"{key}pass@{k}"] = results[:, 1:, 0].amax(dim=1).double().mean().item()
     return summary
 
 
-def headline(summary: dict) -> str:
-    """`sampled 31.2 % (28.5-34.1), greedy 24.0 % (21.5-26.7), n = 1,024`"""
-    parts = []
+def headline(summary: dict, name: str = "") -> str:
+    """`sampled 31.2 % (28.5-34.1), greedy 24.0 % (21.5-26.7), n = 1,024` of the main set, or of that ``name``."""
+    parts, key = [], prefix(name)
     for kind in ("sampled", "greedy"):
-        if f"eval/{kind}_accuracy" in summary:
-            share, low, high = (100 * summary[f"eval/{kind}_{what}"] for what in ("accuracy", "low", "high"))
+        if f"{key}{kind}_accuracy" in summary:
+            share, low, high = (100 * summary[f"{key}{kind}_{what}"] for what in ("accuracy", "low", "high"))
             parts.append(f"{kind} {share:.1f} % ({low:.1f}-{high:.1f})")
-    return ", ".join([*parts, f"n = {summary['eval/num_questions']:,}"])
+    return ", ".join([*parts, f"n = {summary[f'{key}num_questions']:,}"])
 
 
 def result_line(before: dict, after: dict, source: str) -> str:
@@ -139,8 +165,17 @@ def result_line(before: dict, after: dict, source: str) -> str:
 # --------------------------------------------------------------------------------------------------------- the command
 
 
+def data_of_sets(cfg: Config) -> dict[str, DataConfig]:
+    """For each of eval.sets the section data whose split "test" it is. Beside generated questions they are GSM8K's."""
+    source = "gsm8k" if cfg.data.source == "arithmetic" else cfg.data.source
+    return {
+        name: cfg.data.model_copy(update={"source": source, "test_path": paths})
+        for name, paths in cfg.eval.sets.items()
+    }
+
+
 def measure(cfg: Config) -> dict:
-    """The summary of cfg.model on the held-out questions, the same on every rank. Collective.
+    """The summary of cfg.model on the held-out questions and eval.sets, the same on every rank. Collective.
 
     The weights are those from which a training starts: in model.dtype, and quantised as model.quantisation says.
     """
@@ -148,7 +183,8 @@ def measure(cfg: Config) -> dict:
     cfg = cfg.model_copy(update={"rollout": whole})
     scorer = Scorer(cfg.reward)  # before the device
     arch, tokenizer = hf_config.read(cfg.model.path), data_gsm8k.load_tokenizer(cfg.model.path)
-    questions = data_gsm8k.load(cfg.data, "test", tokenizer, cfg.train.seed)
+    sets = {"": cfg.data} | data_of_sets(cfg)
+    held_out = {name: data_gsm8k.load(data, "test", tokenizer, cfg.train.seed) for name, data in sets.items()}
     stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
     pad_token = rollout.pad_token_id(tokenizer, stop_tokens)
     with parallel_setup.open_world(cfg) as device:
@@ -161,7 +197,7 @@ def measure(cfg: Config) -> dict:
         )
         summary, _ = evaluate(
             engine,
-            questions,
+            held_out,
             functools.partial(score, tokenizer=tokenizer, scorer=scorer),
             cfg.eval,
             cfg.rollout,
@@ -183,6 +219,8 @@ def main(arguments: list[str]) -> int:
         if rank == 0:
             print("".join(f"note: {note}\n" for note in notes), end="")
             print(f"{cfg.model.path}: {cfg.data.source} accuracy: {headline(summary)}", flush=True)
+            for name in cfg.eval.sets:
+                print(f"{cfg.model.path}: {name} accuracy: {headline(summary, name)}", flush=True)
     except BAD_INPUT as error:
         return refused(error)
     return 0

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from architecture import FamilyName
 from engines.kinds import ENGINES, EngineName, Kind
+from inputs.paths import Paths
 
 
 def knob(default: Any, description: str, **bounds: Any) -> Any:
@@ -72,9 +73,10 @@ class ParallelConfig(Section):
 
 
 class DataConfig(Section):
-    source: Literal["arithmetic", "gsm8k"] = knob(..., "generated word problems, or GSM8K files")
-    train_path: str = knob("", "gsm8k: .jsonl or .parquet file of the training questions")
-    test_path: str = knob("", "gsm8k: .jsonl or .parquet file of the held-out questions")
+    source: Literal["arithmetic", "gsm8k", "file"] = knob(..., "generated word problems, GSM8K files, or other files")
+    columns: dict[str, str] = knob({"question": "question", "answer": "answer"}, "file: their names; a.b is b inside a")
+    train_path: Paths = knob("", "gsm8k, file: .jsonl, .json or .parquet file of the training questions, or a list")
+    test_path: Paths = knob("", "gsm8k, file: .jsonl, .json or .parquet file of the held-out questions, or a list")
     max_prompt_tokens: int = knob(512, "longest prompt in tokens, chat template included", ge=1, le=2**20)
     overlong_prompts: Literal["refuse", "drop"] = knob("refuse", "whether a longer prompt stops the run or is left out")
     prompt_template: str = knob("Question: {question}\nAnswer:", "used only if the tokenizer has no chat template")
@@ -82,7 +84,7 @@ class DataConfig(Section):
         {}, "variables of the chat template, e.g. {enable_thinking: false} for a hybrid model such as Qwen3-30B-A3B"
     )
     system: str = knob("", "text of the system turn; if empty there is none, unless the template adds its own")
-    few_shot_path: str = knob("", ".jsonl or .parquet file of worked examples, shown before every question as turns")
+    few_shot_path: str = knob("", "file of worked examples like train_path's, shown before every question as turns")
     instruction: str = knob("", "text appended to every question; YAML needs quotes if it contains a '#'")
     num_train: int = knob(4096, "arithmetic: number of training questions", ge=1, le=10**6)
     num_test: int = knob(
@@ -216,7 +218,8 @@ class OptimConfig(Section):
 
 class EvalConfig(Section):
     every: int = knob(0, "steps between evaluations; the first and the last step always evaluate", ge=0, le=10**9)
-    num_questions: int = knob(0, "number of held-out questions, from the first one; 0 for all", ge=0, le=10**6)
+    num_questions: int = knob(0, "held-out questions of each set, from the first one; 0 for all", ge=0, le=10**6)
+    sets: dict[str, Paths] = knob({}, "{NAME: file or list of files} of questions, measured beside data.test_path")
     samples: int = knob(1, "sampled answers a question, beside the greedy one; 0 for greedy only", ge=0, le=2**16)
     temperature: float = knob(1.0, "temperature of the sampled answers", gt=0)
     batch_size: int = knob(128, "questions that a rank answers at once", ge=1, le=2**20)

@@ -37,6 +37,7 @@ from inputs.files import (
     variable,
     write_atomically,
 )
+from inputs.paths import listed
 from knobs import Config
 
 VARIABLES = re.compile(r"(OMP|MKL|CUDA|ASCEND|HCCL|NCCL|GLOO|VLLM|PYTORCH|TORCH)_")
@@ -220,15 +221,27 @@ def inputs(cfg: Config) -> dict[str, dict[str, str]]:
     return {kind: {name: found[path] for name, path in named.items()} for kind, named in files.items()}
 
 
+def data_files(cfg: Config) -> dict[str, str]:
+    """Every data file that a run reads, by its key; [0], [1] and so on follow the key of a list."""
+    data, sets = cfg.data, {f"eval.sets.{name}": paths for name, paths in cfg.eval.sets.items()}
+    read = {} if data.source == "arithmetic" else {"data.train_path": data.train_path, "data.test_path": data.test_path}
+    return {
+        f"{key}[{place}]" if isinstance(paths, tuple) else key: path
+        for key, paths in (read | {"data.few_shot_path": data.few_shot_path} | sets).items()
+        for place, path in enumerate(listed(paths))
+        if path
+    }
+
+
 def input_files(cfg: Config) -> dict[str, dict[str, Path]]:
     """The files of the model's folder, by name, the data files, by use, and the files of the user's functions, by key.
 
     A record says with their checksums which weights were used, not only how they were called.
     """
-    folder, data = Path(cfg.model.path), cfg.data
+    folder = Path(cfg.model.path)
     model = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
-    uses = ["train", "test", "few_shot"] if data.source == "gsm8k" else ["few_shot"]  # generated questions have no file
-    used = {use: Path(getattr(data, f"{use}_path")) for use in uses}
+    # inputs.json says train for data.train_path.
+    used = {re.sub(r"^data\.(\w+)_path", r"\1", key): Path(path) for key, path in data_files(cfg).items()}
     return {
         "model": {path.name: path for path in model},
         "data": {use: path for use, path in used.items() if path.is_file()},

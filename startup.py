@@ -30,7 +30,7 @@ from architecture import Architecture
 from config import changes_at_resume, to_dict, to_yaml
 from data_gsm8k import Question, Questions
 from engines.interface import Completion, Engine
-from inputs import functions, gsm8k_files, hf_config
+from inputs import functions, hf_config, question_files
 from inputs.config_rules import check_engine_layout, check_layout
 from inputs.files import InputError
 from inputs.scoring import Call, Score, Scorer
@@ -54,7 +54,14 @@ class Inputs(NamedTuple):
     tokenizer: Any  # of transformers
     questions: Questions
     held_out: Questions
+    sets: dict[str, Questions]  # those of eval.sets
     scorer: Scorer
+
+    def not_for_training(self) -> frozenset[str]:
+        """The held-out questions of all sets, as they are compared."""
+        return frozenset(
+            question_files.alike(one.question) for part in (self.held_out, *self.sets.values()) for one in part
+        )
 
 
 def check_inputs(cfg: Config, ranks: int, scorer: Scorer | None = None) -> Inputs | None:
@@ -90,41 +97,44 @@ def check_inputs(cfg: Config, ranks: int, scorer: Scorer | None = None) -> Input
     weights_hf.read_model(cfg.model.path, arch)
     tokenizer = data_gsm8k.load_tokenizer(cfg.model.path)
     check_answers(cfg, scorer)
-    questions, held_out = (data_gsm8k.load(cfg.data, split, tokenizer, cfg.train.seed) for split in ("train", "test"))
+    parts = [(cfg.data, "train"), (cfg.data, "test"), *((data, "test") for data in evaluate.data_of_sets(cfg).values())]
+    questions, held_out, *others = (data_gsm8k.load(*part, tokenizer, cfg.train.seed) for part in parts)
     for key, count, part, kind in (
         ("rollout.prompts_per_step", cfg.rollout.prompts_per_step, questions, "training"),
         ("eval.num_questions", cfg.eval.num_questions, held_out, "held-out"),
     ):
         if count > len(part):
             raise InputError(f"{key}: {count} exceeds the {len(part)} {kind} questions")
-    asked = {gsm8k_files.alike(question.question) for question in questions}
-    shared = {question.question for question in held_out if gsm8k_files.alike(question.question) in asked}
+    asked = {question_files.alike(question.question) for question in questions}
+    apart = [question.question for part in (held_out, *others) for question in part]
+    shared = {question for question in apart if question_files.alike(question) in asked}
     if shared and cfg.checks.held_out == "stop":
         raise InputError(
             f"data: {len(shared)} held-out questions are training questions as well, for example {min(shared)[:60]!r}; "
             "needed: none, or checks.held_out=warn"
         )
     used = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
-    largest = max(used.union(*(question.prompt for part in (questions, held_out) for question in part)))
+    largest = max(used.union(*(question.prompt for part in (questions, held_out, *others) for question in part)))
     if largest >= arch.vocab_size:
         raise InputError(
             f"model.path: prompts or stop tokens of {cfg.model.path} use token {largest}, beyond its vocabulary of "
             f"{arch.vocab_size}; needed: the model's own tokenizer and generation_config.json"
         )
-    return Inputs(arch, tokenizer, questions, held_out, scorer)
+    return Inputs(arch, tokenizer, questions, held_out, dict(zip(cfg.eval.sets, others, strict=True)), scorer)
 
 
 def check_answers(cfg: Config, scorer: Scorer) -> None:
     """InputError unless every gold answer is correct under the chosen reward: otherwise the advantages are noise."""
     if not cfg.reward.check_gold or (scorer.workers and launched_rank()):  # one rank is enough for a slow reward
         return
-    method = "strict" if cfg.reward.function else cfg.reward.method
-    asks_for_box = reward_gsm8k.BOXED in cfg.data.instruction
-    for split, kind in (("train", "training"), ("test", "held-out")):
-        rows = [{"question": asked, "answer": answer} for asked, answer in data_gsm8k.read(cfg.data, split)[0]]
-        answers = [reward_gsm8k.in_form(row["answer"], method, asks_for_box) for row in rows]
-        golds = [reward_gsm8k.gold_answer(row["answer"]) for row in rows]
-        scores = scorer([Call(*each) for each in zip(answers, golds, rows, strict=True)])
+    method, asks_for_box = cfg.reward.method, reward_gsm8k.BOXED in cfg.data.instruction
+    parts = [("training", cfg.data, "train"), ("held-out", cfg.data, "test")]
+    for kind, data, split in [*parts, *((name, data, "test") for name, data in evaluate.data_of_sets(cfg).items())]:
+        rows = data_gsm8k.read(data, split)[0]
+        answers = [row.answer if "#### " in row.answer else f"#### {row.gold}" for row in rows]
+        if not cfg.reward.function:
+            answers = [reward_gsm8k.in_form(answer, method, asks_for_box) for answer in answers]
+        scores = scorer([Call(answer, row.gold, row.columns) for answer, row in zip(answers, rows, strict=True)])
         wrong = [answer for answer, score in zip(answers, scores, strict=True) if not score.correct]
         if wrong:
             needs_box = method == "base_acc" and not asks_for_box
@@ -191,7 +201,7 @@ class Run:
         """Evaluate the policy that the engine holds, and log the result. Collective."""
         summary, outcomes = evaluate.evaluate(
             self.engine,
-            self.inputs.held_out,
+            {"": self.inputs.held_out, **self.inputs.sets},
             self.score,
             self.cfg.eval,
             self.cfg.rollout,
@@ -200,6 +210,8 @@ class Run:
         )
         self.log.log_eval(after_steps, summary, outcomes)
         self.log.say(f"held-out accuracy after {after_steps} steps: {evaluate.headline(summary)}")
+        for name in self.inputs.sets:
+            self.log.say(f"{name} accuracy after {after_steps} steps: {evaluate.headline(summary, name)}")
 
     def score(self, answers: Sequence[tuple[Question, Completion]]) -> list[Score]:
         """As evaluate.score, with the tokenizer and the reward of this run."""
@@ -261,12 +273,14 @@ class Run:
 
 def open_run(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inputs) -> Run:
     """Open the log, make or restore the policy, and give it to the engine. Collective."""
-    arch, tokenizer, questions, held_out, _ = inputs
+    arch, tokenizer, questions, held_out, sets, _ = inputs
     parallel.refuse_unequal({  # each rank reads the files of its own node
         "the configuration": to_yaml(cfg),
         "config.json of model.path": repr(arch),
         "the training questions as prompts": repr([(question.prompt, question.gold) for question in questions]),
         "the held-out questions as prompts": repr([(question.prompt, question.gold) for question in held_out]),
+        **{f"the questions of eval.sets.{name}": repr([(question.prompt, question.gold) for question in part])
+           for name, part in sets.items()},
     })  # fmt: skip
     saved = agreed_checkpoint(cfg, parallel)
     first_step = saved.step if saved else 0
@@ -298,6 +312,8 @@ def open_run(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inpu
     if cfg.rollout.expert_parallel:
         weights.check_start(held_out[0].prompt)
     log.say(introduction(cfg, parallel, log.run_dir, lora_megatron.describe(adapters, parallel), questions, held_out))
+    for name, part in sets.items():
+        log.say(f"{name}: {part.description}")
     return Run(cfg, parallel, heartbeat, inputs, log, tripwires, learner, engine, weights, first_step)
 
 

@@ -28,7 +28,7 @@ from aqn import AqnError
 from config import command_line, derive_seed, resolve_config
 from inputs import functions
 from inputs.files import MOST_RANKS, InputError, one_line
-from inputs.gsm8k_files import alike
+from inputs.question_files import alike
 from inputs.scoring import Scorer
 from knobs import Config
 from parallel_setup import Parallel
@@ -45,7 +45,7 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: startup
     run = startup.open_run(cfg, parallel, heartbeat, inputs)
     log, tripwires, learner = run.log, run.tripwires, run.learner
     questions, held_out = inputs.questions, inputs.held_out
-    not_for_training = frozenset(alike(question.question) for question in held_out)
+    not_for_training = inputs.not_for_training()
     if run.first_step == 0:
         run.evaluate(after_steps=0)
     gradient_norm, peak = None, ()  # of the last update; of the device memory in any step

@@ -68,7 +68,7 @@ class Side:
             loaded = data_gsm8k.load(cfg.data, "train", data_gsm8k.load_tokenizer(cfg.model.path), cfg.train.seed)
             self.answer({
                 "ready": True, "startup_cpu_s": sum(os.times()[:4]),
-                "questions": [question for question, _ in data_gsm8k.read(cfg.data, "train")[0]],
+                "questions": [row.question for row in data_gsm8k.read(cfg.data, "train")[0]],
                 "prompts": [question.prompt for question in loaded],
             })  # fmt: skip
         else:

@@ -109,7 +109,7 @@ def state(job: Job) -> str:
     """sha256 (hex) of everything that the result of a stage depends on."""
     sources = [path for pattern in ("*.py", "*/*.py", "*.sh") for path in ROOT.glob(pattern)]
     code = {str(path.relative_to(ROOT)): run_record.sha256_file(path) for path in sources}
-    paths = [Path(job.cfg.data.train_path), Path(job.cfg.data.test_path)] if job.cfg.data.source == "gsm8k" else []
+    paths = [Path(path) for path in run_record.data_files(job.cfg).values()]
     if job.cfg.tiny_model is None:
         paths += sorted(Path(job.cfg.model.path).glob("*"))
     files = {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in paths if path.exists()}

@@ -10,7 +10,6 @@ from checks.self_test_schedules import Findings
 from inputs import functions
 from inputs.scoring import Call, Scorer
 from knobs import Config
-from reward_gsm8k import gold_answer
 
 SAME = "gives the same for the same rows in any order"
 APART = "depends on the order of its rows, or on chance"
@@ -20,10 +19,8 @@ ROWS = 8  # training questions whose gold answers are scored twice
 def judge_functions(cfg: Config, findings: Findings) -> None:
     """Add a finding for each function of ``cfg``. InputError if one of them fails."""
     if cfg.reward.function:
-        pairs = data_gsm8k.read(cfg.data, "train")[0][:ROWS]
-        calls = [
-            Call(answer, gold_answer(answer), {"question": question, "answer": answer}) for question, answer in pairs
-        ]
+        rows = data_gsm8k.read(cfg.data, "train")[0][:ROWS]
+        calls = [Call(row.answer, row.gold, row.columns) for row in rows]
         scorer = Scorer(cfg.reward)
         first, again = scorer(calls), scorer(calls[::-1])[::-1]
         scorer.close()

@@ -291,7 +291,7 @@ class Watch:
     def _evaluation_faults(self, factors: Named, logged: dict[str, float]) -> Iterator[tuple[bool, str]]:
         """(Is it a fault?, what it is) for all that is checked of the last evaluation."""
         cfg, base, k, weights = self.cfg, self.base, self.cfg.eval.samples, merged(self.base, factors, self.cfg.lora)
-        lines = [json.loads(line) for line in Path(cfg.data.test_path).read_text().splitlines()]
+        lines = [json.loads(line) for line in Path(str(cfg.data.test_path)).read_text().splitlines()]
         golds = {
             line["question"]: line["answer"].removeprefix("#### ") for line in lines[: cfg.eval.num_questions or None]
         }

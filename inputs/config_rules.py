@@ -10,7 +10,7 @@ from math import isqrt
 
 from architecture import Architecture
 from engines.kinds import ENGINES
-from inputs.files import InputError
+from inputs.files import InputError, shown
 from inputs.hf_config import ELEMENT_BYTES, cache_mib, quantisation_problem
 from knobs import Config
 
@@ -19,6 +19,7 @@ LARGEST_ADAPTER_RANK = 512  # of vLLM's LoRA
 LARGEST_TINY_MODEL = 1e9  # parameters
 VOCABULARY_BLOCK = 64  # tokens; vLLM pads the embedding and the head to a multiple of it
 FIELD = re.compile(r"(?<![\\\w^_{}])\{\w*([.!:\[][^{}\s]*)?\}")  # looks like a field of str.format; \boxed{N} does not
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 STREAMED = "(or rollout.expert_parallel false, which pushes whole tensors)"
 
 
@@ -34,11 +35,13 @@ IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
     (_no_warm_start, "tiny_model.warm_start_steps is 0",
      "tiny_model.drills_per_batch "
      "tiny_model.teacher_right tiny_model.teacher_wrong_operation"),
-    (lambda c: c.data.source != "gsm8k", "data.source is arithmetic, which is generated",
+    (lambda c: c.data.source == "arithmetic", "data.source is arithmetic, which is generated",
      "data.train_path data.test_path"),
-    (lambda c: c.data.source == "gsm8k", "data.source is not arithmetic", "data.num_train data.num_test data.seed"),
+    (lambda c: c.data.source != "file", "data.source is not file", "data.columns"),
+    (lambda c: c.data.source != "arithmetic", "data.source is not arithmetic",
+     "data.num_train data.num_test data.seed"),
     # The warm start teaches arithmetic, whatever the questions of the run are.
-    (lambda c: c.data.source == "gsm8k" and _no_warm_start(c), "data.source is not arithmetic",
+    (lambda c: c.data.source != "arithmetic" and _no_warm_start(c), "data.source is not arithmetic",
      "data.operand_high data.operations_low data.operations_high"),
     (lambda c: c.model.quantisation == "none", "model.quantisation is none", "model.quantised"),
     (lambda c: not {"linear_fc1", "linear_fc2"} & set(c.lora.targets),
@@ -166,11 +169,20 @@ def _engine_rules(cfg: Config) -> list[Rule]:
 def _data_rules(cfg: Config) -> list[Rule]:
     data = cfg.data
     generated, prompts = data.source == "arithmetic", cfg.rollout.prompts_per_step
-    needed = "data.source gsm8k needs a .jsonl or .parquet file"
+    needed = f"data.source {data.source} needs a .jsonl, .json or .parquet file"
+    sets = [f"{name}: {shown(path)}" for name, path in cfg.eval.sets.items() if not (path and NAME.fullmatch(name))]
     fields = [found[0] for found in FIELD.finditer(data.prompt_template.replace("{question}", " "))]
     return [
         (not generated and not data.train_path, f"data.train_path: missing; {needed}"),
         (not generated and not data.test_path, f"data.test_path: missing; {needed}"),
+        (
+            data.columns.keys() != {"question", "answer"} or not all(data.columns.values()),
+            f"data.columns: found {data.columns}; needed: {{question: NAME, answer: NAME}}",
+        ),
+        (
+            bool(sets),
+            f"eval.sets: found {', '.join(sets)}; needed: names of letters, digits, . _ and -, each with a file",
+        ),
         (
             "{question}" not in data.prompt_template,
             f"data.prompt_template: {data.prompt_template!r} does not contain {{question}}",

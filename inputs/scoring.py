@@ -44,7 +44,8 @@ class Scorer:
     def __call__(self, calls: list[Call]) -> list[Score]:
         """The score of each completion, in their order.
 
-        InputError if a call of reward.function fails or takes too long; its traceback is printed. The method math
+        InputError if a call of reward.function fails or takes too long (its traceback is printed), or if the method
+        cannot compare anything with the gold answer. The method math
         finds no answer in a completion that takes it too long.
         """
         if self.workers is None:
@@ -60,7 +61,12 @@ class Scorer:
         return [Score(0.0, False, False) if isinstance(score, Failure) else Score(*score) for score in scores]
 
     def _of_method(self, call: Call) -> Score:
-        reward = reward_gsm8k.score(call.completion, call.gold, self.reward.method)
+        try:
+            reward = reward_gsm8k.score(call.completion, call.gold, self.reward.method)
+        except ValueError as error:  # a gold answer that is no number
+            raise InputError(
+                f"{self.name}: {error}; other answers need reward.method math or a reward.function"
+            ) from None
         return Score(reward, reward_gsm8k.parsable(call.completion, self.reward.method), reward == 1.0)
 
     def close(self) -> None:

@@ -26,7 +26,6 @@ from inputs.files import InputError
 from knobs import DataConfig
 from lab.records import GOLD, Record, Run, evaluated, file_of, from_run, scores
 from lab.store import differing, load_groups
-from reward_gsm8k import gold_answer
 
 ALPHA = 0.05
 MIN_SEEDS = 3  # fewer seeds do not show the spread between trainings well enough to call a method better
@@ -358,11 +357,11 @@ def operand_pairs(run: Run) -> list[tuple[int, int]]:
 @functools.cache
 def _generated(data: str) -> list[tuple[tuple[int, int], str]]:
     """The first two operands, in order of size, and the gold answer of each held-out question of a configuration."""
-    pairs, _, _ = data_gsm8k.read(DataConfig.model_validate_json(data), "test")
+    rows, _, _ = data_gsm8k.read(DataConfig.model_validate_json(data), "test")
     found = []
-    for _, line in pairs:
-        x, y = map(int, re.findall(r"\d+", line)[:2])
-        found.append(((min(x, y), max(x, y)), gold_answer(line)))
+    for row in rows:
+        x, y = map(int, re.findall(r"\d+", row.answer)[:2])
+        found.append(((min(x, y), max(x, y)), row.gold))
     return found
 
 

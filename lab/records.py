@@ -41,6 +41,7 @@ class Answers(Part):
 
     model_config = ConfigDict(extra="ignore")
     step: int
+    set: str = ""  # of eval.sets; "" for the main one
     question: int
     gold: str
     greedy: Score
@@ -180,7 +181,7 @@ class Run:
 
 def file_of(key: str) -> str:
     """The file of a run's folder that holds this key of a row."""
-    if key in (GOLD, *MARKS.values()):
+    if key.startswith("eval/") and "eval/" + key.rpartition("/")[2] in (GOLD, *MARKS.values()):
         return "eval_outcomes.jsonl"
     section = key.split("/")[0]
     return {"timing": "timing.jsonl", "perf": "timing.jsonl", "eval": "eval.jsonl"}.get(section, "metrics.jsonl")
@@ -191,8 +192,9 @@ def merged(folder: Path) -> list[dict[str, Any]]:
 
     A row holds the metrics and times of step ``step`` (counted from 0), its completions, and the evaluation of the
     policy before that step, if there was one. The last evaluation has a row of its own. In eval/greedy_right and
-    eval/sampled_right, + is a right answer and - a wrong one, question by question. The first evaluation also holds the
-    gold answers. InputError for answers and completions that a run does not write.
+    eval/sampled_right, + is a right answer and - a wrong one, question by question (of eval.sets: in
+    eval/NAME/greedy_right). The first evaluation also holds the gold answers.
+    InputError for answers and completions that a run does not write.
     """
     rows: dict[int, dict[str, Any]] = {}
     for name in ("metrics.jsonl", "timing.jsonl", "eval.jsonl"):
@@ -200,19 +202,25 @@ def merged(folder: Path) -> list[dict[str, Any]]:
             rows.setdefault(line["step"], {}).update(line)
     path = folder / "eval_outcomes.jsonl"
     outcomes = [validated(Answers, line, path) for line in read_lines(path)]
-    for step, group in itertools.groupby(outcomes, key=lambda answers: answers.step):
+    for (step, name), group in itertools.groupby(outcomes, key=lambda answers: (answers.step, answers.set)):
         row, lines = rows.setdefault(step, {"step": step}), list(group)
         if [line.question for line in lines] != list(range(len(lines))) or len({len(x.sampled) for x in lines}) > 1:
             raise InputError(f"{path}, step {step}: needed: the questions 0, 1, 2 and so on, with equally many answers")
         if step == outcomes[0].step:
-            row[GOLD] = [line.gold for line in lines]
-        row[MARKS["greedy"]] = "".join(RIGHT if line.greedy else WRONG for line in lines)
-        row[MARKS["sampled"]] = "".join(RIGHT if score else WRONG for line in lines for score in line.sampled)
+            row[of_set(GOLD, name)] = [line.gold for line in lines]
+        marks = [RIGHT if score else WRONG for line in lines for score in line.sampled]
+        row[of_set(MARKS["greedy"], name)] = "".join(RIGHT if line.greedy else WRONG for line in lines)
+        row[of_set(MARKS["sampled"], name)] = "".join(marks)
     for line in read_lines(path := folder / "completions.jsonl"):
         validated(Completion, line, path)
         row = rows.setdefault(line["step"], {"step": line["step"]})
         row.setdefault("completions", []).append({key: value for key, value in line.items() if key != "step"})
     return [rows[step] for step in sorted(rows)]
+
+
+def of_set(key: str, name: str) -> str:
+    """The key of a set of eval.sets for that of the main set, whose ``name`` is ""."""
+    return f"eval/{name}/{key.removeprefix('eval/')}" if name else key
 
 
 def unmerged(rows: list[dict[str, Any]]) -> dict[str, str]:
@@ -222,13 +230,16 @@ def unmerged(rows: list[dict[str, Any]]) -> dict[str, str]:
         for name in ("metrics.jsonl", "timing.jsonl", "eval.jsonl"):
             line = {key: row[key] for key in row if file_of(key) == name and key not in ("step", "completions")}
             texts[name] += json.dumps({"step": row["step"], **line}) + "\n" if line else ""
-        greedy, sampled = (row.get(key, "") for key in MARKS.values())
-        count = len(sampled) // max(len(greedy), 1)
-        for place, answer in enumerate(greedy):
-            samples = [float(mark == RIGHT) for mark in sampled[place * count : (place + 1) * count]]
-            line = {"step": row["step"], "question": place, "gold": rows[0][GOLD][place]}
-            line |= {"greedy": float(answer == RIGHT), "sampled": samples}
-            texts["eval_outcomes.jsonl"] += json.dumps(line) + "\n"
+        greedy_key = MARKS["greedy"].removeprefix("eval")
+        for name in [key[len("eval") : -len(greedy_key)].lstrip("/") for key in row if key.endswith(greedy_key)]:
+            greedy, sampled = (row[of_set(key, name)] for key in MARKS.values())
+            count = len(sampled) // max(len(greedy), 1)
+            for place, answer in enumerate(greedy):
+                samples = [float(mark == RIGHT) for mark in sampled[place * count : (place + 1) * count]]
+                line = {"step": row["step"], **({"set": name} if name else {})}
+                line |= {"question": place, "gold": rows[0][of_set(GOLD, name)][place]}
+                line |= {"greedy": float(answer == RIGHT), "sampled": samples}
+                texts["eval_outcomes.jsonl"] += json.dumps(line) + "\n"
     return texts
 
 

@@ -14,6 +14,7 @@ import re
 import sys
 from pathlib import Path
 
+import run_record
 from config import command_line, load_config
 from inputs import environment, hf_config
 from inputs.files import (
@@ -160,9 +161,7 @@ def file_fault(path: Path) -> str:
 
 
 def check_data_files(machine: Machine) -> list[Finding]:
-    data = machine.run.data
-    keys = ["train_path", "test_path"] * (data.source == "gsm8k") + ["few_shot_path"] * bool(data.few_shot_path)
-    paths = {f"data.{key}": Path(getattr(data, key)) for key in keys}
+    paths = {key: Path(path) for key, path in run_record.data_files(machine.run).items()}
     return every(
         "data",
         ", ".join(map(str, paths.values())) or "generated",
@@ -171,7 +170,7 @@ def check_data_files(machine: Machine) -> list[Finding]:
                 not path.is_file() or path.stat().st_size == 0,
                 "fail",
                 f"{key}: {path} is {'empty' if path.is_file() else 'not there'}",
-                f"put GSM8K there, as .jsonl or .parquet (docs/npu.md), or {key}=FILE",
+                f"put the questions there (GSM8K: docs/npu.md), or {key}=FILE",
             )
             for key, path in paths.items()
         ),

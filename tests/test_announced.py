@@ -94,13 +94,13 @@ def test_means_along_runs_with_other_evaluations_are_not_compared(group) -> None
 def test_generated_questions_are_grouped_by_their_first_two_operands(tmp_path: Path) -> None:
     data = DataConfig(source="arithmetic", num_train=40, num_test=QUESTIONS, operand_high=30)
     made, _, _ = data_gsm8k.read(data, "test")
-    gold = [gold_answer(answer) for _, answer in made]
+    gold = [gold_answer(row.answer) for row in made]
     changes = tuple(f"data.{key}={getattr(data, key)}" for key in ("num_train", "num_test", "operand_high"))
     run = recorded.make_run(tmp_path, "x", overrides=changes, gold=lambda place: gold[place])
     strange = recorded.make_run(tmp_path, "y", overrides=changes, gold=lambda place: gold[place] + "1")
     pairs = comparisons.operand_pairs(records.from_run(run, "x"))
     assert len(pairs) == QUESTIONS > len(set(pairs)) and all(data_gsm8k.held_out(*pair) for pair in pairs)
-    for (question, _), pair in zip(made, pairs, strict=True):
+    for (question, *_), pair in zip(made, pairs, strict=True):
         assert sorted(map(int, re.findall(r"\d+", question))) == list(pair)
     assert comparisons.operand_pairs(records.from_run(strange, "y")) == []  # not the questions of the record
 

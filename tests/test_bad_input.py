@@ -61,6 +61,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NORM, EMBED = "model.norm.weight", "model.embed_tokens.weight"
 WEIGHTS = "model.safetensors"
 NEW = typed("model.path=FOLDER/new", "tiny_model.seed=0")  # a tiny model that is to be made
+OWN = '{"question": "30 + 1?", "answer": 31}\n{"question": "3 * 3?", "answer": "9"}\n'  # of data.source file
 FAILED = "cannot be read (Input/output error)"
 
 
@@ -170,7 +171,7 @@ MODEL = [
 DATA = [
     row("no held-out file", "test.jsonl: cannot be read (No such file", questions(test=None), run=True),
     row("data empty", "train.jsonl: no rows found; needed: at least one question", questions("\n")),
-    row("data ending", "train.csv: found the ending '.csv'; needed: .jsonl or .parquet", questions(ending="csv")),
+    row("data ending", "train.csv: found the ending '.csv'; needed: one of .jsonl, .json, .parquet", questions(ending="csv")),
     row("parquet", "train.parquet: not a readable parquet file", questions(ending="parquet")),
     row("no answer mark", "train.jsonl, row 3: answer: found '5'; needed: a worked answer that ends in '#### '",
         questions(QUESTIONS + '{"question": "2 + 3?", "answer": "5"}\n')),
@@ -181,6 +182,14 @@ DATA = [
     row("half a row", "test.jsonl, row 3: not one JSON object a line", questions(test=QUESTIONS + '{"question": "2')),
     row("prompts too long", "train.jsonl: 2 of 2 prompts are longer than data.max_prompt_tokens = 2; the longest",
         questions(), "data.max_prompt_tokens=2"),
+    row("no number as gold answer", "reward.method: strict: gold: found 'Four'; needed: one number; other answers need "
+        "reward.method math or a reward.function",
+        questions('{"question": "3 + 1?", "answer": "Four"}\n'), "data.source=file"),
+    row("gold answers in another form", "1 of 2 gold held-out ... first being '#### x'; needed: a reward that fits",
+        questions(OWN, OWN.replace("3", "4").replace('"9"', '"x"')), "data.source=file", "reward.method=verl_strict"),
+    row("set and trained on", "data: 2 held-out questions are training questions as well, for example 'What is",
+        questions(), "eval.sets={math: FOLDER/train.jsonl, aime: [FOLDER/test.jsonl]}"),
+    row("set missing", "math.jsonl: cannot be read (No such file", "eval.sets={math: FOLDER/math.jsonl}"),
     row("reward in another form", "base_acc finds 8 of 8 gold ... or an instruction that asks for <think>",
         "reward.method=base_acc"),
     row("too many generated", "data.num_train: found 999999; operands 1 to 49 give", "data.num_train=999999"),

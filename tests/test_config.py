@@ -168,6 +168,7 @@ def other_values(cfg: Config) -> dict[str, object]:
         "tiny_model.architecture": "qwen2_moe",
         "data.overlong_prompts": "drop",
         "data.chat_template_kwargs": "{enable_thinking: false}",
+        "eval.sets": "{other: [a.jsonl, b.json]}",
         "rollout.engine": "vllm",
         "rollout.sync": "adapter",
         "rollout.round_bits": 4,

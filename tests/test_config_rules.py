@@ -28,6 +28,7 @@ QWEN3_30B_A3B = hf_config.parse(published.QWEN3_30B_A3B)
 QWEN15_MOE = hf_config.parse(published.QWEN15_MOE)
 RESOLVED = {  # the beginning of the sha256 of every value
     "bench": "909771874391",
+    "math": "",
     "olmoe": "eb77d1b5fe32",
     "qwen15_moe": "fc976a27409a",
     "qwen3": "233126eeb896",
@@ -88,6 +89,13 @@ IDLE_CASES = [
     ("train: {steps: 100, checkpoint_every: 0, %s}", "keep_last", "2", "train.checkpoint_every is 0"),
     ("data: {source: arithmetic, %s}", "train_path", "a.jsonl", "data.source is arithmetic"),
     ("data: {source: gsm8k, train_path: a, test_path: b, %s}", "num_train", "8", "data.source is not arithmetic"),
+    ("data: {source: file, train_path: [a, c], test_path: b, %s}", "num_test", "8", "data.source is not arithmetic"),
+    (
+        "data: {source: gsm8k, train_path: a, test_path: b, %s}",
+        "columns",
+        "{question: problem, answer: answer}",
+        "data.source is not file",
+    ),
 ]
 
 
@@ -139,6 +147,17 @@ def test_the_tiny_model_can_be_left_out_but_not_made_by_accident():
         (["rollout.sync=adapter", "rollout.round_bits=4"], "which rollout.sync adapter does not push; needed: merged"),
         (["loss.kl_coef=0"], "use loss.kl: none"),
         (["data.source=gsm8k", "data.train_path=a"], "data.test_path: missing"),
+        (
+            ["data.source=file", "data.train_path=a"],
+            "data.test_path: missing; data.source file needs a .jsonl, .json or",
+        ),
+        (
+            ["data.source=file", "data.columns={question: a}"],
+            "data.columns: found {'question': 'a'}; needed: {question:",
+        ),
+        (["data.train_path=[a, 5]"], "data.train_path: expected a path or a list of paths, found ['a', 5]"),
+        (["eval.sets={math: []}"], "eval.sets.math: expected a path or a list of paths, found []"),
+        (["eval.sets={a/b: c.jsonl, math: ''}"], "eval.sets: found a/b: 'c.jsonl', math: ''; needed: names of letters"),
         (["data.prompt_template='Q:'"], "does not contain {question}"),
         (["data.num_train=16"], "rollout.prompts_per_step: 32 exceeds data.num_train 16"),
         (["eval.num_questions=2000"], "eval.num_questions: 2000 exceeds data.num_test 1024"),

@@ -18,8 +18,9 @@ import pytest
 from pyarrow import parquet
 
 import data_gsm8k
-from inputs import gsm8k_files
+from inputs import question_files
 from inputs.files import InputError
+from inputs.question_files import Row
 from knobs import DataConfig
 from tiny_model import build_tokenizer
 
@@ -64,7 +65,7 @@ def write_parquet(path: Path, rows: list[Any]) -> Path:
 
 
 def read_pairs(path: Path) -> list[tuple[str, str]]:
-    return [(question, answer) for question, answer, _ in gsm8k_files.read(path)[0]]
+    return [(row.question, row.answer) for row in question_files.read(path)[0]]
 
 
 # ----------------------------------------------------------------------------------------------------------- real GSM8K
@@ -118,13 +119,14 @@ def test_conversion_to_chat_and_back_loses_nothing(endings: str, tmp_path: Path)
     there, back = endings.split()
     rows = [{**row, "id": index, "tags": {"level": [index]}} for index, row in enumerate(ROWS)]
     start = write_jsonl(tmp_path / "start.jsonl", rows)
-    line = gsm8k_files.convert(start, tmp_path / f"chat.{there}")
+    line = question_files.convert(start, tmp_path / f"chat.{there}")
     assert line.startswith("3 rows: ") and line.endswith("(chat form, messages)")
-    parsed, form = gsm8k_files.read(tmp_path / f"chat.{there}")
-    assert form == "chat form, messages" and parsed[1] == (*ROWS[1].values(), {"id": 1, "tags": {"level": [1]}})
-    gsm8k_files.convert(tmp_path / f"chat.{there}", tmp_path / f"back.{back}")
-    gsm8k_files.convert(tmp_path / f"back.{back}", tmp_path / "chat2.jsonl")
-    gsm8k_files.convert(tmp_path / "chat2.jsonl", tmp_path / "end.jsonl")
+    parsed, form = question_files.read(tmp_path / f"chat.{there}")
+    assert form == "chat form, messages" and parsed[1][:2] == tuple(ROWS[1].values())
+    assert parsed[1].columns == {**chat(ROWS[1], answer=ROWS[1]["answer"]), "id": 1, "tags": {"level": [1]}}
+    question_files.convert(tmp_path / f"chat.{there}", tmp_path / f"back.{back}")
+    question_files.convert(tmp_path / f"back.{back}", tmp_path / "chat2.jsonl")
+    question_files.convert(tmp_path / "chat2.jsonl", tmp_path / "end.jsonl")
     assert [json.loads(line) for line in (tmp_path / "end.jsonl").read_text("utf-8").split("\n") if line] == rows
 
 
@@ -133,10 +135,10 @@ def test_a_short_parquet_file_of_very_many_rows_is_refused(tmp_path: Path, monke
     path = tmp_path / "many.parquet"
     rows = 5000
     parquet.write_table(pyarrow.table({"question": ["2?" * 500] * rows, "answer": ["#### 3"] * rows}), path)
-    assert path.stat().st_size < 20_000 and len(gsm8k_files.read(path)[0]) == rows
-    monkeypatch.setattr(gsm8k_files, "LINES_MIB", 2)
+    assert path.stat().st_size < 20_000 and len(question_files.read(path)[0]) == rows
+    monkeypatch.setattr(question_files, "LINES_MIB", 2)
     with pytest.raises(InputError, match="many.parquet: .*more than 2 MiB of rows"):
-        gsm8k_files.read(path)
+        question_files.read(path)
 
 
 LINE = json.dumps(ROWS[0]) + "\n"
@@ -158,7 +160,7 @@ def test_a_conversion_that_would_lose_something_is_refused(
 ) -> None:
     (tmp_path / "start.jsonl").write_text(lines)
     with pytest.raises(InputError, match=message):
-        gsm8k_files.convert(tmp_path / "start.jsonl", tmp_path / target)
+        question_files.convert(tmp_path / "start.jsonl", tmp_path / target)
     assert not (tmp_path / target).exists()
 
 
@@ -177,10 +179,10 @@ def test_questions_are_compared_as_a_reader_sees_them(other: str, tmp_path: Path
     assert len(read_pairs(path)) == 2  # one answer: both rows are kept
     write_jsonl(path, [ROWS[0], first, {"question": other, "answer": "#### 4"}])
     with pytest.raises(InputError, match="train.jsonl, row 3: answer: 4; row 2 has the same question with 3; needed"):
-        gsm8k_files.read(path)
+        question_files.read(path)
     write_jsonl(tmp_path / "shots.jsonl", [{"question": other, "answer": "#### 3"}])
     with pytest.raises(InputError, match="which is asked as well"):
-        data_gsm8k.few_shot(str(tmp_path / "shots.jsonl"), [tuple(first.values())])
+        data_gsm8k.few_shot(data(few_shot_path=str(tmp_path / "shots.jsonl")), [Row.worked(**first)])
 
 
 # ------------------------------------------------------------------------------------------------------- malformed rows
@@ -202,9 +204,13 @@ MALFORMED = {
     "not an object": (GOOD + b"[1, 2]\n", r", row 2: found list; needed: an object"),
     "same name twice": (line({**ROWS[0], "Answer": "#### 6"}), r", row 1: found the columns question, answer, Answer"),
     "empty file": (b"", r"rows\.jsonl: no rows found"),
-    "chat: system turn": (
-        line({"messages": [{"role": "system", "content": "Hi"}, USER], "answer": "#### 2"}),
-        r", row 1: messages: found the turns system, user; needed: user, or user and assistant",
+    "chat: two user turns": (
+        line({"messages": [{"role": "system", "content": "Hi"}, USER, USER], "answer": "#### 2"}),
+        r", row 1: messages: found the turns system, user, user; needed: system or not, then user and assistant by",
+    ),
+    "chat: no user turn": (
+        line({"messages": [{"role": "system", "content": "Hi"}], "answer": "#### 2"}),
+        r", row 1: messages: found the turns system; needed: ",
     ),
     "chat: unmarked turn": (line({"messages": [USER, {"role": "assistant", "content": "two"}]}), r"row 1: found 'two'"),
     "chat: two answers": (
@@ -224,18 +230,124 @@ def test_a_malformed_row_is_refused_by_file_and_row(case: str, tmp_path: Path) -
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
     with pytest.raises(InputError, match=message) as caught:
-        gsm8k_files.read(path)
+        question_files.read(path)
     assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
 
 
 def test_a_flipped_byte_in_our_own_parquet_file_is_noticed(tmp_path: Path) -> None:
     start = write_jsonl(tmp_path / "start.jsonl", ROWS)
-    gsm8k_files.convert(start, tmp_path / "chat.parquet")
+    question_files.convert(start, tmp_path / "chat.parquet")
     content = bytearray((tmp_path / "chat.parquet").read_bytes())
     content[content.index(b"1,197")] ^= 1  # in a page, where only the checksum can tell
     (tmp_path / "flipped.parquet").write_bytes(content)
     with pytest.raises(InputError, match="flipped.parquet: not a readable parquet file"):
-        gsm8k_files.read(tmp_path / "flipped.parquet")
+        question_files.read(tmp_path / "flipped.parquet")
+
+
+# ------------------------------------------------------------------------------------------------- files of any columns
+MATH = [  # rows of the form of MATH-500, made up
+    {"problem": "What is $\\frac{1}{2}+\\frac14$?", "answer": " \\frac{3}{4}\n", "level": 2, "unique_id": "a.json"},
+    {"problem": "Which digits? {0}", "answer": "025", "level": 5, "unique_id": "test/b.json"},
+]
+
+
+def own(path: str | list[str], question: str = "problem", answer: str = "answer", **keys: Any) -> DataConfig:
+    return data(source="file", train_path=path, columns={"question": question, "answer": answer}, **keys)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet", "json", "json with one list"])
+def test_columns_of_any_name_give_the_text_as_the_gold_answer_and_all_columns_to_the_reward(
+    ending: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / f"rows.{ending.split()[0]}"
+    if path.suffix == ".json":
+        path.write_text(json.dumps({"version": "1", "rows": MATH} if "with" in ending else MATH))
+    else:
+        (write_jsonl if ending == "jsonl" else write_parquet)(path, MATH)
+    number = {"problem": "2 + 2?", "answer": 4, "level": None}
+    more = write_jsonl(tmp_path / "more.jsonl", [MATH[0], number])
+    loaded = data_gsm8k.load(own([str(path), str(more)], instruction="Go."), "train", tokenizer, seed=0)
+    assert [one.gold for one in loaded] == ["\\frac{3}{4}", "025", "\\frac{3}{4}", "4"]
+    assert [one.row for one in loaded][:2] == MATH and loaded[3].row == number
+    assert tokenizer.decode(loaded[1].prompt).endswith(f"{MATH[1]['problem']} Go.<|im_end|>\n<|im_start|>assistant\n")
+    assert f"4 questions from {path}, {more} (columns problem and answer)" in loaded.description
+
+
+def test_a_list_of_turns_is_the_prompt_and_names_with_dots_lead_into_objects(tokenizer: Any, tmp_path: Path) -> None:
+    turns = [("system", "Be brief."), ("user", "1+1?"), ("assistant", "2"), ("user", "and 2+2?")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    rows = [
+        {"messages": messages, "reward_model": {"ground_truth": 4.5}, "reward_model.style": "rule"},
+        {
+            "messages": [*messages[1:], {"role": "assistant", "content": "It is 7."}],
+            "reward_model": {"ground_truth": "7"},
+            "reward_model.style": "rule",
+        },
+    ]
+    rows[1]["messages"][2] = {"role": "user", "content": "and 3+4?"}
+    path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+    section = own(path, "messages", "reward_model.ground_truth", instruction="Go.")
+    one, other = data_gsm8k.load(section, "train", tokenizer, seed=0)
+    assert (one.gold, other.gold, one.question) == ("4.5", "7", "1+1?\n\n2\n\nand 2+2?") and one.row == rows[0]
+    template = "<|im_start|>{}\n{}<|im_end|>\n"
+    talk = [*turns[:-1], ("user", "and 2+2? Go.")]
+    assert tokenizer.decode(one.prompt) == "".join(template.format(*turn) for turn in talk) + "<|im_start|>assistant\n"
+    assert "It is 7." not in tokenizer.decode(other.prompt)  # a last assistant turn would give the answer away
+    assert (
+        question_files.read(Path(path), {"question": "messages", "answer": "reward_model.style"})[0][0].gold == "rule"
+    )
+    with pytest.raises(InputError, match=r"data.system: the question 'and 2\+2\?' has a system turn; needed: one of"):
+        data_gsm8k.load(own(path, "messages", "reward_model.ground_truth", system="Hi"), "train", tokenizer, seed=0)
+    # The same reader for GSM8K's forms, whose gold answer is the number after the mark.
+    write_jsonl(Path(path), [{"messages": messages, "answer": "so\n#### 4"}])
+    (marked,) = data_gsm8k.load(data(source="gsm8k", train_path=path), "train", tokenizer, seed=0)
+    assert marked.gold == "4" and marked.prompt[:20] == one.prompt[:20] and marked.row["answer"] == "so\n#### 4"
+    with pytest.raises(InputError, match="found 4 turns before an answer; needed: one user turn in each row"):
+        question_files.convert(path, tmp_path / "out.jsonl")
+
+
+def test_worked_examples_have_the_form_of_the_file(tokenizer: Any, tmp_path: Path) -> None:
+    asked, shots = (str(write_jsonl(tmp_path / f"{n}.jsonl", [row])) for n, row in enumerate(MATH))
+    (one,) = data_gsm8k.load(own(asked, few_shot_path=shots), "train", tokenizer, seed=0)
+    assert f"{MATH[1]['problem']}<|im_end|>\n<|im_start|>assistant\n025<|im_end|>\n" in tokenizer.decode(one.prompt)
+    with pytest.raises(InputError, match="which is asked as well"):
+        data_gsm8k.load(own(asked, few_shot_path=asked), "train", tokenizer, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"problem": "1?"}, "row 2: answer: missing; found problem$"),
+        ({"problem": "1?", "answer": True}, "row 2: answer: found true; needed: a text"),
+        ({"problem": "1?", "answer": [1]}, r"row 2: answer: found \[1\]; needed: a text"),
+        ({"problem": "1?", "answer": " "}, "row 2: answer: found an empty text"),
+        ({"problem": {"a": 1}, "answer": "1"}, "row 2: problem: found {'a': 1}; needed: a text"),
+        ({"problem": [], "answer": "1"}, "row 2: problem: found the turns none; needed"),
+        ({"problem": "which DIGITS? {0}", "answer": "25"}, None),  # the same number
+        (
+            {"problem": "which DIGITS? {0}", "answer": "x"},
+            "row 2: answer: x; {first}row 2 has the same question with 025",
+        ),
+    ],
+)
+def test_a_bad_row_of_named_columns_is_refused(row: dict, message: str | None, tmp_path: Path) -> None:
+    first = write_jsonl(tmp_path / "first.jsonl", MATH)
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"problem": "Last?", "answer": 1}, row])
+    columns = {"question": "problem", "answer": "answer"}
+    if message is None:
+        assert len(question_files.read((str(first), str(path)), columns)[0]) == 4
+        return
+    with pytest.raises(InputError, match=f"{path}, {message.replace('{first}', f'{first}, ')}"):
+        question_files.read((str(first), str(path)), columns)
+
+
+@pytest.mark.parametrize(
+    "content", ['{"a": 1}', '{"a": [], "b": []}', "3", '[{"problem": NaN}]', "[", '{"a": [1], "a": [2]}']
+)
+def test_json_that_is_no_list_of_rows_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(content)
+    with pytest.raises(InputError, match="rows.json: (found . lists of rows; needed: a list of obj|not valid JSON)"):
+        question_files.read(tmp_path / "rows.json", {"question": "problem", "answer": "answer"})
 
 
 # --------------------------------------------------------------------------------------------------------- command line
@@ -305,7 +417,7 @@ def test_chat_template_gives_the_same_ids_by_text_and_by_the_tokenizer(tokenizer
     for row in ROWS:
         messages = [{"role": "user", "content": row["question"]}]
         ids = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
-        assert data_gsm8k.prompt_ids(row["question"], tokenizer, data()) == ids
+        assert data_gsm8k.prompt_ids([("user", row["question"])], tokenizer, data()) == ids
 
 
 def test_two_questions_that_become_one_prompt_are_refused(tokenizer: Any, tmp_path: Path, monkeypatch) -> None:
@@ -315,7 +427,8 @@ def test_two_questions_that_become_one_prompt_are_refused(tokenizer: Any, tmp_pa
     prompts = [question.prompt for question in data_gsm8k.load(section, "train", tokenizer, seed=0)]
     assert prompts[0] == prompts[2] != prompts[1]  # the same question twice is no fault
     real = data_gsm8k.prompt_ids
-    monkeypatch.setattr(data_gsm8k, "prompt_ids", lambda question, *rest: real("What is 7 + 1?", *rest))
+    same = [("user", "What is 7 + 1?")]
+    monkeypatch.setattr(data_gsm8k, "prompt_ids", lambda turns, **rest: real(same, **rest))
     with pytest.raises(InputError, match=r"'What is 1 \+ 1\?' and 'What is 2 \+ 1\?' become the same prompt"):
         data_gsm8k.load(section, "train", tokenizer, seed=0)
 
@@ -367,7 +480,8 @@ def test_a_missing_or_damaged_tokenizer_is_refused(model_dir: Path, tmp_path: Pa
 
 
 # --------------------------------------------------------------------------------- the parts before the question
-EXAMPLES = [("What is 2 + 2?", "2 + 2 = 4\n#### 4"), ("What is 3 - 1?", "3 - 1 = 2\n#### 2")]
+EXAMPLES = [Row.worked("What is 2 + 2?", "2 + 2 = 4\n#### 4"), Row.worked("What is 3 - 1?", "3 - 1 = 2\n#### 2")]
+ASKED = [("user", "1+1?")]
 # As hybrid models do it: without thoughts wanted, the answer begins with an empty thought.
 HYBRID = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
@@ -377,7 +491,7 @@ HYBRID = (
 
 def test_system_turn_and_worked_examples_come_before_the_question(tokenizer: Any, tmp_path: Path) -> None:
     """As earlier turns of the chat, each question with the instruction; a file of its own, and a run's few lines."""
-    rows = [{"question": question, "answer": answer} for question, answer in EXAMPLES]
+    rows = [row.columns for row in EXAMPLES]
     shots = str(write_jsonl(tmp_path / "shots.jsonl", rows))
     asked = str(write_jsonl(tmp_path / "rows.jsonl", [{"question": "What is 5 + 1?", "answer": "#### 6"}]))
     section = data(source="gsm8k", train_path=asked, few_shot_path=shots, system="Be brief.", instruction="Go.")
@@ -392,7 +506,7 @@ def test_system_turn_and_worked_examples_come_before_the_question(tokenizer: Any
 
 def test_without_a_chat_template_examples_follow_the_plain_one(tokenizer: Any) -> None:
     tokenizer.chat_template = None
-    text = tokenizer.decode(data_gsm8k.prompt_ids("1+1?", tokenizer, data(system="Be brief."), EXAMPLES[:1]))
+    text = tokenizer.decode(data_gsm8k.prompt_ids(ASKED, tokenizer, data(system="Be brief."), EXAMPLES[:1]))
     assert text == "Be brief.\n\nQuestion: What is 2 + 2?\nAnswer: 2 + 2 = 4\n#### 4\n\nQuestion: 1+1?\nAnswer:"
 
 
@@ -400,7 +514,7 @@ def test_chat_template_kwargs_reach_the_template(tokenizer: Any) -> None:
     tokenizer.chat_template = HYBRID
     end = "<|im_start|>assistant\n"
     for kwargs, tail in (({}, end), ({"enable_thinking": False}, end + "<think>\n\n</think>\n\n")):
-        text = tokenizer.decode(data_gsm8k.prompt_ids("1+1?", tokenizer, data(chat_template_kwargs=kwargs)))
+        text = tokenizer.decode(data_gsm8k.prompt_ids(ASKED, tokenizer, data(chat_template_kwargs=kwargs)))
         assert text == f"<|im_start|>user\n1+1?<|im_end|>\n{tail}"
 
 
@@ -430,4 +544,4 @@ UNFIT = {  # template, section, message
 def test_a_template_that_ignores_what_it_is_given_is_refused(case: str, tokenizer: Any) -> None:
     tokenizer.chat_template, section, message = UNFIT[case]
     with pytest.raises(InputError, match=message):
-        data_gsm8k.prompt_ids("Tom buys 24 shells on Monday.", tokenizer, data(**section))
+        data_gsm8k.prompt_ids([("user", "Tom buys 24 shells on Monday.")], tokenizer, data(**section))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,10 +66,10 @@ def score(answers: Sequence[tuple[Question, Completion]]) -> list[Score]:
     return [Score(-0.5, n != 2, bool(token % 2) if n == 1 else (n + token) % 3 == 0) for token, n in sizes]
 
 
-def evaluated(cfg: Config, layout: str) -> tuple[dict, list[dict], list[int]]:
+def evaluated(cfg: Config, layout: str, **sets: list[Question]) -> tuple[dict, list[dict], list[int]]:
     """Summary and outcomes, and the number of prompts in each call of this rank's engine."""
-    engine = SeedEngine()
-    result = evaluate.evaluate(engine, QUESTIONS, score, cfg.eval, cfg.rollout, world.open_layout(layout))
+    engine, held_out = SeedEngine(), {"": QUESTIONS, **sets}
+    result = evaluate.evaluate(engine, held_out, score, cfg.eval, cfg.rollout, world.open_layout(layout))
     return *result, engine.calls
 
 
@@ -105,6 +106,28 @@ def test_summary_and_outcomes_by_hand(tmp_path) -> None:
     assert summary["eval/num_questions"] == 7 and summary["eval/samples"] == 2
 
 
+def test_sets_are_measured_beside_the_main_one_and_change_none_of_its_bits(tmp_path) -> None:
+    """An answer depends on the name of its set and its place: not on the other sets or on their order."""
+    few = QUESTIONS[2:6]
+    ((summary, outcomes, _),) = training.in_world("TP1", evaluated, config(tmp_path), "TP1")
+    results = {}
+    for layout, names in (("TP1", ["math", "other"]), ("DP2", ["other", "math"])):
+        cfg = config(tmp_path, eval__num_questions=6, eval__batch_size=3)
+        with_sets = functools.partial(evaluated, **dict.fromkeys(names, few))
+        both, rows, _ = training.in_world(layout, with_sets, cfg, layout)[0]
+        assert rows[:6] == outcomes[:6] and "set" not in rows[0]
+        results[layout] = both, {name: [row for row in rows if row.get("set") == name] for name in names}
+    assert results["TP1"] == results["DP2"]
+    both, by_set = results["TP1"]
+    assert {key for key in both if key.count("/") == 1} == summary.keys()
+    assert {key.replace("eval/math/", "eval/") for key in both if "math" in key} == summary.keys()
+    assert both["eval/math/num_questions"] == 4 and both["eval/num_questions"] == 6  # at most so many of each
+    assert [row["greedy"] for row in by_set["math"]] == [1, 0, 1, 0] and both["eval/math/greedy_accuracy"] == 0.5
+    assert both["eval/other/pass@2"] == sum(max(row["sampled"]) for row in by_set["other"]) / 4
+    assert [row["sampled"] for row in by_set["math"]] != [row["sampled"] for row in by_set["other"]]
+    assert evaluate.headline(both, "math").endswith("greedy 50.0 % (15.0-85.0), n = 4")
+
+
 def test_no_samples_and_fewer_questions(tmp_path) -> None:
     cfg = config(tmp_path, eval__samples=0, eval__num_questions=3)
     ((summary, outcomes, _),) = training.in_world("TP1", evaluated, cfg, "TP1")
@@ -131,17 +154,27 @@ def test_the_command_measures_what_the_first_evaluation_of_a_run_measures(
     model: Path, tmp_path: Path, quantisation: str
 ) -> None:
     """On another number of ranks, and with the overrides of the command line."""
-    cfg = training.config(model, tmp_path, train__steps=1, eval__samples=2, model__quantisation=quantisation)
+    sets = tmp_path / "own.jsonl"
+    sets.write_text("".join(json.dumps({"question": f"{n} + 1?", "answer": f"#### {n + 1}"}) + "\n" for n in range(5)))
+    changes = {"eval__samples": 2, "eval__sets": {"own": str(sets)}, "model__quantisation": quantisation}
+    cfg = training.config(model, tmp_path, train__steps=1, **changes)
     run_dir = training.run_all({"run": ("DP2", cfg)})["run"]
     first = json.loads((run_dir / "eval.jsonl").read_text().splitlines()[0])
     assert 0 < first["eval/greedy_accuracy"] < 1 and first["eval/num_questions"] == 9
     path, log = tmp_path / "config.yaml", tmp_path / "log"
     path.write_text(to_yaml(cfg))
-    line = f"{model}: arithmetic accuracy: {evaluate.headline(first)}"
+    assert first["eval/own/num_questions"] == 5
+    lines = [
+        f"{model}: arithmetic accuracy: {evaluate.headline(first)}",
+        f"{model}: own accuracy: {evaluate.headline(first, 'own')}",
+    ]
     for ranks in cases([1], [2]):
         arguments = [str(path), "train.seed=5", f"name=ranks{ranks}"]
         assert world.as_torchrun(ranks, measured, arguments, log=log) == [0] * ranks
-        assert log.read_text().splitlines()[-1] == line
+        assert log.read_text().splitlines()[-2:] == lines
     if quantisation != "none":  # it makes a difference
         assert world.as_torchrun(1, measured, [str(path), "model.quantisation=none"], log=log) == [0]
-        assert log.read_text().splitlines()[-1] != line
+        assert log.read_text().splitlines()[-2] != lines[0]
+    sets.write_text('{"question": "1 + 1?", "answer": "Two"}\n')  # a gold answer that strict cannot compare
+    own = [str(path), "data.source=file", f"data.train_path={sets}", f"data.test_path={sets}", "eval.sets={}"]
+    assert world.as_torchrun(1, measured, own, log=log) == [2] and "found 'Two'; needed: one number" in log.read_text()

@@ -13,7 +13,7 @@ from breaking import failing_read
 
 import run_record
 from inputs import files as input_files
-from inputs import gsm8k_files
+from inputs import question_files
 from inputs.files import InputError
 
 
@@ -50,7 +50,7 @@ def test_a_file_is_read_up_to_its_limit_and_not_beyond(tmp_path: Path) -> None:
 
 READERS = (
     input_files.read_bytes, input_files.read_text, input_files.read_object, input_files.read_file,
-    input_files.read_tensors, run_record.sha256_file, run_record.read_lines, gsm8k_files.read,
+    input_files.read_tensors, run_record.sha256_file, run_record.read_lines, question_files.read,
 )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from pyarrow import parquet
 
 from architecture import Architecture
 from config import load_config, to_yaml
-from inputs import gsm8k_files, hf_config
+from inputs import hf_config, question_files
 from inputs.files import InputError, one_line
 from knobs import Config
 
@@ -128,13 +128,18 @@ ROW = draw.one_of(
 
 
 def questions_or_refusal(path: Path) -> None:
-    found = read(gsm8k_files.read, path)
+    found = read(question_files.read, path)
     if isinstance(found, InputError):
         assert refused_by_name(found, path)
-        return
-    rows, _ = found
-    for question, answer, _ in rows:
-        assert question.strip() and question.encode() and gsm8k_files.gold_number(answer).isascii()
+    else:
+        for row in found[0]:
+            assert row.question.strip() and row.question.encode() and question_files.gold_number(row.answer).isascii()
+    for columns in ({"question": "question", "answer": "more"}, {"question": "messages", "answer": "answer"}):
+        own = read(lambda path, columns=columns: question_files.read(path, columns), path)
+        if isinstance(own, InputError):
+            assert refused_by_name(own, path)
+        else:
+            assert all(row.question.encode() and row.gold.encode() and row.gold == row.gold.strip() for row in own[0])
 
 
 @steady

@@ -98,7 +98,7 @@ def test_the_benchmark_asks_every_held_out_pair() -> None:
     cfg = load_config("configs/bench.yaml")
     low, high = data_gsm8k.LOWEST_OPERAND, cfg.data.operand_high
     pairs = {(x, y) for x in range(low, high + 1) for y in range(x, high + 1) if data_gsm8k.held_out(x, y)}
-    asked = {tuple(sorted(parsed(answer)[0][0:3:2])) for _, answer in data_gsm8k.read(cfg.data, "test")[0]}
+    asked = {tuple(sorted(parsed(row.answer)[0][0:3:2])) for row in data_gsm8k.read(cfg.data, "test")[0]}
     assert len(pairs) == 57 and asked == pairs
 
 

@@ -16,7 +16,7 @@ import recorded
 from recorded import commit, git, replaced
 
 from inputs.files import InputError
-from lab import audit, records, store
+from lab import audit, records, run_page, store
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +120,40 @@ def test_a_record_is_one_file_that_holds_every_number_of_the_run(run: Path, resu
     steps = pandas.read_parquet(path)
     assert list(steps["step"]) == [0, 1, 2, 3, 4] and steps["reward/mean"].notna().sum() == 4
     assert steps["record/date"].tolist() == ["2030-01-02", *[None] * 4]
+
+
+def test_a_record_holds_the_answers_to_further_sets_beside_those_of_the_main_one(tmp_path: Path) -> None:
+    """As evaluate.py writes them: after those of the main set, with the name of their set."""
+    run, results = recorded.make_run(tmp_path / "runs", "sets", questions=3), tmp_path / "results"
+    main = records.from_run(run, "sets").record
+    for name, added in {
+        "eval.jsonl": lambda row: {**row, "eval/math/num_questions": 2, "eval/math/sampled_accuracy": 0.25},
+        "eval_outcomes.jsonl": None,
+    }.items():
+        lines = [json.loads(line) for line in (run / name).read_text().splitlines()]
+        if added:
+            lines = [added(line) for line in lines]
+        else:
+            more = {"greedy": 1.0, "sampled": [0.0, 1.0]}, {"greedy": 0.0, "sampled": [0.0, 0.0]}
+            lines = [
+                line
+                for step in (0, 4)
+                for line in (
+                    *(line for line in lines if line["step"] == step),
+                    *({"step": step, "set": "math", "question": n, "gold": f"\\frac{n}2", **more[n]} for n in (0, 1)),
+                )
+            ]
+        (run / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    recorded.seal(run)
+    store.add_run(run, results)
+    (found,) = store.load_runs(results).values()
+    assert audit.check(results) == [] and (found.record.first, found.record.last) == (main.first, main.last)
+    for name in ("eval.jsonl", "eval_outcomes.jsonl"):
+        assert records.unmerged(found.rows)[name] == (run / name).read_text()
+    assert (found.rows[4]["eval/math/greedy_right"], found.rows[4]["eval/math/sampled_right"]) == ("+-", "-+--")
+    assert found.rows[0]["eval/math/gold"] == ["\\frac02", "\\frac12"] and len(records.scores(found, "sampled")) == 3
+    page = run_page.page(run)
+    assert "eval/math/sampled_accuracy" in page and page.count("after 4 steps, 3 questions") == 1
 
 
 def test_the_records_of_the_repository_are_small_and_name_nobody() -> None:

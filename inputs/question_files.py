@@ -1,4 +1,4 @@
-"""GSM8K files on disk, .jsonl or .parquet: their rows as questions and worked answers, and conversion between forms.
+"""Files of questions (.jsonl, .json, .parquet): their rows as prompts and gold answers, and GSM8K's forms.
 
 A row that cannot be used is an InputError with the file, the number of the row, what was found and what is needed; no
 row is skipped or repaired silently.  Rows count from 1; the number of a jsonl row is that of its line.
@@ -6,15 +6,17 @@ row is skipped or repaired silently.  Rows count from 1; the number of a jsonl r
 
 import io
 import json
+import math
 import os
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from inputs.files import LINES_MIB, UNUSABLE, InputError, disk_errors, one_line, read_bytes, shown, write_atomically
+from inputs.paths import Paths, listed
 from reward_gsm8k import gold_answer
 
 NUMBER = re.compile(r"-?[0-9]{1,100}(\.[0-9]{1,100})?")  # ASCII digits, because the rewards compare these
@@ -28,10 +30,20 @@ INVISIBLE = re.compile(
 )
 
 
+Turn = tuple[str, str]  # role (system, user or assistant) and text
+
+
 class Row(NamedTuple):
-    question: str
-    answer: str  # worked answer, which ends in '#### ' and a number
-    others: dict[str, Any]  # the other columns
+    question: str  # the texts of its turns, without the system turn
+    answer: str  # as a worked example shows it
+    gold: str  # what a completion's answer is compared with
+    turns: list[Turn]  # the prompt: it ends with a user turn
+    columns: dict[str, Any]  # all columns of the file
+
+    @classmethod
+    def worked(cls, question: str, answer: str) -> Self:
+        """The row of a question and a worked answer that ends in `#### N`."""
+        return cls(question, answer, gold_number(answer), [("user", question)], dict(question=question, answer=answer))
 
 
 class Form(NamedTuple):
@@ -40,44 +52,61 @@ class Form(NamedTuple):
     name: str
     columns: tuple[str, ...]  # a file has this form if its first row has these columns
     used: tuple[str, ...]  # columns that conversion replaces; the others are copied
-    parse: Callable[[dict[str, Any]], tuple[str, str]]  # row -> (question, worked answer)
+    parse: Callable[[dict[str, Any]], tuple[list[Turn], str]]  # row -> (turns, worked answer)
 
 
 # -------------------------------------------------------------------------------------------------------------- reading
-def read(path: str | Path) -> tuple[list[Row], str]:
-    """Every row of a file, and the name of its form, which the first row decides (FORMS)."""
-    path = Path(path)
-    data = read_bytes(path, LINES_MIB)
-    _check_ending(path)
-    table = _parquet_rows(data, path) if path.suffix == ".parquet" else _jsonl_rows(data, path)
-    form, rows = None, []
-    asked: dict[str, tuple[int, str]] = {}  # question -> the first row that asks it, and its answer
-    for number, row in table:
-        try:
-            if not isinstance(row, dict):
-                raise InputError(f"found {type(row).__name__}; needed: an object with columns")
-            columns = {name.lower(): value for name, value in row.items()}
-            if len(columns) < len(row):
-                raise InputError(f"found the columns {', '.join(row)}; needed: names that differ in more than capitals")
-            form = form or next((form for form in FORMS if columns.keys() >= set(form.columns)), None)
-            if form is None:
-                raise InputError(
-                    f"found the columns {', '.join(sorted(columns)) or 'none'}; needed: an object with columns "
-                    "question and answer, or messages, or prompt with reward_model"
-                )
-            question, answer = form.parse(columns)
-            gold = gold_number(answer)
-            first, known = asked.setdefault(alike(question), (number, gold))
-            if Decimal(gold) != Decimal(known):
-                raise InputError(f"answer: {gold}; row {first} has the same question with {known}; needed: one answer")
-            if "" in asked:
-                raise InputError("question: found an empty text")
-        except InputError as error:
-            raise InputError(f"{path}, row {number}: {error}") from error
-        rows.append(Row(question, answer, {name: row[name] for name in row if name.lower() not in form.used}))
-    if form is None:
-        raise InputError(f"{path}: no rows found; needed: at least one question")
-    return rows, form.name
+def read(paths: Paths | Path, columns: Mapping[str, str] | None = None) -> tuple[list[Row], str]:
+    """Every row of one file or several, and the name of its form, which the first row of all decides.
+
+    ``columns``: the names of the columns question and answer, whose text is the gold answer. Without them the file has
+    one of FORMS, and the gold answer is the number after `####`.
+    """
+    form: Form | None = None
+    rows: list[Row] = []
+    asked: dict[str, tuple[Path, int, str]] = {}  # question -> file and row that asks it first, and its answer
+    for path in map(Path, listed(paths)):
+        before = len(rows)
+        for number, row in _table(path):
+            try:
+                if not isinstance(row, dict):
+                    raise InputError(f"found {type(row).__name__}; needed: an object with columns")
+                lower = {name.lower(): value for name, value in row.items()}
+                form = form or next((form for form in FORMS if lower.keys() >= set(form.columns)), None)
+                if columns:
+                    turns, answer = _by_name(row, columns)
+                elif form is None:
+                    raise InputError(
+                        f"found the columns {', '.join(sorted(lower)) or 'none'}; needed: an object with columns "
+                        "question and answer, or messages, or prompt with reward_model"
+                    )
+                elif len(lower) < len(row):
+                    raise InputError(
+                        f"found the columns {', '.join(row)}; needed: names that differ in more than capitals"
+                    )
+                else:
+                    turns, answer = form.parse(lower)
+                gold = answer if columns else gold_number(answer)
+                question = "\n\n".join(text for role, text in turns if role != "system")
+                file, first, known = asked.setdefault(alike(question), (path, number, gold))
+                if _value(gold) != _value(known):
+                    raise InputError(
+                        f"answer: {gold[:60]}; {'' if file == path else f'{file}, '}row {first} has the same question "
+                        f"with {known[:60]}; needed: one answer"
+                    )
+                if "" in asked:
+                    raise InputError("question: found an empty text")
+            except InputError as error:
+                raise InputError(f"{path}, row {number}: {error}") from error
+            rows.append(Row(question, answer, gold, turns, row))
+        if len(rows) == before:
+            raise InputError(f"{path}: no rows found; needed: at least one question")
+    return rows, form.name if form and not columns else f"columns {' and '.join((columns or {}).values())}"
+
+
+def _value(gold: str) -> Decimal | str:
+    """By which gold answers are compared: the number, or else the text."""
+    return Decimal(gold) if NUMBER.fullmatch(gold) else gold
 
 
 def words(text: str) -> str:
@@ -108,22 +137,36 @@ def gold_number(answer: str) -> str:
     return gold
 
 
-def _parse_messages(row: dict[str, Any]) -> tuple[str, str]:
-    user, *assistant = _turns(row, "messages")
+def _by_name(row: dict[str, Any], columns: Mapping[str, str]) -> tuple[list[Turn], str]:
+    """A question (a text or a list of turns) and an answer (a text or a number) in the columns of these names."""
+    question, answer = columns["question"], _column(row, columns["answer"])
+    turns = _turns(row, question)[0] if isinstance(_column(row, question), list) else _user(row, question)
+    if isinstance(answer, int | float | Decimal) and not isinstance(answer, bool) and math.isfinite(answer):
+        return turns, str(answer)
+    return turns, _text(row, columns["answer"]).strip()
+
+
+def _user(row: dict[str, Any], name: str) -> list[Turn]:
+    return [("user", _text(row, name))]
+
+
+def _parse_messages(row: dict[str, Any]) -> tuple[list[Turn], str]:
+    turns, assistant = _turns(row, "messages")
     short = _text(row, "answer") if row.get("answer") is not None else None
-    return user, _one_answer("the assistant turn", next(iter(assistant), None), "answer", short)
+    return turns, _one_answer("the assistant turn", assistant, "answer", short)
 
 
-def _parse_prompt(row: dict[str, Any]) -> tuple[str, str]:
-    user = _turns(row, "prompt")[0]
+def _parse_prompt(row: dict[str, Any]) -> tuple[list[Turn], str]:
+    turns = _turns(row, "prompt")[0]
     extra, reward = ({} if row.get(name) is None else row[name] for name in ("extra_info", "reward_model"))
     if not isinstance(extra, dict) or not isinstance(reward, dict):
         raise InputError("extra_info and reward_model: needed: objects")
     # The text of `prompt` ends with an instruction of its author; extra_info has the question without it.
-    question = _text(extra, "question") if "question" in extra else user
+    if "question" in extra:
+        turns = [*turns[:-1], *_user(extra, "question")]
     worked = _text(extra, "answer") if "answer" in extra else None
     short = _text(reward, "ground_truth") if "ground_truth" in reward else None
-    return question, _one_answer("extra_info.answer", worked, "reward_model.ground_truth", short)
+    return turns, _one_answer("extra_info.answer", worked, "reward_model.ground_truth", short)
 
 
 FORMS = (
@@ -131,7 +174,7 @@ FORMS = (
         "question/answer columns",
         ("question", "answer"),
         ("question", "answer"),
-        lambda row: (_text(row, "question"), _text(row, "answer")),
+        lambda row: (_user(row, "question"), _text(row, "answer")),
     ),
     Form("chat form, messages", ("messages",), ("messages", "answer"), _parse_messages),
     Form(
@@ -163,28 +206,41 @@ def _one_answer(name: str, text: str | None, short_name: str, short: str | None)
     return next(iter(worked.values()))
 
 
-def _turns(row: dict[str, Any], name: str) -> list[str]:
-    """The texts of a chat: that of the user, and that of the assistant if there is one; InputError for other turns."""
-    turns = row.get(name)
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise InputError(f"{name}: found {shown(turns)}; needed: a list of objects with role and content")
-    roles = [turn.get("role") for turn in turns]
-    if roles not in (["user"], ["user", "assistant"]):
+def _turns(row: dict[str, Any], name: str) -> tuple[list[Turn], str | None]:
+    """The turns of a chat up to its last user turn, and the text of an assistant turn after it; InputError for others.
+
+    A system turn may come first; then user and assistant take turns.
+    """
+    found = _column(row, name)
+    if not isinstance(found, list) or not all(isinstance(turn, dict) for turn in found):
+        raise InputError(f"{name}: found {shown(found)}; needed: a list of objects with role and content")
+    roles = [turn.get("role") for turn in found]
+    talk = roles[1:] if roles[:1] == ["system"] else roles
+    if not talk or any(role != ("user", "assistant")[place % 2] for place, role in enumerate(talk)):
         raise InputError(
-            f"{name}: found the turns {', '.join(map(str, roles)) or 'none'}; needed: user, or user and assistant (a "
-            "system text belongs in data.instruction)"
+            f"{name}: found the turns {', '.join(map(str, roles)) or 'none'}; needed: system or not, then user and "
+            "assistant by turns"
         )
-    return [_text(turn, "content") for turn in turns]
+    turns = [(turn["role"], _text(turn, "content")) for turn in found]
+    return (turns, None) if turns[-1][0] == "user" else (turns[:-1], turns[-1][1])
+
+
+def _column(row: dict[str, Any], name: str) -> Any:
+    """The value of a column; a name with dots leads into objects."""
+    value: Any = row
+    for part in [name] if name in row else name.split("."):
+        if not isinstance(value, dict) or part not in value:
+            raise InputError(f"{name}: missing; found {', '.join(map(str, row)) or 'nothing'}")
+        value = value[part]
+    return value
 
 
 def _text(row: dict[str, Any], name: str) -> str:
     """The text in column ``name``, which must be there, not empty, not too long, and valid Unicode."""
-    if name not in row:
-        raise InputError(f"{name}: missing; found {', '.join(map(str, row)) or 'nothing'}")
-    value = row[name]
+    value = _column(row, name)
     if not isinstance(value, str):
         raise InputError(f"{name}: found {shown(value)}; needed: a text")
-    if not value.strip():
+    if not value.replace(",", "").strip():  # rewards ignore commas
         raise InputError(f"{name}: found an empty text")
     if len(value) > LONGEST_TEXT:
         raise InputError(f"{name}: found {len(value)} characters; needed: at most {LONGEST_TEXT}")
@@ -193,9 +249,29 @@ def _text(row: dict[str, Any], name: str) -> str:
     return value
 
 
-def _check_ending(path: Path) -> None:
-    if path.suffix not in (".jsonl", ".parquet"):
-        raise InputError(f"{path}: found the ending {path.suffix or 'none'!r}; needed: .jsonl or .parquet")
+def _table(path: Path) -> Iterable[tuple[int, Any]]:
+    """(number, row) of each row of a file, whose ending says how it is written."""
+    readers = {".jsonl": _jsonl_rows, ".json": _json_rows, ".parquet": _parquet_rows}
+    data = read_bytes(path, LINES_MIB)
+    _check_ending(path, *readers)
+    return readers[path.suffix](data, path)
+
+
+def _check_ending(path: Path, *endings: str) -> None:
+    if path.suffix not in endings:
+        raise InputError(f"{path}: found the ending {path.suffix or 'none'!r}; needed: one of {', '.join(endings)}")
+
+
+def _json_rows(data: bytes, path: Path) -> Iterable[tuple[int, Any]]:
+    """The rows of a list of objects, or of an object that holds one list."""
+    try:
+        found = json.loads(data.decode("utf-8-sig"), parse_constant=_no_number, object_pairs_hook=_object)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not valid JSON: {one_line(error)}") from error
+    lists = [value for value in found.values() if isinstance(value, list)] if isinstance(found, dict) else [found]
+    if len(lists) != 1 or not isinstance(lists[0], list):
+        raise InputError(f"{path}: found {len(lists)} lists of rows; needed: a list of objects, or an object with one")
+    return enumerate(lists[0], start=1)
 
 
 def _parquet_rows(data: bytes, path: Path) -> Iterable[tuple[int, Any]]:
@@ -246,11 +322,15 @@ def convert(in_path: str | Path, out_path: str | Path) -> str:
     Returns the one line to print.
     """
     out = Path(out_path)
-    _check_ending(out)
-    parsed, form = read(in_path)
-    to_chat = form == FORMS[0].name
+    _check_ending(out, ".jsonl", ".parquet")
+    parsed, name = read(Path(in_path))
+    form = next(form for form in FORMS if form.name == name)
+    to_chat = form == FORMS[0]
     rows = []
-    for question, answer, others in parsed:
+    for question, answer, _, turns, columns in parsed:
+        if len(turns) > 1:
+            raise InputError(f"{in_path}: found {len(turns)} turns before an answer; needed: one user turn in each row")
+        others = {name: value for name, value in columns.items() if name.lower() not in form.used}
         new: dict[str, Any] = {"question": question, "answer": answer}
         if to_chat:
             new = {
@@ -265,7 +345,7 @@ def convert(in_path: str | Path, out_path: str | Path) -> str:
         raise InputError(f"{out}: cannot be written (File exists); needed: the name of a new file")
     with disk_errors(out):
         write_atomically(out, data)
-    return f"{len(rows)} rows: {in_path} ({form}) -> {out} ({FORMS[to_chat].name})"
+    return f"{len(rows)} rows: {in_path} ({form.name}) -> {out} ({FORMS[to_chat].name})"
 
 
 def _jsonl_bytes(rows: list[dict[str, Any]], out: Path) -> bytes:
