@@ -23,6 +23,8 @@ def score(completion: str, gold: str, row: dict) -> tuple[float, bool, bool]:
     answer = last_boxed(completion)
     if answer is None:
         return 0.0, False, False
+    if answer.strip() == gold.strip():
+        return 1.0, True, True
     ours, right = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (answer, gold))
     is_right = bool(verify(right, ours, timeout_seconds=None))
     return float(is_right), True, is_right

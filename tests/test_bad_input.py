@@ -171,7 +171,8 @@ MODEL = [
 DATA = [
     row("no held-out file", "test.jsonl: cannot be read (No such file", questions(test=None), run=True),
     row("data empty", "train.jsonl: no rows found; needed: at least one question", questions("\n")),
-    row("data ending", "train.csv: found the ending '.csv'; needed: one of .jsonl, .json, .parquet", questions(ending="csv")),
+    row("data ending", "train.csv: found the ending '.csv'; needed: one of .jsonl, .json, .parquet",
+        questions(ending="csv")),
     row("parquet", "train.parquet: not a readable parquet file", questions(ending="parquet")),
     row("no answer mark", "train.jsonl, row 3: answer: found '5'; needed: a worked answer that ends in '#### '",
         questions(QUESTIONS + '{"question": "2 + 3?", "answer": "5"}\n')),

@@ -62,8 +62,8 @@ def test_a_reward_scores_in_processes_of_its_own_and_in_the_order_of_the_complet
     ("name", "said"),
     [
         ("crash", "KeyError: 'level'; question 'How many?', completion 'hang'"),
-        ("endless", "took more than 1 s and was ended; question 'How many?'"),  # inside C code, which holds the GIL
-        ("sleeps", "took more than 1 s and was ended"),
+        ("endless", "took more than 3 s and was ended; question 'How many?'"),  # inside C code, which holds the GIL
+        ("sleeps", "took more than 3 s and was ended"),
         ("ends", "ended its process (exit code 3)"),
         ("not_finite", "returned nan; needed: a finite number"),
         ("text", "returned 'good'; needed: a number, or (number, answer found, correct)"),
@@ -73,9 +73,9 @@ def test_a_reward_scores_in_processes_of_its_own_and_in_the_order_of_the_complet
 )
 def test_a_fault_of_a_reward_names_the_question_and_ends_soon(name: str, said: str, capfd) -> None:
     start = time.monotonic()
-    message = refused(scored, RewardConfig(function=f"{OWN}:{name}", seconds=1.0), "hang")
+    message = refused(scored, RewardConfig(function=f"{OWN}:{name}", seconds=3.0), "hang")
     assert message.startswith("reward.function: ") and said in message, message
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60
     assert ("in crash" in capfd.readouterr().err) == (name == "crash")  # its traceback
 
 
