@@ -162,7 +162,7 @@ def test_skipped_groups_do_not_change_the_scale_of_the_metrics(runs) -> None:
 
 
 def test_the_same_run_twice_is_the_same_to_the_byte(runs) -> None:
-    for name in ("metrics.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl"):
+    for name in ("metrics.jsonl", "moe.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl"):
         assert (runs["dropout once"] / name).read_bytes() == (runs["dropout again"] / name).read_bytes()
         assert (runs["dropout once"] / name).stat().st_size
 
