@@ -8,7 +8,7 @@ Each question gets a greedy answer and k sampled ones, which give a mean and pas
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +25,7 @@ from config import command_line, derive_seed, resolve_config
 from data_gsm8k import Question, Questions
 from engines.interface import Completion, Engine
 from inputs import hf_config
-from inputs.files import BAD_INPUT, refused
+from inputs.files import BAD_INPUT, InputError, refused
 from knobs import Config, EvalConfig, ParallelConfig, RolloutConfig
 from parallel_setup import Parallel
 from run_record import wilson
@@ -38,9 +38,13 @@ def score(
     question: Question, completion: Completion, tokenizer: PreTrainedTokenizerBase, method: str
 ) -> tuple[float, bool]:
     """The reward of a completion, and whether an answer was found. The stop token is left out."""
-    tokens = completion.tokens[:-1] if completion.finish_reason == "stop" else completion.tokens
-    text = tokenizer.decode(tokens)
+    text = text_of(completion, tokenizer)
     return reward_gsm8k.score(text, question.gold, method), reward_gsm8k.parsable(text, method)
+
+
+def text_of(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of a completion, without its stop token."""
+    return tokenizer.decode(completion.tokens[:-1] if completion.finish_reason == "stop" else completion.tokens)
 
 
 def evaluate(
@@ -127,6 +131,34 @@ def result_line(before: dict, after: dict, source: str) -> str:
         f"{source} accuracy {first:.1f} % -> {last:.1f} % "
         f"(95 % interval {low:.1f}-{high:.1f}, {kind}, n = {after['eval/num_questions']:,} held-out questions)"
     )
+
+
+def ask(cfg: Config, question: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """The greedy answer of the model with these ``tensors`` to ``question``, and what reward.method finds in it.
+
+    The prompt is that of the run with ``cfg``; model.path has the tokenizer. The embedded sampler answers on the CPU.
+    """
+    if not question.strip():
+        raise InputError(f"--ask: found {question!r}; needed: a question")
+    tokenizer, arch = data_gsm8k.load_tokenizer(cfg.model.path), hf_config.read(cfg.model.path)
+    examples = data_gsm8k.few_shot(cfg.data.few_shot_path, [(question, "")])
+    prompt = data_gsm8k.prompt_ids(question, tokenizer, cfg.data, examples)
+    stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
+    embedded = cfg.rollout.model_copy(update={"engine": "torch", "sync": "merged", "expert_parallel": False})
+    engine = rollout.open_engine(
+        cfg.model_copy(update={"rollout": embedded}),
+        arch,
+        torch.device("cpu"),
+        stop_tokens,
+        rollout.pad_token_id(tokenizer, stop_tokens),
+    )
+    engine.load_weights(tensors)
+    limit = cfg.rollout.max_new_tokens
+    [[answer]] = engine.sample([prompt], seeds=[0], num_samples=1, max_new_tokens=limit, temperature=0.0)
+    text, method = text_of(answer, tokenizer), cfg.reward.method
+    found = reward_gsm8k.extract(text, method)
+    cut = f"; cut off at rollout.max_new_tokens = {limit}" * (answer.finish_reason != "stop")
+    return f"{text}\nanswer that reward.method={method} finds: {'none' if found is None else found}{cut}"
 
 
 # --------------------------------------------------------------------------------------------------------- the command

@@ -1,6 +1,7 @@
 """Writes the trained adapters of a run for other programs: as a merged Hugging Face model, or as a PEFT adapter.
 
     python export.py RUN --merged DIR | --adapter DIR [--step N]       N steps done; without it the newest checkpoint
+    python export.py RUN|DIR --ask "QUESTION"                          the answer of a run or of its merged model
 
 It is one process on the CPU, which handles one tensor at a time, without Megatron, transformers or peft. The files are
 read back and checked (names, shapes, finite values) before DIR gets its name. tests/test_export.py shows that
@@ -17,6 +18,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -51,8 +53,33 @@ from run_record import refuse_changed_inputs
 COPIED = """generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json
     vocab.json merges.txt tokenizer.model chat_template.jinja chat_template.json LICENSE""".split()
 
+RUN_CONFIG = "run_config.yaml"  # in a merged model: config.yaml of its run, which says how to ask it
+
 
 # ------------------------------------------------------------------------------------------------ reading the run
+
+
+class Policy(NamedTuple):
+    """What a run has trained, and from what."""
+
+    cfg: Config
+    found: checkpoint.Checkpoint
+    changed: list[str]  # inputs that have changed since the run, and were accepted
+    arch: Architecture
+    modules: list[Adapted]
+    factors: dict[str, Tensor]
+
+
+def read_policy(run_dir: Path, step: int | None, accept_changed_inputs: bool) -> Policy:
+    """The policy of read_run's checkpoint. InputError for a base model that does not fit or has changed."""
+    cfg, found = read_run(run_dir, step)
+    changed = refuse_changed_inputs(
+        run_dir, cfg.model.path, cfg.data, accept=accept_changed_inputs, how="--accept-changed-inputs"
+    )
+    arch = hf_config.read(cfg.model.path)
+    weights_hf.read_model(cfg.model.path, arch)
+    modules = list(adapted_modules(arch, cfg.lora))
+    return Policy(cfg, found, changed, arch, modules, check_factors(found, modules))
 
 
 def read_run(run_dir: Path, step: int | None) -> tuple[Config, checkpoint.Checkpoint]:
@@ -281,14 +308,7 @@ def export(run_dir: Path, out_dir: Path, *, as_adapter: bool, step: int | None, 
     """
     if out_dir.exists() and not is_leftover(Path(os.path.realpath(out_dir))):
         raise InputError(f"{out_dir}: already there and not an empty directory; needed: a new one")
-    cfg, found = read_run(run_dir, step)
-    changed = refuse_changed_inputs(
-        run_dir, cfg.model.path, cfg.data, accept=accept_changed_inputs, how="--accept-changed-inputs"
-    )
-    arch = hf_config.read(cfg.model.path)
-    weights_hf.read_model(cfg.model.path, arch)
-    modules = list(adapted_modules(arch, cfg.lora))
-    factors = check_factors(found, modules)
+    cfg, found, changed, arch, modules, factors = read_policy(run_dir, step, accept_changed_inputs)
     with _appears_whole(out_dir) as folder:
         if as_adapter:
             if cfg.trains_merged:
@@ -301,6 +321,7 @@ def export(run_dir: Path, out_dir: Path, *, as_adapter: bool, step: int | None, 
                 _note(f"the adapter belongs to a base with {parts} in {cfg.model.quantisation}; --merged has both")
         else:
             num_tensors, num_bytes = write_merged(folder, cfg.model, arch, modules, factors, cfg.lora.alpha)
+            (folder / RUN_CONFIG).write_bytes(read_bytes(run_dir / "config.yaml"))
             if cfg.model.dtype == "bf16" and not cfg.trains_merged:
                 _note(
                     "this run trained base weights and factors apart; bf16 rounds the merged ones, --adapter does not"
@@ -314,28 +335,42 @@ def export(run_dir: Path, out_dir: Path, *, as_adapter: bool, step: int | None, 
     )
 
 
+def ask(run_dir: Path, question: str, *, step: int | None, accept_changed_inputs: bool) -> str:
+    """What evaluate.ask says about the policy of a run, or about the merged model that an export has written."""
+    import evaluate  # here, because it imports Megatron, which an export does not need
+
+    if (run_dir / RUN_CONFIG).is_file():
+        if step is not None:
+            raise InputError(f"--step {step}: {run_dir} is a merged model; needed: a run folder, or no --step")
+        cfg, arch = load_config(run_dir / RUN_CONFIG), hf_config.read(run_dir)
+        merged = cfg.model_copy(update={"model": cfg.model.model_copy(update={"path": str(run_dir)})})
+        return evaluate.ask(merged, question, weights_hf.read_model(run_dir, arch).items())
+    cfg, _, _, arch, modules, factors = read_policy(run_dir, step, accept_changed_inputs)
+    model, base = cfg.model, weights_hf.read_model(cfg.model.path, arch)
+    quantisation = (model.quantisation, model.quantises_attention)
+    tensors = merged_tensors(base, arch, modules, factors, cfg.lora.alpha, devices.DTYPES[model.dtype], *quantisation)
+    return evaluate.ask(cfg, question, tensors)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print what was written, or one error line.  -> exit code, 2 on an InputError"""
     parser = argparse.ArgumentParser(description="Write a run's trained model for other programs.")
-    parser.add_argument("run", metavar="RUN", type=Path, help="run folder: config.yaml and checkpoints/")
+    parser.add_argument("run", metavar="RUN", type=Path, help="run folder; for --ask also a merged model")
     kind = parser.add_mutually_exclusive_group(required=True)
     kind.add_argument("--merged", metavar="DIR", type=Path, help="Hugging Face model, LoRA merged into the weights")
     kind.add_argument("--adapter", metavar="DIR", type=Path, help="PEFT adapter for the base model")
+    kind.add_argument("--ask", metavar="QUESTION", help="write nothing: print the greedy answer to a question")
     parser.add_argument("--step", metavar="N", type=int, help="finished steps of the checkpoint; default: the newest")
     parser.add_argument(
         "--accept-changed-inputs", action="store_true", help="export although model or data have changed since the run"
     )
     args = parser.parse_args(arguments)
     try:
-        print(
-            export(
-                args.run,
-                args.merged or args.adapter,
-                as_adapter=args.adapter is not None,
-                step=args.step,
-                accept_changed_inputs=args.accept_changed_inputs,
-            )
-        )
+        of_run = {"step": args.step, "accept_changed_inputs": args.accept_changed_inputs}
+        if args.ask is not None:
+            print(ask(args.run, args.ask, **of_run))
+        else:
+            print(export(args.run, args.merged or args.adapter, as_adapter=args.adapter is not None, **of_run))
     except BAD_INPUT as error:
         return refused(error)
     return 0
