@@ -119,7 +119,8 @@ def counted(parallel, path, packed):
         found = logp()
     found.sum().backward()
     logp()
-    return load_of.metrics(), load_of.by_layer, load_of.fullest
+    tokens_of = parallel.sum_over_ranks(load_of.sums)[:, :-1].sum(-1).tolist()  # in each layer, four experts a token
+    return tokens_of, load_of.metrics(), load_of.by_layer, load_of.fullest
 
 
 def load_by_hand(path, expert_ranks):
@@ -160,7 +161,8 @@ def test_the_load_of_the_experts_is_that_of_transformers_in_every_layout_packed_
     wanted, fullest = load_by_hand(folder, world.LAYOUTS[layout][2])
     assert 0 < max(wanted["moe/unused_frac"]) < 0.5 and min(wanted["moe/load_max"]) > 1.2
     for answer in answers[layout]:
-        for metrics, by_layer, found_fullest in answer["load"]:
+        for tokens_of, metrics, by_layer, found_fullest in answer["load"]:
+            assert set(tokens_of) == {4.0 * (sum(LENGTHS) - 4)}
             assert by_layer.keys() == metrics.keys() == wanted.keys()
             for name, values in wanted.items():
                 assert by_layer[name] == pytest.approx(values, abs=6e-5), name
