@@ -153,12 +153,11 @@ def ask(cfg: Config, question: str, tensors: Iterable[tuple[str, torch.Tensor]])
         rollout.pad_token_id(tokenizer, stop_tokens),
     )
     engine.load_weights(tensors)
-    limit = cfg.rollout.max_new_tokens
+    limit, method = cfg.rollout.max_new_tokens, cfg.reward.method
     [[answer]] = engine.sample([prompt], seeds=[0], num_samples=1, max_new_tokens=limit, temperature=0.0)
-    text, method = text_of(answer, tokenizer), cfg.reward.method
-    found = reward_gsm8k.extract(text, method)
+    text = text_of(answer, tokenizer)
     cut = f"; cut off at rollout.max_new_tokens = {limit}" * (answer.finish_reason != "stop")
-    return f"{text}\nanswer that reward.method={method} finds: {'none' if found is None else found}{cut}"
+    return f"{text}\nanswer that reward.method={method} finds: {reward_gsm8k.extract(text, method) or 'none'}{cut}"
 
 
 # --------------------------------------------------------------------------------------------------------- the command

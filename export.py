@@ -18,7 +18,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -59,19 +58,12 @@ RUN_CONFIG = "run_config.yaml"  # in a merged model: config.yaml of its run, whi
 # ------------------------------------------------------------------------------------------------ reading the run
 
 
-class Policy(NamedTuple):
-    """What a run has trained, and from what."""
+def read_policy(
+    run_dir: Path, step: int | None, accept_changed_inputs: bool
+) -> tuple[Config, checkpoint.Checkpoint, list[str], Architecture, list[Adapted], dict[str, Tensor]]:
+    """Of a run: configuration, checkpoint, accepted changes of its inputs, architecture, adapted modules, factors.
 
-    cfg: Config
-    found: checkpoint.Checkpoint
-    changed: list[str]  # inputs that have changed since the run, and were accepted
-    arch: Architecture
-    modules: list[Adapted]
-    factors: dict[str, Tensor]
-
-
-def read_policy(run_dir: Path, step: int | None, accept_changed_inputs: bool) -> Policy:
-    """The policy of read_run's checkpoint. InputError for a base model that does not fit or has changed."""
+    InputError for a base model that does not fit or has changed."""
     cfg, found = read_run(run_dir, step)
     changed = refuse_changed_inputs(
         run_dir, cfg.model.path, cfg.data, accept=accept_changed_inputs, how="--accept-changed-inputs"
@@ -79,7 +71,7 @@ def read_policy(run_dir: Path, step: int | None, accept_changed_inputs: bool) ->
     arch = hf_config.read(cfg.model.path)
     weights_hf.read_model(cfg.model.path, arch)
     modules = list(adapted_modules(arch, cfg.lora))
-    return Policy(cfg, found, changed, arch, modules, check_factors(found, modules))
+    return cfg, found, changed, arch, modules, check_factors(found, modules)
 
 
 def read_run(run_dir: Path, step: int | None) -> tuple[Config, checkpoint.Checkpoint]:
@@ -342,14 +334,13 @@ def ask(run_dir: Path, question: str, *, step: int | None, accept_changed_inputs
     if (run_dir / RUN_CONFIG).is_file():
         if step is not None:
             raise InputError(f"--step {step}: {run_dir} is a merged model; needed: a run folder, or no --step")
-        cfg, arch = load_config(run_dir / RUN_CONFIG), hf_config.read(run_dir)
-        merged = cfg.model_copy(update={"model": cfg.model.model_copy(update={"path": str(run_dir)})})
-        return evaluate.ask(merged, question, weights_hf.read_model(run_dir, arch).items())
+        cfg = load_config(run_dir / RUN_CONFIG)
+        cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"path": str(run_dir)})})
+        return evaluate.ask(cfg, question, weights_hf.read_model(run_dir, hf_config.read(run_dir)).items())
     cfg, _, _, arch, modules, factors = read_policy(run_dir, step, accept_changed_inputs)
     model, base = cfg.model, weights_hf.read_model(cfg.model.path, arch)
-    quantisation = (model.quantisation, model.quantises_attention)
-    tensors = merged_tensors(base, arch, modules, factors, cfg.lora.alpha, devices.DTYPES[model.dtype], *quantisation)
-    return evaluate.ask(cfg, question, tensors)
+    settings = (cfg.lora.alpha, devices.DTYPES[model.dtype], model.quantisation, model.quantises_attention)
+    return evaluate.ask(cfg, question, merged_tensors(base, arch, modules, factors, *settings))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -85,14 +85,13 @@ class RouterLoad:
         """
         sums = self.parallel.sum_over_ranks(self.sums).double()
         self.sums.zero_()
-        counts, confidence = sums[:, :-1], sums[:, -1]
+        counts, experts = sums[:, :-1], self.arch.num_experts
         share = counts / counts.sum(-1, keepdim=True)
-        experts, chosen = self.arch.num_experts, self.arch.experts_per_token
         values = {
             "moe/load_max": share.amax(-1) * experts,
             "moe/load_entropy": torch.special.entr(share).sum(-1) / math.log(max(2, experts)),
             "moe/unused_frac": (counts == 0).double().mean(-1),
-            "moe/confidence": confidence * chosen / counts.sum(-1),
+            "moe/confidence": sums[:, -1] * self.arch.experts_per_token / counts.sum(-1),
         }
         by_rank = share.unflatten(1, (self.parallel.expert, -1)).sum(-1) * self.parallel.expert
         self.fullest = max(self.fullest, by_rank.max().item())

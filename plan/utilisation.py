@@ -18,17 +18,14 @@ Row = tuple[int, int, int]  # number of the group, tokens of the prompt, tokens 
 
 def peak_flops(kind: str, name: str, dtype: str) -> float | None:
     """Operations a second of the device that its driver calls ``name``; None where they are not known."""
-    known = dtype == "bf16" and kind in NAMES and re.fullmatch(NAMES[kind], name)
-    return HARDWARE[kind].flops if known else None
+    return HARDWARE[kind].flops if dtype == "bf16" and re.fullmatch(NAMES.get(kind, "(?!)"), name) else None
 
 
 def _work(rows: Sequence[Row]) -> Rows:
     """Rows with the tokens and with the products of queries and keys of ``rows``; a prompt counts once a group."""
     prompts = {group: prompt for group, prompt, _ in rows}
-    if not rows:
-        return Rows(0, 0, 0)
-    prompt, completion = (sum(row[i] for row in rows) / len(rows) for i in (1, 2))
-    mean = Rows(len(rows), prompt, completion, len(rows) * prompt / sum(prompts.values()))
+    prompt, completion = (sum(row[i] for row in rows) / max(1, len(rows)) for i in (1, 2))
+    mean = Rows(len(rows), prompt, completion, len(rows) * prompt / sum(prompts.values()) if rows else 1)
     pairs = sum(prompt**2 / 2 for prompt in prompts.values()) + sum(c * (p + c) for _, p, c in rows)
     return mean._replace(more_pairs=pairs - mean.pairs)
 
