@@ -141,8 +141,9 @@ def ask(cfg: Config, question: str, tensors: Iterable[tuple[str, torch.Tensor]])
     if not question.strip():
         raise InputError(f"--ask: found {question!r}; needed: a question")
     tokenizer, arch = data_gsm8k.load_tokenizer(cfg.model.path), hf_config.read(cfg.model.path)
-    examples = data_gsm8k.few_shot(cfg.data.few_shot_path, [(question, "")])
-    prompt = data_gsm8k.prompt_ids(question, tokenizer, cfg.data, examples)
+    prompt = data_gsm8k.prompt_ids(
+        question, tokenizer, cfg.data, data_gsm8k.few_shot(cfg.data.few_shot_path, [(question, "")])
+    )
     stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
     embedded = cfg.rollout.model_copy(update={"engine": "torch", "sync": "merged", "expert_parallel": False})
     engine = rollout.open_engine(

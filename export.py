@@ -358,10 +358,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         of_run = {"step": args.step, "accept_changed_inputs": args.accept_changed_inputs}
-        if args.ask is not None:
-            print(ask(args.run, args.ask, **of_run))
-        else:
-            print(export(args.run, args.merged or args.adapter, as_adapter=args.adapter is not None, **of_run))
+        print(
+            ask(args.run, args.ask, **of_run)
+            if args.ask is not None
+            else export(args.run, args.merged or args.adapter, as_adapter=args.adapter is not None, **of_run)
+        )
     except BAD_INPUT as error:
         return refused(error)
     return 0

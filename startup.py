@@ -233,8 +233,7 @@ class Run:
     def speed(self, batch: Rollout, timing: dict[str, float]) -> dict[str, float]:
         """The metrics of plan/utilisation.py of a step."""
         rows = [(s // self.cfg.rollout.group_size, batch.row_length(s) - n, n) for s, n in enumerate(batch.lengths)]
-        trained = [rows[sequence] for sequence in self.learner.trained]
-        device = self.parallel.device
+        trained, device = [rows[sequence] for sequence in self.learner.trained], self.parallel.device
         peak = utilisation.peak_flops(device.type, devices.name(device), self.cfg.model.dtype)
         return utilisation.speed(self.cfg, self.inputs.arch, rows, trained, timing, self.parallel.world_size, peak)
 
