@@ -68,9 +68,9 @@ def resolve_config(
     return cfg, notes
 
 
-def load_recorded(run_dir: Path) -> Config:
+def load_recorded(path: Path) -> Config:
     """The configuration that a run has recorded, also one of version 0.1 whose removed keys had today's values."""
-    path, tree = run_dir / "config.yaml", {}
+    tree = {}
     for section, value in read_file(path).items():
         if isinstance(value, dict):
             gone = {key for key, v in value.items() if _is_gone(f"{section}.{key}", v)}

@@ -146,6 +146,11 @@ def select(device: torch.device) -> None:
     module.set_device(local_rank)
 
 
+def name(device: torch.device) -> str:
+    """What the driver calls this rank's device; "cpu" for a CPU."""
+    return "cpu" if device.type == "cpu" else getattr(torch, device.type).get_device_name()
+
+
 def make_deterministic(device: torch.device) -> None:
     """Make torch use deterministic kernels. It warns of an operation that has none (the sampler's cumsum on CUDA).
 

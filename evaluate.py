@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +18,7 @@ import data_gsm8k
 import device as devices
 import parallel_setup
 import quantisation
+import reward_gsm8k
 import rollout
 import weights_hf
 from architecture import tensor_shapes
@@ -25,7 +26,7 @@ from config import command_line, derive_seed, resolve_config
 from data_gsm8k import Question, Questions
 from engines.interface import Completion, Engine
 from inputs import hf_config
-from inputs.files import BAD_INPUT, refused
+from inputs.files import BAD_INPUT, InputError, refused
 from inputs.scoring import Call, Score, Scorer
 from knobs import Config, DataConfig, EvalConfig, ParallelConfig, RolloutConfig
 from parallel_setup import Parallel
@@ -39,11 +40,12 @@ def score(
     answers: Sequence[tuple[Question, Completion]], tokenizer: PreTrainedTokenizerBase, scorer: Scorer
 ) -> list[Score]:
     """The score of each completion as an answer to its question. The stop token is left out of the text."""
-    calls = []
-    for question, completion in answers:
-        tokens = completion.tokens[:-1] if completion.finish_reason == "stop" else completion.tokens
-        calls.append(Call(tokenizer.decode(tokens), question.gold, question.row))
-    return scorer(calls)
+    return scorer([Call(text_of(one, tokenizer), question.gold, question.row) for question, one in answers])
+
+
+def text_of(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of a completion, without its stop token."""
+    return tokenizer.decode(completion.tokens[:-1] if completion.finish_reason == "stop" else completion.tokens)
 
 
 def evaluate(
@@ -160,6 +162,34 @@ def result_line(before: dict, after: dict, source: str) -> str:
         f"{source} accuracy {first:.1f} % -> {last:.1f} % "
         f"(95 % interval {low:.1f}-{high:.1f}, {kind}, n = {after['eval/num_questions']:,} held-out questions)"
     )
+
+
+def ask(cfg: Config, question: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """The greedy answer of the model with these ``tensors`` to ``question``, and what reward.method finds in it.
+
+    The prompt is that of the run with ``cfg``; model.path has the tokenizer. The embedded sampler answers on the CPU.
+    """
+    if not question.strip():
+        raise InputError(f"--ask: found {question!r}; needed: a question")
+    tokenizer, arch = data_gsm8k.load_tokenizer(cfg.model.path), hf_config.read(cfg.model.path)
+    prompt = data_gsm8k.prompt_ids([("user", question)], tokenizer, cfg.data, data_gsm8k.few_shot(cfg.data, []))
+    stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
+    embedded = cfg.rollout.model_copy(update={"engine": "torch", "sync": "merged", "expert_parallel": False})
+    engine = rollout.open_engine(
+        cfg.model_copy(update={"rollout": embedded}),
+        arch,
+        torch.device("cpu"),
+        stop_tokens,
+        rollout.pad_token_id(tokenizer, stop_tokens),
+    )
+    engine.load_weights(tensors)
+    limit, method = cfg.rollout.max_new_tokens, cfg.reward.method
+    [[answer]] = engine.sample([prompt], seeds=[0], num_samples=1, max_new_tokens=limit, temperature=0.0)
+    text = text_of(answer, tokenizer)
+    cut = f"; cut off at rollout.max_new_tokens = {limit}" * (answer.finish_reason != "stop")
+    if cfg.reward.function:
+        return f"{text}{cut}"
+    return f"{text}\nanswer that reward.method={method} finds: {reward_gsm8k.extract(text, method) or 'none'}{cut}"
 
 
 # --------------------------------------------------------------------------------------------------------- the command

@@ -1,6 +1,7 @@
 """Writes the trained adapters of a run for other programs: as a merged Hugging Face model, or as a PEFT adapter.
 
     python export.py RUN --merged DIR | --adapter DIR [--step N]       N steps done; without it the newest checkpoint
+    python export.py RUN|DIR --ask "QUESTION"                          the answer of a run or of its merged model
 
 It is one process on the CPU, which handles one tensor at a time, without Megatron, transformers or peft. The files are
 read back and checked (names, shapes, finite values) before DIR gets its name. tests/test_export.py shows that
@@ -51,8 +52,24 @@ from run_record import refuse_changed_inputs
 COPIED = """generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json
     vocab.json merges.txt tokenizer.model chat_template.jinja chat_template.json LICENSE""".split()
 
+RUN_CONFIG = "run_config.yaml"  # in a merged model: config.yaml of its run, which says how to ask it
+
 
 # ------------------------------------------------------------------------------------------------ reading the run
+
+
+def read_policy(
+    run_dir: Path, step: int | None, accept_changed_inputs: bool
+) -> tuple[Config, checkpoint.Checkpoint, list[str], Architecture, list[Adapted], dict[str, Tensor]]:
+    """Of a run: configuration, checkpoint, accepted changes of its inputs, architecture, adapted modules, factors.
+
+    InputError for a base model that does not fit or has changed."""
+    cfg, found = read_run(run_dir, step)
+    changed = refuse_changed_inputs(run_dir, cfg, accept=accept_changed_inputs, how="--accept-changed-inputs")
+    arch = hf_config.read(cfg.model.path)
+    weights_hf.read_model(cfg.model.path, arch)
+    modules = list(adapted_modules(arch, cfg.lora))
+    return cfg, found, changed, arch, modules, check_factors(found, modules)
 
 
 def read_run(run_dir: Path, step: int | None) -> tuple[Config, checkpoint.Checkpoint]:
@@ -62,7 +79,7 @@ def read_run(run_dir: Path, step: int | None) -> tuple[Config, checkpoint.Checkp
     """
     if not (run_dir / "config.yaml").is_file():
         raise InputError(f"{run_dir}: no config.yaml; needed: a run folder that train_grpo.py made")
-    cfg = load_recorded(run_dir)
+    cfg = load_recorded(run_dir / "config.yaml")
     folder = run_dir / "checkpoints"
     if step is None:
         found = checkpoint.latest(run_dir, say=_note, only="adapter")
@@ -281,12 +298,7 @@ def export(run_dir: Path, out_dir: Path, *, as_adapter: bool, step: int | None, 
     """
     if out_dir.exists() and not is_leftover(Path(os.path.realpath(out_dir))):
         raise InputError(f"{out_dir}: already there and not an empty directory; needed: a new one")
-    cfg, found = read_run(run_dir, step)
-    changed = refuse_changed_inputs(run_dir, cfg, accept=accept_changed_inputs, how="--accept-changed-inputs")
-    arch = hf_config.read(cfg.model.path)
-    weights_hf.read_model(cfg.model.path, arch)
-    modules = list(adapted_modules(arch, cfg.lora))
-    factors = check_factors(found, modules)
+    cfg, found, changed, arch, modules, factors = read_policy(run_dir, step, accept_changed_inputs)
     with _appears_whole(out_dir) as folder:
         if as_adapter:
             if cfg.trains_merged:
@@ -299,6 +311,7 @@ def export(run_dir: Path, out_dir: Path, *, as_adapter: bool, step: int | None, 
                 _note(f"the adapter belongs to a base with {parts} in {cfg.model.quantisation}; --merged has both")
         else:
             num_tensors, num_bytes = write_merged(folder, cfg.model, arch, modules, factors, cfg.lora.alpha)
+            (folder / RUN_CONFIG).write_bytes(read_bytes(run_dir / "config.yaml"))
             if cfg.model.dtype == "bf16" and not cfg.trains_merged:
                 _note(
                     "this run trained base weights and factors apart; bf16 rounds the merged ones, --adapter does not"
@@ -312,27 +325,41 @@ def export(run_dir: Path, out_dir: Path, *, as_adapter: bool, step: int | None, 
     )
 
 
+def ask(run_dir: Path, question: str, *, step: int | None, accept_changed_inputs: bool) -> str:
+    """What evaluate.ask says about the policy of a run, or about the merged model that an export has written."""
+    import evaluate  # here, because it imports Megatron, which an export does not need
+
+    if (run_dir / RUN_CONFIG).is_file():
+        if step is not None:
+            raise InputError(f"--step {step}: {run_dir} is a merged model; needed: a run folder, or no --step")
+        cfg = load_recorded(run_dir / RUN_CONFIG)
+        cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"path": str(run_dir)})})
+        return evaluate.ask(cfg, question, weights_hf.read_model(run_dir, hf_config.read(run_dir)).items())
+    cfg, _, _, arch, modules, factors = read_policy(run_dir, step, accept_changed_inputs)
+    model, base = cfg.model, weights_hf.read_model(cfg.model.path, arch)
+    settings = (cfg.lora.alpha, devices.DTYPES[model.dtype], model.quantisation, model.quantises_attention)
+    return evaluate.ask(cfg, question, merged_tensors(base, arch, modules, factors, *settings))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print what was written, or one error line.  -> exit code, 2 on an InputError"""
     parser = argparse.ArgumentParser(description="Write a run's trained model for other programs.")
-    parser.add_argument("run", metavar="RUN", type=Path, help="run folder: config.yaml and checkpoints/")
+    parser.add_argument("run", metavar="RUN", type=Path, help="run folder; for --ask also a merged model")
     kind = parser.add_mutually_exclusive_group(required=True)
     kind.add_argument("--merged", metavar="DIR", type=Path, help="Hugging Face model, LoRA merged into the weights")
     kind.add_argument("--adapter", metavar="DIR", type=Path, help="PEFT adapter for the base model")
+    kind.add_argument("--ask", metavar="QUESTION", help="write nothing: print the greedy answer to a question")
     parser.add_argument("--step", metavar="N", type=int, help="finished steps of the checkpoint; default: the newest")
     parser.add_argument(
         "--accept-changed-inputs", action="store_true", help="export although model or data have changed since the run"
     )
     args = parser.parse_args(arguments)
     try:
+        of_run = {"step": args.step, "accept_changed_inputs": args.accept_changed_inputs}
         print(
-            export(
-                args.run,
-                args.merged or args.adapter,
-                as_adapter=args.adapter is not None,
-                step=args.step,
-                accept_changed_inputs=args.accept_changed_inputs,
-            )
+            ask(args.run, args.ask, **of_run)
+            if args.ask is not None
+            else export(args.run, args.merged or args.adapter, as_adapter=args.adapter is not None, **of_run)
         )
     except BAD_INPUT as error:
         return refused(error)

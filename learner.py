@@ -32,7 +32,7 @@ from knobs import Config, OptimConfig
 from model_megatron import TokenStats
 from parallel_setup import Parallel
 from rollout import MicroBatch, Rollout
-from routing_replay import RoutingReplay
+from routing_replay import RouterLoad, RoutingReplay
 from runlog import StepTimer
 from tripwires import Tripped
 
@@ -48,7 +48,7 @@ class Update(NamedTuple):
     micro_batches: list[MicroBatch]
     left_out: list[MicroBatch]  # rows that loss.mask_truncated or skip_equal_groups leave out; for the surprise only
     counts: dict[str, int]  # num_tokens, num_sequences and max_new_tokens that the loss divides by, over all data ranks
-    num_trained_tokens: int  # fewer than num_tokens if loss.skip_equal_groups leaves rows out of the forward pass
+    trained: list[int]  # sequences, of all ranks; loss.skip_equal_groups leaves out some that count in the loss
 
 
 class Learner:
@@ -66,6 +66,8 @@ class Learner:
         self.cfg, self.arch, self.parallel, self.model, self.adapters = cfg, arch, parallel, model, adapters
         self.pad_token = pad_token
         self.replay = RoutingReplay(model, arch, parallel) if cfg.replay.mode != "off" else None
+        self.router_load = RouterLoad(model, arch, parallel)
+        self.trained: list[int] = []  # the sequences, of all ranks, on which the last step trained
         self.factors = lora_megatron.factors(adapters)
         self.parameters = list(self.factors.values())
         self.moments = {
@@ -98,7 +100,8 @@ class Learner:
             timer.end_phase("old_logp")
         sums: dict[str, Tensor] = {}
         largest_gap, norms = torch.zeros((), device=self.parallel.device), []
-        trained_tokens = sum(update.num_trained_tokens for update in updates)
+        self.trained = [sequence for update in updates for sequence in update.trained]
+        trained_tokens = sum(batch.lengths[sequence] for sequence in self.trained)
         for number, update in enumerate(updates):
             for i, micro in enumerate(update.micro_batches):
                 ref_logp = None
@@ -127,8 +130,9 @@ class Learner:
         if self.replay:
             step_metrics["replay/differing_frac"] = self.replay.differing_share()
         step_metrics["rollout/logp_gap_max"] = self.parallel.max_over_ranks(largest_gap.item())
-        if not trained_tokens:
-            step_metrics = {}  # without a trained token these metrics mean nothing
+        # Without a trained token these metrics mean nothing.
+        self.router_load.by_layer = {}
+        step_metrics = step_metrics | self.router_load.metrics() if trained_tokens else {}
         if cfg.samples_own_policy and variance >= LEAST_VARIANCE:
             step_metrics |= {
                 "rollout/surprise_z": deviation / math.sqrt(variance),
@@ -158,7 +162,7 @@ class Learner:
             self._micro_batches(batch, completions, kept, advantages),
             self._micro_batches(batch, completions, left_out, advantages) if left_out else [],
             counts,
-            sum(batch.lengths[s] for s in kept),
+            kept,
         )
 
     def _micro_batches(
@@ -169,13 +173,9 @@ class Learner:
         lengths = {s: batch.row_length(s) for s in sequences}
         prompts = {s: lengths[s] - batch.lengths[s] for s in sequences}
         shares = rollout.plan(
-            lengths,
-            parallel.data,
-            cfg.optim.tokens_per_micro_batch,
-            multiple=parallel.tensor,
-            group_size=cfg.rollout.group_size,
-            prompts=prompts,
-        )
+            lengths, parallel.data, cfg.optim.tokens_per_micro_batch,
+            multiple=parallel.tensor, group_size=cfg.rollout.group_size, prompts=prompts,
+        )  # fmt: skip
         shares = shares or [[[]] * parallel.data]  # nothing to learn from: one empty micro-batch keeps ranks in step
         routes = None
         if cfg.replay.mode == "r3":
@@ -236,17 +236,15 @@ class Learner:
         self, micro: MicroBatch, old_logp: Tensor | None, ref_logp: Tensor | None, counts: dict[str, int]
     ) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
         """The share of ``micro`` in the loss and in the metrics, its largest sampler-trainer gap, and its surprise."""
-        loss_cfg, stats = self.cfg.loss, self._logp(micro)
+        loss_cfg = self.cfg.loss
+        with self.router_load.counting(micro):
+            stats = self._logp(micro)
         logp, entropy = stats.logp, stats.entropy  # (b, T) twice
         old_logp = logp.detach() if old_logp is None else old_logp
         weights = grpo.rollout_weights(
-            old_logp,
-            micro.rollout_logp,
-            micro.mask,
-            loss_cfg.importance,
-            loss_cfg.importance_clip,
+            old_logp, micro.rollout_logp, micro.mask, loss_cfg.importance, loss_cfg.importance_clip,
             loss_cfg.importance_low,
-        )
+        )  # fmt: skip
         loss, measured = grpo.policy_loss(
             logp, old_logp, micro.advantages, micro.mask, weights=weights, kind=functions.token_loss(loss_cfg.kind),
             clip_low=loss_cfg.clip_low, clip_high=loss_cfg.clip_high, dual_clip=loss_cfg.dual_clip,

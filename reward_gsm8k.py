@@ -100,6 +100,8 @@ def extract(response: str, method: str = "strict") -> str | None:
         return _strict_answer(response)
     if method == "base_acc":
         return _boxed_answer(response)
+    if method == "math":  # which inputs/math_answers.py compares
+        return last_boxed(response)
     if method not in METHODS:
         raise ValueError(f"method: found {method!r}; needed: one of {', '.join(METHODS)}")
     pattern, part, which, without_commas = SEARCHES[method]
@@ -107,6 +109,17 @@ def extract(response: str, method: str = "strict") -> str | None:
     if not found:
         return None
     return found[which].replace(",", "") if without_commas else found[which]
+
+
+def last_boxed(text: str) -> str | None:
+    """The content of the last complete \\boxed{...}, with the braces inside of it; None without one."""
+    found, begun = None, []  # begun: for each open brace where the content of its \\boxed begins, or None
+    for brace in re.finditer(r"(\\boxed)?\{|\}", text):
+        if brace[0] != "}":
+            begun.append(brace.end() if brace[1] else None)
+        elif begun and (first := begun.pop()) is not None:
+            found = text[first : brace.start()]
+    return found
 
 
 # --------------------------------------------------------------------------------------------------------------- strict

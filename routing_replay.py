@@ -1,4 +1,5 @@
-"""Routing replay: the trainer routes a token to the experts that it had when it was sampled.
+"""Routing: how evenly the routers use the experts (RouterLoad), and routing replay, in which the trainer routes a token
+to the experts that it had when it was sampled.
 
 R3 (arXiv 2510.11370) replays the routes of the rollout engine, R2 those of the old policy's pass in the trainer. Only
 the selection is replayed. The weights are the trainer's: the softmax over the logits of the chosen experts, or, where
@@ -15,15 +16,87 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 import weights_hf
 from architecture import Architecture
 from engines.interface import Completion
 from parallel_setup import Parallel
-from rollout import Rollout
+from rollout import MicroBatch, Rollout
 
 Value = TypeVar("Value")
+
+
+def routers(model: torch.nn.Module, arch: Architecture) -> list[torch.nn.Module]:
+    """Megatron's router of each MoE layer."""
+    return [layer.mlp.router for layer, is_moe in zip(model.decoder.layers, arch.moe_layers, strict=True) if is_moe]
+
+
+def _local(rows: Tensor, parallel: Parallel) -> Tensor:
+    """This rank's shard: Megatron's tokens are time-major, split over the tensor ranks.  (b, T, ...) -> (N, ...)"""
+    return rows.transpose(0, 1).chunk(parallel.tensor)[parallel.tensor_rank].flatten(0, 1)
+
+
+class RouterLoad:
+    """The tokens of each expert in the forward passes of the updates of a step, and how sure the routers are.
+
+    A token counts once for each row that has it, although packed rows share the tokens of their prompt. The last token
+    of a row and padding do not count. So the numbers depend neither on the layout nor on the micro-batches.
+    """
+
+    def __init__(self, model: torch.nn.Module, arch: Architecture, parallel: Parallel) -> None:
+        self.arch, self.parallel = arch, parallel
+        self.rows: Tensor | None = None  # (N,) the rows for which each token of the counted forward pass counts
+        layers = routers(model, arch)
+        # (L, E + 1) tokens of each expert; last the sum of the confidence. fp32 holds counts up to 2^24 exactly.
+        self.sums = torch.zeros(len(layers), arch.num_experts + 1, device=parallel.device)
+        self.by_layer: dict[str, list[float]] = {}  # of the last step, L values each; {} if it trained no token
+        self.fullest = 0.0  # most rows of an expert rank in a layer of a step so far / the mean of the ranks
+        for sums, router in zip(self.sums, layers, strict=True):
+            router.routing = functools.partial(self._routing, router.routing, sums)
+
+    def _routing(self, inner: Callable, sums: Tensor, logits: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """What ``inner`` returns, the routes that the layer uses; they are added to ``sums``.  (tokens, E)"""
+        probs, chosen = inner(logits, *args, **kwargs)
+        if self.rows is not None:
+            own = logits.detach().view(-1, self.arch.num_experts).float()
+            sums[:-1] += (chosen * self.rows[:, None]).sum(0)
+            sums[-1] += ((own.amax(-1) - own.logsumexp(-1)).exp() * self.rows).sum()
+        return probs, chosen
+
+    @contextlib.contextmanager
+    def counting(self, micro: MicroBatch) -> Iterator[None]:
+        """Count the one forward pass of ``micro`` in this block. The recompute of a backward pass is outside of it."""
+        if micro.packing is None:
+            before_the_last = micro.mask.flip(1).cumsum(1).flip(1)[:, 1:] > 0
+            self.rows = _local(F.pad(before_the_last.float(), (0, 1)), self.parallel)
+        else:
+            self.rows = _local(micro.packing.rows[None].float(), self.parallel)
+        try:
+            yield
+        finally:
+            self.rows = None
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics moe/... of all ranks since the last call, means over the layers. Collective.
+
+        by_layer then has the values of each layer. At least one token must have been counted.
+        """
+        sums = self.parallel.sum_over_ranks(self.sums).double()
+        self.sums.zero_()
+        counts, experts = sums[:, :-1], self.arch.num_experts
+        share = counts / counts.sum(-1, keepdim=True)
+        values = {
+            "moe/load_max": share.amax(-1) * experts,
+            "moe/load_entropy": torch.special.entr(share).sum(-1) / math.log(max(2, experts)),
+            "moe/unused_frac": (counts == 0).double().mean(-1),
+            "moe/confidence": sums[:, -1] * self.arch.experts_per_token / counts.sum(-1),
+        }
+        by_rank = share.unflatten(1, (self.parallel.expert, -1)).sum(-1) * self.parallel.expert
+        self.fullest = max(self.fullest, by_rank.max().item())
+        self.by_layer = {name: [round(value, 4) for value in by.tolist()] for name, by in values.items()}
+        return {name: by.mean().item() for name, by in values.items()}
 
 
 class RoutingReplay:
@@ -41,9 +114,8 @@ class RoutingReplay:
         self.uses = [0] * sum(arch.moe_layers)  # number of times that each layer read the bound record
         self.counting = False
         self.differing = self.compared = 0  # (token, layer) pairs: with another set of experts, and all
-        moe_layers = [layer for layer, is_moe in zip(model.decoder.layers, arch.moe_layers, strict=True) if is_moe]
-        for index, layer in enumerate(moe_layers):
-            layer.mlp.router.routing = functools.partial(self._routing, layer.mlp.router.routing, index)
+        for index, router in enumerate(routers(model, arch)):
+            router.routing = functools.partial(self._routing, router.routing, index)
 
     def _routing(self, native: Callable, layer: int, logits: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Probabilities and map of one MoE layer's router, of recorded or own experts.  (tokens, E) -> (N, E) twice
@@ -77,8 +149,8 @@ class RoutingReplay:
         compares this pass with the record. Every layer must have used the record when the block ends: a run with an
         unused record would only look replayed.
         """
-        self.routes = self._local(routes).long()
-        self.replayed = self._local(replayed)
+        self.routes = _local(routes, self.parallel).long()
+        self.replayed = _local(replayed, self.parallel)
         self.uses, self.counting = [0] * len(self.uses), count
         try:
             yield
@@ -108,10 +180,6 @@ class RoutingReplay:
         counts = self.parallel.sum_over_ranks(torch.tensor([self.differing, self.compared], dtype=torch.float32))
         self.differing = self.compared = 0
         return (counts[0] / counts[1].clamp(min=1)).item()
-
-    def _local(self, rows: Tensor) -> Tensor:
-        """This rank's shard: Megatron's tokens are time-major, split over the tensor ranks.  (b, T, ...) -> (N, ...)"""
-        return rows.transpose(0, 1).chunk(self.parallel.tensor)[self.parallel.tensor_rank].flatten(0, 1)
 
 
 def routing_weights(logits: Tensor, chosen: Tensor, norm_topk_prob: bool) -> Tensor:

@@ -3,7 +3,7 @@
 out/<name>-<YYYYmmdd-HHMMSS>/
     config.yaml  environment.json  inputs.json  git.json  git.patch  command.txt  run.json    how it was started
     resume-N/                                                                    the same files of each resumed start
-    metrics.jsonl  eval.jsonl  eval_outcomes.jsonl  completions.jsonl            what it did, without times
+    metrics.jsonl  moe.jsonl  eval.jsonl  eval_outcomes.jsonl  completions.jsonl      what it did, without times
     timing.jsonl  log.txt  curves.png  finished.json  run.lock  checkpoints/
 """
 
@@ -190,7 +190,7 @@ class RunLog:
             return
         with disk_errors(self.run_dir):
             (self.run_dir / "finished.json").unlink(missing_ok=True)
-        for name in ("metrics.jsonl", "timing.jsonl", "completions.jsonl"):
+        for name in ("metrics.jsonl", "timing.jsonl", "completions.jsonl", "moe.jsonl"):
             self._keep(name, lambda row: row["step"] < step)
         self._keep("eval.jsonl", lambda row: row["step"] <= step)
         kept = self.evaluations()
@@ -236,9 +236,9 @@ class RunLog:
         """The summaries that were logged so far, also before a resume; [] on other ranks."""
         return read_lines(self.run_dir / "eval.jsonl") if self.rank == 0 else []
 
-    def log_completions(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Write one line for each completion that was sampled in ``step``."""
-        self._append("completions.jsonl", "".join(json_line({"step": step, **row}) for row in rows))
+    def log_rows(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
+        """Write lines about ``step`` to completions.jsonl or moe.jsonl."""
+        self._append(name, "".join(json_line({"step": step, **row}) for row in rows))
 
     def _scalars(self, step: int, values: dict[str, Any]) -> None:
         if not self.train.tensorboard or self.rank != 0:

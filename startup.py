@@ -38,7 +38,7 @@ from knobs import Config
 from lab import run_page
 from learner import Learner
 from parallel_setup import Parallel, launched_rank
-from plan.memory import beside_plan
+from plan import memory, utilisation
 from rollout import Rollout
 from runlog import Heartbeat
 from tripwires import Tripwires
@@ -251,6 +251,13 @@ class Run:
         )
         dist.barrier()
 
+    def speed(self, batch: Rollout, timing: dict[str, float]) -> dict[str, float]:
+        """The metrics of plan/utilisation.py of a step."""
+        rows = [(s // self.cfg.rollout.group_size, batch.row_length(s) - n, n) for s, n in enumerate(batch.lengths)]
+        trained, device = [rows[sequence] for sequence in self.learner.trained], self.parallel.device
+        peak = utilisation.peak_flops(device.type, devices.name(device), self.cfg.model.dtype)
+        return utilisation.speed(self.cfg, self.inputs.arch, rows, trained, timing, self.parallel.world_size, peak)
+
     def where_apart(self, bound: float) -> str:
         """The layer in which sampler and trainer differ by more than ``bound``, after another push. Collective."""
         self.weights.push_clean()
@@ -261,7 +268,9 @@ class Run:
         self.engine.close()
         if peak:
             place = (self.parallel.world_size, self.parallel.device.type)
-            self.log.say(beside_plan(self.cfg, self.inputs.arch, *place, *peak))
+            self.log.say(memory.beside_plan(self.cfg, self.inputs.arch, *place, *peak))
+        if self.parallel.expert > 1 and self.learner.router_load.fullest:
+            self.log.say(memory.imbalance_beside_plan(self.learner.router_load.fullest))
         summaries = self.log.evaluations()  # none on other ranks than 0
         self.log.finish(evaluate.result_line(summaries[0], summaries[-1], self.cfg.data.source) if summaries else "")
         if self.parallel.rank == 0:

@@ -84,10 +84,12 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: startup
         # All ranks decide by the numbers of rank 0.
         metrics = parallel.gather_objects(rollout.metrics(batch) | updated | pushed)[0]
         gradient_norm = metrics["actor/grad_norm"]
-        log.log_completions(step, run.shown_completions(asked, batch, completions))
+        log.log_rows("completions.jsonl", step, run.shown_completions(asked, batch, completions))
+        log.log_rows("moe.jsonl", step, [learner.router_load.by_layer])
         step_peak = max(parallel.gather_objects(timer.peak()))  # (GiB, phase) of the fullest rank; () on a CPU
         peak = max(peak, step_peak)
-        log.log_step(step, metrics, timer.timing(sum(batch.lengths)) | runlog.device_memory(step_peak))
+        timing = timer.timing(sum(batch.lengths))
+        log.log_step(step, metrics, timing | run.speed(batch, timing) | runlog.device_memory(step_peak))
         tripwires.after_step(step, metrics, (batch.rewards.min().item(), batch.rewards.max().item()), run.where_apart)
         factors = adapter_weights.adapter_pieces(learner.adapters, learner.arch, parallel)
         tripwires.state(step + 1, adapter_weights.differing(factors, parallel))

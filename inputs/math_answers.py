@@ -5,9 +5,9 @@ inputs/workers.py: an expression may take a computer algebra system for ever, an
 """
 
 import logging
-import re
 
 from inputs.files import InputError
+from reward_gsm8k import last_boxed
 
 try:
     from math_verify import parse, verify
@@ -28,14 +28,3 @@ def score(completion: str, gold: str, row: dict) -> tuple[float, bool, bool]:
     ours, right = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (answer, gold))
     is_right = bool(verify(right, ours, timeout_seconds=None))
     return float(is_right), True, is_right
-
-
-def last_boxed(text: str) -> str | None:
-    """The content of the last complete \\boxed{...}, with the braces inside of it; None without one."""
-    found, begun = None, []  # begun: for each open brace where the content of its \\boxed begins, or None
-    for brace in re.finditer(r"(\\boxed)?\{|\}", text):
-        if brace[0] != "}":
-            begun.append(brace.end() if brace[1] else None)
-        elif begun and (first := begun.pop()) is not None:
-            found = text[first : brace.start()]
-    return found

@@ -25,7 +25,7 @@ from typing import Any
 from inputs.files import InputError, dump_yaml, read_bytes, read_object, read_text, shown, write_atomically
 from lab.records import MARKS, Run, file_of, merged, shares_right
 from lab.store import load_runs
-from run_record import checks_fired, variant_name, why_ended
+from run_record import checks_fired, read_lines, variant_name, why_ended
 
 LABELS = {  # metric -> axis label of the figures
     "reward/mean": "mean reward of a step",
@@ -221,13 +221,17 @@ def _read(path: Path) -> tuple[str, bytes]:
 
 def svg(metrics: dict[str, Curves]) -> str:
     """One inline SVG with a panel for each metric. It refers to nothing outside of itself."""
+    names = list(dict.fromkeys(name for lines in metrics.values() for name in lines))
+    return _inline(lambda: grid(metrics, names)[0])
+
+
+def _inline(draw: Callable[[], Any]) -> str:
     import matplotlib
 
-    names, text = list(dict.fromkeys(name for lines in metrics.values() for name in lines)), StringIO()
+    text = StringIO()
     # Run folders give the names: a "$" in them does not begin a formula. Texts stay texts in the SVG.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "", "text.parse_math": False}):
-        figure, _ = grid(metrics, names)
-        figure.savefig(text, format="svg", metadata={"Creator": None, "Date": None, "Format": None, "Type": None})
+        draw().savefig(text, format="svg", metadata={"Creator": None, "Date": None, "Format": None, "Type": None})
     drawn = text.getvalue()
     return re.sub(r' xmlns(:\w+)?="[^"]*"', "", drawn[drawn.index("<svg") :]).replace("xlink:href", "href")
 
@@ -282,7 +286,7 @@ def _run(folder: Path, rows: list[dict], result: str, checks: dict, command: str
     curves = _curves(folder, rows, folder.name)
     fired = [{"check": check, "first warning": warning} for check, warning in checks.items()]
     parts = {
-        "Curves": svg(curves) if curves else "",
+        "Curves": (svg(curves) if curves else "") + _routing(folder / "moe.jsonl"),
         "Checks": _table(fired) or "<p>No check has fired.</p>",
         "Completions over time": "".join(_completions(row) for row in rows if "completions" in row),
         "Slowest steps": _slowest(rows),
@@ -309,6 +313,23 @@ def _curves(folder: Path, rows: list[dict], name: str) -> dict[str, Curves]:
     steps = pandas.DataFrame(rows).set_index("step") if rows else pandas.DataFrame()
     order = sorted(key for key in steps if key.endswith("_accuracy")) + [key for key in CURVES if key in steps]
     return {key: {name: [pandas.to_numeric(steps[key])]} for key in order}
+
+
+def _routing(path: Path) -> str:
+    """A heat map of each metric in moe.jsonl, steps to the right and MoE layers down; InputError if it has no list."""
+    import matplotlib.figure
+
+    lines = [line for line in read_lines(path) if len(line) > 1]  # a step that trained nothing has no values
+    figure, places = matplotlib.figure.Figure(figsize=(12, 6), layout="constrained"), itertools.count(1)
+    for key in [key for key in lines[0] if key.startswith("moe/")] if lines else ():
+        try:
+            layers = [*zip(*([x for x in line[key] if abs(x) < 1e300] for line in lines), strict=True)]
+            extent, axes = (0.5, len(lines) + 0.5, len(layers) - 0.5, -0.5), figure.add_subplot(2, 2, next(places))
+            figure.colorbar(axes.imshow(layers, aspect="auto", interpolation="none", extent=extent), ax=axes)
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"{path}: {key}: needed: in each step a list of equally many numbers") from error
+        axes.set(title=key, ylabel="MoE layer")
+    return _inline(lambda: figure) if figure.axes else ""
 
 
 def _table(rows: Iterable[dict[str, Any]]) -> str:

@@ -342,6 +342,11 @@ def beside_plan(cfg: Config, arch: Architecture, ranks: int, device: str, peak_g
     return f"device memory: at most {peak_gib:.2f} GiB in {phase}; planned: {planned:.2f} GiB in {memory.fullest}"
 
 
+def imbalance_beside_plan(measured: float) -> str:
+    """One line for the end of a run: the most rows of an expert rank / the mean, beside what step_memory assumes."""
+    return f"rows of the fullest expert rank: at most {measured:.2f} x the mean in a layer; planned: {IMBALANCE:g} x"
+
+
 def _engine_layout(layout: RankGrid) -> RankGrid:
     """The engine's copy: its ranks split attention and experts alike, or whole experts are spread over all ranks."""
     tensor, expert = layout.engine_tensor, layout.engine_expert

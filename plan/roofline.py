@@ -62,7 +62,8 @@ class Rows(NamedTuple):
     number: float
     prompt: float  # tokens
     completion: float
-    group: int = 1  # rows that share the work on their prompt
+    group: float = 1  # rows that share the work on their prompt
+    more_pairs: float = 0  # than rows of equal lengths have, where prompt and completion are means
 
     @property
     def tokens(self) -> float:
@@ -72,7 +73,7 @@ class Rows(NamedTuple):
     def pairs(self) -> float:
         """Products of a query and a key. A prompt's attention is causal; a completion's tokens meet their whole row."""
         length = self.prompt + self.completion
-        return self.number * (self.completion * length + self.prompt**2 / 2 / self.group)
+        return self.number * (self.completion * length + self.prompt**2 / 2 / self.group) + self.more_pairs
 
 
 def forward_flops(arch: Architecture, rows: Rows) -> dict[str, float]:

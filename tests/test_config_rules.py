@@ -59,11 +59,11 @@ def test_a_key_of_an_older_version_is_named_with_what_to_do(tmp_path):
     older["tiny_model"] |= {"words_per_batch": 64}
     assert config.changed_keys(older, cfg, set()) == []
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(older))
-    assert config.load_recorded(tmp_path) == cfg
+    assert config.load_recorded(tmp_path / "config.yaml") == cfg
     older["tiny_model"] |= {"words_per_batch": 32}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(older))
     with pytest.raises(InputError, match="tiny_model.words_per_batch: not a key since version 0.2.0"):
-        config.load_recorded(tmp_path)
+        config.load_recorded(tmp_path / "config.yaml")
     assert config.changed_keys(older, cfg, set()) == [
         "tiny_model.words_per_batch: 32 -> nothing (version 0.1.0 continues it)"
     ]

@@ -251,9 +251,9 @@ def test_every_metric_of_a_run_is_in_the_glossary() -> None:
         for name in re.findall(r"`([^`]+)`", cell):
             section = name.split("/")[0] or section
             explained.add(f"{section}/{name.split('/')[1]}")
-    sections = "reward|response_length|actor|rollout|aqn|replay|sync|timing|perf|eval"
+    sections = "reward|response_length|actor|rollout|aqn|replay|moe|sync|timing|perf|eval"
     logged = set()
-    for path in recorded.ROOT.glob("*.py"):
+    for path in (*recorded.ROOT.glob("*.py"), *recorded.ROOT.glob("plan/*.py")):
         logged |= set(re.findall(rf'"((?:{sections})/[a-z_]+)"(?: ?:|\] = )', path.read_text()))
     assert len(logged) > 20 and logged <= explained, logged - explained
 

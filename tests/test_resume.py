@@ -20,7 +20,7 @@ import train_grpo
 from config import to_yaml
 from run_record import sha256_file
 
-RECORDS = ("metrics.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl")
+RECORDS = ("metrics.jsonl", "moe.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl")
 EVERYTHING = {  # rollout, updates and evaluation depend on everything that a checkpoint must hold
     "train__steps": 5, "train__checkpoint_every": 1, "eval__every": 2, "optim__prompts_per_update": 3,
     "optim__decay": "cosine", "optim__weight_decay": 0.1, "loss__entropy_coef": 0.05,

@@ -1,9 +1,14 @@
-"""Routing replay: own routes change nothing, other routes do.
+"""Routing replay: own routes change nothing, other routes do. The load of the experts is that of transformers.
 
 The gradients are compared with those of the gating formula, computed densely over all experts.
 """
 
 from __future__ import annotations
+
+import collections
+import math
+import statistics
+from types import SimpleNamespace
 
 import pytest
 import reference
@@ -13,6 +18,7 @@ from adapted import load, my_rows
 from scope import cases
 
 import model_megatron
+import packing
 import routing_replay
 
 KINDS = cases(["qwen3_moe"], ["qwen2_moe"])
@@ -57,6 +63,7 @@ def replays(parallel, path, tokens):
         "nowhere": torch.equal(native, logp(shifted, torch.zeros_like(everywhere))),
         "differing": (differing_own, differing_other),
         "free": replay.routes is None and replay.written is None,
+        "load": [counted(parallel, path, packed) for packed in (True, False)],
     }
 
 
@@ -79,6 +86,88 @@ def test_every_layout_records_the_same_routes(answers):
         ranks, tensor, _, _ = world.LAYOUTS[layout]
         rows = whole.chunk(ranks // tensor)
         assert all(torch.equal(answer["routes"], rows[i // tensor]) for i, answer in enumerate(answers[layout]))
+
+
+# ------------------------------------------------------------------------------------------------ the load of experts
+
+LENGTHS = [7, 5, 4, 6]  # of rows; two and two share a prompt of 3 tokens, and the last token of a row is not routed
+
+
+def rows_to_train():
+    """(4, 7) tokens and the mask of those that are trained."""
+    tokens = reference.tokens(rows=4, length=7)
+    tokens[1::2, :3] = tokens[::2, :3]
+    places = torch.arange(7)
+    return tokens, ((places >= 3) & (places < torch.tensor(LENGTHS)[:, None])).float()
+
+
+def counted(parallel, path, packed):
+    """What RouterLoad counts in one of three passes over this rank's rows, of which the last two are a backward pass
+    that routes again and another forward pass; and the most rows of an expert rank / the mean."""
+    model, arch = load(path, parallel, recompute=True)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    load_of = routing_replay.RouterLoad(model, arch, parallel)
+    tokens, mask = (rows.chunk(parallel.data)[parallel.data_rank] for rows in rows_to_train())
+    tokens, mask = (torch.nn.functional.pad(rows, (0, 1)) for rows in (tokens, mask))  # 8: a multiple of tensor
+    line = packing.pack(tokens, mask, parallel.tensor) if packed else None
+
+    def logp():
+        return model_megatron.token_logprobs(model, tokens, mask, parallel, packing=line)[0]
+
+    with load_of.counting(SimpleNamespace(mask=mask, packing=line)):
+        found = logp()
+    found.sum().backward()
+    logp()
+    tokens_of = parallel.sum_over_ranks(load_of.sums)[:, :-1].sum(-1).tolist()  # in each layer, four experts a token
+    return tokens_of, load_of.metrics(), load_of.by_layer, load_of.fullest
+
+
+def load_by_hand(path, expert_ranks):
+    """The same from the inputs of transformers' MoE layers, token by token and layer by layer."""
+    model, layers = reference.load(path), []
+    tokens, _ = rows_to_train()
+    moe_layers = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    for mlp in moe_layers:
+        tokens_of, sure = collections.Counter(), []
+
+        def count(module, args, mlp=mlp, tokens_of=tokens_of, sure=sure):
+            logits = (args[0] @ mlp.gate.weight.T)[0].double()
+            tokens_of.update(logits.topk(4, dim=-1).indices.flatten().tolist())
+            sure += logits.softmax(-1).amax(-1).tolist()
+
+        mlp.register_forward_pre_hook(count)
+        layers.append((tokens_of, sure))
+    with torch.no_grad():
+        for row, length in zip(tokens, LENGTHS, strict=True):
+            model(row[None, : length - 1])
+    by_layer, fullest = collections.defaultdict(list), 0.0
+    for tokens_of, sure in layers:
+        total = sum(tokens_of.values())
+        assert total == 4 * len(sure) == 4 * (sum(LENGTHS) - 4)
+        by_layer["moe/load_max"].append(max(tokens_of.values()) / (total / 16))
+        entropy = -sum(n / total * math.log(n / total) for n in tokens_of.values())
+        by_layer["moe/load_entropy"].append(entropy / math.log(16))
+        by_layer["moe/unused_frac"].append(1 - len(tokens_of) / 16)
+        by_layer["moe/confidence"].append(statistics.fmean(sure))
+        own = 16 // expert_ranks
+        on_rank = [sum(tokens_of[e] for e in range(first, first + own)) for first in range(0, 16, own)]
+        fullest = max(fullest, max(on_rank) * expert_ranks / total)
+    return dict(by_layer), fullest
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_load_of_the_experts_is_that_of_transformers_in_every_layout_packed_or_not(answers, folder, layout):
+    wanted, fullest = load_by_hand(folder, world.LAYOUTS[layout][2])
+    assert 0 < max(wanted["moe/unused_frac"]) < 0.5 and min(wanted["moe/load_max"]) > 1.2
+    for answer in answers[layout]:
+        for tokens_of, metrics, by_layer, found_fullest in answer["load"]:
+            assert set(tokens_of) == {4.0 * (sum(LENGTHS) - 4)}
+            assert by_layer.keys() == metrics.keys() == wanted.keys()
+            for name, values in wanted.items():
+                assert by_layer[name] == pytest.approx(values, abs=6e-5), name
+                assert metrics[name] == pytest.approx(statistics.fmean(values), rel=1e-5), name
+            assert found_fullest == pytest.approx(fullest)
 
 
 # ------------------------------------------------------------------------------------------------ the router's gradient

@@ -8,7 +8,9 @@ import os
 import re
 import shutil
 import xml.etree.ElementTree as ElementTree
+from base64 import b64decode
 from html.parser import HTMLParser
+from io import BytesIO
 from pathlib import Path
 
 import pandas
@@ -183,7 +185,31 @@ def test_a_page_replaces_a_page_and_nothing_else(run: Path, tmp_path: Path, caps
     assert "no config.yaml" in capsys.readouterr().err
 
 
+def test_the_load_of_the_experts_is_drawn_by_layer_in_the_page_itself(run: Path) -> None:
+    """The pixels of a map are those of its numbers: in two steps of three layers, one value stands out."""
+    before, path = run_page.page(run), run / "moe.jsonl"
+    values = {"moe/load_max": [1.0, 1.0, 3.0], "moe/confidence": [0.5, 0.5, 0.5]}
+    others = {"moe/load_max": [1.0, 1.0, 1.0], "moe/confidence": [0.5, 0.5, 0.4]}
+    lines = [{"step": 0} | others, {"step": 1}, {"step": 2} | values]  # step 2 trained nothing
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = run_page.page(run)
+    found = Outline(text)
+    maps = [one.partition(",")[2] for one in found.references if one.startswith("data:image/png;base64,")]
+    assert {one for one in found.references if not one.startswith("data:")} <= {f"#{name}" for name in found.ids}
+    assert "moe/load_max" in text and "moe/load_max" not in before and len(text) < len(before) + 60_000
+    pictures = [imread(BytesIO(b64decode(one)))[..., :3] for one in maps]
+    (high,) = [picture for picture in pictures if picture.shape == (3, 2, 3) and (picture[2, 1] != picture[0, 0]).any()]
+    assert (high[2, 1] != high[2, 0]).any() and all((high[place] == high[0, 0]).all() for place in ((0, 1), (2, 0)))
+
+
 DAMAGED = {
+    "moe.jsonl": [
+        '{"step": 0, "moe/load_max": 1}',
+        '{"step": 0, "moe/load_max": ["a"]}',
+        '{"step": 0, "moe/load_max": [1e999]}',
+        '{"step": 0, "moe/load_max": [1]}\n{"step": 1, "moe/load_max": [1, 2]}',
+        '{"step": 0, "moe/load_max": [1]}\n{"step": 1, "moe/confidence": [1]}',
+    ],
     "metrics.jsonl": ['{"step": 0, "reward/mean": "<b>"}', '{"step": 0, "reward/mean": 1e999}'],
     "eval.jsonl": ['{"step": 0, "eval/greedy_accuracy": {}}'],
     "completions.jsonl": ['{"step": 0, "question": 5, "gold": "1", "completion": "", "reward": 0, "tokens": 1}'],

@@ -56,14 +56,15 @@ def fill(log: runlog.RunLog, first: int, end: int) -> None:
     if first == 0:
         log.log_eval(0, {"eval/greedy_accuracy": 0.25}, [{"question": q, "greedy": [0]} for q in range(3)])
     for step in range(first, end):
-        log.log_completions(step, [{"text": f"{step}\n{n}\u2028"} for n in range(2)])
+        log.log_rows("completions.jsonl", step, [{"text": f"{step}\n{n}\u2028"} for n in range(2)])
+        log.log_rows("moe.jsonl", step, [{"moe/load_max": [step, step / 7]}])
         log.log_step(step, {"reward/mean": step / 7}, {"timing/generate_s": 1.0})
         if (step + 1) % 2 == 0:
             outcomes = [{"question": q, "greedy": [q]} for q in range(3)]
             log.log_eval(step + 1, {"eval/greedy_accuracy": step / 3}, outcomes)
 
 
-RECORDS = ("metrics.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl")
+RECORDS = ("metrics.jsonl", "moe.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl")
 
 
 def records(run_dir: Path) -> dict[str, bytes]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -162,7 +163,7 @@ def test_skipped_groups_do_not_change_the_scale_of_the_metrics(runs) -> None:
 
 
 def test_the_same_run_twice_is_the_same_to_the_byte(runs) -> None:
-    for name in ("metrics.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl"):
+    for name in ("metrics.jsonl", "moe.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl"):
         assert (runs["again"] / name).read_bytes() == (runs["qwen3_moe TP2_EP2"] / name).read_bytes()
         assert (runs["again"] / name).stat().st_size
 
@@ -172,6 +173,26 @@ def test_the_first_evaluation_depends_neither_on_the_seed_nor_on_the_world(runs)
     assert first["seed 5"] == first["TP1"] == first["TP2_EP2_DP2"]
     assert json.loads(first["TP1"])["eval/num_questions"] == 9
     assert column(runs["seed 5"], "reward/mean") != column(runs["TP1"], "reward/mean")
+
+
+def test_the_load_of_the_experts_and_the_speed_are_recorded(runs) -> None:
+    """test_routing_replay.py and test_utilisation.py compare the numbers; the peak of a CPU is not known."""
+    for label, run in runs.items():
+        rows = [json.loads(line) for line in (run / "moe.jsonl").read_text().splitlines()]
+        for row, metrics in zip(rows, training.metrics(run), strict=True):
+            names = [name for name in metrics if name.startswith("moe/")]
+            assert names == list(row)[1:] and len(names) == (4 if "actor/loss" in metrics else 0), label
+            for name in names:
+                assert len(row[name]) == 2 and abs(sum(row[name]) / 2 - metrics[name]) < 1e-4
+        for line in (run / "timing.jsonl").read_text().splitlines():
+            timing = json.loads(line)
+            assert timing["perf/generate_tokens_per_s_device"] > 0 and "perf/mfu" not in timing
+            assert (timing["perf/train_tokens_per_s_device"] > 0) == ("nothing to learn" not in label)
+    said = (runs["TP2_EP2_DP2"] / "log.txt").read_text()
+    by_layer = (runs["TP1"] / "moe.jsonl").read_text().splitlines()
+    (worst,) = re.findall(r"rows of the fullest expert rank: at most ([\d.]+) x the mean .*; planned: 1.5 x", said)
+    assert 1 < float(worst) < max(max(json.loads(line)["moe/load_max"]) for line in by_layer)
+    assert "fullest expert rank" not in (runs["TP1"] / "log.txt").read_text()
 
 
 # ------------------------------------------------------------------------------------------------ the first step

@@ -1,0 +1,59 @@
+"""How fast a step was: tokens a second a device, and the model FLOPs utilisation (MFU), from the counts of roofline.py.
+
+MFU is the operations of the model for the tokens of the step, divided by what the devices could have computed in its
+seconds (arXiv 2204.02311). Activation recompute is no useful work there. Nothing here imports torch.
+"""
+
+import re
+from collections.abc import Sequence
+
+from architecture import Architecture
+from knobs import Config
+from plan.roofline import HARDWARE, Rows, forward_flops, lora_flops, update_flops
+
+# What the driver calls the devices of which HARDWARE has the peak. It is that of bf16.
+NAMES = {"npu": r"Ascend910_93\d\d", "cuda": r"NVIDIA H(?:100 80GB HBM3|200)"}
+Row = tuple[int, int, int]  # number of the group, tokens of the prompt, tokens of the completion
+
+
+def peak_flops(kind: str, name: str, dtype: str) -> float | None:
+    """Operations a second of the device that its driver calls ``name``; None where they are not known."""
+    return HARDWARE[kind].flops if dtype == "bf16" and re.fullmatch(NAMES.get(kind, "(?!)"), name) else None
+
+
+def _work(rows: Sequence[Row]) -> Rows:
+    """Rows with the tokens and with the products of queries and keys of ``rows``; a prompt counts once a group."""
+    prompts = {group: prompt for group, prompt, _ in rows}
+    prompt, completion = (sum(row[i] for row in rows) / max(1, len(rows)) for i in (1, 2))
+    mean = Rows(len(rows), prompt, completion, len(rows) * prompt / sum(prompts.values()) if rows else 1)
+    pairs = sum(prompt**2 / 2 for prompt in prompts.values()) + sum(c * (p + c) for _, p, c in rows)
+    return mean._replace(more_pairs=pairs - mean.pairs)
+
+
+def step_flops(cfg: Config, arch: Architecture, sampled: Sequence[Row], trained: Sequence[Row]) -> float:
+    """Operations of a step: each token of the ``sampled`` rows once, and the trainer's passes of the ``trained``."""
+    work, kept = _work(trained), cfg.model_copy(update={"model": cfg.model.model_copy(update={"recompute": False})})
+    frozen = sum(forward_flops(arch, work).values())
+    old_policy = frozen + lora_flops(arch, cfg.lora, work.tokens) * (not cfg.trains_merged)
+    passes = old_policy * cfg.has_old_policy_pass + frozen * (cfg.loss.kl != "none")
+    return sum(forward_flops(arch, _work(sampled)).values()) + passes + sum(update_flops(kept, arch, work))
+
+
+def speed(
+    cfg: Config,
+    arch: Architecture,
+    sampled: Sequence[Row],
+    trained: Sequence[Row],
+    timing: dict[str, float],
+    ranks: int,
+    peak: float | None,
+) -> dict[str, float]:
+    """The metrics perf/... of a step with these rows and this ``timing``; perf/mfu only with the device's ``peak``."""
+    generated, updated = sum(c for _, _, c in sampled), sum(p + c for _, p, c in trained)
+    found = {
+        "perf/generate_tokens_per_s_device": generated / max(timing["timing/generate_s"], 1e-4) / ranks,
+        "perf/train_tokens_per_s_device": updated / max(timing["timing/update_s"], 1e-4) / ranks,
+    }
+    if peak is not None:
+        found["perf/mfu"] = step_flops(cfg, arch, sampled, trained) / (timing["timing/step_s"] * peak * ranks)
+    return {name: float(f"{value:.4g}") for name, value in found.items()}
