@@ -7,7 +7,15 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-OPTIONAL = {"torch_npu", "mindspeed", "vllm", "ray", "tensorboard"}  # used if installed; no CPU run needs them
+OPTIONAL = {
+    "torch_npu",
+    "mindspeed",
+    "vllm",
+    "ray",
+    "tensorboard",
+    "wandb",
+    "swanlab",
+}  # used if installed; no CPU run needs them
 PACKAGE = {"yaml": "PyYAML", "megatron": "megatron-core", "PIL": "pillow"}  # import name -> name on PyPI
 FOLDERS = {"inputs", "engines", "plan", "checks", "lab"}
 FILES = {
