@@ -160,7 +160,7 @@ class RunLog:
     def __init__(self, train: TrainConfig, run_dir: Path | None, rank: int, lock: BinaryIO | None) -> None:
         self.train, self.run_dir, self.rank, self.lock = train, run_dir, rank, lock
         self.bar: tqdm | None = None
-        self.trackers: Any = None  # trackers.Trackers, which startup.open_run puts here
+        self.trackers: list[Any] = []  # of lab/trackers.py; startup.open_run puts them here
 
     def _append(self, name: str, text: str) -> None:
         if self.rank == 0:
@@ -236,8 +236,8 @@ class RunLog:
         self._append("completions.jsonl", "".join(json_line({"step": step, **row}) for row in rows))
 
     def _track(self, step: int, values: dict[str, Any]) -> None:
-        if self.trackers:
-            self.trackers.log(step, values)
+        for tracker in self.trackers:
+            tracker.log(step, values)
 
     def reached(self) -> str:
         """How far the run has come and how to continue it, for a process that is being ended."""
@@ -274,7 +274,7 @@ class RunLog:
 
     def close(self) -> None:
         """End the progress bar and the trackers, and release the folder for other processes."""
-        for part in (self.bar, self.trackers, self.lock):
+        for part in (self.bar, *self.trackers, self.lock):
             if part is not None:
                 part.close()
 

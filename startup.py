@@ -234,7 +234,6 @@ class Run:
             plain.with_name(f"{plain.name}.gz").write_bytes(gzip.compress(plain.read_bytes()))
             plain.unlink()
         self.profiler = None
-        self.heartbeat.beat(f"the profile of step {step + 1}")
 
     def save(self, after_steps: int) -> None:
         """Write a checkpoint, if all ranks hold the same weights and its files hold what the ranks do. Collective."""
@@ -292,7 +291,7 @@ def open_run(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inpu
         if changed := changes_at_resume(saved.config, cfg)[1]:
             log.say(f"note: changed at this resume: {'; '.join(changed)}")
     if parallel.rank == 0:
-        log.trackers = trackers.Trackers(cfg.train.trackers, log.run_dir, log.say)
+        log.trackers = trackers.start(cfg.train.trackers, log.run_dir, log.say)
     model = model_megatron.build_for(cfg.model, arch, parallel)
     weights_hf.load(model, arch, parallel, cfg.model.path)
     heartbeat.beat("loading the base weights")

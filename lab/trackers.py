@@ -20,27 +20,19 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any
 
 from run_record import SECRETS, json_line, read_lines
 
-LOG_SECONDS, CLOSE_SECONDS = 180, 60  # the longest opening or step of a tracker; the longest end
+CLOSE_SECONDS = 60  # the longest end of a tracker
 PROJECT = "megatron-grpo"  # WANDB_PROJECT and SWANLAB_PROJECT name another one
 
 
 # ------------------------------------------------------------------------------------------------ in its own process
 
 
-class Tracker(Protocol):
-    """What a package is used for; the constructor opens it for a run's folder. Steps do not decrease."""
-
-    def log(self, step: int, values: dict[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class TensorBoard:
-    """An event file for each start of the run. The first event says that all values of earlier files are replaced."""
+    """An event file for each start of the run. Its first event says that it replaces all values of earlier files."""
 
     def __init__(self, run_dir: Path) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -49,8 +41,7 @@ class TensorBoard:
 
         self.event, self.summary = Event, Summary
         # Not tensorboard's EventFileWriter, which puts the name of the machine into that of the file.
-        path = run_dir / "tensorboard" / f"events.out.tfevents.{time.time_ns()}"
-        self.writer = RecordWriter(open(path, "xb"))
+        self.writer = RecordWriter(open(run_dir / "tensorboard" / f"events.out.tfevents.{time.time_ns()}", "xb"))
         self._write(file_version="brain.Event:2")
         self._write(step=0, session_log=SessionLog(status=SessionLog.START))
 
@@ -58,77 +49,58 @@ class TensorBoard:
         self.writer.write(self.event(wall_time=time.time(), **event).SerializeToString())
         self.writer.flush()
 
-    def log(self, step: int, values: dict[str, float]) -> None:
+    def log(self, values: dict[str, float], step: int) -> None:
         scalars = [self.summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._write(step=step, summary=self.summary(value=scalars))
 
-    def close(self) -> None:
+    def finish(self) -> None:
         self.writer.close()
 
 
-class Wandb:
+def open_wandb(run_dir: Path) -> Any:
     """A run of wandb without code, console, host, user, command and git. Online, it continues the run of this id.
 
-    Offline, each start of the run writes a whole run of the same id, because wandb cannot read what it wrote.
+    A repeated step is dropped by wandb, whose steps only grow. Offline, each start of the run writes a whole run of the same id, because wandb cannot read what it wrote.
     """
+    import wandb
 
-    def __init__(self, run_dir: Path) -> None:
-        import wandb
-
-        settings = wandb.Settings(
-            root_dir=str(run_dir), console="off", silent=True, symlink=False, host="", username="", email="",
-            program="", disable_git=True, disable_code=True, save_code=False, x_disable_meta=True, x_disable_stats=True,
-            x_disable_machine_info=True, x_save_requirements=False, finish_timeout=float(CLOSE_SECONDS),
-        )  # fmt: skip
-        self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=run_dir.name,
-            id=run_id(run_dir),
-            resume="allow",
-            mode=mode("WANDB"),
-            settings=settings,
-        )
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        if step >= self.run.starting_step:  # wandb has the earlier ones, and drops them with a warning
-            self.run.log(values, step=step)
-
-    def close(self) -> None:
-        self.run.finish()
+    settings = wandb.Settings(
+        root_dir=str(run_dir), console="off", silent=True, symlink=False, host="", username="", email="", program="",
+        disable_git=True, disable_code=True, save_code=False, x_disable_meta=True, x_disable_stats=True,
+        x_disable_machine_info=True, x_save_requirements=False, finish_timeout=float(CLOSE_SECONDS),
+    )  # fmt: skip
+    return wandb.init(**_run_options(run_dir, "WANDB"), settings=settings)
 
 
-class SwanLab:
+def open_swanlab(run_dir: Path) -> Any:
     """A run of swanlab without machine, command, git and console. Online, its server drops the steps that it has.
 
     Offline, each start of the run writes a whole run of the same id.
     """
+    import swanlab
 
-    def __init__(self, run_dir: Path) -> None:
-        import swanlab
-
-        probes = ("hardware", "runtime", "requirements", "conda", "git", "swanlab", "monitor")
-        self.run = swanlab.init(
-            project=os.environ.get("SWANLAB_PROJECT", PROJECT),
-            name=run_dir.name,
-            id=run_id(run_dir),
-            resume="allow",
-            mode=mode("SWANLAB"),
-            log_dir=str(run_dir / "swanlab"),
-            settings=swanlab.Settings(
-                interactive=False,
-                probe=swanlab.Settings.Probe(**dict.fromkeys(probes, False)),
-                terminal=swanlab.Settings.Terminal(proxy_type="none"),
-            ),
-        )
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        self.run.log(values, step=step)
-
-    def close(self) -> None:
-        self.run.finish()
+    probes = ("hardware", "runtime", "requirements", "conda", "git", "swanlab", "monitor")
+    settings = swanlab.Settings(
+        interactive=False,
+        probe=swanlab.Settings.Probe(**dict.fromkeys(probes, False)),
+        terminal=swanlab.Settings.Terminal(proxy_type="none"),
+    )
+    return swanlab.init(**_run_options(run_dir, "SWANLAB"), log_dir=str(run_dir / "swanlab"), settings=settings)
 
 
-TRACKERS: dict[str, Callable[[Path], Tracker]] = {"tensorboard": TensorBoard, "wandb": Wandb, "swanlab": SwanLab}
+# Each opens a tracker for a run's folder: an object with log(values, step=step) and finish(). Steps do not decrease.
+OPEN: dict[str, Callable[[Path], Any]] = {
+    "tensorboard": TensorBoard,
+    "wandb": open_wandb,
+    "swanlab": open_swanlab,
+}
+
+
+def _run_options(run_dir: Path, prefix: str) -> dict[str, str]:
+    """What wandb and swanlab call alike. Without an API key in the environment they are offline, so that none asks."""
+    mode = os.environ.get(f"{prefix}_MODE") or ("online" if os.environ.get(f"{prefix}_API_KEY") else "offline")
+    project = os.environ.get(f"{prefix}_PROJECT") or PROJECT
+    return {"project": project, "name": run_dir.name, "id": run_id(run_dir), "resume": "allow", "mode": mode}
 
 
 def run_id(run_dir: Path) -> str:
@@ -136,121 +108,85 @@ def run_id(run_dir: Path) -> str:
     return hashlib.sha256(run_dir.name.encode()).hexdigest()[:16]
 
 
-def mode(prefix: str) -> str:
-    """What PREFIX_MODE says; else online if PREFIX_API_KEY is set, and offline without a key, so that nothing asks."""
-    return os.environ.get(f"{prefix}_MODE") or ("online" if os.environ.get(f"{prefix}_API_KEY") else "offline")
-
-
 def main(arguments: list[str]) -> int:
-    """Log each row of the standard input, which has a "step"; only its numbers are logged.
-
-    SIGALRM, which nothing here handles, ends a process that takes longer than the limits, even after the trainer.
-    """
+    """Log the numbers of each row of the standard input; a row has a "step"."""
     name, run_dir = arguments
     rows = open(os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a package that asks something must not read the rows
-    signal.alarm(LOG_SECONDS)
-    tracker = TRACKERS[name](Path(run_dir))
-    signal.alarm(0)  # the next row comes with the next step
-    for line in rows:
-        signal.alarm(LOG_SECONDS)
-        row = json.loads(line)
-        values = {key: float(value) for key, value in row.items() if type(value) in (int, float) and key != "step"}
-        tracker.log(row["step"], values)
-        signal.alarm(0)
-    signal.alarm(CLOSE_SECONDS)
-    tracker.close()
+    tracker = OPEN[name](Path(run_dir))
+    for row in map(json.loads, rows):
+        step = row.pop("step")
+        tracker.log({key: float(value) for key, value in row.items() if type(value) in (int, float)}, step=step)
+    signal.alarm(CLOSE_SECONDS)  # ends this process, also if the trainer, which would end it, has ended before
+    tracker.finish()
     return 0
 
 
 # ------------------------------------------------------------------------------------------------ beside the training
 
 
-class Trackers:
-    """The processes of all trackers of a run. One that ends too early or does not end is off, after one warning."""
-
-    def __init__(self, names: Iterable[str], run_dir: Path, say: Callable[[str], None]) -> None:
-        self.processes = [_Process(name, run_dir, say) for name in names]
-        files = ("eval", "metrics", "timing") if self.processes else ()
-        rows = [row for file in files for row in read_lines(run_dir / f"{file}.jsonl")]
-        for row in sorted(rows, key=lambda row: row["step"]):
-            self.log(row["step"], row)
-
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Hand over the numbers of a step; never waits."""
-        for process in self.processes:
-            process.send(json_line({**values, "step": step}))
-
-    def close(self) -> None:
-        """End all trackers, in CLOSE_SECONDS at most."""
-        for process in self.processes:
-            process.rows.put("")
-        deadline = time.monotonic() + CLOSE_SECONDS
-        for process in self.processes:
-            process.wait(deadline)
-        self.processes = []
-
-
-class _Process:
-    """A tracker's process; a thread writes to its pipe, because a process that hangs does not read."""
+class Tracker:
+    """The process of a tracker. One that ends too early, or does not end, is off after one warning."""
 
     def __init__(self, name: str, run_dir: Path, say: Callable[[str], None]) -> None:
         self.name, self.say = name, say
         self.rows: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.output: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # not in the run's folder: it may be told
-        self.process: subprocess.Popen[str] | None = None
+        (run_dir / name).mkdir(exist_ok=True)
         root = str(Path(__file__).resolve().parent.parent)
-        paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        try:
-            (run_dir / name).mkdir(exist_ok=True)
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "lab.trackers", name, str(run_dir.resolve())],
-                stdin=subprocess.PIPE, stdout=self.output, stderr=self.output, text=True,
-                env=os.environ | {"PYTHONPATH": paths},
-                start_new_session=True,  # Ctrl-C is for the training; the end of the pipe ends a tracker
-            )  # fmt: skip
-        except OSError as error:
-            self._off(f"{name}: {error.strerror}")
+        self.output = tempfile.TemporaryFile("w+", errors="replace")  # not in the run's folder: it may tell a secret
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "lab.trackers", name, str(run_dir.resolve())],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))},
+            stdin=subprocess.PIPE, stdout=self.output, stderr=self.output, text=True, bufsize=1,
+            start_new_session=True,  # Ctrl-C is for the training; the end of the pipe ends a tracker
+        )  # fmt: skip
+        threading.Thread(target=self._write, daemon=True).start()  # a process that hangs does not read
+
+    def _write(self) -> None:
+        with suppress(OSError), self.process.stdin as pipe:
+            pipe.writelines(iter(self.rows.get, ""))
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Hand over the numbers of a step; never waits."""
+        if self.process.poll() is None:
+            self.rows.put(json_line({**values, "step": step}))
         else:
-            threading.Thread(target=self._write, args=(self.process.stdin,), daemon=True).start()
+            self.close()
 
-    def _write(self, pipe: IO[str]) -> None:
-        with suppress(OSError), pipe:
-            for line in iter(self.rows.get, ""):
-                pipe.write(line)
-                pipe.flush()
-
-    def send(self, line: str) -> None:
-        """Write ``line`` to the process, if it is on."""
-        if self.process and self.process.poll() is not None:
-            self._off(self._last_words())
-        elif self.process:
-            self.rows.put(line)
-
-    def wait(self, deadline: float) -> None:
-        """Wait for the end until ``deadline`` (time.monotonic); then end the process and those that it started."""
-        if self.process is None:
+    def close(self) -> None:
+        """End the process, in CLOSE_SECONDS at most."""
+        if self.output.closed:
             return
+        reason, too_early = "", self.process.poll() is not None
+        self.rows.put("")
         try:
-            if self.process.wait(max(0.0, deadline - time.monotonic())):
-                self._off(self._last_words())
-            self.output.close()
+            self.process.wait(CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-            self._off(f"it did not end within {CLOSE_SECONDS} s")
+            os.killpg(self.process.pid, signal.SIGKILL)  # with the processes that it started
+            reason = f"it did not end within {CLOSE_SECONDS} s"
+        with self.output:
+            self.output.seek(0)
+            *_, last_line = ["", *self.output.read().strip().splitlines()]
+        for secret in (value for key, value in os.environ.items() if value and SECRETS.search(key)):
+            last_line = last_line.replace(secret, "(set)")
+        if self.process.wait() or too_early:
+            reason = reason or last_line or f"it ended with exit code {self.process.returncode}"
+            self.say(f"warning: train.trackers: {self.name} is off: {reason}")
 
-    def _last_words(self) -> str:
-        self.output.seek(0)
-        *_, last = ["", *self.output.read().strip().splitlines()]
-        for key, value in os.environ.items():
-            last = last.replace(value, "(set)") if value and SECRETS.search(key) else last
-        return last or f"it ended with exit code {self.process.returncode}"
 
-    def _off(self, reason: str) -> None:
-        self.process = None
-        self.output.close()
-        self.say(f"warning: train.trackers: {self.name} is off: {reason}")
+def start(names: Iterable[str], run_dir: Path, say: Callable[[str], None]) -> list[Tracker]:
+    """The trackers of a run, which get what its folder has already."""
+    started = []
+    for name in names:
+        try:
+            started.append(Tracker(name, run_dir, say))
+        except OSError as error:
+            say(f"warning: train.trackers: {name} is off: {error.strerror}")
+    rows = [row for file in ("eval", "metrics", "timing") for row in read_lines(run_dir / f"{file}.jsonl")]
+    for row in sorted(rows, key=lambda row: row["step"]):
+        for tracker in started:
+            tracker.log(row["step"], row)
+    return started
 
 
 def notes(names: Iterable[str]) -> list[str]:

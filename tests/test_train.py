@@ -7,6 +7,8 @@ Every run is the whole trainer on a random tiny model, in forked worlds. The rew
 from __future__ import annotations
 
 import functools
+import gzip
+import importlib.util
 import itertools
 import json
 from pathlib import Path
@@ -97,7 +99,9 @@ def runs(models, tmp_path_factory) -> dict[str, Path]:
         layout, changes = SPLITS[split]
         jobs[f"{option}: {split}"] = layout, TWO_UPDATES | OPTIONS[option] | changes
     jobs |= {f"{name} {where}": (where, TWO_UPDATES | FEW[name]) for name in FEW for where in ("TP1", "EP2_DP4")}
-    jobs |= {f"dropout {run}": ("TP2_EP2", {"lora__dropout": 0.1}) for run in ("once", "again")}
+    jobs["dropout once"] = "TP2_EP2", {"lora__dropout": 0.1}
+    watched = {"train__profile_steps": (2,), "train__trackers": ("tensorboard",)}
+    jobs["dropout again"] = "TP2_EP2", {"lora__dropout": 0.1} | watched
     jobs |= {f"bf16 {kind}": ("TP2_EP2", {"model__dtype": "bf16"}) for kind in BF16}
     jobs["r3"] = "TP1", TWO_UPDATES | {"replay__mode": "r3"}
     jobs["skipped at once"] = ("TP1", {"loss__skip_equal_groups": True})
@@ -165,6 +169,20 @@ def test_the_same_run_twice_is_the_same_to_the_byte(runs) -> None:
     for name in ("metrics.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl"):
         assert (runs["dropout once"] / name).read_bytes() == (runs["dropout again"] / name).read_bytes()
         assert (runs["dropout once"] / name).stat().st_size
+
+
+def test_the_trace_of_a_step_has_the_phases_of_every_rank(runs) -> None:
+    """The run was compared with an unwatched one above. It wanted a tracker, too, which may not be installed here."""
+    run = runs["dropout again"]
+    paths = sorted((run / "profile").iterdir())
+    assert [path.name for path in paths] == [f"step-2-rank-{rank}.json.gz" for rank in (0, 1)]
+    for path in paths:
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        phases = {event["name"] for event in events if event.get("cat") == "user_annotation"}
+        assert {"sync", "generate", "reference", "update"} <= phases
+    assert (run / "tensorboard").is_dir() and not (runs["dropout once"] / "profile").exists()
+    off = "warning: train.trackers: tensorboard is off: ModuleNotFoundError"
+    assert (off in (run / "log.txt").read_text()) == (importlib.util.find_spec("tensorboard") is None)
 
 
 def test_the_first_evaluation_depends_neither_on_the_seed_nor_on_the_world(runs) -> None:
