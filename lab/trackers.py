@@ -60,7 +60,8 @@ class TensorBoard:
 def open_wandb(run_dir: Path) -> Any:
     """A run of wandb without code, console, host, user, command and git. Online, it continues the run of this id.
 
-    A repeated step is dropped by wandb, whose steps only grow. Offline, each start of the run writes a whole run of the same id, because wandb cannot read what it wrote.
+    It drops a repeated step, because its steps only grow. Offline, each start of the run writes a whole run of the same
+    id, because wandb cannot read what it wrote.
     """
     import wandb
 

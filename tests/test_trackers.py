@@ -50,18 +50,18 @@ def evaluated(step: int) -> dict[str, float]:
 def test_a_resumed_run_is_shown_once_under_one_id_without_secrets(
     tmp_path: Path, monkeypatch: MonkeyPatch, tracker_packages: str
 ) -> None:
-    """The run is killed after four steps and resumed after two of them; TensorBoard was not asked for at first."""
+    """The run is killed after four steps and resumed after two of them; SwanLab was not asked for at first."""
     monkeypatch.setattr(run_record, "environment", lambda world_size: {"world_size": world_size})
     monkeypatch.setenv("PYTHONPATH", tracker_packages)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))  # wandb keeps a log of its own there
-    cfg, names = config_in(tmp_path), ("wandb", "swanlab")
+    cfg = config_in(tmp_path)
     killed = runlog.open_run(cfg, 1, 0)
-    killed.trackers = trackers.start(names, killed.run_dir, killed.say)
+    killed.trackers = trackers.start(("tensorboard", "wandb"), killed.run_dir, killed.say)
     log_steps(killed, 0, 4)
     killed.close()
     again = runlog.open_run(cfg, 1, 0, resume=killed.run_dir)
     again.rewind(2)
-    again.trackers = trackers.start(("tensorboard", *names), again.run_dir, again.say)
+    again.trackers = trackers.start(("tensorboard", "wandb", "swanlab"), again.run_dir, again.say)
     log_steps(again, 2, 6)
     again.finish("done")
     assert "warning" not in (again.run_dir / "log.txt").read_text()
@@ -74,8 +74,10 @@ def test_a_resumed_run_is_shown_once_under_one_id_without_secrets(
     for name, (*earlier, (run, steps)) in shown.items():
         assert all(steps[str(step)].pop("perf/peak_rss_gib") > 0 for step in range(6))
         assert steps == expected, name
-        assert [len(steps) for _, steps in earlier] == [5] * (name in names)
-        assert {run, *(other for other, _ in earlier)} == {trackers.run_id(again.run_dir) if name in names else None}
+        assert [len(steps) for _, steps in earlier] == [5] * (name == "wandb")
+        assert {run, *(other for other, _ in earlier)} == {
+            None if name == "tensorboard" else trackers.run_id(again.run_dir)
+        }
     recorded = json.loads((again.run_dir / "finished.json").read_text())["sha256"]
     assert not [name for name in recorded if name.startswith(tuple(trackers.OPEN))]
     host = socket.gethostname()
