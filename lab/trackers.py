@@ -25,6 +25,7 @@ from typing import Any
 from run_record import SECRETS, json_line, read_lines
 
 CLOSE_SECONDS = 60  # the longest end of a tracker
+ENDED_WELL = 10  # exit code of a tracker; not 0, with which a package may exit before it has logged anything
 PROJECT = "megatron-grpo"  # WANDB_PROJECT and SWANLAB_PROJECT name another one
 
 
@@ -120,7 +121,7 @@ def main(arguments: list[str]) -> int:
         tracker.log({key: float(value) for key, value in row.items() if type(value) in (int, float)}, step=step)
     signal.alarm(CLOSE_SECONDS)  # ends this process, also if the trainer, which would end it, has ended before
     tracker.finish()
-    return 0
+    return ENDED_WELL
 
 
 # ------------------------------------------------------------------------------------------------ beside the training
@@ -158,7 +159,7 @@ class Tracker:
         """End the process, in CLOSE_SECONDS at most."""
         if self.output.closed:
             return
-        reason, too_early = "", self.process.poll() is not None
+        reason = ""
         self.rows.put("")
         try:
             self.process.wait(CLOSE_SECONDS)
@@ -170,7 +171,7 @@ class Tracker:
             *_, last_line = ["", *self.output.read().strip().splitlines()]
         for secret in (value for key, value in os.environ.items() if value and SECRETS.search(key)):
             last_line = last_line.replace(secret, "(set)")
-        if self.process.wait() or too_early:
+        if self.process.wait() != ENDED_WELL:
             reason = reason or last_line or f"it ended with exit code {self.process.returncode}"
             self.say(f"warning: train.trackers: {self.name} is off: {reason}")
 
