@@ -173,8 +173,9 @@ class _Timer(StepTimer):
 
     def __init__(self) -> None: ...
 
-    def phase(self, phase: str) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext()  # a profiler's range would be counted as an operation
+    @contextlib.contextmanager
+    def phase(self, phase: str) -> Iterator[None]:
+        yield  # without a profiler's range, which would be counted as an operation
 
 
 def _routes(batch: Rollout, own: object, shares: object, arch: Architecture, *unused) -> dict[int, Tensor]:
