@@ -158,6 +158,8 @@ def _sentence(fault: Any) -> str:
     key = str(section) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in rest)
     if key in REMOVED:
         return f"{key}: not a key since version 0.2.0, always {REMOVED[key]}; needed: leave it out"
+    if key in REPLACED:
+        return f"{key}: not a key since version 0.2.0; needed: {REPLACED[key]}"
     if fault["type"] in ("extra_forbidden", "invalid_key"):
         return f"{key}: unknown key; {_suggestion(str(where[-1]), section if rest else None)}"
     if fault["type"] == "missing":
@@ -200,13 +202,17 @@ REMOVED = {
     "rollout.round_group": 32, "tiny_model.shared_expert_width": 64,
 }  # fmt: skip
 
+# Keys of version 0.1 that have another name and value now: what to write instead.
+REPLACED = {"train.tensorboard": "train.trackers: [tensorboard] for true, or leave it out for false"}
+
 # Keys that a resumed run may change: they decide where it writes and how it is split, not what it computes.
 MAY_CHANGE = frozenset(
     {"name", "device", "model.recompute", "optim.tokens_per_micro_batch", "eval.batch_size"}
     | {f"parallel.{key}" for key in ParallelConfig.model_fields}
     | {"rollout.tensor", "rollout.expert_parallel", "rollout.kv_cache_mib"}
     | {"train.out_dir", "train.checkpoint_every", "train.keep_last", "train.resume", "train.changed_inputs"}
-    | {"train.completions_logged", "train.tensorboard", "train.stall_seconds"}
+    | {"train.completions_logged", "train.stall_seconds", "train.trackers", "train.profile_steps"}
+    | REPLACED.keys()
     | {f"checks.{key}" for key in ChecksConfig.model_fields}
     | {key for key in REMOVED if key.startswith(("parallel.", "checks."))}
 )

@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -201,6 +202,19 @@ def group_options(device: torch.device, name: str):
     options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()  # a new one, because torch_npu writes into it
     options.hccl_config = {"hccl_buffer_size": HCCL_BUFFER_MIB[name]}
     return options
+
+
+def profiler(device: torch.device) -> Any:
+    """A profiler of the host and of ``device``, with start, stop and export_chrome_trace(path), as in torch.profiler.
+
+    That of torch_npu has not been run.
+    """
+    if device.type == "npu":
+        from torch_npu import profiler as module
+    else:
+        from torch import profiler as module
+    kinds = {"CPU", device.type.upper()}
+    return module.profile(activities=[getattr(module.ProfilerActivity, kind) for kind in sorted(kinds)])
 
 
 # ------------------------------------------------------------------------------------------------ Megatron

@@ -324,7 +324,12 @@ class TrainConfig(Section):
         "refuse", "what a resume does if model, tokenizer or data differ from inputs.json; accept records them anew"
     )
     completions_logged: int = knob(2, "completions of a step that are written to the run folder", ge=0, le=2**16)
-    tensorboard: bool = knob(False, "whether TensorBoard events are written as well")
+    trackers: tuple[Literal["tensorboard", "wandb", "swanlab"], ...] = knob(
+        (), "programs that show the metrics as well; without an API key in the environment, offline", strict=False
+    )
+    profile_steps: tuple[Annotated[int, Field(ge=1)], ...] = knob(
+        (), "steps, counted from 1, of which every rank writes a profiler's trace", strict=False
+    )
     deterministic: bool = knob(
         False, "npu and cuda: a run repeats itself to the last bit, but more slowly; a cpu run always repeats itself"
     )

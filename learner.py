@@ -92,12 +92,12 @@ class Learner:
         surprises = [self._old_stats(micro)[0].surprise() for update in updates for micro in update.left_out]
         if len(updates) > 1 or cfg.replay.mode == "r2":
             # With one update, the policy that sampled is the policy that learns, and its ratio is 1 without this pass.
-            for number, update in enumerate(updates):
-                for i, micro in enumerate(update.micro_batches):
-                    stats, micro.routes, micro.replayed = self._old_stats(micro)
-                    old_logp[number, i] = stats.logp
-                    surprises.append(stats.surprise())
-            timer.end_phase("old_logp")
+            with timer.phase("old_logp"):
+                for number, update in enumerate(updates):
+                    for i, micro in enumerate(update.micro_batches):
+                        stats, micro.routes, micro.replayed = self._old_stats(micro)
+                        old_logp[number, i] = stats.logp
+                        surprises.append(stats.surprise())
         sums: dict[str, Tensor] = {}
         largest_gap, norms = torch.zeros((), device=self.parallel.device), []
         self.trained = [sequence for update in updates for sequence in update.trained]
@@ -106,9 +106,9 @@ class Learner:
             for i, micro in enumerate(update.micro_batches):
                 ref_logp = None
                 if cfg.loss.kl != "none":
-                    ref_logp = self._reference_logp(micro)
-                    timer.end_phase("reference")
-                with self._routed(micro, count=True):
+                    with timer.phase("reference"):
+                        ref_logp = self._reference_logp(micro)
+                with timer.phase("update"), self._routed(micro, count=True):
                     loss, metrics, gap, surprise = self._loss(micro, old_logp.get((number, i)), ref_logp, update.counts)
                     loss.backward()  # under replay too: activation recompute routes the tokens again
                 if not old_logp:
@@ -116,14 +116,13 @@ class Learner:
                 del loss  # free the autograd graph before the next forward pass
                 if micro.packing is not None:
                     micro.packing.release_mask()
-                timer.end_phase("update")
                 for name, value in metrics.items():
                     share = 1 / len(updates) if name in LOSSES else update.counts["num_tokens"] / max(1, trained_tokens)
                     sums[name] = sums.get(name, 0) + value * share
                 largest_gap = torch.maximum(largest_gap, gap)
-            self.parallel.sync_gradients_(self.parameters)
-            norms.append(self._step(step))
-            timer.end_phase("update")
+            with timer.phase("update"):
+                self.parallel.sync_gradients_(self.parameters)
+                norms.append(self._step(step))
         totals = torch.stack([*sums.values(), *torch.stack(surprises).sum(0)])
         *totals, deviation, variance = self.parallel.sum_over_data(totals).tolist()
         step_metrics = dict(zip(sums, totals, strict=True))

@@ -5,13 +5,13 @@ out/<name>-<YYYYmmdd-HHMMSS>/
     resume-N/                                                                    the same files of each resumed start
     metrics.jsonl  moe.jsonl  eval.jsonl  eval_outcomes.jsonl  completions.jsonl      what it did, without times
     timing.jsonl  log.txt  curves.png  finished.json  run.lock  checkpoints/
+    tensorboard/  wandb/  swanlab/  profile/                                     of train.trackers, train.profile_steps
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import numbers
 import os
 import re
 import resource
@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -72,14 +72,8 @@ def _new_folder(out_dir: Path, name: str, number: int = 1) -> Path:
 def open_run(cfg: Config, world_size: int, rank: int, resume: Path | None = None) -> RunLog:
     """The log of a new run, or of the run in ``resume`` (call ``rewind`` before logging to it).
 
-    InputError if the folder cannot be written or a live process holds it, or, on every rank, if tensorboard is absent
-    but asked for.
+    InputError if the folder cannot be written or a live process holds it.
     """
-    if cfg.train.tensorboard:
-        try:
-            import torch.utils.tensorboard  # noqa: F401
-        except ImportError as error:
-            raise InputError(f"train.tensorboard: {error}; needed: pip install tensorboard, or false") from None
     if rank != 0:
         return RunLog(cfg.train, resume, rank, None)
     with disk_errors(cfg.train.out_dir):
@@ -166,7 +160,7 @@ class RunLog:
     def __init__(self, train: TrainConfig, run_dir: Path | None, rank: int, lock: BinaryIO | None) -> None:
         self.train, self.run_dir, self.rank, self.lock = train, run_dir, rank, lock
         self.bar: tqdm | None = None
-        self.board: Any = None  # the writer of tensorboard
+        self.trackers: list[Any] = []  # of lab/trackers.py; startup.open_run puts them here
 
     def _append(self, name: str, text: str) -> None:
         if self.rank == 0:
@@ -212,9 +206,10 @@ class RunLog:
         if self.rank != 0:
             return
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        used = {**timing, "perf/peak_rss_gib": round(peak / 2**30, 3)}
         self._append("metrics.jsonl", json_line({"step": step, **metrics}))
-        self._append("timing.jsonl", json_line({"step": step, **timing, "perf/peak_rss_gib": round(peak / 2**30, 3)}))
-        self._scalars(step, {**metrics, **timing})
+        self._append("timing.jsonl", json_line({"step": step, **used}))
+        self._track(step, {**metrics, **used})
         self.say(_progress_line(step, self.train.steps, metrics, timing))
         if self.bar is None:  # a file does not need a progress bar, only a terminal does
             self.bar = tqdm(total=self.train.steps, initial=step, unit="step", disable=not sys.stderr.isatty())
@@ -230,7 +225,7 @@ class RunLog:
                 self._keep(name, lambda row: row["step"] != step)
         self._append("eval_outcomes.jsonl", "".join(json_line({"step": step, **outcome}) for outcome in outcomes))
         self._append("eval.jsonl", json_line({"step": step, **summary}))
-        self._scalars(step, summary)
+        self._track(step, summary)
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The summaries that were logged so far, also before a resume; [] on other ranks."""
@@ -240,17 +235,9 @@ class RunLog:
         """Write lines about ``step`` to completions.jsonl or moe.jsonl."""
         self._append(name, "".join(json_line({"step": step, **row}) for row in rows))
 
-    def _scalars(self, step: int, values: dict[str, Any]) -> None:
-        if not self.train.tensorboard or self.rank != 0:
-            return
-        if self.board is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.board = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=step)
-        for key, value in values.items():
-            if isinstance(value, numbers.Real):
-                self.board.add_scalar(key, value, step)
-        self.board.flush()
+    def _track(self, step: int, values: dict[str, Any]) -> None:
+        for tracker in self.trackers:
+            tracker.log(step, values)
 
     def reached(self) -> str:
         """How far the run has come and how to continue it, for a process that is being ended."""
@@ -286,8 +273,8 @@ class RunLog:
         self.say(result_line)
 
     def close(self) -> None:
-        """End the progress bar and release the folder for other processes."""
-        for part in (self.bar, self.board, self.lock):
+        """End the progress bar and the trackers, and release the folder for other processes."""
+        for part in (self.bar, *self.trackers, self.lock):
             if part is not None:
                 part.close()
 
@@ -304,6 +291,15 @@ class StepTimer:
         self._count_memory("between_steps")  # loading, an evaluation, a checkpoint
         self.start = self.last = time.perf_counter()
         self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def phase(self, phase: str) -> Iterator[None]:
+        """What runs in this context ends ``phase``, as in end_phase, and has its name in a profiler's trace."""
+        from torch.profiler import record_function
+
+        with record_function(phase):
+            yield
+        self.end_phase(phase)
 
     def end_phase(self, phase: str) -> None:
         """Count the time since the end of the last phase as ``phase``."""
@@ -370,8 +366,10 @@ class Heartbeat:
                 self.log.note(text)
 
     def stop(self) -> None:
-        """End the watching."""
+        """End the watching, and close the log."""
         self.stopped.set()
+        if self.log:
+            self.log.close()
 
     def _watch(self) -> None:
         while not self.stopped.wait(min(1.0, self.stall_seconds / 4)):

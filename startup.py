@@ -4,6 +4,7 @@ check_inputs reads everything except the weights, and raises InputError for inpu
 log, finds the checkpoint to resume from, and makes the model, the adapters, the learner and the engine.
 """
 
+import gzip
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,10 +33,10 @@ from data_gsm8k import Question, Questions
 from engines.interface import Completion, Engine
 from inputs import functions, hf_config, question_files
 from inputs.config_rules import check_engine_layout, check_layout
-from inputs.files import InputError
+from inputs.files import InputError, disk_errors
 from inputs.scoring import Call, Score, Scorer
 from knobs import Config
-from lab import run_page
+from lab import run_page, trackers
 from learner import Learner
 from parallel_setup import Parallel, launched_rank
 from plan import memory, utilisation
@@ -196,6 +197,7 @@ class Run:
     engine: Engine
     weights: WeightSync  # gives the policy to the engine
     first_step: int  # > 0 after a resume
+    profiler: Any = None  # of the step that is profiled now
 
     def evaluate(self, after_steps: int) -> None:
         """Evaluate the policy that the engine holds, and log the result. Collective."""
@@ -232,6 +234,27 @@ class Run:
             }
             for place, completion in enumerate(first)
         ]
+
+    def start_step(self, step: int) -> runlog.StepTimer:
+        """The timer of a step, which counts from 0; starts a profiler if train.profile_steps has the step."""
+        if step + 1 in self.cfg.train.profile_steps:
+            self.profiler = devices.profiler(self.parallel.device)
+            self.profiler.start()
+        return runlog.StepTimer(self.heartbeat, step, self.parallel.device)
+
+    def end_step(self, step: int) -> None:
+        """Write the trace of this rank, if the step was profiled. Collective: rank 0 alone knows a new run's folder."""
+        if self.profiler is None:
+            return
+        self.profiler.stop()
+        folder = Path(self.parallel.gather_objects(str(self.log.run_dir))[0]) / "profile"
+        plain = folder / f"step-{step + 1}-rank-{self.parallel.rank}.json"
+        with disk_errors(folder):
+            folder.mkdir(exist_ok=True)
+            self.profiler.export_chrome_trace(str(plain))
+            plain.with_name(f"{plain.name}.gz").write_bytes(gzip.compress(plain.read_bytes()))
+            plain.unlink()
+        self.profiler = None
 
     def save(self, after_steps: int) -> None:
         """Write a checkpoint, if all ranks hold the same weights and its files hold what the ranks do. Collective."""
@@ -299,6 +322,8 @@ def open_run(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inpu
         log.rewind(first_step)
         if changed := changes_at_resume(saved.config, cfg)[1]:
             log.say(f"note: changed at this resume: {'; '.join(changed)}")
+    if parallel.rank == 0:
+        log.trackers = trackers.start(cfg.train.trackers, log.run_dir, log.say)
     model = model_megatron.build_for(cfg.model, arch, parallel)
     weights_hf.load(model, arch, parallel, cfg.model.path)
     heartbeat.beat("loading the base weights")

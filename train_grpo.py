@@ -33,7 +33,7 @@ from inputs.scoring import Scorer
 from knobs import Config
 from parallel_setup import Parallel
 from plan import doctor
-from runlog import Heartbeat, StepTimer
+from runlog import Heartbeat
 from tripwires import Tripped
 
 STOPS = (Tripped, AqnError)  # a run that would be silently wrong
@@ -50,27 +50,27 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: startup
         run.evaluate(after_steps=0)
     gradient_norm, peak = None, ()  # of the last update; of the device memory in any step
     for step in range(run.first_step, cfg.train.steps):
-        timer = StepTimer(heartbeat, step, parallel.device)
+        timer = run.start_step(step)
 
         # 1. Give the sampler the current policy: W + (alpha / R) B A. Noise is added to the sampler's copy only.
-        pushed = run.weights.push(step, held_out[0].prompt)
-        tripwires.after_push(step, parallel.gather_objects(pushed["sync/checksum"]), gradient_norm)
-        timer.end_phase("sync")
+        with timer.phase("sync"):
+            pushed = run.weights.push(step, held_out[0].prompt)
+            tripwires.after_push(step, parallel.gather_objects(pushed["sync/checksum"]), gradient_norm)
 
         # 2. Sample and score G completions for each of P questions.
         asked = questions.pick(step, cfg.rollout.prompts_per_step)
         tripwires.asked(step, [alike(question.question) for question in asked], len(questions), not_for_training)
-        batch, completions = rollout.sample(
-            run.engine,
-            asked,
-            run.score,
-            cfg.rollout,
-            parallel,
-            seed=cfg.train.seed,
-            step=step,
-            routed_experts=cfg.replay.mode == "r3",
-        )
-        timer.end_phase("generate")
+        with timer.phase("generate"):
+            batch, completions = rollout.sample(
+                run.engine,
+                asked,
+                run.score,
+                cfg.rollout,
+                parallel,
+                seed=cfg.train.seed,
+                step=step,
+                routed_experts=cfg.replay.mode == "r3",
+            )
 
         # 3. Compare each score with its group's.
         if cfg.reward.permute:
@@ -90,6 +90,7 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: startup
         peak = max(peak, step_peak)
         timing = timer.timing(sum(batch.lengths))
         log.log_step(step, metrics, timing | run.speed(batch, timing) | runlog.device_memory(step_peak))
+        run.end_step(step)
         tripwires.after_step(step, metrics, (batch.rewards.min().item(), batch.rewards.max().item()), run.where_apart)
         factors = adapter_weights.adapter_pieces(learner.adapters, learner.arch, parallel)
         tripwires.state(step + 1, adapter_weights.differing(factors, parallel))
@@ -159,6 +160,7 @@ def main(arguments: list[str]) -> int:
         if args.ranks is not None and not (args.check and 1 <= args.ranks <= MOST_RANKS):
             raise InputError(f"--ranks: found {args.ranks}; needed: 1 or more, and --check: torchrun starts the ranks")
         if args.check:
+            print("".join(f"note: {note}\n" for note in startup.trackers.notes(cfg.train.trackers)), end="", flush=True)
             if startup.check_inputs(cfg, args.ranks or parallel_setup.launched_world_size()) is None:
                 print(f"note: {cfg.model.path} is not there: a start makes a tiny model, {cfg.tiny_model}", flush=True)
             startup.checkpoint_to_resume(cfg)

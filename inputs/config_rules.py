@@ -206,6 +206,7 @@ def _data_rules(cfg: Config) -> list[Rule]:
 def _method_rules(cfg: Config) -> list[Rule]:
     loss, aqn, targets, bits = cfg.loss, cfg.aqn, cfg.lora.targets, cfg.rollout.round_bits
     repeated, parts = sorted({target for target in targets if targets.count(target) > 1}), cfg.model.quantised
+    trackers, late = cfg.train.trackers, [step for step in cfg.train.profile_steps if step > cfg.train.steps]
     return [
         (
             loss.kl != "none" and loss.kl_coef == 0,
@@ -229,6 +230,8 @@ def _method_rules(cfg: Config) -> list[Rule]:
             "needed: merged",
         ),
         (bool(repeated), f"lora.targets: {', '.join(repeated)} given twice"),
+        (len(set(trackers)) < len(trackers), f"train.trackers: found [{', '.join(trackers)}]; needed: each one once"),
+        (bool(late), f"train.profile_steps: found {late}; needed: 1 to train.steps, which is {cfg.train.steps}"),
         (
             parts not in (("experts",), ("experts", "attention")),
             f"model.quantised: found [{', '.join(parts)}]; needed: [experts] or [experts, attention]",

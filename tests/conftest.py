@@ -116,6 +116,15 @@ def old_megatron() -> Path:
 
 
 @pytest.fixture(scope="session")
+def tracker_packages() -> str:
+    """The folder in which run_tests.sh installs requirements/trackers.txt."""
+    folder = ROOT / os.environ.get("TRACKERS_DIR", ".cache/trackers")
+    if not (folder / "wandb").is_dir():
+        pytest.skip(f"requirements/trackers.txt is not in {folder} (TRACKERS_DIR); run_tests.sh installs it there")
+    return str(folder.resolve())
+
+
+@pytest.fixture(scope="session")
 def torch_npu_environment(tmp_path_factory) -> dict[str, str]:
     """The variables of a process that imports the real torch_npu on a stub of CANN (cann_stub.py)."""
     folder = ROOT / os.environ.get("TORCH_NPU_DIR", ".cache/torch_npu-2.13.0")

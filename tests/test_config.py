@@ -77,6 +77,8 @@ def test_an_unknown_key_of_the_file_names_the_file_and_a_missing_key_says_what_i
         ("model.path=", "model.path: expected text, found ''"),
         ("lora.targets=linear_qkv", "lora.targets: expected a list: [a, b], found 'linear_qkv'"),
         ("lora.targets=[linear_qkvv]", "lora.targets[0]: expected 'linear_qkv', 'linear_proj'"),
+        ("train.profile_steps=[0]", "train.profile_steps[0]: expected 1 or more, found 0"),
+        ("train.trackers=[tensorbord]", "train.trackers[0]: expected 'tensorboard', 'wandb' or 'swanlab'"),
         ("lora.targets=[]", "lora.targets: expected at least 1 members, found []"),
         ("optim.betas=[0.9]", "optim.betas[1]: missing"),
         ("optim.betas=[0.9, 1]", "optim.betas[1]: expected less than 1.0, found 1"),
@@ -200,6 +202,8 @@ def other_values(cfg: Config) -> dict[str, object]:
         **dict.fromkeys(["checks.truncated", "checks.collapse", "checks.surprise"], "stop"),
         **dict.fromkeys([f"checks.{name}" for name in ("sampling", "held_out", "state", "impossible")], "warn"),
         "train.changed_inputs": "accept",
+        "train.trackers": "[wandb]",
+        "train.profile_steps": "[3, 4]",
     }
 
     def changed(value: object) -> object:

@@ -53,8 +53,16 @@ def test_a_key_of_an_older_version_is_named_with_what_to_do(tmp_path):
     assert refusal(TINY, "parallel.pipeline=2") == (
         "override parallel.pipeline: not a key since version 0.2.0, always 1; needed: leave it out"
     )
+    assert refusal(TINY, "train.tensorboard=true") == (
+        "override train.tensorboard: not a key since version 0.2.0; needed: train.trackers: [tensorboard] for true, or "
+        "leave it out for false"
+    )
     cfg = load_config(TINY)
     older = config.to_dict(cfg)
+    older["train"]["tensorboard"] = True
+    new = load_config(TINY, ["train.trackers=[wandb]", "train.profile_steps=[2]"])
+    assert config.changes_at_resume(older, new) == ([], []) and config.hash_of(older) == config.config_hash(new)
+    del older["train"]["tensorboard"]
     older["checks"]["collapse_kl"] = 1.0
     older["tiny_model"] |= {"words_per_batch": 64}
     assert config.changed_keys(older, cfg, set()) == []
@@ -168,6 +176,11 @@ def test_the_tiny_model_can_be_left_out_but_not_made_by_accident():
             ["rollout.engine=vllm", "model.dtype=bf16", "aqn.schedule=constant", "aqn.bf16=fp32"],
             "aqn.bf16: fp32 is for rollout.engine torch",
         ),
+        (
+            ["train.profile_steps=[1, 120, 121]"],
+            "train.profile_steps: found [121]; needed: 1 to train.steps, which is 120",
+        ),
+        (["train.trackers=[wandb, wandb]"], "train.trackers: found [wandb, wandb]; needed: each one once"),
         (["aqn.schedule=qerl", "aqn.num_stages=1"], "aqn.num_stages: 1 over 120 steps has no noisy stage"),
     ],
 )

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -112,6 +113,17 @@ def test_deterministic_sets_what_is_unset_and_refuses_the_contrary(monkeypatch):
     environment["NCCL_ALGO"] = "Tree"
     with pytest.raises(InputError, match="NCCL_ALGO is Tree in the environment; needed: Ring, or unset"):
         devices.set_environment("auto", deterministic=True)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda", "npu"])
+def test_a_profiler_watches_the_host_and_its_device(kind, monkeypatch):
+    """With the names of torch.profiler and of torch_npu.profiler; neither CUDA nor an NPU is here."""
+    activities = SimpleNamespace(CPU="host", CUDA="gpu", NPU="chip")
+    module = SimpleNamespace(profile=lambda activities: activities, ProfilerActivity=activities)
+    monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(profiler=module))
+    monkeypatch.setattr(torch, "profiler", module if kind != "npu" else None)
+    watched = {"cpu": ["host"], "cuda": ["host", "gpu"], "npu": ["host", "chip"]}[kind]
+    assert devices.profiler(SimpleNamespace(type=kind)) == watched
 
 
 IMPORT = """

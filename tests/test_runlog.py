@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +17,6 @@ from scope import cases
 
 import run_record
 import runlog
-from inputs.files import InputError
 from knobs import Config
 
 
@@ -113,21 +110,6 @@ def test_finish_hashes_the_records(log: runlog.RunLog, capsys: pytest.CaptureFix
     for name in ("metrics.jsonl", "eval.jsonl", "eval_outcomes.jsonl"):
         assert done["sha256"][name] == hashlib.sha256((log.run_dir / name).read_bytes()).hexdigest()
     assert capsys.readouterr().out.splitlines()[-1] == done["result"]
-
-
-def test_tensorboard_is_written_or_refused(tmp_path: Path, monkeypatch: MonkeyPatch, open_run: OpenRun) -> None:
-    cfg = config_in(tmp_path, tensorboard=True)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # what an absent package looks like
-    for rank in (0, 1):  # every rank alike, so that none waits for the others
-        with pytest.raises(InputError, match="pip install tensorboard"):
-            open_run(cfg, 2, rank)
-    board = mock.Mock()
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", mock.Mock(SummaryWriter=board))
-    log = open_run(cfg, 1, 0)
-    log.log_step(3, {"reward/mean": 0.5}, {"timing/generate_s": 1.0})
-    board.assert_called_once_with(str(log.run_dir / "tensorboard"), purge_step=3)
-    written = [("reward/mean", 0.5, 3), ("timing/generate_s", 1.0, 3)]
-    assert board().mock_calls == [*(mock.call.add_scalar(*value) for value in written), mock.call.flush()]
 
 
 # ---------------------------------------------------------------- resume

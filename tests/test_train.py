@@ -6,6 +6,8 @@ Every run is the whole trainer on a random tiny model, in forked worlds. The rew
 
 from __future__ import annotations
 
+import gzip
+import importlib.util
 import itertools
 import json
 import re
@@ -98,7 +100,7 @@ def runs(models, tmp_path_factory) -> dict[str, Path]:
         layout, changes = SPLITS[split]
         jobs[f"{option}: {split}"] = layout, TWO_UPDATES | OPTIONS[option] | changes
     jobs |= {f"{name} {where}": (where, TWO_UPDATES | FEW[name]) for name in FEW for where in ("TP1", "EP2_DP4")}
-    jobs["again"] = ("TP2_EP2", {})
+    jobs["again"] = "TP2_EP2", {"train__profile_steps": (2,), "train__trackers": ("tensorboard",)}
     jobs |= {f"bf16 {kind}": ("TP2_EP2", {"model__dtype": "bf16"}) for kind in BF16}
     jobs["r3"] = "TP1", TWO_UPDATES | {"replay__mode": "r3"}
     jobs["skipped at once"] = ("TP1", {"loss__skip_equal_groups": True})
@@ -166,6 +168,20 @@ def test_the_same_run_twice_is_the_same_to_the_byte(runs) -> None:
     for name in ("metrics.jsonl", "moe.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl"):
         assert (runs["again"] / name).read_bytes() == (runs["qwen3_moe TP2_EP2"] / name).read_bytes()
         assert (runs["again"] / name).stat().st_size
+
+
+def test_the_trace_of_a_step_has_the_phases_of_every_rank(runs) -> None:
+    """The run was compared with an unwatched one above. It wanted a tracker, too, which may not be installed here."""
+    run = runs["again"]
+    paths = sorted((run / "profile").iterdir())
+    assert [path.name for path in paths] == [f"step-2-rank-{rank}.json.gz" for rank in (0, 1)]
+    for path in paths:
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        phases = {event["name"] for event in events if event.get("cat") == "user_annotation"}
+        assert {"sync", "generate", "reference", "update"} <= phases
+    assert (run / "tensorboard").is_dir() and not (runs["qwen3_moe TP2_EP2"] / "profile").exists()
+    off = "warning: train.trackers: tensorboard is off: ModuleNotFoundError"
+    assert (off in (run / "log.txt").read_text()) == (importlib.util.find_spec("tensorboard") is None)
 
 
 def test_the_first_evaluation_depends_neither_on_the_seed_nor_on_the_world(runs) -> None:

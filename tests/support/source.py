@@ -7,13 +7,10 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-OPTIONAL = {"torch_npu", "mindspeed", "vllm", "ray", "tensorboard"}  # used if installed; no CPU run needs them
-PACKAGE = {
-    "yaml": "PyYAML",
-    "megatron": "megatron-core",
-    "PIL": "pillow",
-    "math_verify": "math-verify",
-}  # import name -> name on PyPI
+# Used if installed; no CPU run needs them.
+OPTIONAL = {"torch_npu", "mindspeed", "vllm", "ray", "tensorboard", "wandb", "swanlab"}
+# import name -> name on PyPI
+PACKAGE = {"yaml": "PyYAML", "megatron": "megatron-core", "PIL": "pillow", "math_verify": "math-verify"}
 FOLDERS = {"inputs", "engines", "plan", "checks", "lab"}
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path
