@@ -135,29 +135,32 @@ def _typed(tree: dict, where: str) -> Config:
 def _sentence(fault: Any) -> str:
     """One error of pydantic in the words of this project: the key, what was found, what is needed."""
     section, *rest = where = fault["loc"]
+    *outer, name = (part for part in where if isinstance(part, str))
+    parent = ".".join(outer)
     key = str(section) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in rest)
     if key in REMOVED:
         return f"{key}: not a key since version 0.2.0, always {REMOVED[key]}; needed: leave it out"
     if fault["type"] in ("extra_forbidden", "invalid_key"):
-        return f"{key}: unknown key; {_suggestion(str(where[-1]), section if rest else None)}"
+        return f"{key}: unknown key; {_suggestion(name, parent)}"
     if fault["type"] == "missing":
-        fields = _sections()[section].model_fields if rest else Config.model_fields
-        return f"{key}: missing; needed: {fields[rest[0] if rest else section].description}"
+        fields = (_sections()[parent] if parent else Config).model_fields
+        return f"{key}: missing; needed: {fields[name].description}"
     needed = NEEDED.get(fault["type"], fault["msg"]).format(**fault.get("ctx", {}))
     return f"{key}: expected {needed}, found {shown(fault['input'])}"
 
 
-def _sections() -> dict[str, type[Section]]:
-    """Section name -> its model."""
-    return {
-        name: kind
-        for name, field in Config.model_fields.items()
+def _sections(model: type[Section] = Config, within: str = "") -> dict[str, type[Section]]:
+    """Dotted name of every section, also of one within another -> its model."""
+    found = {
+        within + name: kind
+        for name, field in model.model_fields.items()
         for kind in (field.annotation, *get_args(field.annotation))
         if isinstance(kind, type) and issubclass(kind, Section)
     }
+    return found | {name: one for outer, kind in found.items() for name, one in _sections(kind, f"{outer}.").items()}
 
 
-def _suggestion(name: str, section: str | None) -> str:
+def _suggestion(name: str, section: str) -> str:
     """What the writer of an unknown key may have meant: the same key of another section, or the nearest known key."""
     sections = _sections()
     if elsewhere := [f"{other}.{name}" for other, model in sections.items() if name in model.model_fields]:

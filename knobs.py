@@ -110,6 +110,7 @@ class RolloutConfig(Section):
     )
     prompts_per_step: int = knob(32, "P, questions a step; a step has P x group_size sequences", ge=1, le=10**6)
     group_size: int = knob(8, "G, completions a prompt; a group of one has no advantage", ge=2, le=2**16)
+    dynamic_rounds: int = knob(0, "rounds that replace groups all right or all wrong (DAPO); 0: off", ge=0, le=100)
     max_new_tokens: int = knob(1024, "longest completion in tokens, its end token included", ge=1, le=2**20)
     temperature: float = knob(1.0, "temperature of sampling and of the trainer's log-probabilities", gt=0)
     top_p: float = knob(1.0, "nucleus sampling; a value below 1 biases the policy gradient", gt=0, le=1)
@@ -136,9 +137,15 @@ RewardMethod = Literal[
 ]
 
 
+class OverlongConfig(Section):
+    buffer: int = knob(..., "B: the last tokens before max_new_tokens, over which the penalty rises", ge=1, le=2**20)
+    penalty: float = knob(..., "taken off the reward of a completion of max_new_tokens", gt=0, le=1e6)
+
+
 class RewardConfig(Section):
     method: RewardMethod = knob("strict", "strict is our own; the others compute what those projects compute")
     permute: bool = knob(False, "control run: the rewards of a step are shuffled, so accuracy must not rise")
+    overlong: OverlongConfig | None = knob(None, "{buffer: B, penalty: p}: long completions earn less (DAPO)")
 
 
 class LoraConfig(Section):
@@ -255,11 +262,7 @@ class ChecksConfig(Section):
     reward_constant: Action = knob("stop", "all rewards of the first reward_constant_steps steps are equal")
     reward_constant_steps: int = knob(20, "steps after which a constant reward counts", ge=1, le=10**9)
     unparsable: Action = knob("warn", "more than 95 % of the completions of a step hold no answer")
-    truncated: Action = knob(
-        "warn",
-        "more than half of the last 256 completions are cut off at rollout.max_new_tokens; not checked above "
-        "temperature 1.5",
-    )
+    truncated: Action = knob("warn", "over half of the last 256 completions are cut off, at temperature 1.5 or below")
     sampling: Action = knob(
         "stop",
         "none of the last 256 completions ends by itself, though max_new_tokens is at least 20; or all completions of "
@@ -384,9 +387,10 @@ class Config(Section):
 
     @property
     def samples_own_policy(self) -> bool:
-        """Whether the sampler draws from the very distribution that the trainer computes, but for rounding."""
+        """Whether the trained tokens are fair draws from what the trainer computes, but for rounding."""
         rollout = self.rollout
         altered = self.aqn.schedule != "off" or rollout.round_bits or rollout.top_k or rollout.top_p < 1
+        altered = altered or rollout.dynamic_rounds  # groups chosen by their outcomes
         return not (altered or self.lora.dropout or self.has_two_policies)
 
     @property

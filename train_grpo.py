@@ -56,18 +56,9 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: startup
         timer.end_phase("sync")
 
         # 2. Sample and score G completions for each of P questions.
-        asked = questions.pick(step, cfg.rollout.prompts_per_step)
-        tripwires.asked(step, [alike(question.question) for question in asked], len(questions), not_for_training)
-        batch, completions = rollout.sample(
-            run.engine,
-            asked,
-            run.score,
-            cfg.rollout,
-            parallel,
-            seed=cfg.train.seed,
-            step=step,
-            routed_experts=cfg.replay.mode == "r3",
-        )
+        sampled = rollout.sample_step(run.engine, questions, run.score, cfg, parallel, step)
+        asked, batch = [alike(question.question) for question in sampled.all_asked], sampled.batch
+        tripwires.asked(step, asked, len(questions), not_for_training)
         timer.end_phase("generate")
 
         # 3. Compare each score with its group's.
@@ -76,16 +67,16 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: startup
         advantages = grpo.group_advantages(batch.rewards, cfg.loss.advantage)  # (P, G)
 
         # 4. Update the adapters on the clipped objective: one optimizer step for every prompts_per_update questions.
-        updated = learner.update(batch, completions, advantages.flatten(), step, timer)
+        updated = learner.update(batch, sampled.completions, advantages.flatten(), step, timer)
 
         # 5. Record, check, evaluate, save.
         # All ranks decide by the numbers of rank 0.
-        metrics = parallel.gather_objects(rollout.metrics(batch) | updated | pushed)[0]
+        metrics = parallel.gather_objects(rollout.metrics(sampled) | updated | pushed)[0]
         gradient_norm = metrics["actor/grad_norm"]
-        log.log_completions(step, run.shown_completions(asked, batch, completions))
+        log.log_completions(step, run.shown_completions(sampled.asked, batch, sampled.completions))
         step_peak = max(parallel.gather_objects(timer.peak()))  # (GiB, phase) of the fullest rank; () on a CPU
         peak = max(peak, step_peak)
-        log.log_step(step, metrics, timer.timing(sum(batch.lengths)) | runlog.device_memory(step_peak))
+        log.log_step(step, metrics, timer.timing(sampled.num_tokens) | runlog.device_memory(step_peak))
         tripwires.after_step(step, metrics, (batch.rewards.min().item(), batch.rewards.max().item()), run.where_apart)
         factors = adapter_weights.adapter_pieces(learner.adapters, learner.arch, parallel)
         tripwires.state(step + 1, adapter_weights.differing(factors, parallel))

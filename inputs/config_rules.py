@@ -211,6 +211,11 @@ def _method_rules(cfg: Config) -> list[Rule]:
             f"loss.importance_low: {loss.importance_low} is not below loss.importance_clip {loss.importance_clip}",
         ),
         (
+            cfg.reward.overlong is not None and cfg.reward.overlong.buffer > cfg.rollout.max_new_tokens,
+            f"reward.overlong.buffer: {cfg.reward.overlong and cfg.reward.overlong.buffer} exceeds "
+            f"rollout.max_new_tokens {cfg.rollout.max_new_tokens}",
+        ),
+        (
             bits > 0 and not cfg.rollout.kind.alters,
             f"rollout.round_bits: {bits} is for rollout.engine torch; needed: 0 with {cfg.rollout.engine}",
         ),
