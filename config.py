@@ -135,15 +135,14 @@ def _typed(tree: dict, where: str) -> Config:
 def _sentence(fault: Any) -> str:
     """One error of pydantic in the words of this project: the key, what was found, what is needed."""
     section, *rest = where = fault["loc"]
-    *outer, name = (part for part in where if isinstance(part, str))
-    parent = ".".join(outer)
     key = str(section) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in rest)
     if key in REMOVED:
         return f"{key}: not a key since version 0.2.0, always {REMOVED[key]}; needed: leave it out"
     if fault["type"] in ("extra_forbidden", "invalid_key"):
-        return f"{key}: unknown key; {_suggestion(name, parent)}"
+        return f"{key}: unknown key; {_suggestion(str(where[-1]), '.'.join(map(str, where[:-1])))}"
     if fault["type"] == "missing":
-        fields = (_sections()[parent] if parent else Config).model_fields
+        *outer, name = (part for part in where if isinstance(part, str))  # without the place in a list
+        fields = (_sections()[".".join(outer)] if outer else Config).model_fields
         return f"{key}: missing; needed: {fields[name].description}"
     needed = NEEDED.get(fault["type"], fault["msg"]).format(**fault.get("ctx", {}))
     return f"{key}: expected {needed}, found {shown(fault['input'])}"
