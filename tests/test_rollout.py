@@ -233,7 +233,7 @@ def stepped(cases: list[tuple[Config, int, int]], step: int) -> list[tuple[rollo
 
     def scored(mixed: int, answers) -> list[Score]:
         ends = [len(one.tokens) == 8 and question.prompt[-1] % mixed == 0 for question, one in answers]
-        return [Score(float(end), True, end) for end in ends]
+        return [Score(len(one.tokens) / 16, True, end) for (_, one), end in zip(answers, ends, strict=True)]
 
     found = []
     for cfg, num, mixed in cases:
@@ -295,7 +295,7 @@ def test_groups_of_equal_correctness_are_replaced_by_those_of_new_questions_alik
     assert len(few.all_asked) == 7 and few.extra["rollout/rounds"] == 2 and few.asked[2:] == few.all_asked[2:5]
     assert few.asked[:2] == few.all_asked[5:]
     assert all(map(is_mixed, many.asked)) and many.batch.correct.tolist() == [[0, 1, 0]] * 5
-    assert many.batch.rewards.tolist() == [[-0.25, 0.5, -0.25]] * 5  # of 6 and 8 tokens, a buffer of 4 before 8
+    assert many.batch.rewards.tolist() == [[0.125, 0, 0.125]] * 5  # of 6 and 8 tokens, a buffer of 4 before 8
     for layout in ("TP2", "TP2_EP4"):
         for found in training.in_world(layout, stepped, cases, 7):
             for (sampled, calls), (want, wanted_calls) in zip(found, alone, strict=True):
