@@ -4,7 +4,8 @@
     python train_grpo.py CONFIG [section.key=value ...] --check [--ranks N]     check the input and stop
 
 GRPO: arXiv 2402.03300. The reference policy of the KL penalty is the same model with its LoRA adapters switched off.
-P questions, G completions of each question. Questions, samples and noise depend on (seed, step) alone.
+P questions, G completions of each question. Questions, samples and noise depend on (seed, step) alone; with dynamic
+sampling, further rounds also depend on the outcomes of the rounds before.
 """
 
 import sys
