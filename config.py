@@ -161,25 +161,27 @@ def _sentence(fault: Any) -> str:
     if key in REPLACED:
         return f"{key}: not a key since version 0.2.0; needed: {REPLACED[key]}"
     if fault["type"] in ("extra_forbidden", "invalid_key"):
-        return f"{key}: unknown key; {_suggestion(str(where[-1]), section if rest else None)}"
+        return f"{key}: unknown key; {_suggestion(str(where[-1]), '.'.join(map(str, where[:-1])))}"
     if fault["type"] == "missing":
-        fields = _sections()[section].model_fields if rest else Config.model_fields
-        return f"{key}: missing; needed: {fields[rest[0] if rest else section].description}"
+        *outer, name = (part for part in where if isinstance(part, str))  # without the place in a list
+        fields = (_sections()[".".join(outer)] if outer else Config).model_fields
+        return f"{key}: missing; needed: {fields[name].description}"
     needed = NEEDED.get(fault["type"], fault["msg"]).format(**fault.get("ctx", {}))
     return f"{key}: expected {needed}{or_function}, found {shown(fault['input'])}"
 
 
-def _sections() -> dict[str, type[Section]]:
-    """Section name -> its model."""
-    return {
-        name: kind
-        for name, field in Config.model_fields.items()
+def _sections(model: type[Section] = Config, within: str = "") -> dict[str, type[Section]]:
+    """Dotted name of every section, also of one within another -> its model."""
+    found = {
+        within + name: kind
+        for name, field in model.model_fields.items()
         for kind in (field.annotation, *get_args(field.annotation))
         if isinstance(kind, type) and issubclass(kind, Section)
     }
+    return found | {name: one for outer, kind in found.items() for name, one in _sections(kind, f"{outer}.").items()}
 
 
-def _suggestion(name: str, section: str | None) -> str:
+def _suggestion(name: str, section: str) -> str:
     """What the writer of an unknown key may have meant: the same key of another section, or the nearest known key."""
     sections = _sections()
     if elsewhere := [f"{other}.{name}" for other, model in sections.items() if name in model.model_fields]:

@@ -95,12 +95,19 @@ class Questions(Sequence[Question]):
         first = step * count - epochs[0] * len(self)
         return [self.questions[place] for place in order[first : first + count]]
 
+    def pick_more(self, step: int, round_: int, count: int, asked: Sequence[Question]) -> list[Question]:
+        """`count` questions for a further round of `step`, none of which is `asked`; fewer if no more are left.
+
+        They depend on (seed, step, round) and `asked` alone. They do not count in the epochs of `pick`.
+        """
+        seed, known = derive_seed(self.seed, "dynamic", step, round_), {question.question for question in asked}
+        order = np.random.Generator(np.random.PCG64(seed)).permutation(len(self))
+        others = (question for place in order if (question := self.questions[place]).question not in known)
+        return list(itertools.islice(others, count))
+
 
 def read(data: DataConfig, split: str) -> tuple[list[Row], str, str]:
-    """The rows of `split` ("train" | "test"), their source and their form, without a tokenizer.
-
-    InputError for a row that cannot be used.
-    """
+    """The rows of `split` ("train" | "test"), their source and their form. InputError for a row that cannot be used."""
     if data.source == "arithmetic":
         num, low, high = {"train": data.num_train, "test": data.num_test}[split], LOWEST_OPERAND, data.operand_high
         operations = (data.operations_low, data.operations_high)
@@ -134,10 +141,7 @@ def few_shot(data: DataConfig, asked: Sequence[Row]) -> list[Row]:
 
 
 def load(data: DataConfig, split: str, tokenizer: PreTrainedTokenizerBase, seed: int) -> Questions:
-    """The questions of `split` ("train" | "test") with their prompts; `seed` decides the order in which they are asked.
-
-    InputError if any of them cannot be used.
-    """
+    """The questions of `split` with their prompts; `seed` decides the order of asking. InputError as from read."""
     rows, source, form = read(data, split)
     examples = few_shot(data, rows)
     what = "chat template" if tokenizer.chat_template else "tokenizer"  # whose pattern for splitting may be endless
@@ -381,11 +385,7 @@ def solution(lines: Sequence[Line]) -> str:
 def main(arguments: list[str]) -> int:
     """Run the command line; returns the exit code: 0 done or usage shown, 2 bad input."""
     parser = argparse.ArgumentParser(prog="data_gsm8k.py", description="Convert GSM8K files between their forms.")
-    parser.add_argument(
-        "command",
-        choices=["convert"],
-        help="question/answer columns -> chat form; any other form -> question/answer columns",
-    )
+    parser.add_argument("command", choices=["convert"], help="question/answer -> chat form; others -> question/answer")
     parser.add_argument("in_path", metavar="IN", help="a .jsonl or .parquet file")
     parser.add_argument("out_path", metavar="OUT", help="a new .jsonl or .parquet file")
     options = parser.parse_args(arguments or ["--help"])

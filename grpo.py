@@ -57,6 +57,14 @@ def group_advantages(rewards: Tensor, norm: str | Callable[[Tensor], Tensor] = "
     return centred * (group_size / (group_size - 1)) if norm == "loo" else centred
 
 
+def overlong_penalty(lengths: Tensor, max_new_tokens: int, buffer: int, penalty: float) -> Tensor:
+    """What DAPO (arXiv 2503.14476) takes off the rewards of long completions: 0 up to max_new_tokens - buffer tokens.
+
+    It rises linearly from there to ``penalty`` at max_new_tokens, where a completion is cut off.  Any shape -> the same
+    """
+    return penalty * ((lengths - (max_new_tokens - buffer)) / buffer).clamp(min=0, max=1)
+
+
 # ------------------------------------------------------------------------------------------------------------------- KL
 def kl(logp: Tensor, ref_logp: Tensor, kind: str = "low_var_kl", mask: Tensor | None = None) -> Tensor:
     """Per-token estimate of KL(policy || reference) for tokens drawn from the policy.  (B, T) -> (B, T)

@@ -111,6 +111,7 @@ class RolloutConfig(Section):
     )
     prompts_per_step: int = knob(32, "P, questions a step; a step has P x group_size sequences", ge=1, le=10**6)
     group_size: int = knob(8, "G, completions a prompt; a group of one has no advantage", ge=2, le=2**16)
+    dynamic_rounds: int = knob(0, "rounds that replace groups all right or all wrong (DAPO); 0: off", ge=0, le=100)
     max_new_tokens: int = knob(1024, "longest completion in tokens, its end token included", ge=1, le=2**20)
     temperature: float = knob(1.0, "temperature of sampling and of the trainer's log-probabilities", gt=0)
     top_p: float = knob(1.0, "nucleus sampling; a value below 1 biases the policy gradient", gt=0, le=1)
@@ -137,6 +138,11 @@ RewardMethod = Literal[
 Function = Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_][A-Za-z0-9_]*$")]  # FILE.py:NAME, inputs/functions.py
 
 
+class OverlongConfig(Section):
+    buffer: int = knob(..., "B: the last tokens before max_new_tokens, over which the penalty rises", ge=1, le=2**20)
+    penalty: float = knob(..., "taken off the reward of a completion of max_new_tokens", gt=0, le=1e6)
+
+
 class RewardConfig(Section):
     method: RewardMethod = knob(
         "strict", "strict is our own; math compares the last \\boxed{} by math-verify; the others are other projects'"
@@ -147,6 +153,7 @@ class RewardConfig(Section):
     seconds: float = knob(10.0, "longest call of reward.function, which ends the run, or of the method math", gt=0)
     check_gold: bool = knob(True, "refuse to start unless every gold answer is scored as correct")
     permute: bool = knob(False, "control run: the rewards of a step are shuffled, so accuracy must not rise")
+    overlong: OverlongConfig | None = knob(None, "{buffer: B, penalty: p}: long completions earn less (DAPO)")
 
 
 class LoraConfig(Section):
@@ -262,11 +269,7 @@ class ChecksConfig(Section):
 
     reward_constant: Action = knob("stop", "all rewards of the first 20 steps are equal")
     unparsable: Action = knob("warn", "more than 95 % of the completions of a step hold no answer")
-    truncated: Action = knob(
-        "warn",
-        "more than half of the last 256 completions are cut off at rollout.max_new_tokens; not checked above "
-        "temperature 1.5",
-    )
+    truncated: Action = knob("warn", "over half of the last 256 completions are cut off, at temperature 1.5 or below")
     sampling: Action = knob(
         "stop",
         "none of the last 256 completions ends by itself, though max_new_tokens is at least 20; or all completions of "
@@ -387,9 +390,10 @@ class Config(Section):
 
     @property
     def samples_own_policy(self) -> bool:
-        """Whether the sampler draws from the very distribution that the trainer computes, but for rounding."""
+        """Whether the trained tokens are fair draws from what the trainer computes, but for rounding."""
         rollout = self.rollout
-        return not (self.aqn.schedule != "off" or rollout.round_bits or rollout.top_k or rollout.top_p < 1)
+        altered = self.aqn.schedule != "off" or rollout.round_bits or rollout.top_k or rollout.top_p < 1
+        return not (altered or rollout.dynamic_rounds)  # dynamic sampling chooses groups by their outcomes
 
     @property
     def has_old_policy_pass(self) -> bool:

@@ -172,7 +172,7 @@ def _time_lines(verdict: Verdict, setting: Setting) -> list[str]:
     tokens = setting.prompt_tokens, setting.completion_tokens, verdict.cfg.rollout.max_new_tokens
     return [
         *lines,
-        f"  assumed: {roofline.assumptions(hardware, *tokens)}",
+        f"  assumed: {roofline.assumptions(hardware, *tokens, verdict.cfg.rollout.dynamic_rounds)}",
         f"  longest: {times.bottleneck}, bound by {times.bound(times.bottleneck)}",
     ]
 

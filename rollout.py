@@ -6,18 +6,21 @@ prompts r, r + n, r + 2 n, ...; then all ranks exchange their results, so that e
 """
 
 import bisect
+import dataclasses
+import functools
 import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+import grpo
 from architecture import Architecture
 from config import derive_seed
-from data_gsm8k import Question
+from data_gsm8k import Question, Questions
 from engines.interface import Completion, Engine
 from inputs.scoring import Score
 from knobs import Config, RolloutConfig
@@ -95,28 +98,106 @@ def pad_token_id(tokenizer: "PreTrainedTokenizerBase", stop_tokens: set[int]) ->
 
 # ------------------------------------------------------------------------------------------------ sampling
 
+Scoring = Callable[[Sequence[tuple[Question, Completion]]], list[Score]]
+
+
+class Sampled(NamedTuple):
+    """What a step has sampled. Without dynamic sampling there is one round, which is the batch."""
+
+    batch: Rollout  # what is trained
+    completions: list[list[Completion]]  # of the batch: those that this rank sampled, as the engine gave them
+    asked: list[Question]  # P questions of the batch
+    all_asked: list[Question]  # P questions of the first round, then those of the further rounds
+    first: Rollout  # the first round, which no outcome has selected
+    num_tokens: int  # sampled in all rounds
+    extra: dict[str, float]  # metrics of dynamic sampling
+
+
+def sample_step(
+    engine: Engine, questions: Questions, score: Scoring, cfg: Config, parallel: Parallel, step: int
+) -> Sampled:
+    """The rollout of ``step``, after at most rollout.dynamic_rounds rounds of dynamic sampling (arXiv 2503.14476).
+
+    A round replaces the groups that are all right or all wrong by groups of questions that the step has not asked; if
+    too few such questions are left, the groups at the last places stay. What is asked and drawn depends on the seed,
+    the step, the round and the outcomes before, which all ranks know: they take the same rounds, and engines that
+    sample in lockstep are called equally often. The rank that owns a place samples all of its groups, so replicas can
+    have unequal work in a further round. Groups that are still equal after the last round stay in the batch.
+    """
+    settings = cfg.rollout
+    draw = functools.partial(
+        sample, engine, score=score, settings=settings, parallel=parallel, seed=cfg.train.seed, step=step,
+        routed_experts=cfg.replay.mode == "r3",
+    )  # fmt: skip
+    asked = questions.pick(step, settings.prompts_per_step)
+    first, completions = draw(asked)
+    batch, all_asked, num_tokens, rounds = first, [*asked], sum(first.lengths), 1
+    own = own_places(len(asked), settings.tensor, parallel)
+    for round_ in range(1, settings.dynamic_rounds + 1):
+        equal = (batch.correct.amax(dim=1) == batch.correct.amin(dim=1)).nonzero().flatten().tolist()
+        if not (new := questions.pick_more(step, round_, len(equal), all_asked)):
+            break
+        places = equal[: len(new)]
+        for place, question in zip(places, new, strict=True):
+            asked[place] = question
+        drawn, groups = draw(asked, round_=round_, places=places)
+        batch = with_groups(batch, drawn, places)
+        for place, group in zip((place for place in own if place in places), groups, strict=True):
+            completions[own.index(place)] = group
+        all_asked, num_tokens, rounds = all_asked + new, num_tokens + sum(drawn.lengths), round_ + 1
+    if overlong := cfg.reward.overlong:
+        lengths = torch.tensor(batch.lengths).view_as(batch.rewards)
+        penalty = grpo.overlong_penalty(lengths, settings.max_new_tokens, overlong.buffer, overlong.penalty)
+        batch = dataclasses.replace(batch, rewards=batch.rewards - penalty)
+    extra = {
+        "reward/first_round_correct": first.correct.double().mean().item(),
+        "rollout/rounds": rounds,
+        "rollout/dropped_groups_frac": 1 - len(asked) / len(all_asked),
+        "rollout/sampled_per_trained": len(all_asked) / len(asked),
+    }
+    return Sampled(batch, completions, asked, all_asked, first, num_tokens, extra if settings.dynamic_rounds else {})
+
+
+def with_groups(batch: Rollout, drawn: Rollout, places: Collection[int]) -> Rollout:
+    """``batch`` with the groups at ``places`` of ``drawn``, which has the prompts of all groups."""
+    group_size = batch.rewards.shape[1]
+    replaced = [sequence // group_size in places for sequence in range(len(batch.lengths))]
+    rows = {"tokens": replaced, "logp": replaced, "truncated": replaced}
+    rows |= dict.fromkeys(("rewards", "parsable", "correct"), replaced[::group_size])
+    merged = {}
+    for name, chosen in rows.items():
+        merged[name] = getattr(batch, name).clone()
+        merged[name][chosen] = getattr(drawn, name)[chosen]
+    lengths = [new if taken else old for old, new, taken in zip(batch.lengths, drawn.lengths, replaced, strict=True)]
+    return dataclasses.replace(drawn, lengths=lengths, **merged)
+
 
 def sample(
     engine: Engine,
     asked: list[Question],
-    score: Callable[[Sequence[tuple[Question, Completion]]], list[Score]],
+    score: Scoring,
     settings: RolloutConfig,
     parallel: Parallel,
     *,
     seed: int,
     step: int,
+    round_: int = 0,
+    places: Collection[int] | None = None,
     routed_experts: bool = False,
 ) -> tuple[Rollout, list[list[Completion]]]:
     """G scored completions of each question: all of them on every rank, and this rank's own as the engine gave them.
 
     ``score`` scores answers to questions; the rank that samples a completion scores it. A completion depends on the
-    seed, the step and the place of its prompt, but not on the rank that samples it.
+    seed, the step, the round and the place of its prompt, but not on the rank that samples it. With ``places``, only
+    the questions at these places get completions; the rows of the others are 0.
     """
-    places = own_places(len(asked), settings.tensor, parallel)
-    own = [asked[place] for place in places]
+    replicas, of_round = parallel.world_size // settings.tensor, (round_,) if round_ else ()
+    rank_places = own_places(len(asked), settings.tensor, parallel)
+    sampled = [place for place in rank_places if places is None or place in places]
+    own = [asked[place] for place in sampled]
     completions = engine.sample(
         [question.prompt for question in own],
-        seeds=[derive_seed(seed, "rollout", step, place) for place in places],
+        seeds=[derive_seed(seed, "rollout", step, place, *of_round) for place in sampled],
         num_samples=settings.group_size,
         max_new_tokens=settings.max_new_tokens,
         temperature=settings.temperature,
@@ -126,11 +207,12 @@ def sample(
     )
     # One message of integers and one of fp32 numbers, of equal shape on every rank. Replica 0 has the most prompts.
     longest = settings.max_new_tokens
-    num_own = len(range(0, len(asked), parallel.world_size // settings.tensor))
+    num_own = len(range(0, len(asked), replicas))
     integers = torch.zeros(num_own, settings.group_size, longest + 2, dtype=torch.int64)
     reals = torch.zeros(num_own, settings.group_size, longest + 3, dtype=torch.float32)
     scores = iter(score([(question, one) for question, group in zip(own, completions, strict=True) for one in group]))
-    for i, group in enumerate(completions):
+    for place, group in zip(sampled, completions, strict=True):
+        i = place // replicas
         for j, answer in enumerate(group):
             n = len(answer.tokens)
             integers[i, j, :n] = torch.tensor(answer.tokens)
@@ -164,21 +246,26 @@ def in_prompt_order(by_rank: Tensor, count: int, tensor: int) -> Tensor:
     return by_rank[::tensor].transpose(0, 1).flatten(0, 1)[:count].cpu()
 
 
-def metrics(batch: Rollout) -> dict[str, float]:
-    """Metrics of the rollout by name."""
+def metrics(sampled: Sampled) -> dict[str, float]:
+    """Metrics of a step's rollout by name: of the batch, and of the first round where an outcome must not select."""
+    batch, first = sampled.batch, sampled.first
     lengths = torch.tensor(batch.lengths, dtype=torch.float64)
     equal = batch.rewards.amax(dim=1) == batch.rewards.amin(dim=1)
     by_group = batch.tokens.unflatten(0, batch.rewards.shape)  # (P, G, N)
     identical = (by_group == by_group[:, :1]).flatten(1).all(dim=1)
-    return {
-        "reward/mean": batch.rewards.double().mean().item(),
-        "reward/unparsable_frac": 1 - batch.parsable.double().mean().item(),
-        "reward/equal_groups": int(equal.sum()),
-        "rollout/identical_groups": int(identical.sum()),
-        "response_length/mean": lengths.mean().item(),
-        "response_length/max": int(lengths.max()),
-        "response_length/truncated_frac": batch.truncated.double().mean().item(),
-    } | repetitions(batch)
+    return (
+        {
+            "reward/mean": batch.rewards.double().mean().item(),
+            "reward/unparsable_frac": 1 - first.parsable.double().mean().item(),
+            "reward/equal_groups": int(equal.sum()),
+            "rollout/identical_groups": int(identical.sum()),
+            "response_length/mean": lengths.mean().item(),
+            "response_length/max": int(lengths.max()),
+            "response_length/truncated_frac": first.truncated.double().mean().item(),
+        }
+        | repetitions(first)
+        | sampled.extra
+    )
 
 
 def repetitions(batch: Rollout) -> dict[str, float]:

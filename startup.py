@@ -40,7 +40,7 @@ from lab import run_page, trackers
 from learner import Learner
 from parallel_setup import Parallel, launched_rank
 from plan import memory, utilisation
-from rollout import Rollout
+from rollout import Rollout, Sampled
 from runlog import Heartbeat
 from tripwires import Tripwires
 from weight_sync import WeightSync
@@ -274,12 +274,14 @@ class Run:
         )
         dist.barrier()
 
-    def speed(self, batch: Rollout, timing: dict[str, float]) -> dict[str, float]:
+    def speed(self, sampled: Sampled, timing: dict[str, float]) -> dict[str, float]:
         """The metrics of plan/utilisation.py of a step."""
+        batch = sampled.batch
         rows = [(s // self.cfg.rollout.group_size, batch.row_length(s) - n, n) for s, n in enumerate(batch.lengths)]
         trained, device = [rows[sequence] for sequence in self.learner.trained], self.parallel.device
         peak = utilisation.peak_flops(device.type, devices.name(device), self.cfg.model.dtype)
-        return utilisation.speed(self.cfg, self.inputs.arch, rows, trained, timing, self.parallel.world_size, peak)
+        place = timing, self.parallel.world_size, peak, sampled.num_tokens
+        return utilisation.speed(self.cfg, self.inputs.arch, rows, trained, *place)
 
     def where_apart(self, bound: float) -> str:
         """The layer in which sampler and trainer differ by more than ``bound``, after another push. Collective."""

@@ -4,7 +4,8 @@
     python train_grpo.py CONFIG [section.key=value ...] --check [--ranks N]     check the input and stop
 
 GRPO: arXiv 2402.03300. The reference policy of the KL penalty is the same model with its LoRA adapters switched off.
-P questions, G completions of each question. Questions, samples and noise depend on (seed, step) alone.
+P questions, G completions of each question. Questions, samples and noise depend on (seed, step) alone; with dynamic
+sampling, further rounds also depend on the outcomes of the rounds before.
 """
 
 import sys
@@ -58,19 +59,10 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: startup
             tripwires.after_push(step, parallel.gather_objects(pushed["sync/checksum"]), gradient_norm)
 
         # 2. Sample and score G completions for each of P questions.
-        asked = questions.pick(step, cfg.rollout.prompts_per_step)
-        tripwires.asked(step, [alike(question.question) for question in asked], len(questions), not_for_training)
         with timer.phase("generate"):
-            batch, completions = rollout.sample(
-                run.engine,
-                asked,
-                run.score,
-                cfg.rollout,
-                parallel,
-                seed=cfg.train.seed,
-                step=step,
-                routed_experts=cfg.replay.mode == "r3",
-            )
+            sampled = rollout.sample_step(run.engine, questions, run.score, cfg, parallel, step)
+            asked, batch = [alike(question.question) for question in sampled.all_asked], sampled.batch
+            tripwires.asked(step, asked, len(questions), not_for_training)
 
         # 3. Compare each score with its group's.
         if cfg.reward.permute:
@@ -78,18 +70,18 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: startup
         advantages = grpo.group_advantages(batch.rewards, functions.advantage(cfg.loss.advantage))  # (P, G)
 
         # 4. Update the adapters on the clipped objective: one optimizer step for every prompts_per_update questions.
-        updated = learner.update(batch, completions, advantages.flatten(), step, timer)
+        updated = learner.update(batch, sampled.completions, advantages.flatten(), step, timer)
 
         # 5. Record, check, evaluate, save.
         # All ranks decide by the numbers of rank 0.
-        metrics = parallel.gather_objects(rollout.metrics(batch) | updated | pushed)[0]
+        metrics = parallel.gather_objects(rollout.metrics(sampled) | updated | pushed)[0]
         gradient_norm = metrics["actor/grad_norm"]
-        log.log_rows("completions.jsonl", step, run.shown_completions(asked, batch, completions))
+        log.log_rows("completions.jsonl", step, run.shown_completions(sampled.asked, batch, sampled.completions))
         log.log_rows("moe.jsonl", step, [learner.router_load.by_layer])
         step_peak = max(parallel.gather_objects(timer.peak()))  # (GiB, phase) of the fullest rank; () on a CPU
         peak = max(peak, step_peak)
-        timing = timer.timing(sum(batch.lengths))
-        log.log_step(step, metrics, timing | run.speed(batch, timing) | runlog.device_memory(step_peak))
+        timing = timer.timing(sampled.num_tokens)
+        log.log_step(step, metrics, timing | run.speed(sampled, timing) | runlog.device_memory(step_peak))
         run.end_step(step)
         tripwires.after_step(step, metrics, (batch.rewards.min().item(), batch.rewards.max().item()), run.where_apart)
         factors = adapter_weights.adapter_pieces(learner.adapters, learner.arch, parallel)

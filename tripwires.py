@@ -97,19 +97,23 @@ class Tripwires:
             )
 
     def asked(self, step: int, asked: list[str], num_questions: int, held_out: frozenset[str]) -> None:
-        """Check the questions of ``step``, which come from ``num_questions``; ``held_out`` must not be among them."""
+        """Check the questions of ``step``, which come from ``num_questions``; ``held_out`` must not be among them.
+
+        The first ones are the ordinary questions of the step, the others those of dynamic sampling.
+        """
         if leaked := held_out.intersection(asked):
             self.trip(
                 "held_out",
                 f"step {step + 1} asks {len(leaked)} held-out questions, for example {min(leaked)[:60]!r}",
                 "data.train_path and data.test_path, which must not overlap",
             )
-        self.questions = [*self.questions, frozenset(asked)][-STUCK_STEPS:]
+        prompts = self.cfg.rollout.prompts_per_step
+        self.questions = [*self.questions, frozenset(asked[:prompts])][-STUCK_STEPS:]
         same = len(self.questions) == STUCK_STEPS and len(set(self.questions)) == 1
-        if same and num_questions >= 2 * len(asked):
+        if same and num_questions >= 2 * prompts:
             self.trip(
                 "sampling",
-                f"step {step + 1}: the same {len(asked)} of {num_questions} questions for the {STUCK_STEPS}rd time",
+                f"step {step + 1}: the same {prompts} of {num_questions} questions for the {STUCK_STEPS}rd time",
                 "data_gsm8k.Questions.pick, and the step that it is given",
             )
 
@@ -303,7 +307,7 @@ class Tripwires:
         """Whether the last ten steps' reward is far below the first ten's, or their KL to the reference is large."""
         if len(self.history) < 2 * WINDOW or self.cfg.reward.permute:  # with shuffled rewards, both are expected
             return
-        rewards = self._column("reward/mean")
+        rewards = [row.get("reward/first_round_correct", row["reward/mean"]) for row in self.history]
         before, now = fmean(rewards[:WINDOW]), fmean(rewards[-WINDOW:])
         kl = fmean(self._column("actor/kl_loss", 0.0)[-WINDOW:])
         fallen = before > REWARD_START and now < COLLAPSE_REWARD * before

@@ -33,13 +33,10 @@ def _no_warm_start(cfg: Config) -> bool:
 # (whether the run would ignore the keys, the reason, the keys)
 IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
     (_no_warm_start, "tiny_model.warm_start_steps is 0",
-     "tiny_model.drills_per_batch "
-     "tiny_model.teacher_right tiny_model.teacher_wrong_operation"),
-    (lambda c: c.data.source == "arithmetic", "data.source is arithmetic, which is generated",
-     "data.train_path data.test_path"),
+     "tiny_model.drills_per_batch tiny_model.teacher_right tiny_model.teacher_wrong_operation"),
+    (lambda c: c.data.source == "arithmetic", "data.source is arithmetic", "data.train_path data.test_path"),
     (lambda c: c.data.source != "file", "data.source is not file", "data.columns"),
-    (lambda c: c.data.source != "arithmetic", "data.source is not arithmetic",
-     "data.num_train data.num_test data.seed"),
+    (lambda c: c.data.source != "arithmetic", "data.source is a file", "data.num_train data.num_test data.seed"),
     # The warm start teaches arithmetic, whatever the questions of the run are.
     (lambda c: c.data.source != "arithmetic" and _no_warm_start(c), "data.source is not arithmetic",
      "data.operand_high data.operations_low data.operations_high"),
@@ -47,16 +44,14 @@ IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
     (lambda c: not {"linear_fc1", "linear_fc2"} & set(c.lora.targets),
      "lora.targets has neither linear_fc1 nor linear_fc2", "lora.expert_rank"),
     (lambda c: bool(c.reward.function), "reward.function scores", "reward.method"),
-    (lambda c: not c.reward.function and c.reward.method != "math",
-     "reward.method is computed in the trainer's process", "reward.seconds"),
+    (lambda c: not c.reward.function and c.reward.method != "math", "reward.method needs no worker", "reward.seconds"),
     (lambda c: c.loss.kind in ("gspo", "cispo"), "loss.kind is not ppo", "loss.dual_clip"),
     (lambda c: c.loss.kl == "none", "loss.kl is none", "loss.kl_coef"),
     (lambda c: c.loss.importance == "none", "loss.importance is none", "loss.importance_clip"),
     (lambda c: c.loss.importance != "icepop", "loss.importance is not icepop", "loss.importance_low"),
     (lambda c: c.optim.decay == "constant", "optim.decay is constant", "optim.min_lr_ratio"),
     (lambda c: c.aqn.schedule == "off", "aqn.schedule is off", "aqn.sigma_start aqn.targets aqn.router checks.noise"),
-    (lambda c: c.aqn.schedule in ("off", "constant"), "aqn.schedule is off or constant",
-     "aqn.sigma_end aqn.num_stages"),
+    (lambda c: c.aqn.schedule in ("off", "constant"), "aqn.schedule has one sigma", "aqn.sigma_end aqn.num_stages"),
     (lambda c: c.aqn.schedule == "off" or c.model.dtype != "bf16",
      "aqn.schedule is off, or model.dtype is not bf16", "aqn.bf16"),
     (lambda c: c.replay.mode == "off" or c.loss.kl == "none", "replay.mode is off or loss.kl none", "replay.reference"),
@@ -219,6 +214,11 @@ def _method_rules(cfg: Config) -> list[Rule]:
         (
             loss.importance == "icepop" and loss.importance_low >= loss.importance_clip,
             f"loss.importance_low: {loss.importance_low} is not below loss.importance_clip {loss.importance_clip}",
+        ),
+        (
+            cfg.reward.overlong is not None and cfg.reward.overlong.buffer > cfg.rollout.max_new_tokens,
+            f"reward.overlong.buffer: {cfg.reward.overlong and cfg.reward.overlong.buffer} exceeds "
+            f"rollout.max_new_tokens {cfg.rollout.max_new_tokens}",
         ),
         (
             bits > 0 and not cfg.rollout.kind.alters,

@@ -8,6 +8,7 @@ Qwen3-30B-A3B on 16 dies. Nothing here imports torch.
 
 import dataclasses
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from plan.grid import WHOLE, RankGrid
 from plan.memory import Memory, adapter_size, lora_parameters, merged_weights, on_rank
 
 DECODE_PARTS = 16  # in which the number of running rows counts as constant
+EQUAL_GROUPS = 0.5  # share of the groups of a round that dynamic sampling drops: a guess
 MERGE_BYTES = 28  # read and written for an element of W + s B A: of bf16, in fp32, one operation after the other
 
 
@@ -212,10 +214,15 @@ def step_times(
     together = -(-memory.wanted_rows // waves) * layout.replicas
     decode = step(sequences=together, context=prompt + completion / 2)
     decoding: dict[str, float] = defaultdict(float)
-    for steps, share, tokens in decode_parts(completion, longest, waves, refills=rollout.kind.refills):
-        part = step(sequences=max(1, together * share), context=prompt + tokens)
-        for cause, seconds in _decode_causes(part, hardware, rollout.enforce_eager).items():
-            decoding[cause] += steps * seconds
+    rounds = [EQUAL_GROUPS**round_ for round_ in range(1 + rollout.dynamic_rounds)]  # shares of the groups
+    for of_groups in rounds:
+        rows = math.ceil(memory.wanted_rows * of_groups)
+        of_waves = -(-rows // max(1, memory.cached_rows))
+        running = -(-rows // of_waves) * layout.replicas
+        for steps, share, tokens in decode_parts(completion, longest, of_waves, refills=rollout.kind.refills):
+            part = step(sequences=max(1, running * share), context=prompt + tokens)
+            for cause, seconds in _decode_causes(part, hardware, rollout.enforce_eager).items():
+                decoding[cause] += steps * seconds
     rate = layout.ranks * hardware.flops * hardware.training_share
     updates = rollout.prompts_per_step // max(1, cfg.optim.prompts_per_update)
     rows = -(-cfg.optim.prompts_per_update * rollout.group_size // layout.data)
@@ -233,7 +240,7 @@ def step_times(
     frozen = sum(forward_flops(arch, trained).values())
     policy = frozen + lora_flops(arch, cfg.lora, trained.tokens) * (not cfg.trains_merged)
     first, second = update_flops(cfg, arch, trained)
-    prompts = forward_flops(arch, Rows(rollout.prompts_per_step, prompt, 0))
+    prompts = forward_flops(arch, Rows(rollout.prompts_per_step * sum(rounds), prompt, 0))
     merged_bytes = MERGE_BYTES * merged_weights(arch, cfg.lora, layout, recompute=False) * cfg.trains_merged
     merging = updates * micro_batches * merged_bytes / hardware.bandwidth
     causes = {
@@ -338,8 +345,9 @@ def _optimizer_seconds(
     return {cause: updates * value for cause, value in seconds.items()}
 
 
-def assumptions(hardware: Hardware, prompt: float, completion: float, longest: float) -> str:
+def assumptions(hardware: Hardware, prompt: float, completion: float, longest: float, dynamic_rounds: int = 0) -> str:
     """The assumptions behind the seconds, in one line."""
+    dropped = f"each of {dynamic_rounds} more rounds samples {EQUAL_GROUPS:.0%} of the groups of the one before, "
     return (
         f"{hardware.flops / 1e12:g} TFLOP/s at {hardware.training_share:.0%} in training, "
         f"{hardware.bandwidth / 1e12:g} TB/s, {hardware.link / 1e9:g} GB/s link at {hardware.link_share:.0%}, "
@@ -347,7 +355,7 @@ def assumptions(hardware: Hardware, prompt: float, completion: float, longest: f
         f"a decode step takes at least {hardware.decode_step_seconds * 1e3:g} ms, a pass without a graph "
         f"{hardware.eager_pass_seconds * 1e3:g} ms, "
         f"prompts of {prompt:g} and completions of {completion:g} tokens in the mean, the longest of {longest:g}; "
-        "a roofline, not a measurement"
+        f"{dropped * (dynamic_rounds > 0)}a roofline, not a measurement"
     )
 
 

@@ -30,13 +30,16 @@ def _work(rows: Sequence[Row]) -> Rows:
     return mean._replace(more_pairs=pairs - mean.pairs)
 
 
-def step_flops(cfg: Config, arch: Architecture, sampled: Sequence[Row], trained: Sequence[Row]) -> float:
-    """Operations of a step: each token of the ``sampled`` rows once, and the trainer's passes of the ``trained``."""
+def step_flops(
+    cfg: Config, arch: Architecture, sampled: Sequence[Row], trained: Sequence[Row], rounds: float = 1.0
+) -> float:
+    """Operations of a step: each token of the ``sampled`` rows ``rounds`` times, and the passes of the ``trained``."""
     work, kept = _work(trained), cfg.model_copy(update={"model": cfg.model.model_copy(update={"recompute": False})})
     frozen = sum(forward_flops(arch, work).values())
     old_policy = frozen + lora_flops(arch, cfg.lora, work.tokens) * (not cfg.trains_merged)
     passes = old_policy * cfg.has_old_policy_pass + frozen * (cfg.loss.kl != "none")
-    return sum(forward_flops(arch, _work(sampled)).values()) + passes + sum(update_flops(kept, arch, work))
+    sampling = rounds * sum(forward_flops(arch, _work(sampled)).values())
+    return sampling + passes + sum(update_flops(kept, arch, work))
 
 
 def speed(
@@ -47,13 +50,18 @@ def speed(
     timing: dict[str, float],
     ranks: int,
     peak: float | None,
+    new_tokens: int,
 ) -> dict[str, float]:
-    """The metrics perf/... of a step with these rows and this ``timing``; perf/mfu only with the device's ``peak``."""
-    generated, updated = sum(c for _, _, c in sampled), sum(p + c for _, p, c in trained)
+    """The metrics perf/... of a step with these rows and this ``timing``; perf/mfu only with the device's ``peak``.
+
+    ``new_tokens``: sampled in all rounds of dynamic sampling, of which the operations count like those of ``sampled``.
+    """
+    updated, rounds = sum(p + c for _, p, c in trained), new_tokens / max(1, sum(c for _, _, c in sampled))
     found = {
-        "perf/generate_tokens_per_s_device": generated / max(timing["timing/generate_s"], 1e-4) / ranks,
+        "perf/generate_tokens_per_s_device": new_tokens / max(timing["timing/generate_s"], 1e-4) / ranks,
         "perf/train_tokens_per_s_device": updated / max(timing["timing/update_s"], 1e-4) / ranks,
     }
     if peak is not None:
-        found["perf/mfu"] = step_flops(cfg, arch, sampled, trained) / (timing["timing/step_s"] * peak * ranks)
+        operations = step_flops(cfg, arch, sampled, trained, rounds)
+        found["perf/mfu"] = operations / (timing["timing/step_s"] * peak * ranks)
     return {name: float(f"{value:.4g}") for name, value in found.items()}

@@ -387,6 +387,22 @@ def test_pick_is_a_function_of_seed_and_step() -> None:
     assert "".join(question.question for question in make_questions(10).pick(0, 10)) == "2714069835"
 
 
+def test_further_rounds_ask_what_the_step_has_not_asked_and_depend_on_seed_step_and_round() -> None:
+    def more(questions: data_gsm8k.Questions, step: int, round_: int, count: int) -> str:
+        return "".join(q.question for q in questions.pick_more(step, round_, count, questions.pick(step, 4)))
+
+    questions = make_questions(10)
+    assert sorted(more(questions, 3, 1, 99)) == sorted({*"0123456789"} - {q.question for q in questions.pick(3, 4)})
+    assert more(questions, 3, 1, 99)[:2] == more(make_questions(10), 3, 1, 2) and more(questions, 3, 1, 0) == ""
+    others = (
+        more(questions, 3, 1, 6),
+        more(questions, 3, 2, 6),
+        more(questions, 4, 1, 6),
+        more(make_questions(10, 1), 3, 1, 6),
+    )
+    assert len(set(others)) == 4
+
+
 # ----------------------------------------------------------------------------------------------------------- arithmetic
 def test_a_range_that_cannot_be_split_is_refused() -> None:
     """Of the pairs of one operand with itself, most are for training and some are held out, so one side is empty."""

@@ -146,6 +146,15 @@ FAULTS = {
         ["checks.surprise: ", "57.1% of the completions repeat another one of their group, but their log-probs pre"],
         SURPRISE,
     ),
+    "each sample twice, dynamic sampling": Fault(
+        planted.each_sample_twice,
+        ["checks.surprise: ", "57.1% of the completions repeat another one of their group, but their log-probs pre"],
+        SURPRISE | {"rollout__dynamic_rounds": 1},
+    ),
+    "asks held-out questions in a further round": Fault(
+        planted.asks_held_out_questions_later, ["checks.held_out: step 1 asks 1 held-out questions, for example"],
+        {"rollout__dynamic_rounds": 1},
+    ),
     "a gradient not summed over data ranks": of_state(
         planted.one_gradient_not_summed(False), "TP2_EP2_DP2", "1 steps: model.layers.0.self_attn."
     ),

@@ -412,3 +412,11 @@ def test_bad_arguments_are_refused_with_what_was_found_and_what_is_needed(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         function(*arguments, **changed)
+
+
+def test_the_penalty_of_overlong_completions_by_hand() -> None:
+    """Of at most 20 tokens, the last 5 are the buffer: 15 tokens cost nothing, each further one a fifth of 0.5."""
+    lengths = torch.tensor([[1, 15, 16], [18, 19, 20]])
+    found = grpo.overlong_penalty(lengths, max_new_tokens=20, buffer=5, penalty=0.5)
+    assert found.tolist() == [pytest.approx([0, 0, 0.1]), pytest.approx([0.3, 0.4, 0.5])]
+    assert grpo.overlong_penalty(lengths, 20, 20, 2.0)[0, 0].item() == pytest.approx(0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from pathlib import Path
@@ -16,7 +17,8 @@ from scope import cases
 
 import device as devices
 import rollout
-from data_gsm8k import Question
+from config import derive_seed
+from data_gsm8k import Question, Questions
 from engines import vllm_engine
 from engines.interface import Completion
 from inputs import hf_config
@@ -214,6 +216,92 @@ def test_every_rank_knows_the_same_rollout_whoever_sampled_it(num_prompts, tmp_p
                 assert torch.equal(torch.as_tensor(getattr(batch, name)), torch.as_tensor(value)), name
     (other_step,) = training.in_world("TP1", gathered, cfg, num_prompts, 8)
     assert not torch.equal(other_step.tokens, alone.tokens)
+
+
+class CountingEngine(EchoEngine):
+    calls = 0
+
+    def sample(self, prompts, **rest):
+        self.calls += 1
+        return super().sample(prompts, **rest)
+
+
+def stepped(cases: list[tuple[Config, int, int]], step: int) -> list[tuple[rollout.Sampled, int]]:
+    """Steps of ``cases`` (configuration, questions, one in so many has mixed groups), and the calls of the engine."""
+    ranks = torch.distributed.get_world_size()
+    parallel = world.open_layout({1: "TP1", 2: "TP2", 4: "TP2_EP4"}[ranks])
+
+    def scored(mixed: int, answers) -> list[Score]:
+        ends = [len(one.tokens) == 8 and question.prompt[-1] % mixed == 0 for question, one in answers]
+        return [Score(len(one.tokens) / 16, True, end) for (_, one), end in zip(answers, ends, strict=True)]
+
+    found = []
+    for cfg, num, mixed in cases:
+        questions, engine = Questions([Question(f"q{i}", "", "", [1, 40 + i]) for i in range(num)], 0), CountingEngine()
+        sampled = rollout.sample_step(engine, questions, functools.partial(scored, mixed), cfg, parallel, step)
+        own = range(parallel.rank, len(sampled.asked), ranks)
+        assert [group[1].tokens[0] for group in sampled.completions] == [sampled.asked[i].prompt[-1] for i in own]
+        found.append((sampled, engine.calls))
+    return found
+
+
+def test_groups_of_equal_correctness_are_replaced_by_those_of_new_questions_alike_on_every_rank(tmp_path) -> None:
+    small = {"rollout__group_size": 3, "rollout__max_new_tokens": 8, "rollout__prompts_per_step": 5}
+
+    def case(num: int, mixed: int, **changes: object) -> tuple[Config, int, int]:
+        return training.config(tmp_path, tmp_path, **small | changes), num, mixed
+
+    fixed = {"reward__overlong": {"buffer": 4, "penalty": 0.5}}
+    cases = [
+        case(40, 3), case(40, 3, rollout__dynamic_rounds=2), case(40, 1, rollout__dynamic_rounds=2),
+        case(7, 50, rollout__dynamic_rounds=9), case(40, 3, rollout__dynamic_rounds=99, **fixed), case(40, 1),
+    ]  # fmt: skip
+    (alone,) = training.in_world("TP1", stepped, cases, 7)
+    plain, two, all_mixed, few, many, mixed_plain = (sampled for sampled, _ in alone)
+
+    def is_mixed(question: Question) -> bool:
+        return question.prompt[-1] % 3 == 0
+
+    questions = Questions([Question(f"q{i}", "", "", [1, 40 + i]) for i in range(40)], 0)
+    assert plain.asked == plain.all_asked == questions.pick(7, 5) and plain.extra == {}
+    expected = [(question, 0) for question in plain.asked]  # by place: the question, and the round that has asked it
+    asked = [*plain.asked]
+    for round_ in (1, 2):
+        equal = [place for place, (question, _) in enumerate(expected) if not is_mixed(question)]
+        assert equal  # otherwise this test shows nothing
+        new = questions.pick_more(7, round_, len(equal), asked)
+        for place, question in zip(equal, new, strict=True):
+            expected[place] = question, round_
+        asked += new
+    assert two.asked == [question for question, _ in expected] and two.all_asked == asked
+    assert len({question.question for question in asked}) == len(asked) and len({r for _, r in expected}) == 3
+    assert two.batch.prompts == [question.prompt for question in two.asked]
+    for place, (question, round_) in enumerate(expected):
+        seed = derive_seed(0, "rollout", 7, place, *[round_] * (round_ > 0))
+        ended = [question.prompt[-1], *map(int, str(seed)[:4]), 2, 0, 0]
+        assert two.batch.tokens[3 * place : 3 * place + 3].tolist() == [ended, [question.prompt[-1]] * 8, ended]
+        assert two.batch.correct[place].tolist() == [0, float(is_mixed(question)), 0]
+    assert two.num_tokens == 20 * len(asked) and two.first.prompts == plain.batch.prompts
+    right = sum(map(is_mixed, plain.asked)) / 15
+    assert two.extra == {
+        "reward/first_round_correct": pytest.approx(right),
+        "rollout/rounds": 3,
+        "rollout/dropped_groups_frac": pytest.approx(1 - 5 / len(asked)),
+        "rollout/sampled_per_trained": len(asked) / 5,
+    }
+    for name, value in vars(mixed_plain.batch).items():  # without equal groups: the bits of a run without the key
+        assert torch.equal(torch.as_tensor(getattr(all_mixed.batch, name)), torch.as_tensor(value)), name
+    # Of 7 questions two are left for the first round, for the first two places, and then none.
+    assert len(few.all_asked) == 7 and few.extra["rollout/rounds"] == 2 and few.asked[2:] == few.all_asked[2:5]
+    assert few.asked[:2] == few.all_asked[5:]
+    assert all(map(is_mixed, many.asked)) and many.batch.correct.tolist() == [[0, 1, 0]] * 5
+    assert many.batch.rewards.tolist() == [[0.125, 0, 0.125]] * 5  # of 6 and 8 tokens, a buffer of 4 before 8
+    for layout in ("TP2", "TP2_EP4"):
+        for found in training.in_world(layout, stepped, cases, 7):
+            for (sampled, calls), (want, wanted_calls) in zip(found, alone, strict=True):
+                assert calls == wanted_calls and sampled.all_asked == want.all_asked and sampled.extra == want.extra
+                for name, value in vars(want.batch).items():
+                    assert torch.equal(torch.as_tensor(getattr(sampled.batch, name)), torch.as_tensor(value)), name
 
 
 def answered(*groups: list[tuple[list[int], float]]) -> Rollout:

@@ -154,3 +154,15 @@ def test_running_rows_fall_off_so_that_the_mean_is_the_given_one(mean, waves, re
     assert sum(part for part, _, _ in parts) == pytest.approx(steps)
     assert sum(part * share for part, share, _ in parts) == pytest.approx(row_steps, rel=0.01)
     assert all(0 < share <= 1 and tokens < 1536 for _, share, tokens in parts)
+
+
+def test_further_rounds_of_dynamic_sampling_take_the_steps_of_decoding_again_with_half_the_rows():
+    """Decoding is bound by launches here: three rounds take three times as long. Prompts: 1 + 1/2 + 1/4."""
+    plain, dynamic = (planned(f"rollout.dynamic_rounds={rounds}")[0].phases for rounds in (0, 2))
+    assert dynamic["decode"] == pytest.approx(3 * plain["decode"])
+    assert dynamic["prefill"] == pytest.approx(1.75 * plain["prefill"])
+    assert {k: v for k, v in dynamic.items() if k not in ("decode", "prefill")} == {
+        k: v for k, v in plain.items() if k not in ("decode", "prefill")
+    }
+    assert "each of 2 more rounds samples 50% of the groups" in roofline.assumptions(NPU, 1, 2, 3, 2)
+    assert "rounds" not in roofline.assumptions(NPU, 1, 2, 3)

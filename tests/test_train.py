@@ -10,6 +10,7 @@ import gzip
 import importlib.util
 import itertools
 import json
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,6 +63,9 @@ OPTIONS = {  # every loss kind, aggregate, KL estimate, advantage and importance
         "loss__aggregate": "seq-mean-token-mean",
     },
     "r2": {"replay__mode": "r2"},
+    "dynamic": {
+        "rollout__dynamic_rounds": 2, "replay__mode": "r3", "reward__overlong": {"buffer": 6, "penalty": 0.5},
+    },
     "router": {"lora__targets": ROUTER_TOO, "reward__permute": True, "loss__kl": "abs"},
 }  # fmt: skip
 SPLITS = {  # the same step, split in another way
@@ -75,6 +79,7 @@ FEW = {  # fewer sequences than data ranks; sometimes no sequence is trained
     "two rows an update, replayed": TWO_ROWS | {"replay__mode": "r3"},
     "nothing to learn": {"rollout__top_k": 1, "rollout__group_size": 2, "loss__skip_equal_groups": True},
 } | dict(cases([], [("two rows an update", TWO_ROWS)]))  # fmt: skip
+MIXED = {"rollout__group_size": 24, "train__steps": 2}  # a group is all right or all wrong once in eight million
 KINDS = ("qwen3_moe", "qwen2_moe")
 BF16 = cases(["qwen3_moe"], ["qwen2_moe"])
 
@@ -104,6 +109,7 @@ def runs(models, tmp_path_factory) -> dict[str, Path]:
     jobs |= {f"bf16 {kind}": ("TP2_EP2", {"model__dtype": "bf16"}) for kind in BF16}
     jobs["r3"] = "TP1", TWO_UPDATES | {"replay__mode": "r3"}
     jobs["skipped at once"] = ("TP1", {"loss__skip_equal_groups": True})
+    jobs |= {f"no equal groups{' dynamic' * (n > 0)}": ("TP1", MIXED | {"rollout__dynamic_rounds": n}) for n in (0, 2)}
     jobs["seed 5"] = ("DP2", {"train__seed": 5, "eval__batch_size": 9})
     model = {label: models["qwen2_moe" if "qwen2_moe" in label else "qwen3_moe"] for label in jobs}
     return training.run_all(
@@ -159,6 +165,27 @@ def test_skipped_groups_do_not_change_the_scale_of_the_metrics(runs) -> None:
     assert rows[0]["reward/equal_groups"] > 0
     assert all(abs(row["actor/ratio_mean"] - 1) < 1e-6 for row in rows)
     assert abs(rows[0]["actor/entropy"] - wanted[0]["actor/entropy"]) < 0.01 * wanted[0]["actor/entropy"]
+
+
+def test_groups_of_equal_correctness_are_replaced_and_without_them_nothing_changes(runs) -> None:
+    plain, dynamic = (training.metrics(runs[f"no equal groups{name}"]) for name in ("", " dynamic"))
+    new = {"rollout/rounds": 1, "rollout/dropped_groups_frac": 0, "rollout/sampled_per_trained": 1}
+    for row, want in zip(dynamic, plain, strict=True):
+        gone = {key: want.pop(key) for key in ("rollout/surprise_z", "rollout/surprise_variance")}
+        assert all(map(math.isfinite, gone.values()))  # they judge fair draws, not groups chosen by outcome
+        assert row == want | new | {"reward/first_round_correct": row["reward/first_round_correct"]}
+        assert abs(row["reward/first_round_correct"] - row["reward/mean"]) < 1e-6
+    files = [(runs[f"no equal groups{name}"] / "completions.jsonl").read_bytes() for name in ("", " dynamic")]
+    assert files[0] == files[1]
+    rows, whole = training.metrics(runs["dynamic"]), training.metrics(runs["TP1"])
+    assert max(row["rollout/rounds"] for row in rows) > 1
+    for row, want in zip(rows[:1], whole, strict=False):  # the first round is that of a run without the key
+        assert (
+            want["reward/equal_groups"] == round(6 * (row["rollout/sampled_per_trained"] - 1)) > 0
+            or row["rollout/rounds"] > 2
+        )
+        assert row["reward/first_round_correct"] == pytest.approx(want["reward/mean"])
+        assert row["response_length/truncated_frac"] == want["response_length/truncated_frac"]
 
 
 # ------------------------------------------------------------------------------------------------ repetition

@@ -55,9 +55,21 @@ def test_a_gap_far_above_the_runs_own_first_steps_is_reported_below_the_absolute
     assert f"after {usual:.2g} in this run's first 10 steps" in line and "layers agree" in line
 
 
+def test_the_ordinary_questions_show_a_stuck_step_and_further_rounds_may_not_ask_held_out_ones() -> None:
+    watch = Tripwires(training.config(Path("none"), Path("none"), rollout__prompts_per_step=2), print)
+    for step in range(2):
+        watch.asked(step, ["a", "b", f"another {step}"], 4, frozenset({"h"}))
+    with pytest.raises(Tripped, match="the same 2 of 4 questions for the 3rd time"):
+        watch.asked(2, ["a", "b", "c", "d"], 4, frozenset({"h"}))
+    with pytest.raises(Tripped, match="step 4 asks 1 held-out questions"):
+        watch.asked(3, ["c", "d", "h"], 4, frozenset({"h"}))
+
+
 def test_a_reward_that_falls_far_below_its_own_start_and_a_policy_far_from_the_reference_are_reported_once() -> None:
-    def steps_of(*rewards: tuple[float, int], kl: float = 0.1, **changes: object) -> list[str]:
-        rows = [{"reward/mean": reward, "actor/kl_loss": kl} for reward, steps in rewards for _ in range(steps)]
+    def steps_of(*rewards: tuple[float, int], kl: float = 0.1, chosen: float = 0.0, **changes: object) -> list[str]:
+        of_all = {"reward/first_round_correct": 0.0, "reward/mean": chosen} if chosen else {"reward/mean": 0.0}
+        name = next(iter(of_all))
+        rows = [of_all | {name: reward, "actor/kl_loss": kl} for reward, steps in rewards for _ in range(steps)]
         rows[0]["actor/kl_loss"] = 0.0
         return said_in(rows, **changes)
 
@@ -68,6 +80,8 @@ def test_a_reward_that_falls_far_below_its_own_start_and_a_policy_far_from_the_r
     assert steps_of(*falling, reward__permute=True) == []  # with shuffled rewards a collapse is no fault
     assert steps_of((0.4, 15), (0.1, 30)) == []  # 0.1 is a quarter of 0.4
     assert steps_of((0.01, 15), (0.0, 30)) == []  # the first rewards are too small to judge
+    # Under dynamic sampling the trained batch hides the fall.
+    assert steps_of(*falling, chosen=0.5) != [] == steps_of((0.4, 40), chosen=0.5)
     (line,) = steps_of((0.5, 30), kl=1.1)
     assert line.startswith("warning: checks.collapse: step 20: ") and "KL to the reference 1.1 nats a token" in line
     assert steps_of((0.5, 30), kl=0.9) == []
@@ -209,6 +223,7 @@ LEGITIMATE = {
     "router alone": {"lora__targets": ("router",)},
     "shuffled rewards": {"reward__permute": True, "train__steps": 25},
     "replay": {"replay__mode": "r3"},
+    "dynamic sampling": {"rollout__dynamic_rounds": 3},
     "groups that are equal left out": {"loss__skip_equal_groups": True, "loss__mask_truncated": True},
 }  # fmt: skip
 ON_SEVERAL_RANKS = {

@@ -8,10 +8,12 @@ from config import load_config
 from inputs import hf_config
 from plan import utilisation
 
-CONFIG = ("configs/qwen3.yaml", ["optim.prompts_per_update=96", "lora.dropout=0.1"])  # no weights are merged
+APART = ["rollout.sync=adapter", "rollout.expert_parallel=false"]  # no weights are merged
+CONFIG = ("configs/qwen3.yaml", ["optim.prompts_per_update=96", *APART])
 CFG = load_config(*CONFIG)
 QWEN3 = hf_config.planned(CFG)[0]
 ROWS = [(0, 100, 50), (0, 100, 350), (1, 60, 20), (1, 60, 180)]  # group, prompt, completion
+NEW = 600  # tokens of the completions of ROWS
 TIMING = {"timing/generate_s": 4.0, "timing/update_s": 5.0, "timing/step_s": 10.0}
 
 
@@ -34,18 +36,18 @@ def test_operations_of_a_step_without_recompute_and_of_the_rows_that_trained() -
     some = once + by_hand(ROWS[1:], 3, 4.5, 4, 3)
     assert utilisation.step_flops(CFG, QWEN3, ROWS, ROWS[1:]) == pytest.approx(some, rel=2e-3)
     assert utilisation.step_flops(CFG, QWEN3, ROWS, []) == pytest.approx(once, rel=2e-3)
-    two = load_config(CONFIG[0], ["optim.prompts_per_update=48", "lora.dropout=0.1", "loss.kl=none"])
+    two = load_config(CONFIG[0], ["optim.prompts_per_update=48", *APART, "loss.kl=none"])
     found = utilisation.step_flops(two, QWEN3, ROWS, ROWS)
     assert found == pytest.approx(once + by_hand(ROWS, 3, 4.5, 4, 4), rel=2e-3)
 
 
 def test_tokens_a_second_are_of_one_device_and_the_mfu_of_its_peak() -> None:
-    found = utilisation.speed(CFG, QWEN3, ROWS, ROWS[2:], TIMING, 4, 1e12)
+    found = utilisation.speed(CFG, QWEN3, ROWS, ROWS[2:], TIMING, 4, 1e12, NEW)
     assert found["perf/generate_tokens_per_s_device"] == 600 / 4.0 / 4
     assert found["perf/train_tokens_per_s_device"] == (80 + 240) / 5.0 / 4
     flops = utilisation.step_flops(CFG, QWEN3, ROWS, ROWS[2:])
     assert found["perf/mfu"] == pytest.approx(flops / (10.0 * 1e12 * 4), rel=1e-3)
-    assert "perf/mfu" not in utilisation.speed(CFG, QWEN3, ROWS, [], TIMING, 4, None)
+    assert "perf/mfu" not in utilisation.speed(CFG, QWEN3, ROWS, [], TIMING, 4, None, NEW)
 
 
 def test_the_peak_is_known_for_the_devices_of_the_data_sheets_in_bf16_alone() -> None:

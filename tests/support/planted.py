@@ -205,11 +205,19 @@ always_the_first_step = instead(data_gsm8k.Questions, "pick", lambda real, asked
 trained_on_the_held_out_file = instead(data_gsm8k, "load", lambda real, data, _, *rest: real(data, "test", *rest))
 
 
-def asks_held_out_questions(patch: MonkeyPatch) -> None:
+def asks_held_out_by(method: str) -> Plant:
     """The data are split correctly, but a question of the held-out part is asked."""
-    parts = []
-    after(data_gsm8k, "load", lambda found, *_: (parts.append(found), found)[1])(patch)
-    after(data_gsm8k.Questions, "pick", lambda found, *_: [*found[:-1], parts[-1][0]])(patch)
+
+    def plant(patch: MonkeyPatch) -> None:
+        parts = []
+        after(data_gsm8k, "load", lambda found, *_: (parts.append(found), found)[1])(patch)
+        after(data_gsm8k.Questions, method, lambda found, *_: [*found[:-1], parts[-1][0]])(patch)
+
+    return plant
+
+
+asks_held_out_questions = asks_held_out_by("pick")
+asks_held_out_questions_later = asks_held_out_by("pick_more")
 
 
 # The last question is another one.
