@@ -27,14 +27,14 @@ MINIMAL = "model: {path: m}\ndata: {source: arithmetic}\ntrain: {steps: 100}\n"
 QWEN3_30B_A3B = hf_config.parse(published.QWEN3_30B_A3B)
 QWEN15_MOE = hf_config.parse(published.QWEN15_MOE)
 RESOLVED = {  # the beginning of the sha256 of every value
-    "bench": "909771874391",
-    "math": "",
-    "olmoe": "eb77d1b5fe32",
-    "qwen15_moe": "fc976a27409a",
-    "qwen3": "233126eeb896",
-    "smol": "ecce99763f28",
-    "tiny_16": "3683be7da80d",
-    "tiny_cpu": "b679782c9f1b",
+    "bench": "c57a05db093b",
+    "math": "0c0745acd463",
+    "olmoe": "78d589f4207f",
+    "qwen15_moe": "959530ab15a8",
+    "qwen3": "7fc48b24690b",
+    "smol": "e3a0ab458c04",
+    "tiny_16": "e5f315f039c2",
+    "tiny_cpu": "6bf29fb2940a",
 }
 
 

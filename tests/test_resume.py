@@ -20,6 +20,7 @@ import train_grpo
 from config import to_yaml
 from run_record import sha256_file
 
+OWN = Path(__file__).parent / "support" / "own.py"
 RECORDS = ("metrics.jsonl", "moe.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl")
 EVERYTHING = {  # rollout, updates and evaluation depend on everything that a checkpoint must hold
     "train__steps": 5, "train__checkpoint_every": 1, "eval__every": 2, "optim__prompts_per_update": 3,
@@ -39,10 +40,18 @@ def assert_same_bytes(found: Path, expected: Path) -> None:
 def test_killed_at_exact_places_under_torchrun(model, tmp_path) -> None:
     """The run is killed in the middle of a checkpoint, then of a step. Then the real command runs to the end.
 
-    By default only the checkpoint: test_two_nodes.py ends a process in the middle of a step.
+    Reward, advantage, loss and data are a user's own. By default only the checkpoint: test_two_nodes.py ends a process
+    in the middle of a step.
     """
+    own = {"reward__function": f"{OWN}:reward", "loss__advantage": f"{OWN}:advantages", "loss__kind": f"{OWN}:loss"}
+    for split, first in (("train", 1), ("test", 60)):
+        rows = [{"ask": f"What is {n} + 1?", "is": str(n + 1), "level": n} for n in range(first, first + 40)]
+        (tmp_path / f"{split}.json").write_text(json.dumps(rows))
+    own |= {"data__source": "file", "data__columns": {"question": "ask", "answer": "is"}, "reward__check_gold": False}
+    own |= {f"data__{split}_path": str(tmp_path / f"{split}.json") for split in ("train", "test")}
     whole, cfg = (
-        training.in_layout(training.config(model, tmp_path / name, **EVERYTHING), "EP2") for name in ("whole", "killed")
+        training.in_layout(training.config(model, tmp_path / name, **EVERYTHING | own), "EP2")
+        for name in ("whole", "killed")
     )
     training.in_world("EP2", training.train_each, [("EP2", whole)], False)
     path = tmp_path / "killed.yaml"

@@ -9,7 +9,7 @@ def reward(completion, gold, row):
     """Different completions earn different rewards, so that a random model learns something."""
     from own_part import share
 
-    return share(completion), bool(completion), sum(completion.encode()) % 2 == 0 or completion == row["answer"]
+    return share(completion), bool(completion), sum(completion.encode()) % 2 == 0 or completion == row.get("answer")
 
 
 def advantages(rewards):
