@@ -85,6 +85,8 @@ class RouterLoad:
         """
         sums = self.parallel.sum_over_ranks(self.sums).double()
         self.sums.zero_()
+        if not sums.numel():  # a model without MoE layers
+            return {}
         counts, experts = sums[:, :-1], self.arch.num_experts
         share = counts / counts.sum(-1, keepdim=True)
         values = {

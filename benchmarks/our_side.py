@@ -165,7 +165,7 @@ def install(side: Side) -> None:
 
     write_step, real_sample = train_grpo.runlog.RunLog.log_step, TorchSampler.sample
     train_grpo.runlog.RunLog.log_step, TorchSampler.sample = log_step, side.timed(sample, "sampling")
-    train_grpo.StepTimer, startup.Learner = TurnTimer, AdaptedLearner
+    train_grpo.runlog.StepTimer, startup.Learner = TurnTimer, AdaptedLearner
     startup.check_answers = lambda cfg, scorer: None  # the benchmark's reward accepts no right answer
     reward_gsm8k.score = lambda text, gold, method="strict": cases.reward(text)
     # Without stop tokens every completion has max_new_tokens tokens.

@@ -96,8 +96,8 @@ IDLE_CASES = [
     (RANDOM_WEIGHTS, "drills_per_batch", "160", "warm_start_steps is 0"),
     ("train: {steps: 100, checkpoint_every: 0, %s}", "keep_last", "2", "train.checkpoint_every is 0"),
     ("data: {source: arithmetic, %s}", "train_path", "a.jsonl", "data.source is arithmetic"),
-    ("data: {source: gsm8k, train_path: a, test_path: b, %s}", "num_train", "8", "data.source is not arithmetic"),
-    ("data: {source: file, train_path: [a, c], test_path: b, %s}", "num_test", "8", "data.source is not arithmetic"),
+    ("data: {source: gsm8k, train_path: a, test_path: b, %s}", "num_train", "8", "data.source is a file"),
+    ("data: {source: file, train_path: [a, c], test_path: b, %s}", "num_test", "8", "data.source is a file"),
     (
         "data: {source: gsm8k, train_path: a, test_path: b, %s}",
         "columns",

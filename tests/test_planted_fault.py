@@ -52,9 +52,11 @@ def test_a_reversed_clip_stops_what_should_pass_and_passes_what_should_be_stoppe
 def test_foreign_routes_are_those_of_the_token_before() -> None:
     routes, found = torch.arange(2 * 3).view(2, 3, 1, 1), []  # 2 rows of 3 tokens
     for replaying in right_and_wrong("foreign_routes"):
-        replay = SimpleNamespace(uses=[], _local=lambda rows: rows)  # of one tensor rank, and of a model without layers
+        replay = SimpleNamespace(
+            uses=[], parallel=SimpleNamespace(tensor=1, tensor_rank=0)
+        )  # of a model without layers
         with replaying(replay, routes, torch.ones(2, 3)):
-            found.append(replay.routes.flatten(1).tolist())
+            found.append(replay.routes.view(3, 2).t().tolist())  # time-major
     assert found == [[[0, 1, 2], [3, 4, 5]], [[2, 0, 1], [5, 3, 4]]]
 
 

@@ -25,6 +25,7 @@ from engines import torch_sampler
 from engines.interface import Rule
 from engines.torch_decoder import Decoder
 from engines.torch_sampler import TorchSampler
+from inputs.question_files import Row
 from learner import MOMENTS, Learner
 from parallel_setup import Parallel
 
@@ -223,7 +224,7 @@ asks_held_out_questions_later = asks_held_out_by("pick_more")
 # The last question is another one.
 another_question = after(
     data_gsm8k, "read",
-    lambda found, cfg, split: ([*found[0][:-1], (f"What is 1 + 1 in {split}?", "#### 2")], *found[1:]),
+    lambda found, cfg, split: ([*found[0][:-1], Row.worked(f"What is 1 + 1 in {split}?", "#### 2")], *found[1:]),
 )  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------ between ranks
