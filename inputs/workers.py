@@ -46,7 +46,8 @@ class Worker:
 
     def wait_for_start(self, key: str, named: str) -> None:
         try:
-            problem = self.connection.recv() if self.connection.poll(START_SECONDS) else "is not imported in time"
+            late = f"{key}: {named}: not imported in {START_SECONDS} s"
+            problem = self.connection.recv() if self.connection.poll(START_SECONDS) else late
         except (EOFError, OSError):
             problem = f"{key}: {named}: its process ended while it was imported ({self.end()})"
         if problem:
