@@ -242,10 +242,11 @@ def input_files(cfg: Config) -> dict[str, dict[str, Path]]:
     model = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
     # inputs.json says train for data.train_path.
     used = {re.sub(r"^data\.(\w+)_path", r"\1", key): Path(path) for key, path in data_files(cfg).items()}
+    own = {f"{key} {name}": path for key, name, path in functions.files(cfg)}
     return {
         "model": {path.name: path for path in model},
         "data": {use: path for use, path in used.items() if path.is_file()},
-        "functions": {f"{key} {name}": path for key, name, path in functions.files(cfg)},
+        **({"functions": own} if own else {}),
     }
 
 
@@ -294,14 +295,15 @@ def changed_inputs(run_dir: Path, cfg: Config) -> list[str]:
     except (ValueError, TypeError) as error:
         return [f"{record}: not the record of the run's inputs ({error!r})"]
     files, lines, present = input_files(cfg), [], inputs(cfg)
-    for kind, now_there in present.items():
+    for kind in present | recorded:
+        now_there = present.get(kind, {})
         # An absent data file is not read, so only its name is left in the record.
         for name in sorted(now_there.keys() | (recorded.get(kind, {}).keys() if kind != "data" else set())):
             was, now = (
                 f"sha256 {s}" if s else "not there" for s in (recorded.get(kind, {}).get(name), now_there.get(name))
             )
             if was != now and not name.startswith("."):
-                path = files[kind].get(name, Path(cfg.model.path) / name if kind == "model" else name)
+                path = files.get(kind, {}).get(name, Path(cfg.model.path) / name if kind == "model" else name)
                 lines.append(f"{path}: when {record.parent} was started {was}, now {now}")
     return lines
 

@@ -373,7 +373,7 @@ def contradictions(run: Run) -> list[str]:
         "config.yaml": dump_yaml(config),
         "command.txt": record.command + "\n",
         "environment.json": json.dumps(record.environment.model_dump(mode="json"), indent=1) + "\n",
-        "inputs.json": json.dumps(record.inputs.model_dump(mode="json", exclude_unset=True), indent=1) + "\n",
+        "inputs.json": json.dumps(record.inputs.model_dump(mode="json", exclude_defaults=True), indent=1) + "\n",
         "git.json": json.dumps({"commit": record.commit, "dirty": False}) + "\n",
         "run.json": json.dumps({"name": config["name"], "config_hash": record.config_hash}) + "\n",
         "git.patch": "",  # of a clean source

@@ -159,7 +159,7 @@ def load_by_hand(path, expert_ranks):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_load_of_the_experts_is_that_of_transformers_in_every_layout_packed_or_not(answers, folder, layout):
     wanted, fullest = load_by_hand(folder, world.LAYOUTS[layout][2])
-    assert 0 < max(wanted["moe/unused_frac"]) < 0.5 and min(wanted["moe/load_max"]) > 1.2
+    assert 0 < max(wanted["moe/unused_frac"]) <= 0.5 and min(wanted["moe/load_max"]) > 1.2
     for answer in answers[layout]:
         for tokens_of, metrics, by_layer, found_fullest in answer["load"]:
             assert set(tokens_of) == {4.0 * (sum(LENGTHS) - 4)}

@@ -106,9 +106,8 @@ def test_inputs_are_the_checksums_of_model_and_data(tmp_path: Path) -> None:
     assert run_record.inputs(Config.model_validate(cfg)) == {
         "model": {"config.json": abc},
         "data": {"train[0]": empty, "train[1]": abc, "test": empty, "eval.sets.math": empty},
-        "functions": {},
     }
-    assert run_record.inputs(config_in(tmp_path)) == {"model": {}, "data": {}, "functions": {}}
+    assert run_record.inputs(config_in(tmp_path)) == {"model": {}, "data": {}}
 
 
 def test_checksums_cover_every_record_and_those_of_resumed_starts(tmp_path: Path) -> None:

@@ -253,7 +253,8 @@ FAULTS = dict(cases(  # fault: how it is planted, the check that must find it, o
             after(grpo, "group_advantages", lambda found, rewards, *_: rewards), "advantages", (),
         ),
         "rewards flipped in the run": (
-            after(startup.Run, "score", lambda scored, *_: (1 - scored[0], True)), "rewards", (),
+            after(startup.Run, "score", lambda scored, *_: [one._replace(reward=1 - one.reward) for one in scored]),
+            "rewards", (),
         ),
         "rewards flipped in the method": (after(reward_gsm8k, "score", lambda x, *_: 1 - x), "rewards", ()),
         "half of the tokens masked": (masks(lambda mask: mask * (torch.arange(mask.shape[1]) % 2)), "gradient", ()),
