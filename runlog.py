@@ -142,7 +142,7 @@ def _progress_line(step: int, steps: int, metrics: dict[str, float], timing: Map
         text = f"{value:.2g}" if decimals is None else f"{value:.{decimals}f}"
         return re.sub(r"e([+-])0*(\d)", lambda found: "e" + found[1].strip("+") + found[2], text)
 
-    parts = [f"step {step + 1}/{steps}"]
+    parts = [f"step {step}/{steps}"]
     parts += [f"{label} {number(float(metrics[key]), places)}" for label, key, places in PROGRESS if key in metrics]
     phases = {re.sub(r"^timing/|_s$", "", key): value for key, value in timing.items() if key.startswith("timing/")}
     total = phases.pop("step", sum(phases.values()))
@@ -177,16 +177,14 @@ class RunLog:
     def rewind(self, step: int) -> None:
         """Remove everything after ``step`` finished steps, which the resumed run will log again.
 
-        The step of an evaluation is the number of steps done before it, so an evaluation at ``step`` is kept.
         InputError if metrics.jsonl lacks one of the steps before.
         """
         if self.rank != 0:
             return
         with disk_errors(self.run_dir):
             (self.run_dir / "finished.json").unlink(missing_ok=True)
-        for name in ("metrics.jsonl", "timing.jsonl", "completions.jsonl", "moe.jsonl"):
-            self._keep(name, lambda row: row["step"] < step)
-        self._keep("eval.jsonl", lambda row: row["step"] <= step)
+        for name in ("metrics.jsonl", "timing.jsonl", "completions.jsonl", "moe.jsonl", "eval.jsonl"):
+            self._keep(name, lambda row: row["step"] <= step)
         kept = self.evaluations()
         if any(type(row.get("eval/greedy_accuracy")) is not float for row in kept):
             raise InputError(f"{self.run_dir / 'eval.jsonl'}: an evaluation without accuracies; start a new run")
@@ -194,15 +192,17 @@ class RunLog:
         evaluated = {row["step"] for row in kept}
         self._keep("eval_outcomes.jsonl", lambda row: row["step"] in evaluated)
         found = [row["step"] for row in read_lines(self.run_dir / "metrics.jsonl")]
-        if found != list(range(step)):
+        if found[:1] == [0]:
+            raise InputError(f"{self.run_dir}: its files count steps from 0; needed: version 0.1.0 to continue this run")
+        if found != list(range(1, step + 1)):
             raise InputError(
-                f"{self.run_dir / 'metrics.jsonl'}: {len(found)} whole lines before step {step}, needed: one a step; "
-                "the file was cut or edited: start a new run"
+                f"{self.run_dir / 'metrics.jsonl'}: {len(found)} whole lines up to step {step}; needed: one for each "
+                "of the steps 1, 2 and so on; the file was cut or edited: start a new run"
             )
         self.say(f"resumed {self.run_dir.name} after {step} of {self.train.steps} steps")
 
     def log_step(self, step: int, metrics: dict[str, float], timing: Mapping[str, float | str]) -> None:
-        """Write a line of metrics (without times), a line of timing and the progress line.  ``step`` counts from 0."""
+        """Write a line of metrics (without times), a line of timing and the progress line.  ``step`` counts from 1."""
         if self.rank != 0:
             return
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -212,8 +212,8 @@ class RunLog:
         self._track(step, {**metrics, **used})
         self.say(_progress_line(step, self.train.steps, metrics, timing))
         if self.bar is None:  # a file does not need a progress bar, only a terminal does
-            self.bar = tqdm(total=self.train.steps, initial=step, unit="step", disable=not sys.stderr.isatty())
-        self.bar.update(step + 1 - self.bar.n)
+            self.bar = tqdm(total=self.train.steps, initial=step - 1, unit="step", disable=not sys.stderr.isatty())
+        self.bar.update(step - self.bar.n)
 
     def log_eval(self, step: int, summary: dict[str, Any], outcomes: list[dict[str, Any]]) -> None:
         """Write the summary of an evaluation after ``step`` finished steps, and one line a question.

@@ -76,12 +76,12 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: startup
         # All ranks decide by the numbers of rank 0.
         metrics = parallel.gather_objects(rollout.metrics(sampled) | updated | pushed)[0]
         gradient_norm = metrics["actor/grad_norm"]
-        log.log_rows("completions.jsonl", step, run.shown_completions(sampled.asked, batch, sampled.completions))
-        log.log_rows("moe.jsonl", step, [learner.router_load.by_layer])
+        log.log_rows("completions.jsonl", step + 1, run.shown_completions(sampled.asked, batch, sampled.completions))
+        log.log_rows("moe.jsonl", step + 1, [learner.router_load.by_layer])
         step_peak = max(parallel.gather_objects(timer.peak()))  # (GiB, phase) of the fullest rank; () on a CPU
         peak = max(peak, step_peak)
         timing = timer.timing(sampled.num_tokens)
-        log.log_step(step, metrics, timing | run.speed(sampled, timing) | runlog.device_memory(step_peak))
+        log.log_step(step + 1, metrics, timing | run.speed(sampled, timing) | runlog.device_memory(step_peak))
         run.end_step(step)
         tripwires.after_step(step, metrics, (batch.rewards.min().item(), batch.rewards.max().item()), run.where_apart)
         factors = adapter_weights.adapter_pieces(learner.adapters, learner.arch, parallel)

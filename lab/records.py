@@ -125,6 +125,7 @@ class Record(Part):
     seconds_per_step: float = Field(gt=0, description="median over steps, without evaluations")
     tokens_per_second: float = Field(ge=0, description="median over steps: generated tokens / time of the whole step")
     peak_memory_gib: float = Field(gt=0, description="largest resident memory of rank 0's process")
+    first_step: int = Field(0, ge=0, le=1, description="number of the first step in the files; before version 0.2: 0")
     resumed: int = Field(ge=0, description="how often the run was stopped and resumed")
     config_hash: str = Field(pattern=r"^[0-9a-f]{64}$", description="of the settings that change the result, config.py")
     config: dict[str, Any] = Field(description="the complete configuration, as in config.yaml")
@@ -191,16 +192,17 @@ def file_of(key: str) -> str:
 def merged(folder: Path) -> list[dict[str, Any]]:
     """One row per step from the .jsonl files of a run's folder; also of a run that is not finished.
 
-    A row holds the metrics and times of step ``step`` (counted from 0), its completions, and the evaluation of the
-    policy before that step, if there was one. The last evaluation has a row of its own. In eval/greedy_right and
+    A row holds the evaluation after ``step`` steps, if there was one, and the metrics, times and completions of the
+    step that follows it. The last evaluation has a row of its own. In eval/greedy_right and
     eval/sampled_right, + is a right answer and - a wrong one, question by question (of eval.sets: in
     eval/NAME/greedy_right). The first evaluation also holds the gold answers.
     InputError for answers and completions that a run does not write.
     """
     rows: dict[int, dict[str, Any]] = {}
-    for name in ("metrics.jsonl", "timing.jsonl", "eval.jsonl"):
+    before = {"eval.jsonl": 0, "metrics.jsonl": (first := first_step(folder)), "timing.jsonl": first}
+    for name in before:
         for line in read_lines(folder / name):
-            rows.setdefault(line["step"], {}).update(line)
+            rows.setdefault(line["step"] - before[name], {}).update(line, step=line["step"] - before[name])
     path = folder / "eval_outcomes.jsonl"
     outcomes = [validated(Answers, line, path) for line in read_lines(path)]
     for (step, name), group in itertools.groupby(outcomes, key=lambda answers: (answers.step, answers.set)):
@@ -214,9 +216,14 @@ def merged(folder: Path) -> list[dict[str, Any]]:
         row[of_set(MARKS["sampled"], name)] = "".join(marks)
     for line in read_lines(path := folder / "completions.jsonl"):
         validated(Completion, line, path)
-        row = rows.setdefault(line["step"], {"step": line["step"]})
+        row = rows.setdefault(line["step"] - first, {"step": line["step"] - first})
         row.setdefault("completions", []).append({key: value for key, value in line.items() if key != "step"})
     return [rows[step] for step in sorted(rows)]
+
+
+def first_step(folder: Path) -> int:
+    """The number of the first step in the files of a run's folder: 1, or 0 before version 0.2."""
+    return next((line["step"] for line in read_lines(folder / "metrics.jsonl")), 1)
 
 
 def of_set(key: str, name: str) -> str:
@@ -224,13 +231,17 @@ def of_set(key: str, name: str) -> str:
     return f"eval/{name}/{key.removeprefix('eval/')}" if name else key
 
 
-def unmerged(rows: list[dict[str, Any]]) -> dict[str, str]:
-    """The inverse of merged: the files of a run's folder that hold numbers, from the rows of its record."""
+def unmerged(rows: list[dict[str, Any]], first: int) -> dict[str, str]:
+    """The inverse of merged: the files of a run's folder that hold numbers, from the rows of its record.
+
+    ``first``: the number of the first step in those files.
+    """
     texts = dict.fromkeys(("metrics.jsonl", "timing.jsonl", "eval.jsonl", "eval_outcomes.jsonl"), "")
     for row in rows:
         for name in ("metrics.jsonl", "timing.jsonl", "eval.jsonl"):
             line = {key: row[key] for key in row if file_of(key) == name and key not in ("step", "completions")}
-            texts[name] += json.dumps({"step": row["step"], **line}) + "\n" if line else ""
+            step = row["step"] + (0 if name == "eval.jsonl" else first)
+            texts[name] += json.dumps({"step": step, **line}) + "\n" if line else ""
         greedy_key = MARKS["greedy"].removeprefix("eval")
         for name in [key[len("eval") : -len(greedy_key)].lstrip("/") for key in row if key.endswith(greedy_key)]:
             greedy, sampled = (row[of_set(key, name)] for key in MARKS.values())
@@ -327,6 +338,7 @@ def from_run(folder: Path, record_id: str) -> Run:
             "command": read_text(folder / "command.txt").strip(),
             "result": finished.get("result", ""),
             "checks_fired": finished.get("checks", {}),
+            "first_step": first_step(folder),
             "resumed": sum(1 for _ in folder.glob("resume-*")),
             "config_hash": read_object(folder / "run.json")["config_hash"],
             "config": config,

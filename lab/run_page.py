@@ -57,9 +57,17 @@ Wanted = dict[str, tuple[str, dict[str, list[Run]], Callable[[str, dict[str, lis
 
 
 def curves(groups: dict[str, list[Run]], key: str) -> Curves:
-    """The values of one column of the steps; runs in which all are missing or 0 are left out."""
-    found = {name: [run.steps[key].dropna() for run in runs if key in run.steps] for name, runs in groups.items()}
+    """The values of one column by the steps done; runs in which all are missing or 0 are left out."""
+    found = {
+        name: [by_steps_done(key, run.steps[key].dropna()) for run in runs if key in run.steps]
+        for name, runs in groups.items()
+    }
     return {name: runs for name, runs in found.items() if any(run.any() for run in runs)}
+
+
+def by_steps_done(key: str, values: Any) -> Any:
+    """A column of the rows of a run as a curve: the metrics of a row are those of the step after ``step`` steps."""
+    return values if key.startswith("eval/") else values.set_axis(values.index + 1)
 
 
 def panel(axes: Any, key: str, lines: Curves, colors: dict[str, str]) -> None:
@@ -255,7 +263,7 @@ def draw_curves(run: Path) -> None:
     figure, _ = grid(metrics, [run.name])
     for axes, key in zip(figure.axes, metrics, strict=True):
         for row in [row for row in rows if key in row.get("nonfinite", ())]:
-            axes.axvline(row["step"], color="red", lw=1, ls=":")
+            axes.axvline(row["step"] + 1, color="red", lw=1, ls=":")
     figure.savefig(run / "curves.png", dpi=110)
 
 
@@ -312,7 +320,7 @@ def _curves(folder: Path, rows: list[dict], name: str) -> dict[str, Curves]:
                 raise InputError(f"{where}, step {row['step']}: {key}: found {shown(value)}; needed: a number")
     steps = pandas.DataFrame(rows).set_index("step") if rows else pandas.DataFrame()
     order = sorted(key for key in steps if key.endswith("_accuracy")) + [key for key in CURVES if key in steps]
-    return {key: {name: [pandas.to_numeric(steps[key])]} for key in order}
+    return {key: {name: [by_steps_done(key, pandas.to_numeric(steps[key]))]} for key in order}
 
 
 def _routing(path: Path) -> str:

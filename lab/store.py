@@ -378,7 +378,7 @@ def contradictions(run: Run) -> list[str]:
         "run.json": json.dumps({"name": config["name"], "config_hash": record.config_hash}) + "\n",
         "git.patch": "",  # of a clean source
         **{name: "" for name in record.files if name.endswith("/git.patch")},
-        **unmerged(run.rows),
+        **unmerged(run.rows, record.first_step),
     }
     faults += [
         f"{name}: the record does not give the file whose sha256 it holds"

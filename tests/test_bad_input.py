@@ -222,7 +222,7 @@ RESUME = [
         resumed(file("eval.jsonl", '{"step": 0}\n')), run=True),
     row("a pipe as lock", "run.lock: found a pipe", resumed(pipe_instead("run.lock")), run=True),
     row("live process", "run: a live process writes this run; end it, or", resumed(runlog.lock_run), run=True),
-    row("metrics cut", "metrics.jsonl: 1 whole lines before step 2, needed", resumed(cut("metrics.jsonl")), run=True),
+    row("metrics cut", "metrics.jsonl: 1 whole lines up to step 2; needed", resumed(cut("metrics.jsonl")), run=True),
     row("out_dir a file", "train.out_dir: ... run.yaml is not a folder", typed("train.out_dir=FOLDER/run.yaml")),
     row("full disk", "run/log.txt: not written: No space left on device; needed: a folder to write, with room",
         resumed(lambda r: ((r / "log.txt").unlink(), (r / "log.txt").symlink_to("/dev/full"))), run=True),

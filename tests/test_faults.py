@@ -223,7 +223,7 @@ def test_a_fault_of_one_rank_stops_all_ranks_or_warns_once(fault: str, layout: s
     run = training.only_run(warn)
     text = (run / "log.txt").read_text()
     assert text.count(f"warning: {expected[0]}: step 1") == 1 and all(part in text for part in expected[2:])
-    assert [row["step"] for row in training.metrics(run)] == [0, 1, 2, 3, 4] and (run / "finished.json").exists()
+    assert [row["step"] for row in training.metrics(run)] == [1, 2, 3, 4, 5] and (run / "finished.json").exists()
 
 
 # ------------------------------------------------------------------------------------------------ faults of a resume

@@ -87,8 +87,8 @@ def train(cfg: Config) -> None:
         log.log_eval(0, {"eval/greedy_accuracy": 0.0}, [{"question": q} for q in range(3)])
     for step in range(first, cfg.train.steps):
         weight = weight * 1.1 + step
-        log.log_rows("completions.jsonl", step, [{"text": f"a {step}"}, {"text": f"b {step}"}])
-        log.log_step(step, {"weight": weight.sum()}, {"timing/update_s": 0.1})
+        log.log_rows("completions.jsonl", step + 1, [{"text": f"a {step}"}, {"text": f"b {step}"}])
+        log.log_step(step + 1, {"weight": weight.sum()}, {"timing/update_s": 0.1})
         if (step + 1) % 3 == 0:
             log.log_eval(step + 1, {"eval/greedy_accuracy": weight.max()}, [{"question": q} for q in range(3)])
         if (step + 1) % cfg.train.checkpoint_every == 0:

@@ -70,7 +70,7 @@ REFUSED = {
     ),
     "resume-1: differs from the first start": resumed_elsewhere,
     "metrics.jsonl: the record does not give": changed(
-        "metrics.jsonl", '{"step": 1', '{"step": 0, "a": 1}\n{"step": 1'
+        "metrics.jsonl", '{"step": 2', '{"step": 1, "a": 1}\n{"step": 2'
     ),
     "greedy: Input should be a multiple of 1": changed("eval_outcomes.jsonl", '"greedy": 1.0', '"greedy": 0.5'),
     "0 evaluations after step 4": lines_of("eval.jsonl", slice(1)),
@@ -99,7 +99,10 @@ def test_a_run_that_cannot_be_believed_is_refused_in_one_line_and_leaves_nothing
     assert not results.exists() and "\n" not in str(refusal.value)
 
 
-def test_a_record_is_one_file_that_holds_every_number_of_the_run(run: Path, results: Path) -> None:
+@pytest.mark.parametrize("first_step", [0, 1])
+def test_a_record_is_one_file_that_holds_every_number_of_the_run(tmp_path: Path, first_step: int) -> None:
+    results = tmp_path / "results"
+    run = recorded.make_run(tmp_path / "runs", "base-seed3", seed=3, first_step=first_step)
     path = store.add_run(run, results)
     assert [path] == list(results.iterdir()) and audit.check(results) == []
     added = store.load_run(results, "base-seed3")
@@ -112,7 +115,7 @@ def test_a_record_is_one_file_that_holds_every_number_of_the_run(run: Path, resu
     assert record.checks_fired == {"entropy": "step 2: <low>"}
     assert record.environment.versions == recorded.ENVIRONMENT["packages"]
     assert record.files == json.loads((run / "finished.json").read_text())["sha256"]
-    for name, text in records.unmerged(rows).items():
+    for name, text in records.unmerged(rows, record.first_step).items():
         assert text == (run / name).read_text(), name
     assert [len(row.get("completions", ())) for row in rows] == [2, 0, 0, 2, 0]  # a sample: first and last step
     again = store.add_run(run, results.with_name("again"))
@@ -149,7 +152,7 @@ def test_a_record_holds_the_answers_to_further_sets_beside_those_of_the_main_one
     (found,) = store.load_runs(results).values()
     assert audit.check(results) == [] and (found.record.first, found.record.last) == (main.first, main.last)
     for name in ("eval.jsonl", "eval_outcomes.jsonl"):
-        assert records.unmerged(found.rows)[name] == (run / name).read_text()
+        assert records.unmerged(found.rows, 1)[name] == (run / name).read_text()
     assert (found.rows[4]["eval/math/greedy_right"], found.rows[4]["eval/math/sampled_right"]) == ("+-", "-+--")
     assert found.rows[0]["eval/math/gold"] == ["\\frac02", "\\frac12"] and len(records.scores(found, "sampled")) == 3
     page = run_page.page(run)

@@ -20,7 +20,7 @@ from matplotlib.image import imread
 
 import report
 from inputs.files import InputError
-from lab import run_page, store
+from lab import records, run_page, store
 
 VOID = {"meta", "br"}
 
@@ -183,6 +183,13 @@ def test_a_page_replaces_a_page_and_nothing_else(run: Path, tmp_path: Path, caps
         assert capsys.readouterr().err.count("\n") == 1
     assert "years of work" in theirs.read_text() and report.main(["html", str(tmp_path)]) == 2
     assert "no config.yaml" in capsys.readouterr().err
+
+
+def test_curves_count_steps_as_the_console_does(run: Path) -> None:
+    """The reward of the first of four steps stands at 1; the evaluation before it at 0, the last one at 4."""
+    curves = run_page._curves(run, records.merged(run), "run")
+    steps = {key: list(curves[key]["run"][0].dropna().index) for key in ("reward/mean", "eval/sampled_accuracy")}
+    assert steps == {"reward/mean": [1, 2, 3, 4], "eval/sampled_accuracy": [0, 4]}
 
 
 def test_the_load_of_the_experts_is_drawn_by_layer_in_the_page_itself(run: Path) -> None:

@@ -49,16 +49,16 @@ def log(cfg: Config, open_run: OpenRun) -> runlog.RunLog:
 
 
 def fill(log: runlog.RunLog, first: int, end: int) -> None:
-    """Steps first..end-1 of a run whose numbers depend on the step alone; an evaluation before and every 2 steps."""
+    """The steps after ``first`` up to ``end`` of a run whose numbers depend on the step alone; an evaluation before and every 2 steps."""
     if first == 0:
         log.log_eval(0, {"eval/greedy_accuracy": 0.25}, [{"question": q, "greedy": [0]} for q in range(3)])
-    for step in range(first, end):
+    for step in range(first + 1, end + 1):
         log.log_rows("completions.jsonl", step, [{"text": f"{step}\n{n}\u2028"} for n in range(2)])
         log.log_rows("moe.jsonl", step, [{"moe/load_max": [step, step / 7]}])
         log.log_step(step, {"reward/mean": step / 7}, {"timing/generate_s": 1.0})
-        if (step + 1) % 2 == 0:
+        if step % 2 == 0:
             outcomes = [{"question": q, "greedy": [q]} for q in range(3)]
-            log.log_eval(step + 1, {"eval/greedy_accuracy": step / 3}, outcomes)
+            log.log_eval(step, {"eval/greedy_accuracy": step / 3}, outcomes)
 
 
 RECORDS = ("metrics.jsonl", "moe.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl")
@@ -92,9 +92,9 @@ def test_other_ranks_write_nothing(cfg: Config, open_run: OpenRun) -> None:
 
 def test_floats_survive_exactly_keep_their_order_and_are_null_if_not_finite(log: runlog.RunLog) -> None:
     metrics = {"b": 0.1 + 0.2, "a": np.float32(0.1), "tiny": 5e-324, "count": np.int64(3)}
-    log.log_step(0, metrics | {"c": math.nan, "d": np.float32("-inf")}, {})
+    log.log_step(1, metrics | {"c": math.nan, "d": np.float32("-inf")}, {})
     assert (log.run_dir / "metrics.jsonl").read_text() == (
-        '{"step": 0, "b": 0.30000000000000004, "a": 0.10000000149011612, "tiny": 5e-324, "count": 3,'
+        '{"step": 1, "b": 0.30000000000000004, "a": 0.10000000149011612, "tiny": 5e-324, "count": 3,'
         ' "c": null, "d": null, "nonfinite": ["c", "d"]}\n'
     )
 
@@ -115,7 +115,7 @@ def test_finish_hashes_the_records(log: runlog.RunLog, capsys: pytest.CaptureFix
 # ---------------------------------------------------------------- resume
 
 
-@pytest.mark.parametrize("tear", cases([b"\x00" * 40, b'{"step": 4, "x": "\xff'], [b"", b'{"step": 4, "rew']))
+@pytest.mark.parametrize("tear", cases([b"\x00" * 40, b'{"step": 5, "x": "\xff'], [b"", b'{"step": 5, "rew']))
 @pytest.mark.parametrize("back_to", cases([4, 1], [3, 2]))
 def test_a_rewound_run_equals_one_never_stopped(cfg: Config, tear: bytes, back_to: int, open_run: OpenRun) -> None:
     whole = open_run(cfg, 1, 0)

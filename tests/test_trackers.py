@@ -40,13 +40,9 @@ def short_ends(monkeypatch: MonkeyPatch) -> None:
 
 
 def log_steps(log: runlog.RunLog, first: int, end: int) -> None:
-    for step in range(first, end):
+    for step in range(first + 1, end + 1):
         log.log_step(step, {"reward/mean": step / 8, "actor/kl_loss": float("nan")}, {"timing/step_s": 1.5})
-        log.log_eval(step + 1, {"eval/greedy_accuracy": step / 4}, [])
-
-
-def evaluated(step: int) -> dict[str, float]:
-    return {"eval/greedy_accuracy": (step - 1) / 4} if step else {}
+        log.log_eval(step, {"eval/greedy_accuracy": step / 4}, [])
 
 
 def test_a_resumed_run_is_shown_once_under_one_id_without_secrets(
@@ -72,12 +68,14 @@ def test_a_resumed_run_is_shown_once_under_one_id_without_secrets(
     script = ROOT / "tests" / "support" / "tracked.py"
     done = subprocess.run([sys.executable, script, again.run_dir], capture_output=True, text=True, check=True)
     shown = json.loads(done.stdout.splitlines()[-1])
-    steps = {str(step): {"reward/mean": step / 8, "timing/step_s": 1.5} for step in range(6)}
-    expected = {key: steps.get(key, {}) | evaluated(int(key)) for key in (*steps, "6")}
+    expected = {
+        str(step): {"reward/mean": step / 8, "timing/step_s": 1.5, "eval/greedy_accuracy": step / 4}
+        for step in range(1, 7)
+    }
     for name, (*earlier, (run, steps)) in shown.items():
-        assert all(steps[str(step)].pop("perf/peak_rss_gib") > 0 for step in range(6))
+        assert all(each.pop("perf/peak_rss_gib") > 0 for each in steps.values())
         assert steps == expected, name
-        assert [len(steps) for _, steps in earlier] == [5] * (name == "wandb")
+        assert [len(steps) for _, steps in earlier] == [4] * (name == "wandb")
         assert {each for each, _ in (*earlier, (run, steps))} == {None if name == "tensorboard" else own_id}
     recorded = json.loads((again.run_dir / "finished.json").read_text())["sha256"]
     assert not [name for name in recorded if name.startswith(tuple(trackers.OPEN))]

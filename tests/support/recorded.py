@@ -45,11 +45,12 @@ def make_run(
     luck: int | None = None,
     commit: str = COMMIT,
     gold: Callable[[int], str] = str,
+    first_step: int = 1,
 ) -> Path:
     """A finished run of four steps of configs/tiny_cpu.yaml, with chosen probabilities of a right answer.
 
     ``before`` is the probability at the start, ``after`` at the end. ``luck`` seeds the answers; without it, ``seed``
-    and ``name`` do. ``gold``: number of a question -> its gold answer.
+    and ``name`` do. ``gold``: number of a question -> its gold answer. ``first_step``: 0 as before version 0.2.
     """
     folder = out / f"{name}-20300102-030405"
     folder.mkdir(parents=True)
@@ -63,9 +64,9 @@ def make_run(
         metrics = {"reward/mean": reward, "rollout/logp_gap_mean": 1e-7, "actor/entropy": entropy}
         timing = {"timing/generate_s": 0.1, "timing/step_s": 0.5 + step / 10, "perf/tokens_per_s": 2000.0 + step}
         answer = {"question": "1 + 1 <b>?</b>", "gold": "2", "completion": f"</pre>#### {step}", "reward": step % 2}
-        lines["metrics"].append({"step": step, **metrics, "actor/loss": reward / 10, "actor/grad_norm": 2 * reward})
-        lines["timing"].append({"step": step, **timing, "perf/peak_rss_gib": 0.5})
-        lines["completions"] += [{"step": step, **answer, "tokens": tokens + step} for tokens in (5, 6)]
+        lines["metrics"].append({"step": step + first_step, **metrics, "actor/loss": reward / 10, "actor/grad_norm": 2 * reward})
+        lines["timing"].append({"step": step + first_step, **timing, "perf/peak_rss_gib": 0.5})
+        lines["completions"] += [{"step": step + first_step, **answer, "tokens": tokens + step} for tokens in (5, 6)]
     for step, chance in ((0, before), (4, after)):
         right = (generator.random((questions, 2)) < chance).astype(float)
         shares = dict(zip(("eval/greedy_accuracy", "eval/sampled_accuracy"), right.mean(0), strict=True))
