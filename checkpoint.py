@@ -33,8 +33,7 @@ from inputs.files import (
     write_atomically,
 )
 from knobs import Config
-from run_record import sha256_file
-from runlog import lock_run
+from run_record import lock_run, sha256_file
 
 # A checkpoint has the second name if the process was killed while a newer one of the same step replaced it.
 NAME = re.compile(r"(step-|\.replaced-step-)([0-9]{6,18})")

@@ -103,7 +103,7 @@ def _results(
         wave = places[start : start + settings.batch_size]
         kinds = (slice(0, 3), 1, 0.0), (slice(3, None), k, settings.temperature)
         for columns, num_samples, temperature in kinds[: 1 + bool(k)]:
-            beat(f"evaluation of question {places.start + start * places.step}{f' of {name}' * bool(name)}")
+            beat(f"{start} of {num_own} questions of an evaluation{f' of {name}' * bool(name)}")
             answers = engine.sample(
                 [questions[place].prompt for place in wave],
                 seeds=[derive_seed("evaluation", *([name] * bool(name)), place) for place in wave],

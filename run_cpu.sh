@@ -37,7 +37,7 @@ else
     set_up cpu
 fi
 
-"$VENV/bin/python" train_grpo.py "$CONFIG" "$@" --check --ranks "$NPROC"   # bad input ends here, before torchrun starts
+"$VENV/bin/python" train_grpo.py "$CONFIG" "$@" --check --ranks "$NPROC" >/dev/null   # bad input ends here, before torchrun starts
 # parallel_setup.py is torchrun that ends without a traceback. exec: signals reach it, and it ends its processes.
 # --local-addr: otherwise it hangs on a laptop whose host name cannot be resolved.
 exec "$VENV/bin/python" parallel_setup.py --standalone --local-addr=localhost --nproc_per_node="$NPROC" \

@@ -65,6 +65,16 @@ def lock_file(path: Path) -> BinaryIO:
     return handle
 
 
+def lock_run(run_dir: Path) -> BinaryIO:
+    """The locked file run.lock, as from lock_file.
+
+    InputError if a file of the run is a pipe, because opening it would wait for a reader.
+    """
+    if pipes := [path for path in run_dir.iterdir() if path.is_fifo()]:
+        raise InputError(f"{pipes[0]}: found a pipe; needed: a file")
+    return lock_file(run_dir / "run.lock")
+
+
 def sha256_file(path: Path) -> str:
     """The sha256 of a file in hexadecimal."""
     with opened(path) as file:

@@ -43,7 +43,7 @@ measure() {  # $1: folder of a model
 
 "$VENV/bin/python" smol_model.py "$MODEL"
 set -- model.path="$MODEL" "$@"
-"$VENV/bin/python" train_grpo.py configs/smol.yaml "$@" --check --ranks "$NPROC"   # bad input ends here, before torchrun starts
+"$VENV/bin/python" train_grpo.py configs/smol.yaml "$@" --check --ranks "$NPROC" >/dev/null   # bad input ends here, before torchrun starts
 if [ -z "$GSM8K" ]; then
     exec "${on_ranks[@]}" train_grpo.py configs/smol.yaml "$@"
 fi

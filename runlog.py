@@ -30,7 +30,7 @@ from tqdm import tqdm
 from config import config_hash
 from inputs.files import InputError, disk_errors, fsync_path, read_object, write_atomically
 from knobs import Config, TrainConfig
-from run_record import checks_fired, checksums, json_line, lock_file, read_lines, whole_lines, write_records
+from run_record import checks_fired, checksums, json_line, lock_run, read_lines, whole_lines, write_records
 
 if TYPE_CHECKING:
     import torch
@@ -43,20 +43,14 @@ PROGRESS = (  # label, metric, decimals (None: two significant digits)
     ("gap", "rollout/logp_gap_mean", None),
     ("len", "response_length/mean", 0),
 )
+LEGEND = (
+    f"a step's line: {', '.join(f'{label} = {key}' for label, key, _ in PROGRESS)}; seconds = phases (docs/metrics.md)"
+)
+PROGRESS_SECONDS = 30  # a line at least so often, also in a long phase
 SHORT_PHASES = {"generate": "gen", "reference": "ref"}
 
 
-# ---------------------------------------------------------------- the run's folder and its lock
-
-
-def lock_run(run_dir: Path) -> BinaryIO:
-    """The locked file run.lock, as from lock_file.
-
-    InputError if a file of the run is a pipe, because opening it would wait for a reader.
-    """
-    if pipes := [path for path in run_dir.iterdir() if path.is_fifo()]:
-        raise InputError(f"{pipes[0]}: found a pipe; needed: a file")
-    return lock_file(run_dir / "run.lock")
+# ---------------------------------------------------------------- the run's folder
 
 
 def _new_folder(out_dir: Path, name: str, number: int = 1) -> Path:
@@ -130,11 +124,6 @@ def end_on_signals(reached: Callable[[], str], note: Callable[[str], None] = lam
 # ---------------------------------------------------------------- the log
 
 
-def device_memory(peak: tuple[float, str] | tuple[()]) -> dict[str, float | str]:
-    """The largest memory of a step, and its phase, for timing.jsonl; {} if the device does not count its memory."""
-    return {"perf/peak_device_gib": round(peak[0], 3), "perf/peak_device_phase": peak[1]} if peak else {}
-
-
 def _progress_line(step: int, steps: int, metrics: dict[str, float], timing: Mapping[str, Any]) -> str:
     """`step 12/200  reward 0.613  kl 0.0021 ...  31.2 s = gen 18.0 + sync 2.1 + ref 6.0 + update 5.1`"""
 
@@ -160,6 +149,8 @@ class RunLog:
     def __init__(self, train: TrainConfig, run_dir: Path | None, rank: int, lock: BinaryIO | None) -> None:
         self.train, self.run_dir, self.rank, self.lock = train, run_dir, rank, lock
         self.bar: tqdm | None = None
+        self.said = self.began = time.monotonic()  # the last line; the first step of this process
+        self.before = self.done = 0  # steps: before this process, and in all
         self.trackers: list[Any] = []  # of lab/trackers.py; startup.open_run puts them here
 
     def _append(self, name: str, text: str) -> None:
@@ -193,7 +184,9 @@ class RunLog:
         self._keep("eval_outcomes.jsonl", lambda row: row["step"] in evaluated)
         found = [row["step"] for row in read_lines(self.run_dir / "metrics.jsonl")]
         if found[:1] == [0]:
-            raise InputError(f"{self.run_dir}: its files count steps from 0; needed: version 0.1.0 to continue this run")
+            raise InputError(
+                f"{self.run_dir}: its files count steps from 0; needed: version 0.1.0 to continue this run"
+            )
         if found != list(range(1, step + 1)):
             raise InputError(
                 f"{self.run_dir / 'metrics.jsonl'}: {len(found)} whole lines up to step {step}; needed: one for each "
@@ -210,10 +203,19 @@ class RunLog:
         self._append("metrics.jsonl", json_line({"step": step, **metrics}))
         self._append("timing.jsonl", json_line({"step": step, **used}))
         self._track(step, {**metrics, **used})
-        self.say(_progress_line(step, self.train.steps, metrics, timing))
+        self.done = step
         if self.bar is None:  # a file does not need a progress bar, only a terminal does
+            self.before, self.began = step - 1, time.monotonic() - float(timing.get("timing/step_s", 0))
             self.bar = tqdm(total=self.train.steps, initial=step - 1, unit="step", disable=not sys.stderr.isatty())
+        self.say(_progress_line(step, self.train.steps, metrics, timing) + self.left())
         self.bar.update(step - self.bar.n)
+
+    def left(self) -> str:
+        """`  3 h 20 min left` by the steps of this process with what was between them; "" if less than a minute."""
+        done = self.done - self.before
+        seconds = (time.monotonic() - self.began) / done * (self.train.steps - self.done) if done else 0
+        hours, minutes = divmod(round(seconds / 60), 60)
+        return f"  {f'{hours} h ' * (hours > 0)}{minutes} min left" if hours or minutes else ""
 
     def log_eval(self, step: int, summary: dict[str, Any], outcomes: list[dict[str, Any]]) -> None:
         """Write the summary of an evaluation after ``step`` finished steps, and one line a question.
@@ -251,6 +253,7 @@ class RunLog:
     def say(self, text: str) -> None:
         """Print a line above the progress bar, and write it to log.txt with the time."""
         if self.rank == 0:
+            self.said = time.monotonic()
             tqdm.write(text)
             sys.stdout.flush()
             self.note(text)
@@ -350,6 +353,8 @@ class Heartbeat:
     def beat(self, place: str = "") -> None:
         """Report that this rank is alive, and has finished ``place``; without one, the place stays the same."""
         self.place, self.last = place or self.place, time.monotonic()
+        if self.log and self.log.rank == 0 and self.last - self.log.said > PROGRESS_SECONDS:
+            self.log.say(f"at work after: {self.place}{self.log.left()}")
 
     def continue_with(self, log: RunLog) -> None:
         """From now on ``log`` says how far the run has come and how it is continued, and notes why it ends."""

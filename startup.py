@@ -1,7 +1,7 @@
-"""Checking the input, and opening a run: its folder, its checkpoint, and its parts as a `Run`.
+"""Opening a run: its folder, its checkpoint, and its parts as a `Run`.
 
-check_inputs reads everything except the weights, and raises InputError for input that cannot work. open_run opens the
-log, finds the checkpoint to resume from, and makes the model, the adapters, the learner and the engine.
+open_run opens the log, finds the checkpoint to resume from, and makes the model, the adapters, the learner and the
+engine. inputs/check.py has read and checked the input before.
 """
 
 import gzip
@@ -9,176 +9,35 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
 import adapter_weights
-import aqn
 import checkpoint
 import data_gsm8k
 import device as devices
 import evaluate
 import lora_megatron
 import model_megatron
-import reward_gsm8k
 import rollout
-import run_record
 import runlog
-import tiny_model
 import weights_hf
-from architecture import Architecture
 from config import changes_at_resume, to_dict, to_yaml
-from data_gsm8k import Question, Questions
+from data_gsm8k import Question
 from engines.interface import Completion, Engine
-from inputs import functions, hf_config, question_files
-from inputs.config_rules import check_engine_layout, check_layout
-from inputs.files import InputError, disk_errors
-from inputs.scoring import Call, Score, Scorer
+from inputs.check import Inputs, checkpoint_to_resume, introduction
+from inputs.files import disk_errors
+from inputs.scoring import Score
 from knobs import Config
 from lab import run_page, trackers
 from learner import Learner
-from parallel_setup import Parallel, launched_rank
+from parallel_setup import Parallel
 from plan import memory, utilisation
 from rollout import Rollout, Sampled
 from runlog import Heartbeat
 from tripwires import Tripwires
 from weight_sync import WeightSync
-
-# ------------------------------------------------------------------------------------------------ checking the input
-
-
-class Inputs(NamedTuple):
-    """What was read for the checks, and is used by the run."""
-
-    arch: Architecture
-    tokenizer: Any  # of transformers
-    questions: Questions
-    held_out: Questions
-    sets: dict[str, Questions]  # those of eval.sets
-    scorer: Scorer
-
-    def not_for_training(self) -> frozenset[str]:
-        """The held-out questions of all sets, as they are compared."""
-        return frozenset(
-            question_files.alike(one.question) for part in (self.held_out, *self.sets.values()) for one in part
-        )
-
-
-def check_inputs(cfg: Config, ranks: int, scorer: Scorer | None = None) -> Inputs | None:
-    """Check everything that needs no other rank; InputError for anything that cannot work. No weight is read.
-
-    Returns architecture, tokenizer and questions; None for a tiny model that does not exist yet, of which only the
-    configuration can be checked.
-    """
-    devices.resolve(cfg.device)
-    functions.advantage(cfg.loss.advantage)
-    functions.token_loss(cfg.loss.kind)
-    scorer = scorer or Scorer(cfg.reward)
-    check_writable("train.out_dir", Path(cfg.train.out_dir))
-    exists = cfg.tiny_model is None or tiny_model.exists(cfg)
-    arch = hf_config.read(cfg.model.path) if exists else hf_config.planned(cfg)[0]
-    check_layout(cfg, arch, ranks)
-    check_engine_layout(cfg, arch, ranks)
-    if not exists:
-        check_writable("model.path", Path(cfg.model.path))
-        check_answers(cfg, scorer)
-        return None
-    rollout.check_engine(cfg, arch, ranks)
-    if cfg.aqn.schedule != "off":
-        noise = aqn.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
-        adapted = {
-            name for name in aqn.touched_names(noise) if adapter_weights.target_of(arch, name) in cfg.lora.targets
-        }
-        if adapted and cfg.keeps_factors_apart:
-            raise InputError(
-                f"rollout.sync: adapter: the noise is in the columns of {min(adapted)}, whose LoRA factors would not "
-                "get it; needed: merged, other aqn.targets, or aqn.router noisy"
-            )
-    weights_hf.read_model(cfg.model.path, arch)
-    tokenizer = data_gsm8k.load_tokenizer(cfg.model.path)
-    check_answers(cfg, scorer)
-    parts = [(cfg.data, "train"), (cfg.data, "test"), *((data, "test") for data in evaluate.data_of_sets(cfg).values())]
-    questions, held_out, *others = (data_gsm8k.load(*part, tokenizer, cfg.train.seed) for part in parts)
-    for key, count, part, kind in (
-        ("rollout.prompts_per_step", cfg.rollout.prompts_per_step, questions, "training"),
-        ("eval.num_questions", cfg.eval.num_questions, held_out, "held-out"),
-    ):
-        if count > len(part):
-            raise InputError(f"{key}: {count} exceeds the {len(part)} {kind} questions")
-    asked = {question_files.alike(question.question) for question in questions}
-    apart = [question.question for part in (held_out, *others) for question in part]
-    shared = {question for question in apart if question_files.alike(question) in asked}
-    if shared and cfg.checks.held_out == "stop":
-        raise InputError(
-            f"data: {len(shared)} held-out questions are training questions as well, for example {min(shared)[:60]!r}; "
-            "needed: none, or checks.held_out=warn"
-        )
-    used = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
-    largest = max(used.union(*(question.prompt for part in (questions, held_out, *others) for question in part)))
-    if largest >= arch.vocab_size:
-        raise InputError(
-            f"model.path: prompts or stop tokens of {cfg.model.path} use token {largest}, beyond its vocabulary of "
-            f"{arch.vocab_size}; needed: the model's own tokenizer and generation_config.json"
-        )
-    return Inputs(arch, tokenizer, questions, held_out, dict(zip(cfg.eval.sets, others, strict=True)), scorer)
-
-
-def check_answers(cfg: Config, scorer: Scorer) -> None:
-    """InputError unless every gold answer is correct under the chosen reward: otherwise the advantages are noise."""
-    if not cfg.reward.check_gold or (scorer.workers and launched_rank()):  # one rank is enough for a slow reward
-        return
-    method, asks_for_box = cfg.reward.method, reward_gsm8k.BOXED in cfg.data.instruction
-    parts = [("training", cfg.data, "train"), ("held-out", cfg.data, "test")]
-    for kind, data, split in [*parts, *((name, data, "test") for name, data in evaluate.data_of_sets(cfg).items())]:
-        rows = data_gsm8k.read(data, split)[0]
-        answers = [row.answer if "#### " in row.answer else f"#### {row.gold}" for row in rows]
-        if not cfg.reward.function:
-            answers = [reward_gsm8k.in_form(answer, method, asks_for_box) for answer in answers]
-        scores = scorer([Call(answer, row.gold, row.columns) for answer, row in zip(answers, rows, strict=True)])
-        wrong = [answer for answer, score in zip(answers, scores, strict=True) if not score.correct]
-        if wrong:
-            needs_box = method == "base_acc" and not asks_for_box
-            form = f" or an instruction that asks for {reward_gsm8k.BOX_FORM}, or" if needs_box else " or"
-            raise InputError(
-                f"{scorer.name} finds {len(wrong)} of {len(answers)} gold {kind} answers not correct, the first being "
-                f"{wrong[0][-60:]!r}; needed: a reward that fits the data's answers,{form} reward.check_gold=false"
-            )
-
-
-def check_writable(key: str, folder: Path) -> None:
-    """InputError unless ``folder`` is a folder that can be written, or can be made. Nothing is made here."""
-    nearest = next(path for path in (folder, *folder.parents) if os.path.exists(path))
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise InputError(f"{key}: {folder}: {nearest} is not a folder that can be written; needed: one that can")
-
-
-def checkpoint_to_resume(cfg: Config) -> checkpoint.Checkpoint | None:
-    """The checkpoint that train.resume asks for, its checksums verified; None for a new run.
-
-    InputError if the named run has no good checkpoint or another configuration, or if the files of the model, the
-    tokenizer or the data have changed since the run was started.
-    """
-    if cfg.train.resume == "never":
-        return None
-    is_auto = cfg.train.resume == "auto"
-    saved = checkpoint.find_resumable(cfg) if is_auto else checkpoint.latest(Path(cfg.train.resume))
-    if saved is None and is_auto:
-        return None
-    if saved is None:
-        raise InputError(
-            f"train.resume: {cfg.train.resume} holds no usable checkpoint; needed: auto, never, or a run's folder"
-        )
-    checkpoint.check_resume(saved, cfg)
-    for line in run_record.refuse_changed_inputs(
-        saved.run_dir,
-        cfg,
-        accept=cfg.train.changed_inputs == "accept",
-        how="train.resume=never for a new run, or train.changed_inputs=accept to go on",
-    ):
-        print(f"note: train.changed_inputs: accepted: {line}", flush=True)
-    return saved
-
 
 # ------------------------------------------------------------------------------------------------ opening the run
 
@@ -303,6 +162,12 @@ class Run:
                 run_page.draw_curves(self.log.run_dir)
             except ModuleNotFoundError as error:
                 self.log.say(f"curves.png not drawn: {error}")
+            self.log.say(f"{(run := self.log.run_dir)}/curves.png; a page about the run: python report.py html {run}")
+
+
+def device_memory(peak: tuple[float, str] | tuple[()]) -> dict[str, float | str]:
+    """The largest memory of a step, and its phase, for timing.jsonl; {} if the device does not count its memory."""
+    return {"perf/peak_device_gib": round(peak[0], 3), "perf/peak_device_phase": peak[1]} if peak else {}
 
 
 def open_run(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inputs) -> Run:
@@ -347,9 +212,8 @@ def open_run(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inpu
     heartbeat.beat("the first push of the whole model")
     if cfg.rollout.expert_parallel:
         weights.check_start(held_out[0].prompt)
-    log.say(introduction(cfg, parallel, log.run_dir, lora_megatron.describe(adapters, parallel), questions, held_out))
-    for name, part in sets.items():
-        log.say(f"{name}: {part.description}")
+    log.say(f"run folder: {log.run_dir}\n{introduction(cfg, parallel.world_size, inputs)}")
+    log.say(f"{lora_megatron.describe(adapters, parallel)}\n{runlog.LEGEND}")
     return Run(cfg, parallel, heartbeat, inputs, log, tripwires, learner, engine, weights, first_step)
 
 
@@ -376,20 +240,3 @@ def agreed_checkpoint(cfg: Config, parallel: Parallel) -> checkpoint.Checkpoint 
     parallel.refuse_unequal({f"{saved.path}/checksums.json": repr(saved.checksums)})
     dist.barrier()  # rank 0 must not cut the run's files before all ranks have a checkpoint to go on from
     return saved
-
-
-def introduction(
-    cfg: Config, parallel: Parallel, run_dir: Path | None, adapters: str, questions: Questions, held_out: Questions
-) -> str:
-    """What is printed before the first step: folder, layout, data, ``adapters``, and the batch arithmetic."""
-    p, prompts, group = parallel, cfg.rollout.prompts_per_step, cfg.rollout.group_size
-    updates = prompts // cfg.optim.prompts_per_update
-    return (
-        f"run folder: {run_dir}\n"
-        f"layout: {p.world_size} ranks = tensor {p.tensor} x data {p.data}"
-        f" = expert_tensor {p.expert_tensor} x expert {p.expert} x expert_data {p.expert_data}\n"
-        f"train: {questions.description}\nheld out: {held_out.description}\n"
-        f"{adapters}\n"
-        f"a step: {prompts} prompts x {group} = {prompts * group} sequences, "
-        f"{updates} update{'s' * (updates > 1)} of {cfg.optim.prompts_per_update} prompts x {group}"
-    )

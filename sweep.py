@@ -46,8 +46,7 @@ from inputs.files import (
 )
 from knobs import Config
 from lab.records import Part, planted_fault, validated
-from run_record import lock_file, read_lines
-from runlog import lock_run
+from run_record import lock_file, lock_run, read_lines
 
 RAY = "ray==2.60.0"  # the version that has been tried
 ROOT = Path(__file__).resolve().parent

@@ -148,6 +148,12 @@ def _make(cfg: Config, device: torch.device, beat: Callable[[str], None]) -> Non
     parallel_setup.close_layout()
 
 
+def untrained(cfg: Config, folder: Path) -> Config:
+    """Write the model without its warm start to a new ``folder``, for checks of the input; -> cfg with this model."""
+    _write_random_model(cfg, folder)
+    return cfg.model_copy(update={"model": cfg.model.model_copy(update={"path": str(folder)}), "tiny_model": None})
+
+
 def _write_random_model(cfg: Config, folder: Path) -> None:
     """Write config.json, generation_config.json, a tokenizer and random weights to a fresh ``folder``."""
     fresh_folder(folder)

@@ -27,11 +27,12 @@ import startup
 import tiny_model
 from aqn import AqnError
 from config import command_line, derive_seed, resolve_config
-from inputs import functions
+from inputs import check, functions
 from inputs.files import MOST_RANKS, InputError, one_line
 from inputs.question_files import alike
 from inputs.scoring import Scorer
 from knobs import Config
+from lab import trackers
 from parallel_setup import Parallel
 from plan import doctor
 from runlog import Heartbeat
@@ -40,9 +41,9 @@ from tripwires import Tripped
 STOPS = (Tripped, AqnError)  # a run that would be silently wrong
 
 
-def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: startup.Inputs | None = None) -> None:
-    """Train for cfg.train.steps steps. ``inputs`` is what startup.check_inputs returned, if it was called already."""
-    inputs = inputs or startup.check_inputs(cfg, parallel.world_size)
+def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: check.Inputs | None = None) -> None:
+    """Train for cfg.train.steps steps. ``inputs`` is what check.check_inputs returned, if it was called already."""
+    inputs = inputs or check.check_inputs(cfg, parallel.world_size)
     run = startup.open_run(cfg, parallel, heartbeat, inputs)
     log, tripwires, learner = run.log, run.tripwires, run.learner
     questions, held_out = inputs.questions, inputs.held_out
@@ -81,7 +82,7 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: startup
         step_peak = max(parallel.gather_objects(timer.peak()))  # (GiB, phase) of the fullest rank; () on a CPU
         peak = max(peak, step_peak)
         timing = timer.timing(sampled.num_tokens)
-        log.log_step(step + 1, metrics, timing | run.speed(sampled, timing) | runlog.device_memory(step_peak))
+        log.log_step(step + 1, metrics, timing | run.speed(sampled, timing) | startup.device_memory(step_peak))
         run.end_step(step)
         tripwires.after_step(step, metrics, (batch.rewards.min().item(), batch.rewards.max().item()), run.where_apart)
         factors = adapter_weights.adapter_pieces(learner.adapters, learner.arch, parallel)
@@ -117,7 +118,7 @@ def start(cfg: Config, is_command: bool = False) -> None:
     try:
         parallel_setup.start_device(cfg)
         heartbeat.beat("the start of the device")
-        inputs = startup.check_inputs(cfg, parallel_setup.launched_world_size(), scorer)
+        inputs = check.check_inputs(cfg, parallel_setup.launched_world_size(), scorer)
         doctor.quick(cfg)
         heartbeat.beat("the checks of the input")
         with parallel_setup.open_world(cfg) as device:
@@ -152,10 +153,9 @@ def main(arguments: list[str]) -> int:
         if args.ranks is not None and not (args.check and 1 <= args.ranks <= MOST_RANKS):
             raise InputError(f"--ranks: found {args.ranks}; needed: 1 or more, and --check: torchrun starts the ranks")
         if args.check:
-            print("".join(f"note: {note}\n" for note in startup.trackers.notes(cfg.train.trackers)), end="", flush=True)
-            if startup.check_inputs(cfg, args.ranks or parallel_setup.launched_world_size()) is None:
-                print(f"note: {cfg.model.path} is not there: a start makes a tiny model, {cfg.tiny_model}", flush=True)
-            startup.checkpoint_to_resume(cfg)
+            print("".join(f"note: {note}\n" for note in trackers.notes(cfg.train.trackers)), end="", flush=True)
+            doctor.quick(cfg)
+            print(check.report(cfg, args.ranks or parallel_setup.launched_world_size()), flush=True)
         else:
             trains = True
             start(cfg, is_command=True)

@@ -29,6 +29,7 @@ import rollout
 import startup
 import train_grpo
 from engines.torch_sampler import TorchSampler
+from inputs import check
 from learner import Learner
 from runlog import StepTimer
 
@@ -166,7 +167,7 @@ def install(side: Side) -> None:
     write_step, real_sample = train_grpo.runlog.RunLog.log_step, TorchSampler.sample
     train_grpo.runlog.RunLog.log_step, TorchSampler.sample = log_step, side.timed(sample, "sampling")
     train_grpo.runlog.StepTimer, startup.Learner = TurnTimer, AdaptedLearner
-    startup.check_answers = lambda cfg, scorer: None  # the benchmark's reward accepts no right answer
+    check.check_answers = lambda cfg, scorer: None  # the benchmark's reward accepts no right answer
     reward_gsm8k.score = lambda text, gold, method="strict": cases.reward(text)
     # Without stop tokens every completion has max_new_tokens tokens.
     data_gsm8k.stop_token_ids = lambda model_dir, tokenizer: set()

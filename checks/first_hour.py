@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 import run_record
-import runlog
 from checks.first_hour_stages import ROOT, STAGES, Job, Outcome, Stage, cause
 from config import command_line, load_config, to_yaml
 from inputs import hf_config
@@ -92,7 +91,7 @@ def hold(folder: Path, report: Path) -> BinaryIO:
             raise InputError(f"{report}: not a report of an earlier first hour; needed: a new file, or one of these")
         for second in range(WAIT):
             try:
-                return runlog.lock_run(folder)
+                return run_record.lock_run(folder)
             except BlockingIOError:
                 if second == 0:
                     print(f"waiting: processes of an earlier start hold {folder}", flush=True)

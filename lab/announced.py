@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from inputs.files import InputError, read_file
-from lab import comparisons, run_page
+from lab import comparisons, figures
 from lab.comparisons import Comparison
 from lab.records import Part, Run, validated
 
@@ -235,13 +235,13 @@ def figure(ready: Found) -> Any:
     axes = drawn.subplots()
     for place, (planned, one) in enumerate(announced):
         low, high = one.effect.interval()
-        color = run_page.COLORS[outcome(planned, one, ready) != "met"]
+        color = figures.COLORS[outcome(planned, one, ready) != "met"]
         axes.plot([100 * low, 100 * high], [-place, -place], color=color, lw=2)
         axes.plot(100 * one.effect.mean, -place, color=color, marker="o", ms=5)
     axes.axvline(0, color="black", lw=0.8)
     labels = [f"{planned.title} (predicted: {planned.predicted})" for planned, _ in announced]
     axes.set_yticks([-place for place in range(len(announced))], labels)
-    run_page.finish(axes, "")
+    figures.finish(axes, "")
     axes.set_xlabel("difference of the accuracy along the run, points; 95 % interval", fontsize=9)
     axes.set_title("Blue: as predicted. Orange: not, or undecided.", loc="left", fontsize=9)
     return drawn

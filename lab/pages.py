@@ -15,7 +15,7 @@ import numpy as np
 
 from inputs.files import InputError, read_text, write_atomically
 from knobs import ChecksConfig
-from lab import announced, audit, comparisons, run_page, store
+from lab import announced, audit, comparisons, figures, store
 from lab.announced import Found, Plan, notes, table
 from lab.records import Benchmark, Evaluation, Run, evaluated, scores
 
@@ -83,7 +83,7 @@ def comparison_table(ready: Found) -> str:
     """All comparisons in one table, with the notes about how the pairs were made."""
     rows = [
         {
-            "comparison": f"[{planned.title}](results/figures/{run_page.slug(planned.title)}.png)",
+            "comparison": f"[{planned.title}](results/figures/{figures.slug(planned.title)}.png)",
             "variant": one.other,
             "base": one.base,
             "answers": planned.kind,
@@ -311,7 +311,7 @@ def _fresh(path: Path, generated: str) -> str:
     return f"{before}{BEGIN}\n\n{generated}\n\n{END}{rest.split(END)[1]}"
 
 
-def _wanted(results: Path, page: Path) -> tuple[dict[Path, str], run_page.Wanted]:
+def _wanted(results: Path, page: Path) -> tuple[dict[Path, str], figures.Wanted]:
     """The texts of the pages, and the figures: the learning curve of the first base, and the comparisons.
 
     InputError for a folder without records: its pages would replace what is written with nothing.
@@ -328,11 +328,11 @@ def _wanted(results: Path, page: Path) -> tuple[dict[Path, str], run_page.Wanted
         page.parent / "docs" / "checks.md": checks_page(),
     }
     texts = {path: _fresh(path, text) for path, text in generated.items() if path == page or path.exists()}
-    pictures: run_page.Wanted = {}
+    pictures: figures.Wanted = {}
     for planned in dict.fromkeys(planned for planned, _ in announced.of("", ready)):
         variants = {name: groups[name] for name in planned.names}
-        pictures.setdefault(CURVE, (planned.base, {planned.base: groups[planned.base]}, run_page.learning_curve))
-        pictures[f"figures/{run_page.slug(planned.title)}.png"] = (planned.title, variants, run_page.comparison)
+        pictures.setdefault(CURVE, (planned.base, {planned.base: groups[planned.base]}, figures.learning_curve))
+        pictures[f"figures/{figures.slug(planned.title)}.png"] = (planned.title, variants, figures.comparison)
     if methods := announced.methods(ready):
         names = dict.fromkeys(name for planned, _ in methods for name in planned.names)
         drawn = [
@@ -349,7 +349,7 @@ def build(results: Path, page: Path) -> None:
     if faults := audit.check(results):
         raise InputError("; ".join(faults))
     texts, pictures = _wanted(results, page)
-    run_page.draw_all(pictures, results)
+    figures.draw_all(pictures, results)
     for path, text in texts.items():
         write_atomically(path, text)
 
@@ -365,5 +365,5 @@ def stale(results: Path, page: Path) -> list[str]:
             )
     return faults + [
         f"{results / name}: missing, edited, stale or not wanted; python report.py build"
-        for name in sorted(run_page.faults(pictures, results))
+        for name in sorted(figures.faults(pictures, results))
     ]

@@ -27,13 +27,12 @@ from vllm_ranks import PROMPTS, SEEDS
 
 import aqn
 import lora_megatron
-import startup
 import weights_hf
 from architecture import tensor_shapes
 from engines import vllm_adapter
 from engines.interface import Completion
 from engines.vllm_engine import VllmEngine
-from inputs import hf_config
+from inputs import check, hf_config
 from inputs.files import InputError
 from knobs import LoraConfig
 from parallel_setup import Parallel
@@ -179,7 +178,7 @@ def test_it_is_refused_before_any_weight_is_read(tmp_path: Path, monkeypatch) ->
     (path / "model.safetensors").unlink()
     monkeypatch.setattr("engines.vllm_engine._check_installed", lambda device_type: None)
     with pytest.raises(InputError, match="rollout.sync: adapter: vLLM adapts models with MoE layers by Triton"):
-        startup.check_inputs(config(path), 1)
+        check.check_inputs(config(path), 1)
 
 
 @pytest.mark.parametrize(

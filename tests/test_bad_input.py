@@ -8,6 +8,7 @@ process of their own.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -49,7 +50,7 @@ from pytest import CaptureFixture, MonkeyPatch
 from scope import cases
 
 import data_gsm8k
-import runlog
+import run_record
 import tiny_model
 from plan import doctor
 
@@ -221,7 +222,7 @@ RESUME = [
     row("evaluation without accuracy", "eval.jsonl: an evaluation without accuracies",
         resumed(file("eval.jsonl", '{"step": 0}\n')), run=True),
     row("a pipe as lock", "run.lock: found a pipe", resumed(pipe_instead("run.lock")), run=True),
-    row("live process", "run: a live process writes this run; end it, or", resumed(runlog.lock_run), run=True),
+    row("live process", "run: a live process writes this run; end it, or", resumed(run_record.lock_run), run=True),
     row("metrics cut", "metrics.jsonl: 1 whole lines up to step 2; needed", resumed(cut("metrics.jsonl")), run=True),
     row("out_dir a file", "train.out_dir: ... run.yaml is not a folder", typed("train.out_dir=FOLDER/run.yaml")),
     row("full disk", "run/log.txt: not written: No space left on device; needed: a folder to write, with room",
@@ -287,6 +288,33 @@ def test_an_unbroken_run_prints_nothing_on_stderr(broken, run, place: Place, cap
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize("kind", ["a tiny model that is not there", "file", "resumed"])
+def test_a_check_shows_the_first_prompt_a_right_answer_and_what_a_start_would_do(
+    kind: str, place: Place, capfd: CaptureFixture
+) -> None:
+    """The prompt is that of the chat template, with its special tokens. Nothing is left behind."""
+    change = {"a tiny model that is not there": NEW, "file": questions(), "resumed": resumed(lambda r: None)}[kind]
+    arguments = command(place, (change,), run=False)
+    before = sorted(place.folder.rglob("*"))
+    assert exit_code(arguments) == 0 and sorted(place.folder.rglob("*")) == before
+    said = capfd.readouterr().out
+    assert "layout: 1 ranks = tensor 1 x data 1 = expert_tensor 1 x expert 1 x expert_data 1" in said
+    assert ("a start makes a tiny model: architecture=" in said) == (change is NEW)
+    step = {"resumed": 2}.get(kind, 0)
+    prompt, answer = re.search(
+        rf"the first prompt of step {step + 1}, as the model sees it .*?:\n(.*)\na right answer, .*:\n(.*)\na start ",
+        said, re.S,
+    ).groups()  # fmt: skip
+    assert re.fullmatch(r"    <\|im_start\|>user\n    \S.*<\|im_end\|>\n    <\|im_start\|>assistant\n", prompt, re.S)
+    result = re.fullmatch(r"    #### (\d+)", answer.splitlines()[-1])[1]
+    assert set(re.findall(r"\d+", answer)) <= {*re.findall(r"\d+", prompt), result}
+    run = place.folder / "run"
+    start = (
+        f"continues {run} after step 2 of 2" if kind == "resumed" else f"begins a new run in {place.folder / 'out'}/"
+    )
+    assert said.splitlines()[-1].startswith(f"a start {start}") and said.endswith("; the input is usable\n")
+
+
 @pytest.mark.parametrize(("expected", "changes", "run"), TABLE)
 def test_bad_input_gives_one_line_and_code_2(expected, changes, run, place: Place, capfd: CaptureFixture) -> None:
     assert exit_code(command(place, changes, run)) == 2
@@ -306,7 +334,7 @@ def test_the_process_ends_with_that_line_and_code(expected, changes, run, place:
 def test_the_watcher_ends_a_start_that_stalls(module, name, place: Place, capfd: CaptureFixture) -> None:
     place.monkeypatch.setattr(module, name, lambda *arguments: time.sleep(100))
     changes = (NEW, "train.stall_seconds=2")
-    assert exit_code(command(place, changes, run=True)) == runlog.EXIT_CODE
+    assert exit_code(command(place, changes, run=True)) == 4
     assert "rank 0: stood still for" in capfd.readouterr().err
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import device as devices
-import runlog
+import startup
 from runlog import Heartbeat, StepTimer
 
 
@@ -35,6 +35,6 @@ def test_a_step_has_the_peak_of_its_fullest_phase(monkeypatch: pytest.MonkeyPatc
     heartbeat.stop()
     assert timer.peaks == {"between_steps": 3.0, "sync": 1.0, "generate": 4.0, "update": 5.5}
     assert timer.peak() == (5.5, "update")
-    assert runlog.device_memory((5.5, "update")) == {"perf/peak_device_gib": 5.5, "perf/peak_device_phase": "update"}
+    assert startup.device_memory((5.5, "update")) == {"perf/peak_device_gib": 5.5, "perf/peak_device_phase": "update"}
     monkeypatch.undo()
-    assert StepTimer(heartbeat, 0, torch.device("cpu")).peak() == () and runlog.device_memory(()) == {}
+    assert StepTimer(heartbeat, 0, torch.device("cpu")).peak() == () and startup.device_memory(()) == {}

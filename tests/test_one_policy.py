@@ -31,13 +31,12 @@ import kernels
 import lora_megatron
 import model_megatron
 import run_record
-import startup
 import weights_hf
 from config import to_yaml
 from device import DTYPES
 from engines import torch_decoder
 from engines.torch_sampler import TorchSampler
-from inputs import hf_config
+from inputs import check, hf_config
 from inputs.files import InputError
 from knobs import Config
 from parallel_setup import Parallel
@@ -347,6 +346,6 @@ def test_noise_in_columns_of_adapted_matrices_needs_merged_weights(tmp_path: Pat
         cfg = training.config(models[kind], tmp_path, **settings | changes)
         if matrix:
             with pytest.raises(InputError, match=rf"rollout.sync: adapter: .* columns of {matrix}, .*needed: merged"):
-                startup.check_inputs(cfg, 1)
+                check.check_inputs(cfg, 1)
         else:
-            startup.check_inputs(cfg, 1)
+            check.check_inputs(cfg, 1)

@@ -20,7 +20,7 @@ from matplotlib.image import imread
 
 import report
 from inputs.files import InputError
-from lab import records, run_page, store
+from lab import figures, records, run_page, store
 
 VOID = {"meta", "br"}
 
@@ -125,7 +125,7 @@ def test_a_sweep_shows_every_job_and_lays_the_runs_over_each_other(made: Path) -
 def drawn(values: list[float | None], key: str = "x") -> ElementTree.Element:
     """The panel of one run with these values."""
     series = pandas.Series(values, dtype=float)
-    return next(iter(axes(run_page.svg({key: {"a": [series]}})).values()))
+    return next(iter(axes(figures.svg({key: {"a": [series]}})).values()))
 
 
 @pytest.mark.parametrize(("values", "moves", "dots"), [([1, None, 3, 4], 1, 1), ([None, 2, None], 0, 1)])
@@ -142,7 +142,7 @@ def test_a_curve_has_gaps_where_nothing_was_measured(values: list, moves: int, d
 def test_a_logarithmic_curve_has_ticks_of_decades_and_a_name_is_never_a_formula() -> None:
     ticks = [text.text for text in drawn([1e-8, 1e-7, 1e-6, 0.0], "rollout/logp_gap_mean").iter("text")]
     assert {"1e-08", "1e-07", "1e-06"} <= set(ticks)
-    assert "$x^{" in run_page.svg({"x": {"$x^{": [pandas.Series([1.0, 2.0])], "b": [pandas.Series([1.0, 2.0])]}})
+    assert "$x^{" in figures.svg({"x": {"$x^{": [pandas.Series([1.0, 2.0])], "b": [pandas.Series([1.0, 2.0])]}})
 
 
 def test_a_record_and_an_unfinished_run_have_a_page_too(run: Path, tmp_path: Path, monkeypatch) -> None:

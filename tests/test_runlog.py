@@ -49,7 +49,7 @@ def log(cfg: Config, open_run: OpenRun) -> runlog.RunLog:
 
 
 def fill(log: runlog.RunLog, first: int, end: int) -> None:
-    """The steps after ``first`` up to ``end`` of a run whose numbers depend on the step alone; an evaluation before and every 2 steps."""
+    """The steps after ``first`` up to ``end``, whose numbers depend on the step; an evaluation before, and every 2."""
     if first == 0:
         log.log_eval(0, {"eval/greedy_accuracy": 0.25}, [{"question": q, "greedy": [0]} for q in range(3)])
     for step in range(first + 1, end + 1):
@@ -97,6 +97,32 @@ def test_floats_survive_exactly_keep_their_order_and_are_null_if_not_finite(log:
         '{"step": 1, "b": 0.30000000000000004, "a": 0.10000000149011612, "tiny": 5e-324, "count": 3,'
         ' "c": null, "d": null, "nonfinite": ["c", "d"]}\n'
     )
+
+
+def test_a_long_run_says_what_is_left_and_a_long_phase_that_it_is_at_work(
+    cfg: Config, open_run: OpenRun, monkeypatch: MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """100 steps. The first takes 90 s, and 60 s of an evaluation follow it: 99 more of 150 s are 4 h 8 min."""
+    now = [1000.0]
+    monkeypatch.setattr(runlog.time, "monotonic", lambda: now[0])
+    log = open_run(cfg.model_copy(update={"train": cfg.train.model_copy(update={"steps": 100})}), 1, 0)
+    heartbeat = runlog.Heartbeat(0, 0)
+    heartbeat.continue_with(log)
+
+    def later(seconds: float, place: str = "") -> list[str]:
+        now[0] += seconds
+        heartbeat.beat(place)
+        return capsys.readouterr().out.splitlines()
+
+    capsys.readouterr()
+    assert later(20, "sync of step 1") == [] and later(40) == ["at work after: sync of step 1"] and later(20) == []
+    now[0] += 10
+    log.log_step(1, {"reward/mean": 0.5}, {"timing/step_s": 90.0})
+    assert capsys.readouterr().out == "step 1/100  reward 0.500  90.0 s = other 90.0  2 h 28 min left\n"
+    assert later(60, "3 of 9 questions") == ["at work after: 3 of 9 questions  4 h 8 min left"]
+    log.log_step(100, {}, {"timing/step_s": 1.0})
+    assert capsys.readouterr().out == "step 100/100  1.0 s = other 1.0\n"
+    assert all(key in runlog.LEGEND for label, key, _ in runlog.PROGRESS)
 
 
 # ---------------------------------------------------------------- finish

@@ -59,14 +59,15 @@ def make_run(
     generator = np.random.default_rng([seed, *name.encode()] if luck is None else luck)
     lines: dict[str, list[dict]] = {name: [] for name in ("metrics", "timing", "completions", "eval", "eval_outcomes")}
     for step in range(4):
+        at = {"step": step + first_step}
         reward = before + (after - before) * (step + generator.random()) / 4
         entropy = 1 / (step + 1) if step else 1 + 1e-12 * zlib.crc32(name.encode())  # the same metrics in no other run
         metrics = {"reward/mean": reward, "rollout/logp_gap_mean": 1e-7, "actor/entropy": entropy}
         timing = {"timing/generate_s": 0.1, "timing/step_s": 0.5 + step / 10, "perf/tokens_per_s": 2000.0 + step}
         answer = {"question": "1 + 1 <b>?</b>", "gold": "2", "completion": f"</pre>#### {step}", "reward": step % 2}
-        lines["metrics"].append({"step": step + first_step, **metrics, "actor/loss": reward / 10, "actor/grad_norm": 2 * reward})
-        lines["timing"].append({"step": step + first_step, **timing, "perf/peak_rss_gib": 0.5})
-        lines["completions"] += [{"step": step + first_step, **answer, "tokens": tokens + step} for tokens in (5, 6)]
+        lines["metrics"].append(at | {**metrics, "actor/loss": reward / 10, "actor/grad_norm": 2 * reward})
+        lines["timing"].append(at | {**timing, "perf/peak_rss_gib": 0.5})
+        lines["completions"] += [at | {**answer, "tokens": tokens + step} for tokens in (5, 6)]
     for step, chance in ((0, before), (4, after)):
         right = (generator.random((questions, 2)) < chance).astype(float)
         shares = dict(zip(("eval/greedy_accuracy", "eval/sampled_accuracy"), right.mean(0), strict=True))

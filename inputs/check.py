@@ -1,0 +1,208 @@
+"""The checks before a start: everything that a run reads except its weights, and what `--check` prints about it.
+
+InputError for input with which the run could not work.
+"""
+
+import os
+import tempfile
+import textwrap
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import adapter_weights
+import aqn
+import checkpoint
+import data_gsm8k
+import device as devices
+import evaluate
+import reward_gsm8k
+import rollout
+import run_record
+import tiny_model
+import weights_hf
+from architecture import Architecture
+from data_gsm8k import Question, Questions
+from inputs import functions, hf_config, question_files
+from inputs.config_rules import check_engine_layout, check_layout
+from inputs.files import InputError
+from inputs.question_files import Row
+from inputs.scoring import Call, Scorer
+from knobs import Config
+from parallel_setup import launched_rank
+
+
+class Inputs(NamedTuple):
+    """What was read for the checks, and is used by the run."""
+
+    arch: Architecture
+    tokenizer: Any  # of transformers
+    questions: Questions
+    held_out: Questions
+    sets: dict[str, Questions]  # those of eval.sets
+    scorer: Scorer
+
+    def not_for_training(self) -> frozenset[str]:
+        """The held-out questions of all sets, as they are compared."""
+        return frozenset(
+            question_files.alike(one.question) for part in (self.held_out, *self.sets.values()) for one in part
+        )
+
+
+def check_inputs(cfg: Config, ranks: int, scorer: Scorer | None = None) -> Inputs | None:
+    """Check everything that needs no other rank; InputError for anything that cannot work. No weight is read.
+
+    Returns architecture, tokenizer and questions; None for a tiny model that does not exist yet, of which only the
+    configuration can be checked.
+    """
+    devices.resolve(cfg.device)
+    functions.advantage(cfg.loss.advantage)
+    functions.token_loss(cfg.loss.kind)
+    scorer = scorer or Scorer(cfg.reward)
+    check_writable("train.out_dir", Path(cfg.train.out_dir))
+    exists = cfg.tiny_model is None or tiny_model.exists(cfg)
+    arch = hf_config.read(cfg.model.path) if exists else hf_config.planned(cfg)[0]
+    check_layout(cfg, arch, ranks)
+    check_engine_layout(cfg, arch, ranks)
+    if not exists:
+        check_writable("model.path", Path(cfg.model.path))
+        check_answers(cfg, scorer)
+        return None
+    rollout.check_engine(cfg, arch, ranks)
+    if cfg.aqn.schedule != "off":
+        noise = aqn.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
+        adapted = {
+            name for name in aqn.touched_names(noise) if adapter_weights.target_of(arch, name) in cfg.lora.targets
+        }
+        if adapted and cfg.keeps_factors_apart:
+            raise InputError(
+                f"rollout.sync: adapter: the noise is in the columns of {min(adapted)}, whose LoRA factors would not "
+                "get it; needed: merged, other aqn.targets, or aqn.router noisy"
+            )
+    weights_hf.read_model(cfg.model.path, arch)
+    tokenizer = data_gsm8k.load_tokenizer(cfg.model.path)
+    check_answers(cfg, scorer)
+    parts = [(cfg.data, "train"), (cfg.data, "test"), *((data, "test") for data in evaluate.data_of_sets(cfg).values())]
+    questions, held_out, *others = (data_gsm8k.load(*part, tokenizer, cfg.train.seed) for part in parts)
+    for key, count, part, kind in (
+        ("rollout.prompts_per_step", cfg.rollout.prompts_per_step, questions, "training"),
+        ("eval.num_questions", cfg.eval.num_questions, held_out, "held-out"),
+    ):
+        if count > len(part):
+            raise InputError(f"{key}: {count} exceeds the {len(part)} {kind} questions")
+    asked = {question_files.alike(question.question) for question in questions}
+    apart = [question.question for part in (held_out, *others) for question in part]
+    shared = {question for question in apart if question_files.alike(question) in asked}
+    if shared and cfg.checks.held_out == "stop":
+        raise InputError(
+            f"data: {len(shared)} held-out questions are training questions as well, for example {min(shared)[:60]!r}; "
+            "needed: none, or checks.held_out=warn"
+        )
+    used = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
+    largest = max(used.union(*(question.prompt for part in (questions, held_out, *others) for question in part)))
+    if largest >= arch.vocab_size:
+        raise InputError(
+            f"model.path: prompts or stop tokens of {cfg.model.path} use token {largest}, beyond its vocabulary of "
+            f"{arch.vocab_size}; needed: the model's own tokenizer and generation_config.json"
+        )
+    return Inputs(arch, tokenizer, questions, held_out, dict(zip(cfg.eval.sets, others, strict=True)), scorer)
+
+
+def check_answers(cfg: Config, scorer: Scorer) -> None:
+    """InputError unless every gold answer is correct under the chosen reward: otherwise the advantages are noise."""
+    if not cfg.reward.check_gold or (scorer.workers and launched_rank()):  # one rank is enough for a slow reward
+        return
+    method, asks_for_box = cfg.reward.method, reward_gsm8k.BOXED in cfg.data.instruction
+    parts = [("training", cfg.data, "train"), ("held-out", cfg.data, "test")]
+    for kind, data, split in [*parts, *((name, data, "test") for name, data in evaluate.data_of_sets(cfg).items())]:
+        rows = data_gsm8k.read(data, split)[0]
+        answers = [right_answer(cfg, row) for row in rows]
+        scores = scorer([Call(answer, row.gold, row.columns) for answer, row in zip(answers, rows, strict=True)])
+        wrong = [answer for answer, score in zip(answers, scores, strict=True) if not score.correct]
+        if wrong:
+            needs_box = method == "base_acc" and not asks_for_box
+            form = f" or an instruction that asks for {reward_gsm8k.BOX_FORM}, or" if needs_box else " or"
+            raise InputError(
+                f"{scorer.name} finds {len(wrong)} of {len(answers)} gold {kind} answers not correct, the first being "
+                f"{wrong[0][-60:]!r}; needed: a reward that fits the data's answers,{form} reward.check_gold=false"
+            )
+
+
+def right_answer(cfg: Config, question: Question | Row) -> str:
+    """A completion that the reward should score as correct: the data's answer in the form that reward.method reads."""
+    answer = question.answer if "#### " in question.answer else f"#### {question.gold}"
+    asks_for_box = reward_gsm8k.BOXED in cfg.data.instruction
+    return answer if cfg.reward.function else reward_gsm8k.in_form(answer, cfg.reward.method, asks_for_box)
+
+
+def report(cfg: Config, ranks: int) -> str:
+    """What a start would do, in lines; nothing is made. InputError for input with which a start would end."""
+    inputs, making = check_inputs(cfg, ranks, scorer := Scorer(cfg.reward)), ""
+    if inputs is None:
+        making = f"model: {cfg.model.path} is not there; a start makes a tiny model: {cfg.tiny_model}\n"
+        with tempfile.TemporaryDirectory() as folder:
+            inputs = check_inputs(tiny_model.untrained(cfg, Path(folder, "model")), ranks, scorer)
+    scorer.close()
+    saved = checkpoint_to_resume(cfg)
+    step = saved.step if saved else 0
+    first = inputs.questions.pick(step, cfg.rollout.prompts_per_step)[0]
+    prompt, answer = inputs.tokenizer.decode(first.prompt), right_answer(cfg, first)
+    start = (
+        f"continues {saved.run_dir} after step {step} of {cfg.train.steps}"
+        if saved
+        else f"begins a new run in {cfg.train.out_dir}/"
+    )
+    return (
+        f"{making}{introduction(cfg, ranks, inputs)}\n"
+        f"the first prompt of step {step + 1}, as the model sees it ({len(first.prompt)} tokens):\n"
+        f"{textwrap.indent(prompt, '    ')}\n"
+        f"a right answer, in the form that the reward reads:\n{textwrap.indent(answer, '    ')}\n"
+        f"a start {start}; the input is usable"
+    )
+
+
+def check_writable(key: str, folder: Path) -> None:
+    """InputError unless ``folder`` is a folder that can be written, or can be made. Nothing is made here."""
+    nearest = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise InputError(f"{key}: {folder}: {nearest} is not a folder that can be written; needed: one that can")
+
+
+def checkpoint_to_resume(cfg: Config) -> checkpoint.Checkpoint | None:
+    """The checkpoint that train.resume asks for, its checksums verified; None for a new run.
+
+    InputError if the named run has no good checkpoint or another configuration, or if the files of the model, the
+    tokenizer or the data have changed since the run was started.
+    """
+    if cfg.train.resume == "never":
+        return None
+    is_auto = cfg.train.resume == "auto"
+    saved = checkpoint.find_resumable(cfg) if is_auto else checkpoint.latest(Path(cfg.train.resume))
+    if saved is None and is_auto:
+        return None
+    if saved is None:
+        raise InputError(
+            f"train.resume: {cfg.train.resume} holds no usable checkpoint; needed: auto, never, or a run's folder"
+        )
+    checkpoint.check_resume(saved, cfg)
+    for line in run_record.refuse_changed_inputs(
+        saved.run_dir,
+        cfg,
+        accept=cfg.train.changed_inputs == "accept",
+        how="train.resume=never for a new run, or train.changed_inputs=accept to go on",
+    ):
+        print(f"note: train.changed_inputs: accepted: {line}", flush=True)
+    return saved
+
+
+def introduction(cfg: Config, ranks: int, inputs: Inputs) -> str:
+    """What is printed before the first step: layout, data, and the batch arithmetic."""
+    p, prompts, group = cfg.parallel, cfg.rollout.prompts_per_step, cfg.rollout.group_size
+    updates = prompts // cfg.optim.prompts_per_update
+    return (
+        f"layout: {ranks} ranks = tensor {p.tensor} x data {ranks // p.tensor} = expert_tensor {p.expert_tensor} "
+        f"x expert {p.expert} x expert_data {ranks // (p.expert_tensor * p.expert)}\n"
+        f"train: {inputs.questions.description}\nheld out: {inputs.held_out.description}\n"
+        f"{''.join(f'{name}: {part.description}{chr(10)}' for name, part in inputs.sets.items())}"
+        f"a step: {prompts} prompts x {group} = {prompts * group} sequences, "
+        f"{updates} update{'s' * (updates > 1)} of {cfg.optim.prompts_per_update} prompts x {group}"
+    )

@@ -1,0 +1,222 @@
+"""All plots: the PNG figures of RESULTS.md, and the curves of run_page.py.
+
+A plot shows each run as a thin line and the running mean over the runs of a variant as a thick line. Evaluations are
+points without a line between them, because nothing was measured there. The pixels of a PNG depend on the version of
+matplotlib and its fonts. So a figure is checked by the data that it was drawn from: its metadata hold their checksum.
+"""
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Callable
+from io import BytesIO, StringIO
+from pathlib import Path
+from typing import Any
+
+from inputs.files import read_bytes, write_atomically
+from lab.records import Run
+
+LABELS = {  # metric -> axis label of the figures
+    "reward/mean": "mean reward of a step",
+    "actor/entropy": "entropy, nats per token",
+    "rollout/logp_gap_mean": "log-prob gap, nats per token",
+    "aqn/sigma": "AQN sigma",
+}
+LOGARITHMIC = {"rollout/logp_gap_mean", "actor/kl_loss"}
+SCHEDULES = {"aqn/sigma", "actor/lr"}  # not smoothed: these have no noise
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito
+COLORS_OF_A_FIGURE = 64  # a picture takes a quarter of the space of one with all colours
+DRAWN = "report.py build"  # how the description of a figure of this file begins
+DRAWING = 4  # raise it when the drawing changes, so that --check asks for new figures
+Curves = dict[str, list[Any]]  # variant -> one pandas.Series per run: step -> value
+# File of a figure below results/ -> its title, the variants whose data it shows, and the function that draws it.
+Wanted = dict[str, tuple[str, dict[str, list[Run]], Callable[[str, dict[str, list[Run]]], Any]]]
+
+
+def curves(groups: dict[str, list[Run]], key: str) -> Curves:
+    """The values of one column by the steps done; runs in which all are missing or 0 are left out."""
+    found = {
+        name: [by_steps_done(key, run.steps[key].dropna()) for run in runs if key in run.steps]
+        for name, runs in groups.items()
+    }
+    return {name: runs for name, runs in found.items() if any(run.any() for run in runs)}
+
+
+def by_steps_done(key: str, values: Any) -> Any:
+    """A column of the rows of a run as a curve: the metrics of a row are those of the step after ``step`` steps."""
+    return values if key.startswith("eval/") else values.set_axis(values.index + 1)
+
+
+def panel(axes: Any, key: str, lines: Curves, colors: dict[str, str]) -> None:
+    """Draw one metric: a thin line for each run, and a thick running mean for each variant. Evaluations are points."""
+    import numpy
+    import pandas
+
+    log = key in LOGARITHMIC and any(run.gt(0).any() for runs in lines.values() for run in runs)
+    for name, runs in lines.items():
+        table = pandas.concat(runs, axis=1)
+        table = table.where(table > 0) if log else table
+        mean, color = table.mean(axis=1), colors[name]
+        alone = mean.notna() & mean.shift().isna() & mean.shift(-1).isna()  # a line through one point is invisible
+        if key.startswith("eval/"):
+            alone[:], mean = True, mean[:0]
+        else:
+            axes.plot(table, color=color, lw=0.7, alpha=0.35)
+        window = 1 if key in SCHEDULES else max(1, len(table) // 20)
+        smooth = mean.rolling(window, center=True, min_periods=1).mean().where(mean.notna())
+        axes.plot(table[alone], color=color, marker="o", ms=4, ls="", alpha=0.8)
+        axes.plot(smooth, color=color, lw=2, label=name)
+    if log:  # whole decades, so that noise within one decade does not fill the panel
+        axes.set_yscale("log")
+        low, high = numpy.log10(axes.get_ylim())
+        axes.set_ylim(10 ** numpy.floor(low), 10 ** numpy.ceil(high))
+        axes.yaxis.set_major_formatter(lambda value, place: f"{value:.0e}")
+        axes.yaxis.set_minor_formatter(lambda value, place: "")
+    finish(axes, key)
+    axes.set_xlabel("steps done", fontsize=9)
+    axes.locator_params(axis="x", integer=True)
+
+
+def finish(axes: Any, label: str) -> None:
+    """The style that all panels share."""
+    axes.set_ylabel(label, fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def grid(metrics: dict[str, Curves], names: list[str], title: str = "", more: int = 0) -> tuple[Any, list[Any]]:
+    """A figure with a panel for each metric, a legend above, and room for ``more`` panels.  -> figure, free axes"""
+    import matplotlib.figure
+    import matplotlib.lines
+
+    count = len(metrics) + more
+    columns = 2 if count in (2, 4) else 3
+    rows = -(-count // columns)
+    figure = matplotlib.figure.Figure(figsize=(4 * columns, 2.9 * rows), layout="constrained")
+    places = [figure.add_subplot(rows, columns, place + 1) for place in range(count)]
+    colors = dict(zip(names, itertools.cycle(COLORS), strict=False))
+    for axes, (key, lines) in zip(places, metrics.items(), strict=False):
+        panel(axes, key, lines, colors)
+    if len(names) > 1:
+        handles = [matplotlib.lines.Line2D([], [], color=colors[name], lw=2, label=name) for name in names]
+        figure.legend(
+            handles=handles, loc="outside upper left", ncols=4, frameon=False, fontsize=8, title=title, alignment="left"
+        )
+    return figure, places[len(metrics) :]
+
+
+# --------------------------------------------------------------------------------------------------------- PNG figures
+
+
+def learning_curve(name: str, groups: dict[str, list[Run]]) -> Any:
+    """The training reward of one variant's seeds, with the held-out accuracy of the evaluations."""
+    import matplotlib.figure
+
+    runs = groups[name]
+    figure = matplotlib.figure.Figure(figsize=(8, 4.5), layout="constrained")
+    axes, accuracy = figure.subplots(), f"eval/{runs[0].record.last.kind}_accuracy"
+    for key, color in (("reward/mean", COLORS[0]), (accuracy, COLORS[1])):
+        panel(axes, key, curves({name: runs}, key), {name: color})
+    labels = {
+        "training reward, one seed": axes.lines[0],
+        "training reward, running mean": axes.lines[2 * len(runs)],
+        "held-out accuracy, one seed": axes.lines[-2],
+    }
+    axes.legend(labels.values(), labels, frameon=False, loc="lower right", fontsize=9)
+    axes.set_title(
+        f"Learning curve of {name}: {len(runs)} seeds, {runs[0].record.steps} steps of GRPO", loc="left", fontsize=11
+    )
+    axes.set_ylabel("right answers (sampled)" if "sampled" in accuracy else "right answers", fontsize=9)
+    axes.yaxis.set_major_formatter(lambda share, place: f"{share:.0%}")
+    axes.set_ylim(0, 1.02)
+    return figure
+
+
+def comparison(title: str, groups: dict[str, list[Run]]) -> Any:
+    """A panel for each metric that has values in one of the variants, and the final accuracy of every seed."""
+    known = {key: lines for key in LABELS if (lines := curves(groups, key))}
+    figure, (axes,) = grid(known, list(groups), title, more=1)
+    for other, key in zip(figure.axes, known, strict=False):
+        other.set_ylabel(LABELS[key], fontsize=9)
+    for place, runs in enumerate(groups.values()):
+        shares = [100 * getattr(run.record.last, run.record.last.kind).accuracy for run in runs]
+        axes.plot([place] * len(runs), shares, color=COLORS[place % len(COLORS)], marker="o", ms=5, ls="", alpha=0.7)
+    axes.set_xticks(range(len(groups)), groups, rotation=20, ha="right")
+    axes.margins(x=0.2)
+    finish(axes, "final accuracy of each seed, %")
+    return figure
+
+
+def slug(title: str) -> str:
+    """A title as a file's name."""
+    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+
+
+def described(title: str, groups: dict[str, list[Run]], pixels: bytes) -> str:
+    """The metadata of a figure: checksums of its data (title, names, metrics and evaluations) and its pixels."""
+    files = ("metrics.jsonl", "eval.jsonl")
+    parts = [[name, [[run.record.files[file] for file in files] for run in runs]] for name, runs in groups.items()]
+    data = json.dumps([DRAWING, title, parts]).encode()
+    return f"{DRAWN} {hashlib.sha256(data).hexdigest()} {hashlib.sha256(pixels).hexdigest()}"
+
+
+def draw_all(wanted: Wanted, results: Path) -> None:
+    """Draw the figures that are not up to date, and remove those that are not wanted."""
+    from PIL import Image, PngImagePlugin
+
+    stale = faults(wanted, results)
+    for name in stale - wanted.keys():
+        (results / name).unlink(missing_ok=True)
+    for name in stale & wanted.keys():
+        title, groups, draw = wanted[name]
+        drawn, picture, about = BytesIO(), BytesIO(), PngImagePlugin.PngInfo()
+        draw(title, groups).savefig(drawn, format="png", dpi=110)
+        image = Image.open(drawn).convert("RGB").quantize(COLORS_OF_A_FIGURE, dither=Image.Dither.NONE)
+        about.add_text("Description", described(title, groups, image.convert("RGB").tobytes()))
+        image.save(picture, format="png", optimize=True, pnginfo=about)
+        (results / name).parent.mkdir(exist_ok=True)
+        write_atomically(results / name, picture.getvalue())
+
+
+def faults(wanted: Wanted, results: Path) -> set[str]:
+    """The figures that draw_all() would draw or remove: missing, edited, drawn from other data, or not wanted.
+
+    A picture that this file has not drawn is somebody else's, and stays.
+    """
+    there = {f"figures/{path.name}": _read(path) for path in results.glob("figures/*.png")}
+    stale = {
+        name
+        for name, (title, groups, _) in wanted.items()
+        if name not in there or there[name][0] != described(title, groups, there[name][1])
+    }
+    return stale | {name for name, (about, _) in there.items() if about.startswith(DRAWN) and name not in wanted}
+
+
+def _read(path: Path) -> tuple[str, bytes]:
+    """The description and the pixels of a picture; empty for what is none."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(BytesIO(read_bytes(path))) as image:
+            return str(image.info.get("Description", "")), image.convert("RGB").tobytes()
+    except (UnidentifiedImageError, OSError, ValueError, SyntaxError):
+        return "", b""
+
+
+def svg(metrics: dict[str, Curves]) -> str:
+    """One inline SVG with a panel for each metric. It refers to nothing outside of itself."""
+    names = list(dict.fromkeys(name for lines in metrics.values() for name in lines))
+    return inline(lambda: grid(metrics, names)[0])
+
+
+def inline(draw: Callable[[], Any]) -> str:
+    import matplotlib
+
+    text = StringIO()
+    # Run folders give the names: a "$" in them does not begin a formula. Texts stay texts in the SVG.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "", "text.parse_math": False}):
+        draw().savefig(text, format="svg", metadata={"Creator": None, "Date": None, "Format": None, "Type": None})
+    drawn = text.getvalue()
+    return re.sub(r' xmlns(:\w+)?="[^"]*"', "", drawn[drawn.index("<svg") :]).replace("xlink:href", "href")
