@@ -37,6 +37,7 @@ from inputs.files import (
     InputError,
     disk_errors,
     finish_folder,
+    first_names,
     fresh_folder,
     fsync_path,
     is_leftover,
@@ -88,7 +89,7 @@ def read_run(run_dir: Path, step: int | None) -> tuple[Config, checkpoint.Checkp
     else:
         path = folder / f"step-{step:06d}"
         if not path.is_dir():
-            there = ", ".join(sorted(other.name for other in folder.glob("step-*"))) or "none"
+            there = first_names(other.name for other in folder.glob("step-*"))
             raise InputError(f"--step {step}: no {path.name} in {folder}; there: {there}")
         found = checkpoint.load(path, only="adapter")
     if changed := [

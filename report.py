@@ -9,6 +9,7 @@
     python report.py rerun ID [--run]           print the commands that repeat a run (--run: execute and compare)
     python report.py weights ID FOLDER          write the tiny model from which the run started to FOLDER
     python report.py compare A B [C ...]        compare records, groups of seeds or run folders
+    python report.py compare out/sweep-NAME     compare the variants of a sweep with the first one, by seed
     python report.py plan                       the minimum detectable effect of a design, before it is run
     python report.py html out/RUN               one page about a run, a sweep or a record (results/ID); no network
 
@@ -25,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from engines.kinds import ENGINES
-from inputs.files import BAD_INPUT, InputError, refused, shown
+from inputs.files import BAD_INPUT, InputError, refused, shown, write_atomically
 from lab import audit, comparisons, pages, run_page, store
-from lab.records import Record
+from lab.records import Record, Run, file_of
 
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 ROOT = Path(__file__).resolve().parent
@@ -59,7 +60,8 @@ VERBS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "--keep": {"action": "store_true", "help": "keep the model in FOLDER, from which the run started"},
     }),
     "compare": ("compare runs or groups of seeds", {
-        "names": {"nargs": "+", "metavar": "NAME", "help": "record, group of seeds, or run folder"},
+        "names": {"nargs": "+", "metavar": "NAME", "help": "record, group of seeds, run folder, or folder of a sweep"},
+        "--output": {"type": Path, "metavar": "FILE", "help": "the table, too, as .csv or .tex (LaTeX, booktabs)"},
         "--kind": {
             "choices": ("sampled", "greedy", "curve", "reward"),
             "help": "what is compared: by default the sampled answers if there are any, at the end; "
@@ -149,20 +151,79 @@ def rerun(results: Path, record: Record, execute: bool) -> int:
     return compare(results, [record.id, str(repeated)], None)
 
 
-def compare(results: Path, names: list[str], kind: str | None) -> int:
-    """Compare a repeat byte for byte, other runs with intervals.  -> exit code; 1: a repeat differs without a reason"""
-    groups = {name: comparisons.find(results, name) for name in names}
+def repeat(first: Run, second: Run) -> tuple[str, int] | None:
+    """How a run and its repeat compare, and the exit code; None when another configuration or layout was run.
+
+    On a CPU the same configuration, layout, versions and processor must give the same bytes. Anything else is a defect.
+    """
+    a, b = first.record, second.record
+    if a.config_hash != b.config_hash or a.layout != b.layout or a.fault != b.fault:
+        return None
+    if a.files["metrics.jsonl"] == b.files["metrics.jsonl"]:
+        if a.files["eval_outcomes.jsonl"] == b.files["eval_outcomes.jsonl"]:
+            return f"same: the metrics of all {a.steps} steps and the answers to all questions are byte-identical", 0
+        return "different, and it should not be: the metrics are byte-identical, the answers to questions are not", 1
+    where = _first_difference(first, second)
+    if reasons := _reasons(a, b):
+        return f"not byte-identical ({where}), which is allowed because of: {'; '.join(reasons)}", 0
+    return f"different, and it should not be: {where}; configuration, layout, versions and processor are the same", 1
+
+
+def _reasons(a: Record, b: Record) -> list[str]:
+    """Differences that may change the last bits of two runs of one configuration."""
+    old, new = a.environment, b.environment
+    versions = dict(old.versions.items() ^ new.versions.items())
+    variables = dict(old.variables.items() ^ new.variables.items())
+    reasons = {
+        f"devices {a.device}, {b.device}: accelerators add in any order": {a.device, b.device} != {"cpu"},
+        f"cpu {old.cpu}, {new.cpu}": old.cpu != new.cpu,
+        f"python {old.python}, {new.python}": old.python != new.python,
+        f"versions {', '.join(sorted(versions))}": bool(versions),
+        f"variables {', '.join(sorted(variables))}": bool(variables),
+        f"commits {a.commit[:7]}, {b.commit[:7]}": a.commit != b.commit,
+        "other model or data files": a.inputs != b.inputs,
+    }
+    return [text for text, holds in reasons.items() if holds]
+
+
+def _first_difference(first: Run, second: Run) -> str:
+    for a, b in zip(first.rows, second.rows, strict=False):
+        for key in {**a, **b}:
+            if file_of(key) == "metrics.jsonl" and key != "completions" and a.get(key) != b.get(key):
+                return f"first at step {a['step'] + 1}, {key}: {a.get(key)} and {b.get(key)}"
+    return "in how the numbers are written"
+
+
+def compare(results: Path, names: list[str], kind: str | None, output: Path | None = None) -> int:
+    """Compare a repeat byte for byte, other runs with intervals.  -> exit code; 1: a repeat differs without a reason
+
+    ``output``: a .csv or .tex file for the table of the comparisons.
+    """
+    if output and output.suffix not in (".csv", ".tex"):
+        raise InputError(f"--output: found {output}; needed: a name that ends in .csv or .tex")
+    groups = {name: runs for given in names for name, runs in comparisons.find(results, given).items()}
     if len(groups) < 2:
-        raise InputError(f"compare: found {', '.join(names)}; needed: two or more different names")
+        raise InputError(
+            f"compare: found {', '.join(groups) or 'no finished run'}; needed: two or more different records, groups, "
+            "runs, or variants of a sweep"
+        )
     runs = [run for group in groups.values() for run in group]
-    if len(groups) == len(runs) == 2 and (found := comparisons.repeat(*runs)):
+    if len(groups) == len(runs) == 2 and (found := repeat(*runs)):
         text, code = found
         print(text)
         if code or text.startswith("same"):
             return code
-    kind = kind or ("sampled" if all(run.record.last.sampled for run in runs) else "greedy")
-    for one in comparisons.compare(groups, kind):
+    kind = kind or comparisons.kind_of(groups)
+    found = comparisons.compare(groups, kind)
+    for one in found:
         print(comparisons.sentences(one, kind))
+    if output:
+        import pandas
+
+        table = pandas.DataFrame(comparisons.rows(found, kind))
+        text = table.to_csv(index=False) if output.suffix == ".csv" else table.to_latex(index=False, escape=True)
+        write_atomically(output, text)
+        print(f"{output}: the table")
     return 0
 
 
@@ -233,7 +294,7 @@ def act(args: argparse.Namespace) -> int:
     if args.verb == "rerun":
         return rerun(args.results, store.load_run(args.results, args.id).record, args.run)
     if args.verb == "compare":
-        return compare(args.results, args.names, args.kind)
+        return compare(args.results, args.names, args.kind, args.output)
     if args.verb == "plan":
         return plan(args)
     if args.verb == "add":

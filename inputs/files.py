@@ -16,7 +16,7 @@ import stat
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,6 +51,12 @@ def shown(value: object) -> str:
     """A value for an error message: one line of at most 60 characters, in the words of YAML."""
     text = "nothing" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def first_names(names: Iterable[str]) -> str:
+    """At most ten names for an error message, in order, and how many more there are."""
+    known = sorted(names)
+    return (", ".join(known[:10]) or "none") + (f" and {len(known) - 10} more" if len(known) > 10 else "")
 
 
 def one_line(error: BaseException) -> str:

@@ -17,14 +17,16 @@ import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import data_gsm8k
-from inputs.files import InputError
+from inputs.files import InputError, first_names
 from knobs import DataConfig
-from lab.records import GOLD, Record, Run, evaluated, file_of, from_run, scores
+from lab.records import GOLD, Run, evaluated, scores
+from lab.run_folders import from_run, of_sweep
 from lab.store import differing, load_groups
 
 ALPHA = 0.05
@@ -154,62 +156,21 @@ def detectable(error: float, freedom: float, alpha: float = 0.05, wanted: float 
     return error * float(brentq(lambda size: power(size, 1.0, freedom, alpha) - wanted, 0.0, 2 * about))
 
 
-# ------------------------------------------------------------------------------------------------------- byte for byte
+# ------------------------------------------------------------------------------------------------------- what is named
 
 
-def find(results: Path, name: str) -> list[Run]:
-    """The record, the group of records, or the run folder that ``name`` names, ordered by seed."""
+def find(results: Path, name: str) -> dict[str, list[Run]]:
+    """What ``name`` names, ordered by seed: a record, a group of records, a run folder, or the variants of a sweep."""
     groups = load_groups(results)
     runs = {run.record.id: [run] for group in groups.values() for run in group}
     if found := runs.get(name) or groups.get(name):
-        return found
+        return {name: found}
+    if (Path(name) / "sweep.json").exists():
+        return of_sweep(Path(name))
     if (Path(name) / "finished.json").exists():
-        return [from_run(Path(name), Path(name).name)]
-    there = ", ".join(sorted({*groups, *runs})) or "no records"
-    raise InputError(f"{name}: no record, group or finished run; there are: {there}")
-
-
-def repeat(first: Run, second: Run) -> tuple[str, int] | None:
-    """How a run and its repeat compare, and the exit code; None when another configuration or layout was run.
-
-    On a CPU the same configuration, layout, versions and processor must give the same bytes. Anything else is a defect.
-    """
-    a, b = first.record, second.record
-    if a.config_hash != b.config_hash or a.layout != b.layout or a.fault != b.fault:
-        return None
-    if a.files["metrics.jsonl"] == b.files["metrics.jsonl"]:
-        if a.files["eval_outcomes.jsonl"] == b.files["eval_outcomes.jsonl"]:
-            return f"same: the metrics of all {a.steps} steps and the answers to all questions are byte-identical", 0
-        return "different, and it should not be: the metrics are byte-identical, the answers to questions are not", 1
-    where = _first_difference(first, second)
-    if reasons := _reasons(a, b):
-        return f"not byte-identical ({where}), which is allowed because of: {'; '.join(reasons)}", 0
-    return f"different, and it should not be: {where}; configuration, layout, versions and processor are the same", 1
-
-
-def _reasons(a: Record, b: Record) -> list[str]:
-    """Differences that may change the last bits of two runs of one configuration."""
-    old, new = a.environment, b.environment
-    versions = dict(old.versions.items() ^ new.versions.items())
-    variables = dict(old.variables.items() ^ new.variables.items())
-    reasons = {
-        f"devices {a.device}, {b.device}: accelerators add in any order": {a.device, b.device} != {"cpu"},
-        f"cpu {old.cpu}, {new.cpu}": old.cpu != new.cpu,
-        f"python {old.python}, {new.python}": old.python != new.python,
-        f"versions {', '.join(sorted(versions))}": bool(versions),
-        f"variables {', '.join(sorted(variables))}": bool(variables),
-        f"commits {a.commit[:7]}, {b.commit[:7]}": a.commit != b.commit,
-        "other model or data files": a.inputs != b.inputs,
-    }
-    return [text for text, holds in reasons.items() if holds]
-
-
-def _first_difference(first: Run, second: Run) -> str:
-    for a, b in zip(first.rows, second.rows, strict=False):
-        for key in {**a, **b}:
-            if file_of(key) == "metrics.jsonl" and key != "completions" and a.get(key) != b.get(key):
-                return f"first at step {a['step'] + 1}, {key}: {a.get(key)} and {b.get(key)}"
-    return "in how the numbers are written"
+        return {name: [from_run(Path(name), Path(name).name, to_keep=False)]}
+    there = first_names({*groups, *runs})
+    raise InputError(f"{name}: no record, group, finished run or sweep; records and groups: {there}")
 
 
 # ------------------------------------------------------------------------------------------------------- with intervals
@@ -261,6 +222,11 @@ class Comparison:
 def gain(group: list[Run], kind: str) -> Effect:
     """Last evaluation minus first, over the seeds and questions of one variant."""
     return _effect(group, [scores(run, kind) - scores(run, kind, 0) for run in group])
+
+
+def kind_of(groups: dict[str, list[Run]]) -> str:
+    """The answers to compare: sampled if every run has them, else greedy."""
+    return "sampled" if all(run.record.last.sampled for runs in groups.values() for run in runs) else "greedy"
 
 
 def compare(groups: dict[str, list[Run]], kind: str = "sampled", margin: float = 0.0) -> list[Comparison]:
@@ -397,3 +363,24 @@ def sentences(found: Comparison, kind: str) -> str:
         for seed, better, worse, p in (found.by_seed if kind in ("sampled", "greedy") else [])
     ]
     return "\n".join(lines + [f"  note: {note}" for note in found.notes])
+
+
+def rows(found: Sequence[Comparison], kind: str) -> list[dict[str, Any]]:
+    """The comparisons as rows of a table, with numbers in points."""
+    return [
+        {
+            "variant": one.other,
+            "base": one.base,
+            "changed": "; ".join(one.changed),
+            "answers": kind,
+            "seeds": len(one.seeds),
+            "questions": one.questions,
+            "difference": round(100 * float(one.effect.mean), 2),
+            "low": round(100 * float(one.effect.interval()[0]), 2),
+            "high": round(100 * float(one.effect.interval()[1]), 2),
+            "p (Holm)": float(f"{one.p:.3g}"),
+            "minimum detectable effect": round(100 * one.detectable, 2),
+            "verdict": one.verdict,
+        }
+        for one in found
+    ]

@@ -1,10 +1,9 @@
-"""What a record of a finished run says, and how it follows from the files of the run's folder.
+"""What a record of a finished run says, and how its results follow from the rows of its steps.
 
 A record has two parts. `Record` says what ran, on which machine, by which command, and gives the main results. The
 rows, one per step, hold metrics, times, evaluations, and which answers were right. lab/store.py keeps both in results/.
 """
 
-import itertools
 import json
 import re
 import statistics
@@ -17,8 +16,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from config import hash_of
-from inputs.files import InputError, read_file, read_object, read_text, shown
-from run_record import checksums, read_lines, variant_name, wilson
+from inputs.files import InputError, shown
+from run_record import variant_name, wilson
 
 VERSIONS = ("torch", "megatron", "transformers", "numpy", "vllm", "mind")  # prefixes of packages that results depend on
 AXES = ("tensor", "expert", "expert_tensor")
@@ -186,42 +185,6 @@ def file_of(key: str) -> str:
     return {"timing": "timing.jsonl", "perf": "timing.jsonl", "eval": "eval.jsonl"}.get(section, "metrics.jsonl")
 
 
-def merged(folder: Path) -> list[dict[str, Any]]:
-    """One row per step from the .jsonl files of a run's folder, which need not be finished. InputError for other rows.
-
-    A row holds the evaluation after ``step`` steps, if there was one, and the metrics, times and completions of the
-    step that follows it. The last evaluation has a row of its own. In eval/greedy_right and eval/sampled_right, + is a
-    right answer and - a wrong one, question by question (of eval.sets: in eval/NAME/greedy_right). The first
-    evaluation also holds the gold answers.
-    """
-    rows: dict[int, dict[str, Any]] = {}
-    first = first_step(folder)
-    for name, before in (("metrics.jsonl", first), ("timing.jsonl", first), ("eval.jsonl", 0)):
-        for line in read_lines(folder / name):
-            rows.setdefault(step := line["step"] - before, {}).update(line, step=step)
-    path = folder / "eval_outcomes.jsonl"
-    outcomes = [validated(Answers, line, path) for line in read_lines(path)]
-    for (step, name), group in itertools.groupby(outcomes, key=lambda answers: (answers.step, answers.set)):
-        row, lines = rows.setdefault(step, {"step": step}), list(group)
-        if [line.question for line in lines] != list(range(len(lines))) or len({len(x.sampled) for x in lines}) > 1:
-            raise InputError(f"{path}, step {step}: needed: the questions 0, 1, 2 and so on, with equally many answers")
-        if step == outcomes[0].step:
-            row[of_set(GOLD, name)] = [line.gold for line in lines]
-        marks = [RIGHT if score else WRONG for line in lines for score in line.sampled]
-        row[of_set(MARKS["greedy"], name)] = "".join(RIGHT if line.greedy else WRONG for line in lines)
-        row[of_set(MARKS["sampled"], name)] = "".join(marks)
-    for line in read_lines(path := folder / "completions.jsonl"):
-        validated(Completion, line, path)
-        row = rows.setdefault(line["step"] - first, {"step": line["step"] - first})
-        row.setdefault("completions", []).append({key: value for key, value in line.items() if key != "step"})
-    return [rows[step] for step in sorted(rows)]
-
-
-def first_step(folder: Path) -> int:
-    """The number of the first step in the files of a run's folder: 1, or 0 before version 0.2."""
-    return next((line["step"] for line in read_lines(folder / "metrics.jsonl")), 1)
-
-
 def of_set(key: str, name: str) -> str:
     """The key of a set of eval.sets for that of the main set, whose ``name`` is ""."""
     return f"eval/{name}/{key.removeprefix('eval/')}" if name else key
@@ -313,70 +276,6 @@ def summary(rows: list[dict[str, Any]], steps: int) -> dict[str, Any]:
         "tokens_per_second": statistics.median(row["perf/tokens_per_s"] for row in rows[:steps]),
         "peak_memory_gib": max(row["perf/peak_rss_gib"] for row in rows[:steps]),
     }
-
-
-# -------------------------------------------------------------------------------------------------- from a run's folder
-
-
-def from_run(folder: Path, record_id: str) -> Run:
-    """The finished run in ``folder`` as a record; InputError for a run that may not become one."""
-    try:
-        finished, config, rows = _sealed(folder), read_file(folder / "config.yaml"), merged(folder)
-        git, inputs = _origin(folder)
-        environment = read_object(folder / "environment.json")
-        record = stated(config, environment["world_size"]) | {
-            "id": record_id,
-            "commit": git["commit"],
-            "date": _date(folder),
-            "command": read_text(folder / "command.txt").strip(),
-            "result": finished.get("result", ""),
-            "checks_fired": finished.get("checks", {}),
-            "first_step": first_step(folder),
-            "resumed": sum(1 for _ in folder.glob("resume-*")),
-            "config_hash": read_object(folder / "run.json")["config_hash"],
-            "config": config,
-            "inputs": inputs,
-            "environment": environment,
-            "files": finished["sha256"],
-        }
-        return Run(validated(Record, record | summary(rows, config["train"]["steps"]), folder), rows)
-    except InputError as error:
-        raise error if str(folder) in str(error) else InputError(f"{folder / str(error)}") from None
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        # The checksums are right, and the content is not.
-        raise InputError(
-            f"{folder}: no record: a file of it holds something else than a run writes: {error!r}"
-        ) from None
-
-
-def _sealed(folder: Path) -> dict[str, Any]:
-    """finished.json; InputError that names a file whose checksum is another one."""
-    if not (folder / "finished.json").exists():
-        raise InputError(f"{folder}: no finished.json: the run has not ended; needed: a finished run")
-    finished, found = read_object(folder / "finished.json", ("sha256",)), checksums(folder)
-    if changed := sorted({name for name, _ in found.items() ^ finished["sha256"].items()}):
-        raise InputError(f"{folder / changed[0]}: missing, altered or added: not the sha256 in finished.json")
-    return finished
-
-
-def _origin(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """git.json and inputs.json. InputError unless the source was a clean commit, and the same at every start."""
-    starts = [folder, *sorted(folder.glob("resume-*"))]
-    git, inputs = ([read_object(start / name) for start in starts] for name in ("git.json", "inputs.json"))
-    if not git[0].get("commit") or git[0].get("dirty") is not False:
-        raise InputError(f"{folder / 'git.json'}: found {shown(git[0])}; needed: a run of a commit, git status clean")
-    for start, *origin in zip(starts, git, inputs, strict=True):
-        if origin != [git[0], inputs[0]]:
-            raise InputError(f"{start}: differs from the first start; needed: one commit, model and data")
-    return git[0], inputs[0]
-
-
-def _date(folder: Path) -> str:
-    """The day in the name of a run's folder, NAME-YYYYMMDD-HHMMSS."""
-    found = re.search(r"-(\d{4})(\d\d)(\d\d)-\d{6}(-\d+)?$", folder.resolve().name)
-    if not found:
-        raise InputError(f"{folder}: found another name than the run's own; needed: NAME-YYYYMMDD-HHMMSS")
-    return "-".join(found.groups()[:3])
 
 
 def stated(config: dict[str, Any], ranks: int) -> dict[str, Any]:

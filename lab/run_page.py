@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from inputs.files import InputError, dump_yaml, read_bytes, read_object, read_text, shown, write_atomically
+from lab import comparisons
 from lab.figures import Curves, by_steps_done, grid, inline, svg
-from lab.records import MARKS, file_of, merged, shares_right
+from lab.records import MARKS, file_of, shares_right
+from lab.run_folders import merged, of_sweep, sweep_jobs
 from lab.store import load_runs
 from run_record import checks_fired, read_lines, variant_name, why_ended
 
@@ -179,16 +181,25 @@ def _by_question(row: dict) -> str:
 
 
 def _sweep(folder: Path) -> str:
-    """All runs of a sweep, one panel per metric and one color per variant; and the state of each job."""
-    jobs, wanted = read_object(folder / "sweep.json", ("jobs",))["jobs"], ("state", "attempts", "run", "result")
-    for job in jobs.values() if isinstance(jobs, dict) else [None]:
-        if not isinstance(job, dict) or not set(wanted) <= job.keys() or not isinstance(job["run"], str):
-            raise InputError(f"{folder / 'sweep.json'}: found the job {shown(job)}; needed: what sweep.py writes")
+    """All runs of a sweep, one panel per metric and one color per variant; their comparison; the state of each job."""
+    jobs = sweep_jobs(folder)
     metrics: dict[str, Curves] = {}
     for name, job in jobs.items():
         run = folder.parent / Path(job["run"]).name  # the runs lie beside the folder of the sweep
         variant = variant_name(name)
         for key, lines in _curves(run, merged(run), variant).items() if job["run"] and run.is_dir() else ():
             metrics.setdefault(key, {}).setdefault(variant, []).extend(lines[variant])
-    rows = [{"job": name, **{key: job[key] for key in wanted}} for name, job in jobs.items()]
-    return f"<h2>Curves</h2>{svg(metrics) if metrics else ''}<h2>Jobs</h2>{_table(rows)}"
+    states = _table({"job": name, **job} for name, job in jobs.items())
+    curves = f"<h2>Curves</h2>{svg(metrics) if metrics else ''}"
+    return f"{curves}<h2>Variants against the first, points</h2>{_compared(folder)}<h2>Jobs</h2>{states}"
+
+
+def _compared(folder: Path) -> str:
+    """The table of the comparisons of a sweep, or why there is none."""
+    try:
+        groups = of_sweep(folder)
+        kind = comparisons.kind_of(groups)
+        rows = comparisons.rows(comparisons.compare(groups, kind), kind) if len(groups) > 1 else []
+        return _table(rows) or "<p>Fewer than two variants have finished runs.</p>"
+    except (InputError, ModuleNotFoundError) as error:
+        return f"<p>{html.escape(str(error))}</p>"

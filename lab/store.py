@@ -25,13 +25,15 @@ from inputs.files import (
     InputError,
     dump_yaml,
     finish_folder,
+    first_names,
     fresh_folder,
     read_bytes,
     read_object,
     shown,
     write_atomically,
 )
-from lab.records import ID, Benchmark, Record, Run, from_run, stated, unmerged, validated
+from lab.records import ID, Benchmark, Record, Run, stated, unmerged, validated
+from lab.run_folders import from_run
 from run_record import sha256_file
 
 LARGEST_MODEL_MIB = 4  # the tiny model of configs/tiny_cpu.yaml has 1.1
@@ -164,7 +166,7 @@ def load_run(results: Path, record_id: str) -> Run:
     """One record with its steps; InputError when it is missing or cannot be read."""
     runs = load_runs(results)
     if record_id not in runs:
-        raise InputError(f"{results}: {record_id}: no such record; there are: {', '.join(sorted(runs)) or 'none'}")
+        raise InputError(f"{results}: {record_id}: no such record; there are: {first_names(runs)}")
     return runs[record_id]
 
 

@@ -14,7 +14,7 @@ from scipy import stats
 
 import data_gsm8k
 from knobs import DataConfig
-from lab import announced, comparisons, pages, records, store
+from lab import announced, comparisons, pages, records, run_folders, store
 from reward_gsm8k import gold_answer
 
 QUESTIONS = 200
@@ -32,7 +32,7 @@ def group(tmp_path_factory) -> Callable[..., list[records.Run]]:
                               gold=lambda question, seed=seed: gold(seed, question))
             for seed, chance in enumerate(after)
         ]  # fmt: skip
-        return [records.from_run(run, f"{name}-seed{seed}") for seed, run in enumerate(made)]
+        return [run_folders.from_run(run, f"{name}-seed{seed}") for seed, run in enumerate(made)]
 
     return make
 
@@ -50,7 +50,7 @@ def shared(seed: int, question: int) -> str:
 
 
 def test_the_outcome_along_the_run_is_the_mean_over_evaluations_after_the_first(tmp_path: Path) -> None:
-    run = records.from_run(recorded.make_run(tmp_path, "x", questions=2), "x")
+    run = run_folders.from_run(recorded.make_run(tmp_path, "x", questions=2), "x")
     marks = {0: "++++", 1: "++-+", 2: "----", 4: "++++"}  # two answers a question
     rows = [
         {"step": step, "eval/num_questions": 2, records.MARKS["greedy"]: "--", records.MARKS["sampled"]: sampled}
@@ -98,11 +98,11 @@ def test_generated_questions_are_grouped_by_their_first_two_operands(tmp_path: P
     changes = tuple(f"data.{key}={getattr(data, key)}" for key in ("num_train", "num_test", "operand_high"))
     run = recorded.make_run(tmp_path, "x", overrides=changes, gold=lambda place: gold[place])
     strange = recorded.make_run(tmp_path, "y", overrides=changes, gold=lambda place: gold[place] + "1")
-    pairs = comparisons.operand_pairs(records.from_run(run, "x"))
+    pairs = comparisons.operand_pairs(run_folders.from_run(run, "x"))
     assert len(pairs) == QUESTIONS > len(set(pairs)) and all(data_gsm8k.held_out(*pair) for pair in pairs)
     for (question, *_), pair in zip(made, pairs, strict=True):
         assert sorted(map(int, re.findall(r"\d+", question))) == list(pair)
-    assert comparisons.operand_pairs(records.from_run(strange, "y")) == []  # not the questions of the record
+    assert comparisons.operand_pairs(run_folders.from_run(strange, "y")) == []  # not the questions of the record
 
 
 def test_the_mean_of_clusters_is_the_mean_of_questions() -> None:

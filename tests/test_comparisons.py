@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pandas
 import pytest
 import recorded
 from recorded import replaced
 from scipy import stats
 
+import report
 from inputs.files import InputError
-from lab import comparisons, records, store
+from lab import comparisons, records, run_folders, run_page, store
 
 Group = list[records.Run]
 
@@ -28,7 +31,7 @@ def make_group(tmp_path_factory) -> Callable[..., Group]:
             recorded.make_run(out, f"{name}-seed{seed}", seed, after, overrides=change, **settings)
             for seed in range(seeds)
         ]
-        return [records.from_run(run, f"{name}-seed{seed}") for seed, run in enumerate(made)]
+        return [run_folders.from_run(run, f"{name}-seed{seed}") for seed, run in enumerate(made)]
 
     return make
 
@@ -49,7 +52,7 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def said(pair: tuple[Path, Path]) -> tuple[str, int] | None:
-    return comparisons.repeat(*(records.from_run(run, "x") for run in pair))
+    return report.repeat(*(run_folders.from_run(run, "x") for run in pair))
 
 
 def test_a_repeat_has_the_same_bytes_or_is_a_defect_of_which_the_first_number_is_named(pair, tmp_path: Path) -> None:
@@ -129,11 +132,48 @@ def test_a_name_is_a_record_a_group_or_a_run_folder(tmp_path: Path) -> None:
     results = tmp_path / "results"
     for seed in range(2):
         store.add_run(run := recorded.make_run(tmp_path / "out", f"base-seed{seed}", seed), results)
-    assert [one.record.seed for one in comparisons.find(results, "base")] == [0, 1]
-    (found,), (stored,) = comparisons.find(results, str(run)), comparisons.find(results, "base-seed1")
-    assert found.record.files == stored.record.files and comparisons.repeat(stored, found)[1] == 0
-    with pytest.raises(InputError, match="there are: base, base-seed0, base-seed1"):
+    assert [one.record.seed for one in comparisons.find(results, "base")["base"]] == [0, 1]
+    (found,), (stored,) = (comparisons.find(results, name)[name] for name in (str(run), "base-seed1"))
+    assert found.record.files == stored.record.files and report.repeat(stored, found)[1] == 0
+    with pytest.raises(InputError, match="records and groups: base, base-seed0, base-seed1$"):
         comparisons.find(results, "nothing")
+
+
+def test_the_variants_of_a_sweep_are_compared_from_their_folders_also_of_changed_source(tmp_path: Path, capsys) -> None:
+    """Three seeds each; the second variant is better; one job has not finished. The numbers are those of records."""
+    out, results, jobs = tmp_path / "out", tmp_path / "results", {}
+    for name, after, rank in (("plain", 0.4, 8), ("better", 0.8, 16)):
+        for seed in (2, 0, 1):
+            run = recorded.make_run(out, f"{name}-seed{seed}", seed, after, overrides=(f"lora.rank={rank}",))
+            store.add_run(run, results)
+            replaced(run / "git.json", '"dirty": false', '"dirty": true')
+            recorded.seal(run)
+            jobs[f"{name}-seed{seed}"] = {"state": "finished", "attempts": 1, "run": f"out/{run.name}", "result": ""}
+    jobs["better-seed3"] = {"state": "failed", "attempts": 2, "run": "", "result": "error"}
+    sweep = out / "sweep-x"
+    sweep.mkdir()
+    (sweep / "sweep.json").write_text(json.dumps({"jobs": jobs}))
+    with pytest.raises(InputError, match="git status clean"):
+        store.add_run(out / "plain-seed0-20300102-030405", results.with_name("other"))
+    for table in ("table.csv", "table.tex"):
+        assert (
+            report.main(["--results", str(tmp_path / "none"), "compare", str(sweep), "--output", str(tmp_path / table)])
+            == 0
+        )
+    said = capsys.readouterr().out
+    (wanted,) = comparisons.compare({name: comparisons.find(results, name)[name] for name in ("plain", "better")})
+    assert f"better against plain: lora.rank: 8 -> 16\n  sampled accuracy {wanted.effect.points} points" in said
+    (row,) = pandas.read_csv(tmp_path / "table.csv").to_dict("records")
+    assert (row["variant"], row["base"], row["seeds"], row["questions"]) == ("better", "plain", 3, 200)
+    low, high = wanted.effect.interval()
+    numbers = [row[key] / 100 for key in ("difference", "low", "high", "minimum detectable effect")]
+    assert numbers == pytest.approx([wanted.effect.mean, low, high, wanted.detectable], abs=1e-4)
+    latex = (tmp_path / "table.tex").read_text()
+    assert "\\toprule" in latex and "better & plain" in latex and f"{row['difference']:.2f}" in latex
+    page = run_page.page(sweep)
+    assert "different: better is better" in page and f"<td>{row['high']:g}</td>" in page
+    assert report.main(["compare", str(sweep), "--output", "table.txt"]) == 2
+    assert "ends in .csv or .tex" in capsys.readouterr().err
 
 
 def test_training_rewards_are_compared_by_a_t_test_over_the_seeds(base: Group, make_group) -> None:

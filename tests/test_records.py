@@ -16,7 +16,7 @@ import recorded
 from recorded import commit, git, replaced
 
 from inputs.files import InputError
-from lab import audit, records, run_page, store
+from lab import audit, records, run_folders, run_page, store
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_a_record_is_one_file_that_holds_every_number_of_the_run(tmp_path: Path,
     assert [path] == list(results.iterdir()) and audit.check(results) == []
     added = store.load_run(results, "base-seed3")
     record, rows = added.record, added.rows
-    assert records.from_run(run, "base-seed3").record == record
+    assert run_folders.from_run(run, "base-seed3").record == record
     assert (record.group, record.seed, record.steps, record.commit) == ("base", 3, 4, recorded.COMMIT)
     assert (record.layout["ranks"], record.layout["expert"], record.device) == (2, 2, "cpu")
     assert record.date == "2030-01-02"  # in the name of the folder
@@ -128,7 +128,7 @@ def test_a_record_is_one_file_that_holds_every_number_of_the_run(tmp_path: Path,
 def test_a_record_holds_the_answers_to_further_sets_beside_those_of_the_main_one(tmp_path: Path) -> None:
     """As evaluate.py writes them: after those of the main set, with the name of their set."""
     run, results = recorded.make_run(tmp_path / "runs", "sets", questions=3), tmp_path / "results"
-    main = records.from_run(run, "sets").record
+    main = run_folders.from_run(run, "sets").record
     for name, added in {
         "eval.jsonl": lambda row: {**row, "eval/math/num_questions": 2, "eval/math/sampled_accuracy": 0.25},
         "eval_outcomes.jsonl": None,
@@ -203,7 +203,7 @@ def test_an_id_is_used_once(run: Path, results: Path) -> None:
 
 
 def test_a_fault_that_is_planted_into_evaluations_makes_another_run(run: Path) -> None:
-    sound = records.from_run(run, "base-seed3").record
+    sound = run_folders.from_run(run, "base-seed3").record
     command = sound.command.replace("train_grpo.py", "benchmarks/planted_fault.py altered_evaluation")
     faulty = sound.model_copy(update={"command": command})
     other_answers = {"files": sound.files | {"eval_outcomes.jsonl": "ab" * 32}}

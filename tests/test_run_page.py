@@ -20,7 +20,7 @@ from matplotlib.image import imread
 
 import report
 from inputs.files import InputError
-from lab import figures, records, run_page, store
+from lab import figures, run_folders, run_page, store
 
 VOID = {"meta", "br"}
 
@@ -187,7 +187,7 @@ def test_a_page_replaces_a_page_and_nothing_else(run: Path, tmp_path: Path, caps
 
 def test_curves_count_steps_as_the_console_does(run: Path) -> None:
     """The reward of the first of four steps stands at 1; the evaluation before it at 0, the last one at 4."""
-    curves = run_page._curves(run, records.merged(run), "run")
+    curves = run_page._curves(run, run_folders.merged(run), "run")
     steps = {key: list(curves[key]["run"][0].dropna().index) for key in ("reward/mean", "eval/sampled_accuracy")}
     assert steps == {"reward/mean": [1, 2, 3, 4], "eval/sampled_accuracy": [0, 4]}
 

@@ -19,7 +19,7 @@ import recorded
 import training
 
 import sweep
-from lab import records
+from lab import run_folders
 from run_record import checksums
 
 CONFIG = f"""
@@ -290,7 +290,7 @@ def test_a_killed_sweep_goes_on_and_repeats_nothing(write_sweep, tmp_path: Path)
         finished = json.loads((folder / "finished.json").read_text())
         sealed = finished["sha256"] | {name: checksums(folder)[name] for name in finished["sha256"]}
         (folder / "finished.json").write_text(json.dumps(finished | {"sha256": sealed}))
-        assert records.from_run(folder, "x").record.resumed == (folder == torn)
+        assert run_folders.from_run(folder, "x").record.resumed == (folder == torn)
 
 
 @pytest.mark.slow
