@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -48,10 +48,13 @@ def resolve_config(
         tree = _with(tree, key, value)
         if key in given:
             notes.append(f"{key}: given twice on the command line, the last one counts")
-        given.add(key)
+        given |= {key, ".".join(key.split(".")[:2])} if key.count(".") > 1 else {key}
     cfg = _typed(tree, "override ")
     _refuse_idle(given, cfg, "override ")
-    for key, reason in idle_keys(cfg).items():
+    idle = idle_keys(cfg)
+    if cfg.data.source != file_tree["data"]["source"] and "data.num_train" not in given:
+        idle["data.num_train"] = "it counts the questions of another data.source"
+    for key, reason in idle.items():
         section, name = key.split(".")
         if name in (tree.get(section) or {}):
             tree = tree | {section: {other: value for other, value in tree[section].items() if other != name}}
@@ -108,7 +111,13 @@ def _with(tree: dict, key: str, value: Any) -> dict:
             raise InputError(f"override {key}: this is a section; expected {key}.key=value")
         return tree | {key: value}
     before = tree.get(section)
-    return tree | {section: (before if isinstance(before, dict) else {}) | {name: value}}
+    before = before if isinstance(before, dict) else {}
+    option, dot, member = name.partition(".")
+    field = _sections()[section].model_fields.get(option) if dot and section in _sections() else None
+    if field is not None and (get_origin(field.annotation) is dict or f"{section}.{option}" in _sections()):
+        known = before.get(option, field.default)
+        name, value = option, (known if isinstance(known, dict) else {}) | {member: value}
+    return tree | {section: before | {name: value}}
 
 
 def _refuse_idle(keys: Iterable[str], cfg: Config, where: str) -> None:

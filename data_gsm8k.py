@@ -27,7 +27,7 @@ from inputs import question_files
 from inputs.files import BAD_INPUT, InputError, check_folder, one_line, read_object, refuse_endless, refused, shown
 from inputs.paths import Paths, listed
 from inputs.question_files import Row, Turn
-from knobs import DataConfig
+from knobs import GENERATED, DataConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -109,20 +109,20 @@ class Questions(Sequence[Question]):
 def read(data: DataConfig, split: str) -> tuple[list[Row], str, str]:
     """The rows of `split` ("train" | "test"), their source and their form. InputError for a row that cannot be used."""
     if data.source == "arithmetic":
-        num, low, high = {"train": data.num_train, "test": data.num_test}[split], LOWEST_OPERAND, data.operand_high
+        num = {"train": data.num_train or GENERATED, "test": data.num_test}[split]
         operations = (data.operations_low, data.operations_high)
-        pairs = arithmetic(num, split == "test", data.seed, low, high, operations)
+        pairs = arithmetic(num, split == "test", data.seed, LOWEST_OPERAND, data.operand_high, operations)
         length = f", {operations[0]} to {operations[1]} operations" if operations != ONE else ""
-        form = f"generated, operands {low} to {high}{length}"
+        form = f"generated, operands {LOWEST_OPERAND} to {data.operand_high}{length}"
         return [Row.worked(*pair) for pair in pairs], f"arithmetic ({split})", form
-    paths = {"train": data.train_path, "test": data.test_path}[split]
-    rows, form = _read(data, paths)
+    paths, count = {"train": (data.train_path, data.num_train), "test": (data.test_path, 0)}[split]
+    rows, form = _read(data, paths, count)
     return rows, ", ".join(listed(paths)), form
 
 
-def _read(data: DataConfig, paths: Paths) -> tuple[list[Row], str]:
-    """The rows of files as data.source says, and their form."""
-    return question_files.read(paths, data.columns if data.source == "file" else None)
+def _read(data: DataConfig, paths: Paths, count: int = 0) -> tuple[list[Row], str]:
+    """The rows of files as data.source says, or ``count`` of them, and their form."""
+    return question_files.read(paths, data.columns if data.source == "file" else None, count)
 
 
 def few_shot(data: DataConfig, asked: Sequence[Row]) -> list[Row]:

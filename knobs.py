@@ -72,6 +72,9 @@ class ParallelConfig(Section):
     timeout_seconds: int = knob(1800, "a collective that waits longer than this ends the run", ge=1, lt=2**31)
 
 
+GENERATED = 4096  # training questions of data.source arithmetic, if data.num_train does not say it
+
+
 class DataConfig(Section):
     source: Literal["arithmetic", "gsm8k", "file"] = knob(..., "generated word problems, GSM8K files, or other files")
     columns: dict[str, str] = knob({"question": "question", "answer": "answer"}, "file: their names; a.b is b inside a")
@@ -86,7 +89,9 @@ class DataConfig(Section):
     system: str = knob("", "text of the system turn; if empty there is none, unless the template adds its own")
     few_shot_path: str = knob("", "file of worked examples like train_path's, shown before every question as turns")
     instruction: str = knob("", "text appended to every question; YAML needs quotes if it contains a '#'")
-    num_train: int = knob(4096, "arithmetic: number of training questions", ge=1, le=10**6)
+    num_train: int = knob(
+        0, "training questions: generated (0: 4,096), or of a file, evenly spaced in it (0: all)", ge=0, le=10**6
+    )
     num_test: int = knob(
         1024, "arithmetic: held-out questions; training has none of their operand pairs", ge=1, le=10**6
     )

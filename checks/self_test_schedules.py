@@ -25,7 +25,7 @@ import learner
 from aqn import NormNoise
 from checks.self_test_reference import Named, State, advantages_of, forward, merged, rows_of, unknown
 from engines.interface import Completion
-from knobs import AqnConfig, Config, OptimConfig
+from knobs import GENERATED, AqnConfig, Config, OptimConfig
 from rollout import Rollout
 
 GAP = {"fp32": 2e-3, "bf16": 0.1}  # nats a token
@@ -110,7 +110,7 @@ def order(cfg: Config) -> tuple[bool, str]:
     Judged for 64 to 8,192 questions, in the first steps (at most 1,024) and in the last epoch of the run.
     """
     count, end = cfg.rollout.prompts_per_step, cfg.train.steps
-    n = max(64, min(cfg.data.num_train if cfg.data.source == "arithmetic" else GSM8K, 8192, 256 * count))
+    n = max(64, min(cfg.data.num_train or (GENERATED if cfg.data.source == "arithmetic" else GSM8K), 8192, 256 * count))
     count = min(count, n)
 
     def asked(steps: Iterable[int], seed: int = cfg.train.seed) -> list[int]:

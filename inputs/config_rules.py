@@ -12,7 +12,7 @@ from architecture import Architecture
 from engines.kinds import ENGINES
 from inputs.files import InputError, shown
 from inputs.hf_config import ELEMENT_BYTES, cache_mib, quantisation_problem
-from knobs import Config
+from knobs import GENERATED, Config
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0  # vLLM raises a lower temperature to 0.01 and refuses a higher one
 LARGEST_ADAPTER_RANK = 512  # of vLLM's LoRA
@@ -36,7 +36,7 @@ IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
      "tiny_model.drills_per_batch tiny_model.teacher_right tiny_model.teacher_wrong_operation"),
     (lambda c: c.data.source == "arithmetic", "data.source is arithmetic", "data.train_path data.test_path"),
     (lambda c: c.data.source != "file", "data.source is not file", "data.columns"),
-    (lambda c: c.data.source != "arithmetic", "data.source is a file", "data.num_train data.num_test data.seed"),
+    (lambda c: c.data.source != "arithmetic", "data.source is a file", "data.num_test data.seed"),
     # The warm start teaches arithmetic, whatever the questions of the run are.
     (lambda c: c.data.source != "arithmetic" and _no_warm_start(c), "data.source is not arithmetic",
      "data.operand_high data.operations_low data.operations_high"),
@@ -164,6 +164,7 @@ def _engine_rules(cfg: Config) -> list[Rule]:
 def _data_rules(cfg: Config) -> list[Rule]:
     data = cfg.data
     generated, prompts = data.source == "arithmetic", cfg.rollout.prompts_per_step
+    count = data.num_train or GENERATED * generated
     needed = f"data.source {data.source} needs a .jsonl, .json or .parquet file"
     sets = [f"{name}: {shown(path)}" for name, path in cfg.eval.sets.items() if not (path and NAME.fullmatch(name))]
     fields = [found[0] for found in FIELD.finditer(data.prompt_template.replace("{question}", " "))]
@@ -187,10 +188,7 @@ def _data_rules(cfg: Config) -> list[Rule]:
             data.operations_low > data.operations_high,
             f"data.operations_low: {data.operations_low} exceeds data.operations_high {data.operations_high}",
         ),
-        (
-            generated and prompts > data.num_train,
-            f"rollout.prompts_per_step: {prompts} exceeds data.num_train {data.num_train}",
-        ),
+        (0 < count < prompts, f"rollout.prompts_per_step: {prompts} exceeds data.num_train {count}"),
         (
             generated and cfg.eval.num_questions > data.num_test,
             f"eval.num_questions: {cfg.eval.num_questions} exceeds data.num_test {data.num_test}",

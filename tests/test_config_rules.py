@@ -28,10 +28,10 @@ QWEN3_30B_A3B = hf_config.parse(published.QWEN3_30B_A3B)
 QWEN15_MOE = hf_config.parse(published.QWEN15_MOE)
 RESOLVED = {  # the beginning of the sha256 of every value
     "bench": "c57a05db093b",
-    "math": "0c0745acd463",
-    "olmoe": "78d589f4207f",
-    "qwen15_moe": "959530ab15a8",
-    "qwen3": "7fc48b24690b",
+    "math": "5d8ea714b749",
+    "olmoe": "46cfe87ce516",
+    "qwen15_moe": "30a351177a58",
+    "qwen3": "cec42b35f9d0",
     "smol": "e3a0ab458c04",
     "tiny_16": "e5f315f039c2",
     "tiny_cpu": "6bf29fb2940a",
@@ -96,7 +96,6 @@ IDLE_CASES = [
     (RANDOM_WEIGHTS, "drills_per_batch", "160", "warm_start_steps is 0"),
     ("train: {steps: 100, checkpoint_every: 0, %s}", "keep_last", "2", "train.checkpoint_every is 0"),
     ("data: {source: arithmetic, %s}", "train_path", "a.jsonl", "data.source is arithmetic"),
-    ("data: {source: gsm8k, train_path: a, test_path: b, %s}", "num_train", "8", "data.source is a file"),
     ("data: {source: file, train_path: [a, c], test_path: b, %s}", "num_test", "8", "data.source is a file"),
     (
         "data: {source: gsm8k, train_path: a, test_path: b, %s}",
@@ -134,8 +133,27 @@ def test_a_key_of_the_file_that_an_override_makes_idle_is_noted_and_takes_its_de
     assert notes == ["train.steps: given twice on the command line, the last one counts"]
     # The warm start reads the operands.
     _, notes = resolve_config(TINY, ["data.source=gsm8k", "data.train_path=a", "data.test_path=b"])
-    assert [note.split(":")[0] for note in notes] == ["data.num_train", "data.num_test"]
+    assert [note.split(":")[0] for note in notes] == ["data.num_test", "data.num_train"]
+    cfg, notes = resolve_config(
+        TINY, [*("data.source=gsm8k", "data.train_path=a", "data.test_path=b"), "data.num_train=99"]
+    )
+    assert cfg.data.num_train == 99 and [note.split(":")[0] for note in notes] == ["data.num_test"]
     assert "loss.kl_coef: not read" in refusal(TINY, "loss.kl=none", "loss.kl_coef=0.1")
+
+
+def test_a_dotted_key_reaches_a_member_of_an_option_and_leaves_its_others():
+    cfg = load_config(TINY, [
+        "data.chat_template_kwargs.enable_thinking=false", "data.chat_template_kwargs.budget=3",
+        "reward.overlong.buffer=4", "reward.overlong.penalty=0.5", "eval.sets.math-500=b.jsonl",
+        "data.source=file", "data.train_path=a", "data.test_path=b", "data.columns.question=problem",
+    ])  # fmt: skip
+    assert cfg.data.chat_template_kwargs == {"enable_thinking": False, "budget": 3}
+    assert (cfg.reward.overlong.buffer, cfg.reward.overlong.penalty) == (4, 0.5)
+    assert cfg.data.columns == {"question": "problem", "answer": "answer"} and list(cfg.eval.sets) == ["math-500"]
+    assert "override data.columns: not read" in refusal(TINY, "data.columns.question=problem")
+    assert "reward.overlong.bufer: unknown key; did you mean buffer?" in refusal(TINY, "reward.overlong.bufer=4")
+    for unknown in ("data.nothing.x=1", "data.source.x=1", "nothing.x.y=1"):
+        assert "unknown key" in refusal(TINY, unknown)
 
 
 def test_the_tiny_model_can_be_left_out_but_not_made_by_accident():

@@ -306,6 +306,25 @@ def test_a_list_of_turns_is_the_prompt_and_names_with_dots_lead_into_objects(tok
         question_files.convert(path, tmp_path / "out.jsonl")
 
 
+def test_a_number_of_training_questions_is_taken_evenly_from_all_files_and_leaves_the_held_out_ones(
+    tmp_path: Path,
+) -> None:
+    """Files are often in an order, such as that of subjects, so the first rows would not stand for all of them."""
+    paths = [
+        str(write_jsonl(tmp_path / f"{name}.jsonl", [{"problem": f"{name} {n}?", "answer": n} for n in range(count)]))
+        for name, count in (("a", 4), ("b", 6))
+    ]
+    chosen = own(paths, num_train=4, test_path=paths)
+    rows, _, form = data_gsm8k.read(chosen, "train")
+    assert [row.question for row in rows] == ["a 0?", "a 2?", "b 1?", "b 3?"] and form.endswith(
+        "4 of 10, evenly spaced"
+    )
+    assert len(data_gsm8k.read(chosen, "test")[0]) == 10
+    assert data_gsm8k.read(own(paths, num_train=10), "train")[0] == data_gsm8k.read(own(paths), "train")[0]
+    with pytest.raises(InputError, match=r"data.num_train: found 11; .*b.jsonl: 10 rows"):
+        data_gsm8k.read(own(paths, num_train=11), "train")
+
+
 def test_worked_examples_have_the_form_of_the_file(tokenizer: Any, tmp_path: Path) -> None:
     asked, shots = (str(write_jsonl(tmp_path / f"{n}.jsonl", [row])) for n, row in enumerate(MATH))
     (one,) = data_gsm8k.load(own(asked, few_shot_path=shots), "train", tokenizer, seed=0)
