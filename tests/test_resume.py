@@ -76,7 +76,7 @@ def test_killed_at_exact_places_under_torchrun(model, tmp_path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_is_lost_for_good_and_the_run_ends_on_fewer_ranks_as_it_would_have(model, tmp_path) -> None:
-    """The commands of docs/unattended.md. One of four ranks is killed in a step, and after a restart again; then two go on.
+    """The commands of docs/unattended.md: one of four ranks is killed, and after a restart again; then two go on.
 
     The undisturbed run has two ranks from the beginning.
     """
