@@ -12,12 +12,14 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import launched
 import pytest
 import reference
 import torch
 import training
+from safetensors.torch import load_file
 
 import data_gsm8k
 import export
@@ -45,9 +47,10 @@ def listens(url: str) -> bool:
         return False
 
 
-@pytest.fixture
-def merged(tmp_path: Path) -> tuple[Path, Path]:
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A run of a random tiny model whose adapters have moved, and its merged export."""
+    tmp_path = tmp_path_factory.mktemp("served")
     # vLLM's attention on a CPU needs heads larger than 16.
     model = training.make_model(tmp_path / "model", num_heads=4, num_kv_heads=2, head_dim=32, hidden_size=128)
     changes = {"loss__entropy_coef": 0.05, "train__checkpoint_every": 1, "rollout__max_new_tokens": LIMIT}
@@ -108,3 +111,37 @@ def test_a_served_export_answers_as_the_trained_policy(merged, server_packages, 
         assert said.rstrip("\ufffd") == choice["message"]["content"].rstrip("\ufffd")
         moved += greedy != before
     assert moved, "control: the base model answers otherwise"
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_vllm_splits_the_experts_of_an_exported_adapter_as_they_were_trained(merged, tmp_path: Path) -> None:
+    """By the code behind --enable-mixed-moe-lora-format and is_3d_lora_weight; its kernels need a GPU or an NPU.
+
+    The update of every expert is the difference between its merged and its base weight.
+    """
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.model_manager import LoRAModelManager
+    from vllm.lora.peft_helper import PEFTHelper
+
+    run, folder = merged
+    assert export.main([str(run), "--adapter", str(tmp_path / "adapter")]) == 0
+    base, trained = (load_file(path / "model.safetensors") for path in (run.parents[1] / "model", folder))
+    modules = {"q_proj", "k_proj", "v_proj", "o_proj", "experts"}
+    helper = PEFTHelper.from_local_dir(str(tmp_path / "adapter"), None)
+    arguments = dict(lora_model_id=1, device="cpu", dtype=torch.float32)
+    adapter = LoRAModel.from_local_checkpoint(str(tmp_path / "adapter"), modules, helper, **arguments)
+    manager = SimpleNamespace(
+        model=SimpleNamespace(config=SimpleNamespace(architectures=["Qwen3MoeForCausalLM"])),
+        _get_lora_layer_weights=lambda loaded, name: loaded.loras.get(name),
+    )
+    layer, name = SimpleNamespace(local_num_experts=16, global_num_experts=16, ep_rank=0), "model.layers.1.mlp.experts"
+    LoRAModelManager._convert_3d_to_2d_moe_lora(manager, adapter, layer, name)
+    factors = adapter.loras[name]
+    for place, block in enumerate(("gate_proj", "down_proj", "up_proj")):
+        updates = factors.scaling * factors.lora_b[place] @ factors.lora_a[place]  # (E, out, in)
+        names = [f"{name}.{expert}.{block}.weight" for expert in range(16)]
+        wanted = torch.stack([trained[each] - base[each] for each in names])
+        assert wanted.abs().max() > 1e-3
+        torch.testing.assert_close(updates, wanted, rtol=0, atol=1e-6)
