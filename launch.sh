@@ -7,7 +7,7 @@
 #   EXTRA                              further section.key=value pairs of the script
 #   RENDEZVOUS                         several machines: host:port of the first one
 #   PYTHON                             the interpreter
-# From the environment: DOCTOR=off starts without the doctor; with RESTARTS=1 torchrun restarts lost processes once.
+# From the environment: DOCTOR=off starts without the doctor; with RESTARTS=1 torchrun restarts lost processes once (docs/unattended.md).
 
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1   # otherwise a restarted process reads the addresses of ended ones
 

@@ -25,12 +25,12 @@ from inputs import hf_config
 from inputs.config_rules import OTHER_RULES, divisors, nearest
 from inputs.files import BAD_INPUT, MOST_RANKS, InputError, refused, shown
 from plan import grid, memory, roofline
-from plan.search import Setting, Verdict, alternatives, judge, overrides
+from plan.search import Setting, Verdict, alternatives, judge, overrides, scripts
 
 # ---------------------------------------------------------------------------------------------------------- the report
 
 
-def as_json(verdict: Verdict, others: list[Verdict], setting: Setting) -> dict:
+def as_json(verdict: Verdict, others: list[Verdict], setting: Setting, started: dict[int, str]) -> dict:
     """The report as one object, in bytes and seconds. If a rule is broken there are no groups and no bytes."""
     layout, needs, times = verdict.layout, verdict.memory, verdict.times
     report: dict = {
@@ -50,6 +50,7 @@ def as_json(verdict: Verdict, others: list[Verdict], setting: Setting) -> dict:
         "alternatives": [
             {
                 "ranks": other.layout.ranks,
+                "script": started.get(other.layout.ranks),
                 "overrides": overrides(other, verdict.cfg),
                 "peak_bytes": other.memory.peak,
                 "step_seconds": round(other.times.total, 3),
@@ -87,8 +88,8 @@ def as_json(verdict: Verdict, others: list[Verdict], setting: Setting) -> dict:
     }
 
 
-def as_text(verdict: Verdict, others: list[Verdict], setting: Setting, source: str) -> str:
-    """The report for a reader."""
+def as_text(verdict: Verdict, others: list[Verdict], setting: Setting, source: str, started: dict[int, str]) -> str:
+    """The report for a reader. ``started``: number of ranks -> the script that starts so many."""
     lines = [f"{verdict.cfg.name}: {verdict.layout.ranks} ranks, device {setting.device}, model from {source}"]
     if verdict.memory is not None:
         lines += _layout_lines(verdict, setting) + _memory_lines(verdict, setting) + _time_lines(verdict, setting)
@@ -97,6 +98,7 @@ def as_text(verdict: Verdict, others: list[Verdict], setting: Setting, source: s
     nearest = [
         f"  {other.memory.peak / memory.GIB:6.1f} GiB {other.times.total:8.1f} s"
         f"  --ranks {other.layout.ranks} {' '.join(overrides(other, verdict.cfg))}"
+        f"{f'  ({started[other.layout.ranks]})' if other.layout.ranks in started else ''}"
         for other in others
     ]
     head = "the nearest that fit, by memory a rank and estimated step:"
@@ -277,10 +279,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     verdict = judge(cfg, ranks, setting)
     others = alternatives(verdict, setting) if verdict.reasons else []
+    started = scripts(Path(args.config), setting.device)
     if args.json:
-        print(json.dumps(as_json(verdict, others, setting)))
+        print(json.dumps(as_json(verdict, others, setting, started)))
     else:
-        print(as_text(verdict, others, setting, source))
+        print(as_text(verdict, others, setting, source, started))
     return 1 if verdict.reasons else 0
 
 

@@ -14,6 +14,7 @@ set -euo pipefail
 PYTHON=${PYTHON:-python3}                  # 3.11, 3.12 or 3.13; makes the environment
 NPROC=${NPROC:-2}                          # processes; one core each is best
 CONFIG=${CONFIG:-configs/tiny_cpu.yaml}    # relative to the repository's folder
+RESTARTS=${RESTARTS:-0}                    # how often lost processes are started again; they resume from the last checkpoint
 VENV=${VENV:-.venv}                        # the environment's folder, 1.6 GB; 2.2 GB with vLLM
 TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}    # where torch without CUDA comes from, or a mirror
 # ---------------------------------------------------------------------------------------------------------------------
@@ -40,5 +41,7 @@ fi
 "$VENV/bin/python" train_grpo.py "$CONFIG" "$@" --check --ranks "$NPROC" >/dev/null   # bad input ends here, before torchrun starts
 # parallel_setup.py is torchrun that ends without a traceback. exec: signals reach it, and it ends its processes.
 # --local-addr: otherwise it hangs on a laptop whose host name cannot be resolved.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1   # otherwise a restarted process reads the addresses of ended ones
 exec "$VENV/bin/python" parallel_setup.py --standalone --local-addr=localhost --nproc_per_node="$NPROC" \
+    --max-restarts="$RESTARTS" \
     train_grpo.py "$CONFIG" "$@"

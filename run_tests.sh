@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs the tests. The first call makes the environment: requirements/cpu.txt, test.txt, cpu-vllm.txt, smol.txt and, aside, trackers.txt.
+# Runs the tests. The first call makes the environment: requirements/cpu.txt, test.txt, cpu-vllm.txt, smol.txt and, aside,
+# trackers.txt and serve.txt.
 #
 #   bash run_tests.sh [--all] [pytest arguments]  e.g.  bash run_tests.sh -m "not slow" tests/test_grpo.py
 #
@@ -14,6 +15,7 @@ VENV=${VENV:-.venv}                        # folder of the environment, 2.9 GB
 TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}    # source of torch without CUDA; a mirror also works
 MEGATRON_0_12_DIR=${MEGATRON_0_12_DIR:-.cache/megatron-core-0.12.1} # older Megatron, for the parity tests
 TRACKERS_DIR=${TRACKERS_DIR:-.cache/trackers} # the packages of train.trackers, 160 MB
+SERVE_DIR=${SERVE_DIR:-.cache/serve}          # the packages of a server of vLLM, 4 MB
 TORCH_NPU_DIR=${TORCH_NPU_DIR-.cache/torch_npu-2.13.0} # torch_npu that fits the torch of cpu.txt; empty: none
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -21,6 +23,7 @@ cd "$(dirname "$0")"
 
 export MEGATRON_0_12_DIR              # the parity tests import it instead of the installed version
 export TRACKERS_DIR                   # the trackers of tests/test_trackers.py have it on their path
+export SERVE_DIR                      # the server of tests/test_serve.py has it on its path
 export TORCH_NPU_DIR                  # the npu_schema tests import it, each in a process of its own
 
 source ./setup_cpu.sh
@@ -40,6 +43,7 @@ install_aside() {  # $1: folder; the rest: options of pip, and the package
 install_aside "$MEGATRON_0_12_DIR" --python-version 3.11 --only-binary=:all: megatron-core==0.12.1
 
 install_aside "$TRACKERS_DIR" --requirement requirements/trackers.txt
+install_aside "$SERVE_DIR" --requirement requirements/serve.txt
 
 # Only these machines have wheels of torch_npu, 44 MB to download and 126 MB on disk. Elsewhere the tests are skipped.
 case "$(uname -s) $(uname -m)" in

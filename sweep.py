@@ -2,7 +2,7 @@
 
     python sweep.py configs/sweeps/aqn.yaml [section.key=value ...]     on Ray: a local one, or --address of a cluster
     python sweep.py configs/sweeps/aqn.yaml --local                     without Ray, as many jobs at once as have CPUs
-    python sweep.py configs/sweeps/aqn.yaml --list                      print the state of the jobs and start nothing
+    python sweep.py configs/sweeps/aqn.yaml --list                      print state, hours and disk; start nothing
 
 After a crash or Ctrl-C, start the same command again: finished runs are not repeated, and an interrupted run resumes
 from its checkpoint. out/sweep-NAME/ holds sweep.json and the output of each job. All nodes of a cluster must share the
@@ -46,6 +46,7 @@ from inputs.files import (
 )
 from knobs import Config
 from lab.records import Part, planted_fault, validated
+from plan import search
 from run_record import lock_file, lock_run, read_lines
 
 RAY = "ray==2.60.0"  # the version that has been tried
@@ -322,6 +323,22 @@ def save(jobs: list[Job], folder: Path) -> None:
         write_atomically(path, text)
 
 
+def print_list(jobs: list[Job]) -> None:
+    """Print the state of every job, and what the plan says of its hours and its disk space."""
+    all_hours = all_gib = 0.0
+    for job in jobs:
+        steps = len(read_lines(job.run / "metrics.jsonl")) if job.run else 0
+        hours, gib = search.cost(job.cfg, job.processes) or (0.0, 0.0)
+        plan = f"{hours:.1f} h, {gib:.1f} GiB  " if gib else ""
+        state = f"{job.state}  {steps}/{job.cfg.train.steps} steps  {plan}{job.processes} ranks"
+        print(f"{job.name}  {state}  {' '.join(job.arguments)}")
+        all_hours, all_gib = all_hours + hours * (job.state != "finished"), all_gib + gib
+    if all_gib:
+        print(
+            f"by the plan: {all_hours:.0f} h of steps in runs that are not finished; {all_gib:.0f} GiB of checkpoints"
+        )
+
+
 def main(arguments: list[str]) -> int:
     """Run the command.  -> 0: all jobs are finished; 1: some have failed; 2: unusable input; 130: interrupted"""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -341,10 +358,8 @@ def main(arguments: list[str]) -> int:
         sweep, jobs = read_sweep(args.sweep, args.overrides)
         for job in jobs:
             job.look()
-            if args.list:
-                done = f"{len(read_lines(job.run / 'metrics.jsonl')) if job.run else 0}/{job.cfg.train.steps} steps"
-                print(f"{job.name}  {job.state}  {done}  {job.processes} ranks  {' '.join(job.arguments)}")
         if args.list:
+            print_list(jobs)
             return 0
         folder = Path(ROOT, jobs[0].cfg.train.out_dir) / f"sweep-{args.sweep.stem}"
         folder.mkdir(parents=True, exist_ok=True)

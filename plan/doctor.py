@@ -29,9 +29,9 @@ from inputs.files import (
     variable,
 )
 from knobs import Config
-from plan import doctor_npu, doctor_variables, grid
+from plan import doctor_npu, doctor_variables
 from plan.machine import Check, Finding, Machine, every, first, memory_findings
-from plan.memory import GIB, lora_parameters
+from plan.memory import GIB, checkpoint_bytes
 
 FILES_WANTED = 32768  # open at once: sockets of the ranks, weight files, shared memory
 
@@ -178,11 +178,11 @@ def check_data_files(machine: Machine) -> list[Finding]:
 
 
 def check_disk(machine: Machine) -> list[Finding]:
-    """Disk space for the checkpoints that are kept and the one being written: fp32 factors and two moments."""
+    """Disk space for the checkpoints that are kept and the one being written."""
     cfg, folder = machine.run, Path(machine.run.train.out_dir)
     free = machine.free_bytes(folder) / GIB
     try:
-        one = 12 * lora_parameters(hf_config.read(cfg.model.path), cfg.lora, grid.WHOLE) / GIB
+        one = checkpoint_bytes(cfg, hf_config.read(cfg.model.path)) / GIB
         size = f"of {one:.1f}"
     except InputError:  # check_model_files reports it; a tiny model does not exist before the run
         one, size = 0.0, "of unknown size, because the model cannot be read"

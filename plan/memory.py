@@ -82,6 +82,11 @@ def lora_parameters(arch: Architecture, lora: LoraConfig, layout: RankGrid) -> i
     return over_layers(arch, functools.partial(adapter_size, lora, layout))
 
 
+def checkpoint_bytes(cfg: Config, arch: Architecture) -> int:
+    """Size of one checkpoint: factors and two moments in fp32."""
+    return 12 * lora_parameters(arch, cfg.lora, grid.WHOLE)
+
+
 def adapter_size(lora: LoraConfig, layout: RankGrid, module: Module) -> int:
     """Trainable parameters of a module on one rank: R x (inputs + outputs) for each pair of factors."""
     copies, rows, columns = on_rank(module, layout)

@@ -4,20 +4,25 @@ judge() applies every rule of inputs/config_rules.py and then the memory plan. E
 passed judge().
 """
 
+import contextlib
 import functools
 import itertools
 import json
 import math
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from architecture import Architecture
 from engines.capacity import cache_mib_per_row
+from inputs import hf_config
 from inputs.config_rules import LAYOUT_RULES, divisors, engine_layout_problems, layout_problems, problems
+from inputs.files import InputError
 from knobs import Config
 from plan import grid, roofline
-from plan.memory import GIB, Memory, step_memory
+from plan.memory import GIB, Memory, checkpoint_bytes, step_memory
 
 LISTED = 6  # alternatives
 
@@ -89,6 +94,11 @@ def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
     cfg = _corrected(refused.cfg, setting.arch)
     smaller = _with(cfg, model={"recompute": True}, optim={"tokens_per_micro_batch": cfg.row_tokens})
     nearest_fitting: list[Verdict] = []
+
+    def fitting(base: Config, tried: Iterable[int], engines: bool) -> Iterator[Verdict]:
+        nearest = sorted(_candidates(base, tried, engines, setting.arch), key=lambda new: _distance(refused, *new))
+        return (verdict for new in nearest if not (verdict := judge(*new, setting)).reasons)
+
     for base, tried, engines in (
         (cfg, [ranks], False),
         (cfg, [ranks], True),
@@ -96,15 +106,20 @@ def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
         (cfg, counts, False),
         (smaller, counts, True),
     ):
-        nearest = sorted(_candidates(base, tried, engines, setting.arch), key=lambda new: _distance(refused, *new))
-        fitting = (verdict for new in nearest if not (verdict := judge(*new, setting)).reasons)
-        if nearest_fitting := list(itertools.islice(fitting, LISTED)):
+        if nearest_fitting := list(itertools.islice(fitting(base, tried, engines), LISTED)):
             break
     if cfg == refused.cfg:  # the configuration may be sound, and only the number of ranks wrong
         listed = [(verdict.cfg, verdict.layout) for verdict in nearest_fitting]  # no set: a Config has no hash
         unchanged = (judge(cfg, count, setting) for count in counts)
         new = [v for v in unchanged if not v.reasons and (v.cfg, v.layout) not in listed]
         nearest_fitting = nearest_fitting[: LISTED - 1] + new[:1]
+    if nearest_fitting and all(verdict.layout.ranks != ranks for verdict in nearest_fitting):
+        # After a die has failed there are fewer ranks, so the largest number of them that fits is listed, too.
+        most = max((v.layout.ranks for v in nearest_fitting if v.layout.ranks < ranks), default=0)
+        fewer = [count for count in range(ranks - 1, most, -1) if _equal_nodes(count, setting)]
+        found = (verdict for count in fewer for engines in (False, True) for verdict in fitting(cfg, [count], engines))
+        if largest := next(found, None):
+            nearest_fitting = [*nearest_fitting[: LISTED - 1], largest]
 
     def order(verdict: Verdict) -> tuple[bool, float, float]:
         return verdict.layout.ranks > ranks, round(verdict.memory.peak / GIB, 1), verdict.times.total
@@ -143,11 +158,16 @@ def _other_counts(ranks: int, setting: Setting) -> list[int]:
         1 << (ranks.bit_length() - 1), 1 << ranks.bit_length(),
         node, 2 * node, ranks // node * node, -(-ranks // node) * node,
     }  # fmt: skip
-    equal = (n for n in counts - {ranks} if 0 < n <= node or (n > node and n % node == 0))  # as many on each node
+    equal = (n for n in counts - {ranks} if n > 0 and _equal_nodes(n, setting))
     return sorted(equal, key=lambda n: (abs(math.log2(n / ranks)), -n))
 
 
-def _candidates(cfg: Config, counts: list[int], engines: bool, arch: Architecture) -> Iterator[tuple[Config, int]]:
+def _equal_nodes(ranks: int, setting: Setting) -> bool:
+    """Whether so many ranks are within a node, or as many on each node."""
+    return ranks <= setting.ranks_per_node or ranks % setting.ranks_per_node == 0
+
+
+def _candidates(cfg: Config, counts: Iterable[int], engines: bool, arch: Architecture) -> Iterator[tuple[Config, int]]:
     """(configuration, ranks) for every layout whose sizes divide what they must; judge() applies the other rules."""
 
     def trains(ranks: int, **sizes: int) -> bool:
@@ -204,3 +224,29 @@ def overrides(verdict: Verdict, asked: Config) -> list[str]:
     if "optim.prompts_per_update" in listed:
         listed.add("rollout.prompts_per_step")
     return [f"{key}={json.dumps(new[key])}" for key in KEYS if key in listed]
+
+
+def scripts(config: Path, device: str) -> dict[int, str]:
+    """Number of ranks -> the run script that starts so many on one node with this configuration file."""
+    found = {}
+    for path in Path(__file__).parents[1].glob("run_*.sh"):
+        head = re.search(r"^CONFIG=(\S+) DEVICE=(\w+) NODES=1 RANKS_PER_NODE=(\d+)", path.read_text(), re.M)
+        if head and head[2] == device and (path.parent / head[1]).resolve() == config.resolve():
+            found[int(head[3])] = path.name
+    return found
+
+
+def cost(cfg: Config, ranks: int) -> tuple[float, float] | None:
+    """Hours of a run's steps, each answer at its longest, and GiB of the checkpoints that stay; None without a plan.
+
+    There is none on a CPU, for a model of unknown sizes, or for a layout that is refused.
+    """
+    device, train = grid.device_of(cfg), cfg.train
+    with contextlib.suppress(InputError):
+        arch, _ = hf_config.planned(cfg)
+        setting = Setting(arch, device, 16, None, cfg.data.max_prompt_tokens, cfg.rollout.max_new_tokens)
+        verdict = judge(cfg, ranks, setting)
+        if device != "cpu" and not verdict.reasons:
+            kept = min(train.keep_last, -(-train.steps // (train.checkpoint_every or train.steps)))
+            return train.steps * verdict.times.total / 3600, kept * checkpoint_bytes(cfg, arch) / GIB
+    return None

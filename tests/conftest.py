@@ -125,6 +125,15 @@ def tracker_packages() -> str:
 
 
 @pytest.fixture(scope="session")
+def server_packages() -> str:
+    """The folder in which run_tests.sh installs requirements/serve.txt."""
+    folder = ROOT / os.environ.get("SERVE_DIR", ".cache/serve")
+    if not (folder / "uvicorn").is_dir():
+        pytest.skip(f"requirements/serve.txt is not in {folder} (SERVE_DIR); run_tests.sh installs it there")
+    return str(folder.resolve())
+
+
+@pytest.fixture(scope="session")
 def torch_npu_environment(tmp_path_factory) -> dict[str, str]:
     """The variables of a process that imports the real torch_npu on a stub of CANN (cann_stub.py)."""
     folder = ROOT / os.environ.get("TORCH_NPU_DIR", ".cache/torch_npu-2.13.0")

@@ -92,6 +92,22 @@ def test_a_refusal_names_its_rule_and_lists_layouts_that_fit(arguments, reason, 
     assert order == sorted(order), "what needs more ranks comes last"
 
 
+def test_after_a_die_has_failed_the_largest_number_that_is_left_is_offered_with_its_script(capsys):
+    """On a node of 16; run_12npu.sh and run_6npu.sh are for these models and numbers."""
+    for path, asked, left, script in ((QWEN3, 14, 12, "run_12npu.sh"), (QWEN3, 11, 8, "run_8npu.sh"),
+                                      (QWEN15, 7, 6, "run_6npu.sh"), (QWEN15, 13, 12, None)):  # fmt: skip
+        offered = {
+            other["ranks"]: other["script"] for other in report(capsys, path, "--ranks", str(asked))["alternatives"]
+        }
+        assert max(ranks for ranks in offered if ranks < asked) == left and offered[left] == script
+    assert preflight.main([QWEN3, "--ranks", "14"]) == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "--ranks 12 " in line]
+    assert line.endswith("rollout.expert_parallel=false  (run_12npu.sh)")
+    for ranks in range(1, 17):
+        found = report(capsys, QWEN3, "--ranks", str(ranks))
+        assert found["verdict"] == "fits" or found["alternatives"], ranks
+
+
 def test_the_text_says_layout_and_verdict(capsys):
     assert preflight.main([QWEN3]) == 0
     text = capsys.readouterr().out

@@ -74,6 +74,37 @@ def test_killed_at_exact_places_under_torchrun(model, tmp_path) -> None:
     assert (training.only_run(cfg) / "curves.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
+def test_a_rank_that_is_lost_for_good_and_the_run_ends_on_fewer_ranks_as_it_would_have(model, tmp_path) -> None:
+    """The commands of docs/unattended.md: one of four ranks is killed, and after a restart again; then two go on.
+
+    The undisturbed run has two ranks from the beginning.
+    """
+    whole, cfg = (
+        training.in_layout(training.config(model, tmp_path / name, **EVERYTHING), "EP2") for name in ("whole", "lost")
+    )
+    training.in_world("EP2", training.train_each, [("EP2", whole)], False)
+    path, flag = tmp_path / "config.yaml", tmp_path / "flag"
+    path.write_text(to_yaml(cfg))
+    # Two updates a step. The third is in step 2; after the restart, which resumes from step 1, in step 3.
+    fault, meet = ("die", "update", 3, 3, flag), ("--standalone", "--max-restarts=1")
+    started = launched.launch(
+        4, "tests/support/faulty_train.py", *fault, path, "parallel.expert=4", log=tmp_path / "log", meet=meet
+    )
+    with started as broken:
+        assert broken.wait() not in (0, None), "no restart is left"
+        assert not broken.living()
+    assert "layout: 4 ranks" in broken.text and "resumed tiny-" in broken.text and "after 1 of 5 steps" in broken.text
+    assert [folder.name for folder in sorted(training.only_run(cfg).glob("checkpoints/step-*"))] == [
+        "step-000001",
+        "step-000002",
+    ]
+    with launched.launch(2, "train_grpo.py", path, log=tmp_path / "last.log") as last:
+        assert last.wait() == 0, last.text
+    assert "layout: 2 ranks" in last.text and "after 2 of 5 steps" in last.text
+    training.assert_same_metrics(training.only_run(cfg), training.only_run(whole))
+
+
 # ------------------------------------------------------------------------------------------------ other circumstances
 
 
