@@ -7,7 +7,6 @@ the training. It gets the rows of metrics.jsonl, eval.jsonl and timing.jsonl; af
 """
 
 import hashlib
-import importlib.util
 import json
 import os
 import queue
@@ -19,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from run_record import SECRETS, json_line, read_lines
 
 CLOSE_SECONDS = 60  # the longest end of a tracker
 ENDED_WELL = 10  # exit code of a tracker; not 0, with which a package may exit before it has logged anything
+FOLDER = "TRACKERS_DIR"  # names a folder of packages for the trackers alone, beside those of the training
+INSTALL = f"pip install --no-deps --target FOLDER -r requirements/trackers.txt, and {FOLDER}=FOLDER"
 PROJECT = "megatron-grpo"  # WANDB_PROJECT and SWANLAB_PROJECT name another one
 
 
@@ -134,11 +136,11 @@ class Tracker:
         self.name, self.say = name, say
         self.rows: queue.SimpleQueue[str] = queue.SimpleQueue()
         (run_dir / name).mkdir(exist_ok=True)
-        root = str(Path(__file__).resolve().parent.parent)
+        paths = str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH"), os.environ.get(FOLDER)
         self.output = tempfile.TemporaryFile("w+", errors="replace")  # not in the run's folder: it may tell a secret
         self.process = subprocess.Popen(
             [sys.executable, "-m", "lab.trackers", name, str(run_dir.resolve())],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
             stdin=subprocess.PIPE, stdout=self.output, stderr=self.output, text=True, bufsize=1,
             start_new_session=True,  # Ctrl-C is for the training; the end of the pipe ends a tracker
         )  # fmt: skip
@@ -193,8 +195,9 @@ def start(names: Iterable[str], run_dir: Path, say: Callable[[str], None]) -> li
 
 def notes(names: Iterable[str]) -> list[str]:
     """A line for each of the trackers whose package is not installed."""
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
-    return [f"train.trackers: {name} is not installed, so it is off; needed: pip install {name}" for name in missing]
+    folders = [*sys.path, *filter(None, [os.environ.get(FOLDER)])]
+    missing = [name for name in names if PathFinder.find_spec(name, folders) is None]
+    return [f"train.trackers: {name} is not installed, so it is off; needed: {INSTALL}" for name in missing]
 
 
 if __name__ == "__main__":

