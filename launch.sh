@@ -21,7 +21,7 @@ usage() {
     awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' "./${0##*/}"
     cat <<'END'
 
---plan-only prints the exports and the commands, and starts nothing. Otherwise the doctor checks the machine first, and
+--plan-only prints the exports, the commands and the plan of preflight.py, and starts nothing. Otherwise the doctor checks the machine first, and
 preflight.py the layout. The output of each rank is in $OUT/logs. The same command, started again, resumes from the last
 checkpoint. Exit code: 1 refused or failed, 2 unusable input.
 END
@@ -81,10 +81,13 @@ launch() {
         printf '%q ' "${doctor[@]}"; echo
         printf '%q ' "${plan[@]}"; echo
         printf '%q ' "${torchrun[@]}"; echo
-        exit 0
     fi
-    "$PYTHON" -c 'import pydantic, tqdm, yaml' 2>/dev/null ||
-        { echo "error: PYTHON: $PYTHON lacks the packages of requirements/; needed: one that has them (docs/npu.md)" >&2; exit 2; }
+    if ! "$PYTHON" -c 'import pydantic, tqdm, yaml' 2>/dev/null; then
+        echo "error: PYTHON: $PYTHON lacks the packages of requirements/; needed: one that has them (docs/npu.md)" >&2
+        [ "$plan_only" = yes ] || exit 2
+        exit 0   # the commands are what was asked for; only the plan is missing
+    fi
+    [ "$plan_only" = no ] || exec "${plan[@]}"
     if [ "${DOCTOR:-on}" != off ]; then
         local code=0
         "${doctor[@]}" || code=$?

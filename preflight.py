@@ -24,7 +24,7 @@ from config import command_line, resolve_config
 from inputs import hf_config
 from inputs.config_rules import OTHER_RULES, divisors, nearest
 from inputs.files import BAD_INPUT, MOST_RANKS, InputError, refused, shown
-from plan import grid, memory, roofline
+from plan import grid, memory, roofline, whole_run
 from plan.search import Setting, Verdict, alternatives, judge, overrides, scripts
 
 # ---------------------------------------------------------------------------------------------------------- the report
@@ -63,6 +63,7 @@ def as_json(verdict: Verdict, others: list[Verdict], setting: Setting, started: 
     if needs is None:
         return report
     groups = grid.groups(layout)
+    run = whole_run.whole_run(verdict, setting)
     return report | {
         "groups": groups,
         "groups_across_nodes": {
@@ -85,6 +86,7 @@ def as_json(verdict: Verdict, others: list[Verdict], setting: Setting, started: 
             "advice": {name: roofline.advice(verdict.cfg, times, name) for name in times.long_phases},
             "decode_step": times.decode,
         },
+        "run_seconds": {"steps": run.steps, "evaluations": run.evaluations, "checkpoints": run.checkpoints},
     }
 
 
@@ -139,6 +141,7 @@ def _shared(number: int, ranks: int, kind: str, what: str) -> str:
 
 def _memory_lines(verdict: Verdict, setting: Setting) -> list[str]:
     needs = verdict.memory
+    graphs = memory.GRAPH_BYTES[setting.device] * verdict.cfg.rollout.kind.reserves / memory.GIB
 
     def row(name: str, size: int, note: str) -> str:
         shown = f"{size / memory.GIB:8.3f} GiB" if size >= memory.GIB / 32 else f"{size / 2**20:8.3f} MiB"
@@ -151,7 +154,8 @@ def _memory_lines(verdict: Verdict, setting: Setting) -> list[str]:
         "  in each phase, all that stays included:",
         *(row(name, size, "  <- fullest" * (name == needs.fullest)) for name, size in needs.phases.items()),
         f"  assumed: {memory.IMBALANCE} x the mean rows on the busiest experts,"
-        f" {memory.RUNTIME_BYTES[setting.device] / memory.GIB:g} GiB for runtime, {memory.MARGIN:.0%} margin;"
+        f" a runtime of {memory.RUNTIME_BYTES[setting.device] / memory.GIB:g} GiB"
+        f"{f' and {graphs:g} GiB for the graphs of the engine' * (graphs > 0)}, {memory.MARGIN:.0%} margin;"
         f" {needs.cached_rows} of a replica's {needs.wanted_rows} sequences in the key-value cache at once",
         "  preflight.py CONFIG --dry-run compares these figures with a step without data, in about a minute",
     ]
@@ -159,7 +163,10 @@ def _memory_lines(verdict: Verdict, setting: Setting) -> list[str]:
 
 def _time_lines(verdict: Verdict, setting: Setting) -> list[str]:
     times = verdict.times
-    lines = ["", f"estimated step: {times.total:.3g} s"]
+    longest = verdict.cfg.rollout.max_new_tokens
+    mean = f"a mean of {setting.completion_tokens:g}" if setting.completion_tokens < longest else "all"
+    lines = ["", f"estimated step: {times.total:.3g} s, if answers have {mean} of {longest} tokens"]
+    lines.append(whole_run.sentence(whole_run.whole_run(verdict, setting), verdict.cfg.train.steps))
     for name, seconds in times.phases.items():
         shares = [f"{cause} {part / seconds:.0%}" for cause, part in times.causes[name].items() if part > seconds / 20]
         advice = f"; {roofline.advice(verdict.cfg, times, name)}" if name in times.long_phases else ""

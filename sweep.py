@@ -46,7 +46,8 @@ from inputs.files import (
 )
 from knobs import Config
 from lab.records import Part, planted_fault, validated
-from plan import search
+from plan import whole_run
+from plan.memory import GIB
 from run_record import lock_file, lock_run, read_lines
 
 RAY = "ray==2.60.0"  # the version that has been tried
@@ -328,15 +329,14 @@ def print_list(jobs: list[Job]) -> None:
     all_hours = all_gib = 0.0
     for job in jobs:
         steps = len(read_lines(job.run / "metrics.jsonl")) if job.run else 0
-        hours, gib = search.cost(job.cfg, job.processes) or (0.0, 0.0)
+        planned = whole_run.of_config(job.cfg, job.processes)
+        hours, gib = (planned.hours, planned.kept_bytes / GIB) if planned else (0.0, 0.0)
         plan = f"{hours:.1f} h, {gib:.1f} GiB  " if gib else ""
         state = f"{job.state}  {steps}/{job.cfg.train.steps} steps  {plan}{job.processes} ranks"
         print(f"{job.name}  {state}  {' '.join(job.arguments)}")
         all_hours, all_gib = all_hours + hours * (job.state != "finished"), all_gib + gib
     if all_gib:
-        print(
-            f"by the plan: {all_hours:.0f} h of steps in runs that are not finished; {all_gib:.0f} GiB of checkpoints"
-        )
+        print(f"by the plan: {all_hours:.0f} h of runs that are not finished; {all_gib:.0f} GiB of checkpoints")
 
 
 def main(arguments: list[str]) -> int:

@@ -221,7 +221,7 @@ def step_times(
         running = -(-rows // of_waves) * layout.replicas
         for steps, share, tokens in decode_parts(completion, longest, of_waves, refills=rollout.kind.refills):
             part = step(sequences=max(1, running * share), context=prompt + tokens)
-            for cause, seconds in _decode_causes(part, hardware, rollout.enforce_eager).items():
+            for cause, seconds in decode_causes(part, hardware, rollout.enforce_eager).items():
                 decoding[cause] += steps * seconds
     rate = layout.ranks * hardware.flops * hardware.training_share
     updates = rollout.prompts_per_step // max(1, cfg.optim.prompts_per_update)
@@ -274,7 +274,7 @@ def _slower(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
     return max(one, other, key=lambda causes: sum(causes.values()))
 
 
-def _decode_causes(decode: dict[str, float], hardware: Hardware, eager: bool) -> dict[str, float]:
+def decode_causes(decode: dict[str, float], hardware: Hardware, eager: bool) -> dict[str, float]:
     """Seconds of one decode step: its roofline, or its kernel launches if they take longer."""
     reads = {name: decode[name] for name in ("weights", "cache")}
     roofline = _slower(reads, {"arithmetic": decode["arithmetic"]}) | {"exchange": decode["exchange"]}

@@ -4,7 +4,6 @@ judge() applies every rule of inputs/config_rules.py and then the memory plan. E
 passed judge().
 """
 
-import contextlib
 import functools
 import itertools
 import json
@@ -17,12 +16,10 @@ from pathlib import Path
 
 from architecture import Architecture
 from engines.capacity import cache_mib_per_row
-from inputs import hf_config
 from inputs.config_rules import LAYOUT_RULES, divisors, engine_layout_problems, layout_problems, problems
-from inputs.files import InputError
 from knobs import Config
 from plan import grid, roofline
-from plan.memory import GIB, Memory, checkpoint_bytes, step_memory
+from plan.memory import GIB, Memory, step_memory
 
 LISTED = 6  # alternatives
 
@@ -234,19 +231,3 @@ def scripts(config: Path, device: str) -> dict[int, str]:
         if head and head[2] == device and (path.parent / head[1]).resolve() == config.resolve():
             found[int(head[3])] = path.name
     return found
-
-
-def cost(cfg: Config, ranks: int) -> tuple[float, float] | None:
-    """Hours of a run's steps, each answer at its longest, and GiB of the checkpoints that stay; None without a plan.
-
-    There is none on a CPU, for a model of unknown sizes, or for a layout that is refused.
-    """
-    device, train = grid.device_of(cfg), cfg.train
-    with contextlib.suppress(InputError):
-        arch, _ = hf_config.planned(cfg)
-        setting = Setting(arch, device, 16, None, cfg.data.max_prompt_tokens, cfg.rollout.max_new_tokens)
-        verdict = judge(cfg, ranks, setting)
-        if device != "cpu" and not verdict.reasons:
-            kept = min(train.keep_last, -(-train.steps // (train.checkpoint_every or train.steps)))
-            return train.steps * verdict.times.total / 3600, kept * checkpoint_bytes(cfg, arch) / GIB
-    return None

@@ -344,6 +344,10 @@ def test_users_own_settings_reach_the_run() -> None:
     assert checked(command, QWEN3_30B_A3B) == (2, 8)  # the command line's own comes last
     done = run_scripts.start("run_16npu.sh", "train.steps")
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("error: train.steps: expected")
+    plan = run_scripts.start("run_12npu.sh", "--plan-only", PYTHON=sys.executable, **{"MODEL": ""})
+    assert plan.returncode == 0 and plan.stdout.endswith("\n\nverdict: fits\n") and "estimated run: " in plan.stdout
+    plan = run_scripts.start("run_16npu.sh", "--plan-only", "parallel.expert=5", PYTHON=sys.executable)
+    assert plan.returncode == 1 and "verdict: refused\n  parallel.expert: 5" in plan.stdout
     wrong = run_scripts.start("run_16npu.sh", "--plan-only", LAYOUT="4x16")
     assert wrong.stderr.startswith("error: LAYOUT: 4x16: expected")
 

@@ -122,14 +122,14 @@ def test_a_run_folder_that_cannot_be_read_is_no_run_of_the_sweep(write_sweep, tm
 
 
 def test_the_list_has_the_hours_and_the_disk_space_of_the_plan(capsys) -> None:
-    """14.3 GiB a checkpoint of Qwen3-30B-A3B, of which two are kept; 77 steps of the time that preflight.py prints."""
+    """14.3 GiB a checkpoint of Qwen3-30B-A3B, of which two are kept; the hours that preflight.py prints."""
     path = str(recorded.ROOT / "configs/sweeps/gsm8k_qwen3.yaml")
     assert sweep.main([path, "--list"]) == 0
     *jobs, total = capsys.readouterr().out.splitlines()
     assert preflight.main([str(recorded.ROOT / "configs/qwen3.yaml"), "--json"]) == 0
-    hours = 77 * json.loads(capsys.readouterr().out)["step_seconds"]["total"] / 3600
+    hours = sum(json.loads(capsys.readouterr().out)["run_seconds"].values()) / 3600
     assert len(jobs) == 10 and all(f"0/77 steps  {hours:.1f} h, 28.6 GiB  16 ranks" in line for line in jobs), jobs
-    assert total == f"by the plan: {10 * hours:.0f} h of steps in runs that are not finished; 286 GiB of checkpoints"
+    assert total == f"by the plan: {10 * hours:.0f} h of runs that are not finished; 286 GiB of checkpoints"
     assert sweep.main([path, "--list", "train.checkpoint_every=0"]) == 0
     assert "143 GiB of checkpoints" in capsys.readouterr().out  # only the last step is saved
     assert sweep.main([str(recorded.ROOT / "configs/sweeps/aqn.yaml"), "--list"]) == 0

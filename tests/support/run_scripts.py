@@ -30,11 +30,12 @@ def start(script: str, *arguments: str, **environment: str) -> subprocess.Comple
 
 
 def planned(script: str, *arguments: str, **environment: str) -> tuple[list[str], list[str]]:
-    """What --plan-only prints: its lines, and the words of the last one, the torchrun command."""
+    """What --plan-only prints: its lines before the plan, and the words of the last of them, the torchrun command."""
     done = start(script, "--plan-only", *arguments, **environment)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    return lines, shlex.split(lines[-1])
+    (last,) = [place for place, line in enumerate(lines) if " parallel_setup.py " in line]
+    return lines[: last + 1], shlex.split(lines[last])
 
 
 def training(command: list[str]) -> Training:
