@@ -277,7 +277,7 @@ def run_row(run: Run) -> dict[str, str]:
 
 
 def npu_page(results: Path) -> str:
-    """The generated part of docs/npu.md: the newest record of each check of benchmarks/check_ascend.py."""
+    """The generated part of docs/npu.md and npu.zh.md: the newest record of each check (benchmarks/check_ascend.py)."""
     rows = []
     for measured in benchmarks_by_script(results).values():
         record_id, newest = [*measured.items()][-1]
@@ -324,6 +324,7 @@ def _wanted(results: Path, page: Path) -> tuple[dict[Path, str], figures.Wanted]
         page: results_page(groups, plan, ready, results),
         results / "README.md": records_page(groups, results),
         page.parent / "docs" / "npu.md": npu_page(results),
+        page.parent / "docs" / "npu.zh.md": npu_page(results),
         page.parent / "docs" / "benchmark.md": announced.page(ready, groups),
         page.parent / "docs" / "checks.md": checks_page(),
     }
