@@ -21,7 +21,8 @@ usage() {
     awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' "./${0##*/}"
     cat <<'END'
 
---plan-only prints the exports, the commands and the plan of preflight.py, and starts nothing. Otherwise the doctor checks the machine first, and
+--plan-only prints the exports, the commands and the plan of preflight.py, and starts nothing. --groups proves and times every
+process group in place of the training. Otherwise the doctor checks the machine first, and
 preflight.py the layout. The output of each rank is in $OUT/logs. The same command, started again, resumes from the last
 checkpoint. Exit code: 1 refused or failed, 2 unusable input.
 END
@@ -39,13 +40,14 @@ print_environment() {
 }
 
 launch() {
-    local plan_only=no given=() argument
+    local plan_only=no given=() program=(train_grpo.py) argument
     for argument in "$@"; do
         case $argument in
             --plan-only) plan_only=yes ;;
+            --groups) program=(preflight.py --groups) ;;
             --help | -h) usage ;;
             *=*) given+=("$argument") ;;
-            *) echo "error: $argument: expected section.key=value, --plan-only or --help" >&2; exit 2 ;;
+            *) echo "error: $argument: expected section.key=value, --plan-only, --groups or --help" >&2; exit 2 ;;
         esac
     done
     [[ $LAYOUT =~ ^tp([0-9]+)_ep([0-9]+)$ ]] ||
@@ -70,10 +72,12 @@ launch() {
         torchrun+=(--standalone --local-addr=localhost)   # otherwise a host name that cannot be resolved hangs the start
     else
         torchrun+=(--rdzv-backend=c10d --rdzv-endpoint="$RENDEZVOUS" --rdzv-id=grpo)
-        [ "${RENDEZVOUS%%:*}" != localhost ] || torchrun+=(--local-addr=localhost)
+        if [ "${RENDEZVOUS%%:*}" = localhost ]; then torchrun+=(--local-addr=localhost)
+        elif [ -n "${ADDRESS:-}" ]; then torchrun+=(--local-addr="$ADDRESS"); fi
     fi
-    torchrun+=(train_grpo.py "$CONFIG" "${overrides[@]}")
+    torchrun+=("${program[@]}" "$CONFIG" "${overrides[@]}")
 
+    export NODES   # for the doctor
     local doctor=("$PYTHON" preflight.py --doctor "$CONFIG" "${overrides[@]}" --ranks "$RANKS_PER_NODE")
     local plan=("$PYTHON" preflight.py "$CONFIG" "${overrides[@]}" --ranks "$ranks" --ranks-per-node "$RANKS_PER_NODE")
     if [ "$plan_only" = yes ]; then

@@ -30,7 +30,7 @@ from config import load_config
 from inputs import hf_config
 from inputs.environment import ON_CPU
 from inputs.files import BAD_INPUT, refused
-from lab.records import merged
+from lab.run_folders import merged
 from plan import grid, memory, roofline
 
 PHASES = {  # of timing.jsonl -> those of plan/roofline.py

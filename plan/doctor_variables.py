@@ -54,6 +54,45 @@ def check_ports(machine: Machine) -> list[Finding]:
     )
 
 
+def check_network(machine: Machine) -> list[Finding]:
+    """Address and interface are this machine's own, no table of another cluster is left, and the dies have addresses.
+
+    HCCL takes HCCL_IF_IP before HCCL_SOCKET_IFNAME, whose names are beginnings (hiascend.com, HCCL_IF_IP).
+    """
+    there = {path.name for path in (machine.root / "sys/class/net").glob("*")}
+    address, nodes = machine.env.get("HCCL_IF_IP", ""), machine.number("NODES", 1) or 1
+    wanted = {name: machine.env.get(name, "") for name in ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")}
+    absent = [
+        f"{variable}={text}"
+        for variable, text in wanted.items()
+        if text and text[0] not in "^" and not any(one.startswith(text.lstrip("=").split(",")[0]) for one in there)
+    ]
+    has = f"this machine has {', '.join(sorted(there - {'lo'})) or 'no interface'}"
+    return every(
+        "network",
+        f"HCCL_IF_IP {address or 'not set'}, {nodes} machine{'s' * (nodes > 1)}",
+        (
+            machine.env.get("RANK_TABLE_FILE"),
+            "fail",
+            "RANK_TABLE_FILE is set: HCCL would take the ranks of that file, perhaps of another cluster",
+            "unset RANK_TABLE_FILE",
+        ),
+        (
+            address and not machine.is_own_address(address),
+            "fail",
+            f"HCCL_IF_IP={address} is no address of this machine",
+            "ADDRESS=<this machine's own> bash run_2node.sh, or unset HCCL_IF_IP",
+        ),
+        (absent, "fail", f"{', '.join(absent)}: {has}", "INTERFACE=<its own name on each machine>"),
+        (
+            nodes > 1 and not (machine.root / "etc/hccn.conf").exists(),
+            "fail",
+            "/etc/hccn.conf is missing, which has the addresses of the dies",
+            "docker run ... -v /etc/hccn.conf:/etc/hccn.conf",
+        ),
+    )
+
+
 def check_timeouts(machine: Machine) -> list[Finding]:
     """The time-outs must end in this order: the heartbeat, then HCCL, whose message names the peer, then torch."""
     connect, execute = (machine.number(name, int(environment.when_unset(name))) for name in TIMEOUTS)
@@ -206,6 +245,7 @@ def check_jemalloc(machine: Machine) -> list[Finding]:
 
 CHECKS: tuple[Check, ...] = (
     check_ports,
+    check_network,
     check_timeouts,
     check_expansion_mode,
     check_allocator,
@@ -213,4 +253,4 @@ CHECKS: tuple[Check, ...] = (
     check_vllm_variables,
     check_jemalloc,
 )
-QUICK = (check_timeouts, check_expansion_mode, check_allocator, check_task_queue, check_vllm_variables)
+QUICK = (check_network, check_timeouts, check_expansion_mode, check_allocator, check_task_queue, check_vllm_variables)

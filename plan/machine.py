@@ -143,6 +143,16 @@ def port_is_free(port: int) -> bool:
     return True
 
 
+def is_own_address(address: str) -> bool:
+    """Whether this machine has the IP address."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as end:
+        try:
+            end.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
 def free_bytes(folder: Path) -> int:
     """Free bytes of the disk that holds ``folder``, or will hold it."""
     return shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free
@@ -166,6 +176,7 @@ class Machine:
     command: Callable[[Sequence[str]], tuple[int, str]] = run_command
     library_error: Callable[[str], str] = library_error
     port_is_free: Callable[[int], bool] = port_is_free
+    is_own_address: Callable[[str], bool] = is_own_address
     free_bytes: Callable[[Path], int] = free_bytes
     open_files: int = field(default_factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 

@@ -188,6 +188,26 @@ FAULTS = [  # (check, fault, the line that it must print)
         "&& ray start --head --resources='{\"NPU\": 16}'",
     ),
     (
+        V.check_network,
+        environment(RANK_TABLE_FILE="/user/rank_table.json"),
+        "fail  network: RANK_TABLE_FILE is set: HCCL would take the ranks of that file, perhaps of another cl",
+    ),
+    (
+        V.check_network,
+        environment(HCCL_IF_IP="192.0.2.7"),
+        "fail  network: HCCL_IF_IP=192.0.2.7 is no address of this machine; ADDRESS=<this machine's own>",
+    ),
+    (
+        V.check_network,
+        environment(HCCL_SOCKET_IFNAME="=enp67", GLOO_SOCKET_IFNAME="eth0"),
+        "fail  network: HCCL_SOCKET_IFNAME==enp67: this machine has eth0; INTERFACE=<its own name on each machine>",
+    ),
+    (
+        V.check_network,
+        environment(NODES="2"),
+        "fail  network: /etc/hccn.conf is missing, which has the addresses of the dies; docker run ... -v",
+    ),
+    (
         V.check_ports,
         attribute(port_is_free=lambda port: port not in (60000, 60001)),
         "fail  HCCL ports: in use: 60000-60001 of 60000-60031 (EJ0003, EI0019); ss -ltnp 'sport = :60000'",

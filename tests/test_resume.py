@@ -222,7 +222,7 @@ def test_other_inputs_under_the_same_path_are_refused_with_both_checksums_or_acc
         rows = [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in range(first, first + 12)]
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     paths = {f"data__{split}_path": f"{tmp_path}/{split}.jsonl" for split in ("train", "test")}
-    changes = {"data__source": "gsm8k", "train__steps": 2, "train__checkpoint_every": 1}
+    changes = {"data__source": "gsm8k", "data__num_train": 0, "train__steps": 2, "train__checkpoint_every": 1}
     cfg = training.config(tmp_path / "model", tmp_path / "out", **paths, **changes)
     run = training.run_all({"": ("TP1", cfg)})[""]
     (run / "finished.json").unlink()

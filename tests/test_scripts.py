@@ -299,7 +299,7 @@ RUNS = {  # script -> (processes, machines, model, layout)
     "run_8npu.sh": (8, 1, QWEN3_30B_A3B, (4, 8)),
     "run_8npu_qwen15.sh": (8, 1, QWEN15_MOE, (4, 4)),
     "run_6npu.sh": (6, 1, QWEN15_MOE, (2, 3)),
-    "run_2node.sh": (16, 2, QWEN3_30B_A3B, (4, 16)),
+    "run_2node.sh": (16, 2, QWEN3_30B_A3B, (4, 32)),
     "run_2npu.sh": (2, 1, QWEN3_30B_A3B, (2, 2)),
     "run_8gpu.sh": (8, 1, QWEN3_30B_A3B, (4, 8)),
 }
@@ -350,6 +350,18 @@ def test_users_own_settings_reach_the_run() -> None:
     assert plan.returncode == 1 and "verdict: refused\n  parallel.expert: 5" in plan.stdout
     wrong = run_scripts.start("run_16npu.sh", "--plan-only", LAYOUT="4x16")
     assert wrong.stderr.startswith("error: LAYOUT: 4x16: expected")
+
+
+@pytest.mark.parametrize(("dies", "layout"), [("16", "tp4_ep32"), ("8", "tp4_ep16")])
+def test_two_machines_spread_the_experts_over_all_dies_and_take_their_own_addresses(dies: str, layout: str) -> None:
+    own = {"RANKS_PER_NODE": dies, "INTERFACE": "eth1", "ADDRESS": "192.0.2.1"}
+    lines, command = run_scripts.planned("run_2node.sh", **own)
+    assert "tp{}_ep{}".format(*checked(command, QWEN3_30B_A3B)) == layout and "--local-addr=192.0.2.1" in command
+    assert {"export HCCL_IF_IP=192.0.2.1", "export HCCL_SOCKET_IFNAME=eth1"} <= set(lines)
+    assert not any("rollout.expert_parallel=false" in word for word in command)  # pushed locally
+    _, groups = run_scripts.planned("run_2node.sh", "--groups", **own)
+    place = command.index("train_grpo.py")
+    assert groups == [*command[:place], "preflight.py", "--groups", *command[place + 1 :]]
 
 
 def test_two_machines_meet_where_they_are_told() -> None:

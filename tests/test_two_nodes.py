@@ -95,3 +95,11 @@ def test_a_lost_process_is_restarted_and_the_run_ends_the_same(model, tmp_path) 
     (run,) = (tmp_path / "out").glob("tiny-*")
     assert (run / "resume-1").exists(), text
     assert training.metrics(run) == whole
+
+
+@pytest.mark.slow
+def test_the_groups_of_both_nodes_are_proved_by_one_command_on_each(model, tmp_path) -> None:
+    with two_nodes(tmp_path, "preflight.py", "--groups", configuration(model, tmp_path)) as nodes:
+        codes = [node.wait() for node in nodes]
+        text = "".join(node.text for node in nodes)
+    assert codes == [0, 0] and "expert" in text and "2 ranks" in text, text

@@ -112,6 +112,8 @@ def npu(tmp_path: Path, *overrides: str) -> Machine:
     write(info, "package_name=Ascend-cann-toolkit\nversion=9.1.0\n")
     write(root / "proc/meminfo", "MemTotal: 2000000000 kB\nMemAvailable: 1900000000 kB\n")
     write(root / "proc/sys/net/ipv4/ip_local_port_range", "32768\t60999\n")
+    for interface in ("lo", "eth0"):
+        (root / "sys/class/net" / interface).mkdir(parents=True)
     write(root / "proc/sys/net/ipv4/ip_local_reserved_ports", "60000-60050\n")
     write(root / "tmp/ray/ray_current_cluster")
     return Machine(
@@ -124,6 +126,7 @@ def npu(tmp_path: Path, *overrides: str) -> Machine:
         command=answers,
         library_error=lambda name: "",
         port_is_free=lambda port: True,
+        is_own_address=lambda address: address == "192.0.2.1",
         free_bytes=lambda folder: 500 * GIB,
         open_files=65536,
     )
