@@ -291,6 +291,11 @@ def find_resumable(cfg: Config, say: Callable[[str], None] = print) -> Checkpoin
                 with lock_run(run_dir):
                     newest = latest(run_dir, say)
         except BlockingIOError:
+            if read_object(run_dir / "run.json").get("config_hash") == config_hash(cfg):
+                raise InputError(
+                    f"{run_dir}: a live process writes this run (ranks can outlive a torchrun that was killed); "
+                    "needed: end it, wait for it, or train.resume=never to begin another run beside it"
+                ) from None
             say(f"{run_dir}: not resumed: a live process writes it")
         except OSError as error:
             say(f"{run_dir}: not resumed: {error.strerror}; if no process writes it: train.resume={run_dir}")

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from inputs.config_rules import LAYOUT_RULES, OTHER_RULES, Rules, idle_keys, problems
 from inputs.files import BAD_INPUT, InputError, dump_yaml, parse_override, read_file, refused, shown
-from knobs import ChecksConfig, Config, ParallelConfig, Section
+from knobs import FUNCTION, ChecksConfig, Config, ParallelConfig, Section
 
 # ------------------------------------------------------------------------------------------------------------ loading
 
@@ -135,6 +135,7 @@ NEEDED = {
     "string_too_short": "text",
     "string_too_long": "text of at most {max_length} characters",
     "string_pattern_mismatch": "text like {pattern}",
+    "dict_type": "{{NAME: VALUE, ...}}",
     "literal_error": "{expected}",
     "value_error": "{error}",
     "tuple_type": "a list: [a, b]",
@@ -176,6 +177,8 @@ def _sentence(fault: Any) -> str:
         fields = (_sections()[".".join(outer)] if outer else Config).model_fields
         return f"{key}: missing; needed: {fields[name].description}"
     needed = NEEDED.get(fault["type"], fault["msg"]).format(**fault.get("ctx", {}))
+    if fault.get("ctx", {}).get("pattern") == FUNCTION:
+        needed = "FILE.py:NAME"
     return f"{key}: expected {needed}{or_function}, found {shown(fault['input'])}"
 
 

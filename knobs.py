@@ -140,7 +140,8 @@ class RolloutConfig(Section):
 RewardMethod = Literal[
     "strict", "verl_strict", "verl_flexible", "openai", "lm_eval_strict", "lm_eval_flexible", "base_acc", "math"
 ]
-Function = Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_][A-Za-z0-9_]*$")]  # FILE.py:NAME, inputs/functions.py
+FUNCTION = r"^.+\.py:[A-Za-z_][A-Za-z0-9_]*$"  # FILE.py:NAME, inputs/functions.py
+Function = Annotated[str, Field(pattern=FUNCTION)]
 
 
 class OverlongConfig(Section):

@@ -372,16 +372,24 @@ def sum_gradients_(parameters: list[Factor], group: dist.ProcessGroup) -> None:
 
 
 def launch(arguments: list[str]) -> int:
-    """torchrun with these arguments, but a signal that ends it leaves no traceback of its own.  -> its exit code"""
+    """torchrun with these arguments, but without tracebacks of its own: the ranks say why they end.
+
+    -> the exit code of the rank that ended first; 128 + the number of a signal that ended it, or torchrun
+    """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    for name in ("agent.server.api", "multiprocessing.api"):  # their lines about the signal say nothing more
+    for name in ("agent.server.api", "multiprocessing.api"):  # their lines about the end say nothing more
         logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(lambda record: "signal" not in record.msg)
     try:
         run.main(arguments)
     except (SignalException, KeyboardInterrupt) as error:
         return 128 + getattr(error, "sigval", signal.SIGINT)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        print(f"rank {rank} ended first, with exit code {failure.exitcode}", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     return 0
 
 

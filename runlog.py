@@ -43,9 +43,7 @@ PROGRESS = (  # label, metric, decimals (None: two significant digits)
     ("gap", "rollout/logp_gap_mean", None),
     ("len", "response_length/mean", 0),
 )
-LEGEND = (
-    f"a step's line: {', '.join(f'{label} = {key}' for label, key, _ in PROGRESS)}; seconds = phases (docs/metrics.md)"
-)
+LEGEND = f"a step's line: {', '.join(f'{label} = {key}' for label, key, _ in PROGRESS)}, and seconds (docs/metrics.md)"
 PROGRESS_SECONDS = 30  # a line at least so often, also in a long phase
 SHORT_PHASES = {"generate": "gen", "reference": "ref"}
 
@@ -344,7 +342,7 @@ class Heartbeat:
 
     def __init__(self, rank: int, stall_seconds: int) -> None:
         self.rank, self.stall_seconds = rank, stall_seconds
-        self.place, self.last = "start", time.monotonic()
+        self.place, self.last, self.said = "start", time.monotonic(), time.monotonic()
         self.stopped = threading.Event()
         self.log: RunLog | None = None
         if stall_seconds:
@@ -353,8 +351,9 @@ class Heartbeat:
     def beat(self, place: str = "") -> None:
         """Report that this rank is alive, and has finished ``place``; without one, the place stays the same."""
         self.place, self.last = place or self.place, time.monotonic()
-        if self.log and self.log.rank == 0 and self.last - self.log.said > PROGRESS_SECONDS:
-            self.log.say(f"at work after: {self.place}{self.log.left()}")
+        if self.rank == 0 and self.last - max(self.said, self.log.said if self.log else 0.0) > PROGRESS_SECONDS:
+            self.said, line = self.last, f"at work after: {self.place}"
+            self.log.say(line + self.log.left()) if self.log else print(line, flush=True)
 
     def continue_with(self, log: RunLog) -> None:
         """From now on ``log`` says how far the run has come and how it is continued, and notes why it ends."""

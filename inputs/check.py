@@ -55,8 +55,7 @@ def check_inputs(cfg: Config, ranks: int, scorer: Scorer | None = None) -> Input
     configuration can be checked.
     """
     devices.resolve(cfg.device)
-    functions.advantage(cfg.loss.advantage)
-    functions.token_loss(cfg.loss.kind)
+    functions.try_out(cfg)
     scorer = scorer or Scorer(cfg.reward)
     check_writable("train.out_dir", Path(cfg.train.out_dir))
     exists = cfg.tiny_model is None or tiny_model.exists(cfg)
@@ -90,13 +89,14 @@ def check_inputs(cfg: Config, ranks: int, scorer: Scorer | None = None) -> Input
         if count > len(part):
             raise InputError(f"{key}: {count} exceeds the {len(part)} {kind} questions")
     asked = {question_files.alike(question.question) for question in questions}
-    apart = [question.question for part in (held_out, *others) for question in part]
-    shared = {question for question in apart if question_files.alike(question) in asked}
-    if shared and cfg.checks.held_out == "stop":
-        raise InputError(
-            f"data: {len(shared)} held-out questions are training questions as well, for example {min(shared)[:60]!r}; "
-            "needed: none, or checks.held_out=warn"
-        )
+    keys = "data.test_path", *(f"eval.sets.{name}" for name in cfg.eval.sets)
+    for key, part in zip(keys, (held_out, *others), strict=True):
+        shared = {one.question for one in part if question_files.alike(one.question) in asked}
+        if shared and cfg.checks.held_out == "stop":
+            raise InputError(
+                f"data: {len(shared)} held-out questions of {key} are training questions as well, for example "
+                f"{min(shared)[:60]!r}; needed: none, or checks.held_out=warn"
+            )
     used = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
     largest = max(used.union(*(question.prompt for part in (questions, held_out, *others) for question in part)))
     if largest >= arch.vocab_size:

@@ -129,6 +129,22 @@ def _checked(key: str, named: str, argument: str, check: Callable[[Any, Any], st
     return called
 
 
+def try_out(cfg: Config) -> None:
+    """Call the functions of advantage and loss once, with small tensors; InputError for what a run would refuse."""
+    import torch
+
+    rewards = torch.rand(
+        cfg.rollout.prompts_per_step, cfg.rollout.group_size, generator=torch.Generator().manual_seed(0)
+    )
+    if callable(of_rewards := advantage(cfg.loss.advantage)):
+        of_rewards(rewards)
+    if callable(of_tokens := token_loss(cfg.loss.kind)):
+        from grpo import LossInputs
+
+        logp, clip = -rewards[:2], (cfg.loss.clip_low, cfg.loss.clip_high, cfg.loss.dual_clip)
+        of_tokens(LossInputs(logp, logp.clone(), rewards[:2], torch.ones_like(logp), *clip))
+
+
 def _check_advantages(rewards: Tensor, result: Any) -> str:
     found = tuple(getattr(result, "shape", ())) or type(result).__name__
     if found != tuple(rewards.shape):

@@ -156,12 +156,16 @@ def serve(key: str, named: str, end: str, *arguments: str) -> None:
 
 def plain(value: Any) -> tuple[float, bool, bool] | Failure:
     """(score, answer found, correct) of what a reward returned. A score alone counts as correct from 1.0 on."""
-    parts = value if isinstance(value, tuple) else (value, True, None)
     try:
-        score, found, correct = parts
+        score, found, correct = value if isinstance(value, tuple) else (value, True, float(value) >= 1.0)
+        usable = not isinstance(score, str | bytes) and found in (False, True) and correct in (False, True)
         score = float(score)
     except (TypeError, ValueError):
-        return Failure(f"returned {value!r:.80}; needed: a number, or (number, answer found, correct)")
+        usable = False
+    if not usable:
+        return Failure(
+            f"returned {value!r:.80}; needed: a number, or (number, answer found, correct), both of these bool"
+        )
     if not math.isfinite(score):
         return Failure(f"returned {score}; needed: a finite number")
-    return score, bool(found), score >= 1.0 if correct is None else bool(correct)
+    return score, bool(found), bool(correct)

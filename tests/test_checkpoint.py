@@ -182,6 +182,8 @@ def test_a_run_with_another_configuration_is_named_instead_of_starting_anew(cfg:
     said: list[str] = []
     assert checkpoint.find_resumable(other, said.append) is None  # it still lives
     assert said == [f"{log.run_dir}: not resumed: a live process writes it"]
+    with pytest.raises(InputError, match="a live process writes this run .*train.resume=never"):
+        checkpoint.find_resumable(cfg)  # not a second run beside it
     log.close()
     with pytest.raises(
         InputError, match="step-000001: changed since: optim.lr: 1e-05 -> 0.5; .*resume=never"

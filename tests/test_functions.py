@@ -67,6 +67,8 @@ def test_a_reward_scores_in_processes_of_its_own_and_in_the_order_of_the_complet
         ("ends", "ended its process (exit code 3)"),
         ("not_finite", "returned nan; needed: a finite number"),
         ("text", "returned 'good'; needed: a number, or (number, answer found, correct)"),
+        ("number_as_text", "returned '1.0'; needed: a number, or (number, answer found, correct)"),
+        ("texts_as_flags", "returned (1.0, 'yes', 'no'); needed: a number, or (number, answer found, correct)"),
         ("two", "too many positional arguments; needed: two(completion, gold, row)"),
         ("nothing", "own.py has no function nothing; found reward, advantages, loss"),
     ],

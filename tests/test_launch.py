@@ -85,6 +85,19 @@ def test_a_question_to_all_ranks_names_a_file_in_one_line_and_shows_the_tracebac
             question(error)
 
 
+@pytest.mark.parametrize(
+    ("ending", "code"), [("sys.exit(3 * int(os.environ['RANK']))", 3), ("os.kill(os.getpid(), 9)", 137)]
+)
+def test_the_launcher_ends_with_the_code_of_the_rank_that_ended_first_and_no_traceback(ending, code, tmp_path) -> None:
+    (tmp_path / "script.py").write_text(f"import os, sys\n{ending}\n")
+    command = [sys.executable, "parallel_setup.py", "--standalone", "--local-addr=localhost", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*command, tmp_path / "script.py"], cwd=launched.ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == code and "Traceback" not in done.stderr and "ChildFailed" not in done.stderr, done.stderr
+    assert "ended first, with exit code" in done.stderr.splitlines()[-1]
+
+
 def watched(seconds: int, script: str) -> subprocess.CompletedProcess:
     """Run ``script`` in a process with a heartbeat ``beat`` of rank 3; returns its output and exit code."""
     program = f"import time; from runlog import Heartbeat; beat = Heartbeat(3, {seconds})\n{script}\nprint('done')"

@@ -57,6 +57,14 @@ def ends(completion, gold, row):
     return 1.0
 
 
+def number_as_text(completion, gold, row):
+    return "1.0"
+
+
+def texts_as_flags(completion, gold, row):
+    return 1.0, "yes", "no"
+
+
 def not_finite(completion, gold, row):
     return float("nan")
 
