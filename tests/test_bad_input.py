@@ -193,7 +193,7 @@ DATA = [
         questions(), "eval.sets={math: FOLDER/train.jsonl, aime: [FOLDER/test.jsonl]}"),
     row("advantage of another shape", "own.py:fewer returned (1, 2); needed: a tensor of shape (2, 2)",
         f"loss.advantage={ROOT}/tests/support/own.py:fewer"),
-    row("reward without a function", "reward.function: expected FILE.py:NAME, found 'own.py'", "reward.function=own.py"),
+    row("reward without a name", "reward.function: expected FILE.py:NAME, found 'own.py'", "reward.function=own.py"),
     row("sets without names", "eval.sets: expected {NAME: VALUE, ...}, found 'a.jsonl'", "eval.sets=a.jsonl"),
     row("set missing", "math.jsonl: cannot be read (No such file", "eval.sets={math: FOLDER/math.jsonl}"),
     row("reward in another form", "base_acc finds 8 of 8 gold ... or an instruction that asks for <think>",
