@@ -21,9 +21,11 @@ import sys
 from pathlib import Path
 
 from config import command_line, resolve_config
+from engines.capacity import MOST_SEQUENCES
 from inputs import hf_config
 from inputs.config_rules import OTHER_RULES, divisors, nearest
 from inputs.files import BAD_INPUT, MOST_RANKS, InputError, refused, shown
+from knobs import Config
 from plan import grid, memory, roofline, whole_run
 from plan.search import Setting, Verdict, alternatives, judge, overrides, scripts
 
@@ -83,7 +85,7 @@ def as_json(verdict: Verdict, others: list[Verdict], setting: Setting, started: 
             "phases": times.phases,
             "bottleneck": times.bottleneck,
             "causes": times.causes,
-            "advice": {name: roofline.advice(verdict.cfg, times, name) for name in times.long_phases},
+            "advice": {name: advice(verdict.cfg, times, name) for name in times.long_phases},
             "decode_step": times.decode,
         },
         "run_seconds": {"steps": run.steps, "evaluations": run.evaluations, "checkpoints": run.checkpoints},
@@ -169,21 +171,64 @@ def _time_lines(verdict: Verdict, setting: Setting) -> list[str]:
     lines.append(whole_run.sentence(whole_run.whole_run(verdict, setting), verdict.cfg.train.steps))
     for name, seconds in times.phases.items():
         shares = [f"{cause} {part / seconds:.0%}" for cause, part in times.causes[name].items() if part > seconds / 20]
-        advice = f"; {roofline.advice(verdict.cfg, times, name)}" if name in times.long_phases else ""
+        change = f"; {advice(verdict.cfg, times, name)}" if name in times.long_phases else ""
         if shares:
-            lines.append(f"  {name:22} {seconds:8.3f} s  {', '.join(shares)}{advice}")
+            lines.append(f"  {name:22} {seconds:8.3f} s  {', '.join(shares)}{change}")
     parts = ", ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in times.decode.items())
     lines.append(f"  a decode step, ms: {parts}; {times.waves} wave{'s' * (times.waves > 1)}")
     hardware, forward = roofline.HARDWARE[setting.device], times.causes["update forward"]
     if verdict.layout.expert > 1 and "arithmetic" in forward:
-        link = hardware.link * forward["expert exchange"] / forward["arithmetic"]
-        lines.append(f"  a link of {link / 1e9:.3g} GB/s or less: experts' traffic takes as long as the arithmetic")
+        away = verdict.layout.away("expert")  # then the rate between nodes decides
+        link = (hardware.between_nodes if away else hardware.link) * forward["expert exchange"] / forward["arithmetic"]
+        where = " between nodes" * bool(away)
+        lines.append(
+            f"  a link{where} of {link / 1e9:.3g} GB/s or less: experts' traffic takes as long as the arithmetic"
+        )
     tokens = setting.prompt_tokens, setting.completion_tokens, verdict.cfg.rollout.max_new_tokens
     return [
         *lines,
         f"  assumed: {roofline.assumptions(hardware, *tokens, verdict.cfg.rollout.dynamic_rounds)}",
         f"  longest: {times.bottleneck}, bound by {times.bound(times.bottleneck)}",
     ]
+
+
+def advice(cfg: Config, times: roofline.Times, phase: str) -> str:
+    """A change that would shorten ``phase``."""
+    bound = times.bound(phase)
+    larger = "optim.tokens_per_micro_batch" if times.micro_batches > 1 else "optim.prompts_per_update"
+    in_decode = phase == "decode"
+    rules = (
+        (
+            in_decode and times.waves > 1,
+            f"sampling takes {times.waves} waves: more rollout.kv_cache_mib; above {MOST_SEQUENCES} rows more replicas",
+        ),
+        (
+            in_decode and bound == "launches" and cfg.rollout.enforce_eager,
+            "rollout.enforce_eager=false: graphs launch a step at once",
+        ),
+        (
+            phase == "old policy",
+            "one update a step (optim.prompts_per_update = rollout.prompts_per_step) needs no such pass",
+        ),
+        (
+            phase == "update backward" and cfg.model.recompute,
+            "model.recompute=false saves a forward pass, if the activations fit",
+        ),
+        (bound == "launches" and not in_decode, f"fuller micro-batches: a larger {larger}"),
+        (in_decode and bound == "launches", "more sequences a step cost almost nothing"),
+        (
+            in_decode and bound == "weights",
+            "a larger rollout.tensor reads fewer bytes a rank, more sequences share each read",
+        ),
+        (in_decode and bound == "cache", "shorter completions, or more ranks"),
+        (in_decode and bound == "exchange", "a smaller rollout.tensor"),
+        (phase == "sync", "fewer lora.targets: what is not adapted does not travel"),
+        (phase == "optimizer", "a smaller lora.expert_rank, fewer updates a step"),
+        (phase == "reference" and bound == "arithmetic", "loss.kl=none needs no such pass; or more ranks"),
+        (bound == "expert exchange", "experts trade rows: a smaller parallel.expert, if the experts fit"),
+        (bound == "tensor exchange", "a smaller parallel.tensor, if attention and vocabulary fit"),
+    )
+    return next((change for holds, change in rules if holds), "more ranks")
 
 
 # --------------------------------------------------------------------------------------------------------- the command

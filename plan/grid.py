@@ -22,6 +22,7 @@ class RankGrid:
     expert_tensor: int
     engine_tensor: int  # ranks that share one copy of the attention for sampling
     engine_expert: int  # ranks that share one copy of the experts for sampling: engine_tensor, or all ranks
+    ranks_per_node: int = 2**30
 
     @property
     def data(self) -> int:
@@ -35,16 +36,37 @@ class RankGrid:
     def replicas(self) -> int:
         return self.ranks // self.engine_tensor
 
+    @property
+    def groups(self) -> dict[str, tuple[int, int]]:
+        """Kind of group -> its size, and the distance of neighbours in it."""
+        return {
+            "tensor": (self.tensor, 1),
+            "data": (self.data, self.tensor),
+            "expert_tensor": (self.expert_tensor, 1),
+            "expert": (self.expert, self.expert_tensor),
+            "expert_data": (self.expert_data, self.expert_tensor * self.expert),
+            "rollout": (self.engine_tensor, 1),
+        }
+
+    def away(self, kind: str) -> float:
+        """The share of what a rank sends that leaves its node, if every other rank of its group gets as much."""
+        return self.away_of(*self.groups[kind])
+
+    def away_of(self, size: int, distance: int = 1) -> float:
+        """As away, of a group of ``size`` ranks that are ``distance`` apart."""
+        here = min(size, max(1, self.ranks_per_node // distance))
+        return (size - here) / max(1, size - 1)
+
 
 WHOLE = RankGrid(1, 1, 1, 1, 1, 1)  # one rank that holds everything
 
 
-def of(cfg: Config, ranks: int) -> RankGrid:
+def of(cfg: Config, ranks: int, ranks_per_node: int = 2**30) -> RankGrid:
     """The grid of ``ranks`` ranks under ``cfg``. The torch engine has a copy of the model on each rank."""
     parallel, rollout = cfg.parallel, cfg.rollout
     tensor = rollout.replica_ranks
     expert = ranks if rollout.expert_parallel and rollout.kind.splits else tensor
-    return RankGrid(ranks, parallel.tensor, parallel.expert, parallel.expert_tensor, tensor, expert)
+    return RankGrid(ranks, parallel.tensor, parallel.expert, parallel.expert_tensor, tensor, expert, ranks_per_node)
 
 
 PURPOSE = {
@@ -59,21 +81,13 @@ PURPOSE = {
 
 def groups(layout: RankGrid) -> dict[str, list[list[int]]]:
     """The ranks of every group of each kind. Each rank is in exactly one group of a kind."""
-    sizes_and_strides = {
-        "tensor": (layout.tensor, 1),
-        "data": (layout.data, layout.tensor),
-        "expert_tensor": (layout.expert_tensor, 1),
-        "expert": (layout.expert, layout.expert_tensor),
-        "expert_data": (layout.expert_data, layout.expert_tensor * layout.expert),
-        "rollout": (layout.engine_tensor, 1),
-    }
     return {
         kind: [
             list(range(first + offset, first + size * stride, stride))
             for first in range(0, layout.ranks, size * stride)
             for offset in range(stride)
         ]
-        for kind, (size, stride) in sizes_and_strides.items()
+        for kind, (size, stride) in layout.groups.items()
     }
 
 

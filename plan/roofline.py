@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from architecture import Architecture, Module, over_layers
-from engines.capacity import MOST_SEQUENCES
 from inputs.hf_config import ELEMENT_BYTES
 from knobs import Config, LoraConfig
 from plan.grid import WHOLE, RankGrid
@@ -33,18 +32,24 @@ class Hardware:
     memory_gib: float  # 0: the ranks share the main memory of the host
     flops: float  # per second, in the model's dtype
     bandwidth: float  # bytes per second of its memory
-    link: float  # bytes per second to other ranks
+    link: float  # bytes per second to other ranks of its node
+    between_nodes: float  # bytes per second to ranks of other nodes
     training_share: float  # of flops, in training and prefill
     link_share: float
     decode_step_seconds: float  # least time of a decode step with a graph: kernel launches take it, not arithmetic
     eager_pass_seconds: float  # least time of a decode step without a graph, or of a forward pass of the trainer
 
+    def sends(self, size: float, away: float) -> float:
+        """Seconds for ``size`` bytes, of which a share ``away`` leaves the node, while the others use the link."""
+        return max(size * (1 - away) / self.link, size * away / self.between_nodes)
+
 
 HARDWARE = {
     # 910C: half a package's 752 TFLOP/s, 3.2 TB/s and 392 GB/s; decode steps of 20-34 ms are published.
-    "npu": Hardware(61, 376e12, 1.6e12, 196e9, 0.2, 0.5, 0.020, 0.034),
-    "cuda": Hardware(80, 989e12, 3.35e12, 450e9, 0.2, 0.5, 0.010, 0.020),  # an 80 GB H100's data sheet; guesses
-    "cpu": Hardware(0, 100e9, 13e9, 2e9, 0.5, 0.5, 0.0, 0.0),  # one core of a server, fp32
+    # Between nodes a 910C has 400 Gbit/s of RDMA, a die half (arXiv 2506.12708); in a SuperPoD it would be the link.
+    "npu": Hardware(61, 376e12, 1.6e12, 196e9, 25e9, 0.2, 0.5, 0.020, 0.034),
+    "cuda": Hardware(80, 989e12, 3.35e12, 450e9, 50e9, 0.2, 0.5, 0.010, 0.020),  # an 80 GB H100's data sheet; guesses
+    "cpu": Hardware(0, 100e9, 13e9, 2e9, 2e9, 0.5, 0.5, 0.0, 0.0),  # one core of a server, fp32
 }
 
 
@@ -120,10 +125,12 @@ def decode_step(
     sequences: float,
     context: float,
     element: int,
+    away: tuple[float, float] = (0.0, 0.0),
 ) -> dict[str, float]:
     """Seconds of one decode step of ``sequences`` rows over all ``ranks``; each row has ``context`` cached tokens.
 
-    ``tensor`` ranks share one copy of the attention, ``expert`` ranks share one copy of the experts.
+    ``tensor`` ranks share one copy of the attention, ``expert`` ranks share one copy of the experts. ``away``: the
+    shares of their traffic that leave a node.
     """
     h, layers, moe = arch.hidden_size, arch.num_layers, sum(arch.moe_layers)
     rows = sequences * tensor / ranks  # rows of one tensor group
@@ -132,14 +139,13 @@ def decode_step(
     whole = active_parameters(arch) - moe * arch.experts_per_token * one_expert
     weights = (moe * used * one_expert / expert + whole / tensor) * element
     cache = rows * context * 2 * layers * max(1, arch.num_kv_heads / tensor) * arch.head_dim * element
-    exchanged = 4 * layers * rows * h * element * (tensor - 1) / tensor  # two all-reduces for each layer
-    if expert > tensor:
-        exchanged += 2 * moe * sequences / ranks * arch.experts_per_token * h * element
+    reduced = 4 * layers * rows * h * element * (tensor - 1) / tensor  # two all-reduces for each layer
+    traded = 2 * moe * sequences / ranks * arch.experts_per_token * h * element * (expert > tensor)
     seconds = {
         "weights": weights / hardware.bandwidth,
         "cache": cache / hardware.bandwidth,
         "arithmetic": 2 * active_parameters(arch) * sequences / ranks / hardware.flops,
-        "exchange": exchanged / hardware.link,
+        "exchange": hardware.sends(reduced, away[0]) + hardware.sends(traded, away[1]),
     }
     return seconds | {"total": max(seconds["weights"] + seconds["cache"], seconds["arithmetic"]) + seconds["exchange"]}
 
@@ -209,7 +215,7 @@ def step_times(
     waves = -(-memory.wanted_rows // max(1, memory.cached_rows))
     step = functools.partial(
         decode_step, arch, hardware, ranks=layout.ranks, tensor=layout.engine_tensor, expert=layout.engine_expert,
-        element=element,
+        element=element, away=(layout.away("rollout"), layout.away_of(layout.engine_expert)),
     )  # fmt: skip
     together = -(-memory.wanted_rows // waves) * layout.replicas
     decode = step(sequences=together, context=prompt + completion / 2)
@@ -235,7 +241,8 @@ def step_times(
         launches = passes * updates * micro_batches * hardware.eager_pass_seconds
         sent = exchange_bytes(arch, layout, trained.tokens, element, passes, ends)
         slower = _slower({"arithmetic": operations / rate}, {"launches": launches})
-        return slower | {cause: size / (hardware.link * hardware.link_share) for cause, size in sent.items()}
+        away = {"tensor exchange": layout.away("tensor"), "expert exchange": layout.away("expert")}
+        return slower | {cause: hardware.sends(size, away[cause]) / hardware.link_share for cause, size in sent.items()}
 
     frozen = sum(forward_flops(arch, trained).values())
     policy = frozen + lora_flops(arch, cfg.lora, trained.tokens) * (not cfg.trains_merged)
@@ -297,13 +304,15 @@ def _sync_seconds(
     experts = 3 * h * sum(arch.moe_layers) * arch.num_experts * arch.expert_ffn_size * mlp
     if cfg.keeps_factors_apart:
         size = 4 * lora_parameters(arch, lora, WHOLE)
-        return {"exchange": size / (hardware.link * hardware.link_share), "memory": size * 2 / hardware.bandwidth}
+        sent = hardware.sends(size, layout.away_of(layout.ranks)) / hardware.link_share
+        return {"exchange": sent, "memory": size * 2 / hardware.bandwidth}
     split_share, experts_share = split / layout.tensor, experts / layout.expert
     products = 2 * (lora.rank * split_share + lora.rank_of(True) * experts_share)
     whole = layout.engine_expert <= layout.engine_tensor
     size = (split + experts if whole else split_share + experts_share) * element
     slower = _slower({"memory": size * 2 / hardware.bandwidth}, {"arithmetic": products / hardware.flops})
-    return slower | ({"exchange": size / (hardware.link * hardware.link_share)} if whole else {})
+    sent = hardware.sends(size, layout.away_of(layout.ranks)) / hardware.link_share
+    return slower | ({"exchange": sent} if whole else {})
 
 
 def gradient_bytes(arch: Architecture, lora: LoraConfig, layout: RankGrid) -> dict[str, float]:
@@ -339,7 +348,10 @@ def _optimizer_seconds(
     size = 4 * lora_parameters(arch, cfg.lora, layout)
     # 13 passes: two copies into and out of the message, clipping, and AdamW's four reads and three writes.
     seconds = {
-        "exchange": sum(gradient_bytes(arch, cfg.lora, layout).values()) / (hardware.link * hardware.link_share),
+        "exchange": sum(
+            hardware.sends(sent, layout.away(kind)) / hardware.link_share
+            for kind, sent in gradient_bytes(arch, cfg.lora, layout).items()
+        ),
         "memory": 13 * size / hardware.bandwidth,
     }
     return {cause: updates * value for cause, value in seconds.items()}
@@ -351,48 +363,9 @@ def assumptions(hardware: Hardware, prompt: float, completion: float, longest: f
     return (
         f"{hardware.flops / 1e12:g} TFLOP/s at {hardware.training_share:.0%} in training, "
         f"{hardware.bandwidth / 1e12:g} TB/s, {hardware.link / 1e9:g} GB/s link at {hardware.link_share:.0%}, "
-        "the same between nodes, "
+        f"{hardware.between_nodes / 1e9:g} GB/s between nodes, "
         f"a decode step takes at least {hardware.decode_step_seconds * 1e3:g} ms, a pass without a graph "
         f"{hardware.eager_pass_seconds * 1e3:g} ms, "
         f"prompts of {prompt:g} and completions of {completion:g} tokens in the mean, the longest of {longest:g}; "
         f"{dropped * (dynamic_rounds > 0)}a roofline, not a measurement"
     )
-
-
-def advice(cfg: Config, times: Times, phase: str) -> str:
-    """A change that would shorten ``phase``."""
-    bound = times.bound(phase)
-    larger = "optim.tokens_per_micro_batch" if times.micro_batches > 1 else "optim.prompts_per_update"
-    in_decode = phase == "decode"
-    rules = (
-        (
-            in_decode and times.waves > 1,
-            f"sampling takes {times.waves} waves: more rollout.kv_cache_mib; above {MOST_SEQUENCES} rows more replicas",
-        ),
-        (
-            in_decode and bound == "launches" and cfg.rollout.enforce_eager,
-            "rollout.enforce_eager=false: graphs launch a step at once",
-        ),
-        (
-            phase == "old policy",
-            "one update a step (optim.prompts_per_update = rollout.prompts_per_step) needs no such pass",
-        ),
-        (
-            phase == "update backward" and cfg.model.recompute,
-            "model.recompute=false saves a forward pass, if the activations fit",
-        ),
-        (bound == "launches" and not in_decode, f"fuller micro-batches: a larger {larger}"),
-        (in_decode and bound == "launches", "more sequences a step cost almost nothing"),
-        (
-            in_decode and bound == "weights",
-            "a larger rollout.tensor reads fewer bytes a rank, more sequences share each read",
-        ),
-        (in_decode and bound == "cache", "shorter completions, or more ranks"),
-        (in_decode and bound == "exchange", "a smaller rollout.tensor"),
-        (phase == "sync", "fewer lora.targets: what is not adapted does not travel"),
-        (phase == "optimizer", "a smaller lora.expert_rank, fewer updates a step"),
-        (phase == "reference" and bound == "arithmetic", "loss.kl=none needs no such pass; or more ranks"),
-        (bound == "expert exchange", "experts trade rows: a smaller parallel.expert, if the experts fit"),
-        (bound == "tensor exchange", "a smaller parallel.tensor, if attention and vocabulary fit"),
-    )
-    return next((change for holds, change in rules if holds), "more ranks")

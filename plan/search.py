@@ -58,7 +58,7 @@ def broken_rules(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
 
 def judge(cfg: Config, ranks: int, setting: Setting) -> Verdict:
     """Apply every rule of inputs/config_rules.py, then compare the planned memory with the device's."""
-    arch, layout = setting.arch, grid.of(cfg, ranks)
+    arch, layout = setting.arch, grid.of(cfg, ranks, setting.ranks_per_node)
     if reasons := broken_rules(cfg, arch, ranks):
         return Verdict(cfg, layout, reasons)
     hardware = roofline.HARDWARE[setting.device]

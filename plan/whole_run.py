@@ -90,6 +90,7 @@ def evaluation_seconds(verdict: Verdict, setting: Setting, questions: int) -> fl
                 part = decode_step(
                     setting.arch, hardware, ranks=layout.ranks, tensor=layout.engine_tensor,
                     expert=layout.engine_expert, element=ELEMENT_BYTES[cfg.model.dtype],
+                    away=(layout.away("rollout"), layout.away_of(layout.engine_expert)),
                     sequences=max(1, running * share), context=prompt + tokens,
                 )  # fmt: skip
                 seconds += steps * sum(decode_causes(part, hardware, cfg.rollout.enforce_eager).values())

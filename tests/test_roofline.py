@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+import preflight
 from config import load_config
 from inputs import hf_config
 from plan import grid, roofline
@@ -88,11 +89,11 @@ def test_a_push_takes_the_longer_of_its_products_and_its_writes(flops: float, ca
 def test_the_cause_of_a_phase_is_named_with_what_to_change():
     times, cfg = planned(hardware=dataclasses.replace(NPU, link=40e9))
     assert planned()[0].bound("reference") == "arithmetic" and times.bound("reference") == "expert exchange"
-    assert "parallel.expert" in roofline.advice(cfg, times, "reference")
+    assert "parallel.expert" in preflight.advice(cfg, times, "reference")
     times, cfg = planned("parallel.expert=16", ranks=32)
     small, _ = planned("parallel.expert=16", "lora.expert_rank=4", ranks=32)
     assert 3 < times.phases["optimizer"] / small.phases["optimizer"] < 8
-    assert "lora.expert_rank" in roofline.advice(cfg, times, "optimizer")
+    assert "lora.expert_rank" in preflight.advice(cfg, times, "optimizer")
 
 
 def test_experts_exchange_and_active_parameters_are_those_worked_out_by_hand():
@@ -102,6 +103,28 @@ def test_experts_exchange_and_active_parameters_are_those_worked_out_by_hand():
     assert found["tensor exchange"] == 0
     assert 4 * found["expert exchange"] / (196e9 / 2) == pytest.approx(2.17, rel=0.01)
     assert roofline.active_parameters(QWEN3) == pytest.approx(3.04e9, rel=0.002)
+
+
+def test_what_leaves_a_node_goes_at_the_rate_between_nodes():
+    """Two nodes of 16. Of 31 other expert ranks, 16 are on the other node; a die has 25 GB/s there and 196 GB/s here.
+
+    Of the 8 ranks that hold the same attention, 4 are there. With EP16 both ranks that hold the same experts are apart.
+    """
+    cfg = load_config("configs/qwen3.yaml", ["parallel.expert=32"])
+    within, across = (grid.of(cfg, 32, ranks_per_node) for ranks_per_node in (32, 16))
+    kinds = ("tensor", "expert", "data", "expert_data", "rollout")
+    assert [within.away(kind) for kind in kinds] == [0, 0, 0, 0, 0]
+    assert [across.away(kind) for kind in kinds] == [0, 16 / 31, 4 / 7, 0, 0]
+    ep16 = grid.of(load_config("configs/qwen3.yaml", ["rollout.expert_parallel=false"]), 32, 16)
+    assert (ep16.away("expert"), ep16.away("expert_data")) == (0, 1)
+    assert NPU.sends(1e9, 0) == 1 / 196 and NPU.sends(1e9, 16 / 31) == pytest.approx(16 / 31 / 25)
+    assert NPU.sends(1e9, 0.01) == pytest.approx(0.99 / 196)  # the link takes longer while little leaves
+    memory = step_memory(cfg, QWEN3, within, "npu", 61 * 2**30)
+    slow, fast = (roofline.step_times(cfg, QWEN3, one, NPU, memory, 120, 256, 256).causes for one in (across, within))
+    for phase in ("reference", "update forward", "update backward"):
+        ratio = slow[phase]["expert exchange"] / fast[phase]["expert exchange"]
+        assert ratio == pytest.approx(16 / 31 / 25 * 196)
+        assert slow[phase]["tensor exchange"] == fast[phase]["tensor exchange"]
 
 
 def test_more_work_takes_longer_and_more_ranks_do_not():
@@ -117,7 +140,7 @@ def test_more_work_takes_longer_and_more_ranks_do_not():
 def test_a_small_cache_takes_waves_and_is_named_as_the_cause():
     times, cfg = planned("rollout.kv_cache_mib=512", completion=1024)
     assert times.waves > 1 and times.phases["decode"] > planned(completion=1024)[0].phases["decode"]
-    assert times.bottleneck == "decode" and "rollout.kv_cache_mib" in roofline.advice(cfg, times, "decode")
+    assert times.bottleneck == "decode" and "rollout.kv_cache_mib" in preflight.advice(cfg, times, "decode")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +150,7 @@ def test_decoding_waits_for_launches_with_and_without_graphs(eager, step_ms, wha
     """Published decode steps of this kind take 20 to 34 ms, while their roofline is 5 ms."""
     times, cfg = planned(f"rollout.enforce_eager={eager}")
     assert times.causes["decode"] == {"launches": pytest.approx(256 * step_ms / 1e3)}
-    assert what in roofline.advice(cfg, times, "decode")
+    assert what in preflight.advice(cfg, times, "decode")
 
 
 def test_decoding_ends_with_the_longest_row_of_which_others_have_ended():
