@@ -74,6 +74,8 @@ launch() {
         torchrun+=(--rdzv-backend=c10d --rdzv-endpoint="$RENDEZVOUS" --rdzv-id=grpo)
         if [ "${RENDEZVOUS%%:*}" = localhost ]; then torchrun+=(--local-addr=localhost)
         elif [ -n "${ADDRESS:-}" ]; then torchrun+=(--local-addr="$ADDRESS"); fi
+        # torchrun keeps the store on the machine of RENDEZVOUS, and may not know its own by that address.
+        [ "${RENDEZVOUS%:*}" != "${ADDRESS:-}" ] || torchrun+=(--rdzv-conf=is_host=1)
     fi
     torchrun+=("${program[@]}" "$CONFIG" "${overrides[@]}")
 

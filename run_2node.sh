@@ -32,7 +32,7 @@ cd "$(dirname "$0")"
 CONFIG=configs/qwen3.yaml NODES=2 EXTRA=()
 if [ -n "$INTERFACE" ]; then
     export GLOO_SOCKET_IFNAME="$INTERFACE"   # otherwise gloo chooses the interface of the host's name
-    export HCCL_SOCKET_IFNAME="$INTERFACE"   # otherwise HCCL chooses one
+    export HCCL_SOCKET_IFNAME="=$INTERFACE"  # the whole name, otherwise a beginning; without it HCCL chooses one
 fi
 if [ -n "$ADDRESS" ]; then
     export HCCL_IF_IP="$ADDRESS"             # HCCL takes it before the interface

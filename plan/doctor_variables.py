@@ -62,11 +62,12 @@ def check_network(machine: Machine) -> list[Finding]:
     there = {path.name for path in (machine.root / "sys/class/net").glob("*")}
     address, nodes = machine.env.get("HCCL_IF_IP", ""), machine.number("NODES", 1) or 1
     wanted = {name: machine.env.get(name, "") for name in ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")}
-    absent = [
-        f"{variable}={text}"
-        for variable, text in wanted.items()
-        if text and text[0] not in "^" and not any(one.startswith(text.lstrip("=").split(",")[0]) for one in there)
-    ]
+    absent = []
+    for variable, text in wanted.items():
+        names, whole = text.lstrip("=").split(","), text.startswith("=") or variable.startswith("GLOO")
+        if text and not text.startswith("^"):
+            found = [one for one in there for name in names if one == name or (not whole and one.startswith(name))]
+            absent += [f"{variable}={text}"] * (not found)
     has = f"this machine has {', '.join(sorted(there - {'lo'})) or 'no interface'}"
     return every(
         "network",

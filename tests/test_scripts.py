@@ -357,7 +357,10 @@ def test_two_machines_spread_the_experts_over_all_dies_and_take_their_own_addres
     own = {"RANKS_PER_NODE": dies, "INTERFACE": "eth1", "ADDRESS": "192.0.2.1"}
     lines, command = run_scripts.planned("run_2node.sh", **own)
     assert "tp{}_ep{}".format(*checked(command, QWEN3_30B_A3B)) == layout and "--local-addr=192.0.2.1" in command
-    assert {"export HCCL_IF_IP=192.0.2.1", "export HCCL_SOCKET_IFNAME=eth1"} <= set(lines)
+    assert "--rdzv-conf=is_host=1" not in command  # the other machine is "first"
+    _, first = run_scripts.planned("run_2node.sh", **own, RENDEZVOUS="192.0.2.1:29400")
+    assert "--rdzv-conf=is_host=1" in first
+    assert {"export HCCL_IF_IP=192.0.2.1", "export HCCL_SOCKET_IFNAME==eth1"} <= set(lines)
     assert not any("rollout.expert_parallel=false" in word for word in command)  # pushed locally
     _, groups = run_scripts.planned("run_2node.sh", "--groups", **own)
     place = command.index("train_grpo.py")
@@ -368,7 +371,7 @@ def test_two_machines_meet_where_they_are_told() -> None:
     lines, command = run_scripts.planned("run_2node.sh", INTERFACE="eth1", RANKS_PER_NODE="8")
     assert {"--rdzv-backend=c10d", "--rdzv-endpoint=first:29400", "--nproc_per_node=8"} <= set(command)
     assert "--max-restarts=0" in command and "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in lines
-    assert {"export GLOO_SOCKET_IFNAME=eth1", "export HCCL_SOCKET_IFNAME=eth1"} <= set(lines)
+    assert {"export GLOO_SOCKET_IFNAME=eth1", "export HCCL_SOCKET_IFNAME==eth1"} <= set(lines)
     _, command = run_scripts.planned("run_2node.sh", DEVICE="cpu", RESTARTS="2", RENDEZVOUS="")
     alone = {"--rdzv-endpoint=localhost:29400", "--local-addr=localhost", "--nproc_per_node=1", "--max-restarts=2"}
     assert alone | {"configs/tiny_cpu.yaml", "device=cpu"} <= set(command)
