@@ -250,8 +250,8 @@ def _chat_text(turns: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase,
     for name in data.chat_template_kwargs:
         if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
             raise InputError(
-                f"data.chat_template_kwargs.{name}: the chat template of {tokenizer.name_or_path} does not read it; "
-                "needed: a variable of the template (for example enable_thinking, where a model can think)"
+                f"data.chat_template_kwargs.{name}: the model's chat template does not read it; needed: "
+                "leave it out (enable_thinking, for example, is read by the models that can think)"
             )
     messages = [{"role": role, "content": content} for role, content in turns]
     try:

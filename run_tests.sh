@@ -19,6 +19,10 @@ SERVE_DIR=${SERVE_DIR:-.cache/serve}          # the packages of a server of vLLM
 TORCH_NPU_DIR=${TORCH_NPU_DIR-.cache/torch_npu-2.13.0} # torch_npu that fits the torch of cpu.txt; empty: none
 # ---------------------------------------------------------------------------------------------------------------------
 
+if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
+    awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' "$0"
+    exit
+fi
 cd "$(dirname "$0")"
 
 export MEGATRON_0_12_DIR              # the parity tests import it instead of the installed version

@@ -564,7 +564,7 @@ UNFIT = {  # template, section, message
     "a misspelled name": (
         HYBRID,
         {"chat_template_kwargs": {"enable_thinkin": False}},
-        r"data.chat_template_kwargs.enable_thinkin: the chat template .* does not read it",
+        r"data.chat_template_kwargs.enable_thinkin: the model's chat template does not read it",
     ),
     "a name of transformers": (HYBRID, {"chat_template_kwargs": {"messages": []}}, "the chat template fails"),
     "no template": (
