@@ -126,7 +126,7 @@ FAULTS = {
         planted.always_the_first_step, ["checks.sampling: step 3: the same 4 of 40 questions for the 3rd time"]
     ),
     "trained on the held-out file": Fault(
-        planted.trained_on_the_held_out_file, ["data: 9 held-out questions are training questions as well"],
+        planted.trained_on_the_held_out_file, ["data: 9 held-out questions of data.test_path are training questions"],
         kind=InputError,
     ),
     "asks held-out questions": Fault(
