@@ -56,7 +56,7 @@ class Scorer:
                 sys.stderr.write(failure.trace)
                 raise InputError(
                     f"reward.function: {self.reward.function} {failure.cause}; "
-                    f"question {str(call.row.get('question', ''))[:60]!r}, completion {call.completion[:60]!r}"
+                    f"question {str(call.row.get('question', call.row))[:60]!r}, completion {call.completion[:60]!r}"
                 )
         return [Score(0.0, False, False) if isinstance(score, Failure) else Score(*score) for score in scores]
 

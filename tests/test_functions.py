@@ -81,6 +81,16 @@ def test_a_fault_of_a_reward_names_the_question_and_ends_soon(name: str, said: s
     assert ("in crash" in capfd.readouterr().err) == (name == "crash")  # its traceback
 
 
+def test_a_fault_of_a_reward_shows_the_row_where_the_column_of_the_question_has_another_name(capfd) -> None:
+    scorer = Scorer(RewardConfig(function=f"{OWN}:crash"))
+    try:
+        assert "question \"{'problem': 'How many pens?'}\"" in refused(
+            scorer, [Call("x", "1", {"problem": "How many pens?"})]
+        )
+    finally:
+        scorer.close()
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
