@@ -131,14 +131,17 @@ def _checked(key: str, named: str, argument: str, check: Callable[[Any, Any], st
 
 def try_out(cfg: Config) -> None:
     """Call the functions of advantage and loss once, with small tensors; InputError for what a run would refuse."""
+    of_rewards, of_tokens = advantage(cfg.loss.advantage), token_loss(cfg.loss.kind)
+    if not (callable(of_rewards) or callable(of_tokens)):
+        return
     import torch
 
     rewards = torch.rand(
         cfg.rollout.prompts_per_step, cfg.rollout.group_size, generator=torch.Generator().manual_seed(0)
     )
-    if callable(of_rewards := advantage(cfg.loss.advantage)):
+    if callable(of_rewards):
         of_rewards(rewards)
-    if callable(of_tokens := token_loss(cfg.loss.kind)):
+    if callable(of_tokens):
         from grpo import LossInputs
 
         logp, clip = -rewards[:2], (cfg.loss.clip_low, cfg.loss.clip_high, cfg.loss.dual_clip)

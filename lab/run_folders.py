@@ -20,9 +20,10 @@ def merged(folder: Path) -> list[dict[str, Any]]:
     evaluation also holds the gold answers.
     """
     rows: dict[int, dict[str, Any]] = {}
-    first = first_step(folder)
-    for name, before in (("metrics.jsonl", first), ("timing.jsonl", first), ("eval.jsonl", 0)):
-        for line in read_lines(folder / name):
+    metrics, timing, evaluations = (read_lines(folder / f"{name}.jsonl") for name in ("metrics", "timing", "eval"))
+    first = first_step(metrics)
+    for lines_of, before in ((metrics, first), (timing, first), (evaluations, 0)):
+        for line in lines_of:
             rows.setdefault(step := line["step"] - before, {}).update(line, step=step)
     path = folder / "eval_outcomes.jsonl"
     outcomes = [validated(Answers, line, path) for line in read_lines(path)]
@@ -42,9 +43,9 @@ def merged(folder: Path) -> list[dict[str, Any]]:
     return [rows[step] for step in sorted(rows)]
 
 
-def first_step(folder: Path) -> int:
-    """The number of the first step in the files of a run's folder: 1, or 0 before version 0.2."""
-    return next((line["step"] for line in read_lines(folder / "metrics.jsonl")), 1)
+def first_step(metrics: list[dict[str, Any]]) -> int:
+    """The number of the first step in the files of a run: 1, or 0 before version 0.2."""
+    return metrics[0]["step"] if metrics else 1
 
 
 def from_run(folder: Path, record_id: str, to_keep: bool = True) -> Run:
@@ -63,7 +64,7 @@ def from_run(folder: Path, record_id: str, to_keep: bool = True) -> Run:
             "command": read_text(folder / "command.txt").strip(),
             "result": finished.get("result", ""),
             "checks_fired": finished.get("checks", {}),
-            "first_step": first_step(folder),
+            "first_step": first_step(read_lines(folder / "metrics.jsonl")),
             "resumed": sum(1 for _ in folder.glob("resume-*")),
             "config_hash": read_object(folder / "run.json")["config_hash"],
             "config": config,
