@@ -203,8 +203,9 @@ def all_pieces(model: torch.nn.Module, arch: Architecture, adapters: dict[str, A
     """Every LoRA factor of this rank, and every frozen weight under the Hugging Face name of its first block."""
     pieces = adapter_pieces(adapters, arch, parallel)
     for slot in weights_hf.slots(model, arch, parallel):
-        shard = parallel.shards(slot.expert is not None).rank if slot.dim is not None else ""
-        pieces[slot.names[0], str(shard)] = slot.weight
+        shard = parallel.shards(slot.experts is not None).rank if slot.dim is not None else ""
+        matrices = slot.weight[None] if slot.experts is None else slot.weight
+        pieces |= {(names[0], str(shard)): matrix for names, matrix in zip(slot.blocks, matrices, strict=True)}
     return pieces
 
 
@@ -223,30 +224,30 @@ def update_kept(
     for slot in weights_hf.slots(model, arch, parallel):
         if (adapter := slot.adapter) is None:
             continue
-        first, second = (adapter.B, adapter.A) if slot.expert is None else (adapter.A, adapter.B)
-        if slot.expert is not None:
-            first, second = first[slot.expert], second[slot.expert]
+        first, second = adapter.products(slot.experts)
         kind = slot.kind if slot.kind in ("attention", "experts", "router") else "mlp"
-        rows, dtype = slice(None, None, -(-len(first) // SAMPLED_ROWS)), slot.stored.dtype
-        first = first[rows]
-        update = adapter.scale * (first @ second)
+        every, dtype = -(-first.shape[-2] // SAMPLED_ROWS), slot.stored.dtype
+        first = first[..., ::every, :]
+        update, error = both = first.new_empty(2, *first.shape[:-1], second.shape[-1])  # U and C - U
+        torch.matmul(first, second, out=update).mul_(adapter.scale)
         if factors_apart:
             pair = (factor if kind == "router" else factor.to(dtype).float() for factor in (first, second))
-            change = adapter.scale * torch.matmul(*pair)
+            change = torch.matmul(*pair).mul_(adapter.scale)
         else:
-            weight = slot.weight[rows].float()
-            change = (weight + update).to(dtype).float() - weight
-        change, update = change.flatten(), update.flatten()
-        parts = torch.stack([change @ update, update @ update, (change - update).square().sum()])
+            weight = slot.weight[..., ::every, :]
+            change = (update + weight).to(dtype).float().sub_(weight)
+        torch.sub(change, update, out=error)
+        products = both.flatten(1) @ both.flatten(1).t()  # (2, 2)
         copies = min(map(parallel.copies, (adapter.A, adapter.B)))  # of this shard, on as many ranks
-        sums[kind] = sums.get(kind, 0) + parts * (slot.stored.shape.numel() / update.numel() / copies)
+        share = slot.stored.shape.numel() / update.numel() / copies
+        sums[kind] = products.mul_(share) if kind not in sums else sums[kind].add_(products, alpha=share)
     totals = parallel.sum_over_ranks(torch.stack(list(sums.values())))
     by_kind = {f"_{kind}": total for kind, total in zip(sums, totals, strict=True)} | {"": totals.sum(0)}
     metrics = {}
     for ending, total in by_kind.items():
-        both, own, error = total.tolist()
-        metrics[f"sync/update_share{ending}"] = both / own if own else 1.0
-        metrics[f"sync/update_error{ending}"] = (error / own) ** 0.5 if own else 0.0
+        (own, both), (_, lost) = total.tolist()  # <U, U>, <U, C - U>; <C - U, C - U>
+        metrics[f"sync/update_share{ending}"] = 1 + both / own if own else 1.0
+        metrics[f"sync/update_error{ending}"] = (lost / own) ** 0.5 if own else 0.0
     return metrics
 
 

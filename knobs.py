@@ -402,6 +402,11 @@ class Config(Section):
         return not (altered or rollout.dynamic_rounds)  # dynamic sampling chooses groups by their outcomes
 
     @property
-    def has_old_policy_pass(self) -> bool:
-        """Whether a step computes the log-probs of the policy before its first update: for later updates, or for r2."""
-        return self.rollout.prompts_per_step > self.optim.prompts_per_update or self.replay.mode == "r2"
+    def old_policy_share(self) -> float:
+        """The share of a step's tokens whose log-probs are computed before its first update: of all later updates.
+
+        In the first update the policy that sampled still learns, so its ratio is 1. Under r2 this pass also records the
+        routes, of all tokens.
+        """
+        first = 0 if self.replay.mode == "r2" else self.optim.prompts_per_update
+        return 1 - first / self.rollout.prompts_per_step

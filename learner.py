@@ -90,10 +90,10 @@ class Learner:
         updates = [self._pack(batch, completions, list(range(i, i + per_update)), advantages) for i in firsts]
         old_logp: dict[tuple[int, int], Tensor] = {}
         surprises = [self._old_stats(micro)[0].surprise() for update in updates for micro in update.left_out]
-        if len(updates) > 1 or cfg.replay.mode == "r2":
-            # With one update, the policy that sampled is the policy that learns, and its ratio is 1 without this pass.
+        if cfg.old_policy_share:
+            first = 0 if cfg.replay.mode == "r2" else 1  # the ratio of the first update is 1 without this pass
             with timer.phase("old_logp"):
-                for number, update in enumerate(updates):
+                for number, update in enumerate(updates[first:], first):
                     for i, micro in enumerate(update.micro_batches):
                         stats, micro.routes, micro.replayed = self._old_stats(micro)
                         old_logp[number, i] = stats.logp
@@ -111,7 +111,7 @@ class Learner:
                 with timer.phase("update"), self._routed(micro, count=True):
                     loss, metrics, gap, surprise = self._loss(micro, old_logp.get((number, i)), ref_logp, update.counts)
                     loss.backward()  # under replay too: activation recompute routes the tokens again
-                if not old_logp:
+                if (number, i) not in old_logp:
                     surprises.append(surprise)
                 del loss  # free the autograd graph before the next forward pass
                 if micro.packing is not None:

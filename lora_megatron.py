@@ -22,6 +22,7 @@ from torch import Tensor
 import kernels
 from config import derive_seed
 from inputs.files import InputError
+from inputs.hf_config import STACK
 from knobs import LoraConfig
 from model_megatron import GroupedLinear
 from parallel_setup import Factor, Parallel
@@ -55,9 +56,23 @@ def _using(module: torch.nn.Module, weight: Tensor) -> Iterator[None]:
             module._parameters["weight"] = own
 
 
-def merge(weight: Tensor, first: Tensor, second: Tensor, scale: float) -> Tensor:
-    """W + scale x (first @ second), in fp32 and cast once.  (m, n), fp32 (m, R), fp32 (R, n) -> (m, n)"""
-    return (first @ second).mul_(scale).add_(weight).to(weight.dtype)
+def merge(weight: Tensor, first: Tensor, second: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
+    """W + scale x (first @ second), in fp32 and cast once.  (.., m, n), fp32 (.., m, R), fp32 (.., R, n) -> (.., m, n)
+
+    A stack of matrices takes as many kernels as one matrix. (torch.baddbmm would round otherwise.)
+    """
+    merged = (first @ second).mul_(scale).add_(weight)
+    return merged.to(weight.dtype) if out is None else out.copy_(merged)
+
+
+def stacks(shape: tuple[int, ...]) -> list[slice]:
+    """The experts of a (E, m, n) in parts that are merged at once.
+
+    Trainer and push merge the same parts, because a product of others may round differently.
+    """
+    experts, rows, columns = shape
+    size = max(1, STACK // (rows * columns))
+    return [slice(first, min(first + size, experts)) for first in range(0, experts, size)]
 
 
 class Adapter(torch.nn.Module):
@@ -71,13 +86,16 @@ class Adapter(torch.nn.Module):
         self.scale, self.merges, self.enabled = alpha / rank, merges, True
 
     @torch.no_grad()
-    def merged(self, weight: Tensor, expert: int | None = None) -> Tensor:
+    def merged(self, weight: Tensor, experts: slice | None = None, out: Tensor | None = None) -> Tensor:
         """W + (alpha / R) B A for the shard ``weight`` of W, in fp32 and cast once.
 
-        The shard is (out, in); with ``expert`` it is that of one local expert, (in, out).
+        The shard is (out, in); with ``experts`` it is that of these local experts, (e, in, out).
         """
-        first, second = (self.B, self.A) if expert is None else (self.A[expert], self.B[expert])
-        return merge(weight, first, second, self.scale)
+        return merge(weight, *self.products(experts), self.scale, out)
+
+    def products(self, experts: slice | None) -> tuple[Tensor, Tensor]:
+        """What is multiplied to the update of `merged`, the left factor first."""
+        return (self.B, self.A) if experts is None else (self.A[experts], self.B[experts])
 
 
 class LoRALinear(Adapter):
@@ -139,10 +157,9 @@ class LoRAGroupedLinear(Adapter):
         if not (self.enabled and self.merges):
             y = self.base(x, tokens_per_expert)
             return y.add_(self._update(x, tokens_per_expert)) if self.enabled else y
-        # Expert by expert as in the push (weights_hf.merged): a product of all of them may round differently.
         weight = torch.empty(self.base.shape, dtype=self.base.dtype, device=self.A.device)
-        for expert in range(len(weight)):
-            weight[expert] = self.merged(self.base.matrix(expert), expert)
+        for part in stacks(self.base.shape):
+            self.merged(self.base.matrices(part), part, out=weight[part])
         with _using(self.base, weight):
             y = self.base(x, tokens_per_expert)
         return _GradientOf.apply(y, self._update(x.detach(), tokens_per_expert)) if torch.is_grad_enabled() else y

@@ -366,9 +366,9 @@ class GroupedLinear(Quantised):
         else:
             self.hold(quantisation, (num_experts, out_size, in_size), blocks, dtype)
 
-    def matrix(self, expert: int) -> Tensor:
-        """The matrix of one expert, or what its codes stand for.  -> (in, out)"""
-        return self.weight[expert] if self.quantisation == "none" else self.packed[expert].dequantised().t()
+    def matrices(self, experts: slice) -> Tensor:
+        """The matrices of these experts, or what their codes stand for.  -> (e, in, out)"""
+        return self.weight[experts] if self.quantisation == "none" else self.packed[experts].dequantised().mT
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
         """(N, in), (E,) -> (N, out)"""

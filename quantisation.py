@@ -37,9 +37,9 @@ class Packed:
         *experts, out, words = self.codes.shape
         return torch.Size([*experts, out, words * FORMATS[self.format].per_word])
 
-    def __getitem__(self, expert: int) -> "Packed":
-        """One matrix of a stack; views."""
-        return replace(self, codes=self.codes[expert], scales=self.scales[expert], factors=self.factors[expert])
+    def __getitem__(self, experts: int | slice) -> "Packed":
+        """One matrix of a stack, or a smaller stack; views."""
+        return replace(self, codes=self.codes[experts], scales=self.scales[experts], factors=self.factors[experts])
 
     def pieces(self, most_bytes: int, *, along_out: bool) -> Iterator["Packed"]:
         """Views of all experts that cover the matrices in order, along out or along the input.

@@ -33,7 +33,7 @@ from knobs import Config
 from lab import run_page, trackers
 from learner import Learner
 from parallel_setup import Parallel
-from plan import memory, utilisation
+from plan import utilisation
 from rollout import Rollout, Sampled
 from runlog import Heartbeat
 from tripwires import Tripwires
@@ -152,9 +152,9 @@ class Run:
         self.engine.close()
         if peak:
             place = (self.parallel.world_size, self.parallel.device.type)
-            self.log.say(memory.beside_plan(self.cfg, self.inputs.arch, *place, *peak))
+            self.log.say(utilisation.memory_beside_plan(self.cfg, self.inputs.arch, *place, *peak))
         if self.parallel.expert > 1 and self.learner.router_load.fullest:
-            self.log.say(memory.imbalance_beside_plan(self.learner.router_load.fullest))
+            self.log.say(utilisation.imbalance_beside_plan(self.learner.router_load.fullest))
         summaries = self.log.evaluations()  # none on other ranks than 0
         self.log.finish(evaluate.result_line(summaries[0], summaries[-1], self.cfg.data.source) if summaries else "")
         if self.parallel.rank == 0:

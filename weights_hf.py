@@ -1,8 +1,8 @@
 """Hugging Face safetensors <-> the Megatron shards of this rank, streamed in both directions, with LoRA merged or not.
 
 A Megatron weight consists of one or more Hugging Face tensors ("blocks": q, k, v or gate, up). Each block is split over
-the tensor ranks, and the shares are joined. A `Slot` describes one weight, and everything below follows from the list
-of slots. Nothing is ever unpickled.
+the tensor ranks, and the shares are joined. A `Slot` describes one weight, or a stack of experts' weights, and
+everything below follows from the list of slots. Nothing is ever unpickled.
 """
 
 import functools
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from architecture import Architecture, modules, tensor_shapes
 from inputs.files import InputError, first_three, read_object, read_tensors
-from lora_megatron import Adapter, attached
+from lora_megatron import Adapter, attached, stacks
 from parallel_setup import Parallel, Shards
 from quantisation import Packed, Quantised, stored_shapes
 
@@ -31,20 +31,28 @@ MESSAGE = 2**24  # maximum number of elements in one all-gather: small experts a
 class Slot:
     """One Megatron weight of this rank and the Hugging Face tensors that it consists of."""
 
-    stored: Tensor | Packed  # the shard of this rank; for a routed expert the matrix of one expert
-    names: tuple[str, ...]  # the blocks, in the order in which they are joined along dim
+    stored: Tensor | Packed  # the shard of this rank; of routed experts a stack
+    names: tuple[
+        str, ...
+    ]  # the blocks, in the order in which they are joined along dim; of experts one after the other
     dim: int | None = None  # dimension of the Hugging Face tensors that is split over ranks; None: every rank holds all
     qkv_groups: int = 0  # > 0: the rows of q, k and v are interleaved by key/value group, which is Megatron's order
-    expert: int | None = None  # local index of a routed expert
+    experts: slice | None = None  # local numbers of routed experts
     adapter: Adapter | None = None  # the LoRA module, once attached
     kind: str = ""  # of the module; empty for embedding, final norm and head
 
     @property
     def weight(self) -> Tensor:
-        """The shard; of a routed expert (in, out). Of a quantised matrix, what its codes stand for."""
+        """The shard; of routed experts (e, in, out). Of quantised matrices, what their codes stand for."""
         if isinstance(self.stored, Tensor):
             return self.stored
-        return self.stored.dequantised() if self.expert is None else self.stored.dequantised().t()
+        return self.stored.dequantised() if self.experts is None else self.stored.dequantised().mT
+
+    @property
+    def blocks(self) -> list[tuple[str, ...]]:
+        """The names of the blocks of each matrix: of the one, or of each expert."""
+        size = len(self.names) // (1 if self.experts is None else self.experts.stop - self.experts.start)
+        return [self.names[first : first + size] for first in range(0, len(self.names), size)]
 
 
 # ------------------------------------------------------------------------------------------------ the map
@@ -73,9 +81,11 @@ def slots(model: torch.nn.Module, arch: Architecture, parallel: Parallel) -> Ite
                     owner = adapter if kind == "weight" else None
                     yield Slot(stored, names, module.split, groups, adapter=owner, kind=module.kind)
                     continue
-                for local in range(experts):
-                    whole = tuple(name.format(parallel.expert_rank * experts + local) for name in names)
-                    yield Slot(stored[local], whole, module.split, expert=local, adapter=adapter, kind=module.kind)
+                first, shape = parallel.expert_rank * experts, stored.shape
+                for part in stacks(shape):
+                    numbers = range(first + part.start, first + part.stop)
+                    own = tuple(name.format(number) for number in numbers for name in names)
+                    yield Slot(stored[part], own, module.split, experts=part, adapter=adapter, kind=module.kind)
         assert not held, held.keys()
     yield Slot(model.decoder.final_layernorm.weight, ("model.norm.weight",))
     if not arch.tied_head:
@@ -159,27 +169,30 @@ def load(model: torch.nn.Module, arch: Architecture, parallel: Parallel, model_d
 
     tensors = read_model(model_dir, arch)
     todo = list(slots(model, arch, parallel))
-    for slot in tqdm(todo, desc="loading weights", disable=None if parallel.rank == 0 else True, leave=False):
-        shards = parallel.shards(slot.expert is not None)
+    matrices = [(slot, place, names) for slot in todo for place, names in enumerate(slot.blocks)]
+    silent = None if parallel.rank == 0 else True
+    for slot, place, names in tqdm(matrices, desc="loading weights", disable=silent, leave=False):
+        is_expert = slot.experts is not None
+        stored, shards = slot.stored[place] if is_expert else slot.stored, parallel.shards(is_expert)
         order = functools.partial(interleave_qkv, groups=slot.qkv_groups, arch=arch) if slot.qkv_groups else None
-        if isinstance(slot.stored, Packed) and slot.names[0] not in tensors:  # a quantised checkpoint
-            parts = [slot.stored.read(tensors, name).shard(slot.dim, shards.size, shards.rank) for name in slot.names]
-            slot.stored.copy_(parts, order)
+        if isinstance(stored, Packed) and names[0] not in tensors:  # a quantised checkpoint
+            parts = [stored.read(tensors, name).shard(slot.dim, shards.size, shards.rank) for name in names]
+            stored.copy_(parts, order)
             continue
-        blocks = [tensors[name] for name in slot.names]
+        blocks = [tensors[name] for name in names]
         whole = blocks
         if slot.dim is not None:
             blocks = [block.chunk(shards.size, slot.dim)[shards.rank] for block in blocks]  # views
-        value = (blocks[0] if len(blocks) == 1 else torch.cat(blocks, slot.dim)).to(slot.stored.dtype)
+        value = (blocks[0] if len(blocks) == 1 else torch.cat(blocks, slot.dim)).to(stored.dtype)
         if not (value.sum().isfinite() or value.isfinite().all()):  # a sum takes a tenth of the time
             dtype = str(value.dtype).removeprefix("torch.")
-            raise InputError(f"{model_dir}: {' or '.join(slot.names)} holds values that are not finite in {dtype}")
-        if isinstance(slot.stored, Packed):
-            slot.stored.fill_(blocks, whole, order)
-            slot.stored.checked(f"{model_dir}: {' or '.join(slot.names)}")
+            raise InputError(f"{model_dir}: {' or '.join(names)} holds values that are not finite in {dtype}")
+        if isinstance(stored, Packed):
+            stored.fill_(blocks, whole, order)
+            stored.checked(f"{model_dir}: {' or '.join(names)}")
         else:
             value = order(value) if order else value
-            slot.stored.copy_(value.t() if slot.expert is not None else value)
+            stored.copy_(value.t() if is_expert else value)
 
 
 # ------------------------------------------------------------------------------------------------ export
@@ -197,42 +210,29 @@ def export(
     """Every whole tensor of the model under its Hugging Face name, layer by layer, with LoRA merged if ``merge``.
 
     A merged weight is W + (alpha / R) B A, computed in fp32 from the untouched base and cast once to the model's dtype.
-    Collective: every rank must consume the whole stream, and gets the same tensors. One expert of every rank is whole
-    at a time, or as many as MESSAGE allows. With ``only``, the stream has the tensors that training changes and these
-    names, together with the tensors that an engine fuses with them. Do not write into a tensor: it may be the model's
-    own memory.
+    Collective: every rank must consume the whole stream, and gets the same tensors. As many experts of every rank as
+    MESSAGE allows are gathered at a time, or one. With ``only``, the stream has the tensors that training changes and
+    these names, together with the tensors that an engine fuses with them. Do not write into a tensor: it may be the
+    model's own memory.
     """
     todo = list(slots(model, arch, parallel))
     if only is not None:
         todo = changing(todo, only, merge)
-    for together in _messages(todo, parallel.expert):
-        values = [merged(slot) if merge else slot.weight for slot in together]
-        if together[0].expert is None:
-            yield from _whole(together[0], values[0], together[0].names, arch, parallel.shards(False))
-            continue
-        mine = values[0][None] if len(values) == 1 else torch.stack(values)
-        by_rank = gather(mine, parallel.expert, parallel.expert_group)
-        for place, slot in enumerate(together):
-            for rank, peer in enumerate(by_rank):
-                number = rank * (arch.num_experts // parallel.expert) + slot.expert
-                names = tuple(re.sub(r"experts\.\d+", f"experts.{number}", name) for name in slot.names)
-                yield from _whole(slot, peer[place].t(), names, arch, parallel.shards(True))
-
-
-def _messages(todo: list[Slot], ranks: int) -> list[list[Slot]]:
-    """The slots in order, one at a time. Experts of one matrix come together if they are gathered over ``ranks``.
-
-    Every rank makes the same split, because all ranks have slots of the same shapes in the same order.
-    """
-    messages: list[list[Slot]] = []
     for slot in todo:
-        # Expert 0 begins anew.
-        most = MESSAGE // (ranks * slot.stored.shape.numel()) if ranks > 1 and slot.expert else 1
-        if messages and len(messages[-1]) < most:
-            messages[-1].append(slot)
-        else:
-            messages.append([slot])
-    return messages
+        value = merged(slot) if merge else slot.weight
+        if slot.experts is None:
+            yield from _whole(slot, value, slot.names, arch, parallel.shards(False))
+            continue
+        at_once = max(1, MESSAGE // (parallel.expert * value[0].numel()))
+        place = slot.experts.start
+        for message in value.split(at_once):
+            by_rank = gather(message, parallel.expert, parallel.expert_group)
+            for local in range(len(message)):
+                for rank, peer in enumerate(by_rank):
+                    number = rank * (arch.num_experts // parallel.expert) + place
+                    names = tuple(re.sub(r"experts\.\d+", f"experts.{number}", name) for name in slot.blocks[0])
+                    yield from _whole(slot, peer[local].t(), names, arch, parallel.shards(True))
+                place += 1
 
 
 def changing(todo: list[Slot], only: Collection[str], adapted: bool = True) -> list[Slot]:
@@ -249,7 +249,7 @@ def merged(slot: Slot) -> Tensor:
     """The shard of W + (alpha / R) B A on this rank, in fp32 from the untouched base, cast once; W without LoRA."""
     if slot.adapter is None:
         return slot.weight
-    return slot.adapter.merged(slot.weight, slot.expert)
+    return slot.adapter.merged(slot.weight, slot.experts)
 
 
 def fused_group(name: str) -> str:

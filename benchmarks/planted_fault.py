@@ -50,7 +50,7 @@ def foreign_routes(right: Function) -> Function:
 
 def lost_experts(right: Function) -> Function:
     """The adapters of the experts never reach the sampler, in training and in evaluations."""
-    return lambda slot: right(slot) if slot.expert is None else slot.weight
+    return lambda slot: right(slot) if slot.experts is None else slot.weight
 
 
 def rounded_down(right: Function) -> Function:

@@ -50,7 +50,7 @@ def compare(cfg: Config, arch: Architecture, layout: RankGrid, device: str, coun
             rows.append(_compared(name, "GiB", size, seen["peak_bytes"]))
             if planned == "update":
                 resident = sum(seen["kinds"][kind] for kind in EXACT)
-                work = plan.parts["activations"] + plan.parts["merged weights"]
+                work = sum(plan.parts[part] for part in ("activations", "merged weights", "merging in fp32"))
                 rows.append(_compared(f"activations of {name}", "GiB", work, seen["peak_bytes"] - resident))
             if planned == "optimizer" and imbalance == 1:
                 left = counted["left_bytes"]

@@ -104,16 +104,16 @@ def run(
         meter.mark(learner.parameters, "adapters")
         meter.mark((moment for each in learner.moments.values() for moment in each.values()), "moments")
         with meter.phase("push"):
-            _push(one, arch, parallel, model)
+            pushed = _push(one, arch, parallel, model)
         before = meter.held()
         _watch(learner, meter)
         for imbalance in imbalances:
             meter.suffix = confirmed.suffix(imbalance)
-            with dry_run_device.routed(imbalance), meter.phase("update"):
+            with dry_run_device.routed(imbalance, meter.wait), meter.phase("update"):
                 for factor in learner.parameters:  # the fullest micro-batch is not the first one of its update
                     factor.grad = torch.zeros_like(factor)
                 meter.mark((factor.grad for factor in learner.parameters), "gradients")
-                if cfg.has_old_policy_pass and cfg.replay.mode != "r2":  # under r2, update makes this pass
+                if cfg.old_policy_share and cfg.replay.mode != "r2":  # under r2, update makes this pass
                     for micro in learner._pack(batch, [], list(range(len(batch.lengths))), advantages).micro_batches:
                         learner._old_stats(micro)
                     del micro
@@ -125,7 +125,7 @@ def run(
             tensors, counts = learner.state()
             checkpoint.save(Path(), 1, tensors, counts, one, writes=False)
         del tensors
-    return DryRun(cfg, arch, layout, kind, meter, left, len(batch.lengths) // layout.data * length, length)
+    return DryRun(cfg, arch, layout, kind, meter, left, pushed, len(batch.lengths) // layout.data * length, length)
 
 
 def _load(cfg: Config, arch: Architecture, parallel: Parallel) -> tuple[torch.nn.Module, dict]:
@@ -145,7 +145,7 @@ class _Engine:
     """Takes what is pushed. With ``fuses`` it holds the tensors of a fused group until it is complete, as vLLM does."""
 
     def __init__(self, fuses: bool) -> None:
-        self.fuses = fuses
+        self.fuses, self.calls = fuses, 0
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         group, held = "", []
@@ -153,19 +153,22 @@ class _Engine:
             if not self.fuses or weights_hf.fused_group(name) != group:
                 group, held = weights_hf.fused_group(name), []
             held.append(tensor)
+            self.calls += 1
 
     def load_adapter(self, factors: dict[str, tuple[Tensor, Tensor]]) -> None:
-        pass
+        self.calls += len(factors)
 
 
-def _push(cfg: Config, arch: Architecture, parallel: Parallel, model: torch.nn.Module) -> None:
-    """The push of a step without noise: what training changes."""
+def _push(cfg: Config, arch: Architecture, parallel: Parallel, model: torch.nn.Module) -> int:
+    """The push of a step without noise: what training changes.  -> the tensors that the engine gets one by one"""
+    engine = _Engine(not cfg.rollout.expert_parallel)
     sync = object.__new__(weight_sync.WeightSync)  # its constructor pushes the whole model, and asks the engine
     vars(sync).update(
-        engine=_Engine(not cfg.rollout.expert_parallel), model=model, arch=arch, parallel=parallel, cfg=cfg,
+        engine=engine, model=model, arch=arch, parallel=parallel, cfg=cfg,
         noise={}, clean_norms={}, touched=set(), rounded=set(),
     )  # fmt: skip
     sync.push(0, [])
+    return engine.calls
 
 
 class _Timer(StepTimer):

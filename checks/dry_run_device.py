@@ -8,7 +8,7 @@ counts from a plan instead of from a router.
 import contextlib
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import numpy as np
@@ -191,18 +191,23 @@ def _stand_for_cuda(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def routed(imbalance: float) -> Iterator[None]:
-    """Megatron's dispatcher with planned counts: this rank's experts get ``imbalance`` x the mean number of rows."""
+def routed(imbalance: float, wait: Callable[[str], None]) -> Iterator[None]:
+    """Megatron's dispatcher with planned counts: this rank's experts get ``imbalance`` x the mean number of rows.
+
+    ``wait`` is called with a name where the real dispatcher would wait for the counts.
+    """
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
 
-    with mock.patch.object(Dispatcher, "preprocess", _planned_counts(Dispatcher.preprocess, imbalance)):
+    with mock.patch.object(Dispatcher, "preprocess", _planned_counts(Dispatcher.preprocess, imbalance, wait)):
         yield
 
 
-def _planned_counts(preprocess, imbalance: float):
+def _planned_counts(preprocess, imbalance: float, wait: Callable[[str], None]):
     def planned(self, routing_map: Tensor) -> Tensor:
         """Megatron's own, then counts as arrays of numpy: Megatron reads them like tensors on the host."""
         counts = preprocess(self, routing_map)
+        if self.cuda_sync_point != "no_sync":
+            wait("Megatron's dispatcher: numbers of rows")
         ranks, parts, local = self.ep_size, self.tp_size, self.num_local_experts
         sent = _even(routing_map.shape[0] * self.config.moe_router_topk, ranks)
         got = [int(rows * imbalance) if ranks > 1 else rows for rows in sent]

@@ -1,4 +1,5 @@
-"""What a dry run counts at torch's dispatcher: bytes that are alive, operations, and collectives, phase by phase.
+"""What a dry run counts at torch's dispatcher, phase by phase: bytes that are alive, operations, launches, collectives,
+and the calls at which the host waits for the device.
 
 Tensors of a dry run hold no data, so the meter also answers where a value decides what happens next.
 """
@@ -27,6 +28,10 @@ TORCH = str(Path(torch.__file__).parent)
 HIDDEN = (__file__, str(ROOT / "checks" / "dry_run_device.py"))  # files that stand between the trainer and torch
 ANSWER = "dry_run_answer"  # attribute of a flag: the value that it stands for
 aten, c10d = torch.ops.aten, torch.ops.c10d
+# Calls that give a tensor of the device and start nothing on it, apart from the views that torch marks.
+NO_LAUNCH = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten._unsafe_view)
+# The shape of their result depends on values, so the host waits for them.
+SIZED_BY_VALUES = (aten.nonzero, aten.masked_select, aten._unique2, aten.unique_consecutive)
 RESIDENT = ("weights", "adapters", "moments")  # there before a step and after it
 KINDS = (*RESIDENT, "gradients", "activations", "temporary")
 LISTED = 10  # largest allocations of a phase that are reported, apart from the resident ones
@@ -50,6 +55,8 @@ class Phase:
 
     parts: list[list[int]] = field(default_factory=list)  # [first, last] time of each
     operations: int = 0  # calls of torch's operators
+    launches: Counter = field(default_factory=Counter)  # operator -> calls that start work on the device
+    waits: Counter = field(default_factory=Counter)  # file and line -> calls for which the host waits for the device
     flops: Counter = field(default_factory=Counter)  # operator -> floating-point operations
     collectives: Counter = field(default_factory=Counter)  # (operator, group) -> calls
     sent: Counter = field(default_factory=Counter)  # (operator, group) -> bytes that this rank sends
@@ -75,6 +82,7 @@ class Meter(TorchDispatchMode):
         self.device, self.answers, self.experts_per_token, self.scored = device, answers, experts_per_token, 0
         self.phases: dict[str, Phase] = defaultdict(Phase)
         self.current, self.time = "", 0
+        self.started = False  # whether the device got work since the host last waited for it
         self.suffix = ""  # of the names of the phases that are entered from now on
         self.groups: dict[str, str] = {}  # torch's name of a group -> ours
         self.allocations: list[Allocation] = []
@@ -114,8 +122,10 @@ class Meter(TorchDispatchMode):
         self.time += 1
         if func.namespace == "c10d" and self.answers:
             return self._collective(func, packet, args)
-        if self.answers and packet is aten._local_scalar_dense:
-            return _value(args[0])
+        if packet is aten._local_scalar_dense:
+            self._waits_for(args[0])
+            if self.answers:
+                return _value(args[0])
         out = self._sized_by_values(packet, args) if self.answers else None
         if out is None:
             out = func(*args, **kwargs)
@@ -123,12 +133,30 @@ class Meter(TorchDispatchMode):
             setattr(out, ANSWER, packet is aten.all)
         phase = self.phases[self.current]
         phase.operations += 1
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self._see(tensor, packet.__name__)
+        results = [tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
+        for tensor in results:
+            self._see(tensor, packet.__name__)
+        given = [tensor for tensor in tree_leaves(args) if isinstance(tensor, Tensor)]
+        on_device = any(tensor.device.type == self.device for tensor in (*results, *given))
+        if on_device and func.namespace != "prim" and not func.is_view and packet not in NO_LAUNCH:
+            phase.launches[packet.__name__] += 1
+            self.started = True
+        blocks = packet in (aten._to_copy, aten.copy_) and not kwargs.get("non_blocking")
+        if packet in SIZED_BY_VALUES or (blocks and results[0].device.type != self.device):
+            self._waits_for(*given)
         if count := _flops(packet, args, kwargs, out):
             phase.flops[packet.__name__] += count
         return out
+
+    def wait(self, where: str) -> None:
+        """Note that the host waits for the device at this place, unless nothing was started since it last waited."""
+        if self.device != "cpu" and self.started:
+            self.phases[self.current].waits[where] += 1
+            self.started = False
+
+    def _waits_for(self, *tensors: Tensor) -> None:
+        if any(tensor.device.type == self.device for tensor in tensors):
+            self.wait(_caller())
 
     def _sized_by_values(self, packet: object, args: tuple) -> Tensor | None:
         """The result of an operation whose shape depends on values, or that torch refuses without data."""
@@ -218,7 +246,7 @@ class Meter(TorchDispatchMode):
 
 def _caller() -> str:
     """File and line of the repository's or Megatron's code that called torch; inside autograd, that of the backward."""
-    frame: Any = sys._getframe(2)
+    frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if name not in HIDDEN and not name.startswith((TORCH, "<")) and "/contextlib" not in name:

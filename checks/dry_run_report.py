@@ -22,6 +22,7 @@ class DryRun:
     kind: str  # cpu | cuda | npu
     meter: Meter
     left: int  # bytes that are alive after the update and were not before it
+    pushed: int  # tensors that the engine gets one by one at a push
     tokens: int  # of the micro-batch on this rank
     length: int  # of its rows
 
@@ -38,6 +39,9 @@ def figures(done: DryRun, rank: int, imbalances: Sequence[float]) -> dict:
             "kinds": peak.kinds,
             "largest": [{"bytes": size, "count": count, "where": where} for size, count, where in peak.largest],
             "operations": seen.operations,
+            "launches": seen.launches.total(),
+            "launches_by_operator": dict(seen.launches.most_common()),
+            "waits": dict(seen.waits.most_common()),
             "flops": sum(seen.flops.values()),
             "flops_by_operator": dict(seen.flops),
             "collectives": [
@@ -52,6 +56,7 @@ def figures(done: DryRun, rank: int, imbalances: Sequence[float]) -> dict:
         "tokens": done.tokens,
         "length": done.length,
         "left_bytes": done.left,
+        "pushed_tensors": done.pushed,
         "phases": phases,
     }
 
@@ -62,12 +67,19 @@ def as_text(counted: dict, rows: list[confirmed.Compared], title: str) -> str:
     lines = [
         title,
         "",
-        f"GiB at the fullest moment of {'':7}    all {''.join(f'{kind:>12}' for kind in KINDS)}   TFLOP",
+        f"GiB at the fullest moment of {'':7}    all {''.join(f'{kind:>12}' for kind in KINDS)}   TFLOP launches waits",
     ]
     for name, phase in counted["phases"].items():
         kinds = "".join(f"{phase['kinds'][kind] / gib:12.3f}" for kind in KINDS)
-        lines.append(f"  {name:30} {phase['peak_bytes'] / gib:7.3f} {kinds} {phase['flops'] / 1e12:7.3f}")
-    lines += [f"  {counted['left_bytes'] / mib:.1f} MiB of an update are alive after it", "", "collectives"]
+        lines.append(
+            f"  {name:30} {phase['peak_bytes'] / gib:7.3f} {kinds} {phase['flops'] / 1e12:7.3f}"
+            f" {phase['launches']:8,} {sum(phase['waits'].values()):5,}"
+        )
+    lines.append(f"  {counted['left_bytes'] / mib:.1f} MiB of an update are alive after it")
+    lines.append(f"  a push hands {counted['pushed_tensors']:,} tensors to the engine")
+    waits = [(name, where, n) for name, phase in counted["phases"].items() for where, n in phase["waits"].items()]
+    lines += ["", "the host waits for the device", *(f"  {name:30} x {n:5} {where}" for name, where, n in waits)]
+    lines += ["", "collectives"]
     lines += [
         f"  {name:30} {one['operator']:20} {one['group']:24} x {one['count']:5} {one['bytes'] / mib:10.2f} MiB sent"
         for name, phase in counted["phases"].items()

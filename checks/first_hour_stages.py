@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 from inputs import hf_config
 from knobs import Config
 from plan.machine import Finding
-from plan.memory import GIB, beside_plan
+from plan.memory import GIB
 from plan.search import Setting, Verdict, judge
+from plan.utilisation import memory_beside_plan
 from run_record import read_lines
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -188,7 +189,7 @@ def steps_outcome(job: Job, log: Path, code: int) -> Outcome:
     beyond = f"{peak:.2f} GiB of device memory in {phase}, planned: {planned:.2f}, {limit:.2f} with its margin"
     return Outcome(
         beyond if peak > limit else "",
-        [*lines, beside_plan(job.cfg, hf_config.planned(job.cfg)[0], job.ranks, job.device, peak, phase)],
+        [*lines, memory_beside_plan(job.cfg, hf_config.planned(job.cfg)[0], job.ranks, job.device, peak, phase)],
         figures | {"peak_device_gib": peak, "peak_device_phase": phase},
     )
 

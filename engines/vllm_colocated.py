@@ -100,20 +100,16 @@ def shards(
     todo = list(weights_hf.slots(model, arch, parallel))
     for name, members in groupby(todo if only is None else weights_hf.changing(todo, only), key=vllm_name):
         slots = list(members)
-        if slots[0].expert is None:
-            (slot,) = slots
-            value = weights_hf.merged(slot)
-            yield name, weights_hf.separate_qkv(value, slot.qkv_groups, arch) if slot.qkv_groups else value
-        else:
-            assert [slot.expert for slot in slots] == list(range(arch.num_experts // parallel.expert)), name
-            yield name, torch.stack([weights_hf.merged(slot) for slot in slots])
+        values = [weights_hf.merged(slot) for slot in slots]
+        value = values[0] if len(values) == 1 else torch.cat(values)
+        yield name, weights_hf.separate_qkv(value, slots[0].qkv_groups, arch) if slots[0].qkv_groups else value
 
 
 def vllm_name(slot: Slot) -> str:
     """The name of vLLM's parameter that holds the weight of ``slot``."""
     name = slot.names[0]
-    if slot.expert is not None:
-        return f"{name.partition('.experts.')[0]}.experts.{'w13' if len(slot.names) == 2 else 'w2'}_weight"
+    if slot.experts is not None:
+        return f"{name.partition('.experts.')[0]}.experts.{'w13' if len(slot.blocks[0]) == 2 else 'w2'}_weight"
     if slot.qkv_groups:
         return name.replace(".q_proj.", ".qkv_proj.")
     return name.replace(".gate_proj.", ".gate_up_proj.")

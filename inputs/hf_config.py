@@ -18,6 +18,7 @@ from knobs import Config, TinyModelConfig
 LOGITS_PER_CHUNK = 2**24  # at most 64 MiB of fp32 logits, for any batch
 ROWS_PER_CHUNK = 2048  # enough to keep any device busy; the logits of a small vocabulary then fit into the cache
 PIECE = 2**26  # bytes of dequantised experts
+STACK = 2**26  # elements of experts that are merged at once, or one expert: a quarter of a GiB in fp32
 ELEMENT_BYTES = {"bf16": 2, "fp32": 4}  # model.dtype -> bytes of one number
 CACHE_BLOCK = 128  # tokens; vLLM allocates its key-value cache in blocks, and keeps one block for padding
 PUBLISHED = Path(__file__).resolve().parents[1] / "configs"  # <name>.config.json, to plan a run before the download

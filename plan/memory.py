@@ -15,7 +15,15 @@ from dataclasses import dataclass
 
 from architecture import Architecture, Module, every_module, modules, over_layers
 from engines.capacity import PREFILL_TOKENS, max_sequences, rows_of_a_step
-from inputs.hf_config import ELEMENT_BYTES, FORMATS, LOGITS_PER_CHUNK, PIECE, ROWS_PER_CHUNK, cache_bytes_per_token
+from inputs.hf_config import (
+    ELEMENT_BYTES,
+    FORMATS,
+    LOGITS_PER_CHUNK,
+    PIECE,
+    ROWS_PER_CHUNK,
+    STACK,
+    cache_bytes_per_token,
+)
 from knobs import Config, LoraConfig
 from plan import grid
 from plan.grid import WHOLE, RankGrid
@@ -99,6 +107,16 @@ def _layer_merged(arch: Architecture, lora: LoraConfig, layout: RankGrid, is_moe
     return [sum(size for name, size in sizes if name == target) for target in lora.targets]
 
 
+def merged_at_once(arch: Architecture, lora: LoraConfig, layout: RankGrid) -> int:
+    """Elements of the largest adapted weight, or stack of experts (lora_megatron.stacks), that is merged at once."""
+
+    def at_once(module: Module) -> int:
+        copies, rows, columns = on_rank(module, layout)
+        return min(copies, max(1, STACK // (rows * columns))) * rows * columns
+
+    return max(at_once(module) for module in every_module(arch) if module.target in lora.targets)
+
+
 def merged_weights(arch: Architecture, lora: LoraConfig, layout: RankGrid, recompute: bool) -> int:
     """Parameters of the merged weights that a passing micro-batch holds: with ``recompute`` those of one layer."""
     layers = {is_moe: sum(_layer_merged(arch, lora, layout, is_moe)) for is_moe in {*arch.moe_layers}}
@@ -128,6 +146,8 @@ class Activations:
     peak: int  # the most at one time, ``kept`` included
     logits: int  # the part of ``peak`` that a chunk of logits and their gradient take
     reference: int  # the most of a forward pass that keeps nothing
+    entering: int  # of such a pass when the rows reach the experts, whose weights are then merged
+    recomputed: int  # of a pass with a backward pass, at the same place of a layer that is computed once more
 
 
 def activations(
@@ -183,7 +203,10 @@ def activations(
     forward = 3 * tokens // layout.tensor * h * element + max(forward_only[is_moe] for is_moe in layers)
     reference = max(forward, scored * (h * element + 12) + 3 * chunk) + s * h * element + mask[1]
     kept += mask[0]
-    return Activations(int(kept), int(kept + max(backward, head)), int(logits), int(reference))
+    entering = 4 * s * h * element + rows * (1 + 2 / layout.expert_tensor) * h * element + mask[1]
+    layer = max(_kept_by_layer(arch, lora, layout, is_moe, element, tokens, 0) for is_moe in kinds) * recompute
+    peak, recomputed = kept + max(backward, head), kept + layer + entering
+    return Activations(int(kept), int(peak), int(logits), int(reference), int(entering), int(recomputed))
 
 
 def _kept_by_layer(
@@ -299,7 +322,9 @@ def step_memory(
     routing = sum(arch.moe_layers) * arch.experts_per_token if cfg.replay.mode != "off" else 0
     own_sequences = -(-rollout.prompts_per_step * rollout.group_size // layout.data)
     one_merged = max(max(_layer_merged(arch, cfg.lora, layout, is_moe)) for is_moe in {*arch.moe_layers}) * element
-    merging = one_merged * (cfg.trains_merged and cfg.has_old_policy_pass)
+    in_fp32 = 4 * merged_at_once(arch, cfg.lora, layout)
+    merges = cfg.trains_merged and cfg.old_policy_share > 0
+    no_gradient = max(work.reference + one_merged * merges, (work.entering + one_merged + in_fp32) * merges)
     base, dequantised = base_bytes(arch, layout, element, cfg.model.quantisation, cfg.model.quantises_attention)
     parts = {
         "base": base,
@@ -318,6 +343,8 @@ def step_memory(
         "logits chunk": work.logits,  # within the activations
         "margin": int(MARGIN * capacity),
     }
+    merging = work.recomputed + one_merged + in_fp32 - work.peak - parts["merged weights"]
+    parts["merging in fp32"] = max(0, merging) * cfg.trains_merged  # beyond the fullest moment of the other work
     resident = sum(parts[name] for name in RESIDENT)
     # A push of factors gathers them whole in fp32, and the engine holds the old ones until it has the new ones.
     gathered = lora_parameters(arch, cfg.lora, WHOLE) * (4 + element) * cfg.keeps_factors_apart
@@ -327,29 +354,21 @@ def step_memory(
     phases = {
         # Loading reads and rearranges one tensor at a time on the host; the engine does not exist yet.
         "load": sum(parts[name] for name in ("base", "lora", "optimizer", "runtime")),
-        # Merging is in fp32.
-        "sync": resident + group + gathered + 3 * 4 * h * max(attention, arch.expert_ffn_size * 2),
+        "sync": resident + group + gathered + max(in_fp32, 3 * 4 * h * attention),
         "rollout": resident + sampling,
         # A later micro-batch of an update finds the gradients of the earlier ones. The pass of the old policy merges
         # one weight at a time.
-        "reference": resident + lora + work.reference + parts["routing records"] + max(merging, dequantised),
-        "update": resident + lora + work.peak + parts["routing records"] + max(parts["merged weights"], dequantised),
+        "reference": resident + lora + parts["routing records"] + max(no_gradient, work.reference + dequantised),
+        "update": resident
+        + lora
+        + parts["routing records"]
+        + work.peak
+        + parts["merging in fp32"]
+        + max(parts["merged weights"], dequantised),
         "optimizer": resident + 2 * lora,  # gradients; then their flat message, or AdamW's temporaries
         "save": resident + gathered_by_a_save(arch, cfg.lora, layout, device),
     }
     return Memory(parts, phases, capacity, cached_rows, wanted_rows)
-
-
-def beside_plan(cfg: Config, arch: Architecture, ranks: int, device: str, peak_gib: float, phase: str) -> str:
-    """One line for the end of a run: the most memory in use on the fullest rank, beside the planned amount."""
-    memory = step_memory(cfg, arch, grid.of(cfg, ranks), device, 0)
-    planned = memory.phases[memory.fullest] / GIB
-    return f"device memory: at most {peak_gib:.2f} GiB in {phase}; planned: {planned:.2f} GiB in {memory.fullest}"
-
-
-def imbalance_beside_plan(measured: float) -> str:
-    """One line for the end of a run: the most rows of an expert rank / the mean, beside what step_memory assumes."""
-    return f"rows of the fullest expert rank: at most {measured:.2f} x the mean in a layer; planned: {IMBALANCE:g} x"
 
 
 def _engine_layout(layout: RankGrid) -> RankGrid:

@@ -254,7 +254,7 @@ def step_times(
         "sync": _sync_seconds(cfg, arch, layout, hardware, element),
         "prefill": {"arithmetic": sum(prompts.values()) / rate},
         "decode": dict(decoding),
-        "old policy": passing(policy) | {"merging": merging} if cfg.has_old_policy_pass else {"": 0.0},
+        "old policy": passing(policy) | {"merging": merging} if cfg.old_policy_share else {"": 0.0},
         "reference": passing(frozen) if cfg.loss.kl != "none" else {"": 0.0},
         "update forward": passing(first) | {"merging": merging},
         "update backward": passing(second, 1 + recompute, recompute) | {"merging": merging * recompute},

@@ -1,4 +1,4 @@
-"""How fast a step was: tokens a second a device, and the model FLOPs utilisation (MFU), from the counts of roofline.py.
+"""What a run made of its devices: tokens a second, model FLOPs utilisation (MFU), and memory beside the plan.
 
 MFU is the operations of the model for the tokens of the step, divided by what the devices could have computed in its
 seconds (arXiv 2204.02311). Activation recompute is no useful work there. Nothing here imports torch.
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from architecture import Architecture
 from knobs import Config
+from plan import grid, memory
 from plan.roofline import HARDWARE, Rows, forward_flops, lora_flops, update_flops
 
 # What the driver calls the devices of which HARDWARE has the peak. It is that of bf16.
@@ -37,7 +38,7 @@ def step_flops(
     work, kept = _work(trained), cfg.model_copy(update={"model": cfg.model.model_copy(update={"recompute": False})})
     frozen = sum(forward_flops(arch, work).values())
     old_policy = frozen + lora_flops(arch, cfg.lora, work.tokens) * (not cfg.trains_merged)
-    passes = old_policy * cfg.has_old_policy_pass + frozen * (cfg.loss.kl != "none")
+    passes = old_policy * cfg.old_policy_share + frozen * (cfg.loss.kl != "none")
     sampling = rounds * sum(forward_flops(arch, _work(sampled)).values())
     return sampling + passes + sum(update_flops(kept, arch, work))
 
@@ -65,3 +66,16 @@ def speed(
         operations = step_flops(cfg, arch, sampled, trained, rounds)
         found["perf/mfu"] = operations / (timing["timing/step_s"] * peak * ranks)
     return {name: float(f"{value:.4g}") for name, value in found.items()}
+
+
+def memory_beside_plan(cfg: Config, arch: Architecture, ranks: int, device: str, peak_gib: float, phase: str) -> str:
+    """One line for the end of a run: the most memory in use on the fullest rank, beside the planned amount."""
+    plan = memory.step_memory(cfg, arch, grid.of(cfg, ranks), device, 0)
+    planned = plan.phases[plan.fullest] / memory.GIB
+    return f"device memory: at most {peak_gib:.2f} GiB in {phase}; planned: {planned:.2f} GiB in {plan.fullest}"
+
+
+def imbalance_beside_plan(measured: float) -> str:
+    """One line for the end of a run: the most rows of an expert rank / the mean, beside what step_memory assumes."""
+    planned = f"planned: {memory.IMBALANCE:g} x"
+    return f"rows of the fullest expert rank: at most {measured:.2f} x the mean in a layer; {planned}"

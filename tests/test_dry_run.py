@@ -116,6 +116,28 @@ def test_a_planted_fault_is_found(fault, found):
     assert FAULTS[fault] in apart(found[fault]), apart(found[fault])
 
 
+def test_launches_of_a_merge_and_of_a_push_do_not_grow_with_the_experts(found):
+    """A merge is a product, a scaling, a sum and a cast, of attention's two weights and of two stacks of experts."""
+    phases, layers = found[str(EP16)]["found"]["phases"], 2
+    merging = phases["old policy"]["launches"] - phases["reference"]["launches"]
+    assert layers * 4 * 4 <= merging < layers * 4 * 4 + 10  # the mask of this micro-batch is made in that pass
+    assert phases["push"]["launches"] <= layers * 60
+    assert found[str(EP16)]["found"]["pushed_tensors"] == layers * 4
+    for name in ("reference", "old policy", "forward", "backward"):
+        dispatcher = {place: n for place, n in phases[name]["waits"].items() if "dispatcher" in place}
+        assert list(dispatcher.values()) == [layers], name
+    assert (
+        sum(n for place, n in phases["update"]["waits"].items() if place.startswith("learner.py")) == 1
+    )  # for metrics
+
+
+def test_views_and_new_memory_launch_nothing():
+    with Meter("cpu", answers=False) as meter, meter.phase("here"):
+        x = torch.empty(4, 4).t().reshape(16)[None]
+        x.fill_(1).add(1).unbind()
+    assert meter.phases["here"].launches == {"fill_": 1, "clone": 1, "add": 1}
+
+
 def test_a_call_that_the_device_refuses_is_refused(found):
     assert "the same inner size" in found["inner_size"]["error"]
 

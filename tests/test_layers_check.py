@@ -43,8 +43,11 @@ SIZES = {
 
 def lose_one_expert(real: Callable, slot: weights_hf.Slot) -> Tensor:
     """Expert 13 of layer 1 is pushed without its update. With EP2 it is the sixth expert of the second rank."""
-    lost = slot.expert == 5 and any("layers.1." in name and "experts.13." in name for name in slot.names)
-    return slot.weight if lost else real(slot)
+    value, lost = real(slot), "model.layers.1.mlp.experts.13."
+    for place, names in enumerate(slot.blocks):
+        if any(name.startswith(lost) for name in names):
+            value[place] = slot.weight[place]
+    return value
 
 
 def skip_second_replica(real: Callable, sync: WeightSync) -> None:

@@ -51,7 +51,10 @@ def round_trip(parallel: Parallel, folders: dict[tuple[str, str], Path]) -> dict
                 weights_hf.load(model, arch, parallel, folder)
             weights = list(weights_hf.slots(model, arch, parallel))
             found = dict(weights_hf.export(model, arch, parallel))
-            whole, weights_hf.MESSAGE = weights_hf.MESSAGE, 2 * parallel.expert * max(s.weight.numel() for s in weights)
+            whole, weights_hf.MESSAGE = (
+                weights_hf.MESSAGE,
+                2 * parallel.expert * max(slot.weight[0].numel() for slot in weights if slot.experts),
+            )
             by_two = list(weights_hf.export(model, arch, parallel))  # experts are gathered two at a time
             weights_hf.MESSAGE = whole
             answers[kind, stored, held] = {

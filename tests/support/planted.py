@@ -76,7 +76,7 @@ def pushed_otherwise(change: Callable[[str, Tensor], Tensor]) -> Plant:
 experts_delta_dropped = after(
     weights_hf,
     "merged",
-    lambda value, slot: slot.weight if slot.expert is not None and ".layers.1." in slot.names[0] else value,
+    lambda value, slot: slot.weight if slot.experts is not None and ".layers.1." in slot.names[0] else value,
 )
 # The router of layer 0 is pushed with its experts in another order.
 gate_permuted = pushed_otherwise(
