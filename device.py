@@ -225,9 +225,13 @@ def import_megatron(device: torch.device) -> None:
 
     While it is imported, Megatron decorates functions with torch.compile, which loads torch's compiler. That takes a
     second, for kernels that we switch off and that an NPU cannot run. So torch.compile does nothing during the import.
+    Versions from 0.18 on also import triton for paged_stash, a feature that we switch off. Without triton, an object
+    takes the place of that module. A stand-in for triton itself would make torch use it as the real one.
     """
     if device.type == "cpu":
         redirect_cuda()
+    if importlib.util.find_spec("triton") is None:
+        sys.modules["megatron.core.transformer.moe.paged_stash"] = _NoStream()
     compiler = torch.compile
     torch.compile = lambda model=None, **options: model if model is not None else lambda function: function
     try:
@@ -240,7 +244,7 @@ def import_megatron(device: torch.device) -> None:
 
 
 class _NoStream:
-    """Replaces torch.cuda.Stream and Event: every method does nothing and returns the object itself."""
+    """Replaces torch.cuda.Stream and Event, and a module: every method does nothing and returns the object itself."""
 
     def __init__(self, *args, **kwargs) -> None:
         pass

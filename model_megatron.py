@@ -5,6 +5,7 @@ one implementation for all devices; Megatron's layer spec inserts them. Rows are
 causal, so no mask is needed. b rows, T tokens, h hidden size, N completion tokens, V vocabulary (V / tensor on a rank).
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -104,6 +105,8 @@ def build(
     for layer, is_moe in zip(model.decoder.layers, arch.moe_layers, strict=True):
         if is_moe:
             layer.mlp.register_forward_hook(_release_routes)
+            # From 0.18 on, Megatron does not sort a token's experts without gradients, which changes last bits.
+            layer.mlp.router.routing = torch.enable_grad()(layer.mlp.router.routing)
     # The rotary embedding returns stacked (cos, sin) instead of angles, (2, T, 1, 1, d), as kernels.rotary needs.
     model.rotary_pos_emb.register_forward_hook(lambda module, args, a: torch.stack([a.cos(), a.sin()]).to(dtype))
     return model.to(parallel.device).train()  # Megatron makes some weights on the CPU in any case
@@ -121,7 +124,7 @@ def _release_routes(moe_layer: torch.nn.Module, *unused) -> None:
 def _transformer_config(arch: Architecture, parallel: Parallel, dtype: torch.dtype, recompute: bool, aux_loss: float):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    settings = dict(
+    return TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
         num_attention_heads=arch.num_heads,
@@ -173,16 +176,11 @@ def _transformer_config(arch: Architecture, parallel: Parallel, dtype: torch.dty
         persist_layer_norm=False,
         deallocate_pipeline_outputs=False,
     )
-    # Megatron 0.12.1 has no field for the shared expert's gate; there it is a parameter of the layer spec.
-    if not hasattr(TransformerConfig, "moe_shared_expert_gate"):
-        del settings["moe_shared_expert_gate"]
-    return TransformerConfig(**settings)
 
 
 def _layer_spec(arch: Architecture, is_moe: bool, tensor: int, quantises_attention: bool):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     spec = get_gpt_layer_local_spec(
         num_experts=arch.num_experts if is_moe else None, qk_layernorm=bool(arch.qk_norm), normalization="RMSNorm"
@@ -199,9 +197,9 @@ def _layer_spec(arch: Architecture, is_moe: bool, tensor: int, quantises_attenti
         for name, heads in (("q_layernorm", arch.num_heads), ("k_layernorm", arch.num_kv_heads)):
             setattr(attention, name, ModuleSpec(module=ProjectionNorm, params={"heads": heads // tensor}))
     if is_moe:
-        layer.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
-        if not hasattr(TransformerConfig, "moe_shared_expert_gate"):
-            layer.mlp.submodules.shared_experts.params = {"gate": True}
+        # A functools.partial from Megatron 0.18 on, before that a ModuleSpec.
+        mlp = layer.mlp.keywords["submodules"] if isinstance(layer.mlp, functools.partial) else layer.mlp.submodules
+        mlp.experts = GroupedExperts
     return spec
 
 
@@ -380,7 +378,7 @@ class GroupedLinear(Quantised):
 class GroupedExperts(torch.nn.Module):
     """SwiGLU experts; the output of each row is multiplied by its routing probability."""
 
-    def __init__(self, num_local_experts: int, config, submodules=None, pg_collection=None) -> None:
+    def __init__(self, num_local_experts: int, config, **unused) -> None:
         super().__init__()
         width = config.moe_ffn_hidden_size // config.expert_tensor_parallel_size
         dtype, quantisation = config.params_dtype, config.quantisation

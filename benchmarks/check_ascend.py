@@ -1,6 +1,6 @@
 """Run the tests that need other packages than the project's, once with each version, and write what they showed.
 
-    python benchmarks/check_ascend.py mindspeed ../MindSpeed ../MindSpeed-0.12      # checkouts of the pinned branches
+    python benchmarks/check_ascend.py mindspeed ../MindSpeed                        # checkouts of MindSpeed
     python benchmarks/check_ascend.py schema .cache/torch_npu-2.13.0                # folders with a torch_npu
     python benchmarks/check_ascend.py vllm ../vllm-ascend-env/bin/python            # a Python that has vllm-ascend
 
@@ -38,12 +38,11 @@ class Check(NamedTuple):
 
 
 def megatron_and_mindspeed(checkout: Path) -> str:
-    """The versions of a git checkout of MindSpeed and of the Megatron that tests/test_npu.py runs with it."""
+    """The versions of a git checkout of MindSpeed and of the installed Megatron."""
     (version,) = re.findall(r"^__version__ = '(.*)'", (checkout / "setup.py").read_text(), re.M)
     command = ["git", "-C", str(checkout), "rev-parse", "--short=7", "HEAD"]
     commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    megatron = "0.12.1" if version.startswith("0.12") else importlib.metadata.version("megatron-core")
-    return f"MindSpeed {version} ({commit}), megatron-core {megatron}"
+    return f"MindSpeed {version} ({commit}), megatron-core {importlib.metadata.version('megatron-core')}"
 
 
 def installed_in(folder: Path) -> str:

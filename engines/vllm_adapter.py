@@ -1,7 +1,7 @@
 """The policy as a LoRA adapter of vLLM (rollout.sync adapter): vLLM keeps the base weights, a push brings A and B.
 
 The adapter is handed over in memory, and no file is written. This has run on a CPU, with models that have only dense
-layers. What is refused follows the sources of vLLM 0.30, and of vllm-ascend 0.23 with its vLLM 0.23. R is the rank.
+layers. What is refused follows the sources of vLLM 0.30 and vllm-ascend 0.30.0rc2, and of 0.23 of both. R is the rank.
 """
 
 import importlib.metadata
@@ -25,31 +25,32 @@ MODULES = {  # lora.targets -> vLLM's modules
 
 def check(arch: Architecture, lora: LoraConfig, *, device_type: str, dtype: torch.dtype) -> None:
     """Raise InputError where vLLM cannot take these adapters unmerged. This does not import vLLM."""
-    on_gpu, moe = device_type == "cuda", any(arch.moe_layers)
-    version = importlib.metadata.version("vllm") if on_gpu else ""
+    on_cpu, moe = device_type == "cpu", any(arch.moe_layers)
+    version = "" if on_cpu else importlib.metadata.version("vllm")
+    is_old = not on_cpu and [int(part) for part in version.split(".")[:2]] < [0, 30]
     for wrong, why in (
         # vllm_ascend/lora/fused_moe.py, _assert_ascend_moe_lora_supported. In addition, load_weights of vLLM 0.23 looks
         # for qkv_proj.weight, which is then qkv_proj.base_layer.weight: "if name not in params_dict: continue".
         (
-            device_type == "npu",
-            "vllm-ascend 0.23 takes none beside shared experts or with expert parallelism, and its vLLM ignores "
-            "weights that are pushed to layers with LoRA",
+            device_type == "npu" and is_old,
+            f"vllm-ascend before 0.30 takes none beside shared experts or with expert parallelism, and vLLM {version} "
+            "ignores weights that are pushed to layers with LoRA",
         ),
         # fused_moe/oracle/unquantized.py: "if moe_config.is_lora_enabled: ... UnquantizedMoeBackend.TRITON", and
         # TritonExperts._supports_current_device: "current_platform.is_cuda_alike() or current_platform.is_xpu()".
         (
-            device_type == "cpu" and moe,
+            on_cpu and moe,
             "vLLM adapts models with MoE layers by Triton kernels, which do not run on a CPU",
         ),
         (
-            on_gpu and [int(part) for part in version.split(".")[:2]] < [0, 30],
+            is_old,
             f"vLLM {version} may ignore weights that are pushed to layers with LoRA; 0.30 does not",
         ),
-        # lora_shrink_op.py: "assert inputs.dtype in [torch.float16, torch.bfloat16]"
-        (on_gpu and dtype == torch.float32, "vLLM's LoRA kernels take no fp32 on a GPU"),
+        # lora_shrink_op.py: "assert inputs.dtype in [torch.float16, torch.bfloat16]"; so do vllm-ascend's kernels
+        (not on_cpu and dtype == torch.float32, "vLLM's LoRA kernels take no fp32 on a GPU or an NPU"),
         # lora_weights.py, pack_moe: three asserts
         (
-            on_gpu and moe and ("linear_fc1" in lora.targets) != ("linear_fc2" in lora.targets),
+            not on_cpu and moe and ("linear_fc1" in lora.targets) != ("linear_fc2" in lora.targets),
             "vLLM adapts all three matrices of an expert or none",
         ),
     ):

@@ -229,14 +229,16 @@ VERSION_SETS: tuple[dict[str, tuple[str, ...]], ...] = (
         "mindspeed": ("0.16.0",),  # the version that its branch core_r0.16.0 reports
     },
     {
-        "CANN": ("8.3",),
-        "Python": ("3.11",),
-        "torch": ("2.7.1",),
-        "torch-npu": ("2.7.1",),
-        "vllm": ("0.11",),  # 0.13 is for torch 2.8.0 and CANN 8.5
-        "vllm-ascend": ("0.11",),
-        "megatron-core": ("0.12.1",),
-        "mindspeed": ("0.12.1",),  # branch 2.2.0_core_r0.12.1
+        "CANN": ("9.2",),
+        "Python": ("3.11", "3.12"),
+        "torch": ("2.10.0",),
+        "torch-npu": ("2.10.0.post4",),
+        "triton-ascend": ("3.2.2",),
+        "transformers": ("5.14.1",),
+        "vllm": ("0.30.0",),
+        "vllm-ascend": ("0.30.0",),  # 0.30.0rc2 is the newest so far
+        "megatron-core": ("0.16.1",),
+        "mindspeed": ("0.16.0",),
     },
 )
 # Of requirements/cuda.txt. Source: the metadata of vLLM 0.30.0, which pins torch; the others are those of cpu.txt.

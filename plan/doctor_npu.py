@@ -122,9 +122,9 @@ def cann_version(machine: Machine) -> str | None:
 
 
 def check_versions(machine: Machine) -> list[Finding]:
-    """Compare with the set in environment.VERSION_SETS that has the installed version of torch, or with the first."""
-    torch, sets = machine.version("torch") or "", environment.VERSION_SETS
-    pinned = next((one for one in sets if environment.matches(torch, one["torch"])), sets[0])
+    """Compare with the set in environment.VERSION_SETS that has the installed version of vLLM, or with the first."""
+    vllm, sets = machine.version("vllm") or "", environment.VERSION_SETS
+    pinned = next((one for one in sets if environment.matches(vllm, one["vllm"])), sets[0])
     installed = {name: cann_version(machine) if name == "CANN" else machine.version(name) for name in pinned}
     rows = version_rows(machine, pinned, installed, "requirements/npu.txt, docs/npu.md")
     rows += [

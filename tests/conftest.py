@@ -107,11 +107,11 @@ def gsm8k() -> Path:
 
 
 @pytest.fixture(scope="session")
-def old_megatron() -> Path:
-    """The folder in which run_tests.sh installs megatron-core 0.12.1."""
-    folder = ROOT / os.environ.get("MEGATRON_0_12_DIR", ".cache/megatron-core-0.12.1")
+def new_megatron() -> Path:
+    """The folder in which run_tests.sh installs the newest megatron-core."""
+    folder = ROOT / os.environ.get("NEW_MEGATRON_DIR", ".cache/megatron-core-0.19.2")
     if not (folder / "megatron" / "core").is_dir():
-        pytest.skip(f"megatron-core 0.12.1 is not in {folder} (MEGATRON_0_12_DIR); run_tests.sh installs it there")
+        pytest.skip(f"megatron-core is not in {folder} (NEW_MEGATRON_DIR); run_tests.sh installs it there")
     return folder
 
 

@@ -157,7 +157,10 @@ DENSE_ARCH = dataclasses.replace(ARCH, moe_layers=(False,) * 48)
     ("arch", "device_type", "dtype", "targets", "version", "message"),
     [
         (ARCH, "cpu", torch.float32, ALL[:1], "", "MoE layers by Triton kernels, which do not run on a CPU"),
-        (DENSE_ARCH, "npu", torch.bfloat16, ALL, "", "vllm-ascend 0.23 takes none beside shared experts or with"),
+        (DENSE_ARCH, "npu", torch.bfloat16, ALL, "0.23.0+empty", "vllm-ascend before 0.30 takes none beside shared"),
+        (ARCH, "npu", torch.bfloat16, ALL, "0.30.0+empty", None),
+        (ARCH, "npu", torch.float32, ALL, "0.30.0+empty", "no fp32 on a GPU or an NPU"),
+        (ARCH, "npu", torch.bfloat16, ALL[:3], "0.30.0+empty", "all three matrices of an expert or none"),
         (ARCH, "cuda", torch.bfloat16, ALL[:2], "0.31.1+cu130", None),
         (ARCH, "cuda", torch.bfloat16, ALL, "0.23.0", "vLLM 0.23.0 may ignore weights that are pushed"),
         (ARCH, "cuda", torch.float32, ALL, "0.30.0", "no fp32 on a GPU"),

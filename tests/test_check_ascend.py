@@ -64,8 +64,8 @@ def test_the_record_counts_what_pytest_ran_with_each_version_and_failures_have_a
 
 
 def test_versions_are_those_of_the_checkout(tmp_path: Path) -> None:
-    (tmp_path / "setup.py").write_text("__version__ = '0.12.1'\n")
+    (tmp_path / "setup.py").write_text("__version__ = '0.16.0'\n")
     for command in (["init", "-q"], ["-c", "user.name=n", "-c", "user.email=e", "commit", "-qm", "m", "--allow-empty"]):
         subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
     head = subprocess.run(["git", "-C", str(tmp_path), "rev-parse", "HEAD"], capture_output=True, text=True).stdout
-    assert check_ascend.megatron_and_mindspeed(tmp_path) == f"MindSpeed 0.12.1 ({head[:7]}), megatron-core 0.12.1"
+    assert check_ascend.megatron_and_mindspeed(tmp_path) == f"MindSpeed 0.16.0 ({head[:7]}), megatron-core 0.16.1"

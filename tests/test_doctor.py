@@ -36,17 +36,15 @@ def test_a_healthy_machine_has_nothing_but_ok(healthy, tmp_path) -> None:
     assert len({f.what for f in findings}) >= (20 if healthy is npu else 8)
 
 
-def test_the_older_set_of_versions_is_a_set_of_its_own(tmp_path) -> None:
-    old = npu(tmp_path)
-    old.version = {
-        "Python": "3.11.9", "torch": "2.7.1+cpu", "torch-npu": "2.7.1.post1", "vllm": "0.11.0",
-        "vllm-ascend": "0.11.0rc1", "megatron-core": "0.12.1", "mindspeed": "0.12.1",
-    }.get  # fmt: skip
-    info = old.root / "usr/local/Ascend/cann/aarch64-linux/ascend_toolkit_install.info"
-    write(info, "version=8.3.RC1\n")
-    assert [f.level for f in doctor_npu.check_versions(old)] == ["ok"]
+def test_the_newer_set_of_versions_is_a_set_of_its_own(tmp_path) -> None:
+    new = npu(tmp_path)
+    changes = {"transformers": "5.14.1", "vllm": "0.30.0+empty", "vllm-ascend": "0.30.0rc2"}
+    new.version = (VERSIONS | changes).get
+    info = new.root / "usr/local/Ascend/cann/aarch64-linux/ascend_toolkit_install.info"
+    write(info, "version=9.2.0\n")
+    assert [f.level for f in doctor_npu.check_versions(new)] == ["ok"]
     write(info, "version=9.1.0\n")
-    assert [str(f)[:34] for f in doctor_npu.check_versions(old)] == ["warn  versions: CANN 9.1.0; needed"]
+    assert [str(f)[:34] for f in doctor_npu.check_versions(new)] == ["warn  versions: CANN 9.1.0; needed"]
 
 
 # ------------------------------------------------------------------------------------------------------ planted faults

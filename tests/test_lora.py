@@ -117,6 +117,7 @@ def test_counting_every_copy_in_the_norm_is_noticed(layout, kind, everywhere, re
 
 def test_a_new_and_a_disabled_adapter_change_no_bit(ranks):
     assert all(rank["zero B"] and rank["disabled"] for rank in ranks)
+    assert all(rank["without gradients"] for rank in ranks)  # nor does a pass without them, as of the old policy
     assert all(rank["effect"] > 0.1 for rank in ranks)  # with the adapters on, it was another model
 
 

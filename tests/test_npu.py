@@ -1,8 +1,8 @@
 """`device: npu` on a stand-in for the device (fake_npu.py) against cpu and gloo: the trainer's whole path but CANN.
 
 The stand-in patches torch as MindSpeed's adaptor does. Not covered: the kernels' numerics, their speed and memory,
-HCCL's timeouts, and anything asynchronous. With MINDSPEED_DIR, a checkout of MindSpeed core_r0.16.0, or of
-2.2.0_core_r0.12.1 (then with Megatron 0.12.1), all trainings run under the real adaptor too:
+HCCL's timeouts, and anything asynchronous. With MINDSPEED_DIR, a checkout of MindSpeed core_r0.16.0, all trainings run
+under the real adaptor too:
 
     MINDSPEED_DIR=../MindSpeed bash run_tests.sh tests/test_npu.py
 """
@@ -30,7 +30,6 @@ FP32 = dict(cases([("TP2_EP2_DP2", NOISY)], [("TP1", {"rollout__top_p": 0.9}), (
 POLICIES = dict(cases([("EP2", "adapter")], [("DP2", "merged")]))  # layout: rollout.sync in bf16
 RUNS = FP32 | {layout: {"model__dtype": "bf16", "rollout__sync": policy} for layout, policy in POLICIES.items()}
 MINDSPEED = os.environ.get("MINDSPEED_DIR", "")
-OLD_MINDSPEED = bool(MINDSPEED) and "__version__ = '0.12" in (Path(MINDSPEED) / "setup.py").read_text()
 NO_MINDSPEED = "MINDSPEED_DIR names no checkout of MindSpeed"
 STEPS = {
     "train__steps": 3, "train__checkpoint_every": 2, "parallel__timeout_seconds": 300,
@@ -57,8 +56,6 @@ def run_on_npu(model: Path, folder: Path, mindspeed: str) -> OnNpu:
         (folder / f"{name}.yaml").parent.mkdir(exist_ok=True)
         (folder / f"{name}.yaml").write_text(config.to_yaml(cfg.model_copy(update={"device": "npu"})))
     paths = [str(ROOT), str(ROOT / "tests" / "support")]
-    if mindspeed and OLD_MINDSPEED:
-        paths.insert(0, str((ROOT / os.environ.get("MEGATRON_0_12_DIR", ".cache/megatron-core-0.12.1")).resolve()))
     script = ROOT / "tests" / "support" / "npu_process.py"
     done = subprocess.run(
         [sys.executable, str(script), str(folder), *([mindspeed] if mindspeed else [])],
@@ -154,7 +151,7 @@ def test_communicators_are_built_for_the_groups_that_carry_traffic_only_and_the_
 def test_torch_is_patched_as_mindspeed_patches_it(on_npu, request):
     """What the stand-in replaces is what the real adaptor does, but for the calls of CUDA."""
     for rank in (rank for _, answers in on_npu.runs.values() for rank in answers):
-        assert rank["megatron"] == ("0.12.1" if OLD_MINDSPEED and "MindSpeed" in request.node.name else "0.16.1")
+        assert rank["megatron"] == "0.16.1"
         names = {name for name in rank["patched"] if name.startswith(("torch.", "importlib."))}
         ours = {name for name in names if not name.startswith("torch.cuda.")}
         assert ours == (set(fake_npu.mindspeed_patches()) if "MindSpeed" in request.node.name else set())

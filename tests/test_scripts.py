@@ -95,7 +95,7 @@ PINS = {
 @pytest.fixture
 def checkout(tmp_path: Path) -> Checkout:
     root = tmp_path / "a folder"  # with a space, as many have
-    aside = [f".cache/{name}" for name in ("megatron-core-0.12.1", "torch_npu-2.13.0", "trackers", "serve")]
+    aside = [f".cache/{name}" for name in ("megatron-core-0.19.2", "torch_npu-2.13.0", "trackers", "serve")]
     for folder in ("bin", "requirements", *aside):
         (root / folder).mkdir(parents=True)
     for name in ("run_cpu.sh", "run_smol.sh", "run_tests.sh", "setup_cpu.sh"):

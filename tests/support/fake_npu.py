@@ -386,8 +386,8 @@ def transfer_to_npu() -> None:
 def mindspeed_patches() -> dict[str, Callable]:
     """Name of a torch function -> its replacement by MindSpeed's adaptor; without the replacements of CUDA functions.
 
-    From features_manager/megatron_basic/requirements_basic.py and fusions/grouped_matmul.py of its branches
-    core_r0.16.0 and 2.2.0_core_r0.12.1. test_npu.py compares these names with those of a real checkout.
+    From features_manager/megatron_basic/requirements_basic.py and fusions/grouped_matmul.py of its branch
+    core_r0.16.0. test_npu.py compares these names with those of a real checkout.
     """
     view, all_reduce, version = Tensor.view, dist.all_reduce, importlib.metadata.version
 

@@ -1,4 +1,4 @@
-"""What every rank computes for the tests of the model and of LoRA, on either version of Megatron.
+"""What every rank computes for the tests of the model and of LoRA, on every version of Megatron.
 
 A negative control leaves out one reduction of the gradients. A test that did not notice it would not test it.
 """
@@ -74,6 +74,7 @@ def _measure(parallel: Parallel, path: Path, expected: Reference, tokens: Tensor
 
     logp = backward(model, tokens, parallel)
     out["logp error"] = logp_error(logp, expected, parallel)
+    out["without gradients"] = torch.equal(log_probs()[0], logp)
     shares = {name: factor.grad.clone() for name, factor in factors.items()}
     out["error"] = gradient_error(adapters, shares, arch, parallel, expected)
     out["norm"] = float(parallel.gradient_norm(list(factors.values())))
