@@ -135,7 +135,7 @@ def layer_outputs(worker, run: Callable[[], object]) -> list[Tensor]:
 
 
 class TableDraws:
-    """Draws the tokens of a worker's requests from a table of uniform numbers. A request's seed is its row of the table.
+    """Draws the tokens of a worker's requests from a table of uniform numbers. A request's seed is its row there.
 
     The number of a token is at its position in the completion, so a request that vLLM preempts and continues draws the
     same tokens. Everything else stays vLLM's: temperature, truncation and the log-probabilities.
@@ -173,7 +173,7 @@ class TableDraws:
         return self._draw(logits, self.rows, generated.to(logits.device).long()), logp
 
     def in_runner_2(self, logits: Tensor, mapping: Tensor, mapping_np, pos: Tensor, k, p, *more) -> tuple:
-        """Sampler._sample_random of Model Runner V2: tokens and truncated logits. ``mapping``: (R,) -> request slots."""
+        """Sampler._sample_random of Model Runner V2: tokens, and truncated logits. ``mapping``: row -> request slot."""
         if self.table is None:
             return self.vllms_own(logits, mapping, mapping_np, pos, k, p, *more)
         logits, slots = self.truncate(logits, k, p), mapping.long()

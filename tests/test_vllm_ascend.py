@@ -51,6 +51,7 @@ import training
 from source import ROOT
 
 import config
+from engines.drawing import uniforms_of
 from engines.vllm_engine import VllmEngine
 
 pytestmark = pytest.mark.vllm_ascend
@@ -276,11 +277,18 @@ def test_an_engine_samples_and_records_a_route_for_each_token_but_the_last(alone
     """Prompts of 3 and 2 tokens, 2 samples each of 4 tokens; 2 MoE layers, 2 experts a token; all logits are 0."""
     for group, prompt in zip(alone["samples"], (3, 2), strict=True):
         for tokens, routes, logp in group:
-            assert tokens == 4 and routes == [prompt + 4 - 1, 2, 2]
+            assert len(tokens) == 4 and routes == [prompt + 4 - 1, 2, 2]
             assert logp == [pytest.approx(-math.log(SIZES["vocab_size"]), abs=1e-5)]
     layers, prefill_and_decode = 2, 4
     assert alone["calls"]["rotary_embedding"] >= layers * prefill_and_decode
     assert alone["calls"]["reshape_and_cache"] == layers * prefill_and_decode
+
+
+@pytest.mark.slow
+def test_an_engine_draws_the_tokens_of_the_embedded_sampler(alone: dict) -> None:
+    """From equal logits: all of them are 0 here, so a uniform number u chooses token int(512 u)."""
+    expected = (uniforms_of([1, 2], 2, 4) * SIZES["vocab_size"]).int().tolist()
+    assert [[tokens for tokens, *_ in group] for group in alone["samples"]] == expected
 
 
 @pytest.mark.slow
