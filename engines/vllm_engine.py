@@ -184,7 +184,7 @@ class VllmEngine(Engine):
                 max_model_len=max_tokens,
                 max_num_seqs=max_sequences,
                 max_num_batched_tokens=max(PREFILL_TOKENS, max_tokens),
-                enable_chunked_prefill=False,  # a chunk would draw from the generator of its row and, on a CPU, fail
+                enable_chunked_prefill=False,  # vLLM rewinds the generator of a chunk's row, which fails on a CPU
                 tensor_parallel_size=tensor,
                 distributed_executor_backend="external_launcher" if "RANK" in os.environ else "uni",  # torchrun sets it
                 enforce_eager=enforce_eager,
