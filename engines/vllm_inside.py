@@ -145,7 +145,7 @@ class TableDraws:
 
     def __init__(self, runner, vllms_own: Callable) -> None:
         """``vllms_own``: the function of vLLM that this object replaces by one of its methods."""
-        self.runner, self.vllms_own, self.batch, self.rows = runner, vllms_own, None, torch.empty(0)
+        self.runner, self.vllms_own, self.metadata, self.rows = runner, vllms_own, None, torch.empty(0)
         self.truncate = sys.modules[vllms_own.__module__].apply_top_k_top_p  # vllm-ascend has its own
 
     def set_table(self, table: Tensor | None) -> None:
@@ -161,8 +161,8 @@ class TableDraws:
         if self.table is None:
             return self.vllms_own(logits, generators, k, p)
         batch, sampler = self.runner.input_batch, self.runner.sampler.topk_topp_sampler
-        if batch.sampling_metadata is not self.batch:  # vLLM makes another one when requests come, go or move
-            self.batch = batch.sampling_metadata
+        if batch.sampling_metadata is not self.metadata:  # vLLM makes another one when requests come, go or move
+            self.metadata = batch.sampling_metadata
             seeds = [self.runner.requests[request].sampling_params.seed for request in batch.req_ids]
             self.rows = torch.tensor(seeds, device=logits.device)
         count = len(self.rows)

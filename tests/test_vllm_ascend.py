@@ -12,11 +12,12 @@ Executed, in the order of a start: the check of the chip; configuration, paralle
 eager and with graphs, and arguments that are refused (REFUSED); AscendConfig with weight_nz_mode 0 and
 enable_cpu_binding false; the memory check with 64 GiB that are free; vLLM's groups and the MC2 group for the last of 6
 to 32 ranks, with torch's fake process groups; ExpertMapManager and the dispatchers' set-up on 4 ranks; both kinds of
-push, so that exchanged halves are found; AscendSampler, the recorder of routed experts and block tables on one rank,
-with logits that are all 0; alone, the functions that choose and prepare the exchange of tokens and capture the routes
-of a replica of 4 ranks: under r3 all 8 of 8 tokens have theirs. Not used here: speculative decoding, layer sharding,
-xlite, Flash Comm, fused MC2, KV transfer. Not executed: lengths of the all-to-all, MC2's token masks and windows, the
-record of routes over replicas, ACL graphs, the memory pools of sleep mode, Triton kernels.
+push, so that exchanged halves are found; AscendSampler with draws from the table, the recorder of routed experts and
+block tables on one rank, with logits that are all 0; alone, the functions that choose and prepare the exchange of
+tokens and capture the routes of a replica of 4 ranks: under r3 all 8 of 8 tokens have theirs. Not used here:
+speculative decoding, layer sharding, xlite, Flash Comm, fused MC2, KV transfer. Not executed: lengths of the
+all-to-all, MC2's token masks and windows, the record of routes over replicas, ACL graphs, the memory pools of sleep
+mode, Triton kernels.
 
 The environment needs a C compiler and no CANN (torch 2.10.0 without CUDA is not on PyPI for x86_64):
 
