@@ -8,68 +8,16 @@ P prompts, R rows (one for each sampled completion), N new tokens, V vocabulary,
 from collections.abc import Iterable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from architecture import Architecture
 from device import DTYPES
 from engines.capacity import MOST_SEQUENCES
+from engines.drawing import pick, uniforms_of
 from engines.interface import Completion, Engine, Rule
 from engines.torch_decoder import Decoder
 from inputs.files import InputError
 from knobs import Config, LoraConfig
-
-# ------------------------------------------------------------------------------------------------------ picking a token
-
-
-def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
-    """The entry where the cumulative sum of ``probs`` passes ``uniform`` times its total.  (R, V), (R, 1) -> (R, 1)
-
-    ``probs`` need not sum to 1, and ``uniform`` is in [0, 1). An entry of probability 0 is never chosen.
-    """
-    cdf = probs.cumsum(-1)
-    # right=True finds the first entry strictly above the target, so a target of 0 skips leading zeros. The target stays
-    # below the total: u <= 1 - 2^-24 in float32, and 2^-24 of the total is at least half the spacing of floats there.
-    index = torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True).clamp_(max=probs.shape[-1] - 1)
-    possible = probs.gather(-1, index) > 0
-    if not possible.all():  # the parallel scan of an accelerator may decrease by a rounding error, where a 0 can be hit
-        index = torch.where(possible, index, probs.argmax(-1, keepdim=True))
-    return index
-
-
-def truncate(probs: Tensor, top_p: float, top_k: int) -> tuple[Tensor, Tensor]:
-    """Probabilities in descending order, 0 outside top-k and nucleus, and their token ids.  (R, V) -> (R, k), (R, k)
-
-    The nucleus is the smallest set that reaches ``top_p`` of the mass of the top-k tokens. It has at least one token.
-    """
-    kept, ids = probs.topk(min(top_k or probs.shape[-1], probs.shape[-1]), dim=-1)
-    if top_p < 1:
-        mass = kept.cumsum(-1)
-        mass_before = F.pad(mass[:, :-1], (1, 0))  # the mass of the likelier tokens
-        kept = kept.masked_fill(mass_before >= top_p * mass[:, -1:], 0.0)
-    return kept, ids
-
-
-def pick(logits: Tensor, uniform: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
-    """One token a row, and its log-probability before truncation.  (R, V), (R, 1) or None -> (R,), (R,) float32
-
-    Without ``uniform`` the choice is greedy, and the log-probability is that of temperature 1.
-    """
-    # As in the trainer, so that both round alike: model_megatron._VocabularyLogProbs.
-    scores = logits.float() / (rule.temperature or 1.0)
-    scores = scores - scores.amax(-1, keepdim=True)
-    probs = scores.exp()  # times their sum
-    if uniform is None:
-        token = logits.argmax(-1, keepdim=True)
-    elif rule.top_k or rule.top_p < 1:
-        kept, ids = truncate(probs, rule.top_p, rule.top_k)
-        token = ids.gather(-1, inverse_cdf(kept, uniform))
-    else:
-        token = inverse_cdf(probs, uniform)
-    return token[:, 0], (scores.gather(-1, token) - probs.sum(-1, keepdim=True).log())[:, 0]
-
-
-# ---------------------------------------------------------------------------------------------------------- the sampler
 
 
 class TorchSampler(Engine):
@@ -133,11 +81,8 @@ class TorchSampler(Engine):
             for wave in (by_length[start : start + step] for start in range(0, len(prompts), step)):
                 uniforms = None
                 if rule.temperature > 0:
-                    generators = [torch.Generator().manual_seed(seeds[i]) for i in wave]
-                    draws = [
-                        torch.rand(num_samples, rule.max_new_tokens, generator=generator) for generator in generators
-                    ]
-                    of_samples = torch.stack(draws)[:, samples.start : samples.stop].flatten(0, 1)
+                    table = uniforms_of([seeds[i] for i in wave], num_samples, rule.max_new_tokens)
+                    of_samples = table[:, samples.start : samples.stop].flatten(0, 1)
                     uniforms = of_samples.t()[..., None].to(self.decoder.device)  # (N, R, 1)
                 answers = self._run_wave([prompts[i] for i in wave], len(samples), uniforms, rule, routed)
                 for row, answer in enumerate(answers):

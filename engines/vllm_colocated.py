@@ -9,8 +9,8 @@ A push needs no communication: in vLLM and in the trainer, tensor rank t has the
 vocabulary, and expert rank r the same experts. So each rank copies its own shards. Their names are those of vLLM's
 parameters; the layout is the one that its NPU kernels read. E local experts, h hidden size, w expert width.
 
-Every sample has its own generator, as in other layouts. So the ranks of a tensor group draw the same tokens, and the
-layout changes nothing but rounding. For vllm-ascend this costs one small kernel for each sample and token.
+Every sample draws from its row of the table of uniform numbers (drawing.py), as in other layouts. So the ranks of a
+tensor group draw the same tokens, and the layout changes nothing but rounding.
 """
 
 from collections.abc import Collection, Iterable, Iterator

@@ -25,6 +25,7 @@ from architecture import Architecture, tensor_shapes
 from config import derive_seed
 from engines import vllm_adapter, vllm_ascend, vllm_inside
 from engines.capacity import MOST_SEQUENCES, PREFILL_TOKENS
+from engines.drawing import uniforms_of
 from engines.interface import (
     Completion,
     Engine,
@@ -179,11 +180,11 @@ class VllmEngine(Engine):
                 skip_tokenizer_init=True,  # tokens in, tokens out
                 generation_config="vllm",  # the folder's file would add stop tokens and defaults
                 dtype=dtype,
-                seed=0,  # unused: every request has its own seed
+                seed=0,  # unused: every request draws from the table, or has its own seed
                 max_model_len=max_tokens,
                 max_num_seqs=max_sequences,
                 max_num_batched_tokens=max(PREFILL_TOKENS, max_tokens),
-                enable_chunked_prefill=False,  # a chunk would draw from the generator of its row and, on a CPU, fail
+                enable_chunked_prefill=False,  # vLLM rewinds the generator of a chunk's row, which fails on a CPU
                 tensor_parallel_size=tensor,
                 distributed_executor_backend="external_launcher" if "RANK" in os.environ else "uni",  # torchrun sets it
                 enforce_eager=enforce_eager,
@@ -200,6 +201,7 @@ class VllmEngine(Engine):
                 ),
             )
 
+        (self.draws,) = self.llm.collective_rpc(vllm_inside.draw_by_table)
         step = self.llm.llm_engine.step  # LLM.generate calls it until all rows have finished
 
         def step_and_beat() -> list:
@@ -286,7 +288,10 @@ class VllmEngine(Engine):
     def _sample(
         self, prompts: list[list[int]], seeds: list[int], num_samples: int, rule: Rule, routed: bool
     ) -> list[list[Completion]]:
-        """See Engine.sample. Sample j of prompt i has a generator of its own, seeded with (seeds[i], j)."""
+        """See Engine.sample. Tokens are drawn from the table of engines.drawing, as in the embedded sampler.
+
+        Where vLLM has no place for it, sample j of prompt i has a seed of its own from (seeds[i], j).
+        """
         from vllm import SamplingParams
 
         temperature = rule.temperature
@@ -307,12 +312,18 @@ class VllmEngine(Engine):
             ),
         )
         places = [(i, j) for i in range(len(prompts)) for j in range(num_samples)]
+        seed_of_request = list(range(len(places)))  # its row of the table
+        if self.draws is None:
+            seed_of_request = [derive_seed(seeds[i], "sample", j) for i, j in places]
+        else:
+            uniforms = uniforms_of(seeds, num_samples, rule.max_new_tokens).flatten(0, 1) if temperature else None
+            self.draws.set_table(uniforms)
         rules = [
             SamplingParams(
-                temperature=temperature, seed=derive_seed(seeds[i], "sample", j), max_tokens=rule.max_new_tokens,
+                temperature=temperature, seed=seed, max_tokens=rule.max_new_tokens,
                 logprobs=0, stop_token_ids=self.stop_tokens, ignore_eos=True, detokenize=False, flat_logprobs=True,
             )  # logprobs=0: of the sampled token alone; ignore_eos: only stop_token_ids end a row
-            for i, j in places
+            for seed in seed_of_request
         ]  # fmt: skip
         with vllm_inside.surroundings_kept(self.device):
             asked = [{"prompt_token_ids": prompts[i]} for i, _ in places]

@@ -26,7 +26,7 @@ import rollout
 import weights_hf
 from checks import layers_check, sampling_check
 from config import load_config, to_yaml
-from engines import torch_sampler
+from engines import drawing
 from engines.torch_sampler import TorchSampler
 from inputs import hf_config
 from inputs.files import InputError
@@ -107,7 +107,7 @@ def test_an_engine_that_was_not_pushed_to_is_named(tmp_path) -> None:
 # ------------------------------------------------------------------------------------------------ how tokens are drawn
 
 
-drawn_right = torch_sampler.inverse_cdf
+drawn_right = drawing.inverse_cdf
 
 
 def draws(change: Callable[[Tensor, Tensor], Tensor], only_later: bool = False) -> Plant:
@@ -123,7 +123,7 @@ def draws(change: Callable[[Tensor, Tensor], Tensor], only_later: bool = False) 
 
     def plant(patch: MonkeyPatch) -> None:
         before(TorchSampler, "_run_wave", lambda *_: calls.clear())(patch)
-        instead(torch_sampler, "inverse_cdf", drawn)(patch)
+        instead(drawing, "inverse_cdf", drawn)(patch)
 
     return plant
 

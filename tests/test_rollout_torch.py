@@ -14,7 +14,8 @@ from sampled import FREE, Model, assert_alike, assert_frequencies, assert_routes
 from vllm_ranks import PROMPTS, SEEDS
 
 from engines import torch_decoder
-from engines.torch_sampler import TorchSampler, inverse_cdf, truncate
+from engines.drawing import inverse_cdf, truncate
+from engines.torch_sampler import TorchSampler
 from inputs.files import InputError
 
 MORE = FREE | dict(num_samples=4, max_new_tokens=40)  # the cache grows three times

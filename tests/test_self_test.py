@@ -44,7 +44,7 @@ import startup
 import weights_hf
 from checks import self_test, self_test_ranks
 from config import resolve_config
-from engines import torch_sampler
+from engines import drawing
 from engines.torch_sampler import TorchSampler
 from inputs.config_rules import OTHER_RULES
 from learner import Learner
@@ -308,7 +308,7 @@ FAULTS = dict(cases(  # fault: how it is planted, the check that must find it, o
             "learning", (),
         ),
         "samples at another temperature": (  # with the log-probs of the right one
-            instead(torch_sampler, "inverse_cdf", lambda real, probs, uniform: real(probs ** (1 / 1.3), uniform)),
+            instead(drawing, "inverse_cdf", lambda real, probs, uniform: real(probs ** (1 / 1.3), uniform)),
             "evaluation", ("eval.samples=1",),
         ),
         "another accuracy is logged": (after(evaluate, "_summary", accuracy_one_higher), "evaluation", ()),

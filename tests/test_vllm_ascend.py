@@ -12,11 +12,12 @@ Executed, in the order of a start: the check of the chip; configuration, paralle
 eager and with graphs, and arguments that are refused (REFUSED); AscendConfig with weight_nz_mode 0 and
 enable_cpu_binding false; the memory check with 64 GiB that are free; vLLM's groups and the MC2 group for the last of 6
 to 32 ranks, with torch's fake process groups; ExpertMapManager and the dispatchers' set-up on 4 ranks; both kinds of
-push, so that exchanged halves are found; AscendSampler, the recorder of routed experts and block tables on one rank,
-with logits that are all 0; alone, the functions that choose and prepare the exchange of tokens and capture the routes
-of a replica of 4 ranks: under r3 all 8 of 8 tokens have theirs. Not used here: speculative decoding, layer sharding,
-xlite, Flash Comm, fused MC2, KV transfer. Not executed: lengths of the all-to-all, MC2's token masks and windows, the
-record of routes over replicas, ACL graphs, the memory pools of sleep mode, Triton kernels.
+push, so that exchanged halves are found; AscendSampler with draws from the table, the recorder of routed experts and
+block tables on one rank, with logits that are all 0; alone, the functions that choose and prepare the exchange of
+tokens and capture the routes of a replica of 4 ranks: under r3 all 8 of 8 tokens have theirs. Not used here:
+speculative decoding, layer sharding, xlite, Flash Comm, fused MC2, KV transfer. Not executed: lengths of the
+all-to-all, MC2's token masks and windows, the record of routes over replicas, ACL graphs, the memory pools of sleep
+mode, Triton kernels.
 
 The environment needs a C compiler and no CANN (torch 2.10.0 without CUDA is not on PyPI for x86_64):
 
@@ -51,6 +52,7 @@ import training
 from source import ROOT
 
 import config
+from engines.drawing import uniforms_of
 from engines.vllm_engine import VllmEngine
 
 pytestmark = pytest.mark.vllm_ascend
@@ -276,11 +278,18 @@ def test_an_engine_samples_and_records_a_route_for_each_token_but_the_last(alone
     """Prompts of 3 and 2 tokens, 2 samples each of 4 tokens; 2 MoE layers, 2 experts a token; all logits are 0."""
     for group, prompt in zip(alone["samples"], (3, 2), strict=True):
         for tokens, routes, logp in group:
-            assert tokens == 4 and routes == [prompt + 4 - 1, 2, 2]
+            assert len(tokens) == 4 and routes == [prompt + 4 - 1, 2, 2]
             assert logp == [pytest.approx(-math.log(SIZES["vocab_size"]), abs=1e-5)]
     layers, prefill_and_decode = 2, 4
     assert alone["calls"]["rotary_embedding"] >= layers * prefill_and_decode
     assert alone["calls"]["reshape_and_cache"] == layers * prefill_and_decode
+
+
+@pytest.mark.slow
+def test_an_engine_draws_the_tokens_of_the_embedded_sampler(alone: dict) -> None:
+    """From equal logits: all of them are 0 here, so a uniform number u chooses token int(512 u)."""
+    expected = (uniforms_of([1, 2], 2, 4) * SIZES["vocab_size"]).int().tolist()
+    assert [[tokens for tokens, *_ in group] for group in alone["samples"]] == expected
 
 
 @pytest.mark.slow

@@ -91,8 +91,12 @@ def assert_routes(model: Model, prompts: list[list[int]], answers: list) -> None
 
 
 def assert_frequencies(group: list, probs: torch.Tensor) -> None:
-    """Pearson's chi-square of the first tokens against ``probs``, at five standard deviations."""
-    sampled = torch.tensor([one.tokens[0] for one in group])
+    """The first tokens have the probabilities ``probs``."""
+    assert_drawn(torch.tensor([one.tokens[0] for one in group]), probs)
+
+
+def assert_drawn(sampled: torch.Tensor, probs: torch.Tensor) -> None:
+    """Pearson's chi-square of the tokens against ``probs``, at five standard deviations."""
     expected, counts = probs * len(sampled), torch.bincount(sampled, minlength=len(probs)).double()
     assert counts[probs == 0].sum() == 0
     rare = expected < 10  # pooled, because the test needs several counts in every bin

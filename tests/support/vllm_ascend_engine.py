@@ -155,7 +155,7 @@ def shapes(engine) -> dict[str, list]:
 
 
 def sampled(one) -> list:
-    return [len(one.tokens), one.routed_experts.shape, sorted(set(one.logp))]
+    return [one.tokens, one.routed_experts.shape, sorted(set(one.logp))]
 
 
 def sample(folder: Path) -> int:
