@@ -13,7 +13,7 @@ FORWARD_LAUNCHES = 73  # of a forward pass with frozen weights: 3,495 calls in 4
 MERGE_LAUNCHES = 19  # more in a pass that merges the adapters by stacks of experts; 91, expert by expert
 BACKWARD_LAUNCHES = 121  # of a backward pass without recompute
 
-SPREAD = 1.5  # of 12 published steps, one lies further away from its prediction (preflight.py --published)
+SPREAD = 1.5  # chosen beside the 12 published steps, of which one lies further away (preflight.py --published)
 WIDEST = 3.0  # high / low of every range: a wider one would say too little
 
 

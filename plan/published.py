@@ -121,7 +121,8 @@ def constants(others: list[Run]) -> Constants:
         run.name: run.step_seconds - (run.generation_seconds or generation(run, layer_seconds)) for run in others
     }
     for row in _published()["shares"]:
-        shares[row["experts"]].append(row["share"])
+        if row["run"] in (None, *trained):  # a share of a run that is left out is left out, too
+            shares[row["experts"]].append(row["share"])
     for run in others:
         if not run.offloaded:
             shares[any(run.arch.moe_layers)].append(run.peak_seconds / trained[run.name])
@@ -224,8 +225,9 @@ def main(arguments: list[str]) -> int:
     print(f"inside: {_count(judged, 'step')} steps and {_count(judged, 'generation')} times of generation;")
     print("  with the constants of other models and numbers of devices alone:", end=" ")
     print(f"{_count(apart, 'step')} and {_count(apart, 'generation')}")
+    recomputing = [each for each in judged if each.run.recompute]
     print(f"  a plan for half the ranks would hold {_count(judged, 'half_the_ranks')} steps,", end=" ")
-    print(f"one without recompute {_count(judged, 'no_recompute')}")
+    print(f"one without recompute {_count(recomputing, 'no_recompute')} with it")
     found = constants(runs())
     print("constants by all of them:")
     for (kind, graphs), seconds in sorted(found.layer_seconds.items()):
