@@ -31,23 +31,27 @@ def medians(rows: list[dict]) -> dict[str, float]:
     """The median of each phase in these rows of timing.jsonl, of which the first one starts everything up."""
     later = rows[1:] or rows
     names = [name for name in later[-1] if name.startswith("timing/") or name == "perf/tokens_per_s"]
-    return {name: statistics.median(row[name] for row in later if name in row) for name in names}
+    return {name: statistics.median(values) for name in names if (values := _numbers(later, name))}
+
+
+def _numbers(rows: list[dict], name: str) -> list[float]:
+    values = [row[name] for row in rows if isinstance(row.get(name), int | float)]
+    return [value for value in values if 0 <= value < math.inf]
 
 
 def read(path: Path) -> dict[str, float]:
     """The measured seconds in a first hour's report, or in a run's timing.jsonl. InputError for another file."""
-    found: dict[str, float] = {}
+    rows: list[dict] = []
     if path.suffix == ".jsonl":
         rows = [row for row in read_lines(path) if "timing/step_s" in row]
-        found = medians(rows) if rows else {}
     else:
         with contextlib.suppress(TypeError, KeyError, AttributeError, StopIteration):  # another kind of file
             stages = read_object(path, ("stages",))["stages"]
-            found = dict(next(stage["figures"]["timing"] for stage in stages if stage["name"] == "steps"))
-    measured = {name for name, value in found.items() if isinstance(value, int | float) and 0 < value < math.inf}
-    if lacking := {f"timing/{name}_s" for name in ("generate", "update", "step")} - measured:
+            rows = [dict(next(stage["figures"]["timing"] for stage in stages if stage["name"] == "steps"))]
+    found = medians(rows) if rows else {}
+    if lacking := [name for name in ("generate", "update", "step") if not found.get(f"timing/{name}_s")]:
         raise InputError(
-            f"{path}: no {', '.join(sorted(lacking))}; needed: the report of a first hour whose stage `steps` has "
+            f"{path}: no seconds of {', '.join(lacking)}; needed: the report of a first hour whose stage `steps` has "
             "passed, or the timing.jsonl of a run"
         )
     return found
