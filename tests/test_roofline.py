@@ -146,6 +146,22 @@ def test_a_small_cache_takes_waves_and_is_named_as_the_cause():
     assert times.bottleneck == "decode" and "rollout.kv_cache_mib" in preflight.advice(cfg, times, "decode")
 
 
+def test_launches_of_a_pass_are_those_that_a_dry_run_counted_and_count_where_they_take_longer():
+    """On 16 ranks: 3,495 calls of the reference, 4,425 forward and 10,215 backward with recompute, experts in stacks.
+
+    At 1 ms a launch 12 micro-batches are bound by them. The arithmetic is hidden then and counts in the high estimate.
+    """
+    slow = dataclasses.replace(NPU, eager_layer_seconds=0.001 * roofline.FORWARD_LAUNCHES)
+    times = planned(hardware=slow)[0]
+    counted = {"reference": 3495, "old policy": 4425, "update forward": 4425, "update backward": 10_215}
+    for phase, calls in counted.items():
+        assert times.causes[phase]["launches"] == pytest.approx(12 * calls * 0.001, rel=0.005)
+        arithmetic = planned()[0].causes[phase]["arithmetic"]
+        assert times.hidden[phase] == pytest.approx(arithmetic)
+    assert times.step.high == pytest.approx(1.5 * (times.total + sum(times.hidden.values())))
+    assert times.step.low == pytest.approx(times.total / 1.5)
+
+
 @pytest.mark.parametrize(
     ("eager", "step_ms", "what"), [("true", 34, "enforce_eager=false"), ("false", 20, "sequences")]
 )
