@@ -1,6 +1,8 @@
 """Does a run fit, and how long will a step take? The answer takes seconds and needs no devices, weights or data.
 
     python preflight.py CONFIG [section.key=value ...] [--ranks N] [--json]
+    python preflight.py CONFIG --calibrate REPORT            with the speed of a run that was made (plan/calibrate.py)
+    python preflight.py --published                 the seconds of published runs beside the plan's (plan/published.py)
     python preflight.py CONFIG --dry-run [--rank R] [--json]                runs a step without data (checks/dry_run.py)
     python preflight.py --doctor [CONFIG]                                     examines this machine (plan/doctor.py)
     python preflight.py --self-test [CONFIG] [section.key=value ...] [--ranks 2]           (checks/self_test_ranks.py)
@@ -15,6 +17,7 @@ layers in trainer and sampler (checks/layers_check.py).
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -26,7 +29,7 @@ from inputs import hf_config
 from inputs.config_rules import OTHER_RULES, divisors, nearest
 from inputs.files import BAD_INPUT, MOST_RANKS, InputError, refused, shown
 from knobs import Config
-from plan import grid, memory, roofline, whole_run
+from plan import calibrate, grid, memory, roofline, whole_run
 from plan.search import Setting, Verdict, alternatives, judge, overrides, scripts
 
 # ---------------------------------------------------------------------------------------------------------- the report
@@ -80,6 +83,8 @@ def as_json(verdict: Verdict, others: list[Verdict], setting: Setting, started: 
             "peak_bytes": needs.peak,
             "capacity_bytes": needs.capacity,
         },
+        "step_s": times.step._asdict(),
+        "decode_s": {name: seconds._asdict() for name, seconds in times.decoding.items()},
         "step_seconds": {
             "total": times.total,
             "phases": times.phases,
@@ -167,8 +172,16 @@ def _time_lines(verdict: Verdict, setting: Setting) -> list[str]:
     times = verdict.times
     longest = verdict.cfg.rollout.max_new_tokens
     mean = f"a mean of {setting.completion_tokens:g}" if setting.completion_tokens < longest else "all"
-    lines = ["", f"estimated step: {times.total:.3g} s, if answers have {mean} of {longest} tokens"]
+    lines = [
+        "",
+        f"estimated step: {times.step.low:.3g} to {times.step.high:.3g} s, expected {times.total:.3g} s,"
+        f" if answers have {mean} of {longest} tokens",
+    ]
+    if setting.hardware.eager_layer_seconds:  # a CPU has no graphs
+        decoding = [f"{low:.3g} to {high:.3g} s {name}" for name, (low, high) in times.decoding.items()]
+        lines.append(f"decoding: {', '.join(decoding)}{graphs_save(verdict.cfg, times)}")
     lines.append(whole_run.sentence(whole_run.whole_run(verdict, setting), verdict.cfg.train.steps))
+    lines.append("expected, by phase:")
     for name, seconds in times.phases.items():
         shares = [f"{cause} {part / seconds:.0%}" for cause, part in times.causes[name].items() if part > seconds / 20]
         change = f"; {advice(verdict.cfg, times, name)}" if name in times.long_phases else ""
@@ -176,7 +189,7 @@ def _time_lines(verdict: Verdict, setting: Setting) -> list[str]:
             lines.append(f"  {name:22} {seconds:8.3f} s  {', '.join(shares)}{change}")
     parts = ", ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in times.decode.items())
     lines.append(f"  a decode step, ms: {parts}; {times.waves} wave{'s' * (times.waves > 1)}")
-    hardware, forward = roofline.HARDWARE[setting.device], times.causes["update forward"]
+    hardware, forward = setting.hardware, times.causes["update forward"]
     if verdict.layout.expert > 1 and "arithmetic" in forward:
         away = verdict.layout.away("expert")  # then the rate between nodes decides
         link = (hardware.between_nodes if away else hardware.link) * forward["expert exchange"] / forward["arithmetic"]
@@ -190,6 +203,14 @@ def _time_lines(verdict: Verdict, setting: Setting) -> list[str]:
         f"  assumed: {roofline.assumptions(hardware, *tokens, verdict.cfg.rollout.dynamic_rounds)}",
         f"  longest: {times.bottleneck}, bound by {times.bound(times.bottleneck)}",
     ]
+
+
+def graphs_save(cfg: Config, times: roofline.Times) -> str:
+    """What rollout.enforce_eager=false would save where it is true: the difference of the middles of both ranges."""
+    graphs, eager = (math.sqrt(low * high) for low, high in times.decoding.values())
+    if not cfg.rollout.enforce_eager:
+        return ""
+    return f"; rollout.enforce_eager=false would save about {eager - graphs:.3g} s a step"
 
 
 def advice(cfg: Config, times: roofline.Times, phase: str) -> str:
@@ -235,6 +256,7 @@ def advice(cfg: Config, times: roofline.Times, phase: str) -> str:
 
 OTHER_QUESTIONS = {  # option -> its question; each has a command line of its own
     "--dry-run": "what does a rank's step hold, compute and send? It is run at its real size without data",
+    "--published": "how long did published runs take, and what does the plan say of them?",
     "--doctor": "what is wrong with this machine?",
     "--groups": "under torchrun: do the process groups work, and how fast?",
     "--operators": "under torchrun: does every operator give its formula's answer?",
@@ -244,11 +266,15 @@ OTHER_QUESTIONS = {  # option -> its question; each has a command line of its ow
 
 
 def answer(option: str, arguments: list[str]) -> int:
-    """The exit code of one of the other questions. All of them import torch, except --doctor."""
+    """The exit code of one of the other questions. All of them import torch, except --published and --doctor."""
     of_ranks = option == "--self-test" and any(argument.startswith("--r") for argument in arguments)  # --ranks 2
-    alone = option in ("--doctor", "--dry-run", "--self-test") and not of_ranks
+    alone = option in ("--published", "--doctor", "--dry-run", "--self-test") and not of_ranks
     if alone and os.environ.get("RANK", "0") != "0":
         return 0  # under torchrun one process is enough
+    if option == "--published":
+        from plan import published
+
+        return published.main(arguments)
     if option == "--doctor":
         from plan import doctor
 
@@ -282,6 +308,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--device-gib", type=float, help="memory of one rank, in place of the device's own")
     parser.add_argument("--prompt-tokens", type=float, help="mean, for the seconds; default: the longest")
     parser.add_argument("--completion-tokens", type=float, help="mean, for the seconds; default: max_new_tokens")
+    parser.add_argument("--calibrate", type=Path, metavar="REPORT", help="a first hour's report, or a timing.jsonl")
     parser.add_argument("--json", action="store_true", help="print one JSON object; for unusable input none")
     for option, question in OTHER_QUESTIONS.items():
         parser.add_argument(option, action="store_true", help=f"instead: {question}")
@@ -311,24 +338,28 @@ def main(arguments: list[str] | None = None) -> int:
                 f"{cfg.rollout.max_new_tokens} the longest; needed: at most that"
             )
         node = args.ranks_per_node
+        timing = calibrate.read(args.calibrate) if args.calibrate else {}
         ranks = args.ranks or grid.default_ranks(cfg, grid.device_of(cfg), node)
         if ranks > node and ranks % node:
             raise InputError(
                 f"--ranks-per-node: {node} does not divide --ranks {ranks}; needed: equal nodes, nearest: "
                 f"{nearest(node, divisors(ranks))}"
             )
+        mean = calibrate.completion_tokens(cfg, timing) if timing else cfg.rollout.max_new_tokens
+        setting = Setting(
+            arch=arch,
+            device=grid.device_of(cfg),
+            ranks_per_node=args.ranks_per_node,
+            device_gib=args.device_gib,
+            prompt_tokens=args.prompt_tokens or cfg.data.max_prompt_tokens,
+            completion_tokens=args.completion_tokens or mean,
+        )
+        if timing:
+            setting = calibrate.calibrated(cfg, ranks, setting, timing)
     except BAD_INPUT as error:
         return refused(error)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    setting = Setting(
-        arch=arch,
-        device=grid.device_of(cfg),
-        ranks_per_node=args.ranks_per_node,
-        device_gib=args.device_gib,
-        prompt_tokens=args.prompt_tokens or cfg.data.max_prompt_tokens,
-        completion_tokens=args.completion_tokens or cfg.rollout.max_new_tokens,
-    )
     verdict = judge(cfg, ranks, setting)
     others = alternatives(verdict, setting) if verdict.reasons else []
     started = scripts(Path(args.config), setting.device)

@@ -32,6 +32,7 @@ from inputs.environment import ON_CPU
 from inputs.files import BAD_INPUT, refused
 from lab.run_folders import merged
 from plan import grid, memory, roofline
+from plan.hardware import HARDWARE, Hardware
 
 PHASES = {  # of timing.jsonl -> those of plan/roofline.py
     "sync": ("sync",),
@@ -50,13 +51,13 @@ def best(work: Callable[[], object], rounds: int) -> float:
     return max(min(timeit.repeat(work, number=1, repeat=rounds, timer=time.process_time)), 1e-9)
 
 
-def measured_hardware(dtype: torch.dtype, rounds: int) -> roofline.Hardware:
+def measured_hardware(dtype: torch.dtype, rounds: int) -> Hardware:
     """A processor core with the rates of this one, all of which count. ``dtype``: of the matrix product."""
     square, large = torch.randn(1024, 1024).to(dtype), torch.randn(2**26)
     target = torch.empty_like(large)
     flops = 2 * 1024**3 / best(lambda: square @ square, rounds)
     bandwidth = 2 * large.nbytes / best(lambda: target.copy_(large), rounds)
-    core = roofline.HARDWARE["cpu"]
+    core = HARDWARE["cpu"]
     return dataclasses.replace(core, flops=flops, bandwidth=bandwidth, training_share=1, link_share=1, link=math.inf)
 
 

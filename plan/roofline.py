@@ -1,9 +1,9 @@
 """Seconds of each phase of a step by a roofline: the time that the device's arithmetic, memory and links need at least.
 
 This is an estimate, never a measurement. It compares layouts and finds the bottleneck. Every assumption is a field of
-Hardware and is printed with the plan. The figures of the 910C are published, except for its link, which is a guess.
-Nothing here has been run on a 910C. tests/test_roofline.py compares the formulas with an independent calculation for
-Qwen3-30B-A3B on 16 dies. Nothing here imports torch.
+Hardware (plan/hardware.py) and is printed with the plan. The phases are what is expected; Times.step gives the range in
+which a step lies. Nothing here has been run on a 910C. tests/test_roofline.py compares the formulas with an independent
+calculation for Qwen3-30B-A3B on 16 dies. Nothing here imports torch.
 """
 
 import dataclasses
@@ -18,39 +18,13 @@ from architecture import Architecture, Module, over_layers
 from inputs.hf_config import ELEMENT_BYTES
 from knobs import Config, LoraConfig
 from plan.grid import WHOLE, RankGrid
+from plan.hardware import BACKWARD_LAUNCHES, FORWARD_LAUNCHES, MERGE_LAUNCHES, TRAINED_LAUNCHES, Hardware, Range, spread
 from plan.memory import Memory, adapter_size, lora_parameters, merged_weights, on_rank
 
 DECODE_PARTS = 16  # in which the number of running rows counts as constant
 EQUAL_GROUPS = 0.5  # share of the groups of a round that dynamic sampling drops: a guess
+DECODING = ("with graphs", "without graphs")
 MERGE_BYTES = 28  # read and written for an element of W + s B A: of bf16, in fp32, one operation after the other
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """The device of one rank. Shares are fractions of the peak."""
-
-    memory_gib: float  # 0: the ranks share the main memory of the host
-    flops: float  # per second, in the model's dtype
-    bandwidth: float  # bytes per second of its memory
-    link: float  # bytes per second to other ranks of its node
-    between_nodes: float  # bytes per second to ranks of other nodes
-    training_share: float  # of flops, in training and prefill
-    link_share: float
-    decode_step_seconds: float  # least time of a decode step with a graph: kernel launches take it, not arithmetic
-    eager_pass_seconds: float  # least time of a decode step without a graph, or of a forward pass of the trainer
-
-    def sends(self, size: float, away: float) -> float:
-        """Seconds for ``size`` bytes, of which a share ``away`` leaves the node, while the others use the link."""
-        return max(size * (1 - away) / self.link, size * away / self.between_nodes)
-
-
-HARDWARE = {
-    # 910C: half a package's 752 TFLOP/s, 3.2 TB/s and 392 GB/s; decode steps of 20-34 ms are published.
-    # Between nodes a 910C has 400 Gbit/s of RDMA, a die half (arXiv 2506.12708); in a SuperPoD it would be the link.
-    "npu": Hardware(61, 376e12, 1.6e12, 196e9, 25e9, 0.2, 0.5, 0.020, 0.034),
-    "cuda": Hardware(80, 989e12, 3.35e12, 450e9, 50e9, 0.2, 0.5, 0.010, 0.020),  # an 80 GB H100's data sheet; guesses
-    "cpu": Hardware(0, 100e9, 13e9, 2e9, 2e9, 0.5, 0.5, 0.0, 0.0),  # one core of a server, fp32
-}
 
 
 def active_parameters(arch: Architecture) -> int:
@@ -171,8 +145,10 @@ def exchange_bytes(
 class Times:
     """Seconds of each phase of a step by cause, and the numbers behind them."""
 
-    causes: dict[str, dict[str, float]]  # phase -> cause -> seconds
+    causes: dict[str, dict[str, float]]  # phase -> cause -> seconds; of launches and arithmetic the slower one
+    hidden: dict[str, float]  # phase -> seconds of the faster one, which count where they do not overlap
     decode: dict[str, float]  # seconds of one decode step
+    decoding: dict[str, Range]  # all decode steps "with graphs" and "without graphs"
     waves: int  # sampling takes so many rounds, because the engine takes only a part of the rows at once
     micro_batches: int  # of one rank in one update
 
@@ -183,6 +159,11 @@ class Times:
     @property
     def total(self) -> float:
         return sum(self.phases.values())
+
+    @property
+    def step(self) -> Range:
+        """The step lies in it: low, if launches and arithmetic overlap; high, if they follow each other."""
+        return spread(self.total, self.total + sum(self.hidden.values()))
 
     @property
     def bottleneck(self) -> str:
@@ -219,16 +200,17 @@ def step_times(
     )  # fmt: skip
     together = -(-memory.wanted_rows // waves) * layout.replicas
     decode = step(sequences=together, context=prompt + completion / 2)
-    decoding: dict[str, float] = defaultdict(float)
     rounds = [EQUAL_GROUPS**round_ for round_ in range(1 + rollout.dynamic_rounds)]  # shares of the groups
+    parts: list[tuple[float, dict[str, float]]] = []  # number of decode steps, seconds of one of them by cause
     for of_groups in rounds:
         rows = math.ceil(memory.wanted_rows * of_groups)
         of_waves = -(-rows // max(1, memory.cached_rows))
         running = -(-rows // of_waves) * layout.replicas
         for steps, share, tokens in decode_parts(completion, longest, of_waves, refills=rollout.kind.refills):
-            part = step(sequences=max(1, running * share), context=prompt + tokens)
-            for cause, seconds in decode_causes(part, hardware, rollout.enforce_eager).items():
-                decoding[cause] += steps * seconds
+            parts.append((steps, step(sequences=max(1, running * share), context=prompt + tokens)))
+    eager = rollout.enforce_eager
+    decoding = {name: _decoding(arch, hardware, parts, bool(i)) for i, name in enumerate(DECODING)}
+    own_decoding, hidden_decoding = decoding[DECODING[eager]]
     rate = layout.ranks * hardware.flops * hardware.training_share
     updates = rollout.prompts_per_step // max(1, cfg.optim.prompts_per_update)
     rows = -(-cfg.optim.prompts_per_update * rollout.group_size // layout.data)
@@ -236,11 +218,14 @@ def step_times(
     a_row = completion + prompt / rollout.group_size + (prompt + completion) / 4
     micro_batches = -(-rows // max(1, int(cfg.optim.tokens_per_micro_batch // a_row)))
 
-    def passing(operations: float, passes: int = 1, ends: int = 2) -> dict[str, float]:
-        """Seconds of so many operations in ``passes`` through all layers."""
-        launches = passes * updates * micro_batches * hardware.eager_pass_seconds
+    hidden = {"decode": hidden_decoding}
+
+    def passing(phase: str, operations: float, launches: int, passes: int = 1, ends: int = 2) -> dict[str, float]:
+        """Seconds of so many operations in ``passes`` through all layers, each with ``launches`` in sum."""
+        launching = launches * arch.num_layers * updates * micro_batches * hardware.launch_seconds
         sent = exchange_bytes(arch, layout, trained.tokens, element, passes, ends)
-        slower = _slower({"arithmetic": operations / rate}, {"launches": launches})
+        slower = _slower({"arithmetic": operations / rate}, {"launches": launching})
+        hidden[phase] = min(operations / rate, launching)
         away = {"tensor exchange": layout.away("tensor"), "expert exchange": layout.away("expert")}
         return slower | {cause: hardware.sends(size, away[cause]) / hardware.link_share for cause, size in sent.items()}
 
@@ -250,17 +235,24 @@ def step_times(
     prompts = forward_flops(arch, Rows(rollout.prompts_per_step * sum(rounds), prompt, 0))
     merged_bytes = MERGE_BYTES * merged_weights(arch, cfg.lora, layout, recompute=False) * cfg.trains_merged
     merging = updates * micro_batches * merged_bytes / hardware.bandwidth
+    share, backward = cfg.old_policy_share, BACKWARD_LAUNCHES + TRAINED_LAUNCHES * recompute
+    old_policy = passing("old policy", policy, FORWARD_LAUNCHES + MERGE_LAUNCHES) | {"merging": merging}
+    hidden["old policy"] *= share
     causes = {
         "sync": _sync_seconds(cfg, arch, layout, hardware, element),
         "prefill": {"arithmetic": sum(prompts.values()) / rate},
-        "decode": dict(decoding),
-        "old policy": passing(policy) | {"merging": merging} if cfg.old_policy_share else {"": 0.0},
-        "reference": passing(frozen) if cfg.loss.kl != "none" else {"": 0.0},
-        "update forward": passing(first) | {"merging": merging},
-        "update backward": passing(second, 1 + recompute, recompute) | {"merging": merging * recompute},
+        "decode": own_decoding,
+        "old policy": {cause: share * seconds for cause, seconds in old_policy.items()} if share else {"": 0.0},
+        "reference": passing("reference", frozen, FORWARD_LAUNCHES) if cfg.loss.kl != "none" else {"": 0.0},
+        "update forward": passing("update forward", first, TRAINED_LAUNCHES) | {"merging": merging},
+        "update backward": passing("update backward", second, backward, 1 + recompute, recompute)
+        | {"merging": merging * recompute},
         "optimizer": _optimizer_seconds(cfg, arch, layout, hardware, updates),
     }
-    return Times(causes, decode, int(waves), micro_batches)
+    ranges = {
+        name: spread(sum(causes.values()), sum(causes.values()) + faster) for name, (causes, faster) in decoding.items()
+    }
+    return Times(causes, hidden, decode, ranges, int(waves), micro_batches)
 
 
 def decode_parts(completion: float, longest: float, waves: int, *, refills: bool) -> list[tuple[float, float, float]]:
@@ -281,11 +273,33 @@ def _slower(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
     return max(one, other, key=lambda causes: sum(causes.values()))
 
 
-def decode_causes(decode: dict[str, float], hardware: Hardware, eager: bool) -> dict[str, float]:
+def decode_causes(arch: Architecture, decode: dict[str, float], hardware: Hardware, eager: bool) -> dict[str, float]:
     """Seconds of one decode step: its roofline, or its kernel launches if they take longer."""
+    return _slower(*_decode_limits(arch, decode, hardware, eager))
+
+
+def _decode_limits(
+    arch: Architecture, decode: dict[str, float], hardware: Hardware, eager: bool
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of one decode step by its roofline, and of its kernel launches."""
     reads = {name: decode[name] for name in ("weights", "cache")}
     roofline = _slower(reads, {"arithmetic": decode["arithmetic"]}) | {"exchange": decode["exchange"]}
-    return _slower(roofline, {"launches": hardware.eager_pass_seconds if eager else hardware.decode_step_seconds})
+    layer = hardware.eager_layer_seconds if eager else hardware.graph_layer_seconds
+    return roofline, {"launches": arch.num_layers * layer}
+
+
+def _decoding(
+    arch: Architecture, hardware: Hardware, parts: list[tuple[float, dict[str, float]]], eager: bool
+) -> tuple[dict[str, float], float]:
+    """Seconds of all decode steps by cause, and of what is hidden because it takes less time than that."""
+    causes: dict[str, float] = defaultdict(float)
+    hidden = 0.0
+    for steps, part in parts:
+        limits = _decode_limits(arch, part, hardware, eager)
+        for cause, seconds in _slower(*limits).items():
+            causes[cause] += steps * seconds
+        hidden += steps * min(sum(limit.values()) for limit in limits)
+    return dict(causes), hidden
 
 
 def _sync_seconds(
@@ -361,11 +375,11 @@ def assumptions(hardware: Hardware, prompt: float, completion: float, longest: f
     """The assumptions behind the seconds, in one line."""
     dropped = f"each of {dynamic_rounds} more rounds samples {EQUAL_GROUPS:.0%} of the groups of the one before, "
     return (
-        f"{hardware.flops / 1e12:g} TFLOP/s at {hardware.training_share:.0%} in training, "
+        f"{hardware.flops / 1e12:g} TFLOP/s at {hardware.training_share:.1%} in training, "
         f"{hardware.bandwidth / 1e12:g} TB/s, {hardware.link / 1e9:g} GB/s link at {hardware.link_share:.0%}, "
         f"{hardware.between_nodes / 1e9:g} GB/s between nodes, "
-        f"a decode step takes at least {hardware.decode_step_seconds * 1e3:g} ms, a pass without a graph "
-        f"{hardware.eager_pass_seconds * 1e3:g} ms, "
+        f"a layer of a decode step takes at least {hardware.graph_layer_seconds * 1e3:.2g} ms with graphs and "
+        f"{hardware.eager_layer_seconds * 1e3:.2g} ms without, a launch {hardware.launch_seconds * 1e6:.2g} us, "
         f"prompts of {prompt:g} and completions of {completion:g} tokens in the mean, the longest of {longest:g}; "
-        f"{dropped * (dynamic_rounds > 0)}a roofline, not a measurement"
+        f"{dropped * (dynamic_rounds > 0)}an estimate, not a measurement"
     )

@@ -18,7 +18,8 @@ from architecture import Architecture
 from engines.capacity import cache_mib_per_row
 from inputs.config_rules import LAYOUT_RULES, divisors, engine_layout_problems, layout_problems, problems
 from knobs import Config
-from plan import grid, roofline
+from plan import grid, published, roofline
+from plan.hardware import Hardware
 from plan.memory import GIB, Memory, step_memory
 
 LISTED = 6  # alternatives
@@ -31,9 +32,15 @@ class Setting:
     arch: Architecture
     device: str  # cpu | npu | cuda
     ranks_per_node: int
-    device_gib: float | None  # replaces the figure of roofline.HARDWARE
+    device_gib: float | None  # replaces the figure of hardware.HARDWARE
     prompt_tokens: float
     completion_tokens: float
+    measured: Hardware | None = None  # by a run on this machine (plan/calibrate.py)
+
+    @property
+    def hardware(self) -> Hardware:
+        """The device as measured, or with the constants of the published runs."""
+        return self.measured or published.calibrated(self.device)
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ def judge(cfg: Config, ranks: int, setting: Setting) -> Verdict:
     arch, layout = setting.arch, grid.of(cfg, ranks, setting.ranks_per_node)
     if reasons := broken_rules(cfg, arch, ranks):
         return Verdict(cfg, layout, reasons)
-    hardware = roofline.HARDWARE[setting.device]
+    hardware = setting.hardware
     gib = hardware.memory_gib if setting.device_gib is None else setting.device_gib
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     capacity = int(gib * GIB) if gib else host // min(ranks, setting.ranks_per_node)  # on a CPU a share of the host

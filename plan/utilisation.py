@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from architecture import Architecture
 from knobs import Config
 from plan import grid, memory
-from plan.roofline import HARDWARE, Rows, forward_flops, lora_flops, update_flops
+from plan.hardware import HARDWARE
+from plan.roofline import Rows, forward_flops, lora_flops, update_flops
 
 # What the driver calls the devices of which HARDWARE has the peak. It is that of bf16.
 NAMES = {"npu": r"Ascend910_93\d\d", "cuda": r"NVIDIA H(?:100 80GB HBM3|200)"}

@@ -15,7 +15,7 @@ from inputs.paths import Paths, listed
 from knobs import Config
 from plan import grid
 from plan.memory import GIB, checkpoint_bytes
-from plan.roofline import HARDWARE, Rows, decode_causes, decode_parts, decode_step, forward_flops
+from plan.roofline import Rows, decode_causes, decode_parts, decode_step, forward_flops
 from plan.search import Setting, Verdict, judge
 
 GSM8K_HELD_OUT = 1319  # questions; assumed of a file that is not there
@@ -76,7 +76,7 @@ def evaluation_seconds(verdict: Verdict, setting: Setting, questions: int) -> fl
 
     The lengths are those of the training's answers.
     """
-    cfg, layout, hardware = verdict.cfg, verdict.layout, HARDWARE[setting.device]
+    cfg, layout, hardware = verdict.cfg, verdict.layout, setting.hardware
     prompt, completion, longest = setting.prompt_tokens, setting.completion_tokens, cfg.rollout.max_new_tokens
     own, seconds = -(-questions // layout.replicas), 0.0
     for samples in filter(None, (1, cfg.eval.samples)):
@@ -93,7 +93,7 @@ def evaluation_seconds(verdict: Verdict, setting: Setting, questions: int) -> fl
                     away=(layout.away("rollout"), layout.away_of(layout.engine_expert)),
                     sequences=max(1, running * share), context=prompt + tokens,
                 )  # fmt: skip
-                seconds += steps * sum(decode_causes(part, hardware, cfg.rollout.enforce_eager).values())
+                seconds += steps * sum(decode_causes(setting.arch, part, hardware, cfg.rollout.enforce_eager).values())
     return seconds
 
 

@@ -17,6 +17,7 @@ from scope import cases
 import config
 import preflight
 from inputs import config_rules, hf_config
+from plan.published import calibrated
 
 ROOT = Path(__file__).parents[1]
 QWEN3, QWEN15, TINY = (str(ROOT / "configs" / f"{name}.yaml") for name in ("qwen3", "qwen15_moe", "tiny_cpu"))
@@ -117,14 +118,15 @@ def test_the_text_says_layout_and_verdict(capsys):
 
 
 def test_the_plan_of_a_run_adds_evaluations_and_checkpoints_worked_out_by_hand(tmp_path: Path, capsys):
-    """Launches bind decoding: 34 ms for each of 1,536 tokens, in four batches of 96 of the 330 questions of a replica.
+    """Launches bind decoding: 1,536 steps for each of four batches of 96 of the 330 questions of a replica.
 
     Each question gets a greedy and a sampled answer. Prefill takes the step's share of its 96 prompts for 1,319, twice.
     Evaluations are before and after 20, 40, 60 and 77 steps. A checkpoint has factors and two moments in fp32.
     """
     found = report(capsys, QWEN3, "--ranks", "16")
     step, run = found["step_seconds"], found["run_seconds"]
-    evaluation = 2 * 4 * 1536 * 0.034 + 2 * 1319 / 96 * step["phases"]["prefill"]
+    launches = 48 * calibrated("npu").eager_layer_seconds
+    evaluation = 2 * 4 * 1536 * launches + 2 * 1319 / 96 * step["phases"]["prefill"]
     assert run["steps"] == pytest.approx(77 * step["total"])
     assert run["evaluations"] == pytest.approx(5 * evaluation, rel=1e-3)
     parameters = 48 * 32 * (128 * (2048 + 1536 + 768 + 2048) + 2048 + 5120 + 4096 + 2048)
@@ -132,7 +134,7 @@ def test_the_plan_of_a_run_adds_evaluations_and_checkpoints_worked_out_by_hand(t
     held_out = tmp_path / "test.jsonl"
     held_out.write_text("{}\n" * 96)
     short = report(capsys, QWEN3, "--ranks", "16", f"data.test_path={held_out}", "eval.samples=0")["run_seconds"]
-    assert short["evaluations"] == pytest.approx(5 * (1536 * 0.034 + step["phases"]["prefill"]), rel=1e-3)
+    assert short["evaluations"] == pytest.approx(5 * (1536 * launches + step["phases"]["prefill"]), rel=1e-3)
     preflight.main([QWEN3, "--ranks", "16", "--completion-tokens", "240"])
     text = capsys.readouterr().out
     assert "if answers have a mean of 240 of 1536 tokens" in text and "4 checkpoints 61 s, of which 29 GiB stay" in text

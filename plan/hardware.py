@@ -1,0 +1,68 @@
+"""The device of one rank: its data sheet, and what software reaches of it. Nothing here imports torch.
+
+The figures of the data sheet stand here. What software reaches comes from the published runs (plan/published.py), or
+from a run of one's own (plan/calibrate.py). Without either, a device has no overhead, which gives a plain roofline.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+# Calls that reach the device in one layer, as `preflight.py configs/qwen3.yaml --dry-run` counts them on 16 ranks, with
+# those of embedding and head. More experts on a rank change nothing until a stack of them is merged in parts.
+FORWARD_LAUNCHES = 69  # of a forward pass with frozen weights: 3,296 calls in 48 layers
+MERGE_LAUNCHES = 16  # more in a pass that merges the adapters
+TRAINED_LAUNCHES = 100  # of a forward pass with adapters that an update differentiates
+BACKWARD_LAUNCHES = 112  # of a backward pass without recompute
+
+SPREAD = 1.5  # chosen beside the 12 published steps, of which one lies further away (preflight.py --published)
+WIDEST = 3.0  # high / low of every range: a wider one would say too little
+
+
+class Range(NamedTuple):
+    """Seconds that something takes at least and at most, as far as the published runs tell."""
+
+    low: float
+    high: float
+
+
+def spread(overlapping: float, in_turn: float) -> Range:
+    """The range around two estimates: launches and arithmetic at the same time, and one after the other."""
+    low, high = overlapping / SPREAD, in_turn * SPREAD
+    if high > WIDEST * low:
+        middle = math.sqrt(low * high)
+        low, high = middle / math.sqrt(WIDEST), middle * math.sqrt(WIDEST)
+    return Range(low, high)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The device of one rank. Shares are fractions of the peak."""
+
+    memory_gib: float  # 0: the ranks share the main memory of the host
+    flops: float  # per second, in the model's dtype
+    bandwidth: float  # bytes per second of its memory
+    link: float  # bytes per second to other ranks of its node
+    between_nodes: float  # bytes per second to ranks of other nodes
+    link_share: float = 0.5  # sgl-kernel-npu's README: 102 GB/s of 196 in an exchange of experts' rows on a 910C
+    training_share: float = 1.0  # of flops, in training and prefill
+    graph_layer_seconds: float = 0.0  # least time of a layer in a decode step with a graph
+    eager_layer_seconds: float = 0.0  # and without one, where the host launches every kernel
+
+    @property
+    def launch_seconds(self) -> float:
+        """Of one kernel launch by the host. The layer of a decode step is counted like one of a forward pass."""
+        return self.eager_layer_seconds / FORWARD_LAUNCHES
+
+    def sends(self, size: float, away: float) -> float:
+        """Seconds for ``size`` bytes, of which a share ``away`` leaves the node, while the others use the link."""
+        return max(size * (1 - away) / self.link, size * away / self.between_nodes)
+
+
+HARDWARE = {
+    # 910C: half a package's 752 TFLOP/s, 3.2 TB/s and 392 GB/s; the division of the link by dies is a guess. Between
+    # nodes a 910C has 400 Gbit/s of RDMA, a die half (arXiv 2506.12708); in a SuperPoD it would be the link.
+    "npu": Hardware(61, 376e12, 1.6e12, 196e9, 25e9),
+    "cuda": Hardware(80, 989e12, 3.35e12, 450e9, 50e9),  # the data sheet of an H100 SXM; 400 Gbit/s a GPU in a DGX
+    "cpu": Hardware(0, 100e9, 13e9, 2e9, 2e9, training_share=0.5),  # one core of a server, fp32; guesses
+}
