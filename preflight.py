@@ -174,11 +174,10 @@ def _time_lines(verdict: Verdict, setting: Setting) -> list[str]:
     mean = f"a mean of {setting.completion_tokens:g}" if setting.completion_tokens < longest else "all"
     lines = [
         "",
-        f"estimated step: {times.step.low:.3g} to {times.step.high:.3g} s, expected {times.total:.3g} s,"
-        f" if answers have {mean} of {longest} tokens",
+        f"estimated step: {times.step} s, expected {times.total:,.0f} s, if answers have {mean} of {longest} tokens",
     ]
     if setting.hardware.eager_layer_seconds:  # a CPU has no graphs
-        decoding = [f"{low:.3g} to {high:.3g} s {name}" for name, (low, high) in times.decoding.items()]
+        decoding = [f"{seconds} s {name}" for name, seconds in times.decoding.items()]
         lines.append(f"decoding: {', '.join(decoding)}{graphs_save(verdict.cfg, times)}")
     lines.append(whole_run.sentence(whole_run.whole_run(verdict, setting), verdict.cfg.train.steps))
     lines.append("expected, by phase:")

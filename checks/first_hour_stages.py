@@ -170,14 +170,13 @@ def steps_outcome(job: Job, log: Path, code: int) -> Outcome:
     verdict = job.verdict()
     memory, rss = verdict.memory, max(row["perf/peak_rss_gib"] for row in timing)
     planned, limit = memory.phases[memory.fullest] / GIB, memory.peak / GIB
-    low, high = verdict.times.step
     figures = {
         "run": str(run), "steps": len(timing), "step_seconds": seconds, "planned_step_seconds": verdict.times.total,
         "logp_gap_mean": gap, "planned_gib": planned, "planned_phase": memory.fullest, "limit_gib": limit,
         "peak_rss_gib": rss, "timing": medians(timing),
     }  # fmt: skip
     lines = [
-        f"{len(timing)} steps, {seconds:.3g} s each (median); preflight estimates {low:.2g} to {high:.2g} s "
+        f"{len(timing)} steps, {seconds:.3g} s each (median); preflight estimates {verdict.times.step} s "
         f"with answers of full length; preflight.py {job.config} --calibrate REPORT plans with what was measured",
         f"sampler and trainer differ by {gap:.2g} nats a token at most",
         f"run folder, with a checkpoint: {run}",

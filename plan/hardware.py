@@ -12,8 +12,7 @@ from typing import NamedTuple
 # those of embedding and head. More experts on a rank change nothing until a stack of them is merged in parts.
 FORWARD_LAUNCHES = 69  # of a forward pass with frozen weights: 3,296 calls in 48 layers
 MERGE_LAUNCHES = 16  # more in a pass that merges the adapters
-TRAINED_LAUNCHES = 100  # of a forward pass with adapters that an update differentiates
-BACKWARD_LAUNCHES = 112  # of a backward pass without recompute
+UPDATE_LAUNCHES = {True: (100, 198), False: (120, 104)}  # model.recompute -> of an update's forward and backward pass
 
 SPREAD = 1.5  # chosen beside the 12 published steps, of which one lies further away (preflight.py --published)
 WIDEST = 3.0  # high / low of every range: a wider one would say too little
@@ -24,6 +23,9 @@ class Range(NamedTuple):
 
     low: float
     high: float
+
+    def __str__(self) -> str:
+        return " to ".join(f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}" for seconds in self)
 
 
 def spread(overlapping: float, in_turn: float) -> Range:

@@ -18,7 +18,7 @@ from architecture import Architecture, Module, over_layers
 from inputs.hf_config import ELEMENT_BYTES
 from knobs import Config, LoraConfig
 from plan.grid import WHOLE, RankGrid
-from plan.hardware import BACKWARD_LAUNCHES, FORWARD_LAUNCHES, MERGE_LAUNCHES, TRAINED_LAUNCHES, Hardware, Range, spread
+from plan.hardware import FORWARD_LAUNCHES, MERGE_LAUNCHES, UPDATE_LAUNCHES, Hardware, Range, spread
 from plan.memory import Memory, adapter_size, lora_parameters, merged_weights, on_rank
 
 DECODE_PARTS = 16  # in which the number of running rows counts as constant
@@ -235,7 +235,7 @@ def step_times(
     prompts = forward_flops(arch, Rows(rollout.prompts_per_step * sum(rounds), prompt, 0))
     merged_bytes = MERGE_BYTES * merged_weights(arch, cfg.lora, layout, recompute=False) * cfg.trains_merged
     merging = updates * micro_batches * merged_bytes / hardware.bandwidth
-    share, backward = cfg.old_policy_share, BACKWARD_LAUNCHES + TRAINED_LAUNCHES * recompute
+    share, (forward, backward) = cfg.old_policy_share, UPDATE_LAUNCHES[cfg.model.recompute]
     old_policy = passing("old policy", policy, FORWARD_LAUNCHES + MERGE_LAUNCHES) | {"merging": merging}
     hidden["old policy"] *= share
     causes = {
@@ -244,7 +244,7 @@ def step_times(
         "decode": own_decoding,
         "old policy": {cause: share * seconds for cause, seconds in old_policy.items()} if share else {"": 0.0},
         "reference": passing("reference", frozen, FORWARD_LAUNCHES) if cfg.loss.kl != "none" else {"": 0.0},
-        "update forward": passing("update forward", first, TRAINED_LAUNCHES) | {"merging": merging},
+        "update forward": passing("update forward", first, forward) | {"merging": merging},
         "update backward": passing("update backward", second, backward, 1 + recompute, recompute)
         | {"merging": merging * recompute},
         "optimizer": _optimizer_seconds(cfg, arch, layout, hardware, updates),

@@ -75,8 +75,9 @@ def test_merging_reads_and_writes_28_bytes_of_each_adapted_weight_in_each_pass()
     weights = 48 * (8 * 3 * 2048 * 768 + 2048 * (5120 + 4096) // 4)
     micro_batches = 4 * 3  # 4 updates of 48 rows; of 256 + 120 / 8 + 376 / 4 tokens, 22 rows fit into 8,192
     merging = micro_batches * weights * 28 / 1.6e12
-    for phase in ("old policy", "update forward", "update backward"):  # the backward pass recomputes the forward pass
-        assert times.causes[phase]["merging"] == pytest.approx(merging, rel=1e-6)
+    # The backward pass recomputes the forward pass; the old policy scores the rows of the last three updates.
+    for phase, share in (("old policy", 0.75), ("update forward", 1), ("update backward", 1)):
+        assert times.causes[phase]["merging"] == pytest.approx(share * merging, rel=1e-6)
 
 
 @pytest.mark.parametrize(("flops", "cause"), [(376e12, "memory"), (1e12, "arithmetic")])
@@ -147,13 +148,14 @@ def test_a_small_cache_takes_waves_and_is_named_as_the_cause():
 
 
 def test_launches_of_a_pass_are_those_that_a_dry_run_counted_and_count_where_they_take_longer():
-    """On 16 ranks: 3,495 calls of the reference, 4,425 forward and 10,215 backward with recompute, experts in stacks.
+    """On 16 ranks: 3,296 calls of the reference, 4,071 of the old policy, 4,807 forward and 9,494 backward.
 
-    At 1 ms a launch 12 micro-batches are bound by them. The arithmetic is hidden then and counts in the high estimate.
+    At 1 ms a launch 12 micro-batches are bound by them, 9 of the old policy. The arithmetic is hidden then and counts
+    in the high estimate.
     """
     slow = dataclasses.replace(NPU, eager_layer_seconds=0.001 * roofline.FORWARD_LAUNCHES)
     times = planned(hardware=slow)[0]
-    counted = {"reference": 3495, "old policy": 4425, "update forward": 4425, "update backward": 10_215}
+    counted = {"reference": 3296, "old policy": 4071 * 0.75, "update forward": 4807, "update backward": 9494}
     for phase, calls in counted.items():
         assert times.causes[phase]["launches"] == pytest.approx(12 * calls * 0.001, rel=0.005)
         arithmetic = planned()[0].causes[phase]["arithmetic"]
