@@ -18,11 +18,11 @@ import torch.distributed as dist
 import training
 import world
 from launched import ROOT, started
+from planted import without_update
 from planting import instead
 from pytest import MonkeyPatch
 
 import kernels
-import weights_hf
 from checks import first_hour, first_hour_stages, groups
 from checks.first_hour_stages import STAGES, Job
 from config import load_config, to_yaml
@@ -114,11 +114,6 @@ def reduce_wrongly(real: Callable, tensor: torch.Tensor, *args, group=None, **kw
         tensor[2] += 1
 
 
-def lose_expert(real: Callable, slot: weights_hf.Slot) -> torch.Tensor:
-    """Expert 6 of layer 0 reaches the sampler without its update."""
-    return slot.weight if any("layers.0.mlp.experts.6." in name for name in slot.names) else real(slot)
-
-
 def test_faults_are_named_by_their_stages_and_what_needs_them_is_skipped(tmp_path, monkeypatch, capsys) -> None:
     write_config(tmp_path)
     monkeypatch.setattr(first_hour, "execute", hour.forked)
@@ -133,7 +128,7 @@ def test_faults_are_named_by_their_stages_and_what_needs_them_is_skipped(tmp_pat
     assert "2 groups     FAIL" in said and "4 layers     skipped" in said
     assert "result: failed: groups, operators; skipped: layers, self-test, steps" in said
 
-    instead(weights_hf, "merged", lose_expert)(monkeypatch)
+    without_update("model.layers.0.mlp.experts.6")(monkeypatch)
     code, stages = the_hour(tmp_path)
     assert code == 1 and list(status(stages).values()) == ["pass", "pass", "pass", "fail", "pass", "skipped"]
     assert stages["doctor"]["kept"] and "kept" not in stages["groups"]

@@ -72,6 +72,19 @@ def pushed_otherwise(change: Callable[[str, Tensor], Tensor]) -> Plant:
     return after(weights_hf, "export", lambda stream, *_: ((name, change(name, tensor)) for name, tensor in stream))
 
 
+def without_update(expert: str) -> Plant:
+    """The merge forgets the LoRA of one expert, as model.layers.1.mlp.experts.13 names it."""
+
+    def merged(real: Callable, slot: weights_hf.Slot) -> Tensor:
+        value = real(slot)
+        for place, names in enumerate(slot.blocks):
+            if names[0].startswith(f"{expert}."):
+                value[place] = slot.weight[place]
+        return value
+
+    return instead(weights_hf, "merged", merged)
+
+
 # The merge forgets the LoRA of the routed experts of layer 1.
 experts_delta_dropped = after(
     weights_hf,
