@@ -1,6 +1,7 @@
 """Does a run fit, and how long will a step take? The answer takes seconds and needs no devices, weights or data.
 
     python preflight.py CONFIG [section.key=value ...] [--ranks N] [--json]
+    python preflight.py CONFIG --fastest [--ranks N]            the layouts that take the shortest step (plan/search.py)
     python preflight.py CONFIG --calibrate REPORT            with the speed of a run that was made (plan/calibrate.py)
     python preflight.py --published                 the seconds of published runs beside the plan's (plan/published.py)
     python preflight.py CONFIG --dry-run [--rank R] [--json]                runs a step without data (checks/dry_run.py)
@@ -30,7 +31,7 @@ from inputs.config_rules import OTHER_RULES, divisors, nearest
 from inputs.files import BAD_INPUT, MOST_RANKS, InputError, refused, shown
 from knobs import Config
 from plan import calibrate, grid, memory, roofline, whole_run
-from plan.search import Setting, Verdict, alternatives, judge, overrides, scripts
+from plan.search import Setting, Verdict, alternatives, fastest, judge, overrides, scripts
 
 # ---------------------------------------------------------------------------------------------------------- the report
 
@@ -97,23 +98,29 @@ def as_json(verdict: Verdict, others: list[Verdict], setting: Setting, started: 
     }
 
 
-def as_text(verdict: Verdict, others: list[Verdict], setting: Setting, source: str, started: dict[int, str]) -> str:
-    """The report for a reader. ``started``: number of ranks -> the script that starts so many."""
+def as_text(
+    verdict: Verdict, others: list[Verdict], setting: Setting, source: str, started: dict[int, str], head: str
+) -> str:
+    """The report for a reader. ``started``: number of ranks -> the script that starts so many; ``head``: of others."""
     lines = [f"{verdict.cfg.name}: {verdict.layout.ranks} ranks, device {setting.device}, model from {source}"]
     if verdict.memory is not None:
         lines += _layout_lines(verdict, setting) + _memory_lines(verdict, setting) + _time_lines(verdict, setting)
-    if not verdict.reasons:
-        return "\n".join([*lines, "", "verdict: fits"])
-    nearest = [
+    listed = [
         f"  {other.memory.peak / memory.GIB:6.1f} GiB {other.times.total:8.1f} s"
         f"  --ranks {other.layout.ranks} {' '.join(overrides(other, verdict.cfg))}"
         f"{f'  ({started[other.layout.ranks]})' if other.layout.ranks in started else ''}"
         for other in others
     ]
-    head = "the nearest that fit, by memory a rank and estimated step:"
-    none = "no layout on up to 8 times as many ranks fits"
-    lines += ["", "verdict: refused", *(f"  {reason}" for reason in verdict.reasons)]
-    return "\n".join([*lines, head if others else none, *nearest])
+    if others:
+        listed = [head, *listed]
+    elif verdict.reasons:
+        listed = ["no layout on up to 8 times as many ranks fits"]
+    lines += [
+        "",
+        f"verdict: {'refused' if verdict.reasons else 'fits'}",
+        *(f"  {reason}" for reason in verdict.reasons),
+    ]
+    return "\n".join([*lines, *listed])
 
 
 def _layout_lines(verdict: Verdict, setting: Setting) -> list[str]:
@@ -307,6 +314,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--device-gib", type=float, help="memory of one rank, in place of the device's own")
     parser.add_argument("--prompt-tokens", type=float, help="mean, for the seconds; default: the longest")
     parser.add_argument("--completion-tokens", type=float, help="mean, for the seconds; default: max_new_tokens")
+    parser.add_argument("--fastest", action="store_true", help="list the layouts that fit and take the shortest step")
     parser.add_argument("--calibrate", type=Path, metavar="REPORT", help="a first hour's report, or a timing.jsonl")
     parser.add_argument("--json", action="store_true", help="print one JSON object; for unusable input none")
     for option, question in OTHER_QUESTIONS.items():
@@ -360,12 +368,13 @@ def main(arguments: list[str] | None = None) -> int:
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     verdict = judge(cfg, ranks, setting)
-    others = alternatives(verdict, setting) if verdict.reasons else []
+    others = fastest(verdict, setting) if args.fastest else alternatives(verdict, setting) if verdict.reasons else []
     started = scripts(Path(args.config), setting.device)
     if args.json:
         print(json.dumps(as_json(verdict, others, setting, started)))
     else:
-        print(as_text(verdict, others, setting, source, started))
+        head = "the fastest that fit:" if args.fastest else "the nearest that fit, by memory a rank and estimated step:"
+        print(as_text(verdict, others, setting, source, started, head))
     return 1 if verdict.reasons else 0
 
 

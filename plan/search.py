@@ -22,7 +22,7 @@ from plan import grid, published, roofline
 from plan.hardware import Hardware
 from plan.memory import GIB, Memory, step_memory
 
-LISTED = 6  # alternatives
+LISTED, FASTEST = 6, 5  # alternatives, and layouts of --fastest
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,26 @@ def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
     return sorted(nearest_fitting, key=order)
 
 
+def fastest(asked: Verdict, setting: Setting) -> list[Verdict]:
+    """The layouts of as many ranks that take the shortest step, each with its best recompute, micro-batch and graphs.
+
+    The number of updates stays: with fewer of them a step is shorter and learns less.
+    """
+    best: dict[tuple, Verdict] = {}
+    cfg, tokens = asked.cfg, asked.cfg.optim.tokens_per_micro_batch
+    micro_batches = [size for size in (tokens // 2, tokens, 2 * tokens, 4 * tokens) if size >= cfg.row_tokens]
+    graphs = (True, False) if cfg.rollout.kind.reserves else (cfg.rollout.enforce_eager,)
+    for layout, ranks in _candidates(cfg, [asked.layout.ranks], True, setting.arch):
+        split = layout.parallel, layout.rollout.tensor, layout.rollout.expert_parallel
+        for recompute, size, eager in itertools.product((True, False), micro_batches, graphs):
+            changes = {"optim": {"tokens_per_micro_batch": size}, "rollout": {"enforce_eager": eager}}
+            verdict = judge(_with(layout, model={"recompute": recompute}, **changes), ranks, setting)
+            key = str(split)
+            if not verdict.reasons and (key not in best or verdict.times.total < best[key].times.total):
+                best[key] = verdict
+    return sorted(best.values(), key=lambda verdict: verdict.times.total)[:FASTEST]
+
+
 def _corrected(cfg: Config, arch: Architecture) -> Config:
     """``cfg`` with a correct batch equation and cache."""
     prompts, update = cfg.rollout.prompts_per_step, cfg.optim.prompts_per_update
@@ -216,7 +236,7 @@ def _distance(verdict: Verdict, cfg: Config, ranks: int) -> float:
 
 KEYS = (  # that a search can change, in the order in which overrides are listed
     "parallel.tensor", "parallel.expert", "parallel.expert_tensor", "rollout.tensor", "rollout.expert_parallel",
-    "rollout.kv_cache_mib", "rollout.prompts_per_step",
+    "rollout.kv_cache_mib", "rollout.enforce_eager", "rollout.prompts_per_step",
     "optim.prompts_per_update", "optim.tokens_per_micro_batch", "model.recompute",
 )  # fmt: skip
 

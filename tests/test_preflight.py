@@ -109,6 +109,29 @@ def test_after_a_die_has_failed_the_largest_number_that_is_left_is_offered_with_
         assert found["verdict"] == "fits" or found["alternatives"], ranks
 
 
+def test_the_fastest_layouts_are_those_of_a_search_and_can_be_typed(capsys):
+    """Each is asked for again with its overrides; some that a user would try first are not faster. Seconds."""
+    asked, found = report(capsys, QWEN3, "--ranks", "16"), report(capsys, QWEN3, "--ranks", "16", "--fastest")
+    listed = found["alternatives"]
+    assert len(listed) == 5 and found["verdict"] == "fits" and not asked["alternatives"]
+    seconds = [other["step_seconds"] for other in listed]
+    assert seconds == sorted(seconds) and seconds[-1] < asked["step_seconds"]["total"]
+    for other in listed:
+        again = report(capsys, QWEN3, "--ranks", "16", *other["overrides"])
+        assert again["verdict"] == "fits" and again["per_rank"]["peak_bytes"] == other["peak_bytes"]
+        assert round(again["step_seconds"]["total"], 3) == other["step_seconds"]
+    graphs = ["rollout.enforce_eager=false"]
+    for changes in (graphs, [*graphs, "model.recompute=false"], [*graphs, "parallel.tensor=2", "rollout.tensor=2"],
+                    [*graphs, "parallel.tensor=1", "rollout.tensor=1", "model.recompute=false"]):  # fmt: skip
+        tried = report(capsys, QWEN3, "--ranks", "16", *changes)
+        assert tried["verdict"] == "refused" or tried["step_seconds"]["total"] >= seconds[0] - 0.001, changes
+    assert preflight.main([QWEN3, "--ranks", "8", "--fastest"]) == 1
+    refused = capsys.readouterr().out
+    assert (
+        refused.index("verdict: refused") < refused.index("the fastest that fit:") and refused.count("--ranks 8") == 5
+    )
+
+
 def test_the_text_says_layout_and_verdict(capsys):
     assert preflight.main([QWEN3]) == 0
     text = capsys.readouterr().out
