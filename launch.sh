@@ -5,6 +5,7 @@
 #   LAYOUT                             tp4_ep16: 4 ranks split an attention matrix, 16 the experts of a layer
 #   MODEL TRAIN TEST OUT               paths; with "" those of the configuration are used
 #   EXTRA                              further section.key=value pairs of the script
+#   GIB                                memory of a device for the plan, if it is not that of the plan's own
 #   RENDEZVOUS                         several machines: host:port of the first one
 #   PYTHON                             the interpreter
 # From the environment: DOCTOR=off starts without the doctor; with RESTARTS=1 torchrun restarts lost processes once (docs/unattended.md).
@@ -81,7 +82,7 @@ launch() {
 
     export NODES   # for the doctor
     local doctor=("$PYTHON" preflight.py --doctor "$CONFIG" "${overrides[@]}" --ranks "$RANKS_PER_NODE")
-    local plan=("$PYTHON" preflight.py "$CONFIG" "${overrides[@]}" --ranks "$ranks" --ranks-per-node "$RANKS_PER_NODE")
+    local plan=("$PYTHON" preflight.py "$CONFIG" "${overrides[@]}" ${GIB:+--device-gib "$GIB"} --ranks "$ranks" --ranks-per-node "$RANKS_PER_NODE")
     if [ "$plan_only" = yes ]; then
         print_environment
         printf '%q ' "${doctor[@]}"; echo

@@ -3,6 +3,7 @@
 What this does not cover is a real installation; .ci/run makes one in an empty clone.
 """
 
+import json
 import os
 import re
 import shlex
@@ -293,6 +294,7 @@ def test_real_model_is_made_and_checked_and_measured_on_gsm8k_before_and_after_i
 
 # ---- the runs on accelerators ---------------------------------------------------------------------------------------
 
+OLMOE = json.loads((ROOT / "configs" / "OLMoE-1B-7B-0924-Instruct.config.json").read_text())
 RUNS = {  # script -> (processes, machines, model, layout)
     "run_16npu.sh": (16, 1, QWEN3_30B_A3B, (4, 16)),
     "run_12npu.sh": (12, 1, QWEN3_30B_A3B, (4, 4)),
@@ -302,6 +304,7 @@ RUNS = {  # script -> (processes, machines, model, layout)
     "run_2node.sh": (16, 2, QWEN3_30B_A3B, (4, 32)),
     "run_2npu.sh": (2, 1, QWEN3_30B_A3B, (2, 2)),
     "run_8gpu.sh": (8, 1, QWEN3_30B_A3B, (4, 8)),
+    "run_1gpu.sh": (1, 1, OLMOE, (1, 1)),
 }
 
 
@@ -334,6 +337,21 @@ def test_run_script_plans_a_run_whose_configuration_loads_and_fits_in_every_layo
     assert len(layouts) >= (3 if ranks > 2 else 1)
     for layout in layouts:
         assert "tp{}_ep{}".format(*checked(run_scripts.planned(script, LAYOUT=layout)[1], model)) == layout
+
+
+@pytest.mark.parametrize(
+    ("own", "arguments", "code"),
+    [
+        ({}, (), 0),
+        ({"CONFIG": "configs/qwen15_moe.yaml", "MODEL": ""}, ("rollout.kv_cache_mib=9216",), 0),
+        ({"CONFIG": "configs/qwen3.yaml", "MODEL": "", "GIB": "139"}, ("model.quantisation=int4",), 0),
+        ({"CONFIG": "configs/qwen3.yaml", "MODEL": ""}, ("model.quantisation=int4",), 1),  # not on 80 GB
+    ],
+)
+def test_one_gpu_holds_the_models_that_its_script_names(own, arguments, code) -> None:
+    plan = run_scripts.start("run_1gpu.sh", "--plan-only", *arguments, PYTHON=sys.executable, **own)
+    assert plan.returncode == code and ("\nverdict: fits\n" in plan.stdout) == (code == 0), plan.stdout[-1500:]
+    assert "tensor 1 x data 1 = expert_tensor 1 x expert 1" in plan.stdout
 
 
 def test_users_own_settings_reach_the_run() -> None:
