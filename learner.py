@@ -91,7 +91,7 @@ class Learner:
         old_logp: dict[tuple[int, int], Tensor] = {}
         surprises = [self._old_stats(micro)[0].surprise() for update in updates for micro in update.left_out]
         if cfg.old_policy_share:
-            first = 0 if cfg.replay.mode == "r2" else 1  # the ratio of the first update is 1 without this pass
+            first = int(cfg.replay.mode != "r2")  # in the first update the ratio is 1 without this pass
             with timer.phase("old_logp"):
                 for number, update in enumerate(updates[first:], first):
                     for i, micro in enumerate(update.micro_batches):

@@ -32,9 +32,7 @@ class Slot:
     """One Megatron weight of this rank and the Hugging Face tensors that it consists of."""
 
     stored: Tensor | Packed  # the shard of this rank; of routed experts a stack
-    names: tuple[
-        str, ...
-    ]  # the blocks, in the order in which they are joined along dim; of experts one after the other
+    names: tuple[str, ...]  # the blocks, in the order in which they are joined along dim; of a stack expert by expert
     dim: int | None = None  # dimension of the Hugging Face tensors that is split over ranks; None: every rank holds all
     qkv_groups: int = 0  # > 0: the rows of q, k and v are interleaved by key/value group, which is Megatron's order
     experts: slice | None = None  # local numbers of routed experts
@@ -81,9 +79,8 @@ def slots(model: torch.nn.Module, arch: Architecture, parallel: Parallel) -> Ite
                     owner = adapter if kind == "weight" else None
                     yield Slot(stored, names, module.split, groups, adapter=owner, kind=module.kind)
                     continue
-                first, shape = parallel.expert_rank * experts, stored.shape
-                for part in stacks(shape):
-                    numbers = range(first + part.start, first + part.stop)
+                for part in stacks(stored.shape):
+                    numbers = range(parallel.expert_rank * experts, arch.num_experts)[part]
                     own = tuple(name.format(number) for number in numbers for name in names)
                     yield Slot(stored[part], own, module.split, experts=part, adapter=adapter, kind=module.kind)
         assert not held, held.keys()

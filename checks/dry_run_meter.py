@@ -1,7 +1,7 @@
-"""What a dry run counts at torch's dispatcher, phase by phase: bytes that are alive, operations, launches, collectives,
-and the calls at which the host waits for the device.
+"""What a dry run counts at torch's dispatcher in each phase: bytes that are alive, operations, launches, collectives.
 
-Tensors of a dry run hold no data, so the meter also answers where a value decides what happens next.
+It also counts the calls at which the host waits for the device. Tensors of a dry run hold no data, so the meter also
+answers where a value decides what happens next.
 """
 
 import bisect

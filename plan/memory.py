@@ -346,6 +346,7 @@ def step_memory(
     merging = work.recomputed + one_merged + in_fp32 - work.peak - parts["merged weights"]
     parts["merging in fp32"] = max(0, merging) * cfg.trains_merged  # beyond the fullest moment of the other work
     resident = sum(parts[name] for name in RESIDENT)
+    updating = work.peak + parts["merging in fp32"] + max(parts["merged weights"], dequantised)
     # A push of factors gathers them whole in fp32, and the engine holds the old ones until it has the new ones.
     gathered = lora_parameters(arch, cfg.lora, WHOLE) * (4 + element) * cfg.keeps_factors_apart
     sampling = activations(
@@ -359,12 +360,7 @@ def step_memory(
         # A later micro-batch of an update finds the gradients of the earlier ones. The pass of the old policy merges
         # one weight at a time.
         "reference": resident + lora + parts["routing records"] + max(no_gradient, work.reference + dequantised),
-        "update": resident
-        + lora
-        + parts["routing records"]
-        + work.peak
-        + parts["merging in fp32"]
-        + max(parts["merged weights"], dequantised),
+        "update": resident + lora + parts["routing records"] + updating,
         "optimizer": resident + 2 * lora,  # gradients; then their flat message, or AdamW's temporaries
         "save": resident + gathered_by_a_save(arch, cfg.lora, layout, device),
     }
