@@ -136,18 +136,22 @@ def fastest(asked: Verdict, setting: Setting) -> list[Verdict]:
 
     The number of updates stays: with fewer of them a step is shorter and learns less.
     """
-    best: dict[tuple, Verdict] = {}
+    best: dict[str, Verdict] = {}
     cfg, tokens = asked.cfg, asked.cfg.optim.tokens_per_micro_batch
     micro_batches = [size for size in (tokens // 2, tokens, 2 * tokens, 4 * tokens) if size >= cfg.row_tokens]
     graphs = (True, False) if cfg.rollout.kind.reserves else (cfg.rollout.enforce_eager,)
     for layout, ranks in _candidates(cfg, [asked.layout.ranks], True, setting.arch):
-        split = layout.parallel, layout.rollout.tensor, layout.rollout.expert_parallel
+        split = f"{layout.parallel} {layout.rollout.tensor} {layout.rollout.expert_parallel}"
         for recompute, size, eager in itertools.product((True, False), micro_batches, graphs):
-            changes = {"optim": {"tokens_per_micro_batch": size}, "rollout": {"enforce_eager": eager}}
-            verdict = judge(_with(layout, model={"recompute": recompute}, **changes), ranks, setting)
-            key = str(split)
-            if not verdict.reasons and (key not in best or verdict.times.total < best[key].times.total):
-                best[key] = verdict
+            changed = _with(
+                layout,
+                model={"recompute": recompute},
+                optim={"tokens_per_micro_batch": size},
+                rollout={"enforce_eager": eager},
+            )
+            verdict = judge(changed, ranks, setting)
+            if not verdict.reasons and (split not in best or verdict.times.total < best[split].times.total):
+                best[split] = verdict
     return sorted(best.values(), key=lambda verdict: verdict.times.total)[:FASTEST]
 
 
