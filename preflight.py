@@ -99,9 +99,12 @@ def as_json(verdict: Verdict, others: list[Verdict], setting: Setting, started: 
 
 
 def as_text(
-    verdict: Verdict, others: list[Verdict], setting: Setting, source: str, started: dict[int, str], head: str
+    verdict: Verdict, others: list[Verdict], setting: Setting, source: str, started: dict[int, str], by_time: bool
 ) -> str:
-    """The report for a reader. ``started``: number of ranks -> the script that starts so many; ``head``: of others."""
+    """The report for a reader. ``started``: number of ranks -> the script that starts so many.
+
+    ``by_time``: ``others`` are the fastest layouts of these ranks, in place of the nearest that fit.
+    """
     lines = [f"{verdict.cfg.name}: {verdict.layout.ranks} ranks, device {setting.device}, model from {source}"]
     if verdict.memory is not None:
         lines += _layout_lines(verdict, setting) + _memory_lines(verdict, setting) + _time_lines(verdict, setting)
@@ -111,10 +114,12 @@ def as_text(
         f"{f'  ({started[other.layout.ranks]})' if other.layout.ranks in started else ''}"
         for other in others
     ]
+    head = "the fastest that fit:" if by_time else "the nearest that fit, by memory a rank and estimated step:"
+    none = "no layout of these ranks fits" if by_time else "no layout on up to 8 times as many ranks fits"
     if others:
         listed = [head, *listed]
     elif verdict.reasons:
-        listed = ["no layout on up to 8 times as many ranks fits"]
+        listed = [none]
     lines += [
         "",
         f"verdict: {'refused' if verdict.reasons else 'fits'}",
@@ -213,9 +218,9 @@ def _time_lines(verdict: Verdict, setting: Setting) -> list[str]:
 
 def graphs_save(cfg: Config, times: roofline.Times) -> str:
     """What rollout.enforce_eager=false would save where it is true: the difference of the middles of both ranges."""
-    graphs, eager = (math.sqrt(low * high) for low, high in times.decoding.values())
     if not cfg.rollout.enforce_eager:
         return ""
+    graphs, eager = (math.sqrt(low * high) for low, high in times.decoding.values())
     return f"; rollout.enforce_eager=false would save about {eager - graphs:.3g} s a step"
 
 
@@ -373,8 +378,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.json:
         print(json.dumps(as_json(verdict, others, setting, started)))
     else:
-        head = "the fastest that fit:" if args.fastest else "the nearest that fit, by memory a rank and estimated step:"
-        print(as_text(verdict, others, setting, source, started, head))
+        print(as_text(verdict, others, setting, source, started, args.fastest))
     return 1 if verdict.reasons else 0
 
 

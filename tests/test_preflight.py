@@ -130,6 +130,8 @@ def test_the_fastest_layouts_are_those_of_a_search_and_can_be_typed(capsys):
     assert (
         refused.index("verdict: refused") < refused.index("the fastest that fit:") and refused.count("--ranks 8") == 5
     )
+    assert preflight.main([QWEN3, "--ranks", "1", "--fastest"]) == 1
+    assert capsys.readouterr().out.endswith("no layout of these ranks fits\n")
 
 
 def test_the_text_says_layout_and_verdict(capsys):
