@@ -22,7 +22,7 @@ from torch import Tensor
 import kernels
 from config import derive_seed
 from inputs.files import InputError
-from inputs.hf_config import STACK
+from inputs.hf_config import merged_together
 from knobs import LoraConfig
 from model_megatron import GroupedLinear
 from parallel_setup import Factor, Parallel
@@ -71,7 +71,7 @@ def stacks(shape: tuple[int, ...]) -> list[slice]:
     Trainer and push merge the same parts, because a product of others may round differently.
     """
     experts, rows, columns = shape
-    size = max(1, STACK // (rows * columns))
+    size = merged_together(rows * columns)
     return [slice(first, min(first + size, experts)) for first in range(0, experts, size)]
 
 

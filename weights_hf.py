@@ -221,13 +221,13 @@ def export(
             yield from _whole(slot, value, slot.names, arch, parallel.shards(False))
             continue
         at_once = max(1, MESSAGE // (parallel.expert * value[0].numel()))
-        place = slot.experts.start
+        place, first = slot.experts.start, slot.blocks[0]
         for message in value.split(at_once):
             by_rank = gather(message, parallel.expert, parallel.expert_group)
             for local in range(len(message)):
                 for rank, peer in enumerate(by_rank):
                     number = rank * (arch.num_experts // parallel.expert) + place
-                    names = tuple(re.sub(r"experts\.\d+", f"experts.{number}", name) for name in slot.blocks[0])
+                    names = tuple(re.sub(r"experts\.\d+", f"experts.{number}", name) for name in first)
                     yield from _whole(slot, peer[local].t(), names, arch, parallel.shards(True))
                 place += 1
 

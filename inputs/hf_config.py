@@ -314,6 +314,11 @@ def cache_mib(arch: Architecture, tensor: int, longest: int, element: int) -> in
     return -(-blocks * CACHE_BLOCK * cache_bytes_per_token(arch, tensor, element) // 2**20)
 
 
+def merged_together(matrix: int) -> int:
+    """Experts whose matrices, of so many elements each, are merged at once: as many as STACK holds, but one or more."""
+    return max(1, STACK // matrix)
+
+
 def cache_bytes_per_token(arch: Architecture, tensor: int, element: int) -> int:
     """Bytes of the keys and values of one token in all layers on one of ``tensor`` ranks."""
     return 2 * arch.num_layers * max(1, arch.num_kv_heads // tensor) * arch.head_dim * element

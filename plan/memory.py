@@ -21,8 +21,8 @@ from inputs.hf_config import (
     LOGITS_PER_CHUNK,
     PIECE,
     ROWS_PER_CHUNK,
-    STACK,
     cache_bytes_per_token,
+    merged_together,
 )
 from knobs import Config, LoraConfig
 from plan import grid
@@ -112,7 +112,7 @@ def merged_at_once(arch: Architecture, lora: LoraConfig, layout: RankGrid) -> in
 
     def at_once(module: Module) -> int:
         copies, rows, columns = on_rank(module, layout)
-        return min(copies, max(1, STACK // (rows * columns))) * rows * columns
+        return min(copies, merged_together(rows * columns)) * rows * columns
 
     return max(at_once(module) for module in every_module(arch) if module.target in lora.targets)
 
@@ -358,7 +358,7 @@ def step_memory(
         "sync": resident + group + gathered + max(in_fp32, 3 * 4 * h * attention),
         "rollout": resident + sampling,
         # A later micro-batch of an update finds the gradients of the earlier ones. The pass of the old policy merges
-        # one weight at a time.
+        # one weight, or stack of experts, at a time.
         "reference": resident + lora + parts["routing records"] + max(no_gradient, work.reference + dequantised),
         "update": resident + lora + parts["routing records"] + updating,
         "optimizer": resident + 2 * lora,  # gradients; then their flat message, or AdamW's temporaries
