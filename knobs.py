@@ -314,7 +314,11 @@ class ChecksConfig(Section):
         0.1, "bf16: largest mean difference, nats a token; normal is 1e-2 with vLLM, 0 to 1e-4 with torch", gt=0
     )
     reference_kl: Action = knob("stop", "the KL to the reference is not exactly 0 before the first update")
-    adapters: Action = knob("stop", "after an update the sampler still receives the old tensors")
+    adapters: Action = knob(
+        "stop",
+        "after an update the sampler still receives the old tensors; or the merged experts that trainer and sampler "
+        "share are not W + (alpha / R) B A",
+    )
     noise: Action = knob("stop", "AQN noise does not change the sampler; noise other than asked for always stops")
     gradient_spike: Action = knob("warn", "the gradient norm exceeds 20 x its median of 50 steps")
     entropy: Action = knob("warn", "the policy's entropy is below 1e-4 nats a token: it has stopped exploring")

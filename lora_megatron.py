@@ -84,6 +84,7 @@ class Adapter(torch.nn.Module):
     def __init__(self, rank: int, alpha: float, merges: bool) -> None:
         super().__init__()
         self.scale, self.merges, self.enabled = alpha / rank, merges, True
+        self.place: Tensor | None = None  # the engine's memory, if it is also the trainer's; see LoRAGroupedLinear
 
     @torch.no_grad()
     def merged(self, weight: Tensor, experts: slice | None = None, out: Tensor | None = None) -> Tensor:
@@ -139,7 +140,8 @@ class LoRALinear(Adapter):
 class LoRAGroupedLinear(Adapter):
     """Grouped expert weights with one low-rank update per expert.  A (E, in, R), B (E, R, out)
 
-    The update is two thin grouped products, so neither pass ever forms an (E, in, out) tensor.
+    The update is two thin grouped products, so neither pass ever forms an (E, in, out) tensor. With ``place``
+    (E, in, out), the merged weight is in the memory that the engine samples with, and is computed once an update.
     """
 
     def __init__(
@@ -147,6 +149,7 @@ class LoRAGroupedLinear(Adapter):
     ) -> None:
         super().__init__(rank, alpha, merges)
         self.base = base
+        self.placed: tuple[int, int] | None = None  # the changes of A and B that `place` has
         partial_over = "expert_tensor" if tensor > 1 else None
         experts, in_size, out_size = base.shape
         device = next(itertools.chain(base.parameters(), base.buffers())).device
@@ -157,12 +160,27 @@ class LoRAGroupedLinear(Adapter):
         if not (self.enabled and self.merges):
             y = self.base(x, tokens_per_expert)
             return y.add_(self._update(x, tokens_per_expert)) if self.enabled else y
-        weight = torch.empty(self.base.shape, dtype=self.base.dtype, device=self.A.device)
-        for part in stacks(self.base.shape):
-            self.merged(self.base.matrices(part), part, out=weight[part])
-        with _using(self.base, weight):
+        with _using(self.base, self.weight()):
             y = self.base(x, tokens_per_expert)
         return _GradientOf.apply(y, self._update(x.detach(), tokens_per_expert)) if torch.is_grad_enabled() else y
+
+    @torch.no_grad()
+    def weight(self) -> Tensor:
+        """W + (alpha / R) B A of all local experts: new, or `place`, which is filled if A or B has changed.
+
+        torch counts the changes of a tensor in _version. An optimizer with `fused=True` would not be counted; then the
+        check of every push (adapter_weights.update_kept) would find the old weight.
+        """
+        changes = self.A._version, self.B._version
+        if self.place is not None and self.placed == changes:
+            return self.place
+        weight = self.place
+        if weight is None:
+            weight = torch.empty(self.base.shape, dtype=self.base.dtype, device=self.A.device)
+        for part in stacks(self.base.shape):
+            self.merged(self.base.matrices(part), part, out=weight[part])
+        self.placed = changes
+        return weight
 
     def _update(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
         low = kernels.grouped_mm(x, self.A.to(x.dtype), tokens_per_expert)

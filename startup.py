@@ -213,7 +213,8 @@ def open_run(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inpu
     if cfg.rollout.expert_parallel:
         weights.check_start(held_out[0].prompt)
     log.say(f"run folder: {log.run_dir}\n{introduction(cfg, parallel.world_size, inputs)}")
-    log.say(f"{lora_megatron.describe(adapters, parallel)}\n{runlog.LEGEND}")
+    memory = f"share {weights.shared_bytes / 2**30:.3g} GiB of" if weights.shared_bytes else "each hold their own"
+    log.say(f"{lora_megatron.describe(adapters, parallel)}\ntrainer and sampler {memory} experts\n{runlog.LEGEND}")
     return Run(cfg, parallel, heartbeat, inputs, log, tripwires, learner, engine, weights, first_step)
 
 

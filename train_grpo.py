@@ -57,7 +57,8 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: check.I
         # 1. Give the sampler the current policy: W + (alpha / R) B A. Noise is added to the sampler's copy only.
         with timer.phase("sync"):
             pushed = run.weights.push(step, held_out[0].prompt)
-            tripwires.after_push(step, parallel.gather_objects(pushed["sync/checksum"]), gradient_norm)
+            checksums = parallel.gather_objects(pushed["sync/checksum"])
+            tripwires.after_push(step, checksums, gradient_norm, pushed.get("sync/experts_wrong", 0.0))
 
         # 2. Sample and score G completions for each of P questions.
         with timer.phase("generate"):

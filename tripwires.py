@@ -16,6 +16,7 @@ UNPARSABLE_SHARE = 0.95  # of the completions of a step
 TRUNCATED_SHARE, TRUNCATED_COMPLETIONS = 0.5, 256  # judged over at least so many completions
 TRUNCATED_TEMPERATURE = 1.5  # at a higher temperature, long completions say nothing about the model
 IDENTICAL_NATS = 200.0  # equal completions are a fault if their probability is below e^-200
+MOST_WRONG = 1e-3  # share of an expert's sampled elements that may be rounded otherwise
 STUCK_STEPS = 3  # steps with a KL of exactly 0 after updates, or with the same questions
 STUCK_TOKENS = {"fp32": 500, "bf16": 20_000}  # in those steps: in bf16 a small update changes few tokens
 SHORTEST = 20  # below this max_new_tokens, it may be normal that no answer ends
@@ -80,11 +81,21 @@ class Tripwires:
                 "what restores and synchronises them (learner.py, parallel_setup.sync_gradients_, weights_hf.load)",
             )
 
-    def after_push(self, step: int, checksums: list[float], last_norm: float | None) -> None:
-        """Check that an update with a gradient has changed what is pushed to the sampler.
+    def after_push(
+        self, step: int, checksums: list[float], last_norm: float | None, experts_wrong: float = 0.0
+    ) -> None:
+        """Check that an update with a gradient has changed what is pushed to the sampler, and that it is W + s B A.
 
-        ``checksums``: of what each rank has pushed for ``step``; ``last_norm``: the gradient norm of the last update.
+        ``checksums``: of what each rank has pushed for ``step``; ``last_norm``: the gradient norm of the last update;
+        ``experts_wrong``: see adapter_weights.update_kept.
         """
+        if not experts_wrong <= MOST_WRONG:
+            self.trip(
+                "adapters",
+                f"step {step + 1}: of an expert's sampled elements, {experts_wrong:.2%} in the memory that sampler and "
+                f"trainer share are not W + (alpha / R) B A, at most {MOST_WRONG:.1%} expected",
+                "lora_megatron.LoRAGroupedLinear.weight, and what else writes there (weight_sync.py, the engine)",
+            )
         before, self.checksums = self.checksums, checksums
         stuck = [rank for rank, pair in enumerate(zip(before, checksums, strict=False)) if pair[0] == pair[1]]
         if stuck and last_norm:

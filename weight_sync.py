@@ -5,7 +5,7 @@ with LoRA merged. Every push starts from the clean weights, so noise never adds 
 rounded weights (rollout.round_bits): the trainer, the reference and the evaluations do not.
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +18,12 @@ import lora_megatron
 import model_megatron
 import quantisation
 import weights_hf
-from architecture import Architecture, tensor_shapes
+from architecture import Architecture, modules, tensor_shapes
 from engines import vllm_colocated
-from engines.interface import Completion, Engine, TensorStream
+from engines.interface import Completion, Engine, Stack, TensorStream
 from inputs.files import InputError
 from knobs import Config
+from lora_megatron import LoRAGroupedLinear
 from parallel_setup import Parallel
 from tripwires import Tripped
 
@@ -47,6 +48,7 @@ class WeightSync:
     ) -> None:
         """Push the whole model. InputError for noise targets that it does not have, or whose matrices are rounded."""
         self.engine, self.model, self.arch, self.parallel, self.cfg = engine, model, arch, parallel, cfg
+        self.stacks: dict[str, Stack] = {}
         self.noise: dict[str, aqn.NormNoise] = {}
         self.clean_norms: dict[str, Tensor] = {}
         if cfg.aqn.schedule != "off":
@@ -66,14 +68,67 @@ class WeightSync:
         engine.load_weights(self._export())
         if cfg.keeps_factors_apart:
             engine.load_adapter(self._factors()[0])
+        altered = any(".experts." in name for name in self.touched | self.rounded)
+        self.stacks = {} if altered or parallel.expert_tensor > 1 else engine.stacks()
+        self.shared_bytes = self._share_experts()
+
+    @property
+    def own(self) -> range:
+        """The numbers of this rank's experts."""
+        local = self.arch.num_experts // self.parallel.expert
+        return range(self.parallel.expert_rank * local, (self.parallel.expert_rank + 1) * local)
+
+    def _share_experts(self) -> int:
+        """Let trainer and engine hold an expert once, where the engine's memory has the trainer's layout.  -> bytes
+
+        The trainer then computes with the merged experts that sample (Config.trains_merged). Frozen experts that are
+        pushed as they are become the trainer's own. An engine whose memory is not what was pushed to it has another
+        layout; it shares nothing, and gets its experts by name. Collective.
+        """
+        fits, shared = True, []
+        for name, linear in self._experts() if self.stacks else ():
+            (memory, experts), base = self.stacks[name], getattr(linear, "base", linear)
+            merged = linear is not base and not self.cfg.keeps_factors_apart
+            if not merged and base.quantisation != "none":
+                continue
+            pushed = self._for_engine(name, linear.weight() if merged else base.weight)
+            fits &= torch.equal(pushed[experts.start : experts.stop] if len(pushed) > len(experts) else pushed, memory)
+            first = self.own.start - experts.start
+            if 0 <= first <= len(experts) - len(self.own) and (self.cfg.trains_merged or not merged):
+                mine = memory if self.own == experts else memory[first : first + len(self.own)]
+                shared.append((linear, merged, mine))
+        if self.parallel.max_over_ranks(float(not fits)):
+            self.stacks, shared = {}, []
+        for linear, merged, memory in shared:
+            if merged:
+                linear.place = memory
+            else:
+                getattr(linear, "base", linear).weight = torch.nn.Parameter(memory, requires_grad=False)
+        return sum(memory.nbytes for _, _, memory in shared)
+
+    def _experts(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """The name of each of the engine's stacks, and the module that holds this rank's experts of it."""
+        for i, (layer, is_moe) in enumerate(zip(self.model.decoder.layers, self.arch.moe_layers, strict=True)):
+            for module in modules(self.arch, is_moe):
+                if module.kind == "experts":
+                    yield f"model.layers.{i}.{module.fused}", layer.get_submodule(module.megatron[: -len(".weight")])
+
+    def _for_engine(self, name: str, local: Tensor) -> Tensor:
+        """This rank's experts of a stack, or those of all ranks if the engine holds others. Collective."""
+        if self.stacks[name].experts == self.own:
+            return local
+        return weights_hf.gather(local, self.parallel.expert, self.parallel.expert_group).flatten(0, 1)
 
     def _export(self, only: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that the engine takes: whole ones, or this rank's shards. ``only``: see weights_hf.export."""
+        """The tensors that the engine takes: whole ones, or this rank's shards. ``only``: see weights_hf.export.
+
+        Routed experts are not among them if the engine has `stacks`, which brings them.
+        """
+        model, arch, parallel, experts = self.model, self.arch, self.parallel, not self.stacks
         if self.cfg.rollout.expert_parallel:
-            return vllm_colocated.shards(self.model, self.arch, self.parallel, only=only)
-        return weights_hf.export(
-            self.model, self.arch, self.parallel, only=only, merge=not self.cfg.keeps_factors_apart
-        )
+            return vllm_colocated.shards(model, arch, parallel, only=only, experts=experts)
+        merge = not self.cfg.keeps_factors_apart
+        return weights_hf.export(model, arch, parallel, only=only, merge=merge, experts=experts)
 
     def check_start(self, probe: list[int]) -> None:
         """Raise Tripped unless engine and trainer agree on answers to ``probe``, also after a second, equal push.
@@ -106,7 +161,7 @@ class WeightSync:
         """
         checksum, touched = self._push_policy()
         metrics = {"sync/checksum": checksum} | adapter_weights.update_kept(
-            self.model, self.arch, self.parallel, self.cfg.keeps_factors_apart
+            self.model, self.arch, self.parallel, self.cfg
         )
         if self.rounded and self.cfg.checks.logp_gap != "off":
             metrics["sync/probe_gap"] = self._gap(probe)
@@ -168,11 +223,16 @@ class WeightSync:
     def _push_policy(self) -> tuple[float, dict[str, Tensor]]:
         """Push what training or noise changes, clean: the checksum, and the tensors that noise is going to change."""
         adapter_only = self.cfg.keeps_factors_apart
-        checksum, touched = 0.0, {}
+        checksum, sums, touched = 0.0, [], {}
+        if self.stacks and not adapter_only:
+            merged = TensorStream(self._noted(self._merged_stacks()))
+            self._load(self.engine.load_stacks, merged)
+            sums, _ = merged.result()
         if self.noise or not adapter_only:
-            weights = TensorStream(self._changed())
+            weights = TensorStream(self._noted(self._export(self.touched | self.rounded)))
             self._load(self.engine.load_weights, weights)
-            checksum, touched = weights.result()
+            others, touched = weights.result()
+            checksum = _total(sums + others)
         if adapter_only:
             factors, checksum = self._factors()
             self._load(self.engine.load_adapter, factors)
@@ -231,16 +291,24 @@ class WeightSync:
         )
         return {answer: rows[chosen == 1] for answer, rows, chosen in zip(answers, logp.cpu(), mask, strict=True)}
 
-    def _changed(self) -> Generator[tuple[str, Tensor], None, tuple[float, dict[str, Tensor]]]:
-        """The tensors that training or noise changes. The result: the checksum, and the tensors that noise changes."""
+    def _merged_stacks(self) -> Iterator[tuple[str, Tensor]]:
+        """The stacks of experts that LoRA adapts. Collective."""
+        for name, linear in self._experts():
+            if isinstance(linear, LoRAGroupedLinear):
+                yield name, self._for_engine(name, linear.weight())
+
+    def _noted(
+        self, stream: Iterable[tuple[str, Tensor]]
+    ) -> Generator[tuple[str, Tensor], None, tuple[list[Tensor], dict[str, Tensor]]]:
+        """``stream``, and of its tensors the sums, or the tensors themselves if noise changes them."""
         sums, touched = [], {}
-        for name, tensor in self._export(self.touched | self.rounded):
+        for name, tensor in stream:
             if name in self.touched:
                 touched[name] = tensor
             else:
                 sums.append(tensor.sum(dtype=torch.float32))
             yield name, tensor
-        return _total(sums), touched
+        return sums, touched
 
     def _factors(self) -> tuple[dict[str, tuple[Tensor, Tensor]], float]:
         """Name of each adapted weight -> its A (R, in) and B (out, R), whole, fp32; and their checksum. Collective."""

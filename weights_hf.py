@@ -203,18 +203,20 @@ def export(
     *,
     only: Collection[str] | None = None,
     merge: bool = True,
+    experts: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
     """Every whole tensor of the model under its Hugging Face name, layer by layer, with LoRA merged if ``merge``.
 
     A merged weight is W + (alpha / R) B A, computed in fp32 from the untouched base and cast once to the model's dtype.
     Collective: every rank must consume the whole stream, and gets the same tensors. As many experts of every rank as
     MESSAGE allows are gathered at a time, or one. With ``only``, the stream has the tensors that training changes and
-    these names, together with the tensors that an engine fuses with them. Do not write into a tensor: it may be the
+    these names, together with the tensors that an engine fuses with them; without ``experts`` none of the routed
+    experts is among them. Do not write into a tensor: it may be the
     model's own memory.
     """
     todo = list(slots(model, arch, parallel))
     if only is not None:
-        todo = changing(todo, only, merge)
+        todo = changing(todo, only, merge, experts)
     for slot in todo:
         value = merged(slot) if merge else slot.weight
         if slot.experts is None:
@@ -232,8 +234,12 @@ def export(
                 place += 1
 
 
-def changing(todo: list[Slot], only: Collection[str], adapted: bool = True) -> list[Slot]:
-    """Slots with a tensor of ``only`` or (if ``adapted``) with LoRA, and the slots that an engine fuses with them."""
+def changing(todo: list[Slot], only: Collection[str], adapted: bool = True, experts: bool = True) -> list[Slot]:
+    """Slots with a tensor of ``only`` or (if ``adapted``) with LoRA, and the slots that an engine fuses with them.
+
+    Without ``experts``, the routed experts are left out.
+    """
+    todo = [slot for slot in todo if experts or slot.experts is None]
     wanted = {
         fused_group(slot.names[0])
         for slot in todo

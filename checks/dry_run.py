@@ -24,6 +24,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -34,6 +35,7 @@ from torch.optim import optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 import checkpoint
+import device as devices
 import kernels
 import lora_megatron
 import model_megatron
@@ -41,11 +43,12 @@ import parallel_setup
 import routing_replay
 import weight_sync
 import weights_hf
-from architecture import Architecture
+from architecture import Architecture, layers
 from checks import confirmed, dry_run_device
 from checks.dry_run_meter import Meter
 from checks.dry_run_report import DryRun, as_text, figures
 from config import command_line, resolve_config
+from engines.interface import Stack
 from inputs import hf_config
 from inputs.config_rules import OTHER_RULES
 from inputs.files import BAD_INPUT, MOST_RANKS, InputError, one_line, refused, shown
@@ -100,11 +103,14 @@ def run(
             adapt(model)
             learner = Learner(one, arch, parallel, model, adapters, pad_token=0)
             gc.collect()
+        with meter.phase("start"):
+            engine = _Engine(one, arch, parallel, layout, meter)
+            sync = _weight_sync(one, arch, parallel, model, engine)
         meter.mark(itertools.chain(model.parameters(), model.buffers()), "weights")
         meter.mark(learner.parameters, "adapters")
         meter.mark((moment for each in learner.moments.values() for moment in each.values()), "moments")
         with meter.phase("push"):
-            pushed = _push(one, arch, parallel, model)
+            sync.push(0, [])
         before = meter.held()
         _watch(learner, meter)
         for imbalance in imbalances:
@@ -125,7 +131,9 @@ def run(
             tensors, counts = learner.state()
             checkpoint.save(Path(), 1, tensors, counts, one, writes=False)
         del tensors
-    return DryRun(cfg, arch, layout, kind, meter, left, pushed, len(batch.lengths) // layout.data * length, length)
+    return DryRun(
+        cfg, arch, layout, kind, meter, left, engine.calls, len(batch.lengths) // layout.data * length, length
+    )
 
 
 def _load(cfg: Config, arch: Architecture, parallel: Parallel) -> tuple[torch.nn.Module, dict]:
@@ -142,10 +150,36 @@ def _load(cfg: Config, arch: Architecture, parallel: Parallel) -> tuple[torch.nn
 
 
 class _Engine:
-    """Takes what is pushed. With ``fuses`` it holds the tensors of a fused group until it is complete, as vLLM does."""
+    """Takes what is pushed. Its memory does not count.
 
-    def __init__(self, fuses: bool) -> None:
-        self.fuses, self.calls = fuses, 0
+    Unless each rank pushes its own shards, it holds the tensors of a fused group until it is complete, as vLLM does.
+    """
+
+    def __init__(
+        self, cfg: Config, arch: Architecture, parallel: Parallel, layout: grid.RankGrid, meter: Meter
+    ) -> None:
+        self.fuses, self.calls, self.held = not cfg.rollout.expert_parallel, 0, {}
+        if not memory.has_stacks(cfg, layout, parallel.device.type):
+            return
+        local = arch.num_experts // parallel.expert
+        own = range(parallel.expert_rank * local, (parallel.expert_rank + 1) * local)
+        experts = range(arch.num_experts) if layout.engine_expert == 1 else own
+        dtype = devices.DTYPES[cfg.model.dtype]
+        for layer, module in layers(arch):
+            if module.kind == "experts":
+                shape = (len(experts), module.in_size, module.out_size)
+                stack = Stack(torch.empty(shape, dtype=dtype, device=parallel.device), experts)
+                self.held[layer + module.fused] = stack
+                meter.forget(stack.memory)
+
+    def stacks(self) -> dict[str, Stack]:
+        return self.held
+
+    def load_stacks(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in named_tensors:
+            self.calls += 1
+            if tensor is not self.held[name].memory:
+                self.held[name].memory.copy_(tensor)
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         group, held = "", []
@@ -159,16 +193,20 @@ class _Engine:
         self.calls += len(factors)
 
 
-def _push(cfg: Config, arch: Architecture, parallel: Parallel, model: torch.nn.Module) -> int:
-    """The push of a step without noise: what training changes.  -> the tensors that the engine gets one by one"""
-    engine = _Engine(not cfg.rollout.expert_parallel)
-    sync = object.__new__(weight_sync.WeightSync)  # its constructor pushes the whole model, and asks the engine
+def _weight_sync(
+    cfg: Config, arch: Architecture, parallel: Parallel, model: torch.nn.Module, engine: Any
+) -> weight_sync.WeightSync:
+    """What pushes to ``engine``, without noise. The next push follows an update."""
+    sync = object.__new__(weight_sync.WeightSync)  # its constructor pushes the whole model
     vars(sync).update(
         engine=engine, model=model, arch=arch, parallel=parallel, cfg=cfg,
-        noise={}, clean_norms={}, touched=set(), rounded=set(),
+        noise={}, clean_norms={}, touched=set(), rounded=set(), stacks=engine.stacks(),
     )  # fmt: skip
-    sync.push(0, [])
-    return engine.calls
+    with mock.patch.object(Parallel, "max_over_ranks", lambda parallel, value: value):
+        sync._share_experts()
+    for adapter in lora_megatron.attached(model).values():
+        adapter.placed = None
+    return sync
 
 
 class _Timer(StepTimer):

@@ -115,6 +115,10 @@ class Meter(TorchDispatchMode):
             if allocation := self.alive.get(tensor.untyped_storage()._cdata):
                 allocation.kind = kind
 
+    def forget(self, tensor: Tensor) -> None:
+        """The memory of ``tensor`` does not count."""
+        self.alive[tensor.untyped_storage()._cdata].size = 0
+
     # -------------------------------------------------------------------------------------------- each operation
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -126,6 +130,8 @@ class Meter(TorchDispatchMode):
             self._waits_for(args[0])
             if self.answers:
                 return _value(args[0])
+        if packet is aten.equal and self.answers:
+            return True
         out = self._sized_by_values(packet, args) if self.answers else None
         if out is None:
             out = func(*args, **kwargs)

@@ -43,7 +43,7 @@ from inputs.scoring import Score
 from knobs import Config
 from learner import Learner
 from parallel_setup import Parallel
-from tripwires import GAP_FLOOR
+from tripwires import GAP_FLOOR, MOST_WRONG
 from weight_sync import WeightSync
 
 LAYERS, PROMPTS, PROMPT_TOKENS, GROUP, NEW_TOKENS = 2, 32, 8, 8, 16  # 32 x 8 x 16 = 4,096 sampled tokens, or more
@@ -215,6 +215,7 @@ def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
         "gap_by_rank": [one[mask].mean().item() for one in by_rank],
         "gap_by_replica": [gaps[replica == r][mask[replica == r]].mean().item() for r in range(replicas)],
         "gap_without_adapters": base_gaps[mask].mean().item(),
+        "experts_wrong": adapter_weights.update_kept(model, arch, parallel, cfg).get("sync/experts_wrong", 0.0),
         "experts": arch.num_experts * sum(arch.moe_layers),
         "experts_judged": len(experts),
         "experts_most_apart": experts[:LISTED],
@@ -243,6 +244,11 @@ def judged(figures: dict, experts: list[dict]) -> str:
             f"sampler and trainer differ by {figures['gap_mean']:.2g} nats a token, at most {bound:g} expected "
             f"(samplers {odd['replica']} of {len(figures['gap_by_replica'])}, trainers on rank "
             f"{odd['rank']} of {len(figures['gap_by_rank'])})",
+        ),
+        (
+            figures["experts_wrong"] <= MOST_WRONG,
+            f"of an expert's sampled elements, {figures['experts_wrong']:.2%} in the memory that sampler and trainer "
+            f"share are not W + (alpha / R) B A, at most {MOST_WRONG:.1%} expected",
         ),
         (not apart, f"tokens of {len(apart)} of {len(experts)} experts stand out by their median, first: {listed}"),
         (

@@ -53,8 +53,8 @@ NORM = {"fp32": 0.01, "bf16": 0.25}  # largest relative difference of the gradie
 # Tripwires of a run that have a check of their own here, or that a toy task would trip.
 OFF = ("reward_constant", "unparsable", "truncated", "sampling", "impossible", "gradient_spike", "entropy")
 WATCHED = (  # methods that Observer's of the same name stand in for
-    (TorchSampler, "load_weights"), (TorchSampler, "load_adapter"), (TorchSampler, "sample"), (Run, "evaluate"),
-    (Run, "save"), (Learner, "update"),
+    (TorchSampler, "load_weights"), (TorchSampler, "load_stacks"), (TorchSampler, "load_adapter"),
+    (TorchSampler, "sample"), (Run, "evaluate"), (Run, "save"), (Learner, "update"),
 )  # fmt: skip
 LOOK_AT = {
     "order": "data_gsm8k.Questions.pick",

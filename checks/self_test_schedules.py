@@ -23,6 +23,7 @@ import aqn
 import data_gsm8k
 import learner
 from aqn import NormNoise
+from architecture import layers
 from checks.self_test_reference import Named, State, advantages_of, forward, merged, rows_of, unknown
 from engines.interface import Completion
 from knobs import GENERATED, AqnConfig, Config, OptimConfig
@@ -186,6 +187,15 @@ class Watch:
         pairs = list(pairs)  # the model is tiny
         self.held |= {name: x.detach().cpu().double() for name, x in pairs}
         real(engine, pairs)
+
+    def load_stacks(self, real: Callable, engine: Any, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        stacks = dict(pairs)
+        for layer, module in layers(engine.arch):
+            if (stack := stacks.get(f"{layer}{module.fused}")) is not None:
+                parts = stack.detach().cpu().double().mT.split([rows for rows, *_ in module.blocks.values()], 1)
+                for block, part in zip(module.blocks, parts, strict=True):
+                    self.held |= {f"{layer}{block.format(expert)}.weight": x for expert, x in enumerate(part)}
+        real(engine, stacks.items())
 
     def load_adapter(self, real: Callable, engine: Any, factors: dict[str, tuple[Tensor, Tensor]]) -> None:
         for name, (a, b) in factors.items():

@@ -38,6 +38,13 @@ class Rule(NamedTuple):
     top_k: int
 
 
+class Stack(NamedTuple):
+    """The engine's memory for one matrix of its routed experts of a layer, as the trainer holds it."""
+
+    memory: Tensor  # (e, in, out); gate and up are joined along out
+    experts: range  # their numbers in the model
+
+
 class Engine(Protocol):
     """The copy of the policy that samples. It needs a whole model from `load_weights` before it can sample."""
 
@@ -55,6 +62,29 @@ class Engine(Protocol):
         weights_hf.fused_group), each of them whole. Raises InputError, with the tensor's name, for a missing, surplus,
         repeated, misshapen or non-finite tensor. After a failure the next call must bring the whole model.
         """
+
+    def stacks(self) -> dict[str, Stack]:
+        """The routed experts by layer, as `model.layers.0.mlp.experts.gate_up_proj`, after the first load_weights.
+
+        Whoever writes there changes what the engine samples with. An engine that packs its experts has none.
+        """
+        return {}
+
+    def load_stacks(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy tensors into these `stacks`: all experts of the model, or those that this engine holds.
+
+        A tensor that already is this memory is not copied. A load_weights must follow, which makes the engine forget
+        what it computed with other weights. Raises InputError for a tensor that is not finite.
+        """
+        stacks, held = self.stacks(), {}
+        for name, tensor in named_tensors:
+            memory, experts = stacks[name]
+            if len(tensor) != len(experts):
+                tensor = tensor[experts.start : experts.stop]
+            if tensor.data_ptr() != memory.data_ptr():
+                memory.copy_(tensor)
+            held[name] = memory
+        check_finite(held)
 
     def load_adapter(self, factors: dict[str, tuple[Tensor, Tensor]]) -> None:
         """From now on sample with W + (alpha / R) B A. W is what load_weights brought. Only for rollout.sync adapter.

@@ -16,6 +16,7 @@ class Kind(NamedTuple):
     reserves: bool = False  # takes rollout.kv_cache_mib, and room for graphs, at its start; otherwise wave by wave
     refills: bool = False  # a waiting row starts as soon as another one ends; otherwise with the next wave
     prefers_factors: bool = False  # in bf16 it holds LoRA factors apart from the weights, unless something alters them
+    packs_on: tuple[str, ...] = ()  # devices on which it packs its experts, so that a trainer cannot compute with them
     alters: bool = False  # it can sample with rounded matrices and from the base of a quantised checkpoint
     packages: str = ""  # the set of packages that setup_cpu.sh installs for it
 
@@ -29,6 +30,7 @@ ENGINES: dict[EngineName, Kind] = {
         splits=True,
         reserves=True,
         refills=True,
+        packs_on=("cpu",),
         packages="vllm",
     ),
 }

@@ -10,11 +10,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from architecture import Architecture
+from architecture import Architecture, layers
 from device import DTYPES
 from engines.capacity import MOST_SEQUENCES
 from engines.drawing import pick, uniforms_of
-from engines.interface import Completion, Engine, Rule
+from engines.interface import Completion, Engine, Rule, Stack
 from engines.torch_decoder import Decoder
 from inputs.files import InputError
 from knobs import Config, LoraConfig
@@ -53,6 +53,14 @@ class TorchSampler(Engine):
             self.decoder.load_weights(named_tensors)
         finally:
             self.ready = self.decoder.ready
+
+    def stacks(self) -> dict[str, Stack]:
+        weights, every_expert = self.decoder.layers, range(self.arch.num_experts)
+        return {
+            f"{layer}{module.fused}": Stack(weights[int(layer.split(".")[2])][module.part], every_expert)
+            for layer, module in layers(self.arch)
+            if module.kind == "experts"
+        }
 
     def load_adapter(self, factors: dict[str, tuple[Tensor, Tensor]]) -> None:
         if self.adapter is None:

@@ -89,16 +89,23 @@ class ColocatedEngine(VllmEngine):
 
 @torch.no_grad()
 def shards(
-    model: torch.nn.Module, arch: Architecture, parallel: Parallel, *, only: Collection[str] | None = None
+    model: torch.nn.Module,
+    arch: Architecture,
+    parallel: Parallel,
+    *,
+    only: Collection[str] | None = None,
+    experts: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
     """This rank's shards of what weights_hf.export gives, under vLLM's names, with LoRA merged. Not collective.
 
-    Each shard equals the slice that vLLM's loader would cut from the whole tensors. ``only``: see weights_hf.export.
-    The routed experts of a layer are two tensors in the trainer's layout: w13 (E, h, 2w), with gate before up, and w2
-    (E, w, h).
+    Each shard equals the slice that vLLM's loader would cut from the whole tensors. ``only`` and ``experts``: see
+    weights_hf.export. The routed experts of a layer are two tensors in the trainer's layout: w13 (E, h, 2w), with gate
+    before up, and w2 (E, w, h).
     """
     todo = list(weights_hf.slots(model, arch, parallel))
-    for name, members in groupby(todo if only is None else weights_hf.changing(todo, only), key=vllm_name):
+    if only is not None:
+        todo = weights_hf.changing(todo, only, experts=experts)
+    for name, members in groupby(todo, key=vllm_name):
         slots = list(members)
         values = [weights_hf.merged(slot) for slot in slots]
         value = values[0] if len(values) == 1 else torch.cat(values)

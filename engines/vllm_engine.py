@@ -30,12 +30,14 @@ from engines.interface import (
     Completion,
     Engine,
     Rule,
+    Stack,
     TensorStream,
     check_arrival,
     check_complete,
     check_finite,
     refuse_first,
 )
+from engines.kinds import ENGINES
 from inputs import environment
 from inputs.config_rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, replica_problems
 from inputs.files import InputError
@@ -240,6 +242,12 @@ class VllmEngine(Engine):
         if failure := stream.result():
             raise failure
         self.ready = True
+
+    def stacks(self) -> dict[str, Stack]:
+        if self.device.type in ENGINES["vllm"].packs_on:
+            return {}
+        in_sizes = {"gate_up_proj": self.arch.hidden_size, "down_proj": self.arch.expert_ffn_size}
+        return self.llm.collective_rpc(vllm_inside.stacks, args=(in_sizes,))[0]
 
     def load_adapter(self, factors: dict[str, tuple[Tensor, Tensor]]) -> None:
         self.adapter.take(factors)

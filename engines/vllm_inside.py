@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engines.drawing import pick
-from engines.interface import Rule
+from engines.interface import Rule, Stack
 
 LAYER = r"model\.layers\.\d+"  # the name of a decoder layer in vLLM's models
 
@@ -111,13 +111,33 @@ def placement(worker) -> dict[str, list[int]]:
         "data": list(parallel_state.get_dp_group().ranks),
         "expert": list(parallel_state.get_ep_group().ranks),
     }
+    return found | {f"layer {layer} experts": owned for layer, _, owned in _moe_layers(worker)}
+
+
+def _moe_layers(worker) -> Iterator[tuple[str, torch.nn.Module, list[int]]]:
+    """(number, module with the experts, ids of its experts in the order of its weights) of each MoE layer."""
     for name, module in worker.model_runner.get_model().named_modules():
         if hasattr(module, "w13_weight"):
             places = module._expert_map  # expert -> local index, -1 on another rank; None: all are here, in order
             places = list(range(len(module.w13_weight))) if places is None else places.tolist()
             owned = [expert for expert, local in enumerate(places) if local >= 0]
-            layer = re.search(r"layers\.(\d+)", name).group(1)
-            found[f"layer {layer} experts"] = sorted(owned, key=places.__getitem__)
+            yield re.search(r"layers\.(\d+)", name).group(1), module, sorted(owned, key=places.__getitem__)
+
+
+def stacks(worker, in_sizes: dict[str, int]) -> dict[str, Stack]:
+    """See Engine.stacks. ``in_sizes``: of gate_up_proj and of down_proj.
+
+    The kernels of an NPU read (E, in, out), those of Triton (E, out, in); {} for another layout. Whether the values lie
+    as the shapes promise is for the caller to compare.
+    """
+    found = {}
+    for layer, module, owned in _moe_layers(worker):
+        for (part, in_size), weight in zip(in_sizes.items(), (module.w13_weight, module.w2_weight), strict=True):
+            memory = weight.data if weight.shape[1] == in_size else weight.data.mT
+            experts = range(owned[0], owned[0] + len(owned))
+            if memory.shape[:2] != (len(owned), in_size) or owned != [*experts]:
+                return {}
+            found[f"model.layers.{layer}.mlp.experts.{part}"] = Stack(memory, experts)
     return found
 
 

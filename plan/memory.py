@@ -101,25 +101,53 @@ def adapter_size(lora: LoraConfig, layout: RankGrid, module: Module) -> int:
     return copies * lora.rank_of(module.kind == "experts") * (rows + columns) * (module.target in lora.targets)
 
 
-def _layer_merged(arch: Architecture, lora: LoraConfig, layout: RankGrid, is_moe: bool) -> list[int]:
-    """Parameters of one layer, on one rank, that each member of lora.targets adapts."""
-    sizes = [(module.target, math.prod(on_rank(module, layout))) for module in modules(arch, is_moe)]
-    return [sum(size for name, size in sizes if name == target) for target in lora.targets]
+def has_stacks(cfg: Config, layout: RankGrid, device: str) -> bool:
+    """Whether the engine has Engine.stacks that a push fills: all experts, or those of the rank in the trainer."""
+    packs = device in cfg.rollout.kind.packs_on or cfg.rollout.round_bits
+    return not packs and layout.engine_expert in (1, layout.expert) and layout.expert_tensor == 1
 
 
-def merged_at_once(arch: Architecture, lora: LoraConfig, layout: RankGrid) -> int:
+def shared_experts(cfg: Config, arch: Architecture, layout: RankGrid, device: str) -> tuple[int, int]:
+    """Parameters of frozen and of merged experts that trainer and engine of a rank hold once.
+
+    See WeightSync._share_experts.
+    """
+    if not has_stacks(cfg, layout, device):
+        return 0, 0
+    merged = cfg.lora.targets if not cfg.keeps_factors_apart else ()
+    sizes = [0, 0]
+    for module in (module for module in every_module(arch) if module.kind == "experts"):
+        is_merged = module.target in merged
+        if cfg.trains_merged if is_merged else cfg.model.quantisation == "none":
+            sizes[is_merged] += sum(arch.moe_layers) * math.prod(on_rank(module, layout))
+    return sizes[0], sizes[1]
+
+
+def _layer_merged(arch: Architecture, lora: LoraConfig, layout: RankGrid, is_moe: bool, experts: bool) -> list[int]:
+    """Parameters of one layer, on one rank, that each member of lora.targets adapts, with its ``experts`` or without"""
+    own = [module for module in modules(arch, is_moe) if experts or module.kind != "experts"]
+    return [sum(math.prod(on_rank(m, layout)) for m in own if m.target == target) for target in lora.targets]
+
+
+def merged_at_once(arch: Architecture, lora: LoraConfig, layout: RankGrid, experts: bool = True) -> int:
     """Elements of the largest adapted weight, or stack of experts (lora_megatron.stacks), that is merged at once."""
 
     def at_once(module: Module) -> int:
         copies, rows, columns = on_rank(module, layout)
         return min(copies, merged_together(rows * columns)) * rows * columns
 
-    return max(at_once(module) for module in every_module(arch) if module.target in lora.targets)
+    own = [module for module in every_module(arch) if experts or module.kind != "experts"]
+    return max((at_once(module) for module in own if module.target in lora.targets), default=0)
 
 
-def merged_weights(arch: Architecture, lora: LoraConfig, layout: RankGrid, recompute: bool) -> int:
-    """Parameters of the merged weights that a passing micro-batch holds: with ``recompute`` those of one layer."""
-    layers = {is_moe: sum(_layer_merged(arch, lora, layout, is_moe)) for is_moe in {*arch.moe_layers}}
+def merged_weights(
+    arch: Architecture, lora: LoraConfig, layout: RankGrid, recompute: bool, experts: bool = True
+) -> int:
+    """Parameters of the merged weights that a passing micro-batch holds: with ``recompute`` those of one layer.
+
+    Without ``experts`` of all others, where the engine's memory holds the merged experts.
+    """
+    layers = {is_moe: sum(_layer_merged(arch, lora, layout, is_moe, experts)) for is_moe in {*arch.moe_layers}}
     return max(layers.values()) if recompute else sum(layers[is_moe] for is_moe in arch.moe_layers)
 
 
@@ -315,19 +343,27 @@ def step_memory(
     # An engine takes a fused group of tensors whole. The largest group is all experts of a layer, or this rank's
     # experts if the engine uses the trainer's own shards.
     experts = arch.num_experts * h * arch.expert_ffn_size * element  # one matrix of all experts of a layer
+    frozen, merged = (size * element for size in shared_experts(cfg, arch, layout, device))
     if layout.engine_expert > layout.engine_tensor:
-        group, attention = 4 * experts // layout.engine_expert, arch.qkv_size // layout.tensor  # merged, then stacked
+        first_group, attention = 4 * experts // layout.engine_expert, arch.qkv_size // layout.tensor  # merged, stacked
     else:
-        group, attention = max(3 * experts, arch.vocab_size * h * element), arch.qkv_size
+        first_group, attention = max(3 * experts, arch.vocab_size * h * element), arch.qkv_size
+    group = 0 if cfg.keeps_factors_apart else first_group
+    if group and has_stacks(
+        cfg, layout, device
+    ):  # gate and up of this rank, unless in the engine's memory, and of all ranks
+        stacks = 2 * experts * ((not merged) / layout.expert + (layout.engine_expert == 1 < layout.expert))
+        group = int(max(stacks, 2 * attention * h * element))
     routing = sum(arch.moe_layers) * arch.experts_per_token if cfg.replay.mode != "off" else 0
     own_sequences = -(-rollout.prompts_per_step * rollout.group_size // layout.data)
-    one_merged = max(max(_layer_merged(arch, cfg.lora, layout, is_moe)) for is_moe in {*arch.moe_layers}) * element
-    in_fp32 = 4 * merged_at_once(arch, cfg.lora, layout)
+    kinds, apart = {*arch.moe_layers}, not merged  # whether a pass merges experts, apart from the engine's
+    one_merged = max(max(_layer_merged(arch, cfg.lora, layout, is_moe, apart)) for is_moe in kinds) * element
+    in_fp32 = 4 * merged_at_once(arch, cfg.lora, layout, apart)
     merges = cfg.trains_merged and cfg.old_policy_share > 0
     no_gradient = max(work.reference + one_merged * merges, (work.entering + one_merged + in_fp32) * merges)
     base, dequantised = base_bytes(arch, layout, element, cfg.model.quantisation, cfg.model.quantises_attention)
     parts = {
-        "base": base,
+        "base": base - frozen,
         "lora": lora,
         "optimizer": 2 * lora,  # AdamW's two moments
         "engine weights": base_parameters(arch, engine) * element,
@@ -338,7 +374,9 @@ def step_memory(
         "runtime": int(RUNTIME_BYTES[device] + GRAPH_BYTES[device] * rollout.kind.reserves),
         "gradients": lora,
         "dequantised weights": dequantised,
-        "merged weights": merged_weights(arch, cfg.lora, layout, cfg.model.recompute) * element * cfg.trains_merged,
+        "merged weights": merged_weights(arch, cfg.lora, layout, cfg.model.recompute, apart)
+        * element
+        * cfg.trains_merged,
         "activations": work.peak,
         "logits chunk": work.logits,  # within the activations
         "margin": int(MARGIN * capacity),
@@ -352,10 +390,13 @@ def step_memory(
     sampling = activations(
         arch, cfg.lora, engine, element=element, recompute=False, tokens=prefill, scored=cached_rows
     ).reference
+    merging_push = max(4 * merged_at_once(arch, cfg.lora, layout), 3 * 4 * h * attention)
     phases = {
         # Loading reads and rearranges one tensor at a time on the host; the engine does not exist yet.
-        "load": sum(parts[name] for name in ("base", "lora", "optimizer", "runtime")),
-        "sync": resident + group + gathered + max(in_fp32, 3 * 4 * h * attention),
+        "load": base + sum(parts[name] for name in ("lora", "optimizer", "runtime")),
+        # The first push: until it is done, trainer and engine have their own experts.
+        "start": resident + frozen + first_group,
+        "sync": resident + group + gathered + merging_push * (not cfg.keeps_factors_apart),
         "rollout": resident + sampling,
         # A later micro-batch of an update finds the gradients of the earlier ones. The pass of the old policy merges
         # one weight, or stack of experts, at a time.

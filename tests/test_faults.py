@@ -61,7 +61,7 @@ FAULTS = {
         planted.adapters_never_pushed, ["checks.adapters", "step 2", "the merge of the adapters"], layout="TP2_EP2"
     ),
     "NaN in one expert": Fault(
-        planted.nan_in_one_expert, ["model.layers.1.mlp.experts.5.down_proj.weight has NaN or infinity"],
+        planted.nan_in_one_expert, ["model.layers.1.mlp.experts.down_proj has NaN or infinity"],
         {"train__checkpoint_every": 1},
     ),
     "engine without norms": Fault(

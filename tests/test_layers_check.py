@@ -30,6 +30,7 @@ from engines import drawing
 from engines.torch_sampler import TorchSampler
 from inputs import hf_config
 from inputs.files import InputError
+from lora_megatron import LoRAGroupedLinear
 from parallel_setup import Parallel
 from weight_sync import WeightSync
 
@@ -81,11 +82,18 @@ def test_a_sound_trainer_and_sampler_agree_and_every_expert_is_met(tmp_path) -> 
 
 
 def test_one_expert_whose_adapter_does_not_reach_the_sampler_is_named(tmp_path) -> None:
-    codes, found, _ = check(tmp_path, without_update("model.layers.1.mlp.experts.13"))
+    """In fp32 the trainer has a copy of its own, so its log-probs show it."""
+    codes, found, _ = check(tmp_path, without_update("model.layers.1.mlp.experts.13"), "fp32")
     assert codes == [1, 1]
     worst = found["experts_most_apart"][0]
     assert (worst["layer"], worst["expert"]) == (1, 13)
     assert "stand out by their median, first: 13 of layer 1 (" in found["wrong"]
+
+
+def test_a_wrong_merge_in_memory_that_trainer_and_sampler_share_is_named(tmp_path) -> None:
+    codes, found, _ = check(tmp_path, after(LoRAGroupedLinear, "products", lambda pair, *_: [x / 2 for x in pair]))
+    assert codes == [1, 1] and not found["gap_mean"] > found["bound"]
+    assert "share are not W + (alpha / R) B A" in found["wrong"] and "stand out" not in found["wrong"]
 
 
 def test_an_engine_that_was_not_pushed_to_is_named(tmp_path) -> None:
@@ -240,7 +248,8 @@ def test_a_sampler_whose_kernels_round_otherwise_is_judged_by_its_own_log_probs(
 
 
 def test_adapters_that_change_nothing_are_refused_as_a_blind_check() -> None:
-    found = {"bound": 0.1, "gap_by_replica": [0.0], "gap_by_rank": [0.0], "gap_mean": 0.0, "gap_without_adapters": 0.0}
+    found = {"bound": 0.1, "gap_by_replica": [0.0], "gap_by_rank": [0.0], "gap_mean": 0.0, "gap_without_adapters": 0.0,
+             "experts_wrong": 0.0}  # fmt: skip
     found["sampling"] = []
     assert "would not show" in layers_check.judged(found, [])
     assert layers_check.judged(found | {"gap_without_adapters": 3.0}, []) == ""

@@ -128,7 +128,7 @@ def pushed(parallel: Parallel, path: Path, sync: str, dtype: str) -> dict:
     engine = TorchSampler(arch, stop_tokens=set(), pad_token=0, dtype=DTYPES[dtype], adapter=cfg.lora)
     weights = WeightSync(engine, model, arch, parallel, cfg)
     base = {name: tensor.double() for name, tensor in weights_hf.export(model, arch, parallel, merge=False)}
-    sample = adapter_weights.update_kept(model, arch, parallel, cfg.keeps_factors_apart)
+    sample = adapter_weights.update_kept(model, arch, parallel, cfg)
     with mock.patch.object(adapter_weights, "SAMPLED_ROWS", 10**6):  # all rows
         metrics = weights.push(0, PROMPTS[0])
     both = own = error = 0.0

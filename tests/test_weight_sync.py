@@ -187,7 +187,8 @@ def test_noise_in_the_columns_of_a_rounded_matrix_is_refused(tmp_path: Path) -> 
 
 
 def push_all_but_norms(_: object, sync: WeightSync) -> None:
-    sync.engine.load_weights((name, tensor) for name, tensor in sync._changed() if name not in sync.touched)
+    changed = sync._export(sync.touched | sync.rounded)
+    sync.engine.load_weights((name, tensor) for name, tensor in changed if name not in sync.touched)
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ import rollout
 import weights_hf
 from architecture import Architecture
 from engines import vllm_colocated, vllm_engine, vllm_inside
-from engines.interface import Completion
+from engines.interface import Completion, Engine
 from engines.torch_sampler import TorchSampler
 from engines.vllm_colocated import ColocatedEngine
 from engines.vllm_engine import VllmEngine
@@ -58,7 +58,7 @@ def config(path: Path, noise: dict, local: bool) -> Config:
     )  # fmt: skip
 
 
-class Keeper:
+class Keeper(Engine):
     """An engine that keeps the tensors that it gets."""
 
     def __init__(self, parallel: Parallel) -> None:

@@ -28,6 +28,7 @@ from engines.torch_sampler import TorchSampler
 from inputs.question_files import Row
 from learner import MOMENTS, Learner
 from parallel_setup import Parallel
+from weight_sync import WeightSync
 
 FEW = {  # a step takes about 50 ms
     "rollout__prompts_per_step": 4, "rollout__group_size": 2, "optim__prompts_per_update": 4,
@@ -72,6 +73,18 @@ def pushed_otherwise(change: Callable[[str, Tensor], Tensor]) -> Plant:
     return after(weights_hf, "export", lambda stream, *_: ((name, change(name, tensor)) for name, tensor in stream))
 
 
+def stacks_otherwise(change: Callable[[WeightSync, str, Tensor], Tensor]) -> Plant:
+    """Push ``change(sync, name, stack)`` instead of every stack of experts."""
+    return after(
+        WeightSync, "_merged_stacks", lambda stream, sync: ((name, change(sync, name, value)) for name, value in stream)
+    )
+
+
+def without_lora(sync: WeightSync, name: str) -> Tensor:
+    """A stack of experts of the base model."""
+    return sync._for_engine(name, dict(sync._experts())[name].base.weight)
+
+
 def without_update(expert: str) -> Plant:
     """The merge forgets the LoRA of one expert, as model.layers.1.mlp.experts.13 names it."""
 
@@ -82,28 +95,41 @@ def without_update(expert: str) -> Plant:
                 value[place] = slot.weight[place]
         return value
 
-    return instead(weights_hf, "merged", merged)
+    layer, _, number = expert.rpartition(".")
+
+    def stack(sync: WeightSync, name: str, value: Tensor) -> Tensor:
+        if name.startswith(f"{layer}."):
+            one = slice(int(number), int(number) + 1)  # none, if the model has fewer experts
+            value[one] = without_lora(sync, name)[one]
+        return value
+
+    return both(instead(weights_hf, "merged", merged), stacks_otherwise(stack))
 
 
 # The merge forgets the LoRA of the routed experts of layer 1.
-experts_delta_dropped = after(
-    weights_hf,
-    "merged",
-    lambda value, slot: slot.weight if slot.experts is not None and ".layers.1." in slot.names[0] else value,
+experts_delta_dropped = stacks_otherwise(
+    lambda sync, name, value: without_lora(sync, name) if ".layers.1." in name else value
 )
 # The router of layer 0 is pushed with its experts in another order.
 gate_permuted = pushed_otherwise(
     lambda name, tensor: tensor.roll(1, 0) if name == "model.layers.0.mlp.gate.weight" else tensor
 )
-adapters_never_pushed = after(weights_hf, "merged", lambda value, slot: slot.weight)
+adapters_never_pushed = both(
+    after(weights_hf, "merged", lambda value, slot: slot.weight),
+    stacks_otherwise(lambda sync, name, value: without_lora(sync, name)),
+)
 
 
 def nan_in_one_expert(patch: MonkeyPatch) -> None:
     """In the push of step 2."""
-    broken, pushes = "model.layers.1.mlp.experts.5.down_proj.weight", itertools.count()
-    pushed_otherwise(lambda name, tensor: tensor * float("nan") if name == broken and next(pushes) == 2 else tensor)(
-        patch
-    )
+    broken, pushes = "model.layers.1.mlp.experts.down_proj", itertools.count()
+
+    def change(sync: WeightSync, name: str, value: Tensor) -> Tensor:
+        if name == broken and next(pushes) == 1:
+            value[5] = float("nan")
+        return value
+
+    stacks_otherwise(change)(patch)
 
 
 def engine_with(part: str, change: Callable[[Decoder, str, Tensor], Tensor]) -> Plant:

@@ -1,0 +1,139 @@
+"""Where trainer and embedded sampler hold an expert once: the same numbers as with two copies, and less memory.
+
+The reference is the same policy with an engine that shares nothing. Not covered: the memory of vLLM, which
+tests/test_vllm_ascend.py and tests/test_rollout_vllm.py look at.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import adapted
+import planted
+import pytest
+import reference
+import torch
+import training
+import world
+from lora_reference import TARGETS
+from planting import Plant, after, instead
+from scope import cases
+from torch import Tensor
+
+import lora_megatron
+import model_megatron
+from device import DTYPES
+from engines.torch_sampler import TorchSampler
+from knobs import Config
+from lora_megatron import LoRAGroupedLinear
+from parallel_setup import Parallel
+from tripwires import Tripped
+from weight_sync import WeightSync
+
+LAYOUTS = cases(["TP1", "TP2_EP2"], ["EP2_DP4"])
+PROBE = [5, 6, 7, 8]
+MERGED = {"model__dtype": "bf16", "rollout__sync": "merged"}
+APART = {"model__dtype": "fp32", "rollout__sync": "adapter"}
+
+
+def connected(parallel: Parallel, path: Path, cfg: Config, shares: bool) -> tuple:
+    """Model, adapters and engine after the first push, and WeightSync."""
+    model, arch = adapted.load(path, parallel, dtype=DTYPES[cfg.model.dtype])
+    adapters = lora_megatron.attach(model, cfg.lora, parallel, adapted.SEED, merges=cfg.trains_merged)
+    engine = TorchSampler(arch, stop_tokens=set(), pad_token=0, dtype=DTYPES[cfg.model.dtype], adapter=cfg.lora)
+    if not shares:
+        engine.stacks = dict
+    return model, arch, adapters, engine, WeightSync(engine, model, arch, parallel, cfg)
+
+
+def log_probs(model: torch.nn.Module, parallel: Parallel) -> Tensor:
+    tokens, mask = adapted.my_rows(reference.tokens(), parallel)
+    with torch.no_grad():
+        return model_megatron.token_logprobs(model, tokens, mask, parallel)[0]
+
+
+def stored(tensors) -> dict[int, int]:
+    """Address -> bytes of each piece of memory that holds one of ``tensors``."""
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
+def trained(parallel: Parallel, path: Path, changes: dict, shares: bool) -> dict:
+    """Numbers and gradients over two updates with a push in between, and what was held and merged for them."""
+    cfg = training.config(path, path, **{"lora__targets": TARGETS} | changes)
+    model, arch, adapters, engine, sync = connected(parallel, path, cfg, shares)
+    answer: dict = {"log-probs": [], "held": [], "gradients": []}
+    with mock.patch.object(lora_megatron, "merge", wraps=lora_megatron.merge) as merges:
+        for step in range(2):
+            adapted.move(adapters, arch, parallel, step)
+            answer["log-probs"].append(log_probs(model, parallel))  # an update after the first one of a rollout
+            sync.push(step, PROBE)
+            before = merges.call_count
+            adapted.backward(model, reference.tokens(), parallel)
+            answer["gradients"] += [factor.grad.clone() for factor in lora_megatron.factors(adapters).values()]
+            answer["merges of a pass"] = merges.call_count - before
+            answer["held"] += [slot.clone() for slot in engine.decoder.slots.values()]
+    memory = stored([*model.parameters(), *engine.decoder.slots.values()])
+    return answer | {"bytes": sum(memory.values()), "shared": sync.shared_bytes, "experts": of_experts(model)}
+
+
+def of_experts(model: torch.nn.Module) -> int:
+    """Bytes of the matrices of this rank's routed experts."""
+    names = dict(model.named_parameters())
+    return sum(x.nbytes for name, x in names.items() if ".experts." in name and name.endswith("weight"))
+
+
+def both_ways(parallel: Parallel, path: Path, changes: dict) -> list[dict]:
+    return [trained(parallel, path, changes, shares) for shares in (True, False)]
+
+
+@pytest.mark.parametrize("changes", [MERGED, APART], ids=["merged", "factors apart"])
+def test_shared_memory_changes_no_bit_and_saves_a_copy(changes: dict, tmp_path: Path) -> None:
+    path = reference.save("qwen2_moe", tmp_path)
+    for ranks in world.in_layouts(LAYOUTS, both_ways, path, changes).values():
+        for once, twice in ranks:
+            for what in ("log-probs", "gradients", "held"):
+                assert all(map(torch.equal, once[what], twice[what])), what
+            assert once["shared"] == once["experts"] and twice["shared"] == 0
+            if changes is MERGED:  # two matrices of experts in each of the two MoE layers of the model
+                assert twice["merges of a pass"] - once["merges of a pass"] == 4
+            else:
+                assert twice["bytes"] - once["bytes"] == once["experts"]
+
+
+# ------------------------------------------------------------------------------------------------ wrong merges
+
+
+def noise_left_in(result: object, sync: WeightSync, *_: object) -> object:
+    """The last expert of the last layer has noise, as small as AQN's, after the push."""
+    *_, place = (linear.place for _, linear in sync._experts())
+    place[-1] += (1e-3 * torch.randn(place[-1].shape, generator=torch.Generator().manual_seed(0))).to(place.dtype)
+    return result
+
+
+WRONG: dict[str, tuple[Plant, str]] = {
+    "scale": (
+        instead(
+            lora_megatron, "merge",
+            lambda real, w, a, b, scale, out=None: real(w, a, b, scale * (1 if out is None else 1.1), out),
+        ), "step 2",
+    ),
+    "stale": (
+        instead(LoRAGroupedLinear, "weight", lambda real, x: real(x) if x.place is None else x.place), "step 2"
+    ),
+    "neighbour": (
+        after(LoRAGroupedLinear, "products", lambda pair, *_: [factor.roll(1, 0) for factor in pair]), "step 2"
+    ),
+    "noise": (after(WeightSync, "_push_policy", noise_left_in), "step 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", cases(["TP1"], ["TP2_EP2"]))
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_wrong_merge_in_the_shared_memory_stops_the_run(fault: str, layout: str, tmp_path: Path) -> None:
+    """No difference of log-probs shows it, because trainer and sampler have the same wrong experts."""
+    model, (plant, step) = training.make_model(tmp_path / "model"), WRONG[fault]
+    cfg = training.config(model, tmp_path, **MERGED, optim__lr=1e-3)
+    for kind, message in training.raised(plant, cfg, layout):
+        assert kind is Tripped and message.startswith(f"checks.adapters: {step}: ") and "are not W + " in message
+    assert training.raised(planted.nothing, cfg, layout)[0][1] == "", "control"
