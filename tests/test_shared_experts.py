@@ -7,6 +7,7 @@ tests/test_vllm_ascend.py and tests/test_rollout_vllm.py look at.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import adapted
@@ -23,7 +24,10 @@ from torch import Tensor
 
 import lora_megatron
 import model_megatron
+import weights_hf
 from device import DTYPES
+from engines import vllm_inside
+from engines.interface import Stack
 from engines.torch_sampler import TorchSampler
 from knobs import Config
 from lora_megatron import LoRAGroupedLinear
@@ -99,6 +103,52 @@ def test_shared_memory_changes_no_bit_and_saves_a_copy(changes: dict, tmp_path: 
                 assert twice["merges of a pass"] - once["merges of a pass"] == 4
             else:
                 assert twice["bytes"] - once["bytes"] == once["experts"]
+
+
+# ------------------------------------------------------------------------------------------------ other layouts
+
+
+def in_another_layout(parallel: Parallel, path: Path) -> tuple[int, bool, bool]:
+    """An engine whose memory has other experts on the last rank: bytes shared, stacks left, and whether a push arrives."""
+    cfg = training.config(path, path, **{"lora__targets": TARGETS} | MERGED)
+    model, arch = adapted.load(path, parallel, dtype=torch.bfloat16)
+    adapters = lora_megatron.attach(model, cfg.lora, parallel, adapted.SEED, merges=True)
+    engine = TorchSampler(arch, stop_tokens=set(), pad_token=0, dtype=torch.bfloat16)
+    if parallel.rank == parallel.world_size - 1:
+        real = engine.stacks
+        engine.stacks = lambda: {name: Stack(one.memory.roll(1, 0), one.experts) for name, one in real().items()}
+    sync = WeightSync(engine, model, arch, parallel, cfg)
+    adapted.move(adapters, arch, parallel, 0)
+    sync.push(0, PROBE)
+    pushed = weights_hf.export(model, arch, parallel)
+    return sync.shared_bytes, bool(sync.stacks), all(torch.equal(engine.decoder.slots[name], x) for name, x in pushed)
+
+
+def test_memory_that_is_not_what_was_pushed_on_one_rank_is_shared_on_none(tmp_path: Path) -> None:
+    path = reference.save("qwen3_moe", tmp_path)
+    for found in world.in_layouts(["TP2_EP2"], in_another_layout, path)["TP2_EP2"]:
+        assert found == (0, False, True)
+
+
+@pytest.mark.parametrize("kernels", ["NPU", "Triton"])
+def test_stacks_of_vllm_are_its_own_memory_in_the_order_of_the_trainer(kernels: str) -> None:
+    """8 hidden, 3 wide; two experts on this rank. Kernels of an NPU read (E, in, out), those of Triton (E, out, in)."""
+    w13, w2 = torch.randn(2, 8, 6), torch.randn(2, 3, 8)
+    module = torch.nn.Module()
+    module._expert_map = torch.tensor([-1, -1, 0, 1])
+    for name, value in (("w13_weight", w13), ("w2_weight", w2)):
+        held = value.clone() if kernels == "NPU" else value.mT.contiguous()
+        module.register_parameter(name, torch.nn.Parameter(held, requires_grad=False))
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Identity(), module])})
+    worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
+    found = vllm_inside.stacks(worker, {"gate_up_proj": 8, "down_proj": 3})
+    assert {name.rpartition(".")[0] for name in found} == {"model.layers.1.mlp.experts"}
+    for (memory, experts), value, own in zip(found.values(), (w13, w2), module.parameters(), strict=True):
+        assert torch.equal(memory, value) and experts == range(2, 4)
+        memory.zero_()
+        assert not own.any()
+    module._expert_map = torch.tensor([0, -1, -1, 1])  # not neighbours in the model
+    assert vllm_inside.stacks(worker, {"gate_up_proj": 8, "down_proj": 3}) == {}
 
 
 # ------------------------------------------------------------------------------------------------ wrong merges
