@@ -281,6 +281,7 @@ class Memory:
     capacity: int
     cached_rows: int  # sequences whose keys and values fit at once, in one replica
     wanted_rows: int  # sequences of a replica in a step
+    merged_once: int  # parameters of the experts that are merged once an update, in the engine's memory
 
     @property
     def fullest(self) -> str:
@@ -405,7 +406,7 @@ def step_memory(
         "optimizer": resident + 2 * lora,  # gradients; then their flat message, or AdamW's temporaries
         "save": resident + gathered_by_a_save(arch, cfg.lora, layout, device),
     }
-    return Memory(parts, phases, capacity, cached_rows, wanted_rows)
+    return Memory(parts, phases, capacity, cached_rows, wanted_rows, merged // element)
 
 
 def _engine_layout(layout: RankGrid) -> RankGrid:

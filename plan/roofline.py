@@ -233,18 +233,19 @@ def step_times(
     policy = frozen + lora_flops(arch, cfg.lora, trained.tokens) * (not cfg.trains_merged)
     first, second = update_flops(cfg, arch, trained)
     prompts = forward_flops(arch, Rows(rollout.prompts_per_step * sum(rounds), prompt, 0))
-    merged_bytes = MERGE_BYTES * merged_weights(arch, cfg.lora, layout, recompute=False) * cfg.trains_merged
-    merging = updates * micro_batches * merged_bytes / hardware.bandwidth
+    once = MERGE_BYTES * memory.merged_once / hardware.bandwidth  # an update; the first one's merge is part of the push
+    in_a_pass = merged_weights(arch, cfg.lora, layout, recompute=False, experts=not once) * cfg.trains_merged
+    merging = updates * micro_batches * MERGE_BYTES * in_a_pass / hardware.bandwidth
     share, (forward, backward) = cfg.old_policy_share, UPDATE_LAUNCHES[cfg.model.recompute]
     old_policy = passing("old policy", policy, FORWARD_LAUNCHES + MERGE_LAUNCHES) | {"merging": merging}
     hidden["old policy"] *= share
     causes = {
-        "sync": _sync_seconds(cfg, arch, layout, hardware, element),
+        "sync": _sync_seconds(cfg, arch, layout, hardware, element) | {"merging": once},
         "prefill": {"arithmetic": sum(prompts.values()) / rate},
         "decode": own_decoding,
         "old policy": {cause: share * seconds for cause, seconds in old_policy.items()} if share else {"": 0.0},
         "reference": passing("reference", frozen, FORWARD_LAUNCHES) if cfg.loss.kl != "none" else {"": 0.0},
-        "update forward": passing("update forward", first, forward) | {"merging": merging},
+        "update forward": passing("update forward", first, forward) | {"merging": merging + (updates - 1) * once},
         "update backward": passing("update backward", second, backward, 1 + recompute, recompute)
         | {"merging": merging * recompute},
         "optimizer": _optimizer_seconds(cfg, arch, layout, hardware, updates),

@@ -109,7 +109,7 @@ def test_shared_memory_changes_no_bit_and_saves_a_copy(changes: dict, tmp_path: 
 
 
 def in_another_layout(parallel: Parallel, path: Path) -> tuple[int, bool, bool]:
-    """An engine whose memory has other experts on the last rank: bytes shared, stacks left, and whether a push arrives."""
+    """The last rank's engine has its experts in another order: bytes shared, stacks left, whether a push arrives."""
     cfg = training.config(path, path, **{"lora__targets": TARGETS} | MERGED)
     model, arch = adapted.load(path, parallel, dtype=torch.bfloat16)
     adapters = lora_megatron.attach(model, cfg.lora, parallel, adapted.SEED, merges=True)
