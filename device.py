@@ -179,6 +179,12 @@ def median_milliseconds(job: Callable[[], object], device: torch.device, repeats
     return statistics.median(seconds) * 1e3
 
 
+def release(device: torch.device) -> None:
+    """Give back to the device what torch keeps for later tensors, so that an engine finds it free."""
+    if device.type != "cpu":
+        getattr(torch, device.type).empty_cache()
+
+
 def peak_memory_gib(device: torch.device) -> float | None:
     """Peak of the device memory in use since the last call, GiB; None on a CPU, where it is not counted.
 

@@ -3,9 +3,9 @@
 #
 #   bash run_1gpu.sh [--plan-only] [section.key=value ...]     --help says more; not run on a GPU yet
 #
-# Qwen1.5-MoE-A2.7B on 80 GB, with a smaller cache; Qwen3-30B-A3B on an H200, whose experts the trainer then holds in int4:
+# Qwen1.5-MoE-A2.7B on 80 GB, with a smaller cache; Qwen3-30B-A3B on an H200, whose frozen experts trainer and vLLM then share:
 #   CONFIG=configs/qwen15_moe.yaml MODEL=models/Qwen1.5-MoE-A2.7B-Chat bash run_1gpu.sh rollout.kv_cache_mib=9216
-#   CONFIG=configs/qwen3.yaml MODEL=models/Qwen3-30B-A3B-Instruct-2507 GIB=139 bash run_1gpu.sh model.quantisation=int4
+#   CONFIG=configs/qwen3.yaml MODEL=models/Qwen3-30B-A3B-Instruct-2507 GIB=139 bash run_1gpu.sh rollout.sync=adapter
 
 set -euo pipefail
 

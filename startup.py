@@ -33,7 +33,7 @@ from knobs import Config
 from lab import run_page, trackers
 from learner import Learner
 from parallel_setup import Parallel
-from plan import utilisation
+from plan import grid, memory, utilisation
 from rollout import Rollout, Sampled
 from runlog import Heartbeat
 from tripwires import Tripwires
@@ -206,6 +206,9 @@ def open_run(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inpu
         saved = None  # closes its files: a checkpoint that is removed must give its space back
     pieces = adapter_weights.all_pieces(model, arch, adapters, parallel)
     tripwires.state(first_step, adapter_weights.differing(pieces, parallel))
+    layout = grid.of(cfg, parallel.world_size)
+    if cfg.keeps_factors_apart and memory.shared_experts(cfg, arch, layout, parallel.device.type)[0]:
+        WeightSync.frozen_experts_to_host_(model, parallel.device)
     # The engine reports progress, because decoding may take longer than train.stall_seconds.
     engine = rollout.open_engine(cfg, arch, parallel.device, stop_tokens, pad_token, heartbeat.beat)
     weights = WeightSync(engine, model, arch, parallel, cfg)
@@ -213,8 +216,8 @@ def open_run(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inpu
     if cfg.rollout.expert_parallel:
         weights.check_start(held_out[0].prompt)
     log.say(f"run folder: {log.run_dir}\n{introduction(cfg, parallel.world_size, inputs)}")
-    memory = f"share {weights.shared_bytes / 2**30:.3g} GiB of" if weights.shared_bytes else "each hold their own"
-    log.say(f"{lora_megatron.describe(adapters, parallel)}\ntrainer and sampler {memory} experts\n{runlog.LEGEND}")
+    held = f"share {weights.shared_bytes / 2**30:.3g} GiB of" if weights.shared_bytes else "each hold their own"
+    log.say(f"{lora_megatron.describe(adapters, parallel)}\ntrainer and sampler {held} experts\n{runlog.LEGEND}")
     return Run(cfg, parallel, heartbeat, inputs, log, tripwires, learner, engine, weights, first_step)
 
 

@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import adapter_weights
 import aqn
+import device as devices
 import lora_megatron
 import model_megatron
 import quantisation
@@ -24,6 +25,7 @@ from engines.interface import Completion, Engine, Stack, TensorStream
 from inputs.files import InputError
 from knobs import Config
 from lora_megatron import LoRAGroupedLinear
+from model_megatron import GroupedLinear
 from parallel_setup import Parallel
 from tripwires import Tripped
 
@@ -78,6 +80,14 @@ class WeightSync:
         local = self.arch.num_experts // self.parallel.expert
         return range(self.parallel.expert_rank * local, (self.parallel.expert_rank + 1) * local)
 
+    @staticmethod
+    def frozen_experts_to_host_(model: torch.nn.Module, device: torch.device) -> None:
+        """Keep the experts on the host until they are shared, so that the device never holds them twice."""
+        for module in model.modules():
+            if isinstance(module, GroupedLinear):
+                module.weight.data = module.weight.data.cpu()
+        devices.release(device)
+
     def _share_experts(self) -> int:
         """Let trainer and engine hold an expert once, where the engine's memory has the trainer's layout.  -> bytes
 
@@ -91,7 +101,7 @@ class WeightSync:
             merged = linear is not base and not self.cfg.keeps_factors_apart
             if not merged and base.quantisation != "none":
                 continue
-            pushed = self._for_engine(name, linear.weight() if merged else base.weight)
+            pushed = self._for_engine(name, linear.weight() if merged else base.weight.to(memory.device))
             fits &= torch.equal(pushed[experts.start : experts.stop] if len(pushed) > len(experts) else pushed, memory)
             first = self.own.start - experts.start
             if 0 <= first <= len(experts) - len(self.own) and (self.cfg.trains_merged or not merged):
@@ -99,6 +109,7 @@ class WeightSync:
                 shared.append((linear, merged, mine))
         if self.parallel.max_over_ranks(float(not fits)):
             self.stacks, shared = {}, []
+            self.model.to(self.parallel.device)
         for linear, merged, memory in shared:
             if merged:
                 linear.place = memory

@@ -218,7 +218,7 @@ def export(
     if only is not None:
         todo = changing(todo, only, merge, experts)
     for slot in todo:
-        value = merged(slot) if merge else slot.weight
+        value = merged(slot) if merge else slot.weight.to(parallel.device)  # frozen experts may wait on the host
         if slot.experts is None:
             yield from _whole(slot, value, slot.names, arch, parallel.shards(False))
             continue

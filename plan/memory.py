@@ -395,8 +395,8 @@ def step_memory(
     phases = {
         # Loading reads and rearranges one tensor at a time on the host; the engine does not exist yet.
         "load": base + sum(parts[name] for name in ("lora", "optimizer", "runtime")),
-        # The first push: until it is done, trainer and engine have their own experts.
-        "start": resident + frozen + first_group,
+        # The first push. With factors apart, the host has the frozen experts until they are shared.
+        "start": resident + first_group + frozen * (device == "cpu" or not cfg.keeps_factors_apart),
         "sync": resident + group + gathered + merging_push * (not cfg.keeps_factors_apart),
         "rollout": resident + sampling,
         # A later micro-batch of an update finds the gradients of the earlier ones. The pass of the old policy merges
