@@ -1,7 +1,8 @@
 """The policy as a LoRA adapter of vLLM (rollout.sync adapter): vLLM keeps the base weights, a push brings A and B.
 
 The adapter is handed over in memory, and no file is written. This has run on a CPU, with models that have only dense
-layers. What is refused follows the sources of vLLM 0.30 and vllm-ascend 0.30.0rc2, and of 0.23 of both. R is the rank.
+layers; with experts only on a stub of CANN (tests/test_vllm_ascend.py). What is refused follows the sources of vLLM
+0.30 and vllm-ascend 0.30.0rc2, and of 0.23 of both. R is the rank.
 """
 
 import importlib.metadata
@@ -23,16 +24,21 @@ MODULES = {  # lora.targets -> vLLM's modules
 }
 
 
+def is_old() -> bool:
+    """Whether the installed vLLM, which is not the one for a CPU, is older than 0.30."""
+    return [int(part) for part in importlib.metadata.version("vllm").split(".")[:2]] < [0, 30]
+
+
 def check(arch: Architecture, lora: LoraConfig, *, device_type: str, dtype: torch.dtype) -> None:
     """Raise InputError where vLLM cannot take these adapters unmerged. This does not import vLLM."""
     on_cpu, moe = device_type == "cpu", any(arch.moe_layers)
     version = "" if on_cpu else importlib.metadata.version("vllm")
-    is_old = not on_cpu and [int(part) for part in version.split(".")[:2]] < [0, 30]
+    old = not on_cpu and is_old()
     for wrong, why in (
         # vllm_ascend/lora/fused_moe.py, _assert_ascend_moe_lora_supported. In addition, load_weights of vLLM 0.23 looks
         # for qkv_proj.weight, which is then qkv_proj.base_layer.weight: "if name not in params_dict: continue".
         (
-            device_type == "npu" and is_old,
+            device_type == "npu" and old,
             f"vllm-ascend before 0.30 takes none beside shared experts or with expert parallelism, and vLLM {version} "
             "ignores weights that are pushed to layers with LoRA",
         ),
@@ -43,7 +49,7 @@ def check(arch: Architecture, lora: LoraConfig, *, device_type: str, dtype: torc
             "vLLM adapts models with MoE layers by Triton kernels, which do not run on a CPU",
         ),
         (
-            is_old,
+            old,
             f"vLLM {version} may ignore weights that are pushed to layers with LoRA; 0.30 does not",
         ),
         # lora_shrink_op.py: "assert inputs.dtype in [torch.float16, torch.bfloat16]"; so do vllm-ascend's kernels

@@ -29,6 +29,9 @@ from inputs.files import InputError
 from parallel_setup import Parallel
 from weights_hf import Slot
 
+# vllm-ascend 0.30 computes the router's logits with a copy of its weight (ops/fused_moe/fused_moe.py, forward).
+FP32_COPY = ".weight_fp32"
+
 
 def check(arch: Architecture, *, device_type: str, ranks: int, tokens: int) -> None:
     """Raise InputError for a device whose kernels need another layout than the trainer's, or cannot run the model.
@@ -58,8 +61,9 @@ class ColocatedEngine(VllmEngine):
         self.shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
         if self.arch.tied_head:
             self.shapes.pop("lm_head.weight", None)  # load_weights copies the embedding to it
-        if not self.arch.qkv_bias:  # load_weights sets them to 0
-            self.shapes = {name: shape for name, shape in self.shapes.items() if not name.endswith(".bias")}
+        # load_weights sets biases to 0, and _hand_over writes the copies in fp32.
+        left_out = (FP32_COPY,) if self.arch.qkv_bias else (FP32_COPY, ".bias")
+        self.shapes = {name: shape for name, shape in self.shapes.items() if not name.endswith(left_out)}
 
     def placement(self) -> dict[str, list[int]]:
         return self.llm.collective_rpc(vllm_inside.placement)[0]
@@ -75,6 +79,8 @@ class ColocatedEngine(VllmEngine):
         with torch.no_grad():
             for name, tensor in stream:
                 self.parameters[name].copy_(tensor)
+                if (copy := self.parameters.get(name.removesuffix(".weight") + FP32_COPY)) is not None:
+                    copy.copy_(tensor)
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
         """The tensor as it is. The parameter must hold its values exactly; it may be wider, as a router in fp32."""

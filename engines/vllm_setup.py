@@ -1,5 +1,7 @@
 """Checks vLLM for a configuration, and opens it: one engine a replica, or one over all ranks."""
 
+import os
+
 import torch
 import torch.distributed as dist
 
@@ -15,7 +17,7 @@ def check(cfg: Config, arch: Architecture, ranks: int) -> None:
     """Raise InputError if vLLM cannot run this configuration or is not installed for it."""
     device_type, dtype = devices.resolve(cfg.device).type, devices.DTYPES[cfg.model.dtype]
     if device_type == "npu" and cfg.rollout.temperature != 1:
-        # vllm-ascend 0.23.0, model_runner_v1.py:333: its own sampler does not read logprobs_mode.
+        # vllm-ascend, model_runner_v1.py, self.sampler = AscendSampler(): it gets no logprobs_mode (0.23.0, 0.30.0rc2).
         raise InputError(
             f"rollout.temperature: {cfg.rollout.temperature:g}, but vllm-ascend reports log-probs at temperature 1 "
             "only; needed: 1.0, or rollout.engine torch"
@@ -29,6 +31,13 @@ def check(cfg: Config, arch: Architecture, ranks: int) -> None:
         max_tokens=cfg.row_tokens,
         kv_cache_mib=cfg.rollout.kv_cache_mib,
     )
+    in_runner_2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+    if device_type == "npu" and cfg.replay.mode == "r3" and not in_runner_2 and not vllm_adapter.is_old():
+        # vllm-ascend 0.30.0rc2, platform.py, _validate_routing_replay_config
+        raise InputError(
+            "replay.mode: r3, but from 0.30 on vllm-ascend records routes in its Model Runner V2 only, which has not "
+            "been run; needed: r2, vllm-ascend 0.23, or the environment's VLLM_USE_V2_MODEL_RUNNER=1"
+        )
     if cfg.keeps_factors_apart:
         vllm_adapter.check(arch, cfg.lora, device_type=device_type, dtype=dtype)
     tokens = -(-capacity.max_sequences(cfg, arch, ranks) // cfg.rollout.tensor)  # the tensor ranks split the tokens

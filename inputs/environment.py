@@ -169,7 +169,8 @@ VLLM: tuple[Variable, ...] = (
 
 # ------------------------------------------------------------------------------ refused by the engine and by the doctor
 
-# vllm-ascend reads these variables itself, and each would override the arguments of the engine.
+# vllm-ascend reads these variables itself, and each would override the arguments of the engine. 0.30.0rc2 no longer
+# reads the first two: its options are weight_nz_mode, which the engine sets to 0, and enable_fused_mc2, 0 by default.
 MUST_BE_OFF: tuple[Variable, ...] = (
     _PLAIN_WEIGHTS,
     Variable(
@@ -233,7 +234,7 @@ VERSION_SETS: tuple[dict[str, tuple[str, ...]], ...] = (
         "Python": ("3.11", "3.12"),
         "torch": ("2.10.0",),
         "torch-npu": ("2.10.0.post4",),
-        "triton-ascend": ("3.2.2",),
+        "triton-ascend": ("3.2.2", "3.6.0"),  # 3.6.0: a snapshot, in the image only
         "transformers": ("5.14.1",),
         "vllm": ("0.30.0",),
         "vllm-ascend": ("0.30.0",),  # 0.30.0rc2 is the newest so far

@@ -126,7 +126,7 @@ def check_versions(machine: Machine) -> list[Finding]:
     vllm, sets = machine.version("vllm") or "", environment.VERSION_SETS
     pinned = next((one for one in sets if environment.matches(vllm, one["vllm"])), sets[0])
     installed = {name: cann_version(machine) if name == "CANN" else machine.version(name) for name in pinned}
-    rows = version_rows(machine, pinned, installed, "requirements/npu.txt, docs/npu.md")
+    rows = version_rows(machine, pinned, installed, "requirements/, docs/npu.md")
     rows += [
         (
             installed[plugin] and installed[base] and release(installed[plugin]) != release(installed[base]),

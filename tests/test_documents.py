@@ -90,7 +90,7 @@ def test_the_chinese_page_about_npus_has_the_blocks_headings_tables_links_and_co
     texts = [re.sub(r"^```\n.*?^```$", "", text, flags=re.M | re.S) for text in (english, chinese)]
     assert len({tuple(re.findall(r"^#+", text, re.M)) for text in texts}) == 1
     tables = [[table.count("\n") for table in re.findall(r"(?:^\|.*\n)+", text, re.M)] for text in texts]
-    assert tables[0] == tables[1] and len(tables[0]) == 3
+    assert tables[0] == tables[1] and len(tables[0]) == 4
     for pattern in (r"\]\([^)#]+\)", r"`[^`]+`"):
         found = [sorted(" ".join(each.split()) for each in re.findall(pattern, text)) for text in texts]
         assert found[0] == found[1], set(found[0]) ^ set(found[1])

@@ -1,4 +1,4 @@
-"""requirements/npu.txt, npu-image.txt, cuda.txt: inputs/environment.py's tables, the code's imports, on request PyPI.
+"""npu.txt, npu-0.30.txt, npu-image.txt, cuda.txt: inputs/environment.py's tables, the code's imports, on request PyPI.
 
     bash run_tests.sh -m network tests/test_requirements.py        asks PyPI for every line: minutes, some GB
 
@@ -19,7 +19,11 @@ from source import FILES, OPTIONAL, PACKAGE, REPORTING, ROOT, imports, pins
 
 from inputs import environment
 
-LISTS = ("npu", "npu-image", "cuda")
+LISTS = ("npu", "npu-0.30", "npu-image", "cuda")
+SETS = (
+    ("npu",),
+    ("npu", "npu-0.30"),
+)  # the lists of each set of environment.VERSION_SETS, in the order of installation
 CUDA_ONLY = "x86_64", environment.CUDA_SET["Python"]  # cuda.txt is for this machine and these versions of Python
 CUDA_DIFFERS = {"apache-tvm-ffi", "oss-harmony"}  # pinned by vLLM for CUDA; not declared by it
 ELSEWHERE = "not on PyPI: "  # begins the reason of a line that another index has
@@ -35,25 +39,39 @@ def lines(which: str) -> list[tuple[Requirement, str]]:
 # ------------------------------------------------------------------------------------------------ one set of versions
 
 
-def test_the_lists_and_the_document_have_the_versions_of_the_table() -> None:
-    table, npu = environment.VERSION_SETS[0], pins("npu")
+@pytest.mark.parametrize("place", range(len(environment.VERSION_SETS)))
+def test_the_lists_and_the_document_have_the_versions_of_the_table(place: int) -> None:
+    table, lists, npu = environment.VERSION_SETS[place], SETS[place], {}
+    for which in lists:
+        assert not npu.items() & pins(which).items(), "a list has only what differs from the lists before it"
+        npu |= pins(which)
     built = {"CANN", "Python", "vllm", "vllm-ascend", "mindspeed"}  # by the steps at the head of the file
     assert {name: npu[name] for name in table.keys() - built} == {n: table[n][0] for n in table.keys() - built}
     assert pins("npu-image").items() <= npu.items()
-    for path in ("requirements/npu.txt", "tests/test_vllm_ascend.py"):
-        text = (ROOT / path).read_text()
-        assert f"-b v{table['vllm'][0]} --depth 1 https://github.com/vllm-project/vllm" in text
-        assert f"--no-binary vllm-ascend vllm-ascend=={table['vllm-ascend'][0]}" in text
+    text = (ROOT / "requirements" / f"{lists[-1]}.txt").read_text()
+    assert f"-b v{table['vllm'][0]} --depth 1 https://github.com/vllm-project/vllm" in text
+    assert f"--no-binary vllm-ascend vllm-ascend=={table['vllm-ascend'][0]}" in text
+    for path in ("docs/npu.md", "docs/npu.zh.md"):
+        assert {f"{which}.txt" for which in lists} <= set(re.findall(r"npu[\w.-]*\.txt", (ROOT / path).read_text()))
+    # Neither the stock triton nor CUDA comes along.
+    unwanted = [name for name in npu if re.match(r"triton$|nvidia|cuda|cupy|flashinfer", name)]
+    builds = [str(line.specifier) for line, _ in lines(lists[0]) if "x86_64" in str(line.marker)]
+    assert not unwanted and all(build.endswith("+cpu") for build in builds)
+
+
+def test_what_the_lists_say_of_builds_is_what_the_table_and_the_tests_say() -> None:
+    first, second = environment.VERSION_SETS
+    tests = (ROOT / "tests" / "test_vllm_ascend.py").read_text()
+    assert f"-b v{first['vllm'][0]} --depth 1 https://github.com/vllm-project/vllm" in tests
+    assert f"--no-binary vllm-ascend vllm-ascend=={first['vllm-ascend'][0]}" in tests
+    assert f"the tag v{second['vllm'][0]} and vllm-ascend=={second['vllm-ascend'][0]}" in tests
+    for text in (tests, (ROOT / "requirements" / "npu.txt").read_text()):
         assert set(re.findall(r"SOC_VERSION=(\w+)", text)) == {"ascend910_9391"}  # of vllm-ascend's Dockerfile.a3
     for path in ("requirements/npu.txt", "docs/npu.md"):
-        assert f"-b core_r{table['mindspeed'][0]} https://" in (ROOT / path).read_text()
+        assert f"-b core_r{first['mindspeed'][0]} https://" in (ROOT / path).read_text()
     for path in ("requirements/npu-image.txt", "docs/npu.md"):
         images = set(re.findall(r"quay.io/ascend/vllm-ascend:([\w.-]+)", (ROOT / path).read_text()))
         assert images == {environment.VLLM_ASCEND_IMAGES["A3"]}
-    # Neither the stock triton nor CUDA comes along.
-    unwanted = [name for name in npu if re.match(r"triton$|nvidia|cuda|cupy|flashinfer", name)]
-    builds = [str(line.specifier) for line, _ in lines("npu") if "x86_64" in str(line.marker)]
-    assert not unwanted and all(build.endswith("+cpu") for build in builds)
     assert all(str(line.specifier).startswith("==") for which in LISTS for line, _ in lines(which))
 
 
@@ -109,12 +127,12 @@ def pip(requirements: list[Requirement], python: str, machine: str, folder: Path
 @pytest.mark.parametrize("machine", ["aarch64", "x86_64"])
 @pytest.mark.parametrize("python", environment.VERSION_SETS[0]["Python"])
 def test_pypi_has_every_line_but_those_that_say_where_they_are_from(python: str, machine: str, tmp_path: Path) -> None:
-    lists = LISTS if machine == CUDA_ONLY[0] and python in CUDA_ONLY[1] else LISTS[:2]
-    here = {"platform_machine": machine}
-    listed = [line for which in lists for line in lines(which)]
-    wanted = [line for line in listed if line[0].marker is None or line[0].marker.evaluate(here)]
-    for line, comment in wanted:
-        if comment.startswith(ELSEWHERE):
-            assert pip([line], python, machine, tmp_path).returncode != 0, f"PyPI has {line} now: say so"
-    done = pip([line for line, comment in wanted if not comment.startswith(ELSEWHERE)], python, machine, tmp_path)
-    assert done.returncode == 0, done.stderr
+    lists = LISTS if machine == CUDA_ONLY[0] and python in CUDA_ONLY[1] else LISTS[:-1]
+    for which in lists:
+        here = {"platform_machine": machine}
+        wanted = [line for line in lines(which) if line[0].marker is None or line[0].marker.evaluate(here)]
+        for line, comment in wanted:
+            if comment.startswith(ELSEWHERE):
+                assert pip([line], python, machine, tmp_path).returncode != 0, f"PyPI has {line} now: say so"
+        done = pip([line for line, comment in wanted if not comment.startswith(ELSEWHERE)], python, machine, tmp_path)
+        assert done.returncode == 0, done.stderr

@@ -15,9 +15,11 @@ import os
 import weakref
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
+import published
 import pytest
 import reference
 import torch
@@ -25,11 +27,14 @@ from launched import launch
 from lockstep_ranks import CALLS
 from sampled import DENSE, FREE, assert_alike, flat
 from scope import cases
+from source import ROOT
 from vllm_ranks import PROMPTS, SEEDS, STALE, perturbed
 
-from engines import vllm_engine, vllm_inside
+import device as devices
+from config import load_config
+from engines import vllm_engine, vllm_inside, vllm_setup
 from engines.vllm_engine import VllmEngine
-from inputs import environment
+from inputs import environment, hf_config
 from inputs.files import InputError
 from weights_hf import fused_group
 
@@ -209,6 +214,28 @@ def test_absent_or_other_vllm_is_refused_by_the_list_that_has_it(monkeypatch, sp
     monkeypatch.setattr(importlib.metadata, "version", found)
     with pytest.raises(InputError, match=message) if message else contextlib.nullcontext():
         vllm_engine._check_installed("cpu")
+
+
+@pytest.mark.parametrize(
+    ("version", "runner", "message"),
+    [
+        ("0.23.0+empty", "0", None),
+        ("0.30.0+empty", "0", "replay.mode: r3, but .* its Model Runner V2 only, .*; needed: r2, vllm-ascend 0.23, or"),
+        ("0.30.0+empty", "1", None),
+    ],
+)
+def test_recorded_routes_on_an_npu_need_a_version_or_a_runner_that_records_them(
+    monkeypatch, version, runner, message
+) -> None:
+    monkeypatch.setattr(vllm_engine, "_check_installed", lambda device_type: None)
+    monkeypatch.setattr(devices, "resolve", lambda device: SimpleNamespace(type="npu"))
+    monkeypatch.setattr(importlib.metadata, "version", {"vllm": version}.get)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+    arch = hf_config.parse(published.QWEN3_30B_A3B)
+    for mode, refused in (("r3", message), ("r2", None)):
+        cfg = load_config(ROOT / "configs" / "qwen3.yaml", [f"replay.mode={mode}"])
+        with pytest.raises(InputError, match=refused) if refused else contextlib.nullcontext():
+            vllm_setup.check(cfg, arch, 16)
 
 
 # --------------------------------------------------------------------------------------------------- two ranks

@@ -1,9 +1,10 @@
-"""The real vLLM 0.23.0 and vllm-ascend 0.23.0 with our arguments and pushes, on a stub of CANN; no NPU is needed.
+"""The real vLLM and vllm-ascend, 0.23.0 or 0.30.0(rc2), with our arguments and pushes, on a stub of CANN; without NPU.
 
 Run on cann_stub.py: the platform (A3); `create_engine_config` for every layout of the run scripts; on one rank a whole
 engine of a tiny model (worker, memory check, model, caches, warm-up), a push of whole weights through vLLM's reload,
-and sampling with recorded routes; on four ranks of gloo (tensor 2 x data 2, experts over all) the groups, the model,
-the placement of the experts and the push of the trainer's shards, which must write what vllm-ascend's loader writes.
+and sampling, with 0.23.0 also with recorded routes; on four ranks of gloo (tensor 2 x data 2, experts over all) the
+groups, the model, the placement of the experts and the push of the trainer's shards, which must write what
+vllm-ascend's loader writes; with 0.30.0rc2 on two ranks (tensor 2, experts over both) the slots of LoRA factors.
 
 It ends there: the kernels of torch_npu, vllm-ascend and HCCL only check their arguments, so nothing is shown about
 their values, speed and memory; no forward pass on several ranks; no graph capture. torch is 2.13.0 and not 2.10.0.
@@ -17,9 +18,10 @@ block tables on one rank, with logits that are all 0; alone, the functions that 
 tokens and capture the routes of a replica of 4 ranks: under r3 all 8 of 8 tokens have theirs. Not used here:
 speculative decoding, layer sharding, xlite, Flash Comm, fused MC2, KV transfer. Not executed: lengths of the
 all-to-all, MC2's token masks and windows, the record of routes over replicas, ACL graphs, the memory pools of sleep
-mode, Triton kernels.
+mode, Triton kernels, and with them Model Runner V2, the only one that records routes with 0.30.0rc2.
 
-The environment needs a C compiler and no CANN (torch 2.10.0 without CUDA is not on PyPI for x86_64):
+The environment needs a C compiler and no CANN (torch 2.10.0 without CUDA is not on PyPI for x86_64). For 0.30.0rc2,
+install requirements/npu-0.30.txt after npu.txt, the tag v0.30.0 and vllm-ascend==0.30.0rc2:
 
     python3 -m venv ../vllm-ascend-env && source ../vllm-ascend-env/bin/activate
     pip install --extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu
@@ -49,6 +51,7 @@ import pytest
 import run_scripts
 import torch
 import training
+from packaging.version import Version
 from source import ROOT
 
 import config
@@ -64,15 +67,34 @@ REFUSED = {  # what the real code refuses -> (what is changed, words of its erro
     "ranks that are no grid": ({"changes": {"tensor_parallel_size": 3}}, "data_parallel_rank (5) must be in the range"),
     "a fourth of a head": ({"changes": {"tensor_parallel_size": 64, "data_parallel_size": 1}}, "attention heads"),
     "a longer row": ({"changes": {"max_model_len": 10**6}}, "greater than the derived max_model_len"),
+    "routes in Model Runner V1": (
+        {"changes": {"enable_return_routed_experts": True}},
+        "only supported by the V2 model",
+    ),
 }
+ONLY = {"graphs and blocking launches": False, "routes in Model Runner V1": True}  # refused only before, or from, 0.30
+ODD = "a graph of 250 tokens for 4 tensor ranks"
 
 
 @pytest.fixture(scope="module")
-def child(tmp_path_factory):
-    """A function that runs vllm_ascend_engine.py."""
-    python = os.environ.get("VLLM_ASCEND_ENV", "")
-    if not python:
+def python() -> str:
+    """The Python that has vLLM and vllm-ascend."""
+    if not (found := os.environ.get("VLLM_ASCEND_ENV", "")):
         pytest.skip("VLLM_ASCEND_ENV names no Python with vLLM and vllm-ascend (see the docstring)")
+    return found
+
+
+@pytest.fixture(scope="module")
+def newer(python: str) -> bool:
+    """Whether vllm-ascend is 0.30 or newer."""
+    find = "from importlib.metadata import version; print(version('vllm-ascend'))"
+    found = subprocess.run([python, "-c", find], capture_output=True, text=True, check=True).stdout
+    return Version(found.strip()).release >= (0, 30)
+
+
+@pytest.fixture(scope="module")
+def child(python: str, tmp_path_factory):
+    """A function that runs vllm_ascend_engine.py."""
     if missing := cann_stub.missing_tools():
         pytest.skip(f"the stub of CANN needs a C compiler and binutils; missing: {', '.join(missing)}")
     variables = cann_stub.host_environment(python, tmp_path_factory.mktemp("cann"))
@@ -117,8 +139,10 @@ def configurations(child, tmp_path_factory) -> tuple[dict, dict, dict]:
     """The answers for the platform; the cases; the answer for each case."""
     folder = tmp_path_factory.mktemp("configurations")
     asked = cases(folder)
-    colocated = asked["run_16npu.sh tp4_ep16 graphs"]
+    colocated, sizes = asked["run_16npu.sh tp4_ep16 graphs"], {"cudagraph_capture_sizes": [16, 250]}
     asked |= {name: colocated | change for name, (change, _) in REFUSED.items()}
+    graphs = {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"} | sizes, "max_num_seqs": 250}
+    asked[ODD] = colocated | {"changes": graphs}
     (folder / "asked.json").write_text(json.dumps(list(asked.values())))
     child("configurations", folder)
     found = json.loads((folder / "answer.json").read_text())
@@ -132,7 +156,7 @@ def test_the_platform_is_an_npu_of_the_kind_that_it_was_built_for(configurations
 def test_every_shipped_layout_becomes_the_engine_that_was_meant(configurations) -> None:
     """Expected from the configuration, by hand: `tensor` ranks a replica, or one engine over all ranks."""
     _, asked, answers = configurations
-    layouts = [name for name in asked if name not in REFUSED]
+    layouts = [name for name in asked if name.startswith("run_")]
     assert len(layouts) >= 40
     for name in layouts:
         case, found = asked[name], answers[name]
@@ -140,19 +164,43 @@ def test_every_shipped_layout_becomes_the_engine_that_was_meant(configurations) 
         cfg = config.load_config(case["config"], case["overrides"])
         tensor, shared, eager = cfg.rollout.tensor, cfg.rollout.expert_parallel, cfg.rollout.enforce_eager
         data = case["ranks"] // tensor if shared else 1
+        rows = decoded_rows(cfg, case["ranks"])
+        sizes = [size for size in (16, 64, 128, 192, 256) if size < rows] + [rows]
         assert found["config"] == {
             "tensor": tensor, "data": data, "data rank": data - 1, "world": tensor * data, "expert parallel": True,
             "worker": "vllm_ascend.worker.worker.NPUWorker", "cache bytes": cfg.rollout.kv_cache_mib * 2**20,
             "block": 128, "prefix caching": True, "chunked prefill": False, "async": False,
-            "graphs": "NONE" if eager else "FULL_DECODE_ONLY", "sizes": [] if eager else [16, 64, 128, 192, 256],
+            "graphs": "NONE" if eager else "FULL_DECODE_ONLY", "sizes": [] if eager else sizes,
             "quantization": None, "tied head": False, "tiled weights": 0, "binds CPUs": False,
         }, name  # fmt: skip
+
+
+def decoded_rows(cfg: config.Config, ranks: int) -> int:
+    """The rows that an engine decodes together: all of a step or of an evaluation, or as many as its cache holds."""
+    about = json.loads((Path(cfg.model.path) / "config.json").read_text())
+    heads = about["num_key_value_heads"] // min(about["num_key_value_heads"], cfg.rollout.tensor)
+    width = about.get("head_dim", about["hidden_size"] // about["num_attention_heads"])
+    token = about["num_hidden_layers"] * heads * width * 2 * 2  # keys and values in bf16
+    group = cfg.rollout.group_size
+    row = (
+        cfg.data.max_prompt_tokens / group + cfg.rollout.max_new_tokens
+    ) * token  # the rows of a group share a prompt
+    step = math.ceil(cfg.rollout.prompts_per_step * cfg.rollout.tensor / ranks) * group
+    return min(
+        512, max(step, cfg.eval.batch_size * max(1, cfg.eval.samples)), int(cfg.rollout.kv_cache_mib * 2**20 / row)
+    )
+
+
+def test_a_graph_stays_whose_size_is_no_multiple_of_the_tensor_ranks(configurations) -> None:
+    """vllm-ascend drops such sizes only under sequence parallelism, which the engine does not use."""
+    answer = configurations[2][ODD]
+    assert (answer["config"]["tensor"], answer["config"]["sizes"]) == (4, [16, 250])
 
 
 def test_the_groups_of_a_rank_are_consecutive_and_experts_share_all_ranks_of_an_engine(configurations) -> None:
     """On all the ranks of a layout; rank r of `tensor` ranks a replica, `size` ranks an engine."""
     _, asked, answers = configurations
-    for name in (name for name in asked if name not in REFUSED):
+    for name in (name for name in asked if name.startswith("run_")):
         cfg = config.load_config(asked[name]["config"], asked[name]["overrides"])
         rank, tensor = asked[name]["rank"], cfg.rollout.tensor
         size = asked[name]["ranks"] if cfg.rollout.expert_parallel else tensor
@@ -165,19 +213,16 @@ def test_the_groups_of_a_rank_are_consecutive_and_experts_share_all_ranks_of_an_
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_the_checks_of_the_real_code_are_in_force(what: str, configurations) -> None:
-    assert REFUSED[what][1] in configurations[2][what].get("error", "none")
+def test_the_checks_of_the_real_code_are_in_force(what: str, configurations, newer: bool) -> None:
+    assert (REFUSED[what][1] in configurations[2][what].get("error", "none")) == (ONLY.get(what, newer) == newer)
 
 
 # ------------------------------------------------------------------------------------------------------------- routes
 
 
 @pytest.fixture(scope="module")
-def ascend() -> Path:
+def ascend(python: str) -> Path:
     """The folder of the installed vllm_ascend; its text is read, nothing is imported."""
-    python = os.environ.get("VLLM_ASCEND_ENV", "")
-    if not python:
-        pytest.skip("VLLM_ASCEND_ENV names no Python with vLLM and vllm-ascend (see the docstring)")
     find = "import importlib.util; print(importlib.util.find_spec('vllm_ascend').submodule_search_locations[0])"
     return Path(subprocess.run([python, "-c", find], capture_output=True, text=True, check=True).stdout.strip())
 
@@ -216,6 +261,9 @@ def test_a_replica_of_four_ranks_records_the_routes_of_all_tokens(
         get_ascend_device_type=lambda: 3, get_mc2_tokens_capacity=lambda: 8, is_moe_model=lambda _: True,
         get_ep_group=lambda: SimpleNamespace(world_size=4), _select_a3_moe_comm_method=lambda *_: kinds.MC2,
         get_ascend_config=lambda: SimpleNamespace(enable_fused_mc2=0), logger=SimpleNamespace(debug=lambda *_: None),
+        # from 0.30 on, in place of AscendDeviceType
+        get_current_hardware_profile=lambda: SimpleNamespace(moe_comm_policy="A3"),
+        MoECommPolicy=SimpleNamespace(ALLGATHER="A2"), _MOE_COMM_SELECTORS={"A3": lambda *_: kinds.MC2},
     )  # fmt: skip
     text = SimpleNamespace(quantize=None, moe_quantize=None)
     method = choose(8, SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(hf_text_config=text)))
@@ -256,8 +304,8 @@ def engine_folder(folder: Path, model: Path, **changes: object) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(child, model, tmp_path_factory) -> dict:
-    folder = engine_folder(tmp_path_factory.mktemp("alone"), model, replay__mode="r3")
+def alone(child, model, newer: bool, tmp_path_factory) -> dict:
+    folder = engine_folder(tmp_path_factory.mktemp("alone"), model, replay__mode="off" if newer else "r3")
     child("sample", folder)
     return json.loads((folder / "answer.json").read_text())
 
@@ -274,15 +322,30 @@ def shared(child, model, tmp_path_factory) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_an_engine_samples_and_records_a_route_for_each_token_but_the_last(alone: dict) -> None:
-    """Prompts of 3 and 2 tokens, 2 samples each of 4 tokens; 2 MoE layers, 2 experts a token; all logits are 0."""
+def test_an_engine_samples_and_records_a_route_for_each_token_but_the_last(alone: dict, newer: bool) -> None:
+    """Prompts of 3 and 2 tokens, 2 samples each of 4 tokens; 2 MoE layers, 2 experts a token; all logits are 0.
+
+    From 0.30 on, only Model Runner V2 records routes, and the warm-up is the only other pass.
+    """
     for group, prompt in zip(alone["samples"], (3, 2), strict=True):
         for tokens, routes, logp in group:
-            assert len(tokens) == 4 and routes == [prompt + 4 - 1, 2, 2]
+            assert len(tokens) == 4 and routes == (None if newer else [prompt + 4 - 1, 2, 2])
             assert logp == [pytest.approx(-math.log(SIZES["vocab_size"]), abs=1e-5)]
-    layers, prefill_and_decode = 2, 4
-    assert alone["calls"]["rotary_embedding"] >= layers * prefill_and_decode
-    assert alone["calls"]["reshape_and_cache"] == layers * prefill_and_decode
+    layers, prefill_and_decode, calls = 2, 4, alone["calls"]
+    assert calls["slot_mapping"] == prefill_and_decode
+    assert calls["moe_gating_top_k"] >= layers * prefill_and_decode
+    if not newer:  # now these are operators of torch_npu itself
+        assert calls["rotary_embedding"] >= layers * prefill_and_decode
+        assert calls["reshape_and_cache"] == layers * prefill_and_decode
+
+
+@pytest.mark.slow
+def test_a_push_reaches_every_copy_of_a_routers_weight(alone: dict, shared: list[dict], newer: bool) -> None:
+    """From 0.30 on, a router computes with a copy in fp32."""
+    copies = 2 if newer else 1
+    assert len(alone["routers"]) == 2 * copies and alone["stale routers"] == []
+    for found in shared:
+        assert len([name for name in found["shapes"] if ".mlp.gate." in name]) == 2 * copies
 
 
 @pytest.mark.slow
@@ -330,4 +393,27 @@ def test_the_trainers_shards_are_what_vllm_ascends_loader_makes_of_the_whole_wei
         assert sizes["model.layers.0.mlp.experts.w2_weight"] == [2, width, hidden]
         assert sizes["model.layers.0.self_attn.qkv_proj.weight"] == [3 * heads // 2 * 128, hidden]
         assert {shape[-1] for shape in found["shapes"].values()} == {"npu"}
-        assert {shape[-2] for shape in found["shapes"].values()} == {"torch.bfloat16"}
+        fp32 = {name for name, shape in found["shapes"].items() if shape[-2] != "torch.bfloat16"}
+        assert fp32 == {name for name in found["shapes"] if name.endswith("gate.weight_fp32")}
+
+
+@pytest.mark.slow
+def test_every_factor_of_an_adapter_is_in_the_slot_of_its_matrix(child, model, newer: bool, tmp_path) -> None:
+    """On the two ranks of a replica, with 4 of 8 experts each: A and B of 7 matrices in 2 layers, and the base weights.
+
+    Exchanged factors of the experts 0 and 5 are found on the ranks that hold them.
+    """
+    if not newer:
+        pytest.skip("vllm-ascend before 0.30 is refused: tests/test_adapter_vllm.py")
+    folder = engine_folder(
+        tmp_path, model, rollout__tensor=2, rollout__sync="adapter", lora__rank=4, lora__alpha=6.5,
+        lora__targets=("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+    )  # fmt: skip
+    child("adapt", folder)
+    for rank, expert in ((0, 0), (1, 5)):
+        found = json.loads((folder / f"answer-{rank}.json").read_text())
+        assert found["slots"] == 2 * (4 + 4 * 3)
+        assert found["misplaced"] == found["misplaced after a push"] == []
+        exchanged = {f"model.layers.1.mlp.experts.{expert}.{which}_proj.weight" for which in ("gate", "up", "down")}
+        assert set(found["misplaced when exchanged"]) == exchanged
+        assert all(found["base"]["o"]) and all(found["base"]["down"]) and len(found["base"]["down"]) == 8

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -187,6 +188,7 @@ class StubModule(types.ModuleType):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.__path__, self.__spec__ = [], importlib.machinery.ModuleSpec(name, None, is_package=True)
+        self.__version__ = "0"  # transformers asks whether torchvision is newer than some version
 
     def __getattr__(self, name: str):
         if name.startswith("__"):
@@ -219,8 +221,8 @@ kept = []  # registrations of a library end with the object
 
 
 def install() -> None:
-    """Import torch_npu, and give CANN's Python package, torchvision and the compiled operators stand-ins."""
-    sys.meta_path.insert(0, StubFinder("acl", "torchvision"))
+    """Import torch_npu, and give CANN's Python package, torchvision, fla_npu and the compiled operators stand-ins."""
+    sys.meta_path.insert(0, StubFinder("acl", "torchvision", "fla_npu"))
     import torch
     import torch_npu  # noqa: F401
     from torch_npu.op_plugin.atb._atb_ops import _register_atb_extensions
@@ -237,7 +239,10 @@ def install() -> None:
     atb = torch.library.Library("atb", "IMPL")  # torch_npu's operators of another library of CANN
     for name in ("rotary_embedding", "reshape_and_cache", "paged_attention", "flash_attention", "matmul_add_fp32"):
         atb.impl(f"_npu_{name}", lambda *args, name=name, **more: _count(name), "PrivateUse1", allow_override=True)
-    own = torch.library.Library("_C_ascend", "FRAGMENT")  # vllm-ascend's, which need CANN's compiler
+    if not importlib.metadata.version("vllm-ascend").startswith("0.23."):  # 0.23 does without its compiled module
+        sys.modules["vllm_ascend.vllm_ascend_C"] = types.ModuleType("vllm_ascend.vllm_ascend_C")
+    # vllm-ascend's own operators, which need CANN's compiler
+    own = torch.library.Library("_C_ascend", "FRAGMENT")
     for schema, function in OPERATORS.items():
         own.define(schema)
         own.impl(schema.partition("(")[0], function, "PrivateUse1")
@@ -267,7 +272,17 @@ def _routing(x, expert_idx, *, active_expert_range, **more):
     return _count("npu_moe_init_routing_custom", result)
 
 
-OPERATORS = {  # schema in csrc/torch_binding.cpp of vllm-ascend 0.23.0 -> function
+def _add_rms_norm(x1, x2, *args):
+    import torch
+
+    return _count("add_rms_norm", (torch.zeros_like(x1), x1.new_empty(*x1.shape[:-1], 1), torch.zeros_like(x1)))
+
+
+OPERATORS = {  # schema in csrc/torch_binding.cpp of vllm-ascend 0.23.0 and 0.30.0rc2 -> function
+    "npu_add_rms_norm_bias(Tensor x1, Tensor x2, Tensor gamma, Tensor? beta=None, float epsilon=1e-6) "
+    "-> (Tensor y, Tensor rstd, Tensor x)": _add_rms_norm,
+    "device_print(str msg) -> ()": _count,
+    "device_print_tensor(Tensor x) -> ()": _count,
     "moe_gating_top_k(Tensor x, int k, int k_group, int group_count, int group_select_mode, int renorm, int norm_type, "
     "bool out_flag, float routed_scaling_factor, float eps, Tensor? bias_opt=None) "
     "-> (Tensor y, Tensor expert_idx, Tensor out)": _gating,

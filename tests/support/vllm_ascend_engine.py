@@ -3,8 +3,9 @@
     python tests/support/vllm_ascend_engine.py configurations FOLDER     FOLDER/asked.json -> FOLDER/answer.json
     python tests/support/vllm_ascend_engine.py sample FOLDER             one rank, a whole engine
     python tests/support/vllm_ascend_engine.py push FOLDER               four ranks, one engine over all of them
+    python tests/support/vllm_ascend_engine.py adapt FOLDER              two ranks, a replica under rollout.sync adapter
 
-`configurations` stops where vllm.LLM would be made, and makes vLLM's configuration from the arguments. The other two
+`configurations` stops where vllm.LLM would be made, and makes vLLM's configuration from the arguments. The others
 make the engine of the tiny model in FOLDER/model, without loading weights from files.
 """
 
@@ -34,7 +35,7 @@ import rollout  # noqa: E402
 from engines import vllm_colocated, vllm_inside  # noqa: E402
 from inputs import hf_config  # noqa: E402
 
-END = {151645}
+END = {0}  # vLLM 0.30 refuses an id that is not in the vocabulary
 
 
 class Captured(Exception):
@@ -155,7 +156,8 @@ def shapes(engine) -> dict[str, list]:
 
 
 def sampled(one) -> list:
-    return [one.tokens, one.routed_experts.shape, sorted(set(one.logp))]
+    routes = None if one.routed_experts is None else one.routed_experts.shape
+    return [one.tokens, routes, sorted(set(one.logp))]
 
 
 def sample(folder: Path) -> int:
@@ -167,17 +169,26 @@ def sample(folder: Path) -> int:
             name: torch.randn(shape, generator=generator) * 0.02 for name, shape in tensor_shapes(engine.arch).items()
         }
         engine.load_weights(whole.items())
-        (held,) = engine.llm.collective_rpc(vllm_inside.parameters)
+        (kept,) = engine.llm.collective_rpc(vllm_inside.parameters)
         answers = engine.sample(
             [[5, 6, 7], [8, 9]], seeds=[1, 2], num_samples=2, max_new_tokens=4, temperature=1.0,
-            return_routed_experts=True,
+            return_routed_experts=engine.routed_experts,
         )  # fmt: skip
         found = {
             "shapes": shapes(engine),
             "placement": engine.llm.collective_rpc(vllm_inside.placement)[0],
             "whole": {name: whole[name].tolist() for name in whole if name.startswith("model.layers.1.mlp.experts.")},
-            "w13": cann_stub.on_host(held["model.layers.1.mlp.experts.w13_weight"]).float().tolist(),
-            "w2": cann_stub.on_host(held["model.layers.1.mlp.experts.w2_weight"]).float().tolist(),
+            "w13": cann_stub.on_host(kept["model.layers.1.mlp.experts.w13_weight"]).float().tolist(),
+            "w2": cann_stub.on_host(kept["model.layers.1.mlp.experts.w2_weight"]).float().tolist(),
+            "routers": sorted(name for name in kept if ".mlp.gate." in name),
+            "stale routers": [
+                name
+                for name, value in kept.items()
+                if ".mlp.gate." in name
+                and not torch.equal(
+                    cann_stub.on_host(value).float(), whole[f"{name.removesuffix('_fp32')}"].bfloat16().float()
+                )
+            ],
             "samples": [[sampled(one) for one in group] for group in answers],
             "calls": dict(cann_stub.calls),
             "config": described(engine.llm.llm_engine.vllm_config),
@@ -227,12 +238,101 @@ def push(folder: Path) -> int:
     return 0
 
 
+def adapt(folder: Path) -> int:
+    """Push base weights, and LoRA factors of every matrix: as they are, and with two experts of layer 1 exchanged.
+
+    Say which slots of vLLM's LoRA layers do not hold the factors as they are, and which base weights did not arrive.
+    """
+    from safetensors.torch import load_file
+    from vllm_ascend.worker.worker import NPUModelRunner
+
+    # The collectives do nothing here.
+    with mock.patch.object(NPUModelRunner, "profile_run", lambda self: None), opened(folder) as (engine, cfg):
+        whole = load_file(folder / "model" / "model.safetensors")
+        engine.load_weights(whole.items())
+        rank, generator = cfg.lora.rank, torch.Generator().manual_seed(0)
+        factors = {
+            name: tuple(torch.randn(size, generator=generator).bfloat16() for size in ((rank, inputs), (outputs, rank)))
+            for name, (outputs, inputs) in ((name, shape) for name, shape in engine.shapes.items() if "_proj" in name)
+        }
+        engine.load_adapter(factors)
+        found = {"slots": len(slots(engine)), "misplaced": misplaced(engine, factors, cfg.lora)}
+        first, second = (f"model.layers.1.mlp.experts.{expert}." for expert in (0, 5))
+        wrong = dict(factors)
+        for name in (name for name in factors if name.startswith(first)):
+            there = name.replace(first, second)
+            wrong[name], wrong[there] = factors[there], factors[name]
+        engine.load_adapter(wrong)
+        found["misplaced when exchanged"] = misplaced(engine, factors, cfg.lora)
+        engine.load_adapter(factors)
+        engine.load_weights(whole.items())  # as after a push of weights under AQN
+        found["misplaced after a push"] = misplaced(engine, factors, cfg.lora)
+        (held,) = engine.llm.collective_rpc(vllm_inside.parameters)
+        here = dist.get_rank()
+        found["base"] = {
+            "o": [
+                torch.equal(
+                    cann_stub.on_host(held[f"model.layers.{i}.self_attn.o_proj.base_layer.weight"]),
+                    whole[f"model.layers.{i}.self_attn.o_proj.weight"].bfloat16().chunk(2, 1)[here],
+                )
+                for i in range(2)
+            ],
+            "down": [
+                torch.equal(
+                    cann_stub.on_host(held[f"model.layers.{i}.mlp.experts.base_layer.w2_weight"])[local],
+                    whole[f"model.layers.{i}.mlp.experts.{4 * here + local}.down_proj.weight"].bfloat16().t(),
+                )
+                for i in range(2)
+                for local in range(4)
+            ],
+        }
+    (folder / f"answer-{here}.json").write_text(json.dumps(found))
+    return 0
+
+
+def slots(engine) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """The buffers of A and B of every matrix in vLLM's LoRA layers, by their place there; 4 of 8 experts on a rank."""
+    (modules,) = engine.llm.collective_rpc(lambda worker: worker.model_runner.lora_manager._adapter_manager.modules)
+    found = {}
+    for at in (f"model.layers.{layer}." for layer in range(engine.arch.num_layers)):
+        experts, qkv, proj = (modules[at + name] for name in ("mlp.experts", "self_attn.qkv_proj", "self_attn.o_proj"))
+        for local in range(4):
+            name = f"{at}mlp.experts.{4 * dist.get_rank() + local}."
+            for which, a, b in (
+                ("gate", experts.w13_lora_a_stacked[0], experts.w13_lora_b_stacked[0]),
+                ("up", experts.w13_lora_a_stacked[1], experts.w13_lora_b_stacked[1]),
+                ("down", experts.w2_lora_a_stacked[0], experts.w2_lora_b_stacked[0]),
+            ):
+                found[f"{name}{which}_proj.weight"] = a[0, local], b[0, local]
+        for place, which in enumerate("qkv"):
+            pair = qkv.lora_a_stacked[place][0, 0], qkv.lora_b_stacked[place][0, 0]
+            found[f"{at}self_attn.{which}_proj.weight"] = pair
+        found[f"{at}self_attn.o_proj.weight"] = proj.lora_a_stacked[0][0, 0], proj.lora_b_stacked[0][0, 0]
+    return {name: tuple(map(cann_stub.on_host, pair)) for name, pair in found.items()}
+
+
+def misplaced(engine, factors, lora) -> list[str]:
+    """The matrices whose slot does not hold this rank's part of A, and of alpha / rank times B, and zeros beyond."""
+    names = []
+    for name, (a_slot, b_slot) in slots(engine).items():
+        a, b = factors[name][0], factors[name][1] * (lora.alpha / lora.rank)
+        if ".o_proj." in name:  # the tensor ranks split the inputs of o, and the outputs of q, k and v
+            a = a.chunk(2, 1)[dist.get_rank()]
+        elif ".experts." not in name:
+            b = b.chunk(2)[dist.get_rank()]
+        room = a_slot.shape[0] - lora.rank
+        expected = torch.nn.functional.pad(a, (0, 0, 0, room)), torch.nn.functional.pad(b, (0, room))
+        if not (torch.equal(a_slot, expected[0]) and torch.equal(b_slot, expected[1])):
+            names.append(name)
+    return names
+
+
 def main(what: str, folder: str) -> int:
     path = Path(folder)
     if what == "configurations":
         configurations(path)
         return 0
-    codes = world.as_torchrun(1 if what == "sample" else 4, globals()[what], path)
+    codes = world.as_torchrun({"sample": 1, "adapt": 2, "push": 4}[what], globals()[what], path)
     return int(any(codes))
 
 
