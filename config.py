@@ -19,7 +19,7 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 
 from inputs.config_rules import LAYOUT_RULES, OTHER_RULES, Rules, idle_keys, problems
-from inputs.files import BAD_INPUT, InputError, dump_yaml, parse_override, read_file, refused, shown
+from inputs.files import InputError, command, dump_yaml, parse_override, read_file, shown
 from knobs import FUNCTION, ChecksConfig, Config, ParallelConfig, Section
 
 # ------------------------------------------------------------------------------------------------------------ loading
@@ -302,13 +302,11 @@ def changes_at_resume(old: dict, new: Config) -> tuple[list[str], list[str]]:
     return refused, [line for key, line in lines.items() if key in may]
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print every value and its source; notes and errors go to stderr.  -> exit code, 2 on an InputError"""
     args = command_line("config.py", "Print every value, and where it comes from.").parse_args(arguments)
-    try:
-        cfg, notes = resolve_config(args.config, args.overrides)
-    except BAD_INPUT as error:
-        return refused(error)
+    cfg, notes = resolve_config(args.config, args.overrides)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     print("\n".join(with_sources(cfg, read_file(args.config), args.overrides)))

@@ -24,7 +24,7 @@ import numpy as np
 
 from config import derive_seed
 from inputs import question_files
-from inputs.files import BAD_INPUT, InputError, check_folder, one_line, read_object, refuse_endless, refused, shown
+from inputs.files import InputError, check_folder, command, one_line, read_object, refuse_endless, shown
 from inputs.paths import Paths, listed
 from inputs.question_files import Row, Turn
 from knobs import GENERATED, DataConfig
@@ -382,6 +382,7 @@ def solution(lines: Sequence[Line]) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------- command line
+@command
 def main(arguments: list[str]) -> int:
     """Run the command line; returns the exit code: 0 done or usage shown, 2 bad input."""
     parser = argparse.ArgumentParser(prog="data_gsm8k.py", description="Convert GSM8K files between their forms.")
@@ -389,10 +390,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("in_path", metavar="IN", help="a .jsonl or .parquet file")
     parser.add_argument("out_path", metavar="OUT", help="a new .jsonl or .parquet file")
     options = parser.parse_args(arguments or ["--help"])
-    try:
-        print(question_files.convert(options.in_path, options.out_path))
-    except BAD_INPUT as error:
-        return refused(error)
+    print(question_files.convert(options.in_path, options.out_path))
     return 0
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from inputs.files import BAD_INPUT, InputError, disk_errors, finish_folder, fresh_folder, read_object, refused
+from inputs.files import InputError, command, disk_errors, finish_folder, fresh_folder, read_object
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -197,14 +197,12 @@ def make(folder: Path) -> str:
     return f"{folder}: made of {FILE}, {numbers:,} numbers in fp32"
 
 
+@command
 def main(arguments: list[str]) -> int:
     """Exit code 0: the model is there; 2: it cannot be made, in one line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("folder", type=Path, help="the model's folder, e.g. models/smollm2_moe")
-    try:
-        print(make(parser.parse_args(arguments).folder))
-    except BAD_INPUT as error:
-        return refused(error)
+    print(make(parser.parse_args(arguments).folder))
     return 0
 
 

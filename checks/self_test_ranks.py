@@ -40,7 +40,7 @@ from config import command_line, derive_seed, resolve_config
 from engines.interface import Completion
 from engines.torch_sampler import TorchSampler
 from inputs.config_rules import OTHER_RULES
-from inputs.files import BAD_INPUT, InputError, refused
+from inputs.files import BAD_INPUT, InputError, command, refused
 from knobs import Config
 from learner import Learner
 from rollout import MicroBatch, Rollout
@@ -316,6 +316,7 @@ def _rank(rank: int, args: argparse.Namespace, place: dict[str, str]) -> None:
     sys.exit(compare(args))
 
 
+@command
 def main(arguments: list[str]) -> int:
     """Exit code 0: it learned, and two ranks agree with the reference. 1: not so. 2: unusable input, or a full disk.
 
@@ -324,15 +325,12 @@ def main(arguments: list[str]) -> int:
     args = parse(arguments)
     if args.ranks and "RANK" in os.environ:
         return compare(args)
-    try:
-        cfg, _ = resolve_config(args.config, args.overrides, rules=OTHER_RULES)
-        # Where the usable cores are not known, as on macOS, a fork is not safe either.
-        device, cores = (
-            devices.resolve(cfg.device).type,
-            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
-        )
-    except BAD_INPUT as error:
-        return refused(error)
+    cfg, _ = resolve_config(args.config, args.overrides, rules=OTHER_RULES)
+    # Where the usable cores are not known, as on macOS, a fork is not safe either.
+    device, cores = (
+        devices.resolve(cfg.device).type,
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
+    )
     print(introduction(cfg, Path(args.config).name), flush=True)
     possible = device == "cpu" and (args.ranks or cores >= RANKS)
     if not possible:
