@@ -72,19 +72,8 @@ def resolve_config(
 
 
 def load_recorded(path: Path) -> Config:
-    """The configuration that a run has recorded, also one of version 0.1 whose removed keys had today's values."""
-    tree = {}
-    for section, value in read_file(path).items():
-        if isinstance(value, dict):
-            gone = {key for key, v in value.items() if _is_gone(f"{section}.{key}", v)}
-            value = {key: v for key, v in value.items() if key not in gone}
-        tree[section] = value
-    return _typed(tree, f"{path}: ")
-
-
-def _is_gone(key: str, value: Any) -> bool:
-    """Whether ``key`` was removed and decided nothing, or had the value that is fixed now."""
-    return key in REMOVED and (key in MAY_CHANGE or REMOVED[key] == value)
+    """The configuration that a run of this version has recorded."""
+    return _typed(read_file(path), f"{path}: ")
 
 
 def command_line(prog: str, about: str, **config: Any) -> argparse.ArgumentParser:
@@ -206,7 +195,7 @@ def _suggestion(name: str, section: str) -> str:
 # ------------------------------------------------------------------------------------------------- the run's own record
 
 
-# Keys of version 0.1 that are gone, with the value that they have now.
+# Keys of version 0.1 that are gone, with the value that they have now. Records of then have them.
 REMOVED = {
     "parallel.pipeline": 1, "parallel.context": 1, "data.operand_low": 1, "tiny_model.words_per_batch": 64,
     "tiny_model.warm_start_lr": 3e-3, "checks.unparsable_share": 0.95, "checks.truncated_share": 0.5,
@@ -271,14 +260,12 @@ def changed_keys(old: dict, new: Config, may: Set[str] = MAY_CHANGE) -> list[str
     A key that ``old`` does not have is newer than it, or was idle: its default is what ``old`` did.
     """
     before, after = flatten(old), flatten(to_dict(new))
-    before = {key: value for key, value in before.items() if not _is_gone(key, value)}
     fields = {f"{name}.{key}": f for name, section in _sections().items() for key, f in section.model_fields.items()}
     defaults = {key: field.default for key, field in fields.items() if not field.is_required()}
     for key in defaults.keys() & (after.keys() - before.keys()):
         before[key] = [*defaults[key]] if isinstance(defaults[key], tuple) else defaults[key]
     return [
         f"{key}: {shown(before.get(key))} -> {shown(after.get(key))}"
-        + " (version 0.1.0 continues it)" * (key in REMOVED)
         for key in {**after, **before}
         if key not in may and before.get(key) != after.get(key)
     ]

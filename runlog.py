@@ -181,10 +181,6 @@ class RunLog:
         evaluated = {row["step"] for row in kept}
         self._keep("eval_outcomes.jsonl", lambda row: row["step"] in evaluated)
         found = [row["step"] for row in read_lines(self.run_dir / "metrics.jsonl")]
-        if found[:1] == [0]:
-            raise InputError(
-                f"{self.run_dir}: its files count steps from 0; needed: version 0.1.0 to continue this run"
-            )
         if found != list(range(1, step + 1)):
             raise InputError(
                 f"{self.run_dir / 'metrics.jsonl'}: {len(found)} whole lines up to step {step}; needed: one for each "
