@@ -49,13 +49,6 @@ def gguf_path() -> Path:
     return Path(str(package.origin)).with_name(FILE)
 
 
-def read(path: Path) -> GGUFReader:
-    """The open GGUF file; its tensors are read when they are used."""
-    from gguf import GGUFReader
-
-    return GGUFReader(str(path))
-
-
 def settings(reader: GGUFReader) -> dict[str, Any]:
     """config.json of the mixture of experts."""
 
@@ -175,9 +168,11 @@ def make(folder: Path) -> str:
     """Write the model to ``folder`` unless it is there; returns the line to print. InputError if the folder holds
     anything else, or if the packages are absent.
     """
+    path = gguf_path()  # before the next lines: it says which packages are needed
+    from gguf import GGUFReader
     from safetensors.torch import save_file
 
-    reader = read(gguf_path())
+    reader = GGUFReader(str(path))  # its tensors are read when they are used
     if folder.exists():
         record = folder / RECORD
         if not record.is_file() or read_object(record) != recipe(reader):

@@ -184,7 +184,7 @@ def open_run(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inpu
     saved = agreed_checkpoint(cfg, parallel)
     first_step = saved.step if saved else 0
     log = runlog.open_run(cfg, parallel.world_size, parallel.rank, resume=saved.run_dir if saved else None)
-    heartbeat.continue_with(log)
+    heartbeat.log = log
     if saved:
         log.rewind(first_step)
         if changed := changes_at_resume(saved.config, cfg)[1]:

@@ -19,16 +19,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import aqn
+import data_gsm8k
+import grpo
 import parallel_setup
 import tiny_model
 import train_grpo
 from architecture import tensor_shapes
-from checks.self_test_functions import judge_functions
 from checks.self_test_reference import Named, State, forward, merged, rows_of, unknown, updated
 from checks.self_test_schedules import GAP, Findings, Interrupted, NotAsExpected, Watch, learner_state, rate, schedules
 from engines.interface import Completion
 from engines.torch_sampler import TorchSampler
-from inputs import hf_config
+from inputs import functions, hf_config
 from inputs.scoring import Call, Scorer
 from knobs import Config, TinyModelConfig
 from learner import Learner
@@ -50,6 +51,9 @@ LARGER = ("lm_head.weight", "model.embed_tokens.weight")
 WHOLE = {"fp32": 0.05, "bf16": 0.7}  # largest relative difference of a whole gradient; docs/self_test.md: what was seen
 PIECE = {"fp32": (0.9, 1.1), "bf16": (0.02, 4)}  # part of the expected value in each tensor, or an expert's part of one
 NORM = {"fp32": 0.01, "bf16": 0.25}  # largest relative difference of the gradient's norm
+SAME_ROWS = "gives the same for the same rows in any order"
+OTHER_ROWS = "depends on the order of its rows, or on chance"
+SCORED_TWICE = 8  # training questions whose gold answers are scored twice
 # Tripwires of a run that have a check of their own here, or that a toy task would trip.
 OFF = ("reward_constant", "unparsable", "truncated", "sampling", "impossible", "gradient_spike", "entropy")
 WATCHED = (  # methods that Observer's of the same name stand in for
@@ -275,6 +279,41 @@ class Observer(Watch):
             f"step {step + 1}: relative difference {error / size:.1g}, at most {whole:g}; {odd} has {shares[odd]:.0%} "
             f"of what is expected, {least:.0%} to {most:.0%} is right",
         )
+
+
+def judge_functions(cfg: Config, findings: Findings) -> None:
+    """Add a finding for each function of ``cfg`` (FILE.py:NAME). InputError if one of them fails.
+
+    It can be judged that a function repeats itself, and treats the completions of a question alike. Whether it rewards
+    the right thing, this test cannot know.
+    """
+    if cfg.reward.function:
+        rows = data_gsm8k.read(cfg.data, "train")[0][:SCORED_TWICE]
+        calls = [Call(row.answer, row.gold, row.columns) for row in rows]
+        scorer = Scorer(cfg.reward)
+        first, again = scorer(calls), scorer(calls[::-1])[::-1]
+        scorer.close()
+        same = "scores answers equally in two calls" if first == again else "scores an answer differently in two calls"
+        findings.add("reward.function", first == again, f"{cfg.reward.function} {same}; what it rewards is not judged")
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = torch.arange(4).roll(1), torch.arange(6).roll(1)
+    if callable(advantage := functions.advantage(cfg.loss.advantage)):
+        rewards = torch.randint(0, 3, (4, 6), generator=generator) / 2
+        found, again = advantage(rewards), advantage(rewards)
+        turned = advantage(rewards[rows][:, columns])
+        alike = torch.equal(found, again) and torch.allclose(turned, found[rows][:, columns], atol=1e-5)
+        findings.add("loss.advantage", alike, f"{cfg.loss.advantage}: {SAME_ROWS if alike else OTHER_ROWS}")
+    if callable(loss := functions.token_loss(cfg.loss.kind)):
+        logp, old, advantages = (torch.randn(4, 6, generator=generator) for _ in range(3))
+        mask = (torch.arange(6) < torch.tensor([[6], [3], [1], [5]])).float()
+
+        def losses(order: torch.Tensor) -> torch.Tensor:
+            own, before, better = ((x * mask)[order] for x in (logp, old, advantages))
+            return loss(grpo.LossInputs(own, before, better, mask[order], 0.2, 0.2, 3.0))[0] * mask[order]
+
+        plain = losses(torch.arange(4))
+        alike = torch.equal(plain, losses(torch.arange(4))) and torch.allclose(losses(rows), plain[rows], atol=1e-5)
+        findings.add("loss.kind", alike, f"{cfg.loss.kind}: {SAME_ROWS if alike else OTHER_ROWS}")
 
 
 def judge(cfg: Config, folder: Path) -> Findings:
