@@ -10,8 +10,9 @@ docs/self_test.md says what was measured, which faults this test does not find, 
 import contextlib
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -181,9 +182,23 @@ def pieces(tensors: Named) -> Named:
     return parts | {name: x for name, x in tensors.items() if x.dim() != 3}
 
 
-def watched(watching: Callable, real: Callable) -> Callable:
-    """``watching`` with the real method as its first argument, as a method."""
-    return lambda *args, **kwargs: watching(real, *args, **kwargs)
+@contextlib.contextmanager
+def watching(observer: object, watched: Iterable[tuple[Any, str]], log_path: Path) -> Iterator[None]:
+    """In this block the observer's methods stand in for the ``watched`` ones of the same names; all output is logged.
+
+    They get the real one as their first argument.
+    """
+
+    def standing_in(seeing: Callable, real: Callable) -> Callable:
+        return lambda *args, **kwargs: seeing(real, *args, **kwargs)
+
+    with contextlib.ExitStack() as stack, open(log_path, "a") as log:
+        stack.enter_context(contextlib.redirect_stdout(log))
+        stack.enter_context(contextlib.redirect_stderr(log))
+        for owner, name in watched:
+            method = standing_in(getattr(observer, name), getattr(owner, name))
+            stack.enter_context(mock.patch.object(owner, name, method))
+        yield
 
 
 class Observer(Watch):
@@ -341,11 +356,7 @@ def judge(cfg: Config, folder: Path) -> Findings:
     if other := ", ".join(f"{key} {value}" for key, value in unknown(cfg).items()):
         findings.add("not judged:", True, f"{other}; it has no second formula, so the trainer's own was used")
     observer = Observer(tiny, write_inputs(cfg, folder), findings)
-    with contextlib.ExitStack() as stack, open(folder / "log.txt", "w") as log:
-        stack.enter_context(contextlib.redirect_stdout(log))
-        stack.enter_context(contextlib.redirect_stderr(log))
-        for owner, name in WATCHED:
-            stack.enter_context(mock.patch.object(owner, name, watched(getattr(observer, name), getattr(owner, name))))
+    with watching(observer, WATCHED, folder / "log.txt"):
         try:
             with contextlib.suppress(Interrupted):
                 train_grpo.start(tiny)

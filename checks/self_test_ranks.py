@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -34,7 +33,7 @@ import parallel_setup
 import startup
 import train_grpo
 from checks import self_test
-from checks.self_test import GROUP, PROMPTS, SEED, Observer, watched
+from checks.self_test import GROUP, PROMPTS, SEED, Observer, watching
 from checks.self_test_schedules import GAP, Findings, NotAsExpected, learner_state
 from config import command_line, derive_seed, resolve_config
 from engines.interface import Completion
@@ -201,14 +200,9 @@ def judge_layout(cfg: Config, folder: Path, layout: str, answers: dict[str, str]
     """The findings of both ranks. The world of two ranks is open; ``folder`` has what self_test.write_inputs writes."""
     findings, tiny = Findings(), layout_run(cfg, folder, layout)
     observer, parallel = RanksObserver(tiny, answers, findings), parallel_setup.open_layout(tiny.parallel, device)
-    with contextlib.ExitStack() as stack, open(folder / f"log-{layout}-{parallel.rank}.txt", "a") as log:
-        stack.enter_context(contextlib.redirect_stdout(log))
-        stack.enter_context(contextlib.redirect_stderr(log))
-        for owner, name in WATCHED:
-            observing = watched(getattr(observer, name), getattr(owner, name))
-            stack.enter_context(mock.patch.object(owner, name, observing))
-        with contextlib.suppress(NotAsExpected):
-            train_grpo.train(tiny, parallel, Heartbeat(parallel.rank, 0))
+    log_path = folder / f"log-{layout}-{parallel.rank}.txt"
+    with watching(observer, WATCHED, log_path), contextlib.suppress(NotAsExpected):
+        train_grpo.train(tiny, parallel, Heartbeat(parallel.rank, 0))
     parallel_setup.close_layout()
     of_both = (finding for theirs in everyones(dict(findings)) for finding in theirs.items())
     return Findings(sorted(of_both, key=lambda finding: finding[1][0], reverse=True))  # what is wrong on a rank counts
