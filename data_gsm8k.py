@@ -74,7 +74,6 @@ class Questions(Sequence[Question]):
 
     questions: list[Question]
     seed: int
-    dropped: int = 0  # questions that were left out because their prompts are too long
     description: str = ""  # one line: the file, its form, the longest prompt
 
     def __len__(self) -> int:
@@ -162,7 +161,6 @@ def load(data: DataConfig, split: str, tokenizer: PreTrainedTokenizerBase, seed:
     return Questions(
         kept,
         seed,
-        dropped,
         f"{len(kept)} questions from {source} ({form}); longest prompt {max(len(one.prompt) for one in kept)} of "
         f"{limit} tokens, dropped {dropped}" + (f"; {len(examples)} worked examples before each" if examples else ""),
     )

@@ -28,7 +28,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  #
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 tokenizer = AutoTokenizer.from_pretrained(settings["model"])
 phases: dict[str, float] = {}
 first: dict = {}  # completions and results of the first step

@@ -125,10 +125,7 @@ def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
         if largest := next(found, None):
             nearest_fitting = [*nearest_fitting[: LISTED - 1], largest]
 
-    def order(verdict: Verdict) -> tuple[bool, float, float]:
-        return verdict.layout.ranks > ranks, round(verdict.memory.peak / GIB, 1), verdict.times.total
-
-    return sorted(nearest_fitting, key=order)
+    return sorted(nearest_fitting, key=lambda v: (v.layout.ranks > ranks, round(v.memory.peak / GIB, 1), v.times.total))
 
 
 def fastest(asked: Verdict, setting: Setting) -> list[Verdict]:
