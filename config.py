@@ -8,18 +8,19 @@ Four faults stop a run before any weight is read: an unknown key, a wrong type, 
 
 import argparse
 import difflib
+import functools
 import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
 from inputs.config_rules import LAYOUT_RULES, OTHER_RULES, Rules, idle_keys, problems
-from inputs.files import InputError, command, dump_yaml, parse_override, read_file, shown
+from inputs.files import BAD_INPUT, InputError, dump_yaml, parse_override, read_file, refused, shown
 from knobs import FUNCTION, ChecksConfig, Config, ParallelConfig, Section
 
 # ------------------------------------------------------------------------------------------------------------ loading
@@ -76,6 +77,19 @@ def load_recorded(path: Path) -> Config:
     return _typed(read_file(path), f"{path}: ")
 
 
+def command(main: Callable[..., int]) -> Callable[..., int]:
+    """``main``, which returns an exit code, with 2 and one line on stderr for input that cannot be used."""
+
+    @functools.wraps(main)
+    def called(*arguments: Any) -> int:
+        try:
+            return main(*arguments)
+        except BAD_INPUT as error:
+            return refused(error)
+
+    return called
+
+
 def command_line(prog: str, about: str, **config: Any) -> argparse.ArgumentParser:
     """A parser for CONFIG and its overrides. ``about``: the docstring of the command; ``config``: options of CONFIG."""
     parser = argparse.ArgumentParser(prog=prog, description=about.split("\n\n")[0])
@@ -99,8 +113,7 @@ def _with(tree: dict, key: str, value: Any) -> dict:
         if key in _sections() and not (key == "tiny_model" and value is None):
             raise InputError(f"override {key}: this is a section; expected {key}.key=value")
         return tree | {key: value}
-    before = tree.get(section)
-    before = before if isinstance(before, dict) else {}
+    before = tree[section] if isinstance(tree.get(section), dict) else {}
     option, dot, member = name.partition(".")
     field = _sections()[section].model_fields.get(option) if dot and section in _sections() else None
     if field is not None and (get_origin(field.annotation) is dict or f"{section}.{option}" in _sections()):

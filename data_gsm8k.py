@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from config import derive_seed
+from config import command, derive_seed
 from inputs import question_files
-from inputs.files import InputError, check_folder, command, one_line, read_object, refuse_endless, shown
+from inputs.files import InputError, check_folder, one_line, read_object, refuse_endless, shown
 from inputs.paths import Paths, listed
 from inputs.question_files import Row, Turn
 from knobs import GENERATED, DataConfig

@@ -30,11 +30,10 @@ import quantisation as quantised
 import weights_hf
 from adapter_weights import Adapted, adapted_modules
 from architecture import Architecture, tensor_shapes
-from config import changed_keys, load_recorded
+from config import changed_keys, command, load_recorded
 from inputs import hf_config
 from inputs.files import (
     InputError,
-    command,
     disk_errors,
     finish_folder,
     first_names,

@@ -25,8 +25,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from config import command
 from engines.kinds import ENGINES
-from inputs.files import InputError, command, shown, write_atomically
+from inputs.files import InputError, shown, write_atomically
 from lab import audit, comparisons, pages, run_page, store
 from lab.records import Record, Run, file_of
 

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from inputs.files import InputError, command, disk_errors, finish_folder, fresh_folder, read_object
+from config import command
+from inputs.files import InputError, disk_errors, finish_folder, fresh_folder, read_object
 
 if TYPE_CHECKING:
     from gguf import GGUFReader

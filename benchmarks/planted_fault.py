@@ -16,7 +16,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from inputs.files import InputError, command
+from config import command
+from inputs.files import InputError
 
 Function = Callable[..., Any]
 

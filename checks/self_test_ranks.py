@@ -35,11 +35,11 @@ import train_grpo
 from checks import self_test
 from checks.self_test import GROUP, PROMPTS, SEED, Observer, watching
 from checks.self_test_schedules import GAP, Findings, NotAsExpected, learner_state
-from config import command_line, derive_seed, resolve_config
+from config import command, command_line, derive_seed, resolve_config
 from engines.interface import Completion
 from engines.torch_sampler import TorchSampler
 from inputs.config_rules import OTHER_RULES
-from inputs.files import BAD_INPUT, InputError, command, refused
+from inputs.files import BAD_INPUT, InputError, refused
 from knobs import Config
 from learner import Learner
 from rollout import MicroBatch, Rollout

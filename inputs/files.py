@@ -1,11 +1,10 @@
 """Reads what a user gives, within limits: files, JSON objects, YAML, overrides, and numbers of the environment.
 
 Every reader returns a value or raises InputError, and does so soon: it never waits for a pipe, never reads a device
-without end, and never removes a folder of the user. A `command` prints an InputError as one line. Imports no torch.
+without end, and never removes a folder of the user. Commands print an InputError with `refused`. Imports no torch.
 """
 
 import contextlib
-import functools
 import json
 import multiprocessing
 import os
@@ -45,7 +44,7 @@ class InputError(ValueError):
     """
 
 
-BAD_INPUT = (InputError, OSError, UnicodeError)  # `command` and the main functions without it pass these to `refused`
+BAD_INPUT = (InputError, OSError, UnicodeError)  # the main function of a command passes these to `refused`
 
 
 def shown(value: object) -> str:
@@ -78,19 +77,6 @@ def refused(error: BaseException) -> int:
     """Print the error on stderr as one line.  -> 2, the exit code for input that cannot be used"""
     print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
     return 2
-
-
-def command(main: Callable[..., int]) -> Callable[..., int]:
-    """``main``, which returns an exit code, with 2 and one line on stderr for input that cannot be used."""
-
-    @functools.wraps(main)
-    def called(*arguments: Any) -> int:
-        try:
-            return main(*arguments)
-        except BAD_INPUT as error:
-            return refused(error)
-
-    return called
 
 
 # --------------------------------------------------------------------------------------------------------------- files

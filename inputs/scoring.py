@@ -67,7 +67,7 @@ class Scorer:
             raise InputError(
                 f"{self.name}: {error}; other answers need reward.method math or a reward.function"
             ) from None
-        return Score(reward, reward_gsm8k.extract(call.completion, self.reward.method) is not None, reward == 1.0)
+        return Score(reward, reward_gsm8k.parsable(call.completion, self.reward.method), reward == 1.0)
 
     def close(self) -> None:
         if self.workers is not None:

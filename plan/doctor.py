@@ -15,13 +15,12 @@ import sys
 from pathlib import Path
 
 import run_record
-from config import command_line, load_config
+from config import command, command_line, load_config
 from inputs import environment, hf_config
 from inputs.files import (
     MOST_RANKS,
     SETTINGS_MIB,
     InputError,
-    command,
     first_three,
     opened,
     read_object,

@@ -182,7 +182,7 @@ def test_strict(response: str, gold: str, expected: int) -> None:
 @pytest.mark.parametrize("response", UNREADABLE)
 def test_strict_finds_no_answer_where_there_is_not_exactly_one_number(response: str) -> None:
     assert reward.score(response, "18") == 0.0
-    assert reward.extract(response) is None
+    assert not reward.parsable(response)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_peers(method: str, response: str, gold: str, expected: int) -> None:
     ],
 )
 def test_parsable_tells_a_wrong_answer_from_none(method: str, readable: str, unreadable: str) -> None:
-    assert reward.extract(readable, method) is not None and reward.extract(unreadable, method) is None
+    assert reward.parsable(readable, method) and not reward.parsable(unreadable, method)
     assert reward.score(readable, "18", method) == reward.score(unreadable, "18", method) == 0.0
 
 
