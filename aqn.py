@@ -139,12 +139,11 @@ def sigma_at(
     With K = 1 there is no noisy stage. A step after the end counts as the end. Raises ValueError for an argument out of
     range.
     """
-    whole = "an integer of at least "
     for name, value, needed, valid in (
         ("schedule", schedule, "qerl, paper or constant", schedule in ("qerl", "paper", "constant")),
-        ("step", step, whole + "0", type(step) is int and step >= 0),
-        ("total_steps", total_steps, whole + "1", type(total_steps) is int and total_steps >= 1),
-        ("num_stages", num_stages, whole + "1", type(num_stages) is int and num_stages >= 1),
+        ("step", step, "an integer of at least 0", type(step) is int and step >= 0),
+        ("total_steps", total_steps, "an integer of at least 1", type(total_steps) is int and total_steps >= 1),
+        ("num_stages", num_stages, "an integer of at least 1", type(num_stages) is int and num_stages >= 1),
         ("sigma_start", sigma_start, "a positive number", 0 < sigma_start < math.inf),
         ("sigma_end", sigma_end, "a positive number", 0 < sigma_end < math.inf or schedule == "constant"),
     ):

@@ -8,11 +8,12 @@ Four faults stop a run before any weight is read: an unknown key, a wrong type, 
 
 import argparse
 import difflib
+import functools
 import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -72,19 +73,21 @@ def resolve_config(
 
 
 def load_recorded(path: Path) -> Config:
-    """The configuration that a run has recorded, also one of version 0.1 whose removed keys had today's values."""
-    tree = {}
-    for section, value in read_file(path).items():
-        if isinstance(value, dict):
-            gone = {key for key, v in value.items() if _is_gone(f"{section}.{key}", v)}
-            value = {key: v for key, v in value.items() if key not in gone}
-        tree[section] = value
-    return _typed(tree, f"{path}: ")
+    """The configuration that a run of this version has recorded."""
+    return _typed(read_file(path), f"{path}: ")
 
 
-def _is_gone(key: str, value: Any) -> bool:
-    """Whether ``key`` was removed and decided nothing, or had the value that is fixed now."""
-    return key in REMOVED and (key in MAY_CHANGE or REMOVED[key] == value)
+def command(main: Callable[..., int]) -> Callable[..., int]:
+    """``main``, which returns an exit code, with 2 and one line on stderr for input that cannot be used."""
+
+    @functools.wraps(main)
+    def called(*arguments: Any) -> int:
+        try:
+            return main(*arguments)
+        except BAD_INPUT as error:
+            return refused(error)
+
+    return called
 
 
 def command_line(prog: str, about: str, **config: Any) -> argparse.ArgumentParser:
@@ -110,8 +113,7 @@ def _with(tree: dict, key: str, value: Any) -> dict:
         if key in _sections() and not (key == "tiny_model" and value is None):
             raise InputError(f"override {key}: this is a section; expected {key}.key=value")
         return tree | {key: value}
-    before = tree.get(section)
-    before = before if isinstance(before, dict) else {}
+    before = tree[section] if isinstance(tree.get(section), dict) else {}
     option, dot, member = name.partition(".")
     field = _sections()[section].model_fields.get(option) if dot and section in _sections() else None
     if field is not None and (get_origin(field.annotation) is dict or f"{section}.{option}" in _sections()):
@@ -206,7 +208,7 @@ def _suggestion(name: str, section: str) -> str:
 # ------------------------------------------------------------------------------------------------- the run's own record
 
 
-# Keys of version 0.1 that are gone, with the value that they have now.
+# Keys of version 0.1 that are gone, with the value that they have now. Records of then have them.
 REMOVED = {
     "parallel.pipeline": 1, "parallel.context": 1, "data.operand_low": 1, "tiny_model.words_per_batch": 64,
     "tiny_model.warm_start_lr": 3e-3, "checks.unparsable_share": 0.95, "checks.truncated_share": 0.5,
@@ -271,14 +273,12 @@ def changed_keys(old: dict, new: Config, may: Set[str] = MAY_CHANGE) -> list[str
     A key that ``old`` does not have is newer than it, or was idle: its default is what ``old`` did.
     """
     before, after = flatten(old), flatten(to_dict(new))
-    before = {key: value for key, value in before.items() if not _is_gone(key, value)}
     fields = {f"{name}.{key}": f for name, section in _sections().items() for key, f in section.model_fields.items()}
     defaults = {key: field.default for key, field in fields.items() if not field.is_required()}
     for key in defaults.keys() & (after.keys() - before.keys()):
         before[key] = [*defaults[key]] if isinstance(defaults[key], tuple) else defaults[key]
     return [
         f"{key}: {shown(before.get(key))} -> {shown(after.get(key))}"
-        + " (version 0.1.0 continues it)" * (key in REMOVED)
         for key in {**after, **before}
         if key not in may and before.get(key) != after.get(key)
     ]
@@ -302,13 +302,11 @@ def changes_at_resume(old: dict, new: Config) -> tuple[list[str], list[str]]:
     return refused, [line for key, line in lines.items() if key in may]
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print every value and its source; notes and errors go to stderr.  -> exit code, 2 on an InputError"""
     args = command_line("config.py", "Print every value, and where it comes from.").parse_args(arguments)
-    try:
-        cfg, notes = resolve_config(args.config, args.overrides)
-    except BAD_INPUT as error:
-        return refused(error)
+    cfg, notes = resolve_config(args.config, args.overrides)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     print("\n".join(with_sources(cfg, read_file(args.config), args.overrides)))

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from config import derive_seed
+from config import command, derive_seed
 from inputs import question_files
-from inputs.files import BAD_INPUT, InputError, check_folder, one_line, read_object, refuse_endless, refused, shown
+from inputs.files import InputError, check_folder, one_line, read_object, refuse_endless, shown
 from inputs.paths import Paths, listed
 from inputs.question_files import Row, Turn
 from knobs import GENERATED, DataConfig
@@ -74,7 +74,6 @@ class Questions(Sequence[Question]):
 
     questions: list[Question]
     seed: int
-    dropped: int = 0  # questions that were left out because their prompts are too long
     description: str = ""  # one line: the file, its form, the longest prompt
 
     def __len__(self) -> int:
@@ -162,7 +161,6 @@ def load(data: DataConfig, split: str, tokenizer: PreTrainedTokenizerBase, seed:
     return Questions(
         kept,
         seed,
-        dropped,
         f"{len(kept)} questions from {source} ({form}); longest prompt {max(len(one.prompt) for one in kept)} of "
         f"{limit} tokens, dropped {dropped}" + (f"; {len(examples)} worked examples before each" if examples else ""),
     )
@@ -382,6 +380,7 @@ def solution(lines: Sequence[Line]) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------- command line
+@command
 def main(arguments: list[str]) -> int:
     """Run the command line; returns the exit code: 0 done or usage shown, 2 bad input."""
     parser = argparse.ArgumentParser(prog="data_gsm8k.py", description="Convert GSM8K files between their forms.")
@@ -389,10 +388,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("in_path", metavar="IN", help="a .jsonl or .parquet file")
     parser.add_argument("out_path", metavar="OUT", help="a new .jsonl or .parquet file")
     options = parser.parse_args(arguments or ["--help"])
-    try:
-        print(question_files.convert(options.in_path, options.out_path))
-    except BAD_INPUT as error:
-        return refused(error)
+    print(question_files.convert(options.in_path, options.out_path))
     return 0
 
 

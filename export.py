@@ -30,10 +30,9 @@ import quantisation as quantised
 import weights_hf
 from adapter_weights import Adapted, adapted_modules
 from architecture import Architecture, tensor_shapes
-from config import changed_keys, load_recorded
+from config import changed_keys, command, load_recorded
 from inputs import hf_config
 from inputs.files import (
-    BAD_INPUT,
     InputError,
     disk_errors,
     finish_folder,
@@ -44,7 +43,6 @@ from inputs.files import (
     read_bytes,
     read_object,
     read_tensors,
-    refused,
     remove_leftover,
 )
 from knobs import Config, LoraConfig, ModelConfig
@@ -342,6 +340,7 @@ def ask(run_dir: Path, question: str, *, step: int | None, accept_changed_inputs
     return evaluate.ask(cfg, question, merged_tensors(base, arch, modules, factors, *settings))
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print what was written, or one error line.  -> exit code, 2 on an InputError"""
     parser = argparse.ArgumentParser(description="Write a run's trained model for other programs.")
@@ -355,15 +354,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--accept-changed-inputs", action="store_true", help="export although model or data have changed since the run"
     )
     args = parser.parse_args(arguments)
-    try:
-        of_run = {"step": args.step, "accept_changed_inputs": args.accept_changed_inputs}
-        print(
-            ask(args.run, args.ask, **of_run)
-            if args.ask is not None
-            else export(args.run, args.merged or args.adapter, as_adapter=args.adapter is not None, **of_run)
-        )
-    except BAD_INPUT as error:
-        return refused(error)
+    of_run = {"step": args.step, "accept_changed_inputs": args.accept_changed_inputs}
+    print(
+        ask(args.run, args.ask, **of_run)
+        if args.ask is not None
+        else export(args.run, args.merged or args.adapter, as_adapter=args.adapter is not None, **of_run)
+    )
     return 0
 
 

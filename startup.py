@@ -139,8 +139,9 @@ class Run:
         rows = [(s // self.cfg.rollout.group_size, batch.row_length(s) - n, n) for s, n in enumerate(batch.lengths)]
         trained, device = [rows[sequence] for sequence in self.learner.trained], self.parallel.device
         peak = utilisation.peak_flops(device.type, devices.name(device), self.cfg.model.dtype)
-        place = timing, self.parallel.world_size, peak, sampled.num_tokens
-        return utilisation.speed(self.cfg, self.inputs.arch, rows, trained, *place)
+        return utilisation.speed(
+            self.cfg, self.inputs.arch, rows, trained, timing, self.parallel.world_size, peak, sampled.num_tokens
+        )
 
     def where_apart(self, bound: float) -> str:
         """The layer in which sampler and trainer differ by more than ``bound``, after another push. Collective."""
@@ -151,8 +152,11 @@ class Run:
         """Close the engine, and log the peak of the device memory (GiB, phase) and the result of the run."""
         self.engine.close()
         if peak:
-            place = (self.parallel.world_size, self.parallel.device.type)
-            self.log.say(utilisation.memory_beside_plan(self.cfg, self.inputs.arch, *place, *peak))
+            self.log.say(
+                utilisation.memory_beside_plan(
+                    self.cfg, self.inputs.arch, self.parallel.world_size, self.parallel.device.type, *peak
+                )
+            )
         if self.parallel.expert > 1 and self.learner.router_load.fullest:
             self.log.say(utilisation.imbalance_beside_plan(self.learner.router_load.fullest))
         summaries = self.log.evaluations()  # none on other ranks than 0
@@ -184,7 +188,7 @@ def open_run(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inpu
     saved = agreed_checkpoint(cfg, parallel)
     first_step = saved.step if saved else 0
     log = runlog.open_run(cfg, parallel.world_size, parallel.rank, resume=saved.run_dir if saved else None)
-    heartbeat.continue_with(log)
+    heartbeat.log = log
     if saved:
         log.rewind(first_step)
         if changed := changes_at_resume(saved.config, cfg)[1]:

@@ -30,8 +30,6 @@ SURPRISE_STEPS = 20  # the last steps, in which the statistics of sampling are j
 SURPRISE_Z = 5.0  # standard deviations; chance alone reaches it with a probability of 6e-7
 SURPRISE_SHARE = 0.03  # in bf16 the rounding of log-probs alone may move the sums by about 1 %
 RAREST_TOKEN = 12.0  # nats: -log p of a token that is drawn once in 160,000 times
-ROUNDED_AWAY = "aqn.sigma_end and aqn.bf16: rounding left none of this noise"
-NO_NORMS = "whether the engine takes pushed norms (aqn.targets, the engine's load_weights)"
 SPIKE_WINDOW, SPIKE_START, SPIKE_FACTOR = 50, 10, 20.0  # steps of the usual median, steps before any, ratio to it
 ENTROPY_FLOOR = 1e-4  # nats a token
 
@@ -246,7 +244,9 @@ class Tripwires:
                 "noise",
                 f"step {step + 1}: sigma is {metrics['aqn/sigma']:g} but the sampler's log-prob on the probe prompt is "
                 "to the last bit what it was before the noise",
-                ROUNDED_AWAY if metrics.get("aqn/changed_elements") == 0 else NO_NORMS,
+                "aqn.sigma_end and aqn.bf16: rounding left none of this noise"
+                if metrics.get("aqn/changed_elements") == 0
+                else "whether the engine takes pushed norms (aqn.targets, the engine's load_weights)",
             )
         if self.checks.logp_gap == "off" or "logp_gap" in self.warned:
             return

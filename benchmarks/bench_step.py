@@ -27,8 +27,10 @@ from inputs.files import InputError
 HERE = Path(__file__).parent
 LOGP_BOUND, LOSS_BOUND = 1e-5, 1e-6  # in nats; the loss is a mean of numbers near 1
 SMOL_BOUND = 1e-4  # in place of LOGP_BOUND, for 30 layers instead of 4 and 49,152 tokens instead of 512
-BARS = {"attention_r8_64": 0.70, "attention_r8_128": 0.70, "all_r32_64": 0.55, "all_r32_128": 0.55}  # ours over TRL
-BARS |= {"smol_attention_r16_32": 0.70, "smol_all_r16_32": 0.70}
+BARS = {  # ours over TRL
+    "attention_r8_64": 0.70, "attention_r8_128": 0.70, "all_r32_64": 0.55, "all_r32_128": 0.55,
+    "smol_attention_r16_32": 0.70, "smol_all_r16_32": 0.70,
+}  # fmt: skip
 MEMORY_BAR = 0.7
 SET_UP = "set -euo pipefail; source ./setup_cpu.sh; set_variables; set_up bench"  # with PYTHON, VENV and TORCH_INDEX
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # as in run_cpu.sh
@@ -38,13 +40,12 @@ PHASES = ("sync", "generate", "reference", "forward", "backward", "optimizer")
 class Peer:
     """A trainer in its own process, which waits for a line before every step and answers with one line of JSON."""
 
-    def __init__(self, command: list[str], log: Path, **environment: str) -> None:
+    def __init__(self, command: list[str], log: Path) -> None:
         self.log, self.began = log, time.perf_counter()
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True,
-                env=os.environ | ON_CPU | environment,
-            )  # fmt: skip
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True, env=os.environ | ON_CPU
+            )
 
     def wait_until_ready(self) -> dict:
         return self.read() | {"startup_wall_s": time.perf_counter() - self.began}
@@ -55,12 +56,9 @@ class Peer:
             raise RuntimeError(f"{self.log} ended early:\n{self.log.read_text()[-3000:]}")
         return json.loads(line)
 
-    def tell(self, line: str) -> None:
+    def ask(self, line: str) -> dict:
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
-
-    def ask(self, line: str) -> dict:
-        self.tell(line)
         return self.read()
 
     def close(self) -> None:
@@ -75,15 +73,13 @@ def in_turn(peers: list[Peer], steps: int) -> list[list[dict]]:
     return [list(records) for records in zip(*rounds[1:], strict=True)]
 
 
-def our_command(name: str, work: Path, **changes: object) -> list[str]:
-    """The command of our_side.py. ``changes``: see cases.config."""
-    return [sys.executable, str(HERE / "our_side.py"), name, "--work", str(work), "--set", json.dumps(changes)]
-
-
 def ready_peer(name: str, work: Path, **changes: object) -> tuple[Peer, dict]:
-    """A trainer that waits for its first step, and what it said. It has made the model in ``work``."""
-    work.mkdir(parents=True, exist_ok=True)
-    peer = Peer(our_command(name, work, **changes), work / f"ours_{name}.log")
+    """Our side, which waits for its first step and has made the model in ``work``, and what it said.
+
+    ``changes``: see cases.config.
+    """
+    command = [sys.executable, str(HERE / "our_side.py"), name, "--work", str(work), "--set", json.dumps(changes)]
+    peer = Peer(command, work / f"ours_{name}.log")
     return peer, peer.wait_until_ready()
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from inputs.files import BAD_INPUT, InputError, refused
+from config import command
+from inputs.files import InputError
 
 Function = Callable[..., Any]
 
@@ -101,11 +102,9 @@ def plant(name: str) -> None:
     setattr(pkgutil.resolve_name(owner), attribute, fault(right))
 
 
+@command
 def main(arguments: list[str]) -> int:
-    try:
-        plant(arguments[0] if arguments else "")
-    except BAD_INPUT as error:
-        return refused(error)
+    plant(arguments[0] if arguments else "")
     import parallel_setup
     import train_grpo
 

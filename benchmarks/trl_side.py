@@ -1,11 +1,9 @@
-"""TRL's side of bench_step.py and bench_curve.py: GRPOTrainer on the same model, questions and settings, on the CPU.
+"""TRL's side of bench_step.py: GRPOTrainer on the same model, questions and settings, on the CPU.
 
-    PYTHON_WITH_TRL benchmarks/trl_side.py SETTINGS.json                  step by step, with the protocol of our_side.py
-    PYTHON_WITH_TRL benchmarks/trl_side.py SETTINGS.json CURVE.json       a whole run; its mean rewards go to CURVE.json
+    PYTHON_WITH_TRL benchmarks/trl_side.py SETTINGS.json              step by step, with the protocol of our_side.py
 
-In the first form it writes the completions and the results of its first step to the file `record`, and every completion
-has the same length. It runs in its own environment (requirements/bench.txt), so of this repository it imports the
-reward only, which needs no package.
+It writes the completions and the results of its first step to the file `record`, and every completion has the same
+length. It runs in its own environment (requirements/bench.txt), so it imports nothing of this repository.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 settings = json.loads(Path(sys.argv[1]).read_text())
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # stdout is for the answers; the libraries' output goes to stderr
@@ -30,69 +27,14 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
-import reward_gsm8k  # noqa: E402
-
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 tokenizer = AutoTokenizer.from_pretrained(settings["model"])
 phases: dict[str, float] = {}
 first: dict = {}  # completions and results of the first step
 
 
-def trainer_of(data: list[dict], reward, rows: int, lora: dict, callbacks: list, **config) -> GRPOTrainer:
-    """TRL's trainer. ``rows``: completions of a step."""
-    shared = GRPOConfig(
-        output_dir=tempfile.mkdtemp(dir=settings.get("work")), use_cpu=True, bf16=False, fp16=False, report_to="none",
-        save_strategy="no", logging_steps=1, disable_tqdm=True, learning_rate=settings["lr"], num_iterations=1,
-        per_device_train_batch_size=rows, gradient_accumulation_steps=1, gradient_checkpointing=False,
-        num_generations=settings["group"], max_completion_length=settings["new_tokens"], temperature=1.0,
-        max_grad_norm=1.0, dataloader_pin_memory=False, remove_unused_columns=False, **config,
-    )  # fmt: skip
-    adapter = LoraConfig(r=settings["rank"], lora_dropout=0.0, bias="none", task_type="CAUSAL_LM", **lora)
-    model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32, router_aux_loss_coef=0.0)
-    return GRPOTrainer(
-        model=model, reward_funcs=[reward], args=shared, train_dataset=Dataset.from_list(data),
-        processing_class=tokenizer, peft_config=adapter, callbacks=callbacks,
-    )  # fmt: skip
-
-
 def asked(question: str) -> list[dict]:
     return [{"role": "user", "content": question}]
-
-
-# ------------------------------------------------------------------------------------------------------- one whole run
-
-
-def right(completions, gold, **kwargs) -> list[float]:
-    """Our reward, for completions in the form that TRL gives them."""
-    return [reward_gsm8k.score(texts[0]["content"], answer) for texts, answer in zip(completions, gold, strict=True)]
-
-
-def train(curve: Path) -> None:
-    """Train on the questions of all steps, in order, with the settings of a run of ours."""
-    trainer = trainer_of(
-        [{"prompt": asked(question), "gold": gold} for question, gold in settings["questions"]], right,
-        settings["prompts"] * settings["group"],
-        {"lora_alpha": settings["alpha"], "target_modules": [], "target_parameters": EXPERTS}, [],
-        seed=settings["seed"], max_steps=settings["steps"], shuffle_dataset=False, top_p=1.0, top_k=0, beta=0.0,
-        epsilon=0.2, loss_type="bnpo", scale_rewards="group", mask_truncated_completions=False, adam_beta1=0.9,
-        adam_beta2=0.95, adam_epsilon=1e-8, weight_decay=0.0,
-    )  # fmt: skip
-    optimizer = trainer.create_optimizer()
-    # The first step of ours has the rate lr / warmup_steps; transformers' own warm-up would begin with 0.
-    trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / settings["warmup_steps"])
-    )
-    trainer.train()
-    logged = [line for line in trainer.state.log_history if "reward" in line]
-    curve.write_text(json.dumps({
-        "reward": [line["reward"] for line in logged],
-        "length": [line["completions/mean_length"] for line in logged],
-        "parameters": sum(each.numel() for each in trainer.model.parameters() if each.requires_grad),
-    }))  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------------- one step at a time
 
 
 def answer(record: dict) -> None:
@@ -176,16 +118,24 @@ def see_loss(result) -> None:
 def take_turns() -> None:
     """Train with the adapter that our side has written, one step for each line on stdin."""
     length, modules = settings["new_tokens"], ["q_proj", "k_proj", "v_proj", "o_proj"]
-    lora = {
-        "lora_alpha": 2 * settings["rank"],
-        "target_modules": modules + ["gate_proj", "up_proj", "down_proj"] * settings["shared_expert"],
-        "target_parameters": EXPERTS if settings["experts"] else None,
-    }
-    trainer = trainer_of(
-        [{"prompt": asked(question)} for question in settings["questions"]], of_characters,
-        len(settings["questions"]) * settings["group"], lora, [Turns()], seed=0, max_steps=10**6,
+    adapter = LoraConfig(
+        r=settings["rank"], lora_alpha=2 * settings["rank"], lora_dropout=0.0, bias="none", task_type="CAUSAL_LM",
+        target_modules=modules + ["gate_proj", "up_proj", "down_proj"] * settings["shared_expert"],
+        target_parameters=EXPERTS if settings["experts"] else None,
+    )  # fmt: skip
+    config = GRPOConfig(
+        output_dir=tempfile.mkdtemp(dir=settings["work"]), use_cpu=True, bf16=False, fp16=False, report_to="none",
+        save_strategy="no", logging_steps=1, disable_tqdm=True, learning_rate=settings["lr"], num_iterations=1,
+        per_device_train_batch_size=len(settings["questions"]) * settings["group"], gradient_accumulation_steps=1,
+        gradient_checkpointing=False, num_generations=settings["group"], max_completion_length=length, temperature=1.0,
+        max_grad_norm=1.0, dataloader_pin_memory=False, remove_unused_columns=False, seed=0, max_steps=10**6,
         lr_scheduler_type="constant", beta=settings["beta"], loss_type="grpo",
         generation_kwargs={"min_new_tokens": length, "max_new_tokens": length},
+    )  # fmt: skip
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32, router_aux_loss_coef=0.0),
+        reward_funcs=[of_characters], args=config, processing_class=tokenizer, peft_config=adapter, callbacks=[Turns()],
+        train_dataset=Dataset.from_list([{"prompt": asked(question)} for question in settings["questions"]]),
     )  # fmt: skip
     loaded = set_peft_model_state_dict(trainer.model, load_file(settings["adapter"] + "/adapter_model.safetensors"))
     assert not loaded.unexpected_keys, loaded.unexpected_keys
@@ -201,7 +151,4 @@ def take_turns() -> None:
     trainer.train()
 
 
-if len(sys.argv) > 2:
-    train(Path(sys.argv[2]))
-else:
-    take_turns()
+take_turns()

@@ -67,12 +67,7 @@ def rms_norm_formula(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
-def attention_formula(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor:
-    later = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).triu(1)
-    return masked_formula(query, key, value, later, scale=scale)
-
-
-def masked_formula(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, *, scale: float) -> Tensor:
+def attention_formula(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, *, scale: float) -> Tensor:
     key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
     return (query @ key.transpose(-1, -2) * scale).masked_fill(hidden, -math.inf).softmax(-1) @ value
 
@@ -133,10 +128,11 @@ def cases(cfg: Config, arch: Architecture, ranks: int, seed: int) -> list[Case]:
         norm("rms_norm (hidden)", own_tokens, h),
         Case("rotary", lambda *x: kernels.rotary(*x), rotary_formula, turned, ("x",), (3, 3), (1, 1)),
         Case("causal_attention", lambda *x: kernels.causal_attention(*x, scale=d**-0.5),
-             lambda *x: attention_formula(*x, scale=d**-0.5), qkv, tuple(qkv), (2, 5), (T + d, T + d), block=2),
+             lambda q, k, v: attention_formula(q, k, v, torch.ones(T, T).triu(1).bool(), scale=d**-0.5),
+             qkv, tuple(qkv), (2, 5), (T + d, T + d), block=2),
         Case("masked_attention",
              lambda q, k, v, hidden: kernels.masked_attention(q, k, v, kernels.attention_mask(hidden), scale=d**-0.5),
-             lambda *x: masked_formula(*x, scale=d**-0.5), packed | {"hidden": hidden[None, None]}, tuple(packed),
+             lambda *x: attention_formula(*x, scale=d**-0.5), packed | {"hidden": hidden[None, None]}, tuple(packed),
              (2, 5), (T + d, T + d), block=2),
         Case("swiglu", lambda *x: kernels.swiglu(*x), swiglu_formula, gate_up, ("gate_up",), (2, 3), (1, 1)),
     ]  # fmt: skip

@@ -10,8 +10,9 @@ docs/self_test.md says what was measured, which faults this test does not find, 
 import contextlib
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -19,16 +20,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import aqn
+import data_gsm8k
+import grpo
 import parallel_setup
 import tiny_model
 import train_grpo
 from architecture import tensor_shapes
-from checks.self_test_functions import judge_functions
 from checks.self_test_reference import Named, State, forward, merged, rows_of, unknown, updated
 from checks.self_test_schedules import GAP, Findings, Interrupted, NotAsExpected, Watch, learner_state, rate, schedules
 from engines.interface import Completion
 from engines.torch_sampler import TorchSampler
-from inputs import hf_config
+from inputs import functions, hf_config
 from inputs.scoring import Call, Scorer
 from knobs import Config, TinyModelConfig
 from learner import Learner
@@ -50,6 +52,9 @@ LARGER = ("lm_head.weight", "model.embed_tokens.weight")
 WHOLE = {"fp32": 0.05, "bf16": 0.7}  # largest relative difference of a whole gradient; docs/self_test.md: what was seen
 PIECE = {"fp32": (0.9, 1.1), "bf16": (0.02, 4)}  # part of the expected value in each tensor, or an expert's part of one
 NORM = {"fp32": 0.01, "bf16": 0.25}  # largest relative difference of the gradient's norm
+SAME_ROWS = "gives the same for the same rows in any order"
+OTHER_ROWS = "depends on the order of its rows, or on chance"
+SCORED_TWICE = 8  # training questions whose gold answers are scored twice
 # Tripwires of a run that have a check of their own here, or that a toy task would trip.
 OFF = ("reward_constant", "unparsable", "truncated", "sampling", "impossible", "gradient_spike", "entropy")
 WATCHED = (  # methods that Observer's of the same name stand in for
@@ -177,9 +182,23 @@ def pieces(tensors: Named) -> Named:
     return parts | {name: x for name, x in tensors.items() if x.dim() != 3}
 
 
-def watched(watching: Callable, real: Callable) -> Callable:
-    """``watching`` with the real method as its first argument, as a method."""
-    return lambda *args, **kwargs: watching(real, *args, **kwargs)
+@contextlib.contextmanager
+def watching(observer: object, watched: Iterable[tuple[Any, str]], log_path: Path) -> Iterator[None]:
+    """In this block the observer's methods stand in for the ``watched`` ones of the same names; all output is logged.
+
+    They get the real one as their first argument.
+    """
+
+    def standing_in(seeing: Callable, real: Callable) -> Callable:
+        return lambda *args, **kwargs: seeing(real, *args, **kwargs)
+
+    with contextlib.ExitStack() as stack, open(log_path, "a") as log:
+        stack.enter_context(contextlib.redirect_stdout(log))
+        stack.enter_context(contextlib.redirect_stderr(log))
+        for owner, name in watched:
+            method = standing_in(getattr(observer, name), getattr(owner, name))
+            stack.enter_context(mock.patch.object(owner, name, method))
+        yield
 
 
 class Observer(Watch):
@@ -277,6 +296,41 @@ class Observer(Watch):
         )
 
 
+def judge_functions(cfg: Config, findings: Findings) -> None:
+    """Add a finding for each function of ``cfg`` (FILE.py:NAME). InputError if one of them fails.
+
+    It can be judged that a function repeats itself, and treats the completions of a question alike. Whether it rewards
+    the right thing, this test cannot know.
+    """
+    if cfg.reward.function:
+        rows = data_gsm8k.read(cfg.data, "train")[0][:SCORED_TWICE]
+        calls = [Call(row.answer, row.gold, row.columns) for row in rows]
+        scorer = Scorer(cfg.reward)
+        first, again = scorer(calls), scorer(calls[::-1])[::-1]
+        scorer.close()
+        same = "scores answers equally in two calls" if first == again else "scores an answer differently in two calls"
+        findings.add("reward.function", first == again, f"{cfg.reward.function} {same}; what it rewards is not judged")
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = torch.arange(4).roll(1), torch.arange(6).roll(1)
+    if callable(advantage := functions.advantage(cfg.loss.advantage)):
+        rewards = torch.randint(0, 3, (4, 6), generator=generator) / 2
+        found, again = advantage(rewards), advantage(rewards)
+        turned = advantage(rewards[rows][:, columns])
+        alike = torch.equal(found, again) and torch.allclose(turned, found[rows][:, columns], atol=1e-5)
+        findings.add("loss.advantage", alike, f"{cfg.loss.advantage}: {SAME_ROWS if alike else OTHER_ROWS}")
+    if callable(loss := functions.token_loss(cfg.loss.kind)):
+        logp, old, advantages = (torch.randn(4, 6, generator=generator) for _ in range(3))
+        mask = (torch.arange(6) < torch.tensor([[6], [3], [1], [5]])).float()
+
+        def losses(order: torch.Tensor) -> torch.Tensor:
+            own, before, better = ((x * mask)[order] for x in (logp, old, advantages))
+            return loss(grpo.LossInputs(own, before, better, mask[order], 0.2, 0.2, 3.0))[0] * mask[order]
+
+        plain = losses(torch.arange(4))
+        alike = torch.equal(plain, losses(torch.arange(4))) and torch.allclose(losses(rows), plain[rows], atol=1e-5)
+        findings.add("loss.kind", alike, f"{cfg.loss.kind}: {SAME_ROWS if alike else OTHER_ROWS}")
+
+
 def judge(cfg: Config, folder: Path) -> Findings:
     """Train by the method of ``cfg`` in ``folder``, which is empty, and return the findings. InputError as in a run."""
     findings, tiny = Findings(), tiny_run(cfg, folder)
@@ -302,11 +356,7 @@ def judge(cfg: Config, folder: Path) -> Findings:
     if other := ", ".join(f"{key} {value}" for key, value in unknown(cfg).items()):
         findings.add("not judged:", True, f"{other}; it has no second formula, so the trainer's own was used")
     observer = Observer(tiny, write_inputs(cfg, folder), findings)
-    with contextlib.ExitStack() as stack, open(folder / "log.txt", "w") as log:
-        stack.enter_context(contextlib.redirect_stdout(log))
-        stack.enter_context(contextlib.redirect_stderr(log))
-        for owner, name in WATCHED:
-            stack.enter_context(mock.patch.object(owner, name, watched(getattr(observer, name), getattr(owner, name))))
+    with watching(observer, WATCHED, folder / "log.txt"):
         try:
             with contextlib.suppress(Interrupted):
                 train_grpo.start(tiny)

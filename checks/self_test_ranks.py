@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -34,9 +33,9 @@ import parallel_setup
 import startup
 import train_grpo
 from checks import self_test
-from checks.self_test import GROUP, PROMPTS, SEED, Observer, watched
+from checks.self_test import GROUP, PROMPTS, SEED, Observer, watching
 from checks.self_test_schedules import GAP, Findings, NotAsExpected, learner_state
-from config import command_line, derive_seed, resolve_config
+from config import command, command_line, derive_seed, resolve_config
 from engines.interface import Completion
 from engines.torch_sampler import TorchSampler
 from inputs.config_rules import OTHER_RULES
@@ -201,14 +200,9 @@ def judge_layout(cfg: Config, folder: Path, layout: str, answers: dict[str, str]
     """The findings of both ranks. The world of two ranks is open; ``folder`` has what self_test.write_inputs writes."""
     findings, tiny = Findings(), layout_run(cfg, folder, layout)
     observer, parallel = RanksObserver(tiny, answers, findings), parallel_setup.open_layout(tiny.parallel, device)
-    with contextlib.ExitStack() as stack, open(folder / f"log-{layout}-{parallel.rank}.txt", "a") as log:
-        stack.enter_context(contextlib.redirect_stdout(log))
-        stack.enter_context(contextlib.redirect_stderr(log))
-        for owner, name in WATCHED:
-            observing = watched(getattr(observer, name), getattr(owner, name))
-            stack.enter_context(mock.patch.object(owner, name, observing))
-        with contextlib.suppress(NotAsExpected):
-            train_grpo.train(tiny, parallel, Heartbeat(parallel.rank, 0))
+    log_path = folder / f"log-{layout}-{parallel.rank}.txt"
+    with watching(observer, WATCHED, log_path), contextlib.suppress(NotAsExpected):
+        train_grpo.train(tiny, parallel, Heartbeat(parallel.rank, 0))
     parallel_setup.close_layout()
     of_both = (finding for theirs in everyones(dict(findings)) for finding in theirs.items())
     return Findings(sorted(of_both, key=lambda finding: finding[1][0], reverse=True))  # what is wrong on a rank counts
@@ -316,6 +310,7 @@ def _rank(rank: int, args: argparse.Namespace, place: dict[str, str]) -> None:
     sys.exit(compare(args))
 
 
+@command
 def main(arguments: list[str]) -> int:
     """Exit code 0: it learned, and two ranks agree with the reference. 1: not so. 2: unusable input, or a full disk.
 
@@ -324,15 +319,12 @@ def main(arguments: list[str]) -> int:
     args = parse(arguments)
     if args.ranks and "RANK" in os.environ:
         return compare(args)
-    try:
-        cfg, _ = resolve_config(args.config, args.overrides, rules=OTHER_RULES)
-        # Where the usable cores are not known, as on macOS, a fork is not safe either.
-        device, cores = (
-            devices.resolve(cfg.device).type,
-            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
-        )
-    except BAD_INPUT as error:
-        return refused(error)
+    cfg, _ = resolve_config(args.config, args.overrides, rules=OTHER_RULES)
+    # Where the usable cores are not known, as on macOS, a fork is not safe either.
+    device, cores = (
+        devices.resolve(cfg.device).type,
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
+    )
     print(introduction(cfg, Path(args.config).name), flush=True)
     possible = device == "cpu" and (args.ranks or cores >= RANKS)
     if not possible:

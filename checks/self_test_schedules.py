@@ -219,8 +219,11 @@ class Watch:
             or abs(std - size) < BOUND * size / max(1, len(noise_of_norms[noise_of_norms != 0])) ** 0.5
         )
         good = close and len(self.noises) > before if size else not noise_of_norms.any()
-        text = f"step {step + 1}: std {std:.3g}, sigma {size:.3g}, {len(self.noises)} different patterns so far"
-        self.findings.add("noise", good, text)
+        self.findings.add(
+            "noise",
+            good,
+            f"step {step + 1}: std {std:.3g}, sigma {size:.3g}, {len(self.noises)} different patterns so far",
+        )
 
     def check_inputs(
         self, batch: Rollout, completions: list[list[Completion]], advantages: Tensor, step: int
@@ -278,11 +281,11 @@ class Watch:
         """A resumed run must go on with the state that was in memory when it was saved."""
         kinds = (saved.factors, now.factors), (saved.first, now.first), (saved.second, now.second)
         lost = [name for then, resumed in kinds for name, x in then.items() if not x.equal(resumed[name])]
-        good = not lost and optimizer_steps == saved.steps == now.steps
-        text = (
-            f"{len(lost)} tensors are not those of the save; optimizer steps {optimizer_steps}, {now.steps} were made"
+        self.findings.add(
+            "resume",
+            not lost and optimizer_steps == saved.steps == now.steps,
+            f"{len(lost)} tensors are not those of the save; optimizer steps {optimizer_steps}, {now.steps} were made",
         )
-        self.findings.add("resume", good, text)
 
     def evaluate(self, real: Callable, run: Any, after_steps: int) -> None:
         """Run.evaluate, compared with the float64 model. NotAsExpected if they differ, except before the first step.

@@ -332,14 +332,11 @@ def layout_problems(cfg: Config, arch: Architecture, world_size: int) -> list[st
             f"aqn.schedule: {cfg.aqn.schedule} needs the whole matrices of the shared expert, but with "
             f"rollout.expert_parallel each rank holds a part of them; needed: off {STREAMED}",
         ),
+        (
+            arch.stored_format != "none" and not cfg.rollout.kind.alters,
+            f"rollout.engine: {cfg.rollout.engine} cannot take the policy of a quantised checkpoint; needed: torch",
+        ),
     ]
-    if arch.stored_format != "none" and not cfg.rollout.kind.alters:
-        rules.append(
-            (
-                True,
-                f"rollout.engine: {cfg.rollout.engine} cannot take the policy of a quantised checkpoint; needed: torch",
-            )
-        )
     return [
         *_split_problem("parallel.tensor", tensor, split_by_tensor, world_size),
         *_split_problem("parallel.expert_tensor", expert_tensor, columns, world_size),

@@ -44,7 +44,7 @@ class InputError(ValueError):
     """
 
 
-BAD_INPUT = (InputError, OSError, UnicodeError)  # the main function of a command catches these and calls `refused`
+BAD_INPUT = (InputError, OSError, UnicodeError)  # the main function of a command passes these to `refused`
 
 
 def shown(value: object) -> str:

@@ -27,20 +27,15 @@ if TYPE_CHECKING:
 NEEDED = "needed: FILE.py:NAME, a Python file and a function in it"
 
 
-def split(key: str, named: str) -> tuple[Path, str]:
-    """The file and the function that ``named`` says; InputError if there is no such file."""
-    path, _, name = named.rpartition(":")
-    if not Path(path).is_file():
-        raise InputError(f"{key}: {path}: no such file; {NEEDED}")
-    return Path(path), name
-
-
 def load(key: str, named: str, *arguments: str) -> Callable[..., Any]:
-    """The function; InputError if the file cannot be imported, or the function does not take the ``arguments``.
+    """The function; InputError if its file is not there or cannot be imported, or if it does not take ``arguments``.
 
     Other modules in the file's folder can be imported from it.
     """
-    path, name = split(key, named)
+    file, _, name = named.rpartition(":")
+    path = Path(file)
+    if not path.is_file():
+        raise InputError(f"{key}: {file}: no such file; {NEEDED}")
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)  # last, so that no file of it takes the place of another module

@@ -275,7 +275,6 @@ def settings(cfg: Config) -> tuple[dict, str]:
 def tiny_settings(tiny: TinyModelConfig, row_tokens: int) -> dict:
     """config.json of the model that ``tiny`` describes, for rows of at least ``row_tokens`` tokens."""
     family = FAMILIES[tiny.architecture]
-    shared_expert = {"shared_expert_intermediate_size": 64}
     return {
         "architectures": [family.class_name],
         "model_type": tiny.architecture,
@@ -300,7 +299,7 @@ def tiny_settings(tiny: TinyModelConfig, row_tokens: int) -> dict:
         "torch_dtype": "float32",
         "pad_token_id": 0,
         "eos_token_id": 2,
-        **(shared_expert if family.shared_expert else {}),
+        **({"shared_expert_intermediate_size": 64} if family.shared_expert else {}),
         **({"qkv_bias": True} if family.qkv_bias else {}),
     }
 

@@ -6,14 +6,12 @@ and `against` with those of one commit. The last three need git; without it, or 
 left out.
 """
 
-import gzip
 import hashlib
 import io
 import itertools
 import json
 import subprocess
 import sys
-import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable
@@ -21,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from inputs.files import InputError, parse_yaml, read_text, shown
-from lab.records import Benchmark, Record, Run, summary, validated
+from lab.records import Record, Run, summary
 from lab.store import (
     Content,
     clash,
@@ -312,24 +310,11 @@ def _shorter_gains(results: Path, read: Read, now: Read, where: str) -> list[str
 
 
 def _records_at(results: Path, commit: str) -> dict[str, str]:
-    """The seals of the records of a commit. Before version 0.2 a record was a folder with two files."""
-    archive = git("archive", "--format=tar", commit, "--", ".", folder=results)
-    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        contents = {member.name: tar.extractfile(member).read() for member in tar.getmembers() if member.isfile()}
-    dates = {run.record.id: run.record.date for run in load_runs(results).values()}  # those records had no date
-    known, found = load_benchmarks(results), {}
-    for name, content in contents.items():
-        record_id, _, file = name.partition("/")
-        if name.endswith(".parquet"):
-            found |= seals(content_of(content, name))
-        elif file == "record.json":
-            record = json.loads(content) | {"schema_version": 3, "date": dates.get(record_id, "2000-01-01")}
-            rows = gzip.decompress(contents[f"{record_id}/steps.jsonl.gz"]).splitlines()
-            found |= seals(
-                Content({record_id: Run(validated(Record, record, name), [json.loads(row) for row in rows])})
-            )
-        elif record_id == "benchmarks" and file.endswith(".json"):
-            stem = Path(file).stem
-            about = json.loads(content) | {"place": known[stem].place if stem in known else 0}
-            found |= seals(Content(benchmarks={stem: validated(Benchmark, about, name)}))
-    return found
+    """The seals of the records of a commit. InputError for a commit of before version 0.2, which had other files."""
+    names = git("ls-tree", "--name-only", commit, folder=results).decode().split("\n")
+    if "index.json" in names:
+        raise InputError(
+            f"--against: {commit[:7]} has its records in folders; needed: a commit of version 0.2 or later"
+        )
+    contents = {name: git("show", f"{commit}:./{name}", folder=results) for name in names if name.endswith(".parquet")}
+    return {name: seal for file, content in contents.items() for name, seal in seals(content_of(content, file)).items()}

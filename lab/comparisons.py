@@ -324,11 +324,8 @@ def operand_pairs(run: Run) -> list[tuple[int, int]]:
 def _generated(data: str) -> list[tuple[tuple[int, int], str]]:
     """The first two operands, in order of size, and the gold answer of each held-out question of a configuration."""
     rows, _, _ = data_gsm8k.read(DataConfig.model_validate_json(data), "test")
-    found = []
-    for row in rows:
-        x, y = map(int, re.findall(r"\d+", row.answer)[:2])
-        found.append(((min(x, y), max(x, y)), row.gold))
-    return found
+    pairs = [sorted(map(int, re.findall(r"\d+", row.answer)[:2])) for row in rows]
+    return [((x, y), row.gold) for (x, y), row in zip(pairs, rows, strict=True)]
 
 
 def _notes(base: list[Run], group: list[Run], pairs: list[tuple[Run, Run]]) -> list[str]:

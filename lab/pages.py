@@ -294,9 +294,10 @@ def npu_page(results: Path) -> str:
 
 def checks_page() -> str:
     """The generated part of docs/checks.md: the keys of `checks`, as knobs.py describes them."""
-    described = ChecksConfig.model_fields.items()
-    rows = [(f"`{key}`", str(field.default), field.description or "") for key, field in described]
-    return table([dict(zip(("key", "default", "it fires when, or it is"), row, strict=True)) for row in rows])
+    return table([
+        {"key": f"`{key}`", "default": str(field.default), "it fires when, or it is": field.description or ""}
+        for key, field in ChecksConfig.model_fields.items()
+    ])  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ writing and checking

@@ -103,8 +103,13 @@ OPEN: dict[str, Callable[[Path], Any]] = {
 def _run_options(run_dir: Path, prefix: str) -> dict[str, str]:
     """What wandb and swanlab call alike. Without an API key in the environment they are offline, so that none asks."""
     mode = os.environ.get(f"{prefix}_MODE") or ("online" if os.environ.get(f"{prefix}_API_KEY") else "offline")
-    project = os.environ.get(f"{prefix}_PROJECT") or PROJECT
-    return {"project": project, "name": run_dir.name, "id": run_id(run_dir), "resume": "allow", "mode": mode}
+    return {
+        "project": os.environ.get(f"{prefix}_PROJECT") or PROJECT,
+        "name": run_dir.name,
+        "id": run_id(run_dir),
+        "resume": "allow",
+        "mode": mode,
+    }
 
 
 def run_id(run_dir: Path) -> str:

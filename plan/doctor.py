@@ -15,17 +15,15 @@ import sys
 from pathlib import Path
 
 import run_record
-from config import command_line, load_config
+from config import command, command_line, load_config
 from inputs import environment, hf_config
 from inputs.files import (
-    BAD_INPUT,
     MOST_RANKS,
     SETTINGS_MIB,
     InputError,
     first_three,
     opened,
     read_object,
-    refused,
     variable,
 )
 from knobs import Config
@@ -241,6 +239,7 @@ def quick(cfg: Config) -> None:
                     print(finding, file=sys.stderr, flush=True)
 
 
+@command
 def main(arguments: list[str]) -> int:
     """Examine this machine, and if a configuration is named, for its run."""
     parser = command_line(
@@ -249,12 +248,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--ranks", type=int, help="processes on this machine")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     args = parser.parse_intermixed_args(arguments)
-    try:
-        cfg = load_config(args.config, args.overrides) if args.config else None
-        if args.ranks is not None and not 1 <= args.ranks <= MOST_RANKS:
-            raise InputError(f"--ranks: found {args.ranks}; needed: a whole number from 1 to {MOST_RANKS}")
-    except BAD_INPUT as error:
-        return refused(error)
+    cfg = load_config(args.config, args.overrides) if args.config else None
+    if args.ranks is not None and not 1 <= args.ranks <= MOST_RANKS:
+        raise InputError(f"--ranks: found {args.ranks}; needed: a whole number from 1 to {MOST_RANKS}")
     machine = Machine(run=cfg, ranks=args.ranks)
     findings = examine(machine)
     if args.json:

@@ -4,6 +4,7 @@ Every question to the machine is a field, so that a test can plant a fault: an e
 versions, libraries, ports, commands. Nothing here imports torch; a separate process asks the accelerator.
 """
 
+import contextlib
 import ctypes
 import functools
 import importlib.metadata
@@ -133,24 +134,21 @@ def library_error(name: str) -> str:
 
 def port_is_free(port: int) -> bool:
     """Whether a server could listen on ``port`` now."""
-    with socket.socket() as server:
+    with socket.socket() as server, contextlib.suppress(OSError):
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT after a run counts as free
-        try:
-            server.bind(("", port))
-            server.listen(1)
-        except OSError:
-            return False
-    return True
+        server.bind(("", port))
+        server.listen(1)
+        return True
+    return False
 
 
 def is_own_address(address: str) -> bool:
     """Whether this machine has the IP address."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as end:
-        try:
-            end.bind((address, 0))
-        except OSError:
-            return False
-    return True
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as end, contextlib.suppress(OSError):
+        end.bind((address, 0))
+        return True
+    return False
 
 
 def free_bytes(folder: Path) -> int:

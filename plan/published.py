@@ -223,11 +223,15 @@ def main(arguments: list[str]) -> int:
                 print(f"  {verdict}  {what}{seconds:6.1f} {low:6.1f} to {high:.1f}")
     apart = judgements(apart=True)
     print(f"inside: {_count(judged, 'step')} steps and {_count(judged, 'generation')} times of generation;")
-    print("  with the constants of other models and numbers of devices alone:", end=" ")
-    print(f"{_count(apart, 'step')} and {_count(apart, 'generation')}")
+    print(
+        "  with the constants of other models and numbers of devices alone: "
+        f"{_count(apart, 'step')} and {_count(apart, 'generation')}"
+    )
     recomputing = [each for each in judged if each.run.recompute]
-    print(f"  a plan for half the ranks would hold {_count(judged, 'half_the_ranks')} steps,", end=" ")
-    print(f"one without recompute {_count(recomputing, 'no_recompute')} with it")
+    print(
+        f"  a plan for half the ranks would hold {_count(judged, 'half_the_ranks')} steps, "
+        f"one without recompute {_count(recomputing, 'no_recompute')} with it"
+    )
     found = constants(runs())
     print("constants by all of them:")
     for (kind, graphs), seconds in sorted(found.layer_seconds.items()):

@@ -73,8 +73,10 @@ def judge(cfg: Config, ranks: int, setting: Setting) -> Verdict:
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     capacity = int(gib * GIB) if gib else host // min(ranks, setting.ranks_per_node)  # on a CPU a share of the host
     memory = step_memory(cfg, arch, layout, setting.device, capacity)
-    tokens = setting.prompt_tokens, setting.completion_tokens, cfg.rollout.max_new_tokens
-    times = roofline.step_times(cfg, arch, layout, hardware, memory, *tokens)
+    times = roofline.step_times(
+        cfg, arch, layout, hardware, memory,
+        setting.prompt_tokens, setting.completion_tokens, cfg.rollout.max_new_tokens,
+    )  # fmt: skip
     if memory.peak > capacity:
         parts = [(size, name) for name, size in memory.parts.items() if name not in ("margin", "logits chunk")]
         largest = ", ".join(f"{name} {size / GIB:.1f}" for size, name in sorted(parts, reverse=True)[:3])
@@ -125,10 +127,7 @@ def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
         if largest := next(found, None):
             nearest_fitting = [*nearest_fitting[: LISTED - 1], largest]
 
-    def order(verdict: Verdict) -> tuple[bool, float, float]:
-        return verdict.layout.ranks > ranks, round(verdict.memory.peak / GIB, 1), verdict.times.total
-
-    return sorted(nearest_fitting, key=order)
+    return sorted(nearest_fitting, key=lambda v: (v.layout.ranks > ranks, round(v.memory.peak / GIB, 1), v.times.total))
 
 
 def fastest(asked: Verdict, setting: Setting) -> list[Verdict]:

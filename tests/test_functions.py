@@ -15,7 +15,7 @@ from saved import config_in
 
 import grpo
 import run_record
-from checks.self_test_functions import judge_functions
+from checks.self_test import judge_functions
 from checks.self_test_schedules import Findings
 from config import load_config
 from inputs import functions

@@ -347,11 +347,12 @@ def test_a_merge_may_bring_records_and_may_not_change_them(repository: Path) -> 
 
 
 @pytest.mark.skipif(not (recorded.ROOT / ".git").exists(), reason="not a git checkout: there is no history")
-def test_the_records_of_before_version_0_2_are_those_of_today() -> None:
-    """At that time, a record was a folder with two files, without a date, and a benchmark was a JSON file."""
+def test_a_commit_of_before_version_0_2_is_refused_and_not_taken_for_one_without_records() -> None:
+    """At that time, a record was a folder with two files."""
     results = recorded.ROOT / "results"
     commits = git(results, "log", "--format=%h", "--", "*/record.json").split()
     if len(commits) < 2:
         pytest.skip("a shallow clone")
-    before = audit._records_at(results, commits[1])
-    assert len(before) == 635 and audit._lost(audit._today(results), before) == {}
+    with pytest.raises(InputError, match="has its records in folders; needed: a commit of version 0.2 or later"):
+        audit.against(results, commits[1])
+    assert len(audit._records_at(results, commits[0])) > 600 and audit.against(results, commits[0]) == []

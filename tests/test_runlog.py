@@ -107,7 +107,7 @@ def test_a_long_run_says_what_is_left_and_a_long_phase_that_it_is_at_work(
     monkeypatch.setattr(runlog.time, "monotonic", lambda: now[0])
     log = open_run(cfg.model_copy(update={"train": cfg.train.model_copy(update={"steps": 100})}), 1, 0)
     heartbeat = runlog.Heartbeat(0, 0)
-    heartbeat.continue_with(log)
+    heartbeat.log = log
 
     def later(seconds: float, place: str = "") -> list[str]:
         now[0] += seconds
