@@ -40,12 +40,13 @@ PHASES = ("sync", "generate", "reference", "forward", "backward", "optimizer")
 class Peer:
     """A trainer in its own process, which waits for a line before every step and answers with one line of JSON."""
 
-    def __init__(self, command: list[str], log: Path) -> None:
+    def __init__(self, command: list[str], log: Path, **environment: str) -> None:
         self.log, self.began = log, time.perf_counter()
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True, env=os.environ | ON_CPU
-            )
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True,
+                env=os.environ | ON_CPU | environment,
+            )  # fmt: skip
 
     def wait_until_ready(self) -> dict:
         return self.read() | {"startup_wall_s": time.perf_counter() - self.began}
@@ -56,9 +57,12 @@ class Peer:
             raise RuntimeError(f"{self.log} ended early:\n{self.log.read_text()[-3000:]}")
         return json.loads(line)
 
-    def ask(self, line: str) -> dict:
+    def tell(self, line: str) -> None:
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
+
+    def ask(self, line: str) -> dict:
+        self.tell(line)
         return self.read()
 
     def close(self) -> None:
@@ -73,13 +77,15 @@ def in_turn(peers: list[Peer], steps: int) -> list[list[dict]]:
     return [list(records) for records in zip(*rounds[1:], strict=True)]
 
 
-def ready_peer(name: str, work: Path, **changes: object) -> tuple[Peer, dict]:
-    """Our side, which waits for its first step and has made the model in ``work``, and what it said.
+def our_command(name: str, work: Path, **changes: object) -> list[str]:
+    """The command of our_side.py. ``changes``: see cases.config."""
+    return [sys.executable, str(HERE / "our_side.py"), name, "--work", str(work), "--set", json.dumps(changes)]
 
-    ``changes``: see cases.config.
-    """
-    command = [sys.executable, str(HERE / "our_side.py"), name, "--work", str(work), "--set", json.dumps(changes)]
-    peer = Peer(command, work / f"ours_{name}.log")
+
+def ready_peer(name: str, work: Path, **changes: object) -> tuple[Peer, dict]:
+    """A trainer that waits for its first step, and what it said. It has made the model in ``work``."""
+    work.mkdir(parents=True, exist_ok=True)
+    peer = Peer(our_command(name, work, **changes), work / f"ours_{name}.log")
     return peer, peer.wait_until_ready()
 
 
