@@ -223,7 +223,7 @@ REPLACED = {"train.tensorboard": "train.trackers: [tensorboard] for true, or lea
 
 # Keys that a resumed run may change: they decide where it writes and how it is split, not what it computes.
 MAY_CHANGE = frozenset(
-    {"name", "device", "model.recompute", "optim.tokens_per_micro_batch", "eval.batch_size"}
+    {"name", "device", "model.recompute", "model.attention_shapes", "optim.tokens_per_micro_batch", "eval.batch_size"}
     | {f"parallel.{key}" for key in ParallelConfig.model_fields}
     | {"rollout.tensor", "rollout.expert_parallel", "rollout.kv_cache_mib"}
     | {"train.out_dir", "train.checkpoint_every", "train.keep_last", "train.resume", "train.changed_inputs"}

@@ -3,7 +3,7 @@
 config.py reads a YAML file into these classes. P prompts a step, G completions a prompt, R LoRA rank. Imports no torch.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -27,6 +27,11 @@ class ModelConfig(Section):
     path: str = knob(..., "folder of a Hugging Face model: config.json, safetensors files, tokenizer", min_length=1)
     dtype: Literal["fp32", "bf16"] = knob("bf16", "type of weights and activations; LoRA factors are always fp32")
     recompute: bool = knob(False, "recompute activations in the backward pass: less memory, one more forward pass")
+    attention_shapes: Literal["auto", "few", "exact"] = knob(
+        "auto",
+        "few: packed rows call attention with few shapes, for each of which cuDNN plans a kernel anew; exact: with as "
+        "little padding as one call for a micro-batch has; auto: few on cuda, exact elsewhere",
+    )
     quantisation: Literal["none", "int8", "int4", "nvfp4"] = knob(
         "none", "format in which the trainer holds the frozen matrices that model.quantised names (hf_config.FORMATS)"
     )
@@ -349,6 +354,21 @@ class TrainConfig(Section):
     stall_seconds: int = knob(1200, "a rank without progress for so long says where, and ends; 0: off", ge=0, le=10**9)
 
 
+class Rounding(NamedTuple):
+    """The multiples to which the sizes of an attention call are rounded up."""
+
+    rows: int  # also prompts
+    own: int  # tokens of a row after its prompt
+    prompt: int  # tokens
+
+    def places(self, rows: int, own: int, prompt: int) -> tuple[int, int, int]:
+        """Rows, and own tokens and keys of a row, that are computed for rows with at most so many tokens."""
+        rows, own, prompt = (
+            -(-size // multiple) * multiple for size, multiple in zip((rows, own, prompt), self, strict=True)
+        )
+        return rows, own, prompt + own
+
+
 class Config(Section):
     name: str = knob(
         "unnamed", "start of the run folder's name", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=150
@@ -378,6 +398,15 @@ class Config(Section):
     def row_tokens(self) -> int:
         """Tokens of the longest row: prompt and completion."""
         return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    def rounding(self, device: str) -> Rounding | None:
+        """How model.attention_shapes rounds on a ``device``; None: not at all.
+
+        With 4 lengths of completions and 2 of prompts, the calls of a run have at most 8 shapes.
+        """
+        own, prompt = -(-self.rollout.max_new_tokens // 64) * 16, -(-self.data.max_prompt_tokens // 32) * 16
+        few = self.model.attention_shapes == "few" or (self.model.attention_shapes == "auto" and device == "cuda")
+        return Rounding(4, own, prompt) if few else None
 
     @property
     def keeps_factors_apart(self) -> bool:

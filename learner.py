@@ -64,7 +64,7 @@ class Learner:
         pad_token: int,
     ) -> None:
         self.cfg, self.arch, self.parallel, self.model, self.adapters = cfg, arch, parallel, model, adapters
-        self.pad_token = pad_token
+        self.pad_token, self.rounding = pad_token, cfg.rounding(parallel.device.type)
         self.replay = RoutingReplay(model, arch, parallel) if cfg.replay.mode != "off" else None
         self.router_load = RouterLoad(model, arch, parallel)
         self.trained: list[int] = []  # the sequences, of all ranks, on which the last step trained
@@ -115,7 +115,7 @@ class Learner:
                     surprises.append(surprise)
                 del loss  # free the autograd graph before the next forward pass
                 if micro.packing is not None:
-                    micro.packing.release_mask()
+                    micro.packing.release_masks()
                 for name, value in metrics.items():
                     share = 1 / len(updates) if name in LOSSES else update.counts["num_tokens"] / max(1, trained_tokens)
                     sums[name] = sums.get(name, 0) + value * share
@@ -190,7 +190,7 @@ class Learner:
 
     def _put_on_line(self, micro: MicroBatch) -> None:
         """Let the forward passes of ``micro`` compute one line of tokens instead of padded rows."""
-        micro.packing = packing.pack(micro.tokens, micro.mask, self.parallel.tensor)
+        micro.packing = packing.pack(micro.tokens, micro.mask, self.parallel.tensor, self.rounding)
         if micro.routes is not None:
             micro.replayed = micro.packing.to_line(micro.replayed) * micro.packing.rows
             micro.routes = micro.packing.to_line(micro.routes)
@@ -227,8 +227,8 @@ class Learner:
         stats = model_megatron.token_logprobs(
             self.model, micro.tokens, micro.mask, self.parallel, self.cfg.rollout.temperature, micro.packing
         )
-        if micro.packing is not None and not torch.is_grad_enabled():  # recompute in a backward pass needs the mask
-            micro.packing.release_mask()
+        if micro.packing is not None and not torch.is_grad_enabled():  # recompute in a backward pass needs the masks
+            micro.packing.release_masks()
         return stats
 
     def _loss(

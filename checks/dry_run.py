@@ -77,11 +77,11 @@ def run(
     """One step of ``rank``, with an update for each imbalance. ``adapt`` may change the model before the step."""
     from megatron.core import parallel_state
 
-    device, layout = torch.device(kind), grid.of(cfg, ranks)
+    device, layout = torch.device(dry_run_device.STAND_IN[kind]), grid.of(cfg, ranks)
     batch, length = fullest_batch(cfg, layout)
-    one = _of_one_micro_batch(cfg, layout, len(batch.lengths))
+    one = _of_one_micro_batch(cfg, layout, len(batch.lengths), kind)
     advantages = torch.zeros(len(batch.lengths))
-    meter = Meter(kind, answers=True, experts_per_token=arch.experts_per_token)
+    meter = Meter(device.type, answers=True, experts_per_token=arch.experts_per_token)
     with contextlib.ExitStack() as stack:
         parallel = stack.enter_context(dry_run_device.as_rank(rank, ranks, cfg.parallel, device))
         counts = parallel_state.get_expert_tensor_and_model_parallel_group()  # Megatron gathers counts over it
@@ -294,9 +294,10 @@ def fullest_batch(cfg: Config, layout: grid.RankGrid) -> tuple[Rollout, int]:
     return batch, length
 
 
-def _of_one_micro_batch(cfg: Config, layout: grid.RankGrid, sequences: int) -> Config:
-    """``cfg`` with a step of one update of one micro-batch."""
+def _of_one_micro_batch(cfg: Config, layout: grid.RankGrid, sequences: int, kind: str) -> Config:
+    """``cfg`` with a step of one update of one micro-batch, and what it means by attention shapes on that device."""
     changes = {
+        "model": {"attention_shapes": "few" if cfg.rounding(kind) else "exact"},  # a stand-in has another type
         "rollout": {"prompts_per_step": 1, "group_size": sequences},
         "loss": {"skip_equal_groups": False},  # a group of one row would be skipped
         "optim": {"prompts_per_update": 1, "tokens_per_micro_batch": memory.micro_batch_tokens(cfg, layout)},
@@ -327,16 +328,15 @@ def main(arguments: list[str]) -> int:
         ):  # fmt: skip
             if not least <= value <= most:
                 raise InputError(f"{name}: found {shown(value)}; needed: {least} to {most}")
-        if kind == "cuda" and not torch.backends.cuda.is_built():
-            raise InputError("device: cuda: this torch has no CUDA; needed: a build with it, or device=npu or cpu")
+        if kind == "cuda" and cfg.model.dtype == "fp32":
+            raise InputError("model.dtype: found fp32, which on cuda multiplies by numbers of a router; needed: bf16")
         if broken := broken_rules(cfg, arch, ranks):
             raise InputError("; ".join(broken))
     except BAD_INPUT as error:
         return refused(error)
     if args.layers:
         arch = dataclasses.replace(arch, num_layers=args.layers, moe_layers=arch.moe_layers[: args.layers])
-    if kind == "npu":
-        dry_run_device.open_npu()
+    dry_run_device.open_device(kind)
     try:
         done = run(cfg, arch, ranks, args.rank, kind)
     except Exception as error:
@@ -352,8 +352,8 @@ def main(arguments: list[str]) -> int:
         print(json.dumps(counted | {"compared": beside, "seconds": round(seconds, 1), "rss_gib": round(peak, 2)}))
         return 0 if agree else 1
     title = (
-        f"{cfg.name}: dry run of rank {args.rank} of {ranks} on device {kind}, {arch.num_layers} layers, model from "
-        f"{source}; a micro-batch of {done.tokens:,} tokens; nothing was computed"
+        f"{cfg.name}: dry run of rank {args.rank} of {ranks}, {arch.num_layers} layers, model from {source}; a "
+        f"micro-batch of {done.tokens:,} tokens; nothing was computed; device {counted['device']}"
     )
     print(as_text(counted, rows, title))
     verdict = (

@@ -1,19 +1,22 @@
-"""A device without storage for the dry run: npu tensors that are only a shape, and what else the trainer asks of it.
+"""A device without storage for the dry run: tensors that are only a shape, and what else the trainer asks of it.
 
-The operators of torch_npu are shapes and what autograd keeps for their backward pass, which is what decides memory.
-tests/test_dry_run.py compares the bytes of whole steps with those of the real package. Megatron's dispatcher gets token
-counts from a plan instead of from a router.
+It stands for an NPU or a GPU. The operators of torch_npu are shapes and what autograd keeps for their backward pass,
+which is what decides memory. tests/test_dry_run.py compares the bytes of whole steps with those of the real package. A
+GPU has another type here, because torch without CUDA has no backward pass for tensors of type cuda; the shapes of its
+operators are torch's own. Megatron's dispatcher gets token counts from a plan instead of from a router.
 """
 
 import contextlib
 import sys
 import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
@@ -23,6 +26,8 @@ from architecture import Architecture, tensor_shapes
 from knobs import ParallelConfig
 
 STATISTICS = 8  # fp32 numbers that npu_fusion_attention keeps for a query of a head, twice
+# kind of device -> the type of the tensors that stand for it. torch keeps the name cuda for itself.
+STAND_IN = {"cpu": "cpu", "npu": "npu", "cuda": "cuda_stand_in"}
 
 # ------------------------------------------------------------------------------------------------ operators
 
@@ -106,26 +111,20 @@ class _Attention(torch.autograd.Function):
         return *grads, *[None] * 6
 
 
-class _Swiglu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, dim):
-        ctx.save_for_backward(x)
-        return torch.ops.npu.npu_swiglu(x, dim=dim)
+def _for_first(forward: Callable, backward: Callable) -> Callable[..., Tensor]:
+    """``forward`` of tensors, of which the first one gets the gradient ``backward``(dy, *tensors)."""
 
-    @staticmethod
-    def backward(ctx, dy):
-        return torch.ops.npu.npu_swiglu_backward(dy, *ctx.saved_tensors), None
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *tensors):
+            ctx.save_for_backward(*tensors)
+            return forward(*tensors)
 
+        @staticmethod
+        def backward(ctx, dy):
+            return backward(dy, *ctx.saved_tensors), *[None] * (len(ctx.saved_tensors) - 1)
 
-class _Rotary(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, cos, sin):
-        ctx.save_for_backward(x, cos, sin)
-        return torch.ops.npu.npu_rotary_mul(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return torch.ops.npu.npu_rotary_mul_backward(dy, *ctx.saved_tensors), None, None
+    return Function.apply
 
 
 def npu_fusion_attention(query, key, value, head_num, input_layout, *, atten_mask, scale, sparse_mode, keep_prob):
@@ -133,25 +132,41 @@ def npu_fusion_attention(query, key, value, head_num, input_layout, *, atten_mas
     return (_Attention.apply(query, key, value, head_num, input_layout, atten_mask, scale, sparse_mode, keep_prob),)
 
 
-def open_npu() -> None:
-    """Give this process the device type npu, and a torch_npu with the operators of kernels.py. It cannot be undone."""
+def open_device(kind: str) -> None:
+    """Give this process the device type that stands for ``kind``. It cannot be undone.
+
+    For an NPU it gets a torch_npu with the operators of kernels.py, too.
+    """
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-    _setup_privateuseone_for_python_backend("npu")
+    if kind != "cpu":
+        _setup_privateuseone_for_python_backend(STAND_IN[kind])
+    if kind != "npu":
+        return
     library = torch.library.Library("npu", "DEF")
     for schema in SCHEMAS:
         name = library.define(schema)
         library.impl(name, SHAPES[name], "Meta")
-    package = types.ModuleType("torch_npu")
+    package, npu = types.ModuleType("torch_npu"), torch.ops.npu
     package.__dict__.update(
         library=library,  # torch forgets the operators of a library that is collected
-        npu_grouped_matmul=torch.ops.npu.npu_grouped_matmul,
+        npu_grouped_matmul=npu.npu_grouped_matmul,
         npu_rms_norm=_RmsNorm.apply,
         npu_fusion_attention=npu_fusion_attention,
-        npu_swiglu=lambda x, dim=-1: _Swiglu.apply(x, dim),
-        npu_rotary_mul=_Rotary.apply,
+        npu_swiglu=lambda x, dim: _for_first(partial(npu.npu_swiglu, dim=dim), npu.npu_swiglu_backward)(x),
+        npu_rotary_mul=_for_first(npu.npu_rotary_mul, npu.npu_rotary_mul_backward),
     )
     sys.modules["torch_npu"] = package
+
+
+def _attention(native, query, key, value, *, attn_mask=None, is_causal=False, scale, enable_gqa):
+    """torch's attention. On the stand-in of a GPU it is cuDNN's, which torch prefers on an H100 in bf16."""
+    if query.device.type != STAND_IN["cuda"]:
+        return native(query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    return torch.ops.aten._scaled_dot_product_cudnn_attention(
+        query, key, value, attn_mask, keeps, is_causal=is_causal, scale=scale
+    )[0]
 
 
 # ------------------------------------------------------------------------------------------------ a rank
@@ -167,6 +182,7 @@ def as_rank(rank: int, ranks: int, sizes: ParallelConfig, device: torch.device) 
         with (
             mock.patch.dict(devices.BACKENDS, {device.type: "fake"}),
             mock.patch.object(devices, "group_options", lambda device, name: None),
+            mock.patch.object(F, "scaled_dot_product_attention", partial(_attention, F.scaled_dot_product_attention)),
         ):
             if device.type != "cpu":
                 _stand_for_cuda(device)
@@ -177,7 +193,7 @@ def as_rank(rank: int, ranks: int, sizes: ParallelConfig, device: torch.device) 
 
 
 def _stand_for_cuda(device: torch.device) -> None:
-    """Megatron's calls of torch.cuda, which torch_npu or MindSpeed would redirect to the NPU."""
+    """Megatron's calls of torch.cuda, which on an NPU torch_npu or MindSpeed would redirect."""
     devices.redirect_cuda()
     vars(torch.cuda)["current_device"] = lambda: device
     devices.import_megatron(device)

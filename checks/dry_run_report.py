@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from architecture import Architecture
-from checks import confirmed
+from checks import attention_shapes, confirmed
 from checks.dry_run_meter import KINDS, Meter
 from knobs import Config
 from plan import grid, memory
@@ -29,7 +29,7 @@ class DryRun:
 
 def figures(done: DryRun, rank: int, imbalances: Sequence[float]) -> dict:
     """What --json prints, in bytes and operations."""
-    phases = {}
+    phases, rounding = {}, done.cfg.rounding(done.kind)
     names = [phase + ending for phase in PHASES for ending in dict.fromkeys(["", *map(confirmed.suffix, imbalances)])]
     for name in (name for name in names if name in done.meter.phases):
         seen = done.meter.phases[name]
@@ -50,6 +50,8 @@ def figures(done: DryRun, rank: int, imbalances: Sequence[float]) -> dict:
             ],
         }
     return {
+        "device": f"{done.kind}: its branches of kernels.py"
+        + " on a stand-in device, no kernel of it ran" * (done.kind != "cpu"),
         "rank": rank,
         "ranks": done.layout.ranks,
         "imbalances": list(imbalances),
@@ -58,6 +60,8 @@ def figures(done: DryRun, rank: int, imbalances: Sequence[float]) -> dict:
         "left_bytes": done.left,
         "pushed_tensors": done.pushed,
         "phases": phases,
+        "rounding": rounding,
+        "shapes": attention_shapes.count(done.cfg, done.layout, rank // done.layout.tensor, rounding),
     }
 
 
@@ -79,6 +83,7 @@ def as_text(counted: dict, rows: list[confirmed.Compared], title: str) -> str:
     lines.append(f"  a push hands {counted['pushed_tensors']:,} tensors to the engine")
     waits = [(name, where, n) for name, phase in counted["phases"].items() for where, n in phase["waits"].items()]
     lines += ["", "the host waits for the device", *(f"  {name:30} x {n:5} {where}" for name, where, n in waits)]
+    lines += ["", f"shapes of attention: {counted['shapes']['summary']}"]
     lines += ["", "collectives"]
     lines += [
         f"  {name:30} {one['operator']:20} {one['group']:24} x {one['count']:5} {one['bytes'] / mib:10.2f} MiB sent"

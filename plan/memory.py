@@ -233,7 +233,7 @@ def activations(
     kept += mask[0]
     entering = 4 * s * h * element + rows * (1 + 2 / layout.expert_tensor) * h * element + mask[1]
     layer = max(_kept_by_layer(arch, lora, layout, is_moe, element, tokens, 0) for is_moe in kinds) * recompute
-    peak, recomputed = kept + max(backward, head), kept + layer + entering
+    peak, recomputed = kept + max(backward, head), kept + layer + entering - mask[1]  # which is kept already
     return Activations(int(kept), int(peak), int(logits), int(reference), int(entering), int(recomputed))
 
 
@@ -311,19 +311,25 @@ def line_tokens(cfg: Config, layout: RankGrid) -> int:
     return max(longest, int(micro_batch_tokens(cfg, layout) / 1.25) // layout.tensor * layout.tensor)
 
 
-def _mask(cfg: Config, arch: Architecture, tokens: int, device: str) -> tuple[int, int]:
+def _mask(cfg: Config, arch: Architecture, layout: RankGrid, tokens: int, device: str) -> tuple[int, int]:
     """Bytes of the attention mask of a line of ``tokens``: for each own token, all tokens of its row.
 
-    Of a pass that keeps it for the backward pass, and of one that does not.
+    Of a pass that keeps it for the backward pass, with the padding of rounded attention calls; of one that does not.
     """
-    places = tokens * cfg.row_tokens
-    if device == "npu":  # one mask of bool
-        return places, places
-    # fp32; torch's attention takes a mask of its own type, of which autograd keeps a copy in each layer.
+    queries, keys, padding = tokens, cfg.row_tokens, 0
+    if rounding := cfg.rounding(device):
+        rows, own, keys = rounding.places(max(1, tokens // cfg.row_tokens), cfg.row_tokens, 1)
+        queries = rows * own
+        padding = (queries - tokens) * arch.num_heads + (rows * keys - tokens) * arch.num_kv_heads
+        padding *= 2 * arch.head_dim * ELEMENT_BYTES[cfg.model.dtype] // layout.tensor
+    places = queries * keys
     copies = 1 if cfg.model.recompute else arch.num_layers
+    if device == "npu":  # one mask of bool
+        return places + copies * padding, places
+    # fp32; torch's attention takes a mask of its own type, of which autograd keeps a copy in each layer.
     if cfg.model.dtype == "bf16":
-        return places * (4 + 2 * copies), places * 6
-    return places * 4, places * 5  # beside it the bool mask of which it is made
+        return places * (4 + 2 * copies) + copies * padding, places * 6
+    return places * 4 + copies * padding, places * 5  # beside it the bool mask of which it is made
 
 
 def step_memory(
@@ -334,7 +340,7 @@ def step_memory(
     tokens = line_tokens(cfg, layout)
     work = activations(
         arch, cfg.lora, layout, element=element, recompute=cfg.model.recompute, tokens=tokens, scored=tokens,
-        imbalance=imbalance, entropy_bonus=cfg.loss.entropy_coef > 0, mask=_mask(cfg, arch, tokens, device),
+        imbalance=imbalance, entropy_bonus=cfg.loss.entropy_coef > 0, mask=_mask(cfg, arch, layout, tokens, device),
     )  # fmt: skip
     lora = 4 * lora_parameters(arch, cfg.lora, layout)
     wanted_rows = rows_of_a_step(cfg, layout.ranks)

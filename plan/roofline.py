@@ -269,6 +269,11 @@ def decode_parts(completion: float, longest: float, waves: int, *, refills: bool
     return [*falling, ((waves - ends) * completion, 1.0, completion / 2)]
 
 
+def completion_length(running: float, completion: float, longest: float) -> int:
+    """The length that a share ``running`` of the rows exceeds, as decode_parts assumes it."""
+    return max(1, math.ceil(longest * (1 - running ** (1 / (longest / completion - 1)))))
+
+
 def _slower(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
     """The slower one of two things that happen at the same time."""
     return max(one, other, key=lambda causes: sum(causes.values()))

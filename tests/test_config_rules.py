@@ -27,14 +27,14 @@ MINIMAL = "model: {path: m}\ndata: {source: arithmetic}\ntrain: {steps: 100}\n"
 QWEN3_30B_A3B = hf_config.parse(published.QWEN3_30B_A3B)
 QWEN15_MOE = hf_config.parse(published.QWEN15_MOE)
 RESOLVED = {  # the beginning of the sha256 of every value
-    "bench": "c57a05db093b",
-    "math": "5d8ea714b749",
-    "olmoe": "46cfe87ce516",
-    "qwen15_moe": "30a351177a58",
-    "qwen3": "cec42b35f9d0",
-    "smol": "e3a0ab458c04",
-    "tiny_16": "e5f315f039c2",
-    "tiny_cpu": "6bf29fb2940a",
+    "bench": "55a9081a1edc",
+    "math": "f31edb8f323a",
+    "olmoe": "1b178c2feee4",
+    "qwen15_moe": "1cf8f5034d24",
+    "qwen3": "ba8ff05e2935",
+    "smol": "9295fd7aeb10",
+    "tiny_16": "78ea3c90ad74",
+    "tiny_cpu": "8a3f42028546",
 }
 
 

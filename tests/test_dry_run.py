@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -20,11 +21,13 @@ from source import ROOT
 
 import parallel_setup
 import preflight
+from checks import attention_shapes
 from checks.dry_run_meter import Meter
 from config import load_config
 from inputs import hf_config
 from knobs import ModelConfig
 from learner import Learner
+from plan import grid
 from runlog import Heartbeat, StepTimer
 
 EP16 = ("qwen3", 16, 4, 16, 1, [])  # configuration, ranks, tensor, expert, expert_tensor, other changes
@@ -41,6 +44,16 @@ LAYOUTS = cases(
         ("qwen15_moe", 8, 2, 2, 2, []),
         ("qwen3", 16, 4, 16, 1, ["rollout.max_new_tokens=16384", "optim.tokens_per_micro_batch=20480"]),
         ("qwen15_moe", 6, 1, 3, 1, ["lora.targets=[linear_qkv,linear_proj,linear_fc1,linear_fc2,router]"]),
+    ],
+)
+ON_CUDA = cases(  # run_8gpu.sh and run_1gpu.sh
+    [("qwen3", 8, 4, 8, 1, []), ("olmoe", 1, 1, 1, 1, [])],
+    [
+        ("qwen3", 8, 4, 4, 1, []),
+        ("qwen3", 8, 2, 8, 1, []),
+        ("qwen3", 8, 4, 8, 1, ["model.attention_shapes=exact"]),
+        ("qwen15_moe", 1, 1, 1, 1, ["rollout.kv_cache_mib=9216"]),
+        ("qwen3", 1, 1, 1, 1, ["model.quantisation=int4"]),
     ],
 )
 FORMATS = [f for f in typing.get_args(ModelConfig.model_fields["quantisation"].annotation) if f != "none"]
@@ -68,11 +81,11 @@ def quantised(form: str) -> dict:
     return case("qwen3", 64, 1, 64, 1, changes, layers=1)
 
 
-def dry_runs(asked: list[dict], torch_npu: dict[str, str] | None = None) -> list[dict]:
+def dry_runs(asked: list[dict], kind: str = "npu", torch_npu: dict[str, str] | None = None) -> list[dict]:
     """``torch_npu``: the variables with which the real package is found; else the dry run's own operators are used."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
     environment = torch_npu or os.environ | {"PYTHONPATH": paths, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    command = [sys.executable, str(ROOT / "tests" / "support" / "dry_runs.py"), *(["torch_npu"] if torch_npu else [])]
+    command = [sys.executable, str(ROOT / "tests" / "support" / "dry_runs.py"), "torch_npu" if torch_npu else kind]
     done = subprocess.run(
         command, env=environment | {"OMP_NUM_THREADS": "1"}, cwd=ROOT,
         input="\n".join(map(json.dumps, asked)), capture_output=True, text=True, timeout=500,
@@ -88,6 +101,19 @@ def found() -> dict[str, dict]:
     asked |= {name: case(*EP16, fault=name) for name in (*FAULTS, "inner_size")}
     asked |= {"last rank": case(*EP16, rank=15)} | {form: quantised(form) for form in cases(["int4"], FORMATS)}
     return dict(zip(asked, dry_runs(list(asked.values())), strict=True))
+
+
+@pytest.fixture(scope="module")
+def on_cuda() -> dict[str, dict]:
+    """The same on a GPU; and the first layout there on an NPU, and with exact shapes."""
+    asked = {
+        str(layout): case(*layout[:5], [*layout[5], "device=cuda", "rollout.expert_parallel=false"])
+        for layout in ON_CUDA
+    }
+    exact = ["model.attention_shapes=exact", "rollout.expert_parallel=false"]
+    asked["exact"] = case(*ON_CUDA[0][:5], ["device=cuda", *exact])
+    (on_npu,) = dry_runs([case(*ON_CUDA[0][:5], exact)])
+    return dict(zip(asked, dry_runs(list(asked.values()), "cuda"), strict=True)) | {"npu": on_npu}
 
 
 def apart(found: dict) -> dict[str, tuple[float, float]]:
@@ -132,6 +158,71 @@ def test_launches_of_a_merge_and_of_a_push_do_not_grow_with_the_experts(found):
     )  # for metrics
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", map(str, ON_CUDA))
+def test_the_plan_agrees_with_the_dry_run_of_a_gpu(layout, on_cuda):
+    assert "error" not in on_cuda[layout] and not apart(on_cuda[layout]), on_cuda[layout]
+    assert on_cuda[layout]["found"]["device"].startswith("cuda: its branches of kernels.py on a stand-in device")
+
+
+def test_a_gpu_takes_the_branches_of_a_gpu_and_computes_what_an_npu_computes(on_cuda):
+    """Two layers: attention of prompts and of own tokens, two grouped products, one each way in a pass.
+
+    A grouped product needs the ends of the experts' rows. The formulas take the place of npu_rms_norm (two norms of the
+    residual stream and two of heads a layer, and the last), npu_rotary_mul (query and key) and npu_swiglu.
+    """
+    gpu, npu = (on_cuda[name]["found"]["phases"] for name in ("exact", "npu"))
+    of_layer = {"_scaled_dot_product_cudnn_attention": 2, "_grouped_mm": 2, "cumsum": 2, "silu": 1, "addcmul": 2}
+    launches = gpu["forward"]["launches_by_operator"]
+    assert {name: launches[name] for name in of_layer} == {name: 2 * count for name, count in of_layer.items()}
+    assert launches["rsqrt"] == 2 * 4 + 1
+    assert gpu["backward"]["launches_by_operator"]["_scaled_dot_product_cudnn_attention_backward"] == 2 * 2
+    for name in ("reference", "forward", "backward"):
+        assert not any("npu" in operator for operator in gpu[name]["launches_by_operator"])
+        # torch's formula counts the whole square of the causal call, here of a prompt of one token, padded to 16.
+        assert gpu[name]["flops"] == pytest.approx(npu[name]["flops"], rel=1e-5), name
+        assert gpu[name]["waits"] == npu[name]["waits"], name
+        assert npu[name]["launches"] < gpu[name]["launches"] < 1.5 * npu[name]["launches"], name
+
+
+def test_a_dry_run_of_a_gpu_pads_its_calls_to_few_shapes(on_cuda):
+    """The micro-batch has 3 rows of 2,184 tokens on a prompt of one token: a call of 4 rows, of 6 x 384 own tokens and
+    as many keys with the 256 of the prompt's; of one prompt, 4 are computed."""
+    few, exact = (on_cuda[name]["found"] for name in (str(ON_CUDA[0]), "exact"))
+    assert few["rounding"] == [4, 384, 256] and exact["rounding"] is None and few["tokens"] // few["length"] == 3
+    places = 4 * 2304 * 2560 + 4 * 256**2 / 2, 3 * (2184 - 2) * 2192 + 16**2 / 2
+    flops = [
+        one["phases"]["reference"]["flops_by_operator"]["_scaled_dot_product_cudnn_attention"] for one in (few, exact)
+    ]
+    assert few["length"] == 2184 and flops[0] / flops[1] == pytest.approx(places[0] / places[1], rel=0.01)
+    assert few["phases"]["forward"]["launches"] == exact["phases"]["forward"]["launches"]
+
+
+@pytest.mark.parametrize(
+    "layout", [("qwen3", 16, 4, []), ("qwen15_moe", 16, 4, []), ("qwen3", 8, 4, []), ("olmoe", 1, 1, [])]
+)
+def test_few_shapes_of_a_step_over_real_prompts_take_at_most_15_percent_more_work(layout, gsm8k):
+    """At most 8 of (r, N, K) in all steps, beside two for prompts; completions of 300 tokens, the longest of 1,536."""
+    name, ranks, tensor, changes = layout
+    paths = [f"data.{split}_path={gsm8k}/{split}.jsonl" for split in ("train", "test")]
+    cfg = load_config(f"configs/{name}.yaml", [*paths, f"parallel.tensor={tensor}", *changes])
+    for data_rank in range(ranks // tensor):
+        exact, few = (
+            attention_shapes.count(cfg, grid.of(cfg, ranks), data_rank, rounding)
+            for rounding in (None, cfg.rounding("cuda"))
+        )
+        # Products of a query and a key, of which a causal call for prompts computes half.
+        work, of_rows = [], []
+        for found in (exact, few):
+            work.append(
+                sum(math.prod(shape) * (shape[1] / 2 if len(shape) == 2 else 1) * n for shape, n in found["calls"])
+            )
+            of_rows.append(sum(len(shape) == 3 for shape, _ in found["calls"]))
+        assert min(exact["each_step"]) > 20 and of_rows[0] > 150
+        assert of_rows[1] <= 8 and max(few["each_step"]) <= 8 + 2
+        assert work[1] < 1.15 * work[0]
+
+
 def test_views_and_new_memory_launch_nothing():
     with Meter("cpu", answers=False) as meter, meter.phase("here"):
         x = torch.empty(4, 4).t().reshape(16)[None]
@@ -154,7 +245,9 @@ def test_a_rank_of_the_last_place_holds_as_much_as_the_first(found):
 def test_the_real_torch_npu_keeps_the_bytes_of_the_stand_in(torch_npu_environment, found):
     """checks/dry_run_device.py against the package: what its operators return, and what autograd saves of them."""
     layouts = [LAYOUTS[0], LAYOUTS[2]]
-    for layout, theirs in zip(layouts, dry_runs([case(*each) for each in layouts], torch_npu_environment), strict=True):
+    for layout, theirs in zip(
+        layouts, dry_runs([case(*each) for each in layouts], torch_npu=torch_npu_environment), strict=True
+    ):
         assert "error" not in theirs, theirs
         for name, phase in found[str(layout)]["found"]["phases"].items():
             assert phase["peak_bytes"] == pytest.approx(theirs["found"]["phases"][name]["peak_bytes"], rel=1e-3), name
@@ -197,11 +290,11 @@ def test_the_meter_counts_what_the_allocator_gives(recompute, tmp_path):
     ("argument", "piece"),
     [
         ("--rank=16", "--rank: found 16; needed: 0 to 15"),
-        ("device=cuda", "needed: a build with it, or device=npu or cpu"),
+        ("device=cuda model.dtype=fp32 rollout.expert_parallel=false", "model.dtype: found fp32"),
     ],
 )
 def test_bad_input_is_one_line(argument, piece, capfd):
-    assert preflight.main(["configs/qwen3.yaml", "--dry-run", argument]) == 2
+    assert preflight.main(["configs/qwen3.yaml", "--dry-run", *argument.split()]) == 2
     printed = capfd.readouterr()
     assert piece in printed.err and "Traceback" not in printed.err and not printed.out
 

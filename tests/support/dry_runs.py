@@ -1,6 +1,7 @@
 """Dry runs in a process of their own, because a dry run changes torch: a line of JSON for each.
 
-python tests/support/dry_runs.py < cases        a line of JSON for each case: what `case` takes
+python tests/support/dry_runs.py KIND < cases        KIND of device; a line of JSON for each case: what `case` takes
+python tests/support/dry_runs.py torch_npu < cases    an NPU, with the real package
 """
 
 from __future__ import annotations
@@ -53,28 +54,30 @@ def inner_size(model: torch.nn.Module) -> None:
 FAULTS = {each.__name__: each for each in (kept_alive, wrong_group, fp32, inner_size)}
 
 
-def case(config: str, overrides: list[str], ranks: int, rank: int, layers: int, fault: str = "") -> dict:
+def case(kind: str, config: str, overrides: list[str], ranks: int, rank: int, layers: int, fault: str = "") -> dict:
     """What the dry run found, and how it compares with the plan; or its error."""
     cfg, _ = resolve_config(config, overrides, rules=OTHER_RULES)
     arch = hf_config.planned(cfg)[0]
     arch = dataclasses.replace(arch, num_layers=layers, moe_layers=arch.moe_layers[:layers])
     try:
-        done = dry_run.run(cfg, arch, ranks, rank, "npu", adapt=FAULTS.get(fault, lambda model: None))
+        done = dry_run.run(cfg, arch, ranks, rank, kind, adapt=FAULTS.get(fault, lambda model: None))
     except RuntimeError as error:
         return {"error": str(error)}
     found = dry_run_report.figures(done, rank, dry_run.IMBALANCES)
-    rows = confirmed.compare(cfg, arch, done.layout, "npu", found)
+    rows = confirmed.compare(cfg, arch, done.layout, kind, found)
     return {"found": found, "compared": [row._asdict() for row in rows]}
 
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    if sys.argv[1:] == ["torch_npu"]:
+    kind = sys.argv[1]
+    if kind == "torch_npu":
+        kind = "npu"
         import torch_npu.op_plugin.meta._meta_registrations as registrations
 
         registrations._npu_fusion_attention_warning_printed = True  # it would ask the chip for its version
     else:
-        dry_run_device.open_npu()
+        dry_run_device.open_device(kind)
     for line in sys.stdin:
-        print(json.dumps(case(**json.loads(line))), flush=True)
+        print(json.dumps(case(kind, **json.loads(line))), flush=True)

@@ -9,7 +9,6 @@ answers.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import json
 import math
@@ -101,13 +100,13 @@ def packed_line(cfg: Config, arch: Architecture, ranks: int, mode: FakeTensorMod
     for row in range(rows - 1):
         mask[row, -own : cfg.row_tokens - row % (own - 1)] = 1  # rows of several lengths
     packed = packing.pack(tokens, mask, layout.tensor)
-    fields = {field.name: getattr(packed, field.name) for field in dataclasses.fields(packed)}
+    fields = {name: value for name, value in vars(packed).items() if isinstance(value, Tensor)}
     names = tuple(fields)
     heads, kv_heads = arch.num_heads // layout.tensor, max(1, arch.num_kv_heads // layout.tensor)
     M, d = len(packed.source), arch.head_dim
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *places: Tensor) -> Tensor:
-        line = packing.Packing(**dict(zip(names, places, strict=True)))
+        line = packing.Packing(packed.calls, **dict(zip(names, places, strict=True)))
         return line.attention(query, key, value, d**-0.5)
 
     sizes = {"query": heads, "key": kv_heads, "value": kv_heads}
