@@ -8,6 +8,7 @@ resolve (torch_npu) -> adapt (MindSpeed, before Megatron) -> select (set_device)
 import contextlib
 import functools
 import importlib.util
+import inspect
 import os
 import statistics
 import sys
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import kernels
 from inputs import environment
@@ -274,7 +276,9 @@ def redirect_cuda() -> None:
 
 
 def _correct_megatron(device: torch.device) -> None:
-    """Replace functions of megatron.core: rotary embedding; on a CPU also RNG state, split sizes and uneven gathers."""
+    """Replace functions of megatron.core: rotary embedding, the order of the experts' rows; on a CPU also RNG state,
+    split sizes and uneven gathers.
+    """
     import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.attention as attention
@@ -285,6 +289,9 @@ def _correct_megatron(device: torch.device) -> None:
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
     # The model computes cos and sin once a forward pass (model_megatron.build), instead of twice in every layer.
     attention.apply_rotary_pos_emb = lambda x, cos_sin, *args, **kwargs: kernels.rotary(x, *cos_sin)
+    # 0.19.2 returns two values more, and does not wait for the device there.
+    if "align_size" not in inspect.signature(token_dispatcher.permute).parameters:
+        token_dispatcher.permute = _permute
     if device.type != "cpu" or getattr(mappings._gather_along_first_dim, "padded", False):
         return
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
@@ -308,3 +315,27 @@ def _correct_megatron(device: torch.device) -> None:
 
     gather.padded = True
     mappings._gather_along_first_dim = gather
+
+
+def _permute(tokens: Tensor, routing_map: Tensor, probs: Tensor, num_out_tokens: int, **unused) -> tuple[Tensor, ...]:
+    """A row for each expert of each token, its probability and its token, sorted by expert and then by token.
+
+    (n, h), (n, E), (n, E) -> (n k, h), (n k,), (n k,).  Megatron's own finds the rows by masked_select, twice: the host
+    waits each time for the number of rows, which is known, because all tokens have the same number k of experts.
+    """
+    experts_per_token = num_out_tokens // len(tokens)
+    experts = routing_map.float().topk(experts_per_token).indices  # (n, k) a token's experts, in any order
+    order = experts.flatten().argsort(stable=True)
+    rows = order // experts_per_token
+    return tokens.index_select(0, rows), probs.gather(1, experts).flatten().index_select(0, order), rows
+
+
+def keep_row_counts_on_device(dispatcher) -> None:
+    """Let one rank's dispatcher pass on the rows, which are sorted by expert already, and their counts.
+
+    Megatron's own copies the counts to the host, waits for them and sorts the rows again by them.
+    """
+    dispatcher.cuda_dtoh_point = "no_sync"
+    dispatcher._maybe_update_cuda_sync_point = lambda point: None
+    dispatcher.dispatch_postprocess = lambda rows, probs: (rows, dispatcher.tokens_per_expert, probs)
+    dispatcher.combine_preprocess = lambda rows: rows

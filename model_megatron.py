@@ -105,6 +105,8 @@ def build(
     for layer, is_moe in zip(model.decoder.layers, arch.moe_layers, strict=True):
         if is_moe:
             layer.mlp.register_forward_hook(_release_routes)
+            if parallel.expert * parallel.expert_tensor == 1:
+                devices.keep_row_counts_on_device(layer.mlp.token_dispatcher)
             # From 0.18 on, Megatron does not sort a token's experts without gradients, which changes last bits.
             layer.mlp.router.routing = torch.enable_grad()(layer.mlp.router.routing)
     # The rotary embedding returns stacked (cos, sin) instead of angles, (2, T, 1, 1, d), as kernels.rotary needs.

@@ -115,7 +115,8 @@ class RoutingReplay:
         self.written: dict[int, Tensor] | None = None  # layer -> (N, K), during `record`
         self.uses = [0] * sum(arch.moe_layers)  # number of times that each layer read the bound record
         self.counting = False
-        self.differing = self.compared = 0  # (token, layer) pairs: with another set of experts, and all
+        # (2,) pairs of a token and a layer: those with another set of experts, and all
+        self.counts = torch.zeros(2, dtype=torch.int64, device=parallel.device)
         for index, router in enumerate(routers(model, arch)):
             router.routing = functools.partial(self._routing, router.routing, index)
 
@@ -132,8 +133,7 @@ class RoutingReplay:
             record = self.routes[:, layer]
             if self.counting and not self.uses[layer]:  # a recompute is not counted
                 same = (chosen.sort(-1).values == record.sort(-1).values).all(-1)
-                self.differing += int((~same * self.replayed).sum())
-                self.compared += int(self.replayed.sum())
+                self.counts += torch.stack([(~same * self.replayed).sum(), self.replayed.sum()])
             chosen = torch.where(self.replayed[:, None] > 0, record, chosen)
             self.uses[layer] += 1
         if self.written is not None:
@@ -179,8 +179,8 @@ class RoutingReplay:
 
         Collective. It counts since the last call.
         """
-        counts = self.parallel.sum_over_ranks(torch.tensor([self.differing, self.compared], dtype=torch.float32))
-        self.differing = self.compared = 0
+        counts = self.parallel.sum_over_ranks(self.counts.float())
+        self.counts.zero_()
         return (counts[0] / counts[1].clamp(min=1)).item()
 
 

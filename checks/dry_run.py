@@ -81,7 +81,7 @@ def run(
     batch, length = fullest_batch(cfg, layout)
     one = _of_one_micro_batch(cfg, layout, len(batch.lengths), kind)
     advantages = torch.zeros(len(batch.lengths))
-    meter = Meter(device.type, answers=True, experts_per_token=arch.experts_per_token)
+    meter = Meter(device.type, answers=True)
     with contextlib.ExitStack() as stack:
         parallel = stack.enter_context(dry_run_device.as_rank(rank, ranks, cfg.parallel, device))
         counts = parallel_state.get_expert_tensor_and_model_parallel_group()  # Megatron gathers counts over it

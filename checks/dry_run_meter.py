@@ -74,12 +74,12 @@ class Meter(TorchDispatchMode):
     """Counts inside a with block. ``device``: the type whose memory is counted.
 
     ``answers``: whether tensors hold no data, so that values are made up: numbers are 1 or 0, no flag is set, all
-    weights are finite, each token goes to ``experts_per_token`` experts, and ``scored`` tokens reach the head.
+    weights are finite, and ``scored`` tokens reach the head.
     """
 
-    def __init__(self, device: str, *, answers: bool, experts_per_token: int = 0) -> None:
+    def __init__(self, device: str, *, answers: bool) -> None:
         super().__init__()
-        self.device, self.answers, self.experts_per_token, self.scored = device, answers, experts_per_token, 0
+        self.device, self.answers, self.scored = device, answers, 0
         self.phases: dict[str, Phase] = defaultdict(Phase)
         self.current, self.time = "", 0
         self.started = False  # whether the device got work since the host last waited for it
@@ -168,8 +168,6 @@ class Meter(TorchDispatchMode):
         """The result of an operation whose shape depends on values, or that torch refuses without data."""
         if packet is aten.nonzero:  # token_logprobs: where the mask is 1
             return args[0].new_empty((self.scored, args[0].dim()), dtype=torch.int64)
-        if packet is aten.masked_select:  # Megatron's permute: (experts, tokens), of each token its experts
-            return args[0].new_empty(args[1].shape[1] * self.experts_per_token)
         if packet is aten._grouped_mm and args[0].dtype == torch.float32:  # works, but not without data
             x, weight = args[:2]
             return x.new_empty((*([len(args[2])] if weight.dim() == 2 else []), x.shape[0], weight.shape[-1]))

@@ -51,6 +51,28 @@ def test_grouped_mm_multiplies_each_row_by_its_experts_matrix(widths, counts):
         torch.testing.assert_close(mine, true, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(("num_tokens", "num_experts", "experts_per_token"), [(9, 8, 3), (1, 5, 5), (40, 4, 1)])
+def test_rows_are_sorted_by_expert_and_then_by_token(num_tokens, num_experts, experts_per_token):
+    """Equal to the last bit, gradients too: the gradients of the rows are whole numbers, whose sums are exact."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(num_tokens, 6, generator=generator, requires_grad=True)
+    probs = torch.rand(num_tokens, num_experts, generator=generator, requires_grad=True)
+    chosen = torch.rand(num_tokens, num_experts, generator=generator).topk(experts_per_token).indices
+    routing_map = torch.zeros(num_tokens, num_experts, dtype=torch.bool).scatter(1, chosen, True)
+    pairs = [(e, n) for e in range(num_experts) for n in range(num_tokens) if e in chosen[n]]
+    of_expert, of_token = torch.tensor(pairs).unbind(1)
+
+    rows, row_probs, places = devices._permute(tokens, routing_map, probs, num_tokens * experts_per_token)
+    assert places.tolist() == of_token.tolist()
+    out_grads = [torch.randint(-9, 9, x.shape, generator=generator).float() for x in (rows, row_probs)]
+    found = torch.autograd.grad([rows, row_probs], [tokens, probs], out_grads)
+    expected = tokens[of_token], probs[of_token, of_expert]
+    for mine, true in zip((rows, row_probs), expected, strict=True):
+        assert torch.equal(mine, true)
+    for mine, true in zip(found, torch.autograd.grad(expected, [tokens, probs], out_grads), strict=True):
+        assert torch.equal(mine, true)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rms_norm_is_that_of_transformers(dtype):
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import reference
@@ -19,6 +20,7 @@ from measured import log_probs
 from scope import cases
 from torch import Tensor
 
+import device as devices
 import model_megatron
 from parallel_setup import Parallel
 
@@ -97,6 +99,17 @@ def other_forwards(parallel: Parallel, path: Path, tokens: Tensor) -> dict[str, 
     model, _ = load(path, parallel, dtype=torch.bfloat16)
     with torch.no_grad():
         answers["bf16"] = stats(tokens, mask).logp
+    return answers
+
+
+def gradients_of_both_dispatchers(parallel: Parallel, path: Path, tokens: Tensor) -> list[dict[str, Tensor]]:
+    """Of the dispatcher that passes the rows of one rank on, and of Megatron's own, which sorts them once more."""
+    answers = []
+    for replaced in (devices.keep_row_counts_on_device, lambda dispatcher: None):
+        with mock.patch.object(devices, "keep_row_counts_on_device", replaced):
+            model, _ = load(path, parallel)
+        model_megatron.token_logprobs(model, tokens, after_first(tokens), parallel).logp.sum().backward()
+        answers.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     return answers
 
 
@@ -214,6 +227,12 @@ def test_padding_and_positions_outside_the_mask_change_no_log_prob(forwards):
     for found, values in zip(some, forwards["all"], strict=True):
         torch.testing.assert_close(found, values * mask, rtol=0, atol=TOLERANCE)
     assert forwards["of_nothing"] == forwards["gradient_of_nothing"] == 0.0  # a batch without completion tokens
+
+
+def test_one_ranks_rows_need_no_second_sorting(paths, tokens):
+    ours, megatrons = world.in_layouts(["TP1"], gradients_of_both_dispatchers, paths["qwen3"], tokens)["TP1"][0]
+    assert ours.keys() == megatrons.keys() and any("experts" in name for name in ours)
+    assert all(torch.equal(grad, megatrons[name]) for name, grad in ours.items())
 
 
 def test_recompute_changes_no_gradient(forwards):
