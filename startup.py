@@ -33,7 +33,7 @@ from knobs import Config
 from lab import run_page, trackers
 from learner import Learner
 from parallel_setup import Parallel
-from plan import grid, memory, utilisation
+from plan import grid, parameters, utilisation
 from rollout import Rollout, Sampled
 from runlog import Heartbeat
 from tripwires import Tripwires
@@ -211,7 +211,7 @@ def open_run(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inpu
     pieces = adapter_weights.all_pieces(model, arch, adapters, parallel)
     tripwires.state(first_step, adapter_weights.differing(pieces, parallel))
     layout = grid.of(cfg, parallel.world_size)
-    if cfg.keeps_factors_apart and memory.shared_experts(cfg, arch, layout, parallel.device.type)[0]:
+    if cfg.keeps_factors_apart and parameters.shared_experts(cfg, arch, layout, parallel.device.type)[0]:
         WeightSync.frozen_experts_to_host_(model, parallel.device)
     # The engine reports progress, because decoding may take longer than train.stall_seconds.
     engine = rollout.open_engine(cfg, arch, parallel.device, stop_tokens, pad_token, heartbeat.beat)

@@ -55,7 +55,7 @@ from inputs.files import BAD_INPUT, MOST_RANKS, InputError, one_line, refused, s
 from knobs import Config
 from learner import Learner, Update
 from parallel_setup import Factor, Parallel
-from plan import grid, memory
+from plan import grid, memory, parameters
 from plan.search import broken_rules
 from rollout import MicroBatch, Rollout
 from runlog import StepTimer
@@ -159,7 +159,7 @@ class _Engine:
         self, cfg: Config, arch: Architecture, parallel: Parallel, layout: grid.RankGrid, meter: Meter
     ) -> None:
         self.fuses, self.calls, self.held = not cfg.rollout.expert_parallel, 0, {}
-        if not memory.has_stacks(cfg, layout, parallel.device.type):
+        if not parameters.has_stacks(cfg, layout, parallel.device.type):
             return
         local = arch.num_experts // parallel.expert
         own = range(parallel.expert_rank * local, (parallel.expert_rank + 1) * local)

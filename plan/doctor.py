@@ -29,7 +29,8 @@ from inputs.files import (
 from knobs import Config
 from plan import doctor_npu, doctor_variables
 from plan.machine import Check, Finding, Machine, every, first, memory_findings
-from plan.memory import GIB, checkpoint_bytes
+from plan.memory import GIB
+from plan.parameters import checkpoint_bytes
 
 FILES_WANTED = 32768  # open at once: sockets of the ranks, weight files, shared memory
 

@@ -9,24 +9,30 @@ h hidden size, t tokens of a micro-batch, s = t / tensor of them on a rank, N ro
 an element.
 """
 
-import functools
-import math
 from dataclasses import dataclass
 
-from architecture import Architecture, Module, every_module, modules, over_layers
+from architecture import Architecture, modules
 from engines.capacity import PREFILL_TOKENS, max_sequences, rows_of_a_step
 from inputs.hf_config import (
     ELEMENT_BYTES,
-    FORMATS,
     LOGITS_PER_CHUNK,
-    PIECE,
     ROWS_PER_CHUNK,
     cache_bytes_per_token,
-    merged_together,
 )
 from knobs import Config, LoraConfig
-from plan import grid
 from plan.grid import WHOLE, RankGrid
+from plan.parameters import (
+    adapter_size,
+    base_bytes,
+    base_parameters,
+    gathered_by_a_save,
+    has_stacks,
+    lora_parameters,
+    merged_at_once,
+    merged_by_target,
+    merged_weights,
+    shared_experts,
+)
 
 GIB = 2**30
 
@@ -36,131 +42,6 @@ MARGIN = 0.05  # of the device, for fragmentation
 RUNTIME_BYTES = {"cpu": 0.45 * GIB, "npu": 2 * GIB, "cuda": 1 * GIB}  # the process or driver before any tensor
 GRAPH_BYTES = {"cpu": 0, "npu": 1.5 * GIB, "cuda": 1.5 * GIB}  # the engine's captured graphs and workspace
 BUFFER_BYTES = {"cpu": 0, "npu": 2 * 200 * 2**20, "cuda": 2**26}  # of one communicator; on an NPU 2 x HCCL_BUFFSIZE
-
-
-# ---------------------------------------------------------------------------------------------------------- parameters
-
-
-def on_rank(module: Module, layout: RankGrid) -> tuple[int, int, int]:
-    """Copies, rows and columns of a module on one rank of the trainer."""
-    is_expert = module.kind == "experts"
-    ranks = layout.expert_tensor if is_expert else layout.tensor
-    copies = module.copies // layout.expert if is_expert else 1
-    return (
-        copies,
-        module.out_size // (ranks if module.split == 0 else 1),
-        module.in_size // (ranks if module.split == 1 else 1),
-    )
-
-
-def base_parameters(arch: Architecture, layout: RankGrid) -> int:
-    """Frozen parameters of one rank of the trainer."""
-
-    def held(module: Module) -> int:
-        copies, rows, columns = on_rank(module, layout)
-        return copies * rows * (columns + module.bias)
-
-    vocabulary = arch.vocab_size * arch.hidden_size // layout.tensor * (1 if arch.tied_head else 2)
-    return vocabulary + arch.hidden_size + over_layers(arch, held)
-
-
-def base_bytes(
-    arch: Architecture, layout: RankGrid, element: int, quantisation: str, attention: bool = False
-) -> tuple[int, int]:
-    """Bytes of the frozen weights of one rank of the trainer, and what a product dequantises, with its fp32 parts.
-
-    ``attention``: whether its matrices are quantised, too. In nvfp4 each of the interleaved rows of qkv has a factor.
-    """
-    whole = base_parameters(arch, layout) * element
-    if quantisation == "none":
-        return whole, 0
-    h, width, form = arch.hidden_size, arch.expert_ffn_size // layout.expert_tensor, FORMATS[quantisation]
-    saved = 3 * h * width * element - 2 * form.bytes(width, h, element) - form.bytes(h, width, element)
-    experts = arch.num_experts // layout.expert
-    piece, whole = min(experts * 2 * h * width, PIECE // element), whole - sum(arch.moe_layers) * experts * saved
-    if attention:
-        rows, inputs = arch.qkv_size // layout.tensor, arch.num_heads * arch.head_dim // layout.tensor
-        stored = form.bytes(rows, h, element) + 4 * (rows - 1) * form.float + form.bytes(h, inputs, element)
-        piece, whole = max(piece, rows * h), whole - arch.num_layers * (h * (rows + inputs) * element - stored)
-    return whole, piece * (4 + element)
-
-
-def lora_parameters(arch: Architecture, lora: LoraConfig, layout: RankGrid) -> int:
-    """Trainable parameters of one rank."""
-    return over_layers(arch, functools.partial(adapter_size, lora, layout))
-
-
-def checkpoint_bytes(cfg: Config, arch: Architecture) -> int:
-    """Size of one checkpoint: factors and two moments in fp32."""
-    return 12 * lora_parameters(arch, cfg.lora, grid.WHOLE)
-
-
-def adapter_size(lora: LoraConfig, layout: RankGrid, module: Module) -> int:
-    """Trainable parameters of a module on one rank: R x (inputs + outputs) for each pair of factors."""
-    copies, rows, columns = on_rank(module, layout)
-    return copies * lora.rank_of(module.kind == "experts") * (rows + columns) * (module.target in lora.targets)
-
-
-def has_stacks(cfg: Config, layout: RankGrid, device: str) -> bool:
-    """Whether the engine has Engine.stacks that a push fills: all experts, or those of the rank in the trainer."""
-    packs = device in cfg.rollout.kind.packs_on or cfg.rollout.round_bits
-    return not packs and layout.engine_expert in (1, layout.expert) and layout.expert_tensor == 1
-
-
-def shared_experts(cfg: Config, arch: Architecture, layout: RankGrid, device: str) -> tuple[int, int]:
-    """Parameters of frozen and of merged experts that trainer and engine of a rank hold once.
-
-    See WeightSync._share_experts.
-    """
-    if not has_stacks(cfg, layout, device):
-        return 0, 0
-    merged = cfg.lora.targets if not cfg.keeps_factors_apart else ()
-    sizes = [0, 0]
-    for module in (module for module in every_module(arch) if module.kind == "experts"):
-        is_merged = module.target in merged
-        if cfg.trains_merged if is_merged else cfg.model.quantisation == "none":
-            sizes[is_merged] += sum(arch.moe_layers) * math.prod(on_rank(module, layout))
-    return sizes[0], sizes[1]
-
-
-def _layer_merged(arch: Architecture, lora: LoraConfig, layout: RankGrid, is_moe: bool, experts: bool) -> list[int]:
-    """Parameters of one layer, on one rank, that each member of lora.targets adapts, with its ``experts`` or without"""
-    own = [module for module in modules(arch, is_moe) if experts or module.kind != "experts"]
-    return [sum(math.prod(on_rank(m, layout)) for m in own if m.target == target) for target in lora.targets]
-
-
-def merged_at_once(arch: Architecture, lora: LoraConfig, layout: RankGrid, experts: bool = True) -> int:
-    """Elements of the largest adapted weight, or stack of experts (lora_megatron.stacks), that is merged at once."""
-
-    def at_once(module: Module) -> int:
-        copies, rows, columns = on_rank(module, layout)
-        return min(copies, merged_together(rows * columns)) * rows * columns
-
-    own = [module for module in every_module(arch) if experts or module.kind != "experts"]
-    return max((at_once(module) for module in own if module.target in lora.targets), default=0)
-
-
-def merged_weights(
-    arch: Architecture, lora: LoraConfig, layout: RankGrid, recompute: bool, experts: bool = True
-) -> int:
-    """Parameters of the merged weights that a passing micro-batch holds: with ``recompute`` those of one layer.
-
-    Without ``experts`` of all others, where the engine's memory holds the merged experts.
-    """
-    layers = {is_moe: sum(_layer_merged(arch, lora, layout, is_moe, experts)) for is_moe in {*arch.moe_layers}}
-    return max(layers.values()) if recompute else sum(layers[is_moe] for is_moe in arch.moe_layers)
-
-
-def gathered_by_a_save(arch: Architecture, lora: LoraConfig, layout: RankGrid, device: str) -> int:
-    """Most bytes that a rank holds beside its own shards while a checkpoint is written: the largest whole fp32 tensor.
-
-    With expert_tensor > 1 the shards are gathered over the experts first. On a CPU the host joins the shards, and gloo
-    copies what it sends and receives.
-    """
-    adapted = [module for module in every_module(arch) if module.target in lora.targets]
-    largest = 4 * max(m.copies * lora.rank_of(m.kind == "experts") * max(m.out_size, m.in_size) for m in adapted)
-    before = largest // layout.expert_tensor if layout.expert_tensor > 1 else 0
-    return (largest + before) * (3 if device == "cpu" else 1)
 
 
 # --------------------------------------------------------------------------------------------------------- activations
@@ -364,7 +245,7 @@ def step_memory(
     routing = sum(arch.moe_layers) * arch.experts_per_token if cfg.replay.mode != "off" else 0
     own_sequences = -(-rollout.prompts_per_step * rollout.group_size // layout.data)
     kinds, apart = {*arch.moe_layers}, not merged  # whether a pass merges experts, apart from the engine's
-    one_merged = max(max(_layer_merged(arch, cfg.lora, layout, is_moe, apart)) for is_moe in kinds) * element
+    one_merged = max(max(merged_by_target(arch, cfg.lora, layout, is_moe, apart)) for is_moe in kinds) * element
     in_fp32 = 4 * merged_at_once(arch, cfg.lora, layout, apart)
     merges = cfg.trains_merged and cfg.old_policy_share > 0
     no_gradient = max(work.reference + one_merged * merges, (work.entering + one_merged + in_fp32) * merges)

@@ -21,7 +21,7 @@ from architecture import Architecture
 from inputs.files import InputError, refused
 from plan.grid import WHOLE
 from plan.hardware import HARDWARE, Hardware, Range, spread
-from plan.memory import base_parameters
+from plan.parameters import base_parameters
 from plan.roofline import Rows, decode_parts, decode_step, forward_flops
 
 

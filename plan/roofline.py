@@ -19,7 +19,8 @@ from inputs.hf_config import ELEMENT_BYTES
 from knobs import Config, LoraConfig
 from plan.grid import WHOLE, RankGrid
 from plan.hardware import FORWARD_LAUNCHES, MERGE_LAUNCHES, UPDATE_LAUNCHES, Hardware, Range, spread
-from plan.memory import Memory, adapter_size, lora_parameters, merged_weights, on_rank
+from plan.memory import Memory
+from plan.parameters import adapter_size, lora_parameters, merged_weights, on_rank
 
 DECODE_PARTS = 16  # in which the number of running rows counts as constant
 EQUAL_GROUPS = 0.5  # share of the groups of a round that dynamic sampling drops: a guess

@@ -14,7 +14,8 @@ from inputs.hf_config import ELEMENT_BYTES
 from inputs.paths import Paths, listed
 from knobs import Config
 from plan import grid
-from plan.memory import GIB, checkpoint_bytes
+from plan.memory import GIB
+from plan.parameters import checkpoint_bytes
 from plan.roofline import Rows, decode_causes, decode_parts, decode_step, forward_flops
 from plan.search import Setting, Verdict, judge
 

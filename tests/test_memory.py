@@ -34,7 +34,7 @@ from engines import vllm_colocated, vllm_engine
 from inputs import hf_config
 from knobs import Config, LoraConfig, ParallelConfig
 from learner import Learner
-from plan import grid, memory
+from plan import grid, memory, parameters
 from plan.grid import WHOLE, RankGrid
 from runlog import Heartbeat, StepTimer
 
@@ -92,8 +92,8 @@ def check_parameters(
         base = sum(tensor.nbytes for tensor in (*model.parameters(), *codes))
         adapters = lora_megatron.attach(model, lora, parallel, 0)
         factors = lora_megatron.factors(adapters).values()
-    assert memory.base_bytes(arch, layout, dtype.itemsize, quantisation, attention)[0] == base
-    assert memory.lora_parameters(arch, lora, layout) == sum(factor.numel() for factor in factors)
+    assert parameters.base_bytes(arch, layout, dtype.itemsize, quantisation, attention)[0] == base
+    assert parameters.lora_parameters(arch, lora, layout) == sum(factor.numel() for factor in factors)
 
 
 MODELS = {  # name: architecture, LoRA
@@ -135,12 +135,12 @@ def test_parameters_are_those_of_the_instantiated_real_model(model, sizes, monke
 
 def test_the_published_configs_have_the_published_numbers_of_parameters():
     """The model cards say 30.5 and 14.3 billion. LoRA of rank 32 on every expert of the first has 1.258 billion."""
-    assert round(memory.base_parameters(real("qwen3"), WHOLE) / 1e9, 1) == 30.5
-    assert round(memory.base_parameters(real("qwen15_moe"), WHOLE) / 1e9, 1) == 14.3
+    assert round(parameters.base_parameters(real("qwen3"), WHOLE) / 1e9, 1) == 30.5
+    assert round(parameters.base_parameters(real("qwen15_moe"), WHOLE) / 1e9, 1) == 14.3
     # Each layer: qkv 32 (2048 + 5120), proj 32 (4096 + 2048); an expert R 3584 + R 2816.
     for expert_rank, counted in ((4, 4), (0, 32)):
         lora = LoraConfig(rank=32, expert_rank=expert_rank)
-        assert memory.lora_parameters(real("qwen3"), lora, WHOLE) == 20_447_232 + counted * 48 * 128 * 6400
+        assert parameters.lora_parameters(real("qwen3"), lora, WHOLE) == 20_447_232 + counted * 48 * 128 * 6400
 
 
 # -------------------------------------------------------------------------------------------------------------- groups
@@ -219,8 +219,8 @@ def test_an_update_of_the_learner_takes_the_planned_bytes(recompute, tmp_path):
             assert each["update"] == pytest.approx(work.peak + planned["gradients"], rel=0.1), arch
     work = memory.activations(wide, short.lora, layout, element=4, recompute=recompute, tokens=64, scored=64)
     held, at_once = (
-        memory.merged_weights(wide, short.lora, layout, recompute),
-        memory.merged_at_once(wide, short.lora, layout),
+        parameters.merged_weights(wide, short.lora, layout, recompute),
+        parameters.merged_at_once(wide, short.lora, layout),
     )
     more = max(work.peak + 4 * held, work.recomputed + 8 * at_once) - work.peak  # a sum in fp32, copied to its place
     assert found[6]["update"] - found[5]["update"] == pytest.approx(more, rel=0.15), (found, more)
@@ -238,7 +238,7 @@ def save_checkpoint(parallel, path: Path, folder: Path) -> dict[str, int]:
         checkpoint.save(run_dir, 1, tensors, counts | {"optimizer_steps": 1}, cfg, writes=parallel.rank == 0)
     sizes = [math.prod(tensor.shape) * 4 for kind in tensors.values() for tensor in kind.values()]
     layout = RankGrid(parallel.world_size, parallel.tensor, parallel.expert, parallel.expert_tensor, 1, 1)
-    planned = {device: memory.gathered_by_a_save(arch, cfg.lora, layout, device) for device in ("cpu", "npu")}
+    planned = {device: parameters.gathered_by_a_save(arch, cfg.lora, layout, device) for device in ("cpu", "npu")}
     return {"held": live.peak, "largest": max(sizes), "all": sum(sizes), "planned": planned, "now": live.now}
 
 
