@@ -402,7 +402,7 @@ class Config(Section):
     def rounding(self, device: str) -> Rounding | None:
         """How model.attention_shapes rounds on a ``device``; None: not at all.
 
-        With 4 lengths of completions and 2 of prompts, the calls of a run have at most 8 shapes.
+        With 4 lengths of completions and 2 of prompts, a run has at most 8 shapes, beside those for prompts alone.
         """
         own, prompt = -(-self.rollout.max_new_tokens // 64) * 16, -(-self.data.max_prompt_tokens // 32) * 16
         few = self.model.attention_shapes == "few" or (self.model.attention_shapes == "auto" and device == "cuda")

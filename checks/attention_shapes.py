@@ -35,9 +35,8 @@ def count(cfg: Config, layout: RankGrid, data_rank: int, rounding: Rounding | No
         return {"summary": f"not counted: {one_line(error)}"}
     group, longest, draw = cfg.rollout.group_size, cfg.rollout.max_new_tokens, random.Random(cfg.train.seed)
     mean, update = min(MEAN_COMPLETION, longest / 2), cfg.optim.prompts_per_update * group
-    steps: list[Counter[tuple[int, ...]]] = []
-    for _ in range(STEPS):
-        steps.append(Counter())
+    steps: list[Counter[tuple[int, ...]]] = [Counter() for _ in range(STEPS)]
+    for step in steps:
         asked = [length for length in draw.choices(prompts, k=cfg.rollout.prompts_per_step) for _ in range(group)]
         rows = [length + completion_length(draw.random(), mean, longest) for length in asked]
         shares = [
@@ -52,7 +51,7 @@ def count(cfg: Config, layout: RankGrid, data_rank: int, rounding: Rounding | No
             own = {row: rows[sequence] - asked[sequence] - 1 for row, sequence in enumerate(share)}
             of_prompts = [asked[place * group] for place in {sequence // group for sequence in share}]
             whole, calls, _ = packing.shapes(own, of_prompts, max(rows[sequence] for sequence in share), rounding)
-            steps[-1].update([whole, *calls])
+            step.update([whole, *calls])
     of_steps = sorted(sum(steps, Counter()).items())
     return {
         "summary": f"{min(map(len, steps))} to {max(map(len, steps))} in each of {STEPS} steps, {len(of_steps)} in all,"
