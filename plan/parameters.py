@@ -1,4 +1,4 @@
-"""Numbers of parameters and bytes of weights on one rank: frozen, adapted, merged, and shared with the engine. No torch."""
+"""Parameters and bytes of weights on one rank: frozen, adapted, merged, and shared with the engine. No torch here."""
 
 import functools
 import math

@@ -238,7 +238,9 @@ def step_times(
     in_a_pass = merged_weights(arch, cfg.lora, layout, recompute=False, experts=not once) * cfg.trains_merged
     merging = updates * micro_batches * MERGE_BYTES * in_a_pass / hardware.bandwidth
     share, (forward, backward) = cfg.old_policy_share, UPDATE_LAUNCHES[cfg.model.recompute]
-    old_policy = passing("old policy", policy, FORWARD_LAUNCHES + MERGE_LAUNCHES) | {"merging": merging}
+    shared = ("linear_fc1", "linear_fc2") if memory.merged_once else ()
+    merges = MERGE_LAUNCHES * sum(target not in shared for target in cfg.lora.targets)
+    old_policy = passing("old policy", policy, FORWARD_LAUNCHES + merges) | {"merging": merging}
     hidden["old policy"] *= share
     causes = {
         "sync": _sync_seconds(cfg, arch, layout, hardware, element) | {"merging": once},
@@ -246,8 +248,9 @@ def step_times(
         "decode": own_decoding,
         "old policy": {cause: share * seconds for cause, seconds in old_policy.items()} if share else {"": 0.0},
         "reference": passing("reference", frozen, FORWARD_LAUNCHES) if cfg.loss.kl != "none" else {"": 0.0},
-        "update forward": passing("update forward", first, forward) | {"merging": merging + (updates - 1) * once},
-        "update backward": passing("update backward", second, backward, 1 + recompute, recompute)
+        "update forward": passing("update forward", first, forward + merges)
+        | {"merging": merging + (updates - 1) * once},
+        "update backward": passing("update backward", second, backward + merges * recompute, 1 + recompute, recompute)
         | {"merging": merging * recompute},
         "optimizer": _optimizer_seconds(cfg, arch, layout, hardware, updates),
     }
