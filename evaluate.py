@@ -101,23 +101,20 @@ def _results(
     results = torch.zeros(num_own, 3 * (1 + k))  # correct, parsable and length of the greedy answer and of k samples
     for start in range(0, num_own, settings.batch_size):  # equally often on every rank: engines may sample in lockstep
         wave = places[start : start + settings.batch_size]
-        kinds = (slice(0, 3), 1, 0.0), (slice(3, None), k, settings.temperature)
-        for columns, num_samples, temperature in kinds[: 1 + bool(k)]:
-            beat(f"{start} of {num_own} questions of an evaluation{f' of {name}' * bool(name)}")
-            answers = engine.sample(
-                [questions[place].prompt for place in wave],
-                seeds=[derive_seed("evaluation", *([name] * bool(name)), place) for place in wave],
-                num_samples=num_samples,
-                max_new_tokens=sampling.max_new_tokens,
-                temperature=temperature,
-            )
-            pairs = zip(wave, answers, strict=True)
-            scores = iter(score([(questions[place], answer) for place, group in pairs for answer in group]))
-            for i, group in enumerate(answers):
-                scored = [
-                    (one.correct, one.found, len(answer.tokens)) for answer, one in zip(group, scores, strict=False)
-                ]
-                results[start + i, columns] = torch.tensor(scored, dtype=torch.float32).flatten()
+        beat(f"{start} of {num_own} questions of an evaluation{f' of {name}' * bool(name)}")
+        answers = engine.sample(
+            [questions[place].prompt for place in wave],
+            seeds=[derive_seed("evaluation", *([name] * bool(name)), place) for place in wave],
+            num_samples=k or 1,
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=settings.temperature if k else 0.0,
+            greedy_first=k > 0,
+        )
+        pairs = zip(wave, answers, strict=True)
+        scores = iter(score([(questions[place], answer) for place, group in pairs for answer in group]))
+        for i, group in enumerate(answers):
+            scored = [(one.correct, one.found, len(answer.tokens)) for answer, one in zip(group, scores, strict=False)]
+            results[start + i] = torch.tensor(scored, dtype=torch.float32).flatten()
     return rollout.in_prompt_order(parallel.gather_rows(results), count, tensor).view(count, 1 + k, 3)
 
 

@@ -301,15 +301,17 @@ class Watch:
                 0 if x is base[name] else SAME[cfg.model.dtype],
             )
             yield apart > most, f"the engine has another policy than the trainer: {name} differs by {apart:.2g}"
-        sizes = {asked["num_samples"] for _, asked, _ in self.calls}
-        yield sizes != {1, k} - {0}, f"{sizes} answers to a question; needed: 1 and {k}"
-        for kind, size, temperature in (("greedy", 1, 1.0), ("sampled", k, cfg.eval.temperature))[: 1 + bool(k)]:
-            part = [call for call in self.calls if call[1]["num_samples"] == size]
-            prompts, groups = [x for call in part for x in call[0]], [x for call in part for x in call[2]]
-            texts = [self.tokenizer.decode(prompt) for prompt in prompts]
+        prompts = [prompt for asked, _, _ in self.calls for prompt in asked]
+        answers = [group for _, _, groups in self.calls for group in groups]
+        seeds = {seed for _, asked, _ in self.calls for seed in asked["seeds"]}
+        sizes = {len(group) for group in answers}
+        yield sizes != {1 + k}, f"{sizes} answers to a question; needed: a greedy one and {k}"
+        texts = [self.tokenizer.decode(prompt) for prompt in prompts]
+        kinds = ("greedy", slice(1), 1.0), ("sampled", slice(1, None), cfg.eval.temperature)
+        for kind, part, temperature in kinds[: 1 + bool(k)]:
+            groups = [group[part] for group in answers]
             yield texts != list(golds), f"{kind}: {texts} are asked; needed: {list(golds)}"
             bad, earned = self._graded(texts, groups, golds)
-            seeds = {seed for call in part for seed in call[1]["seeds"]}
             yield (
                 bad > 0 or len(seeds) < len(texts),
                 f"{kind}: {len(seeds)} seeds; {bad} answers do not end where they should",

@@ -78,8 +78,10 @@ class Engine(Protocol):
         top_p: float = 1.0,
         top_k: int = 0,
         return_routed_experts: bool = False,
+        greedy_first: bool = False,
     ) -> list[list[Completion]]:
-        """``num_samples`` completions of each prompt, in the order of the prompts.
+        """``num_samples`` completions of each prompt, in the order of the prompts; before them with ``greedy_first``
+        the greedy one, too.
 
         Temperature 0 is greedy; top_k 0 keeps all tokens. The random numbers of prompt i depend on seeds[i] alone, so
         the other prompts of a call change nothing but rounding. Raises InputError for what cannot be sampled.
@@ -88,13 +90,21 @@ class Engine(Protocol):
         check_call(
             self.arch, prompts, seeds, num_samples, rule, return_routed_experts, self.ready, self.positions
         )  # fmt: skip
-        return self._sample(prompts, seeds, num_samples, rule, return_routed_experts)
+        kinds = [(1, rule._replace(temperature=0.0))] * greedy_first + [(num_samples, rule)]
+        return self._sample_kinds(prompts, seeds, kinds, return_routed_experts)
+
+    def _sample_kinds(
+        self, prompts: list[list[int]], seeds: list[int], kinds: list[tuple[int, Rule]], routed: bool
+    ) -> list[list[Completion]]:
+        """For each prompt the completions of all ``kinds``, (number of samples, rule). The call has been checked."""
+        by_kind = [self._sample(prompts, seeds, num_samples, rule, routed) for num_samples, rule in kinds]
+        return [sum(groups, []) for groups in zip(*by_kind, strict=True)]
 
     def _sample(
         self, prompts: list[list[int]], seeds: list[int], num_samples: int, rule: Rule, routed: bool
     ) -> list[list[Completion]]:
-        """The part of `sample` that is the engine's own; the call has been checked."""
-        raise NotImplementedError
+        """The part of `sample` that is the engine's own, unless it has its own `_sample_kinds`."""
+        raise TypeError(f"{type(self).__name__} has neither _sample nor _sample_kinds")
 
     def layer_outputs(self, prompt: list[int]) -> list[Tensor]:
         """The residual stream after each layer, to find the first layer that differs from the trainer's.  -> L x (T, h)

@@ -6,6 +6,7 @@ P prompts, T prompt tokens, R rows, H / KV query / key-value heads, D head size,
 token.
 """
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -198,50 +199,61 @@ class Decoder:
         pairs = kernels.swiglu(pairs).mul_(score.to(x.dtype).view(-1, 1).index_select(0, pair))
         pairs = self._grouped(layer, "experts.down_proj", pairs, tokens_per_expert)
         # Restore the order of rows and choices before the sum: index_add_ adds in no fixed order on an accelerator.
-        pairs = torch.empty_like(pairs).index_copy_(0, pair, pairs).view(*experts.shape, -1)
+        pairs = pairs.index_select(0, pair.argsort()).view(*experts.shape, -1)  # faster on a CPU than index_copy_
         mixed = pairs.sum(1)
         return x + (mixed + dense if "gate_up_proj" in weights else mixed)
 
     def prefill(
         self,
         prompts: list[list[int]],
-        num_samples: int,
+        num_samples: list[int],
         new_tokens: int,
         pad_token: int,
         layer_outputs: list[Tensor] | None = None,
         beat: Callable[[], None] = lambda: None,
-    ) -> tuple[Tensor, LineCache | RowCache, Tensor | None]:
-        """Run the prompts: last hidden states, a cache for ``num_samples`` rows of each, and their tokens' experts.
+    ) -> tuple[Tensor, list[LineCache | RowCache], Tensor | None]:
+        """Run the prompts: last hidden states, caches for so many rows of each, and their tokens' experts.
 
         The shapes are (P, h) for the states and (P, T, MoE layers, K) uint8 for the experts, which are None without MoE
-        layers. Padding is on the right and attention is causal, so no real token sees padding. ``layer_outputs``
-        collects the (P, T, h) after each layer. ``beat`` is called after each layer, too.
+        layers. Padding is on the right and attention is causal, so no real token sees padding.
+
+        In fp32 the tokens with which all prompts begin are computed once: everything but attention works on a line of M
+        tokens, which has the first prompt, and of each further prompt the tokens after the common ones. Attention works
+        on whole prompts and rounds as without the line. So do products of four rows or more; an expert with fewer rows,
+        and the one output of a shared expert's gate, add in another order. bf16 promises a gap of exactly 0 to the
+        trainer, and a product of one row can break it (docs/policy.md), so in bf16 the line has all tokens of all
+        prompts. ``layer_outputs`` collects the (M, h) after each layer. ``beat`` is called after each layer, too.
         """
-        arch, device, longest = self.arch, self.device, max(map(len, prompts))
-        if self.cache is RowCache:
-            longest += -longest % packing.KEYS
+        arch, device, longest, in_bf16 = self.arch, self.device, max(map(len, prompts)), self.cache is RowCache
+        longest += -longest % packing.KEYS * in_bf16
         lengths = torch.tensor([len(p) for p in prompts], device=device)
-        cache = self.cache(arch, lengths, longest, num_samples, new_tokens, self.dtype)
+        caches = [self.cache(arch, lengths, longest, samples, new_tokens, self.dtype) for samples in num_samples]
 
         ids = torch.tensor([[*p, *[pad_token] * (longest - len(p))] for p in prompts], device=device)
+        position, shared = torch.arange(longest, device=device), 0 if in_bf16 else len(os.path.commonprefix(prompts))
         hidden, experts = [], []
         step = max(1, PREFILL_TOKENS // longest)
-        cos, sin = (table[None, :longest, None] for table in (cache.cos, cache.sin))
         for part in (slice(start, start + step) for start in range(0, len(prompts), step)):
-            x, routes = F.embedding(ids[part], self.embedding), []  # (p, T, h)
+            in_line = (position >= shared) & (position < lengths[part, None]) | in_bf16  # (p, T)
+            in_line[0, :shared] = True
+            source = in_line.flatten().nonzero()[:, 0]  # (M,) place in the line -> place in the flattened rows
+            places = torch.where(position < shared, position, in_line.flatten().cumsum(0).view_as(in_line) - 1)
+            x, routes = F.embedding(ids[part].flatten()[source], self.embedding), []  # (M, h)
+            cos, sin = (table[source % longest, None] for table in (caches[0].cos, caches[0].sin))  # (M, 1, D)
             for layer in range(arch.num_layers):
                 qkv = self._qkv(layer, x, cos, sin)
-                query, key, value = (heads.transpose(1, 2) for heads in qkv)  # (p, heads, T, D)
-                cache.write_prompts(layer, part, key, value)
+                query, key, value = (packing.rows_of(heads, places) for heads in qkv)  # (p, heads, T, D)
+                for cache in caches:
+                    cache.write_prompts(layer, part, key, value)
                 mixed = kernels.causal_attention(query, key, value, scale=arch.head_dim**-0.5)
-                x = x + self._linear(layer, "o_proj", mixed.transpose(1, 2).flatten(2))
-                x = self._mlp(layer, x.flatten(0, 1), routes).view_as(x)
+                mixed = mixed.transpose(1, 2).flatten(2).flatten(0, 1).index_select(0, source)  # (M, H * D)
+                x = self._mlp(layer, x + self._linear(layer, "o_proj", mixed), routes)
                 if layer_outputs is not None:
                     layer_outputs.append(x)
                 beat()
-            hidden.append(x[torch.arange(len(x), device=device), lengths[part] - 1])
-            experts += [torch.stack(routes, 1).to(torch.uint8).unflatten(0, (-1, longest))] if routes else []
-        return torch.cat(hidden), cache, torch.cat(experts) if experts else None
+            hidden.append(x[places[torch.arange(len(places), device=device), lengths[part] - 1]])
+            experts += [torch.stack(routes, 1).to(torch.uint8)[places]] if routes else []
+        return torch.cat(hidden), caches, torch.cat(experts) if experts else None
 
     def decode(self, token: Tensor, n: int, cache: LineCache | RowCache) -> tuple[Tensor, list[Tensor]]:
         """Run the ``n``-th sampled token of every row: hidden states, experts by MoE layer.  (R,) -> (R, h), (R, K)"""

@@ -15,6 +15,7 @@ from device import DTYPES
 from engines.capacity import MOST_SEQUENCES
 from engines.drawing import pick, uniforms_of
 from engines.interface import Completion, Engine, Rule
+from engines.torch_cache import LineCache, RowCache
 from engines.torch_decoder import Decoder
 from inputs.files import InputError
 from knobs import Config, LoraConfig
@@ -35,9 +36,9 @@ class TorchSampler(Engine):
         norm_dtype: torch.dtype | None = None,
         adapter: LoraConfig | None = None,
     ) -> None:
-        """``max_sequences`` limits the rows of a wave, and so the key-value cache. ``norm_dtype``: see Decoder.
+        """``max_sequences`` limits the rows that are decoded together, and so the key-value cache.
 
-        ``adapter``: the shapes of what load_adapter will bring.
+        ``norm_dtype``: see Decoder. ``adapter``: the shapes of what load_adapter will bring.
         """
         largest = max({*stop_tokens, pad_token})
         if largest >= arch.vocab_size:
@@ -65,43 +66,57 @@ class TorchSampler(Engine):
     @torch.inference_mode()
     def layer_outputs(self, prompt: list[int]) -> list[Tensor]:
         outputs: list[Tensor] = []
-        self.decoder.prefill([prompt], 1, 1, self.pad_token, outputs)
-        return [output[0, : len(prompt)] for output in outputs]
+        self.decoder.prefill([prompt], [1], 1, self.pad_token, outputs)
+        return [output[: len(prompt)] for output in outputs]
 
     @torch.inference_mode()
-    def _sample(
-        self, prompts: list[list[int]], seeds: list[int], num_samples: int, rule: Rule, routed: bool
+    def _sample_kinds(
+        self, prompts: list[list[int]], seeds: list[int], kinds: list[tuple[int, Rule]], routed: bool
     ) -> list[list[Completion]]:
         completions: list[list[Completion]] = [[] for _ in prompts]
         # Sorted, so that the prompts of a wave have similar lengths and little padding.
         by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        for first in range(0, num_samples, self.max_sequences):
-            samples = range(num_samples)[first : first + self.max_sequences]
-            step = self.max_sequences // len(samples)
+        for first in range(0, max(num_samples for num_samples, _ in kinds), self.max_sequences):
+            chosen = [(range(first, min(n, first + self.max_sequences)), n, rule) for n, rule in kinds if n > first]
+            step = self.max_sequences // max(len(samples) for samples, _, _ in chosen)
             for wave in (by_length[start : start + step] for start in range(0, len(prompts), step)):
-                uniforms = None
-                if rule.temperature > 0:
-                    table = uniforms_of([seeds[i] for i in wave], num_samples, rule.max_new_tokens)
-                    of_samples = table[:, samples.start : samples.stop].flatten(0, 1)
-                    uniforms = of_samples.t()[..., None].to(self.decoder.device)  # (N, R, 1)
-                answers = self._run_wave([prompts[i] for i in wave], len(samples), uniforms, rule, routed)
-                for row, answer in enumerate(answers):
-                    completions[wave[row // len(samples)]].append(answer)
+                of_wave, new_tokens = [prompts[i] for i in wave], chosen[0][2].max_new_tokens
+                hidden, caches, prompt_routes = self.decoder.prefill(
+                    of_wave, [len(samples) for samples, _, _ in chosen], new_tokens, self.pad_token, beat=self.beat
+                )
+                # One kind after the other, so that the shapes, and with them the rounding, do not depend on the others.
+                for (samples, num_samples, rule), cache in zip(chosen, caches, strict=True):
+                    uniforms = None
+                    if rule.temperature > 0:
+                        table = uniforms_of([seeds[i] for i in wave], num_samples, new_tokens)
+                        of_samples = table[:, samples.start : samples.stop].flatten(0, 1)
+                        uniforms = of_samples.t()[..., None].to(self.decoder.device)  # (N, R, 1)
+                    answers = self._run_wave(of_wave, hidden, cache, uniforms, rule, prompt_routes if routed else None)
+                    for row, answer in enumerate(answers):
+                        completions[wave[row // len(samples)]].append(answer)
         return completions
 
     def _run_wave(
-        self, prompts: list[list[int]], num_samples: int, uniforms: Tensor | None, rule: Rule, routed: bool
+        self,
+        prompts: list[list[int]],
+        hidden: Tensor,
+        cache: LineCache | RowCache,
+        uniforms: Tensor | None,
+        rule: Rule,
+        prompt_routes: Tensor | None,
     ) -> list[Completion]:
-        """``num_samples`` completions of each prompt, in one list. ``uniforms``: (N, R, 1), None for greedy."""
+        """``cache.samples`` completions of each prompt, in one list. ``uniforms``: (N, R, 1), None for greedy.
+
+        ``hidden``: of the last tokens of the prompts, (P, h). With the ``prompt_routes`` the completions have routes.
+        """
         decoder, device, new_tokens = self.decoder, self.decoder.device, rule.max_new_tokens
-        rows = len(prompts) * num_samples
-        hidden, cache, prompt_routes = decoder.prefill(prompts, num_samples, new_tokens, self.pad_token, beat=self.beat)
+        num_samples, rows = cache.samples, len(prompts) * cache.samples
         hidden = hidden.repeat_interleave(num_samples, 0)
         # Results by time, then by row. Rows that have finished write to one more row, which nobody reads.
         tokens = torch.full((new_tokens, rows + 1), -1, device=device)
         logps = torch.zeros(new_tokens, rows + 1, device=device)
         shape = (new_tokens, rows + 1, sum(self.arch.moe_layers), self.arch.experts_per_token)
-        routes = torch.zeros(shape, dtype=torch.uint8, device=device) if routed else None
+        routes = None if prompt_routes is None else torch.zeros(shape, dtype=torch.uint8, device=device)
         row_ids = torch.arange(rows, device=device)  # (R,) the place of each row's results
         for n in range(new_tokens):
             self.beat()

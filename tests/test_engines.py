@@ -69,6 +69,16 @@ def test_logp_is_the_teacher_forced_logp_of_transformers_and_routes_are_its_top_
     assert_routes(model, PROMPTS, answers)
 
 
+@pytest.mark.parametrize("num_samples", [2, 5])
+def test_the_greedy_answer_before_the_sampled_ones_changes_no_bit(opened, num_samples: int, monkeypatch) -> None:
+    engine, _ = opened("qwen3", range(0, 128, 10))
+    settings = FREE | dict(num_samples=num_samples)
+    greedy = engine.sample(PROMPTS, seeds=SEEDS, **settings | dict(num_samples=1, temperature=0.0))
+    sampled = engine.sample(PROMPTS, seeds=SEEDS, **settings)
+    both = engine.sample(PROMPTS, seeds=SEEDS, greedy_first=True, **settings)
+    assert flat(both) == flat([first + others for first, others in zip(greedy, sampled, strict=True)])
+
+
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
 def test_logp_is_that_of_the_tempered_distribution(opened, temperature: float) -> None:
     engine, model = opened()

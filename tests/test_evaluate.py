@@ -48,15 +48,13 @@ class SeedEngine:
     def __init__(self) -> None:
         self.calls: list[int] = []
 
-    def sample(self, prompts, *, seeds, num_samples, max_new_tokens, temperature):
+    def sample(self, prompts, *, seeds, num_samples, max_new_tokens, temperature, greedy_first):
         self.calls.append(len(prompts))
-        assert (num_samples == 1) if temperature == 0 else (temperature == 0.5)
+        assert temperature == (0.5 if greedy_first else 0.0)
+        sizes = [[*[1] * greedy_first, *(seed % 10 + 1 + sample for sample in range(num_samples))] for seed in seeds]
         return [
-            [
-                Completion([prompt[-1]] * (1 if temperature == 0 else seed % 10 + 1 + sample), [], "stop")
-                for sample in range(num_samples)
-            ]
-            for prompt, seed in zip(prompts, seeds, strict=True)
+            [Completion([prompt[-1]] * (size if greedy_first else 1), [], "stop") for size in of_prompt]
+            for prompt, of_prompt in zip(prompts, sizes, strict=True)
         ]
 
 
@@ -87,8 +85,8 @@ def test_an_evaluation_depends_neither_on_ranks_nor_on_waves_nor_on_the_seed(tmp
         cfg = config(tmp_path, eval__batch_size=3, train__seed=1)
         ranks = training.in_world(layout, evaluated, cfg, layout)
         assert all(found == expected for *found, _ in ranks)
-        if layout == "DP2":  # two ranks have 4 and 3 questions: a greedy and a sampled call for each wave
-            assert [calls for *_, calls in ranks] == [[3, 3, 1, 1], [3, 3, 0, 0]]
+        if layout == "DP2":  # two ranks have 4 and 3 questions: a call for each wave
+            assert [calls for *_, calls in ranks] == [[3, 1], [3, 0]]
 
 
 def test_summary_and_outcomes_by_hand(tmp_path) -> None:

@@ -6,6 +6,7 @@ Expected log-probabilities come from transformers, expected frequencies from its
 from __future__ import annotations
 
 import dataclasses
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,9 @@ from engines import torch_decoder
 from engines.drawing import inverse_cdf, truncate
 from engines.torch_sampler import TorchSampler
 from inputs.files import InputError
+from knobs import LoraConfig
 
+LORA = LoraConfig(targets=["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], rank=4, alpha=8.0)
 MORE = FREE | dict(num_samples=4, max_new_tokens=40)  # the cache grows three times
 
 
@@ -123,6 +126,49 @@ def test_result_does_not_depend_on_waves(model, monkeypatch) -> None:
         assert_alike(engine.sample(PROMPTS, seeds=SEEDS, **MORE), expected)
     monkeypatch.setattr(torch_decoder, "PREFILL_TOKENS", 650)  # prompts in three parts
     assert_alike(engine.sample(PROMPTS, seeds=SEEDS, **MORE), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["qwen3", "qwen2"])
+def test_a_common_beginning_is_computed_once_in_fp32_and_changes_no_bit(
+    sampled_models, name: str, dtype: torch.dtype, monkeypatch
+) -> None:
+    """Of tokens, log-probs and routes, with adapters. In bf16 every prompt is computed whole, as the trainer does.
+
+    The gate of a shared expert has one output, and in fp32 such a product rounds as its number of rows says.
+    """
+    model, computed, qkv = sampled_models(name), [], torch_decoder.Decoder._qkv
+    engine, generator = sampler(model, {7}, dtype=dtype, adapter=LORA), torch.Generator().manual_seed(0)
+    engine.load_adapter({
+        name: (torch.randn(4, w.shape[1], generator=generator) / 8, torch.randn(len(w), 4, generator=generator) / 8)
+        for name, w in model.tensors.items() if name.endswith("_proj.weight")
+    })  # fmt: skip
+    monkeypatch.setattr(
+        torch_decoder.Decoder,
+        "_qkv",
+        lambda self, layer, x, *rest: computed.append(len(x)) or qkv(self, layer, x, *rest),
+    )
+    # So many that each expert has four rows at least; 3, 1, 21, 4 and 1 tokens follow.
+    prompts = [[*(token * 7 % 128 for token in range(300)), *own] for own in (*PROMPTS[:4], [6])]
+    found = []
+    for common, tokens in ((os.path.commonprefix, 300 + 30), (lambda _: [], 5 * 300 + 30)):
+        monkeypatch.setattr(torch_decoder.os.path, "commonprefix", common)
+        computed.clear()
+        found.append(sum(engine.sample(prompts, seeds=SEEDS, return_routed_experts=True, **MORE), []))
+        assert computed[0] == (tokens if dtype == torch.float32 else 5 * 336)
+    assert found[0][0].tokens != found[0][4].tokens
+    for one, other in zip(*found, strict=True):
+        assert one.tokens == other.tokens
+        exact = dtype == torch.bfloat16 or name == "qwen3"
+        assert one.logp == (other.logp if exact else pytest.approx(other.logp, abs=1e-5))
+        assert (one.routed_experts == other.routed_experts).all()
+
+
+def test_prompts_that_are_equal_are_computed_once(model) -> None:
+    """Also the last tokens, which the completions begin after, come from the common beginning then."""
+    engine = sampler(model)
+    (expected,) = engine.sample([PROMPTS[2]], seeds=[3], **FREE)
+    assert_alike(engine.sample([PROMPTS[2]] * 3, seeds=[3] * 3, **FREE), [expected] * 3)
 
 
 # ----------------------------------------------------------------------------------------------------------- refusals

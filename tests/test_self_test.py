@@ -292,8 +292,9 @@ FAULTS = dict(cases(  # fault: how it is planted, the check that must find it, o
             before(startup.Run, "evaluate", backwards), "evaluation", ("eval.num_questions=3",),
         ),
         "greedy answers at temperature 1": (
-            instead(TorchSampler, "sample", lambda real, *args, temperature, **more: real(
-                *args, temperature=temperature or 1.0, **more)),
+            instead(TorchSampler, "_sample_kinds", lambda real, engine, prompts, seeds, kinds, routed: real(
+                engine, prompts, seeds, [(n, rule._replace(temperature=rule.temperature or 1.0)) for n, rule in kinds],
+                routed)),
             "evaluation", (),
         ),
         "no gradient for one expert": (
@@ -304,7 +305,7 @@ FAULTS = dict(cases(  # fault: how it is planted, the check that must find it, o
         ),
         "equal answers in each group": (
             instead(TorchSampler, "sample", lambda real, *args, num_samples, **more: [
-                one * num_samples for one in real(*args, num_samples=1, **more)]),
+                [*group[:-1], *group[-1:] * num_samples] for group in real(*args, num_samples=1, **more)]),
             "learning", (),
         ),
         "samples at another temperature": (  # with the log-probs of the right one
