@@ -55,7 +55,7 @@ def pick(logits: Tensor, uniform: Tensor | None, rule: Rule) -> tuple[Tensor, Te
     """
     # As in the trainer, so that both round alike: model_megatron._VocabularyLogProbs.
     scores = logits.float() / (rule.temperature or 1.0)
-    scores = scores - scores.amax(-1, keepdim=True)
+    scores.sub_(scores.amax(-1, keepdim=True))
     probs = scores.exp()  # times their sum
     if uniform is None:
         token = logits.argmax(-1, keepdim=True)
