@@ -28,10 +28,10 @@ QWEN3_30B_A3B = hf_config.parse(published.QWEN3_30B_A3B)
 QWEN15_MOE = hf_config.parse(published.QWEN15_MOE)
 RESOLVED = {  # the beginning of the sha256 of every value
     "bench": "c57a05db093b",
-    "math": "5d8ea714b749",
+    "math": "aa5ec966f6f1",
     "olmoe": "46cfe87ce516",
     "qwen15_moe": "30a351177a58",
-    "qwen3": "cec42b35f9d0",
+    "qwen3": "ea7d0eed5921",
     "smol": "e3a0ab458c04",
     "tiny_16": "e5f315f039c2",
     "tiny_cpu": "6bf29fb2940a",
