@@ -57,7 +57,8 @@ launch() {
     local tensor=${BASH_REMATCH[1]} expert=${BASH_REMATCH[2]} ranks=$((NODES * RANKS_PER_NODE))
     local overrides=("parallel.tensor=$tensor" "parallel.expert=$expert")
     if [ "$CONFIG" = configs/qwen3.yaml ] && { [ "$tensor" != 4 ] || [ "$expert" != "$ranks" ]; }; then
-        overrides+=("rollout.expert_parallel=false")   # vLLM's shards would differ from the trainer's, so whole tensors are pushed
+        # vLLM's shards would differ from the trainer's, so whole tensors are pushed. More experts a rank leave less room.
+        overrides+=("rollout.expert_parallel=false" "model.recompute=true")
     fi
     [ -z "$MODEL" ] || overrides+=("model.path=$MODEL")
     [ -z "$TRAIN" ] || overrides+=("data.train_path=$TRAIN" "data.test_path=$TEST")

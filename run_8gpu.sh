@@ -10,7 +10,7 @@ MODEL=${MODEL-models/Qwen3-30B-A3B-Instruct-2507}  # folder of the Hugging Face 
 TRAIN=${TRAIN-data/gsm8k/train.jsonl}              # GSM8K: .jsonl or .parquet
 TEST=${TEST-data/gsm8k/test.jsonl}                 # its held-out questions
 OUT=${OUT-out}                                     # runs, checkpoints, logs
-LAYOUT=${LAYOUT:-tp4_ep8}                          # or tp4_ep4, tp2_ep8
+LAYOUT=${LAYOUT:-tp4_ep8}                          # by the plan the fastest with room; or tp1_ep8, tp2_ep8, tp4_ep4
 PYTHON=${PYTHON:-python3}                          # with requirements/cuda.txt
 # ---------------------------------------------------------------------------------------------------------------------
 

@@ -93,12 +93,13 @@ def judge(cfg: Config, ranks: int, setting: Setting) -> Verdict:
 def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
     """The accepted layouts nearest to a refused one; no more ranks than asked first, then by memory and estimated time.
 
-    The search changes the layout of the ranks; if nothing fits, also the engine's copy; then also recompute and the
-    micro-batch; and at last the number of ranks.
+    The search changes the layout of the ranks; if nothing fits, also the engine's copy; then also recompute; then also
+    the micro-batch; and at last the number of ranks.
     """
     ranks, counts = refused.layout.ranks, _other_counts(refused.layout.ranks, setting)
     cfg = _corrected(refused.cfg, setting.arch)
-    smaller = _with(cfg, model={"recompute": True}, optim={"tokens_per_micro_batch": cfg.row_tokens})
+    recomputing = _with(cfg, model={"recompute": True})
+    smaller = _with(recomputing, optim={"tokens_per_micro_batch": cfg.row_tokens})
     nearest_fitting: list[Verdict] = []
 
     def fitting(base: Config, tried: Iterable[int], engines: bool) -> Iterator[Verdict]:
@@ -108,6 +109,7 @@ def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
     for base, tried, engines in (
         (cfg, [ranks], False),
         (cfg, [ranks], True),
+        (recomputing, [ranks], True),
         (smaller, [ranks], True),
         (cfg, counts, False),
         (smaller, counts, True),
@@ -123,7 +125,8 @@ def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
         # After a die has failed there are fewer ranks, so the largest number of them that fits is listed, too.
         most = max((v.layout.ranks for v in nearest_fitting if v.layout.ranks < ranks), default=0)
         fewer = [count for count in range(ranks - 1, most, -1) if _equal_nodes(count, setting)]
-        found = (verdict for count in fewer for engines in (False, True) for verdict in fitting(cfg, [count], engines))
+        bases = (cfg, False), (cfg, True), (recomputing, True)
+        found = (verdict for count in fewer for base, engines in bases for verdict in fitting(base, [count], engines))
         if largest := next(found, None):
             nearest_fitting = [*nearest_fitting[: LISTED - 1], largest]
 

@@ -28,10 +28,10 @@ QWEN3_30B_A3B = hf_config.parse(published.QWEN3_30B_A3B)
 QWEN15_MOE = hf_config.parse(published.QWEN15_MOE)
 RESOLVED = {  # the beginning of the sha256 of every value
     "bench": "55a9081a1edc",
-    "math": "f31edb8f323a",
+    "math": "6a9b4e9e7e8d",
     "olmoe": "1b178c2feee4",
     "qwen15_moe": "1cf8f5034d24",
-    "qwen3": "ba8ff05e2935",
+    "qwen3": "bca7290c089c",
     "smol": "9295fd7aeb10",
     "tiny_16": "78ea3c90ad74",
     "tiny_cpu": "8a3f42028546",

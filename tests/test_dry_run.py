@@ -31,10 +31,11 @@ from plan import grid
 from runlog import Heartbeat, StepTimer
 
 EP16 = ("qwen3", 16, 4, 16, 1, [])  # configuration, ranks, tensor, expert, expert_tensor, other changes
+ETP2 = ("qwen3", 16, 2, 8, 2, ["model.recompute=true"])
 LAYOUTS = cases(
     [
         EP16,
-        ("qwen3", 16, 2, 8, 2, []),
+        ETP2,
         ("qwen15_moe", 6, 2, 3, 1, ["model.recompute=false", "replay.mode=r3"]),
     ],
     [
@@ -98,7 +99,8 @@ def dry_runs(asked: list[dict], kind: str = "npu", torch_npu: dict[str, str] | N
 def found() -> dict[str, dict]:
     """The dry runs of all cases, from one process."""
     asked = {str(layout): case(*layout) for layout in LAYOUTS}
-    asked |= {name: case(*EP16, fault=name) for name in (*FAULTS, "inner_size")}
+    recompute = [*EP16[:5], ["model.recompute=true"]]  # where a layer's own activations are the largest part
+    asked |= {name: case(*recompute, fault=name) for name in (*FAULTS, "inner_size")}
     asked |= {"one rank's experts": case("qwen15_moe", 6, 2, 1, 1, ["replay.mode=r3"])}
     asked |= {"last rank": case(*EP16, rank=15)} | {form: quantised(form) for form in cases(["int4"], FORMATS)}
     return dict(zip(asked, dry_runs(list(asked.values())), strict=True))
@@ -153,14 +155,20 @@ def test_launches_of_a_merge_and_of_a_push_do_not_grow_with_the_experts(found):
     assert found[str(EP16)]["found"]["pushed_tensors"] == layers * 4
 
 
-@pytest.mark.parametrize(("name", "waits", "of_metrics"), [(str(EP16), 2, 1), ("one rank's experts", 0, 2)])
-def test_the_host_waits_for_a_layer_only_where_experts_are_on_several_ranks(name, waits, of_metrics, found):
-    """Two layers: once for each. Two lines of token_logprobs wait in each pass; replay has one metric more."""
+@pytest.mark.parametrize(
+    ("name", "waits", "again", "of_metrics"),
+    [(str(EP16), 2, 0, 1), (str(ETP2), 2, 2, 1), ("one rank's experts", 0, 0, 2)],
+)
+def test_the_host_waits_for_a_layer_only_where_experts_are_on_several_ranks(name, waits, again, of_metrics, found):
+    """Two layers: once for each, and ``again`` with recompute. Two lines of token_logprobs wait in each pass, too.
+
+    Replay has one metric more.
+    """
     phases = found[name]["found"]["phases"]
-    for phase in ("reference", "old policy", "forward", "backward"):
+    for phase, expected in {"reference": waits, "old policy": waits, "forward": waits, "backward": again}.items():
         by_place = phases[phase]["waits"]
         of_layers = sum(n for place, n in by_place.items() if not place.startswith("model_megatron.py"))
-        assert of_layers == waits and len(by_place) <= 3, (phase, by_place)
+        assert of_layers == expected and len(by_place) <= 3, (phase, by_place)
     in_update = phases["update"]["waits"]
     assert sum(n for place, n in in_update.items() if place.startswith("learner.py")) == of_metrics
 

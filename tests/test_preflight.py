@@ -41,7 +41,7 @@ def test_the_configurations_we_ship_fit(name, capsys):
 
 R3_ON_TWO_DIES = [  # run_2npu.sh
     "--ranks", "2", "parallel.tensor=2", "parallel.expert=2", "rollout.tensor=2", "model.quantisation=int4",
-    "lora.expert_rank=16", "rollout.kv_cache_mib=4096", "replay.mode=r3",
+    "lora.expert_rank=16", "rollout.kv_cache_mib=4096", "replay.mode=r3", "model.recompute=true",
 ]  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def test_after_a_die_has_failed_the_largest_number_that_is_left_is_offered_with_
         assert max(ranks for ranks in offered if ranks < asked) == left and offered[left] == script
     assert preflight.main([QWEN3, "--ranks", "14"]) == 1
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "--ranks 12 " in line]
-    assert line.endswith("rollout.expert_parallel=false  (run_12npu.sh)")
+    assert line.endswith("rollout.expert_parallel=false model.recompute=true  (run_12npu.sh)")
     for ranks in range(1, 17):
         found = report(capsys, QWEN3, "--ranks", str(ranks))
         assert found["verdict"] == "fits" or found["alternatives"], ranks

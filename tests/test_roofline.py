@@ -24,7 +24,8 @@ def planned(
     *overrides: str, ranks: int = 16, hardware=NPU, prompt: float = 120, completion: float = 256, longest: float = 0
 ):
     """All rows are ``completion`` tokens long, or that in the mean and one of them ``longest``."""
-    cfg = load_config("configs/qwen3.yaml", ["rollout.enforce_eager=false", *overrides])  # the figures assume graphs
+    assumed = ["rollout.enforce_eager=false", "model.recompute=true"]  # by the figures
+    cfg = load_config("configs/qwen3.yaml", [*assumed, *overrides])
     layout = grid.of(cfg, ranks)
     memory = step_memory(cfg, QWEN3, layout, "npu", 61 * 2**30)
     times = roofline.step_times(cfg, QWEN3, layout, hardware, memory, prompt, completion, longest or completion)
