@@ -85,7 +85,7 @@ class WeightSync:
         """Keep the experts on the host until they are shared, so that the device never holds them twice."""
         for module in model.modules():
             if isinstance(module, GroupedLinear):
-                module.weight.data = module.weight.data.cpu()
+                module.weight = torch.nn.Parameter(module.weight.detach().cpu(), requires_grad=False)
         devices.release(device)
 
     def _share_experts(self) -> int:

@@ -66,7 +66,8 @@ class Engine(Protocol):
     def stacks(self) -> dict[str, Stack]:
         """The routed experts by layer, as `model.layers.0.mlp.experts.gate_up_proj`, after the first load_weights.
 
-        Whoever writes there changes what the engine samples with. An engine that packs its experts has none.
+        Each call returns the same tensors. Whoever writes there changes what the engine samples with. An engine that
+        packs its experts has none.
         """
         return {}
 
@@ -81,7 +82,7 @@ class Engine(Protocol):
             memory, experts = stacks[name]
             if len(tensor) != len(experts):
                 tensor = tensor[experts.start : experts.stop]
-            if tensor.data_ptr() != memory.data_ptr():
+            if tensor is not memory:
                 memory.copy_(tensor)
             held[name] = memory
         check_finite(held)

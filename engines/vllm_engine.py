@@ -154,6 +154,7 @@ class VllmEngine(Engine):
         self.arch, self.device, self.dtype, self.positions = arch, torch.device(device), dtype, max_tokens
         self.stop_tokens, self.routed_experts = sorted(stop_tokens), routed_experts
         self.ready = False
+        self.held_stacks: dict[str, Stack] = {}
         self.shapes = tensor_shapes(arch)
         if adapter:
             self.adapter = vllm_adapter.Adapter(adapter, self.shapes, dtype)
@@ -246,8 +247,10 @@ class VllmEngine(Engine):
     def stacks(self) -> dict[str, Stack]:
         if self.device.type in ENGINES["vllm"].packs_on:
             return {}
-        in_sizes = {"gate_up_proj": self.arch.hidden_size, "down_proj": self.arch.expert_ffn_size}
-        return self.llm.collective_rpc(vllm_inside.stacks, args=(in_sizes,))[0]
+        if not self.held_stacks:  # a reload keeps their addresses, which captured graphs have
+            in_sizes = {"gate_up_proj": self.arch.hidden_size, "down_proj": self.arch.expert_ffn_size}
+            (self.held_stacks,) = self.llm.collective_rpc(vllm_inside.stacks, args=(in_sizes,))
+        return self.held_stacks
 
     def load_adapter(self, factors: dict[str, tuple[Tensor, Tensor]]) -> None:
         self.adapter.take(factors)
