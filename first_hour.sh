@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The first hour on a new machine: six stages, from the doctor to three steps of the real run, and one report. Each stage
+# The first hour on a new machine: seven stages, from the doctor to three steps of the real run, and one report. Each stage
 # says what it proves and, if it fails, what to do. --help prints the stages.
 #
 #   bash first_hour.sh CONFIG [--report FILE] [section.key=value ...]       e.g.  bash first_hour.sh configs/qwen3.yaml

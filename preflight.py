@@ -350,7 +350,7 @@ def main(arguments: list[str] | None = None) -> int:
                 f"{cfg.rollout.max_new_tokens} the longest; needed: at most that"
             )
         node = args.ranks_per_node
-        timing = calibrate.read(args.calibrate) if args.calibrate else {}
+        timing = calibrate.read(args.calibrate, not cfg.rollout.enforce_eager) if args.calibrate else {}
         ranks = args.ranks or grid.default_ranks(cfg, grid.device_of(cfg), node)
         if ranks > node and ranks % node:
             raise InputError(

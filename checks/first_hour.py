@@ -1,4 +1,4 @@
-"""The first hour on a new machine: six stages, from the doctor to three steps of the real run, and one report.
+"""The first hour on a new machine: seven stages, from the doctor to three steps of the real run, and one report.
 
     bash first_hour.sh CONFIG [--report FILE] [section.key=value ...]      sets the environment and calls this file
 
@@ -121,7 +121,8 @@ def run_stage(stage: Stage, job: Job, seconds: float, lock: BinaryIO) -> dict:
     number = [each.name for each in STAGES].index(stage.name) + 1
     log, command = job.folder / f"{number}-{stage.name}.log", stage.command(job)
     (job.folder / f"{stage.name}.json").unlink(missing_ok=True)
-    shutil.rmtree(job.folder / ("run" if stage.name == "steps" else "two_layers"), ignore_errors=True)
+    own = {"steps": "run", "graphs": "graphs"}.get(stage.name, "two_layers")
+    shutil.rmtree(job.folder / own, ignore_errors=True)
     begin = time.monotonic()
     if stage.name == "steps" and (reasons := job.verdict().reasons):
         outcome = Outcome(f"preflight.py refuses this run, which was not started: {'; '.join(reasons)}")
@@ -148,8 +149,10 @@ def run_all(job: Job, minutes: list[float], lock: BinaryIO) -> list[dict]:
         path, label = job.folder / f"stage-{stage.name}.json", f"{number}/{len(STAGES)} {stage.name}"
         earlier = _passed_before(path, now)
         lacking = [r["name"] for r in results if r["name"] in stage.needs and r["status"] != "pass"]
+        reason = stage.unneeded(job) if stage.unneeded else ""
         if lacking:
             reason = f"needs {' and '.join(lacking)}, which {'has' if len(lacking) == 1 else 'have'} not passed"
+        if reason:
             result = {"status": "skipped", "reason": reason, "seconds": 0.0, "lines": [], "figures": {}}
         elif earlier:
             result = earlier | {"kept": True}
@@ -159,7 +162,8 @@ def run_all(job: Job, minutes: list[float], lock: BinaryIO) -> list[dict]:
             write_atomically(path, json.dumps(result | {"state": now}, indent=1) + "\n")
         mark = "(kept from an earlier start)" if result.get("kept") else f"in {result['seconds']:.1f} s"
         print(f"{label}: {result['status']} {mark}", flush=True)
-        results.append({"name": stage.name, "proves": stage.proves, "todo": stage.todo} | result)
+        about = {"name": stage.name, "proves": stage.proves, "todo": stage.todo, "needed": not stage.unneeded}
+        results.append(about | result)
     return results
 
 
@@ -179,7 +183,7 @@ def as_json(job: Job, results: list[dict]) -> dict:
     """The report as one object."""
     git = run_record.git_state()[0]
     report = {
-        "passed": all(result["status"] == "pass" for result in results),
+        "passed": all(result["status"] == "pass" for result in results if result["needed"]),
         "config": job.config, "overrides": list(job.overrides), "ranks": job.ranks, "device": job.device,
         "folder": str(job.folder), "commit": git["commit"], "dirty": git["dirty"],
         "when": f"{datetime.now():%Y-%m-%d %H:%M:%S}", "stages": results,
@@ -212,7 +216,9 @@ def as_text(report: dict, path: Path) -> str:
             lines += [f"  log: {stage['log']}", f"  by hand: {stage['command']}"]
     failed, skipped = (", ".join(stage["name"] for stage in report["stages"] if stage["status"] == status)
                        for status in ("fail", "skipped"))  # fmt: skip
-    verdict = "all passed" if report["passed"] else f"failed: {failed}" + f"; skipped: {skipped}" * bool(skipped)
+    verdict = f"failed: {failed}" + f"; skipped: {skipped}" * bool(skipped)
+    if report["passed"]:
+        verdict = "all passed" + f" that the run needs; failed: {failed}" * bool(failed)
     return "\n".join([
         *lines,
         "",

@@ -25,6 +25,8 @@ from run_record import read_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, QUESTIONS = 3, 32  # of the real run
+GAP_RATIO = 2  # graphs are not taken if the log-probs of sampler and trainer differ by more times as much as without
+SHOWN = 64  # completions of a step whose text is kept, to compare two ways of decoding
 
 
 class Job(NamedTuple):
@@ -53,18 +55,19 @@ class Job(NamedTuple):
         """The figures that a question has written."""
         return json.loads((self.folder / f"{stage}.json").read_text())
 
-    def steps(self) -> list[str]:
-        """Overrides of the last stage: few steps and questions, a folder of its own, and no resuming."""
+    def steps(self, folder: str = "run") -> list[str]:
+        """Overrides of the last stages: few steps and questions, a folder of their own, and no resuming."""
         counts = [QUESTIONS, self.cfg.eval.num_questions or QUESTIONS]
         if self.cfg.data.source == "arithmetic":
             counts.append(self.cfg.data.num_test)
         return [
             *self.overrides, f"train.steps={STEPS}", "eval.every=0", f"eval.num_questions={min(counts)}",
-            f"train.out_dir={self.folder / 'run'}", "train.resume=never", f"train.checkpoint_every={STEPS}",
+            f"train.out_dir={self.folder / folder}", "train.resume=never", f"train.checkpoint_every={STEPS}",
+            f"train.completions_logged={SHOWN}",
         ]  # fmt: skip
 
     def verdict(self) -> Verdict:
-        """The verdict of preflight.py on the run of the last stage."""
+        """The verdict of preflight.py on the run of the last stages."""
         setting = Setting(
             arch=hf_config.planned(self.cfg)[0],
             device=self.device,
@@ -82,7 +85,7 @@ class Outcome:
 
     wrong: str = ""
     lines: list[str] = field(default_factory=list)  # for a reader
-    figures: dict | list = field(default_factory=dict)
+    figures: Any = field(default_factory=dict)  # an object or a list of rows
 
 
 class Stage(NamedTuple):
@@ -96,6 +99,8 @@ class Stage(NamedTuple):
     command: Callable[[Job], list[str]]
     # Takes the command's log and exit code. OSError or ValueError: the command has not written its results.
     outcome: Callable[[Job, Path, int], Outcome]
+    # Why there is nothing to try; None for a stage that the run needs.
+    unneeded: Callable[[Job], str] | None = None
 
 
 def cause(log: Path, code: int) -> str:
@@ -154,9 +159,9 @@ def self_test_outcome(job: Job, log: Path, code: int) -> Outcome:
     return Outcome("; ".join(line for line in lines if line.startswith("FAIL")), lines)
 
 
-def steps_outcome(job: Job, log: Path, code: int) -> Outcome:
+def steps_outcome(job: Job, log: Path, code: int, folder: str = "run") -> Outcome:
     """Passed: three finished steps, finite metrics, and no more memory in use than planned."""
-    runs = sorted((job.folder / "run").glob("*/timing.jsonl"))
+    runs = sorted((job.folder / folder).glob("*/timing.jsonl"))
     timing = read_lines(runs[-1]) if runs else []
     if code or len(timing) < STEPS:
         return Outcome(cause(log, code), figures={"steps": len(timing)})
@@ -167,13 +172,17 @@ def steps_outcome(job: Job, log: Path, code: int) -> Outcome:
     seconds = statistics.median(row["timing/step_s"] for row in timing)
     # Under noise the sampled tokens do not test the push, but the probe does; tripwires.py makes the same choice.
     gap = max(row["aqn/probe_gap" if row.get("aqn/sigma") else "rollout/logp_gap_mean"] for row in metrics)
+    later = list(zip(timing, metrics, strict=False))[1:]  # the first step starts everything up
+    token = [
+        row["timing/generate_s"] / step["response_length/max"] for row, step in later if "timing/generate_s" in row
+    ]
     verdict = job.verdict()
     memory, rss = verdict.memory, max(row["perf/peak_rss_gib"] for row in timing)
     planned, limit = memory.phases[memory.fullest] / GIB, memory.peak / GIB
     figures = {
         "run": str(run), "steps": len(timing), "step_seconds": seconds, "planned_step_seconds": verdict.times.total,
         "logp_gap_mean": gap, "planned_gib": planned, "planned_phase": memory.fullest, "limit_gib": limit,
-        "peak_rss_gib": rss, "timing": medians(timing),
+        "peak_rss_gib": rss, "timing": medians(timing), "token_ms": 1e3 * statistics.median(token) if token else None,
     }  # fmt: skip
     lines = [
         f"{len(timing)} steps, {seconds:.3g} s each (median); preflight estimates {verdict.times.step} s "
@@ -193,6 +202,38 @@ def steps_outcome(job: Job, log: Path, code: int) -> Outcome:
         [*lines, memory_beside_plan(job.cfg, hf_config.planned(job.cfg)[0], job.ranks, job.device, peak, phase)],
         figures | {"peak_device_gib": peak, "peak_device_phase": phase},
     )
+
+
+def graphs_outcome(job: Job, log: Path, code: int) -> Outcome:
+    """Passed as the steps are. Then it says what decoding with graphs changes, and which setting to take."""
+    found, without = steps_outcome(job, log, code, "graphs"), steps_outcome(job, log, 0)
+    if found.wrong:
+        return found
+    new, old = found.figures, without.figures
+    first, second = (
+        [row["completion"] for row in read_lines(Path(each["run"]) / "completions.jsonl") if row["step"] == 1]
+        for each in (new, old)
+    )
+    new["completions"], new["differing"] = len(first), sum(a != b for a, b in zip(first, second, strict=True))
+    new["take_graphs"] = new["token_ms"] < old["token_ms"] and new["logp_gap_mean"] <= GAP_RATIO * old["logp_gap_mean"]
+    found.lines = [
+        f"a token takes {new['token_ms']:.3g} ms with graphs, {old['token_ms']:.3g} ms without (seconds of sampling / "
+        "tokens of the longest answer)",
+        f"{new['differing']} of {new['completions']} completions of the first step differ",
+        f"sampler and trainer differ by {new['logp_gap_mean']:.2g} nats a token at most, without graphs by "
+        f"{old['logp_gap_mean']:.2g}",
+        f"without graphs, {without.lines[-1]}",
+        f"with graphs, {found.lines[-1]}",
+        f"in the configuration, under rollout, take:  enforce_eager: {str(not new['take_graphs']).lower()}",
+    ]
+    return found
+
+
+def without_graphs(job: Job) -> str:
+    """Why decoding with graphs is not tried."""
+    if job.device == "cpu" or not job.cfg.rollout.kind.reserves:
+        return f"has nothing to try: {job.cfg.rollout.engine} on {job.device} has no graphs"
+    return "" if job.cfg.rollout.enforce_eager else "has nothing to try: the steps were decoded with graphs"
 
 
 # ------------------------------------------------------------------------------------------------ the stages
@@ -268,5 +309,16 @@ STAGES = (
         ("groups", "layers"),
         lambda job: job.torchrun("train_grpo.py", job.config, *job.steps()),
         steps_outcome,
+    ),
+    Stage(
+        "graphs",
+        90,
+        "The same steps with graphs (rollout.enforce_eager=false): whether they work, what a token costs, and which "
+        "setting to take. The run does not need this stage.",
+        "Keep rollout.enforce_eager: true; nothing else is wrong. Please report the log.",
+        ("steps",),
+        lambda job: job.torchrun("train_grpo.py", job.config, *job.steps("graphs"), "rollout.enforce_eager=false"),
+        graphs_outcome,
+        without_graphs,
     ),
 )  # fmt: skip

@@ -39,15 +39,19 @@ def _numbers(rows: list[dict], name: str) -> list[float]:
     return [value for value in values if 0 <= value < math.inf]
 
 
-def read(path: Path) -> dict[str, float]:
-    """The measured seconds in a first hour's report, or in a run's timing.jsonl. InputError for another file."""
+def read(path: Path, graphs: bool) -> dict[str, float]:
+    """The measured seconds in a first hour's report, or in a run's timing.jsonl. InputError for another file.
+
+    With ``graphs``, those of the stage `graphs` if it has any.
+    """
     rows: list[dict] = []
     if path.suffix == ".jsonl":
         rows = [row for row in read_lines(path) if "timing/step_s" in row]
     else:
         with contextlib.suppress(TypeError, KeyError, AttributeError, StopIteration):  # another kind of file
             stages = read_object(path, ("stages",))["stages"]
-            rows = [dict(next(stage["figures"]["timing"] for stage in stages if stage["name"] == "steps"))]
+            timing = {stage["name"]: stage["figures"]["timing"] for stage in stages if "timing" in stage["figures"]}
+            rows = [dict(timing["graphs" if graphs and "graphs" in timing else "steps"])]
     found = medians(rows) if rows else {}
     if lacking := [name for name in ("generate", "update", "step") if not found.get(f"timing/{name}_s")]:
         raise InputError(

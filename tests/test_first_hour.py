@@ -70,7 +70,9 @@ def sound(tmp_path_factory) -> tuple[int, dict[str, dict], Path]:
 
 def test_a_sound_machine_passes_every_stage(sound) -> None:
     code, stages, _ = sound
-    assert status(stages) == dict.fromkeys(NAMES, "pass"), {n: s["reason"] for n, s in stages.items()}
+    expected = dict.fromkeys(NAMES, "pass") | {"graphs": "skipped"}
+    assert status(stages) == expected, {n: s["reason"] for n, s in stages.items()}
+    assert stages["graphs"]["reason"] == "has nothing to try: torch on cpu has no graphs"
     assert code == 0 and all(stage["seconds"] >= 0 and stage["proves"] and stage["todo"] for stage in stages.values())
     figures = {name: stage["figures"] for name, stage in stages.items()}
     assert figures["doctor"]["fail"] == 0 and figures["doctor"]["ok"] > 3
@@ -89,9 +91,25 @@ def test_a_sound_machine_passes_every_stage(sound) -> None:
 def test_a_second_start_repeats_nothing_and_says_so(sound, monkeypatch, capsys) -> None:
     monkeypatch.setattr(first_hour, "execute", lambda *args: pytest.fail("repeated"))
     code, stages = the_hour(sound[2])
-    assert code == 0 and all(stage["kept"] for stage in stages.values())
+    assert code == 0 and all(stage["kept"] for name, stage in stages.items() if name != "graphs")
     said = capsys.readouterr().out
     assert "kept: passed on" in said and f"rm -r {sound[2]}/out/first_hour-tiny" in said
+
+
+def test_graphs_that_fail_do_not_fail_the_hour(sound, monkeypatch, capsys) -> None:
+    """The other stages are kept from the hour before. The folder of the steps stays."""
+    stages = tuple(s._replace(unneeded=lambda job: "") if s.name == "graphs" else s for s in STAGES)
+    monkeypatch.setattr(first_hour, "STAGES", stages)
+    monkeypatch.setattr(first_hour, "execute", lambda command, log, *more: log.write_text("error: no capture\n"))
+    code, found = the_hour(sound[2])
+    assert code == 0 and found["graphs"]["status"] == "fail" and found["graphs"]["reason"] == "error: no capture"
+    assert (
+        found["graphs"]["command"].endswith("rollout.enforce_eager=false") and "/graphs" in found["graphs"]["command"]
+    )
+    assert Path(found["steps"]["figures"]["run"]).exists()
+    said = capsys.readouterr().out
+    assert "result: all passed that the run needs; failed: graphs" in said
+    assert "do:  Keep rollout.enforce_eager: true" in said
 
 
 def test_another_configuration_is_another_hour(sound, monkeypatch) -> None:
@@ -121,16 +139,16 @@ def test_faults_are_named_by_their_stages_and_what_needs_them_is_skipped(tmp_pat
         instead(groups.dist, "all_reduce", reduce_wrongly)(patch)
         instead(kernels, "rotary", lambda real, x, cos, sin: real(x, cos, -sin))(patch)
         code, stages = the_hour(tmp_path)
-    assert code == 1 and list(status(stages).values()) == ["pass", "fail", "fail", "skipped", "skipped", "skipped"]
+    assert code == 1 and list(status(stages).values()) == ["pass", "fail", "fail", *["skipped"] * 4]
     assert stages["groups"]["reason"].startswith("expert, all-reduce: WRONG in ranks [0, 1]: element 2 is 4, not 3")
     assert stages["operators"]["reason"].startswith("rotary in ")
     said = capsys.readouterr().out
     assert "2 groups     FAIL" in said and "4 layers     skipped" in said
-    assert "result: failed: groups, operators; skipped: layers, self-test, steps" in said
+    assert "result: failed: groups, operators; skipped: layers, self-test, steps, graphs" in said
 
     without_update("model.layers.0.mlp.experts.6")(monkeypatch)
     code, stages = the_hour(tmp_path)
-    assert code == 1 and list(status(stages).values()) == ["pass", "pass", "pass", "fail", "pass", "skipped"]
+    assert code == 1 and list(status(stages).values()) == ["pass", "pass", "pass", "fail", "pass", "skipped", "skipped"]
     assert stages["doctor"]["kept"] and "kept" not in stages["groups"]
     assert "stand out by their median, first: 6 of layer 0 (" in stages["layers"]["reason"]
 
@@ -152,9 +170,9 @@ def a_job(folder: Path, config: str, ranks: int, *overrides: str) -> Job:
     return Job(path, overrides, cfg, ranks, cfg.device, folder)
 
 
-def outcome(job: Job, *peaks: float, phase: str = "update", **last: object) -> object:
-    """What steps_outcome says of a run whose steps used these GiB of the device; ``last``: of its last metrics."""
-    run = job.folder / "run" / "tiny-1"
+def write_run(job: Job, *peaks: float, phase: str = "update", folder: str = "run", **last: object) -> Path:
+    """The files of a run whose steps used these GiB of the device; ``last``: of its last metrics."""
+    run = job.folder / folder / "tiny-1"
     run.mkdir(parents=True)
     timing = [{"step": i, "timing/step_s": 9.0 + i, "perf/peak_rss_gib": 2.0, "perf/peak_device_gib": gib,
                "perf/peak_device_phase": phase} for i, gib in enumerate(peaks)]  # fmt: skip
@@ -162,7 +180,43 @@ def outcome(job: Job, *peaks: float, phase: str = "update", **last: object) -> o
     for name, rows in (("timing", timing), ("metrics", [*metrics[:-1], metrics[-1] | last])):
         (run / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (job.folder / "log").touch()
+    return run
+
+
+def outcome(job: Job, *peaks: float, **more: object) -> object:
+    """What steps_outcome says of such a run."""
+    write_run(job, *peaks, **more)
     return first_hour_stages.steps_outcome(job, job.folder / "log", 0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "gap", "take"), [(3.0, 0.02, True), (3.0, 0.05, False), (13.0, 0.02, False)], ids=str
+)
+def test_graphs_are_taken_if_they_are_faster_and_the_log_probs_agree(tmp_path, seconds, gap, take) -> None:
+    """Answers of 100 tokens in 12 s without graphs, 120 ms a token, and a gap of 0.02; one of three texts differs."""
+    job = a_job(tmp_path, "qwen3.yaml", 16, "model.path=none/Qwen3-30B-A3B-Instruct-2507")
+    for folder, sampling, texts, own_gap in (("run", 12.0, "abc", 0.02), ("graphs", seconds, "abd", gap)):
+        run = write_run(job, 20.0, 21.0, 22.0, folder=folder)
+        timing = [
+            json.loads(line) | {"timing/generate_s": sampling}
+            for line in (run / "timing.jsonl").read_text().splitlines()
+        ]
+        own = [{"step": step, "response_length/max": 100, "rollout/logp_gap_mean": own_gap} for step in range(3)]
+        shown = [{"step": step, "completion": f"{text}{step}"} for step in (1, 2) for text in texts]
+        for name, rows in {"timing": timing, "metrics": own, "completions": shown}.items():
+            (run / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = first_hour_stages.graphs_outcome(job, tmp_path / "log", 0)
+    assert not found.wrong and found.figures["token_ms"] == pytest.approx(seconds * 10)
+    assert found.lines[0].startswith(f"a token takes {seconds * 10:.3g} ms with graphs, 120 ms without")
+    assert found.lines[1] == "1 of 3 completions of the first step differ"
+    assert found.lines[-1].endswith(f"enforce_eager: {'false' if take else 'true'}")
+    assert found.figures["timing"]["timing/generate_s"] == seconds  # for preflight.py --calibrate
+
+
+def test_graphs_are_tried_where_an_engine_has_them_and_the_run_has_not(tmp_path) -> None:
+    assert first_hour_stages.without_graphs(a_job(tmp_path, "qwen3.yaml", 16)) == ""
+    with_graphs = a_job(tmp_path, "qwen3.yaml", 16, "rollout.enforce_eager=false")
+    assert "decoded with graphs" in first_hour_stages.without_graphs(with_graphs)
 
 
 def test_memory_beyond_the_plan_and_metrics_that_are_not_finite_fail_the_steps(tmp_path) -> None:
@@ -244,7 +298,7 @@ def test_a_stage_that_does_not_end_is_ended_with_its_processes_and_says_so(tmp_p
         (["FOLDER/run.yaml", "--ranks", "3"], "3 ranks (RANKS=N for another number): parallel.expert: 2 does not"),
         (["FOLDER/run.yaml", "--ranks", "9" * 28], "needed: whole numbers of 1 or more"),
         (["FOLDER/run.yaml", "--report", "FOLDER/run.yaml"], "run.yaml: not valid JSON"),
-        (["FOLDER/run.yaml", "--minutes", "5 5"], "MINUTES: found '5 5'; needed: 6 numbers above 0, one a stage"),
+        (["FOLDER/run.yaml", "--minutes", "5 5"], "MINUTES: found '5 5'; needed: 7 numbers above 0, one a stage"),
         (["FOLDER/run.yaml", "train.out_dir=FOLDER/run.yaml"], "needed: a place to write"),
     ],
 )

@@ -147,6 +147,16 @@ def test_a_report_without_measured_steps_and_a_cpu_are_refused_in_one_line(tmp_p
         assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1, said
 
 
+def test_a_plan_with_graphs_is_calibrated_by_the_stage_that_has_them(tmp_path: Path) -> None:
+    timing = {f"timing/{name}_s": seconds for name, seconds in MEASURED.items()}
+    faster = timing | {"timing/generate_s": 10.0}
+    stages = [{"name": "doctor", "figures": {"ok": 9}}, {"name": "steps", "figures": {"timing": timing}}]
+    stages += [{"name": "groups", "figures": []}, {"name": "graphs", "figures": {"timing": faster}}]
+    report = Path(write(tmp_path / "report.json", {"stages": stages}))
+    assert calibrate.read(report, graphs=False)["timing/generate_s"] == MEASURED["generate"]
+    assert calibrate.read(report, graphs=True)["timing/generate_s"] == 10.0
+
+
 def test_medians_leave_out_the_first_step() -> None:
     rows = [{"timing/step_s": each, "step": i} for i, each in enumerate((90.0, 10.0, 12.0))]
     assert calibrate.medians(rows) == {"timing/step_s": 11.0}
