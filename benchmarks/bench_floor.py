@@ -5,7 +5,8 @@
 CONFIG is configs/smol.yaml if it is not given. One process with one thread trains; the figures are medians of wall
 seconds without the first step, so on a busy machine they include waiting. The rates are the best of two things that are
 measured in CPU seconds: a large matrix product, and a copy larger than the caches. The roofline uses them in full, for
-the mean completion of these steps and the mean prompt of all questions.
+the mean completion of these steps and the mean prompt of all questions. Sampling has to compute the tokens with which
+all prompts begin once in a step, so the roofline counts them once; the update has them once in each prompt.
 """
 
 import argparse
@@ -106,13 +107,17 @@ def main() -> int:
     layout = grid.of(cfg, 1)
     planned = memory.step_memory(cfg, arch, layout, "cpu", 2**40)
     least = roofline.step_times(cfg, arch, layout, hardware, planned, prompt, completion, longest)
+    shared = len(os.path.commonprefix([question.prompt for question in questions]))
+    again = roofline.forward_flops(arch, roofline.Rows(cfg.rollout.prompts_per_step - 1, shared, 0))
+    least.causes["prefill"]["arithmetic"] -= (again["layers"] + again["attention"]) / hardware.flops
     rows = []
     for phase, parts in {**PHASES, "step": tuple(least.phases)}.items():
         seconds = statistics.median(step[f"timing/{phase}_s"] for step in steps)
         floor = sum(least.phases[part] for part in parts)
         rows.append({"phase": phase, "s": seconds, "roofline s": floor, "times the roofline": seconds / floor})
     rates = f"{hardware.flops / 1e9:.1f} GFLOP/s, {hardware.bandwidth / 1e9:.1f} GB/s, "
-    rates += f"prompts of {prompt:.0f} tokens, completions of {completion:.0f}, the longest of {longest:.0f}"
+    rates += f"prompts of {prompt:.0f} tokens, {shared} of them common, "
+    rates += f"completions of {completion:.0f}, the longest of {longest:.0f}"
     cases.report(args, __doc__, rows, {"flops": hardware.flops, "bandwidth": hardware.bandwidth, "steps": steps,
                                       "causes": least.causes}, above=f"{rates}\n")  # fmt: skip
     return 0
