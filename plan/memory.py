@@ -85,11 +85,17 @@ def activations(
     dense, width = arch.dense_ffn_size, arch.expert_ffn_size // layout.expert_tensor
     # With expert_tensor > 1 Megatron sums the experts' outputs in fp32.
     summed = rows * h * 4 * (1 + 1 / layout.expert_tensor) if layout.expert_tensor > 1 else 0
-    in_flight = {True: 3 * rows * h * element + summed, False: 4 * tokens * dense // layout.tensor * element}
+    # Rows that stay on their rank are only sorted, and gate and up are free when three gradients exist.
+    stays = layout.expert * layout.expert_tensor == 1
+    in_flight = {
+        True: rows * (3 * h - 2 * width * stays) * element + summed,
+        False: 4 * tokens * dense // layout.tensor * element,
+    }
     # A MoE layer holds its rows as they are sent, received and sorted, then the experts' output, and this unsorted.
     copies = 2 / layout.expert_tensor + (3 if layout.expert < arch.num_experts else 1)
+    of_rows = max(rows * copies * h * element + summed, rows * (3 * h + 4 * width) * element)
     forward_only = {
-        True: max(rows * copies * h * element + summed, rows * (3 * h + 4 * width) * element),
+        True: rows * max(2 * h + width, h + 3 * width) * element if stays else of_rows,
         False: tokens * (h + 4 * dense // layout.tensor) * element,
     }
     norm = max(4, element)  # a norm keeps its input in fp32
