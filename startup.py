@@ -216,6 +216,8 @@ def open_run(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inpu
     # The engine reports progress, because decoding may take longer than train.stall_seconds.
     engine = rollout.open_engine(cfg, arch, parallel.device, stop_tokens, pad_token, heartbeat.beat)
     weights = WeightSync(engine, model, arch, parallel, cfg)
+    if not weights.shared_bytes:
+        model.to(parallel.device)
     heartbeat.beat("the first push of the whole model")
     if cfg.rollout.expert_parallel:
         weights.check_start(held_out[0].prompt)

@@ -71,7 +71,8 @@ class WeightSync:
         if cfg.keeps_factors_apart:
             engine.load_adapter(self._factors()[0])
         altered = any(".experts." in name for name in self.touched | self.rounded)
-        self.stacks = {} if altered or parallel.expert_tensor > 1 else engine.stacks()
+        stacks = {} if altered or parallel.expert_tensor > 1 else engine.stacks()
+        self.stacks = stacks if all(parallel.gather_objects(bool(stacks))) else {}
         self.shared_bytes = self._share_experts()
 
     @property
@@ -109,7 +110,6 @@ class WeightSync:
                 shared.append((linear, merged, mine))
         if self.parallel.max_over_ranks(float(not fits)):
             self.stacks, shared = {}, []
-            self.model.to(self.parallel.device)
         for linear, merged, memory in shared:
             if merged:
                 linear.place = memory
