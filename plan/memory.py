@@ -85,10 +85,12 @@ def activations(
     dense, width = arch.dense_ffn_size, arch.expert_ffn_size // layout.expert_tensor
     # With expert_tensor > 1 Megatron sums the experts' outputs in fp32.
     summed = rows * h * 4 * (1 + 1 / layout.expert_tensor) if layout.expert_tensor > 1 else 0
-    # Rows that stay on their rank are only sorted, and gate and up are free when three gradients exist.
+    # Rows that stay on their rank are only sorted. Gate and up are free when three gradients exist; without recompute
+    # the fullest moment is before that.
     stays = layout.expert * layout.expert_tensor == 1
+    gradients = 3 * h if not stays else 3 * h - 2 * width if recompute else h
     in_flight = {
-        True: rows * (3 * h - 2 * width * stays) * element + summed,
+        True: rows * gradients * element + summed,
         False: 4 * tokens * dense // layout.tensor * element,
     }
     # A MoE layer holds its rows as they are sent, received and sorted, then the experts' output, and this unsorted.
@@ -243,10 +245,9 @@ def step_memory(
     else:
         first_group, attention = max(3 * experts, arch.vocab_size * h * element), arch.qkv_size
     group = 0 if cfg.keeps_factors_apart else first_group
-    if group and has_stacks(
-        cfg, layout, device
-    ):  # gate and up of this rank, unless in the engine's memory, and of all ranks
-        stacks = 2 * experts * ((not merged) / layout.expert + (layout.engine_expert == 1 < layout.expert))
+    if group and has_stacks(cfg, layout, device):
+        # Three matrices of this rank, unless in the engine's memory, and of all ranks: a stack outlives the next one.
+        stacks = 3 * experts * ((not merged) / layout.expert + (layout.engine_expert == 1 < layout.expert))
         group = int(max(stacks, 2 * attention * h * element))
     routing = sum(arch.moe_layers) * arch.experts_per_token if cfg.replay.mode != "off" else 0
     own_sequences = -(-rollout.prompts_per_step * rollout.group_size // layout.data)
@@ -276,7 +277,8 @@ def step_memory(
         "margin": int(MARGIN * capacity),
     }
     merging = work.recomputed + one_merged + in_fp32 - work.peak - parts["merged weights"]
-    parts["merging in fp32"] = max(0, merging) * cfg.trains_merged  # beyond the fullest moment of the other work
+    # Beyond the fullest moment of the other work. Experts that are merged in the engine's memory are merged before it.
+    parts["merging in fp32"] = max(0, merging) * (cfg.trains_merged and not merged)
     resident = sum(parts[name] for name in RESIDENT)
     updating = work.peak + parts["merging in fp32"] + max(parts["merged weights"], dequantised)
     # A push of factors gathers them whole in fp32, and the engine holds the old ones until it has the new ones.
@@ -284,7 +286,9 @@ def step_memory(
     sampling = activations(
         arch, cfg.lora, engine, element=element, recompute=False, tokens=prefill, scored=cached_rows
     ).reference
-    merging_push = max(4 * merged_at_once(arch, cfg.lora, layout), 3 * 4 * h * attention)
+    # A stack of codes is dequantised in fp32, cast and joined.
+    merged_element = 4 + 2 * element * (cfg.model.quantisation != "none")
+    merging_push = max(merged_element * merged_at_once(arch, cfg.lora, layout), 3 * 4 * h * attention)
     phases = {
         # Loading reads and rearranges one tensor at a time on the host; the engine does not exist yet.
         "load": base + sum(parts[name] for name in ("lora", "optimizer", "runtime")),

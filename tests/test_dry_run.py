@@ -113,7 +113,7 @@ def on_cuda() -> dict[str, dict]:
         str(layout): case(*layout[:5], [*layout[5], "device=cuda", "rollout.expert_parallel=false"])
         for layout in ON_CUDA
     }
-    exact = ["model.attention_shapes=exact", "rollout.expert_parallel=false"]
+    exact = ["model.attention_shapes=exact", "rollout.expert_parallel=false", "model.recompute=true"]
     asked["exact"] = case(*ON_CUDA[0][:5], ["device=cuda", *exact])
     (on_npu,) = dry_runs([case(*ON_CUDA[0][:5], exact)])
     return dict(zip(asked, dry_runs(list(asked.values()), "cuda"), strict=True)) | {"npu": on_npu}
