@@ -286,8 +286,8 @@ def step_memory(
     sampling = activations(
         arch, cfg.lora, engine, element=element, recompute=False, tokens=prefill, scored=cached_rows
     ).reference
-    # A stack of codes is dequantised in fp32, cast and joined.
-    merged_element = 4 + 2 * element * (cfg.model.quantisation != "none")
+    # Codes that are merged in the engine's memory are dequantised in fp32, cast and joined.
+    merged_element = 4 + 2 * element * (cfg.model.quantisation != "none" and merged > 0)
     merging_push = max(merged_element * merged_at_once(arch, cfg.lora, layout), 3 * 4 * h * attention)
     phases = {
         # Loading reads and rearranges one tensor at a time on the host; the engine does not exist yet.
