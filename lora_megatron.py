@@ -84,7 +84,9 @@ class Adapter(torch.nn.Module):
     def __init__(self, rank: int, alpha: float, merges: bool) -> None:
         super().__init__()
         self.scale, self.merges, self.enabled = alpha / rank, merges, True
-        self.place: Tensor | None = None  # the engine's memory, if it is also the trainer's; see LoRAGroupedLinear
+        # Of routed experts: the engine's memory, if it is also the trainer's, and the changes of A and B that it has.
+        self.place: Tensor | None = None
+        self.placed: tuple[int, int] | None = None
 
     @torch.no_grad()
     def merged(self, weight: Tensor, experts: slice | None = None, out: Tensor | None = None) -> Tensor:
@@ -149,7 +151,6 @@ class LoRAGroupedLinear(Adapter):
     ) -> None:
         super().__init__(rank, alpha, merges)
         self.base = base
-        self.placed: tuple[int, int] | None = None  # the changes of A and B that `place` has
         partial_over = "expert_tensor" if tensor > 1 else None
         experts, in_size, out_size = base.shape
         device = next(itertools.chain(base.parameters(), base.buffers())).device

@@ -75,12 +75,6 @@ class WeightSync:
         self.stacks = stacks if all(parallel.gather_objects(bool(stacks))) else {}
         self.shared_bytes = self._share_experts()
 
-    @property
-    def own(self) -> range:
-        """The numbers of this rank's experts."""
-        local = self.arch.num_experts // self.parallel.expert
-        return range(self.parallel.expert_rank * local, (self.parallel.expert_rank + 1) * local)
-
     @staticmethod
     def frozen_experts_to_host_(model: torch.nn.Module, device: torch.device) -> None:
         """Keep the experts on the host until they are shared, so that the device never holds them twice."""
@@ -96,7 +90,7 @@ class WeightSync:
         pushed as they are become the trainer's own. An engine whose memory is not what was pushed to it has another
         layout; it shares nothing, and gets its experts by name. Collective.
         """
-        fits, shared = True, []
+        own, fits, shared = weights_hf.own_experts(self.arch, self.parallel), True, []
         for name, linear in self._experts() if self.stacks else ():
             (memory, experts), base = self.stacks[name], getattr(linear, "base", linear)
             merged = linear is not base and not self.cfg.keeps_factors_apart
@@ -104,18 +98,18 @@ class WeightSync:
                 continue
             pushed = self._for_engine(name, linear.weight() if merged else base.weight.to(memory.device))
             fits &= torch.equal(pushed[experts.start : experts.stop] if len(pushed) > len(experts) else pushed, memory)
-            first = self.own.start - experts.start
-            if 0 <= first <= len(experts) - len(self.own) and (self.cfg.trains_merged or not merged):
-                mine = memory if self.own == experts else memory[first : first + len(self.own)]
-                shared.append((linear, merged, mine))
+            first = own.start - experts.start
+            if 0 <= first <= len(experts) - len(own) and (self.cfg.trains_merged or not merged):
+                mine = memory if own == experts else memory[first : first + len(own)]
+                shared.append((linear if merged else base, mine))
         if self.parallel.max_over_ranks(float(not fits)):
             self.stacks, shared = {}, []
-        for linear, merged, memory in shared:
-            if merged:
-                linear.place = memory
+        for module, memory in shared:
+            if isinstance(module, LoRAGroupedLinear):
+                module.place = memory
             else:
-                getattr(linear, "base", linear).weight = torch.nn.Parameter(memory, requires_grad=False)
-        return sum(memory.nbytes for _, _, memory in shared)
+                module.weight = torch.nn.Parameter(memory, requires_grad=False)
+        return sum(memory.nbytes for _, memory in shared)
 
     def _experts(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """The name of each of the engine's stacks, and the module that holds this rank's experts of it."""
@@ -126,7 +120,7 @@ class WeightSync:
 
     def _for_engine(self, name: str, local: Tensor) -> Tensor:
         """This rank's experts of a stack, or those of all ranks if the engine holds others. Collective."""
-        if self.stacks[name].experts == self.own:
+        if self.stacks[name].experts == weights_hf.own_experts(self.arch, self.parallel):
             return local
         return weights_hf.gather(local, self.parallel.expert, self.parallel.expert_group).flatten(0, 1)
 

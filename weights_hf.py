@@ -56,9 +56,15 @@ class Slot:
 # ------------------------------------------------------------------------------------------------ the map
 
 
+def own_experts(arch: Architecture, parallel: Parallel) -> range:
+    """The numbers of this rank's experts, the same in every layer."""
+    local = arch.num_experts // parallel.expert
+    return range(parallel.expert_rank * local, (parallel.expert_rank + 1) * local)
+
+
 def slots(model: torch.nn.Module, arch: Architecture, parallel: Parallel) -> Iterator[Slot]:
     """Every weight of this rank in the order of the layers. The number and the order are the same on every rank."""
-    experts = arch.num_experts // parallel.expert  # of this rank
+    experts = own_experts(arch, parallel)
     yield Slot(model.embedding.word_embeddings.weight, ("model.embed_tokens.weight",), 0)
     for i, layer in enumerate(model.decoder.layers):
         adapters = {name.removesuffix(".lora"): adapter for name, adapter in attached(layer).items()}
@@ -80,8 +86,7 @@ def slots(model: torch.nn.Module, arch: Architecture, parallel: Parallel) -> Ite
                     yield Slot(stored, names, module.split, groups, adapter=owner, kind=module.kind)
                     continue
                 for part in stacks(stored.shape):
-                    numbers = range(parallel.expert_rank * experts, arch.num_experts)[part]
-                    own = tuple(name.format(number) for number in numbers for name in names)
+                    own = tuple(name.format(number) for number in experts[part] for name in names)
                     yield Slot(stored[part], own, module.split, experts=part, adapter=adapter, kind=module.kind)
         assert not held, held.keys()
     yield Slot(model.decoder.final_layernorm.weight, ("model.norm.weight",))
@@ -211,8 +216,7 @@ def export(
     Collective: every rank must consume the whole stream, and gets the same tensors. As many experts of every rank as
     MESSAGE allows are gathered at a time, or one. With ``only``, the stream has the tensors that training changes and
     these names, together with the tensors that an engine fuses with them; without ``experts`` none of the routed
-    experts is among them. Do not write into a tensor: it may be the
-    model's own memory.
+    experts is among them. Do not write into a tensor: it may be the model's own memory.
     """
     todo = list(slots(model, arch, parallel))
     if only is not None:

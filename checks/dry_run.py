@@ -161,9 +161,7 @@ class _Engine:
         self.fuses, self.calls, self.held = not cfg.rollout.expert_parallel, 0, {}
         if not parameters.has_stacks(cfg, layout, parallel.device.type):
             return
-        local = arch.num_experts // parallel.expert
-        own = range(parallel.expert_rank * local, (parallel.expert_rank + 1) * local)
-        experts = range(arch.num_experts) if layout.engine_expert == 1 else own
+        experts = range(arch.num_experts) if layout.engine_expert == 1 else weights_hf.own_experts(arch, parallel)
         dtype = devices.DTYPES[cfg.model.dtype]
         for layer, module in layers(arch):
             if module.kind == "experts":

@@ -130,8 +130,7 @@ def vllm_name(slot: Slot) -> str:
 
 def check_placement(found: dict, arch: Architecture, parallel: Parallel) -> None:
     """Raise InputError unless this rank has the same groups and experts in vLLM (vllm_inside.placement) and trainer."""
-    local = arch.num_experts // parallel.expert
-    experts = list(range(parallel.expert_rank * local, (parallel.expert_rank + 1) * local))
+    experts = list(weights_hf.own_experts(arch, parallel))
     needed = {
         "tensor": dist.get_process_group_ranks(parallel.tensor_group),
         "data": dist.get_process_group_ranks(parallel.data_group),
