@@ -38,6 +38,16 @@ class Tripped(RuntimeError):
     """The run would be silently wrong. The message says what was found and what to look at."""
 
 
+def wrong_merge(share: float) -> str:
+    """What is wrong where ``share`` is sync/experts_wrong (adapter_weights.update_kept); "" if nothing is."""
+    if share <= MOST_WRONG:
+        return ""
+    return (
+        f"of an expert's sampled elements, {share:.2%} in the memory that sampler and trainer share are not "
+        f"W + (alpha / R) B A, at most {MOST_WRONG:.1%} expected"
+    )
+
+
 class Tripwires:
     """The checks on the metrics of every step.
 
@@ -87,11 +97,10 @@ class Tripwires:
         ``checksums``: of what each rank has pushed for ``step``; ``last_norm``: the gradient norm of the last update;
         ``experts_wrong``: see adapter_weights.update_kept.
         """
-        if not experts_wrong <= MOST_WRONG:
+        if wrong := wrong_merge(experts_wrong):
             self.trip(
                 "adapters",
-                f"step {step + 1}: of an expert's sampled elements, {experts_wrong:.2%} in the memory that sampler and "
-                f"trainer share are not W + (alpha / R) B A, at most {MOST_WRONG:.1%} expected",
+                f"step {step + 1}: {wrong}",
                 "lora_megatron.LoRAGroupedLinear.weight, and what else writes there (weight_sync.py, the engine)",
             )
         before, self.checksums = self.checksums, checksums

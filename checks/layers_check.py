@@ -43,7 +43,7 @@ from inputs.scoring import Score
 from knobs import Config
 from learner import Learner
 from parallel_setup import Parallel
-from tripwires import GAP_FLOOR, MOST_WRONG
+from tripwires import GAP_FLOOR, wrong_merge
 from weight_sync import WeightSync
 
 LAYERS, PROMPTS, PROMPT_TOKENS, GROUP, NEW_TOKENS = 2, 32, 8, 8, 16  # 32 x 8 x 16 = 4,096 sampled tokens, or more
@@ -245,11 +245,7 @@ def judged(figures: dict, experts: list[dict]) -> str:
             f"(samplers {odd['replica']} of {len(figures['gap_by_replica'])}, trainers on rank "
             f"{odd['rank']} of {len(figures['gap_by_rank'])})",
         ),
-        (
-            figures["experts_wrong"] <= MOST_WRONG,
-            f"of an expert's sampled elements, {figures['experts_wrong']:.2%} in the memory that sampler and trainer "
-            f"share are not W + (alpha / R) B A, at most {MOST_WRONG:.1%} expected",
-        ),
+        (not (wrong := wrong_merge(figures["experts_wrong"])), wrong),
         (not apart, f"tokens of {len(apart)} of {len(experts)} experts stand out by their median, first: {listed}"),
         (
             figures["gap_without_adapters"] > bound,
