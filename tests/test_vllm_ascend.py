@@ -387,6 +387,7 @@ def test_the_trainers_shards_are_what_vllm_ascends_loader_makes_of_the_whole_wei
     hidden, width, heads = 256, 64, 4
     for found in shared:
         assert found["different"] == [] and found["zero"] == []
+        assert found["stacks"] == 2 * 2 and found["stacks that are not the trainer's"] == []
         assert found["different when swapped"] == [f"model.layers.{i}.mlp.experts.w13_weight" for i in (0, 1)]
         sizes = {name: shape[:-2] for name, shape in found["shapes"].items()}
         assert sizes["model.layers.0.mlp.experts.w13_weight"] == [2, hidden, 2 * width]

@@ -214,6 +214,16 @@ def push(folder: Path) -> int:
         vllm_colocated.check_placement(placement, arch, parallel)
         engine.load_weights(vllm_colocated.shards(model, arch, parallel))
         pushed = {name: cann_stub.on_host(parameter).clone() for name, parameter in engine.parameters.items()}
+        not_the_trainers = [
+            f"{i} {part}"
+            for i, layer in enumerate(model.decoder.layers)
+            for part, own in (
+                ("gate_up_proj", layer.mlp.experts.linear_fc1), ("down_proj", layer.mlp.experts.linear_fc2),
+            )
+            for memory, experts in [engine.stacks()[f"model.layers.{i}.mlp.experts.{part}"]]
+            if experts != range(2 * parallel.rank, 2 * parallel.rank + 2)
+            or not torch.equal(cann_stub.on_host(memory), own.weight)
+        ]  # fmt: skip
         for parameter in engine.parameters.values():
             parameter.data.zero_()
         whole = load_file(folder / "model" / "model.safetensors")
@@ -228,6 +238,8 @@ def push(folder: Path) -> int:
         swapped = {name: cann_stub.on_host(parameter) for name, parameter in engine.parameters.items()}
         found = {
             "placement": placement,
+            "stacks": len(engine.stacks()),
+            "stacks that are not the trainer's": not_the_trainers,
             "shapes": shapes(engine),
             "different": [name for name in expected if not torch.equal(expected[name], pushed[name])],
             "different when swapped": [name for name in expected if not torch.equal(expected[name], swapped[name])],
