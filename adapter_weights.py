@@ -123,6 +123,13 @@ def scatter(
     return pieces
 
 
+@torch.no_grad()
+def copy_(into: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Copy tensors of equal names, in place: torch counts it as a change (LoRAGroupedLinear.weight)."""
+    for name, tensor in into.items():
+        tensor.copy_(values[name])
+
+
 def _piece(name: str, factor: Factor, value: Tensor, arch: Architecture, parallel: Parallel) -> Tensor:
     """What the rank at the place of ``parallel`` holds of the whole tensor ``value``, the inverse of `whole`."""
     dim, shards = factor.shard_dim, parallel.shards(factor.is_expert)
@@ -305,19 +312,19 @@ def _checksum_at(
 def not_saved(
     saved: Checkpoint | None,
     adapters: dict[str, Adapter],
-    live: Mapping[str, Mapping[str, Tensor]],
+    live: list[tuple[str, str, Mapping[str, Tensor]]],
     counts: dict[str, int],
     arch: Architecture,
     parallel: Parallel,
 ) -> str:
     """Names adapters, moments or counts that are not those of the checkpoint; "" if there are none. Collective.
 
-    ``live``: ending of the names in the file -> factor name -> tensor of this rank. Rank 0 alone needs ``saved``: it
+    ``live``: Learner.saved_parts, the tensors of this rank. Rank 0 alone needs ``saved``: it
     cuts each of its tensors into the pieces of all ranks, and compares their checksums. So what `whole` puts together
     is compared by its inverse, one tensor at a time.
     """
     factors = lora_megatron.factors(adapters)
-    sums = {(name, ending): _checksum(values[name]) for ending, values in live.items() for name in factors}
+    sums = {(name, kind, ending): _checksum(values[name]) for kind, ending, values in live for name in factors}
     place = {key: getattr(parallel, key) for key in ("tensor_rank", "expert_rank", "expert_tensor_rank")}
     by_rank, misfits = parallel.gather_objects((place, sums)), []
     if parallel.rank == 0 and saved is not None:
@@ -327,15 +334,15 @@ def not_saved(
             if count != saved.state.get(key)
         ]
         stored = {f"{kind} {name}": value for kind, named in saved.tensors.items() for name, value in named.items()}
-        for name, ending in sums:
-            factor, label = factors[name], f"{'optimizer' if ending else 'adapter'} {hf_name(name, arch)}{ending}"
+        for name, kind, ending in sums:
+            factor, label = factors[name], f"{kind} {hf_name(name, arch)}{ending}"
             value = stored.pop(label, None)
             fits = value is not None and tuple(value.shape) == whole_shape(factor, parallel)
             # A piece is cut once, however many ranks hold it.
             keys = ("expert_rank", "expert_tensor_rank") if factor.is_expert else ("tensor_rank",)
             cut = functools.cache(functools.partial(_checksum_at, name, factor, value, arch, parallel))
             fits = fits and all(
-                cut(tuple((key, there[key]) for key in keys)) == own[name, ending] for there, own in by_rank
+                cut(tuple((key, there[key]) for key in keys)) == own[name, kind, ending] for there, own in by_rank
             )
             misfits += [] if fits else [label]
         misfits += sorted(stored)

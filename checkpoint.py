@@ -2,6 +2,7 @@
 
 run_dir/checkpoints/step-000020/          "20 steps are done"
     adapter.safetensors  optimizer.safetensors     one file per kind of tensor; nothing is ever pickled
+    adapter-behind-1.safetensors                   with rollout.staleness: the factors of a step before, and so on
     state.json  checksums.json                     {step, config, config_hash, state}; sha256 of every other file
 A checkpoint appears whole or not at all, even if the process is killed, and is used only if its checksums are right.
 """

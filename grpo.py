@@ -17,7 +17,7 @@ from torch import Tensor
 NORMS = ("std", "none", "loo")
 KL_KINDS = ("k1", "k2", "k3", "low_var_kl", "low_var_kl+", "abs")
 AGGREGATES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "dr-grpo")
-WEIGHT_MODES = ("none", "token", "sequence", "icepop", "mis")
+WEIGHT_MODES = ("none", "token", "sequence", "icepop", "mis", "uncorrected")
 MASKING_MODES = ("icepop", "mis")
 
 STD_EPS = 1e-6
@@ -270,13 +270,14 @@ def rollout_weights(
     clip: float = 2.0,
     low: float = 0.5,
 ) -> Tensor:
-    """Importance weights for tokens of an engine with other numerics than the trainer's.  (B, T) -> (B, T)
+    """Importance weights for tokens whose sampler had other numerics, or an older policy.  (B, T) -> (B, T)
 
-    old_logp: the trainer's log-probs of the policy that sampled. With r = exp(old_logp - rollout_logp) of a token:
+    old_logp: the trainer's before the first update on these rows. With r = exp(old_logp - rollout_logp) of a token:
     token: min(r, clip). sequence: the product of the row's r, at most clip, at each of its tokens. icepop (IcePop,
     arXiv 2510.18855, which uses 0.5 and 5): r if low <= r <= clip, else 0. mis (masked importance sampling): the
-    product of the row's r if it is at most clip, else 0, at each of its tokens. none: 1. Outside the mask the weight is
-    0. There is no gradient. A token with the weight 0 still counts in the denominator of the loss.
+    product of the row's r if it is at most clip, else 0, at each of its tokens. none, uncorrected: 1.
+    Outside the mask the weight is 0. There is no gradient. A token with the weight 0 still counts in the denominator of
+    the loss.
     """
     _require("mode", mode, WEIGHT_MODES)
     if not clip > 0:
@@ -285,7 +286,7 @@ def rollout_weights(
         raise ValueError(f"low: found {low}; needed: at least 0 and less than clip, {clip}")
     _same_shape(old_logp=old_logp, rollout_logp=rollout_logp, mask=mask)
     old_logp, rollout_logp = _at_least_float32(old_logp).detach(), _at_least_float32(rollout_logp).detach()
-    if mode == "none":
+    if mode in ("none", "uncorrected"):
         return _inside(mask, torch.ones_like(old_logp))
     log_ratio = _inside(mask, old_logp) - _inside(mask, rollout_logp)
     if mode in ("sequence", "mis"):

@@ -126,6 +126,9 @@ class RolloutConfig(Section):
     temperature: float = knob(1.0, "temperature of sampling and of the trainer's log-probabilities", gt=0)
     top_p: float = knob(1.0, "nucleus sampling; a value below 1 biases the policy gradient", gt=0, le=1)
     top_k: int = knob(0, "sample from this many most likely tokens; 0 for all", ge=0, le=2**24)
+    staleness: int = knob(
+        0, "steps by which the policy that samples is older than the one that trains; 0: none", ge=0, le=64
+    )
     round_bits: Literal[0, 3, 4, 8] = knob(
         0,
         "torch: training samples from matrices rounded to so many bits, as an int8 or int4 engine would; 0: off. "
@@ -205,15 +208,21 @@ class LossConfig(Section):
     )
     kl_coef: float = knob(1e-3, "weight of the KL penalty", ge=0, le=1e6)
     entropy_coef: float = knob(0.0, "weight of the entropy bonus; with 0 entropy is only logged", ge=0, le=1e6)
-    importance: Literal["none", "token", "sequence", "icepop", "mis"] = knob(
+    importance: Literal["none", "token", "sequence", "icepop", "mis", "uncorrected"] = knob(
         "none",
         "importance weights, which correct the difference of sampler and trainer: truncated (token, sequence), or 0 "
-        "for a token (icepop) or a sequence (mis) whose difference is large",
+        "for a token (icepop) or a sequence (mis) whose difference is large. rollout.staleness needs them, or "
+        "uncorrected, which says that there are none on purpose",
     )
     importance_clip: float = knob(2.0, "largest importance weight; a larger one is cut, or masked", gt=0, le=1e6)
     importance_low: float = knob(0.5, "icepop: smallest importance weight; a smaller one is masked", ge=0, le=1e6)
     mask_truncated: bool = knob(False, "leave completions without an end token out of the loss")
     skip_equal_groups: bool = knob(False, "skip groups of equal reward (advantage 0) in the update, their KL included")
+
+    @property
+    def corrects(self) -> bool:
+        """Whether importance weights correct the difference of sampler and trainer."""
+        return self.importance not in ("none", "uncorrected")
 
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -428,6 +437,11 @@ class Config(Section):
         return self.model.dtype == "bf16" and not self.keeps_factors_apart
 
     @property
+    def shares_merged(self) -> bool:
+        """Whether the trainer may compute with the sampler's merged weights: they are those of the same policy."""
+        return self.trains_merged and not self.rollout.staleness
+
+    @property
     def samples_own_policy(self) -> bool:
         """Whether the trained tokens are fair draws from what the trainer computes, but for rounding."""
         rollout = self.rollout
@@ -443,3 +457,8 @@ class Config(Section):
         """
         first = 0 if self.replay.mode == "r2" else self.optim.prompts_per_update
         return 1 - first / self.rollout.prompts_per_step
+
+    @property
+    def earlier_passes(self) -> float:
+        """Passes without gradients over a step's tokens: old_policy_share, and one with an older policy's adapters."""
+        return self.old_policy_share + (self.rollout.staleness > 0)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Mapping
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -74,6 +75,26 @@ class Learner:
             moment: {name: torch.zeros_like(factor) for name, factor in self.factors.items()} for moment in MOMENTS
         }
         self.optimizer_steps = 0
+        # The factors after each of the last rollout.staleness steps, the oldest first.
+        self.behind: deque[dict[str, Tensor]] = deque(maxlen=cfg.rollout.staleness)
+
+    # ------------------------------------------------------------------------------------ the policy that samples
+
+    @contextlib.contextmanager
+    def sampling_policy(self) -> Iterator[None]:
+        """A context in which the adapters are those that have sampled: of rollout.staleness steps ago."""
+        if not self.behind:
+            yield
+            return
+        own = self.copied_factors()
+        adapter_weights.copy_(self.factors, self.behind[0])
+        try:
+            yield
+        finally:
+            adapter_weights.copy_(self.factors, own)
+
+    def copied_factors(self) -> dict[str, Tensor]:
+        return {name: factor.detach().clone() for name, factor in self.factors.items()}
 
     # -------------------------------------------------------------------------------------------- one rollout
 
@@ -89,7 +110,19 @@ class Learner:
         firsts = range(0, len(advantages), per_update)
         updates = [self._pack(batch, completions, list(range(i, i + per_update)), advantages) for i in firsts]
         old_logp: dict[tuple[int, int], Tensor] = {}
-        surprises = [self._old_stats(micro)[0].surprise() for update in updates for micro in update.left_out]
+        with self.sampling_policy():
+            surprises = [self._sampled_stats(micro).surprise() for update in updates for micro in update.left_out]
+            if cfg.rollout.staleness:
+                with timer.phase("old_logp"):
+                    for micro in (micro for update in updates for micro in update.micro_batches):
+                        stats = self._sampled_stats(micro)
+                        micro.sampled_logp = stats.logp
+                        surprises.append(stats.surprise())
+        if len(self.behind) < cfg.rollout.staleness:
+            self.behind.append(self.copied_factors())
+        elif self.behind:  # the oldest one's memory takes the newest one
+            self.behind.rotate(-1)
+            adapter_weights.copy_(self.behind[-1], self.factors)
         if cfg.old_policy_share:
             first = int(cfg.replay.mode != "r2")  # in the first update the ratio is 1 without this pass
             with timer.phase("old_logp"):
@@ -97,7 +130,8 @@ class Learner:
                     for i, micro in enumerate(update.micro_batches):
                         stats, micro.routes, micro.replayed = self._old_stats(micro)
                         old_logp[number, i] = stats.logp
-                        surprises.append(stats.surprise())
+                        if micro.sampled_logp is None:
+                            surprises.append(stats.surprise())
         sums: dict[str, Tensor] = {}
         largest_gap, norms = torch.zeros((), device=self.parallel.device), []
         self.trained = [sequence for update in updates for sequence in update.trained]
@@ -111,7 +145,7 @@ class Learner:
                 with timer.phase("update"), self._routed(micro, count=True):
                     loss, metrics, gap, surprise = self._loss(micro, old_logp.get((number, i)), ref_logp, update.counts)
                     loss.backward()  # under replay too: activation recompute routes the tokens again
-                if (number, i) not in old_logp:
+                if micro.sampled_logp is None and (number, i) not in old_logp:
                     surprises.append(surprise)
                 del loss  # free the autograd graph before the next forward pass
                 if micro.packing is not None:
@@ -210,11 +244,16 @@ class Learner:
     def _old_stats(self, micro: MicroBatch) -> tuple[TokenStats, Tensor | None, Tensor | None]:
         """The tokens under the policy before its first update, and the routes that the update must replay."""
         if self.cfg.replay.mode != "r2":
-            with self._routed(micro):
-                return self._logp(micro), micro.routes, micro.replayed
+            return self._sampled_stats(micro), micro.routes, micro.replayed
         replayed = torch.ones_like(micro.tokens) if micro.packing is None else micro.packing.rows[None]
         stats, routes = self.replay.record(lambda: self._logp(micro), len(replayed))
         return stats, routes, replayed
+
+    @torch.no_grad()
+    def _sampled_stats(self, micro: MicroBatch) -> TokenStats:
+        """The tokens under the adapters as they are, on the routes of the engine where they are replayed."""
+        with self._routed(micro):
+            return self._logp(micro)
 
     @torch.no_grad()
     def _reference_logp(self, micro: MicroBatch) -> Tensor:
@@ -258,37 +297,20 @@ class Learner:
         if loss_cfg.entropy_coef:
             bonus = grpo.aggregate_loss(entropy, micro.mask, aggregate=loss_cfg.aggregate, **counts)
             loss = loss - loss_cfg.entropy_coef * bonus
-        gap = (old_logp - micro.rollout_logp).abs() * micro.mask
+        sampled_logp = old_logp if micro.sampled_logp is None else micro.sampled_logp
+        gap = (sampled_logp - micro.rollout_logp).abs() * micro.mask
         metrics |= {
             "actor/loss": loss.detach(),
             "actor/entropy": mean(entropy.detach()),
             "rollout/logp_gap_mean": mean(gap),
         }
-        if loss_cfg.importance != "none":
+        if loss_cfg.corrects:
             metrics["rollout/importance_mean"] = mean(weights)
             if loss_cfg.importance in grpo.MASKING_MODES:
                 metrics["rollout/importance_masked_frac"] = mean((weights == 0) * micro.mask)
             else:
                 metrics["rollout/importance_clip_frac"] = mean((weights >= loss_cfg.importance_clip) * micro.mask)
         return loss, metrics, gap.amax(), stats.surprise()
-
-    def first_differing_layer(self, engine, prompt: list[int], bound: float) -> str:
-        """The first layer whose output on ``prompt`` differs between engine and trainer, as a text. Collective."""
-        ours = layer_outputs(self.model, prompt, self.parallel)
-        theirs = engine.layer_outputs(prompt)
-        if not theirs:
-            return "rollout.enforce_eager=true would name the layer: a graph's layers cannot be looked into"
-        ours, theirs = (torch.stack([layer.float().cpu() for layer in each]) for each in (ours, theirs))  # (L, T, h)
-        sizes = ours.abs().amax((1, 2)).clamp(min=torch.finfo(torch.float32).tiny)
-        differences = (ours - theirs).abs().amax((1, 2)) / sizes  # (L,)
-        by_rank = self.parallel.gather_rows(differences)  # (ranks, L)
-        for layer, difference in enumerate(by_rank.unbind(1)):
-            wrong = (~(difference <= bound)).nonzero().flatten().tolist()
-            if wrong:
-                ranks = "" if len(wrong) == len(difference) else f", on rank {', '.join(map(str, wrong))} alone"
-                share = f"{difference.max():.2g} of its largest value"
-                return f"layer {layer} is the first whose output differs, by {share}{ranks}"
-        return "all layers agree on the probe prompt: look at the final norm, the head, and the sampling"
 
     # -------------------------------------------------------------------------------------------- the optimizer
 
@@ -325,8 +347,8 @@ class Learner:
 
         A tensor is gathered when it is made, which is collective: all ranks make all of them, in this order.
         """
-        whole: dict[str, dict[str, Pending]] = {"adapter": {}, "optimizer": {}}
-        for kind, ending, values in self._saved_parts():
+        whole: dict[str, dict[str, Pending]] = defaultdict(dict)
+        for kind, ending, values in self.saved_parts():
             for name, value in values.items():
                 factor = self.factors[name]
                 make = functools.partial(adapter_weights.whole, name, factor, value, self.arch, self.parallel, True)
@@ -338,24 +360,30 @@ class Learner:
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], counts: dict[str, int]) -> None:
         """Load a state() that any layout wrote. InputError if names or shapes are not those of this model."""
         steps = counts.get("optimizer_steps")
-        if type(steps) is not int or not 0 <= steps < 2**31 or tensors.keys() != {"adapter", "optimizer"}:
+        known = type(steps) is int and 0 <= steps < 2**31
+        if known:  # the policies of the last steps
+            done = steps * self.cfg.optim.prompts_per_update // self.cfg.rollout.prompts_per_step
+            self.behind.extend(self.copied_factors() for _ in range(min(done, self.cfg.rollout.staleness)))
+        needed = dict.fromkeys(kind for kind, *_ in self.saved_parts())
+        if not known or tensors.keys() != needed.keys():
             raise InputError(
                 f"checkpoint: found {', '.join(tensors) or 'no tensors'}, optimizer_steps {shown(steps)}; "
-                "needed: adapter, optimizer and a number of steps"
+                f"needed: {', '.join(needed)} and a number of steps"
             )
         # scatter compares the names that end as those of the moments
         if unknown := [name for name in tensors["optimizer"] if not name.endswith(tuple(f".{m}" for m in MOMENTS))]:
             raise InputError(f"checkpoint: optimizer: {unknown[0]}: unknown; needed: {' and '.join(MOMENTS)} alone")
-        for kind, ending, values in self._saved_parts():
-            pieces = adapter_weights.scatter(self.adapters, tensors[kind], self.arch, self.parallel, ending)
-            for name, piece in pieces.items():
-                values[name].copy_(piece)
+        for kind, ending, values in self.saved_parts():
+            adapter_weights.copy_(
+                values, adapter_weights.scatter(self.adapters, tensors[kind], self.arch, self.parallel, ending)
+            )
         self.optimizer_steps = steps
 
-    def _saved_parts(self) -> list[tuple[str, str, Mapping[str, Tensor]]]:
+    def saved_parts(self) -> list[tuple[str, str, Mapping[str, Tensor]]]:
         """(kind of the file, ending of the names in it, tensors of this rank by factor name) of all that is saved."""
         parts: list[tuple[str, str, Mapping[str, Tensor]]] = [("adapter", "", self.factors)]
-        return parts + [("optimizer", f".{moment}", self.moments[moment]) for moment in MOMENTS]
+        parts += [("optimizer", f".{moment}", self.moments[moment]) for moment in MOMENTS]
+        return parts + [(f"adapter-behind-{len(self.behind) - i}", "", old) for i, old in enumerate(self.behind)]
 
 
 def learning_rate(optim: OptimConfig, step: int, num_steps: int) -> float:
@@ -367,19 +395,3 @@ def learning_rate(optim: OptimConfig, step: int, num_steps: int) -> float:
     share = (step - optim.warmup_steps) / max(1, num_steps - 1 - optim.warmup_steps)  # 0 -> 1 at the last step
     fall = share if optim.decay == "linear" else (1 - math.cos(math.pi * share)) / 2
     return optim.lr * (1 - (1 - optim.min_lr_ratio) * fall)
-
-
-@torch.no_grad()
-def layer_outputs(model: torch.nn.Module, prompt: list[int], parallel: Parallel) -> list[Tensor]:
-    """The residual stream after each layer, on every tensor rank.  (T,) -> L x (T, h)"""
-    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-
-    padding = prompt[-1:] * (-len(prompt) % parallel.tensor)  # sequence parallelism splits the row evenly
-    outputs: list[Tensor] = []
-    with contextlib.ExitStack() as hooks:
-        for layer in model.decoder.layers:
-            hooks.enter_context(layer.register_forward_hook(lambda module, args, output: outputs.append(output[0])))
-        model_megatron.hidden_states(model, torch.tensor([prompt + padding], device=parallel.device))
-    if model.config.sequence_parallel:
-        outputs = [gather_from_sequence_parallel_region(output) for output in outputs]
-    return [output[: len(prompt), 0] for output in outputs]

@@ -146,7 +146,7 @@ class Run:
     def where_apart(self, bound: float) -> str:
         """The layer in which sampler and trainer differ by more than ``bound``, after another push. Collective."""
         self.weights.push_clean()
-        return self.learner.first_differing_layer(self.engine, self.inputs.held_out[0].prompt, bound)
+        return self.weights.first_differing_layer(self.inputs.held_out[0].prompt, bound)
 
     def finish(self, peak: tuple[float, str] | tuple[()]) -> None:
         """Close the engine, and log the peak of the device memory (GiB, phase) and the result of the run."""
@@ -232,7 +232,7 @@ def not_saved(learner: Learner, saved: checkpoint.Checkpoint | None) -> str:
     return adapter_weights.not_saved(
         saved,
         learner.adapters,
-        {"": learner.factors} | {f".{moment}": values for moment, values in learner.moments.items()},
+        learner.saved_parts(),
         {"optimizer_steps": learner.optimizer_steps},
         learner.arch,
         learner.parallel,

@@ -50,15 +50,16 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: check.I
     not_for_training = inputs.not_for_training()
     if run.first_step == 0:
         run.evaluate(after_steps=0)
-    gradient_norm, peak = None, ()  # of the last update; of the device memory in any step
+    peak = ()  # of the device memory in any step
     for step in range(run.first_step, cfg.train.steps):
         timer = run.start_step(step)
 
-        # 1. Give the sampler the current policy: W + (alpha / R) B A. Noise is added to the sampler's copy only.
-        with timer.phase("sync"):
+        # 1. Give the sampler the current policy, or that of rollout.staleness steps ago: W + (alpha / R) B A. Noise is
+        # added to the sampler's copy only.
+        with timer.phase("sync"), learner.sampling_policy():
             pushed = run.weights.push(step, held_out[0].prompt)
             checksums = parallel.gather_objects(pushed["sync/checksum"])
-            tripwires.after_push(step, checksums, gradient_norm, pushed.get("sync/experts_wrong", 0.0))
+            tripwires.after_push(step, checksums, pushed.get("sync/experts_wrong", 0.0))
 
         # 2. Sample and score G completions for each of P questions.
         with timer.phase("generate"):
@@ -77,7 +78,6 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: check.I
         # 5. Record, check, evaluate, save.
         # All ranks decide by the numbers of rank 0.
         metrics = parallel.gather_objects(rollout.metrics(sampled) | updated | pushed)[0]
-        gradient_norm = metrics["actor/grad_norm"]
         log.log_rows("completions.jsonl", step + 1, run.shown_completions(sampled.asked, batch, sampled.completions))
         log.log_rows("moe.jsonl", step + 1, [learner.router_load.by_layer])
         step_peak = max(parallel.gather_objects(timer.peak()))  # (GiB, phase) of the fullest rank; () on a CPU

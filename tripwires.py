@@ -89,13 +89,10 @@ class Tripwires:
                 "what restores and synchronises them (learner.py, parallel_setup.sync_gradients_, weights_hf.load)",
             )
 
-    def after_push(
-        self, step: int, checksums: list[float], last_norm: float | None, experts_wrong: float = 0.0
-    ) -> None:
+    def after_push(self, step: int, checksums: list[float], experts_wrong: float = 0.0) -> None:
         """Check that an update with a gradient has changed what is pushed to the sampler, and that it is W + s B A.
 
-        ``checksums``: of what each rank has pushed for ``step``; ``last_norm``: the gradient norm of the last update;
-        ``experts_wrong``: see adapter_weights.update_kept.
+        ``checksums``: of what each rank has pushed for ``step``; ``experts_wrong``: see adapter_weights.update_kept.
         """
         if wrong := wrong_merge(experts_wrong):
             self.trip(
@@ -105,11 +102,13 @@ class Tripwires:
             )
         before, self.checksums = self.checksums, checksums
         stuck = [rank for rank, pair in enumerate(zip(before, checksums, strict=False)) if pair[0] == pair[1]]
-        if stuck and last_norm:
+        since = len(self.history) - 1 - self.cfg.rollout.staleness  # the step that this push brings for the first time
+        norm = self.history[since]["actor/grad_norm"] if since >= 0 else 0.0
+        if stuck and norm:
             ranks = "" if len(stuck) == len(checksums) else f" on rank {', '.join(map(str, stuck))}"
             self.trip(
                 "adapters",
-                f"step {step + 1}: the last update had a gradient norm of {last_norm:.3g}, but the tensors pushed to "
+                f"step {step + 1}: the last update had a gradient norm of {norm:.3g}, but the tensors pushed to "
                 f"the sampler{ranks} are the ones of before",
                 "the merge of the adapters (weights_hf.export); in bf16 also whether optim.lr can move the weights",
             )

@@ -5,6 +5,7 @@ with LoRA merged. Every push starts from the clean weights, so noise never adds 
 rounded weights (rollout.round_bits): the trainer, the reference and the evaluations do not.
 """
 
+import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator
 
 import torch
@@ -86,7 +87,7 @@ class WeightSync:
     def _share_experts(self) -> int:
         """Let trainer and engine hold an expert once, where the engine's memory has the trainer's layout.  -> bytes
 
-        The trainer then computes with the merged experts that sample (Config.trains_merged). Frozen experts that are
+        The trainer then computes with the merged experts that sample (Config.shares_merged). Frozen experts that are
         pushed as they are become the trainer's own. An engine whose memory is not what was pushed to it has another
         layout; it shares nothing, and gets its experts by name. Collective.
         """
@@ -99,7 +100,7 @@ class WeightSync:
             pushed = self._for_engine(name, linear.weight() if merged else base.weight.to(memory.device))
             fits &= torch.equal(pushed[experts.start : experts.stop] if len(pushed) > len(experts) else pushed, memory)
             first = own.start - experts.start
-            if 0 <= first <= len(experts) - len(own) and (self.cfg.trains_merged or not merged):
+            if 0 <= first <= len(experts) - len(own) and (self.cfg.shares_merged or not merged):
                 mine = memory if own == experts else memory[first : first + len(own)]
                 shared.append((linear if merged else base, mine))
         if self.parallel.max_over_ranks(float(not fits)):
@@ -296,6 +297,24 @@ class WeightSync:
         )
         return {answer: rows[chosen == 1] for answer, rows, chosen in zip(answers, logp.cpu(), mask, strict=True)}
 
+    def first_differing_layer(self, prompt: list[int], bound: float) -> str:
+        """The first layer whose output on ``prompt`` differs between engine and trainer, as a text. Collective."""
+        ours = layer_outputs(self.model, prompt, self.parallel)
+        theirs = self.engine.layer_outputs(prompt)
+        if not theirs:
+            return "rollout.enforce_eager=true would name the layer: a graph's layers cannot be looked into"
+        ours, theirs = (torch.stack([layer.float().cpu() for layer in each]) for each in (ours, theirs))  # (L, T, h)
+        sizes = ours.abs().amax((1, 2)).clamp(min=torch.finfo(torch.float32).tiny)
+        differences = (ours - theirs).abs().amax((1, 2)) / sizes  # (L,)
+        by_rank = self.parallel.gather_rows(differences)  # (ranks, L)
+        for layer, difference in enumerate(by_rank.unbind(1)):
+            wrong = (~(difference <= bound)).nonzero().flatten().tolist()
+            if wrong:
+                ranks = "" if len(wrong) == len(difference) else f", on rank {', '.join(map(str, wrong))} alone"
+                share = f"{difference.max():.2g} of its largest value"
+                return f"layer {layer} is the first whose output differs, by {share}{ranks}"
+        return "all layers agree on the probe prompt: look at the final norm, the head, and the sampling"
+
     def _merged_stacks(self) -> Iterator[tuple[str, Tensor]]:
         """The stacks of experts that LoRA adapts. Collective."""
         for name, linear in self._experts():
@@ -330,3 +349,19 @@ class WeightSync:
 def _total(sums: list[Tensor]) -> float:
     """The sum of scalars in fp64 on the host. It waits for the device once, not once for each scalar."""
     return torch.stack(sums).cpu().double().sum().item() if sums else 0.0
+
+
+@torch.no_grad()
+def layer_outputs(model: torch.nn.Module, prompt: list[int], parallel: Parallel) -> list[Tensor]:
+    """The residual stream after each layer, on every tensor rank.  (T,) -> L x (T, h)"""
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+    padding = prompt[-1:] * (-len(prompt) % parallel.tensor)  # sequence parallelism splits the row evenly
+    outputs: list[Tensor] = []
+    with contextlib.ExitStack() as hooks:
+        for layer in model.decoder.layers:
+            hooks.enter_context(layer.register_forward_hook(lambda module, args, output: outputs.append(output[0])))
+        model_megatron.hidden_states(model, torch.tensor([prompt + padding], device=parallel.device))
+    if model.config.sequence_parallel:
+        outputs = [gather_from_sequence_parallel_region(output) for output in outputs]
+    return [output[: len(prompt), 0] for output in outputs]

@@ -14,7 +14,9 @@ MEMORY = {  # phase of the plan -> phases of a dry run, the fullest of which it 
     "load": ("load",), "sync": ("push",), "reference": ("reference", "old policy"), "update": ("forward", "backward"),
     "optimizer": ("update",), "save": ("save",),
 }  # fmt: skip
-EXACT = {"weights": "base", "adapters": "lora", "moments": "optimizer", "gradients": "gradients"}
+EXACT = {
+    "weights": "base", "adapters": "lora", "moments": "optimizer", "older": "older factors", "gradients": "gradients",
+}  # fmt: skip
 EXPERT_GROUPS = ("expert", "expert_tensor", "expert_tensor x expert")
 
 
@@ -49,7 +51,7 @@ def compare(cfg: Config, arch: Architecture, layout: RankGrid, device: str, coun
             name = " and ".join(there) + (f", imbalance {imbalance:g}" if ending else "")
             rows.append(_compared(name, "GiB", size, seen["peak_bytes"]))
             if planned == "update":
-                resident = sum(seen["kinds"][kind] for kind in EXACT)
+                resident = sum(seen["kinds"].get(kind, 0) for kind in EXACT)
                 work = sum(plan.parts[part] for part in ("activations", "merged weights", "merging in fp32"))
                 rows.append(_compared(f"activations of {name}", "GiB", work, seen["peak_bytes"] - resident))
             if planned == "optimizer" and imbalance == 1:
@@ -60,8 +62,8 @@ def compare(cfg: Config, arch: Architecture, layout: RankGrid, device: str, coun
                     )
                 )
                 for kind, part in EXACT.items():
-                    same = plan.parts[part] == seen["kinds"][kind]
-                    rows.append(Compared(kind, "GiB", plan.parts[part], seen["kinds"][kind], same))
+                    found = seen["kinds"].get(kind, 0)
+                    rows.append(Compared(kind, "GiB", plan.parts[part], found, plan.parts[part] == found))
     return rows + _operations(cfg, arch, layout, counted) + _traffic(cfg, arch, layout, counted)
 
 

@@ -102,6 +102,7 @@ def run(
             model, adapters = _load(one, arch, parallel)
             adapt(model)
             learner = Learner(one, arch, parallel, model, adapters, pad_token=0)
+            learner.behind.extend(learner.copied_factors() for _ in range(one.rollout.staleness))
             gc.collect()
         with meter.phase("start"):
             engine = _Engine(one, arch, parallel, layout, meter)
@@ -109,7 +110,8 @@ def run(
         meter.mark(itertools.chain(model.parameters(), model.buffers()), "weights")
         meter.mark(learner.parameters, "adapters")
         meter.mark((moment for each in learner.moments.values() for moment in each.values()), "moments")
-        with meter.phase("push"):
+        meter.mark((factor for each in learner.behind for factor in each.values()), "older")
+        with meter.phase("push"), learner.sampling_policy():
             sync.push(0, [])
         before = meter.held()
         _watch(learner, meter)
@@ -119,7 +121,7 @@ def run(
                 for factor in learner.parameters:  # the fullest micro-batch is not the first one of its update
                     factor.grad = torch.zeros_like(factor)
                 meter.mark((factor.grad for factor in learner.parameters), "gradients")
-                if cfg.old_policy_share and cfg.replay.mode != "r2":  # under r2, update makes this pass
+                if cfg.earlier_passes and cfg.replay.mode != "r2":  # under r2, update makes this pass
                     for micro in learner._pack(batch, [], list(range(len(batch.lengths))), advantages).micro_batches:
                         learner._old_stats(micro)
                     del micro
@@ -255,6 +257,7 @@ def _watch(learner: Learner, meter: Meter) -> None:
     vars(learner)["_pack"] = pack
     watched("_reference_logp", "reference")
     watched("_old_stats", "old policy")
+    watched("_sampled_stats", "old policy")
     watched("_loss", "forward", after="backward")
     watched("_step", "update")
     sync = learner.parallel.sync_gradients_

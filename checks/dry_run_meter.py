@@ -32,7 +32,7 @@ aten, c10d = torch.ops.aten, torch.ops.c10d
 NO_LAUNCH = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten._unsafe_view)
 # The shape of their result depends on values, so the host waits for them.
 SIZED_BY_VALUES = (aten.nonzero, aten.masked_select, aten._unique2, aten.unique_consecutive)
-RESIDENT = ("weights", "adapters", "moments")  # there before a step and after it
+RESIDENT = ("weights", "adapters", "moments", "older")  # there before a step and after it
 KINDS = (*RESIDENT, "gradients", "activations", "temporary")
 LISTED = 10  # largest allocations of a phase that are reported, apart from the resident ones
 

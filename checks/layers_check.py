@@ -223,7 +223,7 @@ def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
     }
     figures["wrong"] = judged(figures, experts)
     if not figures["gap_mean"] <= bound:
-        figures["wrong"] += f"; {learner.first_differing_layer(engine, probe, bound)}"
+        figures["wrong"] += f"; {weights.first_differing_layer(probe, bound)}"
     engine.close()
     return figures
 

@@ -108,7 +108,7 @@ def tiny_run(cfg: Config, folder: Path) -> Config:
         },
         "reward": {"method": "verl_flexible"},
         "lora": {"targets": kept["lora"]["targets"], "rank": 16, "alpha": 32.0, "expert_rank": 8},
-        "loss": kept["loss"],
+        "loss": kept["loss"] | ({} if cfg.loss.corrects else {"importance": "none"}),  # nothing is stale here
         "optim": {
             "lr": 3e-3, "warmup_steps": min(2, kept["optim"]["warmup_steps"]),
             "decay": "constant" if "optim.decay" in unknown(cfg) else kept["optim"]["decay"],

@@ -242,7 +242,7 @@ def introduction(cfg: Config, source: str) -> str:
         "AdamW's betas, weight decay and clipping, temperature, top_p, top_k\n"
         f"  set here: a random model of 2 layers, {self_test.STEPS} steps on one rank (and one on two) of {PROMPTS} x "
         f"{GROUP} answers, {updates} update{'s' * (updates > 1)} a step, lr 3e-3, LoRA of rank 16 and 8, the "
-        "embedded sampler"
+        "embedded sampler, with the newest policy"
     )
 
 

@@ -192,7 +192,7 @@ def loss_of(
         policy = torch.maximum(-a * ratio, -a * clipped)
         if loss.kind == "ppo" and loss.dual_clip:
             policy = torch.where(a < 0, torch.minimum(policy, -a * loss.dual_clip), policy)
-    if loss.importance != "none":
+    if loss.corrects:
         off = (old - rows.sampled_logp) * rows.own
         weight = (off.sum(1, keepdim=True) if loss.importance in ("sequence", "mis") else off).exp()
         masked = {

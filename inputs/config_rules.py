@@ -47,7 +47,7 @@ IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
     (lambda c: not c.reward.function and c.reward.method != "math", "reward.method needs no worker", "reward.seconds"),
     (lambda c: c.loss.kind in ("gspo", "cispo"), "loss.kind is not ppo", "loss.dual_clip"),
     (lambda c: c.loss.kl == "none", "loss.kl is none", "loss.kl_coef"),
-    (lambda c: c.loss.importance == "none", "loss.importance is none", "loss.importance_clip"),
+    (lambda c: not c.loss.corrects, "loss.importance is none", "loss.importance_clip"),
     (lambda c: c.loss.importance != "icepop", "loss.importance is not icepop", "loss.importance_low"),
     (lambda c: c.optim.decay == "constant", "optim.decay is constant", "optim.min_lr_ratio"),
     (lambda c: c.aqn.schedule == "off", "aqn.schedule is off", "aqn.sigma_start aqn.targets aqn.router checks.noise"),
@@ -212,6 +212,15 @@ def _method_rules(cfg: Config) -> list[Rule]:
         (
             loss.importance == "icepop" and loss.importance_low >= loss.importance_clip,
             f"loss.importance_low: {loss.importance_low} is not below loss.importance_clip {loss.importance_clip}",
+        ),
+        (
+            cfg.rollout.staleness > 0 and loss.importance == "none",
+            f"rollout.staleness: {cfg.rollout.staleness} trains on samples of an older policy; needed: a "
+            "loss.importance, which corrects for it, or loss.importance uncorrected",
+        ),
+        (
+            cfg.rollout.staleness == 0 and loss.importance == "uncorrected",
+            "loss.importance: uncorrected is for rollout.staleness above 0; needed: none",
         ),
         (
             cfg.reward.overlong is not None and cfg.reward.overlong.buffer > cfg.rollout.max_new_tokens,

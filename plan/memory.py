@@ -183,7 +183,7 @@ class Memory:
 
 
 # The parts that stay in memory after loading.
-RESIDENT = ("base", "lora", "optimizer", "engine weights", "engine factors", "key-value cache")
+RESIDENT = ("base", "lora", "optimizer", "older factors", "engine weights", "engine factors", "key-value cache")
 RESIDENT += ("communication buffers", "runtime")
 
 
@@ -254,13 +254,14 @@ def step_memory(
     kinds, apart = {*arch.moe_layers}, not merged  # whether a pass merges experts, apart from the engine's
     one_merged = max(max(merged_by_target(arch, cfg.lora, layout, is_moe, apart)) for is_moe in kinds) * element
     in_fp32 = 4 * merged_at_once(arch, cfg.lora, layout, apart)
-    merges = cfg.trains_merged and cfg.old_policy_share > 0
+    merges = cfg.trains_merged and cfg.earlier_passes > 0
     no_gradient = max(work.reference + one_merged * merges, (work.entering + one_merged + in_fp32) * merges)
     base, dequantised = base_bytes(arch, layout, element, cfg.model.quantisation, cfg.model.quantises_attention)
     parts = {
         "base": base - frozen,
         "lora": lora,
         "optimizer": 2 * lora,  # AdamW's two moments
+        "older factors": lora * cfg.rollout.staleness,
         "engine weights": base_parameters(arch, engine) * element,
         "engine factors": lora_parameters(arch, cfg.lora, WHOLE) * element * cfg.keeps_factors_apart,
         "key-value cache": _cache(cfg, arch, element, cached_rows),
@@ -289,16 +290,21 @@ def step_memory(
     # Codes that are merged in the engine's memory are dequantised in fp32, cast and joined.
     merged_element = 4 + 2 * element * (cfg.model.quantisation != "none" and merged > 0)
     merging_push = max(merged_element * merged_at_once(arch, cfg.lora, layout), 3 * 4 * h * attention)
+    swapped = lora * (rollout.staleness > 0)  # the trainer's own factors, while the adapters are older ones
     phases = {
         # Loading reads and rearranges one tensor at a time on the host; the engine does not exist yet.
-        "load": base + sum(parts[name] for name in ("lora", "optimizer", "runtime")),
+        "load": base + sum(parts[name] for name in ("lora", "optimizer", "older factors", "runtime")),
         # The first push. With factors apart, the host has the frozen experts until they are shared.
         "start": resident + first_group + frozen * (device == "cpu" or not cfg.keeps_factors_apart),
-        "sync": resident + group + gathered + merging_push * (not cfg.keeps_factors_apart),
+        "sync": resident + swapped + group + gathered + merging_push * (not cfg.keeps_factors_apart),
         "rollout": resident + sampling,
         # A later micro-batch of an update finds the gradients of the earlier ones. The pass of the old policy merges
         # one weight, or stack of experts, at a time.
-        "reference": resident + lora + parts["routing records"] + max(no_gradient, work.reference + dequantised),
+        "reference": resident
+        + lora
+        + swapped
+        + parts["routing records"]
+        + max(no_gradient, work.reference + dequantised),
         "update": resident + lora + parts["routing records"] + updating,
         "optimizer": resident + 2 * lora,  # gradients; then their flat message, or AdamW's temporaries
         "save": resident + gathered_by_a_save(arch, cfg.lora, layout, device),

@@ -87,7 +87,7 @@ def shared_experts(cfg: Config, arch: Architecture, layout: RankGrid, device: st
     sizes = [0, 0]
     for module in (module for module in every_module(arch) if module.kind == "experts"):
         is_merged = module.target in merged
-        if cfg.trains_merged if is_merged else cfg.model.quantisation == "none":
+        if cfg.shares_merged if is_merged else cfg.model.quantisation == "none":
             sizes[is_merged] += sum(arch.moe_layers) * math.prod(on_rank(module, layout))
     return sizes[0], sizes[1]
 

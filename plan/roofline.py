@@ -237,7 +237,7 @@ def step_times(
     once = MERGE_BYTES * memory.merged_once / hardware.bandwidth  # an update; the first one's merge is part of the push
     in_a_pass = merged_weights(arch, cfg.lora, layout, recompute=False, experts=not once) * cfg.trains_merged
     merging = updates * micro_batches * MERGE_BYTES * in_a_pass / hardware.bandwidth
-    share, (forward, backward) = cfg.old_policy_share, UPDATE_LAUNCHES[cfg.model.recompute]
+    share, (forward, backward) = cfg.earlier_passes, UPDATE_LAUNCHES[cfg.model.recompute]
     shared = ("linear_fc1", "linear_fc2") if memory.merged_once else ()
     merges = MERGE_LAUNCHES * sum(target not in shared for target in cfg.lora.targets)
     old_policy = passing("old policy", policy, FORWARD_LAUNCHES + merges) | {"merging": merging}

@@ -39,7 +39,7 @@ def step_flops(
     work, kept = _work(trained), cfg.model_copy(update={"model": cfg.model.model_copy(update={"recompute": False})})
     frozen = sum(forward_flops(arch, work).values())
     old_policy = frozen + lora_flops(arch, cfg.lora, work.tokens) * (not cfg.trains_merged)
-    passes = old_policy * cfg.old_policy_share + frozen * (cfg.loss.kl != "none")
+    passes = old_policy * cfg.earlier_passes + frozen * (cfg.loss.kl != "none")
     sampling = rounds * sum(forward_flops(arch, _work(sampled)).values())
     return sampling + passes + sum(update_flops(kept, arch, work))
 

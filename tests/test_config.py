@@ -157,6 +157,7 @@ def test_the_resolved_configuration_loads_back_to_itself(path, tmp_path):
 SINGLE = {
     "data.source",
     "data.operations_low",
+    "rollout.staleness",
 }  # nothing else is accepted beside the rest
 
 

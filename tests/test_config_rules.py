@@ -27,14 +27,14 @@ MINIMAL = "model: {path: m}\ndata: {source: arithmetic}\ntrain: {steps: 100}\n"
 QWEN3_30B_A3B = hf_config.parse(published.QWEN3_30B_A3B)
 QWEN15_MOE = hf_config.parse(published.QWEN15_MOE)
 RESOLVED = {  # the beginning of the sha256 of every value
-    "bench": "55a9081a1edc",
-    "math": "6a9b4e9e7e8d",
-    "olmoe": "1b178c2feee4",
-    "qwen15_moe": "1cf8f5034d24",
-    "qwen3": "bca7290c089c",
-    "smol": "9295fd7aeb10",
-    "tiny_16": "78ea3c90ad74",
-    "tiny_cpu": "8a3f42028546",
+    "bench": "106a79b49018",
+    "math": "f86e3dc3a921",
+    "olmoe": "0757412ae0f7",
+    "qwen15_moe": "5a24704d6a6d",
+    "qwen3": "140e7144bcdb",
+    "smol": "f034ad191b6b",
+    "tiny_16": "46185e149c2e",
+    "tiny_cpu": "c128bac1fa45",
 }
 
 

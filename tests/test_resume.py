@@ -271,3 +271,19 @@ def test_a_policy_in_bf16_is_the_same_after_a_resume(sync, model, tmp_path) -> N
     """With routing replay, and with three updates of the policy after each push."""
     bf16 = {"model__dtype": "bf16", "rollout__sync": sync, "replay__mode": "r3"}
     assert_a_resume_repeats("EP2", model, tmp_path, bf16 | {"optim__prompts_per_update": 2})
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    cases(
+        [("TP2_EP2", {"rollout__staleness": 2, "optim__prompts_per_update": 2})],
+        [
+            ("TP1", {"rollout__staleness": 1, "aqn__schedule": "constant", "replay__mode": "r2"}),
+            ("EP2", {"rollout__staleness": 1, "model__dtype": "bf16", "rollout__sync": "merged", "replay__mode": "r3"}),
+            ("EP2", {"rollout__staleness": 3, "model__dtype": "bf16", "rollout__sync": "adapter"}),
+        ],
+    ),
+)
+def test_a_resume_samples_with_the_policy_that_would_have_sampled(layout, changes, model, tmp_path) -> None:
+    run = assert_a_resume_repeats(layout, model, tmp_path, {"loss__importance": "token"} | changes)
+    assert all(row["rollout/logp_gap_mean"] < 0.05 for row in training.metrics(run))
