@@ -3,11 +3,11 @@
 config.py reads a YAML file into these classes. P prompts a step, G completions a prompt, R LoRA rank. Imports no torch.
 """
 
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from architecture import FamilyName
+from architecture import FamilyName, Rounding
 from engines.kinds import ENGINES, EngineName, Kind
 from inputs.paths import Paths
 
@@ -361,21 +361,6 @@ class TrainConfig(Section):
         False, "npu and cuda: a run repeats itself to the last bit, but more slowly; a cpu run always repeats itself"
     )
     stall_seconds: int = knob(1200, "a rank without progress for so long says where, and ends; 0: off", ge=0, le=10**9)
-
-
-class Rounding(NamedTuple):
-    """The multiples to which the sizes of an attention call are rounded up."""
-
-    rows: int  # also prompts
-    own: int  # tokens of a row after its prompt
-    prompt: int  # tokens
-
-    def places(self, rows: int, own: int, prompt: int) -> tuple[int, int, int]:
-        """Rows, and own tokens and keys of a row, that are computed for rows with at most so many tokens."""
-        rows, own, prompt = (
-            -(-size // multiple) * multiple for size, multiple in zip((rows, own, prompt), self, strict=True)
-        )
-        return rows, own, prompt + own
 
 
 class Config(Section):

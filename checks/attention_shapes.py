@@ -13,8 +13,9 @@ from pathlib import Path
 import data_gsm8k
 import packing
 import rollout
+from architecture import Rounding
 from inputs.files import InputError, one_line
-from knobs import Config, Rounding
+from knobs import Config
 from plan.grid import RankGrid
 from plan.roofline import completion_length
 

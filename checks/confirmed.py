@@ -2,8 +2,8 @@
 
 from typing import Any, NamedTuple
 
-from architecture import Architecture
-from knobs import Config, Rounding
+from architecture import Architecture, Rounding
+from knobs import Config
 from plan import memory, roofline
 from plan.grid import RankGrid
 

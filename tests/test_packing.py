@@ -16,7 +16,7 @@ from torch import Tensor
 
 import model_megatron
 import packing
-from knobs import Rounding
+from architecture import Rounding
 
 TEMPERATURE = 0.7
 
