@@ -115,7 +115,7 @@ def scatter(
                 f"checkpoint: {whole_name} has shape {list(value.shape)} of {value.dtype}, "
                 f"the model needs {list(shape)} of {factor.dtype}"
             )
-        value = _piece(name, factor, value, arch, parallel)
+        value = piece(name, factor, value, arch, parallel)
         negative = ending == ".exp_avg_sq" and bool((value < 0).any())
         if not value.isfinite().all() or negative:
             raise InputError(f"checkpoint: {whole_name} holds a number that is not finite, or a negative square")
@@ -130,7 +130,7 @@ def copy_(into: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
         tensor.copy_(values[name])
 
 
-def _piece(name: str, factor: Factor, value: Tensor, arch: Architecture, parallel: Parallel) -> Tensor:
+def piece(name: str, factor: Factor, value: Tensor, arch: Architecture, parallel: Parallel) -> Tensor:
     """What the rank at the place of ``parallel`` holds of the whole tensor ``value``, the inverse of `whole`."""
     dim, shards = factor.shard_dim, parallel.shards(factor.is_expert)
     if factor.is_expert:
@@ -305,7 +305,7 @@ def _checksum_at(
     place: tuple[tuple[str, Any], ...],
 ) -> int:
     """The checksum of the piece of the whole tensor ``value`` at another ``place``: (a rank in Parallel, its value)."""
-    return _checksum(_piece(name, factor, value, arch, dataclasses.replace(parallel, **dict(place))))
+    return _checksum(piece(name, factor, value, arch, dataclasses.replace(parallel, **dict(place))))
 
 
 @torch.no_grad()

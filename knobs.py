@@ -126,6 +126,10 @@ class RolloutConfig(Section):
     temperature: float = knob(1.0, "temperature of sampling and of the trainer's log-probabilities", gt=0)
     top_p: float = knob(1.0, "nucleus sampling; a value below 1 biases the policy gradient", gt=0, le=1)
     top_k: int = knob(0, "sample from this many most likely tokens; 0 for all", ge=0, le=2**24)
+    ranks: int = knob(
+        0, "the last N ranks sample, one step ahead of the others, which train (rollout.staleness 1); 0: all do both",
+        ge=0, le=2**16,
+    )  # fmt: skip
     staleness: int = knob(
         0, "steps by which the policy that samples is older than the one that trains; 0: none", ge=0, le=64
     )

@@ -3,9 +3,9 @@
 The G completions of a prompt share its hidden states, and the last token of a row is left out, because it predicts
 nothing. Attention works on rows: first the prompts attend to themselves, then the own tokens of each row (those after
 the prompt) attend to the row's prompt and to themselves. Every other operation works on single tokens, so it sees only
-the line of M tokens. One call of the attention kernel takes all rows; or, with architecture.Rounding, each call takes a few
-rows of similar length and pads them to one of few shapes. b rows, T tokens of a row, P prompts; r rows of a call, N the
-largest number of their own tokens, K keys; d head size.
+the line of M tokens. One call of the attention kernel takes all rows; or, with architecture.Rounding, each call takes a
+few rows of similar length and pads them to one of few shapes. b rows, T tokens of a row, P prompts; r rows of a call, N
+the largest number of their own tokens, K keys; d head size.
 """
 
 import functools

@@ -32,6 +32,7 @@ from torch import Tensor
 
 import device as devices
 from inputs.files import MOST_RANKS, InputError, one_line, shown, variable
+from inputs.layout_rules import Side
 from knobs import Config, ParallelConfig
 
 # ------------------------------------------------------------------------------------------------ the process
@@ -107,8 +108,9 @@ def start_device(cfg: Config) -> torch.device:
 
 
 @contextlib.contextmanager
-def open_world(cfg: Config) -> Iterator[torch.device]:
-    """The device of this process, selected, in a world that all ranks have joined. The world is closed at the end.
+def open_world(cfg: Config, side: Side | None = None) -> Iterator[torch.device]:
+    """The device of this process, selected, in a world that all ranks have joined, or all of ``side``. It is closed at
+    the end.
 
     This is the only place that selects a device; device.py explains the order. open_layout comes next. After an
     exception the groups stay as they are, because destroying them would wait for ranks that have ended. The caller
@@ -119,11 +121,16 @@ def open_world(cfg: Config) -> Iterator[torch.device]:
     devices.select(device)
     if cfg.train.deterministic:
         devices.make_deterministic(device)
+    limit = datetime.timedelta(seconds=cfg.parallel.timeout_seconds)
     where = (
         {"init_method": "env://"} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     )
     try:
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=cfg.parallel.timeout_seconds), **where)
+        if side:
+            store, rank, _ = next(dist.rendezvous("env://", timeout=limit))
+            store = dist.PrefixStore(side.name, store)
+            where = {"store": store, "rank": rank - side.first, "world_size": side.ranks}
+        dist.init_process_group("gloo", timeout=limit, **where)
     except (RuntimeError, ValueError) as error:  # for example DistStoreError, or a wrong GLOO_SOCKET_IFNAME
         raise InputError(
             f"torch.distributed: the ranks did not find each other: {str(error).splitlines()[0]}"  # a C++ stack follows

@@ -340,6 +340,7 @@ class Heartbeat:
         self.rank, self.stall_seconds = rank, stall_seconds
         self.place, self.last, self.said = "start", time.monotonic(), time.monotonic()
         self.stopped = threading.Event()
+        self.on_beat: Callable[[], None] = lambda: None  # called with every beat
         self.log: RunLog | None = None  # from when startup.open_run puts it here, it says how far the run has come
         if stall_seconds:
             threading.Thread(target=self._watch, name="heartbeat", daemon=True).start()
@@ -347,6 +348,7 @@ class Heartbeat:
     def beat(self, place: str = "") -> None:
         """Report that this rank is alive, and has finished ``place``; without one, the place stays the same."""
         self.place, self.last = place or self.place, time.monotonic()
+        self.on_beat()
         if self.rank == 0 and self.last - max(self.said, self.log.said if self.log else 0.0) > PROGRESS_SECONDS:
             self.said, line = self.last, f"at work after: {self.place}"
             self.log.say(line + self.log.left()) if self.log else print(line, flush=True)

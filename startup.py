@@ -6,11 +6,11 @@ engine. inputs/check.py has read and checked the input before.
 
 import gzip
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import adapter_weights
@@ -28,14 +28,15 @@ from data_gsm8k import Question
 from engines.interface import Completion, Engine
 from inputs.check import Inputs, checkpoint_to_resume, introduction
 from inputs.files import disk_errors
-from inputs.scoring import Score
 from knobs import Config
 from lab import run_page, trackers
 from learner import Learner
+from lora_megatron import Adapter
 from parallel_setup import Parallel
 from plan import grid, parameters, utilisation
 from rollout import Rollout, Sampled
 from runlog import Heartbeat
+from sampling_ranks import Apart, Bridge, Colocated, Samplers
 from tripwires import Tripwires
 from weight_sync import WeightSync
 
@@ -53,30 +54,22 @@ class Run:
     log: runlog.RunLog
     tripwires: Tripwires
     learner: Learner
-    engine: Engine
-    weights: WeightSync  # gives the policy to the engine
+    sampler: Colocated | Apart
     first_step: int  # > 0 after a resume
     profiler: Any = None  # of the step that is profiled now
 
+    @property
+    def ranks(self) -> int:
+        """All ranks of the run, also those that sample alone."""
+        return self.parallel.world_size + self.cfg.rollout.ranks
+
     def evaluate(self, after_steps: int) -> None:
-        """Evaluate the policy that the engine holds, and log the result. Collective."""
-        summary, outcomes = evaluate.evaluate(
-            self.engine,
-            {"": self.inputs.held_out, **self.inputs.sets},
-            self.score,
-            self.cfg.eval,
-            self.cfg.rollout,
-            self.parallel,
-            self.heartbeat.beat,
-        )
+        """Evaluate the policy that the sampler holds, and log the result. Collective."""
+        summary, outcomes = self.sampler.evaluate()
         self.log.log_eval(after_steps, summary, outcomes)
         self.log.say(f"held-out accuracy after {after_steps} steps: {evaluate.headline(summary)}")
         for name in self.inputs.sets:
             self.log.say(f"{name} accuracy after {after_steps} steps: {evaluate.headline(summary, name)}")
-
-    def score(self, answers: Sequence[tuple[Question, Completion]]) -> list[Score]:
-        """As evaluate.score, with the tokenizer and the reward of this run."""
-        return evaluate.score(answers, self.inputs.tokenizer, self.inputs.scorer)
 
     def shown_completions(
         self, asked: list[Question], batch: Rollout, completions: list[list[Completion]]
@@ -140,22 +133,15 @@ class Run:
         trained, device = [rows[sequence] for sequence in self.learner.trained], self.parallel.device
         peak = utilisation.peak_flops(device.type, devices.name(device), self.cfg.model.dtype)
         return utilisation.speed(
-            self.cfg, self.inputs.arch, rows, trained, timing, self.parallel.world_size, peak, sampled.num_tokens
+            self.cfg, self.inputs.arch, rows, trained, timing, self.ranks, peak, sampled.num_tokens
         )
-
-    def where_apart(self, bound: float) -> str:
-        """The layer in which sampler and trainer differ by more than ``bound``, after another push. Collective."""
-        self.weights.push_clean()
-        return self.weights.first_differing_layer(self.inputs.held_out[0].prompt, bound)
 
     def finish(self, peak: tuple[float, str] | tuple[()]) -> None:
         """Close the engine, and log the peak of the device memory (GiB, phase) and the result of the run."""
-        self.engine.close()
+        self.sampler.close()
         if peak:
             self.log.say(
-                utilisation.memory_beside_plan(
-                    self.cfg, self.inputs.arch, self.parallel.world_size, self.parallel.device.type, *peak
-                )
+                utilisation.memory_beside_plan(self.cfg, self.inputs.arch, self.ranks, self.parallel.device.type, *peak)
             )
         if self.parallel.expert > 1 and self.learner.router_load.fullest:
             self.log.say(utilisation.imbalance_beside_plan(self.learner.router_load.fullest))
@@ -174,20 +160,68 @@ def device_memory(peak: tuple[float, str] | tuple[()]) -> dict[str, float | str]
     return {"perf/peak_device_gib": round(peak[0], 3), "perf/peak_device_phase": peak[1]} if peak else {}
 
 
-def open_run(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inputs) -> Run:
-    """Open the log, make or restore the policy, and give it to the engine. Collective."""
-    arch, tokenizer, questions, held_out, sets, _ = inputs
-    parallel.refuse_unequal({  # each rank reads the files of its own node
+def texts(cfg: Config, inputs: Inputs) -> dict[str, str]:
+    """What all ranks must have read alike, each from the files of its own node."""
+    prompts = {"the training questions": inputs.questions, "the held-out questions": inputs.held_out}
+    prompts |= {f"the questions of eval.sets.{name}": part for name, part in inputs.sets.items()}
+    return {
         "the configuration": to_yaml(cfg),
-        "config.json of model.path": repr(arch),
-        "the training questions as prompts": repr([(question.prompt, question.gold) for question in questions]),
-        "the held-out questions as prompts": repr([(question.prompt, question.gold) for question in held_out]),
-        **{f"the questions of eval.sets.{name}": repr([(question.prompt, question.gold) for question in part])
-           for name, part in sets.items()},
-    })  # fmt: skip
+        "config.json of model.path": repr(inputs.arch),
+        **{f"{name} as prompts": repr([(one.prompt, one.gold) for one in part]) for name, part in prompts.items()},
+    }
+
+
+def open_policy(
+    cfg: Config, inputs: Inputs, parallel: Parallel, heartbeat: Heartbeat
+) -> tuple[torch.nn.Module, dict[str, Adapter]]:
+    """The frozen model of model.path on the host, with new adapters."""
+    model = model_megatron.build_for(cfg.model, inputs.arch, parallel)
+    weights_hf.load(model, inputs.arch, parallel, cfg.model.path)
+    heartbeat.beat("loading the base weights")
+    return model, lora_megatron.attach(model, cfg.lora, parallel, cfg.train.seed, merges=cfg.trains_merged)
+
+
+def open_engine(
+    cfg: Config, inputs: Inputs, parallel: Parallel, model: torch.nn.Module, heartbeat: Heartbeat
+) -> tuple[Engine, WeightSync]:
+    """The engine, which gets the policy as ``model`` has it. The model goes to the device. Collective."""
+    arch, layout = inputs.arch, grid.of(cfg, parallel.world_size)
+    if cfg.keeps_factors_apart and parameters.shared_experts(cfg, arch, layout, parallel.device.type)[0]:
+        WeightSync.frozen_experts_to_host_(model, parallel.device)
+    stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, inputs.tokenizer)
+    pad_token = rollout.pad_token_id(inputs.tokenizer, stop_tokens)
+    # The engine reports progress, because decoding may take longer than train.stall_seconds.
+    engine = rollout.open_engine(cfg, arch, parallel.device, stop_tokens, pad_token, heartbeat.beat)
+    weights = WeightSync(engine, model, arch, parallel, cfg)
+    if not weights.shared_bytes:
+        model.to(parallel.device)
+    heartbeat.beat("the first push of the whole model")
+    if cfg.rollout.expert_parallel:
+        weights.check_start(inputs.held_out[0].prompt)
+    return engine, weights
+
+
+def open_samplers(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inputs, bridge: Bridge) -> Samplers:
+    """The ranks that only sample, with the policy that samples first. Collective over them."""
+    parallel.refuse_unequal(texts(cfg, inputs))
+    first_step = bridge.agree(texts(cfg, inputs))
+    side = bridge.side.cfg
+    model, adapters = open_policy(side, inputs, parallel, heartbeat)
+    bridge.receive_policy(adapters, inputs, parallel, max(0, first_step - 1))
+    engine, weights = open_engine(side, inputs, parallel, model, heartbeat)
+    return Samplers(side, parallel, inputs, heartbeat, bridge, adapters, engine, weights, first_step)
+
+
+def open_run(
+    cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inputs, bridge: Bridge | None = None
+) -> Run:
+    """Open the log, make or restore the policy, and give it to the sampler. Collective over the ranks that train."""
+    arch = inputs.arch
+    parallel.refuse_unequal(texts(cfg, inputs))
     saved = agreed_checkpoint(cfg, parallel)
     first_step = saved.step if saved else 0
-    log = runlog.open_run(cfg, parallel.world_size, parallel.rank, resume=saved.run_dir if saved else None)
+    ranks = parallel.world_size + cfg.rollout.ranks
+    log = runlog.open_run(cfg, ranks, parallel.rank, resume=saved.run_dir if saved else None)
     heartbeat.log = log
     if saved:
         log.rewind(first_step)
@@ -195,12 +229,8 @@ def open_run(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inpu
             log.say(f"note: changed at this resume: {'; '.join(changed)}")
     if parallel.rank == 0:
         log.trackers = trackers.start(cfg.train.trackers, log.run_dir, log.say)
-    model = model_megatron.build_for(cfg.model, arch, parallel)
-    weights_hf.load(model, arch, parallel, cfg.model.path)
-    heartbeat.beat("loading the base weights")
-    adapters = lora_megatron.attach(model, cfg.lora, parallel, cfg.train.seed, merges=cfg.trains_merged)
-    stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
-    pad_token = rollout.pad_token_id(tokenizer, stop_tokens)
+    model, adapters = open_policy(cfg, inputs, parallel, heartbeat)
+    pad_token = rollout.pad_token_id(inputs.tokenizer, data_gsm8k.stop_token_ids(cfg.model.path, inputs.tokenizer))
     learner = Learner(cfg, arch, parallel, model, adapters, pad_token)
 
     tripwires = Tripwires(cfg, log.say)
@@ -210,21 +240,18 @@ def open_run(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inpu
         saved = None  # closes its files: a checkpoint that is removed must give its space back
     pieces = adapter_weights.all_pieces(model, arch, adapters, parallel)
     tripwires.state(first_step, adapter_weights.differing(pieces, parallel))
-    layout = grid.of(cfg, parallel.world_size)
-    if cfg.keeps_factors_apart and parameters.shared_experts(cfg, arch, layout, parallel.device.type)[0]:
-        WeightSync.frozen_experts_to_host_(model, parallel.device)
-    # The engine reports progress, because decoding may take longer than train.stall_seconds.
-    engine = rollout.open_engine(cfg, arch, parallel.device, stop_tokens, pad_token, heartbeat.beat)
-    weights = WeightSync(engine, model, arch, parallel, cfg)
-    if not weights.shared_bytes:
+    if bridge:
+        sampler, shared_bytes = Apart(cfg, parallel, inputs, tripwires, learner, bridge), 0
         model.to(parallel.device)
-    heartbeat.beat("the first push of the whole model")
-    if cfg.rollout.expert_parallel:
-        weights.check_start(held_out[0].prompt)
-    log.say(f"run folder: {log.run_dir}\n{introduction(cfg, parallel.world_size, inputs)}")
-    held = f"share {weights.shared_bytes / 2**30:.3g} GiB of" if weights.shared_bytes else "each hold their own"
+        sampler.start(first_step, texts(cfg, inputs))
+    else:
+        engine, weights = open_engine(cfg, inputs, parallel, model, heartbeat)
+        sampler = Colocated(cfg, parallel, inputs, heartbeat, tripwires, learner, engine, weights)
+        shared_bytes = weights.shared_bytes
+    log.say(f"run folder: {log.run_dir}\n{introduction(cfg, ranks, inputs)}")
+    held = f"share {shared_bytes / 2**30:.3g} GiB of" if shared_bytes else "each hold their own"
     log.say(f"{lora_megatron.describe(adapters, parallel)}\ntrainer and sampler {held} experts\n{runlog.LEGEND}")
-    return Run(cfg, parallel, heartbeat, inputs, log, tripwires, learner, engine, weights, first_step)
+    return Run(cfg, parallel, heartbeat, inputs, log, tripwires, learner, sampler, first_step)
 
 
 def not_saved(learner: Learner, saved: checkpoint.Checkpoint | None) -> str:

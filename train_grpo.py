@@ -36,18 +36,27 @@ from lab import trackers
 from parallel_setup import Parallel
 from plan import doctor
 from runlog import Heartbeat
+from sampling_ranks import Bridge, is_due
 from tripwires import Tripped
 
 STOPS = (Tripped, AqnError)  # a run that would be silently wrong
 
 
-def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: check.Inputs | None = None) -> None:
-    """Train for cfg.train.steps steps. ``inputs`` is what check.check_inputs returned, if it was called already."""
-    inputs = inputs or check.check_inputs(cfg, parallel.world_size)
-    run = startup.open_run(cfg, parallel, heartbeat, inputs)
+def train(
+    cfg: Config,
+    parallel: Parallel,
+    heartbeat: Heartbeat,
+    inputs: check.Inputs | None = None,
+    bridge: Bridge | None = None,
+) -> None:
+    """Train for cfg.train.steps steps. ``inputs`` is what check.check_inputs returned, if it was called already.
+
+    ``bridge`` leads to the ranks that sample, if they are not these ones (rollout.ranks).
+    """
+    inputs = inputs or check.check_inputs(cfg, parallel.world_size + cfg.rollout.ranks)
+    run = startup.open_run(cfg, parallel, heartbeat, inputs, bridge)
     log, tripwires, learner = run.log, run.tripwires, run.learner
-    questions, held_out = inputs.questions, inputs.held_out
-    not_for_training = inputs.not_for_training()
+    questions, not_for_training = inputs.questions, inputs.not_for_training()
     if run.first_step == 0:
         run.evaluate(after_steps=0)
     peak = ()  # of the device memory in any step
@@ -56,14 +65,12 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: check.I
 
         # 1. Give the sampler the current policy, or that of rollout.staleness steps ago: W + (alpha / R) B A. Noise is
         # added to the sampler's copy only.
-        with timer.phase("sync"), learner.sampling_policy():
-            pushed = run.weights.push(step, held_out[0].prompt)
-            checksums = parallel.gather_objects(pushed["sync/checksum"])
-            tripwires.after_push(step, checksums, pushed.get("sync/experts_wrong", 0.0))
+        with timer.phase("sync"):
+            run.sampler.push(step)
 
         # 2. Sample and score G completions for each of P questions.
         with timer.phase("generate"):
-            sampled = rollout.sample_step(run.engine, questions, run.score, cfg, parallel, step)
+            sampled, pushed = run.sampler.sample(step)
             asked, batch = [alike(question.question) for question in sampled.all_asked], sampled.batch
             tripwires.asked(step, asked, len(questions), not_for_training)
 
@@ -82,14 +89,15 @@ def train(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: check.I
         log.log_rows("moe.jsonl", step + 1, [learner.router_load.by_layer])
         step_peak = max(parallel.gather_objects(timer.peak()))  # (GiB, phase) of the fullest rank; () on a CPU
         peak = max(peak, step_peak)
-        timing = timer.timing(sampled.num_tokens)
+        timing = timer.timing(sampled.num_tokens) | run.sampler.seconds
         log.log_step(step + 1, metrics, timing | run.speed(sampled, timing) | startup.device_memory(step_peak))
         run.end_step(step)
-        tripwires.after_step(step, metrics, (batch.rewards.min().item(), batch.rewards.max().item()), run.where_apart)
+        extremes = batch.rewards.min().item(), batch.rewards.max().item()
+        tripwires.after_step(step, metrics, extremes, run.sampler.where_apart)
         factors = adapter_weights.adapter_pieces(learner.adapters, learner.arch, parallel)
         tripwires.state(step + 1, adapter_weights.differing(factors, parallel))
         if is_due(step + 1, cfg.eval.every, cfg.train.steps):
-            run.weights.push_clean()
+            run.sampler.push_clean(step + 1)
             run.evaluate(after_steps=step + 1)
         if is_due(step + 1, cfg.train.checkpoint_every, cfg.train.steps):
             run.save(after_steps=step + 1)
@@ -100,11 +108,6 @@ def shuffled(rewards: Tensor, seed: int) -> Tensor:
     """The control experiment: the same rewards, shuffled over all completions of the step.  (P, G) -> (P, G)"""
     order = torch.randperm(rewards.numel(), generator=torch.Generator().manual_seed(seed))
     return rewards.flatten()[order].view_as(rewards)
-
-
-def is_due(steps_done: int, every: int, num_steps: int) -> bool:
-    """Whether a thing is due that happens ``every`` so many steps (0: never), and after the last step."""
-    return steps_done == num_steps or (every > 0 and steps_done % every == 0)
 
 
 # ------------------------------------------------------------------------------------------------ the command
@@ -122,12 +125,20 @@ def start(cfg: Config, is_command: bool = False) -> None:
         inputs = check.check_inputs(cfg, parallel_setup.launched_world_size(), scorer)
         doctor.quick(cfg)
         heartbeat.beat("the checks of the input")
-        with parallel_setup.open_world(cfg) as device:
-            if cfg.tiny_model is not None:
+        bridge = Bridge(cfg, heartbeat) if cfg.rollout.ranks else None
+        side, samples = (bridge.side, bridge.samples) if bridge else (None, False)
+        with parallel_setup.open_world(cfg, side) as device:
+            if cfg.tiny_model is not None and not samples:
                 tiny_model.make(cfg, device, heartbeat.beat)
-            parallel = parallel_setup.open_layout(cfg.parallel, device)
+            if bridge:
+                bridge.open()
+            parallel = parallel_setup.open_layout((side.cfg if side else cfg).parallel, device)
             heartbeat.beat("the meeting of all ranks")
-            train(cfg, parallel, heartbeat, inputs)
+            if bridge and samples:
+                inputs = inputs or check.check_inputs(cfg, parallel_setup.launched_world_size())
+                startup.open_samplers(cfg, parallel, heartbeat, inputs, bridge).serve()
+            else:
+                train(cfg, parallel, heartbeat, inputs, bridge)
     except Exception as error:
         heartbeat.note(f"{'stopped' if isinstance(error, STOPS) else 'error'}: {one_line(error)}")
         raise

@@ -89,12 +89,12 @@ class Tripwires:
                 "what restores and synchronises them (learner.py, parallel_setup.sync_gradients_, weights_hf.load)",
             )
 
-    def after_push(self, step: int, checksums: list[float], experts_wrong: float = 0.0) -> None:
+    def after_push(self, step: int, checksums: list[float], metrics: dict[str, float]) -> None:
         """Check that an update with a gradient has changed what is pushed to the sampler, and that it is W + s B A.
 
-        ``checksums``: of what each rank has pushed for ``step``; ``experts_wrong``: see adapter_weights.update_kept.
+        ``checksums``: of what each rank has pushed for ``step``; ``metrics``: of this push.
         """
-        if wrong := wrong_merge(experts_wrong):
+        if wrong := wrong_merge(metrics.get("sync/experts_wrong", 0.0)):
             self.trip(
                 "adapters",
                 f"step {step + 1}: {wrong}",

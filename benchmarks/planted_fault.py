@@ -72,7 +72,7 @@ def altered_evaluation(right: Function) -> Function:
 
     def evaluate(run: Any, after_steps: int) -> None:
         if after_steps:  # the policy before the first step is the base model, and has not been pushed with noise yet
-            run.weights.push(after_steps, run.inputs.held_out[0].prompt)
+            run.sampler.weights.push(after_steps, run.inputs.held_out[0].prompt)
         right(run, after_steps)
 
     return evaluate

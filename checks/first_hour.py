@@ -29,8 +29,8 @@ import run_record
 from checks.first_hour_stages import ROOT, STAGES, Job, Outcome, Stage, cause
 from config import command_line, load_config, to_yaml
 from inputs import hf_config
-from inputs.config_rules import check_engine_layout, check_layout
 from inputs.files import BAD_INPUT, MOST_RANKS, InputError, read_object, refused, write_atomically
+from inputs.layout_rules import check_engine_layout, check_layout
 from knobs import Config
 from plan import grid
 from plan.machine import Machine

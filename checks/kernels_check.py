@@ -32,7 +32,7 @@ from architecture import Architecture
 from checks import launched
 from config import derive_seed
 from inputs import hf_config
-from inputs.config_rules import check_layout
+from inputs.layout_rules import check_layout
 from knobs import Config
 from parallel_setup import Parallel
 from plan import grid, memory

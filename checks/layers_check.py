@@ -37,8 +37,8 @@ from config import derive_seed
 from data_gsm8k import Question
 from engines.interface import Engine
 from inputs import hf_config
-from inputs.config_rules import check_engine_layout, check_layout
 from inputs.files import UNFINISHED, fresh_folder
+from inputs.layout_rules import check_engine_layout, check_layout
 from inputs.scoring import Score
 from knobs import Config
 from learner import Learner

@@ -71,7 +71,7 @@ LOOK_AT = {
     "resume": "checkpoint.py, Learner.state, Learner.restore",
     **dict.fromkeys(("reward.function", "loss.advantage", "loss.kind"), "the function that the configuration names"),
     "answers": "data_gsm8k.stop_token_ids, and how the sampler ends an answer (torch_sampler.py)",
-    "rewards": "reward_gsm8k.py, startup.Run.score, and the order in which rollout.sample gathers",
+    "rewards": "reward_gsm8k.py, inputs.check.Inputs.score, and the order in which rollout.sample gathers",
     "advantages": "grpo.group_advantages",
     "sampler": "weights_hf.export (the merge, alpha / R), weight_sync.py, torch_decoder.py; kernels.py on this device",
     "gradient": "learner.py (loss, masks, counts), grpo.py, lora_megatron.py, packing.py, backward of kernels.py",

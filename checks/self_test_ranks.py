@@ -155,7 +155,7 @@ class RanksObserver(Observer):
     def _compare_samples(self, batch: Rollout) -> None:
         """This rank's engine would have sampled the whole rollout as it is."""
         rollout, bound = self.cfg.rollout, GAP[self.cfg.model.dtype]
-        again = self.run.engine.sample(
+        again = self.run.sampler.engine.sample(
             batch.prompts,
             seeds=[derive_seed(SEED, "rollout", 0, place) for place in range(PROMPTS)],
             num_samples=GROUP,

@@ -39,8 +39,9 @@ from engines.interface import (
 )
 from engines.kinds import ENGINES
 from inputs import environment
-from inputs.config_rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, replica_problems
+from inputs.config_rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from inputs.files import InputError
+from inputs.layout_rules import replica_problems
 from knobs import LoraConfig
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention kernel for a CPU

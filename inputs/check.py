@@ -6,6 +6,7 @@ InputError for input with which the run could not work.
 import os
 import tempfile
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,11 +23,12 @@ import tiny_model
 import weights_hf
 from architecture import Architecture
 from data_gsm8k import Question, Questions
+from engines.interface import Completion
 from inputs import functions, hf_config, question_files
-from inputs.config_rules import check_engine_layout, check_layout
 from inputs.files import InputError
+from inputs.layout_rules import check_engine_layout, check_layout, sides
 from inputs.question_files import Row
-from inputs.scoring import Call, Scorer
+from inputs.scoring import Call, Score, Scorer
 from knobs import Config
 from parallel_setup import launched_rank
 
@@ -40,6 +42,10 @@ class Inputs(NamedTuple):
     held_out: Questions
     sets: dict[str, Questions]  # those of eval.sets
     scorer: Scorer
+
+    def score(self, answers: Sequence[tuple[Question, Completion]]) -> list[Score]:
+        """As evaluate.score, with the tokenizer and the reward of the run."""
+        return evaluate.score(answers, self.tokenizer, self.scorer)
 
     def not_for_training(self) -> frozenset[str]:
         """The held-out questions of all sets, as they are compared."""
@@ -60,13 +66,16 @@ def check_inputs(cfg: Config, ranks: int, scorer: Scorer | None = None) -> Input
     check_writable("train.out_dir", Path(cfg.train.out_dir))
     exists = cfg.tiny_model is None or tiny_model.exists(cfg)
     arch = hf_config.read(cfg.model.path) if exists else hf_config.planned(cfg)[0]
-    check_layout(cfg, arch, ranks)
-    check_engine_layout(cfg, arch, ranks)
+    both = sides(cfg, ranks)
+    for side in both:
+        check_layout(side.cfg, arch, side.ranks)
+    sampling = both[-1]
+    check_engine_layout(sampling.cfg, arch, sampling.ranks)
     if not exists:
         check_writable("model.path", Path(cfg.model.path))
         check_answers(cfg, scorer)
         return None
-    rollout.check_engine(cfg, arch, ranks)
+    rollout.check_engine(sampling.cfg, arch, sampling.ranks)
     if cfg.aqn.schedule != "off":
         noise = aqn.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
         adapted = {

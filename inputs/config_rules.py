@@ -5,13 +5,11 @@ all of them at once. A message says the key, what was found, what is needed, and
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import isqrt
 
-from architecture import Architecture
 from engines.kinds import ENGINES
-from inputs.files import InputError, shown
-from inputs.hf_config import ELEMENT_BYTES, cache_mib, quantisation_problem
+from inputs.files import shown
 from knobs import GENERATED, Config
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0  # vLLM raises a lower temperature to 0.01 and refuses a higher one
@@ -92,18 +90,19 @@ def _layout_rules(cfg: Config) -> list[Rule]:
     """Sizes that must fit each other. With rollout.expert_parallel vLLM's shards are those of the trainer."""
     prompts, update = cfg.rollout.prompts_per_step, cfg.optim.prompts_per_update
     room, longest, shared = cfg.optim.tokens_per_micro_batch, cfg.row_tokens, cfg.rollout.expert_parallel
+    mine = shared and not cfg.rollout.ranks  # otherwise layout_rules.sides chooses sizes that fit
     return [
         (
             shared and cfg.device in ("cpu", "cuda"),
             f"rollout.expert_parallel: device {cfg.device} packs vLLM's weights; needed: npu {STREAMED}",
         ),
         (
-            shared and cfg.rollout.tensor != cfg.parallel.tensor,
+            mine and cfg.rollout.tensor != cfg.parallel.tensor,
             f"rollout.tensor: {cfg.rollout.tensor} with rollout.expert_parallel splits attention differently than "
             f"parallel.tensor {cfg.parallel.tensor}; needed: the same {STREAMED}",
         ),
         (
-            shared and cfg.parallel.expert_tensor != 1,
+            mine and cfg.parallel.expert_tensor != 1,
             f"parallel.expert_tensor: {cfg.parallel.expert_tensor} splits experts, which vLLM keeps whole under "
             f"rollout.expert_parallel; needed: 1 {STREAMED}",
         ),
@@ -219,6 +218,10 @@ def _method_rules(cfg: Config) -> list[Rule]:
             "loss.importance, which corrects for it, or loss.importance uncorrected",
         ),
         (
+            cfg.rollout.ranks > 0 and cfg.rollout.staleness != 1,
+            f"rollout.staleness: {cfg.rollout.staleness}; needed with rollout.ranks, which are one step ahead: 1",
+        ),
+        (
             cfg.rollout.staleness == 0 and loss.importance == "uncorrected",
             "loss.importance: uncorrected is for rollout.staleness above 0; needed: none",
         ),
@@ -277,128 +280,3 @@ OTHER_RULES: Rules = (_engine_rules, _data_rules, _method_rules, _tiny_model_rul
 def problems(cfg: Config, rules: Rules = LAYOUT_RULES + OTHER_RULES) -> list[str]:
     """The messages of all broken rules; these rules need neither the model nor the number of ranks."""
     return [message for rule in rules for broken, message in rule(cfg) if broken]
-
-
-def check_layout(cfg: Config, arch: Architecture, world_size: int) -> None:
-    """Raises InputError for the first of layout_problems."""
-    for problem in layout_problems(cfg, arch, world_size):
-        raise InputError(problem)
-
-
-def layout_problems(cfg: Config, arch: Architecture, world_size: int) -> list[str]:
-    """Why ``world_size`` ranks cannot train ``arch``: splits into equal parts, positions, routing replay."""
-    tensor, expert, expert_tensor = cfg.parallel.tensor, cfg.parallel.expert, cfg.parallel.expert_tensor
-    split_by_tensor = {
-        "key/value heads": arch.num_kv_heads,
-        "attention heads": arch.num_heads,
-        "tokens of the vocabulary": arch.vocab_size,
-        "columns of a dense layer": 0 if all(arch.moe_layers) else arch.dense_ffn_size,
-        "columns of the shared expert": arch.shared_expert_ffn_size,
-        "ranks": world_size,
-    }
-    split_by_expert = {
-        "experts": arch.num_experts,
-        f"ranks ({world_size} / expert_tensor {expert_tensor})": world_size // expert_tensor,
-    }
-    shared, uneven = cfg.rollout.expert_parallel, arch.num_experts % world_size > 0
-    attention = cfg.model.quantises_attention
-    columns = {"columns of an expert": arch.expert_ffn_size, "ranks": world_size}
-    sizes = [d for d in divisors(arch.num_experts) if d % tensor == 0]
-    rules = [
-        (
-            cfg.row_tokens > arch.max_positions,
-            f"data.max_prompt_tokens: {cfg.data.max_prompt_tokens} + rollout.max_new_tokens "
-            f"{cfg.rollout.max_new_tokens} = {cfg.row_tokens} exceeds the model's {arch.max_positions} positions",
-        ),
-        (
-            cfg.replay.mode != "off" and (arch.num_experts > 256 or not any(arch.moe_layers)),
-            f"replay.mode: {cfg.replay.mode} needs MoE layers of at most 256 experts",
-        ),
-        (
-            shared and uneven,
-            f"rollout.expert_parallel: {arch.num_experts} experts cannot be divided evenly among all {world_size} "
-            f"ranks; nearest: {nearest(world_size, sizes)} ranks {STREAMED}",
-        ),
-        (
-            shared and not uneven and cfg.parallel.expert != world_size,
-            f"parallel.expert: {cfg.parallel.expert}, while rollout.expert_parallel spreads vLLM's experts over all "
-            f"{world_size} ranks; needed: {world_size} {STREAMED}",
-        ),
-        (
-            shared and arch.vocab_size % VOCABULARY_BLOCK > 0,
-            f"rollout.expert_parallel: vLLM pads a vocabulary of {arch.vocab_size} to a multiple of "
-            f"{VOCABULARY_BLOCK} before it splits it, the trainer does not; needed: a multiple {STREAMED}",
-        ),
-        (
-            # patch_routed_experts_capture.py of vllm-ascend 0.23.0 joins the ranks' shares under data parallelism only.
-            shared and cfg.replay.mode == "r3" and cfg.rollout.tensor == world_size > 1,
-            f"replay.mode: r3, but with rollout.expert_parallel the {world_size} ranks of a single replica split the "
-            "tokens, and vllm-ascend records the routes of one rank's share; needed: r2, a rollout.tensor below the "
-            f"{world_size} ranks {STREAMED}",
-        ),
-        (
-            shared and arch.shared_expert_ffn_size > 0 and cfg.aqn.schedule != "off",
-            f"aqn.schedule: {cfg.aqn.schedule} needs the whole matrices of the shared expert, but with "
-            f"rollout.expert_parallel each rank holds a part of them; needed: off {STREAMED}",
-        ),
-        (
-            arch.stored_format != "none" and not cfg.rollout.kind.alters,
-            f"rollout.engine: {cfg.rollout.engine} cannot take the policy of a quantised checkpoint; needed: torch",
-        ),
-    ]
-    return [
-        *_split_problem("parallel.tensor", tensor, split_by_tensor, world_size),
-        *_split_problem("parallel.expert_tensor", expert_tensor, columns, world_size),
-        *_split_problem("parallel.expert", expert, split_by_expert, world_size),
-        *filter(None, [quantisation_problem(arch, cfg.model.quantisation, expert_tensor, tensor * attention)]),
-        *(message for broken, message in rules if broken),
-    ]
-
-
-def check_engine_layout(cfg: Config, arch: Architecture, world_size: int) -> None:
-    """Raises InputError for the first of engine_layout_problems."""
-    for problem in engine_layout_problems(cfg, arch, world_size):
-        raise InputError(problem)
-
-
-def engine_layout_problems(cfg: Config, arch: Architecture, world_size: int) -> list[str]:
-    """Why the engine cannot hold ``arch`` on ``world_size`` ranks as cfg.rollout says."""
-    if not cfg.rollout.kind.splits:
-        return []
-    element, cache = ELEMENT_BYTES[cfg.model.dtype], cfg.rollout.kv_cache_mib
-    return replica_problems(arch, world_size, cfg.rollout.tensor, cfg.row_tokens, cache, element)
-
-
-def replica_problems(
-    arch: Architecture, ranks: int, tensor: int, longest: int, kv_cache_mib: int, element: int
-) -> list[str]:
-    """Why ``tensor`` of ``ranks`` ranks cannot hold one copy of ``arch`` in vLLM and the key-value cache of one row.
-
-    A row has up to ``longest`` tokens; an element of the cache has ``element`` bytes.
-    """
-    split = {
-        "ranks": ranks,
-        "attention heads": arch.num_heads,
-        "columns of an expert": arch.expert_ffn_size,
-        "columns of the shared expert": arch.shared_expert_ffn_size,
-        "columns of a dense layer": 0 if all(arch.moe_layers) else arch.dense_ffn_size,
-    }
-    found = _split_problem("rollout.tensor", tensor, split, ranks)
-    if arch.num_kv_heads % tensor and tensor % arch.num_kv_heads:
-        found.append(f"rollout.tensor: {tensor} and {arch.num_kv_heads} key/value heads: one must divide the other")
-    needed = cache_mib(arch, tensor, longest, element)
-    if needed > kv_cache_mib:
-        found.append(
-            f"rollout.kv_cache_mib: {kv_cache_mib} is too small for one row of {longest} tokens; "
-            f"needed: {needed} for one row, and as much for each further row that is sampled at the same time"
-        )
-    return found
-
-
-def _split_problem(key: str, ranks: int, parts: Mapping[str, int], world_size: int) -> list[str]:
-    """A message for the first number of ``parts`` that ``ranks`` does not divide, with the nearest sizes that do."""
-    for what, number in parts.items():
-        if number % ranks:
-            working = [d for d in divisors(world_size) if all(n % d == 0 for n in parts.values())]
-            return [f"{key}: {ranks} does not divide {number} {what}; nearest: {nearest(ranks, working)}"]
-    return []

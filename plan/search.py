@@ -16,7 +16,8 @@ from pathlib import Path
 
 from architecture import Architecture
 from engines.capacity import cache_mib_per_row
-from inputs.config_rules import LAYOUT_RULES, divisors, engine_layout_problems, layout_problems, problems
+from inputs.config_rules import LAYOUT_RULES, divisors, problems
+from inputs.layout_rules import engine_layout_problems, layout_problems
 from knobs import Config
 from plan import grid, published, roofline
 from plan.hardware import Hardware

@@ -17,8 +17,8 @@ from refused import refusal
 import config
 from config import load_config, resolve_config
 from inputs import hf_config
-from inputs.config_rules import check_layout
 from inputs.files import InputError
+from inputs.layout_rules import check_layout
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

@@ -16,7 +16,7 @@ from scope import cases
 
 import config
 import preflight
-from inputs import config_rules, hf_config
+from inputs import hf_config, layout_rules
 from plan.published import calibrated
 
 ROOT = Path(__file__).parents[1]
@@ -87,7 +87,7 @@ def test_a_refusal_names_its_rule_and_lists_layouts_that_fit(arguments, reason, 
         assert again["verdict"] == "fits" and again["per_rank"]["peak_bytes"] == other["peak_bytes"]
         # The trainer's own rules accept them, too.
         cfg = config.load_config(arguments[0], [*own_overrides, *other["overrides"]])
-        config_rules.check_layout(cfg, hf_config.planned(cfg)[0], other["ranks"])
+        layout_rules.check_layout(cfg, hf_config.planned(cfg)[0], other["ranks"])
     asked = found["ranks"]
     order = [(other["ranks"] > asked, round(other["peak_bytes"] / 2**30, 1)) for other in found["alternatives"]]
     assert order == sorted(order), "what needs more ranks comes last"

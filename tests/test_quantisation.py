@@ -24,7 +24,7 @@ import kernels
 import lora_megatron
 import quantisation
 import weights_hf
-from inputs import config_rules, hf_config
+from inputs import hf_config, layout_rules
 from inputs.files import InputError
 from parallel_setup import Parallel
 
@@ -226,7 +226,7 @@ def test_a_quantised_checkpoint_has_the_codes_that_are_made_on_loading(name: str
         assert all(all(ranks) for ranks in found.values())
     cfg = training.config(folder, tmp_path, model__quantisation=name)
     said = f"model.quantised: [experts], but the checkpoint has attention in {name}; needed: [experts, attention]"
-    assert said in config_rules.layout_problems(cfg, hf_config.read(folder), 1)
+    assert said in layout_rules.layout_problems(cfg, hf_config.read(folder), 1)
 
 
 def test_what_a_checkpoint_holds_must_be_what_the_run_says(tmp_path: Path) -> None:
@@ -235,10 +235,10 @@ def test_what_a_checkpoint_holds_must_be_what_the_run_says(tmp_path: Path) -> No
     arch = hf_config.read(folder)
     cfg = training.config(folder, tmp_path, model__quantisation="nvfp4")
     said = "model.quantisation: nvfp4, but the checkpoint has its experts in int4; needed: int4"
-    assert said in config_rules.layout_problems(cfg, arch, 1)
+    assert said in layout_rules.layout_problems(cfg, arch, 1)
     cfg = training.config(folder, tmp_path, model__quantisation="int4", rollout__engine="vllm")
     assert any(
-        "vllm cannot take the policy of a quantised" in said for said in config_rules.layout_problems(cfg, arch, 1)
+        "vllm cannot take the policy of a quantised" in said for said in layout_rules.layout_problems(cfg, arch, 1)
     )
     stored, codes = (load_file(source / "model.safetensors") for source in (path, folder))
     packed, scale = f"{EXPERT}_packed", f"{EXPERT}_scale"
@@ -366,7 +366,7 @@ def test_sizes_that_cut_a_group_are_refused(
     ranks = changes.get("parallel__tensor", 1) * changes.get("parallel__expert_tensor", 1)
     for quantised in (["experts"], ["experts", "attention"]):
         cfg = training.config(tmp_path, tmp_path, **changes, model__quantised=tuple(quantised))
-        refused = re.search(said, "; ".join(config_rules.layout_problems(cfg, arch, ranks)))
+        refused = re.search(said, "; ".join(layout_rules.layout_problems(cfg, arch, ranks)))
         assert bool(refused) == (not attention or "attention" in quantised)
 
 

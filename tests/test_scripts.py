@@ -22,7 +22,7 @@ from scope import cases
 
 from config import load_config
 from inputs import hf_config
-from inputs.config_rules import check_layout
+from inputs.layout_rules import check_layout
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = [*sorted(ROOT.glob("*.sh")), ROOT / ".ci" / "run"]

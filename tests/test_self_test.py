@@ -170,7 +170,7 @@ def scale_doubled(adapters: dict, *_) -> dict:
 
 
 def base_policy(run: startup.Run, *_) -> None:
-    run.engine.load_weights(weights_hf.read_model(run.cfg.model.path, run.inputs.arch).items())
+    run.sampler.engine.load_weights(weights_hf.read_model(run.cfg.model.path, run.inputs.arch).items())
 
 
 def accuracy_one_higher(summary: dict, *_) -> dict:

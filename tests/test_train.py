@@ -25,10 +25,10 @@ from scope import cases
 import data_gsm8k
 import grpo
 import learner
-import startup
 import train_grpo
 import weights_hf
 from engines.interface import Completion
+from inputs import check
 from inputs.files import InputError
 from inputs.scoring import Scorer
 from lab import trackers
@@ -386,7 +386,7 @@ def test_the_shuffled_control_has_the_rewards_of_the_run_that_it_controls(runs) 
 def test_an_answer_is_scored_without_its_stop_token(models, tmp_path) -> None:
     tokenizer = data_gsm8k.load_tokenizer(models["qwen3_moe"])
     cfg = training.config(models["qwen3_moe"], tmp_path, reward__method="strict")
-    run = SimpleNamespace(inputs=SimpleNamespace(tokenizer=tokenizer, scorer=Scorer(cfg.reward)))
+    inputs = SimpleNamespace(tokenizer=tokenizer, scorer=Scorer(cfg.reward))
     question = data_gsm8k.Question("", "", "12", [])
     tokens = tokenizer("7 + 5 = 12\n#### 12", add_special_tokens=False)["input_ids"]
     for answer, ending, expected in (
@@ -395,4 +395,4 @@ def test_an_answer_is_scored_without_its_stop_token(models, tmp_path) -> None:
         ([*tokens[:-1], 2], "stop", (0.0, True, False)),  # "#### 1"
         (tokens[:5], "length", (0.0, False, False)),
     ):
-        assert startup.Run.score(run, [(question, Completion(answer, [], ending))]) == [expected]
+        assert check.Inputs.score(inputs, [(question, Completion(answer, [], ending))]) == [expected]

@@ -90,14 +90,14 @@ def test_a_reward_that_falls_far_below_its_own_start_and_a_policy_far_from_the_r
 def test_a_push_that_is_stuck_on_one_rank_is_named() -> None:
     cfg = training.config(Path("none"), Path("none"), checks__adapters="stop")
     watch = Tripwires(cfg, print)
-    watch.after_push(0, [1.0, 2.0])
+    watch.after_push(0, [1.0, 2.0], {})
     watch.history.append({"actor/grad_norm": 0.1})
-    watch.after_push(1, [1.5, 2.5])
+    watch.after_push(1, [1.5, 2.5], {})
     watch.history.append({"actor/grad_norm": 0.0})
-    watch.after_push(2, [1.5, 2.5])  # the update had no gradient
+    watch.after_push(2, [1.5, 2.5], {})  # the update had no gradient
     watch.history.append({"actor/grad_norm": 0.1})
     with pytest.raises(Tripped, match="pushed to the sampler on rank 1 are the ones of before"):
-        watch.after_push(3, [1.6, 2.5])
+        watch.after_push(3, [1.6, 2.5], {})
 
 
 # ------------------------------------------------------------------------------------------------ warn, off, the exit

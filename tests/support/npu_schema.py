@@ -34,8 +34,8 @@ from checks import kernels_check
 from checks.kernels_check import Case  # noqa: E402
 from config import Config, load_config  # noqa: E402
 from inputs import hf_config  # noqa: E402
-from inputs.config_rules import check_layout  # noqa: E402
 from inputs.files import InputError  # noqa: E402
+from inputs.layout_rules import check_layout  # noqa: E402
 from plan import grid, memory  # noqa: E402
 
 BF16 = torch.bfloat16

@@ -1,0 +1,363 @@
+"""Who samples: the ranks that train, in turn, or the last rollout.ranks ranks, one step ahead of the others.
+
+With ranks of its own the sampling of a rollout, with the policy before the last update, takes place while the trainers
+learn from the rollout before. The two sides are worlds of their own, each with its layout. They meet twice a step at a
+Bridge, in a fixed order: the policy's factors go to the samplers, and a scored rollout comes back. There is no queue
+and no clock, so a run repeats itself to the byte, and equals a run with rollout.staleness 1 whose ranks do both. Here
+steps count from 0, and a policy's version is the number of steps after which it had these factors.
+"""
+
+import datetime
+import hashlib
+import pickle
+import time
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import adapter_weights
+import evaluate
+import lora_megatron
+import rollout
+from engines.interface import Engine
+from inputs.check import Inputs
+from inputs.files import InputError
+from inputs.layout_rules import Side, sides
+from knobs import Config
+from learner import Learner
+from lora_megatron import Adapter
+from parallel_setup import Parallel, launched_rank, launched_world_size
+from rollout import Sampled
+from runlog import Heartbeat, StepTimer
+from tripwires import Tripped, Tripwires
+from weight_sync import WeightSync
+
+LOOK_SECONDS = 1.0  # between two looks at the progress of the other side, and between two notes of one's own
+
+Evaluation = tuple[dict, list[dict]]  # what evaluate.evaluate returns
+
+
+def is_due(steps_done: int, every: int, num_steps: int) -> bool:
+    """Whether a thing is due that happens ``every`` so many steps (0: never), and after the last step."""
+    return steps_done == num_steps or (every > 0 and steps_done % every == 0)
+
+
+# ------------------------------------------------------------------------------------------------ the meeting place
+
+
+class Bridge:
+    """Where the two sides meet: rank 0 of the trainers, and all samplers. Other ranks only know their side."""
+
+    def __init__(self, cfg: Config, heartbeat: Heartbeat) -> None:
+        """InputError if no rank is left to train."""
+        trainers, samplers = sides(cfg, launched_world_size())
+        self.samples = launched_rank() >= samplers.first
+        self.side: Side = samplers if self.samples else trainers
+        self.rank = launched_rank() - self.side.first
+        self.size, self.heartbeat = samplers.ranks + 1, heartbeat
+        self.limit = datetime.timedelta(seconds=cfg.parallel.timeout_seconds)
+        self.policies: Any = None  # the group of all members, and that of the two that move rollouts
+        self.rollouts: Any = None
+        self.waiting, self.noted = False, 0.0
+
+    def open(self) -> None:
+        """Connect the members, after each side has its world."""
+        store = dist.distributed_c10d._get_default_store()
+        while isinstance(store, dist.PrefixStore):  # below the name of the side
+            store = store.underlying_store
+        self.store = store
+        if self.samples or self.rank == 0:
+            place = 1 + self.rank if self.samples else 0
+            self.policies = self._group("policies", place, self.size)
+            if place < 2:
+                self.rollouts = self._group("rollouts", place, 2)
+                self.heartbeat.on_beat = self._note_progress
+
+    def _group(self, name: str, place: int, size: int) -> Any:
+        return dist.ProcessGroupGloo(dist.PrefixStore(name, self.store), place, size, self.limit)
+
+    def _note_progress(self) -> None:
+        """Tell the other side that this one works: the beats of a rank that waits there say nothing."""
+        if not self.waiting and time.monotonic() - self.noted > LOOK_SECONDS:
+            self.noted = time.monotonic()
+            self.store.add(f"progress of samplers: {self.samples}", 1)
+
+    def broadcast(self, group: Any, tensor: Tensor, root: int, what: str) -> None:
+        """Send ``tensor`` (on the host) from the member ``root`` to the others of ``group``, in place.
+
+        A side waits as long as the other one makes progress; otherwise its heartbeat ends the run and says ``what`` it
+        waited for.
+        """
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        work = group.broadcast([tensor], options)
+        self.heartbeat.beat(f"the other side was asked for {what}")
+        self.waiting, seen, looked = True, -1, 0.0
+        while not work.is_completed():
+            time.sleep(0.002)
+            if time.monotonic() - looked > LOOK_SECONDS:
+                looked, progress = time.monotonic(), self.store.add(f"progress of samplers: {not self.samples}", 0)
+                if progress != seen:
+                    seen = progress
+                    self.heartbeat.beat()
+        self.waiting = False
+        work.wait()
+
+    def broadcast_object(self, group: Any, value: object, root: int, what: str) -> Any:
+        """``value`` of the member ``root``; that of the others is not used."""
+        mine = self.samples == (root > 0) and (root == 0 or self.rank == 0)
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) if mine else torch.empty(0)
+        size = torch.tensor([data.numel()])
+        self.broadcast(group, size, root, what)
+        if not mine:
+            data = torch.empty(int(size), dtype=torch.uint8)
+        self.broadcast(group, data, root, what)
+        return value if mine else pickle.loads(data.numpy().tobytes())
+
+    def agree(self, texts: dict[str, str], first_step: int | None = None) -> int:
+        """The first step, which the trainers know. InputError on the samplers if they have read other ``texts``."""
+        digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+        first_step, theirs = self.broadcast_object(
+            self.policies, (first_step, digests), 0, "the start of the other side"
+        )
+        if other := [name for name, digest in digests.items() if theirs.get(name) != digest]:
+            raise InputError(
+                f"{other[0]}: the samplers did not read what the trainers read; needed: the same files on every node"
+            )
+        return first_step
+
+    # -------------------------------------------------------------------------------- the policy
+
+    def send_policy(self, learner: Learner, version: int) -> None:
+        """Send the factors as the adapters have them now, whole and in fp32. Collective over the trainers."""
+        digest = hashlib.sha256()
+        for pending in learner.state()[0]["adapter"].values():
+            whole = pending.make().detach().cpu().contiguous()
+            if self.policies:
+                digest.update(memoryview(whole.flatten().view(torch.uint8).numpy()))
+                self.broadcast(self.policies, whole, 0, "the policy to be taken")
+        if self.policies:
+            self.broadcast_object(self.policies, (version, digest.hexdigest()), 0, "the policy to be taken")
+
+    def receive_policy(self, adapters: dict[str, Adapter], inputs: Inputs, parallel: Parallel, version: int) -> None:
+        """Put the next policy into ``adapters``. Tripped unless it is that ``version``, and what was sent."""
+        digest = hashlib.sha256()
+        for name, factor in lora_megatron.factors(adapters).items():
+            whole = torch.empty(lora_megatron.whole_shape(factor, parallel))
+            self.broadcast(self.policies, whole, 0, f"the policy after {version} steps")
+            digest.update(memoryview(whole.flatten().view(torch.uint8).numpy()))
+            with torch.no_grad():
+                factor.copy_(adapter_weights.piece(name, factor, whole, inputs.arch, parallel))
+        found, needed = self.broadcast_object(self.policies, None, 0, "the policy"), (version, digest.hexdigest())
+        if found != needed:
+            raise Tripped(
+                f"rollout.ranks: sampler {self.rank} needs the policy after {version} steps and got {needed[1][:8]} "
+                f"(sha256); the trainers sent {found[1][:8]}, after {found[0]} steps\n"
+                "  look at: Bridge.send_policy and receive_policy, and whether both sides count the same steps"
+            )
+
+
+class Pushed(NamedTuple):
+    """What a push of the policy reports."""
+
+    metrics: dict[str, float]
+    checksums: list[float]  # of what each rank has pushed
+
+
+class Delivery(NamedTuple):
+    """A rollout on its way to the trainers."""
+
+    step: int
+    version: int
+    pushed: Pushed
+    sampled: Sampled  # ``completions`` has the groups of all prompts
+    seconds: dict[str, float]  # of the phases of the samplers
+
+
+# ------------------------------------------------------------------------------------------------ seen by the trainers
+
+
+@dataclass
+class Colocated:
+    """The sampler on the ranks that train."""
+
+    cfg: Config
+    parallel: Parallel
+    inputs: Inputs
+    heartbeat: Heartbeat
+    tripwires: Tripwires
+    learner: Learner
+    engine: Engine
+    weights: WeightSync  # gives the policy to the engine
+    pushed: Pushed = Pushed({}, [])
+    seconds: dict[str, float] = field(default_factory=dict)  # beside those of the trainers: none
+
+    def push(self, step: int) -> None:
+        """Give the engine the policy of rollout.staleness steps before ``step``, with the noise of ``step``."""
+        with self.learner.sampling_policy():
+            self.pushed = push(self.weights, step, self.inputs, self.parallel)
+        self.tripwires.after_push(step, self.pushed.checksums, self.pushed.metrics)
+
+    def sample(self, step: int) -> tuple[Sampled, dict[str, float]]:
+        """The rollout of ``step``, and the metrics of the push before it."""
+        sampled = rollout.sample_step(
+            self.engine, self.inputs.questions, self.inputs.score, self.cfg, self.parallel, step
+        )
+        return sampled, self.pushed.metrics
+
+    def push_clean(self, version: int) -> None:
+        """Give the engine the policy as the trainer has it."""
+        self.weights.push_clean()
+
+    def evaluate(self) -> Evaluation:
+        """Evaluate the policy that the engine has. Collective."""
+        return evaluation(self.cfg, self.engine, self.inputs, self.parallel, self.heartbeat)
+
+    def where_apart(self, bound: float) -> str:
+        """The layer in which sampler and trainer differ by more than ``bound``, after another push. Collective."""
+        self.weights.push_clean()
+        return self.weights.first_differing_layer(self.inputs.held_out[0].prompt, bound)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+@dataclass
+class Apart:
+    """The sampler on ranks of its own, as the trainers see it."""
+
+    cfg: Config
+    parallel: Parallel
+    inputs: Inputs
+    tripwires: Tripwires
+    learner: Learner
+    bridge: Bridge
+    seconds: dict[str, float] = field(default_factory=dict)  # of the samplers' phases for the last rollout
+
+    def start(self, first_step: int, texts: dict[str, str]) -> None:
+        """Agree on the input and on the step, and send the policy that samples first."""
+        if self.bridge.policies:
+            self.bridge.agree(texts, first_step)
+        with self.learner.sampling_policy():
+            self.bridge.send_policy(self.learner, max(0, first_step - 1))
+
+    def push(self, step: int) -> None:
+        """Send the policy before ``step``, with which the next rollout is sampled while ``step`` is learned."""
+        if step + 1 < self.cfg.train.steps:
+            self.bridge.send_policy(self.learner, step)
+
+    def sample(self, step: int) -> tuple[Sampled, dict[str, float]]:
+        """The rollout of ``step``, and the metrics of the push before it.
+
+        Tripped for a rollout of another step or policy, or to other questions than those of the step.
+        """
+        found: Delivery = self._receive(f"the rollout of step {step + 1}")
+        sampled, asked = found.sampled, self.inputs.questions.pick(step, self.cfg.rollout.prompts_per_step)
+        same = [one.prompt for one in sampled.all_asked[: len(asked)]] == [one.prompt for one in asked]
+        if (found.step, found.version) != (step, max(0, step - 1)) or not same:
+            raise Tripped(
+                f"rollout.ranks: step {step + 1} got the rollout of step {found.step + 1}, which the policy after "
+                f"{found.version} steps sampled, {'with' if same else 'without'} the questions of this step; needed: "
+                f"after {max(0, step - 1)} steps\n  look at: the order of exchanges in sampling_ranks.Samplers.serve"
+            )
+        self.tripwires.after_push(step, *found.pushed[::-1])
+        self.seconds = found.seconds
+        own = rollout.own_places(len(sampled.completions), 1, self.parallel)
+        return sampled._replace(completions=[sampled.completions[place] for place in own]), found.pushed.metrics
+
+    def push_clean(self, version: int) -> None:
+        """Send the policy after ``version`` steps for an evaluation."""
+        self.bridge.send_policy(self.learner, version)
+
+    def evaluate(self) -> Evaluation:
+        """The evaluation of the policy that was sent last."""
+        return self._receive("an evaluation")
+
+    def _receive(self, what: str) -> Any:
+        box = [self.bridge.broadcast_object(self.bridge.rollouts, None, 1, what) if self.parallel.rank == 0 else None]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def where_apart(self, bound: float) -> str:
+        return "a run with rollout.ranks=0 names the layer"
+
+    def close(self) -> None: ...
+
+
+# ------------------------------------------------------------------------------------------------ the sampling side
+
+
+def push(weights: WeightSync, step: int, inputs: Inputs, parallel: Parallel) -> Pushed:
+    metrics = weights.push(step, inputs.held_out[0].prompt)
+    return Pushed(metrics, parallel.gather_objects(metrics["sync/checksum"]))
+
+
+def evaluation(cfg: Config, engine: Engine, inputs: Inputs, parallel: Parallel, heartbeat: Heartbeat) -> Evaluation:
+    sets = {"": inputs.held_out, **inputs.sets}
+    return evaluate.evaluate(engine, sets, inputs.score, cfg.eval, cfg.rollout, parallel, heartbeat.beat)
+
+
+@dataclass
+class Samplers:
+    """The sampling side of a run."""
+
+    cfg: Config
+    parallel: Parallel
+    inputs: Inputs
+    heartbeat: Heartbeat
+    bridge: Bridge
+    adapters: dict[str, Adapter]
+    engine: Engine
+    weights: WeightSync
+    first_step: int
+
+    def serve(self) -> None:
+        """Sample every rollout and make every evaluation, in the order in which the trainers ask for them."""
+        cfg, steps = self.cfg, self.cfg.train.steps
+        if self.first_step == 0:
+            self._evaluate()
+        for step in range(self.first_step, steps):
+            version = max(0, step - 1)
+            timer = StepTimer(self.heartbeat, step, self.parallel.device)
+            with timer.phase("sync"):
+                pushed = push(self.weights, step, self.inputs, self.parallel)
+            with timer.phase("generate"):
+                sampled = rollout.sample_step(
+                    self.engine, self.inputs.questions, self.inputs.score, cfg, self.parallel, step
+                )
+                groups = self._all_groups(sampled)
+            if step > self.first_step and is_due(step, cfg.eval.every, steps):
+                self._take(step)
+                self.weights.push_clean()
+                self._evaluate()
+            if step + 1 < steps:
+                self._take(step)
+            seconds = {f"timing/sampler_{phase}_s": round(value, 4) for phase, value in timer.seconds.items()}
+            self._send(Delivery(step, version, pushed, sampled._replace(completions=groups), seconds))
+        self._take(steps)
+        self.weights.push_clean()
+        self._evaluate()
+        self.engine.close()
+
+    def _take(self, version: int) -> None:
+        self.bridge.receive_policy(self.adapters, self.inputs, self.parallel, version)
+
+    def _evaluate(self) -> None:
+        self._send(evaluation(self.cfg, self.engine, self.inputs, self.parallel, self.heartbeat))
+
+    def _send(self, value: object) -> None:
+        if self.parallel.rank == 0:
+            self.bridge.broadcast_object(self.bridge.rollouts, value, 1, "a rollout or evaluation to be taken")
+
+    def _all_groups(self, sampled: Sampled) -> list:
+        """The groups of all prompts, on rank 0."""
+        by_rank: list = [None] * self.parallel.world_size
+        is_first = self.parallel.rank == 0
+        dist.gather_object(sampled.completions, by_rank if is_first else None)
+        if not is_first:
+            return []
+        replicas, count = by_rank[:: self.cfg.rollout.replica_ranks], len(sampled.asked)
+        return [replicas[place % len(replicas)][place // len(replicas)] for place in range(count)]
