@@ -109,7 +109,7 @@ def start_device(cfg: Config) -> torch.device:
 
 @contextlib.contextmanager
 def open_world(cfg: Config, side: Side | None = None) -> Iterator[torch.device]:
-    """The device of this process, selected, in a world of all ranks, or of those of ``side``, that is closed at the end.
+    """The device of this process, selected, in a world of all ranks, or of ``side``, that is closed at the end.
 
     This is the only place that selects a device; device.py explains the order. open_layout comes next. After an
     exception the groups stay as they are, because destroying them would wait for ranks that have ended. The caller
