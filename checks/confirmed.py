@@ -64,6 +64,8 @@ def compare(cfg: Config, arch: Architecture, layout: RankGrid, device: str, coun
                 for kind, part in EXACT.items():
                     found = seen["kinds"].get(kind, 0)
                     rows.append(Compared(kind, "GiB", plan.parts[part], found, plan.parts[part] == found))
+    if layout.role == "samplers":  # their sampling is not in a dry run
+        return rows
     return rows + _operations(cfg, arch, layout, counted) + _traffic(cfg, arch, layout, counted)
 
 
