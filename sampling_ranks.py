@@ -333,7 +333,7 @@ class Samplers:
                 self._evaluate()
             if step + 1 < steps:
                 self._take(step)
-            seconds = {f"timing/sampler_{phase}_s": round(value, 4) for phase, value in timer.seconds.items()}
+            seconds = {f"samplers/{phase}_s": round(value, 4) for phase, value in timer.seconds.items()}
             self._send(Delivery(step, version, pushed, sampled._replace(completions=groups), seconds))
         self._take(steps)
         self.weights.push_clean()

@@ -55,14 +55,16 @@ def speed(
     peak: float | None,
     new_tokens: int,
 ) -> dict[str, float]:
-    """The metrics perf/... of a step with these rows and this ``timing``; perf/mfu only with the device's ``peak``.
+    """The metrics perf/... of a step of ``ranks`` with these rows and this ``timing``; perf/mfu only with the device's ``peak``.
 
     ``new_tokens``: sampled in all rounds of dynamic sampling, of which the operations count like those of ``sampled``.
     """
     updated, rounds = sum(p + c for _, p, c in trained), new_tokens / max(1, sum(c for _, _, c in sampled))
+    apart = cfg.rollout.ranks
+    generating = timing["samplers/generate_s" if apart else "timing/generate_s"]
     found = {
-        "perf/generate_tokens_per_s_device": new_tokens / max(timing["timing/generate_s"], 1e-4) / ranks,
-        "perf/train_tokens_per_s_device": updated / max(timing["timing/update_s"], 1e-4) / ranks,
+        "perf/generate_tokens_per_s_device": new_tokens / max(generating, 1e-4) / (apart or ranks),
+        "perf/train_tokens_per_s_device": updated / max(timing["timing/update_s"], 1e-4) / (ranks - apart),
     }
     if peak is not None:
         operations = step_flops(cfg, arch, sampled, trained, rounds)
