@@ -17,6 +17,7 @@ from pathlib import Path
 from architecture import Architecture
 from engines.capacity import cache_mib_per_row
 from inputs.config_rules import LAYOUT_RULES, divisors, problems
+from inputs.files import InputError
 from inputs.layout_rules import Side, engine_layout_problems, layout_problems, sides
 from knobs import Config
 from plan import grid, published, roofline
@@ -74,9 +75,13 @@ def judge(cfg: Config, ranks: int, setting: Setting) -> Verdict:
 
     With rollout.ranks both sides are judged. A step then takes as long as the slower one, and the exchange.
     """
-    if not 0 < cfg.rollout.ranks < ranks:
-        return _judge_side(Side("", cfg, 0, ranks), ranks, setting)
-    trainers, samplers = (_judge_side(side, ranks, setting) for side in sides(cfg, ranks))
+    try:
+        judged = [_judge_side(side, ranks, setting) for side in sides(cfg, ranks)]
+    except InputError as error:
+        return Verdict(cfg, grid.of(cfg, ranks, setting.ranks_per_node), [str(error)])
+    if len(judged) == 1:
+        return judged[0]
+    trainers, samplers = judged
     times = None
     if trainers.times and samplers.times:
         times = roofline.beside(trainers.times, samplers.times, setting.arch, cfg.lora)
