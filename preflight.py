@@ -58,7 +58,7 @@ def as_json(verdict: Verdict, others: list[Verdict], setting: Setting, started: 
                 "ranks": other.ranks,
                 "script": started.get(other.ranks),
                 "overrides": overrides(other, verdict.cfg),
-                "peak_bytes": other.memory.peak,
+                "peak_bytes": other.peak,
                 "step_seconds": round(other.times.total, 3),
             }
             for other in others
@@ -112,7 +112,7 @@ def as_text(
             lines += _layout_lines(side, setting) + _memory_lines(side, setting)
         lines += _time_lines(verdict, setting)
     listed = [
-        f"  {other.memory.peak / memory.GIB:6.1f} GiB {other.times.total:8.1f} s"
+        f"  {other.peak / memory.GIB:6.1f} GiB {other.times.total:8.1f} s"
         f"  --ranks {other.ranks} {' '.join(overrides(other, verdict.cfg))}"
         f"{f'  ({started[other.ranks]})' if other.ranks in started else ''}"
         for other in others

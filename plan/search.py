@@ -57,6 +57,11 @@ class Verdict:
     samplers: "Verdict | None" = None  # of rollout.ranks; the rest is then that of the trainers
 
     @property
+    def peak(self) -> int:
+        """Bytes of the fullest rank of both sides."""
+        return max(side.memory.peak for side in (self, self.samplers) if side)
+
+    @property
     def ranks(self) -> int:
         return self.layout.ranks + (self.samplers.layout.ranks if self.samplers else 0)
 
@@ -165,8 +170,8 @@ def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
 def fastest(asked: Verdict, setting: Setting) -> list[Verdict]:
     """The layouts of as many ranks that take the shortest step, each with its best recompute, micro-batch and graphs.
 
-    The last one is the best with rollout.ranks, if no other one has such ranks. The number of updates stays: with fewer
-    of them a step is shorter and learns less.
+    The last one is the best that samples on ranks of its own, or that does not, if all others do or do not. The number
+    of updates stays: with fewer of them a step is shorter and learns less.
     """
     best: dict[str, Verdict] = {}
     cfg, tokens = asked.cfg, asked.cfg.optim.tokens_per_micro_batch
@@ -194,8 +199,9 @@ def fastest(asked: Verdict, setting: Setting) -> list[Verdict]:
             if not verdict.reasons and (split not in best or verdict.times.total < best[split].times.total):
                 best[split] = verdict
     found = sorted(best.values(), key=lambda verdict: verdict.times.total)
-    first_apart = next((place for place, verdict in enumerate(found) if verdict.samplers), 0)
-    return [*found[: FASTEST - 1], found[max(FASTEST - 1, first_apart)]] if len(found) > FASTEST else found
+    listed = found[:FASTEST]
+    others = [verdict for verdict in found if bool(verdict.samplers) != bool(found[0].samplers)]
+    return [*listed[:-1], others[0]] if others and others[0].times.total > listed[-1].times.total else listed
 
 
 def _corrected(cfg: Config, arch: Architecture) -> Config:
