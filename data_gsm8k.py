@@ -2,19 +2,15 @@
 
 Which questions a step asks depends on (seed, step) alone.  The generated questions are split by the unordered pair of
 their first operands: no operation of training has such a pair, not even as an error.
-
-    python data_gsm8k.py convert IN OUT     question/answer columns -> chat form; any other form -> question/answer
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import operator
 import random
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from config import command, derive_seed
+from config import derive_seed
 from inputs import question_files
 from inputs.files import InputError, check_folder, one_line, read_object, refuse_endless, shown
 from inputs.paths import Paths, listed
@@ -377,20 +373,3 @@ def problem(rng: random.Random, low: int, high: int, heldout: bool, operations: 
 def solution(lines: Sequence[Line]) -> str:
     """The worked answer of these lines, as in `37 - 25 = 12\\n12 + 4 = 16\\n#### 16`."""
     return "\n".join([*(f"{x} {sign} {y} = {result}" for x, sign, y, result in lines), f"#### {lines[-1][3]}"])
-
-
-# --------------------------------------------------------------------------------------------------------- command line
-@command
-def main(arguments: list[str]) -> int:
-    """Run the command line; returns the exit code: 0 done or usage shown, 2 bad input."""
-    parser = argparse.ArgumentParser(prog="data_gsm8k.py", description="Convert GSM8K files between their forms.")
-    parser.add_argument("command", choices=["convert"], help="question/answer -> chat form; others -> question/answer")
-    parser.add_argument("in_path", metavar="IN", help="a .jsonl or .parquet file")
-    parser.add_argument("out_path", metavar="OUT", help="a new .jsonl or .parquet file")
-    options = parser.parse_args(arguments or ["--help"])
-    print(question_files.convert(options.in_path, options.out_path))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

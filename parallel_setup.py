@@ -112,7 +112,7 @@ def open_world(cfg: Config, side: Side | None = None) -> Iterator[torch.device]:
     """The device of this process, selected, in a world of all ranks, or of ``side``, that is closed at the end.
 
     This is the only place that selects a device; device.py explains the order. open_layout comes next. After an
-    exception the groups stay, because destroying them would wait for ranks that have ended; the caller ends the process.
+    exception the groups stay, because destroying them waits for ranks that have ended; the caller ends the process.
     """
     torch.set_num_threads(variable("OMP_NUM_THREADS", 1, 1, 1024))
     device = start_device(cfg)

@@ -7,7 +7,6 @@ row is skipped or repaired silently.  Rows count from 1; the number of a jsonl r
 import io
 import json
 import math
-import os
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,7 +14,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from inputs.files import LINES_MIB, UNUSABLE, InputError, disk_errors, one_line, read_bytes, shown, write_atomically
+from inputs.files import LINES_MIB, UNUSABLE, InputError, one_line, read_bytes, shown
 from inputs.paths import Paths, listed
 from reward_gsm8k import gold_answer
 
@@ -51,7 +50,6 @@ class Form(NamedTuple):
 
     name: str
     columns: tuple[str, ...]  # a file has this form if its first row has these columns
-    used: tuple[str, ...]  # columns that conversion replaces; the others are copied
     parse: Callable[[dict[str, Any]], tuple[list[Turn], str]]  # row -> (turns, worked answer)
 
 
@@ -184,13 +182,11 @@ FORMS = (
     Form(
         "question/answer columns",
         ("question", "answer"),
-        ("question", "answer"),
         lambda row: (_user(row, "question"), _text(row, "answer")),
     ),
-    Form("chat form, messages", ("messages",), ("messages", "answer"), _parse_messages),
+    Form("chat form, messages", ("messages",), _parse_messages),
     Form(
         "chat form, prompt with reward_model; the instruction comes from data.instruction",
-        ("prompt",),
         ("prompt",),
         _parse_prompt,
     ),
@@ -323,59 +319,3 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_number(name: str) -> None:
     raise ValueError(f"found {name}, which is no JSON; needed: a number or null")
-
-
-# ----------------------------------------------------------------------------------------------------------- conversion
-def convert(in_path: str | Path, out_path: str | Path) -> str:
-    """Write question/answer columns as chat form (messages, answer), or any other form as question/answer columns.
-
-    The ending of ``out_path`` chooses .jsonl or .parquet.  Other columns are copied; an existing file is refused.
-    Returns the one line to print.
-    """
-    out = Path(out_path)
-    _check_ending(out, ".jsonl", ".parquet")
-    parsed, name = read(Path(in_path))
-    form = next(form for form in FORMS if form.name == name)
-    to_chat = form == FORMS[0]
-    rows = []
-    for question, answer, _, turns, columns in parsed:
-        if len(turns) > 1:
-            raise InputError(f"{in_path}: found {len(turns)} turns before an answer; needed: one user turn in each row")
-        others = {name: value for name, value in columns.items() if name.lower() not in form.used}
-        new: dict[str, Any] = {"question": question, "answer": answer}
-        if to_chat:
-            new = {
-                "messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}],
-                "answer": answer,
-            }
-        if taken := [name for name in others if name.lower() in new]:
-            raise InputError(f"{in_path}: found the other column {taken[0]}; needed: a file without it")
-        rows.append(new | others)
-    data = _parquet_bytes(rows, out) if out.suffix == ".parquet" else _jsonl_bytes(rows, out)
-    if os.path.lexists(out):
-        raise InputError(f"{out}: cannot be written (File exists); needed: the name of a new file")
-    with disk_errors(out):
-        write_atomically(out, data)
-    return f"{len(rows)} rows: {in_path} ({form.name}) -> {out} ({FORMS[to_chat].name})"
-
-
-def _jsonl_bytes(rows: list[dict[str, Any]], out: Path) -> bytes:
-    try:
-        return "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows).encode("utf-8")
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{out}: a column cannot be written as JSON: {one_line(error)}") from error
-
-
-def _parquet_bytes(rows: list[dict[str, Any]], out: Path) -> bytes:
-    import pyarrow
-    from pyarrow import parquet
-
-    buffer = io.BytesIO()
-    try:
-        table = pyarrow.Table.from_pylist(rows)
-        parquet.write_table(table, buffer, write_page_checksum=True)
-    except (pyarrow.ArrowException, OverflowError) as error:
-        raise InputError(f"{out}: the rows do not form a table: {one_line(error)}") from error
-    if table.to_pylist() != rows:  # pyarrow takes the columns of row 1 and fills in or drops those of the others
-        raise InputError(f"{out}: the rows differ in their columns; needed: equal columns in all rows, or .jsonl")
-    return buffer.getvalue()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -114,22 +113,6 @@ def test_every_form_gives_the_same_questions(form: str, ending: str, tmp_path: P
     assert read_pairs(path) == [(row["question"], row["answer"]) for row in ROWS]
 
 
-@pytest.mark.parametrize("endings", ["jsonl parquet", "parquet jsonl"])
-def test_conversion_to_chat_and_back_loses_nothing(endings: str, tmp_path: Path) -> None:
-    there, back = endings.split()
-    rows = [{**row, "id": index, "tags": {"level": [index]}} for index, row in enumerate(ROWS)]
-    start = write_jsonl(tmp_path / "start.jsonl", rows)
-    line = question_files.convert(start, tmp_path / f"chat.{there}")
-    assert line.startswith("3 rows: ") and line.endswith("(chat form, messages)")
-    parsed, form = question_files.read(tmp_path / f"chat.{there}")
-    assert form == "chat form, messages" and parsed[1][:2] == tuple(ROWS[1].values())
-    assert parsed[1].columns == {**chat(ROWS[1], answer=ROWS[1]["answer"]), "id": 1, "tags": {"level": [1]}}
-    question_files.convert(tmp_path / f"chat.{there}", tmp_path / f"back.{back}")
-    question_files.convert(tmp_path / f"back.{back}", tmp_path / "chat2.jsonl")
-    question_files.convert(tmp_path / "chat2.jsonl", tmp_path / "end.jsonl")
-    assert [json.loads(line) for line in (tmp_path / "end.jsonl").read_text("utf-8").split("\n") if line] == rows
-
-
 def test_a_short_parquet_file_of_very_many_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run-length coding makes one page of millions of equal rows."""
     path = tmp_path / "many.parquet"
@@ -139,29 +122,6 @@ def test_a_short_parquet_file_of_very_many_rows_is_refused(tmp_path: Path, monke
     monkeypatch.setattr(question_files, "LINES_MIB", 2)
     with pytest.raises(InputError, match="many.parquet: .*more than 2 MiB of rows"):
         question_files.read(path)
-
-
-LINE = json.dumps(ROWS[0]) + "\n"
-
-
-@pytest.mark.parametrize(
-    ("lines", "target", "message"),
-    [
-        (LINE + LINE[:-2] + ', "extra": 1}\n', "out.parquet", "rows differ in their columns"),
-        (f'{LINE[:-2]}, "extra": "a"}}\n{LINE[:-2]}, "extra": [1]}}\n', "out.parquet", "do not form a table"),
-        (LINE[:-2] + ', "Messages": "kept aside"}\n', "out.jsonl", "start.jsonl: found the other column Messages"),
-        # Python's json reads 1e999 as infinity and writes it as `Infinity`, which is no JSON.
-        (LINE[:-2] + ', "extra": [1, {"a": -1e999}]}\n', "out.jsonl", "jsonl"),
-        (LINE[:-2] + ', "extra": NaN}\n', "out.jsonl", "jsonl"),
-    ],
-)
-def test_a_conversion_that_would_lose_something_is_refused(
-    lines: str, target: str, message: str, tmp_path: Path
-) -> None:
-    (tmp_path / "start.jsonl").write_text(lines)
-    with pytest.raises(InputError, match=message):
-        question_files.convert(tmp_path / "start.jsonl", tmp_path / target)
-    assert not (tmp_path / target).exists()
 
 
 # ----------------------------------------------------------------------------------------------------- equal questions
@@ -234,10 +194,10 @@ def test_a_malformed_row_is_refused_by_file_and_row(case: str, tmp_path: Path) -
     assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
 
 
-def test_a_flipped_byte_in_our_own_parquet_file_is_noticed(tmp_path: Path) -> None:
-    start = write_jsonl(tmp_path / "start.jsonl", ROWS)
-    question_files.convert(start, tmp_path / "chat.parquet")
-    content = bytearray((tmp_path / "chat.parquet").read_bytes())
+def test_a_flipped_byte_in_a_parquet_file_with_checksums_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), path, write_page_checksum=True)
+    content = bytearray(path.read_bytes())
     content[content.index(b"1,197")] ^= 1  # in a page, where only the checksum can tell
     (tmp_path / "flipped.parquet").write_bytes(content)
     with pytest.raises(InputError, match="flipped.parquet: not a readable parquet file"):
@@ -302,8 +262,6 @@ def test_a_list_of_turns_is_the_prompt_and_names_with_dots_lead_into_objects(tok
     write_jsonl(Path(path), [{"messages": messages, "answer": "so\n#### 4"}])
     (marked,) = data_gsm8k.load(data(source="gsm8k", train_path=path), "train", tokenizer, seed=0)
     assert marked.gold == "4" and marked.prompt[:20] == one.prompt[:20] and marked.row["answer"] == "so\n#### 4"
-    with pytest.raises(InputError, match="found 4 turns before an answer; needed: one user turn in each row"):
-        question_files.convert(path, tmp_path / "out.jsonl")
 
 
 def test_a_number_of_training_questions_is_taken_evenly_from_all_files_and_leaves_the_held_out_ones(
@@ -367,18 +325,6 @@ def test_json_that_is_no_list_of_rows_is_refused(content: str, tmp_path: Path) -
     (tmp_path / "rows.json").write_text(content)
     with pytest.raises(InputError, match="rows.json: (found . lists of rows; needed: a list of obj|not valid JSON)"):
         question_files.read(tmp_path / "rows.json", {"question": "problem", "answer": "answer"})
-
-
-# --------------------------------------------------------------------------------------------------------- command line
-def test_command_converts_and_never_overwrites(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    start, out = write_jsonl(tmp_path / "start.jsonl", ROWS), tmp_path / "chat.parquet"
-    assert data_gsm8k.main(["convert", str(start), str(out)]) == 0
-    assert capsys.readouterr().out.startswith("3 rows: ")
-    before = out.read_bytes()
-    for target, message in (("chat.parquet", "File exists"), ("absent/out.jsonl", "out.jsonl: not written")):
-        assert data_gsm8k.main(["convert", str(start), str(tmp_path / target)]) == 2
-        assert re.fullmatch(rf"error: .*{message}.*\n", capsys.readouterr().err)
-    assert out.read_bytes() == before
 
 
 # ----------------------------------------------------------------------------------------------------------------- pick
