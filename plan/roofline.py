@@ -30,6 +30,7 @@ DECODING = ("with graphs", "without graphs")
 MERGE_BYTES = 28  # read and written for an element of W + s B A: of bf16, in fp32, one operation after the other
 
 
+@functools.cache
 def active_parameters(arch: Architecture) -> int:
     """Parameters that one token is multiplied with. The look-up of its embedding is not counted."""
 
@@ -199,7 +200,7 @@ def step_times(
     decode = step(sequences=together, context=prompt + completion / 2)
     rounds = [EQUAL_GROUPS**round_ for round_ in range(1 + rollout.dynamic_rounds)]  # shares of the groups
     parts: list[tuple[float, dict[str, float]]] = []  # number of decode steps, seconds of one of them by cause
-    for of_groups in rounds:
+    for of_groups in rounds if layout.role != "trainers" else []:
         rows = math.ceil(memory.wanted_rows * of_groups)
         of_waves = -(-rows // max(1, memory.cached_rows))
         running = -(-rows // of_waves) * layout.replicas

@@ -254,8 +254,8 @@ def _candidates(cfg: Config, counts: Iterable[int], engines: bool, arch: Archite
     def samples(ranks: int, tensor: int) -> bool:
         return not engine_layout_problems(_with(cfg, rollout={"tensor": tensor}), arch, ranks)
 
-    for ranks in counts:
-        apart = cfg.rollout.ranks
+    apart = cfg.rollout.ranks
+    for ranks in (count for count in counts if count > apart):
         training, sampling = ranks - apart, apart or ranks
         sizes, cuts = divisors(training), sorted({1, cfg.parallel.expert_tensor})
         searched = divisors(sampling) if engines and cfg.rollout.kind.splits else [cfg.rollout.tensor]

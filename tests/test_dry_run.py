@@ -45,8 +45,14 @@ LAYOUTS = cases(
         ("qwen15_moe", 8, 2, 2, 2, []),
         ("qwen3", 16, 4, 16, 1, ["rollout.max_new_tokens=16384", "optim.tokens_per_micro_batch=20480"]),
         ("qwen15_moe", 6, 1, 3, 1, ["lora.targets=[linear_qkv,linear_proj,linear_fc1,linear_fc2,router]"]),
+        ("qwen3", 16, 4, 16, 1, ["rollout.staleness=2"]),
     ],
 )
+APART = ["rollout.ranks=16", "rollout.staleness=1"]  # of 32 ranks
+SIDES = {  # side: one of its ranks, its phases
+    "trainers": (0, {"load", "reference", "old policy", "forward", "backward", "update", "save"}),
+    "samplers": (16, {"load", "push"}),
+}
 ON_CUDA = cases(  # run_8gpu.sh and run_1gpu.sh
     [("qwen3", 8, 4, 8, 1, []), ("olmoe", 1, 1, 1, 1, [])],
     [
@@ -101,6 +107,7 @@ def found() -> dict[str, dict]:
     asked = {str(layout): case(*layout) for layout in LAYOUTS}
     recompute = [*EP16[:5], ["model.recompute=true"]]  # where a layer's own activations are the largest part
     asked |= {name: case(*recompute, fault=name) for name in (*FAULTS, "inner_size")}
+    asked |= {side: case("qwen3", 32, 4, 16, 1, APART, rank=rank) for side, (rank, _) in SIDES.items()}
     asked |= {"one rank's experts": case("qwen15_moe", 6, 2, 1, 1, ["replay.mode=r3"])}
     asked |= {"last rank": case(*EP16, rank=15)} | {form: quantised(form) for form in cases(["int4"], FORMATS)}
     return dict(zip(asked, dry_runs(list(asked.values())), strict=True))
@@ -129,6 +136,16 @@ def test_the_plan_agrees_with_the_dry_run(layout, found):
     """Parameters, gradients and moments to the byte; all phases, operations and traffic within 10 %."""
     assert "error" not in found[layout] and not apart(found[layout]), found[layout]
     assert PHASES | {"reference"} <= found[layout]["found"]["phases"].keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", SIDES)
+def test_the_plan_of_either_side_of_rollout_ranks_agrees_with_the_dry_run(side, found):
+    _, phases = SIDES[side]
+    here = found[side]
+    assert "error" not in here and not apart(here), here
+    assert {name.partition(" at ")[0] for name in here["found"]["phases"]} == phases
+    assert here["found"]["side"] == side and bool(here["found"]["pushed_tensors"]) == (side == "samplers")
 
 
 def test_the_dry_run_loads_every_format_as_the_plan_counts_it(found):

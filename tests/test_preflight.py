@@ -134,6 +134,44 @@ def test_the_fastest_layouts_are_those_of_a_search_and_can_be_typed(capsys):
     assert capsys.readouterr().out.endswith("no layout of these ranks fits\n")
 
 
+APART = ["--ranks", "32", "rollout.ranks=16", "rollout.staleness=1"]
+
+
+def test_ranks_that_only_sample_are_planned_beside_those_that_only_train(capsys):
+    """Qwen3-30B-A3B on 16 + 16 dies: a side has what it needs, and the slower side and the exchange are the step."""
+    both, found = report(capsys, QWEN3, "--ranks", "16", "rollout.staleness=1"), report(capsys, QWEN3, *APART)
+    assert found["verdict"] == "fits" and (found["ranks"], found["samplers"]["ranks"]) == (32, 16)
+    together, trains, samples = (each["per_rank"]["parts"] for each in (both, found, found["samplers"]))
+    assert all(trains[name] == together[name] for name in ("base", "lora", "optimizer", "older factors", "activations"))
+    assert trains["older factors"] == trains["lora"] and trains["engine weights"] == trains["key-value cache"] == 0
+    same = ("base", "lora", "engine weights", "key-value cache")
+    assert all(samples[name] == together[name] for name in same) and samples["optimizer"] == 0
+    assert found["samplers"]["per_rank"]["phases"].keys() == {"load", "start", "sync", "rollout"}
+    seconds = found["step_seconds"]
+    phases = dict(seconds["phases"])
+    # Factors of rank 32 in fp32: 48 layers of 128 experts x 3 x (2048 + 768), and of the attention's two matrices
+    # (2048 + 5120) + (4096 + 2048).
+    size = 4 * 32 * 48 * (128 * (2048 + 1536 + 768 + 2048) + 2048 + 5120 + 4096 + 2048)
+    assert phases.pop("exchange") == pytest.approx(size / 0.9e9)
+    sampling = sum(phases.pop(name) for name in ("sync", "prefill", "decode"))
+    slower = max(sampling, sum(phases.values()))
+    assert seconds["total"] == pytest.approx(slower + size / 0.9e9)
+    assert found["step_s"]["low"] < seconds["total"] < found["step_s"]["high"]
+
+
+def test_both_ways_of_sampling_are_among_the_fastest_and_a_side_that_does_not_fit_is_named(capsys):
+    ways = {f"rollout.ranks={samplers}" for samplers in (8, 16, 24)}
+    for lengths in ([], ["--completion-tokens", "300", "--prompt-tokens", "150"]):
+        listed = report(capsys, QWEN3, "--ranks", "32", "--fastest", *lengths)["alternatives"]
+        apart = [bool(ways & {*other["overrides"]}) for other in listed]
+        assert {True, False} == set(apart), (lengths, listed)
+    refused = report(capsys, QWEN3, *APART, "rollout.ranks=12")
+    assert refused["reasons"][0].startswith("trainers: ") and refused["alternatives"]
+    assert "samplers: rollout.expert_parallel: 128 experts cannot be divided" in "".join(refused["reasons"])
+    alone = report(capsys, QWEN3, "--ranks", "16", "rollout.ranks=16", "rollout.staleness=1")
+    assert alone["reasons"] == ["rollout.ranks: 16 of 16 ranks sample, so none trains; needed: fewer"]
+
+
 def test_the_text_says_layout_and_verdict(capsys):
     assert preflight.main([QWEN3]) == 0
     text = capsys.readouterr().out

@@ -64,7 +64,7 @@ def case(kind: str, config: str, overrides: list[str], ranks: int, rank: int, la
     except RuntimeError as error:
         return {"error": str(error)}
     found = dry_run_report.figures(done, rank, dry_run.IMBALANCES)
-    rows = confirmed.compare(cfg, arch, done.layout, kind, found)
+    rows = confirmed.compare(done.cfg, arch, done.layout, kind, found)
     return {"found": found, "compared": [row._asdict() for row in rows]}
 
 
