@@ -1,4 +1,4 @@
-"""The command train_grpo.py on forked ranks, of which the last ones sample (rollout.ranks), with faults at exact places.
+"""The command train_grpo.py on forked ranks, of which the last ones sample, with faults at exact places.
 
 Nothing ends the other ranks when one has ended, as torchrun would: each must notice by itself.
 """
