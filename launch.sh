@@ -7,6 +7,7 @@
 #   EXTRA                              further section.key=value pairs of the script
 #   GIB                                memory of a device for the plan, if it is not that of the plan's own
 #   RENDEZVOUS                         several machines: host:port of the first one
+#   SAMPLERS                           the last so many ranks only sample; LAYOUT is that of the others
 #   PYTHON                             the interpreter
 # From the environment: DOCTOR=off starts without the doctor; with RESTARTS=1 torchrun restarts lost processes once (docs/unattended.md).
 
@@ -54,12 +55,13 @@ launch() {
     [[ $LAYOUT =~ ^tp([0-9]+)_ep([0-9]+)$ ]] ||
         { echo "error: LAYOUT: $LAYOUT: expected tp<ranks>_ep<ranks>, e.g. tp4_ep16" >&2; exit 2; }
 
-    local tensor=${BASH_REMATCH[1]} expert=${BASH_REMATCH[2]} ranks=$((NODES * RANKS_PER_NODE))
+    local tensor=${BASH_REMATCH[1]} expert=${BASH_REMATCH[2]} ranks=$((NODES * RANKS_PER_NODE)) samplers=${SAMPLERS:-0}
     local overrides=("parallel.tensor=$tensor" "parallel.expert=$expert")
-    if [ "$CONFIG" = configs/qwen3.yaml ] && { [ "$tensor" != 4 ] || [ "$expert" != "$ranks" ]; }; then
+    if [ "$CONFIG" = configs/qwen3.yaml ] && { [ "$tensor" != 4 ] || [ "$expert" != $((ranks - samplers)) ]; }; then
         # vLLM's shards would differ from the trainer's, so whole tensors are pushed. More experts a rank leave less room.
         overrides+=("rollout.expert_parallel=false" "model.recompute=true")
     fi
+    [ "$samplers" = 0 ] || overrides+=("rollout.ranks=$samplers" "rollout.staleness=1" "loss.importance=token")
     [ -z "$MODEL" ] || overrides+=("model.path=$MODEL")
     [ -z "$TRAIN" ] || overrides+=("data.train_path=$TRAIN" "data.test_path=$TEST")
     [ -z "$OUT" ] || overrides+=("train.out_dir=$OUT")

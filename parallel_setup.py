@@ -109,11 +109,10 @@ def start_device(cfg: Config) -> torch.device:
 
 @contextlib.contextmanager
 def open_world(cfg: Config, side: Side | None = None) -> Iterator[torch.device]:
-    """The device of this process, selected, in a world of all ranks, or of those of ``side``, that is closed at the end.
+    """The device of this process, selected, in a world of all ranks, or of ``side``, that is closed at the end.
 
     This is the only place that selects a device; device.py explains the order. open_layout comes next. After an
-    exception the groups stay as they are, because destroying them would wait for ranks that have ended. The caller
-    ends the process, and torchrun ends the others.
+    exception the groups stay, because destroying them would wait for ranks that have ended; the caller ends the process.
     """
     torch.set_num_threads(variable("OMP_NUM_THREADS", 1, 1, 1024))
     device = start_device(cfg)
@@ -121,18 +120,16 @@ def open_world(cfg: Config, side: Side | None = None) -> Iterator[torch.device]:
     if cfg.train.deterministic:
         devices.make_deterministic(device)
     limit = datetime.timedelta(seconds=cfg.parallel.timeout_seconds)
-    where = (
-        {"init_method": "env://"} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    )
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    where = {"init_method": "env://"} if "RANK" in os.environ else alone
     try:
         if side:
             store, rank, _ = next(dist.rendezvous("env://", timeout=limit))
-            store = dist.PrefixStore(side.name, store)
-            where = {"store": store, "rank": rank - side.first, "world_size": side.ranks}
+            where = {"store": dist.PrefixStore(side.name, store), "rank": rank - side.first, "world_size": side.ranks}
         dist.init_process_group("gloo", timeout=limit, **where)
     except (RuntimeError, ValueError) as error:  # for example DistStoreError, or a wrong GLOO_SOCKET_IFNAME
         raise InputError(
-            f"torch.distributed: the ranks did not find each other: {str(error).splitlines()[0]}"  # a C++ stack follows
+            f"torch.distributed: the ranks did not find each other: {str(error).splitlines()[0]}"  # then a C++ stack
         ) from None
     torch.manual_seed(cfg.train.seed)  # the method draws from generators of its own; this is for everything else
     yield device

@@ -42,7 +42,7 @@ def as_json(verdict: Verdict, others: list[Verdict], setting: Setting, started: 
     report: dict = {
         "verdict": "refused" if verdict.reasons else "fits",
         "reasons": verdict.reasons,
-        "ranks": layout.ranks,
+        "ranks": verdict.ranks,
         "device": setting.device,
         "layout": {
             "tensor": layout.tensor,
@@ -55,10 +55,10 @@ def as_json(verdict: Verdict, others: list[Verdict], setting: Setting, started: 
         },
         "alternatives": [
             {
-                "ranks": other.layout.ranks,
-                "script": started.get(other.layout.ranks),
+                "ranks": other.ranks,
+                "script": started.get(other.ranks),
                 "overrides": overrides(other, verdict.cfg),
-                "peak_bytes": other.memory.peak,
+                "peak_bytes": other.peak,
                 "step_seconds": round(other.times.total, 3),
             }
             for other in others
@@ -94,6 +94,7 @@ def as_json(verdict: Verdict, others: list[Verdict], setting: Setting, started: 
             "advice": {name: advice(verdict.cfg, times, name) for name in times.long_phases},
             "decode_step": times.decode,
         },
+        **({"samplers": as_json(verdict.samplers, [], setting, started)} if verdict.samplers else {}),
         "run_seconds": {"steps": run.steps, "evaluations": run.evaluations, "checkpoints": run.checkpoints},
     }
 
@@ -105,13 +106,15 @@ def as_text(
 
     ``by_time``: ``others`` are the fastest layouts of these ranks, in place of the nearest that fit.
     """
-    lines = [f"{verdict.cfg.name}: {verdict.layout.ranks} ranks, device {setting.device}, model from {source}"]
-    if verdict.memory is not None:
-        lines += _layout_lines(verdict, setting) + _memory_lines(verdict, setting) + _time_lines(verdict, setting)
+    lines = [f"{verdict.cfg.name}: {verdict.ranks} ranks, device {setting.device}, model from {source}"]
+    if verdict.times is not None:
+        for side in filter(None, (verdict, verdict.samplers)):
+            lines += _layout_lines(side, setting) + _memory_lines(side, setting)
+        lines += _time_lines(verdict, setting)
     listed = [
-        f"  {other.memory.peak / memory.GIB:6.1f} GiB {other.times.total:8.1f} s"
-        f"  --ranks {other.layout.ranks} {' '.join(overrides(other, verdict.cfg))}"
-        f"{f'  ({started[other.layout.ranks]})' if other.layout.ranks in started else ''}"
+        f"  {other.peak / memory.GIB:6.1f} GiB {other.times.total:8.1f} s"
+        f"  --ranks {other.ranks} {' '.join(overrides(other, verdict.cfg))}"
+        f"{f'  ({started[other.ranks]})' if other.ranks in started else ''}"
         for other in others
     ]
     head = "the fastest that fit:" if by_time else "the nearest that fit, by memory a rank and estimated step:"
@@ -128,13 +131,18 @@ def as_text(
     return "\n".join([*lines, *listed])
 
 
+def of_side(layout: grid.RankGrid) -> str:
+    return f" of the {layout.role}" if layout.role else ""
+
+
 def _layout_lines(verdict: Verdict, setting: Setting) -> list[str]:
     layout, arch, cfg = verdict.layout, setting.arch, verdict.cfg
     prompts, group, update = cfg.rollout.prompts_per_step, cfg.rollout.group_size, cfg.optim.prompts_per_update
     node = setting.ranks_per_node
     return [
         "",
-        f"layout: {layout.ranks} ranks on {-(-layout.ranks // node)} node{'s' * (layout.ranks > node)} of {node}"
+        f"layout{of_side(layout)}: {layout.ranks} ranks"
+        f" on {-(-layout.ranks // node)} node{'s' * (layout.ranks > node)} of {node}"
         f" = tensor {layout.tensor} x data {layout.data}"
         f" = expert_tensor {layout.expert_tensor} x expert {layout.expert} x expert_data {layout.expert_data}",
         *grid.describe(layout, node),
@@ -168,7 +176,7 @@ def _memory_lines(verdict: Verdict, setting: Setting) -> list[str]:
 
     return [
         "",
-        f"memory of the fullest rank, of {needs.capacity / memory.GIB:.1f} GiB:",
+        f"memory of the fullest rank{of_side(verdict.layout)}, of {needs.capacity / memory.GIB:.1f} GiB:",
         *(row(name, size, ", within the activations" * (name == "logits chunk")) for name, size in needs.parts.items()),
         "  in each phase, all that stays included:",
         *(row(name, size, "  <- fullest" * (name == needs.fullest)) for name, size in needs.phases.items()),
@@ -192,7 +200,8 @@ def _time_lines(verdict: Verdict, setting: Setting) -> list[str]:
         decoding = [f"{seconds} s {name}" for name, seconds in times.decoding.items()]
         lines.append(f"decoding: {', '.join(decoding)}{graphs_save(verdict.cfg, times)}")
     lines.append(whole_run.sentence(whole_run.whole_run(verdict, setting), verdict.cfg.train.steps))
-    lines.append("expected, by phase:")
+    beside = f"; {', '.join(roofline.SAMPLING)} on the samplers, beside the others on the trainers" * times.apart
+    lines.append(f"expected, by phase{beside}:")
     for name, seconds in times.phases.items():
         shares = [f"{cause} {part / seconds:.0%}" for cause, part in times.causes[name].items() if part > seconds / 20]
         change = f"; {advice(verdict.cfg, times, name)}" if name in times.long_phases else ""
@@ -373,12 +382,13 @@ def main(arguments: list[str] | None = None) -> int:
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     verdict = judge(cfg, ranks, setting)
-    others = fastest(verdict, setting) if args.fastest else alternatives(verdict, setting) if verdict.reasons else []
+    by_time = args.fastest or bool(verdict.reasons and verdict.samplers)  # the nearest are sought for one side
+    others = fastest(verdict, setting) if by_time else alternatives(verdict, setting) if verdict.reasons else []
     started = scripts(Path(args.config), setting.device)
     if args.json:
         print(json.dumps(as_json(verdict, others, setting, started)))
     else:
-        print(as_text(verdict, others, setting, source, started, args.fastest))
+        print(as_text(verdict, others, setting, source, started, by_time))
     return 1 if verdict.reasons else 0
 
 

@@ -25,6 +25,7 @@ TRAIN=${TRAIN-data/gsm8k/train.jsonl}              # GSM8K: .jsonl or .parquet; 
 TEST=${TEST-data/gsm8k/test.jsonl}                 # its held-out questions
 OUT=${OUT-out}                                     # runs, checkpoints, logs; both machines must share this folder to resume
 LAYOUT=${LAYOUT:-tp4_ep$((2 * RANKS_PER_NODE))}    # tp4_ep32 on 2 x 16: experts over all dies take the least memory, are pushed locally; or tp4_ep16, tp4_ep8
+SAMPLERS=${SAMPLERS:-0}                            # the last so many ranks only sample, one step ahead (run_2node_apart.sh); 0: all do both
 PYTHON=${PYTHON:-python3}                          # with requirements/npu.txt and MindSpeed (docs/npu.md)
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -39,7 +40,8 @@ if [ -n "$ADDRESS" ]; then
 fi
 if [ "$DEVICE" = cpu ]; then
     RENDEZVOUS=${RENDEZVOUS:-localhost:29400}
-    CONFIG=configs/tiny_cpu.yaml RANKS_PER_NODE=1 LAYOUT=tp1_ep2 MODEL="" TRAIN="" EXTRA=(device=cpu)
+    [ "$SAMPLERS" = 0 ] || SAMPLERS=1
+    CONFIG=configs/tiny_cpu.yaml RANKS_PER_NODE=1 LAYOUT=tp1_ep$((2 - SAMPLERS)) MODEL="" TRAIN="" EXTRA=(device=cpu)
     export OMP_NUM_THREADS=1                 # the processes share the cores
 elif [ -z "$RENDEZVOUS" ]; then
     echo "error: RENDEZVOUS: not given; needed: host:port of the first machine, the same on both, e.g. node1:29400" >&2

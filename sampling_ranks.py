@@ -25,7 +25,7 @@ import rollout
 from engines.interface import Engine
 from inputs.check import Inputs
 from inputs.files import InputError
-from inputs.layout_rules import Side, sides
+from inputs.layout_rules import Side, side_of
 from knobs import Config
 from learner import Learner
 from lora_megatron import Adapter
@@ -53,11 +53,9 @@ class Bridge:
 
     def __init__(self, cfg: Config, heartbeat: Heartbeat) -> None:
         """InputError if no rank is left to train."""
-        trainers, samplers = sides(cfg, launched_world_size())
-        self.samples = launched_rank() >= samplers.first
-        self.side: Side = samplers if self.samples else trainers
-        self.rank = launched_rank() - self.side.first
-        self.size, self.heartbeat = samplers.ranks + 1, heartbeat
+        self.side: Side = side_of(cfg, launched_world_size(), launched_rank())
+        self.samples, self.rank = self.side.name == "samplers", launched_rank() - self.side.first
+        self.size, self.heartbeat = cfg.rollout.ranks + 1, heartbeat
         self.limit = datetime.timedelta(seconds=cfg.parallel.timeout_seconds)
         self.policies: Any = None  # the group of all members, and that of the two that move rollouts
         self.rollouts: Any = None
@@ -335,7 +333,7 @@ class Samplers:
                 self._evaluate()
             if step + 1 < steps:
                 self._take(step)
-            seconds = {f"timing/sampler_{phase}_s": round(value, 4) for phase, value in timer.seconds.items()}
+            seconds = {f"samplers/{phase}_s": round(value, 4) for phase, value in timer.seconds.items()}
             self._send(Delivery(step, version, pushed, sampled._replace(completions=groups), seconds))
         self._take(steps)
         self.weights.push_clean()

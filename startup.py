@@ -206,6 +206,8 @@ def open_samplers(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs:
     parallel.refuse_unequal(texts(cfg, inputs))
     first_step = bridge.agree(texts(cfg, inputs))
     side = bridge.side.cfg
+    # vLLM takes its place in the world of these ranks from the variables of torchrun, which counted all ranks.
+    os.environ |= {"RANK": str(parallel.rank), "WORLD_SIZE": str(parallel.world_size)}
     model, adapters = open_policy(side, inputs, parallel, heartbeat)
     bridge.receive_policy(adapters, inputs, parallel, max(0, first_step - 1))
     engine, weights = open_engine(side, inputs, parallel, model, heartbeat)

@@ -52,6 +52,7 @@ from engines.interface import Stack
 from inputs import hf_config
 from inputs.config_rules import OTHER_RULES
 from inputs.files import BAD_INPUT, MOST_RANKS, InputError, one_line, refused, shown
+from inputs.layout_rules import side_of, sides
 from knobs import Config
 from learner import Learner, Update
 from parallel_setup import Factor, Parallel
@@ -77,7 +78,10 @@ def run(
     """One step of ``rank``, with an update for each imbalance. ``adapt`` may change the model before the step."""
     from megatron.core import parallel_state
 
-    device, layout = torch.device(dry_run_device.STAND_IN[kind]), grid.of(cfg, ranks)
+    side = side_of(cfg, ranks, rank)
+    cfg, ranks, rank = side.cfg, side.ranks, rank - side.first
+    device, layout = torch.device(dry_run_device.STAND_IN[kind]), grid.of(cfg, ranks, role=side.name)
+    pushed = 0
     batch, length = fullest_batch(cfg, layout)
     one = _of_one_micro_batch(cfg, layout, len(batch.lengths), kind)
     advantages = torch.zeros(len(batch.lengths))
@@ -101,18 +105,27 @@ def run(
         with meter.phase("load"):
             model, adapters = _load(one, arch, parallel)
             adapt(model)
-            learner = Learner(one, arch, parallel, model, adapters, pad_token=0)
-            learner.behind.extend(learner.copied_factors() for _ in range(one.rollout.staleness))
+            factors = lora_megatron.factors(adapters).values()
+            if side.name != "samplers":
+                learner = Learner(one, arch, parallel, model, adapters, pad_token=0)
+                learner.behind.extend(learner.copied_factors() for _ in range(one.rollout.staleness))
             gc.collect()
-        with meter.phase("start"):
-            engine = _Engine(one, arch, parallel, layout, meter)
-            sync = _weight_sync(one, arch, parallel, model, engine)
+        if side.name != "trainers":
+            with meter.phase("start"):
+                engine = _Engine(one, arch, parallel, layout, meter)
+                sync = _weight_sync(one, arch, parallel, model, engine)
         meter.mark(itertools.chain(model.parameters(), model.buffers()), "weights")
-        meter.mark(learner.parameters, "adapters")
+        meter.mark(factors, "adapters")
+        if side.name == "samplers":
+            with meter.phase("push"):
+                sync.push(0, [])
+            return DryRun(cfg, arch, layout, kind, meter, 0, engine.calls, 0, length)
         meter.mark((moment for each in learner.moments.values() for moment in each.values()), "moments")
         meter.mark((factor for each in learner.behind for factor in each.values()), "older")
-        with meter.phase("push"), learner.sampling_policy():
-            sync.push(0, [])
+        if side.name != "trainers":
+            with meter.phase("push"), learner.sampling_policy():
+                sync.push(0, [])
+            pushed = engine.calls
         before = meter.held()
         _watch(learner, meter)
         for imbalance in imbalances:
@@ -133,9 +146,7 @@ def run(
             tensors, counts = learner.state()
             checkpoint.save(Path(), 1, tensors, counts, one, writes=False)
         del tensors
-    return DryRun(
-        cfg, arch, layout, kind, meter, left, engine.calls, len(batch.lengths) // layout.data * length, length
-    )
+    return DryRun(cfg, arch, layout, kind, meter, left, pushed, len(batch.lengths) // layout.data * length, length)
 
 
 def _load(cfg: Config, arch: Architecture, parallel: Parallel) -> tuple[torch.nn.Module, dict]:
@@ -331,7 +342,7 @@ def main(arguments: list[str]) -> int:
                 raise InputError(f"{name}: found {shown(value)}; needed: {least} to {most}")
         if kind == "cuda" and cfg.model.dtype == "fp32":
             raise InputError("model.dtype: found fp32, which on cuda multiplies by numbers of a router; needed: bf16")
-        if broken := broken_rules(cfg, arch, ranks):
+        if broken := [why for side in sides(cfg, ranks) for why in broken_rules(side.cfg, arch, side.ranks)]:
             raise InputError("; ".join(broken))
     except BAD_INPUT as error:
         return refused(error)
@@ -345,7 +356,7 @@ def main(arguments: list[str]) -> int:
         print(f"the step does not run: {one_line(error)}", file=sys.stderr)
         return 1
     counted = figures(done, args.rank, IMBALANCES)
-    rows = confirmed.compare(cfg, arch, done.layout, kind, counted)
+    rows = confirmed.compare(done.cfg, arch, done.layout, kind, counted)
     agree = all(row.agrees for row in rows)
     seconds, peak = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     if args.json:

@@ -61,6 +61,7 @@ def figures(done: DryRun, rank: int, imbalances: Sequence[float]) -> dict:
         "pushed_tensors": done.pushed,
         "phases": phases,
         "rounding": rounding,
+        "side": done.layout.role,
         "shapes": attention_shapes.count(done.cfg, done.layout, rank // done.layout.tensor, rounding),
     }
 
@@ -79,8 +80,10 @@ def as_text(counted: dict, rows: list[confirmed.Compared], title: str) -> str:
             f"  {name:30} {phase['peak_bytes'] / gib:7.3f} {kinds} {phase['flops'] / 1e12:7.3f}"
             f" {phase['launches']:8,} {sum(phase['waits'].values()):5,}"
         )
-    lines.append(f"  {counted['left_bytes'] / mib:.1f} MiB of an update are alive after it")
-    lines.append(f"  a push hands {counted['pushed_tensors']:,} tensors to the engine")
+    if counted["side"] != "samplers":
+        lines.append(f"  {counted['left_bytes'] / mib:.1f} MiB of an update are alive after it")
+    if counted["side"] != "trainers":
+        lines.append(f"  a push hands {counted['pushed_tensors']:,} tensors to the engine")
     waits = [(name, where, n) for name, phase in counted["phases"].items() for where, n in phase["waits"].items()]
     lines += ["", "the host waits for the device", *(f"  {name:30} x {n:5} {where}" for name, where, n in waits)]
     lines += ["", f"shapes of attention: {counted['shapes']['summary']}"]

@@ -5,6 +5,7 @@
 The expected answers are known beforehand.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -17,6 +18,8 @@ from checks import launched
 from inputs.files import InputError
 from knobs import Config
 from parallel_setup import Parallel
+from runlog import Heartbeat
+from sampling_ranks import Bridge
 
 ELEMENTS = {"cpu": 2**14, "cuda": 2**24, "npu": 2**24}  # fp32 of each rank: 64 KiB, or 64 MiB, the size of activations
 REPEATS = 5  # timed runs; an untimed run before them builds the communicator
@@ -114,6 +117,27 @@ def difference(found: Tensor, expected: Tensor) -> str:
     return f"element {place} is {found.flatten()[place]:g}, not {expected.flatten()[place]:g}"
 
 
+def measure_bridge(cfg: Config, parallel: Parallel) -> list[dict]:
+    """A row for what goes from the trainers to the samplers, and for what comes back; none on a rank of neither."""
+    bridge = Bridge(cfg, Heartbeat(0, 0))
+    bridge.open()
+    rows = []
+    for name, group, root in (("factors", bridge.policies, 0), ("rollouts", bridge.rollouts, 1)):
+        if not group:
+            continue
+        sent, count = torch.arange(ELEMENTS[parallel.device.type], dtype=torch.float32), bridge.size if root == 0 else 2
+        found = sent.clone() if bridge.samples == (root > 0) else torch.zeros_like(sent)
+        send = functools.partial(bridge.broadcast, group, found, root, "the test of the groups")
+        send()  # the first one connects
+        milliseconds = devices.median_milliseconds(send, torch.device("cpu"), REPEATS)
+        wrong = difference(found, sent)
+        rows.append({
+            "group": name, "groups": 1, "ranks": count, "collective": "broadcast",
+            "milliseconds": milliseconds, "answer": f"WRONG: {wrong}" if wrong else "right",
+        })  # fmt: skip
+    return rows
+
+
 def refuse(cfg: Config, ranks: int) -> None:
     """InputError for sizes that do not divide the number of ranks. The model's own sizes do not matter here."""
     layout = cfg.parallel
@@ -124,6 +148,8 @@ def refuse(cfg: Config, ranks: int) -> None:
 
 def answer(cfg: Config, parallel: Parallel) -> launched.Answer:
     rows = summary(measure(parallel))
+    if cfg.rollout.ranks:
+        rows += parallel.gather_objects(measure_bridge(cfg, parallel))[0]
     head = f"{parallel.world_size} ranks on {parallel.device.type}, {devices.BACKENDS[parallel.device.type]}"
     return launched.Answer(all(row["answer"] == "right" for row in rows), f"{head}\n{as_text(rows)}", rows)
 

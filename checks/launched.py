@@ -12,6 +12,7 @@ from typing import NamedTuple
 import config
 import parallel_setup
 from inputs.files import InputError, one_line
+from inputs.layout_rules import side_of
 from knobs import Config
 from tripwires import Tripped
 
@@ -38,6 +39,8 @@ def ask(
 ) -> int:
     """Exit code 0: the answer is right on every rank. 1: it is wrong somewhere. 2: the input cannot be used.
 
+    With rollout.ranks each of the two sides answers for itself.
+
     ``refuse`` raises InputError for a configuration that does not suit the number of ranks.
     """
     rank = 0
@@ -46,13 +49,16 @@ def ask(
         if args.config is None:
             raise InputError("CONFIG: missing; needed: a YAML file, e.g. configs/qwen3.yaml")
         cfg = config.load_config(args.config, args.overrides)
-        refuse(cfg, parallel_setup.launched_world_size())
-        with parallel_setup.open_world(cfg) as device:
-            right, text, figures = answer(cfg, parallel_setup.open_layout(cfg.parallel, device))
-            if rank == 0:
-                print(text, flush=True)
+        side = side_of(cfg, parallel_setup.launched_world_size(), rank)
+        refuse(side.cfg, side.ranks)
+        with parallel_setup.open_world(cfg, side if side.name else None) as device:
+            right, text, figures = answer(side.cfg, parallel_setup.open_layout(side.cfg.parallel, device))
+            if rank == side.first:
+                print(f"{side.name}: {text}" if side.name else text, flush=True)
                 if args.json:
-                    Path(args.json).write_text(json.dumps(figures, indent=1) + "\n")
+                    path = Path(args.json)
+                    path = path.with_name(f"samplers-{path.name}") if side.first else path
+                    path.write_text(json.dumps(figures, indent=1) + "\n")
         return 0 if right else 1
     except (InputError, OSError) as error:
         if isinstance(error, OSError) and not error.filename:

@@ -31,7 +31,7 @@ COLOURS = {  # section of SECTIONS -> background
 SECTIONS = {  # section -> its files, or nothing for a whole folder; a section imports from itself and from those below
     "Commands": "preflight report sweep export",
     "checks/": "",
-    "Training": "train_grpo startup",
+    "Training": "train_grpo startup sampling_ranks",
     "plan/": "",
     "lab/": "",
     "Method": "learner grpo rollout weight_sync aqn routing_replay reward_gsm8k data_gsm8k evaluate "

@@ -205,12 +205,15 @@ def checkpoint_to_resume(cfg: Config) -> checkpoint.Checkpoint | None:
 
 def introduction(cfg: Config, ranks: int, inputs: Inputs) -> str:
     """What is printed before the first step: layout, data, and the batch arithmetic."""
-    p, prompts, group = cfg.parallel, cfg.rollout.prompts_per_step, cfg.rollout.group_size
+    prompts, group = cfg.rollout.prompts_per_step, cfg.rollout.group_size
     updates = prompts // cfg.optim.prompts_per_update
+    layouts = [
+        f"layout: {n} {name or 'ranks'} = tensor {p.tensor} x data {n // p.tensor} = expert_tensor {p.expert_tensor} "
+        f"x expert {p.expert} x expert_data {n // (p.expert_tensor * p.expert)}\n"
+        for name, p, n in ((side.name, side.cfg.parallel, side.ranks) for side in sides(cfg, ranks))
+    ]
     return (
-        f"layout: {ranks} ranks = tensor {p.tensor} x data {ranks // p.tensor} = expert_tensor {p.expert_tensor} "
-        f"x expert {p.expert} x expert_data {ranks // (p.expert_tensor * p.expert)}\n"
-        f"train: {inputs.questions.description}\nheld out: {inputs.held_out.description}\n"
+        f"{''.join(layouts)}train: {inputs.questions.description}\nheld out: {inputs.held_out.description}\n"
         f"{''.join(f'{name}: {part.description}{chr(10)}' for name, part in inputs.sets.items())}"
         f"a step: {prompts} prompts x {group} = {prompts * group} sequences, "
         f"{updates} update{'s' * (updates > 1)} of {cfg.optim.prompts_per_update} prompts x {group}"

@@ -50,6 +50,11 @@ def sides(cfg: Config, ranks: int) -> list[Side]:
     ]
 
 
+def side_of(cfg: Config, ranks: int, rank: int) -> Side:
+    """The side of ``rank``."""
+    return next(side for side in reversed(sides(cfg, ranks)) if rank >= side.first)
+
+
 def check_layout(cfg: Config, arch: Architecture, world_size: int) -> None:
     """Raises InputError for the first of layout_problems."""
     for problem in layout_problems(cfg, arch, world_size):

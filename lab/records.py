@@ -182,7 +182,9 @@ def file_of(key: str) -> str:
     if key.startswith("eval/") and "eval/" + key.rpartition("/")[2] in (GOLD, *MARKS.values()):
         return "eval_outcomes.jsonl"
     section = key.split("/")[0]
-    return {"timing": "timing.jsonl", "perf": "timing.jsonl", "eval": "eval.jsonl"}.get(section, "metrics.jsonl")
+    return {**dict.fromkeys(("timing", "perf", "samplers"), "timing.jsonl"), "eval": "eval.jsonl"}.get(
+        section, "metrics.jsonl"
+    )
 
 
 def of_set(key: str, name: str) -> str:

@@ -30,7 +30,7 @@ REPEATS = 30  # of the scaling; a repeat comes closer by the part of the time th
 def medians(rows: list[dict]) -> dict[str, float]:
     """The median of each phase in these rows of timing.jsonl, of which the first one starts everything up."""
     later = rows[1:] or rows
-    names = [name for name in later[-1] if name.startswith("timing/") or name == "perf/tokens_per_s"]
+    names = [name for name in later[-1] if name.startswith(("timing/", "samplers/")) or name == "perf/tokens_per_s"]
     return {name: statistics.median(values) for name in names if (values := _numbers(later, name))}
 
 
@@ -72,6 +72,8 @@ def calibrated(cfg: Config, ranks: int, setting: Setting, timing: dict[str, floa
     """``setting`` with the constants by which the plan of ``cfg`` takes the measured seconds."""
     if setting.device == "cpu":
         raise InputError("--calibrate: the plan of a CPU has no measured constants; needed: device npu or cuda")
+    if "samplers/generate_s" in timing:  # timing/generate_s is then the wait for them
+        timing = timing | {"timing/generate_s": timing["samplers/generate_s"]}
     for _ in range(REPEATS):
         verdict, hardware = judge(cfg, ranks, setting), setting.hardware
         if verdict.times is None:

@@ -23,6 +23,7 @@ class RankGrid:
     engine_tensor: int  # ranks that share one copy of the attention for sampling
     engine_expert: int  # ranks that share one copy of the experts for sampling: engine_tensor, or all ranks
     ranks_per_node: int = 2**30
+    role: str = ""  # trainers or samplers, if others do the other work (layout_rules.Side)
 
     @property
     def data(self) -> int:
@@ -61,12 +62,16 @@ class RankGrid:
 WHOLE = RankGrid(1, 1, 1, 1, 1, 1)  # one rank that holds everything
 
 
-def of(cfg: Config, ranks: int, ranks_per_node: int = 2**30) -> RankGrid:
-    """The grid of ``ranks`` ranks under ``cfg``. The torch engine has a copy of the model on each rank."""
+def of(cfg: Config, ranks: int, ranks_per_node: int = 2**30, role: str = "") -> RankGrid:
+    """The grid of ``ranks`` ranks under ``cfg``; of one side if they have a ``role``.
+
+    The torch engine has a copy of the model on each rank.
+    """
     parallel, rollout = cfg.parallel, cfg.rollout
     tensor = rollout.replica_ranks
     expert = ranks if rollout.expert_parallel and rollout.kind.splits else tensor
-    return RankGrid(ranks, parallel.tensor, parallel.expert, parallel.expert_tensor, tensor, expert, ranks_per_node)
+    sizes = ranks, parallel.tensor, parallel.expert, parallel.expert_tensor, tensor, expert
+    return RankGrid(*sizes, ranks_per_node, role)
 
 
 PURPOSE = {
@@ -133,4 +138,4 @@ def default_ranks(cfg: Config, device: str, ranks_per_node: int) -> int:
     if device != "cpu":
         return ranks_per_node
     layout = of(cfg, 1)
-    return math.lcm(layout.tensor, layout.expert * layout.expert_tensor, layout.engine_tensor)
+    return math.lcm(layout.tensor, layout.expert * layout.expert_tensor, layout.engine_tensor) + cfg.rollout.ranks

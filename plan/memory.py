@@ -185,6 +185,7 @@ class Memory:
 # The parts that stay in memory after loading.
 RESIDENT = ("base", "lora", "optimizer", "older factors", "engine weights", "engine factors", "key-value cache")
 RESIDENT += ("communication buffers", "runtime")
+TRAINING = ("load", "reference", "update", "optimizer", "save")  # sending the policy gathers like a checkpoint
 
 
 def micro_batch_tokens(cfg: Config, layout: RankGrid) -> int:
@@ -256,18 +257,19 @@ def step_memory(
     in_fp32 = 4 * merged_at_once(arch, cfg.lora, layout, apart)
     merges = cfg.trains_merged and cfg.earlier_passes > 0
     no_gradient = max(work.reference + one_merged * merges, (work.entering + one_merged + in_fp32) * merges)
+    trains, samples = layout.role != "samplers", layout.role != "trainers"
     base, dequantised = base_bytes(arch, layout, element, cfg.model.quantisation, cfg.model.quantises_attention)
     parts = {
         "base": base - frozen,
         "lora": lora,
-        "optimizer": 2 * lora,  # AdamW's two moments
-        "older factors": lora * cfg.rollout.staleness,
-        "engine weights": base_parameters(arch, engine) * element,
-        "engine factors": lora_parameters(arch, cfg.lora, WHOLE) * element * cfg.keeps_factors_apart,
-        "key-value cache": _cache(cfg, arch, element, cached_rows),
+        "optimizer": 2 * lora * trains,  # AdamW's two moments
+        "older factors": lora * cfg.rollout.staleness * trains,
+        "engine weights": base_parameters(arch, engine) * element * samples,
+        "engine factors": lora_parameters(arch, cfg.lora, WHOLE) * element * cfg.keeps_factors_apart * samples,
+        "key-value cache": _cache(cfg, arch, element, cached_rows) * samples,
         "routing records": own_sequences * cfg.row_tokens * routing,
         "communication buffers": communicators(layout) * BUFFER_BYTES[device],
-        "runtime": int(RUNTIME_BYTES[device] + GRAPH_BYTES[device] * rollout.kind.reserves),
+        "runtime": int(RUNTIME_BYTES[device] + GRAPH_BYTES[device] * rollout.kind.reserves * samples),
         "gradients": lora,
         "dequantised weights": dequantised,
         "merged weights": merged_weights(arch, cfg.lora, layout, cfg.model.recompute, apart)
@@ -309,6 +311,10 @@ def step_memory(
         "optimizer": resident + 2 * lora,  # gradients; then their flat message, or AdamW's temporaries
         "save": resident + gathered_by_a_save(arch, cfg.lora, layout, device),
     }
+    kept = {"": phases, "samplers": ("load", "start", "sync", "rollout"), "trainers": TRAINING}[layout.role]
+    if not trains:
+        parts = {name: size for name, size in parts.items() if name in RESIDENT or name == "margin"}
+    phases = {name: size for name, size in phases.items() if name in kept}
     return Memory(parts, phases, capacity, cached_rows, wanted_rows, merged // element)
 
 

@@ -60,8 +60,8 @@ def lora_parameters(arch: Architecture, lora: LoraConfig, layout: RankGrid) -> i
 
 
 def checkpoint_bytes(cfg: Config, arch: Architecture) -> int:
-    """Size of one checkpoint: factors and two moments in fp32."""
-    return 12 * lora_parameters(arch, cfg.lora, grid.WHOLE)
+    """Size of one checkpoint: factors, two moments, and the factors of rollout.staleness steps, in fp32."""
+    return 4 * (3 + cfg.rollout.staleness) * lora_parameters(arch, cfg.lora, grid.WHOLE)
 
 
 def adapter_size(lora: LoraConfig, layout: RankGrid, module: Module) -> int:
@@ -72,7 +72,7 @@ def adapter_size(lora: LoraConfig, layout: RankGrid, module: Module) -> int:
 
 def has_stacks(cfg: Config, layout: RankGrid, device: str) -> bool:
     """Whether the engine has Engine.stacks that a push fills: all experts, or those of the rank in the trainer."""
-    packs = device in cfg.rollout.kind.packs_on or cfg.rollout.round_bits
+    packs = device in cfg.rollout.kind.packs_on or cfg.rollout.round_bits or layout.role == "trainers"
     return not packs and layout.engine_expert in (1, layout.expert) and layout.expert_tensor == 1
 
 

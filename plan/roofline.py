@@ -10,9 +10,8 @@ import dataclasses
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from architecture import Architecture, Module, over_layers
 from inputs.hf_config import ELEMENT_BYTES
@@ -20,8 +19,11 @@ from knobs import Config, LoraConfig
 from plan.grid import WHOLE, RankGrid
 from plan.hardware import FORWARD_LAUNCHES, MERGE_LAUNCHES, UPDATE_LAUNCHES, Hardware, Range, spread
 from plan.memory import Memory
-from plan.parameters import adapter_size, lora_parameters, merged_weights, on_rank
+from plan.parameters import lora_parameters, merged_weights
+from plan.traffic import exchange_bytes, optimizer_seconds, slower, sync_seconds
 
+# Bytes a second of the factors from trainers to samplers, over gloo with a checksum on both ends: measured on one CPU.
+HOST_BANDWIDTH = 0.9e9
 DECODE_PARTS = 16  # in which the number of running rows counts as constant
 EQUAL_GROUPS = 0.5  # share of the groups of a round that dynamic sampling drops: a guess
 DECODING = ("with graphs", "without graphs")
@@ -125,21 +127,7 @@ def decode_step(
     return seconds | {"total": max(seconds["weights"] + seconds["cache"], seconds["arithmetic"]) + seconds["exchange"]}
 
 
-def exchange_bytes(
-    arch: Architecture, layout: RankGrid, tokens: float, element: int, passes: int = 1, ends: int = 2
-) -> dict[str, float]:
-    """Bytes that a rank sends when ``tokens`` pass all layers ``passes`` times, forward or backward.
-
-    Tensor ranks gather and scatter the sequence: around attention, a dense layer and a shared expert, and at ``ends``:
-    after the embedding and before the head. Expert ranks exchange rows; expert_tensor ranks gather them, and sum them
-    in fp32.
-    """
-    h, tensor, parts = arch.hidden_size, layout.tensor, layout.expert_tensor
-    split = arch.num_layers + sum(bool(not is_moe or arch.shared_expert_ffn_size) for is_moe in arch.moe_layers)
-    sequence = (2 * split * passes + ends) * tokens / layout.data * h * element * (1 - 1 / tensor)
-    rows = passes * sum(arch.moe_layers) * tokens / layout.ranks * arch.experts_per_token * h
-    traded = 2 * rows * element * (1 - 1 / layout.expert) + rows * (parts - 1) * (element + 4)
-    return {"tensor exchange": sequence, "expert exchange": traded}
+SAMPLING, EXCHANGE = ("sync", "prefill", "decode"), "exchange"
 
 
 @dataclass(frozen=True)
@@ -152,19 +140,27 @@ class Times:
     decoding: dict[str, Range]  # all decode steps "with graphs" and "without graphs"
     waves: int  # sampling takes so many rounds, because the engine takes only a part of the rows at once
     micro_batches: int  # of one rank in one update
+    apart: bool = False  # the phases of SAMPLING take place beside the others, on other ranks
 
     @property
     def phases(self) -> dict[str, float]:
         return {phase: sum(causes.values()) for phase, causes in self.causes.items()}
 
+    def of_step(self, phases: dict[str, float]) -> float:
+        """Seconds of a step whose phases take these: the sum, or that of the slower side and the exchange."""
+        sampling = sum(seconds for name, seconds in phases.items() if name in SAMPLING)
+        others = sum(phases.values()) - sampling - (exchange := phases.get(EXCHANGE, 0.0))
+        return (max(sampling, others) if self.apart else sampling + others) + exchange
+
     @property
     def total(self) -> float:
-        return sum(self.phases.values())
+        return self.of_step(self.phases)
 
     @property
     def step(self) -> Range:
         """The step lies in it: low, if launches and arithmetic overlap; high, if they follow each other."""
-        return spread(self.total, self.total + sum(self.hidden.values()))
+        slow = {name: seconds + self.hidden.get(name, 0.0) for name, seconds in self.phases.items()}
+        return spread(self.total, self.of_step(slow))
 
     @property
     def bottleneck(self) -> str:
@@ -225,10 +221,10 @@ def step_times(
         """Seconds of so many operations in ``passes`` through all layers, each with ``launches`` in sum."""
         launching = launches * arch.num_layers * updates * micro_batches * hardware.launch_seconds
         sent = exchange_bytes(arch, layout, trained.tokens, element, passes, ends)
-        slower = _slower({"arithmetic": operations / rate}, {"launches": launching})
+        longer = slower({"arithmetic": operations / rate}, {"launches": launching})
         hidden[phase] = min(operations / rate, launching)
         away = {"tensor exchange": layout.away("tensor"), "expert exchange": layout.away("expert")}
-        return slower | {cause: hardware.sends(size, away[cause]) / hardware.link_share for cause, size in sent.items()}
+        return longer | {cause: hardware.sends(size, away[cause]) / hardware.link_share for cause, size in sent.items()}
 
     frozen = sum(forward_flops(arch, trained).values())
     policy = frozen + lora_flops(arch, cfg.lora, trained.tokens) * (not cfg.trains_merged)
@@ -243,7 +239,7 @@ def step_times(
     old_policy = passing("old policy", policy, FORWARD_LAUNCHES + merges) | {"merging": merging}
     hidden["old policy"] *= share
     causes = {
-        "sync": _sync_seconds(cfg, arch, layout, hardware, element) | {"merging": once},
+        "sync": sync_seconds(cfg, arch, layout, hardware, element) | {"merging": once},
         "prefill": {"arithmetic": sum(prompts.values()) / rate},
         "decode": own_decoding,
         "old policy": {cause: share * seconds for cause, seconds in old_policy.items()} if share else {"": 0.0},
@@ -252,12 +248,28 @@ def step_times(
         | {"merging": merging + (updates - 1) * once},
         "update backward": passing("update backward", second, backward + merges * recompute, 1 + recompute, recompute)
         | {"merging": merging * recompute},
-        "optimizer": _optimizer_seconds(cfg, arch, layout, hardware, updates),
+        "optimizer": optimizer_seconds(cfg, arch, layout, hardware, updates),
     }
     ranges = {
         name: spread(sum(causes.values()), sum(causes.values()) + faster) for name, (causes, faster) in decoding.items()
     }
     return Times(causes, hidden, decode, ranges, int(waves), micro_batches)
+
+
+def beside(trainers: Times, samplers: Times, arch: Architecture, lora: LoraConfig) -> Times:
+    """The step of two sides that work at the same time and meet twice, each with its own times."""
+    size = 4 * lora_parameters(arch, lora, WHOLE)
+
+    def joined(mine: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+        return {name: theirs[name] if name in SAMPLING else value for name, value in mine.items() if name in theirs}
+
+    return dataclasses.replace(
+        samplers,
+        causes=joined(trainers.causes, samplers.causes) | {EXCHANGE: {"factors": size / HOST_BANDWIDTH}},
+        hidden=joined(trainers.hidden, samplers.hidden),
+        micro_batches=trainers.micro_batches,
+        apart=True,
+    )
 
 
 def decode_parts(completion: float, longest: float, waves: int, *, refills: bool) -> list[tuple[float, float, float]]:
@@ -278,14 +290,9 @@ def completion_length(running: float, completion: float, longest: float) -> int:
     return max(1, math.ceil(longest * (1 - running ** (1 / (longest / completion - 1)))))
 
 
-def _slower(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
-    """The slower one of two things that happen at the same time."""
-    return max(one, other, key=lambda causes: sum(causes.values()))
-
-
 def decode_causes(arch: Architecture, decode: dict[str, float], hardware: Hardware, eager: bool) -> dict[str, float]:
     """Seconds of one decode step: its roofline, or its kernel launches if they take longer."""
-    return _slower(*_decode_limits(arch, decode, hardware, eager))
+    return slower(*_decode_limits(arch, decode, hardware, eager))
 
 
 def _decode_limits(
@@ -293,7 +300,7 @@ def _decode_limits(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds of one decode step by its roofline, and of its kernel launches."""
     reads = {name: decode[name] for name in ("weights", "cache")}
-    roofline = _slower(reads, {"arithmetic": decode["arithmetic"]}) | {"exchange": decode["exchange"]}
+    roofline = slower(reads, {"arithmetic": decode["arithmetic"]}) | {"exchange": decode["exchange"]}
     layer = hardware.eager_layer_seconds if eager else hardware.graph_layer_seconds
     return roofline, {"launches": arch.num_layers * layer}
 
@@ -306,79 +313,10 @@ def _decoding(
     hidden = 0.0
     for steps, part in parts:
         limits = _decode_limits(arch, part, hardware, eager)
-        for cause, seconds in _slower(*limits).items():
+        for cause, seconds in slower(*limits).items():
             causes[cause] += steps * seconds
         hidden += steps * min(sum(limit.values()) for limit in limits)
     return dict(causes), hidden
-
-
-def _sync_seconds(
-    cfg: Config, arch: Architecture, layout: RankGrid, hardware: Hardware, element: int
-) -> dict[str, float]:
-    """One push of the policy: every rank receives whole adapted tensors, or reads and writes only its own shards.
-
-    Before that a rank merges its own shards. With rollout.sync=adapter, only the fp32 factors are sent.
-    """
-    h, lora = arch.hidden_size, cfg.lora
-    targets = lora.targets
-    mlp = "linear_fc1" in targets or "linear_fc2" in targets
-    dense = sum(arch.shared_expert_ffn_size if is_moe else arch.dense_ffn_size for is_moe in arch.moe_layers)
-    heads = arch.qkv_size * ("linear_qkv" in targets) + arch.num_heads * arch.head_dim * ("linear_proj" in targets)
-    split = h * (arch.num_layers * heads + 3 * dense * mlp)
-    experts = 3 * h * sum(arch.moe_layers) * arch.num_experts * arch.expert_ffn_size * mlp
-    if cfg.keeps_factors_apart:
-        size = 4 * lora_parameters(arch, lora, WHOLE)
-        sent = hardware.sends(size, layout.away_of(layout.ranks)) / hardware.link_share
-        return {"exchange": sent, "memory": size * 2 / hardware.bandwidth}
-    split_share, experts_share = split / layout.tensor, experts / layout.expert
-    products = 2 * (lora.rank * split_share + lora.rank_of(True) * experts_share)
-    whole = layout.engine_expert <= layout.engine_tensor
-    size = (split + experts if whole else split_share + experts_share) * element
-    slower = _slower({"memory": size * 2 / hardware.bandwidth}, {"arithmetic": products / hardware.flops})
-    sent = hardware.sends(size, layout.away_of(layout.ranks)) / hardware.link_share
-    return slower | ({"exchange": sent} if whole else {})
-
-
-def gradient_bytes(arch: Architecture, lora: LoraConfig, layout: RankGrid) -> dict[str, float]:
-    """Bytes that a rank sends over each kind of group when the fp32 gradients of an update are summed.
-
-    Factors of routed experts are summed over expert_data, all others over data. A factor that tensor ranks hold whole
-    is summed over these first: A of a column-parallel matrix, B of a row-parallel one, both of the router.
-    """
-
-    def held_whole(module: Module) -> int:
-        copies, rows, columns = on_rank(module, layout)
-        factors = columns * (module.split != 1) + rows * (module.split != 0)
-        return copies * lora.rank_of(module.kind == "experts") * factors * (module.target in lora.targets)
-
-    def of_experts(size: Callable[[Module], int]) -> int:
-        return over_layers(arch, lambda module: size(module) * (module.kind == "experts"))
-
-    own = functools.partial(adapter_size, lora, layout)
-    experts, whole_of_experts = of_experts(own), of_experts(held_whole)
-    sizes = {
-        "tensor": (layout.tensor, over_layers(arch, held_whole) - whole_of_experts),
-        "expert_tensor": (layout.expert_tensor, whole_of_experts),
-        "data": (layout.data, over_layers(arch, own) - experts),
-        "expert_data": (layout.expert_data, experts),
-    }
-    return {kind: 4 * parameters * 2 * (1 - 1 / ranks) for kind, (ranks, parameters) in sizes.items()}
-
-
-def _optimizer_seconds(
-    cfg: Config, arch: Architecture, layout: RankGrid, hardware: Hardware, updates: int
-) -> dict[str, float]:
-    """All optimizer steps: the sum of fp32 gradients over the ranks that share a factor, and AdamW's memory traffic."""
-    size = 4 * lora_parameters(arch, cfg.lora, layout)
-    # 13 passes: two copies into and out of the message, clipping, and AdamW's four reads and three writes.
-    seconds = {
-        "exchange": sum(
-            hardware.sends(sent, layout.away(kind)) / hardware.link_share
-            for kind, sent in gradient_bytes(arch, cfg.lora, layout).items()
-        ),
-        "memory": 13 * size / hardware.bandwidth,
-    }
-    return {cause: updates * value for cause, value in seconds.items()}
 
 
 def assumptions(hardware: Hardware, prompt: float, completion: float, longest: float, dynamic_rounds: int = 0) -> str:

@@ -17,7 +17,8 @@ from pathlib import Path
 from architecture import Architecture
 from engines.capacity import cache_mib_per_row
 from inputs.config_rules import LAYOUT_RULES, divisors, problems
-from inputs.layout_rules import engine_layout_problems, layout_problems
+from inputs.files import InputError
+from inputs.layout_rules import Side, engine_layout_problems, layout_problems, sides
 from knobs import Config
 from plan import grid, published, roofline
 from plan.hardware import Hardware
@@ -53,6 +54,16 @@ class Verdict:
     reasons: list[str]
     memory: Memory | None = None
     times: roofline.Times | None = None
+    samplers: "Verdict | None" = None  # of rollout.ranks; the rest is then that of the trainers
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the fullest rank of both sides."""
+        return max(side.memory.peak for side in (self, self.samplers) if side)
+
+    @property
+    def ranks(self) -> int:
+        return self.layout.ranks + (self.samplers.layout.ranks if self.samplers else 0)
 
 
 def broken_rules(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
@@ -65,9 +76,31 @@ def broken_rules(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
 
 
 def judge(cfg: Config, ranks: int, setting: Setting) -> Verdict:
-    """Apply every rule of inputs/config_rules.py, then compare the planned memory with the device's."""
-    arch, layout = setting.arch, grid.of(cfg, ranks, setting.ranks_per_node)
-    if reasons := broken_rules(cfg, arch, ranks):
+    """Apply every rule of inputs/config_rules.py, then compare the planned memory with the device's.
+
+    With rollout.ranks both sides are judged. A step then takes as long as the slower one, and the exchange.
+    """
+    try:
+        judged = [_judge_side(side, ranks, setting) for side in sides(cfg, ranks)]
+    except InputError as error:
+        return Verdict(cfg, grid.of(cfg, ranks, setting.ranks_per_node), [str(error)])
+    if len(judged) == 1:
+        return judged[0]
+    trainers, samplers = judged
+    times = None
+    if trainers.times and samplers.times:
+        times = roofline.beside(trainers.times, samplers.times, setting.arch, cfg.lora)
+    reasons = [f"{side.layout.role}: {reason}" for side in (trainers, samplers) for reason in side.reasons]
+    times = (
+        trainers.times and samplers.times and roofline.beside(trainers.times, samplers.times, setting.arch, cfg.lora)
+    )
+    return Verdict(cfg, trainers.layout, reasons, trainers.memory, times, samplers)
+
+
+def _judge_side(side: Side, ranks: int, setting: Setting) -> Verdict:
+    cfg, arch = side.cfg, setting.arch
+    layout = grid.of(cfg, side.ranks, setting.ranks_per_node, side.name)
+    if reasons := broken_rules(cfg, arch, side.ranks):
         return Verdict(cfg, layout, reasons)
     hardware = setting.hardware
     gib = hardware.memory_gib if setting.device_gib is None else setting.device_gib
@@ -137,14 +170,24 @@ def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
 def fastest(asked: Verdict, setting: Setting) -> list[Verdict]:
     """The layouts of as many ranks that take the shortest step, each with its best recompute, micro-batch and graphs.
 
-    The number of updates stays: with fewer of them a step is shorter and learns less.
+    The last one is the best that samples on ranks of its own, or that does not, if all others do or do not. The number
+    of updates stays: with fewer of them a step is shorter and learns less.
     """
     best: dict[str, Verdict] = {}
     cfg, tokens = asked.cfg, asked.cfg.optim.tokens_per_micro_batch
+    together = _with(cfg, rollout={"ranks": 0, "staleness": 0 if cfg.rollout.ranks else cfg.rollout.staleness})
+    importance = cfg.loss.importance if cfg.loss.corrects else "token"
+    apart = [
+        _with(cfg, rollout={"ranks": part, "staleness": 1}, loss={"importance": importance})
+        for part in sorted({asked.ranks * quarters // 4 for quarters in (1, 2, 3)} - {0})
+    ]
     micro_batches = [size for size in (tokens // 2, tokens, 2 * tokens, 4 * tokens) if size >= cfg.row_tokens]
     graphs = (True, False) if cfg.rollout.kind.reserves else (cfg.rollout.enforce_eager,)
-    for layout, ranks in _candidates(cfg, [asked.layout.ranks], True, setting.arch):
-        split = f"{layout.parallel} {layout.rollout.tensor} {layout.rollout.expert_parallel}"
+    for layout, ranks in (
+        new for base in (together, *apart) for new in _candidates(base, [asked.ranks], True, setting.arch)
+    ):
+        sampling = layout.rollout
+        split = f"{layout.parallel} {sampling.ranks} {sampling.tensor} {sampling.expert_parallel}"
         for recompute, size, eager in itertools.product((True, False), micro_batches, graphs):
             changed = _with(
                 layout,
@@ -155,7 +198,10 @@ def fastest(asked: Verdict, setting: Setting) -> list[Verdict]:
             verdict = judge(changed, ranks, setting)
             if not verdict.reasons and (split not in best or verdict.times.total < best[split].times.total):
                 best[split] = verdict
-    return sorted(best.values(), key=lambda verdict: verdict.times.total)[:FASTEST]
+    found = sorted(best.values(), key=lambda verdict: verdict.times.total)
+    listed = found[:FASTEST]
+    others = [verdict for verdict in found if bool(verdict.samplers) != bool(found[0].samplers)]
+    return [*listed[:-1], others[0]] if others and others[0].times.total > listed[-1].times.total else listed
 
 
 def _corrected(cfg: Config, arch: Architecture) -> Config:
@@ -209,12 +255,14 @@ def _candidates(cfg: Config, counts: Iterable[int], engines: bool, arch: Archite
         return not engine_layout_problems(_with(cfg, rollout={"tensor": tensor}), arch, ranks)
 
     for ranks in counts:
-        sizes, cuts = divisors(ranks), sorted({1, cfg.parallel.expert_tensor})
-        searched = sizes if engines and cfg.rollout.kind.splits else [cfg.rollout.tensor]
+        apart = cfg.rollout.ranks
+        training, sampling = ranks - apart, apart or ranks
+        sizes, cuts = divisors(training), sorted({1, cfg.parallel.expert_tensor})
+        searched = divisors(sampling) if engines and cfg.rollout.kind.splits else [cfg.rollout.tensor]
         for tensor, (cut, expert), replica, shared in itertools.product(
-            [size for size in sizes if trains(ranks, tensor=size)],
-            [(cut, size) for cut in cuts for size in sizes if trains(ranks, expert=size, expert_tensor=cut)],
-            [size for size in searched if samples(ranks, size)],
+            [size for size in sizes if trains(training, tensor=size)],
+            [(cut, size) for cut in cuts for size in sizes if trains(training, expert=size, expert_tensor=cut)],
+            [size for size in searched if samples(sampling, size)],
             {cfg.rollout.expert_parallel, False},  # the engine uses the trainer's shards, or has its own copy
         ):
             yield (
@@ -243,6 +291,7 @@ def _distance(verdict: Verdict, cfg: Config, ranks: int) -> float:
 
 KEYS = (  # that a search can change, in the order in which overrides are listed
     "parallel.tensor", "parallel.expert", "parallel.expert_tensor", "rollout.tensor", "rollout.expert_parallel",
+    "rollout.ranks", "rollout.staleness", "loss.importance",
     "rollout.kv_cache_mib", "rollout.enforce_eager", "rollout.prompts_per_step",
     "optim.prompts_per_update", "optim.tokens_per_micro_batch", "model.recompute",
 )  # fmt: skip

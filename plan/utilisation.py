@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 
 from architecture import Architecture
+from inputs.layout_rules import sides
 from knobs import Config
 from plan import grid, memory
 from plan.hardware import HARDWARE
@@ -56,12 +57,15 @@ def speed(
 ) -> dict[str, float]:
     """The metrics perf/... of a step with these rows and this ``timing``; perf/mfu only with the device's ``peak``.
 
-    ``new_tokens``: sampled in all rounds of dynamic sampling, of which the operations count like those of ``sampled``.
+    ``ranks``: all of them, also those that only sample. ``new_tokens``: sampled in all rounds of dynamic sampling, of
+    which the operations count like those of ``sampled``.
     """
     updated, rounds = sum(p + c for _, p, c in trained), new_tokens / max(1, sum(c for _, _, c in sampled))
+    apart = cfg.rollout.ranks
+    generating = timing["samplers/generate_s" if apart else "timing/generate_s"]
     found = {
-        "perf/generate_tokens_per_s_device": new_tokens / max(timing["timing/generate_s"], 1e-4) / ranks,
-        "perf/train_tokens_per_s_device": updated / max(timing["timing/update_s"], 1e-4) / ranks,
+        "perf/generate_tokens_per_s_device": new_tokens / max(generating, 1e-4) / (apart or ranks),
+        "perf/train_tokens_per_s_device": updated / max(timing["timing/update_s"], 1e-4) / (ranks - apart),
     }
     if peak is not None:
         operations = step_flops(cfg, arch, sampled, trained, rounds)
@@ -71,7 +75,8 @@ def speed(
 
 def memory_beside_plan(cfg: Config, arch: Architecture, ranks: int, device: str, peak_gib: float, phase: str) -> str:
     """One line for the end of a run: the most memory in use on the fullest rank, beside the planned amount."""
-    plan = memory.step_memory(cfg, arch, grid.of(cfg, ranks), device, 0)
+    side = sides(cfg, ranks)[0]
+    plan = memory.step_memory(side.cfg, arch, grid.of(side.cfg, side.ranks, role=side.name), device, 0)
     planned = plan.phases[plan.fullest] / memory.GIB
     return f"device memory: at most {peak_gib:.2f} GiB in {phase}; planned: {planned:.2f} GiB in {plan.fullest}"
 

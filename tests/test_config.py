@@ -158,6 +158,7 @@ SINGLE = {
     "data.source",
     "data.operations_low",
     "rollout.staleness",
+    "rollout.ranks",
 }  # nothing else is accepted beside the rest
 
 

@@ -27,14 +27,14 @@ MINIMAL = "model: {path: m}\ndata: {source: arithmetic}\ntrain: {steps: 100}\n"
 QWEN3_30B_A3B = hf_config.parse(published.QWEN3_30B_A3B)
 QWEN15_MOE = hf_config.parse(published.QWEN15_MOE)
 RESOLVED = {  # the beginning of the sha256 of every value
-    "bench": "106a79b49018",
-    "math": "f86e3dc3a921",
-    "olmoe": "0757412ae0f7",
-    "qwen15_moe": "5a24704d6a6d",
-    "qwen3": "140e7144bcdb",
-    "smol": "f034ad191b6b",
-    "tiny_16": "46185e149c2e",
-    "tiny_cpu": "c128bac1fa45",
+    "bench": "c1a142a18248",
+    "math": "370e7dfdc04d",
+    "olmoe": "b3657348f90a",
+    "qwen15_moe": "8f904a8d569d",
+    "qwen3": "ab3a5b9332dd",
+    "smol": "661abbaf9312",
+    "tiny_16": "d86f46cf0782",
+    "tiny_cpu": "dda30c8ffce7",
 }
 
 

@@ -22,7 +22,7 @@ from scope import cases
 
 from config import load_config
 from inputs import hf_config
-from inputs.layout_rules import check_layout
+from inputs.layout_rules import check_layout, sides
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = [*sorted(ROOT.glob("*.sh")), ROOT / ".ci" / "run"]
@@ -302,6 +302,7 @@ RUNS = {  # script -> (processes, machines, model, layout)
     "run_8npu_qwen15.sh": (8, 1, QWEN15_MOE, (4, 4)),
     "run_6npu.sh": (6, 1, QWEN15_MOE, (2, 3)),
     "run_2node.sh": (16, 2, QWEN3_30B_A3B, (4, 32)),
+    "run_2node_apart.sh": (16, 2, QWEN3_30B_A3B, (4, 16)),
     "run_2npu.sh": (2, 1, QWEN3_30B_A3B, (2, 2)),
     "run_8gpu.sh": (8, 1, QWEN3_30B_A3B, (4, 8)),
     "run_1gpu.sh": (1, 1, OLMOE, (1, 1)),
@@ -313,7 +314,8 @@ def checked(command: list[str], model: dict) -> tuple[int, int]:
     path, overrides, ranks = run_scripts.training(command)
     cfg = load_config(ROOT / path, overrides)
     arch = hf_config.parse(model)
-    check_layout(cfg, arch, ranks)
+    for side in sides(cfg, ranks):
+        check_layout(side.cfg, arch, side.ranks)
     assert ranks % cfg.rollout.tensor == 0 and arch.num_heads % cfg.rollout.tensor == 0
     return cfg.parallel.tensor, cfg.parallel.expert
 
