@@ -56,7 +56,9 @@ class Bridge:
         self.side: Side = side_of(cfg, launched_world_size(), launched_rank())
         self.samples, self.rank = self.side.name == "samplers", launched_rank() - self.side.first
         self.size, self.heartbeat = cfg.rollout.ranks + 1, heartbeat
-        self.limit = datetime.timedelta(seconds=cfg.parallel.timeout_seconds)
+        # A side may work for longer than a collective may last. The heartbeat ends a wait without progress.
+        limit = {"days": 365} if cfg.train.stall_seconds else {"seconds": cfg.parallel.timeout_seconds}
+        self.limit = datetime.timedelta(**limit)
         self.policies: Any = None  # the group of all members, and that of the two that move rollouts
         self.rollouts: Any = None
         self.within: Any = None  # the group of this side
