@@ -49,16 +49,19 @@ def is_due(steps_done: int, every: int, num_steps: int) -> bool:
 
 
 class Bridge:
-    """Where the two sides meet: rank 0 of the trainers, and all samplers. Other ranks only know their side."""
+    """Where the two sides meet: rank 0 of the trainers, and all samplers. Other ranks wait for rank 0 of their side."""
 
     def __init__(self, cfg: Config, heartbeat: Heartbeat) -> None:
         """InputError if no rank is left to train."""
         self.side: Side = side_of(cfg, launched_world_size(), launched_rank())
         self.samples, self.rank = self.side.name == "samplers", launched_rank() - self.side.first
         self.size, self.heartbeat = cfg.rollout.ranks + 1, heartbeat
-        self.limit = datetime.timedelta(seconds=cfg.parallel.timeout_seconds)
+        # A side may work for longer than a collective may last. The heartbeat ends a wait without progress.
+        limit = {"days": 365} if cfg.train.stall_seconds else {"seconds": cfg.parallel.timeout_seconds}
+        self.limit = datetime.timedelta(**limit)
         self.policies: Any = None  # the group of all members, and that of the two that move rollouts
         self.rollouts: Any = None
+        self.within: Any = None  # the group of this side
         self.waiting, self.noted = False, 0.0
 
     def open(self) -> None:
@@ -67,6 +70,7 @@ class Bridge:
         while isinstance(store, dist.PrefixStore):  # below the name of the side
             store = store.underlying_store
         self.store = store
+        self.within = self._group(f"within {self.side.name}", self.rank, self.side.ranks)
         if self.samples or self.rank == 0:
             place = 1 + self.rank if self.samples else 0
             self.policies = self._group("policies", place, self.size)
@@ -104,6 +108,14 @@ class Bridge:
         self.waiting = False
         work.wait()
 
+    def wait_for_first(self, what: str) -> None:
+        """Wait until rank 0 of this side has waited for ``what``, as patiently as it. Collective over the side.
+
+        Without this, the other ranks would wait in a collective of the side, in which they make no progress themselves.
+        """
+        if self.side.ranks > 1:
+            self.broadcast(self.within, torch.zeros(1), 0, what)
+
     def broadcast_object(self, group: Any, value: object, root: int, what: str) -> Any:
         """``value`` of the member ``root``; that of the others is not used."""
         mine = self.samples == (root > 0) and (root == 0 or self.rank == 0)
@@ -131,18 +143,22 @@ class Bridge:
 
     def send_policy(self, learner: Learner, version: int) -> None:
         """Send the factors as the adapters have them now, whole and in fp32. Collective over the trainers."""
-        digest = hashlib.sha256()
+        digest, what = hashlib.sha256(), "the policy to be taken"
+        if self.policies:
+            self.broadcast(self.policies, torch.zeros(1), 0, what)
+        self.wait_for_first(what)
         for pending in learner.state()[0]["adapter"].values():
             whole = pending.make().detach().cpu().contiguous()
             if self.policies:
                 digest.update(memoryview(whole.flatten().view(torch.uint8).numpy()))
-                self.broadcast(self.policies, whole, 0, "the policy to be taken")
+                self.broadcast(self.policies, whole, 0, what)
         if self.policies:
-            self.broadcast_object(self.policies, (version, digest.hexdigest()), 0, "the policy to be taken")
+            self.broadcast_object(self.policies, (version, digest.hexdigest()), 0, what)
 
     def receive_policy(self, adapters: dict[str, Adapter], inputs: Inputs, parallel: Parallel, version: int) -> None:
         """Put the next policy into ``adapters``. Tripped unless it is that ``version``, and what was sent."""
         digest = hashlib.sha256()
+        self.broadcast(self.policies, torch.zeros(1), 0, f"the policy after {version} steps")
         for name, factor in lora_megatron.factors(adapters).items():
             whole = torch.empty(lora_megatron.whole_shape(factor, parallel))
             self.broadcast(self.policies, whole, 0, f"the policy after {version} steps")
@@ -276,6 +292,7 @@ class Apart:
 
     def _receive(self, what: str) -> Any:
         box = [self.bridge.broadcast_object(self.bridge.rollouts, None, 1, what) if self.parallel.rank == 0 else None]
+        self.bridge.wait_for_first(what)
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
@@ -347,8 +364,10 @@ class Samplers:
         self._send(evaluation(self.cfg, self.engine, self.inputs, self.parallel, self.heartbeat))
 
     def _send(self, value: object) -> None:
+        what = "a rollout or evaluation to be taken"
         if self.parallel.rank == 0:
-            self.bridge.broadcast_object(self.bridge.rollouts, value, 1, "a rollout or evaluation to be taken")
+            self.bridge.broadcast_object(self.bridge.rollouts, value, 1, what)
+        self.bridge.wait_for_first(what)
 
     def _all_groups(self, sampled: Sampled) -> list:
         """The groups of all prompts, on rank 0."""

@@ -1,6 +1,7 @@
 """train_grpo.py with one fault at an exact place: torchrun ... faulty_train.py FAULT PLACE COUNT RANK FLAG CONFIG ...
 
-FAULT is hang, raise or die. It happens on rank RANK when the rank reaches PLACE (update, checkpoint or log) for the
+FAULT is hang, raise or die. It happens on rank RANK when the rank reaches PLACE (update, checkpoint, log or
+sample) for the
 COUNT-th time, and it writes the file FLAG. Everything else is the real script, from the command line to the exit code.
 """
 
@@ -19,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 import checkpoint  # noqa: E402
 import parallel_setup  # noqa: E402
+import rollout  # noqa: E402
 import runlog  # noqa: E402
 
 
@@ -53,6 +55,7 @@ def main() -> None:
             "update": (parallel_setup.Parallel, "sync_gradients_"),  # the gradients exist, no weight has changed
             "checkpoint": (checkpoint, "to_dict"),  # the tensors are written; the state and the checksums are not
             "log": (runlog.RunLog, "log_step"),  # the completions of the step are logged; its metrics are not
+            "sample": (rollout, "sample_step"),
         }[place]
         arm(owner, name, int(count), lambda: strike(fault, Path(flag)))
     sys.argv = [str(ROOT / "train_grpo.py"), *arguments]

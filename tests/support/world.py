@@ -86,6 +86,14 @@ def as_torchrun(ranks: int, function: Callable, *args, log: Path | None = None) 
 
     The result of the function is the exit code, and its output goes to ``log``. If one process fails, the others go on.
     """
+    processes = start_as_torchrun(ranks, function, *args, log=log)
+    for process in processes:
+        process.join()
+    return [process.exitcode for process in processes]
+
+
+def start_as_torchrun(ranks: int, function: Callable, *args, log: Path | None = None) -> list:
+    """The same processes in rank order, as soon as they have started."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
@@ -97,9 +105,7 @@ def as_torchrun(ranks: int, function: Callable, *args, log: Path | None = None) 
         processes.append(fork.Process(target=_launched, args=(variables, log, function, args)))
     for process in processes:
         process.start()
-    for process in processes:
-        process.join()
-    return [process.exitcode for process in processes]
+    return processes
 
 
 def _launched(variables: dict[str, str], log: Path | None, function: Callable, args: tuple) -> None:

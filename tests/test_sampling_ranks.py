@@ -1,0 +1,407 @@
+"""rollout.ranks: ranks that only sample give the bytes of a run whose ranks do both, and no fault passes unnoticed.
+
+The ranks are forked processes with the whole command, beside one run under the real torchrun.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+import signal
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import apart
+import launched
+import planted
+import pytest
+import torch
+import training
+from planting import before, instead
+from refused import refusal
+from scope import cases
+
+import adapter_weights
+import lora_megatron
+import rollout
+from config import to_yaml
+from inputs import check
+from inputs.files import InputError
+from knobs import Config
+from learner import Learner
+from parallel_setup import Parallel
+from rollout import Sampled
+from runlog import EXIT_CODE
+from sampling_ranks import Apart, Bridge, Delivery, Samplers
+
+OWN = Path(__file__).parent / "support" / "own.py"
+RECORDS = ("metrics.jsonl", "moe.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl")
+RUN = {
+    "reward__function": f"{OWN}:reward", "reward__check_gold": False, "loss__importance": "token",
+    "train__steps": 4, "train__checkpoint_every": 1, "train__completions_logged": 3, "train__keep_last": 9,
+    "eval__every": 2, "rollout__staleness": 1,
+}  # fmt: skip
+BF16 = {"model__dtype": "bf16"}
+
+
+def configuration(model: Path, folder: Path, layout: str = "TP2_EP2", ranks: int = 2, **changes: object) -> Config:
+    """A run whose last ``ranks`` ranks sample; 0: all ranks do both."""
+    return training.in_layout(training.config(model, folder, rollout__ranks=ranks, **RUN | changes), layout)
+
+
+def colocated(model: Path, folder: Path, layout: str = "TP2_EP2", **changes: object) -> Path:
+    """The folder of the run whose ranks do both."""
+    cfg = configuration(model, folder, layout, 0, **changes)
+    training.in_world(layout, training.train_each, [(layout, cfg)], False)
+    run = training.only_run(cfg)
+    assert all(row["actor/grad_norm"] > 0.01 for row in training.metrics(run)), "its policy must move"
+    return run
+
+
+@pytest.fixture(scope="module")
+def reference(model, tmp_path_factory) -> Path:
+    """The run of two ranks that do both, in the layout TP2_EP2."""
+    return colocated(model, tmp_path_factory.mktemp("reference"))
+
+
+def assert_same_bytes(found: Path, expected: Path, checkpoints: str = "step-*", records=RECORDS) -> None:
+    """The records, and all tensors of ``checkpoints``, are equal to the byte."""
+    for name in records:
+        assert (found / name).read_bytes() == (expected / name).read_bytes(), name
+    saved = [path.relative_to(expected) for path in sorted(expected.glob(f"checkpoints/{checkpoints}/*.safetensors"))]
+    assert len(saved) >= 3
+    for name in saved:
+        assert (found / name).read_bytes() == (expected / name).read_bytes(), name
+
+
+# ------------------------------------------------------------------------------------------------ the same bytes
+
+
+def test_two_trainers_and_two_samplers_under_torchrun_write_what_two_ranks_write(model, reference, tmp_path) -> None:
+    cfg = configuration(model, tmp_path / "out")
+    (tmp_path / "config.yaml").write_text(to_yaml(cfg))
+    with launched.launch(4, "train_grpo.py", tmp_path / "config.yaml", log=tmp_path / "log") as started:
+        assert started.wait() == 0, started.text
+    assert_same_bytes(training.only_run(cfg), reference)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        ("TP2_EP2", BF16 | {"rollout__sync": "merged", "replay__mode": "r3"}),
+        ("EP2", BF16 | {"rollout__sync": "adapter", "optim__prompts_per_update": 3}),
+        ("DP2", {"aqn__schedule": "constant"}),
+        ("TP2", {"rollout__dynamic_rounds": 2}),
+        ("ETP2", {"replay__mode": "r2", "eval__every": 1}),
+    ],
+)
+def test_other_runs_write_what_two_ranks_write(layout, changes, model, tmp_path) -> None:
+    expected = colocated(model, tmp_path / "colocated", layout, **changes)
+    cfg = configuration(model, tmp_path / "apart", layout, **changes)
+    ended = apart.run(4, cfg, tmp_path)
+    assert ended.codes == [0] * 4, ended.text
+    assert_same_bytes(training.only_run(cfg), expected)
+
+
+@pytest.mark.parametrize("layout", cases(["TP2_EP2"], ["DP2"]))
+def test_two_trainers_and_one_sampler_write_what_two_ranks_write(layout, model, tmp_path) -> None:
+    """Of the colocated run each rank samples all prompts, as the sampler does, so the batches of decoding are equal.
+
+    sync/update_share and sync/update_error are sums over the shards of the sampling side, of which one has one shard
+    and the other two, so the order of the additions differs.
+    """
+    expected = colocated(model, tmp_path / "colocated", layout, rollout__tensor=2)
+    cfg = configuration(model, tmp_path / "apart", layout, 1)
+    ended = apart.run(3, cfg, tmp_path)
+    assert ended.codes == [0] * 3, ended.text
+    found = training.only_run(cfg)
+    assert_same_bytes(found, expected, records=RECORDS[1:])
+    for row, wanted in zip(training.metrics(found), training.metrics(expected), strict=True):
+        sums = {key for key in wanted if key.startswith("sync/update_")}
+        assert sums and row == wanted | {key: pytest.approx(wanted[key], rel=1e-4, abs=1e-7) for key in sums}
+
+
+# ------------------------------------------------------------------------------------------------ a rank that is lost
+
+# In step 3 of 4. The fifth policy that is sent is that of step 3, after two at the start and one for an evaluation; the
+# fifth message from the samplers is the rollout of step 3, after two evaluations.
+PLACES = {
+    "the policy is gathered": [(Bridge, "send_policy", 5), (adapter_weights, "whole", 3)],
+    "the policy is sent": [(Bridge, "send_policy", 5), (Bridge, "broadcast", 3)],
+    "the policy is taken": [(Bridge, "receive_policy", 5), (Bridge, "broadcast", 3)],
+    "the rollout is sent": [(Samplers, "_send", 5)],
+    "the rollout is half sent": [(Samplers, "_send", 5), (Bridge, "broadcast", 2)],
+    "the rollout is taken": [(Apart, "_receive", 5)],
+    "the rollout is half taken": [(Apart, "_receive", 5), (Bridge, "broadcast", 2)],
+    "the step is learned": [(Parallel, "sync_gradients_", 3)],
+    "the step is sampled": [(rollout, "sample_step", 3)],
+}
+LOST = cases(
+    [(0, "the rollout is half taken"), (3, "the policy is taken")],
+    [
+        *((0, place) for place in ("the policy is gathered", "the policy is sent", "the step is learned")),
+        *((1, place) for place in ("the policy is gathered", "the rollout is taken", "the step is learned")),
+        *((2, place) for place in ("the policy is taken", "the rollout is half sent", "the step is sampled")),
+        *((3, place) for place in ("the rollout is sent", "the step is sampled")),
+    ],
+)
+
+
+@pytest.mark.parametrize(("rank", "place"), LOST)
+def test_a_killed_rank_ends_all_others_and_the_resumed_run_has_the_same_bytes(
+    rank, place, model, reference, tmp_path
+) -> None:
+    """Ranks 0 and 1 train, 2 and 3 sample."""
+    cfg = configuration(model, tmp_path / "out")
+    killed = apart.run(4, cfg, tmp_path, apart.strike("die", rank, PLACES[place], tmp_path))
+    assert killed.codes[rank] == -signal.SIGKILL and killed.seconds < 15, (killed.seconds, killed.text)
+    assert all(code not in (0, None) for code in killed.codes), killed.text
+    run = training.only_run(cfg)
+    saved = len([*run.glob("checkpoints/step-*")])
+    assert 1 <= saved <= 3 and (rank == 0 or "error: " in (run / "log.txt").read_text())
+    again = apart.run(4, cfg, tmp_path)
+    assert again.codes == [0] * 4 and f"resumed {run.name} after {saved} of 4 steps" in again.text, again.text
+    assert_same_bytes(training.only_run(cfg), reference)
+
+
+@pytest.mark.full
+def test_torchrun_ends_with_the_lost_sampler_and_a_restart_goes_on(model, reference, tmp_path) -> None:
+    """After the restart, which resumes from step 2, the sampler has no fourth step."""
+    cfg, flag = configuration(model, tmp_path / "out"), tmp_path / "flag"
+    (tmp_path / "config.yaml").write_text(to_yaml(cfg))
+    fault, meet = ("die", "sample", 4, 2, flag), ("--standalone", "--max-restarts=1")
+    arguments = (*fault, tmp_path / "config.yaml")
+    with launched.launch(4, "tests/support/faulty_train.py", *arguments, log=tmp_path / "log", meet=meet) as started:
+        assert started.wait() == 0 and flag.exists(), started.text
+    assert "after 2 of 4 steps" in started.text
+    assert_same_bytes(training.only_run(cfg), reference)
+
+
+# ------------------------------------------------------------------------------------------------ a rank that stalls
+
+STALL = 6
+WAITS = "the other side was asked for"
+STALLED = cases(
+    [("stop", 2, "the step is sampled", f"rank 0: stood still for {{}} s after: {WAITS} the policy to be taken ")],
+    [
+        ("stop", 3, "the step is sampled", "rank 2: stood still for {} s after: sync of step 3 "),
+        ("stop", 2, "the policy is taken", f"rank 0: stood still for {{}} s after: {WAITS} the policy to be taken "),
+        ("stop", 0, "the step is learned", f"rank 2: stood still for {{}} s after: {WAITS} "),
+        ("stop", 1, "the step is learned", "rank 0: stood still for {} s after: update of step 3 "),
+        ("stop", 0, "the policy is sent", f"rank 3: stood still for {{}} s after: {WAITS} the policy after 2 steps "),
+        ("hang", 2, "the step is sampled", "rank 2: stood still for {} s after: sync of step 3 "),
+        ("hang", 3, "the step is sampled", "rank 3: stood still for {} s after: sync of step 3 "),
+        ("hang", 0, "the step is learned", "rank 0: stood still for {} s after: update of step 3 "),
+        ("hang", 1, "the rollout is taken", "rank 1: stood still for {} s after: sync of step 3 "),
+        ("hang", 2, "the rollout is half sent", f"rank 2: stood still for {{}} s after: {WAITS} a rollout or "),
+    ],
+)
+
+
+@pytest.mark.parametrize(("kind", "rank", "place", "said"), STALLED)
+def test_a_rank_that_stands_still_ends_the_run_and_the_message_says_where(
+    kind, rank, place, said, model, tmp_path
+) -> None:
+    """A stopped process cannot say anything itself; the ranks that wait for it do."""
+    cfg = configuration(model, tmp_path / "out", train__stall_seconds=STALL)
+    ended = apart.run(4, cfg, tmp_path, apart.strike(kind, rank, PLACES[place], tmp_path))
+    assert ended.seconds < STALL + 15, (ended.seconds, ended.text)
+    assert ended.codes.count(None) == (kind == "stop") and (ended.codes[rank] is None) == (kind == "stop"), ended.text
+    assert 0 not in ended.codes and EXIT_CODE in ended.codes, ended.codes
+    before, after = map(re.escape, said.split("{}"))
+    assert re.search(rf"{before}\d+{after}", ended.text), ended.text
+
+
+def test_a_side_that_works_for_long_does_not_end_the_other(model, tmp_path) -> None:
+    """Step 2 is sampled and learned with progress, but for longer than the limits on standing still and collectives."""
+
+    def slow(*args) -> None:
+        beat = args[-1].heartbeat.beat if isinstance(args[0], Learner) else args[0].beat
+        for _ in range(27):
+            time.sleep(0.3)
+            beat()
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        for owner, name in ((rollout, "sample_step"), (Learner, "update")):
+            calls = itertools.count(1)
+            before(owner, name, lambda *args, calls=calls: slow(*args) if next(calls) == 2 else None)(patch)
+
+    cfg = configuration(model, tmp_path / "out", train__stall_seconds=3, parallel__timeout_seconds=6)
+    ended = apart.run(4, cfg, tmp_path, plant)
+    assert ended.codes == [0] * 4 and ended.seconds > 16, (ended.seconds, ended.text)
+
+
+# ------------------------------------------------------------------------------------------------ planted faults
+
+TRAINERS, SAMPLERS = (0, 1), (2, 3)
+
+
+def old_factors(patch: pytest.MonkeyPatch) -> None:
+    """The sampler receives each policy but samples with the one before."""
+    real, last = Bridge.receive_policy, []
+
+    def receive(bridge: Bridge, adapters: dict, *args) -> None:
+        real(bridge, adapters, *args)
+        factors = lora_megatron.factors(adapters)
+        last.append({name: factor.detach().clone() for name, factor in factors.items()})
+        adapter_weights.copy_(factors, last[max(0, len(last) - 2)])
+
+    patch.setattr(Bridge, "receive_policy", receive)
+
+
+def old_policy_sent(patch: pytest.MonkeyPatch) -> None:
+    """The trainers send the policy before, under the number of the current one."""
+    real = Bridge.send_policy
+
+    def send(bridge: Bridge, learner: Learner, version: int) -> None:
+        with learner.sampling_policy():
+            real(bridge, learner, version)
+
+    patch.setattr(Bridge, "send_policy", send)
+
+
+def swapped(*args) -> Sampled:
+    """rollout.sample_step that samples step 3 before step 2, and gives each out as the other one."""
+    real, *others, step = args
+    return real(*others, {1: 2, 2: 1}.get(step, step))
+
+
+def renamed(real: Callable, samplers: Samplers, value: object) -> None:
+    """The rollout of step 2 is sent as that of step 3."""
+    real(samplers, value._replace(step=2) if isinstance(value, Delivery) and value.step == 1 else value)
+
+
+def of_another_rank(key: str, kind: str) -> Callable:
+    """adapter_weights.piece of the factors of ``kind`` at the place of the other of two ranks."""
+
+    def piece(real: Callable, name: str, factor, whole, arch, parallel) -> torch.Tensor:
+        moved = dataclasses.replace(parallel, **{key: 1 - getattr(parallel, key)}) if kind in name else parallel
+        return real(name, factor, whole, arch, moved)
+
+    return piece
+
+
+def a_bit_flipped(patch: pytest.MonkeyPatch) -> None:
+    """The lowest bit of one number of the fourth policy that arrives."""
+
+    def flip() -> None:
+        broadcast = Bridge.broadcast
+
+        def flipped(bridge: Bridge, group, tensor: torch.Tensor, *args) -> None:
+            broadcast(bridge, group, tensor, *args)
+            tensor.view(torch.int32).flatten()[-1] ^= 1
+            patch.setattr(Bridge, "broadcast", broadcast)
+
+        patch.setattr(Bridge, "broadcast", flipped)
+
+    apart.arm(patch, [(Bridge, "receive_policy", 4), (Bridge, "broadcast", 2)], flip)
+
+
+STUCK, GAP = {"checks__logp_gap": "off"}, {"checks__adapters": "off"}
+FAULTS = {
+    "all samplers keep old factors": (SAMPLERS, old_factors, STUCK, "checks.adapters: step 3: the last update had"),
+    "all samplers keep old factors, unlike the log-probs": (SAMPLERS, old_factors, GAP, "checks.logp_gap: step 3: "),
+    "a sampler keeps old factors": ((3,), old_factors, {}, "checks.logp_gap: step 3: "),
+    "the trainers send the policy before": (TRAINERS, old_policy_sent, STUCK, "checks.adapters: step 3: the last up"),
+    "the trainers send the policy before, unlike the log-probs": (
+        TRAINERS, old_policy_sent, GAP, "checks.logp_gap: step 3: "
+    ),
+    "the trainers count other steps": (
+        TRAINERS,
+        instead(Bridge, "send_policy", lambda real, *args: real(*args[:-1], args[-1] + (args[-1] == 1))),
+        {},
+        "rollout.ranks: sampler 0 needs the policy after 1 steps and got ",
+    ),
+    "two rollouts in the wrong order": (
+        SAMPLERS, instead(rollout, "sample_step", swapped), {},
+        "rollout.ranks: step 2 got the rollout of step 2, which the policy after 0 steps sampled, without the quest",
+    ),
+    "a rollout with the number of another": (
+        SAMPLERS, instead(Samplers, "_send", renamed), {},
+        "rollout.ranks: step 2 got the rollout of step 3, which the policy after 0 steps sampled, with the quest",
+    ),
+    "experts of another rank": (
+        SAMPLERS, instead(adapter_weights, "piece", of_another_rank("expert_rank", ".experts.")), {},
+        "checks.logp_gap: step 3: ",
+    ),
+    "columns of another rank": (
+        SAMPLERS, instead(adapter_weights, "piece", of_another_rank("tensor_rank", "linear_proj")), {},
+        "checks.logp_gap: step 3: ",
+    ),
+    "rows of another rank": (
+        (3,), instead(adapter_weights, "piece", of_another_rank("tensor_rank", "linear_qkv")), {},
+        "checks.logp_gap: step 3: ",
+    ),
+    "a bit changed on the way": ((3,), a_bit_flipped, {}, "rollout.ranks: sampler 1 needs the policy after 2 steps "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", cases(["a sampler keeps old factors", "a bit changed on the way"], FAULTS))
+def test_a_planted_fault_ends_the_run_and_is_named(name, model, tmp_path) -> None:
+    ranks, plant, changes, message = FAULTS[name]
+    cfg = configuration(model, tmp_path / "out", **changes)
+    ended = apart.run(4, cfg, tmp_path, apart.on(ranks, plant))
+    assert 0 not in ended.codes and ended.codes[ended.first] == 3, (ended.codes, ended.text)
+    assert f"stopped: {message}" in ended.text and "  look at: " in ended.text, ended.text
+
+
+@pytest.mark.parametrize("ranks", cases([SAMPLERS], [(3,)]))
+def test_samplers_that_read_other_questions_end_the_run_before_a_step(ranks, model, tmp_path) -> None:
+    cfg = configuration(model, tmp_path / "out")
+    ended = apart.run(4, cfg, tmp_path, apart.on(ranks, planted.another_question))
+    assert 0 not in ended.codes and ended.codes[ended.first] == 2, (ended.codes, ended.text)
+    who, whom = ("the samplers", "the trainers") if ranks == SAMPLERS else ("rank 1", "rank 0")
+    message = f"error: the training questions as prompts: {who} did not read what {whom} read; needed: the same files"
+    assert message in ended.text and "step 1/4" not in ended.text, ended.text
+
+
+# ------------------------------------------------------------------------------------------------ at the same time
+
+
+def test_a_step_takes_as_long_as_its_longer_side(model, tmp_path) -> None:
+    """Sampling and learning are delayed by a second each; one after the other, they would take more than two."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        before(rollout, "sample_step", lambda *args: time.sleep(1))(patch)
+        before(Learner, "update", lambda *args: time.sleep(1))(patch)
+
+    cfg = configuration(model, tmp_path / "out", eval__every=0, eval__samples=0, train__checkpoint_every=0)
+    ended = apart.run(4, cfg, tmp_path, plant)
+    assert ended.codes == [0] * 4, ended.text
+    rows = [json.loads(line) for line in (training.only_run(cfg) / "timing.jsonl").read_text().splitlines()]
+    assert 1 <= statistics.median(row["timing/step_s"] for row in rows[1:]) < 1.6, rows
+
+
+# ------------------------------------------------------------------------------------------------ refusals
+
+
+def test_what_cannot_work_is_refused_with_what_is_needed(model, tmp_path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(configuration(model, tmp_path / "out")))
+    for staleness in (0, 2):
+        assert refusal(path, f"rollout.staleness={staleness}") == (
+            f"rollout.staleness: {staleness}; needed with rollout.ranks, which are one step ahead: 1"
+        )
+    assert refusal(path, "loss.importance=none").startswith("rollout.staleness: 1 trains on samples of an older policy")
+    for ranks, layout, message in (
+        (2, "TP1", "rollout.ranks: 2 of 2 ranks sample, so none trains; needed: fewer"),
+        (1, "TP1", "rollout.ranks: 2 of 1 ranks sample, so none trains; needed: fewer"),
+        (5, "TP2_EP2", "parallel.tensor: 2 does not divide 3 ranks; nearest: 1"),
+    ):
+        cfg = configuration(model, tmp_path / "out", layout, reward__function=None)
+        with pytest.raises(InputError) as caught:
+            check.check_inputs(cfg, ranks)
+        assert str(caught.value) == message
+
+
+@pytest.mark.full
+def test_the_command_refuses_before_it_makes_a_folder(model, tmp_path) -> None:
+    ended = apart.run(2, configuration(model, tmp_path / "out"), tmp_path)
+    assert ended.codes == [2, 2], ended.text
+    assert "\nrank 1: error: rollout.ranks: 2 of 2 ranks sample, so none trains; needed: fewer\n" in ended.text
+    assert not [*tmp_path.glob("out/tiny-*")]
