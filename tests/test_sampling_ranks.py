@@ -22,6 +22,7 @@ import planted
 import pytest
 import torch
 import training
+import world
 from planting import before, instead
 from refused import refusal
 from scope import cases
@@ -100,13 +101,15 @@ def test_two_trainers_and_two_samplers_under_torchrun_write_what_two_ranks_write
         ("DP2", {"aqn__schedule": "constant"}),
         ("TP2", {"rollout__dynamic_rounds": 2}),
         ("ETP2", {"replay__mode": "r2", "eval__every": 1}),
+        ("TP1", {"eval__every": 0}),
     ],
 )
-def test_other_runs_write_what_two_ranks_write(layout, changes, model, tmp_path) -> None:
+def test_other_runs_write_what_ranks_that_do_both_write(layout, changes, model, tmp_path) -> None:
     expected = colocated(model, tmp_path / "colocated", layout, **changes)
-    cfg = configuration(model, tmp_path / "apart", layout, **changes)
-    ended = apart.run(4, cfg, tmp_path)
-    assert ended.codes == [0] * 4, ended.text
+    ranks = world.LAYOUTS[layout][0]  # to train, and as many to sample
+    cfg = configuration(model, tmp_path / "apart", layout, ranks, **changes)
+    ended = apart.run(2 * ranks, cfg, tmp_path)
+    assert ended.codes == [0] * 2 * ranks, ended.text
     assert_same_bytes(training.only_run(cfg), expected)
 
 
