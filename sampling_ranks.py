@@ -49,7 +49,7 @@ def is_due(steps_done: int, every: int, num_steps: int) -> bool:
 
 
 class Bridge:
-    """Where the two sides meet: rank 0 of the trainers, and all samplers. Other ranks wait for rank 0 of their side."""
+    """Where the two sides meet: rank 0 of the trainers, for which the others wait, and all samplers."""
 
     def __init__(self, cfg: Config, heartbeat: Heartbeat) -> None:
         """InputError if no rank is left to train."""
@@ -61,7 +61,7 @@ class Bridge:
         self.limit = datetime.timedelta(**limit)
         self.policies: Any = None  # the group of all members, and that of the two that move rollouts
         self.rollouts: Any = None
-        self.within: Any = None  # the group of this side
+        self.within: Any = None  # the group of the trainers
         self.waiting, self.noted = False, 0.0
 
     def open(self) -> None:
@@ -70,7 +70,8 @@ class Bridge:
         while isinstance(store, dist.PrefixStore):  # below the name of the side
             store = store.underlying_store
         self.store = store
-        self.within = self._group(f"within {self.side.name}", self.rank, self.side.ranks)
+        if not self.samples:
+            self.within = self._group("trainers", self.rank, self.side.ranks)
         if self.samples or self.rank == 0:
             place = 1 + self.rank if self.samples else 0
             self.policies = self._group("policies", place, self.size)
@@ -109,9 +110,9 @@ class Bridge:
         work.wait()
 
     def wait_for_first(self, what: str) -> None:
-        """Wait until rank 0 of this side has waited for ``what``, as patiently as it. Collective over the side.
+        """Wait until rank 0 has waited for ``what``, as patiently as it does. Collective over the trainers.
 
-        Without this, the other ranks would wait in a collective of the side, in which they make no progress themselves.
+        Otherwise they would wait in a collective of their own, whose limits are those of ranks that work alike.
         """
         if self.side.ranks > 1:
             self.broadcast(self.within, torch.zeros(1), 0, what)
@@ -364,10 +365,8 @@ class Samplers:
         self._send(evaluation(self.cfg, self.engine, self.inputs, self.parallel, self.heartbeat))
 
     def _send(self, value: object) -> None:
-        what = "a rollout or evaluation to be taken"
         if self.parallel.rank == 0:
-            self.bridge.broadcast_object(self.bridge.rollouts, value, 1, what)
-        self.bridge.wait_for_first(what)
+            self.bridge.broadcast_object(self.bridge.rollouts, value, 1, "a rollout or evaluation to be taken")
 
     def _all_groups(self, sampled: Sampled) -> list:
         """The groups of all prompts, on rank 0."""

@@ -6,6 +6,7 @@ The ranks are forked processes with the whole command, beside one run under the 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import re
@@ -21,6 +22,7 @@ import planted
 import pytest
 import torch
 import training
+import world
 from planting import before, instead
 from refused import refusal
 from scope import cases
@@ -81,6 +83,7 @@ def assert_same_bytes(found: Path, expected: Path, checkpoints: str = "step-*", 
 # ------------------------------------------------------------------------------------------------ the same bytes
 
 
+@pytest.mark.slow
 def test_two_trainers_and_two_samplers_under_torchrun_write_what_two_ranks_write(model, reference, tmp_path) -> None:
     cfg = configuration(model, tmp_path / "out")
     (tmp_path / "config.yaml").write_text(to_yaml(cfg))
@@ -98,13 +101,15 @@ def test_two_trainers_and_two_samplers_under_torchrun_write_what_two_ranks_write
         ("DP2", {"aqn__schedule": "constant"}),
         ("TP2", {"rollout__dynamic_rounds": 2}),
         ("ETP2", {"replay__mode": "r2", "eval__every": 1}),
+        ("TP1", {"eval__every": 0}),
     ],
 )
-def test_other_runs_write_what_two_ranks_write(layout, changes, model, tmp_path) -> None:
+def test_other_runs_write_what_ranks_that_do_both_write(layout, changes, model, tmp_path) -> None:
     expected = colocated(model, tmp_path / "colocated", layout, **changes)
-    cfg = configuration(model, tmp_path / "apart", layout, **changes)
-    ended = apart.run(4, cfg, tmp_path)
-    assert ended.codes == [0] * 4, ended.text
+    ranks = world.LAYOUTS[layout][0]  # to train, and as many to sample
+    cfg = configuration(model, tmp_path / "apart", layout, ranks, **changes)
+    ended = apart.run(2 * ranks, cfg, tmp_path)
+    assert ended.codes == [0] * 2 * ranks, ended.text
     assert_same_bytes(training.only_run(cfg), expected)
 
 
@@ -203,6 +208,7 @@ STALLED = cases(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "rank", "place", "said"), STALLED)
 def test_a_rank_that_stands_still_ends_the_run_and_the_message_says_where(
     kind, rank, place, said, model, tmp_path
@@ -217,23 +223,29 @@ def test_a_rank_that_stands_still_ends_the_run_and_the_message_says_where(
     assert re.search(rf"{before}\d+{after}", ended.text), ended.text
 
 
+@pytest.mark.slow
 def test_a_side_that_works_for_long_does_not_end_the_other(model, tmp_path) -> None:
-    """Step 2 is sampled and learned with progress, but for longer than the limits on standing still and collectives."""
+    """Steps have progress, but for longer than the limits on standing still and on collectives.
+
+    The trainers wait for the second rollout before they send a policy, and for the last one without sending any. The
+    samplers wait while the second step is learned.
+    """
 
     def slow(*args) -> None:
         beat = args[-1].heartbeat.beat if isinstance(args[0], Learner) else args[0].beat
-        for _ in range(27):
+        for _ in range(25):
             time.sleep(0.3)
             beat()
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        for owner, name in ((rollout, "sample_step"), (Learner, "update")):
+        for owner, name, steps in ((rollout, "sample_step", (2, 4)), (Learner, "update", (2,))):
             calls = itertools.count(1)
-            before(owner, name, lambda *args, calls=calls: slow(*args) if next(calls) == 2 else None)(patch)
+            act = functools.partial(lambda calls, steps, *args: next(calls) in steps and slow(*args), calls, steps)
+            before(owner, name, act)(patch)
 
     cfg = configuration(model, tmp_path / "out", train__stall_seconds=3, parallel__timeout_seconds=6)
     ended = apart.run(4, cfg, tmp_path, plant)
-    assert ended.codes == [0] * 4 and ended.seconds > 16, (ended.seconds, ended.text)
+    assert ended.codes == [0] * 4 and ended.seconds > 22, (ended.seconds, ended.text)
 
 
 # ------------------------------------------------------------------------------------------------ planted faults
