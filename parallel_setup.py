@@ -141,7 +141,7 @@ def open_world(cfg: Config, side: Side | None = None) -> Iterator[torch.device]:
 
 
 def open_layout(sizes: ParallelConfig, device: torch.device) -> "Parallel":
-    """Megatron's groups of these sizes over the current world. config_rules.check_layout has checked the sizes."""
+    """Megatron's groups of these sizes over the current world. layout_rules.check_layout has checked the sizes."""
     devices.import_megatron(device)
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed

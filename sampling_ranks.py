@@ -278,10 +278,11 @@ class Apart:
                 f"{found.version} steps sampled, {'with' if same else 'without'} the questions of this step; needed: "
                 f"after {max(0, step - 1)} steps\n  look at: the order of exchanges in sampling_ranks.Samplers.serve"
             )
-        self.tripwires.after_push(step, *found.pushed[::-1])
+        metrics, checksums = found.pushed
+        self.tripwires.after_push(step, checksums, metrics)
         self.seconds = found.seconds
         own = rollout.own_places(len(sampled.completions), 1, self.parallel)
-        return sampled._replace(completions=[sampled.completions[place] for place in own]), found.pushed.metrics
+        return sampled._replace(completions=[sampled.completions[place] for place in own]), metrics
 
     def push_clean(self, version: int) -> None:
         """Send the policy after ``version`` steps for an evaluation."""

@@ -64,7 +64,7 @@ def train(
         timer = run.start_step(step)
 
         # 1. Give the sampler the current policy, or that of rollout.staleness steps ago: W + (alpha / R) B A. Noise is
-        # added to the sampler's copy only.
+        # added to the sampler's copy only. It is on these ranks (sampling_ranks.Colocated), or on others (Apart).
         with timer.phase("sync"):
             run.sampler.push(step)
 
