@@ -168,7 +168,9 @@ def _shared(number: int, ranks: int, kind: str, what: str) -> str:
 
 def _memory_lines(verdict: Verdict, setting: Setting) -> list[str]:
     needs = verdict.memory
-    graphs = memory.GRAPH_BYTES[setting.device] * verdict.cfg.rollout.kind.reserves / memory.GIB
+    samples = verdict.layout.role != "trainers"
+    graphs = memory.GRAPH_BYTES[setting.device] * verdict.cfg.rollout.kind.reserves * samples / memory.GIB
+    cached = f"; {needs.cached_rows} of a replica's {needs.wanted_rows} sequences in the key-value cache at once"
 
     def row(name: str, size: int, note: str) -> str:
         shown = f"{size / memory.GIB:8.3f} GiB" if size >= memory.GIB / 32 else f"{size / 2**20:8.3f} MiB"
@@ -182,8 +184,8 @@ def _memory_lines(verdict: Verdict, setting: Setting) -> list[str]:
         *(row(name, size, "  <- fullest" * (name == needs.fullest)) for name, size in needs.phases.items()),
         f"  assumed: {memory.IMBALANCE} x the mean rows on the busiest experts,"
         f" a runtime of {memory.RUNTIME_BYTES[setting.device] / memory.GIB:g} GiB"
-        f"{f' and {graphs:g} GiB for the graphs of the engine' * (graphs > 0)}, {memory.MARGIN:.0%} margin;"
-        f" {needs.cached_rows} of a replica's {needs.wanted_rows} sequences in the key-value cache at once",
+        f"{f' and {graphs:g} GiB for the graphs of the engine' * (graphs > 0)}, {memory.MARGIN:.0%} margin"
+        f"{cached * samples}",
         "  preflight.py CONFIG --dry-run compares these figures with a step without data, in about a minute",
     ]
 

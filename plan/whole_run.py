@@ -77,7 +77,8 @@ def evaluation_seconds(verdict: Verdict, setting: Setting, questions: int) -> fl
 
     The lengths are those of the training's answers.
     """
-    cfg, layout, hardware = verdict.cfg, verdict.layout, setting.hardware
+    sampling, hardware = verdict.samplers or verdict, setting.hardware
+    cfg, layout = sampling.cfg, sampling.layout
     prompt, completion, longest = setting.prompt_tokens, setting.completion_tokens, cfg.rollout.max_new_tokens
     own, seconds = -(-questions // layout.replicas), 0.0
     for samples in filter(None, (1, cfg.eval.samples)):
@@ -85,7 +86,7 @@ def evaluation_seconds(verdict: Verdict, setting: Setting, questions: int) -> fl
         seconds += sum(prefill.values()) / (layout.ranks * hardware.flops * hardware.training_share)
         for start in range(0, own, cfg.eval.batch_size):
             rows = min(cfg.eval.batch_size, own - start) * samples
-            waves = -(-rows // max(1, verdict.memory.cached_rows))
+            waves = -(-rows // max(1, sampling.memory.cached_rows))
             running = -(-rows // waves) * layout.replicas
             for steps, share, tokens in decode_parts(completion, longest, waves, refills=cfg.rollout.kind.refills):
                 part = decode_step(

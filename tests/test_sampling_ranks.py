@@ -113,6 +113,23 @@ def test_other_runs_write_what_ranks_that_do_both_write(layout, changes, model, 
     assert_same_bytes(training.only_run(cfg), expected)
 
 
+@pytest.mark.full
+@pytest.mark.vllm
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_vllm_on_ranks_of_its_own_writes_what_ranks_that_do_both_write(tensor, tmp_path) -> None:
+    """With a copy of the model on each sampler, and with one that both share; with the routes of vLLM."""
+    model, runs = training.make_model(tmp_path / "model", head_dim=32, expert_width=32), []
+    vllm = {"rollout__engine": "vllm", "rollout__tensor": tensor, "replay__mode": "r3"}
+    for name, ranks in (("both", 0), ("apart", 2)):
+        cfg = configuration(model, tmp_path / name, ranks=ranks, **vllm)
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(to_yaml(cfg))
+        with launched.launch(2 + ranks, "train_grpo.py", path, log=tmp_path / f"{name}.log") as started:
+            assert started.wait() == 0, started.text
+        runs.append(training.only_run(cfg))
+    assert_same_bytes(runs[1], runs[0])
+
+
 @pytest.mark.parametrize("layout", cases(["TP2_EP2"], ["DP2"]))
 def test_two_trainers_and_one_sampler_write_what_two_ranks_write(layout, model, tmp_path) -> None:
     """Of the colocated run each rank samples all prompts, as the sampler does, so the batches of decoding are equal.
