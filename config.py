@@ -225,7 +225,7 @@ REPLACED = {"train.tensorboard": "train.trackers: [tensorboard] for true, or lea
 MAY_CHANGE = frozenset(
     {"name", "device", "model.recompute", "model.attention_shapes", "optim.tokens_per_micro_batch", "eval.batch_size"}
     | {f"parallel.{key}" for key in ParallelConfig.model_fields}
-    | {"rollout.tensor", "rollout.expert_parallel", "rollout.kv_cache_mib"}
+    | {"rollout.tensor", "rollout.expert_parallel", "rollout.kv_cache_mib", "rollout.ranks"}
     | {"train.out_dir", "train.checkpoint_every", "train.keep_last", "train.resume", "train.changed_inputs"}
     | {"train.completions_logged", "train.stall_seconds", "train.trackers", "train.profile_steps"}
     | REPLACED.keys()
@@ -300,6 +300,11 @@ def changes_at_resume(old: dict, new: Config) -> tuple[list[str], list[str]]:
     lines = {line.partition(":")[0]: line for line in changed_keys(old, new)}
     refused = [f"{line} ({reason})" if key == "train.steps" else line for key, line in lines.items() if key not in may]
     return refused, [line for key, line in lines.items() if key in may]
+
+
+def is_due(steps_done: int, every: int, num_steps: int) -> bool:
+    """Whether a thing is due that happens ``every`` so many steps (0: never), and after the last step."""
+    return steps_done == num_steps or (every > 0 and steps_done % every == 0)
 
 
 @command

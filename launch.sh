@@ -57,11 +57,11 @@ launch() {
 
     local tensor=${BASH_REMATCH[1]} expert=${BASH_REMATCH[2]} ranks=$((NODES * RANKS_PER_NODE)) samplers=${SAMPLERS:-0}
     local overrides=("parallel.tensor=$tensor" "parallel.expert=$expert")
-    if [ "$CONFIG" = configs/qwen3.yaml ] && { [ "$tensor" != 4 ] || [ "$expert" != $((ranks - samplers)) ]; }; then
+    if [ "$CONFIG" = configs/qwen3.yaml ] && [ "$samplers" = 0 ] && { [ "$tensor" != 4 ] || [ "$expert" != "$ranks" ]; }; then
         # vLLM's shards would differ from the trainer's, so whole tensors are pushed. More experts a rank leave less room.
         overrides+=("rollout.expert_parallel=false" "model.recompute=true")
     fi
-    [ "$samplers" = 0 ] || overrides+=("rollout.ranks=$samplers" "rollout.staleness=1" "loss.importance=token")
+    [ "$samplers" = 0 ] || overrides+=("rollout.ranks=$samplers" "rollout.staleness=1")
     [ -z "$MODEL" ] || overrides+=("model.path=$MODEL")
     [ -z "$TRAIN" ] || overrides+=("data.train_path=$TRAIN" "data.test_path=$TEST")
     [ -z "$OUT" ] || overrides+=("train.out_dir=$OUT")

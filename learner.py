@@ -75,7 +75,7 @@ class Learner:
             moment: {name: torch.zeros_like(factor) for name, factor in self.factors.items()} for moment in MOMENTS
         }
         self.optimizer_steps = 0
-        # The factors after each of the last rollout.staleness steps, the oldest first.
+        # The factors before each of the last rollout.staleness steps, the oldest first.
         self.behind: deque[dict[str, Tensor]] = deque(maxlen=cfg.rollout.staleness)
 
     # ------------------------------------------------------------------------------------ the policy that samples

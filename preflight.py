@@ -18,7 +18,6 @@ layers in trainer and sampler (checks/layers_check.py).
 
 import argparse
 import json
-import math
 import os
 import subprocess
 import sys
@@ -34,6 +33,9 @@ from plan import calibrate, grid, memory, published, roofline, whole_run
 from plan.search import Setting, Verdict, alternatives, fastest, judge, overrides, scripts
 
 # ---------------------------------------------------------------------------------------------------------- the report
+
+
+SIDE = ("ranks", "layout", "groups", "per_rank")  # what is said of the samplers, if there are such ranks
 
 
 def as_json(verdict: Verdict, others: list[Verdict], setting: Setting, started: dict[int, str]) -> dict:
@@ -66,10 +68,11 @@ def as_json(verdict: Verdict, others: list[Verdict], setting: Setting, started: 
         "per_rank": {},
         "groups": {},
     }
-    if needs is None:
+    if needs is None or times is None:
         return report
     groups = grid.groups(layout)
     run = whole_run.whole_run(verdict, setting)
+    of_samplers = as_json(verdict.samplers, [], setting, started) if verdict.samplers else {}
     return report | {
         "groups": groups,
         "groups_across_nodes": {
@@ -94,7 +97,7 @@ def as_json(verdict: Verdict, others: list[Verdict], setting: Setting, started: 
             "advice": {name: advice(verdict.cfg, times, name) for name in times.long_phases},
             "decode_step": times.decode,
         },
-        **({"samplers": as_json(verdict.samplers, [], setting, started)} if verdict.samplers else {}),
+        "samplers": {key: of_samplers[key] for key in SIDE if of_samplers},
         "run_seconds": {"steps": run.steps, "evaluations": run.evaluations, "checkpoints": run.checkpoints},
     }
 
@@ -200,7 +203,8 @@ def _time_lines(verdict: Verdict, setting: Setting) -> list[str]:
     ]
     if setting.hardware.eager_layer_seconds:  # a CPU has no graphs
         decoding = [f"{seconds} s {name}" for name, seconds in times.decoding.items()]
-        lines.append(f"decoding: {', '.join(decoding)}{graphs_save(verdict.cfg, times)}")
+        saving = f"; rollout.enforce_eager=false would save about {times.graphs_save:.3g} s a step"
+        lines.append(f"decoding: {', '.join(decoding)}{saving * verdict.cfg.rollout.enforce_eager}")
     lines.append(whole_run.sentence(whole_run.whole_run(verdict, setting), verdict.cfg.train.steps))
     beside = f"; {', '.join(roofline.SAMPLING)} on the samplers, beside the others on the trainers" * times.apart
     lines.append(f"expected, by phase{beside}:")
@@ -227,14 +231,6 @@ def _time_lines(verdict: Verdict, setting: Setting) -> list[str]:
         f"  assumed: {assumed}",
         f"  longest: {times.bottleneck}, bound by {times.bound(times.bottleneck)}",
     ]
-
-
-def graphs_save(cfg: Config, times: roofline.Times) -> str:
-    """What rollout.enforce_eager=false would save where it is true: the difference of the middles of both ranges."""
-    if not cfg.rollout.enforce_eager:
-        return ""
-    graphs, eager = (math.sqrt(low * high) for low, high in times.decoding.values())
-    return f"; rollout.enforce_eager=false would save about {eager - graphs:.3g} s a step"
 
 
 def advice(cfg: Config, times: roofline.Times, phase: str) -> str:

@@ -42,6 +42,7 @@ if [ "$DEVICE" = cpu ]; then
     RENDEZVOUS=${RENDEZVOUS:-localhost:29400}
     [ "$SAMPLERS" = 0 ] || SAMPLERS=1
     CONFIG=configs/tiny_cpu.yaml RANKS_PER_NODE=1 LAYOUT=tp1_ep$((2 - SAMPLERS)) MODEL="" TRAIN="" EXTRA=(device=cpu)
+    [ "$SAMPLERS" = 0 ] || EXTRA+=(loss.importance=token)
     export OMP_NUM_THREADS=1                 # the processes share the cores
 elif [ -z "$RENDEZVOUS" ]; then
     echo "error: RENDEZVOUS: not given; needed: host:port of the first machine, the same on both, e.g. node1:29400" >&2

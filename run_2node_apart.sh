@@ -9,7 +9,7 @@
 #
 #   DEVICE=cpu bash run_2node_apart.sh name=apart train.steps=5
 #
-# Two CPU processes are tested (tests/test_sampling_ranks.py); no NPUs yet.
+# Ranks of a CPU are tested (tests/test_sampling_ranks.py), and this script by hand with DEVICE=cpu; no NPUs yet.
 
 set -euo pipefail
 

@@ -22,7 +22,8 @@ import adapter_weights
 import evaluate
 import lora_megatron
 import rollout
-from engines.interface import Engine
+from config import is_due
+from engines.interface import Completion, Engine
 from inputs.check import Inputs
 from inputs.files import InputError
 from inputs.layout_rules import Side, side_of
@@ -40,44 +41,34 @@ LOOK_SECONDS = 1.0  # between two looks at the progress of the other side, and b
 Evaluation = tuple[dict, list[dict]]  # what evaluate.evaluate returns
 
 
-def is_due(steps_done: int, every: int, num_steps: int) -> bool:
-    """Whether a thing is due that happens ``every`` so many steps (0: never), and after the last step."""
-    return steps_done == num_steps or (every > 0 and steps_done % every == 0)
-
-
 # ------------------------------------------------------------------------------------------------ the meeting place
 
 
 class Bridge:
-    """Where the two sides meet: rank 0 of the trainers, for which the others wait, and all samplers."""
+    """Where the two sides meet: their ranks 0. The others of a side wait for their rank 0."""
 
     def __init__(self, cfg: Config, heartbeat: Heartbeat) -> None:
         """InputError if no rank is left to train."""
         self.side: Side = side_of(cfg, launched_world_size(), launched_rank())
         self.samples, self.rank = self.side.name == "samplers", launched_rank() - self.side.first
-        self.size, self.heartbeat = cfg.rollout.ranks + 1, heartbeat
+        self.heartbeat = heartbeat
         # A side may work for longer than a collective may last. The heartbeat ends a wait without progress.
-        limit = {"days": 365} if cfg.train.stall_seconds else {"seconds": cfg.parallel.timeout_seconds}
+        limit = {"days": 365} if heartbeat.stall_seconds else {"seconds": cfg.parallel.timeout_seconds}
         self.limit = datetime.timedelta(**limit)
-        self.policies: Any = None  # the group of all members, and that of the two that move rollouts
-        self.rollouts: Any = None
-        self.within: Any = None  # the group of the trainers
+        self.pair: Any = None  # the group of the two ranks 0
+        self.within: Any = None  # the group of this side
         self.waiting, self.noted = False, 0.0
 
     def open(self) -> None:
-        """Connect the members, after each side has its world."""
+        """Connect the ranks, after each side has its world."""
         store = dist.distributed_c10d._get_default_store()
         while isinstance(store, dist.PrefixStore):  # below the name of the side
             store = store.underlying_store
         self.store = store
-        if not self.samples:
-            self.within = self._group("trainers", self.rank, self.side.ranks)
-        if self.samples or self.rank == 0:
-            place = 1 + self.rank if self.samples else 0
-            self.policies = self._group("policies", place, self.size)
-            if place < 2:
-                self.rollouts = self._group("rollouts", place, 2)
-                self.heartbeat.on_beat = self._note_progress
+        self.within = self._group(f"within the {self.side.name}", self.rank, self.side.ranks)
+        if self.rank == 0:
+            self.pair = self._group("both sides", int(self.samples), 2)
+            self.heartbeat.on_beat = self._note_progress
 
     def _group(self, name: str, place: int, size: int) -> Any:
         return dist.ProcessGroupGloo(dist.PrefixStore(name, self.store), place, size, self.limit)
@@ -91,8 +82,7 @@ class Bridge:
     def broadcast(self, group: Any, tensor: Tensor, root: int, what: str) -> None:
         """Send ``tensor`` (on the host) from the member ``root`` to the others of ``group``, in place.
 
-        A side waits as long as the other one makes progress; otherwise its heartbeat ends the run and says ``what`` it
-        waited for.
+        A side waits while the other one makes progress; else its heartbeat ends the run and says for ``what``.
         """
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
@@ -110,63 +100,76 @@ class Bridge:
         work.wait()
 
     def wait_for_first(self, what: str) -> None:
-        """Wait until rank 0 has waited for ``what``, as patiently as it does. Collective over the trainers.
+        """Wait until rank 0 of this side has waited for ``what``, as patiently as it. Collective over the side.
 
-        Otherwise they would wait in a collective of their own, whose limits are those of ranks that work alike.
+        Without this, the other ranks would wait in a collective of the side, in which they make no progress themselves.
         """
         if self.side.ranks > 1:
             self.broadcast(self.within, torch.zeros(1), 0, what)
 
-    def broadcast_object(self, group: Any, value: object, root: int, what: str) -> Any:
-        """``value`` of the member ``root``; that of the others is not used."""
-        mine = self.samples == (root > 0) and (root == 0 or self.rank == 0)
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) if mine else torch.empty(0)
-        size = torch.tensor([data.numel()])
-        self.broadcast(group, size, root, what)
-        if not mine:
-            data = torch.empty(int(size), dtype=torch.uint8)
-        self.broadcast(group, data, root, what)
-        return value if mine else pickle.loads(data.numpy().tobytes())
+    def send(self, value: object, what: str) -> None:
+        """Send ``value`` to rank 0 of the other side; on rank 0."""
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        self.broadcast(self.pair, torch.tensor([data.numel()]), int(self.samples), what)
+        self.broadcast(self.pair, data, int(self.samples), what)
 
-    def agree(self, texts: dict[str, str], first_step: int | None = None) -> int:
-        """The first step, which the trainers know. InputError on the samplers if they have read other ``texts``."""
-        digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
-        first_step, theirs = self.broadcast_object(
-            self.policies, (first_step, digests), 0, "the start of the other side"
-        )
-        if other := [name for name, digest in digests.items() if theirs.get(name) != digest]:
+    def receive(self, what: str) -> Any:
+        """What rank 0 of the other side sends; on rank 0."""
+        size = torch.zeros(1, dtype=torch.int64)
+        self.broadcast(self.pair, size, int(not self.samples), what)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        self.broadcast(self.pair, data, int(not self.samples), what)
+        return pickle.loads(data.numpy().tobytes())
+
+    def receive_for_all(self, what: str) -> Any:
+        """The same, on every rank of this side. Collective."""
+        box = [self.receive(what) if self.rank == 0 else None]
+        self.wait_for_first(what)
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    # -------------------------------------------------------------------------------- the start, and the policy
+
+    def agreed_start(self, texts: dict[str, str]) -> int:
+        """The first step, which the trainers know. InputError if the samplers have read other ``texts``."""
+        first_step, theirs = self.receive_for_all("the start of the other side")
+        if other := [name for name, digest in digests(texts).items() if theirs.get(name) != digest]:
             raise InputError(
                 f"{other[0]}: the samplers did not read what the trainers read; needed: the same files on every node"
             )
         return first_step
 
-    # -------------------------------------------------------------------------------- the policy
-
     def send_policy(self, learner: Learner, version: int) -> None:
         """Send the factors as the adapters have them now, whole and in fp32. Collective over the trainers."""
         digest, what = hashlib.sha256(), "the policy to be taken"
-        if self.policies:
-            self.broadcast(self.policies, torch.zeros(1), 0, what)
+        if self.rank == 0:
+            self.broadcast(self.pair, torch.zeros(1), 0, what)
         self.wait_for_first(what)
         for pending in learner.state()[0]["adapter"].values():
             whole = pending.make().detach().cpu().contiguous()
-            if self.policies:
+            if self.rank == 0:
                 digest.update(memoryview(whole.flatten().view(torch.uint8).numpy()))
-                self.broadcast(self.policies, whole, 0, what)
-        if self.policies:
-            self.broadcast_object(self.policies, (version, digest.hexdigest()), 0, what)
+                self.broadcast(self.pair, whole, 0, what)
+        if self.rank == 0:
+            self.send((version, digest.hexdigest()), what)
 
     def receive_policy(self, adapters: dict[str, Adapter], inputs: Inputs, parallel: Parallel, version: int) -> None:
-        """Put the next policy into ``adapters``. Tripped unless it is that ``version``, and what was sent."""
-        digest = hashlib.sha256()
-        self.broadcast(self.policies, torch.zeros(1), 0, f"the policy after {version} steps")
+        """Put the next policy into ``adapters``. Tripped unless it is that ``version``, and what was sent. Collective.
+
+        Rank 0 receives a factor and passes it on to the other samplers, so the trainers send it once.
+        """
+        digest, what = hashlib.sha256(), f"the policy after {version} steps"
+        if self.rank == 0:
+            self.broadcast(self.pair, torch.zeros(1), 0, what)
         for name, factor in lora_megatron.factors(adapters).items():
             whole = torch.empty(lora_megatron.whole_shape(factor, parallel))
-            self.broadcast(self.policies, whole, 0, f"the policy after {version} steps")
+            if self.rank == 0:
+                self.broadcast(self.pair, whole, 0, what)
+            self.broadcast(self.within, whole, 0, what)
             digest.update(memoryview(whole.flatten().view(torch.uint8).numpy()))
             with torch.no_grad():
                 factor.copy_(adapter_weights.piece(name, factor, whole, inputs.arch, parallel))
-        found, needed = self.broadcast_object(self.policies, None, 0, "the policy"), (version, digest.hexdigest())
+        found, needed = self.receive_for_all(what), (version, digest.hexdigest())
         if found != needed:
             raise Tripped(
                 f"rollout.ranks: sampler {self.rank} needs the policy after {version} steps and got {needed[1][:8]} "
@@ -175,9 +178,11 @@ class Bridge:
             )
 
 
-class Pushed(NamedTuple):
-    """What a push of the policy reports."""
+def digests(texts: dict[str, str]) -> dict[str, str]:
+    return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
 
+
+class Pushed(NamedTuple):
     metrics: dict[str, float]
     checksums: list[float]  # of what each rank has pushed
 
@@ -186,7 +191,7 @@ class Delivery(NamedTuple):
     """A rollout on its way to the trainers."""
 
     step: int
-    version: int
+    version: int  # of the policy that sampled
     pushed: Pushed
     sampled: Sampled  # ``completions`` has the groups of all prompts
     seconds: dict[str, float]  # of the phases of the samplers
@@ -227,7 +232,7 @@ class Colocated:
         """Give the engine the policy as the trainer has it."""
         self.weights.push_clean()
 
-    def evaluate(self) -> Evaluation:
+    def evaluate(self, version: int) -> Evaluation:
         """Evaluate the policy that the engine has. Collective."""
         return evaluation(self.cfg, self.engine, self.inputs, self.parallel, self.heartbeat)
 
@@ -250,26 +255,27 @@ class Apart:
     tripwires: Tripwires
     learner: Learner
     bridge: Bridge
+    sent: int = -1  # the version of the policy that was sent last
     seconds: dict[str, float] = field(default_factory=dict)  # of the samplers' phases for the last rollout
 
     def start(self, first_step: int, texts: dict[str, str]) -> None:
         """Agree on the input and on the step, and send the policy that samples first."""
-        if self.bridge.policies:
-            self.bridge.agree(texts, first_step)
+        if self.parallel.rank == 0:
+            self.bridge.send((first_step, digests(texts)), "the start of the other side")
         with self.learner.sampling_policy():
             self.bridge.send_policy(self.learner, max(0, first_step - 1))
 
     def push(self, step: int) -> None:
         """Send the policy before ``step``, with which the next rollout is sampled while ``step`` is learned."""
-        if step + 1 < self.cfg.train.steps:
-            self.bridge.send_policy(self.learner, step)
+        if step + 1 < self.cfg.train.steps and self.sent != step:
+            self.push_clean(step)
 
     def sample(self, step: int) -> tuple[Sampled, dict[str, float]]:
         """The rollout of ``step``, and the metrics of the push before it.
 
         Tripped for a rollout of another step or policy, or to other questions than those of the step.
         """
-        found: Delivery = self._receive(f"the rollout of step {step + 1}")
+        found, completions = self._receive_rollout(f"the rollout of step {step + 1}")
         sampled, asked = found.sampled, self.inputs.questions.pick(step, self.cfg.rollout.prompts_per_step)
         same = [one.prompt for one in sampled.all_asked[: len(asked)]] == [one.prompt for one in asked]
         if (found.step, found.version) != (step, max(0, step - 1)) or not same:
@@ -281,22 +287,32 @@ class Apart:
         metrics, checksums = found.pushed
         self.tripwires.after_push(step, checksums, metrics)
         self.seconds = found.seconds
-        own = rollout.own_places(len(sampled.completions), 1, self.parallel)
-        return sampled._replace(completions=[sampled.completions[place] for place in own]), metrics
+        return sampled._replace(completions=completions), metrics
 
-    def push_clean(self, version: int) -> None:
-        """Send the policy after ``version`` steps for an evaluation."""
-        self.bridge.send_policy(self.learner, version)
-
-    def evaluate(self) -> Evaluation:
-        """The evaluation of the policy that was sent last."""
-        return self._receive("an evaluation")
-
-    def _receive(self, what: str) -> Any:
-        box = [self.bridge.broadcast_object(self.bridge.rollouts, None, 1, what) if self.parallel.rank == 0 else None]
+    def _receive_rollout(self, what: str) -> tuple[Delivery, list[list[Completion]]]:
+        """What rank 0 receives, for every rank; of the completions each has those that it would sample itself."""
+        box, own, by_rank = [None], [None], None
+        if self.parallel.rank == 0:
+            found = self.bridge.receive(what)
+            groups, ranks = found.sampled.completions, self.parallel.world_size
+            by_rank = [groups[rank::ranks] for rank in range(ranks)]
+            box[0] = found._replace(sampled=found.sampled._replace(completions=[]))
         self.bridge.wait_for_first(what)
         dist.broadcast_object_list(box, src=0)
-        return box[0]
+        dist.scatter_object_list(own, by_rank)
+        return box[0], own[0]
+
+    def push_clean(self, version: int) -> None:
+        """Send the policy after ``version`` steps."""
+        self.bridge.send_policy(self.learner, version)
+        self.sent = version
+
+    def evaluate(self, version: int) -> Evaluation:
+        """The evaluation of the policy after ``version`` steps, which was sent last."""
+        found, evaluation = self.bridge.receive_for_all("an evaluation")
+        if found != version:
+            raise Tripped(f"rollout.ranks: got an evaluation after {found} steps; needed: after {version} steps")
+        return evaluation
 
     def where_apart(self, bound: float) -> str:
         return "a run with rollout.ranks=0 names the layer"
@@ -330,6 +346,7 @@ class Samplers:
     engine: Engine
     weights: WeightSync
     first_step: int
+    version: int  # of the policy in the adapters
 
     def serve(self) -> None:
         """Sample every rollout and make every evaluation, in the order in which the trainers ask for them."""
@@ -337,8 +354,7 @@ class Samplers:
         if self.first_step == 0:
             self._evaluate()
         for step in range(self.first_step, steps):
-            version = max(0, step - 1)
-            timer = StepTimer(self.heartbeat, step, self.parallel.device)
+            timer, version = StepTimer(self.heartbeat, step, self.parallel.device), self.version
             with timer.phase("sync"):
                 pushed = push(self.weights, step, self.inputs, self.parallel)
             with timer.phase("generate"):
@@ -346,28 +362,31 @@ class Samplers:
                     self.engine, self.inputs.questions, self.inputs.score, cfg, self.parallel, step
                 )
                 groups = self._all_groups(sampled)
-            if step > self.first_step and is_due(step, cfg.eval.every, steps):
+            evaluates = step > self.first_step and is_due(step, cfg.eval.every, steps)
+            if evaluates or step + 1 < steps:
                 self._take(step)
+            if evaluates:
                 self.weights.push_clean()
                 self._evaluate()
-            if step + 1 < steps:
-                self._take(step)
             seconds = {f"samplers/{phase}_s": round(value, 4) for phase, value in timer.seconds.items()}
             self._send(Delivery(step, version, pushed, sampled._replace(completions=groups), seconds))
-        self._take(steps)
-        self.weights.push_clean()
-        self._evaluate()
+        if self.first_step < steps:
+            self._take(steps)
+            self.weights.push_clean()
+            self._evaluate()
         self.engine.close()
 
     def _take(self, version: int) -> None:
         self.bridge.receive_policy(self.adapters, self.inputs, self.parallel, version)
+        self.version = version
 
     def _evaluate(self) -> None:
-        self._send(evaluation(self.cfg, self.engine, self.inputs, self.parallel, self.heartbeat))
+        found = evaluation(self.cfg, self.engine, self.inputs, self.parallel, self.heartbeat)
+        self._send((self.version, found))
 
     def _send(self, value: object) -> None:
         if self.parallel.rank == 0:
-            self.bridge.broadcast_object(self.bridge.rollouts, value, 1, "a rollout or evaluation to be taken")
+            self.bridge.send(value, "a rollout or evaluation to be taken")
 
     def _all_groups(self, sampled: Sampled) -> list:
         """The groups of all prompts, on rank 0."""

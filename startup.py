@@ -65,7 +65,7 @@ class Run:
 
     def evaluate(self, after_steps: int) -> None:
         """Evaluate the policy that the sampler holds, and log the result. Collective."""
-        summary, outcomes = self.sampler.evaluate()
+        summary, outcomes = self.sampler.evaluate(after_steps)
         self.log.log_eval(after_steps, summary, outcomes)
         self.log.say(f"held-out accuracy after {after_steps} steps: {evaluate.headline(summary)}")
         for name in self.inputs.sets:
@@ -204,14 +204,15 @@ def open_engine(
 def open_samplers(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inputs, bridge: Bridge) -> Samplers:
     """The ranks that only sample, with the policy that samples first. Collective over them."""
     parallel.refuse_unequal(texts(cfg, inputs))
-    first_step = bridge.agree(texts(cfg, inputs))
     side = bridge.side.cfg
     # vLLM takes its place in the world of these ranks from the variables of torchrun, which counted all ranks.
     os.environ |= {"RANK": str(parallel.rank), "WORLD_SIZE": str(parallel.world_size)}
     model, adapters = open_policy(side, inputs, parallel, heartbeat)
-    bridge.receive_policy(adapters, inputs, parallel, max(0, first_step - 1))
+    first_step = bridge.agreed_start(texts(cfg, inputs))
+    version = max(0, first_step - 1)
+    bridge.receive_policy(adapters, inputs, parallel, version)
     engine, weights = open_engine(side, inputs, parallel, model, heartbeat)
-    return Samplers(side, parallel, inputs, heartbeat, bridge, adapters, engine, weights, first_step)
+    return Samplers(side, parallel, inputs, heartbeat, bridge, adapters, engine, weights, first_step, version)
 
 
 def open_run(

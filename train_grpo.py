@@ -26,7 +26,7 @@ import rollout
 import startup
 import tiny_model
 from aqn import AqnError
-from config import command_line, derive_seed, resolve_config
+from config import command_line, derive_seed, is_due, resolve_config
 from inputs import check, functions
 from inputs.files import MOST_RANKS, InputError, one_line
 from inputs.question_files import alike
@@ -36,7 +36,7 @@ from lab import trackers
 from parallel_setup import Parallel
 from plan import doctor
 from runlog import Heartbeat
-from sampling_ranks import Bridge, is_due
+from sampling_ranks import Bridge
 from tripwires import Tripped
 
 STOPS = (Tripped, AqnError)  # a run that would be silently wrong

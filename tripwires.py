@@ -108,8 +108,8 @@ class Tripwires:
             ranks = "" if len(stuck) == len(checksums) else f" on rank {', '.join(map(str, stuck))}"
             self.trip(
                 "adapters",
-                f"step {step + 1}: the last update had a gradient norm of {norm:.3g}, but the tensors pushed to "
-                f"the sampler{ranks} are the ones of before",
+                f"step {step + 1}: the update of step {since + 1} had a gradient norm of {norm:.3g}, but the tensors "
+                f"pushed to the sampler{ranks} are the ones of before",
                 "the merge of the adapters (weights_hf.export); in bf16 also whether optim.lr can move the weights",
             )
 

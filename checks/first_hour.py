@@ -30,7 +30,7 @@ from checks.first_hour_stages import ROOT, STAGES, Job, Outcome, Stage, cause
 from config import command_line, load_config, to_yaml
 from inputs import hf_config
 from inputs.files import BAD_INPUT, MOST_RANKS, InputError, read_object, refused, write_atomically
-from inputs.layout_rules import check_engine_layout, check_layout
+from inputs.layout_rules import check_sides
 from knobs import Config
 from plan import grid
 from plan.machine import Machine
@@ -255,8 +255,7 @@ def read(args: argparse.Namespace) -> tuple[Job, list[float]]:
         raise InputError(f"MINUTES: found {args.minutes!r}; needed: {len(STAGES)} numbers above 0, one a stage")
     arch = hf_config.planned(cfg)[0]
     try:
-        check_layout(cfg, arch, ranks)
-        check_engine_layout(cfg, arch, ranks)
+        check_sides(cfg, arch, ranks)
     except InputError as error:
         raise InputError(f"{ranks} ranks (RANKS=N for another number): {error}") from None
     job = Job(

@@ -17,7 +17,7 @@ import device as devices
 from checks import launched
 from inputs.files import InputError
 from knobs import Config
-from parallel_setup import Parallel
+from parallel_setup import Parallel, launched_rank
 from runlog import Heartbeat
 from sampling_ranks import Bridge
 
@@ -118,23 +118,22 @@ def difference(found: Tensor, expected: Tensor) -> str:
 
 
 def measure_bridge(cfg: Config, parallel: Parallel) -> list[dict]:
-    """A row for what goes from the trainers to the samplers, and for what comes back; none on a rank of neither."""
-    bridge = Bridge(cfg, Heartbeat(0, 0))
+    """A row for what goes from rank 0 of the trainers to that of the samplers, and for what comes back."""
+    bridge = Bridge(cfg, Heartbeat(launched_rank(), cfg.train.stall_seconds))  # which ends a wait
     bridge.open()
     rows = []
-    for name, group, root in (("factors", bridge.policies, 0), ("rollouts", bridge.rollouts, 1)):
-        if not group:
-            continue
-        sent, count = torch.arange(ELEMENTS[parallel.device.type], dtype=torch.float32), bridge.size if root == 0 else 2
+    for root, way in enumerate(("to samplers", "to trainers")) if bridge.pair else ():
+        sent = torch.arange(ELEMENTS[parallel.device.type], dtype=torch.float32)
         found = sent.clone() if bridge.samples == (root > 0) else torch.zeros_like(sent)
-        send = functools.partial(bridge.broadcast, group, found, root, "the test of the groups")
+        send = functools.partial(bridge.broadcast, bridge.pair, found, root, "the test of the groups")
         send()  # the first one connects
         milliseconds = devices.median_milliseconds(send, torch.device("cpu"), REPEATS)
         wrong = difference(found, sent)
         rows.append({
-            "group": name, "groups": 1, "ranks": count, "collective": "broadcast",
+            "group": way, "groups": 1, "ranks": 2, "collective": "broadcast",
             "milliseconds": milliseconds, "answer": f"WRONG: {wrong}" if wrong else "right",
         })  # fmt: skip
+    bridge.heartbeat.stop()
     return rows
 
 

@@ -37,8 +37,8 @@ from config import derive_seed
 from data_gsm8k import Question
 from engines.interface import Engine
 from inputs import hf_config
-from inputs.files import UNFINISHED, fresh_folder
-from inputs.layout_rules import check_engine_layout, check_layout
+from inputs.files import UNFINISHED, InputError, fresh_folder
+from inputs.layout_rules import check_sides
 from inputs.scoring import Score
 from knobs import Config
 from learner import Learner
@@ -283,8 +283,9 @@ def as_text(figures: dict) -> list[str]:
 def refuse(cfg: Config, ranks: int) -> None:
     """InputError unless the two layers fit the layout of the ranks."""
     arch = hf_config.parse(settings(cfg))
-    check_layout(cfg, arch, ranks)
-    check_engine_layout(cfg, arch, ranks)
+    if cfg.rollout.ranks:
+        raise InputError("rollout.ranks: --layers needs trainer and sampler on the same ranks; needed: 0")
+    check_sides(cfg, arch, ranks)
 
 
 def answer(cfg: Config, parallel: Parallel, folder: Path) -> launched.Answer:

@@ -26,7 +26,7 @@ from data_gsm8k import Question, Questions
 from engines.interface import Completion
 from inputs import functions, hf_config, question_files
 from inputs.files import InputError
-from inputs.layout_rules import check_engine_layout, check_layout, sides
+from inputs.layout_rules import check_sides, sides
 from inputs.question_files import Row
 from inputs.scoring import Call, Score, Scorer
 from knobs import Config
@@ -66,15 +66,12 @@ def check_inputs(cfg: Config, ranks: int, scorer: Scorer | None = None) -> Input
     check_writable("train.out_dir", Path(cfg.train.out_dir))
     exists = cfg.tiny_model is None or tiny_model.exists(cfg)
     arch = hf_config.read(cfg.model.path) if exists else hf_config.planned(cfg)[0]
-    both = sides(cfg, ranks)
-    for side in both:
-        check_layout(side.cfg, arch, side.ranks)
-    sampling = both[-1]
-    check_engine_layout(sampling.cfg, arch, sampling.ranks)
+    check_sides(cfg, arch, ranks)
     if not exists:
         check_writable("model.path", Path(cfg.model.path))
         check_answers(cfg, scorer)
         return None
+    sampling = sides(cfg, ranks)[-1]
     rollout.check_engine(sampling.cfg, arch, sampling.ranks)
     if cfg.aqn.schedule != "off":
         noise = aqn.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)

@@ -1,6 +1,6 @@
 """What a typed configuration may still get wrong: keys that the run would not read, and values that contradict.
 
-config.py asks for idle_keys and problems, the trainer also for check_layout and check_engine_layout, preflight.py for
+config.py asks for idle_keys and problems, the trainer also for layout_rules.check_sides, preflight.py for
 all of them at once. A message says the key, what was found, what is needed, and the nearest sizes that work.
 """
 
@@ -45,7 +45,7 @@ IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
     (lambda c: not c.reward.function and c.reward.method != "math", "reward.method needs no worker", "reward.seconds"),
     (lambda c: c.loss.kind in ("gspo", "cispo"), "loss.kind is not ppo", "loss.dual_clip"),
     (lambda c: c.loss.kl == "none", "loss.kl is none", "loss.kl_coef"),
-    (lambda c: not c.loss.corrects, "loss.importance is none", "loss.importance_clip"),
+    (lambda c: not c.loss.corrects, "loss.importance is none or uncorrected", "loss.importance_clip"),
     (lambda c: c.loss.importance != "icepop", "loss.importance is not icepop", "loss.importance_low"),
     (lambda c: c.optim.decay == "constant", "optim.decay is constant", "optim.min_lr_ratio"),
     (lambda c: c.aqn.schedule == "off", "aqn.schedule is off", "aqn.sigma_start aqn.targets aqn.router checks.noise"),

@@ -55,8 +55,16 @@ def side_of(cfg: Config, ranks: int, rank: int) -> Side:
     return next(side for side in reversed(sides(cfg, ranks)) if rank >= side.first)
 
 
+def check_sides(cfg: Config, arch: Architecture, ranks: int) -> None:
+    """InputError for the first of layout_problems of a side, or engine_layout_problems of the one that samples."""
+    for side in sides(cfg, ranks):
+        engine = engine_layout_problems(side.cfg, arch, side.ranks) if side.name != "trainers" else []
+        for problem in [*layout_problems(side.cfg, arch, side.ranks), *engine]:
+            raise InputError(f"{side.name}: {problem}" if side.name else problem)
+
+
 def check_layout(cfg: Config, arch: Architecture, world_size: int) -> None:
-    """Raises InputError for the first of layout_problems."""
+    """InputError for the first of layout_problems."""
     for problem in layout_problems(cfg, arch, world_size):
         raise InputError(problem)
 
@@ -129,12 +137,6 @@ def layout_problems(cfg: Config, arch: Architecture, world_size: int) -> list[st
         *filter(None, [quantisation_problem(arch, cfg.model.quantisation, expert_tensor, tensor * attention)]),
         *(message for broken, message in rules if broken),
     ]
-
-
-def check_engine_layout(cfg: Config, arch: Architecture, world_size: int) -> None:
-    """Raises InputError for the first of engine_layout_problems."""
-    for problem in engine_layout_problems(cfg, arch, world_size):
-        raise InputError(problem)
 
 
 def engine_layout_problems(cfg: Config, arch: Architecture, world_size: int) -> list[str]:

@@ -72,7 +72,7 @@ def calibrated(cfg: Config, ranks: int, setting: Setting, timing: dict[str, floa
     """``setting`` with the constants by which the plan of ``cfg`` takes the measured seconds."""
     if setting.device == "cpu":
         raise InputError("--calibrate: the plan of a CPU has no measured constants; needed: device npu or cuda")
-    if "samplers/generate_s" in timing:  # timing/generate_s is then the wait for them
+    if "samplers/generate_s" in timing:  # timing/generate_s is then no sampling
         timing = timing | {"timing/generate_s": timing["samplers/generate_s"]}
     for _ in range(REPEATS):
         verdict, hardware = judge(cfg, ranks, setting), setting.hardware

@@ -138,4 +138,5 @@ def default_ranks(cfg: Config, device: str, ranks_per_node: int) -> int:
     if device != "cpu":
         return ranks_per_node
     layout = of(cfg, 1)
-    return math.lcm(layout.tensor, layout.expert * layout.expert_tensor, layout.engine_tensor) + cfg.rollout.ranks
+    engine = 1 if cfg.rollout.ranks else layout.engine_tensor  # which the samplers have
+    return math.lcm(layout.tensor, layout.expert * layout.expert_tensor, engine) + cfg.rollout.ranks

@@ -292,7 +292,7 @@ def step_memory(
     # Codes that are merged in the engine's memory are dequantised in fp32, cast and joined.
     merged_element = 4 + 2 * element * (cfg.model.quantisation != "none" and merged > 0)
     merging_push = max(merged_element * merged_at_once(arch, cfg.lora, layout), 3 * 4 * h * attention)
-    swapped = lora * (rollout.staleness > 0)  # the trainer's own factors, while the adapters are older ones
+    swapped = lora * trains * (rollout.staleness > 0)  # the trainer's own factors, while the adapters are older ones
     phases = {
         # Loading reads and rearranges one tensor at a time on the host; the engine does not exist yet.
         "load": base + sum(parts[name] for name in ("lora", "optimizer", "older factors", "runtime")),

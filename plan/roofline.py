@@ -22,8 +22,9 @@ from plan.memory import Memory
 from plan.parameters import lora_parameters, merged_weights
 from plan.traffic import exchange_bytes, optimizer_seconds, slower, sync_seconds
 
-# Bytes a second of the factors from trainers to samplers, over gloo with a checksum on both ends: measured on one CPU.
-HOST_BANDWIDTH = 0.9e9
+# Bytes a second of the factors from one process to another by gloo, measured on one CPU: to the samplers, with a
+# checksum on both ends; and among them, where the first of N sends log2 N copies.
+HOST_BANDWIDTH, COPY_BANDWIDTH = 0.9e9, 3.1e9
 DECODE_PARTS = 16  # in which the number of running rows counts as constant
 EQUAL_GROUPS = 0.5  # share of the groups of a round that dynamic sampling drops: a guess
 DECODING = ("with graphs", "without graphs")
@@ -164,13 +165,30 @@ class Times:
         return spread(self.total, self.of_step(slow))
 
     @property
+    def counting(self) -> dict[str, float]:
+        """The phases that make up the step: with two sides those of the slower one, and the exchange."""
+        if not self.apart:
+            return self.phases
+        sampling = {name: seconds for name, seconds in self.phases.items() if name in SAMPLING}
+        others = {name: seconds for name, seconds in self.phases.items() if name not in SAMPLING}
+        exchange = {EXCHANGE: others.pop(EXCHANGE, 0.0)}
+        return max(sampling, others, key=lambda phases: sum(phases.values())) | exchange
+
+    @property
     def bottleneck(self) -> str:
-        return max(self.phases, key=self.phases.__getitem__)
+        return max(self.counting, key=self.counting.__getitem__)
 
     @property
     def long_phases(self) -> list[str]:
         """The phases that are worth shortening, because they take a tenth of the step or more."""
-        return [name for name, seconds in self.phases.items() if seconds >= 0.1 * self.total]
+        return [name for name, seconds in self.counting.items() if seconds >= 0.1 * self.total]
+
+    @property
+    def graphs_save(self) -> float:
+        """Seconds that decoding with graphs would save a step: the difference of the middles of both ranges."""
+        graphs, eager = (math.sqrt(low * high) for low, high in self.decoding.values())
+        others = {name: seconds for name, seconds in self.phases.items() if name not in SAMPLING}
+        return min(eager - graphs, self.total - self.of_step(others)) if self.apart else eager - graphs
 
     def bound(self, phase: str) -> str:
         """The cause that takes most of ``phase``."""
@@ -257,16 +275,17 @@ def step_times(
     return Times(causes, hidden, decode, ranges, int(waves), micro_batches)
 
 
-def beside(trainers: Times, samplers: Times, arch: Architecture, lora: LoraConfig) -> Times:
-    """The step of two sides that work at the same time and meet twice, each with its own times."""
+def beside(trainers: Times, samplers: Times, arch: Architecture, lora: LoraConfig, ranks: int) -> Times:
+    """The step of two sides that work at the same time and meet twice; ``ranks``: of the samplers."""
     size = 4 * lora_parameters(arch, lora, WHOLE)
+    exchange = {"factors": size / HOST_BANDWIDTH, "copies": size * math.ceil(math.log2(ranks)) / COPY_BANDWIDTH}
 
     def joined(mine: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
         return {name: theirs[name] if name in SAMPLING else value for name, value in mine.items() if name in theirs}
 
     return dataclasses.replace(
         samplers,
-        causes=joined(trainers.causes, samplers.causes) | {EXCHANGE: {"factors": size / HOST_BANDWIDTH}},
+        causes=joined(trainers.causes, samplers.causes) | {EXCHANGE: exchange},
         hidden=joined(trainers.hidden, samplers.hidden),
         micro_batches=trainers.micro_batches,
         apart=True,

@@ -76,7 +76,7 @@ def broken_rules(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
 
 
 def judge(cfg: Config, ranks: int, setting: Setting) -> Verdict:
-    """Apply every rule of inputs/config_rules.py, then compare the planned memory with the device's.
+    """Apply every rule of inputs/config_rules.py and layout_rules.py, then compare the memory with the device's.
 
     With rollout.ranks both sides are judged. A step then takes as long as the slower one, and the exchange.
     """
@@ -89,11 +89,8 @@ def judge(cfg: Config, ranks: int, setting: Setting) -> Verdict:
     trainers, samplers = judged
     times = None
     if trainers.times and samplers.times:
-        times = roofline.beside(trainers.times, samplers.times, setting.arch, cfg.lora)
+        times = roofline.beside(trainers.times, samplers.times, setting.arch, cfg.lora, cfg.rollout.ranks)
     reasons = [f"{side.layout.role}: {reason}" for side in (trainers, samplers) for reason in side.reasons]
-    times = (
-        trainers.times and samplers.times and roofline.beside(trainers.times, samplers.times, setting.arch, cfg.lora)
-    )
     return Verdict(cfg, trainers.layout, reasons, trainers.memory, times, samplers)
 
 
@@ -130,7 +127,7 @@ def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
     The search changes the layout of the ranks; if nothing fits, also the engine's copy; then also recompute; then also
     the micro-batch; and at last the number of ranks.
     """
-    ranks, counts = refused.layout.ranks, _other_counts(refused.layout.ranks, setting)
+    ranks, counts = refused.ranks, _other_counts(refused.ranks, setting)
     cfg = _corrected(refused.cfg, setting.arch)
     recomputing = _with(cfg, model={"recompute": True})
     smaller = _with(recomputing, optim={"tokens_per_micro_batch": cfg.row_tokens})
@@ -155,16 +152,16 @@ def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
         unchanged = (judge(cfg, count, setting) for count in counts)
         new = [v for v in unchanged if not v.reasons and (v.cfg, v.layout) not in listed]
         nearest_fitting = nearest_fitting[: LISTED - 1] + new[:1]
-    if nearest_fitting and all(verdict.layout.ranks != ranks for verdict in nearest_fitting):
+    if nearest_fitting and all(verdict.ranks != ranks for verdict in nearest_fitting):
         # After a die has failed there are fewer ranks, so the largest number of them that fits is listed, too.
-        most = max((v.layout.ranks for v in nearest_fitting if v.layout.ranks < ranks), default=0)
+        most = max((v.ranks for v in nearest_fitting if v.ranks < ranks), default=0)
         fewer = [count for count in range(ranks - 1, most, -1) if _equal_nodes(count, setting)]
         bases = (cfg, False), (cfg, True), (recomputing, True)
         found = (verdict for count in fewer for base, engines in bases for verdict in fitting(base, [count], engines))
         if largest := next(found, None):
             nearest_fitting = [*nearest_fitting[: LISTED - 1], largest]
 
-    return sorted(nearest_fitting, key=lambda v: (v.layout.ranks > ranks, round(v.memory.peak / GIB, 1), v.times.total))
+    return sorted(nearest_fitting, key=lambda v: (v.ranks > ranks, round(v.memory.peak / GIB, 1), v.times.total))
 
 
 def fastest(asked: Verdict, setting: Setting) -> list[Verdict]:
@@ -175,11 +172,17 @@ def fastest(asked: Verdict, setting: Setting) -> list[Verdict]:
     """
     best: dict[str, Verdict] = {}
     cfg, tokens = asked.cfg, asked.cfg.optim.tokens_per_micro_batch
-    together = _with(cfg, rollout={"ranks": 0, "staleness": 0 if cfg.rollout.ranks else cfg.rollout.staleness})
-    importance = cfg.loss.importance if cfg.loss.corrects else "token"
+    together = cfg
+    if cfg.rollout.ranks:
+        weights = cfg.loss.importance if cfg.loss.corrects else "none"
+        together = _with(cfg, rollout={"ranks": 0, "staleness": 0}, loss={"importance": weights})
+    announced = cfg.loss.importance == "uncorrected"
+    importance = cfg.loss.importance if cfg.loss.corrects or announced else "token"
+    parts = {asked.ranks * quarters // 4 for quarters in (1, 2, 3)} | {cfg.rollout.ranks}
     apart = [
         _with(cfg, rollout={"ranks": part, "staleness": 1}, loss={"importance": importance})
-        for part in sorted({asked.ranks * quarters // 4 for quarters in (1, 2, 3)} - {0})
+        for part in sorted(parts)
+        if 0 < part < asked.ranks
     ]
     micro_batches = [size for size in (tokens // 2, tokens, 2 * tokens, 4 * tokens) if size >= cfg.row_tokens]
     graphs = (True, False) if cfg.rollout.kind.reserves else (cfg.rollout.enforce_eager,)
@@ -283,7 +286,7 @@ def _distance(verdict: Verdict, cfg: Config, ranks: int) -> float:
         (old.expert * old.expert_tensor, new.expert * new.expert_tensor),
         (old.expert_tensor, new.expert_tensor),
         (verdict.cfg.rollout.tensor, cfg.rollout.tensor),
-        (verdict.layout.ranks, ranks),
+        (verdict.ranks, ranks),
     ]
     copied = verdict.cfg.rollout.expert_parallel != cfg.rollout.expert_parallel
     return sum(abs(math.log2(a / b)) for a, b in pairs) + 0.5 * copied

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 import torch
 import torch.distributed as dist
 import world
+from launched import launch
 
 import parallel_setup
 from checks import groups, launched
@@ -94,3 +96,15 @@ def test_the_exit_code_says_whether_all_were_right(monkeypatch):
     for right, code in ((True, 0), (False, 1)):
         monkeypatch.setattr(groups, "answer", lambda cfg, parallel, right=right: launched.Answer(right, "", []))
         assert world.as_torchrun(1, groups.main, ["configs/tiny_cpu.yaml", "parallel.expert=1"]) == [code]
+
+
+@pytest.mark.full
+def test_both_sides_of_rollout_ranks_and_what_goes_between_them_are_checked(tmp_path):
+    """Two trainers and one sampler, as processes; each side answers for itself."""
+    asked = ("configs/tiny_cpu.yaml", "rollout.ranks=1", "rollout.staleness=1", "loss.importance=token")
+    with launch(3, "preflight.py", "--groups", *asked, "--json", tmp_path / "f.json", log=tmp_path / "log") as started:
+        assert started.wait() == 0, started.text
+    rows = [json.loads((tmp_path / name).read_text()) for name in ("f.json", "samplers-f.json")]
+    between = [("to samplers", "right"), ("to trainers", "right")]
+    assert [[(row["group"], row["answer"]) for row in side][-2:] for side in rows] == [between, between]
+    assert {row["group"] for row in rows[0]} > {"expert", "world"} and rows[1][0]["group"] == "world"

@@ -30,6 +30,7 @@ from scope import cases
 import adapter_weights
 import lora_megatron
 import rollout
+import startup
 from config import to_yaml
 from inputs import check
 from inputs.files import InputError
@@ -45,7 +46,7 @@ RECORDS = ("metrics.jsonl", "moe.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "c
 RUN = {
     "reward__function": f"{OWN}:reward", "reward__check_gold": False, "loss__importance": "token",
     "train__steps": 4, "train__checkpoint_every": 1, "train__completions_logged": 3, "train__keep_last": 9,
-    "eval__every": 2, "rollout__staleness": 1,
+    "eval__every": 3, "rollout__staleness": 1,
 }  # fmt: skip
 BF16 = {"model__dtype": "bf16"}
 
@@ -150,18 +151,19 @@ def test_two_trainers_and_one_sampler_write_what_two_ranks_write(layout, model, 
 
 # ------------------------------------------------------------------------------------------------ a rank that is lost
 
-# In step 3 of 4. The fifth policy that is sent is that of step 3, after two at the start and one for an evaluation; the
-# fifth message from the samplers is the rollout of step 3, after two evaluations.
+# In step 3 of 4. The fourth policy that is sent is that before step 3, after two at the start; the fourth message from
+# the samplers is the rollout of step 3, after an evaluation.
 PLACES = {
-    "the policy is gathered": [(Bridge, "send_policy", 5), (adapter_weights, "whole", 3)],
-    "the policy is sent": [(Bridge, "send_policy", 5), (Bridge, "broadcast", 3)],
-    "the policy is taken": [(Bridge, "receive_policy", 5), (Bridge, "broadcast", 3)],
-    "the rollout is sent": [(Samplers, "_send", 5)],
-    "the rollout is half sent": [(Samplers, "_send", 5), (Bridge, "broadcast", 2)],
-    "the rollout is taken": [(Apart, "_receive", 5)],
-    "the rollout is half taken": [(Apart, "_receive", 5), (Bridge, "broadcast", 2)],
+    "the policy is gathered": [(Bridge, "send_policy", 4), (adapter_weights, "whole", 3)],
+    "the policy is sent": [(Bridge, "send_policy", 4), (Bridge, "broadcast", 3)],
+    "the policy is taken": [(Bridge, "receive_policy", 4), (Bridge, "broadcast", 3)],
+    "the rollout is sent": [(Samplers, "_send", 4)],
+    "the rollout is half sent": [(Samplers, "_send", 4), (Bridge, "broadcast", 2)],
+    "the rollout is taken": [(Apart, "_receive_rollout", 3)],
+    "the rollout is half taken": [(Apart, "_receive_rollout", 3), (Bridge, "broadcast", 2)],
     "the step is learned": [(Parallel, "sync_gradients_", 3)],
     "the step is sampled": [(rollout, "sample_step", 3)],
+    "the last step is saved": [(startup.Run, "finish", 1)],
 }
 LOST = cases(
     [(0, "the rollout is half taken"), (3, "the policy is taken")],
@@ -170,6 +172,7 @@ LOST = cases(
         *((1, place) for place in ("the policy is gathered", "the rollout is taken", "the step is learned")),
         *((2, place) for place in ("the policy is taken", "the rollout is half sent", "the step is sampled")),
         *((3, place) for place in ("the rollout is sent", "the step is sampled")),
+        (0, "the last step is saved"),
     ],
 )
 
@@ -185,9 +188,18 @@ def test_a_killed_rank_ends_all_others_and_the_resumed_run_has_the_same_bytes(
     assert all(code not in (0, None) for code in killed.codes), killed.text
     run = training.only_run(cfg)
     saved = len([*run.glob("checkpoints/step-*")])
-    assert 1 <= saved <= 3 and (rank == 0 or "error: " in (run / "log.txt").read_text())
+    assert 1 <= saved <= 4 and (rank == 0 or "error: " in (run / "log.txt").read_text())
     again = apart.run(4, cfg, tmp_path)
     assert again.codes == [0] * 4 and f"resumed {run.name} after {saved} of 4 steps" in again.text, again.text
+    assert_same_bytes(training.only_run(cfg), reference)
+
+
+def test_a_run_goes_on_without_ranks_of_its_own_for_sampling(model, reference, tmp_path) -> None:
+    """The machine of the samplers is lost after two steps; the trainers go on with staleness 1, and do both."""
+    cfg = configuration(model, tmp_path / "out")
+    apart.run(4, cfg, tmp_path, apart.strike("die", 2, PLACES["the step is sampled"], tmp_path))
+    again = apart.run(2, configuration(model, tmp_path / "out", ranks=0), tmp_path)
+    assert again.codes == [0, 0] and re.search(r"resumed tiny-\S+ after [12] of 4 steps", again.text), again.text
     assert_same_bytes(training.only_run(cfg), reference)
 
 
@@ -333,10 +345,10 @@ def a_bit_flipped(patch: pytest.MonkeyPatch) -> None:
 
 STUCK, GAP = {"checks__logp_gap": "off"}, {"checks__adapters": "off"}
 FAULTS = {
-    "all samplers keep old factors": (SAMPLERS, old_factors, STUCK, "checks.adapters: step 3: the last update had"),
+    "all samplers keep old factors": (SAMPLERS, old_factors, STUCK, "checks.adapters: step 3: the update of step 1"),
     "all samplers keep old factors, unlike the log-probs": (SAMPLERS, old_factors, GAP, "checks.logp_gap: step 3: "),
     "a sampler keeps old factors": ((3,), old_factors, {}, "checks.logp_gap: step 3: "),
-    "the trainers send the policy before": (TRAINERS, old_policy_sent, STUCK, "checks.adapters: step 3: the last up"),
+    "the trainers send the policy before": (TRAINERS, old_policy_sent, STUCK, "checks.adapters: step 3: the update"),
     "the trainers send the policy before, unlike the log-probs": (
         TRAINERS, old_policy_sent, GAP, "checks.logp_gap: step 3: "
     ),
@@ -420,7 +432,7 @@ def test_what_cannot_work_is_refused_with_what_is_needed(model, tmp_path) -> Non
     for ranks, layout, message in (
         (2, "TP1", "rollout.ranks: 2 of 2 ranks sample, so none trains; needed: fewer"),
         (1, "TP1", "rollout.ranks: 2 of 1 ranks sample, so none trains; needed: fewer"),
-        (5, "TP2_EP2", "parallel.tensor: 2 does not divide 3 ranks; nearest: 1"),
+        (5, "TP2_EP2", "trainers: parallel.tensor: 2 does not divide 3 ranks; nearest: 1"),
     ):
         cfg = configuration(model, tmp_path / "out", layout, reward__function=None)
         with pytest.raises(InputError) as caught:
