@@ -49,10 +49,12 @@ LAYOUTS = cases(
     ],
 )
 APART = ["rollout.ranks=16", "rollout.staleness=1"]  # of 32 ranks
-SIDES = {  # side: one of its ranks, its phases
-    "trainers": (0, {"load", "reference", "old policy", "forward", "backward", "update", "save"}),
-    "samplers": (16, {"load", "push"}),
-}
+SIDES = dict(  # side: one of its ranks, its phases
+    cases(
+        [("samplers", (16, {"load", "push"}))],
+        [("trainers", (0, {"load", "reference", "old policy", "forward", "backward", "update", "save"}))],
+    )
+)
 ON_CUDA = cases(  # run_8gpu.sh and run_1gpu.sh
     [("qwen3", 8, 4, 8, 1, []), ("olmoe", 1, 1, 1, 1, [])],
     [

@@ -166,8 +166,9 @@ PLACES = {
     "the last step is saved": [(startup.Run, "finish", 1)],
 }
 LOST = cases(
-    [(0, "the rollout is half taken"), (3, "the policy is taken")],
+    [(3, "the policy is taken")],
     [
+        (0, "the rollout is half taken"),
         *((0, place) for place in ("the policy is gathered", "the policy is sent", "the step is learned")),
         *((1, place) for place in ("the policy is gathered", "the rollout is taken", "the step is learned")),
         *((2, place) for place in ("the policy is taken", "the rollout is half sent", "the step is sampled")),
@@ -194,6 +195,7 @@ def test_a_killed_rank_ends_all_others_and_the_resumed_run_has_the_same_bytes(
     assert_same_bytes(training.only_run(cfg), reference)
 
 
+@pytest.mark.full
 def test_a_run_goes_on_without_ranks_of_its_own_for_sampling(model, reference, tmp_path) -> None:
     """The machine of the samplers is lost after two steps; the trainers go on with staleness 1, and do both."""
     cfg = configuration(model, tmp_path / "out")
@@ -382,7 +384,9 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", cases(["a sampler keeps old factors", "a bit changed on the way"], FAULTS))
+@pytest.mark.parametrize(
+    "name", cases(["a sampler keeps old factors"], [name for name in FAULTS if name != "a sampler keeps old factors"])
+)
 def test_a_planted_fault_ends_the_run_and_is_named(name, model, tmp_path) -> None:
     ranks, plant, changes, message = FAULTS[name]
     cfg = configuration(model, tmp_path / "out", **changes)
@@ -391,7 +395,8 @@ def test_a_planted_fault_ends_the_run_and_is_named(name, model, tmp_path) -> Non
     assert f"stopped: {message}" in ended.text and "  look at: " in ended.text, ended.text
 
 
-@pytest.mark.parametrize("ranks", cases([SAMPLERS], [(3,)]))
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [SAMPLERS, (3,)])
 def test_samplers_that_read_other_questions_end_the_run_before_a_step(ranks, model, tmp_path) -> None:
     cfg = configuration(model, tmp_path / "out")
     ended = apart.run(4, cfg, tmp_path, apart.on(ranks, planted.another_question))
