@@ -173,7 +173,6 @@ LOST = cases(
         *((1, place) for place in ("the policy is gathered", "the rollout is taken", "the step is learned")),
         *((2, place) for place in ("the policy is taken", "the rollout is half sent", "the step is sampled")),
         *((3, place) for place in ("the rollout is sent", "the step is sampled")),
-        (0, "the last step is saved"),
     ],
 )
 
@@ -192,6 +191,18 @@ def test_a_killed_rank_ends_all_others_and_the_resumed_run_has_the_same_bytes(
     assert 1 <= saved <= 4 and (rank == 0 or "error: " in (run / "log.txt").read_text())
     again = apart.run(4, cfg, tmp_path)
     assert again.codes == [0] * 4 and f"resumed {run.name} after {saved} of 4 steps" in again.text, again.text
+    assert_same_bytes(training.only_run(cfg), reference)
+
+
+@pytest.mark.full
+def test_a_run_that_was_killed_after_its_last_step_is_finished_by_the_same_command(model, reference, tmp_path) -> None:
+    """The samplers have ended by then; after the restart nothing is left for them to do."""
+    cfg = configuration(model, tmp_path / "out")
+    killed = apart.run(4, cfg, tmp_path, apart.strike("die", 0, PLACES["the last step is saved"], tmp_path))
+    assert killed.codes[0] == -signal.SIGKILL, killed.text
+    again = apart.run(4, cfg, tmp_path)
+    assert again.codes == [0] * 4 and "after 4 of 4 steps" in again.text, again.text
+    assert (training.only_run(cfg) / "finished.json").exists()
     assert_same_bytes(training.only_run(cfg), reference)
 
 

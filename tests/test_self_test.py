@@ -46,6 +46,7 @@ from checks import self_test, self_test_ranks
 from config import resolve_config
 from engines import drawing
 from engines.torch_sampler import TorchSampler
+from inputs import check
 from inputs.config_rules import OTHER_RULES
 from learner import Learner
 from parallel_setup import Parallel
@@ -184,11 +185,11 @@ def backward_without_its_mean(ctx, grad: Tensor) -> tuple:
 
 def ask(run: startup.Run, questions: data_gsm8k.Questions) -> None:
     """Each evaluation asks these questions."""
-    run.inputs = run.inputs._replace(held_out=questions)
+    run.sampler.inputs = run.inputs._replace(held_out=questions)
 
 
 def backwards(run: startup.Run, *_) -> None:
-    questions = run.inputs.held_out
+    questions = run.sampler.inputs.held_out
     ask(run, dataclasses.replace(questions, questions=questions.questions[::-1]))
 
 
@@ -253,7 +254,7 @@ FAULTS = dict(cases(  # fault: how it is planted, the check that must find it, o
             after(grpo, "group_advantages", lambda found, rewards, *_: rewards), "advantages", (),
         ),
         "rewards flipped in the run": (
-            after(startup.Run, "score", lambda scored, *_: [one._replace(reward=1 - one.reward) for one in scored]),
+            after(check.Inputs, "score", lambda scored, *_: [one._replace(reward=1 - one.reward) for one in scored]),
             "rewards", (),
         ),
         "rewards flipped in the method": (after(reward_gsm8k, "score", lambda x, *_: 1 - x), "rewards", ()),

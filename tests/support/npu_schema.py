@@ -15,6 +15,7 @@ import math
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import fake_npu
@@ -35,7 +36,7 @@ from checks.kernels_check import Case  # noqa: E402
 from config import Config, load_config  # noqa: E402
 from inputs import hf_config  # noqa: E402
 from inputs.files import InputError  # noqa: E402
-from inputs.layout_rules import check_layout  # noqa: E402
+from inputs.layout_rules import check_layout, sides  # noqa: E402
 from plan import grid, memory  # noqa: E402
 
 BF16 = torch.bfloat16
@@ -116,11 +117,16 @@ def packed_line(cfg: Config, arch: Architecture, ranks: int, mode: FakeTensorMod
     return Case("Packing.attention", attention, attention, inputs, ("query", "key", "value"), (0, 0), (0, 0))
 
 
+def of_sides(trainings: dict[str, list]) -> Iterator[tuple[str, Config, int]]:
+    """Name, configuration and number of ranks of every training; of both sides under rollout.ranks."""
+    for name, (path, overrides, ranks) in trainings.items():
+        yield from ((name, side.cfg, side.ranks) for side in sides(load_config(Path(path), overrides), ranks))
+
+
 def answers(trainings: dict[str, list], mode: FakeTensorMode) -> list[dict]:
     """A row for each operator and each set of sizes. ``layouts``: the trainings that have it."""
     rows: dict[tuple, dict] = {}
-    for name, (path, overrides, ranks) in trainings.items():
-        cfg = load_config(Path(path), overrides)
+    for name, cfg, ranks in of_sides(trainings):
         arch = hf_config.planned(cfg)[0]
         check_layout(cfg, arch, ranks)
         line = packed_line(cfg, arch, ranks, mode)
