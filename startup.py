@@ -203,12 +203,12 @@ def open_engine(
 
 def open_samplers(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inputs, bridge: Bridge) -> Samplers:
     """The ranks that only sample, with the policy that samples first. Collective over them."""
-    parallel.refuse_unequal(texts(cfg, inputs))
+    parallel.refuse_unequal(read := texts(cfg, inputs))
     side = bridge.side.cfg
     # vLLM takes its place in the world of these ranks from the variables of torchrun, which counted all ranks.
     os.environ |= {"RANK": str(parallel.rank), "WORLD_SIZE": str(parallel.world_size)}
     model, adapters = open_policy(side, inputs, parallel, heartbeat)
-    first_step = bridge.agreed_start(texts(cfg, inputs))
+    first_step = bridge.agreed_start(read)
     version = max(0, first_step - 1)
     bridge.receive_policy(adapters, inputs, parallel, version)
     engine, weights = open_engine(side, inputs, parallel, model, heartbeat)
@@ -220,7 +220,7 @@ def open_run(
 ) -> Run:
     """Open the log, make or restore the policy, and give it to the sampler. Collective over the ranks that train."""
     arch = inputs.arch
-    parallel.refuse_unequal(texts(cfg, inputs))
+    parallel.refuse_unequal(read := texts(cfg, inputs))
     saved = agreed_checkpoint(cfg, parallel)
     first_step = saved.step if saved else 0
     ranks = parallel.world_size + cfg.rollout.ranks
@@ -246,7 +246,7 @@ def open_run(
     if bridge:
         sampler, shared_bytes = Apart(cfg, parallel, inputs, tripwires, learner, bridge), 0
         model.to(parallel.device)
-        sampler.start(first_step, texts(cfg, inputs))
+        sampler.start(first_step, read)
     else:
         engine, weights = open_engine(cfg, inputs, parallel, model, heartbeat)
         sampler = Colocated(cfg, parallel, inputs, heartbeat, tripwires, learner, engine, weights)

@@ -342,7 +342,7 @@ def main(arguments: list[str]) -> int:
                 raise InputError(f"{name}: found {shown(value)}; needed: {least} to {most}")
         if kind == "cuda" and cfg.model.dtype == "fp32":
             raise InputError("model.dtype: found fp32, which on cuda multiplies by numbers of a router; needed: bf16")
-        if broken := [why for side in sides(cfg, ranks) for why in broken_rules(side.cfg, arch, side.ranks)]:
+        if broken := [why for side in sides(cfg, ranks) for why in broken_rules(side, arch)]:
             raise InputError("; ".join(broken))
     except BAD_INPUT as error:
         return refused(error)

@@ -55,11 +55,16 @@ def side_of(cfg: Config, ranks: int, rank: int) -> Side:
     return next(side for side in reversed(sides(cfg, ranks)) if rank >= side.first)
 
 
+def side_problems(side: Side, arch: Architecture) -> list[str]:
+    """The layout_problems of a side, and the engine_layout_problems of one that samples."""
+    engine = engine_layout_problems(side.cfg, arch, side.ranks) if side.name != "trainers" else []
+    return [*layout_problems(side.cfg, arch, side.ranks), *engine]
+
+
 def check_sides(cfg: Config, arch: Architecture, ranks: int) -> None:
-    """InputError for the first of layout_problems of a side, or engine_layout_problems of the one that samples."""
+    """InputError for the first of side_problems."""
     for side in sides(cfg, ranks):
-        engine = engine_layout_problems(side.cfg, arch, side.ranks) if side.name != "trainers" else []
-        for problem in [*layout_problems(side.cfg, arch, side.ranks), *engine]:
+        for problem in side_problems(side, arch):
             raise InputError(f"{side.name}: {problem}" if side.name else problem)
 
 

@@ -18,7 +18,7 @@ from architecture import Architecture
 from engines.capacity import cache_mib_per_row
 from inputs.config_rules import LAYOUT_RULES, divisors, problems
 from inputs.files import InputError
-from inputs.layout_rules import Side, engine_layout_problems, layout_problems, sides
+from inputs.layout_rules import Side, engine_layout_problems, layout_problems, side_problems, sides
 from knobs import Config
 from plan import grid, published, roofline
 from plan.hardware import Hardware
@@ -66,13 +66,9 @@ class Verdict:
         return self.layout.ranks + (self.samplers.layout.ranks if self.samplers else 0)
 
 
-def broken_rules(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
-    """The rules of inputs/config_rules.py about layouts that are broken on so many ranks."""
-    return [
-        *problems(cfg, LAYOUT_RULES),
-        *layout_problems(cfg, arch, ranks),
-        *engine_layout_problems(cfg, arch, ranks),
-    ]
+def broken_rules(side: Side, arch: Architecture) -> list[str]:
+    """The rules of inputs/config_rules.py and layout_rules.py about layouts that ``side`` breaks."""
+    return [*problems(side.cfg, LAYOUT_RULES), *side_problems(side, arch)]
 
 
 def judge(cfg: Config, ranks: int, setting: Setting) -> Verdict:
@@ -97,7 +93,7 @@ def judge(cfg: Config, ranks: int, setting: Setting) -> Verdict:
 def _judge_side(side: Side, ranks: int, setting: Setting) -> Verdict:
     cfg, arch = side.cfg, setting.arch
     layout = grid.of(cfg, side.ranks, setting.ranks_per_node, side.name)
-    if reasons := broken_rules(cfg, arch, side.ranks):
+    if reasons := broken_rules(side, arch):
         return Verdict(cfg, layout, reasons)
     hardware = setting.hardware
     gib = hardware.memory_gib if setting.device_gib is None else setting.device_gib
