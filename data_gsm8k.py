@@ -212,6 +212,11 @@ def stop_token_ids(model_dir: str | Path, tokenizer: PreTrainedTokenizerBase) ->
     return stops
 
 
+def pad_token_id(tokenizer: PreTrainedTokenizerBase, stop_tokens: set[int]) -> int:
+    """The token that fills rows up: the tokenizer's, or one of the stop tokens."""
+    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stop_tokens)
+
+
 def prompt_ids(
     asked: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, data: DataConfig, examples: Sequence[Row] = ()
 ) -> list[int]:

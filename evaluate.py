@@ -177,7 +177,7 @@ def ask(cfg: Config, question: str, tensors: Iterable[tuple[str, torch.Tensor]])
         arch,
         torch.device("cpu"),
         stop_tokens,
-        rollout.pad_token_id(tokenizer, stop_tokens),
+        data_gsm8k.pad_token_id(tokenizer, stop_tokens),
     )
     engine.load_weights(tensors)
     limit, method = cfg.rollout.max_new_tokens, cfg.reward.method
@@ -213,7 +213,7 @@ def measure(cfg: Config) -> dict:
     sets = {"": cfg.data} | data_of_sets(cfg)
     held_out = {name: data_gsm8k.load(data, "test", tokenizer, cfg.train.seed) for name, data in sets.items()}
     stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
-    pad_token = rollout.pad_token_id(tokenizer, stop_tokens)
+    pad_token = data_gsm8k.pad_token_id(tokenizer, stop_tokens)
     with parallel_setup.open_world(cfg) as device:
         parallel = parallel_setup.open_layout(ParallelConfig(), device)  # every rank has its own questions
         engine = rollout.open_engine(cfg, arch, device, stop_tokens, pad_token)

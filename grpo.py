@@ -24,6 +24,7 @@ STD_EPS = 1e-6
 LOG_RATIO_LIMIT = 20.0  # nats: e^20 is far below the largest float32 number
 LOW_VAR_KL_LIMIT = 10.0  # largest low_var_kl of a token; above it the gradient is 0
 GSPO_LOG_RATIO_LIMIT = 10.0  # nats; an upper limit only
+LEAST_TAIL = 1e-6  # of the probability outside the likeliest tokens, which rounding can make negative
 
 
 # ----------------------------------------------------------------------------------------------------------- advantages
@@ -121,8 +122,9 @@ def policy_loss(
     ppo (arXiv 1707.06347): max(-A r, -A clip(r)) with the log-ratio limited to +-20; for A < 0 at most -A dual_clip
     (arXiv 1912.09729; 0 or None: off). gspo (arXiv 2507.18071): the same maximum, where r is the geometric mean of the
     row's ratios and its gradient is spread over the row's tokens; no dual clip. cispo (arXiv 2506.13585):
-    -clip(r) A logp, where clip(r) is a constant, so only logp has a gradient. A function as ``kind`` computes the
-    losses of the tokens itself.
+    -clip(r) A logp, where clip(r) is a constant, so only logp has a gradient. dppo_tv (arXiv 2602.04879, Binary-TV):
+    -A r, and 0 where the probability of the token has moved away from its old one in the direction of A by more than
+    clip_high (A > 0) or clip_low. A function as ``kind`` computes the losses of the tokens itself.
 
     aggregate, num_tokens, num_sequences, max_new_tokens: see aggregate_loss. GSPO's paper uses seq-mean-token-mean.
     The statistics have no gradient. They are policy_loss, which is the loss itself, and means over tokens: clip_frac,
@@ -208,6 +210,13 @@ def _cispo(x: LossInputs) -> PerToken:
     return -weight.detach() * x.advantages * x.logp, _measured(log_ratio, ratio, weight != ratio)
 
 
+def _dppo_tv(x: LossInputs) -> PerToken:
+    log_ratio = (x.logp - x.old_logp).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio, moved = log_ratio.exp(), x.logp.detach().exp() - x.old_logp.exp()
+    outside = torch.where(x.advantages > 0, moved > x.clip_high, moved < -x.clip_low)
+    return -x.advantages * ratio.masked_fill(outside, 0.0), _measured(log_ratio, ratio, outside)
+
+
 def _pessimistic(x: LossInputs, ratio: Tensor) -> tuple[Tensor, Tensor]:
     """The larger of the losses with the plain and with the clipped ratio, and where it is the clipped one."""
     plain, clipped = -x.advantages * ratio, -x.advantages * x.clipped(ratio)
@@ -227,7 +236,9 @@ def _measured(
     }
 
 
-PER_TOKEN: dict[str, Callable[[LossInputs], PerToken]] = {"ppo": _ppo, "gspo": _gspo, "cispo": _cispo}
+PER_TOKEN: dict[str, Callable[[LossInputs], PerToken]] = {
+    "ppo": _ppo, "gspo": _gspo, "cispo": _cispo, "dppo_tv": _dppo_tv,
+}  # fmt: skip
 
 
 def aggregate_loss(
@@ -296,6 +307,22 @@ def rollout_weights(
         kept = (ratio <= clip) & (ratio >= (low if mode == "icepop" else 0))
         return _inside(mask, torch.where(kept, ratio, torch.zeros_like(ratio)))
     return _inside(mask, ratio.clamp(max=clip))
+
+
+def expected_score(head_logp: Tensor, sampler_logp: Tensor, clip: float | None = None) -> Tensor:
+    """What score centering (arXiv 2609.20807) takes from the log-prob of a token.  (B, T, K), (B, T, K) -> (B, T)
+
+    A sampler q that differs from the trained policy p pulls p towards q by the advantage times E_q[grad log p], which
+    carries no reward. The gradient of the result is this mean, so -A (log p - result) has no such drift. The arguments
+    are log p and log q of the K tokens that are likeliest for q; its other tokens count as p, scaled to their
+    probability. If the losses have the weights min(p / q, clip), the mean is weighted by them, too.
+    """
+    head_logp, q = _at_least_float32(head_logp), _at_least_float32(sampler_logp).detach().exp()
+    p = head_logp.detach().exp()
+    tail = (1 - q.sum(-1)).clamp(min=LEAST_TAIL) / (1 - p.sum(-1)).clamp(min=LEAST_TAIL)
+    if clip is not None:  # q min(p / q, clip) is finite where q is 0
+        q, tail = torch.minimum(p, clip * q), (clip * tail).clamp(max=1)
+    return ((q - tail[..., None] * p) * head_logp).sum(-1)
 
 
 # ---------------------------------------------------------------------------------------------------- masks and checks

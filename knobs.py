@@ -130,9 +130,9 @@ class RolloutConfig(Section):
         0, "the last N ranks sample, one step ahead of the others, which train (rollout.staleness 1); 0: all do both",
         ge=0, le=2**16,
     )  # fmt: skip
-    staleness: int = knob(
-        0, "steps by which the policy that samples is older than the one that trains; 0: none", ge=0, le=64
-    )
+    staleness: int = knob(0, "steps by which the policy that samples is older than the trained one", ge=0, le=64)
+    route_flips: float = knob(0.0, "tests: share of a layer's sampled tokens with a wrong last expert", ge=0, le=1)
+    logit_noise: float = knob(0.0, "tests: standard deviation of noise on the sampler's logits", ge=0, le=1e3)
     round_bits: Literal[0, 3, 4, 8] = knob(
         0,
         "torch: training samples from matrices rounded to so many bits, as an int8 or int4 engine would; 0: off. "
@@ -142,6 +142,11 @@ class RolloutConfig(Section):
     @property
     def kind(self) -> Kind:
         return ENGINES[self.engine]
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether a test disturbs the sampler."""
+        return self.route_flips > 0 or self.logit_noise > 0
 
     @property
     def replica_ranks(self) -> int:
@@ -196,12 +201,12 @@ class LossConfig(Section):
         "reward minus the group's mean, divided by its std; not divided (Dr.GRPO); minus the mean of the others; or "
         "FILE.py:NAME, (rewards) -> advantages, both (P, G)",
     )
-    kind: Literal["ppo", "gspo", "cispo"] | Function = knob(
+    kind: Literal["ppo", "gspo", "cispo", "dppo_tv"] | Function = knob(
         "ppo",
-        "clips a ratio a token, a ratio a sequence, or a weight; or FILE.py:NAME, (grpo.LossInputs) -> (loss of each "
-        "token (B, T), {name: what is measured of it (B, T)})",
+        "clips a ratio a token, a ratio a sequence, or a weight; masks a changed probability; or FILE.py:NAME, "
+        "(grpo.LossInputs) -> (loss of each token (B, T), {name: what is measured of it (B, T)})",
     )
-    clip_low: float = knob(0.2, "the ratio is clipped below at 1 - clip_low", ge=0, le=1)
+    clip_low: float = knob(0.2, "the ratio is clipped below at 1 - clip_low; dppo_tv: largest fall", ge=0, le=1)
     clip_high: float = knob(0.2, "the ratio is clipped above at 1 + clip_high; DAPO has 0.28", ge=0, le=1e6)
     dual_clip: float = knob(3.0, "ppo: bound of the loss for negative advantages, in advantages; 0: off", ge=0, le=1e6)
     aggregate: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "dr-grpo"] = knob(
@@ -220,6 +225,7 @@ class LossConfig(Section):
     )
     importance_clip: float = knob(2.0, "largest importance weight; a larger one is cut, or masked", gt=0, le=1e6)
     importance_low: float = knob(0.5, "icepop: smallest importance weight; a smaller one is masked", ge=0, le=1e6)
+    score_centering: int = knob(0, "K: subtract the mean score of the sampler's K likeliest tokens", ge=0, le=2**24)
     mask_truncated: bool = knob(False, "leave completions without an end token out of the loss")
     skip_equal_groups: bool = knob(False, "skip groups of equal reward (advantage 0) in the update, their KL included")
 
@@ -435,7 +441,8 @@ class Config(Section):
         """Whether the trained tokens are fair draws from what the trainer computes, but for rounding."""
         rollout = self.rollout
         altered = self.aqn.schedule != "off" or rollout.round_bits or rollout.top_k or rollout.top_p < 1
-        return not (altered or rollout.dynamic_rounds)  # dynamic sampling chooses groups by their outcomes
+        # Dynamic sampling chooses groups by their outcomes.
+        return not (altered or rollout.is_disturbed or rollout.dynamic_rounds)
 
     @property
     def old_policy_share(self) -> float:

@@ -233,10 +233,7 @@ class Learner:
     # -------------------------------------------------------------------------------------------- forward passes
 
     def _routed(self, micro: MicroBatch, count: bool = False) -> contextlib.AbstractContextManager:
-        """A context in which the forward passes of ``micro`` replay its routes, if it has any.
-
-        ``count``: also count how often the router itself would have chosen otherwise.
-        """
+        """A context in which ``micro`` replays its routes, if any. ``count``: and counts where the router differs."""
         if micro.routes is None:
             return contextlib.nullcontext()
         return self.replay.replaying(micro.routes, micro.replayed, count=count)
@@ -264,8 +261,9 @@ class Learner:
             return self._logp(micro)[0]
 
     def _logp(self, micro: MicroBatch) -> TokenStats:
+        head = micro.head[0].long() if micro.head and torch.is_grad_enabled() else None  # for the loss alone
         stats = model_megatron.token_logprobs(
-            self.model, micro.tokens, micro.mask, self.parallel, self.cfg.rollout.temperature, micro.packing
+            self.model, micro.tokens, micro.mask, self.parallel, self.cfg.rollout.temperature, micro.packing, head
         )
         if micro.packing is not None and not torch.is_grad_enabled():  # recompute in a backward pass needs the masks
             micro.packing.release_masks()
@@ -289,28 +287,31 @@ class Learner:
             clip_low=loss_cfg.clip_low, clip_high=loss_cfg.clip_high, dual_clip=loss_cfg.dual_clip,
             aggregate=loss_cfg.aggregate, **counts,
         )  # fmt: skip
+
+        def combined(per_token: Tensor) -> Tensor:
+            return grpo.aggregate_loss(per_token, micro.mask, aggregate=loss_cfg.aggregate, **counts)
+
         mean = functools.partial(grpo.aggregate_loss, mask=micro.mask, num_tokens=counts["num_tokens"])
         metrics = {f"actor/{name}": value for name, value in measured.items()}
         if ref_logp is not None:
             kl = grpo.kl(logp, ref_logp, loss_cfg.kl, micro.mask)
-            loss = loss + loss_cfg.kl_coef * grpo.aggregate_loss(kl, micro.mask, aggregate=loss_cfg.aggregate, **counts)
-            metrics["actor/kl_loss"] = mean(kl.detach())
+            loss, metrics["actor/kl_loss"] = loss + loss_cfg.kl_coef * combined(kl), mean(kl.detach())
+        if micro.head:
+            clip = loss_cfg.importance_clip if loss_cfg.corrects else None
+            loss = loss + combined(micro.advantages[:, None] * grpo.expected_score(stats.head, micro.head[1], clip))
+            metrics["rollout/head_mass"] = mean(micro.head[1].exp().sum(-1))
         if loss_cfg.entropy_coef:
-            bonus = grpo.aggregate_loss(entropy, micro.mask, aggregate=loss_cfg.aggregate, **counts)
-            loss = loss - loss_cfg.entropy_coef * bonus
-        sampled_logp = old_logp if micro.sampled_logp is None else micro.sampled_logp
-        gap = (sampled_logp - micro.rollout_logp).abs() * micro.mask
-        metrics |= {
-            "actor/loss": loss.detach(),
-            "actor/entropy": mean(entropy.detach()),
-            "rollout/logp_gap_mean": mean(gap),
-        }
+            loss = loss - loss_cfg.entropy_coef * combined(entropy)
+        gap = (old_logp if micro.sampled_logp is None else micro.sampled_logp).sub(
+            micro.rollout_logp
+        ).abs() * micro.mask
+        metrics |= {"actor/loss": loss.detach(), "actor/entropy": mean(entropy.detach())}
+        metrics["rollout/logp_gap_mean"] = mean(gap)
         if loss_cfg.corrects:
             metrics["rollout/importance_mean"] = mean(weights)
-            if loss_cfg.importance in grpo.MASKING_MODES:
-                metrics["rollout/importance_masked_frac"] = mean((weights == 0) * micro.mask)
-            else:
-                metrics["rollout/importance_clip_frac"] = mean((weights >= loss_cfg.importance_clip) * micro.mask)
+            masks = loss_cfg.importance in grpo.MASKING_MODES
+            cut = weights == 0 if masks else weights >= loss_cfg.importance_clip
+            metrics[f"rollout/importance_{'masked' if masks else 'clip'}_frac"] = mean(cut * micro.mask)
         return loss, metrics, gap.amax(), stats.surprise()
 
     # -------------------------------------------------------------------------------------------- the optimizer

@@ -237,6 +237,7 @@ class TokenStats(NamedTuple):
     logp: Tensor  # (b, T) log-probability of the token
     entropy: Tensor  # (b, T) mean of -log p over the vocabulary, nats
     variance: Tensor  # (b, T) variance of -log p over the vocabulary, nats^2; it has no gradient
+    head: Tensor | None = None  # (b, T, K) log-probabilities of other tokens in its place
 
     def surprise(self) -> Tensor:
         """The sums over the tokens of D = -log p - entropy and of its variance.  -> (2,)
@@ -257,12 +258,13 @@ def token_logprobs(
     parallel: Parallel,
     temperature: float = 1.0,
     packing: Packing | None = None,
+    head: Tensor | None = None,
 ) -> TokenStats:
     """Log-probability and distribution of every token where ``mask`` is 1.  (b, T), (b, T)
 
     Position t holds log p(tokens[t] | tokens[:t]) under softmax(logits / temperature), so mask[:, 0] must be 0.
     Only masked positions reach the language-model head, and only a chunk of the (N, V) logits exists at a time.
-    ``packing``, packing.pack of these rows, gives the same numbers from fewer tokens.
+    ``packing``, packing.pack of these rows, gives the same numbers from fewer tokens. ``head``: more tokens, (b, T, K).
     """
     assert not mask[:, 0].any(), "nothing predicts the first token of a row"
     row, position = mask.nonzero(as_tuple=True)
@@ -271,22 +273,25 @@ def token_logprobs(
     else:
         line = hidden_states(model, packing.to_line(tokens), packing)[:, 0]  # (M, h)
         hidden = line.index_select(0, packing.line[row, position - 1])
-    stats = _VocabularyLogProbs.apply(hidden, head_weight(model), tokens[row, position], temperature, parallel)
+    chosen = tokens[..., None] if head is None else torch.cat([tokens[..., None], head], -1)
+    logp, *stats = _VocabularyLogProbs.apply(hidden, head_weight(model), chosen[row, position], temperature, parallel)
     zeros = hidden.new_zeros(mask.shape, dtype=torch.float32)
-    return TokenStats(*(zeros.index_put((row, position), values) for values in stats))
+    of_head = None if head is None else zeros.new_zeros(head.shape).index_put((row, position), logp[:, 1:])
+    return TokenStats(*(zeros.index_put((row, position), x) for x in (logp[:, 0], *stats)))._replace(head=of_head)
 
 
 class _VocabularyLogProbs(torch.autograd.Function):
-    """TokenStats of the chosen tokens, over a vocabulary that is split over the tensor ranks.
+    """TokenStats of the chosen tokens, C at each place, over a vocabulary that is split over the tensor ranks.
 
-    (N, h), (V / tensor, h), (N,) -> (N,) three times.  The backward pass computes the logits of a chunk again:
+    (N, h), (V / tensor, h), (N, C) -> (N, C) and (N,) twice.  The backward pass computes the logits of a chunk again:
     d logp / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy).  The weight is frozen.
     """
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, chosen: Tensor, temperature: float, parallel: Parallel):
         first = parallel.tensor_rank * len(weight)  # the first token of this rank's slice of the vocabulary
-        logp, entropy, variance, log_norm = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(4))
+        shapes = chosen.shape, *[chosen.shape[:1]] * 3
+        logp, entropy, variance, log_norm = (hidden.new_empty(shape, dtype=torch.float32) for shape in shapes)
         for rows in _chunks(len(hidden), len(weight)):
             logits = (hidden[rows] @ weight.t()).float()  # (n, V / tensor)
             if temperature != 1:
@@ -297,15 +302,15 @@ class _VocabularyLogProbs(torch.autograd.Function):
             logits -= top[:, None]  # avoids the cancellation of large numbers in entropy and log-prob
             weights = logits.exp()
             places, mine = _own(chosen[rows] - first, len(weight))
-            picked = logits.gather(1, places)[:, 0] * mine
-            sums = [picked, weights.sum(-1), torch.linalg.vecdot(weights, logits)]
-            sums = torch.stack([*sums, torch.linalg.vecdot(weights.mul_(logits), logits)])  # (4, n)
+            picked = logits.gather(1, places) * mine
+            sums = [*picked.unbind(1), weights.sum(-1), torch.linalg.vecdot(weights, logits)]
+            sums = torch.stack([*sums, torch.linalg.vecdot(weights.mul_(logits), logits)])  # (C + 3, n)
             if parallel.tensor > 1:
                 dist.all_reduce(sums, group=parallel.tensor_group)
-            picked, total, first_moment, second_moment = sums
+            total, first_moment, second_moment = sums[-3:]
             log_sum, mean = total.log(), first_moment / total
             log_norm[rows] = top + log_sum
-            logp[rows], entropy[rows] = picked - log_sum, log_sum - mean
+            logp[rows], entropy[rows] = (sums[:-3] - log_sum).t(), log_sum - mean
             variance[rows] = (second_moment / total - mean.square()).clamp(min=0)  # rounding may make it negative
         ctx.save_for_backward(hidden, weight, chosen, log_norm, entropy)
         ctx.temperature, ctx.first = temperature, first
@@ -317,19 +322,20 @@ class _VocabularyLogProbs(torch.autograd.Function):
     def backward(ctx, grad_logp: Tensor | None, grad_entropy: Tensor | None, _: None):
         hidden, weight, chosen, log_norm, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_logp = torch.zeros_like(log_norm) if grad_logp is None else grad_logp
+        grad_logp = torch.zeros(chosen.shape, device=hidden.device) if grad_logp is None else grad_logp
+        of_all = grad_logp if grad_logp.shape[1] == 1 else grad_logp.sum(1, keepdim=True)  # (N, 1)
         for rows in _chunks(len(hidden), len(weight)):
             log_p = (hidden[rows] @ weight.t()).float()
             if ctx.temperature != 1:
                 log_p /= ctx.temperature
             log_p -= log_norm[rows, None]
             if grad_entropy is None:  # the entropy is only logged
-                grad = log_p.exp_().mul_(-grad_logp[rows, None])
+                grad = log_p.exp_().mul_(-of_all[rows])
             else:
                 p = log_p.exp()
-                grad = -p * grad_logp[rows, None] - p * (log_p + entropy[rows, None]) * grad_entropy[rows, None]
+                grad = -p * of_all[rows] - p * (log_p + entropy[rows, None]) * grad_entropy[rows, None]
             places, mine = _own(chosen[rows] - ctx.first, len(weight))
-            grad.scatter_add_(1, places, (grad_logp[rows] * mine)[:, None].to(grad.dtype))
+            grad.scatter_add_(1, places, (grad_logp[rows] * mine).to(grad.dtype))
             if ctx.temperature != 1:
                 grad /= ctx.temperature
             grad_hidden[rows] = (grad.to(weight.dtype) @ weight).to(hidden.dtype)
@@ -337,8 +343,8 @@ class _VocabularyLogProbs(torch.autograd.Function):
 
 
 def _own(local: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Columns (n, 1) of ``local`` tokens in a slice of ``size``, and which of them are in it (n,); others get any."""
-    return local.clamp(0, size - 1)[:, None], (local >= 0) & (local < size)
+    """The columns of ``local`` tokens in a slice of ``size``, and which of them are in it; others get any column."""
+    return local.clamp(0, size - 1), (local >= 0) & (local < size)
 
 
 def _chunks(num_rows: int, vocabulary: int) -> list[slice]:

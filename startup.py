@@ -189,7 +189,7 @@ def open_engine(
     if cfg.keeps_factors_apart and parameters.shared_experts(cfg, arch, layout, parallel.device.type)[0]:
         WeightSync.frozen_experts_to_host_(model, parallel.device)
     stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, inputs.tokenizer)
-    pad_token = rollout.pad_token_id(inputs.tokenizer, stop_tokens)
+    pad_token = data_gsm8k.pad_token_id(inputs.tokenizer, stop_tokens)
     # The engine reports progress, because decoding may take longer than train.stall_seconds.
     engine = rollout.open_engine(cfg, arch, parallel.device, stop_tokens, pad_token, heartbeat.beat)
     weights = WeightSync(engine, model, arch, parallel, cfg)
@@ -233,7 +233,7 @@ def open_run(
     if parallel.rank == 0:
         log.trackers = trackers.start(cfg.train.trackers, log.run_dir, log.say)
     model, adapters = open_policy(cfg, inputs, parallel, heartbeat)
-    pad_token = rollout.pad_token_id(inputs.tokenizer, data_gsm8k.stop_token_ids(cfg.model.path, inputs.tokenizer))
+    pad_token = data_gsm8k.pad_token_id(inputs.tokenizer, data_gsm8k.stop_token_ids(cfg.model.path, inputs.tokenizer))
     learner = Learner(cfg, arch, parallel, model, adapters, pad_token)
 
     tripwires = Tripwires(cfg, log.say)

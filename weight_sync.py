@@ -169,7 +169,7 @@ class WeightSync:
         metrics = {"sync/checksum": checksum} | adapter_weights.update_kept(
             self.model, self.arch, self.parallel, self.cfg
         )
-        if self.rounded and self.cfg.checks.logp_gap != "off":
+        if (self.rounded or self.cfg.rollout.is_disturbed) and self.cfg.checks.logp_gap != "off":
             metrics["sync/probe_gap"] = self._gap(probe)
         if self.noise:
             metrics |= self._add_noise(step, probe, touched)

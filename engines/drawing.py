@@ -12,12 +12,17 @@ from torch import Tensor
 from engines.interface import Rule
 
 
-def uniforms_of(seeds: list[int], num_samples: int, new_tokens: int) -> Tensor:
-    """The uniform numbers in [0, 1) of each prompt, from a generator with its seed.  -> (P, S, N) float32"""
-    table = torch.empty(len(seeds), num_samples, new_tokens)
+def uniforms_of(seeds: list[int], *shape: int) -> Tensor:
+    """Uniform numbers in [0, 1) for each prompt, from a generator with its seed.  -> (P, *shape) float32"""
+    table = torch.empty(len(seeds), *shape)
     for seed, numbers in zip(seeds, table, strict=True):
         numbers.uniform_(generator=torch.Generator().manual_seed(seed))
     return table
+
+
+def normals_of(seeds: list[int], *shape: int) -> Tensor:
+    """The same for normally distributed numbers of variance 1."""
+    return torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
 
 
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
@@ -65,3 +70,9 @@ def pick(logits: Tensor, uniform: Tensor | None, rule: Rule) -> tuple[Tensor, Te
     else:
         token = inverse_cdf(probs, uniform)
     return token[:, 0], (scores.gather(-1, token) - probs.sum(-1, keepdim=True).log())[:, 0]
+
+
+def likeliest(logits: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    """The rule.head likeliest tokens, and their log-probabilities before truncation.  -> (R, K) twice"""
+    logp = (logits.float() / (rule.temperature or 1.0)).log_softmax(-1)
+    return logp.topk(min(rule.head, logp.shape[-1]))[::-1]

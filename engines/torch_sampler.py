@@ -2,7 +2,7 @@
 
 A call runs in waves of limited size. A wave computes every prompt once for its whole group, and rows that have finished
 are removed. Each prompt draws from its own seed, so its completions do not depend on its wave.
-P prompts, R rows (one for each sampled completion), N new tokens, V vocabulary, K experts a token.
+P prompts, R rows (one for each sampled completion), N new tokens, V vocabulary, K experts a token, L MoE layers.
 """
 
 from collections.abc import Iterable
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from architecture import Architecture, layers
+from config import derive_seed
 from device import DTYPES
 from engines.capacity import MOST_SEQUENCES
-from engines.drawing import pick, uniforms_of
+from engines.drawing import likeliest, normals_of, pick, uniforms_of
 from engines.interface import Completion, Engine, Rule, Stack
 from engines.torch_cache import LineCache, RowCache
 from engines.torch_decoder import Decoder
@@ -94,26 +95,41 @@ class TorchSampler(Engine):
                 )
                 # One kind after the other, so that the shapes, and with them the rounding, do not depend on the others.
                 for (samples, num_samples, rule), cache in zip(chosen, caches, strict=True):
-                    uniforms = None
-                    if rule.temperature > 0:
-                        table = uniforms_of([seeds[i] for i in wave], num_samples, new_tokens)
-                        of_samples = table[:, samples.start : samples.stop].flatten(0, 1)
-                        uniforms = of_samples.t()[..., None].to(self.decoder.device)  # (N, R, 1)
-                    answers = self._run_wave(of_wave, hidden, cache, uniforms, rule, prompt_routes if routed else None)
+                    tables = self._tables([seeds[i] for i in wave], samples, num_samples, rule)
+                    answers = self._run_wave(of_wave, hidden, cache, tables, rule, prompt_routes if routed else None)
                     for row, answer in enumerate(answers):
                         completions[wave[row // len(samples)]].append(answer)
         return completions
+
+    def _tables(self, seeds: list[int], samples: range, num_samples: int, rule: Rule) -> dict[str, Tensor]:
+        """What is drawn for the ``samples`` of each prompt: a number for each token, (N, R, 1), and what disturbs them.
+
+        "noise" is added to the logits, (N, R, V); "flips" is true where a route is flipped, (N, R, L).
+        """
+        drawn, shape = {}, (num_samples, rule.max_new_tokens)
+        if rule.temperature > 0:
+            drawn["token"] = uniforms_of(seeds, *shape)[..., None]
+        if rule.logit_noise:
+            own = [derive_seed(seed, "logit noise") for seed in seeds]
+            drawn["noise"] = normals_of(own, *shape, self.arch.vocab_size).mul_(rule.logit_noise)
+        if rule.route_flips:
+            own = [derive_seed(seed, "route flips") for seed in seeds]
+            drawn["flips"] = uniforms_of(own, *shape, sum(self.arch.moe_layers)) < rule.route_flips
+        return {
+            use: table[:, samples.start : samples.stop].flatten(0, 1).transpose(0, 1).to(self.decoder.device)
+            for use, table in drawn.items()
+        }
 
     def _run_wave(
         self,
         prompts: list[list[int]],
         hidden: Tensor,
         cache: LineCache | RowCache,
-        uniforms: Tensor | None,
+        tables: dict[str, Tensor],
         rule: Rule,
         prompt_routes: Tensor | None,
     ) -> list[Completion]:
-        """``cache.samples`` completions of each prompt, in one list. ``uniforms``: (N, R, 1), None for greedy.
+        """``cache.samples`` completions of each prompt, in one list. ``tables``: see _tables.
 
         ``hidden``: of the last tokens of the prompts, (P, h). With the ``prompt_routes`` the completions have routes.
         """
@@ -125,13 +141,24 @@ class TorchSampler(Engine):
         logps = torch.zeros(new_tokens, rows + 1, device=device)
         shape = (new_tokens, rows + 1, sum(self.arch.moe_layers), self.arch.experts_per_token)
         routes = None if prompt_routes is None else torch.zeros(shape, dtype=torch.uint8, device=device)
+        shape = (new_tokens, rows + 1, min(rule.head, self.arch.vocab_size))
+        head_ids, head_logps = torch.zeros(shape, dtype=torch.int32, device=device), torch.zeros(shape, device=device)
         row_ids = torch.arange(rows, device=device)  # (R,) the place of each row's results
+
+        def drawn(use: str, n: int) -> Tensor | None:
+            return tables[use][n].index_select(0, row_ids.clamp(max=rows - 1)) if use in tables else None
+
         for n in range(new_tokens):
             self.beat()
-            uniform = None if uniforms is None else uniforms[n].index_select(0, row_ids.clamp(max=rows - 1))
-            token, logp = pick(decoder.logits(hidden), uniform, rule)
+            logits = decoder.logits(hidden)
+            if rule.logit_noise:
+                logits = logits + drawn("noise", n)
+            token, logp = pick(logits, drawn("token", n), rule)
             tokens[n].index_copy_(0, row_ids, token)
             logps[n].index_copy_(0, row_ids, logp)
+            if rule.head:
+                for results, found in zip((head_ids, head_logps), likeliest(logits, rule), strict=True):
+                    results[n].index_copy_(0, row_ids, found.to(results.dtype))
             row_ids = row_ids.masked_fill(self.is_stop[token], rows)
             running = (row_ids < rows).nonzero()[:, 0]
             if len(running) == 0 or n + 1 == new_tokens:
@@ -139,7 +166,7 @@ class TorchSampler(Engine):
             if 2 * len(running) <= len(row_ids):
                 cache.keep_rows(running)
                 row_ids, token = row_ids[running], token[running]
-            hidden, experts = decoder.decode(token, n, cache)
+            hidden, experts = decoder.decode(token, n, cache, drawn("flips", n))
             if routes is not None:
                 routes[n].index_copy_(0, row_ids, torch.stack(experts, 1).to(torch.uint8))
 
@@ -149,13 +176,15 @@ class TorchSampler(Engine):
         tokens, logps, answers = tokens.t().tolist(), logps.t().tolist(), []
         if routes is not None:
             routes, prompt_routes = routes.cpu(), prompt_routes.cpu()
+        head_ids, head_logps = head_ids.cpu().numpy(), head_logps.cpu().numpy()
         for row, count in enumerate(generated[:rows]):
             experts, prompt = None, row // num_samples
+            head = (head_ids[:count, row], head_logps[:count, row]) if rule.head else ()
             if routes is not None:
                 of_prompt = prompt_routes[prompt, : len(prompts[prompt])]
                 experts = torch.cat([of_prompt, routes[: count - 1, row]]).numpy()
             reason = "stop" if tokens[row][count - 1] in self.stop_tokens else "length"
-            answers.append(Completion(tokens[row][:count], logps[row][:count], reason, experts))
+            answers.append(Completion(tokens[row][:count], logps[row][:count], reason, experts, head))
         return answers
 
 

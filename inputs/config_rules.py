@@ -43,7 +43,7 @@ IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
      "lora.targets has neither linear_fc1 nor linear_fc2", "lora.expert_rank"),
     (lambda c: bool(c.reward.function), "reward.function scores", "reward.method"),
     (lambda c: not c.reward.function and c.reward.method != "math", "reward.method needs no worker", "reward.seconds"),
-    (lambda c: c.loss.kind in ("gspo", "cispo"), "loss.kind is not ppo", "loss.dual_clip"),
+    (lambda c: c.loss.kind in ("gspo", "cispo", "dppo_tv"), "loss.kind is not ppo", "loss.dual_clip"),
     (lambda c: c.loss.kl == "none", "loss.kl is none", "loss.kl_coef"),
     (lambda c: not c.loss.corrects, "loss.importance is none or uncorrected", "loss.importance_clip"),
     (lambda c: c.loss.importance != "icepop", "loss.importance is not icepop", "loss.importance_low"),
@@ -197,6 +197,7 @@ def _data_rules(cfg: Config) -> list[Rule]:
 
 def _method_rules(cfg: Config) -> list[Rule]:
     loss, aqn, targets, bits = cfg.loss, cfg.aqn, cfg.lora.targets, cfg.rollout.round_bits
+    update = cfg.optim.prompts_per_update
     repeated, parts = sorted({target for target in targets if targets.count(target) > 1}), cfg.model.quantised
     trackers, late = cfg.train.trackers, [step for step in cfg.train.profile_steps if step > cfg.train.steps]
     return [
@@ -224,6 +225,23 @@ def _method_rules(cfg: Config) -> list[Rule]:
         (
             cfg.rollout.staleness == 0 and loss.importance == "uncorrected",
             "loss.importance: uncorrected is for rollout.staleness above 0; needed: none",
+        ),
+        (
+            loss.score_centering > 0 and loss.importance in ("sequence", "icepop", "mis"),
+            f"loss.importance: {loss.importance} with loss.score_centering; needed: none, token or uncorrected",
+        ),
+        (
+            loss.score_centering > 0 and (cfg.rollout.top_k > 0 or cfg.rollout.top_p < 1),
+            "loss.score_centering: needs the distribution that samples; needed: rollout.top_k 0 and top_p 1",
+        ),
+        (
+            loss.score_centering > 0 and update < cfg.rollout.prompts_per_step,
+            f"optim.prompts_per_update: {update} with loss.score_centering, which is for one update of a step; needed: "
+            f"rollout.prompts_per_step, {cfg.rollout.prompts_per_step}",
+        ),
+        (
+            cfg.rollout.is_disturbed and (cfg.tiny_model is None or cfg.rollout.engine != "torch"),
+            "rollout.route_flips, rollout.logit_noise: for tests; needed: 0, or a tiny_model and rollout.engine torch",
         ),
         (
             cfg.reward.overlong is not None and cfg.reward.overlong.buffer > cfg.rollout.max_new_tokens,

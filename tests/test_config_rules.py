@@ -27,14 +27,14 @@ MINIMAL = "model: {path: m}\ndata: {source: arithmetic}\ntrain: {steps: 100}\n"
 QWEN3_30B_A3B = hf_config.parse(published.QWEN3_30B_A3B)
 QWEN15_MOE = hf_config.parse(published.QWEN15_MOE)
 RESOLVED = {  # the beginning of the sha256 of every value
-    "bench": "c1a142a18248",
-    "math": "370e7dfdc04d",
-    "olmoe": "b3657348f90a",
-    "qwen15_moe": "8f904a8d569d",
-    "qwen3": "ab3a5b9332dd",
-    "smol": "661abbaf9312",
-    "tiny_16": "d86f46cf0782",
-    "tiny_cpu": "dda30c8ffce7",
+    "bench": "2247f8141e2b",
+    "math": "b10dae24cb5c",
+    "olmoe": "ff3eb63605bc",
+    "qwen15_moe": "0302bb5d43fd",
+    "qwen3": "143b5bf8713c",
+    "smol": "a53bbb666053",
+    "tiny_16": "ada0a7aa6b5f",
+    "tiny_cpu": "32aad55b62b5",
 }
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 import grpo
 
 AGGREGATES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "dr-grpo")
-KINDS = ("ppo", "gspo", "cispo")
+KINDS = ("ppo", "gspo", "cispo", "dppo_tv")
 KL_KINDS = ("k1", "k2", "k3", "low_var_kl", "low_var_kl+", "abs")
 EVERY_LOSS = list(itertools.product(KINDS, AGGREGATES))
 GARBAGE = cases([math.nan, -1e30], [math.inf, -math.inf, 1e30])
@@ -63,6 +63,9 @@ def reference_tokens(
             if kind == "cispo":
                 loss = -clip(ratio, 1 - low, 1 + high) * advantage * logp[t]
                 slope = -clip(ratio, 1 - low, 1 + high) * advantage
+            elif kind == "dppo_tv":
+                moved = math.exp(logp[t]) - math.exp(old_logp[t])
+                loss = slope = 0.0 if (moved > high if advantage > 0 else moved < -low) else -advantage * ratio
             else:
                 loss, slope = -advantage * ratio, -advantage * ratio
                 if -advantage * clip(ratio, 1 - low, 1 + high) > loss:
@@ -172,6 +175,8 @@ def test_loss_and_gradient_against_the_formulas(
 def test_the_formula_test_meets_every_branch() -> None:
     """Control: the rows contain tokens that are clipped above, clipped below, not clipped, and dual-clipped."""
     data = batch()
+    _, stats = grpo.policy_loss(**data, kind="dppo_tv")
+    assert 0.1 < stats["clip_frac"] < 0.9
     _, stats = grpo.policy_loss(**data, dual_clip=1.5)
     assert 0.1 < stats["clip_frac"] < 0.9 and 0.1 < stats["dual_clip_frac"] < 0.9
 
@@ -208,12 +213,22 @@ def test_an_absurd_log_ratio_stays_bounded(kind: str, log_ratio: float, advantag
     options = {"kind": kind, "mask": torch.ones(1, 1), "advantages": torch.tensor([advantage])}
     with_dual, stats = grpo.policy_loss(logp, torch.zeros(1, 1), **options)
     without, _ = grpo.policy_loss(logp, torch.zeros(1, 1), **options, dual_clip=0)
-    limit = {"ppo": 3.0, "gspo": math.exp(10), "cispo": 1.2 * abs(log_ratio)}[kind]
+    limit = {"ppo": 3.0, "gspo": math.exp(10), "cispo": 1.2 * abs(log_ratio), "dppo_tv": math.exp(20)}[kind]
     assert abs(with_dual.item()) <= limit * (1 + 1e-6)
     assert abs(without.item()) <= max(math.exp(20), limit) * (1 + 1e-6)
     with_dual.backward()
     assert torch.isfinite(logp.grad).all()
     assert all(torch.isfinite(value) for value in stats.values())
+
+
+def test_dppo_masks_by_the_change_of_the_probability() -> None:
+    """Binary-TV of arXiv 2602.04879 with 0.15: 0.01 -> 0.1 stays at a ratio of 10, 0.5 -> 0.7 is masked at 1.4."""
+    old, new = torch.tensor([[0.01, 0.5, 0.5, 0.5]]), torch.tensor([[0.1, 0.7, 0.3, 0.7]])
+    data = {"logp": new.log(), "old_logp": old.log(), "advantages": torch.tensor([[1.0, 1.0, -1.0, -1.0]])}
+    found, gradient = loss_and_gradient(
+        data | {"mask": torch.ones(1, 4)}, kind="dppo_tv", clip_low=0.15, clip_high=0.15
+    )
+    assert gradient[0].tolist() == pytest.approx([-10 / 4, 0, 0, 1.4 / 4]) and found == pytest.approx((1.4 - 10) / 4)
 
 
 def test_gspo_keeps_a_small_ratio_beside_a_large_log_probability() -> None:
@@ -366,6 +381,38 @@ def test_masking_weights_by_hand() -> None:
     torch.testing.assert_close(icepop, torch.tensor([[0, 0.6], [0, 4.0]], dtype=torch.float64))
     mis = grpo.rollout_weights(ratios.log(), zeros, mask, "mis", clip=5.0, low=0.5)  # has no lower bound
     torch.testing.assert_close(mis, torch.tensor([[0.24, 0.24], [0, 0]], dtype=torch.float64))
+
+
+def test_the_expected_score_by_hand() -> None:
+    """q 0.5 0.3 0.2 and p 0.4 0.4 0.2: q - p are the coefficients, of all tokens and, as both tails are 0.2, of two."""
+    p, q = torch.tensor([[[0.4, 0.4, 0.2]]]).double(), torch.tensor([[[0.5, 0.3, 0.2]]]).double()
+    for kept, clip, expected in (
+        (3, None, [0.1, -0.1, 0]), (2, None, [0.1, -0.1]), (2, 1.1, [0, 0.33 - 0.4]), (3, 0.5, [0.05, -0.05, 0]),
+    ):  # fmt: skip
+        logp = p[..., :kept].log().requires_grad_()
+        grpo.expected_score(logp, q[..., :kept].log(), clip).sum().backward()
+        assert logp.grad.flatten().tolist() == pytest.approx(expected, abs=1e-7), (kept, clip)
+    same = grpo.expected_score(p.log().requires_grad_(), p.log())
+    assert same.item() == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("clip", [None, 2.0, 1.1])
+@pytest.mark.parametrize("kept", [12, 5])
+def test_score_centering_leaves_no_drift_of_a_constant_reward(kept: int, clip: float | None) -> None:
+    """The mean of the loss's gradient over the tokens that q draws is 0, for all tokens or a tail of q that is p's."""
+    generator = torch.Generator().manual_seed(kept)
+    logits = torch.randn(12, generator=generator, dtype=torch.float64)
+    logits = logits.sort(descending=True).values.requires_grad_()
+    q = logits.detach() + torch.where(torch.arange(12) < 5, torch.randn(12, generator=generator), torch.zeros(12))
+    q = q.softmax(0)
+    logp, weights = logits.log_softmax(0), 1.0
+    if clip is not None:
+        weights = grpo.rollout_weights(logp[:, None], q.log()[:, None], torch.ones(12, 1), "token", clip)[:, 0]
+    drift = (q * weights * logp).sum()
+    (plain,) = torch.autograd.grad(drift, logits, retain_graph=True)
+    score = grpo.expected_score(logp[:kept], q.log()[:kept], clip)
+    (left,) = torch.autograd.grad(drift - score, logits)
+    assert plain.abs().max() > 1e-3 and left.abs().max() < 1e-9
 
 
 def test_a_masked_token_has_no_gradient_and_still_counts_in_the_mean() -> None:

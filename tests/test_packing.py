@@ -79,7 +79,7 @@ def both_ways(parallel, path, recompute: bool, rounding: Rounding | None) -> tup
     found = []
     for packed in (None, packing.pack(tokens, mask, parallel.tensor, rounding)):
         model, _ = adapted.load(path, parallel, recompute=recompute)
-        logp, entropy, _ = model_megatron.token_logprobs(model, tokens, mask, parallel, TEMPERATURE, packed)
+        logp, entropy, *_ = model_megatron.token_logprobs(model, tokens, mask, parallel, TEMPERATURE, packed)
         (logp * torch.arange(16) + 0.3 * entropy).sum().backward()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         for (
@@ -99,7 +99,7 @@ def of_nothing(parallel, path, rounding: Rounding | None) -> float:
     model, _ = adapted.load(path, parallel)
     tokens, mask = rows()[0], torch.zeros(8, 16)
     packed = packing.pack(tokens, mask, parallel.tensor, rounding)
-    logp, entropy, _ = model_megatron.token_logprobs(model, tokens, mask, parallel, TEMPERATURE, packed)
+    logp, entropy, *_ = model_megatron.token_logprobs(model, tokens, mask, parallel, TEMPERATURE, packed)
     (logp.sum() + entropy.sum()).backward()
     return max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
 

@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import published
 import pytest
 import torch
@@ -173,14 +174,26 @@ def test_no_sequences_make_one_row_that_trains_nothing(batch) -> None:
 class EchoEngine:
     """It answers with the last token of the prompt and the digits of the seed; the second sample never stops."""
 
-    def sample(self, prompts, *, seeds, num_samples, max_new_tokens, temperature, top_p, top_k, **rest):
+    arch = SimpleNamespace(vocab_size=128)
+
+    def sample(self, prompts, *, seeds, num_samples, max_new_tokens, temperature, top_p, top_k, head, **rest):
         answers = []
         for prompt, seed in zip(prompts, seeds, strict=True):
             digits = [int(digit) for digit in str(seed)[:4]]
             ended = Completion([prompt[-1], *digits, 2], [-0.5, *(-1.0 * d for d in digits), -0.25], "stop")
             cut = Completion([prompt[-1]] * max_new_tokens, [-1.5] * max_new_tokens, "length")
+            for one in (ended, cut) if head else ():
+                ids = np.add.outer(np.int32(one.tokens), np.arange(head))  # the token, the next id, ...
+                one.head = ids, -ids / 10
             answers.append([ended, cut, ended][:num_samples])
         return answers
+
+
+def same(found: Rollout, expected: Rollout) -> None:
+    for name, value in vars(expected).items():
+        pairs = [(getattr(found, name), value)] if name != "head" else zip(found.head, expected.head, strict=True)
+        for one, other in pairs:
+            assert torch.equal(torch.as_tensor(one), torch.as_tensor(other)), name
 
 
 def gathered(cfg: Config, num_prompts: int, step: int) -> Rollout:
@@ -191,7 +204,9 @@ def gathered(cfg: Config, num_prompts: int, step: int) -> Rollout:
     def score(answers):
         return [Score(len(one.tokens), asked.question == "q1", len(one.tokens) == 8) for asked, one in answers]
 
-    batch, own = rollout.sample(EchoEngine(), asked, score, cfg.rollout, parallel, seed=cfg.train.seed, step=step)
+    batch, own = rollout.sample(
+        EchoEngine(), asked, score, cfg.rollout, parallel, seed=cfg.train.seed, step=step, head=2
+    )
     assert len(own) == len(range(parallel.rank, num_prompts, ranks))
     return batch
 
@@ -210,10 +225,12 @@ def test_every_rank_knows_the_same_rollout_whoever_sampled_it(num_prompts, tmp_p
         first, cut, _ = alone.tokens[3 * place : 3 * place + 3].tolist()
         assert first[0] == 40 + place and first[5:] == [2, 0, 0] and cut == [40 + place] * 8
         assert alone.logp[3 * place].tolist() == [-0.5, *(-1.0 * d for d in first[1:5]), -0.25, 0, 0]
+        tokens, logp = (part[3 * place, :7].tolist() for part in alone.head)
+        assert tokens == [*([token, token + 1] for token in first[:6]), [0, 0]]
+        assert logp == [pytest.approx([-id_ / 10 for id_ in ids]) for ids in tokens]
     for layout in ("TP2", "TP2_EP4"):
         for batch in training.in_world(layout, gathered, cfg, num_prompts, 7):
-            for name, value in vars(alone).items():
-                assert torch.equal(torch.as_tensor(getattr(batch, name)), torch.as_tensor(value)), name
+            same(batch, alone)
     (other_step,) = training.in_world("TP1", gathered, cfg, num_prompts, 8)
     assert not torch.equal(other_step.tokens, alone.tokens)
 
@@ -253,8 +270,9 @@ def test_groups_of_equal_correctness_are_replaced_by_those_of_new_questions_alik
 
     fixed = {"reward__overlong": {"buffer": 4, "penalty": 0.5}}
     cases = [
-        case(40, 3), case(40, 3, rollout__dynamic_rounds=2), case(40, 1, rollout__dynamic_rounds=2),
-        case(7, 50, rollout__dynamic_rounds=9), case(40, 3, rollout__dynamic_rounds=99, **fixed), case(40, 1),
+        case(40, 3), case(40, 3, rollout__dynamic_rounds=2, loss__score_centering=1),
+        case(40, 1, rollout__dynamic_rounds=2), case(7, 50, rollout__dynamic_rounds=9),
+        case(40, 3, rollout__dynamic_rounds=99, **fixed), case(40, 1),
     ]  # fmt: skip
     (alone,) = training.in_world("TP1", stepped, cases, 7)
     plain, two, all_mixed, few, many, mixed_plain = (sampled for sampled, _ in alone)
@@ -281,6 +299,7 @@ def test_groups_of_equal_correctness_are_replaced_by_those_of_new_questions_alik
         ended = [question.prompt[-1], *map(int, str(seed)[:4]), 2, 0, 0]
         assert two.batch.tokens[3 * place : 3 * place + 3].tolist() == [ended, [question.prompt[-1]] * 8, ended]
         assert two.batch.correct[place].tolist() == [0, float(is_mixed(question)), 0]
+        assert two.batch.head[0][3 * place, :, 0].tolist() == ended
     assert two.num_tokens == 20 * len(asked) and two.first.prompts == plain.batch.prompts
     right = sum(map(is_mixed, plain.asked)) / 15
     assert two.extra == {
@@ -289,8 +308,7 @@ def test_groups_of_equal_correctness_are_replaced_by_those_of_new_questions_alik
         "rollout/dropped_groups_frac": pytest.approx(1 - 5 / len(asked)),
         "rollout/sampled_per_trained": len(asked) / 5,
     }
-    for name, value in vars(mixed_plain.batch).items():  # without equal groups: the bits of a run without the key
-        assert torch.equal(torch.as_tensor(getattr(all_mixed.batch, name)), torch.as_tensor(value)), name
+    same(all_mixed.batch, mixed_plain.batch)  # without equal groups: the bits of a run without the key
     # Of 7 questions two are left for the first round, for the first two places, and then none.
     assert len(few.all_asked) == 7 and few.extra["rollout/rounds"] == 2 and few.asked[2:] == few.all_asked[2:5]
     assert few.asked[:2] == few.all_asked[5:]
@@ -300,8 +318,7 @@ def test_groups_of_equal_correctness_are_replaced_by_those_of_new_questions_alik
         for found in training.in_world(layout, stepped, cases, 7):
             for (sampled, calls), (want, wanted_calls) in zip(found, alone, strict=True):
                 assert calls == wanted_calls and sampled.all_asked == want.all_asked and sampled.extra == want.extra
-                for name, value in vars(want.batch).items():
-                    assert torch.equal(torch.as_tensor(getattr(sampled.batch, name)), torch.as_tensor(value)), name
+                same(sampled.batch, want.batch)
 
 
 def answered(*groups: list[tuple[list[int], float]]) -> Rollout:

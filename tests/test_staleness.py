@@ -11,7 +11,7 @@ import torch
 import training
 from refused import refusal
 
-from inputs.files import InputError, read_tensors
+from inputs.files import InputError
 from learner import Learner
 from tripwires import Tripped
 
@@ -45,25 +45,19 @@ def test_the_policy_of_k_steps_ago_samples(model, tmp_path) -> None:
         same = [one == other for one, other in zip(asked[name], asked["frozen"], strict=True)]
         assert same == [True] * first + [False] * (4 - first), (name, same)
     # The first update is the same one, so step 2 of staleness 0 samples with the policy that step 3 of staleness 1 has.
-    adapters = {step: whole(runs["1"], step, "adapter") for step in range(1, 5)}
+    adapters = {step: training.whole(runs["1"], step, "adapter") for step in range(1, 5)}
     for step in (2, 3, 4):
-        behind = whole(runs["1"], step, "adapter-behind-1")
+        behind = training.whole(runs["1"], step, "adapter-behind-1")
         assert all(torch.equal(behind[name], adapters[step - 1][name]) for name in behind)
-    kinds = [sorted(p.stem for p in checkpoint_of(runs["2"], step).glob("adapter*.safetensors")) for step in (1, 4)]
+    kinds = [
+        sorted(p.stem for p in training.checkpoint_of(runs["2"], step).glob("adapter*.safetensors")) for step in (1, 4)
+    ]
     assert kinds == [["adapter", "adapter-behind-1"], ["adapter", "adapter-behind-1", "adapter-behind-2"]]
     for name in ("0", "1", "2"):
         for row in training.metrics(runs[name]):
             assert row["rollout/logp_gap_max"] < 1e-4, row  # judged with the policy that sampled
             moved = abs(row["rollout/importance_mean"] - 1) > 1e-5
             assert moved == (name != "0" and row["step"] > 1), (name, row)
-
-
-def checkpoint_of(run: Path, step: int) -> Path:
-    return run / "checkpoints" / f"step-{step:06d}"
-
-
-def whole(run: Path, step: int, kind: str) -> dict[str, torch.Tensor]:
-    return dict(read_tensors(checkpoint_of(run, step) / f"{kind}.safetensors"))
 
 
 def test_a_sampler_that_has_another_policy_than_said_stops_the_run(model, tmp_path) -> None:
@@ -86,7 +80,7 @@ def test_a_sampler_that_has_another_policy_than_said_stops_the_run(model, tmp_pa
 def test_a_checkpoint_without_the_older_factors_is_refused(model, tmp_path) -> None:
     changes = STALE | {"train__checkpoint_every": 1, "train__steps": 2, "rollout__staleness": 1}
     run = training.run_all({"": ("TP1", training.config(model, tmp_path / "a", **changes))})[""]
-    folder = checkpoint_of(run, 2)
+    folder = training.checkpoint_of(run, 2)
     (folder / "adapter-behind-1.safetensors").unlink()
     sums = json.loads((folder / "checksums.json").read_text())
     del sums["adapter-behind-1.safetensors"]

@@ -23,7 +23,7 @@ import runlog
 import tiny_model
 import train_grpo
 from aqn import AqnError
-from inputs.files import InputError
+from inputs.files import InputError, read_tensors
 from knobs import Config
 from lab import run_page
 from learner import Learner
@@ -144,6 +144,15 @@ def pad_rows(patch: pytest.MonkeyPatch) -> None:
     plan = rollout.plan
     patch.setattr(rollout, "plan", lambda *args, **named: plan(*args, **named | {"group_size": 1, "prompts": None}))
     patch.setattr(Learner, "_put_on_line", lambda self, micro: None)
+
+
+def checkpoint_of(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:06d}"
+
+
+def whole(run: Path, step: int, kind: str) -> dict[str, torch.Tensor]:
+    """The whole tensors of a kind of file in the checkpoint after ``step`` steps."""
+    return dict(read_tensors(checkpoint_of(run, step) / f"{kind}.safetensors"))
 
 
 def only_run(cfg: Config) -> Path:
