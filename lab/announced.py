@@ -35,7 +35,9 @@ class Planned(Part):
     family: str = Field("", description="comparisons of a family are corrected together, and are in docs/benchmark.md")
     predicted: str = Field("", pattern="^(equal|larger|smaller|better|worse|)$", description="see `outcome`")
     why: str = Field("", description="the mechanism behind the prediction")
-    control: str = Field("", description="group of runs with a planted fault, which this design must find")
+    control: str | tuple[str, ...] = Field(
+        "", strict=False, description="groups of runs that this design must find, or find equal, as predicted"
+    )
 
     @model_validator(mode="after")
     def _one_prediction(self) -> "Planned":
@@ -48,6 +50,10 @@ class Planned(Part):
     @property
     def is_control(self) -> bool:
         return self.family.startswith(CONTROLS)
+
+    @property
+    def controls(self) -> set[str]:
+        return {self.control} - {""} if isinstance(self.control, str) else {*self.control}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -81,8 +87,8 @@ def read_plan(results: Path) -> Plan:
     plan = validated(Plan, read_file(path) if path.exists() else {}, path)
     controls = {name for planned in plan.comparisons if planned.is_control for name in planned.others}
     for planned in plan.comparisons:
-        if planned.control and planned.control not in controls:
-            raise InputError(f"{path}: {planned.title}: control: found {planned.control}; needed: one of {CONTROLS}")
+        if wrong := planned.controls - controls:
+            raise InputError(f"{path}: {planned.title}: control: found {min(wrong)}; needed: one of {CONTROLS}")
     if unknown := {*plan.gains} - {name for planned in plan.comparisons for name in planned.names}:
         raise InputError(f"{path}: gains: found {min(unknown)}; needed: groups of comparisons")
     return plan
@@ -124,7 +130,7 @@ def outcome(planned: Planned, one: Comparison, ready: Found) -> str:
     """Whether the prediction was met, in words. No statement is made if its control was not found, or not run."""
     if not one.decided:
         return one.verdict
-    if planned.control and planned.control not in found_controls(ready):
+    if planned.controls - found_controls(ready):
         return "no statement: its control was not found"
     found = _found(planned, one)
     return "met" if found == planned.predicted else found if found == "undecided" else f"not met: {found}"
@@ -138,7 +144,7 @@ def _found(planned: Planned, one: Comparison) -> str:
 
 
 def found_controls(ready: Found) -> set[str]:
-    """The planted faults that were found as predicted."""
+    """The controls that were as predicted: planted faults that were found, and repetitions that are equal."""
     return {
         one.other
         for planned, one in ready
