@@ -35,9 +35,7 @@ class Planned(Part):
     family: str = Field("", description="comparisons of a family are corrected together, and are in docs/benchmark.md")
     predicted: str = Field("", pattern="^(equal|larger|smaller|better|worse|)$", description="see `outcome`")
     why: str = Field("", description="the mechanism behind the prediction")
-    control: str | tuple[str, ...] = Field(
-        "", strict=False, description="groups of runs that this design must find, or find equal, as predicted"
-    )
+    control: str | list[str] = Field("", description="groups of runs that this design must find, or find equal")
 
     @model_validator(mode="after")
     def _one_prediction(self) -> "Planned":
