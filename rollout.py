@@ -207,8 +207,7 @@ def sample(
         return_routed_experts=routed_experts,
     )
     # One message of integers and one of fp32 numbers, of equal shape on every rank. Replica 0 has the most prompts.
-    longest = settings.max_new_tokens
-    num_own = len(range(0, len(asked), replicas))
+    longest, num_own = settings.max_new_tokens, len(range(0, len(asked), replicas))
     integers = torch.zeros(num_own, settings.group_size, longest + 2, dtype=torch.int64)
     reals = torch.zeros(num_own, settings.group_size, longest + 3, dtype=torch.float32)
     heads = [torch.zeros(*reals.shape[:2], longest, head, dtype=x) for x in (torch.int32, torch.float32) if head]
@@ -265,6 +264,7 @@ def metrics(sampled: Sampled) -> dict[str, float]:
             "reward/unparsable_frac": 1 - first.parsable.double().mean().item(),
             "reward/equal_groups": int(equal.sum()),
             "rollout/identical_groups": int(identical.sum()),
+            "rollout/entropy": -batch.logp.double().sum().item() / sum(batch.lengths),
             "response_length/mean": lengths.mean().item(),
             "response_length/max": int(lengths.max()),
             "response_length/truncated_frac": first.truncated.double().mean().item(),
