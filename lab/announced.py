@@ -69,11 +69,10 @@ class Plan(Part):
     """results/plan.yaml."""
 
     comparisons: tuple[Planned, ...] = Field((), strict=False)
-    gains: tuple[str, ...] = Field((), strict=False, description="groups whose gain is stated among the findings")
+    learned: tuple[str, ...] = Field((), strict=False, description="sentences with {names} of `numbers`, best first")
+    drawn: dict[str, str] = Field({}, description="group -> its label in the figure of learning curves")
+    gains: tuple[str, ...] = Field((), strict=False, description="groups whose gain is stated")
     rows: tuple[NotRun, ...] = Field((), strict=False)
-    benchmarks: tuple[str, ...] | None = Field(
-        None, strict=False, description="scripts shown in RESULTS.md; all if none"
-    )
 
 
 Found = list[tuple[Planned, Comparison]]  # the announced comparisons that could be made
@@ -148,6 +147,34 @@ def found_controls(ready: Found) -> set[str]:
         for planned, one in ready
         if planned.is_control and one.decided and _found(planned, one) == planned.predicted
     }
+
+
+def losses(ready: Found) -> list[tuple[Comparison, Comparison]]:
+    """(a loss, a correction): comparisons whose base another comparison found to lose."""
+    lost = {one.other: one for _, one in methods(ready) if one.direction == "worse" and not one.equal}
+    return [(lost[one.base], one) for _, one in methods(ready) if one.base in lost]
+
+
+def numbers(plan: Plan, ready: Found, groups: dict[str, list[Run]]) -> dict[str, str]:
+    """What a sentence can name: NAME, the difference of the comparison with this variant; share_NAME, the share of a
+    loss that it gives back; gain_NAME, what training changed in a group. Each has its 95 % interval."""
+    found = {one.other: f"{one.effect.points} points ({one.effect.range})" for _, one in ready}
+    for loss, back in losses(ready):
+        share, low, high = (100 * x for x in comparisons.recovered(loss, back))
+        found[f"share_{back.other}"] = f"{share:.0f} % ({low:.0f} to {high:.0f} %)"
+    for name in {*plan.gains} & groups.keys():
+        gain = comparisons.gain(groups[name], comparisons.kind_of({name: groups[name]}))
+        found[f"gain_{name}"] = f"{gain.points} points ({gain.range})"
+    return found
+
+
+def learned(plan: Plan, ready: Found, groups: dict[str, list[Run]]) -> str:
+    """The sentences of the plan with their numbers. InputError for a name without records."""
+    try:
+        known = numbers(plan, ready, groups)
+        return "\n".join(f"{i}. {text.format_map(known)}" for i, text in enumerate(plan.learned, 1))
+    except KeyError as error:
+        raise InputError(f"learned: {error.args[0]}: no such number; needed: one of {', '.join(known)}") from None
 
 
 def by_the_rule_of_today(family: str, ready: Found) -> str:
@@ -230,6 +257,47 @@ def control_row(planned: Planned, one: Comparison, ready: Found) -> dict[str, st
     }
 
 
+def figure_recovered(ready: Found) -> Any:
+    """The share of each loss that each correction gives back, with its interval."""
+    import matplotlib.figure
+
+    found, titles = losses(ready), {one.other: planned.title for planned, one in ready}
+    drawn = matplotlib.figure.Figure(figsize=(8, 0.32 * len(found) + 1.1), layout="constrained")
+    axes = drawn.subplots()
+    for place, (loss, back) in enumerate(found):
+        share, *interval = (100 * x for x in comparisons.recovered(loss, back))
+        color = figures.FOUND if min(interval) > 0 else figures.HARM if max(interval) < 0 else figures.NEITHER
+        axes.plot(interval, [-place, -place], color=color, lw=2)
+        axes.plot(share, -place, color=color, marker="o", ms=5)
+    for x in (0, 100):
+        axes.axvline(x, color="black", lw=0.8)
+    axes.set_yticks([-place for place in range(len(found))], [titles[back.other] for _, back in found])
+    figures.finish(axes, "")
+    axes.set_title("Blue: it helps. Grey: no effect was shown. Orange: it harms.", loc="left", fontsize=9)
+    axes.set_xlabel("share of the loss that is given back, %; 95 % interval", fontsize=9)
+    return drawn
+
+
+def figure_gap(ready: Found, groups: dict[str, list[Run]]) -> Any:
+    """How far sampler and trainer are apart, against the points that are lost, with and without a correction."""
+    import matplotlib.figure
+
+    drawn = matplotlib.figure.Figure(figsize=(8, 4.5), layout="constrained")
+    axes, found, titles = drawn.subplots(), losses(ready), {one.other: planned.title for planned, one in ready}
+    for name, loss in {loss.other: loss for loss, _ in found}.items():
+        apart, lost = figures.gap(groups[name]), 100 * float(loss.effect.mean)
+        ends = [lost + 100 * float(back.effect.mean) for one, back in found if one.other == name]
+        axes.plot([apart] * len(ends), ends, color=figures.FOUND, marker="_", ms=12, mew=2, ls="")
+        axes.plot(apart, lost, color=figures.HARM, marker="o", ms=6)
+        axes.annotate(titles[name], (apart, lost), xytext=(8, -3), textcoords="offset points", fontsize=8)
+    axes.set_xscale("log")
+    axes.margins(x=0.3)
+    figures.finish(axes, "difference to the sound sampler, points")
+    axes.set_xlabel("mean difference of the log-probs of sampler and trainer, nats", fontsize=9)
+    axes.set_title("Orange: without a correction. Blue: with one.", loc="left", fontsize=9)
+    return drawn
+
+
 def figure(ready: Found) -> Any:
     """Every method's difference with its interval, and the direction that was predicted."""
     import matplotlib.figure
@@ -239,7 +307,7 @@ def figure(ready: Found) -> Any:
     axes = drawn.subplots()
     for place, (planned, one) in enumerate(announced):
         low, high = one.effect.interval()
-        color = figures.COLORS[outcome(planned, one, ready) != "met"]
+        color = figures.FOUND if outcome(planned, one, ready) == "met" else figures.HARM
         axes.plot([100 * low, 100 * high], [-place, -place], color=color, lw=2)
         axes.plot(100 * one.effect.mean, -place, color=color, marker="o", ms=5)
     axes.axvline(0, color="black", lw=0.8)

@@ -192,6 +192,7 @@ class Comparison:
     p: float = math.nan  # corrected for the number of comparisons
     num_comparisons: int = 1
     detectable: float = math.nan  # minimum detectable effect: 80 % power at the corrected level
+    differences: tuple[float, ...] = ()  # of each seed, means over its questions
 
     @property
     def decided(self) -> bool:
@@ -217,6 +218,20 @@ class Comparison:
         if self.direction:
             return f"different: {self.other} is {self.direction}" + f", {margin}" * self.equal
         return f"equal {margin}" if self.equal else "not different: inside the noise"
+
+
+def recovered(loss: Comparison, back: Comparison) -> tuple[float, float, float]:
+    """The share of a loss that a correction, compared with the loser, gives back, and its 95 % interval.
+
+    The interval is the bootstrap's over the seeds that both have, 10,000 draws.
+    """
+    of_back = dict(zip(back.seeds, back.differences, strict=True))
+    pairs = np.array(
+        [(d, of_back[seed]) for seed, d in zip(loss.seeds, loss.differences, strict=True) if seed in of_back]
+    )
+    drawn = pairs[np.random.default_rng(0).integers(len(pairs), size=(10_000, len(pairs)))].mean(1)
+    low, high = np.quantile(-drawn[:, 1] / drawn[:, 0], [0.025, 0.975])
+    return -pairs[:, 1].mean() / pairs[:, 0].mean(), low, high
 
 
 def gain(group: list[Run], kind: str) -> Effect:
@@ -250,6 +265,7 @@ def compare(groups: dict[str, list[Run]], kind: str = "sampled", margin: float =
                 by_seed=[(seed, *both, mcnemar_exact(*both)) for seed, both in zip(seeds, counts, strict=True)],
                 notes=_notes(base, group, pairs),
                 margin=margin,
+                differences=tuple(float(each.mean()) for each in differences),
             )
         )
     return corrected(found, len(found))

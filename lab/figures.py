@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import json
 import re
+import statistics
 from collections.abc import Callable
 from io import BytesIO, StringIO
 from pathlib import Path
@@ -17,18 +18,13 @@ from typing import Any
 from inputs.files import read_bytes, write_atomically
 from lab.records import Run
 
-LABELS = {  # metric -> axis label of the figures
-    "reward/mean": "mean reward of a step",
-    "actor/entropy": "entropy, nats per token",
-    "rollout/logp_gap_mean": "log-prob gap, nats per token",
-    "aqn/sigma": "AQN sigma",
-}
 LOGARITHMIC = {"rollout/logp_gap_mean", "actor/kl_loss"}
 SCHEDULES = {"aqn/sigma", "actor/lr"}  # not smoothed: these have no noise
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito
+FOUND, HARM, NEITHER = COLORS[0], COLORS[1], "#999999"  # what an interval shows: as meant, the opposite, nothing
 COLORS_OF_A_FIGURE = 64  # a picture takes a quarter of the space of one with all colours
 DRAWN = "report.py build"  # how the description of a figure of this file begins
-DRAWING = 4  # raise it when the drawing changes, so that --check asks for new figures
+DRAWING = 6  # raise it when the drawing changes, so that --check asks for new figures
 Curves = dict[str, list[Any]]  # variant -> one pandas.Series per run: step -> value
 # File of a figure below results/ -> its title, the variants whose data it shows, and the function that draws it.
 Wanted = dict[str, tuple[str, dict[str, list[Run]], Callable[[str, dict[str, list[Run]]], Any]]]
@@ -134,24 +130,29 @@ def learning_curve(name: str, groups: dict[str, list[Run]]) -> Any:
     return figure
 
 
-def comparison(title: str, groups: dict[str, list[Run]]) -> Any:
-    """A panel for each metric that has values in one of the variants, and the final accuracy of every seed."""
-    known = {key: lines for key in LABELS if (lines := curves(groups, key))}
-    figure, (axes,) = grid(known, list(groups), title, more=1)
-    for other, key in zip(figure.axes, known, strict=False):
-        other.set_ylabel(LABELS[key], fontsize=9)
-    for place, runs in enumerate(groups.values()):
-        shares = [100 * getattr(run.record.last, run.record.last.kind).accuracy for run in runs]
-        axes.plot([place] * len(runs), shares, color=COLORS[place % len(COLORS)], marker="o", ms=5, ls="", alpha=0.7)
-    axes.set_xticks(range(len(groups)), groups, rotation=20, ha="right")
-    axes.margins(x=0.2)
-    finish(axes, "final accuracy of each seed, %")
+def gap(runs: list[Run]) -> float:
+    """The difference of the log-probs of sampler and trainer, the mean over all steps of all runs, nats."""
+    return statistics.fmean(run.steps["rollout/logp_gap_mean"][: run.record.steps].mean() for run in runs)
+
+
+def learning_curves(labels: dict[str, str], groups: dict[str, list[Run]]) -> Any:
+    """The held-out accuracy of several variants, means over their seeds, each named at its end."""
+    import matplotlib.figure
+    import pandas
+
+    figure = matplotlib.figure.Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for (name, label), color in zip(labels.items(), itertools.cycle(COLORS)):
+        runs = curves({name: groups[name]}, "eval/sampled_accuracy")[name]
+        mean = 100 * pandas.concat(runs, axis=1).mean(axis=1).dropna()
+        axes.plot(mean, color=color, lw=2, marker="o", ms=3)
+        axes.annotate(
+            label, (mean.index[-1], mean.iloc[-1]), xytext=(6, -3), textcoords="offset points", color=color, fontsize=9
+        )
+    axes.set_xlim(0, 1.35 * mean.index[-1])
+    finish(axes, "right sampled answers, %")
+    axes.set_xlabel("steps done", fontsize=9)
     return figure
-
-
-def slug(title: str) -> str:
-    """A title as a file's name."""
-    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
 def described(title: str, groups: dict[str, list[Run]], pixels: bytes) -> str:

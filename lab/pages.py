@@ -8,7 +8,7 @@ of a running job. Text outside the two marker lines is written by hand and stays
 import difflib
 import re
 import statistics
-from collections import Counter
+from collections.abc import Container
 from pathlib import Path
 
 import numpy as np
@@ -27,38 +27,27 @@ GAPS = {  # column -> metric
     "of a token": "rollout/logp_gap_max",
     "on the probe, without noise": "aqn/probe_gap",
 }
-CURVE = "figures/learning_curve.png"
+CURVE = "figures/learning_curve.png"  # of the README
+FIGURES = {  # of RESULTS.md
+    "figures/recovered.png": "The share of a loss that each correction gives back",
+    "figures/gap.png": "The gap of sampler and trainer against the points lost",
+    "figures/curves.png": "Learning curves",
+}
 SHOWN_SEEDS = 6  # the table of runs leaves out variants with more
 
 
 # ----------------------------------------------------------------------------------------------------------- RESULTS.md
 
 
-def results_page(groups: dict[str, list[Run]], plan: Plan, ready: Found, results: Path) -> str:
-    """The generated part of RESULTS.md."""
-    alone = announced.of("", ready)
-    findings = [training(name, groups[name]) for name in plan.gains if name in groups]
-    families = dict.fromkeys(planned.family for planned, _ in announced.methods(ready))
-    findings += [methods_finding(family, ready) for family in families]
-    parts = ["## Findings"]
-    parts += ["\n".join(f"- {sentence}" for sentence in findings)] if findings else []
-    if alone:
-        base = alone[0][0].base
-        parts += [f"![Learning curve of {base}](results/{CURVE})", "## Comparisons", comparison_table(alone)]
-        layouts = [
-            step_by_step(groups[each.base], {name: groups[name] for name in each.others})
-            for each in dict.fromkeys(planned for planned, _ in alone)
-        ]
-        parts += filter(None, layouts)
+def results_page(groups: dict[str, list[Run]], plan: Plan, ready: Found, pictures: Container[str]) -> str:
+    """The generated part of RESULTS.md: what was learned, figures, and what was not met or was not run."""
+    parts = ["## What was learned", announced.learned(plan, ready, groups)] if plan.learned else []
+    parts += [f"![{about}](results/{name})" for name, about in FIGURES.items() if name in pictures]
+    parts += ["## Announced, and not as predicted", not_met(ready)] if announced.methods(ready) else []
     used = {run.record.device for runs in groups.values() for run in runs}
     unused = [where for device, where in DEVICES.items() if device not in used]
     parts += [f"No record yet of a run on {' or '.join(unused)}."] if unused else []
-    shown = {
-        script: measured
-        for script, measured in benchmarks_by_script(results).items()
-        if plan.benchmarks is None or script in plan.benchmarks
-    }
-    parts += ["## Benchmarks", benchmark_tables(shown), "## Not run yet", not_run(plan, groups)]
+    parts += ["## Not run yet", not_run(plan, groups)]
     return "\n\n".join(parts)
 
 
@@ -72,18 +61,34 @@ def training(name: str, runs: list[Run]) -> str:
     )
 
 
-def methods_finding(family: str, ready: Found) -> str:
-    """How many predictions of a family of methods were met."""
-    counts = Counter(announced.outcome(planned, one, ready) for planned, one in announced.of(family, ready))
-    outcomes = "; ".join(f"{outcome}: {number}" for outcome, number in counts.most_common())
-    return f"**Family {family} of the [benchmark of methods](docs/benchmark.md).** Predictions {outcomes}."
+def not_met(ready: Found) -> str:
+    """How many predictions of methods were met, and a line for each of the others."""
+    found = [(planned, one, announced.outcome(planned, one, ready)) for planned, one in announced.methods(ready)]
+    others = [each for each in found if each[2] != "met"]
+    head = f"{len(found) - len(others)} of {len(found)} predictions of the [benchmark](docs/benchmark.md) were met."
+    rows = [
+        {"comparison": f"{planned.title} (`{one.other}` against `{one.base}`)", "predicted": planned.predicted,
+         "found": outcome, "difference, points": f"{one.effect.points} ({one.effect.range})"}
+        for planned, one, outcome in others
+    ]  # fmt: skip
+    return "\n\n".join([head, *([table(rows)] if rows else [])])
+
+
+def comparison_parts(plan: Plan, ready: Found, groups: dict[str, list[Run]]) -> list[str]:
+    """The gains, and the comparisons that belong to no family."""
+    parts = [training(name, groups[name]) for name in plan.gains if name in groups]
+    if alone := announced.of("", ready):
+        parts.append(comparison_table(alone))
+        for each in dict.fromkeys(planned for planned, _ in alone):
+            parts.append(step_by_step(groups[each.base], {name: groups[name] for name in each.others}))
+    return ["## Comparisons", *filter(None, parts)] if parts else []
 
 
 def comparison_table(ready: Found) -> str:
     """All comparisons in one table, with the notes about how the pairs were made."""
     rows = [
         {
-            "comparison": f"[{planned.title}](results/figures/{figures.slug(planned.title)}.png)",
+            "comparison": planned.title,
             "variant": one.other,
             "base": one.base,
             "answers": planned.kind,
@@ -182,9 +187,9 @@ def not_run(plan: Plan, groups: dict[str, list[Run]]) -> str:
 # ---------------------------------------------------------------------------------------------------- results/README.md
 
 
-def records_page(groups: dict[str, list[Run]], results: Path) -> str:
-    """The generated part of results/README.md: all variants, runs and benchmarks."""
-    parts = []
+def records_page(groups: dict[str, list[Run]], plan: Plan, ready: Found, results: Path) -> str:
+    """The generated part of results/README.md: all comparisons, variants, runs and benchmarks."""
+    parts = comparison_parts(plan, ready, groups)
     for device, where in DEVICES.items():
         here = {name: runs for name, runs in groups.items() if runs[0].record.device == device}
         if here:
@@ -313,7 +318,7 @@ def _fresh(path: Path, generated: str) -> str:
 
 
 def _wanted(results: Path, page: Path) -> tuple[dict[Path, str], figures.Wanted]:
-    """The texts of the pages, and the figures: the learning curve of the first base, and the comparisons.
+    """The texts of the pages, and the figures.
 
     InputError for a folder without records: its pages would replace what is written with nothing.
     """
@@ -321,20 +326,31 @@ def _wanted(results: Path, page: Path) -> tuple[dict[Path, str], figures.Wanted]
         raise InputError(f"{results}: no records; needed: the folder that report.py add has filled")
     groups, plan = store.load_groups(results), announced.read_plan(results)
     ready = announced.compared(plan, groups)
+    pictures = _pictures(groups, plan, ready)
     generated = {
-        page: results_page(groups, plan, ready, results),
-        results / "README.md": records_page(groups, results),
+        page: results_page(groups, plan, ready, pictures),
+        results / "README.md": records_page(groups, plan, ready, results),
         page.parent / "docs" / "npu.md": npu_page(results),
         page.parent / "docs" / "npu.zh.md": npu_page(results),
         page.parent / "docs" / "benchmark.md": announced.page(ready, groups),
         page.parent / "docs" / "checks.md": checks_page(),
     }
     texts = {path: _fresh(path, text) for path, text in generated.items() if path == page or path.exists()}
+    return texts, pictures
+
+
+def _pictures(groups: dict[str, list[Run]], plan: Plan, ready: Found) -> figures.Wanted:
     pictures: figures.Wanted = {}
-    for planned in dict.fromkeys(planned for planned, _ in announced.of("", ready)):
-        variants = {name: groups[name] for name in planned.names}
-        pictures.setdefault(CURVE, (planned.base, {planned.base: groups[planned.base]}, figures.learning_curve))
-        pictures[f"figures/{figures.slug(planned.title)}.png"] = (planned.title, variants, figures.comparison)
+    if alone := announced.of("", ready):
+        base = alone[0][0].base
+        pictures[CURVE] = (base, {base: groups[base]}, figures.learning_curve)
+    if plan.drawn.keys() <= groups.keys() and plan.drawn:
+        variants = {name: groups[name] for name in plan.drawn}
+        pictures["figures/curves.png"] = (
+            str(plan.drawn),
+            variants,
+            lambda _, groups: figures.learning_curves(plan.drawn, groups),
+        )
     if methods := announced.methods(ready):
         names = dict.fromkeys(name for planned, _ in methods for name in planned.names)
         drawn = [
@@ -343,7 +359,10 @@ def _wanted(results: Path, page: Path) -> tuple[dict[Path, str], figures.Wanted]
         ]
         variants = {name: groups[name] for name in names}
         pictures[announced.FIGURE] = (str(drawn), variants, lambda title, groups: announced.figure(ready))
-    return texts, pictures
+        if announced.losses(ready):
+            pictures["figures/recovered.png"] = (str(drawn), variants, lambda *_: announced.figure_recovered(ready))
+            pictures["figures/gap.png"] = (str(drawn), variants, lambda _, groups: announced.figure_gap(ready, groups))
+    return pictures
 
 
 def build(results: Path, page: Path) -> None:

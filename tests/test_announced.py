@@ -216,7 +216,5 @@ def test_the_page_says_what_was_predicted_and_what_was_found(tmp_path: Path) -> 
     assert "| better | met | +" in good and "| better | not met: better | +" in again
     assert fault.endswith("| yes |") and (tmp_path / "results/figures/benchmark.png").exists()
     assert "broken" not in results and "| family benchmark |  | missing: absent |" in results
-    assert (
-        "**Family benchmark of the [benchmark of methods](docs/benchmark.md).** Predictions met: 1; not met: "
-        in results
-    )
+    assert "1 of 2 predictions of the [benchmark](docs/benchmark.md) were met." in results
+    assert re.search(r"\| Good again \(`good` against `base`\) \| equal \| not met: better \| \+", results)
