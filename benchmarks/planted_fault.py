@@ -78,11 +78,6 @@ def altered_evaluation(right: Function) -> Function:
     return evaluate
 
 
-def other_draws(right: Function) -> Function:
-    """No fault: the completions are drawn with other random numbers. What a comparison finds then is chance."""
-    return lambda seed, *rest: right(seed + 2**32, *rest)
-
-
 # name -> the place of the right function, and the fault
 FAULTS: dict[str, tuple[str, Callable[[Function], Function]]] = {
     "inverted_weights": ("grpo.rollout_weights", inverted_weights),
@@ -90,7 +85,6 @@ FAULTS: dict[str, tuple[str, Callable[[Function], Function]]] = {
     "foreign_routes": ("routing_replay.RoutingReplay.replaying", foreign_routes),
     "lost_experts": ("weights_hf.merged", lost_experts),
     "rounded_down": ("quantisation.rounded", rounded_down),
-    "other_draws": ("rollout.derive_seed", other_draws),
     "altered_evaluation": ("startup.Run.evaluate", altered_evaluation),
 }
 
