@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import training
 from refused import refusal
 from scope import cases
+
+from knobs import LossConfig
+from learner import Learner
+from model_megatron import TokenStats
+from rollout import MicroBatch
 
 TINY = Path(__file__).resolve().parent.parent / "configs" / "tiny_cpu.yaml"
 SHORT = {"train__steps": 2, "train__checkpoint_every": 1, "rollout__round_bits": 3, "loss__kl": "none"}
@@ -59,6 +66,32 @@ def test_the_correction_is_that_of_every_layout_and_split_and_more_than_rounding
 
 def test_a_sampler_that_is_the_policy_is_not_corrected(runs) -> None:
     assert gap(runs, "clean", "clean_off") < 1e-4
+
+
+@pytest.mark.parametrize("importance", ["none", "token"])
+def test_the_loss_of_the_learner_is_that_of_the_paper(importance: str) -> None:
+    """arXiv 2609.20807 over the whole vocabulary: -A (w_y log p_y - sum of q_v w_v log p_v), weights held constant."""
+    make = torch.Generator().manual_seed(0)
+    logits, q = torch.randn(2, 3, 7, generator=make), torch.randn(2, 3, 7, generator=make).softmax(-1)
+    logits.requires_grad_()
+    tokens, advantages = torch.randint(7, (2, 3), generator=make), torch.tensor([0.5, -1.5])
+    order = torch.argsort(q, -1, descending=True)
+    micro = MicroBatch(tokens, torch.ones(2, 3), q.log().gather(2, tokens[..., None])[..., 0], advantages)
+    micro.head = (order, q.log().gather(2, order))
+    log_p = logits.log_softmax(-1)
+    of_tokens = [log_p.gather(2, tokens[..., None])[..., 0], torch.zeros(2, 3), torch.zeros(2, 3)]
+    learner = SimpleNamespace(
+        cfg=SimpleNamespace(loss=LossConfig(importance=importance, score_centering=7, kl="none")),
+        router_load=SimpleNamespace(counting=lambda micro: contextlib.nullcontext()),
+        _logp=lambda micro: TokenStats(*of_tokens, log_p.gather(2, order)),
+    )
+    counts = {"num_tokens": 6, "num_sequences": 2, "max_new_tokens": 3}
+    loss, *_ = Learner._loss(learner, micro, None, None, counts)
+    (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    weights = (log_p.detach().exp() / q).clamp(max=2.0) if importance == "token" else torch.ones_like(q)
+    own = (weights * log_p).gather(2, tokens[..., None])[..., 0] - (q * weights * log_p).sum(-1)
+    (expected,) = torch.autograd.grad(-(advantages[:, None] * own).sum() / 6, logits)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_how_much_of_the_sampler_the_head_holds_is_a_metric(runs) -> None:
