@@ -221,7 +221,7 @@ def page(ready: Found, groups: dict[str, list[Run]]) -> str:
         parts += notes(one for _, one in found)
         parts += filter(None, [by_the_rule_of_today(family, ready)])
     if controls:
-        parts += ["## Planted faults", table([control_row(*each, ready) for each in controls])]
+        parts += ["## Controls", table([control_row(*each, ready) for each in controls])]
         parts += notes(one for _, one in controls)
     return "\n\n".join(parts)
 
@@ -246,14 +246,14 @@ def method_row(planned: Planned, one: Comparison, ready: Found, groups: dict[str
 
 def control_row(planned: Planned, one: Comparison, ready: Found) -> dict[str, str]:
     return {
-        "fault": planned.title.removeprefix("Control: "),
+        "control": planned.title.removeprefix("Control: "),
         "run": f"`{one.other}`",
         "against": f"`{one.base}`",
         "seeds": str(len(one.seeds)),
         "difference, points": one.effect.points,
         "95 % interval": one.effect.range,
         "p (Holm)": f"{one.p:.2g}",
-        "found": "yes" if one.other in found_controls(ready) else "no",
+        "as predicted": "yes" if one.other in found_controls(ready) else "no",
     }
 
 
