@@ -74,7 +74,7 @@ def backward(model: torch.nn.Module, tokens: Tensor, parallel: Parallel) -> Tens
     """Backward pass of the loss of lora_reference.compute on this rank's rows; the log-probs.  -> (b / data, T)"""
     mine, mask = my_rows(tokens, parallel)
     weights, _ = my_rows(lora_reference.loss_weights(tokens), parallel)
-    logp, entropy, _ = model_megatron.token_logprobs(model, mine, mask, parallel, TEMPERATURE)
+    logp, entropy, *_ = model_megatron.token_logprobs(model, mine, mask, parallel, TEMPERATURE)
     (weights * (logp + 0.3 * entropy)).sum().backward()
     return logp.detach()
 
