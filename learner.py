@@ -295,23 +295,24 @@ class Learner:
         metrics = {f"actor/{name}": value for name, value in measured.items()}
         if ref_logp is not None:
             kl = grpo.kl(logp, ref_logp, loss_cfg.kl, micro.mask)
-            loss, metrics["actor/kl_loss"] = loss + loss_cfg.kl_coef * combined(kl), mean(kl.detach())
+            loss = loss + loss_cfg.kl_coef * combined(kl)
+            metrics["actor/kl_loss"] = mean(kl.detach())
         if micro.head:
             clip = loss_cfg.importance_clip if loss_cfg.corrects else None
             loss = loss + combined(micro.advantages[:, None] * grpo.expected_score(stats.head, micro.head[1], clip))
             metrics["rollout/head_mass"] = mean(micro.head[1].exp().sum(-1))
         if loss_cfg.entropy_coef:
             loss = loss - loss_cfg.entropy_coef * combined(entropy)
-        gap = (old_logp if micro.sampled_logp is None else micro.sampled_logp).sub(
-            micro.rollout_logp
-        ).abs() * micro.mask
+        sampled_logp = old_logp if micro.sampled_logp is None else micro.sampled_logp
+        gap = (sampled_logp - micro.rollout_logp).abs() * micro.mask
         metrics |= {"actor/loss": loss.detach(), "actor/entropy": mean(entropy.detach())}
         metrics["rollout/logp_gap_mean"] = mean(gap)
         if loss_cfg.corrects:
             metrics["rollout/importance_mean"] = mean(weights)
-            masks = loss_cfg.importance in grpo.MASKING_MODES
-            cut = weights == 0 if masks else weights >= loss_cfg.importance_clip
-            metrics[f"rollout/importance_{'masked' if masks else 'clip'}_frac"] = mean(cut * micro.mask)
+            if loss_cfg.importance in grpo.MASKING_MODES:
+                metrics["rollout/importance_masked_frac"] = mean((weights == 0) * micro.mask)
+            else:
+                metrics["rollout/importance_clip_frac"] = mean((weights >= loss_cfg.importance_clip) * micro.mask)
         return loss, metrics, gap.amax(), stats.surprise()
 
     # -------------------------------------------------------------------------------------------- the optimizer

@@ -82,25 +82,22 @@ def finish(axes: Any, label: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def grid(metrics: dict[str, Curves], names: list[str], title: str = "", more: int = 0) -> tuple[Any, list[Any]]:
-    """A figure with a panel for each metric, a legend above, and room for ``more`` panels.  -> figure, free axes"""
+def grid(metrics: dict[str, Curves], names: list[str]) -> Any:
+    """A figure with a panel for each metric, and a legend above."""
     import matplotlib.figure
     import matplotlib.lines
 
-    count = len(metrics) + more
+    count = len(metrics)
     columns = 2 if count in (2, 4) else 3
     rows = -(-count // columns)
     figure = matplotlib.figure.Figure(figsize=(4 * columns, 2.9 * rows), layout="constrained")
-    places = [figure.add_subplot(rows, columns, place + 1) for place in range(count)]
     colors = dict(zip(names, itertools.cycle(COLORS), strict=False))
-    for axes, (key, lines) in zip(places, metrics.items(), strict=False):
-        panel(axes, key, lines, colors)
+    for place, (key, lines) in enumerate(metrics.items(), 1):
+        panel(figure.add_subplot(rows, columns, place), key, lines, colors)
     if len(names) > 1:
         handles = [matplotlib.lines.Line2D([], [], color=colors[name], lw=2, label=name) for name in names]
-        figure.legend(
-            handles=handles, loc="outside upper left", ncols=4, frameon=False, fontsize=8, title=title, alignment="left"
-        )
-    return figure, places[len(metrics) :]
+        figure.legend(handles=handles, loc="outside upper left", ncols=4, frameon=False, fontsize=8, alignment="left")
+    return figure
 
 
 # --------------------------------------------------------------------------------------------------------- PNG figures
@@ -209,7 +206,7 @@ def _read(path: Path) -> tuple[str, bytes]:
 def svg(metrics: dict[str, Curves]) -> str:
     """One inline SVG with a panel for each metric. It refers to nothing outside of itself."""
     names = list(dict.fromkeys(name for lines in metrics.values() for name in lines))
-    return inline(lambda: grid(metrics, names)[0])
+    return inline(lambda: grid(metrics, names))
 
 
 def inline(draw: Callable[[], Any]) -> str:

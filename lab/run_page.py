@@ -49,7 +49,7 @@ def draw_curves(run: Path) -> None:
     """Write the curves of the page as curves.png. A dotted red line marks a step whose value is not finite."""
     rows = merged(run)
     metrics = _curves(run, rows, run.name)
-    figure, _ = grid(metrics, [run.name])
+    figure = grid(metrics, [run.name])
     for axes, key in zip(figure.axes, metrics, strict=True):
         for row in [row for row in rows if key in row.get("nonfinite", ())]:
             axes.axvline(row["step"] + 1, color="red", lw=1, ls=":")
