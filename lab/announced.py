@@ -156,9 +156,11 @@ def losses(ready: Found) -> list[tuple[Comparison, Comparison]]:
 
 
 def numbers(plan: Plan, ready: Found, groups: dict[str, list[Run]]) -> dict[str, str]:
-    """What a sentence can name: NAME, the difference of the comparison with this variant; share_NAME, the share of a
+    """What a sentence can name: NAME, the difference of the first comparison of this variant; share_NAME, the share of a
     loss that it gives back; gain_NAME, what training changed in a group. Each has its 95 % interval."""
-    found = {one.other: f"{one.effect.points} points ({one.effect.range})" for _, one in ready}
+    found: dict[str, str] = {}
+    for _, one in ready:
+        found.setdefault(one.other, f"{one.effect.points} points ({one.effect.range})")
     for loss, back in losses(ready):
         share, low, high = (100 * x for x in comparisons.recovered(loss, back))
         found[f"share_{back.other}"] = f"{share:.0f} % ({low:.0f} to {high:.0f} %)"
@@ -279,12 +281,17 @@ def figure_recovered(ready: Found) -> Any:
 
 
 def figure_gap(ready: Found, groups: dict[str, list[Run]]) -> Any:
-    """How far sampler and trainer are apart, against the points that are lost, with and without a correction."""
+    """How far sampler and trainer are apart, against the points that are lost, with and without a correction.
+
+    Old completions are left out: their log-probs are compared with those of the policy that sampled them.
+    """
     import matplotlib.figure
 
     drawn = matplotlib.figure.Figure(figsize=(8, 4.5), layout="constrained")
     axes, found, titles = drawn.subplots(), losses(ready), {one.other: planned.title for planned, one in ready}
     for name, loss in {loss.other: loss for loss, _ in found}.items():
+        if any(setting.startswith("rollout.staleness") for setting in loss.changed):
+            continue
         apart, lost = figures.gap(groups[name]), 100 * float(loss.effect.mean)
         ends = [lost + 100 * float(back.effect.mean) for one, back in found if one.other == name]
         axes.plot([apart] * len(ends), ends, color=figures.FOUND, marker="_", ms=12, mew=2, ls="")
