@@ -156,8 +156,8 @@ def losses(ready: Found) -> list[tuple[Comparison, Comparison]]:
 
 
 def numbers(plan: Plan, ready: Found, groups: dict[str, list[Run]]) -> dict[str, str]:
-    """What a sentence can name: NAME, the difference of the first comparison of this variant; share_NAME, the share of a
-    loss that it gives back; gain_NAME, what training changed in a group. Each has its 95 % interval."""
+    """What a sentence can name: NAME, the difference of the first comparison of this variant; share_NAME, the share of
+    a loss that it gives back; gain_NAME, what training changed in a group. Each has its 95 % interval."""
     found: dict[str, str] = {}
     for _, one in ready:
         found.setdefault(one.other, f"{one.effect.points} points ({one.effect.range})")
