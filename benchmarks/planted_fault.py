@@ -51,7 +51,13 @@ def foreign_routes(right: Function) -> Function:
 
 def lost_experts(right: Function) -> Function:
     """The adapters of the experts never reach the sampler, in training and in evaluations."""
-    return lambda slot: right(slot) if slot.experts is None else slot.weight
+
+    def merged(adapter: Any, weight: Any, experts: slice | None = None, out: Any = None) -> Any:
+        if experts is None:
+            return right(adapter, weight, out=out)
+        return weight if out is None else out.copy_(weight)
+
+    return merged
 
 
 def rounded_down(right: Function) -> Function:
@@ -83,7 +89,7 @@ FAULTS: dict[str, tuple[str, Callable[[Function], Function]]] = {
     "inverted_weights": ("grpo.rollout_weights", inverted_weights),
     "reversed_clip": ("grpo.policy_loss", reversed_clip),
     "foreign_routes": ("routing_replay.RoutingReplay.replaying", foreign_routes),
-    "lost_experts": ("weights_hf.merged", lost_experts),
+    "lost_experts": ("lora_megatron.Adapter.merged", lost_experts),
     "rounded_down": ("quantisation.rounded", rounded_down),
     "altered_evaluation": ("startup.Run.evaluate", altered_evaluation),
 }

@@ -140,7 +140,7 @@ def sealed(run: Run) -> str:
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=1024)  # a sweep adds some hundred files before they are merged
 def _file(path: Path, *changed: int) -> Content:
     """What the file at ``path`` holds. ``changed``: its time and size, for the cache."""
     return content_of(read_bytes(path), path)

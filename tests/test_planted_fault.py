@@ -70,27 +70,31 @@ def test_a_fault_that_cannot_be_planted_is_refused_in_one_line(
     assert "error: routing_replay.RoutingReplay.replaying: not there (" in capsys.readouterr().err
 
 
-def train(folder: Path, *script: str) -> tuple[str, str, list[dict]]:
+def train(folder: Path, *script: str, bits: int = 3) -> tuple[str, str, list[dict]]:
     """Two steps of configs/bench.yaml on a model that has hardly learned.  -> command, metrics, evaluations"""
     given = [
         "configs/bench.yaml", "name=x", f"model.path={folder / 'model'}", "tiny_model.warm_start_steps=20",
-        "rollout.prompts_per_step=4", "rollout.max_new_tokens=24", "rollout.round_bits=3", "replay.mode=r3",
+        "rollout.prompts_per_step=4", "rollout.max_new_tokens=24", f"rollout.round_bits={bits}", "replay.mode=r3",
         "optim.prompts_per_update=4", "optim.warmup_steps=0", "optim.lr=0.05", "loss.entropy_coef=0.1", "train.steps=2",
         "lora.targets=[linear_fc1,linear_fc2]", "eval.num_questions=64", "eval.every=1",
-        "checks.logp_gap=off", "checks.adapters=off", f"train.out_dir={folder / script[-1]}",
+        "checks.logp_gap=off", "checks.adapters=off", f"train.out_dir={folder / f'{script[-1]}{bits}'}",
     ]  # fmt: skip
     ended = subprocess.run([sys.executable, *script, *given], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    (run,) = (folder / script[-1]).glob("x-*")
+    (run,) = (folder / f"{script[-1]}{bits}").glob("x-*")
     command, metrics, evals = ((run / name).read_text() for name in ("command.txt", "metrics.jsonl", "eval.jsonl"))
     return command, metrics, [json.loads(line) | {"step": 0} for line in evals.splitlines()]
 
 
 def test_faults_of_pushes_and_evaluations_do_in_a_training_what_they_say(tmp_path: Path) -> None:
-    """LoRA is on the experts only, so without them all evaluations are those of the base model."""
+    """LoRA is on the experts only, so without them all evaluations are those of the base model.
+
+    Experts whose weights are rounded are pushed by name, and others as stacks, so both are tried.
+    """
     _, metrics, right = train(tmp_path, "train_grpo.py")
-    command, _, lost = train(tmp_path, "benchmarks/planted_fault.py", "lost_experts")
-    assert right[0] == lost[0] == lost[1] == lost[2] and right[0] != right[1]
+    for bits in (0, 3):
+        command, _, lost = train(tmp_path, "benchmarks/planted_fault.py", "lost_experts", bits=bits)
+        assert right[0] == lost[0] == lost[1] == lost[2] and right[0] != right[1]
     assert command.startswith("python benchmarks/planted_fault.py lost_experts configs/bench.yaml name=x ")
     _, same_metrics, altered = train(tmp_path, "benchmarks/planted_fault.py", "altered_evaluation")
     assert metrics == same_metrics  # the rounded policy is evaluated, and nothing else changes
