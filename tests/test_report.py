@@ -295,6 +295,14 @@ def test_numbers_of_the_written_part_are_those_of_the_records(published) -> None
     assert {len(gaps) for gaps in apart} == {1} and min(apart)[0] >= 1e-4 and round(max(apart)[0], 1) == 0.1
 
 
+def along_the_run(group: list) -> float:
+    """The mean over seeds of the mean sampled accuracy after the start of a run."""
+    accuracies = [
+        [row["eval/sampled_accuracy"] for row in run.rows[1:] if "eval/sampled_accuracy" in row] for run in group
+    ]
+    return statistics.fmean(map(statistics.fmean, accuracies))
+
+
 def test_what_was_learned_is_what_the_records_say(published) -> None:
     """RESULTS.md begins with it. Numbers with intervals are generated; here are a share by hand and what words say."""
     groups, plan = published
@@ -304,6 +312,9 @@ def test_what_was_learned_is_what_the_records_say(published) -> None:
     share = -100 * effect["bench_int3_sequence"] / effect["bench_int3"]
     assert f"Weights of whole sequences give back {share:.0f} %" in text.split("\n2. ")[0]
     assert f"int3 weights: {100 * effect['bench_int3']:.1f} points (" in text
+    old, lost, now = (along_the_run(groups[name]) for name in ("stale_2", "stale_2_uncorrected", "stale_0"))
+    assert f" two steps {100 * (old - now):.1f} points (" in text  # against none, not against uncorrected
+    assert f"Token weights give back {100 * (old - lost) / (now - lost):.0f} % (" in text.split("\n2. ")[1]
     aqn, int4 = (pages.figures.gap(groups[name]) for name in ("quantised_int4_aqn", "bench_int4"))
     assert 25 < int4 / aqn < 35  # "a thirtieth"
     noisy = [name for name in effect if "aqn" in name]
