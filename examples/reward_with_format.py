@@ -19,3 +19,9 @@ def score(completion: str, gold: str, row: dict) -> tuple[float, bool, bool]:
         return 0.0, False, False
     is_right = float(found[1].replace(",", "")) == float(gold)
     return 0.1 + 0.9 * is_right, True, is_right
+
+
+def form(completion: str, gold: str, row: dict) -> tuple[float, bool, bool]:
+    """1 for an answer in that form, right or wrong: a control, which shows what the form alone gives."""
+    _, has_form, is_right = score(completion, gold, row)
+    return float(has_form), has_form, is_right

@@ -199,6 +199,8 @@ def test_the_reward_of_the_example_has_a_part_for_the_form() -> None:
     assert [tuple(one) for one in found] == [
         (1.0, True, True), (0.1, True, False), (0.0, False, False), (0.0, False, False), (1.0, True, True),
     ]  # fmt: skip
+    alone = scored(RewardConfig(function=f"{EXAMPLES}/reward_with_format.py:form"), "#### 1", "18", "#### 18")
+    assert [tuple(one) for one in alone] == [(1.0, True, False), (0.0, False, False), (1.0, True, True)]
 
 
 def test_the_advantage_of_the_example_has_one_scale_for_the_whole_step() -> None:
