@@ -149,9 +149,14 @@ def found_controls(ready: Found) -> set[str]:
     }
 
 
+def mismatches(ready: Found) -> list[Comparison]:
+    """The comparisons whose method samples from another policy than the trainer has, and whose base does so less."""
+    return [one for _, one in methods(ready) if any(each.startswith(("rollout.", "aqn.")) for each in one.changed)]
+
+
 def losses(ready: Found) -> list[tuple[Comparison, Comparison]]:
-    """(a loss, a correction): comparisons whose base another comparison found to lose."""
-    lost = {one.other: one for _, one in methods(ready) if one.direction == "worse" and not one.equal}
+    """(a loss by a mismatch, a correction): comparisons whose base another comparison found to lose."""
+    lost = {one.other: one for one in mismatches(ready) if one.direction == "worse" and not one.equal}
     return [(lost[one.base], one) for _, one in methods(ready) if one.base in lost]
 
 
@@ -281,27 +286,32 @@ def figure_recovered(ready: Found) -> Any:
 
 
 def figure_gap(ready: Found, groups: dict[str, list[Run]]) -> Any:
-    """How far sampler and trainer are apart, against the points that are lost, with and without a correction.
+    """How far sampler and trainer are apart, against the points that this costs, with and without a correction.
 
     Old completions are left out: their log-probs are compared with those of the policy that sampled them.
     """
     import matplotlib.figure
 
     drawn = matplotlib.figure.Figure(figsize=(8, 4.5), layout="constrained")
-    axes, found, titles = drawn.subplots(), losses(ready), {one.other: planned.title for planned, one in ready}
-    for name, loss in {loss.other: loss for loss, _ in found}.items():
-        if any(setting.startswith("rollout.staleness") for setting in loss.changed):
+    axes, titles = drawn.subplots(), {one.other: planned.title for planned, one in ready}
+    named: set[tuple[str, ...]] = set()  # a repetition stands beside the first, which has the name
+    for one in mismatches(ready):
+        if any(setting.startswith("rollout.staleness") for setting in one.changed):
             continue
-        apart, lost = figures.gap(groups[name]), 100 * float(loss.effect.mean)
-        ends = [lost + 100 * float(back.effect.mean) for one, back in found if one.other == name]
+        apart, lost = figures.gap(groups[one.other]), 100 * float(one.effect.mean)
+        ends = [lost + 100 * float(back.effect.mean) for _, back in methods(ready) if back.base == one.other]
         axes.plot([apart] * len(ends), ends, color=figures.FOUND, marker="_", ms=12, mew=2, ls="")
         axes.plot(apart, lost, color=figures.HARM, marker="o", ms=6)
-        axes.annotate(titles[name], (apart, lost), xytext=(8, -3), textcoords="offset points", fontsize=8)
+        if (ends or one.direction) and (*one.changed,) not in named:
+            named.add((*one.changed,))
+            axes.annotate(titles[one.other], (apart, lost), xytext=(8, -3), textcoords="offset points", fontsize=8)
     axes.set_xscale("log")
     axes.margins(x=0.3)
     figures.finish(axes, "difference to the sound sampler, points")
     axes.set_xlabel("mean difference of the log-probs of sampler and trainer, nats", fontsize=9)
-    axes.set_title("Orange: without a correction. Blue: with one.", loc="left", fontsize=9)
+    axes.set_title(
+        "Orange: without a correction. Blue: with one. Without a name: AQN, and repetitions.", loc="left", fontsize=9
+    )
     return drawn
 
 

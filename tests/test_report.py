@@ -306,7 +306,10 @@ def along_the_run(group: list) -> float:
 def test_what_was_learned_is_what_the_records_say(published) -> None:
     """RESULTS.md begins with it. Numbers with intervals are generated; here are a share by hand and what words say."""
     groups, plan = published
-    found = {one.other: one for _, one in pages.announced.compared(plan, groups)}
+    ready = pages.announced.compared(plan, groups)
+    assert {loss.other for loss, _ in pages.announced.losses(ready)} >= {"bench_int3", "bench_router"}
+    assert not [loss.other for loss, _ in pages.announced.losses(ready) if loss.other.startswith(("rank", "place"))]
+    found = {one.other: one for _, one in ready}
     effect = {name: float(one.effect.mean) for name, one in found.items()}
     text = (recorded.ROOT / "RESULTS.md").read_text()
     share = -100 * effect["bench_int3_sequence"] / effect["bench_int3"]
