@@ -21,6 +21,8 @@ CONTROLS = "controls"  # how the names of families of planted faults begin; the 
 # also by one within the margin. They keep it, because a rule that changes after the results decides nothing.
 OLDER = ("benchmark", "controls", "quantised", "rounding", "controls of rounding")
 OF_OLDER = {"better": "larger", "worse": "smaller", "": "undecided"}
+# Settings that make the sampler's policy another one than the trainer's.
+MISMATCHES = ("rollout.round_bits", "rollout.route_flips", "rollout.logit_noise", "rollout.staleness", "aqn.")
 
 
 class Planned(Part):
@@ -150,8 +152,8 @@ def found_controls(ready: Found) -> set[str]:
 
 
 def mismatches(ready: Found) -> list[Comparison]:
-    """The comparisons whose method samples from another policy than the trainer has, and whose base does so less."""
-    return [one for _, one in methods(ready) if any(each.startswith(("rollout.", "aqn.")) for each in one.changed)]
+    """The comparisons whose method adds a mismatch of sampler and trainer to its base."""
+    return [one for _, one in methods(ready) if any(setting.startswith(MISMATCHES) for setting in one.changed)]
 
 
 def losses(ready: Found) -> list[tuple[Comparison, Comparison]]:
@@ -302,8 +304,8 @@ def figure_gap(ready: Found, groups: dict[str, list[Run]]) -> Any:
         ends = [lost + 100 * float(back.effect.mean) for _, back in methods(ready) if back.base == one.other]
         axes.plot([apart] * len(ends), ends, color=figures.FOUND, marker="_", ms=12, mew=2, ls="")
         axes.plot(apart, lost, color=figures.HARM, marker="o", ms=6)
-        if (ends or one.direction) and (*one.changed,) not in named:
-            named.add((*one.changed,))
+        if (ends or one.direction) and tuple(one.changed) not in named:
+            named.add(tuple(one.changed))
             axes.annotate(titles[one.other], (apart, lost), xytext=(8, -3), textcoords="offset points", fontsize=8)
     axes.set_xscale("log")
     axes.margins(x=0.3)
