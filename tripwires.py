@@ -232,7 +232,9 @@ class Tripwires:
                 f"deviations from its mean under the policy ({len(rows)} steps)",
                 "the sampler's temperature, top-k and top-p; its random numbers, which preflight.py --layers tests",
             )
-        rows = [row for row in last if "rollout/repeated_frac" in row and not rollout.top_k and rollout.top_p == 1]
+        if rollout.is_disturbed or rollout.top_k or rollout.top_p < 1:
+            return  # completions of one prompt are draws of different distributions, or of a cut one
+        rows = [row for row in last if "rollout/repeated_frac" in row]
         repeated, predicted = (sum(row[f"rollout/repeated_{key}"] for row in rows) for key in ("frac", "predicted"))
         more = (repeated - predicted) * rollout.prompts_per_step * (rollout.group_size - 1)
         variance = sum(row["rollout/repeated_variance"] for row in rows)

@@ -177,6 +177,8 @@ def test_no_check_would_have_fired_in_a_recorded_run() -> None:
         changes |= {f"loss__{key}": given["loss"][key] for key in losses if key in given["loss"]}
         sizes = ("prompts_per_step", "group_size", "max_new_tokens", "temperature")
         changes |= {f"rollout__{key}": given["rollout"][key] for key in sizes}
+        disturbances = ("route_flips", "logit_noise")
+        changes |= {f"rollout__{key}": given["rollout"][key] for key in disturbances if key in given["rollout"]}
         cfg = training.config(Path("none"), Path("none"), **changes)
         said: list[str] = []
         watch = Tripwires(cfg, said.append)
