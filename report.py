@@ -64,9 +64,9 @@ VERBS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "names": {"nargs": "+", "metavar": "NAME", "help": "record, group of seeds, run folder, or folder of a sweep"},
         "--output": {"type": Path, "metavar": "FILE", "help": "the table, too, as .csv or .tex (LaTeX, booktabs)"},
         "--kind": {
-            "choices": ("sampled", "greedy", "curve", "reward"),
+            "choices": ("sampled", "greedy", "curve", "reward", "repeated"),
             "help": "what is compared: by default the sampled answers if there are any, at the end; "
-            "curve: their mean along the run; reward: that of training",
+            "curve: their mean along the run; reward: that of training; repeated: completions that repeat another one",
         },
     }),
     "plan": ("the minimum detectable effect of a design", {

@@ -30,7 +30,9 @@ class Planned(Part):
     sweep: str = Field("", description="the file of configs/sweeps/ that makes the runs")
     base: str = Field(description="group of records that the others are compared with")
     others: tuple[str, ...] = Field(min_length=1, strict=False)
-    kind: str = Field("sampled", pattern="^(sampled|greedy|reward|curve)$", description="outcome, see records.scores")
+    kind: str = Field(
+        "sampled", pattern="^(sampled|greedy|reward|repeated|curve)$", description="outcome, see records.scores"
+    )
     margin: float = Field(0.0, ge=0, description="points: a variant whose interval lies within it is called equal")
     seeds: tuple[int, ...] | None = Field(None, strict=False, description="the announced seeds; by default the sweep's")
     missing: tuple[str, ...] = Field((), strict=False, description="NAME-seedN: why this announced run has no record")
@@ -186,11 +188,11 @@ def learned(plan: Plan, ready: Found, groups: dict[str, list[Run]]) -> str:
         raise InputError(f"learned: {error.args[0]}: no such number; needed: one of {', '.join(known)}") from None
 
 
-def by_the_rule_of_today(family: str, ready: Found) -> str:
-    """A note about the outcomes of an older family that would be others today; empty if there are none."""
+def by_the_rule_of_today(found: Found) -> str:
+    """A note about the outcomes of older families that would be others today; empty if there are none."""
     others = [
         f"`{one.other}` ({100 * one.effect.mean:+.1f} points) is {difference(one)}, not {_found(planned, one)}"
-        for planned, one in of(family, ready)
+        for planned, one in found
         if planned.family in OLDER
         and one.decided
         and difference(one) != OF_OLDER.get(_found(planned, one), _found(planned, one))
@@ -224,11 +226,15 @@ def page(ready: Found, groups: dict[str, list[Run]]) -> str:
     if not announced:
         return "No record yet."
     parts = ["## What was found", f"![Effect of each method](../results/{FIGURE})"]
-    for family in dict.fromkeys(planned.family for planned, _ in announced):
-        found = of(family, ready)
-        parts += [f"### Family {family}", table([method_row(*each, ready, groups) for each in found])]
+    sections: dict[str, Found] = {}
+    for planned, one in announced:
+        is_alone = len(of(planned.family, ready)) == 1
+        heading = "Families of one comparison" if is_alone else f"Family {planned.family}"
+        sections.setdefault(heading, []).append((planned, one))
+    for heading, found in sections.items():
+        parts += [f"### {heading}", table([method_row(*each, ready, groups) for each in found])]
         parts += notes(one for _, one in found)
-        parts += filter(None, [by_the_rule_of_today(family, ready)])
+        parts += filter(None, [by_the_rule_of_today(found)])
     if controls:
         parts += ["## Controls", table([control_row(*each, ready) for each in controls])]
         parts += notes(one for _, one in controls)

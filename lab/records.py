@@ -21,6 +21,7 @@ from run_record import variant_name, wilson
 
 VERSIONS = ("torch", "megatron", "transformers", "numpy", "vllm", "mind")  # prefixes of packages that results depend on
 AXES = ("tensor", "expert", "expert_tensor")
+OF_TRAINING = {"reward": "reward/mean", "repeated": "rollout/repeated_frac"}  # kind of outcome -> metric of each step
 ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,149}"
 GOLD, MARKS = "eval/gold", {"greedy": "eval/greedy_right", "sampled": "eval/sampled_right"}
 RIGHT, WRONG = "+", "-"
@@ -225,10 +226,13 @@ def scores(run: Run, kind: str, step: int | None = None) -> np.ndarray:
     """Score of each question after ``step`` steps (the last by default), the mean of its answers.  -> (n,)
 
     ``kind`` curve: the mean of the sampled score over all evaluations after the first step.  -> (n,)
-    ``kind`` reward: the mean training reward of all steps.  -> (1,)
+    ``kind`` reward, repeated: the mean over all steps of the training reward, or of the share of completions that
+    repeat an earlier one of their group.  -> (1,)
     """
-    if kind == "reward":
-        return np.array([run.steps["reward/mean"].mean()])
+    if metric := OF_TRAINING.get(kind):
+        if metric not in run.steps:
+            raise InputError(f"{run.record.id}: no {metric}, which was not measured yet; needed: newer runs")
+        return np.array([run.steps[metric].mean()])
     if kind == "curve":
         return np.mean([scores(run, "sampled", each) for each in evaluated(run)], axis=0)
     row = evaluation(run.rows, run.record.steps if step is None else step)

@@ -170,7 +170,7 @@ def test_whether_a_prediction_was_met(predicted: str, mean: float, error: float,
     family = "benchmark" if predicted in ("better", "worse") else "new"
     planned = announced.Planned(title="x", base="base", others=("other",), family=family, predicted=predicted)
     assert announced.outcome(planned, one, []) == said
-    note = announced.by_the_rule_of_today(family, [(planned, one)])
+    note = announced.by_the_rule_of_today([(planned, one)])
     assert ("`other` (+1.0 points) is equal, not better" in note) == (
         said == "met" and mean == 0.01 and family != "new"
     )

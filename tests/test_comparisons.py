@@ -176,6 +176,17 @@ def test_the_variants_of_a_sweep_are_compared_from_their_folders_also_of_changed
     assert "ends in .csv or .tex" in capsys.readouterr().err
 
 
+def test_what_was_not_measured_cannot_be_compared(base: Group, make_group) -> None:
+    other = make_group("other", 5, 0.6, 8)
+    with pytest.raises(InputError, match="-seed0: no rollout/repeated_frac"):
+        comparisons.compare({"base": base, "other": other}, "repeated")
+    for share, run in enumerate(measured := [records.Run(run.record, run.rows) for run in other]):
+        run.steps["rollout/repeated_frac"] = share / 10
+    (found,) = comparisons.compare({"base": measured, "again": measured}, "repeated")
+    assert records.scores(measured[3], "repeated") == pytest.approx(0.3)
+    assert found.effect.mean == 0 and "completions that repeat" in comparisons.sentences(found, "repeated")
+
+
 def test_training_rewards_are_compared_by_a_t_test_over_the_seeds(base: Group, make_group) -> None:
     other = make_group("other", 5, 0.6, 8)
     (found,) = comparisons.compare({"base": base, "other": other}, "reward", margin=0.5)
