@@ -180,11 +180,14 @@ def test_what_was_not_measured_cannot_be_compared(base: Group, make_group) -> No
     other = make_group("other", 5, 0.6, 8)
     with pytest.raises(InputError, match="-seed0: no rollout/repeated_frac"):
         comparisons.compare({"base": base, "other": other}, "repeated")
-    for share, run in enumerate(measured := [records.Run(run.record, run.rows) for run in other]):
-        run.steps["rollout/repeated_frac"] = share / 10
-    (found,) = comparisons.compare({"base": measured, "again": measured}, "repeated")
-    assert records.scores(measured[3], "repeated") == pytest.approx(0.3)
-    assert found.effect.mean == 0 and "completions that repeat" in comparisons.sentences(found, "repeated")
+    for group, power in ((base, 1), (other, 2)):
+        for seed, run in enumerate(group):
+            run.steps["rollout/repeated_frac"] = (seed / 10) ** power
+    (found,) = comparisons.compare({"base": base, "other": other}, "repeated")
+    assert found.effect.mean == pytest.approx((0 + 1 + 4 + 9 + 16) / 500 - (0 + 1 + 2 + 3 + 4) / 50)
+    assert "completions that repeat" in comparisons.sentences(found, "repeated")
+    for run in base:
+        del run.steps["rollout/repeated_frac"]  # other tests share this group
 
 
 def test_training_rewards_are_compared_by_a_t_test_over_the_seeds(base: Group, make_group) -> None:
