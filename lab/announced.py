@@ -127,6 +127,14 @@ def difference(one: Comparison) -> str:
     return "equal" if one.equal else OF_OLDER[one.direction]
 
 
+def chance_of_equal(one: Comparison) -> float:
+    """Probability that this design, with the spread that was found, calls a true difference of zero equal."""
+    low, high = one.effect.interval()
+    room = one.margin - (high - low) / 2  # for the mean, on both sides of zero
+    outside = comparisons.Effect(room, one.effect.error, one.effect.freedom).p_value()
+    return 1 - float(outside) if room > 0 else 0.0
+
+
 def outcome(planned: Planned, one: Comparison, ready: Found) -> str:
     """Whether the prediction was met, in words. No statement is made if its control was not found, or not run."""
     if not one.decided:
@@ -153,6 +161,12 @@ def found_controls(ready: Found) -> set[str]:
     }
 
 
+def stated(ready: Found) -> Found:
+    """The comparisons about which a statement is made: those whose controls are all as predicted."""
+    found = found_controls(ready)
+    return [(planned, one) for planned, one in ready if planned.controls <= found]
+
+
 def mismatches(ready: Found) -> list[Comparison]:
     """The comparisons whose method adds a mismatch of sampler and trainer to its base."""
     return [one for _, one in methods(ready) if any(setting.startswith(MISMATCHES) for setting in one.changed)]
@@ -160,15 +174,17 @@ def mismatches(ready: Found) -> list[Comparison]:
 
 def losses(ready: Found) -> list[tuple[Comparison, Comparison]]:
     """(a loss by a mismatch, a correction): comparisons whose base another comparison found to lose."""
-    lost = {one.other: one for one in mismatches(ready) if one.direction == "worse" and not one.equal}
-    return [(lost[one.base], one) for _, one in methods(ready) if one.base in lost]
+    certain = stated(ready)
+    lost = {one.other: one for one in mismatches(certain) if one.direction == "worse" and not one.equal}
+    return [(lost[one.base], one) for _, one in methods(certain) if one.base in lost]
 
 
 def numbers(plan: Plan, ready: Found, groups: dict[str, list[Run]]) -> dict[str, str]:
     """What a sentence can name: NAME, the difference of the first comparison of this variant; share_NAME, the share of
-    a loss that it gives back; gain_NAME, what training changed in a group. Each has its 95 % interval."""
+    a loss that it gives back; gain_NAME, what training changed in a group. Each has its 95 % interval. A comparison
+    whose control was not found has no number."""
     found: dict[str, str] = {}
-    for _, one in ready:
+    for _, one in stated(ready):
         found.setdefault(one.other, f"{one.effect.points} points ({one.effect.range})")
     for loss, back in losses(ready):
         share, low, high = (100 * x for x in comparisons.recovered(loss, back))
@@ -253,7 +269,8 @@ def method_row(planned: Planned, one: Comparison, ready: Found, groups: dict[str
         "95 % interval": one.effect.range,
         "p (Holm)": f"{one.p:.2g}",
         "detectable, points": f"{100 * one.detectable:.1f}",
-        "found": one.verdict.replace(f"different: {one.other} is ", ""),
+        "chance of equal": f"{100 * chance_of_equal(one):.0f} %",
+        "found": _found(planned, one) if one.decided else one.verdict,
         "prediction": outcome(planned, one, ready),
         "at the end": f"{end.effect.points} ({end.effect.range}; p {end.effect.p_value():.2g})",
     }

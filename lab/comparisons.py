@@ -30,11 +30,6 @@ from lab.run_folders import from_run, of_sweep
 from lab.store import differing, load_groups
 
 ALPHA = 0.05
-OUTCOMES = {
-    "reward": "mean training reward",
-    "repeated": "completions that repeat another one of their group",
-    "curve": "mean accuracy along the run",
-}
 MIN_SEEDS = 3  # fewer seeds do not show the spread between trainings well enough to call a method better
 Array = NDArray[np.float64]
 Numbers = Array | float
@@ -367,7 +362,8 @@ def _notes(base: list[Run], group: list[Run], pairs: list[tuple[Run, Run]]) -> l
 def sentences(found: Comparison, kind: str) -> str:
     """A comparison as text for a terminal."""
     s = len(found.seeds)
-    what = OUTCOMES.get(kind, f"{kind} accuracy")
+    outcomes = {"reward": "training reward", "repeated": "repeated completions", "curve": "accuracy along the run"}
+    what = f"mean {outcomes[kind]}" if kind in outcomes else f"{kind} accuracy"
     lines = [
         f"{found.other} against {found.base}: {'; '.join(found.changed) or 'same settings'}",
         f"  {what} {found.effect.points} points, 95 % interval {found.effect.range} "

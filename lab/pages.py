@@ -167,19 +167,16 @@ def not_run(plan: Plan, groups: dict[str, list[Run]]) -> str:
         for row in plan.rows
         if row.group not in groups
     ]
-    families: dict[str, tuple[list[str], list[str]]] = {}  # command -> families, and their missing groups
+    sweeps: dict[str, tuple[list[str], list[str]]] = {}  # command -> titles of comparisons, and their missing groups
     for planned in plan.comparisons:
         command = f"`python sweep.py {planned.sweep}`" if planned.sweep else ""
         if missing := [name for name in planned.names if name not in groups]:
-            if planned.family:
-                names, absent = families.setdefault(command, ([], []))
-                names.append(planned.family)
-                absent += missing
-                continue
-            rows.append({"what": planned.title, "command": command, "plan": f"missing: {', '.join(missing)}"})
+            titles, absent = sweeps.setdefault(command, ([], []))
+            titles.append(planned.title)
+            absent += missing
         rows += [{"what": planned.title, "command": "", "plan": f"no record of {run}"} for run in planned.missing]
-    for command, (names, missing) in families.items():
-        what = f"family {' and '.join(dict.fromkeys(names))}"
+    for command, (titles, missing) in sweeps.items():
+        what = titles[0] if len(titles) == 1 else f"{len(titles)} comparisons"
         rows.append({"what": what, "command": command, "plan": f"missing: {', '.join(dict.fromkeys(missing))}"})
     return table(rows) if rows else "Everything that is planned was run."
 

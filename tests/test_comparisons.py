@@ -185,7 +185,7 @@ def test_what_was_not_measured_cannot_be_compared(base: Group, make_group) -> No
             run.steps["rollout/repeated_frac"] = (seed / 10) ** power
     (found,) = comparisons.compare({"base": base, "other": other}, "repeated")
     assert found.effect.mean == pytest.approx((0 + 1 + 4 + 9 + 16) / 500 - (0 + 1 + 2 + 3 + 4) / 50)
-    assert "completions that repeat" in comparisons.sentences(found, "repeated")
+    assert "mean repeated completions" in comparisons.sentences(found, "repeated")
     for run in base:
         del run.steps["rollout/repeated_frac"]  # other tests share this group
 
