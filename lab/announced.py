@@ -353,6 +353,7 @@ def figure(ready: Found) -> Any:
         axes.plot([100 * low, 100 * high], [-place, -place], color=color, lw=2)
         axes.plot(100 * one.effect.mean, -place, color=color, marker="o", ms=5)
     axes.axvline(0, color="black", lw=0.8)
+    axes.set_ylim(-len(announced), 1)
     labels = [f"{planned.title} (predicted: {planned.predicted})" for planned, _ in announced]
     axes.set_yticks([-place for place in range(len(announced))], labels)
     figures.finish(axes, "")
