@@ -29,7 +29,7 @@ from config import command
 from engines.kinds import ENGINES
 from inputs.files import InputError, shown, write_atomically
 from lab import audit, comparisons, pages, run_page, store
-from lab.records import Record, Run, file_of
+from lab.records import KINDS, Record, Run, file_of
 
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 ROOT = Path(__file__).resolve().parent
@@ -64,7 +64,7 @@ VERBS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "names": {"nargs": "+", "metavar": "NAME", "help": "record, group of seeds, run folder, or folder of a sweep"},
         "--output": {"type": Path, "metavar": "FILE", "help": "the table, too, as .csv or .tex (LaTeX, booktabs)"},
         "--kind": {
-            "choices": ("sampled", "greedy", "curve", "reward", "repeated"),
+            "choices": KINDS,
             "help": "what is compared: by default the sampled answers if there are any, at the end; "
             "curve: their mean along the run; reward: that of training; repeated: completions that repeat another one",
         },

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from inputs.files import InputError, read_file
 from lab import comparisons, figures
 from lab.comparisons import Comparison
-from lab.records import Part, Run, validated
+from lab.records import KINDS, Part, Run, validated
 
 FIGURE = "figures/benchmark.png"
 CONTROLS = "controls"  # how the names of families of planted faults begin; the others compare methods
@@ -30,9 +30,7 @@ class Planned(Part):
     sweep: str = Field("", description="the file of configs/sweeps/ that makes the runs")
     base: str = Field(description="group of records that the others are compared with")
     others: tuple[str, ...] = Field(min_length=1, strict=False)
-    kind: str = Field(
-        "sampled", pattern="^(sampled|greedy|reward|repeated|curve)$", description="outcome, see records.scores"
-    )
+    kind: str = Field("sampled", pattern=f"^({'|'.join(KINDS)})$", description="outcome, see records.scores")
     margin: float = Field(0.0, ge=0, description="points: a variant whose interval lies within it is called equal")
     seeds: tuple[int, ...] | None = Field(None, strict=False, description="the announced seeds; by default the sweep's")
     missing: tuple[str, ...] = Field((), strict=False, description="NAME-seedN: why this announced run has no record")
@@ -169,14 +167,13 @@ def stated(ready: Found) -> Found:
 
 def mismatches(ready: Found) -> list[Comparison]:
     """The comparisons whose method adds a mismatch of sampler and trainer to its base."""
-    return [one for _, one in methods(ready) if any(setting.startswith(MISMATCHES) for setting in one.changed)]
+    return [one for _, one in methods(stated(ready)) if any(setting.startswith(MISMATCHES) for setting in one.changed)]
 
 
 def losses(ready: Found) -> list[tuple[Comparison, Comparison]]:
     """(a loss by a mismatch, a correction): comparisons whose base another comparison found to lose."""
-    certain = stated(ready)
-    lost = {one.other: one for one in mismatches(certain) if one.direction == "worse" and not one.equal}
-    return [(lost[one.base], one) for _, one in methods(certain) if one.base in lost]
+    lost = {one.other: one for one in mismatches(ready) if one.direction == "worse" and not one.equal}
+    return [(lost[one.base], one) for _, one in methods(stated(ready)) if one.base in lost]
 
 
 def numbers(plan: Plan, ready: Found, groups: dict[str, list[Run]]) -> dict[str, str]:
@@ -244,8 +241,7 @@ def page(ready: Found, groups: dict[str, list[Run]]) -> str:
     parts = ["## What was found", f"![Effect of each method](../results/{FIGURE})"]
     sections: dict[str, Found] = {}
     for planned, one in announced:
-        is_alone = len(of(planned.family, ready)) == 1
-        heading = "Families of one comparison" if is_alone else f"Family {planned.family}"
+        heading = "Families of one comparison" if one.num_comparisons == 1 else f"Family {planned.family}"
         sections.setdefault(heading, []).append((planned, one))
     for heading, found in sections.items():
         parts += [f"### {heading}", table([method_row(*each, ready, groups) for each in found])]

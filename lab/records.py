@@ -25,6 +25,7 @@ OF_TRAINING = {"reward": "reward/mean", "repeated": "rollout/repeated_frac"}  # 
 ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,149}"
 GOLD, MARKS = "eval/gold", {"greedy": "eval/greedy_right", "sampled": "eval/sampled_right"}
 RIGHT, WRONG = "+", "-"
+KINDS = (*MARKS, "curve", *OF_TRAINING)  # of outcomes, see `scores`
 Score = Annotated[float, Field(ge=0, le=1, multiple_of=1)]
 Content = TypeVar("Content", bound=BaseModel)
 

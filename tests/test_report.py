@@ -313,17 +313,20 @@ def test_what_was_learned_is_what_the_records_say(published) -> None:
     found = {one.other: one for _, one in ready}
     effect = {name: float(one.effect.mean) for name, one in found.items()}
     text = (recorded.ROOT / "RESULTS.md").read_text()
+
+    def gap(name: str, step: int) -> float:
+        return statistics.fmean(run.steps["rollout/logp_gap_mean"].loc[step] for run in groups[name])
+
+    (line,) = [x for x in text.splitlines() if "**The gap" in x]
     share = -100 * effect["mismatch_int3_sequence"] / effect["mismatch_int3"]
-    assert f"sequence weights give back {share:.0f} % (" in text
-    starts, ends = (
-        {
-            name: statistics.fmean(run.steps["rollout/logp_gap_mean"].iloc[place] for run in groups[name])
-            for name in ("mismatch_int3", "mismatch_noise")
-        }
-        for place in (0, 39)
-    )
-    assert {round(gap, 2) for gap in starts.values()} == {0.12}
-    assert round(ends["mismatch_noise"], 2) == 0.03 and round(ends["mismatch_int3"], 1) == 0.1
+    assert f"sequence weights give back {share:.0f} % (" in line
+    assert f"int3: {100 * effect['mismatch_int3']:.1f} points (" in line
+    assert round(gap("mismatch_int3", 0), 2) == round(gap("mismatch_noise", 0), 2) == 0.12
+    assert round(gap("mismatch_noise", 39), 2) == 0.03 and round(gap("mismatch_int3", 39), 1) == 0.1
+    assert gap("mismatch_flips_r3", 0) < 1e-6  # "replay closes the gap"
+    each = {name: groups[name] for name in ("stale_0", "reuse_base")}
+    (one,) = comparisons.compare(each, "curve")
+    assert f"finds {one.effect.points} points ({one.effect.range})" in (recorded.ROOT / "docs/benchmark.md").read_text()
     old, lost, now = (along_the_run(groups[name]) for name in ("stale_2", "stale_2_uncorrected", "stale_0"))
     (line,) = [x for x in text.splitlines() if "**Old" in x]
     assert f" two steps {100 * (old - now):.1f} points (" in line  # against none, not against uncorrected
