@@ -47,7 +47,7 @@ def results_page(groups: dict[str, list[Run]], plan: Plan, ready: Found, picture
     used = {run.record.device for runs in groups.values() for run in runs}
     unused = [where for device, where in DEVICES.items() if device not in used]
     parts += [f"No record yet of a run on {' or '.join(unused)}."] if unused else []
-    parts += ["## Not run yet", not_run(plan, groups)]
+    parts += ["## Not run yet, or without a record", not_run(plan, groups)]
     return "\n\n".join(parts)
 
 
@@ -174,7 +174,8 @@ def not_run(plan: Plan, groups: dict[str, list[Run]]) -> str:
             titles, absent = sweeps.setdefault(command, ([], []))
             titles.append(planned.title)
             absent += missing
-        rows += [{"what": planned.title, "command": "", "plan": f"no record of {run}"} for run in planned.missing]
+        if planned.missing:
+            rows.append({"what": planned.title, "command": "", "plan": f"no record of {'; '.join(planned.missing)}"})
     for command, (titles, missing) in sweeps.items():
         what = titles[0] if len(titles) == 1 else f"{len(titles)} comparisons"
         rows.append({"what": what, "command": command, "plan": f"missing: {', '.join(dict.fromkeys(missing))}"})
