@@ -289,7 +289,8 @@ def figure_recovered(ready: Found) -> Any:
     """The share of each loss that each correction gives back, with its interval."""
     import matplotlib.figure
 
-    found, titles = losses(ready), {one.other: planned.title for planned, one in ready}
+    found = sorted(losses(ready), key=lambda pair: comparisons.recovered(*pair)[0], reverse=True)
+    titles = {one.other: planned.title for planned, one in ready}
     drawn = matplotlib.figure.Figure(figsize=(8, 0.32 * len(found) + 1.1), layout="constrained")
     axes = drawn.subplots()
     for place, (loss, back) in enumerate(found):
@@ -323,11 +324,11 @@ def figure_gap(ready: Found, groups: dict[str, list[Run]]) -> Any:
         ends = [lost + 100 * float(back.effect.mean) for _, back in methods(ready) if back.base == one.other]
         axes.plot([apart] * len(ends), ends, color=figures.FOUND, marker="_", ms=12, mew=2, ls="")
         axes.plot(apart, lost, color=figures.HARM, marker="o", ms=6)
-        if (ends or one.direction) and tuple(one.changed) not in named:
+        if not any(setting.startswith("aqn.") for setting in one.changed) and tuple(one.changed) not in named:
             named.add(tuple(one.changed))
             axes.annotate(titles[one.other], (apart, lost), xytext=(8, -3), textcoords="offset points", fontsize=8)
     axes.set_xscale("log")
-    axes.margins(x=0.3)
+    axes.margins(x=0.4)
     figures.finish(axes, "difference to the sound sampler, points")
     axes.set_xlabel("mean difference of the log-probs of sampler and trainer, nats", fontsize=9)
     axes.set_title(
