@@ -324,7 +324,8 @@ def figure_gap(ready: Found, groups: dict[str, list[Run]]) -> Any:
         ends = [lost + 100 * float(back.effect.mean) for _, back in methods(ready) if back.base == one.other]
         axes.plot([apart] * len(ends), ends, color=figures.FOUND, marker="_", ms=12, mew=2, ls="")
         axes.plot(apart, lost, color=figures.HARM, marker="o", ms=6)
-        if not any(setting.startswith("aqn.") for setting in one.changed) and tuple(one.changed) not in named:
+        weak_noise = any(setting.startswith("aqn.") for setting in one.changed) and not one.direction
+        if not weak_noise and tuple(one.changed) not in named:
             named.add(tuple(one.changed))
             axes.annotate(titles[one.other], (apart, lost), xytext=(8, -3), textcoords="offset points", fontsize=8)
     axes.set_xscale("log")
@@ -332,7 +333,9 @@ def figure_gap(ready: Found, groups: dict[str, list[Run]]) -> Any:
     figures.finish(axes, "difference to the sound sampler, points")
     axes.set_xlabel("mean difference of the log-probs of sampler and trainer, nats", fontsize=9)
     axes.set_title(
-        "Orange: without a correction. Blue: with one. Without a name: AQN, and repetitions.", loc="left", fontsize=9
+        "Orange: without a correction. Blue: with one. Without a name: AQN without an effect, and repetitions.",
+        loc="left",
+        fontsize=9,
     )
     return drawn
 
