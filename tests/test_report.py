@@ -334,7 +334,7 @@ def test_what_was_learned_is_what_the_records_say(published) -> None:
     aqn, int4 = (pages.figures.gap(groups[name]) for name in ("quantised_int4_aqn", "bench_int4"))
     assert 25 < int4 / aqn < 35  # "a thirtieth"
     noisy = [name for name in effect if "aqn" in name]
-    assert len(noisy) == 11 and not any(found[name].direction and not found[name].equal for name in noisy)
+    assert len(noisy) == 12 and not any(found[name].direction and not found[name].equal for name in noisy)
 
 
 def test_the_share_of_a_loss_by_hand() -> None:
