@@ -180,9 +180,13 @@ def numbers(plan: Plan, ready: Found, groups: dict[str, list[Run]]) -> dict[str,
     """What a sentence can name: NAME, the difference of the first comparison of this variant; share_NAME, the share of
     a loss that it gives back; gain_NAME, what training changed in a group. Each has its 95 % interval. A comparison
     whose control was not found has no number."""
-    found: dict[str, str] = {}
-    for _, one in stated(ready):
-        found.setdefault(one.other, f"{one.effect.points} points ({one.effect.range})")
+    controls = found_controls(ready)
+    first = {one.other: (planned, one) for planned, one in reversed(ready)}
+    found = {
+        name: f"{one.effect.points} points ({one.effect.range})"
+        for name, (planned, one) in first.items()
+        if planned.controls <= controls
+    }
     for loss, back in losses(ready):
         share, low, high = (100 * x for x in comparisons.recovered(loss, back))
         found[f"share_{back.other}"] = f"{share:.0f} % ({low:.0f} to {high:.0f} %)"

@@ -310,6 +310,7 @@ def test_what_was_learned_is_what_the_records_say(published) -> None:
     lost = {loss.other for loss, _ in pages.announced.losses(ready)}
     assert lost >= {"mismatch_int3", "bench_router"} and "bench_int3" not in lost  # its control was not found
     assert not [name for name in lost if name.startswith(("rank", "place"))]
+    assert "qerl_aqn" not in pages.announced.numbers(plan, ready, groups)  # withheld, its repeats are not
     found = {one.other: one for _, one in ready}
     effect = {name: float(one.effect.mean) for name, one in found.items()}
     text = (recorded.ROOT / "RESULTS.md").read_text()
