@@ -5,7 +5,6 @@ The faults for which the tripwires exist are in test_faults.py.
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 import breaking
@@ -167,7 +166,9 @@ def test_no_tripwire_fires_in_a_sound_run(name: str, model: Path, tmp_path: Path
     assert len(training.metrics(run)) == cfg.train.steps
 
 
-def test_no_check_would_have_fired_in_a_recorded_run() -> None:
+def test_in_a_recorded_run_only_the_checks_of_the_answers_fire_and_where_its_log_says_so() -> None:
+    """Shuffled rewards, noise and a high temperature do spoil the answers; all other checks are silent."""
+    of_answers = {"truncated", "unparsable"}
     runs = [run for group in store.load_groups(ROOT / "results").values() for run in group]
     assert len(runs) > 80
     for run in [run for run in runs if "planted_fault.py" not in run.record.command]:
@@ -182,23 +183,21 @@ def test_no_check_would_have_fired_in_a_recorded_run() -> None:
         cfg = training.config(Path("none"), Path("none"), **changes)
         said: list[str] = []
         watch = Tripwires(cfg, said.append)
-        quiet = {"adapters"}
-        if given["aqn"].get("schedule") == "constant" and given["aqn"]["sigma_start"] >= 1:
-            quiet |= {"truncated", "unparsable"}  # noise as large as the signal spoils the sampler's answers
-        watch.checks = cfg.checks.model_copy(update=dict.fromkeys(CHECKS, "stop") | dict.fromkeys(quiet, "off"))
-        collapsed = "off" in given["checks"].values()  # its sweep turns tripwires off, which would stop it
-        with pytest.raises(Tripped) if collapsed else contextlib.nullcontext():
-            for row in run.rows[:-1]:  # the last row has only the evaluation after the last step
-                logged = {key for key in row if file_of(key) == "metrics.jsonl"} - {"step", "completions"}
-                metrics = {key: row[key] for key in logged}
-                if row["actor/grad_norm"] == 0 and given["loss"].get("skip_equal_groups"):
-                    for name in ("actor/entropy", "actor/kl_loss"):
-                        metrics.pop(name, None)  # old records have 0 for a step that trained no row
-                else:
-                    metrics.setdefault("actor/entropy", 1.0)  # some old records do not have these two
-                metrics.setdefault("rollout/identical_groups", 0)
-                watch.after_step(row["step"], metrics, (0.0, 1.0), lambda bound: "")
-        assert said == [], run.record.id
+        watch.checks = cfg.checks.model_copy(update=dict.fromkeys(CHECKS, "warn") | {"adapters": "off"})
+        for row in run.rows[:-1]:  # the last row has only the evaluation after the last step
+            logged = {key for key in row if file_of(key) == "metrics.jsonl"} - {"step", "completions"}
+            metrics = {key: row[key] for key in logged}
+            if row["actor/grad_norm"] == 0 and given["loss"].get("skip_equal_groups"):
+                for name in ("actor/entropy", "actor/kl_loss"):
+                    metrics.pop(name, None)  # old records have 0 for a step that trained no row
+            else:
+                metrics.setdefault("actor/entropy", 1.0)  # some old records do not have these two
+            metrics.setdefault("rollout/identical_groups", 0)
+            watch.after_step(row["step"], metrics, (0.0, 1.0), lambda bound: "")
+        fired = {line.removeprefix("warning: checks.").partition(":")[0] for line in said}
+        off = {name for name, action in given["checks"].items() if action == "off"}  # otherwise they stop the run
+        assert fired - off == run.record.checks_fired.keys() & of_answers, run.record.id
+        assert fired or not off, run.record.id
 
 
 LEGITIMATE = {
