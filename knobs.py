@@ -308,7 +308,8 @@ class ChecksConfig(Section):
     surprise: Action = knob(
         "warn",
         "in the last 20 steps -log p of the sampled tokens differs from the policy's entropy, or the number of equal "
-        "completions from what their log-probs predict, by more than 5 standard deviations and 3 %",
+        "completions from what their log-probs predict, by more than 5 standard deviations and 3 %; off saves the "
+        "forward pass over the groups that loss.skip_equal_groups leaves out",
     )
     held_out: Action = knob(
         "stop", "a held-out question is a training question (refused before the run), or is asked for training"
@@ -437,12 +438,12 @@ class Config(Section):
         return self.trains_merged and not self.rollout.staleness
 
     @property
-    def samples_own_policy(self) -> bool:
-        """Whether the trained tokens are fair draws from what the trainer computes, but for rounding."""
+    def measures_surprise(self) -> bool:
+        """Whether checks.surprise is on, and the sampled tokens are fair draws from what the trainer computes."""
         rollout = self.rollout
         altered = self.aqn.schedule != "off" or rollout.round_bits or rollout.top_k or rollout.top_p < 1
         # Dynamic sampling chooses groups by their outcomes.
-        return not (altered or rollout.is_disturbed or rollout.dynamic_rounds)
+        return not (altered or rollout.is_disturbed or rollout.dynamic_rounds) and self.checks.surprise != "off"
 
     @property
     def old_policy_share(self) -> float:

@@ -166,7 +166,7 @@ class Learner:
         # Without a trained token these metrics mean nothing.
         self.router_load.by_layer = {}
         step_metrics = step_metrics | self.router_load.metrics() if trained_tokens else {}
-        if cfg.samples_own_policy and variance >= LEAST_VARIANCE:
+        if cfg.measures_surprise and variance >= LEAST_VARIANCE:
             step_metrics |= {
                 "rollout/surprise_z": deviation / math.sqrt(variance),
                 "rollout/surprise_variance": variance,
@@ -190,7 +190,7 @@ class Learner:
         if cfg.loss.skip_equal_groups:
             mixed = batch.rewards.amax(dim=1) > batch.rewards.amin(dim=1)
             kept = [s for s in kept if mixed[s // cfg.rollout.group_size]]
-        left_out = sorted(set(sequences) - set(kept)) if cfg.samples_own_policy else []
+        left_out = sorted(set(sequences) - set(kept)) if cfg.measures_surprise else []
         return Update(
             self._micro_batches(batch, completions, kept, advantages),
             self._micro_batches(batch, completions, left_out, advantages) if left_out else [],

@@ -32,7 +32,7 @@ RESOLVED = {  # the beginning of the sha256 of every value
     "olmoe": "ff3eb63605bc",
     "qwen15_moe": "0302bb5d43fd",
     "qwen3": "143b5bf8713c",
-    "smol": "a53bbb666053",
+    "smol": "774b1f1914ed",
     "tiny_16": "ada0a7aa6b5f",
     "tiny_cpu": "32aad55b62b5",
 }

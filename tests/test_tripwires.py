@@ -22,6 +22,7 @@ from inputs.files import InputError
 from knobs import Action, ChecksConfig
 from lab import run_page, store
 from lab.records import file_of
+from learner import Learner
 from tripwires import Tripped, Tripwires
 
 CHECKS = [name for name, field in ChecksConfig.model_fields.items() if field.annotation == Action]
@@ -195,7 +196,8 @@ def test_in_a_recorded_run_only_the_checks_of_the_answers_fire_and_where_its_log
             metrics.setdefault("rollout/identical_groups", 0)
             watch.after_step(row["step"], metrics, (0.0, 1.0), lambda bound: "")
         fired = {line.removeprefix("warning: checks.").partition(":")[0] for line in said}
-        off = {name for name, action in given["checks"].items() if action == "off"}  # otherwise they stop the run
+        # What its sweep turns off would stop it.
+        off = {name for name in ("sampling", "reward_constant") if given["checks"].get(name) == "off"}
         assert fired - off == run.record.checks_fired.keys() & of_answers, run.record.id
         assert fired or not off, run.record.id
 
@@ -268,3 +270,22 @@ def test_a_step_without_any_trained_group_is_no_fault(model: Path, tmp_path: Pat
             not {"actor/entropy", "actor/kl_loss", "rollout/logp_gap_max"} & row.keys() and row["actor/grad_norm"] == 0
         )
         assert row["rollout/surprise_variance"] > 5  # of all sampled tokens, also of those that train nothing
+
+
+def test_without_the_check_of_surprise_nothing_is_computed_for_it_and_the_training_is_the_same(
+    model: Path, tmp_path: Path, monkeypatch
+) -> None:
+    def steps_of(action: str) -> list[dict]:
+        cfg = training.config(
+            model, tmp_path / action, **FEW | LARGE | {"loss__skip_equal_groups": True, "checks__surprise": action}
+        )
+        assert raised(every_answer_parsable, cfg) == [(InputError, "")]
+        return training.metrics(training.only_run(cfg))
+
+    watched = steps_of("warn")
+    monkeypatch.delattr(Learner, "_sampled_stats")  # the pass over groups that are left out
+    plain = steps_of("off")
+    assert any(row["reward/equal_groups"] for row in plain)
+    assert (
+        plain == [{k: v for k, v in row.items() if not k.startswith("rollout/surprise")} for row in watched] != watched
+    )
