@@ -286,6 +286,5 @@ def test_without_the_check_of_surprise_nothing_is_computed_for_it_and_the_traini
     monkeypatch.delattr(Learner, "_sampled_stats")  # the pass over groups that are left out
     plain = steps_of("off")
     assert any(row["reward/equal_groups"] for row in plain)
-    assert (
-        plain == [{k: v for k, v in row.items() if not k.startswith("rollout/surprise")} for row in watched] != watched
-    )
+    others = [{key: row[key] for key in row if not key.startswith("rollout/surprise")} for row in watched]
+    assert plain == others != watched
