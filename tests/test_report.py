@@ -375,7 +375,7 @@ def test_every_percentage_of_the_readme_is_a_records(page: str, published) -> No
         return f"{100 * statistics.fmean(getattr(run.record, when).sampled.accuracy for run in groups[name]):.1f}"
 
     quoted = re.findall(r"([\d.]+) ?%", text.replace(block, ""))
-    smol = [mean("smol", "first"), mean("smol", "last"), mean("smol_control", "last")]
+    smol = [mean("smollm2", "first"), mean("smollm2", "last")]
     assert quoted == [mean("baseline", "first"), mean("baseline", "last"), mean("control", "last"), *smol]
     assert len(groups["baseline"]) == len(groups["control"]) == 5  # "means of five seeds"
 
