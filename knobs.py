@@ -308,8 +308,7 @@ class ChecksConfig(Section):
     surprise: Action = knob(
         "warn",
         "in the last 20 steps -log p of the sampled tokens differs from the policy's entropy, or the number of equal "
-        "completions from what their log-probs predict, by more than 5 standard deviations and 3 %; off saves the "
-        "forward pass over the groups that loss.skip_equal_groups leaves out",
+        "completions from what their log-probs predict, by more than 5 standard deviations and 3 %",
     )
     held_out: Action = knob(
         "stop", "a held-out question is a training question (refused before the run), or is asked for training"
