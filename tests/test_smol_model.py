@@ -142,9 +142,8 @@ def test_chat_template_and_special_tokens_are_those_of_the_file(folder: Path) ->
 )
 def test_a_training_of_three_steps(folder: Path, tmp_path: Path, ranks: int, settings: list[str], gap: float) -> None:
     """Two ranks that share the experts, with vLLM; bf16: the third step samples with adapters that were trained."""
-    few = ["rollout.prompts_per_step=4", "rollout.group_size=4", "optim.prompts_per_update=4", "train.steps=3"]
-    few += ["rollout.max_new_tokens=24", "loss.skip_equal_groups=false", "eval.num_questions=2"]
-    few += [f"model.path={folder}", f"train.out_dir={tmp_path}"]
+    few = ["rollout.prompts_per_step=4", "optim.prompts_per_update=4", "rollout.max_new_tokens=24", "train.steps=3"]
+    few += ["loss.skip_equal_groups=false", "eval.num_questions=2", f"model.path={folder}", f"train.out_dir={tmp_path}"]
     with launch(ranks, "train_grpo.py", "configs/smol.yaml", *few, *settings, log=tmp_path / "log") as started:
         assert started.wait(900) == 0, started.text[-3000:]
     (run,) = (path.parent for path in tmp_path.glob("*/finished.json"))
