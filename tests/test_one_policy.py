@@ -300,7 +300,9 @@ def test_in_bf16_the_sampler_rounds_as_the_trainer_does(tmp_path: Path) -> None:
     }
     print(gaps)
     control = gaps.pop("the other cache")
-    assert max(gaps.values()) < 1e-6 and control > 1e-3  # measured: 0, on an AMD EPYC
+    # Measured: 0, on an AMD EPYC with instructions for bf16. Without them see docs/policy.md, "Other causes".
+    quantised = 1e-6 if torch.cpu._is_avx512_bf16_supported() else control / 5
+    assert all(gap < (quantised if "quantised" in label else 1e-6) for label, gap in gaps.items()) and control > 1e-3
 
 
 def products(x: Tensor, weight: Tensor) -> list[Tensor]:

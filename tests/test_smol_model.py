@@ -142,14 +142,17 @@ def test_chat_template_and_special_tokens_are_those_of_the_file(folder: Path) ->
 )
 def test_a_training_of_three_steps(folder: Path, tmp_path: Path, ranks: int, settings: list[str], gap: float) -> None:
     """Two ranks that share the experts, with vLLM; bf16: the third step samples with adapters that were trained."""
-    few = ["rollout.prompts_per_step=4", "optim.prompts_per_update=4", "rollout.max_new_tokens=24", "train.steps=3"]
-    few += ["loss.skip_equal_groups=false", "eval.num_questions=2", f"model.path={folder}", f"train.out_dir={tmp_path}"]
+    reward = tmp_path / "reward.py"  # differs within a group, although so few tokens hold no answer
+    reward.write_text("def score(completion, gold, row):\n    return sum(map(ord, completion)) % 8 / 8, True, True\n")
+    few = ["rollout.prompts_per_step=2", "optim.prompts_per_update=2", "rollout.group_size=4", "train.steps=3"]
+    few += ["rollout.max_new_tokens=8", "eval.num_questions=2", f"reward.function={reward}:score"]
+    few += [f"model.path={folder}", f"train.out_dir={tmp_path}"]
     with launch(ranks, "train_grpo.py", "configs/smol.yaml", *few, *settings, log=tmp_path / "log") as started:
         assert started.wait(900) == 0, started.text[-3000:]
     (run,) = (path.parent for path in tmp_path.glob("*/finished.json"))
     steps = training.metrics(run)
     assert len(steps) == 3 and all(step["rollout/logp_gap_mean"] <= gap for step in steps)
-    assert any(step["actor/grad_norm"] > 0 for step in steps[:2])
+    assert all(step["actor/grad_norm"] > 0 for step in steps)
 
 
 # ---------------------------------------------------------------------------------------------------------- the folder
