@@ -337,7 +337,7 @@ class ChecksConfig(Section):
     logp_gap_bf16: float = knob(
         0.1, "bf16: largest mean difference, nats a token; normal is 1e-2 with vLLM, 0 to 1e-4 with torch", gt=0
     )
-    reference_kl: Action = knob("stop", "the first KL to the reference is not 0 (quantised, merged: above 1e-3)")
+    reference_kl: Action = knob("stop", "the KL before the first update is not 0 (quantised, merged in bf16: > 1e-3)")
     adapters: Action = knob(
         "stop",
         "after an update the sampler still receives the old tensors; or the merged experts that trainer and sampler "
