@@ -80,7 +80,13 @@ def encoded(content: Content) -> bytes:
             raise InputError(f"{name}: {str(error).splitlines()[0]}; needed: values of one type") from None
         fields.append(pyarrow.field(name, arrays[-1].type, metadata=NESTED if nested else None))
     file, table = io.BytesIO(), pyarrow.table(arrays, schema=pyarrow.schema(fields))
-    parquet.write_table(table, file, compression="zstd", compression_level=19)
+    apart = [  # fractions that hardly repeat take a fifth less room with their bytes apart
+        name
+        for name, values in zip(order, arrays, strict=True)
+        if pyarrow.types.is_floating(values.type) and 2 * len(values.unique()) > len(values)
+    ]
+    form = {"use_byte_stream_split": apart, "use_dictionary": [name for name in order if name not in apart]}
+    parquet.write_table(table, file, compression="zstd", compression_level=19, **form)
     for row, same in zip(rows, _decoded(file.getvalue(), "steps"), strict=True):
         if changed := [key for key in row if repr(row[key]) != repr(same.get(key))]:
             raise InputError(f"{changed}: needed: in all steps whole numbers, or in all fractions")

@@ -336,6 +336,11 @@ def test_what_was_learned_is_what_the_records_say(published) -> None:
     assert 25 < int4 / aqn < 35  # "a thirtieth"
     noisy = [name for name in effect if "aqn" in name]
     assert len(noisy) == 12 and not any(found[name].direction and not found[name].equal for name in noisy)
+    rewards = [run.steps["reward/mean"] for run in groups["smollm2"]]
+    rises = [100 * (reward.iloc[20:30].mean() - reward.iloc[10:20].mean()) for reward in rewards]
+    rise, error = statistics.fmean(rises), statistics.stdev(rises) / len(rises) ** 0.5
+    low, high = rise - 2.365 * error, rise + 2.365 * error  # Student's t with 7 degrees of freedom
+    assert len(rises) == 8 and f"21 to 30 is {rise:+.1f} points ({low:+.1f} to {high:+.1f})" in text
 
 
 def test_the_share_of_a_loss_by_hand() -> None:
@@ -377,7 +382,7 @@ def test_every_percentage_of_the_readme_is_a_records(page: str, published) -> No
     quoted = re.findall(r"([\d.]+) ?%", text.replace(block, ""))
     smol = [mean("smollm2", "first"), mean("smollm2", "last")]
     assert quoted == [mean("baseline", "first"), mean("baseline", "last"), mean("control", "last"), *smol]
-    assert len(groups["baseline"]) == len(groups["control"]) == 5  # "means of five seeds"
+    assert len(groups["baseline"]) == len(groups["control"]) == 5 and len(groups["smollm2"]) == 8  # as the text says
 
 
 def test_a_design_is_planned_or_refused(capsys: pytest.CaptureFixture) -> None:
