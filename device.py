@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import kernels
+from hardware import kernels
 from inputs import environment
 from inputs.files import InputError
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import device as devices
-import kernels
 from architecture import Architecture
+from hardware import kernels
 from inputs.hf_config import LOGITS_PER_CHUNK, ROWS_PER_CHUNK
 from knobs import ModelConfig
 from packing import CausalAttention, Packing

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import kernels
 from architecture import Rounding
+from hardware import kernels
 
 KEYS = 16  # Rows attend to a multiple of so many keys: in bf16, torch's kernel for a CPU rounds odd numbers otherwise
 

@@ -36,7 +36,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import checkpoint
 import device as devices
-import kernels
 import lora_megatron
 import model_megatron
 import parallel_setup
@@ -49,6 +48,7 @@ from checks.dry_run_meter import Meter
 from checks.dry_run_report import DryRun, as_text, figures
 from config import command_line, resolve_config
 from engines.interface import Stack
+from hardware import kernels
 from inputs import hf_config
 from inputs.config_rules import OTHER_RULES
 from inputs.files import BAD_INPUT, MOST_RANKS, InputError, one_line, refused, shown

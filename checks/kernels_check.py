@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 import device as devices
-import kernels
 import packing
 import quantisation
 from architecture import Architecture
 from checks import launched
 from config import derive_seed
+from hardware import kernels
 from inputs import hf_config
 from inputs.layout_rules import check_layout
 from knobs import Config

@@ -38,7 +38,8 @@ SECTIONS = {  # section -> its files, or nothing for a whole folder; a section i
     "tiny_model smol_model",
     "engines/": "",
     "Model": "model_megatron packing lora_megatron weights_hf adapter_weights",
-    "System": "parallel_setup device kernels quantisation checkpoint runlog run_record tripwires config",
+    "System": "parallel_setup device hardware/__init__ hardware/kernels quantisation checkpoint runlog run_record "
+    "tripwires config",
     "inputs/": "",
     "Tables": "knobs architecture engines/kinds",
 }

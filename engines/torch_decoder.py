@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import kernels
 import packing
 from architecture import Architecture, modules
 from engines.interface import check_arrival, check_complete, check_factors, check_finite
 from engines.torch_cache import LineCache, RowCache
+from hardware import kernels
 from knobs import LoraConfig
 from weights_hf import fused_group
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import device as devices
-import kernels
+from hardware import kernels
 from inputs.files import InputError
 
 ROOT = Path(__file__).parents[1]

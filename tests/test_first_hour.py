@@ -22,10 +22,10 @@ from planted import without_update
 from planting import instead
 from pytest import MonkeyPatch
 
-import kernels
 from checks import first_hour, first_hour_stages, groups
 from checks.first_hour_stages import STAGES, Job
 from config import load_config, to_yaml
+from hardware import kernels
 
 NAMES = [stage.name for stage in STAGES]
 SIZES = {

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels
 from checks import kernels_check
 from checks.kernels_check import Case
 from config import load_config
+from hardware import kernels
 from inputs import hf_config
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -27,7 +27,6 @@ from torch import Tensor
 import adapter_weights
 import checkpoint
 import export
-import kernels
 import lora_megatron
 import model_megatron
 import run_record
@@ -36,6 +35,7 @@ from config import to_yaml
 from device import DTYPES
 from engines import torch_decoder
 from engines.torch_sampler import TorchSampler
+from hardware import kernels
 from inputs import check, hf_config
 from inputs.files import InputError
 from knobs import Config

@@ -20,10 +20,10 @@ from torch import Tensor
 
 import adapter_weights
 import export
-import kernels
 import lora_megatron
 import quantisation
 import weights_hf
+from hardware import kernels
 from inputs import hf_config, layout_rules
 from inputs.files import InputError
 from parallel_setup import Parallel

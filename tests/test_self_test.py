@@ -32,7 +32,6 @@ import checkpoint
 import data_gsm8k
 import evaluate
 import grpo
-import kernels
 import knobs
 import learner
 import lora_megatron
@@ -46,6 +45,7 @@ from checks import self_test, self_test_ranks
 from config import resolve_config
 from engines import drawing
 from engines.torch_sampler import TorchSampler
+from hardware import kernels
 from inputs import check
 from inputs.config_rules import OTHER_RULES
 from learner import Learner

@@ -29,11 +29,11 @@ from architecture import Architecture
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import device as devices  # noqa: E402
-import kernels  # noqa: E402
 import packing  # noqa: E402
 from checks import kernels_check
 from checks.kernels_check import Case  # noqa: E402
 from config import Config, load_config  # noqa: E402
+from hardware import kernels  # noqa: E402
 from inputs import hf_config  # noqa: E402
 from inputs.files import InputError  # noqa: E402
 from inputs.layout_rules import check_layout, sides  # noqa: E402
