@@ -271,9 +271,9 @@ def update_kept(model: torch.nn.Module, arch: Architecture, parallel: Parallel, 
         (own, both), (_, lost) = total.tolist()  # <U, U>, <U, C - U>; <C - U, C - U>
         metrics[f"sync/update_share{ending}"] = 1 + both / own if own else 1.0
         metrics[f"sync/update_error{ending}"] = (lost / own) ** 0.5 if own else 0.0
-    if wrong:
-        metrics["sync/experts_wrong"] = parallel.max_over_ranks(torch.cat(wrong).amax().item())
-    return metrics
+    # A collective that every rank enters, whatever it shares.
+    worst = parallel.max_over_ranks(torch.cat(wrong).amax().item() if wrong else -1.0)
+    return metrics | ({"sync/experts_wrong": worst} if worst >= 0 else {})
 
 
 @torch.no_grad()

@@ -28,6 +28,7 @@ from knobs import Config
 from lora_megatron import LoRAGroupedLinear
 from model_megatron import GroupedLinear
 from parallel_setup import Parallel
+from plan import grid, parameters
 from tripwires import Tripped
 
 # Number of answers to the probe prompt, and of tokens in each: enough that no single token decides. In bf16 one token
@@ -71,9 +72,8 @@ class WeightSync:
         engine.load_weights(self._export())
         if cfg.keeps_factors_apart:
             engine.load_adapter(self._factors()[0])
-        altered = any(".experts." in name for name in self.touched | self.rounded)
-        stacks = {} if altered or parallel.expert_tensor > 1 else engine.stacks()
-        self.stacks = stacks if all(parallel.gather_objects(bool(stacks))) else {}
+        if not any(".experts." in name for name in self.touched | self.rounded):
+            self.stacks = self._usable_stacks()
         self.shared_bytes = self._share_experts()
 
     @staticmethod
@@ -84,12 +84,24 @@ class WeightSync:
                 module.weight = torch.nn.Parameter(module.weight.detach().cpu(), requires_grad=False)
         devices.release(device)
 
+    def _usable_stacks(self) -> dict[str, Stack]:
+        """The engine's stacks, if they are on every rank what the plan assumes; else {} on every rank. Collective."""
+        layout = grid.of(self.cfg, self.parallel.world_size)
+        if not parameters.has_stacks(self.cfg, layout, self.parallel.device.type):
+            return {}
+        expected = range(self.arch.num_experts)
+        if parameters.splits_as_trainer(layout):
+            expected = weights_hf.own_experts(self.arch, self.parallel)
+        stacks = self.engine.stacks()
+        as_planned = {stack.experts for stack in stacks.values()} == {expected}
+        return stacks if all(self.parallel.gather_objects(as_planned)) else {}
+
     def _share_experts(self) -> int:
         """Let trainer and engine hold an expert once, where the engine's memory has the trainer's layout.  -> bytes
 
         The trainer then computes with the merged experts that sample (Config.shares_merged). Frozen experts that are
         pushed as they are become the trainer's own. An engine whose memory is not what was pushed to it has another
-        layout; it shares nothing, and gets its experts by name. Collective.
+        layout; then no rank shares anything, and the engines get their experts by name. Collective.
         """
         own, fits, shared = weights_hf.own_experts(self.arch, self.parallel), True, []
         for name, linear in self._experts() if self.stacks else ():
@@ -97,11 +109,9 @@ class WeightSync:
             merged = linear is not base and not self.cfg.keeps_factors_apart
             if not merged and base.quantisation != "none":
                 continue
-            pushed = self._for_engine(name, linear.weight() if merged else base.weight.to(memory.device))
-            fits &= torch.equal(pushed[experts.start : experts.stop] if len(pushed) > len(experts) else pushed, memory)
-            first = own.start - experts.start
-            if 0 <= first <= len(experts) - len(own) and (self.cfg.shares_merged or not merged):
-                mine = memory if own == experts else memory[first : first + len(own)]
+            fits &= torch.equal(self._for_engine(linear.weight() if merged else base.weight.to(memory.device)), memory)
+            if self.cfg.shares_merged or not merged:
+                mine = memory if own == experts else memory[own.start : own.stop]
                 shared.append((linear if merged else base, mine))
         if self.parallel.max_over_ranks(float(not fits)):
             self.stacks, shared = {}, []
@@ -119,9 +129,9 @@ class WeightSync:
                 if module.kind == "experts":
                     yield f"model.layers.{i}.{module.fused}", layer.get_submodule(module.megatron[: -len(".weight")])
 
-    def _for_engine(self, name: str, local: Tensor) -> Tensor:
-        """This rank's experts of a stack, or those of all ranks if the engine holds others. Collective."""
-        if self.stacks[name].experts == weights_hf.own_experts(self.arch, self.parallel):
+    def _for_engine(self, local: Tensor) -> Tensor:
+        """The experts of the engine's stack from this rank's: the same ones, or those of all ranks. Collective."""
+        if parameters.splits_as_trainer(grid.of(self.cfg, self.parallel.world_size)):
             return local
         return weights_hf.gather(local, self.parallel.expert, self.parallel.expert_group).flatten(0, 1)
 
@@ -319,7 +329,7 @@ class WeightSync:
         """The stacks of experts that LoRA adapts. Collective."""
         for name, linear in self._experts():
             if isinstance(linear, LoRAGroupedLinear):
-                yield name, self._for_engine(name, linear.weight())
+                yield name, self._for_engine(linear.weight())
 
     def _noted(
         self, stream: Iterable[tuple[str, Tensor]]

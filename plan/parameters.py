@@ -71,9 +71,19 @@ def adapter_size(lora: LoraConfig, layout: RankGrid, module: Module) -> int:
 
 
 def has_stacks(cfg: Config, layout: RankGrid, device: str) -> bool:
-    """Whether the engine has Engine.stacks that a push fills: all experts, or those of the rank in the trainer."""
+    """Whether every rank's engine has Engine.stacks that a push fills: all experts, or exactly those of the trainer.
+
+    WeightSync asks this function, too, so all ranks take the same way. An engine whose ranks split the experts in
+    another way than the trainer's has some rank whose experts are elsewhere.
+    """
     packs = device in cfg.rollout.kind.packs_on or cfg.rollout.round_bits or layout.role == "trainers"
-    return not packs and layout.engine_expert in (1, layout.expert) and layout.expert_tensor == 1
+    fits = layout.engine_expert == 1 or splits_as_trainer(layout)
+    return not packs and fits and layout.expert_tensor == 1
+
+
+def splits_as_trainer(layout: RankGrid) -> bool:
+    """Whether the engine's ranks split the experts as the trainer's do, so that a rank has the same ones in both."""
+    return layout.engine_expert == layout.expert
 
 
 def shared_experts(cfg: Config, arch: Architecture, layout: RankGrid, device: str) -> tuple[int, int]:

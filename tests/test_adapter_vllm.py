@@ -70,7 +70,7 @@ def follow(parallel: Parallel, path: Path) -> dict:
     for label, changes in (("off", {}), ("noise", NOISE)):
         cfg = config(path, **changes)
         adapted.move(adapters, arch, parallel, step=7)  # as in a resumed run
-        sync = WeightSync(engine, model, arch, parallel, cfg)
+        sync = WeightSync(engine, model, arch, parallel, adapted.placed(cfg, parallel))
         found = answer[label] = {"resumed": gap(sampled()), "pushes": [], "steps": [], "clean": []}
         seen = {}
         for step in (0, 1, 0):  # the third policy is the first again

@@ -29,7 +29,13 @@ FOLDERS = {  # a folder -> the other folders from which its files may import
 }
 # A folder -> the files outside of it that may import its files.
 MAY_ENTER = {
-    "plan": {"train_grpo", "startup", "preflight", "sweep"},  # sweep.py --list prints hours and disk by the plan
+    "plan": {
+        "train_grpo",
+        "startup",
+        "preflight",
+        "sweep",
+        "weight_sync",
+    },  # sweep.py --list prints hours and disk by the plan
     "checks": {"preflight"},
     "lab": {"report", "startup", "sweep", "train_grpo"},
 }

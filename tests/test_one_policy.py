@@ -126,7 +126,7 @@ def pushed(parallel: Parallel, path: Path, sync: str, dtype: str) -> dict:
     cfg = config(path, model__dtype=dtype, rollout__sync=sync)
     model, arch, adapters = attached(path, cfg, parallel, merges=cfg.trains_merged)
     engine = TorchSampler(arch, stop_tokens=set(), pad_token=0, dtype=DTYPES[dtype], adapter=cfg.lora)
-    weights = WeightSync(engine, model, arch, parallel, cfg)
+    weights = WeightSync(engine, model, arch, parallel, adapted.placed(cfg, parallel))
     base = {name: tensor.double() for name, tensor in weights_hf.export(model, arch, parallel, merge=False)}
     sample = adapter_weights.update_kept(model, arch, parallel, cfg)
     with mock.patch.object(adapter_weights, "SAMPLED_ROWS", 10**6):  # all rows
@@ -187,7 +187,7 @@ def sampled(parallel: Parallel, path: Path, folder: Path) -> tuple[list, list]:
     cfg = config(path, rollout__sync="adapter")
     model, arch, adapters = attached(path, cfg, parallel, merges=False)
     engine = TorchSampler(arch, stop_tokens={9}, pad_token=0, adapter=cfg.lora)
-    weights = WeightSync(engine, model, arch, parallel, cfg)
+    weights = WeightSync(engine, model, arch, parallel, adapted.placed(cfg, parallel))
     stale = engine.sample(PROMPTS, seeds=[1, 2, 3], **FREE)
     adapted.move(adapters, arch, parallel, step=1)
     weights.push(0, PROMPTS[0])
@@ -233,7 +233,7 @@ def greedy(parallel: Parallel, path: Path, dtype: str, folder: Path) -> list[tup
         for adapter in adapters.values():
             adapter.B.div_(STEP)  # a large update
     engine = TorchSampler(arch, stop_tokens={9}, pad_token=0, dtype=DTYPES[dtype])
-    WeightSync(engine, model, arch, parallel, cfg).push(0, PROMPTS[0])
+    WeightSync(engine, model, arch, parallel, adapted.placed(cfg, parallel)).push(0, PROMPTS[0])
     factors = adapter_weights.gather(adapters, lora_megatron.factors(adapters), arch, parallel)
     if parallel.rank == 0:
         (folder / "config.yaml").write_text(to_yaml(cfg))

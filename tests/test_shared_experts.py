@@ -48,7 +48,7 @@ def connected(parallel: Parallel, path: Path, cfg: Config, shares: bool) -> tupl
     engine = TorchSampler(arch, stop_tokens=set(), pad_token=0, dtype=DTYPES[cfg.model.dtype], adapter=cfg.lora)
     if not shares:
         engine.stacks = dict
-    return model, arch, adapters, engine, WeightSync(engine, model, arch, parallel, cfg)
+    return model, arch, adapters, engine, WeightSync(engine, model, arch, parallel, adapted.placed(cfg, parallel))
 
 
 def log_probs(model: torch.nn.Module, parallel: Parallel) -> Tensor:
@@ -117,7 +117,7 @@ def in_another_layout(parallel: Parallel, path: Path) -> tuple[int, bool, bool]:
     if parallel.rank == parallel.world_size - 1:
         real = engine.stacks
         engine.stacks = lambda: {name: Stack(one.memory.roll(1, 0), one.experts) for name, one in real().items()}
-    sync = WeightSync(engine, model, arch, parallel, cfg)
+    sync = WeightSync(engine, model, arch, parallel, adapted.placed(cfg, parallel))
     adapted.move(adapters, arch, parallel, 0)
     sync.push(0, PROBE)
     pushed = weights_hf.export(model, arch, parallel)

@@ -82,7 +82,7 @@ def follow(parallel: Parallel, path: Path, noises: dict[str, dict]) -> dict[str,
         model, arch = adapted.load(path, parallel)
         adapters = lora_megatron.attach(model, cfg.lora, parallel, cfg.train.seed)
         engine = TorchSampler(arch, stop_tokens=set(), pad_token=0)
-        sync = WeightSync(engine, model, arch, parallel, cfg)
+        sync = WeightSync(engine, model, arch, parallel, adapted.placed(cfg, parallel))
         trained = {id(factor) for factor in lora_megatron.factors(adapters).values()}
         base = [tensor for tensor in model.parameters() if id(tensor) not in trained]
         before = [tensor.clone() for tensor in base]
@@ -170,7 +170,9 @@ def refusal(parallel: Parallel, path: Path) -> str:
     cfg = training.config(path, path, lora__targets=TARGETS, **noise)
     model, arch = adapted.load(path, parallel)
     try:
-        WeightSync(TorchSampler(arch, stop_tokens=set(), pad_token=0), model, arch, parallel, cfg)
+        WeightSync(
+            TorchSampler(arch, stop_tokens=set(), pad_token=0), model, arch, parallel, adapted.placed(cfg, parallel)
+        )
     except InputError as error:
         return str(error)
     return ""

@@ -15,7 +15,7 @@ import model_megatron
 import weights_hf
 from architecture import Architecture
 from inputs import hf_config
-from knobs import LoraConfig
+from knobs import Config, LoraConfig
 from parallel_setup import Parallel
 
 SEED = 4  # seed of the initial factors
@@ -24,6 +24,12 @@ SEED = 4  # seed of the initial factors
 def lora_config(**changes) -> LoraConfig:
     settings = dict(targets=TARGETS, rank=RANK, alpha=ALPHA, expert_rank=EXPERT_RANK)
     return LoraConfig(**settings | changes)
+
+
+def placed(cfg: Config, parallel: Parallel) -> Config:
+    """``cfg`` with the sizes of the layout that is open."""
+    sizes = {name: getattr(parallel, name) for name in ("tensor", "expert", "expert_tensor")}
+    return cfg.model_copy(update={"parallel": cfg.parallel.model_copy(update=sizes)})
 
 
 def load(path: Path, parallel: Parallel, *, dtype: torch.dtype = torch.float32, recompute: bool = False, **settings):

@@ -1,0 +1,180 @@
+"""Records the collectives of every rank of a run in a shipped layout, with an engine whose memory has vLLM's shape."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import training
+from planted import every_answer_parsable
+from run_scripts import ROOT, Training
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+import rollout
+import train_grpo
+from architecture import Architecture, layers
+from config import load_config, to_dict
+from device import DTYPES
+from engines.interface import Completion, Engine, Stack
+from engines.kinds import ENGINES
+from knobs import Config
+
+COLLECTIVES = (
+    "all_reduce", "all_gather", "all_gather_into_tensor", "_all_gather_base", "reduce", "reduce_scatter",
+    "reduce_scatter_tensor", "_reduce_scatter_base", "all_to_all", "all_to_all_single", "broadcast", "gather",
+    "scatter", "barrier", "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list",
+)  # fmt: skip
+Call = tuple[tuple[int, ...], str]  # the ranks of the group, and the name of the collective with its sizes
+
+# ------------------------------------------------------------------------------------------------ the recorder
+
+
+def record(patch: pytest.MonkeyPatch, path: Path) -> None:
+    """Write each collective of this process to ``path`` before it begins. A line is complete even if the rank dies."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def recorded(name: str) -> Callable:
+        real = getattr(distributed_c10d, name)
+
+        def call(*args, **kwargs):
+            group = next((x for x in (*args, *kwargs.values()) if isinstance(x, dist.ProcessGroup)), None)
+            ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+            # The ranks of an all-to-all send different numbers of rows.
+            sent = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)] if "all_to_all" not in name else []
+            sizes = " ".join(f"{x.dtype}:{x.numel()}" for x in sent)
+            os.write(file, f"{','.join(map(str, ranks))} {name} {sizes}\n".encode())
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in COLLECTIVES:
+        wrapper = recorded(name)
+        for module in (distributed_c10d, dist):
+            patch.setattr(module, name, wrapper)
+
+
+def read(folder: Path, ranks: int) -> dict[tuple[int, ...], dict[int, list[str]]]:
+    """Group -> rank -> its calls there, in order."""
+    calls: dict = defaultdict(dict)
+    for rank in range(ranks):
+        for line in (folder / f"rank-{rank}").read_text().splitlines():
+            members, _, call = line.partition(" ")
+            calls[tuple(map(int, members.split(",")))].setdefault(rank, []).append(call)
+    return calls
+
+
+def differences(folder: Path, ranks: int) -> list[str]:
+    """The first call of each group that is not the same on all of its ranks; no call differs from any call."""
+    found = []
+    for group, by_rank in read(folder, ranks).items():
+        sequences = [by_rank.get(rank, []) for rank in group]
+        longest = max(map(len, sequences))
+        for place in range(longest):
+            each = [sequence[place] if place < len(sequence) else "nothing" for sequence in sequences]
+            if len(set(each)) > 1:
+                found.append(f"group {group}, call {place}: {dict(zip(group, each, strict=True))}")
+                break
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ the engine
+
+
+class VllmShaped(Engine):
+    """Takes every push as vLLM does, and samples at random. Its ranks split the experts of a layer among them."""
+
+    def __init__(self, cfg: Config, arch: Architecture) -> None:
+        self.arch, self.ready, self.positions = arch, True, arch.max_positions
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        size = ranks if cfg.rollout.expert_parallel else cfg.rollout.tensor
+        count = arch.num_experts // size
+        self.own = range(rank % size * count, (rank % size + 1) * count)
+        self.cfg, self.memory, self.norms = cfg, {}, {}
+        for layer, module in layers(arch):
+            if module.kind == "experts":
+                shape = (count, module.in_size, module.out_size)
+                self.memory[layer + module.fused] = torch.zeros(shape, dtype=DTYPES[cfg.model.dtype])
+
+    def stacks(self) -> dict[str, Stack]:
+        return {name: Stack(memory, self.own) for name, memory in self.memory.items()}
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in named_tensors:
+            if name.endswith("norm.weight"):
+                self.norms[name] = tensor.double().sum().item()
+            layer, _, part = name.partition(".experts.")
+            if part in ("w13_weight", "w2_weight"):  # a shard, in vLLM's name and the trainer's layout
+                self.memory[f"{layer}.experts.{'gate_up' if part[1] == '1' else 'down'}_proj"].copy_(tensor)
+            elif (found := re.match(r"(\d+)\.(\w+)_proj", part)) and int(found[1]) in self.own:
+                self._put(layer, int(found[1]) - self.own.start, found[2], tensor.t())
+
+    def _put(self, layer: str, expert: int, part: str, value: Tensor) -> None:
+        if part == "down":
+            self.memory[f"{layer}.experts.down_proj"][expert].copy_(value)
+            return
+        gate, up = self.memory[f"{layer}.experts.gate_up_proj"][expert].chunk(2, -1)
+        (gate if part == "gate" else up).copy_(value)
+
+    def load_adapter(self, factors: dict[str, tuple[Tensor, Tensor]]) -> None:
+        pass
+
+    def placement(self) -> dict[str, list[int]]:
+        """As vLLM orders ranks: tensor ranks are neighbours, and the experts go over all ranks."""
+        ranks, rank, tensor = dist.get_world_size(), dist.get_rank(), self.cfg.rollout.tensor
+        first = rank // tensor * tensor
+        groups = {
+            "tensor": list(range(first, first + tensor)),
+            "data": list(range(rank % tensor, ranks, tensor)),
+            "expert": list(range(ranks)),
+        }
+        return groups | {f"layer {i} experts": list(self.own) for i, moe in enumerate(self.arch.moe_layers) if moe}
+
+    def _sample(self, prompts: list, seeds: list[int], num_samples: int, rule, routed: bool) -> list[list[Completion]]:
+        answers, logp = [], -5.0 - sum(self.norms.values())  # noise on the norms shows in it
+        for seed in seeds:
+            generator = torch.Generator().manual_seed(seed)
+            lengths = torch.randint(1, rule.max_new_tokens + 1, (num_samples,), generator=generator).tolist()
+            drawn = [torch.randint(40, self.arch.vocab_size, (n,), generator=generator).tolist() for n in lengths]
+            answers.append([Completion(tokens, [logp] * len(tokens), "stop") for tokens in drawn])
+        return answers
+
+
+# ------------------------------------------------------------------------------------------------ a run
+
+
+def small(job: Training, model: Path, out_dir: Path) -> Config:
+    """The shipped run with its layout, types and options, but two steps of a tiny model on a CPU, 2 updates each."""
+    tree = to_dict(load_config(ROOT / job.config, job.overrides))
+    questions = 2 * job.ranks
+    tree |= {"device": "cpu", "name": "small", "tiny_model": None}
+    tree["model"]["path"] = str(model)
+    tree["parallel"]["timeout_seconds"] = 120
+    tree["data"] = {"source": "arithmetic", "max_prompt_tokens": 96, "num_train": 2 * questions, "num_test": 4}
+    tree["rollout"] |= {"prompts_per_step": questions, "group_size": 2, "max_new_tokens": 8, "kv_cache_mib": 512}
+    tree["lora"] |= {"rank": 4, "expert_rank": 4}
+    tree["optim"] |= {"prompts_per_update": questions // 2, "tokens_per_micro_batch": 1024}
+    tree["eval"] = {"every": 1, "samples": 1, "batch_size": 2}
+    tree["checks"]["logp_gap_bf16"] = 1e9  # the answers are drawn from no model
+    tree["train"] |= {"steps": 2, "out_dir": str(out_dir), "checkpoint_every": 1, "deterministic": False}
+    return Config.model_validate(tree)
+
+
+def command(cfg: Config, folder: Path, plant: Callable) -> int:
+    """Two steps of ``cfg`` on this rank, recorded in ``folder``."""
+    patch = pytest.MonkeyPatch()
+    training.lighten(lenient=True)
+    every_answer_parsable(patch)
+    patch.setitem(ENGINES, "vllm", ENGINES["vllm"]._replace(packs_on=()))  # an accelerator's vLLM does not pack
+    patch.setattr(rollout, "check_engine", lambda *args: None)
+    patch.setattr(rollout, "open_engine", lambda cfg, arch, *args: VllmShaped(cfg, arch))
+    record(patch, folder / f"rank-{os.environ['RANK']}")
+    plant(patch)
+    train_grpo.start(cfg)
+    return 0
