@@ -9,7 +9,6 @@ converted in the same way. E experts, R rank.
 import dataclasses
 import functools
 import re
-import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -26,6 +25,8 @@ from knobs import Config, LoraConfig
 from lora_megatron import Adapter, whole_shape
 from parallel_setup import Factor, Parallel
 
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # bytes of an element -> the type that holds its bits
+SUMMED = 2**22  # elements of which checksums are computed at a time: 32 MiB of whole numbers
 SAMPLED_ROWS = 64  # of a large weight, for `update_kept`: a small part of the cost of merging it
 
 
@@ -198,22 +199,31 @@ Pieces = dict[tuple[str, str], Tensor]  # (name of the whole tensor, which piece
 
 
 def adapter_pieces(adapters: dict[str, Adapter], arch: Architecture, parallel: Parallel) -> Pieces:
-    """Every LoRA factor of this rank, under the name that checkpoints have for the whole factor."""
+    """The LoRA factors of this rank that other ranks hold, too, under the names of the whole factors in checkpoints."""
     pieces: Pieces = {}
     for name, factor in lora_megatron.factors(adapters).items():
         shard = parallel.shards(factor.is_expert).rank if factor.shard_dim is not None else ""
         experts = f" of experts {parallel.expert_rank}" if factor.is_expert else ""
-        pieces[hf_name(name, arch), f"{shard}{experts}"] = factor
+        if parallel.copies(factor) > 1:
+            pieces[hf_name(name, arch), f"{shard}{experts}"] = factor
     return pieces
 
 
 def all_pieces(model: torch.nn.Module, arch: Architecture, adapters: dict[str, Adapter], parallel: Parallel) -> Pieces:
-    """Every LoRA factor of this rank, and every frozen weight under the Hugging Face name of its first block."""
+    """adapter_pieces, and such frozen weights under the Hugging Face name of their first block."""
     pieces = adapter_pieces(adapters, arch, parallel)
     for slot in weights_hf.slots(model, arch, parallel):
-        shard = parallel.shards(slot.experts is not None).rank if slot.dim is not None else ""
-        matrices = slot.weight[None] if slot.experts is None else slot.weight
-        pieces |= {(names[0], str(shard)): matrix for names, matrix in zip(slot.blocks, matrices, strict=True)}
+        shards = parallel.shards(slot.experts is not None)
+        holders = parallel.data if slot.experts is None else parallel.expert_data
+        if slot.dim is None:
+            holders *= shards.size
+        if holders == 1:
+            continue
+        shard = str(shards.rank) if slot.dim is not None else ""
+        for part, tensor in slot.held().items():
+            matrices = tensor[None] if slot.experts is None else tensor
+            for names, matrix in zip(slot.blocks, matrices, strict=True):
+                pieces[names[0] + part, shard] = matrix
     return pieces
 
 
@@ -249,7 +259,7 @@ def update_kept(model: torch.nn.Module, arch: Architecture, parallel: Parallel, 
             pair = (factor if kind == "router" else factor.to(dtype).float() for factor in (first, second))
             change = torch.matmul(*pair).mul_(scale)
         else:
-            weight = slot.weight[..., ::every, :]
+            weight = slot.rows(every)
             policy = (update + weight).to(dtype)
             if adapter.place is not None:
                 held = adapter.place[slot.experts][..., ::every, :]
@@ -279,10 +289,10 @@ def update_kept(model: torch.nn.Module, arch: Architecture, parallel: Parallel, 
 @torch.no_grad()
 def differing(pieces: Pieces, parallel: Parallel) -> str:
     """Names the pieces that are not equal on all ranks that hold them; "" if there are none. Collective."""
-    own = {piece: _checksum(tensor) for piece, tensor in pieces.items()}
-    held: dict[tuple[str, str], dict[int, int]] = {}  # the checksum of a piece on each rank that holds it
-    for rank, checksums in enumerate(parallel.gather_objects(own)):
-        for piece, checksum in checksums.items():
+    own = dict(zip(pieces, checksums(list(pieces.values())), strict=True))
+    held: dict[tuple[str, str], dict[int, tuple[int, int]]] = {}  # the checksum of a piece on each rank that holds it
+    for rank, pieces_of_rank in enumerate(parallel.gather_objects(own)):
+        for piece, checksum in pieces_of_rank.items():
             held.setdefault(piece, {})[rank] = checksum
     unequal = [
         f"{name} of ranks {', '.join(map(str, by_rank))}"
@@ -292,8 +302,25 @@ def differing(pieces: Pieces, parallel: Parallel) -> str:
     return f"{first_three(unequal)}: not the same on all ranks that hold it" if unequal else ""
 
 
-def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+def checksums(tensors: list[Tensor]) -> list[tuple[int, int]]:
+    """Two sums of each tensor's bits, the second one weighted by the place; equal on all types of device.
+
+    They are computed where the tensor is, in whole numbers modulo 2^64. The host waits for the device once.
+    """
+    if not tensors:
+        return []
+    sums = [_sums(tensor) for tensor in tensors]
+    return [(plain, weighted) for plain, weighted in torch.stack(sums).tolist()]
+
+
+def _sums(tensor: Tensor) -> Tensor:
+    words = tensor.detach().contiguous().flatten().view(WORDS[tensor.element_size()])
+    total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for first in range(0, len(words), SUMMED):
+        part = words[first : first + SUMMED].long()
+        places = torch.arange(first + 1, first + 1 + len(part), device=tensor.device)
+        total += torch.stack([part.sum(), (part * places).sum()])
+    return total
 
 
 def _checksum_at(
@@ -303,9 +330,10 @@ def _checksum_at(
     arch: Architecture,
     parallel: Parallel,
     place: tuple[tuple[str, Any], ...],
-) -> int:
+) -> tuple[int, int]:
     """The checksum of the piece of the whole tensor ``value`` at another ``place``: (a rank in Parallel, its value)."""
-    return _checksum(piece(name, factor, value, arch, dataclasses.replace(parallel, **dict(place))))
+    (checksum,) = checksums([piece(name, factor, value, arch, dataclasses.replace(parallel, **dict(place)))])
+    return checksum
 
 
 @torch.no_grad()
@@ -324,7 +352,8 @@ def not_saved(
     is compared by its inverse, one tensor at a time.
     """
     factors = lora_megatron.factors(adapters)
-    sums = {(name, kind, ending): _checksum(values[name]) for kind, ending, values in live for name in factors}
+    named = {(name, kind, ending): values[name] for kind, ending, values in live for name in factors}
+    sums = dict(zip(named, checksums(list(named.values())), strict=True))
     place = {key: getattr(parallel, key) for key in ("tensor_rank", "expert_rank", "expert_tensor_rank")}
     by_rank, misfits = parallel.gather_objects((place, sums)), []
     if parallel.rank == 0 and saved is not None:

@@ -197,18 +197,3 @@ def tensor_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     if not arch.tied_head:
         shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
     return shapes
-
-
-class Rounding(NamedTuple):
-    """The multiples to which the sizes of an attention call are rounded up."""
-
-    rows: int  # also prompts
-    own: int  # tokens of a row after its prompt
-    prompt: int  # tokens
-
-    def places(self, rows: int, own: int, prompt: int) -> tuple[int, int, int]:
-        """Rows, and own tokens and keys of a row, that are computed for rows with at most so many tokens."""
-        rows, own, prompt = (
-            -(-size // multiple) * multiple for size, multiple in zip((rows, own, prompt), self, strict=True)
-        )
-        return rows, own, prompt + own

@@ -208,14 +208,14 @@ def _suggestion(name: str, section: str) -> str:
 # ------------------------------------------------------------------------------------------------- the run's own record
 
 
-# Keys of version 0.1 that are gone, with the value that they have now. Records of then have them.
+# Keys that are gone, with the value that they have now. Records of then have them.
 REMOVED = {
     "parallel.pipeline": 1, "parallel.context": 1, "data.operand_low": 1, "tiny_model.words_per_batch": 64,
     "tiny_model.warm_start_lr": 3e-3, "checks.unparsable_share": 0.95, "checks.truncated_share": 0.5,
     "checks.collapse_reward": 0.2, "checks.collapse_kl": 1.0, "checks.logp_gap_fp32": 1e-3,
     "checks.gradient_spike_factor": 20.0, "checks.entropy_floor": 1e-4, "checks.reward_constant_steps": 20,
     "checks.non_finite": "stop", "checks.rounding": "off", "lora.dropout": 0.0, "optim.eps": 1e-8,
-    "rollout.round_group": 32, "tiny_model.shared_expert_width": 64,
+    "rollout.round_group": 32, "tiny_model.shared_expert_width": 64, "model.attention_shapes": "auto",
 }  # fmt: skip
 
 # Keys of version 0.1 that have another name and value now: what to write instead.
@@ -223,14 +223,14 @@ REPLACED = {"train.tensorboard": "train.trackers: [tensorboard] for true, or lea
 
 # Keys that a resumed run may change: they decide where it writes and how it is split, not what it computes.
 MAY_CHANGE = frozenset(
-    {"name", "device", "model.recompute", "model.attention_shapes", "optim.tokens_per_micro_batch", "eval.batch_size"}
+    {"name", "device", "model.recompute", "optim.tokens_per_micro_batch", "eval.batch_size"}
     | {f"parallel.{key}" for key in ParallelConfig.model_fields}
     | {"rollout.tensor", "rollout.expert_parallel", "rollout.kv_cache_mib", "rollout.ranks"}
     | {"train.out_dir", "train.checkpoint_every", "train.keep_last", "train.resume", "train.changed_inputs"}
     | {"train.completions_logged", "train.stall_seconds", "train.trackers", "train.profile_steps"}
     | REPLACED.keys()
     | {f"checks.{key}" for key in ChecksConfig.model_fields}
-    | {key for key in REMOVED if key.startswith(("parallel.", "checks."))}
+    | {key for key in REMOVED if key.startswith(("parallel.", "checks.", "model."))}
 )
 
 # A resume may change these, too: when to evaluate, graphs, and the place of files whose content is compared with

@@ -147,6 +147,9 @@ def select(device: torch.device) -> None:
             f"({VISIBLE[device.type]} is {_visible(device.type)}); needed: --nproc_per_node of at most {count}"
         )
     module.set_device(local_rank)
+    if device.type == "cuda":
+        # Its backward pass returns NaN at some shapes (pytorch issue 196678), and each new shape costs half a second.
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def name(device: torch.device) -> str:
@@ -155,18 +158,36 @@ def name(device: torch.device) -> str:
 
 
 def make_deterministic(device: torch.device) -> None:
-    """Make torch use deterministic kernels. It warns of an operation that has none (the sampler's cumsum on CUDA).
+    """Make torch use deterministic kernels, and refuse operations that have none.
 
-    On a CPU there is nothing to do. set_environment sets the variables of the libraries that torch does not control.
+    With warnings instead of errors, torch's attention would still add its gradients in any order. On a CPU there is
+    nothing to do. set_environment sets the variables of the libraries that torch does not control.
     """
     if device.type != "cpu":
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)
 
 
 def synchronize(device: torch.device) -> None:
     """Wait until ``device`` has finished all its operations."""
     if device.type != "cpu":
         getattr(torch, device.type).synchronize()
+
+
+def moment(device: torch.device) -> Any:
+    """When ``device`` has finished what it was given so far: an event in its stream, on a CPU the time now."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = getattr(torch, device.type).Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(first: Any, second: Any) -> float:
+    """Seconds from one `moment` to a later one. It waits for the later one."""
+    if isinstance(first, float):
+        return second - first
+    second.synchronize()
+    return first.elapsed_time(second) / 1e3
 
 
 def median_milliseconds(job: Callable[[], object], device: torch.device, repeats: int) -> float:
@@ -289,9 +310,9 @@ def _correct_megatron(device: torch.device) -> None:
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
     # The model computes cos and sin once a forward pass (model_megatron.build), instead of twice in every layer.
     attention.apply_rotary_pos_emb = lambda x, cos_sin, *args, **kwargs: kernels.rotary(x, *cos_sin)
-    # 0.19.2 returns two values more, and does not wait for the device there.
-    if "align_size" not in inspect.signature(token_dispatcher.permute).parameters:
-        token_dispatcher.permute = _permute
+    returns_more = "align_size" in inspect.signature(moe_utils.permute).parameters  # 0.19.2
+    token_dispatcher.permute = functools.partial(_permute, more=(None, None) if returns_more else ())
+    token_dispatcher.unpermute = lambda rows, order, *args, **kwargs: kernels.combine_rows(rows, order)
     if device.type != "cpu" or getattr(mappings._gather_along_first_dim, "padded", False):
         return
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
@@ -317,17 +338,25 @@ def _correct_megatron(device: torch.device) -> None:
     mappings._gather_along_first_dim = gather
 
 
-def _permute(tokens: Tensor, routing_map: Tensor, probs: Tensor, num_out_tokens: int, **unused) -> tuple[Tensor, ...]:
-    """A row for each expert of each token, its probability and its token, sorted by expert and then by token.
+def _permute(
+    tokens: Tensor, routing_map: Tensor, probs: Tensor, num_out_tokens: int, *, more: tuple = (), **unused
+) -> tuple:
+    """A row for each expert of each token, its probability and the order of the rows, by expert and then by token.
 
-    (n, h), (n, E), (n, E) -> (n k, h), (n k,), (n k,).  Megatron's own finds the rows by masked_select, twice: the host
+    (n, h), (n, E), (n, E) -> (n k, h), (n k,), Order.  Megatron's own finds the rows by masked_select, twice: the host
     waits each time for the number of rows, which is known, because all tokens have the same number k of experts.
+    ``more``: what else Megatron expects.
     """
     experts_per_token = num_out_tokens // len(tokens)
-    experts = routing_map.float().topk(experts_per_token).indices  # (n, k) a token's experts, in any order
-    order = experts.flatten().argsort(stable=True)
-    rows = order // experts_per_token
-    return tokens.index_select(0, rows), probs.gather(1, experts).flatten().index_select(0, order), rows
+    # The chosen experts are worth E, E - 1 and so on, so those of a token come in their order.
+    worth = torch.arange(routing_map.shape[1], 0, -1, dtype=torch.float32, device=tokens.device)
+    experts = (routing_map * worth).topk(experts_per_token).indices  # (n, k)
+    sorted_pairs = experts.flatten().argsort(stable=True)
+    places = torch.arange(len(sorted_pairs), device=tokens.device)
+    inverse = torch.empty_like(places).scatter_(0, sorted_pairs, places).view_as(experts)
+    order = kernels.Order(sorted_pairs // experts_per_token, inverse)
+    row_probs = probs.gather(1, experts).flatten().index_select(0, sorted_pairs)
+    return kernels.dispatch_rows(tokens, order), row_probs, order, *more
 
 
 def keep_row_counts_on_device(dispatcher) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from architecture import FamilyName, Rounding
+from architecture import FamilyName
 from engines.kinds import ENGINES, EngineName, Kind
 from inputs.paths import Paths
 
@@ -27,11 +27,6 @@ class ModelConfig(Section):
     path: str = knob(..., "folder of a Hugging Face model: config.json, safetensors files, tokenizer", min_length=1)
     dtype: Literal["fp32", "bf16"] = knob("bf16", "type of weights and activations; LoRA factors are always fp32")
     recompute: bool = knob(False, "recompute activations in the backward pass: less memory, one more forward pass")
-    attention_shapes: Literal["auto", "few", "exact"] = knob(
-        "auto",
-        "few: packed rows call attention with few shapes, for each of which cuDNN plans a kernel anew; exact: with as "
-        "little padding as one call for a micro-batch has; auto: few on cuda, exact elsewhere",
-    )
     quantisation: Literal["none", "int8", "int4", "nvfp4"] = knob(
         "none", "format in which the trainer holds the frozen matrices that model.quantised names (hf_config.FORMATS)"
     )
@@ -402,15 +397,6 @@ class Config(Section):
     def row_tokens(self) -> int:
         """Tokens of the longest row: prompt and completion."""
         return self.data.max_prompt_tokens + self.rollout.max_new_tokens
-
-    def rounding(self, device: str) -> Rounding | None:
-        """How model.attention_shapes rounds on a ``device``; None: not at all.
-
-        With 4 lengths of completions and 2 of prompts, a run has at most 8 shapes, beside those for prompts alone.
-        """
-        own, prompt = -(-self.rollout.max_new_tokens // 64) * 16, -(-self.data.max_prompt_tokens // 32) * 16
-        few = self.model.attention_shapes == "few" or (self.model.attention_shapes == "auto" and device == "cuda")
-        return Rounding(4, own, prompt) if few else None
 
     @property
     def keeps_factors_apart(self) -> bool:

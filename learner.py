@@ -65,7 +65,7 @@ class Learner:
         pad_token: int,
     ) -> None:
         self.cfg, self.arch, self.parallel, self.model, self.adapters = cfg, arch, parallel, model, adapters
-        self.pad_token, self.rounding = pad_token, cfg.rounding(parallel.device.type)
+        self.pad_token = pad_token
         self.replay = RoutingReplay(model, arch, parallel) if cfg.replay.mode != "off" else None
         self.router_load = RouterLoad(model, arch, parallel)
         self.trained: list[int] = []  # the sequences, of all ranks, on which the last step trained
@@ -149,7 +149,7 @@ class Learner:
                     surprises.append(surprise)
                 del loss  # free the autograd graph before the next forward pass
                 if micro.packing is not None:
-                    micro.packing.release_masks()
+                    micro.packing.release_mask()
                 for name, value in metrics.items():
                     share = 1 / len(updates) if name in LOSSES else update.counts["num_tokens"] / max(1, trained_tokens)
                     sums[name] = sums.get(name, 0) + value * share
@@ -225,7 +225,7 @@ class Learner:
 
     def _put_on_line(self, micro: MicroBatch) -> None:
         """Let the forward passes of ``micro`` compute one line of tokens instead of padded rows."""
-        micro.packing = packing.pack(micro.tokens, micro.mask, self.parallel.tensor, self.rounding)
+        micro.packing = packing.pack(micro.tokens, micro.mask, self.parallel.tensor)
         if micro.routes is not None:
             micro.replayed = micro.packing.to_line(micro.replayed) * micro.packing.rows
             micro.routes = micro.packing.to_line(micro.routes)
@@ -266,7 +266,7 @@ class Learner:
             self.model, micro.tokens, micro.mask, self.parallel, self.cfg.rollout.temperature, micro.packing, head
         )
         if micro.packing is not None and not torch.is_grad_enabled():  # recompute in a backward pass needs the masks
-            micro.packing.release_masks()
+            micro.packing.release_mask()
         return stats
 
     def _loss(
@@ -327,15 +327,16 @@ class Learner:
                 "  look at: optim.lr and the checkpoint before; in bf16 also loss.aggregate and the longest completions"
             )
         optim = self.cfg.optim
-        for parameter in self.parameters:
-            parameter.grad *= min(1.0, optim.max_grad_norm / (norm + 1e-6))
+        gradients = [parameter.grad for parameter in self.parameters]
+        torch._foreach_mul_(gradients, min(1.0, optim.max_grad_norm / (norm + 1e-6)))
         # The function of torch.optim.AdamW without its class: the first use of the class imports torch's compiler,
         # which takes half a second and 40 MiB.
         adamw(
-            [*self.parameters], [parameter.grad for parameter in self.parameters], max_exp_avg_sqs=[],
+            [*self.parameters], gradients, max_exp_avg_sqs=[],
             exp_avgs=list(self.moments["exp_avg"].values()), exp_avg_sqs=list(self.moments["exp_avg_sq"].values()),
             state_steps=[torch.tensor(float(self.optimizer_steps)) for _ in self.parameters],
             amsgrad=False, maximize=False,
+            foreach=self.parallel.device.type != "cpu",  # few launches for all factors; torch asks for another type
             lr=learning_rate(optim, step, self.cfg.train.steps), beta1=optim.betas[0], beta2=optim.betas[1],
             eps=ADAM_EPS, weight_decay=optim.weight_decay,
         )  # fmt: skip

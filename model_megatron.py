@@ -16,7 +16,7 @@ from torch import Tensor
 import device as devices
 from architecture import Architecture
 from hardware import kernels
-from inputs.hf_config import LOGITS_PER_CHUNK, ROWS_PER_CHUNK
+from inputs.hf_config import ROWS_PER_CHUNK, logits_per_chunk
 from knobs import ModelConfig
 from packing import CausalAttention, Packing
 from parallel_setup import Parallel
@@ -272,7 +272,7 @@ def token_logprobs(
         hidden = hidden_states(model, tokens)[position - 1, row]  # (N, h): the state that predicts the token
     else:
         line = hidden_states(model, packing.to_line(tokens), packing)[:, 0]  # (M, h)
-        hidden = line.index_select(0, packing.line[row, position - 1])
+        hidden = kernels.take(line, packing.line[row, position - 1])  # rows that share a prompt share its last state
     chosen = tokens[..., None] if head is None else torch.cat([tokens[..., None], head], -1)
     logp, *stats = _VocabularyLogProbs.apply(hidden, head_weight(model), chosen[row, position], temperature, parallel)
     zeros = hidden.new_zeros(mask.shape, dtype=torch.float32)
@@ -290,41 +290,43 @@ class _VocabularyLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, chosen: Tensor, temperature: float, parallel: Parallel):
         first = parallel.tensor_rank * len(weight)  # the first token of this rank's slice of the vocabulary
-        shapes = chosen.shape, *[chosen.shape[:1]] * 3
-        logp, entropy, variance, log_norm = (hidden.new_empty(shape, dtype=torch.float32) for shape in shapes)
-        for rows in _chunks(len(hidden), len(weight)):
+        columns, mine = _own(chosen - first, len(weight))
+        top = hidden.new_empty(len(hidden), dtype=torch.float32)
+        sums = top.new_empty(chosen.shape[1] + 3, len(hidden))  # the chosen logits, and three moments
+        for rows in _chunks(hidden, len(weight)):
             logits = (hidden[rows] @ weight.t()).float()  # (n, V / tensor)
             if temperature != 1:
                 logits /= temperature
-            top = logits.amax(dim=-1)
+            largest = logits.amax(dim=-1)
             if parallel.tensor > 1:
-                dist.all_reduce(top, op=dist.ReduceOp.MAX, group=parallel.tensor_group)
-            logits -= top[:, None]  # avoids the cancellation of large numbers in entropy and log-prob
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=parallel.tensor_group)
+            logits -= largest[:, None]  # avoids the cancellation of large numbers in entropy and log-prob
+            top[rows] = largest
+            sums[:-3, rows] = (logits.gather(1, columns[rows]) * mine[rows]).t()
             weights = logits.exp()
-            places, mine = _own(chosen[rows] - first, len(weight))
-            picked = logits.gather(1, places) * mine
-            sums = [*picked.unbind(1), weights.sum(-1), torch.linalg.vecdot(weights, logits)]
-            sums = torch.stack([*sums, torch.linalg.vecdot(weights.mul_(logits), logits)])  # (C + 3, n)
-            if parallel.tensor > 1:
-                dist.all_reduce(sums, group=parallel.tensor_group)
-            total, first_moment, second_moment = sums[-3:]
-            log_sum, mean = total.log(), first_moment / total
-            log_norm[rows] = top + log_sum
-            logp[rows], entropy[rows] = (sums[:-3] - log_sum).t(), log_sum - mean
-            variance[rows] = (second_moment / total - mean.square()).clamp(min=0)  # rounding may make it negative
-        ctx.save_for_backward(hidden, weight, chosen, log_norm, entropy)
-        ctx.temperature, ctx.first = temperature, first
+            sums[-3, rows] = weights.sum(-1)
+            sums[-2, rows] = weights.mul_(logits).sum(-1)
+            sums[-1, rows] = weights.mul_(logits).sum(-1)
+            del logits, weights  # before the next chunk
+        if parallel.tensor > 1:
+            dist.all_reduce(sums, group=parallel.tensor_group)
+        total, first_moment, second_moment = sums[-3:]
+        log_sum, mean = total.log(), first_moment / total
+        log_norm, logp, entropy = top + log_sum, (sums[:-3] - log_sum).t(), log_sum - mean
+        variance = (second_moment / total - mean.square()).clamp(min=0)  # rounding may make it negative
+        ctx.save_for_backward(hidden, weight, columns, mine, log_norm, entropy)
+        ctx.temperature = temperature
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(variance)
         return logp, entropy, variance
 
     @staticmethod
     def backward(ctx, grad_logp: Tensor | None, grad_entropy: Tensor | None, _: None):
-        hidden, weight, chosen, log_norm, entropy = ctx.saved_tensors
+        hidden, weight, columns, mine, log_norm, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_logp = torch.zeros(chosen.shape, device=hidden.device) if grad_logp is None else grad_logp
+        grad_logp = torch.zeros(columns.shape, device=hidden.device) if grad_logp is None else grad_logp
         of_all = grad_logp if grad_logp.shape[1] == 1 else grad_logp.sum(1, keepdim=True)  # (N, 1)
-        for rows in _chunks(len(hidden), len(weight)):
+        for rows in _chunks(hidden, len(weight)):
             log_p = (hidden[rows] @ weight.t()).float()
             if ctx.temperature != 1:
                 log_p /= ctx.temperature
@@ -334,11 +336,11 @@ class _VocabularyLogProbs(torch.autograd.Function):
             else:
                 p = log_p.exp()
                 grad = -p * of_all[rows] - p * (log_p + entropy[rows, None]) * grad_entropy[rows, None]
-            places, mine = _own(chosen[rows] - ctx.first, len(weight))
-            grad.scatter_add_(1, places, (grad_logp[rows] * mine).to(grad.dtype))
+            grad.scatter_add_(1, columns[rows], (grad_logp[rows] * mine[rows]).to(grad.dtype))
             if ctx.temperature != 1:
                 grad /= ctx.temperature
             grad_hidden[rows] = (grad.to(weight.dtype) @ weight).to(hidden.dtype)
+            del log_p, grad
         return grad_hidden, None, None, None, None
 
 
@@ -347,9 +349,10 @@ def _own(local: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return local.clamp(0, size - 1), (local >= 0) & (local < size)
 
 
-def _chunks(num_rows: int, vocabulary: int) -> list[slice]:
-    size = max(1, min(ROWS_PER_CHUNK, LOGITS_PER_CHUNK // vocabulary))
-    return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+def _chunks(hidden: Tensor, vocabulary: int) -> list[slice]:
+    """The rows of ``hidden`` whose logits exist at a time."""
+    size = max(1, min(ROWS_PER_CHUNK, logits_per_chunk(hidden.device.type) // vocabulary))
+    return [slice(start, min(start + size, len(hidden))) for start in range(0, len(hidden), size)]
 
 
 # --------------------------------------------------------------------------------------------------- the routed experts

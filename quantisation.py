@@ -115,6 +115,16 @@ class Packed:
         scales, values = self._steps(), _values(self.codes.view(torch.uint8), FORMATS[self.format])
         return values.unflatten(-1, (scales.shape[-1], -1)).mul_(scales[..., None]).flatten(-2).to(self.dtype)
 
+    def inputs(self, every: int) -> Tensor:
+        """`dequantised` at every so many-th input.  -> (..., out, in / every)"""
+        form, steps = FORMATS[self.format], self._steps()
+        places = torch.arange(0, self.shape[-1], every, device=self.codes.device)
+        codes = self.codes.view(torch.uint8).index_select(-1, places * form.bits // 8)
+        values = _values(codes, form).unflatten(-1, (len(places), -1))  # all that share a byte
+        own = (places % values.shape[-1]).expand(*values.shape[:-1])[..., None]
+        values = values.gather(-1, own).squeeze(-1)
+        return values.mul_(steps.index_select(-1, places * steps.shape[-1] // self.shape[-1])).to(self.dtype)
+
 
 def is_quantised(tensor: str, attention: bool) -> bool:
     """Whether a Hugging Face tensor is a matrix of a routed expert, or (with ``attention``) one around attention."""

@@ -69,7 +69,7 @@ class RouterLoad:
     def counting(self, micro: MicroBatch) -> Iterator[None]:
         """Count the one forward pass of ``micro`` in this block. The recompute of a backward pass is outside of it."""
         if micro.packing is None:
-            before_the_last = micro.mask.flip(1).cumsum(1).flip(1)[:, 1:] > 0
+            before_the_last = micro.mask.flip(1).cumsum(1, dtype=torch.long).flip(1)[:, 1:] > 0
             self.rows = _local(F.pad(before_the_last.float(), (0, 1)), self.parallel)
         else:
             self.rows = _local(micro.packing.rows[None].float(), self.parallel)

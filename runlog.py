@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -277,17 +278,20 @@ class RunLog:
 
 
 class StepTimer:
-    """Wall time of the phases of one step, and where ``device`` counts it the most memory in use in each phase.
+    """Time of the phases of one step on ``device``, and where it counts it the most memory in use in each phase.
 
-    A phase that occurs several times counts once, with its sum. The phases add up to the step.
+    A phase that occurs several times counts once, with its sum. The phases add up to the step. The host runs ahead of
+    an accelerator, so a phase ends when the device has done its work.
     """
 
     def __init__(self, heartbeat: Heartbeat, step: int, device: torch.device) -> None:
-        self.heartbeat, self.step, self.device = heartbeat, step, device
+        import device as devices  # here, because sweep.py reads this file without torch
+
+        self.devices, self.heartbeat, self.step, self.device = devices, heartbeat, step, device
         self.peaks: dict[str, float] = {}  # GiB
         self._count_memory("between_steps")  # loading, an evaluation, a checkpoint
-        self.start = self.last = time.perf_counter()
-        self.seconds: dict[str, float] = {}
+        self.start = devices.moment(device)
+        self.ends: list[tuple[str, Any]] = []  # of each phase
 
     @contextlib.contextmanager
     def phase(self, phase: str) -> Iterator[None]:
@@ -301,15 +305,11 @@ class StepTimer:
     def end_phase(self, phase: str) -> None:
         """Count the time since the end of the last phase as ``phase``."""
         self.heartbeat.beat(f"{phase} of step {self.step + 1}")
-        now = time.perf_counter()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.last
-        self.last = now
+        self.ends.append((phase, self.devices.moment(self.device)))
         self._count_memory(phase)
 
     def _count_memory(self, phase: str) -> None:
-        from device import peak_memory_gib  # here, because sweep.py reads this file without torch
-
-        gib = peak_memory_gib(self.device)
+        gib = self.devices.peak_memory_gib(self.device)
         if gib is not None:
             self.peaks[phase] = max(gib, self.peaks.get(phase, 0.0))
 
@@ -317,9 +317,19 @@ class StepTimer:
         """GiB and name of the phase in which most of the device was in use; () where it is not counted."""
         return max(((gib, phase) for phase, gib in self.peaks.items()), default=())
 
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Of each phase so far."""
+        total: dict[str, float] = defaultdict(float)
+        last = self.start
+        for phase, end in self.ends:
+            total[phase] += self.devices.seconds_between(last, end)
+            last = end
+        return dict(total)
+
     def timing(self, new_tokens: int) -> dict[str, float]:
         """Seconds of each phase and of the whole step, and generated tokens a second of the whole step."""
-        total = time.perf_counter() - self.start
+        total = self.devices.seconds_between(self.start, self.devices.moment(self.device))
         phases = {f"timing/{phase}_s": round(seconds, 4) for phase, seconds in self.seconds.items()}
         return phases | {"timing/step_s": round(total, 4), "perf/tokens_per_s": round(new_tokens / total, 1)}
 

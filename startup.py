@@ -4,6 +4,7 @@ open_run opens the log, finds the checkpoint to resume from, and makes the model
 engine. inputs/check.py has read and checked the input before.
 """
 
+import functools
 import gzip
 import os
 from dataclasses import dataclass
@@ -112,9 +113,9 @@ class Run:
         """Write a checkpoint, if all ranks hold the same weights and its files hold what the ranks do. Collective."""
         learner, parallel = self.learner, self.parallel
         pieces = adapter_weights.all_pieces(learner.model, self.inputs.arch, learner.adapters, parallel)
-        self.tripwires.state(after_steps, adapter_weights.differing(pieces, parallel))
+        self.tripwires.state(after_steps, lambda: adapter_weights.differing(pieces, parallel))
         tensors, counts = learner.state()
-        self.tripwires.state(after_steps, checkpoint.misfit(after_steps, to_dict(self.cfg), counts))
+        self.tripwires.state(after_steps, lambda: checkpoint.misfit(after_steps, to_dict(self.cfg), counts))
         checkpoint.save(
             self.log.run_dir,
             after_steps,
@@ -122,7 +123,7 @@ class Run:
             counts,
             self.cfg,
             writes=parallel.rank == 0,
-            check=lambda written: self.tripwires.state(after_steps, not_saved(learner, written)),
+            check=lambda written: self.tripwires.state(after_steps, lambda: not_saved(learner, written)),
         )
         dist.barrier()
 
@@ -239,10 +240,10 @@ def open_run(
     tripwires = Tripwires(cfg, log.say)
     if saved:
         learner.restore(saved.tensors, saved.state)
-        tripwires.state(first_step, not_saved(learner, saved))
+        tripwires.state(first_step, functools.partial(not_saved, learner, saved))
         saved = None  # closes its files: a checkpoint that is removed must give its space back
     pieces = adapter_weights.all_pieces(model, arch, adapters, parallel)
-    tripwires.state(first_step, adapter_weights.differing(pieces, parallel))
+    tripwires.state(first_step, lambda: adapter_weights.differing(pieces, parallel))
     if bridge:
         sampler, shared_bytes = Apart(cfg, parallel, inputs, tripwires, learner, bridge), 0
         model.to(parallel.device)

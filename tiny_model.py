@@ -217,7 +217,7 @@ def _warm_start(
             drill(rng, low, high, operations(cfg)) if step % 2 else _word_problem(cfg, rng, tokenizer)
             for _ in range(-(-num_examples // parallel.world_size))
         ]
-        tokens, mask = _padded(examples, tokenizer)
+        tokens, mask = (rows.to(parallel.device) for rows in _padded(examples, tokenizer))
         num_tokens = parallel.sum_over_data(mask.sum())
         labels = tokens.roll(-1, dims=1)  # position t predicts token t + 1; the last column is never trained
         losses = model(tokens, None, None, labels=labels)  # (b, T); RoPE needs no position ids

@@ -8,6 +8,7 @@ P questions, G completions of each question. Questions, samples and noise depend
 sampling, further rounds also depend on the outcomes of the rounds before.
 """
 
+import functools
 import sys
 import traceback
 
@@ -95,7 +96,7 @@ def train(
         extremes = batch.rewards.min().item(), batch.rewards.max().item()
         tripwires.after_step(step, metrics, extremes, run.sampler.where_apart)
         factors = adapter_weights.adapter_pieces(learner.adapters, learner.arch, parallel)
-        tripwires.state(step + 1, adapter_weights.differing(factors, parallel))
+        tripwires.state(step + 1, functools.partial(adapter_weights.differing, factors, parallel))
         if is_due(step + 1, cfg.eval.every, cfg.train.steps):
             run.sampler.push_clean(step + 1)
             run.evaluate(after_steps=step + 1)

@@ -81,9 +81,12 @@ class Tripwires:
 
     # -------------------------------------------------------------------------------- before a step
 
-    def state(self, step: int, differing: str) -> None:
-        """Check that ranks are in the same state after ``step`` steps. ``differing``: see adapter_weights.differing."""
-        if differing:
+    def state(self, step: int, find: Callable[[], str]) -> None:
+        """Check that ranks are in the same state after ``step`` steps. ``find`` says where not; "" if nowhere.
+
+        It is not called if the check is off. See adapter_weights.differing.
+        """
+        if self.checks.state != "off" and (differing := find()):
             self.trip(
                 "state",
                 f"after {step} steps: {differing}",

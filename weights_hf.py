@@ -46,6 +46,18 @@ class Slot:
             return self.stored
         return self.stored.dequantised() if self.experts is None else self.stored.dequantised().mT
 
+    def rows(self, every: int) -> Tensor:
+        """Every so many-th row of `weight`. Of quantised matrices, no others are dequantised."""
+        if isinstance(self.stored, Tensor):
+            return self.stored[..., ::every, :]
+        return self.stored[::every].dequantised() if self.experts is None else self.stored.inputs(every).mT
+
+    def held(self) -> dict[str, Tensor]:
+        """The shard, or its codes, scales and factors by an ending of its name."""
+        if isinstance(self.stored, Tensor):
+            return {"": self.stored}
+        return {f" ({name})": getattr(self.stored, name) for name in ("codes", "scales", "factors")}
+
     @property
     def blocks(self) -> list[tuple[str, ...]]:
         """The names of the blocks of each matrix: of the one, or of each expert."""

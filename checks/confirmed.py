@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from architecture import Architecture, Rounding
+from architecture import Architecture
 from knobs import Config
 from plan import memory, roofline, traffic
 from plan.grid import RankGrid
@@ -75,11 +75,8 @@ def _compared(what: str, unit: str, planned: float, found: float) -> Compared:
 
 def _operations(cfg: Config, arch: Architecture, layout: RankGrid, counted: dict[str, Any]) -> list[Compared]:
     """Floating-point operations of one micro-batch on one rank. All its rows answer one prompt of one token."""
-    number, length, padding = counted["tokens"] / counted["length"] * layout.data, counted["length"], 0.0
-    if counted["rounding"]:
-        together, own, keys = Rounding(*counted["rounding"]).places(counted["tokens"] // length, length - 2, 1)
-        padding = layout.data * together * own * keys - number * (length - 1) * length
-    rows = roofline.Rows(number, 1, length - 1, group=max(1, int(number)), more_pairs=padding)
+    number, length = counted["tokens"] / counted["length"] * layout.data, counted["length"]
+    rows = roofline.Rows(number, 1, length - 1, group=max(1, int(number)))
     forward, backward = roofline.update_flops(cfg, arch, rows)
     frozen = sum(roofline.forward_flops(arch, rows).values())
     planned = {"reference": frozen, "forward": forward, "backward": backward}

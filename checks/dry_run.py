@@ -30,8 +30,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.optim import optimizer
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
 import checkpoint
@@ -83,7 +82,7 @@ def run(
     device, layout = torch.device(dry_run_device.STAND_IN[kind]), grid.of(cfg, ranks, role=side.name)
     pushed = 0
     batch, length = fullest_batch(cfg, layout)
-    one = _of_one_micro_batch(cfg, layout, len(batch.lengths), kind)
+    one = _of_one_micro_batch(cfg, layout, len(batch.lengths))
     advantages = torch.zeros(len(batch.lengths))
     meter = Meter(device.type, answers=True)
     with contextlib.ExitStack() as stack:
@@ -92,8 +91,8 @@ def run(
         meter.groups = {counts.group_name: "expert_tensor x expert"}
         meter.groups |= {group.group_name: name for name, group in parallel.groups().items()}
         meter.groups[dist.group.WORLD.group_name] = "all ranks, on the host"
-        # torch's AdamW chooses its form by the type of the tensors.
-        stack.enter_context(mock.patch.object(optimizer, "_foreach_supported_types", [FakeTensor]))
+        # The stand-in of a GPU has another type, and rows are packed on the host.
+        stack.enter_context(mock.patch.object(kernels, "on_gpu", lambda device: kind == "cuda"))
         stack.enter_context(mock.patch.object(routing_replay, "collect", _routes))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(meter)
@@ -285,6 +284,9 @@ def _change_tensors(micro: MicroBatch, change: Callable[[Tensor], Tensor]) -> No
         for name, value in vars(owner).items() if owner is not None else ():
             if isinstance(value, Tensor):
                 setattr(owner, name, change(value))
+            elif isinstance(value, kernels.Sequences):
+                query_ends, key_ends = change(value.query_ends), change(value.key_ends)
+                setattr(owner, name, value._replace(query_ends=query_ends, key_ends=key_ends))
 
 
 def fullest_batch(cfg: Config, layout: grid.RankGrid) -> tuple[Rollout, int]:
@@ -306,10 +308,9 @@ def fullest_batch(cfg: Config, layout: grid.RankGrid) -> tuple[Rollout, int]:
     return batch, length
 
 
-def _of_one_micro_batch(cfg: Config, layout: grid.RankGrid, sequences: int, kind: str) -> Config:
-    """``cfg`` with a step of one update of one micro-batch, and what it means by attention shapes on that device."""
+def _of_one_micro_batch(cfg: Config, layout: grid.RankGrid, sequences: int) -> Config:
+    """``cfg`` with a step of one update of one micro-batch."""
     changes = {
-        "model": {"attention_shapes": "few" if cfg.rounding(kind) else "exact"},  # a stand-in has another type
         "rollout": {"prompts_per_step": 1, "group_size": sequences},
         "loss": {"skip_equal_groups": False},  # a group of one row would be skipped
         "optim": {"prompts_per_update": 1, "tokens_per_micro_batch": memory.micro_batch_tokens(cfg, layout)},

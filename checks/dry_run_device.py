@@ -16,7 +16,6 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
@@ -159,16 +158,6 @@ def open_device(kind: str) -> None:
     sys.modules["torch_npu"] = package
 
 
-def _attention(native, query, key, value, *, attn_mask=None, is_causal=False, scale, enable_gqa):
-    """torch's attention. On the stand-in of a GPU it is cuDNN's, which torch prefers on an H100 in bf16."""
-    if query.device.type != STAND_IN["cuda"]:
-        return native(query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-    keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    return torch.ops.aten._scaled_dot_product_cudnn_attention(
-        query, key, value, attn_mask, keeps, is_causal=is_causal, scale=scale
-    )[0]
-
-
 # ------------------------------------------------------------------------------------------------ a rank
 
 
@@ -182,7 +171,6 @@ def as_rank(rank: int, ranks: int, sizes: ParallelConfig, device: torch.device) 
         with (
             mock.patch.dict(devices.BACKENDS, {device.type: "fake"}),
             mock.patch.object(devices, "group_options", lambda device, name: None),
-            mock.patch.object(F, "scaled_dot_product_attention", partial(_attention, F.scaled_dot_product_attention)),
         ):
             if device.type != "cpu":
                 _stand_for_cuda(device)

@@ -304,5 +304,9 @@ def _flops(packet, args: tuple, kwargs: dict, out: object) -> int:
         return _attention(args[backward], args[1 + backward], 5 if backward else 2, False)
     if name.startswith("npu_fusion_attention"):
         return _attention(args[0], args[1], 5 if name.endswith("grad") else 2, kwargs.get("sparse_mode") == 2)
+    if name.startswith("_varlen_attn"):  # the lengths are unknown without data: all keys of the longest sequence
+        backward = name.endswith("backward")
+        (tokens, heads, d), longest = args[backward].shape, args[9 if backward else 6]
+        return (5 if backward else 2) * 2 * tokens * heads * longest * d
     formula = flop_registry.get(packet)
     return formula(*args, **kwargs, out_val=out) if formula else 0

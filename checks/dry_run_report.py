@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from architecture import Architecture
-from checks import attention_shapes, confirmed
+from checks import confirmed
 from checks.dry_run_meter import KINDS, Meter
 from knobs import Config
 from plan import grid, memory
@@ -29,7 +29,7 @@ class DryRun:
 
 def figures(done: DryRun, rank: int, imbalances: Sequence[float]) -> dict:
     """What --json prints, in bytes and operations."""
-    phases, rounding = {}, done.cfg.rounding(done.kind)
+    phases = {}
     names = [phase + ending for phase in PHASES for ending in dict.fromkeys(["", *map(confirmed.suffix, imbalances)])]
     for name in (name for name in names if name in done.meter.phases):
         seen = done.meter.phases[name]
@@ -60,9 +60,7 @@ def figures(done: DryRun, rank: int, imbalances: Sequence[float]) -> dict:
         "left_bytes": done.left,
         "pushed_tensors": done.pushed,
         "phases": phases,
-        "rounding": rounding,
         "side": done.layout.role,
-        "shapes": attention_shapes.count(done.cfg, done.layout, rank // done.layout.tensor, rounding),
     }
 
 
@@ -86,7 +84,6 @@ def as_text(counted: dict, rows: list[confirmed.Compared], title: str) -> str:
         lines.append(f"  a push hands {counted['pushed_tensors']:,} tensors to the engine")
     waits = [(name, where, n) for name, phase in counted["phases"].items() for where, n in phase["waits"].items()]
     lines += ["", "the host waits for the device", *(f"  {name:30} x {n:5} {where}" for name, where, n in waits)]
-    lines += ["", f"shapes of attention: {counted['shapes']['summary']}"]
     lines += ["", "collectives"]
     lines += [
         f"  {name:30} {one['operator']:20} {one['group']:24} x {one['count']:5} {one['bytes'] / mib:10.2f} MiB sent"

@@ -30,10 +30,17 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
 
     ``probs`` need not sum to 1, and ``uniform`` is in [0, 1). An entry of probability 0 is never chosen.
     """
-    cdf = probs.cumsum(-1)
     # right=True finds the first entry strictly above the target, so a target of 0 skips leading zeros. The target stays
     # below the total: u <= 1 - 2^-24 in float32, and 2^-24 of the total is at least half the spacing of floats there.
-    index = torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True).clamp_(max=probs.shape[-1] - 1)
+    if torch.are_deterministic_algorithms_enabled():
+        # CUDA has no deterministic cumulative sum of floats. Probabilities below 2^-40 of the largest become 0.
+        cdf = (probs * 2**40).long().cumsum(-1)
+        total, drawn = cdf[:, -1:], (uniform * 2**24).long()
+        target = (total >> 24) * drawn + ((total & (2**24 - 1)) * drawn >> 24)  # total x drawn / 2^24, rounded down
+    else:
+        cdf = probs.cumsum(-1)
+        target = uniform * cdf[:, -1:]
+    index = torch.searchsorted(cdf, target, right=True).clamp_(max=probs.shape[-1] - 1)
     possible = probs.gather(-1, index) > 0
     if not possible.all():  # the parallel scan of an accelerator may decrease by a rounding error, where a 0 can be hit
         index = torch.where(possible, index, probs.argmax(-1, keepdim=True))

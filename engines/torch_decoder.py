@@ -55,6 +55,7 @@ class Decoder:
         self.embedding = self._allocate(table, {"model.embed_tokens.weight": ...})
         self.head = self.embedding if arch.tied_head else self._allocate(table, {"lm_head.weight": ...})
         self.final_norm = self._allocate(table[1:], {"model.norm.weight": ...})
+        self.expert_ends = torch.arange(arch.num_experts + 1, device=self.device)
         self.head_ones = torch.ones(arch.head_dim, dtype=self.norm_dtype, device=self.device)
         self.layers = [self._allocate_layer(index) for index in range(arch.num_layers)]
         self.factors: list[dict[str, Factors]] = [{} for _ in self.layers]  # by layer and part
@@ -200,7 +201,8 @@ class Decoder:
         routes.append(experts)
         # Each (row, choice) pair becomes a row. Sorted by expert, two grouped products compute all experts.
         in_order, pair = experts.view(-1).sort(stable=True)
-        tokens_per_expert = torch.bincount(in_order, minlength=arch.num_experts)
+        # bincount would wait for the device, twice.
+        tokens_per_expert = torch.searchsorted(in_order, self.expert_ends).diff()
         pairs = h.index_select(0, pair.div(arch.experts_per_token, rounding_mode="floor"))
         pairs = self._grouped(layer, "experts.gate_up_proj", pairs, tokens_per_expert)
         pairs = kernels.swiglu(pairs).mul_(score.to(x.dtype).view(-1, 1).index_select(0, pair))
@@ -249,9 +251,7 @@ class Decoder:
             cos, sin = (table[source % longest, None] for table in (caches[0].cos, caches[0].sin))  # (M, 1, D)
             for layer in range(arch.num_layers):
                 qkv = self._qkv(layer, x, cos, sin)
-                query, key, value = (
-                    packing.rows_of(heads, places.flatten(), [places.shape])[0] for heads in qkv
-                )  # (p, heads, T, D)
+                query, key, value = (packing.rows_of(heads, places) for heads in qkv)  # (p, heads, T, D)
                 for cache in caches:
                     cache.write_prompts(layer, part, key, value)
                 mixed = kernels.causal_attention(query, key, value, scale=arch.head_dim**-0.5)

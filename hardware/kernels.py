@@ -10,12 +10,23 @@ N rows, E local experts, h input width, o output width.
 """
 
 import functools
+import inspect
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from inputs.hf_config import PIECE
 from quantisation import Packed
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def on_gpu(device: torch.device) -> bool:
+    """Whether ``device`` is a GPU. The stand-in of checks/dry_run.py has another type, and another function here."""
+    return device.type == "cuda"
 
 
 def _npu():
@@ -179,13 +190,150 @@ class _RmsNorm(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
+# ------------------------------------------------------------------------------------------------ experts' rows
+
+
+class Order(NamedTuple):
+    """The rows of the experts, sorted by expert and then by token. n tokens, each with k experts."""
+
+    rows: Tensor  # (n k,) the token of each row
+    inverse: Tensor  # (n, k) the rows of each token, by ascending expert
+
+
+def dispatch_rows(tokens: Tensor, order: Order) -> Tensor:
+    """The row of each expert of each token.  (n, h) -> (n k, h)"""
+    return _DispatchRows.apply(tokens, *order)
+
+
+def combine_rows(rows: Tensor, order: Order) -> Tensor:
+    """The sum of the rows of each token, in a fixed order and rounded once.  (n k, h) -> (n, h)
+
+    Megatron adds them by scatter_add_, in bf16 with a rounding for each row, and on an accelerator in any order.
+    """
+    return _CombineRows.apply(rows, *order)
+
+
+class _DispatchRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tokens: Tensor, rows: Tensor, inverse: Tensor) -> Tensor:
+        ctx.inverse = inverse
+        return tokens.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _summed(grad, ctx.inverse), None, None
+
+
+class _CombineRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values: Tensor, rows: Tensor, inverse: Tensor) -> Tensor:
+        ctx.rows = rows
+        return _summed(values, inverse)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.index_select(0, ctx.rows), None, None
+
+
+def _summed(values: Tensor, inverse: Tensor) -> Tensor:
+    return values.index_select(0, inverse.flatten()).unflatten(0, inverse.shape).sum(1)
+
+
+# ------------------------------------------------------------------------------------------------ attention
+
+
+class Sequences(NamedTuple):
+    """S sequences, one after the other in queries and in keys. The queries of a sequence are its last tokens."""
+
+    query_ends: Tensor  # (S + 1,) int32, from 0
+    key_ends: Tensor  # (S + 1,) int32, from 0
+    longest_query: int
+    longest_key: int
+
+
+def sequences(queries: list[int], keys: list[int], device: torch.device) -> Sequences:
+    """Sequences with so many queries and keys each."""
+    query_ends, key_ends = (
+        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device) for lengths in (queries, keys)
+    )
+    return Sequences(query_ends, key_ends, max(queries), max(keys))
+
+
+def takes_sequences(query: Tensor) -> bool:
+    """Whether sequence_attention has a kernel for such queries: torch's flash attention, in 16 bits on a GPU."""
+    d = query.shape[-1]
+    return on_gpu(query.device) and query.dtype in HALF and d % 8 == 0 and d <= 256 and _varlen_attention() is not None
+
+
+@functools.cache
+def _varlen_attention() -> Callable[..., Tensor] | None:
+    """torch's attention of sequences of any length; None before torch 2.11.
+
+    2.11 takes fewer key/value heads than heads without asking; later versions want to be told.
+    """
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    known = inspect.signature(varlen_attn).parameters
+    if "window_size" not in known:
+        return None
+    return functools.partial(varlen_attn, enable_gqa=True) if "enable_gqa" in known else varlen_attn
+
+
+def sequence_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, *, scale: float) -> Tensor:
+    """Causal attention within each sequence, without a mask or padding. Only for queries that takes_sequences takes.
+
+    (Tq, heads, d), (Tk, kv heads, d) twice -> (Tq, heads, d).  The last query of a sequence sees all of its keys.
+    """
+    return _varlen_attention()(query, key, value, *sequences, scale=scale, window_size=(-1, 0))
+
+
+def take(x: Tensor, places: Tensor) -> Tensor:
+    """x[places], which may repeat a place.  (M, ...), (K,) -> (K, ...)
+
+    The gradients of a place are summed in a fixed order: on a GPU index_put_ sorts them, where the backward pass of
+    index_select adds in any order.
+    """
+    return _Take.apply(x, places) if on_gpu(x.device) else x.index_select(0, places)
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, places: Tensor) -> Tensor:
+        ctx.places, ctx.size = places, len(x)
+        return x.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.new_zeros(ctx.size, *grad.shape[1:])
+        return total.index_put_((ctx.places,), grad, accumulate=True), None
+
+
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor:
     """Causal attention; groups of query heads share a key/value head.  (b, heads, T, d) -> (b, heads, T, d)"""
     if query.device.type == "npu":  # sparse_mode 2: causal, aligned at the first query and key
         return _npu_attention(query, key, value, scale, _causal_mask(query.device), sparse_mode=2)
+    return _torch_attention(query, key, value, scale, is_causal=True)
+
+
+def _torch_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, **kind: Any) -> Tensor:
+    """torch's attention. On a GPU each query head gets its own copy of the keys.
+
+    device.select switches cuDNN's kernels off there. Of the others only the one that holds all scores in memory takes
+    shared key/value heads together with a mask or in fp32.
+    """
+    if on_gpu(query.device):
+        key, value = (_for_each_head(x, query.shape[1]) for x in (key, value))
     return torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        query, key, value, scale=scale, enable_gqa=query.shape[1] != key.shape[1], **kind
     )
+
+
+def _for_each_head(x: Tensor, heads: int) -> Tensor:
+    """(b, kv heads, T, d) -> (b, heads, T, d).  The backward pass of expand is a sum in a fixed order."""
+    b, kv_heads, tokens, d = x.shape
+    return x[:, :, None].expand(b, kv_heads, heads // kv_heads, tokens, d).flatten(1, 2)
 
 
 @functools.cache
@@ -205,9 +353,7 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *,
         if mask.shape != (len(query), 1, query.shape[2], key.shape[2]) or mask.dtype != torch.bool:
             raise _refused("npu_fusion_attention", "a bool mask of (b, 1, queries, keys)", query, key, mask)
         return _npu_attention(query, key, value, scale, mask, sparse_mode=0)
-    return torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask.to(query.dtype), scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-    )
+    return _torch_attention(query, key, value, scale, attn_mask=mask.to(query.dtype))
 
 
 def attention_mask(hidden: Tensor) -> Tensor:

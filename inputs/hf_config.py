@@ -15,7 +15,6 @@ from inputs.files import InputError, read_object, refuse_endless, shown
 from knobs import Config, TinyModelConfig
 
 # What the trainer holds at a time, which the plan counts.
-LOGITS_PER_CHUNK = 2**24  # at most 64 MiB of fp32 logits, for any batch
 ROWS_PER_CHUNK = 2048  # enough to keep any device busy; the logits of a small vocabulary then fit into the cache
 PIECE = 2**26  # bytes of dequantised experts
 STACK = 2**26  # elements of experts that are merged at once, or one expert: a quarter of a GiB in fp32
@@ -31,6 +30,14 @@ PATTERN_SECONDS = 1  # for all patterns of a quantization_config together; they 
 # Options with one supported value, which is also what their absence means. use_sliding_window is the switch: the
 # configurations of Qwen have a sliding_window, too, which is not used while the switch is false.
 SUPPORTED = {"hidden_act": "silu", "use_sliding_window": False, "attention_dropout": 0.0, "clip_qkv": None}
+
+
+def logits_per_chunk(device: str) -> int:
+    """How many fp32 logits exist at a time on a type of device, for any batch.
+
+    An accelerator reads the whole head again for each chunk, so few large ones are faster.
+    """
+    return 2**24 if device == "cpu" else 2**26
 
 
 class Format(NamedTuple):

@@ -15,9 +15,9 @@ from architecture import Architecture, modules
 from engines.capacity import PREFILL_TOKENS, max_sequences, rows_of_a_step
 from inputs.hf_config import (
     ELEMENT_BYTES,
-    LOGITS_PER_CHUNK,
     ROWS_PER_CHUNK,
     cache_bytes_per_token,
+    logits_per_chunk,
 )
 from knobs import Config, LoraConfig
 from plan.grid import WHOLE, RankGrid
@@ -69,6 +69,7 @@ def activations(
     tokens: int,
     scored: int,
     imbalance: float = 1.0,
+    device: str = "cpu",
     entropy_bonus: bool = False,
     mask: tuple[int, int] = (0, 0),
 ) -> Activations:
@@ -102,10 +103,9 @@ def activations(
     }
     norm = max(4, element)  # a norm keeps its input in fp32
     vocabulary = arch.vocab_size // layout.tensor
-    chunk = min(scored, max(1, min(ROWS_PER_CHUNK, LOGITS_PER_CHUNK // vocabulary))) * vocabulary * 4  # fp32
-    # The forward pass holds logits, their exponentials and a product of both; the backward pass of an entropy bonus
-    # holds five copies.
-    logits = (5 if entropy_bonus else 3) * chunk
+    chunk = min(scored, max(1, min(ROWS_PER_CHUNK, logits_per_chunk(device) // vocabulary))) * vocabulary * 4  # fp32
+    # The forward pass holds logits and their exponentials; the backward pass of an entropy bonus holds five copies.
+    logits = (5 if entropy_bonus else 2) * chunk
     head = scored * (h * element + 12) + logits + scored * h * element
     head_kept = scored * (h * element + 12) + s * h * norm
     if recompute:
@@ -118,7 +118,7 @@ def activations(
         kept -= s * h * norm
         backward = max(in_flight[is_moe] for is_moe in layers)
     forward = 3 * tokens // layout.tensor * h * element + max(forward_only[is_moe] for is_moe in layers)
-    reference = max(forward, scored * (h * element + 12) + 3 * chunk) + s * h * element + mask[1]
+    reference = max(forward, scored * (h * element + 12) + 2 * chunk) + s * h * element + mask[1]
     kept += mask[0]
     entering = 4 * s * h * element + rows * (1 + 2 / layout.expert_tensor) * h * element + mask[1]
     layer = max(_kept_by_layer(arch, lora, layout, is_moe, element, tokens, 0) for is_moe in kinds) * recompute
@@ -201,25 +201,21 @@ def line_tokens(cfg: Config, layout: RankGrid) -> int:
     return max(longest, int(micro_batch_tokens(cfg, layout) / 1.25) // layout.tensor * layout.tensor)
 
 
-def _mask(cfg: Config, arch: Architecture, layout: RankGrid, tokens: int, device: str) -> tuple[int, int]:
+def _mask(cfg: Config, arch: Architecture, tokens: int, device: str) -> tuple[int, int]:
     """Bytes of the attention mask of a line of ``tokens``: for each own token, all tokens of its row.
 
-    Of a pass that keeps it for the backward pass, with the padding of rounded attention calls; of one that does not.
+    Of a pass that keeps it for the backward pass; of one that does not. A GPU needs none in bf16.
     """
-    queries, keys, padding = tokens, cfg.row_tokens, 0
-    if rounding := cfg.rounding(device):
-        rows, own, keys = rounding.places(max(1, tokens // cfg.row_tokens), cfg.row_tokens, 1)
-        queries = rows * own
-        padding = (queries - tokens) * arch.num_heads + (rows * keys - tokens) * arch.num_kv_heads
-        padding *= 2 * arch.head_dim * ELEMENT_BYTES[cfg.model.dtype] // layout.tensor
-    places = queries * keys
-    copies = 1 if cfg.model.recompute else arch.num_layers
+    places = tokens * cfg.row_tokens
     if device == "npu":  # one mask of bool
-        return places + copies * padding, places
+        return places, places
+    if device == "cuda" and cfg.model.dtype == "bf16":
+        return 0, 0
     # fp32; torch's attention takes a mask of its own type, of which autograd keeps a copy in each layer.
     if cfg.model.dtype == "bf16":
-        return places * (4 + 2 * copies) + copies * padding, places * 6
-    return places * 4 + copies * padding, places * 5  # beside it the bool mask of which it is made
+        copies = 1 if cfg.model.recompute else arch.num_layers
+        return places * (4 + 2 * copies), places * 6
+    return places * 4, places * 5  # beside it the bool mask of which it is made
 
 
 def step_memory(
@@ -230,7 +226,8 @@ def step_memory(
     tokens = line_tokens(cfg, layout)
     work = activations(
         arch, cfg.lora, layout, element=element, recompute=cfg.model.recompute, tokens=tokens, scored=tokens,
-        imbalance=imbalance, entropy_bonus=cfg.loss.entropy_coef > 0, mask=_mask(cfg, arch, layout, tokens, device),
+        imbalance=imbalance, device=device, entropy_bonus=cfg.loss.entropy_coef > 0,
+        mask=_mask(cfg, arch, tokens, device),
     )  # fmt: skip
     lora = 4 * lora_parameters(arch, cfg.lora, layout)
     wanted_rows = rows_of_a_step(cfg, layout.ranks)
@@ -287,7 +284,7 @@ def step_memory(
     # A push of factors gathers them whole in fp32, and the engine holds the old ones until it has the new ones.
     gathered = lora_parameters(arch, cfg.lora, WHOLE) * (4 + element) * cfg.keeps_factors_apart
     sampling = activations(
-        arch, cfg.lora, engine, element=element, recompute=False, tokens=prefill, scored=cached_rows
+        arch, cfg.lora, engine, element=element, recompute=False, tokens=prefill, scored=cached_rows, device=device
     ).reference
     # Codes that are merged in the engine's memory are dequantised in fp32, cast and joined.
     merged_element = 4 + 2 * element * (cfg.model.quantisation != "none" and merged > 0)

@@ -205,7 +205,6 @@ def other_values(cfg: Config) -> dict[str, object]:
         **dict.fromkeys([f"checks.{name}" for name in ("sampling", "held_out", "state", "impossible")], "warn"),
         "train.changed_inputs": "accept",
         "train.trackers": "[wandb]",
-        "model.attention_shapes": "few",
         "train.profile_steps": "[3, 4]",
     }
 

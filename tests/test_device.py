@@ -62,8 +62,11 @@ def test_rows_are_sorted_by_expert_and_then_by_token(num_tokens, num_experts, ex
     pairs = [(e, n) for e in range(num_experts) for n in range(num_tokens) if e in chosen[n]]
     of_expert, of_token = torch.tensor(pairs).unbind(1)
 
-    rows, row_probs, places = devices._permute(tokens, routing_map, probs, num_tokens * experts_per_token)
-    assert places.tolist() == of_token.tolist()
+    rows, row_probs, order = devices._permute(tokens, routing_map, probs, num_tokens * experts_per_token)
+    assert order.rows.tolist() == of_token.tolist()
+    assert order.inverse.tolist() == [
+        [i for i, (_, token) in enumerate(pairs) if token == n] for n in range(num_tokens)
+    ]
     out_grads = [torch.randint(-9, 9, x.shape, generator=generator).float() for x in (rows, row_probs)]
     found = torch.autograd.grad([rows, row_probs], [tokens, probs], out_grads)
     expected = tokens[of_token], probs[of_token, of_expert]
@@ -71,6 +74,29 @@ def test_rows_are_sorted_by_expert_and_then_by_token(num_tokens, num_experts, ex
         assert torch.equal(mine, true)
     for mine, true in zip(found, torch.autograd.grad(expected, [tokens, probs], out_grads), strict=True):
         assert torch.equal(mine, true)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_tokens", "num_experts", "experts_per_token", "width"), [(7, 8, 2, 64), (33, 64, 8, 128)])
+def test_the_rows_of_a_token_are_summed_with_one_rounding(dtype, num_tokens, num_experts, experts_per_token, width):
+    """The sum is fp64's, rounded, but for the roundings of a sum in fp32. On a CPU the bits are those of Megatron's
+    index_add_, and the gradient of the dispatched rows is such a sum, too."""
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.rand(num_tokens, num_experts, generator=generator).topk(experts_per_token).indices
+    routing_map = torch.zeros(num_tokens, num_experts, dtype=torch.bool).scatter(1, chosen, True)
+    tokens = torch.randn(num_tokens, width, generator=generator).to(dtype).requires_grad_()
+    dispatched, _, order = devices._permute(tokens, routing_map, routing_map.float(), chosen.numel())
+    values = torch.randn(chosen.numel(), width, generator=generator).to(dtype).requires_grad_()
+    summed, zeros = kernels.combine_rows(values, order), torch.zeros(num_tokens, width, dtype=dtype)
+    exact = torch.zeros(num_tokens, width, dtype=torch.float64).index_add_(0, order.rows, values.detach().double())
+    bound = 2**-8 * exact.abs() if dtype == torch.bfloat16 else 0.0  # half of the spacing of bf16
+    assert ((summed.double() - exact).abs() <= bound + 1e-5).all()
+    assert torch.equal(summed, zeros.index_add(0, order.rows, values.detach()))
+
+    summed.backward(tokens.detach())
+    assert torch.equal(values.grad, dispatched)
+    dispatched.backward(values.detach())
+    assert torch.equal(tokens.grad, zeros.index_add(0, order.rows, values.detach()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -170,3 +196,12 @@ def test_importing_megatron_leaves_torchs_compiler_alone(version, request):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == [version]
+
+
+def test_a_gpu_is_selected_without_the_attention_of_cudnn(monkeypatch) -> None:
+    """Its backward pass returns NaN at some shapes (pytorch issue 196678)."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    devices.select(torch.device("cuda"))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -7,6 +7,7 @@ tensors are stand-ins, because V2 needs a GPU. test_vllm_ascend.py has vllm-asce
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from types import SimpleNamespace
 
@@ -14,11 +15,12 @@ import numpy as np
 import pytest
 import torch
 from sampled import FREE, assert_alike, assert_drawn, flat
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_ranks import PROMPTS, SEEDS
 
 from config import derive_seed
 from engines import vllm_inside
-from engines.drawing import pick, uniforms_of
+from engines.drawing import inverse_cdf, pick, uniforms_of
 from engines.interface import Rule
 from engines.torch_sampler import TorchSampler
 
@@ -242,3 +244,29 @@ def test_tokens_and_pairs_of_tokens_have_the_probabilities_of_the_logits(kind, f
     else:
         with pytest.raises(AssertionError):
             judge()
+
+
+def test_strict_determinism_draws_by_whole_numbers(request) -> None:
+    """CUDA has no deterministic cumulative sum of floats. The choice is computed here with Python's integers."""
+
+    class Sums(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            assert "cumsum" not in func.__name__ or not args[0].is_floating_point()
+            return func(*args, **(kwargs or {}))
+
+    generator = torch.Generator().manual_seed(0)
+    probs = torch.randn(200, 50, generator=generator).mul(8).softmax(-1)
+    probs[:, ::7] = 0
+    uniform = torch.rand(200, 1, generator=generator)
+    uniform[0] = 0.0
+    free = inverse_cdf(probs, uniform)
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
+    torch.use_deterministic_algorithms(True)
+    with Sums():
+        strict = inverse_cdf(probs, uniform)
+    for row in range(200):
+        numerators = [int(p * 2**40) for p in probs[row].double().tolist()]
+        target = sum(numerators) * int(uniform[row].item() * 2**24) // 2**24
+        passed = [total > target for total in itertools.accumulate(numerators)]
+        assert strict[row].item() == passed.index(True)
+    assert (strict == free).float().mean() > 0.99

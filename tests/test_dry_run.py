@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -21,13 +20,11 @@ from source import ROOT
 
 import parallel_setup
 import preflight
-from checks import attention_shapes
 from checks.dry_run_meter import Meter
 from config import load_config
 from inputs import hf_config
 from knobs import ModelConfig
 from learner import Learner
-from plan import grid
 from runlog import Heartbeat, StepTimer
 
 EP16 = ("qwen3", 16, 4, 16, 1, [])  # configuration, ranks, tensor, expert, expert_tensor, other changes
@@ -60,7 +57,6 @@ ON_CUDA = cases(  # run_8gpu.sh and run_1gpu.sh
     [
         ("qwen3", 8, 4, 4, 1, []),
         ("qwen3", 8, 2, 8, 1, []),
-        ("qwen3", 8, 4, 8, 1, ["model.attention_shapes=exact"]),
         ("qwen15_moe", 1, 1, 1, 1, ["rollout.kv_cache_mib=9216"]),
         ("qwen3", 1, 1, 1, 1, ["model.quantisation=int4"]),
     ],
@@ -117,14 +113,14 @@ def found() -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def on_cuda() -> dict[str, dict]:
-    """The same on a GPU; and the first layout there on an NPU, and with exact shapes."""
+    """The same on a GPU; and the first layout there with recompute, and so on an NPU."""
     asked = {
         str(layout): case(*layout[:5], [*layout[5], "device=cuda", "rollout.expert_parallel=false"])
         for layout in ON_CUDA
     }
-    exact = ["model.attention_shapes=exact", "rollout.expert_parallel=false", "model.recompute=true"]
-    asked["exact"] = case(*ON_CUDA[0][:5], ["device=cuda", *exact])
-    (on_npu,) = dry_runs([case(*ON_CUDA[0][:5], exact)])
+    recompute = ["rollout.expert_parallel=false", "model.recompute=true"]
+    asked["recompute"] = case(*ON_CUDA[0][:5], ["device=cuda", *recompute])
+    (on_npu,) = dry_runs([case(*ON_CUDA[0][:5], recompute)])
     return dict(zip(asked, dry_runs(list(asked.values()), "cuda"), strict=True)) | {"npu": on_npu}
 
 
@@ -200,61 +196,33 @@ def test_the_plan_agrees_with_the_dry_run_of_a_gpu(layout, on_cuda):
 
 
 def test_a_gpu_takes_the_branches_of_a_gpu_and_computes_what_an_npu_computes(on_cuda):
-    """Two layers: attention of prompts and of own tokens, two grouped products, one each way in a pass.
+    """Two layers: attention of all sequences, two grouped products, one each way in a pass.
 
     A grouped product needs the ends of the experts' rows. The formulas take the place of npu_rms_norm (two norms of the
     residual stream and two of heads a layer, and the last), npu_rotary_mul (query and key) and npu_swiglu.
     """
-    gpu, npu = (on_cuda[name]["found"]["phases"] for name in ("exact", "npu"))
-    of_layer = {"_scaled_dot_product_cudnn_attention": 2, "_grouped_mm": 2, "cumsum": 2, "silu": 1, "addcmul": 2}
+    gpu, npu = (on_cuda[name]["found"]["phases"] for name in ("recompute", "npu"))
+    of_layer = {"_varlen_attn": 1, "_grouped_mm": 2, "cumsum": 2, "silu": 1, "addcmul": 2}
     launches = gpu["forward"]["launches_by_operator"]
     assert {name: launches[name] for name in of_layer} == {name: 2 * count for name, count in of_layer.items()}
     assert launches["rsqrt"] == 2 * 4 + 1
-    assert gpu["backward"]["launches_by_operator"]["_scaled_dot_product_cudnn_attention_backward"] == 2 * 2
+    assert gpu["backward"]["launches_by_operator"]["_varlen_attn_backward"] == 2
     for name in ("reference", "forward", "backward"):
         assert not any("npu" in operator for operator in gpu[name]["launches_by_operator"])
-        # torch's formula counts the whole square of the causal call, here of a prompt of one token, padded to 16.
-        assert gpu[name]["flops"] == pytest.approx(npu[name]["flops"], rel=1e-5), name
+        # A GPU's count takes the prompt of one token, and a token of filler, for queries that see a whole row.
+        assert gpu[name]["flops"] == pytest.approx(npu[name]["flops"], rel=1e-3), name
         assert gpu[name]["waits"] == npu[name]["waits"], name
         assert npu[name]["launches"] < gpu[name]["launches"] < 1.5 * npu[name]["launches"], name
 
 
-def test_a_dry_run_of_a_gpu_pads_its_calls_to_few_shapes(on_cuda):
-    """The micro-batch has 3 rows of 2,184 tokens on a prompt of one token: a call of 4 rows, of 6 x 384 own tokens and
-    as many keys with the 256 of the prompt's; of one prompt, 4 are computed."""
-    few, exact = (on_cuda[name]["found"] for name in (str(ON_CUDA[0]), "exact"))
-    assert few["rounding"] == [4, 384, 256] and exact["rounding"] is None and few["tokens"] // few["length"] == 3
-    places = 4 * 2304 * 2560 + 4 * 256**2 / 2, 3 * (2184 - 2) * 2192 + 16**2 / 2
-    flops = [
-        one["phases"]["reference"]["flops_by_operator"]["_scaled_dot_product_cudnn_attention"] for one in (few, exact)
-    ]
-    assert few["length"] == 2184 and flops[0] / flops[1] == pytest.approx(places[0] / places[1], rel=0.01)
-    assert few["phases"]["reference"]["launches"] == exact["phases"]["reference"]["launches"]
-
-
-@pytest.mark.parametrize(
-    "layout", [("qwen3", 16, 4, []), ("qwen15_moe", 16, 4, []), ("qwen3", 8, 4, []), ("olmoe", 1, 1, [])]
-)
-def test_few_shapes_of_a_step_over_real_prompts_take_at_most_15_percent_more_work(layout, gsm8k):
-    """At most 8 of (r, N, K) in all steps, beside two for prompts; completions of 300 tokens, the longest of 1,536."""
-    name, ranks, tensor, changes = layout
-    paths = [f"data.{split}_path={gsm8k}/{split}.jsonl" for split in ("train", "test")]
-    cfg = load_config(f"configs/{name}.yaml", [*paths, f"parallel.tensor={tensor}", *changes])
-    for data_rank in range(ranks // tensor):
-        exact, few = (
-            attention_shapes.count(cfg, grid.of(cfg, ranks), data_rank, rounding)
-            for rounding in (None, cfg.rounding("cuda"))
-        )
-        # Products of a query and a key, of which a causal call for prompts computes half.
-        work, of_rows = [], []
-        for found in (exact, few):
-            work.append(
-                sum(math.prod(shape) * (shape[1] / 2 if len(shape) == 2 else 1) * n for shape, n in found["calls"])
-            )
-            of_rows.append(sum(len(shape) == 3 for shape, _ in found["calls"]))
-        assert min(exact["each_step"]) > 20 and of_rows[0] > 150
-        assert of_rows[1] <= 8 and max(few["each_step"]) <= 8 + 2
-        assert work[1] < 1.15 * work[0]
+def test_attention_on_a_gpu_is_neither_cudnns_nor_adds_gradients_in_any_order(on_cuda):
+    """cuDNN's backward pass returns NaN at some shapes. index_add_ is an atomic addition: only the probability of a row
+    has one in each of the two layers, and no other row adds to it."""
+    for name in on_cuda.keys() - {"npu"}:
+        for phase, found in on_cuda[name]["found"]["phases"].items():
+            launches = found["launches_by_operator"]
+            assert not any("cudnn" in operator for operator in launches)
+            assert launches.get("index_add", 0) == (2 if phase.startswith("backward") else 0), (name, phase)
 
 
 def test_views_and_new_memory_launch_nothing():

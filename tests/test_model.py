@@ -92,9 +92,9 @@ def other_forwards(parallel: Parallel, path: Path, tokens: Tensor) -> dict[str, 
     model, _ = load(path, parallel, recompute=True)
     answers["recompute_gap"] = largest_gap(gradients(mask), plain)
     head = model.embedding.word_embeddings if model.share_embeddings_and_output_weights else model.output_layer
-    model_megatron.LOGITS_PER_CHUNK = 16 * len(head.weight)  # 16 of the 120 rows at a time; this process ends soon
-    answers["chunk_gap"] = largest_gap(gradients(mask), plain)
-    model_megatron.LOGITS_PER_CHUNK = 2**24
+    rows = 16 * len(head.weight)  # 16 of the 120 rows at a time
+    with mock.patch.object(model_megatron, "logits_per_chunk", lambda device: rows):
+        answers["chunk_gap"] = largest_gap(gradients(mask), plain)
 
     model, _ = load(path, parallel, dtype=torch.bfloat16)
     with torch.no_grad():

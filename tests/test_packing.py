@@ -13,10 +13,11 @@ import torch.distributed as dist
 import world
 from scope import cases
 from torch import Tensor
+from torch.nn.attention import varlen
 
 import model_megatron
 import packing
-from architecture import Rounding
+from hardware import kernels
 
 TEMPERATURE = 0.7
 
@@ -48,36 +49,76 @@ def test_every_query_sees_a_key_and_none_after_itself() -> None:
     """Also the places of padding: a kernel's result for a query without keys is undefined, and could be NaN."""
     tokens, mask = rows()
     packed = packing.pack(tokens, mask, multiple=1)
-    (mask,) = packed.masks
-    sees = mask[:, 0] == 0  # (8, N, T)
-    assert packed.calls == [(8, 8, 16)] and sees.shape == (8, 8, 16) and sees.any(-1).all()
+    sees = packed.mask[:, 0] == 0  # (8, N, T)
+    assert sees.shape == (8, 8, 16) and sees.any(-1).all()
     for row, (prompt, own) in enumerate([(3, 3), (3, 8), (5, 0), (5, 6), (5, 8), (5, 1), (3, 0), (0, 0)]):
         for i in range(own):
             assert sees[row, i].nonzero().flatten().tolist() == list(range(prompt + i + 1))
-    assert not packing.pack(tokens, torch.zeros(8, 16), multiple=4).calls
+    assert not packing.pack(tokens, torch.zeros(8, 16), multiple=4).own.numel()
+
+
+def varlen_attn(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
+):
+    """The formula of torch 2.11's function of this name, and its signature. (T, heads, d), (S + 1,) int32"""
+    assert window_size == (-1, 0) and return_aux is None and cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert (max_q, max_k) == (int(cu_seq_q.diff().max()), int(cu_seq_k.diff().max()))
+    assert cu_seq_q[-1] == len(query) and cu_seq_k[-1] == len(key) == len(value)
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    parts = []
+    for q, k, v in zip(
+        *(x.split(ends.diff().tolist()) for x, ends in ((query, cu_seq_q), (key, cu_seq_k), (value, cu_seq_k))),
+        strict=True,
+    ):
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        late = torch.arange(len(k)) > torch.arange(len(q))[:, None] + len(k) - len(q)  # the last query sees all keys
+        parts.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(late, float("-inf")).softmax(-1), v))
+    return torch.cat(parts)
+
+
+def varlen_attn_since_212(*args, enable_gqa=False, seqused_k=None, block_table=None, num_splits=None, **more):
+    """That of torch 2.12 and 2.13, which refuses fewer key/value heads unless it is told."""
+    assert enable_gqa and seqused_k is block_table is num_splits is None
+    return varlen_attn(*args, **more)
+
+
+FORMS = {"2.11": varlen_attn, "2.12": varlen_attn_since_212}
+
+
+def as_on_a_gpu(patch: pytest.MonkeyPatch, form: str) -> None:
+    """Until ``patch`` is undone, packed lines take a GPU's way, with the formula in place of its kernel."""
+    kernels._varlen_attention.cache_clear()
+    patch.setattr(varlen, "varlen_attn", FORMS[form])
+    patch.setattr(kernels, "on_gpu", lambda device: True)
+    patch.setattr(kernels, "HALF", (torch.float32,))
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_few_shapes_add_padding_inside_of_attention_alone(trained: bool) -> None:
-    """So neither the loss nor the routers see it: the line is the same. Calls take rows by length, longest first.
-
-    Own tokens that predict another one: 3, 8, 0, 6, 8, 1, 0 and 0; prompts of 3 and 5 tokens.
-    """
+def test_the_sequences_of_a_gpu_are_prompts_own_tokens_and_filler(trained: bool, monkeypatch) -> None:
+    """Own tokens that predict another one: 3, 8, 0, 6, 8, 1, 0 and 0; prompts of 3, 5 and 5 tokens."""
+    as_on_a_gpu(monkeypatch, "2.11")
     tokens, mask = rows()
-    exact, few = (packing.pack(tokens, mask * trained, 4, rounding) for rounding in (None, Rounding(2, 5, 4)))
-    for name in ("source", "position", "rows", "line"):
-        assert torch.equal(getattr(exact, name), getattr(few, name)), name
-    assert few.prompts.shape == ((4, 8) if trained else (2, 4))
-    assert few.calls == ([(2, 10, 18), (2, 10, 18), (2, 5, 13)] if trained else [])
-    assert [mask.shape for mask in few.masks] == [(r, 1, n, k) for r, n, k in few.calls]
-    assert all((mask == 0).any(-1).all() for mask in few.masks)  # a query without keys could become NaN
+    packed = packing.pack(tokens, mask * trained, 4)
+    queries, keys = (ends.diff().tolist() for ends in packed.sequences[:2])
+    if not trained:  # one token of a prompt, and filler
+        assert (queries, keys) == ([1, 3], [1, 3])
+        return
+    assert queries == [3, 5, 5, 3, 8, 6, 8, 1, 1] and keys == [3, 5, 5, 6, 11, 11, 13, 6, 1]
+    assert packed.sequences[2:] == (8, 13) and sum(queries) == len(packed.source) == 40
+    taken = tokens.flatten()[packed.source][packed.sequence_keys]
+    assert taken[13:19].tolist() == tokens[0, :6].tolist() and taken[19:30].tolist() == tokens[1, :11].tolist()
 
 
-def both_ways(parallel, path, recompute: bool, rounding: Rounding | None) -> tuple[float, float, float]:
-    """Largest differences of log-probs, entropies and (relative) gradients of packed and padded rows, on this rank."""
+def both_ways(parallel, path, recompute: bool, form: str) -> tuple[float, float, float]:
+    """Largest differences of log-probs, entropies and (relative) gradients of packed and padded rows, on this rank.
+
+    ``form``: of the attention of a GPU, for the packed rows; empty: attention of padded rows.
+    """
     tokens, mask = (part.chunk(parallel.data)[parallel.data_rank] for part in rows())
     found = []
-    for packed in (None, packing.pack(tokens, mask, parallel.tensor, rounding)):
+    if form:
+        as_on_a_gpu(pytest.MonkeyPatch(), form)  # this process ends soon
+    for packed in (None, packing.pack(tokens, mask, parallel.tensor)):
         model, _ = adapted.load(path, parallel, recompute=recompute)
         logp, entropy, *_ = model_megatron.token_logprobs(model, tokens, mask, parallel, TEMPERATURE, packed)
         (logp * torch.arange(16) + 0.3 * entropy).sum().backward()
@@ -94,23 +135,32 @@ def both_ways(parallel, path, recompute: bool, rounding: Rounding | None) -> tup
     return (logp - packed_logp).abs().max().item(), (entropy - packed_entropy).abs().max().item(), apart.item()
 
 
-def of_nothing(parallel, path, rounding: Rounding | None) -> float:
+def of_nothing(parallel, path, form: str) -> float:
     """The largest gradient of rows that train nothing. Every rank still takes part."""
     model, _ = adapted.load(path, parallel)
     tokens, mask = rows()[0], torch.zeros(8, 16)
-    packed = packing.pack(tokens, mask, parallel.tensor, rounding)
+    if form:
+        as_on_a_gpu(pytest.MonkeyPatch(), form)
+    packed = packing.pack(tokens, mask, parallel.tensor)
     logp, entropy, *_ = model_megatron.token_logprobs(model, tokens, mask, parallel, TEMPERATURE, packed)
     (logp.sum() + entropy.sum()).backward()
     return max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
 
 
-@pytest.mark.parametrize("rounding", [None, Rounding(2, 5, 4)])
+@pytest.mark.parametrize("form", ["", *FORMS])
 @pytest.mark.parametrize("recompute", cases([True], [False]))
-def test_packed_rows_give_the_numbers_of_padded_rows(tmp_path, recompute: bool, rounding: Rounding | None) -> None:
+def test_packed_rows_give_the_numbers_of_padded_rows(tmp_path, recompute: bool, form: str) -> None:
     path = reference.save("qwen3_moe", tmp_path / "model")
-    layouts = ["TP2_EP2", "EP2", *(["TP1", "TP2"] if rounding else [])]
-    for layout, by_rank in world.in_layouts(layouts, both_ways, path, recompute, rounding).items():
+    layouts = ["TP2_EP2", "EP2", *(["TP1", "TP2"] if form else [])]
+    for layout, by_rank in world.in_layouts(layouts, both_ways, path, recompute, form).items():
         for apart in by_rank:
             assert max(apart) < 1e-5, (layout, apart)
     # rows that train nothing
-    assert world.in_layouts(["TP2_EP2"], of_nothing, path, rounding) == {"TP2_EP2": [0.0, 0.0]}
+    assert world.in_layouts(["TP2_EP2"], of_nothing, path, form) == {"TP2_EP2": [0.0, 0.0]}
+
+
+def test_gradients_of_a_place_that_is_taken_often_are_summed(monkeypatch) -> None:
+    monkeypatch.setattr(kernels, "on_gpu", lambda device: True)
+    x = torch.randn(3, 2, requires_grad=True)
+    kernels.take(x, torch.tensor([0, 2, 0, 0])).backward(torch.tensor([[1.0, 2], [3, 4], [5, 6], [7, 8]]))
+    assert x.grad.tolist() == [[13, 16], [0, 0], [3, 4]]

@@ -73,12 +73,6 @@ SPLITS = {  # the same step, split in another way
     "EP2, one row, recompute": ("EP2", ONE_ROW | {"model__recompute": True}),
 }
 PAIRS = list(zip(OPTIONS, itertools.cycle(SPLITS), strict=False))
-# Attention called with few shapes, also under both kinds of replay.
-SPLITS |= {
-    "few shapes": ("TP1", {"model__attention_shapes": "few"}),
-    "TP2, few shapes": ("TP2", {"model__attention_shapes": "few", "model__recompute": True}),
-}
-PAIRS += [("quantised", "few shapes"), ("r2", "TP2, few shapes"), ("dynamic", "TP2, few shapes")]
 PAIRS = cases(PAIRS, [pair for pair in itertools.product(OPTIONS, SPLITS) if pair not in PAIRS])
 TWO_ROWS = {"rollout__prompts_per_step": 2, "rollout__group_size": 2, "optim__prompts_per_update": 1}
 FEW = {  # fewer sequences than data ranks; sometimes no sequence is trained

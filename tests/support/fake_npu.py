@@ -17,6 +17,7 @@ import importlib.metadata
 import os
 import pkgutil
 import sys
+import time
 import types
 from collections.abc import Callable
 
@@ -158,6 +159,16 @@ class Stream:
         return lambda *args, **kwargs: self
 
 
+class Event(Stream):
+    """Has the time of the host."""
+
+    def record(self, stream=None) -> None:
+        self.time = time.perf_counter()
+
+    def elapsed_time(self, later: Event) -> float:
+        return 1e3 * (later.time - self.time)
+
+
 def torch_npu_module() -> types.ModuleType:
     """The parts of torch.npu that Megatron and the trainer use."""
     module = types.ModuleType("torch.npu")
@@ -187,7 +198,7 @@ def torch_npu_module() -> types.ModuleType:
     module.set_rng_state = lambda new_state, device=None: generator.set_state(new_state)
     module.default_generators = (generator,) * 16
     module._lazy_call = lambda function, **kwargs: function()
-    module.Stream = module.Event = Stream
+    module.Stream, module.Event = Stream, Event
     module.current_stream = module.default_stream = lambda device=None: Stream()
     module.stream = module.device = lambda chosen: contextlib.nullcontext()
     return module

@@ -107,7 +107,7 @@ def packed_line(cfg: Config, arch: Architecture, ranks: int, mode: FakeTensorMod
     M, d = len(packed.source), arch.head_dim
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *places: Tensor) -> Tensor:
-        line = packing.Packing(packed.calls, **dict(zip(names, places, strict=True)))
+        line = packing.Packing(**dict(zip(names, places, strict=True)))
         return line.attention(query, key, value, d**-0.5)
 
     sizes = {"query": heads, "key": kv_heads, "value": kv_heads}
