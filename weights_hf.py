@@ -333,7 +333,7 @@ def save_model(tensors: Iterator[tuple[str, Tensor]], out_dir: Path, shard_bytes
     for name, tensor in tensors:
         if batch and sum(held.nbytes for held in batch.values()) + tensor.nbytes > shard_bytes:
             flush()
-        batch[name] = tensor.contiguous().clone()
+        batch[name] = tensor.cpu().contiguous().clone()  # on the host, until the file is full
         total += tensor.nbytes
     flush()
     index = out_dir / "model.safetensors.index.json"

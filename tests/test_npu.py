@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import fake_npu
@@ -41,7 +42,15 @@ def settings(layout: str, model: Path, out: Path) -> config.Config:
     return training.in_layout(training.config(model, out, **STEPS, **RUNS[layout]), layout)
 
 
+def life(folder: Path) -> config.Config:
+    """A run that makes its tiny model, with a supervised warm start."""
+    sizes = training.SIZES | {"architecture": "qwen3_moe", "num_experts": 4, "warm_start_steps": 2}
+    made = {f"tiny_model__{key}": value for key, value in sizes.items()}
+    return training.in_layout(training.config(folder / "model", folder / "out", **STEPS, **made), "EP2")
+
+
 class OnNpu(NamedTuple):
+    folder: Path
     runs: dict[str, tuple[Path, list[dict]]]  # by layout: the folder of the run, and each rank's answers
     operations: dict  # what npu_process.py wrote about them; nothing under the real MindSpeed
     hour: dict  # the report of the first hour: only with --all, and not under the real MindSpeed
@@ -52,6 +61,7 @@ def run_on_npu(model: Path, folder: Path, mindspeed: str) -> OnNpu:
     runs = {layout: settings(layout, model, folder / layout / "out") for layout in RUNS}
     hour = training.in_layout(training.config(model, folder / "hour", train__stall_seconds=100), "TP2_EP2")
     files = {f"{layout}/config": cfg for layout, cfg in runs.items()}
+    files["life/config"] = life(folder / "life")
     for name, cfg in (files | ({"hour": hour} if all_asked and not mindspeed else {})).items():
         (folder / f"{name}.yaml").parent.mkdir(exist_ok=True)
         (folder / f"{name}.yaml").write_text(config.to_yaml(cfg.model_copy(update={"device": "npu"})))
@@ -67,8 +77,8 @@ def run_on_npu(model: Path, folder: Path, mindspeed: str) -> OnNpu:
     for layout, cfg in runs.items():
         answers = [folder / layout / f"answer-{rank}" for rank in range(world.LAYOUTS[layout][0])]
         found[layout] = (training.only_run(cfg), [json.loads(path.read_text()) for path in answers])
-    operations, report = (folder / f"{name}.json" for name in ("operations", "report"))
-    return OnNpu(found, *(json.loads(path.read_text()) if path.exists() else {} for path in (operations, report)))
+    files = [folder / f"{name}.json" for name in ("operations", "report")]
+    return OnNpu(folder, found, *(json.loads(path.read_text()) if path.exists() else {} for path in files))
 
 
 @pytest.fixture(scope="module")
@@ -120,9 +130,10 @@ def test_in_bf16_a_resumed_training_samples_with_the_trainers_policy(layout, on_
     rows, wanted = training.metrics(run), training.metrics(on_cpu[layout])
     assert [row["step"] for row in rows] == [1, 2, 3] and "resumed" in (run / "log.txt").read_text()
     assert rows[0]["sync/checksum"] == pytest.approx(wanted[0]["sync/checksum"], rel=1e-12)  # the same start
+    # The trainer's float32 weights in the sampler give 1e-2 or more. A single step has few tokens.
+    assert fmean(row["rollout/logp_gap_mean"] for row in rows) < 5e-3
     low, high = {"merged": (0.1, 0.5), "adapter": (1e-3, 5e-3)}[POLICIES[layout]]
     for row, want in zip(rows, wanted, strict=True):
-        assert row["rollout/logp_gap_mean"] < 5e-3  # the trainer's float32 weights in the sampler give 1e-2 or more
         assert row["actor/entropy"] == pytest.approx(want["actor/entropy"], abs=5e-3)
         assert row["sync/update_share"] == pytest.approx(1, abs=0.03)
         assert row["step"] == 1 or low < row["sync/update_error"] < high
@@ -155,6 +166,19 @@ def test_torch_is_patched_as_mindspeed_patches_it(on_npu, request):
         names = {name for name in rank["patched"] if name.startswith(("torch.", "importlib."))}
         ours = {name for name in names if not name.startswith("torch.cuda.")}
         assert ours == (set(fake_npu.mindspeed_patches()) if "MindSpeed" in request.node.name else set())
+
+
+@pytest.mark.slow
+def test_a_whole_life_on_the_npu_mixes_no_devices(on_npu):
+    """A warm start of 2 steps, 3 steps interrupted and resumed, evaluations, exports, and two layers compared.
+
+    npu_process.py ends with 0 only if each of these does; a tensor of the CPU beside one of the NPU is an error.
+    """
+    folder = on_npu.folder / "life"
+    (run,) = (folder / "out").glob("tiny-*")
+    assert len(training.metrics(run)) == 3 and "resumed" in (run / "log.txt").read_text()
+    assert {"tiny_model.json", "model.safetensors"} <= {path.name for path in (folder / "model").iterdir()}
+    assert (folder / "merged" / "config.json").exists() and (folder / "adapter" / "adapter_config.json").exists()
 
 
 @pytest.mark.slow

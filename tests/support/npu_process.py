@@ -2,7 +2,8 @@
 
     python tests/support/npu_process.py FOLDER [MINDSPEED_DIR]
 
-FOLDER/operations.json gets what the operations gave. Every FOLDER/LAYOUT/config.yaml is a training: train_grpo.start on
+FOLDER/operations.json gets what the operations gave. FOLDER/life/config.yaml makes its tiny model, is trained,
+evaluated and exported, and has two layers compared. Every FOLDER/LAYOUT/config.yaml is a training: train_grpo.start on
 every rank, interrupted in step INTERRUPTED and then resumed. Rank r writes the groups and the kernels that it used to
 FOLDER/LAYOUT/answer-r. All of them are forked, so that torch and Megatron are imported only once. With a real
 MindSpeed, every rank imports MindSpeed and Megatron itself, in the order of a run, and only the trainings are run. At
@@ -287,6 +288,33 @@ def train(folder: Path, interrupted: bool) -> None:
     (folder / f"answer-{os.environ['RANK']}").write_text(json.dumps(answers))
 
 
+def after_the_training(folder: Path) -> int:
+    """The highest exit code of both exports of the run of FOLDER and of an evaluation of its base, on one rank."""
+    import config
+    import evaluate
+    import export
+
+    (run,) = Path(config.load_config(folder / "config.yaml").train.out_dir).glob("tiny-*")
+    (run / "config.yaml").write_text((folder / "config.yaml").read_text())  # training.lighten leaves it out
+    exports = [export.main([str(run), f"--{kind}", str(folder / kind)]) for kind in ("merged", "adapter")]
+    return max(*exports, evaluate.main([str(folder / "config.yaml"), "parallel.expert=1"]))
+
+
+def layers(folder: Path) -> int:
+    """The exit code of `preflight.py --layers` on this rank."""
+    from checks import layers_check
+
+    return layers_check.main([str(folder / "config.yaml"), "--folder", str(folder / "layers")])
+
+
+def life(folder: Path) -> list[int]:
+    """The exit codes of all that a user does with FOLDER/config.yaml on two ranks, from its tiny model on."""
+    import world
+
+    codes = world.as_torchrun(2, train, folder, True) + world.as_torchrun(2, train, folder, False)
+    return codes + world.as_torchrun(1, after_the_training, folder) + world.as_torchrun(2, layers, folder)
+
+
 def first_hour_of(folder: Path) -> int:
     """The exit code of the first hour of FOLDER/hour.yaml. The doctor examines the server of healthy.py."""
     import healthy
@@ -314,9 +342,11 @@ def main(folder: str, mindspeed: str = "") -> int:
         npu_device = devices.resolve("npu")
         devices.adapt(npu_device)
         devices.import_megatron(npu_device)
-    for path in sorted(Path(folder).glob("*/config.yaml")):
+    for path in sorted(Path(folder).glob("[!a-z]*/config.yaml")):
         for interrupted in (True, False):
             codes += world.as_torchrun(world.LAYOUTS[path.parent.name][0], train, path.parent, interrupted)
+    if Path(folder, "life").exists():
+        codes += life(Path(folder, "life"))
     if Path(folder, "hour.yaml").exists():
         codes.append(first_hour_of(Path(folder)))
     return int(any(codes))
