@@ -37,16 +37,19 @@ def resolve_config(
     """The file at ``path`` with the overrides applied, and notes for the user; InputError if anything is wrong.
 
     The file must be right on its own. An idle key (one that the run would not read) in the file or among the overrides
-    is an error. But if only the overrides made a key of the file idle, it takes its default, and a note says so. A file
-    with a tiny_model section says that its own model.path is to be made. An override of model.path alone may be a
-    mistyped folder, or a model to download, so a folder that does not exist needs a tiny_model key beside it.
+    is an error. But if only the overrides made a key of the file idle, it takes its default, and a note says so. The
+    same holds for an override `section.key:=value`, as the run scripts give their own. A file with a tiny_model section
+    says that its own model.path is to be made. An override of model.path alone may be a mistyped folder, or a model to
+    download, so a folder that does not exist needs a tiny_model key beside it.
     """
     file_tree = read_file(path)
     _refuse_idle(flatten(file_tree), _typed(file_tree, f"{path}: "), f"{path}: ")
 
     tree, given, notes = file_tree, set(), []
     for key, value in map(parse_override, overrides):
-        tree = _with(tree, key, value)
+        tree = _with(tree, key.removesuffix(":"), value)
+        if key.endswith(":"):
+            continue
         if key in given:
             notes.append(f"{key}: given twice on the command line, the last one counts")
         given |= {key, ".".join(key.split(".")[:2])} if key.count(".") > 1 else {key}
@@ -320,7 +323,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def with_sources(cfg: Config, file_tree: dict, overrides: Sequence[str]) -> list[str]:
     """The lines of to_yaml, each key with a comment that says where its value comes from."""
-    given, section, lines = {parse_override(one)[0] for one in overrides}, "", []
+    given, section, lines = {parse_override(one)[0].removesuffix(":") for one in overrides}, "", []
     named, leaves = flatten(file_tree).keys(), flatten(to_dict(cfg)).keys()
     for line in to_yaml(cfg).splitlines():
         indent, name = re.match(r"( *)(\w*)", line).groups()

@@ -65,7 +65,9 @@ launch() {
     [ -z "$MODEL" ] || overrides+=("model.path=$MODEL")
     [ -z "$TRAIN" ] || overrides+=("data.train_path=$TRAIN" "data.test_path=$TEST")
     [ -z "$OUT" ] || overrides+=("train.out_dir=$OUT")
-    overrides+=("${EXTRA[@]}" "${given[@]}")   # the last value of a key counts, so the command line comes last
+    overrides+=("${EXTRA[@]}")
+    # With := a key that this run does not read gets a note, and no error: the command line may choose another engine.
+    overrides=("${overrides[@]/=/:=}" "${given[@]}")   # the last value of a key counts, so the command line comes last
 
     # parallel_setup.py is torchrun that ends without a traceback.
     # --tee: the output of every rank goes to its own file in $OUT/logs/<launch>/attempt_0/<rank>/ and, after [rank], to the

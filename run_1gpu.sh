@@ -6,6 +6,9 @@
 # Qwen1.5-MoE-A2.7B on 80 GB, with a smaller cache; Qwen3-30B-A3B on an H200, whose frozen experts trainer and vLLM then share:
 #   CONFIG=configs/qwen15_moe.yaml MODEL=models/Qwen1.5-MoE-A2.7B-Chat bash run_1gpu.sh rollout.kv_cache_mib=9216
 #   CONFIG=configs/qwen3.yaml MODEL=models/Qwen3-30B-A3B-Instruct-2507 GIB=139 bash run_1gpu.sh rollout.sync=adapter
+#
+# Without vLLM, with the embedded sampler. It keeps keys and values of up to 512 rows at their full length, so a step has fewer:
+#   bash run_1gpu.sh rollout.engine=torch rollout.prompts_per_step=16 optim.prompts_per_update=4
 
 set -euo pipefail
 

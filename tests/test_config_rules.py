@@ -134,6 +134,9 @@ def test_a_key_of_the_file_that_an_override_makes_idle_is_noted_and_takes_its_de
     )
     assert cfg.data.num_train == 99 and [note.split(":")[0] for note in notes] == ["data.num_test"]
     assert "loss.kl_coef: not read" in refusal(TINY, "loss.kl=none", "loss.kl_coef=0.1")
+    cfg, notes = resolve_config(TINY, ["loss.kl_coef:=0.1", "loss.kl=none", "train.steps:=30", "train.steps=40"])
+    assert (cfg.train.steps, notes) == (40, ["loss.kl_coef: not read, loss.kl is none"])
+    assert load_config(TINY, ["loss.kl_coef:=0.1"]).loss.kl_coef == 0.1
 
 
 def test_a_dotted_key_reaches_a_member_of_an_option_and_leaves_its_others():

@@ -22,6 +22,7 @@ from scope import cases
 
 from config import load_config
 from inputs import hf_config
+from inputs.files import InputError
 from inputs.layout_rules import check_layout, sides
 
 ROOT = Path(__file__).parents[1]
@@ -348,6 +349,7 @@ def test_run_script_plans_a_run_whose_configuration_loads_and_fits_in_every_layo
         ({"CONFIG": "configs/qwen15_moe.yaml", "MODEL": ""}, ("rollout.kv_cache_mib=9216",), 0),
         ({"CONFIG": "configs/qwen3.yaml", "MODEL": "", "GIB": "139"}, ("model.quantisation=int4",), 0),
         ({"CONFIG": "configs/qwen3.yaml", "MODEL": ""}, ("model.quantisation=int4",), 1),  # not on 80 GB
+        ({}, ("rollout.engine=torch", "rollout.prompts_per_step=16", "optim.prompts_per_update=4"), 0),
     ],
 )
 def test_one_gpu_holds_the_models_that_its_script_names(own, arguments, code) -> None:
@@ -356,10 +358,22 @@ def test_one_gpu_holds_the_models_that_its_script_names(own, arguments, code) ->
     assert "tensor 1 x data 1 = expert_tensor 1 x expert 1" in plan.stdout
 
 
+@pytest.mark.parametrize("script", run_scripts.SCRIPTS)
+def test_an_engine_that_does_not_read_the_scripts_own_keys_can_be_chosen(script: str) -> None:
+    """As can other questions. A key of the command line that nobody reads is still refused."""
+    own = ("rollout.engine=torch", "data.source=arithmetic", "lora.targets=[linear_qkv]")
+    path, overrides, _ = run_scripts.training(run_scripts.planned(script, *own)[1])
+    cfg = load_config(ROOT / path, overrides)
+    assert (cfg.rollout.engine, cfg.data.source) == ("torch", "arithmetic")
+    assert (cfg.rollout.tensor, cfg.rollout.kv_cache_mib, cfg.data.train_path) == (1, 512, "")  # the defaults
+    with pytest.raises(InputError, match="override rollout.tensor: not read, rollout.engine is not vllm"):
+        load_config(ROOT / path, [*overrides, "rollout.tensor=1"])
+
+
 def test_users_own_settings_reach_the_run() -> None:
     own = {"MODEL": "/m/q", "HCCL_BUFFSIZE": "100", "OUT": "/o", "LAYOUT": "tp4_ep8"}
     lines, command = run_scripts.planned("run_16npu.sh", "data.instruction=a b", "parallel.tensor=2", **own)
-    assert {"data.instruction=a b", "model.path=/m/q", "train.out_dir=/o", "--log-dir=/o/logs"} <= set(command)
+    assert {"data.instruction=a b", "model.path:=/m/q", "train.out_dir:=/o", "--log-dir=/o/logs"} <= set(command)
     assert "export HCCL_BUFFSIZE=100" in lines
     assert checked(command, QWEN3_30B_A3B) == (2, 8)  # the command line's own comes last
     done = run_scripts.start("run_16npu.sh", "train.steps")
@@ -381,7 +395,7 @@ def test_two_machines_spread_the_experts_over_all_dies_and_take_their_own_addres
     _, first = run_scripts.planned("run_2node.sh", **own, RENDEZVOUS="192.0.2.1:29400")
     assert "--rdzv-conf=is_host=1" in first
     assert {"export HCCL_IF_IP=192.0.2.1", "export HCCL_SOCKET_IFNAME==eth1"} <= set(lines)
-    assert not any("rollout.expert_parallel=false" in word for word in command)  # pushed locally
+    assert not any("rollout.expert_parallel" in word for word in command)  # pushed locally
     _, groups = run_scripts.planned("run_2node.sh", "--groups", **own)
     place = command.index("train_grpo.py")
     assert groups == [*command[:place], "preflight.py", "--groups", *command[place + 1 :]]
@@ -394,7 +408,7 @@ def test_two_machines_meet_where_they_are_told() -> None:
     assert {"export GLOO_SOCKET_IFNAME=eth1", "export HCCL_SOCKET_IFNAME==eth1"} <= set(lines)
     _, command = run_scripts.planned("run_2node.sh", DEVICE="cpu", RESTARTS="2", RENDEZVOUS="")
     alone = {"--rdzv-endpoint=localhost:29400", "--local-addr=localhost", "--nproc_per_node=1", "--max-restarts=2"}
-    assert alone | {"configs/tiny_cpu.yaml", "device=cpu"} <= set(command)
+    assert alone | {"configs/tiny_cpu.yaml", "device:=cpu"} <= set(command)
     assert run_scripts.start("run_2node.sh", RENDEZVOUS="").stderr.startswith("error: RENDEZVOUS: not given; needed:")
 
 
