@@ -68,11 +68,25 @@ def check_ram(machine: Machine) -> list[Finding]:
     return first("memory", said, (available < needed, "warn", said, "fewer ranks, or a machine with more"))
 
 
+LISTS = {  # kind of machine -> how to install what the code imports
+    "npu": "pip install --no-deps -r requirements/npu-image.txt in vllm-ascend's image, requirements/npu.txt elsewhere "
+    "(docs/npu.md)",
+    "cuda": "pip install --no-deps -r requirements/cuda.txt",
+}
+
+
+def check_packages(machine: Machine) -> list[Finding]:
+    """The other packages that the code of this repository imports."""
+    missing = [name for name in environment.OUR_PACKAGES if machine.version(name) is None]
+    said = f"{len(environment.OUR_PACKAGES)} that the code imports are installed"
+    return first("packages", said, (missing, "fail", f"not installed: {', '.join(missing)}", LISTS[machine.kind]))
+
+
 # -------------------------------------------------------------------------------------------------------------- cuda
 
 
 def check_cuda(machine: Machine) -> list[Finding]:
-    """The driver, and as many visible devices as ranks."""
+    """The driver, and as many visible devices as ranks. Some sandboxes hide the driver's file from a working device."""
     driver = re.search(r"Kernel Module\s+(\S+)", machine.text("proc/driver/nvidia/version"))
     nodes, shown = machine.device_nodes("nvidia"), machine.env.get("CUDA_VISIBLE_DEVICES")
     count = len(nodes) if shown is None else len([part for part in shown.split(",") if part.strip()])
@@ -82,7 +96,7 @@ def check_cuda(machine: Machine) -> list[Finding]:
         *first(
             "driver",
             driver[1] if driver else "",
-            (not driver, "fail", "no /proc/driver/nvidia/version", f"install the driver; {container}"),
+            (not driver, "warn", "unknown: no /proc/driver/nvidia/version", f"nvidia-smi; {container}"),
         ),
         *first("devices", said, (count < wanted, "fail", said, f"unset CUDA_VISIBLE_DEVICES; {container}")),
     ]
@@ -209,17 +223,19 @@ def check_git(machine: Machine) -> list[Finding]:
 # ---------------------------------------------------------------------------------------------------------- the checks
 
 CHECKS: dict[str, tuple[Check, ...]] = {  # kind of machine -> its checks, in order
-    "npu": (*doctor_npu.CHECKS, *doctor_variables.CHECKS, check_open_files, check_shared_memory, check_ram),
+    "npu": (
+        *doctor_npu.CHECKS, check_packages, *doctor_variables.CHECKS, check_open_files, check_shared_memory, check_ram,
+    ),
     "cuda": (
-        check_cuda, check_cuda_runtime, doctor_npu.check_torch_build, check_cuda_versions, check_open_files,
-        check_shared_memory, check_ram,
+        check_cuda, check_cuda_runtime, doctor_npu.check_torch_build, check_cuda_versions, check_packages,
+        check_open_files, check_shared_memory, check_ram,
     ),
     "cpu": (doctor_npu.check_autoload, check_shared_memory, check_ram),
 }  # fmt: skip
 RUN: tuple[Check, ...] = (check_model_files, check_data_files, check_disk, check_git)  # with a configuration
 QUICK: dict[str, tuple[Check, ...]] = {  # those that start no command and load no library
-    "npu": (*doctor_npu.QUICK, *doctor_variables.QUICK, check_open_files),
-    "cuda": (check_cuda, doctor_npu.check_torch_build, check_cuda_versions, check_open_files),
+    "npu": (*doctor_npu.QUICK, check_packages, *doctor_variables.QUICK, check_open_files),
+    "cuda": (check_cuda, doctor_npu.check_torch_build, check_cuda_versions, check_packages, check_open_files),
     "cpu": (),
 }
 

@@ -173,22 +173,6 @@ def release(version: str) -> str:
     return ".".join(re.findall(r"\d+", version)[:3])
 
 
-def check_packages(machine: Machine) -> list[Finding]:
-    """The other packages that the code of this repository imports."""
-    missing = [name for name in environment.OUR_PACKAGES if machine.version(name) is None]
-    return first(
-        "packages",
-        f"{len(environment.OUR_PACKAGES)} that the code imports are installed",
-        (
-            missing,
-            "fail",
-            f"not installed: {', '.join(missing)}",
-            "pip install --no-deps -r requirements/npu-image.txt in vllm-ascend's image, "
-            "requirements/npu.txt elsewhere (docs/npu.md)",
-        ),
-    )
-
-
 def check_chip(machine: Machine) -> list[Finding]:
     """vllm-ascend is compiled for one kind of chip, and its engine stops with an assertion on another kind.
 
@@ -386,7 +370,6 @@ CHECKS: tuple[Check, ...] = (
     check_autoload,
     check_torch_build,
     check_versions,
-    check_packages,
     check_chip,
     check_vllm_kernels,
     check_compiler,
@@ -394,4 +377,4 @@ CHECKS: tuple[Check, ...] = (
     check_runtime,
     check_ray,
 )
-QUICK = (check_cann, check_autoload, check_torch_build, check_versions, check_packages, check_dies)
+QUICK = (check_cann, check_autoload, check_torch_build, check_versions, check_dies)

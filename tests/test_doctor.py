@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -136,7 +137,7 @@ FAULTS = [  # (check, fault, the line that it must print)
     ),
     (N.check_versions, versions(torch_npu="2.9.0"), "fail  versions: torch-npu 2.9.0 beside torch 2.10.0+cpu; both"),
     (N.check_versions, versions(triton="3.6.0"), "fail  versions: triton 3.6.0 lies in the folder of triton-ascend"),
-    (N.check_packages, versions(pyarrow=None), "fail  packages: not installed: pyarrow; pip install --no-deps"),
+    (D.check_packages, versions(pyarrow=None), "fail  packages: not installed: pyarrow; pip install --no-deps"),
     (
         N.check_chip,
         attribute(package_file=lambda *of: "__device_type__ = 'A2'\n"),
@@ -276,7 +277,12 @@ FAULTS = [  # (check, fault, the line that it must print)
 
 
 CUDA_FAULTS = [
-    (D.check_cuda, file("proc/driver/nvidia/version", None), "fail  driver: no /proc/driver/nvidia/version"),
+    (D.check_cuda, file("proc/driver/nvidia/version", None), "warn  driver: unknown: no /proc/driver/nvidia/version"),
+    (
+        D.check_packages,
+        versions(CUDA_VERSIONS, pydantic=None, pyarrow=None),
+        "fail  packages: not installed: pyarrow, pydantic; pip install --no-deps -r requirements/cuda.txt",
+    ),
     (D.check_cuda, environment(CUDA_VISIBLE_DEVICES="0,1"), "fail  devices: 8 in /dev, 2 visible, 8 wanted"),
     (N.check_torch_build, versions(torch="2.10.0+cpu"), "fail  torch build: 2.10.0+cpu is not for CUDA"),
     (
@@ -302,6 +308,16 @@ def test_planted_fault_is_found_by_its_check(healthy, check, plant, line, tmp_pa
     level = line.split()[0]
     assert all(finding.todo for finding in check(where) if finding.level in ("warn", "fail"))
     assert any(finding.level == level for finding in doctor.examine(where))
+
+
+def test_a_sandbox_that_hides_the_drivers_file_is_not_refused_and_a_device_that_does_not_open_is(tmp_path) -> None:
+    where = cuda(tmp_path)
+    file("proc/driver/nvidia/version", None)(where)
+    assert not [finding for finding in doctor.examine(where) if finding.level == "fail"]
+    command("mem_get_info", 1, "RuntimeError: Found no NVIDIA driver on your system")(where)
+    where = dataclasses.replace(where)  # without the answer of before
+    failed = [str(finding) for finding in doctor.examine(where) if finding.level == "fail"]
+    assert failed[0].startswith("fail  CUDA: torch cannot open the devices: RuntimeError: Found no NVIDIA driver")
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ CUDA_VERSIONS = {  # the versions of requirements/cuda.txt
     "transformers": "5.19.0",
     "vllm": "0.30.0",
     "megatron-core": "0.16.1",
-}
+} | dict.fromkeys(environment.OUR_PACKAGES, "1.0")
 # The two dies of the first card of a 910C; the lines are from vllm-ascend's issue 2534.
 NPU_SMI = """
 | NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
