@@ -276,6 +276,25 @@ def check_factors(
                 raise InputError(f"load_adapter: {letter} of {name} has NaN or infinity")
 
 
+def fault_of_log_probs(completions: list[list[Completion]], dtype: torch.dtype) -> str:
+    """What is wrong with a model or a sampler that reports a log-prob which is not finite; "" if all are finite.
+
+    An overflow makes all of a row NaN. -inf says that a token of probability 0 was drawn.
+    """
+    for one in (one for group in completions for one in group):
+        wrong = ~np.isfinite(one.logp)
+        if not wrong.any():
+            continue
+        place = int(wrong.argmax())
+        if one.logp[place] != -np.inf:
+            return f"sample: a log-probability is not finite: the loaded model overflows in {dtype}"
+        return (
+            f"sample: token {one.tokens[place]} was drawn, whose probability is 0. This is a fault of the sampler; "
+            "vllm-ascend before 0.30.0rc2 draws ids beyond the tokenizer when it draws by itself (vllm-ascend 13394)"
+        )
+    return ""
+
+
 def check_finite(tensors: Mapping[str, Tensor]) -> None:
     """Raise InputError for tensors with NaN or infinity. It waits for the device once, for all of them together."""
     # A sum takes a tenth of the time of isfinite. A sum of finite numbers can overflow, so isfinite decides.

@@ -21,6 +21,17 @@ class Kind(NamedTuple):
     packages: str = ""  # the set of packages that setup_cpu.sh installs for it
 
 
+def whole_experts(device: str, *, routes: bool, adapter: bool) -> bool:
+    """Whether each rank of a replica of vLLM holds some of the experts whole; otherwise it holds a part of every one.
+
+    Not on a CPU, where vLLM's expert parallelism crashes. Not on an NPU while routes are recorded: the ranks would
+    split the tokens, and vllm-ascend 0.23.0 would record the routes of one rank's share. Nor on an NPU with an adapter:
+    vllm-ascend 0.30.0rc2 would exchange tokens by AlltoAll, which copies counts to the host in each layer, so that no
+    graph can be captured (ascend_forward_context.py, select_moe_comm_method).
+    """
+    return device != "cpu" and not (device == "npu" and (routes or adapter))
+
+
 EngineName = Literal["torch", "vllm"]
 ENGINES: dict[EngineName, Kind] = {
     "torch": Kind("engines.torch_sampler", prefers_factors=True, alters=True),

@@ -15,7 +15,7 @@ from config import derive_seed
 from device import DTYPES
 from engines.capacity import MOST_SEQUENCES
 from engines.drawing import likeliest, normals_of, pick, uniforms_of
-from engines.interface import Completion, Engine, Rule, Stack
+from engines.interface import Completion, Engine, Rule, Stack, fault_of_log_probs
 from engines.torch_cache import LineCache, RowCache
 from engines.torch_decoder import Decoder
 from inputs.files import InputError
@@ -170,8 +170,6 @@ class TorchSampler(Engine):
             if routes is not None:
                 routes[n].index_copy_(0, row_ids, torch.stack(experts, 1).to(torch.uint8))
 
-        if not logps.isfinite().all():
-            raise InputError(f"sample: a log-probability is not finite: the loaded model overflows in {decoder.dtype}")
         generated = (tokens >= 0).sum(0).tolist()
         tokens, logps, answers = tokens.t().tolist(), logps.t().tolist(), []
         if routes is not None:
@@ -185,6 +183,8 @@ class TorchSampler(Engine):
                 experts = torch.cat([of_prompt, routes[: count - 1, row]]).numpy()
             reason = "stop" if tokens[row][count - 1] in self.stop_tokens else "length"
             answers.append(Completion(tokens[row][:count], logps[row][:count], reason, experts, head))
+        if fault := fault_of_log_probs([answers], decoder.dtype):
+            raise InputError(fault)
         return answers
 
 

@@ -22,7 +22,6 @@ from torch import Tensor
 
 import weights_hf
 from architecture import Architecture, tensor_shapes
-from config import derive_seed
 from engines import vllm_adapter, vllm_ascend, vllm_inside
 from engines.capacity import MOST_SEQUENCES, PREFILL_TOKENS
 from engines.drawing import uniforms_of
@@ -35,9 +34,10 @@ from engines.interface import (
     check_arrival,
     check_complete,
     check_finite,
+    fault_of_log_probs,
     refuse_first,
 )
-from engines.kinds import ENGINES
+from engines.kinds import ENGINES, whole_experts
 from inputs import environment
 from inputs.config_rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from inputs.files import InputError
@@ -185,7 +185,7 @@ class VllmEngine(Engine):
                 skip_tokenizer_init=True,  # tokens in, tokens out
                 generation_config="vllm",  # the folder's file would add stop tokens and defaults
                 dtype=dtype,
-                seed=0,  # unused: every request draws from the table, or has its own seed
+                seed=0,  # unused: every request draws from the table
                 max_model_len=max_tokens,
                 max_num_seqs=max_sequences,
                 max_num_batched_tokens=max(PREFILL_TOKENS, max_tokens),
@@ -218,13 +218,11 @@ class VllmEngine(Engine):
 
     def _more_arguments(self, tensor: int, ranks: int, *, enforce_eager: bool, max_sequences: int) -> dict:
         """Arguments of vllm.LLM that depend on the device and on how the ranks share an engine."""
-        on_npu = self.device.type == "npu"
-        # On a CPU expert parallelism crashes. On an NPU the ranks of a replica then split the tokens, and vllm-ascend
-        # 0.23.0 would record the routes of one rank's share; without it they split each expert.
-        whole_experts = self.device.type != "cpu" and not (on_npu and self.routed_experts)
+        device = self.device.type
+        divided = whole_experts(device, routes=self.routed_experts, adapter=self.adapter is not None)
         return {
-            "enable_expert_parallel": whole_experts and tensor > 1,
-            **(vllm_ascend.arguments(enforce_eager, max_sequences) if on_npu else {}),
+            "enable_expert_parallel": divided and tensor > 1,
+            **(vllm_ascend.arguments(enforce_eager, max_sequences) if device == "npu" else {}),
         }
 
     # -------------------------------------------------------------------------------------------------------- weights
@@ -302,10 +300,7 @@ class VllmEngine(Engine):
     def _sample(
         self, prompts: list[list[int]], seeds: list[int], num_samples: int, rule: Rule, routed: bool
     ) -> list[list[Completion]]:
-        """See Engine.sample. Tokens are drawn from the table of engines.drawing, as in the embedded sampler.
-
-        Where vLLM has no place for it, sample j of prompt i has a seed of its own from (seeds[i], j).
-        """
+        """See Engine.sample. Tokens are drawn from the table of engines.drawing, as in the embedded sampler."""
         from vllm import SamplingParams
 
         temperature = rule.temperature
@@ -328,18 +323,16 @@ class VllmEngine(Engine):
         )
         head = min(rule.head, self.arch.vocab_size)
         places = [(i, j) for i in range(len(prompts)) for j in range(num_samples)]
-        seed_of_request = list(range(len(places)))  # its row of the table
-        if self.draws is None:
-            seed_of_request = [derive_seed(seeds[i], "sample", j) for i, j in places]
-        else:
-            uniforms = uniforms_of(seeds, num_samples, rule.max_new_tokens).flatten(0, 1) if temperature else None
-            self.draws.set_table(uniforms)
+        uniforms = uniforms_of(seeds, num_samples, rule.max_new_tokens).flatten(0, 1) if temperature else None
+        self.draws.set_table(uniforms)
+        # seed: its row of the table. logprobs: of the sampled token and so many of the likeliest. ignore_eos: only
+        # stop_token_ids end a row.
         rules = [
             SamplingParams(
-                temperature=temperature, seed=seed, max_tokens=rule.max_new_tokens,
+                temperature=temperature, seed=row, max_tokens=rule.max_new_tokens,
                 logprobs=head, stop_token_ids=self.stop_tokens, ignore_eos=True, detokenize=False, flat_logprobs=True,
-            )  # logprobs: of the sampled token and so many of the likeliest; ignore_eos: only stop_token_ids end a row
-            for seed in seed_of_request
+            )
+            for row in range(len(places))
         ]  # fmt: skip
         with vllm_inside.surroundings_kept(self.device):
             asked = [{"prompt_token_ids": prompts[i]} for i, _ in places]
@@ -360,11 +353,11 @@ class VllmEngine(Engine):
                 routes = self._routes(one.routed_experts, len(prompts[i]) + len(tokens) - 1)
             of_head = (ids[:, 1:], logps[:, 1:]) if head else ()
             completions[i].append(Completion(tokens, logp, one.finish_reason, routes, of_head))
-        if not all(np.isfinite(one.logp).all() for group in completions for one in group):
+        if fault := fault_of_log_probs(completions, self.dtype):
             # A value that is not finite would stay in the cache: attention masks unused slots by adding -inf.
             self.llm.collective_rpc(vllm_inside.clear_caches)
             self.llm.reset_prefix_cache()
-            raise InputError(f"sample: a log-probability is not finite: the loaded model overflows in {self.dtype}")
+            raise InputError(fault)
         return completions
 
     def layer_outputs(self, prompt: list[int]) -> list[Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engines.drawing import pick
 from engines.interface import Rule, Stack
+from inputs.files import InputError
 
 LAYER = r"model\.layers\.\d+"  # the name of a decoder layer in vLLM's models
 
@@ -201,8 +202,8 @@ class TableDraws:
         return self._draw(logits, self.runner.sampler.sampling_states.seeds.gpu[slots], generated), logits
 
 
-def draw_by_table(worker) -> TableDraws | None:
-    """Let the worker draw from tables. None: this vLLM has no place for it, so each request needs a seed of its own.
+def draw_by_table(worker) -> TableDraws:
+    """Let the worker draw from tables. InputError for a vLLM that has no place for it, and would draw by itself.
 
     Model Runner V1 of vLLM and of vllm-ascend calls topk_topp_sampler for every batch of random requests. Model Runner
     V2 has _sample_random in vLLM 0.30; that of 0.23 draws inside a function that also applies penalties and bias.
@@ -216,7 +217,10 @@ def draw_by_table(worker) -> TableDraws | None:
         draws = TableDraws(runner, sampler._sample_random)
         sampler._sample_random = draws.in_runner_2
         return draws
-    return None
+    raise InputError(
+        "rollout.engine: Model Runner V2 of this vLLM draws tokens by itself, on an NPU perhaps some of probability 0 "
+        "(vllm-ascend 13394); needed: unset VLLM_USE_V2_MODEL_RUNNER"
+    )
 
 
 def clear_caches(worker) -> None:

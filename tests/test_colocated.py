@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import os
 import warnings
 from collections.abc import Iterator
@@ -263,22 +264,24 @@ def test_what_the_experts_kernels_or_their_window_cannot_take_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("tensor", "change", "message"),
+    ("tensor", "change", "key", "message"),
     [
-        (4, {}, ""),
-        (1, {"hidden_size": 512}, ""),  # all experts are on one rank
-        (4, {"hidden_size": 512}, "rollout.tensor: an NPU's expert kernels need hidden_size from 1024"),
+        (4, {}, "", ""),
+        (1, {"hidden_size": 512}, "", ""),  # all experts are on one rank
+        (4, {"hidden_size": 512}, "", "rollout.tensor: an NPU's expert kernels need hidden_size from 1024"),
+        (4, {"hidden_size": 512}, "rollout.sync=adapter", ""),  # the ranks split each expert, so MC2 sends nothing
     ],
 )
 def test_the_ranks_of_a_replica_on_an_npu_need_the_experts_kernels_too(
-    monkeypatch, tensor: int, change: dict, message: str
+    monkeypatch, tensor: int, change: dict, key: str, message: str
 ) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", {"vllm": "0.30.0+empty"}.get)
     monkeypatch.setattr(devices, "resolve", lambda name: SimpleNamespace(type="npu"))
     monkeypatch.setattr(vllm_engine, "check", lambda *args, **more: None)
     monkeypatch.delenv("HCCL_BUFFSIZE", raising=False)
     arch = dataclasses.replace(hf_config.parse(published.QWEN3_30B_A3B), **change)
     sizes = [f"rollout.tensor={tensor}", "rollout.expert_parallel=false", "rollout.engine=vllm"]
-    cfg = load_config(ROOT / "configs" / "qwen3.yaml", sizes)
+    cfg = load_config(ROOT / "configs" / "qwen3.yaml", [*sizes, *key.split()])
     with pytest.raises(InputError, match=message) if message else contextlib.nullcontext():
         rollout.check_engine(cfg, arch, 16)
 

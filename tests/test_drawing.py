@@ -18,11 +18,11 @@ from sampled import FREE, assert_alike, assert_drawn, flat
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_ranks import PROMPTS, SEEDS
 
-from config import derive_seed
-from engines import vllm_inside
+from engines import torch_sampler, vllm_inside
 from engines.drawing import inverse_cdf, pick, uniforms_of
-from engines.interface import Rule
+from engines.interface import Completion, Rule, fault_of_log_probs
 from engines.torch_sampler import TorchSampler
+from inputs.files import InputError
 
 VOCABULARY = 40
 UNTRUNCATED = Rule(1, 1.0, 1.0, 0)
@@ -73,21 +73,41 @@ def test_a_row_that_vllm_preempts_and_continues_draws_the_same_tokens(sampled_mo
     assert_alike(answers, embedded(model, set()).sample(prompts, seeds=list(range(20)), **settings))
 
 
+NEVER = "sample: token 127 was drawn, whose probability is 0. This is a fault of the sampler; .* 13394"
+
+
 @pytest.mark.vllm
-def test_without_a_place_in_vllm_each_request_has_a_seed_of_its_own(sampled_models, vllm_of, monkeypatch) -> None:
-    engine = vllm_of(sampled_models("qwen3"))
-    by_table, generate, seeds = flat(engine.sample(PROMPTS, seeds=SEEDS, **FREE)), engine.llm.generate, []
-    engine.draws.set_table(None)
-    monkeypatch.setattr(engine, "draws", None)
+def test_a_drawn_token_of_probability_0_is_called_a_fault_of_the_sampler(sampled_models, vllm_of, monkeypatch) -> None:
+    """As vllm-ascend's issue 13394 draws masked ids; the other rows of the batch are right, in both engines."""
+    model, wanted = sampled_models("qwen3"), torch.tensor(127)
 
-    def spy(asked, rules, **options):
-        seeds.append([rule.seed for rule in rules])
-        return generate(asked, rules, **options)
+    def masked(logits, *more):
+        return logits.index_fill(1, wanted, -torch.inf)
 
-    monkeypatch.setattr(engine.llm, "generate", spy)
-    first, second = (flat(engine.sample(PROMPTS, seeds=SEEDS, **FREE)) for _ in range(2))
-    assert first == second != by_table
-    assert seeds[0] == [derive_seed(seed, "sample", j) for seed in SEEDS for j in range(FREE["num_samples"])]
+    def draws_it(logits, *more):
+        token, logp = pick(masked(logits), *more)
+        token[-1] = wanted
+        return token, logp.index_fill(0, torch.tensor(len(logp) - 1), -torch.inf)
+
+    engine = vllm_of(model)
+    monkeypatch.setattr(engine.draws, "truncate", masked)
+    engine.sample(PROMPTS, seeds=SEEDS, **FREE)  # the mask alone is no fault
+    for module in (vllm_inside, torch_sampler):
+        monkeypatch.setattr(module, "pick", draws_it)
+    for each in (engine, embedded(model, set())):
+        with pytest.raises(InputError, match=NEVER):
+            each.sample(PROMPTS, seeds=SEEDS, **FREE)
+
+
+def test_the_first_log_prob_that_is_not_finite_tells_an_overflow_from_a_fault_of_the_sampler() -> None:
+    def fault(*logps: float) -> str:
+        sound = Completion([1], [-0.5], "length")
+        return fault_of_log_probs([[sound], [Completion([4, 5, 6], list(logps), "length")]], torch.bfloat16)
+
+    assert fault(0.0, -1e30, -2.0) == ""
+    assert fault(-1.0, -np.inf, np.nan).startswith("sample: token 5 was drawn, whose probability is 0")
+    assert fault(-1.0, np.nan, -np.inf).endswith("not finite: the loaded model overflows in torch.bfloat16")
+    assert fault(np.inf, -1.0, -1.0).endswith("not finite: the loaded model overflows in torch.bfloat16")
 
 
 # ------------------------------------------------------------------------------------- the hooks on given logits
@@ -198,13 +218,14 @@ def test_a_hook_keeps_vllms_truncation_and_its_log_probs(top_k, top_p) -> None:
 
 
 @pytest.mark.vllm
-def test_greedy_calls_and_versions_without_a_place_are_left_alone() -> None:
+def test_greedy_calls_are_left_alone_and_versions_without_a_place_are_refused() -> None:
     runner = hooked(runner_1([0, 1]), None)
     torch.manual_seed(0)
     before = runner.sampler.topk_topp_sampler.forward_native(logits_of(2), {}, None, None)[1]
     assert torch.equal(drawn_1(runner, logits_of(2), 0)[1], before) and runner.requests.count == 0
     older = SimpleNamespace(model_runner=SimpleNamespace(sampler=SimpleNamespace(sample=None)))
-    assert vllm_inside.draw_by_table(older) is None
+    with pytest.raises(InputError, match="rollout.engine: Model Runner V2 .*13394.*; needed: unset VLLM_USE_V2_MODEL_"):
+        vllm_inside.draw_by_table(older)
 
 
 # ------------------------------------------------------------------------------------------------- distribution

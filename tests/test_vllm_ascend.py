@@ -1,10 +1,10 @@
-"""The real vLLM and vllm-ascend, 0.23.0 or 0.30.0(rc2), with our arguments and pushes, on a stub of CANN; without NPU.
+"""The real vLLM and vllm-ascend, 0.23.0(.post1) or 0.30.0(rc2), with our arguments and pushes, on a stub of CANN.
 
 Run on cann_stub.py: the platform (A3); `create_engine_config` for every layout of the run scripts; on one rank a whole
 engine of a tiny model (worker, memory check, model, caches, warm-up), a push of whole weights through vLLM's reload,
 and sampling, with 0.23.0 also with recorded routes; on four ranks of gloo (tensor 2 x data 2, experts over all) the
 groups, the model, the placement of the experts and the push of the trainer's shards, which must write what
-vllm-ascend's loader writes; with 0.30.0rc2 on two ranks (tensor 2, experts over both) the slots of LoRA factors.
+vllm-ascend's loader writes; with 0.30.0rc2 on two ranks (tensor 2, which split each expert) the slots of LoRA factors.
 
 It ends there: the kernels of torch_npu, vllm-ascend and HCCL only check their arguments, so nothing is shown about
 their values, speed and memory; no forward pass on several ranks; no graph capture. torch is 2.13.0 and not 2.10.0.
@@ -30,7 +30,7 @@ install requirements/npu-0.30.txt after npu.txt, the tag v0.30.0 and vllm-ascend
     git clone -b v0.23.0 --depth 1 https://github.com/vllm-project/vllm ../vllm
     VLLM_TARGET_DEVICE=empty pip install --no-deps --no-build-isolation ../vllm
     export SOC_VERSION=ascend910_9391 COMPILE_CUSTOM_KERNELS=0
-    pip install --no-deps --no-build-isolation --no-binary vllm-ascend vllm-ascend==0.23.0
+    pip install --no-deps --no-build-isolation --no-binary vllm-ascend vllm-ascend==0.23.0.post1
     VLLM_ASCEND_ENV=../vllm-ascend-env/bin/python python -m pytest -m vllm_ascend tests/test_vllm_ascend.py
 """
 
@@ -121,7 +121,7 @@ def cases(folder: Path) -> dict[str, dict]:
     found = {}
     for name, job in run_scripts.shipped().items():
         if name.split()[0] in SCRIPTS:
-            overrides = [text.replace("model.path=models", f"model.path={folder}") for text in job.overrides]
+            overrides = [text.replace("model.path:=models", f"model.path:={folder}") for text in job.overrides]
             for eager in ("true", "false"):
                 chosen = [*overrides, f"rollout.enforce_eager={eager}"]
                 case = {
@@ -400,9 +400,9 @@ def test_the_trainers_shards_are_what_vllm_ascends_loader_makes_of_the_whole_wei
 
 @pytest.mark.slow
 def test_every_factor_of_an_adapter_is_in_the_slot_of_its_matrix(child, model, newer: bool, tmp_path) -> None:
-    """On the two ranks of a replica, with 4 of 8 experts each: A and B of 7 matrices in 2 layers, and the base weights.
+    """On the two ranks of a replica, which split each of 8 experts: A and B of 7 matrices in 2 layers, and the base.
 
-    Exchanged factors of the experts 0 and 5 are found on the ranks that hold them.
+    Exchanged factors of the experts 0 and 5 are found on both.
     """
     if not newer:
         pytest.skip("vllm-ascend before 0.30 is refused: tests/test_adapter_vllm.py")
@@ -411,10 +411,10 @@ def test_every_factor_of_an_adapter_is_in_the_slot_of_its_matrix(child, model, n
         lora__targets=("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
     )  # fmt: skip
     child("adapt", folder)
-    for rank, expert in ((0, 0), (1, 5)):
+    parts = [f"{expert}.{which}_proj.weight" for expert in (0, 5) for which in ("gate", "up", "down")]
+    for rank in range(2):
         found = json.loads((folder / f"answer-{rank}.json").read_text())
-        assert found["slots"] == 2 * (4 + 4 * 3)
+        assert found["slots"] == 2 * (4 + 8 * 3)
         assert found["misplaced"] == found["misplaced after a push"] == []
-        exchanged = {f"model.layers.1.mlp.experts.{expert}.{which}_proj.weight" for which in ("gate", "up", "down")}
-        assert set(found["misplaced when exchanged"]) == exchanged
-        assert all(found["base"]["o"]) and all(found["base"]["down"]) and len(found["base"]["down"]) == 8
+        assert set(found["misplaced when exchanged"]) == {f"model.layers.1.mlp.experts.{part}" for part in parts}
+        assert all(found["base"]["o"]) and all(found["base"]["down"]) and len(found["base"]["down"]) == 16

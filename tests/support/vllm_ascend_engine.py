@@ -291,11 +291,11 @@ def adapt(folder: Path) -> int:
             ],
             "down": [
                 torch.equal(
-                    cann_stub.on_host(held[f"model.layers.{i}.mlp.experts.base_layer.w2_weight"])[local],
-                    whole[f"model.layers.{i}.mlp.experts.{4 * here + local}.down_proj.weight"].bfloat16().t(),
+                    cann_stub.on_host(held[f"model.layers.{i}.mlp.experts.base_layer.w2_weight"])[expert],
+                    whole[f"model.layers.{i}.mlp.experts.{expert}.down_proj.weight"].bfloat16().t().chunk(2)[here],
                 )
                 for i in range(2)
-                for local in range(4)
+                for expert in range(8)
             ],
         }
     (folder / f"answer-{here}.json").write_text(json.dumps(found))
@@ -303,19 +303,19 @@ def adapt(folder: Path) -> int:
 
 
 def slots(engine) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """The buffers of A and B of every matrix in vLLM's LoRA layers, by their place there; 4 of 8 experts on a rank."""
+    """The buffers of A and B of every matrix in vLLM's LoRA layers, by their place there; all experts on each rank."""
     (modules,) = engine.llm.collective_rpc(lambda worker: worker.model_runner.lora_manager._adapter_manager.modules)
     found = {}
     for at in (f"model.layers.{layer}." for layer in range(engine.arch.num_layers)):
         experts, qkv, proj = (modules[at + name] for name in ("mlp.experts", "self_attn.qkv_proj", "self_attn.o_proj"))
-        for local in range(4):
-            name = f"{at}mlp.experts.{4 * dist.get_rank() + local}."
+        for expert in range(engine.arch.num_experts):
+            name = f"{at}mlp.experts.{expert}."
             for which, a, b in (
                 ("gate", experts.w13_lora_a_stacked[0], experts.w13_lora_b_stacked[0]),
                 ("up", experts.w13_lora_a_stacked[1], experts.w13_lora_b_stacked[1]),
                 ("down", experts.w2_lora_a_stacked[0], experts.w2_lora_b_stacked[0]),
             ):
-                found[f"{name}{which}_proj.weight"] = a[0, local], b[0, local]
+                found[f"{name}{which}_proj.weight"] = a[0, expert], b[0, expert]
         for place, which in enumerate("qkv"):
             pair = qkv.lora_a_stacked[place][0, 0], qkv.lora_b_stacked[place][0, 0]
             found[f"{at}self_attn.{which}_proj.weight"] = pair
@@ -328,9 +328,9 @@ def misplaced(engine, factors, lora) -> list[str]:
     names = []
     for name, (a_slot, b_slot) in slots(engine).items():
         a, b = factors[name][0], factors[name][1] * (lora.alpha / lora.rank)
-        if ".o_proj." in name:  # the tensor ranks split the inputs of o, and the outputs of q, k and v
+        if name.endswith(("o_proj.weight", "down_proj.weight")):  # the tensor ranks split its inputs
             a = a.chunk(2, 1)[dist.get_rank()]
-        elif ".experts." not in name:
+        else:
             b = b.chunk(2)[dist.get_rank()]
         room = a_slot.shape[0] - lora.rank
         expected = torch.nn.functional.pad(a, (0, 0, 0, room)), torch.nn.functional.pad(b, (0, room))
