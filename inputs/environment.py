@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-ASCEND = "vllm-ascend 0.23.0"  # sources: https://github.com/vllm-project/vllm-ascend, tag v0.23.0
+ASCEND = "vllm-ascend 0.23.0"  # sources: https://github.com/vllm-project/vllm-ascend, tag v0.23.0; post1 changes none
 CANN_DOCS = "CANN's documentation of environment variables (hiascend.com)"
 MINDSPEED = "MindSpeed core_r0.16.0"  # https://gitcode.com/Ascend/MindSpeed
 
@@ -225,7 +225,7 @@ VERSION_SETS: tuple[dict[str, tuple[str, ...]], ...] = (
         "triton-ascend": ("3.2.2",),  # MindSpeed and vllm-ascend import triton
         "transformers": ("5.5.4",),
         "vllm": ("0.23.0",),
-        "vllm-ascend": ("0.23.0",),
+        "vllm-ascend": ("0.23.0.post1",),  # 0.23.0 lets an idle data-parallel rank write to the cache (15362)
         "megatron-core": ("0.16.1",),
         "mindspeed": ("0.16.0",),  # the version that its branch core_r0.16.0 reports
     },
@@ -237,7 +237,7 @@ VERSION_SETS: tuple[dict[str, tuple[str, ...]], ...] = (
         "triton-ascend": ("3.2.2", "3.6.0"),  # 3.6.0: a snapshot, in the image only
         "transformers": ("5.14.1",),
         "vllm": ("0.30.0",),
-        "vllm-ascend": ("0.30.0",),  # 0.30.0rc2 is the newest so far
+        "vllm-ascend": ("0.30.0",),  # final since October, but PyPI has 0.30.0rc2
         "megatron-core": ("0.16.1",),
         "mindspeed": ("0.16.0",),
     },

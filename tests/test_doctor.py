@@ -136,12 +136,17 @@ FAULTS = [  # (check, fault, the line that it must print)
         "fail  torch build: 2.10.0+cu128 is for CUDA; torch_npu refu",
     ),
     (N.check_versions, versions(torch_npu="2.9.0"), "fail  versions: torch-npu 2.9.0 beside torch 2.10.0+cpu; both"),
+    (
+        N.check_versions,
+        versions(vllm_ascend="0.23.0"),  # as in the image
+        "warn  versions: vllm-ascend 0.23.0; needed: 0.23.0.post1, with torch 2.10.0",
+    ),
     (N.check_versions, versions(triton="3.6.0"), "fail  versions: triton 3.6.0 lies in the folder of triton-ascend"),
     (D.check_packages, versions(pyarrow=None), "fail  packages: not installed: pyarrow; pip install --no-deps"),
     (
         N.check_chip,
         attribute(package_file=lambda *of: "__device_type__ = 'A2'\n"),
-        "fail  vllm-ascend's build: vllm-ascend 0.23.0 is built for A2, this machine's",
+        "fail  vllm-ascend's build: vllm-ascend 0.23.0.post1 is built for A2, this machine's",
     ),
     (
         N.check_vllm_kernels,

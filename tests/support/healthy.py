@@ -22,7 +22,7 @@ VERSIONS = {  # the versions of requirements/npu.txt
     "triton-ascend": "3.2.2",
     "transformers": "5.5.4",
     "vllm": "0.23.0+empty",
-    "vllm-ascend": "0.23.0",
+    "vllm-ascend": "0.23.0.post1",
     "megatron-core": "0.16.1",
     "mindspeed": "0.16.0",
     "ray": "2.53.0",
