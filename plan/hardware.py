@@ -14,7 +14,7 @@ FORWARD_LAUNCHES = 70  # of a forward pass with frozen weights: 3,344 calls in 4
 MERGE_LAUNCHES = 4  # more for each matrix that a pass merges: a product, a scaling, a sum and a cast
 UPDATE_LAUNCHES = {True: (85, 185), False: (105, 106)}  # model.recompute -> of an update's passes, without merges
 
-SPREAD = 1.5  # chosen beside the 12 published steps, of which one lies further away (preflight.py --published)
+SPREAD = 1.5  # chosen beside the published steps, of which few lie further away (preflight.py --published)
 WIDEST = 3.0  # high / low of every range: a wider one would say too little
 
 

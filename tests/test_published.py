@@ -28,9 +28,12 @@ def test_a_range_is_never_wider_than_a_factor_of_three() -> None:
 
 
 def test_ranges_hold_the_published_times_but_the_named_ones(judged) -> None:
-    """The miss is printed, not fitted: it trains on 128 devices with pipelines, which no other run of experts has."""
+    """Misses are printed, not fitted. One of them trains on 128 devices with pipelines, as no other run of experts."""
     missed = [each.run.name for each in judged if not holds(each.step, each.run.step_seconds)]
-    assert missed == ["NeMo-RL 0.4, 235B"]
+    assert missed == ["LoRA, adapter", "NeMo-RL 0.3, 30B", "NeMo-RL 0.4, 235B"]
+    for each in judged:
+        if each.run.name in missed:
+            assert each.step.low / 1.15 < each.run.step_seconds < each.step.high * 1.15, each.run.name
     timed = [each for each in judged if each.run.generation_seconds]
     assert len(timed) == 3 and all(holds(each.generation, each.run.generation_seconds) for each in timed)
 
@@ -48,7 +51,7 @@ def test_a_plan_for_half_the_ranks_is_refuted_by_at_least_half_of_the_runs(judge
     assert sum(outside) >= len(judged) / 2
     recomputing = [each for each in judged if each.run.recompute]
     outside = [not holds(each.no_recompute, each.run.step_seconds) for each in recomputing]
-    assert (len(outside), sum(outside)) == (7, 1)
+    assert (len(outside), sum(outside)) == (10, 2)
 
 
 def test_a_run_does_not_enter_the_constants_that_judge_it(monkeypatch, judged) -> None:
@@ -62,7 +65,7 @@ def test_a_run_does_not_enter_the_constants_that_judge_it(monkeypatch, judged) -
 
 
 def test_a_share_of_a_run_is_left_out_with_it() -> None:
-    """The share that the pass of the old policy in SAPO reached is the second smallest of six with experts."""
+    """The share that the pass of the old policy in SAPO reached is smaller than most others with experts."""
     without = published.constants([run for run in runs() if run.name != "SAPO"])
     assert without.shares[True] > published.constants(runs()).shares[True]
 
@@ -75,9 +78,11 @@ def test_every_published_figure_has_a_source() -> None:
 
 
 def test_tokens_of_the_published_runs_are_those_of_their_published_rates() -> None:
-    """Tokens a second x seconds: 254.29 x 342.81 (R3), 404.37 x 379.12 (DPPO), 948,300 (LoRA), 123.94 x 16 x 450."""
+    """Tokens a second x seconds: 254.29 x 342.81 (R3), 404.37 x 379.12 (DPPO), 948,300 (LoRA), 123.94 x 16 x 450
+    (SAPO), 1,327.55 x 90.09 (adapter), 32.06 x 16 x 90.4 (GSPO), 72.0 x 16 x 481.8 (SGLang)."""
     tokens = {run.name: run.sequences * (run.prompt + run.completion) for run in runs()}
     by_hand = {"GRPO with R3": 87_173, "DPPO": 153_305, "LoRA, merged": 948_300, "SAPO": 892_368, "GMPO": 231_260}
+    by_hand |= {"LoRA, adapter": 119_599, "GSPO, nightly": 46_372, "GRPO, SGLang": 555_034}
     assert {name: tokens[name] for name in by_hand} == pytest.approx(by_hand, rel=2e-3)
     generated = {run.name: run.sequences * run.completion / run.generation_seconds for run in runs()[:2]}
     assert generated == pytest.approx({"GRPO with R3": 882.78, "DPPO": 988.49}, rel=2e-3)
@@ -103,8 +108,8 @@ def test_the_plan_prints_ranges_with_graphs_and_without(capsys) -> None:
 def test_the_command_prints_hits_and_misses(capsys) -> None:
     assert preflight.main(["--published"]) == 0
     text = capsys.readouterr().out
-    assert text.count("  inside  ") == 14 and text.count("  MISSED  ") == 1
-    assert "inside: 11 of 12 steps and 3 of 3 times of generation" in text
+    assert text.count("  inside  ") == 15 and text.count("  MISSED  ") == 3
+    assert "inside: 12 of 15 steps and 3 of 3 times of generation" in text
     assert preflight.main(["--published", QWEN3]) == 2
 
 
