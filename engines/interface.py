@@ -4,8 +4,10 @@ The engines are torch_sampler.TorchSampler, vllm_engine.VllmEngine and vllm_colo
 the checks of this file, so that the same mistake gets the same message.
 """
 
+import math
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -281,17 +283,15 @@ def fault_of_log_probs(completions: list[list[Completion]], dtype: torch.dtype) 
 
     An overflow makes all of a row NaN. -inf says that a token of probability 0 was drawn.
     """
-    for one in (one for group in completions for one in group):
-        wrong = ~np.isfinite(one.logp)
-        if not wrong.any():
-            continue
-        place = int(wrong.argmax())
-        if one.logp[place] != -np.inf:
-            return f"sample: a log-probability is not finite: the loaded model overflows in {dtype}"
-        return (
-            f"sample: token {one.tokens[place]} was drawn, whose probability is 0. This is a fault of the sampler; "
-            "vllm-ascend before 0.30.0rc2 draws ids beyond the tokenizer when it draws by itself (vllm-ascend 13394)"
-        )
+    for one in chain(*completions):
+        for token, logp in zip(one.tokens, one.logp, strict=True):
+            if logp == -math.inf:
+                return (
+                    f"sample: token {token} was drawn, whose probability is 0. This is a fault of the sampler; when "
+                    "vllm-ascend before 0.30.0rc2 draws by itself, it draws such ids (vllm-ascend 13394)"
+                )
+            if not math.isfinite(logp):
+                return f"sample: a log-probability is not finite: the loaded model overflows in {dtype}"
     return ""
 
 

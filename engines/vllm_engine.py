@@ -218,10 +218,9 @@ class VllmEngine(Engine):
 
     def _more_arguments(self, tensor: int, ranks: int, *, enforce_eager: bool, max_sequences: int) -> dict:
         """Arguments of vllm.LLM that depend on the device and on how the ranks share an engine."""
-        device = self.device.type
-        divided = whole_experts(device, routes=self.routed_experts, adapter=self.adapter is not None)
+        device, adapter = self.device.type, self.adapter is not None
         return {
-            "enable_expert_parallel": divided and tensor > 1,
+            "enable_expert_parallel": tensor > 1 and whole_experts(device, routes=self.routed_experts, adapter=adapter),
             **(vllm_ascend.arguments(enforce_eager, max_sequences) if device == "npu" else {}),
         }
 

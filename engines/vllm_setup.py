@@ -7,8 +7,7 @@ import torch.distributed as dist
 
 import device as devices
 from architecture import Architecture
-from engines import capacity, vllm_adapter, vllm_ascend, vllm_colocated, vllm_engine
-from engines.kinds import whole_experts
+from engines import capacity, kinds, vllm_adapter, vllm_ascend, vllm_colocated, vllm_engine
 from engines.vllm_engine import VllmEngine
 from inputs.files import InputError
 from knobs import Config
@@ -45,7 +44,7 @@ def check(cfg: Config, arch: Architecture, ranks: int) -> None:
     if cfg.rollout.expert_parallel:
         vllm_colocated.check(arch, device_type=device_type, ranks=ranks, tokens=tokens)
     elif device_type == "npu" and cfg.rollout.tensor > 1 and any(arch.moe_layers):
-        if whole_experts(device_type, routes=cfg.replay.mode == "r3", adapter=cfg.keeps_factors_apart):
+        if kinds.whole_experts(device_type, routes=cfg.replay.mode == "r3", adapter=cfg.keeps_factors_apart):
             # The ranks of a replica divide its experts, and vllm-ascend on an A3 sends their tokens by MC2 as well.
             vllm_ascend.check_dispatch(arch, cfg.rollout.tensor, tokens, key="rollout.tensor")
 

@@ -78,8 +78,11 @@ LISTS = {  # kind of machine -> how to install what the code imports
 def check_packages(machine: Machine) -> list[Finding]:
     """The other packages that the code of this repository imports."""
     missing = [name for name in environment.OUR_PACKAGES if machine.version(name) is None]
-    said = f"{len(environment.OUR_PACKAGES)} that the code imports are installed"
-    return first("packages", said, (missing, "fail", f"not installed: {', '.join(missing)}", LISTS[machine.kind]))
+    return first(
+        "packages",
+        f"{len(environment.OUR_PACKAGES)} that the code imports are installed",
+        (missing, "fail", f"not installed: {', '.join(missing)}", LISTS[machine.kind]),
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- cuda
