@@ -163,7 +163,8 @@ class OverlongConfig(Section):
 
 class RewardConfig(Section):
     method: RewardMethod = knob(
-        "strict", "strict is our own; math compares the last \\boxed{} by math-verify; the others are other projects'"
+        "strict",
+        "strict: the number after the last ####; math: the last \\boxed{}, by math-verify; the others: other projects'",
     )
     function: Function | None = knob(
         None, "FILE.py:NAME instead: (completion, gold, row) -> score, or (score, answer found, correct)"

@@ -1,8 +1,9 @@
 """Rewards for GSM8K: strings in, floats out. The text of a model is searched and compared, but never evaluated.
 
-The method strict is our own. The other six compute what other projects compute, their faults included, so that numbers
-can be compared: verl_strict and verl_flexible (verl's gsm8k score), openai (grade-school-math), lm_eval_strict and
-lm_eval_flexible (lm-evaluation-harness, gsm8k version 3), base_acc (MindSpeed-RL). Every search takes linear time.
+The method strict reads GSM8K's own form, the number after the last '####'. The other six compute what other projects
+compute, their faults included, so that numbers can be compared: verl_strict and verl_flexible (verl's gsm8k score),
+openai (grade-school-math), lm_eval_strict and lm_eval_flexible (lm-evaluation-harness, gsm8k version 3), base_acc
+(MindSpeed-RL). Every search takes linear time.
 """
 
 import re
@@ -13,15 +14,9 @@ EOS_TEXTS = ("<|im_end|>", "<|endoftext|>", "</s>", "<|eot_id|>", "<|end_of_text
 
 # [0-9] instead of \d allows ASCII digits only. Either all thousands commas are in their places, or there are none.
 NUMBER = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
-MARKER = re.compile(r"(?<!#)####(?!#)")
-ANSWER = re.compile(rf"[ \t*_`]*(?:([-+]?)(?:\\?\$[ \t]*)?|\\?\$[ \t]*([-+]))({NUMBER})")
-HEADING = re.compile(r"[ \t*_`]*(?:[^\W\d_]|$)")  # "#### Step 1": a letter comes first, or nothing
-AFTER_ANSWER = re.compile(
-    r"(?![A-Za-z])[A-Za-z \t.,;:'\"()/%*_`$-]*"
-)  # a unit or closing marks; no letter touches the number (18k)
-OTHER_VALUE = re.compile(
-    r"\b(?:or|and|to|plus|minus|point|k|(?:dozen|hundred|thousand|million|billion|trillion)s?)\b", re.IGNORECASE
-)
+# Spaces, bold or code marks, and a dollar sign may stand between the marker and the number, or a letter or nothing.
+MARKED = re.compile(rf"(?<!#)####[ \t*_`]*(?:\\?\$[ \t]*)?([-+]?)(?:\\?\$[ \t]*)?({NUMBER})")
+ALONE = re.compile(r"(?![^\W_])[^\d\r\n]*(?=[\r\n]|$)")  # no letter touches the number, and its line has no other digit
 
 FIELD_MARKED = re.compile(r"#### (-?[0-9.,]+)")
 VERL_NUMBER = re.compile(r"(?!\.(?![0-9.,]))-?[0-9.,]+")  # a single dot is not a number
@@ -64,7 +59,8 @@ def score(response: str, gold: str, method: str = "strict") -> float:
     """
     found = extract(response, method)
     if method == "strict":
-        if (number := _answer_number(gold)) is None:
+        number = _strict_answer(f"#### {gold}")
+        if number is None:
             raise ValueError(f"gold: found {gold[-60:]!r}; needed: one number")
         return float(found is not None and Decimal(found) == Decimal(number))
     compared = {"lm_eval_strict": _lm_eval_text, "lm_eval_flexible": _lm_eval_text, "base_acc": _boxed_value}
@@ -124,34 +120,21 @@ def last_boxed(text: str) -> str | None:
 
 # --------------------------------------------------------------------------------------------------------------- strict
 def _strict_answer(response: str) -> str | None:
-    """The one number that follows every '####' before the first end-of-text mark, or None.
+    """The number after the last '####' that a number follows, in a form that Decimal reads; or None.
 
-    On the line after the marker may stand spaces, bold or code marks, '$', a sign, the number, and words without a
-    digit, such as a unit. A heading (a letter or nothing follows '####') is not an answer and is ignored. Anything else
-    makes the whole response unreadable: two numbers on one line, two different answers, a word that changes the value
-    (or, and, thousand), letters that touch the number (18k, 18kg), misplaced thousands commas, and digits, signs or
-    letters outside ASCII.
+    This is GSM8K's own form. A response ends at its first end-of-text mark. Spaces, bold or code marks, a sign and '$'
+    may stand before the number. Words after it are ignored, also words that change its value (18 thousand), as the
+    pattern of OpenAI ignores them. A marker without a number, such as a heading, is ignored. Of two markers with
+    different numbers the last one counts. There is no answer if the line of that number has another digit after it
+    (18 or 19, 18/19, 1,5), or if a letter touches it (18k).
     """
     ends = [end for end in (response.find(text) for text in EOS_TEXTS) if end >= 0]
-    answer = None
-    for line in response[: min(ends, default=None)].splitlines():
-        for segment in MARKER.split(line)[1:]:
-            if HEADING.match(segment):
-                continue
-            number = _answer_number(segment)
-            if number is None or (answer is not None and Decimal(number) != Decimal(answer)):
-                return None
-            answer = number
-    return answer
-
-
-def _answer_number(segment: str) -> str | None:
-    """The number in the text after a marker, in a form that Decimal reads; None unless it is the only one."""
-    match = ANSWER.match(segment)
-    rest = segment[match.end() :] if match else ""
-    if match is None or not AFTER_ANSWER.fullmatch(rest) or OTHER_VALUE.search(rest):
+    text = response[: min(ends, default=None)]
+    marked = list(MARKED.finditer(text))
+    if not marked or not ALONE.match(text, marked[-1].end()):
         return None
-    return (match[1] or match[2] or "") + match[3].replace(",", "")
+    sign, number = marked[-1].groups()
+    return sign + number.replace(",", "")
 
 
 # ------------------------------------------------------------------------------------------------------- other projects

@@ -43,7 +43,15 @@ STRICT = [
     ("#### 18<|endoftext|>Question: 2 + 2? #### 4", "18", 1),
     ("#### 4<|endoftext|>#### 18", "18", 0),
     ("<|im_end|>#### 18", "18", 0),
-    ("#### 19\n#### 18", "18", 0),
+    ("#### 19\n#### 18", "18", 1),  # the last one counts
+    ("#### 18\n#### 19", "18", 0),
+    ("#### 19 #### 18", "18", 1),
+    ("#### 18\n#### Check\n#### It is \u2248 19", "18", 1),  # no number follows the later markers
+    ("#### 18 and a half", "18", 1),  # words are ignored, as in the pattern of OpenAI
+    ("#### 18 thousand", "18", 1),
+    ("#### 18 \u20ac", "18", 1),
+    ("#### -$18", "-18", 1),
+    ("#### 18\r\n19", "18", 1),
 ]
 UNREADABLE = [
     "",
@@ -52,17 +60,17 @@ UNREADABLE = [
     "##### 18",  # a heading of another level
     "#### The answer is 18",
     "#### 18 or 19",
-    "#### 18 and a half",
-    "#### 18 thousand",
     "#### 18kg",
     "#### 18-20",
     "#### 18/1",
+    "#### 18 + 1",
+    "#### 1_8",
+    "#### \u224818",
     "#### 18.0.0",
     "#### 1,8",
     "#### 1800,000",
     "#### --18",
     "#### \\boxed{18}",
-    "#### 18\n#### 19",
     "#### 18\n#### 18 or 19",
     "#### \uff11\uff18",  # full-width digits
     "#### \u221218",  # the minus sign of typesetting
@@ -235,7 +243,7 @@ def test_strict_refuses_a_gold_answer_that_is_not_one_number(gold: str) -> None:
 @pytest.mark.parametrize("method", reward.METHODS)
 def test_a_million_characters_take_no_time(method: str) -> None:
     """Each text would take minutes to hours under a quadratic search; 2 s leaves room for a slow machine."""
-    starts, fillers = ["#### "], ["9", "#", "-", "*", " ", ",000", ".", "or ", "<|im_end", "#### ", "#### 18\n"]
+    starts, fillers = ["#### "], ["9", "#", "-", "*", " ", ",000", ".", "or ", "$ ", "<|im_end", "#### ", "#### 18\n"]
     if method == "base_acc":
         starts = [BOX.partition("%s")[0], "<think></think>"]
         fillers = ["9", " ", "{", "}", "\\", "^ ", "day ", "<think>", "</think>", "<answer>", "\\boxed{", "\\text{"]
