@@ -8,6 +8,7 @@ openai (grade-school-math), lm_eval_strict and lm_eval_flexible (lm-evaluation-h
 
 import re
 from decimal import Decimal
+from typing import NamedTuple
 
 # End-of-text marks: a response ends at the first of them, if the tokenizer's decoding left one in the text.
 EOS_TEXTS = ("<|im_end|>", "<|endoftext|>", "</s>", "<|eot_id|>", "<|end_of_text|>", "<eos>")
@@ -33,6 +34,7 @@ SEARCHES = {  # method: what it searches for, in which part of the response, whi
 METHODS = ("strict", *SEARCHES, "base_acc")
 
 BOXED = "\\boxed{"
+BOX_PARTS = re.compile(rf"(?P<boxed>\\boxed\s*)?\{{|\}}|\\boxed\s*(?P<number>[-+]?(?:{NUMBER}))")
 BOX_FORM = "<think> .. </think> <answer> \\boxed{N} </answer>"
 BOXED_UNITS = "degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch|yard"
 # The text around a number that the grader of MindSpeed-RL removes before it compares.
@@ -75,11 +77,11 @@ def in_form(answer_field: str, method: str, boxed: bool) -> str:
     prompt asks for it.
     """
     gold = gold_answer(answer_field)
-    worked = answer_field.rpartition("#### ")[0]
+    worked, _, final = answer_field.rpartition("#### ")
     if method == "verl_flexible":
         return f"{worked}#### {gold}"
-    if method == "math":
-        return f"{worked}{BOXED}{gold}}}"
+    if method == "math":  # its commas stay: (1,2) is not (12)
+        return f"{worked}{BOXED}{final.strip()}}}"
     if method == "base_acc" and boxed:
         return f"<think>{worked}</think> <answer>{BOXED}{gold}}}</answer>"
     return answer_field
@@ -108,13 +110,30 @@ def extract(response: str, method: str = "strict") -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """The content of the last complete \\boxed{...}, with the braces inside of it; None without one."""
-    found, begun = None, []  # begun: for each open brace where the content of its \\boxed begins, or None
-    for brace in re.finditer(r"(\\boxed)?\{|\}", text):
-        if brace[0] != "}":
-            begun.append(brace.end() if brace[1] else None)
-        elif begun and (first := begun.pop()) is not None:
-            found = text[first : brace.start()]
+    """The content of the last complete box; None without one."""
+    found = boxes(text)
+    return found[-1].content if found else None
+
+
+class Box(NamedTuple):
+    """A \\boxed{...} of a text, with the braces inside of it, or a number after \\boxed without braces."""
+
+    content: str
+    start: int  # the place of \\boxed in the text
+    end: int  # the place after the box
+
+
+def boxes(text: str) -> list[Box]:
+    """The complete boxes of a text in the order of their ends, so that a box comes before the box around it."""
+    found: list[Box] = []
+    begun: list[re.Match | None] = []  # for each open brace the \\boxed before it, or None
+    for part in BOX_PARTS.finditer(text):
+        if part["number"]:
+            found.append(Box(part["number"], part.start(), part.end()))
+        elif part[0] != "}":
+            begun.append(part if part["boxed"] else None)
+        elif begun and (opening := begun.pop()):
+            found.append(Box(text[opening.end() : part.start()], opening.start(), part.end()))
     return found
 
 

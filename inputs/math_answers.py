@@ -2,17 +2,43 @@
 
 The package math-verify compares fractions, sets, intervals, units and expressions. It runs in the workers of
 inputs/workers.py: an expression may take a computer algebra system for ever, and the time limit there ends it.
+What is read here beyond math-verify: a full stop at the end of a box, groups of three digits after a space (115\\,000),
+words around one number where the gold answer is a number, and several boxes with nothing but `and`, `or`, commas or
+`x =` between them, which are a list. docs/usage.md says what math-verify itself reads wrongly.
 """
 
 import logging
+import re
 
 from inputs.files import InputError
-from reward_gsm8k import last_boxed
+from reward_gsm8k import NUMBER, Box, boxes
 
 try:
     from math_verify import parse, verify
 except ImportError as error:
     raise InputError(f"{error}; needed: pip install --no-deps -r requirements/cpu.txt") from None
+
+DIGITS = 2000  # of a numerical comparison; math-verify's 15 take factors below 1e-15 for 0
+SPACE = r"(?:\\[,;: ]|\{\\,\}|[ ~\u00a0\u2009\u202f])"
+THOUSANDS = re.compile(rf"(?<![\d.,])\d{{1,3}}(?:{SPACE}\d{{3}})+(?![\d/])")
+DECIMAL = re.compile(r"(\d*)\.(\d+)")
+
+LONGEST_GAP = 60  # characters between two boxes of a list
+GAP = re.compile(
+    r"(?:[\s$,;&]|\\[()\[\],;: ]|\\q?quad|and\b|or\b|\\(?:text|mathrm)\{\s*(?:and|or|,)\s*\}|"
+    r"[A-Za-z](?:_\{?\w{1,3}\}?)?\s*=)*"
+)
+
+PLAIN_NUMBER = re.compile(rf"\$?[-+]?\\?\$?(?:{NUMBER})(?:\\?%)?\$?")
+TEXT = re.compile(r"\\(?:text|textbf|mathrm)\s*\{([^{}]*)\}")
+SENTENCE = re.compile(r"[A-Za-z][A-Za-z ,']*(?:\b(?:is|are|was|were|equals|costs|has|have)\b|:)")  # before a number
+# A number, and words after it, the first of which has three letters or more: xy and cm are none.
+NAMED = re.compile(rf"({PLAIN_NUMBER.pattern})(?:[ ~]+(\(?[A-Za-z]{{3,}}[A-Za-z ,.'()-]*))?")
+OTHER_VALUE = re.compile(
+    r"\b(?:or|and|to|plus|minus|times|point|factorial|squared|cubed|[b-z]|"
+    r"hal(?:f|ves)|dozen|hundred|thousand|million|billion|trillion)s?\b",
+    re.IGNORECASE,
+)
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that its own limits of time are off
 parse("\\boxed{\\frac{1}{2}}", parsing_timeout=None)  # the first call imports a parser, which may take seconds
@@ -20,11 +46,52 @@ parse("\\boxed{\\frac{1}{2}}", parsing_timeout=None)  # the first call imports a
 
 def score(completion: str, gold: str, row: dict) -> tuple[float, bool, bool]:
     """(1.0 or 0.0, whether there is an answer, whether it is right)."""
-    answer = last_boxed(completion)
-    if answer is None:
+    answers = last_boxes(completion)
+    if not answers:
         return 0.0, False, False
-    if answer.strip() == gold.strip():
-        return 1.0, True, True
-    ours, right = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (answer, gold))
-    is_right = bool(verify(right, ours, timeout_seconds=None))
+    right = cleaned(gold)
+    answer = ", ".join(cleaned(text) for text in answers)
+    if PLAIN_NUMBER.fullmatch(right):
+        answer = number_in_words(answer)
+    is_right = answer == right or equal(answer, right)
+    if not is_right and DECIMAL.search(answer + right):  # 0.02 has no 2,000 digits, but 2/100 is exact
+        is_right = equal(exact(answer), exact(right))
     return float(is_right), True, is_right
+
+
+def last_boxes(completion: str) -> list[str]:
+    """The contents of the last box and of the boxes before it that are one list with it, each content once."""
+    listed: list[Box] = []  # the last one first
+    for box in reversed(boxes(completion)):
+        if listed:
+            gap = completion[box.end : listed[-1].start]
+            if box.end > listed[-1].start or len(gap) > LONGEST_GAP or not GAP.fullmatch(gap):
+                break
+        listed.append(box)
+    return list(dict.fromkeys(box.content.strip() for box in reversed(listed)))
+
+
+def cleaned(text: str) -> str:
+    """The text without a full stop at its end and without spaces between groups of three digits."""
+    text = text.strip().removesuffix(".").strip()
+    return THOUSANDS.sub(lambda number: re.sub(SPACE, "", number[0]), text)
+
+
+def number_in_words(text: str) -> str:
+    """The one number of a text like `The answer is 18 apples`; the text itself if it is anything else."""
+    words = TEXT.sub(r" \1 ", text).strip()
+    if sentence := SENTENCE.match(words):
+        words = words[sentence.end() :].strip()
+    named = NAMED.fullmatch(words.removesuffix("."))
+    return text if named is None or OTHER_VALUE.search(named[2] or "") else named[1]
+
+
+def exact(text: str) -> str:
+    """The text with fractions for its decimal numbers."""
+    return DECIMAL.sub(lambda number: rf"\frac{{{number[1]}{number[2]}}}{{1{'0' * len(number[2])}}}", text)
+
+
+def equal(answer: str, right: str) -> bool:
+    """Whether math-verify finds the two LaTeX texts equal."""
+    ours, theirs = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (answer, right))
+    return bool(verify(theirs, ours, numeric_precision=DIGITS, timeout_seconds=None))

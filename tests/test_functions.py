@@ -18,7 +18,7 @@ import run_record
 from checks.self_test import judge_functions
 from checks.self_test_schedules import Findings
 from config import load_config
-from inputs import functions
+from inputs import functions, math_answers
 from inputs.files import InputError
 from inputs.scoring import Call, Score, Scorer
 from inputs.workers import Failure, Workers
@@ -122,30 +122,75 @@ def test_a_worker_that_hangs_is_replaced_and_the_other_calls_are_answered() -> N
     assert all(process.poll() is not None for process in ended)
 
 
+SMALL = "\\frac{1}{2\\cdot3^{2023}}"
 MATH = {  # gold answers in the form of MATH's, which are LaTeX -> (right, wrong)
-    "\\frac{1}{2}": (["0.5", "\\frac{2}{4}", "1/2", "\\dfrac12"], ["2", "\\frac{1}{3}"]),
-    "\\{1,2\\}": (["\\{2, 1\\}"], ["\\{1\\}", "\\{1,3\\}"]),
-    "5 \\text{ cm}": (["5", "5\\text{ cm}"], ["50"]),
-    "\\left( 3, \\frac{\\pi}{2} \\right)": (["(3, \\pi/2)"], ["(\\pi/2, 3)"]),
+    "\\frac{1}{2}": (["0.5", "\\frac{2}{4}", "1/2", "\\dfrac12", "\\tfrac{1}{2}.", ".5"], ["2", "\\frac{1}{3}", "5"]),
+    "\\{1,2\\}": (["\\{2, 1\\}", "1,2"], ["\\{1\\}", "\\{1,3\\}", "12"]),
+    "5 \\text{ cm}": (["5", "5\\text{ cm}", "x=5", "5.0"], ["50"]),
+    "\\left( 3, \\frac{\\pi}{2} \\right)": (["(3, \\pi/2)", "(3, \\pi/2)."], ["(\\pi/2, 3)"]),
     "x^2+1": (["1 + x^2"], ["x^2"]),
-    "10\\%": (["10\\%"], ["11\\%"]),
-    "1,\\!000": (["1000", "1{,}000"], ["1"]),
+    "10\\%": (["10\\%", "10 percent"], ["11\\%"]),
+    "1,\\!000": (["1000", "1{,}000", "1\\,000", "1\\;000", "1 000", "1\u202f000"], ["1", "0", "1\\,001"]),
+    "115\\,000": (["115000", "\\$115{,}000."], ["115", "0"]),
     "\\text{Evelyn}": (["\\text{Evelyn}"], ["\\text{Carla}"]),
-}
+    # What other numbers of lists, points and small factors are: one comma or one digit decides.
+    "(1,2)": (["(1,2)", "(1, 2)."], ["(2,1)", "(12)", "(1,3)"]),
+    "1,-2": (["-2, 1"], ["1-2", "-1,2"]),
+    "1, 234": (["234, 1"], ["1234"]),
+    f"\\frac12-{SMALL}": ([f"\\frac{{1}}{{2}} - {SMALL}"], [SMALL, "\\frac12"]),
+    "10^{-1000}": (["\\frac{1}{10^{1000}}"], ["2\\cdot10^{-1000}"]),
+    "\\sqrt{2}+\\sqrt{3}": (["\\sqrt{5+2\\sqrt{6}}"], ["\\sqrt{5+\\sqrt{6}}"]),
+    "\\frac{\\sqrt{2}}{10}": (["\\sqrt{0.02}"], ["\\sqrt{0.03}"]),
+    # Words around one number.
+    "18": (
+        ["The answer is 18", "\\text{The answer is }18.", "Answer: 18", "18 apples", "\\text{18 dollars}", "x is 18",
+         "18 eggs in total", "The total is \\$18", "18 eggs a day"],
+        ["The answer is -18", "The answer is not 18", "at least 18", "18 or 19", "18 and a half", "18 million", "18x",
+         "18 x", "18 xy", "18!", "18 squared", "sqrt 18", "\\sqrt{18}", "18/19", ""],
+    ),
+}  # fmt: skip
+BOXES = [  # completion, gold, right: several boxes, or none in braces
+    ("\\boxed{1} and \\boxed{2}", "1,2", True),
+    ("$x=\\boxed{2}$ or $x=\\boxed{1}$.", "1,2", True),
+    ("$x_1 = \\boxed{1}, \\quad x_2 = \\boxed{2}$", "\\{1,2\\}", True),
+    ("\\boxed{1}, \\boxed{2}, and \\boxed{3}", "1,2,3", True),
+    ("\\boxed{1}, \\boxed{2}, and \\boxed{3}", "1,2", False),
+    ("\\boxed{1} or \\boxed{2}", "2", False),  # two candidates
+    ("\\boxed{1}, \\boxed{234}", "1234", False),
+    ("\\boxed{5}, \\boxed{5}", "5", True),
+    ("First \\boxed{1}, and after a check \\boxed{2}.", "1,2", False),
+    ("First \\boxed{1}, and after a check \\boxed{2}.", "2", True),
+    ("$\\boxed 18$.", "18", True),
+    ("\\boxed 19", "18", False),
+    ("\\boxed -5", "-5", True),
+    ("\\boxed{7}; so it is \\boxed 18", "18", True),
+    ("\\boxed 18, so it is \\boxed{7}", "18", False),
+    ("\\boxed{\\boxed{18}}", "18", True),
+]
 
 
 def test_math_compares_the_last_box_by_its_value() -> None:
     expected, calls = [], []
     for gold, (right, wrong) in MATH.items():
-        for answer, is_right in (*((one, True) for one in right), *((one, False) for one in wrong)):
+        for answer, is_right in (*((one, True) for one in (gold, *right)), *((one, False) for one in wrong)):
             calls.append(Call(f"First \\boxed{{7}}. So \\boxed{{{answer}}}.", gold, ROW))
             expected.append(Score(is_right, True, is_right))
         calls += [Call(f"the answer is {gold}", gold, ROW), Call(f"\\boxed{{{gold}", gold, ROW)]  # no box, no whole box
         expected += [Score(0.0, False, False)] * 2
+    for completion, gold, is_right in BOXES:
+        calls.append(Call(completion, gold, ROW))
+        expected.append(Score(is_right, True, is_right))
     scorer = Scorer(RewardConfig(method="math"))
     found = scorer(calls)
     scorer.close()
     assert [(call, one) for call, one in zip(calls, found, strict=True)] == list(zip(calls, expected, strict=True))
+
+
+def test_the_boxes_of_a_long_text_are_found_in_linear_time() -> None:
+    for filler in ("\\boxed{", "\\boxed ", "{", "}", "\\boxed{1},", "\\boxed 1 ", "\\boxed{1}" + "and " * 20):
+        began = time.process_time()
+        math_answers.last_boxes(filler * (10**6 // len(filler)))
+        assert time.process_time() - began < 2.0, filler
 
 
 def test_an_expression_without_end_is_a_wrong_answer_and_not_the_end_of_the_run() -> None:

@@ -163,6 +163,7 @@ FORMS = [  # a worked answer as each method's users write it
     ("base_acc", False, "30 * 36 = 1080\n#### 1,080"),
     ("strict", True, "30 * 36 = 1080\n#### 1,080"),
 ]
+MATH_FORMS = [("#### (1,2)", "\\boxed{(1,2)}"), ("so\n#### 14{,}916 ", "so\n\\boxed{14{,}916}")]
 
 
 @pytest.mark.parametrize(("method", "boxed", "expected"), FORMS)
@@ -170,6 +171,11 @@ def test_a_worked_answer_is_put_into_the_form_that_the_method_reads(method: str,
     found = reward.in_form("30 * 36 = 1080\n#### 1,080", method, boxed)
     assert found == expected
     assert reward.score(found, "1080", method) == (0.0 if (method, boxed) == ("base_acc", False) else 1.0)
+
+
+@pytest.mark.parametrize(("answer", "expected"), MATH_FORMS)
+def test_a_gold_answer_of_math_keeps_its_commas(answer: str, expected: str) -> None:
+    assert reward.in_form(answer, "math", True) == expected
 
 
 @pytest.mark.parametrize("method", reward.METHODS)
