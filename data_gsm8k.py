@@ -11,7 +11,7 @@ import itertools
 import operator
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,14 +135,26 @@ def few_shot(data: DataConfig, asked: Sequence[Row]) -> list[Row]:
     return examples
 
 
-def load(data: DataConfig, split: str, tokenizer: PreTrainedTokenizerBase, seed: int) -> Questions:
-    """The questions of `split` with their prompts; `seed` decides the order of asking. InputError as from read."""
+def load(
+    data: DataConfig,
+    split: str,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    beat: Callable[[], None] = lambda: None,
+) -> Questions:
+    """The questions of `split` with their prompts; `seed` decides the order of asking. InputError as from read.
+
+    `beat` is called after each prompt.
+    """
     rows, source, form = read(data, split)
     examples = few_shot(data, rows)
     what = "chat template" if tokenizer.chat_template else "tokenizer"  # whose pattern for splitting may be endless
     ids = functools.partial(prompt_ids, tokenizer=tokenizer, data=data, examples=examples)
     refuse_endless(lambda: ids(rows[0].turns), f"{tokenizer.name_or_path}: the {what}")
-    questions = [Question(row.question, row.answer, row.gold, ids(row.turns), row.columns) for row in rows]
+    questions = []
+    for row in rows:
+        questions.append(Question(row.question, row.answer, row.gold, ids(row.turns), row.columns))
+        beat()
     _refuse_equal_prompts(questions, tokenizer)
     limit = data.max_prompt_tokens
     kept = [question for question in questions if len(question.prompt) <= limit]

@@ -215,7 +215,8 @@ def measure(cfg: Config) -> dict:
     stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
     pad_token = data_gsm8k.pad_token_id(tokenizer, stop_tokens)
     with parallel_setup.open_world(cfg) as device:
-        parallel = parallel_setup.open_layout(ParallelConfig(), device)  # every rank has its own questions
+        alone = ParallelConfig(timeout_seconds=cfg.parallel.timeout_seconds)  # every rank has its own questions
+        parallel = parallel_setup.open_layout(alone, device)
         engine = rollout.open_engine(cfg, arch, device, stop_tokens, pad_token)
         base, model, dtype = weights_hf.read_model(cfg.model.path, arch), cfg.model, devices.DTYPES[cfg.model.dtype]
         engine.load_weights(

@@ -17,8 +17,10 @@ import shlex
 import socket
 import subprocess
 import sys
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -38,6 +40,7 @@ from inputs.files import (
     write_atomically,
 )
 from inputs.paths import listed
+from inputs.workers import usable_cores
 from knobs import Config
 
 VARIABLES = re.compile(r"(OMP|MKL|CUDA|ASCEND|HCCL|NCCL|GLOO|VLLM|PYTORCH|TORCH)_")
@@ -46,6 +49,7 @@ RECORDED = ("*.json", "*.jsonl", "config.yaml", "command.txt", "git.patch", "res
 WARNED = re.compile(r"^\d\d:\d\d:\d\d (?:warning|stopped): checks\.(\w+): (.*)$", re.M)
 ENDED = re.compile(r"\d\d:\d\d:\d\d (stopped: .*|error: .*|ended by .*)")
 LARGE_BYTES, THREADS = 2**24, 8  # the checksums of files of at least so many bytes are kept in a cache
+PIECE_BYTES = 2**22
 
 
 # ---------------------------------------------------------------- files
@@ -75,10 +79,14 @@ def lock_run(run_dir: Path) -> BinaryIO:
     return lock_file(run_dir / "run.lock")
 
 
-def sha256_file(path: Path) -> str:
-    """The sha256 of a file in hexadecimal."""
+def sha256_file(path: Path, after_piece: Callable[[], None] = lambda: None) -> str:
+    """The sha256 of a file in hexadecimal. ``after_piece`` is called after each PIECE_BYTES."""
+    digest = hashlib.sha256()
     with opened(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while piece := file.read(PIECE_BYTES):
+            digest.update(piece)
+            after_piece()
+    return digest.hexdigest()
 
 
 def checksums(run_dir: Path) -> dict[str, str]:
@@ -181,7 +189,7 @@ def environment(world_size: int) -> dict[str, Any]:
         "platform": _private(platform.platform()),
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
-        "cores_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores_usable": usable_cores(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "world_size": world_size,
         "variables": {
@@ -224,10 +232,10 @@ def git_state() -> tuple[dict[str, Any], bytes]:
 # ---------------------------------------------------------------- model and data of the run
 
 
-def inputs(cfg: Config) -> dict[str, dict[str, str]]:
-    """sha256 of each of input_files. 60 GB take a minute at first."""
+def inputs(cfg: Config, beat: Callable[[], None] = lambda: None) -> dict[str, dict[str, str]]:
+    """sha256 of each of input_files. 60 GB take a minute at first, or half an hour from a slow disk."""
     files = input_files(cfg)
-    found = sha256_of_inputs([path for named in files.values() for path in named.values()])
+    found = sha256_of_inputs([path for named in files.values() for path in named.values()], beat)
     return {kind: {name: found[path] for name, path in named.items()} for kind, named in files.items()}
 
 
@@ -260,11 +268,12 @@ def input_files(cfg: Config) -> dict[str, dict[str, Path]]:
     }
 
 
-def sha256_of_inputs(paths: list[Path]) -> dict[Path, str]:
+def sha256_of_inputs(paths: list[Path], beat: Callable[[], None] = lambda: None) -> dict[Path, str]:
     """sha256 of each file, read by several threads; a large file is read again only after it has changed.
 
-    The sums of large files are kept in the user's cache folder (XDG_CACHE_HOME), by path, inode, size and both times.
-    A file of the last seconds is not kept, because another change could leave the same times.
+    The sums of large files are kept in the user's cache folder (XDG_CACHE_HOME), by path, inode, size and both times,
+    as soon as each is known. A file of the last seconds is not kept, because another change could leave the same times.
+    ``beat`` is called, in this thread, while pieces of files are read.
     """
     keys: dict[Path, str] = {}
     for path in paths:
@@ -279,20 +288,30 @@ def sha256_of_inputs(paths: list[Path]) -> dict[Path, str]:
         known = read_object(cache)
     found = {path: known[key] for path, key in keys.items() if key in known}
     todo = [path for path in dict.fromkeys(paths) if path not in found]
-    with ThreadPoolExecutor(THREADS) as pool:
-        sums = tqdm(
-            pool.map(sha256_file, todo), "checksums", len(todo), leave=False, unit="file",
-            disable=None if keys else True,  # None: shown on a terminal only
-        )  # fmt: skip
-        found |= zip(todo, sums, strict=True)
-    if fresh := {keys[path]: found[path] for path in todo if path in keys and time.time() - path.stat().st_ctime > 5}:
-        with contextlib.suppress(OSError):  # if they cannot be kept, the next start reads the files again
-            cache.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(cache, json.dumps(known | fresh, indent=1) + "\n")
+    has_read = threading.Event()
+    # disable=None: shown on a terminal only
+    bar = tqdm(total=len(todo), desc="checksums", leave=False, unit="file", disable=None if keys else True)
+    with ThreadPoolExecutor(THREADS) as pool, bar:
+        jobs = {pool.submit(sha256_file, path, has_read.set): path for path in todo}
+        pending = set(jobs)
+        while pending:
+            done, pending = wait(pending, 1.0, FIRST_COMPLETED)
+            if has_read.is_set():
+                has_read.clear()
+                beat()
+            for job in done:
+                path = jobs[job]
+                found[path] = job.result()
+                bar.update()
+                if path in keys and time.time() - path.stat().st_ctime > 5:
+                    known[keys[path]] = found[path]
+                    with contextlib.suppress(OSError):  # if it cannot be kept, the next start reads the file again
+                        cache.parent.mkdir(parents=True, exist_ok=True)
+                        write_atomically(cache, json.dumps(known, indent=1) + "\n")
     return found
 
 
-def changed_inputs(run_dir: Path, cfg: Config) -> list[str]:
+def changed_inputs(run_dir: Path, cfg: Config, beat: Callable[[], None] = lambda: None) -> list[str]:
     """A line for each of input_files whose checksum is not the one that the run's last start recorded.
 
     Hidden files of the model's folder and absent data files do not count, because nothing reads them. If inputs.json
@@ -304,7 +323,7 @@ def changed_inputs(run_dir: Path, cfg: Config) -> list[str]:
         recorded = {kind: dict(files) for kind, files in read_object(record, ("model", "data")).items()}
     except (ValueError, TypeError) as error:
         return [f"{record}: not the record of the run's inputs ({error!r})"]
-    files, lines, present = input_files(cfg), [], inputs(cfg)
+    files, lines, present = input_files(cfg), [], inputs(cfg, beat)
     for kind in present | recorded:
         now_there = present.get(kind, {})
         # An absent data file is not read, so only its name is left in the record.
@@ -318,9 +337,11 @@ def changed_inputs(run_dir: Path, cfg: Config) -> list[str]:
     return lines
 
 
-def refuse_changed_inputs(run_dir: Path, cfg: Config, *, accept: bool, how: str) -> list[str]:
+def refuse_changed_inputs(
+    run_dir: Path, cfg: Config, *, accept: bool, how: str, beat: Callable[[], None] = lambda: None
+) -> list[str]:
     """The lines of changed_inputs if they are accepted; otherwise InputError, which says ``how`` to accept them."""
-    changed = changed_inputs(run_dir, cfg)
+    changed = changed_inputs(run_dir, cfg, beat)
     if changed and not accept:
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
         raise InputError(f"{changed[0]}{more}; needed: what was there then, or {how}")
@@ -330,7 +351,7 @@ def refuse_changed_inputs(run_dir: Path, cfg: Config, *, accept: bool, how: str)
 # ---------------------------------------------------------------- all records of a start
 
 
-def write_records(folder: Path, cfg: Config, world_size: int) -> None:
+def write_records(folder: Path, cfg: Config, world_size: int, beat: Callable[[], None] = lambda: None) -> None:
     """Write config.yaml, environment.json, inputs.json, git.json, git.patch and command.txt of a start of the run."""
     source, patch = git_state()
     launcher = ["python"]
@@ -342,7 +363,7 @@ def write_records(folder: Path, cfg: Config, world_size: int) -> None:
     command = shlex.join([*launcher, str(script), *sys.argv[1:]])
     records: dict[str, str | bytes] = {
         "config.yaml": to_yaml(cfg),
-        "inputs.json": json.dumps(inputs(cfg), indent=1) + "\n",
+        "inputs.json": json.dumps(inputs(cfg, beat), indent=1) + "\n",
         "environment.json": json.dumps(environment(world_size), indent=1) + "\n",
         "git.json": json.dumps(source) + "\n",
         # Only home folders are replaced here: without a name in `name=tiny`, the command would be another one.

@@ -62,10 +62,17 @@ def _new_folder(out_dir: Path, name: str, number: int = 1) -> Path:
     return folder
 
 
-def open_run(cfg: Config, world_size: int, rank: int, resume: Path | None = None) -> RunLog:
+def open_run(
+    cfg: Config,
+    world_size: int,
+    rank: int,
+    resume: Path | None = None,
+    beat: Callable[[], None] = lambda: None,
+) -> RunLog:
     """The log of a new run, or of the run in ``resume`` (call ``rewind`` before logging to it).
 
-    InputError if the folder cannot be written or a live process holds it.
+    ``beat`` is called while rank 0 reads the model's files for their checksums. InputError if the folder cannot be
+    written or a live process holds it.
     """
     if rank != 0:
         return RunLog(cfg.train, resume, rank, None)
@@ -80,7 +87,7 @@ def open_run(cfg: Config, world_size: int, rank: int, resume: Path | None = None
             log.say(f"{run_dir}/run.lock: {error.strerror}: make sure yourself that no two processes write this run")
         start = run_dir / f"resume-{1 + len(list(run_dir.glob('resume-*')))}" if resume else run_dir
         start.mkdir(exist_ok=start == run_dir)
-        write_records(start, cfg, world_size)
+        write_records(start, cfg, world_size, beat)
         identity = read_object(run_dir / "run.json") if resume else {"name": cfg.name}
         # The hash is that of the last start: a sweep looks for its own configuration.
         write_atomically(run_dir / "run.json", json.dumps(identity | {"config_hash": config_hash(cfg)}) + "\n")
@@ -350,6 +357,7 @@ class Heartbeat:
         self.rank, self.stall_seconds = rank, stall_seconds
         self.place, self.last, self.said = "start", time.monotonic(), time.monotonic()
         self.stopped = threading.Event()
+        self.waits = False
         self.on_beat: Callable[[], None] = lambda: None  # called with every beat
         self.log: RunLog | None = None  # from when startup.open_run puts it here, it says how far the run has come
         if stall_seconds:
@@ -362,6 +370,19 @@ class Heartbeat:
         if self.rank == 0 and self.last - max(self.said, self.log.said if self.log else 0.0) > PROGRESS_SECONDS:
             self.said, line = self.last, f"at work after: {self.place}"
             self.log.say(line + self.log.left()) if self.log else print(line, flush=True)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A context in which this rank waits for others that may have more to do: their own heartbeats watch them.
+
+        parallel.timeout_seconds limits the wait.
+        """
+        self.waits = True
+        try:
+            yield
+        finally:
+            self.beat()
+            self.waits = False
 
     def reached(self) -> str:
         """How far the run has come, and how it is continued."""
@@ -382,7 +403,7 @@ class Heartbeat:
     def _watch(self) -> None:
         while not self.stopped.wait(min(1.0, self.stall_seconds / 4)):
             still = time.monotonic() - self.last
-            if still > self.stall_seconds:
+            if still > self.stall_seconds and not self.waits:
                 limit = f"train.stall_seconds = {self.stall_seconds}"
                 cause = f"stood still for {still:.0f} s after: {self.place} ({limit})"
                 # In one piece: the ranks share a terminal or a log.

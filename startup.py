@@ -222,10 +222,12 @@ def open_run(
     """Open the log, make or restore the policy, and give it to the sampler. Collective over the ranks that train."""
     arch = inputs.arch
     parallel.refuse_unequal(read := texts(cfg, inputs))
-    saved = agreed_checkpoint(cfg, parallel)
+    saved = agreed_checkpoint(cfg, parallel, heartbeat)
     first_step = saved.step if saved else 0
     ranks = parallel.world_size + cfg.rollout.ranks
-    log = runlog.open_run(cfg, ranks, parallel.rank, resume=saved.run_dir if saved else None)
+    log = runlog.open_run(cfg, ranks, parallel.rank, saved.run_dir if saved else None, heartbeat.beat)
+    with heartbeat.waiting():
+        dist.barrier()  # rank 0 alone reads the model's files for their checksums
     heartbeat.log = log
     if saved:
         log.rewind(first_step)
@@ -270,10 +272,11 @@ def not_saved(learner: Learner, saved: checkpoint.Checkpoint | None) -> str:
     )
 
 
-def agreed_checkpoint(cfg: Config, parallel: Parallel) -> checkpoint.Checkpoint | None:
+def agreed_checkpoint(cfg: Config, parallel: Parallel, heartbeat: Heartbeat) -> checkpoint.Checkpoint | None:
     """The checkpoint to resume from, the same one on all ranks: rank 0 chooses, and every rank opens its files."""
-    found = checkpoint_to_resume(cfg) if parallel.rank == 0 else None
-    path = parallel.gather_objects(found and found.path)[0]
+    found = checkpoint_to_resume(cfg, heartbeat.beat) if parallel.rank == 0 else None
+    with heartbeat.waiting():
+        path = parallel.gather_objects(found and found.path)[0]
     if path is None:
         return None
     # Rank 0 has verified the checksums on its node. On every other node, the first rank verifies them.

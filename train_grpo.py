@@ -8,6 +8,7 @@ P questions, G completions of each question. Questions, samples and noise depend
 sampling, further rounds also depend on the outcomes of the rounds before.
 """
 
+import contextlib
 import functools
 import sys
 import traceback
@@ -47,14 +48,13 @@ def train(
     cfg: Config,
     parallel: Parallel,
     heartbeat: Heartbeat,
-    inputs: check.Inputs | None = None,
+    inputs: check.Inputs,
     bridge: Bridge | None = None,
 ) -> None:
-    """Train for cfg.train.steps steps. ``inputs`` is what check.check_inputs returned, if it was called already.
+    """Train for cfg.train.steps steps. ``inputs`` is what check.check_inputs returned.
 
     ``bridge`` leads to the ranks that sample, if they are not these ones (rollout.ranks).
     """
-    inputs = inputs or check.check_inputs(cfg, parallel.world_size + cfg.rollout.ranks)
     run = startup.open_run(cfg, parallel, heartbeat, inputs, bridge)
     log, tripwires, learner = run.log, run.tripwires, run.learner
     questions, not_for_training = inputs.questions, inputs.not_for_training()
@@ -119,24 +119,30 @@ def start(cfg: Config, is_command: bool = False) -> None:
     heartbeat = Heartbeat(parallel_setup.launched_rank(), cfg.train.stall_seconds)  # before anything that can wait
     if is_command:
         runlog.end_on_signals(heartbeat.reached, heartbeat.note)
-    scorer = Scorer(cfg.reward)  # its processes begin before the device does
+    scorer = Scorer(cfg.reward, heartbeat.beat)  # its processes begin before the device does
     try:
         parallel_setup.start_device(cfg)
         heartbeat.beat("the start of the device")
-        inputs = check.check_inputs(cfg, parallel_setup.launched_world_size(), scorer)
+        ranks = parallel_setup.launched_world_size()
+        inputs = check.check_inputs(cfg, ranks, scorer, heartbeat.beat)
+        check.check_answers(cfg, scorer)
         doctor.quick(cfg)
         heartbeat.beat("the checks of the input")
         bridge = Bridge(cfg, heartbeat) if cfg.rollout.ranks else None
         side, samples = (bridge.side, bridge.samples) if bridge else (None, False)
-        with parallel_setup.open_world(cfg, side) as device:
+        with contextlib.ExitStack() as world:
+            with heartbeat.waiting():
+                device = world.enter_context(parallel_setup.open_world(cfg, side))
             if cfg.tiny_model is not None and not samples:
                 tiny_model.make(cfg, device, heartbeat.beat)
             if bridge:
-                bridge.open()
+                with heartbeat.waiting():
+                    bridge.open()
             parallel = parallel_setup.open_layout((side.cfg if side else cfg).parallel, device)
             heartbeat.beat("the meeting of all ranks")
+            inputs = inputs or check.check_inputs(cfg, ranks, scorer, heartbeat.beat)  # of the tiny model, made now
+            assert inputs
             if bridge and samples:
-                inputs = inputs or check.check_inputs(cfg, parallel_setup.launched_world_size())
                 startup.open_samplers(cfg, parallel, heartbeat, inputs, bridge).serve()
             else:
                 train(cfg, parallel, heartbeat, inputs, bridge)

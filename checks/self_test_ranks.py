@@ -38,8 +38,10 @@ from checks.self_test_schedules import GAP, Findings, NotAsExpected, learner_sta
 from config import command, command_line, derive_seed, resolve_config
 from engines.interface import Completion
 from engines.torch_sampler import TorchSampler
+from inputs import check
 from inputs.config_rules import OTHER_RULES
 from inputs.files import BAD_INPUT, InputError, refused
+from inputs.scoring import Scorer
 from knobs import Config
 from learner import Learner
 from rollout import MicroBatch, Rollout
@@ -202,7 +204,9 @@ def judge_layout(cfg: Config, folder: Path, layout: str, answers: dict[str, str]
     observer, parallel = RanksObserver(tiny, answers, findings), parallel_setup.open_layout(tiny.parallel, device)
     log_path = folder / f"log-{layout}-{parallel.rank}.txt"
     with watching(observer, WATCHED, log_path), contextlib.suppress(NotAsExpected):
-        train_grpo.train(tiny, parallel, Heartbeat(parallel.rank, 0))
+        with contextlib.closing(Scorer(tiny.reward)) as scorer:
+            inputs = check.check_inputs(tiny, parallel.world_size, scorer)
+            train_grpo.train(tiny, parallel, Heartbeat(parallel.rank, 0), inputs)
     parallel_setup.close_layout()
     of_both = (finding for theirs in everyones(dict(findings)) for finding in theirs.items())
     return Findings(sorted(of_both, key=lambda finding: finding[1][0], reverse=True))  # what is wrong on a rank counts

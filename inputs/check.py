@@ -3,12 +3,15 @@
 InputError for input with which the run could not work.
 """
 
+import contextlib
 import os
 import tempfile
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tqdm import tqdm
 
 import adapter_weights
 import aqn
@@ -30,7 +33,9 @@ from inputs.layout_rules import check_sides, sides
 from inputs.question_files import Row
 from inputs.scoring import Call, Score, Scorer
 from knobs import Config
-from parallel_setup import launched_rank
+from parallel_setup import launched_rank, launched_world_size
+
+CHUNK = 64  # gold answers between two updates of the progress bar
 
 
 class Inputs(NamedTuple):
@@ -54,22 +59,22 @@ class Inputs(NamedTuple):
         )
 
 
-def check_inputs(cfg: Config, ranks: int, scorer: Scorer | None = None) -> Inputs | None:
-    """Check everything that needs no other rank; InputError for anything that cannot work. No weight is read.
+def check_inputs(
+    cfg: Config, ranks: int, scorer: Scorer, beat: Callable[..., None] = lambda place="": None
+) -> Inputs | None:
+    """Check everything that needs no other rank, except the gold answers: check_answers does that. No weight is read.
 
     Returns architecture, tokenizer and questions; None for a tiny model that does not exist yet, of which only the
-    configuration can be checked.
+    configuration can be checked. InputError for anything that cannot work. ``beat`` is called after each prompt.
     """
     devices.resolve(cfg.device)
     functions.try_out(cfg)
-    scorer = scorer or Scorer(cfg.reward)
     check_writable("train.out_dir", Path(cfg.train.out_dir))
     exists = cfg.tiny_model is None or tiny_model.exists(cfg)
     arch = hf_config.read(cfg.model.path) if exists else hf_config.planned(cfg)[0]
     check_sides(cfg, arch, ranks)
     if not exists:
         check_writable("model.path", Path(cfg.model.path))
-        check_answers(cfg, scorer)
         return None
     sampling = sides(cfg, ranks)[-1]
     rollout.check_engine(sampling.cfg, arch, sampling.ranks)
@@ -85,9 +90,9 @@ def check_inputs(cfg: Config, ranks: int, scorer: Scorer | None = None) -> Input
             )
     weights_hf.read_model(cfg.model.path, arch)
     tokenizer = data_gsm8k.load_tokenizer(cfg.model.path)
-    check_answers(cfg, scorer)
+    beat("the checks of the model")
     parts = [(cfg.data, "train"), (cfg.data, "test"), *((data, "test") for data in evaluate.data_of_sets(cfg).values())]
-    questions, held_out, *others = (data_gsm8k.load(*part, tokenizer, cfg.train.seed) for part in parts)
+    questions, held_out, *others = (data_gsm8k.load(*part, tokenizer, cfg.train.seed, beat) for part in parts)
     for key, count, part, kind in (
         ("rollout.prompts_per_step", cfg.rollout.prompts_per_step, questions, "training"),
         ("eval.num_questions", cfg.eval.num_questions, held_out, "held-out"),
@@ -114,15 +119,28 @@ def check_inputs(cfg: Config, ranks: int, scorer: Scorer | None = None) -> Input
 
 
 def check_answers(cfg: Config, scorer: Scorer) -> None:
-    """InputError unless every gold answer is correct under the chosen reward: otherwise the advantages are noise."""
-    if not cfg.reward.check_gold or (scorer.workers and launched_rank()):  # one rank is enough for a slow reward
+    """InputError unless every gold answer is correct under the chosen reward: otherwise the advantages are noise.
+
+    A reward in processes of its own may be slow, so each rank checks its share of the answers.
+    """
+    if not cfg.reward.check_gold:
         return
+    first, ranks = (launched_rank(), launched_world_size()) if scorer.workers else (0, 1)
     method, asks_for_box = cfg.reward.method, reward_gsm8k.BOXED in cfg.data.instruction
     parts = [("training", cfg.data, "train"), ("held-out", cfg.data, "test")]
     for kind, data, split in [*parts, *((name, data, "test") for name, data in evaluate.data_of_sets(cfg).items())]:
-        rows = data_gsm8k.read(data, split)[0]
+        rows = data_gsm8k.read(data, split)[0][first::ranks]
         answers = [right_answer(cfg, row) for row in rows]
-        scores = scorer([Call(answer, row.gold, row.columns) for answer, row in zip(answers, rows, strict=True)])
+        calls = [Call(answer, row.gold, row.columns) for answer, row in zip(answers, rows, strict=True)]
+        scores: list[Score] = []
+        for start in tqdm(
+            range(0, len(calls), CHUNK),
+            f"gold {kind} answers",
+            leave=False,
+            unit_scale=CHUNK,
+            disable=None if scorer.workers and first == 0 else True,  # None: shown on a terminal only
+        ):
+            scores += scorer(calls[start : start + CHUNK])
         wrong = [answer for answer, score in zip(answers, scores, strict=True) if not score.correct]
         if wrong:
             needs_box = method == "base_acc" and not asks_for_box
@@ -142,12 +160,14 @@ def right_answer(cfg: Config, question: Question | Row) -> str:
 
 def report(cfg: Config, ranks: int) -> str:
     """What a start would do, in lines; nothing is made. InputError for input with which a start would end."""
-    inputs, making = check_inputs(cfg, ranks, scorer := Scorer(cfg.reward)), ""
-    if inputs is None:
-        making = f"model: {cfg.model.path} is not there; a start makes a tiny model: {cfg.tiny_model}\n"
-        with tempfile.TemporaryDirectory() as folder:
-            inputs = check_inputs(tiny_model.untrained(cfg, Path(folder, "model")), ranks, scorer)
-    scorer.close()
+    making = ""
+    with contextlib.closing(Scorer(cfg.reward)) as scorer:
+        inputs = check_inputs(cfg, ranks, scorer)
+        check_answers(cfg, scorer)
+        if inputs is None:
+            making = f"model: {cfg.model.path} is not there; a start makes a tiny model: {cfg.tiny_model}\n"
+            with tempfile.TemporaryDirectory() as folder:
+                inputs = check_inputs(tiny_model.untrained(cfg, Path(folder, "model")), ranks, scorer)
     saved = checkpoint_to_resume(cfg)
     step = saved.step if saved else 0
     first = inputs.questions.pick(step, cfg.rollout.prompts_per_step)[0]
@@ -173,11 +193,11 @@ def check_writable(key: str, folder: Path) -> None:
         raise InputError(f"{key}: {folder}: {nearest} is not a folder that can be written; needed: one that can")
 
 
-def checkpoint_to_resume(cfg: Config) -> checkpoint.Checkpoint | None:
+def checkpoint_to_resume(cfg: Config, beat: Callable[[], None] = lambda: None) -> checkpoint.Checkpoint | None:
     """The checkpoint that train.resume asks for, its checksums verified; None for a new run.
 
     InputError if the named run has no good checkpoint or another configuration, or if the files of the model, the
-    tokenizer or the data have changed since the run was started.
+    tokenizer or the data have changed since the run was started. ``beat`` is called while these files are read.
     """
     if cfg.train.resume == "never":
         return None
@@ -195,6 +215,7 @@ def checkpoint_to_resume(cfg: Config) -> checkpoint.Checkpoint | None:
         cfg,
         accept=cfg.train.changed_inputs == "accept",
         how="train.resume=never for a new run, or train.changed_inputs=accept to go on",
+        beat=beat,
     ):
         print(f"note: train.changed_inputs: accepted: {line}", flush=True)
     return saved

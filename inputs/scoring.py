@@ -4,6 +4,7 @@ reward.method computes them in this process; reward.function and the method math
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,13 +34,14 @@ class Score(NamedTuple):
 class Scorer:
     """The reward of a run. Make it before the device is started: it may start processes."""
 
-    def __init__(self, reward: RewardConfig) -> None:
+    def __init__(self, reward: RewardConfig, beat: Callable[[], None] = lambda: None) -> None:
+        """``beat`` is called at least once a second while the processes work."""
         self.reward, self.workers = reward, None
         self.name = f"reward.function: {reward.function}" if reward.function else f"reward.method: {reward.method}"
         if reward.function:
-            self.workers = Workers("reward.function", reward.function, ARGUMENTS, reward.seconds)
+            self.workers = Workers("reward.function", reward.function, ARGUMENTS, reward.seconds, beat)
         elif reward.method == "math":
-            self.workers = Workers("reward.method math", MATH, ARGUMENTS, reward.seconds)
+            self.workers = Workers("reward.method math", MATH, ARGUMENTS, reward.seconds, beat)
 
     def __call__(self, calls: list[Call]) -> list[Score]:
         """The score of each completion, in their order.

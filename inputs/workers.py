@@ -1,6 +1,7 @@
 """Processes that call a function of the user's, so that a call that hangs or crashes ends neither rank nor run unseen.
 
-They are plain child processes, not those of multiprocessing, which would import the trainer and torch in each of them.
+They are plain child processes, not those of multiprocessing or pebble: with its method spawn, each of them would
+import the trainer and torch.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -34,8 +35,13 @@ class Failure(NamedTuple):
     trace: str = ""  # the traceback of an exception
 
 
+def usable_cores() -> int:
+    """The number of cores that this process may use, which may be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class Worker:
-    """A process that has imported the function. InputError if it cannot be called with the ``arguments``."""
+    """A process that imports the function, and then answers calls."""
 
     def __init__(self, key: str, named: str, arguments: Sequence[str]) -> None:
         self.connection, theirs = Pipe()
@@ -45,6 +51,7 @@ class Worker:
         theirs.close()
 
     def wait_for_start(self, key: str, named: str) -> None:
+        """InputError if the function cannot be imported, or cannot be called with its arguments."""
         try:
             late = f"{key}: {named}: not imported in {START_SECONDS} s"
             problem = self.connection.recv() if self.connection.poll(START_SECONDS) else late
@@ -69,10 +76,12 @@ class Worker:
 class Workers:
     """Workers for one function: as many as this rank has cores, at most MOST."""
 
-    def __init__(self, key: str, named: str, arguments: Sequence[str], seconds: float) -> None:
-        self.key, self.named, self.arguments, self.seconds = key, named, arguments, seconds
-        ranks = variable("LOCAL_WORLD_SIZE", 1, 1, 2**16)
-        count = max(1, min(MOST, (os.cpu_count() or 1) // ranks))
+    def __init__(
+        self, key: str, named: str, arguments: Sequence[str], seconds: float, beat: Callable[[], None] = lambda: None
+    ) -> None:
+        """``beat`` is called at least once a second while calls are waited for."""
+        self.key, self.named, self.arguments, self.seconds, self.beat = key, named, arguments, seconds, beat
+        count = max(1, min(MOST, usable_cores() // variable("LOCAL_WORLD_SIZE", 1, 1, 2**16)))
         self.idle = [Worker(key, named, arguments) for _ in range(count)]
         try:
             for worker in self.idle:
@@ -84,18 +93,19 @@ class Workers:
     def __call__(self, calls: Sequence[tuple], *, stops: bool) -> list[Any]:
         """The result of each call, or its Failure. With ``stops`` no call is begun after a Failure (results: None).
 
-        A call may take ``seconds``; then its process is ended, and another one takes its place.
+        A call may take ``seconds``; then its process is ended. A new process takes the place of one that has ended.
         """
         results: list[Any] = [None] * len(calls)
         todo, failed = list(range(len(calls)))[::-1], False
         busy: dict[Connection, tuple[Worker, int, float]] = {}
         while busy or (todo and not failed):
             while self.idle and todo and not failed:
-                worker, call = self.idle.pop(), todo.pop()
-                worker.connection.send(calls[call])
+                call = todo.pop()
+                worker = self._begin(self.idle.pop(), calls[call])
                 busy[worker.connection] = worker, call, time.monotonic() + self.seconds
             soonest = min(limit for _, _, limit in busy.values())
-            answered = wait(list(busy), max(0.0, soonest - time.monotonic()))
+            answered = wait(list(busy), max(0.0, min(1.0, soonest - time.monotonic())))
+            self.beat()
             late = [each for each, (_, _, limit) in busy.items() if limit <= time.monotonic()]
             for connection in [each for each in busy if each in answered or each in late]:
                 worker, call, _ = busy.pop(connection)
@@ -104,11 +114,25 @@ class Workers:
                     how = worker.end()
                     slow = f"took more than {self.seconds:g} s and was ended"
                     results[call] = Failure(f"ended its process ({how})" if connection in answered else slow)
-                    worker = Worker(self.key, self.named, self.arguments)
-                    worker.wait_for_start(self.key, self.named)
+                    worker = self._new_worker()
                 failed = failed or (stops and isinstance(results[call], Failure))
                 self.idle.append(worker)
         return results
+
+    def _begin(self, worker: Worker, call: tuple) -> Worker:
+        """Give a worker the call. If it has ended since its last call, a new one gets it. -> the worker that has it"""
+        try:
+            worker.connection.send(call)
+        except OSError:
+            worker.end()
+            worker = self._new_worker()
+            worker.connection.send(call)
+        return worker
+
+    def _new_worker(self) -> Worker:
+        worker = Worker(self.key, self.named, self.arguments)
+        worker.wait_for_start(self.key, self.named)
+        return worker
 
     def _result(self, worker: Worker) -> tuple[Any, bool]:
         """What the worker sent, and whether it still lives."""

@@ -34,6 +34,7 @@ from engines.interface import Completion
 from engines.vllm_engine import VllmEngine
 from inputs import check, hf_config
 from inputs.files import InputError
+from inputs.scoring import Scorer
 from knobs import LoraConfig
 from parallel_setup import Parallel
 from weight_sync import WeightSync
@@ -181,7 +182,7 @@ def test_it_is_refused_before_any_weight_is_read(tmp_path: Path, monkeypatch) ->
     (path / "model.safetensors").unlink()
     monkeypatch.setattr("engines.vllm_engine._check_installed", lambda device_type: None)
     with pytest.raises(InputError, match="rollout.sync: adapter: vLLM adapts models with MoE layers by Triton"):
-        check.check_inputs(config(path), 1)
+        check.check_inputs(cfg := config(path), 1, Scorer(cfg.reward))
 
 
 @pytest.mark.parametrize(

@@ -6,22 +6,25 @@ That a run with all of them repeats itself after a kill is shown in test_resume.
 from __future__ import annotations
 
 import math
+import os
 import time
 from pathlib import Path
 
+import breaking
 import pytest
 import torch
 from saved import config_in
 
+import data_gsm8k
 import grpo
 import run_record
 from checks.self_test import judge_functions
 from checks.self_test_schedules import Findings
 from config import load_config
-from inputs import functions, math_answers
+from inputs import check, functions, math_answers
 from inputs.files import InputError
 from inputs.scoring import Call, Score, Scorer
-from inputs.workers import Failure, Workers
+from inputs.workers import Failure, Workers, usable_cores
 from knobs import Config, RewardConfig
 
 OWN = Path(__file__).parent / "support" / "own.py"
@@ -120,6 +123,78 @@ def test_a_worker_that_hangs_is_replaced_and_the_other_calls_are_answered() -> N
     ended = [worker.process for worker in workers.idle]
     workers.close()
     assert all(process.poll() is not None for process in ended)
+
+
+def test_a_worker_that_was_killed_between_two_calls_is_replaced() -> None:
+    """As the killer of processes of a system without memory does it."""
+    scorer = Scorer(RewardConfig(function=f"{OWN}:reward"))
+    killed = {worker.process.pid for worker in scorer.workers.idle}
+    for worker in scorer.workers.idle:
+        worker.process.kill()
+        worker.process.wait()
+    calls = [Call(text, "", ROW) for text in ("a", "bc", "def")]
+    assert [one.reward for one in scorer(calls)] == [97 % 7 / 7, (98 + 99) % 7 / 7, (100 + 101 + 102) % 7 / 7]
+    assert not killed & {worker.process.pid for worker in scorer.workers.idle}
+    scorer.close()
+
+
+@pytest.mark.parametrize(("cores", "local_ranks", "count"), [(3, 1, 3), (6, 2, 3), (1, 1, 1), (2, 4, 1), (40, 2, 8)])
+def test_a_rank_has_as_many_workers_as_cores_that_it_may_use(cores: int, local_ranks: int, count: int, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)), raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
+    workers = Workers("k", f"{OWN}:reward", ("completion", "gold", "row"), 1.0)
+    assert len(workers.idle) == count
+    workers.close()
+
+
+def test_long_calls_beat_once_a_second(tmp_path: Path) -> None:
+    """Otherwise the heartbeat would end a rank whose reward takes long (train.stall_seconds)."""
+    (tmp_path / "slow.py").write_text(
+        "import time\ndef f(completion, gold, row):\n    time.sleep(2.5)\n    return 1.0\n"
+    )
+    beats: list[float] = []
+    workers = Workers(
+        "k", f"{tmp_path}/slow.py:f", ("completion", "gold", "row"), 60.0, lambda: beats.append(time.monotonic())
+    )
+    began = time.monotonic()
+    workers([("a", "", ROW)], stops=True)
+    workers.close()
+    moments = [began, *beats]
+    assert len(beats) >= 3 and max(b - a for a, b in zip(moments, beats, strict=False)) < 2
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_ranks_share_the_gold_answers_of_a_slow_reward(first: int, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("RANK", str(first))
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    asked: list[str] = []
+
+    def scorer(calls: list[Call]) -> list[Score]:
+        asked.extend(call.row["question"] for call in calls)
+        return [Score(1.0, True, True)] * len(calls)
+
+    scorer.workers, scorer.name = True, "a slow reward"
+    cfg = load_config("configs/tiny_cpu.yaml", ["data.num_train=200", "data.num_test=70"])
+    check.check_answers(cfg, scorer)
+    rows = [row.question for split in ("train", "test") for row in data_gsm8k.read(cfg.data, split)[0][first::3]]
+    assert asked == rows and len(asked) == [67 + 24, 67 + 23, 66 + 23][first]
+
+
+@pytest.mark.filterwarnings(r"ignore:::megatron\.", r"ignore:::torch\.")  # the command ignores them too
+def test_the_first_start_of_a_tiny_model_starts_one_set_of_workers_and_ends_it(tmp_path: Path, capfd) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import os, pathlib\n(pathlib.Path(__file__).parent / f'pid-{os.getpid()}').touch()\n"
+        "def f(completion, gold, row):\n    return 1.0 if f'#### {gold}' in completion else 0.0\n"
+    )
+    code = breaking.exit_code(
+        ["configs/tiny_cpu.yaml", f"model.path={tmp_path}/model", "tiny_model.warm_start_steps=0", "parallel.expert=1",
+         f"reward.function={tmp_path}/mine.py:f", f"train.out_dir={tmp_path}/out", "train.steps=1",
+         "train.checkpoint_every=0", "rollout.prompts_per_step=2", "optim.prompts_per_update=2", "rollout.group_size=2", "eval.num_questions=2",
+         "eval.samples=0", "data.num_train=64", "data.num_test=8"]
+    )  # fmt: skip
+    pids = [int(path.name[4:]) for path in tmp_path.glob("pid-*")]
+    assert code == 0 and len(pids) == min(8, usable_cores()), capfd.readouterr().err
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
 SMALL = "\\frac{1}{2\\cdot3^{2023}}"

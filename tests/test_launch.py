@@ -112,8 +112,13 @@ def test_a_process_that_stalls_reports_place_and_stack_and_ends() -> None:
     assert "train.stall_seconds = 1" in ended.stderr and "in long_wait" in ended.stderr
 
 
+def test_a_process_that_stalls_after_a_wait_ends() -> None:
+    assert watched(1, "with beat.waiting(): time.sleep(2)\ntime.sleep(30)").returncode == EXIT_CODE
+
+
 def test_a_process_that_beats_or_is_not_watched_goes_on() -> None:
     beats = "for _ in range(12): time.sleep(0.25); beat.beat('alive')"
-    for seconds, script in ((2, f"{beats}\nbeat.stop(); time.sleep(3)"), (0, "time.sleep(1.5)")):
+    waits = "with beat.waiting(): time.sleep(4)"  # for ranks that have more to do, and heartbeats of their own
+    for seconds, script in ((2, f"{beats}\nbeat.stop(); time.sleep(3)"), (0, "time.sleep(1.5)"), (1, waits)):
         ended = watched(seconds, script)
         assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")

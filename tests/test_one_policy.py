@@ -38,6 +38,7 @@ from engines.torch_sampler import TorchSampler
 from hardware import kernels
 from inputs import check, hf_config
 from inputs.files import InputError
+from inputs.scoring import Scorer
 from knobs import Config
 from parallel_setup import Parallel
 from weight_sync import WeightSync
@@ -348,6 +349,6 @@ def test_noise_in_columns_of_adapted_matrices_needs_merged_weights(tmp_path: Pat
         cfg = training.config(models[kind], tmp_path, **settings | changes)
         if matrix:
             with pytest.raises(InputError, match=rf"rollout.sync: adapter: .* columns of {matrix}, .*needed: merged"):
-                check.check_inputs(cfg, 1)
+                check.check_inputs(cfg, 1, Scorer(cfg.reward))
         else:
-            check.check_inputs(cfg, 1)
+            check.check_inputs(cfg, 1, Scorer(cfg.reward))

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -165,3 +166,39 @@ def test_large_inputs_are_read_once_until_they_change(tmp_path: Path, monkeypatc
     names_read()
     (tmp_path / "cache/megatron-grpo/sha256.json").write_text("{")
     assert names_read() == ["large", "small"]
+
+
+def test_a_checksum_is_kept_as_soon_as_it_is_known_and_files_beat(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    """A start that ends while it reads 60 GB goes on where it was. The heartbeat must see that the files are read."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    later = time.time() + 60
+    monkeypatch.setattr(run_record.time, "time", lambda: later)
+    paths = [tmp_path / name for name in ("first", "second")]
+    for path in paths:
+        path.write_bytes(path.name.encode() * run_record.LARGE_BYTES)
+    real = run_record.sha256_file
+
+    def second_ends_the_start(path: Path, after_piece: Callable[[], None]) -> str:
+        if path.name == "first":
+            return real(path, after_piece)
+        while not (tmp_path / "cache/megatron-grpo/sha256.json").exists():
+            time.sleep(0.01)
+        raise InputError("second: cannot be read")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_record, "sha256_file", second_ends_the_start)
+        with pytest.raises(InputError, match="second: cannot be read"):
+            run_record.sha256_of_inputs(paths)
+    kept = json.loads((tmp_path / "cache/megatron-grpo/sha256.json").read_text())
+    assert list(kept.values()) == [hashlib.sha256(b"first" * run_record.LARGE_BYTES).hexdigest()]
+
+    def slow(path: Path, after_piece: Callable[[], None]) -> str:
+        for _ in range(3):
+            time.sleep(1.1)
+            after_piece()
+        return real(path, after_piece)
+
+    beats: list[None] = []
+    monkeypatch.setattr(run_record, "sha256_file", slow)
+    run_record.sha256_of_inputs(paths, lambda: beats.append(None))
+    assert len(beats) >= 3

@@ -34,6 +34,7 @@ import startup
 from config import to_yaml
 from inputs import check
 from inputs.files import InputError
+from inputs.scoring import Scorer
 from knobs import Config
 from learner import Learner
 from parallel_setup import Parallel
@@ -452,7 +453,7 @@ def test_what_cannot_work_is_refused_with_what_is_needed(model, tmp_path) -> Non
     ):
         cfg = configuration(model, tmp_path / "out", layout, reward__function=None)
         with pytest.raises(InputError) as caught:
-            check.check_inputs(cfg, ranks)
+            check.check_inputs(cfg, ranks, Scorer(cfg.reward))
         assert str(caught.value) == message
 
 

@@ -6,6 +6,7 @@ many lengths.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,9 @@ import runlog
 import tiny_model
 import train_grpo
 from aqn import AqnError
+from inputs import check
 from inputs.files import InputError, read_tensors
+from inputs.scoring import Scorer
 from knobs import Config
 from lab import run_page
 from learner import Learner
@@ -107,8 +110,16 @@ def train_each(jobs: list[tuple[str, Config]], lenient: bool = True) -> None:
     """Run the jobs one after the other; called on every rank of a world."""
     lighten(lenient)
     for layout, cfg in jobs:
-        train_grpo.train(cfg, world.open_layout(layout), Heartbeat(0, 0))
+        start(cfg, layout)
         parallel_setup.close_layout()
+
+
+def start(cfg: Config, layout: str) -> None:
+    """A training in the world of this process, which is open."""
+    with contextlib.closing(Scorer(cfg.reward)) as scorer:
+        inputs = check.check_inputs(cfg, world.LAYOUTS[layout][0], scorer)
+        check.check_answers(cfg, scorer)
+        train_grpo.train(cfg, world.open_layout(layout), Heartbeat(0, 0), inputs)
 
 
 def lighten(lenient: bool = True) -> None:
@@ -118,7 +129,7 @@ def lighten(lenient: bool = True) -> None:
     run_page.draw_curves, runlog.write_records = lambda *args: None, record_inputs
 
 
-def record_inputs(folder: Path, cfg: Config, world_size: int) -> None:
+def record_inputs(folder: Path, cfg: Config, *_: object) -> None:
     """Record the checksums that a resumed start compares."""
     (folder / "inputs.json").write_text(json.dumps(run_record.inputs(cfg)))
 
@@ -133,7 +144,7 @@ def run_planted(plant: Plant, layout: str, cfg: Config, lenient: bool) -> tuple[
     lighten(lenient)
     plant(pytest.MonkeyPatch())
     try:
-        train_grpo.train(cfg, world.open_layout(layout), Heartbeat(0, 0))
+        start(cfg, layout)
     except (Tripped, AqnError, InputError) as error:
         return type(error), str(error)
     return InputError, ""
