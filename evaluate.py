@@ -8,6 +8,7 @@ Each question gets a greedy answer and k sampled ones, which give a mean and pas
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -35,17 +36,33 @@ from run_record import wilson
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+OPENING_TOKENS = 16  # at the end of a prompt; `<think>` and line breaks are at most so many
+
 
 def score(
     answers: Sequence[tuple[Question, Completion]], tokenizer: PreTrainedTokenizerBase, scorer: Scorer
 ) -> list[Score]:
     """The score of each completion as an answer to its question. The stop token is left out of the text."""
-    return scorer([Call(text_of(one, tokenizer), question.gold, question.row) for question, one in answers])
+    calls = []
+    for question, completion in answers:
+        text = text_of(question.prompt, without_stop_token(completion), tokenizer)
+        calls.append(Call(text, question.gold, question.row))
+    return scorer(calls)
 
 
-def text_of(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of a completion, without its stop token."""
-    return tokenizer.decode(completion.tokens[:-1] if completion.finish_reason == "stop" else completion.tokens)
+def without_stop_token(completion: Completion) -> list[int]:
+    return completion.tokens[:-1] if completion.finish_reason == "stop" else completion.tokens
+
+
+def text_of(prompt: list[int], tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of a completion's ``tokens``, after the opened_thinking of its ``prompt``, which it continues."""
+    return opened_thinking(prompt, tokenizer) + tokenizer.decode(tokens)
+
+
+def opened_thinking(prompt: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The `<think>` with which a chat template ends the prompt, and the spaces after it; empty for other prompts."""
+    end = re.search(r"<think>\s*\Z", tokenizer.decode(prompt[-OPENING_TOKENS:]))
+    return end[0] if end else ""
 
 
 def evaluate(
@@ -182,7 +199,7 @@ def ask(cfg: Config, question: str, tensors: Iterable[tuple[str, torch.Tensor]])
     engine.load_weights(tensors)
     limit, method = cfg.rollout.max_new_tokens, cfg.reward.method
     [[answer]] = engine.sample([prompt], seeds=[0], num_samples=1, max_new_tokens=limit, temperature=0.0)
-    text = text_of(answer, tokenizer)
+    text = text_of(prompt, without_stop_token(answer), tokenizer)
     cut = f"; cut off at rollout.max_new_tokens = {limit}" * (answer.finish_reason != "stop")
     if cfg.reward.function:
         return f"{text}{cut}"

@@ -81,7 +81,7 @@ class Run:
             {
                 "question": asked[0].question,
                 "gold": asked[0].gold,
-                "completion": self.inputs.tokenizer.decode(completion.tokens),
+                "completion": evaluate.text_of(asked[0].prompt, completion.tokens, self.inputs.tokenizer),
                 "reward": batch.rewards[0, place].item(),
                 "tokens": len(completion.tokens),
             }

@@ -172,6 +172,8 @@ def report(cfg: Config, ranks: int) -> str:
     step = saved.step if saved else 0
     first = inputs.questions.pick(step, cfg.rollout.prompts_per_step)[0]
     prompt, answer = inputs.tokenizer.decode(first.prompt), right_answer(cfg, first)
+    if evaluate.opened_thinking(first.prompt, inputs.tokenizer):  # the model continues it
+        answer = answer.removeprefix("<think>")
     start = (
         f"continues {saved.run_dir} after step {step} of {cfg.train.steps}"
         if saved
@@ -235,4 +237,24 @@ def introduction(cfg: Config, ranks: int, inputs: Inputs) -> str:
         f"{''.join(f'{name}: {part.description}{chr(10)}' for name, part in inputs.sets.items())}"
         f"a step: {prompts} prompts x {group} = {prompts * group} sequences, "
         f"{updates} update{'s' * (updates > 1)} of {cfg.optim.prompts_per_update} prompts x {group}"
+        f"{''.join(unread_forms(cfg, inputs))}"
     )
+
+
+def unread_forms(cfg: Config, inputs: Inputs) -> list[str]:
+    """A warning for each form of answers that most prompts ask for and that reward.method does not read."""
+    if cfg.reward.function:
+        return []
+    texts = {"data.instruction": [cfg.data.instruction]}
+    for name, part in {"train": inputs.questions, "held out": inputs.held_out, **inputs.sets}.items():
+        texts[f"{name}: the questions' own text"] = [one.question for one in part]
+    warnings = []
+    for name, of_part in texts.items():
+        for form, readers in reward_gsm8k.READERS.items():
+            asking = sum(form in text for text in of_part)
+            if 2 * asking > len(of_part) and cfg.reward.method not in readers:
+                warnings.append(
+                    f"\nwarning: {name} asks for {form!r} and stays in the prompt; reward.method={cfg.reward.method} "
+                    f"does not read that form, reward.method={readers[0]} does"
+                )
+    return warnings

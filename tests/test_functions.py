@@ -189,7 +189,8 @@ def test_the_first_start_of_a_tiny_model_starts_one_set_of_workers_and_ends_it(t
     code = breaking.exit_code(
         ["configs/tiny_cpu.yaml", f"model.path={tmp_path}/model", "tiny_model.warm_start_steps=0", "parallel.expert=1",
          f"reward.function={tmp_path}/mine.py:f", f"train.out_dir={tmp_path}/out", "train.steps=1",
-         "train.checkpoint_every=0", "rollout.prompts_per_step=2", "optim.prompts_per_update=2", "rollout.group_size=2", "eval.num_questions=2",
+         "train.checkpoint_every=0", "rollout.prompts_per_step=2",
+         "optim.prompts_per_update=2", "rollout.group_size=2", "eval.num_questions=2",
          "eval.samples=0", "data.num_train=64", "data.num_test=8"]
     )  # fmt: skip
     pids = [int(path.name[4:]) for path in tmp_path.glob("pid-*")]

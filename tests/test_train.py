@@ -25,6 +25,7 @@ from scope import cases
 import data_gsm8k
 import grpo
 import learner
+import startup
 import train_grpo
 import weights_hf
 from engines.interface import Completion
@@ -390,3 +391,59 @@ def test_an_answer_is_scored_without_its_stop_token(models, tmp_path) -> None:
         (tokens[:5], "length", (0.0, False, False)),
     ):
         assert check.Inputs.score(inputs, [(question, Completion(answer, [], ending))]) == [expected]
+
+
+THOUGHTS = "7 + 5 = 12</think> <answer>\\boxed{12}</answer>"
+PROMPTS = [
+    ("assistant\n<think>\n", "<think>\n"),
+    ("<think>", "<think>"),
+    ("<think></think>\n", ""),
+    ("Why <think>?", ""),
+]
+
+
+@pytest.mark.parametrize(("end", "opened"), PROMPTS)
+def test_a_completion_continues_the_thoughts_that_its_prompt_has_opened(end, opened, models, tmp_path) -> None:
+    """Templates of reasoning models end the prompt with <think>; what follows was scored 0 by base_acc."""
+    tokenizer = data_gsm8k.load_tokenizer(models["qwen3_moe"])
+    cfg = training.config(models["qwen3_moe"], tmp_path, reward__method="base_acc")
+    inputs = SimpleNamespace(tokenizer=tokenizer, scorer=Scorer(cfg.reward))
+    prompt, tokens = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (f"7 + 5? {end}", THOUGHTS))
+    question = data_gsm8k.Question("", "", "12", prompt)
+    [found] = check.Inputs.score(inputs, [(question, Completion(tokens, [], "length"))])
+    assert found == ((1.0, True, True) if opened else (0.0, False, False))
+    run = SimpleNamespace(cfg=cfg, inputs=inputs)
+    batch = SimpleNamespace(rewards=torch.ones(1, 1))
+    [row] = startup.Run.shown_completions(run, [question], batch, [[Completion(tokens, [], "length")]])
+    assert row["completion"] == opened + THOUGHTS
+
+
+DAPO = 'The last line should be of the form Answer: $Answer.\n\n{}\n\nPut your answer on its own line after "Answer:".'
+BOX = "{} Put it within \\boxed{{}}."
+
+
+@pytest.mark.parametrize(
+    ("method", "wrapper", "instruction", "warned"),
+    [
+        ("strict", DAPO, "", [("train", "'Answer:'", "lm_eval_flexible")]),
+        ("math", DAPO, "", [("train", "'Answer:'", "lm_eval_flexible")]),
+        ("lm_eval_flexible", DAPO, "", []),
+        ("strict", BOX, "", [("train", "'\\\\boxed'", "math")]),
+        ("math", BOX, "", []),
+        ("math", "{}", "The answer follows '#### '.", [("data.instruction", "'####'", "strict")]),
+        ("strict", "{}", "The answer follows '#### '.", []),
+    ],
+)
+def test_a_form_of_answers_that_prompts_ask_for_and_the_reward_does_not_read_is_warned_of(
+    method, wrapper, instruction, warned, tmp_path
+) -> None:
+    """The data of DAPO ask for 'Answer:' in every row; a reward for '####' would be 0 for ever."""
+    cfg = training.config(tmp_path, tmp_path, reward__method=method, data__instruction=instruction)
+    wrapped = [data_gsm8k.Question(wrapper.format(n), "", "1", []) for n in range(3)]
+    plain = [data_gsm8k.Question(text, "", "1", []) for text in ("2 + 2?", "What does Answer: mean?", "3?")]
+    inputs = SimpleNamespace(questions=[*wrapped, *plain[:1]], held_out=plain, sets={})
+    found = check.unread_forms(cfg, inputs)
+    assert len(found) == len(warned)
+    for line, (where, form, named) in zip(found, warned, strict=True):
+        assert line.startswith(f"\nwarning: {where}") and f"asks for {form}" in line
+        assert f"reward.method={method} does not read" in line and f"reward.method={named} does" in line
