@@ -186,7 +186,8 @@ DATA = [
         questions(), "data.max_prompt_tokens=2"),
     row("no number as gold answer", "reward.method: strict: gold: found 'Four'; needed: one number; other answers need "
         "reward.method math or a reward.function",
-        questions('{"question": "3 + 1?", "answer": "Four"}\n'), "data.source=file"),
+        questions('{"question": "3 + 1?", "answer": "Four"}\n'), "data.source=file", "rollout.prompts_per_step=1",
+        "optim.prompts_per_update=1"),
     row("gold answers in another form", "1 of 2 gold held-out ... first being '#### x'; needed: a reward that fits",
         questions(OWN, OWN.replace("3", "4").replace('"9"', '"x"')), "data.source=file", "reward.method=verl_strict"),
     row("set and trained on", "data: 2 held-out questions of eval.sets.math are training questions as well",
