@@ -127,9 +127,9 @@ def policy_loss(
     clip_high (A > 0) or clip_low. A function as ``kind`` computes the losses of the tokens itself.
 
     aggregate, num_tokens, num_sequences, max_new_tokens: see aggregate_loss. GSPO's paper uses seq-mean-token-mean.
-    The statistics have no gradient. They are policy_loss, which is the loss itself, and means over tokens: clip_frac,
-    dual_clip_frac, ppo_kl (old_logp - logp), ratio_mean, and ratio_gap, the mean of |r - 1|, which is exactly 0 as long
-    as the policy is the old one. With the update's num_tokens, they add up over micro-batches and ranks.
+    The statistics have no gradient. They are policy_loss, which is the loss itself, and means over tokens: clip_frac and
+    dual_clip_frac (0 where A = 0: clipping changes nothing there), ppo_kl (old_logp - logp), ratio_mean, and ratio_gap,
+    the mean of |r - 1|, which is exactly 0 as long as the policy is the old one. With the update's num_tokens, they add up over micro-batches and ranks.
     """
     if not callable(kind):
         _require("kind", kind, tuple(PER_TOKEN))
@@ -207,14 +207,16 @@ def _cispo(x: LossInputs) -> PerToken:
     log_ratio = (x.logp - x.old_logp).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio = log_ratio.exp()
     weight = x.clipped(ratio)
-    return -weight.detach() * x.advantages * x.logp, _measured(log_ratio, ratio, weight != ratio)
+    was_clipped = (weight != ratio) & (x.advantages != 0)
+    return -weight.detach() * x.advantages * x.logp, _measured(log_ratio, ratio, was_clipped)
 
 
 def _dppo_tv(x: LossInputs) -> PerToken:
     log_ratio = (x.logp - x.old_logp).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio, moved = log_ratio.exp(), x.logp.detach().exp() - x.old_logp.exp()
     outside = torch.where(x.advantages > 0, moved > x.clip_high, moved < -x.clip_low)
-    return -x.advantages * ratio.masked_fill(outside, 0.0), _measured(log_ratio, ratio, outside)
+    was_clipped = outside & (x.advantages != 0)
+    return -x.advantages * ratio.masked_fill(outside, 0.0), _measured(log_ratio, ratio, was_clipped)
 
 
 def _pessimistic(x: LossInputs, ratio: Tensor) -> tuple[Tensor, Tensor]:

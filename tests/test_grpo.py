@@ -353,6 +353,21 @@ def test_statistics_by_hand() -> None:
     )
 
 
+@pytest.mark.parametrize(("kind", "clipped"), [("ppo", 2), ("gspo", 3), ("cispo", 4), ("dppo_tv", 2)])
+def test_tokens_without_an_advantage_count_as_not_clipped(kind: str, clipped: int) -> None:
+    """Three rows with A = 0, 1, -1. The probability 0.25 of each token becomes 0.025, 0.25, 0.9: ratios 0.1, 1, 3.6.
+
+    Clipped are: ppo, 3.6 for A > 0 and 0.1 for A < 0; gspo, the row with A < 0, for its mean is 0.711; cispo, 0.1 and
+    3.6 of both rows; dppo_tv, the change by 0.65 for A > 0 and by -0.225 for A < 0. The dual clip limits one 3.6.
+    """
+    probabilities = torch.tensor([[0.025, 0.25, 0.9]], dtype=torch.float64).expand(3, 3)
+    old = torch.full((3, 3), 0.25, dtype=torch.float64)
+    advantages = torch.tensor([0.0, 1.0, -1.0])
+    _, stats = grpo.policy_loss(probabilities.log(), old.log(), advantages, torch.ones(3, 3), kind=kind)
+    assert stats["clip_frac"].item() == pytest.approx(clipped / 9)
+    assert stats["dual_clip_frac"].item() == pytest.approx((kind == "ppo") / 9)
+
+
 # --------------------------------------------------------------------------------------------------- rollout correction
 def test_rollout_weights_by_hand() -> None:
     """Ratios 1.5 0.5 8 | 1.5 1.2: products 6 and 1.8, clipped at 2."""
