@@ -39,7 +39,6 @@ def figures(done: DryRun, rank: int, imbalances: Sequence[float]) -> dict:
             "kinds": peak.kinds,
             "largest": [{"bytes": size, "count": count, "where": where} for size, count, where in peak.largest],
             "operations": seen.operations,
-            "launches": seen.launches.total(),
             "launches_by_operator": dict(seen.launches.most_common()),
             "waits": dict(seen.waits.most_common()),
             "flops": sum(seen.flops.values()),
@@ -60,6 +59,7 @@ def figures(done: DryRun, rank: int, imbalances: Sequence[float]) -> dict:
         "left_bytes": done.left,
         "pushed_tensors": done.pushed,
         "phases": phases,
+        "launches": {name: done.meter.phases[name].launches.total() for name in phases},
         "side": done.layout.role,
     }
 
@@ -76,7 +76,7 @@ def as_text(counted: dict, rows: list[confirmed.Compared], title: str) -> str:
         kinds = "".join(f"{phase['kinds'][kind] / gib:12.3f}" for kind in KINDS)
         lines.append(
             f"  {name:30} {phase['peak_bytes'] / gib:7.3f} {kinds} {phase['flops'] / 1e12:7.3f}"
-            f" {phase['launches']:8,} {sum(phase['waits'].values()):5,}"
+            f" {counted['launches'][name]:8,} {sum(phase['waits'].values()):5,}"
         )
     if counted["side"] != "samplers":
         lines.append(f"  {counted['left_bytes'] / mib:.1f} MiB of an update are alive after it")
