@@ -127,9 +127,10 @@ def policy_loss(
     clip_high (A > 0) or clip_low. A function as ``kind`` computes the losses of the tokens itself.
 
     aggregate, num_tokens, num_sequences, max_new_tokens: see aggregate_loss. GSPO's paper uses seq-mean-token-mean.
-    The statistics have no gradient. They are policy_loss, which is the loss itself, and means over tokens: clip_frac and
-    dual_clip_frac (0 where A = 0: clipping changes nothing there), ppo_kl (old_logp - logp), ratio_mean, and ratio_gap,
-    the mean of |r - 1|, which is exactly 0 as long as the policy is the old one. With the update's num_tokens, they add up over micro-batches and ranks.
+    The statistics have no gradient. They are policy_loss, which is the loss itself, and means over tokens: clip_frac,
+    dual_clip_frac (both 0 where A = 0: clipping changes nothing there), ppo_kl (old_logp - logp), ratio_mean, and
+    ratio_gap, the mean of |r - 1|, which is exactly 0 as long as the policy is the old one. With the update's
+    num_tokens, they add up over micro-batches and ranks.
     """
     if not callable(kind):
         _require("kind", kind, tuple(PER_TOKEN))

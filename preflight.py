@@ -30,6 +30,7 @@ from inputs.config_rules import OTHER_RULES, divisors, nearest
 from inputs.files import BAD_INPUT, MOST_RANKS, InputError, refused, shown
 from knobs import Config
 from plan import calibrate, grid, memory, published, roofline, whole_run
+from plan.hardware import three_digits
 from plan.search import Setting, Verdict, alternatives, fastest, judge, overrides, scripts
 
 # ---------------------------------------------------------------------------------------------------------- the report
@@ -203,7 +204,7 @@ def _time_lines(verdict: Verdict, setting: Setting) -> list[str]:
     ]
     if setting.hardware.eager_layer_seconds:  # a CPU has no graphs
         decoding = [f"{seconds} s {name}" for name, seconds in times.decoding.items()]
-        saving = f"; rollout.enforce_eager=false would save about {times.graphs_save:.3g} s a step"
+        saving = f"; rollout.enforce_eager=false would save about {three_digits(times.graphs_save)} s a step"
         lines.append(f"decoding: {', '.join(decoding)}{saving * verdict.cfg.rollout.enforce_eager}")
     lines.append(whole_run.sentence(whole_run.whole_run(verdict, setting), verdict.cfg.train.steps))
     beside = f"; {', '.join(roofline.SAMPLING)} on the samplers, beside the others on the trainers" * times.apart
@@ -220,9 +221,8 @@ def _time_lines(verdict: Verdict, setting: Setting) -> list[str]:
         away = verdict.layout.away("expert")  # then the rate between nodes decides
         link = (hardware.between_nodes if away else hardware.link) * forward["expert exchange"] / forward["arithmetic"]
         where = " between nodes" * bool(away)
-        lines.append(
-            f"  a link{where} of {link / 1e9:.3g} GB/s or less: experts' traffic takes as long as the arithmetic"
-        )
+        rate = three_digits(link / 1e9)
+        lines.append(f"  a link{where} of {rate} GB/s or less: experts' traffic takes as long as the arithmetic")
     assumed = roofline.assumptions(
         hardware, setting.prompt_tokens, setting.completion_tokens, longest, verdict.cfg.rollout.dynamic_rounds
     )

@@ -25,7 +25,12 @@ class Range(NamedTuple):
     high: float
 
     def __str__(self) -> str:
-        return " to ".join(f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}" for seconds in self)
+        return " to ".join(map(three_digits, self))
+
+
+def three_digits(value: float) -> str:
+    """0.123, 12.3 and 1,230: never 1.23e+03."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def spread(overlapping: float, in_turn: float) -> Range:

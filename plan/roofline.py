@@ -17,7 +17,7 @@ from architecture import Architecture, Module, over_layers
 from inputs.hf_config import ELEMENT_BYTES
 from knobs import Config, LoraConfig
 from plan.grid import WHOLE, RankGrid
-from plan.hardware import FORWARD_LAUNCHES, MERGE_LAUNCHES, UPDATE_LAUNCHES, Hardware, Range, spread
+from plan.hardware import FORWARD_LAUNCHES, MERGE_LAUNCHES, UPDATE_LAUNCHES, Hardware, Range, spread, three_digits
 from plan.memory import Memory
 from plan.parameters import lora_parameters, merged_weights
 from plan.traffic import exchange_bytes, optimizer_seconds, slower, sync_seconds
@@ -341,13 +341,16 @@ def _decoding(
 
 def assumptions(hardware: Hardware, prompt: float, completion: float, longest: float, dynamic_rounds: int = 0) -> str:
     """The assumptions behind the seconds, in one line."""
+    graphs, eager, launch = (
+        three_digits(1e6 * seconds)
+        for seconds in (hardware.graph_layer_seconds, hardware.eager_layer_seconds, hardware.launch_seconds)
+    )
     dropped = f"each of {dynamic_rounds} more rounds samples {EQUAL_GROUPS:.0%} of the groups of the one before, "
     return (
         f"{hardware.flops / 1e12:g} TFLOP/s at {hardware.training_share:.1%} in training, "
         f"{hardware.bandwidth / 1e12:g} TB/s, {hardware.link / 1e9:g} GB/s link at {hardware.link_share:.0%}, "
         f"{hardware.between_nodes / 1e9:g} GB/s between nodes, "
-        f"a layer of a decode step takes at least {hardware.graph_layer_seconds * 1e3:.2g} ms with graphs and "
-        f"{hardware.eager_layer_seconds * 1e3:.2g} ms without, a launch {hardware.launch_seconds * 1e6:.2g} us, "
-        f"prompts of {prompt:g} and completions of {completion:g} tokens in the mean, the longest of {longest:g}; "
+        f"a layer of a decode step takes at least {graphs} us with graphs and {eager} us without, "
+        f"a launch {launch} us, prompts of {prompt:g} and completions of {completion:g} tokens in the mean, the longest of {longest:g}; "
         f"{dropped * (dynamic_rounds > 0)}an estimate, not a measurement"
     )

@@ -14,6 +14,7 @@ from inputs.hf_config import ELEMENT_BYTES
 from inputs.paths import Paths, listed
 from knobs import Config
 from plan import grid
+from plan.hardware import three_digits
 from plan.memory import GIB
 from plan.parameters import checkpoint_bytes
 from plan.roofline import Rows, decode_causes, decode_parts, decode_step, forward_flops
@@ -115,13 +116,14 @@ def of_config(cfg: Config, ranks: int) -> WholeRun | None:
 
 
 def sentence(run: WholeRun, steps: int) -> str:
-    """`estimated run: 3.1 h = 77 steps 2.5 h + 5 evaluations of 1,319 questions 0.59 h + ...`, one line."""
+    """`estimated run: 3.12 h = 77 steps 2.5 h + 5 evaluations of 1,319 questions 0.588 h + ...`, one line."""
 
     def time(seconds: float) -> str:
-        return f"{seconds / 3600:.2g} h" if seconds >= 360 else f"{seconds:.2g} s"
+        return f"{three_digits(seconds / 3600)} h" if seconds >= 360 else f"{three_digits(seconds)} s"
 
     return (
         f"estimated run: {time(3600 * run.hours)} = {steps} steps {time(run.steps)}"
         f" + {run.num_evaluations} evaluations of {run.num_questions:,} questions {time(run.evaluations)}"
-        f" + {run.num_checkpoints} checkpoints {time(run.checkpoints)}, of which {run.kept_bytes / GIB:.2g} GiB stay"
+        f" + {run.num_checkpoints} checkpoints {time(run.checkpoints)}, of which {three_digits(run.kept_bytes / GIB)} "
+        "GiB stay"
     )

@@ -17,6 +17,7 @@ from scope import cases
 import config
 import preflight
 from inputs import hf_config, layout_rules
+from plan import whole_run
 from plan.published import calibrated
 
 ROOT = Path(__file__).parents[1]
@@ -206,7 +207,10 @@ def test_the_plan_of_a_run_adds_evaluations_and_checkpoints_worked_out_by_hand(t
     assert short["evaluations"] == pytest.approx(5 * (1536 * launches + step["phases"]["prefill"]), rel=1e-3)
     preflight.main([QWEN3, "--ranks", "16", "--completion-tokens", "240"])
     text = capsys.readouterr().out
-    assert "if answers have a mean of 240 of 1536 tokens" in text and "4 checkpoints 61 s, of which 29 GiB stay" in text
+    assert (
+        "if answers have a mean of 240 of 1536 tokens" in text
+        and "4 checkpoints 61.4 s, of which 28.6 GiB stay" in text
+    )
     assert "a runtime of 2 GiB and 1.5 GiB for the graphs of the engine" in text and "3.500 GiB" in text
 
 
@@ -259,3 +263,13 @@ def test_a_plan_takes_seconds_without_torch_and_prints_one_object():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 5
     assert done.returncode == 1 and json.loads(done.stdout)["verdict"] == "refused" and done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(540_000, "150 h"), (5_400_000, "1,500 h"), (11_232, "3.12 h"), (99, "99 s")]
+)
+def test_a_long_run_is_said_without_an_exponent(seconds, said):
+    run = whole_run.WholeRun(seconds, 0, 0, 1, 1319, 1, 150 * 2**30)
+    text = whole_run.sentence(run, 100)
+    assert text.startswith(f"estimated run: {said} = 100 steps {said} + 1 evaluations")
+    assert text.endswith("of which 150 GiB stay")
