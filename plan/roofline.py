@@ -351,6 +351,7 @@ def assumptions(hardware: Hardware, prompt: float, completion: float, longest: f
         f"{hardware.bandwidth / 1e12:g} TB/s, {hardware.link / 1e9:g} GB/s link at {hardware.link_share:.0%}, "
         f"{hardware.between_nodes / 1e9:g} GB/s between nodes, "
         f"a layer of a decode step takes at least {graphs} us with graphs and {eager} us without, "
-        f"a launch {launch} us, prompts of {prompt:g} and completions of {completion:g} tokens in the mean, the longest of {longest:g}; "
+        f"a launch {launch} us, "
+        f"prompts of {prompt:g} and completions of {completion:g} tokens in the mean, the longest of {longest:g}; "
         f"{dropped * (dynamic_rounds > 0)}an estimate, not a measurement"
     )
