@@ -57,17 +57,23 @@ class Form(NamedTuple):
 def read(paths: Paths | Path, columns: Mapping[str, str] | None = None, count: int = 0) -> tuple[list[Row], str]:
     """The rows of one file or several, and the name of its form, which the first row of all decides.
 
-    ``count``: so many rows, evenly spaced, because files are often in an order; 0: all.
+    A question that several rows ask (`alike`) counts once, as its first row has it: copies of it are no further
+    questions, neither in a step nor in an interval. The name of the form says how many rows there are. InputError if
+    the copies have different answers.
+
+    ``count``: so many questions, evenly spaced, because files are often in an order; 0: all.
 
     ``columns``: the names of the columns question and answer, whose text is the gold answer. Without them the file has
     one of FORMS, and the gold answer is the number after `####`.
     """
     form: Form | None = None
     rows: list[Row] = []
+    num_rows = 0
     asked: dict[str, tuple[Path, int, str]] = {}  # question -> file and row that asks it first, and its answer
     for path in map(Path, listed(paths)):
-        before = len(rows)
+        before = num_rows
         for number, row in _table(path):
+            num_rows += 1
             try:
                 if not isinstance(row, dict):
                     raise InputError(f"found {type(row).__name__}; needed: an object with columns")
@@ -88,29 +94,33 @@ def read(paths: Paths | Path, columns: Mapping[str, str] | None = None, count: i
                     turns, answer = form.parse(lower)
                 gold = answer if columns else gold_number(answer)
                 question = "\n\n".join(text for role, text in turns if role != "system")
-                file, first, known = asked.setdefault(alike(question), (path, number, gold))
+                compared = alike(question)
+                if not compared:
+                    raise InputError("question: found an empty text")
+                if compared not in asked:
+                    asked[compared] = path, number, gold
+                    rows.append(Row(question, answer, gold, turns, row))
+                file, first, known = asked[compared]
                 if _value(gold) != _value(known):
                     raise InputError(
                         f"answer: {gold[:60]}; {'' if file == path else f'{file}, '}row {first} has the same question "
                         f"with {known[:60]}; needed: one answer"
                     )
-                if "" in asked:
-                    raise InputError("question: found an empty text")
             except InputError as error:
                 raise InputError(f"{path}, row {number}: {error}") from error
-            rows.append(Row(question, answer, gold, turns, row))
-        if len(rows) == before:
+        if num_rows == before:
             raise InputError(f"{path}: no rows found; needed: at least one question")
     name = form.name if form and not columns else f"columns {' and '.join((columns or {}).values())}"
+    there = f"{num_rows} rows"
+    if len(rows) < num_rows:
+        there += f", {len(rows)} different question{'s' * (len(rows) > 1)}"
+        name += f"; {there}"
     if count > len(rows):
-        raise InputError(
-            f"data.num_train: found {count}; {', '.join(listed(paths))}: {len(rows)} rows; needed: no more"
-        )
+        raise InputError(f"data.num_train: found {count}; {', '.join(listed(paths))}: {there}; needed: no more")
     if not count:
         return rows, name
-    return [
-        rows[place * len(rows) // count] for place in range(count)
-    ], f"{name}; {count} of {len(rows)}, evenly spaced"
+    chosen = [rows[place * len(rows) // count] for place in range(count)]
+    return chosen, f"{name}; {count} of {len(rows)}, evenly spaced"
 
 
 def _value(gold: str) -> Decimal | str:

@@ -118,7 +118,7 @@ def test_a_short_parquet_file_of_very_many_rows_is_refused(tmp_path: Path, monke
     path = tmp_path / "many.parquet"
     rows = 5000
     parquet.write_table(pyarrow.table({"question": ["2?" * 500] * rows, "answer": ["#### 3"] * rows}), path)
-    assert path.stat().st_size < 20_000 and len(question_files.read(path)[0]) == rows
+    assert path.stat().st_size < 20_000 and question_files.read(path)[1].endswith("5000 rows, 1 different question")
     monkeypatch.setattr(question_files, "LINES_MIB", 2)
     with pytest.raises(InputError, match="many.parquet: .*more than 2 MiB of rows"):
         question_files.read(path)
@@ -136,13 +136,30 @@ def test_a_short_parquet_file_of_very_many_rows_is_refused(tmp_path: Path, monke
 def test_questions_are_compared_as_a_reader_sees_them(other: str, tmp_path: Path) -> None:
     first = {"question": "Mia has 3 pens. How many?", "answer": "#### 3"}
     path = write_jsonl(tmp_path / "train.jsonl", [first, {"question": other, "answer": "so\n#### 3.0"}])
-    assert len(read_pairs(path)) == 2  # one answer: both rows are kept
+    assert read_pairs(path) == [(first["question"], first["answer"])]  # one answer: the first row stands for both
     write_jsonl(path, [ROWS[0], first, {"question": other, "answer": "#### 4"}])
     with pytest.raises(InputError, match="train.jsonl, row 3: answer: 4; row 2 has the same question with 3; needed"):
         question_files.read(path)
     write_jsonl(tmp_path / "shots.jsonl", [{"question": other, "answer": "#### 3"}])
     with pytest.raises(InputError, match="which is asked as well"):
         data_gsm8k.few_shot(data(few_shot_path=str(tmp_path / "shots.jsonl")), [Row.worked(**first)])
+
+
+@pytest.mark.parametrize("form", ["columns", "verl"])
+def test_copies_of_a_question_are_asked_and_counted_once(form: str, tokenizer: Any, tmp_path: Path) -> None:
+    """AIME's 30 questions, for example, are published 32 times each. A row's other columns may differ."""
+    copies = [row | {"index": place} for place in range(32) for row in FORMS[form]]
+    files = [str(write_jsonl(tmp_path / f"{n}.jsonl", part)) for n, part in enumerate((copies[:50], copies[50:]))]
+    section = data(source="gsm8k", train_path=files, test_path=files)
+    for split in ("train", "test"):
+        loaded = data_gsm8k.load(section, split, tokenizer, seed=0)
+        assert [(one.question, one.answer) for one in loaded] == [(row["question"], row["answer"]) for row in ROWS]
+        assert "3 questions from " in loaded.description and "; 96 rows, 3 different questions); " in loaded.description
+        assert len({one.question for one in loaded.pick(7, 3)}) == 3
+    few = data_gsm8k.read(section.model_copy(update={"num_train": 2}), "train")[2]
+    assert few.endswith("96 rows, 3 different questions; 2 of 3, evenly spaced")
+    with pytest.raises(InputError, match="data.num_train: found 4; .*: 96 rows, 3 different questions; needed: no"):
+        data_gsm8k.read(section.model_copy(update={"num_train": 4}), "train")
 
 
 # ------------------------------------------------------------------------------------------------------- malformed rows
@@ -227,10 +244,11 @@ def test_columns_of_any_name_give_the_text_as_the_gold_answer_and_all_columns_to
     number = {"problem": "2 + 2?", "answer": 4, "level": None}
     more = write_jsonl(tmp_path / "more.jsonl", [MATH[0], number])
     loaded = data_gsm8k.load(own([str(path), str(more)], instruction="Go."), "train", tokenizer, seed=0)
-    assert [one.gold for one in loaded] == ["\\frac{3}{4}", "025", "\\frac{3}{4}", "4"]
-    assert [one.row for one in loaded][:2] == MATH and loaded[3].row == number
+    assert [one.gold for one in loaded] == ["\\frac{3}{4}", "025", "4"]
+    assert [one.row for one in loaded] == [*MATH, number]
     assert tokenizer.decode(loaded[1].prompt).endswith(f"{MATH[1]['problem']} Go.<|im_end|>\n<|im_start|>assistant\n")
-    assert f"4 questions from {path}, {more} (columns problem and answer)" in loaded.description
+    form = "columns problem and answer; 4 rows, 3 different questions"
+    assert f"3 questions from {path}, {more} ({form})" in loaded.description
 
 
 def test_a_list_of_turns_is_the_prompt_and_names_with_dots_lead_into_objects(tokenizer: Any, tmp_path: Path) -> None:
@@ -312,7 +330,7 @@ def test_a_bad_row_of_named_columns_is_refused(row: dict, message: str | None, t
     path = write_jsonl(tmp_path / "rows.jsonl", [{"problem": "Last?", "answer": 1}, row])
     columns = {"question": "problem", "answer": "answer"}
     if message is None:
-        assert len(question_files.read((str(first), str(path)), columns)[0]) == 4
+        assert len(question_files.read((str(first), str(path)), columns)[0]) == 3
         return
     with pytest.raises(InputError, match=f"{path}, {message.replace('{first}', f'{first}, ')}"):
         question_files.read((str(first), str(path)), columns)
@@ -402,11 +420,11 @@ def test_chat_template_gives_the_same_ids_by_text_and_by_the_tokenizer(tokenizer
 
 
 def test_two_questions_that_become_one_prompt_are_refused(tokenizer: Any, tmp_path: Path, monkeypatch) -> None:
-    rows = [{"question": f"What is {n} + 1?", "answer": "#### 1"} for n in (1, 2, 1)]
+    rows = [{"question": f"What is {n} + 1?", "answer": "#### 1"} for n in (1, 2)]
     path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
     section = data(source="gsm8k", train_path=path)
     prompts = [question.prompt for question in data_gsm8k.load(section, "train", tokenizer, seed=0)]
-    assert prompts[0] == prompts[2] != prompts[1]  # the same question twice is no fault
+    assert prompts[0] != prompts[1]
     real = data_gsm8k.prompt_ids
     same = [("user", "What is 7 + 1?")]
     monkeypatch.setattr(data_gsm8k, "prompt_ids", lambda turns, **rest: real(same, **rest))
