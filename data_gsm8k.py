@@ -258,22 +258,45 @@ def prompt_ids(
 
 def _chat_text(turns: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> str:
     """The text of the turns in the tokenizer's chat template, up to where the assistant's answer begins."""
-    for name in data.chat_template_kwargs:
-        if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+    template = str(tokenizer.chat_template)
+    for name, value in data.chat_template_kwargs.items():
+        if not re.search(rf"\b{re.escape(name)}\b", template):
             raise InputError(
                 f"data.chat_template_kwargs.{name}: the model's chat template does not read it; needed: "
                 "leave it out (enable_thinking, for example, is read by the models that can think)"
             )
+        if not isinstance(value, bool) and _needs_bool(name, value, template):
+            raise InputError(f"data.chat_template_kwargs.{name}: expected true or false, found {shown(value)}")
+    if re.search(r"\|\s*random\b", template):
+        raise InputError(f"{tokenizer.name_or_path}: the chat template draws at random; needed: one that does not")
     messages = [{"role": role, "content": content} for role, content in turns]
+    variables = {"strftime_now": _refuse_clock} | data.chat_template_kwargs
     try:
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **data.chat_template_kwargs
-        )
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
     except Exception as error:  # a template is a program of the model's author, which may raise any exception
         raise InputError(
             f"{tokenizer.name_or_path}: the chat template fails ({one_line(error)}); needed: one that takes the turns "
             + ", ".join(role for role, _ in turns)
         ) from error
+
+
+def _refuse_clock(form: str) -> str:
+    """What a chat template calls for the date. Its prompts would differ between ranks, and after a resume."""
+    raise InputError(f"strftime_now({form!r}): its prompts depend on the clock; the date has to be a text of its own")
+
+
+def _needs_bool(name: str, value: Any, template: str) -> bool:
+    """Whether ``template`` takes its variable ``name`` for a switch, or ``value`` is a text like "false".
+
+    A template takes every text for true, and compares 0 and null with false in vain. A variable is a switch if it is
+    only asked whether it is true (or defined), or set. A text that the template itself quotes is one of its choices.
+    """
+    uses = re.findall(rf"\b{re.escape(name)}\b", template)
+    asked = r"\b(?:if|elif|and|or|not)\s+\(?{0}(?=\s*(?:-?[%}}]}}|\)|and\b|or\b|else\b|is\b))|\bset\s+{0}\s*="
+    if len(re.findall(asked.format(re.escape(name)), template)) == len(uses):
+        return True
+    is_switch_text = isinstance(value, str) and value.lower() in ("true", "false", "yes", "no", "on", "off")
+    return is_switch_text and not re.search(rf"""['"]{re.escape(str(value))}['"]""", template)
 
 
 def _plain_text(turns: list[tuple[str, str]], data: DataConfig) -> str:

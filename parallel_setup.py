@@ -316,8 +316,8 @@ class Parallel:
         for name, by_rank in zip(texts, zip(*digests, strict=True), strict=True):
             if odd := [rank for rank, digest in enumerate(by_rank) if digest != by_rank[0]]:
                 raise InputError(
-                    f"{name}: rank {', '.join(map(str, odd))} did not read what rank 0 read; needed: the same files on "
-                    "every node"
+                    f"{name}: rank {', '.join(map(str, odd))} did not read what rank 0 read; needed: the same files "
+                    "and packages on every node"
                 )
 
     # -------------------------------------------------------------------------------- gradients

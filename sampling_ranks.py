@@ -135,7 +135,8 @@ class Bridge:
         first_step, theirs = self.receive_for_all("the start of the other side")
         if other := [name for name, digest in digests(texts).items() if theirs.get(name) != digest]:
             raise InputError(
-                f"{other[0]}: the samplers did not read what the trainers read; needed: the same files on every node"
+                f"{other[0]}: the samplers did not read what the trainers read; needed: the same files and packages on "
+                "every node"
             )
         return first_step
 

@@ -124,7 +124,7 @@ def separate_qkv(rows: Tensor, groups: int, arch: Architecture) -> Tensor:
 
 
 def read_model(model_dir: str | Path, arch: Architecture) -> dict[str, Tensor]:
-    """The tensors of ``model_dir`` by name, mapped: only the parts that are used are read from the disk.
+    """The tensors of ``model_dir`` by name (by_expert), mapped: only the parts that are used are read from the disk.
 
     Raises InputError unless their names, shapes and dtypes are exactly those of the architecture.
     """
@@ -134,6 +134,7 @@ def read_model(model_dir: str | Path, arch: Architecture) -> dict[str, Tensor]:
         if twice := of_this_file.keys() & stored.keys():
             raise InputError(f"{path}: {min(twice)} is also in another file of this directory")
         stored |= of_this_file
+    stored = by_expert(stored)
     # compressed-tensors also stores the shape of a packed matrix, which follows from config.json.
     stored = {name: tensor for name, tensor in stored.items() if not name.endswith(".weight_shape")}
     expected = stored_shapes(tensor_shapes(arch), DTYPES, arch.stored_format, arch.stored_attention)
@@ -152,6 +153,26 @@ def read_model(model_dir: str | Path, arch: Architecture) -> dict[str, Tensor]:
     if problems:
         raise InputError(f"{model_dir}: weights do not fit config.json: {'; '.join(problems[:3])}")
     return stored
+
+
+def by_expert(stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with routed experts one by one, where a file holds those of a layer in one, as transformers 5 does.
+
+    gate_up_proj (E, 2 w, h) has the rows of an expert's gate before those of its up; down_proj is (E, h, w).
+    """
+    single, split = {}, {}
+    for name, tensor in stored.items():
+        layer, _, fused = name.partition(".mlp.experts.")
+        if fused not in ("gate_up_proj", "down_proj") or tensor.dim() != 3:
+            single[name] = tensor
+            continue
+        blocks = ("gate_proj", "up_proj") if fused == "gate_up_proj" else (fused,)
+        for expert, matrix in enumerate(tensor):
+            for block, rows in zip(blocks, matrix.tensor_split(len(blocks)), strict=True):
+                split[f"{layer}.mlp.experts.{expert}.{block}.weight"] = rows
+    if twice := single.keys() & split.keys():
+        raise InputError(f"model.path: {min(twice)} is there alone, and in the tensor of all experts; needed: one")
+    return single | split
 
 
 def _weight_files(model_dir: Path) -> list[Path]:

@@ -33,6 +33,8 @@ LARGEST_YAML_MIB = 0.25  # a configuration has about 3 KiB; PyYAML needs 3 s for
 LONGEST_MESSAGE = 1000  # characters
 SMALL_FILES = (".json", ".jinja", ".txt", ".model")  # files of a model's folder that are read as a whole
 PROBE_SECONDS, AGAIN_SECONDS, PROBE_GIB = 10, 0.1, 2  # limits of refuse_endless: first call, second, memory
+# How a file begins that stands for another one, of Git LFS, of Xet or of git-annex.
+POINTERS = (b"version https://git-lfs.github.com/spec/", b"# xet version ", b"/annex/objects/")
 UNFINISHED = ".unfinished"  # this file marks a folder that this project is still filling
 UNUSABLE = re.compile("[\0\ud800-\udfff]")  # NUL and half characters: file names, tokens and UTF-8 cannot hold them
 
@@ -91,6 +93,12 @@ def refuse_special(path: str | Path, mode: int) -> None:
         raise InputError(f"{path}: found {kind}; needed: a file")
 
 
+def refuse_pointer(path: str | Path, file: BufferedReader) -> None:
+    """InputError if the file only names the content that a version control system keeps elsewhere."""
+    if file.peek(max(map(len, POINTERS))).startswith(POINTERS):
+        raise InputError(f"{path}: found a pointer of Git LFS, not the file itself; needed: the file (git lfs pull)")
+
+
 @contextlib.contextmanager
 def opened(path: str | Path) -> Iterator[BufferedReader]:
     """The regular file at ``path``, open for reading: the one place that opens a file of the user's.
@@ -115,6 +123,7 @@ def read_bytes(path: str | Path, most_mib: float = SETTINGS_MIB) -> bytes:
     most = int(most_mib * 2**20)
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
+        refuse_pointer(path, file)
         # Files in /proc hold more bytes than st_size says, so the length is checked after reading as well.
         data: bytes | None = b"" if size > most else file.read(most + 1)
     if data is None:
@@ -151,7 +160,8 @@ def read_tensors(path: Path) -> dict[str, "Tensor"]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    with opened(path):  # refuses what is no file before the library opens it
+    with opened(path) as file:  # refuses what is no file before the library opens it
+        refuse_pointer(path, file)
         try:
             return load_file(path)
         except (SafetensorError, LookupError, RuntimeError) as error:  # a type of numbers that torch does not have
@@ -172,7 +182,7 @@ def check_folder(folder: Path) -> None:
             if about.st_size > SETTINGS_MIB * 2**20:
                 raise InputError(f"{path}: larger than {SETTINGS_MIB} MiB, the most that is read of such a file")
             with opened(path) as file:
-                file.read(1)  # a library would not name the file that cannot be read
+                refuse_pointer(path, file)  # reads: a library would not name the file that cannot be read
 
 
 def fsync_path(path: Path) -> None:

@@ -19,6 +19,7 @@ from inputs.paths import Paths, listed
 from reward_gsm8k import gold_answer
 
 NUMBER = re.compile(r"-?[0-9]{1,100}(\.[0-9]{1,100})?")  # ASCII digits, because the rewards compare these
+OTHER_COLUMNS = "data.source=file reads any other question and answer, whose columns data.columns names"
 LONGEST_TEXT = 100_000  # characters; the longest text of GSM8K has about 1,000
 
 
@@ -77,22 +78,12 @@ def read(paths: Paths | Path, columns: Mapping[str, str] | None = None, count: i
             try:
                 if not isinstance(row, dict):
                     raise InputError(f"found {type(row).__name__}; needed: an object with columns")
-                lower = {name.lower(): value for name, value in row.items()}
-                form = form or next((form for form in FORMS if lower.keys() >= set(form.columns)), None)
                 if columns:
                     turns, answer = _by_name(row, columns)
-                elif form is None:
-                    raise InputError(
-                        f"found the columns {', '.join(sorted(lower)) or 'none'}; needed: an object with columns "
-                        "question and answer, or messages, or prompt with reward_model"
-                    )
-                elif len(lower) < len(row):
-                    raise InputError(
-                        f"found the columns {', '.join(row)}; needed: names that differ in more than capitals"
-                    )
+                    gold = answer
                 else:
-                    turns, answer = form.parse(lower)
-                gold = answer if columns else gold_number(answer)
+                    form = form or _form_of(row)
+                    turns, answer, gold = _by_form(row, form)
                 question = "\n\n".join(text for role, text in turns if role != "system")
                 compared = alike(question)
                 if not compared:
@@ -154,6 +145,30 @@ def gold_number(answer: str) -> str:
         found = ascii(answer[-50:])  # ascii: digits of another script look like ours
         raise InputError(f"answer: found {found}; needed: a worked answer that ends in '#### ' and one number")
     return gold
+
+
+def _form_of(row: dict[str, Any]) -> Form:
+    """The form of FORMS whose columns a row has, in capitals or not."""
+    lower = {name.lower() for name in row}
+    for form in FORMS:
+        if lower >= set(form.columns):
+            return form
+    raise InputError(
+        f"found the columns {', '.join(sorted(lower)) or 'none'}; needed: an object with columns question and answer, "
+        f"or messages, or prompt with reward_model; {OTHER_COLUMNS}"
+    )
+
+
+def _by_form(row: dict[str, Any], form: Form) -> tuple[list[Turn], str, str]:
+    """The turns, the worked answer and its number of a row of this form."""
+    lower = {name.lower(): value for name, value in row.items()}
+    if len(lower) < len(row):
+        raise InputError(f"found the columns {', '.join(row)}; needed: names that differ in more than capitals")
+    try:
+        turns, answer = form.parse(lower)
+        return turns, answer, gold_number(answer)
+    except InputError as error:
+        raise InputError(f"{error}; {OTHER_COLUMNS}") from None
 
 
 def _by_name(row: dict[str, Any], columns: Mapping[str, str]) -> tuple[list[Turn], str]:

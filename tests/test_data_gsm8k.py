@@ -162,6 +162,25 @@ def test_copies_of_a_question_are_asked_and_counted_once(form: str, tokenizer: A
         data_gsm8k.read(section.model_copy(update={"num_train": 4}), "train")
 
 
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [  # as TRL, ms-swift and slime publish them
+        ({"prompt": "2 + 2?", "completion": "4"}, ("prompt", "completion")),
+        ({"prompt": [{"role": "user", "content": "2 + 2?"}], "completion": "4"}, ("prompt", "completion")),
+        ({"messages": [{"role": "user", "content": "2 + 2?"}], "solution": "4"}, ("messages", "solution")),
+        ({"problem": "2 + 2?", "solution": "4"}, ("problem", "solution")),
+        ({"prompt": [{"role": "user", "content": "2 + 2?"}], "label": 4}, ("prompt", "label")),
+        ({"question": "2 + 2?", "answer": "4"}, ("question", "answer")),
+    ],
+)
+def test_the_message_about_other_columns_names_what_reads_them(row: dict, columns: tuple, tmp_path: Path) -> None:
+    path = str(write_jsonl(tmp_path / "rows.jsonl", [row]))
+    with pytest.raises(InputError, match="row 1: .*; data.source=file reads any other question and answer, whose col"):
+        data_gsm8k.read(data(source="gsm8k", train_path=path), "train")
+    (read,) = data_gsm8k.read(own(path, *columns), "train")[0]
+    assert (read.question, read.gold) == ("2 + 2?", "4")
+
+
 # ------------------------------------------------------------------------------------------------------- malformed rows
 def line(row: Any) -> bytes:
     return json.dumps(row).encode() + b"\n"
@@ -520,6 +539,38 @@ def test_chat_template_kwargs_reach_the_template(tokenizer: Any) -> None:
         assert text == f"<|im_start|>user\n1+1?<|im_end|>\n{tail}"
 
 
+SWITCHES = [  # how a template asks whether it is true; a choice among texts, which is none
+    ("qwen3", HYBRID),
+    (
+        "deepseek",
+        "{% if not enable_thinking is defined %}{% set enable_thinking = true %}{% endif %}{% if enable_thinking %}",
+    ),
+    ("smollm3", "{{ '/think' if (enable_thinking) else '/no_think' }}{% if enable_thinking and x is defined %}"),
+]
+CHOICE = "{% if enable_thinking == 'off' %}<think></think>{% else %}{{ enable_thinking }}{% endif %}"
+
+
+@pytest.mark.parametrize("value", ["false", "False", "no", "off", "True", "disabled", "", 0, 1, None, [], 0.0])
+@pytest.mark.parametrize(("name", "template"), SWITCHES)
+def test_a_switch_of_a_template_takes_true_or_false_alone(name: str, template: str, value: Any, tokenizer: Any) -> None:
+    """A template takes every text for true, and 0 is not false for `is false`: the model would go on thinking."""
+    tokenizer.chat_template = template
+    with pytest.raises(InputError, match="data.chat_template_kwargs.enable_thinking: expected true or false, found "):
+        data_gsm8k.prompt_ids(ASKED, tokenizer, data(chat_template_kwargs={"enable_thinking": value}))
+
+
+@pytest.mark.parametrize(("value", "fits"), [("off", True), ("high", True), (3, True), ("false", False), ("on", False)])
+def test_a_template_may_choose_by_text(value: Any, fits: bool, tokenizer: Any) -> None:
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}" + CHOICE
+    section = data(chat_template_kwargs={"enable_thinking": value})
+    if fits:
+        shown = "<think></think>" if value == "off" else str(value)
+        assert tokenizer.decode(data_gsm8k.prompt_ids(ASKED, tokenizer, section)) == f"1+1?{shown}"
+        return
+    with pytest.raises(InputError, match="expected true or false, found"):
+        data_gsm8k.prompt_ids(ASKED, tokenizer, section)
+
+
 UNFIT = {  # template, section, message
     "user turn": ("{{ messages[0]['content'][:20] }}", {}, "leaves out the text of a user turn, or a part of it: 'Tom"),
     # Some models have no system turn, and their templates drop it without a word.
@@ -533,6 +584,12 @@ UNFIT = {  # template, section, message
         {"chat_template_kwargs": {"enable_thinkin": False}},
         r"data.chat_template_kwargs.enable_thinkin: the model's chat template does not read it",
     ),
+    "the clock": (
+        HYBRID + "{% if date is not defined %}{% set date = strftime_now('%H:%M') %}{% endif %}{{ date }}",
+        {},
+        r"the chat template fails \(strftime_now\('%H:%M'\): its prompts depend on the clock",
+    ),
+    "chance": (HYBRID + "{{ ['a', 'b'] | random }}", {}, "the chat template draws at random"),
     "a name of transformers": (HYBRID, {"chat_template_kwargs": {"messages": []}}, "the chat template fails"),
     "no template": (
         None,
@@ -547,3 +604,9 @@ def test_a_template_that_ignores_what_it_is_given_is_refused(case: str, tokenize
     tokenizer.chat_template, section, message = UNFIT[case]
     with pytest.raises(InputError, match=message):
         data_gsm8k.prompt_ids([("user", "Tom buys 24 shells on Monday.")], tokenizer, data(**section))
+
+
+def test_a_date_that_the_configuration_gives_needs_no_clock(tokenizer: Any) -> None:
+    tokenizer.chat_template = UNFIT["the clock"][0]
+    text = tokenizer.decode(data_gsm8k.prompt_ids(ASKED, tokenizer, data(chat_template_kwargs={"date": "26 Jul"})))
+    assert text.endswith("<|im_start|>assistant\n26 Jul")

@@ -12,8 +12,9 @@ import pytest
 from breaking import failing_read
 
 import run_record
+from data_gsm8k import load_tokenizer
 from inputs import files as input_files
-from inputs import question_files
+from inputs import hf_config, question_files
 from inputs.files import InputError
 
 
@@ -173,3 +174,20 @@ def test_a_pattern_may_use_one_second_and_what_ends_is_left_to_its_caller(capfd)
     for work in (list, lambda: 1 / 0, lambda: os.write(1, b"not heard")):
         input_files.refuse_endless(work, "it", 1)
     assert capfd.readouterr() == ("", "")
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize 16060556376\n" % ("4d7a" * 16)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "model.safetensors", "tokenizer.json", "config.json"])
+def test_a_pointer_of_git_lfs_is_named_with_its_cure(name: str, tmp_path: Path) -> None:
+    """What a clone without `git lfs` has in place of large files."""
+    path = tmp_path / name
+    path.write_text(POINTER)
+    readers = {
+        ".jsonl": lambda: question_files.read(path), ".parquet": lambda: question_files.read(path),
+        ".safetensors": lambda: input_files.read_tensors(path), "tokenizer.json": lambda: load_tokenizer(tmp_path),
+        "config.json": lambda: hf_config.read(tmp_path),
+    }  # fmt: skip
+    with pytest.raises(InputError, match=f"{path}: found a pointer of Git LFS, .* needed: the file .git lfs pull"):
+        (readers.get(path.suffix) or readers[name])()

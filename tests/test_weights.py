@@ -143,6 +143,23 @@ def exported(parallel: Parallel, folder: Path) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in weights_hf.export(model, arch, parallel)}
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "olmoe"])
+def test_experts_that_transformers_keeps_in_one_tensor_a_layer_are_read_one_by_one(kind, tmp_path):
+    """transformers 5 computes with such tensors, and writes them with save_original_format=False."""
+    model = reference.model(kind)
+    model.save_pretrained(tmp_path / "single")
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in load_file(tmp_path / "fused" / "model.safetensors")
+    single, fused = (
+        weights_hf.read_model(tmp_path / name, hf_config.read(tmp_path / name)) for name in ("single", "fused")
+    )
+    assert single.keys() == fused.keys() and all(torch.equal(fused[name], single[name]) for name in single)
+    both = load_file(tmp_path / "fused" / "model.safetensors") | {EXPERT: single[EXPERT].contiguous()}
+    save_file(both, tmp_path / "fused" / "model.safetensors")
+    with pytest.raises(InputError, match=f"{EXPERT} is there alone, and in the tensor of all experts"):
+        weights_hf.read_model(tmp_path / "fused", hf_config.read(tmp_path / "fused"))
+
+
 @pytest.mark.parametrize("shard_bytes", [50_000, 2**30])
 def test_transformers_reads_what_save_model_writes(shard_bytes, folders, tmp_path):
     source = folders["qwen2_moe", "fp32"]
