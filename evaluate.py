@@ -27,7 +27,7 @@ from config import command_line, derive_seed, resolve_config
 from data_gsm8k import Question, Questions
 from engines.interface import Completion, Engine
 from inputs import hf_config
-from inputs.files import BAD_INPUT, InputError, refused
+from inputs.files import BAD_INPUT, InputError, one_line
 from inputs.scoring import Call, Score, Scorer
 from knobs import Config, DataConfig, EvalConfig, ParallelConfig, RolloutConfig
 from parallel_setup import Parallel
@@ -257,6 +257,7 @@ def main(arguments: list[str]) -> int:
     """Exit code 0: measured; 2: input that cannot be used, in one line."""
     parser = command_line("evaluate.py", "Measure the accuracy of model.path on the held-out questions.")
     args = parser.parse_intermixed_args(arguments)
+    rank = 0
     try:
         rank = parallel_setup.check_launch()
         cfg, notes = resolve_config(args.config, args.overrides)
@@ -267,7 +268,8 @@ def main(arguments: list[str]) -> int:
             for name in cfg.eval.sets:
                 print(f"{cfg.model.path}: {name} accuracy: {headline(summary, name)}", flush=True)
     except BAD_INPUT as error:
-        return refused(error)
+        parallel_setup.report(rank, f"error: {one_line(error)}")
+        return 2
     return 0
 
 

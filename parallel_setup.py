@@ -15,15 +15,18 @@ In the order of a start: what torchrun says, the device and the world, the layou
 import contextlib
 import datetime
 import hashlib
+import json
 import logging
 import os
 import signal
 import socket
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -87,10 +90,26 @@ def run_command(main: Callable[[list[str]], int], arguments: list[str]) -> int:
 
 
 def report(rank: int, message: str, late: bool = False) -> None:
-    """Print why this rank ends. Other ranks wait 2 seconds, so that the message of rank 0 comes first."""
+    """Print why this rank ends. Other ranks wait 2 seconds, so that the message of rank 0 comes first.
+
+    torchrun ends with a traceback of its own. Its last lines show what it finds in the file that it has named here.
+    """
     if rank or late:
         time.sleep(2)
     print(message if rank == 0 else f"rank {rank}: {message}", file=sys.stderr, flush=True)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
+
+
+def lost_others(error: BaseException) -> bool:
+    """Whether ``error`` comes from a collective, so that perhaps another rank has ended.
+
+    gloo and HCCL raise a plain RuntimeError, in words of their own; so only the place where it was raised tells.
+    """
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    collectives = "torch.distributed", "sampling_ranks"  # Bridge has groups of its own
+    return isinstance(error, RuntimeError) and frame.f_globals["__name__"].startswith(collectives)
 
 
 # ------------------------------------------------------------------------------------------------ device and world

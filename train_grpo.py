@@ -186,7 +186,7 @@ def main(arguments: list[str]) -> int:
             cause = traceback.format_exc() if trains and not isinstance(error, InputError) else ""
             parallel_setup.report(rank, f"{cause}error: {one_line(error)}")
             return 2
-        lost = isinstance(error, RuntimeError) and any(word in str(error) for word in ("onnection", "peer"))
+        lost = parallel_setup.lost_others(error)
         hint = "perhaps another rank ended, and its message says why; the traceback of this one:\n" if lost else ""
         parallel_setup.report(rank, hint + traceback.format_exc(), late=lost)
         return 1

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import datetime
+import json
+import os
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import launched
 import pytest
+import torch
+import torch.distributed as dist
 import training
 
 import parallel_setup
@@ -43,18 +50,52 @@ def test_a_rank_that_fails_or_hangs_ends_all_ranks_within_seconds(fault, stall, 
         assert "in strike" in said and "in all_reduce" in said, said
 
 
-def test_the_traceback_of_a_lost_connection_is_printed_after_the_hint(monkeypatch, capsys) -> None:
-    """HCCL and NCCL word errors of their own in this way, too."""
+def reduce_with_a_killed_rank(store: Path) -> None:
+    """Two ranks meet; one is killed, and the other one needs it."""
+    child = os.fork()
+    limit = datetime.timedelta(seconds=60)
+    place = {"store": dist.FileStore(str(store), 2), "rank": int(child == 0), "world_size": 2}
+    try:
+        dist.init_process_group("gloo", timeout=limit, **place)
+        dist.all_reduce(torch.ones(1))
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(child, 0)
+        dist.all_reduce(torch.ones(1))
+    finally:
+        dist.destroy_process_group()
 
-    def lost(*_: object, **__: object) -> None:
-        raise RuntimeError("Connection closed by peer")
 
-    monkeypatch.setattr(train_grpo, "start", lost)
+def of_a_user(store: Path) -> None:
+    raise RuntimeError("no Connection in the table of peers")
+
+
+@pytest.mark.parametrize(("fault", "lost"), [(reduce_with_a_killed_rank, True), (of_a_user, False)])
+def test_an_error_in_a_collective_is_printed_after_a_hint_and_no_other_one(
+    fault, lost, tmp_path, monkeypatch, capsys
+) -> None:
+    """Whatever the words of an error are: a function of the user's may raise one about peers and connections."""
+    monkeypatch.setattr(train_grpo, "start", lambda *_, **__: fault(tmp_path / "store"))
     monkeypatch.setattr(parallel_setup.time, "sleep", lambda seconds: None)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     assert train_grpo.main(["configs/tiny_cpu.yaml"]) == 1
-    said = capsys.readouterr().err.strip().splitlines()
-    assert said[0].startswith("perhaps another rank ended") and said[1].startswith("Traceback")
-    assert any(", in lost" in line for line in said) and said[-1] == "RuntimeError: Connection closed by peer"
+    said = capsys.readouterr().err
+    assert said.startswith("perhaps another rank ended" if lost else "Traceback"), said
+    assert f", in {fault.__name__}" in said and "RuntimeError" in said.strip().splitlines()[-1]
+    assert json.loads((tmp_path / "error.json").read_text())["message"] in said
+
+
+@pytest.mark.parametrize("program", ["train_grpo.py", "evaluate.py"])
+def test_torchrun_ends_with_the_line_of_the_rank_that_refused(program, tmp_path) -> None:
+    """Its own traceback comes before it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
+    done = subprocess.run(
+        [*command, "--nproc_per_node=2", program, "absent.yaml"], cwd=launched.ROOT, capture_output=True, text=True,
+        timeout=100,
+    )  # fmt: skip
+    line = "error: absent.yaml: cannot be read (No such file or directory)"
+    assert done.returncode == 1 and line in done.stderr.splitlines()
+    assert line in done.stderr[done.stderr.rindex("Traceback") :], done.stderr
 
 
 def test_a_missing_file_in_the_middle_of_a_training_has_a_traceback(monkeypatch, capsys) -> None:
