@@ -10,6 +10,7 @@ transformers and peft compute the trainer's log-probabilities from them. E exper
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import re
@@ -134,16 +135,53 @@ def merged_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the base model by name, one at a time: W + (alpha / R) B A in fp32 where trained, cast once.
 
-    The base is rounded to ``dtype`` first, and what is quantised to its ``quantisation``, because the adapters were
-    trained on the rounded weights.
+    It is what a trainer of one rank pushes, bit for bit. The base is rounded to ``dtype`` first, and what is quantised
+    to its ``quantisation``, because the adapters were trained on the rounded weights.
     """
-    pairs = {name: (alpha / module.rank, a, b) for module in modules for name, a, b in module.pairs(factors)}
+    frozen = functools.partial(
+        quantised.frozen, base, dtype=dtype, quantisation=quantisation, attention=quantises_attention
+    )
+    part_of = {}
+    for adapted in modules:
+        for part in adapted.parts():
+            part_of |= dict.fromkeys(adapted.names(part), (adapted, part))
+    ready: dict[str, Tensor] = {}  # of the parts that are merged
     for name in tensor_shapes(arch):
-        weight = quantised.frozen(base, name, dtype, quantisation, quantises_attention)
-        if name in pairs:
-            scale, a, b = pairs[name]
-            weight = lora_megatron.merge(weight, b, a, scale)
-        yield name, weight
+        if name not in part_of:
+            yield name, frozen(name)
+            continue
+        if name not in ready:
+            adapted, part = part_of[name]
+            weights = [frozen(each) for each in adapted.names(part)]
+            ready |= merged_part(adapted, part, weights, factors, alpha, arch)
+        yield name, ready.pop(name)
+
+
+def merged_part(
+    adapted: Adapted,
+    part: slice | None,
+    weights: list[Tensor],
+    factors: dict[str, Tensor],
+    alpha: float,
+    arch: Architecture,
+) -> dict[str, Tensor]:
+    """The ``weights`` adapted.names(part), merged, by name: multiplied as the trainer does.
+
+    A product of the transposed factors, or of other rows together, may round differently.
+    """
+    module, scale = adapted.module, alpha / adapted.rank
+    a, b = factors[f"{adapted.name}.A"], factors[f"{adapted.name}.B"]
+    weight = torch.cat(weights).view(-1, module.out_size, module.in_size)
+    if part is not None:
+        merged = lora_megatron.merge(weight.mT, a[part], b[part], scale).mT
+    elif module.target == "linear_qkv":
+        weight, b = (weights_hf.interleave_qkv(rows, arch.num_kv_heads, arch) for rows in (weight[0], b))
+        merged = weights_hf.separate_qkv(lora_megatron.merge(weight, b, a, scale), arch.num_kv_heads, arch)[None]
+    else:
+        merged = lora_megatron.merge(weight[0], b, a, scale)[None]
+    sizes = [rows for rows, *_ in module.blocks.values()]
+    by_block = [rows for matrix in merged for rows in matrix.split(sizes)]
+    return dict(zip(adapted.names(part), by_block, strict=True))
 
 
 def write_merged(
@@ -166,13 +204,18 @@ def write_merged(
     for key in {"dtype", "torch_dtype"} & about.keys():
         about[key] = str(dtype).removeprefix("torch.")  # transformers loads the weights in this type by default
     (folder / "config.json").write_text(json.dumps(about, indent=2) + "\n")
-    for name in COPIED:
-        if (source / name).is_file():
-            (folder / name).write_bytes(read_bytes(source / name))
+    copy_tokenizer(source, folder)
     for name, weight in weights_hf.read_model(folder, replace(arch, stored_format="none")).items():
         if weight.dtype != dtype or not weight.isfinite().all():
             raise InputError(f"{source}: {name}, merged, is not a finite {dtype} tensor")
     return len(shapes), num_bytes
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy the files of COPIED that the model in ``source`` has."""
+    for name in COPIED:
+        if (source / name).is_file():
+            (folder / name).write_bytes(read_bytes(source / name))
 
 
 # ------------------------------------------------------------------------------------------------ PEFT adapter
@@ -245,13 +288,19 @@ def adapter_config(base_model: str, lora: LoraConfig, modules: Sequence[Adapted]
 def write_adapter(
     folder: Path, base_model: str, lora: LoraConfig, modules: Sequence[Adapted], factors: dict[str, Tensor]
 ) -> tuple[int, int]:
-    """Write the files that peft.PeftModel.from_pretrained loads to ``folder``.  -> (tensors, bytes)"""
+    """Write the files that peft.PeftModel.from_pretrained loads to ``folder``.  -> (tensors, bytes)
+
+    They name the folder of the base model from the root, because the adapter is used from anywhere. The tokenizer and
+    its chat template lie beside them, as servers expect.
+    """
     tensors = adapter_tensors(modules, factors)
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     _check_room(folder, num_bytes)
     path = folder / "adapter_model.safetensors"
     weights_hf.save_file(tensors, path)
-    (folder / "adapter_config.json").write_text(json.dumps(adapter_config(base_model, lora, modules), indent=2) + "\n")
+    about = adapter_config(os.path.abspath(base_model), lora, modules)
+    (folder / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n")
+    copy_tokenizer(Path(base_model), folder)
     written = read_tensors(path)
     if written.keys() != tensors.keys() or not all(torch.equal(written[name], tensors[name]) for name in tensors):
         raise InputError(f"{path}: the file differs from what was written; is the disk sound?")

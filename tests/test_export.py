@@ -30,11 +30,13 @@ import export
 import lora_megatron
 import model_megatron
 import run_record
+import weights_hf
 from config import load_config
 from inputs import hf_config
 
 ROOT = Path(__file__).parents[1]
 LAYOUTS = ["TP1", "TP2_EP2"]
+EXPERT = "model.layers.0.mlp.experts.3.down_proj.weight"
 ALL = "linear_qkv, linear_proj, linear_fc1, linear_fc2"
 CASES = {  # name: (model, its changes, targets, rank, expert rank, alpha); layer 1 of 3 is dense
     "qwen3_router_expert_rank": ("qwen3_moe", {"num_key_value_heads": 2}, f"{ALL}, router", 4, 2, 8),
@@ -170,7 +172,9 @@ def test_peft_adapter_has_the_trainers_logprobs_when_on_and_the_bases_when_off(
     assert [note in streams.err for note in ("PEFT will warn", "belongs to a base with")] == [
         name == "qwen2_no_attention_expert_rank", False,
     ]  # fmt: skip
-    assert {path.name for path in out.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    copied = {"tokenizer.json", "generation_config.json"}
+    assert {path.name for path in out.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"} | copied
+    assert all((out / name).read_bytes() == (run.base / name).read_bytes() for name in copied)
     assert json.loads((out / "adapter_config.json").read_text()).keys() <= LoraConfig().to_dict().keys()
 
     base = reference.load(run.base)
@@ -182,6 +186,37 @@ def test_peft_adapter_has_the_trainers_logprobs_when_on_and_the_bases_when_off(
     with model.disable_adapter():
         torch.testing.assert_close(logp_of(model), without, rtol=0, atol=1e-6)
     assert (on - without).abs().max() > 0.1
+
+
+def unequal_to_the_push(parallel, path: Path) -> dict[str, list[str]]:
+    """For each dtype: the tensors of a merged export that are not, to the last bit, those that the engine gets."""
+    unequal = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model, arch = adapted.load(path, parallel, dtype=dtype)
+        lora = adapted.lora_config(targets=(*ALL.split(", "), "router"))
+        adapters = lora_megatron.attach(model, lora, parallel, seed=0)
+        fresh = adapter_weights.gather(adapters, lora_megatron.factors(adapters), arch, parallel)
+        factors = random_factors({name: value.shape for name, value in fresh.items()})
+        adapted.fill(adapters, factors, arch, parallel)
+        modules = list(adapter_weights.adapted_modules(arch, lora))
+        base = weights_hf.read_model(path, arch)
+        exported = dict(export.merged_tensors(base, arch, modules, factors, lora.alpha, dtype))
+        pushed = dict(weights_hf.export(model, arch, parallel))
+        assert exported.keys() == pushed.keys()
+        assert not torch.equal(exported[EXPERT], base[EXPERT].to(dtype))
+        unequal[str(dtype)] = [name for name in pushed if not torch.equal(exported[name], pushed[name])]
+    return unequal
+
+
+@pytest.mark.parametrize("kind", cases(["qwen3_moe"], ["qwen2_moe", "olmoe"]))
+@pytest.mark.parametrize("width", [4, 8, 32])
+@pytest.mark.parametrize("stack", [2**26, 1500])  # elements that are merged at once
+def test_a_merged_model_is_what_the_push_hands_to_the_engine_bit_for_bit(kind, width, stack, tmp_path, monkeypatch):
+    """Also for narrow experts, whose products round differently in another order of their factors."""
+    monkeypatch.setattr(hf_config, "STACK", stack)
+    path = reference.save(kind, tmp_path / "base", moe_intermediate_size=width, num_key_value_heads=4)
+    (unequal,) = world.in_layouts(["TP1"], unequal_to_the_push, path)["TP1"]
+    assert unequal == {"torch.float32": [], "torch.bfloat16": []}
 
 
 # ---------------------------------------------------------------- the files
@@ -300,6 +335,16 @@ def test_another_base_model_under_the_same_path_is_refused_or_accepted_and_recor
     assert export.main([str(run), "--merged", str(target), "--accept-changed-inputs"]) == 0
     (line,) = json.loads((target / "changed_inputs.json").read_text())
     assert all(text in line for text in named) and line in capsys.readouterr().err
+
+
+def test_an_adapter_names_its_base_so_that_it_is_found_from_anywhere(copied, monkeypatch) -> None:
+    run, base, target = copied
+    monkeypatch.chdir(base.parent)
+    rewrite(run / "config.yaml", str(base), base.name)
+    (base / "chat_template.jinja").write_text("{{ messages }}")
+    assert export.main([str(run), "--adapter", str(target), "--accept-changed-inputs"]) == 0
+    assert json.loads((target / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    assert (target / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
 def test_a_damaged_last_step_is_skipped_with_a_note(copied, capsys) -> None:
