@@ -207,7 +207,8 @@ def variant_name(name: str) -> str:
 
 def git(*arguments: str, folder: Path | None = None) -> bytes:
     """The output of git in ``folder`` (None: that of the source); empty without git, a repository or a commit."""
-    command = ["git", "-C", str(folder or Path(__file__).resolve().parent), *arguments]
+    # In a container, a mounted repository often has another owner, and git would refuse it.
+    command = ["git", "-c", "safe.directory=*", "-C", str(folder or Path(__file__).resolve().parent), *arguments]
     try:
         return subprocess.run(command, capture_output=True, timeout=120, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -354,6 +355,8 @@ def refuse_changed_inputs(
 def write_records(folder: Path, cfg: Config, world_size: int, beat: Callable[[], None] = lambda: None) -> None:
     """Write config.yaml, environment.json, inputs.json, git.json, git.patch and command.txt of a start of the run."""
     source, patch = git_state()
+    if source["commit"] is None:
+        print("note: no git commit of the source is known, so `report.py add` will not take this run", flush=True)
     launcher = ["python"]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         processes = variable("LOCAL_WORLD_SIZE", world_size, 1, world_size)
