@@ -17,10 +17,13 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
+# PYTHONSAFEPATH and `python -P` leave the folder of this file out.
+sys.path.insert(0, __file__.rpartition("/")[0])
+
 from pydantic import ValidationError
 
 from inputs.config_rules import LAYOUT_RULES, OTHER_RULES, Rules, idle_keys, problems
-from inputs.files import BAD_INPUT, InputError, dump_yaml, parse_override, read_file, refused, shown
+from inputs.files import BAD_INPUT, InputError, dump_yaml, parse_override, print_every_letter, read_file, refused, shown
 from knobs import FUNCTION, ChecksConfig, Config, ParallelConfig, Section
 
 # ------------------------------------------------------------------------------------------------------------ loading
@@ -85,6 +88,7 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(main)
     def called(*arguments: Any) -> int:
+        print_every_letter()
         try:
             return main(*arguments)
         except BAD_INPUT as error:

@@ -13,6 +13,9 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+# PYTHONSAFEPATH and `python -P` leave the folder of this file out.
+sys.path.insert(0, __file__.rpartition("/")[0])
+
 import torch
 
 import data_gsm8k

@@ -29,12 +29,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+# PYTHONSAFEPATH and `python -P` leave the folder of this file out.
+sys.path.insert(0, __file__.rpartition("/")[0])
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import device as devices
-from inputs.files import MOST_RANKS, InputError, one_line, shown, variable
+from inputs.files import MOST_RANKS, InputError, one_line, print_every_letter, shown, variable
 from inputs.layout_rules import Side
 from knobs import Config, ParallelConfig
 
@@ -80,6 +83,7 @@ def check_launch() -> int:
 
 def run_command(main: Callable[[list[str]], int], arguments: list[str]) -> int:
     """Run the ``main`` of a command that torchrun starts. A non-zero exit code ends the process here."""
+    print_every_letter()
     # Megatron and torch warn about options of GPUs and about each other's deprecations.
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
     code = main(arguments)
@@ -402,6 +406,7 @@ def launch(arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    print_every_letter()
     for name in ("agent.server.api", "multiprocessing.api"):  # their lines about the end say nothing more
         logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(lambda record: "signal" not in record.msg)
     try:

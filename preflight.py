@@ -23,11 +23,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from config import command_line, resolve_config
+# PYTHONSAFEPATH and `python -P` leave the folder of this file out.
+sys.path.insert(0, __file__.rpartition("/")[0])
+
+from config import command, command_line, resolve_config
 from engines.capacity import MOST_SEQUENCES
 from inputs import hf_config
 from inputs.config_rules import OTHER_RULES, divisors, nearest
-from inputs.files import BAD_INPUT, MOST_RANKS, InputError, refused, shown
+from inputs.files import MOST_RANKS, InputError, shown
 from knobs import Config
 from plan import calibrate, grid, memory, published, roofline, whole_run
 from plan.hardware import three_digits
@@ -347,36 +350,39 @@ def main(arguments: list[str] | None = None) -> int:
     for option in OTHER_QUESTIONS:
         if option in arguments:
             return answer(option, [argument for argument in arguments if argument != option])
-    try:
-        args = parse(arguments)
-        cfg, notes = resolve_config(args.config, args.overrides, rules=OTHER_RULES)
-        arch, source = hf_config.planned(cfg)
-        if (args.completion_tokens or 0) > cfg.rollout.max_new_tokens:
-            raise InputError(
-                f"--completion-tokens: {args.completion_tokens:g} is the mean, and rollout.max_new_tokens "
-                f"{cfg.rollout.max_new_tokens} the longest; needed: at most that"
-            )
-        node = args.ranks_per_node
-        timing = calibrate.read(args.calibrate, not cfg.rollout.enforce_eager) if args.calibrate else {}
-        ranks = args.ranks or grid.default_ranks(cfg, grid.device_of(cfg), node)
-        if ranks > node and ranks % node:
-            raise InputError(
-                f"--ranks-per-node: {node} does not divide --ranks {ranks}; needed: equal nodes, nearest: "
-                f"{nearest(node, divisors(ranks))}"
-            )
-        mean = calibrate.completion_tokens(cfg, timing) if timing else cfg.rollout.max_new_tokens
-        setting = Setting(
-            arch=arch,
-            device=grid.device_of(cfg),
-            ranks_per_node=args.ranks_per_node,
-            device_gib=args.device_gib,
-            prompt_tokens=args.prompt_tokens or cfg.data.max_prompt_tokens,
-            completion_tokens=args.completion_tokens or mean,
+    return judge_layout(arguments)
+
+
+@command
+def judge_layout(arguments: list[str]) -> int:
+    """The exit code of the layout of CONFIG, which is printed with its memory and seconds."""
+    args = parse(arguments)
+    cfg, notes = resolve_config(args.config, args.overrides, rules=OTHER_RULES)
+    arch, source = hf_config.planned(cfg)
+    if (args.completion_tokens or 0) > cfg.rollout.max_new_tokens:
+        raise InputError(
+            f"--completion-tokens: {args.completion_tokens:g} is the mean, and rollout.max_new_tokens "
+            f"{cfg.rollout.max_new_tokens} the longest; needed: at most that"
         )
-        if timing:
-            setting = calibrate.calibrated(cfg, ranks, setting, timing)
-    except BAD_INPUT as error:
-        return refused(error)
+    node = args.ranks_per_node
+    timing = calibrate.read(args.calibrate, not cfg.rollout.enforce_eager) if args.calibrate else {}
+    ranks = args.ranks or grid.default_ranks(cfg, grid.device_of(cfg), node)
+    if ranks > node and ranks % node:
+        raise InputError(
+            f"--ranks-per-node: {node} does not divide --ranks {ranks}; needed: equal nodes, nearest: "
+            f"{nearest(node, divisors(ranks))}"
+        )
+    mean = calibrate.completion_tokens(cfg, timing) if timing else cfg.rollout.max_new_tokens
+    setting = Setting(
+        arch=arch,
+        device=grid.device_of(cfg),
+        ranks_per_node=args.ranks_per_node,
+        device_gib=args.device_gib,
+        prompt_tokens=args.prompt_tokens or cfg.data.max_prompt_tokens,
+        completion_tokens=args.completion_tokens or mean,
+    )
+    if timing:
+        setting = calibrate.calibrated(cfg, ranks, setting, timing)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     verdict = judge(cfg, ranks, setting)

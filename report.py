@@ -25,6 +25,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+# PYTHONSAFEPATH and `python -P` leave the folder of this file out.
+sys.path.insert(0, __file__.rpartition("/")[0])
+
 from config import command
 from engines.kinds import ENGINES
 from inputs.files import InputError, shown, write_atomically

@@ -161,8 +161,8 @@ class RunLog:
 
     def _append(self, name: str, text: str) -> None:
         if self.rank == 0:
-            with disk_errors(self.run_dir / name), open(self.run_dir / name, "a") as file:
-                file.write(text)
+            with disk_errors(self.run_dir / name), open(self.run_dir / name, "ab") as file:
+                file.write(text.encode(errors="backslashreplace"))
 
     def _keep(self, name: str, wanted: Callable[[dict[str, Any]], bool]) -> None:
         """Rewrite a .jsonl file with those of its whole lines that are ``wanted``, byte for byte."""

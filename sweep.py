@@ -25,13 +25,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# PYTHONSAFEPATH and `python -P` leave the folder of this file out.
+sys.path.insert(0, __file__.rpartition("/")[0])
+
 from pydantic import Field, NonNegativeInt
 
 from benchmarks.planted_fault import FAULTS
-from config import config_hash, load_config
+from config import command, config_hash, load_config
 from inputs.environment import ON_CPU
 from inputs.files import (
-    BAD_INPUT,
     LINES_MIB,
     MOST_RANKS,
     InputError,
@@ -40,7 +42,6 @@ from inputs.files import (
     read_file,
     read_object,
     read_text,
-    refused,
     shown,
     write_atomically,
 )
@@ -339,6 +340,7 @@ def print_list(jobs: list[Job]) -> None:
         print(f"by the plan: {all_hours:.0f} h of runs that are not finished; {all_gib:.0f} GiB of checkpoints")
 
 
+@command
 def main(arguments: list[str]) -> int:
     """Run the command.  -> 0: all jobs are finished; 1: some have failed; 2: unusable input; 130: interrupted"""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -374,8 +376,6 @@ def main(arguments: list[str]) -> int:
             )
         else:
             run_sweep(sweep, jobs, connect_ray(folder, sweep.resources, args.address), len(jobs), folder)
-    except BAD_INPUT as error:
-        return refused(error)
     except KeyboardInterrupt:
         for number in (signal.SIGINT, signal.SIGTERM):  # a second one must not end the wait for the jobs
             signal.signal(number, signal.SIG_IGN)

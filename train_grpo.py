@@ -13,6 +13,9 @@ import functools
 import sys
 import traceback
 
+# PYTHONSAFEPATH and `python -P` leave the folder of this file out.
+sys.path.insert(0, __file__.rpartition("/")[0])
+
 import runlog
 
 if __name__ == "__main__":  # before the other imports, which take seconds

@@ -5,6 +5,7 @@ without end, and never removes a folder of the user. Commands print an InputErro
 """
 
 import contextlib
+import io
 import json
 import multiprocessing
 import os
@@ -17,7 +18,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +75,12 @@ def first_three(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
+def print_every_letter() -> None:
+    """Let `print` write a letter that the encoding of the output lacks as an escape. File names may have any letter."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def refused(error: BaseException) -> int:
     """Print the error on stderr as one line.  -> 2, the exit code for input that cannot be used"""
     print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
@@ -93,14 +99,14 @@ def refuse_special(path: str | Path, mode: int) -> None:
         raise InputError(f"{path}: found {kind}; needed: a file")
 
 
-def refuse_pointer(path: str | Path, file: BufferedReader) -> None:
+def refuse_pointer(path: str | Path, file: io.BufferedReader) -> None:
     """InputError if the file only names the content that a version control system keeps elsewhere."""
     if file.peek(max(map(len, POINTERS))).startswith(POINTERS):
         raise InputError(f"{path}: found a pointer of Git LFS, not the file itself; needed: the file (git lfs pull)")
 
 
 @contextlib.contextmanager
-def opened(path: str | Path) -> Iterator[BufferedReader]:
+def opened(path: str | Path) -> Iterator[io.BufferedReader]:
     """The regular file at ``path``, open for reading: the one place that opens a file of the user's.
 
     InputError that names the file for every error of the system, also for one that comes while it is read.
@@ -206,7 +212,8 @@ def disk_errors(where: str | Path, *others: type[Exception]) -> Iterator[None]:
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file that holds its old content or all of the new one, whenever the process or the machine stops."""
     aside = path.with_name(f".{path.name}.tmp")
-    aside.write_bytes(content.encode() if isinstance(content, str) else content)
+    # surrogateescape: names of files need not be UTF-8.
+    aside.write_bytes(content.encode(errors="surrogateescape") if isinstance(content, str) else content)
     fsync_path(aside)
     os.replace(aside, path)
     fsync_path(path.parent)

@@ -1,11 +1,15 @@
-"""The table of inputs/environment.py: scripts export it, and what follows it passes the doctor."""
+"""The table of inputs/environment.py: scripts export it, and what follows it passes the doctor. Commands run in any."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from scope import cases
 
 from config import load_config
 from inputs import environment
@@ -53,3 +57,39 @@ def test_a_chip_is_of_the_kind_that_vllm_ascend_calls_it(name: str, kind: str | 
 @pytest.mark.parametrize(("version", "fits"), [("9.1", True), ("9.1.RC2", True), ("9.10", False)])
 def test_a_version_stands_for_its_bug_fixes(version: str, fits: bool) -> None:
     assert environment.matches(version, ("9.1",)) == fits
+
+
+def called(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+COMMANDS = {  # with a file or folder that is not there
+    "train_grpo.py": ["absent"], "preflight.py": ["absent"], "evaluate.py": ["absent"], "config.py": ["absent"],
+    "export.py": ["absent", "--merged", "absent-too"], "report.py": ["add", "absent"], "smol_model.py": ["README.md"],
+    "sweep.py": ["absent", "--list"],
+    "parallel_setup.py": ["--standalone", "--local-addr=localhost", "--nproc_per_node=1", "train_grpo.py", "absent"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "safe"),
+    cases([("parallel_setup.py", "variable"), ("preflight.py", "-P")], [(name, "variable") for name in COMMANDS]),
+)
+def test_a_command_finds_its_modules_without_its_folder_on_the_path(command: str, safe: str) -> None:
+    option, variables = (["-P"], {}) if safe == "-P" else ([], {"PYTHONSAFEPATH": "1"})
+    done = called(*option, command, *COMMANDS[command], **variables)
+    assert done.returncode == 2 and re.search(r"^error: ", done.stderr, re.M), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("command", "options"), [("config.py", []), ("train_grpo.py", ["--check"])])
+def test_a_letter_that_the_output_cannot_show_is_printed_as_an_escape(command, options, tmp_path: Path) -> None:
+    folder = tmp_path / "caf\u00e9 \u20ac"
+    folder.mkdir()
+    (folder / "tiny.yaml").write_text((ROOT / "configs" / "tiny_cpu.yaml").read_text())
+    values = ["parallel.expert=1", "tiny_model.seed=1", f"model.path={folder}/model", f"train.out_dir={folder}/out"]
+    done = called(command, folder / "tiny.yaml", *values, *options, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0 and "caf\\xe9 \\u20ac/model" in done.stdout, done.stderr
