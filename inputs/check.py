@@ -60,14 +60,20 @@ class Inputs(NamedTuple):
 
 
 def check_inputs(
-    cfg: Config, ranks: int, scorer: Scorer, beat: Callable[..., None] = lambda place="": None
+    cfg: Config,
+    ranks: int,
+    scorer: Scorer,
+    beat: Callable[..., None] = lambda place="": None,
+    with_device: bool = True,
 ) -> Inputs | None:
     """Check everything that needs no other rank, except the gold answers: check_answers does that. No weight is read.
 
     Returns architecture, tokenizer and questions; None for a tiny model that does not exist yet, of which only the
     configuration can be checked. InputError for anything that cannot work. ``beat`` is called after each prompt.
+    Without ``with_device`` neither the device nor the engine on it is judged.
     """
-    devices.resolve(cfg.device)
+    if with_device:
+        devices.resolve(cfg.device)
     functions.try_out(cfg)
     check_writable("train.out_dir", Path(cfg.train.out_dir))
     exists = cfg.tiny_model is None or tiny_model.exists(cfg)
@@ -76,8 +82,9 @@ def check_inputs(
     if not exists:
         check_writable("model.path", Path(cfg.model.path))
         return None
-    sampling = sides(cfg, ranks)[-1]
-    rollout.check_engine(sampling.cfg, arch, sampling.ranks)
+    if with_device:
+        sampling = sides(cfg, ranks)[-1]
+        rollout.check_engine(sampling.cfg, arch, sampling.ranks)
     if cfg.aqn.schedule != "off":
         noise = aqn.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
         adapted = {
@@ -159,15 +166,23 @@ def right_answer(cfg: Config, question: Question | Row) -> str:
 
 
 def report(cfg: Config, ranks: int) -> str:
-    """What a start would do, in lines; nothing is made. InputError for input with which a start would end."""
-    making = ""
+    """What a start would do, in lines; nothing is made. InputError for input with which a start would end.
+
+    A configuration may be meant for a device that this machine lacks: a line says so, and the rest is judged.
+    """
+    elsewhere = making = ""
+    try:
+        devices.resolve(cfg.device)
+    except InputError as error:
+        elsewhere = f"not judged: the device and the engine on it ({error})\n"
     with contextlib.closing(Scorer(cfg.reward)) as scorer:
-        inputs = check_inputs(cfg, ranks, scorer)
+        inputs = check_inputs(cfg, ranks, scorer, with_device=not elsewhere)
         check_answers(cfg, scorer)
         if inputs is None:
             making = f"model: {cfg.model.path} is not there; a start makes a tiny model: {cfg.tiny_model}\n"
             with tempfile.TemporaryDirectory() as folder:
-                inputs = check_inputs(tiny_model.untrained(cfg, Path(folder, "model")), ranks, scorer)
+                untrained = tiny_model.untrained(cfg, Path(folder, "model"))
+                inputs = check_inputs(untrained, ranks, scorer, with_device=not elsewhere)
     saved = checkpoint_to_resume(cfg)
     step = saved.step if saved else 0
     first = inputs.questions.pick(step, cfg.rollout.prompts_per_step)[0]
@@ -184,7 +199,7 @@ def report(cfg: Config, ranks: int) -> str:
         f"the first prompt of step {step + 1}, as the model sees it ({len(first.prompt)} tokens):\n"
         f"{textwrap.indent(prompt, '    ')}\n"
         f"a right answer, in the form that the reward reads:\n{textwrap.indent(answer, '    ')}\n"
-        f"a start {start}; the input is usable"
+        f"{elsewhere}a start {start}; the input is usable"
     )
 
 

@@ -7,6 +7,7 @@ process of their own.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import training
 import world
 from breaking import (
     HELD_OUT,
@@ -318,6 +320,38 @@ def test_a_check_shows_the_first_prompt_a_right_answer_and_what_a_start_would_do
         f"continues {run} after step 2 of 2" if kind == "resumed" else f"begins a new run in {place.folder / 'out'}/"
     )
     assert said.splitlines()[-1].startswith(f"a start {start}") and said.endswith("; the input is usable\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "ranks"),
+    cases(
+        [("qwen3", "qwen3_moe", 16)],
+        [("qwen15_moe", "qwen2_moe", 16), ("olmoe", "olmoe", 8), ("math", "qwen3_moe", 16)],
+    ),
+)
+def test_a_check_away_from_the_device_judges_the_rest_and_says_so(
+    name: str, architecture: str, ranks: int, tmp_path: Path, capfd: CaptureFixture
+) -> None:
+    """The configurations of NPUs, with a small model in place of theirs. A start is refused."""
+    sizes = {"vocab_size": 320} | ({} if architecture == "qwen3_moe" else {"head_dim": 4})
+    model_dir = training.make_model(tmp_path / "model", architecture, **sizes)
+    settings = json.loads((model_dir / "config.json").read_text()) | {"max_position_embeddings": 8192}
+    (model_dir / "config.json").write_text(json.dumps(settings))
+    for part, first in (("train", 0), ("test", 200)):
+        rows = [{"question": f"What is {n} + 2?", "answer": f"#### {n + 2}"} for n in range(first, first + 200)]
+        (tmp_path / f"{part}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    values = [f"data.{part}_path={tmp_path}/{part}.jsonl" for part in ("train", "test")]
+    values += ["data.source=gsm8k", "eval.sets={}", f"model.path={model_dir}", f"train.out_dir={tmp_path}/out"]
+    arguments = [f"{ROOT}/configs/{name}.yaml", *values]
+    away = "device: npu: torch_npu is not installed; needed: requirements/npu.txt"
+    assert exit_code([*arguments, "--check", "--ranks", str(ranks)]) == 0
+    line, start = capfd.readouterr().out.splitlines()[-2:]
+    assert line == f"not judged: the device and the engine on it ({away})"
+    assert start.startswith("a start begins a new run") and start.endswith("the input is usable")
+    assert exit_code(arguments) == 2 and f"error: {away}\n" in capfd.readouterr().err
+    arguments.append("model.path=absent")
+    assert exit_code([*arguments, "--check", "--ranks", str(ranks)]) == 2
+    assert "error: model.path: no config.json in absent; needed: a Hugging Face" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("expected", "changes", "run"), TABLE)
