@@ -136,7 +136,7 @@ def merged_tensors(
     quantisation: str = "none",
     quantises_attention: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the base model by name, one at a time: W + (alpha / R) B A in fp32 where trained, cast once.
+    """Every tensor of the base model by name: W + (alpha / R) B A in fp32 where trained, cast once; these come first.
 
     It is what a trainer of one rank pushes, bit for bit. The base is rounded to ``dtype`` first, and what is quantised
     to its ``quantisation``, because the adapters were trained on the rounded weights.
@@ -144,20 +144,16 @@ def merged_tensors(
     frozen = functools.partial(
         quantised.frozen, base, dtype=dtype, quantisation=quantisation, attention=quantises_attention
     )
-    part_of = {}
+    done: set[str] = set()
     for adapted in modules:
         for part in adapted.parts():
-            part_of |= dict.fromkeys(adapted.names(part), (adapted, part))
-    ready: dict[str, Tensor] = {}  # of the parts that are merged
+            names = adapted.names(part)
+            merged = merged_part(adapted, part, list(map(frozen, names)), factors, alpha, arch)
+            yield from zip(names, merged, strict=True)
+            done.update(names)
     for name in tensor_shapes(arch):
-        if name not in part_of:
+        if name not in done:
             yield name, frozen(name)
-            continue
-        if name not in ready:
-            adapted, part = part_of[name]
-            weights = [frozen(each) for each in adapted.names(part)]
-            ready |= merged_part(adapted, part, weights, factors, alpha, arch)
-        yield name, ready.pop(name)
 
 
 def merged_part(
@@ -167,8 +163,8 @@ def merged_part(
     factors: dict[str, Tensor],
     alpha: float,
     arch: Architecture,
-) -> dict[str, Tensor]:
-    """The ``weights`` adapted.names(part), merged, by name: multiplied as the trainer does.
+) -> list[Tensor]:
+    """The ``weights`` of adapted.names(part), merged: multiplied as the trainer does.
 
     A product of the transposed factors, or of other rows together, may round differently.
     """
@@ -183,8 +179,7 @@ def merged_part(
     else:
         merged = lora_megatron.merge(weight[0], b, a, scale)[None]
     sizes = [rows for rows, *_ in module.blocks.values()]
-    by_block = [rows for matrix in merged for rows in matrix.split(sizes)]
-    return dict(zip(adapted.names(part), by_block, strict=True))
+    return [rows for matrix in merged for rows in matrix.split(sizes)]
 
 
 def write_merged(

@@ -70,6 +70,7 @@ def read(paths: Paths | Path, columns: Mapping[str, str] | None = None, count: i
     form: Form | None = None
     rows: list[Row] = []
     num_rows = 0
+    hint = "" if columns else f"; {OTHER_COLUMNS}"
     asked: dict[str, tuple[Path, int, str]] = {}  # question -> file and row that asks it first, and its answer
     for path in map(Path, listed(paths)):
         before = num_rows
@@ -78,27 +79,37 @@ def read(paths: Paths | Path, columns: Mapping[str, str] | None = None, count: i
             try:
                 if not isinstance(row, dict):
                     raise InputError(f"found {type(row).__name__}; needed: an object with columns")
+                lower = {name.lower(): value for name, value in row.items()}
+                form = form or next((form for form in FORMS if lower.keys() >= set(form.columns)), None)
                 if columns:
                     turns, answer = _by_name(row, columns)
-                    gold = answer
+                elif form is None:
+                    raise InputError(
+                        f"found the columns {', '.join(sorted(lower)) or 'none'}; needed: an object with columns "
+                        "question and answer, or messages, or prompt with reward_model"
+                    )
+                elif len(lower) < len(row):
+                    raise InputError(
+                        f"found the columns {', '.join(row)}; needed: names that differ in more than capitals"
+                    )
                 else:
-                    form = form or _form_of(row)
-                    turns, answer, gold = _by_form(row, form)
+                    turns, answer = form.parse(lower)
+                gold = answer if columns else gold_number(answer)
                 question = "\n\n".join(text for role, text in turns if role != "system")
                 compared = alike(question)
                 if not compared:
                     raise InputError("question: found an empty text")
-                if compared not in asked:
-                    asked[compared] = path, number, gold
-                    rows.append(Row(question, answer, gold, turns, row))
-                file, first, known = asked[compared]
-                if _value(gold) != _value(known):
-                    raise InputError(
-                        f"answer: {gold[:60]}; {'' if file == path else f'{file}, '}row {first} has the same question "
-                        f"with {known[:60]}; needed: one answer"
-                    )
             except InputError as error:
-                raise InputError(f"{path}, row {number}: {error}") from error
+                raise InputError(f"{path}, row {number}: {error}{hint}") from error
+            if compared not in asked:
+                asked[compared] = path, number, gold
+                rows.append(Row(question, answer, gold, turns, row))
+            file, first, known = asked[compared]
+            if _value(gold) != _value(known):
+                raise InputError(
+                    f"{path}, row {number}: answer: {gold[:60]}; {'' if file == path else f'{file}, '}row {first} has "
+                    f"the same question with {known[:60]}; needed: one answer"
+                )
         if num_rows == before:
             raise InputError(f"{path}: no rows found; needed: at least one question")
     name = form.name if form and not columns else f"columns {' and '.join((columns or {}).values())}"
@@ -145,30 +156,6 @@ def gold_number(answer: str) -> str:
         found = ascii(answer[-50:])  # ascii: digits of another script look like ours
         raise InputError(f"answer: found {found}; needed: a worked answer that ends in '#### ' and one number")
     return gold
-
-
-def _form_of(row: dict[str, Any]) -> Form:
-    """The form of FORMS whose columns a row has, in capitals or not."""
-    lower = {name.lower() for name in row}
-    for form in FORMS:
-        if lower >= set(form.columns):
-            return form
-    raise InputError(
-        f"found the columns {', '.join(sorted(lower)) or 'none'}; needed: an object with columns question and answer, "
-        f"or messages, or prompt with reward_model; {OTHER_COLUMNS}"
-    )
-
-
-def _by_form(row: dict[str, Any], form: Form) -> tuple[list[Turn], str, str]:
-    """The turns, the worked answer and its number of a row of this form."""
-    lower = {name.lower(): value for name, value in row.items()}
-    if len(lower) < len(row):
-        raise InputError(f"found the columns {', '.join(row)}; needed: names that differ in more than capitals")
-    try:
-        turns, answer = form.parse(lower)
-        return turns, answer, gold_number(answer)
-    except InputError as error:
-        raise InputError(f"{error}; {OTHER_COLUMNS}") from None
 
 
 def _by_name(row: dict[str, Any], columns: Mapping[str, str]) -> tuple[list[Turn], str]:

@@ -189,11 +189,20 @@ def line(row: Any) -> bytes:
 GOOD = line(ROWS[0])
 USER = {"role": "user", "content": "1+1?"}
 MALFORMED = {
-    "missing column": (GOOD + line({"question": "1+1?"}), r", row 2: answer: missing; found question$"),
+    "missing column": (
+        GOOD + line({"question": "1+1?"}),
+        r", row 2: answer: missing; found question; data.source=file reads ",
+    ),
     "unknown form": (line({"input": "1+1?", "output": "2"}), r", row 1: found the columns input, output; needed: "),
     "no mark": (GOOD + line({**ROWS[0], "answer": "it is 5"}), r", row 2: answer: found 'it is 5'; needed: .*'#### '"),
-    "empty question": (GOOD + GOOD + line({**ROWS[0], "question": " \n"}), r", row 3: question: found an empty text$"),
-    "answer null": (line({**ROWS[0], "answer": None}), r", row 1: answer: found nothing; needed: a text$"),
+    "empty question": (
+        GOOD + GOOD + line({**ROWS[0], "question": " \n"}),
+        r", row 3: question: found an empty text; data.source=file reads ",
+    ),
+    "answer null": (
+        line({**ROWS[0], "answer": None}),
+        r", row 1: answer: found nothing; needed: a text; data.source=file reads ",
+    ),
     "broken line": (GOOD + b"\n" + GOOD[:-5] + b"\n", r", row 3: not one JSON object a line: "),
     "a column twice": (b'{"question": "2?", "question": "3?", "answer": "#### 1"}', r", row 1: .* a column twice"),
     "not UTF-8": (GOOD + b'{"question": "\xff"}', r", row 2: byte 14 is not UTF-8"),
@@ -211,11 +220,11 @@ MALFORMED = {
     "chat: unmarked turn": (line({"messages": [USER, {"role": "assistant", "content": "two"}]}), r"row 1: found 'two'"),
     "chat: two answers": (
         line(chat(ROWS[0], answer="6")),
-        r", row 1: two different answers: the assistant turn says 5, answer says 6$",
+        r", row 1: two different answers: the assistant turn says 5, answer says 6; data.source=file reads ",
     ),
     "verl: two answers": (
         line({"prompt": [USER], "extra_info": {"answer": "#### 2"}, "reward_model": {"ground_truth": "3"}}),
-        r", row 1: two different answers: extra_info.answer says 2, reward_model.ground_truth says 3$",
+        r", row 1: two different answers: extra_info.answer says 2, reward_model.ground_truth says 3; data.source=file reads ",
     ),
 }
 
