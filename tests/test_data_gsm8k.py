@@ -224,7 +224,7 @@ MALFORMED = {
     ),
     "verl: two answers": (
         line({"prompt": [USER], "extra_info": {"answer": "#### 2"}, "reward_model": {"ground_truth": "3"}}),
-        r", row 1: two different answers: extra_info.answer says 2, reward_model.ground_truth says 3; data.source=file reads ",
+        r", row 1: two different answers: extra_info.answer says 2, reward_model.ground_truth says 3; data.source=file",
     ),
 }
 
