@@ -318,7 +318,8 @@ class ChecksConfig(Section):
     impossible: Action = knob(
         "stop",
         "the entropy, or a KL estimate that cannot be negative, is negative; or the KL to the reference is exactly 0 "
-        "in three successive steps after updates (of 500 tokens or more, 20,000 in bf16)",
+        "in three successive steps after updates (of 500 tokens or more, 20,000 in bf16); or the gradient is exactly 0 "
+        "although the entropy is at least 1 nat and the KL in the loss at least 1e-3, or rewards of a group differ",
     )
     collapse: Action = knob(
         "warn",
@@ -333,7 +334,12 @@ class ChecksConfig(Section):
     logp_gap_bf16: float = knob(
         0.1, "bf16: largest mean difference, nats a token; normal is 1e-2 with vLLM, 0 to 1e-4 with torch", gt=0
     )
-    reference_kl: Action = knob("stop", "the KL before the first update is not 0 (quantised, merged in bf16: > 1e-3)")
+    reference_kl: Action = knob(
+        "stop",
+        "before the first update of a start or resume, the log-probs of the reference are not those of the policy "
+        "without its LoRA update: adapters that a new run has just made, or B set to 0 for one forward pass "
+        "(merged in bf16 and quantised or for vLLM: they differ by more than 0.02 nats a token)",
+    )
     adapters: Action = knob(
         "stop",
         "after an update the sampler still receives the old tensors; or the merged experts that trainer and sampler "

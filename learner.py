@@ -75,19 +75,22 @@ class Learner:
             moment: {name: torch.zeros_like(factor) for name, factor in self.factors.items()} for moment in MOMENTS
         }
         self.optimizer_steps = 0
+        self.is_restored = False
+        self.reference_gap: float | None = None  # see _reference_gap; None: no reference pass has been compared yet
         # The factors before each of the last rollout.staleness steps, the oldest first.
         self.behind: deque[dict[str, Tensor]] = deque(maxlen=cfg.rollout.staleness)
 
     # ------------------------------------------------------------------------------------ the policy that samples
 
-    @contextlib.contextmanager
-    def sampling_policy(self) -> Iterator[None]:
+    def sampling_policy(self) -> contextlib.AbstractContextManager:
         """A context in which the adapters are those that have sampled: of rollout.staleness steps ago."""
-        if not self.behind:
-            yield
-            return
+        return self._holding(self.behind[0]) if self.behind else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _holding(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """A context in which the factors have other ``values``."""
         own = self.copied_factors()
-        adapter_weights.copy_(self.factors, self.behind[0])
+        adapter_weights.copy_(self.factors, values)
         try:
             yield
         finally:
@@ -142,6 +145,8 @@ class Learner:
                 if cfg.loss.kl != "none":
                     with timer.phase("reference"):
                         ref_logp = self._reference_logp(micro)
+                        if self.reference_gap is None and update.trained and cfg.checks.reference_kl != "off":
+                            self.reference_gap = self._reference_gap(micro, ref_logp)
                 with timer.phase("update"), self._routed(micro, count=True):
                     loss, metrics, gap, surprise = self._loss(micro, old_logp.get((number, i)), ref_logp, update.counts)
                     loss.backward()  # under replay too: activation recompute routes the tokens again
@@ -259,6 +264,23 @@ class Learner:
         routed = self._routed(micro) if self.cfg.replay.reference == "replayed" else contextlib.nullcontext()
         with routed, lora_megatron.disabled(self.adapters):
             return self._logp(micro)[0]
+
+    @torch.no_grad()
+    def _reference_gap(self, micro: MicroBatch, ref_logp: Tensor) -> float:
+        """Mean difference of ``ref_logp`` from a policy with adapters that change nothing, nats a token. Collective.
+
+        The adapters of a new run must change nothing as they are; those of a resumed run do so while B is 0.
+        """
+        unchanged = dict(self.factors)
+        for name, factor in self.factors.items():
+            if name.endswith(".B") and self.is_restored:
+                unchanged[name] = factor.new_zeros(())
+        routed = self._routed(micro) if self.cfg.replay.reference == "replayed" else contextlib.nullcontext()
+        with routed, self._holding(unchanged):
+            logp = self._logp(micro).logp
+        gap = (logp - ref_logp).abs() * micro.mask
+        total, tokens = self.parallel.sum_over_data(torch.stack([gap.sum(), micro.mask.sum()])).tolist()
+        return total / tokens
 
     def _logp(self, micro: MicroBatch) -> TokenStats:
         head = micro.head[0].long() if micro.head and torch.is_grad_enabled() else None  # for the loss alone
@@ -382,6 +404,7 @@ class Learner:
                 values, adapter_weights.scatter(self.adapters, tensors[kind], self.arch, self.parallel, ending)
             )
         self.optimizer_steps = steps
+        self.is_restored = True
 
     def saved_parts(self) -> list[tuple[str, str, Mapping[str, Tensor]]]:
         """(kind of the file, ending of the names in it, tensors of this rank by factor name) of all that is saved."""

@@ -98,6 +98,7 @@ def train(
         run.end_step(step)
         extremes = batch.rewards.min().item(), batch.rewards.max().item()
         tripwires.after_step(step, metrics, extremes, run.sampler.where_apart)
+        tripwires.reference(step, learner.reference_gap)
         factors = adapter_weights.adapter_pieces(learner.adapters, learner.arch, parallel)
         tripwires.state(step + 1, functools.partial(adapter_weights.differing, factors, parallel))
         if is_due(step + 1, cfg.eval.every, cfg.train.steps):

@@ -25,8 +25,10 @@ REWARD_START = 0.02  # a mean reward below this cannot fall in a meaningful way
 WINDOW = 10  # steps: the mean of the last ones is compared with the mean of the first ones
 COLLAPSE_REWARD, COLLAPSE_KL = 0.2, 1.0  # share of the mean reward of the first ones; nats a token
 ROUNDING = -1e-6  # rounding may make an estimate that cannot be negative as low as this
+UNSURE = 1.0  # nats a token: with a smaller entropy, tokens that are sure or capped by loss.kl may have no gradient
+LEAST_KL, LEAST_KL_COEF = 1e-3, 1e-9  # nats a token and loss.kl_coef, from which on the KL must have a gradient
 NOT_NEGATIVE = ("k2", "k3", "low_var_kl", "low_var_kl+", "abs")  # kinds of loss.kl
-QUANTISED_KL = 1e-3  # nats a token; docs/policy.md says which kernels give a part of it
+KERNEL_GAP = 0.02  # nats a token between kernels for two orders of memory; docs/policy.md has what was measured
 SURPRISE_STEPS = 20  # the last steps, in which the statistics of sampling are judged together
 SURPRISE_Z = 5.0  # standard deviations; chance alone reaches it with a probability of 6e-7
 SURPRISE_SHARE = 0.03  # in bf16 the rounding of log-probs alone may move the sums by about 1 %
@@ -47,6 +49,32 @@ def wrong_merge(share: float) -> str:
         f"of an expert's sampled elements, {share:.2%} in the memory that sampler and trainer share are not "
         f"W + (alpha / R) B A, at most {MOST_WRONG:.1%} expected"
     )
+
+
+def cannot_judge(cfg: Config) -> dict[str, str]:
+    """The checks that no run of ``cfg`` can fail, whatever is wrong with it, each with the reason.  check -> reason"""
+    steps = cfg.train.steps
+    reasons = {check: "off" for check, action in cfg.checks if action == "off"}
+    if cfg.aqn.schedule == "off":
+        reasons["noise"] = "aqn.schedule is off"
+    if cfg.loss.kl == "none":
+        reasons["reference_kl"] = "loss.kl is none"
+    if cfg.rollout.temperature > TRUNCATED_TEMPERATURE:
+        reasons["truncated"] = f"rollout.temperature is above {TRUNCATED_TEMPERATURE}"
+    if cfg.reward.permute:
+        reasons["collapse"] = "reward.permute: with shuffled rewards both are expected"
+    needed = {
+        "truncated": truncated_steps(cfg),
+        "gradient_spike": SPIKE_START + 1,
+        "reward_constant": CONSTANT_STEPS,
+        "collapse": 2 * WINDOW,
+    }
+    return reasons | {check: f"train.steps is below {least}" for check, least in needed.items() if steps < least}
+
+
+def truncated_steps(cfg: Config) -> int:
+    """The number of steps that sample enough completions to judge how many are truncated."""
+    return -(-TRUNCATED_COMPLETIONS // (cfg.rollout.prompts_per_step * cfg.rollout.group_size))
 
 
 class Tripwires:
@@ -71,6 +99,8 @@ class Tripwires:
 
     def trip(self, check: str, found: str, look_at: str) -> None:
         """Act on a failed check as its action says. A warning is given once."""
+        if check in cannot_judge(self.cfg):
+            return
         action = getattr(self.checks, check)
         message = f"checks.{check}: {found}\n  look at: {look_at}"
         if action == "stop":
@@ -155,9 +185,26 @@ class Tripwires:
         for check in (
             self._reward, self._truncated, self._identical, self._surprise,
             functools.partial(self._agreement, where_apart),
-            self._reference_at_start, self._impossible, self._collapse, self._gradient_and_entropy,
+            self._impossible, self._collapse, self._gradient_and_entropy,
         ):  # fmt: skip
             check(step, metrics)
+
+    def reference(self, step: int, gap: float | None) -> None:
+        """Check the reference pass of the first update of a start or resume that trained a token, after ``step``.
+
+        ``gap``: Learner.reference_gap. Dequantised experts, and merged ones in the memory of vLLM, may lie in memory in
+        another order than those on the other side, and some kernels round otherwise then.
+        """
+        other_order = self.cfg.model.quantisation != "none" or self.cfg.rollout.engine == "vllm"
+        most = KERNEL_GAP if self.cfg.trains_merged and other_order else 0.0
+        if gap is not None and not gap <= most:
+            self.trip(
+                "reference_kl",
+                f"step {step + 1}: before the first update, reference and policy without the LoRA update differ by "
+                f"{gap:.2g} nats a token, at most {most:g} expected",
+                "whether new adapters start at 0, and the reference is the same model with its adapters off and with "
+                "the routes that replay.reference names",
+            )
 
     def _column(self, key: str, default: float = math.nan) -> list[float]:
         """The values of one metric in all steps so far."""
@@ -180,9 +227,8 @@ class Tripwires:
 
     def _truncated(self, step: int, metrics: dict[str, float]) -> None:
         """Whether most completions are truncated, over as many steps as have 256 of them; fewer may be chance."""
-        rollout = self.cfg.rollout
-        steps = -(-TRUNCATED_COMPLETIONS // (rollout.prompts_per_step * rollout.group_size))
-        if len(self.history) < steps or rollout.temperature > TRUNCATED_TEMPERATURE:
+        rollout, steps = self.cfg.rollout, truncated_steps(self.cfg)
+        if len(self.history) < steps or rollout.temperature > TRUNCATED_TEMPERATURE:  # then "sampling" is silent, too
             return
         share = fmean(self._column("response_length/truncated_frac")[-steps:])
         where = f"step {step + 1}" + (f", the last {steps}" if steps > 1 else "")
@@ -295,23 +341,6 @@ class Tripwires:
         self.steps_above = self.steps_above + 1 if above or self.steps_above >= GAP_STEPS else 0
         return self.steps_above == GAP_STEPS
 
-    def _reference_at_start(self, step: int, metrics: dict[str, float]) -> None:
-        """Whether the KL is 0 before the first update; not with several updates or other routes.
-
-        Dequantised experts lie in memory in another order than merged ones, and some kernels round otherwise then.
-        """
-        cfg = self.cfg
-        most = QUANTISED_KL if cfg.trains_merged and cfg.model.quantisation != "none" else 0.0
-        same_routes = cfg.replay.mode != "r3" or cfg.replay.reference == "replayed"
-        one_update = cfg.rollout.prompts_per_step == cfg.optim.prompts_per_update
-        kl = metrics.get("actor/kl_loss", 0.0)
-        if step == 0 and one_update and same_routes and abs(kl) > most:
-            self.trip(
-                "reference_kl",
-                f"before the first update the KL to the reference is {kl:.2g}, at most {most:g} expected",
-                "whether the adapters start at 0 and the reference is the same model with them off",
-            )
-
     def _impossible(self, step: int, metrics: dict[str, float]) -> None:
         """Values that no sound step has: a negative KL estimate or entropy, or a KL that stays 0 after updates."""
         kl, rollout = metrics.get("actor/kl_loss"), self.cfg.rollout
@@ -332,10 +361,30 @@ class Tripwires:
                 f"step {step + 1}: the KL to the reference is exactly 0 in {len(self.kl_zero)} steps after updates",
                 "whether the reference is computed with the adapters off (lora_megatron.disabled)",
             )
+        if reason := self._gradient_expected(metrics):
+            self.trip(
+                "impossible",
+                f"step {step + 1}: the gradient is exactly 0, although {reason}",
+                "optim.lr: after too large an update the activations overflow, and the policy stays uniform",
+            )
+
+    def _gradient_expected(self, metrics: dict[str, float]) -> str:
+        """Why the gradient cannot be 0, if it is; "" if it is not, or may be."""
+        cfg, loss = self.cfg, self.cfg.loss
+        if metrics["actor/grad_norm"] != 0 or metrics.get("actor/entropy", 0.0) < UNSURE:
+            return ""
+        kl = metrics.get("actor/kl_loss", 0.0)
+        if loss.kl in NOT_NEGATIVE and loss.kl_coef >= LEAST_KL_COEF and kl >= LEAST_KL:
+            return f"the KL to the reference is {kl:.2g}"
+        if loss.mask_truncated or cfg.reward.permute or ":" in f"{loss.kind} {loss.advantage} {cfg.reward.function}":
+            return ""  # differing rewards may train nothing, or equal completions in opposite directions
+        differing = cfg.rollout.prompts_per_step - metrics.get("reward/equal_groups", cfg.rollout.prompts_per_step)
+        trains = differing > 0 and metrics.get("rollout/importance_mean", 1.0) > 0
+        return f"the rewards of {differing:.0f} groups differ" if trains else ""
 
     def _collapse(self, step: int, metrics: dict[str, float]) -> None:
         """Whether the last ten steps' reward is far below the first ten's, or their KL to the reference is large."""
-        if len(self.history) < 2 * WINDOW or self.cfg.reward.permute:  # with shuffled rewards, both are expected
+        if len(self.history) < 2 * WINDOW:
             return
         rewards = [row.get("reward/first_round_correct", row["reward/mean"]) for row in self.history]
         before, now = fmean(rewards[:WINDOW]), fmean(rewards[-WINDOW:])

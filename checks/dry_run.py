@@ -107,6 +107,7 @@ def run(
             factors = lora_megatron.factors(adapters).values()
             if side.name != "samplers":
                 learner = Learner(one, arch, parallel, model, adapters, pad_token=0)
+                learner.reference_gap = 0.0  # an update later than the first one, which compares the reference
                 learner.behind.extend(learner.copied_factors() for _ in range(one.rollout.staleness))
             gc.collect()
         if side.name != "trainers":

@@ -13,12 +13,15 @@ from pathlib import Path
 
 import numpy as np
 
+from config import load_config
 from inputs.files import InputError, read_text, write_atomically
 from knobs import ChecksConfig
 from lab import announced, audit, comparisons, figures, store
 from lab.announced import Found, Plan, notes, table
 from lab.records import Benchmark, Evaluation, Run, evaluated, scores
+from tripwires import cannot_judge
 
+CONFIGS = Path(__file__).parents[1] / "configs"
 BEGIN = "<!-- report.py build writes the text below: edit results/plan.yaml, or the text outside of the two markers -->"
 END = "<!-- report.py build writes the text above -->"
 DEVICES = {"cpu": "a CPU", "cuda": "a GPU", "npu": "an NPU"}
@@ -296,11 +299,24 @@ def npu_page(results: Path) -> str:
 
 
 def checks_page() -> str:
-    """The generated part of docs/checks.md: the keys of `checks`, as knobs.py describes them."""
-    return table([
-        {"key": f"`{key}`", "default": str(field.default), "it fires when, or it is": field.description or ""}
-        for key, field in ChecksConfig.model_fields.items()
-    ])  # fmt: skip
+    """The generated part of docs/checks.md: the keys of `checks`, as knobs.py describes them.
+
+    A check that cannot judge a file of configs/ names the file and the reason.
+    """
+    files: dict[str, dict[str, list[str]]] = {}  # check -> reason -> configurations
+    for path in sorted(CONFIGS.glob("*.yaml")):
+        for check, reason in cannot_judge(load_config(path)).items():
+            files.setdefault(check, {}).setdefault(reason, []).append(path.stem)
+    rows = []
+    for key, field in ChecksConfig.model_fields.items():
+        reasons = [f"{reason}: {', '.join(names)}" for reason, names in files.get(key, {}).items()]
+        rows.append({
+            "key": f"`{key}`",
+            "default": str(field.default),
+            "it fires when, or it is": field.description or "",
+            "cannot judge": "; ".join(reasons),
+        })  # fmt: skip
+    return table(rows)
 
 
 # ------------------------------------------------------------------------------------------------ writing and checking

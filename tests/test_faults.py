@@ -7,8 +7,9 @@ rank that stalls.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import planted
 import pytest
@@ -17,12 +18,16 @@ import training
 from planted import FEW, LARGE, NOISE, SURE, nothing, on_rank_1
 from planting import Plant
 from scope import cases
-from training import raised
+from source import ROOT
+from training import raised, raised_each
 
 from aqn import AqnError
+from config import load_config
 from inputs.files import InputError
+from knobs import Action, ChecksConfig, Config
 from tripwires import Tripped
 
+ALL_CHECKS = [name for name, field in ChecksConfig.model_fields.items() if field.annotation == Action]
 SURPRISE = LARGE | {"rollout__max_new_tokens": 12, "train__steps": 8, "checks__surprise": "stop"}
 
 
@@ -85,7 +90,11 @@ FAULTS = {
         planted.noise_on_a_class_that_is_not_pushed, ["none of the targets was in the push"],
         NOISE | {"aqn__targets": ("attention",)}, kind=AqnError,
     ),
-    "adapters not at zero": Fault(planted.adapters_not_at_zero, ["checks.reference_kl", "adapters start at 0"]),
+    "adapters not at zero": Fault(planted.adapters_not_at_zero, ["checks.reference_kl", "new adapters start at 0"]),
+    "a policy that an update has made uniform": Fault(
+        nothing, ["checks.impossible: step 3: the gradient is exactly 0, although the KL to the reference is "],
+        {"optim__lr": 1e3},
+    ),
     "metric not finite": Fault(planted.loss_metric_not_finite, ["step 1: actor/ppo_kl", " not finite\n"]),
     "gradient not finite": Fault(planted.gradient_not_finite, ["step 1: the gradient norm is nan; nothing"]),
     "gradient spike": Fault(
@@ -224,6 +233,105 @@ def test_a_fault_of_one_rank_stops_all_ranks_or_warns_once(fault: str, layout: s
     text = (run / "log.txt").read_text()
     assert text.count(f"warning: {expected[0]}: step 1") == 1 and all(part in text for part in expected[2:])
     assert [row["step"] for row in training.metrics(run)] == [1, 2, 3, 4, 5] and (run / "finished.json").exists()
+
+
+# ------------------------------------------------------------------------------- in the shape of configs/qwen3.yaml
+
+
+QWEN3 = load_config(ROOT / "configs" / "qwen3.yaml")
+RESUMED = {"as it is": {}, "replayed": {"replay__mode": "r3"}}  # sound runs
+
+
+def real_shape(model: Path, out_dir: Path, changes: dict) -> Config:
+    """configs/qwen3.yaml with the tiny model and its sampler, 8 prompts a step, and four updates a step."""
+    updates = QWEN3.rollout.prompts_per_step // QWEN3.optim.prompts_per_update
+    assert updates == 4 and QWEN3.trains_merged
+    whole = {}
+    for name in ("loss", "replay", "aqn", "reward"):
+        whole |= {f"{name}__{key}": value for key, value in getattr(QWEN3, name)}
+    parts = {"lora__targets": QWEN3.lora.targets, "model__dtype": QWEN3.model.dtype, "rollout__sync": "merged"}
+    sizes = FEW | {"rollout__prompts_per_step": 8, "rollout__group_size": 4, "optim__prompts_per_update": 8 // updates}
+    return training.config(model, out_dir, **whole | parts | sizes | changes)
+
+
+# A check -> (fault, changes to the run, layout, how its message goes on).
+REAL = {
+    "reward_constant": (
+        planted.both(planted.two_steps_count, planted.no_reward), {"reward__check_gold": False}, "TP2",
+        "every reward of 2 steps is 0",
+    ),
+    "unparsable": (nothing, {}, "EP2", "step 1: 100.0%"),
+    "truncated": (nothing, {"rollout__max_new_tokens": 2, "rollout__group_size": 32}, "TP2", "step 1: "),
+    "sampling": (planted.always_the_first_step, {}, "EP2", "step 3: the same 8 of 40 questions"),
+    "held_out": (planted.asks_held_out_questions, {}, "TP2", "step 1 asks 1 held-out questions"),
+    "state": (on_rank_1(planted.a_factor_that_drifts), {}, "TP2", "after 1 steps: model.layers.0.self_attn.qkv_proj.A"),
+    "impossible": (planted.kl_of_the_wrong_sign, {}, "EP2", "step 1: actor/kl_loss is -"),
+    "collapse": (planted.both(planted.two_steps_are_usual, planted.rewards_fall), {}, "TP2", "step 4: mean reward 0"),
+    "logp_gap": (planted.gate_permuted, {}, "EP2", "step 1: sampler and trainer differ"),
+    "reference_kl": (planted.adapters_not_at_zero, {}, "TP2", "step 1: before the first update, reference and policy"),
+    "adapters": (planted.adapters_never_pushed, {}, "EP2", "step 2: "),
+    "noise": (planted.engine_without_norms, NOISE, "TP2", "step 1: sigma is 0.01"),  # the file itself has no noise
+    "gradient_spike": (
+        planted.both(planted.two_steps_are_usual, planted.twelfth_gradient_is_large), {}, "EP2", "step 3: gradient no"
+    ),
+    # In step 1 some of the largest logits are equal in bf16.
+    "entropy": (planted.policy_without_entropy, {"checks__logp_gap": "off"}, "TP2", "step 2: entropy "),
+}  # fmt: skip
+NOT_PLANTED = {"surprise"}  # 2,048 completions: FAULTS plants three in another shape
+
+
+@pytest.fixture(scope="module")
+def found_in_the_real_shape(model: Path, tmp_path_factory) -> dict[str, Any]:
+    """The errors of all ranks, by check, and of two sound runs, which leave checkpoints; and the folder of all runs."""
+    out, sound = tmp_path_factory.mktemp("real"), {"train__steps": 2, "train__checkpoint_every": 1}
+    jobs = {
+        check: (plant, real_shape(model, out / check, changes | {f"checks__{check}": "stop"}), layout)
+        for check, (plant, changes, layout, _) in REAL.items()
+    }
+    for name, changes in RESUMED.items():
+        jobs[name] = nothing, real_shape(model, out / name, sound | changes), "TP2"
+    return raised_each(jobs) | {"folder": out}
+
+
+@pytest.mark.parametrize("check", [check for check in ALL_CHECKS if check not in NOT_PLANTED])
+def test_each_check_finds_its_fault_in_the_shape_of_a_real_configuration(check: str, found_in_the_real_shape) -> None:
+    reports = found_in_the_real_shape[check]
+    kind, message = reports[0]
+    assert kind is Tripped and message.startswith(f"checks.{check}: {REAL[check][3]}"), message
+    assert len(reports) == 2 and len(set(reports)) == 1, reports
+
+
+def test_after_a_resume_in_the_real_shape_the_reference_must_be_the_policy_without_its_update(
+    model: Path, tmp_path: Path, found_in_the_real_shape
+) -> None:
+    out, jobs = found_in_the_real_shape["folder"], {}
+    for name, changes in RESUMED.items():
+        assert found_in_the_real_shape[name] == [(InputError, "")] * 2
+        (run,) = (out / name).glob("tiny-*")
+        (run / "finished.json").unlink()
+        shutil.rmtree(training.checkpoint_of(run, 2))
+        cfg = real_shape(model, out / name, {"train__steps": 2, "train__checkpoint_every": 1} | changes)
+        jobs[f"adapters on, {name}"] = planted.reference_with_adapters_on, cfg, "TP2"
+        if changes:
+            jobs["other routes"] = planted.reference_on_other_routes, cfg, "EP2"
+        jobs[f"sound, {name}"] = nothing, cfg, "EP2"
+    for label, reports in raised_each(jobs).items():
+        if label.startswith("sound"):
+            assert reports == [(InputError, "")] * 2, label
+        else:
+            assert len(set(reports)) == 1 and reports[0][0] is Tripped, (label, reports)
+            assert reports[0][1].startswith("checks.reference_kl: step 2: before the first update"), reports[0]
+
+
+@pytest.mark.parametrize("layout", cases(["DP2"], ["TP1"]))
+def test_the_reported_difference_of_the_reference_is_the_mean_over_the_tokens_of_all_data_ranks(
+    layout: str, model: Path, tmp_path: Path
+) -> None:
+    """Where a step is one update and one micro-batch, the KL estimate `abs` is the same mean, computed by the loss."""
+    cfg = training.config(model, tmp_path, **FEW | {"train__steps": 1, "loss__kl": "abs"})
+    reports = raised(planted.adapters_not_at_zero, cfg, layout)
+    (row,) = training.metrics(training.only_run(cfg))
+    assert row["actor/kl_loss"] > 1e-3 and f"differ by {row['actor/kl_loss']:.2g} nats a token" in reports[0][1]
 
 
 # ------------------------------------------------------------------------------------------------ faults of a resume

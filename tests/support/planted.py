@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from planting import Plant, after, instead
+from planting import Plant, after, before, instead
 from pytest import MonkeyPatch
 from torch import Tensor
 
@@ -28,6 +28,7 @@ from engines.torch_sampler import TorchSampler
 from inputs.question_files import Row
 from learner import MOMENTS, Learner
 from parallel_setup import Parallel
+from rollout import MicroBatch
 from weight_sync import WeightSync
 
 FEW = {  # a step takes about 50 ms
@@ -47,12 +48,28 @@ def two_steps_count(patch: MonkeyPatch) -> None:
     patch.setattr(tripwires, "CONSTANT_STEPS", 2)
 
 
+def two_steps_are_usual(patch: MonkeyPatch) -> None:
+    patch.setattr(tripwires, "WINDOW", 2)
+    patch.setattr(tripwires, "SPIKE_START", 2)
+
+
 def on_rank_1(plant: Plant) -> Plant:
     return lambda patch: plant(patch) if torch.distributed.get_rank() == 1 else None
 
 
 def both(first: Plant, second: Plant) -> Plant:
     return lambda patch: (first(patch), second(patch))
+
+
+def rewards_fall(patch: MonkeyPatch) -> None:
+    """Every reward is 1 in the first two steps, and 0 afterwards."""
+    updates = itertools.count()
+    done = [0]
+    before(Learner, "update", lambda *_: done.append(next(updates) + 1))(patch)
+    instead(reward_gsm8k, "score", lambda *_: float(done[-1] < 2))(patch)
+
+
+no_reward = instead(reward_gsm8k, "score", lambda *_: 0.0)
 
 
 # A random model never answers in the right form, which a tripwire would notice.
@@ -209,6 +226,16 @@ policy_without_entropy = sharpened(1e4)  # one token has all the probability
 sure_policy = both(sharpened(80), every_answer_parsable)
 sure_policy_watched_at_temperature_1 = both(sure_policy, lambda patch: patch.setattr(weight_sync, "FLAT", 1.0))
 reference_with_adapters_on = instead(lora_megatron, "disabled", lambda *_: contextlib.nullcontext())
+
+
+@torch.no_grad()
+def route_natively(real: Callable, learner: Learner, micro: MicroBatch) -> Tensor:
+    """The reference pass does not replay the routes."""
+    with lora_megatron.disabled(learner.adapters):
+        return learner._logp(micro).logp
+
+
+reference_on_other_routes = instead(Learner, "_reference_logp", route_natively)
 kl_of_the_wrong_sign = after(grpo, "kl", lambda value, *_: -value)
 
 # ------------------------------------------------------------------------------------------------ sampling, questions

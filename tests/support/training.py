@@ -136,17 +136,33 @@ def record_inputs(folder: Path, cfg: Config, *_: object) -> None:
 
 def raised(plant: Plant, cfg: Config, layout: str = "TP1", lenient: bool = True) -> list[tuple[type, str]]:
     """For every rank, the error that ended a run with the fault of ``plant``; InputError and "" if none did."""
-    return in_world(layout, run_planted, plant, layout, in_layout(cfg, layout), lenient)
+    return raised_each({"": (plant, cfg, layout)}, lenient)[""]
 
 
-def run_planted(plant: Plant, layout: str, cfg: Config, lenient: bool) -> tuple[type, str]:
-    """The part of ``raised`` that runs on every rank."""
+def raised_each(jobs: dict[str, tuple[Plant, Config, str]], lenient: bool = True) -> dict[str, list[tuple[type, str]]]:
+    """The same of several runs, one after the other in one forked world: their layouts have equally many ranks."""
+    placed = {name: (plant, in_layout(cfg, layout), layout) for name, (plant, cfg, layout) in jobs.items()}
+    by_rank = in_world(next(iter(jobs.values()))[2], run_each_planted, placed, lenient)
+    return {name: [answers[name] for answers in by_rank] for name in jobs}
+
+
+def run_each_planted(jobs: dict[str, tuple[Plant, Config, str]], lenient: bool) -> dict[str, tuple[type, str]]:
+    """The part of ``raised_each`` that runs on every rank."""
     lighten(lenient)
-    plant(pytest.MonkeyPatch())
+    return {name: run_planted(*job) for name, job in jobs.items()}
+
+
+def run_planted(plant: Plant, cfg: Config, layout: str) -> tuple[type, str]:
+    """The error that ends this run with the fault of ``plant``, which is removed afterwards."""
+    patch = pytest.MonkeyPatch()
     try:
+        plant(patch)
         start(cfg, layout)
     except (Tripped, AqnError, InputError) as error:
         return type(error), str(error)
+    finally:
+        patch.undo()
+        parallel_setup.close_layout()
     return InputError, ""
 
 
