@@ -4,6 +4,7 @@ import functools
 import math
 
 from architecture import Architecture, Module, every_module, modules, over_layers
+from engines.kinds import whole_experts
 from inputs.hf_config import FORMATS, PIECE, merged_together
 from knobs import Config, LoraConfig
 from plan import grid
@@ -74,11 +75,13 @@ def has_stacks(cfg: Config, layout: RankGrid, device: str) -> bool:
     """Whether every rank's engine has Engine.stacks that a push fills: all experts, or exactly those of the trainer.
 
     WeightSync asks this function, too, so all ranks take the same way. An engine whose ranks split the experts in
-    another way than the trainer's has some rank whose experts are elsewhere.
+    another way than the trainer's, or that split each expert, have some rank whose experts are elsewhere.
     """
     packs = device in cfg.rollout.kind.packs_on or cfg.rollout.round_bits or layout.role == "trainers"
     fits = layout.engine_expert == 1 or splits_as_trainer(layout)
-    return not packs and fits and layout.expert_tensor == 1
+    whole = whole_experts(device, routes=cfg.replay.mode == "r3", adapter=cfg.keeps_factors_apart)
+    splits_each = layout.engine_expert > 1 and not (whole or cfg.rollout.expert_parallel)
+    return not packs and fits and not splits_each and layout.expert_tensor == 1
 
 
 def splits_as_trainer(layout: RankGrid) -> bool:

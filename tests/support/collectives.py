@@ -25,6 +25,7 @@ from device import DTYPES
 from engines.interface import Completion, Engine, Stack
 from engines.kinds import ENGINES
 from knobs import Config
+from plan import parameters
 
 COLLECTIVES = (
     "all_reduce", "all_gather", "all_gather_into_tensor", "_all_gather_base", "reduce", "reduce_scatter",
@@ -172,6 +173,7 @@ def command(cfg: Config, folder: Path, plant: Callable) -> int:
     training.lighten(lenient=True)
     every_answer_parsable(patch)
     patch.setitem(ENGINES, "vllm", ENGINES["vllm"]._replace(packs_on=()))  # an accelerator's vLLM does not pack
+    patch.setattr(parameters, "whole_experts", lambda *args, **kwargs: True)  # nor does it split each of them
     patch.setattr(rollout, "check_engine", lambda *args: None)
     patch.setattr(rollout, "open_engine", lambda cfg, arch, *args: VllmShaped(cfg, arch))
     record(patch, folder / f"rank-{os.environ['RANK']}")
