@@ -121,6 +121,15 @@ def cases(cfg: Config, arch: Architecture, ranks: int, seed: int) -> list[Case]:
         "value": normal(1, kv_heads, keys, d),
     }
     hidden = torch.arange(keys) > T // 4 + torch.arange(own)[:, None]  # (own, keys)
+
+    def own_attention(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor) -> Tensor:
+        """As packing.py: on a GPU in 16 bits a sequence, elsewhere padded rows with a mask."""
+        if not kernels.takes_sequences(query):
+            return kernels.masked_attention(query, key, value, kernels.attention_mask(hidden), scale=d**-0.5)
+        line = [x[0, :, :T].transpose(0, 1) for x in (query, key, value)]
+        sequences = kernels.sequences([own], [T], query.device)
+        return kernels.sequence_attention(*line, sequences, scale=d**-0.5).transpose(0, 1)[None]
+
     dense = arch.shared_expert_ffn_size or arch.dense_ffn_size  # the layers or shared experts that use plain swiglu
     gate_up = {"gate_up": normal(tokens, 2 * max(1, dense // layout.tensor))}
     # The operators are looked up in kernels.py when they are called, so that a test can replace them.
@@ -132,6 +141,9 @@ def cases(cfg: Config, arch: Architecture, ranks: int, seed: int) -> list[Case]:
              qkv, tuple(qkv), (2, 5), (T + d, T + d), block=2),
         Case("masked_attention",
              lambda q, k, v, hidden: kernels.masked_attention(q, k, v, kernels.attention_mask(hidden), scale=d**-0.5),
+             lambda *x: attention_formula(*x, scale=d**-0.5), packed | {"hidden": hidden[None, None]}, tuple(packed),
+             (2, 5), (T + d, T + d), block=2),
+        Case("sequence_attention", own_attention,
              lambda *x: attention_formula(*x, scale=d**-0.5), packed | {"hidden": hidden[None, None]}, tuple(packed),
              (2, 5), (T + d, T + d), block=2),
         Case("swiglu", lambda *x: kernels.swiglu(*x), swiglu_formula, gate_up, ("gate_up",), (2, 3), (1, 1)),
@@ -175,12 +187,23 @@ def cases(cfg: Config, arch: Architecture, ranks: int, seed: int) -> list[Case]:
             lambda *x: grouped_formula(*x[:3]), inputs, ("x",), (2, 2), (in_size, out_size),
         )  # fmt: skip
 
+    k = arch.experts_per_token
+    chosen = torch.rand(own_tokens, arch.num_experts, generator=generator).topk(k).indices.sort().values
+    pairs = chosen.flatten().argsort(stable=True)
+    sorted_rows = {"rows": pairs // k, "inverse": pairs.argsort().view_as(chosen)}
     weighted = {"gate_up": normal(N, 2 * w), "probs": rounded(normal(N).sigmoid())}
     return [
         *dense_cases,
         Case("weighted_swiglu", lambda *x: kernels.weighted_swiglu(*x),
              lambda gate_up, probs: swiglu_formula(gate_up) * probs[:, None], weighted, tuple(weighted), (4, 4),
              (1, w)),
+        Case("dispatch_rows", lambda x, *order: kernels.dispatch_rows(x, kernels.Order(*order)),
+             lambda x, rows, _: x[rows], {"x": normal(own_tokens, h), **sorted_rows}, ("x",), (1, 1), (1, k)),
+        Case("combine_rows", lambda x, *order: kernels.combine_rows(x, kernels.Order(*order)),
+             lambda x, _, inverse: x[inverse].sum(1), {"x": normal(len(pairs), h), **sorted_rows}, ("x",), (1, 1),
+             (k, 1)),
+        Case("take", lambda *x: kernels.take(*x), lambda x, places: x[places],
+             {"x": normal(own_tokens, h), "places": sorted_rows["rows"]}, ("x",), (1, 1), (1, k)),
         experts("fc1", h, 2 * w),
         experts("fc2", w, h),
         grouped("LoRA A", h, R, ("x", "weight")),

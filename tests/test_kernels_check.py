@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu_attention import FORMS, as_on_a_gpu
+from planting import after
 from torch import Tensor
 
 from checks import kernels_check
@@ -37,13 +39,25 @@ def table(quantisation: str = "none") -> dict[tuple[str, str], list[str]]:
 def test_sound_operators_pass_in_both_dtypes(quantisation: str) -> None:
     found = table(quantisation)
     assert not any(found.values()), found
-    assert len(found) == 2 * 11 and {dtype for _, dtype in found} == {"fp32", "bf16"}
+    assert len(found) == 2 * 15 and {dtype for _, dtype in found} == {"fp32", "bf16"}
 
 
 def test_every_operator_of_kernels_is_checked() -> None:
-    public = {name for name, f in inspect.getmembers(kernels, inspect.isfunction) if not name.startswith("_")}
+    functions = inspect.getmembers(kernels, inspect.isfunction)
+    public = {name for name, f in functions if not name.startswith("_") and f.__module__ == kernels.__name__}
     checked = {case.name.split()[0] for case in [*small_cases(), *small_cases("int4")]}
-    assert public - {"attention_mask"} == checked  # it makes an argument
+    assert public - {"attention_mask", "sequences"} - {"on_gpu", "takes_sequences"} == checked  # arguments; questions
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_gpu_takes_the_attention_of_sequences(form: str, monkeypatch) -> None:
+    """The operator of a GPU, with its formula in place of the kernel, against the formula with a mask."""
+    as_on_a_gpu(monkeypatch, form)
+    taken = after(kernels, "sequence_attention", lambda out, *_: calls.append(out.shape) or out)
+    calls: list[torch.Size] = []
+    taken(monkeypatch)
+    assert not any(table()[operator, "fp32"] for operator in ("sequence_attention", "masked_attention", "take"))
+    assert calls
 
 
 @pytest.mark.parametrize(
@@ -91,6 +105,9 @@ def off(real: Callable[..., Tensor], dtype: torch.dtype, forward: float, backwar
         "rotary",
         "grouped_mm",
         "quantised_grouped_mm",
+        "dispatch_rows",
+        "combine_rows",
+        "take",
     ],  # fmt: skip
 )
 @pytest.mark.parametrize(
@@ -135,7 +152,7 @@ def test_an_operator_that_refuses_its_input_is_named_and_the_others_are_still_ch
     monkeypatch.setattr(kernels, "rotary", refuse)
     rows = kernels_check.summary([r for case in small_cases() for r in kernels_check.check_operator(case, CPU, 1)])
     errors = {row["operator"]: row["error"] for row in rows if row["wrong"]}
-    assert errors == {"rotary": "npu_rotary_mul: unsupported"} and len(rows) == 22
+    assert errors == {"rotary": "npu_rotary_mul: unsupported"} and len(rows) == 30
     assert "WRONG: forward and backward, on rank 1 (npu_rotary_mul: unsupported)" in kernels_check.as_text(rows)
 
 
