@@ -126,9 +126,9 @@ def cases(cfg: Config, arch: Architecture, ranks: int, seed: int) -> list[Case]:
         """As packing.py: on a GPU in 16 bits a sequence, elsewhere padded rows with a mask."""
         if not kernels.takes_sequences(query):
             return kernels.masked_attention(query, key, value, kernels.attention_mask(hidden), scale=d**-0.5)
-        line = [x[0, :, :T].transpose(0, 1) for x in (query, key, value)]
+        query, key, value = (x[0, :, :T].transpose(0, 1) for x in (query, key, value))
         sequences = kernels.sequences([own], [T], query.device)
-        return kernels.sequence_attention(*line, sequences, scale=d**-0.5).transpose(0, 1)[None]
+        return kernels.sequence_attention(query, key, value, sequences, scale=d**-0.5).transpose(0, 1)[None]
 
     dense = arch.shared_expert_ffn_size or arch.dense_ffn_size  # the layers or shared experts that use plain swiglu
     gate_up = {"gate_up": normal(tokens, 2 * max(1, dense // layout.tensor))}
