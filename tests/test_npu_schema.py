@@ -38,7 +38,7 @@ pytestmark = pytest.mark.npu_schema
 
 OPERATORS = {
     "rms_norm", "rotary", "causal_attention", "masked_attention", "swiglu", "weighted_swiglu", "grouped_mm",
-    "Packing.attention",
+    "sequence_attention", "dispatch_rows", "combine_rows", "take", "Packing.attention",
 }  # fmt: skip
 FEW = ("run_16npu.sh tp4_ep16", "run_8npu_qwen15.sh tp4_ep4", "run_2npu.sh tp2_ep2")
 
