@@ -229,6 +229,7 @@ def measure(cfg: Config) -> dict:
     whole = cfg.rollout.model_copy(update={"sync": "merged", "expert_parallel": False})  # no adapter, whole tensors
     cfg = cfg.model_copy(update={"rollout": whole})
     scorer = Scorer(cfg.reward)  # before the device
+    parallel_setup.start_device(cfg)  # before the tokenizer imports transformers
     arch, tokenizer = hf_config.read(cfg.model.path), data_gsm8k.load_tokenizer(cfg.model.path)
     sets = {"": cfg.data} | data_of_sets(cfg)
     held_out = {name: data_gsm8k.load(data, "test", tokenizer, cfg.train.seed) for name, data in sets.items()}
