@@ -2,7 +2,7 @@
 
     python preflight.py CONFIG [section.key=value ...] [--ranks N] [--json]
     python preflight.py CONFIG --fastest [--ranks N]            the layouts that take the shortest step (plan/search.py)
-    python preflight.py CONFIG --calibrate REPORT            with the speed of a run that was made (plan/calibrate.py)
+    python preflight.py CONFIG --calibrate TIMING            with the speed of a run that was made (plan/calibrate.py)
     python preflight.py --published                 the seconds of published runs beside the plan's (plan/published.py)
     python preflight.py CONFIG --dry-run [--rank R] [--json]                runs a step without data (checks/dry_run.py)
     python preflight.py --doctor [CONFIG]                                     examines this machine (plan/doctor.py)
@@ -330,8 +330,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=float, help="mean, for the seconds; default: the longest")
     parser.add_argument("--completion-tokens", type=float, help="mean, for the seconds; default: max_new_tokens")
     parser.add_argument("--fastest", action="store_true", help="list the layouts that fit and take the shortest step")
-    parser.add_argument("--calibrate", type=Path, metavar="REPORT", help="a first hour's report, or a timing.jsonl")
+    parser.add_argument("--calibrate", type=Path, metavar="TIMING", help="the timing.jsonl of a run")
     parser.add_argument("--json", action="store_true", help="print one JSON object; for unusable input none")
+    parser.add_argument("--where", action="store_true", help="only print what first_hour.sh must know of the run")
     for option, question in OTHER_QUESTIONS.items():
         parser.add_argument(option, action="store_true", help=f"instead: {question}")
     args = parser.parse_intermixed_args(arguments)
@@ -365,8 +366,13 @@ def judge_layout(arguments: list[str]) -> int:
             f"{cfg.rollout.max_new_tokens} the longest; needed: at most that"
         )
     node = args.ranks_per_node
-    timing = calibrate.read(args.calibrate, not cfg.rollout.enforce_eager) if args.calibrate else {}
+    timing = calibrate.read(args.calibrate) if args.calibrate else {}
     ranks = args.ranks or grid.default_ranks(cfg, grid.device_of(cfg), node)
+    if args.where:
+        device = grid.device_of(cfg)
+        graphs = device != "cpu" and cfg.rollout.kind.reserves and cfg.rollout.enforce_eager  # could be tried
+        print(device, ranks, "yes" if graphs else "no", cfg.name, cfg.train.out_dir, sep="\t")
+        return 0
     if ranks > node and ranks % node:
         raise InputError(
             f"--ranks-per-node: {node} does not divide --ranks {ranks}; needed: equal nodes, nearest: "

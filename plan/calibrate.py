@@ -1,19 +1,18 @@
-"""The plan with constants that a run has measured: of a first hour's report, or of a run's timing.jsonl.
+"""The plan with constants that a run has measured, from its timing.jsonl.
 
-    python preflight.py CONFIG --calibrate REPORT
+    python preflight.py CONFIG --calibrate TIMING
 
 Two constants of the published runs are scaled until the plan takes as long as the run: the least time of a layer in a
 decode step, by the seconds of sampling, and the share of the peak in training, by those of the passes after it. Nothing
 here imports torch.
 """
 
-import contextlib
 import dataclasses
 import math
 import statistics
 from pathlib import Path
 
-from inputs.files import InputError, read_object
+from inputs.files import InputError
 from knobs import Config
 from plan.search import Setting, judge
 from run_record import read_lines
@@ -39,24 +38,13 @@ def _numbers(rows: list[dict], name: str) -> list[float]:
     return [value for value in values if 0 <= value < math.inf]
 
 
-def read(path: Path, graphs: bool) -> dict[str, float]:
-    """The measured seconds in a first hour's report, or in a run's timing.jsonl. InputError for another file.
-
-    With ``graphs``, those of the stage `graphs` if it has any.
-    """
-    rows: list[dict] = []
-    if path.suffix == ".jsonl":
-        rows = [row for row in read_lines(path) if "timing/step_s" in row]
-    else:
-        with contextlib.suppress(TypeError, KeyError, AttributeError, StopIteration):  # another kind of file
-            stages = read_object(path, ("stages",))["stages"]
-            timing = {stage["name"]: stage["figures"]["timing"] for stage in stages if "timing" in stage["figures"]}
-            rows = [dict(timing["graphs" if graphs and "graphs" in timing else "steps"])]
+def read(path: Path) -> dict[str, float]:
+    """The measured seconds in a run's timing.jsonl. InputError for another file."""
+    rows = [row for row in read_lines(path) if "timing/step_s" in row]
     found = medians(rows) if rows else {}
     if lacking := [name for name in ("generate", "update", "step") if not found.get(f"timing/{name}_s")]:
         raise InputError(
-            f"{path}: no seconds of {', '.join(lacking)}; needed: the report of a first hour whose stage `steps` has "
-            "passed, or the timing.jsonl of a run"
+            f"{path}: no seconds of {', '.join(lacking)}; needed: the timing.jsonl of a run with a finished step"
         )
     return found
 

@@ -21,7 +21,7 @@ import fake_npu
 import pytest
 import training
 import world
-from scope import all_asked, cases
+from scope import cases
 from source import ROOT
 
 import config
@@ -53,16 +53,14 @@ class OnNpu(NamedTuple):
     folder: Path
     runs: dict[str, tuple[Path, list[dict]]]  # by layout: the folder of the run, and each rank's answers
     operations: dict  # what npu_process.py wrote about them; nothing under the real MindSpeed
-    hour: dict  # the report of the first hour: only with --all, and not under the real MindSpeed
 
 
 def run_on_npu(model: Path, folder: Path, mindspeed: str) -> OnNpu:
-    """Interrupted and resumed trainings, the operations, and the first hour."""
+    """Interrupted and resumed trainings, and the operations."""
     runs = {layout: settings(layout, model, folder / layout / "out") for layout in RUNS}
-    hour = training.in_layout(training.config(model, folder / "hour", train__stall_seconds=100), "TP2_EP2")
     files = {f"{layout}/config": cfg for layout, cfg in runs.items()}
     files["life/config"] = life(folder / "life")
-    for name, cfg in (files | ({"hour": hour} if all_asked and not mindspeed else {})).items():
+    for name, cfg in files.items():
         (folder / f"{name}.yaml").parent.mkdir(exist_ok=True)
         (folder / f"{name}.yaml").write_text(config.to_yaml(cfg.model_copy(update={"device": "npu"})))
     paths = [str(ROOT), str(ROOT / "tests" / "support")]
@@ -77,8 +75,8 @@ def run_on_npu(model: Path, folder: Path, mindspeed: str) -> OnNpu:
     for layout, cfg in runs.items():
         answers = [folder / layout / f"answer-{rank}" for rank in range(world.LAYOUTS[layout][0])]
         found[layout] = (training.only_run(cfg), [json.loads(path.read_text()) for path in answers])
-    files = [folder / f"{name}.json" for name in ("operations", "report")]
-    return OnNpu(folder, found, *(json.loads(path.read_text()) if path.exists() else {} for path in files))
+    operations = folder / "operations.json"
+    return OnNpu(folder, found, json.loads(operations.read_text()) if operations.exists() else {})
 
 
 @pytest.fixture(scope="module")
@@ -179,16 +177,6 @@ def test_a_whole_life_on_the_npu_mixes_no_devices(on_npu):
     assert len(training.metrics(run)) == 3 and "resumed" in (run / "log.txt").read_text()
     assert {"tiny_model.json", "model.safetensors"} <= {path.name for path in (folder / "model").iterdir()}
     assert (folder / "merged" / "config.json").exists() and (folder / "adapter" / "adapter_config.json").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.full
-def test_the_first_hour_passes_every_stage(on_npu, found):
-    assert on_npu.hour["passed"] and (on_npu.hour["device"], on_npu.hour["ranks"]) == ("npu", 2)
-    steps = on_npu.hour["stages"][5]
-    # The stand-in reports it as memory outside of torch's pool.
-    assert steps["figures"]["peak_device_gib"] == 1.0 < steps["figures"]["planned_gib"]
-    assert any(line.startswith("device memory: at most 1.00 GiB in") for line in steps["lines"])
 
 
 # ------------------------------------------------------------------------------------------------ without Megatron

@@ -122,15 +122,11 @@ def write(path: Path, content: object) -> str:
 
 
 @pytest.mark.parametrize("graphs", ["true", "false"])
-@pytest.mark.parametrize("kind", ["first hour", "timing.jsonl"])
-def test_a_calibrated_plan_takes_as_long_as_the_run_that_was_measured(tmp_path: Path, kind, graphs, capsys) -> None:
+def test_a_calibrated_plan_takes_as_long_as_the_run_that_was_measured(tmp_path: Path, graphs, capsys) -> None:
     """300 tokens a completion: 768 x 300 / 202 s = 1,140.6 tokens a second. The first step is not counted."""
     timing = {f"timing/{name}_s": seconds for name, seconds in MEASURED.items()} | {"perf/tokens_per_s": 1140.6}
-    if kind == "first hour":
-        report = write(tmp_path / "report.json", {"stages": [{"name": "steps", "figures": {"timing": timing}}]})
-    else:
-        rows = [{"step": 0} | dict.fromkeys(timing, 999.0), {"step": 1} | timing, {"step": 2} | timing]
-        report = write(tmp_path / "timing.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    rows = [{"step": 0} | dict.fromkeys(timing, 999.0), {"step": 1} | timing, {"step": 2} | timing]
+    report = write(tmp_path / "timing.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     eager = f"rollout.enforce_eager={graphs}"
     assert preflight.main([QWEN3, eager, "--calibrate", report, "--json"]) == 0
     phases = json.loads(capsys.readouterr().out)["step_seconds"]["phases"]
@@ -150,16 +146,6 @@ def test_a_report_without_measured_steps_and_a_cpu_are_refused_in_one_line(tmp_p
         assert preflight.main([config, "--calibrate", report]) == 2
         said = capsys.readouterr()
         assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1, said
-
-
-def test_a_plan_with_graphs_is_calibrated_by_the_stage_that_has_them(tmp_path: Path) -> None:
-    timing = {f"timing/{name}_s": seconds for name, seconds in MEASURED.items()}
-    faster = timing | {"timing/generate_s": 10.0}
-    stages = [{"name": "doctor", "figures": {"ok": 9}}, {"name": "steps", "figures": {"timing": timing}}]
-    stages += [{"name": "groups", "figures": []}, {"name": "graphs", "figures": {"timing": faster}}]
-    report = Path(write(tmp_path / "report.json", {"stages": stages}))
-    assert calibrate.read(report, graphs=False)["timing/generate_s"] == MEASURED["generate"]
-    assert calibrate.read(report, graphs=True)["timing/generate_s"] == 10.0
 
 
 def test_medians_leave_out_the_first_step() -> None:

@@ -1,4 +1,4 @@
-"""What runs on fake_npu.py, in a process of its own: operations, the start-up of device.py, trainings, a first hour.
+"""What runs on fake_npu.py, in a process of its own: operations, the start-up of device.py, and trainings.
 
     python tests/support/npu_process.py FOLDER [MINDSPEED_DIR]
 
@@ -6,13 +6,12 @@ FOLDER/operations.json gets what the operations gave. FOLDER/life/config.yaml ma
 evaluated and exported, and has two layers compared. Every FOLDER/LAYOUT/config.yaml is a training: train_grpo.start on
 every rank, interrupted in step INTERRUPTED and then resumed. Rank r writes the groups and the kernels that it used to
 FOLDER/LAYOUT/answer-r. All of them are forked, so that torch and Megatron are imported only once. With a real
-MindSpeed, every rank imports MindSpeed and Megatron itself, in the order of a run, and only the trainings are run. At
-the end comes the first hour of FOLDER/hour.yaml, if there is one. The exit code is 1 if a rank failed.
+MindSpeed, every rank imports MindSpeed and Megatron itself, in the order of a run, and only the trainings are run. The
+exit code is 1 if a rank failed.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.machinery
 import json
 import os
@@ -315,20 +314,6 @@ def life(folder: Path) -> list[int]:
     return codes + world.as_torchrun(1, after_the_training, folder) + world.as_torchrun(2, layers, folder)
 
 
-def first_hour_of(folder: Path) -> int:
-    """The exit code of the first hour of FOLDER/hour.yaml. The doctor examines the server of healthy.py."""
-    import healthy
-    import hour
-
-    from checks import first_hour
-    from plan import doctor
-
-    server = healthy.npu(folder / "server")
-    doctor.Machine = first_hour.Machine = lambda run, ranks: dataclasses.replace(server, run=run, ranks=ranks)
-    first_hour.execute = hour.forked
-    return first_hour.main([str(folder / "hour.yaml"), "--ranks", "2", "--report", str(folder / "report.json")])
-
-
 def main(folder: str, mindspeed: str = "") -> int:
     fake_npu.install(stubs=bool(mindspeed))
     sys.path[1:1] = [mindspeed] if mindspeed else []
@@ -347,8 +332,6 @@ def main(folder: str, mindspeed: str = "") -> int:
             codes += world.as_torchrun(world.LAYOUTS[path.parent.name][0], train, path.parent, interrupted)
     if Path(folder, "life").exists():
         codes += life(Path(folder, "life"))
-    if Path(folder, "hour.yaml").exists():
-        codes.append(first_hour_of(Path(folder)))
     return int(any(codes))
 
 
