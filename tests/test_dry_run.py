@@ -157,7 +157,7 @@ def test_the_dry_run_loads_every_format_as_the_plan_counts_it(found):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault, found):
-    assert FAULTS[fault] in apart(found[fault]), apart(found[fault])
+    assert any(what.startswith(FAULTS[fault]) for what in apart(found[fault])), apart(found[fault])
 
 
 def test_launches_of_a_merge_and_of_a_push_do_not_grow_with_the_experts(found):

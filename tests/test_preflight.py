@@ -183,7 +183,7 @@ def test_the_text_says_layout_and_verdict(capsys):
     assert preflight.main([QWEN3]) == 0
     text = capsys.readouterr().out
     assert "16 ranks on 1 node of 16 = tensor 4 x data 4 = expert_tensor 1 x expert 16 x expert_data 1" in text
-    assert "logits chunk              0.187 GiB, within the activations" in text  # 3 copies of 2^24 fp32 numbers
+    assert "logits chunk              0.500 GiB, within the activations" in text  # 2 copies of 2^26 fp32 numbers
     assert "verdict: fits" in text
 
 

@@ -136,12 +136,13 @@ def test_chat_template_and_special_tokens_are_those_of_the_file(folder: Path) ->
 @pytest.mark.parametrize(
     ("ranks", "settings", "gap"),  # largest mean difference between sampler and trainer, nats a token
     [
-        (1, ["model.dtype=bf16"], 1e-3),  # 0 on an AMD EPYC, because both round alike
+        (1, ["model.dtype=bf16"], 1e-3),  # 0, because both round alike; 0.03 with Intel's AMX, see below
         pytest.param(2, ["parallel.expert=2", "rollout.engine=vllm"], 1e-4, marks=[pytest.mark.full, pytest.mark.vllm]),
     ],
 )
-def test_a_training_of_three_steps(folder: Path, tmp_path: Path, ranks: int, settings: list[str], gap: float) -> None:
+def test_a_training_of_three_steps(folder: Path, tmp_path: Path, ranks, settings, gap, monkeypatch) -> None:
     """Two ranks that share the experts, with vLLM; bf16: the third step samples with adapters that were trained."""
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")  # AMX rounds a row otherwise in a batch of another size
     reward = tmp_path / "reward.py"  # differs within a group, although so few tokens hold no answer
     reward.write_text("def score(completion, gold, row):\n    return sum(map(ord, completion)) % 8 / 8, True, True\n")
     few = ["rollout.prompts_per_step=2", "optim.prompts_per_update=2", "rollout.group_size=4", "train.steps=3"]

@@ -99,7 +99,7 @@ def stacks_otherwise(change: Callable[[WeightSync, str, Tensor], Tensor]) -> Pla
 
 def without_lora(sync: WeightSync, name: str) -> Tensor:
     """A stack of experts of the base model."""
-    return sync._for_engine(name, dict(sync._experts())[name].base.weight)
+    return sync._for_engine(dict(sync._experts())[name].base.weight)
 
 
 def without_update(expert: str) -> Plant:
