@@ -50,7 +50,6 @@ from runlog import Heartbeat, StepTimer
 RANKS = 2
 WATCHED = (  # functions that RanksObserver's of the same name stand in for
     (startup, "open_run"), (Learner, "_loss"), (Learner, "update"), (TorchSampler, "load_weights"),
-    (TorchSampler, "load_stacks"), (TorchSampler, "load_adapter"),
 )  # fmt: skip
 LAYOUTS = {name: {"tensor": tensor, "expert": expert}
            for name, tensor, expert in (("DP2", 1, 1), ("EP2", 1, 2), ("TP2", 2, 1))}  # fmt: skip
