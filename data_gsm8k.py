@@ -78,6 +78,10 @@ class Questions(Sequence[Question]):
     def __getitem__(self, index: Any) -> Any:
         return self.questions[index]
 
+    def as_read(self) -> str:
+        """The prompts and gold answers as a text, by which ranks compare what they have read."""
+        return repr([(one.prompt, one.gold) for one in self.questions])
+
     def pick(self, step: int, count: int) -> list[Question]:
         """The `count` questions of `step` (from 0), which depend on (seed, step, count) alone.
 

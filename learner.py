@@ -362,6 +362,7 @@ class Learner:
             lr=learning_rate(optim, step, self.cfg.train.steps), beta1=optim.betas[0], beta2=optim.betas[1],
             eps=ADAM_EPS, weight_decay=optim.weight_decay,
         )  # fmt: skip
+        torch.autograd.graph.increment_version(self.parameters)  # a backend's foreach kernel need not count its change
         self.optimizer_steps += 1
         self.model.zero_grad()
         return norm

@@ -169,8 +169,8 @@ class LoRAGroupedLinear(Adapter):
     def weight(self) -> Tensor:
         """W + (alpha / R) B A of all local experts: new, or `place`, which is filled if A or B has changed.
 
-        torch counts the changes of a tensor in _version. An optimizer with `fused=True` would not be counted; then the
-        check of every push (adapter_weights.update_kept) would find the old weight.
+        torch counts the changes of a tensor in _version; Learner adds one for the optimizer, whose kernels need not. A
+        change that is not counted would be found by the check of every push (adapter_weights.update_kept).
         """
         changes = self.A._version, self.B._version
         if self.place is not None and self.placed == changes:

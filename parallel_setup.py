@@ -154,10 +154,23 @@ def open_world(cfg: Config, side: Side | None = None) -> Iterator[torch.device]:
         raise InputError(
             f"torch.distributed: the ranks did not find each other: {str(error).splitlines()[0]}"  # then a C++ stack
         ) from None
+    refuse_unequal({"the configuration": cfg.model_dump_json()})  # before it decides which groups a rank makes
     torch.manual_seed(cfg.train.seed)  # the method draws from generators of its own; this is for everything else
     yield device
     close_layout()
     dist.destroy_process_group()
+
+
+def refuse_unequal(texts: dict[str, str]) -> None:
+    """InputError, the same on all ranks, that names the first of ``texts`` that differs between ranks. Collective."""
+    digests: list = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, [hashlib.sha256(text.encode()).hexdigest() for text in texts.values()])
+    for name, by_rank in zip(texts, zip(*digests, strict=True), strict=True):
+        if odd := [rank for rank, digest in enumerate(by_rank) if digest != by_rank[0]]:
+            raise InputError(
+                f"{name}: rank {', '.join(map(str, odd))} did not read what rank 0 read; needed: the same files and "
+                "packages on every node"
+            )
 
 
 # ------------------------------------------------------------------------------------------------ the layout
@@ -332,16 +345,6 @@ class Parallel:
     def max_over_ranks(self, value: float) -> float:
         """Largest ``value`` of all ranks; nan if any of them is nan, which a MAX reduction would drop."""
         return self.gather_rows(torch.tensor([value], dtype=torch.float32)).max().item()
-
-    def refuse_unequal(self, texts: dict[str, str]) -> None:
-        """InputError, the same on all ranks, that names the first of ``texts`` that differs between ranks."""
-        digests = self.gather_objects([hashlib.sha256(text.encode()).hexdigest() for text in texts.values()])
-        for name, by_rank in zip(texts, zip(*digests, strict=True), strict=True):
-            if odd := [rank for rank, digest in enumerate(by_rank) if digest != by_rank[0]]:
-                raise InputError(
-                    f"{name}: rank {', '.join(map(str, odd))} did not read what rank 0 read; needed: the same files "
-                    "and packages on every node"
-                )
 
     # -------------------------------------------------------------------------------- gradients
 

@@ -108,10 +108,12 @@ def end_on_signals(reached: Callable[[], str], note: Callable[[str], None] = lam
     receiving, sending = os.pipe()
     first = threading.Lock()  # the handler and the thread may both be called
 
-    def end(number: int, frame: object = None, process: int = os.getpid()) -> None:
+    speaks, process = os.environ.get("RANK", "0") == "0", os.getpid()  # samplers change RANK later
+
+    def end(number: int, frame: object = None) -> None:
         first.acquire(timeout=2)
         try:
-            if os.environ.get("RANK", "0") == "0" and os.getpid() == process:
+            if speaks and os.getpid() == process:
                 line = f"ended by {signal.Signals(number).name} {reached()}"
                 os.write(2, f"\n{line}\n".encode())
                 note(line)

@@ -21,6 +21,7 @@ import device as devices
 import evaluate
 import lora_megatron
 import model_megatron
+import parallel_setup
 import rollout
 import runlog
 import weights_hf
@@ -168,7 +169,7 @@ def texts(cfg: Config, inputs: Inputs) -> dict[str, str]:
     return {
         "the configuration": to_yaml(cfg),
         "config.json of model.path": repr(inputs.arch),
-        **{f"{name} as prompts": repr([(one.prompt, one.gold) for one in part]) for name, part in prompts.items()},
+        **{f"{name} as prompts": part.as_read() for name, part in prompts.items()},
     }
 
 
@@ -204,7 +205,7 @@ def open_engine(
 
 def open_samplers(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inputs, bridge: Bridge) -> Samplers:
     """The ranks that only sample, with the policy that samples first. Collective over them."""
-    parallel.refuse_unequal(read := texts(cfg, inputs))
+    parallel_setup.refuse_unequal(read := texts(cfg, inputs))
     side = bridge.side.cfg
     # vLLM takes its place in the world of these ranks from the variables of torchrun, which counted all ranks.
     os.environ |= {"RANK": str(parallel.rank), "WORLD_SIZE": str(parallel.world_size)}
@@ -221,7 +222,7 @@ def open_run(
 ) -> Run:
     """Open the log, make or restore the policy, and give it to the sampler. Collective over the ranks that train."""
     arch = inputs.arch
-    parallel.refuse_unequal(read := texts(cfg, inputs))
+    parallel_setup.refuse_unequal(read := texts(cfg, inputs))
     saved = agreed_checkpoint(cfg, parallel, heartbeat)
     first_step = saved.step if saved else 0
     ranks = parallel.world_size + cfg.rollout.ranks
@@ -281,6 +282,6 @@ def agreed_checkpoint(cfg: Config, parallel: Parallel, heartbeat: Heartbeat) -> 
         return None
     # Rank 0 has verified the checksums on its node. On every other node, the first rank verifies them.
     saved = checkpoint.load(path, verified=parallel.rank == 0 or os.environ.get("LOCAL_RANK", "0") != "0")
-    parallel.refuse_unequal({f"{saved.path}/checksums.json": repr(saved.checksums)})
+    parallel_setup.refuse_unequal({f"{saved.path}/checksums.json": repr(saved.checksums)})
     dist.barrier()  # rank 0 must not cut the run's files before all ranks have a checkpoint to go on from
     return saved

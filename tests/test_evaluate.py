@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -148,6 +149,29 @@ def test_the_result_is_told_in_one_line() -> None:
 def measured(arguments: list[str]) -> int:
     training.lighten()
     return evaluate.main(arguments)
+
+
+def measured_in(folder: Path) -> int:
+    os.chdir(folder / f"rank{os.environ['RANK']}")
+    return measured(["config.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("tensor", "golds", "named"), [((1, 2), "22", "the configuration"), ((1, 1), "23", "the held-out questions")]
+)
+def test_ranks_that_have_read_other_files_are_told_before_they_measure(model, tmp_path, tensor, golds, named) -> None:
+    """Each rank has files of its own, as on another node. The sizes decide which groups a rank waits for."""
+    for rank, gold in enumerate(golds):
+        folder = tmp_path / f"rank{rank}"
+        folder.mkdir()
+        files = {"data__source": "file", "data__train_path": "questions.jsonl", "data__test_path": "questions.jsonl"}
+        cfg = training.config(model, tmp_path, parallel__tensor=tensor[rank], **files)
+        (folder / "config.yaml").write_text(to_yaml(cfg))
+        question = {"question": "1 + 1?", "answer": f"#### {gold}"}
+        (folder / "questions.jsonl").write_text(json.dumps(question) + "\n")
+    log = tmp_path / "log"
+    assert world.as_torchrun(2, measured_in, tmp_path, log=log) == [2, 2]
+    assert f"error: {named}: rank 1 did not read what rank 0 read; needed: the same files" in log.read_text()
 
 
 def asked_answers_are_those_of_transformers(run_dir: Path, capfd, monkeypatch) -> None:
