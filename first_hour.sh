@@ -73,7 +73,8 @@ cause() {
     printf '%s\n' "${lines:-${last:-no output}}"
 }
 
-# timeout passes the signal on to its process group, and torchrun to its ranks.
+# timeout passes the signal on to its process group, and torchrun to its ranks. A trap below calls it (SC2329).
+# shellcheck disable=SC2329
 interrupted() {
     trap '' INT TERM HUP
     [ -z "$running" ] || kill "$running" || true

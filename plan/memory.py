@@ -90,8 +90,10 @@ def activations(
     # the fullest moment is before that.
     stays = layout.expert * layout.expert_tensor == 1
     gradients = 3 * h if not stays else 3 * h - 2 * width if recompute else h
+    # A rank takes the rows that return to it in the order of its tokens, to sum them (kernels.combine_rows).
+    returned = 0 if stays else s * arch.experts_per_token * h * element
     in_flight = {
-        True: rows * gradients * element + summed,
+        True: rows * gradients * element + returned + summed,
         False: 4 * tokens * dense // layout.tensor * element,
     }
     # A MoE layer holds its rows as they are sent, received and sorted, then the experts' output, and this unsorted.
