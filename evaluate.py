@@ -237,7 +237,7 @@ def measure(cfg: Config) -> dict:
     pad_token = data_gsm8k.pad_token_id(tokenizer, stop_tokens)
     with parallel_setup.open_world(cfg) as device:
         alone = ParallelConfig(timeout_seconds=cfg.parallel.timeout_seconds)  # every rank has its own questions
-        read = {"config.json of model.path": repr(arch)}
+        read = {"the configuration": cfg.model_dump_json(), "config.json of model.path": repr(arch)}
         for name, part in held_out.items():
             read[f"the questions of eval.sets.{name}" if name else "the held-out questions"] = part.as_read()
         parallel_setup.refuse_unequal(read)

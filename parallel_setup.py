@@ -154,7 +154,8 @@ def open_world(cfg: Config, side: Side | None = None) -> Iterator[torch.device]:
         raise InputError(
             f"torch.distributed: the ranks did not find each other: {str(error).splitlines()[0]}"  # then a C++ stack
         ) from None
-    refuse_unequal({"the configuration": cfg.model_dump_json()})  # before it decides which groups a rank makes
+    # Before they decide which groups a rank makes.
+    refuse_unequal({"the section parallel of the configuration": cfg.parallel.model_dump_json()})
     torch.manual_seed(cfg.train.seed)  # the method draws from generators of its own; this is for everything else
     yield device
     close_layout()

@@ -157,7 +157,8 @@ def measured_in(folder: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "golds", "named"), [((1, 2), "22", "the configuration"), ((1, 1), "23", "the held-out questions")]
+    ("tensor", "golds", "named"),
+    [((1, 2), "22", "the section parallel of the configuration"), ((1, 1), "23", "the held-out questions")],
 )
 def test_ranks_that_have_read_other_files_are_told_before_they_measure(model, tmp_path, tensor, golds, named) -> None:
     """Each rank has files of its own, as on another node. The sizes decide which groups a rank waits for."""
