@@ -149,7 +149,6 @@ if [ "$explain" = yes ]; then
     exit
 fi
 
-
 [ -n "$config" ] || refuse "CONFIG: missing; needed: a YAML file, e.g. configs/qwen3.yaml"
 [[ $RANKS =~ ^[0-9]*$ ]] || refuse "RANKS: found '$RANKS'; needed: a whole number"
 [[ -z $MINUTES || " $MINUTES" =~ ^(\ +[0-9]+(\.[0-9]+)?){8}\ *$ ]] ||

@@ -132,7 +132,7 @@ class Watch:
             f"{when} {known} of {len(texts)} are training questions; {twice} were asked twice in an epoch; {same} "
             "epochs have the order of the file or of another epoch",
         )
-        bad, earned = self._graded(texts, completions, self.answers)
+        bad, earned = self._graded(texts, completions)
         right = [x == y for x, y in zip(batch.rewards.flatten().tolist(), earned, strict=True) if y is not None]
         add("answers", not bad, f"{when} {bad} of {len(earned)} do not end where they should")
         add("rewards", all(right), f"{when} {right.count(False)} of {len(right)} are not what the answer earns")
@@ -144,9 +144,7 @@ class Watch:
         add("advantages", apart < 1e-3, f"{when} largest difference {apart:.1g}, at most 1e-3")
         return expected
 
-    def _graded(
-        self, texts: list[str], groups: list[list[Completion]], golds: dict[str, str]
-    ) -> tuple[int, list[float | None]]:
+    def _graded(self, texts: list[str], groups: list[list[Completion]]) -> tuple[int, list[float | None]]:
         """The number of answers with a wrong end, and what each earns; None if methods differ on what a number is."""
         bad, earned = 0, []
         for text, one in ((text, one) for text, group in zip(texts, groups, strict=True) for one in group):
@@ -154,7 +152,7 @@ class Watch:
             too_early = len(tokens) < self.cfg.rollout.max_new_tokens and not stopped
             bad += too_early or (tokens[-1] in self.stops) != stopped or not self.stops.isdisjoint(tokens[:-1])
             answer = self.tokenizer.decode(tokens[:-1] if stopped else tokens)
-            right = float(re.findall("[0-9]+", answer)[-1:] == [golds.get(text)])
+            right = float(re.findall("[0-9]+", answer)[-1:] == [self.answers.get(text)])
             earned.append(None if re.search(r"[-.,]", answer) else right)
         return bad, earned
 

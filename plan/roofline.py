@@ -305,11 +305,6 @@ def decode_parts(completion: float, longest: float, waves: int, *, refills: bool
     return [*falling, ((waves - ends) * completion, 1.0, completion / 2)]
 
 
-def completion_length(running: float, completion: float, longest: float) -> int:
-    """The length that a share ``running`` of the rows exceeds, as decode_parts assumes it."""
-    return max(1, math.ceil(longest * (1 - running ** (1 / (longest / completion - 1)))))
-
-
 def decode_causes(arch: Architecture, decode: dict[str, float], hardware: Hardware, eager: bool) -> dict[str, float]:
     """Seconds of one decode step: its roofline, or its kernel launches if they take longer."""
     return slower(*_decode_limits(arch, decode, hardware, eager))
