@@ -2,9 +2,10 @@
 # Runs the tests. The first call makes the environment: requirements/cpu.txt, test.txt, cpu-vllm.txt, smol.txt and, aside,
 # trackers.txt and serve.txt.
 #
-#   bash run_tests.sh [--all] [pytest arguments]  e.g.  bash run_tests.sh -m "not slow" tests/test_grpo.py
+#   bash run_tests.sh [--ci | --all] [pytest arguments]  e.g.  bash run_tests.sh -m "not slow" tests/test_grpo.py
 #
-# There is a case of every property. --all adds further layouts, pairs of options and real packages, as CI runs them.
+# There is a case of every property. --ci adds what each push runs: more layouts, torchrun, stand-ins for an NPU, real
+# packages. --all adds what is for a night: 16 ranks, all pairs of options, all planted faults for all checks.
 # Two processes share the test files. With -n 0, one process runs all; pytest's options --pdb and -s need that.
 
 set -euo pipefail

@@ -1,4 +1,4 @@
-"""Fixtures that several test files use, the option --all, the order of the files, the skip of tests that need vLLM."""
+"""Fixtures that several test files use, the options --ci and --all, the order of the files, the skip without vLLM."""
 
 from __future__ import annotations
 
@@ -11,23 +11,27 @@ from pathlib import Path
 
 import cann_stub
 import pytest
-import scope
+import tiers
 from source import ROOT
 
 NO_VLLM = pytest.mark.skip(reason="vllm is not installed; needed: requirements/cpu-vllm.txt")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="all layouts, options and real packages, as CI runs them")
+    parser.addoption("--ci", action="store_true", help="also the tests of each push: more layouts, real packages")
+    parser.addoption("--all", action="store_true", help="also the nightly tests: all layouts, options and faults")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    scope.all_asked = config.getoption("--all")
+    if config.getoption("--ci"):
+        tiers.left_out = {"nightly"}
+    if config.getoption("--all"):
+        tiers.left_out = set()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with slow tests come first: run_tests.sh has two processes, and the last files should be short."""
-    if left_out := [item for item in items if item.get_closest_marker("full") and not scope.all_asked]:
+    if left_out := [item for item in items if tiers.left_out & {mark.name for mark in item.iter_markers()}]:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     slow = {item.path for item in items if item.get_closest_marker("slow")}

@@ -29,6 +29,7 @@ CHANGES = {"rollout__max_new_tokens": NEW_TOKENS, "tiny_model__num_layers": 1}
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 def test_benchmarked_trainer_samples_every_token_and_computes_the_loss_of_its_settings(tmp_path: Path) -> None:
     peer, ready = bench_step.ready_peer("all_r32_64", tmp_path, **CHANGES)
     assert len(ready["prompts"]) == cases.PROMPTS and ready["startup_cpu_s"] > 0
@@ -48,7 +49,7 @@ def untrained(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_embedded_sampler_has_no_gap_unless_its_weights_are_rounded(dtype: str, tmp_path: Path) -> None:
     """The second step counts: before the first update the adapters do nothing."""
@@ -63,6 +64,7 @@ def test_the_embedded_sampler_has_no_gap_unless_its_weights_are_rounded(dtype: s
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 def test_the_phases_beside_the_roofline_are_those_of_the_step(tmp_path: Path) -> None:
     """No phase is left out on either side, and at the measured rates of this machine none is faster."""
     options = ["loss.kl=none", "rollout.max_new_tokens=24", "--steps", "3"]

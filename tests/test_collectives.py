@@ -14,7 +14,7 @@ import pytest
 import run_scripts
 import training
 import world
-from scope import cases
+from tiers import nightly
 
 EXPERTS = {"configs/qwen15_moe.yaml": 12}  # 60 in the real model: 3 and 6 ranks divide them
 JOBS = {name: job for name, job in run_scripts.shipped().items() if 1 < job.ranks <= 16 and "tiny" not in name}
@@ -45,7 +45,7 @@ def run(job: run_scripts.Training, model: Path, folder: Path, plant: Callable = 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", cases(FEW, [name for name in JOBS if name not in FEW]))
+@pytest.mark.parametrize("name", [name if name in FEW else nightly(name) for name in JOBS])
 def test_ranks_of_a_group_make_the_same_collectives(name: str, model_of: Callable, tmp_path: Path) -> None:
     job = JOBS[name]
     codes = run(job, model_of(job.config), tmp_path)

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 import world
 from safetensors.torch import load_file
-from scope import cases
 from source import ROOT
+from tiers import asked, nightly
 from torch import Tensor
 
 import device as devices
@@ -43,7 +43,7 @@ QWEN3 = dict(num_attention_heads=32, num_key_value_heads=4, head_dim=32, num_exp
 # Biases, two key/value groups a rank, a shared expert, one table for both ends.
 QWEN2 = dict(hidden_size=256, num_attention_heads=8, num_key_value_heads=8, num_experts=32, vocab_size=256,
              mlp_only_layers=[], tie_word_embeddings=True)  # fmt: skip
-MODELS = {"qwen3_moe": (QWEN3, cases((1, 6, 15), range(2, 5))), "qwen2_moe": (QWEN2, (0, 6, 15))}
+MODELS = {"qwen3_moe": (QWEN3, asked([1, 6, 15, *map(nightly, range(2, 5))])), "qwen2_moe": (QWEN2, (0, 6, 15))}
 
 
 class Group:

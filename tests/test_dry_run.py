@@ -15,8 +15,8 @@ import torch
 import training
 import world
 from live_bytes import LiveBytes
-from scope import cases
 from source import ROOT
+from tiers import asked, ci, nightly
 
 import parallel_setup
 import preflight
@@ -27,50 +27,53 @@ from knobs import ModelConfig
 from learner import Learner
 from runlog import Heartbeat, StepTimer
 
-EP16 = ("qwen3", 16, 4, 16, 1, [])  # configuration, ranks, tensor, expert, expert_tensor, other changes
-ETP2 = ("qwen3", 16, 2, 8, 2, ["model.recompute=true"])
-LAYOUTS = cases(
-    [
-        EP16,
-        ETP2,
-        ("qwen15_moe", 6, 2, 3, 1, ["model.recompute=false", "replay.mode=r3"]),
-    ],
-    [
-        ("qwen3", 16, 4, 4, 1, ["loss.entropy_coef=0.01"]),
-        ("qwen3", 32, 1, 16, 1, ["replay.mode=r2"]),
-        ("qwen3", 16, 2, 8, 1, ["model.quantisation=int4", "model.quantised=[experts,attention]"]),
-        ("qwen15_moe", 8, 2, 2, 2, []),
-        ("qwen3", 16, 4, 16, 1, ["rollout.max_new_tokens=16384", "optim.tokens_per_micro_batch=20480"]),
-        ("qwen15_moe", 6, 1, 3, 1, ["lora.targets=[linear_qkv,linear_proj,linear_fc1,linear_fc2,router]"]),
-        ("qwen3", 16, 4, 16, 1, ["rollout.staleness=2"]),
-    ],
-)
-APART = ["rollout.ranks=16", "rollout.staleness=1"]  # of 32 ranks
-SIDES = dict(  # side: one of its ranks, its phases
-    cases(
-        [("samplers", (16, {"load", "push"}))],
-        [("trainers", (0, {"load", "reference", "old policy", "forward", "backward", "update", "save"}))],
-    )
-)
-ON_CUDA = cases(  # run_8gpu.sh and run_1gpu.sh
-    [("qwen3", 8, 4, 8, 1, []), ("olmoe", 1, 1, 1, 1, [])],
-    [
-        ("qwen3", 8, 4, 4, 1, []),
-        ("qwen3", 8, 2, 8, 1, []),
-        ("qwen15_moe", 1, 1, 1, 1, ["rollout.kv_cache_mib=9216"]),
-        ("qwen3", 1, 1, 1, 1, ["model.quantisation=int4"]),
-    ],
-)
+EP16 = ("qwen3", 16, 4, 16, 1)  # configuration, ranks, tensor, expert, expert_tensor, other changes
+ETP2 = ("qwen3", 16, 2, 8, 2, "model.recompute=true")
+R3 = ("qwen15_moe", 6, 2, 3, 1, "model.recompute=false", "replay.mode=r3")
+LAYOUTS = [
+    EP16,
+    ci(ETP2),
+    ci(R3),
+    nightly(("qwen3", 16, 4, 4, 1, "loss.entropy_coef=0.01")),
+    ci(("qwen3", 32, 1, 16, 1, "replay.mode=r2")),
+    nightly(("qwen3", 16, 2, 8, 1, "model.quantisation=int4", "model.quantised=[experts,attention]")),
+    nightly(("qwen15_moe", 8, 2, 2, 2)),
+    nightly(("qwen3", 16, 4, 16, 1, "rollout.max_new_tokens=16384", "optim.tokens_per_micro_batch=20480")),
+    nightly(("qwen15_moe", 6, 1, 3, 1, "lora.targets=[linear_qkv,linear_proj,linear_fc1,linear_fc2,router]")),
+    nightly(("qwen3", 16, 4, 16, 1, "rollout.staleness=2")),
+]
+APART = ("rollout.ranks=16", "rollout.staleness=1")  # of 32 ranks
+SIDES = [  # side: one of its ranks, its phases
+    ci("samplers", 16, {"load", "push"}),
+    ci("trainers", 0, {"load", "reference", "old policy", "forward", "backward", "update", "save"}),
+]
+GPU = ("qwen3", 8, 4, 8, 1)
+ON_CUDA = [  # run_8gpu.sh and run_1gpu.sh
+    ci(GPU),
+    ci(("olmoe", 1, 1, 1, 1)),
+    nightly(("qwen3", 8, 4, 4, 1)),
+    nightly(("qwen3", 8, 2, 8, 1)),
+    nightly(("qwen15_moe", 1, 1, 1, 1, "rollout.kv_cache_mib=9216")),
+    nightly(("qwen3", 1, 1, 1, 1, "model.quantisation=int4")),
+]
 FORMATS = [f for f in typing.get_args(ModelConfig.model_fields["quantisation"].annotation) if f != "none"]
-FAULTS = {  # fault: what is then not as planned
-    "kept_alive": "alive after it",
-    "wrong_group": "forward: reduce_scatter_base over data",
-    "fp32": "reference and old policy",
-}
+RECOMPUTE = "model.recompute=true"
+AT_TP2 = ("qwen3", 16, 2, 16, 1)  # where the rows of experts, and not the logits as with TP4, are the fullest moment
+FAULTS = [  # fault, where it is planted, what is then not as planned
+    ("kept_alive", (*EP16, RECOMPUTE), "alive after it"),
+    ci("wrong_group", (*EP16, RECOMPUTE), "forward: reduce_scatter_base over data"),
+    ci("fp32", AT_TP2, "reference and old policy"),
+]
+OF_EP16 = [ci("inner_size", {"fault": "inner_size"}), ci("last rank", {"rank": 15})]
+WAITS = [  # layout, waits in a pass, in a backward pass, of metrics
+    (EP16, 2, 0, 1),
+    ci(("qwen15_moe", 6, 2, 1, 1, "replay.mode=r3"), 0, 0, 2),  # all experts on each rank
+    ci(ETP2, 2, 2, 1),
+]
 PHASES = {"load", "push", "forward", "backward", "update", "save"}
 
 
-def case(name: str, ranks: int, tensor: int, expert: int, expert_tensor: int, changes: list[str], **more) -> dict:
+def case(name: str, ranks: int, tensor: int, expert: int, expert_tensor: int, *changes: str, **more) -> dict:
     shared = name == "qwen3" and expert == ranks and expert_tensor == 1
     overrides = [
         f"parallel.tensor={tensor}", f"parallel.expert={expert}", f"parallel.expert_tensor={expert_tensor}",
@@ -83,7 +86,7 @@ def quantised(form: str) -> dict:
     """One layer, short rows, two experts a rank; attention is not split, because int8 has one scale for a whole row."""
     small = ["rollout.max_new_tokens=96", "data.max_prompt_tokens=32", "optim.tokens_per_micro_batch=128"]
     changes = [f"model.quantisation={form}", "model.quantised=[experts,attention]", *small]
-    return case("qwen3", 64, 1, 64, 1, changes, layers=1)
+    return case("qwen3", 64, 1, 64, 1, *changes, layers=1)
 
 
 def dry_runs(asked: list[dict], kind: str = "npu", torch_npu: dict[str, str] | None = None) -> list[dict]:
@@ -102,27 +105,23 @@ def dry_runs(asked: list[dict], kind: str = "npu", torch_npu: dict[str, str] | N
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict]:
     """The dry runs of all cases, from one process."""
-    asked = {str(layout): case(*layout) for layout in LAYOUTS}
-    recompute = [*EP16[:5], ["model.recompute=true"]]  # where a layer's own activations are the largest part
-    asked |= {name: case(*recompute, fault=name) for name in (*FAULTS, "inner_size")}
-    asked["fp32"] = case("qwen3", 16, 2, 16, 1, [], fault="fp32")  # with TP4 the logits are the fullest moment
-    asked |= {side: case("qwen3", 32, 4, 16, 1, APART, rank=rank) for side, (rank, _) in SIDES.items()}
-    asked |= {"one rank's experts": case("qwen15_moe", 6, 2, 1, 1, ["replay.mode=r3"])}
-    asked |= {"last rank": case(*EP16, rank=15)} | {form: quantised(form) for form in cases(["int4"], FORMATS)}
-    return dict(zip(asked, dry_runs(list(asked.values())), strict=True))
+    wanted = {layout: case(*layout) for layout in asked(LAYOUTS)}
+    wanted |= {fault: case(*where, fault=fault) for fault, where, _ in asked(FAULTS)}
+    wanted |= {side: case("qwen3", 32, 4, 16, 1, *APART, rank=rank) for side, rank, _ in asked(SIDES)}
+    wanted |= {name: case(*EP16, **changes) for name, changes in asked(OF_EP16)}
+    wanted |= {layout: case(*layout) for layout, *_ in asked(WAITS)} | {"int4": quantised("int4")}
+    wanted |= {form: quantised(form) for form in asked(map(nightly, FORMATS))}
+    return dict(zip(wanted, dry_runs(list(wanted.values())), strict=True))
 
 
 @pytest.fixture(scope="module")
 def on_cuda() -> dict[str, dict]:
     """The same on a GPU; and the first layout there with recompute, and so on an NPU."""
-    asked = {
-        str(layout): case(*layout[:5], [*layout[5], "device=cuda", "rollout.expert_parallel=false"])
-        for layout in ON_CUDA
-    }
-    recompute = ["rollout.expert_parallel=false", "model.recompute=true"]
-    asked["recompute"] = case(*ON_CUDA[0][:5], ["device=cuda", *recompute])
-    (on_npu,) = dry_runs([case(*ON_CUDA[0][:5], recompute)])
-    return dict(zip(asked, dry_runs(list(asked.values()), "cuda"), strict=True)) | {"npu": on_npu}
+    alone = "rollout.expert_parallel=false"
+    wanted = {layout: case(*layout, "device=cuda", alone) for layout in asked(ON_CUDA)}
+    wanted["recompute"] = case(*GPU, "device=cuda", alone, RECOMPUTE)
+    (on_npu,) = dry_runs([case(*GPU, alone, RECOMPUTE)])
+    return dict(zip(wanted, dry_runs(list(wanted.values()), "cuda"), strict=True)) | {"npu": on_npu}
 
 
 def apart(found: dict) -> dict[str, tuple[float, float]]:
@@ -130,7 +129,7 @@ def apart(found: dict) -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", map(str, LAYOUTS))
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_plan_agrees_with_the_dry_run(layout, found):
     """Parameters, gradients and moments to the byte; all phases, operations and traffic within 10 %."""
     assert "error" not in found[layout] and not apart(found[layout]), found[layout]
@@ -138,9 +137,8 @@ def test_the_plan_agrees_with_the_dry_run(layout, found):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("side", SIDES)
-def test_the_plan_of_either_side_of_rollout_ranks_agrees_with_the_dry_run(side, found):
-    _, phases = SIDES[side]
+@pytest.mark.parametrize(("side", "rank", "phases"), SIDES)
+def test_the_plan_of_either_side_of_rollout_ranks_agrees_with_the_dry_run(side, rank, phases, found):
     here = found[side]
     assert "error" not in here and not apart(here), here
     assert {name.partition(" at ")[0] for name in here["found"]["phases"]} == phases
@@ -156,31 +154,28 @@ def test_the_dry_run_loads_every_format_as_the_plan_counts_it(found):
         assert PHASES <= found[form]["found"]["phases"].keys()
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_found(fault, found):
-    assert any(what.startswith(FAULTS[fault]) for what in apart(found[fault])), apart(found[fault])
+@pytest.mark.parametrize(("fault", "where", "words"), FAULTS)
+def test_a_planted_fault_is_found(fault, where, words, found):
+    assert any(what.startswith(words) for what in apart(found[fault])), apart(found[fault])
 
 
 def test_launches_of_a_merge_and_of_a_push_do_not_grow_with_the_experts(found):
     """A merge is a product, a scaling, a sum and a cast. A pass merges attention's two weights; a push has merged the
     two stacks of experts in the engine's memory, with which the trainer computes."""
-    launches, layers = found[str(EP16)]["found"]["launches"], 2
+    launches, layers = found[EP16]["found"]["launches"], 2
     merging = launches["old policy"] - launches["reference"]
     assert layers * 2 * 4 <= merging < layers * 2 * 4 + 10  # the mask of this micro-batch is made in that pass
     assert launches["push"] <= layers * 58 + 12  # 12 once a push: less than 60 a layer for 48 layers
-    assert found[str(EP16)]["found"]["pushed_tensors"] == layers * 4
+    assert found[EP16]["found"]["pushed_tensors"] == layers * 4
 
 
-@pytest.mark.parametrize(
-    ("name", "waits", "again", "of_metrics"),
-    [(str(EP16), 2, 0, 1), (str(ETP2), 2, 2, 1), ("one rank's experts", 0, 0, 2)],
-)
-def test_the_host_waits_for_a_layer_only_where_experts_are_on_several_ranks(name, waits, again, of_metrics, found):
+@pytest.mark.parametrize(("layout", "waits", "again", "of_metrics"), WAITS)
+def test_the_host_waits_for_a_layer_only_where_experts_are_on_several_ranks(layout, waits, again, of_metrics, found):
     """Two layers: once for each, and ``again`` with recompute. Two lines of token_logprobs wait in each pass, too.
 
     Replay has one metric more.
     """
-    phases = found[name]["found"]["phases"]
+    phases = found[layout]["found"]["phases"]
     for phase, expected in {"reference": waits, "old policy": waits, "forward": waits, "backward": again}.items():
         by_place = phases[phase]["waits"]
         of_layers = sum(n for place, n in by_place.items() if not place.startswith("model_megatron.py"))
@@ -190,12 +185,13 @@ def test_the_host_waits_for_a_layer_only_where_experts_are_on_several_ranks(name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", map(str, ON_CUDA))
+@pytest.mark.parametrize("layout", ON_CUDA, ids=str)
 def test_the_plan_agrees_with_the_dry_run_of_a_gpu(layout, on_cuda):
     assert "error" not in on_cuda[layout] and not apart(on_cuda[layout]), on_cuda[layout]
     assert on_cuda[layout]["found"]["device"].startswith("cuda: its branches of kernels.py on a stand-in device")
 
 
+@pytest.mark.ci
 def test_a_gpu_takes_the_branches_of_a_gpu_and_computes_what_an_npu_computes(on_cuda):
     """Two layers: attention of all sequences, two grouped products, one each way in a pass.
 
@@ -217,6 +213,7 @@ def test_a_gpu_takes_the_branches_of_a_gpu_and_computes_what_an_npu_computes(on_
         assert there < here < 1.5 * there, name
 
 
+@pytest.mark.ci
 def test_attention_on_a_gpu_is_neither_cudnns_nor_adds_gradients_in_any_order(on_cuda):
     """cuDNN's backward pass returns NaN at some shapes. index_add_ is an atomic addition: only the probability of a row
     has one in each of the two layers, and no other row adds to it."""
@@ -234,26 +231,28 @@ def test_views_and_new_memory_launch_nothing():
     assert meter.phases["here"].launches == {"fill_": 1, "clone": 1, "add": 1}
 
 
+@pytest.mark.ci
 def test_a_call_that_the_device_refuses_is_refused(found):
     assert "the same inner size" in found["inner_size"]["error"]
 
 
+@pytest.mark.ci
 def test_a_rank_of_the_last_place_holds_as_much_as_the_first(found):
-    ranks = [found[name]["found"]["phases"] for name in (str(EP16), "last rank")]
+    ranks = [found[name]["found"]["phases"] for name in (EP16, "last rank")]
     first, last = ({name: phase["peak_bytes"] for name, phase in one.items()} for one in ranks)
     assert first == last
 
 
 @pytest.mark.npu_schema
-@pytest.mark.full
+@pytest.mark.ci
 def test_the_real_torch_npu_keeps_the_bytes_of_the_stand_in(torch_npu_environment, found):
     """checks/dry_run_device.py against the package: what its operators return, and what autograd saves of them."""
-    layouts = [LAYOUTS[0], LAYOUTS[2]]
+    layouts = [EP16, R3]
     for layout, theirs in zip(
         layouts, dry_runs([case(*each) for each in layouts], torch_npu=torch_npu_environment), strict=True
     ):
         assert "error" not in theirs, theirs
-        for name, phase in found[str(layout)]["found"]["phases"].items():
+        for name, phase in found[layout]["found"]["phases"].items():
             assert phase["peak_bytes"] == pytest.approx(theirs["found"]["phases"][name]["peak_bytes"], rel=1e-3), name
 
 
@@ -280,7 +279,7 @@ def prepared(parallel: parallel_setup.Parallel, cfg) -> Callable[[], object]:
     return lambda: learner.update(batch, [], weights, 0, StepTimer(Heartbeat(0, 0), 0, parallel.device))
 
 
-@pytest.mark.parametrize("recompute", cases([True], [False]))
+@pytest.mark.parametrize("recompute", [True, ci(False)])
 def test_the_meter_counts_what_the_allocator_gives(recompute, tmp_path):
     cfg = training.config(
         tmp_path, tmp_path, model__recompute=recompute, data__max_prompt_tokens=4, rollout__max_new_tokens=60,
@@ -293,8 +292,8 @@ def test_the_meter_counts_what_the_allocator_gives(recompute, tmp_path):
 @pytest.mark.parametrize(
     ("argument", "piece"),
     [
-        ("--rank=16", "--rank: found 16; needed: 0 to 15"),
-        ("device=cuda model.dtype=fp32 rollout.expert_parallel=false", "model.dtype: found fp32"),
+        ci("--rank=16", "--rank: found 16; needed: 0 to 15"),
+        ci("device=cuda model.dtype=fp32 rollout.expert_parallel=false", "model.dtype: found fp32"),
     ],
 )
 def test_bad_input_is_one_line(argument, piece, capfd):

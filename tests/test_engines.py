@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from sampled import FREE, Model, assert_alike, assert_frequencies, assert_routes, flat, randomness
-from scope import cases
+from tiers import ci
 from vllm_ranks import PROMPTS, SEEDS, perturbed
 
 from engines.torch_sampler import TorchSampler
@@ -22,7 +22,7 @@ from engines.vllm_engine import VllmEngine
 from inputs.files import InputError
 from weights_hf import fused_group
 
-NAMES = cases(["qwen3", "qwen2", "olmoe"], ["qwen2_no_qkv_bias"])
+NAMES = ["qwen3", "qwen2", "olmoe", ci("qwen2_no_qkv_bias")]
 LONG = PROMPTS[4]  # 322 tokens
 LAYER_2 = "model.layers.2."
 QKV = [f"{LAYER_2}self_attn.{letter}_proj.weight" for letter in "qkv"]

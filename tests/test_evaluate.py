@@ -12,7 +12,7 @@ import pytest
 import torch
 import training
 import world
-from scope import cases
+from tiers import asked, ci, nightly
 
 import evaluate
 import export
@@ -82,7 +82,7 @@ def config(tmp_path: Path, **changes: object) -> Config:
 def test_an_evaluation_depends_neither_on_ranks_nor_on_waves_nor_on_the_seed(tmp_path) -> None:
     """Every rank samples equally often: engines in lockstep wait for each other in every call."""
     ((*expected, _),) = training.in_world("TP1", evaluated, config(tmp_path), "TP1")
-    for layout in cases(["DP2", "TP2_EP2_DP2"], ["TP4_EP4_DP2"]):  # eight ranks have less than one question each
+    for layout in asked(["DP2", "TP2_EP2_DP2", nightly("TP4_EP4_DP2")]):  # eight have less than one question each
         cfg = config(tmp_path, eval__batch_size=3, train__seed=1)
         ranks = training.in_world(layout, evaluated, cfg, layout)
         assert all(found == expected for *found, _ in ranks)
@@ -216,7 +216,7 @@ def asked_answers_are_those_of_transformers(run_dir: Path, capfd, monkeypatch) -
         assert error.count("\n") == 1 and words in error
 
 
-@pytest.mark.parametrize("quantisation", cases(["nvfp4"], ["none"]))
+@pytest.mark.parametrize("quantisation", ["nvfp4", ci("none")])
 def test_the_command_measures_what_the_first_evaluation_of_a_run_measures(
     model: Path, tmp_path: Path, quantisation: str, capfd, monkeypatch
 ) -> None:
@@ -235,7 +235,7 @@ def test_the_command_measures_what_the_first_evaluation_of_a_run_measures(
         f"{model}: arithmetic accuracy: {evaluate.headline(first)}",
         f"{model}: own accuracy: {evaluate.headline(first, 'own')}",
     ]
-    for ranks in cases([1], [2]):
+    for ranks in asked([1, ci(2)]):
         arguments = [str(path), "train.seed=5", f"name=ranks{ranks}"]
         assert world.as_torchrun(ranks, measured, arguments, log=log) == [0] * ranks
         assert log.read_text().splitlines()[-2:] == lines

@@ -21,7 +21,7 @@ import reference
 import torch
 import world
 from safetensors.torch import load_file
-from scope import cases
+from tiers import asked, ci
 from torch import Tensor
 
 import adapter_weights
@@ -48,7 +48,7 @@ CASES = {  # name: (model, its changes, targets, rank, expert rank, alpha); laye
     "qwen3_down_only": ("qwen3_moe", {}, "linear_fc2", 4, 0, 8),
     "qwen2_gate_up_router": ("qwen2_moe", {"num_key_value_heads": 4}, "linear_fc1, router, linear_qkv", 4, 6, 8),
 }
-NAMES = cases(list(CASES)[:5], list(CASES)[5:])
+NAMES = [*list(CASES)[:5], *map(ci, list(CASES)[5:])]
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def trainer_logp(parallel, folders: dict[str, Path]) -> dict[str, tuple[dict[str
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     root = tmp_path_factory.mktemp("runs")
-    folders = {name: root / name for name in NAMES}
+    folders = {name: root / name for name in asked(NAMES)}
     for name, folder in folders.items():
         make_run(folder, name)
     by_layout = world.in_layouts(LAYOUTS, trainer_logp, folders)
@@ -208,7 +208,7 @@ def unequal_to_the_push(parallel, path: Path) -> dict[str, list[str]]:
     return unequal
 
 
-@pytest.mark.parametrize("kind", cases(["qwen3_moe"], ["qwen2_moe", "olmoe"]))
+@pytest.mark.parametrize("kind", ["qwen3_moe", ci("qwen2_moe"), ci("olmoe")])
 @pytest.mark.parametrize("width", [4, 8, 32])
 @pytest.mark.parametrize("stack", [2**26, 1500])  # elements that are merged at once
 def test_a_merged_model_is_what_the_push_hands_to_the_engine_bit_for_bit(kind, width, stack, tmp_path, monkeypatch):
@@ -236,7 +236,7 @@ def test_export_needs_neither_megatron_nor_transformers_nor_peft(runs: dict[str,
     assert done.returncode == 0 and done.stdout.count("wrote ") == 2, done.stderr
 
 
-@pytest.mark.parametrize("kind", cases(["--adapter"], ["--merged"]))
+@pytest.mark.parametrize("kind", ["--adapter", ci("--merged")])
 def test_an_export_that_was_killed_at_any_file_operation_works_again(kind, runs: dict[str, Run], tmp_path) -> None:
     folder = tmp_path / "exports"
     folder.mkdir()

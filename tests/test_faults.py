@@ -17,8 +17,8 @@ import torch
 import training
 from planted import FEW, LARGE, NOISE, SURE, nothing, on_rank_1
 from planting import Plant
-from scope import cases
 from source import ROOT
+from tiers import ci
 from training import raised, raised_each
 
 from aqn import AqnError
@@ -216,7 +216,7 @@ ON_RANK_1 = {  # fault of one rank's engine: (function that plants it, changes t
 
 @pytest.mark.parametrize(
     ("fault", "layout"),
-    cases([("other norms", "TP2_EP2_DP2"), ("no norms taken", "TP2")], [("other norms", "EP2")]),
+    [("other norms", "TP2_EP2_DP2"), ("no norms taken", "TP2"), ci("other norms", "EP2")],
 )
 def test_a_fault_of_one_rank_stops_all_ranks_or_warns_once(fault: str, layout: str, model: Path, tmp_path: Path):
     """No rank may decide alone: the others would wait in a collective. Tensor ranks must see the same answer."""
@@ -323,7 +323,7 @@ def test_after_a_resume_in_the_real_shape_the_reference_must_be_the_policy_witho
             assert reports[0][1].startswith("checks.reference_kl: step 2: before the first update"), reports[0]
 
 
-@pytest.mark.parametrize("layout", cases(["DP2"], ["TP1"]))
+@pytest.mark.parametrize("layout", ["DP2", ci("TP1")])
 def test_the_reported_difference_of_the_reference_is_the_mean_over_the_tokens_of_all_data_ranks(
     layout: str, model: Path, tmp_path: Path
 ) -> None:
@@ -344,7 +344,7 @@ NOT_RESTORED = {
 }
 
 
-@pytest.mark.parametrize("layout", cases(["TP2_EP2"], ["TP1"]))
+@pytest.mark.parametrize("layout", ["TP2_EP2", ci("TP1")])
 def test_a_resume_without_all_of_its_checkpoint_stops(layout: str, model: Path, tmp_path: Path) -> None:
     cfg = training.config(model, tmp_path, train__checkpoint_every=5, **FEW)
     run = training.run_all({"": (layout, cfg)})[""]

@@ -212,7 +212,7 @@ SIZES = {
 
 
 @pytest.mark.slow
-@pytest.mark.full
+@pytest.mark.ci
 def test_all_stages_pass_on_a_cpu_after_a_start_that_was_killed(tmp_path) -> None:
     sizes = {f"tiny_model__{key}": value for key, value in SIZES.items()}
     cfg = training.config(tmp_path / "model", tmp_path / "out", **sizes, checks__unparsable="off", data__num_test=32)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from scope import cases
+from tiers import ci
 from torch import Tensor
 
 import grpo
@@ -20,7 +20,7 @@ AGGREGATES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "dr-grp
 KINDS = ("ppo", "gspo", "cispo", "dppo_tv")
 KL_KINDS = ("k1", "k2", "k3", "low_var_kl", "low_var_kl+", "abs")
 EVERY_LOSS = list(itertools.product(KINDS, AGGREGATES))
-GARBAGE = cases([math.nan, -1e30], [math.inf, -math.inf, 1e30])
+GARBAGE = [math.nan, -1e30, *map(ci, [math.inf, -math.inf, 1e30])]
 
 
 def batch(rows: int = 6, tokens: int = 7, seed: int = 0) -> dict[str, Tensor]:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import breaking
 import pyarrow
-import scope
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as draw
 from pyarrow import parquet
+from tiers import asked, nightly
 
 from architecture import Architecture
 from config import load_config, to_yaml
@@ -25,7 +25,7 @@ from inputs.files import InputError, one_line
 from knobs import Config
 
 steady = settings(
-    derandomize=True, database=None, deadline=None, max_examples=600 if scope.all_asked else 100,
+    derandomize=True, database=None, deadline=None, max_examples=asked([100, nightly(600)])[-1],
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 TREE = yaml.safe_load(breaking.CONFIG.replace("MODEL", "m").replace("OUT", "out"))

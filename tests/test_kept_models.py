@@ -12,7 +12,7 @@ from pathlib import Path
 import killed
 import pytest
 import recorded
-from scope import cases
+from tiers import ci
 
 import report
 from lab import audit, store
@@ -116,7 +116,7 @@ def test_a_repeat_starts_from_the_kept_model(results: Path, tmp_path: Path, caps
     assert "# the model was not kept: its warm start is repeated" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("what", cases(["model", "merge"], ["run", "benchmark", "keep"]))
+@pytest.mark.parametrize("what", ["model", "merge", *map(ci, ["run", "benchmark", "keep"])])
 def test_a_command_that_was_killed_at_any_file_operation_works_again(what: str, tmp_path: Path) -> None:
     """The command may have no effect or its whole effect, and nothing is left of it."""
     folder, checkout = tmp_path / "project", tmp_path / "checkout"

@@ -21,7 +21,7 @@ from killed import in_child, kill_me_at
 from launched import ROOT
 from pytest import MonkeyPatch
 from saved import config_in, is_whole, names, saved, tensors_of
-from scope import cases
+from tiers import ci
 from training import config, make_model
 
 import checkpoint
@@ -50,7 +50,7 @@ def test_a_write_that_the_system_cuts_short_is_a_clear_error(tmp_path: Path, cfg
     assert names(tmp_path) == ["step-000001"] and is_whole(checkpoint.latest(tmp_path))
 
 
-@pytest.mark.parametrize("step", cases([2, 3], [1]))
+@pytest.mark.parametrize("step", [2, 3, ci(1)])
 def test_a_kill_at_any_file_operation_of_a_save_leaves_a_whole_one(tmp_path: Path, cfg: Config, step: int) -> None:
     """Step 1 and 2 exist: 3 is new and prunes 1, 2 replaces the newest, 1 is saved by a run that was rewound to 0."""
     saved(tmp_path / "start", cfg, 1, 2)

@@ -20,7 +20,7 @@ from planted import without_update
 from planting import Plant, after, before, instead
 from pytest import MonkeyPatch
 from scipy import stats
-from scope import cases
+from tiers import asked, nightly
 from torch import Tensor
 
 import rollout
@@ -144,8 +144,8 @@ def top_3(p: Tensor, u: Tensor) -> Tensor:
 FOLLOWS = "first tokens, classed by probability: "
 REPEAT, AGAIN = "completions that repeat an earlier one, ", "first tokens that the same seeds give again: "
 WARMER = draws(lambda p, u: drawn_right(p ** (1 / 1.3), u))
-FAULTS = dict(cases(  # name: (the fault, ranks, words of the message)
-    {
+FAULTS = dict(asked([  # name: (the fault, ranks, words of the message)
+    *{
         "none": (lambda patch: None, 1, ""),
         "none on two ranks": (lambda patch: None, 2, ""),
         "temperature x 1.3 on the second replica": (
@@ -170,12 +170,12 @@ FAULTS = dict(cases(  # name: (the fault, ranks, words of the message)
         "one sample for its whole group": (groups(lambda group: group[:1] * len(group)), 1, REPEAT),
         "seeds are ignored": (seeds(lambda found: torch.randint(2**62, (len(found),)).tolist()), 1, AGAIN),
     }.items(),
-    {
+    *(nightly(*item) for item in {
         "temperature x 1.3": (WARMER, 1, FOLLOWS),
         "one random stream for all prompts": (seeds(lambda found: [1] * len(found)), 1, REPEAT),
         "each sample twice": (groups(lambda group: [one for one in group[::2] for _ in range(2)]), 1, REPEAT),
-    }.items(),
-))  # fmt: skip
+    }.items()),
+]))  # fmt: skip
 
 
 def each_fault(parallel: Parallel, path: Path) -> dict[str, str]:

@@ -19,7 +19,7 @@ from adapted import SEED, adapt, backward, load, lora_config
 from lora_reference import EXPERT_RANK, KINDS, RANK, Reference
 from measured import CONTROLS, measure
 from safetensors.torch import load_file
-from scope import cases
+from tiers import asked, ci, nightly
 from torch import Tensor
 
 import adapter_weights
@@ -49,7 +49,7 @@ def references(problem) -> dict[str, Reference]:
 @pytest.fixture(scope="module")
 def everywhere(problem) -> dict[str, list]:
     paths, tokens, references = problem
-    return world.in_layouts(LAYOUTS, measure, paths, references, tokens)
+    return world.in_layouts(asked(LAYOUTS), measure, paths, references, tokens)
 
 
 @pytest.fixture(scope="module")
@@ -99,14 +99,14 @@ def test_gradients_are_right_on_ranks_whose_experts_get_no_token(skewed):
 
 
 @pytest.mark.parametrize(
-    ("control", "layout"), [(control, name) for control in CONTROLS for name in CONTROLS[control] if name in LAYOUTS]
+    ("control", "layout"), [world.tiered(name, control, name) for control in CONTROLS for name in CONTROLS[control]]
 )
 def test_leaving_out_a_reduction_is_noticed(control, layout, kind, everywhere):
     """Every rank gets a wrong gradient for some factor, far outside the tolerance."""
     assert min(by_kind[kind][control] for by_kind in everywhere[layout]) > 1e-2
 
 
-@pytest.mark.parametrize("layout", cases(["DP2", "TP2"], ["ETP2", "TP2_EP4", "TP4_EP16"]))
+@pytest.mark.parametrize("layout", ["DP2", "TP2", ci("ETP2"), ci("TP2_EP4"), nightly("TP4_EP16")])
 def test_counting_every_copy_in_the_norm_is_noticed(layout, kind, everywhere, references):
     for by_kind in everywhere[layout]:
         assert by_kind[kind]["norm with copies"] > 1.01 * references[kind].norm
@@ -121,7 +121,7 @@ def test_a_new_and_a_disabled_adapter_change_no_bit(ranks):
     assert all(rank["effect"] > 0.1 for rank in ranks)  # with the adapters on, it was another model
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if world.LAYOUTS[name][0] <= 4])
+@pytest.mark.parametrize("layout", [world.tiered(name) for name, (ranks, *_) in world.LAYOUTS.items() if ranks <= 4])
 def test_partial_export_brings_exactly_what_the_adapters_change(layout, everywhere, references, problem, kind):
     base = load_file(problem[0][kind] / "model.safetensors")
     changed = sorted(name for name, value in references[kind].merged.items() if not torch.equal(value, base[name]))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import training
 import world
 from live_bytes import LiveBytes
-from scope import cases
+from tiers import asked, ci
 
 import checkpoint
 import device as devices
@@ -107,10 +107,11 @@ MODELS = {  # name: architecture, LoRA
         tiny("qwen3_moe", num_hidden_layers=3, decoder_sparse_step=2), LoraConfig(rank=4, targets=("linear_fc2",)),
     ),
 }  # fmt: skip
+BY_DEFAULT = ("TP1", "TP2_EP2_DP2", "TP2_EP2_ETP2", "TP4_EP16")
 SMALL_HEADS = {"moe_intermediate_size": 96, "head_dim": 24, "num_key_value_heads": 4}
 
 
-@pytest.mark.parametrize("name", cases(["TP1", "TP2_EP2_DP2", "TP2_EP2_ETP2", "TP4_EP16"], world.LAYOUTS))
+@pytest.mark.parametrize("name", [name if name in BY_DEFAULT else ci(name) for name in world.LAYOUTS])
 def test_parameters_are_those_of_the_instantiated_model(name, monkeypatch):
     for model, (arch, lora) in MODELS.items():
         if model != "few heads" or world.LAYOUTS[name][1] <= 2:
@@ -127,7 +128,7 @@ def test_bytes_of_quantised_weights_are_those_of_the_instantiated_model(quantisa
 
 @pytest.mark.parametrize(
     ("model", "sizes"),
-    cases([("qwen3", (16, 4, 16, 1)), ("qwen15_moe", (16, 4, 4, 1))], [("qwen3", (16, 2, 8, 1))]),
+    [("qwen3", (16, 4, 16, 1)), ("qwen15_moe", (16, 4, 4, 1)), ci("qwen3", (16, 2, 8, 1))],
 )
 def test_parameters_are_those_of_the_instantiated_real_model(model, sizes, monkeypatch):
     check_parameters(real(model), sizes, LoraConfig(rank=32), torch.bfloat16, monkeypatch)
@@ -250,7 +251,8 @@ def test_no_rank_holds_more_than_one_gathered_tensor_while_a_checkpoint_is_writt
             found = save_checkpoint(parallel, path, tmp_path)
         assert found["held"] <= found["largest"] + 2048 and found["now"] <= 2048, (rank, found)
         assert found["largest"] == found["planned"]["npu"] and found["all"] > 20 * found["largest"], found
-    layouts = cases(["TP2_EP2_ETP2"], ["EP2", "TP2_EP2_DP2"])  # gloo copies on its own threads, at unpredictable times
+    # gloo copies on its own threads, at unpredictable times
+    layouts = asked(["TP2_EP2_ETP2", ci("EP2"), ci("TP2_EP2_DP2")])
     for name, by_rank in world.in_layouts(layouts, save_checkpoint, path, tmp_path).items():
         assert all(found["held"] < found["all"] / 3 for found in by_rank), (name, by_rank)
     with as_rank(0, 4, 2, 2, 2) as parallel:  # gathered over experts, then over expert_tensor, then joined on the host

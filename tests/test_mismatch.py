@@ -10,7 +10,6 @@ import pytest
 import torch
 import training
 from refused import refusal
-from scope import cases
 
 from knobs import LossConfig
 from learner import Learner
@@ -31,7 +30,7 @@ def runs(model, tmp_path_factory):
 
     return training.run_all({
         "exact": run("exact"),
-        "tp2": run("tp2", "TP2_EP2" if cases([], [1]) else "TP2"),
+        "tp2": run("tp2", "TP2"),
         "split": run("split", optim__tokens_per_micro_batch=108),
         "head": run("head", loss__score_centering=32),
         "off": run("off", loss__score_centering=0),

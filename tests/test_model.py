@@ -17,7 +17,7 @@ import torch
 import world
 from adapted import load
 from measured import log_probs
-from scope import cases
+from tiers import asked, ci, nightly
 from torch import Tensor
 
 import device as devices
@@ -26,7 +26,7 @@ from parallel_setup import Parallel
 
 TOLERANCE = 1e-5  # of a log-prob near -5; measured 1e-6. The project promises 1e-4
 TEMPERATURE = 0.7
-TWO_LAYOUTS = cases(["TP2_EP2"], ["TP1"])
+TWO_LAYOUTS = ["TP2_EP2", ci("TP1")]
 MODELS = {  # name: (kind, what differs from reference.SIZES)
     "qwen3": ("qwen3_moe", {}),  # one dense layer between two MoE layers, head_dim 24 != 64 / 8, own rope theta
     "qwen2": ("qwen2_moe", {}),
@@ -151,7 +151,7 @@ def true_logits(paths, tokens) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def everywhere(paths, tokens) -> dict[str, list]:
     """The base models in every layout."""
-    return world.in_layouts(world.TESTED, log_probs, {name: paths[name] for name in KINDS}, tokens, TEMPERATURE)
+    return world.in_layouts(asked(world.TESTED), log_probs, {name: paths[name] for name in KINDS}, tokens, TEMPERATURE)
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +171,7 @@ def layout(request) -> str:
 
 @pytest.fixture(scope="module")
 def by_kind(paths, tokens) -> dict[str, dict[str, list]]:
-    return {kind: world.in_layouts(TWO_LAYOUTS, other_forwards, paths[kind], tokens) for kind in KINDS}
+    return {kind: world.in_layouts(asked(TWO_LAYOUTS), other_forwards, paths[kind], tokens) for kind in KINDS}
 
 
 @pytest.fixture(scope="module")
@@ -261,7 +261,7 @@ def vocabulary_problem(scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tens
     return hidden, weight, torch.randint(0, 96, (50,), generator=generator), torch.randn(50, generator=generator)
 
 
-@pytest.mark.parametrize("where", cases(["TP2"], ["TP1", "TP4_EP4"]))
+@pytest.mark.parametrize("where", ["TP2", ci("TP1"), nightly("TP4_EP4")])
 def test_gradient_of_log_prob_and_entropy_is_that_of_the_plain_formula(where):
     hidden, weight, chosen, signs = vocabulary_problem()
     state = hidden.clone().requires_grad_()

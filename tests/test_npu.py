@@ -21,15 +21,17 @@ import fake_npu
 import pytest
 import training
 import world
-from scope import cases
 from source import ROOT
+from tiers import asked, nightly
 
 import config
 
+pytestmark = pytest.mark.ci
 NOISY = {"aqn__schedule": "constant", "replay__mode": "r3", "replay__reference": "native", "model__recompute": True}
-FP32 = dict(cases([("TP2_EP2_DP2", NOISY)], [("TP1", {"rollout__top_p": 0.9}), ("TP2_EP2", {})]))  # layout: changes
-POLICIES = dict(cases([("EP2", "adapter")], [("DP2", "merged")]))  # layout: rollout.sync in bf16
+FP32 = {"TP2_EP2_DP2": NOISY, "TP1": {"rollout__top_p": 0.9}, "TP2_EP2": {}}  # layout: changes
+POLICIES = {"EP2": "adapter", "DP2": "merged"}  # layout: rollout.sync in bf16
 RUNS = FP32 | {layout: {"model__dtype": "bf16", "rollout__sync": policy} for layout, policy in POLICIES.items()}
+IN_FP32, IN_BF16 = ["TP2_EP2_DP2", nightly("TP1"), nightly("TP2_EP2")], ["EP2", nightly("DP2")]
 MINDSPEED = os.environ.get("MINDSPEED_DIR", "")
 NO_MINDSPEED = "MINDSPEED_DIR names no checkout of MindSpeed"
 STEPS = {
@@ -57,7 +59,7 @@ class OnNpu(NamedTuple):
 
 def run_on_npu(model: Path, folder: Path, mindspeed: str) -> OnNpu:
     """Interrupted and resumed trainings, and the operations."""
-    runs = {layout: settings(layout, model, folder / layout / "out") for layout in RUNS}
+    runs = {layout: settings(layout, model, folder / layout / "out") for layout in asked(IN_FP32 + IN_BF16)}
     files = {f"{layout}/config": cfg for layout, cfg in runs.items()}
     files["life/config"] = life(folder / "life")
     for name, cfg in files.items():
@@ -87,7 +89,8 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def on_cpu(model, tmp_path_factory) -> dict[str, Path]:
     out = tmp_path_factory.mktemp("cpu")
-    return training.run_all({layout: (layout, settings(layout, model, out / layout)) for layout in RUNS})
+    layouts = asked(IN_FP32 + IN_BF16)
+    return training.run_all({layout: (layout, settings(layout, model, out / layout)) for layout in layouts})
 
 
 ADAPTORS = [
@@ -107,7 +110,7 @@ def found(on_npu) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", FP32)
+@pytest.mark.parametrize("layout", IN_FP32)
 def test_a_resumed_training_on_the_npu_has_the_cpus_metrics(layout, on_npu, on_cpu):
     run, _ = on_npu.runs[layout]
     training.assert_same_metrics(run, on_cpu[layout], relative=1e-6)
@@ -118,7 +121,7 @@ def test_a_resumed_training_on_the_npu_has_the_cpus_metrics(layout, on_npu, on_c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", POLICIES)
+@pytest.mark.parametrize("layout", IN_BF16)
 def test_in_bf16_a_resumed_training_samples_with_the_trainers_policy(layout, on_npu, on_cpu):
     """Other kernels round differently, so other tokens are drawn: the update and the gap are compared, not the metrics.
 
@@ -138,7 +141,7 @@ def test_in_bf16_a_resumed_training_samples_with_the_trainers_policy(layout, on_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", RUNS)
+@pytest.mark.parametrize("layout", IN_FP32 + IN_BF16)
 def test_communicators_are_built_for_the_groups_that_carry_traffic_only_and_the_npus_kernels_run(layout, on_npu):
     """None over all ranks, none for a group of one, and the buffers of device.HCCL_BUFFER_MIB."""
     ranks, tensor, expert, _ = world.LAYOUTS[layout]

@@ -21,7 +21,7 @@ import training
 import world
 from lora_reference import TARGETS
 from sampled import FREE, Model
-from scope import cases
+from tiers import asked, ci
 from torch import Tensor
 
 import adapter_weights
@@ -44,7 +44,7 @@ from parallel_setup import Parallel
 from weight_sync import WeightSync
 
 KINDS = ("qwen3_moe", "qwen2_moe")
-LAYOUTS = cases(["TP2_EP2", "TP2_EP2_ETP2"], ["TP1", "EP2_DP4"])
+LAYOUTS = ["TP2_EP2", "TP2_EP2_ETP2", ci("TP1"), ci("EP2_DP4")]
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [3, 4, 5, 6, 7]]
 LORA = {"lora__targets": TARGETS, "lora__rank": 4, "lora__expert_rank": 8, "lora__alpha": 12.0}
 STEP = 1e-3  # of a factor B: as after some updates, so that rounding to bf16 swallows a part of the update
@@ -102,7 +102,7 @@ def compare(parallel: Parallel, path: Path, folder: Path) -> dict:
 def compared(request, tmp_path_factory) -> dict[str, list[dict]]:
     path = reference.save(request.param, tmp_path_factory.mktemp(request.param))
     answers = {}
-    for layout in LAYOUTS:
+    for layout in asked(LAYOUTS):
         folder = tmp_path_factory.mktemp(layout)
         shutil.copy(path / "config.json", folder)
         answers |= world.in_layouts([layout], compare, path, folder)
@@ -165,7 +165,7 @@ def pushed_each(parallel: Parallel, path: Path) -> dict:
     return {(sync, dtype): pushed(parallel, path, sync, dtype) for sync, dtype in HELD}
 
 
-@pytest.mark.parametrize(("kind", "layout"), cases([("qwen2_moe", "TP2_EP2")], [("qwen3_moe", "TP1")]))
+@pytest.mark.parametrize(("kind", "layout"), [("qwen2_moe", "TP2_EP2"), ci("qwen3_moe", "TP1")])
 def test_share_and_error_are_those_of_what_the_engine_holds(kind: str, layout: str, tmp_path: Path) -> None:
     path = reference.save(kind, tmp_path)
     for rank in world.in_layouts([layout], pushed_each, path)[layout]:
@@ -203,7 +203,7 @@ def test_the_embedded_sampler_adds_the_factors_as_transformers_with_merged_weigh
     path, folder = reference.save(kind, tmp_path / "base"), tmp_path / "merged"
     folder.mkdir()
     shutil.copy(path / "config.json", folder)
-    for layout in cases(["TP2_EP2"], ["TP1"]):
+    for layout in asked(["TP2_EP2", ci("TP1")]):
         stale, pushed = world.in_layouts([layout], sampled, path, folder)[layout][0]
         merged = Model(folder)
         assert merged.gaps(PROMPTS, pushed).max() < 1e-4 and merged.gaps(PROMPTS, stale).max() > 1e-2
@@ -272,14 +272,13 @@ SIZES = dict(
     hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64, num_experts=8, experts_per_token=4, expert_width=128
 )  # fmt: skip
 QUANTISED = {"model__quantisation": "int4", "model__quantised": ("experts", "attention")}
-NEAR = cases(  # tensor parallelism is not among the layouts: it adds partial sums in bf16
-    [("EP2_DP4", "adapter", "qwen2_moe", {}), ("EP2", "merged", "qwen3_moe", QUANTISED)],
-    [
-        ("DP2", "adapter", "qwen3_moe", {}),
-        ("EP2", "merged", "qwen3_moe", {}),
-        ("DP2", "adapter", "qwen2_moe", QUANTISED),
-    ],
-)
+NEAR = [  # tensor parallelism is not among the layouts: it adds partial sums in bf16
+    ("EP2_DP4", "adapter", "qwen2_moe", {}),
+    ("EP2", "merged", "qwen3_moe", QUANTISED),
+    ci("DP2", "adapter", "qwen3_moe", {}),
+    ci("EP2", "merged", "qwen3_moe", {}),
+    ci("DP2", "adapter", "qwen2_moe", QUANTISED),
+]
 
 
 def test_in_bf16_the_sampler_rounds_as_the_trainer_does(tmp_path: Path) -> None:
@@ -288,7 +287,7 @@ def test_in_bf16_the_sampler_rounds_as_the_trainer_does(tmp_path: Path) -> None:
               for kind, heads in (("qwen3_moe", 2), ("qwen2_moe", 4))}  # fmt: skip
     changes = {"model__dtype": "bf16", "optim__lr": 1e-3, "eval__num_questions": 1}
     jobs = {}
-    for layout, sync, kind, more in NEAR:
+    for layout, sync, kind, more in asked(NEAR):
         label = f"{layout} {kind} quantised" if more else f"{layout} {kind}"
         own = changes | more | {"rollout__sync": sync, "train__out_dir": str(tmp_path / label)}
         jobs[label] = layout, config(models[kind], **own)

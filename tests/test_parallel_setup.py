@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import world
+from tiers import asked
 
 import parallel_setup
 from parallel_setup import Parallel
@@ -40,7 +41,7 @@ def measure(parallel: Parallel) -> dict:
 
 @pytest.fixture(scope="module")
 def everywhere() -> dict[str, list]:
-    return world.in_layouts(LAYOUTS, measure)
+    return world.in_layouts(asked(LAYOUTS), measure)
 
 
 @pytest.fixture(params=LAYOUTS)

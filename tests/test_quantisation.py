@@ -15,7 +15,7 @@ import world
 from adapted import load, lora_config, move
 from measured import measure_quantised
 from safetensors.torch import load_file, save_file
-from scope import cases
+from tiers import asked, ci
 from torch import Tensor
 
 import adapter_weights
@@ -28,8 +28,8 @@ from inputs import hf_config, layout_rules
 from inputs.files import InputError
 from parallel_setup import Parallel
 
-LAYOUTS = cases(["TP1", "TP2_EP2_DP2", "TP2_EP2_ETP2"], ["ETP2", "EP2_DP4"])
-WITH_ATTENTION = cases(["TP2_EP2"], ["TP1", "TP2"])
+LAYOUTS = ["TP1", "TP2_EP2_DP2", "TP2_EP2_ETP2", ci("ETP2"), ci("EP2_DP4")]
+WITH_ATTENTION = ["TP2_EP2", ci("TP1"), ci("TP2")]
 EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight"
 TOLERANCE = 1e-4  # of a gradient, relative to its largest element
 SIZES = {"moe_intermediate_size": 128}  # a quarter of it is a whole group of every format
@@ -156,12 +156,12 @@ def measure(folder: Path, kind: str, layouts: list[str], attention: bool) -> dic
 
 @pytest.mark.parametrize(
     ("kind", "attention"),
-    cases([("qwen2_moe", False), ("qwen3_moe", True)], [("qwen3_moe", False), ("qwen2_moe", True)]),
+    [("qwen2_moe", False), ("qwen3_moe", True), ci("qwen3_moe", False), ci("qwen2_moe", True)],
 )
 def test_log_probs_and_gradients_are_those_of_the_model_that_the_codes_stand_for(
     kind: str, attention: bool, tmp_path: Path
 ) -> None:
-    for layout, ranks in measure(tmp_path, kind, WITH_ATTENTION if attention else LAYOUTS, attention).items():
+    for layout, ranks in measure(tmp_path, kind, asked(WITH_ATTENTION if attention else LAYOUTS), attention).items():
         _, tensor, _, expert_tensor = world.LAYOUTS[layout]
         split = max(expert_tensor, tensor if attention else 1) > 1
         for rank in ranks:
@@ -220,7 +220,7 @@ def test_a_quantised_checkpoint_has_the_codes_that_are_made_on_loading(name: str
     path = reference.save("qwen3_moe", tmp_path / "whole", **GROUPED)
     folder, experts = compressed(path, name, tmp_path / "c", ATTENTION), compressed(path, name, tmp_path / "experts")
     assert hf_config.read(folder).stored_attention and not hf_config.read(experts).stored_attention
-    layouts = ["TP1"] if name == "int8" else cases(["TP2_EP2"], ["TP1", "TP2_EP2_ETP2"])
+    layouts = ["TP1"] if name == "int8" else asked(["TP2_EP2", ci("TP1"), ci("TP2_EP2_ETP2")])
     for each, attention in ((experts, False), (experts, True), (folder, True)):  # what is missing is made on loading
         found = world.in_layouts(layouts, loaded, path, each, name, attention)
         assert all(all(ranks) for ranks in found.values())

@@ -159,6 +159,7 @@ def test_a_record_holds_the_answers_to_further_sets_beside_those_of_the_main_one
     assert "eval/math/sampled_accuracy" in page and page.count("after 4 steps, 3 questions") == 1
 
 
+@pytest.mark.ci
 def test_the_records_of_the_repository_are_small_and_name_nobody() -> None:
     results = recorded.ROOT / "results"
     listed = [path for path in results.rglob("*") if path.is_file() and path.name != "report.html"]
@@ -346,6 +347,7 @@ def test_a_merge_may_bring_records_and_may_not_change_them(repository: Path) -> 
     assert "run base-seed3: changed; it is in the history until commit" in found
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not (recorded.ROOT / ".git").exists(), reason="not a git checkout: there is no history")
 def test_a_commit_of_before_version_0_2_is_refused_and_not_taken_for_one_without_records() -> None:
     """At that time, a record was a folder with two files."""

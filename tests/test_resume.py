@@ -12,7 +12,7 @@ import pytest
 import training
 import world
 from breaking import flip_a_bit
-from scope import cases
+from tiers import asked, ci
 
 import checkpoint
 import run_record
@@ -57,7 +57,7 @@ def test_killed_at_exact_places_under_torchrun(model, tmp_path) -> None:
     path = tmp_path / "killed.yaml"
     path.write_text(to_yaml(cfg))
     # The second checkpoint is that of two steps. The fourth update after the first is the second one of step 3.
-    places = cases([("checkpoint", 2, 0)], [("update", 4, 1)])
+    places = asked([("checkpoint", 2, 0), ci("update", 4, 1)])
     for number, (place, count, rank) in enumerate(places):
         flag, log = tmp_path / f"flag{number}", tmp_path / f"killed{number}.log"
         fault = ("hang", place, count, rank, flag)
@@ -124,7 +124,7 @@ def plain(model, tmp_path_factory) -> Path:
     return training.run_all({"": ("EP2", training.config(model, tmp_path_factory.mktemp("plain"), **changes))})[""]
 
 
-@pytest.mark.parametrize("layout", cases(["EP2", "TP2_EP2_ETP2"], ["TP1", "DP2", "TP2"]))
+@pytest.mark.parametrize("layout", ["EP2", "TP2_EP2_ETP2", *map(ci, ["TP1", "DP2", "TP2"])])
 def test_another_layout_goes_on_with_the_same_numbers(layout, model, plain, tmp_path) -> None:
     copy = rewound(plain, tmp_path, 2)
     changes = EVERYTHING | {"train__keep_last": 9, "train__resume": str(copy)}
@@ -266,7 +266,7 @@ def test_noise_is_the_same_after_a_resume(model, tmp_path) -> None:
     assert all(row["aqn/probe_gap"] < 1e-5 for row in rows), rows
 
 
-@pytest.mark.parametrize("sync", cases(["merged"], ["adapter"]))
+@pytest.mark.parametrize("sync", ["merged", ci("adapter")])
 def test_a_policy_in_bf16_is_the_same_after_a_resume(sync, model, tmp_path) -> None:
     """With routing replay, and with three updates of the policy after each push."""
     bf16 = {"model__dtype": "bf16", "rollout__sync": sync, "replay__mode": "r3"}
@@ -275,14 +275,12 @@ def test_a_policy_in_bf16_is_the_same_after_a_resume(sync, model, tmp_path) -> N
 
 @pytest.mark.parametrize(
     ("layout", "changes"),
-    cases(
-        [("TP2_EP2", {"rollout__staleness": 2, "optim__prompts_per_update": 2})],
-        [
-            ("TP1", {"rollout__staleness": 1, "aqn__schedule": "constant", "replay__mode": "r2"}),
-            ("EP2", {"rollout__staleness": 1, "model__dtype": "bf16", "rollout__sync": "merged", "replay__mode": "r3"}),
-            ("EP2", {"rollout__staleness": 3, "model__dtype": "bf16", "rollout__sync": "adapter"}),
-        ],
-    ),
+    [
+        ("TP2_EP2", {"rollout__staleness": 2, "optim__prompts_per_update": 2}),
+        ci("TP1", {"rollout__staleness": 1, "aqn__schedule": "constant", "replay__mode": "r2"}),
+        ci("EP2", {"rollout__staleness": 1, "model__dtype": "bf16", "rollout__sync": "merged", "replay__mode": "r3"}),
+        ci("EP2", {"rollout__staleness": 3, "model__dtype": "bf16", "rollout__sync": "adapter"}),
+    ],
 )
 def test_a_resume_samples_with_the_policy_that_would_have_sampled(layout, changes, model, tmp_path) -> None:
     run = assert_a_resume_repeats(layout, model, tmp_path, {"loss__importance": "token"} | changes)

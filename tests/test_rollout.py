@@ -14,7 +14,7 @@ import pytest
 import torch
 import training
 import world
-from scope import cases
+from tiers import ci
 
 import device as devices
 import rollout
@@ -211,7 +211,7 @@ def gathered(cfg: Config, num_prompts: int, step: int) -> Rollout:
     return batch
 
 
-@pytest.mark.parametrize("num_prompts", cases([3], [1, 5]))
+@pytest.mark.parametrize("num_prompts", [3, ci(1), ci(5)])
 def test_every_rank_knows_the_same_rollout_whoever_sampled_it(num_prompts, tmp_path: Path) -> None:
     """This includes fewer prompts than ranks, and a number of prompts that the ranks do not divide."""
     cfg = training.config(tmp_path, tmp_path, rollout__group_size=3, rollout__max_new_tokens=8)

@@ -26,8 +26,8 @@ import torch
 from launched import launch
 from lockstep_ranks import CALLS
 from sampled import DENSE, FREE, assert_alike, flat
-from scope import cases
 from source import ROOT
+from tiers import asked, nightly
 from vllm_ranks import PROMPTS, SEEDS, STALE, perturbed
 
 import device as devices
@@ -47,7 +47,7 @@ def fresh(sampled_models, vllm_of):
     return vllm_of(sampled_models("qwen3")), sampled_models("qwen3")
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_compiled_model_takes_every_push_too(sampled_models, vllm_of, tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_recorded_routes_on_an_npu_need_a_version_or_a_runner_that_records_them(
 # --------------------------------------------------------------------------------------------------- two ranks
 
 
-REPLICATED = cases(["qwen2"], ["qwen3", "qwen2_no_qkv_bias"])
+REPLICATED = asked(["qwen2", nightly("qwen3"), nightly("qwen2_no_qkv_bias")])
 
 
 @pytest.fixture(scope="module")

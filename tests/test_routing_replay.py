@@ -15,13 +15,13 @@ import reference
 import torch
 import world
 from adapted import load, my_rows
-from scope import cases
+from tiers import ci
 
 import model_megatron
 import packing
 import routing_replay
 
-KINDS = cases(["qwen3_moe"], ["qwen2_moe"])
+KINDS = ["qwen3_moe", ci("qwen2_moe")]
 LAYOUTS = ["TP1", "EP2", "TP2_EP2_DP2"]
 
 

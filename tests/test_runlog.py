@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from pytest import MonkeyPatch
 from saved import config_in
-from scope import cases
+from tiers import ci
 
 import run_record
 import runlog
@@ -141,8 +141,8 @@ def test_finish_hashes_the_records(log: runlog.RunLog, capsys: pytest.CaptureFix
 # ---------------------------------------------------------------- resume
 
 
-@pytest.mark.parametrize("tear", cases([b"\x00" * 40, b'{"step": 5, "x": "\xff'], [b"", b'{"step": 5, "rew']))
-@pytest.mark.parametrize("back_to", cases([4, 1], [3, 2]))
+@pytest.mark.parametrize("tear", [b"\x00" * 40, b'{"step": 5, "x": "\xff', ci(b""), ci(b'{"step": 5, "rew')])
+@pytest.mark.parametrize("back_to", [4, 1, ci(3), ci(2)])
 def test_a_rewound_run_equals_one_never_stopped(cfg: Config, tear: bytes, back_to: int, open_run: OpenRun) -> None:
     whole = open_run(cfg, 1, 0)
     fill(whole, 0, 6)

@@ -25,7 +25,7 @@ import training
 import world
 from planting import before, instead
 from refused import refusal
-from scope import cases
+from tiers import ci, nightly
 
 import adapter_weights
 import lora_megatron
@@ -94,7 +94,7 @@ def test_two_trainers_and_two_samplers_under_torchrun_write_what_two_ranks_write
     assert_same_bytes(training.only_run(cfg), reference)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("layout", "changes"),
     [
@@ -115,7 +115,7 @@ def test_other_runs_write_what_ranks_that_do_both_write(layout, changes, model, 
     assert_same_bytes(training.only_run(cfg), expected)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.vllm
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_vllm_on_ranks_of_its_own_writes_what_ranks_that_do_both_write(tensor, tmp_path) -> None:
@@ -132,7 +132,7 @@ def test_vllm_on_ranks_of_its_own_writes_what_ranks_that_do_both_write(tensor, t
     assert_same_bytes(runs[1], runs[0])
 
 
-@pytest.mark.parametrize("layout", cases(["TP2_EP2"], ["DP2"]))
+@pytest.mark.parametrize("layout", ["TP2_EP2", ci("DP2")])
 def test_two_trainers_and_one_sampler_write_what_two_ranks_write(layout, model, tmp_path) -> None:
     """Of the colocated run each rank samples all prompts, as the sampler does, so the batches of decoding are equal.
 
@@ -166,16 +166,14 @@ PLACES = {
     "the step is sampled": [(rollout, "sample_step", 3)],
     "the last step is saved": [(startup.Run, "finish", 1)],
 }
-LOST = cases(
-    [(3, "the policy is taken")],
-    [
-        (0, "the rollout is half taken"),
-        *((0, place) for place in ("the policy is gathered", "the policy is sent", "the step is learned")),
-        *((1, place) for place in ("the policy is gathered", "the rollout is taken", "the step is learned")),
-        *((2, place) for place in ("the policy is taken", "the rollout is half sent", "the step is sampled")),
-        *((3, place) for place in ("the rollout is sent", "the step is sampled")),
-    ],
-)
+LOST = [
+    (3, "the policy is taken"),
+    ci(0, "the rollout is half taken"),
+    *(nightly(0, place) for place in ("the policy is gathered", "the policy is sent", "the step is learned")),
+    *(nightly(1, place) for place in ("the policy is gathered", "the rollout is taken", "the step is learned")),
+    *(nightly(2, place) for place in ("the policy is taken", "the rollout is half sent", "the step is sampled")),
+    *(nightly(3, place) for place in ("the rollout is sent", "the step is sampled")),
+]
 
 
 @pytest.mark.parametrize(("rank", "place"), LOST)
@@ -195,7 +193,7 @@ def test_a_killed_rank_ends_all_others_and_the_resumed_run_has_the_same_bytes(
     assert_same_bytes(training.only_run(cfg), reference)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_run_that_was_killed_after_its_last_step_is_finished_by_the_same_command(model, reference, tmp_path) -> None:
     """The samplers have ended by then; after the restart nothing is left for them to do."""
     cfg = configuration(model, tmp_path / "out")
@@ -207,7 +205,7 @@ def test_a_run_that_was_killed_after_its_last_step_is_finished_by_the_same_comma
     assert_same_bytes(training.only_run(cfg), reference)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_run_goes_on_without_ranks_of_its_own_for_sampling(model, reference, tmp_path) -> None:
     """The machine of the samplers is lost after two steps; the trainers go on with staleness 1, and do both."""
     cfg = configuration(model, tmp_path / "out")
@@ -217,7 +215,7 @@ def test_a_run_goes_on_without_ranks_of_its_own_for_sampling(model, reference, t
     assert_same_bytes(training.only_run(cfg), reference)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_torchrun_ends_with_the_lost_sampler_and_a_restart_goes_on(model, reference, tmp_path) -> None:
     """After the restart, which resumes from step 2, the sampler has no fourth step."""
     cfg, flag = configuration(model, tmp_path / "out"), tmp_path / "flag"
@@ -234,21 +232,21 @@ def test_torchrun_ends_with_the_lost_sampler_and_a_restart_goes_on(model, refere
 
 STALL = 6
 WAITS = "the other side was asked for"
-STALLED = cases(
-    [("stop", 2, "the step is sampled", f"rank 0: stood still for {{}} s after: {WAITS} the policy to be taken ")],
-    [
-        ("stop", 3, "the step is sampled", "rank 2: stood still for {} s after: sync of step 3 "),
-        ("stop", 2, "the policy is taken", f"rank 0: stood still for {{}} s after: {WAITS} the policy to be taken "),
-        ("stop", 0, "the step is learned", f"rank 2: stood still for {{}} s after: {WAITS} "),
-        ("stop", 1, "the step is learned", "rank 0: stood still for {} s after: update of step 3 "),
-        ("stop", 0, "the policy is sent", f"rank 3: stood still for {{}} s after: {WAITS} the policy after 2 steps "),
-        ("hang", 2, "the step is sampled", "rank 2: stood still for {} s after: sync of step 3 "),
-        ("hang", 3, "the step is sampled", "rank 3: stood still for {} s after: sync of step 3 "),
-        ("hang", 0, "the step is learned", "rank 0: stood still for {} s after: update of step 3 "),
-        ("hang", 1, "the rollout is taken", "rank 1: stood still for {} s after: sync of step 3 "),
-        ("hang", 2, "the rollout is half sent", f"rank 2: stood still for {{}} s after: {WAITS} a rollout or "),
-    ],
-)
+STALLED = [
+    ("stop", 2, "the step is sampled", f"rank 0: stood still for {{}} s after: {WAITS} the policy to be taken "),
+    nightly("stop", 3, "the step is sampled", "rank 2: stood still for {} s after: sync of step 3 "),
+    nightly("stop", 2, "the policy is taken", f"rank 0: stood still for {{}} s after: {WAITS} the policy to be taken "),
+    nightly("stop", 0, "the step is learned", f"rank 2: stood still for {{}} s after: {WAITS} "),
+    nightly("stop", 1, "the step is learned", "rank 0: stood still for {} s after: update of step 3 "),
+    nightly(
+        "stop", 0, "the policy is sent", f"rank 3: stood still for {{}} s after: {WAITS} the policy after 2 steps "
+    ),
+    nightly("hang", 2, "the step is sampled", "rank 2: stood still for {} s after: sync of step 3 "),
+    nightly("hang", 3, "the step is sampled", "rank 3: stood still for {} s after: sync of step 3 "),
+    ci("hang", 0, "the step is learned", "rank 0: stood still for {} s after: update of step 3 "),
+    nightly("hang", 1, "the rollout is taken", "rank 1: stood still for {} s after: sync of step 3 "),
+    nightly("hang", 2, "the rollout is half sent", f"rank 2: stood still for {{}} s after: {WAITS} a rollout or "),
+]
 
 
 @pytest.mark.slow
@@ -396,9 +394,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", cases(["a sampler keeps old factors"], [name for name in FAULTS if name != "a sampler keeps old factors"])
-)
+@pytest.mark.parametrize("name", [name if name == "a sampler keeps old factors" else nightly(name) for name in FAULTS])
 def test_a_planted_fault_ends_the_run_and_is_named(name, model, tmp_path) -> None:
     ranks, plant, changes, message = FAULTS[name]
     cfg = configuration(model, tmp_path / "out", **changes)
@@ -407,7 +403,7 @@ def test_a_planted_fault_ends_the_run_and_is_named(name, model, tmp_path) -> Non
     assert f"stopped: {message}" in ended.text and "  look at: " in ended.text, ended.text
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize("ranks", [SAMPLERS, (3,)])
 def test_samplers_that_read_other_questions_end_the_run_before_a_step(ranks, model, tmp_path) -> None:
     cfg = configuration(model, tmp_path / "out")
@@ -457,7 +453,7 @@ def test_what_cannot_work_is_refused_with_what_is_needed(model, tmp_path) -> Non
         assert str(caught.value) == message
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_the_command_refuses_before_it_makes_a_folder(model, tmp_path) -> None:
     ended = apart.run(2, configuration(model, tmp_path / "out"), tmp_path)
     assert ended.codes == [2, 2], ended.text

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import run_scripts
 from published import QWEN3_30B_A3B, QWEN15_MOE
-from scope import cases
+from tiers import ci
 
 from config import load_config
 from inputs import hf_config
@@ -216,7 +216,7 @@ def test_folder_that_the_script_did_not_make_is_left_alone(checkout: Checkout) -
     assert [path.name for path in (checkout.root / "mine").iterdir()] == ["thesis"]
 
 
-@pytest.mark.parametrize("says", cases(["No matching distribution found"], ["ResolutionImpossible"]))
+@pytest.mark.parametrize("says", ["No matching distribution found", ci("ResolutionImpossible")])
 def test_torch_comes_from_its_own_index_when_the_usual_one_lacks_the_cpu_build(says: str, checkout: Checkout) -> None:
     """Nothing else comes from there: pip would ask a second index for every package, and wait for each answer."""
     lacks = {"STUB_PIP_FAILS": "progress-bar off -r .venv/torch.txt", "STUB_PIP_SAYS": says}

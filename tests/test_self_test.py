@@ -23,7 +23,7 @@ import training
 import world
 from planting import Plant, after, before, instead
 from pytest import MonkeyPatch
-from scope import cases
+from tiers import asked, ci, nightly
 from torch import Tensor
 
 import aqn
@@ -102,22 +102,22 @@ def failed(findings: Findings) -> list[str]:
 # ------------------------------------------------------------------------------------------------ sound methods
 
 
-SOUND = dict(cases(
-    {
+SOUND = dict(asked([
+    *{
         "dr-grpo, r3, noise": (
             TINY, "loss.advantage=none", "loss.aggregate=dr-grpo", "replay.mode=r3", "aqn.schedule=qerl",
             "loss.kl=low_var_kl+", "loss.importance=sequence",
         ),
     }.items(),
-    {
+    *(nightly(*item) for item in {
         "Qwen3's, bf16, 4 updates": (QWEN3,),
         "Qwen1.5's, noise and 1 update": (QWEN15, "model.dtype=fp32", "optim.prompts_per_update=96"),
         "noise and icepop": (
             TINY, "aqn.schedule=qerl", "loss.importance=icepop", "loss.importance_low=0.98",
             "loss.importance_clip=1.02",
         ),
-    }.items(),
-))  # fmt: skip
+    }.items()),
+]))  # fmt: skip
 
 
 @pytest.mark.parametrize("method", SOUND)
@@ -194,8 +194,8 @@ def add_the_first_noise(real: Callable, *args) -> dict:
 
 
 NOISY = ("aqn.schedule=constant", "aqn.sigma_start=1e-3")
-FAULTS = dict(cases(  # fault: how it is planted, the check that must find it, overrides of configs/tiny_cpu.yaml
-    {
+FAULTS = dict(asked([  # fault: how it is planted, the check that must find it, overrides of configs/tiny_cpu.yaml
+    *{
         "shuffled advantages": (after(grpo, "group_advantages", lambda found, *_: found.roll(1, 1)), "advantages", ()),
         "the reward of another answer": (after(rollout, "sample", neighbours_rewards), "rewards", ()),
         "the first token masked": (first_token_masked, "gradient", ()),
@@ -224,7 +224,7 @@ FAULTS = dict(cases(  # fault: how it is planted, the check that must find it, o
             after(data_gsm8k, "stop_token_ids", lambda *_: {258}), "answers", (),
         ),
     }.items(),
-    {
+    *(nightly(*item) for item in {
         "advantages of the wrong sign": (after(grpo, "group_advantages", lambda found, *_: -found), "advantages", ()),
         "advantages that are not centred": (
             after(grpo, "group_advantages", lambda found, rewards, *_: rewards), "advantages", (),
@@ -271,11 +271,11 @@ FAULTS = dict(cases(  # fault: how it is planted, the check that must find it, o
                 [*group[:-1], *group[-1:] * num_samples] for group in real(*args, num_samples=1, **more)]),
             "learning", (),
         ),
-    }.items(),
-))  # fmt: skip
+    }.items()),
+]))  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [*list(FAULTS)[:3], *map(ci, list(FAULTS)[3:])])
 def test_a_planted_fault_is_found_by_its_check(fault: str, tmp_path: Path) -> None:
     plant, check, changes = FAULTS[fault]
     findings = judged(tmp_path, plant, TINY, *changes)
@@ -318,7 +318,7 @@ def test_a_loss_without_a_second_formula_is_named_and_all_else_is_still_judged(m
 # ------------------------------------------------------------------------------------------------ the command
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_the_command_reports_in_a_few_lines() -> None:
     command = [sys.executable, "preflight.py", "--self-test", TINY, "loss.kind=cispo"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)

@@ -21,7 +21,7 @@ import training
 import world
 from planting import Plant, after, instead
 from pytest import MonkeyPatch
-from scope import cases
+from tiers import asked, nightly
 from torch import Tensor
 
 import adapter_weights
@@ -138,8 +138,8 @@ def no_tensor_sum(real: Callable, parallel: Parallel, parameters: list[torch.nn.
 DOUBLED = gradients(lambda p, _: 1.0 + replicated(p))  # of replicated factors
 
 
-FAULTS = dict(cases(  # fault: the layout, the check that must find it, how it is planted, overrides
-    {
+FAULTS = dict(asked([  # fault: the layout, the check that must find it, how it is planted, overrides
+    *{
         "expert gradients doubled": ("EP2", "gradient", gradients(lambda p, _: 1.0 + p.is_expert)),
         "expert gradients summed over the wrong group": (
             "EP2", "gradient", instead(Parallel, "sync_gradients_", lambda real, parallel, parameters: real(
@@ -174,7 +174,7 @@ FAULTS = dict(cases(  # fault: the layout, the check that must find it, how it i
             "TP2", "sampler", instead(weights_hf, "gather", lambda real, *args: real(*args).flip(0)),
         ),
     }.items(),
-    {
+    *(nightly(*item) for item in {
         "gradients divided by the number of ranks": ("DP2", "gradient", gradients(lambda *_: 0.5)),
         "gradients of replicated factors doubled": ("TP2", "gradient", DOUBLED),
         "replicated factors not summed over tensor ranks": (
@@ -201,10 +201,10 @@ FAULTS = dict(cases(  # fault: the layout, the check that must find it, how it i
         "metrics summed over tensor ranks": (
             "TP2", "metrics", instead(Parallel, "sum_over_data", lambda _, parallel, x: parallel.sum_over_ranks(x)),
         ),
-    }.items(),
-))  # fmt: skip
-SOUND = dict(cases(  # the method, in one layout each: all of them in all layouts are in docs/self_test.md
-    {
+    }.items()),
+]))  # fmt: skip
+SOUND = dict(asked([  # the method, in one layout each: all of them in all layouts are in docs/self_test.md
+    *{
         "Qwen3's in bf16, with noise": ("EP2", QWEN3, "aqn.schedule=qerl"),
         "routers, r3, dr-grpo": (
             "TP2", TINY, "replay.mode=r3", "loss.aggregate=dr-grpo", "loss.kl=low_var_kl+",
@@ -215,12 +215,12 @@ SOUND = dict(cases(  # the method, in one layout each: all of them in all layout
             "loss.clip_high=4e-4", "optim.tokens_per_micro_batch=64", "loss.skip_equal_groups=true",
         ),
     }.items(),
-    {
+    *(nightly(*item) for item in {
         "Qwen1.5's, cispo, 4 updates, r2, entropy bonus": (
             "TP2", QWEN15, "model.dtype=fp32", "loss.kind=cispo", "replay.mode=r2", "loss.entropy_coef=1e-3",
         ),
-    }.items(),
-))  # fmt: skip
+    }.items()),
+]))  # fmt: skip
 
 
 def judge_each(folder: Path, jobs: list[tuple[str, tuple[str, ...], Plant]]) -> list[Findings]:
@@ -264,12 +264,14 @@ def failed(findings: Findings) -> list[str]:
     return [name for name, (good, _) in findings.items() if not good]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("method", SOUND)
 def test_two_ranks_of_a_sound_method_agree_with_the_reference(method: str, judged: dict[str, Findings]) -> None:
     findings = judged[method]
     assert not failed(findings) and {"rows", "samples", "metrics", "gradient"} <= findings.keys(), findings
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_between_ranks_is_found_by_its_check(fault: str, judged: dict[str, Findings]) -> None:
     findings = judged[fault]
@@ -279,6 +281,7 @@ def test_a_fault_between_ranks_is_found_by_its_check(fault: str, judged: dict[st
 # ------------------------------------------------------------------------------------------------ the command
 
 
+@pytest.mark.ci
 def test_the_command_names_layout_and_place_of_a_fault_on_two_ranks(tmp_path: Path, monkeypatch, capfd) -> None:
     """The faults of a forked command reach its ranks, which it forks."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -61,7 +61,7 @@ def merged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return run, tmp_path / "merged"
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_a_served_export_answers_as_the_trained_policy(merged, server_packages, tmp_path, monkeypatch, capsys) -> None:
@@ -113,7 +113,7 @@ def test_a_served_export_answers_as_the_trained_policy(merged, server_packages, 
     assert moved, "control: the base model answers otherwise"
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_vllm_splits_the_experts_of_an_exported_adapter_as_they_were_trained(merged, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import training
 import world
 from lora_reference import TARGETS
 from planting import Plant, after, instead
-from scope import cases
+from tiers import asked, ci
 from torch import Tensor
 
 import lora_megatron
@@ -35,7 +35,7 @@ from parallel_setup import Parallel
 from tripwires import Tripped
 from weight_sync import WeightSync
 
-LAYOUTS = cases(["TP1", "TP2_EP2"], ["EP2_DP4"])
+LAYOUTS = ["TP1", "TP2_EP2", ci("EP2_DP4")]
 PROBE = [5, 6, 7, 8]
 MERGED = {"model__dtype": "bf16", "rollout__sync": "merged"}
 APART = {"model__dtype": "fp32", "rollout__sync": "adapter"}
@@ -94,7 +94,7 @@ def both_ways(parallel: Parallel, path: Path, changes: dict) -> list[dict]:
 @pytest.mark.parametrize("changes", [MERGED, APART], ids=["merged", "factors apart"])
 def test_shared_memory_changes_no_bit_and_saves_a_copy(changes: dict, tmp_path: Path) -> None:
     path = reference.save("qwen2_moe", tmp_path)
-    for ranks in world.in_layouts(LAYOUTS, both_ways, path, changes).values():
+    for ranks in world.in_layouts(asked(LAYOUTS), both_ways, path, changes).values():
         for once, twice in ranks:
             for what in ("log-probs", "gradients", "held"):
                 assert all(map(torch.equal, once[what], twice[what])), what
@@ -178,7 +178,7 @@ WRONG: dict[str, tuple[Plant, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", cases(["TP1"], ["TP2_EP2"]))
+@pytest.mark.parametrize("layout", ["TP1", ci("TP2_EP2")])
 @pytest.mark.parametrize("fault", WRONG)
 def test_a_wrong_merge_in_the_shared_memory_stops_the_run(fault: str, layout: str, tmp_path: Path) -> None:
     """No difference of log-probs shows it, because trainer and sampler have the same wrong experts."""

@@ -11,10 +11,10 @@ import re
 from pathlib import Path
 
 import pytest
-import scope
 import torch
 import training
 from launched import launch
+from tiers import asked, nightly
 
 import data_gsm8k
 import smol_model
@@ -56,6 +56,7 @@ def prompt(folder: Path) -> list[int]:
 
 @needs_packages
 @torch.no_grad()
+@pytest.mark.ci
 def test_logits_are_those_of_the_dense_network_and_each_expert_matters(folder: Path, dense) -> None:
     from transformers import Qwen2MoeForCausalLM
 
@@ -73,6 +74,7 @@ def test_logits_are_those_of_the_dense_network_and_each_expert_matters(folder: P
 
 @needs_packages
 @torch.no_grad()
+@pytest.mark.ci
 def test_sampler_gives_the_greedy_answer_of_the_dense_network(folder: Path, dense) -> None:
     arch, ids = hf_config.read(folder), prompt(folder)
     sampler = TorchSampler(arch, stop_tokens={2}, pad_token=2, dtype=torch.float32, device=torch.device("cpu"))
@@ -105,6 +107,7 @@ BY_LLAMA_CPP = {
 
 
 @needs_packages
+@pytest.mark.ci
 def test_tokens_are_those_of_llama_cpp_and_of_transformers_gguf_reader(folder: Path, gsm8k: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -113,7 +116,7 @@ def test_tokens_are_those_of_llama_cpp_and_of_transformers_gguf_reader(folder: P
     problems = [data_gsm8k.problem(rng, 1, 49, False, (1, 3)) for _ in range(50)]
     texts = [f"{problem.question}\n{data_gsm8k.solution(problem.lines)}" for problem in problems]
     rows, _ = question_files.read(gsm8k / "train.jsonl")
-    texts += [f"{row.question}\n{row.answer}" for row in rows[: 1000 if scope.all_asked else 100]]
+    texts += [f"{row.question}\n{row.answer}" for row in rows[: asked([100, nightly(1000)])[-1]]]
     plain = [text for text in [*texts, "it's 1,234.50$ for 2/3 of 10%"] if not re.search(r"\s\s\d", text)]
     assert len(plain) > 100
     for text, ids in ({text: theirs.encode(text, add_special_tokens=False) for text in plain} | BY_LLAMA_CPP).items():
@@ -137,9 +140,12 @@ def test_chat_template_and_special_tokens_are_those_of_the_file(folder: Path) ->
     ("ranks", "settings", "gap"),  # largest mean difference between sampler and trainer, nats a token
     [
         (1, ["model.dtype=bf16"], 1e-3),  # 0, because both round alike; 0.03 with Intel's AMX, see below
-        pytest.param(2, ["parallel.expert=2", "rollout.engine=vllm"], 1e-4, marks=[pytest.mark.full, pytest.mark.vllm]),
+        pytest.param(
+            2, ["parallel.expert=2", "rollout.engine=vllm"], 1e-4, marks=[pytest.mark.nightly, pytest.mark.vllm]
+        ),
     ],
 )
+@pytest.mark.ci
 def test_a_training_of_three_steps(folder: Path, tmp_path: Path, ranks, settings, gap, monkeypatch) -> None:
     """Two ranks that share the experts, with vLLM; bf16: the third step samples with adapters that were trained."""
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")  # AMX rounds a row otherwise in a batch of another size

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 from scipy import stats
-from scope import cases
+from tiers import nightly
 
 import report
 from lab import comparisons
@@ -100,7 +100,7 @@ REGIMES = {  # spread of a training, taste of a method
 
 
 @pytest.mark.parametrize("regime", REGIMES)
-@pytest.mark.parametrize("seeds", cases([3], [5]))
+@pytest.mark.parametrize("seeds", [3, nightly(5)])
 def test_of_null_comparisons_at_most_one_in_twenty_is_called_different(regime: str, seeds: int) -> None:
     found = comparisons.effect(outcomes(1000, seeds, 500, *REGIMES[regime]))
     assert np.mean(found.p_value() < 0.05) <= 0.05 + 0.015
@@ -115,14 +115,14 @@ def test_an_interval_that_counts_questions_only_would_find_winners_in_noise() ->
     assert np.mean(comparisons.effect(flat).p_value() < 0.05) > 0.3
 
 
-@pytest.mark.parametrize("regime", cases([*REGIMES][-1:], [*REGIMES][:-1]))
+@pytest.mark.parametrize("regime", [*[*REGIMES][-1:], *map(nightly, [*REGIMES][:-1])])
 def test_the_interval_holds_a_true_effect(regime: str) -> None:
     found = comparisons.effect(outcomes(1000, 4, 500, *REGIMES[regime], gain=0.06, seed=1))
     low, high = found.interval()
     assert np.mean((low <= 0.06) & (0.06 <= high)) >= 0.95 - 0.015
 
 
-@pytest.mark.parametrize("spread", cases([0.03], [0.01]))
+@pytest.mark.parametrize("spread", [0.03, nightly(0.01)])
 def test_power_is_what_the_plan_states(spread: float) -> None:
     """An effect of the planned size is found as often as stated, within what simulation and rounding leave."""
     null = outcomes(200, 5, 500, spread, 0.0, seed=2)

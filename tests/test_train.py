@@ -20,7 +20,7 @@ import training
 import world
 from planted import both, pushed_otherwise
 from planting import after
-from scope import cases
+from tiers import asked, ci, nightly
 
 import data_gsm8k
 import grpo
@@ -34,8 +34,10 @@ from inputs.files import InputError
 from inputs.scoring import Scorer
 from lab import trackers
 
-LAYOUTS = ["TP2_EP2_DP2", "TP2_EP2_ETP2"]  # test_lora.py covers the two kinds of layouts that --all leaves out here
-LAYOUTS = cases(LAYOUTS, [name for name in world.LAYOUTS if name not in ("TP1", "TP8", "TP4_EP4_ETP4", *LAYOUTS)])
+FIRST = ["TP2_EP2_DP2", "TP2_EP2_ETP2"]
+ELSEWHERE = ("TP1", "TP8", "TP4_EP4_ETP4")  # test_lora.py covers the kinds of the last two
+OTHERS = [name for name in world.LAYOUTS if name not in (*FIRST, *ELSEWHERE)]
+LAYOUTS = [*FIRST, *(ci(name) if world.LAYOUTS[name][0] <= 4 else nightly(name) for name in OTHERS)]
 TWO_UPDATES = {"optim__prompts_per_update": 3, "train__steps": 2}
 ONE_ROW = {"optim__tokens_per_micro_batch": 108}  # = max_prompt_tokens + max_new_tokens: a micro-batch is one row
 ROUTER_TOO = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router")
@@ -73,16 +75,19 @@ SPLITS = {  # the same step, split in another way
     "TP2_EP2": ("TP2_EP2", {}),
     "EP2, one row, recompute": ("EP2", ONE_ROW | {"model__recompute": True}),
 }
-PAIRS = list(zip(OPTIONS, itertools.cycle(SPLITS), strict=False))
-PAIRS = cases(PAIRS, [pair for pair in itertools.product(OPTIONS, SPLITS) if pair not in PAIRS])
+ONCE = list(zip(OPTIONS, itertools.cycle(SPLITS), strict=False))  # each option in one split
+PAIRS = [*ONCE[::2], *(ci(*pair) for pair in ONCE[1::2])]
+PAIRS += [nightly(*pair) for pair in itertools.product(OPTIONS, SPLITS) if pair not in ONCE]
 TWO_ROWS = {"rollout__prompts_per_step": 2, "rollout__group_size": 2, "optim__prompts_per_update": 1}
 FEW = {  # fewer sequences than data ranks; sometimes no sequence is trained
     "two rows an update, replayed": TWO_ROWS | {"replay__mode": "r3"},
     "nothing to learn": {"rollout__top_k": 1, "rollout__group_size": 2, "loss__skip_equal_groups": True},
-} | dict(cases([], [("two rows an update", TWO_ROWS)]))  # fmt: skip
+    "two rows an update": TWO_ROWS,
+}
+FEW_NAMES = [*list(FEW)[:2], ci("two rows an update")]
 MIXED = {"rollout__group_size": 24, "train__steps": 2}  # a group is all right or all wrong once in eight million
 KINDS = ("qwen3_moe", "qwen2_moe")
-BF16 = cases(["qwen3_moe"], ["qwen2_moe"])
+BF16 = ["qwen3_moe", ci("qwen2_moe")]
 
 
 def column(run_dir: Path, key: str) -> list[float]:
@@ -99,15 +104,17 @@ def models(tmp_path_factory) -> dict[str, Path]:
 def runs(models, tmp_path_factory) -> dict[str, Path]:
     """All runs that are compared with each other. Runs with the same number of ranks share one world."""
     out = tmp_path_factory.mktemp("runs")
-    jobs = {layout: (layout, TWO_UPDATES) for layout in ("TP1", *LAYOUTS)}
+    jobs = {layout: (layout, TWO_UPDATES) for layout in ("TP1", *asked(LAYOUTS))}
     jobs |= {f"{kind} {layout}": (layout, {}) for kind in KINDS for layout in ("TP1", "TP2_EP2")}
     jobs |= {option: ("TP1", TWO_UPDATES | changes) for option, changes in OPTIONS.items()}
-    for option, split in PAIRS:
+    for option, split in asked(PAIRS):
         layout, changes = SPLITS[split]
         jobs[f"{option}: {split}"] = layout, TWO_UPDATES | OPTIONS[option] | changes
-    jobs |= {f"{name} {where}": (where, TWO_UPDATES | FEW[name]) for name in FEW for where in ("TP1", "EP2_DP4")}
+    jobs |= {
+        f"{name} {where}": (where, TWO_UPDATES | FEW[name]) for name in asked(FEW_NAMES) for where in ("TP1", "EP2_DP4")
+    }
     jobs["again"] = "TP2_EP2", {"train__profile_steps": (2,), "train__trackers": ("tensorboard",)}
-    jobs |= {f"bf16 {kind}": ("TP2_EP2", {"model__dtype": "bf16"}) for kind in BF16}
+    jobs |= {f"bf16 {kind}": ("TP2_EP2", {"model__dtype": "bf16"}) for kind in asked(BF16)}
     jobs["r3"] = "TP1", TWO_UPDATES | {"replay__mode": "r3"}
     jobs["skipped at once"] = ("TP1", {"loss__skip_equal_groups": True})
     jobs |= {f"no equal groups{' dynamic' * (n > 0)}": ("TP1", MIXED | {"rollout__dynamic_rounds": n}) for n in (0, 2)}
@@ -139,7 +146,7 @@ def test_both_architectures_and_one_update_a_step(kind, runs) -> None:
     training.assert_same_metrics(runs[f"{kind} TP2_EP2"], runs[f"{kind} TP1"])
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", FEW_NAMES)
 def test_ranks_without_a_row_of_their_own_change_nothing(name, runs) -> None:
     training.assert_same_metrics(runs[f"{name} EP2_DP4"], runs[f"{name} TP1"])
     if name == "nothing to learn":
@@ -243,7 +250,8 @@ def test_the_load_of_the_experts_and_the_speed_are_recorded(runs) -> None:
 
 
 @pytest.mark.parametrize(
-    "run", [f"{kind} {layout}" for kind in KINDS for layout in ("TP1", "TP2_EP2")] + [f"bf16 {kind}" for kind in BF16]
+    "run",
+    [f"{kind} {layout}" for kind in KINDS for layout in ("TP1", "TP2_EP2")] + ["bf16 qwen3_moe", ci("bf16 qwen2_moe")],
 )
 def test_the_first_step_starts_at_the_reference(run, runs) -> None:
     """B is 0, so policy and reference are the same model. There is one update, so the ratio is 1."""
@@ -258,7 +266,7 @@ def test_sampler_and_trainer_agree_in_fp32_and_nearly_in_bf16(runs) -> None:
         if not label.startswith(("bf16", "rounded", "nothing to learn")):
             assert max(column(run, "rollout/logp_gap_max")) <= 1e-5, label
     assert min(column(runs["rounded mis"], "rollout/logp_gap_max")) > 1e-3  # it samples from other weights
-    for kind in BF16:
+    for kind in asked(BF16):
         gaps = [column(runs[f"bf16 {kind}"], f"rollout/logp_gap_{what}") for what in ("mean", "max")]
         print(f"bf16 {kind}: gap of sampler and trainer, mean {max(gaps[0]):.5f}, largest {max(gaps[1]):.5f} nats")
         assert 0 < max(gaps[0]) < 0.02 and max(gaps[1]) < 1  # a token that takes another expert differs strongly
@@ -298,7 +306,7 @@ EDGE = 0.05  # so small gates are nearly undecided: a disturbance changes the ch
 DISTURBANCE = 0.002
 
 
-@pytest.mark.parametrize("mode", cases(["r3"], ["r2"]))
+@pytest.mark.parametrize("mode", ["r3", ci("r2")])
 def test_packed_lines_replay_as_padded_rows_do(mode: str, runs, models, tmp_path: Path) -> None:
     cfg = training.config(models["qwen3_moe"], tmp_path, **TWO_UPDATES, replay__mode=mode)
     assert training.raised(training.pad_rows, cfg) == [(InputError, "")]

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import breaking
 import pytest
-import scope
 import training
 import world
 from planted import FEW, LARGE, NOISE, SURE, every_answer_parsable, gate_permuted, solved_after_two_steps, sure_policy
 from source import ROOT
+from tiers import asked, ci, nightly
 from training import raised
 
 import runlog
@@ -240,7 +240,7 @@ def test_noise_shows_on_a_policy_that_is_sure_of_every_token(model: Path, tmp_pa
 SOUND = {  # all tripwires on `stop`
     "many steps of noise and replay": (
         "TP1",
-        {"train__steps": 200 if scope.all_asked else 40, "optim__lr": 1e-3, "aqn__schedule": "qerl",
+        {"train__steps": asked([40, nightly(200)])[-1], "optim__lr": 1e-3, "aqn__schedule": "qerl",
          "replay__mode": "r3", "loss__importance": "token",
          "lora__targets": ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router")},
     ),
@@ -252,7 +252,7 @@ SOUND = {  # all tripwires on `stop`
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SOUND)
+@pytest.mark.parametrize("name", [*list(SOUND)[:3], ci(list(SOUND)[3])])
 def test_no_tripwire_fires_in_a_sound_run(name: str, model: Path, tmp_path: Path) -> None:
     layout, changes = SOUND[name]
     cfg = training.config(model, tmp_path, **FEW | ALL_STOP | changes)
@@ -262,6 +262,7 @@ def test_no_tripwire_fires_in_a_sound_run(name: str, model: Path, tmp_path: Path
     assert len(training.metrics(run)) == cfg.train.steps
 
 
+@pytest.mark.ci
 def test_in_a_recorded_run_only_the_checks_of_the_answers_fire_and_where_its_log_says_so() -> None:
     """Shuffled rewards, noise and a high temperature do spoil the answers; all other checks are silent."""
     of_answers = {"truncated", "unparsable"}
@@ -328,6 +329,7 @@ LEGITIMATE = {
     "dynamic sampling": {"rollout__dynamic_rounds": 3},
     "groups that are equal left out": {"loss__skip_equal_groups": True, "loss__mask_truncated": True},
 }  # fmt: skip
+UNUSUAL = [*list(LEGITIMATE.items())[:6], *(nightly(*one) for one in list(LEGITIMATE.items())[6:])]
 ON_SEVERAL_RANKS = {
     "two updates, router": ("TP2_EP2_DP2", {"lora__targets": ("linear_qkv", "router"), "optim__prompts_per_update": 2}),
     "bf16, split experts": ("TP2_EP2_ETP2", {"model__dtype": "bf16"}),
@@ -341,7 +343,7 @@ def test_no_check_stops_an_unusual_but_legitimate_run_or_warns(model: Path, tmp_
     which concern bad training. Four tokens are too few for most answers to end."""
     quiet = {f"checks__{name}": "off" for name in ("unparsable", "truncated", "gradient_spike", "entropy", "collapse")}
     jobs = dict(ON_SEVERAL_RANKS)
-    for number, (name, changes) in enumerate(LEGITIMATE.items()):
+    for number, (name, changes) in enumerate(asked(UNUSUAL)):
         layout, dtype = PLACES[number % len(PLACES)]
         jobs[name] = layout, {"model__dtype": dtype} | changes
     runs = training.run_all(

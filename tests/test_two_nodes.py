@@ -15,7 +15,7 @@ from pathlib import Path
 import launched
 import pytest
 import training
-from scope import cases
+from tiers import ci
 
 from config import to_yaml
 
@@ -52,7 +52,7 @@ def listens(port: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", cases([1], [0]))
+@pytest.mark.parametrize("rank", [1, ci(0)])
 def test_a_node_that_is_lost_ends_the_other_with_a_message(rank, model, tmp_path) -> None:
     """One process hangs at its second update, so the moment is known; then its whole node gets SIGKILL.
 

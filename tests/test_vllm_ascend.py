@@ -58,7 +58,7 @@ import config
 from engines.drawing import uniforms_of
 from engines.vllm_engine import VllmEngine
 
-pytestmark = pytest.mark.vllm_ascend
+pytestmark = [pytest.mark.vllm_ascend, pytest.mark.nightly]
 
 SIZES = dict(vocab_size=512, hidden_size=256, num_heads=4, num_kv_heads=4, head_dim=128, num_experts=8, expert_width=64)
 SCRIPTS = [name for name in run_scripts.SCRIPTS if "npu" in name or "node" in name]

@@ -16,7 +16,7 @@ import training
 import world
 from lora_reference import TARGETS
 from planting import instead
-from scope import cases
+from tiers import ci
 from torch import Tensor
 
 import aqn
@@ -29,7 +29,7 @@ from knobs import Config
 from parallel_setup import Parallel
 from weight_sync import WeightSync
 
-KINDS = cases(["qwen2_moe"], ["qwen3_moe"])
+KINDS = ["qwen2_moe", ci("qwen3_moe")]
 LAYOUTS = ["TP1", "TP2_EP2"]
 PROBE = [5, 6, 7, 8]
 SIGMAS = [0.0, 0.01, 0.001]  # of a qerl run of three steps in three stages

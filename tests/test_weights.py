@@ -19,7 +19,7 @@ import safetensors.torch
 import torch
 import world
 from safetensors.torch import load_file, save_file
-from scope import cases
+from tiers import asked
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,7 +30,7 @@ from inputs.files import InputError
 from parallel_setup import Parallel
 
 KINDS = ["qwen3_moe", "qwen2_moe"]
-LAYOUTS = cases(world.FEW, ["EP2_DP4", "TP8_EP8", "TP4_EP4_ETP4", "TP4_EP16"])
+LAYOUTS = [*map(world.tiered, (*world.FEW, "EP2_DP4", "TP8_EP8", "TP4_EP4_ETP4", "TP4_EP16"))]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
 EXPERT = "model.layers.0.mlp.experts.3.down_proj.weight"
@@ -111,7 +111,7 @@ def folders(tmp_path_factory) -> dict[tuple[str, str], Path]:
 
 @pytest.fixture(scope="module")
 def everywhere(folders) -> dict[str, list]:
-    return world.in_layouts(LAYOUTS, round_trip, folders)
+    return world.in_layouts(asked(LAYOUTS), round_trip, folders)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -13,9 +13,10 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
-from scope import cases
+from _pytest.mark import ParameterSet
 
 import device as devices
 import parallel_setup
@@ -39,9 +40,17 @@ LAYOUTS = {  # name: (ranks, tensor, expert, expert_tensor)
     "TP4_EP4_ETP4": (16, 4, 4, 4),
     "TP4_EP16": (16, 4, 16, 1),
 }
-# Every dimension alone and beside others; the others of LAYOUTS have more ranks.
+# Every dimension alone and beside others.
 FEW = ("TP1", "DP2", "TP2", "EP2", "TP2_EP2", "TP2_EP2_DP2", "TP2_EP2_ETP2")
-TESTED = cases(FEW, [name for name in LAYOUTS if name not in FEW])
+
+
+def tiered(layout: str, *values: object) -> ParameterSet:
+    """A case of ``values``, or of the layout's name, in the runs in which its layout is tested."""
+    marks = () if layout in FEW else pytest.mark.ci if LAYOUTS[layout][0] <= 4 else pytest.mark.nightly
+    return pytest.param(*(values or [layout]), marks=marks)
+
+
+TESTED = [tiered(name) for name in LAYOUTS]
 
 
 def run(ranks: int, function: Callable, *args) -> list:

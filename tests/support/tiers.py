@@ -1,0 +1,35 @@
+"""In which runs of run_tests.sh a case is: a developer's, also --ci, or only --all.
+
+The marks `ci` and `nightly` say it, of a test or of a case of one. Without a mark it is in all runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from _pytest.mark import ParameterSet
+
+left_out = {"ci", "nightly"}  # the marks that do not run; conftest.py sets it before the first test file is imported
+
+
+def ci(*values: object) -> ParameterSet:
+    """A case that is too slow for a developer's run."""
+    return pytest.param(*values, marks=pytest.mark.ci)
+
+
+def nightly(*values: object) -> ParameterSet:
+    """A case that is too slow for each push."""
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
+def asked(cases: Iterable) -> list[Any]:
+    """The values of those cases that run, for what measures several at once."""
+    values = []
+    for case in cases:
+        if not isinstance(case, ParameterSet):
+            values.append(case)
+        elif not left_out & {mark.name for mark in case.marks}:
+            values.append(case.values[0] if len(case.values) == 1 else case.values)
+    return values
