@@ -6,7 +6,8 @@
 #
 # There is a case of every property. --ci adds what each push runs: more layouts, torchrun, stand-ins for an NPU, real
 # packages. --all adds what is for a night: 16 ranks, all pairs of options, all planted faults for all checks.
-# Two processes share the test files. With -n 0, one process runs all; pytest's options --pdb and -s need that.
+# Two processes share the test files. The files that import vLLM run in the same process. With -n 0, one process runs all;
+# pytest's options --pdb and -s need that.
 
 set -euo pipefail
 
@@ -57,4 +58,4 @@ case "$(uname -s) $(uname -m)" in
         if [ -n "$TORCH_NPU_DIR" ]; then install_aside "$TORCH_NPU_DIR" --only-binary=:all: torch-npu==2.13.0; fi ;;
 esac
 
-exec "$VENV/bin/python" -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"
+exec "$VENV/bin/python" -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder "$@"

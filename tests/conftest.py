@@ -6,8 +6,10 @@ import functools
 import importlib.machinery
 import importlib.util
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import cann_stub
 import pytest
@@ -29,17 +31,28 @@ def pytest_configure(config: pytest.Config) -> None:
         tiers.left_out = set()
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files with slow tests come first: run_tests.sh has two processes, and the last files should be short."""
+    """Files with slow tests come first: run_tests.sh has two processes, and the last files should be short.
+
+    One process runs all tests of a group, one after the other. A file is a group of its own unless it names another.
+    """
     if left_out := [item for item in items if tiers.left_out & {mark.name for mark in item.iter_markers()}]:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    slow = {group_of(item) for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: group_of(item) not in slow)
     if importlib.util.find_spec("vllm") is None:
         for item in items:
             if item.get_closest_marker("vllm"):
                 item.add_marker(NO_VLLM)
+
+
+def group_of(item: pytest.Item) -> str:
+    return item.get_closest_marker("xdist_group").args[0]
 
 
 @pytest.fixture(scope="module")
@@ -64,19 +77,31 @@ def sampled_models(tmp_path_factory) -> Callable:
     return get
 
 
+@pytest.fixture(scope="session")
+def vllm_imported() -> None:
+    """vLLM is imported in this process, so that no forked world imports it again, which takes 9 CPU seconds."""
+    import torch
+
+    from engines.vllm_inside import surroundings_kept
+    from inputs import environment
+
+    variables = {variable.name: os.environ.get(variable.name, variable.value) for variable in environment.VLLM}
+    with mock.patch.dict(os.environ, variables), surroundings_kept(torch.device("cpu")), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # vLLM's own deprecations
+        from vllm import LLM  # noqa: F401
+
+
 @pytest.fixture(scope="module")
-def vllm_of() -> Iterator[Callable]:
+def vllm_of(vllm_imported) -> Iterator[Callable]:
     """A function that gives vLLM's engine of a model, with its weights. Each engine is made once, in a world of one.
 
-    World and environment are restored at the end.
+    World and environment are restored at the end of the file: other files of the same process fork worlds of their own.
     """
     import torch.distributed as dist
     from sampled import Model, randomness
+    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
     from engines.vllm_engine import VllmEngine
-
-    variables = dict(os.environ)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     @functools.cache
     def made(model: Model, **options) -> VllmEngine:
@@ -92,13 +117,11 @@ def vllm_of() -> Iterator[Callable]:
         engine.load_weights(model.tensors.items())
         return engine
 
-    yield get
-    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
-
-    destroy_model_parallel()
-    destroy_distributed_environment()
-    os.environ.clear()
-    os.environ.update(variables)
+    with mock.patch.dict(os.environ):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        yield get
+        destroy_model_parallel()
+        destroy_distributed_environment()
 
 
 @pytest.fixture(scope="session")

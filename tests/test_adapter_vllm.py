@@ -39,6 +39,7 @@ from knobs import LoraConfig
 from parallel_setup import Parallel
 from weight_sync import WeightSync
 
+pytestmark = pytest.mark.xdist_group("vllm")  # the files that import vLLM share a process
 ROOT = Path(__file__).parents[1]
 ALL = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 RANK, ALPHA = 4, 6.5  # vLLM makes room for rank 8; alpha / rank is no power of two
@@ -61,7 +62,7 @@ def follow(parallel: Parallel, path: Path) -> dict:
     engine = VllmEngine(arch, path, stop_tokens={9}, max_tokens=360, kv_cache_mib=8, adapter=config(path).lora)
 
     def sampled() -> list[list[Completion]]:
-        return engine.sample(PROMPTS, seeds=SEEDS, **FREE)
+        return engine.sample(PROMPTS, seeds=SEEDS, **FREE | {"max_new_tokens": 4})
 
     def gap(answers: list[list[Completion]], **changed) -> float:
         merged.hf.load_state_dict(dict(weights_hf.export(model, arch, parallel)) | changed)
@@ -98,7 +99,9 @@ def follow(parallel: Parallel, path: Path) -> dict:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_logp_after_every_push_is_that_of_transformers_with_merged_weights_and_the_noise(tmp_path: Path) -> None:
+def test_logp_after_every_push_is_that_of_transformers_with_merged_weights_and_the_noise(
+    vllm_imported, tmp_path: Path
+) -> None:
     path = reference.save("qwen2_moe", tmp_path, **DENSE)
     assert not any(hf_config.read(path).moe_layers)
     for label, found in world.in_layouts(["TP1"], follow, path)["TP1"][0].items():
@@ -124,9 +127,10 @@ def make_dense(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.ci
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_a_run_samples_and_evaluates_as_with_merged_weights(tmp_path: Path) -> None:
+def test_a_run_samples_and_evaluates_as_with_merged_weights(vllm_imported, tmp_path: Path) -> None:
     """With the same questions, seeds and tripwires, log-probs, answers and updates agree up to rounding."""
     model = make_dense(tmp_path / "model")
     shared = dict(lora__rank=RANK, lora__alpha=ALPHA, eval__every=1, **NOISE | {"aqn__schedule": "qerl"})

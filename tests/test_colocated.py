@@ -36,6 +36,7 @@ from engines import vllm_ascend, vllm_colocated, vllm_engine, vllm_inside
 from inputs import environment, hf_config
 from inputs.files import InputError
 
+pytestmark = pytest.mark.xdist_group("vllm")  # the files that import vLLM share a process
 RANKS, TENSOR, DATA = 16, 4, 4
 # Qwen3-30B-A3B's heads and experts, everything else small; a dense layer in the middle.
 QWEN3 = dict(num_attention_heads=32, num_key_value_heads=4, head_dim=32, num_experts=128, num_experts_per_tok=8,
@@ -153,6 +154,7 @@ def ranks(request, tmp_path_factory) -> Iterator[tuple[str, dict[int, tuple]]]:
     yield kind, found
 
 
+@pytest.mark.ci
 @pytest.mark.vllm
 @pytest.mark.slow
 class TestAgainstVllm:

@@ -24,6 +24,7 @@ from engines.interface import Completion, Rule, fault_of_log_probs
 from engines.torch_sampler import TorchSampler
 from inputs.files import InputError
 
+pytestmark = pytest.mark.xdist_group("vllm")  # the files that import vLLM share a process
 VOCABULARY = 40
 UNTRUNCATED = Rule(1, 1.0, 1.0, 0)
 

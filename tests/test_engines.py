@@ -22,6 +22,7 @@ from engines.vllm_engine import VllmEngine
 from inputs.files import InputError
 from weights_hf import fused_group
 
+pytestmark = pytest.mark.xdist_group("vllm")  # the files that import vLLM share a process
 NAMES = ["qwen3", "qwen2", "olmoe", ci("qwen2_no_qkv_bias")]
 LONG = PROMPTS[4]  # 322 tokens
 LAYER_2 = "model.layers.2."

@@ -38,6 +38,7 @@ from inputs import environment, hf_config
 from inputs.files import InputError
 from weights_hf import fused_group
 
+pytestmark = pytest.mark.xdist_group("vllm")  # the files that import vLLM share a process
 LONG = 4  # PROMPTS[LONG] has 322 tokens, more than two blocks of vLLM's prefix cache
 
 
@@ -271,6 +272,7 @@ def of_ranks(out: Path, name: str) -> list:
     return [json.loads((out / name.format(rank=rank)).read_text()) for rank in range(2)]
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_two_replicas_and_one_of_two_ranks_sample_what_one_rank_samples(
@@ -295,6 +297,7 @@ def test_two_replicas_and_one_of_two_ranks_sample_what_one_rank_samples(
                         assert (torch.tensor(found) - expected).abs().max() <= 1e-5
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_ranks_sample_in_lockstep_what_they_would_alone_and_end_together(two_ranks) -> None:
