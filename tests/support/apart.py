@@ -43,7 +43,7 @@ def run(ranks: int, cfg: Config, folder: Path, plant: Plant = lambda patch: None
     path.write_text(to_yaml(cfg))
     training.import_before_the_fork()
     began = time.monotonic()
-    processes = world.start_as_torchrun(ranks, command, plant, [str(path)], log=log)
+    processes, store = world.start_as_torchrun(ranks, command, plant, [str(path)], log=log)
     order: list[int] = []
     last = began
     while len(order) < ranks and time.monotonic() < began + seconds:

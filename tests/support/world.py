@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import socket
 import sys
 import tempfile
 import traceback
@@ -95,17 +94,23 @@ def as_torchrun(ranks: int, function: Callable, *args, log: Path | None = None) 
 
     The result of the function is the exit code, and its output goes to ``log``. If one process fails, the others go on.
     """
-    processes = start_as_torchrun(ranks, function, *args, log=log)
+    processes, store = start_as_torchrun(ranks, function, *args, log=log)
     for process in processes:
         process.join()
     return [process.exitcode for process in processes]
 
 
-def start_as_torchrun(ranks: int, function: Callable, *args, log: Path | None = None) -> list:
-    """The same processes in rank order, as soon as they have started."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+def start_as_torchrun(ranks: int, function: Callable, *args, log: Path | None = None) -> tuple[list, dist.TCPStore]:
+    """The same processes in rank order, as soon as they have started, and the store to keep until they have ended."""
+    # The port is bound before its number is known, so no other process can take it. As under torchrun's agent, the
+    # store belongs to the process that starts the ranks.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meet = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
     processes = []
     for rank in range(ranks):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
@@ -114,7 +119,7 @@ def start_as_torchrun(ranks: int, function: Callable, *args, log: Path | None = 
         processes.append(fork.Process(target=_launched, args=(variables, log, function, args)))
     for process in processes:
         process.start()
-    return processes
+    return processes, store
 
 
 def _launched(variables: dict[str, str], log: Path | None, function: Callable, args: tuple) -> None:
