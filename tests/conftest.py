@@ -1,4 +1,4 @@
-"""Fixtures that several test files use, the options --ci and --all, the order of the files, the skip without vLLM."""
+"""Fixtures that several test files use, options of the command, the order of files, skips without vLLM."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ NO_VLLM = pytest.mark.skip(reason="vllm is not installed; needed: requirements/c
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--ci", action="store_true", help="also the tests of each push: more layouts, real packages")
     parser.addoption("--all", action="store_true", help="also the nightly tests: all layouts, options and faults")
+    parser.addoption("--plant", metavar="NAME", help="plant a fault of tests/support/planted.py: tests should fail")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -29,6 +30,11 @@ def pytest_configure(config: pytest.Config) -> None:
         tiers.left_out = {"nightly"}
     if config.getoption("--all"):
         tiers.left_out = set()
+    if name := config.getoption("--plant"):
+        # Before test files are imported, because they import functions of the product by name.
+        import planted
+
+        config.add_cleanup(planted.for_the_session(name).undo)
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups

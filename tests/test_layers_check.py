@@ -9,30 +9,24 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 
+import planted
 import pytest
 import torch
 import training
 import world
-from planted import without_update
-from planting import Plant, after, before, instead
+from planting import Plant
 from pytest import MonkeyPatch
 from scipy import stats
 from tiers import asked, nightly
-from torch import Tensor
 
 import rollout
 from checks import layers_check, sampling_check
 from config import load_config, to_yaml
-from engines import drawing
-from engines.torch_sampler import TorchSampler
 from inputs import hf_config
 from inputs.files import InputError
-from lora_megatron import LoRAGroupedLinear
 from parallel_setup import Parallel
-from weight_sync import WeightSync
 
 SIZES = {
     "tiny_model__architecture": "qwen2_moe", "tiny_model__vocab_size": 320, "tiny_model__hidden_size": 32,
@@ -40,14 +34,6 @@ SIZES = {
     "tiny_model__num_experts": 16, "tiny_model__experts_per_token": 4, "tiny_model__expert_width": 32,
     "train__seed": 1, "tiny_model__warm_start_steps": 0, "rollout__max_new_tokens": 16,
 }  # fmt: skip
-
-
-def skip_second_replica(real: Callable, sync: WeightSync) -> None:
-    """The engine of the second rank keeps its base weights."""
-    with MonkeyPatch.context() as patch:
-        if sync.parallel.rank == 1:
-            patch.setattr(sync.engine, "load_weights", lambda tensors: [None for _ in tensors])
-        real(sync)
 
 
 def check(folder: Path, fault: Plant, dtype: str = "bf16") -> tuple[list[int], dict, str]:
@@ -71,7 +57,7 @@ def check(folder: Path, fault: Plant, dtype: str = "bf16") -> tuple[list[int], d
 
 
 def test_a_sound_trainer_and_sampler_agree_and_every_expert_is_met(tmp_path) -> None:
-    codes, found, text = check(tmp_path, lambda _: None)
+    codes, found, text = check(tmp_path, planted.nothing)
     assert codes == [0, 0] and not found["wrong"] and "WRONG" not in text, text
     assert found["layers"] == 2  # the model has three
     assert found["experts"] == found["experts_judged"] == 2 * 16
@@ -83,7 +69,7 @@ def test_a_sound_trainer_and_sampler_agree_and_every_expert_is_met(tmp_path) -> 
 
 def test_one_expert_whose_adapter_does_not_reach_the_sampler_is_named(tmp_path) -> None:
     """In fp32 the trainer has a copy of its own, so its log-probs show it."""
-    codes, found, _ = check(tmp_path, without_update("model.layers.1.mlp.experts.13"), "fp32")
+    codes, found, _ = check(tmp_path, planted.FAULTS["one expert is pushed without its update"], "fp32")
     assert codes == [1, 1]
     worst = found["experts_most_apart"][0]
     assert (worst["layer"], worst["expert"]) == (1, 13)
@@ -91,13 +77,13 @@ def test_one_expert_whose_adapter_does_not_reach_the_sampler_is_named(tmp_path) 
 
 
 def test_a_wrong_merge_in_memory_that_trainer_and_sampler_share_is_named(tmp_path) -> None:
-    codes, found, _ = check(tmp_path, after(LoRAGroupedLinear, "products", lambda pair, *_: [x / 2 for x in pair]))
+    codes, found, _ = check(tmp_path, planted.FAULTS["experts have a quarter of their update"])
     assert codes == [1, 1] and not found["gap_mean"] > found["bound"]
     assert "share are not W + (alpha / R) B A" in found["wrong"] and "stand out" not in found["wrong"]
 
 
 def test_an_engine_that_was_not_pushed_to_is_named(tmp_path) -> None:
-    codes, found, _ = check(tmp_path, instead(WeightSync, "push_clean", skip_second_replica), "fp32")
+    codes, found, _ = check(tmp_path, planted.FAULTS["rank 1 is never pushed to"], "fp32")
     assert codes == [1, 1] and "(samplers 1 of 2, " in found["wrong"]
     assert "nats a token, at most 0.001 expected" in found["wrong"]
     assert "layer 0 is the first whose output differs" in found["wrong"]
@@ -106,74 +92,26 @@ def test_an_engine_that_was_not_pushed_to_is_named(tmp_path) -> None:
 # ------------------------------------------------------------------------------------------------ how tokens are drawn
 
 
-drawn_right = drawing.inverse_cdf
-
-
-def draws(change: Callable[[Tensor, Tensor], Tensor], only_later: bool = False) -> Plant:
-    """A fault: the sampler draws by change(probabilities, uniform numbers), and reports the right log-probs.
-
-    ``only_later``: all tokens but the first, because an engine may sample after the prompt by other code.
-    """
-    calls: list[int] = []
-
-    def drawn(real: Callable, p: Tensor, u: Tensor) -> Tensor:
-        calls.append(1)
-        return (real if only_later and len(calls) == 1 else change)(p, u)
-
-    def plant(patch: MonkeyPatch) -> None:
-        before(TorchSampler, "_run_wave", lambda *_: calls.clear())(patch)
-        instead(drawing, "inverse_cdf", drawn)(patch)
-
-    return plant
-
-
-def seeds(change: Callable[[list[int]], list[int]]) -> Plant:
-    """A fault: the sampler takes other seeds."""
-    return instead(TorchSampler, "sample", lambda real, *args, seeds, **more: real(*args, seeds=change(seeds), **more))
-
-
-def groups(change: Callable[[list], list]) -> Plant:
-    """A fault: the samples of one prompt are other ones."""
-    return after(TorchSampler, "sample", lambda found, *_: [change(group) for group in found])
-
-
-def top_3(p: Tensor, u: Tensor) -> Tensor:
-    return p.topk(3)[1].gather(1, drawn_right(p.topk(3)[0], u))
-
-
 FOLLOWS = "first tokens, classed by probability: "
 REPEAT, AGAIN = "completions that repeat an earlier one, ", "first tokens that the same seeds give again: "
-WARMER = draws(lambda p, u: drawn_right(p ** (1 / 1.3), u))
-FAULTS = dict(asked([  # name: (the fault, ranks, words of the message)
+FAULTS = dict(asked([  # name: (ranks, words of the message); one without words is not planted
     *{
-        "none": (lambda patch: None, 1, ""),
-        "none on two ranks": (lambda patch: None, 2, ""),
-        "temperature x 1.3 on the second replica": (
-            lambda patch: torch.distributed.get_rank() == 1 and WARMER(patch), 2, FOLLOWS,
-        ),
-        "top-k 3": (draws(top_3), 1, FOLLOWS),
-        "top-k 3 after the first token": (draws(top_3, only_later=True), 1, "later tokens, by their places: "),
-        "without the last 16 tokens": (
-            draws(lambda p, u: drawn_right(p[:, :-16], u)), 1, "first tokens, classed by id: ",
-        ),
-        "uniform numbers of 5 bits": (
-            draws(lambda p, u: drawn_right(p, (u * 32).floor() / 32)), 1, "first tokens that repeat",
-        ),
-        "one random stream for both replicas": (  # each replica counts its own prompts
-            instead(rollout, "derive_seed", lambda real, seed, what, step, place: real(seed, what, step, place // 2)),
-            2, REPEAT,
-        ),
-        "one random stream for every two neighbours": (
-            seeds(lambda found: [found[place // 2] for place in range(len(found))]), 1,
-            "completions of one prompt that repeat",
-        ),
-        "one sample for its whole group": (groups(lambda group: group[:1] * len(group)), 1, REPEAT),
-        "seeds are ignored": (seeds(lambda found: torch.randint(2**62, (len(found),)).tolist()), 1, AGAIN),
+        "none": (1, ""),
+        "none on two ranks": (2, ""),
+        "temperature x 1.3 on rank 1": (2, FOLLOWS),
+        "top-k 3": (1, FOLLOWS),
+        "top-k 3 after the first token": (1, "later tokens, by their places: "),
+        "without the last 16 tokens": (1, "first tokens, classed by id: "),
+        "uniform numbers of 5 bits": (1, "first tokens that repeat"),
+        "one random stream for both replicas": (2, REPEAT),
+        "one random stream for every two neighbours": (1, "completions of one prompt that repeat"),
+        "one sample for the whole group": (1, REPEAT),
+        "seeds are ignored": (1, AGAIN),
     }.items(),
     *(nightly(*item) for item in {
-        "temperature x 1.3": (WARMER, 1, FOLLOWS),
-        "one random stream for all prompts": (seeds(lambda found: [1] * len(found)), 1, REPEAT),
-        "each sample twice": (groups(lambda group: [one for one in group[::2] for _ in range(2)]), 1, REPEAT),
+        "temperature x 1.3": (1, FOLLOWS),
+        "one random stream for all prompts": (1, REPEAT),
+        "each sample twice": (1, REPEAT),
     }.items()),
 ]))  # fmt: skip
 
@@ -182,10 +120,11 @@ def each_fault(parallel: Parallel, path: Path) -> dict[str, str]:
     """What the check says about each fault for so many ranks."""
     cfg = training.config(path, path, **SIZES | {"rollout__top_p": 0.9})  # of the run; the check draws without it
     said = {}
-    for name, (plant, ranks, _) in FAULTS.items():
+    for name, (ranks, words) in FAULTS.items():
         if ranks == parallel.world_size:
             with MonkeyPatch.context() as patch:
-                plant(patch)
+                if words:
+                    planted.FAULTS[name](patch)
                 said[name] = layers_check.compare(cfg, hf_config.read(path), parallel)["wrong"]
     return said
 
@@ -196,10 +135,10 @@ def test_a_sampler_that_does_not_draw_by_its_log_probs_is_named(tmp_path) -> Non
     by_layout = world.in_layouts(["TP1", "EP2"], each_fault, path)
     assert len({tuple(one.items()) for one in by_layout["EP2"]}) == 1, "all ranks say the same"
     for name, said in (by_layout["TP1"][0] | by_layout["EP2"][0]).items():
-        words = FAULTS[name][2]
+        _, words = FAULTS[name]
         assert words in said and bool(said) == bool(words), (name, said)
         assert "nats" not in said, "the log-probs of these samplers are right"
-        if "second replica" in name:
+        if "on rank 1" in name:
             sound, faulty = re.search(rf"{FOLLOWS}([^,]*), ([^,]*); at least", said).groups()
             assert float(sound) > 1e-6 > float(faulty)
 

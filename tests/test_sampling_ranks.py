@@ -5,7 +5,6 @@ The ranks are forked processes with the whole command, beside one run under the 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import json
@@ -13,7 +12,6 @@ import re
 import signal
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import apart
@@ -23,12 +21,11 @@ import pytest
 import torch
 import training
 import world
-from planting import before, instead
+from planting import before
 from refused import refusal
 from tiers import ci, nightly
 
 import adapter_weights
-import lora_megatron
 import rollout
 import startup
 from config import to_yaml
@@ -38,9 +35,8 @@ from inputs.scoring import Scorer
 from knobs import Config
 from learner import Learner
 from parallel_setup import Parallel
-from rollout import Sampled
 from runlog import EXIT_CODE
-from sampling_ranks import Apart, Bridge, Delivery, Samplers
+from sampling_ranks import Apart, Bridge, Samplers
 
 OWN = Path(__file__).parent / "support" / "own.py"
 RECORDS = ("metrics.jsonl", "moe.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl")
@@ -294,51 +290,6 @@ def test_a_side_that_works_for_long_does_not_end_the_other(model, tmp_path) -> N
 TRAINERS, SAMPLERS = (0, 1), (2, 3)
 
 
-def old_factors(patch: pytest.MonkeyPatch) -> None:
-    """The sampler receives each policy but samples with the one before."""
-    real, last = Bridge.receive_policy, []
-
-    def receive(bridge: Bridge, adapters: dict, *args) -> None:
-        real(bridge, adapters, *args)
-        factors = lora_megatron.factors(adapters)
-        last.append({name: factor.detach().clone() for name, factor in factors.items()})
-        adapter_weights.copy_(factors, last[max(0, len(last) - 2)])
-
-    patch.setattr(Bridge, "receive_policy", receive)
-
-
-def old_policy_sent(patch: pytest.MonkeyPatch) -> None:
-    """The trainers send the policy before, under the number of the current one."""
-    real = Bridge.send_policy
-
-    def send(bridge: Bridge, learner: Learner, version: int) -> None:
-        with learner.sampling_policy():
-            real(bridge, learner, version)
-
-    patch.setattr(Bridge, "send_policy", send)
-
-
-def swapped(*args) -> Sampled:
-    """rollout.sample_step that samples step 3 before step 2, and gives each out as the other one."""
-    real, *others, step = args
-    return real(*others, {1: 2, 2: 1}.get(step, step))
-
-
-def renamed(real: Callable, samplers: Samplers, value: object) -> None:
-    """The rollout of step 2 is sent as that of step 3."""
-    real(samplers, value._replace(step=2) if isinstance(value, Delivery) and value.step == 1 else value)
-
-
-def of_another_rank(key: str, kind: str) -> Callable:
-    """adapter_weights.piece of the factors of ``kind`` at the place of the other of two ranks."""
-
-    def piece(real: Callable, name: str, factor, whole, arch, parallel) -> torch.Tensor:
-        moved = dataclasses.replace(parallel, **{key: 1 - getattr(parallel, key)}) if kind in name else parallel
-        return real(name, factor, whole, arch, moved)
-
-    return piece
-
-
 def a_bit_flipped(patch: pytest.MonkeyPatch) -> None:
     """The lowest bit of one number of the fourth policy that arrives."""
 
@@ -356,40 +307,32 @@ def a_bit_flipped(patch: pytest.MonkeyPatch) -> None:
 
 
 STUCK, GAP = {"checks__logp_gap": "off"}, {"checks__adapters": "off"}
+KEPT, SENT = planted.FAULTS["samplers keep old factors"], planted.FAULTS["trainers send the policy before"]
 FAULTS = {
-    "all samplers keep old factors": (SAMPLERS, old_factors, STUCK, "checks.adapters: step 3: the update of step 1"),
-    "all samplers keep old factors, unlike the log-probs": (SAMPLERS, old_factors, GAP, "checks.logp_gap: step 3: "),
-    "a sampler keeps old factors": ((3,), old_factors, {}, "checks.logp_gap: step 3: "),
-    "the trainers send the policy before": (TRAINERS, old_policy_sent, STUCK, "checks.adapters: step 3: the update"),
-    "the trainers send the policy before, unlike the log-probs": (
-        TRAINERS, old_policy_sent, GAP, "checks.logp_gap: step 3: "
-    ),
+    "all samplers keep old factors": (SAMPLERS, KEPT, STUCK, "checks.adapters: step 3: the update of step 1"),
+    "all samplers keep old factors, unlike the log-probs": (SAMPLERS, KEPT, GAP, "checks.logp_gap: step 3: "),
+    "a sampler keeps old factors": ((3,), KEPT, {}, "checks.logp_gap: step 3: "),
+    "the trainers send the policy before": (TRAINERS, SENT, STUCK, "checks.adapters: step 3: the update"),
+    "the trainers send the policy before, unlike the log-probs": (TRAINERS, SENT, GAP, "checks.logp_gap: step 3: "),
     "the trainers count other steps": (
-        TRAINERS,
-        instead(Bridge, "send_policy", lambda real, *args: real(*args[:-1], args[-1] + (args[-1] == 1))),
-        {},
+        TRAINERS, planted.FAULTS["trainers count other steps"], {},
         "rollout.ranks: sampler 0 needs the policy after 1 steps and got ",
     ),
     "two rollouts in the wrong order": (
-        SAMPLERS, instead(rollout, "sample_step", swapped), {},
+        SAMPLERS, planted.FAULTS["two rollouts in the wrong order"], {},
         "rollout.ranks: step 2 got the rollout of step 2, which the policy after 0 steps sampled, without the quest",
     ),
     "a rollout with the number of another": (
-        SAMPLERS, instead(Samplers, "_send", renamed), {},
+        SAMPLERS, planted.FAULTS["a rollout with the number of another"], {},
         "rollout.ranks: step 2 got the rollout of step 3, which the policy after 0 steps sampled, with the quest",
     ),
     "experts of another rank": (
-        SAMPLERS, instead(adapter_weights, "piece", of_another_rank("expert_rank", ".experts.")), {},
-        "checks.logp_gap: step 3: ",
+        SAMPLERS, planted.FAULTS["experts of another rank"], {}, "checks.logp_gap: step 3: "
     ),
     "columns of another rank": (
-        SAMPLERS, instead(adapter_weights, "piece", of_another_rank("tensor_rank", "linear_proj")), {},
-        "checks.logp_gap: step 3: ",
+        SAMPLERS, planted.FAULTS["columns of another rank"], {}, "checks.logp_gap: step 3: "
     ),
-    "rows of another rank": (
-        (3,), instead(adapter_weights, "piece", of_another_rank("tensor_rank", "linear_qkv")), {},
-        "checks.logp_gap: step 3: ",
-    ),
+    "rows of another rank": ((3,), planted.FAULTS["rows of another rank"], {}, "checks.logp_gap: step 3: "),
     "a bit changed on the way": ((3,), a_bit_flipped, {}, "rollout.ranks: sampler 1 needs the policy after 2 steps "),
 }  # fmt: skip
 
@@ -407,7 +350,7 @@ def test_a_planted_fault_ends_the_run_and_is_named(name, model, tmp_path) -> Non
 @pytest.mark.parametrize("ranks", [SAMPLERS, (3,)])
 def test_samplers_that_read_other_questions_end_the_run_before_a_step(ranks, model, tmp_path) -> None:
     cfg = configuration(model, tmp_path / "out")
-    ended = apart.run(4, cfg, tmp_path, apart.on(ranks, planted.another_question))
+    ended = apart.run(4, cfg, tmp_path, apart.on(ranks, planted.FAULTS["another question"]))
     assert 0 not in ended.codes and ended.codes[ended.first] == 2, (ended.codes, ended.text)
     who, whom = ("the samplers", "the trainers") if ranks == SAMPLERS else ("rank 1", "rank 0")
     message = f"error: the training questions as prompts: {who} did not read what {whom} read; needed: the same files"

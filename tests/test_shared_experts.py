@@ -18,7 +18,6 @@ import torch
 import training
 import world
 from lora_reference import TARGETS
-from planting import Plant, after, instead
 from tiers import asked, ci
 from torch import Tensor
 
@@ -30,7 +29,6 @@ from engines import vllm_inside
 from engines.interface import Stack
 from engines.torch_sampler import TorchSampler
 from knobs import Config
-from lora_megatron import LoRAGroupedLinear
 from parallel_setup import Parallel
 from tripwires import Tripped
 from weight_sync import WeightSync
@@ -154,36 +152,21 @@ def test_stacks_of_vllm_are_its_own_memory_in_the_order_of_the_trainer(kernels: 
 # ------------------------------------------------------------------------------------------------ wrong merges
 
 
-def noise_left_in(result: object, sync: WeightSync, *_: object) -> object:
-    """The last expert of the last layer has noise, as small as AQN's, after the push."""
-    *_, place = (linear.place for _, linear in sync._experts())
-    place[-1] += (1e-3 * torch.randn(place[-1].shape, generator=torch.Generator().manual_seed(0))).to(place.dtype)
-    return result
-
-
-WRONG: dict[str, tuple[Plant, str]] = {
-    "scale": (
-        instead(
-            lora_megatron, "merge",
-            lambda real, w, a, b, scale, out=None: real(w, a, b, scale * (1 if out is None else 1.1), out),
-        ), "step 2",
-    ),
-    "stale": (
-        instead(LoRAGroupedLinear, "weight", lambda real, x: real(x) if x.place is None else x.place), "step 2"
-    ),
-    "neighbour": (
-        after(LoRAGroupedLinear, "products", lambda pair, *_: [factor.roll(1, 0) for factor in pair]), "step 2"
-    ),
-    "noise": (after(WeightSync, "_push_policy", noise_left_in), "step 1"),
-}  # fmt: skip
+WRONG = {  # fault: the step that finds it
+    "the merge into shared memory has another scale": "step 2",
+    "the merge into shared memory is that of the push": "step 2",
+    "experts have the update of their neighbour": "step 2",
+    "noise stays in shared memory": "step 1",
+}
 
 
 @pytest.mark.parametrize("layout", ["TP1", ci("TP2_EP2")])
 @pytest.mark.parametrize("fault", WRONG)
 def test_a_wrong_merge_in_the_shared_memory_stops_the_run(fault: str, layout: str, tmp_path: Path) -> None:
     """No difference of log-probs shows it, because trainer and sampler have the same wrong experts."""
-    model, (plant, step) = training.make_model(tmp_path / "model"), WRONG[fault]
+    model = training.make_model(tmp_path / "model")
     cfg = training.config(model, tmp_path, **MERGED, optim__lr=1e-3)
-    for kind, message in training.raised(plant, cfg, layout):
-        assert kind is Tripped and message.startswith(f"checks.adapters: {step}: ") and "are not W + " in message
+    start = f"checks.adapters: {WRONG[fault]}: "
+    for kind, message in training.raised(planted.FAULTS[fault], cfg, layout):
+        assert kind is Tripped and message.startswith(start) and "are not W + " in message
     assert training.raised(planted.nothing, cfg, layout)[0][1] == "", "control"

@@ -12,7 +12,7 @@ import breaking
 import pytest
 import training
 import world
-from planted import FEW, LARGE, NOISE, SURE, every_answer_parsable, gate_permuted, solved_after_two_steps, sure_policy
+from planted import FAULTS, FEW, LARGE, NOISE, SURE, every_answer_parsable, solved_after_two_steps, sure_policy
 from source import ROOT
 from tiers import asked, ci, nightly
 from training import raised
@@ -200,7 +200,7 @@ def test_a_push_that_is_stuck_on_one_rank_is_named() -> None:
 
 def test_a_check_that_is_off_prints_nothing(model: Path, tmp_path: Path) -> None:
     cfg = training.config(model, tmp_path, checks__logp_gap="off", checks__unparsable="off", **FEW)
-    assert raised(gate_permuted, cfg) == [(InputError, "")]
+    assert raised(FAULTS["a router is pushed in another order"], cfg) == [(InputError, "")]
     run = training.only_run(cfg)
     assert "warning" not in (run / "log.txt").read_text()
     assert min(row["rollout/logp_gap_mean"] for row in training.metrics(run)) > 1e-3
@@ -211,7 +211,7 @@ def test_the_command_ends_with_code_3_and_the_report(model: Path, tmp_path: Path
     (tmp_path / "run.yaml").write_text(to_yaml(training.config(model, tmp_path, **FEW)))
     for module, name in ((run_page, "draw_curves"), (runlog, "write_records")):
         monkeypatch.setattr(module, name, lambda *args: None)
-    gate_permuted(monkeypatch)
+    FAULTS["a router is pushed in another order"](monkeypatch)
     assert breaking.exit_code([str(tmp_path / "run.yaml"), "loss.kl=none"]) == 3
     said, message = capfd.readouterr()
     assert "note: loss.kl_coef: not read, loss.kl is none\n" in said

@@ -1,34 +1,40 @@
-"""Faults that tests plant in a forked process before it trains; each changes one place of the code."""
+"""All faults that have a name, which tests plant in a forked process and `pytest --plant NAME` in a whole session.
+
+Here are those of what samples: the push, the memory that trainer and sampler share, the drawing of tokens, and ranks
+that only sample. Those of the trainer are in planted_trainer.py. A fault without a number of a rank is planted on every
+rank. In a session it reaches the forked worlds of the tests, but no program that a test starts.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
+import difflib
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 
+import planted_trainer
+import pytest
 import torch
-from planting import Plant, after, before, instead
+from planted_trainer import sharpened
+from planting import Plant, after, before, both, instead
 from pytest import MonkeyPatch
 from torch import Tensor
 
+import adapter_weights
 import aqn
-import checkpoint
-import data_gsm8k
-import grpo
 import lora_megatron
 import reward_gsm8k
+import rollout
 import tripwires
 import weight_sync
 import weights_hf
-from engines import torch_sampler
-from engines.interface import Rule
+from engines import drawing
 from engines.torch_decoder import Decoder
 from engines.torch_sampler import TorchSampler
-from inputs.question_files import Row
-from learner import MOMENTS, Learner
-from parallel_setup import Parallel
-from rollout import MicroBatch
+from learner import Learner
+from lora_megatron import LoRAGroupedLinear
+from rollout import Sampled
+from sampling_ranks import Bridge, Delivery, Samplers
 from weight_sync import WeightSync
 
 FEW = {  # a step takes about 50 ms
@@ -38,6 +44,8 @@ FEW = {  # a step takes about 50 ms
 LARGE = {"rollout__prompts_per_step": 32, "rollout__group_size": 8, "optim__prompts_per_update": 32}
 NOISE = {"aqn__schedule": "constant"}
 SURE = {"checks__entropy": "off", "checks__logp_gap": "off", "checks__reward_constant": "off"}
+
+# ------------------------------------------------------------------------------------------------ no faults
 
 
 def nothing(patch: MonkeyPatch) -> None:
@@ -53,27 +61,10 @@ def two_steps_are_usual(patch: MonkeyPatch) -> None:
     patch.setattr(tripwires, "SPIKE_START", 2)
 
 
-def on_rank_1(plant: Plant) -> Plant:
-    return lambda patch: plant(patch) if torch.distributed.get_rank() == 1 else None
-
-
-def both(first: Plant, second: Plant) -> Plant:
-    return lambda patch: (first(patch), second(patch))
-
-
-def rewards_fall(patch: MonkeyPatch) -> None:
-    """Every reward is 1 in the first two steps, and 0 afterwards."""
-    updates = itertools.count()
-    done = [0]
-    before(Learner, "update", lambda *_: done.append(next(updates) + 1))(patch)
-    instead(reward_gsm8k, "score", lambda *_: float(done[-1] < 2))(patch)
-
-
-no_reward = instead(reward_gsm8k, "score", lambda *_: 0.0)
-
-
 # A random model never answers in the right form, which a tripwire would notice.
 every_answer_parsable = instead(reward_gsm8k, "parsable", lambda *_: True)
+# The most likely token has a log-prob of exactly 0, but not at temperature FLAT.
+sure_policy = both(sharpened(80), every_answer_parsable)
 
 
 def solved_after_two_steps(patch: MonkeyPatch) -> None:
@@ -97,7 +88,7 @@ def stacks_otherwise(change: Callable[[WeightSync, str, Tensor], Tensor]) -> Pla
     )
 
 
-def without_lora(sync: WeightSync, name: str) -> Tensor:
+def without_lora(sync: WeightSync, name: str, *_) -> Tensor:
     """A stack of experts of the base model."""
     return sync._for_engine(dict(sync._experts())[name].base.weight)
 
@@ -123,20 +114,6 @@ def without_update(expert: str) -> Plant:
     return both(instead(weights_hf, "merged", merged), stacks_otherwise(stack))
 
 
-# The merge forgets the LoRA of the routed experts of layer 1.
-experts_delta_dropped = stacks_otherwise(
-    lambda sync, name, value: without_lora(sync, name) if ".layers.1." in name else value
-)
-# The router of layer 0 is pushed with its experts in another order.
-gate_permuted = pushed_otherwise(
-    lambda name, tensor: tensor.roll(1, 0) if name == "model.layers.0.mlp.gate.weight" else tensor
-)
-adapters_never_pushed = both(
-    after(weights_hf, "merged", lambda value, slot: slot.weight),
-    stacks_otherwise(lambda sync, name, value: without_lora(sync, name)),
-)
-
-
 def nan_in_one_expert(patch: MonkeyPatch) -> None:
     """In the push of step 2."""
     broken, pushes = "model.layers.1.mlp.experts.down_proj", itertools.count()
@@ -149,103 +126,80 @@ def nan_in_one_expert(patch: MonkeyPatch) -> None:
     stacks_otherwise(change)(patch)
 
 
-def engine_with(part: str, change: Callable[[Decoder, str, Tensor], Tensor]) -> Plant:
+def engine_with(part: str, change: Callable[[Decoder, str, Tensor], Tensor], rank: int | None = None) -> Plant:
     """The engine takes ``change(engine, name, tensor)`` instead of every tensor with ``part`` in its name."""
     return instead(
         Decoder, "load_weights",
         lambda real, engine, stream: real(
             engine, [(name, change(engine, name, value) if part in name else value) for name, value in stream]
         ),
+        rank,
     )  # fmt: skip
 
 
-# After its first load, the engine ignores the norms that are pushed.
-engine_without_norms = engine_with(
-    "norm", lambda engine, name, value: engine.slots[name].clone() if engine.ready else value
-)
-engine_with_larger_norms = engine_with("norm", lambda engine, name, value: value * 1.05)
-noise_too_strong = instead(aqn, "_noisy", lambda real, clean, sigma, *rest: real(clean, 2 * sigma, *rest))
+def engine_without_norms(rank: int | None = None) -> Plant:
+    """After its first load, the engine ignores the norms that are pushed."""
+    return engine_with(
+        "norm", lambda engine, name, value: engine.slots[name].clone() if engine.ready else value, rank
+    )  # fmt: skip
 
 
-@torch.no_grad()
-def leak(metrics: dict, learner: Learner, *_) -> dict:
-    """The noise of a push stays in the weights of the trainer, so noise would accumulate."""
-    learner.model.decoder.layers[1].input_layernorm.weight.add_(0.01)
-    return metrics
+def skip_push(real: Callable, sync: WeightSync) -> None:
+    """The engine keeps its base weights."""
+    with MonkeyPatch.context() as patch:
+        patch.setattr(sync.engine, "load_weights", lambda tensors: [None for _ in tensors])
+        real(sync)
 
 
-noise_in_the_trainer = after(Learner, "update", leak)
-# The norms of another class are pushed.
-noise_on_a_class_that_is_not_pushed = both(
-    after(aqn, "touched_names", lambda names, _: {name.replace("input", "post_attention") for name in names}),
-    after(aqn, "clean_norms", lambda clean, *_: clean | {
-        f"model.layers.{layer}.input_layernorm.weight": torch.ones(32) for layer in (0, 1)
-    }),
-)  # fmt: skip
-
-# ------------------------------------------------------------------------------------------------ the policy
+# ------------------------------------------------------------------------------------------------ shared memory
 
 
-@torch.no_grad()
-def fill_b(adapters: dict, *_) -> dict:
-    for adapter in adapters.values():
-        adapter.B.fill_(0.01)
-    return adapters
+def noise_left_in(result: object, sync: WeightSync, *_: object) -> object:
+    """The last expert of the last layer has noise, as small as AQN's, after the push."""
+    places = [linear.place for _, linear in sync._experts() if getattr(linear, "place", None) is not None]
+    for place in places[-1:]:
+        place[-1] += (1e-3 * torch.randn(place[-1].shape, generator=torch.Generator().manual_seed(0))).to(place.dtype)
+    return result
 
 
-adapters_not_at_zero = after(lora_megatron, "attach", fill_b)
-loss_metric_not_finite = after(
-    grpo, "policy_loss", lambda result, *_: (result[0], result[1] | {"ppo_kl": torch.tensor(float("nan"))})
-)
-gradient_not_finite = after(grpo, "group_advantages", lambda advantages, *_: advantages / 0)
+# ------------------------------------------------------------------------------------------------ drawing
+
+drawn_right = drawing.inverse_cdf
 
 
-def twelfth_gradient_is_large(patch: MonkeyPatch) -> None:
-    calls = itertools.count(1)
+def draws(change: Callable[[Tensor, Tensor], Tensor], only_later: bool = False, rank: int | None = None) -> Plant:
+    """The sampler draws by change(probabilities, uniform numbers), and reports the right log-probs.
 
-    def grow(_: None, parallel: Parallel, parameters: list) -> None:
-        factor = 1000 if next(calls) == 12 else 1
-        for parameter in parameters:
-            parameter.grad *= factor
+    ``only_later``: all tokens but the first, because an engine may sample after the prompt by other code.
+    """
+    calls: list[int] = []
 
-    after(Parallel, "sync_gradients_", grow)(patch)
+    def drawn(real: Callable, p: Tensor, u: Tensor) -> Tensor:
+        calls.append(1)
+        return (real if only_later and len(calls) == 1 else change)(p, u)
 
-
-def sharpened(factor: float) -> Plant:
-    """The head of sampler and trainer has logits that are larger by this factor."""
-
-    @torch.no_grad()
-    def sharpen(_: None, model: torch.nn.Module, *__) -> None:
-        model.output_layer.weight.mul_(factor)
-
-    return after(weights_hf, "load", sharpen)
+    return both(
+        before(TorchSampler, "_run_wave", lambda *_: calls.clear()), instead(drawing, "inverse_cdf", drawn, rank)
+    )
 
 
-policy_without_entropy = sharpened(1e4)  # one token has all the probability
-# The most likely token has a log-prob of exactly 0, but not at temperature FLAT.
-sure_policy = both(sharpened(80), every_answer_parsable)
-sure_policy_watched_at_temperature_1 = both(sure_policy, lambda patch: patch.setattr(weight_sync, "FLAT", 1.0))
-reference_with_adapters_on = instead(lora_megatron, "disabled", lambda *_: contextlib.nullcontext())
+def warmer(rank: int | None = None) -> Plant:
+    return draws(lambda p, u: drawn_right(p ** (1 / 1.3), u), rank=rank)
 
 
-@torch.no_grad()
-def route_natively(real: Callable, learner: Learner, micro: MicroBatch) -> Tensor:
-    """The reference pass does not replay the routes."""
-    with lora_megatron.disabled(learner.adapters):
-        return learner._logp(micro).logp
+def top_3(p: Tensor, u: Tensor) -> Tensor:
+    kept, ids = p.topk(min(3, p.shape[1]))
+    return ids.gather(1, drawn_right(kept, u))
 
 
-reference_on_other_routes = instead(Learner, "_reference_logp", route_natively)
-kl_of_the_wrong_sign = after(grpo, "kl", lambda value, *_: -value)
+def seeds(change: Callable[[list[int]], list[int]]) -> Plant:
+    """The sampler takes other seeds."""
+    return instead(TorchSampler, "sample", lambda real, *args, seeds, **more: real(*args, seeds=change(seeds), **more))
 
-# ------------------------------------------------------------------------------------------------ sampling, questions
 
-one_sample_for_the_whole_group = after(
-    TorchSampler, "sample", lambda groups, *_: [[group[0]] * len(group) for group in groups]
-)
-each_sample_twice = after(
-    TorchSampler, "sample", lambda groups, *_: [[group[j - j % 2] for j in range(len(group))] for group in groups]
-)
+def groups(change: Callable[[list], list]) -> Plant:
+    """The samples of one prompt are other ones."""
+    return after(TorchSampler, "sample", lambda found, *_: [change(group) for group in found])
 
 
 def without_end(_: None, sampler: TorchSampler, *__) -> None:
@@ -253,142 +207,125 @@ def without_end(_: None, sampler: TorchSampler, *__) -> None:
     sampler.is_stop[:] = False
 
 
-end_token_never_recognised = after(TorchSampler, "__init__", without_end)
+# ------------------------------------------------------------------------------------------------ sampling ranks
 
 
-def chosen_by(change: Callable[[Rule], Rule]) -> Plant:
-    """The sampler chooses tokens by another rule, but reports the log-probs of the right one."""
+def old_factors(patch: MonkeyPatch) -> None:
+    """The sampler receives each policy but samples with the one before."""
+    received = []
 
-    def pick(real: Callable, logits: Tensor, uniform: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
-        if uniform is None:
-            return real(logits, uniform, rule)
-        token, _ = real(logits, uniform, change(rule))
-        return token, torch.log_softmax(logits.float() / rule.temperature, -1).gather(-1, token[:, None])[:, 0]
+    def keep(_: None, bridge: Bridge, adapters: dict, *args) -> None:
+        factors = lora_megatron.factors(adapters)
+        received.append({name: factor.detach().clone() for name, factor in factors.items()})
+        adapter_weights.copy_(factors, received[max(0, len(received) - 2)])
 
-    return instead(torch_sampler, "pick", pick)
-
-
-always_the_first_step = instead(data_gsm8k.Questions, "pick", lambda real, asked, step, count: real(asked, 0, count))
-trained_on_the_held_out_file = instead(data_gsm8k, "load", lambda real, data, _, *rest: real(data, "test", *rest))
+    after(Bridge, "receive_policy", keep)(patch)
 
 
-def asks_held_out_by(method: str) -> Plant:
-    """The data are split correctly, but a question of the held-out part is asked."""
-
-    def plant(patch: MonkeyPatch) -> None:
-        parts = []
-        after(data_gsm8k, "load", lambda found, *_: (parts.append(found), found)[1])(patch)
-        after(data_gsm8k.Questions, method, lambda found, *_: [*found[:-1], parts[-1][0]])(patch)
-
-    return plant
+def send_old(real: Callable, bridge: Bridge, learner: Learner, version: int) -> None:
+    """The trainers send the policy before, under the number of the current one."""
+    with learner.sampling_policy():
+        real(bridge, learner, version)
 
 
-asks_held_out_questions = asks_held_out_by("pick")
-asks_held_out_questions_later = asks_held_out_by("pick_more")
+def swapped(real: Callable, *args) -> Sampled:
+    """rollout.sample_step that samples step 3 before step 2, and gives each out as the other one."""
+    *others, step = args
+    return real(*others, {1: 2, 2: 1}.get(step, step))
 
 
-# The last question is another one.
-another_question = after(
-    data_gsm8k, "read",
-    lambda found, cfg, split: ([*found[0][:-1], Row.worked(f"What is 1 + 1 in {split}?", "#### 2")], *found[1:]),
-)  # fmt: skip
-
-# ------------------------------------------------------------------------------------------------ between ranks
+def renamed(real: Callable, samplers: Samplers, value: object) -> None:
+    """The rollout of step 2 is sent as that of step 3."""
+    real(samplers, value._replace(step=2) if isinstance(value, Delivery) and value.step == 1 else value)
 
 
-def one_gradient_not_summed(is_expert: bool) -> Plant:
-    """On every rank, the gradient of one factor is not summed."""
+def of_another_rank(dimension: str, kind: str) -> Plant:
+    """A rank takes the factors of ``kind`` that belong to the next rank of ``dimension``."""
 
-    def sync(real: Callable, parallel: Parallel, parameters: list) -> None:
-        left = [p for p in parameters if p.is_expert == is_expert][1]  # a B: the gradient of every A is 0 at first
-        real(parallel, [p for p in parameters if p is not left])
+    place = f"{dimension}_rank"
 
-    return instead(Parallel, "sync_gradients_", sync)
+    def piece(real: Callable, name: str, factor, whole: Tensor, arch, parallel) -> Tensor:
+        following = (getattr(parallel, place) + 1) % getattr(parallel, dimension)
+        moved = dataclasses.replace(parallel, **{place: following}) if kind in name else parallel
+        return real(name, factor, whole, arch, moved)
 
-
-@torch.no_grad()
-def drift(metrics: dict, learner: Learner, *_) -> dict:
-    next(f for name, f in learner.factors.items() if name.endswith("linear_qkv.A")).view(-1)[0] += 1e-3
-    return metrics
+    return instead(adapter_weights, "piece", piece)
 
 
-a_factor_that_drifts = after(Learner, "update", drift)
+# ------------------------------------------------------------------------------------------------ by name
+
+FAULTS: dict[str, Plant] = {
+    **planted_trainer.FAULTS,
+    "experts of layer 1 are pushed without their update": stacks_otherwise(
+        lambda sync, name, value: without_lora(sync, name) if ".layers.1." in name else value
+    ),
+    "one expert is pushed without its update": without_update("model.layers.1.mlp.experts.13"),
+    "a router is pushed in another order": pushed_otherwise(
+        lambda name, tensor: tensor.roll(1, 0) if name == "model.layers.0.mlp.gate.weight" else tensor
+    ),
+    "adapters are never pushed": both(
+        after(weights_hf, "merged", lambda value, slot: slot.weight), stacks_otherwise(without_lora)
+    ),
+    "rank 1 is never pushed to": instead(WeightSync, "push_clean", skip_push, rank=1),
+    "the engine ignores pushed norms": engine_without_norms(),
+    "the engine ignores pushed norms on rank 1": engine_without_norms(rank=1),
+    "the engine has larger norms on rank 1": engine_with("norm", lambda engine, name, value: value * 1.05, rank=1),
+    "noise is twice as strong": instead(aqn, "_noisy", lambda real, clean, sigma, *rest: real(clean, 2 * sigma, *rest)),
+    "norms of another class are pushed for the noise": after(
+        aqn, "touched_names", lambda names, _: {name.replace("input", "post_attention") for name in names}
+    ),
+    "noise is watched at temperature 1": lambda patch: patch.setattr(weight_sync, "FLAT", 1.0),
+    "the merge into shared memory has another scale": instead(
+        lora_megatron, "merge",
+        lambda real, w, a, b, scale, out=None: real(w, a, b, scale * (1 if out is None else 1.1), out),
+    ),
+    "the merge into shared memory is that of the push": instead(
+        LoRAGroupedLinear, "weight", lambda real, linear: real(linear) if linear.place is None else linear.place
+    ),
+    "experts have the update of their neighbour": after(
+        LoRAGroupedLinear, "products", lambda pair, *_: [factor.roll(1, 0) for factor in pair]
+    ),
+    "experts have a quarter of their update": after(
+        LoRAGroupedLinear, "products", lambda pair, *_: [factor / 2 for factor in pair]
+    ),
+    "noise stays in shared memory": after(WeightSync, "_push_policy", noise_left_in),
+    "temperature x 1.3": warmer(),
+    "temperature x 1.3 on rank 1": warmer(rank=1),
+    "top-k 3": draws(top_3),
+    "top-k 3 after the first token": draws(top_3, only_later=True),
+    "without the last 16 tokens": draws(lambda p, u: drawn_right(p[:, :-16], u)),
+    "uniform numbers of 5 bits": draws(lambda p, u: drawn_right(p, (u * 32).floor() / 32)),
+    "one random stream for both replicas": instead(  # each replica counts its own prompts
+        rollout, "derive_seed", lambda real, seed, what, step, place, *rest: real(seed, what, step, place // 2, *rest)
+    ),
+    "one random stream for every two neighbours": seeds(
+        lambda found: [found[place // 2] for place in range(len(found))]
+    ),
+    "one random stream for all prompts": seeds(lambda found: [1] * len(found)),
+    "one sample for the whole group": groups(lambda group: group[:1] * len(group)),
+    "each sample twice": groups(lambda group: [group[place - place % 2] for place in range(len(group))]),
+    "seeds are ignored": seeds(lambda found: torch.randint(2**62, (len(found),)).tolist()),
+    "the end token is never recognised": after(TorchSampler, "__init__", without_end),
+    "samplers keep old factors": old_factors,
+    "trainers send the policy before": instead(Bridge, "send_policy", send_old),
+    "trainers count other steps": instead(
+        Bridge, "send_policy", lambda real, *args: real(*args[:-1], args[-1] + (args[-1] == 1))
+    ),
+    "two rollouts in the wrong order": instead(rollout, "sample_step", swapped),
+    "a rollout with the number of another": instead(Samplers, "_send", renamed),
+    "experts of another rank": of_another_rank("expert", ".experts."),
+    "columns of another rank": of_another_rank("tensor", "linear_proj"),
+    "rows of another rank": of_another_rank("tensor", "linear_qkv"),
+}  # fmt: skip
 
 
-@torch.no_grad()
-def reverse_a_norm(_: None, model: torch.nn.Module, *__) -> None:
-    """One rank has the elements of a norm in reverse order; the sum is the same."""
-    weight = model.decoder.layers[1].input_layernorm.weight
-    values = torch.arange(len(weight)).float()
-    weight.copy_(values.flip(0) if torch.distributed.get_rank() == 1 else values)
-
-
-a_norm_in_another_order = after(weights_hf, "load", reverse_a_norm)
-
-# ------------------------------------------------------------------------------------------------ checkpoints
-
-
-def in_the_second_save(change: Callable[[dict, dict], tuple[dict, dict]]) -> Plant:
-    """What Learner.state returns is changed, from the second update on."""
-    return after(
-        Learner, "state", lambda found, learner: change(*found) if learner.optimizer_steps > 1 else found
-    )  # fmt: skip
-
-
-def changed(tensors: dict, part: str, change: Callable[[Tensor], Tensor]) -> dict:
-    """The tensors with ``part`` in their name are changed when they are made."""
-    return tensors | {
-        name: old._replace(make=lambda old=old: change(old.make())) for name, old in tensors.items() if part in name
-    }
-
-
-def adapter_remade(part: str, change: Callable[[Tensor], Tensor]) -> Plant:
-    return in_the_second_save(
-        lambda tensors, counts: (tensors | {"adapter": changed(tensors["adapter"], part, change)}, counts)
-    )
-
-
-def exchange(tensors: dict, counts: dict) -> tuple[dict, dict]:
-    exchanged = {}
-    for name, moment in tensors["optimizer"].items():
-        factor, _, kind = name.rpartition(".")
-        exchanged[f"{factor}.{MOMENTS[1 - MOMENTS.index(kind)]}"] = moment
-    return tensors | {"optimizer": exchanged}, counts
-
-
-moments_exchanged = in_the_second_save(exchange)
-MORE = {"more": checkpoint.Pending((3,), torch.float32, lambda: torch.zeros(3))}
-a_tensor_more = in_the_second_save(
-    lambda tensors, counts: (tensors | {"adapter": tensors["adapter"] | MORE}, counts)
-)  # fmt: skip
-another_count = in_the_second_save(lambda tensors, _: (tensors, {"optimizer_steps": 7}))
-
-
-def write_doubled(real: Callable, path: Path, tensors: dict) -> str:
-    """The bytes are wrong, and the checksum of the file is that of the wrong bytes."""
-    wrong = "step-000002" in str(path) and path.stem == "adapter"
-    return real(path, changed(tensors, next(iter(tensors)), lambda value: 2 * value) if wrong else tensors)
-
-
-a_file_with_a_wrong_number = instead(checkpoint, "_write_tensors", write_doubled)
-
-
-def forget_moments(_: None, learner: Learner, *__) -> None:
-    for moments in learner.moments.values():
-        for value in moments.values():
-            value.zero_()
-
-
-moments_not_restored = after(Learner, "restore", forget_moments)
-
-
-@torch.no_grad()
-def restore_without_adapters(real: Callable, learner: Learner, *args) -> None:
-    before = [factor.clone() for factor in learner.parameters]
-    real(learner, *args)
-    for factor, value in zip(learner.parameters, before, strict=True):
-        factor.copy_(value)
-
-
-adapters_not_restored = instead(Learner, "restore", restore_without_adapters)
-step_count_not_restored = after(Learner, "restore", lambda _, learner, *__: setattr(learner, "optimizer_steps", 0))
+def for_the_session(name: str) -> MonkeyPatch:
+    """Plant the fault ``name`` in this process. Undo the result to remove it. UsageError for an unknown name."""
+    if name not in FAULTS:
+        nearest = difflib.get_close_matches(name, FAULTS, n=3, cutoff=0)
+        raise pytest.UsageError(
+            f"--plant: {name!r} is no fault of tests/support/planted.py; nearest: {', '.join(nearest)}"
+        )
+    patch = MonkeyPatch()
+    FAULTS[name](patch)
+    return patch
