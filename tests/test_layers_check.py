@@ -94,26 +94,26 @@ def test_an_engine_that_was_not_pushed_to_is_named(tmp_path) -> None:
 
 FOLLOWS = "first tokens, classed by probability: "
 REPEAT, AGAIN = "completions that repeat an earlier one, ", "first tokens that the same seeds give again: "
-FAULTS = dict(asked([  # name: (ranks, words of the message); one without words is not planted
-    *{
-        "none": (1, ""),
-        "none on two ranks": (2, ""),
-        "temperature x 1.3 on rank 1": (2, FOLLOWS),
-        "top-k 3": (1, FOLLOWS),
-        "top-k 3 after the first token": (1, "later tokens, by their places: "),
-        "without the last 16 tokens": (1, "first tokens, classed by id: "),
-        "uniform numbers of 5 bits": (1, "first tokens that repeat"),
-        "one random stream for both replicas": (2, REPEAT),
-        "one random stream for every two neighbours": (1, "completions of one prompt that repeat"),
-        "one sample for the whole group": (1, REPEAT),
-        "seeds are ignored": (1, AGAIN),
-    }.items(),
-    *(nightly(*item) for item in {
-        "temperature x 1.3": (1, FOLLOWS),
-        "one random stream for all prompts": (1, REPEAT),
-        "each sample twice": (1, REPEAT),
-    }.items()),
-]))  # fmt: skip
+FAULTS = dict(
+    asked(
+        [  # name, (ranks, words of the message); one without words is not planted
+            ("none", (1, "")),
+            ("none on two ranks", (2, "")),
+            ("temperature x 1.3 on rank 1", (2, FOLLOWS)),
+            ("top-k 3", (1, FOLLOWS)),
+            ("top-k 3 after the first token", (1, "later tokens, by their places: ")),
+            ("without the last 16 tokens", (1, "first tokens, classed by id: ")),
+            ("uniform numbers of 5 bits", (1, "first tokens that repeat")),
+            ("one random stream for both replicas", (2, REPEAT)),
+            ("one random stream for every two neighbours", (1, "completions of one prompt that repeat")),
+            ("one sample for the whole group", (1, REPEAT)),
+            ("seeds are ignored", (1, AGAIN)),
+            nightly("temperature x 1.3", (1, FOLLOWS)),
+            nightly("one random stream for all prompts", (1, REPEAT)),
+            nightly("each sample twice", (1, REPEAT)),
+        ]
+    )
+)
 
 
 def each_fault(parallel: Parallel, path: Path) -> dict[str, str]:
