@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import pytest
 import training
 import world
@@ -21,43 +23,46 @@ import train_grpo
 from config import to_yaml
 from knobs import Config
 
-Place = list[tuple[object, str, int]]  # the count-th call of a function; then, in it, that of the next one; and so on
+Place = Sequence[
+    tuple[object, str, int]
+]  # the count-th call of a function; then, in it, that of the next one; and so on
 
 
 class Ended(NamedTuple):
     """How the ranks of a launch have ended."""
 
-    codes: list[int | None]  # of each rank; None: it still ran when all others had ended, and was killed
+    codes: list[int | None]  # of each rank; None: it still ran, or was stopped, when the others had ended
     first: int  # the rank that ended first
-    seconds: float  # from the fault of `strike` to the end of the last rank; without a fault, from the start
     text: str
 
 
-def run(ranks: int, cfg: Config, folder: Path, plant: Plant = lambda patch: None, seconds: float = 60) -> Ended:
-    """Run the command on ``cfg`` with the fault of ``plant``.
+def run(ranks: int, cfg: Config, folder: Path, plant: Plant = lambda patch: None, seconds: float = 100) -> Ended:
+    """Run the command on ``cfg`` with the fault of ``plant``, until all ranks have ended or are stopped (SIGSTOP).
 
-    After ``seconds``, or 5 s after all but one have ended, the ranks that are left are killed.
+    After ``seconds`` the ranks that are left are killed, sooner than parallel.timeout_seconds would end them.
     """
     folder.mkdir(exist_ok=True)
-    path, log, flag = folder / "config.yaml", folder / "log", folder / "flag"
+    path, log = folder / "config.yaml", folder / "log"
     path.write_text(to_yaml(cfg))
     training.import_before_the_fork()
-    began = time.monotonic()
-    processes, store = world.start_as_torchrun(ranks, command, plant, [str(path)], log=log)
+    processes = world.start_as_torchrun(ranks, command, plant, [str(path)], log=log)
+    deadline = time.monotonic() + seconds
     order: list[int] = []
-    last = began
-    while len(order) < ranks and time.monotonic() < began + seconds:
-        new = [rank for rank, one in enumerate(processes) if not one.is_alive() and rank not in order]
-        order, last = order + new, time.monotonic() if new else last
-        if len(order) == ranks - 1 and time.monotonic() > last + 5:
-            break
+    working = processes
+    while working and time.monotonic() < deadline:
         time.sleep(0.02)
+        working = [one for one in processes if works(one)]
+        order += [rank for rank, one in enumerate(processes) if rank not in order and not one.is_alive()]
+    codes = [one.exitcode for one in processes]
     for process in processes:
         process.kill()
         process.join()
-    codes = [one.exitcode if rank in order else None for rank, one in enumerate(processes)]
-    struck = float(flag.read_text()) if flag.exists() else began
-    return Ended(codes, order[0] if order else -1, last - struck, log.read_text(errors="replace"))
+    return Ended(codes, order[0] if order else -1, log.read_text(errors="replace"))
+
+
+def works(process: BaseProcess) -> bool:
+    """Whether the process has neither ended nor stopped."""
+    return process.is_alive() and psutil.Process(process.pid).status() != psutil.STATUS_STOPPED
 
 
 def command(plant: Plant, arguments: list[str]) -> int:
@@ -72,16 +77,20 @@ def on(ranks: Collection[int], plant: Plant) -> Plant:
     return lambda patch: plant(patch) if int(os.environ["RANK"]) in ranks else None
 
 
-def strike(kind: str, rank: int, place: Place, folder: Path) -> Plant:
-    """On ``rank`` at ``place``: SIGKILL (die), SIGSTOP (stop), or a sleep of ten minutes (hang)."""
+def strike(kind: str, rank: int, *place: tuple[object, str, int]) -> Plant:
+    """On ``rank`` at ``place``: ValueError (raise), a sleep of ten minutes (hang), SIGSTOP (stop), SIGKILL (die), or
+    SIGKILL for all processes of the launcher of agents.py (lose), as when a machine is lost."""
 
-    def act() -> None:
-        (folder / "flag").write_text(str(time.monotonic()))
+    def strike_here() -> None:
+        if kind == "raise":
+            raise ValueError(f"a deliberate fault of rank {rank}")
         if kind == "hang":
             time.sleep(600)
+        if kind == "lose":
+            os.killpg(0, signal.SIGKILL)
         os.kill(os.getpid(), {"die": signal.SIGKILL, "stop": signal.SIGSTOP}[kind])
 
-    return on([rank], lambda patch: arm(patch, place, act))
+    return on([rank], lambda patch: arm(patch, place, strike_here))
 
 
 def arm(patch: pytest.MonkeyPatch, place: Place, act: Callable[[], None]) -> None:

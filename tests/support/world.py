@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -9,7 +10,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -94,35 +95,41 @@ def as_torchrun(ranks: int, function: Callable, *args, log: Path | None = None) 
 
     The result of the function is the exit code, and its output goes to ``log``. If one process fails, the others go on.
     """
-    processes, store = start_as_torchrun(ranks, function, *args, log=log)
+    processes = start_as_torchrun(ranks, function, *args, log=log)
     for process in processes:
         process.join()
     return [process.exitcode for process in processes]
 
 
-def start_as_torchrun(ranks: int, function: Callable, *args, log: Path | None = None) -> tuple[list, dist.TCPStore]:
-    """The same processes in rank order, as soon as they have started, and the store to keep until they have ended."""
-    # The port is bound before its number is known, so no other process can take it. As under torchrun's agent, the
-    # store belongs to the process that starts the ranks.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    meet = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
+def start_as_torchrun(ranks: int, function: Callable, *args, log: Path | None = None) -> list:
+    """The same processes in rank order, as soon as they have started."""
     processes = []
-    for rank in range(ranks):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-        variables = meet | {name: str(value) for name, value in place.items()}
-        fork = multiprocessing.get_context("fork")
-        processes.append(fork.Process(target=_launched, args=(variables, log, function, args)))
-    for process in processes:
-        process.start()
-    return processes, store
+    with reserved_port() as port:
+        for rank in range(ranks):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            variables = {name: str(value) for name, value in place.items()}
+            fork = multiprocessing.get_context("fork")
+            processes.append(fork.Process(target=launched, args=(variables, log, function, args)))
+        for process in processes:
+            process.start()
+    return processes
 
 
-def _launched(variables: dict[str, str], log: Path | None, function: Callable, args: tuple) -> None:
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A free port, which no other program gets while this block, or a process that was forked in it, lasts.
+
+    A store can listen at it: both sockets have SO_REUSEADDR, and this one does not listen.
+    """
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        yield reserved.getsockname()[1]
+
+
+def launched(variables: dict[str, str], log: Path | None, function: Callable, args: tuple) -> None:
+    """The work of such a process: it has these variables and this log, and its exit code is the result."""
     os.environ |= variables
     warnings.simplefilter("ignore")
     if log is not None:
