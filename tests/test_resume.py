@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
-import launched
+import agents
+import apart
 import pytest
 import training
 import world
@@ -18,6 +20,7 @@ import checkpoint
 import run_record
 import train_grpo
 from config import to_yaml
+from parallel_setup import Parallel
 from run_record import sha256_file
 
 OWN = Path(__file__).parent / "support" / "own.py"
@@ -38,7 +41,7 @@ def assert_same_bytes(found: Path, expected: Path) -> None:
 
 
 def test_killed_at_exact_places_under_torchrun(model, tmp_path) -> None:
-    """The run is killed in the middle of a checkpoint, then of a step. Then the real command runs to the end.
+    """The run is killed in the middle of a checkpoint, then of a step. Then the same command runs to the end.
 
     Reward, advantage, loss and data are a user's own. By default only the checkpoint: test_two_nodes.py ends a process
     in the middle of a step.
@@ -56,53 +59,20 @@ def test_killed_at_exact_places_under_torchrun(model, tmp_path) -> None:
     training.in_world("EP2", training.train_each, [("EP2", whole)], False)
     path = tmp_path / "killed.yaml"
     path.write_text(to_yaml(cfg))
+    owners = {"checkpoint": (checkpoint, "to_dict"), "update": (Parallel, "sync_gradients_")}
     # The second checkpoint is that of two steps. The fourth update after the first is the second one of step 3.
     places = asked([("checkpoint", 2, 0), ci("update", 4, 1)])
     for number, (place, count, rank) in enumerate(places):
-        flag, log = tmp_path / f"flag{number}", tmp_path / f"killed{number}.log"
-        fault = ("hang", place, count, rank, flag)
-        with launched.launch(2, "tests/support/faulty_train.py", *fault, path, log=log) as killed:
-            killed.until(flag.exists)
-            killed.kill()
-            assert not killed.living()
+        fault = apart.strike("lose", rank, (*owners[place], count))
+        code, text = agents.start(2, "train_grpo.py", path, log=tmp_path / f"killed{number}.log", plant=fault).end()
+        assert code == -signal.SIGKILL, text
         left = sorted(path.name for path in training.only_run(cfg).glob("checkpoints/*"))
         assert left == [[".tmp-step-000002", "step-000001"], ["step-000001", "step-000002"]][number]
-    with launched.launch(2, "train_grpo.py", path, log=tmp_path / "last.log") as last:
-        assert last.wait() == 0, last.text
-    assert f"after {len(places)} of 5 steps" in last.text
+    code, text = agents.start(2, "train_grpo.py", path, log=tmp_path / "last.log", light=False).end()
+    assert code == 0, text
+    assert f"after {len(places)} of 5 steps" in text
     assert_same_bytes(training.only_run(cfg), training.only_run(whole))
     assert (training.only_run(cfg) / "curves.png").stat().st_size > 1000
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_lost_for_good_and_the_run_ends_on_fewer_ranks_as_it_would_have(model, tmp_path) -> None:
-    """The commands of docs/unattended.md: one of four ranks is killed, and after a restart again; then two go on.
-
-    The undisturbed run has two ranks from the beginning.
-    """
-    whole, cfg = (
-        training.in_layout(training.config(model, tmp_path / name, **EVERYTHING), "EP2") for name in ("whole", "lost")
-    )
-    training.in_world("EP2", training.train_each, [("EP2", whole)], False)
-    path, flag = tmp_path / "config.yaml", tmp_path / "flag"
-    path.write_text(to_yaml(cfg))
-    # Two updates a step. The third is in step 2; after the restart, which resumes from step 1, in step 3.
-    fault, meet = ("die", "update", 3, 3, flag), ("--standalone", "--max-restarts=1")
-    started = launched.launch(
-        4, "tests/support/faulty_train.py", *fault, path, "parallel.expert=4", log=tmp_path / "log", meet=meet
-    )
-    with started as broken:
-        assert broken.wait() not in (0, None), "no restart is left"
-        assert not broken.living()
-    assert "layout: 4 ranks" in broken.text and "resumed tiny-" in broken.text and "after 1 of 5 steps" in broken.text
-    assert [folder.name for folder in sorted(training.only_run(cfg).glob("checkpoints/step-*"))] == [
-        "step-000001",
-        "step-000002",
-    ]
-    with launched.launch(2, "train_grpo.py", path, log=tmp_path / "last.log") as last:
-        assert last.wait() == 0, last.text
-    assert "layout: 2 ranks" in last.text and "after 2 of 5 steps" in last.text
-    training.assert_same_metrics(training.only_run(cfg), training.only_run(whole))
 
 
 # ------------------------------------------------------------------------------------------------ other circumstances
@@ -122,6 +92,28 @@ def rewound(run_dir: Path, folder: Path, steps: int) -> Path:
 def plain(model, tmp_path_factory) -> Path:
     changes = EVERYTHING | {"train__keep_last": 9}
     return training.run_all({"": ("EP2", training.config(model, tmp_path_factory.mktemp("plain"), **changes))})[""]
+
+
+def test_a_rank_that_is_lost_for_good_and_the_run_ends_on_fewer_ranks_as_it_would_have(model, plain, tmp_path) -> None:
+    """The commands of docs/unattended.md: one of four ranks is killed, and after a restart again; then two go on.
+
+    The undisturbed run has two ranks from the beginning.
+    """
+    cfg = training.in_layout(training.config(model, tmp_path / "lost", **EVERYTHING), "EP2")
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(cfg))
+    # Two updates a step. The third is in step 2; after the restart, which resumes from step 1, in step 3.
+    lost = apart.strike("die", 3, (Parallel, "sync_gradients_", 3))
+    command = (4, "train_grpo.py", path, "parallel.expert=4")
+    code, text = agents.start(*command, log=tmp_path / "log", plant=lost, restarts=1).end()
+    assert code == 128 + signal.SIGKILL, text  # no restart is left
+    assert "layout: 4 ranks" in text and "resumed tiny-" in text and "after 1 of 5 steps" in text
+    left = sorted(path.name for path in training.only_run(cfg).glob("checkpoints/step-*"))
+    assert left == ["step-000001", "step-000002"]
+    code, text = agents.start(2, "train_grpo.py", path, log=tmp_path / "last.log").end()
+    assert code == 0, text
+    assert "layout: 2 ranks" in text and "after 2 of 5 steps" in text
+    training.assert_same_metrics(training.only_run(cfg), plain)
 
 
 @pytest.mark.parametrize("layout", ["EP2", "TP2_EP2_ETP2", *map(ci, ["TP1", "DP2", "TP2"])])

@@ -1,66 +1,20 @@
-"""train_grpo.py with one fault at an exact place: torchrun ... faulty_train.py FAULT PLACE COUNT RANK FLAG CONFIG ...
+"""train_grpo.py, of which rank 1 is killed in its third update; for a launcher that executes its ranks.
 
-FAULT is hang, raise or die. It happens on rank RANK when the rank reaches PLACE (update, checkpoint, log or
-sample) for the
-COUNT-th time, and it writes the file FLAG. Everything else is the real script, from the command line to the exit code.
+The ranks that agents.py forks need no script of their own.
 """
 
-from __future__ import annotations
-
-import os
 import runpy
-import signal
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
-import checkpoint  # noqa: E402
-import parallel_setup  # noqa: E402
-import rollout  # noqa: E402
-import runlog  # noqa: E402
+import apart  # noqa: E402
+import pytest  # noqa: E402
 
+from parallel_setup import Parallel  # noqa: E402
 
-def strike(fault: str, flag: Path) -> None:
-    """Hang, die or raise ValueError, after writing ``flag``."""
-    flag.write_text(str(os.getpid()))
-    if fault == "hang":
-        time.sleep(600)  # the test kills this process before the sleep ends
-    elif fault == "die":
-        os.kill(os.getpid(), signal.SIGKILL)
-    raise ValueError(f"a deliberate fault in process {os.getpid()}")
-
-
-def arm(owner: object, name: str, count: int, act: Callable[[], None]) -> None:
-    """Call ``act`` before the ``count``-th call of the function ``owner.name``."""
-    real = getattr(owner, name)
-    calls = [0]
-
-    def counted(*args, **kwargs):
-        calls[0] += 1
-        if calls[0] == count:
-            act()
-        return real(*args, **kwargs)
-
-    setattr(owner, name, counted)
-
-
-def main() -> None:
-    fault, place, count, rank, flag, *arguments = sys.argv[1:]
-    if os.environ.get("RANK", "0") == rank:
-        owner, name = {
-            "update": (parallel_setup.Parallel, "sync_gradients_"),  # the gradients exist, no weight has changed
-            "checkpoint": (checkpoint, "to_dict"),  # the tensors are written; the state and the checksums are not
-            "log": (runlog.RunLog, "log_step"),  # the completions of the step are logged; its metrics are not
-            "sample": (rollout, "sample_step"),
-        }[place]
-        arm(owner, name, int(count), lambda: strike(fault, Path(flag)))
-    sys.argv = [str(ROOT / "train_grpo.py"), *arguments]
-    runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-if __name__ == "__main__":
-    main()
+apart.strike("die", 1, (Parallel, "sync_gradients_", 3))(pytest.MonkeyPatch())
+sys.argv[0] = str(ROOT / "train_grpo.py")
+runpy.run_path(sys.argv[0], run_name="__main__")

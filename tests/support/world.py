@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import socket
 import sys
 import tempfile
 import traceback
