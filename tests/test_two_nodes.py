@@ -58,8 +58,6 @@ def on_two_nodes(
         return [agent.end() for agent in started]
 
 
-@pytest.mark.parametrize("rank", cases([1], [0]))
-@pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, ci(0)])
 def test_a_node_that_is_lost_ends_the_other_with_a_message(rank, model, tmp_path) -> None:
     """The node with this rank gets SIGKILL in its second update. One of the two nodes holds the store."""
