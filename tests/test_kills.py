@@ -180,6 +180,7 @@ def pressed(process: subprocess.Popen, ready: Callable[[], bool], log: Path) -> 
     return [line for line in log.read_text().splitlines() if line]
 
 
+@pytest.mark.ci
 def test_ctrl_c_during_the_imports_ends_with_one_line(tmp_path: Path) -> None:
     process = started(tmp_path / "absent.yaml", tmp_path / "log")
 
@@ -191,6 +192,7 @@ def test_ctrl_c_during_the_imports_ends_with_one_line(tmp_path: Path) -> None:
     assert lines == ["ended by SIGINT before a step of this start; the same command starts it again"]
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_ctrl_c_in_a_run_of_two_ranks_ends_with_one_line_that_names_the_checkpoint(tmp_path: Path) -> None:
     """Through the launcher of the run_*.sh scripts. The line is right: the same command goes on from there."""

@@ -2,20 +2,23 @@
 
 import json
 import pkgutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import agents
 import pytest
 import torch
+from planting import instead
 from source import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import planted_fault
 from planted_fault import FAULTS
+
+from lab import run_page
 
 
 def right_and_wrong(name: str) -> tuple[Callable, Callable]:
@@ -79,8 +82,9 @@ def train(folder: Path, *script: str, bits: int = 3) -> tuple[str, str, list[dic
         "lora.targets=[linear_fc1,linear_fc2]", "eval.num_questions=64", "eval.every=1",
         "checks.logp_gap=off", "checks.adapters=off", f"train.out_dir={folder / f'{script[-1]}{bits}'}",
     ]  # fmt: skip
-    ended = subprocess.run([sys.executable, *script, *given], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    log, no_curves = folder / f"{script[-1]}{bits}.log", instead(run_page, "draw_curves", lambda *_: None)
+    code, text = agents.start(1, *script, *given, log=log, plant=no_curves, light=False).end()
+    assert code == 0, text
     (run,) = (folder / f"{script[-1]}{bits}").glob("x-*")
     command, metrics, evals = ((run / name).read_text() for name in ("command.txt", "metrics.jsonl", "eval.jsonl"))
     return command, metrics, [json.loads(line) | {"step": 0} for line in evals.splitlines()]
@@ -96,7 +100,9 @@ def test_faults_of_pushes_and_evaluations_do_in_a_training_what_they_say(tmp_pat
     for bits in (0, 3):
         command, _, lost = train(tmp_path, "benchmarks/planted_fault.py", "lost_experts", bits=bits)
         assert right[0] == lost[0] == lost[1] == lost[2] and right[0] != right[1]
-    assert command.startswith("python benchmarks/planted_fault.py lost_experts configs/bench.yaml name=x ")
+    assert command.startswith(
+        "torchrun --nnodes=1 --nproc_per_node=1 benchmarks/planted_fault.py lost_experts configs/bench.yaml name=x "
+    )
     _, same_metrics, altered = train(tmp_path, "benchmarks/planted_fault.py", "altered_evaluation")
     assert metrics == same_metrics  # the rounded policy is evaluated, and nothing else changes
     assert right[0] == altered[0] and right[1:] != altered[1:]

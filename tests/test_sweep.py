@@ -13,14 +13,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import agents
+import apart
 import launched
 import pytest
 import recorded
 import training
+from killed import in_child, must_succeed
 
 import preflight
+import runlog
 import sweep
-from lab import run_folders
+from lab import run_folders, run_page
 from run_record import checksums
 
 CONFIG = f"""
@@ -274,27 +278,46 @@ def test_a_job_gets_the_environment_of_the_run_script_of_its_device(tmp_path: Pa
 # ---------------------------------------------------------------- real processes
 
 
-@pytest.mark.slow
-def test_a_killed_sweep_goes_on_and_repeats_nothing(write_sweep, tmp_path: Path) -> None:
+def forked_sweep(path: Path, killed: str = "") -> int:
+    """The exit code of sweep.py with jobs that are forked. All processes are killed in the last step of one job."""
+    sweeping = os.getpid()
+
+    def kill_all() -> None:
+        os.kill(sweeping, signal.SIGKILL)
+        os.killpg(0, signal.SIGKILL)
+
+    def start_job(name: str, arguments: list[str], processes: int, folder: Path, device: str) -> SimpleNamespace:
+        def plant(patch: pytest.MonkeyPatch) -> None:
+            patch.setattr(run_page, "draw_curves", lambda *_: None)
+            if name == killed:
+                apart.arm(patch, [(runlog.RunLog, "log_step", 3)], kill_all)
+
+        process, _ = agents.start(processes, *arguments, log=folder / f"{name}.log", plant=plant, light=False)
+        return SimpleNamespace(poll=lambda: process.exitcode, terminate=process.terminate, wait=process.join)
+
+    sweep.start_job = start_job
+    return sweep.main([str(path), "--local"])
+
+
+@pytest.mark.parametrize("executed", [False, pytest.param(True, marks=[pytest.mark.ci, pytest.mark.slow])])
+def test_a_killed_sweep_goes_on_and_repeats_nothing(executed, write_sweep, tmp_path: Path) -> None:
     """Three jobs; all processes are killed in the second one, after a checkpoint; then the same command again."""
-    long = ("train.steps=19", "train.keep_last=19")  # a busy machine may look at the second job late
-    variants = {"a": variant("lora.rank=4"), "b": variant("lora.rank=8", *long), "c": variant("lora.rank=2")}
+    variants = {"a": variant("lora.rank=4"), "b": variant("lora.rank=8"), "c": variant("lora.rank=2")}
     path = write_sweep([0], "{CPU: 10000}", **variants)  # one job after another
-    log, out = tmp_path / "log", tmp_path / "out"
-    command = (sys.executable, "sweep.py", path, "--local")
-    with launched.started(*command, log=log) as first:
-        first.until(lambda: any(out.glob("b-seed0-*/checkpoints/step-000001/checksums.json")))
-        first.kill()
+    out = tmp_path / "out"
+    assert in_child(lambda: forked_sweep(path, "b-seed0")) == -signal.SIGKILL
     untouched = {file: file.stat().st_mtime_ns for file in out.glob("a-seed0-*/**/*") if file.is_file()}
     (torn,) = out.glob("b-seed0-*")
-    assert not (torn / "finished.json").exists(), "killed too late to prove anything"
+    assert len(training.metrics(torn)) == 2 and not (torn / "finished.json").exists()
 
-    with launched.started(*command, log=log) as second:
-        assert second.wait(400) == 0, second.text
+    if executed:
+        subprocess.run([sys.executable, "sweep.py", path, "--local"], cwd=recorded.ROOT, check=True, timeout=400)
+    else:
+        assert in_child(lambda: must_succeed(lambda: forked_sweep(path))) == 0
     folders = sorted(out.glob("*-seed*-*"))
     assert [folder.name[:7] for folder in folders] == ["a-seed0", "b-seed0", "c-seed0"]
     assert untouched and all(file.stat().st_mtime_ns == time for file, time in untouched.items())
-    assert (torn / "resume-1").is_dir() and len(training.metrics(torn)) == 19
+    assert (torn / "resume-1").is_dir() and len(training.metrics(torn)) == 3
     jobs = json.loads((out / "sweep-trial" / "sweep.json").read_text())["jobs"]
     assert [(job["state"], job["attempts"]) for job in jobs.values()] == [
         ("finished", 0),
@@ -311,6 +334,7 @@ def test_a_killed_sweep_goes_on_and_repeats_nothing(write_sweep, tmp_path: Path)
         assert run_folders.from_run(folder, "x").record.resumed == (folder == torn)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason=f"needs Ray: pip install {sweep.RAY}")
 def test_jobs_run_on_ray(write_sweep, tmp_path: Path) -> None:
