@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -11,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from unittest import mock
 
 import agents
 import apart
@@ -153,43 +154,30 @@ def test_a_process_that_stalls_reports_place_and_stack_and_ends() -> None:
     assert "train.stall_seconds = 1" in ended.stderr and "in long_wait" in ended.stderr
 
 
-@pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> Callable:
-    """A function that watches a heartbeat for a minute of a clock of its own, and says whether the process goes on.
-
-    ``act`` is called before each look at the heartbeat.
-    """
-    clock = SimpleNamespace(monotonic=lambda: clock.now, sleep=lambda seconds: None, now=0.0)
-    monkeypatch.setattr(runlog, "time", clock)
-    monkeypatch.setattr(runlog.os, "_exit", lambda code: pytest.fail(f"exit code {code}"))
-
-    def goes_on(beat: Heartbeat, act: Callable = lambda: None) -> bool:
-        deadline = clock.now + 60
-
-        def wait(seconds: float) -> bool:
-            clock.now += seconds
-            act()
-            return clock.now > deadline
-
-        monkeypatch.setattr(beat.stopped, "wait", wait)
-        try:
+def goes_on(beat: Heartbeat, act: Callable = lambda: None) -> bool:
+    """Whether the watch lets the process go on for 50 s of a clock of its own; ``act`` comes before each look."""
+    with (
+        mock.patch.object(runlog, "time") as clock,
+        mock.patch.object(runlog.os, "_exit", side_effect=SystemExit) as end,
+        mock.patch.object(beat.stopped, "wait") as wait,
+    ):
+        clock.monotonic.side_effect = lambda: wait.call_count / 2  # half a second passes between two looks
+        wait.side_effect = lambda seconds: act() or wait.call_count > 100
+        beat.beat()
+        with contextlib.suppress(SystemExit):
             beat._watch()
-        except pytest.fail.Exception as error:
-            assert str(error) == f"exit code {EXIT_CODE}"
-            return False
-        return True
-
-    return goes_on
+        assert end.mock_calls in ([], [mock.call(EXIT_CODE)])
+        return not end.called
 
 
-def test_a_process_that_beats_or_waits_for_others_goes_on(watch) -> None:
+def test_a_process_that_beats_or_waits_for_others_goes_on() -> None:
     """Others may have more to do, and have heartbeats of their own."""
     beat = Heartbeat(3, 0)
     beat.stall_seconds = 2
-    assert watch(beat, beat.beat)
+    assert goes_on(beat, beat.beat)
     with beat.waiting():
-        assert watch(beat)
-    assert not watch(beat), "it stalls after the wait"
+        assert goes_on(beat)
+    assert not goes_on(beat), "it stalls after the wait"
 
 
 def test_without_a_limit_and_after_the_end_of_a_run_nothing_watches() -> None:
