@@ -19,7 +19,7 @@ import torch.distributed as dist
 import training
 import world
 from live_bytes import LiveBytes
-from tiers import asked, ci
+from tiers import ci
 
 import checkpoint
 import device as devices
@@ -251,13 +251,11 @@ def test_no_rank_holds_more_than_one_gathered_tensor_while_a_checkpoint_is_writt
             found = save_checkpoint(parallel, path, tmp_path)
         assert found["held"] <= found["largest"] + 2048 and found["now"] <= 2048, (rank, found)
         assert found["largest"] == found["planned"]["npu"] and found["all"] > 20 * found["largest"], found
-    # gloo copies on its own threads, at unpredictable times
-    layouts = asked(["TP2_EP2_ETP2", ci("EP2"), ci("TP2_EP2_DP2")])
-    for name, by_rank in world.in_layouts(layouts, save_checkpoint, path, tmp_path).items():
-        assert all(found["held"] < found["all"] / 3 for found in by_rank), (name, by_rank)
-    with as_rank(0, 4, 2, 2, 2) as parallel:  # gathered over experts, then over expert_tensor, then joined on the host
-        found = save_checkpoint(parallel, path, tmp_path)
-    assert found["planned"]["npu"] == 1.5 * found["largest"] and found["held"] <= 2.5 * found["largest"] + 2048, found
+    for rank in range(4):  # gathered over experts, then over expert_tensor, then joined on the host
+        with as_rank(rank, 4, 2, 2, 2) as parallel:
+            found = save_checkpoint(parallel, path, tmp_path)
+        assert found["planned"]["npu"] == 1.5 * found["largest"], found
+        assert found["held"] <= 2.5 * found["largest"] + 2048, (rank, found)
 
 
 @pytest.mark.parametrize(

@@ -72,14 +72,16 @@ def test_a_served_export_answers_as_the_trained_policy(merged, server_packages, 
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {environment.VLLM_CPU}+cpu\n")
     monkeypatch.setenv("PYTHONPATH", f"{server_packages}:{about.parent}")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    # The port stays bound here, so nobody else gets it. The server, which sets this option too, can listen on it.
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    port = held.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", folder, "--host=127.0.0.1", f"--port={port}"]
     command += ["--dtype=float32", "--served-model-name=policy", "--max-model-len=128", "--enforce-eager"]
     answers = []
-    with launched.started(*command, log=tmp_path / "log") as server:
+    with held, launched.started(*command, log=tmp_path / "log") as server:
         server.until(lambda: listens(url), READY_SECONDS)
         for question in QUESTIONS:
             body = {"model": "policy", "messages": [{"role": "user", "content": question}], "return_token_ids": True}
