@@ -153,7 +153,9 @@ def record(matrix: Matrix, arguments: list[str], folder: Path) -> None:
         text = f"{call}; {unit.text}" if unit.is_simple else f"{call} or ({unit.text})"
         mutants_faults.replace(copy, unit, text)
     (copy / "mutants_notes.py").write_bytes((ROOT / "tests" / "mutants_notes.py").read_bytes())
-    command = ["bash", "run_tests.sh", "-q", "-p", "no:cacheprovider", "-p", "mutants_notes", *arguments]
+    # With run_tests.sh's own loadgroup, the id of a test ends in its group.
+    options = ["--dist", "loadfile", "-p", "no:cacheprovider", "-p", "mutants_notes"]
+    command = ["bash", "run_tests.sh", "-q", *options, *arguments]
     subprocess.run(command, cwd=copy, check=False)  # some tests fail, because they read sources
     if all(argument.startswith("-") for argument in arguments):
         matrix.clear()

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent  # tests/mutants.py puts this file into the root of a copy
-TIERS = {"ci": 1, "nightly": 2, "full": 2}  # marker: how late the tests of a tier are asked
+TIERS = {"ci": 1, "nightly": 2}  # marker: how late the tests of a tier are asked
 SHARED = "MUTANTS_SHARED"
 noted: set[tuple] = set()
 seconds_inside = [0.0]  # of shared parts, for each part that is being computed
