@@ -63,24 +63,22 @@ def test_the_embedded_sampler_has_no_gap_unless_its_weights_are_rounded(dtype: s
     assert rounded["rollout/logp_gap_max"] > rounded["rollout/logp_gap_mean"] > 1e-3
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.ci
 def test_the_phases_beside_the_roofline_are_those_of_the_step(tmp_path: Path) -> None:
-    """No phase is left out on either side, and at the measured rates of this machine none is faster."""
-    options = ["loss.kl=none", "rollout.max_new_tokens=24", "--steps", "3"]
+    """No phase is left out on either side. Of two steps one counts, so the medians are the seconds of that step."""
     out = tmp_path / "floor.json"
-    command = [
-        sys.executable,
-        str(bench_step.HERE / "bench_floor.py"),
-        *untrained(tmp_path),
-        *options,
-        "--out",
-        str(out),
-    ]
+    options = ["loss.kl=none", "rollout.max_new_tokens=24", "--steps", "2", "--out", str(out)]
+    command = [sys.executable, str(bench_step.HERE / "bench_floor.py"), *untrained(tmp_path), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    *phases, step = json.loads(out.read_text())["table"]
-    assert [row["phase"] for row in phases] == ["sync", "generate", "update"]
-    assert all(row["times the roofline"] > 1 for row in phases), phases
+    record = json.loads(out.read_text())
+    *phases, step = record["table"]
+    names = ["sync", "generate", "update"]
+    assert [row["phase"] for row in phases] == names
+    (counted,) = record["measured"]["steps"]
+    timed = {key for key in counted if key.startswith("timing/") and key.endswith("_s")}
+    assert timed == {f"timing/{name}_s" for name in (*names, "step")}
     assert step["roofline s"] == pytest.approx(sum(row["roofline s"] for row in phases))
-    assert step["s"] == pytest.approx(sum(row["s"] for row in phases), rel=0.2)  # of medians
+    assert sum(row["s"] for row in phases) <= step["s"] + 0.001
