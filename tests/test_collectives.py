@@ -14,11 +14,11 @@ import pytest
 import run_scripts
 import training
 import world
-from tiers import nightly
+from tiers import ci, nightly
 
 EXPERTS = {"configs/qwen15_moe.yaml": 12}  # 60 in the real model: 3 and 6 ranks divide them
 JOBS = {name: job for name, job in run_scripts.shipped().items() if 1 < job.ranks <= 16 and "tiny" not in name}
-FEW = ["run_8gpu.sh tp4_ep8", "run_6npu.sh tp2_ep3", "run_2npu.sh tp2_ep2", "run_8npu.sh tp4_ep8"]
+FIRST, FEW = "run_6npu.sh tp2_ep3", ["run_8gpu.sh tp4_ep8", "run_2npu.sh tp2_ep2", "run_8npu.sh tp4_ep8"]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def run(job: run_scripts.Training, model: Path, folder: Path, plant: Callable = 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name if name in FEW else nightly(name) for name in JOBS])
+@pytest.mark.parametrize("name", [FIRST, *map(ci, FEW), *(nightly(name) for name in JOBS if name not in (FIRST, *FEW))])
 def test_ranks_of_a_group_make_the_same_collectives(name: str, model_of: Callable, tmp_path: Path) -> None:
     job = JOBS[name]
     codes = run(job, model_of(job.config), tmp_path)

@@ -107,6 +107,7 @@ def test_a_failing_stage_is_named_with_its_cause_and_the_same_command_continues_
     assert hour.start()[:2] == (0, [])
 
 
+@pytest.mark.ci
 def test_every_stage_is_repeated_when_something_has_changed(hour) -> None:
     def changed(*arguments: str, **variables: str) -> bool:
         code, ran, said = hour.start(*arguments, **variables)
@@ -158,6 +159,7 @@ def test_a_stage_that_does_not_end_is_ended_with_its_processes_at_its_limit(hour
     assert ended((hour.folder / "child").read_text().strip())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_a_script_that_is_interrupted_or_killed_ends_its_stage_and_can_be_started_again(sent, code, hour) -> None:
     (hour.folder / "plan").write_text(HANGS)

@@ -38,7 +38,7 @@ def test_double():
     assert a.double(2) == 4
 """,
     "tests/mutants.jsonl": "",
-    "run_tests.sh": f'exec {sys.executable} -m pytest "$@"\n',
+    "run_tests.sh": f'exec {sys.executable} -m pytest -p xdist.plugin "$@"\n',
     ".gitignore": "__pycache__/\n",
 }
 TOOL = "import sys; sys.path.insert(0, 'tests'); import mutants; mutants.warm_up = lambda: None; mutants.main()"

@@ -120,6 +120,7 @@ SOUND = dict(asked([
 ]))  # fmt: skip
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("method", SOUND)
 def test_a_sound_method_learns(method: str, tmp_path: Path) -> None:
     findings = judged(tmp_path, lambda _: None, *SOUND[method])
@@ -302,6 +303,7 @@ def reinforce(real: Callable, logp: Tensor, old: Tensor, advantages: Tensor, mas
     return grpo.aggregate_loss(-advantages[:, None] * logp * keys["weights"], mask, **counts), stats
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_loss_without_a_second_formula_is_named_and_all_else_is_still_judged(masked: bool, tmp_path: Path) -> None:
     def plant(patch: MonkeyPatch) -> None:

@@ -123,6 +123,7 @@ def test_tokens_are_those_of_llama_cpp_and_of_transformers_gguf_reader(folder: P
         assert ours.encode(text, add_special_tokens=False) == ids and ours.decode(ids) == text, text
 
 
+@pytest.mark.ci
 @needs_packages
 def test_chat_template_and_special_tokens_are_those_of_the_file(folder: Path) -> None:
     tokenizer = data_gsm8k.load_tokenizer(folder)
@@ -165,6 +166,7 @@ def test_a_training_of_three_steps(folder: Path, tmp_path: Path, ranks, settings
 # ---------------------------------------------------------------------------------------------------------- the folder
 
 
+@pytest.mark.ci
 @needs_packages
 def test_a_model_is_made_once_and_no_other_folder_is_touched(folder: Path, tmp_path: Path, capsys) -> None:
     before = (folder / "model.safetensors").stat().st_mtime_ns
