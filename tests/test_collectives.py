@@ -17,8 +17,9 @@ import world
 from tiers import ci, nightly
 
 EXPERTS = {"configs/qwen15_moe.yaml": 12}  # 60 in the real model: 3 and 6 ranks divide them
-JOBS = {name: job for name, job in run_scripts.shipped().items() if 1 < job.ranks <= 16 and "tiny" not in name}
 FIRST, FEW = "run_6npu.sh tp2_ep3", ["run_8gpu.sh tp4_ep8", "run_2npu.sh tp2_ep2", "run_8npu.sh tp4_ep8"]
+OTHER_SIZES = ("run_1gpu.sh", "run_2node.sh", "run_2node_apart.sh")  # one rank, and 32
+OTHERS = [name for name in run_scripts.NAMES if name not in (FIRST, *FEW) and name.split()[0] not in OTHER_SIZES]
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +46,9 @@ def run(job: run_scripts.Training, model: Path, folder: Path, plant: Callable = 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [FIRST, *map(ci, FEW), *(nightly(name) for name in JOBS if name not in (FIRST, *FEW))])
+@pytest.mark.parametrize("name", [FIRST, *map(ci, FEW), *map(nightly, OTHERS)])
 def test_ranks_of_a_group_make_the_same_collectives(name: str, model_of: Callable, tmp_path: Path) -> None:
-    job = JOBS[name]
+    job = run_scripts.job(name)
     codes = run(job, model_of(job.config), tmp_path)
     assert not (found := collectives.differences(tmp_path, job.ranks)), found
     assert codes == [0] * job.ranks, (tmp_path / "log").read_text()[-3000:]

@@ -3,6 +3,7 @@ functions, names that no package has, and no name of a machine, home folder or f
 """
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -48,8 +49,17 @@ ONLY_DEVICE = r"torch\.(?:cuda|npu)\b|\btorch_npu\b|\bmindspeed\b"
 NAME_PACKAGES = {"device", "hardware.kernels", "inputs.environment", "plan.machine", "plan.doctor_npu"}
 NAME_PACKAGES |= {"plan.doctor_variables", "checks.dry_run_device"}  # stands for one of them
 
-OURS = {name: imports(path) & FILES.keys() for name, path in FILES.items()}
-AT_TOP = {name: imports(path, top_level=True) for name, path in FILES.items()}
+
+@functools.cache
+def ours() -> dict[str, set[str]]:
+    """The files that each file imports."""
+    return {name: imports(path) & FILES.keys() for name, path in FILES.items()}
+
+
+@functools.cache
+def at_top() -> dict[str, set[str]]:
+    """The files and packages that an import of each file imports."""
+    return {name: imports(path, top_level=True) for name, path in FILES.items()}
 
 
 def folder(name: str) -> str:
@@ -62,17 +72,17 @@ def below(name: str, *, top_level: bool = False) -> set[str]:
     seen, todo = set(), {name}
     while todo:
         seen |= todo
-        todo = {found for each in todo for found in (AT_TOP if top_level else OURS)[each] & FILES.keys()} - seen
+        todo = {found for each in todo for found in (at_top() if top_level else ours())[each] & FILES.keys()} - seen
     return seen
 
 
 def test_no_file_imports_itself_by_way_of_others() -> None:
     """Imports inside functions count too, although Python can load such circles."""
-    TopologicalSorter(OURS).prepare()  # CycleError: import circles
+    TopologicalSorter(ours()).prepare()  # CycleError: import circles
 
 
 def test_files_import_only_from_below() -> None:
-    for name, other in [(name, other) for name, ours in OURS.items() for other in ours]:
+    for name, other in [(name, other) for name, found in ours().items() for other in found]:
         here, where, rule = folder(name), folder(other), f"{name} imports {other}"
         if other in COMMANDS:
             assert other in RUNS_A_COMMAND.get(name, ()), f"{rule}, which is a command"
@@ -91,7 +101,7 @@ def test_packages_are_pinned_and_heavy_ones_are_imported_inside_the_function_tha
     """requirements/test.txt installs packages that users do not have; no other test would notice an import of them."""
     for name, path in FILES.items():
         allowed = {"megatron"} if name in {"parallel_setup", "model_megatron", "lora_megatron"} else set()
-        heavy = AT_TOP[name] & (HEAVY - allowed)
+        heavy = at_top()[name] & (HEAVY - allowed)
         assert not heavy, f"{name} imports {sorted(heavy)} at the top; import inside the function that needs it"
         pinned = pins("cpu", *(["report"] * (name in REPORTING)), *(["smol"] * (name == "smol_model")))
         packages = imports(path) - FILES.keys() - sys.stdlib_module_names - OPTIONAL
@@ -104,8 +114,8 @@ def test_reporting_needs_no_torch_and_the_versions_of_the_runs_and_of_the_tests(
     report = pins("report")
     assert report.items() <= pins("cpu", "test").items()
     for name in REPORTING:
-        files = {name}.union(*(below(each, top_level=True) for each in OURS[name]))
-        needed = {one for each in files for one in (imports(FILES[each]) if each in REPORTING else AT_TOP[each])}
+        files = {name}.union(*(below(each, top_level=True) for each in ours()[name]))
+        needed = {one for each in files for one in (imports(FILES[each]) if each in REPORTING else at_top()[each])}
         needed -= FILES.keys() | sys.stdlib_module_names | OPTIONAL
         assert {PACKAGE.get(package, package).lower() for package in needed} <= report.keys(), name
 

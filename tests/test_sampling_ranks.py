@@ -128,6 +128,7 @@ def test_vllm_on_ranks_of_its_own_writes_what_ranks_that_do_both_write(tensor, t
     assert_same_bytes(runs[1], runs[0])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("layout", ["TP2_EP2", ci("DP2")])
 def test_two_trainers_and_one_sampler_write_what_two_ranks_write(layout, model, tmp_path) -> None:
     """Of the colocated run each rank samples all prompts, as the sampler does, so the batches of decoding are equal.

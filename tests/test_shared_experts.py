@@ -161,7 +161,7 @@ WRONG = {  # fault: the step that finds it
 
 
 @pytest.mark.parametrize("layout", ["TP1", ci("TP2_EP2")])
-@pytest.mark.parametrize("fault", WRONG)
+@pytest.mark.parametrize("fault", [*list(WRONG)[:2], *map(ci, list(WRONG)[2:])])
 def test_a_wrong_merge_in_the_shared_memory_stops_the_run(fault: str, layout: str, tmp_path: Path) -> None:
     """No difference of log-probs shows it, because trainer and sampler have the same wrong experts."""
     model = training.make_model(tmp_path / "model")

@@ -343,7 +343,7 @@ def test_no_check_stops_an_unusual_but_legitimate_run_or_warns(model: Path, tmp_
     """Off are `unparsable`, because a random model never answers in the right form, and `gradient_spike` and `entropy`,
     which concern bad training. Four tokens are too few for most answers to end."""
     quiet = {f"checks__{name}": "off" for name in ("unparsable", "truncated", "gradient_spike", "entropy", "collapse")}
-    jobs = dict(ON_SEVERAL_RANKS)
+    jobs = dict(asked(ci(*one) for one in ON_SEVERAL_RANKS.items()))
     for number, (name, changes) in enumerate(asked(UNUSUAL)):
         layout, dtype = PLACES[number % len(PLACES)]
         jobs[name] = layout, {"model__dtype": dtype} | changes
@@ -371,6 +371,7 @@ def test_a_step_without_any_trained_group_is_no_fault(model: Path, tmp_path: Pat
         assert row["rollout/surprise_variance"] > 5  # of all sampled tokens, also of those that train nothing
 
 
+@pytest.mark.ci
 def test_without_the_check_of_surprise_nothing_is_computed_for_it_and_the_training_is_the_same(
     model: Path, tmp_path: Path, monkeypatch
 ) -> None:

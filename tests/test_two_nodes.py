@@ -107,6 +107,7 @@ def test_torchrun_restarts_a_lost_process_that_it_has_executed(model, tmp_path) 
     assert [row["step"] for row in training.metrics(run)] == [1, 2, 3]
 
 
+@pytest.mark.ci
 def test_the_groups_of_both_nodes_are_proved_by_one_command_on_each(model, tmp_path) -> None:
     ended = on_two_nodes(tmp_path, "preflight.py", "--groups", configuration(model, tmp_path))
     text = "".join(text for _, text in ended)

@@ -51,14 +51,18 @@ def layouts(script: str) -> set[str]:
     return set(re.findall(r"tp\d+_ep\d+", offered[0]))
 
 
+NAMES = [f"{script} {layout}" for script in SCRIPTS for layout in sorted(layouts(script))]  # all layouts of all scripts
+
+
+def job(name: str) -> Training:
+    """What a script starts in the layout of one of NAMES."""
+    script, layout = name.split()
+    return training(planned(script, LAYOUT=layout)[1])
+
+
 def shipped() -> dict[str, Training]:
     """Every layout of every script, by name, and the two configurations of a tiny model that no such script starts."""
-    found = {
-        f"{script} {layout}": training(planned(script, LAYOUT=layout)[1])
-        for script in SCRIPTS
-        for layout in sorted(layouts(script))
-    }
-    return found | {
+    return {name: job(name) for name in NAMES} | {
         "tiny_cpu.yaml": Training("configs/tiny_cpu.yaml", [], 2),
         "tiny_16.yaml": Training("configs/tiny_16.yaml", [], 16),
     }
