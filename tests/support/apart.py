@@ -23,9 +23,8 @@ import train_grpo
 from config import to_yaml
 from knobs import Config
 
-Place = Sequence[
-    tuple[object, str, int]
-]  # the count-th call of a function; then, in it, that of the next one; and so on
+# The count-th call of a function; then, in it, that of the next one; and so on.
+Place = Sequence[tuple[object, str, int]]
 
 
 class Ended(NamedTuple):
