@@ -66,29 +66,3 @@ def test_documented_commands_name_scripts_options_and_keys_that_exist() -> None:
 def test_help_of_every_command_is_printed(script: str) -> None:
     done = subprocess.run([sys.executable, f"{script}.py", "--help"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "usage:" in done.stdout
-
-
-def both(page: str) -> tuple[str, str]:
-    """A document and its Chinese translation; links to translations or to headings become links to the originals."""
-    english, chinese = ((ROOT / page.replace(".md", ending)).read_text() for ending in (".md", ".zh.md"))
-    return tuple(re.sub(r"\]\(([^)\s#]+?)(\.zh)?(\.md)?(#[^)]*)?\)", r"](\1\3)", text) for text in (english, chinese))
-
-
-def test_the_chinese_readme_has_the_headings_commands_and_links_of_the_english_one() -> None:
-    english, chinese = both("README.md")
-    for pattern in (r"^#+ ", r"^(?:bash|step|held) [^#\n]*", r"\]\((?!README)[^)]+\)", r"\$[^$]+\$"):
-        assert sorted(re.findall(pattern, english, re.M)) == sorted(re.findall(pattern, chinese, re.M))
-
-
-def test_the_chinese_page_about_npus_has_the_blocks_headings_tables_links_and_code_of_the_english_one() -> None:
-    """Who changes docs/npu.md changes docs/npu.zh.md, too: commands, rows and all that stands in backticks."""
-    english, chinese = both("docs/npu.md")
-    blocks = [re.findall(r"^```\n.*?^```$", text, re.M | re.S) for text in (english, chinese)]
-    assert blocks[0] == blocks[1] and len(blocks[0]) > 5
-    texts = [re.sub(r"^```\n.*?^```$", "", text, flags=re.M | re.S) for text in (english, chinese)]
-    assert len({tuple(re.findall(r"^#+", text, re.M)) for text in texts}) == 1
-    tables = [[table.count("\n") for table in re.findall(r"(?:^\|.*\n)+", text, re.M)] for text in texts]
-    assert tables[0] == tables[1] and len(tables[0]) == 4
-    for pattern in (r"\]\([^)#]+\)", r"`[^`]+`"):
-        found = [sorted(" ".join(each.split()) for each in re.findall(pattern, text)) for text in texts]
-        assert found[0] == found[1], set(found[0]) ^ set(found[1])

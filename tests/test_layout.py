@@ -7,14 +7,12 @@ import functools
 import re
 import subprocess
 import sys
-import tomllib
 from graphlib import TopologicalSorter
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from source import FILES, OPTIONAL, PACKAGE, REPORTING, ROOT, imports, pins
 
 # The files that users run. The order of the layers is: commands and checks/, then plan/ and lab/, then the method, then
@@ -174,9 +172,3 @@ def test_no_file_names_a_machine_a_home_folder_or_a_foreign_process() -> None:
         text = "" if b"\0" in content else content.decode(errors="replace")  # a picture, or another binary file
         for what, pattern in NOT_IN_ANY_FILE.items():
             assert not (match := re.search(pattern, text)), f"{path}: {what}: {match.group()}"
-
-
-def test_version_is_the_same_everywhere() -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
-    assert re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.M)[1] == version

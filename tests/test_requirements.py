@@ -59,22 +59,6 @@ def test_the_lists_and_the_document_have_the_versions_of_the_table(place: int) -
     assert not unwanted and all(build.endswith("+cpu") for build in builds)
 
 
-def test_what_the_lists_say_of_builds_is_what_the_table_and_the_tests_say() -> None:
-    first, second = environment.VERSION_SETS
-    tests = (ROOT / "tests" / "test_vllm_ascend.py").read_text()
-    assert f"-b v{first['vllm'][0]} --depth 1 https://github.com/vllm-project/vllm" in tests
-    assert f"--no-binary vllm-ascend vllm-ascend=={first['vllm-ascend'][0]}" in tests
-    assert f"the tag v{second['vllm'][0]} and vllm-ascend=={second['vllm-ascend'][0]}" in tests
-    for text in (tests, (ROOT / "requirements" / "npu.txt").read_text()):
-        assert set(re.findall(r"SOC_VERSION=(\w+)", text)) == {"ascend910_9391"}  # of vllm-ascend's Dockerfile.a3
-    for path in ("requirements/npu.txt", "docs/npu.md"):
-        assert f"-b core_r{first['mindspeed'][0]} https://" in (ROOT / path).read_text()
-    for path in ("requirements/npu-image.txt", "docs/npu.md"):
-        images = set(re.findall(r"quay.io/ascend/vllm-ascend:([\w.-]+)", (ROOT / path).read_text()))
-        assert images == {environment.VLLM_ASCEND_IMAGES["A3"]}
-    assert all(str(line.specifier).startswith("==") for which in LISTS for line, _ in lines(which))
-
-
 def test_the_list_for_cuda_has_the_versions_of_its_table_and_of_the_cpu_tests() -> None:
     """All versions of cpu.txt, and of cpu-vllm.txt all but what vLLM's wheel for CUDA pins otherwise."""
     cuda, vllm = pins("cuda"), pins("cpu-vllm")
