@@ -18,7 +18,7 @@ from config import hash_of
 from inputs.files import dump_yaml
 from lab import pages, store
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.nightly
 SWEEP = "seeds: [0, 1, 2]\nvariants: {base: {}, better: {}}\n"
 KNOBS = """import engines.kinds
 class Config:

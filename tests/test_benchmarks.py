@@ -49,7 +49,7 @@ def untrained(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.ci
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_embedded_sampler_has_no_gap_unless_its_weights_are_rounded(dtype: str, tmp_path: Path) -> None:
     """The second step counts: before the first update the adapters do nothing."""
@@ -65,7 +65,7 @@ def test_the_embedded_sampler_has_no_gap_unless_its_weights_are_rounded(dtype: s
 
 @pytest.mark.ci
 @pytest.mark.slow
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_the_phases_beside_the_roofline_are_those_of_the_step(tmp_path: Path) -> None:
     """No phase is left out on either side. Of two steps one counts, so the medians are the seconds of that step."""
     out = tmp_path / "floor.json"

@@ -34,7 +34,7 @@ def check(tmp_path: Path) -> check_ascend.Check:
     return check_ascend.Check("some tests", selection, "NUMBER", lambda target: f"version {target}")
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_the_record_counts_what_pytest_ran_with_each_version_and_failures_have_an_exit_code(
     check: check_ascend.Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

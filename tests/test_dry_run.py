@@ -32,7 +32,7 @@ ETP2 = ("qwen3", 16, 2, 8, 2, "model.recompute=true")
 R3 = ("qwen15_moe", 6, 2, 3, 1, "model.recompute=false", "replay.mode=r3")
 LAYOUTS = [
     EP16,
-    ci(ETP2),
+    nightly(ETP2),
     ci(R3),
     nightly(("qwen3", 16, 4, 4, 1, "loss.entropy_coef=0.01")),
     ci(("qwen3", 32, 1, 16, 1, "replay.mode=r2")),
@@ -45,12 +45,12 @@ LAYOUTS = [
 APART = ("rollout.ranks=16", "rollout.staleness=1")  # of 32 ranks
 SIDES = [  # side: one of its ranks, its phases
     ci("samplers", 16, {"load", "push"}),
-    ci("trainers", 0, {"load", "reference", "old policy", "forward", "backward", "update", "save"}),
+    nightly("trainers", 0, {"load", "reference", "old policy", "forward", "backward", "update", "save"}),
 ]
 GPU = ("qwen3", 8, 4, 8, 1)
 ON_CUDA = [  # run_8gpu.sh and run_1gpu.sh
     ci(GPU),
-    ci(("olmoe", 1, 1, 1, 1)),
+    nightly(("olmoe", 1, 1, 1, 1)),
     nightly(("qwen3", 8, 4, 4, 1)),
     nightly(("qwen3", 8, 2, 8, 1)),
     nightly(("qwen15_moe", 1, 1, 1, 1, "rollout.kv_cache_mib=9216")),
@@ -61,14 +61,14 @@ RECOMPUTE = "model.recompute=true"
 AT_TP2 = ("qwen3", 16, 2, 16, 1)  # where the rows of experts, and not the logits as with TP4, are the fullest moment
 FAULTS = [  # fault, where it is planted, what is then not as planned
     ("kept_alive", (*EP16, RECOMPUTE), "alive after it"),
-    ci("wrong_group", (*EP16, RECOMPUTE), "forward: reduce_scatter_base over data"),
-    ci("fp32", AT_TP2, "reference and old policy"),
+    nightly("wrong_group", (*EP16, RECOMPUTE), "forward: reduce_scatter_base over data"),
+    nightly("fp32", AT_TP2, "reference and old policy"),
 ]
-OF_EP16 = [ci("inner_size", {"fault": "inner_size"}), ci("last rank", {"rank": 15})]
+OF_EP16 = [ci("inner_size", {"fault": "inner_size"}), nightly("last rank", {"rank": 15})]
 WAITS = [  # layout, waits in a pass, in a backward pass, of metrics
     (EP16, 2, 0, 1),
     ci(("qwen15_moe", 6, 2, 1, 1, "replay.mode=r3"), 0, 0, 2),  # all experts on each rank
-    ci(ETP2, 2, 2, 1),
+    nightly(ETP2, 2, 2, 1),
 ]
 PHASES = {"load", "push", "forward", "backward", "update", "save"}
 
@@ -237,7 +237,7 @@ def test_a_call_that_the_device_refuses_is_refused(found):
     assert "the same inner size" in found["inner_size"]["error"]
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_a_rank_of_the_last_place_holds_as_much_as_the_first(found):
     ranks = [found[name]["found"]["phases"] for name in (EP16, "last rank")]
     first, last = ({name: phase["peak_bytes"] for name, phase in one.items()} for one in ranks)
@@ -245,7 +245,7 @@ def test_a_rank_of_the_last_place_holds_as_much_as_the_first(found):
 
 
 @pytest.mark.npu_schema
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_the_real_torch_npu_keeps_the_bytes_of_the_stand_in(torch_npu_environment, found):
     """checks/dry_run_device.py against the package: what its operators return, and what autograd saves of them."""
     layouts = [EP16, R3]

@@ -107,7 +107,7 @@ def test_a_failing_stage_is_named_with_its_cause_and_the_same_command_continues_
     assert hour.start()[:2] == (0, [])
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_every_stage_is_repeated_when_something_has_changed(hour) -> None:
     def changed(*arguments: str, **variables: str) -> bool:
         code, ran, said = hour.start(*arguments, **variables)
@@ -214,7 +214,7 @@ SIZES = {
 
 
 @pytest.mark.slow
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_all_stages_pass_on_a_cpu_after_a_start_that_was_killed(tmp_path) -> None:
     sizes = {f"tiny_model__{key}": value for key, value in SIZES.items()}
     cfg = training.config(tmp_path / "model", tmp_path / "out", **sizes, checks__unparsable="off", data__num_test=32)

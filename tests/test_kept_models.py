@@ -17,7 +17,7 @@ from tiers import ci
 import report
 from lab import audit, store
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.nightly
 FILES = {"model.safetensors": b"\0weights" * 9, "tokenizer.json": b'{"tokens": 1}\n', "tiny_model.json": b"{}\n"}
 
 

@@ -16,7 +16,7 @@ from learner import Learner
 from model_megatron import TokenStats
 from rollout import MicroBatch
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.nightly
 TINY = Path(__file__).resolve().parent.parent / "configs" / "tiny_cpu.yaml"
 SHORT = {"train__steps": 2, "train__checkpoint_every": 1, "rollout__round_bits": 3, "loss__kl": "none"}
 SHORT |= {"loss__score_centering": 304}  # all tokens of the vocabulary

@@ -109,7 +109,7 @@ def open_and_close() -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
 def test_a_layout_that_is_closed_leaves_no_threads_and_descriptors():
     """A group that is not destroyed keeps two threads and four descriptors."""

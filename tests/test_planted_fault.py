@@ -90,7 +90,7 @@ def train(folder: Path, *script: str, bits: int = 3) -> tuple[str, str, list[dic
     return command, metrics, [json.loads(line) | {"step": 0} for line in evals.splitlines()]
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_faults_of_pushes_and_evaluations_do_in_a_training_what_they_say(tmp_path: Path) -> None:
     """LoRA is on the experts only, so without them all evaluations are those of the base model.
 

@@ -156,7 +156,7 @@ def test_ranks_that_only_sample_are_planned_beside_those_that_only_train(capsys)
     assert found["step_s"]["low"] < seconds["total"] < found["step_s"]["high"]
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_both_ways_of_sampling_are_among_the_fastest_and_a_side_that_does_not_fit_is_named(capsys):
     ways = {f"rollout.ranks={samplers}" for samplers in (4, 8, 12)}
     for lengths in ([], ["--completion-tokens", "300", "--prompt-tokens", "150"]):

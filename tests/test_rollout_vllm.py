@@ -48,7 +48,7 @@ def fresh(sampled_models, vllm_of):
     return vllm_of(sampled_models("qwen3")), sampled_models("qwen3")
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_compiled_model_takes_every_push_too(sampled_models, vllm_of, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import report
 from inputs.files import InputError
 from lab import figures, run_folders, run_page, store
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.nightly
 VOID = {"meta", "br"}
 
 

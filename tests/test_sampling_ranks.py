@@ -90,16 +90,15 @@ def test_two_trainers_and_two_samplers_under_torchrun_write_what_two_ranks_write
     assert_same_bytes(training.only_run(cfg), reference)
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     ("layout", "changes"),
     [
-        ("TP2_EP2", BF16 | {"rollout__sync": "merged", "replay__mode": "r3"}),
-        ("EP2", BF16 | {"rollout__sync": "adapter", "optim__prompts_per_update": 3}),
-        ("DP2", {"aqn__schedule": "constant"}),
-        ("TP2", {"rollout__dynamic_rounds": 2}),
-        ("ETP2", {"replay__mode": "r2", "eval__every": 1}),
-        ("TP1", {"eval__every": 0}),
+        ci("TP2_EP2", BF16 | {"rollout__sync": "merged", "replay__mode": "r3"}),
+        nightly("EP2", BF16 | {"rollout__sync": "adapter", "optim__prompts_per_update": 3}),
+        nightly("DP2", {"aqn__schedule": "constant"}),
+        nightly("TP2", {"rollout__dynamic_rounds": 2}),
+        nightly("ETP2", {"replay__mode": "r2", "eval__every": 1}),
+        nightly("TP1", {"eval__every": 0}),
     ],
 )
 def test_other_runs_write_what_ranks_that_do_both_write(layout, changes, model, tmp_path) -> None:
@@ -111,7 +110,7 @@ def test_other_runs_write_what_ranks_that_do_both_write(layout, changes, model, 
     assert_same_bytes(training.only_run(cfg), expected)
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 @pytest.mark.vllm
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_vllm_on_ranks_of_its_own_writes_what_ranks_that_do_both_write(tensor, tmp_path) -> None:
@@ -190,7 +189,7 @@ def test_a_killed_rank_ends_all_others_and_the_resumed_run_has_the_same_bytes(
     assert_same_bytes(training.only_run(cfg), reference)
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_a_run_that_was_killed_after_its_last_step_is_finished_by_the_same_command(model, reference, tmp_path) -> None:
     """The samplers have ended by then; after the restart nothing is left for them to do."""
     cfg = configuration(model, tmp_path / "out")
@@ -202,7 +201,7 @@ def test_a_run_that_was_killed_after_its_last_step_is_finished_by_the_same_comma
     assert_same_bytes(training.only_run(cfg), reference)
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_a_run_goes_on_without_ranks_of_its_own_for_sampling(model, reference, tmp_path) -> None:
     """The machine of the samplers is lost after two steps; the trainers go on with staleness 1, and do both."""
     cfg = configuration(model, tmp_path / "out")
@@ -212,7 +211,7 @@ def test_a_run_goes_on_without_ranks_of_its_own_for_sampling(model, reference, t
     assert_same_bytes(training.only_run(cfg), reference)
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_torchrun_ends_with_the_lost_sampler_and_a_restart_goes_on(model, reference, tmp_path) -> None:
     """After the restart, which resumes from step 2, the sampler has no fourth step."""
     cfg = configuration(model, tmp_path / "out")
@@ -259,7 +258,7 @@ def test_a_rank_that_stands_still_ends_the_run_and_the_message_says_where(
     assert re.search(rf"{before}\d+{after}", ended.text), ended.text
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_side_that_works_for_long_does_not_end_the_other(model, tmp_path) -> None:
     """Steps have progress, but for longer than the limits on standing still and on collectives.
@@ -348,7 +347,7 @@ def test_a_planted_fault_ends_the_run_and_is_named(name, model, tmp_path) -> Non
     assert f"stopped: {message}" in ended.text and "  look at: " in ended.text, ended.text
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [SAMPLERS, (3,)])
 def test_samplers_that_read_other_questions_end_the_run_before_a_step(ranks, model, tmp_path) -> None:
     cfg = configuration(model, tmp_path / "out")

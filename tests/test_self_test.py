@@ -23,7 +23,7 @@ import training
 import world
 from planting import Plant, after, before, instead
 from pytest import MonkeyPatch
-from tiers import asked, ci, nightly
+from tiers import asked, nightly
 from torch import Tensor
 
 import aqn
@@ -120,7 +120,7 @@ SOUND = dict(asked([
 ]))  # fmt: skip
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", SOUND)
 def test_a_sound_method_learns(method: str, tmp_path: Path) -> None:
     findings = judged(tmp_path, lambda _: None, *SOUND[method])
@@ -276,7 +276,7 @@ FAULTS = dict(asked([  # fault: how it is planted, the check that must find it, 
 ]))  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", [*list(FAULTS)[:3], *map(ci, list(FAULTS)[3:])])
+@pytest.mark.parametrize("fault", [*list(FAULTS)[:3], *map(nightly, list(FAULTS)[3:])])
 def test_a_planted_fault_is_found_by_its_check(fault: str, tmp_path: Path) -> None:
     plant, check, changes = FAULTS[fault]
     findings = judged(tmp_path, plant, TINY, *changes)
@@ -303,7 +303,7 @@ def reinforce(real: Callable, logp: Tensor, old: Tensor, advantages: Tensor, mas
     return grpo.aggregate_loss(-advantages[:, None] * logp * keys["weights"], mask, **counts), stats
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_loss_without_a_second_formula_is_named_and_all_else_is_still_judged(masked: bool, tmp_path: Path) -> None:
     def plant(patch: MonkeyPatch) -> None:
@@ -320,7 +320,7 @@ def test_a_loss_without_a_second_formula_is_named_and_all_else_is_still_judged(m
 # ------------------------------------------------------------------------------------------------ the command
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_the_command_reports_in_a_few_lines() -> None:
     command = [sys.executable, "preflight.py", "--self-test", TINY, "loss.kind=cispo"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)

@@ -264,14 +264,14 @@ def failed(findings: Findings) -> list[str]:
     return [name for name, (good, _) in findings.items() if not good]
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", SOUND)
 def test_two_ranks_of_a_sound_method_agree_with_the_reference(method: str, judged: dict[str, Findings]) -> None:
     findings = judged[method]
     assert not failed(findings) and {"rows", "samples", "metrics", "gradient"} <= findings.keys(), findings
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_between_ranks_is_found_by_its_check(fault: str, judged: dict[str, Findings]) -> None:
     findings = judged[fault]
@@ -281,7 +281,7 @@ def test_a_fault_between_ranks_is_found_by_its_check(fault: str, judged: dict[st
 # ------------------------------------------------------------------------------------------------ the command
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_the_command_names_layout_and_place_of_a_fault_on_two_ranks(tmp_path: Path, monkeypatch, capfd) -> None:
     """The faults of a forked command reach its ranks, which it forks."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

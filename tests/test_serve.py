@@ -61,7 +61,7 @@ def merged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return run, tmp_path / "merged"
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_a_served_export_answers_as_the_trained_policy(merged, server_packages, tmp_path, monkeypatch, capsys) -> None:

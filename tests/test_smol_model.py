@@ -107,7 +107,7 @@ BY_LLAMA_CPP = {
 
 
 @needs_packages
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_tokens_are_those_of_llama_cpp_and_of_transformers_gguf_reader(folder: Path, gsm8k: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -166,7 +166,7 @@ def test_a_training_of_three_steps(folder: Path, tmp_path: Path, ranks, settings
 # ---------------------------------------------------------------------------------------------------------- the folder
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 @needs_packages
 def test_a_model_is_made_once_and_no_other_folder_is_touched(folder: Path, tmp_path: Path, capsys) -> None:
     before = (folder / "model.safetensors").stat().st_mtime_ns

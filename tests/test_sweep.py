@@ -299,7 +299,7 @@ def forked_sweep(path: Path, killed: str = "") -> int:
     return sweep.main([str(path), "--local"])
 
 
-@pytest.mark.parametrize("executed", [False, pytest.param(True, marks=[pytest.mark.ci, pytest.mark.slow])])
+@pytest.mark.parametrize("executed", [False, pytest.param(True, marks=[pytest.mark.nightly, pytest.mark.slow])])
 def test_a_killed_sweep_goes_on_and_repeats_nothing(executed, write_sweep, tmp_path: Path) -> None:
     """Three jobs; all processes are killed in the second one, after a checkpoint; then the same command again."""
     variants = {"a": variant("lora.rank=4"), "b": variant("lora.rank=8"), "c": variant("lora.rank=2")}
@@ -334,7 +334,7 @@ def test_a_killed_sweep_goes_on_and_repeats_nothing(executed, write_sweep, tmp_p
         assert run_folders.from_run(folder, "x").record.resumed == (folder == torn)
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason=f"needs Ray: pip install {sweep.RAY}")
 def test_jobs_run_on_ray(write_sweep, tmp_path: Path) -> None:
