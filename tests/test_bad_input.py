@@ -243,10 +243,10 @@ SLOW = [
 ]
 # fmt: on
 # What each reader finds is in its own tests. Two rows of each say here that a command makes one line of it.
-TABLE = []
-for part in (CONFIG, ENVIRONMENT, LAYOUT, MODEL, DATA, RESUME):
-    TABLE += part[:2] + [pytest.param(*one.values, id=one.id, marks=pytest.mark.ci) for one in part[2:]]
-TABLE += [pytest.param(*one.values, id=one.id, marks=pytest.mark.nightly) for one in SLOW]
+PARTS = (CONFIG, ENVIRONMENT, LAYOUT, MODEL, DATA, RESUME)
+OTHERS = [one for part in PARTS for one in part[2:]] + SLOW
+TABLE = [one for part in PARTS for one in part[:2]]
+TABLE += [pytest.param(*one.values, id=one.id, marks=pytest.mark.nightly) for one in OTHERS]
 PROCESSES = [param for param in TABLE if param.id in ("resume-nothing", "unknown-key")]
 
 

@@ -303,7 +303,7 @@ def test_bad_input_is_one_line(argument, piece, capfd):
     assert piece in printed.err and "Traceback" not in printed.err and not printed.out
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_the_json_of_the_command_says_which_figures_agree(capfd):
     """Also with rows that torch's grouped kernel does not take: two fp32 columns are 8 bytes; the kernel needs 16."""
     arguments = ["--dry-run", "--json", "rollout.max_new_tokens=32", "lora.rank=2"]

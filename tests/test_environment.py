@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiers import ci
+from tiers import nightly
 
 from config import load_config
 from inputs import environment
@@ -76,7 +76,7 @@ COMMANDS = {  # with a file or folder that is not there
 
 @pytest.mark.parametrize(
     ("command", "safe"),
-    [("parallel_setup.py", "variable"), ("preflight.py", "-P"), *(ci(name, "variable") for name in COMMANDS)],
+    [("parallel_setup.py", "variable"), ("preflight.py", "-P"), *(nightly(name, "variable") for name in COMMANDS)],
 )
 def test_a_command_finds_its_modules_without_its_folder_on_the_path(command: str, safe: str) -> None:
     option, variables = (["-P"], {}) if safe == "-P" else ([], {"PYTHONSAFEPATH": "1"})

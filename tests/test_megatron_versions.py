@@ -24,7 +24,7 @@ import world
 from lora_reference import KINDS
 from measured import CONTROLS, log_probs, measure
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).parents[1]
 TEMPERATURE = 0.7
 LAYOUTS = ["TP2_EP2_DP2", "TP2_EP2_ETP2"]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import training
 import world
 from live_bytes import LiveBytes
-from tiers import ci
+from tiers import ci, nightly
 
 import checkpoint
 import device as devices
@@ -195,7 +195,7 @@ ARCHITECTURES = (
 )
 
 
-@pytest.mark.parametrize("recompute", [False, ci(True)])
+@pytest.mark.parametrize("recompute", [False, nightly(True)])
 def test_an_update_of_the_learner_takes_the_planned_bytes(recompute, tmp_path):
     """Three micro-batches of the trainer's own update on one rank: activations, gradients and AdamW's moments.
 

@@ -34,7 +34,7 @@ from tiers import asked, nightly
 
 import device as devices
 
-pytestmark = [pytest.mark.npu_schema, pytest.mark.ci]
+pytestmark = [pytest.mark.npu_schema, pytest.mark.nightly]
 
 OPERATORS = {
     "rms_norm", "rotary", "causal_attention", "masked_attention", "swiglu", "weighted_swiglu", "grouped_mm",

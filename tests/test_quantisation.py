@@ -15,7 +15,7 @@ import world
 from adapted import load, lora_config, move
 from measured import measure_quantised
 from safetensors.torch import load_file, save_file
-from tiers import asked, ci
+from tiers import asked, ci, nightly
 from torch import Tensor
 
 import adapter_weights
@@ -156,7 +156,7 @@ def measure(folder: Path, kind: str, layouts: list[str], attention: bool) -> dic
 
 @pytest.mark.parametrize(
     ("kind", "attention"),
-    [("qwen2_moe", False), ci("qwen3_moe", True), ci("qwen3_moe", False), ci("qwen2_moe", True)],
+    [("qwen2_moe", False), nightly("qwen3_moe", True), nightly("qwen3_moe", False), nightly("qwen2_moe", True)],
 )
 def test_log_probs_and_gradients_are_those_of_the_model_that_the_codes_stand_for(
     kind: str, attention: bool, tmp_path: Path

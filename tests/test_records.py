@@ -347,7 +347,7 @@ def test_a_merge_may_bring_records_and_may_not_change_them(repository: Path) -> 
     assert "run base-seed3: changed; it is in the history until commit" in found
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 @pytest.mark.skipif(not (recorded.ROOT / ".git").exists(), reason="not a git checkout: there is no history")
 def test_a_commit_of_before_version_0_2_is_refused_and_not_taken_for_one_without_records() -> None:
     """At that time, a record was a folder with two files."""

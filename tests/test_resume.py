@@ -14,7 +14,7 @@ import pytest
 import training
 import world
 from breaking import flip_a_bit
-from tiers import asked, ci
+from tiers import asked, ci, nightly
 
 import checkpoint
 import run_record
@@ -258,7 +258,7 @@ def test_noise_is_the_same_after_a_resume(model, tmp_path) -> None:
     assert all(row["aqn/probe_gap"] < 1e-5 for row in rows), rows
 
 
-@pytest.mark.parametrize("sync", ["merged", ci("adapter")])
+@pytest.mark.parametrize("sync", ["merged", nightly("adapter")])
 def test_a_policy_in_bf16_is_the_same_after_a_resume(sync, model, tmp_path) -> None:
     """With routing replay, and with three updates of the policy after each push."""
     bf16 = {"model__dtype": "bf16", "rollout__sync": sync, "replay__mode": "r3"}
@@ -270,8 +270,10 @@ def test_a_policy_in_bf16_is_the_same_after_a_resume(sync, model, tmp_path) -> N
     [
         ("TP2_EP2", {"rollout__staleness": 2, "optim__prompts_per_update": 2}),
         ci("TP1", {"rollout__staleness": 1, "aqn__schedule": "constant", "replay__mode": "r2"}),
-        ci("EP2", {"rollout__staleness": 1, "model__dtype": "bf16", "rollout__sync": "merged", "replay__mode": "r3"}),
-        ci("EP2", {"rollout__staleness": 3, "model__dtype": "bf16", "rollout__sync": "adapter"}),
+        nightly(
+            "EP2", {"rollout__staleness": 1, "model__dtype": "bf16", "rollout__sync": "merged", "replay__mode": "r3"}
+        ),
+        nightly("EP2", {"rollout__staleness": 3, "model__dtype": "bf16", "rollout__sync": "adapter"}),
     ],
 )
 def test_a_resume_samples_with_the_policy_that_would_have_sampled(layout, changes, model, tmp_path) -> None:

@@ -146,7 +146,7 @@ def test_chat_template_and_special_tokens_are_those_of_the_file(folder: Path) ->
         ),
     ],
 )
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_a_training_of_three_steps(folder: Path, tmp_path: Path, ranks, settings, gap, monkeypatch) -> None:
     """Two ranks that share the experts, with vLLM; bf16: the third step samples with adapters that were trained."""
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")  # AMX rounds a row otherwise in a batch of another size

@@ -140,7 +140,7 @@ def test_the_list_has_the_hours_and_the_disk_space_of_the_plan(capsys) -> None:
     assert "by the plan" not in capsys.readouterr().out  # on a CPU
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_the_sweeps_of_the_repository_load_and_their_jobs_have_names_of_their_own() -> None:
     """A baseline that several sweeps share is run once; so its name must mean the same everywhere."""
     seen: dict[str, str] = {}
