@@ -299,6 +299,7 @@ def forked_sweep(path: Path, killed: str = "") -> int:
     return sweep.main([str(path), "--local"])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("executed", [False, pytest.param(True, marks=[pytest.mark.nightly, pytest.mark.slow])])
 def test_a_killed_sweep_goes_on_and_repeats_nothing(executed, write_sweep, tmp_path: Path) -> None:
     """Three jobs; all processes are killed in the second one, after a checkpoint; then the same command again."""

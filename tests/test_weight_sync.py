@@ -16,7 +16,7 @@ import training
 import world
 from lora_reference import TARGETS
 from planting import instead
-from tiers import asked, ci
+from tiers import ci
 from torch import Tensor
 
 import aqn
@@ -30,7 +30,7 @@ from parallel_setup import Parallel
 from weight_sync import WeightSync
 
 KINDS = ["qwen2_moe", ci("qwen3_moe")]
-LAYOUTS = ["TP2_EP2", ci("TP1")]
+LAYOUTS = ["TP1", "TP2_EP2"]
 PROBE = [5, 6, 7, 8]
 SIGMAS = [0.0, 0.01, 0.001]  # of a qerl run of three steps in three stages
 NOISES = {
@@ -121,7 +121,7 @@ def follow(parallel: Parallel, path: Path, noises: dict[str, dict]) -> dict[str,
 @pytest.fixture(scope="module", params=KINDS)
 def answers(request, tmp_path_factory) -> dict[str, list[dict]]:
     path = reference.save(request.param, tmp_path_factory.mktemp(request.param))
-    return world.in_layouts(asked(LAYOUTS), follow, path, NOISES)
+    return world.in_layouts(LAYOUTS, follow, path, NOISES)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
