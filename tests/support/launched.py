@@ -13,18 +13,19 @@ from pathlib import Path
 
 from source import ROOT
 
+# As in launch.sh: torchrun's own store keeps the addresses of processes that have ended.
+VARIABLES = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
 
 class Launch:
     """A command and all processes that it has started."""
 
     def __init__(self, command: list[str], log: Path) -> None:
-        # As in launch.sh: torchrun's own store keeps the addresses of processes that have ended.
-        variables = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         self.log = log
         self.known: set[tuple[int, str]] = set()
         with open(log, "wb") as file:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env=os.environ | variables, stdout=file, stderr=subprocess.STDOUT
+                command, cwd=ROOT, env=os.environ | VARIABLES, stdout=file, stderr=subprocess.STDOUT
             )
 
     @property
