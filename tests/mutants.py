@@ -12,10 +12,10 @@ choose: a fault whose statement is gone is dropped, and each file that stays get
 record: one run of all tests, e.g. `record -- --all`, or of some files, whose part is then replaced (mutants_notes.py).
     A test that fails here, where nothing is changed, is left out. A statement that is executed at an import counts for
     every test that executes another listed statement of its file.
-run: two faults at a time, and for each the cheapest tests first, until three fail or 60 seconds are spent. A result is
-    kept at once, so a run that was stopped goes on where it was; `--seconds` starts nothing further after N seconds.
-    Each fault has processes that are forked after the packages of WARM were imported. A test that also fails without
-    a fault is left out.
+run: two faults at a time, and for each the tests of the default tier first, then those of ci, each tier's cheapest
+    first, until three fail or 60 seconds are spent. A result is kept at once, so a run that was stopped goes on where
+    it was; `--seconds` starts nothing further after N seconds. Each fault has processes that are forked after the
+    packages of WARM were imported. A test that also fails without a fault is left out.
 check: faults are planted again if their file or a file of their finders has changed. First their finders run, then all
     tests that execute the statement, then those that a new record of the changed test files names. Exit code 1: a fault
     is lost, its statement is gone, or a file has fewer faults than the rule asks for; `choose` mends the last two.
@@ -57,6 +57,7 @@ LIST = ROOT / "tests" / "mutants.jsonl"
 MATRIX = ROOT / "tests" / "kill_matrix.json.xz"
 FAULT_LIST = r"planted\.FAULTS|from planted import .*\bFAULTS\b"  # in test files that ask for faults by name
 SECONDS, ENOUGH, FIRST = 60, 3, 20  # of tests of a fault: time, failures, and how many the first process collects
+TIERS = ([], ["--ci"], ["--all"])  # how tests/conftest.py is asked for each
 WARM = """
     torch megatron.core.models.gpt.gpt_layer_specs megatron.core.tensor_parallel megatron.core.transformer.moe.moe_layer
     transformers.models.qwen3_moe.modeling_qwen3_moe pandas scipy.stats hypothesis
@@ -301,16 +302,24 @@ def run_process(function: Callable, arguments: tuple, until: float) -> bool:
 
 
 def letters_of(copy: Path, tests: list[str], options: list[str], costs: dict[str, tuple[int, float]]) -> dict[str, str]:
-    """Run tests in a copy, the first FIRST in a process of their own, until ENOUGH fail or SECONDS are spent."""
+    """Run tests in a copy, the default tier first, until ENOUGH fail or SECONDS are spent.
+
+    Each tier has processes of its own, because fixtures make all that the asked tier needs.
+    """
     letters: dict[str, str] = {}
     until = time.monotonic() + SECONDS
-    for part in (tests[:FIRST], tests[FIRST:]):
+    parts = []
+    for tier, option in enumerate(TIERS):
+        of_tier = [test for test in tests if costs[test][0] == tier]
+        parts += [(option, of_tier[:FIRST]), (option, of_tier[FIRST:])]
+    for option, part in parts:
         path = copy.with_name("letters.jsonl")
         path.write_text("")
-        if not part or list(letters.values()).count("F") >= ENOUGH or time.monotonic() >= until:
+        if list(letters.values()).count("F") >= ENOUGH or time.monotonic() >= until:
             break
-        tiers = ["--all"] if any(costs[test][0] for test in part) else []
-        ended = run_process(pytest_process, (copy, part, [*tiers, *options], path), until)
+        if not part:
+            continue
+        ended = run_process(pytest_process, (copy, part, [*option, *options], path), until)
         started = {}
         for line in path.read_text().splitlines():
             test, letter, at = json.loads(line)
@@ -493,8 +502,8 @@ def plant_again(
     again = [file for file in sorted(again) if (ROOT / file).exists()]
     if left and again:
         (folder / "record").mkdir()
-        tiers = ["--all"] if any(tier for tier, _ in matrix.tests.values()) else []
-        record(matrix, [*tiers, *again], folder / "record")
+        last = max(tier for tier, _ in matrix.tests.values())
+        record(matrix, [*TIERS[last], *again], folder / "record")
         run_all(matrix, [(name, matrix.with_letters(name, "-")) for name in left], folder)
     control(matrix, folder)
     return {name: touched[name] for name in not_found()}

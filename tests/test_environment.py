@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiers import nightly
+from tiers import ci, nightly
 
 from config import load_config
 from inputs import environment
@@ -85,7 +85,7 @@ def test_a_command_finds_its_modules_without_its_folder_on_the_path(command: str
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(("command", "options"), [("config.py", []), ("train_grpo.py", ["--check"])])
+@pytest.mark.parametrize(("command", "options"), [("config.py", []), ci("train_grpo.py", ["--check"])])
 def test_a_letter_that_the_output_cannot_show_is_printed_as_an_escape(command, options, tmp_path: Path) -> None:
     folder = tmp_path / "caf\u00e9 \u20ac"
     folder.mkdir()

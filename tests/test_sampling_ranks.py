@@ -244,6 +244,7 @@ STALLED = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "rank", "place", "said"), STALLED)
 def test_a_rank_that_stands_still_ends_the_run_and_the_message_says_where(
