@@ -8,7 +8,7 @@ import json
 import re
 import statistics
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -131,12 +131,12 @@ class Record(Part):
     environment: Environment
     files: dict[str, str] = Field(description="file of the run's folder -> sha256, computed when the run ended")
 
-    @property
+    @cached_property
     def group(self) -> str:
         """The variant: the id without its seed."""
         return variant_name(self.id)
 
-    @property
+    @cached_property
     def fault(self) -> str:
         """The fault that was planted into the run on purpose; empty for any other run."""
         return planted_fault(self.command)
@@ -179,6 +179,7 @@ class Run:
 # --------------------------------------------------------------------------------------------------- the rows of a run
 
 
+@cache
 def file_of(key: str) -> str:
     """The file of a run's folder that holds this key of a row."""
     if key.startswith("eval/") and "eval/" + key.rpartition("/")[2] in (GOLD, *MARKS.values()):

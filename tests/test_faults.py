@@ -267,7 +267,7 @@ def found_in_the_real_shape(model: Path, tmp_path_factory) -> dict[str, Any]:
     return raised_each(jobs) | {"folder": out}
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 @pytest.mark.parametrize("check", [check for check in ALL_CHECKS if check not in NOT_PLANTED])
 def test_each_check_finds_its_fault_in_the_shape_of_a_real_configuration(check: str, found_in_the_real_shape) -> None:
     reports = found_in_the_real_shape[check]
@@ -276,7 +276,7 @@ def test_each_check_finds_its_fault_in_the_shape_of_a_real_configuration(check: 
     assert len(reports) == 2 and len(set(reports)) == 1, reports
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_after_a_resume_in_the_real_shape_the_reference_must_be_the_policy_without_its_update(
     model: Path, tmp_path: Path, found_in_the_real_shape
 ) -> None:

@@ -98,7 +98,7 @@ def test_the_exit_code_says_whether_all_were_right(monkeypatch):
         assert world.as_torchrun(1, groups.main, ["configs/tiny_cpu.yaml", "parallel.expert=1"]) == [code]
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_both_sides_of_rollout_ranks_and_what_goes_between_them_are_checked(tmp_path):
     """Two trainers and one sampler, as processes; each side answers for itself."""
     asked = ("configs/tiny_cpu.yaml", "rollout.ranks=1", "rollout.staleness=1", "loss.importance=token")

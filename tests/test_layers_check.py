@@ -129,7 +129,7 @@ def each_fault(parallel: Parallel, path: Path) -> dict[str, str]:
     return said
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_a_sampler_that_does_not_draw_by_its_log_probs_is_named(tmp_path) -> None:
     path = tmp_path / "layers"
     layers_check.write_model(training.config(path, path, **SIZES), path)

@@ -37,7 +37,7 @@ from lab import trackers
 FIRST = ["TP2_EP2_DP2", "TP2_EP2_ETP2"]
 ELSEWHERE = ("TP1", "TP8", "TP4_EP4_ETP4")  # test_lora.py covers the kinds of the last two
 OTHERS = [name for name in world.LAYOUTS if name not in (*FIRST, *ELSEWHERE)]
-LAYOUTS = [*FIRST, *(ci(name) if world.LAYOUTS[name][0] <= 4 else nightly(name) for name in OTHERS)]
+LAYOUTS = [*FIRST, *(ci(name) if world.LAYOUTS[name][0] == 2 else nightly(name) for name in OTHERS)]
 TWO_UPDATES = {"optim__prompts_per_update": 3, "train__steps": 2}
 ONE_ROW = {"optim__tokens_per_micro_batch": 108}  # = max_prompt_tokens + max_new_tokens: a micro-batch is one row
 ROUTER_TOO = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router")
