@@ -52,8 +52,13 @@ installed() {  # whether .set-up has all lines of $1 and the interpreter still e
 # --no-deps: the lists are complete, so pip chooses nothing and installs no CUDA packages. `pip check` confirms afterwards that
 # nothing is missing. (Older megatron-core wheels require dozens of packages that they never import.)
 pip_install() {
-    "$VENV/bin/python" -m pip install --no-deps --no-input --disable-pip-version-check --progress-bar off "$@" \
+    "$VENV/bin/python" -m pip install --no-deps --no-input --no-compile --disable-pip-version-check --progress-bar off "$@" \
         >"$VENV/set-up.log" 2>&1 </dev/null
+}
+
+# On all cores, where pip would use one. Packages have some files that are not Python of this version; these stay as they are.
+compile_python() {  # $1: folder
+    "$VENV/bin/python" -m compileall -q -q -j 0 "$1" >"$VENV/set-up.log" 2>&1 || true
 }
 
 check_disk() {  # $1: GB
@@ -145,6 +150,7 @@ set_up() {
             pip_install -r requirements/smol.txt || pip_failed requirements/smol.txt
         fi
         pip_check
+        compile_python "$VENV/lib"
         printf '%s\n' "$wanted" ${kept:+"$kept"} >"$VENV/.set-up.new"
         mv "$VENV/.set-up.new" "$VENV/.set-up"
     fi

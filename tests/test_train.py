@@ -37,7 +37,7 @@ from lab import trackers
 FIRST = ["TP2_EP2_DP2", "TP2_EP2_ETP2"]
 ELSEWHERE = ("TP1", "TP8", "TP4_EP4_ETP4")  # test_lora.py covers the kinds of the last two
 OTHERS = [name for name in world.LAYOUTS if name not in (*FIRST, *ELSEWHERE)]
-LAYOUTS = [*FIRST, *(ci(name) if world.LAYOUTS[name][0] == 2 else nightly(name) for name in OTHERS)]
+LAYOUTS = [*FIRST, *map(nightly, OTHERS)]
 TWO_UPDATES = {"optim__prompts_per_update": 3, "train__steps": 2}
 ONE_ROW = {"optim__tokens_per_micro_batch": 108}  # = max_prompt_tokens + max_new_tokens: a micro-batch is one row
 ROUTER_TOO = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router")
@@ -84,7 +84,7 @@ FEW = {  # fewer sequences than data ranks; sometimes no sequence is trained
     "nothing to learn": {"rollout__top_k": 1, "rollout__group_size": 2, "loss__skip_equal_groups": True},
     "two rows an update": TWO_ROWS,
 }
-FEW_NAMES = [*list(FEW)[:2], ci("two rows an update")]
+FEW_NAMES = [*list(FEW)[:2], nightly("two rows an update")]
 MIXED = {"rollout__group_size": 24, "train__steps": 2}  # a group is all right or all wrong once in eight million
 KINDS = ("qwen3_moe", "qwen2_moe")
 BF16 = ["qwen3_moe", ci("qwen2_moe")]

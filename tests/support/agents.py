@@ -50,8 +50,8 @@ class Agent(NamedTuple):
         """The launcher and those of its ranks that still run."""
         found = []
         for process in psutil.process_iter():
-            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-                if os.getpgid(process.pid) == self.process.pid and process.status() != psutil.STATUS_ZOMBIE:
+            with contextlib.suppress(ProcessLookupError):
+                if os.getpgid(process.pid) == self.process.pid and launched.runs(process):
                     found.append(process)
         return found
 

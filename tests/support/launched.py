@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+import psutil
 from source import ROOT
 
 # As in launch.sh: torchrun's own store keeps the addresses of processes that have ended.
@@ -22,27 +23,22 @@ class Launch:
 
     def __init__(self, command: list[str], log: Path) -> None:
         self.log = log
-        self.known: set[tuple[int, str]] = set()
         with open(log, "wb") as file:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, env=os.environ | VARIABLES, stdout=file, stderr=subprocess.STDOUT
             )
+        self.known = {psutil.Process(self.process.pid)}  # with their start times, which tell reused numbers apart
 
     @property
     def text(self) -> str:
         """The output so far, including the lines of a launcher."""
         return self.log.read_text(errors="replace")
 
-    def family(self) -> set[tuple[int, str]]:
-        """(process, start time) of the command and of all its descendants that have been seen alive."""
-        found = _processes()
-        self.known |= {process for process in found if process[0] == self.process.pid}
-        while True:
-            parents = {pid for pid, _ in self.known}
-            born = {child for child, parent in found.items() if parent in parents} - self.known
-            if not born:
-                return self.known
-            self.known |= born
+    def look(self) -> None:
+        """Take note of the processes that now descend from known ones; an orphan does no longer."""
+        for process in list(self.known):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self.known |= set(process.children(recursive=True))
 
     def until(self, happened: Callable[[], bool], seconds: float = 240) -> None:
         """Wait until ``happened()``. AssertionError with the output if the launch ends first, or after ``seconds``."""
@@ -50,35 +46,41 @@ class Launch:
         while not happened():
             assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.text}"
             assert time.monotonic() < deadline, f"nothing in {seconds} s:\n{self.text}"
-            self.family()
+            self.look()
             time.sleep(0.01)
-        self.family()
+        self.look()
 
     def wait(self, seconds: float = 300) -> int:
         """The exit code of the command, for which this waits."""
         deadline = time.monotonic() + seconds
         while self.process.poll() is None and time.monotonic() < deadline:
-            self.family()
+            self.look()
             time.sleep(0.05)
         return self.process.wait(0.1)
 
     def kill(self) -> None:
         """Send SIGKILL to all processes. SIGSTOP comes first, so that no process notices the end of another."""
         for sent in (signal.SIGSTOP, signal.SIGKILL):
-            self.family()
-            for pid, _ in self.living():
-                os.kill(pid, sent)
+            self.look()
+            for process in self.living():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(sent)
         self.process.wait(10)
-        deadline = time.monotonic() + 10
-        while self.living() and time.monotonic() < deadline:  # a killed process needs a moment to end
-            time.sleep(0.01)
+        psutil.wait_procs(self.living(), timeout=10)
 
-    def living(self) -> set[tuple[int, str]]:
-        """The processes of the family that still run."""
-        return self.known & _processes().keys()
+    def living(self) -> list[psutil.Process]:
+        """The known processes that still run."""
+        return [process for process in self.known if runs(process)]
 
 
-@contextmanager
+def runs(process: psutil.Process) -> bool:
+    """Whether a process has not ended. Its parent may not have asked for its exit code yet."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+@contextlib.contextmanager
 def started(*command: object, log: Path) -> Iterator[Launch]:
     """A command in the repository's folder. All its processes have ended when the block ends."""
     launch = Launch([str(word) for word in command], log)
@@ -91,21 +93,8 @@ def started(*command: object, log: Path) -> Iterator[Launch]:
 
 def launch(
     ranks: int, script: str, *arguments: object, log: Path, meet: tuple[str, ...] = ("--standalone",)
-) -> AbstractContextManager[Launch]:
+) -> contextlib.AbstractContextManager[Launch]:
     """The same with a torchrun. ``meet``: arguments for the rendezvous."""
     # --standalone takes a free port, so that tests and trainings on one machine do not disturb each other.
     launcher = ["-m", "torch.distributed.run", *meet, f"--nproc_per_node={ranks}"]
     return started(sys.executable, *launcher, script, *arguments, log=log)
-
-
-def _processes() -> dict[tuple[int, str], int]:
-    """(process, start time) -> parent, for all processes but zombies. The start time tells reused numbers apart."""
-    found = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent, *rest = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # the process has ended
-            continue
-        if state not in "ZX":
-            found[int(stat.parent.name), rest[17]] = int(parent)
-    return found
