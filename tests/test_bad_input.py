@@ -30,22 +30,18 @@ from breaking import (
     each_moment,
     each_state,
     exit_code,
-    failing_read,
     file,
     flip_a_bit,
-    instead,
     model,
     option,
     other_factors,
     pipe_instead,
     questions,
     resumed,
-    tensors,
     text,
     tiny,
     typed,
     variables,
-    vocabulary,
     write_config,
 )
 from pytest import CaptureFixture, MonkeyPatch
@@ -61,11 +57,8 @@ pytestmark = [  # warnings of torch and Megatron about GPUs and each other; the 
     pytest.mark.filterwarnings(r"ignore:::torch\."),
 ]
 ROOT = Path(__file__).resolve().parent.parent
-NORM, EMBED = "model.norm.weight", "model.embed_tokens.weight"
-WEIGHTS = "model.safetensors"
 NEW = typed("model.path=FOLDER/new", "tiny_model.seed=0")  # a tiny model that is to be made
 OWN = '{"question": "30 + 1?", "answer": 31}\n{"question": "3 * 3?", "answer": "9"}\n'  # of data.source file
-FAILED = "cannot be read (Input/output error)"
 
 
 # ------------------------------------------------------------------------------------------------ the table
@@ -76,50 +69,14 @@ def row(name: str, expected: str, *changes: str | Break, run: bool = False):
     return pytest.param(expected, changes, run, id=name.replace(" ", "-"))
 
 
-def quantised(target: str) -> dict:
-    """A quantization_config of int4 experts in the form of compressed-tensors."""
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
-    return {"quant_method": "compressed-tensors", "config_groups": {"0": {"targets": [target], "weights": weights}}}
-
-
 # fmt: off
 CONFIG = [
-    row("no file", "run.yaml: cannot be read (No such file", instead(lambda path: None)),
-    row("an empty file", "run.yaml: expected a mapping of sections, found nothing", instead(Path.touch)),
-    row("bytes as file", "run.yaml: not UTF-8 text at byte 0", instead(lambda path: path.write_bytes(b"\xff\0"))),
-    row("YAML syntax", "run.yaml line 3: not valid YAML: expected", text("device: cpu", "device: [cpu")),
-    row("a key twice", "line 3: not valid YAML: key 'device' given", text("device: cpu", "device: cpu\ndevice: cpu")),
     row("unknown key", "rollout.groupsize: unknown key; did you mean group_size?", text("group_size", "groupsize")),
-    row("key of another section", "model.steps: unknown key; did you mean train.steps?", "model.steps=1"),
-    row("a key is missing", "run.yaml: train.steps: missing; needed: a step is", text("steps: 2, ", "")),
-    row("a number for a section", "eval: expected a mapping of keys, found 3", text("{samples: 0}", "3")),
-    row("text for a number", "train.steps: expected a whole number, found 'many'", "train.steps=many"),
-    row("nan", "optim.lr: expected a number, found 'nan'", "optim.lr=nan"),
-    row("negative", "optim.lr: expected more than 0.0, found -0.1", "optim.lr=-0.1"),
-    row("unknown choice", "reward.method: expected 'strict', ... found 'exact'", "reward.method=exact"),
-    row("idle key", "run.yaml: loss.dual_clip: not read, loss.kind is not ppo",
-        text("optim:", "loss: {kind: gspo, dual_clip: 3}\noptim:")),
-    row("override without value", "override 'train.steps': expected section.key=value", "train.steps"),
-    row("override of a section", "override train: this is a section; expected train.key=value", "train=3"),
-    row("override with a comment", "override name: YAML would drop what follows ' #'", "name=a #b"),
-    row("override without end", "override 'xxxxxxxx ... expected section.key=value", "x" * 9999),
-    row("update size", "optim.prompts_per_update: 3 does not divide ... nearest: 2", "optim.prompts_per_update=3"),
-    row("micro-batch size", "optim.tokens_per_micro_batch: 64 cannot hold one row", "optim.tokens_per_micro_batch=64"),
-    row("gsm8k without files", "data.train_path: missing; data.source gsm8k needs", "data.source=gsm8k"),
-    row("a pipe as file", "run.yaml: found a pipe; needed: a file", instead(os.mkfifo)),
-    row("a large file", "run.yaml: larger than 0.25 MiB", instead(lambda path: path.write_text("# x\n" * 2**17))),
-    row("a file that fails", f"run.yaml: {FAILED}", instead(failing_read)),
-    row("deep lists", "run.yaml: not valid YAML: maximum recursion", instead(lambda path: path.write_text("[" * 9999))),
-    row("NUL in a name", "override train.out_dir line 1: not valid YAML: found NUL", 'train.out_dir="a\\0b"'),
-    row("half a character as key", "expected section.key=value", "a\udcff.b=1"),
-    row("long name", "name: expected text of at most 150 characters", "name=" + "n" * 300),
-    row("huge tiny model", "tiny_model: about 1.4e+11 parameters; needed: at most 1e+09",
-        "tiny_model.hidden_size=16384", "tiny_model.num_experts=1024", "tiny_model.expert_width=2730"),
+    row("no file", "run.yaml: cannot be read (No such file", lambda place: place.config.unlink()),
 ]
 ENVIRONMENT = [
     row("threads", "environment's OMP_NUM_THREADS: found '' ... 1 to 1024", variables(OMP_NUM_THREADS=""), run=True),
     row("rank beyond", "environment's RANK: found '2' ... from 0 to 1", variables(RANK="2", WORLD_SIZE="2"), run=True),
-    row("port", "the environment's MASTER_PORT: found '99999' ... to 65535", variables(MASTER_PORT="99999"), run=True),
     row("address", "the environment's MASTER_ADDR: 'no.such.host.invalid'",
         variables(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_PORT="29000", MASTER_ADDR="no.such.host.invalid"),
         run=True),
@@ -130,77 +87,34 @@ LAYOUT = [
     row("key heads", "tensor: 4 does not divide 2 key/value heads; nearest: 2", "parallel.tensor=4", "--ranks=4"),
     row("vocabulary", "parallel.tensor: 2 does not divide 319 tokens of the vocabulary; nearest: 1",
         option(vocab_size=319), "parallel.tensor=2", "--ranks=2"),
-    row("ranks", "parallel.tensor: 2 does not divide 3 ranks; nearest: 1", "parallel.tensor=2", "--ranks=3"),
-    row("one rank for two", "parallel.expert: 2 does not divide 1 ranks", "parallel.expert=2", run=True),
     row("ranks of a run", "--ranks: found 2; needed: ... --check: torchrun starts the ranks", "--ranks=2", run=True),
-    row("vllm", "rollout.engine: vllm ... or rollout.engine torch", "rollout.engine=vllm"),
     row("half a torchrun", "environment's WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT: not set, but others ... "
         "needed: all of RANK, WORLD_SIZE,", variables(RANK="0"), run=True),
-    row("positions", "data.max_prompt_tokens: 96 + rollout.max_new_tokens 4 = 100 exceeds the model's 64 positions",
-        option(max_position_embeddings=64)),
 ]
 MODEL = [
     row("no model", "model.path: no config.json in Qwen/Qwen3; needed: a Hugging Face model directory",
         "tiny_model=null", "model.path=Qwen/Qwen3"),
     row("config.json cut", "model/config.json: not valid JSON", model(cut("config.json"))),
-    row("architecture", "config.json: model_type 'llama' is not supported; supported: qwen3_moe, qwen2_moe",
-        option(model_type="llama")),
-    row("rope scaling", "rope scaling = 'yarn' is not supported; only", option(rope_scaling={"type": "yarn"})),
-    row("quantized", "quantization_config = {'bits': 4} is not supported", option(quantization_config={"bits": 4})),
-    row("no size", "config.json: num_experts is missing", option(num_experts=None)),
-    row("head_dim a text", "config.json: head_dim: expected a positive int, found '4'", option(head_dim="4")),
-    row("no weights", "model.path: no *.safetensors in ... found none", model(file(WEIGHTS, None))),
-    row("only pickled weights", "found pytorch_model.bin, and pickled files are never opened",
-        model(lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"))),
-    row("weights cut", "model/model.safetensors: not a readable safetensors file", model(cut(WEIGHTS))),
-    row("tensor missing", f"config.json: missing: {NORM}", tensors(lambda t: t.pop(NORM)), run=True),
-    row("tensor too many", "not part of this architecture: x", tensors(lambda t: t.update(x=torch.ones(1)))),
-    row("shape", f"{NORM} has shape [17], config.json needs [16]", tensors(lambda t: t.update({NORM: torch.ones(17)}))),
-    row("one infinite", f"{EMBED} holds values that are", tensors(lambda t: t[EMBED][3].fill_(torch.inf)), run=True),
     row("no tokenizer", "no tokenizer found; needed: tokenizer.json", model(file("tokenizer.json", None))),
-    row("tokenizer of another", "use token ... beyond its vocabulary of 270; needed: the model's own", vocabulary(270)),
-    row("chat template", "the chat template fails (Exp ... needed", model(file("chat_template.jinja", "{% if %}"))),
-    row("a pipe as weights", "model.safetensors: found a pipe", model(pipe_instead(WEIGHTS))),
-    *(row(f"{name} that fails", f"model/{name}: {FAILED}", model(lambda folder, name=name: failing_read(folder / name)))
-      for name in ("config.json", "generation_config.json", "model.safetensors.index.json")),
     row("stop token", "use token 320, beyond its ", model(file("generation_config.json", '{"eos_token_id": 320}'))),
     row("tiny path of another", "model exists and has no readable tiny_model.json, ... needed: another path",
         tiny(file("tiny_model.json", None))),
     row("no such model", "override model.path: there is no HuggingFaceTB/SmolLM2-135M; needed: the folder of a model",
         "model.path=HuggingFaceTB/SmolLM2-135M", run=True),
-    row("tiny model, other seed", "was made with another tiny_model.seed (0); needed: another", "tiny_model.seed=1"),
-    row("tiny heads", "tiny_model.num_kv_heads: 3 does not divide num_heads 4", "tiny_model.num_kv_heads=3"),
 ]
 DATA = [
     row("no held-out file", "test.jsonl: cannot be read (No such file", questions(test=None), run=True),
     row("data empty", "train.jsonl: no rows found; needed: at least one question", questions("\n")),
     row("data ending", "train.csv: found the ending '.csv'; needed: one of .jsonl, .json, .parquet",
         questions(ending="csv")),
-    row("parquet", "train.parquet: not a readable parquet file", questions(ending="parquet")),
-    row("no answer mark", "train.jsonl, row 3: answer: found '5'; needed: a worked answer that ends in '#### '",
-        questions(QUESTIONS + '{"question": "2 + 3?", "answer": "5"}\n')),
     row("held-out and trained on, for a reader", "data: 1 held-out questions of data.test_path are training questions",
         questions(test=HELD_OUT + QUESTIONS.splitlines()[0].replace("What is", "\u200bWHAT \u00a0 \uff49s") + "\n")),
-    row("one question, two answers", "train.jsonl, row 3: answer: 5; row 1 has the same question with 4; needed: one",
-        questions(QUESTIONS + '{"question": "what  is 3 + 1?", "answer": "#### 5"}\n')),
-    row("half a row", "test.jsonl, row 3: not one JSON object a line", questions(test=QUESTIONS + '{"question": "2')),
-    row("prompts too long", "train.jsonl: 2 of 2 prompts are longer than data.max_prompt_tokens = 2; the longest",
-        questions(), "data.max_prompt_tokens=2"),
     row("no number as gold answer", "reward.method: strict: gold: found 'Four'; needed: one number; other answers need "
         "reward.method math or a reward.function",
         questions('{"question": "3 + 1?", "answer": "Four"}\n'), "data.source=file", "rollout.prompts_per_step=1",
         "optim.prompts_per_update=1"),
     row("gold answers in another form", "1 of 2 gold held-out ... first being '#### x'; needed: a reward that fits",
         questions(OWN, OWN.replace("3", "4").replace('"9"', '"x"')), "data.source=file", "reward.method=verl_strict"),
-    row("set and trained on", "data: 2 held-out questions of eval.sets.math are training questions as well",
-        questions(), "eval.sets={math: FOLDER/train.jsonl, aime: [FOLDER/test.jsonl]}"),
-    row("advantage of another shape", "own.py:fewer returned (1, 2); needed: a tensor of shape (2, 2)",
-        f"loss.advantage={ROOT}/tests/support/own.py:fewer"),
-    row("reward without a name", "reward.function: expected FILE.py:NAME, found 'own.py'", "reward.function=own.py"),
-    row("sets without names", "eval.sets: expected {NAME: VALUE, ...}, found 'a.jsonl'", "eval.sets=a.jsonl"),
-    row("set missing", "math.jsonl: cannot be read (No such file", "eval.sets={math: FOLDER/math.jsonl}"),
-    row("reward in another form", "base_acc finds 8 of 8 gold ... or an instruction that asks for <think>",
-        "reward.method=base_acc"),
     row("too many generated", "data.num_train: found 999999; operands 1 to 49 give", "data.num_train=999999"),
     # Everything else is checked before a tiny model is made, because that takes minutes.
     row("no model, no data file", "train.jsonl: cannot be read", questions(train=None), NEW),
@@ -224,8 +138,6 @@ RESUME = [
         each_moment(lambda t: t.update({"more.exp": torch.ones(1)})), run=True),
     row("a negative square", "exp_avg_sq holds a number that is not finite, or a negative square",
         each_moment(lambda t: [v.fill_(-1) for k, v in t.items() if k.endswith("sq")]), run=True),
-    row("adapter not finite", "checkpoint: ... holds a number that is not finite",
-        each_adapter(other_factors(lambda t: t[max(t)].fill_(torch.nan))), run=True),
     row("evaluation without accuracy", "eval.jsonl: an evaluation without accuracies",
         resumed(file("eval.jsonl", '{"step": 0}\n')), run=True),
     row("a pipe as lock", "run.lock: found a pipe", resumed(pipe_instead("run.lock")), run=True),
@@ -235,18 +147,14 @@ RESUME = [
     row("full disk", "run/log.txt: not written: No space left on device; needed: a folder to write, with room",
         resumed(lambda r: ((r / "log.txt").unlink(), (r / "log.txt").symlink_to("/dev/full"))), run=True),
 ]
-SLOW = [
-    row("endless template", "the chat template does not end in 10 s",
-        model(file("chat_template.jinja", "{{ 9 ** (9 ** 9) }}{{ messages[0].content }}"))),
-    row("endless pattern", "config.json: quantization_config: a pattern of targets or ignore does not end in",
-        option(quantization_config=quantised(r"re:(([a-z_.0-9]+)+)+\$"))),
-]
 # fmt: on
-# What each reader finds is in its own tests. Two rows of each say here that a command makes one line of it.
-PARTS = (CONFIG, ENVIRONMENT, LAYOUT, MODEL, DATA, RESUME)
-OTHERS = [one for part in PARTS for one in part[2:]] + SLOW
-TABLE = [one for part in PARTS for one in part[:2]]
-TABLE += [pytest.param(*one.values, id=one.id, marks=pytest.mark.nightly) for one in OTHERS]
+# What readers find is in their own tests. Here are refusals that only a whole command meets, and that the command makes
+# one line of what a reader finds.
+TABLE = [
+    one if place < 2 else pytest.param(*one.values, id=one.id, marks=pytest.mark.ci)
+    for part in (CONFIG, ENVIRONMENT, LAYOUT, MODEL, DATA, RESUME)
+    for place, one in enumerate(part)
+]
 PROCESSES = [param for param in TABLE if param.id in ("resume-nothing", "unknown-key")]
 
 

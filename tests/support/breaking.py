@@ -102,16 +102,6 @@ def text(old: str, new: str) -> Break:
     return change
 
 
-def instead(make: Callable[[Path], object]) -> Break:
-    """Something else replaces the configuration's file."""
-
-    def change(place: Place) -> None:
-        place.config.unlink()
-        make(place.config)
-
-    return change
-
-
 # ------------------------------------------------------------------------------------------------ the model
 
 
@@ -172,29 +162,6 @@ def option(**changes: object) -> Break:
         (folder / "config.json").write_text(json.dumps(kept))
 
     return model(make)
-
-
-def tensors(make: Callable[[dict[str, Tensor]], object]) -> Break:
-    """The weights of a model are changed."""
-
-    def rewrite(folder: Path) -> None:
-        path = folder / "model.safetensors"
-        named = load_file(path)
-        make(named)
-        save_file(named, path)
-
-    return model(rewrite)
-
-
-def vocabulary(size: int) -> Break:
-    """The model has fewer tokens than its tokenizer."""
-
-    def make(place: Place) -> None:
-        tensors(lambda t: t.update({name: t[name][:size].clone() for name in t if t[name].shape[0] == 320}))(place)
-        path = place.folder / "model" / "config.json"
-        path.write_text(path.read_text().replace('"vocab_size": 320', f'"vocab_size": {size}'))
-
-    return make
 
 
 # ------------------------------------------------------------------------------------------------ data, the resumed run
