@@ -221,7 +221,8 @@ REMOVED = {
     "tiny_model.warm_start_lr": 3e-3, "checks.unparsable_share": 0.95, "checks.truncated_share": 0.5,
     "checks.collapse_reward": 0.2, "checks.collapse_kl": 1.0, "checks.logp_gap_fp32": 1e-3,
     "checks.gradient_spike_factor": 20.0, "checks.entropy_floor": 1e-4, "checks.reward_constant_steps": 20,
-    "checks.non_finite": "stop", "checks.rounding": "off", "lora.dropout": 0.0, "optim.eps": 1e-8,
+    "checks.non_finite": "stop", "checks.surprise": "off", "checks.rounding": "off",
+    "lora.dropout": 0.0, "optim.eps": 1e-8,
     "rollout.round_group": 32, "tiny_model.shared_expert_width": 64, "model.attention_shapes": "auto",
 }  # fmt: skip
 

@@ -301,11 +301,6 @@ class ChecksConfig(Section):
         "none of the last 256 completions ends by itself, though max_new_tokens is at least 20; or all completions of "
         "every group are equal, improbable by the entropy; or the same questions are asked for the third time in a row",
     )
-    surprise: Action = knob(
-        "warn",
-        "in the last 20 steps -log p of the sampled tokens differs from the policy's entropy, or the number of equal "
-        "completions from what their log-probs predict, by more than 5 standard deviations and 3 %",
-    )
     held_out: Action = knob(
         "stop", "a held-out question is a training question (refused before the run), or is asked for training"
     )
@@ -428,14 +423,6 @@ class Config(Section):
     def shares_merged(self) -> bool:
         """Whether the trainer may compute with the sampler's merged weights: they are those of the same policy."""
         return self.trains_merged and not self.rollout.staleness
-
-    @property
-    def measures_surprise(self) -> bool:
-        """Whether checks.surprise is on, and the sampled tokens are fair draws from what the trainer computes."""
-        rollout = self.rollout
-        altered = self.aqn.schedule != "off" or rollout.round_bits or rollout.top_k or rollout.top_p < 1
-        # Dynamic sampling chooses groups by their outcomes.
-        return not (altered or rollout.is_disturbed or rollout.dynamic_rounds) and self.checks.surprise != "off"
 
     @property
     def old_policy_share(self) -> float:

@@ -39,7 +39,6 @@ from tripwires import Tripped
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, in torch's names
 ADAM_EPS = 1e-8  # added to the denominator, as in the paper (arXiv 1412.6980)
-LEAST_VARIANCE = 5.0  # nats^2 of a step: below, the sum of D is far from normally distributed
 LOSSES = ("actor/loss", "actor/policy_loss")  # every other metric of a micro-batch is a mean over tokens
 
 
@@ -47,7 +46,6 @@ class Update(NamedTuple):
     """The share of this rank in one optimizer step."""
 
     micro_batches: list[MicroBatch]
-    left_out: list[MicroBatch]  # rows that loss.mask_truncated or skip_equal_groups leave out; for the surprise only
     counts: dict[str, int]  # num_tokens, num_sequences and max_new_tokens that the loss divides by, over all data ranks
     trained: list[int]  # sequences, of all ranks; loss.skip_equal_groups leaves out some that count in the loss
 
@@ -113,14 +111,10 @@ class Learner:
         firsts = range(0, len(advantages), per_update)
         updates = [self._pack(batch, completions, list(range(i, i + per_update)), advantages) for i in firsts]
         old_logp: dict[tuple[int, int], Tensor] = {}
-        with self.sampling_policy():
-            surprises = [self._sampled_stats(micro).surprise() for update in updates for micro in update.left_out]
-            if cfg.rollout.staleness:
-                with timer.phase("old_logp"):
-                    for micro in (micro for update in updates for micro in update.micro_batches):
-                        stats = self._sampled_stats(micro)
-                        micro.sampled_logp = stats.logp
-                        surprises.append(stats.surprise())
+        if cfg.rollout.staleness:
+            with self.sampling_policy(), timer.phase("old_logp"):
+                for micro in (micro for update in updates for micro in update.micro_batches):
+                    micro.sampled_logp = self._sampled_logp(micro)
         if len(self.behind) < cfg.rollout.staleness:
             self.behind.append(self.copied_factors())
         elif self.behind:  # the oldest one's memory takes the newest one
@@ -131,10 +125,7 @@ class Learner:
             with timer.phase("old_logp"):
                 for number, update in enumerate(updates[first:], first):
                     for i, micro in enumerate(update.micro_batches):
-                        stats, micro.routes, micro.replayed = self._old_stats(micro)
-                        old_logp[number, i] = stats.logp
-                        if micro.sampled_logp is None:
-                            surprises.append(stats.surprise())
+                        old_logp[number, i], micro.routes, micro.replayed = self._old_logp(micro)
         sums: dict[str, Tensor] = {}
         largest_gap, norms = torch.zeros((), device=self.parallel.device), []
         self.trained = [sequence for update in updates for sequence in update.trained]
@@ -148,10 +139,8 @@ class Learner:
                         if self.reference_gap is None and update.trained and cfg.checks.reference_kl != "off":
                             self.reference_gap = self._reference_gap(micro, ref_logp)
                 with timer.phase("update"), self._routed(micro, count=True):
-                    loss, metrics, gap, surprise = self._loss(micro, old_logp.get((number, i)), ref_logp, update.counts)
+                    loss, metrics, gap = self._loss(micro, old_logp.get((number, i)), ref_logp, update.counts)
                     loss.backward()  # under replay too: activation recompute routes the tokens again
-                if micro.sampled_logp is None and (number, i) not in old_logp:
-                    surprises.append(surprise)
                 del loss  # free the autograd graph before the next forward pass
                 if micro.packing is not None:
                     micro.packing.release_mask()
@@ -162,8 +151,7 @@ class Learner:
             with timer.phase("update"):
                 self.parallel.sync_gradients_(self.parameters)
                 norms.append(self._step(step))
-        totals = torch.stack([*sums.values(), *torch.stack(surprises).sum(0)])
-        *totals, deviation, variance = self.parallel.sum_over_data(totals).tolist()
+        totals = self.parallel.sum_over_data(torch.stack([*sums.values()])).tolist()
         step_metrics = dict(zip(sums, totals, strict=True))
         if self.replay:
             step_metrics["replay/differing_frac"] = self.replay.differing_share()
@@ -171,11 +159,6 @@ class Learner:
         # Without a trained token these metrics mean nothing.
         self.router_load.by_layer = {}
         step_metrics = step_metrics | self.router_load.metrics() if trained_tokens else {}
-        if cfg.measures_surprise and variance >= LEAST_VARIANCE:
-            step_metrics |= {
-                "rollout/surprise_z": deviation / math.sqrt(variance),
-                "rollout/surprise_variance": variance,
-            }
         return step_metrics | {
             "actor/grad_norm": sum(norms) / len(norms),
             "actor/lr": learning_rate(cfg.optim, step, cfg.train.steps),
@@ -195,13 +178,7 @@ class Learner:
         if cfg.loss.skip_equal_groups:
             mixed = batch.rewards.amax(dim=1) > batch.rewards.amin(dim=1)
             kept = [s for s in kept if mixed[s // cfg.rollout.group_size]]
-        left_out = sorted(set(sequences) - set(kept)) if cfg.measures_surprise else []
-        return Update(
-            self._micro_batches(batch, completions, kept, advantages),
-            self._micro_batches(batch, completions, left_out, advantages) if left_out else [],
-            counts,
-            kept,
-        )
+        return Update(self._micro_batches(batch, completions, kept, advantages), counts, kept)
 
     def _micro_batches(
         self, batch: Rollout, completions: list[list[Completion]], sequences: list[int], advantages: Tensor
@@ -244,19 +221,19 @@ class Learner:
         return self.replay.replaying(micro.routes, micro.replayed, count=count)
 
     @torch.no_grad()
-    def _old_stats(self, micro: MicroBatch) -> tuple[TokenStats, Tensor | None, Tensor | None]:
-        """The tokens under the policy before its first update, and the routes that the update must replay."""
+    def _old_logp(self, micro: MicroBatch) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Log-probs of the policy before its first update, (b, T), and the routes that the update must replay."""
         if self.cfg.replay.mode != "r2":
-            return self._sampled_stats(micro), micro.routes, micro.replayed
+            return self._sampled_logp(micro), micro.routes, micro.replayed
         replayed = torch.ones_like(micro.tokens) if micro.packing is None else micro.packing.rows[None]
         stats, routes = self.replay.record(lambda: self._logp(micro), len(replayed))
-        return stats, routes, replayed
+        return stats.logp, routes, replayed
 
     @torch.no_grad()
-    def _sampled_stats(self, micro: MicroBatch) -> TokenStats:
-        """The tokens under the adapters as they are, on the routes of the engine where they are replayed."""
+    def _sampled_logp(self, micro: MicroBatch) -> Tensor:
+        """Log-probs of the adapters as they are, on the routes of the engine where they are replayed.  -> (b, T)"""
         with self._routed(micro):
-            return self._logp(micro)
+            return self._logp(micro).logp
 
     @torch.no_grad()
     def _reference_logp(self, micro: MicroBatch) -> Tensor:
@@ -293,8 +270,8 @@ class Learner:
 
     def _loss(
         self, micro: MicroBatch, old_logp: Tensor | None, ref_logp: Tensor | None, counts: dict[str, int]
-    ) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
-        """The share of ``micro`` in the loss and in the metrics, its largest sampler-trainer gap, and its surprise."""
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """The share of ``micro`` in the loss and in the metrics, and its largest sampler-trainer gap."""
         loss_cfg = self.cfg.loss
         with self.router_load.counting(micro):
             stats = self._logp(micro)
@@ -335,7 +312,7 @@ class Learner:
                 metrics["rollout/importance_masked_frac"] = mean((weights == 0) * micro.mask)
             else:
                 metrics["rollout/importance_clip_frac"] = mean((weights >= loss_cfg.importance_clip) * micro.mask)
-        return loss, metrics, gap.amax(), stats.surprise()
+        return loss, metrics, gap.amax()
 
     # -------------------------------------------------------------------------------------------- the optimizer
 

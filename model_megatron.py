@@ -236,14 +236,7 @@ class TokenStats(NamedTuple):
 
     logp: Tensor  # (b, T) log-probability of the token
     entropy: Tensor  # (b, T) mean of -log p over the vocabulary, nats
-    variance: Tensor  # (b, T) variance of -log p over the vocabulary, nats^2; it has no gradient
     head: Tensor | None = None  # (b, T, K) log-probabilities of other tokens in its place
-
-    def surprise(self) -> Tensor:
-        """The sums over the tokens of D = -log p - entropy and of its variance.  -> (2,)
-
-        D of a token that was drawn from the distribution has the mean 0, whatever the tokens before it are."""
-        return torch.stack([-(self.logp + self.entropy).detach().sum(), self.variance.sum()])
 
 
 def head_weight(model: torch.nn.Module) -> Tensor:
@@ -274,16 +267,17 @@ def token_logprobs(
         line = hidden_states(model, packing.to_line(tokens), packing)[:, 0]  # (M, h)
         hidden = kernels.take(line, packing.line[row, position - 1])  # rows that share a prompt share its last state
     chosen = tokens[..., None] if head is None else torch.cat([tokens[..., None], head], -1)
-    logp, *stats = _VocabularyLogProbs.apply(hidden, head_weight(model), chosen[row, position], temperature, parallel)
+    logp, entropy = _VocabularyLogProbs.apply(hidden, head_weight(model), chosen[row, position], temperature, parallel)
     zeros = hidden.new_zeros(mask.shape, dtype=torch.float32)
     of_head = None if head is None else zeros.new_zeros(head.shape).index_put((row, position), logp[:, 1:])
-    return TokenStats(*(zeros.index_put((row, position), x) for x in (logp[:, 0], *stats)))._replace(head=of_head)
+    logp_of_rows, entropy_of_rows = (zeros.index_put((row, position), x) for x in (logp[:, 0], entropy))
+    return TokenStats(logp_of_rows, entropy_of_rows, of_head)
 
 
 class _VocabularyLogProbs(torch.autograd.Function):
     """TokenStats of the chosen tokens, C at each place, over a vocabulary that is split over the tensor ranks.
 
-    (N, h), (V / tensor, h), (N, C) -> (N, C) and (N,) twice.  The backward pass computes the logits of a chunk again:
+    (N, h), (V / tensor, h), (N, C) -> (N, C) and (N,).  The backward pass computes the logits of a chunk again:
     d logp / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy).  The weight is frozen.
     """
 
@@ -292,7 +286,7 @@ class _VocabularyLogProbs(torch.autograd.Function):
         first = parallel.tensor_rank * len(weight)  # the first token of this rank's slice of the vocabulary
         columns, mine = _own(chosen - first, len(weight))
         top = hidden.new_empty(len(hidden), dtype=torch.float32)
-        sums = top.new_empty(chosen.shape[1] + 3, len(hidden))  # the chosen logits, and three moments
+        sums = top.new_empty(chosen.shape[1] + 2, len(hidden))  # the chosen logits, and two moments
         for rows in _chunks(hidden, len(weight)):
             logits = (hidden[rows] @ weight.t()).float()  # (n, V / tensor)
             if temperature != 1:
@@ -302,26 +296,23 @@ class _VocabularyLogProbs(torch.autograd.Function):
                 dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=parallel.tensor_group)
             logits -= largest[:, None]  # avoids the cancellation of large numbers in entropy and log-prob
             top[rows] = largest
-            sums[:-3, rows] = (logits.gather(1, columns[rows]) * mine[rows]).t()
+            sums[:-2, rows] = (logits.gather(1, columns[rows]) * mine[rows]).t()
             weights = logits.exp()
-            sums[-3, rows] = weights.sum(-1)
-            sums[-2, rows] = weights.mul_(logits).sum(-1)
+            sums[-2, rows] = weights.sum(-1)
             sums[-1, rows] = weights.mul_(logits).sum(-1)
             del logits, weights  # before the next chunk
         if parallel.tensor > 1:
             dist.all_reduce(sums, group=parallel.tensor_group)
-        total, first_moment, second_moment = sums[-3:]
-        log_sum, mean = total.log(), first_moment / total
-        log_norm, logp, entropy = top + log_sum, (sums[:-3] - log_sum).t(), log_sum - mean
-        variance = (second_moment / total - mean.square()).clamp(min=0)  # rounding may make it negative
+        total, first_moment = sums[-2:]
+        log_sum = total.log()
+        log_norm, logp, entropy = top + log_sum, (sums[:-2] - log_sum).t(), log_sum - first_moment / total
         ctx.save_for_backward(hidden, weight, columns, mine, log_norm, entropy)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(variance)
-        return logp, entropy, variance
+        return logp, entropy
 
     @staticmethod
-    def backward(ctx, grad_logp: Tensor | None, grad_entropy: Tensor | None, _: None):
+    def backward(ctx, grad_logp: Tensor | None, grad_entropy: Tensor | None):
         hidden, weight, columns, mine, log_norm, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_logp = torch.zeros(columns.shape, device=hidden.device) if grad_logp is None else grad_logp

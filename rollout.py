@@ -9,7 +9,6 @@ import bisect
 import dataclasses
 import functools
 import importlib
-import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -258,43 +257,26 @@ def metrics(sampled: Sampled) -> dict[str, float]:
     equal = batch.rewards.amax(dim=1) == batch.rewards.amin(dim=1)
     by_group = batch.tokens.unflatten(0, batch.rewards.shape)  # (P, G, N)
     identical = (by_group == by_group[:, :1]).flatten(1).all(dim=1)
-    return (
-        {
-            "reward/mean": batch.rewards.double().mean().item(),
-            "reward/unparsable_frac": 1 - first.parsable.double().mean().item(),
-            "reward/equal_groups": int(equal.sum()),
-            "rollout/identical_groups": int(identical.sum()),
-            "rollout/entropy": -batch.logp.double().sum().item() / sum(batch.lengths),
-            "response_length/mean": lengths.mean().item(),
-            "response_length/max": int(lengths.max()),
-            "response_length/truncated_frac": first.truncated.double().mean().item(),
-        }
-        | repetitions(first)
-        | sampled.extra
-    )
-
-
-def repetitions(batch: Rollout) -> dict[str, float]:
-    """Share of the completions after the first of each group that repeat an earlier one, and what log-probs predict.
-
-    Given the earlier ones, a completion is one of them with the probability q, the sum of theirs. The variance is the
-    sum of q (1 - q).
-    """
-    tokens, logp = batch.tokens.tolist(), batch.logp.double().sum(dim=1).tolist()
-    group_size, repeated, predicted = batch.rewards.shape[1], 0, []
-    for first in range(0, len(tokens), group_size):
-        seen: dict[tuple[int, ...], float] = {}  # completion -> its probability
-        for sequence in range(first, first + group_size):
-            completion = tuple(tokens[sequence][: batch.lengths[sequence]])
-            if seen:
-                repeated += completion in seen
-                predicted.append(min(1.0, sum(seen.values())))
-            seen[completion] = math.exp(logp[sequence])
     return {
-        "rollout/repeated_frac": repeated / len(predicted),
-        "rollout/repeated_predicted": sum(predicted) / len(predicted),
-        "rollout/repeated_variance": sum(q * (1 - q) for q in predicted),
-    }
+        "reward/mean": batch.rewards.double().mean().item(),
+        "reward/unparsable_frac": 1 - first.parsable.double().mean().item(),
+        "reward/equal_groups": int(equal.sum()),
+        "rollout/identical_groups": int(identical.sum()),
+        "rollout/entropy": -batch.logp.double().sum().item() / sum(batch.lengths),
+        "response_length/mean": lengths.mean().item(),
+        "response_length/max": int(lengths.max()),
+        "response_length/truncated_frac": first.truncated.double().mean().item(),
+        "rollout/repeated_frac": repeated_frac(first),
+    } | sampled.extra
+
+
+def repeated_frac(batch: Rollout) -> float:
+    """Share of the completions after the first of each group that repeat an earlier one of it, token by token."""
+    tokens, group_size = batch.tokens.tolist(), batch.rewards.shape[1]
+    completions = [tuple(row[:length]) for row, length in zip(tokens, batch.lengths, strict=True)]
+    groups = [completions[first : first + group_size] for first in range(0, len(completions), group_size)]
+    repeated = sum(len(group) - len(set(group)) for group in groups)
+    return repeated / (len(completions) - len(groups))
 
 
 # ------------------------------------------------------------------------------------------------ micro-batches

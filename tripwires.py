@@ -29,10 +29,6 @@ UNSURE = 1.0  # nats a token: with a smaller entropy, tokens that are sure or ca
 LEAST_KL, LEAST_KL_COEF = 1e-3, 1e-9  # nats a token and loss.kl_coef, from which on the KL must have a gradient
 NOT_NEGATIVE = ("k2", "k3", "low_var_kl", "low_var_kl+", "abs")  # kinds of loss.kl
 KERNEL_GAP = 0.02  # nats a token between kernels for two orders of memory; docs/policy.md has what was measured
-SURPRISE_STEPS = 20  # the last steps, in which the statistics of sampling are judged together
-SURPRISE_Z = 5.0  # standard deviations; chance alone reaches it with a probability of 6e-7
-SURPRISE_SHARE = 0.03  # in bf16 the rounding of log-probs alone may move the sums by about 1 %
-RAREST_TOKEN = 12.0  # nats: -log p of a token that is drawn once in 160,000 times
 SPIKE_WINDOW, SPIKE_START, SPIKE_FACTOR = 50, 10, 20.0  # steps of the usual median, steps before any, ratio to it
 ENTROPY_FLOOR = 1e-4  # nats a token
 
@@ -183,7 +179,7 @@ class Tripwires:
         if broken:
             raise Tripped(f"step {step + 1}: {', '.join(broken)} not finite\n  look at: optim.lr, and the data")
         for check in (
-            self._reward, self._truncated, self._identical, self._surprise,
+            self._reward, self._truncated, self._identical,
             functools.partial(self._agreement, where_apart),
             self._impossible, self._collapse, self._gradient_and_entropy,
         ):  # fmt: skip
@@ -262,37 +258,6 @@ class Tripwires:
             self.trip(
                 "sampling",
                 f"step {step + 1}: all completions of every group are equal, a chance of e^-{self.identical_nats:.0f}",
-                "the engine's seeds of the samples of one prompt",
-            )
-
-    def _surprise(self, step: int, metrics: dict[str, float]) -> None:
-        """Whether sampled tokens, and equal completions of a group, are as frequent as their probabilities say.
-
-        Both are sums of differences that have the mean 0 whatever was sampled before: -log p - entropy of a token;
-        1 or 0 for a completion that repeats another one or not, minus the probability of that.
-        """
-        rollout, last = self.cfg.rollout, self.history[-SURPRISE_STEPS:]
-        rows = [row for row in last if "rollout/surprise_z" in row]
-        variance = sum(row["rollout/surprise_variance"] for row in rows)
-        nats = sum(row["rollout/surprise_z"] * row["rollout/surprise_variance"] ** 0.5 for row in rows)
-        if abs(nats) > SURPRISE_SHARE * variance and improbable(nats, variance, RAREST_TOKEN):
-            self.trip(
-                "surprise",
-                f"steps up to {step + 1}: -log p of the sampled tokens is {nats / variance**0.5:+.1f} standard "
-                f"deviations from its mean under the policy ({len(rows)} steps)",
-                "the sampler's temperature, top-k and top-p; its random numbers, which preflight.py --layers tests",
-            )
-        if rollout.is_disturbed or rollout.top_k or rollout.top_p < 1:
-            return  # completions of one prompt are draws of different distributions, or of a cut one
-        rows = [row for row in last if "rollout/repeated_frac" in row]
-        repeated, predicted = (sum(row[f"rollout/repeated_{key}"] for row in rows) for key in ("frac", "predicted"))
-        more = (repeated - predicted) * rollout.prompts_per_step * (rollout.group_size - 1)
-        variance = sum(row["rollout/repeated_variance"] for row in rows)
-        if abs(repeated - predicted) > SURPRISE_SHARE * len(rows) and improbable(more, variance, 1.0):
-            self.trip(
-                "surprise",
-                f"steps up to {step + 1}: {repeated / len(rows):.1%} of the completions repeat another one of their "
-                f"group, but their log-probs predict {predicted / len(rows):.1%} ({len(rows)} steps)",
                 "the engine's seeds of the samples of one prompt",
             )
 
@@ -413,11 +378,3 @@ class Tripwires:
                 f"step {step + 1}: entropy {metrics['actor/entropy']:.2g} nats a token: completions repeat themselves",
                 "loss.entropy_coef, optim.lr, loss.kl_coef",
             )
-
-
-def improbable(deviation: float, variance: float, largest: float) -> bool:
-    """Whether a sum with the mean 0 is further from it than chance explains: SURPRISE_Z standard deviations, or more.
-
-    By Bernstein's inequality for martingales (Freedman 1975), where single terms are as large as ``largest``.
-    """
-    return deviation**2 > SURPRISE_Z**2 * (variance + abs(deviation) * largest / 3)

@@ -136,7 +136,7 @@ def run(
                 meter.mark((factor.grad for factor in learner.parameters), "gradients")
                 if cfg.earlier_passes and cfg.replay.mode != "r2":  # under r2, update makes this pass
                     for micro in learner._pack(batch, [], list(range(len(batch.lengths))), advantages).micro_batches:
-                        learner._old_stats(micro)
+                        learner._old_logp(micro)
                     del micro
                 learner.update(batch, [], advantages, 0, _Timer())
             gc.collect()
@@ -267,8 +267,8 @@ def _watch(learner: Learner, meter: Meter) -> None:
 
     vars(learner)["_pack"] = pack
     watched("_reference_logp", "reference")
-    watched("_old_stats", "old policy")
-    watched("_sampled_stats", "old policy")
+    watched("_old_logp", "old policy")
+    watched("_sampled_logp", "old policy")
     watched("_loss", "forward", after="backward")
     watched("_step", "update")
     sync = learner.parallel.sync_gradients_

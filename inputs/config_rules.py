@@ -53,8 +53,6 @@ IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
     (lambda c: c.aqn.schedule == "off" or c.model.dtype != "bf16",
      "aqn.schedule is off, or model.dtype is not bf16", "aqn.bf16"),
     (lambda c: c.replay.mode == "off" or c.loss.kl == "none", "replay.mode is off or loss.kl none", "replay.reference"),
-    (lambda c: c.rollout.top_k > 0 or c.rollout.top_p < 1, "rollout.top_k or rollout.top_p leaves tokens out",
-     "checks.surprise"),
     (lambda c: c.checks.logp_gap == "off" or c.model.dtype != "bf16",
      "checks.logp_gap is off, or model.dtype is not bf16", "checks.logp_gap_bf16"),
     (lambda c: c.eval.samples == 0, "eval.samples is 0: greedy answers only", "eval.temperature"),

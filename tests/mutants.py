@@ -14,8 +14,9 @@ record: one run of all tests, e.g. `record -- --all`, or of some files, whose pa
     every test that executes another listed statement of its file.
 run: two faults at a time, and for each the tests of the default tier first, then those of ci, each tier's cheapest
     first, until three fail or 60 seconds are spent. A result is kept at once, so a run that was stopped goes on where
-    it was; `--seconds` starts nothing further after N seconds. Each fault has processes that are forked after the
-    packages of WARM were imported. A test that also fails without a fault is left out.
+    it was, and another run goes on with faults that no test has found yet. `--seconds` starts nothing further after N
+    seconds. Each fault has processes that are forked after the packages of WARM were imported. A test that also fails
+    without a fault is left out.
 check: faults are planted again if their file or a file of their finders has changed. First their finders run, then all
     tests that execute the statement, then those that a new record of the changed test files names. Exit code 1: a fault
     is lost, its statement is gone, or a file has fewer faults than the rule asks for; `choose` mends the last two.
@@ -319,7 +320,8 @@ def letters_of(copy: Path, tests: list[str], options: list[str], costs: dict[str
             break
         if not part:
             continue
-        ended = run_process(pytest_process, (copy, part, [*option, *options], path), until)
+        limit = max(until, time.monotonic() + 2 * costs[part[0]][1])  # for a test that takes longer than SECONDS
+        ended = run_process(pytest_process, (copy, part, [*option, *options], path), limit)
         started = {}
         for line in path.read_text().splitlines():
             test, letter, at = json.loads(line)
@@ -428,8 +430,9 @@ def run(matrix: Matrix, asked: list[str], seconds: float, folder: Path) -> None:
         sys.exit(f"{min(unknown)}: not in the matrix; needed: the id of a fault that was recorded")
     if not names:
         faults = [fault.id for fault in read_faults() if not fault.reason]
-        names = [name for name in [*faults, *planted_names()] if not matrix.with_letters(name, "pF")]
-    run_all(matrix, [(name, matrix.with_letters(name, "-pF")) for name in names], folder, seconds)
+        names = [name for name in [*faults, *planted_names()] if not matrix.with_letters(name, "F")]
+    letters = "-pF" if asked else "-"
+    run_all(matrix, [(name, matrix.with_letters(name, letters)) for name in names], folder, seconds)
     control(matrix, folder, seconds - (time.monotonic() - start))
     for fault in read_faults():
         if not fault.reason and not matrix.with_letters(fault.id, "F"):

@@ -201,7 +201,7 @@ def other_values(cfg: Config) -> dict[str, object]:
             [f"checks.{name}" for name in ("reward_constant", "logp_gap", "reference_kl", "adapters")], "warn"
         ),
         **dict.fromkeys(["checks.unparsable", "checks.gradient_spike", "checks.entropy"], "stop"),
-        **dict.fromkeys(["checks.truncated", "checks.collapse", "checks.surprise"], "stop"),
+        **dict.fromkeys(["checks.truncated", "checks.collapse"], "stop"),
         **dict.fromkeys([f"checks.{name}" for name in ("sampling", "held_out", "state", "impossible")], "warn"),
         "train.changed_inputs": "accept",
         "train.trackers": "[wandb]",

@@ -51,7 +51,7 @@ def main(folder: Path) -> dict:
                 shares = len({other[kind][0] for other in forwards[layout]})
                 gaps += [
                     float((mine[:, 1:] - true.chunk(shares)[share]).abs().max())
-                    for mine, true in zip(found[:3], truth[kind], strict=True)
+                    for mine, true in zip(found[:2], truth[kind], strict=True)
                 ]
             ranks = [rank[kind] for rank in adapted[layout]]
             answers[f"{layout} {kind}"] = {

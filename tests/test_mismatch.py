@@ -79,7 +79,7 @@ def test_the_loss_of_the_learner_is_that_of_the_paper(importance: str) -> None:
     micro = MicroBatch(tokens, torch.ones(2, 3), q.log().gather(2, tokens[..., None])[..., 0], advantages)
     micro.head = (order, q.log().gather(2, order))
     log_p = logits.log_softmax(-1)
-    of_tokens = [log_p.gather(2, tokens[..., None])[..., 0], torch.zeros(2, 3), torch.zeros(2, 3)]
+    of_tokens = [log_p.gather(2, tokens[..., None])[..., 0], torch.zeros(2, 3)]
     learner = SimpleNamespace(
         cfg=SimpleNamespace(loss=LossConfig(importance=importance, score_centering=7, kl="none")),
         router_load=SimpleNamespace(counting=lambda micro: contextlib.nullcontext()),

@@ -121,7 +121,7 @@ def sharded_gradient(parallel: Parallel, hidden: Tensor, weight: Tensor, chosen:
     """d (signs . logp + 0.3 signs . entropy) / d hidden, summed over the tensor ranks; logp is the sum of several."""
     state = hidden.clone().requires_grad_()
     shard = weight.chunk(parallel.tensor)[parallel.tensor_rank]
-    logp, entropy, _ = model_megatron._VocabularyLogProbs.apply(state, shard, chosen, TEMPERATURE, parallel)
+    logp, entropy = model_megatron._VocabularyLogProbs.apply(state, shard, chosen, TEMPERATURE, parallel)
     (signs @ logp.sum(1) + 0.3 * signs @ entropy).backward()
     if parallel.tensor > 1:
         torch.distributed.all_reduce(state.grad, group=parallel.tensor_group)
@@ -188,7 +188,7 @@ def assert_as_transformers(by_rank: list, name: str, logits: Tensor, tokens: Ten
     shares = len({answers[name][0] for answers in by_rank})
     for answers in by_rank:
         share, stats = answers[name]
-        for found, values in zip(stats[:3], expected, strict=True):
+        for found, values in zip(stats[:2], expected, strict=True):
             torch.testing.assert_close(found[:, 1:], values.chunk(shares)[share], rtol=0, atol=TOLERANCE)
             assert not found[:, 0].any()
 
@@ -213,7 +213,7 @@ def test_every_architecture_option_matters(name, true_logits):
 def test_all_ranks_of_a_tensor_group_hold_the_same_bits(everywhere, kind):
     for first, second, third, fourth in [everywhere["TP2_EP2_DP2"]]:
         for one, other in ((first, second), (third, fourth)):
-            assert all(map(torch.equal, one[kind][1][:3], other[kind][1][:3]))
+            assert all(map(torch.equal, one[kind][1][:2], other[kind][1][:2]))
 
 
 # ------------------------------------------------------------------------------------------------ rows, chunks, memory
@@ -224,7 +224,7 @@ def test_padding_and_positions_outside_the_mask_change_no_log_prob(forwards):
     torch.testing.assert_close(forwards["short"], forwards["all"].logp[:, :8], rtol=0, atol=TOLERANCE)
     mask, some = forwards["some"]
     assert 0 < mask.sum() < mask.numel() / 2
-    for found, values in zip(some[:3], forwards["all"][:3], strict=True):
+    for found, values in zip(some[:2], forwards["all"][:2], strict=True):
         torch.testing.assert_close(found, values * mask, rtol=0, atol=TOLERANCE)
     assert forwards["of_nothing"] == forwards["gradient_of_nothing"] == 0.0  # a batch without completion tokens
 
@@ -278,12 +278,10 @@ def test_log_probs_and_entropy_stay_exact_for_large_logits(scale):
     """Logits of 1e4 in fp32 have steps of 1e-3: entropy must not be the difference of two such numbers."""
     hidden, weight, chosen, _ = vocabulary_problem(scale)
     one_rank = SimpleNamespace(tensor=1, tensor_rank=0)
-    logp, entropy, variance = model_megatron._VocabularyLogProbs.apply(hidden, weight, chosen[:, None], 1.0, one_rank)
+    logp, entropy = model_megatron._VocabularyLogProbs.apply(hidden, weight, chosen[:, None], 1.0, one_rank)
     exact = torch.log_softmax((hidden @ weight.t()).double(), -1)
     entropy_gap = (entropy - -(exact.exp() * exact).sum(-1)).abs().max()
     assert entropy_gap < 1e-5 and entropy.min() >= -1e-6
-    spread = (exact.exp() * (exact - (exact.exp() * exact).sum(-1, keepdim=True)).square()).sum(-1)
-    assert (variance - spread).abs().max() < 1e-5 * max(1, spread.max()) and variance.min() >= 0
     gap = (logp[:, 0] - exact.gather(1, chosen[:, None])[:, 0]).abs() / exact.gather(1, chosen[:, None])[
         :, 0
     ].abs().clamp(1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
-import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,8 +178,6 @@ def test_groups_of_equal_correctness_are_replaced_and_without_them_nothing_chang
     plain, dynamic = (training.metrics(runs[f"no equal groups{name}"]) for name in ("", " dynamic"))
     new = {"rollout/rounds": 1, "rollout/dropped_groups_frac": 0, "rollout/sampled_per_trained": 1}
     for row, want in zip(dynamic, plain, strict=True):
-        gone = {key: want.pop(key) for key in ("rollout/surprise_z", "rollout/surprise_variance")}
-        assert all(map(math.isfinite, gone.values()))  # they judge fair draws, not groups chosen by outcome
         assert row == want | new | {"reward/first_round_correct": row["reward/first_round_correct"]}
         assert abs(row["reward/first_round_correct"] - row["reward/mean"]) < 1e-6
     files = [(runs[f"no equal groups{name}"] / "completions.jsonl").read_bytes() for name in ("", " dynamic")]

@@ -23,7 +23,6 @@ from inputs.files import InputError
 from knobs import Action, ChecksConfig
 from lab import run_page, store
 from lab.records import file_of
-from learner import Learner
 from tripwires import Tripped, Tripwires, cannot_judge
 
 CHECKS = [name for name, field in ChecksConfig.model_fields.items() if field.annotation == Action]
@@ -122,7 +121,7 @@ CANNOT_JUDGE = {
     "olmoe": {"noise"},
     "qwen15_moe": set(),
     "qwen3": {"noise"},
-    "smol": {"noise", "reference_kl", "surprise"},
+    "smol": {"noise", "reference_kl"},
     "tiny_16": {"noise", "truncated", "gradient_spike", "reward_constant", "collapse"},  # three steps of 64 completions
     "tiny_cpu": {"noise"},
 }
@@ -368,23 +367,3 @@ def test_a_step_without_any_trained_group_is_no_fault(model: Path, tmp_path: Pat
         assert (
             not {"actor/entropy", "actor/kl_loss", "rollout/logp_gap_max"} & row.keys() and row["actor/grad_norm"] == 0
         )
-        assert row["rollout/surprise_variance"] > 5  # of all sampled tokens, also of those that train nothing
-
-
-@pytest.mark.ci
-def test_without_the_check_of_surprise_nothing_is_computed_for_it_and_the_training_is_the_same(
-    model: Path, tmp_path: Path, monkeypatch
-) -> None:
-    def steps_of(action: str) -> list[dict]:
-        cfg = training.config(
-            model, tmp_path / action, **FEW | LARGE | {"loss__skip_equal_groups": True, "checks__surprise": action}
-        )
-        assert raised(every_answer_parsable, cfg) == [(InputError, "")]
-        return training.metrics(training.only_run(cfg))
-
-    watched = steps_of("warn")
-    monkeypatch.delattr(Learner, "_sampled_stats")  # the pass over groups that are left out
-    plain = steps_of("off")
-    assert any(row["reward/equal_groups"] for row in plain)
-    others = [{key: row[key] for key in row if not key.startswith("rollout/surprise")} for row in watched]
-    assert plain == others != watched

@@ -56,7 +56,7 @@ def _measure(parallel: Parallel, path: Path, expected: Reference, tokens: Tensor
 
     def log_probs() -> Tensor:
         with torch.no_grad():
-            return torch.stack(model_megatron.token_logprobs(model, mine, mask, parallel, TEMPERATURE)[:3])
+            return torch.stack(model_megatron.token_logprobs(model, mine, mask, parallel, TEMPERATURE)[:2])
 
     bare = log_probs()
     adapters = lora_megatron.attach(model, lora_config(), parallel, SEED)

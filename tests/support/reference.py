@@ -77,12 +77,8 @@ def tokens(rows: int = 8, length: int = 16, vocabulary: int = 128, seed: int = 1
     return torch.randint(0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def distribution(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob of each next token, entropy, and variance of -log p, by the plain formulas.
-
-    (b, T, V), (b, T) -> (b, T - 1) three times
-    """
+def distribution(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-prob of each next token, and entropy, by the plain formulas.  (b, T, V), (b, T) -> (b, T - 1) twice"""
     log_p = torch.log_softmax(logits[:, :-1] / temperature, -1)
     entropy = -(log_p.exp() * log_p).sum(-1)
-    variance = (log_p.exp() * (log_p + entropy[..., None]).square()).sum(-1)
-    return log_p.gather(2, tokens[:, 1:, None])[..., 0], entropy, variance
+    return log_p.gather(2, tokens[:, 1:, None])[..., 0], entropy
