@@ -188,13 +188,10 @@ def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
     generator = torch.Generator().manual_seed(derive_seed(cfg.train.seed, "probe prompts"))
     prompts = torch.randint(1, arch.vocab_size, shape, generator=generator).tolist()
     new_tokens = min(NEW_TOKENS, cfg.rollout.max_new_tokens)
-    batch, again, alone = (  # every replica is asked every prompt twice; the same again; one prompt at all places
-        sample(engine, asked, cfg, parallel, GROUP, new_tokens)
-        for asked in (prompts * 2, prompts * 2, prompts[:1] * len(prompts))
-    )
+    # Every replica is asked every prompt twice; then the same again.
+    batch, again = (sample(engine, prompts * 2, cfg, parallel, GROUP, new_tokens) for _ in range(2))
     first = sample(engine, prompts, cfg, parallel, sampling_check.FIRST_TOKENS // len(prompts), 1)
     logp = sampling_check.next_logprobs(model, prompts, parallel, cfg.rollout.temperature)
-    later = sampling_check.places(model, batch, parallel, cfg.rollout.temperature)
     gaps, mask, routes = token_gaps(model, batch, cfg, parallel, replay)
     with lora_megatron.disabled(adapters):
         base_gaps = parallel.gather_rows(token_gaps(model, batch, cfg, parallel, None)[0])[0]
@@ -219,7 +216,7 @@ def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
         "experts": arch.num_experts * sum(arch.moe_layers),
         "experts_judged": len(experts),
         "experts_most_apart": experts[:LISTED],
-        "sampling": sampling_check.figures(batch, again, first, alone, logp, later, replicas),
+        "sampling": sampling_check.figures(batch, again, first, logp, replicas),
     }
     figures["wrong"] = judged(figures, experts)
     if not figures["gap_mean"] <= bound:
