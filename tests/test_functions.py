@@ -5,6 +5,7 @@ That a run with all of them repeats itself after a kill is shown in test_resume.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import time
@@ -228,6 +229,7 @@ BOXES = [  # completion, gold, right: several boxes, or none in braces
     ("$x=\\boxed{2}$ or $x=\\boxed{1}$.", "1,2", True),
     ("$x_1 = \\boxed{1}, \\quad x_2 = \\boxed{2}$", "\\{1,2\\}", True),
     ("\\boxed{1}, \\boxed{2}, and \\boxed{3}", "1,2,3", True),
+    ("\\boxed{1}\\boxed{2}", "1,2", True),
     ("\\boxed{1}, \\boxed{2}, and \\boxed{3}", "1,2", False),
     ("\\boxed{1} or \\boxed{2}", "2", False),  # two candidates
     ("\\boxed{1}, \\boxed{234}", "1234", False),
@@ -333,6 +335,7 @@ def test_the_advantage_of_the_example_has_one_scale_for_the_whole_step() -> None
 def test_the_loss_of_the_example_is_sapo() -> None:
     """arXiv 2511.20347: the gradient by logp is -A r 4 p (1 - p) with p = sigmoid(tau (r - 1)); 1 at r = 1."""
     x = inputs()
+    x = dataclasses.replace(x, logp=x.logp - 1, old_logp=x.old_logp - 1)  # only their difference counts
     loss, stats = functions.token_loss(f"{EXAMPLES}/loss_sapo.py:sapo")(x)
     p = 1 / (1 + math.exp(-1.05))  # r = 2, and A < 0
     assert loss.tolist()[0] == pytest.approx([-2 * 2.0, 4 / 1.05 * p])
