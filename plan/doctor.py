@@ -1,263 +1,591 @@
-"""Finds what is wrong with this machine before a run starts: CANN, versions, devices, ports, limits, model, data, disk.
+"""Finds what is wrong with this machine before a run starts: CANN, versions, devices, ports, variables, memory, disk.
 
     python preflight.py --doctor [CONFIG] [section.key=value ...] [--ranks N] [--json]
 
-Each finding is one line: ok, warn or fail; what was found; what to do. Exit code 0: no fail. 1: a fail. 2: the
-configuration cannot be used. doctor_npu.py and doctor_variables.py hold the checks of an NPU machine. Nothing here
-imports torch.
+Each line is ok, warn or fail, with what was found, what is needed and what to do. Exit code 0: no fail. 1: a fail. 2:
+the configuration cannot be used. The tables QUICK and SLOW have a row for everything that is examined. Their rules come
+from the documentation, sources and issue trackers of CANN, torch_npu, MindSpeed and vllm-ascend. Tests plant faults;
+nothing here has been run on an NPU yet. Nothing here imports torch: a process of its own asks for the devices.
 """
 
+import contextlib
 import dataclasses
+import importlib.metadata
+import importlib.util
 import json
 import os
+import platform
 import re
+import resource
+import shutil
+import socket
+import subprocess
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from operator import not_
 from pathlib import Path
 
-import run_record
 from config import command, command_line, load_config
 from inputs import environment, hf_config
-from inputs.files import (
-    MOST_RANKS,
-    SETTINGS_MIB,
-    InputError,
-    first_three,
-    opened,
-    read_object,
-    variable,
-)
+from inputs.files import MOST_RANKS, InputError, first_three, variable
 from knobs import Config
-from plan import doctor_npu, doctor_variables
-from plan.machine import Check, Finding, Machine, every, first, memory_findings
 from plan.memory import GIB
 from plan.parameters import checkpoint_bytes
 
-FILES_WANTED = 32768  # open at once: sockets of the ranks, weight files, shared memory
+DIES = 16  # of a 910C server: 8 cards with two dies each; a die is a device and has one rank
+# Prints the free and total bytes of every visible device. argv[1]: npu or cuda.
+DEVICE_MEMORY = """
+import importlib, json, sys, torch
+if sys.argv[1] == "npu":
+    importlib.import_module("torch_npu")
+module = getattr(torch, sys.argv[1])
+print(json.dumps([module.mem_get_info(i) for i in range(module.device_count())]))
+"""
+
+# ---------------------------------------------------------------------------------------------------------- the machine
 
 
-# ------------------------------------------------------------------------------------------------------------ system
+@dataclass
+class Machine:
+    """This machine. ``run``: the configuration that is meant to go on it; ``ranks``: its processes here.
 
-
-def check_open_files(machine: Machine) -> list[Finding]:
-    said = f"ulimit -n is {machine.open_files}"
-    return first("open files", said, (machine.open_files < FILES_WANTED, "warn", said, f"ulimit -n {FILES_WANTED}"))
-
-
-def check_shared_memory(machine: Machine) -> list[Finding]:
-    """The processes of one machine exchange tensors in /dev/shm. A container has only 64 MiB there by default."""
-    shm, todo = machine.root / "dev" / "shm", "docker run --shm-size=64g"
-    exists, gib = shm.is_dir(), machine.free_bytes(shm) / GIB
-    return first(
-        "/dev/shm",
-        f"{gib:.1f} GiB free" if exists else "this system has none and needs none",
-        (not exists and (machine.root / "proc").is_dir(), "warn", "not there", todo),
-        (exists and gib < 1, "warn", f"{gib * 1024:.0f} MiB free", todo),
-    )
-
-
-def check_ram(machine: Machine) -> list[Finding]:
-    """Main memory for the processes and, on a CPU, for the weights of the trainer and of the sampler."""
-    line = re.search(r"^MemAvailable:\s+(\d+) kB", machine.text("proc/meminfo"), re.M)
-    if not line:
-        return first("memory", "not known on this system")
-    ranks, available = machine.ranks or 1, int(line[1]) * 1024 / GIB
-    needed = ranks * (0.7 if machine.kind == "cpu" else 2.0)  # a CPU process had 0.65 GiB; the others are a guess
-    if machine.kind == "cpu" and machine.run is not None:
-        needed += ranks * 2 * sum(p.stat().st_size for p in Path(machine.run.model.path).glob("*.safetensors")) / GIB
-    said = f"{available:.1f} GiB available, {needed:.1f} wanted by {ranks} ranks"
-    return first("memory", said, (available < needed, "warn", said, "fewer ranks, or a machine with more"))
-
-
-LISTS = {  # kind of machine -> how to install what the code imports
-    "npu": "pip install --no-deps -r requirements/npu-image.txt in vllm-ascend's image, requirements/npu.txt elsewhere "
-    "(docs/npu.md)",
-    "cuda": "pip install --no-deps -r requirements/cuda.txt",
-}
-
-
-def check_packages(machine: Machine) -> list[Finding]:
-    """The other packages that the code of this repository imports."""
-    missing = [name for name in environment.OUR_PACKAGES if machine.version(name) is None]
-    return first(
-        "packages",
-        f"{len(environment.OUR_PACKAGES)} that the code imports are installed",
-        (missing, "fail", f"not installed: {', '.join(missing)}", LISTS[machine.kind]),
-    )
-
-
-# -------------------------------------------------------------------------------------------------------------- cuda
-
-
-def check_cuda(machine: Machine) -> list[Finding]:
-    """The driver, and as many visible devices as ranks. Some sandboxes hide the driver's file from a working device."""
-    driver = re.search(r"Kernel Module\s+(\S+)", machine.text("proc/driver/nvidia/version"))
-    nodes, shown = machine.device_nodes("nvidia"), machine.env.get("CUDA_VISIBLE_DEVICES")
-    count = len(nodes) if shown is None else len([part for part in shown.split(",") if part.strip()])
-    wanted, container = machine.ranks or 1, "in a container: docker run --gpus all"
-    said = f"{len(nodes)} in /dev, {count} visible, {wanted} wanted"
-    return [
-        *first(
-            "driver",
-            driver[1] if driver else "",
-            (not driver, "warn", "unknown: no /proc/driver/nvidia/version", f"nvidia-smi; {container}"),
-        ),
-        *first("devices", said, (count < wanted, "fail", said, f"unset CUDA_VISIBLE_DEVICES; {container}")),
-    ]
-
-
-def check_cuda_versions(machine: Machine) -> list[Finding]:
-    """Compare with the versions of requirements/cuda.txt."""
-    installed = {name: machine.version(name) for name in environment.CUDA_SET}
-    said = ", ".join(f"{name} {version}" for name, version in installed.items())
-    rows = doctor_npu.version_rows(machine, environment.CUDA_SET, installed, "requirements/cuda.txt")
-    return every("versions", said, *rows)
-
-
-def check_cuda_runtime(machine: Machine) -> list[Finding]:
-    """torch counts the same devices, and every device has free memory."""
-    error, memory = machine.accelerator.get("error"), machine.accelerator.get("memory", [])
-    wanted = machine.ranks or 1
-    count = f"torch counts {len(memory)} devices, {wanted} wanted"
-    return first(
-        "CUDA",
-        f"NCCL {machine.accelerator.get('nccl')}, {count}",
-        (error, "fail", f"torch cannot open the devices: {error}", "nvidia-smi; a driver new enough for torch?"),
-        (len(memory) < wanted, "fail", count, "unset CUDA_VISIBLE_DEVICES; nvidia-smi"),
-    ) + (memory_findings(memory, "nvidia-smi shows whose process it is") if memory else [])
-
-
-# ---------------------------------------------------------------------------------------------------- files of the run
-
-
-def check_model_files(machine: Machine) -> list[Finding]:
-    """Every weight file that the index names exists, and has the length that its header gives."""
-    folder, wrong, files = Path(machine.run.model.path), "", []
-    settings, index = folder / "config.json", folder / "model.safetensors.index.json"
-    if machine.run.tiny_model is not None and not settings.exists():
-        return first("model", f"{folder} will be made")
-    try:
-        names = sorted(set(read_object(index, ("weight_map",))["weight_map"].values())) if index.exists() else []
-        files = [folder / name for name in names] or sorted(folder.glob("*.safetensors"))
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        wrong = f"{index} cannot be read ({error})"
-    broken = [f"{path.name} {fault}" for path in files if (fault := file_fault(path))]
-    size = sum(path.stat().st_size for path in files if not broken) / GIB
-    tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
-    todo = f"download it again into {folder} (docs/npu.md); a broken download is resumed by the same command"
-    return first(
-        "model",
-        f"{folder}: {len(files)} weight files, {size:.1f} GiB, all complete",
-        (not settings.is_file(), "fail", f"no config.json in {folder}", todo),
-        (not tokenizer, "fail", f"no tokenizer.json and no vocab.json in {folder}", todo),
-        (wrong, "fail", wrong, todo),
-        (not files, "fail", f"no *.safetensors in {folder}", todo),
-        (broken, "fail", f"{first_three(broken)}, of {len(files)} files in {folder}", todo),
-    )
-
-
-def file_fault(path: Path) -> str:
-    """What is wrong with a safetensors file; "" if nothing is.
-
-    Such a file has 8 bytes that give the length of a JSON header, the header, and the tensors.
+    The methods from ``version`` on ask the system. Tests answer them for a machine of their own.
     """
+
+    run: Config | None = None
+    ranks: int | None = None
+    env: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    root: Path = Path("/")  # of /dev, /proc, /usr/local
+
+    @property
+    def kind(self) -> str:
+        """npu, cuda or cpu: the device of the configuration, else the one whose files or software are present."""
+        if self.run is not None and self.run.device != "auto":
+            return self.run.device
+        if self.device_files("davinci") or "ASCEND_HOME_PATH" in self.env:
+            return "npu"
+        return "cuda" if self.device_files("nvidia") else "cpu"
+
+    @property
+    def words(self) -> set[str]:
+        """What is true of this machine and its run: npu, cuda or cpu; accelerator, run, vllm, graphs."""
+        run = self.run
+        vllm = run is not None and "vllm" in run.rollout.kind.packages
+        facts = {
+            "accelerator": self.kind != "cpu",
+            "run": run is not None,
+            "vllm": vllm,
+            "graphs": vllm and run is not None and not run.rollout.enforce_eager,
+        }
+        return {self.kind} | {word for word, is_true in facts.items() if is_true}
+
+    @property
+    def devices_wanted(self) -> int:
+        """One a rank. Where nobody gives the ranks, a machine with more than half of a server's dies must have all."""
+        return self.ranks or (DIES if len(self.device_files("davinci")) > DIES // 2 else 1)
+
+    def device_files(self, name: str) -> list[int]:
+        """Numbers of the files /dev/<name>0, 1, ..."""
+        numbers = [path.name.removeprefix(name) for path in (self.root / "dev").glob(f"{name}[0-9]*")]
+        return sorted(int(number) for number in numbers if number.isdigit())
+
+    def text(self, path: str) -> str:
+        """The content of a system file such as "proc/meminfo"; "" if it cannot be read."""
+        try:
+            return (self.root / path).read_text(errors="replace")
+        except OSError:
+            return ""
+
+    def number(self, name: str, unset: str) -> int:
+        """The whole number in an environment variable, or in ``unset`` if there is none; -1 for anything else."""
+        text = self.env.get(name, unset).strip()
+        return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else -1
+
+    def version(self, name: str) -> str | None:
+        """The version of a package, of Python or of CANN. "?": a folder without a version; None: not installed.
+
+        For torch it is that of torch/version.py, which shows a build for CUDA by "+cu128"; the wheel's may not.
+        """
+        if name == "Python":
+            return platform.python_version()
+        if name == "CANN":
+            return self.cann_version()
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return "?" if importlib.util.find_spec(name.replace("-", "_")) else None
+        build = (
+            re.search(r"__version__ = '([^']+)'", self.package_file(name, "version.py")) if name == "torch" else None
+        )
+        return build[1] if build else version
+
+    def cann_version(self) -> str | None:
+        home = self.root / self.env.get("ASCEND_HOME_PATH", "no CANN").lstrip("/")
+        texts = [path.read_text(errors="replace") for path in home.glob("*-linux/ascend_toolkit_install.info")]
+        version = re.search(r"^version=(\S+)", "".join(texts), re.M | re.I)
+        return version[1] if version else None
+
+    def package_file(self, package: str, name: str) -> str:
+        """The content of a file of an installed package, read without importing it; "" if there is none."""
+        spec = importlib.util.find_spec(package)
+        folders = spec.submodule_search_locations if spec else None
+        paths = [Path(folder, name) for folder in folders or ()]
+        return "".join(path.read_text(errors="replace") for path in paths if path.is_file())
+
+    def command(self, words: Sequence[str], seconds: float = 120) -> tuple[int, str]:
+        """Exit code and output of a program. 127: there is no such program; 124: it takes too long."""
+        try:
+            done = subprocess.run(words, capture_output=True, text=True, timeout=seconds, errors="replace")
+        except FileNotFoundError as error:
+            return 127, str(error)
+        except subprocess.TimeoutExpired:
+            return 124, f"no answer in {seconds:.0f} s"
+        return done.returncode, done.stdout if done.returncode == 0 else done.stdout + done.stderr
+
+    def can_listen(self, address: str, port: int) -> bool:
+        """Whether a server could listen there now. ``address``: one of this machine's, or "" for all; port 0: any."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family) as server, contextlib.suppress(OSError, OverflowError):
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT after a run counts as free
+            server.bind((address, port))
+            server.listen(1)
+            return True
+        return False
+
+    def free_bytes(self, folder: Path) -> int:
+        """Free bytes of the disk that holds ``folder``, or will hold it."""
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        return shutil.disk_usage(there).free
+
+    def open_files(self) -> int:
+        """The number of files that a process may open."""
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def last_line(output: str) -> str:
+    """The last line of a program's output; in a traceback this line names the error."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return lines[-1][:200] if lines else "no output"
+
+
+# ------------------------------------------------------------------------ probes: whether it is right, what was found
+
+Found = tuple[bool, str]
+Probe = Callable[[Machine], Found]
+
+
+def files(paths: Sequence[str], machine: Machine) -> Found:
+    missing = [f"/{path}" for path in paths if not (machine.root / path).exists()]
+    return not missing, f"not there: {', '.join(missing)}" if missing else "there"
+
+
+def setting(name: str, is_right: Callable[[str], bool], machine: Machine) -> Found:
+    """The value of an environment variable, "" if it is not set."""
+    value = machine.env.get(name, "")
+    return is_right(value), value or "not set"
+
+
+def seconds(name: str, least: int, most: int, machine: Machine) -> Found:
+    """A time-out of npu_env.sh."""
+    unset = environment.when_unset(name)
+    return least <= machine.number(name, unset) <= most, machine.env.get(name, f"not set, so {unset}")
+
+
+def installed(name: str, is_right: Callable[[str], bool], machine: Machine) -> Found:
+    """The version of a package, "" if it is not installed."""
+    version = machine.version(name) or ""
+    return is_right(version), version or "not installed"
+
+
+def python(code: str, machine: Machine) -> Found:
+    """``code`` ends without an error in a process of its own."""
+    exit_code, output = machine.command([sys.executable, "-c", code])
+    return exit_code == 0, last_line(output) if exit_code else "works"
+
+
+def library(name: str, machine: Machine) -> Found:
+    return python(f"import ctypes; ctypes.CDLL('{name}')", machine)
+
+
+# ---------------------------------------------------------------------------------------------------- probes: software
+
+
+def cann_home(machine: Machine) -> Found:
+    home = machine.env.get("ASCEND_HOME_PATH", "")
+    return home != "" and (machine.root / home.lstrip("/")).is_dir(), f"ASCEND_HOME_PATH is {home or 'not set'}"
+
+
+def version_set(machine: Machine) -> dict[str, tuple[str, ...]]:
+    """The versions that belong together: on an NPU the set with the installed version of vLLM, or else the first."""
+    if machine.kind == "cuda":
+        return environment.CUDA_SET
+    vllm = machine.version("vllm") or ""
+    fitting = [one for one in environment.VERSION_SETS if environment.matches(vllm, one["vllm"])]
+    return (fitting or list(environment.VERSION_SETS))[0]
+
+
+def packages(machine: Machine) -> Found:
+    optional = {"CANN"} if "vllm" in machine.words else {"CANN", "vllm", "vllm-ascend"}
+    names = [name for name in (*version_set(machine), *environment.OUR_PACKAGES) if name not in optional]
+    missing = [name for name in names if machine.version(name) is None]
+    return not missing, f"not installed: {', '.join(missing)}" if missing else f"all {len(names)} are installed"
+
+
+def same_release(plugin: str, base: str, machine: Machine) -> Found:
+    """A plugin is of the release of the package that it extends: 2.10.0.post4 belongs to 2.10.0+cpu."""
+    versions = [machine.version(name) or "" for name in (plugin, base)]
+    releases = {tuple(re.findall(r"\d+", version)[:3]) for version in versions}
+    return len(releases) == 1, f"{plugin} {versions[0]} beside {base} {versions[1]}"
+
+
+def versions(machine: Machine) -> Found:
+    wanted = version_set(machine)
+    here = {name: machine.version(name) or "not found" for name in wanted}
+    other = [name for name in wanted if not environment.matches(here[name], wanted[name])]
+    wrong = [f"{name} {here[name]} in place of {' or '.join(wanted[name])}" for name in other]
+    return not other, ", ".join(wrong or [f"{name} {version}" for name, version in here.items()])
+
+
+def torch_npu_not_loaded(machine: Machine) -> Found:
+    """torch imports every installed backend by itself, so torch_npu without CANN makes `import torch` fail."""
+    version = machine.version("torch-npu")
+    can_load = "ASCEND_HOME_PATH" in machine.env or machine.env.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0"
+    return can_load or version is None, f"torch_npu {version} without CANN" if version else "not installed"
+
+
+def chip(machine: Machine) -> Found:
+    """vllm-ascend is compiled for one kind of chip, and its engine stops with an assertion on another kind."""
+    built = environment.built_for(machine.package_file("vllm_ascend", "_build_info.py"))
+    names = re.findall(r"^\|\s*\d+\s+(\w*\d{3}\S*)\s*\|", machine.command(["npu-smi", "info"])[1], re.M)
+    kinds = {environment.chip_kind(name) for name in names} - {None}
+    chips = [f"{kind} (image {environment.VLLM_ASCEND_IMAGES[kind]})" for kind in kinds if kind]
+    is_right = built is None or kinds <= {built}
+    return is_right, f"vllm-ascend is built for {built}, npu-smi names {', '.join(chips) or 'no known chip'}"
+
+
+# ----------------------------------------------------------------------------------------------------- probes: devices
+
+
+def visible_dies(machine: Machine) -> list[str]:
+    text = machine.env.get("ASCEND_RT_VISIBLE_DEVICES")
+    return [str(die) for die in machine.device_files("davinci")] if text is None else text.split(",")
+
+
+def dies_present(machine: Machine) -> Found:
+    dies = machine.device_files("davinci")
+    missing = [f"davinci{die}" for die in range(machine.devices_wanted) if die not in dies]
+    return len(dies) >= machine.devices_wanted, f"{len(dies)} dies in /dev; missing: {', '.join(missing)}"
+
+
+def dies_visible(machine: Machine) -> Found:
+    visible = visible_dies(machine)
+    in_order = [str(die) for die in machine.device_files("davinci") if str(die) in visible]
+    return visible == in_order and len(visible) >= machine.devices_wanted, f"visible: {','.join(visible)}"
+
+
+def dies_are_neighbours(machine: Machine) -> Found:
+    dies = [int(die) for die in visible_dies(machine)]
+    return dies[-1] - dies[0] < len(dies), f"visible: {','.join(map(str, dies))}"
+
+
+def devices(machine: Machine) -> Found:
+    """torch opens and counts the devices, and none has more than 4 GiB in use before the run starts."""
+    code, output = machine.command([sys.executable, "-c", DEVICE_MEMORY, machine.kind])
+    if code:
+        return False, f"torch cannot open them: {last_line(output)}"
+    memory = json.loads(output.splitlines()[-1])  # libraries may print lines of their own before
+    used = [(total - free) / GIB for free, total in memory]
+    taken = [f"{gib:.0f} GiB of device {number}" for number, gib in enumerate(used) if gib > 4]
+    found = f"torch counts {len(memory)}; taken by others: {', '.join(taken) or 'nothing'}"
+    return len(memory) >= machine.devices_wanted and not taken, found
+
+
+# ----------------------------------------------------------------------------------------------------- probes: network
+
+
+def port_numbers(text: str) -> list[int]:
+    """50000-50002,50010 -> [50000, 50001, 50002, 50010]"""
+    numbers: list[int] = []
+    for first, last in re.findall(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", text):
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers
+
+
+def hccl_ports(machine: Machine) -> list[int]:
+    return port_numbers(machine.env.get("HCCL_HOST_SOCKET_PORT_RANGE", "60000-60031"))
+
+
+def ports_free(machine: Machine) -> Found:
+    busy = [str(port) for port in hccl_ports(machine) if not machine.can_listen("", port)]
+    return not busy, f"in use: {first_three(busy)}" if busy else "free"
+
+
+def ports_reserved(machine: Machine) -> Found:
+    outgoing = port_numbers("-".join(machine.text("proc/sys/net/ipv4/ip_local_port_range").split()))
+    reserved = port_numbers(machine.text("proc/sys/net/ipv4/ip_local_reserved_ports"))
+    lent = [str(port) for port in hccl_ports(machine) if port in outgoing and port not in reserved]
+    return not lent, f"free, but the system lends {first_three(lent)} to outgoing connections" if lent else "free"
+
+
+def own_address(machine: Machine) -> Found:
+    address = machine.env.get("HCCL_IF_IP", "")
+    return address == "" or machine.can_listen(address, 0), address or "not set"
+
+
+def interface(name: str, machine: Machine) -> Found:
+    """HCCL takes a name for the beginning of one, unless "=" comes first; names after "^" are those not to use."""
+    text = machine.env.get(name, "")
+    names = tuple(text.removeprefix("=").split(","))
+    is_whole = text.startswith("=") or name == "GLOO_SOCKET_IFNAME"
+    there = sorted(path.name for path in (machine.root / "sys/class/net").glob("*"))
+    fitting = [one for one in there if one in names or (not is_whole and one.startswith(names))]
+    is_right = bool(fitting) or text.startswith("^") or text == ""
+    return is_right, f"{text or 'not set'}; this machine has {', '.join(there)}"
+
+
+def addresses_of_dies(machine: Machine) -> Found:
+    is_there, found = files(["etc/hccn.conf"], machine)
+    return is_there or machine.number("NODES", "1") < 2, found
+
+
+def order_of_timeouts(machine: Machine) -> Found:
+    assert machine.run is not None
+    names = ("HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT")
+    hccl = max(machine.number(name, environment.when_unset(name)) for name in names)
+    stall, torch = machine.run.train.stall_seconds, machine.run.parallel.timeout_seconds
+    return max(hccl, stall) < torch, f"HCCL {hccl} s, train.stall_seconds {stall}, parallel.timeout_seconds {torch}"
+
+
+def aiv_timeout(machine: Machine) -> Found:
+    is_aiv = machine.env.get("HCCL_OP_EXPANSION_MODE") == "AIV"
+    limit = machine.number("HCCL_EXEC_TIMEOUT", "0")
+    return not is_aiv or limit <= 1091, f"AIV with HCCL_EXEC_TIMEOUT {limit}" if is_aiv else "not AIV"
+
+
+# --------------------------------------------------------------------------------------------------- probes: variables
+
+
+def one_allocator(machine: Machine) -> Found:
+    names = [name for name in ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF") if machine.env.get(name)]
+    return len(names) < 2, " and ".join(names) or "not set"
+
+
+def no_expandable_segments(machine: Machine) -> Found:
+    text = machine.env.get("PYTORCH_NPU_ALLOC_CONF", "") + machine.env.get("PYTORCH_ALLOC_CONF", "")
+    return "expandable_segments:true" not in text.lower(), text or "torch_npu's own settings"
+
+
+def vllm_variables(machine: Machine) -> Found:
+    names = environment.from_a_launcher(machine.env)
+    names += [one.name for one in environment.switched_on(machine.env)]
+    return not names, ", ".join(f"{name}={machine.env[name]}" for name in names) or "none is set"
+
+
+# --------------------------------------------------------------------------------------------- probes: memory and disk
+
+
+def open_files(machine: Machine) -> Found:
+    return machine.open_files() >= 32768, f"ulimit -n is {machine.open_files()}"
+
+
+def shared_memory(machine: Machine) -> Found:
+    """The processes of one machine exchange tensors in /dev/shm. A container has only 64 MiB there by default."""
+    folder = machine.root / "dev" / "shm"
+    free = machine.free_bytes(folder) if folder.is_dir() else 0
+    is_linux = (machine.root / "proc").is_dir()
+    return free >= GIB or not is_linux, f"{free / 2**20:.0f} MiB free"
+
+
+def main_memory(machine: Machine) -> Found:
+    available = re.search(r"^MemAvailable:\s+(\d+) kB", machine.text("proc/meminfo"), re.M)
+    if not available:
+        return True, "not known on this system"
+    gib = int(available[1]) * 1024 / GIB
+    needed = (machine.ranks or 1) * (0.7 if machine.kind == "cpu" else 2)  # a CPU process had 0.65; 2 is a guess
+    return gib >= needed, f"{gib:.1f} GiB available, {needed:.1f} wanted by the processes"
+
+
+def disk(machine: Machine) -> Found:
+    """Room for the checkpoints that are kept, the one that is being written, and 0.5 GiB of logs and completions."""
+    cfg = machine.run
+    assert cfg is not None
     try:
-        size = path.stat().st_size
-        with opened(path) as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 8 <= length + 8 <= size or length > SETTINGS_MIB * 2**20:
-                return "is empty" if size == 0 else "is no safetensors file, or cut off"
-            header = json.loads(file.read(length))
-        ends = [int(t["data_offsets"][1]) for k, t in header.items() if k != "__metadata__"]
-        expected = 8 + length + max(ends, default=0)
-    except FileNotFoundError:
-        return "is missing"
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        return f"cannot be read ({error})"
-    return "" if size == expected else f"has {size} of {expected} bytes"
+        one = checkpoint_bytes(cfg, hf_config.planned(cfg)[0]) / GIB
+    except InputError as error:
+        return True, f"not known without the model: {error}"  # the plan refuses it
+    needed = one * (cfg.train.keep_last + 1) + 0.5
+    free = machine.free_bytes(Path(cfg.train.out_dir)) / GIB
+    return free >= needed, f"{free:.1f} GiB free for {cfg.train.out_dir}, {needed:.1f} wanted by checkpoints and logs"
 
 
-def check_data_files(machine: Machine) -> list[Finding]:
-    paths = {key: Path(path) for key, path in run_record.data_files(machine.run).items()}
-    return every(
-        "data",
-        ", ".join(map(str, paths.values())) or "generated",
-        *(
-            (
-                not path.is_file() or path.stat().st_size == 0,
-                "fail",
-                f"{key}: {path} is {'empty' if path.is_file() else 'not there'}",
-                f"put the questions there (GSM8K: docs/npu.md), or {key}=FILE",
-            )
-            for key, path in paths.items()
-        ),
-    )
+# ---------------------------------------------------------------------------------------------------------- the tables
 
 
-def check_disk(machine: Machine) -> list[Finding]:
-    """Disk space for the checkpoints that are kept and the one being written."""
-    cfg, folder = machine.run, Path(machine.run.train.out_dir)
-    free = machine.free_bytes(folder) / GIB
-    try:
-        one = checkpoint_bytes(cfg, hf_config.read(cfg.model.path)) / GIB
-        size = f"of {one:.1f}"
-    except InputError:  # check_model_files reports it; a tiny model does not exist before the run
-        one, size = 0.0, "of unknown size, because the model cannot be read"
-    needed = one * (cfg.train.keep_last + 1) + 0.5  # 0.5: logs, completions, evaluations
-    space = f"{free:.1f} GiB free for {folder}, {needed:.1f} needed: {cfg.train.keep_last + 1} checkpoints {size}"
-    return first("disk", space, (free < needed, "fail", space, "train.out_dir=<a larger disk>, or train.keep_last=1"))
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor: ``level`` (ok, warn or fail), the thing examined, what was found, and what to do."""
+
+    level: str
+    what: str
+    found: str
+    todo: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.level:4}  {self.what}: {self.found}" + (f"; {self.todo}" if self.todo else "")
 
 
-def check_git(machine: Machine) -> list[Finding]:
-    folder = str(Path(__file__).resolve().parent)
-    code, output = machine.command(["git", "-c", "safe.directory=*", "-C", folder, "status", "--porcelain"])
-    changed = output.splitlines() or [""]
-    return first(
-        "git",
-        "clean",
-        (code, "warn", "no git checkout: the run's record cannot name a commit", "git clone the repository"),
-        (
-            output,
-            "warn",
-            f"{len(changed)} changed or new files, e.g. {changed[0][3:]}",
-            "git commit: the run's record keeps tracked changes only as a patch",
-        ),
-    )
+@dataclass(frozen=True)
+class Row:
+    """What is examined on a machine that has all words of ``device``, and how bad it is if it is not as needed.
+
+    Rows with the same ``what`` print one line, so each may rely on those before it.
+    """
+
+    device: str
+    what: str
+    probe: Probe
+    needed: str
+    level: str
+    todo: str
+
+    def finding(self, machine: Machine) -> Finding:
+        is_right, found = self.probe(machine)
+        if is_right:
+            return Finding("ok", self.what, found)
+        return Finding(self.level, self.what, f"{found}; needed: {self.needed}", self.todo)
 
 
-# ---------------------------------------------------------------------------------------------------------- the checks
+SOURCE = (
+    "source /usr/local/Ascend/cann/set_env.sh (before CANN 8.5: ascend-toolkit/set_env.sh) && "
+    "source /usr/local/Ascend/nnal/atb/set_env.sh, or start CANN's container (docs/npu.md)"
+)
+NPU = "pip install --no-deps -r requirements/npu-image.txt in vllm-ascend's image, requirements/npu.txt elsewhere"
+CUDA = "pip install --no-deps -r requirements/cuda.txt"
+REBUILD = "docker pull quay.io/ascend/vllm-ascend:<image>, or build it here with COMPILE_CUSTOM_KERNELS=1 (docs/npu.md)"
+INTERFACE = "INTERFACE=<its own name on each machine> bash run_2node.sh"
+NO_EXPANDABLE = "unset PYTORCH_NPU_ALLOC_CONF PYTORCH_ALLOC_CONF"
+CONNECT, EXECUTE = "HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT"
+UNSET_VLLM = "unset ${!VLLM_DP_*} " + " ".join(one.name for one in environment.MUST_BE_OFF)
 
-CHECKS: dict[str, tuple[Check, ...]] = {  # kind of machine -> its checks, in order
-    "npu": (
-        *doctor_npu.CHECKS, check_packages, *doctor_variables.CHECKS, check_open_files, check_shared_memory, check_ram,
-    ),
-    "cuda": (
-        check_cuda, check_cuda_runtime, doctor_npu.check_torch_build, check_cuda_versions, check_packages,
-        check_open_files, check_shared_memory, check_ram,
-    ),
-    "cpu": (doctor_npu.check_autoload, check_shared_memory, check_ram),
-}  # fmt: skip
-RUN: tuple[Check, ...] = (check_model_files, check_data_files, check_disk, check_git)  # with a configuration
-QUICK: dict[str, tuple[Check, ...]] = {  # those that start no command and load no library
-    "npu": (*doctor_npu.QUICK, check_packages, *doctor_variables.QUICK, check_open_files),
-    "cuda": (check_cuda, doctor_npu.check_torch_build, check_cuda_versions, check_packages, check_open_files),
-    "cpu": (),
-}
+# Examined at the start of a training, too. These rows read variables, versions and files, and start no program.
+QUICK = (
+    Row("npu", "driver", partial(files, ["usr/local/Ascend/driver/version.info"]), "the host's driver", "fail",
+        "on the host: npu-smi info; in a container: -v /usr/local/Ascend/driver:/usr/local/Ascend/driver"),
+    Row("cuda", "driver", partial(files, ["proc/driver/nvidia/version"]),
+        "the host's driver, which a sandbox may hide", "warn", "nvidia-smi; in a container: docker run --gpus all"),
+    Row("npu", "CANN", cann_home, "the folder of CANN", "fail", SOURCE),
+    Row("npu", "torch", partial(installed, "torch", lambda version: "+cu" not in version),
+        "a build without CUDA: torch_npu refuses a second accelerator", "fail",
+        "pip install torch==<the same>+cpu --index-url https://download.pytorch.org/whl/cpu"),
+    Row("cuda", "torch", partial(installed, "torch", lambda version: "+cu" in version), "a build for CUDA", "fail",
+        CUDA),
+    Row("npu", "packages", packages, "all that the code imports", "fail", NPU),
+    Row("npu", "packages", partial(same_release, "torch-npu", "torch"), "both of one release", "fail", NPU),
+    Row("npu vllm", "packages", partial(same_release, "vllm-ascend", "vllm"), "both of one release", "fail", NPU),
+    Row("npu", "packages", versions, "those of a set in VERSION_SETS, inputs/environment.py", "warn", NPU),
+    Row("cuda", "packages", packages, "all that the code imports", "fail", CUDA),
+    Row("cuda", "packages", versions, "those of CUDA_SET, inputs/environment.py", "warn", CUDA),
+    Row("npu", "triton", partial(installed, "triton", lambda version: version in ("", "?")),
+        "only the folder of triton-ascend, in which triton for CUDA lies now", "fail",
+        f"pip uninstall -y triton triton-ascend && {NPU}"),
+    Row("npu", "dies", partial(files, ["dev/davinci_manager", "dev/devmm_svm", "dev/hisi_hdc"]), "for every process",
+        "fail", "start the container again with --device= and the path of each"),
+    Row("npu", "dies", dies_present, "one for each rank, or all 16 of a server", "fail",
+        "npu-smi info on the host; start the container again with --device=/dev/davinci<number> for each"),
+    Row("npu", "dies", dies_visible, "one for each rank, in /dev, in ascending order: CANN silently drops the rest",
+        "fail", "unset ASCEND_RT_VISIBLE_DEVICES"),
+    Row("npu", "dies", dies_are_neighbours, "no gaps: the two dies of a card (2n, 2n + 1) share the fastest link",
+        "warn", "unset ASCEND_RT_VISIBLE_DEVICES, unless this is intended"),
+    Row("npu", "RANK_TABLE_FILE", partial(setting, "RANK_TABLE_FILE", not_),
+        "not set: HCCL would take the ranks of that file, perhaps of another cluster", "fail",
+        "unset RANK_TABLE_FILE"),
+    Row("npu", "HCCL_IF_IP", own_address, "an address of this machine", "fail",
+        "ADDRESS=<this machine's own> bash run_2node.sh, or unset HCCL_IF_IP"),
+    Row("npu", "HCCL's interface", partial(interface, "HCCL_SOCKET_IFNAME"), "one of them", "fail", INTERFACE),
+    Row("npu", "gloo's interface", partial(interface, "GLOO_SOCKET_IFNAME"), "one of them", "fail", INTERFACE),
+    Row("npu", "addresses of dies", addresses_of_dies, "this file, because there are several machines", "warn",
+        "docker run ... -v /etc/hccn.conf:/etc/hccn.conf"),
+    Row("npu", CONNECT, partial(seconds, CONNECT, 120, 7200), "120 to 7200 s", "fail", environment.advice(CONNECT)),
+    Row("npu", CONNECT, partial(seconds, CONNECT, 600, 7200),
+        "600 s: ranks are further apart while they load (EI0006)", "warn", environment.advice(CONNECT)),
+    Row("npu", EXECUTE, partial(seconds, EXECUTE, 0, 2**31), "seconds", "fail", environment.advice(EXECUTE)),
+    Row("npu", EXECUTE, partial(seconds, EXECUTE, 1, 2**31), "1 s or more: 0 waits for ever", "warn",
+        environment.advice(EXECUTE)),
+    Row("npu run", "time-outs", order_of_timeouts,
+        "the last above the others, whose messages say which rank is missing", "warn",
+        "parallel.timeout_seconds=<300 more than the others>"),
+    Row("npu", "HCCL_OP_EXPANSION_MODE", aiv_timeout, "1091 s at most with AIV", "fail",
+        "unset HCCL_OP_EXPANSION_MODE, or export HCCL_EXEC_TIMEOUT=1091"),
+    Row("npu", "HCCL_OP_EXPANSION_MODE", partial(setting, "HCCL_OP_EXPANSION_MODE", lambda value: value != "AIV"),
+        "not AIV, which has open defects on 910C (vllm-ascend #9873)", "warn",
+        "unset HCCL_OP_EXPANSION_MODE until a first run works"),
+    Row("npu", "allocator", one_allocator, "one of them, or torch_npu refuses", "fail", "unset PYTORCH_ALLOC_CONF"),
+    Row("npu graphs", "allocator", no_expandable_segments,
+        "without expandable_segments, which vLLM's memory pools exclude", "fail",
+        f"{NO_EXPANDABLE}, or rollout.enforce_eager=true"),
+    Row("npu vllm", "allocator", no_expandable_segments,
+        "without expandable_segments, which vLLM's sleep mode refuses", "warn",
+        f"{NO_EXPANDABLE}, unless memory is fragmented"),
+    Row("npu graphs", "TASK_QUEUE_ENABLE", partial(setting, "TASK_QUEUE_ENABLE", lambda value: value != "2"),
+        "not 2 with graph capture", "fail", "export TASK_QUEUE_ENABLE=1, or rollout.enforce_eager=true"),
+    Row("npu", "ASCEND_LAUNCH_BLOCKING", partial(setting, "ASCEND_LAUNCH_BLOCKING", lambda value: value != "1"),
+        "not 1, which makes every launch wait, for debugging", "warn", "unset ASCEND_LAUNCH_BLOCKING"),
+    Row("npu", "vLLM variables", vllm_variables,
+        "none of a launcher (each rank would be rank 0 of an engine of its own), and none that moves or tiles weights",
+        "fail", UNSET_VLLM),
+    Row("accelerator", "open files", open_files, "32768", "warn", "ulimit -n 32768"),
+)  # fmt: skip
+
+# Examined before a training only: these rows start programs, try ports, or ask for memory and disk.
+SLOW = (
+    Row("npu", "libascendcl", partial(library, "libascendcl.so"), "a library that can be loaded", "fail", SOURCE),
+    Row("npu", "libhccl", partial(library, "libhccl.so"), "a library that can be loaded", "fail", SOURCE),
+    Row("npu", "libatb", partial(library, "libatb.so"), "a library that can be loaded", "fail", SOURCE),
+    Row("npu", "acl", partial(python, "import acl"), "CANN's module for Python", "fail", SOURCE),
+    Row("npu vllm", "chip", chip, "the same kind", "fail", REBUILD),
+    Row("npu vllm", "vLLM kernels", partial(python, "import vllm_ascend.vllm_ascend_C"), "a build that has them",
+        "warn", REBUILD),
+    Row("cpu", "torch_npu", torch_npu_not_loaded, "CANN, without which `import torch` fails on libhccl.so", "fail",
+        f"pip uninstall torch-npu, or export TORCH_DEVICE_BACKEND_AUTOLOAD=0; to use NPUs: {SOURCE}"),
+    Row("npu", "devices", devices, "one for each rank, with free memory", "fail",
+        "npu-smi info shows whose processes there are; unset ASCEND_RT_VISIBLE_DEVICES"),
+    Row("cuda", "devices", devices, "one for each rank, with free memory", "fail",
+        "nvidia-smi shows whose processes there are; unset CUDA_VISIBLE_DEVICES; docker run --gpus all"),
+    Row("npu", "HCCL ports", ports_free, "ports that no other process has (EJ0003, EI0019)", "fail",
+        "ss -ltnp shows whose they are; or export HCCL_HOST_SOCKET_PORT_RANGE=<50 free ports>"),
+    Row("npu", "HCCL ports", ports_reserved, "ports that the host reserves", "warn",
+        "on the host: sysctl -w net.ipv4.ip_local_reserved_ports=60000-60050, or the range that you have set"),
+    Row("npu", "LD_PRELOAD", partial(setting, "LD_PRELOAD", lambda value: "jemalloc" in value),
+        "jemalloc, without which host memory grows more", "warn",
+        "apt-get install libjemalloc2; the run scripts preload it where it is installed"),
+    Row("", "/dev/shm", shared_memory, "1 GiB", "warn", "docker run --shm-size=64g"),
+    Row("", "memory", main_memory, "room for all ranks", "warn", "--ranks <fewer>, or a machine with more"),
+    Row("run", "disk", disk, "room for them", "fail", "train.out_dir=<a larger disk>, or train.keep_last=1"),
+)  # fmt: skip
 
 
-def examine(machine: Machine) -> list[Finding]:
-    """The findings of all checks for this kind of machine, in order."""
-    checks = CHECKS[machine.kind] + RUN * (machine.run is not None)
-    return [finding for check in checks for finding in check(machine)]
+# --------------------------------------------------------------------------------------------------------- the command
+
+
+def examine(machine: Machine, rows: Sequence[Row]) -> list[Finding]:
+    """A finding for each ``what``: that of its first row that is not right; if all are right, of its last."""
+    findings: dict[str, Finding] = {}
+    for row in rows:
+        is_right_so_far = row.what not in findings or findings[row.what].level == "ok"
+        if is_right_so_far and machine.words.issuperset(row.device.split()):
+            findings[row.what] = row.finding(machine)
+    return list(findings.values())
 
 
 def quick(cfg: Config) -> None:
-    """Print every finding of the quick checks that is not ok; on one process of each machine, at the start of a run."""
+    """Print every finding of QUICK that is not ok; on one process of each machine, at the start of a run."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         machine = Machine(run=cfg, ranks=variable("LOCAL_WORLD_SIZE", 1, 1, MOST_RANKS))
-        for check in QUICK[machine.kind]:
-            for finding in check(machine):
-                if finding.level != "ok":
-                    print(finding, file=sys.stderr, flush=True)
+        for finding in examine(machine, QUICK):
+            if finding.level != "ok":
+                print(finding, file=sys.stderr, flush=True)
 
 
 @command
@@ -273,11 +601,11 @@ def main(arguments: list[str]) -> int:
     if args.ranks is not None and not 1 <= args.ranks <= MOST_RANKS:
         raise InputError(f"--ranks: found {args.ranks}; needed: a whole number from 1 to {MOST_RANKS}")
     machine = Machine(run=cfg, ranks=args.ranks)
-    findings = examine(machine)
+    findings = examine(machine, QUICK + SLOW)
+    levels = [finding.level for finding in findings]
     if args.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1))
     else:
         print("\n".join(map(str, findings)))
-        levels = [finding.level for finding in findings]
         print(f"{machine.kind}: {', '.join(f'{levels.count(level)} {level}' for level in ('ok', 'warn', 'fail'))}")
-    return int(any(finding.level == "fail" for finding in findings))
+    return int("fail" in levels)

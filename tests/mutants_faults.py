@@ -22,8 +22,6 @@ GOES = {
     "checks/self_test_schedules.py": "schedules do not differ between machines",
     "plan/published.py": "medians with sources in one table",
     "plan/whole_run.py": "hours are steps times seconds",
-    "plan/doctor_npu.py": "the doctor is one table",
-    "plan/doctor_variables.py": "the doctor is one table",
     "lab/run_page.py": "no HTML pages",
     "lab/audit.py": "no audits of history and announcements",
     "docs/draw_pictures.py": "no drawn picture of imports",

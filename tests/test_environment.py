@@ -9,12 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from healthy import npu
 from tiers import ci, nightly
 
-from config import load_config
 from inputs import environment
-from plan import doctor_variables
-from plan.machine import Machine
+from plan import doctor
 
 ROOT = Path(__file__).parents[1]
 
@@ -34,10 +33,9 @@ def test_scripts_export_the_variables_of_the_table_with_its_reasons(kind: str) -
 def test_what_the_programs_set_passes_the_doctor(eager: bool, deterministic: bool, tmp_path: Path) -> None:
     variables = environment.VLLM + environment.START["npu"]
     variables += environment.DETERMINISTIC["npu"] if deterministic else ()
-    env = {variable.name: variable.value for variable in variables} | {"LD_PRELOAD": "libjemalloc.so.2"}
-    cfg = load_config(ROOT / "configs" / "qwen3.yaml", [f"rollout.enforce_eager={eager}".lower()])
-    where = Machine(run=cfg, env=env, root=tmp_path, port_is_free=lambda port: True)
-    findings = [finding for check in doctor_variables.CHECKS for finding in check(where)]
+    where = npu(tmp_path, f"rollout.enforce_eager={eager}".lower())
+    where.env |= {variable.name: variable.value for variable in variables}
+    findings = doctor.examine(where, doctor.QUICK + doctor.SLOW)
     assert [str(finding) for finding in findings if finding.level != "ok"] == []
 
 

@@ -44,8 +44,8 @@ HEAVY = {"megatron", "vllm", "ray", "transformers", "torch_npu", "mindspeed", "p
 HEAVY |= {"pandas", "pyarrow", "matplotlib", "scipy"}
 ONLY_DEVICE = r"torch\.(?:cuda|npu)\b|\btorch_npu\b|\bmindspeed\b"
 # The two files for the hardware, and the files that look for its packages.
-NAME_PACKAGES = {"device", "hardware.kernels", "inputs.environment", "plan.machine", "plan.doctor_npu"}
-NAME_PACKAGES |= {"plan.doctor_variables", "checks.dry_run_device"}  # stands for one of them
+NAME_PACKAGES = {"device", "hardware.kernels", "inputs.environment", "plan.doctor"}
+NAME_PACKAGES |= {"checks.dry_run_device"}  # stands for one of them
 
 
 @functools.cache
