@@ -9,7 +9,6 @@ nothing here has been run on an NPU yet. Nothing here imports torch: a process o
 """
 
 import contextlib
-import dataclasses
 import importlib.metadata
 import importlib.util
 import json
@@ -22,7 +21,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from operator import not_
 from pathlib import Path
@@ -70,11 +69,12 @@ class Machine:
 
     @property
     def words(self) -> set[str]:
-        """What is true of this machine and its run: npu, cuda or cpu; accelerator, run, vllm, graphs."""
+        """What is true of this machine and its run: npu, cuda or cpu; accelerator, machines, run, vllm, graphs."""
         run = self.run
         vllm = run is not None and "vllm" in run.rollout.kind.packages
         facts = {
             "accelerator": self.kind != "cpu",
+            "machines": self.number("NODES", "1") > 1,
             "run": run is not None,
             "vllm": vllm,
             "graphs": vllm and run is not None and not run.rollout.enforce_eager,
@@ -203,10 +203,6 @@ def python(code: str, machine: Machine) -> Found:
     """``code`` ends without an error in a process of its own."""
     exit_code, output = machine.command([sys.executable, "-c", code])
     return exit_code == 0, last_line(output) if exit_code else "works"
-
-
-def library(name: str, machine: Machine) -> Found:
-    return python(f"import ctypes; ctypes.CDLL('{name}')", machine)
 
 
 # ---------------------------------------------------------------------------------------------------- probes: software
@@ -343,11 +339,6 @@ def interface(name: str, machine: Machine) -> Found:
     fitting = [one for one in there if one in names or (not is_whole and one.startswith(names))]
     is_right = bool(fitting) or text.startswith("^") or text == ""
     return is_right, f"{text or 'not set'}; this machine has {', '.join(there)}"
-
-
-def addresses_of_dies(machine: Machine) -> Found:
-    is_there, found = files(["etc/hccn.conf"], machine)
-    return is_there or machine.number("NODES", "1") < 2, found
 
 
 def order_of_timeouts(machine: Machine) -> Found:
@@ -505,8 +496,8 @@ QUICK = (
         "ADDRESS=<this machine's own> bash run_2node.sh, or unset HCCL_IF_IP"),
     Row("npu", "HCCL's interface", partial(interface, "HCCL_SOCKET_IFNAME"), "one of them", "fail", INTERFACE),
     Row("npu", "gloo's interface", partial(interface, "GLOO_SOCKET_IFNAME"), "one of them", "fail", INTERFACE),
-    Row("npu", "addresses of dies", addresses_of_dies, "this file, because there are several machines", "warn",
-        "docker run ... -v /etc/hccn.conf:/etc/hccn.conf"),
+    Row("npu machines", "addresses of dies", partial(files, ["etc/hccn.conf"]), "a file that several machines read",
+        "warn", "docker run ... -v /etc/hccn.conf:/etc/hccn.conf"),
     Row("npu", CONNECT, partial(seconds, CONNECT, 120, 7200), "120 to 7200 s", "fail", environment.advice(CONNECT)),
     Row("npu", CONNECT, partial(seconds, CONNECT, 600, 7200),
         "600 s: ranks are further apart while they load (EI0006)", "warn", environment.advice(CONNECT)),
@@ -538,11 +529,14 @@ QUICK = (
     Row("accelerator", "open files", open_files, "32768", "warn", "ulimit -n 32768"),
 )  # fmt: skip
 
-# Examined before a training only: these rows start programs, try ports, or ask for memory and disk.
+# Examined before a training only: these rows start programs, try ports, or look at memory and disk.
 SLOW = (
-    Row("npu", "libascendcl", partial(library, "libascendcl.so"), "a library that can be loaded", "fail", SOURCE),
-    Row("npu", "libhccl", partial(library, "libhccl.so"), "a library that can be loaded", "fail", SOURCE),
-    Row("npu", "libatb", partial(library, "libatb.so"), "a library that can be loaded", "fail", SOURCE),
+    Row("npu", "libascendcl", partial(python, "import ctypes; ctypes.CDLL('libascendcl.so')"), "a library of CANN",
+        "fail", SOURCE),
+    Row("npu", "libhccl", partial(python, "import ctypes; ctypes.CDLL('libhccl.so')"), "a library of CANN",
+        "fail", SOURCE),
+    Row("npu", "libatb", partial(python, "import ctypes; ctypes.CDLL('libatb.so')"), "a library of CANN",
+        "fail", SOURCE),
     Row("npu", "acl", partial(python, "import acl"), "CANN's module for Python", "fail", SOURCE),
     Row("npu vllm", "chip", chip, "the same kind", "fail", REBUILD),
     Row("npu vllm", "vLLM kernels", partial(python, "import vllm_ascend.vllm_ascend_C"), "a build that has them",
@@ -604,7 +598,7 @@ def main(arguments: list[str]) -> int:
     findings = examine(machine, QUICK + SLOW)
     levels = [finding.level for finding in findings]
     if args.json:
-        print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1))
+        print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
         print("\n".join(map(str, findings)))
         print(f"{machine.kind}: {', '.join(f'{levels.count(level)} {level}' for level in ('ok', 'warn', 'fail'))}")

@@ -177,11 +177,9 @@ def test_what_a_row_asks_for_is_missed_when_it_is_taken_away(healthy, line, plan
 
 
 @pytest.mark.parametrize(("healthy", "faults"), [(npu, NPU_FAULTS), (cuda, CUDA_FAULTS)])
-def test_every_row_has_a_fault(healthy, faults, tmp_path) -> None:
-    words = healthy(tmp_path).words
-    rows = [row for row in ROWS if words.issuperset(row.device.split())]
-    if healthy is cuda:  # rows of any machine have theirs above
-        rows = [row for row in rows if row.device == "cuda"]
+def test_every_row_has_a_fault(healthy, faults) -> None:
+    kind = healthy.__name__
+    rows = [row for row in ROWS if kind in row.device or (kind == "npu" and row.device in ("", "run", "accelerator"))]
     planted = Counter(line.partition(": ")[0] for line, _ in faults)
     assert Counter(f"{row.level}  {row.what}" for row in rows) <= planted
 
@@ -281,7 +279,7 @@ def test_a_port_is_really_tried() -> None:
 
 def test_a_library_a_module_and_a_program_are_really_tried() -> None:
     assert doctor.python("import json", Machine()) == (True, "works")
-    is_there, said = doctor.library("no_such_library.so", Machine())
+    is_there, said = doctor.python("import ctypes; ctypes.CDLL('no_such_library.so')", Machine())
     assert not is_there and said.startswith("OSError: no_such_library.so")
     assert Machine().command(["no-such-command"])[0] == 127
     assert Machine().command([sys.executable, "-c", "import time; time.sleep(60)"], seconds=0.2)[0] == 124
