@@ -3,7 +3,6 @@
     python preflight.py CONFIG [section.key=value ...] [--ranks N] [--json]
     python preflight.py CONFIG --fastest [--ranks N]            the layouts that take the shortest step (plan/search.py)
     python preflight.py CONFIG --calibrate TIMING            with the speed of a run that was made (plan/calibrate.py)
-    python preflight.py --published                 the seconds of published runs beside the plan's (plan/published.py)
     python preflight.py CONFIG --dry-run [--rank R] [--json]                runs a step without data (checks/dry_run.py)
     python preflight.py --doctor [CONFIG]                                     examines this machine (plan/doctor.py)
     python preflight.py --self-test [CONFIG] [section.key=value ...] [--ranks 2]           (checks/self_test_ranks.py)
@@ -32,7 +31,7 @@ from inputs import hf_config
 from inputs.config_rules import OTHER_RULES, divisors, nearest
 from inputs.files import MOST_RANKS, InputError, shown
 from knobs import Config
-from plan import calibrate, grid, memory, published, roofline, whole_run
+from plan import calibrate, grid, memory, roofline, whole_run
 from plan.hardware import three_digits
 from plan.search import Setting, Verdict, alternatives, fastest, judge, overrides, scripts
 
@@ -279,7 +278,6 @@ def advice(cfg: Config, times: roofline.Times, phase: str) -> str:
 
 OTHER_QUESTIONS = {  # option -> its question; each has a command line of its own
     "--dry-run": "what does a rank's step hold, compute and send? It is run at its real size without data",
-    "--published": "how long did published runs take, and what does the plan say of them?",
     "--doctor": "what is wrong with this machine?",
     "--groups": "under torchrun: do the process groups work, and how fast?",
     "--operators": "under torchrun: does every operator give its formula's answer?",
@@ -289,13 +287,11 @@ OTHER_QUESTIONS = {  # option -> its question; each has a command line of its ow
 
 
 def answer(option: str, arguments: list[str]) -> int:
-    """The exit code of one of the other questions. All of them import torch, except --published and --doctor."""
+    """The exit code of one of the other questions. All of them import torch, except --doctor."""
     of_ranks = option == "--self-test" and any(argument.startswith("--r") for argument in arguments)  # --ranks 2
-    alone = option in ("--published", "--doctor", "--dry-run", "--self-test") and not of_ranks
+    alone = option in ("--doctor", "--dry-run", "--self-test") and not of_ranks
     if alone and os.environ.get("RANK", "0") != "0":
         return 0  # under torchrun one process is enough
-    if option == "--published":
-        return published.main(arguments)
     if option == "--doctor":
         from plan import doctor
 

@@ -1,7 +1,7 @@
 """The device of one rank: its data sheet, and what software reaches of it. Nothing here imports torch.
 
-The figures of the data sheet stand here. What software reaches comes from the published runs (plan/published.py), or
-from a run of one's own (plan/calibrate.py). Without either, a device has no overhead, which gives a plain roofline.
+What software reaches is a median of published figures, or comes from a run of one's own (plan/calibrate.py). A device
+without either has no overhead, which gives a plain roofline.
 """
 
 import math
@@ -14,7 +14,7 @@ FORWARD_LAUNCHES = 70  # of a forward pass with frozen weights: 3,344 calls in 4
 MERGE_LAUNCHES = 4  # more for each matrix that a pass merges: a product, a scaling, a sum and a cast
 UPDATE_LAUNCHES = {True: (85, 185), False: (105, 106)}  # model.recompute -> of an update's passes, without merges
 
-SPREAD = 1.5  # chosen beside the published steps, of which few lie further away (preflight.py --published)
+SPREAD = 1.5  # chosen beside the published steps, of which few lie further away (tests/test_published.py)
 WIDEST = 3.0  # high / low of every range: a wider one would say too little
 
 
@@ -66,10 +66,33 @@ class Hardware:
         return max(size * (1 - away) / self.link, size * away / self.between_nodes)
 
 
+# Medians of what was published: tests/support/published_runs.json has each figure with its source and with what was
+# assumed about it. tests/test_published.py computes the medians again, and judges each run by those of the others.
+TRAINING_SHARE = 0.04649  # of the peak, exchange and launches included; by 6 runs and 5 shares of models with experts
+
 HARDWARE = {
     # 910C: half a package's 752 TFLOP/s, 3.2 TB/s and 392 GB/s; the division of the link by dies is a guess. Between
     # nodes a 910C has 400 Gbit/s of RDMA, a die half (arXiv 2506.12708); in a SuperPoD it would be the link.
-    "npu": Hardware(61, 376e12, 1.6e12, 196e9, 25e9),
-    "cuda": Hardware(80, 989e12, 3.35e12, 450e9, 50e9),  # the data sheet of an H100 SXM; 400 Gbit/s a GPU in a DGX
+    "npu": Hardware(
+        memory_gib=61,
+        flops=376e12,
+        bandwidth=1.6e12,
+        link=196e9,
+        between_nodes=25e9,
+        training_share=TRAINING_SHARE,
+        graph_layer_seconds=6.203e-4,  # verl-ascend-recipe pulls 92, 97, vllm-plugin-FL pull 349, vllm-ascend 4656
+        eager_layer_seconds=4.121e-3,  # verl-ascend-recipe lora_rl_merge, vllm-plugin-FL pull 349
+    ),
+    # The data sheet of an H100 SXM; 400 Gbit/s a GPU in a DGX.
+    "cuda": Hardware(
+        memory_gib=80,
+        flops=989e12,
+        bandwidth=3.35e12,
+        link=450e9,
+        between_nodes=50e9,
+        training_share=TRAINING_SHARE,
+        graph_layer_seconds=2.044e-4,  # vllm issue 45709 on a 4090D, tt-inference-server issue 340 on an A100
+        eager_layer_seconds=7.067e-4,  # vllm issue 45709 on a 4090D
+    ),
     "cpu": Hardware(0, 100e9, 13e9, 2e9, 2e9, training_share=0.5),  # one core of a server, fp32; guesses
 }

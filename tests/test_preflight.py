@@ -17,7 +17,7 @@ import config
 import preflight
 from inputs import hf_config, layout_rules
 from plan import whole_run
-from plan.published import calibrated
+from plan.hardware import HARDWARE
 
 ROOT = Path(__file__).parents[1]
 QWEN3, QWEN15, TINY = (str(ROOT / "configs" / f"{name}.yaml") for name in ("qwen3", "qwen15_moe", "tiny_cpu"))
@@ -191,7 +191,7 @@ def test_the_plan_of_a_run_adds_evaluations_and_checkpoints_worked_out_by_hand(t
     """
     found = report(capsys, QWEN3, "--ranks", "16")
     step, run = found["step_seconds"], found["run_seconds"]
-    launches = 48 * calibrated("npu").eager_layer_seconds
+    launches = 48 * HARDWARE["npu"].eager_layer_seconds
     evaluation = 2 * 4 * 1536 * launches + 2 * 1319 / 96 * step["phases"]["prefill"]
     assert run["steps"] == pytest.approx(77 * step["total"])
     assert run["evaluations"] == pytest.approx(5 * evaluation, rel=1e-3)
