@@ -139,6 +139,7 @@ class Times:
     causes: dict[str, dict[str, float]]  # phase -> cause -> seconds; of launches and arithmetic the slower one
     hidden: dict[str, float]  # phase -> seconds of the faster one, which count where they do not overlap
     decode: dict[str, float]  # seconds of one decode step
+    decode_steps: float  # of a step, all rounds and waves
     decoding: dict[str, Range]  # all decode steps "with graphs" and "without graphs"
     waves: int  # sampling takes so many rounds, because the engine takes only a part of the rows at once
     micro_batches: int  # of one rank in one update
@@ -272,7 +273,8 @@ def step_times(
     ranges = {
         name: spread(sum(causes.values()), sum(causes.values()) + faster) for name, (causes, faster) in decoding.items()
     }
-    return Times(causes, hidden, decode, ranges, int(waves), micro_batches)
+    steps = sum(steps for steps, _ in parts)
+    return Times(causes, hidden, decode, steps, ranges, int(waves), micro_batches)
 
 
 def beside(trainers: Times, samplers: Times, arch: Architecture, lora: LoraConfig, ranks: int) -> Times:
