@@ -74,7 +74,7 @@ def as_json(verdict: Verdict, others: list[Verdict], setting: Setting, started: 
     if needs is None or times is None:
         return report
     groups = grid.groups(layout)
-    run = whole_run.whole_run(verdict, setting)
+    run = whole_run.whole_run(verdict, setting.arch)
     of_samplers = as_json(verdict.samplers, [], setting, started) if verdict.samplers else {}
     return report | {
         "groups": groups,
@@ -208,7 +208,7 @@ def _time_lines(verdict: Verdict, setting: Setting) -> list[str]:
         decoding = [f"{seconds} s {name}" for name, seconds in times.decoding.items()]
         saving = f"; rollout.enforce_eager=false would save about {three_digits(times.graphs_save)} s a step"
         lines.append(f"decoding: {', '.join(decoding)}{saving * verdict.cfg.rollout.enforce_eager}")
-    lines.append(whole_run.sentence(whole_run.whole_run(verdict, setting), verdict.cfg.train.steps))
+    lines.append(whole_run.sentence(whole_run.whole_run(verdict, setting.arch), verdict.cfg.train.steps))
     beside = f"; {', '.join(roofline.SAMPLING)} on the samplers, beside the others on the trainers" * times.apart
     lines.append(f"expected, by phase{beside}:")
     for name, seconds in times.phases.items():

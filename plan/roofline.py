@@ -307,11 +307,6 @@ def decode_parts(completion: float, longest: float, waves: int, *, refills: bool
     return [*falling, ((waves - ends) * completion, 1.0, completion / 2)]
 
 
-def decode_causes(arch: Architecture, decode: dict[str, float], hardware: Hardware, eager: bool) -> dict[str, float]:
-    """Seconds of one decode step: its roofline, or its kernel launches if they take longer."""
-    return slower(*_decode_limits(arch, decode, hardware, eager))
-
-
 def _decode_limits(
     arch: Architecture, decode: dict[str, float], hardware: Hardware, eager: bool
 ) -> tuple[dict[str, float], dict[str, float]]:

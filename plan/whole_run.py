@@ -1,26 +1,23 @@
 """How long a whole run takes, and how much disk space its checkpoints need, by the plan of one step.
 
-Estimates by the roofline of plan/roofline.py, never measurements. Loading the model and its warm start are not counted.
-Nothing here imports torch.
+This is rough: steps times the expected seconds of a step, evaluations by its prefill and decode steps, and writing of
+checkpoints. Loading the model and its warm start are not counted. Nothing here imports torch.
 """
 
 import contextlib
-from pathlib import Path
 from typing import NamedTuple
 
+from architecture import Architecture
 from inputs import hf_config
-from inputs.files import LINES_MIB, InputError, read_bytes
-from inputs.hf_config import ELEMENT_BYTES
-from inputs.paths import Paths, listed
+from inputs.files import InputError
 from knobs import Config
 from plan import grid
 from plan.hardware import three_digits
 from plan.memory import GIB
 from plan.parameters import checkpoint_bytes
-from plan.roofline import Rows, decode_causes, decode_parts, decode_step, forward_flops
 from plan.search import Setting, Verdict, judge
 
-GSM8K_HELD_OUT = 1319  # questions; assumed of a file that is not there
+GSM8K_HELD_OUT = 1319  # questions; assumed of every file, and printed. eval.num_questions sets it
 DISK = 1e9  # bytes per second to which a checkpoint is written: a guess
 
 
@@ -40,64 +37,40 @@ class WholeRun(NamedTuple):
         return (self.steps + self.evaluations + self.checkpoints) / 3600
 
 
-def whole_run(verdict: Verdict, setting: Setting) -> WholeRun:
-    """The run of a layout that fits."""
-    cfg, train = verdict.cfg, verdict.cfg.train
-    questions = [_held_out(cfg, paths) for paths in (cfg.data.test_path, *cfg.eval.sets.values())]
+def whole_run(verdict: Verdict, arch: Architecture) -> WholeRun:
+    """The run of a layout that fits.
+
+    In an evaluation, each question of a set gets a greedy answer, then eval.samples others; a replica takes
+    eval.batch_size questions at once. Every wave of rows counts with the longest completion; a decode step and a prompt
+    count with their seconds in a training step.
+    """
+    cfg, train, times = verdict.cfg, verdict.cfg.train, verdict.times
+    sampling = verdict.samplers or verdict
+    sets = 1 + len(cfg.eval.sets)
+    questions = cfg.data.num_test if cfg.data.source == "arithmetic" else GSM8K_HELD_OUT
+    questions = min(cfg.eval.num_questions or questions, questions)
+    a_set = 0.0
+    for answers in filter(None, (1, cfg.eval.samples)):
+        rows_at_once = max(1, min(cfg.eval.batch_size * answers, sampling.memory.cached_rows))
+        waves = -(-questions * answers // (sampling.layout.replicas * rows_at_once))
+        a_set += waves * cfg.rollout.max_new_tokens * times.phases["decode"] / times.decode_steps
+        a_set += questions * times.phases["prefill"] / cfg.rollout.prompts_per_step
     evaluations = 1 + _times_due(cfg.eval.every, train.steps)  # one before the first step
-    saved, size = _times_due(train.checkpoint_every, train.steps), checkpoint_bytes(cfg, setting.arch)
+    saved, size = _times_due(train.checkpoint_every, train.steps), checkpoint_bytes(cfg, arch)
     return WholeRun(
-        train.steps * verdict.times.total,
-        evaluations * sum(evaluation_seconds(verdict, setting, one) for one in questions),
-        saved * size / DISK,
-        evaluations,
-        sum(questions),
-        saved,
-        min(train.keep_last, saved) * size,
+        steps=train.steps * times.total,
+        evaluations=evaluations * sets * a_set,
+        checkpoints=saved * size / DISK,
+        num_evaluations=evaluations,
+        num_questions=sets * questions,
+        num_checkpoints=saved,
+        kept_bytes=min(train.keep_last, saved) * size,
     )
-
-
-def _held_out(cfg: Config, paths: Paths) -> int:
-    """Questions of a set in an evaluation. Of a file that is not .jsonl, or not there, it is GSM8K_HELD_OUT."""
-    if cfg.data.source == "arithmetic" and not paths:
-        there = cfg.data.num_test
-    elif all(path.endswith(".jsonl") and Path(path).is_file() for path in listed(paths)):
-        there = sum(read_bytes(Path(path), LINES_MIB).count(b"\n") for path in listed(paths))
-    else:
-        there = GSM8K_HELD_OUT
-    return min(cfg.eval.num_questions or there, there)
 
 
 def _times_due(every: int, steps: int) -> int:
     """How often something is due every so many steps (0: never), and after the last one."""
     return -(-steps // (every or steps))
-
-
-def evaluation_seconds(verdict: Verdict, setting: Setting, questions: int) -> float:
-    """Seconds in which ``questions`` get a greedy answer and eval.samples others, eval.batch_size of a replica at once.
-
-    The lengths are those of the training's answers.
-    """
-    sampling, hardware = verdict.samplers or verdict, setting.hardware
-    cfg, layout = sampling.cfg, sampling.layout
-    prompt, completion, longest = setting.prompt_tokens, setting.completion_tokens, cfg.rollout.max_new_tokens
-    own, seconds = -(-questions // layout.replicas), 0.0
-    for samples in filter(None, (1, cfg.eval.samples)):
-        prefill = forward_flops(setting.arch, Rows(questions, prompt, 0))
-        seconds += sum(prefill.values()) / (layout.ranks * hardware.flops * hardware.training_share)
-        for start in range(0, own, cfg.eval.batch_size):
-            rows = min(cfg.eval.batch_size, own - start) * samples
-            waves = -(-rows // max(1, sampling.memory.cached_rows))
-            running = -(-rows // waves) * layout.replicas
-            for steps, share, tokens in decode_parts(completion, longest, waves, refills=cfg.rollout.kind.refills):
-                part = decode_step(
-                    setting.arch, hardware, ranks=layout.ranks, tensor=layout.engine_tensor,
-                    expert=layout.engine_expert, element=ELEMENT_BYTES[cfg.model.dtype],
-                    away=(layout.away("rollout"), layout.away_of(layout.engine_expert)),
-                    sequences=max(1, running * share), context=prompt + tokens,
-                )  # fmt: skip
-                seconds += steps * sum(decode_causes(setting.arch, part, hardware, cfg.rollout.enforce_eager).values())
-    return seconds
 
 
 def of_config(cfg: Config, ranks: int) -> WholeRun | None:
@@ -111,7 +84,7 @@ def of_config(cfg: Config, ranks: int) -> WholeRun | None:
         setting = Setting(arch, device, 16, None, cfg.data.max_prompt_tokens, cfg.rollout.max_new_tokens)
         verdict = judge(cfg, ranks, setting)
         if device != "cpu" and not verdict.reasons:
-            return whole_run(verdict, setting)
+            return whole_run(verdict, arch)
     return None
 
 

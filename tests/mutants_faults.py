@@ -20,7 +20,6 @@ GOES = {
     "checks/self_test_ranks.py": "the property tests take a device",
     "checks/self_test_reference.py": "the property tests take a device",
     "checks/self_test_schedules.py": "schedules do not differ between machines",
-    "plan/whole_run.py": "hours are steps times seconds",
     "lab/run_page.py": "no HTML pages",
     "lab/audit.py": "no audits of history and announcements",
     "docs/draw_pictures.py": "no drawn picture of imports",

@@ -183,7 +183,7 @@ def test_the_text_says_layout_and_verdict(capsys):
     assert "verdict: fits" in text
 
 
-def test_the_plan_of_a_run_adds_evaluations_and_checkpoints_worked_out_by_hand(tmp_path: Path, capsys):
+def test_the_plan_of_a_run_adds_evaluations_and_checkpoints_worked_out_by_hand(capsys):
     """Launches bind decoding: 1,536 steps for each of four batches of 96 of the 330 questions of a replica.
 
     Each question gets a greedy and a sampled answer. Prefill takes the step's share of its 96 prompts for 1,319, twice.
@@ -197,10 +197,9 @@ def test_the_plan_of_a_run_adds_evaluations_and_checkpoints_worked_out_by_hand(t
     assert run["evaluations"] == pytest.approx(5 * evaluation, rel=1e-3)
     parameters = 48 * 32 * (128 * (2048 + 1536 + 768 + 2048) + 2048 + 5120 + 4096 + 2048)
     assert run["checkpoints"] == pytest.approx(4 * 12 * parameters / 1e9)
-    held_out = tmp_path / "test.jsonl"
-    held_out.write_text("{}\n" * 96)
-    short = report(capsys, QWEN3, "--ranks", "16", f"data.test_path={held_out}", "eval.samples=0")["run_seconds"]
-    assert short["evaluations"] == pytest.approx(5 * (1536 * launches + step["phases"]["prefill"]), rel=1e-3)
+    fewer = ["eval.num_questions=96", "eval.samples=0", "eval.sets={more: more.jsonl}"]  # of each of two sets
+    short = report(capsys, QWEN3, "--ranks", "16", *fewer)["run_seconds"]["evaluations"]
+    assert short == pytest.approx(5 * 2 * (1536 * launches + step["phases"]["prefill"]), rel=1e-3)
     preflight.main([QWEN3, "--ranks", "16", "--completion-tokens", "240"])
     text = capsys.readouterr().out
     assert (
