@@ -212,21 +212,14 @@ def _time_lines(verdict: Verdict, setting: Setting) -> list[str]:
     beside = f"; {', '.join(roofline.SAMPLING)} on the samplers, beside the others on the trainers" * times.apart
     lines.append(f"expected, by phase{beside}:")
     for name, seconds in times.phases.items():
-        shares = [f"{cause} {part / seconds:.0%}" for cause, part in times.causes[name].items() if part > seconds / 20]
+        shares = [f"{cause} {part / seconds:.0%}" for cause, part in times.causes[name].items() if part > seconds / 10]
         change = f"; {advice(verdict.cfg, times, name)}" if name in times.long_phases else ""
         if shares:
             lines.append(f"  {name:22} {seconds:8.3f} s  {', '.join(shares)}{change}")
     parts = ", ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in times.decode.items())
     lines.append(f"  a decode step, ms: {parts}; {times.waves} wave{'s' * (times.waves > 1)}")
-    hardware, forward = setting.hardware, times.causes["update forward"]
-    if verdict.layout.expert > 1 and "arithmetic" in forward:
-        away = verdict.layout.away("expert")  # then the rate between nodes decides
-        link = (hardware.between_nodes if away else hardware.link) * forward["expert exchange"] / forward["arithmetic"]
-        where = " between nodes" * bool(away)
-        rate = three_digits(link / 1e9)
-        lines.append(f"  a link{where} of {rate} GB/s or less: experts' traffic takes as long as the arithmetic")
     assumed = roofline.assumptions(
-        hardware, setting.prompt_tokens, setting.completion_tokens, longest, verdict.cfg.rollout.dynamic_rounds
+        setting.hardware, setting.prompt_tokens, setting.completion_tokens, longest, verdict.cfg.rollout.dynamic_rounds
     )
     return [
         *lines,
