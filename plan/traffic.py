@@ -71,18 +71,17 @@ def gradient_bytes(arch: Architecture, lora: LoraConfig, layout: RankGrid) -> di
         factors = columns * (module.split != 1) + rows * (module.split != 0)
         return copies * lora.rank_of(module.kind == "experts") * factors * (module.target in lora.targets)
 
-    def of_experts(size: Callable[[Module], int]) -> int:
-        return over_layers(arch, lambda module: size(module) * (module.kind == "experts"))
+    def parameters(size: Callable[[Module], int], *, of_experts: bool) -> int:
+        return over_layers(arch, lambda module: size(module) * ((module.kind == "experts") == of_experts))
 
     own = functools.partial(adapter_size, lora, layout)
-    experts, whole_of_experts = of_experts(own), of_experts(held_whole)
     sizes = {
-        "tensor": (layout.tensor, over_layers(arch, held_whole) - whole_of_experts),
-        "expert_tensor": (layout.expert_tensor, whole_of_experts),
-        "data": (layout.data, over_layers(arch, own) - experts),
-        "expert_data": (layout.expert_data, experts),
+        "tensor": (layout.tensor, parameters(held_whole, of_experts=False)),
+        "expert_tensor": (layout.expert_tensor, parameters(held_whole, of_experts=True)),
+        "data": (layout.data, parameters(own, of_experts=False)),
+        "expert_data": (layout.expert_data, parameters(own, of_experts=True)),
     }
-    return {kind: 4 * parameters * 2 * (1 - 1 / ranks) for kind, (ranks, parameters) in sizes.items()}
+    return {kind: 4 * size * 2 * (1 - 1 / ranks) for kind, (ranks, size) in sizes.items()}
 
 
 def optimizer_seconds(
