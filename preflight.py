@@ -16,6 +16,7 @@ layers in trainer and sampler (checks/layers_check.py).
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import subprocess
@@ -32,7 +33,7 @@ from inputs.config_rules import OTHER_RULES, divisors, nearest
 from inputs.files import MOST_RANKS, InputError, shown
 from knobs import Config
 from plan import calibrate, grid, memory, roofline, whole_run
-from plan.hardware import three_digits
+from plan.hardware import HARDWARE, three_digits
 from plan.search import Setting, Verdict, alternatives, fastest, judge, overrides, scripts
 
 # ---------------------------------------------------------------------------------------------------------- the report
@@ -356,9 +357,9 @@ def judge_layout(arguments: list[str]) -> int:
         )
     node = args.ranks_per_node
     timing = calibrate.read(args.calibrate) if args.calibrate else {}
-    ranks = args.ranks or grid.default_ranks(cfg, grid.device_of(cfg), node)
+    device = grid.device_of(cfg)
+    ranks = args.ranks or grid.default_ranks(cfg, device, node)
     if args.where:
-        device = grid.device_of(cfg)
         graphs = device != "cpu" and cfg.rollout.kind.reserves and cfg.rollout.enforce_eager  # could be tried
         print(device, ranks, "yes" if graphs else "no", cfg.name, cfg.train.out_dir, sep="\t")
         return 0
@@ -368,11 +369,14 @@ def judge_layout(arguments: list[str]) -> int:
             f"{nearest(node, divisors(ranks))}"
         )
     mean = calibrate.completion_tokens(cfg, timing) if timing else cfg.rollout.max_new_tokens
+    hardware = HARDWARE[device]
+    if args.device_gib:
+        hardware = dataclasses.replace(hardware, memory_gib=args.device_gib)
     setting = Setting(
         arch=arch,
-        device=grid.device_of(cfg),
-        ranks_per_node=args.ranks_per_node,
-        device_gib=args.device_gib,
+        device=device,
+        hardware=hardware,
+        ranks_per_node=node,
         prompt_tokens=args.prompt_tokens or cfg.data.max_prompt_tokens,
         completion_tokens=args.completion_tokens or mean,
     )

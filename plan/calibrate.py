@@ -58,7 +58,7 @@ def calibrated(cfg: Config, ranks: int, setting: Setting, timing: dict[str, floa
     no_overhead = dataclasses.replace(
         setting.hardware, training_share=1.0, graph_layer_seconds=0.0, eager_layer_seconds=0.0
     )
-    times = judge(cfg, ranks, dataclasses.replace(setting, measured=no_overhead)).times
+    times = judge(cfg, ranks, dataclasses.replace(setting, hardware=no_overhead)).times
     if times is None:
         return setting  # a rule refuses the layout, so there is no plan
     arithmetic = sum(times.causes[phase].get("arithmetic", 0.0) for phase in PLANNED)
@@ -69,4 +69,4 @@ def calibrated(cfg: Config, ranks: int, setting: Setting, timing: dict[str, floa
     decoding = max(0.0, generating - times.phases["prefill"] / share)
     layer = "eager_layer_seconds" if cfg.rollout.enforce_eager else "graph_layer_seconds"
     constants = {"training_share": share, layer: decoding / (times.decode_steps * setting.arch.num_layers)}
-    return dataclasses.replace(setting, measured=dataclasses.replace(setting.hardware, **constants))
+    return dataclasses.replace(setting, hardware=dataclasses.replace(setting.hardware, **constants))

@@ -149,31 +149,28 @@ class Times:
     def phases(self) -> dict[str, float]:
         return {phase: sum(causes.values()) for phase, causes in self.causes.items()}
 
-    def of_step(self, phases: dict[str, float]) -> float:
-        """Seconds of a step whose phases take these: the sum, or that of the slower side and the exchange."""
-        sampling = sum(seconds for name, seconds in phases.items() if name in SAMPLING)
-        others = sum(phases.values()) - sampling - (exchange := phases.get(EXCHANGE, 0.0))
-        return (max(sampling, others) if self.apart else sampling + others) + exchange
+    def of_step(self, phases: dict[str, float]) -> dict[str, float]:
+        """Those of these phases that make up a step: with two sides those of the slower one, and the exchange."""
+        if not self.apart:
+            return phases
+        sampling = {name: seconds for name, seconds in phases.items() if name in SAMPLING}
+        others = {name: seconds for name, seconds in phases.items() if name not in (*SAMPLING, EXCHANGE)}
+        slower_side = max(sampling, others, key=lambda side: sum(side.values()))
+        return slower_side | {EXCHANGE: phases[EXCHANGE]}
+
+    @property
+    def counting(self) -> dict[str, float]:
+        return self.of_step(self.phases)
 
     @property
     def total(self) -> float:
-        return self.of_step(self.phases)
+        return sum(self.counting.values())
 
     @property
     def step(self) -> Range:
         """The step lies in it: low, if launches and arithmetic overlap; high, if they follow each other."""
         slow = {name: seconds + self.hidden.get(name, 0.0) for name, seconds in self.phases.items()}
-        return spread(self.total, self.of_step(slow))
-
-    @property
-    def counting(self) -> dict[str, float]:
-        """The phases that make up the step: with two sides those of the slower one, and the exchange."""
-        if not self.apart:
-            return self.phases
-        sampling = {name: seconds for name, seconds in self.phases.items() if name in SAMPLING}
-        others = {name: seconds for name, seconds in self.phases.items() if name not in SAMPLING}
-        exchange = {EXCHANGE: others.pop(EXCHANGE, 0.0)}
-        return max(sampling, others, key=lambda phases: sum(phases.values())) | exchange
+        return spread(self.total, sum(self.of_step(slow).values()))
 
     @property
     def bottleneck(self) -> str:
@@ -188,8 +185,10 @@ class Times:
     def graphs_save(self) -> float:
         """Seconds that decoding with graphs would save a step: the difference of the middles of both ranges."""
         graphs, eager = (math.sqrt(low * high) for low, high in self.decoding.values())
-        others = {name: seconds for name, seconds in self.phases.items() if name not in SAMPLING}
-        return min(eager - graphs, self.total - self.of_step(others)) if self.apart else eager - graphs
+        if not self.apart:
+            return eager - graphs
+        no_sampling = {name: 0.0 if name in SAMPLING else seconds for name, seconds in self.phases.items()}
+        return min(eager - graphs, self.total - sum(self.of_step(no_sampling).values()))
 
     def bound(self, phase: str) -> str:
         """The cause that takes most of ``phase``."""
@@ -207,34 +206,28 @@ def step_times(
     longest: float,
 ) -> Times:
     """Every phase of a step. ``prompt``, ``completion``: mean numbers of tokens. ``longest``: of one completion."""
-    element, rollout, recompute = ELEMENT_BYTES[cfg.model.dtype], cfg.rollout, int(cfg.model.recompute)
+    rollout, recompute = cfg.rollout, int(cfg.model.recompute)
+    element = ELEMENT_BYTES[cfg.model.dtype]
     sequences = -(-rollout.prompts_per_step * rollout.group_size // layout.data) * layout.data  # of the fullest rank
     trained = Rows(sequences, prompt, completion, rollout.group_size)
-    waves = -(-memory.wanted_rows // max(1, memory.cached_rows))
     step = functools.partial(
         decode_step, arch, hardware, ranks=layout.ranks, tensor=layout.engine_tensor, expert=layout.engine_expert,
         element=element, away=(layout.away("rollout"), layout.away_of(layout.engine_expert)),
     )  # fmt: skip
-    together = -(-memory.wanted_rows // waves) * layout.replicas
-    decode = step(sequences=together, context=prompt + completion / 2)
     rounds = [EQUAL_GROUPS**round_ for round_ in range(1 + rollout.dynamic_rounds)]  # shares of the groups
     parts: list[tuple[float, dict[str, float]]] = []  # number of decode steps, seconds of one of them by cause
     for of_groups in rounds if layout.role != "trainers" else []:
-        rows = math.ceil(memory.wanted_rows * of_groups)
-        of_waves = -(-rows // max(1, memory.cached_rows))
-        running = -(-rows // of_waves) * layout.replicas
-        for steps, share, tokens in decode_parts(completion, longest, of_waves, refills=rollout.kind.refills):
+        waves, running = _waves(math.ceil(memory.wanted_rows * of_groups), memory, layout)
+        for steps, share, tokens in decode_parts(completion, longest, waves, refills=rollout.kind.refills):
             parts.append((steps, step(sequences=max(1, running * share), context=prompt + tokens)))
+    waves, running = _waves(memory.wanted_rows, memory, layout)
+    decode = step(sequences=running, context=prompt + completion / 2)
     eager = rollout.enforce_eager
     decoding = {name: _decoding(arch, hardware, parts, bool(i)) for i, name in enumerate(DECODING)}
     own_decoding, hidden_decoding = decoding[DECODING[eager]]
     rate = layout.ranks * hardware.flops * hardware.training_share
     updates = rollout.prompts_per_step // max(1, cfg.optim.prompts_per_update)
-    rows = -(-cfg.optim.prompts_per_update * rollout.group_size // layout.data)
-    # rollout.plan counts a packed row with a quarter of its padded length more.
-    a_row = completion + prompt / rollout.group_size + (prompt + completion) / 4
-    micro_batches = -(-rows // max(1, int(cfg.optim.tokens_per_micro_batch // a_row)))
-
+    micro_batches = _micro_batches(cfg, layout, prompt, completion)
     hidden = {"decode": hidden_decoding}
 
     def passing(phase: str, operations: float, launches: int, passes: int = 1, ends: int = 2) -> dict[str, float]:
@@ -253,7 +246,8 @@ def step_times(
     once = MERGE_BYTES * memory.merged_once / hardware.bandwidth  # an update; the first one's merge is part of the push
     in_a_pass = merged_weights(arch, cfg.lora, layout, recompute=False, experts=not once) * cfg.trains_merged
     merging = updates * micro_batches * MERGE_BYTES * in_a_pass / hardware.bandwidth
-    share, (forward, backward) = cfg.earlier_passes, UPDATE_LAUNCHES[cfg.model.recompute]
+    forward, backward = UPDATE_LAUNCHES[cfg.model.recompute]
+    share = cfg.earlier_passes
     shared = ("linear_fc1", "linear_fc2") if memory.merged_once else ()
     merges = MERGE_LAUNCHES * sum(target not in shared for target in cfg.lora.targets)
     old_policy = passing("old policy", policy, FORWARD_LAUNCHES + merges) | {"merging": merging}
@@ -274,7 +268,20 @@ def step_times(
         name: spread(sum(causes.values()), sum(causes.values()) + faster) for name, (causes, faster) in decoding.items()
     }
     steps = sum(steps for steps, _ in parts)
-    return Times(causes, hidden, decode, steps, ranges, int(waves), micro_batches)
+    return Times(causes, hidden, decode, steps, ranges, waves, micro_batches)
+
+
+def _waves(rows: int, memory: Memory, layout: RankGrid) -> tuple[int, int]:
+    """In how many waves a replica decodes its ``rows``, and how many rows run in one of them on all ranks."""
+    waves = -(-rows // max(1, memory.cached_rows))
+    return waves, -(-rows // waves) * layout.replicas
+
+
+def _micro_batches(cfg: Config, layout: RankGrid, prompt: float, completion: float) -> int:
+    """Of a rank in one update. rollout.plan counts a packed row with a quarter of its padded length more."""
+    rows = -(-cfg.optim.prompts_per_update * cfg.rollout.group_size // layout.data)
+    a_row = completion + prompt / cfg.rollout.group_size + (prompt + completion) / 4
+    return -(-rows // max(1, int(cfg.optim.tokens_per_micro_batch // a_row)))
 
 
 def beside(trainers: Times, samplers: Times, arch: Architecture, lora: LoraConfig, ranks: int) -> Times:

@@ -21,7 +21,7 @@ from inputs.files import InputError
 from inputs.layout_rules import Side, engine_layout_problems, layout_problems, side_problems, sides
 from knobs import Config
 from plan import grid, roofline
-from plan.hardware import HARDWARE, Hardware
+from plan.hardware import Hardware
 from plan.memory import GIB, Memory, step_memory
 
 LISTED, FASTEST = 6, 5  # alternatives, and layouts of --fastest
@@ -33,16 +33,10 @@ class Setting:
 
     arch: Architecture
     device: str  # cpu | npu | cuda
+    hardware: Hardware  # of one rank: that of HARDWARE, or as a run measured it (plan/calibrate.py)
     ranks_per_node: int
-    device_gib: float | None  # replaces the figure of hardware.HARDWARE
-    prompt_tokens: float
-    completion_tokens: float
-    measured: Hardware | None = None  # by a run on this machine (plan/calibrate.py)
-
-    @property
-    def hardware(self) -> Hardware:
-        """The device as measured, or with the medians of the published runs."""
-        return self.measured or HARDWARE[self.device]
+    prompt_tokens: float  # mean
+    completion_tokens: float  # mean
 
 
 @dataclass(frozen=True)
@@ -96,9 +90,9 @@ def _judge_side(side: Side, ranks: int, setting: Setting) -> Verdict:
     if reasons := broken_rules(side, arch):
         return Verdict(cfg, layout, reasons)
     hardware = setting.hardware
-    gib = hardware.memory_gib if setting.device_gib is None else setting.device_gib
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    capacity = int(gib * GIB) if gib else host // min(ranks, setting.ranks_per_node)  # on a CPU a share of the host
+    a_share = host // min(ranks, setting.ranks_per_node)  # of a CPU's ranks
+    capacity = int(hardware.memory_gib * GIB) if hardware.memory_gib else a_share
     memory = step_memory(cfg, arch, layout, setting.device, capacity)
     times = roofline.step_times(
         cfg, arch, layout, hardware, memory,
@@ -114,7 +108,22 @@ def _judge_side(side: Side, ranks: int, setting: Setting) -> Verdict:
     return Verdict(cfg, layout, reasons, memory, times)
 
 
-# -------------------------------------------------------------------------------------------------------- alternatives
+# -------------------------------------------------------------------------------------------------------- other layouts
+
+
+def accepted(
+    asked: Verdict, bases: Iterable[Config], counts: Iterable[int], setting: Setting, *, engines: bool
+) -> Iterator[Verdict]:
+    """The layouts of each of ``bases`` on so many ranks that judge() accepts, those nearest to ``asked`` first.
+
+    ``engines``: the engine's copy may be split in other ways, too.
+    """
+    for base in bases:
+        layouts = _candidates(base, counts, engines, setting.arch)
+        for cfg, ranks in sorted(layouts, key=lambda new: _distance(asked, *new)):
+            verdict = judge(cfg, ranks, setting)
+            if not verdict.reasons:
+                yield verdict
 
 
 def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
@@ -127,12 +136,7 @@ def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
     cfg = _corrected(refused.cfg, setting.arch)
     recomputing = _with(cfg, model={"recompute": True})
     smaller = _with(recomputing, optim={"tokens_per_micro_batch": cfg.row_tokens})
-    nearest_fitting: list[Verdict] = []
-
-    def fitting(base: Config, tried: Iterable[int], engines: bool) -> Iterator[Verdict]:
-        nearest = sorted(_candidates(base, tried, engines, setting.arch), key=lambda new: _distance(refused, *new))
-        return (verdict for new in nearest if not (verdict := judge(*new, setting)).reasons)
-
+    listed: list[Verdict] = []
     for base, tried, engines in (
         (cfg, [ranks], False),
         (cfg, [ranks], True),
@@ -141,23 +145,25 @@ def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
         (cfg, counts, False),
         (smaller, counts, True),
     ):
-        if nearest_fitting := list(itertools.islice(fitting(base, tried, engines), LISTED)):
-            break
+        nearest = accepted(refused, [base], tried, setting, engines=engines)
+        listed = listed or list(itertools.islice(nearest, LISTED))
     if cfg == refused.cfg:  # the configuration may be sound, and only the number of ranks wrong
-        listed = [(verdict.cfg, verdict.layout) for verdict in nearest_fitting]  # no set: a Config has no hash
-        unchanged = (judge(cfg, count, setting) for count in counts)
-        new = [v for v in unchanged if not v.reasons and (v.cfg, v.layout) not in listed]
-        nearest_fitting = nearest_fitting[: LISTED - 1] + new[:1]
-    if nearest_fitting and all(verdict.ranks != ranks for verdict in nearest_fitting):
-        # After a die has failed there are fewer ranks, so the largest number of them that fits is listed, too.
-        most = max((v.ranks for v in nearest_fitting if v.ranks < ranks), default=0)
+        layouts = [(verdict.cfg, verdict.layout) for verdict in listed]  # no set: a Config has no hash
+        unchanged = [verdict for verdict in (judge(cfg, count, setting) for count in counts) if not verdict.reasons]
+        new = [verdict for verdict in unchanged if (verdict.cfg, verdict.layout) not in layouts]
+        listed = listed[: LISTED - 1] + new[:1]
+    if listed and all(verdict.ranks != ranks for verdict in listed):
+        # After a die has failed there are fewer ranks, so the largest number of them that fits replaces the last one.
+        most = max((verdict.ranks for verdict in listed if verdict.ranks < ranks), default=0)
         fewer = [count for count in range(ranks - 1, most, -1) if _equal_nodes(count, setting)]
-        bases = (cfg, False), (cfg, True), (recomputing, True)
-        found = (verdict for count in fewer for base, engines in bases for verdict in fitting(base, [count], engines))
-        if largest := next(found, None):
-            nearest_fitting = [*nearest_fitting[: LISTED - 1], largest]
-
-    return sorted(nearest_fitting, key=lambda v: (v.ranks > ranks, round(v.memory.peak / GIB, 1), v.times.total))
+        for count in fewer:
+            same_engine = accepted(refused, [cfg], [count], setting, engines=False)
+            others = accepted(refused, [cfg, recomputing], [count], setting, engines=True)
+            largest = list(itertools.islice(itertools.chain(same_engine, others), 1))
+            if largest:
+                listed = listed[: LISTED - 1] + largest
+                break
+    return sorted(listed, key=lambda v: (v.ranks > ranks, round(v.memory.peak / GIB, 1), v.times.total))
 
 
 def fastest(asked: Verdict, setting: Setting) -> list[Verdict]:
@@ -167,41 +173,40 @@ def fastest(asked: Verdict, setting: Setting) -> list[Verdict]:
     of updates stays: with fewer of them a step is shorter and learns less.
     """
     best: dict[str, Verdict] = {}
-    cfg, tokens = asked.cfg, asked.cfg.optim.tokens_per_micro_batch
-    together = cfg
-    if cfg.rollout.ranks:
-        weights = cfg.loss.importance if cfg.loss.corrects else "none"
-        together = _with(cfg, rollout={"ranks": 0, "staleness": 0}, loss={"importance": weights})
-    announced = cfg.loss.importance == "uncorrected"
-    importance = cfg.loss.importance if cfg.loss.corrects or announced else "token"
-    parts = {asked.ranks * quarters // 4 for quarters in (1, 2, 3)} | {cfg.rollout.ranks}
-    apart = [
-        _with(cfg, rollout={"ranks": part, "staleness": 1}, loss={"importance": importance})
-        for part in sorted(parts)
-        if 0 < part < asked.ranks
-    ]
-    micro_batches = [size for size in (tokens // 2, tokens, 2 * tokens, 4 * tokens) if size >= cfg.row_tokens]
-    graphs = (True, False) if cfg.rollout.kind.reserves else (cfg.rollout.enforce_eager,)
-    for layout, ranks in (
-        new for base in (together, *apart) for new in _candidates(base, [asked.ranks], True, setting.arch)
-    ):
-        sampling = layout.rollout
-        split = f"{layout.parallel} {sampling.ranks} {sampling.tensor} {sampling.expert_parallel}"
-        sizes = [size for size in micro_batches if size <= tokens or not sampling.ranks]  # fewer, to take seconds
-        for recompute, size, eager in itertools.product((True, False), sizes, graphs):
-            changed = _with(
-                layout,
-                model={"recompute": recompute},
-                optim={"tokens_per_micro_batch": size},
-                rollout={"enforce_eager": eager},
-            )
-            verdict = judge(changed, ranks, setting)
-            if not verdict.reasons and (split not in best or verdict.times.total < best[split].times.total):
-                best[split] = verdict
+    for verdict in accepted(asked, _variants(asked.cfg, asked.ranks), [asked.ranks], setting, engines=True):
+        sampling = verdict.cfg.rollout
+        split = f"{verdict.cfg.parallel} {sampling.ranks} {sampling.tensor} {sampling.expert_parallel}"
+        if split not in best or verdict.times.total < best[split].times.total:
+            best[split] = verdict
     found = sorted(best.values(), key=lambda verdict: verdict.times.total)
     listed = found[:FASTEST]
-    others = [verdict for verdict in found if bool(verdict.samplers) != bool(found[0].samplers)]
-    return [*listed[:-1], others[0]] if others and others[0].times.total > listed[-1].times.total else listed
+    ways = {bool(verdict.samplers) for verdict in listed}
+    others = [verdict for verdict in found if bool(verdict.samplers) not in ways]
+    return [*listed[:-1], others[0]] if others else listed
+
+
+def _variants(cfg: Config, ranks: int) -> Iterator[Config]:
+    """``cfg`` with every way of sampling, recompute, micro-batch and graphs that fastest() compares.
+
+    All ranks sample, or a quarter, a half or three quarters of them do nothing else, one step ahead.
+    """
+    weights = cfg.loss.importance if cfg.loss.corrects else "none"
+    together = _with(cfg, rollout={"ranks": 0, "staleness": 0}, loss={"importance": weights})
+    ways = [together if cfg.rollout.ranks else cfg]
+    announced = cfg.loss.importance == "uncorrected"
+    importance = cfg.loss.importance if cfg.loss.corrects or announced else "token"
+    for part in sorted({ranks // 4, ranks // 2, ranks * 3 // 4, cfg.rollout.ranks}):
+        if 0 < part < ranks:
+            rollout = {"ranks": part, "staleness": 1}
+            ways.append(_with(cfg, rollout=rollout, loss={"importance": importance}))
+    tokens = cfg.optim.tokens_per_micro_batch
+    graphs = (True, False) if cfg.rollout.kind.reserves else (cfg.rollout.enforce_eager,)
+    for way in ways:
+        sizes = (tokens // 2, tokens) if way.rollout.ranks else (tokens // 2, tokens, 2 * tokens, 4 * tokens)
+        for recompute, size, eager in itertools.product((True, False), sizes, graphs):
+            if size >= cfg.row_tokens:
+                optim = {"tokens_per_micro_batch": size}
+                yield _with(way, model={"recompute": recompute}, optim=optim, rollout={"enforce_eager": eager})
 
 
 def _corrected(cfg: Config, arch: Architecture) -> Config:

@@ -12,7 +12,7 @@ from inputs import hf_config
 from inputs.files import InputError
 from knobs import Config
 from plan import grid
-from plan.hardware import three_digits
+from plan.hardware import HARDWARE, three_digits
 from plan.memory import GIB
 from plan.parameters import checkpoint_bytes
 from plan.search import Setting, Verdict, judge
@@ -44,7 +44,8 @@ def whole_run(verdict: Verdict, arch: Architecture) -> WholeRun:
     eval.batch_size questions at once. Every wave of rows counts with the longest completion; a decode step and a prompt
     count with their seconds in a training step.
     """
-    cfg, train, times = verdict.cfg, verdict.cfg.train, verdict.times
+    cfg = verdict.cfg
+    times = verdict.times
     sampling = verdict.samplers or verdict
     sets = 1 + len(cfg.eval.sets)
     questions = cfg.data.num_test if cfg.data.source == "arithmetic" else GSM8K_HELD_OUT
@@ -55,16 +56,17 @@ def whole_run(verdict: Verdict, arch: Architecture) -> WholeRun:
         waves = -(-questions * answers // (sampling.layout.replicas * rows_at_once))
         a_set += waves * cfg.rollout.max_new_tokens * times.phases["decode"] / times.decode_steps
         a_set += questions * times.phases["prefill"] / cfg.rollout.prompts_per_step
-    evaluations = 1 + _times_due(cfg.eval.every, train.steps)  # one before the first step
-    saved, size = _times_due(train.checkpoint_every, train.steps), checkpoint_bytes(cfg, arch)
+    evaluations = 1 + _times_due(cfg.eval.every, cfg.train.steps)  # one before the first step
+    saved = _times_due(cfg.train.checkpoint_every, cfg.train.steps)
+    size = checkpoint_bytes(cfg, arch)
     return WholeRun(
-        steps=train.steps * times.total,
+        steps=cfg.train.steps * times.total,
         evaluations=evaluations * sets * a_set,
         checkpoints=saved * size / DISK,
         num_evaluations=evaluations,
         num_questions=sets * questions,
         num_checkpoints=saved,
-        kept_bytes=min(train.keep_last, saved) * size,
+        kept_bytes=min(cfg.train.keep_last, saved) * size,
     )
 
 
@@ -81,7 +83,7 @@ def of_config(cfg: Config, ranks: int) -> WholeRun | None:
     device = grid.device_of(cfg)
     with contextlib.suppress(InputError):
         arch, _ = hf_config.planned(cfg)
-        setting = Setting(arch, device, 16, None, cfg.data.max_prompt_tokens, cfg.rollout.max_new_tokens)
+        setting = Setting(arch, device, HARDWARE[device], 16, cfg.data.max_prompt_tokens, cfg.rollout.max_new_tokens)
         verdict = judge(cfg, ranks, setting)
         if device != "cpu" and not verdict.reasons:
             return whole_run(verdict, arch)
