@@ -277,7 +277,7 @@ def test_a_plan_takes_few_calls_without_torch_and_prints_one_object():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"), [(540_000, "150 h"), (5_400_000, "1,500 h"), (11_232, "3.12 h"), (99, "99 s")]
+    ("seconds", "said"), [(540_000, "150 h"), (5_400_000, "1,500 h"), (11_232, "3.12 h"), (360, "0.1 h"), (99, "99 s")]
 )
 def test_a_long_run_is_said_without_an_exponent(seconds, said):
     run = whole_run.WholeRun(seconds, 0, 0, 1, 1319, 1, 150 * 2**30)

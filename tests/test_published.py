@@ -251,7 +251,8 @@ def test_a_calibrated_plan_takes_as_long_as_the_run_that_was_measured(tmp_path: 
     """
     timing = {f"timing/{name}_s": seconds for name, seconds in MEASURED.items()} | {"perf/tokens_per_s": 1140.6}
     shorter, longer = ({name: value * factor for name, value in timing.items()} for factor in (0.9, 5))
-    rows = [{"step": i} | row for i, row in enumerate((dict.fromkeys(timing, 999.0), longer, timing, shorter))]
+    lost = timing | {"timing/update_s": None}  # as runlog.py writes a number that is not finite
+    rows = [{"step": i} | row for i, row in enumerate((dict.fromkeys(timing, 999.0), longer, timing, lost, shorter))]
     report = write(tmp_path / "timing.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     eager = f"rollout.enforce_eager={graphs}"
     assert preflight.main([QWEN3, eager, "--calibrate", report, "--json"]) == 0

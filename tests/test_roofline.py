@@ -156,6 +156,16 @@ def test_a_small_cache_takes_waves_and_is_named_as_the_cause():
     assert times.bottleneck == "decode" and "rollout.kv_cache_mib" in preflight.advice(cfg, times, "decode")
 
 
+def test_a_step_of_two_sides_has_the_phases_of_the_slower_side_and_the_exchange():
+    """Samplers 9 s, trainers 7 s; if launches and arithmetic of the reference follow each other, the trainers 10 s."""
+    seconds = {"sync": {"memory": 1.0}, "decode": {"launches": 8.0}, "reference": {"arithmetic": 7.0}}
+    seconds["exchange"] = {"factors": 1.0}
+    times = roofline.Times(seconds, {"reference": 3.0}, {}, 0, {}, waves=1, micro_batches=1, apart=True)
+    assert (times.total, times.bottleneck) == (10, "decode")
+    assert times.long_phases == ["sync", "decode", "exchange"]  # a tenth of the step is long
+    assert times.step == (10 / 1.5, 11 * 1.5)
+
+
 def test_launches_of_a_pass_are_those_that_a_dry_run_counted_and_count_where_they_take_longer():
     """On 16 ranks: 3,344 calls of the reference, 3,735 of the old policy, 4,471 forward and 9,254 backward.
 
