@@ -40,7 +40,8 @@ def owner() -> str:
 def hit(*faults: str) -> None:
     """Planted in front of a statement that these faults change."""
     for fault in faults:
-        note("executes", owner(), fault)
+        with contextlib.suppress(OSError):  # a test limits the size of its files
+            note("executes", owner(), fault)
 
 
 @contextlib.contextmanager
