@@ -120,6 +120,7 @@ REFUSED = [  # (config to start from, what differs, what the line says)
     (QWEN3_30B_A3B, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config = "),
     (QWEN3_30B_A3B, {"num_key_value_heads": 5}, "num_attention_heads 32 is not a multiple of num_key_value_heads 5"),
     (QWEN3_30B_A3B, {"num_experts_per_tok": 129}, "num_experts_per_tok 129 exceeds num_experts 128"),
+    (QWEN3_30B_A3B, {"num_experts": None}, "num_experts is missing"),
     (QWEN3_30B_A3B, {"num_local_experts": 64}, "num_local_experts 64 and num_experts 128 differ"),
     (QWEN3_30B_A3B, {"num_experts_per_tok": 1}, "norm_topk_prob"),
     (QWEN3_30B_A3B, {"hidden_size": 2048.0}, "hidden_size: expected a positive int, found 2048.0"),
