@@ -431,6 +431,7 @@ def run(matrix: Matrix, asked: list[str], seconds: float, folder: Path) -> None:
     if not names:
         faults = [fault.id for fault in read_faults() if not fault.reason]
         names = [name for name in [*faults, *planted_names()] if not matrix.with_letters(name, "F")]
+        names.sort(key=lambda name: bool(matrix.with_letters(name, "p")))  # those without any result first
     letters = "-pF" if asked else "-"
     run_all(matrix, [(name, matrix.with_letters(name, letters)) for name in names], folder, seconds)
     control(matrix, folder, seconds - (time.monotonic() - start))
