@@ -58,7 +58,7 @@ LIST = ROOT / "tests" / "mutants.jsonl"
 MATRIX = ROOT / "tests" / "kill_matrix.json.xz"
 FAULT_LIST = r"planted\.FAULTS|from planted import .*\bFAULTS\b"  # in test files that ask for faults by name
 SECONDS, ENOUGH, FIRST = 60, 3, 20  # of tests of a fault: time, failures, and how many the first process collects
-TIERS = ([], ["--ci"], ["--all"])  # how tests/conftest.py is asked for each
+TIERS = ([], ["--ci"], ["--all"])  # options of pytest, by the number of the tier in mutants_notes.py
 WARM = """
     torch megatron.core.models.gpt.gpt_layer_specs megatron.core.tensor_parallel megatron.core.transformer.moe.moe_layer
     transformers.models.qwen3_moe.modeling_qwen3_moe pandas scipy.stats hypothesis

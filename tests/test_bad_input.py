@@ -1,4 +1,4 @@
-"""Bad input of every kind, through the command that the user types: one clear line on stderr and exit code 2.
+"""Bad input through the command that the user types: one clear line on stderr and exit code 2.
 
 Each row of the table makes one change to a run that works; the first tests show that it works. `--check` refuses
 everything that it can see. The other rows (run=True) are refused in a world of one process. Some rows also run as a

@@ -35,7 +35,7 @@ class Launch:
         return self.log.read_text(errors="replace")
 
     def look(self) -> None:
-        """Take note of the processes that now descend from known ones; an orphan does no longer."""
+        """Take note of the descendants of known processes. One whose parent has ended must be known already."""
         for process in list(self.known):
             with contextlib.suppress(psutil.NoSuchProcess):
                 self.known |= set(process.children(recursive=True))
