@@ -5,7 +5,7 @@
     python preflight.py CONFIG --calibrate TIMING            with the speed of a run that was made (plan/calibrate.py)
     python preflight.py CONFIG --dry-run [--rank R] [--json]                runs a step without data (checks/dry_run.py)
     python preflight.py --doctor [CONFIG]                                     examines this machine (plan/doctor.py)
-    python preflight.py --self-test [CONFIG] [section.key=value ...] [--ranks 2]           (checks/self_test_ranks.py)
+    python preflight.py --self-test [CONFIG] [section.key=value ...] [--ranks N]                 (checks/self_test.py)
     torchrun --nproc_per_node=N preflight.py --groups|--operators|--layers CONFIG [section.key=value ...]
 
 Without one of these options it prints the layout of the ranks and their groups, the batch equation, the bytes of a rank
@@ -276,29 +276,29 @@ OTHER_QUESTIONS = {  # option -> its question; each has a command line of its ow
     "--groups": "under torchrun: do the process groups work, and how fast?",
     "--operators": "under torchrun: does every operator give its formula's answer?",
     "--layers": "under torchrun: do trainer and sampler agree on two layers?",
-    "--self-test": "does a tiny model learn here? With --ranks 2: do two ranks agree with a reference?",
+    "--self-test": "alone or under torchrun: do model, gradients, a step and operators have the right numbers here?",
 }
 
 
 def answer(option: str, arguments: list[str]) -> int:
-    """The exit code of one of the other questions. All of them import torch, except --doctor."""
-    of_ranks = option == "--self-test" and any(argument.startswith("--r") for argument in arguments)  # --ranks 2
-    alone = option in ("--doctor", "--dry-run", "--self-test") and not of_ranks
-    if alone and os.environ.get("RANK", "0") != "0":
+    """The exit code of one of the other questions. Most of them import torch."""
+    if option in ("--doctor", "--dry-run") and os.environ.get("RANK", "0") != "0":
         return 0  # under torchrun one process is enough
     if option == "--doctor":
         from plan import doctor
 
         return doctor.main(arguments)
+    if option == "--self-test":
+        from checks import self_test
+
+        return self_test.main(arguments)
     if option == "--dry-run":  # in a process of its own: it changes torch, and no installed backend may load
         environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": str(Path(__file__).parent)}
         return subprocess.run([sys.executable, "-P", "-m", "checks.dry_run", *arguments], env=environment).returncode
     import parallel_setup
-    from checks import groups, kernels_check, layers_check, self_test_ranks
+    from checks import groups, kernels_check, layers_check
 
-    questions = {
-        "--groups": groups, "--operators": kernels_check, "--layers": layers_check, "--self-test": self_test_ranks,
-    }  # fmt: skip
+    questions = {"--groups": groups, "--operators": kernels_check, "--layers": layers_check}
     return parallel_setup.run_command(questions[option].main, arguments)
 
 

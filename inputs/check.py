@@ -35,6 +35,7 @@ from inputs.scoring import Call, Score, Scorer
 from knobs import Config
 from parallel_setup import launched_rank, launched_world_size
 
+SCORED_TWICE = 8  # training questions whose answers a user's reward scores twice
 CHUNK = 64  # gold answers between two updates of the progress bar
 
 
@@ -158,6 +159,22 @@ def check_answers(cfg: Config, scorer: Scorer) -> None:
             )
 
 
+def check_functions(cfg: Config, scorer: Scorer) -> None:
+    """InputError unless the functions that ``cfg`` names repeat themselves and treat all rows alike.
+
+    Whether they reward the right thing cannot be judged here.
+    """
+    if cfg.reward.function:
+        rows = data_gsm8k.read(cfg.data, "train")[0][:SCORED_TWICE]
+        calls = [Call(row.answer, row.gold, row.columns) for row in rows]
+        if scorer(calls) != scorer(calls[::-1])[::-1]:
+            raise InputError(
+                f"reward.function: {cfg.reward.function} scores an answer differently in two calls; needed: a score "
+                "that depends on its arguments alone"
+            )
+    functions.compare_orders(cfg)
+
+
 def right_answer(cfg: Config, question: Question | Row) -> str:
     """A completion that the reward should score as correct: the data's answer in the form that reward.method reads."""
     answer = question.answer if "#### " in question.answer else f"#### {question.gold}"
@@ -178,6 +195,7 @@ def report(cfg: Config, ranks: int) -> str:
     with contextlib.closing(Scorer(cfg.reward)) as scorer:
         inputs = check_inputs(cfg, ranks, scorer, with_device=not elsewhere)
         check_answers(cfg, scorer)
+        check_functions(cfg, scorer)
         if inputs is None:
             making = f"model: {cfg.model.path} is not there; a start makes a tiny model: {cfg.tiny_model}\n"
             with tempfile.TemporaryDirectory() as folder:

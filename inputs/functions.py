@@ -143,6 +143,44 @@ def try_out(cfg: Config) -> None:
         of_tokens(LossInputs(logp, logp.clone(), rewards[:2], torch.ones_like(logp), *clip))
 
 
+def compare_orders(cfg: Config) -> None:
+    """InputError unless the functions of advantage and loss repeat themselves, and ignore the order of their rows.
+
+    For an advantage that is also the order of the completions of a question.
+    """
+    import torch
+
+    from grpo import LossInputs
+
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = torch.arange(4).roll(1), torch.arange(6).roll(1)
+    of_rewards, of_tokens = advantage(cfg.loss.advantage), token_loss(cfg.loss.kind)
+    if callable(of_rewards):
+        rewards = torch.randint(0, 3, (4, 6), generator=generator) / 2
+        plain, again = of_rewards(rewards), of_rewards(rewards)
+        turned = of_rewards(rewards[rows][:, columns])
+        _require_same("loss.advantage", cfg.loss.advantage, [(plain, again), (turned, plain[rows][:, columns])])
+    if callable(of_tokens):
+        mask = (torch.arange(6) < torch.tensor([[6], [3], [1], [5]])).float()
+        logp, old_logp, better = (torch.randn(4, 6, generator=generator) * mask for _ in range(3))
+        clip = cfg.loss.clip_low, cfg.loss.clip_high, cfg.loss.dual_clip
+
+        def losses(order: Tensor) -> Tensor:
+            given = LossInputs(logp[order], old_logp[order], better[order], mask[order], *clip)
+            return of_tokens(given)[0] * mask[order]
+
+        plain, again = losses(torch.arange(4)), losses(torch.arange(4))
+        _require_same("loss.kind", cfg.loss.kind, [(plain, again), (losses(rows), plain[rows])])
+
+
+def _require_same(key: str, named: str, pairs: list[tuple[Tensor, Tensor]]) -> None:
+    if not all(found.allclose(expected, atol=1e-5) for found, expected in pairs):
+        raise InputError(
+            f"{key}: {named} depends on the order of its rows, or on chance; needed: the same result for each row in "
+            "any order"
+        )
+
+
 def _check_advantages(rewards: Tensor, result: Any) -> str:
     found = tuple(getattr(result, "shape", ())) or type(result).__name__
     if found != tuple(rewards.shape):

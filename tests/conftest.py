@@ -22,6 +22,8 @@ NO_VLLM = pytest.mark.skip(reason="vllm is not installed; needed: requirements/c
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--ci", action="store_true", help="also the tests of each push: more layouts, real packages")
     parser.addoption("--all", action="store_true", help="also the nightly tests: all layouts, options and faults")
+    parser.addoption("--device", metavar="NAME", help="run tests/on_device there: cpu, cuda, npu, or auto")
+    parser.addoption("--ranks", type=int, help="with --device cpu: the layouts of so many ranks; default: 1 and 2")
     parser.addoption("--plant", metavar="NAME", help="plant a fault of tests/support/planted.py: tests should fail")
 
 
@@ -30,11 +32,39 @@ def pytest_configure(config: pytest.Config) -> None:
         tiers.left_out = {"nightly"}
     if config.getoption("--all"):
         tiers.left_out = set()
+    if name := config.getoption("--device"):
+        choose_device(name, config.getoption("--ranks"))
     if name := config.getoption("--plant"):
         # Before test files are imported, because they import functions of the product by name.
         import planted
 
         config.add_cleanup(planted.for_the_session(name).undo)
+
+
+def choose_device(name: str, ranks: int | None) -> None:
+    """Run the layouts of the launched ranks, or on a CPU of ``ranks`` forked ones, in all tiers."""
+    import world
+
+    from inputs.files import InputError
+
+    try:
+        world.start(name)
+    except InputError as error:
+        pytest.exit(f"error: {error}", returncode=2)
+    if world.Place.joined:
+        wanted = {world.launched()}
+    else:
+        wanted = {1, 2} if ranks is None else {ranks}
+    possible = sorted({size for size, *_ in world.LAYOUTS.values()})
+    if ranks is not None and ranks not in wanted:
+        needed = f"torchrun --nproc_per_node={ranks} preflight.py --self-test"
+        pytest.exit(f"error: --ranks {ranks}: found {world.launched()}; needed: {needed}", returncode=2)
+    if not wanted <= set(possible):
+        pytest.exit(f"error: found {max(wanted)} ranks; needed: one of {possible}", returncode=2)
+    tiers.left_out = set()
+    for layout, (size, _, _, expert_tensor) in world.LAYOUTS.items():
+        if size not in wanted or expert_tensor > 1:  # no configuration cuts experts
+            tiers.elsewhere.add(layout)
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
@@ -43,9 +73,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     One process runs all tests of a group, one after the other. A file is a group of its own unless it names another.
     """
-    if left_out := [item for item in items if tiers.left_out & {mark.name for mark in item.iter_markers()}]:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+    left_out = [item for item in items if not tiers.runs(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))

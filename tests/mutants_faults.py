@@ -16,10 +16,6 @@ from typing import NamedTuple
 IN_A_FILE = 4
 # These files go (DESIGN.md, "Less"), so nothing is drawn in them. A line whose file is gone has no effect.
 GOES = {
-    "checks/self_test.py": "the property tests take a device",
-    "checks/self_test_ranks.py": "the property tests take a device",
-    "checks/self_test_reference.py": "the property tests take a device",
-    "checks/self_test_schedules.py": "schedules do not differ between machines",
     "lab/run_page.py": "no HTML pages",
     "lab/audit.py": "no audits of history and announcements",
     "docs/draw_pictures.py": "no drawn picture of imports",

@@ -19,8 +19,6 @@ from saved import config_in
 import data_gsm8k
 import grpo
 import run_record
-from checks.self_test import judge_functions
-from checks.self_test_schedules import Findings
 from config import load_config
 from inputs import check, functions, math_answers
 from inputs.files import InputError
@@ -344,22 +342,31 @@ def test_the_loss_of_the_example_is_sapo() -> None:
     assert stats["ratio_gap"].tolist()[0] == pytest.approx([0.0, 1.0])
 
 
-# ------------------------------------------------------------------------------------------------ the self-test
+# ------------------------------------------------------------------------------------------------ train_grpo.py --check
 
 
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        ([f"loss.advantage={OWN}:advantages", f"loss.kind={OWN}:loss", f"reward.function={OWN}:reward"], []),
-        ([f"loss.advantage={OWN}:by_place"], ["loss.advantage"]),
-        ([f"loss.kind={OWN}:by_row"], ["loss.kind"]),
-        ([f"reward.function={OWN}:by_chance"], ["reward.function"]),
+        ([f"loss.advantage={OWN}:advantages", f"loss.kind={OWN}:loss", f"reward.function={OWN}:reward"], ""),
+        ([f"loss.advantage={OWN}:by_place"], f"loss.advantage: {OWN}:by_place depends on the order of its rows"),
+        ([f"loss.advantage={OWN}:by_column"], f"loss.advantage: {OWN}:by_column depends on the order of its rows"),
+        ([f"loss.kind={OWN}:by_row"], f"loss.kind: {OWN}:by_row depends on the order of its rows"),
+        ([f"reward.function={OWN}:by_chance"], f"reward.function: {OWN}:by_chance scores an answer differently"),
     ],
 )
-def test_the_self_test_finds_what_depends_on_order_or_on_chance(overrides: list[str], named: list[str]) -> None:
-    found = Findings()
-    judge_functions(load_config("configs/tiny_cpu.yaml", overrides), found)
-    assert [name for name, (good, _) in found.items() if not good] == named
+def test_a_function_that_depends_on_order_or_on_chance_is_refused_by_the_check(
+    overrides: list[str], named: str
+) -> None:
+    cfg = load_config("configs/tiny_cpu.yaml", overrides)
+    scorer = Scorer(cfg.reward)
+    try:
+        if named:
+            assert refused(check.check_functions, cfg, scorer).startswith(named)
+        else:
+            check.check_functions(cfg, scorer)
+    finally:
+        scorer.close()
 
 
 # ------------------------------------------------------------------------------------------------ what a run records

@@ -150,7 +150,7 @@ def measure(folder: Path, kind: str, layouts: list[str], attention: bool) -> dic
     formats = {}
     for name in hf_config.FORMATS:
         tensors = twin(path, name, folder / name, also)
-        formats[name] = tensors, lora_reference.compute(reference.load(folder / name), tokens)
+        formats[name] = tensors, lora_reference.compute(folder / name, tokens)
     return world.in_layouts(layouts, measure_quantised, path, formats, tokens, attention)
 
 

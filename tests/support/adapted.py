@@ -70,7 +70,7 @@ def move(adapters: dict, arch: Architecture, parallel: Parallel, step: int) -> N
 
 
 def my_rows(tokens: Tensor, parallel: Parallel) -> tuple[Tensor, Tensor]:
-    mine = tokens.chunk(parallel.data)[parallel.data_rank]
+    mine = tokens.chunk(parallel.data)[parallel.data_rank].to(parallel.device)
     mask = torch.ones_like(mine)
     mask[:, 0] = 0
     return mine, mask
@@ -87,7 +87,7 @@ def backward(model: torch.nn.Module, tokens: Tensor, parallel: Parallel) -> Tens
 
 def logp_error(logp: Tensor, expected: Reference, parallel: Parallel) -> float:
     """Largest error of this rank's log-probs."""
-    return float((logp[:, 1:] - expected.logp.chunk(parallel.data)[parallel.data_rank]).abs().max())
+    return float((logp[:, 1:].cpu() - expected.logp.chunk(parallel.data)[parallel.data_rank]).abs().max())
 
 
 def gradient_error(
@@ -109,7 +109,7 @@ def gradient_error(
         factor.is_expert = factor.dim() == 3  # the control "experts as dense" has cleared it; scatter needs it
     pieces = adapter_weights.scatter(adapters, expected.gradients, arch, parallel)
     assert factors.keys() == pieces.keys()
-    gaps = {name: (factor.grad - pieces[name]).abs().max() for name, factor in factors.items()}
+    gaps = {name: (factor.grad.cpu() - pieces[name]).abs().max() for name, factor in factors.items()}
     return max(
         float(gap / expected.gradients[adapter_weights.hf_name(name, arch)].abs().max()) for name, gap in gaps.items()
     )

@@ -74,7 +74,7 @@ def start(
     words = ["--run-path", "--start-method=fork", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", *nodes]
     words += [str(word) for word in (ROOT / script, *arguments)]
     work = (launched.VARIABLES, log, launch, (words, plant, light))
-    process = get_context("fork").Process(target=world.launched, args=work)
+    process = get_context("fork").Process(target=world.as_launched, args=work)
     process.start()
     return Agent(process, log)
 

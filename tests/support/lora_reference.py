@@ -1,7 +1,9 @@
-"""LoRA gradients without LoRA code, from the full weight gradients of a transformers model with merged weights.
+"""The one reference of the policy: a transformers model in float64 whose weights are the base plus (alpha / R) B A.
 
-With W' = W + s B A the chain rule gives dA = s B^T dW' and dB = s dW' A^T. Names and shapes are those of checkpoints
+Gradients of A and B come from autograd through the sum, the optimizer is torch's, and the loss follows the papers that
+grpo.py names. No code of the trainer is used. Names and shapes of the factors are those of checkpoints
 (adapter_weights.py): dense A (R, in), B (out, R); experts A (E, in, R), B (E, R, out).
+S sequences, T tokens of a row, R rank, E experts.
 """
 
 from __future__ import annotations
@@ -13,56 +15,93 @@ import reference
 import torch
 from torch import Tensor
 
+Named = dict[str, Tensor]
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router")
 RANK, EXPERT_RANK, ALPHA = 4, 8, 12.0
 TEMPERATURE = 0.9
-
-
 KINDS = ["qwen3_moe", "qwen2_moe", "olmoe"]
+ADAPTED = {  # an adapted module of a layer -> the parameters of transformers that it fuses by rows
+    "self_attn.qkv_proj": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    "self_attn.o_proj": ("self_attn.o_proj.weight",),
+    "mlp.experts.gate_up_proj": ("mlp.experts.gate_up_proj",),
+    "mlp.experts.down_proj": ("mlp.experts.down_proj",),
+    "mlp.gate": ("mlp.gate.weight",),
+    "mlp.shared_expert.gate_up_proj": ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
+    "mlp.shared_expert.down_proj": ("mlp.shared_expert.down_proj.weight",),
+    "mlp.gate_up_proj": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.down_proj": ("mlp.down_proj.weight",),
+}
 
 
 @dataclass
 class Reference:
     """The results that every layout must reproduce. ``factors``: the non-zero A and B that were merged."""
 
-    factors: dict[str, Tensor]
-    gradients: dict[str, Tensor]
+    factors: Named
+    gradients: Named
     norm: float
-    logp: Tensor  # (b, T - 1) of the merged model
-    merged: dict[str, Tensor]  # the merged model's weights by Hugging Face checkpoint name
+    logp: Tensor  # (S, T - 1) of the merged model
+    merged: Named  # the merged model's weights by Hugging Face checkpoint name
 
 
-def modules(model: torch.nn.Module) -> dict[str, list[torch.nn.Parameter]]:
-    """Adapted module -> the transformers parameters that it fuses by rows. Routed experts are one 3-D parameter."""
+def load(path: Path) -> torch.nn.Module:
+    """The model of a folder in float64. Routers and norms of transformers compute in float32 even so."""
+    return reference.load(path, dtype=torch.float64)
+
+
+# ------------------------------------------------------------------------------------------------ merged weights
+
+
+def modules(model: torch.nn.Module) -> dict[str, list[str]]:
+    """Adapted module -> its parameters. Routed experts are one 3-D parameter."""
+    names = {name for name, _ in model.named_parameters()}
     found = {}
-    for i, layer in enumerate(model.model.layers):
-        name, attention, mlp = f"model.layers.{i}", layer.self_attn, layer.mlp
-        qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
-        found[f"{name}.self_attn.qkv_proj"] = [linear.weight for linear in qkv]
-        found[f"{name}.self_attn.o_proj"] = [attention.o_proj.weight]
-        swiglus = {f"{name}.mlp": mlp}
-        if hasattr(mlp, "experts"):
-            found[f"{name}.mlp.experts.gate_up_proj"] = [mlp.experts.gate_up_proj]
-            found[f"{name}.mlp.experts.down_proj"] = [mlp.experts.down_proj]
-            found[f"{name}.mlp.gate"] = [mlp.gate.weight]
-            swiglus = {f"{name}.mlp.shared_expert": mlp.shared_expert} if hasattr(mlp, "shared_expert") else {}
-        for prefix, swiglu in swiglus.items():
-            found[f"{prefix}.gate_up_proj"] = [swiglu.gate_proj.weight, swiglu.up_proj.weight]
-            found[f"{prefix}.down_proj"] = [swiglu.down_proj.weight]
+    for layer in range(len(model.model.layers)):
+        for module, fused in ADAPTED.items():
+            parts = [f"model.layers.{layer}.{part}" for part in fused]
+            if names.issuperset(parts):
+                found[f"model.layers.{layer}.{module}"] = parts
     return found
 
 
-def random_factors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Non-zero A and B for every module of ``model``."""
+def random_factors(model: torch.nn.Module) -> Named:
+    """Non-zero A and B for every module of ``model``, in float32."""
     generator, factors = torch.Generator().manual_seed(11), {}
+    weights = dict(model.named_parameters())
     for name, parts in modules(model).items():
-        if parts[0].dim() == 3:
-            experts, out_size, in_size = parts[0].shape
+        shape = weights[parts[0]].shape
+        if len(shape) == 3:
+            experts, out_size, in_size = shape
             shapes = {"A": (experts, in_size, EXPERT_RANK), "B": (experts, EXPERT_RANK, out_size)}
         else:
-            shapes = {"A": (RANK, parts[0].shape[1]), "B": (sum(len(part) for part in parts), RANK)}
+            rows = sum(len(weights[part]) for part in parts)
+            shapes = {"A": (RANK, shape[1]), "B": (rows, RANK)}
         factors |= {f"{name}.{x}": torch.randn(shape, generator=generator) * 0.1 for x, shape in shapes.items()}
     return factors
+
+
+def merge(model: torch.nn.Module, factors: Named) -> Named:
+    """The weights of ``model`` by name, with (alpha / R) B A added to the adapted ones."""
+    weights = dict(model.named_parameters())
+    for name, parts in modules(model).items():
+        A, B = factors[f"{name}.A"], factors[f"{name}.B"]
+        if A.dim() == 3:
+            delta = ALPHA / EXPERT_RANK * (A @ B).transpose(1, 2)
+        else:
+            delta = ALPHA / RANK * B @ A
+        rows = [len(weights[part]) for part in parts]
+        for part, change in zip(parts, delta.split(rows), strict=True):
+            weights[part] = weights[part] + change
+    return weights
+
+
+def token_logprobs(model: torch.nn.Module, weights: Named, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """The log-prob of each token given those before it, and the entropy there.  (S, T) -> (S, T - 1) twice"""
+    logits = torch.func.functional_call(model, weights, (tokens,)).logits
+    return reference.distribution(logits, tokens, temperature)
+
+
+# ------------------------------------------------------------------------------------------------ gradients
 
 
 def loss_weights(tokens: Tensor) -> Tensor:
@@ -70,40 +109,29 @@ def loss_weights(tokens: Tensor) -> Tensor:
     return torch.randn(tokens.shape, generator=torch.Generator().manual_seed(5))
 
 
-def compute(model: torch.nn.Module, tokens: Tensor) -> Reference:
-    """Merge random factors into ``model``, differentiate sum w (logp + 0.3 entropy), and apply the chain rule."""
+def compute(path: Path, tokens: Tensor) -> Reference:
+    """Merge random factors into the model of ``path``, and differentiate sum w (logp + 0.3 entropy) by them."""
+    model = load(path)
     factors = random_factors(model)
-    parts_of = modules(model)
-    with torch.no_grad():
-        for name, parts in parts_of.items():
-            A, B = factors[f"{name}.A"], factors[f"{name}.B"]
-            if A.dim() == 3:
-                parts[0] += ALPHA / EXPERT_RANK * (A @ B).transpose(1, 2)
-                continue
-            for part, delta in zip(parts, (ALPHA / RANK * B @ A).split([len(part) for part in parts]), strict=True):
-                part += delta
-    log_p = torch.log_softmax(model(tokens).logits[:, :-1] / TEMPERATURE, -1)
-    logp, entropy = log_p.gather(2, tokens[:, 1:, None])[..., 0], -(log_p.exp() * log_p).sum(-1)
-    (loss_weights(tokens)[:, 1:] * (logp + 0.3 * entropy)).sum().backward()
-    gradients = {}
-    for name, parts in parts_of.items():
-        A, B = factors[f"{name}.A"], factors[f"{name}.B"]
-        grad = torch.cat([part.grad for part in parts])
-        if A.dim() == 3:
-            grad = grad.transpose(1, 2)  # (E, in, out)
-            gradients[f"{name}.A"] = ALPHA / EXPERT_RANK * grad @ B.transpose(1, 2)
-            gradients[f"{name}.B"] = ALPHA / EXPERT_RANK * A.transpose(1, 2) @ grad
-        else:
-            gradients[f"{name}.A"] = ALPHA / RANK * B.t() @ grad
-            gradients[f"{name}.B"] = ALPHA / RANK * grad @ A.t()
-    norm = float(sum(grad.square().sum() for grad in gradients.values()) ** 0.5)
-    return Reference(factors, gradients, norm, logp.detach(), _checkpoint_tensors(model))
+    leaves = {name: value.double().requires_grad_() for name, value in factors.items()}
+    weights = merge(model, leaves)
+    logp, entropy = token_logprobs(model, weights, tokens, TEMPERATURE)
+    loss = (loss_weights(tokens)[:, 1:] * (logp + 0.3 * entropy)).sum()
+    gradients = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+    return Reference(
+        factors,
+        {name: gradient.float() for name, gradient in gradients.items()},
+        float(sum(gradient.square().sum() for gradient in gradients.values()) ** 0.5),
+        logp.detach().float(),
+        _checkpoint_tensors(model.state_dict() | weights),
+    )
 
 
-def _checkpoint_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    # In files each expert has its own gate, up and down matrices; transformers 5 fuses them in memory.
+def _checkpoint_tensors(weights: Named) -> Named:
+    """The ``weights`` as files hold them: each expert has its own gate, up and down matrices."""
     tensors = {}
-    for name, value in model.state_dict().items():
+    for name, value in weights.items():
+        value = value.detach().float()
         prefix, _, last = name.rpartition(".")
         if not prefix.endswith("mlp.experts"):
             tensors[name] = value
@@ -119,4 +147,4 @@ def _checkpoint_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 def save_and_compute(folder: Path) -> tuple[dict[str, Path], Tensor, dict[str, Reference]]:
     """For each of KINDS a saved model and its reference, and the tokens."""
     paths, tokens = {kind: reference.save(kind, folder / kind) for kind in KINDS}, reference.tokens()
-    return paths, tokens, {kind: compute(reference.load(path), tokens) for kind, path in paths.items()}
+    return paths, tokens, {kind: compute(path, tokens) for kind, path in paths.items()}

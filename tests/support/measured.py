@@ -20,7 +20,6 @@ import lora_megatron
 import model_megatron
 import parallel_setup
 import weights_hf
-from model_megatron import TokenStats
 from parallel_setup import Parallel
 
 CONTROLS = {  # the omitted reduction: layouts in which several ranks take part in it
@@ -34,15 +33,20 @@ CONTROLS = {  # the omitted reduction: layouts in which several ranks take part 
 
 def log_probs(
     parallel: Parallel, paths: dict[str, Path], tokens: Tensor, temperature: float
-) -> dict[str, tuple[int, TokenStats]]:
-    """For each model: the number of this data rank, and what it computes of its share of the rows."""
+) -> dict[str, tuple[int, list[Tensor]]]:
+    """For each model: the number of this data rank, and log-probs and entropies of its share of the rows."""
     mine, mask = my_rows(tokens, parallel)
     answers = {}
     for name, path in paths.items():
         model, _ = load(path, parallel)
         with torch.no_grad():
-            answers[name] = parallel.data_rank, model_megatron.token_logprobs(model, mine, mask, parallel, temperature)
+            stats = model_megatron.token_logprobs(model, mine, mask, parallel, temperature)
+        answers[name] = parallel.data_rank, [value.cpu() for value in stats[:2]]
     return answers
+
+
+def largest_gap(found: Tensor, expected: Tensor) -> float:
+    return float((found.cpu() - expected).abs().max())
 
 
 def measure(parallel: Parallel, paths: dict[str, Path], references: dict[str, Reference], tokens: Tensor) -> dict:
@@ -62,12 +66,12 @@ def _measure(parallel: Parallel, path: Path, expected: Reference, tokens: Tensor
     adapters = lora_megatron.attach(model, lora_config(), parallel, SEED)
     factors = lora_megatron.factors(adapters)
     initial = adapter_weights.gather(adapters, factors, arch, parallel)
-    out: dict = {"initial": {name: value.numpy().tobytes() for name, value in initial.items()}}
+    out: dict = {"initial": {name: value.cpu().numpy().tobytes() for name, value in initial.items()}}
     out["zero B"] = torch.equal(log_probs(), bare)
 
     fill(adapters, expected.factors, arch, parallel)
     again = adapter_weights.gather(adapters, factors, arch, parallel)
-    out["round trip"] = all(torch.equal(again[name], value) for name, value in expected.factors.items())
+    out["round trip"] = all(torch.equal(again[name].cpu(), value) for name, value in expected.factors.items())
     with lora_megatron.disabled(adapters):
         out["disabled"] = torch.equal(log_probs(), bare)
     out["effect"] = float((log_probs() - bare).abs().max())
@@ -89,7 +93,7 @@ def _measure(parallel: Parallel, path: Path, expected: Reference, tokens: Tensor
 
     exported = dict(weights_hf.export(model, arch, parallel))
     assert exported.keys() == expected.merged.keys(), sorted(exported.keys() ^ expected.merged.keys())
-    out["merged error"] = max(float((exported[name] - value).abs().max()) for name, value in expected.merged.items())
+    out["merged error"] = max(largest_gap(exported[name], value) for name, value in expected.merged.items())
     if parallel.world_size <= 4:
         partial = dict(weights_hf.export(model, arch, parallel, only=()))
         out["partial names"], out["names"] = sorted(partial), sorted(exported)

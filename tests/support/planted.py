@@ -1,8 +1,8 @@
 """All faults that have a name, which tests plant in a forked process and `pytest --plant NAME` in a whole session.
 
 Here are those of what samples: the push, the memory that trainer and sampler share, the drawing of tokens, and ranks
-that only sample. Those of the trainer are in planted_trainer.py. A fault without a number of a rank is planted on every
-rank. In a session it reaches the forked worlds of the tests, but no program that a test starts.
+that only sample. Those of the trainer are in planted_step.py and planted_trainer.py. A fault without a number of a rank
+is planted on every rank. In a session it reaches the forked worlds of the tests, but no program that a test starts.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import difflib
 import itertools
 from collections.abc import Callable
 
+import planted_step
 import planted_trainer
 import pytest
 import torch
@@ -256,6 +257,7 @@ def of_another_rank(dimension: str, kind: str) -> Plant:
 
 FAULTS: dict[str, Plant] = {
     **planted_trainer.FAULTS,
+    **planted_step.FAULTS,
     "experts of layer 1 are pushed without their update": stacks_otherwise(
         lambda sync, name, value: without_lora(sync, name) if ".layers.1." in name else value
     ),

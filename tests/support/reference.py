@@ -58,11 +58,12 @@ def save(kind: str, directory: Path, seed: int = 0, **changes) -> Path:
     return directory
 
 
-def load(directory: Path):
-    """The model of a directory, loaded by transformers, in fp32 with its plain attention."""
+def load(directory: Path, dtype: torch.dtype = torch.float32):
+    """The model of a directory, loaded by transformers, with its plain attention and experts."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}  # its others take no float64
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **plain).eval()
 
 
 @torch.no_grad()

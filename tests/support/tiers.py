@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from _pytest.mark import ParameterSet
 
-left_out = {"ci", "nightly"}  # the marks that do not run; conftest.py sets it before the first test file is imported
+left_out = {"ci", "nightly"}  # the marks that do not run; conftest.py sets both before the first test file is imported
+elsewhere: set[str] = set()  # layouts of other numbers of ranks than those of `pytest --device`
 
 
 def ci(*values: object) -> ParameterSet:
@@ -32,4 +33,11 @@ def asked(cases: Iterable) -> list[Any]:
             values.append(case)
         elif not left_out & {mark.name for mark in case.marks}:
             values.append(case.values[0] if len(case.values) == 1 else case.values)
-    return values
+    return [value for value in values if not (isinstance(value, str) and value in elsewhere)]
+
+
+def runs(item: pytest.Item) -> bool:
+    """Whether a test runs, by its marks and by the layout that is one of its parameters."""
+    marks = {mark.name for mark in item.iter_markers()}
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return not left_out & marks and not any(isinstance(value, str) and value in elsewhere for value in parameters)

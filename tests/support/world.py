@@ -1,8 +1,13 @@
-"""A world of gloo ranks inside a test. The ranks are forked, so that torch and Megatron are imported only once."""
+"""The ranks of a test. They are forked gloo ranks of a CPU, so that torch and Megatron are imported only once.
+
+With `pytest --device` they are the ranks that torchrun has launched, each with its own pytest and the same tests, or
+on a single device this process alone. Every rank gets the answers of all, so all ranks judge alike and stay in step.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import multiprocessing
 import os
 import pickle
@@ -23,6 +28,7 @@ import device as devices
 import parallel_setup
 from knobs import ParallelConfig
 
+LIMIT = 120  # seconds that launched ranks wait for each other
 LAYOUTS = {  # name: (ranks, tensor, expert, expert_tensor)
     "TP1": (1, 1, 1, 1),
     "DP2": (2, 1, 1, 1),
@@ -54,11 +60,33 @@ def tiered(layout: str, *values: object) -> ParameterSet:
 TESTED = [tiered(name) for name in LAYOUTS]
 
 
-def run(ranks: int, function: Callable, *args) -> list:
-    """The results of ``function(*args)`` on every rank of a gloo world, in rank order.
+class Place:
+    """Where tests run. conftest.py sets it for `pytest --device`, before a test file is imported."""
 
-    Raises RuntimeError with the traceback of the first rank that failed.
+    device = torch.device("cpu")
+    joined = False  # this process is a rank of the one world
+
+
+def start(name: str) -> None:
+    """Choose the device of all tests: `auto`, `npu`, `cuda` or `cpu`. InputError if it cannot be used."""
+    Place.device = devices.resolve(name)
+    devices.adapt(Place.device)
+    Place.joined = "RANK" in os.environ or Place.device.type != "cpu"
+
+
+def launched() -> int:
+    """Number of ranks of the one world; 1 if ranks are forked."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if Place.joined else 1
+
+
+def run(ranks: int, function: Callable, *args) -> list:
+    """The results of ``function(*args)`` on every rank, in rank order.
+
+    Raises RuntimeError with the traceback of the first forked rank that failed. A launched rank that fails ends itself,
+    so that its launcher ends the others, which wait for it.
     """
+    if Place.joined:
+        return _on_this_rank(ranks, function, args)
     _import_megatron()
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:  # the last rank deletes the store's file, so it is in a folder
@@ -91,6 +119,41 @@ def run(ranks: int, function: Callable, *args) -> list:
     return results
 
 
+def _on_this_rank(ranks: int, function: Callable, args: tuple) -> list:
+    """The same in the world of the launched ranks, which the first call opens."""
+    try:
+        if not dist.is_initialized():
+            torch.set_num_threads(1)
+            devices.select(Place.device)
+            alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+            where = {"init_method": "env://"} if "RANK" in os.environ else alone
+            dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=LIMIT), **where)
+        if dist.get_world_size() != ranks:
+            raise RuntimeError(f"a test of {ranks} ranks in a world of {dist.get_world_size()}")
+        results: list = [None] * ranks
+        dist.all_gather_object(results, function(*args))
+        return results
+    except Exception:
+        traceback.print_exc(file=sys.__stderr__)  # pytest would not show what it has captured
+        os._exit(1)  # the other ranks wait for this one, and the launcher ends them
+
+
+def made_once(make: Callable[[Path], object], folder: Path) -> Path:
+    """The folder in which ``make`` was called: on each host by its first launched rank, or else by this process."""
+    if not Place.joined:
+        make(folder)
+        return folder
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+
+    def first_makes() -> Path:
+        if local_rank == 0:
+            make(folder)
+        return folder
+
+    folders = run(launched(), first_makes)
+    return folders[dist.get_rank() - local_rank]
+
+
 def as_torchrun(ranks: int, function: Callable, *args, log: Path | None = None) -> list[int]:
     """Exit codes of forked processes that run ``function(*args)`` with the variables that torchrun sets.
 
@@ -111,7 +174,7 @@ def start_as_torchrun(ranks: int, function: Callable, *args, log: Path | None = 
             place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             variables = {name: str(value) for name, value in place.items()}
             fork = multiprocessing.get_context("fork")
-            processes.append(fork.Process(target=launched, args=(variables, log, function, args)))
+            processes.append(fork.Process(target=as_launched, args=(variables, log, function, args)))
         for process in processes:
             process.start()
     return processes
@@ -129,7 +192,7 @@ def reserved_port() -> Iterator[int]:
         yield reserved.getsockname()[1]
 
 
-def launched(variables: dict[str, str], log: Path | None, function: Callable, args: tuple) -> None:
+def as_launched(variables: dict[str, str], log: Path | None, function: Callable, args: tuple) -> None:
     """The work of such a process: it has these variables and this log, and its exit code is the result."""
     os.environ |= variables
     warnings.simplefilter("ignore")
@@ -167,9 +230,8 @@ def in_layouts(names: list[str], function: Callable, *args) -> dict[str, list]:
 def open_layout(name: str) -> parallel_setup.Parallel:
     """Megatron's groups for one of LAYOUTS in the current world."""
     _, tensor, expert, expert_tensor = LAYOUTS[name]
-    cpu = torch.device("cpu")
-    sizes = ParallelConfig(tensor=tensor, expert=expert, expert_tensor=expert_tensor)
-    return parallel_setup.open_layout(sizes, cpu)
+    sizes = ParallelConfig(tensor=tensor, expert=expert, expert_tensor=expert_tensor, timeout_seconds=LIMIT)
+    return parallel_setup.open_layout(sizes, Place.device)
 
 
 def _each_layout(names: list[str], function: Callable, args: tuple) -> dict:
@@ -204,4 +266,4 @@ def _quiet_third_parties() -> None:
 
 def _import_megatron() -> None:
     torch.set_num_threads(1)
-    devices.import_megatron(torch.device("cpu"))
+    devices.import_megatron(Place.device)

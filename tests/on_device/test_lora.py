@@ -12,15 +12,16 @@ from pathlib import Path
 
 import lora_reference
 import pytest
-import reference
 import torch
 import world
 from adapted import SEED, adapt, backward, load, lora_config
 from lora_reference import EXPERT_RANK, KINDS, RANK, Reference
 from measured import CONTROLS, measure
+from reference_process import Problem
 from safetensors.torch import load_file
 from tiers import asked, ci, nightly
 from torch import Tensor
+from world import Place
 
 import adapter_weights
 import lora_megatron
@@ -29,7 +30,8 @@ from inputs.files import InputError
 from knobs import LoraConfig
 from parallel_setup import Parallel
 
-TOLERANCE = 1e-4  # of a gradient, relative to its largest element; measured 2e-6
+# Of a gradient, relative to its largest element; measured 2e-6 on a CPU, on a device not yet.
+TOLERANCE = 1e-4 if Place.device.type == "cpu" else 1e-3
 LAYOUTS = world.TESTED
 
 
@@ -37,26 +39,20 @@ LAYOUTS = world.TESTED
 
 
 @pytest.fixture(scope="module")
-def problem(tmp_path_factory) -> tuple[dict[str, Path], Tensor, dict[str, Reference]]:
-    return lora_reference.save_and_compute(tmp_path_factory.mktemp("lora"))
+def references(problem: Problem) -> dict[str, Reference]:
+    return problem.references
 
 
 @pytest.fixture(scope="module")
-def references(problem) -> dict[str, Reference]:
-    return problem[2]
-
-
-@pytest.fixture(scope="module")
-def everywhere(problem) -> dict[str, list]:
-    paths, tokens, references = problem
-    return world.in_layouts(asked(LAYOUTS), measure, paths, references, tokens)
+def everywhere(problem: Problem) -> dict[str, list]:
+    return world.in_layouts(asked(LAYOUTS), measure, problem.paths, problem.references, problem.tokens)
 
 
 @pytest.fixture(scope="module")
 def skewed(problem) -> tuple[Reference, list]:
     """Rows of one repeated token: few experts get all tokens, and ranks without these experts get none."""
-    tokens, paths = torch.full((8, 16), 7), {"qwen3_moe": problem[0]["qwen3_moe"]}
-    expected = lora_reference.compute(reference.load(paths["qwen3_moe"]), tokens)
+    tokens, paths = torch.full((8, 16), 7), {"qwen3_moe": problem.paths["qwen3_moe"]}
+    expected = lora_reference.compute(paths["qwen3_moe"], tokens)
     return expected, world.in_layouts(["TP2_EP4"], measure, paths, {"qwen3_moe": expected}, tokens)["TP2_EP4"]
 
 
@@ -74,6 +70,7 @@ def ranks(request, kind, everywhere) -> list[dict]:
 # ------------------------------------------------------------------------------------------------ gradients
 
 
+@pytest.mark.device
 def test_gradients_and_their_norm_are_those_of_the_unsharded_model(ranks, references, kind):
     for rank in ranks:
         assert rank["error"] < TOLERANCE and rank["error with recompute"] < TOLERANCE
@@ -81,10 +78,11 @@ def test_gradients_and_their_norm_are_those_of_the_unsharded_model(ranks, refere
         assert all(name.endswith((".A", ".B")) for name in rank["with gradient"])  # none of the base
 
 
+@pytest.mark.device
 def test_log_probs_passes_and_export_with_merged_weights_are_those_of_the_merged_model(ranks):
     for rank in ranks:
         logp_error, error = rank["errors with merged weights"]
-        assert max(rank["logp error"], logp_error) < 1e-5 and error < TOLERANCE
+        assert max(rank["logp error"], logp_error) < TOLERANCE / 10 and error < TOLERANCE
         assert rank["merged error"] < 1e-6
 
 
@@ -98,6 +96,7 @@ def test_gradients_are_right_on_ranks_whose_experts_get_no_token(skewed):
         assert by_kind["qwen3_moe"]["error with recompute"] < TOLERANCE
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(
     ("control", "layout"), [world.tiered(name, control, name) for control in CONTROLS for name in CONTROLS[control]]
 )
@@ -106,6 +105,7 @@ def test_leaving_out_a_reduction_is_noticed(control, layout, kind, everywhere):
     assert min(by_kind[kind][control] for by_kind in everywhere[layout]) > 1e-2
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("layout", ["DP2", "TP2", ci("ETP2"), ci("TP2_EP4"), nightly("TP4_EP16")])
 def test_counting_every_copy_in_the_norm_is_noticed(layout, kind, everywhere, references):
     for by_kind in everywhere[layout]:
@@ -115,6 +115,7 @@ def test_counting_every_copy_in_the_norm_is_noticed(layout, kind, everywhere, re
 # ------------------------------------------------------------------------------------------------ the adapted model
 
 
+@pytest.mark.device
 def test_a_new_and_a_disabled_adapter_change_no_bit(ranks):
     assert all(rank["zero B"] and rank["disabled"] for rank in ranks)
     assert all(rank["without gradients"] for rank in ranks)  # nor does a pass without them, as of the old policy
@@ -123,7 +124,7 @@ def test_a_new_and_a_disabled_adapter_change_no_bit(ranks):
 
 @pytest.mark.parametrize("layout", [world.tiered(name) for name, (ranks, *_) in world.LAYOUTS.items() if ranks <= 4])
 def test_partial_export_brings_exactly_what_the_adapters_change(layout, everywhere, references, problem, kind):
-    base = load_file(problem[0][kind] / "model.safetensors")
+    base = load_file(problem.paths[kind] / "model.safetensors")
     changed = sorted(name for name, value in references[kind].merged.items() if not torch.equal(value, base[name]))
     for by_kind in everywhere[layout]:
         fused = {weights_hf.fused_group(name) for name in changed}  # the biases of q, k and v come with their weights
@@ -192,7 +193,7 @@ def choices(parallel: Parallel, path: Path, tokens: Tensor) -> dict:
 
 @pytest.fixture(scope="module")
 def chosen(problem) -> dict:
-    return world.in_layouts(["TP1"], choices, problem[0]["qwen2_moe"], problem[1])["TP1"][0]
+    return world.in_layouts(["TP1"], choices, problem.paths["qwen2_moe"], problem.tokens)["TP1"][0]
 
 
 def test_targets_are_adapted_where_they_are_and_nowhere_else(chosen):
@@ -207,7 +208,7 @@ def test_targets_are_adapted_where_they_are_and_nowhere_else(chosen):
 
 
 def test_adapters_of_another_model_are_refused_by_name(chosen, problem):
-    assert len(chosen["refusals"]) > 5 * len(problem[2]["qwen2_moe"].factors)
+    assert len(chosen["refusals"]) > 5 * len(problem.references["qwen2_moe"].factors)
     for name, line in chosen["refusals"]:
         assert line.startswith("checkpoint: ") and name in line, line
 
@@ -222,16 +223,16 @@ def in_bf16(parallel: Parallel, path: Path, expected: Reference, tokens: Tensor)
     factors = lora_megatron.factors(adapters)
     parallel.sync_gradients_(list(factors.values()))
     whole = adapter_weights.gather(adapters, {key: f.grad for key, f in factors.items()}, arch, parallel)
-    flat = torch.cat([value.flatten() for value in whole.values()])
+    flat = torch.cat([value.flatten().cpu() for value in whole.values()])
     true = torch.cat([expected.gradients[key].flatten() for key in whole])
     dtypes = {f.dtype for f in factors.values()} | {f.grad.dtype for f in factors.values()}
     return dtypes, float(torch.cosine_similarity(flat, true, dim=0))
 
 
-@pytest.mark.parametrize("layout", ["TP1", "TP2_EP2_ETP2"])
+@pytest.mark.device
+@pytest.mark.parametrize("layout", ["TP1", "TP2_EP2", ci("TP2_EP2_ETP2"), nightly("TP4_EP4_DP2"), nightly("TP4_EP16")])
 def test_bf16_model_trains_fp32_factors(layout, problem):
-    paths, tokens, references = problem
-    args = paths["qwen2_moe"], references["qwen2_moe"], tokens
+    args = problem.paths["qwen2_moe"], problem.references["qwen2_moe"], problem.tokens
     for dtypes, cosine in world.in_layouts([layout], in_bf16, *args)[layout]:
         print(f"cosine of the bf16 model's LoRA gradient with fp32's: {cosine:.4f}")
         assert dtypes == {torch.float32} and cosine > 0.95

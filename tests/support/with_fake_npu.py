@@ -1,0 +1,5 @@
+"""A plugin of pytest that gives its process the stand-in for an NPU: PYTEST_PLUGINS=with_fake_npu."""
+
+import fake_npu
+
+fake_npu.install()
