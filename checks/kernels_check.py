@@ -258,6 +258,8 @@ def relative_error(found: Tensor, true: Tensor, block: int = 1) -> float:
 
     A block consists of the ``block`` trailing axes, and of more axes until it has BLOCK numbers.
     """
+    if not true.numel():
+        return 0.0  # of no rows
     while block < true.dim() and math.prod(true.shape[-block:]) < BLOCK:
         block += 1
     axes = tuple(range(-block, 0))

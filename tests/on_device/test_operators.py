@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import operators
 import pytest
 import torch.distributed as dist
 import world
@@ -27,7 +28,10 @@ def wrong(tensor: int, quantisation: str) -> list[str]:
     cfg = load_config(TINY, [*SMALL, f"parallel.tensor={tensor}", f"model.quantisation={quantisation}"])
     arch, rank = hf_config.planned(cfg)[0], dist.get_rank()
     rows = []
-    for case in kernels_check.cases(cfg, arch, tensor, seed=rank):
+    cases = kernels_check.cases(cfg, arch, tensor, seed=rank)
+    if quantisation == "none":
+        cases += operators.more_cases(cases) + operators.odd_widths(cases)
+    for case in cases:
         rows += kernels_check.check_operator(case, Place.device, rank)
     return [f"{row['operator']} in {row['dtype']}: {row['wrong']} {row['error']}" for row in rows if row["wrong"]]
 

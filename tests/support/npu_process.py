@@ -39,62 +39,6 @@ INTERRUPTED = 2
 # ------------------------------------------------------------------------------------------------ operations
 
 
-def operations() -> dict[str, tuple[Callable, list[Tensor]]]:
-    """Name -> (function, its differentiable arguments on the CPU)."""
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    def angles(*shape: int) -> tuple[Tensor, Tensor]:
-        angle = random(*shape[:-1], shape[-1] // 2).repeat(*(1 for _ in shape[:-1]), 2)
-        return angle.cos(), angle.sin()
-
-    def grouped(*counts: int) -> Callable:
-        return lambda x, w: kernels.grouped_mm(x, w, torch.tensor(counts))
-
-    keys = [random(2, 2, 7, 8), random(2, 2, 7, 8)]
-    return {
-        "rms_norm": (lambda x, weight: kernels.rms_norm(x, weight, 1e-5), [random(6, 16), random(16)]),
-        "causal_attention": (lambda *args: kernels.causal_attention(*args, scale=0.3), [random(2, 4, 7, 8), *keys]),
-        "masked_attention": (
-            lambda *args: kernels.masked_attention(*args, mask_of(args[0].device), scale=0.3),
-            [random(2, 4, 3, 8), *keys],
-        ),
-        "swiglu of a strided tensor": (lambda x: kernels.swiglu(x.t()), [random(12, 6)]),
-        "weighted_swiglu, no rows": (kernels.weighted_swiglu, [random(0, 12), random(0)]),
-        "rotary of the trainer": (kernels.rotary, [random(5, 3, 4, 8), *angles(5, 1, 1, 8)]),
-        "rotary of a prefill": (kernels.rotary, [random(2, 5, 4, 8), *angles(1, 5, 1, 8)]),
-        "rotary of a decode": (kernels.rotary, [random(7, 4, 8), *angles(7, 1, 8)]),
-        "grouped_mm": (lambda x, w: kernels.grouped_mm(x, w, COUNTS.to(x.device)), [random(12, 16), random(3, 16, 8)]),
-        "grouped_mm, widths of 5 and 3": (grouped(5, 0, 7), [random(12, 5), random(3, 5, 3)]),
-        "grouped_mm, transposed weight": (
-            lambda x, w: kernels.grouped_mm(x, w.transpose(1, 2), COUNTS), [random(12, 16), random(3, 8, 16)],
-        ),
-        "grouped_mm, one expert": (grouped(12), [random(12, 16), random(1, 16, 8)]),
-        "grouped_mm, no rows": (grouped(0, 0, 0), [random(0, 16), random(3, 16, 8)]),
-    }  # fmt: skip
-
-
-def mask_of(device: torch.device) -> Tensor:
-    """Of two rows, 3 own tokens after prompts of 1 and 4 tokens."""
-    last_seen = torch.tensor([1, 4])[:, None, None, None] + torch.arange(3)[:, None]
-    return kernels.attention_mask((torch.arange(7) > last_seen).to(device))
-
-
-def apart(function: Callable, given: list[Tensor]) -> list[float]:
-    """Largest differences between npu and CPU: of the result, and of the gradient of each argument."""
-    found = {}
-    for where in ("cpu", "npu"):
-        leaves = [x.to(where).detach().requires_grad_() for x in given]
-        out = function(*leaves)
-        out.backward(torch.linspace(-1, 1, out.numel()).view(out.shape).to(where))
-        assert out.device.type == where
-        found[where] = [x.detach().cpu() for x in (out, *(leaf.grad for leaf in leaves))]
-    pairs = zip(found["cpu"], found["npu"], strict=True)
-    return [(a - b).abs().max().item() if a.numel() else float(a.shape != b.shape) for a, b in pairs]
-
-
 def kernel_calls(kernel: str, function: Callable) -> int:
     """How often ``function()`` calls a kernel."""
     before = fake_npu.KERNELS.get(kernel, 0)
@@ -233,7 +177,6 @@ def operate(folder: Path) -> None:
     attempts = refused_tensors() | refused_by_the_device(group) | refused_at_the_start(device)
     answers = {
         "auto": str(devices.resolve("auto")),
-        "apart": {name: apart(*operation) for name, operation in operations().items()},
         "products": [kernel_calls("npu_grouped_matmul", lambda f=f: grouped_pass(f)) for f in (True, False)],
         "norms": kernel_calls("npu_rms_norm", norm_of_two_types),
         "refused": {words: message(attempt) for words, attempt in attempts.items()},

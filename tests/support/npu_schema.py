@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import fake_npu
+import operators
 import torch
 import torch_npu
 from torch import Tensor
@@ -68,30 +69,6 @@ def outcome(case: Case, where: str) -> list | str:
 # ------------------------------------------------------------------------------------------------ the operators
 
 
-def more_cases(cases: list[Case]) -> list[Case]:
-    """Uses that kernels_check leaves out: experts without rows, one expert, and the rotary embedding of the sampler."""
-    by_name = {case.name: case for case in cases}
-    turned = by_name["rotary"].inputs
-    T, _, heads, d = turned["x"].shape
-    angles = {name: turned[name].view(1, T, 1, d) for name in ("cos", "sin")}
-    uses = [
-        ("rotary", "prefill", {"x": torch.empty(3, T, heads, d)} | angles),
-        ("rotary", "decode", {name: x[:, 0] for name, x in turned.items()}),
-    ]
-    for name, case in by_name.items():
-        if name == "weighted_swiglu":
-            uses.append((name, "no rows", {key: x[:0] for key, x in case.inputs.items()}))
-        if name.startswith("grouped_mm"):
-            x, weight, counts = case.inputs.values()
-            uses.append((name, "no rows", {"x": x[:0], "counts": torch.tensor([0] * len(weight))}))
-            uses.append((name, "one expert", {"weight": weight[:1], "counts": torch.tensor([len(x)])}))
-            uses.append((name, "int32 counts", {"counts": counts.int()}))
-    return [
-        by_name[name]._replace(name=f"{name}, {note}", inputs=by_name[name].inputs | inputs)
-        for name, note, inputs in uses
-    ]
-
-
 def packed_line(cfg: Config, arch: Architecture, ranks: int, mode: FakeTensorMode) -> Case:
     """The attention of packing.py: a full micro-batch of one prompt's completions, the last of which trains nothing."""
     layout = grid.of(cfg, ranks)
@@ -132,7 +109,7 @@ def answers(trainings: dict[str, list], mode: FakeTensorMode) -> list[dict]:
         line = packed_line(cfg, arch, ranks, mode)
         with mode:
             cases = kernels_check.cases(cfg, arch, ranks, seed=0)
-            for case in [*cases, *more_cases(cases), line]:
+            for case in [*cases, *operators.more_cases(cases), line]:
                 sizes = {key: list(x.shape) for key, x in case.inputs.items()}
                 row = rows.setdefault((case.name, str(sizes)), {"operator": case.name, "sizes": sizes, "layouts": []})
                 row["layouts"].append(name)
