@@ -1,4 +1,7 @@
-"""checks/kernels_check.py: sound operators pass. A slightly wrong operator is named with its dtype and pass."""
+"""checks/kernels_check.py names a slightly wrong operator with its dtype and pass.
+
+Sound ones pass in tests/on_device/test_operators.py.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +32,10 @@ def small_cases(quantisation: str = "none") -> list[Case]:
     return kernels_check.cases(cfg, hf_config.planned(cfg)[0], 2, seed=0)
 
 
-def table(quantisation: str = "none") -> dict[tuple[str, str], list[str]]:
+def table() -> dict[tuple[str, str], list[str]]:
     """(operator, dtype) -> which passes are wrong."""
-    results = [result for case in small_cases(quantisation) for result in kernels_check.check_operator(case, CPU, 0)]
+    results = [result for case in small_cases() for result in kernels_check.check_operator(case, CPU, 0)]
     return {(row["operator"], row["dtype"]): row["wrong"] for row in kernels_check.summary(results)}
-
-
-@pytest.mark.parametrize("quantisation", ["none", "int8", "int4", "nvfp4"])
-def test_sound_operators_pass_in_both_dtypes(quantisation: str) -> None:
-    found = table(quantisation)
-    assert not any(found.values()), found
-    assert len(found) == 2 * 15 and {dtype for _, dtype in found} == {"fp32", "bf16"}
 
 
 def test_every_operator_of_kernels_is_checked() -> None:

@@ -41,12 +41,21 @@ def test_two_ranks_of_a_cpu_are_judged_and_a_line_names_each_failed_test(fault: 
     assert (" failed" in done.stdout.splitlines()[-1]) == bool(fault) and " passed" in done.stdout.splitlines()[-1]
 
 
-@pytest.mark.nightly
-def test_a_launched_rank_that_fails_ends_the_others_with_its_error(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("PYTEST_ADDOPTS", "--plant 'rank 1 opens no layout'")
-    with launched.launch(2, "preflight.py", "--self-test", TINY, log=tmp_path / "log") as launch:
-        assert launch.wait(120) != 0
-    assert "planted: rank 1 opens no layout" in launch.text
+@pytest.mark.ci
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["", *map(nightly, list(PLANTED)[1:]), nightly("rank 1 opens no layout")])
+def test_two_launched_ranks_of_the_stand_in_npu_are_judged(fault: str, tmp_path: Path, monkeypatch) -> None:
+    """A rank that raises ends the others, with its error. Only the layout that has most kinds of parallelism is run."""
+    monkeypatch.setenv("PYTEST_PLUGINS", "with_fake_npu")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support"))
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-k 'TP2_EP2 or operator'" + (f" --plant '{fault}'" if fault else ""))
+    with launched.launch(2, "preflight.py", "--self-test", TINY, "device=npu", log=tmp_path / "log") as launch:
+        code = launch.wait(300)
+    assert code == (1 if fault else 0), launch.text[-3000:]
+    if fault in PLANTED:
+        assert PLANTED[fault] in launch.text and " passed" in launch.text
+    else:
+        assert "RuntimeError: planted: rank 1 opens no layout" in launch.text
 
 
 @pytest.mark.parametrize(

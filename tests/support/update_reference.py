@@ -73,12 +73,16 @@ def importance_weights(loss: LossConfig, old: Tensor, rows: Rows) -> Tensor:
 
 
 def policy_loss(loss: LossConfig, logp: Tensor, old: Tensor, advantages: Tensor, own: Tensor) -> Tensor:
-    """The loss of each token by PPO with a dual clip, GSPO (arXiv 2507.18071) or CISPO (arXiv 2506.13585)."""
+    """The loss of each token by PPO with a dual clip, GSPO (2507.18071), CISPO (2506.13585) or DPPO (2602.04879)."""
     a, ratio = advantages[:, None], (logp - old).exp()
     if loss.kind == "gspo":
         mean = ((logp - old).detach() * own).sum(1, keepdim=True) / own.sum(1, keepdim=True).clamp(min=1)
         ratio = mean.exp() * (logp - logp.detach()).exp()
     clipped = ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high)
+    if loss.kind == "dppo_tv":  # masked where the probability has moved far enough
+        moved = logp.exp() - old.exp()
+        masked = torch.where(a > 0, moved > loss.clip_high, moved < -loss.clip_low)
+        return -a * ratio * ~masked
     if loss.kind == "cispo":
         return -clipped.detach() * a * logp
     largest = torch.maximum(-a * ratio, -a * clipped)
@@ -93,15 +97,16 @@ def kl_to(reference: Tensor, logp: Tensor) -> Tensor:
     return d.exp() - d - 1
 
 
-def shares(cfg: Config, own: Tensor) -> Tensor:
+def shares(aggregate: str, own: Tensor, max_new_tokens: int) -> Tensor:
     """What the loss of each token is multiplied by, so that the sum is the loss of the update.  (S, T - 1)"""
     lengths, sequences = own.sum(1, keepdim=True).clamp(min=1), own.any(1).sum()
     count = {
         "token-mean": own.sum(),
+        "seq-mean-token-sum": sequences,
         "seq-mean-token-mean": sequences * lengths,
-        "dr-grpo": sequences * cfg.rollout.max_new_tokens,
-    }[cfg.loss.aggregate]
-    return own / count
+        "dr-grpo": sequences * max_new_tokens,
+    }[aggregate]
+    return own.double() / count
 
 
 def compute(path: Path, factors: Named, batch: Rollout, cfg: Config) -> Updated:
@@ -128,7 +133,10 @@ def compute(path: Path, factors: Named, batch: Rollout, cfg: Config) -> Updated:
     losses, norms = [], []
     for first in range(0, len(kept), size):
         chosen = (sequences >= first) & (sequences < first + size)
-        share = shares(cfg, rows.own & (chosen & kept)[:, None]) * trained[:, None]  # skipped groups count, as 0
+        counted = rows.own & (chosen & kept)[:, None]
+        share = (
+            shares(loss.aggregate, counted, cfg.rollout.max_new_tokens) * trained[:, None]
+        )  # skipped ones count as 0
         logp, entropy = forward()
         total = policy_loss(loss, logp, old, advantages, rows.own) * importance_weights(loss, old, rows)
         total = total - loss.entropy_coef * entropy
