@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
 
 import device as devices
 from hardware import kernels
